@@ -1,0 +1,106 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+
+PYTHON ?= python3
+VENV ?= .venv
+CXX ?= g++
+CLANG_FORMAT ?= $(VENV)/bin/clang-format
+# Used where the environment has no Paddle yet; an installed one, CPU or GPU, is kept.
+PADDLE ?= paddlepaddle==3.3.1
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+CSRC := paddle_moe_ops/csrc
+BUILD_INPUTS := setup.py $(shell find $(CSRC) -type f)
+FORMAT_INPUTS := $(shell find $(CSRC) -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CORE_SOURCES := $(wildcard $(CSRC)/common/*.cc $(CSRC)/cpu/*.cc)
+
+# -ffp-contract=off: sums are the same bits on every compiler.
+CORE_FLAGS := -std=c++17 -fPIC -pthread -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -I$(CSRC)/include -I$(CSRC)
+RELEASE_FLAGS := $(CORE_FLAGS) -O3 -fno-math-errno
+SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint format core sanitize wheel ci-full clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# ---- environment and build: a stamp is newer than what it was made from, so nothing is done twice; make lint and make sanitize
+# need the environment only and so work with sources that do not compile
+
+$(VENV)/stamp-deps: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade "setuptools>=77" wheel
+	$(PY) -c "import paddle" 2>/dev/null || $(PIP) install --quiet $(PADDLE)
+	$(PIP) install --quiet --no-build-isolation --editable ".[demo,dev]"
+	touch $@
+
+$(VENV)/stamp-built: $(VENV)/stamp-deps $(BUILD_INPUTS)
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+# ---- what people run
+
+demo: $(VENV)/stamp-built ## train a small MoE language model and show that it is right; options in DEMO_ARGS
+	$(PY) -m paddle_moe_ops demo $(DEMO_ARGS)
+
+test: $(VENV)/stamp-built core ## the test suite; options in PYTEST_ARGS
+	$(PY) -m pytest tests $(PYTEST_ARGS)
+
+test-slow: $(VENV)/stamp-built core ## the tests that `make test` leaves out
+	$(PY) -m pytest tests -m slow $(PYTEST_ARGS)
+
+lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(CLANG_FORMAT) --dry-run -Werror $(FORMAT_INPUTS)
+	$(VENV)/bin/mypy
+
+format: $(VENV)/stamp-deps ## format Python and C++ in place
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(CLANG_FORMAT) -i $(FORMAT_INPUTS)
+
+# ---- the framework-free core
+
+core: build/core/libpmo_core.so ## build/core/libpmo_core.so, every warning an error
+
+sanitize: $(VENV)/stamp-deps build/sanitize/libpmo_core.so ## core tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PMO_CORE_LIBRARY=$(CURDIR)/build/sanitize/libpmo_core.so \
+	$(PY) -m pytest tests/core -p no:cacheprovider $(PYTEST_ARGS)
+
+build/core/%.o: $(CSRC)/%.cc Makefile
+	@mkdir -p $(@D)
+	$(CXX) $(RELEASE_FLAGS) -MMD -MP -c $< -o $@
+
+build/sanitize/%.o: $(CSRC)/%.cc Makefile
+	@mkdir -p $(@D)
+	$(CXX) $(SANITIZE_FLAGS) -MMD -MP -c $< -o $@
+
+CORE_OBJECTS := $(CORE_SOURCES:$(CSRC)/%.cc=build/core/%.o)
+SANITIZE_OBJECTS := $(CORE_SOURCES:$(CSRC)/%.cc=build/sanitize/%.o)
+-include $(CORE_OBJECTS:.o=.d) $(SANITIZE_OBJECTS:.o=.d)
+
+build/core/libpmo_core.so: $(CORE_OBJECTS)
+	$(CXX) $(RELEASE_FLAGS) -shared $^ -o $@
+
+build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
+	$(CXX) $(SANITIZE_FLAGS) -shared $^ -o $@
+
+# ---- the rest
+
+wheel: $(VENV)/stamp-deps ## a wheel in dist/
+	rm -f dist/*.whl
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(PY) -m zipfile --list dist/paddle_moe_ops-*.whl
+
+ci-full: lint core sanitize test test-slow ## all checks, the slow ones too
+
+clean: ## delete what was built, not the environment
+	rm -rf build dist *.egg-info $(VENV)/stamp-built paddle_moe_ops/_C.py paddle_moe_ops/_C_pd_.so paddle_moe_ops/_build_info.json
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,66 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m paddle_moe_ops``: env, selftest, explain, demo. Each command imports only what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # The demo has a parser of its own; argparse cannot pass options through a subcommand.
+    if arguments[:1] == ["demo"]:
+        from paddle_moe_ops.demo import main as demo_main
+
+        return demo_main(arguments[1:]) or 0
+    chosen = _parser().parse_args(arguments)
+    return chosen.run(chosen)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m paddle_moe_ops", description="Tools of paddle_moe_ops.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    env = commands.add_parser("env", help="what is installed, what runs and what is missing")
+    env.add_argument("--json", action="store_true", help="print JSON")
+    env.set_defaults(run=_env)
+    selftest = commands.add_parser("selftest", help="compare the compiled operators with the reference")
+    selftest.set_defaults(run=_selftest)
+    explain = commands.add_parser("explain", help="which backend runs an operator, and why")
+    explain.add_argument("op", nargs="?", help="an operator's name; all of them when left out")
+    explain.set_defaults(run=_explain)
+    commands.add_parser("demo", help="train a small MoE language model; demo --help lists its options")
+    return parser
+
+
+def _env(arguments: argparse.Namespace) -> int:
+    from paddle_moe_ops import _report
+
+    report = _report.collect()
+    print(json.dumps(report, indent=2) if arguments.json else _report.as_text(report))
+    return 0
+
+
+def _selftest(_: argparse.Namespace) -> int:
+    from paddle_moe_ops.testing import selftest
+
+    return selftest.main()
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    import paddle_moe_ops
+
+    try:
+        print(paddle_moe_ops.explain(arguments.op))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Argument checks: a ValueError or TypeError that names the argument, what was expected and what was given.
+
+They run in Python before any operator is called. In a static graph an unknown dimension (-1) passes; the operator
+checks it at run time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import paddle
+from paddle import Tensor
+
+from . import _env
+from .backends import Validation
+
+SUM_DTYPES = (paddle.bfloat16, paddle.float16, paddle.float32)
+ROW_DTYPES = (*SUM_DTYPES, paddle.float8_e4m3fn, paddle.float8_e5m2)
+ID_DTYPES = (paddle.int32, paddle.int64)
+
+_GRAPH_VALUES: tuple[type, ...] = (paddle.pir.Value,)
+
+
+def bad_value(function: str, argument: str, expected: str, given: object) -> NoReturn:
+    """Raise the ValueError of this package."""
+    raise ValueError(f"{function}: {argument} must be {expected}, but got {given}")
+
+
+def bad_type(function: str, argument: str, expected: str, given: object) -> NoReturn:
+    """Raise the TypeError of this package."""
+    raise TypeError(f"{function}: {argument} must be {expected}, but got {given}")
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a Paddle dtype without the module."""
+    return str(dtype).rpartition(".")[2]
+
+
+def is_graph_value(value: object) -> bool:
+    """Whether the value stands for a tensor of a static graph."""
+    return isinstance(value, _GRAPH_VALUES)
+
+
+def tensor(
+    function: str,
+    argument: str,
+    value: Any,
+    dtypes: Sequence[Any],
+    shape: Sequence[int | str],
+) -> Tensor:
+    """Check that a value is a dense tensor of one of the dtypes and of a shape.
+
+    Args:
+        function: name that begins the message.
+        argument: name of the argument.
+        value: what was given.
+        dtypes: allowed Paddle dtypes.
+        shape: for each dimension its size, or a name if any size will do.
+
+    Returns:
+        The value.
+    """
+    if not isinstance(value, Tensor) and not is_graph_value(value):
+        bad_type(function, argument, "a paddle.Tensor", type(value).__name__)
+    if isinstance(value, Tensor) and value.is_dist():
+        bad_type(
+            function,
+            argument,
+            "a dense tensor",
+            "a distributed tensor (auto parallel), which is not supported",
+        )
+    if value.dtype not in dtypes:
+        names = [dtype_name(dtype) for dtype in dtypes]
+        expected = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+        bad_type(function, argument, f"of dtype {expected}", dtype_name(value.dtype))
+    given = list(value.shape)
+    matches = len(given) == len(shape) and all(
+        isinstance(want, str) or want == size or -1 in (want, size) for want, size in zip(shape, given, strict=True)
+    )
+    if not matches:
+        text = ", ".join(str(size) for size in shape)
+        bad_value(function, argument, f"of shape [{text}]", given)
+    return value
+
+
+def same_place(function: str, **tensors: Tensor | None) -> None:
+    """Check that all given tensors are on one device."""
+    first_name = first_place = None
+    for name, value in tensors.items():
+        if value is None or is_graph_value(value):
+            continue
+        if first_place is None:
+            first_name, first_place = name, value.place
+        elif value.place != first_place:
+            bad_value(function, name, f"on the device of {first_name}, {first_place}", value.place)
+
+
+def integer(function: str, argument: str, value: Any, minimum: int) -> int:
+    """Check a Python (or NumPy) integer."""
+    if isinstance(value, bool):
+        bad_type(function, argument, "an int", "a bool")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        bad_type(function, argument, "an int", type(value).__name__)
+    if not minimum <= number < 2**31:
+        bad_value(function, argument, f">= {minimum} and below 2**31", number)
+    return number
+
+
+def token_count(function: str, argument: str, value: Any) -> int:
+    """Check a number of tokens, which may also be a 0-D integer tensor; -1 if a graph does not know it yet."""
+    if is_graph_value(value):
+        return -1
+    if isinstance(value, Tensor):
+        value = tensor(function, argument, value, ID_DTYPES, []).item()
+    return integer(function, argument, value, 0)
+
+
+def flag(function: str, argument: str, value: Any) -> bool:
+    """Check a bool."""
+    if not isinstance(value, bool):
+        bad_type(function, argument, "a bool", f"{value!r} of type {type(value).__name__}")
+    return value
+
+
+def choice(function: str, argument: str, value: Any, choices: Sequence[str | None]) -> Any:
+    """Check one of a few values."""
+    if value not in choices:
+        bad_value(function, argument, f"one of {', '.join(map(repr, choices))}", repr(value))
+    return value
+
+
+def counts(
+    function: str, value: Any, num_experts: int, *, has_static_buffer: bool
+) -> tuple[tuple[int, ...] | None, Tensor | None]:
+    """Check tokens_per_expert.
+
+    Args:
+        function: name that begins the message.
+        value: a list of ints or 0-D integer tensors, a 1-D integer tensor, or None.
+        num_experts: how many there must be.
+        has_static_buffer: then the argument is ignored.
+
+    Returns:
+        The counts as host integers or None, and the counts as a tensor or None.
+    """
+    name = "tokens_per_expert"
+    if value is None or has_static_buffer:
+        return None, None
+    if isinstance(value, Tensor) or is_graph_value(value):
+        return None, tensor(function, name, value, ID_DTYPES, [num_experts])
+    if not isinstance(value, (list, tuple)):
+        expected = "a list of ints, a list of 0-D int tensors, a 1-D int tensor or None"
+        bad_type(function, name, expected, type(value).__name__)
+    if len(value) != num_experts:
+        bad_value(function, name, f"of length num_experts={num_experts} (or None: counted)", f"length {len(value)}")
+    if any(is_graph_value(item) for item in value):
+        items = [tensor(function, f"{name}[{i}]", item, ID_DTYPES, []) for i, item in enumerate(value)]
+        return None, paddle.stack([item.astype("int32") for item in items])
+    numbers = []
+    for i, item in enumerate(value):
+        if isinstance(item, Tensor):
+            item = tensor(function, f"{name}[{i}]", item, ID_DTYPES, []).item()
+        numbers.append(integer(function, f"{name}[{i}]", item, 0))
+    return tuple(numbers), None
+
+
+def validation(function: str, value: bool | None, like: Tensor) -> Validation:
+    """The level that a ``validate`` argument means for data where ``like`` is."""
+    if value is not None and not isinstance(value, bool):
+        bad_type(function, "validate", "True, False or None", f"{value!r} of type {type(value).__name__}")
+    if value is None:
+        value = _env.validate_default()
+    if value is None:
+        on_cpu = is_graph_value(like) or like.place.is_cpu_place()
+        return Validation.DATA if on_cpu else Validation.OFF
+    return Validation.ALL if value else Validation.OFF

@@ -1,0 +1,101 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables of the package; no other module reads the environment.
+
+Every function looks at the environment when it is called: a value changed later holds from the next call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Variable(NamedTuple):
+    """One environment variable: its name and one line of help."""
+
+    name: str
+    help: str
+
+
+VARIABLES = (
+    Variable("PADDLE_MOE_OPS_BACKEND", "the backend of every operator: compiled or reference (default: automatic)"),
+    Variable("PADDLE_MOE_OPS_VALIDATE", "1 checks ids, probabilities and maps, 0 does not (default: on the CPU)"),
+    Variable("PADDLE_MOE_OPS_NUM_THREADS", "CPU threads (default: OMP_NUM_THREADS, else one per core)"),
+    Variable("PADDLE_MOE_OPS_CUDA", "when building: 1 compiles the CUDA sources, 0 does not (default: automatic)"),
+)
+
+
+def backend() -> str | None:
+    """The backend named by PADDLE_MOE_OPS_BACKEND, or None; the name is checked where backends are chosen."""
+    return os.environ.get("PADDLE_MOE_OPS_BACKEND") or None
+
+
+def validate_default() -> bool | None:
+    """What ``validate=None`` means: True or False by PADDLE_MOE_OPS_VALIDATE, None where it is not set.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get("PADDLE_MOE_OPS_VALIDATE")
+    if not value:
+        return None
+    if value not in ("0", "1"):
+        raise ValueError(f"PADDLE_MOE_OPS_VALIDATE must be 0 or 1, but got {value!r}")
+    return value == "1"
+
+
+def num_threads() -> int | None:
+    """The number of CPU threads that the user asked for, or None: the operators then use one per core.
+
+    PADDLE_MOE_OPS_NUM_THREADS comes first, then OMP_NUM_THREADS. ``import paddle`` writes OMP_NUM_THREADS=1
+    where the variable was not set or held no plain number; such a 1 does not count. A process started by one
+    that has imported Paddle inherits the 1, and there it does count.
+
+    Raises:
+        ValueError: PADDLE_MOE_OPS_NUM_THREADS is not a positive integer.
+    """
+    value = os.environ.get("PADDLE_MOE_OPS_NUM_THREADS")
+    if value:
+        threads = _positive_int(value)
+        if threads is None:
+            raise ValueError(f"PADDLE_MOE_OPS_NUM_THREADS must be a positive integer, but got {value!r}")
+        return threads
+    value = os.environ.get("OMP_NUM_THREADS")
+    if value == "1":
+        value = _omp_num_threads_before_paddle()
+    # OpenMP allows one number per nesting level ("4,2"); the first is the outermost.
+    return _positive_int(value.split(",")[0]) if value else None
+
+
+def values() -> dict[str, str | None]:
+    """The value of every variable of the package, None where it is not set."""
+    return {variable.name: os.environ.get(variable.name) for variable in VARIABLES}
+
+
+def _positive_int(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+
+
+def _omp_num_threads_before_paddle() -> str | None:
+    """OMP_NUM_THREADS as the user set it, for a process whose variable reads 1 now."""
+    start = _environment_at_start()
+    if start is not None:
+        return start.get("OMP_NUM_THREADS")
+    # Without that record, a 1 in a process that has imported Paddle is more likely Paddle's than the user's.
+    return None if "paddle" in sys.modules else "1"
+
+
+@functools.cache
+def _environment_at_start() -> dict[str, str] | None:
+    """The environment this process was started with, which cannot change; None where it cannot be read."""
+    try:
+        block = Path("/proc/self/environ").read_bytes()
+    except OSError:
+        return None
+    entries = (entry.partition("=") for entry in os.fsdecode(block).split("\0") if entry)
+    return {name: value for name, _, value in entries}

@@ -1,0 +1,139 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The environment report of ``python -m paddle_moe_ops env``: what is installed, what runs, what is missing.
+
+Every part stands for itself, so that the report can be made where Paddle or anything else is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from paddle_moe_ops import _build_check, _env
+from paddle_moe_ops._version import __version__
+
+# Distribution names; Paddle has one per kind of build.
+DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu", "numpy", "ml_dtypes", "triton", "torch")
+
+
+def collect() -> dict[str, Any]:
+    """The report as data that JSON can hold; None stands for what is not there."""
+    values = _env.values()
+    return {
+        "paddle_moe_ops": {"version": __version__, "location": str(Path(__file__).parent)},
+        "python": {"version": platform.python_version(), "platform": platform.platform()},
+        "packages": {name: _installed_version(name) for name in DISTRIBUTIONS},
+        "paddle": _paddle(),
+        "compiled_library": _compiled_library(),
+        "cpu": _cpu(),
+        "gpus": _gpus(),
+        "variables": [{**variable._asdict(), "value": values[variable.name]} for variable in _env.VARIABLES],
+    }
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report for people, one fact per line."""
+    package, python, cpu = report["paddle_moe_ops"], report["python"], report["cpu"]
+    paddle, library = report["paddle"], report["compiled_library"]
+    lines = [
+        ("paddle_moe_ops", f"{package['version']} in {package['location']}"),
+        ("python", f"{python['version']} on {python['platform']}"),
+    ]
+    lines += [(name, version or "not installed") for name, version in report["packages"].items()]
+    if paddle["error"]:
+        lines.append(("running Paddle", f"none: {paddle['error']}"))
+    else:
+        kind = f"CUDA {paddle['cuda']}" if paddle["cuda"] else "CPU build"
+        lines.append(("running Paddle", f"{paddle['version']}, commit {paddle['commit'][:10]}, {kind}"))
+    lines.append(("compiled library", "loads" if library["loads"] else f"does not load: {library['reason']}"))
+    build = library["build"]
+    if build:
+        lines += [
+            ("  built for", f"Paddle {build['paddle_version']}, commit {build['paddle_commit'][:10]}"),
+            ("  compiler", f"{build['compiler']}, {' '.join(build['cxx_flags'])}"),
+            ("  CUDA", f"{'on' if build['cuda'] else 'off'}: {build['cuda_reason']}"),
+        ]
+    lines.append(("CPU", f"{cpu['model']}, {cpu['cores']} cores, {cpu['usable_cores']} usable here"))
+    lines.append(("threads", cpu["threads"] if cpu["threads_error"] is None else cpu["threads_error"]))
+    lines += [("GPU", gpu) for gpu in report["gpus"] or ["none (nvidia-smi lists none)"]]
+    width = max(len(variable["name"]) for variable in report["variables"])
+    text = [f"{name:<{width}}  {value}" for name, value in lines]
+    text += ["", "environment variables"]
+    for variable in report["variables"]:
+        value = "not set" if variable["value"] is None else repr(variable["value"])
+        text += [f"{variable['name']:<{width}}  {value}", f"{'':<{width}}  {variable['help']}"]
+    return "\n".join(text)
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _paddle() -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Paddle warns about tools that only its builds need
+            import paddle
+    except (ImportError, OSError) as error:
+        return {"version": None, "commit": None, "cuda": None, "error": str(error)}
+    return {
+        "version": paddle.version.full_version,
+        "commit": paddle.version.commit,
+        "cuda": paddle.version.cuda() if paddle.is_compiled_with_cuda() else None,
+        "error": None,
+    }
+
+
+def _compiled_library() -> dict[str, Any]:
+    try:
+        from paddle_moe_ops.backends import compiled
+
+        reason = compiled.backend.unavailable()
+    except (ImportError, ValueError) as error:  # ValueError: a variable of ours holds nonsense
+        reason = str(error)
+    return {"loads": reason is None, "reason": reason, "build": _build_check.build_info()}
+
+
+def _cpu() -> dict[str, Any]:
+    cores = os.cpu_count()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    threads, threads_error = None, None
+    try:
+        threads = _env.num_threads() or usable
+    except ValueError as error:
+        threads_error = str(error)
+    return {
+        "model": _cpu_model(),
+        "cores": cores,
+        "usable_cores": usable,
+        "threads": threads,
+        "threads_error": threads_error,
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    """Name, driver and memory of each NVIDIA GPU; empty where nvidia-smi is missing or fails."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return listed.strip().splitlines()

@@ -1,0 +1,219 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Connects forward and backward for backends that do not own their gradients.
+
+The compiled operators do, so they are called directly. Any other backend runs inside a PyLayer, which keeps the
+backend that ran forward, so that backward runs on the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle import Tensor
+from paddle.autograd import PyLayer
+
+from .backends import Backend, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec
+from .backends.base import Tensors
+
+
+def _wanted(*inputs: Tensor | None) -> tuple[bool, ...]:
+    """For each tensor input that is given, in order: whether it wants a gradient.
+
+    To be asked in the forward: a saved tensor does not tell any more.
+    """
+    return tuple(not tensor.stop_gradient for tensor in inputs if tensor is not None)
+
+
+def _gradients(wanted: tuple[bool, ...], *makers: Callable[[], Tensor] | None) -> Any:
+    """What a PyLayer's backward returns: one entry per tensor input of the forward, None where none is wanted.
+
+    Args:
+        wanted: from `_wanted` over the same inputs.
+        makers: for each input a function that makes its gradient, or None if it has none.
+    """
+    made = tuple(make() if want and make is not None else None for want, make in zip(wanted, makers, strict=True))
+    return made if len(made) > 1 else made[0]
+
+
+def _is_float8(tensor: Tensor) -> bool:
+    """Whether the rows have no gradient: Paddle would cast it to float8."""
+    return tensor.dtype in (paddle.float8_e4m3fn, paddle.float8_e5m2)
+
+
+def _constant_if_float8(tensor: Tensor) -> Tensor:
+    return tensor.detach() if _is_float8(tensor) and not tensor.stop_gradient else tensor
+
+
+class _PlanBox:
+    """Hides a plan from PyLayer, which takes the tensors of a tuple argument for inputs of the function."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+
+
+class _Route(PyLayer):
+    @staticmethod
+    def forward(
+        ctx: Any, routing: Tensor, probs: Tensor, counts: Tensor | None, backend: Backend, spec: RouteSpec
+    ) -> Tensors:
+        outputs = backend.route(routing, probs, counts, spec)
+        ctx.maps = outputs[0], outputs[2], outputs[4]
+        ctx.backend, ctx.mask_experts = backend, spec.num_experts if spec.topk >= 0 else -1
+        ctx.wanted = _wanted(routing, probs, counts)
+        ctx.mark_non_differentiable(*outputs[:5], *outputs[6:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        slot_to_row, row_to_token, row_to_expert = ctx.maps
+        no_gradient = [None] * (len(ctx.wanted) - 2)  # counts, if given
+        return _gradients(
+            ctx.wanted,
+            None,
+            lambda: ctx.backend.route_backward(
+                gradients[5], slot_to_row, row_to_token, row_to_expert, ctx.mask_experts
+            ),
+            *no_gradient,
+        )
+
+
+class _Permute(PyLayer):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor | None, backend: Backend, box: _PlanBox, fill_padding: str
+    ) -> Tensors:
+        rows, scales = backend.permute(x, scale, box.plan, fill_padding)
+        ctx.backend, ctx.token_rows, ctx.wanted = backend, box.plan.token_rows, _wanted(x, scale)
+        ctx.mark_non_differentiable(scales)
+        return rows, scales
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor, d_scales: Tensor) -> Any:
+        no_gradient = [None] * (len(ctx.wanted) - 1)  # scale, if given
+        return _gradients(ctx.wanted, lambda: ctx.backend.permute_backward(d_rows, ctx.token_rows), *no_gradient)
+
+
+class _Unpermute(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, probs: Tensor | None, backend: Backend, box: _PlanBox) -> Tensor:
+        # The plain sum needs no rows for its gradient and must not keep them alive.
+        ctx.save_for_backward(*(() if probs is None else (rows, probs)))
+        ctx.backend, ctx.plan, ctx.wanted = backend, box.plan, _wanted(rows, probs)
+        return backend.unpermute(rows, probs, box.plan)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        rows, probs = ctx.saved_tensor() or (None, None)
+        d_rows, d_probs = ctx.backend.unpermute_backward(d_out, rows, probs, ctx.plan)
+        return _gradients(ctx.wanted, lambda: d_rows, *([] if probs is None else [lambda: d_probs]))
+
+
+class _MoePermute(PyLayer):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        scale: Tensor | None,
+        routemap: Tensor,
+        probs: Tensor,
+        counts: Tensor | None,
+        backend: Backend,
+        spec: MoePermuteSpec,
+    ) -> Tensors:
+        outputs = backend.moe_permute(hidden_states, scale, routemap, probs, counts, spec)
+        ctx.backend, ctx.maps, ctx.do_gather = backend, outputs[6:], spec.do_gather
+        ctx.wanted = _wanted(hidden_states, scale, routemap, probs, counts)
+        ctx.optional_inputs = scale is not None, counts is not None
+        constants = [outputs[1], *outputs[3:]]
+        ctx.mark_non_differentiable(*constants, *(outputs[:1] if _is_float8(hidden_states) else []))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        d_rows, d_row_probs = gradients[0], gradients[2]
+        slot_to_row, token_rows = ctx.maps
+        if not ctx.do_gather:  # no row was moved: the sum over rows that do not exist is zero
+            token_rows = paddle.full_like(token_rows, -1)
+        has_scale, has_counts = ctx.optional_inputs
+        return _gradients(
+            ctx.wanted,
+            lambda: ctx.backend.permute_backward(d_rows, token_rows),
+            *[None] * has_scale,
+            None,
+            lambda: ctx.backend.gather_slots(d_row_probs, slot_to_row),
+            *[None] * has_counts,
+        )
+
+
+class _MoeUnpermute(PyLayer):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        rowmap: Tensor,
+        routemap: Tensor,
+        probs: Tensor,
+        backend: Backend,
+        spec: MoeUnpermuteSpec,
+    ) -> Tensors:
+        ctx.save_for_backward(rows, rowmap, routemap, probs)
+        ctx.backend, ctx.spec, ctx.wanted = backend, spec, _wanted(rows, rowmap, routemap, probs)
+        return backend.moe_unpermute(rows, rowmap, routemap, probs, spec)
+
+    @staticmethod
+    def backward(ctx: Any, d_hidden: Tensor, d_prob_topk: Tensor) -> Any:
+        rows, rowmap, routemap, probs = ctx.saved_tensor()
+        d_rows, d_probs = ctx.backend.moe_unpermute_backward(
+            d_hidden, d_prob_topk, rows, rowmap, routemap, probs, ctx.spec
+        )
+        return _gradients(ctx.wanted, lambda: d_rows, None, None, lambda: d_probs)
+
+
+def route(backend: Backend, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
+    """The ten tensors of a plan; row_probs is differentiable in probs."""
+    if backend.differentiable or probs is None:
+        return backend.route(routing, probs, counts, spec)
+    return _Route.apply(routing, probs, counts, backend, spec)
+
+
+def permute(backend: Backend, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
+    """Rows and scales in expert order; rows are differentiable in x unless they are float8."""
+    x = _constant_if_float8(x)
+    if backend.differentiable or x.stop_gradient:
+        return backend.permute(x, scale, plan, fill_padding)
+    return _Permute.apply(x, scale, backend, _PlanBox(plan), fill_padding)
+
+
+def unpermute(backend: Backend, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
+    """The sum of each token's rows, differentiable in rows and probs."""
+    if backend.differentiable:
+        return backend.unpermute(rows, probs, plan)
+    return _Unpermute.apply(rows, probs, backend, _PlanBox(plan))
+
+
+def moe_permute(
+    backend: Backend,
+    hidden_states: Tensor,
+    scale: Tensor | None,
+    routemap: Tensor,
+    probs: Tensor,
+    counts: Tensor | None,
+    spec: MoePermuteSpec,
+) -> Tensors:
+    """The eight outputs of `Backend.moe_permute`, differentiable in hidden_states (not float8 ones) and probs."""
+    hidden_states = _constant_if_float8(hidden_states)
+    if backend.differentiable:
+        return backend.moe_permute(hidden_states, scale, routemap, probs, counts, spec)
+    return _MoePermute.apply(hidden_states, scale, routemap, probs, counts, backend, spec)
+
+
+def moe_unpermute(
+    backend: Backend, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
+) -> Tensors:
+    """The sum of each token's rows and the probabilities per slot, differentiable in rows and probs."""
+    if backend.differentiable:
+        return backend.moe_unpermute(rows, rowmap, routemap, probs, spec)
+    return _MoeUnpermute.apply(rows, rowmap, routemap, probs, backend, spec)

@@ -1,0 +1,163 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that chooses which implementation runs an operator."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+from collections.abc import Iterator
+
+from .. import _env
+from .base import Backend, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Validation
+
+__all__ = [
+    "OPERATORS",
+    "Backend",
+    "MoePermuteSpec",
+    "MoeUnpermuteSpec",
+    "RouteSpec",
+    "Validation",
+    "explain",
+    "register",
+    "resolve",
+    "use_backend",
+]
+
+OPERATORS = ("route", "permute", "unpermute", "moe_permute", "moe_unpermute")
+
+_modules: dict[str, str] = {}  # name -> module with `backend`, in order of preference
+_automatic: list[str] = []
+_chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("paddle_moe_ops_backend", default=None)
+
+
+def register(name: str, module: str, *, automatic: bool) -> None:
+    """Make a backend known.
+
+    Args:
+        name: what `use_backend` takes.
+        module: module to import on first use; its attribute ``backend`` is the `Backend`.
+        automatic: whether it may be chosen without being asked for. Earlier registrations win.
+    """
+    _modules[name] = module
+    if automatic:
+        _automatic.append(name)
+
+
+register("compiled", "paddle_moe_ops.backends.compiled", automatic=True)
+# The oracle is orders of magnitude slower: it serves as a check, never as a silent stand-in.
+register("reference", "paddle_moe_ops.backends.reference", automatic=False)
+
+
+@functools.cache
+def _load(name: str) -> Backend:
+    return importlib.import_module(_modules[name]).backend
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run the operators inside the ``with`` block on one backend; their backward passes stay on it.
+
+    Args:
+        name: "compiled" or "reference".
+
+    Raises:
+        ValueError: there is no such backend.
+        RuntimeError: from the operator that is called, when the backend cannot run here.
+    """
+    _check_name(name, "use_backend: name")
+    token = _chosen.set(name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def _check_name(name: str, argument: str) -> None:
+    if name not in _modules:
+        raise ValueError(f"{argument} must be one of {', '.join(_modules)}, but got {name!r}")
+
+
+def _requested() -> tuple[str, str] | None:
+    """The backend that the user asked for and where, or None."""
+    name = _chosen.get()
+    if name is not None:
+        return name, "use_backend"
+    name = _env.backend()
+    if name is None:
+        return None
+    _check_name(name, "PADDLE_MOE_OPS_BACKEND")
+    return name, "PADDLE_MOE_OPS_BACKEND"
+
+
+def resolve(operator: str) -> Backend:
+    """The backend that runs an operator.
+
+    Raises:
+        RuntimeError: the backend that was asked for cannot run here, or none can.
+        ValueError: PADDLE_MOE_OPS_BACKEND names no backend.
+    """
+    requested = _requested()
+    if requested is not None:
+        name, source = requested
+        reason = _load(name).unavailable()
+        if reason is not None:
+            raise RuntimeError(
+                f"{operator}: the backend {name!r} chosen by {source} cannot run here: {reason}{_alternatives(name)}"
+            )
+        return _load(name)
+    reasons = []
+    for name in _automatic:
+        reason = _load(name).unavailable()
+        if reason is None:
+            return _load(name)
+        reasons.append(f"{name}: {reason}")
+    raise RuntimeError(
+        f"{operator}: no backend can run it here: {'; '.join(reasons)}. The slow NumPy oracle runs everywhere: "
+        "use_backend('reference')"
+    )
+
+
+def _alternatives(name: str) -> str:
+    others = [other for other in _modules if other != name and _load(other).unavailable() is None]
+    return f". Backends that can: {', '.join(others)}" if others else ""
+
+
+def explain(operator: str | None = None) -> str:
+    """Say which backend runs each operator here, and why the others do not.
+
+    Args:
+        operator: one of `OPERATORS`, or None for all.
+
+    Returns:
+        One line per operator and one per backend.
+
+    Raises:
+        ValueError: there is no such operator.
+    """
+    if operator is not None and operator not in OPERATORS:
+        raise ValueError(f"explain: operator must be one of {', '.join(OPERATORS)}, but got {operator!r}")
+    lines = []
+    for each in OPERATORS if operator is None else (operator,):
+        try:
+            choice = resolve(each).name
+        except (RuntimeError, ValueError) as error:
+            choice = f"none ({error})"
+        lines.append(f"{each}: {choice}")
+    requested = _requested_text()
+    lines.append(f"chosen by: {requested}")
+    for name in _modules:
+        reason = _load(name).unavailable()
+        kind = "" if name in _automatic else ", only on request"
+        lines.append(f"backend {name}: {'available' if reason is None else 'unavailable: ' + reason}{kind}")
+    return "\n".join(lines)
+
+
+def _requested_text() -> str:
+    try:
+        requested = _requested()
+    except ValueError as error:
+        return str(error)
+    return "automatic (first available)" if requested is None else requested[1]

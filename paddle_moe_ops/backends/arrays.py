@@ -1,0 +1,41 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Paddle tensors to NumPy arrays and back, bit for bit."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+from paddle import Tensor
+
+# Paddle hands these out, and takes them, as integers of the same width.
+_NARROW = {
+    paddle.bfloat16: (np.uint16, ml_dtypes.bfloat16),
+    paddle.float8_e4m3fn: (np.int8, ml_dtypes.float8_e4m3fn),
+    paddle.float8_e5m2: (np.int8, ml_dtypes.float8_e5m2),
+}
+_FLOAT8 = {
+    np.dtype(ml_dtypes.float8_e4m3fn): paddle.float8_e4m3fn,
+    np.dtype(ml_dtypes.float8_e5m2): paddle.float8_e5m2,
+}
+
+
+def to_numpy(tensor: Tensor) -> NDArray:
+    """The values as an array, in ml_dtypes types where NumPy has none. Synchronises with the device."""
+    array = tensor.numpy()
+    if tensor.dtype in _NARROW:
+        carrier, dtype = _NARROW[tensor.dtype]
+        array = array.view(carrier).view(dtype)
+    return array
+
+
+def to_tensor(array: NDArray, place: object = None) -> Tensor:
+    """The array as a tensor with the same bits."""
+    array = np.ascontiguousarray(array)
+    if array.dtype == ml_dtypes.bfloat16:
+        return paddle.to_tensor(array.view(np.uint16), place=place)
+    if array.dtype in _FLOAT8:
+        return paddle.to_tensor(array.view(np.int8), place=place).view(_FLOAT8[array.dtype])
+    return paddle.to_tensor(array, place=place)

@@ -1,0 +1,175 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled C++ operators. They own their gradients, in dygraph and in static graphs alike."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from .. import _build_check, _env
+from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Tensors, Validation
+
+LIBRARY = Path(__file__).resolve().parent.parent / "_C_pd_.so"
+
+# The enums of csrc/include/pmo.
+_DUPLICATES = {"first": 0, "each": 1}
+_FILL = {"all": 3, "meta": 2, "none": 0}
+_CHECKS = {Validation.OFF: 0, Validation.DATA: 1 | 2 | 4, Validation.ALL: 1 | 2 | 4 | 8}
+_COUNTED, _COUNTS_IN_LIST, _COUNTS_IN_TENSOR = range(3)
+
+_FLOAT8 = (paddle.float8_e4m3fn, paddle.float8_e5m2)
+
+
+@functools.cache
+def _library_problem() -> str | None:
+    """Load the library; why that is impossible, or None."""
+    if not LIBRARY.exists():
+        return f"the compiled library {LIBRARY.name} is missing; build it with: pip install --no-build-isolation ."
+    problem = _build_check.mismatch()
+    if problem is not None:
+        return problem
+    from paddle.utils.cpp_extension.extension_utils import load_op_meta_info_and_register_op
+
+    try:
+        load_op_meta_info_and_register_op(str(LIBRARY))
+    except (OSError, RuntimeError) as error:
+        return f"{LIBRARY.name} does not load: {error}"
+    ctypes.CDLL(str(LIBRARY)).pmo_set_num_threads(_env.num_threads() or 0)
+    return None
+
+
+def _run(operator: str, *arguments: Any) -> list[Tensor]:
+    """Call an operator; what it says of the data arrives as a plain ValueError."""
+    try:
+        return paddle._C_ops._run_custom_op(f"pmo_{operator}", *arguments)
+    except ValueError as error:
+        function = operator.removesuffix("_weighted")
+        # Paddle wraps the text: "(InvalidArgument) text (at file:line)", with a C++ stack before it on demand.
+        text = re.search(rf"{function}: .*(?= \(at \S+:\d+\))", str(error), re.DOTALL)
+        if text is None:
+            raise
+        raise ValueError(text.group()) from None
+
+
+def _stop_gradients(*tensors: Tensor) -> None:
+    """Integer outputs come back as if they could have gradients."""
+    for tensor in tensors:
+        tensor.stop_gradient = True
+
+
+def _counts_source(spec: RouteSpec, counts: Tensor | None) -> int:
+    if counts is not None:
+        return _COUNTS_IN_TENSOR
+    return _COUNTED if spec.counts is None else _COUNTS_IN_LIST
+
+
+class CompiledBackend:
+    """Calls the operators of the compiled library."""
+
+    name = "compiled"
+    differentiable = True
+
+    def unavailable(self) -> str | None:
+        return _library_problem()
+
+    def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
+        outputs = _run(
+            "route",
+            routing,
+            probs,
+            counts,
+            spec.num_experts,
+            spec.topk,
+            spec.padding_alignment,
+            _counts_source(spec, counts),
+            list(spec.counts or ()),
+            spec.buffer_size,
+            _DUPLICATES[spec.duplicates],
+            _CHECKS[spec.validation],
+        )
+        _stop_gradients(*outputs[:5], *outputs[6:])
+        return tuple(outputs)
+
+    def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
+        rows, scales = _run(
+            "permute", x, scale, plan.slot_to_row, plan.token_rows, plan.row_to_token, _FILL[fill_padding]
+        )
+        _stop_gradients(scales, *([rows] if x.dtype in _FLOAT8 else []))
+        return rows, scales
+
+    def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
+        if probs is None:
+            return _run("unpermute", rows, plan.token_rows, plan.row_to_token)[0]
+        return _run(
+            "unpermute_weighted",
+            rows,
+            probs,
+            plan.token_rows,
+            plan.row_to_token,
+            plan.row_to_slot,
+            not rows.stop_gradient,
+            not probs.stop_gradient,
+        )[0]
+
+    def moe_permute(
+        self,
+        hidden_states: Tensor,
+        scale: Tensor | None,
+        routemap: Tensor,
+        probs: Tensor,
+        counts: Tensor | None,
+        spec: MoePermuteSpec,
+    ) -> Tensors:
+        route = spec.route
+        outputs = _run(
+            "moe_permute",
+            hidden_states,
+            scale,
+            routemap,
+            probs,
+            counts,
+            route.num_experts,
+            _counts_source(route, counts),
+            list(route.counts or ()),
+            route.padding_alignment,
+            spec.do_gather,
+            spec.return_expert_indices,
+            route.buffer_size,
+            _FILL[spec.fill_padding],
+            _CHECKS[route.validation],
+            hidden_states.shape[1],
+            hidden_states.dtype.value,
+            not hidden_states.stop_gradient,
+            not probs.stop_gradient,
+        )
+        _stop_gradients(outputs[1], *outputs[3:], *(outputs[:1] if hidden_states.dtype in _FLOAT8 else []))
+        return tuple(outputs)
+
+    def moe_unpermute(
+        self, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
+    ) -> Tensors:
+        return tuple(
+            _run(
+                "moe_unpermute_weighted" if spec.weighted else "moe_unpermute",
+                rows,
+                rowmap,
+                routemap,
+                probs,
+                spec.compat_paddle,
+                _CHECKS[spec.validation],
+                rows.shape[1],
+                rows.dtype.value,
+                not rows.stop_gradient,
+                not probs.stop_gradient,
+            )
+        )
+
+
+backend = CompiledBackend()

@@ -1,0 +1,180 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The NumPy oracle as a backend: every operator on every device, slowly. Its gradients come through PyLayers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from paddle import Tensor
+
+from .. import reference
+from ..reference.routing import take_or_zero
+from .arrays import to_numpy, to_tensor
+from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Tensors
+
+_NO_PROBS = np.zeros(0, np.float32)
+_MOE_PERMUTE_NAMES = {
+    "routing": "expert_routemap_topk",
+    "probs": "expert_prob_topk",
+    "buffer_size": "override_buffer_size",
+}
+
+
+def _optional(tensor: Tensor | None) -> NDArray | None:
+    return None if tensor is None else to_numpy(tensor)
+
+
+def _tensors(like: Tensor, *arrays: NDArray) -> Tensors:
+    return tuple(to_tensor(array, like.place) for array in arrays)
+
+
+def _plan(plan: Any) -> reference.Plan:
+    """The oracle's plan of a plan of tensors."""
+    fields: dict[str, Any] = plan._asdict()
+    return reference.Plan(**{name: to_numpy(f) if isinstance(f, Tensor) else f for name, f in fields.items()})
+
+
+class ReferenceBackend:
+    """Calls the oracle on copies in host memory. Every verb synchronises with the device."""
+
+    name = "reference"
+    differentiable = False
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def _route(
+        self,
+        routing: Tensor,
+        probs: Tensor | None,
+        counts: Tensor | None,
+        spec: RouteSpec,
+        function: str = "route",
+        names: dict[str, str] | None = None,
+    ) -> reference.Plan:
+        return reference.route(
+            to_numpy(routing),
+            _optional(probs),
+            num_experts=spec.num_experts,
+            padding_alignment=spec.padding_alignment,
+            tokens_per_expert=spec.counts if counts is None else to_numpy(counts).tolist(),
+            buffer_size=spec.buffer_size,
+            topk=None if spec.topk < 0 else spec.topk,
+            duplicates=spec.duplicates,
+            validate=spec.validation.as_argument(),
+            function=function,
+            names=names,
+        )
+
+    def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
+        plan = self._route(routing, probs, counts, spec)
+        fields = plan if plan.row_probs is not None else plan._replace(row_probs=_NO_PROBS)
+        return _tensors(routing, *(field for field in fields if isinstance(field, np.ndarray)))
+
+    def route_backward(
+        self,
+        d_row_probs: Tensor,
+        slot_to_row: Tensor,
+        row_to_token: Tensor,
+        row_to_expert: Tensor,
+        mask_experts: int,
+    ) -> Tensor:
+        d_rows = to_numpy(d_row_probs)
+        if mask_experts < 0:
+            return _tensors(d_row_probs, take_or_zero(d_rows, to_numpy(slot_to_row)))[0]
+        tokens, experts = to_numpy(row_to_token), to_numpy(row_to_expert)
+        rows = np.flatnonzero(tokens >= 0)
+        d_probs = np.zeros((slot_to_row.shape[0], mask_experts), np.float32)
+        d_probs[tokens[rows], experts[rows]] = d_rows[rows]
+        return to_tensor(d_probs, d_row_probs.place)
+
+    def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
+        rows, scales = reference.permute(to_numpy(x), _plan(plan), _optional(scale), fill_padding=fill_padding)
+        return _tensors(x, rows, _NO_PROBS if scales is None else scales)
+
+    def permute_backward(self, d_rows: Tensor, token_rows: Tensor) -> Tensor:
+        return to_tensor(reference.sum_rows(to_numpy(d_rows), to_numpy(token_rows)), d_rows.place)
+
+    def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
+        return to_tensor(reference.unpermute(to_numpy(rows), _plan(plan), _optional(probs)), rows.place)
+
+    def unpermute_backward(
+        self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        d_rows, d_probs = reference.unpermute_backward(to_numpy(d_out), _plan(plan), _optional(rows), _optional(probs))
+        return to_tensor(d_rows, d_out.place), None if d_probs is None else to_tensor(d_probs, d_out.place)
+
+    def moe_permute(
+        self,
+        hidden_states: Tensor,
+        scale: Tensor | None,
+        routemap: Tensor,
+        probs: Tensor,
+        counts: Tensor | None,
+        spec: MoePermuteSpec,
+    ) -> Tensors:
+        plan = self._route(routemap, probs, counts, spec.route, "moe_permute", _MOE_PERMUTE_NAMES)
+        hidden = to_numpy(hidden_states)
+        rows, scales = hidden[:0], None
+        if spec.do_gather:
+            rows, scales = reference.permute(hidden, plan, _optional(scale), fill_padding=spec.fill_padding)
+        if scales is None:
+            scales = _NO_PROBS if scale is None else to_numpy(scale)[:0, 0]
+        return _tensors(
+            routemap,
+            rows,
+            reference.plan_to_rowmap(plan),
+            plan.row_probs if plan.row_probs is not None else _NO_PROBS,
+            scales,
+            plan.row_to_expert if spec.return_expert_indices else plan.row_to_expert[:0],
+            plan.overflow,
+            plan.slot_to_row,
+            plan.token_rows,
+        )
+
+    def gather_slots(self, row_values: Tensor, slot_to_row: Tensor) -> Tensor:
+        return to_tensor(take_or_zero(to_numpy(row_values), to_numpy(slot_to_row)), row_values.place)
+
+    def moe_unpermute(
+        self, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
+    ) -> Tensors:
+        hidden, prob_topk = reference.moe_unpermute(
+            to_numpy(rows),
+            to_numpy(rowmap),
+            to_numpy(routemap),
+            to_numpy(probs),
+            rowmap.shape[0],
+            spec.num_experts,
+            using_weighted_combine=spec.weighted,
+            compat="paddle" if spec.compat_paddle else None,
+            validate=spec.validation.as_argument(),
+        )
+        return _tensors(rows, hidden, prob_topk)
+
+    def moe_unpermute_backward(
+        self,
+        d_hidden: Tensor,
+        d_prob_topk: Tensor,
+        rows: Tensor,
+        rowmap: Tensor,
+        routemap: Tensor,
+        probs: Tensor,
+        spec: MoeUnpermuteSpec,
+    ) -> Tensors:
+        d_rows, d_probs = reference.moe_unpermute_backward(
+            to_numpy(d_hidden),
+            to_numpy(d_prob_topk),
+            to_numpy(rows),
+            to_numpy(rowmap),
+            to_numpy(routemap),
+            to_numpy(probs),
+            using_weighted_combine=spec.weighted,
+            compat="paddle" if spec.compat_paddle else None,
+        )
+        return _tensors(d_hidden, d_rows, d_probs)
+
+
+backend = ReferenceBackend()

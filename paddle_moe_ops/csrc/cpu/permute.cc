@@ -1,0 +1,90 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// permute on the CPU: every source row is read once and written to each of its rows.
+//
+// Threads own contiguous token ranges, so reads stream; a row belongs to one slot, hence to one thread. Padding rows are zeroed in
+// a second pass over contiguous row ranges. Bytes moved: (T + N) * (H + S) elements.
+#include "pmo/permute.h"
+
+#include <cstring>
+
+#include "common/status.h"
+#include "cpu/pool.h"
+
+namespace pmo {
+namespace cpu {
+namespace {
+
+// One array of rows to move: the tokens or their scales.
+struct Strip {
+  const char* source;
+  int64_t source_stride;  // bytes
+  char* target;           // NULL: nothing to move
+  int64_t row_bytes;
+};
+
+int check(const pmo_permute_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_permute_params), "struct_size", "the size of pmo_permute_params of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE_COLUMNS(p.hidden, "hidden");
+  PMO_REQUIRE_COLUMNS(p.scale_cols, "scale_cols");
+  PMO_REQUIRE(dtype_size(p.dtype) > 0, "dtype", "one of pmo_dtype");
+  PMO_REQUIRE(p.row_scales == nullptr || dtype_size(p.scale_dtype) > 0, "scale_dtype", "one of pmo_dtype");
+  PMO_REQUIRE(p.rows == nullptr || p.x != nullptr || p.num_tokens * p.hidden == 0, "x", "given when rows is wanted");
+  PMO_REQUIRE(p.row_scales == nullptr || p.scale != nullptr || p.num_tokens * p.scale_cols == 0, "scale",
+              "given when row_scales is wanted");
+  PMO_REQUIRE_ARRAY(p.slot_to_row, p.num_tokens * p.topk, "slot_to_row");
+  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
+  return PMO_OK;
+}
+
+void move_token(const Strip& strip, const pmo_permute_params& p, int64_t token) {
+  const char* source = strip.source + token * strip.source_stride;
+  for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
+    const int32_t row = p.slot_to_row[slot];
+    if (row >= 0 && row < p.num_rows) std::memcpy(strip.target + row * strip.row_bytes, source, strip.row_bytes);
+  }
+}
+
+void zero_padding(const Strip& strip, const pmo_permute_params& p) {
+  // The bytes are a guess from the mean share of padding; they only decide how many threads help.
+  const int64_t padding_guess = p.num_rows * static_cast<int64_t>(sizeof(int32_t)) + p.num_rows / 8 * strip.row_bytes;
+  parallel_ranges(p.num_rows, padding_guess, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (p.row_to_token[row] < 0) std::memset(strip.target + row * strip.row_bytes, 0, strip.row_bytes);
+    }
+  });
+}
+
+int permute(const pmo_permute_params& p) {
+  if (const int status = check(p)) return status;
+  const int64_t itemsize = dtype_size(p.dtype);
+  const Strip rows = {static_cast<const char*>(p.x), p.x_row_stride * itemsize, static_cast<char*>(p.rows), p.hidden * itemsize};
+  const int64_t scale_itemsize = dtype_size(p.scale_dtype);
+  const Strip scales = {static_cast<const char*>(p.scale), p.scale_row_stride * scale_itemsize, static_cast<char*>(p.row_scales),
+                        p.scale_cols * scale_itemsize};
+  const bool move_rows = rows.target != nullptr && rows.row_bytes > 0;
+  const bool move_scales = scales.target != nullptr && scales.row_bytes > 0;
+  if (!move_rows && !move_scales) return PMO_OK;
+
+  const int64_t bytes = p.num_rows * ((move_rows ? rows.row_bytes : 0) + (move_scales ? scales.row_bytes : 0));
+  parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      if (move_rows) move_token(rows, p, token);
+      if (move_scales) move_token(scales, p, token);
+    }
+  });
+  if (move_rows && (p.fill & PMO_FILL_ROWS) != 0) zero_padding(rows, p);
+  if (move_scales && (p.fill & PMO_FILL_SCALES) != 0) zero_padding(scales, p);
+  return PMO_OK;
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace pmo
+
+extern "C" int pmo_permute_cpu(const pmo_permute_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::permute);
+}

@@ -1,0 +1,63 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The CPU thread pool: the one piece of process-wide state.
+//
+// parallel_for hands out task numbers to the calling thread and to sleeping workers. Which thread runs which task is left to
+// chance, so a task may depend on its number only: results are then the same for any number of threads.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <mutex>
+
+namespace pmo {
+namespace cpu {
+
+// Threads for an operator: what the params struct asks for (0: the process default).
+int resolve_threads(int32_t requested);
+
+using TaskFunction = void (*)(void* context, int64_t task);
+
+void run_tasks(int64_t num_tasks, int num_threads, TaskFunction function, void* context);
+
+// Runs body(task) for every task in [0, num_tasks) under IEEE float rules (no flush to zero). The first exception that a task
+// throws is rethrown here once all tasks have run.
+template <typename Body>
+void parallel_for(int64_t num_tasks, int num_threads, Body body) {
+  struct Call {
+    Body& body;
+    std::mutex mutex;
+    std::exception_ptr error;
+  } call = {body, {}, nullptr};
+  const TaskFunction run = [](void* context, int64_t task) {
+    Call& current = *static_cast<Call*>(context);
+    try {
+      current.body(task);
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(current.mutex);
+      if (!current.error) current.error = std::current_exception();
+    }
+  };
+  run_tasks(num_tasks, num_threads, run, &call);
+  if (call.error) std::rethrow_exception(call.error);
+}
+
+// Splits [0, size) into contiguous ranges that move about `bytes` in all, and runs body(begin, end) for each. Small work stays
+// on the calling thread: waking another one costs more than moving a megabyte.
+template <typename Body>
+void parallel_ranges(int64_t size, int64_t bytes, int32_t requested_threads, Body body) {
+  constexpr int64_t kBytesPerThread = int64_t{1} << 20;
+  constexpr int64_t kTasksPerThread = 4;  // so that a thread that starts late or is interrupted does not hold up the rest
+  int64_t threads = resolve_threads(requested_threads);
+  if (threads > bytes / kBytesPerThread + 1) threads = bytes / kBytesPerThread + 1;
+  int64_t tasks = threads == 1 ? 1 : threads * kTasksPerThread;
+  if (tasks > size) tasks = size;
+  parallel_for(tasks, static_cast<int>(threads), [&](int64_t task) {
+    // size * task fits: sizes are below 2^47 (addressable rows) and tasks below 2^12
+    body(size * task / tasks, size * (task + 1) / tasks);
+  });
+}
+
+}  // namespace cpu
+}  // namespace pmo

@@ -1,0 +1,360 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Routing on the CPU: a stable counting sort of slots by expert.
+//
+// The tokens are cut into contiguous chunks whose number depends on T * K alone. Counting fills one histogram per chunk and a
+// cleaned copy of the ids; a serial scan over [chunks, E] turns the histograms into each chunk's first row per expert; then every
+// chunk places its slots in order. Positions are those of a serial pass, whatever the threads do.
+//
+// Workspace: int64 [chunks, E] histograms, then int32 [T, K] cleaned ids (-1 = the slot has no row).
+// Bytes moved: ids 2 * T * K * 4 (read, cleaned), maps 2 * T * K * 4, row maps 4 * N * 4, rowmap T * E * 4.
+#include "pmo/route.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "common/status.h"
+#include "cpu/pool.h"
+
+namespace pmo {
+namespace cpu {
+namespace {
+
+constexpr int64_t kSlotsPerChunk = 16384;
+constexpr int64_t kMaxChunks = 64;
+constexpr int64_t kNowhere = std::numeric_limits<int64_t>::max();
+
+// The first bad value of each kind, in flat order of its position.
+struct Findings {
+  int64_t bad_id = kNowhere;  // flat slot; the token for a mask
+  int64_t bad_value = 0;      // the id; the number of set experts for a mask
+  int64_t duplicate = kNowhere;
+  int64_t nan = kNowhere;  // flat index into probs
+};
+
+struct Layout {
+  int64_t num_chunks;
+  int64_t* first_row;  // [num_chunks, E]: the histogram, after the scan the chunk's next row
+  int32_t* ids;        // [T, K]
+
+  Layout(const pmo_route_params& p)
+      : num_chunks(count_chunks(p)),
+        first_row(static_cast<int64_t*>(p.workspace)),
+        ids(reinterpret_cast<int32_t*>(first_row + num_chunks * p.num_experts)) {}
+
+  static int64_t count_chunks(const pmo_route_params& p) {
+    const int64_t chunks = p.num_tokens * p.topk / kSlotsPerChunk + 1;
+    return std::min(std::min(chunks, kMaxChunks), std::max<int64_t>(p.num_tokens, 1));
+  }
+
+  int64_t begin(const pmo_route_params& p, int64_t chunk) const { return p.num_tokens * chunk / num_chunks; }
+};
+
+int64_t workspace_bytes(const pmo_route_params& p) {
+  return Layout::count_chunks(p) * p.num_experts * static_cast<int64_t>(sizeof(int64_t)) +
+         p.num_tokens * p.topk * static_cast<int64_t>(sizeof(int32_t));
+}
+
+int check_sizes(const pmo_route_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_route_params), "struct_size", "the size of pmo_route_params of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE(p.num_experts >= 1 && p.num_experts <= kMaxIndex, "num_experts", "in [1, 2^31)");
+  PMO_REQUIRE(p.padding_alignment >= 1 && p.padding_alignment <= kMaxIndex, "padding_alignment", "in [1, 2^31)");
+  PMO_REQUIRE(p.routing_kind >= PMO_ROUTING_IDS32 && p.routing_kind <= PMO_ROUTING_MASK, "routing_kind",
+              "one of pmo_routing_kind");
+  PMO_REQUIRE(p.duplicates == PMO_DUPLICATES_FIRST || p.duplicates == PMO_DUPLICATES_EACH, "duplicates", "one of pmo_duplicates");
+  PMO_REQUIRE(p.routing_kind != PMO_ROUTING_MASK || p.topk <= p.num_experts, "topk", "at most num_experts for a mask");
+  return PMO_OK;
+}
+
+int check_workspace(const pmo_route_params& p) {
+  PMO_REQUIRE(p.workspace != nullptr && reinterpret_cast<uintptr_t>(p.workspace) % alignof(int64_t) == 0 &&
+                  p.workspace_bytes >= workspace_bytes(p),
+              "workspace", "8-byte aligned and as large as pmo_route_cpu_workspace_bytes says");
+  return PMO_OK;
+}
+
+// Counts one chunk of [T, K] ids and writes their cleaned copy.
+template <typename Id>
+void count_ids(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* histogram, int32_t* cleaned, Findings* found) {
+  const Id* ids = static_cast<const Id*>(p.routing);
+  const bool first_only = p.duplicates == PMO_DUPLICATES_FIRST && p.topk > 1;
+  std::vector<int32_t> last_token(first_only ? static_cast<size_t>(p.num_experts) : 0, -1);
+  for (int64_t token = begin; token < end; ++token) {
+    for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
+      const int64_t id = ids[slot];
+      cleaned[slot] = -1;
+      if (id < 0 || id >= p.num_experts) {
+        if (id != -1 && found->bad_id == kNowhere) {
+          found->bad_id = slot;
+          found->bad_value = id;
+        }
+        continue;
+      }
+      if (first_only) {
+        if (last_token[id] == token) {
+          if (found->duplicate == kNowhere) found->duplicate = slot;
+          continue;
+        }
+        last_token[id] = static_cast<int32_t>(token);
+      }
+      cleaned[slot] = static_cast<int32_t>(id);
+      ++histogram[id];
+      if (p.probs != nullptr && found->nan == kNowhere && std::isnan(p.probs[slot])) found->nan = slot;
+    }
+  }
+}
+
+void count_mask(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* histogram, int32_t* cleaned, Findings* found) {
+  const uint8_t* mask = static_cast<const uint8_t*>(p.routing);
+  for (int64_t token = begin; token < end; ++token) {
+    int64_t used = 0;
+    int64_t set = 0;
+    for (int64_t expert = 0; expert < p.num_experts; ++expert) {
+      const int64_t flat = token * p.num_experts + expert;
+      if (mask[flat] == 0) continue;
+      ++set;
+      if (used == p.topk) continue;
+      cleaned[token * p.topk + used++] = static_cast<int32_t>(expert);
+      ++histogram[expert];
+      if (p.probs != nullptr && found->nan == kNowhere && std::isnan(p.probs[flat])) found->nan = flat;
+    }
+    if (set > p.topk && found->bad_id == kNowhere) {
+      found->bad_id = token;
+      found->bad_value = set;
+    }
+    std::fill(cleaned + token * p.topk + used, cleaned + (token + 1) * p.topk, -1);
+  }
+}
+
+void count_chunk(const pmo_route_params& p, const Layout& layout, int64_t chunk, Findings* found) {
+  const int64_t begin = layout.begin(p, chunk);
+  const int64_t end = layout.begin(p, chunk + 1);
+  int64_t* histogram = layout.first_row + chunk * p.num_experts;
+  std::fill(histogram, histogram + p.num_experts, 0);
+  switch (p.routing_kind) {
+    case PMO_ROUTING_IDS32:
+      return count_ids<int32_t>(p, begin, end, histogram, layout.ids, found);
+    case PMO_ROUTING_IDS64:
+      return count_ids<int64_t>(p, begin, end, histogram, layout.ids, found);
+    default:
+      return count_mask(p, begin, end, histogram, layout.ids, found);
+  }
+}
+
+// The text of the first finding that the caller asked about, or empty.
+std::string describe(const pmo_route_params& p, const Findings& found) {
+  const bool mask = p.routing_kind == PMO_ROUTING_MASK;
+  const auto where = [](int64_t flat, int64_t columns, const char* column_name) {
+    return "token " + std::to_string(flat / columns) + ", " + column_name + " " + std::to_string(flat % columns);
+  };
+  if ((p.checks & PMO_CHECK_RANGE) != 0 && found.bad_id != kNowhere) {
+    if (mask) {
+      return "routing must set at most topk=" + std::to_string(p.topk) + " experts per token, but token " +
+             std::to_string(found.bad_id) + " sets " + std::to_string(found.bad_value);
+    }
+    return bad_id_text(p.num_experts, p.topk, found.bad_id, found.bad_value);
+  }
+  if ((p.checks & PMO_CHECK_DUPLICATES) != 0 && found.duplicate != kNowhere) {
+    const auto id_at = [&](int64_t slot) {
+      return p.routing_kind == PMO_ROUTING_IDS32 ? static_cast<const int32_t*>(p.routing)[slot]
+                                                 : static_cast<const int64_t*>(p.routing)[slot];
+    };
+    const int64_t expert = id_at(found.duplicate);
+    int64_t first = found.duplicate / p.topk * p.topk;
+    while (id_at(first) != expert) ++first;
+    return "routing must name an expert at most once per token, but token " + std::to_string(found.duplicate / p.topk) +
+           " names expert " + std::to_string(expert) + " in slots " + std::to_string(first % p.topk) + " and " +
+           std::to_string(found.duplicate % p.topk);
+  }
+  if ((p.checks & PMO_CHECK_NAN) != 0 && found.nan != kNowhere) {
+    return "probs must not hold NaN, but " + where(found.nan, mask ? p.num_experts : p.topk, mask ? "expert" : "slot") + " does";
+  }
+  return "";
+}
+
+int count(const pmo_route_params& p) {
+  if (const int status = check_sizes(p)) return status;
+  if (const int status = check_workspace(p)) return status;
+  const bool mask = p.routing_kind == PMO_ROUTING_MASK;
+  const int64_t elements = p.num_tokens * (mask ? p.num_experts : p.topk);
+  const uintptr_t id_size = mask ? 1 : (p.routing_kind == PMO_ROUTING_IDS64 ? 8 : 4);
+  PMO_REQUIRE(elements == 0 || (p.routing != nullptr && reinterpret_cast<uintptr_t>(p.routing) % id_size == 0), "routing",
+              "an array aligned to its element size");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.probs, "probs");
+  PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.expected_per_expert, "expected_per_expert");
+
+  const Layout layout(p);
+  std::vector<Findings> found(static_cast<size_t>(layout.num_chunks));
+  const int threads = static_cast<int>(std::min<int64_t>(resolve_threads(p.num_threads), layout.num_chunks));
+  parallel_for(layout.num_chunks, threads, [&](int64_t chunk) { count_chunk(p, layout, chunk, &found[chunk]); });
+
+  Findings first;
+  for (const Findings& chunk : found) {  // chunks follow the tokens, so the first finding is the lowest
+    if (first.bad_id == kNowhere) {
+      first.bad_id = chunk.bad_id;
+      first.bad_value = chunk.bad_value;
+    }
+    if (first.duplicate == kNowhere) first.duplicate = chunk.duplicate;
+    if (first.nan == kNowhere) first.nan = chunk.nan;
+  }
+  const std::string problem = describe(p, first);
+  if (!problem.empty()) return fail(PMO_INVALID_DATA, problem);
+
+  for (int64_t expert = 0; expert < p.num_experts; ++expert) {
+    int64_t total = 0;
+    for (int64_t chunk = 0; chunk < layout.num_chunks; ++chunk) total += layout.first_row[chunk * p.num_experts + expert];
+    p.routed_per_expert[expert] = static_cast<int32_t>(total);
+  }
+  if ((p.checks & PMO_CHECK_COUNTS) != 0 && p.expected_per_expert != nullptr &&
+      !std::equal(p.routed_per_expert, p.routed_per_expert + p.num_experts, p.expected_per_expert)) {
+    return fail(PMO_INVALID_DATA, "tokens_per_expert must be " + list_text(p.routed_per_expert, p.num_experts) +
+                                      ", the rows routed to each expert, but got " +
+                                      list_text(p.expected_per_expert, p.num_experts));
+  }
+  return PMO_OK;
+}
+
+// Writes what describes the padding rows [begin, end).
+void mark_padding(const pmo_route_params& p, int64_t begin, int64_t end) {
+  for (int32_t* map : {p.row_to_token, p.row_to_slot, p.row_to_expert}) {
+    if (map != nullptr) std::fill(map + begin, map + end, -1);
+  }
+  if (p.row_probs != nullptr) std::fill(p.row_probs + begin, p.row_probs + end, 0.0f);
+}
+
+// Turns histograms into first rows, writes the per-expert outputs and marks the padding rows.
+void scan(const pmo_route_params& p, const Layout& layout) {
+  int64_t row = 0;
+  for (int64_t expert = 0; expert < p.num_experts; ++expert) {
+    const int64_t start = row;
+    for (int64_t chunk = 0; chunk < layout.num_chunks; ++chunk) {
+      int64_t& entry = layout.first_row[chunk * p.num_experts + expert];
+      const int64_t count = entry;
+      entry = row;
+      row += count;
+    }
+    const int64_t used_end = std::min(row, p.num_rows);
+    const int64_t used_begin = std::min(start, p.num_rows);
+    if (p.tokens_per_expert != nullptr) p.tokens_per_expert[expert] = static_cast<int32_t>(used_end - used_begin);
+    if (p.expert_offsets != nullptr) p.expert_offsets[expert] = static_cast<int32_t>(used_begin);
+    row = (row + p.padding_alignment - 1) / p.padding_alignment * p.padding_alignment;
+    mark_padding(p, used_end, std::min(row, p.num_rows));
+  }
+  const int64_t end = std::min(row, p.num_rows);
+  if (p.expert_offsets != nullptr) p.expert_offsets[p.num_experts] = static_cast<int32_t>(end);
+  mark_padding(p, end, p.num_rows);
+}
+
+// Gives the slots of the tokens [begin, end) their rows; returns how many found the buffer full.
+int64_t place(const pmo_route_params& p, int64_t begin, int64_t end, const int32_t* ids, int64_t* next_row) {
+  const bool mask = p.routing_kind == PMO_ROUTING_MASK;
+  int64_t dropped = 0;
+  for (int64_t token = begin; token < end; ++token) {
+    int32_t* rowmap = p.rowmap == nullptr ? nullptr : p.rowmap + token * p.num_experts;
+    if (rowmap != nullptr) std::fill(rowmap, rowmap + p.num_experts, -1);
+    int32_t* sorted = p.token_rows == nullptr ? nullptr : p.token_rows + token * p.topk;
+    int64_t num_sorted = 0;
+    for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
+      const int32_t expert = ids[slot];
+      int32_t row = -1;
+      if (expert >= 0) {
+        const int64_t wanted = next_row[expert]++;
+        if (wanted < p.num_rows) {
+          row = static_cast<int32_t>(wanted);
+        } else {
+          ++dropped;
+        }
+      }
+      if (p.slot_to_row != nullptr) p.slot_to_row[slot] = row;
+      if (row < 0) continue;
+      if (p.row_to_token != nullptr) p.row_to_token[row] = static_cast<int32_t>(token);
+      if (p.row_to_slot != nullptr) p.row_to_slot[row] = static_cast<int32_t>(slot);
+      if (p.row_to_expert != nullptr) p.row_to_expert[row] = expert;
+      if (p.row_probs != nullptr) p.row_probs[row] = p.probs[mask ? token * p.num_experts + expert : slot];
+      if (rowmap != nullptr) rowmap[expert] = row;
+      if (sorted != nullptr) {
+        int64_t place = num_sorted++;
+        for (; place > 0 && sorted[place - 1] > row; --place) sorted[place] = sorted[place - 1];
+        sorted[place] = row;
+      }
+    }
+    if (sorted != nullptr) std::fill(sorted + num_sorted, sorted + p.topk, -1);
+  }
+  return dropped;
+}
+
+int route(const pmo_route_params& p) {
+  if (const int status = check_sizes(p)) return status;
+  if (const int status = check_workspace(p)) return status;
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE(p.row_probs == nullptr || p.probs != nullptr || p.num_tokens * p.topk == 0, "probs",
+              "given when row_probs is wanted");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.probs, "probs");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.row_probs, "row_probs");
+  const std::pair<const int32_t*, const char*> maps[] = {
+      {p.slot_to_row, "slot_to_row"},       {p.token_rows, "token_rows"},       {p.row_to_token, "row_to_token"},
+      {p.row_to_slot, "row_to_slot"},       {p.row_to_expert, "row_to_expert"}, {p.tokens_per_expert, "tokens_per_expert"},
+      {p.expert_offsets, "expert_offsets"}, {p.overflow, "overflow"},           {p.rowmap, "rowmap"}};
+  for (const auto& map : maps) PMO_REQUIRE_OPTIONAL_ARRAY(map.first, map.second);
+
+  if ((p.checks & PMO_CHECK_OVERFLOW) != 0) {
+    PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
+    int64_t row = 0;
+    bool dropped = false;
+    for (int64_t expert = 0; expert < p.num_experts; ++expert) {
+      dropped = dropped || (p.routed_per_expert[expert] > 0 && row + p.routed_per_expert[expert] > p.num_rows);
+      row += (p.routed_per_expert[expert] + p.padding_alignment - 1) / p.padding_alignment * p.padding_alignment;
+    }
+    if (dropped) {
+      return fail(PMO_INVALID_DATA, "buffer_size must be at least " + std::to_string(row) +
+                                        ", the padded rows of this routing, but got " + std::to_string(p.num_rows));
+    }
+  }
+
+  const Layout layout(p);
+  scan(p, layout);
+  std::vector<int64_t> dropped(static_cast<size_t>(layout.num_chunks));
+  const int threads = static_cast<int>(std::min<int64_t>(resolve_threads(p.num_threads), layout.num_chunks));
+  parallel_for(layout.num_chunks, threads, [&](int64_t chunk) {
+    dropped[chunk] =
+        place(p, layout.begin(p, chunk), layout.begin(p, chunk + 1), layout.ids, layout.first_row + chunk * p.num_experts);
+  });
+  if (p.overflow != nullptr) {
+    int64_t total = 0;
+    for (const int64_t chunk : dropped) total += chunk;
+    *p.overflow = static_cast<int32_t>(total);
+  }
+  return PMO_OK;
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace pmo
+
+extern "C" int64_t pmo_route_cpu_workspace_bytes(const pmo_route_params* params) {
+  if (params == nullptr || pmo::cpu::check_sizes(*params) != PMO_OK) return 0;
+  return pmo::cpu::workspace_bytes(*params);
+}
+
+extern "C" int pmo_route_count_cpu(const pmo_route_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::count);
+}
+
+extern "C" int pmo_route_cpu(const pmo_route_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::route);
+}
+
+extern "C" int64_t pmo_padded_rows(const int32_t* counts, int64_t num_experts, int64_t padding_alignment) {
+  int64_t rows = 0;
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    rows += (counts[expert] + padding_alignment - 1) / padding_alignment * padding_alignment;
+  }
+  return rows;
+}

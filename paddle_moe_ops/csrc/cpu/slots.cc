@@ -1,0 +1,175 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Values per slot and per row, and the cleaning of a user's rowmap.
+#include <algorithm>
+#include <string>
+
+#include "common/status.h"
+#include "cpu/pool.h"
+#include "pmo/route.h"
+
+namespace pmo {
+namespace cpu {
+namespace {
+
+int64_t expert_id(const pmo_clean_rowmap_params& p, int64_t slot) {
+  return p.ids_kind == PMO_ROUTING_IDS64 ? static_cast<const int64_t*>(p.ids)[slot] : static_cast<const int32_t*>(p.ids)[slot];
+}
+
+// The row of every slot of a token, by its expert id.
+void rows_of_slots(const pmo_clean_rowmap_params& p, int64_t token, bool has_repeats) {
+  for (int64_t k = 0; k < p.topk; ++k) {
+    const int64_t slot = token * p.topk + k;
+    const int64_t expert = expert_id(p, slot);
+    int32_t row = -1;
+    if (expert >= 0 && expert < p.num_experts) {
+      const int32_t entry = p.rowmap[token * p.num_experts + expert];
+      if (entry >= 0 && entry < p.num_rows && p.row_to_token[entry] == token) {
+        // where a token names the row more than once, its lowest expert owns it
+        const int32_t* map = p.rowmap + token * p.num_experts;
+        if (!has_repeats || std::find(map, map + expert, entry) == map + expert) row = entry;
+      }
+    }
+    if (row >= 0 && p.duplicates == PMO_DUPLICATES_FIRST) {
+      for (int64_t earlier = 0; earlier < k; ++earlier) {
+        if (expert_id(p, token * p.topk + earlier) == expert) row = -1;
+      }
+    }
+    p.slot_to_row[slot] = row;
+  }
+}
+
+// One serial pass: which token is first to name a row cannot be split without a second pass, and the pass reads T * E * 4 bytes
+// where the sum that follows reads N * H.
+int clean_rowmap(const pmo_clean_rowmap_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_clean_rowmap_params), "struct_size",
+              "the size of pmo_clean_rowmap_params of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE(p.num_experts >= 1 && p.num_experts <= kMaxIndex, "num_experts", "in [1, 2^31)");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE_ARRAY(p.rowmap, p.num_tokens, "rowmap");
+  PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens, "token_rows");
+  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.slot_to_row, "slot_to_row");
+  PMO_REQUIRE(p.slot_to_row == nullptr || p.num_tokens * p.topk == 0 ||
+                  (p.ids != nullptr && (p.ids_kind == PMO_ROUTING_IDS32 || p.ids_kind == PMO_ROUTING_IDS64) &&
+                   reinterpret_cast<uintptr_t>(p.ids) % (p.ids_kind == PMO_ROUTING_IDS64 ? 8 : 4) == 0),
+              "ids", "an aligned int32 or int64 array when slot_to_row is wanted");
+
+  if ((p.checks & PMO_CHECK_RANGE) != 0 && p.slot_to_row != nullptr) {
+    for (int64_t slot = 0; slot < p.num_tokens * p.topk; ++slot) {
+      const int64_t id = expert_id(p, slot);
+      if (id < -1 || id >= p.num_experts) return fail(PMO_INVALID_DATA, bad_id_text(p.num_experts, p.topk, slot, id));
+    }
+  }
+
+  const auto place_text = [&](int64_t flat) {
+    return "token " + std::to_string(flat / p.num_experts) + ", expert " + std::to_string(flat % p.num_experts);
+  };
+  int64_t repeated = -1;
+  std::fill(p.row_to_token, p.row_to_token + p.num_rows, -1);
+  for (int64_t token = 0; token < p.num_tokens; ++token) {
+    int32_t* kept = p.token_rows + token * p.num_experts;
+    int64_t num_kept = 0;
+    for (int64_t flat = token * p.num_experts; flat < (token + 1) * p.num_experts; ++flat) {
+      const int32_t row = p.rowmap[flat];
+      if (row == -1) continue;
+      if (row < 0 || row >= p.num_rows) {
+        if ((p.checks & PMO_CHECK_RANGE) != 0) {
+          return fail(PMO_INVALID_DATA, "zipped_expertwise_rowmap must hold rows in [-1, " + std::to_string(p.num_rows) +
+                                            "), but " + place_text(flat) + " holds " + std::to_string(row));
+        }
+        continue;
+      }
+      if (p.row_to_token[row] >= 0) {
+        if (repeated < 0) repeated = flat;
+        continue;
+      }
+      p.row_to_token[row] = static_cast<int32_t>(token);
+      kept[num_kept++] = row;
+    }
+    if (num_kept < p.num_experts) kept[num_kept] = -1;
+  }
+  if (repeated >= 0 && (p.checks & PMO_CHECK_DUPLICATES) != 0) {
+    const int32_t row = p.rowmap[repeated];
+    return fail(PMO_INVALID_DATA, "zipped_expertwise_rowmap must name a row at most once, but row " + std::to_string(row) +
+                                      " stands at " + place_text(std::find(p.rowmap, p.rowmap + repeated, row) - p.rowmap) +
+                                      " and at " + place_text(repeated));
+  }
+  if (p.slot_to_row != nullptr) {
+    const int64_t bytes = p.num_tokens * p.topk * 12;
+    parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) rows_of_slots(p, token, repeated >= 0);
+    });
+  }
+  return PMO_OK;
+}
+
+int check_slots(const pmo_slots_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_slots_params), "struct_size", "the size of pmo_slots_params of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE(p.row_to_expert == nullptr || (p.num_experts >= 1 && p.num_experts <= kMaxIndex), "num_experts",
+              "in [1, 2^31) when row_to_expert is given");
+  PMO_REQUIRE_ARRAY(p.slot_to_row, p.num_tokens * p.topk, "slot_to_row");
+  PMO_REQUIRE_ARRAY(p.row_values, p.num_rows, "row_values");
+  PMO_REQUIRE_ARRAY(p.slot_values, p.num_tokens * (p.row_to_expert == nullptr ? p.topk : p.num_experts), "slot_values");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_expert, "row_to_expert");
+  return PMO_OK;
+}
+
+// Calls visit(row, value index) for every slot of the tokens [begin, end) that has a row.
+template <typename Visit>
+void visit_slots(const pmo_slots_params& p, int64_t begin, int64_t end, Visit visit) {
+  for (int64_t token = begin; token < end; ++token) {
+    for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
+      const int32_t row = p.slot_to_row[slot];
+      if (row < 0 || row >= p.num_rows) continue;
+      if (p.row_to_expert == nullptr) {
+        visit(row, slot);
+        continue;
+      }
+      const int32_t expert = p.row_to_expert[row];
+      if (expert >= 0 && expert < p.num_experts) visit(row, token * p.num_experts + expert);
+    }
+  }
+}
+
+int gather_slots(const pmo_slots_params& p) {
+  if (const int status = check_slots(p)) return status;
+  const int64_t columns = p.row_to_expert == nullptr ? p.topk : p.num_experts;
+  parallel_ranges(p.num_tokens, p.num_tokens * (p.topk + columns) * 8, p.num_threads, [&](int64_t begin, int64_t end) {
+    std::fill(p.slot_values + begin * columns, p.slot_values + end * columns, 0.0f);
+    visit_slots(p, begin, end, [&](int64_t row, int64_t value) { p.slot_values[value] = p.row_values[row]; });
+  });
+  return PMO_OK;
+}
+
+int scatter_slots(const pmo_slots_params& p) {
+  if (const int status = check_slots(p)) return status;
+  if (p.accumulate == 0) std::fill(p.row_values, p.row_values + p.num_rows, 0.0f);
+  parallel_ranges(p.num_tokens, p.num_tokens * p.topk * 12, p.num_threads, [&](int64_t begin, int64_t end) {
+    if (p.accumulate == 0) {  // -0.0 is the neutral start: a value that comes alone keeps its sign
+      visit_slots(p, begin, end, [&](int64_t row, int64_t) { p.row_values[row] = -0.0f; });
+    }
+    visit_slots(p, begin, end, [&](int64_t row, int64_t value) { p.row_values[row] += p.slot_values[value]; });
+  });
+  return PMO_OK;
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace pmo
+
+extern "C" int pmo_clean_rowmap_cpu(const pmo_clean_rowmap_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::clean_rowmap);
+}
+
+extern "C" int pmo_gather_slots_cpu(const pmo_slots_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::gather_slots);
+}
+
+extern "C" int pmo_scatter_slots_cpu(const pmo_slots_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::scatter_slots);
+}

@@ -1,0 +1,95 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Moving rows between token order and expert order.
+#pragma once
+
+#include "pmo/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum pmo_fill {
+  PMO_FILL_ROWS = 1,    // zero the padding rows of `rows`
+  PMO_FILL_SCALES = 2,  // zero the padding rows of `row_scales`
+} pmo_fill;
+
+// rows[slot_to_row[t, k]] = x[t], and the scales alike. Moves (T + N) * H * itemsize bytes: each source row is read once.
+typedef struct pmo_permute_params {
+  int64_t struct_size;
+  int64_t num_tokens;
+  int64_t topk;
+  int64_t num_rows;
+  int64_t hidden;
+  int64_t scale_cols;
+  const void* x;  // [T, H]
+  int64_t x_row_stride;
+  const void* scale;  // [T, S] or NULL
+  int64_t scale_row_stride;
+  const int32_t* slot_to_row;   // [T, K]; entries outside [0, N) are skipped
+  const int32_t* row_to_token;  // [N]; negative = padding row
+  void* rows;                   // [N, H] contiguous, or NULL: move only the scales
+  void* row_scales;             // [N, S] contiguous, or NULL
+  int32_t dtype;
+  int32_t scale_dtype;
+  int32_t fill;
+  int32_t num_threads;
+} pmo_permute_params;
+
+PMO_API int pmo_permute_cpu(const pmo_permute_params* params, void* stream);
+
+// out[t] = sum of the token's rows, in the order of token_rows, each times its weight if there are weights.
+//
+// Arithmetic (the same bits on every backend): acc = -0.0f; plain acc = acc + v; weighted acc = fma(v, w, acc), in float32 with
+// round to nearest even; no rows give +0.0; one unweighted row is copied; one rounding to the output type at the end.
+typedef struct pmo_unpermute_params {
+  int64_t struct_size;
+  int64_t num_tokens;
+  int64_t max_rows_per_token;  // columns of token_rows
+  int64_t num_rows;
+  int64_t num_weights;
+  int64_t hidden;
+  const void* rows;  // [N, H]
+  int64_t rows_row_stride;
+  const int32_t* token_rows;    // [T, max_rows_per_token]; the first -1 ends a token, other entries outside [0, N) are skipped
+  const float* weights;         // NULL: plain sum
+  const int32_t* weight_index;  // [N] position of a row's weight, outside [0, num_weights) = weight 0; NULL: row r has weights[r]
+  void* out;                    // [T, H] contiguous
+  int32_t dtype;
+  int32_t copy_single_row;  // also copy a token's only row when there are weights (Paddle's own behaviour)
+  int32_t num_threads;
+} pmo_unpermute_params;
+
+PMO_API int pmo_unpermute_cpu(const pmo_unpermute_params* params, void* stream);
+
+// Gradient of pmo_unpermute: d_rows[r] = w_r * d_out[t] (a copy without weights), d_weights[index(r)] = dot(d_out[t], rows[r]).
+// Rows that no token uses get zeros. The dot product runs in float32 over 16 lanes (element j in lane j % 16, fma) that one fixed
+// tree adds up, so its bits depend on nothing but the data.
+typedef struct pmo_unpermute_backward_params {
+  int64_t struct_size;
+  int64_t num_tokens;
+  int64_t max_rows_per_token;
+  int64_t num_rows;
+  int64_t num_weights;
+  int64_t hidden;
+  const void* d_out;  // [T, H]
+  int64_t d_out_row_stride;
+  const void* rows;  // [N, H] the forward input; needed for d_weights only
+  int64_t rows_row_stride;
+  const int32_t* token_rows;    // as in the forward; no row may stand twice
+  const int32_t* row_to_token;  // [N]; negative = padding row, whose gradient is zero
+  const float* weights;
+  const int32_t* weight_index;
+  void* d_rows;      // [N, H] contiguous, or NULL
+  float* d_weights;  // [num_weights], or NULL
+  int32_t dtype;
+  int32_t copy_single_row;
+  int32_t num_threads;
+} pmo_unpermute_backward_params;
+
+PMO_API int pmo_unpermute_backward_cpu(const pmo_unpermute_backward_params* params, void* stream);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,111 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Routing: from expert ids or a mask to the compact maps that every other operator follows.
+#pragma once
+
+#include "pmo/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum pmo_routing_kind {
+  PMO_ROUTING_IDS32 = 0,  // int32 [T, K] expert ids, -1 = unassigned slot
+  PMO_ROUTING_IDS64 = 1,  // int64 [T, K]
+  PMO_ROUTING_MASK = 2,   // one byte per element [T, E], non-zero = routed; slot k is the k-th set expert, ascending
+} pmo_routing_kind;
+
+typedef enum pmo_duplicates {
+  PMO_DUPLICATES_FIRST = 0,  // an expert named twice by a token gets one row, owned by the first slot
+  PMO_DUPLICATES_EACH = 1,   // every slot gets a row
+} pmo_duplicates;
+
+// T tokens, K slots per token, E experts, A rows of alignment, N rows of the permuted buffer. All outputs of pmo_route_* may be
+// NULL when they are not wanted. A row is owned by one slot; rows of an expert follow ascending flat slot t * K + k; the segment
+// of expert e + 1 begins at the next multiple of A behind that of e.
+typedef struct pmo_route_params {
+  int64_t struct_size;
+  int64_t num_tokens;
+  int64_t topk;
+  int64_t num_experts;
+  int64_t padding_alignment;
+  int64_t num_rows;  // N; rows at or beyond it are dropped
+  const void* routing;
+  const float* probs;                  // [T, K] for ids, [T, E] for a mask, or NULL
+  const int32_t* expected_per_expert;  // [E] counts that PMO_CHECK_COUNTS compares with, or NULL
+  int32_t routing_kind;
+  int32_t duplicates;
+  int32_t checks;
+  int32_t num_threads;  // 0: the process default
+  void* workspace;      // filled by pmo_route_count_*, read by pmo_route_*
+  int64_t workspace_bytes;
+  int32_t* routed_per_expert;  // [E] true counts (written by pmo_route_count_*)
+  int32_t* slot_to_row;        // [T, K], -1 = none
+  int32_t* token_rows;         // [T, K] the token's rows ascending, -1 last
+  int32_t* row_to_token;       // [N], -1 = padding
+  int32_t* row_to_slot;        // [N] t * K + k, -1 = padding
+  int32_t* row_to_expert;      // [N], -1 = padding
+  float* row_probs;            // [N], 0 = padding; needs probs
+  int32_t* tokens_per_expert;  // [E] routed rows that lie inside the buffer
+  int32_t* expert_offsets;     // [E + 1] first row of each segment, clamped to N
+  int32_t* overflow;           // [1] slots dropped because their row lies at or beyond N
+  int32_t* rowmap;             // [T, E] row of the pair, -1 = none (Paddle's zipped_expertwise_rowmap)
+} pmo_route_params;
+
+PMO_API int64_t pmo_route_cpu_workspace_bytes(const pmo_route_params* params);
+
+// Counts the routed slots per expert and runs the checks; must precede pmo_route_cpu with the same params and workspace.
+PMO_API int pmo_route_count_cpu(const pmo_route_params* params, void* stream);
+
+// Writes the maps.
+PMO_API int pmo_route_cpu(const pmo_route_params* params, void* stream);
+
+// Rows of a buffer that holds these counts with every segment padded to a multiple of padding_alignment.
+PMO_API int64_t pmo_padded_rows(const int32_t* counts, int64_t num_experts, int64_t padding_alignment);
+
+typedef struct pmo_clean_rowmap_params {
+  int64_t struct_size;
+  int64_t num_tokens;
+  int64_t topk;
+  int64_t num_experts;
+  int64_t num_rows;
+  const int32_t* rowmap;  // [T, E] as a user gave it
+  const void* ids;        // [T, K] expert ids, or NULL when slot_to_row is not wanted
+  int32_t ids_kind;       // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
+  int32_t duplicates;     // FIRST: a repeated id's later slots have no row; EACH: they share the row
+  int32_t checks;
+  int32_t num_threads;
+  int32_t* token_rows;    // [T, E] usable rows in ascending expert order, then one -1 (the rest is undefined)
+  int32_t* row_to_token;  // [N], -1 = no token uses the row
+  int32_t* slot_to_row;   // [T, K], -1 = none, or NULL
+} pmo_clean_rowmap_params;
+
+// Makes trusted maps of a [T, E] rowmap: entries outside [-1, N), and any but the first (lowest t * E + e) that name a row,
+// count as -1.
+PMO_API int pmo_clean_rowmap_cpu(const pmo_clean_rowmap_params* params, void* stream);
+
+typedef struct pmo_slots_params {
+  int64_t struct_size;
+  int64_t num_tokens;
+  int64_t topk;
+  int64_t num_experts;  // columns of slot_values when row_to_expert is given
+  int64_t num_rows;
+  const int32_t* slot_to_row;    // [T, K]
+  const int32_t* row_to_expert;  // NULL: slot_values is [T, K]; else it is [T, E] and a slot lies at its row's expert
+  float* row_values;             // [N]
+  float* slot_values;            // [T, K] or [T, E]
+  int32_t accumulate;            // scatter only: add to row_values instead of starting from zeros
+  int32_t num_threads;
+} pmo_slots_params;
+
+// slot_values[slot] = row_values[slot_to_row[slot]], 0 where there is no row.
+PMO_API int pmo_gather_slots_cpu(const pmo_slots_params* params, void* stream);
+
+// row_values[slot_to_row[slot]] += slot_values[slot] in slot order; rows that no slot names become 0 (or stay, if accumulating).
+// No two tokens may share a row.
+PMO_API int pmo_scatter_slots_cpu(const pmo_slots_params* params, void* stream);
+
+#ifdef __cplusplus
+}
+#endif

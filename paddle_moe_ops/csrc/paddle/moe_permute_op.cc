@@ -1,0 +1,158 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// moe_permute: routing and permutation in one operator, with Paddle's outputs.
+//
+// Beside Paddle's five outputs it returns the count of dropped slots and the two compact maps that the gradient follows, so that
+// no [T, H] tensor is kept for the backward pass.
+#include "paddle/movement.h"
+#include "paddle/routing.h"
+
+namespace {
+
+using namespace pmo::binding;  // NOLINT: this file is the operator's own
+
+constexpr char kFunction[] = "moe_permute";
+
+Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<paddle::Tensor>& scale,
+                    const paddle::Tensor& routemap, const paddle::Tensor& probs, const paddle::optional<paddle::Tensor>& counts,
+                    int64_t num_experts, int counts_source, const std::vector<int>& tokens_per_expert, int64_t padding_alignment,
+                    bool do_gather, bool return_expert_indices, int64_t override_buffer_size, int fill, int checks, int64_t, int,
+                    bool, bool) {
+  require_cpu({&hidden_states, &routemap, &probs}, kFunction);
+  if (scale) require_cpu({&*scale}, kFunction);
+  if (counts) require_cpu({&*counts}, kFunction);
+  require_rank(hidden_states, 2, kFunction, "hidden_states");
+  require(routemap.dtype() != paddle::DataType::BOOL, kFunction, "expert_routemap_topk must hold expert ids");
+  Routing step({kFunction,
+                {{"routing", "expert_routemap_topk"}, {"probs", "expert_prob_topk"}, {"buffer_size", "override_buffer_size"}},
+                -1,
+                num_experts,
+                padding_alignment,
+                override_buffer_size,
+                counts_source,
+                tokens_per_expert,
+                PMO_DUPLICATES_FIRST,
+                checks},
+               routemap, &probs, counts ? &*counts : nullptr);
+  require(routemap.shape()[0] == hidden_states.shape()[0], kFunction, "expert_routemap_topk must have one line per token");
+  pmo_route_params& p = step.params;
+  const int64_t rows = step.num_rows();
+  const Shape slots = {p.num_tokens, p.topk};
+  paddle::Tensor slot_to_row = empty_int32(slots, routemap);
+  paddle::Tensor token_rows = empty_int32(slots, routemap);
+  paddle::Tensor row_to_token = empty_int32({rows}, routemap);
+  paddle::Tensor rowmap = empty_int32({p.num_tokens, num_experts}, routemap);
+  paddle::Tensor row_probs = empty_float32({rows}, routemap);
+  paddle::Tensor expert_indices = empty_int32({return_expert_indices ? rows : 0}, routemap);
+  paddle::Tensor overflow = empty_int32({1}, routemap);
+  p.slot_to_row = slot_to_row.data<int32_t>();
+  p.token_rows = token_rows.data<int32_t>();
+  p.row_to_token = row_to_token.data<int32_t>();
+  p.row_to_expert = return_expert_indices ? expert_indices.data<int32_t>() : nullptr;
+  p.row_probs = row_probs.data<float>();
+  p.overflow = overflow.data<int32_t>();
+  p.rowmap = rowmap.data<int32_t>();
+  step.run();
+
+  const bool move_scale = scale && do_gather;
+  if (move_scale) require_rank(*scale, 2, kFunction, "scale");
+  paddle::Tensor row_scales = move_scale
+                                  ? paddle::empty({rows, scale->shape()[1]}, scale->dtype(), routemap.place())
+                                  : paddle::empty({0}, scale ? scale->dtype() : paddle::DataType::FLOAT32, routemap.place());
+  paddle::Tensor unzipped =
+      paddle::empty({do_gather ? rows : 0, hidden_states.shape()[1]}, hidden_states.dtype(), routemap.place());
+  if (do_gather) {
+    permute_rows(kFunction, hidden_states, scale ? &*scale : nullptr, slot_to_row, row_to_token, fill, &unzipped, &row_scales);
+  }
+  return {unzipped, rowmap, row_probs, row_scales, expert_indices, overflow, slot_to_row, token_rows};
+}
+
+std::vector<Shape> moe_permute_shapes(const Shape& hidden_states, const paddle::optional<Shape>& scale, const Shape& routemap,
+                                      const Shape&, const paddle::optional<Shape>&, int64_t num_experts, int counts_source,
+                                      const std::vector<int>& tokens_per_expert, int64_t padding_alignment, bool do_gather,
+                                      bool return_expert_indices, int64_t override_buffer_size, int, int, int64_t, int, bool,
+                                      bool) {
+  const int64_t rows = static_num_rows(counts_source, tokens_per_expert, padding_alignment, override_buffer_size);
+  const Shape slots = {dim(routemap, 0), dim(routemap, 1)};
+  return {{do_gather ? rows : 0, dim(hidden_states, 1)},
+          {dim(routemap, 0), num_experts},
+          {rows},
+          scale && do_gather ? Shape{rows, dim(*scale, 1)} : Shape{0},
+          {return_expert_indices ? rows : 0},
+          {1},
+          slots,
+          slots};
+}
+
+std::vector<paddle::DataType> moe_permute_dtypes(const paddle::DataType& hidden_states,
+                                                 const paddle::optional<paddle::DataType>& scale, const paddle::DataType&,
+                                                 const paddle::DataType&, const paddle::optional<paddle::DataType>&) {
+  const paddle::DataType map = paddle::DataType::INT32;
+  const paddle::DataType prob = paddle::DataType::FLOAT32;
+  return {hidden_states, map, prob, scale ? *scale : prob, map, map, map, map};
+}
+
+// d_hidden_states: the plain sum over the token's rows; d_probs: the gradient of the row that a slot owns. An output whose
+// gradient nobody computed arrives as an undefined tensor, so width and dtype of hidden_states travel as attributes.
+Outputs moe_permute_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows,
+                             const paddle::Tensor& d_unzipped, const paddle::Tensor& d_row_probs, int64_t, int,
+                             const std::vector<int>&, int64_t, bool do_gather, bool, int64_t, int, int, int64_t hidden,
+                             int hidden_dtype, bool need_hidden_grad, bool need_prob_grad) {
+  const int64_t num_tokens = token_rows.shape()[0];
+  paddle::Tensor d_hidden;
+  if (need_hidden_grad && do_gather && d_unzipped.initialized()) {
+    d_hidden = sum_rows(kFunction, d_unzipped, token_rows, {});
+  } else {
+    d_hidden = paddle::full({num_tokens, hidden}, 0, static_cast<paddle::DataType>(hidden_dtype), token_rows.place());
+  }
+  if (need_prob_grad && d_row_probs.initialized()) return {d_hidden, gather_slots(kFunction, slot_to_row, d_row_probs)};
+  return {d_hidden, paddle::full(slot_to_row.shape(), 0, paddle::DataType::FLOAT32, token_rows.place())};
+}
+
+std::vector<Shape> moe_permute_backward_shapes(const Shape& slot_to_row, const Shape& token_rows, const Shape&, const Shape&,
+                                               int64_t, int, const std::vector<int>&, int64_t, bool, bool, int64_t, int, int,
+                                               int64_t hidden, int, bool, bool) {
+  return {{dim(token_rows, 0), hidden}, slot_to_row};
+}
+
+std::vector<paddle::DataType> moe_permute_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
+                                                          const paddle::DataType& d_unzipped, const paddle::DataType&) {
+  return {d_unzipped, paddle::DataType::FLOAT32};
+}
+
+// The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
+std::vector<std::string> attributes() {
+  return {"num_experts: int64_t",
+          "counts_source: int",
+          "tokens_per_expert_list: std::vector<int>",
+          "padding_alignment: int64_t",
+          "do_gather: bool",
+          "return_expert_indices: bool",
+          "override_buffer_size: int64_t",
+          "fill: int",
+          "checks: int",
+          "hidden: int64_t",
+          "hidden_dtype: int",
+          "need_hidden_grad: bool",
+          "need_prob_grad: bool"};
+}
+
+}  // namespace
+
+PD_BUILD_OP(pmo_moe_permute)
+    .Inputs({"hidden_states", paddle::Optional("scale"), "expert_routemap_topk", "expert_prob_topk", paddle::Optional("counts")})
+    .Outputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "token_prob_unzipped", "scale_unzipped", "expert_indices",
+              "overflow", "slot_to_row", "token_rows"})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(moe_permute))
+    .SetInferShapeFn(PD_INFER_SHAPE(moe_permute_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(moe_permute_dtypes));
+
+PD_BUILD_GRAD_OP(pmo_moe_permute)
+    .Inputs({"slot_to_row", "token_rows", paddle::Grad("hidden_states_unzipped"), paddle::Grad("token_prob_unzipped")})
+    .Outputs({paddle::Grad("hidden_states"), paddle::Grad("expert_prob_topk")})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(moe_permute_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(moe_permute_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(moe_permute_backward_dtypes));

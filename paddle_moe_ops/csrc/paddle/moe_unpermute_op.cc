@@ -1,0 +1,188 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// moe_unpermute: rows back to token order by Paddle's [T, E] rowmap, and the probabilities back to [T, K]. Two operators, because
+// the gradient of the plain sum needs no rows and so must not keep them alive.
+#include "paddle/movement.h"
+
+namespace {
+
+using namespace pmo::binding;  // NOLINT: this file is the operator's own
+
+constexpr char kFunction[] = "moe_unpermute";
+
+// The maps behind a user's rowmap: only entries that lie in [0, N) and name a row nobody named before.
+struct CleanMaps {
+  paddle::Tensor token_rows, row_to_token, slot_to_row;
+
+  // compat_paddle: slots that repeat an expert id all read its row, as in Paddle; otherwise only the first does.
+  CleanMaps(const paddle::Tensor& rowmap, const paddle::Tensor& routemap, int64_t num_rows, bool compat_paddle, int checks) {
+    require_rank(rowmap, 2, kFunction, "zipped_expertwise_rowmap");
+    require_rank(routemap, 2, kFunction, "expert_routemap_topk");
+    require_dtype(rowmap, paddle::DataType::INT32, kFunction, "zipped_expertwise_rowmap");
+    const bool wide_ids = routemap.dtype() == paddle::DataType::INT64;
+    if (!wide_ids) require_dtype(routemap, paddle::DataType::INT32, kFunction, "expert_routemap_topk");
+    require(rowmap.shape()[0] == routemap.shape()[0], kFunction, "expert_routemap_topk must have one line per token");
+    const paddle::Tensor dense_rowmap = dense(rowmap);
+    const paddle::Tensor ids = dense(routemap);
+    token_rows = empty_int32(rowmap.shape(), rowmap);
+    row_to_token = empty_int32({num_rows}, rowmap);
+    slot_to_row = empty_int32(routemap.shape(), rowmap);
+    pmo_clean_rowmap_params p = {};
+    p.struct_size = sizeof(p);
+    p.num_tokens = rowmap.shape()[0];
+    p.topk = routemap.shape()[1];
+    p.num_experts = rowmap.shape()[1];
+    p.num_rows = num_rows;
+    p.rowmap = dense_rowmap.data<int32_t>();
+    p.ids = ids.data();
+    p.ids_kind = wide_ids ? PMO_ROUTING_IDS64 : PMO_ROUTING_IDS32;
+    p.duplicates = compat_paddle ? PMO_DUPLICATES_EACH : PMO_DUPLICATES_FIRST;
+    p.checks = checks;
+    p.token_rows = token_rows.data<int32_t>();
+    p.row_to_token = row_to_token.data<int32_t>();
+    p.slot_to_row = slot_to_row.data<int32_t>();
+    check_status(pmo_clean_rowmap_cpu(&p, nullptr), kFunction, {{"routing", "expert_routemap_topk"}});
+  }
+};
+
+Outputs combine(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
+                const paddle::Tensor& probs, bool weighted, bool compat_paddle, int checks) {
+  require_cpu({&rows, &rowmap, &routemap, &probs}, kFunction);
+  require_rank(rows, 2, kFunction, "hidden_states_unzipped");
+  const int64_t num_rows = rows.shape()[0];
+  require(probs.numel() == num_rows, kFunction, "token_prob_unzipped must have one value per row");
+  const CleanMaps maps(rowmap, routemap, num_rows, compat_paddle, checks);
+  Weights weights;
+  weights.values = weighted ? &probs : nullptr;
+  weights.copy_single_row = compat_paddle;
+  return {sum_rows(kFunction, rows, maps.token_rows, weights), gather_slots(kFunction, maps.slot_to_row, probs)};
+}
+
+// d_rows and d_probs; `rows` is needed for the weighted sum only. Undefined gradients count as zeros.
+Outputs combine_backward(const paddle::Tensor* rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
+                         const paddle::Tensor& probs, const paddle::Tensor& d_hidden, const paddle::Tensor& d_prob_topk,
+                         bool compat_paddle, int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
+  const int64_t num_rows = probs.numel();
+  const CleanMaps maps(rowmap, routemap, num_rows, compat_paddle, 0);
+  const bool has_d_hidden = d_hidden.initialized();
+  const Shape rows_shape = {num_rows, hidden};
+  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
+  const bool make_d_rows = need_rows_grad && has_d_hidden;
+  paddle::Tensor d_rows =
+      make_d_rows ? paddle::empty(rows_shape, dtype, rowmap.place()) : paddle::full(rows_shape, 0, dtype, rowmap.place());
+  const bool weighted = rows != nullptr;
+  const bool make_d_weights = need_prob_grad && weighted && has_d_hidden;
+  paddle::Tensor d_probs = empty_float32(probs.shape(), rowmap);
+  const bool add_d_prob_topk = need_prob_grad && d_prob_topk.initialized();
+  if (!make_d_weights && !add_d_prob_topk) d_probs = paddle::full(probs.shape(), 0, paddle::DataType::FLOAT32, rowmap.place());
+  if (has_d_hidden) {
+    Weights weights;
+    weights.values = weighted ? &probs : nullptr;
+    weights.copy_single_row = compat_paddle;
+    sum_rows_backward(kFunction, d_hidden, rows, maps.token_rows, maps.row_to_token, weights, make_d_rows ? &d_rows : nullptr,
+                      make_d_weights ? &d_probs : nullptr);
+  }
+  if (add_d_prob_topk) scatter_slots(kFunction, maps.slot_to_row, d_prob_topk, make_d_weights, &d_probs);
+  return {d_rows, d_probs};
+}
+
+Outputs moe_unpermute(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
+                      const paddle::Tensor& probs, bool compat_paddle, int checks, int64_t, int, bool, bool) {
+  return combine(rows, rowmap, routemap, probs, false, compat_paddle, checks);
+}
+
+Outputs moe_unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
+                               const paddle::Tensor& probs, bool compat_paddle, int checks, int64_t, int, bool, bool) {
+  return combine(rows, rowmap, routemap, probs, true, compat_paddle, checks);
+}
+
+std::vector<Shape> moe_unpermute_shapes(const Shape& rows, const Shape& rowmap, const Shape& routemap, const Shape&, bool, int,
+                                        int64_t, int, bool, bool) {
+  return {{dim(rowmap, 0), dim(rows, 1)}, {dim(routemap, 0), dim(routemap, 1)}};
+}
+
+std::vector<paddle::DataType> moe_unpermute_dtypes(const paddle::DataType& rows, const paddle::DataType&, const paddle::DataType&,
+                                                   const paddle::DataType&) {
+  return {rows, paddle::DataType::FLOAT32};
+}
+
+Outputs moe_unpermute_backward(const paddle::Tensor& rowmap, const paddle::Tensor& routemap, const paddle::Tensor& probs,
+                               const paddle::Tensor& d_hidden, const paddle::Tensor& d_prob_topk, bool compat_paddle, int,
+                               int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
+  return combine_backward(nullptr, rowmap, routemap, probs, d_hidden, d_prob_topk, compat_paddle, hidden, hidden_dtype,
+                          need_rows_grad, need_prob_grad);
+}
+
+std::vector<Shape> moe_unpermute_backward_shapes(const Shape&, const Shape&, const Shape& probs, const Shape&, const Shape&, bool,
+                                                 int, int64_t hidden, int, bool, bool) {
+  return {{dim(probs, 0), hidden}, probs};
+}
+
+std::vector<paddle::DataType> moe_unpermute_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
+                                                            const paddle::DataType& probs, const paddle::DataType& d_hidden,
+                                                            const paddle::DataType&) {
+  return {d_hidden, probs};
+}
+
+Outputs moe_unpermute_weighted_backward(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
+                                        const paddle::Tensor& probs, const paddle::Tensor& d_hidden,
+                                        const paddle::Tensor& d_prob_topk, bool compat_paddle, int, int64_t hidden,
+                                        int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
+  return combine_backward(&rows, rowmap, routemap, probs, d_hidden, d_prob_topk, compat_paddle, hidden, hidden_dtype,
+                          need_rows_grad, need_prob_grad);
+}
+
+std::vector<Shape> moe_unpermute_weighted_backward_shapes(const Shape& rows, const Shape&, const Shape&, const Shape& probs,
+                                                          const Shape&, const Shape&, bool, int, int64_t, int, bool, bool) {
+  return {rows, probs};
+}
+
+std::vector<paddle::DataType> moe_unpermute_weighted_backward_dtypes(const paddle::DataType& rows, const paddle::DataType&,
+                                                                     const paddle::DataType&, const paddle::DataType& probs,
+                                                                     const paddle::DataType&, const paddle::DataType&) {
+  return {rows, probs};
+}
+
+// The last four attributes describe hidden_states_unzipped and say which gradients are wanted; only the gradients read them.
+// Their shape inference gets the attributes of the forward operator, so all declare the same list.
+std::vector<std::string> attributes() {
+  return {"compat_paddle: bool", "checks: int",          "hidden: int64_t",
+          "hidden_dtype: int",   "need_rows_grad: bool", "need_prob_grad: bool"};
+}
+
+}  // namespace
+
+PD_BUILD_OP(pmo_moe_unpermute)
+    .Inputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped"})
+    .Outputs({"hidden_states", "expert_prob_topk"})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(moe_unpermute))
+    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_dtypes));
+
+PD_BUILD_GRAD_OP(pmo_moe_unpermute)
+    .Inputs({"zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped", paddle::Grad("hidden_states"),
+             paddle::Grad("expert_prob_topk")})
+    .Outputs({paddle::Grad("hidden_states_unzipped"), paddle::Grad("token_prob_unzipped")})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(moe_unpermute_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_backward_dtypes));
+
+PD_BUILD_OP(pmo_moe_unpermute_weighted)
+    .Inputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped"})
+    .Outputs({"hidden_states", "expert_prob_topk"})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(moe_unpermute_weighted))
+    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_dtypes));
+
+PD_BUILD_GRAD_OP(pmo_moe_unpermute_weighted)
+    .Inputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped",
+             paddle::Grad("hidden_states"), paddle::Grad("expert_prob_topk")})
+    .Outputs({paddle::Grad("hidden_states_unzipped"), paddle::Grad("token_prob_unzipped")})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(moe_unpermute_weighted_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_weighted_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_weighted_backward_dtypes));

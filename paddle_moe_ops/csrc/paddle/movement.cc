@@ -1,0 +1,158 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "paddle/movement.h"
+
+#include <algorithm>
+
+namespace pmo {
+namespace binding {
+namespace {
+
+const int32_t* map_data(const paddle::Tensor& map, const char* function, const char* name) {
+  require_dtype(map, paddle::DataType::INT32, function, name);
+  require(map.is_contiguous(), function, "maps must be contiguous");
+  return map.data<int32_t>();
+}
+
+// The fields that the sum and its gradient share. `weight_values` keeps a dense copy alive where one is needed.
+template <typename Params>
+void set_sum_params(Params* p, const char* function, const paddle::Tensor& token_rows, int64_t num_rows, int64_t hidden,
+                    const Weights& weights, paddle::Tensor* weight_values) {
+  p->struct_size = sizeof(Params);
+  require_rank(token_rows, 2, function, "token_rows");
+  p->num_tokens = token_rows.shape()[0];
+  p->max_rows_per_token = token_rows.shape()[1];
+  p->num_rows = num_rows;
+  p->hidden = hidden;
+  p->token_rows = map_data(token_rows, function, "token_rows");
+  p->copy_single_row = weights.copy_single_row;
+  if (weights.values == nullptr) return;
+  require_dtype(*weights.values, paddle::DataType::FLOAT32, function, "the probabilities");
+  *weight_values = dense(*weights.values);
+  p->num_weights = weight_values->numel();
+  p->weights = weight_values->template data<float>();
+  if (weights.index == nullptr) {
+    require(p->num_weights == num_rows, function, "the probabilities must have one value per row");
+  } else {
+    require_shape(*weights.index, {num_rows}, function, "row_to_slot");
+    p->weight_index = map_data(*weights.index, function, "row_to_slot");
+  }
+}
+
+pmo_slots_params slots_params(const char* function, const paddle::Tensor& slot_to_row) {
+  require_rank(slot_to_row, 2, function, "slot_to_row");
+  pmo_slots_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_tokens = slot_to_row.shape()[0];
+  p.topk = slot_to_row.shape()[1];
+  p.slot_to_row = map_data(slot_to_row, function, "slot_to_row");
+  return p;
+}
+
+}  // namespace
+
+void permute_rows(const char* function, const paddle::Tensor& x, const paddle::Tensor* scale, const paddle::Tensor& slot_to_row,
+                  const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows, paddle::Tensor* row_scales) {
+  require_rank(x, 2, function, "the rows");
+  require_rank(slot_to_row, 2, function, "slot_to_row");
+  require_rank(row_to_token, 1, function, "row_to_token");
+  require(slot_to_row.shape()[0] == x.shape()[0], function, "the map must have one line per token");
+  pmo_permute_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_tokens = x.shape()[0];
+  p.topk = slot_to_row.shape()[1];
+  p.num_rows = row_to_token.shape()[0];
+  p.hidden = x.shape()[1];
+  p.dtype = dtype_of(x, function, "the rows");
+  p.slot_to_row = map_data(slot_to_row, function, "slot_to_row");
+  p.row_to_token = map_data(row_to_token, function, "row_to_token");
+  p.fill = fill;
+  const Matrix source(x);
+  p.x = source.data;
+  p.x_row_stride = source.row_stride;
+  p.rows = rows == nullptr ? nullptr : rows->data();
+  paddle::optional<Matrix> scales;
+  if (scale != nullptr) {
+    require_rank(*scale, 2, function, "scale");
+    require(scale->shape()[0] == p.num_tokens, function, "scale must have one line per token");
+    scales = Matrix(*scale);
+    p.scale = scales->data;
+    p.scale_row_stride = scales->row_stride;
+    p.scale_cols = scale->shape()[1];
+    p.scale_dtype = dtype_of(*scale, function, "scale");
+    p.row_scales = row_scales->data();
+  }
+  check_status(pmo_permute_cpu(&p, nullptr), function);
+}
+
+paddle::Tensor sum_rows(const char* function, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
+                        const Weights& weights) {
+  require_rank(rows, 2, function, "the rows");
+  pmo_unpermute_params p = {};
+  paddle::Tensor weight_values;
+  set_sum_params(&p, function, token_rows, rows.shape()[0], rows.shape()[1], weights, &weight_values);
+  p.dtype = dtype_of(rows, function, "the rows");
+  const Matrix source(rows);
+  p.rows = source.data;
+  p.rows_row_stride = source.row_stride;
+  paddle::Tensor out = paddle::empty({p.num_tokens, p.hidden}, rows.dtype(), rows.place());
+  p.out = out.data();
+  check_status(pmo_unpermute_cpu(&p, nullptr), function);
+  return out;
+}
+
+void sum_rows_backward(const char* function, const paddle::Tensor& d_out, const paddle::Tensor* rows,
+                       const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const Weights& weights,
+                       paddle::Tensor* d_rows, paddle::Tensor* d_weights) {
+  require_rank(d_out, 2, function, "the gradient");
+  require_rank(row_to_token, 1, function, "row_to_token");
+  pmo_unpermute_backward_params p = {};
+  paddle::Tensor weight_values;
+  set_sum_params(&p, function, token_rows, row_to_token.shape()[0], d_out.shape()[1], weights, &weight_values);
+  require(d_out.shape()[0] == p.num_tokens, function, "the gradient must have one line per token");
+  p.dtype = dtype_of(d_out, function, "the gradient");
+  p.row_to_token = map_data(row_to_token, function, "row_to_token");
+  const Matrix gradient(d_out);
+  p.d_out = gradient.data;
+  p.d_out_row_stride = gradient.row_stride;
+  paddle::optional<Matrix> inputs;
+  if (d_weights != nullptr) {
+    require_shape(*rows, {p.num_rows, p.hidden}, function, "the rows");
+    require(rows->dtype() == d_out.dtype(), function, "the rows and the gradient must have the same dtype");
+    inputs = Matrix(*rows);
+    p.rows = inputs->data;
+    p.rows_row_stride = inputs->row_stride;
+    p.d_weights = d_weights->data<float>();
+  }
+  p.d_rows = d_rows == nullptr ? nullptr : d_rows->data();
+  check_status(pmo_unpermute_backward_cpu(&p, nullptr), function);
+}
+
+paddle::Tensor gather_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_values) {
+  pmo_slots_params p = slots_params(function, slot_to_row);
+  require_dtype(row_values, paddle::DataType::FLOAT32, function, "the probabilities");
+  const paddle::Tensor values = dense(row_values);
+  paddle::Tensor slots = empty_float32(slot_to_row.shape(), slot_to_row);
+  p.num_rows = values.numel();
+  p.row_values = const_cast<float*>(values.data<float>());  // the gather only reads it
+  p.slot_values = slots.data<float>();
+  check_status(pmo_gather_slots_cpu(&p, nullptr), function);
+  return slots;
+}
+
+void scatter_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& slot_values, bool accumulate,
+                   paddle::Tensor* row_values) {
+  pmo_slots_params p = slots_params(function, slot_to_row);
+  require_dtype(slot_values, paddle::DataType::FLOAT32, function, "the gradient of the probabilities");
+  require_shape(slot_values, slot_to_row.shape(), function, "the gradient of the probabilities");
+  const paddle::Tensor values = dense(slot_values);
+  p.num_rows = row_values->numel();
+  p.row_values = row_values->data<float>();
+  p.slot_values = const_cast<float*>(values.data<float>());  // the scatter only reads it
+  p.accumulate = accumulate;
+  check_status(pmo_scatter_slots_cpu(&p, nullptr), function);
+}
+
+}  // namespace binding
+}  // namespace pmo

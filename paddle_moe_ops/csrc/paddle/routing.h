@@ -1,0 +1,66 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The routing step that `route` and `moe_permute` have in common.
+#pragma once
+
+#include "paddle/binding.h"
+#include "pmo/route.h"
+
+namespace pmo {
+namespace binding {
+
+// Where the number of rows per expert comes from.
+enum CountsSource {
+  kCountsFromRouting = 0,
+  kCountsFromList = 1,
+  kCountsFromTensor = 2,
+};
+
+// Rows of the permuted buffer as far as attributes alone tell; -1 = known only at run time. Never throws.
+inline int64_t static_num_rows(int counts_source, const std::vector<int>& counts, int64_t padding_alignment,
+                               int64_t buffer_size) {
+  if (buffer_size >= 0) return buffer_size;
+  if (counts_source != kCountsFromList || padding_alignment < 1) return -1;
+  int64_t rows = 0;
+  for (const int count : counts) {
+    if (count < 0) return -1;
+    rows += (count + padding_alignment - 1) / padding_alignment * padding_alignment;
+  }
+  return rows;
+}
+
+struct RouteAttributes {
+  const char* function;
+  std::initializer_list<std::pair<const char*, const char*>> names;  // core name -> argument name
+  int64_t topk;
+  int64_t num_experts;
+  int64_t padding_alignment;
+  int64_t buffer_size;
+  int counts_source;
+  const std::vector<int>& counts;
+  int duplicates;
+  int checks;
+};
+
+// Counts at construction; `params` then waits for its outputs and run().
+class Routing {
+ public:
+  Routing(const RouteAttributes& attributes, const paddle::Tensor& routing, const paddle::Tensor* probs,
+          const paddle::Tensor* counts);
+
+  void run();
+
+  int64_t num_rows() const { return params.num_rows; }
+  const paddle::Tensor& routed_per_expert() const { return routed_per_expert_; }
+
+  pmo_route_params params = {};
+
+ private:
+  RouteAttributes attributes_;
+  paddle::Tensor routing_, probs_, workspace_, routed_per_expert_;
+  std::vector<int32_t> expected_;
+};
+
+}  // namespace binding
+}  // namespace pmo

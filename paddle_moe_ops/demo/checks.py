@@ -1,0 +1,144 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's checks: a training step against a dense formulation, and speed against plain Paddle ops."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor
+
+from ..nn import MoELayer
+from .model import Decoder, MoEForward
+
+DENSE_TOLERANCE = 2e-5
+PLAIN_TOLERANCE = 1e-5
+TIMED_TOKENS = 4096
+TIMED_RUNS = 9
+
+
+class DenseCheck(NamedTuple):
+    """Differences between a training step through the operators and the dense one.
+
+    Attributes:
+        parameters: How many parameters were compared.
+        loss: Absolute difference of the losses.
+        gradient: Largest absolute difference of any gradient element.
+        relative: Largest difference of a gradient element, as a part of its parameter's largest gradient.
+        worst: Name of the parameter with that largest part.
+        passed: Whether ``loss`` and ``relative`` are at most DENSE_TOLERANCE.
+    """
+
+    parameters: int
+    loss: float
+    gradient: float
+    relative: float
+    worst: str
+    passed: bool
+
+
+class Speed(NamedTuple):
+    """Median milliseconds of forward and backward of one layer, and the largest difference of the outputs."""
+
+    ours: float
+    plain: float
+    difference: float
+    passed: bool
+
+
+def dense_check(model: Decoder, tokens: Tensor, moe_forward: MoEForward = MoELayer.__call__) -> DenseCheck:
+    """Compares the loss and the gradient of every parameter with those of a dense formulation.
+
+    Both take the same experts for each token: a choice between nearly equal scores could otherwise fall
+    differently after different roundings, and a choice has no gradient.
+    """
+    chosen: list[Tensor] = []
+    hooks = [
+        layer.router.register_forward_post_hook(lambda _layer, _inputs, output: chosen.append(output.ids))
+        for layer in model.moe_layers
+    ]
+    loss, gradients = _loss_and_gradients(model, tokens, moe_forward)
+    for hook in hooks:
+        hook.remove()
+    ids = iter(chosen)
+    dense_loss, dense_gradients = _loss_and_gradients(model, tokens, lambda layer, x: dense_moe(layer, x, next(ids)))
+
+    names = list(dense_gradients)
+    differences = np.array([np.abs(gradients[name] - dense_gradients[name]).max() for name in names])
+    largest = np.array([np.abs(dense_gradients[name]).max() for name in names])
+    # A NaN is the maximum to NumPy and fails the comparison, as it has to.
+    parts = differences / np.maximum(largest, np.finfo(np.float32).tiny)
+    worst = int(np.argmax(parts))
+    relative, loss_difference = float(parts[worst]), abs(loss - dense_loss)
+    passed = loss_difference <= DENSE_TOLERANCE and relative <= DENSE_TOLERANCE
+    return DenseCheck(len(names), loss_difference, float(differences.max()), relative, names[worst], passed)
+
+
+def dense_moe(layer: MoELayer, x: Tensor, ids: Tensor) -> Tensor:
+    """The MoE layer with every expert on every token, weighted by a matrix of probabilities [T, E].
+
+    It shares the layer's weights and none of its code; ids [T, K] are the experts that count for each token.
+    """
+    tokens = x.reshape([-1, x.shape[-1]])
+    scores = F.softmax(tokens @ layer.router.weight, axis=-1)
+    weights = scores * F.one_hot(ids.astype("int64"), scores.shape[-1]).sum(axis=1)
+    weights = weights / weights.sum(axis=-1, keepdim=True)
+    gate, up = paddle.chunk(paddle.einsum("th,ehi->eti", tokens, layer.experts.gate_up), 2, axis=-1)
+    outputs = paddle.einsum("eti,eih->eth", F.silu(gate) * up, layer.experts.down)
+    out = paddle.einsum("te,eth->th", weights, outputs)
+    if layer.shared is not None:
+        gate, up = paddle.chunk(tokens @ layer.shared.gate_up, 2, axis=-1)
+        out = out + (F.silu(gate) * up) @ layer.shared.down
+    return out.reshape(x.shape)
+
+
+def plain_moe(layer: MoELayer, x: Tensor) -> Tensor:
+    """The MoE layer with its rows moved by Paddle's own argsort, gather and index_add."""
+    tokens = x.reshape([-1, x.shape[-1]])
+    ids, probs, _ = layer.router(tokens)
+    counts = np.bincount(ids.numpy().ravel(), minlength=layer.router.num_experts)
+    slots = paddle.argsort(ids.flatten(), stable=True)
+    row_to_token = slots // ids.shape[1]
+    rows = layer.experts(paddle.gather(tokens, row_to_token), counts.tolist())
+    rows = rows * paddle.gather(probs.flatten(), slots).unsqueeze(-1)
+    out = paddle.index_add(paddle.zeros_like(tokens), row_to_token, 0, rows)
+    if layer.shared is not None:
+        out = out + layer.shared(tokens)
+    return out.reshape(x.shape)
+
+
+def layer_speed(layer: MoELayer) -> Speed:
+    """Times forward and backward of the layer and of its plain form by turns; their outputs are compared."""
+    x = paddle.randn([TIMED_TOKENS, layer.hidden_size])
+    x.stop_gradient = False
+    difference = float((layer(x) - plain_moe(layer, x)).abs().max())
+    forms = (MoELayer.__call__, plain_moe)
+    times = np.array([[_milliseconds(layer, x, form) for form in forms] for _ in range(TIMED_RUNS + 1)])
+    ours, plain = np.median(times[1:], axis=0)
+    return Speed(float(ours), float(plain), difference, difference <= PLAIN_TOLERANCE)
+
+
+def _milliseconds(layer: MoELayer, x: Tensor, form: MoEForward) -> float:
+    start = time.perf_counter()
+    form(layer, x).sum().backward()
+    elapsed = time.perf_counter() - start
+    layer.clear_gradients()
+    x.clear_gradient()
+    return 1e3 * elapsed
+
+
+def _loss_and_gradients(model: Decoder, tokens: Tensor, moe_forward: MoEForward) -> tuple[float, dict[str, np.ndarray]]:
+    model.clear_gradients()
+    loss = model.loss(tokens, moe_forward)
+    loss.backward()
+    # A parameter that got no gradient has to fail the comparison.
+    gradients = {
+        name: np.full(parameter.shape, np.nan) if parameter.grad is None else parameter.grad.numpy().copy()
+        for name, parameter in model.named_parameters()
+    }
+    model.clear_gradients()
+    return float(loss), gradients

@@ -1,0 +1,103 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Training, measuring and sampling of the demo's language model."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import paddle
+
+from .. import _env
+from .data import even_windows, random_windows
+from .model import Decoder
+
+BATCH = 4
+HELD_OUT_WINDOWS = 64
+TEMPERATURE = 0.7
+BIAS_RATE = 5e-3
+# Matrices as small as the demo's gain nothing from more.
+MAX_THREADS = 4
+
+
+class Progress(NamedTuple):
+    """State after one training step (step counts from 1)."""
+
+    step: int
+    loss: float
+    tokens_per_second: float
+
+
+class HeldOut(NamedTuple):
+    """Loss on held-out text in nats per byte, and the load of the experts: slots, [MoE layers, E]."""
+
+    loss: float
+    load: np.ndarray
+
+
+def use_several_cores() -> None:
+    """Lets Paddle's matrix products use several cores; importing Paddle leaves them at one."""
+    threads = _env.num_threads() or os.cpu_count() or 1
+    paddle.base.core.set_num_threads(min(threads, MAX_THREADS))
+
+
+def train(model: Decoder, data: np.ndarray, steps: int, rng: np.random.Generator) -> Iterator[Progress]:
+    """Trains the model on random windows of the data and reports after each step."""
+    context = model.config.context
+    peak = 3e-3 * math.sqrt(128 / model.config.hidden)
+    optimizer = paddle.optimizer.AdamW(
+        peak,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.1,
+        parameters=model.parameters(),
+        grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0),
+    )
+    for step in range(steps):
+        start = time.perf_counter()
+        tokens = paddle.to_tensor(random_windows(data, BATCH, context + 1, rng))
+        optimizer.set_lr(peak * _schedule(step, steps))
+        loss = model.loss(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        for layer in model.moe_layers:
+            layer.router.update_correction_bias(layer.tokens_per_expert, BIAS_RATE)
+        value = float(loss)
+        yield Progress(step + 1, value, BATCH * context / (time.perf_counter() - start))
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Part of the peak learning rate: up in a tenth of the steps (30 at most), then down a cosine to 5 %."""
+    warm_up = min(30, steps // 10 + 1)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
+
+
+@paddle.no_grad()
+def evaluate(model: Decoder, data: np.ndarray) -> HeldOut:
+    """Measures the model on fixed windows, spread evenly over the data."""
+    windows = even_windows(data, HELD_OUT_WINDOWS, model.config.context + 1)
+    losses, load = [], np.zeros((len(model.moe_layers), model.config.experts), dtype=np.int64)
+    for batch in np.split(windows, HELD_OUT_WINDOWS // BATCH):
+        losses.append(float(model.loss(paddle.to_tensor(batch))))
+        load += [layer.tokens_per_expert for layer in model.moe_layers]
+    return HeldOut(float(np.mean(losses)), load)
+
+
+@paddle.no_grad()
+def sample(model: Decoder, prompt: str, length: int, rng: np.random.Generator) -> str:
+    """Continues the prompt by ``length`` bytes, drawn at TEMPERATURE."""
+    text = list(prompt.encode())
+    for _ in range(length):
+        window = paddle.to_tensor([text[-model.config.context :]])
+        logits = model(window)[0, -1].numpy().astype(np.float64) / TEMPERATURE
+        weights = np.exp(logits - logits.max())
+        text.append(int(rng.choice(len(weights), p=weights / weights.sum())))
+    return bytes(text).decode(errors="replace")

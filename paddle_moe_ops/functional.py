@@ -1,0 +1,290 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The operators in the style of paddle.nn.functional: checks, then the backend that runs.
+
+T tokens, H hidden size, K slots per token, E experts, N rows of the permuted buffer, S scales per row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from . import _checks, autograd
+from ._graphs import traceable
+from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, resolve
+from .routing import Plan
+
+__all__ = ["moe_permute", "moe_unpermute", "permute", "unpermute"]
+
+FILL_PADDING = ("all", "meta", "none")
+
+
+@traceable
+def permute(
+    x: Tensor, plan: Plan, scale: Tensor | None = None, *, fill_padding: str = "all"
+) -> tuple[Tensor, Tensor | None]:
+    """Copy every token to its rows.
+
+    Differentiable in ``x`` (the gradient of a token is the ascending float32 sum over its rows, rounded once), except
+    for float8 rows. Deterministic, bit-exact copies. No host synchronisation. The backward pass keeps no [T, H] tensor.
+
+    Args:
+        x: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; any H >= 1, rows may be strided.
+        plan: where the rows go.
+        scale: [T, S] float32, or int32 (four packed ue8m0 exponents each), or None. Not differentiable.
+        fill_padding: what padding rows hold. "all": zeros. "meta": rows undefined, scales zero. "none": both undefined.
+
+    Returns:
+        rows [N, H] and scales [N, S] or None.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape.
+    """
+    name = "permute"
+    _check_plan(name, plan)
+    _check_rows(name, "x", x, _checks.ROW_DTYPES, plan.num_tokens)
+    if scale is not None:
+        _checks.tensor(name, "scale", scale, (paddle.float32, paddle.int32), [plan.num_tokens, "num_scales"])
+    _checks.choice(name, "fill_padding", fill_padding, FILL_PADDING)
+    _checks.same_place(name, x=x, plan=plan.slot_to_row, scale=scale)
+    rows, scales = autograd.permute(resolve(name), x, scale, plan, fill_padding)
+    return rows, None if scale is None else scales
+
+
+@traceable
+def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
+    """Sum each token's rows, weighted if probabilities are given.
+
+    The sum starts at -0.0 in float32 and takes the rows in ascending order, by one addition or one fused multiply-add
+    each; it is rounded once to the dtype of ``y``. A token without rows gives 0, one unweighted row is copied. The same
+    bits on every backend and run.
+
+    Differentiable in ``y`` and ``probs``. No host synchronisation. Without ``probs`` the backward pass keeps no rows.
+
+    Args:
+        y: [N, H] bfloat16, float16 or float32, rows in expert order.
+        plan: the plan that `permute` followed.
+        probs: float32 weights, [N] by row (``plan.row_probs``) or [T, K] by slot, or None. The gradient has this shape;
+            it is 0 at padding rows and at slots without a row.
+
+    Returns:
+        [T, H], dtype of ``y``.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype; float8 rows.
+        ValueError: an argument of the wrong shape.
+    """
+    name = "unpermute"
+    _check_plan(name, plan)
+    _check_rows(name, "y", y, _checks.SUM_DTYPES, plan.num_rows)
+    if probs is not None:
+        by_slot = getattr(probs, "ndim", 1) == 2
+        shape = [plan.num_tokens, plan.topk] if by_slot else [plan.num_rows]
+        _checks.tensor(name, "probs", probs, (paddle.float32,), shape)
+    _checks.same_place(name, y=y, plan=plan.slot_to_row, probs=probs)
+    return autograd.unpermute(resolve(name), y, probs, plan)
+
+
+@traceable
+def moe_permute(
+    hidden_states: Tensor,
+    scale: Tensor | None,
+    expert_routemap_topk: Tensor,
+    expert_prob_topk: Tensor,
+    num_experts: int,
+    tokens_per_expert: Any,
+    padding_alignment: int,
+    do_gather: bool = True,
+    using_ue8m0_scale: bool = False,
+    return_expert_indices: bool = False,
+    override_buffer_size: int = -1,
+    name: str | None = None,
+    *,
+    fill_padding: str = "all",
+    return_overflow: bool = False,
+    validate: bool | None = None,
+) -> tuple[Tensor, ...]:
+    """Route tokens and copy them to expert order in one operator, as `paddle.nn.functional.moe_permute` does.
+
+    Differentiable in ``hidden_states`` and ``expert_prob_topk``; float8 rows have no gradient. Deterministic: the order
+    inside an expert's segment is ascending token, copies are bit-exact. Host synchronisation: on a GPU one to learn N,
+    unless ``tokens_per_expert`` is a list of ints or there is a static buffer; none on the CPU.
+
+    Args:
+        hidden_states: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
+        scale: [T, S] float32, or int32 with ``using_ue8m0_scale``, or None. Moved with the rows.
+        expert_routemap_topk: int32 or int64 [T, K] expert ids, -1 for an unassigned slot.
+        expert_prob_topk: float32 [T, K].
+        num_experts: E.
+        tokens_per_expert: rows of each expert: a list of ints or 0-D int tensors, or a 1-D int tensor. They must be
+            the true counts. None: counted. Ignored with a static buffer ([] will do there).
+        padding_alignment: each expert's segment is padded to a multiple of this many rows.
+        do_gather: False: make the maps and probabilities, move no rows.
+        using_ue8m0_scale: ``scale`` holds four packed ue8m0 exponents per int32.
+        return_expert_indices: also return the expert of each row.
+        override_buffer_size: N of a static buffer, -1 without. Rows at or beyond its end are dropped.
+        name: not used, for Paddle's signature.
+        fill_padding: what padding rows hold. "all": zeros. "meta": rows undefined, the rest as with "all". "none": rows,
+            probabilities and scales undefined.
+        return_overflow: also return the number of dropped slots.
+        validate: True: bad and repeated ids, NaN probabilities and dropped slots raise. False: bad ids count as -1, of
+            repeated ids the first slot gets the row, NaN is copied. None: PADDLE_MOE_OPS_VALIDATE, else on the CPU all
+            but dropped slots raise, on a GPU none.
+
+    Returns:
+        hidden_states_unzipped [N, H] ([0, H] without gather), zipped_expertwise_rowmap int32 [T, E] (-1 = none),
+        token_prob_unzipped float32 [N] (0 in padding), scale_unzipped [N, S] ([0] without gather or without a scale),
+        then as asked for: expert_indices int32 [N] (-1 in padding), overflow int32 [1].
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; wrong ``tokens_per_expert``; bad data (see ``validate``).
+    """
+    function = "moe_permute"
+    _check_rows(function, "hidden_states", hidden_states, _checks.ROW_DTYPES, "num_tokens")
+    num_tokens = hidden_states.shape[0]
+    _check_routemap(function, expert_routemap_topk, num_tokens)
+    _checks.tensor(function, "expert_prob_topk", expert_prob_topk, (paddle.float32,), expert_routemap_topk.shape)
+    for argument, value in (
+        ("do_gather", do_gather),
+        ("using_ue8m0_scale", using_ue8m0_scale),
+        ("return_expert_indices", return_expert_indices),
+        ("return_overflow", return_overflow),
+    ):
+        _checks.flag(function, argument, value)
+    if scale is not None:
+        dtype = paddle.int32 if using_ue8m0_scale else paddle.float32
+        _checks.tensor(function, "scale", scale, (dtype,), [num_tokens, "num_scales"])
+    num_experts = _checks.integer(function, "num_experts", num_experts, 1)
+    padding_alignment = _checks.integer(function, "padding_alignment", padding_alignment, 1)
+    buffer_size = _checks.integer(function, "override_buffer_size", override_buffer_size, -1)
+    _checks.choice(function, "fill_padding", fill_padding, FILL_PADDING)
+    counts, counts_tensor = _checks.counts(function, tokens_per_expert, num_experts, has_static_buffer=buffer_size >= 0)
+    _checks.same_place(
+        function,
+        hidden_states=hidden_states,
+        scale=scale,
+        expert_routemap_topk=expert_routemap_topk,
+        expert_prob_topk=expert_prob_topk,
+        tokens_per_expert=counts_tensor,
+    )
+    validation = _checks.validation(function, validate, hidden_states)
+    route = RouteSpec(num_experts, -1, padding_alignment, counts, buffer_size, "first", validation)
+    spec = MoePermuteSpec(route, do_gather, return_expert_indices, fill_padding)
+    rows, rowmap, row_probs, scales, expert_indices, overflow, _, _ = autograd.moe_permute(
+        resolve(function), hidden_states, scale, expert_routemap_topk, expert_prob_topk, counts_tensor, spec
+    )
+    outputs = [rows, rowmap, row_probs, scales]
+    if return_expert_indices:
+        outputs.append(expert_indices)
+    if return_overflow:
+        outputs.append(overflow)
+    return tuple(outputs)
+
+
+@traceable
+def moe_unpermute(
+    hidden_states_unzipped: Tensor,
+    zipped_expertwise_rowmap: Tensor,
+    expert_routemap_topk: Tensor,
+    token_prob_unzipped: Tensor,
+    total_zipped_tokens: int,
+    num_experts: int,
+    using_mix_precision: bool = True,
+    using_weighted_combine: bool = False,
+    name: str | None = None,
+    *,
+    compat: str | None = None,
+    validate: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum each token's rows in ascending expert order, as `paddle.nn.functional.moe_unpermute` does.
+
+    The sum runs over the row map, not over the ids. It starts at -0.0 in float32, takes one addition (or, weighted,
+    one fused multiply-add) per row and is rounded once. A token without rows gives 0, one unweighted row is copied.
+    The same bits on every backend and run. No host synchronisation.
+
+    Differentiable in ``hidden_states_unzipped`` and ``token_prob_unzipped`` (through both outputs). Without weights the
+    backward pass keeps no rows.
+
+    Args:
+        hidden_states_unzipped: [N, H] bfloat16, float16 or float32.
+        zipped_expertwise_rowmap: int32 [T, E], the row of each pair, -1 = none.
+        expert_routemap_topk: int32 or int64 [T, K] expert ids, -1 for an unassigned slot.
+        token_prob_unzipped: float32 [N] or [N, 1].
+        total_zipped_tokens: T, an int or a 0-D int tensor (reading one synchronises).
+        num_experts: E.
+        using_mix_precision: accepted for Paddle's signature; the sum is always in float32.
+        using_weighted_combine: weight every row by its probability.
+        name: not used, for Paddle's signature.
+        compat: "paddle": a token with exactly one row is not weighted, and every slot that repeats an id gets its
+            probability, as in Paddle. None: every token is weighted, of repeated ids the first slot gets it.
+        validate: True: ids outside [-1, E), row map entries outside [-1, N) and repeated rows raise. False: they count
+            as -1 (of a repeated row, the first entry stays). None: PADDLE_MOE_OPS_VALIDATE, else on the CPU they raise,
+            on a GPU not.
+
+    Returns:
+        hidden_states [T, H] and expert_prob_topk float32 [T, K], the probability of each slot's row, 0 without one.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype; float8 rows.
+        ValueError: an argument of the wrong value or shape; bad data, as ``validate`` says.
+    """
+    function = "moe_unpermute"
+    _check_rows(function, "hidden_states_unzipped", hidden_states_unzipped, _checks.SUM_DTYPES, "num_rows")
+    num_rows = hidden_states_unzipped.shape[0]
+    num_experts = _checks.integer(function, "num_experts", num_experts, 1)
+    num_tokens = _checks.token_count(function, "total_zipped_tokens", total_zipped_tokens)
+    _checks.tensor(
+        function,
+        "zipped_expertwise_rowmap",
+        zipped_expertwise_rowmap,
+        (paddle.int32,),
+        [num_tokens, num_experts],
+    )
+    _check_routemap(function, expert_routemap_topk, num_tokens)
+    by_column = getattr(token_prob_unzipped, "ndim", 1) == 2
+    probs_shape = [num_rows, 1] if by_column else [num_rows]
+    _checks.tensor(function, "token_prob_unzipped", token_prob_unzipped, (paddle.float32,), probs_shape)
+    _checks.flag(function, "using_mix_precision", using_mix_precision)
+    _checks.flag(function, "using_weighted_combine", using_weighted_combine)
+    _checks.choice(function, "compat", compat, (None, "paddle"))
+    _checks.same_place(
+        function,
+        hidden_states_unzipped=hidden_states_unzipped,
+        zipped_expertwise_rowmap=zipped_expertwise_rowmap,
+        expert_routemap_topk=expert_routemap_topk,
+        token_prob_unzipped=token_prob_unzipped,
+    )
+    validation = _checks.validation(function, validate, hidden_states_unzipped)
+    spec = MoeUnpermuteSpec(num_experts, using_weighted_combine, compat == "paddle", validation)
+    hidden_states, prob_topk = autograd.moe_unpermute(
+        resolve(function),
+        hidden_states_unzipped,
+        zipped_expertwise_rowmap,
+        expert_routemap_topk,
+        token_prob_unzipped,
+        spec,
+    )
+    return hidden_states, prob_topk
+
+
+def _check_plan(function: str, plan: Any) -> None:
+    if not isinstance(plan, Plan):
+        _checks.bad_type(function, "plan", "a paddle_moe_ops.Plan", type(plan).__name__)
+
+
+def _check_rows(function: str, argument: str, value: Any, dtypes: Any, num_rows: int | str) -> None:
+    _checks.tensor(function, argument, value, dtypes, [num_rows, "hidden"])
+    if value.shape[1] == 0:
+        _checks.bad_value(function, argument, f"of shape [{num_rows}, hidden] with hidden >= 1", list(value.shape))
+
+
+def _check_routemap(function: str, value: Any, num_tokens: int) -> None:
+    argument = "expert_routemap_topk"
+    _checks.tensor(function, argument, value, _checks.ID_DTYPES, [num_tokens, "topk"])
+    if value.shape[1] == 0:
+        _checks.bad_value(function, argument, f"of shape [{num_tokens}, topk] with topk >= 1", list(value.shape))

@@ -1,0 +1,42 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: what every kernel on every backend must give, bit for bit, in NumPy.
+
+It checks data where that is part of the semantics (``validate``), not arguments; those the public functions
+check.
+"""
+
+from __future__ import annotations
+
+from .arithmetic import add32, fma32, round_to, to_float32
+from .paddle_api import (
+    moe_permute,
+    moe_permute_backward,
+    moe_unpermute,
+    moe_unpermute_backward,
+    plan_to_rowmap,
+    rowmap_to_token_rows,
+)
+from .permutation import permute, permute_backward, sum_rows, unpermute, unpermute_backward
+from .routing import Plan, route, route_backward
+
+__all__ = [
+    "Plan",
+    "add32",
+    "fma32",
+    "moe_permute",
+    "moe_permute_backward",
+    "moe_unpermute",
+    "moe_unpermute_backward",
+    "permute",
+    "permute_backward",
+    "plan_to_rowmap",
+    "round_to",
+    "route",
+    "route_backward",
+    "rowmap_to_token_rows",
+    "sum_rows",
+    "to_float32",
+    "unpermute",
+    "unpermute_backward",
+]

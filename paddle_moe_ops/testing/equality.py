@@ -1,0 +1,71 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Comparing tensors and arrays bit by bit, with a message that says where they differ first and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from paddle import Tensor
+
+from ..backends.arrays import to_numpy
+
+__all__ = ["assert_all_bits_equal", "assert_bits_equal"]
+
+
+def assert_bits_equal(actual: Any, expected: Any, *, any_nan: bool = False, what: str = "the result") -> None:
+    """Check that two tensors or arrays have the same dtype, shape and bits, so that -0.0 differs from 0.0.
+
+    Args:
+        actual: Paddle tensor or NumPy array (or scalar).
+        expected: the same; synchronises with the device of a tensor.
+        any_nan: any NaN equals any NaN, for results of arithmetic; copies keep the bits of a NaN.
+        what: name that starts the message.
+
+    Raises:
+        AssertionError: they differ; says in how many elements, where first, and both values with their bits.
+    """
+    got, wanted = _as_array(actual), _as_array(expected)
+    if got.dtype != wanted.dtype:
+        raise AssertionError(f"{what}: dtype {got.dtype} instead of {wanted.dtype}")
+    if got.shape != wanted.shape:
+        raise AssertionError(f"{what}: shape {list(got.shape)} instead of {list(wanted.shape)}")
+    differs = _bits(got) != _bits(wanted)
+    if any_nan:
+        differs &= ~(_is_nan(got) & _is_nan(wanted))
+    if not differs.any():
+        return
+    place = tuple(int(index) for index in np.argwhere(differs)[0])
+    raise AssertionError(
+        f"{what}: {np.count_nonzero(differs)} of {differs.size} elements differ, first at {list(place)}: "
+        f"{got[place]} ({_pattern(got[place])}) instead of {wanted[place]} ({_pattern(wanted[place])})"
+    )
+
+
+def assert_all_bits_equal(
+    actual: Iterable[Any], expected: Iterable[Any], names: Iterable[str], *, any_nan: bool = False
+) -> None:
+    """`assert_bits_equal` for each pair of two sequences; ``names`` has one name per pair."""
+    for got, wanted, name in zip(actual, expected, names, strict=True):
+        assert_bits_equal(got, wanted, any_nan=any_nan, what=name)
+
+
+def _as_array(value: Any) -> NDArray:
+    return to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
+
+
+def _bits(array: NDArray) -> NDArray:
+    # A view needs a last axis that lies densely; 0-D arrays are dense but ascontiguousarray makes them 1-D.
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)
+
+
+def _is_nan(array: NDArray) -> NDArray:
+    return array != array
+
+
+def _pattern(element: NDArray) -> str:
+    bits = int(_bits(np.asarray(element)))
+    return f"0x{bits:0{2 * element.dtype.itemsize}x}"

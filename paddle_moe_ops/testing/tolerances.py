@@ -1,0 +1,89 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""How far a result may be off where the order of a sum is free. Everything else is compared by its bits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+from paddle import Tensor
+
+from ..backends.arrays import to_numpy
+
+__all__ = ["Tolerance", "assert_close_sums", "dot_chain", "dtype_tols"]
+
+# Rounding to nearest is off by at most this much, relative to the exact value.
+_UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# The smallest step of each dtype: what rounding a subnormal number can cost.
+_SMALLEST_STEP = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
+
+_DOT_LANES = 16
+_DOT_TREE_LEVELS = 4
+
+
+class Tolerance(NamedTuple):
+    """Largest allowed error: ``of_result * |result| + of_magnitude * sum of |terms| + absolute``."""
+
+    of_result: float
+    of_magnitude: float
+    absolute: float
+
+
+def dtype_tols(dtype: DTypeLike, chain: int) -> Tolerance:
+    """The tolerance of a sum that is accumulated in float32 in a free order and rounded once to ``dtype``.
+
+    It is a proved bound, not a guess: after n roundings in a row, a float32 sum is off by at most n * 2**-24 (to first
+    order) of the sum of the absolute values of its terms (Higham, "Accuracy and Stability of Numerical Algorithms",
+    section 4.2). Relative to that sum, a term that is left out or taken twice shows, whatever cancels; relative to the
+    result it would not. Both sides round to the dtype in the end, so its unit roundoff counts twice.
+
+    Used for
+      * the gradient of a probability, a dot product in float32: `dot_chain` roundings;
+      * sums in another order than ours (libraries that add from the highest expert down): topk roundings.
+
+    Args:
+        dtype: float32, float16 or bfloat16, of the result.
+        chain: roundings in a row, at most, on either side.
+
+    Returns:
+        The tolerance.
+    """
+    name = np.dtype(dtype).name
+    # One more rounding covers the terms of second order, which stay below it for any chain shorter than 4096.
+    return Tolerance(2 * _UNIT_ROUNDOFF[name], (chain + 1) * _UNIT_ROUNDOFF["float32"], _SMALLEST_STEP[name])
+
+
+def dot_chain(hidden: int) -> int:
+    """The longest chain of roundings in a dot product of ``hidden`` terms: 16 lanes side by side, then a tree."""
+    return -(-hidden // _DOT_LANES) + _DOT_TREE_LEVELS
+
+
+def assert_close_sums(actual: Any, expected: Any, magnitude: Any, tolerance: Tolerance, *, what: str) -> None:
+    """Check sums against a tolerance.
+
+    Args:
+        actual: Paddle tensor or array.
+        expected: the same, of equal dtype and shape.
+        magnitude: the sums of the absolute values of the terms, same shape.
+        tolerance: from `dtype_tols`.
+        what: name that starts the message.
+
+    Raises:
+        AssertionError: they differ by more; says where the excess is largest.
+    """
+    got, wanted = (to_numpy(value) if isinstance(value, Tensor) else np.asarray(value) for value in (actual, expected))
+    if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
+        given, due = f"{got.dtype} {list(got.shape)}", f"{wanted.dtype} {list(wanted.shape)}"
+        raise AssertionError(f"{what}: {given} instead of {due}")
+    got, wanted, terms = (np.asarray(value).astype(np.float64) for value in (got, wanted, magnitude))
+    allowed: NDArray = tolerance.of_result * np.abs(wanted) + tolerance.of_magnitude * terms + tolerance.absolute
+    excess = np.nan_to_num(np.abs(got - wanted) / allowed, nan=np.inf)
+    if not excess.size or excess.max() <= 1:
+        return
+    place = tuple(int(index) for index in np.unravel_index(np.argmax(excess), excess.shape))
+    raise AssertionError(
+        f"{what}: {got[place]!r} instead of {wanted[place]!r} at {list(place)}, "
+        f"{excess[place]:.3g} times the allowed error of {allowed[place]:.3g}"
+    )

@@ -1,0 +1,260 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the compiled operators, ``paddle_moe_ops._C``, through paddle.utils.cpp_extension.
+
+The metadata is in pyproject.toml. Paddle's build prints a compile error and goes on, which can end in an old
+library with exit code 0, and it leaves object files in the wheel. The commands below delete what an earlier
+build left, fail when a source fails, keep objects in build/objects (a source is compiled again when it, a
+header it includes or the command changed), and record what the library was built with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:
+    # Without build isolation pip does not look at build-system.requires.
+    raise SystemExit(
+        f"paddle_moe_ops: setuptools must be 77 or newer, but {setuptools.__version__} is installed; "
+        "run: pip install --upgrade setuptools wheel"
+    )
+
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+try:
+    import paddle
+    from paddle.utils import cpp_extension
+
+    PaddleBuild = cpp_extension.BuildExtension
+except ImportError as error:
+    paddle = None
+    PADDLE_ERROR = error
+    PaddleBuild = build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = Path("paddle_moe_ops/csrc")
+OBJECTS = ROOT / "build" / "objects"
+LIBRARY_FILES = ("_C.so", "_C_pd_.so", "_C.py", "_build_info.json", "version.txt")
+
+# Sums are the same bits everywhere: an FMA only where the source says so, and no fast math.
+CXX_FLAGS = ["-O3", "-g0", "-std=c++17", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+NVCC_FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-ffp-contract=off"]
+
+# Device code per architecture, and the first nvcc that knows it. Code for sm_XY also runs on later sm_X*.
+CUDA_ARCHITECTURES = (
+    (80, (11, 0)),
+    (86, (11, 1)),
+    (89, (11, 8)),
+    (90, (11, 8)),
+    (100, (12, 8)),
+    (110, (13, 0)),
+    (120, (12, 8)),
+)
+
+PADDLE_MISSING = """paddle_moe_ops: Paddle cannot be imported in the environment of this build ({error}).
+The operators are compiled against the Paddle they will run with. Install it, then build without isolation:
+    pip install paddlepaddle          (or paddlepaddle-gpu)
+    pip install --no-build-isolation ."""
+
+
+def sources_in(*patterns: str) -> list[str]:
+    return sorted(path.as_posix() for pattern in patterns for path in CSRC.glob(pattern))
+
+
+def nvcc_path() -> str | None:
+    """nvcc as Paddle's build will call it."""
+    home = cpp_extension.cpp_extension.CUDA_HOME
+    return shutil.which(str(Path(home) / "bin" / "nvcc")) if home else None
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int]:
+    text = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    if found is None:
+        raise SystemExit(f"paddle_moe_ops: {nvcc} --version must name its release, but it printed:\n{text}")
+    return int(found[1]), int(found[2])
+
+
+def gencode_flags(version: tuple[int, int]) -> list[str]:
+    """Device code for every architecture this nvcc knows, and PTX of the newest for those to come."""
+    known = [architecture for architecture, first in CUDA_ARCHITECTURES if version >= first]
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in known]
+    return [*flags, f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
+
+
+def choose_cuda() -> tuple[bool, str]:
+    """Whether the CUDA sources are compiled, and why."""
+    asked = os.environ.get("PADDLE_MOE_OPS_CUDA", "")
+    if asked not in ("", "0", "1"):
+        raise SystemExit(f"paddle_moe_ops: PADDLE_MOE_OPS_CUDA must be 0 or 1, but got {asked!r}")
+    if asked == "0":
+        return False, "PADDLE_MOE_OPS_CUDA=0"
+    obstacle = None
+    if not sources_in("cuda/*.cu"):
+        obstacle = f"{CSRC}/cuda has no sources"
+    elif nvcc_path() is None:
+        obstacle = "nvcc was not found; set CUDA_HOME"
+    elif not asked and not paddle.is_compiled_with_cuda():
+        obstacle = "this Paddle is a CPU build"
+    if asked and obstacle:
+        raise SystemExit(f"paddle_moe_ops: PADDLE_MOE_OPS_CUDA=1, but {obstacle}")
+    if obstacle:
+        return False, obstacle
+    return True, "PADDLE_MOE_OPS_CUDA=1" if asked else "Paddle is compiled with CUDA and nvcc is there"
+
+
+def strict_compiler(base: type) -> type:
+    """``base``, a compiler class, that skips objects that are up to date and links only when all compiled."""
+
+    class StrictCompiler(base):
+        # Shared on purpose: Paddle compiles on copies of the compiler, one per source.
+        failed: ClassVar[list[str]] = []
+
+        def _compile(self, obj, src, ext, cc_args, extra_postargs, pp_opts):
+            depend = Path(obj).with_suffix(".d")
+            stamp = Path(obj).with_suffix(".command")
+            command = repr((self.compiler_so, src, cc_args, extra_postargs, pp_opts))
+            if up_to_date(Path(obj), depend, stamp, command):
+                return
+            stamp.unlink(missing_ok=True)
+            Path(obj).unlink(missing_ok=True)
+            try:
+                super()._compile(obj, src, ext, cc_args, [*extra_postargs, "-MMD", "-MF", str(depend)], pp_opts)
+            except CompileError:
+                self.failed.append(src)
+                raise
+            stamp.write_text(command, encoding="utf-8")
+
+        def link(self, *args, **kwargs):
+            if self.failed:
+                raise CompileError(f"these sources do not compile: {', '.join(sorted(self.failed))}")
+            super().link(*args, **kwargs)
+
+    return StrictCompiler
+
+
+def up_to_date(obj: Path, depend: Path, stamp: Path, command: str) -> bool:
+    """Whether ``obj`` was made by this command from the files listed in ``depend`` as they are now."""
+    if not (obj.exists() and depend.exists() and stamp.exists()) or stamp.read_text(encoding="utf-8") != command:
+        return False
+    _, _, listed = depend.read_text(encoding="utf-8").partition(": ")
+    made = obj.stat().st_mtime_ns
+    paths = [Path(name) for name in shlex.split(listed.replace("\\\n", " "))]
+    return all(path.exists() and path.stat().st_mtime_ns <= made for path in paths)
+
+
+class BuildOperators(PaddleBuild):
+    """Paddle's build_ext, made strict."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if paddle is None:
+            return
+        # An absolute folder keeps the objects out of build_lib, and so out of the wheel.
+        self.build_temp = str(OBJECTS)
+        # The objects know by themselves what is up to date; the library is always linked anew.
+        self.force = True
+
+    def run(self) -> None:
+        if paddle is None:
+            raise SystemExit(PADDLE_MISSING.format(error=PADDLE_ERROR))
+        started = time.monotonic()
+        folders = self._library_folders()
+        for folder in folders:
+            for name in LIBRARY_FILES:
+                (folder / name).unlink(missing_ok=True)
+        super().run()
+        for folder in folders:
+            (folder / "version.txt").unlink(missing_ok=True)  # Paddle's note to itself, of no use in a wheel
+        target = folders[-1]
+        library = target / "_C_pd_.so"
+        if (target / "_C.so").exists():
+            # Python would take _C.so for an extension module; some versions of Paddle rename it later, some never.
+            (target / "_C.so").replace(library)
+        if not library.exists():
+            raise CompileError(f"the build ended without {library}")
+        info = self._build_info()
+        (target / "_build_info.json").write_text(json.dumps(info, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        self._print_summary(info, time.monotonic() - started)
+
+    def build_extensions(self) -> None:
+        self.compiler.__class__ = strict_compiler(self.compiler.__class__)
+        super().build_extensions()
+
+    def _library_folders(self) -> list[Path]:
+        """Where this build puts library files; the last is where the library ends up."""
+        folders = [Path(self.build_lib) / "paddle_moe_ops"]
+        return [*folders, ROOT / "paddle_moe_ops"] if self.inplace else folders
+
+    def _build_info(self) -> dict[str, Any]:
+        compiler = self.compiler.compiler_so_cxx[0]
+        version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+        extension = self.extensions[0]
+        return {
+            "compiler": version.splitlines()[0],
+            "cuda": USE_CUDA,
+            "cuda_reason": CUDA_REASON,
+            "cxx_flags": CXX_FLAGS,
+            "nvcc_flags": extension.extra_compile_args["nvcc"] if USE_CUDA else [],
+            "paddle_commit": paddle.version.commit,
+            "paddle_version": paddle.version.full_version,
+            "sources": len(extension.sources),
+        }
+
+    def _print_summary(self, info: dict[str, Any], seconds: float) -> None:
+        print(f"paddle_moe_ops: built {info['sources']} sources in {seconds:.1f} s")
+        print(f"  Paddle    {info['paddle_version']} (commit {info['paddle_commit'][:10]})")
+        print(f"  compiler  {info['compiler']}")
+        print(f"  flags     {' '.join(info['cxx_flags'])}")
+        print(f"  CUDA      {'on' if info['cuda'] else 'off'}: {info['cuda_reason']}")
+        if info["cuda"]:
+            print(f"  nvcc      {' '.join(info['nvcc_flags'])}")
+
+
+class CleanWheel(bdist_wheel):
+    """bdist_wheel that starts from an empty build folder, so that no file of an earlier build gets in."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
+        super().run()
+
+
+def operators_extension() -> setuptools.Extension:
+    sources = sources_in("common/*.cc", "cpu/*.cc", "paddle/*.cc")
+    # Messages name source files: by the same relative path on every machine that builds.
+    folders = (ROOT, Path(paddle.__file__).parents[1])
+    relative_paths = [f"-ffile-prefix-map={folder}=." for folder in folders]
+    arguments: dict[str, Any] = {
+        "include_dirs": [f"{CSRC}/include", f"{CSRC}"],
+        "depends": sources_in("**/*.h", "**/*.cuh"),
+        "extra_compile_args": {"cxx": [*CXX_FLAGS, *relative_paths], "nvcc": []},
+        "extra_link_args": ["-pthread"],
+    }
+    if not USE_CUDA:
+        extension = cpp_extension.CppExtension(sources, **arguments)
+        # Paths of the build machine do not belong in the library; Paddle is loaded when the operators are.
+        extension.runtime_library_dirs = ["$ORIGIN/../paddle/base", "$ORIGIN/../paddle/libs"]
+        return extension
+    arguments["extra_compile_args"]["nvcc"] = [*NVCC_FLAGS, *gencode_flags(nvcc_version(nvcc_path()))]
+    return cpp_extension.CUDAExtension([*sources, *sources_in("cuda/*.cu")], **arguments)
+
+
+COMMANDS = {"build_ext": BuildOperators, "bdist_wheel": CleanWheel}
+if paddle is None:
+    # Metadata and the source distribution need no Paddle; build_ext says what is missing.
+    setuptools.setup(ext_modules=[setuptools.Extension("paddle_moe_ops._C", [])], cmdclass=COMMANDS)
+else:
+    USE_CUDA, CUDA_REASON = choose_cuda()
+    cpp_extension.setup(name="paddle_moe_ops._C", ext_modules=[operators_extension()], cmdclass=COMMANDS)

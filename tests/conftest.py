@@ -1,0 +1,50 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The device under test, a stable seed per test, and how hypothesis runs.
+
+Nothing here imports Paddle before a test asks for a device: the tests of the core run without it.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+settings.register_profile("local", deadline=None, print_blob=True)
+# The same examples on every run: what fails in CI fails everywhere, and what passes has been seen to pass.
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where tensors are made, as paddle.set_device takes it")
+
+
+def pytest_configure() -> None:
+    # A developer's settings must not change what is tested; tests that need them set them.
+    for name in ("PADDLE_MOE_OPS_BACKEND", "PADDLE_MOE_OPS_VALIDATE"):
+        os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The name of the device under test."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(scope="session")
+def place(device: str) -> object:
+    """The device under test as Paddle's place, made the current one."""
+    import paddle
+
+    return paddle.set_device(device)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that depend on the test's id alone, so that a test repeats itself whatever else runs."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))

@@ -1,0 +1,42 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs Python in a process of its own, with chosen modules missing and a chosen environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+VARIABLES = ("OMP_NUM_THREADS",)
+
+
+def run_python(
+    code: str, *, missing: Iterable[str] = (), env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `code`; importing a module named in `missing` raises ImportError, as if it were not installed.
+
+    Variables that the package reads are taken from `env` alone, not from this process.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in VARIABLES and not name.startswith("PADDLE_MOE_OPS_")
+    }
+    block = f"import sys\nfor name in {list(missing)!r}: sys.modules[name] = None\n"
+    return subprocess.run(
+        [sys.executable, "-c", block + code],
+        env={**inherited, **(env or {})},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def run_command(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -m paddle_moe_ops`` with these arguments; `options` as in `run_python`."""
+    code = f"import runpy, sys\nsys.argv[1:] = {list(arguments)!r}\n"
+    return run_python(code + "runpy.run_module('paddle_moe_ops', run_name='__main__', alter_sys=True)", **options)

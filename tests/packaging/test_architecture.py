@@ -1,0 +1,165 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The dependency rule: who may import or include whom, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "paddle_moe_ops"
+CSRC = PACKAGE / "csrc"
+
+# From the public functions down; a module imports from its own layer and from those below.
+LAYERS = (
+    {"nn", "masked", "dispatch", "indexed", "gemm", "distributed", "compat"},
+    {"_checks", "functional", "routing"},
+    {"autograd"},
+    {"backends"},
+    {"backends.compiled", "backends.triton", "backends.reference"},
+    {"backends.arrays", "backends.base", "reference", "triton"},
+)
+# May be imported from anywhere and import no layer.
+HELPERS = {"_build_check", "_env", "_graphs", "_version"}
+# Programs that stand on top of everything; no layer imports them.
+TOOLS = {"__init__", "__main__", "_report", "bench", "demo", "testing"}
+
+
+def python_modules() -> dict[str, Path]:
+    """Module names below the package (`backends.compiled`, `backends` for its __init__) and their files."""
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[-1] == "__init__" and len(parts) > 1:
+            parts = parts[:-1]
+        modules[".".join(parts)] = path
+    modules.pop("_C", None)  # written by the build
+    return modules
+
+
+def unit_of(module: str) -> str:
+    """The row of the tables above that a module belongs to."""
+    known = set().union(*LAYERS, HELPERS, TOOLS)
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        if ".".join(parts[:length]) in known:
+            return ".".join(parts[:length])
+    raise AssertionError(f"{module} stands in none of LAYERS, HELPERS and TOOLS")
+
+
+def layer_of(unit: str) -> int | None:
+    return next((index for index, layer in enumerate(LAYERS) if unit in layer), None)
+
+
+def executed_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import but those made for type checkers only."""
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped.update(id(inner) for statement in node.body for inner in ast.walk(statement))
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in skipped:
+            yield node
+
+
+def imported_names(module: str, path: Path) -> set[str]:
+    """Absolute names of all modules (and of what is taken from them) that a file imports, at any depth."""
+    package = ["paddle_moe_ops", *module.split(".")]
+    if path.name != "__init__.py":
+        package = package[:-1]
+    names = set()
+    for node in executed_imports(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        else:
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = [*base, *(node.module.split(".") if node.module else [])]
+            names.update(".".join([*base, alias.name]) for alias in node.names)
+    return names
+
+
+def own_imports(module: str, path: Path) -> set[str]:
+    """The units of this package that a module imports."""
+    modules = python_modules()
+    found = set()
+    for name in imported_names(module, path):
+        first, _, rest = name.partition(".")
+        while first == "paddle_moe_ops" and rest and rest not in modules:
+            rest = rest.rpartition(".")[0]  # the last part was a function or class
+        if first == "paddle_moe_ops" and rest:
+            found.add(unit_of(rest))
+    return found - {unit_of(module)}
+
+
+MODULES = sorted(python_modules().items())
+
+
+@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
+def test_module_imports_only_from_its_own_layer_and_below(module, path):
+    unit = unit_of(module)
+    imports = own_imports(module, path)
+    if unit in TOOLS:
+        return
+    assert not imports & TOOLS
+    layer = layer_of(unit)
+    for other in imports - HELPERS:
+        assert layer is not None, f"{module} is a helper, but imports {other}"
+        assert layer_of(other) >= layer, f"{module} imports {other} from a layer above"
+
+
+def test_only_the_chooser_imports_backend_implementations():
+    implementations = {"backends.compiled", "backends.triton", "backends.reference"}
+    importers = {name for name, path in MODULES if own_imports(name, path) & implementations}
+    assert importers - {"backends"} <= {"_report"}
+
+
+@pytest.mark.parametrize("module", [name for name, _ in MODULES if name.split(".")[0] == "reference"])
+def test_reference_imports_nothing_of_ours_and_no_framework(module):
+    path = python_modules()[module]
+    assert own_imports(module, path) == set()
+    assert {name.split(".")[0] for name in imported_names(module, path)} & {
+        "paddle",
+        "torch",
+        "triton",
+    } == set()
+
+
+def test_triton_kernels_import_no_framework():
+    for module, path in MODULES:
+        if module.startswith("triton.") and module != "triton._runtime":
+            frameworks = {name.split(".")[0] for name in imported_names(module, path)} & {"paddle", "torch"}
+            assert not frameworks, module
+
+
+def test_only_env_reads_the_environment():
+    readers = {
+        name
+        for name, path in MODULES
+        if re.search(r"\bos\.(environ|environb|getenv|getenvb|putenv)\b", path.read_text(encoding="utf-8"))
+        or imported_names(name, path) & {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"}
+    }
+    assert readers == {"_env"}
+
+
+def included(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_only_the_bindings_include_paddle():
+    sources = [path for path in CSRC.rglob("*") if path.suffix in {".h", ".cc", ".cu", ".cuh"}]
+    users = {path for path in sources if any(name.startswith("paddle/") for name in included(path))}
+    assert users, "the bindings include paddle/extension.h"
+    assert {path.relative_to(CSRC).parts[0] for path in users} == {"paddle"}
+
+
+def test_core_headers_do_not_depend_on_kernels_or_bindings():
+    for path in (CSRC / "include").rglob("*.h"):
+        ours = [name for name in included(path) if name.split("/")[0] in {"common", "cpu", "cuda", "paddle"}]
+        assert not ours, path
+    for path in (CSRC / "common").iterdir():
+        ours = [name for name in included(path) if name.split("/")[0] in {"cpu", "cuda"}]
+        assert not ours, path

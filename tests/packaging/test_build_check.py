@@ -1,0 +1,75 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""A library built for another Paddle is refused with a reason and a remedy; one that fits is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from paddle_moe_ops import _build_check
+
+BUILT = {"paddle_version": "3.3.1", "paddle_commit": "a" * 40, "cuda": False}
+
+
+@pytest.mark.parametrize(
+    ("version", "commit", "with_cuda"),
+    [
+        ("3.3.1", "a" * 40, False),
+        ("3.3.1", "a" * 40, True),
+        ("3.3.0", "b" * 40, False),
+    ],
+    ids=["same build", "same build with CUDA", "other release of the same minor version"],
+)
+def test_library_that_fits_is_accepted(version, commit, with_cuda):
+    assert _build_check.compare(BUILT, version, commit, with_cuda) is None
+
+
+@pytest.mark.parametrize(
+    ("info", "version", "commit", "reason"),
+    [
+        (BUILT, "3.4.0", "b" * 40, "it was built for Paddle 3.3.1, but Paddle 3.4.0 is running"),
+        (BUILT, "3.30.1", "b" * 40, "it was built for Paddle 3.3.1, but Paddle 3.30.1 is running"),
+        (
+            BUILT,
+            "3.3.1",
+            "b" * 40,
+            "it was built for Paddle 3.3.1 of commit aaaaaaaaaa, but commit bbbbbbbbbb",
+        ),
+        (
+            {**BUILT, "cuda": True},
+            "3.3.1",
+            "a" * 40,
+            "it was built with CUDA, but this Paddle (3.3.1) is a CPU",
+        ),
+        (None, "3.3.1", "a" * 40, "the package was not built"),
+    ],
+    ids=["minor version", "minor version of two digits", "commit", "CUDA", "not built"],
+)
+def test_library_that_does_not_fit_is_refused_with_a_remedy(info, version, commit, reason):
+    text = _build_check.compare(info, version, commit, with_cuda=False)
+    assert text.startswith(reason)
+    assert "pip install --no-build-isolation" in text
+
+
+def test_package_of_this_environment_was_built_for_its_paddle():
+    import paddle
+
+    info = _build_check.build_info()
+    assert (info["paddle_version"], info["paddle_commit"]) == (
+        paddle.version.full_version,
+        paddle.version.commit,
+    )
+    assert _build_check.mismatch() is None
+
+
+def test_build_records_no_date_and_no_path():
+    assert set(_build_check.build_info()) == {
+        "compiler",
+        "cuda",
+        "cuda_reason",
+        "cxx_flags",
+        "nvcc_flags",
+        "paddle_commit",
+        "paddle_version",
+        "sources",
+    }

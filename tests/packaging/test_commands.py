@@ -1,0 +1,124 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m paddle_moe_ops``: env works with anything missing, every command ends with the right status."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+
+import paddle_moe_ops
+from paddle_moe_ops import _build_check, _env
+from tests.packaging.subprocesses import run_command, run_python
+
+OPTIONAL = ("paddle", "triton", "torch", "ml_dtypes", "numpy", "rich", "matplotlib")
+
+
+def env_report(**options):
+    done = run_command("env", "--json", **options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_env_names_every_version_and_variable():
+    done = run_command("env", env={"PADDLE_MOE_OPS_NUM_THREADS": "3"})
+    assert done.returncode == 0, done.stderr
+    facts = dict(line.split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
+    facts = {name.strip(): value.strip() for name, value in facts.items()}
+    assert facts["paddle_moe_ops"].startswith(paddle_moe_ops.__version__)
+    assert facts["numpy"] == metadata.version("numpy")
+    assert facts["compiled library"] == "loads"
+    assert facts["threads"] == "3"
+    assert facts["PADDLE_MOE_OPS_NUM_THREADS"] == "'3'"
+    assert facts["PADDLE_MOE_OPS_BACKEND"] == "not set"
+    for variable in _env.VARIABLES:
+        assert variable.help in done.stdout
+
+
+def test_env_json_holds_the_same_facts_as_the_running_package():
+    report = env_report(env={"PADDLE_MOE_OPS_VALIDATE": "1"})
+    assert report["paddle_moe_ops"]["version"] == paddle_moe_ops.__version__
+    assert report["packages"]["ml_dtypes"] == metadata.version("ml_dtypes")
+    assert report["paddle"]["error"] is None
+    assert report["compiled_library"]["loads"]
+    assert report["compiled_library"]["build"] == _build_check.build_info()
+    assert 1 <= report["cpu"]["threads"] <= report["cpu"]["cores"]
+    values = {variable["name"]: variable["value"] for variable in report["variables"]}
+    assert values == {
+        **dict.fromkeys(variable.name for variable in _env.VARIABLES),
+        "PADDLE_MOE_OPS_VALIDATE": "1",
+    }
+
+
+@pytest.mark.parametrize("missing", [("paddle",), ("ml_dtypes",), OPTIONAL], ids=["paddle", "ml_dtypes", "everything"])
+def test_env_works_without(missing):
+    report = env_report(missing=missing)
+    assert (report["paddle"]["error"] is None) == ("paddle" not in missing)
+    assert report["compiled_library"]["loads"] == ("paddle" not in missing)
+    assert report["compiled_library"]["loads"] == (report["compiled_library"]["reason"] is None)
+    text = run_command("env", missing=missing)
+    assert text.returncode == 0, text.stderr
+    if "paddle" in missing:
+        assert "compiled library            does not load: " in text.stdout
+
+
+def test_env_shows_a_bad_thread_count_instead_of_failing():
+    done = run_command("env", env={"PADDLE_MOE_OPS_NUM_THREADS": "many"})
+    assert done.returncode == 0, done.stderr
+    assert "PADDLE_MOE_OPS_NUM_THREADS must be a positive integer, but got 'many'" in done.stdout
+
+
+def test_selftest_passes_within_ten_seconds():
+    done = run_python(
+        "import time; start = time.monotonic()\n"
+        "from paddle_moe_ops.__main__ import main\n"
+        "status = main(['selftest']); print(time.monotonic() - start); sys.exit(status)"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *checks, verdict, seconds = done.stdout.splitlines()
+    assert verdict.startswith("selftest passed")
+    assert all(line.startswith("ok ") for line in checks)
+    assert len(checks) >= 20
+    assert float(seconds) < 10
+
+
+def test_selftest_fails_where_a_result_is_wrong():
+    done = run_python(
+        "from paddle_moe_ops import reference\n"
+        "right = reference.unpermute\n"
+        "reference.unpermute = lambda *a, **k: right(*a, **k) + 1\n"
+        "from paddle_moe_ops.__main__ import main\n"
+        "sys.exit(main(['selftest']))"
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED" in done.stdout
+
+
+def test_explain_answers_for_one_operator_and_for_all():
+    one = run_command("explain", "moe_permute")
+    assert one.returncode == 0, one.stderr
+    assert one.stdout == paddle_moe_ops.explain("moe_permute") + "\n"
+    everything = run_command("explain")
+    assert everything.returncode == 0, everything.stderr
+    assert "moe_unpermute" in everything.stdout
+
+
+def test_explain_refuses_an_unknown_operator():
+    done = run_command("explain", "moe_permutate")
+    assert done.returncode == 2
+    assert "moe_permutate" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_gets_its_own_options():
+    done = run_command("demo", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--steps" in done.stdout
+
+
+def test_unknown_command_is_refused():
+    done = run_command("benchmark")
+    assert done.returncode == 2
+    assert "invalid choice" in done.stderr

@@ -1,0 +1,90 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables of the package mean what their table says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from paddle_moe_ops import _env
+from tests.packaging.subprocesses import run_python
+
+PRINT_THREADS = "from paddle_moe_ops import _env; print(_env.num_threads())"
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in [variable.name for variable in _env.VARIABLES] + ["OMP_NUM_THREADS"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("value", "backend"), [(None, None), ("", None), ("reference", "reference")])
+def test_backend_is_the_name_given(monkeypatch, value, backend):
+    if value is not None:
+        monkeypatch.setenv("PADDLE_MOE_OPS_BACKEND", value)
+    assert _env.backend() == backend
+
+
+@pytest.mark.parametrize(("value", "validate"), [(None, None), ("", None), ("0", False), ("1", True)])
+def test_validate_default(monkeypatch, value, validate):
+    if value is not None:
+        monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", value)
+    assert _env.validate_default() is validate
+
+
+def test_validate_refuses_other_values(monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "yes")
+    with pytest.raises(ValueError, match=re.escape("PADDLE_MOE_OPS_VALIDATE must be 0 or 1, but got 'yes'")):
+        _env.validate_default()
+
+
+def test_values_hold_from_the_next_call(monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_NUM_THREADS", "3")
+    assert _env.num_threads() == 3
+    monkeypatch.setenv("PADDLE_MOE_OPS_NUM_THREADS", "5")
+    assert _env.num_threads() == 5
+    monkeypatch.delenv("PADDLE_MOE_OPS_NUM_THREADS")
+    assert _env.num_threads() is None
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "two", "1.5", "²"])
+def test_own_thread_count_refuses_what_is_no_positive_integer(monkeypatch, value):
+    monkeypatch.setenv("PADDLE_MOE_OPS_NUM_THREADS", value)
+    text = f"PADDLE_MOE_OPS_NUM_THREADS must be a positive integer, but got {value!r}"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        _env.num_threads()
+
+
+def test_own_thread_count_goes_before_that_of_openmp(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert _env.num_threads() == 2
+    monkeypatch.setenv("PADDLE_MOE_OPS_NUM_THREADS", "7")
+    assert _env.num_threads() == 7
+
+
+@pytest.mark.parametrize(("value", "threads"), [("4,2", 4), (" 3 ", 3), ("0", None), ("all", None)])
+def test_openmp_forms_are_understood_or_passed_over(monkeypatch, value, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert _env.num_threads() == threads
+
+
+def test_the_one_that_paddle_writes_does_not_count():
+    done = run_python("import os, paddle; assert os.environ['OMP_NUM_THREADS'] == '1'\n" + PRINT_THREADS)
+    assert (done.stdout.strip(), done.returncode) == ("None", 0), done.stderr
+
+
+@pytest.mark.parametrize(("value", "threads"), [("1", "1"), ("2", "2"), ("4,2", "4")])
+def test_a_number_that_the_user_set_counts_after_importing_paddle(value, threads):
+    done = run_python("import paddle\n" + PRINT_THREADS, env={"OMP_NUM_THREADS": value})
+    assert (done.stdout.strip(), done.returncode) == (threads, 0), done.stderr
+
+
+def test_a_one_counts_where_the_start_of_the_process_is_not_recorded(monkeypatch):
+    monkeypatch.setattr(_env, "_environment_at_start", lambda: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setitem(_env.sys.modules, "paddle", object())
+    assert _env.num_threads() is None
+    monkeypatch.delitem(_env.sys.modules, "paddle")
+    assert _env.num_threads() == 1

@@ -1,0 +1,36 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""One version everywhere: package, installed metadata, change log."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import paddle_moe_ops
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_package_and_installed_metadata_agree():
+    assert metadata.version("paddle-moe-ops") == paddle_moe_ops.__version__
+
+
+def test_metadata_takes_the_version_from_the_package():
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'dynamic = ["version"]' in pyproject
+    assert 'attr = "paddle_moe_ops._version.__version__"' in pyproject
+
+
+def test_newest_entry_of_the_change_log_is_this_version():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[([^\]]+)\]", changelog, re.MULTILINE)[0] == paddle_moe_ops.__version__
+
+
+def test_no_paddle_distribution_is_required_by_name():
+    required = metadata.requires("paddle-moe-ops")
+    always = sorted(re.split(r"[^\w-]", name)[0] for name in required if "extra ==" not in name)
+    assert always == ["ml_dtypes", "numpy"]
+    extras = {match[1] for name in required if (match := re.search(r"extra == [\"'](\w+)", name))}
+    assert extras == {"triton", "demo", "dev", "docs"}

@@ -1,0 +1,161 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Wheels and source distributions hold what they should and run; a failed build leaves no library."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+NOT_SOURCES = shutil.ignore_patterns("__pycache__", "_C*", "_build_info.json")
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command, cwd, **env):
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+
+
+def succeed(*command, cwd, **env):
+    done = run(*command, cwd=cwd, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def source_tree(tmp_path_factory):
+    """A copy of the sources without anything built."""
+    tree = tmp_path_factory.mktemp("source")
+    for name in BUILD_FILES:
+        shutil.copy(ROOT / name, tree)
+    shutil.copytree(ROOT / "paddle_moe_ops", tree / "paddle_moe_ops", ignore=NOT_SOURCES)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(source_tree):
+    done = succeed("-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", "dist", ".", cwd=source_tree)
+    (path,) = (source_tree / "dist").glob("*.whl")
+    return path, done.stdout + done.stderr
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel, source_tree):
+    with zipfile.ZipFile(wheel[0]) as archive:
+        names = set(archive.namelist())
+    metadata_folder = next(name.split("/")[0] for name in names if ".dist-info/" in name)
+    modules = {path.relative_to(source_tree).as_posix() for path in (source_tree / "paddle_moe_ops").rglob("*.py")}
+    headers = {
+        path.relative_to(source_tree).as_posix() for path in source_tree.glob("paddle_moe_ops/csrc/include/pmo/*.h")
+    }
+    built = {f"paddle_moe_ops/{name}" for name in ("_C.py", "_C_pd_.so", "_build_info.json", "py.typed")}
+    assert {name for name in names if not name.startswith(metadata_folder)} == modules | headers | built
+
+
+def test_build_prints_a_summary(wheel):
+    assert re.search(r"paddle_moe_ops: built \d+ sources in [\d.]+ s", wheel[1])
+    assert re.search(r"Paddle +\d+\.\d+\.\d+ \(commit [0-9a-f]{10}\)", wheel[1])
+    assert re.search(r"CUDA +(on|off): \w+", wheel[1])
+
+
+def test_library_names_no_folder_of_the_build_machine(wheel, source_tree):
+    import paddle
+
+    with zipfile.ZipFile(wheel[0]) as archive:
+        library = archive.read("paddle_moe_ops/_C_pd_.so")
+    for folder in (Path(paddle.__file__).parents[1], source_tree):
+        assert str(folder).encode() not in library
+
+
+def test_installed_wheel_passes_its_selftest(wheel, tmp_path):
+    succeed("-m", "pip", "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel[0]), cwd=tmp_path)
+    env = {"PYTHONPATH": str(tmp_path / "site")}
+    location = succeed("-c", "import paddle_moe_ops; print(paddle_moe_ops.__file__)", cwd=tmp_path, **env)
+    assert Path(location.stdout.strip()).is_relative_to(tmp_path)
+    assert "selftest passed" in succeed("-m", "paddle_moe_ops", "selftest", cwd=tmp_path, **env).stdout
+
+
+def test_source_distribution_holds_every_source_and_needs_no_paddle(source_tree):
+    blocked = "import sys; sys.modules['paddle'] = None; sys.argv = ['setup.py', '-q', 'sdist']; "
+    succeed("-c", blocked + "import runpy; runpy.run_path('setup.py', run_name='__main__')", cwd=source_tree)
+    (path,) = (source_tree / "dist").glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = [path for path in (source_tree / "paddle_moe_ops").rglob("*") if path.suffix in {".cc", ".h", ".py"}]
+    expected = {path.relative_to(source_tree).as_posix() for path in sources} - {"paddle_moe_ops/_C.py"}
+    assert expected <= names
+    assert not {name for name in names if name.endswith((".so", ".o", "_C.py"))}
+
+
+BINDING = """
+#include "paddle/extension.h"
+std::vector<paddle::Tensor> Copy(const paddle::Tensor& x) { return {x.copy_to(x.place(), true)}; }
+PD_BUILD_OP(pmo_packaging_copy).Inputs({"X"}).Outputs({"Y"}).SetKernelFn(PD_KERNEL(Copy));
+"""
+
+
+@pytest.fixture
+def small_tree(tmp_path):
+    """The package with one small operator, so that it builds in seconds."""
+    for name in BUILD_FILES:
+        shutil.copy(ROOT / name, tmp_path)
+    package = tmp_path / "paddle_moe_ops"
+    (package / "csrc/paddle").mkdir(parents=True)
+    (package / "csrc/cpu").mkdir()
+    shutil.copy(ROOT / "paddle_moe_ops/_version.py", package)
+    (package / "__init__.py").touch()
+    (package / "csrc/paddle/copy_op.cc").write_text(BINDING, encoding="utf-8")
+    (package / "csrc/cpu/helper.h").write_text("inline int helper() { return 1; }\n", encoding="utf-8")
+    (package / "csrc/cpu/helper.cc").write_text('#include "cpu/helper.h"\nint use() { return helper(); }\n')
+    return tmp_path
+
+
+def built_in_place(tree):
+    return sorted(path.name for path in (tree / "paddle_moe_ops").glob("_[Cb]*"))
+
+
+def compiled_sources(done):
+    return sorted(set(re.findall(r" -c \S*/(\w+\.cc) ", done.stdout + done.stderr)))
+
+
+def test_failed_compile_fails_the_build_and_leaves_no_library(small_tree):
+    build = ("setup.py", "build_ext", "--inplace")
+    assert compiled_sources(succeed(*build, cwd=small_tree)) == ["copy_op.cc", "helper.cc"]
+    assert built_in_place(small_tree) == ["_C.py", "_C_pd_.so", "_build_info.json"]
+    header = small_tree / "paddle_moe_ops/csrc/cpu/helper.h"
+    good = header.read_text(encoding="utf-8")
+
+    header.write_text("no C++", encoding="utf-8")
+    failed = run(*build, cwd=small_tree)
+    assert failed.returncode != 0
+    assert "these sources do not compile" in failed.stdout + failed.stderr
+    assert built_in_place(small_tree) == []
+
+    header.write_text(good, encoding="utf-8")
+    assert compiled_sources(succeed(*build, cwd=small_tree)) == ["helper.cc"]
+    assert built_in_place(small_tree) == ["_C.py", "_C_pd_.so", "_build_info.json"]
+
+
+def test_build_without_paddle_says_what_to_install(small_tree):
+    blocked = "import sys; sys.modules['paddle'] = None; sys.argv = ['setup.py', 'build_ext', '--inplace']; "
+    failed = run("-c", blocked + "import runpy; runpy.run_path('setup.py', run_name='__main__')", cwd=small_tree)
+    assert failed.returncode != 0
+    assert "pip install paddlepaddle" in failed.stderr
+    assert "--no-build-isolation" in failed.stderr
+    assert "Traceback" not in failed.stderr
