@@ -18,6 +18,8 @@ from paddle import Tensor
 from . import _env
 from .backends import Validation
 
+MAX_EXPERTS = 2**16
+
 SUM_DTYPES = (paddle.bfloat16, paddle.float16, paddle.float32)
 ROW_DTYPES = (*SUM_DTYPES, paddle.float8_e4m3fn, paddle.float8_e5m2)
 ID_DTYPES = (paddle.int32, paddle.int64)
@@ -99,7 +101,7 @@ def same_place(function: str, **tensors: Tensor | None) -> None:
             bad_value(function, name, f"on the device of {first_name}, {first_place}", value.place)
 
 
-def integer(function: str, argument: str, value: Any, minimum: int) -> int:
+def integer(function: str, argument: str, value: Any, minimum: int, maximum: int = 2**31 - 1) -> int:
     """Check a Python (or NumPy) integer."""
     if isinstance(value, bool):
         bad_type(function, argument, "an int", "a bool")
@@ -107,8 +109,8 @@ def integer(function: str, argument: str, value: Any, minimum: int) -> int:
         number = operator.index(value)
     except TypeError:
         bad_type(function, argument, "an int", type(value).__name__)
-    if not minimum <= number < 2**31:
-        bad_value(function, argument, f">= {minimum} and below 2**31", number)
+    if not minimum <= number <= maximum:
+        bad_value(function, argument, f"from {minimum} to {maximum}", number)
     return number
 
 

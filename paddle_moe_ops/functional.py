@@ -119,7 +119,7 @@ def moe_permute(
         scale: [T, S] float32, or int32 with ``using_ue8m0_scale``, or None. Moved with the rows.
         expert_routemap_topk: int32 or int64 [T, K] expert ids, -1 for an unassigned slot.
         expert_prob_topk: float32 [T, K].
-        num_experts: E.
+        num_experts: E, at most 65536.
         tokens_per_expert: rows of each expert: a list of ints or 0-D int tensors, or a 1-D int tensor. They must be
             the true counts. None: counted. Ignored with a static buffer ([] will do there).
         padding_alignment: each expert's segment is padded to a multiple of this many rows.
@@ -128,8 +128,8 @@ def moe_permute(
         return_expert_indices: also return the expert of each row.
         override_buffer_size: N of a static buffer, -1 without. Rows at or beyond its end are dropped.
         name: not used, for Paddle's signature.
-        fill_padding: what padding rows hold. "all": zeros. "meta": rows undefined, the rest as with "all". "none": rows,
-            probabilities and scales undefined.
+        fill_padding: what padding rows hold. "all": zeros. "meta": rows undefined, the rest as with "all". "none":
+            rows, probabilities and scales undefined.
         return_overflow: also return the number of dropped slots.
         validate: True: bad and repeated ids, NaN probabilities and dropped slots raise. False: bad ids count as -1, of
             repeated ids the first slot gets the row, NaN is copied. None: PADDLE_MOE_OPS_VALIDATE, else on the CPU all
@@ -159,7 +159,7 @@ def moe_permute(
     if scale is not None:
         dtype = paddle.int32 if using_ue8m0_scale else paddle.float32
         _checks.tensor(function, "scale", scale, (dtype,), [num_tokens, "num_scales"])
-    num_experts = _checks.integer(function, "num_experts", num_experts, 1)
+    num_experts = _checks.integer(function, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
     padding_alignment = _checks.integer(function, "padding_alignment", padding_alignment, 1)
     buffer_size = _checks.integer(function, "override_buffer_size", override_buffer_size, -1)
     _checks.choice(function, "fill_padding", fill_padding, FILL_PADDING)
@@ -216,7 +216,7 @@ def moe_unpermute(
         expert_routemap_topk: int32 or int64 [T, K] expert ids, -1 for an unassigned slot.
         token_prob_unzipped: float32 [N] or [N, 1].
         total_zipped_tokens: T, an int or a 0-D int tensor (reading one synchronises).
-        num_experts: E.
+        num_experts: E, at most 65536.
         using_mix_precision: accepted for Paddle's signature; the sum is always in float32.
         using_weighted_combine: weight every row by its probability.
         name: not used, for Paddle's signature.
@@ -236,7 +236,7 @@ def moe_unpermute(
     function = "moe_unpermute"
     _check_rows(function, "hidden_states_unzipped", hidden_states_unzipped, _checks.SUM_DTYPES, "num_rows")
     num_rows = hidden_states_unzipped.shape[0]
-    num_experts = _checks.integer(function, "num_experts", num_experts, 1)
+    num_experts = _checks.integer(function, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
     num_tokens = _checks.token_count(function, "total_zipped_tokens", total_zipped_tokens)
     _checks.tensor(
         function,

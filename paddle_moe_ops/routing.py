@@ -36,7 +36,7 @@ class Plan(NamedTuple):
         overflow: [1] slots dropped because a static buffer had no room.
         num_tokens: T.
         topk: K.
-        num_experts: E.
+        num_experts: E, at most 65536.
         padding_alignment: segments begin at multiples of this many rows.
         num_rows: N; -1 in a static graph that does not know it.
     """
@@ -82,7 +82,7 @@ def route(
     Args:
         routing: expert ids, int32 or int64 [T, K] with -1 for an unassigned slot, or a mask, bool [T, E].
         probs: float32 [T, K] for ids, [T, E] for a mask, or None.
-        num_experts: E; needed for ids, read off a mask.
+        num_experts: E, at most 65536; needed for ids, read off a mask.
         padding_alignment: rows, >= 1.
         tokens_per_expert: the number of routed rows of each expert, if known: a list of ints or 0-D int tensors, or a
             1-D int tensor. They must be the true counts. None: counted. Ignored with a static buffer.
@@ -118,7 +118,7 @@ def route(
         topk = columns
     if num_experts is None:
         _checks.bad_value(name, "num_experts", "given with expert ids", None)
-    num_experts = _checks.integer(name, "num_experts", num_experts, 1)
+    num_experts = _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
     if columns == 0:
         _checks.bad_value(name, "routing", "of shape [num_tokens, topk] with topk >= 1", list(routing.shape))
     if probs is not None:

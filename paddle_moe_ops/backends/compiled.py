@@ -50,7 +50,7 @@ def _run(operator: str, *arguments: Any) -> list[Tensor]:
     try:
         return paddle._C_ops._run_custom_op(f"pmo_{operator}", *arguments)
     except ValueError as error:
-        function = operator.removesuffix("_weighted")
+        function = operator.removesuffix("_weighted").removesuffix("_with_probs")
         # Paddle wraps the text: "(InvalidArgument) text (at file:line)", with a C++ stack before it on demand.
         text = re.search(rf"{function}: .*(?= \(at \S+:\d+\))", str(error), re.DOTALL)
         if text is None:
@@ -70,6 +70,13 @@ def _counts_source(spec: RouteSpec, counts: Tensor | None) -> int:
     return _COUNTED if spec.counts is None else _COUNTS_IN_LIST
 
 
+def _scale_attributes(scale: Tensor | None) -> tuple[bool, int, int]:
+    """What the operator must know of a scale that Paddle drops on the way because it has no elements."""
+    if scale is None:
+        return False, -1, paddle.float32.value
+    return True, scale.shape[1], scale.dtype.value
+
+
 class CompiledBackend:
     """Calls the operators of the compiled library."""
 
@@ -81,9 +88,7 @@ class CompiledBackend:
 
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
         outputs = _run(
-            "route",
-            routing,
-            probs,
+            *(("route", routing) if probs is None else ("route_with_probs", routing, probs)),
             counts,
             spec.num_experts,
             spec.topk,
@@ -98,9 +103,8 @@ class CompiledBackend:
         return tuple(outputs)
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
-        rows, scales = _run(
-            "permute", x, scale, plan.slot_to_row, plan.token_rows, plan.row_to_token, _FILL[fill_padding]
-        )
+        maps = plan.slot_to_row, plan.token_rows, plan.row_to_token
+        rows, scales = _run("permute", x, scale, *maps, _FILL[fill_padding], *_scale_attributes(scale))
         _stop_gradients(scales, *([rows] if x.dtype in _FLOAT8 else []))
         return rows, scales
 
@@ -148,6 +152,7 @@ class CompiledBackend:
             hidden_states.dtype.value,
             not hidden_states.stop_gradient,
             not probs.stop_gradient,
+            *_scale_attributes(scale),
         )
         _stop_gradients(outputs[1], *outputs[3:], *(outputs[:1] if hidden_states.dtype in _FLOAT8 else []))
         return tuple(outputs)

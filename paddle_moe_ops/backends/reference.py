@@ -33,8 +33,10 @@ def _tensors(like: Tensor, *arrays: NDArray) -> Tensors:
 
 def _plan(plan: Any) -> reference.Plan:
     """The oracle's plan of a plan of tensors."""
-    fields: dict[str, Any] = plan._asdict()
-    return reference.Plan(**{name: to_numpy(f) if isinstance(f, Tensor) else f for name, f in fields.items()})
+    fields: dict[str, Any] = {
+        name: to_numpy(field) if isinstance(field, Tensor) else field for name, field in plan._asdict().items()
+    }
+    return reference.Plan(**fields)
 
 
 class ReferenceBackend:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
+from ..functional import moe_permute, moe_unpermute
 from ..nn import MoELayer
 from .model import Decoder, MoEForward
 
@@ -42,10 +44,17 @@ class DenseCheck(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Median milliseconds of forward and backward of one layer, and the largest difference of the outputs."""
+    """Median milliseconds of forward and backward, through the operators and from plain Paddle ops.
 
-    ours: float
-    plain: float
+    Attributes:
+        layer: The whole MoE layer, (operators, plain).
+        moving: Its rows to the experts and back, without the experts, (operators, plain).
+        difference: Largest difference of the outputs.
+        passed: Whether ``difference`` is at most PLAIN_TOLERANCE.
+    """
+
+    layer: tuple[float, float]
+    moving: tuple[float, float]
     difference: float
     passed: bool
 
@@ -100,34 +109,61 @@ def plain_moe(layer: MoELayer, x: Tensor) -> Tensor:
     """The MoE layer with its rows moved by Paddle's own argsort, gather and index_add."""
     tokens = x.reshape([-1, x.shape[-1]])
     ids, probs, _ = layer.router(tokens)
-    counts = np.bincount(ids.numpy().ravel(), minlength=layer.router.num_experts)
-    slots = paddle.argsort(ids.flatten(), stable=True)
-    row_to_token = slots // ids.shape[1]
-    rows = layer.experts(paddle.gather(tokens, row_to_token), counts.tolist())
-    rows = rows * paddle.gather(probs.flatten(), slots).unsqueeze(-1)
-    out = paddle.index_add(paddle.zeros_like(tokens), row_to_token, 0, rows)
+    counts = _count(ids, layer.router.num_experts)
+    out = _plain_move(tokens, ids, probs, lambda rows: layer.experts(rows, counts))
     if layer.shared is not None:
         out = out + layer.shared(tokens)
     return out.reshape(x.shape)
 
 
 def layer_speed(layer: MoELayer) -> Speed:
-    """Times forward and backward of the layer and of its plain form by turns; their outputs are compared."""
+    """Times the layer and its plain form, and the moving of rows in both, by turns; the outputs are compared."""
     x = paddle.randn([TIMED_TOKENS, layer.hidden_size])
-    x.stop_gradient = False
-    difference = float((layer(x) - plain_moe(layer, x)).abs().max())
-    forms = (MoELayer.__call__, plain_moe)
-    times = np.array([[_milliseconds(layer, x, form) for form in forms] for _ in range(TIMED_RUNS + 1)])
-    ours, plain = np.median(times[1:], axis=0)
-    return Speed(float(ours), float(plain), difference, difference <= PLAIN_TOLERANCE)
+    ids, probs, _ = layer.router(x)
+    probs = probs.detach()
+    leaves = [x, probs, *layer.parameters()]
+    for leaf in leaves:
+        leaf.stop_gradient = False
+    runs = (
+        lambda: layer(x),
+        lambda: plain_moe(layer, x),
+        lambda: _move(x, ids, probs, layer.router.num_experts),
+        lambda: _plain_move(x, ids, probs, lambda rows: rows),
+    )
+    layer_out, plain_layer_out, moved, plain_moved = (run() for run in runs)
+    differences = (layer_out - plain_layer_out).abs().max(), (moved - plain_moved).abs().max()
+    difference = float(paddle.stack(differences).max())
+    # The first round warms up.
+    times = [[_milliseconds(run, leaves) for run in runs] for _ in range(1 + TIMED_RUNS)][1:]
+    ours, plain, move, plain_move = np.median(times, axis=0).tolist()
+    return Speed((ours, plain), (move, plain_move), difference, difference <= PLAIN_TOLERANCE)
 
 
-def _milliseconds(layer: MoELayer, x: Tensor, form: MoEForward) -> float:
+def _move(tokens: Tensor, ids: Tensor, probs: Tensor, num_experts: int) -> Tensor:
+    counts = _count(ids, num_experts)
+    rows, rowmap, row_probs, _ = moe_permute(tokens, None, ids, probs, num_experts, counts, padding_alignment=1)
+    total = tokens.shape[0]
+    return moe_unpermute(rows, rowmap, ids, row_probs, total, num_experts, using_weighted_combine=True)[0]
+
+
+def _plain_move(tokens: Tensor, ids: Tensor, probs: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
+    slots = paddle.argsort(ids.flatten(), stable=True)
+    row_to_token = slots // ids.shape[1]
+    rows = experts(paddle.gather(tokens, row_to_token))
+    rows = rows * paddle.gather(probs.flatten(), slots).unsqueeze(-1)
+    return paddle.index_add(paddle.zeros_like(tokens), row_to_token, 0, rows)
+
+
+def _count(ids: Tensor, num_experts: int) -> list[int]:
+    return np.bincount(ids.numpy().ravel(), minlength=num_experts).tolist()
+
+
+def _milliseconds(run: Callable[[], Tensor], leaves: Sequence[Tensor]) -> float:
     start = time.perf_counter()
-    form(layer, x).sum().backward()
+    run().sum().backward()
     elapsed = time.perf_counter() - start
-    layer.clear_gradients()
-    x.clear_gradient()
+    for leaf in leaves:
+        leaf.clear_gradient()
     return 1e3 * elapsed
 
 

@@ -52,7 +52,7 @@ def _draw_loss(axes: Axes, train: Sequence[float], held_out: Sequence[tuple[int,
         label.set_bbox({"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0})
     axes.set_title("Loss, nats per byte", loc="left", color=INK, fontsize=11)
     axes.set(xlabel="step", ylim=(0, None))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
     axes.grid(axis="y", color="#e3e7ea", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -8,6 +8,7 @@ import argparse
 import math
 import platform
 import time
+from typing import NamedTuple
 
 import numpy as np
 import paddle
@@ -23,8 +24,16 @@ from .model import Decoder, ModelConfig
 CONTEXT = 128
 HELD_OUT_MARKS = 6
 PROMPT = "def "
-SAMPLE_BYTES = 200
+SAMPLE_BYTES = 300
 PICTURE = "demo.png"
+
+
+class History(NamedTuple):
+    """Loss of each step, pairs of a step and the held-out loss after it, and the last load of the experts."""
+
+    losses: list[float]
+    marks: list[tuple[int, float]]
+    load: np.ndarray
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,38 +54,29 @@ def run(options: argparse.Namespace) -> int:
         f"{library.held_out_files} files ({len(library.held_out) / 1e6:.1f} MB) held out"
     )
 
-    before = training.evaluate(model, library.held_out)
-    losses: list[float] = []
-    marks = [(0, before.loss)]
-    console.print(f"step {0:>5}  held out {_loss(before.loss)}")
-    after = _train(console, model, library, options.steps, rng, losses, marks)
-
+    history = _train(console, model, library, options.steps, rng)
     console.print("\n[bold]sample[/]")
     console.print(Text(training.sample(model, PROMPT, SAMPLE_BYTES, rng)))
     console.print("\n[bold]checks[/]")
     tokens = random_windows(library.train, training.BATCH, CONTEXT + 1, rng)
     passed = [
-        _report_held_out(console, before.loss, after.loss),
+        _report_held_out(console, history.marks[0][1], history.marks[-1][1]),
         _report_dense(console, checks.dense_check(model, paddle.to_tensor(tokens))),
         _report_speed(console, checks.layer_speed(model.moe_layers[-1])),
     ]
     picture = options.out / PICTURE
-    plot.draw(picture, losses, marks, after.load, title)
+    plot.draw(picture, history.losses, history.marks, history.load, title)
     _report(console, "picture", escape(str(picture)))
     _report(console, "time", f"{time.perf_counter() - start:.0f} s")
     return 0 if all(passed) else 1
 
 
-def _train(
-    console: Console,
-    model: Decoder,
-    library: StandardLibrary,
-    steps: int,
-    rng: np.random.Generator,
-    losses: list[float],
-    marks: list[tuple[int, float]],
-) -> training.HeldOut:
-    """Trains under a progress bar, appends every loss and held-out mark, and returns the last measurement."""
+def _train(console: Console, model: Decoder, library: StandardLibrary, steps: int, rng: np.random.Generator) -> History:
+    """Trains under a progress bar and measures the model before, on the way and after."""
+    held_out = training.evaluate(model, library.held_out)
+    losses: list[float] = []
+    marks = [(0, held_out.loss)]
+    console.print(f"step {0:>5}  held out {_loss(held_out.loss)}")
     every = math.ceil(steps / HELD_OUT_MARKS)
     bar = Progress(
         TextColumn("training"),
@@ -88,18 +88,18 @@ def _train(
         console=console,
     )
     with bar:
-        task = bar.add_task("", total=steps, loss=math.nan, speed=0.0)
+        task = bar.add_task("", total=steps, loss=held_out.loss, speed=0.0)
         for state in training.train(model, library.train, steps, rng):
             losses.append(state.loss)
             bar.update(task, advance=1, loss=state.loss, speed=state.tokens_per_second)
             if state.step % every == 0 or state.step == steps:
-                measured = training.evaluate(model, library.held_out)
-                marks.append((state.step, measured.loss))
+                held_out = training.evaluate(model, library.held_out)
+                marks.append((state.step, held_out.loss))
                 console.print(
-                    f"step {state.step:>5}  held out {_loss(measured.loss)}  "
+                    f"step {state.step:>5}  held out {_loss(held_out.loss)}  "
                     f"train {np.mean(losses[-every:]):.3f}  {state.tokens_per_second:,.0f} tokens/s"
                 )
-    return measured
+    return History(losses, marks, held_out.load)
 
 
 def _report_held_out(console: Console, before: float, after: float) -> bool:
@@ -125,8 +125,10 @@ def _report_speed(console: Console, speed: checks.Speed) -> bool:
     _report(
         console,
         "layer speed",
-        f"forward and backward of {checks.TIMED_TOKENS} tokens, median of {checks.TIMED_RUNS}: "
-        f"{speed.ours:.1f} ms, from plain Paddle ops {speed.plain:.1f} ms ({speed.plain / speed.ours:.2f}x)",
+        f"forward and backward of {checks.TIMED_TOKENS} tokens beside plain argsort, gather and index_add, "
+        f"median of {checks.TIMED_RUNS}",
+        f"whole layer: {_beside(*speed.layer)}",
+        f"rows to the experts and back alone: {_beside(*speed.moving)}",
         f"outputs differ by at most {speed.difference:.1e}, tolerance {checks.PLAIN_TOLERANCE:.0e}: "
         f"{_verdict(speed.passed)}",
     )
@@ -145,6 +147,10 @@ def _title(model: Decoder) -> str:
         f"ERNIE-type MoE language model: {config.layers} layers, hidden {config.hidden}, "
         f"{config.experts} experts, {config.topk} per token, {size / 1e6:.1f} M parameters"
     )
+
+
+def _beside(ours: float, plain: float) -> str:
+    return f"{ours:.1f} ms, plain {plain:.1f} ms ({plain / ours:.2f}x)"
 
 
 def _loss(nats: float) -> str:

@@ -19,7 +19,7 @@ from .model import Decoder
 
 BATCH = 4
 HELD_OUT_WINDOWS = 64
-TEMPERATURE = 0.7
+TEMPERATURE = 0.8
 BIAS_RATE = 5e-3
 # Matrices as small as the demo's gain nothing from more.
 MAX_THREADS = 4
@@ -100,4 +100,6 @@ def sample(model: Decoder, prompt: str, length: int, rng: np.random.Generator) -
         logits = model(window)[0, -1].numpy().astype(np.float64) / TEMPERATURE
         weights = np.exp(logits - logits.max())
         text.append(int(rng.choice(len(weights), p=weights / weights.sum())))
-    return bytes(text).decode(errors="replace")
+    # A control character of a model that has hardly learnt would upset the terminal.
+    decoded = bytes(text).decode(errors="replace")
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in decoded)

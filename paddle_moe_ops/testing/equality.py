@@ -63,7 +63,8 @@ def _bits(array: NDArray) -> NDArray:
 
 
 def _is_nan(array: NDArray) -> NDArray:
-    return array != array
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+        return array != array
 
 
 def _pattern(element: NDArray) -> str:

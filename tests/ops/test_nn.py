@@ -248,7 +248,7 @@ BAD_VALUES = {
     ),
     "router_size": (
         lambda: TopKRouter(0, 4, 2),
-        "TopKRouter: hidden_size must be >= 1 and below 2**31, but got 0",
+        "TopKRouter: hidden_size must be from 1 to 2147483647, but got 0",
     ),
     "router_scoring": (
         lambda: TopKRouter(H, 4, 2, scoring="tanh"),
@@ -268,7 +268,7 @@ BAD_VALUES = {
     ),
     "experts_size": (
         lambda: SwiGLUExperts(2, H, 0),
-        "SwiGLUExperts: intermediate_size must be >= 1 and below 2**31, but got 0",
+        "SwiGLUExperts: intermediate_size must be from 1 to 2147483647, but got 0",
     ),
     "experts_sum": (
         lambda: SwiGLUExperts(2, H, 4)(paddle.zeros([3, H]), [1, 1]),
@@ -284,11 +284,11 @@ BAD_VALUES = {
     ),
     "experts_alignment": (
         lambda: SwiGLUExperts(2, H, 4)(paddle.zeros([3, H]), [1, 2], padding_alignment=0),
-        "SwiGLUExperts: padding_alignment must be >= 1 and below 2**31, but got 0",
+        "SwiGLUExperts: padding_alignment must be from 1 to 2147483647, but got 0",
     ),
     "layer_shared": (
         lambda: MoELayer(H, 6, 4, 2, num_shared_experts=-1),
-        "MoELayer: num_shared_experts must be >= 0 and below 2**31, but got -1",
+        "MoELayer: num_shared_experts must be from 0 to 2147483647, but got -1",
     ),
     "layer_x": (
         lambda: MoELayer(H, 6, 4, 2)(paddle.zeros([3, H + 1])),

@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import paddle_moe_ops
 
 VARIABLES = ("OMP_NUM_THREADS",)
 
@@ -34,6 +37,12 @@ def run_python(
         text=True,
         timeout=300,
     )
+
+
+def copy_without_library(folder: Path) -> None:
+    """Copies the package into `folder` as it is before it is built; a process started there imports the copy."""
+    package = Path(paddle_moe_ops.__file__).parent
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("_C*", "_build_info.json"))
 
 
 def run_command(*arguments: str, **options) -> subprocess.CompletedProcess[str]:

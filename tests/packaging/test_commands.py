@@ -11,7 +11,7 @@ import pytest
 
 import paddle_moe_ops
 from paddle_moe_ops import _build_check, _env
-from tests.packaging.subprocesses import run_command, run_python
+from tests.packaging.subprocesses import copy_without_library, run_command, run_python
 
 OPTIONAL = ("paddle", "triton", "torch", "ml_dtypes", "numpy", "rich", "matplotlib")
 
@@ -94,6 +94,15 @@ def test_selftest_fails_where_a_result_is_wrong():
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED" in done.stdout
+
+
+def test_selftest_fails_where_the_library_is_missing(tmp_path):
+    copy_without_library(tmp_path)
+    done = run_command("selftest", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "selftest FAILED" in done.stdout
+    assert "pip install --no-build-isolation" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_explain_answers_for_one_operator_and_for_all():

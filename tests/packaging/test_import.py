@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import paddle_moe_ops
-from tests.packaging.subprocesses import run_python
+from tests.packaging.subprocesses import copy_without_library, run_python
 
 PACKAGE = Path(paddle_moe_ops.__file__).parent
 
@@ -28,7 +27,7 @@ def test_every_public_name_exists():
 
 
 def test_import_without_the_compiled_library_works_and_explain_says_why(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "paddle_moe_ops", ignore=shutil.ignore_patterns("_C*", "_build_info.json"))
+    copy_without_library(tmp_path)
     done = run_python(
         "import paddle_moe_ops\nprint(paddle_moe_ops.__file__)\nprint(paddle_moe_ops.explain('moe_permute'))",
         cwd=tmp_path,

@@ -15,6 +15,8 @@ namespace pmo {
 // Maps hold int32 positions, so tokens, slots and rows stay below 2^31; with rows below 2^28 columns no size in bytes overflows.
 constexpr int64_t kMaxIndex = INT32_MAX;
 constexpr int64_t kMaxColumns = int64_t{1} << 28;
+// Far beyond any model; it keeps a nonsensical number of experts from asking for gigabytes of counters.
+constexpr int64_t kMaxExperts = int64_t{1} << 16;
 
 // Stores the text for pmo_last_error() and returns the status.
 int fail(pmo_status status, const std::string& text) noexcept;
@@ -23,10 +25,7 @@ int fail(pmo_status status, const std::string& text) noexcept;
 std::string list_text(const int32_t* values, int64_t size);
 
 // The text for an expert id outside [-1, E), the same wherever it is found.
-inline std::string bad_id_text(int64_t num_experts, int64_t topk, int64_t slot, int64_t id) {
-  return "routing must hold expert ids in [-1, " + std::to_string(num_experts) + "), but token " + std::to_string(slot / topk) +
-         ", slot " + std::to_string(slot % topk) + " holds " + std::to_string(id);
-}
+std::string bad_id_text(int64_t num_experts, int64_t topk, int64_t slot, int64_t id);
 
 // Runs an operator's body; an exception (no memory for its scratch) becomes a status.
 template <typename Body>
@@ -81,6 +80,8 @@ bool is_aligned(const T* pointer) {
 #define PMO_REQUIRE_COUNT(value, name) PMO_REQUIRE((value) >= 0 && (value) <= ::pmo::kMaxIndex, name, "in [0, 2^31)")
 
 #define PMO_REQUIRE_COLUMNS(value, name) PMO_REQUIRE((value) >= 0 && (value) <= ::pmo::kMaxColumns, name, "in [0, 2^28]")
+
+#define PMO_REQUIRE_EXPERTS(value, name) PMO_REQUIRE((value) >= 1 && (value) <= ::pmo::kMaxExperts, name, "in [1, 2^16]")
 
 // The shape of a [T, K] map.
 #define PMO_REQUIRE_SLOTS(tokens, slots, slots_name)                                                                   \

@@ -14,10 +14,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <string>
 #include <vector>
 
+#include "common/findings.h"
 #include "common/status.h"
 #include "cpu/pool.h"
 
@@ -27,15 +27,7 @@ namespace {
 
 constexpr int64_t kSlotsPerChunk = 16384;
 constexpr int64_t kMaxChunks = 64;
-constexpr int64_t kNowhere = std::numeric_limits<int64_t>::max();
-
-// The first bad value of each kind, in flat order of its position.
-struct Findings {
-  int64_t bad_id = kNowhere;  // flat slot; the token for a mask
-  int64_t bad_value = 0;      // the id; the number of set experts for a mask
-  int64_t duplicate = kNowhere;
-  int64_t nan = kNowhere;  // flat index into probs
-};
+constexpr pmo_route_findings kNothingFound = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0, PMO_NOWHERE};
 
 struct Layout {
   int64_t num_chunks;
@@ -60,18 +52,6 @@ int64_t workspace_bytes(const pmo_route_params& p) {
          p.num_tokens * p.topk * static_cast<int64_t>(sizeof(int32_t));
 }
 
-int check_sizes(const pmo_route_params& p) {
-  PMO_REQUIRE(p.struct_size == sizeof(pmo_route_params), "struct_size", "the size of pmo_route_params of this library");
-  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
-  PMO_REQUIRE(p.num_experts >= 1 && p.num_experts <= kMaxIndex, "num_experts", "in [1, 2^31)");
-  PMO_REQUIRE(p.padding_alignment >= 1 && p.padding_alignment <= kMaxIndex, "padding_alignment", "in [1, 2^31)");
-  PMO_REQUIRE(p.routing_kind >= PMO_ROUTING_IDS32 && p.routing_kind <= PMO_ROUTING_MASK, "routing_kind",
-              "one of pmo_routing_kind");
-  PMO_REQUIRE(p.duplicates == PMO_DUPLICATES_FIRST || p.duplicates == PMO_DUPLICATES_EACH, "duplicates", "one of pmo_duplicates");
-  PMO_REQUIRE(p.routing_kind != PMO_ROUTING_MASK || p.topk <= p.num_experts, "topk", "at most num_experts for a mask");
-  return PMO_OK;
-}
-
 int check_workspace(const pmo_route_params& p) {
   PMO_REQUIRE(p.workspace != nullptr && reinterpret_cast<uintptr_t>(p.workspace) % alignof(int64_t) == 0 &&
                   p.workspace_bytes >= workspace_bytes(p),
@@ -79,9 +59,18 @@ int check_workspace(const pmo_route_params& p) {
   return PMO_OK;
 }
 
+template <typename Id>
+void note_duplicate(const Id* ids, int64_t slot, int64_t topk, pmo_route_findings* found) {
+  found->duplicate_place = slot;
+  found->duplicate_expert = ids[slot];
+  found->duplicate_first = slot / topk * topk;
+  while (ids[found->duplicate_first] != ids[slot]) ++found->duplicate_first;
+}
+
 // Counts one chunk of [T, K] ids and writes their cleaned copy.
 template <typename Id>
-void count_ids(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* histogram, int32_t* cleaned, Findings* found) {
+void count_ids(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* histogram, int32_t* cleaned,
+               pmo_route_findings* found) {
   const Id* ids = static_cast<const Id*>(p.routing);
   const bool first_only = p.duplicates == PMO_DUPLICATES_FIRST && p.topk > 1;
   std::vector<int32_t> last_token(first_only ? static_cast<size_t>(p.num_experts) : 0, -1);
@@ -90,27 +79,28 @@ void count_ids(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* h
       const int64_t id = ids[slot];
       cleaned[slot] = -1;
       if (id < 0 || id >= p.num_experts) {
-        if (id != -1 && found->bad_id == kNowhere) {
-          found->bad_id = slot;
+        if (id != -1 && found->bad_place == PMO_NOWHERE) {
+          found->bad_place = slot;
           found->bad_value = id;
         }
         continue;
       }
       if (first_only) {
         if (last_token[id] == token) {
-          if (found->duplicate == kNowhere) found->duplicate = slot;
+          if (found->duplicate_place == PMO_NOWHERE) note_duplicate(ids, slot, p.topk, found);
           continue;
         }
         last_token[id] = static_cast<int32_t>(token);
       }
       cleaned[slot] = static_cast<int32_t>(id);
       ++histogram[id];
-      if (p.probs != nullptr && found->nan == kNowhere && std::isnan(p.probs[slot])) found->nan = slot;
+      if (p.probs != nullptr && found->nan_place == PMO_NOWHERE && std::isnan(p.probs[slot])) found->nan_place = slot;
     }
   }
 }
 
-void count_mask(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* histogram, int32_t* cleaned, Findings* found) {
+void count_mask(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* histogram, int32_t* cleaned,
+                pmo_route_findings* found) {
   const uint8_t* mask = static_cast<const uint8_t*>(p.routing);
   for (int64_t token = begin; token < end; ++token) {
     int64_t used = 0;
@@ -122,17 +112,17 @@ void count_mask(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* 
       if (used == p.topk) continue;
       cleaned[token * p.topk + used++] = static_cast<int32_t>(expert);
       ++histogram[expert];
-      if (p.probs != nullptr && found->nan == kNowhere && std::isnan(p.probs[flat])) found->nan = flat;
+      if (p.probs != nullptr && found->nan_place == PMO_NOWHERE && std::isnan(p.probs[flat])) found->nan_place = flat;
     }
-    if (set > p.topk && found->bad_id == kNowhere) {
-      found->bad_id = token;
+    if (set > p.topk && found->bad_place == PMO_NOWHERE) {
+      found->bad_place = token;
       found->bad_value = set;
     }
     std::fill(cleaned + token * p.topk + used, cleaned + (token + 1) * p.topk, -1);
   }
 }
 
-void count_chunk(const pmo_route_params& p, const Layout& layout, int64_t chunk, Findings* found) {
+void count_chunk(const pmo_route_params& p, const Layout& layout, int64_t chunk, pmo_route_findings* found) {
   const int64_t begin = layout.begin(p, chunk);
   const int64_t end = layout.begin(p, chunk + 1);
   int64_t* histogram = layout.first_row + chunk * p.num_experts;
@@ -147,39 +137,26 @@ void count_chunk(const pmo_route_params& p, const Layout& layout, int64_t chunk,
   }
 }
 
-// The text of the first finding that the caller asked about, or empty.
-std::string describe(const pmo_route_params& p, const Findings& found) {
-  const bool mask = p.routing_kind == PMO_ROUTING_MASK;
-  const auto where = [](int64_t flat, int64_t columns, const char* column_name) {
-    return "token " + std::to_string(flat / columns) + ", " + column_name + " " + std::to_string(flat % columns);
-  };
-  if ((p.checks & PMO_CHECK_RANGE) != 0 && found.bad_id != kNowhere) {
-    if (mask) {
-      return "routing must set at most topk=" + std::to_string(p.topk) + " experts per token, but token " +
-             std::to_string(found.bad_id) + " sets " + std::to_string(found.bad_value);
+// Chunks follow the tokens, so the first finding of each kind is that of the first chunk with one.
+pmo_route_findings first_findings(const std::vector<pmo_route_findings>& chunks) {
+  pmo_route_findings first = kNothingFound;
+  for (const pmo_route_findings& chunk : chunks) {
+    if (first.bad_place == PMO_NOWHERE) {
+      first.bad_place = chunk.bad_place;
+      first.bad_value = chunk.bad_value;
     }
-    return bad_id_text(p.num_experts, p.topk, found.bad_id, found.bad_value);
+    if (first.duplicate_place == PMO_NOWHERE) {
+      first.duplicate_place = chunk.duplicate_place;
+      first.duplicate_expert = chunk.duplicate_expert;
+      first.duplicate_first = chunk.duplicate_first;
+    }
+    if (first.nan_place == PMO_NOWHERE) first.nan_place = chunk.nan_place;
   }
-  if ((p.checks & PMO_CHECK_DUPLICATES) != 0 && found.duplicate != kNowhere) {
-    const auto id_at = [&](int64_t slot) {
-      return p.routing_kind == PMO_ROUTING_IDS32 ? static_cast<const int32_t*>(p.routing)[slot]
-                                                 : static_cast<const int64_t*>(p.routing)[slot];
-    };
-    const int64_t expert = id_at(found.duplicate);
-    int64_t first = found.duplicate / p.topk * p.topk;
-    while (id_at(first) != expert) ++first;
-    return "routing must name an expert at most once per token, but token " + std::to_string(found.duplicate / p.topk) +
-           " names expert " + std::to_string(expert) + " in slots " + std::to_string(first % p.topk) + " and " +
-           std::to_string(found.duplicate % p.topk);
-  }
-  if ((p.checks & PMO_CHECK_NAN) != 0 && found.nan != kNowhere) {
-    return "probs must not hold NaN, but " + where(found.nan, mask ? p.num_experts : p.topk, mask ? "expert" : "slot") + " does";
-  }
-  return "";
+  return first;
 }
 
 int count(const pmo_route_params& p) {
-  if (const int status = check_sizes(p)) return status;
+  if (const int status = check_route_sizes(p)) return status;
   if (const int status = check_workspace(p)) return status;
   const bool mask = p.routing_kind == PMO_ROUTING_MASK;
   const int64_t elements = p.num_tokens * (mask ? p.num_experts : p.topk);
@@ -191,34 +168,16 @@ int count(const pmo_route_params& p) {
   PMO_REQUIRE_OPTIONAL_ARRAY(p.expected_per_expert, "expected_per_expert");
 
   const Layout layout(p);
-  std::vector<Findings> found(static_cast<size_t>(layout.num_chunks));
+  std::vector<pmo_route_findings> found(static_cast<size_t>(layout.num_chunks), kNothingFound);
   const int threads = static_cast<int>(std::min<int64_t>(resolve_threads(p.num_threads), layout.num_chunks));
   parallel_for(layout.num_chunks, threads, [&](int64_t chunk) { count_chunk(p, layout, chunk, &found[chunk]); });
-
-  Findings first;
-  for (const Findings& chunk : found) {  // chunks follow the tokens, so the first finding is the lowest
-    if (first.bad_id == kNowhere) {
-      first.bad_id = chunk.bad_id;
-      first.bad_value = chunk.bad_value;
-    }
-    if (first.duplicate == kNowhere) first.duplicate = chunk.duplicate;
-    if (first.nan == kNowhere) first.nan = chunk.nan;
-  }
-  const std::string problem = describe(p, first);
-  if (!problem.empty()) return fail(PMO_INVALID_DATA, problem);
 
   for (int64_t expert = 0; expert < p.num_experts; ++expert) {
     int64_t total = 0;
     for (int64_t chunk = 0; chunk < layout.num_chunks; ++chunk) total += layout.first_row[chunk * p.num_experts + expert];
     p.routed_per_expert[expert] = static_cast<int32_t>(total);
   }
-  if ((p.checks & PMO_CHECK_COUNTS) != 0 && p.expected_per_expert != nullptr &&
-      !std::equal(p.routed_per_expert, p.routed_per_expert + p.num_experts, p.expected_per_expert)) {
-    return fail(PMO_INVALID_DATA, "tokens_per_expert must be " + list_text(p.routed_per_expert, p.num_experts) +
-                                      ", the rows routed to each expert, but got " +
-                                      list_text(p.expected_per_expert, p.num_experts));
-  }
-  return PMO_OK;
+  return report_findings(p, first_findings(found), p.routed_per_expert);
 }
 
 // Writes what describes the padding rows [begin, end).
@@ -291,7 +250,7 @@ int64_t place(const pmo_route_params& p, int64_t begin, int64_t end, const int32
 }
 
 int route(const pmo_route_params& p) {
-  if (const int status = check_sizes(p)) return status;
+  if (const int status = check_route_sizes(p)) return status;
   if (const int status = check_workspace(p)) return status;
   PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
   PMO_REQUIRE(p.row_probs == nullptr || p.probs != nullptr || p.num_tokens * p.topk == 0, "probs",
@@ -306,16 +265,7 @@ int route(const pmo_route_params& p) {
 
   if ((p.checks & PMO_CHECK_OVERFLOW) != 0) {
     PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
-    int64_t row = 0;
-    bool dropped = false;
-    for (int64_t expert = 0; expert < p.num_experts; ++expert) {
-      dropped = dropped || (p.routed_per_expert[expert] > 0 && row + p.routed_per_expert[expert] > p.num_rows);
-      row += (p.routed_per_expert[expert] + p.padding_alignment - 1) / p.padding_alignment * p.padding_alignment;
-    }
-    if (dropped) {
-      return fail(PMO_INVALID_DATA, "buffer_size must be at least " + std::to_string(row) +
-                                        ", the padded rows of this routing, but got " + std::to_string(p.num_rows));
-    }
+    if (const int status = report_overflow(p, p.routed_per_expert)) return status;
   }
 
   const Layout layout(p);
@@ -339,7 +289,7 @@ int route(const pmo_route_params& p) {
 }  // namespace pmo
 
 extern "C" int64_t pmo_route_cpu_workspace_bytes(const pmo_route_params* params) {
-  if (params == nullptr || pmo::cpu::check_sizes(*params) != PMO_OK) return 0;
+  if (params == nullptr || pmo::check_route_sizes(*params) != PMO_OK) return 0;
   return pmo::cpu::workspace_bytes(*params);
 }
 
@@ -349,12 +299,4 @@ extern "C" int pmo_route_count_cpu(const pmo_route_params* params, void* stream)
 
 extern "C" int pmo_route_cpu(const pmo_route_params* params, void* stream) {
   return pmo::run_cpu(params, stream, pmo::cpu::route);
-}
-
-extern "C" int64_t pmo_padded_rows(const int32_t* counts, int64_t num_experts, int64_t padding_alignment) {
-  int64_t rows = 0;
-  for (int64_t expert = 0; expert < num_experts; ++expert) {
-    rows += (counts[expert] + padding_alignment - 1) / padding_alignment * padding_alignment;
-  }
-  return rows;
 }

@@ -46,7 +46,7 @@ int clean_rowmap(const pmo_clean_rowmap_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof(pmo_clean_rowmap_params), "struct_size",
               "the size of pmo_clean_rowmap_params of this library");
   PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
-  PMO_REQUIRE(p.num_experts >= 1 && p.num_experts <= kMaxIndex, "num_experts", "in [1, 2^31)");
+  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
   PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
   PMO_REQUIRE_ARRAY(p.rowmap, p.num_tokens, "rowmap");
   PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens, "token_rows");
@@ -110,8 +110,7 @@ int check_slots(const pmo_slots_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof(pmo_slots_params), "struct_size", "the size of pmo_slots_params of this library");
   PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
   PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
-  PMO_REQUIRE(p.row_to_expert == nullptr || (p.num_experts >= 1 && p.num_experts <= kMaxIndex), "num_experts",
-              "in [1, 2^31) when row_to_expert is given");
+  if (p.row_to_expert != nullptr) PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
   PMO_REQUIRE_ARRAY(p.slot_to_row, p.num_tokens * p.topk, "slot_to_row");
   PMO_REQUIRE_ARRAY(p.row_values, p.num_rows, "row_values");
   PMO_REQUIRE_ARRAY(p.slot_values, p.num_tokens * (p.row_to_expert == nullptr ? p.topk : p.num_experts), "slot_values");

@@ -73,6 +73,12 @@ inline void require_rank(const paddle::Tensor& tensor, size_t rank, const char* 
   if (tensor.shape().size() != rank) fail(std::string(function) + ": " + name + " has the wrong number of dimensions");
 }
 
+// The width and dtype of the rows that the caller passed on for the gradient, which may get no tensor to read them off.
+inline void require_described(const paddle::Tensor& rows, int64_t hidden, int hidden_dtype, const char* function) {
+  require(rows.shape()[1] == hidden && static_cast<int>(rows.dtype()) == hidden_dtype, function,
+          "the attributes hidden and hidden_dtype must describe the rows");
+}
+
 inline void require_cpu(std::initializer_list<const paddle::Tensor*> tensors, const char* function) {
   for (const paddle::Tensor* tensor : tensors) {
     require(tensor->is_cpu(), function, "every tensor must be in CPU memory: this build has no GPU operators");

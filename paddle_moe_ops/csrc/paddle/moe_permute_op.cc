@@ -17,12 +17,13 @@ constexpr char kFunction[] = "moe_permute";
 Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<paddle::Tensor>& scale,
                     const paddle::Tensor& routemap, const paddle::Tensor& probs, const paddle::optional<paddle::Tensor>& counts,
                     int64_t num_experts, int counts_source, const std::vector<int>& tokens_per_expert, int64_t padding_alignment,
-                    bool do_gather, bool return_expert_indices, int64_t override_buffer_size, int fill, int checks, int64_t, int,
-                    bool, bool) {
+                    bool do_gather, bool return_expert_indices, int64_t override_buffer_size, int fill, int checks,
+                    int64_t hidden, int hidden_dtype, bool, bool, bool has_scale, int64_t scale_cols, int scale_dtype) {
   require_cpu({&hidden_states, &routemap, &probs}, kFunction);
   if (scale) require_cpu({&*scale}, kFunction);
   if (counts) require_cpu({&*counts}, kFunction);
   require_rank(hidden_states, 2, kFunction, "hidden_states");
+  require_described(hidden_states, hidden, hidden_dtype, kFunction);
   require(routemap.dtype() != paddle::DataType::BOOL, kFunction, "expert_routemap_topk must hold expert ids");
   Routing step({kFunction,
                 {{"routing", "expert_routemap_topk"}, {"probs", "expert_prob_topk"}, {"buffer_size", "override_buffer_size"}},
@@ -55,16 +56,10 @@ Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<
   p.rowmap = rowmap.data<int32_t>();
   step.run();
 
-  const bool move_scale = scale && do_gather;
-  if (move_scale) require_rank(*scale, 2, kFunction, "scale");
-  paddle::Tensor row_scales = move_scale
-                                  ? paddle::empty({rows, scale->shape()[1]}, scale->dtype(), routemap.place())
-                                  : paddle::empty({0}, scale ? scale->dtype() : paddle::DataType::FLOAT32, routemap.place());
-  paddle::Tensor unzipped =
-      paddle::empty({do_gather ? rows : 0, hidden_states.shape()[1]}, hidden_states.dtype(), routemap.place());
-  if (do_gather) {
-    permute_rows(kFunction, hidden_states, scale ? &*scale : nullptr, slot_to_row, row_to_token, fill, &unzipped, &row_scales);
-  }
+  const Scale scales(kFunction, scale, has_scale, scale_cols, scale_dtype, hidden_states);
+  paddle::Tensor row_scales = scales.empty_rows(rows, do_gather);
+  paddle::Tensor unzipped = paddle::empty({do_gather ? rows : 0, hidden}, hidden_states.dtype(), routemap.place());
+  if (do_gather) permute_rows(kFunction, hidden_states, scales, slot_to_row, row_to_token, fill, &unzipped, &row_scales);
   return {unzipped, rowmap, row_probs, row_scales, expert_indices, overflow, slot_to_row, token_rows};
 }
 
@@ -72,13 +67,13 @@ std::vector<Shape> moe_permute_shapes(const Shape& hidden_states, const paddle::
                                       const Shape&, const paddle::optional<Shape>&, int64_t num_experts, int counts_source,
                                       const std::vector<int>& tokens_per_expert, int64_t padding_alignment, bool do_gather,
                                       bool return_expert_indices, int64_t override_buffer_size, int, int, int64_t, int, bool,
-                                      bool) {
+                                      bool, bool has_scale, int64_t scale_cols, int) {
   const int64_t rows = static_num_rows(counts_source, tokens_per_expert, padding_alignment, override_buffer_size);
   const Shape slots = {dim(routemap, 0), dim(routemap, 1)};
   return {{do_gather ? rows : 0, dim(hidden_states, 1)},
           {dim(routemap, 0), num_experts},
           {rows},
-          scale && do_gather ? Shape{rows, dim(*scale, 1)} : Shape{0},
+          scale_rows_shape(scale, has_scale, scale_cols, rows, do_gather),
           {return_expert_indices ? rows : 0},
           {1},
           slots,
@@ -112,7 +107,7 @@ Outputs moe_permute_backward(const paddle::Tensor& slot_to_row, const paddle::Te
 
 std::vector<Shape> moe_permute_backward_shapes(const Shape& slot_to_row, const Shape& token_rows, const Shape&, const Shape&,
                                                int64_t, int, const std::vector<int>&, int64_t, bool, bool, int64_t, int, int,
-                                               int64_t hidden, int, bool, bool) {
+                                               int64_t hidden, int, bool, bool, bool, int64_t, int) {
   return {{dim(token_rows, 0), hidden}, slot_to_row};
 }
 
@@ -135,7 +130,10 @@ std::vector<std::string> attributes() {
           "hidden: int64_t",
           "hidden_dtype: int",
           "need_hidden_grad: bool",
-          "need_prob_grad: bool"};
+          "need_prob_grad: bool",
+          "has_scale: bool",
+          "scale_cols: int64_t",
+          "scale_dtype: int"};
 }
 
 }  // namespace

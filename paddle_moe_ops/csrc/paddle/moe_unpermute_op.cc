@@ -47,9 +47,10 @@ struct CleanMaps {
 };
 
 Outputs combine(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
-                const paddle::Tensor& probs, bool weighted, bool compat_paddle, int checks) {
+                const paddle::Tensor& probs, bool weighted, bool compat_paddle, int checks, int64_t hidden, int hidden_dtype) {
   require_cpu({&rows, &rowmap, &routemap, &probs}, kFunction);
   require_rank(rows, 2, kFunction, "hidden_states_unzipped");
+  require_described(rows, hidden, hidden_dtype, kFunction);
   const int64_t num_rows = rows.shape()[0];
   require(probs.numel() == num_rows, kFunction, "token_prob_unzipped must have one value per row");
   const CleanMaps maps(rowmap, routemap, num_rows, compat_paddle, checks);
@@ -88,13 +89,14 @@ Outputs combine_backward(const paddle::Tensor* rows, const paddle::Tensor& rowma
 }
 
 Outputs moe_unpermute(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
-                      const paddle::Tensor& probs, bool compat_paddle, int checks, int64_t, int, bool, bool) {
-  return combine(rows, rowmap, routemap, probs, false, compat_paddle, checks);
+                      const paddle::Tensor& probs, bool compat_paddle, int checks, int64_t hidden, int hidden_dtype, bool, bool) {
+  return combine(rows, rowmap, routemap, probs, false, compat_paddle, checks, hidden, hidden_dtype);
 }
 
 Outputs moe_unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
-                               const paddle::Tensor& probs, bool compat_paddle, int checks, int64_t, int, bool, bool) {
-  return combine(rows, rowmap, routemap, probs, true, compat_paddle, checks);
+                               const paddle::Tensor& probs, bool compat_paddle, int checks, int64_t hidden, int hidden_dtype,
+                               bool, bool) {
+  return combine(rows, rowmap, routemap, probs, true, compat_paddle, checks, hidden, hidden_dtype);
 }
 
 std::vector<Shape> moe_unpermute_shapes(const Shape& rows, const Shape& rowmap, const Shape& routemap, const Shape&, bool, int,

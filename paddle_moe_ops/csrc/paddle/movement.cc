@@ -52,7 +52,34 @@ pmo_slots_params slots_params(const char* function, const paddle::Tensor& slot_t
 
 }  // namespace
 
-void permute_rows(const char* function, const paddle::Tensor& x, const paddle::Tensor* scale, const paddle::Tensor& slot_to_row,
+Scale::Scale(const char* function, const paddle::optional<paddle::Tensor>& scale, bool has_scale, int64_t columns, int dtype,
+             const paddle::Tensor& x)
+    : given(has_scale), place(x.place()) {
+  require(has_scale || !scale, function, "has_scale must be true with a scale");
+  if (!has_scale) return;
+  if (scale) {
+    tensor = *scale;
+    require_rank(tensor, 2, function, "scale");
+    return;
+  }
+  const auto scale_dtype = static_cast<paddle::DataType>(dtype);
+  require(columns >= 0 && (columns == 0 || x.shape()[0] == 0), function, "scale is missing");
+  require(scale_dtype == paddle::DataType::FLOAT32 || scale_dtype == paddle::DataType::INT32, function,
+          "scale has the wrong dtype");
+  tensor = paddle::empty({x.shape()[0], columns}, scale_dtype, x.place());
+}
+
+paddle::Tensor Scale::empty_rows(int64_t num_rows, bool moved) const {
+  if (!given) return paddle::empty({0}, paddle::DataType::FLOAT32, place);
+  return paddle::empty(moved ? Shape{num_rows, tensor.shape()[1]} : Shape{0}, tensor.dtype(), place);
+}
+
+Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int64_t columns, int64_t num_rows, bool moved) {
+  if (!has_scale || !moved) return {0};
+  return {num_rows, scale ? dim(*scale, 1) : columns};
+}
+
+void permute_rows(const char* function, const paddle::Tensor& x, const Scale& scale, const paddle::Tensor& slot_to_row,
                   const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows, paddle::Tensor* row_scales) {
   require_rank(x, 2, function, "the rows");
   require_rank(slot_to_row, 2, function, "slot_to_row");
@@ -71,16 +98,15 @@ void permute_rows(const char* function, const paddle::Tensor& x, const paddle::T
   const Matrix source(x);
   p.x = source.data;
   p.x_row_stride = source.row_stride;
-  p.rows = rows == nullptr ? nullptr : rows->data();
+  p.rows = rows->data();
   paddle::optional<Matrix> scales;
-  if (scale != nullptr) {
-    require_rank(*scale, 2, function, "scale");
-    require(scale->shape()[0] == p.num_tokens, function, "scale must have one line per token");
-    scales = Matrix(*scale);
+  if (scale.given) {
+    require(scale.tensor.shape()[0] == p.num_tokens, function, "scale must have one line per token");
+    scales = Matrix(scale.tensor);
     p.scale = scales->data;
     p.scale_row_stride = scales->row_stride;
-    p.scale_cols = scale->shape()[1];
-    p.scale_dtype = dtype_of(*scale, function, "scale");
+    p.scale_cols = scale.tensor.shape()[1];
+    p.scale_dtype = dtype_of(scale.tensor, function, "scale");
     p.row_scales = row_scales->data();
   }
   check_status(pmo_permute_cpu(&p, nullptr), function);
@@ -129,11 +155,19 @@ void sum_rows_backward(const char* function, const paddle::Tensor& d_out, const 
   check_status(pmo_unpermute_backward_cpu(&p, nullptr), function);
 }
 
-paddle::Tensor gather_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_values) {
+paddle::Tensor gather_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_values,
+                            const paddle::Tensor* row_to_expert, int64_t num_experts) {
   pmo_slots_params p = slots_params(function, slot_to_row);
+  require_rank(row_values, 1, function, "the gradient of the probabilities");
   require_dtype(row_values, paddle::DataType::FLOAT32, function, "the probabilities");
   const paddle::Tensor values = dense(row_values);
-  paddle::Tensor slots = empty_float32(slot_to_row.shape(), slot_to_row);
+  if (row_to_expert != nullptr) {
+    require_shape(*row_to_expert, row_values.shape(), function, "row_to_expert");
+    require(num_experts >= 1, function, "num_experts must be >= 1");
+    p.row_to_expert = map_data(*row_to_expert, function, "row_to_expert");
+    p.num_experts = num_experts;
+  }
+  paddle::Tensor slots = empty_float32({p.num_tokens, row_to_expert == nullptr ? p.topk : num_experts}, slot_to_row);
   p.num_rows = values.numel();
   p.row_values = const_cast<float*>(values.data<float>());  // the gather only reads it
   p.slot_values = slots.data<float>();

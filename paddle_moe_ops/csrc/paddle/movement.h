@@ -11,8 +11,24 @@
 namespace pmo {
 namespace binding {
 
-// Moves x [T, H] (unless `rows` is null) and scale [T, S] (unless null) to expert order.
-void permute_rows(const char* function, const paddle::Tensor& x, const paddle::Tensor* scale, const paddle::Tensor& slot_to_row,
+// A scale as an operator gets it. Paddle takes an optional input without elements for a missing one, so whether there is one, and
+// what it looks like, travels as attributes.
+struct Scale {
+  bool given;
+  paddle::Place place;
+  paddle::Tensor tensor;  // [T, S] if given
+
+  Scale(const char* function, const paddle::optional<paddle::Tensor>& scale, bool has_scale, int64_t columns, int dtype,
+        const paddle::Tensor& x);
+  // The scales in expert order: [num_rows, S], or [0] if there is no scale or it is not moved.
+  paddle::Tensor empty_rows(int64_t num_rows, bool moved) const;
+};
+
+// Shape and dtype of Scale::empty_rows for shape inference.
+Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int64_t columns, int64_t num_rows, bool moved);
+
+// Moves x [T, H] to `rows` [N, H], and the scale, if there is one, to `row_scales` [N, S].
+void permute_rows(const char* function, const paddle::Tensor& x, const Scale& scale, const paddle::Tensor& slot_to_row,
                   const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows, paddle::Tensor* row_scales);
 
 // The float32 weight of each row, and where it stands: per row, or at a position that `index` [N] gives.
@@ -31,8 +47,10 @@ void sum_rows_backward(const char* function, const paddle::Tensor& d_out, const 
                        const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const Weights& weights,
                        paddle::Tensor* d_rows, paddle::Tensor* d_weights);
 
-// [T, K] value of each slot's row, 0 where it has none.
-paddle::Tensor gather_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_values);
+// The value of each slot's row, 0 where it has none: [T, K], or [T, num_experts] by the experts of the rows if `row_to_expert` is
+// given.
+paddle::Tensor gather_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_values,
+                            const paddle::Tensor* row_to_expert = nullptr, int64_t num_experts = 0);
 
 // row_values[N] = the slots' values, summed in slot order and added to what is there if `accumulate`.
 void scatter_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& slot_values, bool accumulate,

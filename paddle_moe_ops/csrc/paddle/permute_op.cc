@@ -12,27 +12,24 @@ constexpr char kFunction[] = "permute";
 
 // token_rows is there for the gradient: a saved input costs no memory that the plan does not hold already.
 Outputs permute(const paddle::Tensor& x, const paddle::optional<paddle::Tensor>& scale, const paddle::Tensor& slot_to_row,
-                const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, int fill) {
+                const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, int fill, bool has_scale,
+                int64_t scale_cols, int scale_dtype) {
   require_cpu({&x, &slot_to_row, &token_rows, &row_to_token}, kFunction);
   if (scale) require_cpu({&*scale}, kFunction);
   require_rank(x, 2, kFunction, "x");
   require_rank(row_to_token, 1, kFunction, "row_to_token");
   const int64_t num_rows = row_to_token.shape()[0];
+  const Scale scales(kFunction, scale, has_scale, scale_cols, scale_dtype, x);
   paddle::Tensor rows = paddle::empty({num_rows, x.shape()[1]}, x.dtype(), x.place());
-  if (!scale) {
-    permute_rows(kFunction, x, nullptr, slot_to_row, row_to_token, fill, &rows, nullptr);
-    return {rows, empty_float32({0}, x)};
-  }
-  require_rank(*scale, 2, kFunction, "scale");
-  paddle::Tensor row_scales = paddle::empty({num_rows, scale->shape()[1]}, scale->dtype(), x.place());
-  permute_rows(kFunction, x, &*scale, slot_to_row, row_to_token, fill, &rows, &row_scales);
+  paddle::Tensor row_scales = scales.empty_rows(num_rows, true);
+  permute_rows(kFunction, x, scales, slot_to_row, row_to_token, fill, &rows, &row_scales);
   return {rows, row_scales};
 }
 
 std::vector<Shape> permute_shapes(const Shape& x, const paddle::optional<Shape>& scale, const Shape&, const Shape&,
-                                  const Shape& row_to_token, int) {
+                                  const Shape& row_to_token, int, bool has_scale, int64_t scale_cols, int) {
   const int64_t rows = dim(row_to_token, 0);
-  return {{rows, dim(x, 1)}, scale ? Shape{rows, dim(*scale, 1)} : Shape{0}};
+  return {{rows, dim(x, 1)}, scale_rows_shape(scale, has_scale, scale_cols, rows, true)};
 }
 
 std::vector<paddle::DataType> permute_dtypes(const paddle::DataType& x, const paddle::optional<paddle::DataType>& scale,
@@ -40,11 +37,11 @@ std::vector<paddle::DataType> permute_dtypes(const paddle::DataType& x, const pa
   return {x, scale ? *scale : paddle::DataType::FLOAT32};
 }
 
-Outputs permute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& d_rows, int) {
+Outputs permute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& d_rows, int, bool, int64_t, int) {
   return {sum_rows(kFunction, d_rows, token_rows, {})};
 }
 
-std::vector<Shape> permute_backward_shapes(const Shape& token_rows, const Shape& d_rows, int) {
+std::vector<Shape> permute_backward_shapes(const Shape& token_rows, const Shape& d_rows, int, bool, int64_t, int) {
   return {{dim(token_rows, 0), dim(d_rows, 1)}};
 }
 
@@ -52,12 +49,15 @@ std::vector<paddle::DataType> permute_backward_dtypes(const paddle::DataType&, c
   return {d_rows};
 }
 
+// The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
+std::vector<std::string> attributes() { return {"fill: int", "has_scale: bool", "scale_cols: int64_t", "scale_dtype: int"}; }
+
 }  // namespace
 
 PD_BUILD_OP(pmo_permute)
     .Inputs({"x", paddle::Optional("scale"), "slot_to_row", "token_rows", "row_to_token"})
     .Outputs({"rows", "row_scales"})
-    .Attrs({"fill: int"})
+    .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(permute))
     .SetInferShapeFn(PD_INFER_SHAPE(permute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(permute_dtypes));
@@ -65,7 +65,7 @@ PD_BUILD_OP(pmo_permute)
 PD_BUILD_GRAD_OP(pmo_permute)
     .Inputs({"token_rows", paddle::Grad("rows")})
     .Outputs({paddle::Grad("x")})
-    .Attrs({"fill: int"})
+    .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(permute_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(permute_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(permute_backward_dtypes));

@@ -65,6 +65,12 @@ Routing::Routing(const RouteAttributes& attributes, const paddle::Tensor& routin
   params.duplicates = attributes.duplicates;
   params.checks = attributes.checks;
 
+  params.workspace_bytes = pmo_route_cpu_workspace_bytes(&params);
+  // 0 says that a size is unusable, and pmo_last_error() which; nothing may be allocated by it.
+  if (params.workspace_bytes == 0) check_status(PMO_INVALID_ARGUMENT, function, attributes.names);
+  require(attributes.buffer_size >= -1 && attributes.buffer_size <= std::numeric_limits<int32_t>::max(), function,
+          "the static buffer must have -1 (none) or 0 to 2^31 - 1 rows");
+
   if (attributes.buffer_size < 0 && attributes.counts_source != kCountsFromRouting) {
     if (attributes.counts_source == kCountsFromTensor) {
       require(counts != nullptr, function, "tokens_per_expert is missing");
@@ -78,8 +84,6 @@ Routing::Routing(const RouteAttributes& attributes, const paddle::Tensor& routin
     params.checks |= PMO_CHECK_COUNTS;  // a wrong list would leave holes or run past the buffer: never unchecked
   }
 
-  require(attributes.num_experts >= 1, function, "num_experts must be >= 1");
-  params.workspace_bytes = pmo_route_cpu_workspace_bytes(&params);
   workspace_ = paddle::empty({params.workspace_bytes}, paddle::DataType::UINT8, routing.place());
   params.workspace = workspace_.data();
   routed_per_expert_ = empty_int32({attributes.num_experts}, routing);

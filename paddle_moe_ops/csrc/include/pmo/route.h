@@ -53,13 +53,35 @@ typedef struct pmo_route_params {
   int32_t* rowmap;             // [T, E] row of the pair, -1 = none (Paddle's zipped_expertwise_rowmap)
 } pmo_route_params;
 
-PMO_API int64_t pmo_route_cpu_workspace_bytes(const pmo_route_params* params);
+// What the checks found: the first place of each kind in flat order, PMO_NOWHERE if there is none.
+#define PMO_NOWHERE INT64_MAX
+typedef struct pmo_route_findings {
+  int64_t bad_place;         // flat slot of an id outside [-1, E); the token for a mask with more than topk experts
+  int64_t bad_value;         // that id; the number of experts that the token sets
+  int64_t duplicate_place;   // flat slot that names an expert again
+  int64_t duplicate_expert;  // that expert
+  int64_t duplicate_first;   // flat slot that named it first
+  int64_t nan_place;         // flat index into probs
+} pmo_route_findings;
 
-// Counts the routed slots per expert and runs the checks; must precede pmo_route_cpu with the same params and workspace.
+// 0 if the sizes are unusable; pmo_last_error() says which.
+PMO_API int64_t pmo_route_cpu_workspace_bytes(const pmo_route_params* params);
+PMO_API int64_t pmo_route_cuda_workspace_bytes(const pmo_route_params* params);
+
+// Counts the routed slots per expert; must precede pmo_route_* with the same params and workspace. On the CPU it also runs the
+// checks. On CUDA nothing is read back: where checks are wanted the caller copies the pmo_route_findings at the beginning of the
+// workspace, and routed_per_expert, to the host and calls pmo_route_report.
 PMO_API int pmo_route_count_cpu(const pmo_route_params* params, void* stream);
+PMO_API int pmo_route_count_cuda(const pmo_route_params* params, void* stream);
+
+// Turns findings and counts (both in host memory) into a status and its text, as far as params->checks asks. Overflow is part of
+// it once params->num_rows is set.
+PMO_API int pmo_route_report(const pmo_route_params* params, const pmo_route_findings* findings,
+                             const int32_t* routed_per_expert);
 
 // Writes the maps.
 PMO_API int pmo_route_cpu(const pmo_route_params* params, void* stream);
+PMO_API int pmo_route_cuda(const pmo_route_params* params, void* stream);
 
 // Rows of a buffer that holds these counts with every segment padded to a multiple of padding_alignment.
 PMO_API int64_t pmo_padded_rows(const int32_t* counts, int64_t num_experts, int64_t padding_alignment);

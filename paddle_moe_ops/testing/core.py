@@ -1,0 +1,477 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The C core through ctypes, on NumPy arrays and without Paddle.
+
+The structs mirror ``csrc/include/pmo/*.h``. A ``*_params`` function fills one from arrays: sizes, strides and
+element types are those of the arrays, and outputs are arrays too, written in place. Nothing here checks
+values or sizes; that is the core's task.
+
+    core = Core("build/core/libpmo_core.so")
+    core.run("permute", permute_params(x, slot_to_row, row_to_token, rows))
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "DTYPES",
+    "OPERATORS",
+    "Check",
+    "CleanRowmapParams",
+    "Core",
+    "CoreError",
+    "Duplicates",
+    "Fill",
+    "Params",
+    "PermuteParams",
+    "RouteParams",
+    "RoutingKind",
+    "SlotsParams",
+    "Status",
+    "UnpermuteBackwardParams",
+    "UnpermuteParams",
+    "clean_rowmap_params",
+    "permute_params",
+    "route_params",
+    "slots_params",
+    "unpermute_backward_params",
+    "unpermute_params",
+]
+
+
+class Status(enum.IntEnum):
+    """pmo_status"""
+
+    OK = 0
+    INVALID_ARGUMENT = 1
+    INVALID_DATA = 2
+    INTERNAL = 3
+
+
+class Check(enum.IntFlag):
+    """pmo_check"""
+
+    NONE = 0
+    RANGE = 1
+    DUPLICATES = 2
+    NAN = 4
+    OVERFLOW = 8
+    COUNTS = 16
+    ALL = 31
+
+
+class Fill(enum.IntFlag):
+    """pmo_fill"""
+
+    NONE = 0
+    ROWS = 1
+    SCALES = 2
+    ALL = 3
+
+
+class RoutingKind(enum.IntEnum):
+    """pmo_routing_kind"""
+
+    IDS32 = 0
+    IDS64 = 1
+    MASK = 2
+
+
+class Duplicates(enum.IntEnum):
+    """pmo_duplicates"""
+
+    FIRST = 0
+    EACH = 1
+
+
+# pmo_dtype
+DTYPES: dict[np.dtype, int] = {
+    np.dtype(np.float32): 0,
+    np.dtype(np.float16): 1,
+    np.dtype(ml_dtypes.bfloat16): 2,
+    np.dtype(ml_dtypes.float8_e4m3fn): 3,
+    np.dtype(ml_dtypes.float8_e5m2): 4,
+    np.dtype(np.int32): 5,
+}
+
+OPERATORS = (
+    "route_count",
+    "route",
+    "clean_rowmap",
+    "gather_slots",
+    "scatter_slots",
+    "permute",
+    "unpermute",
+    "unpermute_backward",
+)
+
+_Int = ctypes.c_int32
+_Size = ctypes.c_int64
+_Bytes = ctypes.c_void_p
+_Int32s = ctypes.POINTER(ctypes.c_int32)
+_Floats = ctypes.POINTER(ctypes.c_float)
+_ELEMENTS = {_Int32s: np.dtype(np.int32), _Floats: np.dtype(np.float32)}
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Params(ctypes.Structure):
+    """A params struct of the core. It keeps the arrays alive whose addresses it holds."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+        self.arrays: dict[str, NDArray] = {}
+        self.struct_size = ctypes.sizeof(self)
+        types: dict[str, Any] = {name: kind for name, kind, *_ in type(self)._fields_}
+        for name, value in fields.items():
+            if name not in types:
+                raise TypeError(f"{type(self).__name__} has no field {name}")
+            if isinstance(value, np.ndarray):
+                expected = _ELEMENTS.get(types[name], value.dtype)
+                if value.dtype != expected:
+                    raise TypeError(f"{name} must be {expected}, but got {value.dtype}")
+                if not value.flags.c_contiguous and f"{name}_row_stride" not in types:
+                    raise ValueError(f"{name} must be contiguous, but got strides {value.strides}")
+                self.arrays[name] = value
+                value = ctypes.cast(value.ctypes.data, types[name])
+            setattr(self, name, value)
+
+
+class RouteParams(Params):
+    """pmo_route_params"""
+
+    _fields_ = [
+        *_fields(_Size, "struct_size num_tokens topk num_experts padding_alignment num_rows"),
+        *_fields(_Bytes, "routing"),
+        *_fields(_Floats, "probs"),
+        *_fields(_Int32s, "expected_per_expert"),
+        *_fields(_Int, "routing_kind duplicates checks num_threads"),
+        *_fields(_Bytes, "workspace"),
+        *_fields(_Size, "workspace_bytes"),
+        *_fields(_Int32s, "routed_per_expert slot_to_row token_rows row_to_token row_to_slot row_to_expert"),
+        *_fields(_Floats, "row_probs"),
+        *_fields(_Int32s, "tokens_per_expert expert_offsets overflow rowmap"),
+    ]
+
+
+class CleanRowmapParams(Params):
+    """pmo_clean_rowmap_params"""
+
+    _fields_ = [
+        *_fields(_Size, "struct_size num_tokens topk num_experts num_rows"),
+        *_fields(_Int32s, "rowmap"),
+        *_fields(_Bytes, "ids"),
+        *_fields(_Int, "ids_kind duplicates checks num_threads"),
+        *_fields(_Int32s, "token_rows row_to_token slot_to_row"),
+    ]
+
+
+class SlotsParams(Params):
+    """pmo_slots_params"""
+
+    _fields_ = [
+        *_fields(_Size, "struct_size num_tokens topk num_experts num_rows"),
+        *_fields(_Int32s, "slot_to_row row_to_expert"),
+        *_fields(_Floats, "row_values slot_values"),
+        *_fields(_Int, "accumulate num_threads"),
+    ]
+
+
+class PermuteParams(Params):
+    """pmo_permute_params"""
+
+    _fields_ = [
+        *_fields(_Size, "struct_size num_tokens topk num_rows hidden scale_cols"),
+        *_fields(_Bytes, "x"),
+        *_fields(_Size, "x_row_stride"),
+        *_fields(_Bytes, "scale"),
+        *_fields(_Size, "scale_row_stride"),
+        *_fields(_Int32s, "slot_to_row row_to_token"),
+        *_fields(_Bytes, "rows row_scales"),
+        *_fields(_Int, "dtype scale_dtype fill num_threads"),
+    ]
+
+
+class UnpermuteParams(Params):
+    """pmo_unpermute_params"""
+
+    _fields_ = [
+        *_fields(_Size, "struct_size num_tokens max_rows_per_token num_rows num_weights hidden"),
+        *_fields(_Bytes, "rows"),
+        *_fields(_Size, "rows_row_stride"),
+        *_fields(_Int32s, "token_rows"),
+        *_fields(_Floats, "weights"),
+        *_fields(_Int32s, "weight_index"),
+        *_fields(_Bytes, "out"),
+        *_fields(_Int, "dtype copy_single_row num_threads"),
+    ]
+
+
+class UnpermuteBackwardParams(Params):
+    """pmo_unpermute_backward_params"""
+
+    _fields_ = [
+        *_fields(_Size, "struct_size num_tokens max_rows_per_token num_rows num_weights hidden"),
+        *_fields(_Bytes, "d_out"),
+        *_fields(_Size, "d_out_row_stride"),
+        *_fields(_Bytes, "rows"),
+        *_fields(_Size, "rows_row_stride"),
+        *_fields(_Int32s, "token_rows row_to_token"),
+        *_fields(_Floats, "weights"),
+        *_fields(_Int32s, "weight_index"),
+        *_fields(_Bytes, "d_rows"),
+        *_fields(_Floats, "d_weights"),
+        *_fields(_Int, "dtype copy_single_row num_threads"),
+    ]
+
+
+class CoreError(RuntimeError):
+    """A call of the core that did not return PMO_OK: its status and the text of pmo_last_error()."""
+
+    def __init__(self, status: Status, text: str) -> None:
+        super().__init__(f"{status.name}: {text}")
+        self.status = status
+        self.text = text
+
+
+class Core:
+    """A loaded ``libpmo_core.so``."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.library = ctypes.CDLL(os.fspath(path))
+        for operator in OPERATORS:
+            self._declare(f"pmo_{operator}_cpu", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self._declare("pmo_route_cpu_workspace_bytes", _Size, ctypes.c_void_p)
+        self._declare("pmo_padded_rows", _Size, _Int32s, _Size, _Size)
+        self._declare("pmo_last_error", ctypes.c_char_p)
+        self._declare("pmo_set_num_threads", None, _Int)
+        self._declare("pmo_num_threads", _Int)
+
+    def _declare(self, name: str, result: Any, *arguments: Any) -> None:
+        function = getattr(self.library, name)
+        function.restype, function.argtypes = result, arguments
+
+    def entry(self, operator: str) -> Any:
+        """The CPU entry point of an operator, such as "permute"."""
+        return getattr(self.library, f"pmo_{operator}_cpu")
+
+    def run(self, operator: str, params: Params | None, stream: int | None = None) -> None:
+        """Call an operator; raise CoreError unless it returns PMO_OK."""
+        status = self.entry(operator)(None if params is None else ctypes.byref(params), stream)
+        if status != Status.OK:
+            raise CoreError(Status(status), self.last_error())
+
+    def route_workspace(self, params: RouteParams) -> NDArray:
+        """Make the workspace that routing needs and enter it into ``params``."""
+        size = self.library.pmo_route_cpu_workspace_bytes(ctypes.byref(params))
+        workspace = np.empty(size, np.uint8)
+        params.arrays["workspace"] = workspace
+        params.workspace, params.workspace_bytes = workspace.ctypes.data, size
+        return workspace
+
+    def padded_rows(self, counts: NDArray, padding_alignment: int) -> int:
+        """Rows of a buffer that holds int32 ``counts`` [E], each padded to the alignment."""
+        return self.library.pmo_padded_rows(counts.ctypes.data_as(_Int32s), len(counts), padding_alignment)
+
+    def last_error(self) -> str:
+        """Text of the last failure on this thread."""
+        return self.library.pmo_last_error().decode()
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Threads of operators whose params say 0; a value below 1 restores the default."""
+        self.library.pmo_set_num_threads(num_threads)
+
+    def num_threads(self) -> int:
+        return self.library.pmo_num_threads()
+
+
+def route_params(
+    routing: NDArray,
+    probs: NDArray | None = None,
+    *,
+    num_experts: int | None = None,
+    topk: int | None = None,
+    duplicates: str = "first",
+    **fields: Any,
+) -> RouteParams:
+    """Params of "route_count" and "route".
+
+    Args:
+        routing: int32 or int64 ids [T, K], or a bool or uint8 mask [T, E].
+        probs: float32 in the shape of ``routing``.
+        num_experts: E, needed for ids.
+        topk: K of a mask, by default E.
+        duplicates: "first" or "each".
+        fields: Any other field of the struct; arrays for pointers. padding_alignment is 1 unless given.
+    """
+    kinds = {np.dtype(np.int32): RoutingKind.IDS32, np.dtype(np.int64): RoutingKind.IDS64}
+    kind = kinds.get(routing.dtype, RoutingKind.MASK)
+    columns = routing.shape[1]
+    if kind == RoutingKind.MASK:
+        num_experts, topk = columns, columns if topk is None else topk
+    return RouteParams(
+        **{
+            "num_tokens": len(routing),
+            "topk": columns if topk is None else topk,
+            "num_experts": num_experts,
+            "padding_alignment": 1,
+            "routing": routing,
+            "probs": probs,
+            "routing_kind": kind,
+            "duplicates": Duplicates[duplicates.upper()],
+            **fields,
+        }
+    )
+
+
+def clean_rowmap_params(
+    rowmap: NDArray, ids: NDArray | None = None, *, duplicates: str = "first", **fields: Any
+) -> CleanRowmapParams:
+    """Params of "clean_rowmap" for a rowmap [T, E] and ids [T, K]; num_rows and outputs are ``fields``."""
+    num_tokens, num_experts = rowmap.shape
+    return CleanRowmapParams(
+        num_tokens=num_tokens,
+        topk=0 if ids is None else ids.shape[1],
+        num_experts=num_experts,
+        rowmap=rowmap,
+        ids=ids,
+        ids_kind=RoutingKind.IDS64 if ids is not None and ids.dtype == np.int64 else RoutingKind.IDS32,
+        duplicates=Duplicates[duplicates.upper()],
+        **fields,
+    )
+
+
+def slots_params(
+    slot_to_row: NDArray, row_values: NDArray, slot_values: NDArray, row_to_expert: NDArray | None = None, **fields: Any
+) -> SlotsParams:
+    """Params of "gather_slots" and "scatter_slots"; slot_values is [T, E] when row_to_expert is given."""
+    num_tokens, topk = slot_to_row.shape
+    return SlotsParams(
+        num_tokens=num_tokens,
+        topk=topk,
+        num_experts=0 if row_to_expert is None else slot_values.shape[1],
+        num_rows=len(row_values),
+        slot_to_row=slot_to_row,
+        row_to_expert=row_to_expert,
+        row_values=row_values,
+        slot_values=slot_values,
+        **fields,
+    )
+
+
+def permute_params(
+    x: NDArray,
+    slot_to_row: NDArray,
+    row_to_token: NDArray,
+    rows: NDArray | None,
+    scale: NDArray | None = None,
+    row_scales: NDArray | None = None,
+    *,
+    fill: int = Fill.ALL,
+    num_threads: int = 0,
+) -> PermuteParams:
+    """Params of "permute". Rows of ``x`` and ``scale`` may lie apart; rows None moves the scales only."""
+    num_tokens, topk = slot_to_row.shape
+    return PermuteParams(
+        num_tokens=num_tokens,
+        topk=topk,
+        num_rows=len(row_to_token),
+        hidden=x.shape[1],
+        scale_cols=0 if scale is None else scale.shape[1],
+        x=x,
+        x_row_stride=_row_stride(x),
+        scale=scale,
+        scale_row_stride=0 if scale is None else _row_stride(scale),
+        slot_to_row=slot_to_row,
+        row_to_token=row_to_token,
+        rows=rows,
+        row_scales=row_scales,
+        dtype=DTYPES[x.dtype],
+        scale_dtype=0 if scale is None else DTYPES[scale.dtype],
+        fill=fill,
+        num_threads=num_threads,
+    )
+
+
+def unpermute_params(
+    rows: NDArray,
+    token_rows: NDArray,
+    out: NDArray,
+    weights: NDArray | None = None,
+    weight_index: NDArray | None = None,
+    *,
+    copy_single_row: bool = False,
+    num_threads: int = 0,
+) -> UnpermuteParams:
+    """Params of "unpermute". Rows of ``rows`` [N, H] may lie apart; weights may have any shape."""
+    num_tokens, max_rows_per_token = token_rows.shape
+    return UnpermuteParams(
+        num_tokens=num_tokens,
+        max_rows_per_token=max_rows_per_token,
+        num_rows=len(rows),
+        num_weights=0 if weights is None else weights.size,
+        hidden=rows.shape[1],
+        rows=rows,
+        rows_row_stride=_row_stride(rows),
+        token_rows=token_rows,
+        weights=weights,
+        weight_index=weight_index,
+        out=out,
+        dtype=DTYPES[rows.dtype],
+        copy_single_row=copy_single_row,
+        num_threads=num_threads,
+    )
+
+
+def unpermute_backward_params(
+    d_out: NDArray,
+    token_rows: NDArray,
+    row_to_token: NDArray,
+    d_rows: NDArray | None = None,
+    rows: NDArray | None = None,
+    weights: NDArray | None = None,
+    weight_index: NDArray | None = None,
+    d_weights: NDArray | None = None,
+    *,
+    copy_single_row: bool = False,
+    num_threads: int = 0,
+) -> UnpermuteBackwardParams:
+    """Params of "unpermute_backward"; d_rows or d_weights None: not wanted."""
+    num_tokens, max_rows_per_token = token_rows.shape
+    return UnpermuteBackwardParams(
+        num_tokens=num_tokens,
+        max_rows_per_token=max_rows_per_token,
+        num_rows=len(row_to_token),
+        num_weights=0 if weights is None else weights.size,
+        hidden=d_out.shape[1],
+        d_out=d_out,
+        d_out_row_stride=_row_stride(d_out),
+        rows=rows,
+        rows_row_stride=0 if rows is None else _row_stride(rows),
+        token_rows=token_rows,
+        row_to_token=row_to_token,
+        weights=weights,
+        weight_index=weight_index,
+        d_rows=d_rows,
+        d_weights=d_weights,
+        dtype=DTYPES[d_out.dtype],
+        copy_single_row=copy_single_row,
+        num_threads=num_threads,
+    )
+
+
+def _row_stride(matrix: NDArray) -> int:
+    """Elements from one row to the next; inside a row they must be neighbours."""
+    if matrix.size > len(matrix) and matrix.strides[1] != matrix.itemsize:
+        raise ValueError(f"rows must be contiguous, but got strides {matrix.strides}")
+    return matrix.strides[0] // matrix.itemsize

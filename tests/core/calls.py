@@ -1,0 +1,208 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of the core that give their outputs back: poisoned before the call, guarded against stray writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paddle_moe_ops.testing import core as ctypes_core
+from paddle_moe_ops.testing.core import Check, Core, Fill
+
+from .cases import Problem
+from .guards import guarded_outputs, is_poison
+
+ROUTE_OUTPUTS = (
+    "slot_to_row",
+    "token_rows",
+    "row_to_token",
+    "row_to_slot",
+    "row_to_expert",
+    "row_probs",
+    "tokens_per_expert",
+    "expert_offsets",
+    "overflow",
+    "rowmap",
+)
+
+
+def route(
+    core: Core,
+    problem: Problem,
+    *,
+    checks: int = Check.NONE,
+    num_threads: int = 0,
+    outputs: tuple[str, ...] = ROUTE_OUTPUTS,
+    **fields: Any,
+) -> dict[str, NDArray]:
+    """Both steps of routing, with the number of rows that the problem's plan has. row_probs needs probs."""
+    plan = problem.plan
+    shapes = {
+        "slot_to_row": (plan.num_tokens, plan.topk),
+        "token_rows": (plan.num_tokens, plan.topk),
+        "tokens_per_expert": (plan.num_experts,),
+        "expert_offsets": (plan.num_experts + 1,),
+        "overflow": (1,),
+        "rowmap": (plan.num_tokens, plan.num_experts),
+    }
+    wanted = [name for name in outputs if name != "row_probs" or problem.probs is not None]
+    with guarded_outputs() as output:
+        params = ctypes_core.route_params(
+            problem.routing,
+            problem.probs,
+            **problem.options,
+            num_rows=plan.num_rows,
+            checks=checks,
+            num_threads=num_threads,
+            routed_per_expert=output(plan.num_experts, np.int32),
+            **{
+                name: output(
+                    shapes.get(name, (plan.num_rows,)),
+                    np.float32 if name == "row_probs" else np.int32,
+                )
+                for name in wanted
+            },
+            **fields,
+        )
+        core.route_workspace(params)
+        core.run("route_count", params)
+        assert all(is_poison(params.arrays[name]) for name in wanted), "counting writes no maps"
+        core.run("route", params)
+    return {name: params.arrays[name] for name in ("routed_per_expert", *wanted)}
+
+
+def permute(
+    core: Core,
+    x: NDArray,
+    slot_to_row: NDArray,
+    row_to_token: NDArray,
+    scale: NDArray | None = None,
+    *,
+    fill: int = Fill.ALL,
+    num_threads: int = 0,
+    odd_outputs: bool = False,
+) -> tuple[NDArray, NDArray | None]:
+    with guarded_outputs() as output:
+        rows = output((len(row_to_token), x.shape[1]), x.dtype, int(odd_outputs))
+        scales = None if scale is None else output((len(row_to_token), scale.shape[1]), scale.dtype, int(odd_outputs))
+        params = ctypes_core.permute_params(
+            x, slot_to_row, row_to_token, rows, scale, scales, fill=fill, num_threads=num_threads
+        )
+        core.run("permute", params)
+    return rows, scales
+
+
+def unpermute(
+    core: Core,
+    rows: NDArray,
+    token_rows: NDArray,
+    weights: NDArray | None = None,
+    weight_index: NDArray | None = None,
+    *,
+    odd_outputs: bool = False,
+    **options: Any,
+) -> NDArray:
+    with guarded_outputs() as output:
+        out = output((len(token_rows), rows.shape[1]), rows.dtype, int(odd_outputs))
+        core.run(
+            "unpermute", ctypes_core.unpermute_params(rows, token_rows, out, weights, weight_index, **options)
+        )
+    return out
+
+
+def unpermute_backward(
+    core: Core,
+    d_out: NDArray,
+    token_rows: NDArray,
+    row_to_token: NDArray,
+    rows: NDArray | None = None,
+    weights: NDArray | None = None,
+    weight_index: NDArray | None = None,
+    *,
+    wants_d_rows: bool = True,
+    wants_d_weights: bool = False,
+    odd_outputs: bool = False,
+    **options: Any,
+) -> tuple[NDArray | None, NDArray | None]:
+    with guarded_outputs() as output:
+        d_rows = output((len(row_to_token), d_out.shape[1]), d_out.dtype, int(odd_outputs)) if wants_d_rows else None
+        d_weights = output(weights.shape, np.float32) if wants_d_weights and weights is not None else None
+        params = ctypes_core.unpermute_backward_params(
+            d_out, token_rows, row_to_token, d_rows, rows, weights, weight_index, d_weights, **options
+        )
+        core.run("unpermute_backward", params)
+    return d_rows, d_weights
+
+
+def gather_slots(
+    core: Core,
+    slot_to_row: NDArray,
+    row_values: NDArray,
+    row_to_expert: NDArray | None = None,
+    num_experts: int = 0,
+    num_threads: int = 0,
+) -> NDArray:
+    num_tokens, topk = slot_to_row.shape
+    with guarded_outputs() as output:
+        slot_values = output((num_tokens, topk if row_to_expert is None else num_experts), np.float32)
+        params = ctypes_core.slots_params(slot_to_row, row_values, slot_values, row_to_expert, num_threads=num_threads)
+        core.run("gather_slots", params)
+    return slot_values
+
+
+def scatter_slots(
+    core: Core,
+    slot_to_row: NDArray,
+    slot_values: NDArray,
+    num_rows: int,
+    row_to_expert: NDArray | None = None,
+    initial: NDArray | None = None,
+    num_threads: int = 0,
+) -> NDArray:
+    """Adds to `initial` where it is given."""
+    with guarded_outputs() as output:
+        row_values = output(num_rows, np.float32)
+        if initial is not None:
+            row_values[:] = initial
+        params = ctypes_core.slots_params(
+            slot_to_row,
+            row_values,
+            slot_values,
+            row_to_expert,
+            accumulate=initial is not None,
+            num_threads=num_threads,
+        )
+        core.run("scatter_slots", params)
+    return row_values
+
+
+def clean_rowmap(
+    core: Core,
+    rowmap: NDArray,
+    num_rows: int,
+    ids: NDArray | None = None,
+    *,
+    duplicates: str = "first",
+    checks: int = Check.NONE,
+    num_threads: int = 0,
+) -> tuple[NDArray, NDArray, NDArray | None]:
+    """token_rows [T, E], row_to_token [N] and, with ids, slot_to_row [T, K]."""
+    with guarded_outputs() as output:
+        token_rows, row_to_token = output(rowmap.shape, np.int32), output(num_rows, np.int32)
+        slot_to_row = None if ids is None else output(ids.shape, np.int32)
+        params = ctypes_core.clean_rowmap_params(
+            rowmap,
+            ids,
+            duplicates=duplicates,
+            num_rows=num_rows,
+            checks=checks,
+            num_threads=num_threads,
+            token_rows=token_rows,
+            row_to_token=row_to_token,
+            slot_to_row=slot_to_row,
+        )
+        core.run("clean_rowmap", params)
+    return token_rows, row_to_token, slot_to_row

@@ -1,0 +1,163 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""route_count and route against the oracle: every map of every routing, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import DTypeLike, NDArray
+
+from paddle_moe_ops import reference
+from paddle_moe_ops.testing.core import Core
+
+from ..reference.cases import assert_same_bits
+from . import calls
+from .cases import (
+    BUFFERS,
+    EXAMPLES,
+    ROUTINGS,
+    Problem,
+    Shape,
+    buffer_rows,
+    make_ids,
+    make_mask,
+    make_probs,
+    make_problem,
+    make_wide_ids,
+    problems,
+)
+
+SHAPES = (
+    Shape(T=0, K=2, E=7, A=16),  # no tokens: counts and offsets are defined all the same
+    Shape(T=1, K=1, E=1, A=1),
+    Shape(T=1, K=64, E=1024, A=2),
+    Shape(T=2, K=8, E=7, A=128),  # more slots than experts
+    Shape(T=63, K=2, E=7, A=16),
+    Shape(T=63, K=64, E=64, A=2),  # every token goes to every expert
+    Shape(T=1025, K=1, E=1024, A=16),
+    Shape(T=1025, K=8, E=256, A=128),
+    Shape(T=1025, K=64, E=1024, A=1),  # 65600 slots: several chunks
+    Shape(T=16400, K=3, E=5, A=2),  # chunks of tokens that do not divide evenly
+)
+
+
+def assert_equals_plan(actual: dict[str, NDArray], plan: reference.Plan) -> None:
+    for name, array in actual.items():
+        expected = reference.plan_to_rowmap(plan) if name == "rowmap" else getattr(plan, name)
+        try:
+            assert_same_bits(array, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+def run_and_compare(core: Core, problem: Problem, num_threads: int = 0) -> None:
+    assert_equals_plan(calls.route(core, problem, num_threads=num_threads), problem.plan)
+
+
+@pytest.mark.parametrize("duplicates", ["first", "each"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_maps_of_ids_equal_the_oracle(
+    core: Core, shape: Shape, kind: str, dtype: DTypeLike, duplicates: str
+) -> None:
+    ids = make_ids(kind, shape, seed=len(kind), dtype=dtype)
+    problem = make_problem(ids, shape, probs=make_probs(ids.shape, 1), duplicates=duplicates)
+    run_and_compare(core, problem)
+
+
+@pytest.mark.parametrize("topk", [None, 1, 5], ids=["all", "topk1", "topk5"])
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8], ids=["bool", "bytes"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.E >= 5], ids=str)
+def test_maps_of_a_mask_equal_the_oracle(core: Core, shape: Shape, dtype: DTypeLike, topk: int | None) -> None:
+    mask = make_mask(shape, seed=2).astype(dtype)
+    if dtype == np.uint8:  # any non-zero byte routes
+        mask *= np.random.default_rng(3).integers(1, 256, mask.shape, np.uint8)
+    run_and_compare(core, make_problem(mask, shape, probs=make_probs(mask.shape, 4), topk=topk))
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0], ids=["empty", "full"])
+def test_mask_of_no_or_all_experts_equals_the_oracle(core: Core, density: float) -> None:
+    shape = Shape(T=63, K=7, E=200, A=16)
+    run_and_compare(core, make_problem(make_mask(shape, seed=1, density=density), shape, topk=shape.K))
+
+
+@pytest.mark.parametrize("duplicates", ["first", "each"])
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize("kind", ["distinct", "zipf", "one_expert", "duplicates"])
+@pytest.mark.parametrize("shape", [SHAPES[4], SHAPES[7], SHAPES[9]], ids=str)
+def test_static_buffer_drops_what_does_not_fit(
+    core: Core, shape: Shape, kind: str, buffer: str, duplicates: str
+) -> None:
+    ids = make_ids(kind, shape, seed=5)
+    probs = make_probs(ids.shape, 6)
+    exact = make_problem(ids, shape, probs=probs, duplicates=duplicates)
+    rows = buffer_rows(buffer, exact.plan)
+    run_and_compare(core, make_problem(ids, shape, probs=probs, duplicates=duplicates, num_rows=rows))
+
+
+@pytest.mark.parametrize("shape", [SHAPES[4], SHAPES[7]], ids=str)
+def test_buffer_one_row_too_small_drops_one_slot(core: Core, shape: Shape) -> None:
+    ids = make_ids("distinct", shape, seed=7)
+    exact = make_problem(ids, shape)
+    short = make_problem(ids, shape, num_rows=buffer_rows("short", exact.plan))
+    whole, cut = calls.route(core, exact), calls.route(core, short)
+    assert whole["overflow"][0] == 0
+    assert cut["overflow"][0] == 1
+    changed = np.flatnonzero(whole["slot_to_row"] != cut["slot_to_row"])
+    assert len(changed) == 1
+    assert cut["slot_to_row"].ravel()[changed[0]] == -1
+
+
+def test_wide_ids_are_not_cut_to_32_bits(core: Core) -> None:
+    shape = Shape(T=63, K=4, E=8, A=2)
+    problem = make_problem(make_wide_ids(shape, seed=8), shape)
+    assert (problem.plan.slot_to_row < 0).any()
+    run_and_compare(core, problem)
+
+
+@EXAMPLES
+@given(problem=problems(), num_threads=st.sampled_from([0, 1, 3]))
+def test_maps_of_any_routing_equal_the_oracle(core: Core, problem: Problem, num_threads: int) -> None:
+    run_and_compare(core, problem, num_threads)
+
+
+@pytest.mark.parametrize("name", calls.ROUTE_OUTPUTS)
+def test_every_output_can_be_had_alone(core: Core, name: str) -> None:
+    shape = Shape(T=63, K=4, E=7, A=16)
+    ids = make_ids("duplicates", shape, seed=9)
+    problem = make_problem(ids, shape, probs=make_probs(ids.shape, 10), num_rows=100)
+    assert_equals_plan(calls.route(core, problem, outputs=(name,)), problem.plan)
+
+
+@pytest.mark.parametrize("name", calls.ROUTE_OUTPUTS)
+def test_every_output_can_be_left_out(core: Core, name: str) -> None:
+    shape = Shape(T=63, K=4, E=7, A=16)
+    ids = make_ids("half_unassigned", shape, seed=11)
+    problem = make_problem(ids, shape, probs=make_probs(ids.shape, 12))
+    others = tuple(other for other in calls.ROUTE_OUTPUTS if other != name)
+    assert_equals_plan(calls.route(core, problem, outputs=others), problem.plan)
+
+
+def test_no_slots_per_token_gives_padding_only(core: Core) -> None:
+    shape = Shape(T=3, K=0, E=4, A=2)
+    problem = make_problem(np.empty((3, 0), np.int32), shape, num_rows=5)
+    maps = calls.route(core, problem)
+    assert maps["row_to_token"].tolist() == [-1] * 5
+    assert maps["expert_offsets"].tolist() == [0] * 5
+    assert (maps["rowmap"] == -1).all()
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 16, 128])
+def test_padded_rows_equal_the_size_of_the_plan(core: Core, alignment: int) -> None:
+    shape = Shape(T=63, K=4, E=7, A=alignment)
+    plan = make_problem(make_ids("zipf", shape, seed=13), shape).plan
+    assert core.padded_rows(plan.routed_per_expert, alignment) == plan.num_rows
+
+
+def test_padded_rows_may_exceed_32_bits(core: Core) -> None:
+    counts = np.full(1024, 2_000_000_001, np.int32)
+    assert core.padded_rows(counts, 128) == 1024 * 2_000_000_128

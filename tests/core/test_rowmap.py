@@ -1,0 +1,125 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""clean_rowmap: what is usable of a [T, E] rowmap that a user gave."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import DTypeLike, NDArray
+
+from paddle_moe_ops import reference
+from paddle_moe_ops.testing.core import Core
+
+from ..reference.cases import assert_same_bits
+from . import calls
+from .cases import EXAMPLES, INT32, ROUTINGS, Shape, make_ids, make_problem
+
+SHAPES = (
+    Shape(T=0, K=2, E=7, A=16),
+    Shape(T=1, K=1, E=1),
+    Shape(T=2, K=64, E=1024, A=16),
+    Shape(T=63, K=2, E=7, A=16),
+    Shape(T=1025, K=8, E=64, A=2),
+)
+
+
+def spoil(rowmap: NDArray, num_rows: int, seed: int, share: float) -> NDArray:
+    """Puts rows out of range and rows of other places into a rowmap."""
+    rng = np.random.default_rng(seed)
+    bad = rng.choice([-2, -7, num_rows, num_rows + 5, INT32.min, INT32.max], rowmap.shape)
+    repeated = rng.integers(0, max(num_rows, 1), rowmap.shape)
+    spoiled = np.where(rng.random(rowmap.shape) < 0.5, bad, repeated)
+    return np.where(rng.random(rowmap.shape) < share, spoiled, rowmap).astype(np.int32)
+
+
+def rows_that_slots_read(rowmap: NDArray, ids: NDArray, num_rows: int, duplicates: str) -> NDArray:
+    """slot_to_row, from the oracle's probabilities: row r has the probability r + 1."""
+    _, probs = reference.moe_unpermute(
+        np.zeros((num_rows, 1), np.float32),
+        rowmap,
+        ids,
+        np.arange(1, num_rows + 1, dtype=np.float32),
+        len(rowmap),
+        rowmap.shape[1],
+        compat="paddle" if duplicates == "each" else None,
+        validate=False,
+    )
+    return probs.astype(np.int32) - 1
+
+
+def check(core: Core, rowmap: NDArray, num_rows: int, ids: NDArray, duplicates: str, num_threads: int = 0) -> None:
+    token_rows, row_to_token, slot_to_row = calls.clean_rowmap(
+        core, rowmap, num_rows, ids, duplicates=duplicates, num_threads=num_threads
+    )
+    expected = reference.rowmap_to_token_rows(rowmap, num_rows, validate=False)
+    defined = np.cumsum(expected < 0, axis=1) <= 1  # one -1 ends a token; the rest is undefined
+    np.testing.assert_array_equal(token_rows[defined], expected[defined])
+    owners = np.full(num_rows, -1, np.int32)
+    tokens, columns = np.nonzero(expected >= 0)
+    owners[expected[tokens, columns]] = tokens
+    assert_same_bits(row_to_token, owners)
+    assert slot_to_row is not None
+    assert_same_bits(slot_to_row, rows_that_slots_read(rowmap, ids, num_rows, duplicates))
+
+
+@pytest.mark.parametrize("duplicates", ["first", "each"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_clean_maps_equal_the_oracle(core: Core, shape: Shape, kind: str, dtype: DTypeLike, duplicates: str) -> None:
+    ids = make_ids(kind, shape, seed=1, dtype=dtype)
+    plan = make_problem(ids, shape).plan
+    check(core, reference.plan_to_rowmap(plan), plan.num_rows, ids, duplicates)
+
+
+@EXAMPLES
+@given(
+    shape=st.builds(
+        Shape,
+        T=st.integers(0, 30),
+        K=st.sampled_from([1, 2, 8, 64]),
+        E=st.sampled_from([1, 2, 7, 64, 256]),
+        A=st.sampled_from([1, 16]),
+    ),
+    kind=st.sampled_from(sorted(ROUTINGS)),
+    share=st.sampled_from([0.02, 0.3, 1.0]),
+    seed=st.integers(0, 1 << 30),
+    duplicates=st.sampled_from(["first", "each"]),
+    num_threads=st.sampled_from([1, 2]),
+)
+def test_bad_and_repeated_entries_count_as_none(
+    core: Core, shape: Shape, kind: str, share: float, seed: int, duplicates: str, num_threads: int
+) -> None:
+    ids = make_ids(kind, shape, seed)
+    plan = make_problem(ids, shape).plan
+    rowmap = spoil(reference.plan_to_rowmap(plan), plan.num_rows, seed, share)
+    check(core, rowmap, plan.num_rows, ids, duplicates, num_threads)
+
+
+def test_ids_are_not_needed_without_slots(core: Core) -> None:
+    rowmap = np.array([[3, -1, 0], [-1, -1, 1]], np.int32)
+    token_rows, row_to_token, slot_to_row = calls.clean_rowmap(core, rowmap, 4)
+    assert slot_to_row is None
+    assert [token_rows[0].tolist(), token_rows[1, :2].tolist()] == [[3, 0, -1], [1, -1]]
+    assert row_to_token.tolist() == [0, 1, -1, 0]
+
+
+def test_a_row_named_twice_by_a_token_belongs_to_its_lowest_expert(core: Core) -> None:
+    rowmap = np.array([[1, 1, 0]], np.int32)
+    ids = np.array([[1, 0, 2]], np.int32)
+    token_rows, _, slot_to_row = calls.clean_rowmap(core, rowmap, 2, ids)
+    assert token_rows.tolist() == [[1, 0, -1]]
+    assert slot_to_row is not None
+    assert slot_to_row.tolist() == [[-1, 1, 0]]
+
+
+@pytest.mark.parametrize(("duplicates", "expected"), [("first", [[0, -1, 1]]), ("each", [[0, 0, 1]])])
+def test_repeated_ids_share_or_lose_the_row(core: Core, duplicates: str, expected: list[list[int]]) -> None:
+    rowmap = np.array([[0, 1]], np.int32)
+    ids = np.array([[0, 0, 1]], np.int32)
+    _, _, slot_to_row = calls.clean_rowmap(core, rowmap, 2, ids, duplicates=duplicates)
+    assert slot_to_row is not None
+    assert slot_to_row.tolist() == expected

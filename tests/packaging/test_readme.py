@@ -1,0 +1,45 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The README says what is true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import paddle_moe_ops
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_quick_start_runs_and_has_at_most_15_lines_of_code(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "paddle.Size([6, 8]) paddle.Size([6, 8])"
+
+
+def test_function_table_names_public_functions():
+    rows = re.findall(r"^\| `(\w+)\(", README, re.MULTILINE)
+    assert {"moe_permute", "moe_unpermute", "route", "permute", "unpermute"} <= set(rows)
+    for name in rows:
+        assert name in paddle_moe_ops.__all__
+
+
+def test_commands_are_make_targets():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^    make (\w+)", README, re.MULTILINE)
+    assert targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_linked_files_exist():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
