@@ -2,23 +2,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token permutation operators of Mixture-of-Experts models for PaddlePaddle.
 
-Importing the package compiles nothing, loads no compiled library and imports no Triton; the first call does.
+Importing the package registers the compiled operators with Paddle, so that programs saved with them load; it compiles
+nothing and imports no Triton. Where Paddle or the library is missing the import still works: the first function
+called, and `explain()`, say what is wrong.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from ._version import __version__
 
 try:
     import paddle  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        "paddle_moe_ops needs PaddlePaddle: pip install paddlepaddle (CPU) or paddlepaddle-gpu (NVIDIA GPUs)"
-    ) from error
+    _paddle_error = error
 
-from .backends import explain, use_backend
-from .functional import moe_permute, moe_unpermute, permute, unpermute
-from .routing import Plan, route
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise ImportError(
+            "paddle_moe_ops needs PaddlePaddle: pip install paddlepaddle (CPU) or paddlepaddle-gpu (NVIDIA GPUs)"
+        ) from _paddle_error
+else:
+    from .backends import explain, register_operators, use_backend
+    from .functional import moe_permute, moe_unpermute, permute, unpermute
+    from .routing import Plan, route
+
+    register_operators()
 
 __all__ = [
     "Plan",

@@ -127,8 +127,10 @@ class _MoePermute(PyLayer):
         ctx.backend, ctx.maps, ctx.do_gather = backend, outputs[6:], spec.do_gather
         ctx.wanted = _wanted(hidden_states, scale, routemap, probs, counts)
         ctx.optional_inputs = scale is not None, counts is not None
-        constants = [outputs[1], *outputs[3:]]
-        ctx.mark_non_differentiable(*constants, *(outputs[:1] if _is_float8(hidden_states) else []))
+        ctx.mark_non_differentiable(outputs[1], *outputs[3:])
+        if _is_float8(hidden_states):
+            ctx.mark_non_differentiable(outputs[0])
+            ctx.set_materialize_grads(False)  # Paddle cannot make float8 zeros
         return outputs
 
     @staticmethod

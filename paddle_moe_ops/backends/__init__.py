@@ -22,6 +22,7 @@ __all__ = [
     "Validation",
     "explain",
     "register",
+    "register_operators",
     "resolve",
     "use_backend",
 ]
@@ -54,6 +55,11 @@ register("reference", "paddle_moe_ops.backends.reference", automatic=False)
 @functools.cache
 def _load(name: str) -> Backend:
     return importlib.import_module(_modules[name]).backend
+
+
+def register_operators() -> None:
+    """Make the compiled operators known to Paddle, if they are there; what is wrong with them is told when needed."""
+    _load("compiled").unavailable()
 
 
 @contextlib.contextmanager

@@ -41,7 +41,11 @@ def _library_problem() -> str | None:
         load_op_meta_info_and_register_op(str(LIBRARY))
     except (OSError, RuntimeError) as error:
         return f"{LIBRARY.name} does not load: {error}"
-    ctypes.CDLL(str(LIBRARY)).pmo_set_num_threads(_env.num_threads() or 0)
+    try:
+        num_threads = _env.num_threads()
+    except ValueError as error:
+        return str(error)
+    ctypes.CDLL(str(LIBRARY)).pmo_set_num_threads(num_threads or 0)
     return None
 
 
