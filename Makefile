@@ -69,10 +69,11 @@ format: $(VENV)/stamp-deps ## format Python and C++ in place
 
 core: build/core/libpmo_core.so ## build/core/libpmo_core.so, every warning an error
 
+# --capture=sys lets what the sanitizers write before they end the process through.
 sanitize: $(VENV)/stamp-deps build/sanitize/libpmo_core.so ## core tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PMO_CORE_LIBRARY=$(CURDIR)/build/sanitize/libpmo_core.so \
-	$(PY) -m pytest tests/core -p no:cacheprovider $(PYTEST_ARGS)
+	$(PY) -m pytest tests/core --capture=sys -p no:cacheprovider $(PYTEST_ARGS)
 
 build/core/%.o: $(CSRC)/%.cc Makefile
 	@mkdir -p $(@D)

@@ -105,22 +105,24 @@ def route(
     _checks.tensor(name, "routing", routing, (*_checks.ID_DTYPES, paddle.bool), ["num_tokens", "topk or num_experts"])
     num_tokens, columns = routing.shape
     is_mask = routing.dtype == paddle.bool
+    if columns == 0:
+        name_of_columns = "num_experts" if is_mask else "topk"
+        expected = f"of shape [num_tokens, {name_of_columns}] with {name_of_columns} >= 1"
+        _checks.bad_value(name, "routing", expected, list(routing.shape))
     if is_mask:
         if num_experts is not None and num_experts != columns:
-            _checks.bad_value(name, "num_experts", f"{columns}, the columns of the mask,", num_experts)
+            _checks.bad_value(name, "num_experts", f"{columns}, the columns of the mask", num_experts)
         num_experts = columns
         topk = columns if topk is None else _checks.integer(name, "topk", topk, 1)
         if topk > columns:
             _checks.bad_value(name, "topk", f"at most num_experts={columns}", topk)
     else:
         if topk is not None and topk != columns:
-            _checks.bad_value(name, "topk", f"{columns}, the columns of the ids (or None),", topk)
+            _checks.bad_value(name, "topk", f"{columns}, the columns of the ids (or None)", topk)
         topk = columns
     if num_experts is None:
         _checks.bad_value(name, "num_experts", "given with expert ids", None)
     num_experts = _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
-    if columns == 0:
-        _checks.bad_value(name, "routing", "of shape [num_tokens, topk] with topk >= 1", list(routing.shape))
     if probs is not None:
         _checks.tensor(name, "probs", probs, (paddle.float32,), [num_tokens, columns])
     padding_alignment = _checks.integer(name, "padding_alignment", padding_alignment, 1)

@@ -49,12 +49,12 @@ ODD = Shape(63, 72, 7, 2, 1, "no power of two anywhere")
 ONE_COLUMN = Shape(37, 1, 5, 3, 2, "rows of one element")
 UNALIGNED = Shape(41, 7, 6, 3, 4, "rows that begin at every offset within a vector")
 PADDED = Shape(29, 200, 12, 4, 128, "more padding than rows, and segments of padding only")
-MANY_EXPERTS = Shape(150, 16, 1024, 8, 2, "the largest number of experts promised; most are empty")
+MANY_EXPERTS = Shape(150, 16, 1024, 8, 2, "more experts than any model has; most are empty")
 MANY_SLOTS = Shape(40, 9, 96, 64, 16, "the largest number of slots promised; long sums")
 MORE_SLOTS_THAN_EXPERTS = Shape(30, 12, 3, 8, 1, "Paddle's form: one slot per expert and more, most of them -1")
 SPARSE = Shape(300, 64, 8, 10, 1, "received under expert parallelism: ten slots, one or two of them valid")
 WIDE = Shape(9, 7168, 16, 8, 16, "rows of DeepSeek-V3, eight of its experts per token")
-MANY_TOKENS = Shape(5000, 24, 64, 6, 16, "enough tokens and bytes that every step runs on several threads")
+MANY_TOKENS = Shape(5000, 24, 64, 6, 16, "more tokens than any block of a kernel takes")
 
 SHAPES = (
     EMPTY,
@@ -70,5 +70,10 @@ SHAPES = (
     WIDE,
     MANY_TOKENS,
 )
+# For tests of threads, apart from SHAPES: many runs, or one that takes long.
+SEVERAL_THREADS = Shape(2000, 200, 64, 6, 16, "rows enough for five threads (one per MiB moved) even in two bytes")
+LONG_ROUTING = Shape(150_000, 1, 256, 8, 128, "ids enough for several threads, as many as a rank receives")
+# Apart from SHAPES: the oracle sums over every column of the row map, one after the other.
+MOST_EXPERTS = Shape(6, 3, 65536, 4, 1, "the largest number of experts that is accepted")
 # For tests that try many variations of something else than the shape.
 SMALL = Shape(23, 20, 5, 3, 2, "small enough for many runs, large enough for empty slots and padding")

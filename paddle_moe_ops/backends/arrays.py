@@ -33,7 +33,7 @@ def to_numpy(tensor: Tensor) -> NDArray:
 
 def to_tensor(array: NDArray, place: object = None) -> Tensor:
     """The array as a tensor with the same bits."""
-    array = np.ascontiguousarray(array)
+    array = np.require(array, requirements="C")
     if array.dtype == ml_dtypes.bfloat16:
         return paddle.to_tensor(array.view(np.uint16), place=place)
     if array.dtype in _FLOAT8:

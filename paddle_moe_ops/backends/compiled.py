@@ -51,6 +51,8 @@ def _library_problem() -> str | None:
 
 def _run(operator: str, *arguments: Any) -> list[Tensor]:
     """Call an operator; what it says of the data arrives as a plain ValueError."""
+    if not paddle.is_grad_enabled():  # which custom operators do not look at
+        arguments = tuple(argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments)
     try:
         return paddle._C_ops._run_custom_op(f"pmo_{operator}", *arguments)
     except ValueError as error:
@@ -135,6 +137,8 @@ class CompiledBackend:
         counts: Tensor | None,
         spec: MoePermuteSpec,
     ) -> Tensors:
+        if hidden_states.dtype in _FLOAT8 and not isinstance(hidden_states, Tensor) and not probs.stop_gradient:
+            return self._moe_permute_float8_graph(hidden_states, scale, routemap, probs, counts, spec)
         route = spec.route
         outputs = _run(
             "moe_permute",
@@ -158,7 +162,37 @@ class CompiledBackend:
             not probs.stop_gradient,
             *_scale_attributes(scale),
         )
-        _stop_gradients(outputs[1], *outputs[3:], *(outputs[:1] if hidden_states.dtype in _FLOAT8 else []))
+        _stop_gradients(outputs[1], *outputs[3:])
+        if hidden_states.dtype in _FLOAT8:
+            _stop_gradients(outputs[0])
+        return tuple(outputs)
+
+    def _moe_permute_float8_graph(
+        self,
+        hidden_states: Tensor,
+        scale: Tensor | None,
+        routemap: Tensor,
+        probs: Tensor,
+        counts: Tensor | None,
+        spec: MoePermuteSpec,
+    ) -> Tensors:
+        """moe_permute from operators none of which has both a float8 result and a differentiable one.
+
+        A graph's backward pass makes zeros like every result of an operator that has no gradient, and Paddle has no
+        float8 zeros.
+        """
+        stand_in = routemap[:, :1].astype("float32")  # rows that do not move
+        outputs = list(self.moe_permute(stand_in, None, routemap, probs, counts, spec._replace(do_gather=False)))
+        if spec.do_gather:
+            slot_to_row, token_rows, row_to_token, *_ = self.route(routemap, None, counts, spec.route)
+            maps = slot_to_row, token_rows, row_to_token
+            outputs[0], outputs[3] = _run(
+                "permute", hidden_states, scale, *maps, _FILL[spec.fill_padding], *_scale_attributes(scale)
+            )
+            _stop_gradients(outputs[0], outputs[3])
+        else:
+            outputs[0] = paddle.empty([0, hidden_states.shape[1]], hidden_states.dtype)
+            outputs[3] = paddle.empty([0], paddle.float32 if scale is None else scale.dtype)
         return tuple(outputs)
 
     def moe_unpermute(

@@ -39,6 +39,14 @@ def _plan(plan: Any) -> reference.Plan:
     return reference.Plan(**fields)
 
 
+def _host_counts(function: str, counts: Tensor) -> list[int]:
+    numbers = to_numpy(counts).tolist()
+    for i, number in enumerate(numbers):
+        if not 0 <= number < 2**31:
+            raise ValueError(f"{function}: tokens_per_expert must hold counts in [0, 2^31), but entry {i} is {number}")
+    return numbers
+
+
 class ReferenceBackend:
     """Calls the oracle on copies in host memory. Every verb synchronises with the device."""
 
@@ -62,7 +70,7 @@ class ReferenceBackend:
             _optional(probs),
             num_experts=spec.num_experts,
             padding_alignment=spec.padding_alignment,
-            tokens_per_expert=spec.counts if counts is None else to_numpy(counts).tolist(),
+            tokens_per_expert=spec.counts if counts is None else _host_counts(function, counts),
             buffer_size=spec.buffer_size,
             topk=None if spec.topk < 0 else spec.topk,
             duplicates=spec.duplicates,

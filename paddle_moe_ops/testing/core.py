@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "DTYPES",
+    "NOWHERE",
     "OPERATORS",
     "Check",
     "CleanRowmapParams",
@@ -32,6 +33,7 @@ __all__ = [
     "Fill",
     "Params",
     "PermuteParams",
+    "RouteFindings",
     "RouteParams",
     "RoutingKind",
     "SlotsParams",
@@ -102,6 +104,9 @@ DTYPES: dict[np.dtype, int] = {
     np.dtype(np.int32): 5,
 }
 
+# PMO_NOWHERE
+NOWHERE = (1 << 63) - 1
+
 OPERATORS = (
     "route_count",
     "route",
@@ -162,6 +167,12 @@ class RouteParams(Params):
         *_fields(_Floats, "row_probs"),
         *_fields(_Int32s, "tokens_per_expert expert_offsets overflow rowmap"),
     ]
+
+
+class RouteFindings(ctypes.Structure):
+    """pmo_route_findings"""
+
+    _fields_ = _fields(_Size, "bad_place bad_value duplicate_place duplicate_expert duplicate_first nan_place")
 
 
 class CleanRowmapParams(Params):
@@ -252,6 +263,7 @@ class Core:
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cpu", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         self._declare("pmo_route_cpu_workspace_bytes", _Size, ctypes.c_void_p)
+        self._declare("pmo_route_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, _Int32s)
         self._declare("pmo_padded_rows", _Size, _Int32s, _Size, _Size)
         self._declare("pmo_last_error", ctypes.c_char_p)
         self._declare("pmo_set_num_threads", None, _Int)
@@ -267,9 +279,7 @@ class Core:
 
     def run(self, operator: str, params: Params | None, stream: int | None = None) -> None:
         """Call an operator; raise CoreError unless it returns PMO_OK."""
-        status = self.entry(operator)(None if params is None else ctypes.byref(params), stream)
-        if status != Status.OK:
-            raise CoreError(Status(status), self.last_error())
+        self._check(self.entry(operator)(None if params is None else ctypes.byref(params), stream))
 
     def route_workspace(self, params: RouteParams) -> NDArray:
         """Make the workspace that routing needs and enter it into ``params``."""
@@ -278,6 +288,11 @@ class Core:
         params.arrays["workspace"] = workspace
         params.workspace, params.workspace_bytes = workspace.ctypes.data, size
         return workspace
+
+    def route_report(self, params: RouteParams, findings: RouteFindings, routed_per_expert: NDArray) -> None:
+        """Raise CoreError for what findings and int32 counts [E] say, as far as the params' checks ask."""
+        counts = routed_per_expert.ctypes.data_as(_Int32s)
+        self._check(self.library.pmo_route_report(ctypes.byref(params), ctypes.byref(findings), counts))
 
     def padded_rows(self, counts: NDArray, padding_alignment: int) -> int:
         """Rows of a buffer that holds int32 ``counts`` [E], each padded to the alignment."""
@@ -293,6 +308,10 @@ class Core:
 
     def num_threads(self) -> int:
         return self.library.pmo_num_threads()
+
+    def _check(self, status: int) -> None:
+        if status != Status.OK:
+            raise CoreError(Status(status), self.last_error())
 
 
 def route_params(

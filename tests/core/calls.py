@@ -107,9 +107,7 @@ def unpermute(
 ) -> NDArray:
     with guarded_outputs() as output:
         out = output((len(token_rows), rows.shape[1]), rows.dtype, int(odd_outputs))
-        core.run(
-            "unpermute", ctypes_core.unpermute_params(rows, token_rows, out, weights, weight_index, **options)
-        )
+        core.run("unpermute", ctypes_core.unpermute_params(rows, token_rows, out, weights, weight_index, **options))
     return out
 
 

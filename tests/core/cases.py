@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
+from paddle_moe_ops.testing.routing import GENERATORS
+
+from ..params import Shape
 
 # Derandomised, so that a red run stays red; too_slow judges a sanitizer build by the clock.
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -20,65 +23,57 @@ EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, suppress_h
 INT32 = np.iinfo(np.int32)
 INT64 = np.iinfo(np.int64)
 
-
-class Shape(NamedTuple):
-    """Sizes in the usual letters; H where rows are moved."""
-
-    T: int
-    K: int
-    E: int
-    A: int = 1
-    H: int = 0
-
-    def __str__(self) -> str:
-        hidden = f"-H{self.H}" if self.H else ""
-        return f"T{self.T}{hidden}-E{self.E}-K{self.K}-A{self.A}"
-
-
-def _distinct(rng: np.random.Generator, shape: Shape) -> NDArray:
-    """Each token names min(K, E) different experts, in random order."""
-    ids = np.full((shape.T, shape.K), -1, np.int64)
-    chosen = np.argsort(rng.random((shape.T, shape.E)), axis=1)[:, : shape.K]
-    ids[:, : chosen.shape[1]] = chosen
-    return rng.permuted(ids, axis=1)
+SMALL = Shape(63, 72, 7, 3, 16, "tokens with one, several and no rows, padding, and a remainder of columns")
+ODD = Shape(63, 200, 7, 8, 16, "a slot without an expert for every token")
+DENSE = Shape(1025, 72, 64, 2, 16, "more tokens than a power of two")
+CHUNKED = Shape(1025, 1, 1024, 64, 1, "65600 slots, which are counted in several chunks")
+UNEVEN = Shape(16400, 1, 5, 3, 2, "several chunks that do not hold the same number of tokens")
+SHAPES = (
+    Shape(0, 72, 7, 2, 16, "no tokens: counts, offsets and padding are defined all the same"),
+    Shape(1, 7, 1, 1, 1, "one of each, and a row shorter than a vector"),
+    Shape(2, 7168, 1024, 64, 2, "the longest rows, the most slots, hardly any expert in use"),
+    Shape(2, 72, 7, 8, 128, "more slots than experts, and far more padding than rows"),
+    Shape(63, 1, 7, 2, 128, "rows of one element"),
+    Shape(63, 72, 64, 64, 1, "every token goes to every expert"),
+    ODD,
+    Shape(63, 7168, 7, 2, 16, "long rows"),
+    Shape(1025, 7, 1024, 8, 1, "the most experts"),
+    DENSE,
+)
 
 
-def _with_holes(rng: np.random.Generator, shape: Shape) -> NDArray:
-    return np.where(rng.random((shape.T, shape.K)) < 0.5, -1, _distinct(rng, shape))
+def draw_same_expert(rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int) -> NDArray:
+    return np.full((num_tokens, topk), rng.integers(num_experts))
 
 
-def _out_of_range(rng: np.random.Generator, shape: Shape) -> NDArray:
-    ids = _distinct(rng, shape)
-    bad = rng.choice([-2, -7, shape.E, shape.E + 1, INT32.min, INT32.max], ids.shape)
+def draw_duplicates(rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int) -> NDArray:
+    return rng.integers(-1, max(1, min(num_experts, topk // 2 + 1)), (num_tokens, topk))
+
+
+def draw_out_of_range(rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int) -> NDArray:
+    ids = GENERATORS["uniform"](rng, num_tokens, topk, num_experts)
+    bad = rng.choice([-2, -7, num_experts, num_experts + 1, INT32.min, INT32.max], ids.shape)
     return np.where(rng.random(ids.shape) < 0.3, bad, ids)
 
 
-def _int64_only(rng: np.random.Generator, shape: Shape) -> NDArray:
-    """Ids that would be valid if only their low 32 bits counted."""
-    ids = _distinct(rng, shape)
-    high = rng.choice([1 << 32, -(1 << 32), 1 << 62, INT64.min], ids.shape)
-    return np.where(rng.random(ids.shape) < 0.3, ids + high, ids)
-
-
-MakeIds = Callable[[np.random.Generator, Shape], NDArray]
-ROUTINGS: dict[str, MakeIds] = {
-    "distinct": _distinct,
-    "zipf": lambda rng, s: np.minimum(rng.zipf(1.3, (s.T, s.K)) - 1, s.E - 1),
-    "one_expert": lambda rng, s: np.full((s.T, s.K), rng.integers(s.E)),
-    "first_experts": lambda rng, s: np.tile(np.arange(s.K) % s.E, (s.T, 1)),
-    "half_unassigned": _with_holes,
-    "unassigned": lambda rng, s: np.full((s.T, s.K), -1),
-    "out_of_range": _out_of_range,
-    "duplicates": lambda rng, s: rng.integers(-1, max(1, min(s.E, s.K // 2 + 1)), (s.T, s.K)),
+ROUTINGS = {
+    **GENERATORS,
+    "same_expert": draw_same_expert,
+    "duplicates": draw_duplicates,
+    "out_of_range": draw_out_of_range,
 }
 
 
 def make_ids(kind: str, shape: Shape, seed: int, dtype: DTypeLike = np.int32) -> NDArray:
-    return ROUTINGS[kind](np.random.default_rng(seed), shape).astype(dtype)
+    return ROUTINGS[kind](np.random.default_rng(seed), shape.T, shape.K, shape.E).astype(dtype)
 
 
 def make_wide_ids(shape: Shape, seed: int) -> NDArray:
-    return _int64_only(np.random.default_rng(seed), shape)
+    """int64 ids, some of which would be valid if only their low 32 bits counted."""
+    rng = np.random.default_rng(seed)
+    ids = make_ids("uniform", shape, seed, np.int64)
+    high = rng.choice([1 << 32, -(1 << 32), 1 << 62, INT64.min], ids.shape)
+    return np.where(rng.random(ids.shape) < 0.3, ids + high, ids)
 
 
 def make_mask(shape: Shape, seed: int, density: float | None = None) -> NDArray:
@@ -112,21 +107,35 @@ class Problem(NamedTuple):
 
 def make_problem(
     routing: NDArray,
-    shape: Shape,
+    num_experts: int,
+    padding_alignment: int = 1,
     *,
     probs: NDArray | None = None,
     topk: int | None = None,
     duplicates: str = "first",
     num_rows: int = -1,
 ) -> Problem:
-    """`num_rows` -1: the padded rows. A mask is a bool or uint8 array; bool ids do not exist."""
+    """`num_rows` -1: the padded rows. A mask is a bool or uint8 array; it knows its own number of experts."""
     is_mask = routing.dtype in (np.bool_, np.uint8)
-    options: dict[str, Any] = {"padding_alignment": shape.A, "duplicates": duplicates}
-    options |= {"topk": topk} if is_mask else {"num_experts": shape.E}
+    options: dict[str, Any] = {"padding_alignment": padding_alignment, "duplicates": duplicates}
+    options |= {"topk": topk} if is_mask else {"num_experts": num_experts}
     plan = reference.route(
         routing.astype(np.bool_) if is_mask else routing, probs, buffer_size=num_rows, validate=False, **options
     )
     return Problem(routing, probs, options, plan)
+
+
+def make_plan(kind: str, shape: Shape, seed: int, num_rows: int = -1) -> reference.Plan:
+    return make_problem(make_ids(kind, shape, seed), shape.E, shape.A, num_rows=num_rows).plan
+
+
+def text_of_oracle(function: Callable[..., Any], *args: Any, **options: Any) -> str | None:
+    """What the oracle raises, behind the function's name, or None."""
+    try:
+        function(*args, **options)
+    except ValueError as error:
+        return str(error).partition(": ")[2]
+    return None
 
 
 BUFFERS = ("none", "tiny", "short", "exact", "larger")
@@ -145,9 +154,11 @@ def problems(draw: st.DrawFn, *, with_probs: bool | None = None) -> Problem:
     """Any routing of a few tokens: ids or masks, every skew, bad ids, duplicates, buffers of every size."""
     shape = Shape(
         T=draw(st.integers(0, 40)),
-        K=draw(st.sampled_from([1, 2, 3, 8, 17, 64])),
+        H=0,
         E=draw(st.sampled_from([1, 2, 7, 64, 256, 1024])),
+        K=draw(st.sampled_from([1, 2, 3, 8, 17, 64])),
         A=draw(st.sampled_from([1, 2, 16, 128])),
+        reason="drawn",
     )
     seed = draw(st.integers(0, 1 << 30))
     topk = None
@@ -159,10 +170,12 @@ def problems(draw: st.DrawFn, *, with_probs: bool | None = None) -> Problem:
         routing = make_ids(draw(st.sampled_from(sorted(ROUTINGS))), shape, seed, dtype)
     wants_probs = draw(st.booleans()) if with_probs is None else with_probs
     options: dict[str, Any] = {
+        "num_experts": shape.E,
+        "padding_alignment": shape.A,
         "probs": make_probs(routing.shape, seed) if wants_probs else None,
         "topk": topk,
         "duplicates": draw(st.sampled_from(["first", "each"])),
     }
-    exact = make_problem(routing, shape, **options)
+    exact = make_problem(routing, **options)
     rows = buffer_rows(draw(st.sampled_from(BUFFERS)), exact.plan)
-    return make_problem(routing, shape, num_rows=rows, **options)
+    return make_problem(routing, num_rows=rows, **options)

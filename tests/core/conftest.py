@@ -13,7 +13,6 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,9 +38,3 @@ def core() -> Core:
     if not LIBRARY.is_file():
         pytest.fail(f"{LIBRARY} does not exist; `make core` builds it", pytrace=False)
     return Core(LIBRARY)
-
-
-@pytest.fixture
-def restored_num_threads(core: Core) -> Iterator[None]:
-    yield
-    core.set_num_threads(0)

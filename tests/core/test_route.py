@@ -13,34 +13,28 @@ from numpy.typing import DTypeLike, NDArray
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.core import Core
 
+from ..params import Shape
 from ..reference.cases import assert_same_bits
 from . import calls
 from .cases import (
     BUFFERS,
+    CHUNKED,
+    DENSE,
     EXAMPLES,
+    ODD,
     ROUTINGS,
+    SHAPES,
+    SMALL,
+    UNEVEN,
     Problem,
-    Shape,
     buffer_rows,
     make_ids,
     make_mask,
-    make_probs,
+    make_plan,
     make_problem,
+    make_probs,
     make_wide_ids,
     problems,
-)
-
-SHAPES = (
-    Shape(T=0, K=2, E=7, A=16),  # no tokens: counts and offsets are defined all the same
-    Shape(T=1, K=1, E=1, A=1),
-    Shape(T=1, K=64, E=1024, A=2),
-    Shape(T=2, K=8, E=7, A=128),  # more slots than experts
-    Shape(T=63, K=2, E=7, A=16),
-    Shape(T=63, K=64, E=64, A=2),  # every token goes to every expert
-    Shape(T=1025, K=1, E=1024, A=16),
-    Shape(T=1025, K=8, E=256, A=128),
-    Shape(T=1025, K=64, E=1024, A=1),  # 65600 slots: several chunks
-    Shape(T=16400, K=3, E=5, A=2),  # chunks of tokens that do not divide evenly
 )
 
 
@@ -60,50 +54,48 @@ def run_and_compare(core: Core, problem: Problem, num_threads: int = 0) -> None:
 @pytest.mark.parametrize("duplicates", ["first", "each"])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("kind", ROUTINGS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_maps_of_ids_equal_the_oracle(
-    core: Core, shape: Shape, kind: str, dtype: DTypeLike, duplicates: str
-) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, CHUNKED, UNEVEN], ids=str)
+def test_maps_of_ids_equal_the_oracle(core: Core, shape: Shape, kind: str, dtype: DTypeLike, duplicates: str) -> None:
     ids = make_ids(kind, shape, seed=len(kind), dtype=dtype)
-    problem = make_problem(ids, shape, probs=make_probs(ids.shape, 1), duplicates=duplicates)
+    problem = make_problem(ids, shape.E, shape.A, probs=make_probs(ids.shape, 1), duplicates=duplicates)
     run_and_compare(core, problem)
 
 
 @pytest.mark.parametrize("topk", [None, 1, 5], ids=["all", "topk1", "topk5"])
 @pytest.mark.parametrize("dtype", [np.bool_, np.uint8], ids=["bool", "bytes"])
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.E >= 5], ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in (*SHAPES, CHUNKED, UNEVEN) if shape.E >= 5], ids=str)
 def test_maps_of_a_mask_equal_the_oracle(core: Core, shape: Shape, dtype: DTypeLike, topk: int | None) -> None:
     mask = make_mask(shape, seed=2).astype(dtype)
     if dtype == np.uint8:  # any non-zero byte routes
         mask *= np.random.default_rng(3).integers(1, 256, mask.shape, np.uint8)
-    run_and_compare(core, make_problem(mask, shape, probs=make_probs(mask.shape, 4), topk=topk))
+    run_and_compare(core, make_problem(mask, shape.E, shape.A, probs=make_probs(mask.shape, 4), topk=topk))
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0], ids=["empty", "full"])
 def test_mask_of_no_or_all_experts_equals_the_oracle(core: Core, density: float) -> None:
-    shape = Shape(T=63, K=7, E=200, A=16)
-    run_and_compare(core, make_problem(make_mask(shape, seed=1, density=density), shape, topk=shape.K))
+    mask = make_mask(DENSE, seed=1, density=density)
+    run_and_compare(core, make_problem(mask, DENSE.E, DENSE.A, topk=7))
 
 
 @pytest.mark.parametrize("duplicates", ["first", "each"])
 @pytest.mark.parametrize("buffer", BUFFERS)
-@pytest.mark.parametrize("kind", ["distinct", "zipf", "one_expert", "duplicates"])
-@pytest.mark.parametrize("shape", [SHAPES[4], SHAPES[7], SHAPES[9]], ids=str)
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "same_expert", "duplicates"])
+@pytest.mark.parametrize("shape", [SMALL, DENSE, UNEVEN], ids=str)
 def test_static_buffer_drops_what_does_not_fit(
     core: Core, shape: Shape, kind: str, buffer: str, duplicates: str
 ) -> None:
     ids = make_ids(kind, shape, seed=5)
     probs = make_probs(ids.shape, 6)
-    exact = make_problem(ids, shape, probs=probs, duplicates=duplicates)
+    exact = make_problem(ids, shape.E, shape.A, probs=probs, duplicates=duplicates)
     rows = buffer_rows(buffer, exact.plan)
-    run_and_compare(core, make_problem(ids, shape, probs=probs, duplicates=duplicates, num_rows=rows))
+    run_and_compare(core, make_problem(ids, shape.E, shape.A, probs=probs, duplicates=duplicates, num_rows=rows))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[4], SHAPES[7]], ids=str)
+@pytest.mark.parametrize("shape", [SMALL, DENSE], ids=str)
 def test_buffer_one_row_too_small_drops_one_slot(core: Core, shape: Shape) -> None:
-    ids = make_ids("distinct", shape, seed=7)
-    exact = make_problem(ids, shape)
-    short = make_problem(ids, shape, num_rows=buffer_rows("short", exact.plan))
+    ids = make_ids("uniform", shape, seed=7)
+    exact = make_problem(ids, shape.E, shape.A)
+    short = make_problem(ids, shape.E, shape.A, num_rows=buffer_rows("short", exact.plan))
     whole, cut = calls.route(core, exact), calls.route(core, short)
     assert whole["overflow"][0] == 0
     assert cut["overflow"][0] == 1
@@ -113,8 +105,7 @@ def test_buffer_one_row_too_small_drops_one_slot(core: Core, shape: Shape) -> No
 
 
 def test_wide_ids_are_not_cut_to_32_bits(core: Core) -> None:
-    shape = Shape(T=63, K=4, E=8, A=2)
-    problem = make_problem(make_wide_ids(shape, seed=8), shape)
+    problem = make_problem(make_wide_ids(SMALL, seed=8), SMALL.E, SMALL.A)
     assert (problem.plan.slot_to_row < 0).any()
     run_and_compare(core, problem)
 
@@ -127,24 +118,21 @@ def test_maps_of_any_routing_equal_the_oracle(core: Core, problem: Problem, num_
 
 @pytest.mark.parametrize("name", calls.ROUTE_OUTPUTS)
 def test_every_output_can_be_had_alone(core: Core, name: str) -> None:
-    shape = Shape(T=63, K=4, E=7, A=16)
-    ids = make_ids("duplicates", shape, seed=9)
-    problem = make_problem(ids, shape, probs=make_probs(ids.shape, 10), num_rows=100)
+    ids = make_ids("duplicates", ODD, seed=9)
+    problem = make_problem(ids, ODD.E, ODD.A, probs=make_probs(ids.shape, 10), num_rows=100)
     assert_equals_plan(calls.route(core, problem, outputs=(name,)), problem.plan)
 
 
 @pytest.mark.parametrize("name", calls.ROUTE_OUTPUTS)
 def test_every_output_can_be_left_out(core: Core, name: str) -> None:
-    shape = Shape(T=63, K=4, E=7, A=16)
-    ids = make_ids("half_unassigned", shape, seed=11)
-    problem = make_problem(ids, shape, probs=make_probs(ids.shape, 12))
+    ids = make_ids("half_unassigned", ODD, seed=11)
+    problem = make_problem(ids, ODD.E, ODD.A, probs=make_probs(ids.shape, 12))
     others = tuple(other for other in calls.ROUTE_OUTPUTS if other != name)
     assert_equals_plan(calls.route(core, problem, outputs=others), problem.plan)
 
 
 def test_no_slots_per_token_gives_padding_only(core: Core) -> None:
-    shape = Shape(T=3, K=0, E=4, A=2)
-    problem = make_problem(np.empty((3, 0), np.int32), shape, num_rows=5)
+    problem = make_problem(np.empty((3, 0), np.int32), 4, 2, num_rows=5)
     maps = calls.route(core, problem)
     assert maps["row_to_token"].tolist() == [-1] * 5
     assert maps["expert_offsets"].tolist() == [0] * 5
@@ -153,8 +141,7 @@ def test_no_slots_per_token_gives_padding_only(core: Core) -> None:
 
 @pytest.mark.parametrize("alignment", [1, 2, 16, 128])
 def test_padded_rows_equal_the_size_of_the_plan(core: Core, alignment: int) -> None:
-    shape = Shape(T=63, K=4, E=7, A=alignment)
-    plan = make_problem(make_ids("zipf", shape, seed=13), shape).plan
+    plan = make_plan("zipf", SMALL._replace(A=alignment), seed=13)
     assert core.padded_rows(plan.routed_per_expert, alignment) == plan.num_rows
 
 

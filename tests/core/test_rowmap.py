@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""clean_rowmap: what is usable of a [T, E] rowmap that a user gave."""
+"""clean_rowmap: what is usable of a [T, E] rowmap that a user gave, and what is said about the rest."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core
+from paddle_moe_ops.testing.core import Check, Core, CoreError, Status, clean_rowmap_params
 
+from ..params import Shape
 from ..reference.cases import assert_same_bits
 from . import calls
-from .cases import EXAMPLES, INT32, ROUTINGS, Shape, make_ids, make_problem
-
-SHAPES = (
-    Shape(T=0, K=2, E=7, A=16),
-    Shape(T=1, K=1, E=1),
-    Shape(T=2, K=64, E=1024, A=16),
-    Shape(T=63, K=2, E=7, A=16),
-    Shape(T=1025, K=8, E=64, A=2),
-)
+from .cases import EXAMPLES, INT32, ROUTINGS, SHAPES, SMALL, make_ids, make_plan, make_problem, text_of_oracle
+from .guards import guarded_outputs
 
 
 def spoil(rowmap: NDArray, num_rows: int, seed: int, share: float) -> NDArray:
@@ -71,7 +65,7 @@ def check(core: Core, rowmap: NDArray, num_rows: int, ids: NDArray, duplicates: 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_clean_maps_equal_the_oracle(core: Core, shape: Shape, kind: str, dtype: DTypeLike, duplicates: str) -> None:
     ids = make_ids(kind, shape, seed=1, dtype=dtype)
-    plan = make_problem(ids, shape).plan
+    plan = make_problem(ids, shape.E, shape.A).plan
     check(core, reference.plan_to_rowmap(plan), plan.num_rows, ids, duplicates)
 
 
@@ -80,9 +74,11 @@ def test_clean_maps_equal_the_oracle(core: Core, shape: Shape, kind: str, dtype:
     shape=st.builds(
         Shape,
         T=st.integers(0, 30),
-        K=st.sampled_from([1, 2, 8, 64]),
+        H=st.just(0),
         E=st.sampled_from([1, 2, 7, 64, 256]),
+        K=st.sampled_from([1, 2, 8, 64]),
         A=st.sampled_from([1, 16]),
+        reason=st.just("drawn"),
     ),
     kind=st.sampled_from(sorted(ROUTINGS)),
     share=st.sampled_from([0.02, 0.3, 1.0]),
@@ -94,7 +90,7 @@ def test_bad_and_repeated_entries_count_as_none(
     core: Core, shape: Shape, kind: str, share: float, seed: int, duplicates: str, num_threads: int
 ) -> None:
     ids = make_ids(kind, shape, seed)
-    plan = make_problem(ids, shape).plan
+    plan = make_problem(ids, shape.E, shape.A).plan
     rowmap = spoil(reference.plan_to_rowmap(plan), plan.num_rows, seed, share)
     check(core, rowmap, plan.num_rows, ids, duplicates, num_threads)
 
@@ -123,3 +119,81 @@ def test_repeated_ids_share_or_lose_the_row(core: Core, duplicates: str, expecte
     _, _, slot_to_row = calls.clean_rowmap(core, rowmap, 2, ids, duplicates=duplicates)
     assert slot_to_row is not None
     assert slot_to_row.tolist() == expected
+
+
+def rowmap_error(core: Core, rowmap: NDArray, num_rows: int, ids: NDArray | None = None, checks: int = 3) -> CoreError:
+    with guarded_outputs() as output:
+        params = clean_rowmap_params(
+            rowmap,
+            ids,
+            num_rows=num_rows,
+            checks=checks,
+            token_rows=output(rowmap.shape, np.int32),
+            row_to_token=output(num_rows, np.int32),
+            slot_to_row=None if ids is None else output(ids.shape, np.int32),
+        )
+        with pytest.raises(CoreError) as caught:
+            core.run("clean_rowmap", params)
+    assert caught.value.status == Status.INVALID_DATA
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("rowmap", "text"),
+    [
+        pytest.param(
+            [[0, 5, -1], [-2, 1, 2]],
+            "zipped_expertwise_rowmap must hold rows in [-1, 5), but token 0, expert 1 holds 5",
+            id="too_large",
+        ),
+        pytest.param(
+            [[0, 1, -1], [-1, INT32.min, 2]],
+            "zipped_expertwise_rowmap must hold rows in [-1, 5), but token 1, expert 1 holds -2147483648",
+            id="smallest",
+        ),
+        pytest.param(
+            [[0, 1, -1], [3, 1, 0]],
+            "zipped_expertwise_rowmap must name a row at most once, but row 1 stands at token 0, expert 1 "
+            "and at token 1, expert 1",
+            id="repeated",
+        ),
+        pytest.param(
+            [[0, 4, 4], [-1, 4, 0]],
+            "zipped_expertwise_rowmap must name a row at most once, but row 4 stands at token 0, expert 1 "
+            "and at token 0, expert 2",
+            id="repeated_in_a_token",
+        ),
+        pytest.param(
+            [[0, 0, -1], [-1, 7, 2]],
+            "zipped_expertwise_rowmap must hold rows in [-1, 5), but token 1, expert 1 holds 7",
+            id="range_before_repeats",
+        ),
+    ],
+)
+def test_bad_rowmap_by_hand(core: Core, rowmap: list[list[int]], text: str) -> None:
+    assert rowmap_error(core, np.array(rowmap, np.int32), 5).text == text
+
+
+def test_bad_ids_come_before_a_bad_rowmap(core: Core) -> None:
+    ids = np.array([[0, 1], [3, -5]], np.int64)
+    assert rowmap_error(core, np.full((2, 3), 9, np.int32), 5, ids).text == (
+        "routing must hold expert ids in [-1, 3), but token 1, slot 0 holds 3"
+    )
+
+
+@pytest.mark.parametrize(("check", "other"), [(Check.RANGE, "at most once"), (Check.DUPLICATES, "must hold rows")])
+def test_rowmap_checks_are_separate(core: Core, check: Check, other: str) -> None:
+    rowmap = np.array([[0, 0, 9]], np.int32)
+    assert other not in rowmap_error(core, rowmap, 5, checks=check).text
+
+
+@EXAMPLES
+@given(seed=st.integers(0, 1 << 30), share=st.sampled_from([0.0, 0.02, 0.3]))
+def test_errors_of_any_rowmap_equal_the_oracle(core: Core, seed: int, share: float) -> None:
+    plan = make_plan("half_unassigned", SMALL, seed)
+    rowmap = spoil(reference.plan_to_rowmap(plan), plan.num_rows, seed, share)
+    text = text_of_oracle(reference.rowmap_to_token_rows, rowmap, plan.num_rows)
+    if text is None:
+        calls.clean_rowmap(core, rowmap, plan.num_rows, checks=Check.ALL)
+    else:
+        assert rowmap_error(core, rowmap, plan.num_rows).text == text

@@ -13,17 +13,10 @@ from numpy.typing import NDArray
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.core import Core
 
+from ..params import Shape
 from ..reference.cases import assert_same_bits, assert_same_numbers
 from . import calls
-from .cases import EXAMPLES, Problem, Shape, make_ids, make_mask, make_probs, make_problem, problems
-
-SHAPES = (
-    Shape(T=0, K=2, E=7, A=16),
-    Shape(T=1, K=1, E=1),
-    Shape(T=2, K=64, E=1024, A=128),
-    Shape(T=63, K=2, E=7, A=16),
-    Shape(T=1025, K=8, E=64, A=2),
-)
+from .cases import EXAMPLES, SHAPES, Problem, make_mask, make_plan, make_problem, make_probs, problems
 
 
 def scatter_by_loops(
@@ -71,10 +64,10 @@ def test_scatter_equals_loops(core: Core, problem: Problem, num_threads: int, ac
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gather_of_ids_and_of_a_mask_equals_the_oracle(core: Core, shape: Shape) -> None:
-    plan = make_problem(make_ids("half_unassigned", shape, seed=3), shape).plan
+    plan = make_plan("half_unassigned", shape, seed=3)
     values = make_probs((plan.num_rows,), 4)
     assert_same_bits(calls.gather_slots(core, plan.slot_to_row, values), reference.route_backward(values, plan))
-    plan = make_problem(make_mask(shape, seed=5), shape, topk=min(shape.K, shape.E)).plan
+    plan = make_problem(make_mask(shape, seed=5), shape.E, shape.A, topk=min(shape.K, shape.E)).plan
     values = make_probs((plan.num_rows,), 6)
     actual = calls.gather_slots(core, plan.slot_to_row, values, plan.row_to_expert, shape.E)
     assert_same_bits(actual, reference.route_backward(values, plan, mask_experts=shape.E))
@@ -83,7 +76,7 @@ def test_gather_of_ids_and_of_a_mask_equals_the_oracle(core: Core, shape: Shape)
 @pytest.mark.parametrize("accumulates", [False, True], ids=["set", "add"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_scatter_from_a_mask_reads_the_place_of_the_expert(core: Core, shape: Shape, accumulates: bool) -> None:
-    plan = make_problem(make_mask(shape, seed=7), shape).plan
+    plan = make_problem(make_mask(shape, seed=7), shape.E, shape.A).plan
     initial = make_probs((plan.num_rows,), 8) if accumulates else None
     values = make_probs((shape.T, shape.E), 9)
     slots = np.zeros(plan.slot_to_row.shape, np.float32)

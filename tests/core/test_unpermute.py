@@ -14,29 +14,17 @@ from numpy.typing import DTypeLike, NDArray
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.core import Core
 
+from ..params import SUM_DTYPES, Shape
 from ..reference.cases import (
-    SUM_DTYPES,
     assert_same_bits,
     assert_same_numbers,
     floats_of_every_kind,
     ordinary_floats,
 )
 from . import calls
-from .cases import EXAMPLES, INT32, Problem, Shape, make_ids, make_probs, make_problem, problems
+from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_plan, make_probs, problems
 from .guards import at_odd_address, with_row_gaps
 
-SHAPES = (
-    Shape(T=0, H=72, E=7, K=2, A=16),
-    Shape(T=1, H=7, E=1, K=1, A=1),
-    Shape(T=2, H=7168, E=1024, K=64, A=2),
-    Shape(T=63, H=1, E=7, K=2, A=128),
-    Shape(T=63, H=72, E=64, K=64, A=1),
-    Shape(T=63, H=200, E=7, K=8, A=16),
-    Shape(T=63, H=7168, E=7, K=2, A=16),
-    Shape(T=1025, H=7, E=1024, K=8, A=1),
-    Shape(T=1025, H=72, E=64, K=2, A=16),
-)
-SMALL = Shape(T=63, H=72, E=7, K=3, A=16)
 bfloat16 = ml_dtypes.bfloat16
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in isnan")
@@ -79,7 +67,7 @@ def check(core: Core, plan: reference.Plan, rows: NDArray, num_threads: int = 0)
 @pytest.mark.parametrize("kind", ["half_unassigned", "zipf"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_equal_the_oracle(core: Core, shape: Shape, kind: str, dtype: DTypeLike) -> None:
-    plan = make_problem(make_ids(kind, shape, seed=1), shape).plan
+    plan = make_plan(kind, shape, seed=1)
     check(core, plan, floats_of_every_kind((plan.num_rows, shape.H), dtype, seed=2))
 
 
@@ -193,7 +181,7 @@ def test_rounding_equals_numpy_for_values_between_neighbours(core: Core, dtype: 
 
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
 def test_single_weighted_row_is_copied_on_request(core: Core, dtype: DTypeLike) -> None:
-    plan = make_problem(make_ids("half_unassigned", SMALL, seed=4), SMALL).plan
+    plan = make_plan("half_unassigned", SMALL, seed=4)
     rows = floats_of_every_kind((plan.num_rows, SMALL.H), dtype, seed=5)
     weights = make_weights(plan.num_rows, 6)
     out = calls.unpermute(core, rows, plan.token_rows, weights, copy_single_row=True)
@@ -222,7 +210,7 @@ def test_rows_behind_the_first_minus_one_are_not_read(core: Core) -> None:
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
 def test_rows_may_lie_anywhere(core: Core, dtype: DTypeLike) -> None:
     """At odd addresses, apart, and in reverse: the same bits."""
-    plan = make_problem(make_ids("half_unassigned", SMALL, seed=7), SMALL).plan
+    plan = make_plan("half_unassigned", SMALL, seed=7)
     rows = ordinary_floats((plan.num_rows, SMALL.H), dtype, seed=8)
     for weights in (None, make_weights(plan.num_rows, 9)):
         expected = calls.unpermute(core, rows, plan.token_rows, weights)
@@ -233,16 +221,16 @@ def test_rows_may_lie_anywhere(core: Core, dtype: DTypeLike) -> None:
         assert_same_numbers(calls.unpermute(core, backwards, plan.token_rows, weights), expected)
 
 
-BAD_ROWS = [INT32.min, -7, 200, INT32.max]
+BAD_ROWS = [INT32.min, -7, 240, INT32.max]
 BAD_IDS = ["min", "minus7", "N", "max"]
 
 
 @pytest.mark.parametrize("bad", BAD_ROWS, ids=BAD_IDS)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 def test_rows_out_of_range_are_skipped(core: Core, bad: int, weighted: bool) -> None:
-    plan = make_problem(make_ids("distinct", SMALL, seed=10), SMALL, num_rows=200).plan
-    rows = floats_of_every_kind((200, SMALL.H), np.float32, seed=11)
-    weights = make_weights(200, 12) if weighted else None
+    plan = make_plan("uniform", SMALL, seed=10, num_rows=240)
+    rows = floats_of_every_kind((240, SMALL.H), np.float32, seed=11)
+    weights = make_weights(240, 12) if weighted else None
     spoilt = np.random.default_rng(13).random(plan.token_rows.shape) < 0.4
     out = calls.unpermute(core, rows, np.where(spoilt, np.int32(bad), plan.token_rows), weights)
     expected = reference.sum_rows(rows, np.where(spoilt, -1, plan.token_rows), weights)
@@ -251,11 +239,11 @@ def test_rows_out_of_range_are_skipped(core: Core, bad: int, weighted: bool) -> 
 
 @pytest.mark.parametrize("bad", [INT32.min, -7, -1, 189, INT32.max], ids=["min", "minus7", "minus1", "size", "max"])
 def test_weight_places_out_of_range_weigh_nothing(core: Core, bad: int) -> None:
-    plan = make_problem(make_ids("distinct", SMALL, seed=14), SMALL, num_rows=200).plan
+    plan = make_plan("uniform", SMALL, seed=14, num_rows=240)
     assert plan.slot_to_row.size == 189
-    rows = ordinary_floats((200, SMALL.H), np.float32, seed=15)
+    rows = ordinary_floats((240, SMALL.H), np.float32, seed=15)
     weights = make_weights(189, 16)
-    spoilt = np.random.default_rng(17).random(200) < 0.4
+    spoilt = np.random.default_rng(17).random(240) < 0.4
     index = np.where(spoilt, np.int32(bad), plan.row_to_slot)
     out = calls.unpermute(core, rows, plan.token_rows, weights, index)
     row_weights = np.where(spoilt | (plan.row_to_slot < 0), np.float32(0), weights[plan.row_to_slot])

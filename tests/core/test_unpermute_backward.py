@@ -13,28 +13,17 @@ from numpy.typing import DTypeLike, NDArray
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.core import Core
 
+from ..params import SUM_DTYPES, Shape
 from ..reference.cases import (
-    SUM_DTYPES,
     assert_same_bits,
     assert_same_numbers,
     floats_of_every_kind,
     ordinary_floats,
 )
 from . import calls
-from .cases import EXAMPLES, INT32, Problem, Shape, make_ids, make_problem, problems
+from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_plan, problems
 from .guards import at_odd_address, with_row_gaps
 
-SHAPES = (
-    Shape(T=0, H=72, E=7, K=2, A=16),
-    Shape(T=1, H=7, E=1, K=1, A=1),
-    Shape(T=2, H=7168, E=1024, K=64, A=2),
-    Shape(T=63, H=1, E=7, K=2, A=128),
-    Shape(T=63, H=72, E=64, K=64, A=1),
-    Shape(T=63, H=200, E=7, K=8, A=16),
-    Shape(T=63, H=7168, E=7, K=2, A=16),
-    Shape(T=1025, H=72, E=64, K=2, A=16),
-)
-SMALL = Shape(T=63, H=72, E=7, K=3, A=16)
 LANES = 16
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in isnan")
@@ -89,7 +78,7 @@ def check(core: Core, plan: reference.Plan, d_out: NDArray, rows: NDArray, num_t
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients_equal_the_oracle(core: Core, shape: Shape, dtype: DTypeLike) -> None:
-    plan = make_problem(make_ids("half_unassigned", shape, seed=1), shape).plan
+    plan = make_plan("half_unassigned", shape, seed=1)
     d_out = ordinary_floats((shape.T, shape.H), dtype, seed=2)
     check(core, plan, d_out, ordinary_floats((plan.num_rows, shape.H), dtype, seed=3))
 
@@ -111,8 +100,8 @@ def test_gradients_of_any_routing_equal_the_oracle(
 
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
 def test_gradient_of_weights_is_near_the_exact_dot_product(core: Core, dtype: DTypeLike) -> None:
-    shape = Shape(T=63, H=7168, E=7, K=2)
-    plan = make_problem(make_ids("distinct", shape, seed=6), shape).plan
+    shape = SMALL._replace(H=7168)
+    plan = make_plan("uniform", shape, seed=6)
     d_out = ordinary_floats((shape.T, shape.H), dtype, seed=7)
     rows = ordinary_floats((plan.num_rows, shape.H), dtype, seed=8)
     weights = ordinary_floats((plan.num_rows,), np.float32, seed=9)
@@ -126,7 +115,7 @@ def test_gradient_of_weights_is_near_the_exact_dot_product(core: Core, dtype: DT
 
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
 def test_gradient_of_a_copied_row_is_a_copy(core: Core, dtype: DTypeLike) -> None:
-    plan = make_problem(make_ids("half_unassigned", SMALL, seed=10), SMALL).plan
+    plan = make_plan("half_unassigned", SMALL, seed=10)
     d_out = floats_of_every_kind((SMALL.T, SMALL.H), dtype, seed=11)
     rows = floats_of_every_kind((plan.num_rows, SMALL.H), dtype, seed=12)
     weights = ordinary_floats((plan.num_rows,), np.float32, seed=13)
@@ -148,7 +137,7 @@ def test_gradient_of_a_copied_row_is_a_copy(core: Core, dtype: DTypeLike) -> Non
 
 @pytest.mark.parametrize("by_slot", [False, True], ids=["by_row", "by_slot"])
 def test_either_gradient_can_be_left_out(core: Core, by_slot: bool) -> None:
-    plan = make_problem(make_ids("half_unassigned", SMALL, seed=14), SMALL).plan
+    plan = make_plan("half_unassigned", SMALL, seed=14)
     d_out = ordinary_floats((SMALL.T, SMALL.H), np.float16, seed=15)
     rows = ordinary_floats((plan.num_rows, SMALL.H), np.float16, seed=16)
     weights = ordinary_floats(plan.slot_to_row.shape if by_slot else (plan.num_rows,), np.float32, seed=17)
@@ -169,7 +158,7 @@ def test_either_gradient_can_be_left_out(core: Core, by_slot: bool) -> None:
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
 def test_inputs_and_outputs_may_lie_anywhere(core: Core, dtype: DTypeLike) -> None:
     """At odd addresses, apart, and in reverse: the same bits."""
-    plan = make_problem(make_ids("half_unassigned", SMALL, seed=18), SMALL).plan
+    plan = make_plan("half_unassigned", SMALL, seed=18)
     d_out = ordinary_floats((SMALL.T, SMALL.H), dtype, seed=19)
     rows = ordinary_floats((plan.num_rows, SMALL.H), dtype, seed=20)
     weights = ordinary_floats((plan.num_rows,), np.float32, seed=21)
@@ -189,16 +178,16 @@ def test_inputs_and_outputs_may_lie_anywhere(core: Core, dtype: DTypeLike) -> No
         assert_same_bits(other_d_weights, d_weights)
 
 
-BAD_ROWS = [INT32.min, -7, 200, INT32.max]
+BAD_ROWS = [INT32.min, -7, 240, INT32.max]
 BAD_IDS = ["min", "minus7", "N", "max"]
 
 
 @pytest.mark.parametrize("bad", BAD_ROWS, ids=BAD_IDS)
 def test_rows_out_of_range_are_skipped(core: Core, bad: int) -> None:
-    plan = make_problem(make_ids("distinct", SMALL, seed=22), SMALL, num_rows=200).plan
+    plan = make_plan("uniform", SMALL, seed=22, num_rows=240)
     d_out = ordinary_floats((SMALL.T, SMALL.H), np.float32, seed=23)
-    rows = ordinary_floats((200, SMALL.H), np.float32, seed=24)
-    weights = ordinary_floats((200,), np.float32, seed=25)
+    rows = ordinary_floats((240, SMALL.H), np.float32, seed=24)
+    weights = ordinary_floats((240,), np.float32, seed=25)
     spoilt = np.random.default_rng(26).random(plan.token_rows.shape) < 0.4
     row_to_token = plan.row_to_token.copy()
     lost = plan.token_rows[spoilt]
@@ -219,16 +208,16 @@ def test_rows_out_of_range_are_skipped(core: Core, bad: int) -> None:
 
 @pytest.mark.parametrize("bad", [INT32.min, -7, -1, 189, INT32.max], ids=["min", "minus7", "minus1", "size", "max"])
 def test_weight_places_out_of_range_have_no_gradient(core: Core, bad: int) -> None:
-    plan = make_problem(make_ids("distinct", SMALL, seed=27), SMALL, num_rows=200).plan
+    plan = make_plan("uniform", SMALL, seed=27, num_rows=240)
     d_out = ordinary_floats((SMALL.T, SMALL.H), np.float32, seed=28)
-    rows = ordinary_floats((200, SMALL.H), np.float32, seed=29)
+    rows = ordinary_floats((240, SMALL.H), np.float32, seed=29)
     weights = ordinary_floats((189,), np.float32, seed=30)
-    index = np.where(np.random.default_rng(31).random(200) < 0.4, np.int32(bad), plan.row_to_slot)
+    index = np.where(np.random.default_rng(31).random(240) < 0.4, np.int32(bad), plan.row_to_slot)
     d_rows, d_weights = calls.unpermute_backward(
         core, d_out, plan.token_rows, plan.row_to_token, rows, weights, index, wants_d_weights=True
     )
     usable = np.flatnonzero((index >= 0) & (index < 189))
-    row_weights = np.zeros(200, np.float32)
+    row_weights = np.zeros(240, np.float32)
     row_weights[usable] = weights[index[usable]]
     assert_same_bits(d_rows, reference.unpermute_backward(d_out, plan, probs=row_weights)[0])
     expected = np.zeros(189, np.float32)
@@ -239,7 +228,7 @@ def test_weight_places_out_of_range_have_no_gradient(core: Core, bad: int) -> No
 @pytest.mark.parametrize("bad", [INT32.min, -7, SMALL.T, INT32.max], ids=["min", "minus7", "T", "max"])
 def test_tokens_out_of_range_are_never_followed(core: Core, bad: int) -> None:
     """row_to_token says only which rows are padding; a row that a token lists gets its gradient all the same."""
-    plan = make_problem(make_ids("distinct", SMALL, seed=32), SMALL).plan
+    plan = make_plan("uniform", SMALL, seed=32)
     d_out = ordinary_floats((SMALL.T, SMALL.H), np.float32, seed=33)
     d_rows, _ = calls.unpermute_backward(core, d_out, plan.token_rows, np.full(plan.num_rows, bad, np.int32))
     live = plan.row_to_token >= 0

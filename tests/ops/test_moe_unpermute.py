@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paddle_moe_ops import moe_unpermute, reference
 from paddle_moe_ops.testing.equality import assert_all_bits_equal, assert_bits_equal
 from tests.ops.problems import SEEDS, every_kind, ids_and_experts, make_problem, ordinary, tensor
-from tests.params import HIDDEN_SIZES, SHAPES, SMALL, SUM_DTYPES
+from tests.params import HIDDEN_SIZES, MOST_EXPERTS, SHAPES, SMALL, SUM_DTYPES
 
 NAMES = ("hidden_states", "expert_prob_topk")
 OPTIONS = [
@@ -48,7 +48,7 @@ def draw_rowmap(rng: np.random.Generator, kind: str, plan: reference.Plan) -> np
     alignment=st.sampled_from([1, 2, 16]),
     seed=SEEDS,
 )
-@settings(max_examples=300)
+@settings(max_examples=500)
 def test_outputs_equal_the_oracle(
     ids_and_experts, dtype, hidden, kind, weighted, compat, column, alignment, seed, place
 ):
@@ -97,6 +97,21 @@ def test_both_backends_give_the_same(dtype, options, rng, place, backend):
     arrays = clean_call(rng, SMALL, dtype)
     outputs = moe_unpermute(*(tensor(array, place) for array in arrays), SMALL.T, SMALL.E, **options)
     assert_all_bits_equal(outputs, reference.moe_unpermute(*arrays, SMALL.T, SMALL.E, **options), NAMES)
+
+
+def test_the_largest_number_of_experts(rng, place):
+    arrays = clean_call(rng, MOST_EXPERTS, np.float32, "uniform")
+    outputs = moe_unpermute(*(tensor(array, place) for array in arrays), MOST_EXPERTS.T, MOST_EXPERTS.E)
+    assert_all_bits_equal(outputs, reference.moe_unpermute(*arrays, MOST_EXPERTS.T, MOST_EXPERTS.E), NAMES)
+
+
+def test_the_number_of_tokens_may_be_a_tensor(rng, place, backend):
+    arrays = clean_call(rng, SMALL, np.float32)
+    tensors = [tensor(array, place) for array in arrays]
+    expected = reference.moe_unpermute(*arrays, SMALL.T, SMALL.E)
+    for dtype in (np.int32, np.int64):
+        outputs = moe_unpermute(*tensors, tensor(np.array(SMALL.T, dtype), place), SMALL.E)
+        assert_all_bits_equal(outputs, expected, NAMES)
 
 
 def test_mixed_precision_makes_no_difference(rng, place, backend):

@@ -46,7 +46,7 @@ scale_kinds = st.sampled_from(["no scale", "float32 scale", "int32 scale"])
     num_scales=st.integers(1, 5),
     seed=SEEDS,
 )
-@settings(max_examples=200)
+@settings(max_examples=300)
 def test_rows_and_scales_equal_the_oracle(case: Routing, dtype, hidden, scale_kind, num_scales, seed, place):
     rng = np.random.default_rng(seed)
     plan = case.oracle()
@@ -94,7 +94,7 @@ def test_padding_holds_what_was_asked_for(fill_padding, buffer_size, rng, place,
     expected_rows, expected_scales = reference.permute(problem.x, plan, scale)
     defined = np.arange(plan.num_rows) if fill_padding == "all" else np.flatnonzero(plan.row_to_token >= 0)
     defined_scales = np.flatnonzero(plan.row_to_token >= 0) if fill_padding == "none" else np.arange(plan.num_rows)
-    assert 0 < len(defined)
+    assert len(defined) > 0
     assert rows.shape == list(expected_rows.shape)
     assert scales.shape == list(expected_scales.shape)
     assert_bits_equal(rows.numpy()[defined], expected_rows[defined], what="rows")

@@ -14,7 +14,7 @@ from paddle_moe_ops import Plan, route
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.routing import GENERATORS
 from tests.ops.problems import Routing, make_problem, optional_tensor, routings, tensor
-from tests.params import SHAPES, SMALL
+from tests.params import MOST_EXPERTS, SHAPES, SMALL
 
 TENSOR_FIELDS = Plan._fields[:10]
 
@@ -28,7 +28,7 @@ def assert_plan(plan, expected):
 
 
 @given(case=routings())
-@settings(max_examples=300)
+@settings(max_examples=500)
 def test_plan_equals_the_oracle(case: Routing, place):
     probs = optional_tensor(case.probs, place)
     plan = route(tensor(case.routing, place), probs, **case.arguments, validate=False)
@@ -36,7 +36,7 @@ def test_plan_equals_the_oracle(case: Routing, place):
 
 
 @pytest.mark.parametrize("routing", GENERATORS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, MOST_EXPERTS], ids=str)
 def test_plan_of_named_shapes(shape, routing, rng, place):
     problem = make_problem(rng, shape, routing=routing)
     ids, probs = tensor(problem.ids, place), tensor(problem.probs, place)

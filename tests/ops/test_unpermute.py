@@ -40,7 +40,7 @@ def draw_weights(rng, kind, plan, draw=every_kind):
     weights=st.sampled_from(WEIGHTS),
     seed=SEEDS,
 )
-@settings(max_examples=200)
+@settings(max_examples=300)
 def test_sums_equal_the_oracle(case: Routing, dtype, hidden, weights, seed, place):
     rng = np.random.default_rng(seed)
     plan = case.oracle()

@@ -45,18 +45,6 @@ std::string bad_id_text(int64_t num_experts, int64_t topk, int64_t slot, int64_t
          " holds " + std::to_string(id);
 }
 
-int check_route_sizes(const pmo_route_params& p) {
-  PMO_REQUIRE(p.struct_size == sizeof(pmo_route_params), "struct_size", "the size of pmo_route_params of this library");
-  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
-  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
-  PMO_REQUIRE(p.padding_alignment >= 1 && p.padding_alignment <= kMaxIndex, "padding_alignment", "in [1, 2^31)");
-  PMO_REQUIRE(p.routing_kind >= PMO_ROUTING_IDS32 && p.routing_kind <= PMO_ROUTING_MASK, "routing_kind",
-              "one of pmo_routing_kind");
-  PMO_REQUIRE(p.duplicates == PMO_DUPLICATES_FIRST || p.duplicates == PMO_DUPLICATES_EACH, "duplicates", "one of pmo_duplicates");
-  PMO_REQUIRE(p.routing_kind != PMO_ROUTING_MASK || p.topk <= p.num_experts, "topk", "at most num_experts for a mask");
-  return PMO_OK;
-}
-
 int report_counts(const pmo_route_params& p, const int32_t* routed_per_expert) {
   if ((p.checks & PMO_CHECK_COUNTS) == 0 || p.expected_per_expert == nullptr ||
       std::equal(routed_per_expert, routed_per_expert + p.num_experts, p.expected_per_expert)) {
@@ -93,6 +81,29 @@ extern "C" int pmo_route_report(const pmo_route_params* params, const pmo_route_
   return pmo::guarded([&] {
     if (const int status = pmo::report_findings(*params, *findings, routed_per_expert)) return status;
     return pmo::report_overflow(*params, routed_per_expert);
+  });
+}
+
+extern "C" int pmo_clean_rowmap_report(const pmo_clean_rowmap_params* params, const pmo_rowmap_findings* findings) {
+  return pmo::guarded([&] {
+    const pmo_clean_rowmap_params& p = *params;
+    const pmo_rowmap_findings& found = *findings;
+    const bool range = (p.checks & PMO_CHECK_RANGE) != 0;
+    if (range && found.bad_id_place != PMO_NOWHERE) {
+      return pmo::fail(PMO_INVALID_DATA, pmo::bad_id_text(p.num_experts, p.topk, found.bad_id_place, found.bad_id));
+    }
+    if (range && found.bad_row_place != PMO_NOWHERE) {
+      return pmo::fail(PMO_INVALID_DATA, "zipped_expertwise_rowmap must hold rows in [-1, " + std::to_string(p.num_rows) +
+                                             "), but " + pmo::place_text(found.bad_row_place, p.num_experts, "expert") +
+                                             " holds " + std::to_string(found.bad_row));
+    }
+    if ((p.checks & PMO_CHECK_DUPLICATES) != 0 && found.repeat_place != PMO_NOWHERE) {
+      return pmo::fail(PMO_INVALID_DATA, "zipped_expertwise_rowmap must name a row at most once, but row " +
+                                             std::to_string(found.repeat_row) + " stands at " +
+                                             pmo::place_text(found.repeat_first, p.num_experts, "expert") + " and at " +
+                                             pmo::place_text(found.repeat_place, p.num_experts, "expert"));
+    }
+    return static_cast<int>(PMO_OK);
   });
 }
 

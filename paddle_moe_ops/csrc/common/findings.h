@@ -14,7 +14,4 @@ int report_findings(const pmo_route_params& p, const pmo_route_findings& found, 
 // Slots that find the buffer of p.num_rows rows full.
 int report_overflow(const pmo_route_params& p, const int32_t* routed_per_expert);
 
-// Checks sizes and enums of the params; what pointers must be depends on the backend.
-int check_route_sizes(const pmo_route_params& p);
-
 }  // namespace pmo

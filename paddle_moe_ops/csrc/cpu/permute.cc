@@ -9,6 +9,7 @@
 
 #include <cstring>
 
+#include "common/checks.h"
 #include "common/status.h"
 #include "cpu/pool.h"
 
@@ -23,22 +24,6 @@ struct Strip {
   char* target;           // NULL: nothing to move
   int64_t row_bytes;
 };
-
-int check(const pmo_permute_params& p) {
-  PMO_REQUIRE(p.struct_size == sizeof(pmo_permute_params), "struct_size", "the size of pmo_permute_params of this library");
-  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
-  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
-  PMO_REQUIRE_COLUMNS(p.hidden, "hidden");
-  PMO_REQUIRE_COLUMNS(p.scale_cols, "scale_cols");
-  PMO_REQUIRE(dtype_size(p.dtype) > 0, "dtype", "one of pmo_dtype");
-  PMO_REQUIRE(p.row_scales == nullptr || dtype_size(p.scale_dtype) > 0, "scale_dtype", "one of pmo_dtype");
-  PMO_REQUIRE(p.rows == nullptr || p.x != nullptr || p.num_tokens * p.hidden == 0, "x", "given when rows is wanted");
-  PMO_REQUIRE(p.row_scales == nullptr || p.scale != nullptr || p.num_tokens * p.scale_cols == 0, "scale",
-              "given when row_scales is wanted");
-  PMO_REQUIRE_ARRAY(p.slot_to_row, p.num_tokens * p.topk, "slot_to_row");
-  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
-  return PMO_OK;
-}
 
 void move_token(const Strip& strip, const pmo_permute_params& p, int64_t token) {
   const char* source = strip.source + token * strip.source_stride;
@@ -59,7 +44,7 @@ void zero_padding(const Strip& strip, const pmo_permute_params& p) {
 }
 
 int permute(const pmo_permute_params& p) {
-  if (const int status = check(p)) return status;
+  if (const int status = check_permute(p)) return status;
   const int64_t itemsize = dtype_size(p.dtype);
   const Strip rows = {static_cast<const char*>(p.x), p.x_row_stride * itemsize, static_cast<char*>(p.rows), p.hidden * itemsize};
   const int64_t scale_itemsize = dtype_size(p.scale_dtype);

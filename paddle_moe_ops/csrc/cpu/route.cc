@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "common/checks.h"
 #include "common/findings.h"
 #include "common/status.h"
 #include "cpu/pool.h"
@@ -158,15 +159,7 @@ pmo_route_findings first_findings(const std::vector<pmo_route_findings>& chunks)
 int count(const pmo_route_params& p) {
   if (const int status = check_route_sizes(p)) return status;
   if (const int status = check_workspace(p)) return status;
-  const bool mask = p.routing_kind == PMO_ROUTING_MASK;
-  const int64_t elements = p.num_tokens * (mask ? p.num_experts : p.topk);
-  const uintptr_t id_size = mask ? 1 : (p.routing_kind == PMO_ROUTING_IDS64 ? 8 : 4);
-  PMO_REQUIRE(elements == 0 || (p.routing != nullptr && reinterpret_cast<uintptr_t>(p.routing) % id_size == 0), "routing",
-              "an array aligned to its element size");
-  PMO_REQUIRE_OPTIONAL_ARRAY(p.probs, "probs");
-  PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
-  PMO_REQUIRE_OPTIONAL_ARRAY(p.expected_per_expert, "expected_per_expert");
-
+  if (const int status = check_routing_arrays(p)) return status;
   const Layout layout(p);
   std::vector<pmo_route_findings> found(static_cast<size_t>(layout.num_chunks), kNothingFound);
   const int threads = static_cast<int>(std::min<int64_t>(resolve_threads(p.num_threads), layout.num_chunks));
@@ -252,21 +245,8 @@ int64_t place(const pmo_route_params& p, int64_t begin, int64_t end, const int32
 int route(const pmo_route_params& p) {
   if (const int status = check_route_sizes(p)) return status;
   if (const int status = check_workspace(p)) return status;
-  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
-  PMO_REQUIRE(p.row_probs == nullptr || p.probs != nullptr || p.num_tokens * p.topk == 0, "probs",
-              "given when row_probs is wanted");
-  PMO_REQUIRE_OPTIONAL_ARRAY(p.probs, "probs");
-  PMO_REQUIRE_OPTIONAL_ARRAY(p.row_probs, "row_probs");
-  const std::pair<const int32_t*, const char*> maps[] = {
-      {p.slot_to_row, "slot_to_row"},       {p.token_rows, "token_rows"},       {p.row_to_token, "row_to_token"},
-      {p.row_to_slot, "row_to_slot"},       {p.row_to_expert, "row_to_expert"}, {p.tokens_per_expert, "tokens_per_expert"},
-      {p.expert_offsets, "expert_offsets"}, {p.overflow, "overflow"},           {p.rowmap, "rowmap"}};
-  for (const auto& map : maps) PMO_REQUIRE_OPTIONAL_ARRAY(map.first, map.second);
-
-  if ((p.checks & PMO_CHECK_OVERFLOW) != 0) {
-    PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
-    if (const int status = report_overflow(p, p.routed_per_expert)) return status;
-  }
+  if (const int status = check_route_outputs(p)) return status;
+  if (const int status = report_overflow(p, p.routed_per_expert)) return status;
 
   const Layout layout(p);
   scan(p, layout);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "common/checks.h"
 #include "common/status.h"
 #include "cpu/pool.h"
 #include "pmo/route.h"
@@ -43,31 +44,15 @@ void rows_of_slots(const pmo_clean_rowmap_params& p, int64_t token, bool has_rep
 // One serial pass: which token is first to name a row cannot be split without a second pass, and the pass reads T * E * 4 bytes
 // where the sum that follows reads N * H.
 int clean_rowmap(const pmo_clean_rowmap_params& p) {
-  PMO_REQUIRE(p.struct_size == sizeof(pmo_clean_rowmap_params), "struct_size",
-              "the size of pmo_clean_rowmap_params of this library");
-  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
-  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
-  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
-  PMO_REQUIRE_ARRAY(p.rowmap, p.num_tokens, "rowmap");
-  PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens, "token_rows");
-  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
-  PMO_REQUIRE_OPTIONAL_ARRAY(p.slot_to_row, "slot_to_row");
-  PMO_REQUIRE(p.slot_to_row == nullptr || p.num_tokens * p.topk == 0 ||
-                  (p.ids != nullptr && (p.ids_kind == PMO_ROUTING_IDS32 || p.ids_kind == PMO_ROUTING_IDS64) &&
-                   reinterpret_cast<uintptr_t>(p.ids) % (p.ids_kind == PMO_ROUTING_IDS64 ? 8 : 4) == 0),
-              "ids", "an aligned int32 or int64 array when slot_to_row is wanted");
-
-  if ((p.checks & PMO_CHECK_RANGE) != 0 && p.slot_to_row != nullptr) {
-    for (int64_t slot = 0; slot < p.num_tokens * p.topk; ++slot) {
-      const int64_t id = expert_id(p, slot);
-      if (id < -1 || id >= p.num_experts) return fail(PMO_INVALID_DATA, bad_id_text(p.num_experts, p.topk, slot, id));
-    }
+  if (const int status = check_clean_rowmap(p)) return status;
+  pmo_rowmap_findings found = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0};
+  for (int64_t slot = 0; slot < (p.slot_to_row == nullptr ? 0 : p.num_tokens * p.topk); ++slot) {
+    const int64_t id = expert_id(p, slot);
+    if (id >= -1 && id < p.num_experts) continue;
+    found.bad_id_place = slot;
+    found.bad_id = id;
+    break;
   }
-
-  const auto place_text = [&](int64_t flat) {
-    return "token " + std::to_string(flat / p.num_experts) + ", expert " + std::to_string(flat % p.num_experts);
-  };
-  int64_t repeated = -1;
   std::fill(p.row_to_token, p.row_to_token + p.num_rows, -1);
   for (int64_t token = 0; token < p.num_tokens; ++token) {
     int32_t* kept = p.token_rows + token * p.num_experts;
@@ -76,45 +61,30 @@ int clean_rowmap(const pmo_clean_rowmap_params& p) {
       const int32_t row = p.rowmap[flat];
       if (row == -1) continue;
       if (row < 0 || row >= p.num_rows) {
-        if ((p.checks & PMO_CHECK_RANGE) != 0) {
-          return fail(PMO_INVALID_DATA, "zipped_expertwise_rowmap must hold rows in [-1, " + std::to_string(p.num_rows) +
-                                            "), but " + place_text(flat) + " holds " + std::to_string(row));
+        if (found.bad_row_place == PMO_NOWHERE) {
+          found.bad_row_place = flat;
+          found.bad_row = row;
         }
-        continue;
+      } else if (p.row_to_token[row] >= 0) {
+        if (found.repeat_place == PMO_NOWHERE) {
+          found.repeat_place = flat;
+          found.repeat_row = row;
+        }
+      } else {
+        p.row_to_token[row] = static_cast<int32_t>(token);
+        kept[num_kept++] = row;
       }
-      if (p.row_to_token[row] >= 0) {
-        if (repeated < 0) repeated = flat;
-        continue;
-      }
-      p.row_to_token[row] = static_cast<int32_t>(token);
-      kept[num_kept++] = row;
     }
     if (num_kept < p.num_experts) kept[num_kept] = -1;
   }
-  if (repeated >= 0 && (p.checks & PMO_CHECK_DUPLICATES) != 0) {
-    const int32_t row = p.rowmap[repeated];
-    return fail(PMO_INVALID_DATA, "zipped_expertwise_rowmap must name a row at most once, but row " + std::to_string(row) +
-                                      " stands at " + place_text(std::find(p.rowmap, p.rowmap + repeated, row) - p.rowmap) +
-                                      " and at " + place_text(repeated));
-  }
+  const bool has_repeats = found.repeat_place != PMO_NOWHERE;
+  if (has_repeats) found.repeat_first = std::find(p.rowmap, p.rowmap + found.repeat_place, found.repeat_row) - p.rowmap;
+  if (const int status = pmo_clean_rowmap_report(&p, &found)) return status;
   if (p.slot_to_row != nullptr) {
-    const int64_t bytes = p.num_tokens * p.topk * 12;
-    parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
-      for (int64_t token = begin; token < end; ++token) rows_of_slots(p, token, repeated >= 0);
+    parallel_ranges(p.num_tokens, p.num_tokens * p.topk * 12, p.num_threads, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) rows_of_slots(p, token, has_repeats);
     });
   }
-  return PMO_OK;
-}
-
-int check_slots(const pmo_slots_params& p) {
-  PMO_REQUIRE(p.struct_size == sizeof(pmo_slots_params), "struct_size", "the size of pmo_slots_params of this library");
-  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
-  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
-  if (p.row_to_expert != nullptr) PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
-  PMO_REQUIRE_ARRAY(p.slot_to_row, p.num_tokens * p.topk, "slot_to_row");
-  PMO_REQUIRE_ARRAY(p.row_values, p.num_rows, "row_values");
-  PMO_REQUIRE_ARRAY(p.slot_values, p.num_tokens * (p.row_to_expert == nullptr ? p.topk : p.num_experts), "slot_values");
-  PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_expert, "row_to_expert");
   return PMO_OK;
 }
 
@@ -125,7 +95,7 @@ void visit_slots(const pmo_slots_params& p, int64_t begin, int64_t end, Visit vi
     for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
       const int32_t row = p.slot_to_row[slot];
       if (row < 0 || row >= p.num_rows) continue;
-      if (p.row_to_expert == nullptr) {
+      if (p.num_experts == 0) {
         visit(row, slot);
         continue;
       }
@@ -137,7 +107,7 @@ void visit_slots(const pmo_slots_params& p, int64_t begin, int64_t end, Visit vi
 
 int gather_slots(const pmo_slots_params& p) {
   if (const int status = check_slots(p)) return status;
-  const int64_t columns = p.row_to_expert == nullptr ? p.topk : p.num_experts;
+  const int64_t columns = p.num_experts == 0 ? p.topk : p.num_experts;
   parallel_ranges(p.num_tokens, p.num_tokens * (p.topk + columns) * 8, p.num_threads, [&](int64_t begin, int64_t end) {
     std::fill(p.slot_values + begin * columns, p.slot_values + end * columns, 0.0f);
     visit_slots(p, begin, end, [&](int64_t row, int64_t value) { p.slot_values[value] = p.row_values[row]; });

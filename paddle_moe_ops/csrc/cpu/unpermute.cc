@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/checks.h"
 #include "common/status.h"
 #include "cpu/pool.h"
 #include "cpu/row_kernels.h"
@@ -17,22 +18,6 @@
 namespace pmo {
 namespace cpu {
 namespace {
-
-// Checks what the params of the forward and the backward share.
-template <typename Params>
-int check_common(const Params& p) {
-  PMO_REQUIRE(p.struct_size == sizeof(Params), "struct_size", "the size of the params struct of this library");
-  PMO_REQUIRE_COUNT(p.num_tokens, "num_tokens");
-  PMO_REQUIRE_COUNT(p.max_rows_per_token, "max_rows_per_token");
-  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
-  PMO_REQUIRE_COUNT(p.num_weights, "num_weights");
-  PMO_REQUIRE_COLUMNS(p.hidden, "hidden");
-  PMO_REQUIRE(is_sum_dtype(p.dtype), "dtype", "float32, float16 or bfloat16");
-  PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens * p.max_rows_per_token, "token_rows");
-  PMO_REQUIRE_OPTIONAL_ARRAY(p.weights, "weights");
-  PMO_REQUIRE_OPTIONAL_ARRAY(p.weight_index, "weight_index");
-  return PMO_OK;
-}
 
 // Position of a row's weight, or -1.
 template <typename Params>
@@ -87,9 +72,7 @@ class TokenRows {
 };
 
 int unpermute(const pmo_unpermute_params& p) {
-  if (const int status = check_common(p)) return status;
-  PMO_REQUIRE(p.rows != nullptr || p.num_rows * p.hidden == 0, "rows", "given");
-  PMO_REQUIRE(p.out != nullptr || p.num_tokens * p.hidden == 0, "out", "given");
+  if (const int status = check_unpermute(p)) return status;
   if (p.num_tokens * p.hidden == 0) return PMO_OK;
 
   const int64_t itemsize = dtype_size(p.dtype);
@@ -125,19 +108,14 @@ void zero_unused_rows(const pmo_unpermute_backward_params& p, int64_t row_bytes)
 }
 
 int unpermute_backward(const pmo_unpermute_backward_params& p) {
-  if (const int status = check_common(p)) return status;
-  PMO_REQUIRE(p.d_out != nullptr || p.num_tokens * p.hidden == 0, "d_out", "given");
-  PMO_REQUIRE(p.d_weights == nullptr || p.weights != nullptr || p.num_weights == 0, "weights", "given when d_weights is wanted");
-  PMO_REQUIRE(p.d_weights == nullptr || p.rows != nullptr || p.num_rows * p.hidden == 0, "rows",
-              "given when d_weights is wanted");
-  PMO_REQUIRE_OPTIONAL_ARRAY(p.d_weights, "d_weights");
-  PMO_REQUIRE_ARRAY(p.row_to_token, p.d_rows == nullptr ? 0 : p.num_rows, "row_to_token");
+  if (const int status = check_unpermute_backward(p)) return status;
 
   const int64_t itemsize = dtype_size(p.dtype);
   const int64_t row_bytes = p.hidden * itemsize;
-  if (p.d_rows != nullptr && row_bytes > 0) zero_unused_rows(p, row_bytes);
+  const bool write_rows = p.d_rows != nullptr && row_bytes > 0;
+  if (write_rows) zero_unused_rows(p, row_bytes);
   if (p.d_weights != nullptr) std::fill(p.d_weights, p.d_weights + p.num_weights, 0.0f);
-  if (p.d_rows == nullptr && p.d_weights == nullptr) return PMO_OK;
+  if (row_bytes == 0 || (p.d_rows == nullptr && p.d_weights == nullptr)) return PMO_OK;
 
   const RowKernels& kernels = row_kernels(p.dtype);
   const int64_t bytes = (p.num_rows + p.num_tokens) * row_bytes;
@@ -151,8 +129,8 @@ int unpermute_backward(const pmo_unpermute_backward_params& p) {
       for (int64_t i = 0; i < token_rows.count(); ++i) {
         const int64_t row = token_rows.row(i);
         char* d_row = static_cast<char*>(p.d_rows) + row * row_bytes;
-        if (p.d_rows != nullptr && copy) std::memcpy(d_row, d_out, row_bytes);
-        if (p.d_rows != nullptr && !copy) kernels.scale(d_out, token_rows.weights()[i], p.hidden, d_row);
+        if (write_rows && copy) std::memcpy(d_row, d_out, row_bytes);
+        if (write_rows && !copy) kernels.scale(d_out, token_rows.weights()[i], p.hidden, d_row);
         const int64_t place = p.d_weights == nullptr || copy ? -1 : weight_place(p, row);
         if (place >= 0) p.d_weights[place] = kernels.dot(d_out, rows[i], p.hidden);
       }

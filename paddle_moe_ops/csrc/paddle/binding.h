@@ -14,6 +14,7 @@
 
 #include "paddle/common/enforce.h"
 #include "paddle/common/errors.h"
+#include "paddle/device.h"
 #include "paddle/extension.h"
 #include "pmo/base.h"
 
@@ -50,10 +51,12 @@ inline int32_t dtype_of(const paddle::Tensor& tensor, const char* function, cons
       return PMO_FLOAT16;
     case paddle::DataType::BFLOAT16:
       return PMO_BFLOAT16;
+#ifndef PMO_WITHOUT_FLOAT8  // Paddle before 3.0 has no such dtypes
     case paddle::DataType::FLOAT8_E4M3FN:
       return PMO_FLOAT8_E4M3FN;
     case paddle::DataType::FLOAT8_E5M2:
       return PMO_FLOAT8_E5M2;
+#endif
     case paddle::DataType::INT32:
       return PMO_INT32;
     default:
@@ -77,12 +80,6 @@ inline void require_rank(const paddle::Tensor& tensor, size_t rank, const char* 
 inline void require_described(const paddle::Tensor& rows, int64_t hidden, int hidden_dtype, const char* function) {
   require(rows.shape()[1] == hidden && static_cast<int>(rows.dtype()) == hidden_dtype, function,
           "the attributes hidden and hidden_dtype must describe the rows");
-}
-
-inline void require_cpu(std::initializer_list<const paddle::Tensor*> tensors, const char* function) {
-  for (const paddle::Tensor* tensor : tensors) {
-    require(tensor->is_cpu(), function, "every tensor must be in CPU memory: this build has no GPU operators");
-  }
 }
 
 inline paddle::Tensor dense(const paddle::Tensor& tensor) { return tensor.is_contiguous() ? tensor : tensor.contiguous(); }

@@ -19,13 +19,12 @@ Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<
                     int64_t num_experts, int counts_source, const std::vector<int>& tokens_per_expert, int64_t padding_alignment,
                     bool do_gather, bool return_expert_indices, int64_t override_buffer_size, int fill, int checks,
                     int64_t hidden, int hidden_dtype, bool, bool, bool has_scale, int64_t scale_cols, int scale_dtype) {
-  require_cpu({&hidden_states, &routemap, &probs}, kFunction);
-  if (scale) require_cpu({&*scale}, kFunction);
-  if (counts) require_cpu({&*counts}, kFunction);
+  const Target target(kFunction, {&hidden_states, &routemap, &probs, scale ? &*scale : nullptr, counts ? &*counts : nullptr});
   require_rank(hidden_states, 2, kFunction, "hidden_states");
   require_described(hidden_states, hidden, hidden_dtype, kFunction);
   require(routemap.dtype() != paddle::DataType::BOOL, kFunction, "expert_routemap_topk must hold expert ids");
-  Routing step({kFunction,
+  Routing step(target,
+               {kFunction,
                 {{"routing", "expert_routemap_topk"}, {"probs", "expert_prob_topk"}, {"buffer_size", "override_buffer_size"}},
                 -1,
                 num_experts,
@@ -59,7 +58,7 @@ Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<
   const Scale scales(kFunction, scale, has_scale, scale_cols, scale_dtype, hidden_states);
   paddle::Tensor row_scales = scales.empty_rows(rows, do_gather);
   paddle::Tensor unzipped = paddle::empty({do_gather ? rows : 0, hidden}, hidden_states.dtype(), routemap.place());
-  if (do_gather) permute_rows(kFunction, hidden_states, scales, slot_to_row, row_to_token, fill, &unzipped, &row_scales);
+  if (do_gather) permute_rows(target, kFunction, hidden_states, scales, slot_to_row, row_to_token, fill, &unzipped, &row_scales);
   return {unzipped, rowmap, row_probs, row_scales, expert_indices, overflow, slot_to_row, token_rows};
 }
 
@@ -94,15 +93,16 @@ Outputs moe_permute_backward(const paddle::Tensor& slot_to_row, const paddle::Te
                              const paddle::Tensor& d_unzipped, const paddle::Tensor& d_row_probs, int64_t, int,
                              const std::vector<int>&, int64_t, bool do_gather, bool, int64_t, int, int, int64_t hidden,
                              int hidden_dtype, bool need_hidden_grad, bool need_prob_grad) {
+  const Target target(kFunction, {&slot_to_row, &token_rows, &d_unzipped, &d_row_probs});
   const int64_t num_tokens = token_rows.shape()[0];
   paddle::Tensor d_hidden;
   if (need_hidden_grad && do_gather && d_unzipped.initialized()) {
-    d_hidden = sum_rows(kFunction, d_unzipped, token_rows, {});
+    d_hidden = sum_rows(target, kFunction, d_unzipped, token_rows, {});
   } else {
-    d_hidden = paddle::full({num_tokens, hidden}, 0, static_cast<paddle::DataType>(hidden_dtype), token_rows.place());
+    d_hidden = target.zeros({num_tokens, hidden}, static_cast<paddle::DataType>(hidden_dtype));
   }
-  if (need_prob_grad && d_row_probs.initialized()) return {d_hidden, gather_slots(kFunction, slot_to_row, d_row_probs)};
-  return {d_hidden, paddle::full(slot_to_row.shape(), 0, paddle::DataType::FLOAT32, token_rows.place())};
+  if (need_prob_grad && d_row_probs.initialized()) return {d_hidden, gather_slots(target, kFunction, slot_to_row, d_row_probs)};
+  return {d_hidden, target.zeros(slot_to_row.shape(), paddle::DataType::FLOAT32)};
 }
 
 std::vector<Shape> moe_permute_backward_shapes(const Shape& slot_to_row, const Shape& token_rows, const Shape&, const Shape&,

@@ -11,12 +11,26 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "moe_unpermute";
 
+using Names = std::initializer_list<std::pair<const char*, const char*>>;
+const Names kNames = {{"routing", "expert_routemap_topk"}};
+
+// The scratch that the CUDA operator needs; empty on the CPU.
+paddle::Tensor make_workspace(const Target& target, pmo_clean_rowmap_params* params) {
+#ifdef PMO_WITH_CUDA
+  if (target.is_gpu()) params->workspace_bytes = pmo_clean_rowmap_cuda_workspace_bytes(params);
+#endif
+  paddle::Tensor workspace = paddle::empty({params->workspace_bytes}, paddle::DataType::UINT8, target.place());
+  params->workspace = workspace.data();
+  return workspace;
+}
+
 // The maps behind a user's rowmap: only entries that lie in [0, N) and name a row nobody named before.
 struct CleanMaps {
   paddle::Tensor token_rows, row_to_token, slot_to_row;
 
   // compat_paddle: slots that repeat an expert id all read its row, as in Paddle; otherwise only the first does.
-  CleanMaps(const paddle::Tensor& rowmap, const paddle::Tensor& routemap, int64_t num_rows, bool compat_paddle, int checks) {
+  CleanMaps(const Target& target, const paddle::Tensor& rowmap, const paddle::Tensor& routemap, int64_t num_rows,
+            bool compat_paddle, int checks) {
     require_rank(rowmap, 2, kFunction, "zipped_expertwise_rowmap");
     require_rank(routemap, 2, kFunction, "expert_routemap_topk");
     require_dtype(rowmap, paddle::DataType::INT32, kFunction, "zipped_expertwise_rowmap");
@@ -42,49 +56,54 @@ struct CleanMaps {
     p.token_rows = token_rows.data<int32_t>();
     p.row_to_token = row_to_token.data<int32_t>();
     p.slot_to_row = slot_to_row.data<int32_t>();
-    check_status(pmo_clean_rowmap_cpu(&p, nullptr), kFunction, {{"routing", "expert_routemap_topk"}});
+    const paddle::Tensor workspace = make_workspace(target, &p);
+    check_status(PMO_CALL(target, clean_rowmap, &p), kFunction, kNames);
+    if (!target.is_gpu() || checks == 0) return;
+    pmo_rowmap_findings findings;  // the CPU operator reports by itself
+    target.copy_to_host(p.workspace, sizeof(findings), &findings);
+    check_status(pmo_clean_rowmap_report(&p, &findings), kFunction, kNames);
   }
 };
 
 Outputs combine(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
                 const paddle::Tensor& probs, bool weighted, bool compat_paddle, int checks, int64_t hidden, int hidden_dtype) {
-  require_cpu({&rows, &rowmap, &routemap, &probs}, kFunction);
+  const Target target(kFunction, {&rows, &rowmap, &routemap, &probs});
   require_rank(rows, 2, kFunction, "hidden_states_unzipped");
   require_described(rows, hidden, hidden_dtype, kFunction);
   const int64_t num_rows = rows.shape()[0];
   require(probs.numel() == num_rows, kFunction, "token_prob_unzipped must have one value per row");
-  const CleanMaps maps(rowmap, routemap, num_rows, compat_paddle, checks);
+  const CleanMaps maps(target, rowmap, routemap, num_rows, compat_paddle, checks);
   Weights weights;
   weights.values = weighted ? &probs : nullptr;
   weights.copy_single_row = compat_paddle;
-  return {sum_rows(kFunction, rows, maps.token_rows, weights), gather_slots(kFunction, maps.slot_to_row, probs)};
+  return {sum_rows(target, kFunction, rows, maps.token_rows, weights), gather_slots(target, kFunction, maps.slot_to_row, probs)};
 }
 
 // d_rows and d_probs; `rows` is needed for the weighted sum only. Undefined gradients count as zeros.
 Outputs combine_backward(const paddle::Tensor* rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
                          const paddle::Tensor& probs, const paddle::Tensor& d_hidden, const paddle::Tensor& d_prob_topk,
                          bool compat_paddle, int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
+  const Target target(kFunction, {rows, &rowmap, &routemap, &probs, &d_hidden, &d_prob_topk});
   const int64_t num_rows = probs.numel();
-  const CleanMaps maps(rowmap, routemap, num_rows, compat_paddle, 0);
+  const CleanMaps maps(target, rowmap, routemap, num_rows, compat_paddle, 0);
   const bool has_d_hidden = d_hidden.initialized();
   const Shape rows_shape = {num_rows, hidden};
   const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
   const bool make_d_rows = need_rows_grad && has_d_hidden;
-  paddle::Tensor d_rows =
-      make_d_rows ? paddle::empty(rows_shape, dtype, rowmap.place()) : paddle::full(rows_shape, 0, dtype, rowmap.place());
+  paddle::Tensor d_rows = make_d_rows ? paddle::empty(rows_shape, dtype, rowmap.place()) : target.zeros(rows_shape, dtype);
   const bool weighted = rows != nullptr;
   const bool make_d_weights = need_prob_grad && weighted && has_d_hidden;
   paddle::Tensor d_probs = empty_float32(probs.shape(), rowmap);
   const bool add_d_prob_topk = need_prob_grad && d_prob_topk.initialized();
-  if (!make_d_weights && !add_d_prob_topk) d_probs = paddle::full(probs.shape(), 0, paddle::DataType::FLOAT32, rowmap.place());
+  if (!make_d_weights && !add_d_prob_topk) d_probs = target.zeros(probs.shape(), paddle::DataType::FLOAT32);
   if (has_d_hidden) {
     Weights weights;
     weights.values = weighted ? &probs : nullptr;
     weights.copy_single_row = compat_paddle;
-    sum_rows_backward(kFunction, d_hidden, rows, maps.token_rows, maps.row_to_token, weights, make_d_rows ? &d_rows : nullptr,
-                      make_d_weights ? &d_probs : nullptr);
+    sum_rows_backward(target, kFunction, d_hidden, rows, maps.token_rows, maps.row_to_token, weights,
+                      make_d_rows ? &d_rows : nullptr, make_d_weights ? &d_probs : nullptr);
   }
-  if (add_d_prob_topk) scatter_slots(kFunction, maps.slot_to_row, d_prob_topk, make_d_weights, &d_probs);
+  if (add_d_prob_topk) scatter_slots(target, kFunction, maps.slot_to_row, d_prob_topk, make_d_weights, &d_probs);
   return {d_rows, d_probs};
 }
 

@@ -79,8 +79,9 @@ Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int
   return {num_rows, scale ? dim(*scale, 1) : columns};
 }
 
-void permute_rows(const char* function, const paddle::Tensor& x, const Scale& scale, const paddle::Tensor& slot_to_row,
-                  const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows, paddle::Tensor* row_scales) {
+void permute_rows(const Target& target, const char* function, const paddle::Tensor& x, const Scale& scale,
+                  const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows,
+                  paddle::Tensor* row_scales) {
   require_rank(x, 2, function, "the rows");
   require_rank(slot_to_row, 2, function, "slot_to_row");
   require_rank(row_to_token, 1, function, "row_to_token");
@@ -109,10 +110,10 @@ void permute_rows(const char* function, const paddle::Tensor& x, const Scale& sc
     p.scale_dtype = dtype_of(scale.tensor, function, "scale");
     p.row_scales = row_scales->data();
   }
-  check_status(pmo_permute_cpu(&p, nullptr), function);
+  check_status(PMO_CALL(target, permute, &p), function);
 }
 
-paddle::Tensor sum_rows(const char* function, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
+paddle::Tensor sum_rows(const Target& target, const char* function, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
                         const Weights& weights) {
   require_rank(rows, 2, function, "the rows");
   pmo_unpermute_params p = {};
@@ -124,11 +125,11 @@ paddle::Tensor sum_rows(const char* function, const paddle::Tensor& rows, const 
   p.rows_row_stride = source.row_stride;
   paddle::Tensor out = paddle::empty({p.num_tokens, p.hidden}, rows.dtype(), rows.place());
   p.out = out.data();
-  check_status(pmo_unpermute_cpu(&p, nullptr), function);
+  check_status(PMO_CALL(target, unpermute, &p), function);
   return out;
 }
 
-void sum_rows_backward(const char* function, const paddle::Tensor& d_out, const paddle::Tensor* rows,
+void sum_rows_backward(const Target& target, const char* function, const paddle::Tensor& d_out, const paddle::Tensor* rows,
                        const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const Weights& weights,
                        paddle::Tensor* d_rows, paddle::Tensor* d_weights) {
   require_rank(d_out, 2, function, "the gradient");
@@ -152,17 +153,16 @@ void sum_rows_backward(const char* function, const paddle::Tensor& d_out, const 
     p.d_weights = d_weights->data<float>();
   }
   p.d_rows = d_rows == nullptr ? nullptr : d_rows->data();
-  check_status(pmo_unpermute_backward_cpu(&p, nullptr), function);
+  check_status(PMO_CALL(target, unpermute_backward, &p), function);
 }
 
-paddle::Tensor gather_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_values,
-                            const paddle::Tensor* row_to_expert, int64_t num_experts) {
+paddle::Tensor gather_slots(const Target& target, const char* function, const paddle::Tensor& slot_to_row,
+                            const paddle::Tensor& row_values, const paddle::Tensor* row_to_expert, int64_t num_experts) {
   pmo_slots_params p = slots_params(function, slot_to_row);
-  require_rank(row_values, 1, function, "the gradient of the probabilities");
   require_dtype(row_values, paddle::DataType::FLOAT32, function, "the probabilities");
   const paddle::Tensor values = dense(row_values);
   if (row_to_expert != nullptr) {
-    require_shape(*row_to_expert, row_values.shape(), function, "row_to_expert");
+    require(row_to_expert->numel() == row_values.numel(), function, "row_to_expert must have one value per row");
     require(num_experts >= 1, function, "num_experts must be >= 1");
     p.row_to_expert = map_data(*row_to_expert, function, "row_to_expert");
     p.num_experts = num_experts;
@@ -171,12 +171,12 @@ paddle::Tensor gather_slots(const char* function, const paddle::Tensor& slot_to_
   p.num_rows = values.numel();
   p.row_values = const_cast<float*>(values.data<float>());  // the gather only reads it
   p.slot_values = slots.data<float>();
-  check_status(pmo_gather_slots_cpu(&p, nullptr), function);
+  check_status(PMO_CALL(target, gather_slots, &p), function);
   return slots;
 }
 
-void scatter_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& slot_values, bool accumulate,
-                   paddle::Tensor* row_values) {
+void scatter_slots(const Target& target, const char* function, const paddle::Tensor& slot_to_row,
+                   const paddle::Tensor& slot_values, bool accumulate, paddle::Tensor* row_values) {
   pmo_slots_params p = slots_params(function, slot_to_row);
   require_dtype(slot_values, paddle::DataType::FLOAT32, function, "the gradient of the probabilities");
   require_shape(slot_values, slot_to_row.shape(), function, "the gradient of the probabilities");
@@ -185,7 +185,7 @@ void scatter_slots(const char* function, const paddle::Tensor& slot_to_row, cons
   p.row_values = row_values->data<float>();
   p.slot_values = const_cast<float*>(values.data<float>());  // the scatter only reads it
   p.accumulate = accumulate;
-  check_status(pmo_scatter_slots_cpu(&p, nullptr), function);
+  check_status(PMO_CALL(target, scatter_slots, &p), function);
 }
 
 }  // namespace binding

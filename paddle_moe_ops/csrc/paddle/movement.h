@@ -28,8 +28,9 @@ struct Scale {
 Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int64_t columns, int64_t num_rows, bool moved);
 
 // Moves x [T, H] to `rows` [N, H], and the scale, if there is one, to `row_scales` [N, S].
-void permute_rows(const char* function, const paddle::Tensor& x, const Scale& scale, const paddle::Tensor& slot_to_row,
-                  const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows, paddle::Tensor* row_scales);
+void permute_rows(const Target& target, const char* function, const paddle::Tensor& x, const Scale& scale,
+                  const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows,
+                  paddle::Tensor* row_scales);
 
 // The float32 weight of each row, and where it stands: per row, or at a position that `index` [N] gives.
 struct Weights {
@@ -39,22 +40,23 @@ struct Weights {
 };
 
 // sum of each token's rows -> [T, H]
-paddle::Tensor sum_rows(const char* function, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
+paddle::Tensor sum_rows(const Target& target, const char* function, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
                         const Weights& weights);
 
 // The gradients of sum_rows; a null output is not computed. `rows` may be null unless d_weights is wanted.
-void sum_rows_backward(const char* function, const paddle::Tensor& d_out, const paddle::Tensor* rows,
+void sum_rows_backward(const Target& target, const char* function, const paddle::Tensor& d_out, const paddle::Tensor* rows,
                        const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const Weights& weights,
                        paddle::Tensor* d_rows, paddle::Tensor* d_weights);
 
 // The value of each slot's row, 0 where it has none: [T, K], or [T, num_experts] by the experts of the rows if `row_to_expert` is
 // given.
-paddle::Tensor gather_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_values,
-                            const paddle::Tensor* row_to_expert = nullptr, int64_t num_experts = 0);
+paddle::Tensor gather_slots(const Target& target, const char* function, const paddle::Tensor& slot_to_row,
+                            const paddle::Tensor& row_values, const paddle::Tensor* row_to_expert = nullptr,
+                            int64_t num_experts = 0);
 
 // row_values[N] = the slots' values, summed in slot order and added to what is there if `accumulate`.
-void scatter_slots(const char* function, const paddle::Tensor& slot_to_row, const paddle::Tensor& slot_values, bool accumulate,
-                   paddle::Tensor* row_values);
+void scatter_slots(const Target& target, const char* function, const paddle::Tensor& slot_to_row,
+                   const paddle::Tensor& slot_values, bool accumulate, paddle::Tensor* row_values);
 
 }  // namespace binding
 }  // namespace pmo

@@ -14,15 +14,14 @@ constexpr char kFunction[] = "permute";
 Outputs permute(const paddle::Tensor& x, const paddle::optional<paddle::Tensor>& scale, const paddle::Tensor& slot_to_row,
                 const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, int fill, bool has_scale,
                 int64_t scale_cols, int scale_dtype) {
-  require_cpu({&x, &slot_to_row, &token_rows, &row_to_token}, kFunction);
-  if (scale) require_cpu({&*scale}, kFunction);
+  const Target target(kFunction, {&x, &slot_to_row, &token_rows, &row_to_token, scale ? &*scale : nullptr});
   require_rank(x, 2, kFunction, "x");
   require_rank(row_to_token, 1, kFunction, "row_to_token");
   const int64_t num_rows = row_to_token.shape()[0];
   const Scale scales(kFunction, scale, has_scale, scale_cols, scale_dtype, x);
   paddle::Tensor rows = paddle::empty({num_rows, x.shape()[1]}, x.dtype(), x.place());
   paddle::Tensor row_scales = scales.empty_rows(num_rows, true);
-  permute_rows(kFunction, x, scales, slot_to_row, row_to_token, fill, &rows, &row_scales);
+  permute_rows(target, kFunction, x, scales, slot_to_row, row_to_token, fill, &rows, &row_scales);
   return {rows, row_scales};
 }
 
@@ -38,7 +37,8 @@ std::vector<paddle::DataType> permute_dtypes(const paddle::DataType& x, const pa
 }
 
 Outputs permute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& d_rows, int, bool, int64_t, int) {
-  return {sum_rows(kFunction, d_rows, token_rows, {})};
+  const Target target(kFunction, {&token_rows, &d_rows});
+  return {sum_rows(target, kFunction, d_rows, token_rows, {})};
 }
 
 std::vector<Shape> permute_backward_shapes(const Shape& token_rows, const Shape& d_rows, int, bool, int64_t, int) {

@@ -15,10 +15,9 @@ constexpr char kFunction[] = "route";
 Outputs make_plan(const paddle::Tensor& routing, const paddle::Tensor* probs, const paddle::optional<paddle::Tensor>& counts,
                   int64_t num_experts, int64_t topk, int64_t padding_alignment, int counts_source,
                   const std::vector<int>& tokens_per_expert, int64_t buffer_size, int duplicates, int checks) {
-  require_cpu({&routing}, kFunction);
-  if (probs != nullptr) require_cpu({probs}, kFunction);
-  if (counts) require_cpu({&*counts}, kFunction);
+  const Target target(kFunction, {&routing, probs, counts ? &*counts : nullptr});
   Routing step(
+      target,
       {kFunction, {}, topk, num_experts, padding_alignment, buffer_size, counts_source, tokens_per_expert, duplicates, checks},
       routing, probs, counts ? &*counts : nullptr);
   pmo_route_params& p = step.params;
@@ -102,7 +101,8 @@ Outputs route_with_probs_backward(const paddle::Tensor& slot_to_row, const paddl
                                   const paddle::Tensor& d_row_probs, int64_t num_experts, int64_t topk, int64_t, int,
                                   const std::vector<int>&, int64_t, int, int) {
   const bool is_mask = topk >= 0;
-  return {gather_slots(kFunction, slot_to_row, d_row_probs, is_mask ? &row_to_expert : nullptr, num_experts)};
+  const Target target(kFunction, {&slot_to_row, &row_to_expert, &d_row_probs});
+  return {gather_slots(target, kFunction, slot_to_row, d_row_probs, is_mask ? &row_to_expert : nullptr, num_experts)};
 }
 
 std::vector<Shape> route_with_probs_backward_shapes(const Shape& slot_to_row, const Shape&, const Shape&, int64_t num_experts,

@@ -9,21 +9,25 @@ namespace pmo {
 namespace binding {
 namespace {
 
-std::vector<int32_t> counts_of(const paddle::Tensor& tensor, const char* function) {
+template <typename Count>
+std::vector<int64_t> host_copy(const Target& target, const paddle::Tensor& counts) {
+  std::vector<Count> copy(static_cast<size_t>(counts.numel()));
+  target.copy_to_host(counts.data(), counts.numel() * static_cast<int64_t>(sizeof(Count)), copy.data());
+  return std::vector<int64_t>(copy.begin(), copy.end());
+}
+
+std::vector<int32_t> counts_of(const Target& target, const paddle::Tensor& tensor, const char* function) {
   require_rank(tensor, 1, function, "tokens_per_expert");
   const paddle::Tensor counts = dense(tensor);
-  const int64_t size = counts.numel();
-  if (counts.dtype() == paddle::DataType::INT32) {
-    return std::vector<int32_t>(counts.data<int32_t>(), counts.data<int32_t>() + size);
+  if (counts.dtype() != paddle::DataType::INT32) require_dtype(counts, paddle::DataType::INT64, function, "tokens_per_expert");
+  const std::vector<int64_t> given =
+      counts.dtype() == paddle::DataType::INT32 ? host_copy<int32_t>(target, counts) : host_copy<int64_t>(target, counts);
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (given[i] >= 0 && given[i] <= std::numeric_limits<int32_t>::max()) continue;
+    fail(std::string(function) + ": tokens_per_expert must hold counts in [0, 2^31), but entry " + std::to_string(i) + " is " +
+         std::to_string(given[i]));
   }
-  require_dtype(counts, paddle::DataType::INT64, function, "tokens_per_expert");
-  std::vector<int32_t> result(static_cast<size_t>(size));
-  for (int64_t i = 0; i < size; ++i) {
-    const int64_t count = counts.data<int64_t>()[i];
-    // no such count can be right: -1 makes the comparison with the routed rows fail
-    result[i] = count < 0 || count > std::numeric_limits<int32_t>::max() ? -1 : static_cast<int32_t>(count);
-  }
-  return result;
+  return std::vector<int32_t>(given.begin(), given.end());
 }
 
 int32_t routing_kind(const paddle::Tensor& routing, const char* function) {
@@ -39,11 +43,20 @@ int32_t routing_kind(const paddle::Tensor& routing, const char* function) {
   }
 }
 
+int64_t workspace_bytes(const Target& target, const pmo_route_params& params) {
+#ifdef PMO_WITH_CUDA
+  if (target.is_gpu()) return pmo_route_cuda_workspace_bytes(&params);
+#else
+  static_cast<void>(target);
+#endif
+  return pmo_route_cpu_workspace_bytes(&params);
+}
+
 }  // namespace
 
-Routing::Routing(const RouteAttributes& attributes, const paddle::Tensor& routing, const paddle::Tensor* probs,
-                 const paddle::Tensor* counts)
-    : attributes_(attributes) {
+Routing::Routing(const Target& target, const RouteAttributes& attributes, const paddle::Tensor& routing,
+                 const paddle::Tensor* probs, const paddle::Tensor* counts)
+    : target_(target), attributes_(attributes) {
   const char* function = attributes.function;
   require_rank(routing, 2, function, "the routing");
   routing_ = dense(routing);
@@ -65,38 +78,52 @@ Routing::Routing(const RouteAttributes& attributes, const paddle::Tensor& routin
   params.duplicates = attributes.duplicates;
   params.checks = attributes.checks;
 
-  params.workspace_bytes = pmo_route_cpu_workspace_bytes(&params);
+  params.workspace_bytes = workspace_bytes(target, params);
   // 0 says that a size is unusable, and pmo_last_error() which; nothing may be allocated by it.
   if (params.workspace_bytes == 0) check_status(PMO_INVALID_ARGUMENT, function, attributes.names);
   require(attributes.buffer_size >= -1 && attributes.buffer_size <= std::numeric_limits<int32_t>::max(), function,
           "the static buffer must have -1 (none) or 0 to 2^31 - 1 rows");
 
-  if (attributes.buffer_size < 0 && attributes.counts_source != kCountsFromRouting) {
+  // A wrong list would leave holes or drop rows. To see it on a GPU costs a synchronisation, so there only under validation.
+  const bool check_counts = !target.is_gpu() || params.checks != 0;
+  if (attributes.buffer_size < 0 && attributes.counts_source != kCountsFromRouting && check_counts) {
     if (attributes.counts_source == kCountsFromTensor) {
       require(counts != nullptr, function, "tokens_per_expert is missing");
-      expected_ = counts_of(*counts, function);
+      expected_ = counts_of(target, *counts, function);
     } else {
       expected_.assign(attributes.counts.begin(), attributes.counts.end());
     }
     require(static_cast<int64_t>(expected_.size()) == attributes.num_experts, function,
             "tokens_per_expert must have num_experts entries");
     params.expected_per_expert = expected_.data();
-    params.checks |= PMO_CHECK_COUNTS;  // a wrong list would leave holes or run past the buffer: never unchecked
+    params.checks |= PMO_CHECK_COUNTS;
   }
-
   workspace_ = paddle::empty({params.workspace_bytes}, paddle::DataType::UINT8, routing.place());
   params.workspace = workspace_.data();
   routed_per_expert_ = empty_int32({attributes.num_experts}, routing);
   params.routed_per_expert = routed_per_expert_.data<int32_t>();
-  check_status(pmo_route_count_cpu(&params, nullptr), function, attributes.names);
+  check_status(PMO_CALL(target, route_count, &params), function, attributes.names);
 
-  params.num_rows = attributes.buffer_size >= 0
-                        ? attributes.buffer_size
-                        : pmo_padded_rows(params.routed_per_expert, attributes.num_experts, attributes.padding_alignment);
+  params.num_rows =
+      static_num_rows(attributes.counts_source, attributes.counts, attributes.padding_alignment, attributes.buffer_size);
+  const bool must_count = params.num_rows < 0;
+  if (must_count || (target.is_gpu() && params.checks != 0)) {
+    std::vector<int32_t> routed(static_cast<size_t>(params.num_experts));
+    target.copy_to_host(params.routed_per_expert, params.num_experts * static_cast<int64_t>(sizeof(int32_t)), routed.data());
+    if (must_count) params.num_rows = pmo_padded_rows(routed.data(), params.num_experts, params.padding_alignment);
+    if (target.is_gpu() && params.checks != 0) report(routed.data());
+  }
   require(params.num_rows <= std::numeric_limits<int32_t>::max(), function, "the permuted buffer must have fewer than 2^31 rows");
 }
 
-void Routing::run() { check_status(pmo_route_cpu(&params, nullptr), attributes_.function, attributes_.names); }
+// What the CPU operators report by themselves.
+void Routing::report(const int32_t* routed_per_expert) {
+  pmo_route_findings findings;
+  target_.copy_to_host(params.workspace, sizeof(findings), &findings);
+  check_status(pmo_route_report(&params, &findings, routed_per_expert), attributes_.function, attributes_.names);
+}
+
+void Routing::run() { check_status(PMO_CALL(target_, route, &params), attributes_.function, attributes_.names); }
 
 }  // namespace binding
 }  // namespace pmo

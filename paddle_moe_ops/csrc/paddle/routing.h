@@ -43,10 +43,11 @@ struct RouteAttributes {
   int checks;
 };
 
-// Counts at construction; `params` then waits for its outputs and run().
+// Counts at construction; `params` then waits for its outputs and run(). On a GPU it synchronises if the number of rows has to be
+// read back, or if checks are wanted.
 class Routing {
  public:
-  Routing(const RouteAttributes& attributes, const paddle::Tensor& routing, const paddle::Tensor* probs,
+  Routing(const Target& target, const RouteAttributes& attributes, const paddle::Tensor& routing, const paddle::Tensor* probs,
           const paddle::Tensor* counts);
 
   void run();
@@ -57,6 +58,9 @@ class Routing {
   pmo_route_params params = {};
 
  private:
+  void report(const int32_t* routed_per_expert);
+
+  const Target& target_;
   RouteAttributes attributes_;
   paddle::Tensor routing_, probs_, workspace_, routed_per_expert_;
   std::vector<int32_t> expected_;

@@ -15,8 +15,8 @@ Shape out_shape(const Shape& rows, const Shape& token_rows) { return {dim(token_
 
 // row_to_token is there for the gradient, which zeroes the rows that no token uses.
 Outputs unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
-  require_cpu({&rows, &token_rows, &row_to_token}, kFunction);
-  return {sum_rows(kFunction, rows, token_rows, {})};
+  const Target target(kFunction, {&rows, &token_rows, &row_to_token});
+  return {sum_rows(target, kFunction, rows, token_rows, {})};
 }
 
 std::vector<Shape> unpermute_shapes(const Shape& rows, const Shape& token_rows, const Shape&) {
@@ -28,10 +28,11 @@ std::vector<paddle::DataType> unpermute_dtypes(const paddle::DataType& rows, con
 }
 
 Outputs unpermute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const paddle::Tensor& d_out) {
+  const Target target(kFunction, {&token_rows, &row_to_token, &d_out});
   require_rank(d_out, 2, kFunction, "the gradient");
   require_rank(row_to_token, 1, kFunction, "row_to_token");
   paddle::Tensor d_rows = paddle::empty({row_to_token.shape()[0], d_out.shape()[1]}, d_out.dtype(), d_out.place());
-  sum_rows_backward(kFunction, d_out, nullptr, token_rows, row_to_token, {}, &d_rows, nullptr);
+  sum_rows_backward(target, kFunction, d_out, nullptr, token_rows, row_to_token, {}, &d_rows, nullptr);
   return {d_rows};
 }
 
@@ -54,8 +55,8 @@ Weights weights_of(const paddle::Tensor& probs, const paddle::Tensor& row_to_slo
 
 Outputs unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,
                            const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot, bool, bool) {
-  require_cpu({&rows, &probs, &token_rows, &row_to_token, &row_to_slot}, kFunction);
-  return {sum_rows(kFunction, rows, token_rows, weights_of(probs, row_to_slot))};
+  const Target target(kFunction, {&rows, &probs, &token_rows, &row_to_token, &row_to_slot});
+  return {sum_rows(target, kFunction, rows, token_rows, weights_of(probs, row_to_slot))};
 }
 
 std::vector<Shape> unpermute_weighted_shapes(const Shape& rows, const Shape&, const Shape& token_rows, const Shape&, const Shape&,
@@ -72,9 +73,10 @@ std::vector<paddle::DataType> unpermute_weighted_dtypes(const paddle::DataType& 
 Outputs unpermute_weighted_backward(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,
                                     const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot,
                                     const paddle::Tensor& d_out, bool need_rows_grad, bool need_probs_grad) {
+  const Target target(kFunction, {&rows, &probs, &token_rows, &row_to_token, &row_to_slot, &d_out});
   paddle::Tensor d_rows = paddle::empty(rows.shape(), rows.dtype(), rows.place());
   paddle::Tensor d_probs = empty_float32(probs.shape(), rows);
-  sum_rows_backward(kFunction, d_out, &rows, token_rows, row_to_token, weights_of(probs, row_to_slot),
+  sum_rows_backward(target, kFunction, d_out, &rows, token_rows, row_to_token, weights_of(probs, row_to_slot),
                     need_rows_grad ? &d_rows : nullptr, need_probs_grad ? &d_probs : nullptr);
   return {d_rows, d_probs};
 }

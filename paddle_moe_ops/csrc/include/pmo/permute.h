@@ -38,6 +38,7 @@ typedef struct pmo_permute_params {
 } pmo_permute_params;
 
 PMO_API int pmo_permute_cpu(const pmo_permute_params* params, void* stream);
+PMO_API int pmo_permute_cuda(const pmo_permute_params* params, void* stream);
 
 // out[t] = sum of the token's rows, in the order of token_rows, each times its weight if there are weights.
 //
@@ -62,10 +63,11 @@ typedef struct pmo_unpermute_params {
 } pmo_unpermute_params;
 
 PMO_API int pmo_unpermute_cpu(const pmo_unpermute_params* params, void* stream);
+PMO_API int pmo_unpermute_cuda(const pmo_unpermute_params* params, void* stream);
 
 // Gradient of pmo_unpermute: d_rows[r] = w_r * d_out[t] (a copy without weights), d_weights[index(r)] = dot(d_out[t], rows[r]).
 // Rows that no token uses get zeros. The dot product runs in float32 over 16 lanes (element j in lane j % 16, fma) that one fixed
-// tree adds up, so its bits depend on nothing but the data.
+// tree adds up, so its bits depend on nothing but the data. (CUDA: 256 lanes, element j in lane j / v % 256 for accesses of v elements.)
 typedef struct pmo_unpermute_backward_params {
   int64_t struct_size;
   int64_t num_tokens;
@@ -89,6 +91,7 @@ typedef struct pmo_unpermute_backward_params {
 } pmo_unpermute_backward_params;
 
 PMO_API int pmo_unpermute_backward_cpu(const pmo_unpermute_backward_params* params, void* stream);
+PMO_API int pmo_unpermute_backward_cuda(const pmo_unpermute_backward_params* params, void* stream);
 
 #ifdef __cplusplus
 }

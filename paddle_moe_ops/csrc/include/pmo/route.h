@@ -101,32 +101,50 @@ typedef struct pmo_clean_rowmap_params {
   int32_t* token_rows;    // [T, E] usable rows in ascending expert order, then one -1 (the rest is undefined)
   int32_t* row_to_token;  // [N], -1 = no token uses the row
   int32_t* slot_to_row;   // [T, K], -1 = none, or NULL
+  void* workspace;        // CUDA only
+  int64_t workspace_bytes;
 } pmo_clean_rowmap_params;
 
+typedef struct pmo_rowmap_findings {
+  int64_t bad_id_place;  // flat slot of an id outside [-1, E)
+  int64_t bad_id;
+  int64_t bad_row_place;  // flat t * E + e of a row outside [-1, N)
+  int64_t bad_row;
+  int64_t repeat_place;  // flat place that names a row again
+  int64_t repeat_row;
+  int64_t repeat_first;  // flat place that named it first
+} pmo_rowmap_findings;
+
 // Makes trusted maps of a [T, E] rowmap: entries outside [-1, N), and any but the first (lowest t * E + e) that name a row,
-// count as -1.
+// count as -1. On CUDA nothing is read back: where checks are wanted the caller copies the pmo_rowmap_findings at the beginning of
+// the workspace to the host and calls pmo_clean_rowmap_report.
 PMO_API int pmo_clean_rowmap_cpu(const pmo_clean_rowmap_params* params, void* stream);
+PMO_API int pmo_clean_rowmap_cuda(const pmo_clean_rowmap_params* params, void* stream);
+PMO_API int64_t pmo_clean_rowmap_cuda_workspace_bytes(const pmo_clean_rowmap_params* params);
+PMO_API int pmo_clean_rowmap_report(const pmo_clean_rowmap_params* params, const pmo_rowmap_findings* findings);
 
 typedef struct pmo_slots_params {
   int64_t struct_size;
   int64_t num_tokens;
   int64_t topk;
-  int64_t num_experts;  // columns of slot_values when row_to_expert is given
+  int64_t num_experts;  // 0: slot_values is [T, K]; else it is [T, num_experts] and a slot lies at the expert of its row
   int64_t num_rows;
   const int32_t* slot_to_row;    // [T, K]
-  const int32_t* row_to_expert;  // NULL: slot_values is [T, K]; else it is [T, E] and a slot lies at its row's expert
+  const int32_t* row_to_expert;  // [N], read only if num_experts > 0
   float* row_values;             // [N]
-  float* slot_values;            // [T, K] or [T, E]
+  float* slot_values;            // [T, K] or [T, num_experts]
   int32_t accumulate;            // scatter only: add to row_values instead of starting from zeros
   int32_t num_threads;
 } pmo_slots_params;
 
 // slot_values[slot] = row_values[slot_to_row[slot]], 0 where there is no row.
 PMO_API int pmo_gather_slots_cpu(const pmo_slots_params* params, void* stream);
+PMO_API int pmo_gather_slots_cuda(const pmo_slots_params* params, void* stream);
 
 // row_values[slot_to_row[slot]] += slot_values[slot] in slot order; rows that no slot names become 0 (or stay, if accumulating).
 // No two tokens may share a row.
 PMO_API int pmo_scatter_slots_cpu(const pmo_slots_params* params, void* stream);
+PMO_API int pmo_scatter_slots_cuda(const pmo_slots_params* params, void* stream);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,137 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "common/checks.h"
+
+#include <string>
+#include <utility>
+
+#include "common/status.h"
+
+namespace pmo {
+namespace {
+
+// Checks what the params of the forward and the backward share.
+template <typename Params>
+int check_common(const Params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(Params), "struct_size", "the size of the params struct of this library");
+  PMO_REQUIRE_COUNT(p.num_tokens, "num_tokens");
+  PMO_REQUIRE_COUNT(p.max_rows_per_token, "max_rows_per_token");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE_COUNT(p.num_weights, "num_weights");
+  PMO_REQUIRE_COLUMNS(p.hidden, "hidden");
+  PMO_REQUIRE(is_sum_dtype(p.dtype), "dtype", "float32, float16 or bfloat16");
+  PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens * p.max_rows_per_token, "token_rows");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.weights, "weights");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.weight_index, "weight_index");
+  return PMO_OK;
+}
+
+}  // namespace
+
+int check_route_sizes(const pmo_route_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_route_params), "struct_size", "the size of pmo_route_params of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
+  PMO_REQUIRE(p.padding_alignment >= 1 && p.padding_alignment <= kMaxIndex, "padding_alignment", "in [1, 2^31)");
+  PMO_REQUIRE(p.routing_kind >= PMO_ROUTING_IDS32 && p.routing_kind <= PMO_ROUTING_MASK, "routing_kind",
+              "one of pmo_routing_kind");
+  PMO_REQUIRE(p.duplicates == PMO_DUPLICATES_FIRST || p.duplicates == PMO_DUPLICATES_EACH, "duplicates", "one of pmo_duplicates");
+  PMO_REQUIRE(p.routing_kind != PMO_ROUTING_MASK || p.topk <= p.num_experts, "topk", "at most num_experts for a mask");
+  return PMO_OK;
+}
+
+int check_routing_arrays(const pmo_route_params& p) {
+  const bool mask = p.routing_kind == PMO_ROUTING_MASK;
+  const int64_t elements = p.num_tokens * (mask ? p.num_experts : p.topk);
+  const uintptr_t id_size = mask ? 1 : (p.routing_kind == PMO_ROUTING_IDS64 ? 8 : 4);
+  PMO_REQUIRE(elements == 0 || (p.routing != nullptr && reinterpret_cast<uintptr_t>(p.routing) % id_size == 0), "routing",
+              "an array aligned to its element size");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.probs, "probs");
+  PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.expected_per_expert, "expected_per_expert");
+  return PMO_OK;
+}
+
+int check_route_outputs(const pmo_route_params& p) {
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
+  PMO_REQUIRE(p.row_probs == nullptr || p.probs != nullptr || p.num_tokens * p.topk == 0, "probs",
+              "given when row_probs is wanted");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.probs, "probs");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.row_probs, "row_probs");
+  const std::pair<const int32_t*, const char*> maps[] = {
+      {p.slot_to_row, "slot_to_row"},       {p.token_rows, "token_rows"},       {p.row_to_token, "row_to_token"},
+      {p.row_to_slot, "row_to_slot"},       {p.row_to_expert, "row_to_expert"}, {p.tokens_per_expert, "tokens_per_expert"},
+      {p.expert_offsets, "expert_offsets"}, {p.overflow, "overflow"},           {p.rowmap, "rowmap"}};
+  for (const auto& map : maps) PMO_REQUIRE_OPTIONAL_ARRAY(map.first, map.second);
+  return PMO_OK;
+}
+
+int check_clean_rowmap(const pmo_clean_rowmap_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_clean_rowmap_params), "struct_size",
+              "the size of pmo_clean_rowmap_params of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE_ARRAY(p.rowmap, p.num_tokens, "rowmap");
+  PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens, "token_rows");
+  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.slot_to_row, "slot_to_row");
+  PMO_REQUIRE(p.duplicates == PMO_DUPLICATES_FIRST || p.duplicates == PMO_DUPLICATES_EACH, "duplicates", "one of pmo_duplicates");
+  PMO_REQUIRE(p.ids_kind == PMO_ROUTING_IDS32 || p.ids_kind == PMO_ROUTING_IDS64, "ids_kind",
+              "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
+  const uintptr_t id_size = p.ids_kind == PMO_ROUTING_IDS64 ? sizeof(int64_t) : sizeof(int32_t);
+  PMO_REQUIRE(p.slot_to_row == nullptr || p.num_tokens * p.topk == 0 ||
+                  (p.ids != nullptr && reinterpret_cast<uintptr_t>(p.ids) % id_size == 0),
+              "ids", "an array aligned to its element size when slot_to_row is wanted");
+  return PMO_OK;
+}
+
+int check_slots(const pmo_slots_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_slots_params), "struct_size", "the size of pmo_slots_params of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE(p.num_experts >= 0 && p.num_experts <= kMaxExperts, "num_experts", "in [0, 2^16]");
+  PMO_REQUIRE_ARRAY(p.slot_to_row, p.num_tokens * p.topk, "slot_to_row");
+  PMO_REQUIRE_ARRAY(p.row_values, p.num_rows, "row_values");
+  PMO_REQUIRE_ARRAY(p.slot_values, p.num_tokens * (p.num_experts == 0 ? p.topk : p.num_experts), "slot_values");
+  PMO_REQUIRE_ARRAY(p.row_to_expert, p.num_experts == 0 ? 0 : p.num_rows, "row_to_expert");
+  return PMO_OK;
+}
+
+int check_permute(const pmo_permute_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_permute_params), "struct_size", "the size of pmo_permute_params of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE_COLUMNS(p.hidden, "hidden");
+  PMO_REQUIRE_COLUMNS(p.scale_cols, "scale_cols");
+  PMO_REQUIRE(dtype_size(p.dtype) > 0, "dtype", "one of pmo_dtype");
+  PMO_REQUIRE(p.row_scales == nullptr || dtype_size(p.scale_dtype) > 0, "scale_dtype", "one of pmo_dtype");
+  PMO_REQUIRE(p.rows == nullptr || p.x != nullptr || p.num_tokens * p.hidden == 0, "x", "given when rows is wanted");
+  PMO_REQUIRE(p.row_scales == nullptr || p.scale != nullptr || p.num_tokens * p.scale_cols == 0, "scale",
+              "given when row_scales is wanted");
+  PMO_REQUIRE_ARRAY(p.slot_to_row, p.num_tokens * p.topk, "slot_to_row");
+  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
+  return PMO_OK;
+}
+
+int check_unpermute(const pmo_unpermute_params& p) {
+  if (const int status = check_common(p)) return status;
+  PMO_REQUIRE(p.rows != nullptr || p.num_rows * p.hidden == 0, "rows", "given");
+  PMO_REQUIRE(p.out != nullptr || p.num_tokens * p.hidden == 0, "out", "given");
+  return PMO_OK;
+}
+
+int check_unpermute_backward(const pmo_unpermute_backward_params& p) {
+  if (const int status = check_common(p)) return status;
+  PMO_REQUIRE(p.d_out != nullptr || p.num_tokens * p.hidden == 0, "d_out", "given");
+  PMO_REQUIRE(p.d_weights == nullptr || p.weights != nullptr || p.num_weights == 0, "weights", "given when d_weights is wanted");
+  PMO_REQUIRE(p.d_weights == nullptr || p.rows != nullptr || p.num_rows * p.hidden == 0, "rows",
+              "given when d_weights is wanted");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.d_weights, "d_weights");
+  PMO_REQUIRE_ARRAY(p.row_to_token, p.d_rows == nullptr ? 0 : p.num_rows, "row_to_token");
+  return PMO_OK;
+}
+
+}  // namespace pmo

@@ -1,0 +1,21 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Checks of params structs: sizes, enums, and arrays that must be there and aligned. The same for every backend.
+#pragma once
+
+#include "pmo/permute.h"
+#include "pmo/route.h"
+
+namespace pmo {
+
+int check_route_sizes(const pmo_route_params& p);
+int check_routing_arrays(const pmo_route_params& p);  // what pmo_route_count_* reads and writes
+int check_route_outputs(const pmo_route_params& p);   // what pmo_route_* reads and writes
+int check_clean_rowmap(const pmo_clean_rowmap_params& p);
+int check_slots(const pmo_slots_params& p);
+int check_permute(const pmo_permute_params& p);
+int check_unpermute(const pmo_unpermute_params& p);
+int check_unpermute_backward(const pmo_unpermute_backward_params& p);
+
+}  // namespace pmo

@@ -1,0 +1,70 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Launching kernels from the C ABI: grids, errors, workspaces.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "common/status.h"
+
+namespace pmo {
+namespace cuda {
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+inline int cuda_status(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return PMO_OK;
+  return fail(PMO_INTERNAL, std::string("CUDA: ") + what + ": " + cudaGetErrorString(error));
+}
+
+// Blocks for a loop over `items` with a grid stride: enough to cover them, at most `limit`.
+inline unsigned grid_for(int64_t items, int64_t items_per_block, int64_t limit = int64_t{1} << 20) {
+  const int64_t blocks = (items + items_per_block - 1) / items_per_block;
+  return static_cast<unsigned>(blocks < limit ? blocks : limit);
+}
+
+// What every *_cuda entry point does around its body.
+template <typename Params, typename Body>
+int run_cuda(const Params* params, void* stream, Body body) noexcept {
+  if (params == nullptr) return fail(PMO_INVALID_ARGUMENT, "params must be given");
+  return guarded([&] { return body(*params, static_cast<cudaStream_t>(stream)); });
+}
+
+// Hands out aligned pieces of a workspace; with a null base it only adds up their sizes.
+class Workspace {
+ public:
+  explicit Workspace(void* base) : base_(static_cast<char*>(base)) {}
+
+  template <typename T>
+  T* take(int64_t count) {
+    constexpr int64_t kAlignment = 256;
+    char* piece = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+    return reinterpret_cast<T*>(piece);
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+}  // namespace cuda
+}  // namespace pmo
+
+// Returns from the calling function when a CUDA call or the launch before it failed.
+#define PMO_CUDA(call)                                                                       \
+  do {                                                                                       \
+    if (const int pmo_status_ = ::pmo::cuda::cuda_status((call), #call)) return pmo_status_; \
+  } while (0)
+
+#define PMO_CUDA_LAUNCHED(kernel)                                                                         \
+  do {                                                                                                    \
+    if (const int pmo_status_ = ::pmo::cuda::cuda_status(cudaGetLastError(), kernel)) return pmo_status_; \
+  } while (0)

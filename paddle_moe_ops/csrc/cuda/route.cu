@@ -1,0 +1,385 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Routing on the GPU: a stable counting sort of slots by expert, without atomics on positions.
+//
+// The slots, in flat order, are cut into tiles of whole tokens; one warp owns a tile. Passes:
+//   1. clean: one thread per slot (a warp per token for a mask) writes the cleaned id, -1 = the slot has no row
+//   2. count: a warp per tile counts its experts
+//   3. scan:  one block turns [tiles, E] counts into the tile's first row of every expert, and writes the per-expert outputs
+//   4. place: a warp per tile walks its slots 32 at a time; equal experts in a warp rank by lane (match_any), so rows follow the
+//      flat slot order whatever the schedule
+//   5. sort:  one thread per slot finds its place among the token's rows
+// Passes 1 to 3 belong to pmo_route_count_cuda, 4 and 5 to pmo_route_cuda.
+//
+// Workspace: pmo_route_findings, int32 [T, K] cleaned ids, int64 [tiles, E] counts and then first rows, int64 [E + 1] starts.
+// Bytes moved: ids read once, cleaned ids written once and read three times, maps written once; [tiles, E] twice.
+#include <climits>
+
+#include "common/checks.h"
+#include "cuda/launch.cuh"
+#include "pmo/route.h"
+
+namespace pmo {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int64_t kMinSlotsPerTile = 256;
+constexpr int64_t kMaxTiles = 2048;
+constexpr int kScanThreads = 1024;
+
+// Where a pass finds things; passed to kernels by value.
+struct Layout {
+  int64_t num_tokens, topk, num_experts, tokens_per_tile, num_tiles;
+  pmo_route_findings* findings;
+  int32_t* ids;        // [T, K]
+  int64_t* first_row;  // [tiles, E]
+  int64_t* starts;     // [E + 1] padded, not clamped
+  int64_t bytes;
+
+  explicit Layout(const pmo_route_params& p) : num_tokens(p.num_tokens), topk(p.topk), num_experts(p.num_experts) {
+    const int64_t slots = num_tokens * topk;
+    int64_t slots_per_tile = (slots + kMaxTiles - 1) / kMaxTiles;
+    if (slots_per_tile < kMinSlotsPerTile) slots_per_tile = kMinSlotsPerTile;
+    tokens_per_tile = topk == 0 ? 1 : (slots_per_tile + topk - 1) / topk;
+    num_tiles = (num_tokens + tokens_per_tile - 1) / tokens_per_tile;
+    if (num_tiles == 0) num_tiles = 1;
+    Workspace workspace(p.workspace);
+    findings = workspace.take<pmo_route_findings>(1);
+    ids = workspace.take<int32_t>(slots);
+    first_row = workspace.take<int64_t>(num_tiles * num_experts);
+    starts = workspace.take<int64_t>(num_experts + 1);
+    bytes = workspace.used();
+  }
+
+  __device__ int64_t tile_begin(int64_t tile) const { return tile * tokens_per_tile * topk; }
+  __device__ int64_t tile_end(int64_t tile) const {
+    const int64_t end = (tile + 1) * tokens_per_tile * topk;
+    const int64_t slots = num_tokens * topk;
+    return end < slots ? end : slots;
+  }
+};
+
+__device__ void note_first(int64_t* place, int64_t found) {
+  atomicMin(reinterpret_cast<unsigned long long*>(place), static_cast<unsigned long long>(found));
+}
+
+__global__ void reset_findings(pmo_route_findings* findings) { *findings = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0, PMO_NOWHERE}; }
+
+template <typename Id>
+__global__ void clean_ids(Layout layout, const Id* ids, const float* probs, bool first_only) {
+  const int64_t slots = layout.num_tokens * layout.topk;
+  for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += int64_t{gridDim.x} * kThreads) {
+    const int64_t id = ids[slot];
+    int32_t cleaned = -1;
+    if (id >= 0 && id < layout.num_experts) {
+      cleaned = static_cast<int32_t>(id);
+      if (first_only) {
+        for (int64_t earlier = slot / layout.topk * layout.topk; earlier < slot; ++earlier) {
+          if (ids[earlier] != id) continue;
+          cleaned = -1;
+          note_first(&layout.findings->duplicate_place, slot);
+          break;
+        }
+      }
+      if (cleaned >= 0 && probs != nullptr && isnan(probs[slot])) note_first(&layout.findings->nan_place, slot);
+    } else if (id != -1) {
+      note_first(&layout.findings->bad_place, slot);
+    }
+    layout.ids[slot] = cleaned;
+  }
+}
+
+// A warp per token: the lanes look at 32 experts at a time and rank the set ones by ballot.
+__global__ void clean_mask(Layout layout, const uint8_t* mask, const float* probs) {
+  const int lane = threadIdx.x % kWarpSize;
+  for (int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; token < layout.num_tokens;
+       token += int64_t{gridDim.x} * kWarps) {
+    int32_t* ids = layout.ids + token * layout.topk;
+    int64_t set = 0;
+    for (int64_t begin = 0; begin < layout.num_experts; begin += kWarpSize) {
+      const int64_t expert = begin + lane;
+      const int64_t flat = token * layout.num_experts + expert;
+      const bool is_set = expert < layout.num_experts && mask[flat] != 0;
+      const unsigned lanes = __ballot_sync(kAllLanes, is_set);
+      const int64_t rank = set + __popc(lanes & ((1u << lane) - 1));
+      if (is_set && rank < layout.topk) {
+        ids[rank] = static_cast<int32_t>(expert);
+        if (probs != nullptr && isnan(probs[flat])) note_first(&layout.findings->nan_place, flat);
+      }
+      set += __popc(lanes);
+    }
+    for (int64_t slot = set + lane; slot < layout.topk; slot += kWarpSize) ids[slot] = -1;
+    if (lane == 0 && set > layout.topk) note_first(&layout.findings->bad_place, token);
+  }
+}
+
+// The values at the places that the cleaning found; one thread.
+template <typename Id>
+__global__ void complete_findings(Layout layout, const Id* ids) {
+  pmo_route_findings& found = *layout.findings;
+  if (found.bad_place != PMO_NOWHERE) found.bad_value = ids[found.bad_place];
+  if (found.duplicate_place != PMO_NOWHERE) {
+    found.duplicate_expert = ids[found.duplicate_place];
+    found.duplicate_first = found.duplicate_place / layout.topk * layout.topk;
+    while (ids[found.duplicate_first] != found.duplicate_expert) ++found.duplicate_first;
+  }
+}
+
+__global__ void complete_mask_findings(Layout layout, const uint8_t* mask) {
+  pmo_route_findings& found = *layout.findings;
+  if (found.bad_place == PMO_NOWHERE) return;
+  found.bad_value = 0;
+  for (int64_t expert = 0; expert < layout.num_experts; ++expert) {
+    found.bad_value += mask[found.bad_place * layout.num_experts + expert] != 0;
+  }
+}
+
+// Calls visit(slot, expert, rank) for every slot of the warp's tile; rank = counter[expert] plus the slots of this expert before it in
+// the tile. The lanes of a warp see each other's updates of the counter.
+template <typename Visit>
+__device__ void walk_tile(const Layout& layout, int64_t tile, int64_t* counter, Visit visit) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t end = layout.tile_end(tile);
+  for (int64_t begin = layout.tile_begin(tile); begin < end; begin += kWarpSize) {
+    const int64_t slot = begin + lane;
+    const int32_t expert = slot < end ? layout.ids[slot] : -1;
+    const unsigned peers = __match_any_sync(kAllLanes, expert);
+    const unsigned before = peers & ((1u << lane) - 1);
+    int64_t base = 0;
+    if (expert >= 0) base = counter[expert];
+    __syncwarp();
+    if (expert >= 0 && before == 0) counter[expert] = base + __popc(peers);
+    __syncwarp();
+    if (slot < end) visit(slot, expert, base + __popc(before));
+  }
+}
+
+__global__ void count_tiles(Layout layout) {
+  for (int64_t tile = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; tile < layout.num_tiles;
+       tile += int64_t{gridDim.x} * kWarps) {
+    walk_tile(layout, tile, layout.first_row + tile * layout.num_experts, [](int64_t, int32_t, int64_t) {});
+  }
+}
+
+// One block. First a thread per expert adds up the expert's tiles, then the block scans the padded totals, then a thread per expert
+// writes the first rows.
+__global__ void scan_experts(Layout layout, int64_t padding_alignment, int32_t* routed_per_expert) {
+  __shared__ int64_t partial[kScanThreads];
+  const int64_t experts = layout.num_experts;
+  for (int64_t expert = threadIdx.x; expert < experts; expert += kScanThreads) {
+    int64_t total = 0;
+    for (int64_t tile = 0; tile < layout.num_tiles; ++tile) total += layout.first_row[tile * experts + expert];
+    routed_per_expert[expert] = static_cast<int32_t>(total);
+  }
+  __syncthreads();
+  // every thread scans a contiguous range of experts
+  const int64_t per_thread = (experts + kScanThreads - 1) / kScanThreads;
+  const int64_t begin = min(experts, threadIdx.x * per_thread);
+  const int64_t end = min(experts, begin + per_thread);
+  const auto padded = [&](int64_t expert) {
+    return (routed_per_expert[expert] + padding_alignment - 1) / padding_alignment * padding_alignment;
+  };
+  int64_t sum = 0;
+  for (int64_t expert = begin; expert < end; ++expert) sum += padded(expert);
+  partial[threadIdx.x] = sum;
+  __syncthreads();
+  for (int step = 1; step < kScanThreads; step *= 2) {
+    const int64_t add = threadIdx.x >= step ? partial[threadIdx.x - step] : 0;
+    __syncthreads();
+    partial[threadIdx.x] += add;
+    __syncthreads();
+  }
+  int64_t row = partial[threadIdx.x] - sum;
+  for (int64_t expert = begin; expert < end; ++expert) {
+    layout.starts[expert] = row;
+    row += padded(expert);
+  }
+  if (threadIdx.x == kScanThreads - 1) layout.starts[experts] = partial[kScanThreads - 1];
+  __syncthreads();
+  for (int64_t expert = threadIdx.x; expert < experts; expert += kScanThreads) {
+    int64_t first = layout.starts[expert];
+    for (int64_t tile = 0; tile < layout.num_tiles; ++tile) {
+      int64_t& entry = layout.first_row[tile * experts + expert];
+      const int64_t count = entry;
+      entry = first;
+      first += count;
+    }
+  }
+}
+
+__global__ void clamp_experts(Layout layout, int64_t num_rows, const int32_t* routed_per_expert, int32_t* tokens_per_expert,
+                              int32_t* expert_offsets) {
+  for (int64_t expert = blockIdx.x * int64_t{kThreads} + threadIdx.x; expert <= layout.num_experts;
+       expert += int64_t{gridDim.x} * kThreads) {
+    const int64_t start = min(layout.starts[expert], num_rows);
+    if (expert_offsets != nullptr) expert_offsets[expert] = static_cast<int32_t>(start);
+    if (tokens_per_expert == nullptr || expert == layout.num_experts) continue;
+    const int64_t end = min(layout.starts[expert] + routed_per_expert[expert], num_rows);
+    tokens_per_expert[expert] = static_cast<int32_t>(end - start);
+  }
+}
+
+// Slots that find the buffer full: what was routed less what fits. One block, a fixed tree.
+__global__ void count_overflow(Layout layout, int64_t num_rows, const int32_t* routed_per_expert, int32_t* overflow) {
+  __shared__ int64_t partial[kThreads];
+  int64_t dropped = 0;
+  for (int64_t expert = threadIdx.x; expert < layout.num_experts; expert += kThreads) {
+    const int64_t start = layout.starts[expert];
+    const int64_t fits = min(max(num_rows - start, int64_t{0}), int64_t{routed_per_expert[expert]});
+    dropped += routed_per_expert[expert] - fits;
+  }
+  partial[threadIdx.x] = dropped;
+  __syncthreads();
+  for (int width = kThreads / 2; width > 0; width /= 2) {
+    if (threadIdx.x < width) partial[threadIdx.x] += partial[threadIdx.x + width];
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) *overflow = static_cast<int32_t>(partial[0]);
+}
+
+struct PlaceOutputs {
+  int64_t num_rows;
+  const float* probs;
+  bool mask;
+  int32_t *slot_to_row, *row_to_token, *row_to_slot, *row_to_expert, *rowmap;
+  float* row_probs;
+};
+
+__global__ void place_tiles(Layout layout, PlaceOutputs out) {
+  for (int64_t tile = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; tile < layout.num_tiles;
+       tile += int64_t{gridDim.x} * kWarps) {
+    walk_tile(layout, tile, layout.first_row + tile * layout.num_experts, [&](int64_t slot, int32_t expert, int64_t row) {
+      const bool placed = expert >= 0 && row < out.num_rows;
+      // The cleaned ids are not needed behind this point: they become the map that the sort reads.
+      layout.ids[slot] = placed ? static_cast<int32_t>(row) : -1;
+      if (out.slot_to_row != nullptr) out.slot_to_row[slot] = placed ? static_cast<int32_t>(row) : -1;
+      if (!placed) return;
+      const int64_t token = slot / layout.topk;
+      if (out.row_to_token != nullptr) out.row_to_token[row] = static_cast<int32_t>(token);
+      if (out.row_to_slot != nullptr) out.row_to_slot[row] = static_cast<int32_t>(slot);
+      if (out.row_to_expert != nullptr) out.row_to_expert[row] = expert;
+      if (out.row_probs != nullptr) out.row_probs[row] = out.probs[out.mask ? token * layout.num_experts + expert : slot];
+      if (out.rowmap != nullptr) out.rowmap[token * layout.num_experts + expert] = static_cast<int32_t>(row);
+    });
+  }
+}
+
+// Rows ascending, then the -1 entries: each slot counts those that come before it.
+__global__ void sort_token_rows(Layout layout, int32_t* token_rows) {
+  const int64_t slots = layout.num_tokens * layout.topk;
+  for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += int64_t{gridDim.x} * kThreads) {
+    const int64_t begin = slot / layout.topk * layout.topk;
+    const int32_t row = layout.ids[slot];
+    int64_t place = 0;
+    for (int64_t other = begin; other < begin + layout.topk; ++other) {
+      const int32_t other_row = layout.ids[other];
+      place += row >= 0 ? (other_row >= 0 && other_row < row) : (other_row >= 0 || other < slot);
+    }
+    token_rows[begin + place] = row;
+  }
+}
+
+int check_workspace(const pmo_route_params& p, const Layout& layout) {
+  PMO_REQUIRE(p.workspace != nullptr && reinterpret_cast<uintptr_t>(p.workspace) % 8 == 0 && p.workspace_bytes >= layout.bytes,
+              "workspace", "8-byte aligned and as large as pmo_route_cuda_workspace_bytes says");
+  return PMO_OK;
+}
+
+template <typename Id>
+int launch_clean_ids(const pmo_route_params& p, const Layout& layout, cudaStream_t stream) {
+  const Id* ids = static_cast<const Id*>(p.routing);
+  const bool first_only = p.duplicates == PMO_DUPLICATES_FIRST;
+  clean_ids<Id><<<grid_for(p.num_tokens * p.topk, kThreads), kThreads, 0, stream>>>(layout, ids, p.probs, first_only);
+  PMO_CUDA_LAUNCHED("clean_ids");
+  if (p.checks != 0) complete_findings<Id><<<1, 1, 0, stream>>>(layout, ids);
+  PMO_CUDA_LAUNCHED("complete_findings");
+  return PMO_OK;
+}
+
+int launch_clean_mask(const pmo_route_params& p, const Layout& layout, cudaStream_t stream) {
+  const uint8_t* mask = static_cast<const uint8_t*>(p.routing);
+  clean_mask<<<grid_for(p.num_tokens, kWarps), kThreads, 0, stream>>>(layout, mask, p.probs);
+  PMO_CUDA_LAUNCHED("clean_mask");
+  if (p.checks != 0) complete_mask_findings<<<1, 1, 0, stream>>>(layout, mask);
+  PMO_CUDA_LAUNCHED("complete_mask_findings");
+  return PMO_OK;
+}
+
+int count(const pmo_route_params& p, cudaStream_t stream) {
+  if (const int status = check_route_sizes(p)) return status;
+  if (const int status = check_routing_arrays(p)) return status;
+  const Layout layout(p);
+  if (const int status = check_workspace(p, layout)) return status;
+  reset_findings<<<1, 1, 0, stream>>>(layout.findings);
+  PMO_CUDA_LAUNCHED("reset_findings");
+  if (p.num_tokens * p.topk > 0) {
+    const int status = p.routing_kind == PMO_ROUTING_MASK    ? launch_clean_mask(p, layout, stream)
+                       : p.routing_kind == PMO_ROUTING_IDS64 ? launch_clean_ids<int64_t>(p, layout, stream)
+                                                             : launch_clean_ids<int32_t>(p, layout, stream);
+    if (status != PMO_OK) return status;
+  }
+  PMO_CUDA(cudaMemsetAsync(layout.first_row, 0, layout.num_tiles * layout.num_experts * sizeof(int64_t), stream));
+  count_tiles<<<grid_for(layout.num_tiles, kWarps), kThreads, 0, stream>>>(layout);
+  PMO_CUDA_LAUNCHED("count_tiles");
+  scan_experts<<<1, kScanThreads, 0, stream>>>(layout, p.padding_alignment, p.routed_per_expert);
+  PMO_CUDA_LAUNCHED("scan_experts");
+  return PMO_OK;
+}
+
+int route(const pmo_route_params& p, cudaStream_t stream) {
+  if (const int status = check_route_sizes(p)) return status;
+  if (const int status = check_route_outputs(p)) return status;
+  PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
+  const Layout layout(p);
+  if (const int status = check_workspace(p, layout)) return status;
+  clamp_experts<<<grid_for(p.num_experts + 1, kThreads), kThreads, 0, stream>>>(layout, p.num_rows, p.routed_per_expert,
+                                                                                p.tokens_per_expert, p.expert_offsets);
+  PMO_CUDA_LAUNCHED("clamp_experts");
+  if (p.overflow != nullptr) {
+    count_overflow<<<1, kThreads, 0, stream>>>(layout, p.num_rows, p.routed_per_expert, p.overflow);
+    PMO_CUDA_LAUNCHED("count_overflow");
+  }
+  // -1 in every map, 0.0 in the probabilities: what the placing leaves is padding
+  const size_t row_map_bytes = p.num_rows * sizeof(int32_t);
+  for (int32_t* map : {p.row_to_token, p.row_to_slot, p.row_to_expert}) {
+    if (map != nullptr && p.num_rows > 0) PMO_CUDA(cudaMemsetAsync(map, 0xFF, row_map_bytes, stream));
+  }
+  if (p.row_probs != nullptr && p.num_rows > 0) PMO_CUDA(cudaMemsetAsync(p.row_probs, 0, row_map_bytes, stream));
+  if (p.num_tokens == 0) return PMO_OK;
+  if (p.rowmap != nullptr) {
+    PMO_CUDA(cudaMemsetAsync(p.rowmap, 0xFF, p.num_tokens * p.num_experts * sizeof(int32_t), stream));
+  }
+  if (p.topk == 0) return PMO_OK;
+  const PlaceOutputs outputs = {p.num_rows,      p.probs,        p.routing_kind == PMO_ROUTING_MASK,
+                                p.slot_to_row,   p.row_to_token, p.row_to_slot,
+                                p.row_to_expert, p.rowmap,       p.row_probs};
+  place_tiles<<<grid_for(layout.num_tiles, kWarps), kThreads, 0, stream>>>(layout, outputs);
+  PMO_CUDA_LAUNCHED("place_tiles");
+  if (p.token_rows != nullptr) {
+    sort_token_rows<<<grid_for(p.num_tokens * p.topk, kThreads), kThreads, 0, stream>>>(layout, p.token_rows);
+    PMO_CUDA_LAUNCHED("sort_token_rows");
+  }
+  return PMO_OK;
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace pmo
+
+extern "C" int64_t pmo_route_cuda_workspace_bytes(const pmo_route_params* params) {
+  if (params == nullptr || pmo::check_route_sizes(*params) != PMO_OK) return 0;
+  pmo_route_params sizes_only = *params;
+  sizes_only.workspace = nullptr;
+  return pmo::cuda::Layout(sizes_only).bytes;
+}
+
+extern "C" int pmo_route_count_cuda(const pmo_route_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::count);
+}
+
+extern "C" int pmo_route_cuda(const pmo_route_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::route);
+}

@@ -1,0 +1,214 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Values per slot and per row, and the cleaning of a user's rowmap, on the GPU.
+//
+// clean_rowmap: every entry of the rowmap bids for its row with its flat place; the lowest bid wins (atomicMin: the outcome does not
+// depend on the order of the bids). A warp per token then keeps the entries that won, in expert order.
+// Workspace: pmo_rowmap_findings, then int64 [N] winning places. Bytes moved: rowmap read twice, T * E * 4 each; 8 * N bytes of bids.
+#include "common/checks.h"
+#include "cuda/launch.cuh"
+#include "pmo/route.h"
+
+namespace pmo {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+
+struct Layout {
+  pmo_rowmap_findings* findings;
+  unsigned long long* owner;  // [N] flat place of the entry that has the row
+  int64_t bytes;
+
+  explicit Layout(const pmo_clean_rowmap_params& p) {
+    Workspace workspace(p.workspace);
+    findings = workspace.take<pmo_rowmap_findings>(1);
+    owner = workspace.take<unsigned long long>(p.num_rows);
+    bytes = workspace.used();
+  }
+};
+
+__device__ void note_first(int64_t* place, int64_t found) {
+  atomicMin(reinterpret_cast<unsigned long long*>(place), static_cast<unsigned long long>(found));
+}
+
+__device__ int64_t expert_id(const pmo_clean_rowmap_params& p, int64_t slot) {
+  return p.ids_kind == PMO_ROUTING_IDS64 ? static_cast<const int64_t*>(p.ids)[slot] : static_cast<const int32_t*>(p.ids)[slot];
+}
+
+__global__ void reset(pmo_clean_rowmap_params p, Layout layout) {
+  const int64_t first = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (first == 0) *layout.findings = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0};
+  for (int64_t row = first; row < p.num_rows; row += int64_t{gridDim.x} * kThreads) {
+    layout.owner[row] = ~0ull;
+    p.row_to_token[row] = -1;
+  }
+}
+
+__global__ void bid(pmo_clean_rowmap_params p, Layout layout) {
+  const int64_t entries = p.num_tokens * p.num_experts;
+  for (int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x; flat < entries; flat += int64_t{gridDim.x} * kThreads) {
+    const int32_t row = p.rowmap[flat];
+    if (row >= 0 && row < p.num_rows) {
+      atomicMin(&layout.owner[row], static_cast<unsigned long long>(flat));
+    } else if (row != -1) {
+      note_first(&layout.findings->bad_row_place, flat);
+    }
+  }
+}
+
+__global__ void keep_winners(pmo_clean_rowmap_params p, Layout layout) {
+  const int lane = threadIdx.x % kWarpSize;
+  for (int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; token < p.num_tokens;
+       token += int64_t{gridDim.x} * kWarps) {
+    int64_t kept = 0;
+    for (int64_t begin = 0; begin < p.num_experts; begin += kWarpSize) {
+      const int64_t expert = begin + lane;
+      const int64_t flat = token * p.num_experts + expert;
+      const int32_t row = expert < p.num_experts ? p.rowmap[flat] : -1;
+      const bool usable = row >= 0 && row < p.num_rows;
+      const bool won = usable && layout.owner[row] == static_cast<unsigned long long>(flat);
+      if (usable && !won) note_first(&layout.findings->repeat_place, flat);
+      const unsigned lanes = __ballot_sync(kAllLanes, won);
+      if (won) {
+        p.token_rows[token * p.num_experts + kept + __popc(lanes & ((1u << lane) - 1))] = row;
+        p.row_to_token[row] = static_cast<int32_t>(token);
+      }
+      kept += __popc(lanes);
+    }
+    if (lane == 0 && kept < p.num_experts) p.token_rows[token * p.num_experts + kept] = -1;
+  }
+}
+
+__global__ void rows_of_slots(pmo_clean_rowmap_params p, Layout layout) {
+  const int64_t slots = p.num_tokens * p.topk;
+  for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += int64_t{gridDim.x} * kThreads) {
+    const int64_t token = slot / p.topk;
+    const int64_t expert = expert_id(p, slot);
+    int32_t row = -1;
+    if (expert >= 0 && expert < p.num_experts) {
+      const int64_t flat = token * p.num_experts + expert;
+      const int32_t entry = p.rowmap[flat];
+      if (entry >= 0 && entry < p.num_rows && layout.owner[entry] == static_cast<unsigned long long>(flat)) row = entry;
+    } else if (expert != -1) {
+      note_first(&layout.findings->bad_id_place, slot);
+    }
+    if (row >= 0 && p.duplicates == PMO_DUPLICATES_FIRST) {
+      for (int64_t earlier = token * p.topk; earlier < slot; ++earlier) {
+        if (expert_id(p, earlier) == expert) row = -1;
+      }
+    }
+    p.slot_to_row[slot] = row;
+  }
+}
+
+// The values at the places found; one thread.
+__global__ void complete_findings(pmo_clean_rowmap_params p, Layout layout) {
+  pmo_rowmap_findings& found = *layout.findings;
+  if (found.bad_id_place != PMO_NOWHERE) found.bad_id = expert_id(p, found.bad_id_place);
+  if (found.bad_row_place != PMO_NOWHERE) found.bad_row = p.rowmap[found.bad_row_place];
+  if (found.repeat_place != PMO_NOWHERE) {
+    found.repeat_row = p.rowmap[found.repeat_place];
+    found.repeat_first = static_cast<int64_t>(layout.owner[found.repeat_row]);
+  }
+}
+
+int clean_rowmap(const pmo_clean_rowmap_params& p, cudaStream_t stream) {
+  if (const int status = check_clean_rowmap(p)) return status;
+  const Layout layout(p);
+  PMO_REQUIRE(p.workspace != nullptr && reinterpret_cast<uintptr_t>(p.workspace) % 8 == 0 && p.workspace_bytes >= layout.bytes,
+              "workspace", "8-byte aligned and as large as pmo_clean_rowmap_cuda_workspace_bytes says");
+  reset<<<grid_for(p.num_rows + 1, kThreads), kThreads, 0, stream>>>(p, layout);
+  PMO_CUDA_LAUNCHED("reset");
+  if (p.num_tokens == 0) return PMO_OK;
+  bid<<<grid_for(p.num_tokens * p.num_experts, kThreads), kThreads, 0, stream>>>(p, layout);
+  PMO_CUDA_LAUNCHED("bid");
+  keep_winners<<<grid_for(p.num_tokens, kWarps), kThreads, 0, stream>>>(p, layout);
+  PMO_CUDA_LAUNCHED("keep_winners");
+  if (p.slot_to_row != nullptr && p.topk > 0) {
+    rows_of_slots<<<grid_for(p.num_tokens * p.topk, kThreads), kThreads, 0, stream>>>(p, layout);
+    PMO_CUDA_LAUNCHED("rows_of_slots");
+  }
+  if (p.checks != 0) complete_findings<<<1, 1, 0, stream>>>(p, layout);
+  PMO_CUDA_LAUNCHED("complete_findings");
+  return PMO_OK;
+}
+
+// Where a slot's value lies, or -1 if it has none.
+__device__ int64_t value_place(const pmo_slots_params& p, int64_t slot, int64_t row) {
+  if (p.num_experts == 0) return slot;
+  const int32_t expert = p.row_to_expert[row];
+  return expert >= 0 && expert < p.num_experts ? slot / p.topk * p.num_experts + expert : -1;
+}
+
+__global__ void gather(pmo_slots_params p) {
+  const int64_t slots = p.num_tokens * p.topk;
+  for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += int64_t{gridDim.x} * kThreads) {
+    const int64_t row = p.slot_to_row[slot];
+    if (row < 0 || row >= p.num_rows) continue;
+    const int64_t place = value_place(p, slot, row);
+    if (place >= 0) p.slot_values[place] = p.row_values[row];
+  }
+}
+
+// A thread per token: only one token's slots may share a row, and their values are added in slot order.
+__global__ void scatter(pmo_slots_params p) {
+  for (int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x; token < p.num_tokens;
+       token += int64_t{gridDim.x} * kThreads) {
+    for (int pass = p.accumulate != 0 ? 1 : 0; pass < 2; ++pass) {
+      for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
+        const int64_t row = p.slot_to_row[slot];
+        if (row < 0 || row >= p.num_rows) continue;
+        const int64_t place = value_place(p, slot, row);
+        if (place < 0) continue;
+        // -0.0 is the neutral start: a value that comes alone keeps its sign
+        p.row_values[row] = pass == 0 ? -0.0f : __fadd_rn(p.row_values[row], p.slot_values[place]);
+      }
+    }
+  }
+}
+
+int gather_slots(const pmo_slots_params& p, cudaStream_t stream) {
+  if (const int status = check_slots(p)) return status;
+  const int64_t values = p.num_tokens * (p.num_experts == 0 ? p.topk : p.num_experts);
+  if (values == 0) return PMO_OK;
+  PMO_CUDA(cudaMemsetAsync(p.slot_values, 0, values * sizeof(float), stream));
+  if (p.topk == 0) return PMO_OK;
+  gather<<<grid_for(p.num_tokens * p.topk, kThreads), kThreads, 0, stream>>>(p);
+  PMO_CUDA_LAUNCHED("gather");
+  return PMO_OK;
+}
+
+int scatter_slots(const pmo_slots_params& p, cudaStream_t stream) {
+  if (const int status = check_slots(p)) return status;
+  if (p.accumulate == 0 && p.num_rows > 0) PMO_CUDA(cudaMemsetAsync(p.row_values, 0, p.num_rows * sizeof(float), stream));
+  if (p.num_tokens * p.topk == 0) return PMO_OK;
+  scatter<<<grid_for(p.num_tokens, kThreads), kThreads, 0, stream>>>(p);
+  PMO_CUDA_LAUNCHED("scatter");
+  return PMO_OK;
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace pmo
+
+extern "C" int64_t pmo_clean_rowmap_cuda_workspace_bytes(const pmo_clean_rowmap_params* params) {
+  if (params == nullptr || params->num_rows < 0 || params->num_rows > pmo::kMaxIndex) return 0;
+  pmo_clean_rowmap_params sizes_only = *params;
+  sizes_only.workspace = nullptr;
+  return pmo::cuda::Layout(sizes_only).bytes;
+}
+
+extern "C" int pmo_clean_rowmap_cuda(const pmo_clean_rowmap_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::clean_rowmap);
+}
+
+extern "C" int pmo_gather_slots_cuda(const pmo_slots_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::gather_slots);
+}
+
+extern "C" int pmo_scatter_slots_cuda(const pmo_slots_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::scatter_slots);
+}

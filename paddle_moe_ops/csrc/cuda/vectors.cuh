@@ -1,0 +1,125 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Wide accesses to rows of any width, and conversions to and from float32.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "pmo/base.h"
+
+namespace pmo {
+namespace cuda {
+
+// `kBytes` bytes that move in one access.
+template <int kBytes>
+struct alignas(kBytes) Vector {
+  unsigned char bytes[kBytes];
+};
+
+// The widest access, up to 16 bytes, that divides every address and length given.
+inline int widest_access(std::initializer_list<uintptr_t> values) {
+  uintptr_t all = 16;
+  for (const uintptr_t value : values) all |= value;
+  int width = 16;
+  while (all % width != 0) width /= 2;
+  return width;
+}
+
+inline uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+// Calls body(std::integral_constant<int, width>) for the width at hand.
+template <typename Body>
+int with_width(int width, Body body) {
+  switch (width) {
+    case 16:
+      return body(std::integral_constant<int, 16>());
+    case 8:
+      return body(std::integral_constant<int, 8>());
+    case 4:
+      return body(std::integral_constant<int, 4>());
+    case 2:
+      return body(std::integral_constant<int, 2>());
+    default:
+      return body(std::integral_constant<int, 1>());
+  }
+}
+
+struct Float32Rows {
+  using Element = float;
+  static __device__ float load(float element) { return element; }
+  static __device__ float store(float value) { return value; }
+};
+
+struct Float16Rows {
+  using Element = __half;
+  static __device__ float load(__half element) { return __half2float(element); }
+  static __device__ __half store(float value) { return __float2half_rn(value); }
+};
+
+struct BFloat16Rows {
+  using Element = __nv_bfloat16;
+  static __device__ float load(__nv_bfloat16 element) { return __bfloat162float(element); }
+  static __device__ __nv_bfloat16 store(float value) { return __float2bfloat16_rn(value); }
+};
+
+// Calls body(Rows(), width in elements) for a row type that is summed, and the widest access that fits all of `values`; width 0 says
+// that not even single elements are aligned.
+template <typename Rows, typename Body>
+int with_rows_of(std::initializer_list<uintptr_t> values, Body body) {
+  constexpr int kElement = sizeof(typename Rows::Element);
+  return with_width(widest_access(values), [&](auto width) {
+    constexpr int kWidth = decltype(width)::value / kElement;  // 0: not even elements are aligned
+    return body(Rows(), std::integral_constant<int, kWidth>());
+  });
+}
+
+template <typename Body>
+int with_rows(int32_t dtype, std::initializer_list<uintptr_t> values, Body body) {
+  switch (dtype) {
+    case PMO_FLOAT32:
+      return with_rows_of<Float32Rows>(values, body);
+    case PMO_FLOAT16:
+      return with_rows_of<Float16Rows>(values, body);
+    default:
+      return with_rows_of<BFloat16Rows>(values, body);
+  }
+}
+
+// `kWidth` elements of a row as float32.
+template <typename Rows, int kWidth>
+struct Lanes {
+  float values[kWidth];
+
+  __device__ void load(const void* row, int64_t vector) {
+    using Element = typename Rows::Element;
+    using Access = Vector<kWidth * sizeof(Element)>;
+    union {
+      Access access;
+      Element elements[kWidth];
+    };
+    access = static_cast<const Access*>(row)[vector];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = Rows::load(elements[i]);
+  }
+
+  __device__ void store(void* row, int64_t vector) const {
+    using Element = typename Rows::Element;
+    using Access = Vector<kWidth * sizeof(Element)>;
+    union {
+      Access access;
+      Element elements[kWidth];
+    };
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) elements[i] = Rows::store(values[i]);
+    static_cast<Access*>(row)[vector] = access;
+  }
+};
+
+}  // namespace cuda
+}  // namespace pmo

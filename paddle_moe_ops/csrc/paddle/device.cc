@@ -1,0 +1,104 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "paddle/device.h"
+
+#include <cstring>
+#include <string>
+
+#include "paddle/binding.h"
+
+#ifdef PMO_WITH_CUDA
+#include <cuda_runtime.h>
+#if defined(PADDLE_WITH_CUSTOM_DEVICE) && !defined(PADDLE_WITH_CUDA)
+#include "paddle/phi/backends/all_context.h"
+#include "paddle/phi/backends/context_pool.h"
+#elif !defined(PADDLE_WITH_CUDA)
+#error "PMO_WITH_CUDA needs PADDLE_WITH_CUDA or PADDLE_WITH_CUSTOM_DEVICE: how else would a tensor be on a GPU?"
+#endif
+#endif
+
+namespace pmo {
+namespace binding {
+namespace {
+
+#if !defined(PMO_WITH_CUDA)
+
+constexpr char kDevices[] = "in CPU memory (this build has no GPU operators)";
+
+bool is_nvidia_gpu(const paddle::Tensor&) { return false; }
+void* stream_of(const paddle::Tensor&) { return nullptr; }
+
+#elif defined(PADDLE_WITH_CUDA)
+
+constexpr char kDevices[] = "in CPU memory or on an NVIDIA GPU";
+
+bool is_nvidia_gpu(const paddle::Tensor& tensor) { return tensor.is_gpu(); }
+void* stream_of(const paddle::Tensor& tensor) { return tensor.stream(); }
+
+#else
+
+constexpr char kDevices[] = "in CPU memory or on cuda_rig";
+
+bool is_nvidia_gpu(const paddle::Tensor& tensor) {
+  return tensor.is_custom_device() && tensor.place().GetDeviceType() == "cuda_rig";
+}
+
+void* stream_of(const paddle::Tensor& tensor) {
+  const auto* context = static_cast<const phi::CustomContext*>(phi::DeviceContextPool::Instance().Get(tensor.place()));
+  return context->stream();
+}
+
+#endif
+
+#ifdef PMO_WITH_CUDA
+void check_cuda(cudaError_t error, const char* function) {
+  if (error != cudaSuccess) fail(std::string(function) + ": CUDA: " + cudaGetErrorString(error));
+}
+#endif
+
+}  // namespace
+
+Target::Target(const char* function, std::initializer_list<const paddle::Tensor*> tensors) : function_(function) {
+  const paddle::Tensor* first = nullptr;
+  for (const paddle::Tensor* tensor : tensors) {
+    if (tensor == nullptr || !tensor->defined() || !tensor->has_allocation()) continue;
+    if (first == nullptr) first = tensor;
+    require(tensor->place() == first->place(), function, "all tensors must be on one device");
+  }
+  if (first == nullptr) return;  // nothing has elements
+  place_ = first->place();
+  is_gpu_ = is_nvidia_gpu(*first);
+  if (!is_gpu_ && !first->is_cpu()) fail(std::string(function) + ": every tensor must be " + kDevices);
+  if (is_gpu_) stream_ = stream_of(*first);
+}
+
+paddle::Tensor Target::zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const {
+  paddle::Tensor tensor = paddle::empty(shape, dtype, place_);
+  const size_t bytes = static_cast<size_t>(tensor.numel()) * phi::SizeOf(dtype);
+  if (bytes == 0) return tensor;
+#ifdef PMO_WITH_CUDA
+  if (is_gpu_) {
+    check_cuda(cudaMemsetAsync(tensor.data(), 0, bytes, static_cast<cudaStream_t>(stream_)), function_);
+    return tensor;
+  }
+#endif
+  std::memset(tensor.data(), 0, bytes);
+  return tensor;
+}
+
+void Target::copy_to_host(const void* source, int64_t bytes, void* target) const {
+  if (bytes == 0) return;
+#ifdef PMO_WITH_CUDA
+  if (is_gpu_) {
+    const auto stream = static_cast<cudaStream_t>(stream_);
+    check_cuda(cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream), function_);
+    check_cuda(cudaStreamSynchronize(stream), function_);
+    return;
+  }
+#endif
+  std::memcpy(target, source, static_cast<size_t>(bytes));
+}
+
+}  // namespace binding
+}  // namespace pmo

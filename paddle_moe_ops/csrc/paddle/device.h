@@ -1,0 +1,50 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The one place that knows which device a tensor is on and which stream its kernels go to.
+//
+// Three builds: without PMO_WITH_CUDA there is the CPU alone. With it, NVIDIA GPUs are GPUPlace under a CUDA build of Paddle
+// (PADDLE_WITH_CUDA), or the custom place "cuda_rig" of tools/gpu_rig under a CPU build of Paddle (PADDLE_WITH_CUSTOM_DEVICE).
+#pragma once
+
+#include <initializer_list>
+#include <vector>
+
+#include "paddle/extension.h"
+
+namespace pmo {
+namespace binding {
+
+class Target {
+ public:
+  // The device that all tensors are on; null and undefined ones do not count. Throws if they are on several, or on one without
+  // kernels.
+  Target(const char* function, std::initializer_list<const paddle::Tensor*> tensors);
+
+  bool is_gpu() const { return is_gpu_; }
+  void* stream() const { return stream_; }
+  const paddle::Place& place() const { return place_; }
+
+  // A tensor of zeros on the device.
+  paddle::Tensor zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const;
+
+  // Copies from the device to host memory and waits for it: on a GPU a synchronisation with the stream.
+  void copy_to_host(const void* source, int64_t bytes, void* target) const;
+
+ private:
+  const char* function_;
+  paddle::Place place_ = paddle::CPUPlace();
+  bool is_gpu_ = false;
+  void* stream_ = nullptr;
+};
+
+}  // namespace binding
+}  // namespace pmo
+
+// Calls the operator's CPU or CUDA entry point.
+#ifdef PMO_WITH_CUDA
+#define PMO_CALL(target, name, params) \
+  ((target).is_gpu() ? pmo_##name##_cuda((params), (target).stream()) : pmo_##name##_cpu((params), nullptr))
+#else
+#define PMO_CALL(target, name, params) pmo_##name##_cpu((params), nullptr)
+#endif

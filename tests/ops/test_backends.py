@@ -1,0 +1,224 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend runs: automatic and explicit choice, and what happens where it cannot."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_moe_ops import explain, moe_permute, permute, route, use_backend
+from paddle_moe_ops.backends import OPERATORS, compiled, resolve
+from paddle_moe_ops.backends import reference as reference_backend
+from tests.ops.problems import make_problem, tensor
+from tests.packaging.subprocesses import copy_without_library, run_python
+from tests.params import SMALL
+
+MISSING = "the compiled library _C_pd_.so is missing; build it with: pip install --no-build-isolation ."
+NAMES = "compiled, reference"
+
+
+@pytest.fixture
+def without_library(monkeypatch):
+    monkeypatch.setattr(compiled, "LIBRARY", Path("/nowhere/_C_pd_.so"))
+    monkeypatch.setattr(compiled, "_library_problem", compiled._library_problem.__wrapped__)
+
+
+def raises(error, text):
+    return pytest.raises(error, match=f"^{re.escape(text)}$")
+
+
+def chosen() -> str:
+    return resolve("route").name
+
+
+# ---- choice
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_compiled_operators_run_unless_something_else_is_asked_for(operator):
+    assert resolve(operator).name == "compiled"
+
+
+def test_choices_nest_and_end_with_their_block():
+    with use_backend("reference"):
+        assert chosen() == "reference"
+        with use_backend("compiled"):
+            assert chosen() == "compiled"
+        assert chosen() == "reference"
+    assert chosen() == "compiled"
+
+
+def test_a_choice_ends_when_its_block_is_left_by_an_error():
+    with pytest.raises(KeyError), use_backend("reference"):
+        raise KeyError
+    assert chosen() == "compiled"
+
+
+def test_a_choice_holds_for_its_own_thread_only():
+    seen = []
+    with use_backend("reference"):
+        thread = threading.Thread(target=lambda: seen.append(chosen()))
+        thread.start()
+        thread.join()
+    assert seen == ["compiled"]
+
+
+def test_the_variable_chooses_and_an_empty_one_does_not(monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_BACKEND", "reference")
+    assert chosen() == "reference"
+    monkeypatch.setenv("PADDLE_MOE_OPS_BACKEND", "")
+    assert chosen() == "compiled"
+
+
+def test_use_backend_goes_before_the_variable(monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_BACKEND", "reference")
+    with use_backend("compiled"):
+        assert chosen() == "compiled"
+
+
+@pytest.mark.parametrize("name", ["cuda", "", "Compiled", None])
+def test_a_backend_that_does_not_exist_is_refused_at_once(name):
+    with raises(ValueError, f"use_backend: name must be one of {NAMES}, but got {name!r}"), use_backend(name):
+        pytest.fail("the block was entered")
+
+
+def test_a_bad_variable_is_refused_by_every_operator(monkeypatch, rng, place):
+    monkeypatch.setenv("PADDLE_MOE_OPS_BACKEND", "fast")
+    text = f"PADDLE_MOE_OPS_BACKEND must be one of {NAMES}, but got 'fast'"
+    with raises(ValueError, text):
+        route(tensor(make_problem(rng, SMALL).ids, place), num_experts=SMALL.E)
+    assert f"chosen by: {text}" in explain("route")
+
+
+# ---- the operators run where they were told to
+
+
+def spy(monkeypatch, name):
+    """Records calls of a method of the oracle's backend."""
+    calls = []
+    method = getattr(reference_backend.ReferenceBackend, name)
+
+    def recorded(self, *arguments, **options):
+        calls.append(name)
+        return method(self, *arguments, **options)
+
+    monkeypatch.setattr(reference_backend.ReferenceBackend, name, recorded)
+    return calls
+
+
+def test_the_chosen_backend_runs(monkeypatch, rng, place):
+    calls = spy(monkeypatch, "route")
+    ids = tensor(make_problem(rng, SMALL).ids, place)
+    route(ids, num_experts=SMALL.E)
+    assert calls == []
+    with use_backend("reference"):
+        route(ids, num_experts=SMALL.E)
+    assert calls == ["route"]
+
+
+def test_backward_stays_on_the_backend_that_ran_forward(monkeypatch, rng, place):
+    calls = spy(monkeypatch, "permute_backward")
+    problem = make_problem(rng, SMALL)
+    x = tensor(problem.x, place, gradient=True)
+    plan = route(tensor(problem.ids, place), num_experts=SMALL.E)
+    compiled_rows, _ = permute(x, plan)
+    with use_backend("reference"):
+        reference_rows, _ = permute(x, plan)
+        compiled_rows.sum().backward()
+    assert calls == []
+    compiled_gradient = x.grad.numpy()
+    x.clear_grad()
+    reference_rows.sum().backward()
+    assert calls == ["permute_backward"]
+    np.testing.assert_array_equal(x.grad.numpy(), compiled_gradient)
+
+
+def test_backends_may_be_mixed_in_one_graph(rng, place):
+    problem = make_problem(rng, SMALL)
+    x, probs = tensor(problem.x, place, gradient=True), tensor(problem.probs, place, gradient=True)
+    plan = route(tensor(problem.ids, place), probs, num_experts=SMALL.E)
+    with use_backend("reference"):
+        rows, _ = permute(x, plan)
+    (rows * plan.row_probs.unsqueeze(-1)).sum().backward()
+    expected = np.where(problem.ids >= 0, problem.x.sum(axis=1, keepdims=True), 0)
+    np.testing.assert_allclose(probs.grad.numpy(), expected, rtol=1e-5, atol=1e-5)
+    assert x.grad.shape == x.shape
+
+
+# ---- a backend that cannot run
+
+
+def test_an_explicit_choice_that_cannot_run_is_an_error_with_the_alternatives(without_library, rng, place, monkeypatch):
+    problem = make_problem(rng, SMALL)
+    tensors = tensor(problem.x, place), None, tensor(problem.ids, place), tensor(problem.probs, place)
+    text = "moe_permute: the backend 'compiled' chosen by {} cannot run here: " + MISSING
+    text += ". Backends that can: reference"
+    with use_backend("compiled"), raises(RuntimeError, text.format("use_backend")):
+        moe_permute(*tensors, SMALL.E, None, 1)
+    monkeypatch.setenv("PADDLE_MOE_OPS_BACKEND", "compiled")
+    with raises(RuntimeError, text.format("PADDLE_MOE_OPS_BACKEND")):
+        moe_permute(*tensors, SMALL.E, None, 1)
+    with use_backend("reference"):
+        assert len(moe_permute(*tensors, SMALL.E, None, 1)) == 4
+
+
+def test_the_oracle_never_stands_in_silently(without_library, rng, place):
+    text = f"route: no backend can run it here: compiled: {MISSING}. The slow NumPy oracle runs everywhere: "
+    with raises(RuntimeError, text + "use_backend('reference')"):
+        route(tensor(make_problem(rng, SMALL).ids, place), num_experts=SMALL.E)
+
+
+def test_a_package_without_its_library_can_be_imported_and_used_on_request(tmp_path):
+    copy_without_library(tmp_path)
+    done = run_python(
+        "import paddle, paddle_moe_ops as ops\n"
+        "ids = paddle.zeros([2, 1], dtype='int32')\n"
+        "try:\n"
+        "    ops.route(ids, num_experts=1)\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+        "with ops.use_backend('reference'):\n"
+        "    print(ops.route(ids, num_experts=1).tokens_per_expert.tolist())\n",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    error, counts = done.stdout.splitlines()
+    assert error.startswith(f"route: no backend can run it here: compiled: {MISSING}.")
+    assert counts == "[2]"
+
+
+# ---- explain
+
+
+def test_explain_names_a_backend_for_every_operator():
+    lines = explain().splitlines()
+    assert lines[:-3] == [f"{operator}: compiled" for operator in OPERATORS]
+    assert lines[-3:] == [
+        "chosen by: automatic (first available)",
+        "backend compiled: available",
+        "backend reference: available, only on request",
+    ]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_explain_of_one_operator_follows_the_choice(operator, monkeypatch):
+    with use_backend("reference"):
+        assert explain(operator).splitlines()[:2] == [f"{operator}: reference", "chosen by: use_backend"]
+    monkeypatch.setenv("PADDLE_MOE_OPS_BACKEND", "reference")
+    assert explain(operator).splitlines()[:2] == [f"{operator}: reference", "chosen by: PADDLE_MOE_OPS_BACKEND"]
+
+
+def test_explain_says_why_a_backend_is_missing(without_library):
+    text = explain("unpermute")
+    assert f"backend compiled: unavailable: {MISSING}\n" in text
+    assert text.startswith("unpermute: none (unpermute: no backend can run it here: ")
+
+
+def test_explain_refuses_an_operator_that_does_not_exist():
+    with raises(ValueError, f"explain: operator must be one of {', '.join(OPERATORS)}, but got 'sort'"):
+        explain("sort")

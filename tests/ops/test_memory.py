@@ -1,0 +1,94 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept alive between forward and backward, by Paddle's own count of allocated bytes."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
+from paddle_moe_ops.testing.routing import uniform
+from tests.ops.problems import tensor
+
+T, H, E, K = 512, 1024, 8, 2
+TOKEN_BYTES = T * H * 4
+ROW_BYTES = K * TOKEN_BYTES
+SLACK = TOKEN_BYTES // 4  # maps and probabilities: a few KiB each
+
+
+def allocated_bytes() -> int:
+    gc.collect()
+    # Paddle counts its CPU memory but has no public function for it (paddle.device has them for GPUs).
+    return paddle.base.core.host_memory_stat_current_value("Allocated", 0)
+
+
+@pytest.fixture
+def ids(rng, place):
+    return tensor(uniform(rng, T, K, E), place)
+
+
+@pytest.fixture
+def probs(place):
+    return tensor(np.full((T, K), 0.5, np.float32), place, gradient=True)
+
+
+def leaf(rows, place):
+    return tensor(np.ones((rows, H), np.float32), place, gradient=True)
+
+
+def kept_for_backward(source, call):
+    """Bytes that the graph keeps of the call's input once the caller let go of it; the output is not counted.
+
+    The input is made by multiplying a leaf by a number, which keeps nothing itself.
+    """
+    before = allocated_bytes()
+    output = call(source * 1.0)
+    kept = allocated_bytes() - before - output.size * 4
+    output.sum().backward()
+    assert source.grad is not None
+    return kept
+
+
+def test_the_count_sees_a_tensor_that_is_kept(place):
+    source = leaf(T, place)
+    assert kept_for_backward(source, lambda x: x * x) >= TOKEN_BYTES
+    assert kept_for_backward(source, lambda x: x * 2.0) < SLACK
+
+
+def test_permute_keeps_no_tokens(ids, place):
+    plan = route(ids, num_experts=E)
+    assert kept_for_backward(leaf(T, place), lambda x: permute(x, plan)[0]) < SLACK
+
+
+def test_moe_permute_keeps_no_tokens(ids, probs, place):
+    assert kept_for_backward(leaf(T, place), lambda x: moe_permute(x, None, ids, probs, E, None, 1)[0]) < SLACK
+
+
+def test_plain_unpermute_keeps_no_rows(ids, place):
+    plan = route(ids, num_experts=E)
+    assert kept_for_backward(leaf(T * K, place), lambda y: unpermute(y, plan)) < SLACK
+
+
+def test_plain_moe_unpermute_keeps_no_rows(ids, probs, place):
+    _, rowmap, row_probs, _ = moe_permute(leaf(T, place), None, ids, probs, E, None, 1, do_gather=False)
+    kept = kept_for_backward(leaf(T * K, place), lambda y: moe_unpermute(y, rowmap, ids, row_probs, T, E)[0])
+    assert kept < SLACK
+
+
+def test_weighted_unpermute_keeps_its_rows_once(ids, probs, place):
+    plan = route(ids, probs.detach(), num_experts=E)
+    kept = kept_for_backward(leaf(T * K, place), lambda y: unpermute(y, plan, probs))
+    assert ROW_BYTES <= kept < ROW_BYTES + SLACK
+
+
+def test_inference_keeps_nothing(ids, place):
+    plan = route(ids, num_experts=E)
+    source = leaf(T, place)
+    before = allocated_bytes()
+    with paddle.no_grad():
+        rows, _ = permute(source * 1.0, plan)
+    assert allocated_bytes() - before - rows.size * 4 < SLACK

@@ -1,0 +1,268 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of the public functions that every way of running Paddle must answer with the same bits.
+
+The operator contract takes its examples from them too, so a case is also what puts a new operator under that contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import paddle
+from numpy.typing import DTypeLike, NDArray
+
+from paddle_moe_ops import moe_permute, moe_unpermute, permute, reference, route, unpermute
+from paddle_moe_ops.testing.routing import half_unassigned, random_probs
+
+H, E, K, A = 20, 5, 3, 4
+SCALES = 2
+BUFFER = 260  # more rows than 60 tokens need
+SMALL_BUFFER = 19  # fewer rows than 30 tokens need
+
+Inputs = dict[str, NDArray]
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Case(NamedTuple):
+    """A function of tensors, what it is called with, and which of its inputs want gradients."""
+
+    name: str
+    function: Callable[..., tuple[paddle.Tensor, ...]]
+    inputs: Callable[[np.random.Generator, int], Inputs]
+    leaves: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def num_tokens(ids: Any) -> Any:
+    """T as a tensor: a graph does not know it when it is built."""
+    return paddle.shape(ids)[0]
+
+
+def token_inputs(
+    dtype: DTypeLike = np.float32, leave_out: str = "", **extra: Callable[..., NDArray]
+) -> Callable[..., Inputs]:
+    """x, ids and probs but for those to leave out, and what `extra` makes of the generator and the ids."""
+
+    def make(rng: np.random.Generator, tokens: int) -> Inputs:
+        ids = half_unassigned(rng, tokens, K, E)
+        x = rng.standard_normal((tokens, H)).astype(dtype)
+        inputs = {"x": x, "ids": ids, "probs": random_probs(rng, ids)}
+        inputs = {name: array for name, array in inputs.items() if name not in leave_out.split()}
+        return {**inputs, **{name: make_input(rng, ids) for name, make_input in extra.items()}}
+
+    return make
+
+
+def row_inputs(dtype: DTypeLike = np.float32, ids_dtype: DTypeLike = np.int32) -> Callable[..., Inputs]:
+    """What `moe_unpermute` takes, with rows of their own."""
+
+    def make(rng: np.random.Generator, tokens: int) -> Inputs:
+        ids = half_unassigned(rng, tokens, K, E)
+        probs = random_probs(rng, ids)
+        _, rowmap, row_probs, _ = reference.moe_permute(np.zeros((tokens, 1), np.float32), None, ids, probs, E, None, A)
+        rows = rng.standard_normal((len(row_probs), H)).astype(dtype)
+        return {"rows": rows, "rowmap": rowmap, "ids": ids.astype(ids_dtype), "row_probs": row_probs}
+
+    return make
+
+
+def plan_inputs(dtype: DTypeLike = np.float32, with_probs: bool = True) -> Callable[..., Inputs]:
+    """Routing, and rows for `unpermute` that are not copies of tokens."""
+
+    def make(rng: np.random.Generator, tokens: int) -> Inputs:
+        inputs = row_inputs(dtype)(rng, tokens)
+        probs = {"probs": random_probs(rng, inputs["ids"])} if with_probs else {}
+        return {"rows": inputs["rows"], "ids": inputs["ids"], **probs}
+
+    return make
+
+
+def mask_inputs(rng: np.random.Generator, tokens: int) -> Inputs:
+    mask = rng.random((tokens, E)) < 0.5
+    mask[:, :2] = False  # at most topk = 3 are left
+    return {
+        "x": rng.standard_normal((tokens, H)).astype(np.float32),
+        "mask": mask,
+        "probs": rng.random(mask.shape, np.float32),
+    }
+
+
+def row_scales(rng: np.random.Generator, ids: NDArray) -> NDArray:
+    return rng.random((len(ids), SCALES), np.float32)
+
+
+def packed_scales(rng: np.random.Generator, ids: NDArray) -> NDArray:
+    return rng.integers(0, 2**31, (len(ids), SCALES), dtype=np.int32)
+
+
+def true_counts(dtype: DTypeLike) -> Callable[..., NDArray]:
+    return lambda rng, ids: np.bincount(ids[ids >= 0], minlength=E).astype(dtype)
+
+
+def permute_counted(x, ids, probs):
+    return moe_permute(x, None, ids, probs, E, None, A, return_expert_indices=True)
+
+
+def permute_counts_tensor(x, ids, probs, counts):
+    return moe_permute(x, None, ids, probs, E, counts, A)
+
+
+def permute_counts_list_of_tensors(x, ids, probs, counts):
+    return moe_permute(x, None, ids, probs, E, [counts[expert] for expert in range(E)], A)
+
+
+def permute_static_buffer(x, ids, probs):
+    return moe_permute(
+        x, None, ids, probs, E, [], A, return_expert_indices=True, override_buffer_size=BUFFER, return_overflow=True
+    )
+
+
+def permute_small_buffer(x, ids, probs):
+    return moe_permute(x, None, ids, probs, E, [], A, override_buffer_size=SMALL_BUFFER, return_overflow=True)
+
+
+def permute_scale(x, ids, probs, scale):
+    return moe_permute(x, scale, ids, probs, E, None, A)
+
+
+def permute_packed_scale(x, ids, probs, scale):
+    return moe_permute(x, scale, ids, probs, E, None, A, using_ue8m0_scale=True)
+
+
+def permute_float8(x, ids, probs, scale):
+    # An Executor neither takes nor hands out float8. Random normals are far from where the cast saturates.
+    rows, *others = moe_permute(x.astype("float8_e4m3fn"), scale, ids, probs, E, None, A)
+    return rows.astype("float32"), *others
+
+
+def permute_maps_only(x, ids, probs):
+    return moe_permute(x, None, ids, probs, E, None, A, do_gather=False, return_expert_indices=True)
+
+
+def unpermute_plain(rows, rowmap, ids, row_probs):
+    return moe_unpermute(rows, rowmap, ids, row_probs, num_tokens(ids), E)
+
+
+def unpermute_weighted(rows, rowmap, ids, row_probs):
+    return moe_unpermute(rows, rowmap, ids, row_probs, num_tokens(ids), E, using_weighted_combine=True)
+
+
+def unpermute_like_paddle(rows, rowmap, ids, row_probs):
+    return moe_unpermute(
+        rows, rowmap, ids, row_probs.unsqueeze(-1), num_tokens(ids), E, using_weighted_combine=True, compat="paddle"
+    )
+
+
+def layer(x, ids, probs):
+    rows, rowmap, row_probs, _ = moe_permute(x, None, ids, probs, E, None, A)
+    return moe_unpermute(rows * 2, rowmap, ids, row_probs, num_tokens(ids), E, using_weighted_combine=True)
+
+
+def plan_tensors(plan):
+    return tuple(field for field in plan if field is not None and not isinstance(field, int))
+
+
+def route_ids(ids, probs):
+    return plan_tensors(route(ids, probs, num_experts=E, padding_alignment=A))
+
+
+def route_without_probs(ids):
+    return plan_tensors(route(ids, num_experts=E, padding_alignment=A))
+
+
+def route_each(ids, probs):
+    return plan_tensors(route(ids, probs, num_experts=E, duplicates="each", buffer_size=SMALL_BUFFER))
+
+
+def route_counts_tensor(ids, probs, counts):
+    return plan_tensors(route(ids, probs, num_experts=E, tokens_per_expert=counts))
+
+
+def route_mask(x, mask, probs):
+    plan = route(mask, probs, topk=K, padding_alignment=A)
+    rows, _ = permute(x, plan)
+    return *plan_tensors(plan), rows, unpermute(rows, plan, plan.row_probs)
+
+
+def permute_by_plan(x, ids, probs, scale):
+    rows, scales = permute(x, route(ids, probs, num_experts=E, padding_alignment=A), scale)
+    return rows, scales
+
+
+def permute_by_plan_float8(x, ids, probs, scale):
+    plan = route(ids, probs, num_experts=E, buffer_size=BUFFER)
+    rows, scales = permute(x.astype("float8_e4m3fn"), plan, scale)
+    return rows.astype("float32"), scales
+
+
+def permute_by_plan_float8_e5m2(x, ids):
+    rows, _ = permute(x.astype("float8_e5m2"), route(ids, num_experts=E))
+    return (rows.astype("float32"),)
+
+
+def unpermute_by_plan(rows, ids):
+    return (unpermute(rows, route(ids, num_experts=E, padding_alignment=A)),)
+
+
+def unpermute_by_plan_row_probs(rows, ids, probs):
+    plan = route(ids, probs, num_experts=E, padding_alignment=A)
+    return unpermute(rows, plan, plan.row_probs), plan.row_probs
+
+
+def unpermute_by_plan_slot_probs(rows, ids, probs):
+    return (unpermute(rows, route(ids, num_experts=E, padding_alignment=A), probs),)
+
+
+COUNTS32, COUNTS64 = true_counts(np.int32), true_counts(np.int64)
+
+MOE_PERMUTE = (
+    Case("moe_permute-float32", permute_counted, token_inputs(), ("x", "probs")),
+    Case("moe_permute-bfloat16", permute_counted, token_inputs(BFLOAT16), ("x", "probs")),
+    Case("moe_permute-float16", permute_counted, token_inputs(np.float16), ("x", "probs")),
+    Case("moe_permute-x-only", permute_counted, token_inputs(), ("x",)),
+    Case("moe_permute-probs-only", permute_counted, token_inputs(BFLOAT16), ("probs",)),
+    Case("moe_permute-counts32", permute_counts_tensor, token_inputs(counts=COUNTS32), ("x", "probs")),
+    Case("moe_permute-counts64", permute_counts_tensor, token_inputs(BFLOAT16, counts=COUNTS64), ("x", "probs")),
+    Case("moe_permute-counts0D", permute_counts_list_of_tensors, token_inputs(counts=COUNTS64), ("x", "probs")),
+    Case("moe_permute-buffer", permute_static_buffer, token_inputs(BFLOAT16), ("x", "probs")),
+    Case("moe_permute-small-buffer", permute_small_buffer, token_inputs(), ("x", "probs")),
+    Case("moe_permute-scale", permute_scale, token_inputs(BFLOAT16, scale=row_scales), ("x", "probs")),
+    Case("moe_permute-packed-scale", permute_packed_scale, token_inputs(scale=packed_scales), ("x", "probs")),
+    Case("moe_permute-float8", permute_float8, token_inputs(scale=row_scales), ("probs",)),
+    Case("moe_permute-maps-only", permute_maps_only, token_inputs(), ("x", "probs")),
+)
+MOE_UNPERMUTE = (
+    Case("moe_unpermute-float32", unpermute_plain, row_inputs(), ("rows", "row_probs")),
+    Case("moe_unpermute-bfloat16", unpermute_plain, row_inputs(BFLOAT16, np.int64), ("rows", "row_probs")),
+    Case("moe_unpermute-weighted-float32", unpermute_weighted, row_inputs(), ("rows", "row_probs")),
+    Case("moe_unpermute-weighted-bfloat16", unpermute_weighted, row_inputs(BFLOAT16), ("rows", "row_probs")),
+    Case("moe_unpermute-weighted-rows-only", unpermute_weighted, row_inputs(), ("rows",)),
+    Case("moe_unpermute-weighted-probs-only", unpermute_weighted, row_inputs(), ("row_probs",)),
+    Case("moe_unpermute-compat", unpermute_like_paddle, row_inputs(BFLOAT16), ("rows", "row_probs")),
+    Case("layer", layer, token_inputs(BFLOAT16), ("x", "probs")),
+)
+FLOAT8_E5M2 = Case("permute-float8_e5m2", permute_by_plan_float8_e5m2, token_inputs(leave_out="probs"), ())
+VERBS = (
+    Case("route", route_ids, token_inputs(leave_out="x"), ("probs",)),
+    Case("route-without-probs", route_without_probs, token_inputs(leave_out="x probs"), ()),
+    Case("route-each", route_each, token_inputs(leave_out="x"), ("probs",)),
+    Case("route-counts", route_counts_tensor, token_inputs(leave_out="x", counts=COUNTS32), ("probs",)),
+    Case("route-mask", route_mask, mask_inputs, ("x", "probs")),
+    Case("permute", permute_by_plan, token_inputs(scale=row_scales), ("x",)),
+    Case("permute-bfloat16", permute_by_plan, token_inputs(BFLOAT16, scale=packed_scales), ("x",)),
+    Case("permute-float8", permute_by_plan_float8, token_inputs(scale=row_scales), ()),
+    FLOAT8_E5M2,
+    Case("unpermute", unpermute_by_plan, plan_inputs(with_probs=False), ("rows",)),
+    Case("unpermute-bfloat16", unpermute_by_plan, plan_inputs(BFLOAT16, with_probs=False), ("rows",)),
+    Case("unpermute-row-probs", unpermute_by_plan_row_probs, plan_inputs(), ("rows", "probs")),
+    Case("unpermute-row-probs-bfloat16", unpermute_by_plan_row_probs, plan_inputs(BFLOAT16), ("rows", "probs")),
+    Case("unpermute-slot-probs", unpermute_by_plan_slot_probs, plan_inputs(), ("rows", "probs")),
+    Case("unpermute-slot-probs-bfloat16", unpermute_by_plan_slot_probs, plan_inputs(BFLOAT16), ("rows", "probs")),
+)
+CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS)

@@ -1,0 +1,145 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The ways in which Paddle can run one function: dygraph (eager or traced) and a static graph with an Executor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+
+from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
+from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.static.cases import Case, Inputs
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Run(NamedTuple):
+    """What a function returned, and the gradients of the inputs that wanted one."""
+
+    outputs: list[NDArray]
+    gradients: dict[str, NDArray | None]
+
+
+def run_dygraph(
+    function: Callable[..., Any], inputs: Inputs, leaves: tuple[str, ...], d_outputs: dict[int, NDArray] | None = None
+) -> Run:
+    """Calls a function, plain or made by paddle.jit, and runs backward from the outputs that `d_outputs` names."""
+    tensors = {name: to_tensor(array) for name, array in inputs.items()}
+    for name in leaves:
+        tensors[name].stop_gradient = False
+    outputs = as_tuple(function(*tensors.values()))
+    if d_outputs:
+        gradients = [to_tensor(gradient) for gradient in d_outputs.values()]
+        paddle.autograd.backward([outputs[index] for index in d_outputs], gradients)
+    return Run(
+        [to_numpy(output) for output in outputs],
+        {name: None if tensors[name].grad is None else to_numpy(tensors[name].grad) for name in leaves},
+    )
+
+
+def as_tuple(outputs: Any) -> tuple[paddle.Tensor, ...]:
+    """A loaded program hands out its only output bare."""
+    return tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
+
+
+def random_d_outputs(case: Case, inputs: Inputs, rng: np.random.Generator) -> dict[int, NDArray]:
+    """A gradient for each output that has one, by its number."""
+    tensors = {name: to_tensor(array) for name, array in inputs.items()}
+    for name in case.leaves:
+        tensors[name].stop_gradient = False
+    return {
+        index: rng.standard_normal(output.shape).astype(to_numpy(output).dtype)
+        for index, output in enumerate(case.function(*tensors.values()))
+        if not output.stop_gradient
+    }
+
+
+def assert_same_run(got: Run, expected: Run) -> None:
+    """Checks that two runs gave the same bits; the expected one has every gradient."""
+    for index, (output, wanted) in enumerate(zip(got.outputs, expected.outputs, strict=True)):
+        assert_bits_equal(output, wanted, what=f"output {index}")
+    for name, gradient in expected.gradients.items():
+        assert gradient is not None, f"dygraph gives no gradient of {name}"
+        assert got.gradients[name] is not None, f"no gradient of {name}"
+        assert_bits_equal(got.gradients[name], gradient, what=f"gradient of {name}")
+
+
+def free_shapes(case: Case) -> dict[str, tuple[list[int | None], str]]:
+    """Shape and dtype of each input, None where the size follows the number of tokens."""
+    few, many = (case.inputs(np.random.default_rng(0), tokens) for tokens in (0, 64))
+    return {
+        name: (
+            [size if size == other else None for size, other in zip(few[name].shape, array.shape, strict=True)],
+            array.dtype.name,
+        )
+        for name, array in many.items()
+    }
+
+
+def input_specs(case: Case) -> list[paddle.static.InputSpec]:
+    """For paddle.jit: every input with a free number of tokens."""
+    return [
+        paddle.static.InputSpec(shape, dtype, name, stop_gradient=name not in case.leaves)
+        for name, (shape, dtype) in free_shapes(case).items()
+    ]
+
+
+@contextlib.contextmanager
+def static_mode() -> Iterator[None]:
+    paddle.enable_static()
+    try:
+        yield
+    finally:
+        paddle.disable_static()
+
+
+def feed_of(array: NDArray) -> NDArray:
+    """An Executor takes bfloat16 as uint16."""
+    return array.view(np.uint16) if array.dtype == BFLOAT16 else array
+
+
+class StaticGraph:
+    """A case as one program with a free number of tokens, with the gradients from some outputs."""
+
+    def __init__(self, case: Case, d_outputs: dict[int, NDArray]) -> None:
+        self.case = case
+        self.program = paddle.static.Program()
+        self.executor = paddle.static.Executor()
+        with static_mode(), paddle.static.program_guard(self.program):
+            inputs = {
+                name: paddle.static.data(name, shape, dtype) for name, (shape, dtype) in free_shapes(case).items()
+            }
+            for name in case.leaves:
+                inputs[name].stop_gradient = False
+            self.outputs = list(case.function(*inputs.values()))
+            d_values = {
+                index: paddle.static.data(f"d_{index}", [None] * gradient.ndim, gradient.dtype.name)
+                for index, gradient in d_outputs.items()
+            }
+            self.gradients = []
+            if d_values:
+                targets = [self.outputs[index] for index in d_values]
+                leaves = [inputs[name] for name in case.leaves]
+                self.gradients = paddle.static.gradients(targets, leaves, list(d_values.values()))
+
+    def run(self, inputs: Inputs, d_outputs: dict[int, NDArray]) -> Run:
+        feed = {**inputs, **{f"d_{index}": gradient for index, gradient in d_outputs.items()}}
+        with static_mode():
+            fetched = self.executor.run(
+                self.program,
+                feed={name: feed_of(array) for name, array in feed.items()},
+                fetch_list=[*self.outputs, *self.gradients],
+            )
+        arrays = [
+            array.view(BFLOAT16) if value.dtype == paddle.bfloat16 else array
+            for array, value in zip(fetched, [*self.outputs, *self.gradients], strict=True)
+        ]
+        count = len(self.outputs)
+        return Run(arrays[:count], dict(zip(self.case.leaves, arrays[count:], strict=True)))

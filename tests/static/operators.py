@@ -1,0 +1,117 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled operators as Paddle knows them, with example arguments that the public functions gave them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import paddle
+from paddle.base.framework import OpProtoHolder
+
+from paddle_moe_ops import _C, moe_permute, route
+from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
+from tests.static.cases import CASES, A, Case, E, token_inputs
+
+FLOAT8 = (paddle.float8_e4m3fn, paddle.float8_e5m2)
+FLOATS = (paddle.float32, paddle.bfloat16, paddle.float16)
+# Paddle's numbers for the types of attributes.
+ATTRIBUTE_TYPES = {0: "int", 1: "float", 2: "string", 3: "ints", 6: "bool", 9: "int64", 11: "int64s"}
+
+
+class Operator(NamedTuple):
+    """One operator: its inputs in order (True: optional), its outputs, its attributes in order with their types."""
+
+    name: str
+    inputs: dict[str, bool]
+    outputs: list[str]
+    attributes: dict[str, str]
+
+
+class Example(NamedTuple):
+    """One call of an operator: arrays for its inputs (None: not given), and its attributes."""
+
+    operator: Operator
+    inputs: dict[str, np.ndarray | None]
+    attributes: dict[str, Any]
+    wanting: tuple[str, ...]  # inputs that want a gradient
+
+    def tensors(self) -> dict[str, paddle.Tensor | None]:
+        tensors = {name: None if array is None else to_tensor(array) for name, array in self.inputs.items()}
+        for name in self.wanting:
+            if tensors[name] is not None:
+                tensors[name].stop_gradient = False
+        return tensors
+
+    def run(self, tensors: dict[str, Any]) -> list[paddle.Tensor]:
+        """Calls the operator as the package does: by position."""
+        return paddle._C_ops._run_custom_op(self.operator.name, *tensors.values(), *self.attributes.values())
+
+    def rows_are_known(self) -> bool:
+        """Whether attributes alone tell how many rows the buffer has."""
+        if "counts_source" not in self.attributes:
+            return True
+        buffer_size = next(value for name, value in self.attributes.items() if name.endswith("buffer_size"))
+        return buffer_size >= 0 or bool(self.attributes["tokens_per_expert_list"])
+
+
+def _permute_with_list(x, ids, probs):
+    return moe_permute(x, None, ids, probs, E, _list_of_counts(ids), A)
+
+
+def _route_with_list(x, ids, probs):
+    return route(ids, probs, num_experts=E, tokens_per_expert=_list_of_counts(ids))
+
+
+def _list_of_counts(ids: paddle.Tensor) -> list[int]:
+    return paddle.bincount(ids[ids >= 0], minlength=E).tolist()
+
+
+# A list is part of a program, so these are no cases for any number of tokens.
+LISTS = (
+    Case("moe_permute-list", _permute_with_list, token_inputs(), ("x", "probs")),
+    Case("route-list", _route_with_list, token_inputs(), ("probs",)),
+)
+
+
+def operator_names() -> list[str]:
+    """Every operator of the compiled library."""
+    return sorted(name for name in dir(_C) if name.startswith("pmo_"))
+
+
+def describe(name: str) -> Operator:
+    proto = OpProtoHolder.instance().get_op_proto(name)
+    inputs = {each.name.removesuffix("@OPTIONAL"): each.dispensable for each in proto.inputs}
+    parameters = list(inspect.signature(getattr(_C, name)).parameters)
+    attributes = {each.name: ATTRIBUTE_TYPES.get(each.type, f"type {each.type}") for each in proto.attrs}
+    own = parameters[len(inputs) :]  # the others are Paddle's
+    return Operator(name, inputs, [each.name for each in proto.outputs], {each: attributes[each] for each in own})
+
+
+def record(tokens: int) -> dict[str, list[Example]]:
+    """The calls that the cases make for some number of tokens, by operator."""
+    operators = {name: describe(name) for name in operator_names()}
+    examples: dict[str, list[Example]] = {name: [] for name in operators}
+    original = paddle._C_ops._run_custom_op
+
+    def recorder(name: str, *arguments: Any) -> Any:
+        operator = operators[name]
+        count = len(operator.inputs)
+        given = dict(zip(operator.inputs, arguments[:count], strict=True))
+        arrays = {key: None if value is None else to_numpy(value) for key, value in given.items()}
+        wanting = tuple(key for key, value in given.items() if value is not None and not value.stop_gradient)
+        attributes = dict(zip(operator.attributes, arguments[count:], strict=True))
+        examples[name].append(Example(operator, arrays, attributes, wanting))
+        return original(name, *arguments)
+
+    with mock.patch.object(paddle._C_ops, "_run_custom_op", recorder):
+        for case in (*CASES, *LISTS):
+            inputs = case.inputs(np.random.default_rng(tokens), tokens)
+            tensors = {name: to_tensor(array) for name, array in inputs.items()}
+            for name in case.leaves:
+                tensors[name].stop_gradient = False
+            case.function(*tensors.values())
+    return examples

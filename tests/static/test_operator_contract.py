@@ -1,0 +1,105 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every compiled operator, whoever calls it and whatever with.
+
+The operators are found in their sources and their examples are what the public functions call, so a new operator is
+under this contract without being named here, and one that no case reaches fails.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import paddle
+import pytest
+
+import paddle_moe_ops
+from paddle_moe_ops.backends.arrays import to_tensor
+from tests.static.cases import CASES
+from tests.static.modes import as_tuple
+from tests.static.operators import FLOATS, operator_names
+
+SOURCES = Path(paddle_moe_ops.__file__).parent / "csrc" / "paddle"
+OPERATORS = sorted(
+    name for source in SOURCES.glob("*.cc") for name in re.findall(r"PD_BUILD_OP\((\w+)\)", source.read_text("utf-8"))
+)
+# What a call with garbage may end in. IndexError: Paddle's own check that a number fits the attribute.
+GOOD_ENDS = ("ok", "raised ValueError", "raised TypeError", "raised IndexError")
+# A program can be refused while it is built, by Paddle.
+GOOD_ENDS_OF_A_BUILD = (*GOOD_ENDS, "built: raised ValueError", "built: raised TypeError")
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """operator -> part of the contract -> [[call, what became of it], ...]."""
+    path = tmp_path_factory.mktemp("contract") / "answers.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.static.contract", str(path)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_library_has_the_operators_of_the_sources():
+    assert OPERATORS
+    assert operator_names() == OPERATORS
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+class TestContract:
+    @pytest.fixture
+    def parts(self, answers, operator):
+        return answers[operator]
+
+    @pytest.mark.parametrize("part", ["shapes", "shapes with free sizes"])
+    def test_program_knows_the_shapes_and_dtypes_of_dygraph(self, parts, part):
+        assert parts[part], "no case of tests/static/cases.py reaches this operator"
+        assert_ends(parts[part], ("ok",))
+
+    def test_output_gradient_that_nobody_computed_counts_as_zeros(self, parts):
+        assert_ends(parts["undefined gradients"], ("ok",))
+
+    def test_backward_from_a_constant_output_gives_zeros(self, parts):
+        assert_ends(parts["constant outputs"], ("ok",))
+
+    def test_gradient_that_is_not_needed_is_zero_and_changes_no_other(self, parts):
+        assert_ends(parts["needs"], ("ok",))
+
+    def test_keyword_call_of_the_generated_function(self, parts):
+        assert_ends(parts["keywords"], ("ok",))
+
+    def test_garbage_in_dygraph(self, parts):
+        assert_ends(parts["garbage in dygraph"], GOOD_ENDS)
+
+    def test_garbage_in_a_program(self, parts):
+        assert_ends(parts["garbage in a program"], GOOD_ENDS_OF_A_BUILD)
+
+
+def assert_ends(calls, good_ends):
+    bad = [f"{call}: {end}" for call, end in calls if not end.startswith(good_ends) and not is_excused(call, end)]
+    assert not bad, f"{len(bad)} of {len(calls)} calls:\n" + "\n".join(bad)
+
+
+def is_excused(call, end):
+    """A buffer of 2**31 - 1 rows is a fair wish that no memory fulfils; Paddle meets a missing input before we do."""
+    if call.endswith("buffer_size=2147483647"):
+        return end.startswith("raised MemoryError")
+    return call.endswith(" missing") and end.startswith("raised RuntimeError")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_public_outputs_without_a_gradient_say_so(case, rng, place):
+    tensors = {name: to_tensor(array) for name, array in case.inputs(rng, 7).items()}
+    for name in case.leaves:
+        tensors[name].stop_gradient = False
+    outputs = as_tuple(case.function(*tensors.values()))
+    assert [output.stop_gradient for output in outputs if output.dtype not in FLOATS] == [True] * sum(
+        output.dtype not in FLOATS for output in outputs
+    )
+    if case.leaves:
+        assert not all(output.stop_gradient for output in outputs)
+    assert paddle.is_grad_enabled()

@@ -1,0 +1,122 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Static graphs (paddle.enable_static, static.gradients, Executor): the bits of dygraph, one program for any T."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
+from tests.static.cases import CASES, A, E, H, K, layer, permute_small_buffer, token_inputs
+from tests.static.modes import StaticGraph, assert_same_run, free_shapes, random_d_outputs, run_dygraph, static_mode
+
+CASE = {case.name: case for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_of_dygraph_for_any_number_of_tokens(case, rng, place):
+    graph = None
+    for tokens in (63, 0, 1, 200):
+        inputs = case.inputs(rng, tokens)
+        d_outputs = random_d_outputs(case, inputs, rng)
+        graph = graph or StaticGraph(case, d_outputs)
+        expected = run_dygraph(case.function, inputs, case.leaves, d_outputs)
+        assert_same_run(graph.run(inputs, d_outputs), expected)
+
+
+@pytest.mark.parametrize("wanted", [0, 1], ids=["hidden_states", "expert_prob_topk"])
+def test_gradient_of_one_output_alone(wanted, rng, place):
+    case = CASE["layer"]
+    inputs = case.inputs(rng, 29)
+    d_output = {wanted: random_d_outputs(case, inputs, rng)[wanted]}
+    expected = run_dygraph(layer, inputs, case.leaves, d_output)
+    assert_same_run(StaticGraph(case, d_output).run(inputs, d_output), expected)
+
+
+def test_list_of_counts_is_part_of_the_program_and_checked_when_it_runs(rng, place):
+    inputs = token_inputs()(rng, 29)
+    ids = inputs["ids"]
+    counts = np.bincount(ids[ids >= 0], minlength=E).tolist()
+    case = CASE["moe_permute-float32"]._replace(
+        function=lambda x, ids, probs: moe_permute(x, None, ids, probs, E, counts, A)
+    )
+    d_outputs = random_d_outputs(case, inputs, rng)
+    graph = StaticGraph(case, d_outputs)
+    rows = sum(-(-count // A) * A for count in counts)
+    assert list(graph.outputs[0].shape) == [rows, H]
+    assert_same_run(graph.run(inputs, d_outputs), run_dygraph(case.function, inputs, case.leaves, d_outputs))
+    inputs["ids"] = np.where(ids == 0, -1, ids)
+    with pytest.raises(ValueError, match=r"moe_permute: tokens_per_expert must be \[0, "):
+        graph.run(inputs, d_outputs)
+
+
+def test_shapes_are_known_as_far_as_they_can_be(place):
+    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
+        x = paddle.static.data("x", [None, H], "bfloat16")
+        ids = paddle.static.data("ids", [None, K], "int32")
+        probs = paddle.static.data("probs", [None, K], "float32")
+        rows, rowmap, row_probs, _, overflow = permute_small_buffer(x, ids, probs)
+        assert [list(value.shape) for value in (rows, rowmap, row_probs, overflow)] == [[19, H], [-1, E], [19], [1]]
+        assert rows.dtype == paddle.bfloat16
+        plan = route(ids, num_experts=E)
+        assert (plan.num_tokens, plan.topk, plan.num_rows) == (-1, K, -1)
+        assert list(plan.expert_offsets.shape) == [E + 1]
+        assert list(unpermute(permute(x, plan)[0], plan).shape) == [-1, H]
+
+
+def test_maps_counts_and_scales_have_no_gradient(place):
+    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
+        x, ids, probs, scale = (
+            paddle.static.data(name, *spec) for name, spec in free_shapes(CASE["moe_permute-scale"]).items()
+        )
+        x.stop_gradient = probs.stop_gradient = False
+        rows, rowmap, row_probs, scales, indices = moe_permute(
+            x, scale, ids, probs, E, None, A, return_expert_indices=True
+        )
+        assert not rows.stop_gradient
+        assert not row_probs.stop_gradient
+        assert [value.stop_gradient for value in (rowmap, scales, indices)] == [True] * 3
+        plan = route(ids, probs, num_experts=E)
+        wanting = [name for name, value in plan._asdict().items() if not getattr(value, "stop_gradient", True)]
+        assert wanting == ["row_probs"]
+        assert permute(x.astype("float8_e4m3fn"), plan)[0].stop_gradient
+
+
+def test_shapes_that_cannot_fit_raise_when_the_program_is_built(place):
+    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
+        x = paddle.static.data("x", [7, H], "float32")
+        ids = paddle.static.data("ids", [None, K], "int32")
+        ids_of_six = paddle.static.data("ids_of_six", [6, K], "int32")
+        probs = paddle.static.data("probs", [None, K + 1], "float32")
+        rowmap = paddle.static.data("rowmap", [None, E + 1], "int32")
+        with pytest.raises(
+            ValueError, match=r"moe_permute: expert_prob_topk must be of shape \[-1, 3\], but got \[-1, 4\]"
+        ):
+            moe_permute(x, None, ids, probs, E, None, A)
+        with pytest.raises(
+            ValueError, match=r"moe_permute: expert_routemap_topk must be of shape \[7, topk\], but got \[6, 3\]"
+        ):
+            moe_permute(x, None, ids_of_six, probs, E, None, A)
+        with pytest.raises(
+            ValueError, match=r"moe_unpermute: zipped_expertwise_rowmap must be of shape \[7, 5\], but got"
+        ):
+            moe_unpermute(x, rowmap, ids, probs, 7, E)
+        with pytest.raises(TypeError, match=r"route: probs must be of dtype float32, but got int32"):
+            route(ids, ids_of_six, num_experts=E)
+        with pytest.raises(TypeError, match=r"permute: x must be of dtype .*, but got int32"):
+            permute(ids, route(ids, num_experts=E))
+
+
+def test_sizes_that_do_not_fit_raise_when_the_program_runs(rng, place):
+    case = CASE["moe_permute-float32"]
+    inputs = case.inputs(rng, 29)
+    graph = StaticGraph(case, {})
+    with pytest.raises(ValueError, match="moe_permute: expert_routemap_topk must have one line per token"):
+        graph.run({**inputs, "x": inputs["x"][:28]}, {})
+    inputs["ids"][2, 0] = E + 3
+    with pytest.raises(
+        ValueError, match=rf"moe_permute: expert_routemap_topk must hold expert ids .* slot 0 holds {E + 3}"
+    ):
+        graph.run(inputs, {})

@@ -1,0 +1,147 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""paddle.jit.to_static, by syntax tree (full_graph=True) and by bytecode (full_graph=False): the bits of dygraph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import paddle
+import pytest
+from paddle.jit.sot.opcode_translator.executor.executor_cache import OpcodeExecutorCache
+
+from paddle_moe_ops import moe_permute, route
+from tests.static.cases import BUFFER, CASES, FLOAT8_E5M2, A, E, layer, token_inputs
+from tests.static.modes import assert_same_run, input_specs, random_d_outputs, run_dygraph
+
+BY_SYNTAX_AND_BYTECODE = pytest.mark.parametrize("full_graph", [True, False], ids=["full_graph", "bytecode"])
+# By bytecode, Paddle has no float8_e5m2: its operator for the input of a graph refuses the dtype.
+CASES_IN_BOTH_WAYS = [
+    pytest.param(case, full_graph, id=f"{case}-{'full_graph' if full_graph else 'bytecode'}")
+    for full_graph in (True, False)
+    for case in CASES
+    if full_graph or case is not FLOAT8_E5M2
+]
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """An error while bytecode is traced, without its frames: showing those, as pytest does, crashes the process."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        return
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize(("case", "full_graph"), CASES_IN_BOTH_WAYS)
+def test_bits_of_dygraph(case, full_graph, rng, place):
+    inputs = case.inputs(rng, 29)
+    d_outputs = random_d_outputs(case, inputs, rng)
+    expected = run_dygraph(case.function, inputs, case.leaves, d_outputs)
+    with plain_errors():
+        traced = paddle.jit.to_static(case.function, full_graph=full_graph)
+        runs = [run_dygraph(traced, inputs, case.leaves, d_outputs) for _ in ("traced", "only run")]
+    for run in runs:
+        assert_same_run(run, expected)
+
+
+@BY_SYNTAX_AND_BYTECODE
+@pytest.mark.parametrize("wanted", [0, 1], ids=["hidden_states", "expert_prob_topk"])
+def test_gradient_of_one_output_alone(wanted, full_graph, rng, place):
+    inputs, leaves = token_inputs()(rng, 29), ("x", "probs")
+    d_output = rng.standard_normal(inputs["x" if wanted == 0 else "probs"].shape, np.float32)
+    expected = run_dygraph(layer, inputs, leaves, {wanted: d_output})
+    with plain_errors():
+        traced = paddle.jit.to_static(layer, full_graph=full_graph)
+        run = run_dygraph(traced, inputs, leaves, {wanted: d_output})
+    assert_same_run(run, expected)
+    assert (np.abs(expected.gradients["x"]).sum() > 0) == (wanted == 0)
+
+
+@BY_SYNTAX_AND_BYTECODE
+def test_each_input_may_stop_or_want_its_gradient(full_graph, rng, place):
+    traced = paddle.jit.to_static(layer, full_graph=full_graph)
+    inputs = token_inputs()(rng, 29)
+    d_outputs = {
+        index: rng.standard_normal(inputs[name].shape, np.float32) for index, name in enumerate(("x", "probs"))
+    }
+    for leaves in (("x",), ("probs",), ("x", "probs"), ("x",)):
+        expected = run_dygraph(layer, inputs, leaves, d_outputs)
+        with plain_errors():
+            run = run_dygraph(traced, inputs, leaves, d_outputs)
+        assert_same_run(run, expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_program_serves_any_number_of_tokens(case, rng, place):
+    traced = paddle.jit.to_static(case.function, input_spec=input_specs(case), full_graph=True)
+    for tokens in (0, 1, 63, 200):
+        inputs = case.inputs(rng, tokens)
+        d_outputs = random_d_outputs(case, inputs, rng)
+        expected = run_dygraph(case.function, inputs, case.leaves, d_outputs)
+        assert_same_run(run_dygraph(traced, inputs, case.leaves, d_outputs), expected)
+    assert len(traced.program_cache) == 1
+
+
+def permute_with_counts(x, ids, probs, counts=None, buffer_size=-1):
+    return moe_permute(x, None, ids, probs, E, counts, A, override_buffer_size=buffer_size)[:3]
+
+
+def route_with_counts(x, ids, probs, counts=None, buffer_size=-1):
+    plan = route(ids, probs, num_experts=E, padding_alignment=A, tokens_per_expert=counts, buffer_size=buffer_size)
+    return plan.slot_to_row, plan.row_to_token, plan.row_probs
+
+
+def number_of_traces(traced, full_graph):
+    return len(traced.program_cache) if full_graph else OpcodeExecutorCache().translate_count
+
+
+def new_programs(function, full_graph, rng, further_arguments):
+    """Programs that five more routings make; an int that differs from an earlier test's may be traced twice."""
+    traced = paddle.jit.to_static(function, full_graph=full_graph)
+    for call in range(7):
+        inputs = token_inputs()(rng, 29)
+        ids = inputs["ids"]
+        tensors = [paddle.to_tensor(array) for array in inputs.values()]
+        arguments = further_arguments(np.bincount(ids[ids >= 0], minlength=E))
+        with plain_errors():
+            traced_outputs = traced(*tensors, *arguments)
+        for output, expected in zip(traced_outputs, function(*tensors, *arguments), strict=True):
+            assert np.array_equal(output.numpy(), expected.numpy())
+        if call == 1:
+            before = number_of_traces(traced, full_graph)
+    return number_of_traces(traced, full_graph) - before
+
+
+@BY_SYNTAX_AND_BYTECODE
+@pytest.mark.parametrize("function", [permute_with_counts, route_with_counts])
+class TestProgramsWhenTheRoutingChanges:
+    def test_none_when_counted(self, function, full_graph, rng, place):
+        assert new_programs(function, full_graph, rng, lambda counts: ()) == 0
+
+    def test_none_with_a_tensor_of_counts(self, function, full_graph, rng, place):
+        as_tensor = lambda counts: (paddle.to_tensor(counts.astype(np.int32)),)  # noqa: E731
+        assert new_programs(function, full_graph, rng, as_tensor) == 0
+
+    def test_none_with_a_static_buffer(self, function, full_graph, rng, place):
+        assert new_programs(function, full_graph, rng, lambda counts: (None, BUFFER)) == 0
+
+    def test_one_per_list_of_counts(self, function, full_graph, rng, place):
+        assert new_programs(function, full_graph, rng, lambda counts: (counts.tolist(),)) == 5
+
+
+@BY_SYNTAX_AND_BYTECODE
+def test_bad_data_raises_as_in_dygraph(full_graph, rng, place):
+    inputs = token_inputs()(rng, 29)
+    inputs["ids"][3, 1] = E
+    message = rf"route: routing must hold expert ids in \[-1, {E}\), but token 3, slot 1 holds {E}"
+    tensors = [paddle.to_tensor(array) for array in inputs.values()]
+    with pytest.raises(ValueError, match=message):
+        route_with_counts(*tensors)
+    with pytest.raises(ValueError, match=message):
+        paddle.jit.to_static(route_with_counts, full_graph=full_graph)(*tensors)
