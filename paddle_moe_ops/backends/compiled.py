@@ -110,8 +110,13 @@ class CompiledBackend:
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
         maps = plan.slot_to_row, plan.token_rows, plan.row_to_token
-        rows, scales = _run("permute", x, scale, *maps, _FILL[fill_padding], *_scale_attributes(scale))
+        rows, scales = self._permute(x, scale, maps, fill_padding)
         _stop_gradients(scales, *([rows] if x.dtype in _FLOAT8 else []))
+        return rows, scales
+
+    def _permute(self, x: Tensor, scale: Tensor | None, maps: Tensors, fill_padding: str) -> Tensors:
+        attributes = _FILL[fill_padding], *_scale_attributes(scale), x.shape[1], x.dtype.value
+        rows, scales = _run("permute", x, scale, *maps, *attributes)
         return rows, scales
 
     def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
@@ -186,9 +191,7 @@ class CompiledBackend:
         if spec.do_gather:
             slot_to_row, token_rows, row_to_token, *_ = self.route(routemap, None, counts, spec.route)
             maps = slot_to_row, token_rows, row_to_token
-            outputs[0], outputs[3] = _run(
-                "permute", hidden_states, scale, *maps, _FILL[spec.fill_padding], *_scale_attributes(scale)
-            )
+            outputs[0], outputs[3] = self._permute(hidden_states, scale, maps, spec.fill_padding)
             _stop_gradients(outputs[0], outputs[3])
         else:
             outputs[0] = paddle.empty([0, hidden_states.shape[1]], hidden_states.dtype)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C core through ctypes, on NumPy arrays and without Paddle.
 
-The structs mirror ``csrc/include/pmo/*.h``. A ``*_params`` function fills one from arrays: sizes, strides and
+A ``*_params`` function fills a struct from arrays: sizes, strides and
 element types are those of the arrays, and outputs are arrays too, written in place. Nothing here checks
 values or sizes; that is the core's task.
 
@@ -13,13 +13,33 @@ values or sizes; that is the core's task.
 from __future__ import annotations
 
 import ctypes
-import enum
 import os
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from .core_structs import (
+    DTYPES,
+    NOWHERE,
+    Check,
+    CleanRowmapParams,
+    Duplicates,
+    Fill,
+    Int,
+    Int32s,
+    Params,
+    PermuteParams,
+    RouteFindings,
+    RouteParams,
+    RoutingKind,
+    RowmapFindings,
+    Size,
+    SlotsParams,
+    Status,
+    UnpermuteBackwardParams,
+    UnpermuteParams,
+)
 
 __all__ = [
     "DTYPES",
@@ -36,6 +56,7 @@ __all__ = [
     "RouteFindings",
     "RouteParams",
     "RoutingKind",
+    "RowmapFindings",
     "SlotsParams",
     "Status",
     "UnpermuteBackwardParams",
@@ -49,64 +70,6 @@ __all__ = [
 ]
 
 
-class Status(enum.IntEnum):
-    """pmo_status"""
-
-    OK = 0
-    INVALID_ARGUMENT = 1
-    INVALID_DATA = 2
-    INTERNAL = 3
-
-
-class Check(enum.IntFlag):
-    """pmo_check"""
-
-    NONE = 0
-    RANGE = 1
-    DUPLICATES = 2
-    NAN = 4
-    OVERFLOW = 8
-    COUNTS = 16
-    ALL = 31
-
-
-class Fill(enum.IntFlag):
-    """pmo_fill"""
-
-    NONE = 0
-    ROWS = 1
-    SCALES = 2
-    ALL = 3
-
-
-class RoutingKind(enum.IntEnum):
-    """pmo_routing_kind"""
-
-    IDS32 = 0
-    IDS64 = 1
-    MASK = 2
-
-
-class Duplicates(enum.IntEnum):
-    """pmo_duplicates"""
-
-    FIRST = 0
-    EACH = 1
-
-
-# pmo_dtype
-DTYPES: dict[np.dtype, int] = {
-    np.dtype(np.float32): 0,
-    np.dtype(np.float16): 1,
-    np.dtype(ml_dtypes.bfloat16): 2,
-    np.dtype(ml_dtypes.float8_e4m3fn): 3,
-    np.dtype(ml_dtypes.float8_e5m2): 4,
-    np.dtype(np.int32): 5,
-}
-
-# PMO_NOWHERE
-NOWHERE = (1 << 63) - 1
-
 OPERATORS = (
     "route_count",
     "route",
@@ -117,133 +80,6 @@ OPERATORS = (
     "unpermute",
     "unpermute_backward",
 )
-
-_Int = ctypes.c_int32
-_Size = ctypes.c_int64
-_Bytes = ctypes.c_void_p
-_Int32s = ctypes.POINTER(ctypes.c_int32)
-_Floats = ctypes.POINTER(ctypes.c_float)
-_ELEMENTS = {_Int32s: np.dtype(np.int32), _Floats: np.dtype(np.float32)}
-
-
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class Params(ctypes.Structure):
-    """A params struct of the core. It keeps the arrays alive whose addresses it holds."""
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__()
-        self.arrays: dict[str, NDArray] = {}
-        self.struct_size = ctypes.sizeof(self)
-        types: dict[str, Any] = {name: kind for name, kind, *_ in type(self)._fields_}
-        for name, value in fields.items():
-            if name not in types:
-                raise TypeError(f"{type(self).__name__} has no field {name}")
-            if isinstance(value, np.ndarray):
-                expected = _ELEMENTS.get(types[name], value.dtype)
-                if value.dtype != expected:
-                    raise TypeError(f"{name} must be {expected}, but got {value.dtype}")
-                if not value.flags.c_contiguous and f"{name}_row_stride" not in types:
-                    raise ValueError(f"{name} must be contiguous, but got strides {value.strides}")
-                self.arrays[name] = value
-                value = ctypes.cast(value.ctypes.data, types[name])
-            setattr(self, name, value)
-
-
-class RouteParams(Params):
-    """pmo_route_params"""
-
-    _fields_ = [
-        *_fields(_Size, "struct_size num_tokens topk num_experts padding_alignment num_rows"),
-        *_fields(_Bytes, "routing"),
-        *_fields(_Floats, "probs"),
-        *_fields(_Int32s, "expected_per_expert"),
-        *_fields(_Int, "routing_kind duplicates checks num_threads"),
-        *_fields(_Bytes, "workspace"),
-        *_fields(_Size, "workspace_bytes"),
-        *_fields(_Int32s, "routed_per_expert slot_to_row token_rows row_to_token row_to_slot row_to_expert"),
-        *_fields(_Floats, "row_probs"),
-        *_fields(_Int32s, "tokens_per_expert expert_offsets overflow rowmap"),
-    ]
-
-
-class RouteFindings(ctypes.Structure):
-    """pmo_route_findings"""
-
-    _fields_ = _fields(_Size, "bad_place bad_value duplicate_place duplicate_expert duplicate_first nan_place")
-
-
-class CleanRowmapParams(Params):
-    """pmo_clean_rowmap_params"""
-
-    _fields_ = [
-        *_fields(_Size, "struct_size num_tokens topk num_experts num_rows"),
-        *_fields(_Int32s, "rowmap"),
-        *_fields(_Bytes, "ids"),
-        *_fields(_Int, "ids_kind duplicates checks num_threads"),
-        *_fields(_Int32s, "token_rows row_to_token slot_to_row"),
-    ]
-
-
-class SlotsParams(Params):
-    """pmo_slots_params"""
-
-    _fields_ = [
-        *_fields(_Size, "struct_size num_tokens topk num_experts num_rows"),
-        *_fields(_Int32s, "slot_to_row row_to_expert"),
-        *_fields(_Floats, "row_values slot_values"),
-        *_fields(_Int, "accumulate num_threads"),
-    ]
-
-
-class PermuteParams(Params):
-    """pmo_permute_params"""
-
-    _fields_ = [
-        *_fields(_Size, "struct_size num_tokens topk num_rows hidden scale_cols"),
-        *_fields(_Bytes, "x"),
-        *_fields(_Size, "x_row_stride"),
-        *_fields(_Bytes, "scale"),
-        *_fields(_Size, "scale_row_stride"),
-        *_fields(_Int32s, "slot_to_row row_to_token"),
-        *_fields(_Bytes, "rows row_scales"),
-        *_fields(_Int, "dtype scale_dtype fill num_threads"),
-    ]
-
-
-class UnpermuteParams(Params):
-    """pmo_unpermute_params"""
-
-    _fields_ = [
-        *_fields(_Size, "struct_size num_tokens max_rows_per_token num_rows num_weights hidden"),
-        *_fields(_Bytes, "rows"),
-        *_fields(_Size, "rows_row_stride"),
-        *_fields(_Int32s, "token_rows"),
-        *_fields(_Floats, "weights"),
-        *_fields(_Int32s, "weight_index"),
-        *_fields(_Bytes, "out"),
-        *_fields(_Int, "dtype copy_single_row num_threads"),
-    ]
-
-
-class UnpermuteBackwardParams(Params):
-    """pmo_unpermute_backward_params"""
-
-    _fields_ = [
-        *_fields(_Size, "struct_size num_tokens max_rows_per_token num_rows num_weights hidden"),
-        *_fields(_Bytes, "d_out"),
-        *_fields(_Size, "d_out_row_stride"),
-        *_fields(_Bytes, "rows"),
-        *_fields(_Size, "rows_row_stride"),
-        *_fields(_Int32s, "token_rows row_to_token"),
-        *_fields(_Floats, "weights"),
-        *_fields(_Int32s, "weight_index"),
-        *_fields(_Bytes, "d_rows"),
-        *_fields(_Floats, "d_weights"),
-        *_fields(_Int, "dtype copy_single_row num_threads"),
-    ]
 
 
 class CoreError(RuntimeError):
@@ -262,12 +98,13 @@ class Core:
         self.library = ctypes.CDLL(os.fspath(path))
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cpu", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        self._declare("pmo_route_cpu_workspace_bytes", _Size, ctypes.c_void_p)
-        self._declare("pmo_route_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, _Int32s)
-        self._declare("pmo_padded_rows", _Size, _Int32s, _Size, _Size)
+        self._declare("pmo_route_cpu_workspace_bytes", Size, ctypes.c_void_p)
+        self._declare("pmo_route_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, Int32s)
+        self._declare("pmo_clean_rowmap_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self._declare("pmo_padded_rows", Size, Int32s, Size, Size)
         self._declare("pmo_last_error", ctypes.c_char_p)
-        self._declare("pmo_set_num_threads", None, _Int)
-        self._declare("pmo_num_threads", _Int)
+        self._declare("pmo_set_num_threads", None, Int)
+        self._declare("pmo_num_threads", Int)
 
     def _declare(self, name: str, result: Any, *arguments: Any) -> None:
         function = getattr(self.library, name)
@@ -291,12 +128,16 @@ class Core:
 
     def route_report(self, params: RouteParams, findings: RouteFindings, routed_per_expert: NDArray) -> None:
         """Raise CoreError for what findings and int32 counts [E] say, as far as the params' checks ask."""
-        counts = routed_per_expert.ctypes.data_as(_Int32s)
+        counts = routed_per_expert.ctypes.data_as(Int32s)
         self._check(self.library.pmo_route_report(ctypes.byref(params), ctypes.byref(findings), counts))
+
+    def clean_rowmap_report(self, params: CleanRowmapParams, findings: RowmapFindings) -> None:
+        """Raise CoreError for what findings say, as far as the params' checks ask."""
+        self._check(self.library.pmo_clean_rowmap_report(ctypes.byref(params), ctypes.byref(findings)))
 
     def padded_rows(self, counts: NDArray, padding_alignment: int) -> int:
         """Rows of a buffer that holds int32 ``counts`` [E], each padded to the alignment."""
-        return self.library.pmo_padded_rows(counts.ctypes.data_as(_Int32s), len(counts), padding_alignment)
+        return self.library.pmo_padded_rows(counts.ctypes.data_as(Int32s), len(counts), padding_alignment)
 
     def last_error(self) -> str:
         """Text of the last failure on this thread."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
+from paddle_moe_ops.testing.core import CoreError
 from paddle_moe_ops.testing.routing import GENERATORS
 
 from ..params import Shape
@@ -127,6 +128,15 @@ def make_problem(
 
 def make_plan(kind: str, shape: Shape, seed: int, num_rows: int = -1) -> reference.Plan:
     return make_problem(make_ids(kind, shape, seed), shape.E, shape.A, num_rows=num_rows).plan
+
+
+def text_of_core(function: Callable[..., Any], *args: Any) -> str | None:
+    """What a call of the core fails with, or None."""
+    try:
+        function(*args)
+    except CoreError as error:
+        return error.text
+    return None
 
 
 def text_of_oracle(function: Callable[..., Any], *args: Any, **options: Any) -> str | None:

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops.testing import core as ctypes_core
-from paddle_moe_ops.testing.core import DTYPES, OPERATORS, Core, CoreError, Params, RouteFindings, Status
+from paddle_moe_ops.testing.core import (
+    DTYPES,
+    OPERATORS,
+    Core,
+    CoreError,
+    Params,
+    RouteFindings,
+    RowmapFindings,
+    Status,
+)
 
 from .guards import guarded_outputs, is_poison
 from .valid_params import VALID
@@ -117,7 +126,7 @@ BAD_FIELDS["unpermute_backward"] = BAD_FIELDS["unpermute"]
 REQUIRED_ARRAYS = {
     "route_count": ["routing", "workspace", "routed_per_expert"],
     "route_count_mask": ["routing"],
-    "route": ["workspace", "probs"],
+    "route": ["workspace", "routed_per_expert", "probs"],
     "clean_rowmap": ["rowmap", "ids", "token_rows", "row_to_token"],
     "gather_slots": ["slot_to_row", "row_to_expert", "row_values", "slot_values"],
     "scatter_slots": ["slot_to_row", "row_to_expert", "row_values", "slot_values"],
@@ -130,6 +139,7 @@ ALIGNED_ARRAYS = {
     "route_count": ["routing", "workspace", "probs", "expected_per_expert", "routed_per_expert"],
     "route": [
         "workspace",
+        "routed_per_expert",
         "probs",
         "slot_to_row",
         "token_rows",
@@ -264,6 +274,7 @@ def test_missing_params_are_refused(core: Core, operator: str) -> None:
     assert caught.value.status == Status.INVALID_ARGUMENT
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("made", VALID)
 def test_stream_on_the_cpu_is_refused(core: Core, made: str) -> None:
     operator, make = VALID[made]
@@ -300,7 +311,9 @@ def header_text() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(HEADERS.glob("*.h")))
 
 
-@pytest.mark.parametrize("struct", [*Params.__subclasses__(), RouteFindings], ids=lambda struct: struct.__doc__)
+@pytest.mark.parametrize(
+    "struct", [*Params.__subclasses__(), RouteFindings, RowmapFindings], ids=lambda struct: struct.__doc__
+)
 def test_ctypes_structs_mirror_the_headers(struct: type[ctypes.Structure]) -> None:
     body = re.search(rf"typedef struct {struct.__doc__} {{(.*?)}}", header_text(), re.DOTALL)
     assert body is not None

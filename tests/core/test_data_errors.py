@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,18 @@ from paddle_moe_ops.testing.core import (
 )
 
 from . import calls
-from .cases import CHUNKED, EXAMPLES, INT32, INT64, Problem, make_ids, make_problem, problems, text_of_oracle
+from .cases import (
+    CHUNKED,
+    EXAMPLES,
+    INT32,
+    INT64,
+    Problem,
+    make_ids,
+    make_problem,
+    problems,
+    text_of_core,
+    text_of_oracle,
+)
 from .guards import guarded_outputs, is_poison
 
 IDS = {"num_experts": 4, "padding_alignment": 2}
@@ -50,14 +60,6 @@ def route_error(core: Core, routing: NDArray, probs: NDArray | None = None, **op
 def count_and_route(core: Core, params: RouteParams) -> None:
     core.run("route_count", params)
     core.run("route", params)
-
-
-def text_of_core(function: Callable[..., Any], *args: Any) -> str | None:
-    try:
-        function(*args)
-    except CoreError as error:
-        return error.text
-    return None
 
 
 @pytest.mark.parametrize(

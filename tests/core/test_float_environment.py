@@ -24,6 +24,8 @@ from .cases import DENSE, make_plan
 from .compiling import compile_cpp
 from .guards import guarded_outputs
 
+pytestmark = pytest.mark.cpu_only
+
 HIDDEN = 600  # 2050 rows of it are work for four threads, in 16 bits too
 
 # Calls an operator under other settings and tells what they were when it came back.

@@ -115,6 +115,7 @@ def test_nothing_wanted_is_no_error(core: Core) -> None:
     core.run("permute", permute_params(x, plan.slot_to_row, plan.row_to_token, None))
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("hidden", [1, 7, 72, 200])
 @pytest.mark.parametrize("dtype", ROW_DTYPES, ids=dtype_name)
 def test_rows_may_begin_at_any_address(core: Core, dtype: DTypeLike, hidden: int) -> None:

@@ -8,7 +8,11 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
+import pytest
+
 from .compiling import CSRC, compile_cpp, run_clean
+
+pytestmark = pytest.mark.cpu_only
 
 PROGRAM = r"""
 #include <algorithm>

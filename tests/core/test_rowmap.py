@@ -11,12 +11,23 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Check, Core, CoreError, Status, clean_rowmap_params
+from paddle_moe_ops.testing.core import NOWHERE, Check, Core, CoreError, RowmapFindings, Status, clean_rowmap_params
 
 from ..params import Shape
 from ..reference.cases import assert_same_bits
 from . import calls
-from .cases import EXAMPLES, INT32, ROUTINGS, SHAPES, SMALL, make_ids, make_plan, make_problem, text_of_oracle
+from .cases import (
+    EXAMPLES,
+    INT32,
+    ROUTINGS,
+    SHAPES,
+    SMALL,
+    make_ids,
+    make_plan,
+    make_problem,
+    text_of_core,
+    text_of_oracle,
+)
 from .guards import guarded_outputs
 
 
@@ -185,6 +196,31 @@ def test_bad_ids_come_before_a_bad_rowmap(core: Core) -> None:
 def test_rowmap_checks_are_separate(core: Core, check: Check, other: str) -> None:
     rowmap = np.array([[0, 0, 9]], np.int32)
     assert other not in rowmap_error(core, rowmap, 5, checks=check).text
+
+
+@pytest.mark.parametrize("checks", range(4), ids=lambda bits: f"checks{bits}")
+@pytest.mark.parametrize("bad_id", [3, 9])
+def test_report_of_findings_equals_the_checks_of_the_operator(core: Core, bad_id: int, checks: int) -> None:
+    """What a backend that only collects findings has pmo_clean_rowmap_report say about them."""
+    rowmap = np.array([[0, -1, 4], [9, 4, 2], [1, 0, 3]], np.int32)
+    ids = np.array([[0, 1], [2, bad_id], [0, 2]], np.int64)
+    params = clean_rowmap_params(
+        rowmap,
+        ids,
+        num_rows=5,
+        checks=checks,
+        token_rows=np.empty_like(rowmap),
+        row_to_token=np.empty(5, np.int32),
+        slot_to_row=np.empty((3, 2), np.int32),
+    )
+    findings = RowmapFindings(
+        bad_id_place=3, bad_id=bad_id, bad_row_place=3, bad_row=9, repeat_place=4, repeat_row=4, repeat_first=2
+    )
+    text = text_of_core(core.run, "clean_rowmap", params)
+    assert text_of_core(core.clean_rowmap_report, params, findings) == text
+    assert (text is None) == (checks == 0)
+    nothing = RowmapFindings(bad_id_place=NOWHERE, bad_row_place=NOWHERE, repeat_place=NOWHERE)
+    core.clean_rowmap_report(params, nothing)
 
 
 @EXAMPLES

@@ -24,6 +24,8 @@ from . import calls, workload
 from .cases import SMALL, make_ids, make_problem
 from .conftest import LIBRARY
 
+pytestmark = pytest.mark.cpu_only
+
 RUNS = 20
 TIMEOUT_SECONDS = 120
 

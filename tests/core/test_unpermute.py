@@ -179,6 +179,15 @@ def test_rounding_equals_numpy_for_values_between_neighbours(core: Core, dtype: 
         assert_same_bits(out[:, 0], reference.round_to(weights * np.float32(scale), dtype))
 
 
+@pytest.mark.parametrize("payload", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00001])
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
+def test_nan_weights_give_nan_whatever_their_payload(core: Core, dtype: DTypeLike, payload: int) -> None:
+    """Rounded like a number, all ones would become a negative zero and a lone last bit an infinity."""
+    weights = np.array([payload, payload], np.uint32).view(np.float32)
+    out = calls.unpermute(core, np.ones((2, 72), dtype), np.array([[0, 1], [1, -1]], np.int32), weights)
+    assert np.isnan(out).all()
+
+
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
 def test_single_weighted_row_is_copied_on_request(core: Core, dtype: DTypeLike) -> None:
     plan = make_plan("half_unassigned", SMALL, seed=4)
@@ -207,6 +216,7 @@ def test_rows_behind_the_first_minus_one_are_not_read(core: Core) -> None:
     assert out.tolist() == [[3, 4, 5], [0, 0, 0]]
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
 def test_rows_may_lie_anywhere(core: Core, dtype: DTypeLike) -> None:
     """At odd addresses, apart, and in reverse: the same bits."""

@@ -155,6 +155,7 @@ def test_either_gradient_can_be_left_out(core: Core, by_slot: bool) -> None:
     assert calls.unpermute_backward(core, d_out, *maps, wants_d_rows=False) == (None, None)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
 def test_inputs_and_outputs_may_lie_anywhere(core: Core, dtype: DTypeLike) -> None:
     """At odd addresses, apart, and in reverse: the same bits."""

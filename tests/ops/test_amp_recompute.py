@@ -4,21 +4,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
-
 import ml_dtypes
 import numpy as np
 import paddle
 import pytest
-from paddle.base import core, framework
 from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import backward, make_problem, ordinary, tensor
 from tests.params import SMALL
+from tests.static.operators import operator_names
 
 T, H, E, K, A, _ = SMALL
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -62,38 +58,17 @@ def output_gradients(function, problem, rng, place):
     return [ordinary(rng, tuple(output.shape), dtypes[output.dtype]) for output in run(function, problem, place)]
 
 
-@contextlib.contextmanager
-def mixed_precision(level: str, dtype: str) -> Iterator[None]:
-    """paddle.amp.auto_cast also on a CPU, where that only warns: sets what it sets on other devices."""
-    auto_cast = sys.modules["paddle.amp.auto_cast"]  # paddle.amp.auto_cast itself is the function
-    tracer = framework._dygraph_tracer()
-    before = tracer._amp_level, tracer._amp_dtype, tracer._get_amp_op_list()
-    tracer._amp_level, tracer._amp_dtype = getattr(core.AmpLevel, level), dtype
-    tracer._set_amp_op_list(*auto_cast._update_list(None, None, level, dtype))
-    try:
-        yield
-    finally:
-        tracer._amp_level, tracer._amp_dtype = before[:2]
-        tracer._set_amp_op_list(*before[2])
-
-
-@LEVELS
-def test_mixed_precision_casts_the_operators_of_paddle_here(level, place):
-    x = paddle.ones([4, 4])
-    with mixed_precision(level, "bfloat16"):
-        assert paddle.matmul(x, x).dtype == paddle.bfloat16
-    assert paddle.matmul(x, x).dtype == paddle.float32
-
-
 @LEVELS
 @AMP_DTYPES
 @ROW_DTYPES
 @FUNCTIONS
+@pytest.mark.filterwarnings("ignore:amp_guard can only be enabled")
 def test_mixed_precision_changes_no_bit(function, dtype, amp_dtype, level, rng, place):
+    """On a CPU Paddle's eager mixed precision casts nothing; there the static graph below is the test."""
     problem = make_problem(rng, SMALL, dtype)
     d_outputs = output_gradients(function, problem, rng, place)
     expected = run(function, problem, place, d_outputs)
-    with mixed_precision(level, amp_dtype):
+    with paddle.amp.auto_cast(level=level, dtype=amp_dtype):
         got = run(function, problem, place, d_outputs)
     for index, (value, wanted) in enumerate(zip(got, expected, strict=True)):
         assert_bits_equal(value, wanted, what=f"result {index}")
@@ -101,22 +76,28 @@ def test_mixed_precision_changes_no_bit(function, dtype, amp_dtype, level, rng, 
 
 @LEVELS
 @ROW_DTYPES
-def test_mixed_precision_in_a_static_graph_changes_no_dtype(level, dtype, place):
+@pytest.mark.parametrize("listed", ["nowhere", "custom_white_list", "custom_black_list"])
+def test_mixed_precision_in_a_static_graph_changes_no_bit(listed, dtype, level, rng, place):
+    problem = make_problem(rng, SMALL, dtype)
+    expected = [*run(moe_layer, problem, place), *run(plan_and_verbs, problem, place)]
+    lists = {} if listed == "nowhere" else {listed: set(operator_names())}
+    program = paddle.static.Program()
     paddle.enable_static()
     try:
-        with paddle.static.program_guard(paddle.static.Program()):
+        with paddle.static.program_guard(program):
             x = paddle.static.data("x", [T, H], dtype.name)
             ids = paddle.static.data("ids", [T, K], "int32")
             probs = paddle.static.data("probs", [T, K], "float32")
-            with paddle.amp.auto_cast(level=level, dtype="bfloat16"):
-                cast = paddle.matmul(x, x, transpose_y=True)
+            with paddle.amp.auto_cast(level=level, dtype="bfloat16", **lists):
+                assert paddle.matmul(x, x, transpose_y=True).dtype == paddle.bfloat16  # so it is switched on
                 outputs = [*moe_layer(x, ids, probs), *plan_and_verbs(x, ids, probs)]
-        assert cast.dtype == paddle.bfloat16
-        kinds = [output.dtype for output in outputs]
+        feed = {"x": problem.x.view(np.uint16) if dtype == BFLOAT16 else problem.x, "ids": problem.ids}
+        arrays = paddle.static.Executor().run(program, feed={**feed, "probs": problem.probs}, fetch_list=outputs)
+        for index, (array, value, wanted) in enumerate(zip(arrays, outputs, expected, strict=True)):
+            got = array.view(BFLOAT16) if value.dtype == paddle.bfloat16 else array
+            assert_bits_equal(got, wanted, what=f"result {index}")
     finally:
         paddle.disable_static()
-    rows = x.dtype
-    assert kinds == [rows, paddle.float32, paddle.float32, rows, rows, rows, rows]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])

@@ -20,6 +20,11 @@ from tests.packaging.subprocesses import run_python
 from tests.static.cases import BFLOAT16, CASES, FLOAT8_E5M2, A, Case, E, H, Inputs, layer, num_tokens, token_inputs
 from tests.static.modes import assert_same_run, feed_of, input_specs, random_d_outputs, run_dygraph, static_mode
 
+# Paddle's remarks about its own full_like, and about models without parameters.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
+    pytest.mark.filterwarnings("ignore:no variable in your model"),
+]
 # A saved program cannot hold float8_e5m2: Paddle has no name for it there.
 CASES_TO_SAVE = [case for case in CASES if case is not FLOAT8_E5M2]
 TOKENS = (0, 1, 63, 200)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import paddle
 import pytest
 
 import paddle_moe_ops
@@ -38,7 +37,11 @@ def answers(tmp_path_factory):
     """operator -> part of the contract -> [[call, what became of it], ...]."""
     path = tmp_path_factory.mktemp("contract") / "answers.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.static.contract", str(path)], capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "tests.static.contract", str(path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text(encoding="utf-8"))
@@ -85,10 +88,10 @@ def assert_ends(calls, good_ends):
 
 
 def is_excused(call, end):
-    """A buffer of 2**31 - 1 rows is a fair wish that no memory fulfils; Paddle meets a missing input before we do."""
+    """A buffer of 2**31 - 1 rows is a fair wish that no memory fulfils; Paddle itself cannot fetch what has no dtype."""
     if call.endswith("buffer_size=2147483647"):
         return end.startswith("raised MemoryError")
-    return call.endswith(" missing") and end.startswith("raised RuntimeError")
+    return call.endswith(" missing") and end.startswith("raised RuntimeError: (PreconditionNotMet) op [pd_op.fetch]")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -97,9 +100,5 @@ def test_public_outputs_without_a_gradient_say_so(case, rng, place):
     for name in case.leaves:
         tensors[name].stop_gradient = False
     outputs = as_tuple(case.function(*tensors.values()))
-    assert [output.stop_gradient for output in outputs if output.dtype not in FLOATS] == [True] * sum(
-        output.dtype not in FLOATS for output in outputs
-    )
-    if case.leaves:
-        assert not all(output.stop_gradient for output in outputs)
-    assert paddle.is_grad_enabled()
+    assert all(output.stop_gradient for output in outputs if output.dtype not in FLOATS)
+    assert any(not output.stop_gradient for output in outputs) == bool(case.leaves)

@@ -16,6 +16,9 @@ from paddle_moe_ops import moe_permute, route
 from tests.static.cases import BUFFER, CASES, FLOAT8_E5M2, A, E, layer, token_inputs
 from tests.static.modes import assert_same_run, input_specs, random_d_outputs, run_dygraph
 
+# Paddle says so of its own full_like, whenever it makes a gradient in a graph.
+pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
+
 BY_SYNTAX_AND_BYTECODE = pytest.mark.parametrize("full_graph", [True, False], ids=["full_graph", "bytecode"])
 # By bytecode, Paddle has no float8_e5m2: its operator for the input of a graph refuses the dtype.
 CASES_IN_BOTH_WAYS = [

@@ -59,12 +59,21 @@ void check_cuda(cudaError_t error, const char* function) {
 
 }  // namespace
 
-Target::Target(const char* function, std::initializer_list<const paddle::Tensor*> tensors) : function_(function) {
+Target::Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
+               std::initializer_list<const paddle::Tensor*> optional)
+    : function_(function) {
   const paddle::Tensor* first = nullptr;
-  for (const paddle::Tensor* tensor : tensors) {
-    if (tensor == nullptr || !tensor->defined() || !tensor->has_allocation()) continue;
+  const auto visit = [&](const paddle::Tensor* tensor) {
+    if (!tensor->has_allocation()) return;
     if (first == nullptr) first = tensor;
     require(tensor->place() == first->place(), function, "all tensors must be on one device");
+  };
+  for (const paddle::Tensor* tensor : required) {
+    require(tensor->defined(), function, "a required tensor is missing");
+    visit(tensor);
+  }
+  for (const paddle::Tensor* tensor : optional) {
+    if (tensor != nullptr && tensor->defined()) visit(tensor);
   }
   if (first == nullptr) return;  // nothing has elements
   place_ = first->place();

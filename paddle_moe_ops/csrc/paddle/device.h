@@ -17,9 +17,10 @@ namespace binding {
 
 class Target {
  public:
-  // The device that all tensors are on; null and undefined ones do not count. Throws if they are on several, or on one without
-  // kernels.
-  Target(const char* function, std::initializer_list<const paddle::Tensor*> tensors);
+  // The device that all tensors are on. Throws if they are on several or on one without kernels, and if a required one is undefined;
+  // optional ones may be null or undefined.
+  Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
+         std::initializer_list<const paddle::Tensor*> optional = {});
 
   bool is_gpu() const { return is_gpu_; }
   void* stream() const { return stream_; }

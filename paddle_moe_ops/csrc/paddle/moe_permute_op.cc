@@ -19,7 +19,7 @@ Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<
                     int64_t num_experts, int counts_source, const std::vector<int>& tokens_per_expert, int64_t padding_alignment,
                     bool do_gather, bool return_expert_indices, int64_t override_buffer_size, int fill, int checks,
                     int64_t hidden, int hidden_dtype, bool, bool, bool has_scale, int64_t scale_cols, int scale_dtype) {
-  const Target target(kFunction, {&hidden_states, &routemap, &probs, scale ? &*scale : nullptr, counts ? &*counts : nullptr});
+  const Target target(kFunction, {&hidden_states, &routemap, &probs}, {scale ? &*scale : nullptr, counts ? &*counts : nullptr});
   require_rank(hidden_states, 2, kFunction, "hidden_states");
   require_described(hidden_states, hidden, hidden_dtype, kFunction);
   require(routemap.dtype() != paddle::DataType::BOOL, kFunction, "expert_routemap_topk must hold expert ids");
@@ -93,7 +93,7 @@ Outputs moe_permute_backward(const paddle::Tensor& slot_to_row, const paddle::Te
                              const paddle::Tensor& d_unzipped, const paddle::Tensor& d_row_probs, int64_t, int,
                              const std::vector<int>&, int64_t, bool do_gather, bool, int64_t, int, int, int64_t hidden,
                              int hidden_dtype, bool need_hidden_grad, bool need_prob_grad) {
-  const Target target(kFunction, {&slot_to_row, &token_rows, &d_unzipped, &d_row_probs});
+  const Target target(kFunction, {&slot_to_row, &token_rows}, {&d_unzipped, &d_row_probs});
   const int64_t num_tokens = token_rows.shape()[0];
   paddle::Tensor d_hidden;
   if (need_hidden_grad && do_gather && d_unzipped.initialized()) {

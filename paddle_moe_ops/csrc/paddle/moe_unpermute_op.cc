@@ -83,7 +83,7 @@ Outputs combine(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const 
 Outputs combine_backward(const paddle::Tensor* rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
                          const paddle::Tensor& probs, const paddle::Tensor& d_hidden, const paddle::Tensor& d_prob_topk,
                          bool compat_paddle, int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
-  const Target target(kFunction, {rows, &rowmap, &routemap, &probs, &d_hidden, &d_prob_topk});
+  const Target target(kFunction, {&rowmap, &routemap, &probs}, {rows, &d_hidden, &d_prob_topk});
   const int64_t num_rows = probs.numel();
   const CleanMaps maps(target, rowmap, routemap, num_rows, compat_paddle, 0);
   const bool has_d_hidden = d_hidden.initialized();

@@ -13,10 +13,13 @@ constexpr char kFunction[] = "permute";
 // token_rows is there for the gradient: a saved input costs no memory that the plan does not hold already.
 Outputs permute(const paddle::Tensor& x, const paddle::optional<paddle::Tensor>& scale, const paddle::Tensor& slot_to_row,
                 const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, int fill, bool has_scale,
-                int64_t scale_cols, int scale_dtype) {
-  const Target target(kFunction, {&x, &slot_to_row, &token_rows, &row_to_token, scale ? &*scale : nullptr});
+                int64_t scale_cols, int scale_dtype, int64_t hidden, int hidden_dtype) {
+  const Target target(kFunction, {&x, &slot_to_row, &token_rows, &row_to_token}, {scale ? &*scale : nullptr});
   require_rank(x, 2, kFunction, "x");
   require_rank(row_to_token, 1, kFunction, "row_to_token");
+  require_described(x, hidden, hidden_dtype, kFunction);
+  require_shape(token_rows, slot_to_row.shape(), kFunction, "token_rows");
+  require_dtype(token_rows, paddle::DataType::INT32, kFunction, "token_rows");
   const int64_t num_rows = row_to_token.shape()[0];
   const Scale scales(kFunction, scale, has_scale, scale_cols, scale_dtype, x);
   paddle::Tensor rows = paddle::empty({num_rows, x.shape()[1]}, x.dtype(), x.place());
@@ -26,7 +29,7 @@ Outputs permute(const paddle::Tensor& x, const paddle::optional<paddle::Tensor>&
 }
 
 std::vector<Shape> permute_shapes(const Shape& x, const paddle::optional<Shape>& scale, const Shape&, const Shape&,
-                                  const Shape& row_to_token, int, bool has_scale, int64_t scale_cols, int) {
+                                  const Shape& row_to_token, int, bool has_scale, int64_t scale_cols, int, int64_t, int) {
   const int64_t rows = dim(row_to_token, 0);
   return {{rows, dim(x, 1)}, scale_rows_shape(scale, has_scale, scale_cols, rows, true)};
 }
@@ -36,13 +39,16 @@ std::vector<paddle::DataType> permute_dtypes(const paddle::DataType& x, const pa
   return {x, scale ? *scale : paddle::DataType::FLOAT32};
 }
 
-Outputs permute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& d_rows, int, bool, int64_t, int) {
-  const Target target(kFunction, {&token_rows, &d_rows});
-  return {sum_rows(target, kFunction, d_rows, token_rows, {})};
+// Without a gradient of the rows (only the scales were used) that of x is zero.
+Outputs permute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& d_rows, int, bool, int64_t, int, int64_t hidden,
+                         int hidden_dtype) {
+  const Target target(kFunction, {&token_rows}, {&d_rows});
+  if (d_rows.initialized()) return {sum_rows(target, kFunction, d_rows, token_rows, {})};
+  return {target.zeros({token_rows.shape()[0], hidden}, static_cast<paddle::DataType>(hidden_dtype))};
 }
 
-std::vector<Shape> permute_backward_shapes(const Shape& token_rows, const Shape& d_rows, int, bool, int64_t, int) {
-  return {{dim(token_rows, 0), dim(d_rows, 1)}};
+std::vector<Shape> permute_backward_shapes(const Shape& token_rows, const Shape&, int, bool, int64_t, int, int64_t hidden, int) {
+  return {{dim(token_rows, 0), hidden}};
 }
 
 std::vector<paddle::DataType> permute_backward_dtypes(const paddle::DataType&, const paddle::DataType& d_rows) {
@@ -50,7 +56,9 @@ std::vector<paddle::DataType> permute_backward_dtypes(const paddle::DataType&, c
 }
 
 // The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
-std::vector<std::string> attributes() { return {"fill: int", "has_scale: bool", "scale_cols: int64_t", "scale_dtype: int"}; }
+std::vector<std::string> attributes() {
+  return {"fill: int", "has_scale: bool", "scale_cols: int64_t", "scale_dtype: int", "hidden: int64_t", "hidden_dtype: int"};
+}
 
 }  // namespace
 

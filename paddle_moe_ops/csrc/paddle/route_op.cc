@@ -15,7 +15,9 @@ constexpr char kFunction[] = "route";
 Outputs make_plan(const paddle::Tensor& routing, const paddle::Tensor* probs, const paddle::optional<paddle::Tensor>& counts,
                   int64_t num_experts, int64_t topk, int64_t padding_alignment, int counts_source,
                   const std::vector<int>& tokens_per_expert, int64_t buffer_size, int duplicates, int checks) {
-  const Target target(kFunction, {&routing, probs, counts ? &*counts : nullptr});
+  const Target target(kFunction, {&routing}, {probs, counts ? &*counts : nullptr});
+  require((routing.dtype() == paddle::DataType::BOOL) == (topk >= 0), kFunction,
+          "topk must be given with a mask, and only there");
   Routing step(
       target,
       {kFunction, {}, topk, num_experts, padding_alignment, buffer_size, counts_source, tokens_per_expert, duplicates, checks},
@@ -58,6 +60,7 @@ Outputs route_with_probs(const paddle::Tensor& routing, const paddle::Tensor& pr
                          const paddle::optional<paddle::Tensor>& counts, int64_t num_experts, int64_t topk,
                          int64_t padding_alignment, int counts_source, const std::vector<int>& tokens_per_expert,
                          int64_t buffer_size, int duplicates, int checks) {
+  require(probs.defined(), kFunction, "a required tensor is missing");
   return make_plan(routing, &probs, counts, num_experts, topk, padding_alignment, counts_source, tokens_per_expert, buffer_size,
                    duplicates, checks);
 }
@@ -101,7 +104,9 @@ Outputs route_with_probs_backward(const paddle::Tensor& slot_to_row, const paddl
                                   const paddle::Tensor& d_row_probs, int64_t num_experts, int64_t topk, int64_t, int,
                                   const std::vector<int>&, int64_t, int, int) {
   const bool is_mask = topk >= 0;
-  const Target target(kFunction, {&slot_to_row, &row_to_expert, &d_row_probs});
+  const Target target(kFunction, {&slot_to_row, &row_to_expert}, {&d_row_probs});
+  const Shape shape = {slot_to_row.shape()[0], topk >= 0 ? num_experts : slot_to_row.shape()[1]};
+  if (!d_row_probs.initialized()) return {target.zeros(shape, paddle::DataType::FLOAT32)};
   return {gather_slots(target, kFunction, slot_to_row, d_row_probs, is_mask ? &row_to_expert : nullptr, num_experts)};
 }
 
@@ -111,8 +116,8 @@ std::vector<Shape> route_with_probs_backward_shapes(const Shape& slot_to_row, co
 }
 
 std::vector<paddle::DataType> route_with_probs_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
-                                                               const paddle::DataType& d_row_probs) {
-  return {d_row_probs};
+                                                               const paddle::DataType&) {
+  return {paddle::DataType::FLOAT32};
 }
 
 std::vector<std::string> outputs() {

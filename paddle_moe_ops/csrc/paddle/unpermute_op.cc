@@ -11,11 +11,19 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "unpermute";
 
+// A map with one entry per row, which only the gradient reads.
+void require_rows_map(const paddle::Tensor& map, const paddle::Tensor& rows, const char* name) {
+  require_rank(rows, 2, kFunction, "the rows");
+  require_shape(map, {rows.shape()[0]}, kFunction, name);
+  require_dtype(map, paddle::DataType::INT32, kFunction, name);
+}
+
 Shape out_shape(const Shape& rows, const Shape& token_rows) { return {dim(token_rows, 0), dim(rows, 1)}; }
 
 // row_to_token is there for the gradient, which zeroes the rows that no token uses.
 Outputs unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
   const Target target(kFunction, {&rows, &token_rows, &row_to_token});
+  require_rows_map(row_to_token, rows, "row_to_token");
   return {sum_rows(target, kFunction, rows, token_rows, {})};
 }
 
@@ -56,6 +64,8 @@ Weights weights_of(const paddle::Tensor& probs, const paddle::Tensor& row_to_slo
 Outputs unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,
                            const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot, bool, bool) {
   const Target target(kFunction, {&rows, &probs, &token_rows, &row_to_token, &row_to_slot});
+  require_rows_map(row_to_token, rows, "row_to_token");
+  require_rows_map(row_to_slot, rows, "row_to_slot");
   return {sum_rows(target, kFunction, rows, token_rows, weights_of(probs, row_to_slot))};
 }
 
@@ -74,8 +84,10 @@ Outputs unpermute_weighted_backward(const paddle::Tensor& rows, const paddle::Te
                                     const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot,
                                     const paddle::Tensor& d_out, bool need_rows_grad, bool need_probs_grad) {
   const Target target(kFunction, {&rows, &probs, &token_rows, &row_to_token, &row_to_slot, &d_out});
-  paddle::Tensor d_rows = paddle::empty(rows.shape(), rows.dtype(), rows.place());
-  paddle::Tensor d_probs = empty_float32(probs.shape(), rows);
+  paddle::Tensor d_rows =
+      need_rows_grad ? paddle::empty(rows.shape(), rows.dtype(), rows.place()) : target.zeros(rows.shape(), rows.dtype());
+  paddle::Tensor d_probs =
+      need_probs_grad ? empty_float32(probs.shape(), rows) : target.zeros(probs.shape(), paddle::DataType::FLOAT32);
   sum_rows_backward(target, kFunction, d_out, &rows, token_rows, row_to_token, weights_of(probs, row_to_slot),
                     need_rows_grad ? &d_rows : nullptr, need_probs_grad ? &d_probs : nullptr);
   return {d_rows, d_probs};

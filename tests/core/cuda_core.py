@@ -1,0 +1,108 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The core's CUDA operators behind the interface of `Core`: the same tests run on the GPU.
+
+Tests hand over NumPy arrays. Around every call the memory behind them, guard bands included, is mirrored in GPU
+memory, so that a stray write on the GPU shows in the bands just as one on the CPU does. PyTorch serves as allocator and
+stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paddle_moe_ops.testing.core import (
+    OPERATORS,
+    Check,
+    CleanRowmapParams,
+    Core,
+    Params,
+    RouteFindings,
+    RouteParams,
+    RowmapFindings,
+)
+
+# Read on the host by the reports, never by a kernel.
+HOST_ARRAYS = ("expected_per_expert",)
+
+
+def memory_of(array: NDArray) -> NDArray:
+    """The whole allocation that an array is a view of, as bytes."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array.reshape(-1).view(np.uint8)
+
+
+class CudaCore(Core):
+    """`Core` whose calls run on the current GPU."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        for operator in OPERATORS:
+            self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        for operator in ("route", "clean_rowmap"):
+            self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
+
+    def entry(self, operator: str) -> Any:
+        return getattr(self.library, f"pmo_{operator}_cuda")
+
+    def route_workspace(self, params: RouteParams) -> NDArray:
+        return self._make_workspace(params, self.library.pmo_route_cuda_workspace_bytes(ctypes.byref(params)))
+
+    def _make_workspace(self, params: Params, size: int) -> NDArray:
+        workspace = np.full(size, 0xA5, np.uint8)
+        params.arrays["workspace"] = workspace
+        params.workspace, params.workspace_bytes = workspace.ctypes.data, size
+        return workspace
+
+    def run(self, operator: str, params: Params | None, stream: int | None = None) -> None:
+        if params is None:
+            super().run(operator, params, stream)
+            return
+        if isinstance(params, CleanRowmapParams) and params.workspace is None:
+            self._make_workspace(params, self.library.pmo_clean_rowmap_cuda_workspace_bytes(ctypes.byref(params)))
+        types: dict[str, Any] = dict(type(params)._fields_)
+        mirrors: dict[int, tuple[NDArray, torch.Tensor]] = {}
+        host_addresses = {}
+        for name, array in params.arrays.items():
+            address = ctypes.cast(getattr(params, name), ctypes.c_void_p).value
+            memory = memory_of(array)
+            start = memory.ctypes.data
+            # a test may have put another pointer there, or none
+            if name in HOST_ARRAYS or address is None or not start <= address <= start + memory.size:
+                continue
+            if start not in mirrors:
+                lead = start % 16  # CUDA allocations are aligned: an address keeps its place relative to 16 bytes
+                mirror = torch.empty(lead + memory.size + 16, dtype=torch.uint8, device="cuda")[
+                    lead : lead + memory.size
+                ]
+                mirror.copy_(torch.from_numpy(memory))
+                mirrors[start] = memory, mirror
+            host_addresses[name] = address
+            setattr(params, name, ctypes.cast(mirrors[start][1].data_ptr() + address - start, types[name]))
+        try:
+            super().run(operator, params, stream or torch.cuda.current_stream().cuda_stream)
+            torch.cuda.synchronize()
+        finally:
+            for name, address in host_addresses.items():
+                setattr(params, name, ctypes.cast(address, types[name]))
+        for memory, mirror in mirrors.values():
+            memory[...] = mirror.cpu().numpy()
+        self._report(operator, params)
+
+    def _report(self, operator: str, params: Any) -> None:
+        """Raise what the CPU operators raise by themselves."""
+        if operator == "route_count" and params.checks:
+            checks, params.checks = params.checks, params.checks & ~Check.OVERFLOW
+            try:
+                findings = RouteFindings.from_buffer_copy(params.arrays["workspace"])
+                self.route_report(params, findings, params.arrays["routed_per_expert"])
+            finally:
+                params.checks = checks
+        if operator == "clean_rowmap" and params.checks:
+            self.clean_rowmap_report(params, RowmapFindings.from_buffer_copy(params.arrays["workspace"]))

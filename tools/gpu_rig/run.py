@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the tests on a GPU machine and writes what they counted; see README.md beside this file.
+
+    run.py unpack PART...            put Paddle together from its parts, under SITE
+    run.py SUITE --out FOLDER        run one of the suites below and write FOLDER/SUITE.json
+
+Every suite is a command that a person could type; its counts come from pytest's own report, or from the sanitizer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = Path("/tmp/paddle_site")
+BUNDLE = ROOT / "build" / "gpu"
+RIG = BUNDLE / "rig-2"
+PLACE = BUNDLE / "place-2"
+
+DEVICE = "cuda_rig:0"
+CORE_TESTS = ["tests/core", "--core-device=cuda", "-p", "no:cacheprovider"]
+SUITES = {
+    "ops": ["tests/ops", "tests/static", f"--device={DEVICE}"],
+    "core": CORE_TESTS,
+    "memcheck": CORE_TESTS,
+    "racecheck": CORE_TESTS,
+    "initcheck": CORE_TESTS,
+    "place": ["tests/gpuplace"],
+}
+SANITIZERS = ("memcheck", "racecheck", "initcheck")
+
+
+def unpack(parts: list[Path]) -> None:
+    """Join the parts of the archive and extract it to SITE."""
+    archive = SITE.with_suffix(".tar.xz")
+    with archive.open("wb") as joined:
+        for part in parts:
+            with part.open("rb") as piece:
+                shutil.copyfileobj(piece, joined)
+    with tarfile.open(archive) as tar:
+        tar.extractall(SITE, filter="fully_trusted")
+    archive.unlink()
+
+
+def install_library(folder: Path) -> None:
+    """Put the operators that were built for this Paddle where the package looks for them."""
+    for name in ("_C_pd_.so", "_C.py", "_build_info.json"):
+        shutil.copy(folder / name, ROOT / "paddle_moe_ops" / name)
+
+
+def environment(suite: str) -> dict[str, str]:
+    """What the suite's process needs to find Paddle, the plug-in and the core."""
+    env = dict(os.environ, CI="1", PMO_CORE_LIBRARY=str(RIG / "libpmo_core.so"), PYTHONPATH=str(ROOT))
+    if suite in ("ops", "place"):
+        env["PYTHONPATH"] = f"{SITE}:{ROOT}"
+        env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{env.get('LD_LIBRARY_PATH', '')}"
+    if suite == "ops":
+        env["CUSTOM_DEVICE_ROOT"] = str(RIG / "plugin")
+    return env
+
+
+def read_counts(report: Path) -> dict[str, int]:
+    """The totals of a JUnit report."""
+    totals = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+    for node in ElementTree.parse(report).getroot().iter("testsuite"):
+        for name in totals:
+            totals[name] += int(node.get(name, 0))
+    failed = totals["failures"] + totals["errors"]
+    return {"passed": totals["tests"] - failed - totals["skipped"], "failed": failed, "skipped": totals["skipped"]}
+
+
+def machine() -> dict[str, str]:
+    """What ran: GPU, driver, versions, commit."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpu, driver = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split(", ")
+    nvcc = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
+    commit = RIG / "commit"
+    return {
+        "gpu": gpu,
+        "driver": driver.strip(),
+        "cuda": re.search(r"release (\S+),", nvcc)[1],
+        "python": platform.python_version(),
+        "commit": commit.read_text().strip() if commit.exists() else "unknown",
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def run_suite(suite: str, out: Path, extra: list[str]) -> int:
+    """Run one suite and write its counts; the exit status is pytest's or the sanitizer's."""
+    out.mkdir(parents=True, exist_ok=True)
+    if suite in ("ops", "place"):
+        install_library(RIG if suite == "ops" else PLACE)
+    report = out / f"{suite}.xml"
+    command = [sys.executable, "-m", "pytest", *SUITES[suite], "-q", f"--junitxml={report}", *extra]
+    if suite in SANITIZERS:
+        command = ["compute-sanitizer", f"--tool={suite}", "--error-exitcode=99", "--target-processes=all", *command]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(suite), text=True, capture_output=suite in SANITIZERS, check=False
+    )
+    result = {"suite": suite, "command": " ".join(command), "exit_status": done.returncode, **machine()}
+    if suite in SANITIZERS:
+        print(done.stdout[-3000:], done.stderr[-1000:])
+        found = re.findall(r"(ERROR SUMMARY|RACECHECK SUMMARY): (.*)", done.stdout + done.stderr)
+        result["sanitizer"] = [text for _, text in found]
+    if report.exists():
+        result.update(read_counts(report))
+    (out / f"{suite}.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+    return done.returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["unpack", *SUITES])
+    parser.add_argument("parts", nargs="*", type=Path, help="for unpack: the parts, in order")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/gpu/results")))
+    arguments, extra = parser.parse_known_args()
+    if arguments.what == "unpack":
+        unpack(arguments.parts)
+        return 0
+    return run_suite(arguments.what, arguments.out, extra)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
