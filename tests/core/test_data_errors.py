@@ -139,6 +139,15 @@ def test_nan_where_no_expert_is_routed_is_no_error(core: Core) -> None:
     calls.route(core, problem, checks=Check.ALL)
 
 
+def test_nan_of_a_slot_that_gets_no_row_is_no_error(core: Core) -> None:
+    """Behind topk in a mask, and where an expert is named again."""
+    mask = np.array([[1, 1, 0]], np.bool_)
+    beyond_topk = make_problem(mask, 3, probs=np.array([[1, np.nan, 1]], np.float32), topk=1)
+    calls.route(core, beyond_topk, checks=Check.NAN)
+    named_again = make_problem(np.array([[2, 2]], np.int32), 3, probs=np.array([[1, np.nan]], np.float32))
+    calls.route(core, named_again, checks=Check.NAN)
+
+
 def test_wrong_counts(core: Core) -> None:
     ids = np.array([[0, 3], [3, -1]], np.int32)
     expected = np.array([1, 0, 0, 1], np.int32)

@@ -26,6 +26,9 @@ from paddle_moe_ops.testing.core import (
 from ..reference.cases import assert_same_bits, ordinary_floats
 from .guards import guarded_outputs
 
+# Sparse memory cannot be mirrored on a GPU.
+pytestmark = pytest.mark.cpu_only
+
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
 MIB = 1 << 20
 NUM_ROWS = 4500  # of MIB elements each: 4.7e9 elements
