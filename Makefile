@@ -9,6 +9,7 @@ CLANG_FORMAT ?= $(VENV)/bin/clang-format
 PADDLE ?= paddlepaddle==3.3.1
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+CORE_TESTS ?= tests/core
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -24,7 +25,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format core sanitize wheel ci-full clean
+.PHONY: help demo test test-slow lint format core sanitize fuzz wheel gpu-bundle check-place ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,7 +74,10 @@ core: build/core/libpmo_core.so ## build/core/libpmo_core.so, every warning an e
 sanitize: $(VENV)/stamp-deps build/sanitize/libpmo_core.so ## core tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PMO_CORE_LIBRARY=$(CURDIR)/build/sanitize/libpmo_core.so \
-	$(PY) -m pytest tests/core --capture=sys -p no:cacheprovider $(PYTEST_ARGS)
+	$(PY) -m pytest $(CORE_TESTS) --capture=sys -p no:cacheprovider $(PYTEST_ARGS)
+
+fuzz: ## many more random params structs than in `make sanitize`
+	$(MAKE) sanitize CORE_TESTS=tests/core/test_fuzz.py PYTEST_ARGS="--fuzz-cases=100000 -rP"
 
 build/core/%.o: $(CSRC)/%.cc Makefile
 	@mkdir -p $(@D)
@@ -93,6 +97,15 @@ build/core/libpmo_core.so: $(CORE_OBJECTS)
 build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 	$(CXX) $(SANITIZE_FLAGS) -shared $^ -o $@
 
+# ---- NVIDIA GPUs (tools/gpu_rig/README.md)
+
+gpu-bundle: $(VENV)/stamp-built ## what travels to a GPU machine: Paddle in parts, the plug-in, the operators, the core
+	mkdir -p build/gpu/rig-2 && cp paddle_moe_ops/_C.py build/gpu/rig-2/ && git rev-parse --short HEAD > build/gpu/rig-2/commit
+	$(MAKE) -f tools/gpu_rig/Makefile rig
+
+check-place: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle, and the kernels for every architecture
+	$(MAKE) -f tools/gpu_rig/Makefile check-place check-cuda PADDLE_INCLUDE="$$($(PY) -c 'import paddle; print(paddle.sysconfig.get_include())')"
+
 # ---- the rest
 
 wheel: $(VENV)/stamp-deps ## a wheel in dist/
@@ -100,7 +113,7 @@ wheel: $(VENV)/stamp-deps ## a wheel in dist/
 	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	$(PY) -m zipfile --list dist/paddle_moe_ops-*.whl
 
-ci-full: lint core sanitize test test-slow ## all checks, the slow ones too
+ci-full: lint core sanitize fuzz test test-slow ## all checks, the slow ones too
 
 clean: ## delete what was built, not the environment
 	rm -rf build dist *.egg-info $(VENV)/stamp-built paddle_moe_ops/_C.py paddle_moe_ops/_C_pd_.so paddle_moe_ops/_build_info.json

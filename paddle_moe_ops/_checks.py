@@ -114,9 +114,12 @@ def integer(function: str, argument: str, value: Any, minimum: int, maximum: int
     return number
 
 
-def token_count(function: str, argument: str, value: Any) -> int:
-    """Check a number of tokens, which may also be a 0-D integer tensor; -1 if a graph does not know it yet."""
-    if is_graph_value(value):
+def token_count(function: str, argument: str, value: Any, like: Tensor) -> int:
+    """Check a number of tokens, which may also be a 0-D integer tensor; -1 if a graph does not know it yet.
+
+    Where ``like`` is a graph's, -1 is what its unknown dimensions say.
+    """
+    if is_graph_value(value) or (is_graph_value(like) and isinstance(value, int) and value == -1):
         return -1
     if isinstance(value, Tensor):
         value = tensor(function, argument, value, ID_DTYPES, []).item()

@@ -237,7 +237,7 @@ def moe_unpermute(
     _check_rows(function, "hidden_states_unzipped", hidden_states_unzipped, _checks.SUM_DTYPES, "num_rows")
     num_rows = hidden_states_unzipped.shape[0]
     num_experts = _checks.integer(function, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
-    num_tokens = _checks.token_count(function, "total_zipped_tokens", total_zipped_tokens)
+    num_tokens = _checks.token_count(function, "total_zipped_tokens", total_zipped_tokens, hidden_states_unzipped)
     _checks.tensor(
         function,
         "zipped_expertwise_rowmap",

@@ -31,15 +31,6 @@ if (CHOSEN_LIBRARY or importlib.util.find_spec("paddle") is None) and "paddle_mo
     sys.modules["paddle_moe_ops"] = bare_package
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a GPU, leave out what is about the CPU operators alone (threads, instruction sets, odd addresses)."""
-    if config.getoption("--core-device") == "cpu":
-        return
-    left_out = [item for item in items if item.get_closest_marker("cpu_only")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
-
-
 @pytest.fixture(scope="session")
 def core(request: pytest.FixtureRequest) -> Core:
     from paddle_moe_ops.testing.core import Core

@@ -16,6 +16,8 @@ from tests.ops.problems import backward, make_problem, ordinary, tensor
 from tests.params import SMALL
 from tests.static.operators import operator_names
 
+pytestmark = pytest.mark.paddle_kernels
+
 T, H, E, K, A, _ = SMALL
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])

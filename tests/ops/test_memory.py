@@ -14,6 +14,9 @@ from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
 from paddle_moe_ops.testing.routing import uniform
 from tests.ops.problems import tensor
 
+# Paddle's count of host memory.
+pytestmark = pytest.mark.cpu_only
+
 T, H, E, K = 512, 1024, 8, 2
 TOKEN_BYTES = T * H * 4
 ROW_BYTES = K * TOKEN_BYTES

@@ -14,6 +14,8 @@ import pytest
 from paddle_moe_ops.demo.checks import dense_moe
 from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter, load_balance_loss
 
+pytestmark = pytest.mark.paddle_kernels
+
 T, H, E, K = 37, 12, 8, 3
 
 

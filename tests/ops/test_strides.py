@@ -141,7 +141,7 @@ def test_counts(dtype, layout, rng, place):
     assert_bits_equal(plan.row_to_slot, problem.plan().row_to_slot)
     wrong = laid_out(layout, problem.plan().routed_per_expert.astype(dtype) + 1, place)
     with pytest.raises(ValueError, match="the rows routed to each expert"):
-        route(tensor(problem.ids, place), tokens_per_expert=wrong, **problem.route_arguments)
+        route(tensor(problem.ids, place), tokens_per_expert=wrong, validate=True, **problem.route_arguments)
 
 
 @layouts

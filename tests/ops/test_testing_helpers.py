@@ -30,6 +30,7 @@ from tests.ops.problems import SEEDS
 from tests.params import HIDDEN_SIZES, ROW_DTYPES, SUM_DTYPES
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("size", [1, 16, 1000, 10**6])
 def test_new_tensors_hold_poison(size, poison):
     assert (paddle.empty([size], "int8").cpu().numpy().view(np.uint8) == poison).all()

@@ -22,6 +22,7 @@ from tests.static.modes import assert_same_run, feed_of, input_specs, random_d_o
 
 # Paddle's remarks about its own full_like, and about models without parameters.
 pytestmark = [
+    pytest.mark.paddle_kernels,
     pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
     pytest.mark.filterwarnings("ignore:no variable in your model"),
 ]

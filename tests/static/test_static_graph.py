@@ -55,6 +55,17 @@ def test_list_of_counts_is_part_of_the_program_and_checked_when_it_runs(rng, pla
         graph.run(inputs, d_outputs)
 
 
+def test_a_free_number_of_tokens_may_be_given_as_the_shape_says_it(place):
+    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
+        rows = paddle.static.data("rows", [None, H], "float32")
+        rowmap = paddle.static.data("rowmap", [None, E], "int32")
+        ids = paddle.static.data("ids", [None, K], "int32")
+        probs = paddle.static.data("probs", [None], "float32")
+        for tokens in (rowmap.shape[0], paddle.shape(rowmap)[0]):
+            out, _ = moe_unpermute(rows, rowmap, ids, probs, tokens, E)
+            assert list(out.shape) == [-1, H]
+
+
 def test_shapes_are_known_as_far_as_they_can_be(place):
     with static_mode(), paddle.static.program_guard(paddle.static.Program()):
         x = paddle.static.data("x", [None, H], "bfloat16")

@@ -38,7 +38,7 @@ SUITES = {
     "memcheck": CORE_TESTS,
     "racecheck": CORE_TESTS,
     "initcheck": CORE_TESTS,
-    "place": ["tests/gpuplace"],
+    "place": ["tests/gpuplace", "--device=gpu:0"],
 }
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 
@@ -58,12 +58,15 @@ def unpack(parts: list[Path]) -> None:
 def install_library(folder: Path) -> None:
     """Put the operators that were built for this Paddle where the package looks for them."""
     for name in ("_C_pd_.so", "_C.py", "_build_info.json"):
-        shutil.copy(folder / name, ROOT / "paddle_moe_ops" / name)
+        if (folder / name).exists():  # the stub _C.py is for Paddle 3
+            shutil.copy(folder / name, ROOT / "paddle_moe_ops" / name)
 
 
 def environment(suite: str) -> dict[str, str]:
     """What the suite's process needs to find Paddle, the plug-in and the core."""
-    env = dict(os.environ, CI="1", PMO_CORE_LIBRARY=str(RIG / "libpmo_core.so"), PYTHONPATH=str(ROOT))
+    env = dict(os.environ, CI="1", PYTHONPATH=str(ROOT))
+    if suite != "ops":  # tests that load parts of the package without its Paddle side
+        env["PMO_CORE_LIBRARY"] = str(RIG / "libpmo_core.so")
     if suite in ("ops", "place"):
         env["PYTHONPATH"] = f"{SITE}:{ROOT}"
         env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{env.get('LD_LIBRARY_PATH', '')}"

@@ -262,7 +262,8 @@ __global__ void place_tiles(Layout layout, PlaceOutputs out) {
       if (out.row_to_slot != nullptr) out.row_to_slot[row] = static_cast<int32_t>(slot);
       if (out.row_to_expert != nullptr) out.row_to_expert[row] = expert;
       if (out.row_probs != nullptr) out.row_probs[row] = out.probs[out.mask ? token * layout.num_experts + expert : slot];
-      if (out.rowmap != nullptr) out.rowmap[token * layout.num_experts + expert] = static_cast<int32_t>(row);
+      // a token that names the expert in several slots leaves its last row, the highest one
+      if (out.rowmap != nullptr) atomicMax(&out.rowmap[token * layout.num_experts + expert], static_cast<int32_t>(row));
     });
   }
 }

@@ -12,8 +12,10 @@
 #include <utility>
 #include <vector>
 
+#ifndef PMO_PADDLE_2
 #include "paddle/common/enforce.h"
 #include "paddle/common/errors.h"
+#endif
 #include "paddle/device.h"
 #include "paddle/extension.h"
 #include "pmo/base.h"
@@ -24,7 +26,11 @@ namespace binding {
 using Shape = std::vector<int64_t>;
 using Outputs = std::vector<paddle::Tensor>;
 
+#ifdef PMO_PADDLE_2  // no ValueError for operators there
+[[noreturn]] inline void fail(const std::string& text) { PD_THROW(text); }
+#else
 [[noreturn]] inline void fail(const std::string& text) { PADDLE_THROW(common::errors::InvalidArgument("%s", text)); }
+#endif
 
 inline void require(bool condition, const char* function, const char* text) {
   if (!condition) fail(std::string(function) + ": " + text);
@@ -51,7 +57,7 @@ inline int32_t dtype_of(const paddle::Tensor& tensor, const char* function, cons
       return PMO_FLOAT16;
     case paddle::DataType::BFLOAT16:
       return PMO_BFLOAT16;
-#ifndef PMO_WITHOUT_FLOAT8  // Paddle before 3.0 has no such dtypes
+#ifndef PMO_PADDLE_2  // Paddle before 3.0 has no such dtypes
     case paddle::DataType::FLOAT8_E4M3FN:
       return PMO_FLOAT8_E4M3FN;
     case paddle::DataType::FLOAT8_E5M2:
@@ -82,19 +88,22 @@ inline void require_described(const paddle::Tensor& rows, int64_t hidden, int hi
           "the attributes hidden and hidden_dtype must describe the rows");
 }
 
-inline paddle::Tensor dense(const paddle::Tensor& tensor) { return tensor.is_contiguous() ? tensor : tensor.contiguous(); }
-
 // A matrix whose rows are contiguous, with its distance between rows; copies the tensor only where its rows are not.
 struct Matrix {
   paddle::Tensor tensor;
   const void* data;
   int64_t row_stride;
 
-  explicit Matrix(const paddle::Tensor& source) : tensor(source) {
+  Matrix(const Target& target, const paddle::Tensor& source) : tensor(source) {
     const Shape shape = source.shape();
-    if (shape[1] > 1 && source.strides()[1] != 1) tensor = source.contiguous();
-    data = tensor.data();
+#ifdef PMO_PADDLE_2  // operators get contiguous tensors there, and there is no access to strides
+    static_cast<void>(target);
+    row_stride = shape[1];
+#else
+    if (shape[1] > 1 && source.strides()[1] != 1) tensor = target.dense(source);
     row_stride = shape[0] > 1 ? tensor.strides()[0] : shape[1];
+#endif
+    data = tensor.data();
   }
 };
 
