@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from paddle_moe_ops.testing.core import (
+    NOWHERE,
     OPERATORS,
     Check,
     CleanRowmapParams,
@@ -66,6 +67,9 @@ class CudaCore(Core):
             return
         if isinstance(params, CleanRowmapParams) and params.workspace is None:
             self._make_workspace(params, self.library.pmo_clean_rowmap_cuda_workspace_bytes(ctypes.byref(params)))
+        if isinstance(params, RouteParams) and operator == "route" and params.checks & Check.OVERFLOW:
+            nothing = RouteFindings(bad_place=NOWHERE, duplicate_place=NOWHERE, nan_place=NOWHERE)
+            self.route_report(params, nothing, params.arrays["routed_per_expert"])
         types: dict[str, Any] = dict(type(params)._fields_)
         mirrors: dict[int, tuple[NDArray, torch.Tensor]] = {}
         host_addresses = {}

@@ -24,8 +24,6 @@ from . import calls
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_plan, problems
 from .guards import at_odd_address, with_row_gaps
 
-LANES = 16
-
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in isnan")
 
 
@@ -33,25 +31,34 @@ def dtype_name(dtype: DTypeLike) -> str:
     return np.dtype(dtype).name
 
 
-def dot_in_lanes(a: NDArray, b: NDArray) -> NDArray:
+def dot_rule(core: Core, row_bytes: int, itemsize: int) -> tuple[int, int]:
+    """Lanes of the dot product, and how many neighbouring elements a lane takes at a time."""
+    if not core.entry("unpermute_backward").__name__.endswith("_cuda"):
+        return 16, 1
+    access = max(width for width in (1, 2, 4, 8, 16) if row_bytes % width == 0)
+    return 256, access // itemsize
+
+
+def dot_in_lanes(a: NDArray, b: NDArray, num_lanes: int, neighbours: int) -> NDArray:
     """Dot product of each row of a with that of b, by the rule of pmo_unpermute_backward."""
-    hidden = a.shape[1]
-    lanes = np.zeros((len(a), LANES), np.float32)
-    for begin in range(0, hidden, LANES):
-        columns = slice(begin, min(begin + LANES, hidden))
-        used = slice(0, columns.stop - begin)
-        lanes[:, used] = reference.fma32(a[:, columns], b[:, columns], lanes[:, used])
-    width = LANES // 2
+    lanes = np.zeros((len(a), num_lanes), np.float32)
+    for begin in range(0, a.shape[1], num_lanes * neighbours):
+        for i in range(neighbours):
+            columns = slice(begin + i, begin + num_lanes * neighbours, neighbours)
+            used = slice(0, a[:, columns].shape[1])
+            lanes[:, used] = reference.fma32(a[:, columns], b[:, columns], lanes[:, used])
+    width = num_lanes // 2
     while width > 0:
         lanes[:, :width] = reference.add32(lanes[:, :width], lanes[:, width : 2 * width])
         width //= 2
     return lanes[:, 0]
 
 
-def expected_d_row_weights(plan: reference.Plan, d_out: NDArray, rows: NDArray) -> NDArray:
+def expected_d_row_weights(core: Core, plan: reference.Plan, d_out: NDArray, rows: NDArray) -> NDArray:
     dots = np.zeros(plan.num_rows, np.float32)
     live = np.flatnonzero(plan.row_to_token >= 0)
-    dots[live] = dot_in_lanes(d_out[plan.row_to_token[live]], rows[live])
+    rule = dot_rule(core, d_out.shape[1] * d_out.itemsize, d_out.itemsize)
+    dots[live] = dot_in_lanes(d_out[plan.row_to_token[live]], rows[live], *rule)
     return dots
 
 
@@ -62,7 +69,7 @@ def check(core: Core, plan: reference.Plan, d_out: NDArray, rows: NDArray, num_t
     expected, _ = reference.unpermute_backward(d_out, plan)
     assert_same_bits(d_rows, expected)
 
-    dots = expected_d_row_weights(plan, d_out, rows)
+    dots = expected_d_row_weights(core, plan, d_out, rows)
     by_row = ordinary_floats((plan.num_rows,), np.float32, 1)
     by_slot = floats_of_every_kind(plan.slot_to_row.shape, np.float32, 2)
     d_by_slot = reference.route_backward(dots, plan)
@@ -127,7 +134,7 @@ def test_gradient_of_a_copied_row_is_a_copy(core: Core, dtype: DTypeLike) -> Non
     assert 0 < len(copied) < np.count_nonzero(plan.row_to_token >= 0)
     expected, _ = reference.unpermute_backward(d_out, plan, probs=weights)
     expected[copied] = d_out[single]
-    dots = expected_d_row_weights(plan, d_out, rows)
+    dots = expected_d_row_weights(core, plan, d_out, rows)
     dots[copied] = 0
     assert d_rows is not None
     assert_same_numbers(d_rows, expected)
@@ -204,7 +211,7 @@ def test_rows_out_of_range_are_skipped(core: Core, bad: int) -> None:
     )
     kept = plan._replace(row_to_token=row_to_token)
     assert_same_bits(d_rows, reference.unpermute_backward(d_out, kept, probs=weights)[0])
-    assert_same_bits(d_weights, expected_d_row_weights(kept, d_out, rows))
+    assert_same_bits(d_weights, expected_d_row_weights(core, kept, d_out, rows))
 
 
 @pytest.mark.parametrize("bad", [INT32.min, -7, -1, 189, INT32.max], ids=["min", "minus7", "minus1", "size", "max"])
@@ -222,7 +229,7 @@ def test_weight_places_out_of_range_have_no_gradient(core: Core, bad: int) -> No
     row_weights[usable] = weights[index[usable]]
     assert_same_bits(d_rows, reference.unpermute_backward(d_out, plan, probs=row_weights)[0])
     expected = np.zeros(189, np.float32)
-    expected[index[usable]] = expected_d_row_weights(plan, d_out, rows)[usable]
+    expected[index[usable]] = expected_d_row_weights(core, plan, d_out, rows)[usable]
     assert_same_bits(d_weights, expected)
 
 

@@ -48,9 +48,10 @@ class Everything:
     def run(self) -> list[np.ndarray]:
         x = tensor(self.x, self.place, gradient=True)
         probs = tensor(self.probs, self.place, gradient=True)
+        again, probs_again = tensor(self.x, self.place, gradient=True), tensor(self.probs, self.place, gradient=True)
         plan = route(self.ids, probs, num_experts=self.shape.E, padding_alignment=self.shape.A)
         rows, _ = permute(x, plan)
-        by_row, by_slot = unpermute(rows, plan, plan.row_probs), unpermute(rows, plan, probs)
+        by_row, by_slot = unpermute(rows, plan, plan.row_probs), unpermute(permute(again, plan)[0], plan, probs_again)
         unzipped, rowmap, row_probs, _ = moe_permute(x, None, self.ids, probs, self.shape.E, None, self.shape.A)
         sizes = self.shape.T, self.shape.E
         combined, prob_topk = moe_unpermute(unzipped, rowmap, self.ids, row_probs, *sizes, using_weighted_combine=True)
