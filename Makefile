@@ -25,7 +25,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format core sanitize fuzz wheel gpu-bundle check-place ci-full clean
+.PHONY: help demo test test-slow lint format core sanitize fuzz wheel gpu-bundle gpu-report check-place ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,8 +100,12 @@ build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 # ---- NVIDIA GPUs (tools/gpu_rig/README.md)
 
 gpu-bundle: $(VENV)/stamp-built ## what travels to a GPU machine: Paddle in parts, the plug-in, the operators, the core
-	mkdir -p build/gpu/rig-2 && cp paddle_moe_ops/_C.py build/gpu/rig-2/ && git rev-parse --short HEAD > build/gpu/rig-2/commit
-	$(MAKE) -f tools/gpu_rig/Makefile rig
+	$(MAKE) -f tools/gpu_rig/Makefile rig place
+	cp paddle_moe_ops/_C.py build/gpu/rig-2/
+	git rev-parse --short HEAD | tee build/gpu/rig-2/commit > build/gpu/place-2/commit
+
+gpu-report: $(VENV)/stamp-deps ## docs/gpu_validation.md from benchmarks/results/gpu_tests
+	$(PY) tools/gpu_rig/report.py
 
 check-place: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle, and the kernels for every architecture
 	$(MAKE) -f tools/gpu_rig/Makefile check-place check-cuda PADDLE_INCLUDE="$$($(PY) -c 'import paddle; print(paddle.sysconfig.get_include())')"

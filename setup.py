@@ -247,6 +247,7 @@ def operators_extension() -> setuptools.Extension:
         # Paths of the build machine do not belong in the library; Paddle is loaded when the operators are.
         extension.runtime_library_dirs = ["$ORIGIN/../paddle/base", "$ORIGIN/../paddle/libs"]
         return extension
+    arguments["extra_compile_args"]["cxx"].append("-DPMO_WITH_CUDA")
     arguments["extra_compile_args"]["nvcc"] = [*NVCC_FLAGS, *gencode_flags(nvcc_version(nvcc_path()))]
     return cpp_extension.CUDAExtension([*sources, *sources_in("cuda/*.cu")], **arguments)
 

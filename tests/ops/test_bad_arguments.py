@@ -164,6 +164,26 @@ def test_tensors_on_two_devices_are_refused():
     _checks.same_place("f", x=on_cpu, scale=None, probs=on_cpu)
 
 
+@pytest.mark.parametrize(
+    ("function", "argument", "reference_argument"),
+    [
+        ("moe_permute", "expert_prob_topk", "hidden_states"),
+        ("moe_unpermute", "zipped_expertwise_rowmap", "hidden_states_unzipped"),
+        ("route", "probs", "routing"),
+    ],
+)
+def test_real_tensors_on_two_devices_are_refused(function, argument, reference_argument, place):
+    """On a CPU there is no second device: the call then passes, and the rule is tested above."""
+    value = good_call(function)[argument]
+    changes = {argument: lambda place: value(paddle.CPUPlace())}
+    if place.is_cpu_place():
+        assert call(function, changes, place) is not None
+        return
+    text = f"{function}: {argument} must be on the device of {reference_argument}, {place}, but got Place(cpu)"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        call(function, changes, place)
+
+
 def test_numpy_integers_and_integer_tensors_serve_as_ints(place, backend):
     for number in (np.int32(3), np.int64(3), paddle.to_tensor(3, place=place)):
         plan = call("route", {"num_experts": number}, place)

@@ -46,19 +46,34 @@ class Everything:
         self.d_out, self.d_prob = ordinary(rng, problem.x.shape, dtype), ordinary(rng, problem.probs.shape)
 
     def run(self) -> list[np.ndarray]:
-        x = tensor(self.x, self.place, gradient=True)
-        probs = tensor(self.probs, self.place, gradient=True)
-        again, probs_again = tensor(self.x, self.place, gradient=True), tensor(self.probs, self.place, gradient=True)
+        # a leaf for each use: a device may have no kernel to add gradients up
+        x, x_again, x_moe = (tensor(self.x, self.place, gradient=True) for _ in range(3))
+        probs, probs_again, probs_moe = (tensor(self.probs, self.place, gradient=True) for _ in range(3))
         plan = route(self.ids, probs, num_experts=self.shape.E, padding_alignment=self.shape.A)
         rows, _ = permute(x, plan)
-        by_row, by_slot = unpermute(rows, plan, plan.row_probs), unpermute(permute(again, plan)[0], plan, probs_again)
-        unzipped, rowmap, row_probs, _ = moe_permute(x, None, self.ids, probs, self.shape.E, None, self.shape.A)
+        by_row = unpermute(rows, plan, plan.row_probs)
+        by_slot = unpermute(permute(x_again, plan)[0], plan, probs_again)
+        unzipped, rowmap, row_probs, _ = moe_permute(x_moe, None, self.ids, probs_moe, self.shape.E, None, self.shape.A)
         sizes = self.shape.T, self.shape.E
         combined, prob_topk = moe_unpermute(unzipped, rowmap, self.ids, row_probs, *sizes, using_weighted_combine=True)
-        plain = unpermute(rows, plan)
+        more_rows = rows.detach()
+        more_rows.stop_gradient = False
+        plain = unpermute(more_rows, plan)
         outputs = [by_row, by_slot, plain, combined, prob_topk]
         gradients = [self.d_out] * 4 + [self.d_prob]
-        leaves = [x, probs, rows, plan.row_probs, unzipped, row_probs]
+        leaves = [
+            x,
+            x_again,
+            x_moe,
+            probs,
+            probs_again,
+            probs_moe,
+            rows,
+            more_rows,
+            plan.row_probs,
+            unzipped,
+            row_probs,
+        ]
         d_leaves = paddle.grad(outputs, leaves, [tensor(gradient, self.place) for gradient in gradients])
         return [value.numpy() for value in (*plan[:10], rows, unzipped, rowmap, row_probs, *outputs, *d_leaves)]
 

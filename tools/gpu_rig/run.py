@@ -85,12 +85,11 @@ def read_counts(report: Path) -> dict[str, int]:
     return {"passed": totals["tests"] - failed - totals["skipped"], "failed": failed, "skipped": totals["skipped"]}
 
 
-def machine() -> dict[str, str]:
-    """What ran: GPU, driver, versions, commit."""
+def machine(commit: Path) -> dict[str, str]:
+    """What ran: GPU, driver, versions, commit (written there by `make gpu-bundle`)."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu, driver = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split(", ")
     nvcc = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
-    commit = RIG / "commit"
     return {
         "gpu": gpu,
         "driver": driver.strip(),
@@ -113,7 +112,8 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
     done = subprocess.run(
         command, cwd=ROOT, env=environment(suite), text=True, capture_output=suite in SANITIZERS, check=False
     )
-    result = {"suite": suite, "command": " ".join(command), "exit_status": done.returncode, **machine()}
+    result = {"suite": suite, "command": " ".join(command), "exit_status": done.returncode}
+    result.update(machine((PLACE if suite == "place" else RIG) / "commit"))
     if suite in SANITIZERS:
         print(done.stdout[-3000:], done.stderr[-1000:])
         found = re.findall(r"(ERROR SUMMARY|RACECHECK SUMMARY): (.*)", done.stdout + done.stderr)

@@ -1,0 +1,74 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""More than 2^31 and 2^32 elements in GPU memory: a few tokens whose rows lie far apart."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from paddle_moe_ops.testing.core import Core, Params, PermuteParams, UnpermuteBackwardParams, UnpermuteParams
+
+pytestmark = pytest.mark.cuda_only
+
+H = 1 << 20
+N = 4500  # 4.7e9 elements
+FAR_ROWS = (0, 2047, 2048, 4095, 4096, 4499)  # on both sides of 2^31 and of 2^32 elements, and the last
+T = len(FAR_ROWS)
+
+
+def run(core: Core, operator: str, params: Params, **tensors: object) -> None:
+    types = dict(type(params)._fields_)
+    for name, tensor in tensors.items():
+        setattr(params, name, ctypes.cast(tensor.data_ptr(), types[name]))
+    assert core.entry(operator)(ctypes.byref(params), None) == 0, core.last_error()
+
+
+def test_rows_beyond_2_to_the_32_elements_are_moved_and_summed(core: Core) -> None:
+    import torch
+
+    slots = torch.tensor(FAR_ROWS, dtype=torch.int32, device="cuda").reshape(T, 1)
+    row_to_token = torch.full((N,), -1, dtype=torch.int32, device="cuda")
+    row_to_token[slots.flatten().long()] = torch.arange(T, dtype=torch.int32, device="cuda")
+    x = torch.randn(T, H, device="cuda").to(torch.bfloat16)
+    rows = torch.full((N, H), 7, dtype=torch.bfloat16, device="cuda")
+    sizes = {"num_tokens": T, "num_rows": N, "hidden": H, "dtype": 2}
+    run(
+        core,
+        "permute",
+        PermuteParams(topk=1, x_row_stride=H, fill=3, **sizes),
+        x=x,
+        slot_to_row=slots,
+        row_to_token=row_to_token,
+        rows=rows,
+    )
+    far = slots.flatten().long()
+    assert torch.equal(rows[far], x)
+    assert int(torch.count_nonzero(rows).item()) == int(torch.count_nonzero(x).item())
+
+    out = torch.empty_like(x)
+    weights = torch.full((N,), 2.0, device="cuda")
+    common = {"num_weights": N, "max_rows_per_token": 1, "rows_row_stride": H, **sizes}
+    run(core, "unpermute", UnpermuteParams(**common), rows=rows, token_rows=slots, weights=weights, out=out)
+    assert torch.equal(out, x * 2)
+
+    d_rows = torch.full((N, H), 7, dtype=torch.bfloat16, device="cuda")
+    d_weights = torch.empty(N, device="cuda")
+    run(
+        core,
+        "unpermute_backward",
+        UnpermuteBackwardParams(d_out_row_stride=H, **common),
+        d_out=x,
+        rows=rows,
+        token_rows=slots,
+        row_to_token=row_to_token,
+        weights=weights,
+        d_rows=d_rows,
+        d_weights=d_weights,
+    )
+    assert torch.equal(d_rows[far], x * 2)
+    assert int(torch.count_nonzero(d_rows).item()) == int(torch.count_nonzero(x).item())
+    exact = (x.double() ** 2).sum(dim=1)
+    assert torch.allclose(d_weights[far].double(), exact, rtol=1e-4)
+    assert int(torch.count_nonzero(d_weights).item()) == T
