@@ -196,10 +196,9 @@ def spoil(rng: np.random.Generator, params: Params, name: str, kind: type) -> No
     value = getattr(params, name)
     if kind is ctypes.c_int64:
         smaller = int(rng.integers(0, max(value, 0) + 1))
-        # a stride beyond the rows would lead out of the array, and nothing could tell
-        setattr(
-            params, name, smaller if name.endswith("_stride") or rng.random() < 0.5 else int(rng.choice(INVALID_SIZES))
-        )
+        # a longer stride or workspace than there is would lead out of the array, and nothing could tell
+        only_smaller = name.endswith("_stride") or name == "workspace_bytes" or rng.random() < 0.5
+        setattr(params, name, smaller if only_smaller else int(rng.choice(INVALID_SIZES)))
     elif kind is ctypes.c_int32:
         # a wider dtype than the four bytes at hand does not exist
         setattr(params, name, int(rng.choice([*ODD_INTS, -1, 0, 1, 2, 3, 64])))

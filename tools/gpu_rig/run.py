@@ -112,7 +112,8 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
     done = subprocess.run(
         command, cwd=ROOT, env=environment(suite), text=True, capture_output=suite in SANITIZERS, check=False
     )
-    result = {"suite": suite, "command": " ".join(command), "exit_status": done.returncode}
+    shown = " ".join(command).replace(sys.executable, "python3").replace(f"{out}/", "results/")
+    result = {"suite": suite, "command": shown, "exit_status": done.returncode}
     result.update(machine((PLACE if suite == "place" else RIG) / "commit"))
     if suite in SANITIZERS:
         print(done.stdout[-3000:], done.stderr[-1000:])
