@@ -88,19 +88,26 @@ inline void require_described(const paddle::Tensor& rows, int64_t hidden, int hi
           "the attributes hidden and hidden_dtype must describe the rows");
 }
 
+inline paddle::Tensor dense(const paddle::Tensor& tensor) {
+#ifdef PMO_PADDLE_2  // operators get contiguous tensors there, and there is no access to strides
+  return tensor;
+#else
+  return tensor.is_contiguous() ? tensor : tensor.contiguous();
+#endif
+}
+
 // A matrix whose rows are contiguous, with its distance between rows; copies the tensor only where its rows are not.
 struct Matrix {
   paddle::Tensor tensor;
   const void* data;
   int64_t row_stride;
 
-  Matrix(const Target& target, const paddle::Tensor& source) : tensor(source) {
+  explicit Matrix(const paddle::Tensor& source) : tensor(source) {
     const Shape shape = source.shape();
-#ifdef PMO_PADDLE_2  // operators get contiguous tensors there, and there is no access to strides
-    static_cast<void>(target);
+#ifdef PMO_PADDLE_2
     row_stride = shape[1];
 #else
-    if (shape[1] > 1 && source.strides()[1] != 1) tensor = target.dense(source);
+    if (shape[1] > 1 && source.strides()[1] != 1) tensor = source.contiguous();
     row_stride = shape[0] > 1 ? tensor.strides()[0] : shape[1];
 #endif
     data = tensor.data();

@@ -7,7 +7,6 @@
 #include <string>
 
 #include "paddle/binding.h"
-#include "pmo/strided.h"
 
 #ifdef PMO_WITH_CUDA
 #include <cuda_runtime.h>
@@ -104,39 +103,6 @@ paddle::Tensor Target::zeros(const std::vector<int64_t>& shape, paddle::DataType
   std::memset(tensor.data(), 0, bytes);
   return tensor;
 }
-
-#ifdef PMO_PADDLE_2
-
-paddle::Tensor Target::dense(const paddle::Tensor& tensor) const { return tensor; }
-
-#else
-
-paddle::Tensor Target::dense(const paddle::Tensor& tensor) const {
-  if (tensor.is_contiguous()) return tensor;
-#ifdef PMO_WITH_CUDA
-  if (is_gpu_) {
-    const std::vector<int64_t> shape = tensor.shape();
-    require(shape.size() == 1 || shape.size() == 2, function_, "a tensor that is not contiguous must have 1 or 2 dimensions");
-    const auto& strides = tensor.strides();
-    const bool is_matrix = shape.size() == 2;
-    paddle::Tensor copy = paddle::empty(shape, tensor.dtype(), place_);
-    pmo_copy_strided_params p = {};
-    p.struct_size = sizeof(p);
-    p.num_rows = is_matrix ? shape[0] : 1;
-    p.num_columns = is_matrix ? shape[1] : shape[0];
-    p.row_stride = is_matrix ? strides[0] : 0;
-    p.column_stride = is_matrix ? strides[1] : strides[0];
-    p.itemsize = static_cast<int64_t>(phi::SizeOf(tensor.dtype()));
-    p.source = tensor.data();
-    p.target = copy.data();
-    check_status(pmo_copy_strided_cuda(&p, stream_), function_);
-    return copy;
-  }
-#endif
-  return tensor.contiguous();
-}
-
-#endif
 
 void Target::copy_to_host(const void* source, int64_t bytes, void* target) const {
   if (bytes == 0) return;

@@ -29,9 +29,6 @@ class Target {
   // A tensor of zeros on the device.
   paddle::Tensor zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const;
 
-  // The tensor itself if it is contiguous, else a contiguous copy; of one or two dimensions.
-  paddle::Tensor dense(const paddle::Tensor& tensor) const;
-
   // Copies from the device to host memory and waits for it: on a GPU a synchronisation with the stream.
   void copy_to_host(const void* source, int64_t bytes, void* target) const;
 

@@ -37,8 +37,8 @@ struct CleanMaps {
     const bool wide_ids = routemap.dtype() == paddle::DataType::INT64;
     if (!wide_ids) require_dtype(routemap, paddle::DataType::INT32, kFunction, "expert_routemap_topk");
     require(rowmap.shape()[0] == routemap.shape()[0], kFunction, "expert_routemap_topk must have one line per token");
-    const paddle::Tensor dense_rowmap = target.dense(rowmap);
-    const paddle::Tensor ids = target.dense(routemap);
+    const paddle::Tensor dense_rowmap = dense(rowmap);
+    const paddle::Tensor ids = dense(routemap);
     token_rows = empty_int32(rowmap.shape(), rowmap);
     row_to_token = empty_int32({num_rows}, rowmap);
     slot_to_row = empty_int32(routemap.shape(), rowmap);

@@ -19,8 +19,8 @@ const int32_t* map_data(const paddle::Tensor& map, const char* function, const c
 
 // The fields that the sum and its gradient share. `weight_values` keeps a dense copy alive where one is needed.
 template <typename Params>
-void set_sum_params(const Target& target, Params* p, const char* function, const paddle::Tensor& token_rows, int64_t num_rows,
-                    int64_t hidden, const Weights& weights, paddle::Tensor* weight_values) {
+void set_sum_params(Params* p, const char* function, const paddle::Tensor& token_rows, int64_t num_rows, int64_t hidden,
+                    const Weights& weights, paddle::Tensor* weight_values) {
   p->struct_size = sizeof(Params);
   require_rank(token_rows, 2, function, "token_rows");
   p->num_tokens = token_rows.shape()[0];
@@ -31,7 +31,7 @@ void set_sum_params(const Target& target, Params* p, const char* function, const
   p->copy_single_row = weights.copy_single_row;
   if (weights.values == nullptr) return;
   require_dtype(*weights.values, paddle::DataType::FLOAT32, function, "the probabilities");
-  *weight_values = target.dense(*weights.values);
+  *weight_values = dense(*weights.values);
   p->num_weights = weight_values->numel();
   p->weights = weight_values->template data<float>();
   if (weights.index == nullptr) {
@@ -98,14 +98,14 @@ void permute_rows(const Target& target, const char* function, const paddle::Tens
   p.slot_to_row = map_data(slot_to_row, function, "slot_to_row");
   p.row_to_token = map_data(row_to_token, function, "row_to_token");
   p.fill = fill;
-  const Matrix source(target, x);
+  const Matrix source(x);
   p.x = source.data;
   p.x_row_stride = source.row_stride;
   p.rows = rows->data();
   paddle::optional<Matrix> scales;
   if (scale.given) {
     require(scale.tensor.shape()[0] == p.num_tokens, function, "scale must have one line per token");
-    scales = Matrix(target, scale.tensor);
+    scales = Matrix(scale.tensor);
     p.scale = scales->data;
     p.scale_row_stride = scales->row_stride;
     p.scale_cols = scale.tensor.shape()[1];
@@ -120,9 +120,9 @@ paddle::Tensor sum_rows(const Target& target, const char* function, const paddle
   require_rank(rows, 2, function, "the rows");
   pmo_unpermute_params p = {};
   paddle::Tensor weight_values;
-  set_sum_params(target, &p, function, token_rows, rows.shape()[0], rows.shape()[1], weights, &weight_values);
+  set_sum_params(&p, function, token_rows, rows.shape()[0], rows.shape()[1], weights, &weight_values);
   p.dtype = dtype_of(rows, function, "the rows");
-  const Matrix source(target, rows);
+  const Matrix source(rows);
   p.rows = source.data;
   p.rows_row_stride = source.row_stride;
   paddle::Tensor out = paddle::empty({p.num_tokens, p.hidden}, rows.dtype(), rows.place());
@@ -138,18 +138,18 @@ void sum_rows_backward(const Target& target, const char* function, const paddle:
   require_rank(row_to_token, 1, function, "row_to_token");
   pmo_unpermute_backward_params p = {};
   paddle::Tensor weight_values;
-  set_sum_params(target, &p, function, token_rows, row_to_token.shape()[0], d_out.shape()[1], weights, &weight_values);
+  set_sum_params(&p, function, token_rows, row_to_token.shape()[0], d_out.shape()[1], weights, &weight_values);
   require(d_out.shape()[0] == p.num_tokens, function, "the gradient must have one line per token");
   p.dtype = dtype_of(d_out, function, "the gradient");
   p.row_to_token = map_data(row_to_token, function, "row_to_token");
-  const Matrix gradient(target, d_out);
+  const Matrix gradient(d_out);
   p.d_out = gradient.data;
   p.d_out_row_stride = gradient.row_stride;
   paddle::optional<Matrix> inputs;
   if (d_weights != nullptr) {
     require_shape(*rows, {p.num_rows, p.hidden}, function, "the rows");
     require(rows->dtype() == d_out.dtype(), function, "the rows and the gradient must have the same dtype");
-    inputs = Matrix(target, *rows);
+    inputs = Matrix(*rows);
     p.rows = inputs->data;
     p.rows_row_stride = inputs->row_stride;
     p.d_weights = d_weights->data<float>();
@@ -162,7 +162,7 @@ paddle::Tensor gather_slots(const Target& target, const char* function, const pa
                             const paddle::Tensor& row_values, const paddle::Tensor* row_to_expert, int64_t num_experts) {
   pmo_slots_params p = slots_params(function, slot_to_row);
   require_dtype(row_values, paddle::DataType::FLOAT32, function, "the probabilities");
-  const paddle::Tensor values = target.dense(row_values);
+  const paddle::Tensor values = dense(row_values);
   if (row_to_expert != nullptr) {
     require(row_to_expert->numel() == row_values.numel(), function, "row_to_expert must have one value per row");
     require(num_experts >= 1, function, "num_experts must be >= 1");
@@ -182,7 +182,7 @@ void scatter_slots(const Target& target, const char* function, const paddle::Ten
   pmo_slots_params p = slots_params(function, slot_to_row);
   require_dtype(slot_values, paddle::DataType::FLOAT32, function, "the gradient of the probabilities");
   require_shape(slot_values, slot_to_row.shape(), function, "the gradient of the probabilities");
-  const paddle::Tensor values = target.dense(slot_values);
+  const paddle::Tensor values = dense(slot_values);
   p.num_rows = row_values->numel();
   p.row_values = row_values->data<float>();
   p.slot_values = const_cast<float*>(values.data<float>());  // the scatter only reads it

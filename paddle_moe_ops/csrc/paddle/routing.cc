@@ -18,7 +18,7 @@ std::vector<int64_t> host_copy(const Target& target, const paddle::Tensor& count
 
 std::vector<int32_t> counts_of(const Target& target, const paddle::Tensor& tensor, const char* function) {
   require_rank(tensor, 1, function, "tokens_per_expert");
-  const paddle::Tensor counts = target.dense(tensor);
+  const paddle::Tensor counts = dense(tensor);
   if (counts.dtype() != paddle::DataType::INT32) require_dtype(counts, paddle::DataType::INT64, function, "tokens_per_expert");
   const std::vector<int64_t> given =
       counts.dtype() == paddle::DataType::INT32 ? host_copy<int32_t>(target, counts) : host_copy<int64_t>(target, counts);
@@ -59,11 +59,11 @@ Routing::Routing(const Target& target, const RouteAttributes& attributes, const 
     : target_(target), attributes_(attributes) {
   const char* function = attributes.function;
   require_rank(routing, 2, function, "the routing");
-  routing_ = target.dense(routing);
+  routing_ = dense(routing);
   if (probs != nullptr) {
     require_dtype(*probs, paddle::DataType::FLOAT32, function, "the probabilities");
     require_shape(*probs, routing.shape(), function, "the probabilities");
-    probs_ = target.dense(*probs);
+    probs_ = dense(*probs);
   }
   params.struct_size = sizeof(params);
   params.routing_kind = routing_kind(routing, function);
