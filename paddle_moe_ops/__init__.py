@@ -26,6 +26,7 @@ except ImportError as error:
         ) from _paddle_error
 else:
     from .backends import explain, register_operators, use_backend
+    from .compat.paddle import patch_paddle, patched_paddle, unpatch_paddle
     from .functional import moe_permute, moe_unpermute, permute, unpermute
     from .routing import Plan, route
 
@@ -37,8 +38,11 @@ __all__ = [
     "explain",
     "moe_permute",
     "moe_unpermute",
+    "patch_paddle",
+    "patched_paddle",
     "permute",
     "route",
+    "unpatch_paddle",
     "unpermute",
     "use_backend",
 ]

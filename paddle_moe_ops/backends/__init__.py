@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .. import _env
 from .base import Backend, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Validation
@@ -22,6 +22,7 @@ __all__ = [
     "Validation",
     "explain",
     "register",
+    "register_note",
     "register_operators",
     "resolve",
     "use_backend",
@@ -31,6 +32,7 @@ OPERATORS = ("route", "permute", "unpermute", "moe_permute", "moe_unpermute")
 
 _modules: dict[str, str] = {}  # name -> module with `backend`, in order of preference
 _automatic: list[str] = []
+_notes: list[Callable[[], str]] = []
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("paddle_moe_ops_backend", default=None)
 
 
@@ -45,6 +47,12 @@ def register(name: str, module: str, *, automatic: bool) -> None:
     _modules[name] = module
     if automatic:
         _automatic.append(name)
+
+
+def register_note(note: Callable[[], str]) -> Callable[[], str]:
+    """Make a function known whose text `explain` shows; a decorator."""
+    _notes.append(note)
+    return note
 
 
 register("compiled", "paddle_moe_ops.backends.compiled", automatic=True)
@@ -138,7 +146,7 @@ def explain(operator: str | None = None) -> str:
         operator: one of `OPERATORS`, or None for all.
 
     Returns:
-        One line per operator and one per backend.
+        One line per operator and one per backend, then whose functions paddle.nn.functional calls.
 
     Raises:
         ValueError: there is no such operator.
@@ -158,7 +166,7 @@ def explain(operator: str | None = None) -> str:
         reason = _load(name).unavailable()
         kind = "" if name in _automatic else ", only on request"
         lines.append(f"backend {name}: {'available' if reason is None else 'unavailable: ' + reason}{kind}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(note() for note in _notes)])
 
 
 def _requested_text() -> str:

@@ -1,0 +1,110 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Route ``paddle.nn.functional.moe_permute`` and ``moe_unpermute`` to this package, and back.
+
+What is replaced is the code inside Paddle's two function objects, not the names that lead to them: code that imported
+the functions before, under whatever name, is routed here as well, and gets Paddle's own back with `unpatch_paddle`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import paddle
+
+from .. import functional
+from ..backends import register_note
+
+__all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
+
+NAMES = ("moe_permute", "moe_unpermute")
+
+_originals: dict[str, CodeType] = {}  # Paddle's own code while it is replaced
+
+
+def moe_permute(*arguments: Any, **keywords: Any) -> Any:
+    """`functional.moe_permute` with Paddle's tolerance: ids that name no expert are passed over, on a CPU too."""
+    keywords.setdefault("validate", False)
+    return functional.moe_permute(*arguments, **keywords)
+
+
+def moe_unpermute(*arguments: Any, **keywords: Any) -> Any:
+    """`functional.moe_unpermute` with Paddle's numbers: a token with exactly one row is not weighted."""
+    keywords.setdefault("compat", "paddle")
+    keywords.setdefault("validate", False)
+    return functional.moe_unpermute(*arguments, **keywords)
+
+
+# The code that Paddle's functions get. It runs with the globals of Paddle's module, so it imports what it calls.
+
+
+def _call_moe_permute(*arguments: Any, **keywords: Any) -> Any:
+    from paddle_moe_ops.compat import paddle as ours
+
+    return ours.moe_permute(*arguments, **keywords)
+
+
+def _call_moe_unpermute(*arguments: Any, **keywords: Any) -> Any:
+    from paddle_moe_ops.compat import paddle as ours
+
+    return ours.moe_unpermute(*arguments, **keywords)
+
+
+_STAND_INS: dict[str, CodeType] = {
+    "moe_permute": _call_moe_permute.__code__,
+    "moe_unpermute": _call_moe_unpermute.__code__,
+}
+
+
+def _paddle_function(name: str) -> FunctionType:
+    function = getattr(paddle.nn.functional, name, None)
+    if not isinstance(function, FunctionType) or function.__code__.co_freevars:
+        raise RuntimeError(
+            f"patch_paddle: paddle.nn.functional.{name} must be a plain function, as in Paddle 3.3, but is {function!r}"
+        )
+    return function
+
+
+def patch_paddle() -> None:
+    """Make Paddle's moe_permute and moe_unpermute run on this package, everywhere in the process.
+
+    Numbers are Paddle's, also where this package decides otherwise: a token with exactly one row stays unweighted in
+    the weighted combine, ids outside [0, num_experts) are passed over on a CPU too. New are gradients, the CPU, dtypes
+    and widths, and the keyword arguments of this package's functions. Calling it again changes nothing.
+
+    Raises:
+        RuntimeError: this Paddle has no such functions.
+    """
+    functions = {name: _paddle_function(name) for name in NAMES}  # all or none
+    for name, function in functions.items():
+        if name not in _originals:
+            _originals[name] = function.__code__
+            function.__code__ = _STAND_INS[name]
+
+
+def unpatch_paddle() -> None:
+    """Give Paddle's functions their own code back; without a patch it changes nothing."""
+    for name in NAMES:
+        if name in _originals:
+            _paddle_function(name).__code__ = _originals.pop(name)
+
+
+@contextlib.contextmanager
+def patched_paddle() -> Iterator[None]:
+    """`patch_paddle` for the block of a ``with`` statement; afterwards the state is what it was before."""
+    was_patched = bool(_originals)
+    patch_paddle()
+    try:
+        yield
+    finally:
+        if not was_patched:
+            unpatch_paddle()
+
+
+@register_note
+def _state() -> str:
+    who = "this package (patch_paddle)" if _originals else "Paddle itself"
+    return f"paddle.nn.functional.moe_permute and moe_unpermute: {who}"
