@@ -106,7 +106,7 @@ def choose_cuda() -> tuple[bool, str]:
         obstacle = f"{CSRC}/cuda has no sources"
     elif nvcc_path() is None:
         obstacle = "nvcc was not found; set CUDA_HOME"
-    elif not asked and not paddle.is_compiled_with_cuda():
+    elif not paddle.is_compiled_with_cuda():
         obstacle = "this Paddle is a CPU build"
     if asked and obstacle:
         raise SystemExit(f"paddle_moe_ops: PADDLE_MOE_OPS_CUDA=1, but {obstacle}")
