@@ -38,13 +38,6 @@ int report_data(const pmo_route_params& p, const pmo_route_findings& found) {
   return PMO_OK;
 }
 
-}  // namespace
-
-std::string bad_id_text(int64_t num_experts, int64_t topk, int64_t slot, int64_t id) {
-  return "routing must hold expert ids in [-1, " + std::to_string(num_experts) + "), but " + place_text(slot, topk, "slot") +
-         " holds " + std::to_string(id);
-}
-
 int report_counts(const pmo_route_params& p, const int32_t* routed_per_expert) {
   if ((p.checks & PMO_CHECK_COUNTS) == 0 || p.expected_per_expert == nullptr ||
       std::equal(routed_per_expert, routed_per_expert + p.num_experts, p.expected_per_expert)) {
@@ -53,6 +46,13 @@ int report_counts(const pmo_route_params& p, const int32_t* routed_per_expert) {
   return fail(PMO_INVALID_DATA, "tokens_per_expert must be " + list_text(routed_per_expert, p.num_experts) +
                                     ", the rows routed to each expert, but got " +
                                     list_text(p.expected_per_expert, p.num_experts));
+}
+
+}  // namespace
+
+std::string bad_id_text(int64_t num_experts, int64_t topk, int64_t slot, int64_t id) {
+  return "routing must hold expert ids in [-1, " + std::to_string(num_experts) + "), but " + place_text(slot, topk, "slot") +
+         " holds " + std::to_string(id);
 }
 
 int report_overflow(const pmo_route_params& p, const int32_t* routed_per_expert) {

@@ -11,6 +11,7 @@
 
 #include "common/checks.h"
 #include "common/status.h"
+#include "cpu/padding.h"
 #include "cpu/pool.h"
 
 namespace pmo {
@@ -34,13 +35,7 @@ void move_token(const Strip& strip, const pmo_permute_params& p, int64_t token) 
 }
 
 void zero_padding(const Strip& strip, const pmo_permute_params& p) {
-  // The bytes are a guess from the mean share of padding; they only decide how many threads help.
-  const int64_t padding_guess = p.num_rows * static_cast<int64_t>(sizeof(int32_t)) + p.num_rows / 8 * strip.row_bytes;
-  parallel_ranges(p.num_rows, padding_guess, p.num_threads, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      if (p.row_to_token[row] < 0) std::memset(strip.target + row * strip.row_bytes, 0, strip.row_bytes);
-    }
-  });
+  zero_rows_without_token(strip.target, strip.row_bytes, p.num_rows, p.row_to_token, p.num_threads);
 }
 
 int permute(const pmo_permute_params& p) {

@@ -11,6 +11,7 @@
 
 #include "common/checks.h"
 #include "common/status.h"
+#include "cpu/padding.h"
 #include "cpu/pool.h"
 #include "cpu/row_kernels.h"
 #include "pmo/permute.h"
@@ -97,23 +98,13 @@ int unpermute(const pmo_unpermute_params& p) {
   return PMO_OK;
 }
 
-void zero_unused_rows(const pmo_unpermute_backward_params& p, int64_t row_bytes) {
-  char* d_rows = static_cast<char*>(p.d_rows);
-  const int64_t bytes = p.num_rows * static_cast<int64_t>(sizeof(int32_t));
-  parallel_ranges(p.num_rows, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      if (p.row_to_token[row] < 0) std::memset(d_rows + row * row_bytes, 0, row_bytes);
-    }
-  });
-}
-
 int unpermute_backward(const pmo_unpermute_backward_params& p) {
   if (const int status = check_unpermute_backward(p)) return status;
 
   const int64_t itemsize = dtype_size(p.dtype);
   const int64_t row_bytes = p.hidden * itemsize;
   const bool write_rows = p.d_rows != nullptr && row_bytes > 0;
-  if (write_rows) zero_unused_rows(p, row_bytes);
+  if (write_rows) zero_rows_without_token(static_cast<char*>(p.d_rows), row_bytes, p.num_rows, p.row_to_token, p.num_threads);
   if (p.d_weights != nullptr) std::fill(p.d_weights, p.d_weights + p.num_weights, 0.0f);
   if (row_bytes == 0 || (p.d_rows == nullptr && p.d_weights == nullptr)) return PMO_OK;
 

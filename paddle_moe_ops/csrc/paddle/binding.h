@@ -25,6 +25,7 @@ namespace binding {
 
 using Shape = std::vector<int64_t>;
 using Outputs = std::vector<paddle::Tensor>;
+using Names = std::vector<std::pair<const char*, const char*>>;  // the core's name of an argument, and the caller's
 
 #ifdef PMO_PADDLE_2  // no ValueError for operators there
 [[noreturn]] inline void fail(const std::string& text) { PD_THROW(text); }
@@ -38,8 +39,7 @@ inline void require(bool condition, const char* function, const char* text) {
 
 // Turns a failed core call into the exception that Python sees as ValueError. Core texts begin with the core's name of the
 // argument; `names` maps it to the caller's.
-inline void check_status(int status, const char* function,
-                         std::initializer_list<std::pair<const char*, const char*>> names = {}) {
+inline void check_status(int status, const char* function, const Names& names = {}) {
   if (status == PMO_OK) return;
   std::string text = pmo_last_error();
   for (const auto& name : names) {

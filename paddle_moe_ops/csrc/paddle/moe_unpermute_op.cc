@@ -11,7 +11,6 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "moe_unpermute";
 
-using Names = std::initializer_list<std::pair<const char*, const char*>>;
 const Names kNames = {{"routing", "expert_routemap_topk"}};
 
 // The scratch that the CUDA operator needs; empty on the CPU.

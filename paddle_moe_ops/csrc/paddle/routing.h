@@ -22,17 +22,15 @@ inline int64_t static_num_rows(int counts_source, const std::vector<int>& counts
                                int64_t buffer_size) {
   if (buffer_size >= 0) return buffer_size;
   if (counts_source != kCountsFromList || padding_alignment < 1) return -1;
-  int64_t rows = 0;
   for (const int count : counts) {
     if (count < 0) return -1;
-    rows += (count + padding_alignment - 1) / padding_alignment * padding_alignment;
   }
-  return rows;
+  return pmo_padded_rows(counts.data(), static_cast<int64_t>(counts.size()), padding_alignment);
 }
 
 struct RouteAttributes {
   const char* function;
-  std::initializer_list<std::pair<const char*, const char*>> names;  // core name -> argument name
+  Names names;
   int64_t topk;
   int64_t num_experts;
   int64_t padding_alignment;

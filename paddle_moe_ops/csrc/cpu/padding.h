@@ -1,0 +1,27 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Zeroing the rows that belong to no token, for permute and for the gradient of unpermute.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/pool.h"
+
+namespace pmo {
+namespace cpu {
+
+inline void zero_rows_without_token(char* rows, int64_t row_bytes, int64_t num_rows, const int32_t* row_to_token,
+                                    int32_t num_threads) {
+  // The bytes are a guess from the mean share of padding; they only decide how many threads help.
+  const int64_t bytes = num_rows * static_cast<int64_t>(sizeof(int32_t)) + num_rows / 8 * row_bytes;
+  parallel_ranges(num_rows, bytes, num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (row_to_token[row] < 0) std::memset(rows + row * row_bytes, 0, row_bytes);
+    }
+  });
+}
+
+}  // namespace cpu
+}  // namespace pmo
