@@ -98,6 +98,7 @@ class Core:
         self.library = ctypes.CDLL(os.fspath(path))
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cpu", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self._declare("pmo_route_permute_cpu", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
         self._declare("pmo_route_cpu_workspace_bytes", Size, ctypes.c_void_p)
         self._declare("pmo_route_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, Int32s)
         self._declare("pmo_clean_rowmap_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -117,6 +118,11 @@ class Core:
     def run(self, operator: str, params: Params | None, stream: int | None = None) -> None:
         """Call an operator; raise CoreError unless it returns PMO_OK."""
         self._check(self.entry(operator)(None if params is None else ctypes.byref(params), stream))
+
+    def route_permute(self, route: RouteParams, permute: PermuteParams | None = None) -> None:
+        """Count, route and move rows in one call; raise CoreError unless it returns PMO_OK."""
+        entry = self.entry("route_permute")
+        self._check(entry(ctypes.byref(route), None if permute is None else ctypes.byref(permute), None))
 
     def route_workspace(self, params: RouteParams) -> NDArray:
         """Make the workspace that routing needs and enter it into ``params``."""

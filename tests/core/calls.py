@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,54 @@ ROUTE_OUTPUTS = (
 
 
 def route(
+    core: Core, problem: Problem, *, outputs: tuple[str, ...] = ROUTE_OUTPUTS, **fields: Any
+) -> dict[str, NDArray]:
+    """Both steps of routing, with the number of rows that the problem's plan has. row_probs needs probs."""
+    with guarded_outputs() as output:
+        params, wanted = _route_params(output, problem, outputs, **fields)
+        core.route_workspace(params)
+        core.run("route_count", params)
+        assert all(is_poison(params.arrays[name]) for name in wanted), "counting writes no maps"
+        core.run("route", params)
+    return {name: params.arrays[name] for name in ("routed_per_expert", *wanted)}
+
+
+def route_permute(
     core: Core,
     problem: Problem,
+    x: NDArray | None = None,
+    scale: NDArray | None = None,
+    *,
+    outputs: tuple[str, ...] = ROUTE_OUTPUTS,
+    fill: int = Fill.ALL,
+    odd_outputs: bool = False,
+    **fields: Any,
+) -> tuple[dict[str, NDArray], NDArray | None, NDArray | None]:
+    """Routing and, if there is an x, the moving of its rows, in one call of the core."""
+    rows = scales = move = None
+    with guarded_outputs() as output:
+        params, wanted = _route_params(output, problem, outputs, **fields)
+        core.route_workspace(params)
+        if x is not None:
+            num_rows = problem.plan.num_rows
+            rows = output((num_rows, x.shape[1]), x.dtype, int(odd_outputs))
+            scales = None if scale is None else output((num_rows, scale.shape[1]), scale.dtype)
+            maps = params.arrays["slot_to_row"], params.arrays["row_to_token"]
+            move = ctypes_core.permute_params(x, *maps, rows, scale, scales, fill=fill)
+        core.route_permute(params, move)
+    return {name: params.arrays[name] for name in ("routed_per_expert", *wanted)}, rows, scales
+
+
+def _route_params(
+    output: Callable[..., NDArray],
+    problem: Problem,
+    outputs: tuple[str, ...],
     *,
     checks: int = Check.NONE,
     num_threads: int = 0,
-    outputs: tuple[str, ...] = ROUTE_OUTPUTS,
     **fields: Any,
-) -> dict[str, NDArray]:
-    """Both steps of routing, with the number of rows that the problem's plan has. row_probs needs probs."""
+) -> tuple[ctypes_core.RouteParams, list[str]]:
+    """Params whose outputs are poisoned, and the names of these outputs."""
     plan = problem.plan
     shapes = {
         "slot_to_row": (plan.num_tokens, plan.topk),
@@ -49,29 +89,21 @@ def route(
         "rowmap": (plan.num_tokens, plan.num_experts),
     }
     wanted = [name for name in outputs if name != "row_probs" or problem.probs is not None]
-    with guarded_outputs() as output:
-        params = ctypes_core.route_params(
-            problem.routing,
-            problem.probs,
-            **problem.options,
-            num_rows=plan.num_rows,
-            checks=checks,
-            num_threads=num_threads,
-            routed_per_expert=output(plan.num_experts, np.int32),
-            **{
-                name: output(
-                    shapes.get(name, (plan.num_rows,)),
-                    np.float32 if name == "row_probs" else np.int32,
-                )
-                for name in wanted
-            },
-            **fields,
-        )
-        core.route_workspace(params)
-        core.run("route_count", params)
-        assert all(is_poison(params.arrays[name]) for name in wanted), "counting writes no maps"
-        core.run("route", params)
-    return {name: params.arrays[name] for name in ("routed_per_expert", *wanted)}
+    params = ctypes_core.route_params(
+        problem.routing,
+        problem.probs,
+        **problem.options,
+        num_rows=plan.num_rows,
+        checks=checks,
+        num_threads=num_threads,
+        routed_per_expert=output(plan.num_experts, np.int32),
+        **{
+            name: output(shapes.get(name, (plan.num_rows,)), np.float32 if name == "row_probs" else np.int32)
+            for name in wanted
+        },
+        **fields,
+    )
+    return params, wanted
 
 
 def permute(

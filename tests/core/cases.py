@@ -17,6 +17,7 @@ from paddle_moe_ops.testing.core import CoreError
 from paddle_moe_ops.testing.routing import GENERATORS
 
 from ..params import Shape
+from ..reference.cases import assert_same_bits
 
 # Derandomised, so that a red run stays red; too_slow judges a sanitizer build by the clock.
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -128,6 +129,15 @@ def make_problem(
 
 def make_plan(kind: str, shape: Shape, seed: int, num_rows: int = -1) -> reference.Plan:
     return make_problem(make_ids(kind, shape, seed), shape.E, shape.A, num_rows=num_rows).plan
+
+
+def assert_equals_plan(actual: dict[str, NDArray], plan: reference.Plan) -> None:
+    for name, array in actual.items():
+        expected = reference.plan_to_rowmap(plan) if name == "rowmap" else getattr(plan, name)
+        try:
+            assert_same_bits(array, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
 
 
 def text_of_core(function: Callable[..., Any], *args: Any) -> str | None:

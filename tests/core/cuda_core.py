@@ -9,7 +9,9 @@ stream.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from paddle_moe_ops.testing.core import (
     CleanRowmapParams,
     Core,
     Params,
+    PermuteParams,
     RouteFindings,
     RouteParams,
     RowmapFindings,
@@ -39,6 +42,38 @@ def memory_of(array: NDArray) -> NDArray:
     return array.reshape(-1).view(np.uint8)
 
 
+@contextlib.contextmanager
+def mirrored(*structs: Params) -> Iterator[None]:
+    """Inside, the structs point into GPU memory; at the end what stands there is copied back."""
+    mirrors: dict[int, tuple[NDArray, torch.Tensor]] = {}
+    replaced: list[tuple[Params, str, int]] = []
+    for params in structs:
+        types: dict[str, Any] = dict(type(params)._fields_)
+        for name, array in params.arrays.items():
+            address = ctypes.cast(getattr(params, name), ctypes.c_void_p).value
+            memory = memory_of(array)
+            start = memory.ctypes.data
+            # a test may have put another pointer there, or none
+            if name in HOST_ARRAYS or address is None or not start <= address <= start + memory.size:
+                continue
+            if start not in mirrors:
+                lead = start % 16  # CUDA allocations are aligned: an address keeps its place relative to 16 bytes
+                mirror = torch.empty(lead + memory.size + 16, dtype=torch.uint8, device="cuda")[
+                    lead : lead + memory.size
+                ]
+                mirror.copy_(torch.from_numpy(memory))
+                mirrors[start] = memory, mirror
+            replaced.append((params, name, address))
+            setattr(params, name, ctypes.cast(mirrors[start][1].data_ptr() + address - start, types[name]))
+    try:
+        yield
+    finally:
+        for params, name, address in replaced:
+            setattr(params, name, ctypes.cast(address, dict(type(params)._fields_)[name]))
+    for memory, mirror in mirrors.values():
+        memory[...] = mirror.cpu().numpy()
+
+
 class CudaCore(Core):
     """`Core` whose calls run on the current GPU."""
 
@@ -46,6 +81,7 @@ class CudaCore(Core):
         super().__init__(path)
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self._declare("pmo_route_permute_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
         for operator in ("route", "clean_rowmap"):
             self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
 
@@ -70,34 +106,17 @@ class CudaCore(Core):
         if isinstance(params, RouteParams) and operator == "route" and params.checks & Check.OVERFLOW:
             nothing = RouteFindings(bad_place=NOWHERE, duplicate_place=NOWHERE, nan_place=NOWHERE)
             self.route_report(params, nothing, params.arrays["routed_per_expert"])
-        types: dict[str, Any] = dict(type(params)._fields_)
-        mirrors: dict[int, tuple[NDArray, torch.Tensor]] = {}
-        host_addresses = {}
-        for name, array in params.arrays.items():
-            address = ctypes.cast(getattr(params, name), ctypes.c_void_p).value
-            memory = memory_of(array)
-            start = memory.ctypes.data
-            # a test may have put another pointer there, or none
-            if name in HOST_ARRAYS or address is None or not start <= address <= start + memory.size:
-                continue
-            if start not in mirrors:
-                lead = start % 16  # CUDA allocations are aligned: an address keeps its place relative to 16 bytes
-                mirror = torch.empty(lead + memory.size + 16, dtype=torch.uint8, device="cuda")[
-                    lead : lead + memory.size
-                ]
-                mirror.copy_(torch.from_numpy(memory))
-                mirrors[start] = memory, mirror
-            host_addresses[name] = address
-            setattr(params, name, ctypes.cast(mirrors[start][1].data_ptr() + address - start, types[name]))
-        try:
+        with mirrored(params):
             super().run(operator, params, stream or torch.cuda.current_stream().cuda_stream)
             torch.cuda.synchronize()
-        finally:
-            for name, address in host_addresses.items():
-                setattr(params, name, ctypes.cast(address, types[name]))
-        for memory, mirror in mirrors.values():
-            memory[...] = mirror.cpu().numpy()
         self._report(operator, params)
+
+    def route_permute(self, route: RouteParams, permute: PermuteParams | None = None) -> None:
+        with mirrored(*(params for params in (route, permute) if params is not None)):
+            stream = torch.cuda.current_stream().cuda_stream
+            pointer = None if permute is None else ctypes.byref(permute)
+            self._check(self.entry("route_permute")(ctypes.byref(route), pointer, stream))
+            torch.cuda.synchronize()
 
     def _report(self, operator: str, params: Any) -> None:
         """Raise what the CPU operators raise by themselves."""

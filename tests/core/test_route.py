@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
-from paddle_moe_ops import reference
 from paddle_moe_ops.testing.core import Core
 
 from ..params import Shape
-from ..reference.cases import assert_same_bits
 from . import calls
 from .cases import (
     BUFFERS,
@@ -27,6 +25,7 @@ from .cases import (
     SMALL,
     UNEVEN,
     Problem,
+    assert_equals_plan,
     buffer_rows,
     make_ids,
     make_mask,
@@ -36,15 +35,6 @@ from .cases import (
     make_wide_ids,
     problems,
 )
-
-
-def assert_equals_plan(actual: dict[str, NDArray], plan: reference.Plan) -> None:
-    for name, array in actual.items():
-        expected = reference.plan_to_rowmap(plan) if name == "rowmap" else getattr(plan, name)
-        try:
-            assert_same_bits(array, expected)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from None
 
 
 def run_and_compare(core: Core, problem: Problem, num_threads: int = 0) -> None:

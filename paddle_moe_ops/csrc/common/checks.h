@@ -15,6 +15,7 @@ int check_route_outputs(const pmo_route_params& p);   // what pmo_route_* reads 
 int check_clean_rowmap(const pmo_clean_rowmap_params& p);
 int check_slots(const pmo_slots_params& p);
 int check_permute(const pmo_permute_params& p);
+int check_route_permute(const pmo_route_params& route, const pmo_permute_params& permute);  // that the two agree
 int check_unpermute(const pmo_unpermute_params& p);
 int check_unpermute_backward(const pmo_unpermute_backward_params& p);
 

@@ -3,13 +3,15 @@
 
 // permute on the GPU: every source row is read once and written to each of its rows.
 //
-// A block per token: its threads walk the row in accesses of up to 16 bytes, as wide as pointers and lengths allow, and write each to
+// Rows in whole 16-byte accesses on sm_90 and newer go through the fused kernel (fused.cu). Here is what serves all others: a block per
+// token: its threads walk the row in accesses of up to 16 bytes, as wide as pointers and lengths allow, and write each to
 // the token's rows. A second kernel with a block per row zeroes the padding rows. Bytes moved: (T + N) * (H + S) elements.
 #include <cstring>
 #include <initializer_list>
 #include <type_traits>
 
 #include "common/checks.h"
+#include "cuda/fused.h"
 #include "cuda/launch.cuh"
 #include "cuda/vectors.cuh"
 #include "pmo/permute.h"
@@ -77,6 +79,10 @@ int permute(const pmo_permute_params& p, cudaStream_t stream) {
   if (const int status = check_permute(p)) return status;
   const int64_t itemsize = dtype_size(p.dtype);
   const int64_t scale_itemsize = dtype_size(p.scale_dtype);
+  if (fused_moves(p)) {
+    const int status = launch_fused(nullptr, &p, stream);
+    if (status != kNotLaunched) return status;
+  }
   const Strip rows = {static_cast<const char*>(p.x), p.x_row_stride * itemsize, static_cast<char*>(p.rows), p.hidden * itemsize};
   const Strip scales = {static_cast<const char*>(p.scale), p.scale_row_stride * scale_itemsize, static_cast<char*>(p.row_scales),
                         p.scale_cols * scale_itemsize};

@@ -3,7 +3,8 @@
 
 // Routing on the GPU: a stable counting sort of slots by expert, without atomics on positions.
 //
-// The slots, in flat order, are cut into tiles of whole tokens; one warp owns a tile. Passes:
+// Up to 32 slots per token and 1024 experts the maps come from the fused kernel (fused.cu), in one launch. Here is what serves all
+// others, and what counts and checks. The slots, in flat order, are cut into tiles of whole tokens; one warp owns a tile. Passes:
 //   1. clean: one thread per slot (a warp per token for a mask) writes the cleaned id, -1 = the slot has no row
 //   2. count: a warp per tile counts its experts
 //   3. scan:  one block turns [tiles, E] counts into the tile's first row of every expert, and writes the per-expert outputs
@@ -12,12 +13,15 @@
 //   5. sort:  one thread per slot finds its place among the token's rows
 // Passes 1 to 3 belong to pmo_route_count_cuda, 4 and 5 to pmo_route_cuda.
 //
-// Workspace: pmo_route_findings, int32 [T, K] cleaned ids, int64 [tiles, E] counts and then first rows, int64 [E + 1] starts.
+// Workspace: pmo_route_findings, int32 [T, K] cleaned ids, int64 [tiles, E] counts and then first rows, int64 [E + 1] starts, and the
+// counters of the fused kernel.
 // Bytes moved: ids read once, cleaned ids written once and read three times, maps written once; [tiles, E] twice.
 #include <climits>
 
 #include "common/checks.h"
+#include "cuda/fused.h"
 #include "cuda/launch.cuh"
+#include "pmo/permute.h"
 #include "pmo/route.h"
 
 namespace pmo {
@@ -37,6 +41,7 @@ struct Layout {
   int32_t* ids;        // [T, K]
   int64_t* first_row;  // [tiles, E]
   int64_t* starts;     // [E + 1] padded, not clamped
+  int32_t* fused_ints;
   int64_t bytes;
 
   explicit Layout(const pmo_route_params& p) : num_tokens(p.num_tokens), topk(p.topk), num_experts(p.num_experts) {
@@ -51,6 +56,7 @@ struct Layout {
     ids = workspace.take<int32_t>(slots);
     first_row = workspace.take<int64_t>(num_tiles * num_experts);
     starts = workspace.take<int64_t>(num_experts + 1);
+    fused_ints = workspace.take<int32_t>(fused_workspace_ints(num_experts));
     bytes = workspace.used();
   }
 
@@ -309,19 +315,22 @@ int launch_clean_mask(const pmo_route_params& p, const Layout& layout, cudaStrea
   return PMO_OK;
 }
 
+// The ids without what has no row, in the workspace.
+int clean(const pmo_route_params& p, const Layout& layout, cudaStream_t stream) {
+  reset_findings<<<1, 1, 0, stream>>>(layout.findings);
+  PMO_CUDA_LAUNCHED("reset_findings");
+  if (p.num_tokens * p.topk == 0) return PMO_OK;
+  return p.routing_kind == PMO_ROUTING_MASK    ? launch_clean_mask(p, layout, stream)
+         : p.routing_kind == PMO_ROUTING_IDS64 ? launch_clean_ids<int64_t>(p, layout, stream)
+                                               : launch_clean_ids<int32_t>(p, layout, stream);
+}
+
 int count(const pmo_route_params& p, cudaStream_t stream) {
   if (const int status = check_route_sizes(p)) return status;
   if (const int status = check_routing_arrays(p)) return status;
   const Layout layout(p);
   if (const int status = check_workspace(p, layout)) return status;
-  reset_findings<<<1, 1, 0, stream>>>(layout.findings);
-  PMO_CUDA_LAUNCHED("reset_findings");
-  if (p.num_tokens * p.topk > 0) {
-    const int status = p.routing_kind == PMO_ROUTING_MASK    ? launch_clean_mask(p, layout, stream)
-                       : p.routing_kind == PMO_ROUTING_IDS64 ? launch_clean_ids<int64_t>(p, layout, stream)
-                                                             : launch_clean_ids<int32_t>(p, layout, stream);
-    if (status != PMO_OK) return status;
-  }
+  if (const int status = clean(p, layout, stream)) return status;
   PMO_CUDA(cudaMemsetAsync(layout.first_row, 0, layout.num_tiles * layout.num_experts * sizeof(int64_t), stream));
   count_tiles<<<grid_for(layout.num_tiles, kWarps), kThreads, 0, stream>>>(layout);
   PMO_CUDA_LAUNCHED("count_tiles");
@@ -330,12 +339,29 @@ int count(const pmo_route_params& p, cudaStream_t stream) {
   return PMO_OK;
 }
 
+// In one launch, with the rows of `permute` if it is given. The ids are those that cleaning left in the workspace, or the caller's own.
+int route_fused(const pmo_route_params& p, const Layout& layout, bool cleaned, const pmo_permute_params* permute,
+                cudaStream_t stream) {
+  // Blocks may read each other's ids while they write rows, so cleaned ids and rows must not share memory.
+  const bool may_use_ids = !cleaned || p.num_tokens * p.topk > kFusedSharedReads;
+  const FusedRouting routing = {&p, cleaned ? layout.ids : nullptr,
+                                p.slot_to_row != nullptr ? p.slot_to_row
+                                : may_use_ids            ? layout.ids
+                                                         : nullptr,
+                                layout.fused_ints};
+  return launch_fused(&routing, permute, stream);
+}
+
 int route(const pmo_route_params& p, cudaStream_t stream) {
   if (const int status = check_route_sizes(p)) return status;
   if (const int status = check_route_outputs(p)) return status;
   PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
   const Layout layout(p);
   if (const int status = check_workspace(p, layout)) return status;
+  if (fused_routes(p)) {
+    const int status = route_fused(p, layout, true, nullptr, stream);
+    if (status != kNotLaunched) return status;
+  }
   clamp_experts<<<grid_for(p.num_experts + 1, kThreads), kThreads, 0, stream>>>(layout, p.num_rows, p.routed_per_expert,
                                                                                 p.tokens_per_expert, p.expert_offsets);
   PMO_CUDA_LAUNCHED("clamp_experts");
@@ -366,6 +392,32 @@ int route(const pmo_route_params& p, cudaStream_t stream) {
   return PMO_OK;
 }
 
+int route_permute(const pmo_route_params& p, const pmo_permute_params* permute, cudaStream_t stream) {
+  if (const int status = check_route_sizes(p)) return status;
+  if (const int status = check_routing_arrays(p)) return status;
+  if (const int status = check_route_outputs(p)) return status;
+  if (permute != nullptr) {
+    if (const int status = check_route_permute(p, *permute)) return status;
+  }
+  if (fused_routes(p)) {
+    const Layout layout(p);
+    if (const int status = check_workspace(p, layout)) return status;
+    const bool mask = p.routing_kind == PMO_ROUTING_MASK;
+    if (mask) {
+      if (const int status = clean(p, layout, stream)) return status;
+    }
+    const bool together = permute != nullptr && fused_moves(*permute);
+    int status = together ? route_fused(p, layout, mask, permute, stream) : kNotLaunched;
+    if (status != kNotLaunched) return status;
+    status = route_fused(p, layout, mask, nullptr, stream);
+    if (status == PMO_OK) return permute == nullptr ? PMO_OK : pmo_permute_cuda(permute, stream);
+    if (status != kNotLaunched) return status;
+  }
+  if (const int status = count(p, stream)) return status;
+  if (const int status = route(p, stream)) return status;
+  return permute == nullptr ? PMO_OK : pmo_permute_cuda(permute, stream);
+}
+
 }  // namespace
 }  // namespace cuda
 }  // namespace pmo
@@ -383,4 +435,10 @@ extern "C" int pmo_route_count_cuda(const pmo_route_params* params, void* stream
 
 extern "C" int pmo_route_cuda(const pmo_route_params* params, void* stream) {
   return pmo::cuda::run_cuda(params, stream, pmo::cuda::route);
+}
+
+extern "C" int pmo_route_permute_cuda(const pmo_route_params* route, const pmo_permute_params* permute, void* stream) {
+  return pmo::cuda::run_cuda(route, stream, [&](const pmo_route_params& p, cudaStream_t cuda_stream) {
+    return pmo::cuda::route_permute(p, permute, cuda_stream);
+  });
 }

@@ -16,11 +16,31 @@
 namespace pmo {
 namespace cuda {
 
-// `kBytes` bytes that move in one access.
+// The type that moves `kBytes` bytes in one access.
 template <int kBytes>
-struct alignas(kBytes) Vector {
-  unsigned char bytes[kBytes];
+struct AccessOf;
+template <>
+struct AccessOf<16> {
+  using Type = uint4;
 };
+template <>
+struct AccessOf<8> {
+  using Type = uint2;
+};
+template <>
+struct AccessOf<4> {
+  using Type = uint32_t;
+};
+template <>
+struct AccessOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct AccessOf<1> {
+  using Type = uint8_t;
+};
+template <int kBytes>
+using Vector = typename AccessOf<kBytes>::Type;
 
 // The widest access, up to 16 bytes, that divides every address and length given.
 inline int widest_access(std::initializer_list<uintptr_t> values) {
@@ -91,32 +111,26 @@ int with_rows(int32_t dtype, std::initializer_list<uintptr_t> values, Body body)
   }
 }
 
-// `kWidth` elements of a row as float32.
+// `kWidth` elements of a row as float32: one access.
 template <typename Rows, int kWidth>
 struct Lanes {
   float values[kWidth];
 
-  __device__ void load(const void* row, int64_t vector) {
-    using Element = typename Rows::Element;
-    using Access = Vector<kWidth * sizeof(Element)>;
-    union {
-      Access access;
-      Element elements[kWidth];
-    };
-    access = static_cast<const Access*>(row)[vector];
+  using Access = Vector<kWidth * sizeof(typename Rows::Element)>;
+
+  __device__ void set(const Access& given) {
+    typename Rows::Element elements[kWidth];
+    memcpy(elements, &given, sizeof(given));
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) values[i] = Rows::load(elements[i]);
   }
 
   __device__ void store(void* row, int64_t vector) const {
-    using Element = typename Rows::Element;
-    using Access = Vector<kWidth * sizeof(Element)>;
-    union {
-      Access access;
-      Element elements[kWidth];
-    };
+    typename Rows::Element elements[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) elements[i] = Rows::store(values[i]);
+    Access access;
+    memcpy(&access, elements, sizeof(access));
     static_cast<Access*>(row)[vector] = access;
   }
 };

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "pmo/base.h"
+#include "pmo/route.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -39,6 +40,12 @@ typedef struct pmo_permute_params {
 
 PMO_API int pmo_permute_cpu(const pmo_permute_params* params, void* stream);
 PMO_API int pmo_permute_cuda(const pmo_permute_params* params, void* stream);
+
+// Everything that pmo_route_count_*, pmo_route_* and pmo_permute_* do, in as few launches as possible; `permute` may be NULL. Needs no
+// counting before it. On CUDA the data are not checked, whatever route->checks asks. The sizes of `permute`, and the maps that it
+// reads, must be those of `route`.
+PMO_API int pmo_route_permute_cpu(const pmo_route_params* route, const pmo_permute_params* permute, void* stream);
+PMO_API int pmo_route_permute_cuda(const pmo_route_params* route, const pmo_permute_params* permute, void* stream);
 
 // out[t] = sum of the token's rows, in the order of token_rows, each times its weight if there are weights.
 //

@@ -1,0 +1,343 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Routing and permutation in one launch.
+//
+// Blocks: two per multiprocessor at most, all resident at once (a cooperative launch wherever they wait for each other). Each owns a
+// contiguous range of tokens, or of pieces of rows when there are fewer tokens than blocks.
+//
+// Routing, a stable counting sort of slots by expert without atomics on positions: a block counts its slots, the blocks exchange
+// counts through [blocks, E] in global memory with two waits, and every block then knows where the rows of its slots begin. With few
+// slots every block counts them all and no block waits. Ranks within a block follow from __match_any_sync over whole tokens.
+//
+// Moving: a block stages source rows in shared memory by bulk copies, as many as fit (about 110 KiB), and writes each to its rows. The
+// first stage is on its way while the routing runs. Between stages all blocks wait for each other: memory that changes between reading
+// and writing loses time, so the whole GPU reads at one time and writes at another. H200, T=16384, K=8, H=8192 bfloat16: see
+// docs/kernel_notes.md.
+//
+// Bytes moved: (T + N) * (H + S) elements; ids read once (by every block, if they are few), maps written once.
+#include "cuda/fused.cuh"
+
+#include <algorithm>
+
+#include "common/status.h"
+#include "cuda/fused.h"
+
+namespace pmo {
+namespace cuda {
+namespace {
+
+constexpr int kMaxBlocks = 512;
+constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int64_t kMaxFusedExperts = 1024;
+constexpr int64_t kMaxLocalSlots = 2048;         // of one block, when it keeps its rows in shared memory
+constexpr int64_t kBulkStoreBytes = 6144;        // rows from here on leave by bulk copies
+constexpr int64_t kMinPieceBytes = 1024;
+
+enum class Move { kNone, kThreads, kBulk };
+
+template <bool kRoute, Move kMove>
+__global__ void __launch_bounds__(kFusedThreads, kBlocksPerMultiprocessor) fused(const __grid_constant__ FusedWork work, int32_t stage_bytes) {
+  extern __shared__ __align__(128) char shared[];
+  __shared__ uint64_t barrier;
+  __shared__ int32_t warp_sums[kFusedWarps];
+  __shared__ int32_t dropped;
+  const auto grid = cooperative_groups::this_grid();
+  const Share share(work);
+  const int warp = threadIdx.x / kWarpSize;
+
+  if (kMove != Move::kNone && warp == 0) {
+    if (threadIdx.x == 0) init_load_barrier(&barrier);
+    __syncwarp();
+    load_stage(work, Stage(work, share, 0, shared), &barrier);
+  }
+
+  const int32_t* slots = work.slot_to_row;  // rows of the slots from `slots_from` on
+  int32_t slots_from = 0;
+  if constexpr (kRoute) {
+    const RoutingScratch scratch(reinterpret_cast<int32_t*>(shared + stage_bytes), work.num_experts);
+    const Lane me(work.topk);
+    const WarpRange range(share.first_token, share.last_token, me.tokens_per_chunk);
+    int32_t* own = work.counts_everything ? scratch.rows : work.slot_to_row + int64_t{share.first_token} * work.topk;
+    const int32_t experts = work.num_experts;
+    for (int i = threadIdx.x; i < kFusedWarps * experts; i += kFusedThreads) scratch.histogram[i] = 0;
+    for (int i = threadIdx.x; i < experts; i += kFusedThreads) scratch.totals[i] = scratch.before[i] = 0;
+    __syncthreads();
+    count_own(work, share, me, range, scratch, own);
+    if (work.counts_everything) count_everything(work, share, me, scratch);
+    __syncthreads();
+    // each warp's first slot of every expert within the block, and the block's counts
+    for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
+      int32_t sum = 0;
+#pragma unroll
+      for (int i = 0; i < kFusedWarps; ++i) {
+        const int32_t count = scratch.histogram[i * experts + expert];
+        scratch.histogram[i * experts + expert] = sum;
+        sum += count;
+      }
+      if (!work.counts_everything) __stcg(&work.counts[blockIdx.x * experts + expert], sum);
+    }
+    const auto clear_rowmap = [&] {
+      if (work.rowmap == nullptr) return;
+      const int64_t end = int64_t{share.last_token} * experts;
+      for (int64_t i = int64_t{share.owned_from} * experts + threadIdx.x; i < end; i += kFusedThreads) work.rowmap[i] = -1;
+    };
+    if (work.counts_everything) {
+      clear_rowmap();
+    } else {
+      auto counted = grid.barrier_arrive();
+      clear_rowmap();  // while the others count
+      grid.barrier_wait(std::move(counted));
+      const int lane = threadIdx.x % kWarpSize;
+      for (int expert = warp * gridDim.x + blockIdx.x; expert < experts; expert += kFusedWarps * gridDim.x) {
+        const int per_lane = (gridDim.x + kWarpSize - 1) / kWarpSize;
+        const int begin = min(static_cast<int>(gridDim.x), lane * per_lane), end = min(static_cast<int>(gridDim.x), begin + per_lane);
+        int32_t sum = 0;
+        for (int block = begin; block < end; ++block) sum += __ldcg(&work.counts[block * experts + expert]);
+        int32_t inclusive = sum;
+        for (int step = 1; step < kWarpSize; step *= 2) {
+          const int32_t other = __shfl_up_sync(kAllLanes, inclusive, step);
+          if (lane >= step) inclusive += other;
+        }
+        int32_t before = inclusive - sum;
+        for (int block = begin; block < end; ++block) {
+          const int32_t count = __ldcg(&work.counts[block * experts + expert]);
+          __stcg(&work.counts[block * experts + expert], before);
+          before += count;
+        }
+        if (lane == kWarpSize - 1) __stcg(&work.totals[expert], inclusive);
+      }
+      grid.sync();
+      for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
+        scratch.totals[expert] = __ldcg(&work.totals[expert]);
+        scratch.before[expert] = __ldcg(&work.counts[blockIdx.x * experts + expert]);
+      }
+    }
+    __syncthreads();
+    scan_segments(work, scratch, warp_sums);
+    for (int i = threadIdx.x; i < kFusedWarps * experts; i += kFusedThreads) {
+      const int expert = i % experts;
+      scratch.histogram[i] += scratch.starts[expert] + scratch.before[expert];
+    }
+    __syncthreads();
+    place_own(work, share, me, range, scratch, own);
+    __syncthreads();
+    slots = own;
+    slots_from = share.first_token;
+    if (blockIdx.x == gridDim.x - 1) write_counts(work, scratch, &dropped);
+    write_padding(work, scratch);
+  } else {
+    if (work.fill_rows || work.fill_scales) zero_rows_without_token(work);
+  }
+
+  if constexpr (kMove != Move::kNone) {
+    for (int32_t index = 0; index < work.num_stages; ++index) {
+      const Stage stage(work, share, index, shared);
+      if (stage.count > 0) {
+        wait_for_loads(&barrier, index % 2);
+        store_stage<kMove == Move::kBulk>(work, stage, slots, slots_from);
+      }
+      if (index + 1 == work.num_stages) break;
+      if (kMove == Move::kBulk && warp == 0) wait_for_store_reads();
+      grid.sync();
+      if (warp == 0) load_stage(work, Stage(work, share, index + 1, shared), &barrier);
+    }
+    if (kMove == Move::kBulk && warp == 0) wait_for_store_reads();
+  }
+}
+
+struct Device {
+  int multiprocessors = 0, major = 0, shared_bytes = 0, shared_per_block = 0;
+
+  int query() {
+    int device = 0;
+    PMO_CUDA(cudaGetDevice(&device));
+    PMO_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    PMO_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    PMO_CUDA(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+    PMO_CUDA(cudaDeviceGetAttribute(&shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return PMO_OK;
+  }
+  int blocks() const { return std::min(kMaxBlocks, multiprocessors * kBlocksPerMultiprocessor); }
+  // dynamic shared memory of a block when kBlocksPerMultiprocessor of them share a multiprocessor; 1 KiB per block is the system's
+  int64_t shared_for_block() const {
+    return std::min<int64_t>(shared_per_block, shared_bytes / kBlocksPerMultiprocessor - 1024) - 256;
+  }
+};
+
+template <typename Kernel>
+int launch(Kernel kernel, int blocks, int64_t shared, bool cooperative, const FusedWork& work, int64_t stage_bytes,
+           cudaStream_t stream) {
+  PMO_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kFusedThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cooperative ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, work, static_cast<int32_t>(stage_bytes));
+  if (error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported) {
+    cudaGetLastError();  // the caller has another way
+    return kNotLaunched;
+  }
+  return cuda_status(error, "the fused kernel");
+}
+
+template <bool kRoute>
+int launch_move(Move move, int blocks, int64_t shared, bool cooperative, const FusedWork& work, int64_t stage_bytes,
+                cudaStream_t stream) {
+  switch (move) {
+    case Move::kBulk:
+      return launch(fused<kRoute, Move::kBulk>, blocks, shared, cooperative, work, stage_bytes, stream);
+    case Move::kThreads:
+      return launch(fused<kRoute, Move::kThreads>, blocks, shared, cooperative, work, stage_bytes, stream);
+    default:
+      return launch(fused<true, Move::kNone>, blocks, shared, cooperative, work, stage_bytes, stream);
+  }
+}
+
+void describe_routing(const FusedRouting& routing, FusedWork* work) {
+  const pmo_route_params& p = *routing.params;
+  work->num_experts = static_cast<int32_t>(p.num_experts);
+  work->padding_alignment = static_cast<int32_t>(p.padding_alignment);
+  work->ids = routing.cleaned_ids != nullptr ? routing.cleaned_ids : p.routing;
+  work->ids_are_64_bit = routing.cleaned_ids == nullptr && p.routing_kind == PMO_ROUTING_IDS64;
+  work->probs_by_expert = p.routing_kind == PMO_ROUTING_MASK;
+  work->first_only = work->probs_by_expert || p.duplicates == PMO_DUPLICATES_FIRST;
+  work->counts_everything = p.num_tokens * p.topk <= kFusedSharedReads;
+  work->probs = p.probs;
+  work->slot_to_row = routing.slot_to_row;
+  work->routed_per_expert = p.routed_per_expert;
+  work->token_rows = p.token_rows;
+  work->row_to_token = p.row_to_token;
+  work->row_to_slot = p.row_to_slot;
+  work->row_to_expert = p.row_to_expert;
+  work->row_probs = p.row_probs;
+  work->tokens_per_expert = p.tokens_per_expert;
+  work->expert_offsets = p.expert_offsets;
+  work->overflow = p.overflow;
+  work->rowmap = p.rowmap;
+  work->counts = routing.ints;
+  work->totals = routing.ints + kMaxBlocks * p.num_experts;
+}
+
+// Bytes of a row, and 0 where it is not moved.
+int64_t row_bytes_of(const pmo_permute_params& p) { return p.rows == nullptr ? 0 : p.hidden * dtype_size(p.dtype); }
+int64_t scale_bytes_of(const pmo_permute_params& p) {
+  return p.row_scales == nullptr ? 0 : p.scale_cols * dtype_size(p.scale_dtype);
+}
+
+void describe_rows(const pmo_permute_params& p, FusedWork* work) {
+  work->x = static_cast<const char*>(p.x);
+  work->rows = static_cast<char*>(p.rows);
+  work->scale = static_cast<const char*>(p.scale);
+  work->row_scales = static_cast<char*>(p.row_scales);
+  work->x_stride = p.x_row_stride * dtype_size(p.dtype);
+  work->row_bytes = static_cast<int32_t>(row_bytes_of(p));
+  work->scale_bytes = static_cast<int32_t>(scale_bytes_of(p));
+  work->scale_stride = work->scale_bytes == 0 ? 0 : p.scale_row_stride * dtype_size(p.scale_dtype);
+  work->fill_rows = (p.fill & PMO_FILL_ROWS) != 0;
+  work->fill_scales = work->scale_bytes > 0 && (p.fill & PMO_FILL_SCALES) != 0;
+}
+
+}  // namespace
+
+bool fused_routes(const pmo_route_params& p) {
+  return p.topk >= 1 && p.topk <= kWarpSize && p.num_tokens >= 1 && p.num_experts <= kMaxFusedExperts &&
+         p.num_tokens * p.topk + p.num_experts * p.padding_alignment <= kMaxIndex;
+}
+
+int64_t fused_workspace_ints(int64_t num_experts) {
+  return num_experts <= kMaxFusedExperts ? (kMaxBlocks + 1) * num_experts : 0;
+}
+
+bool fused_moves(const pmo_permute_params& p) {
+  const int64_t row_bytes = row_bytes_of(p), scale_bytes = scale_bytes_of(p);
+  if (row_bytes == 0 || row_bytes > kMaxIndex || p.num_tokens < 1 || p.topk < 1 || p.num_rows < 1) return false;
+  const uintptr_t stride = p.num_tokens > 1 ? static_cast<uintptr_t>(p.x_row_stride * dtype_size(p.dtype)) : 0;
+  if (widest_access({address(p.x), address(p.rows), static_cast<uintptr_t>(row_bytes), stride}) < 16) return false;
+  if (scale_bytes == 0) return true;
+  const uintptr_t scale_stride = p.num_tokens > 1 ? static_cast<uintptr_t>(p.scale_row_stride * dtype_size(p.scale_dtype)) : 0;
+  // a token's scales are staged whole
+  return scale_bytes <= 16384 &&
+         widest_access({address(p.scale), address(p.row_scales), static_cast<uintptr_t>(scale_bytes), scale_stride}) == 16;
+}
+
+int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute, cudaStream_t stream) {
+  Device device;
+  if (const int status = device.query()) return status;
+  if (permute != nullptr && device.major < 9) return kNotLaunched;
+  FusedWork work = {};
+  work.pieces_per_token = 1;
+  work.num_stages = 1;
+  if (routing != nullptr) {
+    work.num_tokens = static_cast<int32_t>(routing->params->num_tokens);
+    work.topk = static_cast<int32_t>(routing->params->topk);
+    work.num_rows = static_cast<int32_t>(routing->params->num_rows);
+    describe_routing(*routing, &work);
+  }
+  Move move = Move::kNone;
+  if (permute != nullptr) {
+    work.num_tokens = static_cast<int32_t>(permute->num_tokens);
+    work.topk = static_cast<int32_t>(permute->topk);
+    work.num_rows = static_cast<int32_t>(permute->num_rows);
+    describe_rows(*permute, &work);
+    if (routing == nullptr) {
+      work.slot_to_row = const_cast<int32_t*>(permute->slot_to_row);
+      work.row_to_token = const_cast<int32_t*>(permute->row_to_token);
+    }
+    move = work.row_bytes >= kBulkStoreBytes ? Move::kBulk : Move::kThreads;
+  }
+
+  int blocks = device.blocks();
+  // Few tokens: cut rows, so that every multiprocessor has some of the work.
+  const int64_t most = std::max<int64_t>(1, work.row_bytes / kMinPieceBytes);
+  int64_t pieces_per_token = std::max<int64_t>(1, std::min<int64_t>(blocks / work.num_tokens, most));
+  const bool fill = work.fill_rows || work.fill_scales;
+  const auto scratch_ints = [&](int64_t local_slots) {
+    return routing == nullptr ? 0 : RoutingScratch::ints(work.num_experts, local_slots);
+  };
+  int64_t stage_bytes = 0;
+  if (permute != nullptr) {
+    // rows longer than a stage are cut as well
+    const int64_t room = device.shared_for_block() - scratch_ints(work.counts_everything ? kMaxLocalSlots : 0) * 4;
+    while ((work.row_bytes + pieces_per_token - 1) / pieces_per_token + 16 + work.scale_bytes > room / 2) ++pieces_per_token;
+    const int64_t piece_bytes = (work.row_bytes / pieces_per_token + 15) / 16 * 16;
+    pieces_per_token = (work.row_bytes + piece_bytes - 1) / piece_bytes;
+    work.piece_bytes = static_cast<int32_t>(piece_bytes);
+    const int64_t pieces = work.num_tokens * pieces_per_token;
+    if (!fill) blocks = static_cast<int>(std::min<int64_t>(blocks, pieces));
+    const int64_t per_block = (pieces + blocks - 1) / blocks;
+    const int64_t fits = room / (piece_bytes + work.scale_bytes);
+    const int64_t stages = (per_block + fits - 1) / fits;
+    if (stages > kMaxIndex) return kNotLaunched;
+    work.num_stages = static_cast<int32_t>(stages);
+    work.pieces_per_stage = static_cast<int32_t>((per_block + stages - 1) / stages);
+    stage_bytes = (work.pieces_per_stage * (piece_bytes + work.scale_bytes) + 127) / 128 * 128;
+  } else {
+    blocks = static_cast<int>(std::min<int64_t>(blocks, work.num_tokens));
+  }
+  work.pieces_per_token = static_cast<int32_t>(pieces_per_token);
+  const int64_t tokens_of_block = (int64_t{work.num_tokens} + blocks - 1) / blocks + 1;
+  const int64_t local_slots = work.counts_everything ? tokens_of_block * work.topk : 0;
+  if (local_slots > kMaxLocalSlots) {
+    work.counts_everything = false;  // a GPU with few multiprocessors
+  }
+  if (routing != nullptr && !work.counts_everything && work.slot_to_row == nullptr) return kNotLaunched;
+  if (routing != nullptr && !work.counts_everything && pieces_per_token > 1) {
+    // blocks that share a token cannot count it between them: route first
+    if (const int status = launch_fused(routing, nullptr, stream)) return status;
+    return launch_fused(nullptr, permute, stream);
+  }
+  const int64_t shared = stage_bytes + scratch_ints(work.counts_everything ? local_slots : 0) * 4;
+  const bool cooperative = (routing != nullptr && !work.counts_everything) || work.num_stages > 1;
+  return routing != nullptr ? launch_move<true>(move, blocks, shared, cooperative, work, stage_bytes, stream)
+                            : launch_move<false>(move, blocks, shared, cooperative, work, stage_bytes, stream);
+}
+
+}  // namespace cuda
+}  // namespace pmo

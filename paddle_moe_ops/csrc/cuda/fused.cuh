@@ -1,0 +1,475 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Device code of the fused kernel (fused.cu): the routing of a block's tokens, and the rounds that move its rows.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include <cstdint>
+
+#include "cuda/launch.cuh"
+#include "cuda/staging.cuh"
+#include "cuda/token_rows.cuh"
+#include "cuda/vectors.cuh"
+
+namespace pmo {
+namespace cuda {
+
+constexpr int kFusedThreads = 256;
+constexpr int kFusedWarps = kFusedThreads / kWarpSize;
+constexpr int kUnroll = 4;  // chunks of slots, or vectors of rows, that a warp loads before it uses the first
+
+using Vector16 = Vector<16>;
+
+// What the fused kernel works on; passed by value. Sizes fit 32 bits, which the host checks.
+struct FusedWork {
+  int32_t num_tokens, topk, num_experts, padding_alignment, num_rows;
+
+  // routing
+  const void* ids;  // [T, K]
+  bool ids_are_64_bit, first_only, probs_by_expert;
+  bool counts_everything;  // few slots: every block counts all of them, so that no block waits for another
+  const float* probs;      // [T, K], or [T, E] if probs_by_expert
+  int32_t* slot_to_row;    // [T, K], an output or workspace; when routing is given it is read only
+  int32_t *routed_per_expert, *token_rows, *row_to_token, *row_to_slot, *row_to_expert, *tokens_per_expert, *expert_offsets,
+      *overflow, *rowmap;
+  float* row_probs;
+  int32_t* counts;  // [blocks, E] a block's slots of each expert, then those of the blocks before it
+  int32_t* totals;  // [E]
+
+  // rows, in bytes
+  const char* x;
+  char* rows;
+  const char* scale;
+  char* row_scales;
+  int64_t x_stride, scale_stride;
+  int32_t row_bytes, scale_bytes;
+  bool fill_rows, fill_scales;
+
+  // A token's row is cut into pieces of piece_bytes (the last may be shorter). A block owns a contiguous range of all pieces, and
+  // stages pieces_per_stage of them at a time. A token's maps are written by the block that owns its first piece.
+  int32_t pieces_per_token, piece_bytes, pieces_per_stage, num_stages;
+};
+
+// The part of the work that is this block's.
+struct Share {
+  int64_t first_piece, last_piece;  // [first, last)
+  int32_t first_token, last_token;  // tokens with a piece in it
+  int32_t owned_from;               // tokens from here to last_token are written by this block
+
+  __device__ explicit Share(const FusedWork& work) {
+    const int64_t pieces = int64_t{work.num_tokens} * work.pieces_per_token;
+    const int64_t each = pieces / gridDim.x, rest = pieces % gridDim.x;
+    const int64_t block = blockIdx.x;
+    first_piece = block * each + min(block, rest);
+    last_piece = first_piece + each + (block < rest ? 1 : 0);
+    first_token = static_cast<int32_t>(first_piece / work.pieces_per_token);
+    owned_from = static_cast<int32_t>((first_piece + work.pieces_per_token - 1) / work.pieces_per_token);
+    last_token = static_cast<int32_t>((last_piece + work.pieces_per_token - 1) / work.pieces_per_token);
+    if (last_piece == first_piece) last_token = first_token;
+  }
+};
+
+// Shared memory behind the stages; E is the number of experts.
+struct RoutingScratch {
+  int32_t* histogram;  // [warps, E] slots, then next row
+  int32_t* starts;     // [E + 1] first row of each segment, not clamped
+  int32_t* padding;    // [E + 2] padding rows before each segment; the last entry counts those behind all segments too
+  int32_t* totals;     // [E]
+  int32_t* before;     // [E] slots of earlier tokens (only if counts_everything)
+  int32_t* rows;       // the rows of the block's slots (only if counts_everything)
+
+  __host__ __device__ static int64_t ints(int64_t experts, int64_t local_slots) {
+    return experts * (kFusedWarps + 4) + 3 + local_slots;
+  }
+  __device__ RoutingScratch(int32_t* memory, int32_t experts) {
+    histogram = memory;
+    starts = histogram + kFusedWarps * experts;
+    padding = starts + experts + 1;
+    totals = padding + experts + 2;
+    before = totals + experts;
+    rows = before + experts;
+  }
+};
+
+// A warp looks at whole tokens at a time, as many as fit into its lanes: a slot that repeats an earlier one of its token then shows
+// in one __match_any_sync.
+struct Lane {
+  int lane;
+  int tokens_per_chunk;
+  int token, k;  // of the chunk
+  bool used;
+  unsigned earlier;           // lanes below
+  unsigned earlier_of_token;  // lanes below that hold the same token
+
+  __device__ explicit Lane(int topk) {
+    lane = threadIdx.x % kWarpSize;
+    tokens_per_chunk = kWarpSize / topk;
+    token = lane / topk;
+    k = lane % topk;
+    used = token < tokens_per_chunk;
+    earlier = (1u << lane) - 1;
+    earlier_of_token = earlier & ~((1u << (lane - k)) - 1);
+  }
+};
+
+// The expert of a slot, or -1; whatever is out of range counts as -1.
+__device__ inline int32_t load_expert(const FusedWork& work, int64_t slot) {
+  const int64_t id = work.ids_are_64_bit ? __ldg(static_cast<const long long*>(work.ids) + slot)
+                                         : int64_t{__ldg(static_cast<const int32_t*>(work.ids) + slot)};
+  return id >= 0 && id < work.num_experts ? static_cast<int32_t>(id) : -1;
+}
+
+// Calls visit(token, k, expert, lanes of the same expert) for the slots of tokens [begin, end), chunk by chunk in ascending order;
+// `expert` is -1 for a slot without a row. All lanes of the warp take part.
+template <typename Load, typename Visit>
+__device__ inline void walk_slots(const Lane& me, int32_t begin, int32_t end, int32_t step, Load load, Visit visit) {
+  for (int32_t chunk = begin; chunk < end; chunk += step * kUnroll) {
+    int32_t experts[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int32_t token = chunk + i * step + me.token;
+      experts[i] = me.used && token < end && chunk + i * step < end ? load(token) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (chunk + i * step < end) visit(chunk + i * step + me.token, experts[i]);
+    }
+  }
+}
+
+// Drops a slot that repeats an expert of its token; returns the lanes that hold the same expert and keep it.
+__device__ inline unsigned peers_of(const Lane& me, bool first_only, int32_t* expert) {
+  const unsigned same = __match_any_sync(kAllLanes, *expert);
+  if (first_only && (same & me.earlier_of_token) != 0) *expert = -1;
+  return same & __ballot_sync(kAllLanes, *expert >= 0);
+}
+
+// Inclusive sum over the block, for blocks of kFusedThreads threads; `total` gets the sum of all.
+__device__ inline int32_t scan_block(int32_t value, int32_t* warp_sums, int32_t* total) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const int32_t other = __shfl_up_sync(kAllLanes, value, step);
+    if (lane >= step) value += other;
+  }
+  if (lane == kWarpSize - 1) warp_sums[warp] = value;
+  __syncthreads();
+  int32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < kFusedWarps; ++i) {
+    if (i < warp) value += warp_sums[i];
+    sum += warp_sums[i];
+  }
+  *total = sum;
+  __syncthreads();
+  return value;
+}
+
+// Tokens [begin, end) of a warp: whole chunks, so that warps follow each other in slot order.
+struct WarpRange {
+  int32_t begin, end;
+  __device__ WarpRange(int32_t first, int32_t last, int tokens_per_chunk) {
+    const int32_t chunks = (last - first + tokens_per_chunk - 1) / tokens_per_chunk;
+    const int32_t per_warp = (chunks + kFusedWarps - 1) / kFusedWarps * tokens_per_chunk;
+    begin = min(last, first + static_cast<int32_t>(threadIdx.x / kWarpSize) * per_warp);
+    end = min(last, begin + per_warp);
+  }
+};
+
+// Few slots: totals and the slots before this block, from all ids. Sums of integers, so the order of the additions does not show.
+__device__ inline void count_everything(const FusedWork& work, const Share& share, const Lane& me, const RoutingScratch& scratch) {
+  const WarpRange range(0, work.num_tokens, me.tokens_per_chunk);
+  walk_slots(
+      me, range.begin, range.end, me.tokens_per_chunk,
+      [&](int32_t token) { return load_expert(work, int64_t{token} * work.topk + me.k); },
+      [&](int32_t token, int32_t expert) {
+        const unsigned peers = peers_of(me, work.first_only, &expert);
+        const unsigned peers_before = peers & __ballot_sync(kAllLanes, token < share.first_token);
+        if (expert >= 0 && (peers & me.earlier) == 0) {
+          atomicAdd(&scratch.totals[expert], __popc(peers));
+          if (peers_before != 0) atomicAdd(&scratch.before[expert], __popc(peers_before));
+        }
+      });
+}
+
+// This block's slots: cleaned ids into `slots`, counts per warp into the histogram.
+__device__ inline void count_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
+                                 const RoutingScratch& scratch, int32_t* slots) {
+  int32_t* histogram = scratch.histogram + threadIdx.x / kWarpSize * work.num_experts;
+  walk_slots(
+      me, range.begin, range.end, me.tokens_per_chunk,
+      [&](int32_t token) { return load_expert(work, int64_t{token} * work.topk + me.k); },
+      [&](int32_t token, int32_t expert) {
+        const unsigned peers = peers_of(me, work.first_only, &expert);
+        if (expert >= 0 && (peers & me.earlier) == 0) histogram[expert] += __popc(peers);
+        if (me.used && token < range.end) slots[int64_t{token - share.first_token} * work.topk + me.k] = expert;
+        __syncwarp();
+      });
+}
+
+// Rows of this block's slots, and every map that follows from them.
+__device__ inline void place_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
+                                 const RoutingScratch& scratch, int32_t* slots) {
+  int32_t* next_row = scratch.histogram + threadIdx.x / kWarpSize * work.num_experts;
+  walk_slots(
+      me, range.begin, range.end, me.tokens_per_chunk,
+      [&](int32_t token) { return slots[int64_t{token - share.first_token} * work.topk + me.k]; },
+      [&](int32_t token, int32_t expert) {
+        const unsigned peers = __match_any_sync(kAllLanes, expert);
+        int32_t row = -1;
+        if (expert >= 0) row = next_row[expert] + __popc(peers & me.earlier);
+        __syncwarp();
+        if (expert >= 0 && (peers & me.earlier) == 0) next_row[expert] = row + __popc(peers);
+        __syncwarp();
+        if (row >= work.num_rows) row = -1;
+        // ascending rows, then the slots without one in slot order
+        int place = 0;
+        const int first_lane = me.lane - me.k;
+        for (int other = 0; other < work.topk; ++other) {
+          const int32_t other_row = __shfl_sync(kAllLanes, row, (first_lane + other) % kWarpSize);
+          place += row >= 0 ? (other_row >= 0 && other_row < row) : (other_row >= 0 || other < me.k);
+        }
+        if (!me.used || token >= range.end) return;
+        slots[int64_t{token - share.first_token} * work.topk + me.k] = row;
+        if (token < share.owned_from) return;
+        const int64_t slot = int64_t{token} * work.topk + me.k;
+        if (work.counts_everything && work.slot_to_row != nullptr) work.slot_to_row[slot] = row;
+        if (work.token_rows != nullptr) work.token_rows[slot - me.k + place] = row;
+        if (row < 0) return;
+        if (work.row_to_token != nullptr) work.row_to_token[row] = token;
+        if (work.row_to_slot != nullptr) work.row_to_slot[row] = static_cast<int32_t>(slot);
+        if (work.row_to_expert != nullptr) work.row_to_expert[row] = expert;
+        const int64_t pair = int64_t{token} * work.num_experts + expert;
+        if (work.row_probs != nullptr) work.row_probs[row] = __ldg(work.probs + (work.probs_by_expert ? pair : slot));
+        if (work.rowmap == nullptr) return;
+        if (work.first_only) {
+          work.rowmap[pair] = row;
+        } else {  // a token that names the expert in several slots leaves its last row, the highest one
+          atomicMax(&work.rowmap[pair], row);
+        }
+      });
+}
+
+// First rows of the segments from the totals, and the padding rows before each.
+__device__ inline void scan_segments(const FusedWork& work, const RoutingScratch& scratch, int32_t* warp_sums) {
+  const int experts = work.num_experts;
+  const int per_thread = (experts + kFusedThreads - 1) / kFusedThreads;
+  const int begin = min(experts, static_cast<int>(threadIdx.x) * per_thread), end = min(experts, begin + per_thread);
+  const auto padded = [&](int expert) {
+    return (scratch.totals[expert] + work.padding_alignment - 1) / work.padding_alignment * work.padding_alignment;
+  };
+  int32_t rows = 0, routed = 0, all_rows, all_routed;
+  for (int expert = begin; expert < end; ++expert) {
+    rows += padded(expert);
+    routed += scratch.totals[expert];
+  }
+  int32_t row = scan_block(rows, warp_sums, &all_rows) - rows;
+  int32_t token = scan_block(routed, warp_sums, &all_routed) - routed;
+  for (int expert = begin; expert < end; ++expert) {
+    scratch.starts[expert] = row;
+    scratch.padding[expert] = row - token;
+    row += padded(expert);
+    token += scratch.totals[expert];
+  }
+  if (threadIdx.x == 0) {
+    scratch.starts[experts] = all_rows;
+    scratch.padding[experts] = all_rows - all_routed;
+    scratch.padding[experts + 1] = all_rows - all_routed + max(0, work.num_rows - all_rows);
+  }
+  __syncthreads();
+}
+
+// Counts per expert, by one block.
+__device__ inline void write_counts(const FusedWork& work, const RoutingScratch& scratch, int32_t* dropped) {
+  if (threadIdx.x == 0) *dropped = 0;
+  __syncthreads();
+  for (int expert = threadIdx.x; expert <= work.num_experts; expert += kFusedThreads) {
+    const int32_t start = min(scratch.starts[expert], work.num_rows);
+    if (work.expert_offsets != nullptr) work.expert_offsets[expert] = start;
+    if (expert == work.num_experts) break;
+    const int32_t routed = scratch.totals[expert];
+    const int32_t inside = min(scratch.starts[expert] + routed, work.num_rows) - start;
+    work.routed_per_expert[expert] = routed;
+    if (work.tokens_per_expert != nullptr) work.tokens_per_expert[expert] = inside;
+    atomicAdd(dropped, routed - inside);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && work.overflow != nullptr) *work.overflow = *dropped;
+}
+
+__device__ inline void zero_row(char* row, int32_t bytes) {
+  for (int32_t i = threadIdx.x % kWarpSize; i < bytes / 16; i += kWarpSize) {
+    reinterpret_cast<Vector16*>(row)[i] = Vector16{};
+  }
+}
+
+__device__ inline void zero_padding_row(const FusedWork& work, int64_t row) {
+  if (work.fill_rows) zero_row(work.rows + row * work.row_bytes, work.row_bytes);
+  if (work.fill_scales) zero_row(work.row_scales + row * work.scale_bytes, work.scale_bytes);
+}
+
+// The i-th padding row of a fresh routing, by binary search; it may lie behind the buffer.
+__device__ inline int64_t padding_row(const FusedWork& work, const RoutingScratch& scratch, int32_t i) {
+  int low = 0, high = work.num_experts;  // the last segment with padding[segment] <= i; E stands for the rows behind all
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (scratch.padding[middle] <= i) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const int32_t routed = low < work.num_experts ? scratch.totals[low] : 0;
+  return int64_t{scratch.starts[low]} + routed + (i - scratch.padding[low]);
+}
+
+// The padding rows of a fresh routing: a thread per row for the maps, a warp per row for the zeros.
+__device__ inline void write_padding(const FusedWork& work, const RoutingScratch& scratch) {
+  const int32_t padding_rows = scratch.padding[work.num_experts + 1];
+  for (int64_t i = int64_t{threadIdx.x} * gridDim.x + blockIdx.x; i < padding_rows; i += int64_t{gridDim.x} * kFusedThreads) {
+    const int64_t row = padding_row(work, scratch, static_cast<int32_t>(i));
+    if (row >= work.num_rows) continue;
+    if (work.row_to_token != nullptr) work.row_to_token[row] = -1;
+    if (work.row_to_slot != nullptr) work.row_to_slot[row] = -1;
+    if (work.row_to_expert != nullptr) work.row_to_expert[row] = -1;
+    if (work.row_probs != nullptr) work.row_probs[row] = 0.0f;
+  }
+  if (!work.fill_rows && !work.fill_scales) return;
+  const int64_t warp = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
+  for (int64_t i = warp; i < padding_rows; i += int64_t{gridDim.x} * kFusedWarps) {
+    const int64_t row = padding_row(work, scratch, static_cast<int32_t>(i));
+    if (row < work.num_rows) zero_padding_row(work, row);
+  }
+}
+
+// The padding rows of a given routing.
+__device__ inline void zero_rows_without_token(const FusedWork& work) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t warps = int64_t{gridDim.x} * kFusedWarps;
+  const int64_t warp = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
+  for (int64_t first = warp * kWarpSize; first < work.num_rows; first += warps * kWarpSize) {
+    const bool empty = first + lane < work.num_rows && work.row_to_token[first + lane] < 0;
+    for (unsigned left = __ballot_sync(kAllLanes, empty); left != 0; left &= left - 1) {
+      zero_padding_row(work, first + __ffs(left) - 1);
+    }
+  }
+}
+
+// One stage of a block: pieces [first, first + count) of its rows in shared memory, then their tokens' scales.
+struct Stage {
+  int64_t first;
+  int32_t count;
+  char* memory;
+
+  __device__ Stage(const FusedWork& work, const Share& share, int32_t index, char* memory) : memory(memory) {
+    first = share.first_piece + int64_t{index} * work.pieces_per_stage;
+    count = static_cast<int32_t>(max(int64_t{0}, min(int64_t{work.pieces_per_stage}, share.last_piece - first)));
+  }
+  __device__ int64_t token(const FusedWork& work, int32_t piece) const {
+    return work.pieces_per_token == 1 ? first + piece : (first + piece) / work.pieces_per_token;
+  }
+  __device__ int32_t part(const FusedWork& work, int32_t piece) const {
+    return work.pieces_per_token == 1 ? 0 : static_cast<int32_t>((first + piece) % work.pieces_per_token);
+  }
+  __device__ int32_t bytes(const FusedWork& work, int32_t piece) const {
+    return min(work.piece_bytes, work.row_bytes - part(work, piece) * work.piece_bytes);
+  }
+  __device__ char* piece(const FusedWork& work, int32_t piece) const { return memory + int64_t{piece} * work.piece_bytes; }
+  __device__ char* scales(const FusedWork& work, int32_t piece) const {
+    return memory + int64_t{work.pieces_per_stage} * work.piece_bytes + int64_t{piece} * work.scale_bytes;
+  }
+};
+
+// The first warp starts the loads of a stage.
+__device__ inline void load_stage(const FusedWork& work, const Stage& stage, uint64_t* barrier) {
+  if (stage.count == 0) return;
+  const int lane = threadIdx.x % kWarpSize;
+  int32_t bytes = 0;
+  for (int32_t piece = lane; piece < stage.count; piece += kWarpSize) {
+    bytes += stage.bytes(work, piece) + (stage.part(work, piece) == 0 ? work.scale_bytes : 0);
+  }
+  bytes = __reduce_add_sync(kAllLanes, bytes);
+  if (lane == 0) expect_loads(barrier, bytes);
+  __syncwarp();
+  const uint64_t policy = evict_first_policy();
+  for (int32_t piece = lane; piece < stage.count; piece += kWarpSize) {
+    const int64_t token = stage.token(work, piece);
+    const int32_t part = stage.part(work, piece);
+    bulk_load(stage.piece(work, piece), work.x + token * work.x_stride + int64_t{part} * work.piece_bytes,
+              stage.bytes(work, piece), barrier, policy);
+    if (work.scale_bytes > 0 && part == 0) {
+      bulk_load(stage.scales(work, piece), work.scale + token * work.scale_stride, work.scale_bytes, barrier, policy);
+    }
+  }
+}
+
+// Threads [0, num_threads) write the stage's rows, or its scales, from shared memory to each of their token's rows: `source(piece)` is
+// where they lie, `size(piece)` how many bytes there are (at most max_bytes), `column(piece)` where they belong in row 0.
+template <typename Source, typename Size, typename Column>
+__device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const int32_t* slots, int32_t first_token,
+                                     int thread, int num_threads, int32_t max_bytes, int64_t row_pitch, Source source, Size size,
+                                     Column column) {
+  const int32_t vectors = max_bytes / 16;
+  const int32_t all = stage.count * vectors;
+  for (int32_t base = thread; base < all; base += num_threads * kUnroll) {
+    Vector16 values[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int32_t flat = base + i * num_threads, piece = flat / vectors;
+      if (flat < all) values[i] = reinterpret_cast<const Vector16*>(source(piece))[flat - piece * vectors];
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int32_t flat = base + i * num_threads, piece = flat / vectors;
+      const int32_t offset = (flat - piece * vectors) * 16;
+      if (flat >= all || offset >= size(piece)) continue;
+      char* target = column(piece) + offset;
+      const int32_t* rows = slots + (stage.token(work, piece) - first_token) * work.topk;
+      for (int batch = 0; batch < work.topk; batch += kRowBatch) {
+        int32_t numbers[kRowBatch];
+#pragma unroll
+        for (int k = 0; k < kRowBatch; ++k) numbers[k] = batch + k < work.topk ? rows[batch + k] : -1;
+#pragma unroll
+        for (int k = 0; k < kRowBatch; ++k) {
+          if (numbers[k] < 0 || numbers[k] >= work.num_rows) continue;
+          *reinterpret_cast<Vector16*>(target + numbers[k] * row_pitch) = values[i];
+        }
+      }
+    }
+  }
+}
+
+// The first warp hands every piece and row of the stage to the copy engine.
+__device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage, const int32_t* slots, int32_t first_token) {
+  for (int32_t i = threadIdx.x; i < stage.count * work.topk; i += kWarpSize) {
+    const int32_t piece = i / work.topk;
+    const int32_t row = slots[(stage.token(work, piece) - first_token) * work.topk + i - piece * work.topk];
+    if (row < 0 || row >= work.num_rows) continue;
+    bulk_store(work.rows + row * int64_t{work.row_bytes} + int64_t{stage.part(work, piece)} * work.piece_bytes,
+               stage.piece(work, piece), stage.bytes(work, piece));
+  }
+}
+
+template <bool kBulkStores>
+__device__ inline void store_stage(const FusedWork& work, const Stage& stage, const int32_t* slots, int32_t first_token) {
+  if (kBulkStores) {
+    if (threadIdx.x < kWarpSize) bulk_store_rows(work, stage, slots, first_token);
+  } else {
+    store_vectors(
+        work, stage, slots, first_token, threadIdx.x, kFusedThreads, work.piece_bytes, work.row_bytes,
+        [&](int32_t piece) { return stage.piece(work, piece); }, [&](int32_t piece) { return stage.bytes(work, piece); },
+        [&](int32_t piece) { return work.rows + int64_t{stage.part(work, piece)} * work.piece_bytes; });
+  }
+  if (work.scale_bytes == 0) return;
+  constexpr int kBusy = kBulkStores ? kWarpSize : 0;  // threads that are busy with rows
+  if (kBulkStores && threadIdx.x < kWarpSize) return;
+  store_vectors(
+      work, stage, slots, first_token, threadIdx.x - kBusy, kFusedThreads - kBusy, work.scale_bytes, work.scale_bytes,
+      [&](int32_t piece) { return stage.scales(work, piece); },
+      [&](int32_t piece) { return stage.part(work, piece) == 0 ? work.scale_bytes : 0; },
+      [&](int32_t) { return work.row_scales; });
+}
+
+}  // namespace cuda
+}  // namespace pmo
