@@ -1,0 +1,118 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark on an NVIDIA GPU: PyTorch for memory, streams and graphs, our operators through the C core."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import check
+from .core_cuda import CudaCore, core_implementation
+from .cuda_timer import CudaTimer
+from .device import Body, Captured, Implementation
+from .problem import Problem
+from .shapes import Operation
+from .tensors import TensorInputs
+
+__all__ = ["CudaDevice"]
+
+_COPY_BYTES = (1 << 30, 4 << 30)
+
+
+class CudaDevice:
+    """The current GPU."""
+
+    name = "cuda"
+    modes: tuple[str, ...] = ("graph", "eager")
+
+    def __init__(self, core_library: Path) -> None:
+        """Load the core.
+
+        Args:
+            core_library: libpmo_core.so with CUDA operators.
+
+        Raises:
+            ValueError: there is no GPU or no such library, or it has no CUDA operators.
+        """
+        if not torch.cuda.is_available():
+            raise ValueError("--device cuda needs an NVIDIA GPU that PyTorch can use, but there is none")
+        if not core_library.is_file():
+            raise ValueError(f"--core-library must be a built libpmo_core.so, but {core_library} does not exist")
+        try:
+            core = CudaCore(core_library)
+        except (OSError, AttributeError) as error:
+            raise ValueError(f"--core-library must be a libpmo_core.so with CUDA operators, but: {error}") from error
+        self.timer = CudaTimer()
+        self.implementations: list[Implementation] = [core_implementation(core)]
+        self.fused = core.fused is not None
+
+    def machine(self) -> dict[str, Any]:
+        """Versions and the GPU's state; called at both ends of a run."""
+        fields = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.draw")
+        values = [""] * len(fields)
+        command = ["nvidia-smi", "-i", str(torch.cuda.current_device()), f"--query-gpu={','.join(fields)}"]
+        try:
+            listed = subprocess.run(
+                [*command, "--format=csv,noheader"], check=True, capture_output=True, text=True, timeout=20
+            )
+            values = [value.strip() for value in listed.stdout.strip().splitlines()[0].split(",")]
+        except (OSError, subprocess.SubprocessError, IndexError):
+            pass
+        state = dict(zip(fields, values, strict=False))
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return {
+            "gpu": properties.name,
+            "driver": state["driver_version"],
+            "sm_clock": state["clocks.sm"],
+            "sm_clock_max": state["clocks.max.sm"],
+            "memory_clock": state["clocks.mem"],
+            "temperature": state["temperature.gpu"],
+            "power": state["power.draw"],
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "torch": torch.__version__,
+            "fused_route_permute": self.fused,
+        }
+
+    def measure_ceilings(self) -> dict[str, Any]:
+        """The fastest large device-to-device copy."""
+        speeds = []
+        for size in _COPY_BYTES:
+            source = torch.ones(size, dtype=torch.uint8, device="cuda")
+            target = torch.empty_like(source)
+
+            def copy(source: torch.Tensor = source, target: torch.Tensor = target) -> None:
+                target.copy_(source)
+
+            median = float(np.median(self.timer.sample(copy, 20, cold=True)))
+            speeds.append(2 * size / median / 1e3)
+        self.release()
+        return {"copy_gbps": max(speeds)}
+
+    def load(self, problem: Problem) -> TensorInputs:
+        return TensorInputs(problem, "cuda")
+
+    def capture(self, body: Body, mode: str) -> Captured:
+        return self.timer.capture(body, mode)
+
+    def check(self, operation: Operation, inputs: TensorInputs, captured: Captured, exactness: str) -> str | None:
+        captured.launch()
+        check.poison(captured.outputs())
+        captured.launch()
+        torch.cuda.synchronize()
+        return check.difference(operation, inputs, captured.outputs(), exactness)
+
+    def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
+        return self.timer.sample(captured.launch, count, cold)
+
+    def probe(self, operation: Operation, problem: Problem, samples: int) -> tuple[str, float] | None:
+        return None
+
+    def release(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
