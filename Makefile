@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 CSRC := paddle_moe_ops/csrc
 BUILD_INPUTS := setup.py $(shell find $(CSRC) -type f)
-FORMAT_INPUTS := $(shell find $(CSRC) -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+FORMAT_INPUTS := $(shell find paddle_moe_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CORE_SOURCES := $(wildcard $(CSRC)/common/*.cc $(CSRC)/cpu/*.cc)
 
 # -ffp-contract=off: sums are the same bits on every compiler.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fnmatch
 import platform
 import shlex
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 from .._version import __version__
 from .device import Device, Implementation
 from .results import Row, write_line
-from .run import Settings, measure
+from .run import Runner, Settings
 from .shapes import SETS, SHAPES, Case, Operation, cases_of, select_operations
 from .table import LiveTable, print_table
 from .targets import Verdict, judge
@@ -30,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 if all results were right, 1 if one was not, 2 for bad arguments."""
     arguments = _parser().parse_args(argv)
+    given = sys.argv[2:] if argv is None else argv
+    arguments.command = shlex.join(["python", "-m", "paddle_moe_ops", "bench", *given])
     try:
         operations = select_operations(arguments.ops)
         cases = cases_of(
@@ -73,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="turns in which they are taken (default: 3)")
     parser.add_argument("--no-probes", action="store_true", help="do not measure the ceiling of each operation")
     parser.add_argument("--core-library", type=Path, default=ROOT / "build" / "core" / "libpmo_core.so")
+    parser.add_argument("--te-wheel-dir", type=Path, help="folder with the transformer_engine wheel, or its contents")
     parser.add_argument("--out", type=Path, help="result file; it is replaced")
     parser.add_argument("--list", action="store_true", help="print cases and operations, measure nothing")
     return parser
@@ -88,6 +92,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         samples=arguments.samples,
         rounds=arguments.rounds,
         probes=not arguments.no_probes,
+        published=not arguments.impl,
     )
 
 
@@ -104,12 +109,10 @@ def _open_device(arguments: argparse.Namespace) -> Device:
         from .cuda import CudaDevice
     except ImportError as error:
         raise ValueError(f"--device cuda needs PyTorch for memory and CUDA graphs, but: {error}") from error
-    return CudaDevice(arguments.core_library)
+    return CudaDevice(arguments.core_library, arguments.te_wheel_dir)
 
 
 def _chosen(implementations: Sequence[Implementation], patterns: Sequence[str]) -> list[Implementation]:
-    import fnmatch
-
     if not patterns:
         return list(implementations)
     for pattern in patterns:
@@ -131,9 +134,11 @@ def _measure(
     operations: Sequence[Operation],
     settings: Settings,
 ) -> list[Row]:
-    ceilings = device.measure_ceilings()
-    machine = {**_environment(arguments), **device.machine(), **ceilings}
+    ceilings = device.measure_ceilings(settings.samples)
+    machine = {**_environment(arguments), **device.machine(), **ceilings, "left_out": device.left_out}
     print(f"{machine.get('gpu', machine['cpu'])}: copy {ceilings['copy_gbps']:.0f} GB/s, commit {machine['commit']}")
+    for name, reason in device.left_out.items():
+        print(f"left out: {name}: {reason}")
     file = None
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +153,8 @@ def _measure(
                 if file:
                     write_line(file, row)
 
-            rows = measure(device, implementations, cases, operations, settings, float(ceilings["copy_gbps"]), report)
+            runner = Runner(device, implementations, settings, float(ceilings["copy_gbps"]))
+            rows = runner.measure(cases, operations, report)
         if file:
             end = device.machine()
             write_line(file, {f"{name}_at_end": end[name] for name in end if end[name] != machine[name]})
@@ -162,13 +168,12 @@ def _environment(arguments: argparse.Namespace) -> dict[str, Any]:
     """What every machine line holds, whatever the device."""
     from .. import _report
 
-    command = [*("python", "-m", "paddle_moe_ops", "bench"), *sys.argv[2:]]
     return {
         "device": arguments.device,
         "version": __version__,
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(command),
+        "command": arguments.command,
         "python": platform.python_version(),
         "cpu": _report.cpu_model(),
     }

@@ -22,7 +22,7 @@ from ..testing.core import (
     UnpermuteBackwardParams,
     UnpermuteParams,
 )
-from .device import Body, Implementation, Outputs, Unsupported
+from .device import Body, Implementation, Outputs
 from .shapes import Operation
 from .tensors import TensorInputs, to_numpy
 
@@ -68,12 +68,9 @@ def core_implementation(core: CudaCore) -> Implementation:
     """ "core": every operation by the core's own kernels, with outputs allocated beforehand."""
 
     def prepare(operation: Operation, inputs: TensorInputs) -> Body:
-        maker = _BODIES.get(operation.op)
-        if maker is None:
-            raise Unsupported(f"the core has no {operation.op}")
-        return maker(core, operation, inputs)
+        return _BODIES[operation.op](core, operation, inputs)
 
-    return Implementation("core", prepare, ours=True)
+    return Implementation("core", tuple(f"{op}:*" for op in _BODIES), prepare)
 
 
 def _point(params: Any, **tensors: torch.Tensor | None) -> Any:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import numpy as np
 import torch
 
 from . import check
+from .ceilings import Ceilings, work_of
 from .core_cuda import CudaCore, core_implementation
 from .cuda_timer import CudaTimer
 from .device import Body, Captured, Implementation
+from .peers import torch_implementations, transformer_engine_implementation
 from .problem import Problem
+from .published import published_rows
+from .results import Row
 from .shapes import Operation
 from .tensors import TensorInputs
 
@@ -30,11 +35,12 @@ class CudaDevice:
     name = "cuda"
     modes: tuple[str, ...] = ("graph", "eager")
 
-    def __init__(self, core_library: Path) -> None:
-        """Load the core.
+    def __init__(self, core_library: Path, te_wheel_dir: Path | None = None) -> None:
+        """Load the core and the peers, and compile the probes.
 
         Args:
             core_library: libpmo_core.so with CUDA operators.
+            te_wheel_dir: Folder that the wheel of TransformerEngine lies in or was unpacked to.
 
         Raises:
             ValueError: there is no GPU or no such library, or it has no CUDA operators.
@@ -48,8 +54,21 @@ class CudaDevice:
         except (OSError, AttributeError) as error:
             raise ValueError(f"--core-library must be a libpmo_core.so with CUDA operators, but: {error}") from error
         self.timer = CudaTimer()
-        self.implementations: list[Implementation] = [core_implementation(core)]
+        self.implementations: list[Implementation] = [
+            core_implementation(core),
+            *torch_implementations(),
+        ]
+        self.left_out: dict[str, str] = {}
+        try:
+            self.implementations.append(transformer_engine_implementation(_given(te_wheel_dir)))
+        except (ImportError, ValueError) as error:
+            self.left_out["te triton"] = str(error)
         self.fused = core.fused is not None
+        self.ceilings: Ceilings | None = None
+        try:
+            self.ceilings = Ceilings(self.timer)
+        except RuntimeError as error:
+            self.left_out["probes"] = str(error)
 
     def machine(self) -> dict[str, Any]:
         """Versions and the GPU's state; called at both ends of a run."""
@@ -79,8 +98,8 @@ class CudaDevice:
             "fused_route_permute": self.fused,
         }
 
-    def measure_ceilings(self) -> dict[str, Any]:
-        """The fastest large device-to-device copy."""
+    def measure_ceilings(self, samples: int) -> dict[str, Any]:
+        """The fastest large copy, by the driver or by a kernel, and what else the probes say at a large size."""
         speeds = []
         for size in _COPY_BYTES:
             source = torch.ones(size, dtype=torch.uint8, device="cuda")
@@ -89,10 +108,14 @@ class CudaDevice:
             def copy(source: torch.Tensor = source, target: torch.Tensor = target) -> None:
                 target.copy_(source)
 
-            median = float(np.median(self.timer.sample(copy, 20, cold=True)))
+            median = float(np.median(self.timer.sample(copy, samples, cold=True)))
             speeds.append(2 * size / median / 1e3)
         self.release()
-        return {"copy_gbps": max(speeds)}
+        measured: dict[str, Any] = {"memcpy_gbps": max(speeds)}
+        if self.ceilings is not None:
+            measured.update(self.ceilings.general(samples))
+        self.release()
+        return {"copy_gbps": max(max(speeds), measured.get("copy_kernel_gbps", 0.0)), **measured}
 
     def load(self, problem: Problem) -> TensorInputs:
         return TensorInputs(problem, "cuda")
@@ -100,19 +123,34 @@ class CudaDevice:
     def capture(self, body: Body, mode: str) -> Captured:
         return self.timer.capture(body, mode)
 
-    def check(self, operation: Operation, inputs: TensorInputs, captured: Captured, exactness: str) -> str | None:
+    def check(self, operation: Operation, inputs: TensorInputs, captured: Captured, body: Body) -> str | None:
         captured.launch()
         check.poison(captured.outputs())
         captured.launch()
         torch.cuda.synchronize()
-        return check.difference(operation, inputs, captured.outputs(), exactness)
+        return check.difference(operation, inputs, body.results(captured.outputs()), body.exactness)
 
     def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
         return self.timer.sample(captured.launch, count, cold)
 
     def probe(self, operation: Operation, problem: Problem, samples: int) -> tuple[str, float] | None:
-        return None
+        if self.ceilings is None:
+            return None
+        work = work_of(operation, problem)
+        median = self.ceilings.median(work, samples)
+        self.release()
+        return work.name, median
+
+    def published(self, empty: Row, copy_gbps: float) -> list[tuple[str, float, str]]:
+        return published_rows(empty, copy_gbps)
 
     def release(self) -> None:
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def _given(te_wheel_dir: Path | None) -> Path:
+    if te_wheel_dir is None:
+        raise ValueError("--te-wheel-dir was not given")
+    return te_wheel_dir

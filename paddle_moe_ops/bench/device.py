@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from .problem import Problem
+from .results import Row
 from .shapes import Operation
 
 __all__ = ["BFLOAT16_SUMS", "BITS", "FLOAT32_SUMS", "Body", "Captured", "Device", "Implementation", "Unsupported"]
@@ -21,16 +23,28 @@ BFLOAT16_SUMS = "bfloat16 sums"  # sums that are rounded to bfloat16 after every
 Outputs = dict[str, Any]
 
 
+def as_they_are(outputs: Outputs) -> Outputs:
+    return outputs
+
+
 class Unsupported(Exception):  # noqa: N818 it is an answer, not an error
-    """An implementation cannot do an operation on a problem; the text says why."""
+    """An implementation cannot do one of its operations on a problem; the text says why."""
 
 
 class Body(NamedTuple):
-    """One call, ready to run. ``run`` enqueues it and returns its outputs by the names that the check knows."""
+    """One call, ready to run.
+
+    Attributes:
+        run: Enqueues the call and returns what it writes, by name.
+        exactness: How sums are compared.
+        note: What a reader of the result must know.
+        results: Brings what the call writes into the names and layouts that the check knows; not timed.
+    """
 
     run: Callable[[], Outputs]
     exactness: str = BITS
     note: str = ""
+    results: Callable[[Outputs], Outputs] = as_they_are
 
 
 class Captured(NamedTuple):
@@ -43,24 +57,41 @@ class Captured(NamedTuple):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to do the operations. ``prepare`` makes a body for a problem's inputs or raises Unsupported."""
+    """One way to do some operations.
+
+    Attributes:
+        name: What rows and filters call it.
+        operations: Patterns of the keys of operations that it offers.
+        prepare: Makes a body for a problem's inputs, or raises Unsupported for a problem that it cannot do.
+    """
 
     name: str
+    operations: tuple[str, ...]
     prepare: Callable[[Operation, Any], Body]
-    ours: bool = False
+
+    def offers(self, operation: Operation) -> bool:
+        return any(fnmatch.fnmatchcase(operation.key, pattern) for pattern in self.operations)
 
 
 class Device(Protocol):
-    """A device as the runner sees it."""
+    """A device as the runner sees it.
+
+    Attributes:
+        name: As ``--device`` calls it.
+        modes: How calls can be launched; the first is the one that targets are about.
+        implementations: What can be measured.
+        left_out: Implementations that cannot run here, and why.
+    """
 
     name: str
     modes: tuple[str, ...]
     implementations: list[Implementation]
+    left_out: dict[str, str]
 
     def machine(self) -> dict[str, Any]:
         """Facts about the machine that belong to the results."""
 
-    def measure_ceilings(self) -> dict[str, Any]:
+    def measure_ceilings(self, samples: int) -> dict[str, Any]:
         """Speeds of plain copies in this process; ``copy_gbps`` (bytes read and written) is always there."""
 
     def load(self, problem: Problem) -> Any:
@@ -69,7 +100,7 @@ class Device(Protocol):
     def capture(self, body: Body, mode: str) -> Captured:
         """Bring a body into the form that is timed."""
 
-    def check(self, operation: Operation, inputs: Any, captured: Captured, exactness: str) -> str | None:
+    def check(self, operation: Operation, inputs: Any, captured: Captured, body: Body) -> str | None:
         """Spoil the outputs, launch, compare with the oracle; what differs, or None."""
 
     def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
@@ -77,6 +108,9 @@ class Device(Protocol):
 
     def probe(self, operation: Operation, problem: Problem, samples: int) -> tuple[str, float] | None:
         """Name and median microseconds of the device's own kernel that moves the same bytes without any map."""
+
+    def published(self, empty: Row, copy_gbps: float) -> list[tuple[str, float, str]]:
+        """Peers known from elsewhere only: name, microseconds at this copy speed, and source."""
 
     def release(self) -> None:
         """Give back the memory of the last problem."""

@@ -30,6 +30,7 @@ class Row:
         alignment: A, in rows.
         fill: Whether padding rows are zeroed.
         capacity: Whether the buffer holds the worst case instead of exactly the padded segments.
+        own_case: Whether nothing but the shape was asked for: its own routing, no padding.
         routed_rows: Rows that hold a token.
         buffer_rows: Rows of the buffer.
         dtype: Element type of the rows.
@@ -62,6 +63,7 @@ class Row:
     alignment: int
     fill: bool
     capacity: bool
+    own_case: bool
     routed_rows: int
     buffer_rows: int
     dtype: str
@@ -92,8 +94,8 @@ class Row:
 
     @property
     def plain(self) -> bool:
-        """Whether the case is the shape's own: no padding, no other routing, timed as the targets ask."""
-        return self.alignment == 1 and not self.capacity and self.mode in ("graph", "cpu") and self.cold
+        """Whether this is a shape's own case, timed as the targets ask."""
+        return self.own_case and self.mode != "eager" and self.cold
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from .results import Row
 from .shapes import Case, Operation
 from .timing import stats_of
 
-__all__ = ["Settings", "measure"]
+__all__ = ["Runner", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Settings:
         samples: Samples of each row, taken in ``rounds`` turns with the other implementations.
         rounds: Turns.
         probes: Whether the device's ceiling kernels are measured for each operation.
+        published: Whether rows are added for peers that are known from elsewhere only.
     """
 
     modes: Sequence[str]
@@ -35,6 +36,7 @@ class Settings:
     samples: int = 60
     rounds: int = 3
     probes: bool = True
+    published: bool = True
 
 
 @dataclass
@@ -46,103 +48,98 @@ class _Candidate:
     samples: list[float] = field(default_factory=list)
 
 
-def measure(
-    device: Device,
-    implementations: Sequence[Implementation],
-    cases: Sequence[Case],
-    operations: Sequence[Operation],
-    settings: Settings,
-    copy_gbps: float,
-    report: Callable[[Row], None],
-) -> list[Row]:
-    """Measure everything; ``report`` gets every row as soon as it is complete.
+@dataclass(frozen=True)
+class Runner:
+    """Measures implementations on a device whose copies run at ``copy_gbps``.
 
     An implementation whose result differs from the oracle's is not timed: its row says what differs.
     """
-    rows = []
-    for case in cases:
-        problem = make_problem(case)
-        inputs = device.load(problem)
-        for operation in operations:
-            for row in _measure_operation(device, implementations, problem, inputs, operation, settings, copy_gbps):
-                rows.append(row)
-                report(row)
-            device.release()
-        del inputs
-        device.release()
-    return rows
 
+    device: Device
+    implementations: Sequence[Implementation]
+    settings: Settings
+    copy_gbps: float
 
-def _measure_operation(
-    device: Device,
-    implementations: Sequence[Implementation],
-    problem: Problem,
-    inputs: Any,
-    operation: Operation,
-    settings: Settings,
-    copy_gbps: float,
-) -> list[Row]:
-    probe = device.probe(operation, problem, settings.samples) if settings.probes else None
-    finished: list[Row] = []
-    candidates: list[_Candidate] = []
-    for implementation in implementations:
-        empty = _empty_row(implementation.name, operation, problem)
-        try:
-            body = implementation.prepare(operation, inputs)
-        except Unsupported as reason:
-            finished.append(replace(empty, mode=settings.modes[0], check=f"skipped: {reason}"))
-            continue
-        for mode in settings.modes:
-            row = replace(empty, mode=mode, note=body.note)
-            captured, failure = _checked(device, operation, inputs, body, mode)
-            if captured is None:
-                finished.append(replace(row, check=failure))
+    def measure(
+        self, cases: Sequence[Case], operations: Sequence[Operation], report: Callable[[Row], None]
+    ) -> list[Row]:
+        """Measure everything; ``report`` gets every row as soon as it is complete."""
+        rows = []
+        for case in cases:
+            problem = make_problem(case)
+            inputs = self.device.load(problem)
+            for operation in operations:
+                for row in self._measure_operation(problem, inputs, operation):
+                    rows.append(row)
+                    report(row)
+                self.device.release()
+            del inputs
+            self.device.release()
+        return rows
+
+    def _measure_operation(self, problem: Problem, inputs: Any, operation: Operation) -> Iterator[Row]:
+        settings, empty = self.settings, _empty_row(operation, problem)
+        probe = self.device.probe(operation, problem, settings.samples) if settings.probes else None
+        candidates: list[_Candidate] = []
+        for implementation in self.implementations:
+            if not implementation.offers(operation):
                 continue
-            row = replace(row, check=body.exactness, launches=captured.launches)
-            candidates += [_Candidate(replace(row, cold=cold), captured) for cold in settings.colds]
-    # In turns, so that a clock that drifts drifts for all of them.
-    for _ in range(settings.rounds):
+            row = replace(empty, impl=implementation.name)
+            try:
+                body = implementation.prepare(operation, inputs)
+            except Unsupported as reason:
+                yield replace(row, mode=settings.modes[0], check=f"skipped: {reason}")
+                continue
+            for mode in settings.modes:
+                captured, failure = self._checked(operation, inputs, body, mode)
+                checked = replace(row, mode=mode, note=body.note, check=failure or body.exactness)
+                if captured is None:
+                    yield checked
+                    continue
+                checked = replace(checked, launches=captured.launches)
+                candidates += [_Candidate(replace(checked, cold=cold), captured) for cold in settings.colds]
+        # In turns, so that a clock that drifts drifts for all of them.
+        for _ in range(settings.rounds):
+            for candidate in candidates:
+                count = -(-settings.samples // settings.rounds)
+                candidate.samples += self.device.sample(candidate.captured, count, candidate.row.cold)
         for candidate in candidates:
-            count = -(-settings.samples // settings.rounds)
-            candidate.samples += device.sample(candidate.captured, count, candidate.row.cold)
-    return [*finished, *(_timed(candidate, probe, copy_gbps) for candidate in candidates)]
+            stats = stats_of(candidate.samples)
+            row = replace(candidate.row, p5=stats.p5, p95=stats.p95, samples=stats.samples)
+            yield self._timed(row, stats.median, probe)
+        for impl, median, source in self._published(empty):
+            row = replace(empty, impl=impl, mode=self.device.modes[0], check="published", note=source)
+            yield self._timed(row, median, probe)
+
+    def _checked(self, operation: Operation, inputs: Any, body: Body, mode: str) -> tuple[Captured | None, str]:
+        """The body ready to be timed, or None and why it must not be."""
+        try:
+            captured = self.device.capture(body, mode)
+            difference = self.device.check(operation, inputs, captured, body)
+        except RuntimeError as error:
+            return None, f"failed: {error}"
+        return (captured, "") if difference is None else (None, f"failed: {difference}")
+
+    def _timed(self, row: Row, median: float, probe: tuple[str, float] | None) -> Row:
+        gbps = (row.min_bytes or 0) / median / 1e3
+        row = replace(row, us=median, gbps=gbps, frac_copy=gbps / self.copy_gbps)
+        if probe is None:
+            return row
+        name, probe_us = probe
+        return replace(row, probe=name, probe_us=probe_us, frac_probe=probe_us / median)
+
+    def _published(self, empty: Row) -> list[tuple[str, float, str]]:
+        if not (self.settings.published and empty.own_case):
+            return []
+        return self.device.published(empty, self.copy_gbps)
 
 
-def _checked(device: Device, operation: Operation, inputs: Any, body: Body, mode: str) -> tuple[Captured | None, str]:
-    """The body ready to be timed, or None and why it must not be."""
-    try:
-        captured = device.capture(body, mode)
-        difference = device.check(operation, inputs, captured, body.exactness)
-    except RuntimeError as error:
-        return None, f"failed: {error}"
-    return (captured, "") if difference is None else (None, f"failed: {difference}")
-
-
-def _timed(candidate: _Candidate, probe: tuple[str, float] | None, copy_gbps: float) -> Row:
-    stats = stats_of(candidate.samples)
-    row = candidate.row
-    gbps = (row.min_bytes or 0) / stats.median / 1e3
-    row = replace(
-        row,
-        us=stats.median,
-        p5=stats.p5,
-        p95=stats.p95,
-        samples=stats.samples,
-        gbps=gbps,
-        frac_copy=gbps / copy_gbps,
-    )
-    if probe is None:
-        return row
-    name, probe_us = probe
-    return replace(row, probe=name, probe_us=probe_us, frac_probe=probe_us / stats.median)
-
-
-def _empty_row(implementation: str, operation: Operation, problem: Problem) -> Row:
+def _empty_row(operation: Operation, problem: Problem) -> Row:
     case = problem.case
     return Row(
         op=operation.op,
         variant=operation.variant,
-        impl=implementation,
+        impl="",
         shape=case.shape.name,
         tokens=case.shape.num_tokens,
         topk=case.shape.topk,
@@ -152,6 +149,7 @@ def _empty_row(implementation: str, operation: Operation, problem: Problem) -> R
         alignment=case.alignment,
         fill=case.fill,
         capacity=case.capacity,
+        own_case=case == Case(case.shape, case.shape.routing),
         routed_rows=problem.routed_rows,
         buffer_rows=problem.plan.num_rows,
         dtype=operation.dtype,

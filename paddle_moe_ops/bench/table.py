@@ -13,7 +13,21 @@ from .results import Row
 
 __all__ = ["LiveTable", "print_table"]
 
-_COLUMNS = ("case", "operation", "impl", "mode", "us", "p5", "p95", "GB/s", "of copy", "of probe", "launches", "check")
+# Columns and their widths where lines come one by one.
+_COLUMNS = {
+    "case": 20,
+    "operation": 27,
+    "impl": 26,
+    "mode": 11,
+    "us": 8,
+    "p5": 8,
+    "p95": 8,
+    "GB/s": 7,
+    "of copy": 7,
+    "of probe": 8,
+    "launches": 8,
+    "check": 0,
+}
 
 
 def _cells(row: Row) -> list[str]:
@@ -32,6 +46,10 @@ def _cells(row: Row) -> list[str]:
         "" if row.launches is None else str(row.launches),
         row.check,
     ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _COLUMNS.values(), strict=True)).rstrip()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -60,12 +78,12 @@ class LiveTable:
                 self._live = Live(self._table, console=console, vertical_overflow="visible")
                 self._live.__enter__()
                 return self
-        print("\t".join(_COLUMNS))
+        print(_line(list(_COLUMNS)))
         return self
 
     def add(self, row: Row) -> None:
         if self._table is None:
-            print("\t".join(_cells(row)), flush=True)
+            print(_line(_cells(row)), flush=True)
         else:
             from rich.markup import escape
 
