@@ -25,7 +25,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format core sanitize fuzz wheel gpu-bundle gpu-report check-place ci-full clean
+.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-report check-place ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,11 @@ build/core/libpmo_core.so: $(CORE_OBJECTS)
 
 build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 	$(CXX) $(SANITIZE_FLAGS) -shared $^ -o $@
+
+# ---- benchmarks (benchmarks/README.md)
+
+bench-report: $(VENV)/stamp-deps ## docs/performance.md and its pictures from benchmarks/results/*.jsonl
+	$(PY) -m paddle_moe_ops.bench.report --results benchmarks/results --docs docs
 
 # ---- NVIDIA GPUs (tools/gpu_rig/README.md)
 

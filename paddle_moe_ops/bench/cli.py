@@ -21,7 +21,7 @@ from .results import Row, write_line
 from .run import Runner, Settings
 from .shapes import SETS, SHAPES, Case, Operation, cases_of, select_operations
 from .table import LiveTable, print_table
-from .targets import Verdict, judge
+from .targets import VERDICT_COLUMNS, Verdict, judge, verdict_cells
 
 __all__ = ["main"]
 
@@ -170,6 +170,7 @@ def _environment(arguments: argparse.Namespace) -> dict[str, Any]:
 
     return {
         "device": arguments.device,
+        "set": arguments.set,
         "version": __version__,
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -203,26 +204,6 @@ def _print_plan(cases: Sequence[Case], operations: Sequence[Operation]) -> None:
 
 
 def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
-    if not verdicts:
-        return
-    print("\ntargets")
-    print_table(
-        ("operation", "shape", "target", "ours", "ours us", "best peer", "peer us", "ceiling us", ""),
-        [_verdict_cells(verdict) for verdict in verdicts],
-    )
-
-
-def _verdict_cells(verdict: Verdict) -> tuple[str, ...]:
-    target, ours, peer = verdict.target, verdict.ours, verdict.peer
-    goal = {"us": "<= {:g} us", "copy": ">= {:g} of copy", "peer": ">= {:g}x peer"}[target.kind].format(target.limit)
-    return (
-        target.key,
-        target.shapes,
-        goal,
-        "-" if verdict.value is None else f"{verdict.value:.3g}",
-        "-" if ours is None or ours.us is None else f"{ours.us:.1f}",
-        "-" if peer is None else peer.impl,
-        "-" if peer is None or peer.us is None else f"{peer.us:.1f}",
-        "-" if ours is None or ours.probe_us is None else f"{ours.probe_us:.1f}",
-        {True: "PASS", False: "miss", None: "not measured"}[verdict.reached],
-    )
+    if verdicts:
+        print("\ntargets")
+        print_table(VERDICT_COLUMNS, [verdict_cells(verdict) for verdict in verdicts])

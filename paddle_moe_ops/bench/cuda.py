@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ class CudaDevice:
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
             "torch": torch.__version__,
+            "triton": _version("triton"),
             "fused_route_permute": self.fused,
         }
 
@@ -148,6 +150,13 @@ class CudaDevice:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _given(te_wheel_dir: Path | None) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["Row", "Run", "load_run", "write_line"]
+__all__ = ["Row", "Run", "load_run", "processor", "write_line"]
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,11 @@ def load_run(path: Path) -> Run:
         raise ValueError(f"{path}: the first line must describe the machine, but there is no such line")
     # The line written when a run ends repeats the first one and adds what is known only then.
     return Run({key: value for machine in machines for key, value in machine.items()}, rows, path)
+
+
+def processor(run: Run) -> str:
+    """Name of the GPU or CPU that was measured."""
+    return run.machine["gpu"] if run.machine["device"] == "cuda" else run.machine["cpu"]
 
 
 def _lines(path: Path) -> Iterable[str]:

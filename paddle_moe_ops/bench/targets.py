@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .results import Row
 
-__all__ = ["TARGETS", "Target", "Verdict", "judge"]
+__all__ = ["OURS", "TARGETS", "VERDICT_COLUMNS", "Target", "Verdict", "judge", "verdict_cells"]
 
 OURS = "core"
 
@@ -106,6 +106,37 @@ def judge(rows: Sequence[Row], targets: Sequence[Target] = TARGETS) -> list[Verd
             reached = value <= target.limit if target.kind == "us" else value >= target.limit
         verdicts.append(Verdict(target, ours, rival, value, reached))
     return verdicts
+
+
+VERDICT_COLUMNS = (
+    *("operation", "shape", "target", "stretch", "reached", "us"),
+    *("best peer", "peer us", "ceiling us", "verdict"),
+)
+
+
+def verdict_cells(verdict: Verdict) -> tuple[str, ...]:
+    """A verdict in words; the ceiling is the kernel that moves the same bytes without maps."""
+    target, ours = verdict.target, verdict.ours
+    return (
+        target.key,
+        target.shapes,
+        _goal(target, target.limit),
+        "" if target.stretch is None else _goal(target, target.stretch),
+        "" if verdict.value is None else f"{verdict.value:.3g}",
+        _number(None if ours is None else ours.us),
+        "" if verdict.peer is None else verdict.peer.impl,
+        _number(None if verdict.peer is None else verdict.peer.us),
+        _number(None if ours is None else ours.probe_us),
+        {True: "PASS", False: "miss", None: "not measured"}[verdict.reached],
+    )
+
+
+def _goal(target: Target, limit: float) -> str:
+    return {"us": "<= {:g} us", "copy": ">= {:g} of copy", "peer": ">= {:g}x the peer"}[target.kind].format(limit)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
 
 
 def _value(target: Target, ours: Row | None, rival: Row | None) -> float | None:
