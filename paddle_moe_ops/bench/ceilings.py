@@ -70,7 +70,7 @@ def work_of(operation: Operation, problem: Problem) -> Work:
     buffer = problem.plan.num_rows * row
     if operation.op == "route":
         return Work(Kind.EMPTY, 0, 0)
-    if operation.op == "unpermute":
+    if operation.op in ("unpermute", "moe_unpermute"):
         return Work(Kind.REDUCE, tokens, routed)
     if operation.op == "unpermute_backward" and operation.variant == "dprob":
         return Work(Kind.READ, tokens + routed, 0)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..reference.permutation import sum_rows, sum_rows_backward
 from ..testing.tolerances import Tolerance, dot_chain, dtype_tols
@@ -42,8 +43,8 @@ def difference(operation: Operation, inputs: TensorInputs, outputs: Outputs, exa
     Args:
         operation: What was computed.
         inputs: From what.
-        outputs: Tensors by name: fields of the plan, ``rowmap``, ``rows``, ``row_scales``, ``out``, ``d_rows``,
-            ``d_weights`` [M].
+        outputs: Tensors by name: fields of the plan, ``rowmap``, ``rows``, ``row_scales``, ``out``,
+            ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M].
         exactness: Of sums: `device.BITS`, FLOAT32_SUMS or BFLOAT16_SUMS.
     """
     if not outputs:
@@ -57,8 +58,13 @@ def difference(operation: Operation, inputs: TensorInputs, outputs: Outputs, exa
             found = _scaled_rows(tensor, inputs, operation.variant != "plain")
         elif name == "d_weights":
             found = _dot_products(tensor, inputs)
+        elif name == "slot_probs":
+            plan, probs = inputs.problem.plan, inputs.problem.probs
+            found = _equal_arrays(name, tensor, np.where(plan.slot_to_row >= 0, probs, np.float32(0)))
+        elif name == "rowmap":
+            found = _equal_arrays(name, tensor, inputs.problem.rowmap)
         else:
-            found = _map(name, tensor, inputs)
+            found = _equal_arrays(name, tensor, getattr(inputs.problem.plan, name))
         if found:
             return found
     return None
@@ -96,9 +102,7 @@ def _unequal(name: str, actual: torch.Tensor, expected: torch.Tensor, offset: in
     return f"{name}: {got!r} instead of {due!r} at {place}, one of {int(differs.sum())} that differ"
 
 
-def _map(name: str, actual: torch.Tensor, inputs: TensorInputs) -> str | None:
-    problem = inputs.problem
-    expected = problem.rowmap if name == "rowmap" else getattr(problem.plan, name)
+def _equal_arrays(name: str, actual: torch.Tensor, expected: NDArray) -> str | None:
     return _unequal(name, actual, torch.from_numpy(np.ascontiguousarray(expected)).to(actual.device))
 
 

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mode", nargs="+", default=[], help="how calls are launched (default: the device's first)")
     parser.add_argument("--cache", nargs="+", choices=("cold", "warm"), default=["cold"], help="state of the caches")
     parser.add_argument("--samples", type=int, default=60, help="samples of each row (default: 60)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns in which they are taken (default: 3)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns in which they are taken (default: 5)")
     parser.add_argument("--no-probes", action="store_true", help="do not measure the ceiling of each operation")
     parser.add_argument("--core-library", type=Path, default=ROOT / "build" / "core" / "libpmo_core.so")
     parser.add_argument("--te-wheel-dir", type=Path, help="folder with the transformer_engine wheel, or its contents")

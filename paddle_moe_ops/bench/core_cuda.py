@@ -14,11 +14,13 @@ import torch
 from ..testing.core import (
     DTYPES,
     OPERATORS,
+    CleanRowmapParams,
     Core,
     Fill,
     Params,
     PermuteParams,
     RouteParams,
+    SlotsParams,
     UnpermuteBackwardParams,
     UnpermuteParams,
 )
@@ -40,7 +42,8 @@ class CudaCore(Core):
         super().__init__(path)
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        self._declare("pmo_route_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
+        for operator in ("route", "clean_rowmap"):
+            self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
         self.fused = getattr(self.library, "pmo_route_permute_cuda", None)
         if self.fused is not None:
             self.fused.restype, self.fused.argtypes = ctypes.c_int, [ctypes.c_void_p] * 3
@@ -83,6 +86,13 @@ def _point(params: Any, **tensors: torch.Tensor | None) -> Any:
     return params
 
 
+def _point_at_workspace(params: Any, size_of: Callable[..., int], inputs: TensorInputs) -> Any:
+    """Give a struct its workspace; what stands there before the call must not matter."""
+    size = size_of(ctypes.byref(params))
+    params.workspace_bytes = size
+    return _point(params, workspace=torch.full((max(size, 1),), 0xA5, dtype=torch.uint8, device=inputs.device))
+
+
 def _dtype_code(tensor: torch.Tensor) -> int:
     return DTYPES[to_numpy(tensor[:0]).dtype]
 
@@ -116,11 +126,7 @@ def _route_params(core: CudaCore, inputs: TensorInputs, maps: dict[str, torch.Te
     )
     counts = inputs.empty(plan.num_experts)
     _point(params, routing=inputs.ids, probs=inputs.probs, routed_per_expert=counts, **maps)
-    size = core.library.pmo_route_cuda_workspace_bytes(ctypes.byref(params))
-    # What stands in a workspace before the call must not matter.
-    workspace = torch.full((max(size, 1),), 0xA5, dtype=torch.uint8, device=inputs.device)
-    params.workspace_bytes = size
-    return _point(params, workspace=workspace)
+    return _point_at_workspace(params, core.library.pmo_route_cuda_workspace_bytes, inputs)
 
 
 def _permute_params(
@@ -184,16 +190,49 @@ def _permute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body
 
 
 def _unpermute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    params, outputs = _unpermute_params(operation, inputs, inputs.token_rows)
+    return _body(lambda: core.call("unpermute", params), outputs)
+
+
+def _unpermute_params(
+    operation: Operation, inputs: TensorInputs, token_rows: torch.Tensor
+) -> tuple[UnpermuteParams, Outputs]:
     weighted = operation.variant == "weighted"
     outputs = {"out": torch.empty_like(inputs.d_out)}
+    sizes = {**_summing_sizes(inputs, weighted), "max_rows_per_token": token_rows.shape[1]}
     params = _point(
-        UnpermuteParams(**_summing_sizes(inputs, weighted), rows_row_stride=inputs.rows.stride(0)),
+        UnpermuteParams(**sizes, rows_row_stride=inputs.rows.stride(0)),
         rows=inputs.rows,
-        token_rows=inputs.token_rows,
+        token_rows=token_rows,
         weights=inputs.row_probs if weighted else None,
         **outputs,
     )
-    return _body(lambda: core.call("unpermute", params), outputs)
+    return params, outputs
+
+
+def _moe_unpermute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    """From a user's row map, which is not trusted, to the sums and the probabilities by slot."""
+    plan = inputs.problem.plan
+    sizes = {name: getattr(plan, name) for name in ("num_tokens", "topk", "num_experts", "num_rows")}
+    maps = _maps(inputs, ("row_to_token", "slot_to_row"))
+    maps["token_rows"] = inputs.empty(plan.num_tokens, plan.num_experts)
+    clean = _point(CleanRowmapParams(**sizes), rowmap=inputs.rowmap, ids=inputs.ids, **maps)
+    _point_at_workspace(clean, core.library.pmo_clean_rowmap_cuda_workspace_bytes, inputs)
+    slot_probs = inputs.empty(plan.num_tokens, plan.topk, dtype=torch.float32)
+    slots = _point(
+        SlotsParams(**{**sizes, "num_experts": 0}),
+        slot_to_row=maps["slot_to_row"],
+        row_values=inputs.row_probs,
+        slot_values=slot_probs,
+    )
+    unpermute, outputs = _unpermute_params(operation, inputs, maps["token_rows"])
+
+    def run() -> None:
+        core.call("clean_rowmap", clean)
+        core.call("gather_slots", slots)
+        core.call("unpermute", unpermute)
+
+    return _body(run, {**outputs, "slot_probs": slot_probs})
 
 
 def _unpermute_backward(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
@@ -237,5 +276,6 @@ _BODIES: dict[str, Callable[[CudaCore, Operation, TensorInputs], Body]] = {
     "permute": _permute,
     "moe_permute": _moe_permute,
     "unpermute": _unpermute,
+    "moe_unpermute": _moe_unpermute,
     "unpermute_backward": _unpermute_backward,
 }

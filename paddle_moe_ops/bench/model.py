@@ -12,6 +12,7 @@ element, S scales per row (float32). M counts only where padding rows are writte
     moe_permute                  T(Hb + 4S) + 8TK           as route_permute, and the row map 4TE
     unpermute plain              NHb + 4TK (map)            THb
     unpermute weighted           NHb + 4TK + 4N             THb
+    moe_unpermute                NHb + 4TE (row map) + 4TK + 4N   THb + 4TK
     unpermute_backward plain     THb + 4TK (map)            MHb
     unpermute_backward dx        THb + 4TK + 4N             MHb
     unpermute_backward dprob     THb + NHb + 4TK            4M
@@ -68,6 +69,9 @@ def minimum_bytes(operation: Operation, problem: Problem) -> Bytes:
     weights = _WORD * routed if variant in ("weighted", "dx") else 0
     if op == "unpermute":
         return Bytes(routed * row + slot_words + weights, tokens * row)
+    if op == "moe_unpermute":
+        rowmap = _WORD * tokens * experts
+        return Bytes(routed * row + rowmap + slot_words + _WORD * routed, tokens * row + slot_words)
     if op != "unpermute_backward":
         raise ValueError(f"operation must be one of shapes.OPERATIONS, but got {operation.key}")
     dots = variant in ("weighted", "dprob")

@@ -24,9 +24,15 @@ PANELS = {
 }
 LARGE = 4096  # tokens from which the bandwidth counts, below it the time
 INK, MUTED, GRID = "#22313f", "#7a8793", "#e3e7ea"
-COLORS = {OURS: "#d1495b"}
-PEER_COLORS = ("#2a6f97", "#61a5c2", "#a9d6e5", "#b8bfc6", "#8d99a6")
-LABELS = {OURS: "paddle_moe_ops"}
+COLORS = {
+    OURS: "#d1495b",
+    "torch gather": "#2a6f97",
+    "torch index_add": "#8ecae6",
+    "te triton": "#6a994e",
+    "paddle (published, scaled)": "#f2b366",
+}
+OTHER_COLORS = ("#9a8c98", "#c9ada7", "#4a4e69", "#b8bfc6")  # of implementations that are not named above
+LABELS = {OURS: "paddle_moe_ops", "te triton": "TransformerEngine (Triton)"}
 
 
 def draw(path: Path, run: Run) -> bool:
@@ -44,14 +50,15 @@ def draw(path: Path, run: Run) -> bool:
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.06)
     figure = Figure(figsize=(4.6 * len(keys) + 0.4, 3.5 * len(halves) + 0.9), dpi=130, layout=layout, facecolor="white")
     grid = figure.subplots(len(halves), len(keys), squeeze=False)
+    for axes, key in zip(grid[0], keys, strict=True):
+        axes.set_title(PANELS[key], loc="left", color=INK, fontsize=11, fontweight="bold")
     for line, large in zip(grid, halves, strict=True):
         for axes, key in zip(line, keys, strict=True):
             _panel(axes, [row for row in rows if row.key == key and (row.tokens >= LARGE) == large], large, colors)
-            axes.set_title(PANELS[key], loc="left", color=INK, fontsize=11, fontweight="bold")
         unit = "share of copy speed (more is better)" if large else "microseconds (less is better)"
         line[0].set_ylabel(unit, color=MUTED)
     figure.suptitle(_title(run), x=0.01, ha="left", fontsize=11, color=INK)
-    handles, labels = {}, []
+    handles = {}
     for axes in grid.flat:
         handles.update({bars.get_label(): bars for bars in axes.containers})
     labels = [label for label in (LABELS.get(impl, impl) for impl in colors) if label in handles]
@@ -73,9 +80,11 @@ def _title(run: Run) -> str:
 
 
 def _colors(rows: Sequence[Row]) -> dict[str, str]:
-    """Ours first; peers in the order in which they occur."""
-    peers = dict.fromkeys(row.impl for row in rows if row.impl != OURS)
-    return {**COLORS, **{impl: PEER_COLORS[index % len(PEER_COLORS)] for index, impl in enumerate(peers)}}
+    """The colour of every implementation that occurs, ours first."""
+    others = [impl for impl in dict.fromkeys(row.impl for row in rows) if impl not in COLORS]
+    drawn = {row.impl for row in rows}
+    named = {impl: color for impl, color in COLORS.items() if impl in drawn}
+    return {**named, **{impl: OTHER_COLORS[index % len(OTHER_COLORS)] for index, impl in enumerate(others)}}
 
 
 def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str]) -> None:
@@ -89,10 +98,10 @@ def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str])
         texts = ["" if np.isnan(value) else (f"{value:.2f}" if large else f"{value:.1f}") for value in values]
         bold = "bold" if impl == OURS else "normal"
         color = colors[impl] if impl == OURS else MUTED
-        axes.bar_label(bars, texts, fontsize=6.5, padding=1.5, color=color, fontweight=bold)
+        axes.bar_label(bars, texts, fontsize=7, padding=1.5, color=color, fontweight=bold)
     axes.set_xticks(np.arange(len(shapes)), [_shape_label(rows, shape) for shape in shapes], fontsize=8, color=INK)
     if large:
-        axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
         axes.set_ylim(0, max(1.12, axes.get_ylim()[1]))
     else:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.06)

@@ -26,7 +26,7 @@ class Published(NamedTuple):
     medians: dict[str, float]
 
 
-# Paddle's permute makes its maps as well, so it stands beside both of ours that do.
+# Paddle's permute makes its maps as well, so it stands beside both of ours that do; its unpermute reads a [T, E] map.
 PUBLISHED = (
     Published(
         "paddle (published, scaled)",
@@ -60,7 +60,7 @@ PUBLISHED = (
     Published("paddle static buffer (published, scaled)", ("moe_permute:fp8",), {"paddle-production": 437.0}),
     Published(
         "paddle (published, scaled)",
-        ("unpermute:weighted",),
+        ("unpermute:weighted", "moe_unpermute:weighted"),
         {
             "tileops-32": 28.4,
             "tileops-128": 30.3,

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not runs:
         print(f"bench report: there are no results in {arguments.results}; nothing was written", file=sys.stderr)
         return 1
-    pictures = {}
+    pictures: dict[str, str] = {}
     for run in runs:
         name = "performance.png" if run.machine["device"] == "cuda" else f"performance_{run.machine['device']}.png"
         if run.machine["set"] == "targets" and name not in pictures.values() and draw(arguments.docs / name, run):

@@ -34,7 +34,7 @@ class Settings:
     modes: Sequence[str]
     colds: Sequence[bool] = (True,)
     samples: int = 60
-    rounds: int = 3
+    rounds: int = 5
     probes: bool = True
     published: bool = True
 

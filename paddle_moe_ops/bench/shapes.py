@@ -75,6 +75,7 @@ OPERATIONS = tuple(
         "permute": ("bf16", "fp8"),
         "moe_permute": ("bf16", "fp8"),
         "unpermute": ("plain", "weighted"),
+        "moe_unpermute": ("plain", "weighted"),
         "unpermute_backward": ("plain", "weighted", "dx", "dprob"),
     }.items()
     for variant in variants

@@ -85,6 +85,11 @@ class TensorInputs:
         return self._copy(self.problem.plan.row_to_expert)
 
     @cached_property
+    def rowmap(self) -> torch.Tensor:
+        """int32 [T, E]"""
+        return self._copy(self.problem.rowmap)
+
+    @cached_property
     def row_probs(self) -> torch.Tensor:
         """float32 [M]"""
         return self._copy(self.problem.plan.row_probs)
