@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 CSRC := paddle_moe_ops/csrc
 BUILD_INPUTS := setup.py $(shell find $(CSRC) -type f)
-FORMAT_INPUTS := $(shell find $(CSRC) -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+FORMAT_INPUTS := $(shell find paddle_moe_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CORE_SOURCES := $(wildcard $(CSRC)/common/*.cc $(CSRC)/cpu/*.cc)
 
 # -ffp-contract=off: sums are the same bits on every compiler.
@@ -25,7 +25,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format core sanitize fuzz wheel gpu-bundle gpu-report check-place ci-full clean
+.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-report check-place ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,11 @@ build/core/libpmo_core.so: $(CORE_OBJECTS)
 
 build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 	$(CXX) $(SANITIZE_FLAGS) -shared $^ -o $@
+
+# ---- benchmarks (benchmarks/README.md)
+
+bench-report: $(VENV)/stamp-deps ## docs/performance.md and its pictures from benchmarks/results/*.jsonl
+	$(PY) -m paddle_moe_ops.bench.report --results benchmarks/results --docs docs
 
 # ---- NVIDIA GPUs (tools/gpu_rig/README.md)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m paddle_moe_ops``: env, selftest, explain, demo. Each command imports only what it needs."""
+"""``python -m paddle_moe_ops``: env, selftest, explain, demo, bench. Each command imports only what it needs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # The demo has a parser of its own; argparse cannot pass options through a subcommand.
+    # These have parsers of their own; argparse cannot pass options through a subcommand.
     if arguments[:1] == ["demo"]:
         from paddle_moe_ops.demo import main as demo_main
 
         return demo_main(arguments[1:]) or 0
+    if arguments[:1] == ["bench"]:
+        from paddle_moe_ops.bench import main as bench_main
+
+        return bench_main(arguments[1:])
     chosen = _parser().parse_args(arguments)
     return chosen.run(chosen)
 
@@ -34,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("op", nargs="?", help="an operator's name; all of them when left out")
     explain.set_defaults(run=_explain)
     commands.add_parser("demo", help="train a small MoE language model; demo --help lists its options")
+    commands.add_parser("bench", help="time the operators after checking them; bench --help lists its options")
     return parser
 
 

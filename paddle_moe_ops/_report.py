@@ -112,7 +112,7 @@ def _cpu() -> dict[str, Any]:
     except ValueError as error:
         threads_error = str(error)
     return {
-        "model": _cpu_model(),
+        "model": cpu_model(),
         "cores": cores,
         "usable_cores": usable,
         "threads": threads,
@@ -120,7 +120,8 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

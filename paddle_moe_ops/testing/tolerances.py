@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-from paddle import Tensor
-
-from ..backends.arrays import to_numpy
 
 __all__ = ["Tolerance", "assert_close_sums", "dot_chain", "dtype_tols"]
 
@@ -73,6 +70,12 @@ def assert_close_sums(actual: Any, expected: Any, magnitude: Any, tolerance: Tol
     Raises:
         AssertionError: they differ by more; says where the excess is largest.
     """
+    from paddle import (
+        Tensor,
+    )  # here: the rest of the module serves where Paddle is missing, as on a machine for benchmarks
+
+    from ..backends.arrays import to_numpy
+
     got, wanted = (to_numpy(value) if isinstance(value, Tensor) else np.asarray(value) for value in (actual, expected))
     if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
         given, due = f"{got.dtype} {list(got.shape)}", f"{wanted.dtype} {list(wanted.shape)}"

@@ -61,11 +61,13 @@ def test_wheel_holds_the_package_and_nothing_else(wheel, source_tree):
         names = set(archive.namelist())
     metadata_folder = next(name.split("/")[0] for name in names if ".dist-info/" in name)
     modules = {path.relative_to(source_tree).as_posix() for path in (source_tree / "paddle_moe_ops").rglob("*.py")}
-    headers = {
-        path.relative_to(source_tree).as_posix() for path in source_tree.glob("paddle_moe_ops/csrc/include/pmo/*.h")
+    shipped_sources = {
+        path.relative_to(source_tree).as_posix()
+        for pattern in ("csrc/include/pmo/*.h", "bench/*.cu")
+        for path in source_tree.glob(f"paddle_moe_ops/{pattern}")
     }
     built = {f"paddle_moe_ops/{name}" for name in ("_C.py", "_C_pd_.so", "_build_info.json", "py.typed")}
-    assert {name for name in names if not name.startswith(metadata_folder)} == modules | headers | built
+    assert {name for name in names if not name.startswith(metadata_folder)} == modules | shipped_sources | built
 
 
 def test_build_prints_a_summary(wheel):
@@ -97,7 +99,9 @@ def test_source_distribution_holds_every_source_and_needs_no_paddle(source_tree)
     (path,) = (source_tree / "dist").glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = [path for path in (source_tree / "paddle_moe_ops").rglob("*") if path.suffix in {".cc", ".h", ".py"}]
+    sources = [
+        path for path in (source_tree / "paddle_moe_ops").rglob("*") if path.suffix in {".cc", ".cu", ".h", ".py"}
+    ]
     expected = {path.relative_to(source_tree).as_posix() for path in sources} - {"paddle_moe_ops/_C.py"}
     assert expected <= names
     assert not {name for name in names if name.endswith((".so", ".o", "_C.py"))}

@@ -1,0 +1,281 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Our CUDA operators as the benchmark calls them: the C core's structs with the addresses of PyTorch tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..testing.core import (
+    DTYPES,
+    OPERATORS,
+    CleanRowmapParams,
+    Core,
+    Fill,
+    Params,
+    PermuteParams,
+    RouteParams,
+    SlotsParams,
+    UnpermuteBackwardParams,
+    UnpermuteParams,
+)
+from .device import Body, Implementation, Outputs
+from .shapes import Operation
+from .tensors import TensorInputs, to_numpy
+
+__all__ = ["CudaCore", "core_implementation"]
+
+# What the gradients need, and what a caller reads; the row map is Paddle's own form of the first.
+_MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "tokens_per_expert", "expert_offsets", "overflow")
+_ALL_MAPS = (*_MAPS, "row_to_slot", "row_to_expert")
+
+
+class CudaCore(Core):
+    """The core's library with its CUDA entries; they take device addresses and the current stream."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        for operator in OPERATORS:
+            self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        for operator in ("route", "clean_rowmap"):
+            self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
+        self.fused = getattr(self.library, "pmo_route_permute_cuda", None)
+        if self.fused is not None:
+            self.fused.restype, self.fused.argtypes = ctypes.c_int, [ctypes.c_void_p] * 3
+
+    def entry(self, operator: str) -> Any:
+        return getattr(self.library, f"pmo_{operator}_cuda")
+
+    def call(self, operator: str, params: Params) -> None:
+        """Enqueue an operator on the current stream."""
+        self.run(operator, params, torch.cuda.current_stream().cuda_stream)
+
+    def route_permute(self, route: RouteParams, permute: PermuteParams | None) -> None:
+        """Route and, if asked, move the rows: by the fused entry where the library has one."""
+        if self.fused is not None:
+            moved = None if permute is None else ctypes.byref(permute)
+            self._check(self.fused(ctypes.byref(route), moved, torch.cuda.current_stream().cuda_stream))
+            return
+        self.call("route_count", route)
+        self.call("route", route)
+        if permute is not None:
+            self.call("permute", permute)
+
+
+def core_implementation(core: CudaCore) -> Implementation:
+    """ "core": every operation by the core's own kernels, with outputs allocated beforehand."""
+
+    def prepare(operation: Operation, inputs: TensorInputs) -> Body:
+        return _BODIES[operation.op](core, operation, inputs)
+
+    return Implementation("core", tuple(f"{op}:*" for op in _BODIES), prepare)
+
+
+def _point(params: Any, **tensors: torch.Tensor | None) -> Any:
+    """Enter the addresses of tensors into a struct, which keeps the tensors alive."""
+    types: dict[str, Any] = {name: kind for name, kind, *_ in type(params)._fields_}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            setattr(params, name, ctypes.cast(tensor.data_ptr(), types[name]))
+            params.arrays[name] = tensor
+    return params
+
+
+def _point_at_workspace(params: Any, size_of: Callable[..., int], inputs: TensorInputs) -> Any:
+    """Give a struct its workspace; what stands there before the call must not matter."""
+    size = size_of(ctypes.byref(params))
+    params.workspace_bytes = size
+    return _point(params, workspace=torch.full((max(size, 1),), 0xA5, dtype=torch.uint8, device=inputs.device))
+
+
+def _dtype_code(tensor: torch.Tensor) -> int:
+    return DTYPES[to_numpy(tensor[:0]).dtype]
+
+
+def _maps(inputs: TensorInputs, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    plan = inputs.problem.plan
+    shapes = {
+        "slot_to_row": (plan.num_tokens, plan.topk),
+        "token_rows": (plan.num_tokens, plan.topk),
+        "tokens_per_expert": (plan.num_experts,),
+        "expert_offsets": (plan.num_experts + 1,),
+        "overflow": (1,),
+        "rowmap": (plan.num_tokens, plan.num_experts),
+    }
+    return {
+        name: inputs.empty(
+            *shapes.get(name, (plan.num_rows,)), dtype=torch.float32 if name == "row_probs" else torch.int32
+        )
+        for name in names
+    }
+
+
+def _route_params(core: CudaCore, inputs: TensorInputs, maps: dict[str, torch.Tensor]) -> RouteParams:
+    plan = inputs.problem.plan
+    params = RouteParams(
+        num_tokens=plan.num_tokens,
+        topk=plan.topk,
+        num_experts=plan.num_experts,
+        padding_alignment=plan.padding_alignment,
+        num_rows=plan.num_rows,
+    )
+    counts = inputs.empty(plan.num_experts)
+    _point(params, routing=inputs.ids, probs=inputs.probs, routed_per_expert=counts, **maps)
+    return _point_at_workspace(params, core.library.pmo_route_cuda_workspace_bytes, inputs)
+
+
+def _permute_params(
+    operation: Operation, inputs: TensorInputs, slot_to_row: torch.Tensor, row_to_token: torch.Tensor
+) -> tuple[PermuteParams, Outputs]:
+    plan, fp8 = inputs.problem.plan, operation.variant == "fp8"
+    x = inputs.x_fp8 if fp8 else inputs.x
+    scale = inputs.scale if fp8 else None
+    outputs = {"rows": inputs.empty(plan.num_rows, x.shape[1], dtype=x.dtype)}
+    if scale is not None:
+        outputs["row_scales"] = inputs.empty(plan.num_rows, scale.shape[1], dtype=scale.dtype)
+    params = PermuteParams(
+        num_tokens=plan.num_tokens,
+        topk=plan.topk,
+        num_rows=plan.num_rows,
+        hidden=x.shape[1],
+        scale_cols=0 if scale is None else scale.shape[1],
+        x_row_stride=x.stride(0),
+        scale_row_stride=0 if scale is None else scale.stride(0),
+        dtype=_dtype_code(x),
+        scale_dtype=0 if scale is None else _dtype_code(scale),
+        fill=Fill.ALL if inputs.problem.case.fill else Fill.NONE,
+    )
+    maps = {"slot_to_row": slot_to_row, "row_to_token": row_to_token}
+    return _point(params, x=x, scale=scale, **maps, **outputs), outputs
+
+
+def _body(run: Callable[[], None], outputs: Outputs) -> Body:
+    def call() -> Outputs:
+        run()
+        return outputs
+
+    return Body(call)
+
+
+def _route(core: CudaCore, _: Operation, inputs: TensorInputs) -> Body:
+    maps = _maps(inputs, _ALL_MAPS)
+    params = _route_params(core, inputs, maps)
+    return _body(lambda: core.route_permute(params, None), maps)
+
+
+def _route_permute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    return _route_and_move(core, operation, inputs, _MAPS)
+
+
+def _moe_permute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    names = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "overflow", "rowmap")
+    return _route_and_move(core, operation, inputs, names)
+
+
+def _route_and_move(core: CudaCore, operation: Operation, inputs: TensorInputs, names: tuple[str, ...]) -> Body:
+    maps = _maps(inputs, names)
+    route = _route_params(core, inputs, maps)
+    permute, moved = _permute_params(operation, inputs, maps["slot_to_row"], maps["row_to_token"])
+    return _body(lambda: core.route_permute(route, permute), {**maps, **moved})
+
+
+def _permute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    params, outputs = _permute_params(operation, inputs, inputs.slot_to_row, inputs.row_to_token)
+    return _body(lambda: core.call("permute", params), outputs)
+
+
+def _unpermute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    params, outputs = _unpermute_params(operation, inputs, inputs.token_rows)
+    return _body(lambda: core.call("unpermute", params), outputs)
+
+
+def _unpermute_params(
+    operation: Operation, inputs: TensorInputs, token_rows: torch.Tensor
+) -> tuple[UnpermuteParams, Outputs]:
+    weighted = operation.variant == "weighted"
+    outputs = {"out": torch.empty_like(inputs.d_out)}
+    sizes = {**_summing_sizes(inputs, weighted), "max_rows_per_token": token_rows.shape[1]}
+    params = _point(
+        UnpermuteParams(**sizes, rows_row_stride=inputs.rows.stride(0)),
+        rows=inputs.rows,
+        token_rows=token_rows,
+        weights=inputs.row_probs if weighted else None,
+        **outputs,
+    )
+    return params, outputs
+
+
+def _moe_unpermute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    """From a user's row map, which is not trusted, to the sums and the probabilities by slot."""
+    plan = inputs.problem.plan
+    sizes = {name: getattr(plan, name) for name in ("num_tokens", "topk", "num_experts", "num_rows")}
+    maps = _maps(inputs, ("row_to_token", "slot_to_row"))
+    maps["token_rows"] = inputs.empty(plan.num_tokens, plan.num_experts)
+    clean = _point(CleanRowmapParams(**sizes), rowmap=inputs.rowmap, ids=inputs.ids, **maps)
+    _point_at_workspace(clean, core.library.pmo_clean_rowmap_cuda_workspace_bytes, inputs)
+    slot_probs = inputs.empty(plan.num_tokens, plan.topk, dtype=torch.float32)
+    slots = _point(
+        SlotsParams(**{**sizes, "num_experts": 0}),
+        slot_to_row=maps["slot_to_row"],
+        row_values=inputs.row_probs,
+        slot_values=slot_probs,
+    )
+    unpermute, outputs = _unpermute_params(operation, inputs, maps["token_rows"])
+
+    def run() -> None:
+        core.call("clean_rowmap", clean)
+        core.call("gather_slots", slots)
+        core.call("unpermute", unpermute)
+
+    return _body(run, {**outputs, "slot_probs": slot_probs})
+
+
+def _unpermute_backward(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    weighted, num_rows = operation.variant != "plain", inputs.problem.plan.num_rows
+    outputs: Outputs = {}
+    if operation.variant != "dprob":
+        outputs["d_rows"] = torch.empty_like(inputs.rows)
+    if operation.variant in ("weighted", "dprob"):
+        outputs["d_weights"] = inputs.empty(num_rows, dtype=torch.float32)
+    params = _point(
+        UnpermuteBackwardParams(
+            **_summing_sizes(inputs, weighted),
+            d_out_row_stride=inputs.d_out.stride(0),
+            rows_row_stride=inputs.rows.stride(0),
+        ),
+        d_out=inputs.d_out,
+        rows=inputs.rows if "d_weights" in outputs else None,
+        token_rows=inputs.token_rows,
+        row_to_token=inputs.row_to_token,
+        weights=inputs.row_probs if weighted else None,
+        **outputs,
+    )
+    return _body(lambda: core.call("unpermute_backward", params), outputs)
+
+
+def _summing_sizes(inputs: TensorInputs, weighted: bool) -> dict[str, int]:
+    plan = inputs.problem.plan
+    return {
+        "num_tokens": plan.num_tokens,
+        "max_rows_per_token": plan.topk,
+        "num_rows": plan.num_rows,
+        "num_weights": plan.num_rows if weighted else 0,
+        "hidden": inputs.rows.shape[1],
+        "dtype": _dtype_code(inputs.rows),
+    }
+
+
+_BODIES: dict[str, Callable[[CudaCore, Operation, TensorInputs], Body]] = {
+    "route": _route,
+    "route_permute": _route_permute,
+    "permute": _permute,
+    "moe_permute": _moe_permute,
+    "unpermute": _unpermute,
+    "moe_unpermute": _moe_unpermute,
+    "unpermute_backward": _unpermute_backward,
+}

@@ -1,0 +1,165 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark on an NVIDIA GPU: PyTorch for memory, streams and graphs, our operators through the C core."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import check
+from .ceilings import Ceilings, work_of
+from .core_cuda import CudaCore, core_implementation
+from .cuda_timer import CudaTimer
+from .device import Body, Captured, Implementation
+from .peers import torch_implementations, transformer_engine_implementation
+from .problem import Problem
+from .published import published_rows
+from .results import Row
+from .shapes import Operation
+from .tensors import TensorInputs
+
+__all__ = ["CudaDevice"]
+
+_COPY_BYTES = (1 << 30, 4 << 30)
+
+
+class CudaDevice:
+    """The current GPU."""
+
+    name = "cuda"
+    modes: tuple[str, ...] = ("graph", "eager")
+
+    def __init__(self, core_library: Path, te_wheel_dir: Path | None = None) -> None:
+        """Load the core and the peers, and compile the probes.
+
+        Args:
+            core_library: libpmo_core.so with CUDA operators.
+            te_wheel_dir: Folder that the wheel of TransformerEngine lies in or was unpacked to.
+
+        Raises:
+            ValueError: there is no GPU or no such library, or it has no CUDA operators.
+        """
+        if not torch.cuda.is_available():
+            raise ValueError("--device cuda needs an NVIDIA GPU that PyTorch can use, but there is none")
+        if not core_library.is_file():
+            raise ValueError(f"--core-library must be a built libpmo_core.so, but {core_library} does not exist")
+        try:
+            core = CudaCore(core_library)
+        except (OSError, AttributeError) as error:
+            raise ValueError(f"--core-library must be a libpmo_core.so with CUDA operators, but: {error}") from error
+        self.timer = CudaTimer()
+        self.implementations: list[Implementation] = [
+            core_implementation(core),
+            *torch_implementations(),
+        ]
+        self.left_out: dict[str, str] = {}
+        try:
+            self.implementations.append(transformer_engine_implementation(_given(te_wheel_dir)))
+        except (ImportError, ValueError) as error:
+            self.left_out["te triton"] = str(error)
+        self.fused = core.fused is not None
+        self.ceilings: Ceilings | None = None
+        try:
+            self.ceilings = Ceilings(self.timer)
+        except RuntimeError as error:
+            self.left_out["probes"] = str(error)
+
+    def machine(self) -> dict[str, Any]:
+        """Versions and the GPU's state; called at both ends of a run."""
+        fields = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.draw")
+        values = [""] * len(fields)
+        command = ["nvidia-smi", "-i", str(torch.cuda.current_device()), f"--query-gpu={','.join(fields)}"]
+        try:
+            listed = subprocess.run(
+                [*command, "--format=csv,noheader"], check=True, capture_output=True, text=True, timeout=20
+            )
+            values = [value.strip() for value in listed.stdout.strip().splitlines()[0].split(",")]
+        except (OSError, subprocess.SubprocessError, IndexError):
+            pass
+        state = dict(zip(fields, values, strict=False))
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return {
+            "gpu": properties.name,
+            "driver": state["driver_version"],
+            "sm_clock": state["clocks.sm"],
+            "sm_clock_max": state["clocks.max.sm"],
+            "memory_clock": state["clocks.mem"],
+            "temperature": state["temperature.gpu"],
+            "power": state["power.draw"],
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "torch": torch.__version__,
+            "triton": _version("triton"),
+            "fused_route_permute": self.fused,
+        }
+
+    def measure_ceilings(self, samples: int) -> dict[str, Any]:
+        """The fastest large copy, by the driver or by a kernel, and what else the probes say at a large size."""
+        speeds = []
+        for size in _COPY_BYTES:
+            source = torch.ones(size, dtype=torch.uint8, device="cuda")
+            target = torch.empty_like(source)
+
+            def copy(source: torch.Tensor = source, target: torch.Tensor = target) -> None:
+                target.copy_(source)
+
+            median = float(np.median(self.timer.sample(copy, samples, cold=True)))
+            speeds.append(2 * size / median / 1e3)
+        self.release()
+        measured: dict[str, Any] = {"memcpy_gbps": max(speeds)}
+        if self.ceilings is not None:
+            measured.update(self.ceilings.general(samples))
+        self.release()
+        return {"copy_gbps": max(max(speeds), measured.get("copy_kernel_gbps", 0.0)), **measured}
+
+    def load(self, problem: Problem) -> TensorInputs:
+        return TensorInputs(problem, "cuda")
+
+    def capture(self, body: Body, mode: str) -> Captured:
+        return self.timer.capture(body, mode)
+
+    def check(self, operation: Operation, inputs: TensorInputs, captured: Captured, body: Body) -> str | None:
+        captured.launch()
+        check.poison(captured.outputs())
+        captured.launch()
+        torch.cuda.synchronize()
+        return check.difference(operation, inputs, body.results(captured.outputs()), body.exactness)
+
+    def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
+        return self.timer.sample(captured.launch, count, cold)
+
+    def probe(self, operation: Operation, problem: Problem, samples: int) -> tuple[str, float] | None:
+        if self.ceilings is None:
+            return None
+        work = work_of(operation, problem)
+        median = self.ceilings.median(work, samples)
+        self.release()
+        return work.name, median
+
+    def published(self, empty: Row, copy_gbps: float) -> list[tuple[str, float, str]]:
+        return published_rows(empty, copy_gbps)
+
+    def release(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _given(te_wheel_dir: Path | None) -> Path:
+    if te_wheel_dir is None:
+        raise ValueError("--te-wheel-dir was not given")
+    return te_wheel_dir

@@ -1,0 +1,116 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmark needs of a device: implementations, a check and a timer. One module per device provides it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from .problem import Problem
+from .results import Row
+from .shapes import Operation
+
+__all__ = ["BFLOAT16_SUMS", "BITS", "FLOAT32_SUMS", "Body", "Captured", "Device", "Implementation", "Unsupported"]
+
+# How a result is compared with the oracle's. Dot products, which are float32 sums, have a tolerance in any case.
+BITS = "bits"
+FLOAT32_SUMS = "float32 sums"  # float32 sums in another order than the oracle's
+BFLOAT16_SUMS = "bfloat16 sums"  # sums that are rounded to bfloat16 after every addition
+
+Outputs = dict[str, Any]
+
+
+def as_they_are(outputs: Outputs) -> Outputs:
+    return outputs
+
+
+class Unsupported(Exception):  # noqa: N818 it is an answer, not an error
+    """An implementation cannot do one of its operations on a problem; the text says why."""
+
+
+class Body(NamedTuple):
+    """One call, ready to run.
+
+    Attributes:
+        run: Enqueues the call and returns what it writes, by name.
+        exactness: How sums are compared.
+        note: What a reader of the result must know.
+        results: Brings what the call writes into the names and layouts that the check knows; not timed.
+    """
+
+    run: Callable[[], Outputs]
+    exactness: str = BITS
+    note: str = ""
+    results: Callable[[Outputs], Outputs] = as_they_are
+
+
+class Captured(NamedTuple):
+    """A body in the form that is timed, the outputs that a launch writes, and its kernels, copies and memsets."""
+
+    launch: Callable[[], None]
+    outputs: Callable[[], Outputs]
+    launches: int | None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to do some operations.
+
+    Attributes:
+        name: What rows and filters call it.
+        operations: Patterns of the keys of operations that it offers.
+        prepare: Makes a body for a problem's inputs, or raises Unsupported for a problem that it cannot do.
+    """
+
+    name: str
+    operations: tuple[str, ...]
+    prepare: Callable[[Operation, Any], Body]
+
+    def offers(self, operation: Operation) -> bool:
+        return any(fnmatch.fnmatchcase(operation.key, pattern) for pattern in self.operations)
+
+
+class Device(Protocol):
+    """A device as the runner sees it.
+
+    Attributes:
+        name: As ``--device`` calls it.
+        modes: How calls can be launched; the first is the one that targets are about.
+        implementations: What can be measured.
+        left_out: Implementations that cannot run here, and why.
+    """
+
+    name: str
+    modes: tuple[str, ...]
+    implementations: list[Implementation]
+    left_out: dict[str, str]
+
+    def machine(self) -> dict[str, Any]:
+        """Facts about the machine that belong to the results."""
+
+    def measure_ceilings(self, samples: int) -> dict[str, Any]:
+        """Speeds of plain copies in this process; ``copy_gbps`` (bytes read and written) is always there."""
+
+    def load(self, problem: Problem) -> Any:
+        """The inputs of a problem in the device's memory."""
+
+    def capture(self, body: Body, mode: str) -> Captured:
+        """Bring a body into the form that is timed."""
+
+    def check(self, operation: Operation, inputs: Any, captured: Captured, body: Body) -> str | None:
+        """Spoil the outputs, launch, compare with the oracle; what differs, or None."""
+
+    def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
+        """Microseconds of ``count`` launches."""
+
+    def probe(self, operation: Operation, problem: Problem, samples: int) -> tuple[str, float] | None:
+        """Name and median microseconds of the device's own kernel that moves the same bytes without any map."""
+
+    def published(self, empty: Row, copy_gbps: float) -> list[tuple[str, float, str]]:
+        """Peers known from elsewhere only: name, microseconds at this copy speed, and source."""
+
+    def release(self) -> None:
+        """Give back the memory of the last problem."""

@@ -1,0 +1,81 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The least number of bytes an operation must move: each input read once, each output written once.
+
+T tokens, K slots, E experts, H columns, N routed rows, M rows of the buffer (the N and the padding), b bytes per
+element, S scales per row (float32). M counts only where padding rows are written, N otherwise.
+
+    operation                    read                       written
+    route                        4TK (ids) + 4TK (probs)    maps: 8TK + 12M, probabilities 4M, counts and offsets 8E
+    permute                      T(Hb + 4S) + 4TK (map)     M(Hb + 4S)
+    route_permute                T(Hb + 4S) + 8TK           M(Hb + 4S) + maps 8TK + 4M, probabilities 4M, 8E
+    moe_permute                  T(Hb + 4S) + 8TK           as route_permute, and the row map 4TE
+    unpermute plain              NHb + 4TK (map)            THb
+    unpermute weighted           NHb + 4TK + 4N             THb
+    moe_unpermute                NHb + 4TE (row map) + 4TK + 4N   THb + 4TK
+    unpermute_backward plain     THb + 4TK (map)            MHb
+    unpermute_backward dx        THb + 4TK + 4N             MHb
+    unpermute_backward dprob     THb + NHb + 4TK            4M
+    unpermute_backward weighted  THb + NHb + 4TK + 4N       MHb + 4M
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .problem import Problem
+from .shapes import Operation
+
+__all__ = ["Bytes", "minimum_bytes", "row_bytes"]
+
+_WORD = 4  # int32, float32
+_ITEMSIZE = {"bfloat16": 2, "float8_e4m3fn": 1}
+
+
+class Bytes(NamedTuple):
+    """Bytes that must be read and bytes that must be written."""
+
+    read: int
+    written: int
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+
+def row_bytes(operation: Operation, problem: Problem) -> int:
+    """Bytes of one row, with the scales that travel with it."""
+    itemsize = _ITEMSIZE[operation.dtype]
+    scales = problem.scale_cols if operation.variant == "fp8" else 0
+    return problem.case.shape.hidden * itemsize + scales * _WORD
+
+
+def minimum_bytes(operation: Operation, problem: Problem) -> Bytes:
+    """The table above, for one operation and problem."""
+    shape, op, variant = problem.case.shape, operation.op, operation.variant
+    tokens, experts = shape.num_tokens, shape.num_experts
+    slot_words = _WORD * tokens * shape.topk
+    row = row_bytes(operation, problem)
+    routed, buffer = problem.routed_rows, problem.plan.num_rows
+    filled = buffer if problem.case.fill else routed
+    if op == "route":
+        return Bytes(2 * slot_words, 2 * slot_words + 4 * _WORD * buffer + 2 * _WORD * experts)
+    if op == "permute":
+        return Bytes(tokens * row + slot_words, filled * row)
+    if op in ("route_permute", "moe_permute"):
+        maps = 2 * slot_words + 2 * _WORD * buffer + 2 * _WORD * experts
+        rowmap = _WORD * tokens * experts if op == "moe_permute" else 0
+        return Bytes(tokens * row + 2 * slot_words, filled * row + maps + rowmap)
+    weights = _WORD * routed if variant in ("weighted", "dx") else 0
+    if op == "unpermute":
+        return Bytes(routed * row + slot_words + weights, tokens * row)
+    if op == "moe_unpermute":
+        rowmap = _WORD * tokens * experts
+        return Bytes(routed * row + rowmap + slot_words + _WORD * routed, tokens * row + slot_words)
+    if op != "unpermute_backward":
+        raise ValueError(f"operation must be one of shapes.OPERATIONS, but got {operation.key}")
+    dots = variant in ("weighted", "dprob")
+    return Bytes(
+        tokens * row + (routed * row if dots else 0) + slot_words + weights,
+        (0 if variant == "dprob" else buffer * row) + (_WORD * buffer if dots else 0),
+    )

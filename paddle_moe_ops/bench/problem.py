@@ -1,0 +1,65 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The routing of a case, and the plan that the oracle makes of it: what every implementation must reproduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import reference
+from ..testing.routing import GENERATORS, expert_parallel_sparse, random_probs
+from .shapes import Case
+
+__all__ = ["SCALE_GROUP", "Problem", "make_problem"]
+
+SCALE_GROUP = 128  # columns that share a scale
+_SEED = 20260913
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with its ids int32 [T, K], probabilities float32 [T, K] and the oracle's plan."""
+
+    case: Case
+    ids: NDArray
+    probs: NDArray
+    plan: reference.Plan
+
+    @property
+    def routed_rows(self) -> int:
+        """Rows that hold a token; the plan's num_rows counts the padding too."""
+        return int(self.plan.tokens_per_expert.sum())
+
+    @property
+    def scale_cols(self) -> int:
+        return -(-self.case.shape.hidden // SCALE_GROUP)
+
+    @cached_property
+    def rowmap(self) -> NDArray:
+        """int32 [T, E], the map that Paddle's moe_permute returns."""
+        return reference.plan_to_rowmap(self.plan)
+
+
+def make_problem(case: Case) -> Problem:
+    """Draw the routing of a case, the same one in every run, and route it with the oracle."""
+    shape = case.shape
+    rng = np.random.default_rng(_SEED)
+    sizes = (rng, shape.num_tokens, shape.topk, shape.num_experts)
+    if case.routing == "expert_parallel_sparse":
+        ids = expert_parallel_sparse(*sizes, mean_valid=shape.mean_valid)
+    else:
+        ids = GENERATORS[case.routing](*sizes)
+    probs = random_probs(rng, ids)
+    capacity = shape.num_tokens * shape.topk + shape.num_experts * (case.alignment - 1)
+    plan = reference.route(
+        ids,
+        probs,
+        num_experts=shape.num_experts,
+        padding_alignment=case.alignment,
+        buffer_size=capacity if case.capacity else -1,
+    )
+    return Problem(case, ids, probs, plan)

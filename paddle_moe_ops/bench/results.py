@@ -1,0 +1,145 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Result files: JSON lines, first the machine, then one line per measurement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+__all__ = ["Row", "Run", "load_run", "processor", "write_line"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of one operation on one case, timed in one way.
+
+    Attributes:
+        op: Operator.
+        variant: Variant of the operator.
+        impl: Implementation; "core" is ours.
+        shape: Name of the shape.
+        tokens: T.
+        topk: K.
+        experts: E.
+        hidden: H.
+        routing: Kind of routing.
+        alignment: A, in rows.
+        fill: Whether padding rows are zeroed.
+        capacity: Whether the buffer holds the worst case instead of exactly the padded segments.
+        own_case: Whether nothing but the shape was asked for: its own routing, no padding.
+        routed_rows: Rows that hold a token.
+        buffer_rows: Rows of the buffer.
+        dtype: Element type of the rows.
+        mode: "graph" or "eager" on a GPU.
+        cold: Whether the operands were out of the caches.
+        check: What the result was compared by, or "failed: ...", or "skipped: ...". Only a checked result has times.
+        us: Median microseconds of a call.
+        p5: 5 % of the samples are below.
+        p95: 95 % of the samples are below.
+        samples: Number of samples.
+        min_bytes: Bytes that must be moved.
+        gbps: min_bytes per time, in 1e9 bytes per second.
+        frac_copy: gbps over the copy speed of the same process.
+        probe: The ceiling kernel that moves the same bytes.
+        probe_us: Its median.
+        frac_probe: Its time over the time of this row.
+        launches: Kernels, copies and memsets of one call.
+        note: What else there is to know, such as the source of a figure that was not measured here.
+    """
+
+    op: str
+    variant: str
+    impl: str
+    shape: str
+    tokens: int
+    topk: int
+    experts: int
+    hidden: int
+    routing: str
+    alignment: int
+    fill: bool
+    capacity: bool
+    own_case: bool
+    routed_rows: int
+    buffer_rows: int
+    dtype: str
+    mode: str
+    cold: bool
+    check: str
+    us: float | None = None
+    p5: float | None = None
+    p95: float | None = None
+    samples: int | None = None
+    min_bytes: int | None = None
+    gbps: float | None = None
+    frac_copy: float | None = None
+    probe: str | None = None
+    probe_us: float | None = None
+    frac_probe: float | None = None
+    launches: int | None = None
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        """The operation's name in filters and tables."""
+        return f"{self.op}:{self.variant}"
+
+    @property
+    def failed(self) -> bool:
+        return self.check.startswith("failed")
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is a shape's own case, timed as the targets ask."""
+        return self.own_case and self.mode != "eager" and self.cold
+
+
+@dataclass(frozen=True)
+class Run:
+    """A result file."""
+
+    machine: dict[str, Any]
+    rows: list[Row]
+    path: Path | None = None
+
+
+def write_line(file: TextIO, record: Row | dict[str, Any]) -> None:
+    """Append one record; a machine line carries ``"machine": true``."""
+    data = asdict(record) if isinstance(record, Row) else {"machine": True, **record}
+    file.write(json.dumps(data) + "\n")
+    file.flush()
+
+
+def load_run(path: Path) -> Run:
+    """Read a result file.
+
+    Raises:
+        ValueError: it is not one; says in which line.
+    """
+    names = {field.name for field in fields(Row)}
+    machines, rows = [], []
+    for number, line in enumerate(_lines(path), 1):
+        record = json.loads(line)
+        if record.pop("machine", False):
+            machines.append(record)
+        elif set(record) <= names:
+            rows.append(Row(**record))
+        else:
+            raise ValueError(f"{path}, line {number}: unknown fields {', '.join(sorted(set(record) - names))}")
+    if not machines:
+        raise ValueError(f"{path}: the first line must describe the machine, but there is no such line")
+    # The line written when a run ends repeats the first one and adds what is known only then.
+    return Run({key: value for machine in machines for key, value in machine.items()}, rows, path)
+
+
+def processor(run: Run) -> str:
+    """Name of the GPU or CPU that was measured."""
+    return run.machine["gpu"] if run.machine["device"] == "cuda" else run.machine["cpu"]
+
+
+def _lines(path: Path) -> Iterable[str]:
+    return (line for line in path.read_text(encoding="utf-8").splitlines() if line.strip())

@@ -1,0 +1,114 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""A problem's inputs as PyTorch tensors; made when they are first asked for, the same in every run."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .problem import SCALE_GROUP, Problem
+
+__all__ = ["TensorInputs", "to_numpy"]
+
+_NUMPY_DTYPES: dict[torch.dtype, Any] = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+}
+
+
+class TensorInputs:
+    """What the operators read, on one device: the tokens, gradients and maps of a problem.
+
+    The maps are the oracle's, so an operator that is given maps does not depend on another one under test.
+    """
+
+    def __init__(self, problem: Problem, device: str) -> None:
+        self.problem = problem
+        self.device = device
+
+    @cached_property
+    def ids(self) -> torch.Tensor:
+        """int32 [T, K]"""
+        return self._copy(self.problem.ids)
+
+    @cached_property
+    def probs(self) -> torch.Tensor:
+        """float32 [T, K]"""
+        return self._copy(self.problem.probs)
+
+    @cached_property
+    def x(self) -> torch.Tensor:
+        """bfloat16 [T, H]"""
+        return self._random(1, self.problem.case.shape.num_tokens)
+
+    @cached_property
+    def x_fp8(self) -> torch.Tensor:
+        """float8_e4m3fn [T, H]"""
+        return self.x.to(torch.float8_e4m3fn)
+
+    @cached_property
+    def scale(self) -> torch.Tensor:
+        """float32 [T, S], one for each 128 columns of x_fp8"""
+        tokens = self.problem.case.shape.num_tokens
+        return self.x[:, ::SCALE_GROUP].float().abs().add_(1.0).reshape(tokens, -1).contiguous()
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """bfloat16 [M, H], the experts' results"""
+        return self._random(2, self.problem.plan.num_rows)
+
+    @cached_property
+    def d_out(self) -> torch.Tensor:
+        """bfloat16 [T, H], the gradient of the summed rows"""
+        return self._random(3, self.problem.case.shape.num_tokens)
+
+    @cached_property
+    def slot_to_row(self) -> torch.Tensor:
+        return self._copy(self.problem.plan.slot_to_row)
+
+    @cached_property
+    def token_rows(self) -> torch.Tensor:
+        return self._copy(self.problem.plan.token_rows)
+
+    @cached_property
+    def row_to_token(self) -> torch.Tensor:
+        return self._copy(self.problem.plan.row_to_token)
+
+    @cached_property
+    def row_to_expert(self) -> torch.Tensor:
+        return self._copy(self.problem.plan.row_to_expert)
+
+    @cached_property
+    def rowmap(self) -> torch.Tensor:
+        """int32 [T, E]"""
+        return self._copy(self.problem.rowmap)
+
+    @cached_property
+    def row_probs(self) -> torch.Tensor:
+        """float32 [M]"""
+        return self._copy(self.problem.plan.row_probs)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _copy(self, array: NDArray | None) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def _random(self, seed: int, rows: int) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shape = (rows, self.problem.case.shape.hidden)
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=generator)
+
+
+def to_numpy(tensor: torch.Tensor) -> NDArray:
+    """A copy of a tensor for the oracle; bfloat16 and float8 as ml_dtypes."""
+    if tensor.dtype not in _NUMPY_DTYPES:
+        return tensor.cpu().numpy()
+    bits, dtype = _NUMPY_DTYPES[tensor.dtype]
+    return tensor.contiguous().view(bits).cpu().numpy().view(dtype)

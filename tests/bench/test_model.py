@@ -1,0 +1,71 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The least bytes of an operation, against counts made by hand and against the arrays themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from paddle_moe_ops.bench.model import minimum_bytes
+from paddle_moe_ops.bench.problem import make_problem
+from paddle_moe_ops.bench.shapes import OPERATIONS, Case, Operation, Shape
+
+T, K, E, H = 50, 4, 9, 256
+SHAPE = Shape("s", T, K, E, H)
+DENSE = make_problem(Case(SHAPE, "uniform"))
+
+
+def of(key, problem=DENSE):
+    return minimum_bytes(Operation(*key.split(":")), problem)
+
+
+@pytest.mark.parametrize(
+    ("key", "read", "written"),
+    [
+        ("route:maps", 8 * T * K, 8 * T * K + 16 * T * K + 8 * E),
+        ("permute:bf16", 2 * T * H + 4 * T * K, 2 * T * K * H),
+        ("permute:fp8", T * (H + 8) + 4 * T * K, T * K * (H + 8)),
+        ("unpermute:plain", 2 * T * K * H + 4 * T * K, 2 * T * H),
+        ("unpermute:weighted", 2 * T * K * H + 8 * T * K, 2 * T * H),
+        ("moe_unpermute:weighted", 2 * T * K * H + 4 * T * E + 8 * T * K, 2 * T * H + 4 * T * K),
+        ("unpermute_backward:plain", 2 * T * H + 4 * T * K, 2 * T * K * H),
+        ("unpermute_backward:weighted", 2 * T * H + 2 * T * K * H + 8 * T * K, 2 * T * K * H + 4 * T * K),
+        ("unpermute_backward:dprob", 2 * T * H + 2 * T * K * H + 4 * T * K, 4 * T * K),
+    ],
+)
+def test_bytes_where_every_slot_has_a_row(key, read, written):
+    assert of(key) == (read, written)
+
+
+def test_the_row_map_is_what_moe_permute_writes_more():
+    assert of("moe_permute:bf16").written - of("route_permute:bf16").written == 4 * T * E
+    assert of("moe_permute:bf16").read == of("route_permute:bf16").read
+
+
+def test_padding_rows_count_only_where_they_are_written():
+    filled = make_problem(Case(SHAPE, "uniform", alignment=16))
+    bare = make_problem(Case(SHAPE, "uniform", alignment=16, fill=False))
+    padding = filled.plan.num_rows - T * K
+    assert padding > 0
+    assert of("permute:bf16", filled).written - of("permute:bf16", bare).written == 2 * padding * H
+    assert of("permute:bf16", bare) == of("permute:bf16")
+    assert of("unpermute:plain", filled) == of("unpermute:plain")
+    assert of("unpermute_backward:plain", bare).written == 2 * bare.plan.num_rows * H
+
+
+def test_unassigned_slots_have_no_rows():
+    half = make_problem(Case(SHAPE, "half_unassigned"))
+    assert 0 < half.routed_rows < T * K
+    assert of("permute:bf16", half) == (2 * T * H + 4 * T * K, 2 * half.routed_rows * H)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
+def test_every_operation_has_a_model(operation):
+    read, written = minimum_bytes(operation, DENSE)
+    assert read > 0
+    assert written > 0
+
+
+def test_an_unknown_operation_is_an_error():
+    with pytest.raises(ValueError, match="but got fly:high"):
+        of("fly:high")

@@ -1,0 +1,115 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The page and the picture hold what the newest result files say, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from paddle_moe_ops.bench import report
+from paddle_moe_ops.bench.results import load_run, write_line
+
+from .test_targets import ROW
+
+MACHINE = {
+    "device": "cuda",
+    "set": "targets",
+    "gpu": "Imagined GPU",
+    "cpu": "Imagined CPU",
+    "copy_gbps": 4000.0,
+    "floor_one_launch_us": 3.25,
+    "commit": "abc123",
+    "date": "2026-01-02 03:04 UTC",
+    "command": "python -m paddle_moe_ops bench",
+}
+
+
+def write(path, rows, **machine):
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        write_line(file, {**MACHINE, **machine})
+        for row in rows:
+            write_line(file, row)
+        write_line(file, {"sm_clock_at_end": "7 MHz"})
+
+
+def timed(us, **changes):
+    measured = {"impl": "core", "us": us, "p5": us - 0.1, "p95": us + 0.1, "samples": 60, "frac_copy": 0.5}
+    return replace(ROW, **{**measured, **changes})
+
+
+def make(tmp_path):
+    (tmp_path / "docs").mkdir(exist_ok=True)
+    status = report.main(["--results", str(tmp_path / "results"), "--docs", str(tmp_path / "docs")])
+    page = tmp_path / "docs" / "performance.md"
+    return status, page.read_text(encoding="utf-8") if page.exists() else None
+
+
+def test_rows_survive_writing_and_reading(tmp_path):
+    rows = [timed(4.5), timed(6.0, impl="other", launches=3, note="slow")]
+    write(tmp_path / "run.jsonl", rows)
+    run = load_run(tmp_path / "run.jsonl")
+    assert run.rows == rows
+    assert run.machine == {**MACHINE, "sm_clock_at_end": "7 MHz"}
+
+
+def test_a_file_of_something_else_is_an_error(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"temperature": 20}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 1: unknown fields temperature"):
+        load_run(path)
+    path.write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match="must describe the machine"):
+        load_run(path)
+
+
+def test_without_results_nothing_is_written(tmp_path, capsys):
+    assert make(tmp_path) == (1, None)
+    assert "there are no results" in capsys.readouterr().err
+
+
+def test_page_names_its_source_and_holds_the_measured_figures(tmp_path):
+    rows = [timed(4.71, launches=2), timed(7.13, impl="te triton"), replace(ROW, impl="bad", check="failed: out: 1")]
+    write(tmp_path / "results" / "run.jsonl", rows)
+    status, page = make(tmp_path)
+    assert status == 0
+    for text in ("run.jsonl", "Imagined GPU", "abc123", "2026-01-02", "sm clock at end 7 MHz", "4000 GB/s", "3.25 us"):
+        assert text in page
+    table = next(line for line in page.splitlines() if line.startswith("| tileops-32 |"))
+    assert "**4.7**" in table
+    assert "7.1" in table
+    assert "| unpermute:weighted | tileops-32 | <= 5 us |" in page
+    assert "PASS" in page
+    assert "| unpermute:weighted | tileops-32 | bad | out: 1 |" in page
+    assert "![" in page
+    with Image.open(tmp_path / "docs" / "performance.png") as picture:
+        assert picture.width > 500
+
+
+def test_only_the_newest_run_of_a_set_counts(tmp_path):
+    write(tmp_path / "results" / "b.jsonl", [timed(111.0)], date="2026-01-01 00:00 UTC")
+    write(tmp_path / "results" / "a.jsonl", [timed(222.0)], date="2026-01-03 00:00 UTC")
+    write(tmp_path / "results" / "c.jsonl", [timed(333.0)], date="2026-01-01 00:00 UTC", set="matrix")
+    _, page = make(tmp_path)
+    assert "222.0" in page
+    assert "333.0" in page
+    assert "111.0" not in page
+
+
+def test_machines_have_sections_of_their_own(tmp_path):
+    write(tmp_path / "results" / "cpu.jsonl", [timed(900.0, mode="cpu")], device="cpu")
+    write(tmp_path / "results" / "gpu.jsonl", [timed(9.0)])
+    _, page = make(tmp_path)
+    assert page.index("## Imagined GPU") < page.index("## Imagined CPU")
+    assert (tmp_path / "docs" / "performance_cpu.png").exists()
+
+
+def test_padding_and_other_routings_are_told_apart(tmp_path):
+    padded = timed(5.0, own_case=False, alignment=128)
+    write(tmp_path / "results" / "run.jsonl", [padded, replace(padded, fill=False, us=3.0)], set="padding")
+    _, page = make(tmp_path)
+    assert "tileops-32, uniform, A=128 |" in page
+    assert "tileops-32, uniform, A=128, not filled |" in page
