@@ -35,7 +35,7 @@ __global__ void write(uint4* y, Streams s) {
 }
 
 // n vectors read; the write never happens, but the compiler cannot know
-__global__ void read(const uint4* x, uint4* y, Streams s) {
+__global__ void __launch_bounds__(1024) read(const uint4* x, uint4* y, Streams s) {
   uint4 sum = make_uint4(0, 0, 0, 0);
   int64_t i = first();
   for (; i + (kBatch - 1) * stride() < s.n; i += kBatch * stride()) {
@@ -59,7 +59,7 @@ __global__ void fanout(const uint4* x, uint4* y, Streams s) {
 }
 
 // many reads, one write
-__global__ void reduce(const uint4* x, uint4* y, Streams s) {
+__global__ void __launch_bounds__(1024) reduce(const uint4* x, uint4* y, Streams s) {
   for (int64_t i = first(); i < s.n; i += stride()) {
     const int64_t count = s.count(i);
     uint4 sum = make_uint4(0, 0, 0, 0);
@@ -77,7 +77,7 @@ __global__ void reduce(const uint4* x, uint4* y, Streams s) {
 }
 
 // one read for all, and one read and one write for each: the gradient of a weighted sum
-__global__ void exchange(const uint4* x, const uint4* z, uint4* y, Streams s) {
+__global__ void __launch_bounds__(1024) exchange(const uint4* x, const uint4* z, uint4* y, Streams s) {
   for (int64_t i = first(); i < s.n; i += stride()) {
     const int64_t count = s.count(i);
     const uint4 value = __ldcs(x + i);

@@ -31,6 +31,7 @@ class CudaTimer:
 
     def __init__(self) -> None:
         self.scratch = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+        self.sum = torch.empty((), dtype=torch.float32, device="cuda")
 
     def capture(self, body: Body, mode: str) -> Captured:
         """A body as a CUDA graph of one call ("graph") or as it is ("eager").
@@ -63,12 +64,12 @@ class CudaTimer:
         return Captured(graph.replay, lambda: latest, launches)
 
     def sample(self, launch: Callable[[], None], count: int, cold: bool) -> list[float]:
-        """Microseconds of each of ``count`` launches, behind a write of 512 MB (cold) or behind the last launch."""
+        """Microseconds of each of ``count`` launches, behind a read of 512 MB (cold) or behind the last launch."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         launch()
         for start, end in events:
-            if cold:
-                self.scratch.fill_(1.0)
+            if cold:  # by reading: lines that a write leaves behind would be written to memory in the sample's time
+                torch.sum(self.scratch, dim=0, out=self.sum)
             else:
                 torch.cuda._sleep(_SPIN_CYCLES)
             start.record()

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -31,34 +33,45 @@ def dtype_name(dtype: DTypeLike) -> str:
     return np.dtype(dtype).name
 
 
-def dot_rule(core: Core, row_bytes: int, itemsize: int) -> tuple[int, int]:
-    """Lanes of the dot product, and how many neighbouring elements a lane takes at a time."""
-    if not core.entry("unpermute_backward").__name__.endswith("_cuda"):
-        return 16, 1
-    access = max(width for width in (1, 2, 4, 8, 16) if row_bytes % width == 0)
-    return 256, access // itemsize
-
-
 def dot_in_lanes(a: NDArray, b: NDArray, num_lanes: int, neighbours: int) -> NDArray:
-    """Dot product of each row of a with that of b, by the rule of pmo_unpermute_backward."""
+    """Partial dot products [rows, lanes] of the rows of a and b; a lane takes so many neighbouring elements at a time."""
     lanes = np.zeros((len(a), num_lanes), np.float32)
     for begin in range(0, a.shape[1], num_lanes * neighbours):
         for i in range(neighbours):
             columns = slice(begin + i, begin + num_lanes * neighbours, neighbours)
             used = slice(0, a[:, columns].shape[1])
             lanes[:, used] = reference.fma32(a[:, columns], b[:, columns], lanes[:, used])
-    width = num_lanes // 2
-    while width > 0:
-        lanes[:, :width] = reference.add32(lanes[:, :width], lanes[:, width : 2 * width])
-        width //= 2
-    return lanes[:, 0]
+    return lanes
+
+
+def sum_by_halves(lanes: NDArray) -> NDArray:
+    """Sum over the last axis, a power of two long, adding its upper half to the lower until one is left."""
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = reference.add32(lanes[..., :half], lanes[..., half:])
+    return lanes[..., 0]
+
+
+def dot_by_rule(core: Core, a: NDArray, b: NDArray) -> NDArray:
+    """Dot product of each row of a with that of b, by the rule of pmo_unpermute_backward."""
+    if not core.entry("unpermute_backward").__name__.endswith("_cuda"):
+        return sum_by_halves(dot_in_lanes(a, b, 16, 1))
+    row_bytes = a.shape[1] * a.itemsize
+    access = max(width for width in (1, 2, 4, 8, 16) if row_bytes % width == 0)
+    accesses = row_bytes // access
+    per_thread = 4 if accesses >= 512 else 2
+    threads = min(512, math.ceil(math.ceil(accesses / per_thread) / 32) * 32)
+    warps = sum_by_halves(dot_in_lanes(a, b, threads, access // a.itemsize).reshape(len(a), threads // 32, 32))
+    total = warps[:, 0]
+    for warp in range(1, threads // 32):
+        total = reference.add32(total, warps[:, warp])
+    return total
 
 
 def expected_d_row_weights(core: Core, plan: reference.Plan, d_out: NDArray, rows: NDArray) -> NDArray:
     dots = np.zeros(plan.num_rows, np.float32)
     live = np.flatnonzero(plan.row_to_token >= 0)
-    rule = dot_rule(core, d_out.shape[1] * d_out.itemsize, d_out.itemsize)
-    dots[live] = dot_in_lanes(d_out[plan.row_to_token[live]], rows[live], *rule)
+    dots[live] = dot_by_rule(core, d_out[plan.row_to_token[live]], rows[live])
     return dots
 
 

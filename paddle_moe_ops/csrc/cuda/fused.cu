@@ -27,122 +27,143 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kMaxBlocks = 512;
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int64_t kMaxFusedExperts = 1024;
-constexpr int64_t kMaxLocalSlots = 2048;         // of one block, when it keeps its rows in shared memory
-constexpr int64_t kBulkStoreBytes = 6144;        // rows from here on leave by bulk copies
+constexpr int64_t kMaxLocalSlots = 2048;   // of one block, when it keeps its rows in shared memory
+constexpr int64_t kBulkStoreBytes = 4608;  // rows from here on leave by bulk copies
 constexpr int64_t kMinPieceBytes = 1024;
 
 enum class Move { kNone, kThreads, kBulk };
 
-template <bool kRoute, Move kMove>
-__global__ void __launch_bounds__(kFusedThreads, kBlocksPerMultiprocessor) fused(const __grid_constant__ FusedWork work, int32_t stage_bytes) {
-  extern __shared__ __align__(128) char shared[];
-  __shared__ uint64_t barrier;
-  __shared__ int32_t warp_sums[kFusedWarps];
-  __shared__ int32_t dropped;
+// What blocks that count for each other do until each knows its slots' first rows; leaves totals and `before`.
+__device__ void count_together(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
+                               const RoutingScratch& scratch) {
   const auto grid = cooperative_groups::this_grid();
-  const Share share(work);
-  const int warp = threadIdx.x / kWarpSize;
-
-  if (kMove != Move::kNone && warp == 0) {
-    if (threadIdx.x == 0) init_load_barrier(&barrier);
-    __syncwarp();
-    load_stage(work, Stage(work, share, 0, shared), &barrier);
-  }
-
-  const int32_t* slots = work.slot_to_row;  // rows of the slots from `slots_from` on
-  int32_t slots_from = 0;
-  if constexpr (kRoute) {
-    const RoutingScratch scratch(reinterpret_cast<int32_t*>(shared + stage_bytes), work.num_experts);
-    const Lane me(work.topk);
-    const WarpRange range(share.first_token, share.last_token, me.tokens_per_chunk);
-    int32_t* own = work.counts_everything ? scratch.rows : work.slot_to_row + int64_t{share.first_token} * work.topk;
-    const int32_t experts = work.num_experts;
-    for (int i = threadIdx.x; i < kFusedWarps * experts; i += kFusedThreads) scratch.histogram[i] = 0;
-    for (int i = threadIdx.x; i < experts; i += kFusedThreads) scratch.totals[i] = scratch.before[i] = 0;
-    __syncthreads();
-    count_own(work, share, me, range, scratch, own);
-    if (work.counts_everything) count_everything(work, share, me, scratch);
-    __syncthreads();
-    // each warp's first slot of every expert within the block, and the block's counts
-    for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
-      int32_t sum = 0;
+  const int experts = work.num_experts, blocks = static_cast<int>(gridDim.x);
+  count_own(work, share, me, range, scratch);
+  __syncthreads();
+  // each warp's first slot of every expert within the block, and the block's counts
+  for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
+    int32_t sum = 0;
 #pragma unroll
-      for (int i = 0; i < kFusedWarps; ++i) {
-        const int32_t count = scratch.histogram[i * experts + expert];
-        scratch.histogram[i * experts + expert] = sum;
-        sum += count;
-      }
-      if (!work.counts_everything) __stcg(&work.counts[blockIdx.x * experts + expert], sum);
+    for (int i = 0; i < kFusedWarps; ++i) {
+      const int32_t count = scratch.histogram[i * experts + expert];
+      scratch.histogram[i * experts + expert] = sum;
+      sum += count;
     }
-    const auto clear_rowmap = [&] {
-      if (work.rowmap == nullptr) return;
-      const int64_t end = int64_t{share.last_token} * experts;
-      for (int64_t i = int64_t{share.owned_from} * experts + threadIdx.x; i < end; i += kFusedThreads) work.rowmap[i] = -1;
-    };
-    if (work.counts_everything) {
-      clear_rowmap();
-    } else {
-      auto counted = grid.barrier_arrive();
-      clear_rowmap();  // while the others count
-      grid.barrier_wait(std::move(counted));
-      const int lane = threadIdx.x % kWarpSize;
-      for (int expert = warp * gridDim.x + blockIdx.x; expert < experts; expert += kFusedWarps * gridDim.x) {
-        const int per_lane = (gridDim.x + kWarpSize - 1) / kWarpSize;
-        const int begin = min(static_cast<int>(gridDim.x), lane * per_lane), end = min(static_cast<int>(gridDim.x), begin + per_lane);
-        int32_t sum = 0;
-        for (int block = begin; block < end; ++block) sum += __ldcg(&work.counts[block * experts + expert]);
-        int32_t inclusive = sum;
-        for (int step = 1; step < kWarpSize; step *= 2) {
-          const int32_t other = __shfl_up_sync(kAllLanes, inclusive, step);
-          if (lane >= step) inclusive += other;
-        }
-        int32_t before = inclusive - sum;
-        for (int block = begin; block < end; ++block) {
-          const int32_t count = __ldcg(&work.counts[block * experts + expert]);
-          __stcg(&work.counts[block * experts + expert], before);
-          before += count;
-        }
-        if (lane == kWarpSize - 1) __stcg(&work.totals[expert], inclusive);
-      }
-      grid.sync();
-      for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
-        scratch.totals[expert] = __ldcg(&work.totals[expert]);
-        scratch.before[expert] = __ldcg(&work.counts[blockIdx.x * experts + expert]);
-      }
-    }
+    __stcg(&work.counts[int64_t{expert} * blocks + blockIdx.x], sum);
+  }
+  grid.sync();
+  for (int expert = threadIdx.x / kWarpSize * blocks + blockIdx.x; expert < experts; expert += kFusedWarps * blocks) {
+    scan_expert(work, expert);
+  }
+  grid.sync();
+  for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
+    scratch.totals[expert] = __ldcg(&work.totals[expert]);
+    scratch.before[expert] = __ldcg(&work.counts[int64_t{expert} * blocks + blockIdx.x]);
+  }
+  __syncthreads();
+}
+
+// All maps of the block's tokens; returns where their rows stand.
+template <typename LoadRows>
+__device__ TokenRows route_own(const FusedWork& work, const Share& share, int32_t* memory, uint64_t* warp_sums, int32_t* dropped,
+                               LoadRows load_rows) {
+  const RoutingScratch scratch(memory, work.num_experts);
+  const Lane me(work.topk);
+  const WarpRange range(share.first_token, share.last_token, me.tokens_per_chunk);
+  const int experts = work.num_experts, warp = threadIdx.x / kWarpSize;
+  const bool local = work.counts_everything;
+  for (int i = threadIdx.x; i < 2 * experts; i += kFusedThreads) scratch.totals[i] = 0;  // and `before`
+  if (!local) {
+    for (int i = threadIdx.x; i < kFusedWarps * experts; i += kFusedThreads) scratch.histogram[i] = 0;
+  }
+  if (work.rowmap != nullptr) {
+    const int64_t end = int64_t{share.last_token} * experts;
+    for (int64_t i = int64_t{share.owned_from} * experts + threadIdx.x; i < end; i += kFusedThreads) work.rowmap[i] = -1;
+  }
+  __syncthreads();
+  if (local) {
+    count_everything(work, share, me, scratch);
+    load_rows();
     __syncthreads();
-    scan_segments(work, scratch, warp_sums);
-    for (int i = threadIdx.x; i < kFusedWarps * experts; i += kFusedThreads) {
-      const int expert = i % experts;
-      scratch.histogram[i] += scratch.starts[expert] + scratch.before[expert];
-    }
-    __syncthreads();
-    place_own(work, share, me, range, scratch, own);
-    __syncthreads();
-    slots = own;
-    slots_from = share.first_token;
-    if (blockIdx.x == gridDim.x - 1) write_counts(work, scratch, &dropped);
-    write_padding(work, scratch);
   } else {
+    count_together(work, share, me, range, scratch);
+    load_rows();
+  }
+  scan_segments(work, scratch, warp_sums);
+  if (local) {
+    for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) scratch.before[expert] += scratch.starts[expert];
+    __syncthreads();
+    if (warp == 0) {  // one warp: a block has few tokens
+      place_own(work, share, me, WarpRange{share.first_token, share.last_token}, scratch.before, scratch.rows,
+                [&](int32_t token) { return load_expert(work, token * work.topk + me.k); });
+    }
+  } else {
+    for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
+      const int32_t first = scratch.starts[expert] + scratch.before[expert];
+#pragma unroll
+      for (int i = 0; i < kFusedWarps; ++i) scratch.histogram[i * experts + expert] += first;
+    }
+    __syncthreads();
+    place_own(work, share, me, range, scratch.histogram + warp * experts, nullptr,
+              [&](int32_t token) { return work.slot_to_row[token * work.topk + me.k]; });
+  }
+  if (blockIdx.x == gridDim.x - 1) write_counts(work, scratch, dropped);
+  write_padding(work, scratch);
+  __syncthreads();
+  if (local) return {scratch.rows, share.first_token};
+  return {work.token_rows != nullptr ? work.token_rows : work.slot_to_row, 0};
+}
+
+template <bool kRoute, Move kMove>
+__global__ void __launch_bounds__(kFusedThreads, kBlocksPerMultiprocessor)
+    fused(const __grid_constant__ FusedWork work, int32_t stage_bytes) {
+  extern __shared__ __align__(128) char shared[];
+  __shared__ uint64_t barriers[2];
+  __shared__ uint64_t warp_sums[kFusedWarps];
+  __shared__ int32_t dropped;
+  // Rows that leave by bulk copies fill one large stage. Others have two smaller ones, and the next is loaded while one is stored.
+  constexpr int kBuffers = kMove == Move::kThreads ? 2 : 1;
+  const Share share(work);
+  const bool loader = threadIdx.x / kWarpSize == kFusedWarps - 1;
+  const auto stage_at = [&](int32_t index) { return Stage(work, share, index, shared + index % kBuffers * (stage_bytes / kBuffers)); };
+  const auto load_first = [&] {
+    if (kMove == Move::kNone || !loader) return;
+    if (threadIdx.x % kWarpSize == 0) {
+      for (int i = 0; i < kBuffers; ++i) init_load_barrier(&barriers[i]);
+    }
+    __syncwarp();
+    for (int32_t i = 0; i < min(kBuffers, work.num_stages); ++i) load_stage(work, stage_at(i), &barriers[i]);
+  };
+
+  TokenRows token_rows = {work.slot_to_row, 0};
+  if constexpr (kRoute) {
+    token_rows = route_own(work, share, reinterpret_cast<int32_t*>(shared + stage_bytes), warp_sums, &dropped, load_first);
+  } else {
+    load_first();
     if (work.fill_rows || work.fill_scales) zero_rows_without_token(work);
+    __syncthreads();
   }
 
   if constexpr (kMove != Move::kNone) {
     for (int32_t index = 0; index < work.num_stages; ++index) {
-      const Stage stage(work, share, index, shared);
+      const Stage stage = stage_at(index);
+      uint64_t* barrier = &barriers[index % kBuffers];
       if (stage.count > 0) {
-        wait_for_loads(&barrier, index % 2);
-        store_stage<kMove == Move::kBulk>(work, stage, slots, slots_from);
+        wait_for_loads(barrier, index / kBuffers % 2);
+        store_stage<kMove == Move::kBulk>(work, stage, token_rows);
       }
-      if (index + 1 == work.num_stages) break;
-      if (kMove == Move::kBulk && warp == 0) wait_for_store_reads();
-      grid.sync();
-      if (warp == 0) load_stage(work, Stage(work, share, index + 1, shared), &barrier);
+      if (index + kBuffers >= work.num_stages) continue;
+      if (kMove == Move::kBulk) {
+        if (threadIdx.x < kWarpSize) wait_for_store_reads();
+        cooperative_groups::this_grid().sync();
+      } else {
+        __syncthreads();
+      }
+      if (loader) load_stage(work, stage_at(index + kBuffers), barrier);
     }
-    if (kMove == Move::kBulk && warp == 0) wait_for_store_reads();
+    if (kMove == Move::kBulk && threadIdx.x < kWarpSize) wait_for_store_reads();
   }
 }
 
@@ -294,17 +315,19 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
   }
 
   int blocks = device.blocks();
+  if ((work.num_tokens / blocks + 2) * work.topk > kMaxLocalSlots) work.counts_everything = false;  // many tokens for few blocks
   // Few tokens: cut rows, so that every multiprocessor has some of the work.
   const int64_t most = std::max<int64_t>(1, work.row_bytes / kMinPieceBytes);
   int64_t pieces_per_token = std::max<int64_t>(1, std::min<int64_t>(blocks / work.num_tokens, most));
   const bool fill = work.fill_rows || work.fill_scales;
   const auto scratch_ints = [&](int64_t local_slots) {
-    return routing == nullptr ? 0 : RoutingScratch::ints(work.num_experts, local_slots);
+    return routing == nullptr ? 0 : RoutingScratch::ints(work.num_experts, work.counts_everything, local_slots);
   };
   int64_t stage_bytes = 0;
   if (permute != nullptr) {
-    // rows longer than a stage are cut as well
-    const int64_t room = device.shared_for_block() - scratch_ints(work.counts_everything ? kMaxLocalSlots : 0) * 4;
+    const int buffers = move == Move::kThreads ? 2 : 1;
+    const int64_t room = (device.shared_for_block() - scratch_ints(kMaxLocalSlots) * 4) / buffers / 128 * 128;
+    // rows longer than half a stage are cut as well
     while ((work.row_bytes + pieces_per_token - 1) / pieces_per_token + 16 + work.scale_bytes > room / 2) ++pieces_per_token;
     const int64_t piece_bytes = (work.row_bytes / pieces_per_token + 15) / 16 * 16;
     pieces_per_token = (work.row_bytes + piece_bytes - 1) / piece_bytes;
@@ -317,24 +340,21 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     if (stages > kMaxIndex) return kNotLaunched;
     work.num_stages = static_cast<int32_t>(stages);
     work.pieces_per_stage = static_cast<int32_t>((per_block + stages - 1) / stages);
-    stage_bytes = (work.pieces_per_stage * (piece_bytes + work.scale_bytes) + 127) / 128 * 128;
+    const int64_t one_stage = (work.pieces_per_stage * (piece_bytes + work.scale_bytes) + 127) / 128 * 128;
+    stage_bytes = one_stage * buffers;
   } else {
     blocks = static_cast<int>(std::min<int64_t>(blocks, work.num_tokens));
   }
   work.pieces_per_token = static_cast<int32_t>(pieces_per_token);
-  const int64_t tokens_of_block = (int64_t{work.num_tokens} + blocks - 1) / blocks + 1;
-  const int64_t local_slots = work.counts_everything ? tokens_of_block * work.topk : 0;
-  if (local_slots > kMaxLocalSlots) {
-    work.counts_everything = false;  // a GPU with few multiprocessors
-  }
+  const int64_t local_slots = ((work.num_tokens + blocks - 1) / blocks + 1) * work.topk;
   if (routing != nullptr && !work.counts_everything && work.slot_to_row == nullptr) return kNotLaunched;
   if (routing != nullptr && !work.counts_everything && pieces_per_token > 1) {
     // blocks that share a token cannot count it between them: route first
     if (const int status = launch_fused(routing, nullptr, stream)) return status;
     return launch_fused(nullptr, permute, stream);
   }
-  const int64_t shared = stage_bytes + scratch_ints(work.counts_everything ? local_slots : 0) * 4;
-  const bool cooperative = (routing != nullptr && !work.counts_everything) || work.num_stages > 1;
+  const int64_t shared = stage_bytes + scratch_ints(local_slots) * 4;
+  const bool cooperative = (routing != nullptr && !work.counts_everything) || (move == Move::kBulk && work.num_stages > 1);
   return routing != nullptr ? launch_move<true>(move, blocks, shared, cooperative, work, stage_bytes, stream)
                             : launch_move<false>(move, blocks, shared, cooperative, work, stage_bytes, stream);
 }

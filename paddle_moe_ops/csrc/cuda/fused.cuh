@@ -10,15 +10,17 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/staging.cuh"
-#include "cuda/token_rows.cuh"
 #include "cuda/vectors.cuh"
 
 namespace pmo {
 namespace cuda {
 
-constexpr int kFusedThreads = 256;
+constexpr int kFusedThreads = 384;
 constexpr int kFusedWarps = kFusedThreads / kWarpSize;
-constexpr int kUnroll = 4;  // chunks of slots, or vectors of rows, that a warp loads before it uses the first
+constexpr int kUnroll = 4;       // chunks of slots that a warp loads before it uses the first
+constexpr int kRowVectors = 8;   // vectors of a row that a lane holds
+constexpr int kMaxBlocks = 512;
+constexpr int kMaxPerLane = kMaxBlocks / kWarpSize;
 
 using Vector16 = Vector<16>;
 
@@ -35,7 +37,7 @@ struct FusedWork {
   int32_t *routed_per_expert, *token_rows, *row_to_token, *row_to_slot, *row_to_expert, *tokens_per_expert, *expert_offsets,
       *overflow, *rowmap;
   float* row_probs;
-  int32_t* counts;  // [blocks, E] a block's slots of each expert, then those of the blocks before it
+  int32_t* counts;  // [E, blocks] a block's slots of each expert, then those of the blocks before it
   int32_t* totals;  // [E]
 
   // rows, in bytes
@@ -50,6 +52,12 @@ struct FusedWork {
   // A token's row is cut into pieces of piece_bytes (the last may be shorter). A block owns a contiguous range of all pieces, and
   // stages pieces_per_stage of them at a time. A token's maps are written by the block that owns its first piece.
   int32_t pieces_per_token, piece_bytes, pieces_per_stage, num_stages;
+};
+
+// Where the rows of the tokens from first_token on stand.
+struct TokenRows {
+  const int32_t* rows;  // [tokens, K]
+  int32_t first_token;
 };
 
 // The part of the work that is this block's.
@@ -73,102 +81,114 @@ struct Share {
 
 // Shared memory behind the stages; E is the number of experts.
 struct RoutingScratch {
-  int32_t* histogram;  // [warps, E] slots, then next row
   int32_t* starts;     // [E + 1] first row of each segment, not clamped
   int32_t* padding;    // [E + 2] padding rows before each segment; the last entry counts those behind all segments too
   int32_t* totals;     // [E]
-  int32_t* before;     // [E] slots of earlier tokens (only if counts_everything)
-  int32_t* rows;       // the rows of the block's slots (only if counts_everything)
+  int32_t* before;     // [E] slots of earlier tokens, then the next row (if counts_everything)
+  int32_t* histogram;  // [warps, E] slots, then the next row (unless counts_everything)
+  int32_t* rows;       // ascending rows of the block's tokens (if counts_everything)
 
-  __host__ __device__ static int64_t ints(int64_t experts, int64_t local_slots) {
-    return experts * (kFusedWarps + 4) + 3 + local_slots;
+  __host__ __device__ static int64_t ints(int64_t experts, bool counts_everything, int64_t local_slots) {
+    return experts * 4 + 3 + (counts_everything ? local_slots : experts * kFusedWarps);
   }
   __device__ RoutingScratch(int32_t* memory, int32_t experts) {
-    histogram = memory;
-    starts = histogram + kFusedWarps * experts;
+    starts = memory;
     padding = starts + experts + 1;
     totals = padding + experts + 2;
     before = totals + experts;
-    rows = before + experts;
+    histogram = rows = before + experts;
   }
 };
 
-// A warp looks at whole tokens at a time, as many as fit into its lanes: a slot that repeats an earlier one of its token then shows
-// in one __match_any_sync.
+// A warp looks at whole tokens at a time, as many as fit into its lanes, so that what the slots of a token have to do with each other
+// stays within the warp.
 struct Lane {
   int lane;
   int tokens_per_chunk;
   int token, k;  // of the chunk
   bool used;
-  unsigned earlier;           // lanes below
-  unsigned earlier_of_token;  // lanes below that hold the same token
+  unsigned earlier;  // lanes below
 
   __device__ explicit Lane(int topk) {
     lane = threadIdx.x % kWarpSize;
     tokens_per_chunk = kWarpSize / topk;
     token = lane / topk;
-    k = lane % topk;
+    k = lane - token * topk;
     used = token < tokens_per_chunk;
     earlier = (1u << lane) - 1;
-    earlier_of_token = earlier & ~((1u << (lane - k)) - 1);
   }
 };
 
 // The expert of a slot, or -1; whatever is out of range counts as -1.
-__device__ inline int32_t load_expert(const FusedWork& work, int64_t slot) {
+__device__ inline int32_t load_expert(const FusedWork& work, int32_t slot) {
   const int64_t id = work.ids_are_64_bit ? __ldg(static_cast<const long long*>(work.ids) + slot)
                                          : int64_t{__ldg(static_cast<const int32_t*>(work.ids) + slot)};
   return id >= 0 && id < work.num_experts ? static_cast<int32_t>(id) : -1;
 }
 
-// Calls visit(token, k, expert, lanes of the same expert) for the slots of tokens [begin, end), chunk by chunk in ascending order;
-// `expert` is -1 for a slot without a row. All lanes of the warp take part.
+// Calls visit(token, value) for the slots of tokens [begin, end), chunk by chunk in ascending order, with what `load(token)` gave, or -1
+// for lanes without a slot. All lanes of the warp take part.
 template <typename Load, typename Visit>
 __device__ inline void walk_slots(const Lane& me, int32_t begin, int32_t end, int32_t step, Load load, Visit visit) {
   for (int32_t chunk = begin; chunk < end; chunk += step * kUnroll) {
-    int32_t experts[kUnroll];
+    int32_t values[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const int32_t token = chunk + i * step + me.token;
-      experts[i] = me.used && token < end && chunk + i * step < end ? load(token) : -1;
+      values[i] = me.used && token < end ? load(token) : -1;
     }
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      if (chunk + i * step < end) visit(chunk + i * step + me.token, experts[i]);
+      if (chunk + i * step < end) visit(chunk + i * step + me.token, values[i]);
     }
   }
 }
 
-// Drops a slot that repeats an expert of its token; returns the lanes that hold the same expert and keep it.
-__device__ inline unsigned peers_of(const Lane& me, bool first_only, int32_t* expert) {
-  const unsigned same = __match_any_sync(kAllLanes, *expert);
-  if (first_only && (same & me.earlier_of_token) != 0) *expert = -1;
-  return same & __ballot_sync(kAllLanes, *expert >= 0);
+// -1 for a slot that repeats an expert of its token.
+__device__ inline int32_t without_repeats(const Lane& me, int topk, int32_t expert) {
+  bool repeats = false;
+  for (int back = 1; back < topk; ++back) {
+    const int32_t other = __shfl_up_sync(kAllLanes, expert, back);
+    repeats = repeats || (back <= me.k && other == expert);
+  }
+  return repeats ? -1 : expert;
 }
 
-// Inclusive sum over the block, for blocks of kFusedThreads threads; `total` gets the sum of all.
-__device__ inline int32_t scan_block(int32_t value, int32_t* warp_sums, int32_t* total) {
+// Lanes whose slot has the same expert; `bits` bits tell experts apart.
+__device__ inline unsigned peers_of(int32_t expert, int bits) {
+  unsigned peers = __ballot_sync(kAllLanes, expert >= 0);
+  for (int bit = 0; bit < bits; ++bit) {
+    const bool set = (expert >> bit & 1) != 0;
+    const unsigned lanes = __ballot_sync(kAllLanes, set);
+    peers &= set ? lanes : ~lanes;
+  }
+  return peers;
+}
+
+// Inclusive sum over the block of two 32-bit numbers in one; `total` gets the sum of all.
+__device__ inline uint64_t scan_block(uint64_t value, uint64_t* warp_sums, uint64_t* total) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   for (int step = 1; step < kWarpSize; step *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, value, step);
+    const uint64_t other = __shfl_up_sync(kAllLanes, value, step);
     if (lane >= step) value += other;
   }
   if (lane == kWarpSize - 1) warp_sums[warp] = value;
   __syncthreads();
-  int32_t sum = 0;
+  uint64_t sum = 0;
 #pragma unroll
   for (int i = 0; i < kFusedWarps; ++i) {
-    if (i < warp) value += warp_sums[i];
-    sum += warp_sums[i];
+    const uint64_t warp_sum = warp_sums[i];
+    if (i < warp) value += warp_sum;
+    sum += warp_sum;
   }
   *total = sum;
-  __syncthreads();
   return value;
 }
 
 // Tokens [begin, end) of a warp: whole chunks, so that warps follow each other in slot order.
 struct WarpRange {
   int32_t begin, end;
+  __device__ WarpRange(int32_t begin, int32_t end) : begin(begin), end(end) {}
   __device__ WarpRange(int32_t first, int32_t last, int tokens_per_chunk) {
     const int32_t chunks = (last - first + tokens_per_chunk - 1) / tokens_per_chunk;
     const int32_t per_warp = (chunks + kFusedWarps - 1) / kFusedWarps * tokens_per_chunk;
@@ -179,103 +199,126 @@ struct WarpRange {
 
 // Few slots: totals and the slots before this block, from all ids. Sums of integers, so the order of the additions does not show.
 __device__ inline void count_everything(const FusedWork& work, const Share& share, const Lane& me, const RoutingScratch& scratch) {
-  const WarpRange range(0, work.num_tokens, me.tokens_per_chunk);
+  const int32_t step = me.tokens_per_chunk * kFusedWarps;
   walk_slots(
-      me, range.begin, range.end, me.tokens_per_chunk,
-      [&](int32_t token) { return load_expert(work, int64_t{token} * work.topk + me.k); },
+      me, static_cast<int32_t>(threadIdx.x) / kWarpSize * me.tokens_per_chunk, work.num_tokens, step,
+      [&](int32_t token) { return load_expert(work, token * work.topk + me.k); },
       [&](int32_t token, int32_t expert) {
-        const unsigned peers = peers_of(me, work.first_only, &expert);
-        const unsigned peers_before = peers & __ballot_sync(kAllLanes, token < share.first_token);
-        if (expert >= 0 && (peers & me.earlier) == 0) {
-          atomicAdd(&scratch.totals[expert], __popc(peers));
-          if (peers_before != 0) atomicAdd(&scratch.before[expert], __popc(peers_before));
-        }
+        if (work.first_only) expert = without_repeats(me, work.topk, expert);
+        if (expert < 0) return;
+        atomicAdd(&scratch.totals[expert], 1);
+        if (token < share.first_token) atomicAdd(&scratch.before[expert], 1);
       });
 }
 
 // This block's slots: cleaned ids into `slots`, counts per warp into the histogram.
 __device__ inline void count_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
-                                 const RoutingScratch& scratch, int32_t* slots) {
+                                 const RoutingScratch& scratch) {
   int32_t* histogram = scratch.histogram + threadIdx.x / kWarpSize * work.num_experts;
   walk_slots(
       me, range.begin, range.end, me.tokens_per_chunk,
-      [&](int32_t token) { return load_expert(work, int64_t{token} * work.topk + me.k); },
+      [&](int32_t token) { return load_expert(work, token * work.topk + me.k); },
       [&](int32_t token, int32_t expert) {
-        const unsigned peers = peers_of(me, work.first_only, &expert);
-        if (expert >= 0 && (peers & me.earlier) == 0) histogram[expert] += __popc(peers);
-        if (me.used && token < range.end) slots[int64_t{token - share.first_token} * work.topk + me.k] = expert;
-        __syncwarp();
+        if (work.first_only) expert = without_repeats(me, work.topk, expert);
+        if (expert >= 0) atomicAdd(&histogram[expert], 1);
+        if (me.used && token < range.end) work.slot_to_row[token * work.topk + me.k] = expert;
       });
 }
 
-// Rows of this block's slots, and every map that follows from them.
-__device__ inline void place_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
-                                 const RoutingScratch& scratch, int32_t* slots) {
-  int32_t* next_row = scratch.histogram + threadIdx.x / kWarpSize * work.num_experts;
-  walk_slots(
-      me, range.begin, range.end, me.tokens_per_chunk,
-      [&](int32_t token) { return slots[int64_t{token - share.first_token} * work.topk + me.k]; },
-      [&](int32_t token, int32_t expert) {
-        const unsigned peers = __match_any_sync(kAllLanes, expert);
-        int32_t row = -1;
-        if (expert >= 0) row = next_row[expert] + __popc(peers & me.earlier);
-        __syncwarp();
-        if (expert >= 0 && (peers & me.earlier) == 0) next_row[expert] = row + __popc(peers);
-        __syncwarp();
-        if (row >= work.num_rows) row = -1;
-        // ascending rows, then the slots without one in slot order
-        int place = 0;
-        const int first_lane = me.lane - me.k;
-        for (int other = 0; other < work.topk; ++other) {
-          const int32_t other_row = __shfl_sync(kAllLanes, row, (first_lane + other) % kWarpSize);
-          place += row >= 0 ? (other_row >= 0 && other_row < row) : (other_row >= 0 || other < me.k);
-        }
-        if (!me.used || token >= range.end) return;
-        slots[int64_t{token - share.first_token} * work.topk + me.k] = row;
-        if (token < share.owned_from) return;
-        const int64_t slot = int64_t{token} * work.topk + me.k;
-        if (work.counts_everything && work.slot_to_row != nullptr) work.slot_to_row[slot] = row;
-        if (work.token_rows != nullptr) work.token_rows[slot - me.k + place] = row;
-        if (row < 0) return;
-        if (work.row_to_token != nullptr) work.row_to_token[row] = token;
-        if (work.row_to_slot != nullptr) work.row_to_slot[row] = static_cast<int32_t>(slot);
-        if (work.row_to_expert != nullptr) work.row_to_expert[row] = expert;
-        const int64_t pair = int64_t{token} * work.num_experts + expert;
-        if (work.row_probs != nullptr) work.row_probs[row] = __ldg(work.probs + (work.probs_by_expert ? pair : slot));
-        if (work.rowmap == nullptr) return;
-        if (work.first_only) {
-          work.rowmap[pair] = row;
-        } else {  // a token that names the expert in several slots leaves its last row, the highest one
-          atomicMax(&work.rowmap[pair], row);
-        }
-      });
+// Rows of this block's slots, and every map that follows from them. A lane gets its expert from load(token); next_row [E] is the warp's.
+template <typename Load>
+__device__ inline void place_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range, int32_t* next_row,
+                                 int32_t* local_rows, Load load) {
+  const int bits = work.num_experts == 1 ? 0 : 32 - __clz(work.num_experts - 1);
+  walk_slots(me, range.begin, range.end, me.tokens_per_chunk, load, [&](int32_t token, int32_t expert) {
+    if (work.counts_everything && work.first_only) expert = without_repeats(me, work.topk, expert);
+    const unsigned peers = peers_of(expert, bits);
+    int32_t row = -1;
+    if (expert >= 0) row = next_row[expert] + __popc(peers & me.earlier);
+    __syncwarp();
+    if (expert >= 0 && (peers & me.earlier) == 0) next_row[expert] = row + __popc(peers);
+    __syncwarp();
+    if (row >= work.num_rows) row = -1;
+    // ascending rows, then the slots without one in slot order
+    const uint32_t key = row >= 0 ? row : 0x80000000u + me.k;
+    int32_t place = 0;
+    for (int other = 0; other < work.topk; ++other) place += __shfl_sync(kAllLanes, key, me.lane - me.k + other) < key;
+    if (!me.used || token >= range.end) return;
+    const int32_t first_slot = token * work.topk, slot = first_slot + me.k;
+    if (local_rows != nullptr) local_rows[(token - share.first_token) * work.topk + place] = row;
+    if (token < share.owned_from) return;
+    if (work.slot_to_row != nullptr) work.slot_to_row[slot] = row;
+    if (work.token_rows != nullptr) work.token_rows[first_slot + place] = row;
+    if (row < 0) return;
+    if (work.row_to_token != nullptr) work.row_to_token[row] = token;
+    if (work.row_to_slot != nullptr) work.row_to_slot[row] = slot;
+    if (work.row_to_expert != nullptr) work.row_to_expert[row] = expert;
+    const int64_t pair = int64_t{token} * work.num_experts + expert;
+    if (work.row_probs != nullptr) work.row_probs[row] = __ldg(work.probs + (work.probs_by_expert ? pair : slot));
+    if (work.rowmap == nullptr) return;
+    if (work.first_only) {
+      work.rowmap[pair] = row;
+    } else {  // a token that names the expert in several slots leaves its last row, the highest one
+      atomicMax(&work.rowmap[pair], row);
+    }
+  });
+}
+
+// One expert's counts of all blocks become the counts of the blocks before; a warp per expert.
+__device__ inline void scan_expert(const FusedWork& work, int32_t expert) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int blocks = static_cast<int>(gridDim.x);
+  const int per_lane = (blocks + kWarpSize - 1) / kWarpSize;
+  const int begin = lane * per_lane;
+  int32_t* counts = work.counts + int64_t{expert} * blocks;
+  int32_t values[kMaxPerLane];
+  int32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < kMaxPerLane; ++i) values[i] = i < per_lane && begin + i < blocks ? __ldcg(counts + begin + i) : 0;
+#pragma unroll
+  for (int i = 0; i < kMaxPerLane; ++i) sum += values[i];
+  int32_t inclusive = sum;
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const int32_t other = __shfl_up_sync(kAllLanes, inclusive, step);
+    if (lane >= step) inclusive += other;
+  }
+  int32_t before = inclusive - sum;
+#pragma unroll
+  for (int i = 0; i < kMaxPerLane; ++i) {
+    if (i < per_lane && begin + i < blocks) __stcg(counts + begin + i, before);
+    before += values[i];
+  }
+  if (lane == kWarpSize - 1) __stcg(&work.totals[expert], inclusive);
 }
 
 // First rows of the segments from the totals, and the padding rows before each.
-__device__ inline void scan_segments(const FusedWork& work, const RoutingScratch& scratch, int32_t* warp_sums) {
+__device__ inline void scan_segments(const FusedWork& work, const RoutingScratch& scratch, uint64_t* warp_sums) {
   const int experts = work.num_experts;
   const int per_thread = (experts + kFusedThreads - 1) / kFusedThreads;
   const int begin = min(experts, static_cast<int>(threadIdx.x) * per_thread), end = min(experts, begin + per_thread);
-  const auto padded = [&](int expert) {
-    return (scratch.totals[expert] + work.padding_alignment - 1) / work.padding_alignment * work.padding_alignment;
+  const auto padded = [&](int32_t routed) {
+    return work.padding_alignment == 1 ? routed
+                                       : (routed + work.padding_alignment - 1) / work.padding_alignment * work.padding_alignment;
   };
-  int32_t rows = 0, routed = 0, all_rows, all_routed;
+  uint64_t sum = 0, all;  // rows in the upper half, slots in the lower
   for (int expert = begin; expert < end; ++expert) {
-    rows += padded(expert);
-    routed += scratch.totals[expert];
+    const int32_t routed = scratch.totals[expert];
+    sum += (static_cast<uint64_t>(padded(routed)) << 32) + routed;
   }
-  int32_t row = scan_block(rows, warp_sums, &all_rows) - rows;
-  int32_t token = scan_block(routed, warp_sums, &all_routed) - routed;
+  const uint64_t before = scan_block(sum, warp_sums, &all) - sum;
+  int32_t row = static_cast<int32_t>(before >> 32), slots = static_cast<int32_t>(before);
   for (int expert = begin; expert < end; ++expert) {
+    const int32_t routed = scratch.totals[expert];
     scratch.starts[expert] = row;
-    scratch.padding[expert] = row - token;
-    row += padded(expert);
-    token += scratch.totals[expert];
+    scratch.padding[expert] = row - slots;
+    row += padded(routed);
+    slots += routed;
   }
   if (threadIdx.x == 0) {
-    scratch.starts[experts] = all_rows;
-    scratch.padding[experts] = all_rows - all_routed;
-    scratch.padding[experts + 1] = all_rows - all_routed + max(0, work.num_rows - all_rows);
+    const int32_t rows = static_cast<int32_t>(all >> 32), padding = rows - static_cast<int32_t>(all);
+    scratch.starts[experts] = rows;
+    scratch.padding[experts] = padding;
+    scratch.padding[experts + 1] = padding + max(0, work.num_rows - rows);
   }
   __syncthreads();
 }
@@ -404,36 +447,37 @@ __device__ inline void load_stage(const FusedWork& work, const Stage& stage, uin
   }
 }
 
-// Threads [0, num_threads) write the stage's rows, or its scales, from shared memory to each of their token's rows: `source(piece)` is
-// where they lie, `size(piece)` how many bytes there are (at most max_bytes), `column(piece)` where they belong in row 0.
+// Warps [first_warp, kFusedWarps) write the stage's rows, or its scales, from shared memory to each of their token's rows. A warp takes
+// a piece, or a part of it, into registers and then goes through the rows: `source(piece)` is where the piece lies, `size(piece)` how
+// many bytes it has (at most max_bytes), `column(piece)` where it belongs in row 0.
 template <typename Source, typename Size, typename Column>
-__device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const int32_t* slots, int32_t first_token,
-                                     int thread, int num_threads, int32_t max_bytes, int64_t row_pitch, Source source, Size size,
-                                     Column column) {
+__device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const TokenRows& token_rows, int first_warp,
+                                     int32_t max_bytes, int64_t row_pitch, Source source, Size size, Column column) {
+  const int lane = threadIdx.x % kWarpSize;
   const int32_t vectors = max_bytes / 16;
-  const int32_t all = stage.count * vectors;
-  for (int32_t base = thread; base < all; base += num_threads * kUnroll) {
-    Vector16 values[kUnroll];
+  const int32_t parts = (vectors + kRowVectors * kWarpSize - 1) / (kRowVectors * kWarpSize);
+  const int32_t per_part = ((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize;
+  const int32_t jobs = stage.count * parts, step = kFusedWarps - first_warp;
+  for (int32_t job = threadIdx.x / kWarpSize - first_warp; job < jobs; job += step) {
+    const int32_t piece = parts == 1 ? job : job / parts;
+    const int32_t* rows = token_rows.rows + (stage.token(work, piece) - token_rows.first_token) * work.topk;
+    const int32_t begin = (job - piece * parts) * per_part + lane;
+    const int32_t end = min(begin - lane + per_part, size(piece) / 16);
+    const auto* from = reinterpret_cast<const Vector16*>(source(piece));
+    auto* to = reinterpret_cast<Vector16*>(column(piece));
+    Vector16 values[kRowVectors];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int32_t flat = base + i * num_threads, piece = flat / vectors;
-      if (flat < all) values[i] = reinterpret_cast<const Vector16*>(source(piece))[flat - piece * vectors];
+    for (int i = 0; i < kRowVectors; ++i) {
+      if (begin + i * kWarpSize < end) values[i] = from[begin + i * kWarpSize];
     }
+    for (int batch = 0; batch < work.topk; batch += kWarpSize) {
+      const int32_t mine = batch + lane < work.topk ? rows[batch + lane] : -1;
+      for (unsigned left = __ballot_sync(kAllLanes, mine >= 0 && mine < work.num_rows); left != 0; left &= left - 1) {
+        const int64_t row = __shfl_sync(kAllLanes, mine, __ffs(left) - 1);
+        Vector16* target = reinterpret_cast<Vector16*>(reinterpret_cast<char*>(to) + row * row_pitch);
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int32_t flat = base + i * num_threads, piece = flat / vectors;
-      const int32_t offset = (flat - piece * vectors) * 16;
-      if (flat >= all || offset >= size(piece)) continue;
-      char* target = column(piece) + offset;
-      const int32_t* rows = slots + (stage.token(work, piece) - first_token) * work.topk;
-      for (int batch = 0; batch < work.topk; batch += kRowBatch) {
-        int32_t numbers[kRowBatch];
-#pragma unroll
-        for (int k = 0; k < kRowBatch; ++k) numbers[k] = batch + k < work.topk ? rows[batch + k] : -1;
-#pragma unroll
-        for (int k = 0; k < kRowBatch; ++k) {
-          if (numbers[k] < 0 || numbers[k] >= work.num_rows) continue;
-          *reinterpret_cast<Vector16*>(target + numbers[k] * row_pitch) = values[i];
+        for (int i = 0; i < kRowVectors; ++i) {
+          if (begin + i * kWarpSize < end) target[begin + i * kWarpSize] = values[i];
         }
       }
     }
@@ -441,10 +485,10 @@ __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, 
 }
 
 // The first warp hands every piece and row of the stage to the copy engine.
-__device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage, const int32_t* slots, int32_t first_token) {
+__device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage, const TokenRows& token_rows) {
   for (int32_t i = threadIdx.x; i < stage.count * work.topk; i += kWarpSize) {
     const int32_t piece = i / work.topk;
-    const int32_t row = slots[(stage.token(work, piece) - first_token) * work.topk + i - piece * work.topk];
+    const int32_t row = token_rows.rows[(stage.token(work, piece) - token_rows.first_token) * work.topk + i - piece * work.topk];
     if (row < 0 || row >= work.num_rows) continue;
     bulk_store(work.rows + row * int64_t{work.row_bytes} + int64_t{stage.part(work, piece)} * work.piece_bytes,
                stage.piece(work, piece), stage.bytes(work, piece));
@@ -452,20 +496,20 @@ __device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage
 }
 
 template <bool kBulkStores>
-__device__ inline void store_stage(const FusedWork& work, const Stage& stage, const int32_t* slots, int32_t first_token) {
-  if (kBulkStores) {
-    if (threadIdx.x < kWarpSize) bulk_store_rows(work, stage, slots, first_token);
-  } else {
+__device__ inline void store_stage(const FusedWork& work, const Stage& stage, const TokenRows& token_rows) {
+  if (kBulkStores && threadIdx.x < kWarpSize) {
+    bulk_store_rows(work, stage, token_rows);
+    return;
+  }
+  if (!kBulkStores) {
     store_vectors(
-        work, stage, slots, first_token, threadIdx.x, kFusedThreads, work.piece_bytes, work.row_bytes,
-        [&](int32_t piece) { return stage.piece(work, piece); }, [&](int32_t piece) { return stage.bytes(work, piece); },
+        work, stage, token_rows, 0, work.piece_bytes, work.row_bytes, [&](int32_t piece) { return stage.piece(work, piece); },
+        [&](int32_t piece) { return stage.bytes(work, piece); },
         [&](int32_t piece) { return work.rows + int64_t{stage.part(work, piece)} * work.piece_bytes; });
   }
   if (work.scale_bytes == 0) return;
-  constexpr int kBusy = kBulkStores ? kWarpSize : 0;  // threads that are busy with rows
-  if (kBulkStores && threadIdx.x < kWarpSize) return;
   store_vectors(
-      work, stage, slots, first_token, threadIdx.x - kBusy, kFusedThreads - kBusy, work.scale_bytes, work.scale_bytes,
+      work, stage, token_rows, kBulkStores ? 1 : 0, work.scale_bytes, work.scale_bytes,
       [&](int32_t piece) { return stage.scales(work, piece); },
       [&](int32_t piece) { return stage.part(work, piece) == 0 ? work.scale_bytes : 0; },
       [&](int32_t) { return work.row_scales; });

@@ -3,10 +3,10 @@
 
 // unpermute on the GPU: each token is the sum of its rows.
 //
-// Blocks: (parts of a row, tokens). A thread owns kVectors accesses of up to 16 bytes of one token; it loads them from up to eight rows
-// before the first addition, and adds in the order of the rows, so that a sum has one order whatever the schedule. Many tokens: two
-// accesses per thread and half as many threads per row; few tokens: rows are cut into small blocks, so that every multiprocessor has
-// work. Bytes moved: (N + T) * H elements, and 4 * T * K of maps and weights each.
+// Blocks: (parts of a row, tiles of tokens). A block lists the rows of its tokens in shared memory; a thread owns one access of up to 16
+// bytes of every token, loads it from eight rows of the list before the first addition, and adds in the order of the rows, so that a
+// sum has one order whatever the schedule. Few tokens: smaller tiles and blocks, so that every multiprocessor has work. Bytes moved:
+// (N + T) * H elements, and 4 * T * K of maps and weights each.
 #include <algorithm>
 
 #include "common/checks.h"
@@ -19,102 +19,77 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = 256;
 constexpr int kSmallThreads = 128;
 constexpr int64_t kFewVectors = int64_t{1} << 18;  // up to so many accesses in all, small blocks spread better
 
-// A token's only row.
-__device__ int64_t only_row(const pmo_unpermute_params& p, const int32_t* listed, RowBatch batch) {
-  for (int64_t from = kRowBatch; batch.usable == 0; from += kRowBatch) batch = RowBatch(p, listed, from);
-  int64_t row = -1;
-#pragma unroll
-  for (int i = 0; i < kRowBatch; ++i) row = batch.rows[i] >= 0 ? batch.rows[i] : row;
-  return row;
-}
-
-template <int kWidth, typename Element>
-__device__ void copy_row(const pmo_unpermute_params& p, int64_t row, Element* out, int64_t first, int accesses) {
-  using Access = Vector<kWidth * sizeof(Element)>;
-  const auto* source = reinterpret_cast<const Access*>(static_cast<const Element*>(p.rows) + row * p.rows_row_stride);
-  for (int u = 0; u < accesses; ++u) {
-    const int64_t vector = first + u * static_cast<int64_t>(blockDim.x);
-    if (vector < p.hidden / kWidth) reinterpret_cast<Access*>(out)[vector] = source[vector];
-  }
-}
-
-template <typename Rows, int kWidth, int kVectors, bool kWeighted>
-__global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ pmo_unpermute_params p) {
+template <typename Rows, int kWidth, bool kWeighted>
+__global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ pmo_unpermute_params p, int tile) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
-  const Element* rows = static_cast<const Element*>(p.rows);
+  __shared__ RowList list;
   const int64_t vectors = p.hidden / kWidth;
-  const int64_t first = int64_t{blockIdx.x} * blockDim.x * kVectors + threadIdx.x;
-  for (int64_t token = blockIdx.y; token < p.num_tokens; token += gridDim.y) {
-    const int32_t* listed = p.token_rows + token * p.max_rows_per_token;
-    Element* out = static_cast<Element*>(p.out) + token * p.hidden;
-    RowBatch batch(p, listed, 0);
-    const int count = count_to_two(p, listed, batch);
-    if (count == 1 && (!kWeighted || p.copy_single_row != 0)) {
-      copy_row<kWidth>(p, only_row(p, listed, batch), out, first, kVectors);
-      continue;
-    }
-    Lanes<Rows, kWidth> sums[kVectors];
+  const int64_t vector = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const Element* rows = static_cast<const Element*>(p.rows) + vector * kWidth;
+  Element* out = static_cast<Element*>(p.out) + vector * kWidth;
+  for (int64_t first = int64_t{blockIdx.y} * tile; first < p.num_tokens; first += int64_t{gridDim.y} * tile) {
+    const int count = static_cast<int>(min(int64_t{tile}, p.num_tokens - first));
+    Lanes<Rows, kWidth> sum;
+    sum.fill(-0.0f);
+    bool empty = true;
+    for (int64_t segment = 0;; segment += kWarpSize) {
+      list.fill(p, first, count, segment);
+      if (vector < vectors) {
+        for (int window = 0; window < list.size; window += kWindow) {
+          Access accesses[kWindow];
 #pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
+          for (int i = 0; i < kWindow; ++i) {
+            const int32_t row = window + i < list.size ? list.rows[window + i].row : -1;
+            if (row >= 0) accesses[i] = *reinterpret_cast<const Access*>(rows + row * p.rows_row_stride);
+          }
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) sums[u].values[j] = count == 0 ? 0.0f : -0.0f;
-    }
-    for (int64_t from = 0;;) {
-      float weights[kRowBatch];
-      if (kWeighted) {
+          for (int i = 0; i < kWindow; ++i) {
+            if (window + i >= list.size) break;
+            const ListedRow listed = list.rows[window + i];
+            const bool copy = listed.only && (!kWeighted || p.copy_single_row != 0);
+            if (listed.row >= 0 && !copy) {
+              Lanes<Rows, kWidth> lanes;
+              lanes.set(accesses[i]);
 #pragma unroll
-        for (int i = 0; i < kRowBatch; ++i) {
-          const int64_t place = batch.rows[i] < 0 ? -1 : weight_place(p, batch.rows[i]);
-          weights[i] = place < 0 ? 0.0f : __ldg(p.weights + place);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kVectors; ++u) {
-        const int64_t vector = first + u * static_cast<int64_t>(blockDim.x);
-        if (vector >= vectors) break;
-        Access accesses[kRowBatch];
-#pragma unroll
-        for (int i = 0; i < kRowBatch; ++i) {
-          if (batch.rows[i] < 0) continue;
-          accesses[i] = reinterpret_cast<const Access*>(rows + batch.rows[i] * p.rows_row_stride)[vector];
-        }
-#pragma unroll
-        for (int i = 0; i < kRowBatch; ++i) {
-          if (batch.rows[i] < 0) continue;
-          Lanes<Rows, kWidth> lanes;
-          lanes.set(accesses[i]);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
-            float& sum = sums[u].values[j];
-            sum = kWeighted ? __fmaf_rn(lanes.values[j], weights[i], sum) : __fadd_rn(sum, lanes.values[j]);
+              for (int j = 0; j < kWidth; ++j) {
+                sum.values[j] =
+                    kWeighted ? __fmaf_rn(lanes.values[j], listed.weight, sum.values[j]) : __fadd_rn(sum.values[j], lanes.values[j]);
+              }
+              empty = false;
+            }
+            Element* target = out + (first + listed.token) * p.hidden;
+            if (copy) *reinterpret_cast<Access*>(target) = accesses[i];
+            if (!listed.last) continue;
+            if (empty) sum.fill(0.0f);
+            if (!copy) sum.store(target, 0);
+            sum.fill(-0.0f);
+            empty = true;
           }
         }
       }
-      from += kRowBatch;
-      if (batch.ended) break;
-      batch = RowBatch(p, listed, from);
-    }
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      const int64_t vector = first + u * static_cast<int64_t>(blockDim.x);
-      if (vector < vectors) sums[u].store(out, vector);
+      if (list.more == 0) break;
     }
   }
 }
 
-template <typename Rows, int kWidth, int kVectors>
-int launch(const pmo_unpermute_params& p, int threads, cudaStream_t stream) {
+template <typename Rows, int kWidth>
+int launch(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
-  const dim3 grid(grid_for(vectors, int64_t{threads} * kVectors), static_cast<unsigned>(std::min<int64_t>(p.num_tokens, 65535)));
+  const bool few = p.num_tokens * vectors <= kFewVectors;
+  const int64_t parts = (vectors + kMaxThreads - 1) / kMaxThreads;
+  const int64_t even = ((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize;
+  const int threads = static_cast<int>(std::min<int64_t>(even, few ? kSmallThreads : kMaxThreads));
+  const int tile = few || p.max_rows_per_token > kWarpSize ? 1 : kTileTokens;
+  const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, tile, 65535));
   if (p.weights == nullptr) {
-    sum_rows<Rows, kWidth, kVectors, false><<<grid, threads, 0, stream>>>(p);
+    sum_rows<Rows, kWidth, false><<<grid, threads, 0, stream>>>(p, tile);
   } else {
-    sum_rows<Rows, kWidth, kVectors, true><<<grid, threads, 0, stream>>>(p);
+    sum_rows<Rows, kWidth, true><<<grid, threads, 0, stream>>>(p, tile);
   }
   PMO_CUDA_LAUNCHED("sum_rows");
   return PMO_OK;
@@ -131,10 +106,7 @@ int unpermute(const pmo_unpermute_params& p, cudaStream_t stream) {
                      if constexpr (kWidth == 0) {
                        return fail(PMO_INVALID_ARGUMENT, "rows and out must be aligned to their element size");
                      } else {
-                       const int64_t vectors = p.hidden / kWidth;
-                       if (p.num_tokens * vectors <= kFewVectors) return launch<decltype(rows), kWidth, 1>(p, kSmallThreads, stream);
-                       const int64_t half = ((vectors + 1) / 2 + kWarpSize - 1) / kWarpSize * kWarpSize;
-                       return launch<decltype(rows), kWidth, 2>(p, static_cast<int>(std::min<int64_t>(half, kMaxThreads)), stream);
+                       return launch<decltype(rows), kWidth>(p, stream);
                      }
                    });
 }

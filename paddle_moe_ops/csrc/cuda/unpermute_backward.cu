@@ -3,10 +3,10 @@
 
 // The gradient of unpermute on the GPU: d_rows, d_weights, or both in one pass.
 //
-// A block per token: a thread loads an access of up to 16 bytes of d_out once, and those of up to eight rows before it uses the first; it
-// writes the weighted gradient to each row and keeps eight partial dot products, which one fixed tree adds up over the warp and then over
-// the block. The blocks also share the rows without a token, whose gradient is zero. Bytes moved: d_rows (T + N) * H elements, d_weights
-// N * H more (or (T + N) * H alone).
+// A block takes tiles of tokens, one token after another, and lists their rows in shared memory. A thread loads an access of up to 16
+// bytes of d_out once, and those of up to eight rows before it uses the first; it writes the weighted gradient to each row and keeps
+// eight partial dot products, which one fixed tree adds up over the warp and then over the block. The blocks also share the rows
+// without a token, whose gradient is zero. Bytes moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H alone).
 #include <algorithm>
 
 #include "common/checks.h"
@@ -21,8 +21,9 @@ namespace {
 
 constexpr int kMaxThreads = 512;
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
-constexpr int64_t kLongRow = 512;          // accesses per row from which a thread takes four of them, else two
-constexpr int64_t kPaddingBlocks = 1024;   // to share the rows without a token when there are few tokens
+constexpr int64_t kLongRow = 512;         // accesses per row from which a thread takes four of them, else two
+constexpr int64_t kPaddingBlocks = 1024;  // to share the rows without a token when there are few tokens
+constexpr int64_t kManyTokens = 4096;     // from here on a block lists several tokens at a time
 
 // Rows [begin, end) without a token become zero; a warp per row.
 template <int kBytes>
@@ -35,89 +36,93 @@ __device__ void zero_unused(const pmo_unpermute_backward_params& p, int64_t row_
   }
 }
 
-// Adds up the threads' partial sums of a batch and writes them; every thread of the block takes part.
-__device__ void write_dots(const pmo_unpermute_backward_params& p, const RowBatch& batch, float (&dots)[kRowBatch]) {
-  __shared__ float partial[kRowBatch][kMaxWarps];
+// Adds up the threads' partial sums of a window and writes them; every thread of the block takes part.
+__device__ void write_dots(const pmo_unpermute_backward_params& p, const ListedRow* window, int size, float (&dots)[kWindow]) {
+  __shared__ float partial[kWindow][kMaxWarps];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
 #pragma unroll
-  for (int i = 0; i < kRowBatch; ++i) {
+  for (int i = 0; i < kWindow; ++i) {
     for (int step = kWarpSize / 2; step > 0; step /= 2) dots[i] = __fadd_rn(dots[i], __shfl_down_sync(kAllLanes, dots[i], step));
     if (lane == 0) partial[i][warp] = dots[i];
   }
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kRowBatch; ++i) {
-    if (threadIdx.x != i || batch.rows[i] < 0) continue;
-    const int64_t place = weight_place(p, batch.rows[i]);
-    float sum = partial[i][0];
-    for (int other = 1; other < warps; ++other) sum = __fadd_rn(sum, partial[i][other]);
-    if (place >= 0) p.d_weights[place] = sum;
+  if (threadIdx.x < size && window[threadIdx.x].place >= 0) {
+    float sum = partial[threadIdx.x][0];
+    for (int other = 1; other < warps; ++other) sum = __fadd_rn(sum, partial[threadIdx.x][other]);
+    p.d_weights[window[threadIdx.x].place] = sum;
   }
   __syncthreads();
 }
 
+// The gradients of a window's rows, all of one token.
 template <typename Rows, int kWidth, bool kDot>
-__global__ void __launch_bounds__(kMaxThreads) sum_rows_backward(const __grid_constant__ pmo_unpermute_backward_params p) {
+__device__ void window_backward(const pmo_unpermute_backward_params& p, const ListedRow* window, int size, int64_t token, bool copy) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
   const int64_t vectors = p.hidden / kWidth;
+  const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
   const Element* rows = static_cast<const Element*>(p.rows);
   Element* d_rows = static_cast<Element*>(p.d_rows);
-  for (int64_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
-    const int32_t* listed = p.token_rows + token * p.max_rows_per_token;
-    const Element* d_out = static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride;
-    RowBatch batch(p, listed, 0);
-    const bool copy = p.weights == nullptr || (p.copy_single_row != 0 && count_to_two(p, listed, batch) == 1);
-    for (int64_t from = 0;;) {
-      float weights[kRowBatch], dots[kRowBatch];
+  float dots[kWindow] = {};
+  for (int64_t vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
+    const Access given = d_out[vector];
+    Access accesses[kWindow];
+    if (kDot && !copy) {
 #pragma unroll
-      for (int i = 0; i < kRowBatch; ++i) {
-        const int64_t place = copy || batch.rows[i] < 0 ? -1 : weight_place(p, batch.rows[i]);
-        weights[i] = place < 0 ? 0.0f : __ldg(p.weights + place);
-        dots[i] = 0.0f;
+      for (int i = 0; i < kWindow; ++i) {
+        if (i < size) accesses[i] = reinterpret_cast<const Access*>(rows + window[i].row * p.rows_row_stride)[vector];
       }
-      for (int64_t vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
-        const Access given = reinterpret_cast<const Access*>(d_out)[vector];
-        Access accesses[kRowBatch];
-        if (kDot && !copy) {
+    }
+    Lanes<Rows, kWidth> gradient;
+    gradient.set(given);
 #pragma unroll
-          for (int i = 0; i < kRowBatch; ++i) {
-            if (batch.rows[i] >= 0) accesses[i] = reinterpret_cast<const Access*>(rows + batch.rows[i] * p.rows_row_stride)[vector];
-          }
-        }
-        Lanes<Rows, kWidth> gradient;
-        gradient.set(given);
+    for (int i = 0; i < kWindow; ++i) {
+      if (i >= size) break;
+      if (d_rows != nullptr) {
+        Element* d_row = d_rows + window[i].row * p.hidden;
+        if (copy) {
+          reinterpret_cast<Access*>(d_row)[vector] = given;
+        } else {
+          const float weight = window[i].weight;
+          Lanes<Rows, kWidth> product;
 #pragma unroll
-        for (int i = 0; i < kRowBatch; ++i) {
-          if (batch.rows[i] < 0) continue;
-          if (d_rows != nullptr) {
-            Element* d_row = d_rows + batch.rows[i] * p.hidden;
-            if (copy) {
-              reinterpret_cast<Access*>(d_row)[vector] = given;
-            } else {
-              Lanes<Rows, kWidth> product;
-#pragma unroll
-              for (int j = 0; j < kWidth; ++j) product.values[j] = __fmul_rn(gradient.values[j], weights[i]);
-              product.store(d_row, vector);
-            }
-          }
-          if (!kDot || copy) continue;
-          Lanes<Rows, kWidth> lanes;
-          lanes.set(accesses[i]);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) dots[i] = __fmaf_rn(gradient.values[j], lanes.values[j], dots[i]);
+          for (int j = 0; j < kWidth; ++j) product.values[j] = __fmul_rn(gradient.values[j], weight);
+          product.store(d_row, vector);
         }
       }
-      if (kDot && !copy) write_dots(p, batch, dots);
-      from += kRowBatch;
-      if (batch.ended) break;
-      batch = RowBatch(p, listed, from);
+      if (!kDot || copy) continue;
+      Lanes<Rows, kWidth> lanes;
+      lanes.set(accesses[i]);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) dots[i] = __fmaf_rn(gradient.values[j], lanes.values[j], dots[i]);
     }
   }
-  if (d_rows == nullptr) return;
+  if (kDot && !copy) write_dots(p, window, size, dots);
+}
+
+template <typename Rows, int kWidth, bool kDot>
+__global__ void __launch_bounds__(kMaxThreads) sum_rows_backward(const __grid_constant__ pmo_unpermute_backward_params p, int tile) {
+  __shared__ RowList list;
+  for (int64_t first = int64_t{blockIdx.x} * tile; first < p.num_tokens; first += int64_t{gridDim.x} * tile) {
+    const int count = static_cast<int>(min(int64_t{tile}, p.num_tokens - first));
+    for (int64_t segment = 0;; segment += kWarpSize) {
+      list.fill(p, first, count, segment);
+      for (int begin = 0; begin < list.size;) {
+        const ListedRow& listed = list.rows[begin];
+        int end = begin + 1;  // of the window: the token's rows, as many as fit
+        while (end < list.size && end - begin < kWindow && list.rows[end].token == listed.token) ++end;
+        const bool copy = p.weights == nullptr || (p.copy_single_row != 0 && listed.only);
+        if (listed.row >= 0) window_backward<Rows, kWidth, kDot>(p, &listed, end - begin, first + listed.token, copy);
+        begin = end;
+      }
+      if (list.more == 0) break;
+    }
+  }
+  if (p.d_rows == nullptr) return;
   const int64_t each = (p.num_rows + gridDim.x - 1) / gridDim.x;
   const int64_t begin = each * blockIdx.x;
-  zero_unused<kWidth * sizeof(Element)>(p, p.hidden * static_cast<int64_t>(sizeof(Element)), begin, min(p.num_rows, begin + each));
+  constexpr int64_t kItemsize = sizeof(typename Rows::Element);
+  zero_unused<kWidth * kItemsize>(p, p.hidden * kItemsize, begin, min(p.num_rows, begin + each));
 }
 
 template <typename Rows, int kWidth>
@@ -127,11 +132,12 @@ int launch(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
   const int64_t wanted = ((vectors + per_thread - 1) / per_thread + kWarpSize - 1) / kWarpSize * kWarpSize;
   const int threads = static_cast<int>(std::min<int64_t>(wanted, kMaxThreads));
   const int64_t padding_blocks = p.d_rows == nullptr ? 0 : std::min(p.num_rows, kPaddingBlocks);
-  const unsigned blocks = grid_for(std::max(p.num_tokens, padding_blocks), 1);
+  const int tile = p.num_tokens < kManyTokens || p.max_rows_per_token > kWarpSize ? 1 : kTileTokens / 2;
+  const unsigned blocks = grid_for(std::max((p.num_tokens + tile - 1) / tile, padding_blocks), 1);
   if (p.d_weights != nullptr) {
-    sum_rows_backward<Rows, kWidth, true><<<blocks, threads, 0, stream>>>(p);
+    sum_rows_backward<Rows, kWidth, true><<<blocks, threads, 0, stream>>>(p, tile);
   } else {
-    sum_rows_backward<Rows, kWidth, false><<<blocks, threads, 0, stream>>>(p);
+    sum_rows_backward<Rows, kWidth, false><<<blocks, threads, 0, stream>>>(p, tile);
   }
   PMO_CUDA_LAUNCHED("sum_rows_backward");
   return PMO_OK;

@@ -118,6 +118,11 @@ struct Lanes {
 
   using Access = Vector<kWidth * sizeof(typename Rows::Element)>;
 
+  __device__ void fill(float value) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = value;
+  }
+
   __device__ void set(const Access& given) {
     typename Rows::Element elements[kWidth];
     memcpy(elements, &given, sizeof(given));
