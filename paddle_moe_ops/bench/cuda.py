@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from . import check
-from .ceilings import Ceilings, work_of
+from .ceilings import Ceilings
 from .core_cuda import CudaCore, core_implementation
 from .cuda_timer import CudaTimer
 from .device import Body, Captured, Implementation
+from .model import probe_work
 from .peers import torch_implementations, transformer_engine_implementation
 from .problem import Problem
 from .published import published_rows
@@ -138,7 +139,7 @@ class CudaDevice:
     def probe(self, operation: Operation, problem: Problem, samples: int) -> tuple[str, float] | None:
         if self.ceilings is None:
             return None
-        work = work_of(operation, problem)
+        work = probe_work(operation, problem)
         median = self.ceilings.median(work, samples)
         self.release()
         return work.name, median

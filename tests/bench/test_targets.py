@@ -83,8 +83,9 @@ def test_only_checked_times_of_the_shapes_own_case_count(changes):
 
 def test_targets_and_published_times_are_about_operations_and_shapes_that_exist():
     keys = {operation.key for operation in OPERATIONS}
-    assert {target.key for target in TARGETS} <= keys
-    assert {target.shapes for target in TARGETS} <= set(SHAPES)
+    targets = [target for of_device in TARGETS.values() for target in of_device]
+    assert {target.key for target in targets} <= keys
+    assert {target.shapes for target in targets} <= set(SHAPES)
     for published in PUBLISHED:
         assert set(published.operations) <= keys
         assert set(published.medians) <= set(SHAPES)
