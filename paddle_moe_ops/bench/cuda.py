@@ -37,12 +37,13 @@ class CudaDevice:
     name = "cuda"
     modes: tuple[str, ...] = ("graph", "eager")
 
-    def __init__(self, core_library: Path, te_wheel_dir: Path | None = None) -> None:
+    def __init__(self, core_library: Path, te_wheel_dir: Path | None = None, probes: bool = True) -> None:
         """Load the core and the peers, and compile the probes.
 
         Args:
             core_library: libpmo_core.so with CUDA operators.
             te_wheel_dir: Folder that the wheel of TransformerEngine lies in or was unpacked to.
+            probes: Whether the kernels that show what memory allows are wanted.
 
         Raises:
             ValueError: there is no GPU or no such library, or it has no CUDA operators.
@@ -68,7 +69,7 @@ class CudaDevice:
         self.fused = core.fused is not None
         self.ceilings: Ceilings | None = None
         try:
-            self.ceilings = Ceilings(self.timer)
+            self.ceilings = Ceilings(self.timer) if probes else None
         except RuntimeError as error:
             self.left_out["probes"] = str(error)
 

@@ -10,12 +10,12 @@ import pytest
 
 from paddle_moe_ops.bench.problem import make_problem
 from paddle_moe_ops.bench.published import PUBLISHED
-from paddle_moe_ops.bench.run import _empty_row
+from paddle_moe_ops.bench.run import empty_row
 from paddle_moe_ops.bench.shapes import OPERATIONS, SHAPES, Case, Operation
 from paddle_moe_ops.bench.targets import TARGETS, Target, judge, verdict_cells
 
 ROW = replace(
-    _empty_row(Operation("unpermute", "weighted"), make_problem(Case(SHAPES["tileops-32"], "uniform"))),
+    empty_row(Operation("unpermute", "weighted"), make_problem(Case(SHAPES["tileops-32"], "uniform"))),
     mode="graph",
     check="bits",
 )
