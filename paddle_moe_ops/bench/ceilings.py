@@ -14,20 +14,17 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from .cuda_timer import CudaTimer
 from .device import Body, Outputs
-from .model import row_bytes
-from .problem import Problem
-from .shapes import Operation
+from .model import Kind, Work
 
-__all__ = ["Ceilings", "Work", "work_of"]
+__all__ = ["Ceilings"]
 
 SOURCE = Path(__file__).with_name("ceilings.cu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,46 +35,6 @@ _BLOCKS = (256, 512, 1024)
 # Blocks per multiprocessor of grids that stride; 0 is a thread for each vector.
 _BLOCKS_PER_SM = (0, 8, 16, 64)
 _SWEEP_SAMPLES = 9
-
-
-class Kind(IntEnum):
-    """Kernels of ceilings.cu."""
-
-    EMPTY = 0
-    WRITE = 1
-    READ = 2
-    FANOUT = 3
-    REDUCE = 4
-    EXCHANGE = 5
-
-
-class Work(NamedTuple):
-    """Bytes that a probe moves: ``shared`` once and ``streamed`` once, on the sides that its kind says."""
-
-    kind: Kind
-    shared: int
-    streamed: int
-
-    @property
-    def name(self) -> str:
-        return self.kind.name.lower()
-
-
-def work_of(operation: Operation, problem: Problem) -> Work:
-    """The probe that moves the rows of an operation: the tokens' on one side, the buffer's on the other."""
-    row = row_bytes(operation, problem)
-    tokens, routed = problem.case.shape.num_tokens * row, problem.routed_rows * row
-    buffer = problem.plan.num_rows * row
-    if operation.op == "route":
-        return Work(Kind.EMPTY, 0, 0)
-    if operation.op in ("unpermute", "moe_unpermute"):
-        return Work(Kind.REDUCE, tokens, routed)
-    if operation.op == "unpermute_backward" and operation.variant == "dprob":
-        return Work(Kind.READ, tokens + routed, 0)
-    if operation.op == "unpermute_backward" and operation.variant == "weighted":
-        return Work(Kind.EXCHANGE, tokens, routed)
-    written = buffer if problem.case.fill or operation.op == "unpermute_backward" else routed
-    return Work(Kind.FANOUT, tokens, written)
 
 
 class Ceilings:
@@ -117,7 +74,7 @@ class Ceilings:
             "reduce_8_to_1_gbps": Work(Kind.REDUCE, _LARGE // 8, _LARGE),
             "exchange_8_gbps": Work(Kind.EXCHANGE, _LARGE // 8, _LARGE),
         }
-        speeds = {name: _bytes(work) / self.median(work, samples) / 1e3 for name, work in works.items()}
+        speeds = {name: work.total / self.median(work, samples) / 1e3 for name, work in works.items()}
         return {
             **speeds,
             "floor_one_launch_us": self._time(self._empty(1), samples),
@@ -191,11 +148,6 @@ class Ceilings:
         status = self._library.pmo_probe(kind, *pointers, *sizes, grid, block, stream)
         if status != 0:
             raise RuntimeError(f"a {kind.name.lower()} probe must launch, but CUDA error {status} came back")
-
-
-def _bytes(work: Work) -> int:
-    twice = 2 if work.kind == Kind.EXCHANGE else 1
-    return work.shared + twice * work.streamed
 
 
 def _compiled(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from .results import Row, write_line
 from .run import Runner, Settings
 from .shapes import SETS, SHAPES, Case, Operation, cases_of, select_operations
 from .table import LiveTable, print_table
-from .targets import VERDICT_COLUMNS, Verdict, judge, verdict_cells
+from .targets import TARGETS, VERDICT_COLUMNS, Verdict, judge, verdict_cells
 
 __all__ = ["main"]
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     rows = _measure(arguments, device, implementations, cases, operations, settings)
-    _print_verdicts(judge(rows))
+    _print_verdicts(judge(rows, TARGETS.get(device.name, ())))
     return 1 if any(row.failed for row in rows) else 0
 
 
@@ -74,9 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache", nargs="+", choices=("cold", "warm"), default=["cold"], help="state of the caches")
     parser.add_argument("--samples", type=int, default=60, help="samples of each row (default: 60)")
     parser.add_argument("--rounds", type=int, default=5, help="turns in which they are taken (default: 5)")
-    parser.add_argument("--no-probes", action="store_true", help="do not measure the ceiling of each operation")
+    parser.add_argument("--no-probes", action="store_true", help="no ceiling kernels, and so no nvcc")
     parser.add_argument("--core-library", type=Path, default=ROOT / "build" / "core" / "libpmo_core.so")
     parser.add_argument("--te-wheel-dir", type=Path, help="folder with the transformer_engine wheel, or its contents")
+    parser.add_argument("--commit", help="commit of the sources, for a machine where git cannot tell")
     parser.add_argument("--out", type=Path, help="result file; it is replaced")
     parser.add_argument("--list", action="store_true", help="print cases and operations, measure nothing")
     return parser
@@ -109,7 +110,7 @@ def _open_device(arguments: argparse.Namespace) -> Device:
         from .cuda import CudaDevice
     except ImportError as error:
         raise ValueError(f"--device cuda needs PyTorch for memory and CUDA graphs, but: {error}") from error
-    return CudaDevice(arguments.core_library, arguments.te_wheel_dir)
+    return CudaDevice(arguments.core_library, arguments.te_wheel_dir, probes=not arguments.no_probes)
 
 
 def _chosen(implementations: Sequence[Implementation], patterns: Sequence[str]) -> list[Implementation]:
@@ -172,7 +173,7 @@ def _environment(arguments: argparse.Namespace) -> dict[str, Any]:
         "device": arguments.device,
         "set": arguments.set,
         "version": __version__,
-        "commit": _commit(),
+        "commit": arguments.commit or _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": arguments.command,
         "python": platform.python_version(),
@@ -182,6 +183,8 @@ def _environment(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _commit() -> str:
     """The commit of the sources, with a mark if there are changes on top; "unknown" outside a checkout."""
+    if not (ROOT / "setup.py").is_file():
+        return "unknown"
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude=*"],

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from . import check
-from .ceilings import Ceilings, work_of
+from .ceilings import Ceilings
 from .core_cuda import CudaCore, core_implementation
 from .cuda_timer import CudaTimer
 from .device import Body, Captured, Implementation
+from .model import probe_work
 from .peers import torch_implementations, transformer_engine_implementation
 from .problem import Problem
 from .published import published_rows
@@ -36,12 +37,13 @@ class CudaDevice:
     name = "cuda"
     modes: tuple[str, ...] = ("graph", "eager")
 
-    def __init__(self, core_library: Path, te_wheel_dir: Path | None = None) -> None:
+    def __init__(self, core_library: Path, te_wheel_dir: Path | None = None, probes: bool = True) -> None:
         """Load the core and the peers, and compile the probes.
 
         Args:
             core_library: libpmo_core.so with CUDA operators.
             te_wheel_dir: Folder that the wheel of TransformerEngine lies in or was unpacked to.
+            probes: Whether the kernels that show what memory allows are wanted.
 
         Raises:
             ValueError: there is no GPU or no such library, or it has no CUDA operators.
@@ -67,7 +69,7 @@ class CudaDevice:
         self.fused = core.fused is not None
         self.ceilings: Ceilings | None = None
         try:
-            self.ceilings = Ceilings(self.timer)
+            self.ceilings = Ceilings(self.timer) if probes else None
         except RuntimeError as error:
             self.left_out["probes"] = str(error)
 
@@ -138,7 +140,7 @@ class CudaDevice:
     def probe(self, operation: Operation, problem: Problem, samples: int) -> tuple[str, float] | None:
         if self.ceilings is None:
             return None
-        work = work_of(operation, problem)
+        work = probe_work(operation, problem)
         median = self.ceilings.median(work, samples)
         self.release()
         return work.name, median

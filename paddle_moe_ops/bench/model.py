@@ -21,12 +21,13 @@ element, S scales per row (float32). M counts only where padding rows are writte
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from .problem import Problem
 from .shapes import Operation
 
-__all__ = ["Bytes", "minimum_bytes", "row_bytes"]
+__all__ = ["Bytes", "Kind", "Work", "minimum_bytes", "probe_work"]
 
 _WORD = 4  # int32, float32
 _ITEMSIZE = {"bfloat16": 2, "float8_e4m3fn": 1}
@@ -41,6 +42,41 @@ class Bytes(NamedTuple):
     @property
     def total(self) -> int:
         return self.read + self.written
+
+
+class Kind(IntEnum):
+    """The kernels of ceilings.cu, which move rows as operations do but follow no map."""
+
+    EMPTY = 0
+    WRITE = 1
+    READ = 2
+    FANOUT = 3
+    REDUCE = 4
+    EXCHANGE = 5
+
+
+class Work(NamedTuple):
+    """What a probe moves.
+
+    Attributes:
+        kind: The kernel.
+        shared: Bytes of the side that is touched once: read by FANOUT and EXCHANGE, written by REDUCE; all there is
+            of READ and WRITE.
+        streamed: Bytes of the other side: written by FANOUT, read by REDUCE, read and written by EXCHANGE.
+    """
+
+    kind: Kind
+    shared: int
+    streamed: int
+
+    @property
+    def name(self) -> str:
+        return self.kind.name.lower()
+
+    @property
+    def total(self) -> int:
+        """Bytes read and bytes written."""
+        return self.shared + (2 if self.kind == Kind.EXCHANGE else 1) * self.streamed
 
 
 def row_bytes(operation: Operation, problem: Problem) -> int:
@@ -79,3 +115,19 @@ def minimum_bytes(operation: Operation, problem: Problem) -> Bytes:
         tokens * row + (routed * row if dots else 0) + slot_words + weights,
         (0 if variant == "dprob" else buffer * row) + (_WORD * buffer if dots else 0),
     )
+
+
+def probe_work(operation: Operation, problem: Problem) -> Work:
+    """The probe that moves the rows of an operation: the tokens' on one side, the buffer's on the other."""
+    row = row_bytes(operation, problem)
+    tokens, routed = problem.case.shape.num_tokens * row, problem.routed_rows * row
+    if operation.op == "route":
+        return Work(Kind.EMPTY, 0, 0)
+    if operation.op in ("unpermute", "moe_unpermute"):
+        return Work(Kind.REDUCE, tokens, routed)
+    if operation.key == "unpermute_backward:dprob":
+        return Work(Kind.READ, tokens + routed, 0)
+    if operation.key == "unpermute_backward:weighted":
+        return Work(Kind.EXCHANGE, tokens, routed)
+    filled = problem.case.fill or operation.op == "unpermute_backward"
+    return Work(Kind.FANOUT, tokens, problem.plan.num_rows * row if filled else routed)

@@ -15,7 +15,7 @@ from pathlib import Path
 from .plot import draw
 from .results import Row, Run, load_run, processor
 from .shapes import OPERATIONS
-from .targets import OURS, VERDICT_COLUMNS, judge, verdict_cells
+from .targets import OURS, TARGETS, VERDICT_COLUMNS, judge, verdict_cells
 
 __all__ = ["main", "newest_runs", "page"]
 
@@ -86,7 +86,7 @@ def page(runs: Sequence[Run], pictures: dict[str, str]) -> str:
         if title(run) in pictures:
             parts.append(f"\n![{processor(run)}: operators and peers]({pictures[title(run)]})\n")
         parts.append(_ceilings(run))
-        verdicts = judge(run.rows)
+        verdicts = judge(run.rows, TARGETS.get(run.machine["device"], ()))
         if verdicts:
             parts.append(
                 "\n### Targets\n\n" + _markdown(VERDICT_COLUMNS, [verdict_cells(verdict) for verdict in verdicts])

@@ -15,7 +15,7 @@ from .results import Row
 from .shapes import Case, Operation
 from .timing import stats_of
 
-__all__ = ["Runner", "Settings"]
+__all__ = ["Runner", "Settings", "empty_row"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Runner:
         return rows
 
     def _measure_operation(self, problem: Problem, inputs: Any, operation: Operation) -> Iterator[Row]:
-        settings, empty = self.settings, _empty_row(operation, problem)
+        settings, empty = self.settings, empty_row(operation, problem)
         probe = self.device.probe(operation, problem, settings.samples) if settings.probes else None
         candidates: list[_Candidate] = []
         for implementation in self.implementations:
@@ -134,7 +134,8 @@ class Runner:
         return self.device.published(empty, self.copy_gbps)
 
 
-def _empty_row(operation: Operation, problem: Problem) -> Row:
+def empty_row(operation: Operation, problem: Problem) -> Row:
+    """A row that says what is measured, and nothing yet about by whom, how, and how fast."""
     case = problem.case
     return Row(
         op=operation.op,

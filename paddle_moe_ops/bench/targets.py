@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The targets of the GPU operators, and what a run says about them."""
+"""The targets of the operators, and what a run says about them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TIE = 0.98
 _LARGE = ("ernie-300b", "ernie-21b", "dsv3", "tileops-4096")
 _PUBLISHED = "paddle (published*"
 
-TARGETS = (
+CUDA_TARGETS = (
     *(
         Target("route_permute:bf16", shape, "us", limit, stretch)
         for shape, limit, stretch in (("tileops-32", 8, 6), ("tileops-128", 11, 9), ("tileops-512", 23, 20))
@@ -71,6 +71,10 @@ TARGETS = (
 )
 
 
+# By device, as the results name it.
+TARGETS: dict[str, tuple[Target, ...]] = {"cuda": CUDA_TARGETS}
+
+
 class Verdict(NamedTuple):
     """What a run says about a target. ``reached`` is None where something was not measured."""
 
@@ -81,8 +85,8 @@ class Verdict(NamedTuple):
     reached: bool | None
 
 
-def judge(rows: Sequence[Row], targets: Sequence[Target] = TARGETS) -> list[Verdict]:
-    """Hold the plain cases of a run against the targets; targets whose operation was not measured are left out."""
+def judge(rows: Sequence[Row], targets: Sequence[Target]) -> list[Verdict]:
+    """Hold the plain cases of a run against targets; those whose operation was not measured are left out."""
     verdicts = []
     for target in targets:
         measured = [

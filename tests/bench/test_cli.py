@@ -31,7 +31,7 @@ def bench(monkeypatch):
 
 def test_a_run_writes_the_machine_and_its_rows(bench, tmp_path, capsys):
     path = tmp_path / "new folder" / "run.jsonl"
-    assert bench("--out", str(path), "--samples", "6") == 0
+    assert bench("--out", str(path), "--samples", "10") == 0
     first, *_ = path.read_text(encoding="utf-8").splitlines()
     machine = json.loads(first)
     assert machine["machine"] is True
@@ -40,10 +40,16 @@ def test_a_run_writes_the_machine_and_its_rows(bench, tmp_path, capsys):
     assert machine["command"].startswith("python -m paddle_moe_ops bench --device cuda --shapes 40,3,7,16")
     assert {"commit", "date", "python", "cpu", "set", "device"} <= set(machine)
     (row,) = load_run(path).rows
-    assert (row.impl, row.us, row.samples) == ("core", 10.0, 6)
+    assert (row.impl, row.us, row.samples) == ("core", 10.0, 10)
     printed = capsys.readouterr().out
     assert "left out: some library: it is not installed" in printed
     assert "unpermute:plain" in printed
+
+
+def test_the_commit_can_be_given(bench, tmp_path):
+    path = tmp_path / "run.jsonl"
+    assert bench("--out", str(path), "--commit", "abc123") == 0
+    assert load_run(path).machine["commit"] == "abc123"
 
 
 def test_a_wrong_result_makes_the_command_fail(bench, tmp_path, capsys):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_moe_ops.bench.model import minimum_bytes
+from paddle_moe_ops.bench.model import Kind, minimum_bytes, probe_work
 from paddle_moe_ops.bench.problem import make_problem
 from paddle_moe_ops.bench.shapes import OPERATIONS, Case, Operation, Shape
 
@@ -69,3 +69,18 @@ def test_every_operation_has_a_model(operation):
 def test_an_unknown_operation_is_an_error():
     with pytest.raises(ValueError, match="but got fly:high"):
         of("fly:high")
+
+
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
+def test_the_probe_moves_the_bytes_of_the_rows(operation, fill):
+    problem = make_problem(Case(Shape("wide", T, K, E, 65536), "uniform", alignment=16, fill=fill))
+    work = probe_work(operation, problem)
+    if operation.op == "route":
+        assert work == (Kind.EMPTY, 0, 0)
+        return
+    due = minimum_bytes(operation, problem).total
+    padding = 65536 * 2 * (problem.plan.num_rows - problem.routed_rows)
+    if operation.key == "unpermute_backward:weighted":
+        due -= padding  # the kernel has no stream that is only written
+    assert work.total == pytest.approx(due, rel=1e-3), "maps and probabilities are next to nothing here"

@@ -103,6 +103,7 @@ def test_machines_have_sections_of_their_own(tmp_path):
     write(tmp_path / "results" / "cpu.jsonl", [timed(900.0, mode="cpu")], device="cpu")
     write(tmp_path / "results" / "gpu.jsonl", [timed(9.0)])
     _, page = make(tmp_path)
+    assert page.count("### Targets") == 1, "the targets are those of the GPU"
     assert page.index("## Imagined GPU") < page.index("## Imagined CPU")
     assert (tmp_path / "docs" / "performance_cpu.png").exists()
 

@@ -10,12 +10,12 @@ import pytest
 
 from paddle_moe_ops.bench.problem import make_problem
 from paddle_moe_ops.bench.published import PUBLISHED
-from paddle_moe_ops.bench.run import _empty_row
+from paddle_moe_ops.bench.run import empty_row
 from paddle_moe_ops.bench.shapes import OPERATIONS, SHAPES, Case, Operation
 from paddle_moe_ops.bench.targets import TARGETS, Target, judge, verdict_cells
 
 ROW = replace(
-    _empty_row(Operation("unpermute", "weighted"), make_problem(Case(SHAPES["tileops-32"], "uniform"))),
+    empty_row(Operation("unpermute", "weighted"), make_problem(Case(SHAPES["tileops-32"], "uniform"))),
     mode="graph",
     check="bits",
 )
@@ -83,8 +83,9 @@ def test_only_checked_times_of_the_shapes_own_case_count(changes):
 
 def test_targets_and_published_times_are_about_operations_and_shapes_that_exist():
     keys = {operation.key for operation in OPERATIONS}
-    assert {target.key for target in TARGETS} <= keys
-    assert {target.shapes for target in TARGETS} <= set(SHAPES)
+    targets = [target for of_device in TARGETS.values() for target in of_device]
+    assert {target.key for target in targets} <= keys
+    assert {target.shapes for target in targets} <= set(SHAPES)
     for published in PUBLISHED:
         assert set(published.operations) <= keys
         assert set(published.medians) <= set(SHAPES)
