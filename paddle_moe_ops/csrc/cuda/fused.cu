@@ -41,8 +41,9 @@ __device__ void count_together(const FusedWork& work, const Share& share, const 
   const auto grid = cooperative_groups::this_grid();
   const int experts = work.num_experts, blocks = static_cast<int>(gridDim.x);
   count_own(work, share, me, range, scratch);
-  __syncthreads();
+  sync_routing();
   // each warp's first slot of every expert within the block, and the block's counts
+#pragma unroll 1
   for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
     int32_t sum = 0;
 #pragma unroll
@@ -54,70 +55,74 @@ __device__ void count_together(const FusedWork& work, const Share& share, const 
     __stcg(&work.counts[int64_t{expert} * blocks + blockIdx.x], sum);
   }
   grid.sync();
+#pragma unroll 1
   for (int expert = threadIdx.x / kWarpSize * blocks + blockIdx.x; expert < experts; expert += kFusedWarps * blocks) {
     scan_expert(work, expert);
   }
   grid.sync();
+#pragma unroll 1
   for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
     scratch.totals[expert] = __ldcg(&work.totals[expert]);
     scratch.before[expert] = __ldcg(&work.counts[int64_t{expert} * blocks + blockIdx.x]);
   }
-  __syncthreads();
+  sync_routing();
 }
 
-// All maps of the block's tokens; returns where their rows stand.
-template <typename LoadRows>
-__device__ TokenRows route_own(const FusedWork& work, const Share& share, int32_t* memory, uint64_t* warp_sums, int32_t* dropped,
-                               LoadRows load_rows) {
+// All maps of the block's tokens, by the threads that route.
+__device__ void route_own(const FusedWork& work, const Share& share, int32_t* memory, uint64_t* warp_sums, int32_t* dropped) {
   const RoutingScratch scratch(memory, work.num_experts);
   const Lane me(work.topk);
   const WarpRange range(share.first_token, share.last_token, me.tokens_per_chunk);
   const int experts = work.num_experts, warp = threadIdx.x / kWarpSize;
   const bool local = work.counts_everything;
+#pragma unroll 1
   for (int i = threadIdx.x; i < 2 * experts; i += kFusedThreads) scratch.totals[i] = 0;  // and `before`
   if (!local) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < kFusedWarps * experts; i += kFusedThreads) scratch.histogram[i] = 0;
   }
   if (work.rowmap != nullptr) {
     const int64_t end = int64_t{share.last_token} * experts;
+#pragma unroll 1
     for (int64_t i = int64_t{share.owned_from} * experts + threadIdx.x; i < end; i += kFusedThreads) work.rowmap[i] = -1;
   }
-  __syncthreads();
+  sync_routing();
   if (local) {
     count_everything(work, share, me, scratch);
-    load_rows();
-    __syncthreads();
+    sync_routing();
   } else {
     count_together(work, share, me, range, scratch);
-    load_rows();
   }
   scan_segments(work, scratch, warp_sums);
   if (local) {
+#pragma unroll 1
     for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) scratch.before[expert] += scratch.starts[expert];
-    __syncthreads();
+    sync_routing();
     if (warp == 0) {  // one warp: a block has few tokens
-      place_own(work, share, me, WarpRange{share.first_token, share.last_token}, scratch.before, scratch.rows,
-                [&](int32_t token) { return load_expert(work, token * work.topk + me.k); });
+      place_own(work, share, me, WarpRange{share.first_token, share.last_token}, scratch.before, scratch.rows);
     }
   } else {
+#pragma unroll 1
     for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
       const int32_t first = scratch.starts[expert] + scratch.before[expert];
 #pragma unroll
       for (int i = 0; i < kFusedWarps; ++i) scratch.histogram[i * experts + expert] += first;
     }
-    __syncthreads();
-    place_own(work, share, me, range, scratch.histogram + warp * experts, nullptr,
-              [&](int32_t token) { return work.slot_to_row[token * work.topk + me.k]; });
+    sync_routing();
+    place_own(work, share, me, range, scratch.histogram + warp * experts, nullptr);
   }
   if (blockIdx.x == gridDim.x - 1) write_counts(work, scratch, dropped);
   write_padding(work, scratch);
-  __syncthreads();
-  if (local) return {scratch.rows, share.first_token};
+}
+
+// Where the rows of a block's tokens stand after route_own.
+__device__ TokenRows routed_rows(const FusedWork& work, const Share& share, int32_t* memory) {
+  if (work.counts_everything) return {RoutingScratch(memory, work.num_experts).rows, share.first_token};
   return {work.token_rows != nullptr ? work.token_rows : work.slot_to_row, 0};
 }
 
 template <bool kRoute, Move kMove>
-__global__ void __launch_bounds__(kFusedThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     fused(const __grid_constant__ FusedWork work, int32_t stage_bytes) {
   extern __shared__ __align__(128) char shared[];
   __shared__ uint64_t barriers[2];
@@ -126,27 +131,33 @@ __global__ void __launch_bounds__(kFusedThreads, kBlocksPerMultiprocessor)
   // Rows that leave by bulk copies fill one large stage. Others have two smaller ones, and the next is loaded while one is stored.
   constexpr int kBuffers = kMove == Move::kThreads ? 2 : 1;
   const Share share(work);
-  const bool loader = threadIdx.x / kWarpSize == kFusedWarps - 1;
-  const auto stage_at = [&](int32_t index) { return Stage(work, share, index, shared + index % kBuffers * (stage_bytes / kBuffers)); };
-  const auto load_first = [&] {
-    if (kMove == Move::kNone || !loader) return;
-    if (threadIdx.x % kWarpSize == 0) {
+  const bool loader = threadIdx.x >= kFusedThreads;
+  const auto stage_at = [&](int32_t index) {
+    return Stage(work, share, index, shared + index % kBuffers * (stage_bytes / kBuffers));
+  };
+
+  TokenRows token_rows = {work.slot_to_row, 0};
+  if (kRoute && !loader) {
+    route_own(work, share, reinterpret_cast<int32_t*>(shared + stage_bytes), warp_sums, &dropped);
+  } else if (kRoute && !work.counts_everything) {
+    // Rows on their way would slow down the few bytes that the blocks exchange: they start when every block knows the counts.
+    cooperative_groups::this_grid().sync();
+    cooperative_groups::this_grid().sync();
+  }
+  if (kMove != Move::kNone && loader) {
+    if (threadIdx.x == kFusedThreads) {
       for (int i = 0; i < kBuffers; ++i) init_load_barrier(&barriers[i]);
     }
     __syncwarp();
     for (int32_t i = 0; i < min(kBuffers, work.num_stages); ++i) load_stage(work, stage_at(i), &barriers[i]);
-  };
-
-  TokenRows token_rows = {work.slot_to_row, 0};
-  if constexpr (kRoute) {
-    token_rows = route_own(work, share, reinterpret_cast<int32_t*>(shared + stage_bytes), warp_sums, &dropped, load_first);
-  } else {
-    load_first();
-    if (work.fill_rows || work.fill_scales) zero_rows_without_token(work);
-    __syncthreads();
+  } else if (!kRoute && (work.fill_rows || work.fill_scales)) {
+    zero_rows_without_token(work);
   }
+  __syncthreads();
+  if (kRoute) token_rows = routed_rows(work, share, reinterpret_cast<int32_t*>(shared + stage_bytes));
 
   if constexpr (kMove != Move::kNone) {
+#pragma unroll 1
     for (int32_t index = 0; index < work.num_stages; ++index) {
       const Stage stage = stage_at(index);
       uint64_t* barrier = &barriers[index % kBuffers];
@@ -195,7 +206,7 @@ int launch(Kernel kernel, int blocks, int64_t shared, bool cooperative, const Fu
   attribute.val.cooperative = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kFusedThreads);
+  config.blockDim = dim3(kBlockThreads);
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
   config.attrs = &attribute;
@@ -272,9 +283,7 @@ bool fused_routes(const pmo_route_params& p) {
          p.num_tokens * p.topk + p.num_experts * p.padding_alignment <= kMaxIndex;
 }
 
-int64_t fused_workspace_ints(int64_t num_experts) {
-  return num_experts <= kMaxFusedExperts ? (kMaxBlocks + 1) * num_experts : 0;
-}
+int64_t fused_workspace_ints(int64_t num_experts) { return num_experts <= kMaxFusedExperts ? (kMaxBlocks + 1) * num_experts : 0; }
 
 bool fused_moves(const pmo_permute_params& p) {
   const int64_t row_bytes = row_bytes_of(p), scale_bytes = scale_bytes_of(p);
@@ -337,7 +346,7 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     const int64_t per_block = (pieces + blocks - 1) / blocks;
     const int64_t fits = room / (piece_bytes + work.scale_bytes);
     const int64_t stages = (per_block + fits - 1) / fits;
-    if (stages > kMaxIndex) return kNotLaunched;
+    if (pieces + per_block > kMaxIndex) return kNotLaunched;
     work.num_stages = static_cast<int32_t>(stages);
     work.pieces_per_stage = static_cast<int32_t>((per_block + stages - 1) / stages);
     const int64_t one_stage = (work.pieces_per_stage * (piece_bytes + work.scale_bytes) + 127) / 128 * 128;

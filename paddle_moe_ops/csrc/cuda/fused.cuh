@@ -17,12 +17,16 @@ namespace cuda {
 
 constexpr int kFusedThreads = 384;
 constexpr int kFusedWarps = kFusedThreads / kWarpSize;
-constexpr int kUnroll = 4;       // chunks of slots that a warp loads before it uses the first
-constexpr int kRowVectors = 8;   // vectors of a row that a lane holds
+constexpr int kBlockThreads = kFusedThreads + kWarpSize;  // the last warp loads rows while the others route
+constexpr int kAhead = 4;                                 // chunks of slots that a warp loads before it uses the first
+constexpr int kRowVectors = 8;                            // vectors of a row that a lane holds
 constexpr int kMaxBlocks = 512;
 constexpr int kMaxPerLane = kMaxBlocks / kWarpSize;
 
 using Vector16 = Vector<16>;
+
+// A barrier of the threads that route.
+__device__ inline void sync_routing() { asm volatile("bar.sync 1, %0;" ::"n"(kFusedThreads) : "memory"); }
 
 // What the fused kernel works on; passed by value. Sizes fit 32 bits, which the host checks.
 struct FusedWork {
@@ -62,19 +66,19 @@ struct TokenRows {
 
 // The part of the work that is this block's.
 struct Share {
-  int64_t first_piece, last_piece;  // [first, last)
+  int32_t first_piece, last_piece;  // [first, last)
   int32_t first_token, last_token;  // tokens with a piece in it
   int32_t owned_from;               // tokens from here to last_token are written by this block
 
   __device__ explicit Share(const FusedWork& work) {
-    const int64_t pieces = int64_t{work.num_tokens} * work.pieces_per_token;
-    const int64_t each = pieces / gridDim.x, rest = pieces % gridDim.x;
-    const int64_t block = blockIdx.x;
+    const int32_t pieces = work.num_tokens * work.pieces_per_token;
+    const int32_t blocks = gridDim.x, block = blockIdx.x;
+    const int32_t each = pieces / blocks, rest = pieces - each * blocks;
     first_piece = block * each + min(block, rest);
     last_piece = first_piece + each + (block < rest ? 1 : 0);
-    first_token = static_cast<int32_t>(first_piece / work.pieces_per_token);
-    owned_from = static_cast<int32_t>((first_piece + work.pieces_per_token - 1) / work.pieces_per_token);
-    last_token = static_cast<int32_t>((last_piece + work.pieces_per_token - 1) / work.pieces_per_token);
+    first_token = first_piece / work.pieces_per_token;
+    owned_from = (first_piece + work.pieces_per_token - 1) / work.pieces_per_token;
+    last_token = (last_piece + work.pieces_per_token - 1) / work.pieces_per_token;
     if (last_piece == first_piece) last_token = first_token;
   }
 };
@@ -126,27 +130,39 @@ __device__ inline int32_t load_expert(const FusedWork& work, int32_t slot) {
   return id >= 0 && id < work.num_experts ? static_cast<int32_t>(id) : -1;
 }
 
-// Calls visit(token, value) for the slots of tokens [begin, end), chunk by chunk in ascending order, with what `load(token)` gave, or -1
-// for lanes without a slot. All lanes of the warp take part.
+// What a lane loads for its slot of a chunk.
+struct LoadedSlot {
+  int32_t expert = -1;
+  float prob = 0.0f;
+};
+
+// Calls visit(token, slot) for tokens [begin, end), chunk by chunk in ascending order, with what `load(token)` gave, or nothing for lanes
+// without a slot. All lanes of the warp take part. Loads run kAhead chunks ahead of the visits; that the visit stands here only once
+// keeps the kernel small: its instructions come from memory, too.
 template <typename Load, typename Visit>
 __device__ inline void walk_slots(const Lane& me, int32_t begin, int32_t end, int32_t step, Load load, Visit visit) {
-  for (int32_t chunk = begin; chunk < end; chunk += step * kUnroll) {
-    int32_t values[kUnroll];
+  LoadedSlot slots[kAhead];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int32_t token = chunk + i * step + me.token;
-      values[i] = me.used && token < end ? load(token) : -1;
-    }
+  for (int i = 0; i < kAhead; ++i) {
+    const int32_t token = begin + i * step + me.token;
+    if (me.used && token < end) slots[i] = load(token);
+  }
+#pragma unroll 1
+  for (int32_t chunk = begin; chunk < end; chunk += step) {
+    const LoadedSlot slot = slots[0];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (chunk + i * step < end) visit(chunk + i * step + me.token, values[i]);
-    }
+    for (int i = 0; i + 1 < kAhead; ++i) slots[i] = slots[i + 1];
+    slots[kAhead - 1] = {};
+    const int32_t token = chunk + kAhead * step + me.token;
+    if (me.used && token < end) slots[kAhead - 1] = load(token);
+    visit(chunk + me.token, slot);
   }
 }
 
 // -1 for a slot that repeats an expert of its token.
 __device__ inline int32_t without_repeats(const Lane& me, int topk, int32_t expert) {
   bool repeats = false;
+#pragma unroll 1
   for (int back = 1; back < topk; ++back) {
     const int32_t other = __shfl_up_sync(kAllLanes, expert, back);
     repeats = repeats || (back <= me.k && other == expert);
@@ -157,6 +173,7 @@ __device__ inline int32_t without_repeats(const Lane& me, int topk, int32_t expe
 // Lanes whose slot has the same expert; `bits` bits tell experts apart.
 __device__ inline unsigned peers_of(int32_t expert, int bits) {
   unsigned peers = __ballot_sync(kAllLanes, expert >= 0);
+#pragma unroll 1
   for (int bit = 0; bit < bits; ++bit) {
     const bool set = (expert >> bit & 1) != 0;
     const unsigned lanes = __ballot_sync(kAllLanes, set);
@@ -173,7 +190,7 @@ __device__ inline uint64_t scan_block(uint64_t value, uint64_t* warp_sums, uint6
     if (lane >= step) value += other;
   }
   if (lane == kWarpSize - 1) warp_sums[warp] = value;
-  __syncthreads();
+  sync_routing();
   uint64_t sum = 0;
 #pragma unroll
   for (int i = 0; i < kFusedWarps; ++i) {
@@ -198,13 +215,14 @@ struct WarpRange {
 };
 
 // Few slots: totals and the slots before this block, from all ids. Sums of integers, so the order of the additions does not show.
-__device__ inline void count_everything(const FusedWork& work, const Share& share, const Lane& me, const RoutingScratch& scratch) {
+__device__ inline void count_everything(const FusedWork& work, const Share& share, const Lane& me,
+                                        const RoutingScratch& scratch) {
   const int32_t step = me.tokens_per_chunk * kFusedWarps;
   walk_slots(
       me, static_cast<int32_t>(threadIdx.x) / kWarpSize * me.tokens_per_chunk, work.num_tokens, step,
-      [&](int32_t token) { return load_expert(work, token * work.topk + me.k); },
-      [&](int32_t token, int32_t expert) {
-        if (work.first_only) expert = without_repeats(me, work.topk, expert);
+      [&](int32_t token) { return LoadedSlot{load_expert(work, token * work.topk + me.k), 0.0f}; },
+      [&](int32_t token, const LoadedSlot& slot) {
+        const int32_t expert = work.first_only ? without_repeats(me, work.topk, slot.expert) : slot.expert;
         if (expert < 0) return;
         atomicAdd(&scratch.totals[expert], 1);
         if (token < share.first_token) atomicAdd(&scratch.before[expert], 1);
@@ -217,20 +235,28 @@ __device__ inline void count_own(const FusedWork& work, const Share& share, cons
   int32_t* histogram = scratch.histogram + threadIdx.x / kWarpSize * work.num_experts;
   walk_slots(
       me, range.begin, range.end, me.tokens_per_chunk,
-      [&](int32_t token) { return load_expert(work, token * work.topk + me.k); },
-      [&](int32_t token, int32_t expert) {
-        if (work.first_only) expert = without_repeats(me, work.topk, expert);
+      [&](int32_t token) { return LoadedSlot{load_expert(work, token * work.topk + me.k), 0.0f}; },
+      [&](int32_t token, const LoadedSlot& slot) {
+        const int32_t expert = work.first_only ? without_repeats(me, work.topk, slot.expert) : slot.expert;
         if (expert >= 0) atomicAdd(&histogram[expert], 1);
         if (me.used && token < range.end) work.slot_to_row[token * work.topk + me.k] = expert;
       });
 }
 
-// Rows of this block's slots, and every map that follows from them. A lane gets its expert from load(token); next_row [E] is the warp's.
-template <typename Load>
-__device__ inline void place_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range, int32_t* next_row,
-                                 int32_t* local_rows, Load load) {
+// Rows of this block's slots, and every map that follows from them; next_row [E] is the warp's.
+__device__ inline void place_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
+                                 int32_t* next_row, int32_t* local_rows) {
   const int bits = work.num_experts == 1 ? 0 : 32 - __clz(work.num_experts - 1);
-  walk_slots(me, range.begin, range.end, me.tokens_per_chunk, load, [&](int32_t token, int32_t expert) {
+  const auto load = [&](int32_t token) {
+    const int32_t slot = token * work.topk + me.k;
+    LoadedSlot loaded;
+    loaded.expert = work.counts_everything ? load_expert(work, slot) : work.slot_to_row[slot];
+    if (work.row_probs == nullptr || loaded.expert < 0) return loaded;
+    loaded.prob = __ldg(work.probs + (work.probs_by_expert ? int64_t{token} * work.num_experts + loaded.expert : int64_t{slot}));
+    return loaded;
+  };
+  walk_slots(me, range.begin, range.end, me.tokens_per_chunk, load, [&](int32_t token, const LoadedSlot& loaded) {
+    int32_t expert = loaded.expert;
     if (work.counts_everything && work.first_only) expert = without_repeats(me, work.topk, expert);
     const unsigned peers = peers_of(expert, bits);
     int32_t row = -1;
@@ -242,6 +268,7 @@ __device__ inline void place_own(const FusedWork& work, const Share& share, cons
     // ascending rows, then the slots without one in slot order
     const uint32_t key = row >= 0 ? row : 0x80000000u + me.k;
     int32_t place = 0;
+#pragma unroll 2
     for (int other = 0; other < work.topk; ++other) place += __shfl_sync(kAllLanes, key, me.lane - me.k + other) < key;
     if (!me.used || token >= range.end) return;
     const int32_t first_slot = token * work.topk, slot = first_slot + me.k;
@@ -253,9 +280,9 @@ __device__ inline void place_own(const FusedWork& work, const Share& share, cons
     if (work.row_to_token != nullptr) work.row_to_token[row] = token;
     if (work.row_to_slot != nullptr) work.row_to_slot[row] = slot;
     if (work.row_to_expert != nullptr) work.row_to_expert[row] = expert;
-    const int64_t pair = int64_t{token} * work.num_experts + expert;
-    if (work.row_probs != nullptr) work.row_probs[row] = __ldg(work.probs + (work.probs_by_expert ? pair : slot));
+    if (work.row_probs != nullptr) work.row_probs[row] = loaded.prob;
     if (work.rowmap == nullptr) return;
+    const int64_t pair = int64_t{token} * work.num_experts + expert;
     if (work.first_only) {
       work.rowmap[pair] = row;
     } else {  // a token that names the expert in several slots leaves its last row, the highest one
@@ -301,12 +328,14 @@ __device__ inline void scan_segments(const FusedWork& work, const RoutingScratch
                                        : (routed + work.padding_alignment - 1) / work.padding_alignment * work.padding_alignment;
   };
   uint64_t sum = 0, all;  // rows in the upper half, slots in the lower
+#pragma unroll 1
   for (int expert = begin; expert < end; ++expert) {
     const int32_t routed = scratch.totals[expert];
     sum += (static_cast<uint64_t>(padded(routed)) << 32) + routed;
   }
   const uint64_t before = scan_block(sum, warp_sums, &all) - sum;
   int32_t row = static_cast<int32_t>(before >> 32), slots = static_cast<int32_t>(before);
+#pragma unroll 1
   for (int expert = begin; expert < end; ++expert) {
     const int32_t routed = scratch.totals[expert];
     scratch.starts[expert] = row;
@@ -320,13 +349,14 @@ __device__ inline void scan_segments(const FusedWork& work, const RoutingScratch
     scratch.padding[experts] = padding;
     scratch.padding[experts + 1] = padding + max(0, work.num_rows - rows);
   }
-  __syncthreads();
+  sync_routing();
 }
 
 // Counts per expert, by one block.
 __device__ inline void write_counts(const FusedWork& work, const RoutingScratch& scratch, int32_t* dropped) {
   if (threadIdx.x == 0) *dropped = 0;
-  __syncthreads();
+  sync_routing();
+#pragma unroll 1
   for (int expert = threadIdx.x; expert <= work.num_experts; expert += kFusedThreads) {
     const int32_t start = min(scratch.starts[expert], work.num_rows);
     if (work.expert_offsets != nullptr) work.expert_offsets[expert] = start;
@@ -337,11 +367,12 @@ __device__ inline void write_counts(const FusedWork& work, const RoutingScratch&
     if (work.tokens_per_expert != nullptr) work.tokens_per_expert[expert] = inside;
     atomicAdd(dropped, routed - inside);
   }
-  __syncthreads();
+  sync_routing();
   if (threadIdx.x == 0 && work.overflow != nullptr) *work.overflow = *dropped;
 }
 
 __device__ inline void zero_row(char* row, int32_t bytes) {
+#pragma unroll 4
   for (int32_t i = threadIdx.x % kWarpSize; i < bytes / 16; i += kWarpSize) {
     reinterpret_cast<Vector16*>(row)[i] = Vector16{};
   }
@@ -370,6 +401,7 @@ __device__ inline int64_t padding_row(const FusedWork& work, const RoutingScratc
 // The padding rows of a fresh routing: a thread per row for the maps, a warp per row for the zeros.
 __device__ inline void write_padding(const FusedWork& work, const RoutingScratch& scratch) {
   const int32_t padding_rows = scratch.padding[work.num_experts + 1];
+#pragma unroll 1
   for (int64_t i = int64_t{threadIdx.x} * gridDim.x + blockIdx.x; i < padding_rows; i += int64_t{gridDim.x} * kFusedThreads) {
     const int64_t row = padding_row(work, scratch, static_cast<int32_t>(i));
     if (row >= work.num_rows) continue;
@@ -380,6 +412,7 @@ __device__ inline void write_padding(const FusedWork& work, const RoutingScratch
   }
   if (!work.fill_rows && !work.fill_scales) return;
   const int64_t warp = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
+#pragma unroll 1
   for (int64_t i = warp; i < padding_rows; i += int64_t{gridDim.x} * kFusedWarps) {
     const int64_t row = padding_row(work, scratch, static_cast<int32_t>(i));
     if (row < work.num_rows) zero_padding_row(work, row);
@@ -391,8 +424,10 @@ __device__ inline void zero_rows_without_token(const FusedWork& work) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t warps = int64_t{gridDim.x} * kFusedWarps;
   const int64_t warp = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
+#pragma unroll 1
   for (int64_t first = warp * kWarpSize; first < work.num_rows; first += warps * kWarpSize) {
     const bool empty = first + lane < work.num_rows && work.row_to_token[first + lane] < 0;
+#pragma unroll 1
     for (unsigned left = __ballot_sync(kAllLanes, empty); left != 0; left &= left - 1) {
       zero_padding_row(work, first + __ffs(left) - 1);
     }
@@ -401,83 +436,96 @@ __device__ inline void zero_rows_without_token(const FusedWork& work) {
 
 // One stage of a block: pieces [first, first + count) of its rows in shared memory, then their tokens' scales.
 struct Stage {
-  int64_t first;
+  int32_t first;
   int32_t count;
   char* memory;
 
   __device__ Stage(const FusedWork& work, const Share& share, int32_t index, char* memory) : memory(memory) {
-    first = share.first_piece + int64_t{index} * work.pieces_per_stage;
-    count = static_cast<int32_t>(max(int64_t{0}, min(int64_t{work.pieces_per_stage}, share.last_piece - first)));
+    first = share.first_piece + index * work.pieces_per_stage;
+    count = max(0, min(work.pieces_per_stage, share.last_piece - first));
   }
-  __device__ int64_t token(const FusedWork& work, int32_t piece) const {
-    return work.pieces_per_token == 1 ? first + piece : (first + piece) / work.pieces_per_token;
-  }
-  __device__ int32_t part(const FusedWork& work, int32_t piece) const {
-    return work.pieces_per_token == 1 ? 0 : static_cast<int32_t>((first + piece) % work.pieces_per_token);
-  }
-  __device__ int32_t bytes(const FusedWork& work, int32_t piece) const {
-    return min(work.piece_bytes, work.row_bytes - part(work, piece) * work.piece_bytes);
-  }
-  __device__ char* piece(const FusedWork& work, int32_t piece) const { return memory + int64_t{piece} * work.piece_bytes; }
-  __device__ char* scales(const FusedWork& work, int32_t piece) const {
-    return memory + int64_t{work.pieces_per_stage} * work.piece_bytes + int64_t{piece} * work.scale_bytes;
+  __device__ char* piece(const FusedWork& work, int32_t index) const { return memory + index * work.piece_bytes; }
+  __device__ char* scales(const FusedWork& work, int32_t index) const {
+    return memory + work.pieces_per_stage * work.piece_bytes + index * work.scale_bytes;
   }
 };
 
-// The first warp starts the loads of a stage.
+// Which token's piece it is, and which part of its row.
+struct Piece {
+  int32_t token, part;
+
+  __device__ Piece(const FusedWork& work, const Stage& stage, int32_t index) : token(stage.first + index), part(0) {
+    if (work.pieces_per_token == 1) return;
+    const int32_t flat = token;
+    token = flat / work.pieces_per_token;
+    part = flat - token * work.pieces_per_token;
+  }
+  __device__ int32_t offset(const FusedWork& work) const { return part * work.piece_bytes; }
+  __device__ int32_t bytes(const FusedWork& work) const { return min(work.piece_bytes, work.row_bytes - offset(work)); }
+};
+
+// One warp starts the loads of a stage.
 __device__ inline void load_stage(const FusedWork& work, const Stage& stage, uint64_t* barrier) {
   if (stage.count == 0) return;
   const int lane = threadIdx.x % kWarpSize;
   int32_t bytes = 0;
-  for (int32_t piece = lane; piece < stage.count; piece += kWarpSize) {
-    bytes += stage.bytes(work, piece) + (stage.part(work, piece) == 0 ? work.scale_bytes : 0);
+#pragma unroll 1
+  for (int32_t index = lane; index < stage.count; index += kWarpSize) {
+    const Piece piece(work, stage, index);
+    bytes += piece.bytes(work) + (piece.part == 0 ? work.scale_bytes : 0);
   }
   bytes = __reduce_add_sync(kAllLanes, bytes);
   if (lane == 0) expect_loads(barrier, bytes);
   __syncwarp();
   const uint64_t policy = evict_first_policy();
-  for (int32_t piece = lane; piece < stage.count; piece += kWarpSize) {
-    const int64_t token = stage.token(work, piece);
-    const int32_t part = stage.part(work, piece);
-    bulk_load(stage.piece(work, piece), work.x + token * work.x_stride + int64_t{part} * work.piece_bytes,
-              stage.bytes(work, piece), barrier, policy);
-    if (work.scale_bytes > 0 && part == 0) {
-      bulk_load(stage.scales(work, piece), work.scale + token * work.scale_stride, work.scale_bytes, barrier, policy);
+#pragma unroll 1
+  for (int32_t index = lane; index < stage.count; index += kWarpSize) {
+    const Piece piece(work, stage, index);
+    bulk_load(stage.piece(work, index), work.x + piece.token * work.x_stride + piece.offset(work), piece.bytes(work), barrier,
+              policy);
+    if (work.scale_bytes > 0 && piece.part == 0) {
+      bulk_load(stage.scales(work, index), work.scale + piece.token * work.scale_stride, work.scale_bytes, barrier, policy);
     }
   }
 }
 
-// Warps [first_warp, kFusedWarps) write the stage's rows, or its scales, from shared memory to each of their token's rows. A warp takes
-// a piece, or a part of it, into registers and then goes through the rows: `source(piece)` is where the piece lies, `size(piece)` how
-// many bytes it has (at most max_bytes), `column(piece)` where it belongs in row 0.
-template <typename Source, typename Size, typename Column>
-__device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const TokenRows& token_rows, int first_warp,
-                                     int32_t max_bytes, int64_t row_pitch, Source source, Size size, Column column) {
+// Warps from first_warp on write the stage's rows, or its scales, from shared memory to each of their token's rows. A warp takes a piece,
+// or a segment of it, into registers and then goes through the rows.
+template <bool kScales>
+__device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const TokenRows& token_rows, int first_warp) {
   const int lane = threadIdx.x % kWarpSize;
-  const int32_t vectors = max_bytes / 16;
-  const int32_t parts = (vectors + kRowVectors * kWarpSize - 1) / (kRowVectors * kWarpSize);
-  const int32_t per_part = ((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize;
-  const int32_t jobs = stage.count * parts, step = kFusedWarps - first_warp;
+  const int32_t vectors = (kScales ? work.scale_bytes : work.piece_bytes) / 16;
+  const int32_t segments = (vectors + kRowVectors * kWarpSize - 1) / (kRowVectors * kWarpSize);
+  const int32_t per_segment = ((vectors + segments - 1) / segments + kWarpSize - 1) / kWarpSize * kWarpSize;
+  const int64_t row_pitch = kScales ? work.scale_bytes : work.row_bytes;
+  const int32_t jobs = stage.count * segments, step = kFusedWarps + 1 - first_warp;
+#pragma unroll 1
   for (int32_t job = threadIdx.x / kWarpSize - first_warp; job < jobs; job += step) {
-    const int32_t piece = parts == 1 ? job : job / parts;
-    const int32_t* rows = token_rows.rows + (stage.token(work, piece) - token_rows.first_token) * work.topk;
-    const int32_t begin = (job - piece * parts) * per_part + lane;
-    const int32_t end = min(begin - lane + per_part, size(piece) / 16);
-    const auto* from = reinterpret_cast<const Vector16*>(source(piece));
-    auto* to = reinterpret_cast<Vector16*>(column(piece));
+    const int32_t index = segments == 1 ? job : job / segments;
+    const Piece piece(work, stage, index);
+    if (kScales && piece.part != 0) continue;
+    const int32_t first = (job - index * segments) * per_segment;
+    const int32_t size = (kScales ? work.scale_bytes : piece.bytes(work)) / 16;
+    const int32_t mine = min(per_segment, size - first) - lane;  // of every 32 vectors the lane has one
+    const auto* from =
+        reinterpret_cast<const Vector16*>(kScales ? stage.scales(work, index) : stage.piece(work, index)) + first + lane;
+    auto* to = reinterpret_cast<Vector16*>(kScales ? work.row_scales : work.rows + piece.offset(work)) + first + lane;
     Vector16 values[kRowVectors];
 #pragma unroll
     for (int i = 0; i < kRowVectors; ++i) {
-      if (begin + i * kWarpSize < end) values[i] = from[begin + i * kWarpSize];
+      if (i * kWarpSize < mine) values[i] = from[i * kWarpSize];
     }
+    const int32_t* rows = token_rows.rows + (piece.token - token_rows.first_token) * work.topk;
+#pragma unroll 1
     for (int batch = 0; batch < work.topk; batch += kWarpSize) {
-      const int32_t mine = batch + lane < work.topk ? rows[batch + lane] : -1;
-      for (unsigned left = __ballot_sync(kAllLanes, mine >= 0 && mine < work.num_rows); left != 0; left &= left - 1) {
-        const int64_t row = __shfl_sync(kAllLanes, mine, __ffs(left) - 1);
-        Vector16* target = reinterpret_cast<Vector16*>(reinterpret_cast<char*>(to) + row * row_pitch);
+      const int32_t own = batch + lane < work.topk ? rows[batch + lane] : -1;
+#pragma unroll 1
+      for (unsigned left = __ballot_sync(kAllLanes, own >= 0 && own < work.num_rows); left != 0; left &= left - 1) {
+        const int64_t row = __shfl_sync(kAllLanes, own, __ffs(left) - 1);
+        auto* target = reinterpret_cast<Vector16*>(reinterpret_cast<char*>(to) + row * row_pitch);
 #pragma unroll
         for (int i = 0; i < kRowVectors; ++i) {
-          if (begin + i * kWarpSize < end) target[begin + i * kWarpSize] = values[i];
+          if (i * kWarpSize < mine) target[i * kWarpSize] = values[i];
         }
       }
     }
@@ -486,12 +534,13 @@ __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, 
 
 // The first warp hands every piece and row of the stage to the copy engine.
 __device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage, const TokenRows& token_rows) {
+#pragma unroll 1
   for (int32_t i = threadIdx.x; i < stage.count * work.topk; i += kWarpSize) {
-    const int32_t piece = i / work.topk;
-    const int32_t row = token_rows.rows[(stage.token(work, piece) - token_rows.first_token) * work.topk + i - piece * work.topk];
+    const int32_t index = i / work.topk;
+    const Piece piece(work, stage, index);
+    const int32_t row = token_rows.rows[(piece.token - token_rows.first_token) * work.topk + i - index * work.topk];
     if (row < 0 || row >= work.num_rows) continue;
-    bulk_store(work.rows + row * int64_t{work.row_bytes} + int64_t{stage.part(work, piece)} * work.piece_bytes,
-               stage.piece(work, piece), stage.bytes(work, piece));
+    bulk_store(work.rows + row * int64_t{work.row_bytes} + piece.offset(work), stage.piece(work, index), piece.bytes(work));
   }
 }
 
@@ -501,18 +550,8 @@ __device__ inline void store_stage(const FusedWork& work, const Stage& stage, co
     bulk_store_rows(work, stage, token_rows);
     return;
   }
-  if (!kBulkStores) {
-    store_vectors(
-        work, stage, token_rows, 0, work.piece_bytes, work.row_bytes, [&](int32_t piece) { return stage.piece(work, piece); },
-        [&](int32_t piece) { return stage.bytes(work, piece); },
-        [&](int32_t piece) { return work.rows + int64_t{stage.part(work, piece)} * work.piece_bytes; });
-  }
-  if (work.scale_bytes == 0) return;
-  store_vectors(
-      work, stage, token_rows, kBulkStores ? 1 : 0, work.scale_bytes, work.scale_bytes,
-      [&](int32_t piece) { return stage.scales(work, piece); },
-      [&](int32_t piece) { return stage.part(work, piece) == 0 ? work.scale_bytes : 0; },
-      [&](int32_t) { return work.row_scales; });
+  if (!kBulkStores) store_vectors<false>(work, stage, token_rows, 0);
+  if (work.scale_bytes > 0) store_vectors<true>(work, stage, token_rows, kBulkStores ? 1 : 0);
 }
 
 }  // namespace cuda

@@ -3,9 +3,9 @@
 
 // unpermute on the GPU: each token is the sum of its rows.
 //
-// Blocks: (parts of a row, tiles of tokens). A block lists the rows of its tokens in shared memory; a thread owns one access of up to 16
-// bytes of every token, loads it from eight rows of the list before the first addition, and adds in the order of the rows, so that a
-// sum has one order whatever the schedule. Few tokens: smaller tiles and blocks, so that every multiprocessor has work. Bytes moved:
+// A thread owns one access of up to 16 bytes of a token, loads it from eight rows before the first addition, and adds in the order of the
+// rows, so that a sum has one order whatever the schedule. Many tokens: blocks are (parts of a row, tiles of tokens), and a block lists
+// the rows of its tokens in shared memory. Few tokens, where latency is what counts: a warp takes a part of one token. Bytes moved:
 // (N + T) * H elements, and 4 * T * K of maps and weights each.
 #include <algorithm>
 
@@ -13,6 +13,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/token_rows.cuh"
 #include "cuda/vectors.cuh"
+#include "cuda/warp_rows.cuh"
 #include "pmo/permute.h"
 
 namespace pmo {
@@ -20,8 +21,8 @@ namespace cuda {
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int kSmallThreads = 128;
-constexpr int64_t kFewVectors = int64_t{1} << 18;  // up to so many accesses in all, small blocks spread better
+constexpr int kFewThreads = 128;
+constexpr int64_t kFewAccesses = int64_t{1} << 20;  // of all tokens
 
 template <typename Rows, int kWidth, bool kWeighted>
 __global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ pmo_unpermute_params p, int tile) {
@@ -55,11 +56,7 @@ __global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ 
             if (listed.row >= 0 && !copy) {
               Lanes<Rows, kWidth> lanes;
               lanes.set(accesses[i]);
-#pragma unroll
-              for (int j = 0; j < kWidth; ++j) {
-                sum.values[j] =
-                    kWeighted ? __fmaf_rn(lanes.values[j], listed.weight, sum.values[j]) : __fadd_rn(sum.values[j], lanes.values[j]);
-              }
+              sum.template add<kWeighted>(lanes, listed.weight);
               empty = false;
             }
             Element* target = out + (first + listed.token) * p.hidden;
@@ -77,14 +74,75 @@ __global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ 
   }
 }
 
+// A warp takes 32 accesses of one token. Its rows are over the lanes; the weights, two more loads one after the other, arrive with the data.
+template <typename Rows, int kWidth, bool kWeighted>
+__global__ void __launch_bounds__(kFewThreads) sum_rows_of_few(const __grid_constant__ pmo_unpermute_params p, int parts) {
+  using Element = typename Rows::Element;
+  using Access = Vector<kWidth * sizeof(Element)>;
+  const int64_t warp = int64_t{blockIdx.x} * (kFewThreads / kWarpSize) + threadIdx.x / kWarpSize;
+  const int64_t token = warp / parts;
+  if (token >= p.num_tokens) return;
+  const int64_t vector = (warp - token * parts) * kWarpSize + threadIdx.x % kWarpSize;
+  const bool inside = vector < p.hidden / kWidth;
+  const Element* rows = static_cast<const Element*>(p.rows) + vector * kWidth;
+  Element* out = static_cast<Element*>(p.out) + token * p.hidden + vector * kWidth;
+  WarpRows listed(p, token, 0);
+  const bool only = (!kWeighted || p.copy_single_row != 0) && has_one_row(p, token, listed);
+  Lanes<Rows, kWidth> sum;
+  sum.fill(-0.0f);
+  bool empty = true;
+  for (int64_t segment = 0;;) {
+    for (unsigned left = listed.used; left != 0;) {
+      Access accesses[kWindow];
+      unsigned loading = left;
+#pragma unroll
+      for (int i = 0; i < kWindow; ++i) {
+        const int lane = WarpRows::take(&loading);
+        const int64_t row = __shfl_sync(kAllLanes, listed.row, lane & (kWarpSize - 1));
+        if (lane >= 0 && inside) accesses[i] = *reinterpret_cast<const Access*>(rows + row * p.rows_row_stride);
+      }
+      float own_weight = 0.0f;
+      if (kWeighted && listed.is_used()) {
+        const int64_t place = weight_place(p, listed.row);
+        if (place >= 0) own_weight = __ldg(p.weights + place);
+      }
+#pragma unroll
+      for (int i = 0; i < kWindow; ++i) {
+        const int lane = WarpRows::take(&left);
+        if (lane < 0) break;
+        const float weight = kWeighted ? __shfl_sync(kAllLanes, own_weight, lane) : 0.0f;
+        if (only && inside) *reinterpret_cast<Access*>(out) = accesses[i];
+        Lanes<Rows, kWidth> lanes;
+        lanes.set(accesses[i]);
+        sum.template add<kWeighted>(lanes, weight);
+        empty = false;
+      }
+    }
+    if (listed.ended) break;
+    segment += kWarpSize;
+    listed = WarpRows(p, token, segment);
+  }
+  if (empty) sum.fill(0.0f);
+  if (inside && !only) sum.store(out, 0);
+}
+
 template <typename Rows, int kWidth>
 int launch(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
-  const bool few = p.num_tokens * vectors <= kFewVectors;
+  if (p.num_tokens * vectors <= kFewAccesses) {
+    const int64_t warps_per_token = (vectors + kWarpSize - 1) / kWarpSize;
+    const unsigned blocks = grid_for(p.num_tokens * warps_per_token, kFewThreads / kWarpSize, INT32_MAX);
+    if (p.weights == nullptr) {
+      sum_rows_of_few<Rows, kWidth, false><<<blocks, kFewThreads, 0, stream>>>(p, static_cast<int>(warps_per_token));
+    } else {
+      sum_rows_of_few<Rows, kWidth, true><<<blocks, kFewThreads, 0, stream>>>(p, static_cast<int>(warps_per_token));
+    }
+    PMO_CUDA_LAUNCHED("sum_rows_of_few");
+    return PMO_OK;
+  }
   const int64_t parts = (vectors + kMaxThreads - 1) / kMaxThreads;
-  const int64_t even = ((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize;
-  const int threads = static_cast<int>(std::min<int64_t>(even, few ? kSmallThreads : kMaxThreads));
-  const int tile = few || p.max_rows_per_token > kWarpSize ? 1 : kTileTokens;
+  const int threads = static_cast<int>(((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize);
+  const int tile = p.max_rows_per_token > kWarpSize ? 1 : kTileTokens;
   const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, tile, 65535));
   if (p.weights == nullptr) {
     sum_rows<Rows, kWidth, false><<<grid, threads, 0, stream>>>(p, tile);

@@ -123,6 +123,22 @@ struct Lanes {
     for (int i = 0; i < kWidth; ++i) values[i] = value;
   }
 
+  // values + addend, or values + addend * weight with one rounding
+  template <bool kWeighted>
+  __device__ void add(const Lanes& addend, float weight) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      values[i] = kWeighted ? __fmaf_rn(addend.values[i], weight, values[i]) : __fadd_rn(values[i], addend.values[i]);
+    }
+  }
+
+  __device__ Lanes scaled(float weight) const {
+    Lanes product;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) product.values[i] = __fmul_rn(values[i], weight);
+    return product;
+  }
+
   __device__ void set(const Access& given) {
     typename Rows::Element elements[kWidth];
     memcpy(elements, &given, sizeof(given));
