@@ -47,8 +47,8 @@ against the headers of Paddle 3.3.1, and the kernels for every architecture that
 On `cuda_rig` the operators of Paddle's own between and beside ours (the router and MoE layers, mixed precision,
 recompute, sums of gradients, inputs made contiguous, export and inference) run on the CPU, with a copy of their
 tensors to the host and back; so those runs show that ours fit in, and nothing about Paddle's own GPU kernels. Left
-out there is what is marked `paddle_kernels` in the sources, with the reason. `cpu_only` are tests about threads, instruction sets and host memory. No
-test was skipped.
+out there is what is marked `paddle_kernels` in the sources, with the reason. `cpu_only` are tests about threads,
+instruction sets and host memory. No test was skipped.
 """
 
 
