@@ -121,7 +121,6 @@ def test_the_chosen_backend_runs(monkeypatch, rng, place):
     assert calls == ["route"]
 
 
-@pytest.mark.paddle_kernels  # clears a gradient
 def test_backward_stays_on_the_backend_that_ran_forward(monkeypatch, rng, place):
     calls = spy(monkeypatch, "permute_backward")
     problem = make_problem(rng, SMALL)

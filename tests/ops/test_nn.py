@@ -14,7 +14,7 @@ import pytest
 from paddle_moe_ops.demo.checks import dense_moe
 from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter, load_balance_loss
 
-pytestmark = pytest.mark.paddle_kernels
+pytestmark = pytest.mark.usefixtures("place")
 
 T, H, E, K = 37, 12, 8, 3
 

@@ -17,9 +17,6 @@ from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import backward, make_problem, ordinary, plan_tensors, tensor
 from tests.params import ROW_DTYPES, SMALL, SUM_DTYPES
 
-# Paddle makes the inputs of operators contiguous, by a kernel of its own.
-pytestmark = pytest.mark.paddle_kernels
-
 
 def transposed(array: NDArray, place: object) -> paddle.Tensor:
     return to_tensor(array.T, place).t()

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import paddle
-import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import moe_permute, moe_unpermute, permute, reference, route, unpermute
@@ -35,7 +34,6 @@ class Case(NamedTuple):
     function: Callable[..., tuple[paddle.Tensor, ...]]
     inputs: Callable[[np.random.Generator, int], Inputs]
     leaves: tuple[str, ...]
-    needs_paddle_kernels: bool = False  # operators of Paddle's own stand between or beside ours
 
     def __str__(self) -> str:
         return self.name
@@ -231,12 +229,12 @@ MOE_PERMUTE = (
     Case("moe_permute-probs-only", permute_counted, token_inputs(BFLOAT16), ("probs",)),
     Case("moe_permute-counts32", permute_counts_tensor, token_inputs(counts=COUNTS32), ("x", "probs")),
     Case("moe_permute-counts64", permute_counts_tensor, token_inputs(BFLOAT16, counts=COUNTS64), ("x", "probs")),
-    Case("moe_permute-counts0D", permute_counts_list_of_tensors, token_inputs(counts=COUNTS64), ("x", "probs"), True),
+    Case("moe_permute-counts0D", permute_counts_list_of_tensors, token_inputs(counts=COUNTS64), ("x", "probs")),
     Case("moe_permute-buffer", permute_static_buffer, token_inputs(BFLOAT16), ("x", "probs")),
     Case("moe_permute-small-buffer", permute_small_buffer, token_inputs(), ("x", "probs")),
     Case("moe_permute-scale", permute_scale, token_inputs(BFLOAT16, scale=row_scales), ("x", "probs")),
     Case("moe_permute-packed-scale", permute_packed_scale, token_inputs(scale=packed_scales), ("x", "probs")),
-    Case("moe_permute-float8", permute_float8, token_inputs(scale=row_scales), ("probs",), True),
+    Case("moe_permute-float8", permute_float8, token_inputs(scale=row_scales), ("probs",)),
     Case("moe_permute-maps-only", permute_maps_only, token_inputs(), ("x", "probs")),
 )
 MOE_UNPERMUTE = (
@@ -246,32 +244,25 @@ MOE_UNPERMUTE = (
     Case("moe_unpermute-weighted-bfloat16", unpermute_weighted, row_inputs(BFLOAT16), ("rows", "row_probs")),
     Case("moe_unpermute-weighted-rows-only", unpermute_weighted, row_inputs(), ("rows",)),
     Case("moe_unpermute-weighted-probs-only", unpermute_weighted, row_inputs(), ("row_probs",)),
-    Case("moe_unpermute-compat", unpermute_like_paddle, row_inputs(BFLOAT16), ("rows", "row_probs"), True),
-    Case("layer", layer, token_inputs(BFLOAT16), ("x", "probs"), True),
+    Case("moe_unpermute-compat", unpermute_like_paddle, row_inputs(BFLOAT16), ("rows", "row_probs")),
+    Case("layer", layer, token_inputs(BFLOAT16), ("x", "probs")),
 )
-FLOAT8_E5M2 = Case("permute-float8_e5m2", permute_by_plan_float8_e5m2, token_inputs(leave_out="probs"), (), True)
+FLOAT8_E5M2 = Case("permute-float8_e5m2", permute_by_plan_float8_e5m2, token_inputs(leave_out="probs"), ())
 VERBS = (
     Case("route", route_ids, token_inputs(leave_out="x"), ("probs",)),
     Case("route-without-probs", route_without_probs, token_inputs(leave_out="x probs"), ()),
     Case("route-each", route_each, token_inputs(leave_out="x"), ("probs",)),
     Case("route-counts", route_counts_tensor, token_inputs(leave_out="x", counts=COUNTS32), ("probs",)),
-    Case("route-mask", route_mask, mask_inputs, ("x", "probs"), True),
+    Case("route-mask", route_mask, mask_inputs, ("x", "probs")),
     Case("permute", permute_by_plan, token_inputs(scale=row_scales), ("x",)),
     Case("permute-bfloat16", permute_by_plan, token_inputs(BFLOAT16, scale=packed_scales), ("x",)),
-    Case("permute-float8", permute_by_plan_float8, token_inputs(scale=row_scales), (), True),
+    Case("permute-float8", permute_by_plan_float8, token_inputs(scale=row_scales), ()),
     FLOAT8_E5M2,
     Case("unpermute", unpermute_by_plan, plan_inputs(with_probs=False), ("rows",)),
     Case("unpermute-bfloat16", unpermute_by_plan, plan_inputs(BFLOAT16, with_probs=False), ("rows",)),
-    Case("unpermute-row-probs", unpermute_by_plan_row_probs, plan_inputs(), ("rows", "probs"), True),
-    Case("unpermute-row-probs-bfloat16", unpermute_by_plan_row_probs, plan_inputs(BFLOAT16), ("rows", "probs"), True),
+    Case("unpermute-row-probs", unpermute_by_plan_row_probs, plan_inputs(), ("rows", "probs")),
+    Case("unpermute-row-probs-bfloat16", unpermute_by_plan_row_probs, plan_inputs(BFLOAT16), ("rows", "probs")),
     Case("unpermute-slot-probs", unpermute_by_plan_slot_probs, plan_inputs(), ("rows", "probs")),
     Case("unpermute-slot-probs-bfloat16", unpermute_by_plan_slot_probs, plan_inputs(BFLOAT16), ("rows", "probs")),
 )
 CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS)
-
-
-def marks_of(case: Case) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.paddle_kernels] if case.needs_paddle_kernels else []
-
-
-CASE_PARAMS = [pytest.param(case, id=case.name, marks=marks_of(case)) for case in CASES]

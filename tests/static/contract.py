@@ -1,17 +1,12 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the contract test asks of every operator. Run as a module, it writes the answers to a file.
-
-Every call is made in a forked process, so that one that kills it is seen. The forks come from this process of its own
-because pytest's process has had other tests run threads in it.
-"""
+"""What the contract test asks of every operator. Run as a module, it asks, as tests/static/isolation.py wants it."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +15,7 @@ import paddle
 from paddle_moe_ops import _C
 from paddle_moe_ops.backends.arrays import to_numpy
 from tests.static.garbage import garbage_attributes, garbage_inputs, garbage_types
-from tests.static.isolation import outcomes
+from tests.static.isolation import report
 from tests.static.modes import feed_of, static_mode
 from tests.static.operators import FLOATS, Example, operator_names, record
 
@@ -247,17 +242,16 @@ def questions(name: str, examples: dict[int, list[Example]]) -> dict[str, Calls]
     }
 
 
-def main(path: str) -> None:
+def main(begin: str, write_end: str) -> None:
     examples = {tokens: record(tokens) for tokens in TOKENS}
-    answers = {
-        name: {
-            part: list(zip([label for label, _ in calls], outcomes([call for _, call in calls]), strict=True))
-            for part, calls in questions(name, {tokens: examples[tokens][name] for tokens in TOKENS}).items()
-        }
+    calls = [
+        (json.dumps([name, part, label]), call)
         for name in operator_names()
-    }
-    Path(path).write_text(json.dumps(answers), encoding="utf-8")
+        for part, questioned in questions(name, {tokens: examples[tokens][name] for tokens in TOKENS}).items()
+        for label, call in questioned
+    ]
+    report(calls, int(begin), int(write_end))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

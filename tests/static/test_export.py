@@ -22,7 +22,6 @@ from tests.static.modes import assert_same_run, feed_of, input_specs, random_d_o
 
 # Paddle's remarks about its own full_like, and about models without parameters.
 pytestmark = [
-    pytest.mark.paddle_kernels,
     pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
     pytest.mark.filterwarnings("ignore:no variable in your model"),
 ]
@@ -53,7 +52,11 @@ def save(case: Case, folder: Path) -> str:
 
 def predictor_of(model: str, *, onednn: bool = True) -> inference.Predictor:
     config = inference.Config(model + ".json", model + ".pdiparams")
-    config.disable_gpu()
+    kind, _, index = paddle.device.get_device().partition(":")
+    if kind == "cuda_rig":
+        config.enable_custom_device(kind, int(index))
+    else:
+        config.disable_gpu()
     config.disable_glog_info()
     if not onednn:
         config.disable_onednn()

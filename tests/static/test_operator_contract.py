@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,10 +18,10 @@ import pytest
 import paddle_moe_ops
 from paddle_moe_ops.backends.arrays import to_tensor
 from tests.static.cases import CASES
+from tests.static.contract import TOKENS, questions
+from tests.static.isolation import outcomes
 from tests.static.modes import as_tuple
 from tests.static.operators import FLOATS, operator_names
-
-pytestmark = pytest.mark.paddle_kernels
 
 SOURCES = Path(paddle_moe_ops.__file__).parent / "csrc" / "paddle"
 OPERATORS = sorted(
@@ -35,18 +34,14 @@ GOOD_ENDS_OF_A_BUILD = (*GOOD_ENDS, "built: raised ValueError", "built: raised T
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """operator -> part of the contract -> [[call, what became of it], ...]."""
-    path = tmp_path_factory.mktemp("contract") / "answers.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.static.contract", str(path)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(path.read_text(encoding="utf-8"))
+def answers():
+    """operator -> part of the contract -> [(call, what became of it), ...]."""
+    no_examples = {tokens: [] for tokens in TOKENS}
+    found = {operator: {part: [] for part in questions(operator, no_examples)} for operator in operator_names()}
+    for name, outcome in outcomes([sys.executable, "-m", "tests.static.contract"]):
+        operator, part, call = json.loads(name)
+        found[operator][part].append((call, outcome))
+    return found
 
 
 def test_library_has_the_operators_of_the_sources():

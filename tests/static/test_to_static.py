@@ -13,7 +13,7 @@ import pytest
 from paddle.jit.sot.opcode_translator.executor.executor_cache import OpcodeExecutorCache
 
 from paddle_moe_ops import moe_permute, route
-from tests.static.cases import BUFFER, CASE_PARAMS, CASES, FLOAT8_E5M2, A, E, layer, marks_of, token_inputs
+from tests.static.cases import BUFFER, CASES, FLOAT8_E5M2, A, E, layer, token_inputs
 from tests.static.modes import assert_same_run, input_specs, random_d_outputs, run_dygraph
 
 # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' inter
 BY_SYNTAX_AND_BYTECODE = pytest.mark.parametrize("full_graph", [True, False], ids=["full_graph", "bytecode"])
 # By bytecode, Paddle has no float8_e5m2: its operator for the input of a graph refuses the dtype.
 CASES_IN_BOTH_WAYS = [
-    pytest.param(case, full_graph, id=f"{case}-{'full_graph' if full_graph else 'bytecode'}", marks=marks_of(case))
+    pytest.param(case, full_graph, id=f"{case}-{'full_graph' if full_graph else 'bytecode'}")
     for full_graph in (True, False)
     for case in CASES
     if full_graph or case is not FLOAT8_E5M2
@@ -53,7 +53,6 @@ def test_bits_of_dygraph(case, full_graph, rng, place):
         assert_same_run(run, expected)
 
 
-@pytest.mark.paddle_kernels
 @BY_SYNTAX_AND_BYTECODE
 @pytest.mark.parametrize("wanted", [0, 1], ids=["hidden_states", "expert_prob_topk"])
 def test_gradient_of_one_output_alone(wanted, full_graph, rng, place):
@@ -67,7 +66,6 @@ def test_gradient_of_one_output_alone(wanted, full_graph, rng, place):
     assert (np.abs(expected.gradients["x"]).sum() > 0) == (wanted == 0)
 
 
-@pytest.mark.paddle_kernels
 @BY_SYNTAX_AND_BYTECODE
 def test_each_input_may_stop_or_want_its_gradient(full_graph, rng, place):
     traced = paddle.jit.to_static(layer, full_graph=full_graph)
@@ -82,7 +80,7 @@ def test_each_input_may_stop_or_want_its_gradient(full_graph, rng, place):
         assert_same_run(run, expected)
 
 
-@pytest.mark.parametrize("case", CASE_PARAMS)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_program_serves_any_number_of_tokens(case, rng, place):
     traced = paddle.jit.to_static(case.function, input_spec=input_specs(case), full_graph=True)
     for tokens in (0, 1, 63, 200):

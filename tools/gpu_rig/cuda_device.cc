@@ -3,12 +3,9 @@
 
 // A Paddle custom-device plug-in that presents NVIDIA GPUs to the CPU build of Paddle as
 // CustomPlace("cuda_rig", i): device memory, copies, streams and events through the CUDA runtime.
-// Paddle ops without a kernel for the device fall back to the CPU; compiled custom ops and Triton
-// kernels run on the device memory directly. Put the built library in a folder and set
-// CUSTOM_DEVICE_ROOT to that folder before importing paddle.
-//
-//   g++ -O2 -std=c++17 -shared -fPIC -DPADDLE_WITH_CUSTOM_DEVICE cuda_device.cc
-//       -I$PADDLE/include -I$CUDA/include -o libcuda_rig.so $CUDA/lib64/libcudart_static.a -ldl -lrt -lpthread
+// Compiled custom ops and Triton kernels run on the device memory directly; operators of Paddle's own run on the CPU
+// (host_kernels.cc). Put the built library (see the Makefile) in a folder and set CUSTOM_DEVICE_ROOT to that folder before
+// importing paddle.
 #include <cuda_runtime.h>
 
 #include <cstdio>

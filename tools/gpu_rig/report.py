@@ -44,11 +44,11 @@ against the headers of Paddle 3.3.1, and the kernels for every architecture that
 * paddlepaddle-gpu 2.6.2, whose place and stream are those of the 3.x build: the same bindings without float8 and
   strides.
 
-Left out on `cuda_rig` are tests marked `paddle_kernels` in the sources: that place has none of Paddle's own
-kernels, and a result that Paddle computes on the CPU instead stays there. They are the router and MoE layers,
-mixed precision, recompute, export and inference, inputs that Paddle must make contiguous, and graphs in which an
-operator of Paddle's stands between ours. `cpu_only` are tests about threads, instruction sets and host memory. No
-test was skipped.
+On `cuda_rig` the operators of Paddle's own between and beside ours (the router and MoE layers, mixed precision,
+recompute, sums of gradients, inputs made contiguous, export and inference) run on the CPU, with a copy of their
+tensors to the host and back; so those runs show that ours fit in, and nothing about Paddle's own GPU kernels. Left
+out there is what is marked `paddle_kernels` in the sources, with the reason. `cpu_only` are tests about threads,
+instruction sets and host memory. No test was skipped.
 """
 
 

@@ -1,0 +1,136 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The kernels of Paddle's own that the tests need on the custom place "cuda_rig"; the CPU computes them (host_kernels.h).
+//
+// Paddle by itself computes on the CPU what has no kernel on the device, but not everywhere: gradients that it adds up and values
+// that it passes on inside a program stay on the CPU then, and kernels that it asks for by name must be there.
+#include "host_kernels.h"
+
+#include "paddle/phi/kernels/activation_grad_kernel.h"
+#include "paddle/phi/kernels/activation_kernel.h"
+#include "paddle/phi/kernels/add_n_kernel.h"
+#include "paddle/phi/kernels/arange_kernel.h"
+#include "paddle/phi/kernels/argsort_kernel.h"
+#include "paddle/phi/kernels/cast_kernel.h"
+#include "paddle/phi/kernels/clip_grad_kernel.h"
+#include "paddle/phi/kernels/clip_kernel.h"
+#include "paddle/phi/kernels/concat_grad_kernel.h"
+#include "paddle/phi/kernels/concat_kernel.h"
+#include "paddle/phi/kernels/contiguous_kernel.h"
+#include "paddle/phi/kernels/elementwise_add_grad_kernel.h"
+#include "paddle/phi/kernels/elementwise_add_kernel.h"
+#include "paddle/phi/kernels/elementwise_divide_grad_kernel.h"
+#include "paddle/phi/kernels/elementwise_divide_kernel.h"
+#include "paddle/phi/kernels/elementwise_multiply_grad_kernel.h"
+#include "paddle/phi/kernels/elementwise_multiply_kernel.h"
+#include "paddle/phi/kernels/elementwise_subtract_grad_kernel.h"
+#include "paddle/phi/kernels/elementwise_subtract_kernel.h"
+#include "paddle/phi/kernels/empty_kernel.h"
+#include "paddle/phi/kernels/expand_grad_kernel.h"
+#include "paddle/phi/kernels/expand_kernel.h"
+#include "paddle/phi/kernels/full_kernel.h"
+#include "paddle/phi/kernels/gaussian_kernel.h"
+#include "paddle/phi/kernels/linspace_kernel.h"
+#include "paddle/phi/kernels/matmul_grad_kernel.h"
+#include "paddle/phi/kernels/matmul_kernel.h"
+#include "paddle/phi/kernels/one_hot_kernel.h"
+#include "paddle/phi/kernels/reduce_mean_grad_kernel.h"
+#include "paddle/phi/kernels/reduce_mean_kernel.h"
+#include "paddle/phi/kernels/reduce_sum_grad_kernel.h"
+#include "paddle/phi/kernels/reduce_sum_kernel.h"
+#include "paddle/phi/kernels/scale_kernel.h"
+#include "paddle/phi/kernels/sign_kernel.h"
+#include "paddle/phi/kernels/slice_grad_kernel.h"
+#include "paddle/phi/kernels/slice_kernel.h"
+#include "paddle/phi/kernels/softmax_grad_kernel.h"
+#include "paddle/phi/kernels/softmax_kernel.h"
+#include "paddle/phi/kernels/split_kernel.h"
+#include "paddle/phi/kernels/stack_grad_kernel.h"
+#include "paddle/phi/kernels/stack_kernel.h"
+#include "paddle/phi/kernels/strided_copy_kernel.h"
+#include "paddle/phi/kernels/swiglu_grad_kernel.h"
+#include "paddle/phi/kernels/swiglu_kernel.h"
+#include "paddle/phi/kernels/take_along_axis_grad_kernel.h"
+#include "paddle/phi/kernels/take_along_axis_kernel.h"
+#include "paddle/phi/kernels/unsqueeze_grad_kernel.h"
+#include "paddle/phi/kernels/unsqueeze_kernel.h"
+
+// KERNEL(name, function): Paddle's name of the kernel, and the declaration that tells its arguments.
+#define RIG_KERNELS(KERNEL)                             \
+  KERNEL(add, AddKernel)                                \
+  KERNEL(add_grad, AddGradKernel)                       \
+  KERNEL(add_n, AddNKernel)                             \
+  KERNEL(arange_tensor, ArangeTensorKernel)             \
+  KERNEL(argsort, ArgsortKernel)                        \
+  KERNEL(cast, CastKernel)                              \
+  KERNEL(clip, ClipKernel)                              \
+  KERNEL(clip_grad, ClipGradKernel)                     \
+  KERNEL(concat, ConcatKernel)                          \
+  KERNEL(concat_grad, ConcatGradKernel)                 \
+  KERNEL(contiguous, ContiguousKernel)                  \
+  KERNEL(div_scale, DivScaleKernel)                     \
+  KERNEL(divide, DivideKernel)                          \
+  KERNEL(divide_grad, DivideGradKernel)                 \
+  KERNEL(empty, EmptyKernel)                            \
+  KERNEL(expand, ExpandKernel)                          \
+  KERNEL(expand_grad, ExpandGradKernel)                 \
+  KERNEL(full, FullKernel)                              \
+  KERNEL(full_like, FullLikeKernel)                     \
+  KERNEL(gaussian, GaussianKernel)                      \
+  KERNEL(linspace, LinspaceKernel)                      \
+  KERNEL(matmul, MatmulKernel)                          \
+  KERNEL(matmul_grad, MatmulGradKernel)                 \
+  KERNEL(mean, MeanKernel)                              \
+  KERNEL(mean_grad, ReduceMeanGradKernel)               \
+  KERNEL(multiply, MultiplyKernel)                      \
+  KERNEL(multiply_grad, MultiplyGradKernel)             \
+  KERNEL(one_hot, OneHotKernel)                         \
+  KERNEL(scale, ScaleKernel)                            \
+  KERNEL(sigmoid, SigmoidKernel)                        \
+  KERNEL(sigmoid_grad, SigmoidGradKernel)               \
+  KERNEL(sign, SignKernel)                              \
+  KERNEL(slice, SliceKernel)                            \
+  KERNEL(slice_grad, SliceGradKernel)                   \
+  KERNEL(softmax, SoftmaxKernel)                        \
+  KERNEL(softmax_grad, SoftmaxGradKernel)               \
+  KERNEL(split, SplitKernel)                            \
+  KERNEL(split_with_num, SplitWithNumKernel)            \
+  KERNEL(stack, StackKernel)                            \
+  KERNEL(stack_grad, StackGradKernel)                   \
+  KERNEL(strided_copy, StridedCopyKernel)               \
+  KERNEL(subtract, SubtractKernel)                      \
+  KERNEL(subtract_grad, SubtractGradKernel)             \
+  KERNEL(sum, SumKernel)                                \
+  KERNEL(sum_grad, ReduceSumGradKernel)                 \
+  KERNEL(swiglu, SwiGLUKernel)                          \
+  KERNEL(swiglu_grad, SwiGLUGradKernel)                 \
+  KERNEL(take_along_axis, TakeAlongAxisKernel)          \
+  KERNEL(take_along_axis_grad, TakeAlongAxisGradKernel) \
+  KERNEL(unsqueeze, UnsqueezeKernel)                    \
+  KERNEL(unsqueeze_grad, UnsqueezeGradKernel)
+
+namespace {
+
+#define RIG_NAME(name, function)           \
+  struct name_of_##name {                  \
+    static constexpr char kText[] = #name; \
+  };
+RIG_KERNELS(RIG_NAME)
+
+template <typename Name, typename Function>
+void Register() {
+  using phi::DataType;
+  rig::RegisterAll<Name, Function, DataType::BOOL, DataType::UINT8, DataType::INT8, DataType::INT16, DataType::INT32,
+                   DataType::INT64, DataType::FLOAT16, DataType::BFLOAT16, DataType::FLOAT32, DataType::FLOAT64,
+                   DataType::FLOAT8_E4M3FN, DataType::FLOAT8_E5M2>();
+}
+
+// When the library is loaded; Paddle then collects what is registered.
+[[maybe_unused]] const bool kRegistered = [] {
+#define RIG_REGISTER(name, function) Register<name_of_##name, decltype(&phi::function<float, phi::CPUContext>)>();
+  RIG_KERNELS(RIG_REGISTER)
+  return true;
+}();
+
+}  // namespace

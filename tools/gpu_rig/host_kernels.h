@@ -1,0 +1,246 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Makes a kernel for the custom place "cuda_rig" of a CPU kernel of Paddle: inputs to the host, the CPU kernel, outputs back.
+//
+// What is copied is the whole memory block behind a tensor, once per call, and its image on the host has the block's size. So
+// strides, offsets, views and outputs that share memory with an input mean the same on both sides, and need no code of their own.
+//
+// Paddle's CPU has no float16 or bfloat16 form of some kernels (`add`, `matmul`). The float32 form computes those, and its result
+// is rounded once, as a GPU kernel's is.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "paddle/phi/backends/context_pool.h"
+#include "paddle/phi/common/memory_utils.h"
+#include "paddle/phi/core/kernel_registry.h"
+
+namespace rig {
+
+constexpr char kDeviceType[] = "cuda_rig";
+
+inline void Check(cudaError_t status) {
+  if (status != cudaSuccess) PADDLE_THROW(common::errors::External("cuda_rig: %s", cudaGetErrorString(status)));
+}
+
+inline phi::KernelKey CpuKey(phi::DataType dtype) { return {phi::Backend::CPU, phi::DataLayout::ALL_LAYOUT, dtype}; }
+
+// The CPU kernel of a name and dtype; null if Paddle has none.
+inline const phi::Kernel* FindCpuKernel(const char* name, phi::DataType dtype) {
+  const auto& kernels = phi::KernelFactory::Instance().kernels();
+  const auto found = kernels.find(name);
+  if (found == kernels.end()) return nullptr;
+  const auto kernel = found->second.find(CpuKey(dtype));
+  return kernel == found->second.end() ? nullptr : &kernel->second;
+}
+
+inline const phi::CPUContext& CpuContext() {
+  return *static_cast<const phi::CPUContext*>(phi::DeviceContextPool::Instance().Get(phi::CPUPlace()));
+}
+
+inline void Cast(const phi::DenseTensor& from, phi::DenseTensor* to, phi::DataType dtype) {
+  using Function = void (*)(const phi::CPUContext&, const phi::DenseTensor&, phi::DataType, phi::DenseTensor*);
+  FindCpuKernel("cast", from.dtype())->GetVariadicKernelFn<Function>()(CpuContext(), from, dtype, to);
+}
+
+// The host side of one kernel call. Tensors of the dtype `widened` are float32 for the CPU kernel; UNDEFINED: there are none.
+class HostCall {
+ public:
+  HostCall(const phi::CustomContext& context, phi::DataType widened) : context_(context), widened_(widened) {}
+
+  // ---- what the CPU kernel gets for an argument of the device kernel
+
+  const phi::DenseTensor& Argument(const phi::DenseTensor& tensor) { return *Input(tensor); }
+
+  paddle::optional<phi::DenseTensor> Argument(const paddle::optional<phi::DenseTensor>& tensor) {
+    if (tensor) return *Input(*tensor);
+    return paddle::none;
+  }
+
+  // The tensors are DenseTensor, or TensorBase that may be something else in other programs than ours.
+  template <typename Tensor>
+  std::vector<const Tensor*> Argument(const std::vector<const Tensor*>& tensors) {
+    std::vector<const Tensor*> images;
+    for (const Tensor* tensor : tensors) {
+      if (tensor == nullptr || phi::DenseTensor::classof(tensor)) {
+        images.push_back(tensor == nullptr ? nullptr : Input(*static_cast<const phi::DenseTensor*>(tensor)));
+      } else {
+        PADDLE_THROW(common::errors::Unimplemented("cuda_rig: tensors must be dense"));
+      }
+    }
+    return images;
+  }
+
+  phi::DenseTensor* Argument(phi::DenseTensor* output) {
+    if (output == nullptr) return nullptr;
+    phi::DenseTensor* image = Image(*output);
+    phi::DenseTensor* computed = image->dtype() == widened_ ? Widened(*image) : image;
+    outputs_.push_back({output, image, computed});
+    return computed;
+  }
+
+  std::vector<phi::DenseTensor*> Argument(const std::vector<phi::DenseTensor*>& outputs) {
+    std::vector<phi::DenseTensor*> images;
+    for (phi::DenseTensor* output : outputs) images.push_back(Argument(output));
+    return images;
+  }
+
+  template <typename Attribute>
+  const Attribute& Argument(const Attribute& attribute) {
+    return attribute;
+  }
+
+  // After the CPU kernel: its outputs to the device.
+  void ReturnOutputs() {
+    for (const Output& output : outputs_) {
+      if (output.computed != output.image && output.computed->has_allocation()) {
+        output.image->Resize(output.computed->dims());
+        Cast(*output.computed, output.image, widened_);
+      }
+      Return(*output.image, output.tensor);
+    }
+  }
+
+ private:
+  using Block = std::shared_ptr<phi::Allocation>;
+
+  struct Output {
+    phi::DenseTensor* tensor;    // on the device
+    phi::DenseTensor* image;     // on the host
+    phi::DenseTensor* computed;  // what the CPU kernel writes: the image, or its float32 form
+  };
+
+  const phi::DenseTensor* Input(const phi::DenseTensor& tensor) {
+    phi::DenseTensor* image = Image(tensor);
+    if (image->dtype() != widened_ || !image->has_allocation()) return image;
+    phi::DenseTensor* wide = Widened(*image);
+    Cast(*image, wide, phi::DataType::FLOAT32);
+    return wide;
+  }
+
+  // A float32 tensor of the shape, without memory.
+  phi::DenseTensor* Widened(const phi::DenseTensor& image) {
+    images_.emplace_back(Block(), phi::DenseTensorMeta(phi::DataType::FLOAT32, image.dims(), image.layout()));
+    return &images_.back();
+  }
+
+  // The tensor with the same strides and offset in the block's image. One that is in host memory already stays there as an input;
+  // as an output it is made anew by Return.
+  phi::DenseTensor* Image(const phi::DenseTensor& tensor) {
+    Block block = tensor.Holder();
+    if (block != nullptr && block->place() == context_.GetPlace()) block = ImageOf(block);
+    images_.emplace_back(block, tensor.meta());
+    return &images_.back();
+  }
+
+  Block ImageOf(const Block& device) {
+    Block& image = device_to_host_[device];
+    if (image == nullptr) {
+      image = phi::memory_utils::AllocShared(phi::CPUPlace(), device->size());
+      Copy(image->ptr(), device->ptr(), device->size(), cudaMemcpyDeviceToHost);
+      host_to_device_[image] = device;
+    }
+    return image;
+  }
+
+  void Return(const phi::DenseTensor& image, phi::DenseTensor* output) {
+    const Block& host = image.Holder();
+    if (host == nullptr) return;
+    Block& device = host_to_device_[host];
+    if (device == nullptr) {  // the kernel allocated it
+      device = phi::memory_utils::AllocShared(context_.GetPlace(), host->size(), phi::Stream(StreamId()));
+    }
+    Copy(device->ptr(), host->ptr(), host->size(), cudaMemcpyHostToDevice);
+    output->clear();
+    output->set_meta(image.meta());
+    output->ResetHolder(device);
+  }
+
+  phi::StreamId StreamId() const { return reinterpret_cast<phi::StreamId>(context_.stream()); }
+
+  void Copy(void* target, const void* source, size_t bytes, cudaMemcpyKind kind) const {
+    const auto stream = static_cast<cudaStream_t>(context_.stream());
+    Check(cudaMemcpyAsync(target, source, bytes, kind, stream));
+    Check(cudaStreamSynchronize(stream));
+  }
+
+  const phi::CustomContext& context_;
+  const phi::DataType widened_;
+  std::deque<phi::DenseTensor> images_;  // a deque keeps their addresses
+  std::vector<Output> outputs_;
+  std::map<Block, Block> device_to_host_, host_to_device_;
+};
+
+// Name::kText is the kernel's name; Function is its type on the CPU, `void(const phi::CPUContext&, ...)`.
+template <typename Name, phi::DataType dtype, typename Function>
+struct HostKernel;
+
+template <typename Name, phi::DataType dtype, typename... Arguments>
+struct HostKernel<Name, dtype, void (*)(const phi::CPUContext&, Arguments...)> {
+  using CpuFunction = void (*)(const phi::CPUContext&, Arguments...);
+
+  static constexpr bool kNarrow = dtype == phi::DataType::FLOAT16 || dtype == phi::DataType::BFLOAT16;
+
+  static void Run(const phi::CustomContext& context, Arguments... arguments) {
+    static const bool widen = FindCpuKernel(Name::kText, dtype) == nullptr;
+    static const auto function = Find()->template GetVariadicKernelFn<CpuFunction>();
+    HostCall call(context, widen ? dtype : phi::DataType::UNDEFINED);
+    function(CpuContext(), call.Argument(arguments)...);
+    call.ReturnOutputs();
+  }
+
+  static const phi::Kernel* Find() {
+    const phi::Kernel* kernel = FindCpuKernel(Name::kText, dtype);
+    return kernel == nullptr && kNarrow ? FindCpuKernel(Name::kText, phi::DataType::FLOAT32) : kernel;
+  }
+
+  static void Register() {
+    const phi::Kernel* cpu = Find();
+    if (cpu == nullptr) return;
+    CheckArguments(cpu->args_def());
+    phi::Kernel kernel(PHI_KERNEL(Run), PHI_VARIADIC_KERNEL(Run));
+    const phi::Backend backend = paddle::experimental::StringToBackend(kDeviceType);
+    *kernel.mutable_args_def() = cpu->args_def();
+    const bool widen = cpu != FindCpuKernel(Name::kText, dtype);
+    const auto move = [&](phi::TensorArgDef& tensor) {
+      if (tensor.backend == phi::Backend::CPU) tensor.SetBackend(backend);
+      if (widen && tensor.dtype == phi::DataType::FLOAT32) tensor.SetDataType(dtype);
+    };
+    for (auto& input : kernel.mutable_args_def()->input_defs()) move(input);
+    for (auto& output : kernel.mutable_args_def()->output_defs()) move(output);
+    const phi::KernelKey key(backend, phi::DataLayout::ALL_LAYOUT, dtype);
+    phi::CustomKernelMap::Instance().RegisterCustomKernel(Name::kText, key, kernel);
+  }
+
+  // The kernel of the name may be another function than the one whose declaration the table gives.
+  static void CheckArguments(const phi::KernelArgsDef& registered) {
+    phi::KernelArgsDef declared;
+    phi::KernelArgsParseFunctor<CpuFunction>::Parse(CpuKey(dtype), &declared);
+    const auto same = [](const auto& left, const auto& right) {
+      return std::equal(left.begin(), left.end(), right.begin(), right.end(),
+                        [](const auto& a, const auto& b) { return a.type_index == b.type_index; });
+    };
+    if (same(declared.input_defs(), registered.input_defs()) && same(declared.output_defs(), registered.output_defs()) &&
+        same(declared.attribute_defs(), registered.attribute_defs())) {
+      return;
+    }
+    PADDLE_THROW(common::errors::InvalidArgument("cuda_rig: the kernel `%s` has other arguments than declared", Name::kText));
+  }
+};
+
+// Registers the kernel for every dtype that its CPU kernel has.
+template <typename Name, typename Function, phi::DataType... dtypes>
+void RegisterAll() {
+  (HostKernel<Name, dtypes, Function>::Register(), ...);
+}
+
+}  // namespace rig
