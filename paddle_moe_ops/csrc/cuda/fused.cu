@@ -35,12 +35,16 @@ constexpr int64_t kMinPieceBytes = 1024;
 
 enum class Move { kNone, kThreads, kBulk };
 
+// Rows that leave by bulk copies fill one large stage. Others have several smaller ones: some are loaded while one is stored.
+template <Move kMove>
+constexpr int kBuffersOf = kMove == Move::kThreads ? 4 : 1;
+
 // What blocks that count for each other do until each knows its slots' first rows; leaves totals and `before`.
 __device__ void count_together(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
-                               const RoutingScratch& scratch) {
+                               const RoutingScratch& scratch, int32_t* cleaned) {
   const auto grid = cooperative_groups::this_grid();
   const int experts = work.num_experts, blocks = static_cast<int>(gridDim.x);
-  count_own(work, share, me, range, scratch);
+  count_own(work, share, me, range, scratch, cleaned);
   sync_routing();
   // each warp's first slot of every expert within the block, and the block's counts
 #pragma unroll 1
@@ -70,11 +74,12 @@ __device__ void count_together(const FusedWork& work, const Share& share, const 
 
 // All maps of the block's tokens, by the threads that route.
 __device__ void route_own(const FusedWork& work, const Share& share, int32_t* memory, uint64_t* warp_sums, int32_t* dropped) {
-  const RoutingScratch scratch(memory, work.num_experts);
+  const RoutingScratch scratch(memory, work);
   const Lane me(work.topk);
   const WarpRange range(share.first_token, share.last_token, me.tokens_per_chunk);
   const int experts = work.num_experts, warp = threadIdx.x / kWarpSize;
   const bool local = work.counts_everything;
+  int32_t* cleaned = work.cleaned_in_shared ? scratch.slots : work.slot_to_row + share.first_token * work.topk;
 #pragma unroll 1
   for (int i = threadIdx.x; i < 2 * experts; i += kFusedThreads) scratch.totals[i] = 0;  // and `before`
   if (!local) {
@@ -88,10 +93,12 @@ __device__ void route_own(const FusedWork& work, const Share& share, int32_t* me
   }
   sync_routing();
   if (local) {
+    const int32_t slot = share.first_token * work.topk + static_cast<int32_t>(threadIdx.x);
+    if (slot < share.last_token * work.topk) prefetch_prob(work, slot);
     count_everything(work, share, me, scratch);
     sync_routing();
   } else {
-    count_together(work, share, me, range, scratch);
+    count_together(work, share, me, range, scratch, cleaned);
   }
   scan_segments(work, scratch, warp_sums);
   if (local) {
@@ -99,7 +106,7 @@ __device__ void route_own(const FusedWork& work, const Share& share, int32_t* me
     for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) scratch.before[expert] += scratch.starts[expert];
     sync_routing();
     if (warp == 0) {  // one warp: a block has few tokens
-      place_own(work, share, me, WarpRange{share.first_token, share.last_token}, scratch.before, scratch.rows);
+      place_own(work, share, me, WarpRange{share.first_token, share.last_token}, scratch.before, nullptr, scratch.slots);
     }
   } else {
 #pragma unroll 1
@@ -109,7 +116,7 @@ __device__ void route_own(const FusedWork& work, const Share& share, int32_t* me
       for (int i = 0; i < kFusedWarps; ++i) scratch.histogram[i * experts + expert] += first;
     }
     sync_routing();
-    place_own(work, share, me, range, scratch.histogram + warp * experts, nullptr);
+    place_own(work, share, me, range, scratch.histogram + warp * experts, cleaned, nullptr);
   }
   if (blockIdx.x == gridDim.x - 1) write_counts(work, scratch, dropped);
   write_padding(work, scratch);
@@ -117,7 +124,7 @@ __device__ void route_own(const FusedWork& work, const Share& share, int32_t* me
 
 // Where the rows of a block's tokens stand after route_own.
 __device__ TokenRows routed_rows(const FusedWork& work, const Share& share, int32_t* memory) {
-  if (work.counts_everything) return {RoutingScratch(memory, work.num_experts).rows, share.first_token};
+  if (work.counts_everything) return {RoutingScratch(memory, work).slots, share.first_token};
   return {work.token_rows != nullptr ? work.token_rows : work.slot_to_row, 0};
 }
 
@@ -125,11 +132,10 @@ template <bool kRoute, Move kMove>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     fused(const __grid_constant__ FusedWork work, int32_t stage_bytes) {
   extern __shared__ __align__(128) char shared[];
-  __shared__ uint64_t barriers[2];
+  __shared__ uint64_t barriers[kBuffersOf<kMove>];
   __shared__ uint64_t warp_sums[kFusedWarps];
   __shared__ int32_t dropped;
-  // Rows that leave by bulk copies fill one large stage. Others have two smaller ones, and the next is loaded while one is stored.
-  constexpr int kBuffers = kMove == Move::kThreads ? 2 : 1;
+  constexpr int kBuffers = kBuffersOf<kMove>;
   const Share share(work);
   const bool loader = threadIdx.x >= kFusedThreads;
   const auto stage_at = [&](int32_t index) {
@@ -328,13 +334,14 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
   // Few tokens: cut rows, so that every multiprocessor has some of the work.
   const int64_t most = std::max<int64_t>(1, work.row_bytes / kMinPieceBytes);
   int64_t pieces_per_token = std::max<int64_t>(1, std::min<int64_t>(blocks / work.num_tokens, most));
+  if (routing != nullptr && !work.counts_everything) pieces_per_token = 1;  // blocks that count for each other share no token
   const bool fill = work.fill_rows || work.fill_scales;
   const auto scratch_ints = [&](int64_t local_slots) {
     return routing == nullptr ? 0 : RoutingScratch::ints(work.num_experts, work.counts_everything, local_slots);
   };
   int64_t stage_bytes = 0;
   if (permute != nullptr) {
-    const int buffers = move == Move::kThreads ? 2 : 1;
+    const int buffers = move == Move::kThreads ? kBuffersOf<Move::kThreads> : 1;
     const int64_t room = (device.shared_for_block() - scratch_ints(kMaxLocalSlots) * 4) / buffers / 128 * 128;
     // rows longer than half a stage are cut as well
     while ((work.row_bytes + pieces_per_token - 1) / pieces_per_token + 16 + work.scale_bytes > room / 2) ++pieces_per_token;
@@ -355,7 +362,9 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     blocks = static_cast<int>(std::min<int64_t>(blocks, work.num_tokens));
   }
   work.pieces_per_token = static_cast<int32_t>(pieces_per_token);
-  const int64_t local_slots = ((work.num_tokens + blocks - 1) / blocks + 1) * work.topk;
+  const int64_t slots_of_block = ((work.num_tokens + blocks - 1) / blocks + 1) * work.topk;
+  work.cleaned_in_shared = !work.counts_everything && slots_of_block <= kMaxLocalSlots;
+  const int64_t local_slots = work.counts_everything || work.cleaned_in_shared ? slots_of_block : 0;
   if (routing != nullptr && !work.counts_everything && work.slot_to_row == nullptr) return kNotLaunched;
   if (routing != nullptr && !work.counts_everything && pieces_per_token > 1) {
     // blocks that share a token cannot count it between them: route first

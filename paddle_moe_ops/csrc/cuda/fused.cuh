@@ -35,6 +35,7 @@ struct FusedWork {
   // routing
   const void* ids;  // [T, K]
   bool ids_are_64_bit, first_only, probs_by_expert;
+  bool cleaned_in_shared;  // a block's cleaned ids fit into its shared memory
   bool counts_everything;  // few slots: every block counts all of them, so that no block waits for another
   const float* probs;      // [T, K], or [T, E] if probs_by_expert
   int32_t* slot_to_row;    // [T, K], an output or workspace; when routing is given it is read only
@@ -90,17 +91,19 @@ struct RoutingScratch {
   int32_t* totals;     // [E]
   int32_t* before;     // [E] slots of earlier tokens, then the next row (if counts_everything)
   int32_t* histogram;  // [warps, E] slots, then the next row (unless counts_everything)
-  int32_t* rows;       // ascending rows of the block's tokens (if counts_everything)
+  int32_t* slots;      // cleaned ids (if cleaned_in_shared), or ascending rows (if counts_everything), of the block's tokens
 
   __host__ __device__ static int64_t ints(int64_t experts, bool counts_everything, int64_t local_slots) {
-    return experts * 4 + 3 + (counts_everything ? local_slots : experts * kFusedWarps);
+    return experts * 4 + 3 + (counts_everything ? 0 : experts * kFusedWarps) + local_slots;
   }
-  __device__ RoutingScratch(int32_t* memory, int32_t experts) {
+  __device__ RoutingScratch(int32_t* memory, const FusedWork& work) {
+    const int32_t experts = work.num_experts;
     starts = memory;
     padding = starts + experts + 1;
     totals = padding + experts + 2;
     before = totals + experts;
-    histogram = rows = before + experts;
+    histogram = before + experts;
+    slots = work.counts_everything ? histogram : histogram + experts * kFusedWarps;
   }
 };
 
@@ -137,8 +140,8 @@ struct LoadedSlot {
 };
 
 // Calls visit(token, slot) for tokens [begin, end), chunk by chunk in ascending order, with what `load(token)` gave, or nothing for lanes
-// without a slot. All lanes of the warp take part. Loads run kAhead chunks ahead of the visits; that the visit stands here only once
-// keeps the kernel small: its instructions come from memory, too.
+// without a slot. All lanes of the warp take part. Loads run kAhead chunks ahead of the visits. The visit stands here only once and
+// its loops are not unrolled: a kernel's instructions come from memory, too, and a small one starts sooner.
 template <typename Load, typename Visit>
 __device__ inline void walk_slots(const Lane& me, int32_t begin, int32_t end, int32_t step, Load load, Visit visit) {
   LoadedSlot slots[kAhead];
@@ -182,6 +185,14 @@ __device__ inline unsigned peers_of(int32_t expert, int bits) {
   return peers;
 }
 
+// How many slots of the token have a smaller key.
+__device__ inline int32_t place_of(const Lane& me, int topk, uint32_t key) {
+  int32_t place = 0;
+#pragma unroll 2
+  for (int other = 0; other < topk; ++other) place += __shfl_sync(kAllLanes, key, me.lane - me.k + other) < key;
+  return place;
+}
+
 // Inclusive sum over the block of two 32-bit numbers in one; `total` gets the sum of all.
 __device__ inline uint64_t scan_block(uint64_t value, uint64_t* warp_sums, uint64_t* total) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -214,6 +225,18 @@ struct WarpRange {
   }
 };
 
+// Adds one to a counter in shared memory. The 1 is opaque on purpose: an addition that is known to be 1 becomes an instruction that takes
+// the different addresses of a warp one after another. A warp that agrees adds once.
+__device__ inline void count_slot(int32_t* counters, int32_t expert) {
+  int same;
+  const unsigned active = __activemask();
+  __match_all_sync(active, expert, &same);
+  int32_t amount = same ? __popc(active) : 1;
+  asm volatile("" : "+r"(amount));
+  const bool leads = (active & ((1u << threadIdx.x % kWarpSize) - 1)) == 0;
+  if (!same || leads) atomicAdd(&counters[expert], amount);
+}
+
 // Few slots: totals and the slots before this block, from all ids. Sums of integers, so the order of the additions does not show.
 __device__ inline void count_everything(const FusedWork& work, const Share& share, const Lane& me,
                                         const RoutingScratch& scratch) {
@@ -224,40 +247,51 @@ __device__ inline void count_everything(const FusedWork& work, const Share& shar
       [&](int32_t token, const LoadedSlot& slot) {
         const int32_t expert = work.first_only ? without_repeats(me, work.topk, slot.expert) : slot.expert;
         if (expert < 0) return;
-        atomicAdd(&scratch.totals[expert], 1);
-        if (token < share.first_token) atomicAdd(&scratch.before[expert], 1);
+        count_slot(scratch.totals, expert);
+        if (token < share.first_token) count_slot(scratch.before, expert);
       });
 }
 
-// This block's slots: cleaned ids into `slots`, counts per warp into the histogram.
+// A slot's probability is needed when its row is known, and then nothing hides its latency.
+__device__ inline void prefetch_prob(const FusedWork& work, int32_t slot) {
+  if (work.row_probs != nullptr && !work.probs_by_expert) asm volatile("prefetch.global.L1 [%0];" ::"l"(work.probs + slot));
+}
+
+// This block's slots: cleaned ids into `cleaned`, counts per warp into the histogram.
 __device__ inline void count_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
-                                 const RoutingScratch& scratch) {
+                                 const RoutingScratch& scratch, int32_t* cleaned) {
   int32_t* histogram = scratch.histogram + threadIdx.x / kWarpSize * work.num_experts;
   walk_slots(
       me, range.begin, range.end, me.tokens_per_chunk,
       [&](int32_t token) { return LoadedSlot{load_expert(work, token * work.topk + me.k), 0.0f}; },
       [&](int32_t token, const LoadedSlot& slot) {
         const int32_t expert = work.first_only ? without_repeats(me, work.topk, slot.expert) : slot.expert;
-        if (expert >= 0) atomicAdd(&histogram[expert], 1);
-        if (me.used && token < range.end) work.slot_to_row[token * work.topk + me.k] = expert;
+        if (expert >= 0) count_slot(histogram, expert);
+        if (!me.used || token >= range.end) return;
+        cleaned[(token - share.first_token) * work.topk + me.k] = expert;
+        prefetch_prob(work, token * work.topk + me.k);
       });
 }
 
 // Rows of this block's slots, and every map that follows from them; next_row [E] is the warp's.
 __device__ inline void place_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
-                                 int32_t* next_row, int32_t* local_rows) {
+                                 int32_t* next_row, const int32_t* cleaned, int32_t* local_rows) {
   const int bits = work.num_experts == 1 ? 0 : 32 - __clz(work.num_experts - 1);
   const auto load = [&](int32_t token) {
     const int32_t slot = token * work.topk + me.k;
     LoadedSlot loaded;
-    loaded.expert = work.counts_everything ? load_expert(work, slot) : work.slot_to_row[slot];
-    if (work.row_probs == nullptr || loaded.expert < 0) return loaded;
-    loaded.prob = __ldg(work.probs + (work.probs_by_expert ? int64_t{token} * work.num_experts + loaded.expert : int64_t{slot}));
+    loaded.expert = cleaned == nullptr ? load_expert(work, slot) : cleaned[slot - share.first_token * work.topk];
+    if (work.row_probs == nullptr) return loaded;
+    if (!work.probs_by_expert) {
+      loaded.prob = __ldg(work.probs + slot);
+    } else if (loaded.expert >= 0) {
+      loaded.prob = __ldg(work.probs + int64_t{token} * work.num_experts + loaded.expert);
+    }
     return loaded;
   };
   walk_slots(me, range.begin, range.end, me.tokens_per_chunk, load, [&](int32_t token, const LoadedSlot& loaded) {
     int32_t expert = loaded.expert;
-    if (work.counts_everything && work.first_only) expert = without_repeats(me, work.topk, expert);
+    if (cleaned == nullptr && work.first_only) expert = without_repeats(me, work.topk, expert);
     const unsigned peers = peers_of(expert, bits);
     int32_t row = -1;
     if (expert >= 0) row = next_row[expert] + __popc(peers & me.earlier);
@@ -267,9 +301,7 @@ __device__ inline void place_own(const FusedWork& work, const Share& share, cons
     if (row >= work.num_rows) row = -1;
     // ascending rows, then the slots without one in slot order
     const uint32_t key = row >= 0 ? row : 0x80000000u + me.k;
-    int32_t place = 0;
-#pragma unroll 2
-    for (int other = 0; other < work.topk; ++other) place += __shfl_sync(kAllLanes, key, me.lane - me.k + other) < key;
+    const int32_t place = place_of(me, work.topk, key);
     if (!me.used || token >= range.end) return;
     const int32_t first_slot = token * work.topk, slot = first_slot + me.k;
     if (local_rows != nullptr) local_rows[(token - share.first_token) * work.topk + place] = row;
@@ -489,32 +521,32 @@ __device__ inline void load_stage(const FusedWork& work, const Stage& stage, uin
   }
 }
 
-// Warps from first_warp on write the stage's rows, or its scales, from shared memory to each of their token's rows. A warp takes a piece,
-// or a segment of it, into registers and then goes through the rows.
-template <bool kScales>
+// Warps from first_warp on write the stage's rows, its scales, or both, from shared memory to each of their token's rows. A warp takes a
+// piece, or a segment of it, into registers and then goes through the rows.
+template <bool kRows>
 __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const TokenRows& token_rows, int first_warp) {
   const int lane = threadIdx.x % kWarpSize;
-  const int32_t vectors = (kScales ? work.scale_bytes : work.piece_bytes) / 16;
-  const int32_t segments = (vectors + kRowVectors * kWarpSize - 1) / (kRowVectors * kWarpSize);
+  const int32_t vectors = kRows ? work.piece_bytes / 16 : 0;
+  const int32_t segments = kRows ? (vectors + kRowVectors * kWarpSize - 1) / (kRowVectors * kWarpSize) : 1;
   const int32_t per_segment = ((vectors + segments - 1) / segments + kWarpSize - 1) / kWarpSize * kWarpSize;
-  const int64_t row_pitch = kScales ? work.scale_bytes : work.row_bytes;
   const int32_t jobs = stage.count * segments, step = kFusedWarps + 1 - first_warp;
 #pragma unroll 1
   for (int32_t job = threadIdx.x / kWarpSize - first_warp; job < jobs; job += step) {
     const int32_t index = segments == 1 ? job : job / segments;
     const Piece piece(work, stage, index);
-    if (kScales && piece.part != 0) continue;
-    const int32_t first = (job - index * segments) * per_segment;
-    const int32_t size = (kScales ? work.scale_bytes : piece.bytes(work)) / 16;
-    const int32_t mine = min(per_segment, size - first) - lane;  // of every 32 vectors the lane has one
-    const auto* from =
-        reinterpret_cast<const Vector16*>(kScales ? stage.scales(work, index) : stage.piece(work, index)) + first + lane;
-    auto* to = reinterpret_cast<Vector16*>(kScales ? work.row_scales : work.rows + piece.offset(work)) + first + lane;
-    Vector16 values[kRowVectors];
+    const int32_t segment = job - index * segments, first = segment * per_segment;
+    // of every 32 vectors the lane has one
+    const int32_t mine = kRows ? min(per_segment, piece.bytes(work) / 16 - first) - lane : 0;
+    const int32_t scales = piece.part == 0 && segment == 0 ? work.scale_bytes / 16 : 0;
+    const auto* from = reinterpret_cast<const Vector16*>(stage.piece(work, index)) + first + lane;
+    const auto* scales_from = reinterpret_cast<const Vector16*>(stage.scales(work, index));
+    char* to = work.rows + piece.offset(work) + (first + lane) * 16;
+    Vector16 values[kRowVectors], scale = {};
 #pragma unroll
     for (int i = 0; i < kRowVectors; ++i) {
       if (i * kWarpSize < mine) values[i] = from[i * kWarpSize];
     }
+    if (lane < scales) scale = scales_from[lane];
     const int32_t* rows = token_rows.rows + (piece.token - token_rows.first_token) * work.topk;
 #pragma unroll 1
     for (int batch = 0; batch < work.topk; batch += kWarpSize) {
@@ -522,11 +554,16 @@ __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, 
 #pragma unroll 1
       for (unsigned left = __ballot_sync(kAllLanes, own >= 0 && own < work.num_rows); left != 0; left &= left - 1) {
         const int64_t row = __shfl_sync(kAllLanes, own, __ffs(left) - 1);
-        auto* target = reinterpret_cast<Vector16*>(reinterpret_cast<char*>(to) + row * row_pitch);
+        auto* target = reinterpret_cast<Vector16*>(to + row * work.row_bytes);
 #pragma unroll
         for (int i = 0; i < kRowVectors; ++i) {
           if (i * kWarpSize < mine) target[i * kWarpSize] = values[i];
         }
+        if (scales == 0) continue;
+        auto* scales_to = reinterpret_cast<Vector16*>(work.row_scales + row * work.scale_bytes);
+        if (lane < scales) scales_to[lane] = scale;
+#pragma unroll 1
+        for (int32_t i = lane + kWarpSize; i < scales; i += kWarpSize) scales_to[i] = scales_from[i];
       }
     }
   }
@@ -546,12 +583,13 @@ __device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage
 
 template <bool kBulkStores>
 __device__ inline void store_stage(const FusedWork& work, const Stage& stage, const TokenRows& token_rows) {
-  if (kBulkStores && threadIdx.x < kWarpSize) {
+  if (!kBulkStores) {
+    store_vectors<true>(work, stage, token_rows, 0);
+  } else if (threadIdx.x < kWarpSize) {
     bulk_store_rows(work, stage, token_rows);
-    return;
+  } else if (work.scale_bytes > 0) {
+    store_vectors<false>(work, stage, token_rows, 1);
   }
-  if (!kBulkStores) store_vectors<false>(work, stage, token_rows, 0);
-  if (work.scale_bytes > 0) store_vectors<true>(work, stage, token_rows, kBulkStores ? 1 : 0);
 }
 
 }  // namespace cuda

@@ -22,7 +22,7 @@ int64_t fused_workspace_ints(int64_t num_experts);
 bool fused_moves(const pmo_permute_params& p);
 
 // Up to so many slots every block reads all ids.
-constexpr int64_t kFusedSharedReads = 4096;
+constexpr int64_t kFusedSharedReads = 1024;
 
 // Where a routing finds its ids and scratch.
 struct FusedRouting {

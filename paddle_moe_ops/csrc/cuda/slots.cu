@@ -59,6 +59,23 @@ __global__ void bid(pmo_clean_rowmap_params p, Layout layout) {
   }
 }
 
+// A slot's row is the winning entry of its expert.
+__device__ int32_t row_of_slot(const pmo_clean_rowmap_params& p, const Layout& layout, int64_t token, int64_t slot) {
+  const int64_t expert = expert_id(p, slot);
+  if (expert < 0 || expert >= p.num_experts) {
+    if (expert != -1) note_first(&layout.findings->bad_id_place, slot);
+    return -1;
+  }
+  if (p.duplicates == PMO_DUPLICATES_FIRST) {
+    for (int64_t earlier = token * p.topk; earlier < slot; ++earlier) {
+      if (expert_id(p, earlier) == expert) return -1;
+    }
+  }
+  const int64_t flat = token * p.num_experts + expert;
+  const int32_t row = p.rowmap[flat];
+  return row >= 0 && row < p.num_rows && layout.owner[row] == static_cast<unsigned long long>(flat) ? row : -1;
+}
+
 __global__ void keep_winners(pmo_clean_rowmap_params p, Layout layout) {
   const int lane = threadIdx.x % kWarpSize;
   for (int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; token < p.num_tokens;
@@ -79,28 +96,10 @@ __global__ void keep_winners(pmo_clean_rowmap_params p, Layout layout) {
       kept += __popc(lanes);
     }
     if (lane == 0 && kept < p.num_experts) p.token_rows[token * p.num_experts + kept] = -1;
-  }
-}
-
-__global__ void rows_of_slots(pmo_clean_rowmap_params p, Layout layout) {
-  const int64_t slots = p.num_tokens * p.topk;
-  for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += int64_t{gridDim.x} * kThreads) {
-    const int64_t token = slot / p.topk;
-    const int64_t expert = expert_id(p, slot);
-    int32_t row = -1;
-    if (expert >= 0 && expert < p.num_experts) {
-      const int64_t flat = token * p.num_experts + expert;
-      const int32_t entry = p.rowmap[flat];
-      if (entry >= 0 && entry < p.num_rows && layout.owner[entry] == static_cast<unsigned long long>(flat)) row = entry;
-    } else if (expert != -1) {
-      note_first(&layout.findings->bad_id_place, slot);
+    if (p.slot_to_row == nullptr) continue;
+    for (int64_t slot = token * p.topk + lane; slot < (token + 1) * p.topk; slot += kWarpSize) {
+      p.slot_to_row[slot] = row_of_slot(p, layout, token, slot);
     }
-    if (row >= 0 && p.duplicates == PMO_DUPLICATES_FIRST) {
-      for (int64_t earlier = token * p.topk; earlier < slot; ++earlier) {
-        if (expert_id(p, earlier) == expert) row = -1;
-      }
-    }
-    p.slot_to_row[slot] = row;
   }
 }
 
@@ -127,10 +126,6 @@ int clean_rowmap(const pmo_clean_rowmap_params& p, cudaStream_t stream) {
   PMO_CUDA_LAUNCHED("bid");
   keep_winners<<<grid_for(p.num_tokens, kWarps), kThreads, 0, stream>>>(p, layout);
   PMO_CUDA_LAUNCHED("keep_winners");
-  if (p.slot_to_row != nullptr && p.topk > 0) {
-    rows_of_slots<<<grid_for(p.num_tokens * p.topk, kThreads), kThreads, 0, stream>>>(p, layout);
-    PMO_CUDA_LAUNCHED("rows_of_slots");
-  }
   if (p.checks != 0) complete_findings<<<1, 1, 0, stream>>>(p, layout);
   PMO_CUDA_LAUNCHED("complete_findings");
   return PMO_OK;
@@ -147,8 +142,12 @@ __global__ void gather(pmo_slots_params p) {
   const int64_t slots = p.num_tokens * p.topk;
   for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += int64_t{gridDim.x} * kThreads) {
     const int64_t row = p.slot_to_row[slot];
-    if (row < 0 || row >= p.num_rows) continue;
-    const int64_t place = value_place(p, slot, row);
+    const bool has_row = row >= 0 && row < p.num_rows;
+    if (p.num_experts == 0) {
+      p.slot_values[slot] = has_row ? p.row_values[row] : 0.0f;
+      continue;
+    }
+    const int64_t place = has_row ? value_place(p, slot, row) : -1;
     if (place >= 0) p.slot_values[place] = p.row_values[row];
   }
 }
@@ -174,7 +173,7 @@ int gather_slots(const pmo_slots_params& p, cudaStream_t stream) {
   if (const int status = check_slots(p)) return status;
   const int64_t values = p.num_tokens * (p.num_experts == 0 ? p.topk : p.num_experts);
   if (values == 0) return PMO_OK;
-  PMO_CUDA(cudaMemsetAsync(p.slot_values, 0, values * sizeof(float), stream));
+  if (p.num_experts > 0) PMO_CUDA(cudaMemsetAsync(p.slot_values, 0, values * sizeof(float), stream));
   if (p.topk == 0) return PMO_OK;
   gather<<<grid_for(p.num_tokens * p.topk, kThreads), kThreads, 0, stream>>>(p);
   PMO_CUDA_LAUNCHED("gather");

@@ -4,7 +4,8 @@
 // The rows of a few tokens and their weights, in shared memory, for unpermute of many tokens.
 //
 // A block reads the maps of its tokens once, a warp per token, and goes through the resulting list: rows that are used, in order, so
-// that a loop over it has no gaps and can load several rows ahead, even those of the next token.
+// that a loop over it has no gaps and can load several rows ahead, even those of the next token. Of each token it lists one segment of
+// 32 entries; where a token of the tile goes on behind it, the caller takes the tokens one by one, segment by segment.
 #pragma once
 
 #include <cstdint>
@@ -26,22 +27,24 @@ struct alignas(16) ListedRow {
   bool only;      // the token has no other
 };
 
-// The list of a tile: tokens [first, first + count). Tokens with more than 32 entries are listed in several segments, one at a time.
+// The list of a tile: tokens [first, first + count).
 struct RowList {
   ListedRow rows[kTileTokens * kWarpSize];
   int32_t counts[kTileTokens];
   int32_t size;
-  int32_t more;  // the token goes on behind this segment
+  int32_t more;  // a token goes on behind this segment
 
-  // Every thread of the block takes part; ends with a barrier. A tile of several tokens must have at most 32 entries per token.
+  // Every thread of the block takes part; ends with a barrier.
   template <typename Params>
   __device__ void fill(const Params& p, int64_t first, int count, int64_t segment) {
     const int lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
     __syncthreads();  // the list before this one is no longer read
+    if (threadIdx.x == 0) more = 0;
+    __syncthreads();
     for (int index = threadIdx.x / kWarpSize; index < count; index += warps) {
       const WarpRows part(p, first + index, segment);
       if (lane == 0) counts[index] = __popc(part.used);
-      if (lane == 0 && index == 0) more = part.ended ? 0 : 1;
+      if (lane == 0 && !part.ended) atomicOr(&more, 1);
     }
     __syncthreads();
     for (int index = threadIdx.x / kWarpSize; index < count; index += warps) {
@@ -49,7 +52,8 @@ struct RowList {
       int32_t base = 0;
       for (int earlier = 0; earlier < index; ++earlier) base += max(counts[earlier], 1);
       const int32_t here = __popc(part.used), rank = __popc(part.used & ((1u << lane) - 1));
-      const bool only = here == 1 && (p.max_rows_per_token <= kWarpSize || has_one_row(p, first + index, WarpRows(p, first + index, 0)));
+      const bool only =
+          here == 1 && (p.max_rows_per_token <= kWarpSize || has_one_row(p, first + index, WarpRows(p, first + index, 0)));
       const auto token = static_cast<int16_t>(index);
       if (part.is_used()) {
         const int64_t place = p.weights == nullptr ? -1 : weight_place(p, part.row);
@@ -62,7 +66,6 @@ struct RowList {
     }
     __syncthreads();
   }
-
 };
 
 }  // namespace cuda

@@ -25,7 +25,7 @@ constexpr int kFewThreads = 128;
 constexpr int64_t kFewAccesses = int64_t{1} << 20;  // of all tokens
 
 template <typename Rows, int kWidth, bool kWeighted>
-__global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ pmo_unpermute_params p, int tile) {
+__global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ pmo_unpermute_params p) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
   __shared__ RowList list;
@@ -33,13 +33,18 @@ __global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ 
   const int64_t vector = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const Element* rows = static_cast<const Element*>(p.rows) + vector * kWidth;
   Element* out = static_cast<Element*>(p.out) + vector * kWidth;
-  for (int64_t first = int64_t{blockIdx.y} * tile; first < p.num_tokens; first += int64_t{gridDim.y} * tile) {
-    const int count = static_cast<int>(min(int64_t{tile}, p.num_tokens - first));
+  for (int64_t first = int64_t{blockIdx.y} * kTileTokens; first < p.num_tokens; first += int64_t{gridDim.y} * kTileTokens) {
+    const int count = static_cast<int>(min(int64_t{kTileTokens}, p.num_tokens - first));
     Lanes<Rows, kWidth> sum;
     sum.fill(-0.0f);
     bool empty = true;
-    for (int64_t segment = 0;; segment += kWarpSize) {
-      list.fill(p, first, count, segment);
+    int done = 0, together = count;  // tokens of the tile
+    for (int64_t segment = 0; done < count;) {
+      list.fill(p, first + done, together, segment);
+      if (list.more != 0 && together > 1) {
+        together = 1;
+        continue;
+      }
       if (vector < vectors) {
         for (int window = 0; window < list.size; window += kWindow) {
           Access accesses[kWindow];
@@ -59,7 +64,7 @@ __global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ 
               sum.template add<kWeighted>(lanes, listed.weight);
               empty = false;
             }
-            Element* target = out + (first + listed.token) * p.hidden;
+            Element* target = out + (first + done + listed.token) * p.hidden;
             if (copy) *reinterpret_cast<Access*>(target) = accesses[i];
             if (!listed.last) continue;
             if (empty) sum.fill(0.0f);
@@ -69,7 +74,8 @@ __global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ 
           }
         }
       }
-      if (list.more == 0) break;
+      segment = list.more != 0 ? segment + kWarpSize : 0;
+      if (list.more == 0) done += together;
     }
   }
 }
@@ -142,12 +148,11 @@ int launch(const pmo_unpermute_params& p, cudaStream_t stream) {
   }
   const int64_t parts = (vectors + kMaxThreads - 1) / kMaxThreads;
   const int threads = static_cast<int>(((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize);
-  const int tile = p.max_rows_per_token > kWarpSize ? 1 : kTileTokens;
-  const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, tile, 65535));
+  const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, kTileTokens, 65535));
   if (p.weights == nullptr) {
-    sum_rows<Rows, kWidth, false><<<grid, threads, 0, stream>>>(p, tile);
+    sum_rows<Rows, kWidth, false><<<grid, threads, 0, stream>>>(p);
   } else {
-    sum_rows<Rows, kWidth, true><<<grid, threads, 0, stream>>>(p, tile);
+    sum_rows<Rows, kWidth, true><<<grid, threads, 0, stream>>>(p);
   }
   PMO_CUDA_LAUNCHED("sum_rows");
   return PMO_OK;

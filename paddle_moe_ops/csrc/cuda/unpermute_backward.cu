@@ -20,7 +20,8 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = 256;
+constexpr int kMinBlocks = 3;  // per multiprocessor, which bounds the registers
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 constexpr int kScatterThreads = 256;
 constexpr int64_t kLongRow = 512;         // accesses per row from which a thread takes four of them, else two
@@ -55,7 +56,8 @@ __device__ bool copies(const pmo_unpermute_backward_params& p, int64_t token, co
 }
 
 template <typename Rows, int kWidth>
-__global__ void __launch_bounds__(kScatterThreads) scatter_rows(const __grid_constant__ pmo_unpermute_backward_params p, int parts) {
+__global__ void __launch_bounds__(kScatterThreads)
+    scatter_rows(const __grid_constant__ pmo_unpermute_backward_params p, int parts) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
   const int64_t vectors = p.hidden / kWidth;
@@ -65,7 +67,8 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_rows(const __grid_con
     const int64_t vector = (warp - token * parts) * kWarpSize + threadIdx.x % kWarpSize;
     const bool inside = vector < vectors;
     Access given = {};
-    if (inside) given = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride)[vector];
+    if (inside)
+      given = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride)[vector];
     WarpRows listed(p, token, 0);
     const bool copy = copies(p, token, listed);
     Lanes<Rows, kWidth> gradient;
@@ -92,7 +95,7 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_rows(const __grid_con
 }
 
 // Adds up the threads' partial sums of a window and writes them; every thread of the block takes part.
-__device__ void write_dots(const pmo_unpermute_backward_params& p, const int32_t (&places)[kWindow], float (&dots)[kWindow]) {
+__device__ void write_dots(const pmo_unpermute_backward_params& p, unsigned window, int32_t own_place, float (&dots)[kWindow]) {
   __shared__ float partial[kWindow][kMaxWarps];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
 #pragma unroll
@@ -101,53 +104,69 @@ __device__ void write_dots(const pmo_unpermute_backward_params& p, const int32_t
     if (lane == 0) partial[i][warp] = dots[i];
   }
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kWindow; ++i) {
-    if (threadIdx.x != i || places[i] < 0) continue;
-    float sum = partial[i][0];
-    for (int other = 1; other < warps; ++other) sum = __fadd_rn(sum, partial[i][other]);
-    p.d_weights[places[i]] = sum;
+  if (warp == 0) {
+    for (int i = 0; i < kWindow && window != 0; ++i) {
+      const int32_t place = __shfl_sync(kAllLanes, own_place, WarpRows::take(&window));
+      if (lane != i || place < 0) continue;
+      float sum = partial[i][0];
+      for (int other = 1; other < warps; ++other) sum = __fadd_rn(sum, partial[i][other]);
+      p.d_weights[place] = sum;
+    }
   }
   __syncthreads();
 }
 
 template <typename Rows, int kWidth>
-__global__ void __launch_bounds__(kMaxThreads) sum_rows_backward(const __grid_constant__ pmo_unpermute_backward_params p) {
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
+    sum_rows_backward(const __grid_constant__ pmo_unpermute_backward_params p) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
   const int64_t vectors = p.hidden / kWidth;
+  const int lane = threadIdx.x % kWarpSize;
   const Element* rows = static_cast<const Element*>(p.rows);
   Element* d_rows = static_cast<Element*>(p.d_rows);
+  // the rows and weights of a window, each warp's own
+  __shared__ int64_t numbers_of[kMaxWarps][kWindow];
+  __shared__ float weights_of[kMaxWarps][kWindow];
+  int64_t* numbers = numbers_of[threadIdx.x / kWarpSize];
+  float* weights = weights_of[threadIdx.x / kWarpSize];
   for (int64_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
     const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
     WarpRows listed(p, token, 0);
     const bool copy = copies(p, token, listed);
     for (int64_t segment = 0;;) {
-      const LaneWeight own(p, listed, copy);
       for (unsigned left = listed.used; left != 0;) {
-        int32_t numbers[kWindow], places[kWindow];
-        float weights[kWindow], dots[kWindow];
-#pragma unroll
-        for (int i = 0; i < kWindow; ++i) {
-          const int lane = WarpRows::take(&left);
-          numbers[i] = __shfl_sync(kAllLanes, listed.row, lane & (kWarpSize - 1));
-          weights[i] = __shfl_sync(kAllLanes, own.weight, lane & (kWarpSize - 1));
-          places[i] = __shfl_sync(kAllLanes, own.place, lane & (kWarpSize - 1));
-          if (lane < 0) numbers[i] = places[i] = -1;
-          dots[i] = 0.0f;
-        }
-        for (int64_t vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
-          const Access given = d_out[vector];
-          Access accesses[kWindow];
+        const unsigned window = left;
+        const int size = min(kWindow, __popc(window));
+        const int rank = __popc(window & ((1u << lane) - 1));
+        const bool listed_here = (window >> lane & 1) != 0 && rank < kWindow;
+        if (listed_here) numbers[rank] = listed.row;
+        __syncwarp();
+        for (int i = 0; i < size; ++i) WarpRows::take(&left);
+        float dots[kWindow] = {};
+        int32_t own_place = -1;
+        for (int64_t first = threadIdx.x - lane; first < vectors; first += blockDim.x) {
+          const int64_t vector = first + lane;
+          const bool inside = vector < vectors;
+          Access given = {}, accesses[kWindow];
+          if (inside) given = d_out[vector];
 #pragma unroll
           for (int i = 0; i < kWindow; ++i) {
-            if (numbers[i] >= 0 && !copy) accesses[i] = reinterpret_cast<const Access*>(rows + numbers[i] * p.rows_row_stride)[vector];
+            if (i < size && inside && !copy)
+              accesses[i] = reinterpret_cast<const Access*>(rows + numbers[i] * p.rows_row_stride)[vector];
+          }
+          if (first == threadIdx.x - lane) {  // weights, two more loads one after the other, arrive with the rows
+            const LaneWeight own(p, listed, copy);
+            own_place = own.place;
+            if (listed_here) weights[rank] = own.weight;
+            __syncwarp();
           }
           Lanes<Rows, kWidth> gradient;
           gradient.set(given);
+          if (!inside) continue;
 #pragma unroll
           for (int i = 0; i < kWindow; ++i) {
-            if (numbers[i] < 0) break;
+            if (i >= size) break;
             if (d_rows != nullptr) {
               Element* d_row = d_rows + numbers[i] * p.hidden;
               if (copy) {
@@ -163,7 +182,8 @@ __global__ void __launch_bounds__(kMaxThreads) sum_rows_backward(const __grid_co
             for (int j = 0; j < kWidth; ++j) dots[i] = __fmaf_rn(gradient.values[j], lanes.values[j], dots[i]);
           }
         }
-        if (!copy) write_dots(p, places, dots);
+        __syncwarp();
+        if (!copy) write_dots(p, window, own_place, dots);
       }
       if (listed.ended) break;
       segment += kWarpSize;
@@ -177,6 +197,7 @@ template <typename Rows, int kWidth>
 int launch(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
   const int64_t padding_blocks = p.d_rows == nullptr ? 0 : std::min(p.num_rows, kPaddingBlocks);
+  if (std::max(p.num_tokens, padding_blocks) == 0) return PMO_OK;
   if (p.d_weights == nullptr) {
     const int64_t parts = (vectors + kWarpSize - 1) / kWarpSize;
     const int64_t blocks = (p.num_tokens * parts + kScatterThreads / kWarpSize - 1) / (kScatterThreads / kWarpSize);

@@ -29,7 +29,7 @@ typedef struct pmo_permute_params {
   const void* scale;  // [T, S] or NULL
   int64_t scale_row_stride;
   const int32_t* slot_to_row;   // [T, K]; entries outside [0, N) are skipped
-  const int32_t* row_to_token;  // [N]; negative = padding row
+  const int32_t* row_to_token;  // [N]; negative = padding row, which no slot may name if it is filled
   void* rows;                   // [N, H] contiguous, or NULL: move only the scales
   void* row_scales;             // [N, S] contiguous, or NULL
   int32_t dtype;
@@ -89,7 +89,7 @@ typedef struct pmo_unpermute_backward_params {
   const void* rows;  // [N, H] the forward input; needed for d_weights only
   int64_t rows_row_stride;
   const int32_t* token_rows;    // as in the forward; no row may stand twice
-  const int32_t* row_to_token;  // [N]; negative = padding row, whose gradient is zero
+  const int32_t* row_to_token;  // [N]; negative = padding row, which no token may list: its gradient is zero
   const float* weights;
   const int32_t* weight_index;
   void* d_rows;      // [N, H] contiguous, or NULL
