@@ -75,7 +75,7 @@ __device__ void count_together(const FusedWork& work, const Share& share, const 
 // All maps of the block's tokens, by the threads that route.
 __device__ void route_own(const FusedWork& work, const Share& share, int32_t* memory, uint64_t* warp_sums, int32_t* dropped) {
   const RoutingScratch scratch(memory, work);
-  const Lane me(work.topk);
+  const Lane me(work.topk, work.num_experts);
   const WarpRange range(share.first_token, share.last_token, me.tokens_per_chunk);
   const int experts = work.num_experts, warp = threadIdx.x / kWarpSize;
   const bool local = work.counts_everything;
@@ -330,19 +330,21 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
   }
 
   int blocks = device.blocks();
-  if ((work.num_tokens / blocks + 2) * work.topk > kMaxLocalSlots) work.counts_everything = false;  // many tokens for few blocks
+  const int64_t slots_of_block = (int64_t{work.num_tokens} / blocks + 2) * work.topk;
+  if (slots_of_block > kMaxLocalSlots) work.counts_everything = false;  // many tokens for few blocks
+  work.cleaned_in_shared = routing != nullptr && !work.counts_everything && slots_of_block <= kMaxLocalSlots;
+  const int64_t local_slots = work.counts_everything || work.cleaned_in_shared ? slots_of_block : 0;
   // Few tokens: cut rows, so that every multiprocessor has some of the work.
   const int64_t most = std::max<int64_t>(1, work.row_bytes / kMinPieceBytes);
   int64_t pieces_per_token = std::max<int64_t>(1, std::min<int64_t>(blocks / work.num_tokens, most));
   if (routing != nullptr && !work.counts_everything) pieces_per_token = 1;  // blocks that count for each other share no token
   const bool fill = work.fill_rows || work.fill_scales;
-  const auto scratch_ints = [&](int64_t local_slots) {
-    return routing == nullptr ? 0 : RoutingScratch::ints(work.num_experts, work.counts_everything, local_slots);
-  };
+  const int64_t scratch_bytes =
+      routing == nullptr ? 0 : RoutingScratch::ints(work.num_experts, work.counts_everything, local_slots) * 4;
   int64_t stage_bytes = 0;
   if (permute != nullptr) {
     const int buffers = move == Move::kThreads ? kBuffersOf<Move::kThreads> : 1;
-    const int64_t room = (device.shared_for_block() - scratch_ints(kMaxLocalSlots) * 4) / buffers / 128 * 128;
+    const int64_t room = (device.shared_for_block() - scratch_bytes) / buffers / 128 * 128;
     // rows longer than half a stage are cut as well
     while ((work.row_bytes + pieces_per_token - 1) / pieces_per_token + 16 + work.scale_bytes > room / 2) ++pieces_per_token;
     const int64_t piece_bytes = (work.row_bytes / pieces_per_token + 15) / 16 * 16;
@@ -362,16 +364,13 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     blocks = static_cast<int>(std::min<int64_t>(blocks, work.num_tokens));
   }
   work.pieces_per_token = static_cast<int32_t>(pieces_per_token);
-  const int64_t slots_of_block = ((work.num_tokens + blocks - 1) / blocks + 1) * work.topk;
-  work.cleaned_in_shared = !work.counts_everything && slots_of_block <= kMaxLocalSlots;
-  const int64_t local_slots = work.counts_everything || work.cleaned_in_shared ? slots_of_block : 0;
   if (routing != nullptr && !work.counts_everything && work.slot_to_row == nullptr) return kNotLaunched;
   if (routing != nullptr && !work.counts_everything && pieces_per_token > 1) {
     // blocks that share a token cannot count it between them: route first
     if (const int status = launch_fused(routing, nullptr, stream)) return status;
     return launch_fused(nullptr, permute, stream);
   }
-  const int64_t shared = stage_bytes + scratch_ints(local_slots) * 4;
+  const int64_t shared = stage_bytes + scratch_bytes;
   const bool cooperative = (routing != nullptr && !work.counts_everything) || (move == Move::kBulk && work.num_stages > 1);
   return routing != nullptr ? launch_move<true>(move, blocks, shared, cooperative, work, stage_bytes, stream)
                             : launch_move<false>(move, blocks, shared, cooperative, work, stage_bytes, stream);

@@ -114,15 +114,19 @@ struct Lane {
   int tokens_per_chunk;
   int token, k;  // of the chunk
   bool used;
-  unsigned earlier;  // lanes below
+  unsigned earlier;           // lanes below
+  unsigned earlier_of_token;  // those that hold the same token
+  int expert_bits;            // tell experts apart
 
-  __device__ explicit Lane(int topk) {
+  __device__ Lane(int topk, int num_experts) {
     lane = threadIdx.x % kWarpSize;
     tokens_per_chunk = kWarpSize / topk;
     token = lane / topk;
     k = lane - token * topk;
     used = token < tokens_per_chunk;
     earlier = (1u << lane) - 1;
+    earlier_of_token = earlier & ~((1u << (lane - k)) - 1);
+    expert_bits = num_experts == 1 ? 0 : 32 - __clz(num_experts - 1);
   }
 };
 
@@ -162,27 +166,23 @@ __device__ inline void walk_slots(const Lane& me, int32_t begin, int32_t end, in
   }
 }
 
-// -1 for a slot that repeats an expert of its token.
-__device__ inline int32_t without_repeats(const Lane& me, int topk, int32_t expert) {
-  bool repeats = false;
-#pragma unroll 1
-  for (int back = 1; back < topk; ++back) {
-    const int32_t other = __shfl_up_sync(kAllLanes, expert, back);
-    repeats = repeats || (back <= me.k && other == expert);
-  }
-  return repeats ? -1 : expert;
-}
-
-// Lanes whose slot has the same expert; `bits` bits tell experts apart.
-__device__ inline unsigned peers_of(int32_t expert, int bits) {
-  unsigned peers = __ballot_sync(kAllLanes, expert >= 0);
+// Lanes whose slot names the same expert; `bits` bits tell experts apart.
+__device__ inline unsigned same_expert(int32_t expert, int bits) {
+  unsigned same = __ballot_sync(kAllLanes, expert >= 0);
 #pragma unroll 1
   for (int bit = 0; bit < bits; ++bit) {
     const bool set = (expert >> bit & 1) != 0;
     const unsigned lanes = __ballot_sync(kAllLanes, set);
-    peers &= set ? lanes : ~lanes;
+    same &= set ? lanes : ~lanes;
   }
-  return peers;
+  return same;
+}
+
+// -1 for a slot that repeats an expert of its token.
+__device__ inline int32_t without_repeats(const Lane& me, const FusedWork& work, int32_t expert) {
+  if (!work.first_only) return expert;
+  const unsigned same = same_expert(expert, me.expert_bits);
+  return (same & me.earlier_of_token) != 0 ? -1 : expert;
 }
 
 // How many slots of the token have a smaller key.
@@ -245,7 +245,7 @@ __device__ inline void count_everything(const FusedWork& work, const Share& shar
       me, static_cast<int32_t>(threadIdx.x) / kWarpSize * me.tokens_per_chunk, work.num_tokens, step,
       [&](int32_t token) { return LoadedSlot{load_expert(work, token * work.topk + me.k), 0.0f}; },
       [&](int32_t token, const LoadedSlot& slot) {
-        const int32_t expert = work.first_only ? without_repeats(me, work.topk, slot.expert) : slot.expert;
+        const int32_t expert = without_repeats(me, work, slot.expert);
         if (expert < 0) return;
         count_slot(scratch.totals, expert);
         if (token < share.first_token) count_slot(scratch.before, expert);
@@ -265,7 +265,7 @@ __device__ inline void count_own(const FusedWork& work, const Share& share, cons
       me, range.begin, range.end, me.tokens_per_chunk,
       [&](int32_t token) { return LoadedSlot{load_expert(work, token * work.topk + me.k), 0.0f}; },
       [&](int32_t token, const LoadedSlot& slot) {
-        const int32_t expert = work.first_only ? without_repeats(me, work.topk, slot.expert) : slot.expert;
+        const int32_t expert = without_repeats(me, work, slot.expert);
         if (expert >= 0) count_slot(histogram, expert);
         if (!me.used || token >= range.end) return;
         cleaned[(token - share.first_token) * work.topk + me.k] = expert;
@@ -276,7 +276,6 @@ __device__ inline void count_own(const FusedWork& work, const Share& share, cons
 // Rows of this block's slots, and every map that follows from them; next_row [E] is the warp's.
 __device__ inline void place_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
                                  int32_t* next_row, const int32_t* cleaned, int32_t* local_rows) {
-  const int bits = work.num_experts == 1 ? 0 : 32 - __clz(work.num_experts - 1);
   const auto load = [&](int32_t token) {
     const int32_t slot = token * work.topk + me.k;
     LoadedSlot loaded;
@@ -291,8 +290,8 @@ __device__ inline void place_own(const FusedWork& work, const Share& share, cons
   };
   walk_slots(me, range.begin, range.end, me.tokens_per_chunk, load, [&](int32_t token, const LoadedSlot& loaded) {
     int32_t expert = loaded.expert;
-    if (cleaned == nullptr && work.first_only) expert = without_repeats(me, work.topk, expert);
-    const unsigned peers = peers_of(expert, bits);
+    if (cleaned == nullptr) expert = without_repeats(me, work, expert);
+    const unsigned peers = same_expert(expert, me.expert_bits);
     int32_t row = -1;
     if (expert >= 0) row = next_row[expert] + __popc(peers & me.earlier);
     __syncwarp();

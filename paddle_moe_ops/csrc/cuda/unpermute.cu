@@ -4,9 +4,9 @@
 // unpermute on the GPU: each token is the sum of its rows.
 //
 // A thread owns one access of up to 16 bytes of a token, loads it from eight rows before the first addition, and adds in the order of the
-// rows, so that a sum has one order whatever the schedule. Many tokens: blocks are (parts of a row, tiles of tokens), and a block lists
-// the rows of its tokens in shared memory. Few tokens, where latency is what counts: a warp takes a part of one token. Bytes moved:
-// (N + T) * H elements, and 4 * T * K of maps and weights each.
+// rows, so that a sum has one order whatever the schedule. Usually a warp takes a part of one token. Where many tokens have few rows each,
+// blocks are (parts of a row, tiles of tokens), and a block lists the rows of its tokens in shared memory, so that loads of several
+// tokens are in flight. Bytes moved: (N + T) * H elements, and 4 * T * K of maps and weights each.
 #include <algorithm>
 
 #include "common/checks.h"
@@ -21,11 +21,13 @@ namespace cuda {
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int kFewThreads = 128;
+constexpr int kMinBlocks = 4;  // per multiprocessor, which bounds the registers
+constexpr int kWarpThreads = 128;
 constexpr int64_t kFewAccesses = int64_t{1} << 20;  // of all tokens
+constexpr int64_t kFewRows = 4;                     // per token
 
 template <typename Rows, int kWidth, bool kWeighted>
-__global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ pmo_unpermute_params p) {
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks) sum_rows_by_tiles(const __grid_constant__ pmo_unpermute_params p) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
   __shared__ RowList list;
@@ -82,10 +84,10 @@ __global__ void __launch_bounds__(kMaxThreads) sum_rows(const __grid_constant__ 
 
 // A warp takes 32 accesses of one token. Its rows are over the lanes; the weights, two more loads one after the other, arrive with the data.
 template <typename Rows, int kWidth, bool kWeighted>
-__global__ void __launch_bounds__(kFewThreads) sum_rows_of_few(const __grid_constant__ pmo_unpermute_params p, int parts) {
+__global__ void __launch_bounds__(kWarpThreads) sum_rows_by_warps(const __grid_constant__ pmo_unpermute_params p, int parts) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
-  const int64_t warp = int64_t{blockIdx.x} * (kFewThreads / kWarpSize) + threadIdx.x / kWarpSize;
+  const int64_t warp = int64_t{blockIdx.x} * (kWarpThreads / kWarpSize) + threadIdx.x / kWarpSize;
   const int64_t token = warp / parts;
   if (token >= p.num_tokens) return;
   const int64_t vector = (warp - token * parts) * kWarpSize + threadIdx.x % kWarpSize;
@@ -135,26 +137,26 @@ __global__ void __launch_bounds__(kFewThreads) sum_rows_of_few(const __grid_cons
 template <typename Rows, int kWidth>
 int launch(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
-  if (p.num_tokens * vectors <= kFewAccesses) {
+  if (p.num_tokens * vectors <= kFewAccesses || p.num_rows >= kFewRows * p.num_tokens) {
     const int64_t warps_per_token = (vectors + kWarpSize - 1) / kWarpSize;
-    const unsigned blocks = grid_for(p.num_tokens * warps_per_token, kFewThreads / kWarpSize, INT32_MAX);
+    const unsigned blocks = grid_for(p.num_tokens * warps_per_token, kWarpThreads / kWarpSize, INT32_MAX);
     if (p.weights == nullptr) {
-      sum_rows_of_few<Rows, kWidth, false><<<blocks, kFewThreads, 0, stream>>>(p, static_cast<int>(warps_per_token));
+      sum_rows_by_warps<Rows, kWidth, false><<<blocks, kWarpThreads, 0, stream>>>(p, static_cast<int>(warps_per_token));
     } else {
-      sum_rows_of_few<Rows, kWidth, true><<<blocks, kFewThreads, 0, stream>>>(p, static_cast<int>(warps_per_token));
+      sum_rows_by_warps<Rows, kWidth, true><<<blocks, kWarpThreads, 0, stream>>>(p, static_cast<int>(warps_per_token));
     }
-    PMO_CUDA_LAUNCHED("sum_rows_of_few");
+    PMO_CUDA_LAUNCHED("sum_rows_by_warps");
     return PMO_OK;
   }
   const int64_t parts = (vectors + kMaxThreads - 1) / kMaxThreads;
   const int threads = static_cast<int>(((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize);
   const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, kTileTokens, 65535));
   if (p.weights == nullptr) {
-    sum_rows<Rows, kWidth, false><<<grid, threads, 0, stream>>>(p);
+    sum_rows_by_tiles<Rows, kWidth, false><<<grid, threads, 0, stream>>>(p);
   } else {
-    sum_rows<Rows, kWidth, true><<<grid, threads, 0, stream>>>(p);
+    sum_rows_by_tiles<Rows, kWidth, true><<<grid, threads, 0, stream>>>(p);
   }
-  PMO_CUDA_LAUNCHED("sum_rows");
+  PMO_CUDA_LAUNCHED("sum_rows_by_tiles");
   return PMO_OK;
 }
 

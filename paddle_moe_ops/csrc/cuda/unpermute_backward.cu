@@ -4,7 +4,7 @@
 // The gradient of unpermute on the GPU: d_rows, d_weights, or both in one pass.
 //
 // Without d_weights a warp takes 32 accesses of up to 16 bytes of one token and writes them, weighted, to each of its rows. With d_weights
-// a block takes a token: a thread loads an access of d_out once, and those of up to eight rows before it uses the first; it writes the
+// a block takes tokens one after another, lists the rows of several in shared memory, and a thread loads an access of d_out once, and those of up to eight rows before it uses the first; it writes the
 // weighted gradient to each row and keeps eight partial dot products, which one fixed tree adds up over the warp and then over the
 // block. The rows without a token, whose gradient is zero, are shared out over all warps. Bytes moved: d_rows (T + N) * H elements,
 // d_weights N * H more (or (T + N) * H alone).
@@ -12,6 +12,7 @@
 
 #include "common/checks.h"
 #include "cuda/launch.cuh"
+#include "cuda/token_rows.cuh"
 #include "cuda/vectors.cuh"
 #include "cuda/warp_rows.cuh"
 #include "pmo/permute.h"
@@ -25,6 +26,7 @@ constexpr int kMinBlocks = 3;  // per multiprocessor, which bounds the registers
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 constexpr int kScatterThreads = 256;
 constexpr int64_t kLongRow = 512;         // accesses per row from which a thread takes four of them, else two
+constexpr int64_t kManyTokens = 4096;     // from here on a block lists several tokens at a time
 constexpr int64_t kPaddingBlocks = 1024;  // to share the rows without a token when there are few tokens
 
 // Rows without a token become zero: every warp of the grid looks at some rows.
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(kScatterThreads)
 }
 
 // Adds up the threads' partial sums of a window and writes them; every thread of the block takes part.
-__device__ void write_dots(const pmo_unpermute_backward_params& p, unsigned window, int32_t own_place, float (&dots)[kWindow]) {
+__device__ void write_dots(const pmo_unpermute_backward_params& p, const ListedRow* window, int size, float (&dots)[kWindow]) {
   __shared__ float partial[kWindow][kMaxWarps];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
 #pragma unroll
@@ -104,93 +106,88 @@ __device__ void write_dots(const pmo_unpermute_backward_params& p, unsigned wind
     if (lane == 0) partial[i][warp] = dots[i];
   }
   __syncthreads();
-  if (warp == 0) {
-    for (int i = 0; i < kWindow && window != 0; ++i) {
-      const int32_t place = __shfl_sync(kAllLanes, own_place, WarpRows::take(&window));
-      if (lane != i || place < 0) continue;
-      float sum = partial[i][0];
-      for (int other = 1; other < warps; ++other) sum = __fadd_rn(sum, partial[i][other]);
-      p.d_weights[place] = sum;
-    }
+  if (threadIdx.x < size && window[threadIdx.x].place >= 0) {
+    float sum = partial[threadIdx.x][0];
+    for (int other = 1; other < warps; ++other) sum = __fadd_rn(sum, partial[threadIdx.x][other]);
+    p.d_weights[window[threadIdx.x].place] = sum;
   }
   __syncthreads();
 }
 
+// The gradients of a window's rows, all of one token.
 template <typename Rows, int kWidth>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
-    sum_rows_backward(const __grid_constant__ pmo_unpermute_backward_params p) {
+__device__ void window_backward(const pmo_unpermute_backward_params& p, const ListedRow* window, int size, int64_t token,
+                                bool copy) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
   const int64_t vectors = p.hidden / kWidth;
-  const int lane = threadIdx.x % kWarpSize;
+  const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
   const Element* rows = static_cast<const Element*>(p.rows);
   Element* d_rows = static_cast<Element*>(p.d_rows);
-  // the rows and weights of a window, each warp's own
-  __shared__ int64_t numbers_of[kMaxWarps][kWindow];
-  __shared__ float weights_of[kMaxWarps][kWindow];
-  int64_t* numbers = numbers_of[threadIdx.x / kWarpSize];
-  float* weights = weights_of[threadIdx.x / kWarpSize];
-  for (int64_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
-    const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
-    WarpRows listed(p, token, 0);
-    const bool copy = copies(p, token, listed);
-    for (int64_t segment = 0;;) {
-      for (unsigned left = listed.used; left != 0;) {
-        const unsigned window = left;
-        const int size = min(kWindow, __popc(window));
-        const int rank = __popc(window & ((1u << lane) - 1));
-        const bool listed_here = (window >> lane & 1) != 0 && rank < kWindow;
-        if (listed_here) numbers[rank] = listed.row;
-        __syncwarp();
-        for (int i = 0; i < size; ++i) WarpRows::take(&left);
-        float dots[kWindow] = {};
-        int32_t own_place = -1;
-        for (int64_t first = threadIdx.x - lane; first < vectors; first += blockDim.x) {
-          const int64_t vector = first + lane;
-          const bool inside = vector < vectors;
-          Access given = {}, accesses[kWindow];
-          if (inside) given = d_out[vector];
+  float dots[kWindow] = {};
+  for (int64_t vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
+    const Access given = d_out[vector];
+    Access accesses[kWindow];
+    if (!copy) {
 #pragma unroll
-          for (int i = 0; i < kWindow; ++i) {
-            if (i < size && inside && !copy)
-              accesses[i] = reinterpret_cast<const Access*>(rows + numbers[i] * p.rows_row_stride)[vector];
-          }
-          if (first == threadIdx.x - lane) {  // weights, two more loads one after the other, arrive with the rows
-            const LaneWeight own(p, listed, copy);
-            own_place = own.place;
-            if (listed_here) weights[rank] = own.weight;
-            __syncwarp();
-          }
-          Lanes<Rows, kWidth> gradient;
-          gradient.set(given);
-          if (!inside) continue;
-#pragma unroll
-          for (int i = 0; i < kWindow; ++i) {
-            if (i >= size) break;
-            if (d_rows != nullptr) {
-              Element* d_row = d_rows + numbers[i] * p.hidden;
-              if (copy) {
-                reinterpret_cast<Access*>(d_row)[vector] = given;
-              } else {
-                gradient.scaled(weights[i]).store(d_row, vector);
-              }
-            }
-            if (copy) continue;
-            Lanes<Rows, kWidth> lanes;
-            lanes.set(accesses[i]);
-#pragma unroll
-            for (int j = 0; j < kWidth; ++j) dots[i] = __fmaf_rn(gradient.values[j], lanes.values[j], dots[i]);
-          }
-        }
-        __syncwarp();
-        if (!copy) write_dots(p, window, own_place, dots);
+      for (int i = 0; i < kWindow; ++i) {
+        if (i < size) accesses[i] = reinterpret_cast<const Access*>(rows + window[i].row * p.rows_row_stride)[vector];
       }
-      if (listed.ended) break;
-      segment += kWarpSize;
-      listed = WarpRows(p, token, segment);
+    }
+    Lanes<Rows, kWidth> gradient;
+    gradient.set(given);
+#pragma unroll
+    for (int i = 0; i < kWindow; ++i) {
+      if (i >= size) break;
+      if (d_rows != nullptr) {
+        Element* d_row = d_rows + window[i].row * p.hidden;
+        if (copy) {
+          reinterpret_cast<Access*>(d_row)[vector] = given;
+        } else {
+          const float weight = window[i].weight;
+          Lanes<Rows, kWidth> product;
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) product.values[j] = __fmul_rn(gradient.values[j], weight);
+          product.store(d_row, vector);
+        }
+      }
+      if (copy) continue;
+      Lanes<Rows, kWidth> lanes;
+      lanes.set(accesses[i]);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) dots[i] = __fmaf_rn(gradient.values[j], lanes.values[j], dots[i]);
     }
   }
-  if (d_rows != nullptr) zero_unused<kWidth * sizeof(Element)>(p, p.hidden * static_cast<int64_t>(sizeof(Element)));
+  if (!copy) write_dots(p, window, size, dots);
+}
+
+template <typename Rows, int kWidth>
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
+    sum_rows_backward(const __grid_constant__ pmo_unpermute_backward_params p, int tile) {
+  __shared__ RowList list;
+  for (int64_t first = int64_t{blockIdx.x} * tile; first < p.num_tokens; first += int64_t{gridDim.x} * tile) {
+    const int count = static_cast<int>(min(int64_t{tile}, p.num_tokens - first));
+    int done = 0, together = count;  // tokens of the tile
+    for (int64_t segment = 0; done < count;) {
+      list.fill(p, first + done, together, segment);
+      if (list.more != 0 && together > 1) {
+        together = 1;
+        continue;
+      }
+      for (int begin = 0; begin < list.size;) {
+        const ListedRow& listed = list.rows[begin];
+        int end = begin + 1;  // of the window: the token's rows, as many as fit
+        while (end < list.size && end - begin < kWindow && list.rows[end].token == listed.token) ++end;
+        const bool copy = p.weights == nullptr || (p.copy_single_row != 0 && listed.only);
+        if (listed.row >= 0) window_backward<Rows, kWidth>(p, &listed, end - begin, first + done + listed.token, copy);
+        begin = end;
+      }
+      segment = list.more != 0 ? segment + kWarpSize : 0;
+      if (list.more == 0) done += together;
+    }
+  }
+  if (p.d_rows == nullptr) return;
+  zero_unused<kWidth * sizeof(typename Rows::Element)>(p, p.hidden * static_cast<int64_t>(sizeof(typename Rows::Element)));
 }
 
 template <typename Rows, int kWidth>
@@ -209,7 +206,9 @@ int launch(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
   const int64_t per_thread = vectors >= kLongRow ? 4 : 2;
   const int64_t wanted = ((vectors + per_thread - 1) / per_thread + kWarpSize - 1) / kWarpSize * kWarpSize;
   const int threads = static_cast<int>(std::min<int64_t>(wanted, kMaxThreads));
-  sum_rows_backward<Rows, kWidth><<<grid_for(std::max(p.num_tokens, padding_blocks), 1), threads, 0, stream>>>(p);
+  const int tile = p.num_tokens < kManyTokens ? 1 : kTileTokens / 2;
+  const unsigned blocks = grid_for(std::max((p.num_tokens + tile - 1) / tile, padding_blocks), 1);
+  sum_rows_backward<Rows, kWidth><<<blocks, threads, 0, stream>>>(p, tile);
   PMO_CUDA_LAUNCHED("sum_rows_backward");
   return PMO_OK;
 }

@@ -44,8 +44,8 @@ class Target {
 
 // Calls the operator's CPU or CUDA entry point.
 #ifdef PMO_WITH_CUDA
-#define PMO_CALL(target, name, params) \
-  ((target).is_gpu() ? pmo_##name##_cuda((params), (target).stream()) : pmo_##name##_cpu((params), nullptr))
+#define PMO_CALL(target, name, ...) \
+  ((target).is_gpu() ? pmo_##name##_cuda(__VA_ARGS__, (target).stream()) : pmo_##name##_cpu(__VA_ARGS__, nullptr))
 #else
-#define PMO_CALL(target, name, params) pmo_##name##_cpu((params), nullptr)
+#define PMO_CALL(target, name, ...) pmo_##name##_cpu(__VA_ARGS__, nullptr)
 #endif

@@ -53,12 +53,15 @@ Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<
   p.row_probs = row_probs.data<float>();
   p.overflow = overflow.data<int32_t>();
   p.rowmap = rowmap.data<int32_t>();
-  step.run();
 
   const Scale scales(kFunction, scale, has_scale, scale_cols, scale_dtype, hidden_states);
   paddle::Tensor row_scales = scales.empty_rows(rows, do_gather);
   paddle::Tensor unzipped = paddle::empty({do_gather ? rows : 0, hidden}, hidden_states.dtype(), routemap.place());
-  if (do_gather) permute_rows(target, kFunction, hidden_states, scales, slot_to_row, row_to_token, fill, &unzipped, &row_scales);
+  if (do_gather) {
+    step.run(&Permutation(kFunction, hidden_states, scales, slot_to_row, row_to_token, fill, &unzipped, &row_scales).params());
+  } else {
+    step.run();
+  }
   return {unzipped, rowmap, row_probs, row_scales, expert_indices, overflow, slot_to_row, token_rows};
 }
 

@@ -81,14 +81,13 @@ Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int
   return {num_rows, scale ? dim(*scale, 1) : columns};
 }
 
-void permute_rows(const Target& target, const char* function, const paddle::Tensor& x, const Scale& scale,
-                  const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows,
-                  paddle::Tensor* row_scales) {
-  require_rank(x, 2, function, "the rows");
+Permutation::Permutation(const char* function, const paddle::Tensor& x, const Scale& scale, const paddle::Tensor& slot_to_row,
+                         const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows, paddle::Tensor* row_scales)
+    : x_((require_rank(x, 2, function, "the rows"), Matrix(x))) {
   require_rank(slot_to_row, 2, function, "slot_to_row");
   require_rank(row_to_token, 1, function, "row_to_token");
   require(slot_to_row.shape()[0] == x.shape()[0], function, "the map must have one line per token");
-  pmo_permute_params p = {};
+  pmo_permute_params& p = params_;
   p.struct_size = sizeof(p);
   p.num_tokens = x.shape()[0];
   p.topk = slot_to_row.shape()[1];
@@ -98,21 +97,24 @@ void permute_rows(const Target& target, const char* function, const paddle::Tens
   p.slot_to_row = map_data(slot_to_row, function, "slot_to_row");
   p.row_to_token = map_data(row_to_token, function, "row_to_token");
   p.fill = fill;
-  const Matrix source(x);
-  p.x = source.data;
-  p.x_row_stride = source.row_stride;
+  p.x = x_.data;
+  p.x_row_stride = x_.row_stride;
   p.rows = rows->data();
-  paddle::optional<Matrix> scales;
-  if (scale.given) {
-    require(scale.tensor.shape()[0] == p.num_tokens, function, "scale must have one line per token");
-    scales = Matrix(scale.tensor);
-    p.scale = scales->data;
-    p.scale_row_stride = scales->row_stride;
-    p.scale_cols = scale.tensor.shape()[1];
-    p.scale_dtype = dtype_of(scale.tensor, function, "scale");
-    p.row_scales = row_scales->data();
-  }
-  check_status(PMO_CALL(target, permute, &p), function);
+  if (!scale.given) return;
+  require(scale.tensor.shape()[0] == p.num_tokens, function, "scale must have one line per token");
+  scale_ = Matrix(scale.tensor);
+  p.scale = scale_->data;
+  p.scale_row_stride = scale_->row_stride;
+  p.scale_cols = scale.tensor.shape()[1];
+  p.scale_dtype = dtype_of(scale.tensor, function, "scale");
+  p.row_scales = row_scales->data();
+}
+
+void permute_rows(const Target& target, const char* function, const paddle::Tensor& x, const Scale& scale,
+                  const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows,
+                  paddle::Tensor* row_scales) {
+  const Permutation permutation(function, x, scale, slot_to_row, row_to_token, fill, rows, row_scales);
+  check_status(PMO_CALL(target, permute, &permutation.params()), function);
 }
 
 paddle::Tensor sum_rows(const Target& target, const char* function, const paddle::Tensor& rows, const paddle::Tensor& token_rows,

@@ -27,6 +27,20 @@ struct Scale {
 // Shape and dtype of Scale::empty_rows for shape inference.
 Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int64_t columns, int64_t num_rows, bool moved);
 
+// Params of pmo_permute_*, and the operands that they point at; a null `rows` is not moved.
+class Permutation {
+ public:
+  Permutation(const char* function, const paddle::Tensor& x, const Scale& scale, const paddle::Tensor& slot_to_row,
+              const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows, paddle::Tensor* row_scales);
+
+  const pmo_permute_params& params() const { return params_; }
+
+ private:
+  Matrix x_;
+  paddle::optional<Matrix> scale_;
+  pmo_permute_params params_ = {};
+};
+
 // Moves x [T, H] to `rows` [N, H], and the scale, if there is one, to `row_scales` [N, S].
 void permute_rows(const Target& target, const char* function, const paddle::Tensor& x, const Scale& scale,
                   const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows,

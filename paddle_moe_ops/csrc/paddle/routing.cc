@@ -102,11 +102,14 @@ Routing::Routing(const Target& target, const RouteAttributes& attributes, const 
   params.workspace = workspace_.data();
   routed_per_expert_ = empty_int32({attributes.num_experts}, routing);
   params.routed_per_expert = routed_per_expert_.data<int32_t>();
-  check_status(PMO_CALL(target, route_count, &params), function, attributes.names);
 
   params.num_rows =
       static_num_rows(attributes.counts_source, attributes.counts, attributes.padding_alignment, attributes.buffer_size);
   const bool must_count = params.num_rows < 0;
+  // A GPU counts by itself while it routes; only a count that the host wants to see is worth launches of its own.
+  if (!target.is_gpu() || must_count || params.checks != 0) {
+    check_status(PMO_CALL(target, route_count, &params), function, attributes.names);
+  }
   if (must_count || (target.is_gpu() && params.checks != 0)) {
     std::vector<int32_t> routed(static_cast<size_t>(params.num_experts));
     target.copy_to_host(params.routed_per_expert, params.num_experts * static_cast<int64_t>(sizeof(int32_t)), routed.data());
@@ -123,7 +126,16 @@ void Routing::report(const int32_t* routed_per_expert) {
   check_status(pmo_route_report(&params, &findings, routed_per_expert), attributes_.function, attributes_.names);
 }
 
-void Routing::run() { check_status(PMO_CALL(target_, route, &params), attributes_.function, attributes_.names); }
+void Routing::run(const pmo_permute_params* permute) {
+#ifdef PMO_WITH_CUDA
+  if (target_.is_gpu()) {
+    check_status(pmo_route_permute_cuda(&params, permute, target_.stream()), attributes_.function, attributes_.names);
+    return;
+  }
+#endif
+  check_status(pmo_route_cpu(&params, nullptr), attributes_.function, attributes_.names);
+  if (permute != nullptr) check_status(pmo_permute_cpu(permute, nullptr), attributes_.function, attributes_.names);
+}
 
 }  // namespace binding
 }  // namespace pmo

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "paddle/binding.h"
+#include "pmo/permute.h"
 #include "pmo/route.h"
 
 namespace pmo {
@@ -41,14 +42,15 @@ struct RouteAttributes {
   int checks;
 };
 
-// Counts at construction; `params` then waits for its outputs and run(). On a GPU it synchronises if the number of rows has to be
-// read back, or if checks are wanted.
+// Counts at construction where it must; `params` then waits for its outputs and run(). On a GPU it synchronises if the number of rows has
+// to be read back, or if checks are wanted.
 class Routing {
  public:
   Routing(const Target& target, const RouteAttributes& attributes, const paddle::Tensor& routing, const paddle::Tensor* probs,
           const paddle::Tensor* counts);
 
-  void run();
+  // Writes the maps and, if there is a permutation that follows them, moves its rows.
+  void run(const pmo_permute_params* permute = nullptr);
 
   int64_t num_rows() const { return params.num_rows; }
   const paddle::Tensor& routed_per_expert() const { return routed_per_expert_; }
