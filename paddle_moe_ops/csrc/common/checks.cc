@@ -117,8 +117,8 @@ int check_permute(const pmo_permute_params& p) {
 }
 
 int check_route_permute(const pmo_route_params& route, const pmo_permute_params& permute) {
-  PMO_REQUIRE(permute.num_tokens == route.num_tokens && permute.topk == route.topk && permute.num_rows == route.num_rows, "permute",
-              "of the same num_tokens, topk and num_rows as route");
+  PMO_REQUIRE(permute.num_tokens == route.num_tokens && permute.topk == route.topk && permute.num_rows == route.num_rows,
+              "permute", "of the same num_tokens, topk and num_rows as route");
   PMO_REQUIRE(permute.slot_to_row == route.slot_to_row && permute.row_to_token == route.row_to_token, "permute",
               "given the slot_to_row and row_to_token that route writes");
   return check_permute(permute);
