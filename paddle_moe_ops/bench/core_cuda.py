@@ -44,9 +44,7 @@ class CudaCore(Core):
             self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         for operator in ("route", "clean_rowmap"):
             self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
-        self.fused = getattr(self.library, "pmo_route_permute_cuda", None)
-        if self.fused is not None:
-            self.fused.restype, self.fused.argtypes = ctypes.c_int, [ctypes.c_void_p] * 3
+        self._declare("pmo_route_permute_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
     def entry(self, operator: str) -> Any:
         return getattr(self.library, f"pmo_{operator}_cuda")
@@ -55,16 +53,10 @@ class CudaCore(Core):
         """Enqueue an operator on the current stream."""
         self.run(operator, params, torch.cuda.current_stream().cuda_stream)
 
-    def route_permute(self, route: RouteParams, permute: PermuteParams | None) -> None:
-        """Route and, if asked, move the rows: by the fused entry where the library has one."""
-        if self.fused is not None:
-            moved = None if permute is None else ctypes.byref(permute)
-            self._check(self.fused(ctypes.byref(route), moved, torch.cuda.current_stream().cuda_stream))
-            return
-        self.call("route_count", route)
-        self.call("route", route)
-        if permute is not None:
-            self.call("permute", permute)
+    def route_permute(self, route: RouteParams, permute: PermuteParams | None = None) -> None:
+        """Enqueue the routing and, if asked, the moving of its rows."""
+        moved = None if permute is None else ctypes.byref(permute)
+        self._check(self.entry("route_permute")(ctypes.byref(route), moved, torch.cuda.current_stream().cuda_stream))
 
 
 def core_implementation(core: CudaCore) -> Implementation:

@@ -66,7 +66,6 @@ class CudaDevice:
             self.implementations.append(transformer_engine_implementation(_given(te_wheel_dir)))
         except (ImportError, ValueError) as error:
             self.left_out["te triton"] = str(error)
-        self.fused = core.fused is not None
         self.ceilings: Ceilings | None = None
         try:
             self.ceilings = Ceilings(self.timer) if probes else None
@@ -99,7 +98,6 @@ class CudaDevice:
             "cuda": torch.version.cuda,
             "torch": torch.__version__,
             "triton": _version("triton"),
-            "fused_route_permute": self.fused,
         }
 
     def measure_ceilings(self, samples: int) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class _Candidate:
 
     row: Row
     captured: Captured
+    body: Body  # owns the operands: a captured graph has only their addresses
     samples: list[float] = field(default_factory=list)
 
 
@@ -97,7 +98,7 @@ class Runner:
                     yield checked
                     continue
                 checked = replace(checked, launches=captured.launches)
-                candidates += [_Candidate(replace(checked, cold=cold), captured) for cold in settings.colds]
+                candidates += [_Candidate(replace(checked, cold=cold), captured, body) for cold in settings.colds]
         # In turns, so that a clock that drifts drifts for all of them.
         for _ in range(settings.rounds):
             for candidate in candidates:
