@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SECONDS_PER_CALL = 20
+SECONDS_PER_CALL = 60
 EXTRA_MEMORY = 3 << 30
 
 

@@ -172,6 +172,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
         store_stage<kMove == Move::kBulk>(work, stage, token_rows);
       }
       if (index + kBuffers >= work.num_stages) continue;
+      finish_reads();
       if (kMove == Move::kBulk) {
         if (threadIdx.x < kWarpSize) wait_for_store_reads();
         cooperative_groups::this_grid().sync();

@@ -64,6 +64,9 @@ __device__ inline void bulk_store(void* target, const void* source, uint32_t byt
                : "memory");
 }
 
+// What the calling thread read from shared memory with ordinary loads comes before the bulk copies that are issued behind the next barrier.
+__device__ inline void finish_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // The calling thread's stores have read their shared memory, which may be written again.
 __device__ inline void wait_for_store_reads() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -78,6 +81,7 @@ __device__ inline void wait_for_loads(uint64_t*, uint32_t) { __trap(); }
 __device__ inline uint64_t evict_first_policy() { return 0; }
 __device__ inline void bulk_load(void*, const void*, uint32_t, uint64_t*, uint64_t) { __trap(); }
 __device__ inline void bulk_store(void*, const void*, uint32_t) { __trap(); }
+__device__ inline void finish_reads() { __trap(); }
 __device__ inline void wait_for_store_reads() { __trap(); }
 
 #endif

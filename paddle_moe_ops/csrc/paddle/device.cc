@@ -117,5 +117,19 @@ void Target::copy_to_host(const void* source, int64_t bytes, void* target) const
   std::memcpy(target, source, static_cast<size_t>(bytes));
 }
 
+#ifdef PMO_WITH_CUDA
+paddle::Tensor Target::aligned(const paddle::Tensor& tensor) const {
+  constexpr uintptr_t kWidestAccess = 16;
+  if (!is_gpu_ || reinterpret_cast<uintptr_t>(tensor.data()) % kWidestAccess == 0) return tensor;
+  paddle::Tensor copy = paddle::empty(tensor.shape(), tensor.dtype(), place_);
+  const size_t bytes = static_cast<size_t>(tensor.numel()) * phi::SizeOf(tensor.dtype());
+  const auto stream = static_cast<cudaStream_t>(stream_);
+  check_cuda(cudaMemcpyAsync(copy.data(), tensor.data(), bytes, cudaMemcpyDeviceToDevice, stream), function_);
+  return copy;
+}
+#else
+paddle::Tensor Target::aligned(const paddle::Tensor& tensor) const { return tensor; }
+#endif
+
 }  // namespace binding
 }  // namespace pmo

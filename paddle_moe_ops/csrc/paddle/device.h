@@ -29,6 +29,10 @@ class Target {
   // A tensor of zeros on the device.
   paddle::Tensor zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const;
 
+  // On a GPU, contiguous rows at an odd address are copied: the order in which a dot product is added up follows the width of accesses,
+  // and shall depend on shape and dtype alone.
+  paddle::Tensor aligned(const paddle::Tensor& tensor) const;
+
   // Copies from the device to host memory and waits for it: on a GPU a synchronisation with the stream.
   void copy_to_host(const void* source, int64_t bytes, void* target) const;
 

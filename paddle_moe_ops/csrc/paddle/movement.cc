@@ -144,14 +144,14 @@ void sum_rows_backward(const Target& target, const char* function, const paddle:
   require(d_out.shape()[0] == p.num_tokens, function, "the gradient must have one line per token");
   p.dtype = dtype_of(d_out, function, "the gradient");
   p.row_to_token = map_data(row_to_token, function, "row_to_token");
-  const Matrix gradient(d_out);
+  const Matrix gradient(d_weights == nullptr ? d_out : target.aligned(dense(d_out)));
   p.d_out = gradient.data;
   p.d_out_row_stride = gradient.row_stride;
   paddle::optional<Matrix> inputs;
   if (d_weights != nullptr) {
     require_shape(*rows, {p.num_rows, p.hidden}, function, "the rows");
     require(rows->dtype() == d_out.dtype(), function, "the rows and the gradient must have the same dtype");
-    inputs = Matrix(*rows);
+    inputs = Matrix(target.aligned(dense(*rows)));
     p.rows = inputs->data;
     p.rows_row_stride = inputs->row_stride;
     p.d_weights = d_weights->data<float>();
