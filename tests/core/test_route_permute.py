@@ -42,6 +42,9 @@ CUT_MANY_SLOTS = Shape(140, 4096, 33, 32, 1, "rows cut into pieces, but too many
 COUNTED = Shape(1500, 64, 100, 3, 16, "blocks that count for each other")
 STAGED = Shape(5000, 4096, 17, 2, 8, "several stages of rows that leave by bulk copies")
 STAGED_SHORT = Shape(14_000, 1024, 5, 3, 1, "several stages of rows that threads write")
+STAGED_SCALES = Shape(
+    3600, 8192, 17, 2, 8, "several stages of float8 rows that leave by bulk copies, and of their scales"
+)
 ODD_TOPK = Shape(3000, 8, 40, 5, 4, "whole tokens do not fill a warp")
 FULL_TOPK = Shape(300, 8, 40, 32, 4, "one token fills a warp")
 FUSED = (CUT, CUT_MANY_SLOTS, COUNTED, STAGED, STAGED_SHORT, ODD_TOPK, FULL_TOPK)
@@ -84,7 +87,7 @@ def test_a_mask_routes_in_one_call(core: Core, shape: Shape) -> None:
 
 @pytest.mark.parametrize("fill", list(range(4)), ids=lambda bits: f"fill{bits}")
 @pytest.mark.parametrize("buffer", BUFFERS)
-@pytest.mark.parametrize("shape", [SMALL, CUT, COUNTED, STAGED_SHORT], ids=str)
+@pytest.mark.parametrize("shape", [SMALL, CUT, COUNTED, STAGED_SHORT, STAGED_SCALES], ids=str)
 def test_static_buffers_scales_and_padding(core: Core, shape: Shape, buffer: str, fill: int) -> None:
     ids = make_ids("zipf", shape, seed=6)
     rows = buffer_rows(buffer, make_problem(ids, shape.E, shape.A).plan)
