@@ -86,7 +86,8 @@ struct Buffer {
   }
 };
 
-static int compare(const char* name, int32_t dtype, const RowKernels& variant, int64_t hidden, int64_t count, bool streams) {
+static int compare(const char* name, int32_t dtype, const RowKernels& variant, int64_t hidden, int64_t count,
+                   bool streams) {
   const RowKernels& generic = *row_kernels_generic(dtype);
   const int64_t bytes = hidden * (dtype == PMO_FLOAT32 ? 4 : 2);
   if (streams && bytes % kLineBytes != 0) return 0;
@@ -106,8 +107,8 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
   int failures = 0;
   const auto check = [&](const char* kernel, bool equal) {
     if (equal) return;
-    std::printf("%s %s differs: dtype %d, hidden %ld, rows %ld, streams %d\n", name, kernel, dtype, long(hidden), long(count),
-                int(streams));
+    std::printf("%s %s differs: dtype %d, hidden %ld, rows %ld, streams %d\n", name, kernel, dtype, long(hidden),
+                long(count), int(streams));
     ++failures;
   };
   const int64_t offset = streams ? 0 : count % 5;
@@ -131,7 +132,8 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
     generic.dot(pointers[0], {pointers.data() + i, 1}, {nullptr, 0}, hidden, &expected_dots[i]);
   }
   variant.dot(pointers[0], list, next, hidden, actual_dots.data());
-  check("dot", same(PMO_FLOAT32, reinterpret_cast<char*>(expected_dots.data()), reinterpret_cast<char*>(actual_dots.data()), count));
+  check("dot", same(PMO_FLOAT32, reinterpret_cast<char*>(expected_dots.data()),
+                    reinterpret_cast<char*>(actual_dots.data()), count));
   return failures;
 }
 

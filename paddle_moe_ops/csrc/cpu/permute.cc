@@ -47,7 +47,7 @@ int permute(const pmo_permute_params& p) {
   const bool move_scales = scales.target != nullptr && scales.row_bytes > 0;
   if (!move_rows && !move_scales) return PMO_OK;
 
-  const int64_t bytes = p.num_rows * ((move_rows ? rows.row_bytes : 0) + (move_scales ? scales.row_bytes : 0));
+  const int64_t bytes = (p.num_rows + p.num_tokens) * ((move_rows ? rows.row_bytes : 0) + (move_scales ? scales.row_bytes : 0));
   const bool streams = beyond_caches(bytes);
   parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
     const RowWriter writer(streams);

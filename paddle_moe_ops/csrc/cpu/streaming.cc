@@ -14,6 +14,11 @@ namespace {
 
 constexpr int64_t kAssumedCacheBytes = int64_t{32} << 20;  // where the system does not tell
 
+// A part of the last-level cache counts: other processes use it too, and from within a virtual machine they are not seen. Measured
+// on a Xeon with 260 MiB, permuting rows and summing them up again: plain stores are 1.4 times faster for 60 MB of rows and 1.3 times
+// for 88 MB; streaming is 1.3 times faster for 117 MB and 1.5 times from 180 MB on.
+int64_t share_of(int64_t cache_bytes) { return cache_bytes / 8 * 3; }
+
 // sysconf knows the caches of x86-64 only; /sys has those of every architecture whose firmware describes them.
 int64_t cache_bytes_in_sys() {
   int64_t largest = 0;
@@ -43,7 +48,7 @@ std::atomic<int64_t> chosen_bytes{-1};
 }  // namespace
 
 bool beyond_caches(int64_t bytes) {
-  static const int64_t from_machine = last_level_cache_bytes();
+  static const int64_t from_machine = share_of(last_level_cache_bytes());
   const int64_t chosen = chosen_bytes.load(std::memory_order_relaxed);
   return bytes > (chosen >= 0 ? chosen : from_machine);
 }

@@ -3,9 +3,9 @@
 
 // Writing rows past the caches.
 //
-// A plain store reads the line that it overwrites, and an output larger than the last-level cache pushes out what others keep there
-// while none of it survives until it is read. Non-temporal stores do neither. An output that fits into the cache is found there by
-// whoever reads it next, and plain stores to it are up to twice as fast: hence the threshold.
+// A plain store reads the line that it overwrites, and pushes out of the cache what others keep there. Non-temporal stores do neither.
+// But an output that stays in the cache is found there by whoever reads it next, and is up to twice as fast to write. So the calls
+// that stream are those that move more bytes than the cache keeps: little of their output would be left in it.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,14 @@
 #include "cpu/row_kernels.h"
 #include "pmo/base.h"
 
-// Bytes from which an output is streamed; a negative number restores what the machine's last-level cache says. Not part of the
+// Moved bytes beyond which a call streams; a negative number restores what the machine's last-level cache says. Not part of the
 // public interface: for tests and for measurements.
 extern "C" PMO_API void pmo_cpu_set_streaming_bytes(int64_t bytes);
 
 namespace pmo {
 namespace cpu {
 
-// Whether this many bytes are more than the caches hold.
+// Whether a call that moves this many bytes moves more than the caches keep.
 bool beyond_caches(int64_t bytes);
 
 // Writes rows of an output in one of the two ways. Made per task: its end makes the streamed rows of the task's thread, which are

@@ -93,10 +93,10 @@ int unpermute(const pmo_unpermute_params& p) {
   const int64_t out_bytes = p.hidden * itemsize;
   const RowKernels& kernels = row_kernels(p.dtype);
   const int64_t bytes = (p.num_rows + p.num_tokens) * out_bytes;
-  const bool streams = beyond_caches(p.num_tokens * out_bytes);
+  const bool large = beyond_caches(bytes);
   parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
-    const RowWriter writer(streams);
-    visit_tokens(p, p.rows_row_stride * itemsize, beyond_caches(bytes), begin, end,
+    const RowWriter writer(large);
+    visit_tokens(p, p.rows_row_stride * itemsize, large, begin, end,
                  [&](int64_t token, const TokenRows<pmo_unpermute_params>& rows, const RowList& next) {
                    char* out = static_cast<char*>(p.out) + token * out_bytes;
                    if (rows.count() == 0) {
@@ -161,12 +161,12 @@ int unpermute_backward(const pmo_unpermute_backward_params& p) {
   if (p.d_weights != nullptr) std::fill(p.d_weights, p.d_weights + p.num_weights, 0.0f);
   if (row_bytes == 0 || (p.d_rows == nullptr && p.d_weights == nullptr)) return PMO_OK;
 
-  const int64_t bytes = (p.num_rows + p.num_tokens) * row_bytes;
-  const bool streams = write_rows && beyond_caches(p.num_rows * row_bytes);
-  const bool prefetches = p.d_weights != nullptr && beyond_caches(bytes);
+  const int64_t passes = (p.d_rows == nullptr ? 0 : 1) + (p.d_weights == nullptr ? 0 : 1);
+  const int64_t bytes = (passes * p.num_rows + p.num_tokens) * row_bytes;
+  const bool large = beyond_caches(bytes);
   parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
-    TokenGradient gradient(p, streams);
-    visit_tokens(p, p.rows_row_stride * itemsize, prefetches, begin, end,
+    TokenGradient gradient(p, large);
+    visit_tokens(p, p.rows_row_stride * itemsize, large, begin, end,
                  [&](int64_t token, const TokenRows<pmo_unpermute_backward_params>& rows, const RowList& next) {
                    gradient.run(static_cast<const char*>(p.d_out) + token * p.d_out_row_stride * itemsize, rows, next);
                  });
