@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import _env
 from ..testing.core import Core
 from . import cpu_check
 from .cpu_arrays import ArrayInputs, memory_available, memory_needed
@@ -45,6 +46,7 @@ class CpuDevice:
         if not core_library.is_file():
             raise ValueError(f"--core-library must be libpmo_core.so (`make core` builds it), but got {core_library}")
         self.core = Core(core_library)
+        self.core.set_num_threads(_env.num_threads() or 0)
         self.threads = self.core.num_threads()
         self.cache_bytes = _last_level_cache_bytes()
         self._flush_buffer = np.ones(self.cache_bytes // 8, np.int64)
@@ -54,7 +56,7 @@ class CpuDevice:
             "core": lambda: [core_implementation(self.core), self.memory.implementation()],
             "paddle": _paddle_implementations,
             "numpy": lambda: [numpy_implementation()],
-            "torch": lambda: [torch_implementation()],
+            "torch": lambda: [torch_implementation(self.threads)],
         }
         self.implementations: list[Implementation] = []
         for name, make in makers.items():

@@ -71,15 +71,18 @@ def _as_torch(array: NDArray) -> Any:
     return tensor.view(views[array.dtype]) if array.dtype in views else tensor
 
 
-def torch_implementation() -> Implementation:
-    """ "torch gather", as it runs on a GPU.
+def torch_implementation(threads: int) -> Implementation:
+    """ "torch gather", as it runs on a GPU, on as many threads as ours.
 
     Raises:
         ImportError: PyTorch is not there.
     """
+    import torch
+
     from .peers import torch_implementations
     from .tensors import to_numpy
 
+    torch.set_num_threads(threads)  # importing Paddle makes it 1
     gather, _ = torch_implementations()
 
     def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
