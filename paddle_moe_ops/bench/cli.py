@@ -71,7 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--alignment", nargs="+", type=int, default=[], help="rows of alignment instead")
     parser.add_argument("--fill", nargs="+", choices=("on", "off"), default=[], help="zero padding rows, or not")
     parser.add_argument("--mode", nargs="+", default=[], help="how calls are launched (default: the device's first)")
-    parser.add_argument("--cache", nargs="+", choices=("cold", "warm"), default=["cold"], help="state of the caches")
+    parser.add_argument(
+        "--cache",
+        nargs="+",
+        choices=("cold", "warm"),
+        default=[],
+        help="state of the caches (default: cold; cpu: warm)",
+    )
     parser.add_argument("--samples", type=int, default=60, help="samples of each row (default: 60)")
     parser.add_argument("--rounds", type=int, default=5, help="turns in which they are taken (default: 5)")
     parser.add_argument("--no-probes", action="store_true", help="no ceiling kernels, and so no nvcc")
@@ -89,7 +95,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
             raise ValueError(f"--{name} must be at least {least}, but got {getattr(arguments, name)}")
     return Settings(
         modes=arguments.mode or (("graph",) if arguments.device == "cuda" else ("cpu",)),
-        colds=[value == "cold" for value in dict.fromkeys(arguments.cache)],
+        colds=[value == "cold" for value in dict.fromkeys(arguments.cache)] or [arguments.device != "cpu"],
         samples=arguments.samples,
         rounds=arguments.rounds,
         probes=not arguments.no_probes,
@@ -105,7 +111,9 @@ def _check_modes(device: Device, settings: Settings) -> None:
 
 def _open_device(arguments: argparse.Namespace) -> Device:
     if arguments.device == "cpu":
-        raise ValueError("--device must be cuda: the CPU's implementations are not there yet, but got 'cpu'")
+        from .cpu import CpuDevice
+
+        return CpuDevice(arguments.core_library)
     try:
         from .cuda import CudaDevice
     except ImportError as error:

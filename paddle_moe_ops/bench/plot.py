@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from .results import Row, Run, processor
-from .targets import OURS
+from .targets import OURS, PUBLIC
 
 __all__ = ["draw"]
 
@@ -26,13 +26,22 @@ LARGE = 4096  # tokens from which the bandwidth counts, below it the time
 INK, MUTED, GRID = "#22313f", "#7a8793", "#e3e7ea"
 COLORS = {
     OURS: "#d1495b",
+    PUBLIC: "#edae49",
+    "memcpy": "#7a8793",
+    "paddle ops": "#4a4e69",
+    "numpy take": "#9a8c98",
     "torch gather": "#2a6f97",
     "torch index_add": "#8ecae6",
     "te triton": "#6a994e",
     "paddle (published, scaled)": "#f2b366",
 }
 OTHER_COLORS = ("#9a8c98", "#c9ada7", "#4a4e69", "#b8bfc6")  # of implementations that are not named above
-LABELS = {OURS: "paddle_moe_ops", "te triton": "TransformerEngine (Triton)"}
+LABELS = {
+    OURS: "paddle_moe_ops",
+    PUBLIC: "paddle_moe_ops, new outputs",
+    "memcpy": "memcpy of as many bytes",
+    "te triton": "TransformerEngine (Triton)",
+}
 
 
 def draw(path: Path, run: Run) -> bool:
@@ -75,8 +84,9 @@ def draw(path: Path, run: Run) -> bool:
 
 
 def _title(run: Run) -> str:
-    speed = f"copy speed {run.machine['copy_gbps'] / 1000:.2f} TB/s"
-    return f"{processor(run)}, bfloat16 rows, cold caches; {speed}; commit {run.machine['commit']}"
+    speed, caches = run.machine["copy_gbps"], "cold" if run.machine["device"] == "cuda" else "warm"
+    copy = f"copy speed {speed / 1000:.2f} TB/s" if speed >= 1000 else f"copy speed {speed:.0f} GB/s"
+    return f"{processor(run)}, bfloat16 rows, {caches} caches; {copy}; commit {run.machine['commit']}"
 
 
 def _colors(rows: Sequence[Row]) -> dict[str, str]:

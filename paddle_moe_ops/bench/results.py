@@ -34,7 +34,7 @@ class Row:
         routed_rows: Rows that hold a token.
         buffer_rows: Rows of the buffer.
         dtype: Element type of the rows.
-        mode: "graph" or "eager" on a GPU.
+        mode: "graph" or "eager" on a GPU, "cpu" on a CPU.
         cold: Whether the operands were out of the caches.
         check: What the result was compared by, or "failed: ...", or "skipped: ...". Only a checked result has times.
         us: Median microseconds of a call.
@@ -94,8 +94,8 @@ class Row:
 
     @property
     def plain(self) -> bool:
-        """Whether this is a shape's own case, timed as the targets ask."""
-        return self.own_case and self.mode != "eager" and self.cold
+        """Whether this is a shape's own case, timed as the targets ask: on a GPU replayed and cold, on a CPU warm."""
+        return self.own_case and self.mode != "eager" and self.cold == (self.mode != "cpu")
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,10 @@ def load_run(path: Path) -> Run:
 
 
 def processor(run: Run) -> str:
-    """Name of the GPU or CPU that was measured."""
-    return run.machine["gpu"] if run.machine["device"] == "cuda" else run.machine["cpu"]
+    """Name of the GPU, or of the CPU with the number of cores in use, that was measured."""
+    if run.machine["device"] == "cuda":
+        return run.machine["gpu"]
+    return f"{run.machine['cpu']}, {run.machine['threads']} cores"
 
 
 def _lines(path: Path) -> Iterable[str]:

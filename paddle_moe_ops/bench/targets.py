@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from .results import Row
 
-__all__ = ["OURS", "TARGETS", "VERDICT_COLUMNS", "Target", "Verdict", "judge", "verdict_cells"]
+__all__ = ["OURS", "PUBLIC", "TARGETS", "VERDICT_COLUMNS", "Target", "Verdict", "judge", "verdict_cells"]
 
 OURS = "core"
+PUBLIC = "public function"  # ours as Paddle calls it: outputs are allocated in the call
 
 
 class Target(NamedTuple):
@@ -26,6 +27,7 @@ class Target(NamedTuple):
         limit: The limit.
         stretch: What would be better still, in the same unit.
         peer: Pattern of the peers' names for the kind "peer".
+        impl: Which of our implementations it is about.
     """
 
     key: str
@@ -34,6 +36,7 @@ class Target(NamedTuple):
     limit: float
     stretch: float | None = None
     peer: str = "*"
+    impl: str = OURS
 
 
 # A tie with the peers is within 2 %.
@@ -71,8 +74,26 @@ CUDA_TARGETS = (
 )
 
 
+_PLAIN_OPS = "paddle ops"
+_MOVING = (
+    *("permute:bf16", "unpermute:plain", "unpermute:weighted"),
+    *(f"unpermute_backward:{variant}" for variant in ("plain", "weighted", "dx", "dprob")),
+)
+
+CPU_TARGETS = (
+    *(Target(key, shape, "peer", 0.90, peer="memcpy") for key in _MOVING for shape in (*_LARGE, "paddle-production")),
+    *(
+        Target(key, shape, "peer", limit, peer=_PLAIN_OPS, impl=PUBLIC)
+        for key in ("route_permute:bf16", *_MOVING)
+        for shape, limit in (
+            *((large, 1.7) for large in _LARGE),
+            *((small, 1.0) for small in ("tileops-32", "tileops-128", "tileops-512")),
+        )
+    ),
+)
+
 # By device, as the results name it.
-TARGETS: dict[str, tuple[Target, ...]] = {"cuda": CUDA_TARGETS}
+TARGETS: dict[str, tuple[Target, ...]] = {"cuda": CUDA_TARGETS, "cpu": CPU_TARGETS}
 
 
 class Verdict(NamedTuple):
@@ -97,8 +118,8 @@ def judge(rows: Sequence[Row], targets: Sequence[Target]) -> list[Verdict]:
             and row.plain
             and row.us is not None
         ]
-        ours = next((row for row in measured if row.impl == OURS), None)
-        peers = [row for row in measured if row.impl != OURS]
+        ours = next((row for row in measured if row.impl == target.impl), None)
+        peers = [row for row in measured if row.impl not in (OURS, PUBLIC)]
         best = min(peers, key=_median, default=None)
         if ours is None and best is None:
             continue
@@ -113,7 +134,7 @@ def judge(rows: Sequence[Row], targets: Sequence[Target]) -> list[Verdict]:
 
 
 VERDICT_COLUMNS = (
-    *("operation", "shape", "target", "stretch", "reached", "us"),
+    *("operation", "ours", "shape", "target", "stretch", "reached", "us"),
     *("best peer", "peer us", "ceiling us", "verdict"),
 )
 
@@ -123,6 +144,7 @@ def verdict_cells(verdict: Verdict) -> tuple[str, ...]:
     target, ours = verdict.target, verdict.ours
     return (
         target.key,
+        target.impl,
         target.shapes,
         _goal(target, target.limit),
         "" if target.stretch is None else _goal(target, target.stretch),

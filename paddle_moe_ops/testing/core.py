@@ -106,6 +106,7 @@ class Core:
         self._declare("pmo_last_error", ctypes.c_char_p)
         self._declare("pmo_set_num_threads", None, Int)
         self._declare("pmo_num_threads", Int)
+        self._declare("pmo_cpu_set_streaming_bytes", None, Size)
 
     def _declare(self, name: str, result: Any, *arguments: Any) -> None:
         function = getattr(self.library, name)
@@ -155,6 +156,10 @@ class Core:
 
     def num_threads(self) -> int:
         return self.library.pmo_num_threads()
+
+    def set_streaming_bytes(self, size: int) -> None:
+        """Bytes beyond which CPU outputs are written past the caches; a negative size restores the machine's."""
+        self.library.pmo_cpu_set_streaming_bytes(size)
 
     def _check(self, status: int) -> None:
         if status != Status.OK:

@@ -27,6 +27,9 @@ MACHINE = {
 }
 
 
+CPU_MACHINE = {"device": "cpu", "threads": 3, "copy_gbps": 40.0}
+
+
 def write(path, rows, **machine):
     path.parent.mkdir(exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
@@ -81,7 +84,7 @@ def test_page_names_its_source_and_holds_the_measured_figures(tmp_path):
     table = next(line for line in page.splitlines() if line.startswith("| tileops-32 |"))
     assert "**4.7**" in table
     assert "7.1" in table
-    assert "| unpermute:weighted | tileops-32 | <= 5 us |" in page
+    assert "| unpermute:weighted | core | tileops-32 | <= 5 us |" in page
     assert "PASS" in page
     assert "| unpermute:weighted | tileops-32 | bad | out: 1 |" in page
     assert "![" in page
@@ -100,12 +103,35 @@ def test_only_the_newest_run_of_a_set_counts(tmp_path):
 
 
 def test_machines_have_sections_of_their_own(tmp_path):
-    write(tmp_path / "results" / "cpu.jsonl", [timed(900.0, mode="cpu")], device="cpu")
+    on_cpu = {"mode": "cpu", "cold": False}
+    rows = [timed(900.0, **on_cpu), timed(950.0, impl="public function", **on_cpu)]
+    write(tmp_path / "results" / "cpu.jsonl", [*rows, timed(1900.0, impl="paddle ops", **on_cpu)], **CPU_MACHINE)
     write(tmp_path / "results" / "gpu.jsonl", [timed(9.0)])
     _, page = make(tmp_path)
-    assert page.count("### Targets") == 1, "the targets are those of the GPU"
-    assert page.index("## Imagined GPU") < page.index("## Imagined CPU")
+    gpu, cpu = page.split("## Imagined CPU, 3 cores")
+    assert "## Imagined GPU" in gpu
+    assert "| unpermute:weighted | core | tileops-32 | <= 5 us |" in gpu
+    assert "| unpermute:weighted | public function | tileops-32 | >= 1x the peer | 2 | 950.0 | paddle ops |" in cpu
+    assert "<= 5 us" not in cpu, "the targets are those of the device"
     assert (tmp_path / "docs" / "performance_cpu.png").exists()
+
+
+def test_cores_make_another_machine(tmp_path):
+    for cores in (3, 5):
+        rows = [timed(100.0 * cores, mode="cpu", cold=False)]
+        write(tmp_path / "results" / f"{cores}.jsonl", rows, **{**CPU_MACHINE, "threads": cores})
+    _, page = make(tmp_path)
+    for cores in (3, 5):
+        assert f"## Imagined CPU, {cores} cores" in page
+        assert f"**{100.0 * cores}**" in page
+
+
+def test_columns_that_say_nothing_are_left_out(tmp_path):
+    rows = [timed(900.0, mode="cpu", cold=False), timed(800.0, impl="memcpy", mode="cpu", cold=False)]
+    write(tmp_path / "results" / "cpu.jsonl", rows, **CPU_MACHINE)
+    _, page = make(tmp_path)
+    header = next(line for line in page.splitlines() if line.startswith("| case |"))
+    assert header.endswith("| us | p5 .. p95 | of copy | memcpy |")
 
 
 def test_padding_and_other_routings_are_told_apart(tmp_path):

@@ -12,7 +12,7 @@ from paddle_moe_ops.bench.problem import make_problem
 from paddle_moe_ops.bench.published import PUBLISHED
 from paddle_moe_ops.bench.run import empty_row
 from paddle_moe_ops.bench.shapes import OPERATIONS, SHAPES, Case, Operation
-from paddle_moe_ops.bench.targets import TARGETS, Target, judge, verdict_cells
+from paddle_moe_ops.bench.targets import PUBLIC, TARGETS, Target, judge, verdict_cells
 
 ROW = replace(
     empty_row(Operation("unpermute", "weighted"), make_problem(Case(SHAPES["tileops-32"], "uniform"))),
@@ -65,6 +65,20 @@ def test_a_target_can_name_its_peer():
     found = verdict(target, ours(us=10.0), peer("fast", 9.0), peer("paddle (published, scaled)", 12.0))
     assert found.value == pytest.approx(1.2)
     assert found.reached
+
+
+def test_a_target_can_be_about_the_public_function_and_ours_is_no_peer():
+    target = AS_FAST_AS_PEERS._replace(impl=PUBLIC, limit=1.7)
+    found = verdict(target, ours(us=5.0), replace(ours(us=10.0), impl=PUBLIC), peer("paddle ops", 17.0))
+    assert (found.ours.impl, found.peer.impl) == (PUBLIC, "paddle ops")
+    assert found.value == pytest.approx(1.7)
+    assert found.reached
+
+
+def test_on_a_cpu_calls_that_follow_each_other_count():
+    warm = replace(ours(us=4.0), mode="cpu", cold=False)
+    assert verdict(AT_MOST_5_US, warm).reached
+    assert judge([replace(warm, cold=True)], [AT_MOST_5_US]) == []
 
 
 def test_what_was_not_measured_is_neither_reached_nor_missed():

@@ -77,9 +77,20 @@ static bool same(int32_t dtype, const char* a, const char* b, int64_t count) {
   return true;
 }
 
-static int compare(const char* name, int32_t dtype, const RowKernels& variant, int64_t hidden, int64_t count) {
+// Bytes whose first element lies `offset` behind a line's beginning.
+struct Buffer {
+  std::vector<char> bytes;
+  char* data;
+  Buffer(int64_t size, int64_t offset) : bytes(size + offset + kLineBytes) {
+    data = bytes.data() + (-reinterpret_cast<uintptr_t>(bytes.data()) % kLineBytes) + offset;
+  }
+};
+
+static int compare(const char* name, int32_t dtype, const RowKernels& variant, int64_t hidden, int64_t count,
+                   bool streams) {
   const RowKernels& generic = *row_kernels_generic(dtype);
   const int64_t bytes = hidden * (dtype == PMO_FLOAT32 ? 4 : 2);
+  if (streams && bytes % kLineBytes != 0) return 0;
   std::vector<std::vector<char>> rows;
   std::vector<const void*> pointers;
   std::vector<float> weights;
@@ -91,36 +102,67 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
     weights.push_back(0);
     std::memcpy(&weights.back(), &bits, 4);
   }
-  std::vector<char> expected(bytes), actual(bytes);
+  const RowList list = {pointers.data(), count};
+  const RowList next = {pointers.data(), count / 2};
   int failures = 0;
   const auto check = [&](const char* kernel, bool equal) {
     if (equal) return;
-    std::printf("%s %s differs: dtype %d, hidden %ld, rows %ld\n", name, kernel, dtype, long(hidden), long(count));
+    std::printf("%s %s differs: dtype %d, hidden %ld, rows %ld, streams %d\n", name, kernel, dtype, long(hidden),
+                long(count), int(streams));
     ++failures;
   };
+  const int64_t offset = streams ? 0 : count % 5;
+  Buffer expected(bytes, offset), actual(bytes, offset);
   for (const float* w : {static_cast<const float*>(nullptr), static_cast<const float*>(weights.data())}) {
-    generic.sum(pointers.data(), w, count, hidden, expected.data());
-    variant.sum(pointers.data(), w, count, hidden, actual.data());
-    check("sum", same(dtype, expected.data(), actual.data(), hidden));
+    generic.sum(list, {nullptr, 0}, w, hidden, false, expected.data);
+    variant.sum(list, next, w, hidden, streams, actual.data);
+    check("sum", same(dtype, expected.data, actual.data, hidden));
   }
-  generic.scale(pointers[0], weights[0], hidden, expected.data());
-  variant.scale(pointers[0], weights[0], hidden, actual.data());
-  check("scale", same(dtype, expected.data(), actual.data(), hidden));
-  const float dots[] = {generic.dot(pointers[0], pointers[count - 1], hidden),
-                        variant.dot(pointers[0], pointers[count - 1], hidden)};
-  check("dot", same(PMO_FLOAT32, reinterpret_cast<const char*>(&dots[0]), reinterpret_cast<const char*>(&dots[1]), 1));
+  Buffer expected_rows(count * bytes, offset), actual_rows(count * bytes, offset);
+  std::vector<void*> expected_outs, actual_outs;
+  for (int64_t i = 0; i < count; ++i) {
+    expected_outs.push_back(expected_rows.data + i * bytes);
+    actual_outs.push_back(actual_rows.data + i * bytes);
+  }
+  generic.scale(pointers[0], weights.data(), hidden, false, expected_outs.data(), count);
+  variant.scale(pointers[0], weights.data(), hidden, streams, actual_outs.data(), count);
+  check("scale", same(dtype, expected_rows.data, actual_rows.data, count * hidden));
+  std::vector<float> expected_dots(count), actual_dots(count);
+  for (int64_t i = 0; i < count; ++i) {
+    generic.dot(pointers[0], {pointers.data() + i, 1}, {nullptr, 0}, hidden, &expected_dots[i]);
+  }
+  variant.dot(pointers[0], list, next, hidden, actual_dots.data());
+  check("dot", same(PMO_FLOAT32, reinterpret_cast<char*>(expected_dots.data()),
+                    reinterpret_cast<char*>(actual_dots.data()), count));
+  return failures;
+}
+
+// Any length from and to any address, and not a byte beside it.
+static int copies(const char* name, const RowKernels& variant) {
+  int failures = 0;
+  for (int64_t bytes : {0, 1, 63, 64, 65, 127, 128, 190, 1000}) {
+    for (int64_t offset = 0; offset < 2 * kLineBytes; offset += offset < 3 ? 1 : 31) {
+      std::vector<char> in = draw_row(PMO_FLOAT32, bytes / 4 + 1, 1);
+      std::vector<char> out(bytes + 4 * kLineBytes, 'x'), expected = out;
+      std::memcpy(expected.data() + offset, in.data() + 1, bytes);
+      variant.stream_copy(in.data() + 1, bytes, out.data() + offset);
+      if (out == expected) continue;
+      std::printf("%s stream_copy differs: bytes %ld, offset %ld\n", name, long(bytes), long(offset));
+      ++failures;
+    }
+  }
   return failures;
 }
 
 static int compare_all(const char* name, const RowKernels* (*variant)(int32_t)) {
   if (variant(PMO_FLOAT32) == nullptr) return 0;
   std::printf("%s\n", name);
-  int failures = 0;
+  int failures = copies(name, *variant(PMO_FLOAT32));
   for (int32_t dtype : {PMO_FLOAT32, PMO_FLOAT16, PMO_BFLOAT16}) {
-    for (int64_t hidden : {1, 7, 15, 16, 17, 31, 72, 200, 511, 512, 513, 1025, 7168}) {
+    for (int64_t hidden : {1, 7, 15, 16, 17, 31, 32, 33, 63, 64, 72, 96, 200, 512, 513, 1025, 7168}) {
       for (int64_t count : {1, 2, 3, 8, 65}) {
         for (int repeat = 0; repeat < (hidden > 1000 ? 1 : 10); ++repeat) {
-          failures += compare(name, dtype, *variant(dtype), hidden, count);
+          for (bool streams : {false, true}) failures += compare(name, dtype, *variant(dtype), hidden, count, streams);
         }
       }
     }
@@ -154,7 +196,7 @@ def test_variants_give_the_same_bits(tmp_path: Path) -> None:
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", f"-I{CSRC}", f"-I{CSRC / 'include'}"]
     compared = run_clean([str(compile_cpp(tmp_path / "compare", PROGRAM, *sources, *flags))]).split()
     expected = ["generic"]
-    if platform.machine() == "x86_64" and {"avx2", "fma"} <= processor_flags():
+    if platform.machine() == "x86_64" and {"avx2", "fma", "f16c"} <= processor_flags():
         expected.append("avx2")
         if {"avx512f", "avx512bw", "avx512vl"} <= processor_flags():
             expected.append("avx512")

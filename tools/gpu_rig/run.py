@@ -75,14 +75,21 @@ def environment(suite: str) -> dict[str, str]:
     return env
 
 
-def read_counts(report: Path) -> dict[str, int]:
-    """The totals of a JUnit report."""
+def read_counts(report: Path) -> dict[str, object]:
+    """The totals of a JUnit report, and the names of the tests that failed."""
+    root = ElementTree.parse(report).getroot()
     totals = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for node in ElementTree.parse(report).getroot().iter("testsuite"):
+    for node in root.iter("testsuite"):
         for name in totals:
             totals[name] += int(node.get(name, 0))
     failed = totals["failures"] + totals["errors"]
-    return {"passed": totals["tests"] - failed - totals["skipped"], "failed": failed, "skipped": totals["skipped"]}
+    names = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in root.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    counts = {"passed": totals["tests"] - failed - totals["skipped"], "failed": failed, "skipped": totals["skipped"]}
+    return {**counts, "failed_tests": names}
 
 
 def machine(commit: Path) -> dict[str, str]:

@@ -6,8 +6,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "cpu/pool.h"
+#include "cpu/streaming.h"
 
 namespace pmo {
 namespace cpu {
@@ -16,9 +18,18 @@ inline void zero_rows_without_token(char* rows, int64_t row_bytes, int64_t num_r
                                     int32_t num_threads) {
   // The bytes are a guess from the mean share of padding; they only decide how many threads help.
   const int64_t bytes = num_rows * static_cast<int64_t>(sizeof(int32_t)) + num_rows / 8 * row_bytes;
+  const bool streams = beyond_caches(num_rows * row_bytes);
+  const std::vector<char> zeros(streams ? static_cast<size_t>(row_bytes) : 0);
   parallel_ranges(num_rows, bytes, num_threads, [&](int64_t begin, int64_t end) {
+    const RowWriter writer(streams);
     for (int64_t row = begin; row < end; ++row) {
-      if (row_to_token[row] < 0) std::memset(rows + row * row_bytes, 0, row_bytes);
+      if (row_to_token[row] >= 0) continue;
+      char* target = rows + row * row_bytes;
+      if (streams) {
+        writer.copy(target, zeros.data(), row_bytes);
+      } else {
+        std::memset(target, 0, row_bytes);
+      }
     }
   });
 }

@@ -7,8 +7,6 @@
 // a second pass over contiguous row ranges. Bytes moved: (T + N) * (H + S) elements.
 #include "pmo/permute.h"
 
-#include <cstring>
-
 #include "common/checks.h"
 #include "common/status.h"
 #include "cpu/padding.h"
@@ -26,11 +24,11 @@ struct Strip {
   int64_t row_bytes;
 };
 
-void move_token(const Strip& strip, const pmo_permute_params& p, int64_t token) {
+void move_token(const Strip& strip, const pmo_permute_params& p, int64_t token, const RowWriter& writer) {
   const char* source = strip.source + token * strip.source_stride;
   for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
     const int32_t row = p.slot_to_row[slot];
-    if (row >= 0 && row < p.num_rows) std::memcpy(strip.target + row * strip.row_bytes, source, strip.row_bytes);
+    if (row >= 0 && row < p.num_rows) writer.copy(strip.target + row * strip.row_bytes, source, strip.row_bytes);
   }
 }
 
@@ -49,11 +47,13 @@ int permute(const pmo_permute_params& p) {
   const bool move_scales = scales.target != nullptr && scales.row_bytes > 0;
   if (!move_rows && !move_scales) return PMO_OK;
 
-  const int64_t bytes = p.num_rows * ((move_rows ? rows.row_bytes : 0) + (move_scales ? scales.row_bytes : 0));
+  const int64_t bytes = (p.num_rows + p.num_tokens) * ((move_rows ? rows.row_bytes : 0) + (move_scales ? scales.row_bytes : 0));
+  const bool streams = beyond_caches(bytes);
   parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
+    const RowWriter writer(streams);
     for (int64_t token = begin; token < end; ++token) {
-      if (move_rows) move_token(rows, p, token);
-      if (move_scales) move_token(scales, p, token);
+      if (move_rows) move_token(rows, p, token, writer);
+      if (move_scales) move_token(scales, p, token, writer);
     }
   });
   if (move_rows && (p.fill & PMO_FILL_ROWS) != 0) zero_padding(rows, p);

@@ -12,16 +12,41 @@
 namespace pmo {
 namespace cpu {
 
-struct RowKernels {
-  // out[H] = sum over `count` >= 1 rows; weights NULL = plain. At most one rounding to the row type, at the end.
-  void (*sum)(const void* const* rows, const float* weights, int64_t count, int64_t hidden, void* out);
-  // out[H] = weight * in[H]
-  void (*scale)(const void* in, float weight, int64_t hidden, void* out);
-  // sum of a[j] * b[j]
-  float (*dot)(const void* a, const void* b, int64_t hidden);
+// Rows that lie anywhere in memory.
+struct RowList {
+  const void* const* rows;
+  int64_t count;
 };
 
-// The fastest variant that this processor runs, for PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16 rows.
+// `next` names rows that the caller needs after this call: their lines are asked for while the present ones are worked on, since
+// no processor foresees where the rows of the next token lie. It may be empty.
+//
+// `streams` writes past the caches (cpu/streaming.h): the output must then consist of whole lines, kLineBytes long and aligned.
+struct RowKernels {
+  // out[H] = sum over at least one row; weights NULL = plain. At most one rounding to the row type, at the end.
+  void (*sum)(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, bool streams, void* out);
+  // outs[i][H] = weights[i] * in[H]
+  void (*scale)(const void* in, const float* weights, int64_t hidden, bool streams, void* const* outs, int64_t count);
+  // products[i] = sum of a[j] * rows[i][j]
+  void (*dot)(const void* a, const RowList& rows, const RowList& next, int64_t hidden, float* products);
+  // memcpy past the caches, from and to any address
+  void (*stream_copy)(const void* in, int64_t bytes, void* out);
+};
+
+constexpr int64_t kLineBytes = 64;
+
+// Element types of rows, for overloads.
+struct Float32 {
+  static constexpr int64_t kBytes = 4;
+};
+struct Float16 {
+  static constexpr int64_t kBytes = 2;
+};
+struct BFloat16 {
+  static constexpr int64_t kBytes = 2;
+};
+
+// The fastest variant that this processor runs. Types other than PMO_FLOAT32, PMO_FLOAT16 and PMO_BFLOAT16 have stream_copy only.
 const RowKernels& row_kernels(int32_t dtype);
 
 // The variants, one translation unit each; NULL where the build target has no such instruction set.

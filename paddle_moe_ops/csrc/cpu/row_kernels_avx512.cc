@@ -11,11 +11,72 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 
+// GCC 12 warns about the operands that its own intrinsics leave undefined on purpose.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,prefer-vector-width=512")
 namespace pmo {
 namespace cpu {
 namespace {
+
+struct Lanes {
+  __m512 values;
+
+  static Lanes splat(float value) { return {_mm512_set1_ps(value)}; }
+  static Lanes add(const Lanes& a, const Lanes& b) { return {_mm512_add_ps(a.values, b.values)}; }
+  static Lanes multiply(const Lanes& a, const Lanes& b) { return {_mm512_mul_ps(a.values, b.values)}; }
+  static Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) { return {_mm512_fmadd_ps(a.values, b.values, c.values)}; }
+
+  static Lanes load(Float32, const char* from) { return {_mm512_loadu_ps(from)}; }
+  static Lanes load(Float16, const char* from) { return {_mm512_cvtph_ps(load_half(from))}; }
+  static Lanes load(BFloat16, const char* from) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_half(from)), 16))};
+  }
+
+  void get(float* to) const { _mm512_storeu_ps(to, values); }
+
+  static __m256i load_half(const char* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+};
+
+// Places of the low halves of 32 numbers that fill two registers.
+alignas(64) constexpr uint16_t kLowHalves[] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                               32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+
+struct Line {
+  __m512i bits;
+
+  static Line load(const char* from) { return {_mm512_loadu_si512(from)}; }
+  static Line pack(Float32, const Lanes* lanes) { return {_mm512_castps_si512(lanes[0].values)}; }
+  static Line pack(Float16, const Lanes* lanes) {
+    const __m512i low = _mm512_castsi256_si512(to_float16(lanes[0]));
+    return {_mm512_inserti64x4(low, to_float16(lanes[1]), 1)};
+  }
+  // The high halves of the lanes, rounded to nearest, ties to even, by integer arithmetic: the instruction for it flushes subnormals.
+  static Line pack(BFloat16, const Lanes* lanes) {
+    const __m512i first = _mm512_castps_si512(lanes[0].values);
+    const __m512i second = _mm512_castps_si512(lanes[1].values);
+    const __m512i low_places = _mm512_load_si512(kLowHalves);
+    const __m512i high_places = _mm512_or_si512(low_places, _mm512_set1_epi16(1));
+    const __m512i high = _mm512_permutex2var_epi16(first, high_places, second);
+    const __m512i low = _mm512_permutex2var_epi16(first, low_places, second);
+    // Beyond the middle, or on it and the high half is odd: low | (high & 1) > 0x8000.
+    const __m512i rest = _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi16(1), 0xF8);
+    const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
+    return {_mm512_mask_sub_epi16(high, up, high, _mm512_set1_epi16(-1))};
+  }
+
+  void store(char* to) const { _mm512_storeu_si512(to, bits); }
+  void stream(char* to) const { _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits); }
+
+  static __m256i to_float16(const Lanes& lanes) {
+    return _mm512_cvtps_ph(lanes.values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+};
+
 #include "cpu/row_kernels_body.h"
 }  // namespace
 

@@ -1,137 +1,227 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The bodies behind row_kernels.h: plain loops that the compiler vectorises for the instruction set of the including file.
+// The bodies behind row_kernels.h, over 16 float32 lanes that each variant provides.
 //
 // Included once per variant, inside an anonymous namespace (so that no variant's code can stand in for another's when the linker
 // merges inline functions) and after all standard headers (so that none of their code is compiled for the variant's target).
-// Elements are loaded and stored through memcpy: rows may begin at any address.
+// The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of the output).
+//
+// Sums run over strips of columns that stay in registers while all rows of a token pass, so each row is read once and the output
+// is written once.
 
-constexpr int64_t kTileColumns = 512;  // float32 accumulators of a tile: 2 KiB, well inside the first-level cache
-constexpr int kDotLanes = 16;
+constexpr int64_t kLanes = 16;
+constexpr int64_t kStripColumns = 4 * kLanes;
+constexpr int64_t kDotRows = 4;  // rows at a time: as many independent chains of multiply-adds hide their latency
 
-inline uint32_t float_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
+template <typename Element>
+constexpr int64_t kLineColumns = kLineBytes / Element::kBytes;
+template <typename Element>
+constexpr int64_t kLanesOfLine = kLineColumns<Element> / kLanes;
+
+template <typename Element>
+inline const char* element_at(const void* row, int64_t column) {
+  return static_cast<const char*>(row) + column * Element::kBytes;
 }
 
-inline float bits_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-template <typename Storage>
-inline Storage load_element(const void* row, int64_t column) {
-  Storage element;
-  std::memcpy(&element, static_cast<const char*>(row) + column * static_cast<int64_t>(sizeof(Storage)), sizeof(Storage));
-  return element;
-}
-
-template <typename Storage>
-inline void store_element(void* row, int64_t column, Storage element) {
-  std::memcpy(static_cast<char*>(row) + column * static_cast<int64_t>(sizeof(Storage)), &element, sizeof(Storage));
-}
-
-struct Float32Rows {
-  static float load(const void* row, int64_t column) { return load_element<float>(row, column); }
-  static void store(void* row, int64_t column, float value) { store_element(row, column, value); }
-};
-
-struct BFloat16Rows {
-  static float load(const void* row, int64_t column) {
-    return bits_float(static_cast<uint32_t>(load_element<uint16_t>(row, column)) << 16);
+// Asks for the lines of one strip of the rows [begin, end), for the second-level cache.
+template <typename Element>
+inline void prefetch_strip(const RowList& next, int64_t begin, int64_t end, int64_t column) {
+  for (int64_t i = begin; i < end; ++i) {
+    const char* strip = element_at<Element>(next.rows[i], column);
+    for (int64_t byte = 0; byte < kStripColumns * Element::kBytes; byte += kLineBytes) __builtin_prefetch(strip + byte, 0, 2);
   }
-  static void store(void* row, int64_t column, float value) {
-    const uint32_t bits = float_bits(value);
-    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // nearest, ties to even
-    const uint32_t quiet_nan = (bits >> 16) | 0x40u;                        // rounding could carry a NaN into infinity
-    const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-    store_element(row, column, static_cast<uint16_t>(is_nan ? quiet_nan : rounded));
-  }
-};
+}
 
-struct Float16Rows {
-  static float load(const void* row, int64_t column) {
-    const uint32_t half = load_element<uint16_t>(row, column);
-    const uint32_t sign = (half & 0x8000u) << 16;
-    const uint32_t magnitude = (half & 0x7FFFu) << 13;
-    const uint32_t exponent = half & 0x7C00u;
-    const uint32_t normal = magnitude + (112u << 23);   // exponent bias 15 -> 127
-    const uint32_t special = magnitude + (224u << 23);  // all-ones exponent stays all ones
-    // A subnormal half is mantissa * 2^-24: put the mantissa under the exponent of 2^-14, take 2^-14 away again (exact).
-    const float subnormal = bits_float(magnitude + (113u << 23)) - bits_float(113u << 23);
-    const uint32_t finite = exponent == 0 ? float_bits(subnormal) : normal;
-    return bits_float(sign | (exponent == 0x7C00u ? special : finite));
+template <typename Element>
+inline Lanes load_lanes(const char* from, int64_t index) {
+  return Lanes::load(Element(), from + index * kLanes * Element::kBytes);
+}
+
+// Weights enter through here. Any NaN will do, and one whose low half is zero makes every NaN that arithmetic makes of it and of
+// bfloat16 rows have one: rounding to bfloat16 then needs no case for NaN.
+inline Lanes splat_weight(float weight) { return Lanes::splat(weight == weight ? weight : __builtin_nanf("")); }
+
+// The last columns of a row, fewer than a line holds.
+template <typename Element>
+struct Columns {
+  const int64_t first;
+  const int64_t count;
+  char padded[kLineBytes] = {};
+
+  Columns(int64_t column, int64_t hidden) : first(column), count(hidden - column) {}
+
+  // These columns of a row as a whole line with zeros at its end; valid until the next call.
+  const char* of(const void* row) {
+    std::memcpy(padded, element_at<Element>(row, first), count * Element::kBytes);
+    return padded;
   }
-  static void store(void* row, int64_t column, float value) {
-    const uint32_t bits = float_bits(value);
-    const uint32_t sign = (bits >> 16) & 0x8000u;
-    const uint32_t magnitude = bits & 0x7FFFFFFFu;
-    const uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-    // Below 2^-14 the result is subnormal: adding 0.5 puts the last place of the sum at 2^-24, and the addition rounds.
-    const uint32_t subnormal = float_bits(bits_float(magnitude) + 0.5f) - float_bits(0.5f);
-    const uint32_t special = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
-    const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
-    store_element(row, column, static_cast<uint16_t>(sign | (magnitude >= (143u << 23) ? special : finite)));
+
+  void write(const Line& line, void* row) const {
+    char whole[kLineBytes];
+    line.store(whole);
+    std::memcpy(static_cast<char*>(row) + first * Element::kBytes, whole, count * Element::kBytes);
   }
 };
 
-template <typename Rows>
-void sum_rows(const void* const* rows, const float* weights, int64_t count, int64_t hidden, void* out) {
-  float sums[kTileColumns];
-  for (int64_t begin = 0; begin < hidden; begin += kTileColumns) {
-    const int64_t columns = std::min(kTileColumns, hidden - begin);
-    for (int64_t j = 0; j < columns; ++j) sums[j] = -0.0f;
+template <bool kWeighted>
+inline Lanes add_row(const Lanes& sum, const Lanes& row, const Lanes& weight) {
+  return kWeighted ? Lanes::fma(row, weight, sum) : Lanes::add(sum, row);
+}
+
+template <typename Element, bool kWeighted, int64_t kCount>
+inline void sum_lanes(const RowList& rows, const float* weights, int64_t column, Lanes* sums) {
+  for (int64_t j = 0; j < kCount; ++j) sums[j] = Lanes::splat(-0.0f);
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const Lanes weight = splat_weight(kWeighted ? weights[i] : 0.0f);
+    const char* row = element_at<Element>(rows.rows[i], column);
+    for (int64_t j = 0; j < kCount; ++j) sums[j] = add_row<kWeighted>(sums[j], load_lanes<Element>(row, j), weight);
+  }
+}
+
+template <typename Element, bool kStreams, int64_t kCount>
+inline void put_lanes(const Lanes* lanes, char* to) {
+  for (int64_t j = 0; j < kCount; j += kLanesOfLine<Element>, to += kLineBytes) {
+    const Line line = Line::pack(Element(), lanes + j);
+    kStreams ? line.stream(to) : line.store(to);
+  }
+}
+
+template <typename Element, bool kWeighted, bool kStreams>
+void sum_strips(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, void* out) {
+  constexpr int64_t kStripLanes = kStripColumns / kLanes;
+  constexpr int64_t kLineLanes = kLanesOfLine<Element>;
+  char* to = static_cast<char*>(out);
+  Lanes sums[kStripLanes];
+  int64_t column = 0;
+  for (; column + kStripColumns <= hidden; column += kStripColumns) {
+    prefetch_strip<Element>(next, 0, next.count, column);
+    sum_lanes<Element, kWeighted, kStripLanes>(rows, weights, column, sums);
+    put_lanes<Element, kStreams, kStripLanes>(sums, to + column * Element::kBytes);
+  }
+  for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
+    sum_lanes<Element, kWeighted, kLineLanes>(rows, weights, column, sums);
+    put_lanes<Element, kStreams, kLineLanes>(sums, to + column * Element::kBytes);
+  }
+  if (column == hidden) return;
+  Columns<Element> columns(column, hidden);
+  for (int64_t j = 0; j < kLineLanes; ++j) sums[j] = Lanes::splat(-0.0f);
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const char* row = columns.of(rows.rows[i]);
+    const Lanes weight = splat_weight(kWeighted ? weights[i] : 0.0f);
+    for (int64_t j = 0; j < kLineLanes; ++j) sums[j] = add_row<kWeighted>(sums[j], load_lanes<Element>(row, j), weight);
+  }
+  columns.write(Line::pack(Element(), sums), out);
+}
+
+template <typename Element>
+void sum_rows(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, bool streams, void* out) {
+  const bool weighted = weights != nullptr;
+  const auto sum = weighted ? (streams ? sum_strips<Element, true, true> : sum_strips<Element, true, false>)
+                            : (streams ? sum_strips<Element, false, true> : sum_strips<Element, false, false>);
+  sum(rows, next, weights, hidden, out);
+}
+
+template <typename Element>
+inline Line scaled_line(const Lanes* lanes, const Lanes& factor) {
+  Lanes scaled[kLanesOfLine<Element>];
+  for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) scaled[j] = Lanes::multiply(lanes[j], factor);
+  return Line::pack(Element(), scaled);
+}
+
+template <typename Element, bool kStreams>
+void scale_lines(const void* in, const float* weights, int64_t hidden, void* const* outs, int64_t count) {
+  int64_t column = 0;
+  for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
+    Lanes lanes[kLanesOfLine<Element>];
+    for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) lanes[j] = load_lanes<Element>(element_at<Element>(in, column), j);
     for (int64_t i = 0; i < count; ++i) {
-      const void* row = rows[i];
-      if (weights == nullptr) {
-        for (int64_t j = 0; j < columns; ++j) sums[j] += Rows::load(row, begin + j);
-      } else {
-        const float weight = weights[i];
-        for (int64_t j = 0; j < columns; ++j) sums[j] = __builtin_fmaf(Rows::load(row, begin + j), weight, sums[j]);
-      }
-    }
-    for (int64_t j = 0; j < columns; ++j) Rows::store(out, begin + j, sums[j]);
-  }
-}
-
-template <typename Rows>
-void scale_row(const void* in, float weight, int64_t hidden, void* out) {
-  for (int64_t j = 0; j < hidden; ++j) Rows::store(out, j, Rows::load(in, j) * weight);
-}
-
-template <typename Rows>
-float dot_rows(const void* a, const void* b, int64_t hidden) {
-  float lanes[kDotLanes] = {};
-  int64_t begin = 0;
-  for (; begin + kDotLanes <= hidden; begin += kDotLanes) {
-    for (int lane = 0; lane < kDotLanes; ++lane) {
-      lanes[lane] = __builtin_fmaf(Rows::load(a, begin + lane), Rows::load(b, begin + lane), lanes[lane]);
+      char* to = static_cast<char*>(outs[i]) + column * Element::kBytes;
+      const Line line = scaled_line<Element>(lanes, splat_weight(weights[i]));
+      kStreams ? line.stream(to) : line.store(to);
     }
   }
-  for (int lane = 0; begin + lane < hidden; ++lane) {
-    lanes[lane] = __builtin_fmaf(Rows::load(a, begin + lane), Rows::load(b, begin + lane), lanes[lane]);
-  }
-  for (int width = kDotLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  if (column == hidden) return;
+  Columns<Element> columns(column, hidden);
+  Lanes lanes[kLanesOfLine<Element>];
+  for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) lanes[j] = load_lanes<Element>(columns.of(in), j);
+  for (int64_t i = 0; i < count; ++i) columns.write(scaled_line<Element>(lanes, splat_weight(weights[i])), outs[i]);
+}
+
+template <typename Element>
+void scale_rows(const void* in, const float* weights, int64_t hidden, bool streams, void* const* outs, int64_t count) {
+  const auto scale = streams ? scale_lines<Element, true> : scale_lines<Element, false>;
+  scale(in, weights, hidden, outs, count);
+}
+
+// The sum of 16 lanes, halves onto halves.
+inline float add_up(float* lanes) {
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+    for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
   }
   return lanes[0];
 }
 
-template <typename Rows>
-constexpr RowKernels kKernels = {sum_rows<Rows>, scale_row<Rows>, dot_rows<Rows>};
+// kRows dot products with one row. Element j is added to lane j % 16; a lane without a last element keeps its bits.
+template <typename Element, int64_t kRows>
+void dot_some(const void* a, const RowList& rows, const RowList& next, int64_t begin, int64_t hidden, float* products) {
+  const int64_t next_end = std::min(begin + kRows, next.count);
+  Lanes sums[kRows];
+  for (int64_t i = 0; i < kRows; ++i) sums[i] = Lanes::splat(0.0f);
+  int64_t column = 0;
+  for (; column + kLanes <= hidden; column += kLanes) {
+    if (column % kStripColumns == 0) prefetch_strip<Element>(next, begin, next_end, column);
+    const Lanes factors = Lanes::load(Element(), element_at<Element>(a, column));
+    for (int64_t i = 0; i < kRows; ++i) {
+      const Lanes row = Lanes::load(Element(), element_at<Element>(rows.rows[begin + i], column));
+      sums[i] = Lanes::fma(factors, row, sums[i]);
+    }
+  }
+  Columns<Element> columns(column, hidden);
+  float factors[kLanes], elements[kLanes], lanes[kLanes];
+  if (columns.count > 0) load_lanes<Element>(columns.of(a), 0).get(factors);
+  for (int64_t i = 0; i < kRows; ++i) {
+    sums[i].get(lanes);
+    if (columns.count > 0) load_lanes<Element>(columns.of(rows.rows[begin + i]), 0).get(elements);
+    for (int64_t lane = 0; lane < columns.count; ++lane) {
+      lanes[lane] = __builtin_fmaf(factors[lane], elements[lane], lanes[lane]);
+    }
+    products[begin + i] = add_up(lanes);
+  }
+}
+
+template <typename Element>
+void dot_rows(const void* a, const RowList& rows, const RowList& next, int64_t hidden, float* products) {
+  int64_t begin = 0;
+  for (; begin + kDotRows <= rows.count; begin += kDotRows) {
+    dot_some<Element, kDotRows>(a, rows, next, begin, hidden, products);
+  }
+  for (; begin < rows.count; ++begin) dot_some<Element, 1>(a, rows, next, begin, hidden, products);
+}
+
+// What is less than a line at both ends is stored as usual: a neighbour may write the rest of that line.
+void stream_copy(const void* in, int64_t bytes, void* out) {
+  const char* from = static_cast<const char*>(in);
+  char* to = static_cast<char*>(out);
+  int64_t done = std::min(bytes, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kLineBytes));
+  std::memcpy(to, from, done);
+  for (; done + kLineBytes <= bytes; done += kLineBytes) Line::load(from + done).stream(to + done);
+  std::memcpy(to + done, from + done, bytes - done);
+}
+
+template <typename Element>
+constexpr RowKernels kKernels = {sum_rows<Element>, scale_rows<Element>, dot_rows<Element>, stream_copy};
+constexpr RowKernels kOtherTypes = {nullptr, nullptr, nullptr, stream_copy};
 
 const RowKernels* kernels_for(int32_t dtype) {
   switch (dtype) {
     case PMO_FLOAT32:
-      return &kKernels<Float32Rows>;
+      return &kKernels<Float32>;
     case PMO_FLOAT16:
-      return &kKernels<Float16Rows>;
+      return &kKernels<Float16>;
     case PMO_BFLOAT16:
-      return &kKernels<BFloat16Rows>;
+      return &kKernels<BFloat16>;
     default:
-      return nullptr;
+      return &kOtherTypes;
   }
 }

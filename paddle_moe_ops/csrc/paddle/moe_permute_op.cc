@@ -58,7 +58,8 @@ Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<
   paddle::Tensor row_scales = scales.empty_rows(rows, do_gather);
   paddle::Tensor unzipped = paddle::empty({do_gather ? rows : 0, hidden}, hidden_states.dtype(), routemap.place());
   if (do_gather) {
-    step.run(&Permutation(kFunction, hidden_states, scales, slot_to_row, row_to_token, fill, &unzipped, &row_scales).params());
+    step.run(
+        &Permutation(target, kFunction, hidden_states, scales, slot_to_row, row_to_token, fill, &unzipped, &row_scales).params());
   } else {
     step.run();
   }

@@ -30,8 +30,9 @@ Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int
 // Params of pmo_permute_*, and the operands that they point at; a null `rows` is not moved.
 class Permutation {
  public:
-  Permutation(const char* function, const paddle::Tensor& x, const Scale& scale, const paddle::Tensor& slot_to_row,
-              const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows, paddle::Tensor* row_scales);
+  Permutation(const Target& target, const char* function, const paddle::Tensor& x, const Scale& scale,
+              const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows,
+              paddle::Tensor* row_scales);
 
   const pmo_permute_params& params() const { return params_; }
 

@@ -1,0 +1,160 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark on the CPU: the C core on arrays that exist, the public functions with new outputs, and their peers.
+
+The caches are emptied before a cold sample by reading as many bytes as the last-level cache holds.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import _env
+from ..testing.core import Core
+from . import cpu_check
+from .cpu_arrays import ArrayInputs, memory_available, memory_needed
+from .cpu_core import core_implementation
+from .cpu_memory import Memory
+from .cpu_peers import numpy_implementation, torch_implementation
+from .device import Body, Captured, Implementation, Outputs, Unsupported
+from .problem import Problem
+from .results import Row
+from .shapes import Operation
+
+__all__ = ["CpuDevice"]
+
+_SECONDS_PER_TURN = 1.5  # a turn ends here, with one sample at least: some peers take seconds
+_POISON = 0xA5
+_ASSUMED_CACHE_BYTES = 32 << 20
+
+
+class CpuDevice:
+    """The cores that this process may use."""
+
+    name = "cpu"
+    modes: tuple[str, ...] = ("cpu",)
+
+    def __init__(self, core_library: Path) -> None:
+        if not core_library.is_file():
+            raise ValueError(f"--core-library must be libpmo_core.so (`make core` builds it), but got {core_library}")
+        self.core = Core(core_library)
+        self.core.set_num_threads(_env.num_threads() or 0)
+        self.threads = self.core.num_threads()
+        self.cache_bytes = _last_level_cache_bytes()
+        self._flush_buffer = np.ones(self.cache_bytes // 8, np.int64)
+        self.memory = Memory(self.threads)
+        self.left_out: dict[str, str] = {}
+        makers: dict[str, Callable[[], list[Implementation]]] = {
+            "core": lambda: [core_implementation(self.core), self.memory.implementation()],
+            "paddle": _paddle_implementations,
+            "numpy": lambda: [numpy_implementation()],
+            "torch": lambda: [torch_implementation(self.threads)],
+        }
+        self.implementations: list[Implementation] = []
+        for name, make in makers.items():
+            try:
+                self.implementations += [_within_memory(implementation) for implementation in make()]
+            except ImportError as error:
+                self.left_out[name] = str(error)
+
+    def machine(self) -> dict[str, Any]:
+        return {
+            "threads": self.threads,
+            "cache_bytes": self.cache_bytes,
+            "load": round(os.getloadavg()[0], 2),
+            "paddle": _version("paddlepaddle"),
+            "numpy": np.__version__,
+            "torch": _version("torch"),
+        }
+
+    def measure_ceilings(self, samples: int) -> dict[str, Any]:
+        """The fastest large copy, by one thread or by all, and the fastest reading."""
+        return {"copy_gbps": self.memory.copy_gbps(samples), "read_gbps": self.memory.read_gbps(samples)}
+
+    def load(self, problem: Problem) -> ArrayInputs:
+        return ArrayInputs(problem)
+
+    def capture(self, body: Body, mode: str) -> Captured:
+        held: list[Outputs] = []
+
+        def launch() -> None:
+            held[:] = [body.run()]
+
+        def outputs() -> Outputs:
+            """Of the last launch, which then gives them back: a new call must find no old outputs in the way."""
+            if not held:
+                launch()
+            return held.pop()
+
+        return Captured(launch, outputs, None)
+
+    def check(self, operation: Operation, inputs: ArrayInputs, captured: Captured, body: Body) -> str | None:
+        for array in captured.outputs().values():
+            if isinstance(array, np.ndarray):
+                array.view(np.uint8)[...] = _POISON
+        captured.launch()
+        return cpu_check.difference(operation, inputs, body.results(captured.outputs()), body.exactness)
+
+    def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
+        samples: list[float] = []
+        end = time.perf_counter() + _SECONDS_PER_TURN
+        while len(samples) < count and (not samples or time.perf_counter() < end):
+            if cold:
+                self._flush_buffer.max()
+            start = time.perf_counter()
+            captured.launch()
+            samples.append((time.perf_counter() - start) * 1e6)
+            captured.outputs()
+        return samples
+
+    def probe(self, operation: Operation, problem: Problem, samples: int) -> tuple[str, float] | None:
+        """None: the copy of as many bytes is an implementation here, measured in turns with the others."""
+        return None
+
+    def published(self, empty: Row, copy_gbps: float) -> list[tuple[str, float, str]]:
+        return []
+
+    def release(self) -> None:
+        gc.collect()
+
+
+def _paddle_implementations() -> list[Implementation]:
+    from .cpu_paddle import paddle_implementations
+
+    return paddle_implementations()
+
+
+def _within_memory(implementation: Implementation) -> Implementation:
+    """The same, for problems that fit into the memory that is left."""
+
+    def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
+        needed, left = memory_needed(inputs.problem), memory_available()
+        if needed > left:
+            raise Unsupported(f"needs about {needed / 1e9:.0f} GB of memory, and {left / 1e9:.0f} GB are left")
+        return implementation.prepare(operation, inputs)
+
+    return Implementation(implementation.name, implementation.operations, prepare)
+
+
+def _last_level_cache_bytes() -> int:
+    """What the system says of the largest cache of the first core."""
+    sizes = [
+        int(path.read_text(encoding="ascii").strip().removesuffix("K")) << 10
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max(sizes, default=_ASSUMED_CACHE_BYTES)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

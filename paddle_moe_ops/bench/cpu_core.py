@@ -1,0 +1,174 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Our CPU operators without Paddle: the C core on NumPy arrays, whose outputs exist before the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..testing.core import (
+    Core,
+    Fill,
+    PermuteParams,
+    RouteParams,
+    UnpermuteParams,
+    clean_rowmap_params,
+    permute_params,
+    route_params,
+    slots_params,
+    unpermute_backward_params,
+    unpermute_params,
+)
+from .cpu_arrays import ArrayInputs, empty
+from .device import Body, Implementation, Outputs
+from .shapes import Operation
+from .targets import OURS
+
+__all__ = ["core_implementation"]
+
+# What the gradients need, and what a caller reads; the row map is Paddle's own form of the first.
+_MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "tokens_per_expert", "expert_offsets", "overflow")
+_ALL_MAPS = (*_MAPS, "row_to_slot", "row_to_expert")
+_MOE_MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "overflow", "rowmap")
+
+
+def core_implementation(core: Core) -> Implementation:
+    """ "core": every operation, on outputs whose pages are there."""
+
+    def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
+        return _BODIES[operation.op](core, operation, inputs)
+
+    return Implementation(OURS, tuple(f"{op}:*" for op in _BODIES), prepare)
+
+
+def _touched(shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+    array = empty(shape, dtype)
+    array.view(np.uint8)[...] = 0xA5
+    return array
+
+
+def _body(run: Callable[[], None], outputs: Outputs) -> Body:
+    def call() -> Outputs:
+        run()
+        return outputs
+
+    return Body(call, note="outputs are there before the call")
+
+
+def _route_params(core: Core, inputs: ArrayInputs, names: tuple[str, ...]) -> tuple[RouteParams, Outputs]:
+    plan = inputs.problem.plan
+    like = {name: inputs.problem.rowmap if name == "rowmap" else getattr(plan, name) for name in names}
+    maps: Outputs = {name: _touched(array.shape, array.dtype) for name, array in like.items()}
+    params = route_params(
+        inputs.problem.ids,
+        inputs.problem.probs,
+        num_experts=plan.num_experts,
+        padding_alignment=plan.padding_alignment,
+        num_rows=plan.num_rows,
+        routed_per_expert=np.empty(plan.num_experts, np.int32),
+        **maps,
+    )
+    core.route_workspace(params)
+    return params, maps
+
+
+def _permute_params(
+    operation: Operation, inputs: ArrayInputs, slot_to_row: NDArray, row_to_token: NDArray
+) -> tuple[PermuteParams, Outputs]:
+    fp8 = operation.variant == "fp8"
+    x, scale = (inputs.x_fp8, inputs.scale) if fp8 else (inputs.x, None)
+    outputs = {"rows": _touched((len(row_to_token), x.shape[1]), x.dtype)}
+    if scale is not None:
+        outputs["row_scales"] = _touched((len(row_to_token), scale.shape[1]), scale.dtype)
+    fill = Fill.ALL if inputs.problem.case.fill else Fill.NONE
+    params = permute_params(x, slot_to_row, row_to_token, outputs["rows"], scale, outputs.get("row_scales"), fill=fill)
+    return params, outputs
+
+
+def _route(core: Core, _: Operation, inputs: ArrayInputs) -> Body:
+    params, maps = _route_params(core, inputs, _ALL_MAPS)
+    return _body(lambda: core.route_permute(params), maps)
+
+
+def _route_permute(core: Core, operation: Operation, inputs: ArrayInputs) -> Body:
+    names = _MOE_MAPS if operation.op == "moe_permute" else _MAPS
+    route, maps = _route_params(core, inputs, names)
+    permute, moved = _permute_params(operation, inputs, maps["slot_to_row"], maps["row_to_token"])
+    return _body(lambda: core.route_permute(route, permute), {**maps, **moved})
+
+
+def _permute(core: Core, operation: Operation, inputs: ArrayInputs) -> Body:
+    plan = inputs.problem.plan
+    params, outputs = _permute_params(operation, inputs, plan.slot_to_row, plan.row_to_token)
+    return _body(lambda: core.run("permute", params), outputs)
+
+
+def _unpermute_params(
+    operation: Operation, inputs: ArrayInputs, token_rows: NDArray
+) -> tuple[UnpermuteParams, Outputs]:
+    out = _touched(inputs.d_out.shape, inputs.d_out.dtype)
+    weights = inputs.row_probs if operation.variant == "weighted" else None
+    return unpermute_params(inputs.rows, token_rows, out, weights), {"out": out}
+
+
+def _unpermute(core: Core, operation: Operation, inputs: ArrayInputs) -> Body:
+    params, outputs = _unpermute_params(operation, inputs, inputs.problem.plan.token_rows)
+    return _body(lambda: core.run("unpermute", params), outputs)
+
+
+def _moe_unpermute(core: Core, operation: Operation, inputs: ArrayInputs) -> Body:
+    """From a user's row map, which is not trusted, to the sums and the probabilities by slot."""
+    plan, ids, rowmap = inputs.problem.plan, inputs.problem.ids, inputs.problem.rowmap
+    token_rows = _touched(rowmap.shape, rowmap.dtype)
+    slot_to_row = _touched(ids.shape, ids.dtype)
+    slot_probs = _touched(ids.shape, np.dtype(np.float32))
+    clean = clean_rowmap_params(
+        rowmap,
+        ids,
+        num_rows=plan.num_rows,
+        token_rows=token_rows,
+        row_to_token=np.empty(plan.num_rows, np.int32),
+        slot_to_row=slot_to_row,
+    )
+    slots = slots_params(slot_to_row, inputs.row_probs, slot_probs)
+    unpermute, outputs = _unpermute_params(operation, inputs, token_rows)
+
+    def run() -> None:
+        core.run("clean_rowmap", clean)
+        core.run("gather_slots", slots)
+        core.run("unpermute", unpermute)
+
+    return _body(run, {**outputs, "slot_probs": slot_probs})
+
+
+def _unpermute_backward(core: Core, operation: Operation, inputs: ArrayInputs) -> Body:
+    plan, variant = inputs.problem.plan, operation.variant
+    outputs: Outputs = {}
+    if variant != "dprob":
+        outputs["d_rows"] = _touched(inputs.rows.shape, inputs.rows.dtype)
+    if variant in ("weighted", "dprob"):
+        outputs["d_weights"] = _touched((plan.num_rows,), np.dtype(np.float32))
+    params = unpermute_backward_params(
+        inputs.d_out,
+        plan.token_rows,
+        plan.row_to_token,
+        outputs.get("d_rows"),
+        inputs.rows if "d_weights" in outputs else None,
+        None if variant == "plain" else inputs.row_probs,
+        d_weights=outputs.get("d_weights"),
+    )
+    return _body(lambda: core.run("unpermute_backward", params), outputs)
+
+
+_BODIES: dict[str, Callable[[Core, Operation, ArrayInputs], Body]] = {
+    "route": _route,
+    "route_permute": _route_permute,
+    "permute": _permute,
+    "moe_permute": _route_permute,
+    "unpermute": _unpermute,
+    "moe_unpermute": _moe_unpermute,
+    "unpermute_backward": _unpermute_backward,
+}

@@ -1,0 +1,318 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a Paddle user calls on the CPU: our public functions, and plain Paddle operators that do the same job.
+
+Both allocate their outputs in the call, as all of Paddle does. The plain forms are the fastest that were found among
+gather, index_select, index_add, add_n, sum and bmm; on the CPU most of these refuse bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+from paddle import Tensor
+from paddle.utils.dlpack import from_dlpack
+
+import paddle_moe_ops
+
+from ..backends.arrays import to_numpy
+from .cpu_arrays import BFLOAT16, FLOAT8, ArrayInputs
+from .device import BFLOAT16_SUMS, FLOAT32_SUMS, Body, Implementation, Outputs, Unsupported
+from .shapes import Operation
+from .targets import PUBLIC
+
+__all__ = ["paddle_implementations"]
+
+_VIEWS = {BFLOAT16: (np.int16, "bfloat16"), FLOAT8: (np.int8, "float8_e4m3fn")}
+# Rows that no gather of Paddle's takes as they are.
+_CARRIERS = {paddle.float8_e4m3fn: paddle.int8}
+
+
+def as_tensor(array: NDArray) -> Tensor:
+    """A tensor over the array's memory."""
+    carrier, dtype = _VIEWS.get(array.dtype, (array.dtype, None))
+    tensor = from_dlpack(array.view(carrier))
+    return tensor if dtype is None else tensor.view(dtype)
+
+
+def as_arrays(outputs: Outputs) -> Outputs:
+    return {name: to_numpy(tensor) for name, tensor in outputs.items()}
+
+
+class PaddleInputs:
+    """The inputs of a problem as Paddle tensors."""
+
+    def __init__(self, inputs: ArrayInputs) -> None:
+        self.arrays = inputs
+        self.problem = inputs.problem
+        self.ids = as_tensor(inputs.problem.ids)
+        self.probs = as_tensor(inputs.problem.probs)
+        self.row_probs = as_tensor(inputs.row_probs)
+
+    @cached_property
+    def plan(self) -> Any:
+        return self.route()
+
+    @cached_property
+    def row_to_token(self) -> Tensor:
+        return as_tensor(self.problem.plan.row_to_token)
+
+    def route(self) -> Any:
+        plan = self.problem.plan
+        return paddle_moe_ops.route(
+            self.ids, self.probs, num_experts=plan.num_experts, padding_alignment=plan.padding_alignment
+        )
+
+    def moved(self, operation: Operation) -> tuple[Tensor, Tensor | None]:
+        """What travels: rows, and their scales."""
+        if operation.variant == "fp8":
+            return as_tensor(self.arrays.x_fp8), as_tensor(self.arrays.scale)
+        return as_tensor(self.arrays.x), None
+
+    def leaf(self, name: str, gradient: bool = True) -> Tensor:
+        """An input that gradients are asked of."""
+        tensor = as_tensor(getattr(self.arrays, name)).detach()
+        tensor.stop_gradient = not gradient
+        return tensor
+
+
+def paddle_implementations() -> list[Implementation]:
+    return [
+        _implementation(PUBLIC, _PUBLIC_BODIES),
+        _implementation("paddle ops", _PLAIN_BODIES),
+    ]
+
+
+def _implementation(name: str, bodies: dict[str, Callable[[Operation, PaddleInputs], Body]]) -> Implementation:
+    def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
+        if inputs.problem.case.capacity:
+            raise Unsupported("a buffer larger than the rows")
+        body = bodies[operation.op](operation, PaddleInputs(inputs))
+        return body._replace(results=lambda outputs: as_arrays(body.results(outputs)))
+
+    return Implementation(name, tuple(f"{op}:*" for op in bodies), prepare)
+
+
+def _rows_and_scales(rows: Tensor, scales: Tensor | None) -> Outputs:
+    return {"rows": rows} if scales is None else {"rows": rows, "row_scales": scales}
+
+
+# ---- our public functions
+
+_MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_to_slot", "row_to_expert", "row_probs")
+
+
+def _fill(inputs: PaddleInputs) -> str:
+    return "all" if inputs.problem.case.fill else "none"
+
+
+def _public_route(_: Operation, inputs: PaddleInputs) -> Body:
+    def run() -> Outputs:
+        plan = inputs.route()
+        return {name: getattr(plan, name) for name in (*_MAPS, "tokens_per_expert", "expert_offsets")}
+
+    return Body(run)
+
+
+def _public_route_permute(operation: Operation, inputs: PaddleInputs) -> Body:
+    x, scale = inputs.moved(operation)
+
+    def run() -> Outputs:
+        plan = inputs.route()
+        moved = _rows_and_scales(*paddle_moe_ops.permute(x, plan, scale, fill_padding=_fill(inputs)))
+        return {**moved, "token_rows": plan.token_rows, "row_probs": plan.row_probs}
+
+    return Body(run)
+
+
+def _public_permute(operation: Operation, inputs: PaddleInputs) -> Body:
+    x, scale = inputs.moved(operation)
+    plan = inputs.plan
+    return Body(lambda: _rows_and_scales(*paddle_moe_ops.permute(x, plan, scale, fill_padding=_fill(inputs))))
+
+
+def _public_moe_permute(operation: Operation, inputs: PaddleInputs) -> Body:
+    x, scale = inputs.moved(operation)
+    plan = inputs.problem.plan
+    sizes = (plan.num_experts, None, plan.padding_alignment)
+
+    def run() -> Outputs:
+        rows, rowmap, row_probs, scales = paddle_moe_ops.moe_permute(
+            x, scale, inputs.ids, inputs.probs, *sizes, fill_padding=_fill(inputs)
+        )
+        return {**_rows_and_scales(rows, None if scale is None else scales), "rowmap": rowmap, "row_probs": row_probs}
+
+    return Body(run)
+
+
+def _public_unpermute(operation: Operation, inputs: PaddleInputs) -> Body:
+    rows, plan = as_tensor(inputs.arrays.rows), inputs.plan
+    weights = inputs.row_probs if operation.variant == "weighted" else None
+    return Body(lambda: {"out": paddle_moe_ops.unpermute(rows, plan, weights)})
+
+
+def _public_moe_unpermute(operation: Operation, inputs: PaddleInputs) -> Body:
+    rows, rowmap = as_tensor(inputs.arrays.rows), as_tensor(inputs.problem.rowmap)
+    plan, weighted = inputs.problem.plan, operation.variant == "weighted"
+
+    def run() -> Outputs:
+        out, slot_probs = paddle_moe_ops.moe_unpermute(
+            *(rows, rowmap, inputs.ids, inputs.row_probs, plan.num_tokens, plan.num_experts),
+            using_weighted_combine=weighted,
+        )
+        return {"out": out, "slot_probs": slot_probs}
+
+    return Body(run)
+
+
+def _public_unpermute_backward(operation: Operation, inputs: PaddleInputs) -> Body:
+    """The gradient alone: the forward call is made once, and its graph is kept."""
+    variant = operation.variant
+    rows = inputs.leaf("rows", variant != "dprob")
+    weights = inputs.leaf("row_probs", variant in ("weighted", "dprob"))
+    out = paddle_moe_ops.unpermute(rows, inputs.plan, None if variant == "plain" else weights)
+    wanted = {name: leaf for name, leaf in (("d_rows", rows), ("d_weights", weights)) if not leaf.stop_gradient}
+    d_out = as_tensor(inputs.arrays.d_out)
+
+    def run() -> Outputs:
+        return dict(zip(wanted, paddle.grad(out, list(wanted.values()), d_out, retain_graph=True), strict=True))
+
+    return Body(run)
+
+
+_PUBLIC_BODIES: dict[str, Callable[[Operation, PaddleInputs], Body]] = {
+    "route": _public_route,
+    "route_permute": _public_route_permute,
+    "permute": _public_permute,
+    "moe_permute": _public_moe_permute,
+    "unpermute": _public_unpermute,
+    "moe_unpermute": _public_moe_unpermute,
+    "unpermute_backward": _public_unpermute_backward,
+}
+
+# ---- plain operators of Paddle
+
+
+def _without_padding(inputs: PaddleInputs) -> None:
+    if inputs.problem.plan.num_rows != inputs.problem.routed_rows:
+        raise Unsupported("gathering leaves no padding rows")
+
+
+def _without_gaps(inputs: PaddleInputs) -> None:
+    _without_padding(inputs)
+    if (inputs.problem.ids < 0).any():
+        raise Unsupported("gathering all slots needs every slot assigned")
+
+
+def _gathered(sources: list[tuple[str, Tensor]], index: Tensor) -> Outputs:
+    return {name: paddle.gather(source, index) for name, source in sources}
+
+
+def _plain_sources(operation: Operation, inputs: PaddleInputs) -> list[tuple[str, Tensor]]:
+    x, scale = inputs.moved(operation)
+    rows = x.view(_CARRIERS[x.dtype]) if x.dtype in _CARRIERS else x
+    return [("rows", rows)] if scale is None else [("rows", rows), ("row_scales", scale)]
+
+
+def _as_float8(outputs: Outputs) -> Outputs:
+    rows = outputs["rows"]
+    return {**outputs, "rows": rows.view("float8_e4m3fn")} if rows.dtype == paddle.int8 else outputs
+
+
+def _sorted_slots(inputs: PaddleInputs) -> tuple[Tensor, Tensor]:
+    """Slots by expert, and their tokens; unassigned slots sort behind the last expert and are cut off."""
+    plan = inputs.problem.plan
+    ids = inputs.ids.flatten()
+    order = paddle.argsort(paddle.where(ids < 0, paddle.full_like(ids, plan.num_experts), ids), stable=True)
+    order = order[: plan.num_rows]
+    return order, order // plan.topk
+
+
+def _plain_route(_: Operation, inputs: PaddleInputs) -> Body:
+    _without_gaps(inputs)
+    plan = inputs.problem.plan
+
+    def run() -> Outputs:
+        order, tokens = _sorted_slots(inputs)
+        slots = paddle.scatter(order, order, paddle.arange(plan.num_rows, dtype=order.dtype))
+        ids = inputs.ids.flatten()
+        counts = paddle.bincount(ids, minlength=plan.num_experts)
+        return {
+            "row_to_slot": order.astype("int32"),
+            "row_to_token": tokens.astype("int32"),
+            "slot_to_row": slots.astype("int32").reshape(inputs.ids.shape),
+            "row_to_expert": paddle.gather(ids, order),
+            "row_probs": paddle.gather(inputs.probs.flatten(), order),
+            "tokens_per_expert": counts.astype("int32"),
+        }
+
+    return Body(run, note="no ascending list of a token's rows")
+
+
+def _plain_route_permute(operation: Operation, inputs: PaddleInputs) -> Body:
+    _without_padding(inputs)
+    sources = _plain_sources(operation, inputs)
+
+    def run() -> Outputs:
+        order, tokens = _sorted_slots(inputs)
+        return {**_gathered(sources, tokens), "row_probs": paddle.gather(inputs.probs.flatten(), order)}
+
+    return Body(run, results=_as_float8, note="argsort and gather; no map from slots to rows, no counts")
+
+
+def _plain_permute(operation: Operation, inputs: PaddleInputs) -> Body:
+    _without_padding(inputs)
+    sources = _plain_sources(operation, inputs)
+    return Body(lambda: _gathered(sources, inputs.row_to_token), results=_as_float8)
+
+
+def _plain_unpermute(operation: Operation, inputs: PaddleInputs) -> Body:
+    _without_gaps(inputs)
+    rows, plan = as_tensor(inputs.arrays.rows), inputs.problem.plan
+    by_rank = [as_tensor(np.ascontiguousarray(plan.slot_to_row[:, rank])) for rank in range(plan.topk)]
+    index, weights = as_tensor(plan.slot_to_row.reshape(-1)), inputs.probs.unsqueeze(1)
+
+    def run_plain() -> Outputs:
+        return {"out": paddle.add_n([paddle.gather(rows, places) for places in by_rank])}
+
+    def run_weighted() -> Outputs:
+        gathered = paddle.gather(rows, index).astype("float32").reshape([plan.num_tokens, plan.topk, -1])
+        return {"out": paddle.bmm(weights, gathered).squeeze(1).astype("bfloat16")}
+
+    if operation.variant == "weighted":
+        return Body(run_weighted, FLOAT32_SUMS, note="gather, cast, bmm, cast")
+    return Body(run_plain, BFLOAT16_SUMS, note="add_n of gathers")
+
+
+def _plain_unpermute_backward(operation: Operation, inputs: PaddleInputs) -> Body:
+    variant, rows = operation.variant, as_tensor(inputs.arrays.rows)
+    d_out, weights = as_tensor(inputs.arrays.d_out), inputs.row_probs.unsqueeze(1)
+    _without_padding(inputs)
+
+    def run() -> Outputs:
+        gathered = paddle.gather(d_out, inputs.row_to_token)
+        if variant == "plain":
+            return {"d_rows": gathered}
+        wide = gathered.astype("float32")
+        outputs: Outputs = {}
+        if variant != "dprob":
+            outputs["d_rows"] = (wide * weights).astype("bfloat16")
+        if variant != "dx":
+            outputs["d_weights"] = paddle.bmm(wide.unsqueeze(1), rows.astype("float32").unsqueeze(2)).flatten()
+        return outputs
+
+    return Body(run)
+
+
+_PLAIN_BODIES: dict[str, Callable[[Operation, PaddleInputs], Body]] = {
+    "route": _plain_route,
+    "route_permute": _plain_route_permute,
+    "permute": _plain_permute,
+    "unpermute": _plain_unpermute,
+    "unpermute_backward": _plain_unpermute_backward,
+}

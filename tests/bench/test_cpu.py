@@ -1,0 +1,146 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU side: every implementation gives right results, and a single wrong bit keeps a time out of the file."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from paddle_moe_ops import reference
+from paddle_moe_ops.bench import cli, cpu, cpu_check
+from paddle_moe_ops.bench.cpu_arrays import ArrayInputs
+from paddle_moe_ops.bench.cpu_core import core_implementation
+from paddle_moe_ops.bench.device import BFLOAT16_SUMS, BITS, FLOAT32_SUMS, Unsupported
+from paddle_moe_ops.bench.problem import make_problem
+from paddle_moe_ops.bench.results import load_run
+from paddle_moe_ops.bench.shapes import OPERATIONS, Case, Operation, Shape
+from paddle_moe_ops.testing.core import Core
+from tests.core.conftest import LIBRARY
+
+# Memory of the host, and the core's library for it.
+pytestmark = pytest.mark.cpu_only
+
+SHAPE = Shape("check", 300, 4, 9, 264)
+CASES = [
+    Case(SHAPE, routing, alignment, fill)
+    for routing in ("uniform", "half_unassigned")
+    for alignment, fill in ((1, True), (8, True), (8, False))
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.routing}-{case.label}")
+def inputs(request):
+    return ArrayInputs(make_problem(request.param))
+
+
+@pytest.fixture(scope="module")
+def device():
+    return cpu.CpuDevice(LIBRARY)
+
+
+def checked(device, implementation, operation, inputs):
+    body = implementation.prepare(operation, inputs)
+    return device.check(operation, inputs, device.capture(body, "cpu"), body)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
+def test_every_implementation_passes_its_check(device, inputs, operation):
+    names = set()
+    for implementation in device.implementations:
+        if not implementation.offers(operation):
+            continue
+        try:
+            assert checked(device, implementation, operation, inputs) is None, implementation.name
+        except Unsupported:
+            assert implementation.name not in ("core", "public function", "memcpy")
+        names.add(implementation.name)
+    assert {"core", "public function"} <= names
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
+def test_one_wrong_bit_in_any_output_is_found(inputs, operation):
+    outputs = core_implementation(Core(LIBRARY)).prepare(operation, inputs).run()
+    assert cpu_check.difference(operation, inputs, outputs, BITS) is None
+    owned = np.flatnonzero(inputs.problem.plan.row_to_token >= 0)[-1]
+    for name, array in outputs.items():
+        row = owned if len(array) == inputs.problem.plan.num_rows else len(array) - 1
+        spoilt = array.reshape(len(array), -1)[row, -1:].view(np.uint8)
+        spoilt[-1] ^= 0x40
+        found = cpu_check.difference(operation, inputs, outputs, BITS)
+        assert found is not None, name
+        assert found.startswith(f"{name}: "), found
+        spoilt[-1] ^= 0x40
+
+
+def test_sums_in_another_order_may_differ_by_their_tolerance_only(inputs):
+    operation = Operation("unpermute", "plain")
+    exact, magnitude = inputs.sums(weighted=False)
+    assert magnitude.max() > 0
+    near = np.nextafter(exact, exact.dtype.type(np.inf))
+    assert cpu_check.difference(operation, inputs, {"out": near}, BITS).startswith("out: ")
+    assert cpu_check.difference(operation, inputs, {"out": near}, FLOAT32_SUMS) is None
+    far = (exact.astype(np.float32) + magnitude * 0.2).astype(exact.dtype)
+    for exactness in (FLOAT32_SUMS, BFLOAT16_SUMS):
+        assert "times the allowed error" in cpu_check.difference(operation, inputs, {"out": far}, exactness)
+
+
+def test_sums_and_magnitudes_are_the_oracle_s(inputs):
+    plan = inputs.problem.plan
+    expected = reference.unpermute(inputs.rows, plan, inputs.row_probs)
+    exact, magnitude = inputs.sums(weighted=True)
+    np.testing.assert_array_equal(exact.view(np.uint16), expected.view(np.uint16))
+    terms = np.abs(inputs.rows.astype(np.float64)) * np.abs(inputs.row_probs[:, None])
+    terms[plan.row_to_token < 0] = 0
+    by_token = np.zeros(exact.shape)
+    np.add.at(by_token, np.maximum(plan.row_to_token, 0), terms)
+    np.testing.assert_allclose(magnitude, by_token, rtol=1e-6)
+
+
+def test_no_two_rows_of_an_input_are_alike():
+    rows = ArrayInputs(make_problem(Case(Shape("wide", 4000, 1, 4, 1000), "uniform"))).x
+    assert len(np.unique(rows.view(np.uint16), axis=0)) == len(rows)
+
+
+def test_a_problem_that_does_not_fit_into_memory_is_skipped(device, inputs, monkeypatch):
+    monkeypatch.setattr(cpu, "memory_available", lambda: 1000)
+    with pytest.raises(Unsupported, match="GB of memory"):
+        device.implementations[0].prepare(OPERATIONS[0], inputs)
+
+
+def test_new_outputs_are_given_back_before_the_next_call(device):
+    operation = Operation("permute", "bf16")
+    (public,) = [each for each in device.implementations if each.name == "public function"]
+    body = public.prepare(operation, ArrayInputs(make_problem(CASES[0])))
+    captured = device.capture(body, "cpu")
+    assert len(device.sample(captured, 3, cold=False)) == 3
+    captured.launch()
+    assert captured.outputs()["rows"] is not captured.outputs()["rows"], "the first is gone, the second is new"
+
+
+def test_a_slow_call_is_sampled_once_a_turn(device, monkeypatch):
+    monkeypatch.setattr(cpu, "_SECONDS_PER_TURN", 0.0)
+    body = device.implementations[0].prepare(OPERATIONS[0], ArrayInputs(make_problem(CASES[0])))
+    assert len(device.sample(device.capture(body, "cpu"), 5, cold=True)) == 1
+
+
+def test_a_run_of_the_command_holds_speeds_and_rows(tmp_path, capsys):
+    path = tmp_path / "cpu.jsonl"
+    arguments = ["--device", "cpu", "--shapes", "40,3,7,16", "--ops", "unpermute:plain", "--core-library", str(LIBRARY)]
+    assert cli.main([*arguments, "--samples", "4", "--rounds", "2", "--out", str(path)]) == 0
+    run = load_run(path)
+    assert run.machine["copy_gbps"] > 0
+    assert run.machine["read_gbps"] > 0
+    assert run.machine["threads"] >= 1
+    rows = {row.impl: row for row in run.rows}
+    assert {"core", "memcpy", "public function", "paddle ops"} <= set(rows)
+    assert all(row.us > 0 and row.plain for row in rows.values())
+    assert json.loads(path.read_text(encoding="utf-8").splitlines()[0])["device"] == "cpu"
+    assert "unpermute:plain" in capsys.readouterr().out
+
+
+def test_a_missing_library_is_named(tmp_path, capsys):
+    assert cli.main(["--device", "cpu", "--core-library", str(tmp_path / "none.so")]) == 2
+    assert "--core-library must be libpmo_core.so" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Large outputs on the CPU ask for huge pages, which changes nothing but the time."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import moe_permute, moe_unpermute, permute, reference, route, unpermute
+from paddle_moe_ops.testing.equality import assert_bits_equal
+from paddle_moe_ops.testing.routing import uniform
+from tests.ops.problems import tensor
+
+# Memory of the host.
+pytestmark = pytest.mark.cpu_only
+
+T, H, E, K = 1536, 2048, 8, 2  # [T, H] is 12 MiB of float32
+SYSTEM_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def advised(tensor: paddle.Tensor) -> bool:
+    """Whether the middle of a tensor's memory is marked for huge pages."""
+    middle = tensor.data_ptr() + tensor.size * 2
+    flags = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:([^\n]*)$", re.MULTILINE | re.DOTALL)
+    for begin, end, marks in flags.findall(Path("/proc/self/smaps").read_text(encoding="utf-8")):
+        if int(begin, 16) <= middle < int(end, 16):
+            return "hg" in marks.split()
+    raise AssertionError(f"no mapping holds {middle:x}")
+
+
+@pytest.fixture
+def ids(rng):
+    return uniform(rng, T, K, E)
+
+
+def test_large_outputs_ask_for_huge_pages_and_equal_the_oracle(rng, ids, place):
+    x = rng.standard_normal((T, H)).astype(np.float32)
+    plan = reference.route(ids, num_experts=E)
+    map_of_slots = route(tensor(ids, place), num_experts=E)
+    rows, _ = permute(tensor(x, place), map_of_slots)
+    assert_bits_equal(rows, reference.permute(x, plan)[0], what="rows")
+    sums = unpermute(rows, map_of_slots)
+    assert_bits_equal(sums, reference.unpermute(reference.permute(x, plan)[0], plan), what="sums")
+    probs = tensor(np.full((T, K), 0.5, np.float32), place)
+    unzipped, rowmap, row_probs, _ = moe_permute(tensor(x, place), None, tensor(ids, place), probs, E, None, 1)
+    zipped, _ = moe_unpermute(unzipped, rowmap, tensor(ids, place), row_probs, T, E)
+    # A system without huge pages has nothing to mark, and takes no harm.
+    known = SYSTEM_SWITCH.exists()
+    assert [advised(output) for output in (rows, sums, unzipped, zipped)] == [known] * 4
+
+
+def test_gradients_ask_for_huge_pages(ids, place):
+    rows = tensor(np.ones((T * K, H), np.float32), place, gradient=True)
+    unpermute(rows, route(tensor(ids, place), num_experts=E)).sum().backward()
+    assert advised(rows.grad) == SYSTEM_SWITCH.exists()
+    assert (rows.grad == 1).all()
+
+
+def test_an_output_that_is_small_or_empty_is_left_alone(place):
+    for tokens in (0, 3):
+        plan = route(tensor(np.zeros((tokens, 1), np.int32), place), num_experts=1)
+        rows, _ = permute(tensor(np.ones((tokens, 8), np.float32), place), plan)
+        assert rows.shape == [tokens, 8]
