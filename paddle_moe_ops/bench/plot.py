@@ -109,7 +109,7 @@ def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str])
         bold = "bold" if impl == OURS else "normal"
         color = colors[impl] if impl == OURS else MUTED
         axes.bar_label(bars, texts, fontsize=7, padding=1.5, color=color, fontweight=bold)
-    axes.set_xticks(np.arange(len(shapes)), [_shape_label(rows, shape) for shape in shapes], fontsize=8, color=INK)
+    axes.set_xticks(np.arange(len(shapes)), [_shape_label(rows, shape) for shape in shapes], fontsize=7.5, color=INK)
     if large:
         axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
         axes.set_ylim(0, max(1.12, axes.get_ylim()[1]))
@@ -130,4 +130,5 @@ def _value(rows: Sequence[Row], shape: str, impl: str, large: bool) -> float:
 
 def _shape_label(rows: Sequence[Row], shape: str) -> str:
     row = next(row for row in rows if row.shape == shape)
-    return f"{shape}\nT={row.tokens}, K={row.topk},\nE={row.experts}, H={row.hidden}"
+    name = shape.replace("-", "-\n", 1) if len(shape) > 12 else f"{shape}\n"
+    return f"{name}\nT={row.tokens}\nK={row.topk}, E={row.experts}\nH={row.hidden}"
