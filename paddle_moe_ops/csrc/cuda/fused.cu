@@ -18,10 +18,14 @@
 // Bytes moved: (T + N) * (H + S) elements; ids read once (by every block, if they are few), maps written once.
 #include "cuda/fused.cuh"
 
+#include <cooperative_groups.h>
+
 #include <algorithm>
 
 #include "common/status.h"
 #include "cuda/fused.h"
+#include "cuda/fused_move.cuh"
+#include "cuda/fused_route.cuh"
 
 namespace pmo {
 namespace cuda {

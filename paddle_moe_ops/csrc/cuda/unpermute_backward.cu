@@ -3,11 +3,11 @@
 
 // The gradient of unpermute on the GPU: d_rows, d_weights, or both in one pass.
 //
-// Without d_weights a warp takes 32 accesses of up to 16 bytes of one token and writes them, weighted, to each of its rows. With d_weights
-// a block takes tokens one after another, lists the rows of several in shared memory, and a thread loads an access of d_out once, and those of up to eight rows before it uses the first; it writes the
-// weighted gradient to each row and keeps eight partial dot products, which one fixed tree adds up over the warp and then over the
-// block. The rows without a token, whose gradient is zero, are shared out over all warps. Bytes moved: d_rows (T + N) * H elements,
-// d_weights N * H more (or (T + N) * H alone).
+// Without d_weights a warp takes 32 accesses of up to 16 bytes of one token and writes them, weighted, to each of its rows. With
+// d_weights a block takes tokens one after another and lists the rows of several in shared memory. A thread loads an access of d_out
+// once, and those of up to eight rows before it uses the first; it writes the weighted gradient to each row and keeps eight partial
+// dot products, which one fixed tree adds up over the warp and then over the block. The rows without a token, whose gradient is zero,
+// are shared out over all warps. Bytes moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H alone).
 #include <algorithm>
 
 #include "common/checks.h"
