@@ -67,7 +67,7 @@ __device__ inline void load_stage(const FusedWork& work, const Stage& stage, uin
     const Piece piece(work, stage, index);
     bytes += piece.bytes(work) + (piece.part == 0 ? work.scale_bytes : 0);
   }
-  bytes = __reduce_add_sync(kAllLanes, bytes);
+  bytes = sum_over_warp(bytes);
   if (lane == 0) expect_loads(barrier, bytes);
   __syncwarp();
   const uint64_t policy = evict_first_policy();
