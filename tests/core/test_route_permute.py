@@ -47,7 +47,12 @@ STAGED_SCALES = Shape(
 )
 ODD_TOPK = Shape(3000, 8, 40, 5, 4, "whole tokens do not fill a warp")
 FULL_TOPK = Shape(300, 8, 40, 32, 4, "one token fills a warp")
-FUSED = (CUT, CUT_MANY_SLOTS, COUNTED, STAGED, STAGED_SHORT, ODD_TOPK, FULL_TOPK)
+FUSED = (CUT, CUT_MANY_SLOTS, COUNTED, ODD_TOPK, FULL_TOPK)
+
+
+def on_cuda(*shapes: Shape) -> list:
+    """Shapes whose size means something to the CUDA kernel only."""
+    return [pytest.param(shape, marks=pytest.mark.cuda_only) for shape in shapes]
 
 
 def check(core: Core, problem: Problem, x: NDArray | None, scale: NDArray | None = None, fill: int = Fill.ALL) -> None:
@@ -70,7 +75,7 @@ def check(core: Core, problem: Problem, x: NDArray | None, scale: NDArray | None
 
 @pytest.mark.parametrize("duplicates", ["first", "each"])
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "half_unassigned", "same_expert", "duplicates", "out_of_range"])
-@pytest.mark.parametrize("shape", [*SHAPES, CHUNKED, UNEVEN, *FUSED], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, CHUNKED, UNEVEN, *FUSED, *on_cuda(STAGED, STAGED_SHORT)], ids=str)
 def test_one_call_equals_the_oracle(core: Core, shape: Shape, kind: str, duplicates: str) -> None:
     ids = make_ids(kind, shape, seed=len(kind), dtype=np.int64 if kind == "zipf" else np.int32)
     problem = make_problem(ids, shape.E, shape.A, probs=make_probs(ids.shape, 1), duplicates=duplicates)
@@ -87,7 +92,7 @@ def test_a_mask_routes_in_one_call(core: Core, shape: Shape) -> None:
 
 @pytest.mark.parametrize("fill", list(range(4)), ids=lambda bits: f"fill{bits}")
 @pytest.mark.parametrize("buffer", BUFFERS)
-@pytest.mark.parametrize("shape", [SMALL, CUT, COUNTED, STAGED_SHORT, STAGED_SCALES], ids=str)
+@pytest.mark.parametrize("shape", [SMALL, CUT, COUNTED, *on_cuda(STAGED_SHORT, STAGED_SCALES)], ids=str)
 def test_static_buffers_scales_and_padding(core: Core, shape: Shape, buffer: str, fill: int) -> None:
     ids = make_ids("zipf", shape, seed=6)
     rows = buffer_rows(buffer, make_problem(ids, shape.E, shape.A).plan)
