@@ -113,6 +113,8 @@ def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str])
     if large:
         axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
         axes.set_ylim(0, max(1.12, axes.get_ylim()[1]))
+    elif _spread(rows) > 50:  # bars of the fast ones would not be seen
+        axes.set_yscale("log")
     else:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
@@ -120,6 +122,12 @@ def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str])
     axes.tick_params(colors=MUTED, length=0, labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(MUTED)
+
+
+def _spread(rows: Sequence[Row]) -> float:
+    """How many times longer the slowest takes than the fastest."""
+    medians = [row.us for row in rows if row.us is not None]
+    return max(medians) / min(medians) if medians else 1.0
 
 
 def _value(rows: Sequence[Row], shape: str, impl: str, large: bool) -> float:

@@ -123,6 +123,7 @@ class TokenGradient {
         products_(p.d_weights == nullptr ? 0 : static_cast<size_t>(p.max_rows_per_token)) {}
 
   void run(const char* d_out, const TokenRows<pmo_unpermute_backward_params>& rows, const RowList& next) {
+    if (rows.count() == 0) return;
     const bool copy = rows.weights() == nullptr || rows.is_copy();
     if (params_.d_weights != nullptr && !copy) {
       kernels_.dot(d_out, rows.list(), next, params_.hidden, products_.data());
