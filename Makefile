@@ -113,7 +113,7 @@ gpu-bundle: $(VENV)/stamp-built ## what travels to a GPU machine: Paddle in part
 gpu-report: $(VENV)/stamp-deps ## docs/gpu_validation.md from benchmarks/results/gpu_tests
 	$(PY) tools/gpu_rig/report.py
 
-check-place: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle, and the kernels for every architecture
+check-place: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle, and the kernels for every generation
 	$(MAKE) -f tools/gpu_rig/Makefile check-place check-cuda PADDLE_INCLUDE="$$($(PY) -c 'import paddle; print(paddle.sysconfig.get_include())')"
 
 # ---- the rest
