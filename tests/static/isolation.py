@@ -39,6 +39,9 @@ def outcomes(command: Sequence[str]) -> list[tuple[str, str]]:
             [*command, str(len(results)), str(write_end)],
             cwd=Path(__file__).parents[2],
             pass_fds=[write_end],
+            # An arena of glibc's for each thread takes address space, of which there is little: on 16 cores Paddle's
+            # executor ran out of it while it started its threads, and waited for them forever.
+            env={**os.environ, "MALLOC_ARENA_MAX": "2"},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -136,10 +136,10 @@ template <bool kRoute, Move kMove>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     fused(const __grid_constant__ FusedWork work, int32_t stage_bytes) {
   extern __shared__ __align__(128) char shared[];
-  __shared__ uint64_t barriers[kBuffersOf<kMove>];
+  constexpr int kBuffers = kBuffersOf<kMove>;
+  __shared__ uint64_t full[kBuffers], empty[kBuffers];
   __shared__ uint64_t warp_sums[kFusedWarps];
   __shared__ int32_t dropped;
-  constexpr int kBuffers = kBuffersOf<kMove>;
   const Share share(work);
   const bool loader = threadIdx.x >= kFusedThreads;
   const auto stage_at = [&](int32_t index) {
@@ -156,37 +156,20 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
   }
   if (kMove != Move::kNone && loader) {
     if (threadIdx.x == kFusedThreads) {
-      for (int i = 0; i < kBuffers; ++i) init_load_barrier(&barriers[i]);
+      for (int i = 0; i < kBuffers; ++i) {
+        init_barrier(&full[i], 1);
+        init_barrier(&empty[i], kFusedWarps);
+      }
     }
     __syncwarp();
-    for (int32_t i = 0; i < min(kBuffers, work.num_stages); ++i) load_stage(work, stage_at(i), &barriers[i]);
+    for (int32_t i = 0; i < min(kBuffers, work.num_stages); ++i) load_stage(work, stage_at(i), &full[i]);
   } else if (!kRoute && (work.fill_rows || work.fill_scales)) {
     zero_rows_without_token(work);
   }
   __syncthreads();
   if (kRoute) token_rows = routed_rows(work, share, reinterpret_cast<int32_t*>(shared + stage_bytes));
-
-  if constexpr (kMove != Move::kNone) {
-#pragma unroll 1
-    for (int32_t index = 0; index < work.num_stages; ++index) {
-      const Stage stage = stage_at(index);
-      uint64_t* barrier = &barriers[index % kBuffers];
-      if (stage.count > 0) {
-        wait_for_loads(barrier, index / kBuffers % 2);
-        store_stage<kMove == Move::kBulk>(work, stage, token_rows);
-      }
-      if (index + kBuffers >= work.num_stages) continue;
-      finish_reads();
-      if (kMove == Move::kBulk) {
-        if (threadIdx.x < kWarpSize) wait_for_store_reads();
-        cooperative_groups::this_grid().sync();
-      } else {
-        __syncthreads();
-      }
-      if (loader) load_stage(work, stage_at(index + kBuffers), barrier);
-    }
-    if (kMove == Move::kBulk && threadIdx.x < kWarpSize) wait_for_store_reads();
-  }
+  if constexpr (kMove == Move::kThreads) move_by_threads<kBuffers>(work, stage_at, token_rows, full, empty);
+  if constexpr (kMove == Move::kBulk) move_by_bulk(work, stage_at, token_rows, full);
 }
 
 struct Device {

@@ -152,15 +152,17 @@ struct WarpRange {
   }
 };
 
-// Adds one to a counter in shared memory. The 1 is opaque on purpose: an addition that is known to be 1 becomes an instruction that takes
-// the different addresses of a warp one after another. A warp that agrees adds once.
-__device__ inline void count_slot(int32_t* counters, int32_t expert) {
+// Adds one to the expert's counter in shared memory for every lane that counts; all lanes take part. The 1 is opaque on purpose: an
+// addition that is known to be 1 becomes an instruction that takes the different addresses of a warp one after another. A warp that agrees
+// adds once.
+__device__ inline void count_slots(int32_t* counters, int32_t expert, bool counts) {
+  const unsigned counting = __ballot_sync(kAllLanes, counts);
+  if (!counts) return;
   int same;
-  const unsigned active = __activemask();
-  __match_all_sync(active, expert, &same);
-  int32_t amount = same ? __popc(active) : 1;
+  __match_all_sync(counting, expert, &same);
+  int32_t amount = same ? __popc(counting) : 1;
   asm volatile("" : "+r"(amount));
-  const bool leads = (active & ((1u << threadIdx.x % kWarpSize) - 1)) == 0;
+  const bool leads = (counting & ((1u << threadIdx.x % kWarpSize) - 1)) == 0;
   if (!same || leads) atomicAdd(&counters[expert], amount);
 }
 
@@ -173,9 +175,8 @@ __device__ inline void count_everything(const FusedWork& work, const Share& shar
       [&](int32_t token) { return LoadedSlot{load_expert(work, token * work.topk + me.k), 0.0f}; },
       [&](int32_t token, const LoadedSlot& slot) {
         const int32_t expert = without_repeats(me, work, slot.expert);
-        if (expert < 0) return;
-        count_slot(scratch.totals, expert);
-        if (token < share.first_token) count_slot(scratch.before, expert);
+        count_slots(scratch.totals, expert, expert >= 0);
+        count_slots(scratch.before, expert, expert >= 0 && token < share.first_token);
       });
 }
 
@@ -193,7 +194,7 @@ __device__ inline void count_own(const FusedWork& work, const Share& share, cons
       [&](int32_t token) { return LoadedSlot{load_expert(work, token * work.topk + me.k), 0.0f}; },
       [&](int32_t token, const LoadedSlot& slot) {
         const int32_t expert = without_repeats(me, work, slot.expert);
-        if (expert >= 0) count_slot(histogram, expert);
+        count_slots(histogram, expert, expert >= 0);
         if (!me.used || token >= range.end) return;
         cleaned[(token - share.first_token) * work.topk + me.k] = expert;
         prefetch_prob(work, token * work.topk + me.k);

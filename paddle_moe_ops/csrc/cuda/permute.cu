@@ -5,7 +5,7 @@
 //
 // Rows in whole 16-byte accesses on sm_90 and newer go through the fused kernel (fused.cu). Here is what serves all others: a block per
 // token: its threads walk the row in accesses of up to 16 bytes, as wide as pointers and lengths allow, and write each to
-// the token's rows. A second kernel with a block per row zeroes the padding rows. Bytes moved: (T + N) * (H + S) elements.
+// the token's rows. A second kernel with a warp per row zeroes the padding rows. Bytes moved: (T + N) * (H + S) elements.
 #include <cstring>
 #include <initializer_list>
 #include <type_traits>
@@ -13,6 +13,7 @@
 #include "common/checks.h"
 #include "cuda/fused.h"
 #include "cuda/launch.cuh"
+#include "cuda/padding.cuh"
 #include "cuda/vectors.cuh"
 #include "pmo/permute.h"
 
@@ -49,13 +50,7 @@ __global__ void move_tokens(Strip strip, int64_t num_tokens, int64_t topk, int64
 
 template <int kBytes>
 __global__ void zero_padding(Strip strip, int64_t num_rows, const int32_t* row_to_token) {
-  using Access = Vector<kBytes>;
-  const int64_t accesses = strip.row_bytes / kBytes;
-  for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
-    if (row_to_token[row] >= 0) continue;
-    Access* target = reinterpret_cast<Access*>(strip.target + row * strip.row_bytes);
-    for (int64_t i = threadIdx.x; i < accesses; i += kThreads) target[i] = Access{};
-  }
+  zero_padding_rows<kBytes>(strip.target, strip.row_bytes, row_to_token, num_rows);
 }
 
 int move(const Strip& strip, const pmo_permute_params& p, bool fill, cudaStream_t stream) {
@@ -69,7 +64,9 @@ int move(const Strip& strip, const pmo_permute_params& p, bool fill, cudaStream_
           <<<grid_for(p.num_tokens, 1), kThreads, 0, stream>>>(strip, p.num_tokens, p.topk, p.num_rows, p.slot_to_row);
       PMO_CUDA_LAUNCHED("move_tokens");
     }
-    if (fill) zero_padding<kBytes><<<grid_for(p.num_rows, 1), kThreads, 0, stream>>>(strip, p.num_rows, p.row_to_token);
+    if (fill)
+      zero_padding<kBytes>
+          <<<grid_for(p.num_rows, kThreads / kWarpSize), kThreads, 0, stream>>>(strip, p.num_rows, p.row_to_token);
     PMO_CUDA_LAUNCHED("zero_padding");
     return PMO_OK;
   });

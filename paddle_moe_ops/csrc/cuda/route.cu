@@ -7,18 +7,19 @@
 // others, and what counts and checks. The slots, in flat order, are cut into tiles of whole tokens; one warp owns a tile. Passes:
 //   1. clean: one thread per slot (a warp per token for a mask) writes the cleaned id, -1 = the slot has no row
 //   2. count: a warp per tile counts its experts
-//   3. scan:  one block turns [tiles, E] counts into the tile's first row of every expert, and writes the per-expert outputs
+//   3. scan:  a warp per expert turns its counts of all tiles into the slots before each tile, one block adds up the padded segments
 //   4. place: a warp per tile walks its slots 32 at a time; equal experts in a warp rank by lane (match_any), so rows follow the
 //      flat slot order whatever the schedule
 //   5. sort:  one thread per slot finds its place among the token's rows
 // Passes 1 to 3 belong to pmo_route_count_cuda, 4 and 5 to pmo_route_cuda.
 //
-// Workspace: pmo_route_findings, int32 [T, K] cleaned ids, int64 [tiles, E] counts and then first rows, int64 [E + 1] starts, and the
-// counters of the fused kernel.
+// Workspace: pmo_route_findings, int32 [T, K] cleaned ids, int64 [tiles, E] counts, int64 [E + 1] starts, and the counters of the fused
+// kernel.
 // Bytes moved: ids read once, cleaned ids written once and read three times, maps written once; [tiles, E] twice.
 #include <climits>
 
 #include "common/checks.h"
+#include "cuda/findings.cuh"
 #include "cuda/fused.h"
 #include "cuda/launch.cuh"
 #include "pmo/permute.h"
@@ -38,9 +39,10 @@ constexpr int kScanThreads = 1024;
 struct Layout {
   int64_t num_tokens, topk, num_experts, tokens_per_tile, num_tiles;
   pmo_route_findings* findings;
-  int32_t* ids;        // [T, K]
-  int64_t* first_row;  // [tiles, E]
-  int64_t* starts;     // [E + 1] padded, not clamped
+  int32_t* ids;  // [T, K]
+  int64_t*
+      before;  // [tiles, E] slots of the tile, then those of the tiles before it, then (while placing) of the next slot as well
+  int64_t* starts;  // [E + 1] padded, not clamped
   int32_t* fused_ints;
   int64_t bytes;
 
@@ -54,7 +56,7 @@ struct Layout {
     Workspace workspace(p.workspace);
     findings = workspace.take<pmo_route_findings>(1);
     ids = workspace.take<int32_t>(slots);
-    first_row = workspace.take<int64_t>(num_tiles * num_experts);
+    before = workspace.take<int64_t>(num_tiles * num_experts);
     starts = workspace.take<int64_t>(num_experts + 1);
     fused_ints = workspace.take<int32_t>(fused_workspace_ints(num_experts));
     bytes = workspace.used();
@@ -67,10 +69,6 @@ struct Layout {
     return end < slots ? end : slots;
   }
 };
-
-__device__ void note_first(int64_t* place, int64_t found) {
-  atomicMin(reinterpret_cast<unsigned long long*>(place), static_cast<unsigned long long>(found));
-}
 
 __global__ void reset_findings(pmo_route_findings* findings) { *findings = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0, PMO_NOWHERE}; }
 
@@ -166,22 +164,38 @@ __device__ void walk_tile(const Layout& layout, int64_t tile, int64_t* counter, 
 __global__ void count_tiles(Layout layout) {
   for (int64_t tile = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; tile < layout.num_tiles;
        tile += int64_t{gridDim.x} * kWarps) {
-    walk_tile(layout, tile, layout.first_row + tile * layout.num_experts, [](int64_t, int32_t, int64_t) {});
+    walk_tile(layout, tile, layout.before + tile * layout.num_experts, [](int64_t, int32_t, int64_t) {});
   }
 }
 
-// One block. First a thread per expert adds up the expert's tiles, then the block scans the padded totals, then a thread per expert
-// writes the first rows.
-__global__ void scan_experts(Layout layout, int64_t padding_alignment, int32_t* routed_per_expert) {
+// A warp per expert: what each tile counted becomes what the tiles before it did. Counts of the next 32 tiles are on their way while
+// those of the last are added up.
+__global__ void scan_tiles(Layout layout, int32_t* routed_per_expert) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t experts = layout.num_experts;
+  for (int64_t expert = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; expert < experts;
+       expert += int64_t{gridDim.x} * kWarps) {
+    const auto count_of = [&](int64_t tile) { return tile < layout.num_tiles ? layout.before[tile * experts + expert] : 0; };
+    int64_t total = 0, next = count_of(lane);
+    for (int64_t tile = lane; tile < layout.num_tiles + lane; tile += kWarpSize) {
+      const int64_t count = next;
+      next = count_of(tile + kWarpSize);
+      int64_t inclusive = count;
+      for (int step = 1; step < kWarpSize; step *= 2) {
+        const int64_t other = __shfl_up_sync(kAllLanes, inclusive, step);
+        if (lane >= step) inclusive += other;
+      }
+      if (tile < layout.num_tiles) layout.before[tile * experts + expert] = total + inclusive - count;
+      total += __shfl_sync(kAllLanes, inclusive, kWarpSize - 1);
+    }
+    if (lane == 0) routed_per_expert[expert] = static_cast<int32_t>(total);
+  }
+}
+
+// One block scans the padded totals; every thread has a contiguous range of experts.
+__global__ void scan_experts(Layout layout, int64_t padding_alignment, const int32_t* routed_per_expert) {
   __shared__ int64_t partial[kScanThreads];
   const int64_t experts = layout.num_experts;
-  for (int64_t expert = threadIdx.x; expert < experts; expert += kScanThreads) {
-    int64_t total = 0;
-    for (int64_t tile = 0; tile < layout.num_tiles; ++tile) total += layout.first_row[tile * experts + expert];
-    routed_per_expert[expert] = static_cast<int32_t>(total);
-  }
-  __syncthreads();
-  // every thread scans a contiguous range of experts
   const int64_t per_thread = (experts + kScanThreads - 1) / kScanThreads;
   const int64_t begin = min(experts, threadIdx.x * per_thread);
   const int64_t end = min(experts, begin + per_thread);
@@ -204,16 +218,6 @@ __global__ void scan_experts(Layout layout, int64_t padding_alignment, int32_t* 
     row += padded(expert);
   }
   if (threadIdx.x == kScanThreads - 1) layout.starts[experts] = partial[kScanThreads - 1];
-  __syncthreads();
-  for (int64_t expert = threadIdx.x; expert < experts; expert += kScanThreads) {
-    int64_t first = layout.starts[expert];
-    for (int64_t tile = 0; tile < layout.num_tiles; ++tile) {
-      int64_t& entry = layout.first_row[tile * experts + expert];
-      const int64_t count = entry;
-      entry = first;
-      first += count;
-    }
-  }
 }
 
 __global__ void clamp_experts(Layout layout, int64_t num_rows, const int32_t* routed_per_expert, int32_t* tokens_per_expert,
@@ -257,7 +261,8 @@ struct PlaceOutputs {
 __global__ void place_tiles(Layout layout, PlaceOutputs out) {
   for (int64_t tile = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; tile < layout.num_tiles;
        tile += int64_t{gridDim.x} * kWarps) {
-    walk_tile(layout, tile, layout.first_row + tile * layout.num_experts, [&](int64_t slot, int32_t expert, int64_t row) {
+    walk_tile(layout, tile, layout.before + tile * layout.num_experts, [&](int64_t slot, int32_t expert, int64_t rank) {
+      const int64_t row = expert >= 0 ? layout.starts[expert] + rank : -1;
       const bool placed = expert >= 0 && row < out.num_rows;
       // The cleaned ids are not needed behind this point: they become the map that the sort reads.
       layout.ids[slot] = placed ? static_cast<int32_t>(row) : -1;
@@ -331,9 +336,11 @@ int count(const pmo_route_params& p, cudaStream_t stream) {
   const Layout layout(p);
   if (const int status = check_workspace(p, layout)) return status;
   if (const int status = clean(p, layout, stream)) return status;
-  PMO_CUDA(cudaMemsetAsync(layout.first_row, 0, layout.num_tiles * layout.num_experts * sizeof(int64_t), stream));
+  PMO_CUDA(cudaMemsetAsync(layout.before, 0, layout.num_tiles * layout.num_experts * sizeof(int64_t), stream));
   count_tiles<<<grid_for(layout.num_tiles, kWarps), kThreads, 0, stream>>>(layout);
   PMO_CUDA_LAUNCHED("count_tiles");
+  scan_tiles<<<grid_for(layout.num_experts, kWarps), kThreads, 0, stream>>>(layout, p.routed_per_expert);
+  PMO_CUDA_LAUNCHED("scan_tiles");
   scan_experts<<<1, kScanThreads, 0, stream>>>(layout, p.padding_alignment, p.routed_per_expert);
   PMO_CUDA_LAUNCHED("scan_experts");
   return PMO_OK;

@@ -7,6 +7,7 @@
 // depend on the order of the bids). A warp per token then keeps the entries that won, in expert order.
 // Workspace: pmo_rowmap_findings, then int64 [N] winning places. Bytes moved: rowmap read twice, T * E * 4 each; 8 * N bytes of bids.
 #include "common/checks.h"
+#include "cuda/findings.cuh"
 #include "cuda/launch.cuh"
 #include "pmo/route.h"
 
@@ -29,10 +30,6 @@ struct Layout {
     bytes = workspace.used();
   }
 };
-
-__device__ void note_first(int64_t* place, int64_t found) {
-  atomicMin(reinterpret_cast<unsigned long long*>(place), static_cast<unsigned long long>(found));
-}
 
 __device__ int64_t expert_id(const pmo_clean_rowmap_params& p, int64_t slot) {
   return p.ids_kind == PMO_ROUTING_IDS64 ? static_cast<const int64_t*>(p.ids)[slot] : static_cast<const int32_t*>(p.ids)[slot];

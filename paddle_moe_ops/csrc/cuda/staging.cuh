@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Bulk copies between global and shared memory (sm_90 and newer), and the shared-memory barrier that their loads complete on.
+// Bulk copies between global and shared memory (sm_90 and newer), and the shared-memory barriers by which their memory changes hands.
 //
 // Every address and length is a multiple of 16 bytes. On older architectures these functions trap: the host never launches a
 // kernel that calls them there.
@@ -18,18 +18,24 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// One thread; the fence makes the barrier visible to the copy engine.
-__device__ inline void init_load_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+// One thread: a phase of the barrier ends with so many arrivals. The fence makes the barrier visible to the copy engine.
+__device__ inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// One thread, before the loads of a phase: how many bytes complete it.
+// One arrival: the calling thread is done with what the barrier stands for.
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// One arrival, before the loads of a phase: how many bytes have to come as well.
 __device__ inline void expect_loads(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-__device__ inline void wait_for_loads(uint64_t* barrier, uint32_t parity) {
+// Until the phase has ended; phases count from 0, and nobody is ahead by two.
+__device__ inline void wait_for_phase(uint64_t* barrier, uint32_t phase) {
   uint32_t done = 0;
   while (done == 0) {
     asm volatile(
@@ -39,7 +45,7 @@ __device__ inline void wait_for_loads(uint64_t* barrier, uint32_t parity) {
         "selp.u32 %0, 1, 0, ready;\n"
         "}"
         : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
+        : "r"(shared_address(barrier)), "r"(phase & 1)
         : "memory");
   }
 }
@@ -67,9 +73,6 @@ __device__ inline void bulk_store(void* target, const void* source, uint32_t byt
                : "memory");
 }
 
-// What the calling thread read from shared memory with ordinary loads comes before the bulk copies that are issued behind the next barrier.
-__device__ inline void finish_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // The calling thread's stores have read their shared memory, which may be written again.
 __device__ inline void wait_for_store_reads() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -78,14 +81,14 @@ __device__ inline void wait_for_store_reads() {
 
 #else
 
-__device__ inline void init_load_barrier(uint64_t*) { __trap(); }
+__device__ inline void init_barrier(uint64_t*, uint32_t) { __trap(); }
+__device__ inline void arrive(uint64_t*) { __trap(); }
 __device__ inline void expect_loads(uint64_t*, uint32_t) { __trap(); }
-__device__ inline void wait_for_loads(uint64_t*, uint32_t) { __trap(); }
+__device__ inline void wait_for_phase(uint64_t*, uint32_t) { __trap(); }
 __device__ inline uint64_t evict_first_policy() { return 0; }
 __device__ inline void bulk_load(void*, const void*, uint32_t, uint64_t*, uint64_t) { __trap(); }
 __device__ inline void bulk_store(void*, const void*, uint32_t) { __trap(); }
 __device__ inline int32_t sum_over_warp(int32_t) { return 0; }
-__device__ inline void finish_reads() { __trap(); }
 __device__ inline void wait_for_store_reads() { __trap(); }
 
 #endif

@@ -1,11 +1,11 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The rows of a few tokens and their weights, in shared memory, for unpermute of many tokens.
+// The rows of a few tokens and their weights, in shared memory, for unpermute and its gradient.
 //
 // A block reads the maps of its tokens once, a warp per token, and goes through the resulting list: rows that are used, in order, so
 // that a loop over it has no gaps and can load several rows ahead, even those of the next token. Of each token it lists one segment of
-// 32 entries; where a token of the tile goes on behind it, the caller takes the tokens one by one, segment by segment.
+// 32 entries; where a token of the tile goes on behind it, the tokens come one by one, segment by segment.
 #pragma once
 
 #include <cstdint>
@@ -67,6 +67,23 @@ struct RowList {
     __syncthreads();
   }
 };
+
+// Calls visit(token) with the list filled from that token on, until it has held tokens [first, first + count): all of them at once, or,
+// where one has more entries than a list takes, one by one and segment by segment. Every thread of the block takes part.
+template <typename Params, typename Visit>
+__device__ void walk_tile(const Params& p, RowList* list, int64_t first, int count, Visit visit) {
+  int done = 0, together = count;
+  for (int64_t segment = 0; done < count;) {
+    list->fill(p, first + done, together, segment);
+    if (list->more != 0 && together > 1) {
+      together = 1;
+      continue;
+    }
+    visit(first + done);
+    segment = list->more != 0 ? segment + kWarpSize : 0;
+    if (list->more == 0) done += together;
+  }
+}
 
 }  // namespace cuda
 }  // namespace pmo

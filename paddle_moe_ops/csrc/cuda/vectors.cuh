@@ -139,6 +139,13 @@ struct Lanes {
     return product;
   }
 
+  // sum plus the products with `other`, one after another
+  __device__ float dot(const Lanes& other, float sum) const {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sum = __fmaf_rn(values[i], other.values[i], sum);
+    return sum;
+  }
+
   __device__ void set(const Access& given) {
     typename Rows::Element elements[kWidth];
     memcpy(elements, &given, sizeof(given));
