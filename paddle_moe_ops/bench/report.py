@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .counters import COLUMNS, TEXT, load_counters
 from .plot import draw
 from .results import Row, Run, load_run, processor
 from .shapes import OPERATIONS
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = "performance.png" if run.machine["device"] == "cuda" else f"performance_{run.machine['device']}.png"
         if run.machine["set"] == "targets" and name not in pictures.values() and draw(arguments.docs / name, run):
             pictures[title(run)] = name
-    (arguments.docs / "performance.md").write_text(page(runs, pictures), encoding="utf-8")
+    counters = "".join(map(_counters, sorted(arguments.results.glob("ncu/*.jsonl"))))
+    (arguments.docs / "performance.md").write_text(page(runs, pictures) + counters, encoding="utf-8")
     return 0
 
 
@@ -107,6 +109,14 @@ def page(runs: Sequence[Run], pictures: dict[str, str]) -> str:
             parts.append("\n### Not timed: the result was wrong\n\n")
             parts.append(_markdown(("operation", "case", "impl", "why"), [_failure(row) for row in failed]))
     return "".join(parts)
+
+
+def _counters(path: Path) -> str:
+    machine, cells = load_counters(path)
+    facts = ", ".join(f"{name} {value}" for name, value in machine.items())
+    return f"\n## What bounds the kernels: {machine['gpu']}\n{TEXT}\nFrom `{path.name}`: {facts}.\n\n" + _markdown(
+        COLUMNS, cells
+    )
 
 
 def _source(run: Run) -> str:

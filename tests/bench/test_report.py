@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -124,6 +125,22 @@ def test_cores_make_another_machine(tmp_path):
     for cores in (3, 5):
         assert f"## Imagined CPU, {cores} cores" in page
         assert f"**{100.0 * cores}**" in page
+
+
+def test_hardware_counters_have_a_section_of_their_own(tmp_path):
+    write(tmp_path / "results" / "run.jsonl", [timed(4.0)])
+    line = {"operation": "permute:bf16", "shape": "dsv3", "kernel": "fused", "us": 131.04, "min_mb": 528.5}
+    line |= {"dram_read_mb": 58.71, "dram_write_mb": 466.2, "dram_percent": 81.0, "l2_percent": 70.5}
+    line |= {"issue_percent": 3.0, "warps_percent": 40.0, "stall_wait": 1.0, "stall_barrier": 95.4, "stall_drain": 2.25}
+    (tmp_path / "results" / "ncu").mkdir()
+    with (tmp_path / "results" / "ncu" / "gpu.jsonl").open("w", encoding="utf-8") as file:
+        write_line(file, {"gpu": "Imagined GPU", "commit": "def456"})
+        file.write(json.dumps(line) + "\n")
+    _, page = make(tmp_path)
+    section = page.split("## What bounds the kernels: Imagined GPU")[1]
+    assert "commit def456" in section
+    cells = "permute:bf16 | dsv3 | fused | 131.0 | 528.5 | 58.7 | 466.2 | 81.0 | 70.5 | 3.0 | 40.0"
+    assert f"| {cells} | barrier 95.4, drain 2.2 |" in section
 
 
 def test_columns_that_say_nothing_are_left_out(tmp_path):

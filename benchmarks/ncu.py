@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What bounds the kernels: hardware counters of single launches, read by Nsight Compute (`ncu`).
+
+    python3 benchmarks/ncu.py --core-library libpmo_core.so --out benchmarks/results/ncu/h200.jsonl
+
+Every case is one eager call of the benchmark under `ncu`, whose caches are emptied before each pass. A line per kernel:
+time, bytes that DRAM read and wrote beside the least bytes of the operation, throughputs in percent of the peak, and
+what its warps waited for, in cycles per issued instruction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+STALLS = {
+    **{name: STALL.format(name) for name in ("long_scoreboard", "barrier", "lg_throttle", "membar", "no_instruction")},
+    **{
+        name: STALL.format(name) for name in ("short_scoreboard", "mio_throttle", "wait", "math_pipe_throttle", "drain")
+    },
+}
+METRICS = {
+    "us": ("gpu__time_duration.sum", 1e-3),
+    "dram_read_mb": ("dram__bytes_read.sum", 1e-6),
+    "dram_write_mb": ("dram__bytes_write.sum", 1e-6),
+    "dram_percent": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", 1),
+    "l2_percent": ("lts__throughput.avg.pct_of_peak_sustained_elapsed", 1),
+    "warps_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active", 1),
+    "issue_percent": ("sm__inst_issued.avg.pct_of_peak_sustained_active", 1),
+    **{f"stall_{name}": (metric, 1) for name, metric in STALLS.items()},
+}
+# Operation, shape, kernel: what misses its target, and beside it what does not.
+CASES = (
+    ("route_permute:bf16", "tileops-32", "fused"),
+    ("route_permute:bf16", "tileops-512", "fused"),
+    ("route_permute:bf16", "ernie-300b", "fused"),
+    ("route_permute:bf16", "ernie-21b", "fused"),
+    ("route_permute:fp8", "ernie-21b", "fused"),
+    ("moe_permute:bf16", "paddle-production", "fused"),
+    ("unpermute:weighted", "tileops-32", "sum_rows"),
+    ("unpermute:plain", "ernie-21b", "sum_rows"),
+    ("unpermute_backward:weighted", "ernie-300b", "sum_rows_backward"),
+    ("unpermute_backward:weighted", "dsv3", "sum_rows_backward"),
+)
+
+
+def profile(operation: str, shape: str, kernel: str, core_library: Path) -> tuple[dict, dict]:
+    """The benchmark's own machine line, and what the second launch of the kernel in it did."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.jsonl"
+        wanted = ",".join(metric for metric, _ in METRICS.values())
+        bench = [
+            "-m",
+            "paddle_moe_ops",
+            "bench",
+            "--device",
+            "cuda",
+            "--shapes",
+            shape,
+            "--ops",
+            operation,
+            "--impl",
+            "core",
+        ]
+        bench += ["--no-probes", "--mode", "eager", "--samples", "2", "--rounds", "1"]
+        bench += ["--core-library", str(core_library), "--out", str(result)]
+        command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
+        command += ["-k", f"regex:{kernel}", "-s", "1", "-c", "1", "--metrics", wanted, sys.executable, *bench]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode != 0 or not result.exists():
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        machine, *rows = map(json.loads, result.read_text().splitlines())
+    table = list(csv.DictReader(io.StringIO(done.stdout[done.stdout.index('"ID"') :])))
+    values = table[-1]  # the line before it has the units
+    counters = {
+        name: round(float(values[metric].replace(",", "")) * unit, 3) for name, (metric, unit) in METRICS.items()
+    }
+    row = next(row for row in rows if "op" in row)
+    least = {"min_mb": round(row["min_bytes"] / 1e6, 3)}
+    return machine, {"operation": operation, "shape": shape, "kernel": kernel, **least, **counters}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--core-library", type=Path, required=True)
+    parser.add_argument("--commit", default="unknown", help="commit of the sources")
+    parser.add_argument("--out", type=Path, required=True, help="result file; it is replaced")
+    arguments = parser.parse_args()
+    with arguments.out.open("w", encoding="utf-8") as file:
+        for index, case in enumerate(CASES):
+            machine, line = profile(*case, arguments.core_library)
+            if index == 0:
+                facts = {name: machine[name] for name in ("gpu", "driver", "cuda", "date")}
+                file.write(json.dumps({"machine": True, **facts, "commit": arguments.commit}) + "\n")
+            file.write(json.dumps(line) + "\n")
+            print(json.dumps(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
