@@ -10,10 +10,10 @@
 // counts through [blocks, E] in global memory with two waits, and every block then knows where the rows of its slots begin. With few
 // slots every block counts them all and no block waits. Ranks within a block follow from __match_any_sync over whole tokens.
 //
-// Moving: a block stages source rows in shared memory by bulk copies, as many as fit (about 110 KiB), and writes each to its rows. The
-// first stage is on its way while the routing runs. Between stages all blocks wait for each other: memory that changes between reading
-// and writing loses time, so the whole GPU reads at one time and writes at another. H200, T=16384, K=8, H=8192 bfloat16: see
-// docs/kernel_notes.md.
+// Moving: a block stages source rows in shared memory by bulk copies, as many as fit (about 110 KiB), and writes each to its rows: long
+// rows by bulk copies again, short ones by ordinary stores, if one stage holds all of them. The first stage is on its way while the
+// routing runs. Between stages all blocks wait for each other: memory that changes between reading and writing loses time, so the whole
+// GPU reads at one time and writes at another (docs/kernel_notes.md). Where that does not pay, move_pieces (permute.cu) moves the rows.
 //
 // Bytes moved: (T + N) * (H + S) elements; ids read once (by every block, if they are few), maps written once.
 #include "cuda/fused.cuh"
@@ -36,12 +36,10 @@ constexpr int64_t kMaxFusedExperts = 1024;
 constexpr int64_t kMaxLocalSlots = 2048;   // of one block, when it keeps its rows in shared memory
 constexpr int64_t kBulkStoreBytes = 4608;  // rows from here on leave by bulk copies
 constexpr int64_t kMinPieceBytes = 1024;
+constexpr int64_t kManyBytes = int64_t{200} << 20;
+constexpr int64_t kFewRows = 4;  // per token: fewer do not make up for blocks that wait for each other
 
 enum class Move { kNone, kThreads, kBulk };
-
-// Rows that leave by bulk copies fill one large stage. Others have several smaller ones: some are loaded while one is stored.
-template <Move kMove>
-constexpr int kBuffersOf = kMove == Move::kThreads ? 4 : 1;
 
 // What blocks that count for each other do until each knows its slots' first rows; leaves totals and `before`.
 __device__ void count_together(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
@@ -136,40 +134,32 @@ template <bool kRoute, Move kMove>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     fused(const __grid_constant__ FusedWork work, int32_t stage_bytes) {
   extern __shared__ __align__(128) char shared[];
-  constexpr int kBuffers = kBuffersOf<kMove>;
-  __shared__ uint64_t full[kBuffers], empty[kBuffers];
+  __shared__ uint64_t barrier;
   __shared__ uint64_t warp_sums[kFusedWarps];
   __shared__ int32_t dropped;
   const Share share(work);
   const bool loader = threadIdx.x >= kFusedThreads;
-  const auto stage_at = [&](int32_t index) {
-    return Stage(work, share, index, shared + index % kBuffers * (stage_bytes / kBuffers));
-  };
+  const auto stage_at = [&](int32_t index) { return Stage(work, share, index, shared); };
+  int32_t* scratch = reinterpret_cast<int32_t*>(shared + stage_bytes);
 
   TokenRows token_rows = {work.slot_to_row, 0};
   if (kRoute && !loader) {
-    route_own(work, share, reinterpret_cast<int32_t*>(shared + stage_bytes), warp_sums, &dropped);
+    route_own(work, share, scratch, warp_sums, &dropped);
   } else if (kRoute && !work.counts_everything) {
     // Rows on their way would slow down the few bytes that the blocks exchange: they start when every block knows the counts.
     cooperative_groups::this_grid().sync();
     cooperative_groups::this_grid().sync();
   }
   if (kMove != Move::kNone && loader) {
-    if (threadIdx.x == kFusedThreads) {
-      for (int i = 0; i < kBuffers; ++i) {
-        init_barrier(&full[i], 1);
-        init_barrier(&empty[i], kFusedWarps);
-      }
-    }
+    if (threadIdx.x == kFusedThreads) init_load_barrier(&barrier);
     __syncwarp();
-    for (int32_t i = 0; i < min(kBuffers, work.num_stages); ++i) load_stage(work, stage_at(i), &full[i]);
+    load_stage(work, stage_at(0), &barrier);
   } else if (!kRoute && (work.fill_rows || work.fill_scales)) {
     zero_rows_without_token(work);
   }
   __syncthreads();
-  if (kRoute) token_rows = routed_rows(work, share, reinterpret_cast<int32_t*>(shared + stage_bytes));
-  if constexpr (kMove == Move::kThreads) move_by_threads<kBuffers>(work, stage_at, token_rows, full, empty);
-  if constexpr (kMove == Move::kBulk) move_by_bulk(work, stage_at, token_rows, full);
+  if (kRoute) token_rows = routed_rows(work, share, scratch);
+  if constexpr (kMove != Move::kNone) move_stages<kMove == Move::kBulk>(work, stage_at, token_rows, &barrier);
 }
 
 struct Device {
@@ -220,7 +210,7 @@ int launch_move(Move move, int blocks, int64_t shared, bool cooperative, const F
     case Move::kBulk:
       return launch(fused<kRoute, Move::kBulk>, blocks, shared, cooperative, work, stage_bytes, stream);
     case Move::kThreads:
-      return launch(fused<kRoute, Move::kThreads>, blocks, shared, cooperative, work, stage_bytes, stream);
+      return launch(fused<true, Move::kThreads>, blocks, shared, cooperative, work, stage_bytes, stream);
     default:
       return launch(fused<true, Move::kNone>, blocks, shared, cooperative, work, stage_bytes, stream);
   }
@@ -315,6 +305,10 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
       work.row_to_token = const_cast<int32_t*>(permute->row_to_token);
     }
     move = work.row_bytes >= kBulkStoreBytes ? Move::kBulk : Move::kThreads;
+    // What loses to move_pieces (permute.cu)
+    const bool few_rows = work.num_rows < kFewRows * work.num_tokens;
+    const bool small = (int64_t{work.num_tokens} + work.num_rows) * work.row_bytes < kManyBytes;
+    if (routing == nullptr && (move == Move::kThreads || few_rows || small)) return kNotLaunched;
   }
 
   int blocks = device.blocks();
@@ -331,8 +325,7 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
       routing == nullptr ? 0 : RoutingScratch::ints(work.num_experts, work.counts_everything, local_slots) * 4;
   int64_t stage_bytes = 0;
   if (permute != nullptr) {
-    const int buffers = move == Move::kThreads ? kBuffersOf<Move::kThreads> : 1;
-    const int64_t room = (device.shared_for_block() - scratch_bytes) / buffers / 128 * 128;
+    const int64_t room = (device.shared_for_block() - scratch_bytes) / 128 * 128;
     // rows longer than half a stage are cut as well
     while ((work.row_bytes + pieces_per_token - 1) / pieces_per_token + 16 + work.scale_bytes > room / 2) ++pieces_per_token;
     const int64_t piece_bytes = (work.row_bytes / pieces_per_token + 15) / 16 * 16;
@@ -344,22 +337,19 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     const int64_t fits = room / (piece_bytes + work.scale_bytes);
     const int64_t stages = (per_block + fits - 1) / fits;
     if (pieces + per_block > kMaxIndex) return kNotLaunched;
+    if (stages > 1 && (move == Move::kThreads || work.num_rows < kFewRows * work.num_tokens)) return kNotLaunched;
     work.num_stages = static_cast<int32_t>(stages);
     work.pieces_per_stage = static_cast<int32_t>((per_block + stages - 1) / stages);
-    const int64_t one_stage = (work.pieces_per_stage * (piece_bytes + work.scale_bytes) + 127) / 128 * 128;
-    stage_bytes = one_stage * buffers;
+    stage_bytes = (work.pieces_per_stage * (piece_bytes + work.scale_bytes) + 127) / 128 * 128;
   } else {
     blocks = static_cast<int>(std::min<int64_t>(blocks, work.num_tokens));
   }
   work.pieces_per_token = static_cast<int32_t>(pieces_per_token);
   if (routing != nullptr && !work.counts_everything && work.slot_to_row == nullptr) return kNotLaunched;
-  if (routing != nullptr && !work.counts_everything && pieces_per_token > 1) {
-    // blocks that share a token cannot count it between them: route first
-    if (const int status = launch_fused(routing, nullptr, stream)) return status;
-    return launch_fused(nullptr, permute, stream);
-  }
+  // Blocks that share a token cannot count it between them.
+  if (routing != nullptr && !work.counts_everything && pieces_per_token > 1) return kNotLaunched;
   const int64_t shared = stage_bytes + scratch_bytes;
-  const bool cooperative = (routing != nullptr && !work.counts_everything) || (move == Move::kBulk && work.num_stages > 1);
+  const bool cooperative = (routing != nullptr && !work.counts_everything) || work.num_stages > 1;
   return routing != nullptr ? launch_move<true>(move, blocks, shared, cooperative, work, stage_bytes, stream)
                             : launch_move<false>(move, blocks, shared, cooperative, work, stage_bytes, stream);
 }

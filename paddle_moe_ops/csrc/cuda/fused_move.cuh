@@ -84,17 +84,17 @@ __device__ inline void load_stage(const FusedWork& work, const Stage& stage, uin
   }
 }
 
-// kFusedWarps warps from first_warp on write the stage's rows and scales, or its scales alone, from shared memory to each of their
-// token's rows. A warp takes a piece, or a segment of it, into registers and then goes through the rows.
+// Warps from first_warp on write the stage's rows and scales, or its scales alone, from shared memory to each of their token's rows. A
+// warp takes a piece, or a segment of it, into registers and then goes through the rows.
 template <bool kRows>
 __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const TokenRows& token_rows, int first_warp) {
   const int lane = threadIdx.x % kWarpSize;
   const int32_t vectors = kRows ? work.piece_bytes / 16 : 0;
   const int32_t segments = kRows ? (vectors + kRowVectors * kWarpSize - 1) / (kRowVectors * kWarpSize) : 1;
   const int32_t per_segment = ((vectors + segments - 1) / segments + kWarpSize - 1) / kWarpSize * kWarpSize;
-  const int32_t jobs = stage.count * segments;
+  const int32_t jobs = stage.count * segments, step = kFusedWarps + 1 - first_warp;
 #pragma unroll 1
-  for (int32_t job = threadIdx.x / kWarpSize - first_warp; job < jobs; job += kFusedWarps) {
+  for (int32_t job = threadIdx.x / kWarpSize - first_warp; job < jobs; job += step) {
     const int32_t index = segments == 1 ? job : job / segments;
     const Piece piece(work, stage, index);
     const int32_t segment = job - index * segments, first = segment * per_segment;
@@ -144,50 +144,28 @@ __device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage
   }
 }
 
-// The two ways of a block through its stages, the first of which are being loaded into all buffers. stage_at(index) is a stage; full[i] and
-// empty[i] are the barriers of buffer i.
-
-// Short rows leave by ordinary stores, from a ring of buffers: the loader warp fills them, the others empty them, each at its own pace.
-template <int kBuffers, typename StageAt>
-__device__ inline void move_by_threads(const FusedWork& work, StageAt stage_at, const TokenRows& token_rows, uint64_t* full,
-                                       uint64_t* empty) {
-  const bool loader = threadIdx.x >= kFusedThreads;
-#pragma unroll 1
-  for (int32_t index = loader ? kBuffers : 0; index < work.num_stages; ++index) {
-    const Stage stage = stage_at(index);
-    const int buffer = index % kBuffers, round = index / kBuffers;
-    if (stage.count == 0) break;  // only the last ones are empty
-    if (loader) {
-      wait_for_phase(&empty[buffer], round - 1);
-      load_stage(work, stage, &full[buffer]);
-    } else {
-      wait_for_phase(&full[buffer], round);
-      store_vectors<true>(work, stage, token_rows, 0);
-      __syncwarp();
-      if (threadIdx.x % kWarpSize == 0) arrive(&empty[buffer]);
-    }
-  }
-}
-
-// Long rows leave by bulk copies, from one large buffer. All blocks read at one time and write at another.
-template <typename StageAt>
-__device__ inline void move_by_bulk(const FusedWork& work, StageAt stage_at, const TokenRows& token_rows, uint64_t* full) {
-  const bool loader = threadIdx.x >= kFusedThreads, storer = threadIdx.x < kWarpSize;
+// A block's way through its stages, the first of which is being loaded. Between stages all blocks wait for each other, so that all of them
+// read at one time and write at another.
+template <bool kBulkStores, typename StageAt>
+__device__ inline void move_stages(const FusedWork& work, StageAt stage_at, const TokenRows& token_rows, uint64_t* barrier) {
+  const bool loader = threadIdx.x >= kFusedThreads, bulk_storer = kBulkStores && threadIdx.x < kWarpSize;
 #pragma unroll 1
   for (int32_t index = 0; index < work.num_stages; ++index) {
     const Stage stage = stage_at(index);
     if (stage.count > 0) {
-      wait_for_phase(full, index);
-      if (storer) {
+      wait_for_loads(barrier, index);
+      if (!kBulkStores) {
+        store_vectors<true>(work, stage, token_rows, 0);
+      } else if (bulk_storer) {
         bulk_store_rows(work, stage, token_rows);
       } else if (work.scale_bytes > 0) {
         store_vectors<false>(work, stage, token_rows, 1);
       }
     }
-    if (storer) wait_for_store_reads();
+    if (bulk_storer) wait_for_store_reads();
     if (index + 1 == work.num_stages) break;
     cooperative_groups::this_grid().sync();
-    if (loader) load_stage(work, stage_at(index + 1), full);
+    if (loader) load_stage(work, stage_at(index + 1), barrier);
   }
 }
 

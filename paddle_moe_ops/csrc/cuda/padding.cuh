@@ -12,15 +12,20 @@
 namespace pmo {
 namespace cuda {
 
-// The warps of the grid share out all rows; kBytes divides the address and row_bytes.
+// The warps of the grid, all lanes of each, share out all rows; kBytes divides the address and row_bytes.
 template <int kBytes>
 __device__ void zero_padding_rows(void* rows, int64_t row_bytes, const int32_t* row_to_token, int64_t num_rows) {
   const int lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
-  const int64_t step = int64_t{gridDim.x} * warps;
-  for (int64_t row = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x; row < num_rows; row += step) {
-    if (row_to_token[row] >= 0) continue;
-    auto* target = reinterpret_cast<Vector<kBytes>*>(static_cast<char*>(rows) + row * row_bytes);
-    for (int64_t i = lane; i < row_bytes / kBytes; i += kWarpSize) target[i] = Vector<kBytes>{};
+  const int64_t step = int64_t{gridDim.x} * warps * kWarpSize;
+  const int64_t warp = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
+#pragma unroll 1
+  for (int64_t first = warp * kWarpSize; first < num_rows; first += step) {
+    const bool empty = first + lane < num_rows && row_to_token[first + lane] < 0;
+#pragma unroll 1
+    for (unsigned left = __ballot_sync(kAllLanes, empty); left != 0; left &= left - 1) {
+      auto* target = reinterpret_cast<Vector<kBytes>*>(static_cast<char*>(rows) + (first + __ffs(left) - 1) * row_bytes);
+      for (int64_t i = lane; i < row_bytes / kBytes; i += kWarpSize) target[i] = Vector<kBytes>{};
+    }
   }
 }
 

@@ -3,12 +3,13 @@
 
 // permute on the GPU: every source row is read once and written to each of its rows.
 //
-// Rows in whole 16-byte accesses on sm_90 and newer go through the fused kernel (fused.cu). Here is what serves all others: a block per
-// token: its threads walk the row in accesses of up to 16 bytes, as wide as pointers and lengths allow, and write each to
-// the token's rows. A second kernel with a warp per row zeroes the padding rows. Bytes moved: (T + N) * (H + S) elements.
-#include <cstring>
-#include <initializer_list>
-#include <type_traits>
+// Large sizes with long rows, in whole 16-byte accesses, go through the fused kernel (fused.cu) on sm_90 and newer. Here is what serves
+// all others: a warp takes a piece of a token's row into registers, in accesses of up to 16 bytes, as wide as pointers and lengths allow,
+// and writes it to the token's rows; the warp that has the first piece moves the scales as well. Afterwards the warps share out the
+// padding rows. One launch, many short-lived blocks. H200, T=153962, H=2048 bfloat16, 1.4 rows per token: see docs/kernel_notes.md.
+// Bytes moved: (T + N) * (H + S) elements.
+#include <algorithm>
+#include <climits>
 
 #include "common/checks.h"
 #include "cuda/fused.h"
@@ -22,69 +23,104 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kHeld = 4;  // accesses of a row that a lane holds
 
-// One array of rows to move: the tokens or their scales. Lengths in accesses.
+// One array of rows to move: the tokens or their scales.
 struct Strip {
   const char* source;
-  int64_t source_stride;  // bytes
   char* target;
-  int64_t row_bytes;
+  int64_t source_stride;  // bytes
+  int64_t row_bytes;      // 0: there is nothing to move
+  bool fill;              // zero the padding rows
+};
+
+struct Pieces {
+  Strip rows, scales;  // scales are moved in words of 4 bytes
+  int64_t num_tokens, topk, num_rows;
+  const int32_t* slot_to_row;
+  const int32_t* row_to_token;
+  int parts;  // pieces of a row
 };
 
 template <int kBytes>
-__global__ void move_tokens(Strip strip, int64_t num_tokens, int64_t topk, int64_t num_rows, const int32_t* slot_to_row) {
+__global__ void __launch_bounds__(kThreads) move_pieces(const __grid_constant__ Pieces p) {
   using Access = Vector<kBytes>;
-  const int64_t accesses = strip.row_bytes / kBytes;
-  for (int64_t token = blockIdx.x; token < num_tokens; token += gridDim.x) {
-    const Access* source = reinterpret_cast<const Access*>(strip.source + token * strip.source_stride);
-    const int32_t* rows = slot_to_row + token * topk;
-    for (int64_t i = threadIdx.x; i < accesses; i += kThreads) {
-      const Access access = source[i];
-      for (int64_t k = 0; k < topk; ++k) {
-        const int64_t row = rows[k];
-        if (row >= 0 && row < num_rows) reinterpret_cast<Access*>(strip.target + row * strip.row_bytes)[i] = access;
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t warp = int64_t{blockIdx.x} * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
+  const int64_t token = warp / p.parts, accesses = p.rows.row_bytes / kBytes;
+  if (token < p.num_tokens) {
+    const int64_t part = warp - token * p.parts, first = part * (kHeld * kWarpSize) + lane;
+    const auto* source = reinterpret_cast<const Access*>(p.rows.source + token * p.rows.source_stride) + first;
+    const int64_t words = part == 0 ? p.scales.row_bytes / 4 : 0;
+    const auto* scale = reinterpret_cast<const uint32_t*>(p.scales.source + token * p.scales.source_stride);
+    Access held[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (first + i * kWarpSize < accesses) held[i] = source[i * kWarpSize];
+    }
+    const uint32_t word = lane < words ? scale[lane] : 0;
+#pragma unroll 1
+    for (int64_t begin = 0; begin < p.topk; begin += kWarpSize) {
+      const int32_t own = begin + lane < p.topk ? __ldg(p.slot_to_row + token * p.topk + begin + lane) : -1;
+#pragma unroll 1
+      for (unsigned left = __ballot_sync(kAllLanes, own >= 0 && own < p.num_rows); left != 0; left &= left - 1) {
+        const int64_t row = __shfl_sync(kAllLanes, own, __ffs(left) - 1);
+        auto* target = reinterpret_cast<Access*>(p.rows.target + row * p.rows.row_bytes) + first;
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+          if (first + i * kWarpSize < accesses) target[i * kWarpSize] = held[i];
+        }
+        auto* row_scale = reinterpret_cast<uint32_t*>(p.scales.target + row * p.scales.row_bytes);
+        if (lane < words) row_scale[lane] = word;
+#pragma unroll 1
+        for (int64_t i = lane + kWarpSize; i < words; i += kWarpSize) row_scale[i] = scale[i];
       }
     }
   }
+  if (p.rows.fill) zero_padding_rows<kBytes>(p.rows.target, p.rows.row_bytes, p.row_to_token, p.num_rows);
+  if (p.scales.fill) zero_padding_rows<4>(p.scales.target, p.scales.row_bytes, p.row_to_token, p.num_rows);
 }
 
-template <int kBytes>
-__global__ void zero_padding(Strip strip, int64_t num_rows, const int32_t* row_to_token) {
-  zero_padding_rows<kBytes>(strip.target, strip.row_bytes, row_to_token, num_rows);
+Strip strip_of(const void* source, void* target, int64_t stride, int64_t length, int32_t dtype, bool fill) {
+  const int64_t itemsize = dtype_size(dtype);
+  const int64_t row_bytes = target == nullptr ? 0 : length * itemsize;
+  return {static_cast<const char*>(source), static_cast<char*>(target), stride * itemsize, row_bytes, fill && row_bytes > 0};
 }
 
-int move(const Strip& strip, const pmo_permute_params& p, bool fill, cudaStream_t stream) {
-  if (strip.target == nullptr || strip.row_bytes == 0 || p.num_rows == 0) return PMO_OK;
-  const int width = widest_access({address(strip.source), address(strip.target), static_cast<uintptr_t>(strip.row_bytes),
-                                   p.num_tokens > 1 ? static_cast<uintptr_t>(strip.source_stride) : uintptr_t{0}});
+int move(const pmo_permute_params& p, cudaStream_t stream) {
+  Pieces pieces = {
+      strip_of(p.x, p.rows, p.x_row_stride, p.hidden, p.dtype, (p.fill & PMO_FILL_ROWS) != 0),
+      strip_of(p.scale, p.row_scales, p.scale_row_stride, p.scale_cols, p.scale_dtype, (p.fill & PMO_FILL_SCALES) != 0),
+      p.num_tokens,
+      p.topk,
+      p.num_rows,
+      p.slot_to_row,
+      p.row_to_token,
+      1};
+  const Strip& rows = pieces.rows;
+  if (p.num_rows == 0 || rows.row_bytes + pieces.scales.row_bytes == 0) return PMO_OK;
+  const int width = widest_access({address(rows.source), address(rows.target), static_cast<uintptr_t>(rows.row_bytes),
+                                   p.num_tokens > 1 ? static_cast<uintptr_t>(rows.source_stride) : uintptr_t{0}});
   return with_width(width, [&](auto bytes) -> int {
     constexpr int kBytes = decltype(bytes)::value;
-    if (p.num_tokens * p.topk > 0) {
-      move_tokens<kBytes>
-          <<<grid_for(p.num_tokens, 1), kThreads, 0, stream>>>(strip, p.num_tokens, p.topk, p.num_rows, p.slot_to_row);
-      PMO_CUDA_LAUNCHED("move_tokens");
-    }
-    if (fill)
-      zero_padding<kBytes>
-          <<<grid_for(p.num_rows, kThreads / kWarpSize), kThreads, 0, stream>>>(strip, p.num_rows, p.row_to_token);
-    PMO_CUDA_LAUNCHED("zero_padding");
+    pieces.parts =
+        static_cast<int>(std::max<int64_t>(1, (rows.row_bytes / kBytes + kHeld * kWarpSize - 1) / (kHeld * kWarpSize)));
+    const int64_t fill_warps = rows.fill || pieces.scales.fill ? (p.num_rows + kWarpSize - 1) / kWarpSize : 0;
+    const int64_t warps = std::max(p.num_tokens * pieces.parts, fill_warps);
+    if (warps == 0) return PMO_OK;
+    move_pieces<kBytes><<<grid_for(warps, kThreads / kWarpSize, INT32_MAX), kThreads, 0, stream>>>(pieces);
+    PMO_CUDA_LAUNCHED("move_pieces");
     return PMO_OK;
   });
 }
 
 int permute(const pmo_permute_params& p, cudaStream_t stream) {
   if (const int status = check_permute(p)) return status;
-  const int64_t itemsize = dtype_size(p.dtype);
-  const int64_t scale_itemsize = dtype_size(p.scale_dtype);
   if (fused_moves(p)) {
     const int status = launch_fused(nullptr, &p, stream);
     if (status != kNotLaunched) return status;
   }
-  const Strip rows = {static_cast<const char*>(p.x), p.x_row_stride * itemsize, static_cast<char*>(p.rows), p.hidden * itemsize};
-  const Strip scales = {static_cast<const char*>(p.scale), p.scale_row_stride * scale_itemsize, static_cast<char*>(p.row_scales),
-                        p.scale_cols * scale_itemsize};
-  if (const int status = move(rows, p, (p.fill & PMO_FILL_ROWS) != 0, stream)) return status;
-  return move(scales, p, (p.fill & PMO_FILL_SCALES) != 0, stream);
+  return move(p, stream);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Bulk copies between global and shared memory (sm_90 and newer), and the shared-memory barriers by which their memory changes hands.
+// Bulk copies between global and shared memory (sm_90 and newer), and the shared-memory barrier that their loads complete on.
 //
 // Every address and length is a multiple of 16 bytes. On older architectures these functions trap: the host never launches a
 // kernel that calls them there.
@@ -18,24 +18,19 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// One thread: a phase of the barrier ends with so many arrivals. The fence makes the barrier visible to the copy engine.
-__device__ inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+// One thread; the fence makes the barrier visible to the copy engine.
+__device__ inline void init_load_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// One arrival: the calling thread is done with what the barrier stands for.
-__device__ inline void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// One arrival, before the loads of a phase: how many bytes have to come as well.
+// One thread, before the loads of a phase: how many bytes complete it.
 __device__ inline void expect_loads(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Until the phase has ended; phases count from 0, and nobody is ahead by two.
-__device__ inline void wait_for_phase(uint64_t* barrier, uint32_t phase) {
+// Until the loads of a phase have come; phases count from 0.
+__device__ inline void wait_for_loads(uint64_t* barrier, uint32_t phase) {
   uint32_t done = 0;
   while (done == 0) {
     asm volatile(
@@ -81,10 +76,9 @@ __device__ inline void wait_for_store_reads() {
 
 #else
 
-__device__ inline void init_barrier(uint64_t*, uint32_t) { __trap(); }
-__device__ inline void arrive(uint64_t*) { __trap(); }
+__device__ inline void init_load_barrier(uint64_t*) { __trap(); }
 __device__ inline void expect_loads(uint64_t*, uint32_t) { __trap(); }
-__device__ inline void wait_for_phase(uint64_t*, uint32_t) { __trap(); }
+__device__ inline void wait_for_loads(uint64_t*, uint32_t) { __trap(); }
 __device__ inline uint64_t evict_first_policy() { return 0; }
 __device__ inline void bulk_load(void*, const void*, uint32_t, uint64_t*, uint64_t) { __trap(); }
 __device__ inline void bulk_store(void*, const void*, uint32_t) { __trap(); }

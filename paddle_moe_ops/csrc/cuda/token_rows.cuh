@@ -1,11 +1,11 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The rows of a few tokens and their weights, in shared memory, for unpermute and its gradient.
+// The rows of a few tokens and their weights, in shared memory, for unpermute of many tokens.
 //
 // A block reads the maps of its tokens once, a warp per token, and goes through the resulting list: rows that are used, in order, so
 // that a loop over it has no gaps and can load several rows ahead, even those of the next token. Of each token it lists one segment of
-// 32 entries; where a token of the tile goes on behind it, the tokens come one by one, segment by segment.
+// 32 entries; where a token of the tile goes on behind it, the caller takes the tokens one by one, segment by segment.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,6 @@ constexpr int kTileTokens = 8;  // at most
 struct alignas(16) ListedRow {
   int32_t row;  // -1: the token has none
   float weight;
-  int32_t place;  // of the weight; -1: none
   int16_t token;  // within the tile
   bool last;      // of its token
   bool only;      // the token has no other
@@ -58,32 +57,15 @@ struct RowList {
       if (part.is_used()) {
         const int64_t place = p.weights == nullptr ? -1 : weight_place(p, part.row);
         const float weight = place < 0 ? 0.0f : __ldg(p.weights + place);
-        rows[base + rank] = {part.row, weight, static_cast<int32_t>(place), token, part.ended && rank + 1 == here, only};
+        rows[base + rank] = {part.row, weight, token, part.ended && rank + 1 == here, only};
       } else if (here == 0 && lane == 0) {
-        rows[base] = {-1, 0.0f, -1, token, part.ended, false};
+        rows[base] = {-1, 0.0f, token, part.ended, false};
       }
       if (index + 1 == count && lane == 0) size = base + max(here, 1);
     }
     __syncthreads();
   }
 };
-
-// Calls visit(token) with the list filled from that token on, until it has held tokens [first, first + count): all of them at once, or,
-// where one has more entries than a list takes, one by one and segment by segment. Every thread of the block takes part.
-template <typename Params, typename Visit>
-__device__ void walk_tile(const Params& p, RowList* list, int64_t first, int count, Visit visit) {
-  int done = 0, together = count;
-  for (int64_t segment = 0; done < count;) {
-    list->fill(p, first + done, together, segment);
-    if (list->more != 0 && together > 1) {
-      together = 1;
-      continue;
-    }
-    visit(first + done);
-    segment = list->more != 0 ? segment + kWarpSize : 0;
-    if (list->more == 0) done += together;
-  }
-}
 
 }  // namespace cuda
 }  // namespace pmo

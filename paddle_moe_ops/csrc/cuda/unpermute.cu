@@ -40,36 +40,45 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) sum_rows_by_tiles(con
     Lanes<Rows, kWidth> sum;
     sum.fill(-0.0f);
     bool empty = true;
-    walk_tile(p, &list, first, count, [&](int64_t token) {
-      if (vector >= vectors) return;
-      for (int window = 0; window < list.size; window += kWindow) {
-        Access accesses[kWindow];
+    int done = 0, together = count;  // tokens of the tile
+    for (int64_t segment = 0; done < count;) {
+      list.fill(p, first + done, together, segment);
+      if (list.more != 0 && together > 1) {
+        together = 1;
+        continue;
+      }
+      if (vector < vectors) {
+        for (int window = 0; window < list.size; window += kWindow) {
+          Access accesses[kWindow];
 #pragma unroll
-        for (int i = 0; i < kWindow; ++i) {
-          const int32_t row = window + i < list.size ? list.rows[window + i].row : -1;
-          if (row >= 0) accesses[i] = *reinterpret_cast<const Access*>(rows + row * p.rows_row_stride);
-        }
-#pragma unroll
-        for (int i = 0; i < kWindow; ++i) {
-          if (window + i >= list.size) break;
-          const ListedRow listed = list.rows[window + i];
-          const bool copy = listed.only && (!kWeighted || p.copy_single_row != 0);
-          if (listed.row >= 0 && !copy) {
-            Lanes<Rows, kWidth> lanes;
-            lanes.set(accesses[i]);
-            sum.template add<kWeighted>(lanes, listed.weight);
-            empty = false;
+          for (int i = 0; i < kWindow; ++i) {
+            const int32_t row = window + i < list.size ? list.rows[window + i].row : -1;
+            if (row >= 0) accesses[i] = *reinterpret_cast<const Access*>(rows + row * p.rows_row_stride);
           }
-          Element* target = out + (token + listed.token) * p.hidden;
-          if (copy) *reinterpret_cast<Access*>(target) = accesses[i];
-          if (!listed.last) continue;
-          if (empty) sum.fill(0.0f);
-          if (!copy) sum.store(target, 0);
-          sum.fill(-0.0f);
-          empty = true;
+#pragma unroll
+          for (int i = 0; i < kWindow; ++i) {
+            if (window + i >= list.size) break;
+            const ListedRow listed = list.rows[window + i];
+            const bool copy = listed.only && (!kWeighted || p.copy_single_row != 0);
+            if (listed.row >= 0 && !copy) {
+              Lanes<Rows, kWidth> lanes;
+              lanes.set(accesses[i]);
+              sum.template add<kWeighted>(lanes, listed.weight);
+              empty = false;
+            }
+            Element* target = out + (first + done + listed.token) * p.hidden;
+            if (copy) *reinterpret_cast<Access*>(target) = accesses[i];
+            if (!listed.last) continue;
+            if (empty) sum.fill(0.0f);
+            if (!copy) sum.store(target, 0);
+            sum.fill(-0.0f);
+            empty = true;
+          }
         }
       }
-    });
+      segment = list.more != 0 ? segment + kWarpSize : 0;
+      if (list.more == 0) done += together;
+    }
   }
 }
 

@@ -4,18 +4,17 @@
 // The gradient of unpermute on the GPU: d_rows, d_weights, or both in one pass.
 //
 // Without d_weights a warp takes 32 accesses of up to 16 bytes of one token and writes them, weighted, to each of its rows
-// (scatter_rows). With d_weights a block takes tokens one after another and lists the rows of several in shared memory
-// (sum_rows_backward). A thread loads an access of d_out once, and those of up to eight rows before it uses the first; it writes the
-// weighted gradient to each row and keeps eight partial dot products, which one fixed tree adds up over the warp and then over the block.
-// Many tokens with few rows each get a warp of their own instead, with a tree of its own (token_backward): there the block's sums cost as
-// much as the bytes. H200, T=153962, H=2048 bfloat16, 1.4 rows per token: 595 us, not 752. The rows without a token, whose gradient is
-// zero, are shared out over all warps. Bytes moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H alone).
+// (scatter_rows). With d_weights a block takes a row and the row of d_out that goes with it, which the L2 holds for the token's other
+// rows (row_backward): it writes the weighted gradient and keeps partial dot products, which one fixed tree adds up over the warp and then
+// over the block. Many tokens with few rows each get a warp of their own instead, with a tree of its own (token_backward): a block for
+// each entry of the map would mostly find none. H200, T=153962, H=2048 bfloat16, 1.4 rows per token: 595 us. The rows without a token,
+// whose gradient is zero, are shared out over all warps. Bytes moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H
+// alone).
 #include <algorithm>
 
 #include "common/checks.h"
 #include "cuda/launch.cuh"
 #include "cuda/padding.cuh"
-#include "cuda/token_rows.cuh"
 #include "cuda/vectors.cuh"
 #include "cuda/warp_rows.cuh"
 #include "pmo/permute.h"
@@ -25,15 +24,14 @@ namespace cuda {
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int kMinBlocks = 3;  // per multiprocessor, which bounds the registers
-constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 constexpr int kScatterThreads = 256;
 constexpr int kWarpThreads = 128;
+constexpr int kRowThreads = 64;
+constexpr int kHeldOfRow = 2;             // accesses of d_out and of the row that a thread loads at a time
 constexpr int kHeld = 8;                  // accesses of d_out that a lane holds while its warp goes through the token's rows
 constexpr int64_t kFewRows = 4;           // per token
-constexpr int64_t kManyTokens = 4096;     // from here on a warp takes a whole token
-constexpr int64_t kLongRow = 512;         // accesses per row from which a thread takes four of them, else two
-constexpr int64_t kWantedTiles = 4096;    // a block lists several tokens at a time if there are still so many blocks
+constexpr int64_t kManyTokens = 4096;     // from here on they may have a warp each
+constexpr int64_t kManyRows = 16384;      // from here on a row has kRowThreads threads
 constexpr int64_t kPaddingBlocks = 1024;  // to share the rows without a token when there are few tokens
 
 // The weight of the lane's row, and where it stands (-1: nowhere, the weight is 0).
@@ -91,86 +89,82 @@ __global__ void __launch_bounds__(kScatterThreads)
   zero_padding_rows<kWidth * sizeof(Element)>(p.d_rows, p.hidden * sizeof(Element), p.row_to_token, p.num_rows);
 }
 
-// Adds up the threads' partial sums of a window and writes them; every thread of the block takes part.
-__device__ void write_dots(const pmo_unpermute_backward_params& p, const ListedRow* window, int size, float (&dots)[kWindow]) {
-  __shared__ float partial[kWindow][kMaxWarps];
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
-#pragma unroll
-  for (int i = 0; i < kWindow; ++i) {
-    for (int step = kWarpSize / 2; step > 0; step /= 2) dots[i] = __fadd_rn(dots[i], __shfl_down_sync(kAllLanes, dots[i], step));
-    if (lane == 0) partial[i][warp] = dots[i];
+// One access of a row: its part of d_rows, and of the dot product, which is added to `dot`.
+template <typename Rows, int kWidth, typename Access>
+__device__ float access_backward(const Access& given, const Access& of_row, float weight, bool copy, Access* target, float dot) {
+  if (copy) {
+    if (target != nullptr) *target = given;
+    return dot;
   }
-  __syncthreads();
-  if (threadIdx.x < size && window[threadIdx.x].place >= 0) {
-    float sum = partial[threadIdx.x][0];
-    for (int other = 1; other < warps; ++other) sum = __fadd_rn(sum, partial[threadIdx.x][other]);
-    p.d_weights[window[threadIdx.x].place] = sum;
-  }
-  __syncthreads();
+  Lanes<Rows, kWidth> gradient, lanes;
+  gradient.set(given);
+  lanes.set(of_row);
+  if (target != nullptr) gradient.scaled(weight).store(target, 0);
+  return gradient.dot(lanes, dot);
 }
 
-// The gradients of a window's rows, all of one token.
+__device__ float sum_over_lanes(float value) {
+  for (int step = kWarpSize / 2; step > 0; step /= 2) value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
+// The row that a token's entry names, or -1; all lanes of a warp take part.
+__device__ int32_t row_of_entry(const pmo_unpermute_backward_params& p, int64_t token, int entry) {
+  int begin = 0;
+  for (; begin + kWarpSize <= entry; begin += kWarpSize) {
+    if (WarpRows(p, token, begin).ended) return -1;
+  }
+  const WarpRows listed(p, token, begin);
+  const int32_t row = __shfl_sync(kAllLanes, listed.row, entry - begin);
+  return (listed.used >> (entry - begin) & 1) != 0 ? row : -1;
+}
+
+// Both gradients, a block per row: it reads d_out's row again for each of the token's rows, from the L2.
 template <typename Rows, int kWidth>
-__device__ void window_backward(const pmo_unpermute_backward_params& p, const ListedRow* window, int size, int64_t token,
-                                bool copy) {
+__global__ void __launch_bounds__(kMaxThreads)
+    row_backward(const __grid_constant__ pmo_unpermute_backward_params p, unsigned entries) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
-  const int64_t vectors = p.hidden / kWidth;
-  const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
-  const Element* rows = static_cast<const Element*>(p.rows);
-  Element* d_rows = static_cast<Element*>(p.d_rows);
-  float dots[kWindow] = {};
-  for (int64_t vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
-    const Access given = d_out[vector];
-    Access accesses[kWindow];
-    if (!copy) {
+  __shared__ float partial[kMaxThreads / kWarpSize];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
+  const unsigned token = blockIdx.x / entries, entry = blockIdx.x - token * entries;
+  const int32_t row = token < p.num_tokens ? row_of_entry(p, token, entry) : -1;
+  if (row >= 0) {
+    const bool copy = copies(p, token, WarpRows(p, token, 0));
+    const int64_t place = copy ? -1 : weight_place(p, row);
+    const float weight = place >= 0 ? __ldg(p.weights + place) : 0.0f;
+    const int64_t vectors = p.hidden / kWidth, step = blockDim.x;
+    const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
+    const auto* source = reinterpret_cast<const Access*>(static_cast<const Element*>(p.rows) + row * p.rows_row_stride);
+    auto* target = p.d_rows == nullptr ? nullptr : reinterpret_cast<Access*>(static_cast<Element*>(p.d_rows) + row * p.hidden);
+    float dot = 0.0f;
+#pragma unroll 1
+    for (int64_t first = threadIdx.x; first < vectors; first += kHeldOfRow * step) {
+      Access given[kHeldOfRow], accesses[kHeldOfRow];
 #pragma unroll
-      for (int i = 0; i < kWindow; ++i) {
-        if (i < size) accesses[i] = reinterpret_cast<const Access*>(rows + window[i].row * p.rows_row_stride)[vector];
+      for (int i = 0; i < kHeldOfRow; ++i) {
+        if (first + i * step >= vectors) break;
+        given[i] = d_out[first + i * step];
+        if (!copy) accesses[i] = source[first + i * step];
+      }
+#pragma unroll
+      for (int i = 0; i < kHeldOfRow; ++i) {
+        const int64_t vector = first + i * step;
+        if (vector >= vectors) break;
+        dot = access_backward<Rows, kWidth>(given[i], accesses[i], weight, copy, target == nullptr ? nullptr : target + vector,
+                                            dot);
       }
     }
-    Lanes<Rows, kWidth> gradient;
-    gradient.set(given);
-#pragma unroll
-    for (int i = 0; i < kWindow; ++i) {
-      if (i >= size) break;
-      if (d_rows != nullptr) {
-        Element* d_row = d_rows + window[i].row * p.hidden;
-        if (copy) {
-          reinterpret_cast<Access*>(d_row)[vector] = given;
-        } else {
-          gradient.scaled(window[i].weight).store(d_row, vector);
-        }
-      }
-      if (copy) continue;
-      Lanes<Rows, kWidth> lanes;
-      lanes.set(accesses[i]);
-      dots[i] = gradient.dot(lanes, dots[i]);
+    dot = sum_over_lanes(dot);
+    if (lane == 0) partial[warp] = dot;
+    __syncthreads();
+    if (threadIdx.x == 0 && place >= 0) {
+      for (int other = 1; other < warps; ++other) dot = __fadd_rn(dot, partial[other]);
+      p.d_weights[place] = dot;
     }
-  }
-  if (!copy) write_dots(p, window, size, dots);
-}
-
-template <typename Rows, int kWidth>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
-    sum_rows_backward(const __grid_constant__ pmo_unpermute_backward_params p, int tile) {
-  __shared__ RowList list;
-  for (int64_t first = int64_t{blockIdx.x} * tile; first < p.num_tokens; first += int64_t{gridDim.x} * tile) {
-    const int count = static_cast<int>(min(int64_t{tile}, p.num_tokens - first));
-    walk_tile(p, &list, first, count, [&](int64_t token) {
-      for (int begin = 0; begin < list.size;) {
-        const ListedRow& listed = list.rows[begin];
-        int end = begin + 1;  // of the window: the token's rows, as many as fit
-        while (end < list.size && end - begin < kWindow && list.rows[end].token == listed.token) ++end;
-        const bool copy = p.weights == nullptr || (p.copy_single_row != 0 && listed.only);
-        if (listed.row >= 0) window_backward<Rows, kWidth>(p, &listed, end - begin, token + listed.token, copy);
-        begin = end;
-      }
-    });
   }
   if (p.d_rows == nullptr) return;
-  constexpr int kElement = sizeof(typename Rows::Element);
-  zero_padding_rows<kWidth * kElement>(p.d_rows, p.hidden * kElement, p.row_to_token, p.num_rows);
+  zero_padding_rows<kWidth * sizeof(Element)>(p.d_rows, p.hidden * sizeof(Element), p.row_to_token, p.num_rows);
 }
 
 // Both gradients, a warp per token: it holds a part of d_out's row in registers while it goes through the token's rows. A lane keeps the
@@ -213,17 +207,10 @@ __global__ void __launch_bounds__(kWarpThreads) token_backward(const __grid_cons
 #pragma unroll
           for (int i = 0; i < kHeld; ++i) {
             if (first + i * kWarpSize >= vectors) break;
-            if (copy) {
-              if (p.d_rows != nullptr) target[first + i * kWarpSize] = given[i];
-              continue;
-            }
-            Lanes<Rows, kWidth> gradient, lanes;
-            gradient.set(given[i]);
-            lanes.set(accesses[i]);
-            if (p.d_rows != nullptr) gradient.scaled(weight).store(target, first + i * kWarpSize);
-            dot = gradient.dot(lanes, dot);
+            Access* const at = p.d_rows == nullptr ? nullptr : target + first + i * kWarpSize;
+            dot = access_backward<Rows, kWidth>(given[i], accesses[i], weight, copy, at, dot);
           }
-          for (int step = kWarpSize / 2; step > 0; step /= 2) dot = __fadd_rn(dot, __shfl_xor_sync(kAllLanes, dot, step));
+          dot = sum_over_lanes(dot);
           if (lane == holder) own_dot = __fadd_rn(own_dot, dot);
         }
       }
@@ -250,19 +237,19 @@ int launch(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
     PMO_CUDA_LAUNCHED("scatter_rows");
     return PMO_OK;
   }
-  if (p.num_tokens >= kManyTokens && p.num_rows < kFewRows * p.num_tokens) {
+  const int64_t row_blocks = p.num_tokens * p.max_rows_per_token;
+  if ((p.num_tokens >= kManyTokens && p.num_rows < kFewRows * p.num_tokens) || row_blocks > INT32_MAX) {
     const int64_t blocks = (p.num_tokens * kWarpSize + kWarpThreads - 1) / kWarpThreads;
     token_backward<Rows, kWidth><<<grid_for(std::max(blocks, padding_blocks), 1, INT32_MAX), kWarpThreads, 0, stream>>>(p);
     PMO_CUDA_LAUNCHED("token_backward");
     return PMO_OK;
   }
-  const int64_t per_thread = vectors >= kLongRow ? 4 : 2;
-  const int64_t wanted = ((vectors + per_thread - 1) / per_thread + kWarpSize - 1) / kWarpSize * kWarpSize;
-  const int threads = static_cast<int>(std::min<int64_t>(wanted, kMaxThreads));
-  const int tile = static_cast<int>(std::min<int64_t>(kTileTokens / 2, std::max<int64_t>(1, p.num_tokens / kWantedTiles)));
-  const unsigned blocks = grid_for(std::max((p.num_tokens + tile - 1) / tile, padding_blocks), 1);
-  sum_rows_backward<Rows, kWidth><<<blocks, threads, 0, stream>>>(p, tile);
-  PMO_CUDA_LAUNCHED("sum_rows_backward");
+  // Few rows: all the threads that a row can use.
+  const int64_t wanted = (vectors + kWarpSize - 1) / kWarpSize * kWarpSize;
+  const int threads = static_cast<int>(std::min<int64_t>(wanted, row_blocks < kManyRows ? kMaxThreads : kRowThreads));
+  const unsigned entries = static_cast<unsigned>(std::max<int64_t>(p.max_rows_per_token, 1));
+  row_backward<Rows, kWidth><<<grid_for(std::max(row_blocks, padding_blocks), 1, INT32_MAX), threads, 0, stream>>>(p, entries);
+  PMO_CUDA_LAUNCHED("row_backward");
   return PMO_OK;
 }
 
