@@ -9,6 +9,7 @@ check.
 from __future__ import annotations
 
 from .arithmetic import add32, fma32, round_to, to_float32
+from .chunks import chunk_sort_map, sort_chunks, sort_chunks_backward
 from .paddle_api import (
     moe_permute,
     moe_permute_backward,
@@ -23,6 +24,7 @@ from .routing import Plan, route, route_backward
 __all__ = [
     "Plan",
     "add32",
+    "chunk_sort_map",
     "fma32",
     "moe_permute",
     "moe_permute_backward",
@@ -35,6 +37,8 @@ __all__ = [
     "route",
     "route_backward",
     "rowmap_to_token_rows",
+    "sort_chunks",
+    "sort_chunks_backward",
     "sum_rows",
     "to_float32",
     "unpermute",

@@ -36,6 +36,7 @@ from .core_structs import (
     RowmapFindings,
     Size,
     SlotsParams,
+    SortChunksParams,
     Status,
     UnpermuteBackwardParams,
     UnpermuteParams,
@@ -58,6 +59,7 @@ __all__ = [
     "RoutingKind",
     "RowmapFindings",
     "SlotsParams",
+    "SortChunksParams",
     "Status",
     "UnpermuteBackwardParams",
     "UnpermuteParams",
@@ -65,6 +67,7 @@ __all__ = [
     "permute_params",
     "route_params",
     "slots_params",
+    "sort_chunks_params",
     "unpermute_backward_params",
     "unpermute_params",
 ]
@@ -79,6 +82,7 @@ OPERATORS = (
     "permute",
     "unpermute",
     "unpermute_backward",
+    "sort_chunks",
 )
 
 
@@ -102,6 +106,7 @@ class Core:
         self._declare("pmo_route_cpu_workspace_bytes", Size, ctypes.c_void_p)
         self._declare("pmo_route_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, Int32s)
         self._declare("pmo_clean_rowmap_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self._declare("pmo_sort_chunks_report", ctypes.c_int, ctypes.c_void_p)
         self._declare("pmo_padded_rows", Size, Int32s, Size, Size)
         self._declare("pmo_last_error", ctypes.c_char_p)
         self._declare("pmo_set_num_threads", None, Int)
@@ -141,6 +146,10 @@ class Core:
     def clean_rowmap_report(self, params: CleanRowmapParams, findings: RowmapFindings) -> None:
         """Raise CoreError for what findings say, as far as the params' checks ask."""
         self._check(self.library.pmo_clean_rowmap_report(ctypes.byref(params), ctypes.byref(findings)))
+
+    def sort_chunks_report(self, params: SortChunksParams) -> None:
+        """Raise CoreError for what the params' checks ask; sizes and order must lie in host memory."""
+        self._check(self.library.pmo_sort_chunks_report(ctypes.byref(params)))
 
     def padded_rows(self, counts: NDArray, padding_alignment: int) -> int:
         """Rows of a buffer that holds int32 ``counts`` [E], each padded to the alignment."""
@@ -338,6 +347,38 @@ def unpermute_backward_params(
         dtype=DTYPES[d_out.dtype],
         copy_single_row=copy_single_row,
         num_threads=num_threads,
+    )
+
+
+def sort_chunks_params(
+    x: NDArray,
+    split_sizes: NDArray,
+    order: NDArray,
+    out: NDArray | None,
+    probs: NDArray | None = None,
+    probs_out: NDArray | None = None,
+    source_to_dest: NDArray | None = None,
+    **fields: Any,
+) -> SortChunksParams:
+    """Params of "sort_chunks". Rows of ``x`` may lie apart; outputs that are None are not wanted."""
+    num_rows, hidden = x.shape
+    kinds = {np.dtype(np.int32): RoutingKind.IDS32, np.dtype(np.int64): RoutingKind.IDS64}
+    return SortChunksParams(
+        num_rows=num_rows,
+        num_chunks=len(split_sizes),
+        hidden=hidden,
+        x=x,
+        x_row_stride=_row_stride(x),
+        split_sizes=split_sizes,
+        order=order,
+        probs=probs,
+        out=out,
+        probs_out=probs_out,
+        source_to_dest=source_to_dest,
+        dtype=DTYPES[x.dtype],
+        split_sizes_kind=kinds[split_sizes.dtype],
+        order_kind=kinds[order.dtype],
+        **fields,
     )
 
 

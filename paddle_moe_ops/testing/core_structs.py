@@ -30,6 +30,7 @@ __all__ = [
     "RowmapFindings",
     "Size",
     "SlotsParams",
+    "SortChunksParams",
     "Status",
     "UnpermuteBackwardParams",
     "UnpermuteParams",
@@ -227,4 +228,22 @@ class UnpermuteBackwardParams(Params):
         *_fields(Bytes, "d_rows"),
         *_fields(Floats, "d_weights"),
         *_fields(Int, "dtype copy_single_row num_threads"),
+    ]
+
+
+class SortChunksParams(Params):
+    """pmo_sort_chunks_params"""
+
+    _fields_ = [
+        *_fields(Size, "struct_size num_rows num_chunks hidden"),
+        *_fields(Bytes, "x"),
+        *_fields(Size, "x_row_stride"),
+        *_fields(Bytes, "split_sizes order"),
+        *_fields(Floats, "probs"),
+        *_fields(Bytes, "out"),
+        *_fields(Floats, "probs_out"),
+        *_fields(Int32s, "source_to_dest"),
+        *_fields(Bytes, "workspace"),
+        *_fields(Size, "workspace_bytes"),
+        *_fields(Int, "dtype split_sizes_kind order_kind inverse checks num_threads"),
     ]

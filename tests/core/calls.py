@@ -167,6 +167,25 @@ def unpermute_backward(
     return d_rows, d_weights
 
 
+def sort_chunks(
+    core: Core,
+    x: NDArray,
+    split_sizes: NDArray,
+    order: NDArray,
+    probs: NDArray | None = None,
+    *,
+    odd_outputs: bool = False,
+    **fields: Any,
+) -> tuple[NDArray, NDArray | None, NDArray]:
+    with guarded_outputs() as output:
+        out = output(x.shape, x.dtype, int(odd_outputs))
+        probs_out = None if probs is None else output(probs.shape, np.float32)
+        source_to_dest = output(len(x), np.int32)
+        params = ctypes_core.sort_chunks_params(x, split_sizes, order, out, probs, probs_out, source_to_dest, **fields)
+        core.run("sort_chunks", params)
+    return out, probs_out, source_to_dest
+
+
 def gather_slots(
     core: Core,
     slot_to_row: NDArray,

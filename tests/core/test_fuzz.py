@@ -180,6 +180,31 @@ def unpermute_backward(rng: np.random.Generator, output: MakeOutput, core: Core)
     )
 
 
+def sort_chunks(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
+    s = Sizes(rng)
+    chunks = int(rng.integers(0, 12))
+    # mostly sizes that fit; the kinds are drawn apart, so the arrays are as wide as either needs
+    return ctypes_core.SortChunksParams(
+        num_rows=s.N,
+        num_chunks=chunks,
+        hidden=s.H,
+        x=data(rng, s.N, s.H),
+        x_row_stride=s.H,
+        split_sizes=ints(rng, (chunks,), 2 + s.N // (chunks + 1), np.int64),
+        order=ints(rng, (chunks,), chunks, np.int64),
+        probs=data(rng, 1, s.N)[0],
+        out=output((s.N, s.H), np.float32),
+        probs_out=output(s.N, np.float32),
+        source_to_dest=output(s.N, np.int32),
+        dtype=int(rng.integers(0, 6)),
+        split_sizes_kind=int(rng.integers(0, 2)),
+        order_kind=int(rng.integers(0, 2)),
+        inverse=int(rng.integers(0, 2)),
+        checks=int(rng.integers(0, 4)) if rng.random() < 0.3 else 0,
+        num_threads=int(rng.integers(0, 4)),
+    )
+
+
 TARGETS: dict[str, tuple[tuple[str, ...], Callable[[np.random.Generator, MakeOutput, Core], Params]]] = {
     "route": (("route_count", "route"), route),
     "clean_rowmap": (("clean_rowmap",), clean_rowmap),
@@ -188,6 +213,7 @@ TARGETS: dict[str, tuple[tuple[str, ...], Callable[[np.random.Generator, MakeOut
     "permute": (("permute",), permute),
     "unpermute": (("unpermute",), unpermute),
     "unpermute_backward": (("unpermute_backward",), unpermute_backward),
+    "sort_chunks": (("sort_chunks",), sort_chunks),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paddle_moe_ops.testing import core as ctypes_core
-from paddle_moe_ops.testing.core import Core, Params
+from paddle_moe_ops.testing.core import Check, Core, Params
 
 from ..params import Shape
 from ..reference.cases import ordinary_floats
@@ -104,6 +104,19 @@ def unpermute_backward(core: Core, output: MakeOutput) -> Params:
     )
 
 
+def sort_chunks(core: Core, output: MakeOutput) -> Params:
+    return ctypes_core.sort_chunks_params(
+        FLOATS,
+        np.array([1, 0, 3], np.int64),
+        np.array([2, 0, 1], np.int64),
+        output(FLOATS.shape, np.float32),
+        np.ones(len(FLOATS), np.float32),
+        output(len(FLOATS), np.float32),
+        output(len(FLOATS), np.int32),
+        checks=Check.ALL,
+    )
+
+
 # What is made here, and the operator that it is for.
 VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "route_count": ("route_count", route_count),
@@ -115,4 +128,5 @@ VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "permute": ("permute", permute),
     "unpermute": ("unpermute", unpermute),
     "unpermute_backward": ("unpermute_backward", unpermute_backward),
+    "sort_chunks": ("sort_chunks", sort_chunks),
 }
