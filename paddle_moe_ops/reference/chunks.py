@@ -101,7 +101,7 @@ def _check_sizes(split_sizes: NDArray, num_rows: int, function: str) -> None:
         rows += size
         if rows > num_rows:
             raise ValueError(
-                f"{function}: split_sizes must add up to at most {num_rows}, the rows of x, "
+                f"{function}: split_sizes must add up to at most {num_rows}, the number of rows, "
                 f"but is beyond it at entry {chunk}"
             )
 

@@ -33,6 +33,7 @@ from .core_structs import (
     RouteFindings,
     RouteParams,
     RoutingKind,
+    RowIdMapParams,
     RowmapFindings,
     Size,
     SlotsParams,
@@ -57,6 +58,7 @@ __all__ = [
     "RouteFindings",
     "RouteParams",
     "RoutingKind",
+    "RowIdMapParams",
     "RowmapFindings",
     "SlotsParams",
     "SortChunksParams",
@@ -64,7 +66,9 @@ __all__ = [
     "UnpermuteBackwardParams",
     "UnpermuteParams",
     "clean_rowmap_params",
+    "make_row_id_map_params",
     "permute_params",
+    "read_row_id_map_params",
     "route_params",
     "slots_params",
     "sort_chunks_params",
@@ -83,6 +87,8 @@ OPERATORS = (
     "unpermute",
     "unpermute_backward",
     "sort_chunks",
+    "make_row_id_map",
+    "read_row_id_map",
 )
 
 
@@ -215,18 +221,54 @@ def route_params(
 
 
 def clean_rowmap_params(
-    rowmap: NDArray, ids: NDArray | None = None, *, duplicates: str = "first", **fields: Any
+    rowmap: NDArray, ids: NDArray | None = None, *, topk: int = 0, duplicates: str = "first", **fields: Any
 ) -> CleanRowmapParams:
-    """Params of "clean_rowmap" for a rowmap [T, E] and ids [T, K]; num_rows and outputs are ``fields``."""
+    """Params of "clean_rowmap" for a rowmap [T, E] and ids [T, K]; num_rows and outputs are ``fields``.
+
+    Without ids, topk = E says that slots are experts.
+    """
     num_tokens, num_experts = rowmap.shape
     return CleanRowmapParams(
         num_tokens=num_tokens,
-        topk=0 if ids is None else ids.shape[1],
+        topk=topk if ids is None else ids.shape[1],
         num_experts=num_experts,
         rowmap=rowmap,
         ids=ids,
         ids_kind=RoutingKind.IDS64 if ids is not None and ids.dtype == np.int64 else RoutingKind.IDS32,
         duplicates=Duplicates[duplicates.upper()],
+        **fields,
+    )
+
+
+def make_row_id_map_params(
+    token_rows: NDArray, row_to_expert: NDArray, row_id_map: NDArray, pad_offsets: NDArray | None = None, **fields: Any
+) -> RowIdMapParams:
+    """Params of "make_row_id_map", which writes row_id_map [T, 2E + 1]."""
+    num_tokens, topk = token_rows.shape
+    return RowIdMapParams(
+        num_tokens=num_tokens,
+        topk=topk,
+        num_experts=row_id_map.shape[1] // 2,
+        num_rows=len(row_to_expert),
+        token_rows=token_rows,
+        row_to_expert=row_to_expert,
+        pad_offsets=pad_offsets,
+        row_id_map=row_id_map,
+        **fields,
+    )
+
+
+def read_row_id_map_params(
+    row_id_map: NDArray, rowmap: NDArray, pad_offsets: NDArray | None = None, **fields: Any
+) -> RowIdMapParams:
+    """Params of "read_row_id_map", which writes rowmap [T, E]."""
+    num_tokens, num_experts = rowmap.shape
+    return RowIdMapParams(
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        pad_offsets=pad_offsets,
+        row_id_map=row_id_map,
+        rowmap=rowmap,
         **fields,
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from paddle_moe_ops import reference
 from paddle_moe_ops.testing import core as ctypes_core
 from paddle_moe_ops.testing.core import Check, Core, Params
 
@@ -69,6 +70,31 @@ def clean_rowmap(core: Core, output: MakeOutput) -> Params:
     )
 
 
+def clean_rowmap_by_expert(core: Core, output: MakeOutput) -> Params:
+    maps = {name: output(N, np.int32) for name in ("row_to_token", "row_to_slot", "row_to_expert")}
+    return ctypes_core.clean_rowmap_params(
+        np.full((SHAPE.T, SHAPE.E), -1, np.int32),
+        topk=SHAPE.E,
+        num_rows=N,
+        token_rows=output((SHAPE.T, SHAPE.E), np.int32),
+        slot_to_row=output((SHAPE.T, SHAPE.E), np.int32),
+        **maps,
+    )
+
+
+def make_row_id_map(core: Core, output: MakeOutput) -> Params:
+    row_id_map, pad_offsets = output((SHAPE.T, 2 * SHAPE.E + 1), np.int32), np.zeros(SHAPE.E, np.int32)
+    return ctypes_core.make_row_id_map_params(PLAN.token_rows, PLAN.row_to_expert, row_id_map, pad_offsets)
+
+
+def read_row_id_map(core: Core, output: MakeOutput) -> Params:
+    row_id_map, pad_offsets = (
+        reference.make_row_id_map(PLAN.token_rows, PLAN.row_to_expert, SHAPE.E),
+        np.zeros(SHAPE.E, np.int32),
+    )
+    return ctypes_core.read_row_id_map_params(row_id_map, output((SHAPE.T, SHAPE.E), np.int32), pad_offsets)
+
+
 def gather_slots(core: Core, output: MakeOutput) -> Params:
     slot_values = output((SHAPE.T, SHAPE.E), np.float32)
     return ctypes_core.slots_params(PLAN.slot_to_row, np.ones(N, np.float32), slot_values, PLAN.row_to_expert)
@@ -123,6 +149,9 @@ VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "route_count_mask": ("route_count", route_count_mask),
     "route": ("route", route),
     "clean_rowmap": ("clean_rowmap", clean_rowmap),
+    "clean_rowmap_by_expert": ("clean_rowmap", clean_rowmap_by_expert),
+    "make_row_id_map": ("make_row_id_map", make_row_id_map),
+    "read_row_id_map": ("read_row_id_map", read_row_id_map),
     "gather_slots": ("gather_slots", gather_slots),
     "scatter_slots": ("scatter_slots", scatter_slots),
     "permute": ("permute", permute),

@@ -28,7 +28,7 @@ int report_sizes(const pmo_sort_chunks_params& p) {
     }
     if (size > p.num_rows - rows) {
       return fail(PMO_INVALID_DATA, "split_sizes must add up to at most " + std::to_string(p.num_rows) +
-                                        ", the rows of x, but is beyond it at entry " + std::to_string(chunk));
+                                        ", the number of rows, but is beyond it at entry " + std::to_string(chunk));
     }
     rows += size;
   }

@@ -4,13 +4,8 @@
 // The checks of chunk sorting.
 #pragma once
 
+#include "common/status.h"
 #include "pmo/sort_chunks.h"
-
-#ifdef __CUDACC__
-#define PMO_ANYWHERE __host__ __device__
-#else
-#define PMO_ANYWHERE
-#endif
 
 namespace pmo {
 
