@@ -20,7 +20,7 @@ from .cases import EXAMPLES
 from .guards import at_odd_address, guarded_outputs, with_row_gaps
 from .test_permute import dtype_name, random_bytes
 
-# More chunks than a block has threads, than fit into shared memory, and one of each around these.
+# On both sides of the threads of a block that moves and of one that makes the table.
 CHUNK_COUNTS = (0, 1, 7, 63, 255, 256, 257, 1024, 1025, 3000)
 
 

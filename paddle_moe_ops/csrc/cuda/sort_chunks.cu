@@ -5,8 +5,12 @@
 //
 // Every block makes the table of the chunks in shared memory: where each begins and where it goes. The buffer is cut into units of
 // 8 x 32 accesses (4 KiB at 16 bytes), whatever its rows; a warp takes a unit, loads all of it and stores it piece by piece, one piece per
-// chunk that it touches: mostly one. The first unit is on its way while the table is made. With more than kSharedChunks chunks, a block
-// of its own makes the table once, in the workspace. Threads take rows as well, for the map and the probabilities.
+// chunk that it touches: mostly one. The first unit is on its way while the table is made. With more chunks than a block has threads, a
+// kernel of its own makes the table once, in the workspace: to make it in every block costs up to a quarter of the bandwidth then. Threads
+// take rows as well, for the map and the probabilities.
+//
+// Grids of as many blocks as there are units beat persistent ones (0.95 and 0.88 of a plain copy on an H200, 32768 rows of 14 KiB), and
+// blocks of 256 threads those of 512 and 1024.
 //
 // Bytes moved: 2 * R * H * itemsize, and per row 4 of the map and 8 of the probabilities.
 #include <climits>
@@ -24,7 +28,8 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kUnroll = 8;  // accesses that a lane has in flight
 constexpr int kUnit = kUnroll * kWarpSize;
-constexpr int64_t kSharedChunks = 1024;
+constexpr int64_t kSharedChunks = kThreads;
+constexpr int kTableThreads = 1024;
 
 // What every block does: the fields of the params, and lengths in accesses.
 struct Work {
@@ -44,7 +49,23 @@ struct Table {
   __device__ Table(int32_t* memory, int64_t num_chunks)
       : starts(memory), targets(memory + num_chunks + 1), num_chunks(num_chunks) {}
 
-  // The chunk of a row: of those that begin there, the last one, the others being empty.
+  // The chunk of a row: of those that begin there, the last one, the others being empty. By a warp, whose lanes all look for the same row:
+  // each step narrows the search to a 32nd.
+  __device__ int32_t find_by_warp(int64_t row) const {
+    const int lane = threadIdx.x % kWarpSize;
+    int32_t low = 0, count = static_cast<int32_t>(num_chunks) + 1;  // it is one of [low, low + count)
+#pragma unroll 1
+    while (count > 1) {
+      const int32_t step = (count + kWarpSize - 1) / kWarpSize, place = lane * step;
+      const bool reached = place < count && starts[low + place] <= row;
+      const int32_t last = (__popc(__ballot_sync(kAllLanes, reached)) - 1) * step;
+      low += last;
+      count = min(step, count - last);
+    }
+    return low;
+  }
+
+  // The same by a thread.
   __device__ int32_t find(int64_t row) const {
     int32_t low = 0, high = static_cast<int32_t>(num_chunks);
 #pragma unroll 1
@@ -63,11 +84,13 @@ struct Table {
 };
 
 // Sum of the values of the threads before this one and of all of them; no sum goes beyond `limit` (below 2^31). All threads take part.
+template <int kBlock>
 struct BlockScan {
+  static constexpr int kBlockWarps = kBlock / kWarpSize;
   uint32_t before, total;
 
   __device__ BlockScan(uint32_t value, uint32_t limit) {
-    __shared__ uint32_t warp_sums[kWarps];
+    __shared__ uint32_t warp_sums[kBlockWarps];
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     uint32_t sum = value;
 #pragma unroll
@@ -81,7 +104,7 @@ struct BlockScan {
     __syncthreads();
     total = 0;
 #pragma unroll
-    for (int other = 0; other < kWarps; ++other) {
+    for (int other = 0; other < kBlockWarps; ++other) {
       if (other == warp) before = min(before + total, limit);
       total = min(total + warp_sums[other], limit);
     }
@@ -93,19 +116,20 @@ struct BlockScan {
 // names it (kUnnamed: none); a target is kept as its complement, which is no entry, until all are known.
 constexpr int32_t kUnnamed = INT_MAX;
 
+template <int kBlock>
 __device__ void fill(const Table& table, const pmo_sort_chunks_params& p) {
   const auto limit = static_cast<uint32_t>(p.num_rows);
   const int64_t chunks = p.num_chunks;
 #pragma unroll 1
-  for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += kThreads) table.targets[chunk] = kUnnamed;
+  for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += kBlock) table.targets[chunk] = kUnnamed;
   __syncthreads();
   uint32_t rows = 0;
 #pragma unroll 1
-  for (int64_t first = 0; first < chunks; first += kThreads) {
+  for (int64_t first = 0; first < chunks; first += kBlock) {
     const int64_t chunk = first + threadIdx.x;
     const int64_t size = chunk < chunks ? index_at(p.split_sizes, p.split_sizes_kind, chunk) : 0;
     const int64_t named = chunk < chunks ? index_at(p.order, p.order_kind, chunk) : -1;
-    const BlockScan scan(static_cast<uint32_t>(max(int64_t{0}, min(size, p.num_rows))), limit);
+    const BlockScan<kBlock> scan(static_cast<uint32_t>(max(int64_t{0}, min(size, p.num_rows))), limit);
     if (chunk < chunks) table.starts[chunk] = static_cast<int32_t>(min(rows + scan.before, limit));
     if (named >= 0 && named < chunks) atomicMin(table.targets + named, static_cast<int32_t>(chunk));
     rows = min(rows + scan.total, limit);
@@ -115,22 +139,22 @@ __device__ void fill(const Table& table, const pmo_sort_chunks_params& p) {
   const auto size_of = [&](int64_t chunk) { return static_cast<uint32_t>(table.starts[chunk + 1] - table.starts[chunk]); };
   uint32_t placed = 0;
 #pragma unroll 1
-  for (int64_t first = 0; first < chunks; first += kThreads) {
+  for (int64_t first = 0; first < chunks; first += kBlock) {
     const int64_t entry = first + threadIdx.x;
     const int64_t named = entry < chunks ? index_at(p.order, p.order_kind, entry) : -1;
     const bool counts = named >= 0 && named < chunks && table.targets[named] == entry;
-    const BlockScan scan(counts ? size_of(named) : 0, limit);
+    const BlockScan<kBlock> scan(counts ? size_of(named) : 0, limit);
     if (counts) table.targets[named] = ~static_cast<int32_t>(placed + scan.before);
     placed += scan.total;
   }
   __syncthreads();
 #pragma unroll 1
-  for (int64_t first = 0; first < chunks; first += kThreads) {
+  for (int64_t first = 0; first < chunks; first += kBlock) {
     const int64_t chunk = first + threadIdx.x;
     const int32_t target = chunk < chunks ? table.targets[chunk] : 0;
     uint32_t before = placed;
     if (placed < rows) {  // chunks that no entry names
-      const BlockScan scan(target == kUnnamed ? size_of(chunk) : 0, limit);
+      const BlockScan<kBlock> scan(target == kUnnamed ? size_of(chunk) : 0, limit);
       before = placed + scan.before;
       placed += scan.total;
     }
@@ -139,7 +163,9 @@ __device__ void fill(const Table& table, const pmo_sort_chunks_params& p) {
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kThreads) make_table(Work work) { fill(Table(work.table, work.p.num_chunks), work.p); }
+__global__ void __launch_bounds__(kTableThreads) make_table(Work work) {
+  fill<kTableThreads>(Table(work.table, work.p.num_chunks), work.p);
+}
 
 // The accesses of a unit that a lane holds.
 template <int kBytes>
@@ -191,14 +217,14 @@ __global__ void __launch_bounds__(kThreads) move_chunks(Work work) {
   Unit<kBytes> unit;
   if (!kInverse) unit.load(work, first, first, work.total, 0);
   const Table table(work.table == nullptr ? shared_table : work.table, p.num_chunks);
-  if (work.table == nullptr) fill(table, p);
+  if (work.table == nullptr) fill<kThreads>(table, p);
   sort_rows(work, table);
 #pragma unroll 1
   while (first < work.total) {
     const int64_t last = min(first + kUnit, work.total);
 #pragma unroll 1
     for (int64_t begin = first; begin < last;) {
-      const int32_t chunk = table.find(begin / work.row_length);
+      const int32_t chunk = table.find_by_warp(begin / work.row_length);
       const int64_t end = min(last, table.end(chunk, p.num_rows) * work.row_length);
       const int64_t shift = table.shift(chunk) * work.row_length;
       if (kInverse) {
@@ -238,12 +264,10 @@ int sort_chunks(const pmo_sort_chunks_params& p, cudaStream_t stream) {
     work.total = p.num_rows * work.row_length;
   }
   if (work.table != nullptr) {
-    make_table<<<1, kThreads, 0, stream>>>(work);
+    make_table<<<1, kTableThreads, 0, stream>>>(work);
     PMO_CUDA_LAUNCHED("make_table");
   }
-  // Blocks are cheap where their table is: with more chunks than threads, fewer of them make it.
-  const int64_t limit = needed == 0 && p.num_chunks > kThreads ? int64_t{1} << 12 : int64_t{1} << 20;
-  const unsigned for_rows = grid_for(p.num_rows, kThreads, limit), for_units = grid_for(work.total, kWarps * kUnit, limit);
+  const unsigned for_rows = grid_for(p.num_rows, kThreads), for_units = grid_for(work.total, kWarps * kUnit);
   const unsigned blocks = for_rows > for_units ? for_rows : for_units;
   return with_width(width, [&](auto bytes) -> int {
     constexpr int kBytes = decltype(bytes)::value;
