@@ -184,10 +184,11 @@ def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, t
     routed = mask.astype("int32")
     experts = paddle.argsort(routed, axis=-1, stable=True)[:, -topk:]
     selected = paddle.take_along_axis(routed, experts, axis=-1) > 0
-    weights = to_dtype(paddle.take_along_axis(float32(sparse_probs), experts, axis=-1), sparse_probs.dtype)
+    weights = paddle.take_along_axis(float32(sparse_probs), experts, axis=-1)
+    weights = to_dtype(paddle.where(selected, weights, paddle.zeros_like(weights)), sparse_probs.dtype)
     experts = paddle.where(selected, experts, paddle.full_like(experts, -1))
     experts.stop_gradient = True
-    return experts, paddle.where(selected, weights, paddle.zeros_like(weights))
+    return experts, weights
 
 
 @traceable
