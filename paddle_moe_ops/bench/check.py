@@ -147,10 +147,11 @@ def _gathered_rows(
 def _sorted_rows(actual: torch.Tensor, inputs: TensorInputs, variant: str) -> str | None:
     """Rows of the buffer where the oracle puts them, or from there."""
     sources = inputs.dest_to_source if variant == "forward" else inputs.source_to_dest
-    wrong = _expected_shape("sorted_rows", actual, *inputs.rows.shape, inputs.rows.dtype)
+    count, width = inputs.rows.shape
+    wrong = _expected_shape("sorted_rows", actual, count, width, inputs.rows.dtype)
     if wrong:
         return wrong
-    for rows in _chunks(*inputs.rows.shape):
+    for rows in _chunks(count, width):
         found = _unequal("sorted_rows", actual[rows], inputs.rows[sources[rows].long()], rows.start)
         if found:
             return found
