@@ -57,8 +57,9 @@ def make_row_id_map(
     padding = _checks.integer(name, "fp8_padding", fp8_padding, 0)
     tokens, experts = mask.shape
     topk = experts if num_topK is None else _checks.integer(name, "num_topK", num_topK, 1, experts)
-    # A buffer that holds any routing, so that nobody has to wait for a count.
-    room = -1 if tokens < 0 else tokens * topk + (experts * (padding - 1) if padding else 0)
+    # On a GPU a buffer that holds any routing, so that nobody has to wait for a count.
+    counts = tokens < 0 or (isinstance(mask, Tensor) and mask.place.is_cpu_place())
+    room = -1 if counts else tokens * topk + (experts * (padding - 1) if padding else 0)
     plan = route_mask(name, mask, None, limit or min(room, 2**31 - 1), padding or 1, topk=topk, validate=validate)
     num_out = plan.expert_offsets[experts]
     num_out.stop_gradient = True

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import paddle
@@ -48,9 +49,10 @@ def check_scale(function: str, scale: Any, inp: Tensor) -> None:
     """Check the scale of float8 rows: by row, or one number."""
     if scale is None:
         return
-    if getattr(scale, "ndim", 2) == 2:
-        _checks.tensor(function, "scale", scale, _SCALE_DTYPES, [inp.shape[0], "num_scales"])
-    elif scale.numel() != 1:
+    by_row = getattr(scale, "ndim", 2) == 2
+    shape = [inp.shape[0], "num_scales"] if by_row else ["size"] * scale.ndim
+    _checks.tensor(function, "scale", scale, _SCALE_DTYPES, shape)
+    if not by_row and math.prod(scale.shape) != 1:
         _checks.bad_value(function, "scale", "of shape [num_tokens, num_scales], or one number", list(scale.shape))
     _checks.same_place(function, inp=inp, scale=scale)
 
