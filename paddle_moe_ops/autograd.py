@@ -203,26 +203,18 @@ class _SortChunks(PyLayer):
         return _gradients(ctx.wanted, lambda: back(d_out), *d_probs, None, None)
 
 
-class _SlotsToRows(PyLayer):
-    @staticmethod
-    def forward(ctx: Any, slot_values: Tensor, backend: Backend, box: _PlanBox) -> Tensor:
-        ctx.backend, ctx.maps = backend, box.plan
-        return backend.slots_to_rows(slot_values, box.plan)
+class _Values(PyLayer):
+    """Values of slots to their rows, or back; the gradient goes the other way."""
 
     @staticmethod
-    def backward(ctx: Any, d_row_values: Tensor) -> Tensor:
-        return ctx.backend.rows_to_slots(d_row_values, ctx.maps)
-
-
-class _RowsToSlots(PyLayer):
-    @staticmethod
-    def forward(ctx: Any, row_values: Tensor, backend: Backend, box: _PlanBox) -> Tensor:
-        ctx.backend, ctx.maps = backend, box.plan
-        return backend.rows_to_slots(row_values, box.plan)
+    def forward(ctx: Any, values: Tensor, backend: Backend, box: _PlanBox, to_rows: bool) -> Tensor:
+        ctx.maps, ctx.back = box.plan, backend.rows_to_slots if to_rows else backend.slots_to_rows
+        there = backend.slots_to_rows if to_rows else backend.rows_to_slots
+        return there(values, box.plan)
 
     @staticmethod
-    def backward(ctx: Any, d_slot_values: Tensor) -> Tensor:
-        return ctx.backend.slots_to_rows(d_slot_values, ctx.maps)
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return ctx.back(gradient, ctx.maps)
 
 
 def route(backend: Backend, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
@@ -286,11 +278,11 @@ def slots_to_rows(backend: Backend, slot_values: Tensor, maps: Any) -> Tensor:
     """The value of the slot that each row belongs to, differentiable."""
     if backend.differentiable or slot_values.stop_gradient:
         return backend.slots_to_rows(slot_values, maps)
-    return _SlotsToRows.apply(slot_values, backend, _PlanBox(maps))
+    return _Values.apply(slot_values, backend, _PlanBox(maps), True)
 
 
 def rows_to_slots(backend: Backend, row_values: Tensor, maps: Any) -> Tensor:
     """The value of each slot's row, differentiable."""
     if backend.differentiable or row_values.stop_gradient:
         return backend.rows_to_slots(row_values, maps)
-    return _RowsToSlots.apply(row_values, backend, _PlanBox(maps))
+    return _Values.apply(row_values, backend, _PlanBox(maps), False)

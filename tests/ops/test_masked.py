@@ -140,14 +140,19 @@ def test_map_permute_unpermute_as_documented(rng, place, backend):
     assert_bits_equal(out, model.combined(model.permuted(x_array, T * 2), probs_array))
 
 
+def with_padding(padding, rng, place):
+    """A model with its number of rows, and the row_id_map and pad_offsets that say the same."""
+    mask, *_ = masks(rng)
+    model = model_of(mask, 1 if padding == "none" else 16)
+    offsets = model.pad_offsets if padding == "by offsets" else None
+    maps = tensor(model.row_id_map(offsets), place), optional_tensor(offsets, place)
+    return model, int(model.starts[-1]), maps
+
+
 @dtypes
 @pytest.mark.parametrize("padding", ["none", "in the map", "by offsets"])
 def test_rows_probabilities_and_gradients(padding, dtype, rng, place, backend):
-    mask, *_ = masks(rng)
-    model = model_of(mask, 1 if padding == "none" else 16)
-    num_rows = int(model.starts[-1])
-    offsets = model.pad_offsets if padding == "by offsets" else None
-    maps = tensor(model.row_id_map(offsets), place), optional_tensor(offsets, place)
+    model, num_rows, maps = with_padding(padding, rng, place)
     x, probs = ordinary(rng, (T, H), dtype), ordinary(rng, (T, E), dtype)
     x_tensor, probs_tensor = tensor(x, place, gradient=True), tensor(probs, place, gradient=True)
     rows, row_probs, no_scale = masked.permute_with_mask_map(
@@ -165,11 +170,7 @@ def test_rows_probabilities_and_gradients(padding, dtype, rng, place, backend):
 @dtypes
 @pytest.mark.parametrize("padding", ["none", "in the map", "by offsets"])
 def test_sums_and_gradients(padding, dtype, rng, place, backend):
-    mask, *_ = masks(rng)
-    model = model_of(mask, 1 if padding == "none" else 16)
-    num_rows = int(model.starts[-1])
-    offsets = model.pad_offsets if padding == "by offsets" else None
-    maps = tensor(model.row_id_map(offsets), place), optional_tensor(offsets, place)
+    model, num_rows, maps = with_padding(padding, rng, place)
     rows, probs, values = (ordinary(rng, shape, dtype) for shape in ((num_rows, H), (T, E), (num_rows,)))
     leaves = [tensor(array, place, gradient=True) for array in (rows, probs, values)]
     out, pairs = masked.unpermute_with_mask_map(leaves[0], maps[0], leaves[1], maps[1], leaves[2])
