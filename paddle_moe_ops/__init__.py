@@ -27,7 +27,7 @@ except ImportError as error:
 else:
     from .backends import explain, register_operators, use_backend
     from .compat.paddle import patch_paddle, patched_paddle, unpatch_paddle
-    from .functional import moe_permute, moe_unpermute, permute, unpermute
+    from .functional import moe_permute, moe_unpermute, permute, sort_chunks, unpermute
     from .routing import Plan, route
 
     register_operators()
@@ -42,6 +42,7 @@ __all__ = [
     "patched_paddle",
     "permute",
     "route",
+    "sort_chunks",
     "unpatch_paddle",
     "unpermute",
     "use_backend",

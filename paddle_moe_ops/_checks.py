@@ -8,8 +8,9 @@ checks it at run time.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import paddle
@@ -35,6 +36,25 @@ def bad_value(function: str, argument: str, expected: str, given: object) -> NoR
 def bad_type(function: str, argument: str, expected: str, given: object) -> NoReturn:
     """Raise the TypeError of this package."""
     raise TypeError(f"{function}: {argument} must be {expected}, but got {given}")
+
+
+@contextlib.contextmanager
+def renaming(function: str, caller: str, **arguments: str) -> Iterator[None]:
+    """Inside, what ``function`` says of its arguments is said by ``caller`` of its own.
+
+    Args:
+        function: the name that begins the messages.
+        caller: the name to put there.
+        arguments: for arguments of the function, what the caller calls them.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name, _, text = str(error).partition(": ")
+        if name != function:
+            raise
+        argument, _, rest = text.partition(" ")
+        raise type(error)(f"{caller}: {arguments.get(argument, argument)} {rest}") from None
 
 
 def dtype_name(dtype: Any) -> str:

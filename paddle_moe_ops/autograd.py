@@ -15,7 +15,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from .backends import Backend, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec
+from .backends import Backend, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Validation
 from .backends.base import Tensors
 
 
@@ -174,6 +174,49 @@ class _MoeUnpermute(PyLayer):
         return _gradients(ctx.wanted, lambda: d_rows, None, None, lambda: d_probs)
 
 
+class _SortChunks(PyLayer):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor | None,
+        split_sizes: Tensor,
+        order: Tensor,
+        backend: Backend,
+        validation: Validation,
+    ) -> Tensors:
+        outputs = backend.sort_chunks(x, probs, split_sizes, order, validation)
+        ctx.backend, ctx.chunks = backend, (split_sizes, order, outputs[2])
+        ctx.has_probs, ctx.wanted = probs is not None, _wanted(x, probs, split_sizes, order)
+        ctx.mark_non_differentiable(outputs[2], *([] if ctx.has_probs else [outputs[1]]))
+        if _is_float8(x):
+            ctx.mark_non_differentiable(outputs[0])
+            ctx.set_materialize_grads(False)  # Paddle cannot make float8 zeros
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_probs_out: Tensor, d_map: Tensor) -> Any:
+        def back(gradient: Tensor) -> Tensor:
+            return ctx.backend.sort_chunks_backward(gradient, *ctx.chunks)
+
+        d_probs = [lambda: back(d_probs_out)] * ctx.has_probs
+        return _gradients(ctx.wanted, lambda: back(d_out), *d_probs, None, None)
+
+
+class _Values(PyLayer):
+    """Values of slots to their rows, or back; the gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, backend: Backend, box: _PlanBox, to_rows: bool) -> Tensor:
+        ctx.maps, ctx.back = box.plan, backend.rows_to_slots if to_rows else backend.slots_to_rows
+        there = backend.slots_to_rows if to_rows else backend.rows_to_slots
+        return there(values, box.plan)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return ctx.back(gradient, ctx.maps)
+
+
 def route(backend: Backend, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
     """The ten tensors of a plan; row_probs is differentiable in probs."""
     if backend.differentiable or probs is None:
@@ -219,3 +262,27 @@ def moe_unpermute(
     if backend.differentiable:
         return backend.moe_unpermute(rows, rowmap, routemap, probs, spec)
     return _MoeUnpermute.apply(rows, rowmap, routemap, probs, backend, spec)
+
+
+def sort_chunks(
+    backend: Backend, x: Tensor, probs: Tensor | None, split_sizes: Tensor, order: Tensor, validation: Validation
+) -> Tensors:
+    """Rows, probabilities and source_to_dest; differentiable in x (not float8) and probs."""
+    x = _constant_if_float8(x)
+    if backend.differentiable or (x.stop_gradient and (probs is None or probs.stop_gradient)):
+        return backend.sort_chunks(x, probs, split_sizes, order, validation)
+    return _SortChunks.apply(x, probs, split_sizes, order, backend, validation)
+
+
+def slots_to_rows(backend: Backend, slot_values: Tensor, maps: Any) -> Tensor:
+    """The value of the slot that each row belongs to, differentiable."""
+    if backend.differentiable or slot_values.stop_gradient:
+        return backend.slots_to_rows(slot_values, maps)
+    return _Values.apply(slot_values, backend, _PlanBox(maps), True)
+
+
+def rows_to_slots(backend: Backend, row_values: Tensor, maps: Any) -> Tensor:
+    """The value of each slot's row, differentiable."""
+    if backend.differentiable or row_values.stop_gradient:
+        return backend.rows_to_slots(row_values, maps)
+    return _Values.apply(row_values, backend, _PlanBox(maps), False)

@@ -17,7 +17,7 @@ from ._graphs import traceable
 from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, resolve
 from .routing import Plan
 
-__all__ = ["moe_permute", "moe_unpermute", "permute", "unpermute"]
+__all__ = ["moe_permute", "moe_unpermute", "permute", "sort_chunks", "unpermute"]
 
 FILL_PADDING = ("all", "meta", "none")
 
@@ -87,6 +87,46 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
         _checks.tensor(name, "probs", probs, (paddle.float32,), shape)
     _checks.same_place(name, y=y, plan=plan.slot_to_row, probs=probs)
     return autograd.unpermute(resolve(name), y, probs, plan)
+
+
+@traceable
+def sort_chunks(
+    x: Tensor, split_sizes: Tensor, order: Tensor, probs: Tensor | None = None, *, validate: bool | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Put the chunks of a buffer into another order, such as from (rank, expert) to (expert, rank) after an all-to-all.
+
+    Chunk c holds ``split_sizes[c]`` rows behind those of the chunks before it; the output is the chunks ``order[0]``,
+    ``order[1]``, ... Rows behind the last chunk stay where they are.
+
+    Differentiable in ``x`` (not float8) and ``probs``; the gradients go back the same way. Deterministic, bit-exact
+    copies. No host synchronisation, but with ``validate=True`` on a GPU.
+
+    Args:
+        x: [R, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; any H >= 1, rows may be strided.
+        split_sizes: int32 or int64 [C] rows of each chunk, >= 0, adding up to at most R.
+        order: int32 or int64 [C], a permutation of [0, C).
+        probs: float32 [R] that travel with the rows, or None.
+        validate: True: other sizes and orders raise. False: negative sizes count as 0, chunks end at row R, entries of
+            ``order`` that name no chunk, or one that was named before, are passed over, and chunks without a name
+            follow the others, ascending. None: PADDLE_MOE_OPS_VALIDATE, else on the CPU they raise, on a GPU not.
+
+    Returns:
+        rows [R, H], probabilities [R] or None, and source_to_dest int32 [R]: the new place of every row, a permutation.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape; bad data, as ``validate`` says.
+    """
+    name = "sort_chunks"
+    _check_rows(name, "x", x, _checks.ROW_DTYPES, "num_rows")
+    _checks.tensor(name, "split_sizes", split_sizes, _checks.ID_DTYPES, ["num_chunks"])
+    _checks.tensor(name, "order", order, _checks.ID_DTYPES, [split_sizes.shape[0]])
+    if probs is not None:
+        _checks.tensor(name, "probs", probs, (paddle.float32,), [x.shape[0]])
+    _checks.same_place(name, x=x, split_sizes=split_sizes, order=order, probs=probs)
+    validation = _checks.validation(name, validate, x)
+    out, probs_out, source_to_dest = autograd.sort_chunks(resolve(name), x, probs, split_sizes, order, validation)
+    return out, None if probs is None else probs_out, source_to_dest
 
 
 @traceable

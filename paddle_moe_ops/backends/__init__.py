@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator
 
 from .. import _env
-from .base import Backend, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Validation
+from .base import Backend, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, RowMaps, RowmapSpec, Validation
 
 __all__ = [
     "OPERATORS",
@@ -19,6 +19,8 @@ __all__ = [
     "MoePermuteSpec",
     "MoeUnpermuteSpec",
     "RouteSpec",
+    "RowMaps",
+    "RowmapSpec",
     "Validation",
     "explain",
     "register",
@@ -28,7 +30,7 @@ __all__ = [
     "use_backend",
 ]
 
-OPERATORS = ("route", "permute", "unpermute", "moe_permute", "moe_unpermute")
+OPERATORS = ("route", "permute", "unpermute", "sort_chunks", "row_id_map", "moe_permute", "moe_unpermute")
 
 _modules: dict[str, str] = {}  # name -> module with `backend`, in order of preference
 _automatic: list[str] = []

@@ -54,10 +54,33 @@ class MoeUnpermuteSpec(NamedTuple):
     validation: Validation
 
 
+class RowmapSpec(NamedTuple):
+    """How a map of rows is to be read."""
+
+    is_row_id_map: bool  # [T, 2E + 1] of TransformerEngine, else [T, E] rows
+    num_rows: int  # N; -1: in a tensor
+    check_range: bool  # rows outside [-1, N) raise, else they count as -1
+    check_repeats: bool  # rows that stand twice raise, else the first place has them
+
+
+class RowMaps(NamedTuple):
+    """The maps of a plan that moving needs, read from a map of rows; slot e of a token is its expert e.
+
+    slot_to_row and token_rows are [T, E], the others [N]; all int32, -1 = none.
+    """
+
+    slot_to_row: Tensor
+    token_rows: Tensor
+    row_to_token: Tensor
+    row_to_slot: Tensor
+    row_to_expert: Tensor
+
+
 class Backend(Protocol):
     """One implementation of the verbs over Paddle tensors, whose arguments are checked already.
 
     `route` returns the ten tensors of a Plan in its order, `row_probs` with 0 elements without probabilities.
+    A plan that a verb takes may be `RowMaps`.
     `moe_permute` returns hidden_states_unzipped, zipped_expertwise_rowmap, token_prob_unzipped, scale_unzipped,
     expert_indices, overflow, slot_to_row and token_rows; outputs that were not asked for have 0 elements.
 
@@ -79,6 +102,14 @@ class Backend(Protocol):
     def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
         """The sum of each token's rows."""
 
+    def unpermute_backward(
+        self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of `unpermute`: of the rows, and of the probabilities if there are any.
+
+        The compiled backend has it for the weighted sum only, for those who write their backward passes themselves.
+        """
+
     def moe_permute(
         self,
         hidden_states: Tensor,
@@ -94,3 +125,27 @@ class Backend(Protocol):
         self, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
     ) -> Tensors:
         """The sum of each token's rows, and the probabilities per slot."""
+
+    def sort_chunks(
+        self, x: Tensor, probs: Tensor | None, split_sizes: Tensor, order: Tensor, validation: Validation
+    ) -> Tensors:
+        """Rows, probabilities (0 elements without) and source_to_dest of chunks in another order."""
+
+    def chunk_sort_map(self, split_sizes: Tensor, order: Tensor, num_rows: int, validation: Validation) -> Tensor:
+        """source_to_dest alone; num_rows -1: the sum of the sizes."""
+
+    def make_row_id_map(
+        self, token_rows: Tensor, row_to_expert: Tensor, pad_offsets: Tensor | None, num_experts: int
+    ) -> Tensor:
+        """TransformerEngine's row_id_map [T, 2E + 1] of a plan."""
+
+    def read_rowmap(
+        self, rowmap: Tensor, pad_offsets: Tensor | None, num_rows: Tensor | None, spec: RowmapSpec
+    ) -> RowMaps:
+        """The maps behind a map of rows."""
+
+    def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
+        """The float32 value [T, K] of the slot that each row [N] belongs to, 0 without one."""
+
+    def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
+        """The float32 value [N] of each slot's row, 0 without one."""

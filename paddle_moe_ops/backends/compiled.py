@@ -14,7 +14,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _build_check, _env
-from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Tensors, Validation
+from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, RowMaps, RowmapSpec, Tensors, Validation
 
 LIBRARY = Path(__file__).resolve().parent.parent / "_C_pd_.so"
 
@@ -56,7 +56,7 @@ def _run(operator: str, *arguments: Any) -> list[Tensor]:
     try:
         return paddle._C_ops._run_custom_op(f"pmo_{operator}", *arguments)
     except ValueError as error:
-        function = operator.removesuffix("_weighted").removesuffix("_with_probs")
+        function = operator.removesuffix("_backward").removesuffix("_weighted").removesuffix("_with_probs")
         # Paddle wraps the text: "(InvalidArgument) text (at file:line)", with a C++ stack before it on demand.
         text = re.search(rf"{function}: .*(?= \(at \S+:\d+\))", str(error), re.DOTALL)
         if text is None:
@@ -132,6 +132,14 @@ class CompiledBackend:
             not rows.stop_gradient,
             not probs.stop_gradient,
         )[0]
+
+    def unpermute_backward(
+        self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        maps = plan.token_rows, plan.row_to_token, plan.row_to_slot
+        d_rows, d_probs = _run("unpermute_weighted_backward", rows, probs, *maps, d_out, True, True)
+        _stop_gradients(d_rows, d_probs)
+        return d_rows, d_probs
 
     def moe_permute(
         self,
@@ -216,6 +224,60 @@ class CompiledBackend:
                 not probs.stop_gradient,
             )
         )
+
+    def sort_chunks(
+        self, x: Tensor, probs: Tensor | None, split_sizes: Tensor, order: Tensor, validation: Validation
+    ) -> Tensors:
+        checks = _CHECKS[validation]
+        if probs is None:
+            out, source_to_dest = _run("sort_chunks", x, split_sizes, order, checks, x.shape[1], x.dtype.value)
+            _stop_gradients(source_to_dest, *([out] if x.dtype in _FLOAT8 else []))
+            return out, paddle.empty([0], "float32"), source_to_dest
+        if x.dtype in _FLOAT8 and not probs.stop_gradient:
+            # no operator has both a float8 result and a differentiable one: see _moe_permute_float8_graph
+            out, _, source_to_dest = self.sort_chunks(x, None, split_sizes, order, validation)
+            probs_out, _, _ = self.sort_chunks(probs.unsqueeze(-1), None, split_sizes, order, Validation.OFF)
+            return out, probs_out.squeeze(-1), source_to_dest
+        out, probs_out, source_to_dest = _run(
+            "sort_chunks_with_probs",
+            x,
+            probs,
+            split_sizes,
+            order,
+            checks,
+            x.shape[1],
+            x.dtype.value,
+            not x.stop_gradient,
+            not probs.stop_gradient,
+        )
+        _stop_gradients(source_to_dest, *([out] if x.dtype in _FLOAT8 else []))
+        return out, probs_out, source_to_dest
+
+    def chunk_sort_map(self, split_sizes: Tensor, order: Tensor, num_rows: int, validation: Validation) -> Tensor:
+        (source_to_dest,) = _run("chunk_sort_map", split_sizes, order, num_rows, _CHECKS[validation])
+        _stop_gradients(source_to_dest)
+        return source_to_dest
+
+    def make_row_id_map(
+        self, token_rows: Tensor, row_to_expert: Tensor, pad_offsets: Tensor | None, num_experts: int
+    ) -> Tensor:
+        (row_id_map,) = _run("make_row_id_map", token_rows, row_to_expert, pad_offsets, num_experts)
+        _stop_gradients(row_id_map)
+        return row_id_map
+
+    def read_rowmap(
+        self, rowmap: Tensor, pad_offsets: Tensor | None, num_rows: Tensor | None, spec: RowmapSpec
+    ) -> RowMaps:
+        checks = 1 * spec.check_range | 2 * spec.check_repeats
+        maps = _run("read_rowmap", rowmap, pad_offsets, num_rows, spec.is_row_id_map, spec.num_rows, checks)
+        _stop_gradients(*maps)
+        return RowMaps(*maps)
+
+    def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
+        return _run("slots_to_rows", slot_values, maps.slot_to_row, maps.row_to_slot)[0]
+
+    def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
+        return _run("rows_to_slots", row_values, maps.slot_to_row, maps.row_to_slot)[0]
 
 
 backend = CompiledBackend()

@@ -13,7 +13,7 @@ from paddle import Tensor
 from .. import reference
 from ..reference.routing import take_or_zero
 from .arrays import to_numpy, to_tensor
-from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Tensors
+from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, RowMaps, RowmapSpec, Tensors, Validation
 
 _NO_PROBS = np.zeros(0, np.float32)
 _MOE_PERMUTE_NAMES = {
@@ -32,11 +32,11 @@ def _tensors(like: Tensor, *arrays: NDArray) -> Tensors:
 
 
 def _plan(plan: Any) -> reference.Plan:
-    """The oracle's plan of a plan of tensors."""
+    """The oracle's plan of a plan of tensors, or what there is of one."""
     fields: dict[str, Any] = {
         name: to_numpy(field) if isinstance(field, Tensor) else field for name, field in plan._asdict().items()
     }
-    return reference.Plan(**fields)
+    return reference.Plan(**{**dict.fromkeys(reference.Plan._fields), **fields})
 
 
 def _host_counts(function: str, counts: Tensor) -> list[int]:
@@ -185,6 +185,57 @@ class ReferenceBackend:
             compat="paddle" if spec.compat_paddle else None,
         )
         return _tensors(d_hidden, d_rows, d_probs)
+
+    def sort_chunks(
+        self, x: Tensor, probs: Tensor | None, split_sizes: Tensor, order: Tensor, validation: Validation
+    ) -> Tensors:
+        out, probs_out, source_to_dest = reference.sort_chunks(
+            to_numpy(x), to_numpy(split_sizes), to_numpy(order), _optional(probs), validate=validation.as_argument()
+        )
+        return _tensors(x, out, _NO_PROBS if probs_out is None else probs_out, source_to_dest)
+
+    def sort_chunks_backward(self, d_out: Tensor, split_sizes: Tensor, order: Tensor, source_to_dest: Tensor) -> Tensor:
+        """The gradient of the rows, or of the probabilities."""
+        return to_tensor(reference.sort_chunks_backward(to_numpy(d_out), to_numpy(source_to_dest)), d_out.place)
+
+    def chunk_sort_map(self, split_sizes: Tensor, order: Tensor, num_rows: int, validation: Validation) -> Tensor:
+        sizes = to_numpy(split_sizes)
+        source_to_dest = reference.chunk_sort_map(
+            sizes,
+            to_numpy(order),
+            int(sizes.sum()) if num_rows < 0 else num_rows,
+            validate=validation.as_argument(),
+            function="chunk_sort_map",
+        )
+        return to_tensor(source_to_dest, split_sizes.place)
+
+    def make_row_id_map(
+        self, token_rows: Tensor, row_to_expert: Tensor, pad_offsets: Tensor | None, num_experts: int
+    ) -> Tensor:
+        rows, experts = to_numpy(token_rows), to_numpy(row_to_expert)
+        row_id_map = reference.make_row_id_map(rows, experts, num_experts, _optional(pad_offsets))
+        return to_tensor(row_id_map, token_rows.place)
+
+    def read_rowmap(
+        self, rowmap: Tensor, pad_offsets: Tensor | None, num_rows: Tensor | None, spec: RowmapSpec
+    ) -> RowMaps:
+        rows = to_numpy(rowmap)
+        if spec.is_row_id_map:
+            rows = reference.row_id_map_to_rowmap(rows, _optional(pad_offsets))
+        maps = reference.read_rowmap(
+            rows,
+            spec.num_rows if num_rows is None else int(num_rows.item()),
+            check_range=spec.check_range,
+            check_repeats=spec.check_repeats,
+        )
+        return RowMaps(*_tensors(rowmap, *maps))
+
+    def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
+        values, slot_to_row = to_numpy(slot_values), to_numpy(maps.slot_to_row)
+        return to_tensor(reference.slots_to_rows(values, slot_to_row, maps.row_to_slot.shape[0]), slot_values.place)
+
+    def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
+        return self.gather_slots(row_values, maps.slot_to_row)
 
 
 backend = ReferenceBackend()

@@ -44,7 +44,7 @@ def difference(operation: Operation, inputs: TensorInputs, outputs: Outputs, exa
         operation: What was computed.
         inputs: From what.
         outputs: Tensors by name: fields of the plan, ``rowmap``, ``rows``, ``row_scales``, ``out``,
-            ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M].
+            ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M], ``sorted_rows``, ``source_to_dest`` [M].
         exactness: Of sums: `device.BITS`, FLOAT32_SUMS or BFLOAT16_SUMS.
     """
     if not outputs:
@@ -58,6 +58,10 @@ def difference(operation: Operation, inputs: TensorInputs, outputs: Outputs, exa
             found = _scaled_rows(tensor, inputs, operation.variant != "plain")
         elif name == "d_weights":
             found = _dot_products(tensor, inputs)
+        elif name == "sorted_rows":
+            found = _sorted_rows(tensor, inputs, operation.variant)
+        elif name == "source_to_dest":
+            found = _equal_arrays(name, tensor, inputs.problem.source_to_dest)
         elif name == "slot_probs":
             plan, probs = inputs.problem.plan, inputs.problem.probs
             found = _equal_arrays(name, tensor, np.where(plan.slot_to_row >= 0, probs, np.float32(0)))
@@ -135,6 +139,20 @@ def _gathered_rows(
         else:
             got = torch.where((tokens < 0)[:, None], expected, got)
         found = _unequal(name, got.view(source.dtype), expected.view(source.dtype), rows.start)
+        if found:
+            return found
+    return None
+
+
+def _sorted_rows(actual: torch.Tensor, inputs: TensorInputs, variant: str) -> str | None:
+    """Rows of the buffer where the oracle puts them, or from there."""
+    sources = inputs.dest_to_source if variant == "forward" else inputs.source_to_dest
+    count, width = inputs.rows.shape
+    wrong = _expected_shape("sorted_rows", actual, count, width, inputs.rows.dtype)
+    if wrong:
+        return wrong
+    for rows in _chunks(count, width):
+        found = _unequal("sorted_rows", actual[rows], inputs.rows[sources[rows].long()], rows.start)
         if found:
             return found
     return None

@@ -21,6 +21,7 @@ from ..testing.core import (
     PermuteParams,
     RouteParams,
     SlotsParams,
+    SortChunksParams,
     UnpermuteBackwardParams,
     UnpermuteParams,
 )
@@ -42,7 +43,7 @@ class CudaCore(Core):
         super().__init__(path)
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        for operator in ("route", "clean_rowmap"):
+        for operator in ("route", "clean_rowmap", "sort_chunks"):
             self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
         self._declare("pmo_route_permute_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -250,6 +251,25 @@ def _unpermute_backward(core: CudaCore, operation: Operation, inputs: TensorInpu
     return _body(lambda: core.call("unpermute_backward", params), outputs)
 
 
+def _sort_chunks(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    forward, rows = operation.variant == "forward", inputs.rows
+    outputs: Outputs = {"sorted_rows": torch.empty_like(rows)}
+    if forward:
+        outputs["source_to_dest"] = inputs.empty(len(rows))
+    params = SortChunksParams(
+        num_rows=len(rows),
+        num_chunks=len(inputs.chunk_sizes),
+        hidden=rows.shape[1],
+        x_row_stride=rows.stride(0),
+        dtype=_dtype_code(rows),
+        inverse=not forward,
+    )
+    chunks = {"split_sizes": inputs.chunk_sizes, "order": inputs.chunk_order}
+    _point(params, x=rows, out=outputs["sorted_rows"], source_to_dest=outputs.get("source_to_dest"), **chunks)
+    _point_at_workspace(params, core.library.pmo_sort_chunks_cuda_workspace_bytes, inputs)
+    return _body(lambda: core.call("sort_chunks", params), outputs)
+
+
 def _summing_sizes(inputs: TensorInputs, weighted: bool) -> dict[str, int]:
     plan = inputs.problem.plan
     return {
@@ -270,4 +290,5 @@ _BODIES: dict[str, Callable[[CudaCore, Operation, TensorInputs], Body]] = {
     "unpermute": _unpermute,
     "moe_unpermute": _moe_unpermute,
     "unpermute_backward": _unpermute_backward,
+    "sort_chunks": _sort_chunks,
 }

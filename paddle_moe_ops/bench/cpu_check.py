@@ -24,7 +24,8 @@ def difference(operation: Operation, inputs: ArrayInputs, outputs: Outputs, exac
         operation: What was computed.
         inputs: From what.
         outputs: Arrays by name: fields of the plan, ``rowmap``, ``rows``, ``row_scales``, ``out``,
-            ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M], ``copy`` of ones.
+            ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M], ``sorted_rows`` and
+            ``source_to_dest`` [M], ``copy`` of ones.
         exactness: Of sums: `device.BITS`, FLOAT32_SUMS or BFLOAT16_SUMS.
     """
     if not outputs:
@@ -42,6 +43,10 @@ def difference(operation: Operation, inputs: ArrayInputs, outputs: Outputs, exac
             found = _scaled(array, inputs) if weighted else _moved_rows(name, array, inputs.d_out, inputs, True)
         elif name == "d_weights":
             found = _dot_products(array, inputs)
+        elif name == "sorted_rows":
+            found = _sorted(array, inputs, operation.variant)
+        elif name == "source_to_dest":
+            found = _unequal(name, array, inputs.problem.source_to_dest)
         elif name == "copy":
             found = _unequal(name, array, np.ones_like(array))
         elif name == "slot_probs":
@@ -117,6 +122,20 @@ def _scaled(actual: NDArray, inputs: ArrayInputs) -> str | None:
         return wrong
     for rows in chunks(*actual.shape):
         found = _unequal("d_rows", actual[rows], inputs.scaled(rows), rows.start)
+        if found:
+            return found
+    return None
+
+
+def _sorted(actual: NDArray, inputs: ArrayInputs, variant: str) -> str | None:
+    """Rows of the buffer where the oracle puts them, or from there."""
+    problem = inputs.problem
+    sources = problem.dest_to_source if variant == "forward" else problem.source_to_dest
+    wrong = _unlike("sorted_rows", actual, inputs.rows.dtype, inputs.rows.shape)
+    if wrong:
+        return wrong
+    for rows in chunks(*actual.shape):
+        found = _unequal("sorted_rows", actual[rows], inputs.rows[sources[rows]], rows.start)
         if found:
             return found
     return None

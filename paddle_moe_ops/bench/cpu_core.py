@@ -19,6 +19,7 @@ from ..testing.core import (
     permute_params,
     route_params,
     slots_params,
+    sort_chunks_params,
     unpermute_backward_params,
     unpermute_params,
 )
@@ -163,6 +164,22 @@ def _unpermute_backward(core: Core, operation: Operation, inputs: ArrayInputs) -
     return _body(lambda: core.run("unpermute_backward", params), outputs)
 
 
+def _sort_chunks(core: Core, operation: Operation, inputs: ArrayInputs) -> Body:
+    forward, problem = operation.variant == "forward", inputs.problem
+    outputs: Outputs = {"sorted_rows": _touched(inputs.rows.shape, inputs.rows.dtype)}
+    if forward:
+        outputs["source_to_dest"] = _touched((problem.plan.num_rows,), np.dtype(np.int32))
+    params = sort_chunks_params(
+        inputs.rows,
+        problem.chunk_sizes,
+        problem.chunk_order,
+        outputs["sorted_rows"],
+        source_to_dest=outputs.get("source_to_dest"),
+        inverse=not forward,
+    )
+    return _body(lambda: core.run("sort_chunks", params), outputs)
+
+
 _BODIES: dict[str, Callable[[Core, Operation, ArrayInputs], Body]] = {
     "route": _route,
     "route_permute": _route_permute,
@@ -171,4 +188,5 @@ _BODIES: dict[str, Callable[[Core, Operation, ArrayInputs], Body]] = {
     "unpermute": _unpermute,
     "moe_unpermute": _moe_unpermute,
     "unpermute_backward": _unpermute_backward,
+    "sort_chunks": _sort_chunks,
 }

@@ -185,6 +185,25 @@ def _public_unpermute_backward(operation: Operation, inputs: PaddleInputs) -> Bo
     return Body(run)
 
 
+def _public_sort_chunks(operation: Operation, inputs: PaddleInputs) -> Body:
+    problem, forward = inputs.problem, operation.variant == "forward"
+    sizes, order = as_tensor(problem.chunk_sizes), as_tensor(problem.chunk_order)
+    rows = inputs.leaf("rows", gradient=not forward)
+    if forward:
+
+        def run() -> Outputs:
+            out, _, source_to_dest = paddle_moe_ops.sort_chunks(rows, sizes, order)
+            return {"sorted_rows": out, "source_to_dest": source_to_dest}
+
+        return Body(run)
+    out, d_out = paddle_moe_ops.sort_chunks(rows, sizes, order)[0], rows.detach()
+
+    def run_backward() -> Outputs:
+        return {"sorted_rows": paddle.grad([out], [rows], [d_out], retain_graph=True)[0]}
+
+    return Body(run_backward)
+
+
 _PUBLIC_BODIES: dict[str, Callable[[Operation, PaddleInputs], Body]] = {
     "route": _public_route,
     "route_permute": _public_route_permute,
@@ -193,6 +212,7 @@ _PUBLIC_BODIES: dict[str, Callable[[Operation, PaddleInputs], Body]] = {
     "unpermute": _public_unpermute,
     "moe_unpermute": _public_moe_unpermute,
     "unpermute_backward": _public_unpermute_backward,
+    "sort_chunks": _public_sort_chunks,
 }
 
 # ---- plain operators of Paddle
@@ -309,10 +329,17 @@ def _plain_unpermute_backward(operation: Operation, inputs: PaddleInputs) -> Bod
     return Body(run)
 
 
+def _plain_sort_chunks(operation: Operation, inputs: PaddleInputs) -> Body:
+    rows, problem = as_tensor(inputs.arrays.rows), inputs.problem
+    index = as_tensor(problem.dest_to_source if operation.variant == "forward" else problem.source_to_dest)
+    return Body(lambda: {"sorted_rows": paddle.gather(rows, index)}, note="gather by a given map")
+
+
 _PLAIN_BODIES: dict[str, Callable[[Operation, PaddleInputs], Body]] = {
     "route": _plain_route,
     "route_permute": _plain_route_permute,
     "permute": _plain_permute,
     "unpermute": _plain_unpermute,
     "unpermute_backward": _plain_unpermute_backward,
+    "sort_chunks": _plain_sort_chunks,
 }

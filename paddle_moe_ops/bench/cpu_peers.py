@@ -20,11 +20,17 @@ _BITS = {BFLOAT16: np.int16, FLOAT8: np.int8}
 
 def numpy_implementation() -> Implementation:
     """ "numpy take": rows by index into a new array."""
-    return Implementation("numpy take", ("permute:*", "route_permute:*", "unpermute_backward:plain"), _take)
+    return Implementation(
+        "numpy take", ("permute:*", "route_permute:*", "unpermute_backward:plain", "sort_chunks:*"), _take
+    )
 
 
 def _take(operation: Operation, inputs: ArrayInputs) -> Body:
     plan = inputs.problem.plan
+    if operation.op == "sort_chunks":
+        problem = inputs.problem
+        index = problem.dest_to_source if operation.variant == "forward" else problem.source_to_dest
+        return Body(lambda: {"sorted_rows": np.take(inputs.rows, index, axis=0)}, note="take by a given map")
     if plan.num_rows != inputs.problem.routed_rows:
         raise Unsupported("taking leaves no padding rows")
     sources = {"rows": inputs.x}

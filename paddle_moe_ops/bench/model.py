@@ -17,6 +17,7 @@ element, S scales per row (float32). M counts only where padding rows are writte
     unpermute_backward dx        THb + 4TK + 4N             MHb
     unpermute_backward dprob     THb + NHb + 4TK            4M
     unpermute_backward weighted  THb + NHb + 4TK + 4N       MHb + 4M
+    sort_chunks                  MHb + 8E (sizes, order)    MHb; forward also the map 4M
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def minimum_bytes(operation: Operation, problem: Problem) -> Bytes:
     if op == "moe_unpermute":
         rowmap = _WORD * tokens * experts
         return Bytes(routed * row + rowmap + slot_words + _WORD * routed, tokens * row + slot_words)
+    if op == "sort_chunks":
+        return Bytes(buffer * row + 2 * _WORD * experts, buffer * row + (_WORD * buffer if variant == "forward" else 0))
     if op != "unpermute_backward":
         raise ValueError(f"operation must be one of shapes.OPERATIONS, but got {operation.key}")
     dots = variant in ("weighted", "dprob")
@@ -125,6 +128,8 @@ def probe_work(operation: Operation, problem: Problem) -> Work:
         return Work(Kind.EMPTY, 0, 0)
     if operation.op in ("unpermute", "moe_unpermute"):
         return Work(Kind.REDUCE, tokens, routed)
+    if operation.op == "sort_chunks":
+        return Work(Kind.FANOUT, problem.plan.num_rows * row, problem.plan.num_rows * row)
     if operation.key == "unpermute_backward:dprob":
         return Work(Kind.READ, tokens + routed, 0)
     if operation.key == "unpermute_backward:weighted":

@@ -28,6 +28,7 @@ _TE_OPERATIONS = (
     *(f"{op}:*" for op in ("route", "route_permute", "permute", "unpermute")),
     "unpermute_backward:plain",
     "unpermute_backward:weighted",
+    "sort_chunks:*",
 )
 _TE_PACKAGES = (
     "transformer_engine",
@@ -53,7 +54,8 @@ def _without_padding(inputs: TensorInputs) -> None:
 
 
 def _torch_gather(operation: Operation, inputs: TensorInputs) -> Body:
-    _without_padding(inputs)
+    if operation.op != "sort_chunks":
+        _without_padding(inputs)
     return _TORCH_BODIES[operation.op](operation, inputs)
 
 
@@ -129,6 +131,11 @@ def _torch_backward(operation: Operation, inputs: TensorInputs) -> Body:
     return Body(run)
 
 
+def _torch_sort_chunks(operation: Operation, inputs: TensorInputs) -> Body:
+    index = (inputs.dest_to_source if operation.variant == "forward" else inputs.source_to_dest).long()
+    return Body(lambda: {"sorted_rows": inputs.rows.index_select(0, index)}, note="gather by a given map")
+
+
 def _torch_index_add(operation: Operation, inputs: TensorInputs) -> Body:
     _without_padding(inputs)
     index, weights = inputs.row_to_token, inputs.row_probs[:, None]
@@ -145,6 +152,7 @@ _TORCH_BODIES: dict[str, Callable[[Operation, TensorInputs], Body]] = {
     "permute": _torch_permute,
     "unpermute": _torch_gather_sum,
     "unpermute_backward": _torch_backward,
+    "sort_chunks": _torch_sort_chunks,
 }
 
 
@@ -308,10 +316,25 @@ def _te_unpermute_backward(functions: Any, operation: Operation, inputs: TensorI
     return Body(run, results=results)
 
 
+def _te_sort_chunks(functions: Any, operation: Operation, inputs: TensorInputs) -> Body:
+    forward = operation.variant == "forward"
+    (num_rows, hidden), sizes, order = inputs.rows.shape, inputs.chunk_sizes, inputs.chunk_order
+
+    def run() -> Outputs:
+        chunk_map = inputs.source_to_dest
+        if forward:
+            chunk_map = functions.make_chunk_sort_map(sizes, order, num_rows, len(sizes))
+        rows, _ = functions.sort_chunks_by_map(inputs.rows, chunk_map, None, num_rows, hidden, forward)
+        return {"sorted_rows": rows, **({"source_to_dest": chunk_map} if forward else {})}
+
+    return Body(run, note="" if forward else "by a given map")
+
+
 _TE_BODIES: dict[str, Callable[[Any, Operation, TensorInputs], Body]] = {
     "route": _te_route,
     "route_permute": _te_route_permute,
     "permute": _te_permute,
     "unpermute": _te_unpermute,
     "unpermute_backward": _te_unpermute_backward,
+    "sort_chunks": _te_sort_chunks,
 }

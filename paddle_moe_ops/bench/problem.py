@@ -38,6 +38,27 @@ class Problem:
     def scale_cols(self) -> int:
         return -(-self.case.shape.hidden // SCALE_GROUP)
 
+    @property
+    def chunk_sizes(self) -> NDArray:
+        """int32 [E]: the buffer as a rank gets it from an all-to-all, in chunks by (rank, expert)."""
+        return self.plan.tokens_per_expert
+
+    @cached_property
+    def chunk_order(self) -> NDArray:
+        """int32 [E]: the chunks by (expert, rank), for as many ranks as share the experts evenly, up to 8."""
+        ranks = max(ranks for ranks in range(1, 9) if self.plan.num_experts % ranks == 0)
+        return np.arange(self.plan.num_experts, dtype=np.int32).reshape(ranks, -1).T.flatten()
+
+    @cached_property
+    def source_to_dest(self) -> NDArray:
+        """int32 [M]: the new place of every row of the buffer when its chunks are sorted."""
+        return reference.chunk_sort_map(self.chunk_sizes, self.chunk_order, self.plan.num_rows)
+
+    @cached_property
+    def dest_to_source(self) -> NDArray:
+        """int32 [M]"""
+        return np.argsort(self.source_to_dest).astype(np.int32)
+
     @cached_property
     def rowmap(self) -> NDArray:
         """int32 [T, E], the map that Paddle's moe_permute returns."""

@@ -77,6 +77,7 @@ OPERATIONS = tuple(
         "unpermute": ("plain", "weighted"),
         "moe_unpermute": ("plain", "weighted"),
         "unpermute_backward": ("plain", "weighted", "dx", "dprob"),
+        "sort_chunks": ("forward", "backward"),
     }.items()
     for variant in variants
 )

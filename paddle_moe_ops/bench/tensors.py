@@ -94,6 +94,26 @@ class TensorInputs:
         """float32 [M]"""
         return self._copy(self.problem.plan.row_probs)
 
+    @cached_property
+    def chunk_sizes(self) -> torch.Tensor:
+        """int32 [C]"""
+        return self._copy(self.problem.chunk_sizes)
+
+    @cached_property
+    def chunk_order(self) -> torch.Tensor:
+        """int32 [C]"""
+        return self._copy(self.problem.chunk_order)
+
+    @cached_property
+    def source_to_dest(self) -> torch.Tensor:
+        """int32 [M]"""
+        return self._copy(self.problem.source_to_dest)
+
+    @cached_property
+    def dest_to_source(self) -> torch.Tensor:
+        """int32 [M]"""
+        return self._copy(self.problem.dest_to_source)
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 

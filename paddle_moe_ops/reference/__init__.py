@@ -9,6 +9,7 @@ check.
 from __future__ import annotations
 
 from .arithmetic import add32, fma32, round_to, to_float32
+from .chunks import chunk_sort_map, sort_chunks, sort_chunks_backward
 from .paddle_api import (
     moe_permute,
     moe_permute_backward,
@@ -19,11 +20,22 @@ from .paddle_api import (
 )
 from .permutation import permute, permute_backward, sum_rows, unpermute, unpermute_backward
 from .routing import Plan, route, route_backward
+from .row_id_map import (
+    RowMaps,
+    make_row_id_map,
+    read_rowmap,
+    row_id_map_to_rowmap,
+    rows_to_slots,
+    slots_to_rows,
+)
 
 __all__ = [
     "Plan",
+    "RowMaps",
     "add32",
+    "chunk_sort_map",
     "fma32",
+    "make_row_id_map",
     "moe_permute",
     "moe_permute_backward",
     "moe_unpermute",
@@ -31,10 +43,16 @@ __all__ = [
     "permute",
     "permute_backward",
     "plan_to_rowmap",
+    "read_rowmap",
     "round_to",
     "route",
     "route_backward",
+    "row_id_map_to_rowmap",
     "rowmap_to_token_rows",
+    "rows_to_slots",
+    "slots_to_rows",
+    "sort_chunks",
+    "sort_chunks_backward",
     "sum_rows",
     "to_float32",
     "unpermute",

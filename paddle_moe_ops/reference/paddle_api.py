@@ -24,6 +24,7 @@ __all__ = [
     "moe_unpermute_backward",
     "plan_to_rowmap",
     "rowmap_to_token_rows",
+    "usable_rowmap",
 ]
 
 
@@ -253,30 +254,42 @@ def rowmap_to_token_rows(
 
 
 def _usable_rowmap(rowmap: NDArray, num_rows: int, validate: bool | None, function: str) -> NDArray:
-    """Return the row map [T, E] with -1 in place of entries out of range and of repeated rows."""
-    if validate is not False:
-        for token, expert in np.argwhere((rowmap < -1) | (rowmap >= num_rows))[:1]:
-            raise ValueError(
-                f"{function}: zipped_expertwise_rowmap must hold rows in [-1, {num_rows}), "
-                f"but token {token}, expert {expert} holds {rowmap[token, expert]}"
-            )
+    checked = validate is not False
+    return usable_rowmap(rowmap, num_rows, check_range=checked, check_repeats=checked, function=function)
+
+
+def usable_rowmap(
+    rowmap: NDArray,
+    num_rows: int,
+    *,
+    check_range: bool,
+    check_repeats: bool,
+    function: str,
+    name: str = "zipped_expertwise_rowmap",
+) -> NDArray:
+    """Return the row map [T, E] with -1 in place of entries out of range and of repeated rows, if they do not raise."""
+    for token, expert in np.argwhere((rowmap < -1) | (rowmap >= num_rows))[: int(check_range)]:
+        raise ValueError(
+            f"{function}: {name} must hold rows in [-1, {num_rows}), "
+            f"but token {token}, expert {expert} holds {rowmap[token, expert]}"
+        )
     flat = rowmap.reshape(-1)
     places = np.flatnonzero((flat >= 0) & (flat < num_rows))
     _, first = np.unique(flat[places], return_index=True)
-    if validate is not False:
-        _check_repeated_rows(flat, np.delete(places, first), rowmap.shape[1], function)
+    if check_repeats:
+        _check_repeated_rows(flat, np.delete(places, first), rowmap.shape[1], function, name)
     usable = np.full(flat.shape, -1, np.int32)
     usable[places[first]] = flat[places[first]]
     return usable.reshape(rowmap.shape)
 
 
-def _check_repeated_rows(flat: NDArray, repeats: NDArray, num_experts: int, function: str) -> None:
+def _check_repeated_rows(flat: NDArray, repeats: NDArray, num_experts: int, function: str, name: str) -> None:
     for place in repeats[:1]:
         row = flat[place]
         token0, expert0 = divmod(np.flatnonzero(flat == row)[0], num_experts)
         token1, expert1 = divmod(place, num_experts)
         raise ValueError(
-            f"{function}: zipped_expertwise_rowmap must name a row at most once, but row {row} stands at "
+            f"{function}: {name} must name a row at most once, but row {row} stands at "
             f"token {token0}, expert {expert0} and at token {token1}, expert {expert1}"
         )
 

@@ -33,9 +33,11 @@ from .core_structs import (
     RouteFindings,
     RouteParams,
     RoutingKind,
+    RowIdMapParams,
     RowmapFindings,
     Size,
     SlotsParams,
+    SortChunksParams,
     Status,
     UnpermuteBackwardParams,
     UnpermuteParams,
@@ -56,15 +58,20 @@ __all__ = [
     "RouteFindings",
     "RouteParams",
     "RoutingKind",
+    "RowIdMapParams",
     "RowmapFindings",
     "SlotsParams",
+    "SortChunksParams",
     "Status",
     "UnpermuteBackwardParams",
     "UnpermuteParams",
     "clean_rowmap_params",
+    "make_row_id_map_params",
     "permute_params",
+    "read_row_id_map_params",
     "route_params",
     "slots_params",
+    "sort_chunks_params",
     "unpermute_backward_params",
     "unpermute_params",
 ]
@@ -79,6 +86,9 @@ OPERATORS = (
     "permute",
     "unpermute",
     "unpermute_backward",
+    "sort_chunks",
+    "make_row_id_map",
+    "read_row_id_map",
 )
 
 
@@ -102,6 +112,7 @@ class Core:
         self._declare("pmo_route_cpu_workspace_bytes", Size, ctypes.c_void_p)
         self._declare("pmo_route_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, Int32s)
         self._declare("pmo_clean_rowmap_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self._declare("pmo_sort_chunks_report", ctypes.c_int, ctypes.c_void_p)
         self._declare("pmo_padded_rows", Size, Int32s, Size, Size)
         self._declare("pmo_last_error", ctypes.c_char_p)
         self._declare("pmo_set_num_threads", None, Int)
@@ -141,6 +152,10 @@ class Core:
     def clean_rowmap_report(self, params: CleanRowmapParams, findings: RowmapFindings) -> None:
         """Raise CoreError for what findings say, as far as the params' checks ask."""
         self._check(self.library.pmo_clean_rowmap_report(ctypes.byref(params), ctypes.byref(findings)))
+
+    def sort_chunks_report(self, params: SortChunksParams) -> None:
+        """Raise CoreError for what the params' checks ask; sizes and order must lie in host memory."""
+        self._check(self.library.pmo_sort_chunks_report(ctypes.byref(params)))
 
     def padded_rows(self, counts: NDArray, padding_alignment: int) -> int:
         """Rows of a buffer that holds int32 ``counts`` [E], each padded to the alignment."""
@@ -206,18 +221,54 @@ def route_params(
 
 
 def clean_rowmap_params(
-    rowmap: NDArray, ids: NDArray | None = None, *, duplicates: str = "first", **fields: Any
+    rowmap: NDArray, ids: NDArray | None = None, *, topk: int = 0, duplicates: str = "first", **fields: Any
 ) -> CleanRowmapParams:
-    """Params of "clean_rowmap" for a rowmap [T, E] and ids [T, K]; num_rows and outputs are ``fields``."""
+    """Params of "clean_rowmap" for a rowmap [T, E] and ids [T, K]; num_rows and outputs are ``fields``.
+
+    Without ids, topk = E says that slots are experts.
+    """
     num_tokens, num_experts = rowmap.shape
     return CleanRowmapParams(
         num_tokens=num_tokens,
-        topk=0 if ids is None else ids.shape[1],
+        topk=topk if ids is None else ids.shape[1],
         num_experts=num_experts,
         rowmap=rowmap,
         ids=ids,
         ids_kind=RoutingKind.IDS64 if ids is not None and ids.dtype == np.int64 else RoutingKind.IDS32,
         duplicates=Duplicates[duplicates.upper()],
+        **fields,
+    )
+
+
+def make_row_id_map_params(
+    token_rows: NDArray, row_to_expert: NDArray, row_id_map: NDArray, pad_offsets: NDArray | None = None, **fields: Any
+) -> RowIdMapParams:
+    """Params of "make_row_id_map", which writes row_id_map [T, 2E + 1]."""
+    num_tokens, topk = token_rows.shape
+    return RowIdMapParams(
+        num_tokens=num_tokens,
+        topk=topk,
+        num_experts=row_id_map.shape[1] // 2,
+        num_rows=len(row_to_expert),
+        token_rows=token_rows,
+        row_to_expert=row_to_expert,
+        pad_offsets=pad_offsets,
+        row_id_map=row_id_map,
+        **fields,
+    )
+
+
+def read_row_id_map_params(
+    row_id_map: NDArray, rowmap: NDArray, pad_offsets: NDArray | None = None, **fields: Any
+) -> RowIdMapParams:
+    """Params of "read_row_id_map", which writes rowmap [T, E]."""
+    num_tokens, num_experts = rowmap.shape
+    return RowIdMapParams(
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        pad_offsets=pad_offsets,
+        row_id_map=row_id_map,
+        rowmap=rowmap,
         **fields,
     )
 
@@ -338,6 +389,38 @@ def unpermute_backward_params(
         dtype=DTYPES[d_out.dtype],
         copy_single_row=copy_single_row,
         num_threads=num_threads,
+    )
+
+
+def sort_chunks_params(
+    x: NDArray,
+    split_sizes: NDArray,
+    order: NDArray,
+    out: NDArray | None,
+    probs: NDArray | None = None,
+    probs_out: NDArray | None = None,
+    source_to_dest: NDArray | None = None,
+    **fields: Any,
+) -> SortChunksParams:
+    """Params of "sort_chunks". Rows of ``x`` may lie apart; outputs that are None are not wanted."""
+    num_rows, hidden = x.shape
+    kinds = {np.dtype(np.int32): RoutingKind.IDS32, np.dtype(np.int64): RoutingKind.IDS64}
+    return SortChunksParams(
+        num_rows=num_rows,
+        num_chunks=len(split_sizes),
+        hidden=hidden,
+        x=x,
+        x_row_stride=_row_stride(x),
+        split_sizes=split_sizes,
+        order=order,
+        probs=probs,
+        out=out,
+        probs_out=probs_out,
+        source_to_dest=source_to_dest,
+        dtype=DTYPES[x.dtype],
+        split_sizes_kind=kinds[split_sizes.dtype],
+        order_kind=kinds[order.dtype],
+        **fields,
     )
 
 

@@ -27,9 +27,11 @@ __all__ = [
     "RouteFindings",
     "RouteParams",
     "RoutingKind",
+    "RowIdMapParams",
     "RowmapFindings",
     "Size",
     "SlotsParams",
+    "SortChunksParams",
     "Status",
     "UnpermuteBackwardParams",
     "UnpermuteParams",
@@ -159,7 +161,7 @@ class CleanRowmapParams(Params):
         *_fields(Int32s, "rowmap"),
         *_fields(Bytes, "ids"),
         *_fields(Int, "ids_kind duplicates checks num_threads"),
-        *_fields(Int32s, "token_rows row_to_token slot_to_row"),
+        *_fields(Int32s, "token_rows row_to_token slot_to_row row_to_slot row_to_expert"),
         *_fields(Bytes, "workspace"),
         *_fields(Size, "workspace_bytes"),
     ]
@@ -169,6 +171,16 @@ class RowmapFindings(ctypes.Structure):
     """pmo_rowmap_findings"""
 
     _fields_ = _fields(Size, "bad_id_place bad_id bad_row_place bad_row repeat_place repeat_row repeat_first")
+
+
+class RowIdMapParams(Params):
+    """pmo_row_id_map_params"""
+
+    _fields_ = [
+        *_fields(Size, "struct_size num_tokens topk num_experts num_rows"),
+        *_fields(Int32s, "token_rows row_to_expert pad_offsets row_id_map rowmap"),
+        *_fields(Int, "num_threads"),
+    ]
 
 
 class SlotsParams(Params):
@@ -227,4 +239,22 @@ class UnpermuteBackwardParams(Params):
         *_fields(Bytes, "d_rows"),
         *_fields(Floats, "d_weights"),
         *_fields(Int, "dtype copy_single_row num_threads"),
+    ]
+
+
+class SortChunksParams(Params):
+    """pmo_sort_chunks_params"""
+
+    _fields_ = [
+        *_fields(Size, "struct_size num_rows num_chunks hidden"),
+        *_fields(Bytes, "x"),
+        *_fields(Size, "x_row_stride"),
+        *_fields(Bytes, "split_sizes order"),
+        *_fields(Floats, "probs"),
+        *_fields(Bytes, "out"),
+        *_fields(Floats, "probs_out"),
+        *_fields(Int32s, "source_to_dest"),
+        *_fields(Bytes, "workspace"),
+        *_fields(Size, "workspace_bytes"),
+        *_fields(Int, "dtype split_sizes_kind order_kind inverse checks num_threads"),
     ]

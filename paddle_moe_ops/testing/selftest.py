@@ -18,7 +18,7 @@ import paddle
 from numpy.typing import NDArray
 
 import paddle_moe_ops as ops
-from paddle_moe_ops import reference
+from paddle_moe_ops import masked, reference
 from paddle_moe_ops.backends import resolve
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -85,9 +85,11 @@ def all_checks() -> Iterator[Check]:
         yield f"moe_permute {problem}", problem.check_moe_permute
         yield f"moe_unpermute {problem}", problem.check_moe_unpermute
         yield f"moe_unpermute weighted {problem}", problem.check_weighted_moe_unpermute
+        yield f"sort_chunks {problem}", problem.check_sort_chunks
     yield "moe_permute float8_e4m3fn with scales", _check_float8
     yield "route and permute into a buffer that is too small", _check_small_buffer
     yield "route with experts named twice by a token", _check_duplicates
+    yield "masked: row_id_map, rows and sums", _check_mask
 
 
 class _Problem:
@@ -160,6 +162,16 @@ class _Problem:
     def check_weighted_moe_unpermute(self) -> None:
         self._check_moe_unpermute(weighted=True)
 
+    def check_sort_chunks(self) -> None:
+        sizes, order = self.plan.tokens_per_expert, self.rng.permutation(self.case.E)
+        y, probs = _tensor(self.rows, gradient=True), _tensor(np.asarray(self.plan.row_probs))
+        outputs = ops.sort_chunks(y, _tensor(sizes), _tensor(order), probs)
+        wanted = reference.sort_chunks(self.rows, sizes, order, self.plan.row_probs)
+        _check_equal(outputs, wanted, ("rows", "probabilities", "source_to_dest"))
+        d_out = self.normal(*self.rows.shape)
+        _backward([outputs[0]], [d_out])
+        _check_equal([y.grad], [reference.sort_chunks_backward(d_out, wanted[2])], ["gradient of the rows"])
+
     def _check_moe_unpermute(self, weighted: bool) -> None:
         T, H, E, K, _ = self.case
         options: dict[str, Any] = {"using_weighted_combine": weighted}
@@ -216,6 +228,20 @@ def _check_duplicates() -> None:
         arguments: dict[str, Any] = {"num_experts": problem.case.E, "duplicates": duplicates, "validate": False}
         plan = ops.route(_tensor(ids), _tensor(problem.probs), **arguments)
         _check_equal(plan, reference.route(ids, problem.probs, **arguments), reference.Plan._fields)
+
+
+def _check_mask() -> None:
+    problem = _Problem(Case(T=64, H=16, E=8, K=4, A=4), FLOAT32)
+    mask = problem.rng.random((problem.case.T, problem.case.E)) < 0.3
+    probs = problem.normal(*mask.shape)
+    row_id_map, num_rows = masked.make_row_id_map(_tensor(mask), fp8_padding=problem.case.A)
+    rows = masked.permute_with_mask_map(_tensor(problem.x), row_id_map, num_rows)
+    sums = masked.unpermute_with_mask_map(rows, row_id_map, _tensor(probs))
+    plan = reference.route(mask, probs, padding_alignment=problem.case.A)
+    wanted_map = reference.make_row_id_map(plan.token_rows, plan.row_to_expert, plan.num_experts)
+    wanted_rows, _ = reference.permute(problem.x, plan)
+    wanted_sums = reference.unpermute(wanted_rows, plan, plan.row_probs)
+    _check_equal((row_id_map, rows, sums), (wanted_map, wanted_rows, wanted_sums), ("row_id_map", "rows", "sums"))
 
 
 def _tensor(array: NDArray, *, gradient: bool = False) -> paddle.Tensor:

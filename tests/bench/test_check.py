@@ -57,6 +57,12 @@ def right_outputs(operation, inputs):
         gradients = reference.unpermute_backward(to_numpy(inputs.d_out), plan, to_numpy(inputs.rows), weights)
         chosen = {"plain": (0,), "weighted": (0, 1), "dx": (0,), "dprob": (1,)}[operation.variant]
         outputs = {("d_rows", "d_weights")[index]: gradients[index] for index in chosen}
+    elif operation.op == "sort_chunks":
+        arrays = to_numpy(inputs.rows), problem.chunk_sizes, problem.chunk_order
+        sorted_rows, _, source_to_dest = reference.sort_chunks(*arrays)
+        outputs = {"sorted_rows": sorted_rows, "source_to_dest": source_to_dest}
+        if operation.variant == "backward":
+            outputs = {"sorted_rows": reference.sort_chunks_backward(arrays[0], source_to_dest)}
     return {name: to_tensor(array).to(inputs.device) for name, array in outputs.items()}
 
 

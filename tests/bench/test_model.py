@@ -30,6 +30,8 @@ def of(key, problem=DENSE):
         ("moe_unpermute:weighted", 2 * T * K * H + 4 * T * E + 8 * T * K, 2 * T * H + 4 * T * K),
         ("unpermute_backward:plain", 2 * T * H + 4 * T * K, 2 * T * K * H),
         ("unpermute_backward:weighted", 2 * T * H + 2 * T * K * H + 8 * T * K, 2 * T * K * H + 4 * T * K),
+        ("sort_chunks:forward", 2 * T * K * H + 8 * E, 2 * T * K * H + 4 * T * K),
+        ("sort_chunks:backward", 2 * T * K * H + 8 * E, 2 * T * K * H),
         ("unpermute_backward:dprob", 2 * T * H + 2 * T * K * H + 4 * T * K, 4 * T * K),
     ],
 )

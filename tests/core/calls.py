@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paddle_moe_ops import reference
 from paddle_moe_ops.testing import core as ctypes_core
 from paddle_moe_ops.testing.core import Check, Core, Fill
 
@@ -165,6 +166,59 @@ def unpermute_backward(
         )
         core.run("unpermute_backward", params)
     return d_rows, d_weights
+
+
+def read_rowmap(core: Core, rowmap: NDArray, num_rows: int, *, checks: int = Check.NONE) -> reference.RowMaps:
+    """clean_rowmap where slots are experts."""
+    names = "row_to_token", "row_to_slot", "row_to_expert"
+    with guarded_outputs() as output:
+        slot_to_row, token_rows = output(rowmap.shape, np.int32), output(rowmap.shape, np.int32)
+        by_row = {name: output(num_rows, np.int32) for name in names}
+        params = ctypes_core.clean_rowmap_params(
+            rowmap,
+            topk=rowmap.shape[1],
+            num_rows=num_rows,
+            checks=checks,
+            token_rows=token_rows,
+            slot_to_row=slot_to_row,
+            **by_row,
+        )
+        core.run("clean_rowmap", params)
+    return reference.RowMaps(slot_to_row, token_rows, **by_row)
+
+
+def make_row_id_map(core: Core, plan: reference.Plan, pad_offsets: NDArray | None = None) -> NDArray:
+    with guarded_outputs() as output:
+        row_id_map = output((plan.num_tokens, 2 * plan.num_experts + 1), np.int32)
+        params = ctypes_core.make_row_id_map_params(plan.token_rows, plan.row_to_expert, row_id_map, pad_offsets)
+        core.run("make_row_id_map", params)
+    return row_id_map
+
+
+def read_row_id_map(core: Core, row_id_map: NDArray, pad_offsets: NDArray | None = None) -> NDArray:
+    with guarded_outputs() as output:
+        rowmap = output((len(row_id_map), row_id_map.shape[1] // 2), np.int32)
+        core.run("read_row_id_map", ctypes_core.read_row_id_map_params(row_id_map, rowmap, pad_offsets))
+    return rowmap
+
+
+def sort_chunks(
+    core: Core,
+    x: NDArray,
+    split_sizes: NDArray,
+    order: NDArray,
+    probs: NDArray | None = None,
+    *,
+    odd_outputs: bool = False,
+    **fields: Any,
+) -> tuple[NDArray, NDArray | None, NDArray]:
+    with guarded_outputs() as output:
+        out = output(x.shape, x.dtype, int(odd_outputs))
+        probs_out = None if probs is None else output(probs.shape, np.float32)
+        source_to_dest = output(len(x), np.int32)
+        params = ctypes_core.sort_chunks_params(x, split_sizes, order, out, probs, probs_out, source_to_dest, **fields)
+        core.run("sort_chunks", params)
+    return out, probs_out, source_to_dest
 
 
 def gather_slots(

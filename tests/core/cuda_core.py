@@ -29,6 +29,7 @@ from paddle_moe_ops.testing.core import (
     RouteFindings,
     RouteParams,
     RowmapFindings,
+    SortChunksParams,
 )
 
 # Read on the host by the reports, never by a kernel.
@@ -82,7 +83,7 @@ class CudaCore(Core):
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         self._declare("pmo_route_permute_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        for operator in ("route", "clean_rowmap"):
+        for operator in ("route", "clean_rowmap", "sort_chunks"):
             self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
 
     def entry(self, operator: str) -> Any:
@@ -103,6 +104,11 @@ class CudaCore(Core):
             return
         if isinstance(params, CleanRowmapParams) and params.workspace is None:
             self._make_workspace(params, self.library.pmo_clean_rowmap_cuda_workspace_bytes(ctypes.byref(params)))
+        if isinstance(params, SortChunksParams):
+            if params.checks:
+                self.sort_chunks_report(params)
+            if params.workspace is None:
+                self._make_workspace(params, self.library.pmo_sort_chunks_cuda_workspace_bytes(ctypes.byref(params)))
         if isinstance(params, RouteParams) and operator == "route" and params.checks & Check.OVERFLOW:
             nothing = RouteFindings(bad_place=NOWHERE, duplicate_place=NOWHERE, nan_place=NOWHERE)
             self.route_report(params, nothing, params.arrays["routed_per_expert"])

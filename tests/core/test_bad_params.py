@@ -120,6 +120,32 @@ BAD_FIELDS: dict[str, list[tuple[str, int]]] = {
         ("dtype", 5),
     ],
 }
+BAD_FIELDS["clean_rowmap_by_expert"] = [("num_experts", 0)]
+BAD_FIELDS["make_row_id_map"] = [
+    ("num_tokens", -1),
+    ("num_tokens", TOO_MANY),
+    ("topk", -1),
+    ("topk", TOO_MANY // 5 + 1),
+    ("num_experts", 0),
+    ("num_experts", TOO_MANY_EXPERTS),
+    ("num_rows", -1),
+    ("num_rows", TOO_MANY),
+]
+BAD_FIELDS["read_row_id_map"] = [("num_tokens", -1), ("num_experts", 0), ("num_experts", TOO_MANY_EXPERTS)]
+BAD_FIELDS["sort_chunks"] = [
+    ("num_rows", -1),
+    ("num_rows", TOO_MANY),
+    ("num_chunks", -1),
+    ("num_chunks", (1 << 20) + 1),
+    ("hidden", -1),
+    ("hidden", TOO_WIDE),
+    ("dtype", -1),
+    ("dtype", 6),
+    ("split_sizes_kind", -1),
+    ("split_sizes_kind", 2),
+    ("order_kind", -1),
+    ("order_kind", 2),
+]
 BAD_FIELDS["scatter_slots"] = BAD_FIELDS["gather_slots"]
 BAD_FIELDS["unpermute_backward"] = BAD_FIELDS["unpermute"]
 
@@ -133,6 +159,9 @@ REQUIRED_ARRAYS = {
     "permute": ["x", "scale", "slot_to_row", "row_to_token"],
     "unpermute": ["rows", "token_rows", "out"],
     "unpermute_backward": ["d_out", "rows", "token_rows", "row_to_token", "weights"],
+    "make_row_id_map": ["token_rows", "row_to_expert", "row_id_map"],
+    "read_row_id_map": ["row_id_map", "rowmap"],
+    "sort_chunks": ["x", "split_sizes", "order", "probs"],
 }
 # Row data and bytes may lie anywhere; whatever holds int32, int64 or float32 for the core itself may not.
 ALIGNED_ARRAYS = {
@@ -158,6 +187,10 @@ ALIGNED_ARRAYS = {
     "permute": ["slot_to_row", "row_to_token"],
     "unpermute": ["token_rows", "weights", "weight_index"],
     "unpermute_backward": ["token_rows", "row_to_token", "weights", "weight_index", "d_weights"],
+    "clean_rowmap_by_expert": ["slot_to_row", "row_to_slot", "row_to_expert"],
+    "make_row_id_map": ["token_rows", "row_to_expert", "pad_offsets", "row_id_map"],
+    "read_row_id_map": ["pad_offsets", "row_id_map", "rowmap"],
+    "sort_chunks": ["split_sizes", "order", "probs", "probs_out", "source_to_dest"],
 }
 
 

@@ -173,3 +173,34 @@ def test_backward_of_empty_rows_with_all_arrays_given(core: Core, num_tokens: in
         core.run("unpermute_backward", params)
     assert np.isnan(d_rows).all()  # no row has a byte
     assert d_weights.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("inverse", [0, 1])
+@pytest.mark.parametrize("hidden", [0, 5])
+@pytest.mark.parametrize("num_chunks", [0, 2])
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_chunks_of_any_zero_size_need_no_arrays(
+    core: Core, num_rows: int, num_chunks: int, hidden: int, inverse: int
+) -> None:
+    x = np.arange(num_rows * hidden, dtype=np.float32).reshape(num_rows, hidden)
+    order = np.arange(num_chunks, dtype=np.int32)[::-1].copy()
+    with guarded_outputs() as output:
+        out, source_to_dest = output(x.shape, np.float32), output(num_rows, np.int32)
+        params = ctypes_core.SortChunksParams(
+            num_rows=num_rows,
+            num_chunks=num_chunks,
+            hidden=hidden,
+            x_row_stride=hidden,
+            inverse=inverse,
+            checks=3,
+            **given(
+                x=x,
+                split_sizes=np.zeros(num_chunks, np.int32),
+                order=order,
+                out=out,
+                source_to_dest=source_to_dest,
+            ),
+        )
+        core.run("sort_chunks", params)
+    assert out.tolist() == x.tolist()
+    assert source_to_dest.tolist() == list(range(num_rows))

@@ -99,6 +99,40 @@ def clean_rowmap(rng: np.random.Generator, output: MakeOutput, core: Core) -> Pa
     )
 
 
+def clean_rowmap_by_expert(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
+    s = Sizes(rng)
+    return ctypes_core.CleanRowmapParams(
+        num_tokens=s.T,
+        topk=s.E,
+        num_experts=s.E,
+        num_rows=s.N,
+        rowmap=ints(rng, (s.T, s.E), s.N),
+        checks=int(rng.integers(0, 4)) if rng.random() < 0.3 else 0,
+        token_rows=output((s.T, s.E), np.int32),
+        row_to_token=output(s.N, np.int32),
+        slot_to_row=output((s.T, s.E), np.int32),
+        row_to_slot=output(s.N, np.int32),
+        row_to_expert=output(s.N, np.int32),
+    )
+
+
+def row_id_map(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
+    """What either direction writes may be read by the other."""
+    s = Sizes(rng)
+    return ctypes_core.RowIdMapParams(
+        num_tokens=s.T,
+        topk=s.K,
+        num_experts=s.E,
+        num_rows=s.N,
+        token_rows=ints(rng, (s.T, s.K), s.N),
+        row_to_expert=ints(rng, (s.N,), s.E),
+        pad_offsets=rng.choice([0, 3, -3, *ODD_INTS], s.E).astype(np.int32),
+        row_id_map=ints(rng, (s.T, 2 * s.E + 1), max(s.N, s.E)),
+        rowmap=output((s.T, s.E), np.int32),
+        num_threads=int(rng.integers(0, 4)),
+    )
+
+
 def slots(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
     s = Sizes(rng)
     return ctypes_core.SlotsParams(
@@ -180,14 +214,43 @@ def unpermute_backward(rng: np.random.Generator, output: MakeOutput, core: Core)
     )
 
 
+def sort_chunks(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
+    s = Sizes(rng)
+    chunks = int(rng.integers(0, 12))
+    # mostly sizes that fit; the kinds are drawn apart, so the arrays are as wide as either needs
+    return ctypes_core.SortChunksParams(
+        num_rows=s.N,
+        num_chunks=chunks,
+        hidden=s.H,
+        x=data(rng, s.N, s.H),
+        x_row_stride=s.H,
+        split_sizes=ints(rng, (chunks,), 2 + s.N // (chunks + 1), np.int64),
+        order=ints(rng, (chunks,), chunks, np.int64),
+        probs=data(rng, 1, s.N)[0],
+        out=output((s.N, s.H), np.float32),
+        probs_out=output(s.N, np.float32),
+        source_to_dest=output(s.N, np.int32),
+        dtype=int(rng.integers(0, 6)),
+        split_sizes_kind=int(rng.integers(0, 2)),
+        order_kind=int(rng.integers(0, 2)),
+        inverse=int(rng.integers(0, 2)),
+        checks=int(rng.integers(0, 4)) if rng.random() < 0.3 else 0,
+        num_threads=int(rng.integers(0, 4)),
+    )
+
+
 TARGETS: dict[str, tuple[tuple[str, ...], Callable[[np.random.Generator, MakeOutput, Core], Params]]] = {
     "route": (("route_count", "route"), route),
     "clean_rowmap": (("clean_rowmap",), clean_rowmap),
+    "clean_rowmap_by_expert": (("clean_rowmap",), clean_rowmap_by_expert),
+    "make_row_id_map": (("make_row_id_map",), row_id_map),
+    "read_row_id_map": (("read_row_id_map",), row_id_map),
     "gather_slots": (("gather_slots",), slots),
     "scatter_slots": (("scatter_slots",), slots),
     "permute": (("permute",), permute),
     "unpermute": (("unpermute",), unpermute),
     "unpermute_backward": (("unpermute_backward",), unpermute_backward),
+    "sort_chunks": (("sort_chunks",), sort_chunks),
 }
 
 

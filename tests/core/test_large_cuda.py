@@ -8,7 +8,14 @@ import ctypes
 
 import pytest
 
-from paddle_moe_ops.testing.core import Core, Params, PermuteParams, UnpermuteBackwardParams, UnpermuteParams
+from paddle_moe_ops.testing.core import (
+    Core,
+    Params,
+    PermuteParams,
+    SortChunksParams,
+    UnpermuteBackwardParams,
+    UnpermuteParams,
+)
 
 pytestmark = pytest.mark.cuda_only
 
@@ -72,3 +79,21 @@ def test_rows_beyond_2_to_the_32_elements_are_moved_and_summed(core: Core) -> No
     exact = (x.double() ** 2).sum(dim=1)
     assert torch.allclose(d_weights[far].double(), exact, rtol=1e-4)
     assert int(torch.count_nonzero(d_weights).item()) == T
+
+
+def test_chunks_beyond_2_to_the_32_elements_change_places(core: Core) -> None:
+    import torch
+
+    x = torch.zeros((N, H), dtype=torch.uint8, device="cuda")
+    x[:, :8] = torch.arange(N, device="cuda")[:, None] % 251
+    sizes = torch.tensor([2047, 2100, 350], dtype=torch.int32, device="cuda")
+    order = torch.tensor([2, 0, 1], dtype=torch.int32, device="cuda")
+    dest_to_source = torch.cat([torch.arange(4147, 4497), torch.arange(4147), torch.arange(4497, N)]).cuda()
+    sort = {"num_rows": N, "num_chunks": 3, "hidden": H, "x_row_stride": H, "dtype": 3}
+    out, back = torch.full_like(x, 7), torch.full_like(x, 7)
+    arrays = {"split_sizes": sizes, "order": order}
+    run(core, "sort_chunks", SortChunksParams(**sort), x=x, out=out, **arrays)
+    assert torch.equal(out[:, :8], x[dest_to_source, :8])
+    assert int(torch.count_nonzero(out[:, 8:]).item()) == 0
+    run(core, "sort_chunks", SortChunksParams(inverse=1, **sort), x=out, out=back, **arrays)
+    assert torch.equal(back, x)

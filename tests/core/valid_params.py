@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from paddle_moe_ops import reference
 from paddle_moe_ops.testing import core as ctypes_core
-from paddle_moe_ops.testing.core import Core, Params
+from paddle_moe_ops.testing.core import Check, Core, Params
 
 from ..params import Shape
 from ..reference.cases import ordinary_floats
@@ -69,6 +70,31 @@ def clean_rowmap(core: Core, output: MakeOutput) -> Params:
     )
 
 
+def clean_rowmap_by_expert(core: Core, output: MakeOutput) -> Params:
+    maps = {name: output(N, np.int32) for name in ("row_to_token", "row_to_slot", "row_to_expert")}
+    return ctypes_core.clean_rowmap_params(
+        np.full((SHAPE.T, SHAPE.E), -1, np.int32),
+        topk=SHAPE.E,
+        num_rows=N,
+        token_rows=output((SHAPE.T, SHAPE.E), np.int32),
+        slot_to_row=output((SHAPE.T, SHAPE.E), np.int32),
+        **maps,
+    )
+
+
+def make_row_id_map(core: Core, output: MakeOutput) -> Params:
+    row_id_map, pad_offsets = output((SHAPE.T, 2 * SHAPE.E + 1), np.int32), np.zeros(SHAPE.E, np.int32)
+    return ctypes_core.make_row_id_map_params(PLAN.token_rows, PLAN.row_to_expert, row_id_map, pad_offsets)
+
+
+def read_row_id_map(core: Core, output: MakeOutput) -> Params:
+    row_id_map, pad_offsets = (
+        reference.make_row_id_map(PLAN.token_rows, PLAN.row_to_expert, SHAPE.E),
+        np.zeros(SHAPE.E, np.int32),
+    )
+    return ctypes_core.read_row_id_map_params(row_id_map, output((SHAPE.T, SHAPE.E), np.int32), pad_offsets)
+
+
 def gather_slots(core: Core, output: MakeOutput) -> Params:
     slot_values = output((SHAPE.T, SHAPE.E), np.float32)
     return ctypes_core.slots_params(PLAN.slot_to_row, np.ones(N, np.float32), slot_values, PLAN.row_to_expert)
@@ -104,15 +130,32 @@ def unpermute_backward(core: Core, output: MakeOutput) -> Params:
     )
 
 
+def sort_chunks(core: Core, output: MakeOutput) -> Params:
+    return ctypes_core.sort_chunks_params(
+        FLOATS,
+        np.array([1, 0, 3], np.int64),
+        np.array([2, 0, 1], np.int64),
+        output(FLOATS.shape, np.float32),
+        np.ones(len(FLOATS), np.float32),
+        output(len(FLOATS), np.float32),
+        output(len(FLOATS), np.int32),
+        checks=Check.ALL,
+    )
+
+
 # What is made here, and the operator that it is for.
 VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "route_count": ("route_count", route_count),
     "route_count_mask": ("route_count", route_count_mask),
     "route": ("route", route),
     "clean_rowmap": ("clean_rowmap", clean_rowmap),
+    "clean_rowmap_by_expert": ("clean_rowmap", clean_rowmap_by_expert),
+    "make_row_id_map": ("make_row_id_map", make_row_id_map),
+    "read_row_id_map": ("read_row_id_map", read_row_id_map),
     "gather_slots": ("gather_slots", gather_slots),
     "scatter_slots": ("scatter_slots", scatter_slots),
     "permute": ("permute", permute),
     "unpermute": ("unpermute", unpermute),
     "unpermute_backward": ("unpermute_backward", unpermute_backward),
+    "sort_chunks": ("sort_chunks", sort_chunks),
 }

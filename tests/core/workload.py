@@ -100,6 +100,15 @@ def unpermute_backward(core: Core, num_threads: int) -> Results:
     return d_rows, d_weights
 
 
+def sort_chunks(core: Core, num_threads: int) -> Results:
+    _, _, rows, weights = moved()
+    sizes = np.random.default_rng(7).multinomial(len(rows) - 5, np.full(64, 1 / 64))
+    order = np.random.default_rng(8).permutation(64)
+    out, probs_out, source_to_dest = calls.sort_chunks(core, rows, sizes, order, weights, num_threads=num_threads)
+    assert probs_out is not None
+    return out, probs_out, source_to_dest
+
+
 OPERATORS: dict[str, Callable[[Core, int], Results]] = {
     "route": route,
     "clean_rowmap": clean_rowmap,
@@ -108,6 +117,7 @@ OPERATORS: dict[str, Callable[[Core, int], Results]] = {
     "permute": permute,
     "unpermute": unpermute,
     "unpermute_backward": unpermute_backward,
+    "sort_chunks": sort_chunks,
 }
 
 

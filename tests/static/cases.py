@@ -15,7 +15,17 @@ import numpy as np
 import paddle
 from numpy.typing import DTypeLike, NDArray
 
-from paddle_moe_ops import moe_permute, moe_unpermute, permute, reference, route, unpermute
+from paddle_moe_ops import (
+    dispatch,
+    masked,
+    moe_permute,
+    moe_unpermute,
+    permute,
+    reference,
+    route,
+    sort_chunks,
+    unpermute,
+)
 from paddle_moe_ops.testing.routing import half_unassigned, random_probs
 
 H, E, K, A = 20, 5, 3, 4
@@ -91,6 +101,11 @@ def mask_inputs(rng: np.random.Generator, tokens: int) -> Inputs:
         "mask": mask,
         "probs": rng.random(mask.shape, np.float32),
     }
+
+
+def mask_inputs_without_probs(rng: np.random.Generator, tokens: int) -> Inputs:
+    inputs = mask_inputs(rng, tokens)
+    return {"x": inputs["x"], "mask": inputs["mask"]}
 
 
 def row_scales(rng: np.random.Generator, ids: NDArray) -> NDArray:
@@ -219,6 +234,97 @@ def unpermute_by_plan_slot_probs(rows, ids, probs):
     return (unpermute(rows, route(ids, num_experts=E, padding_alignment=A), probs),)
 
 
+def chunk_inputs(dtype: DTypeLike = np.float32, with_probs: bool = True) -> Callable[..., Inputs]:
+    """Rows in seven chunks, some of them empty, and rows behind them."""
+
+    def make(rng: np.random.Generator, tokens: int) -> Inputs:
+        probs = {"probs": rng.random(tokens, np.float32)} if with_probs else {}
+        return {
+            "x": rng.standard_normal((tokens, H)).astype(dtype),
+            "sizes": rng.multinomial(tokens - tokens // 5, rng.dirichlet(np.full(7, 0.5))),
+            "order": rng.permutation(7).astype(np.int32),
+            **probs,
+        }
+
+    return make
+
+
+def chunks_without_probs(x, sizes, order):
+    out, _, source_to_dest = sort_chunks(x, sizes, order)
+    return out, source_to_dest
+
+
+def chunks_float8(x, sizes, order, probs):
+    out, probs_out, source_to_dest = sort_chunks(x.astype("float8_e4m3fn"), sizes, order, probs)
+    return out.astype("float32"), probs_out, source_to_dest
+
+
+def chunks_by_map(x, sizes, order, probs):
+    chunk_map = masked.make_chunk_sort_map(sizes, order)  # shorter than x: the last rows are not in any chunk
+    full_map = masked.make_chunk_sort_map(sizes.astype("int32"), order, 500)
+    rows = num_tokens(chunk_map)
+    out, probs_out = masked.sort_chunks_by_map(x[:rows], chunk_map, probs[:rows])
+    back, _ = masked.sort_chunks_by_map(out, chunk_map, probs_out, is_forward=False)
+    return chunk_map, full_map, out, probs_out, back
+
+
+def mask_maps(x, mask, probs):
+    row_id_map, num_out = masked.make_row_id_map(mask, num_topK=K, fp8_padding=A)
+    rows, row_probs, _ = masked.permute_with_mask_map(x, row_id_map, num_out, probs)
+    out, slot_probs = masked.unpermute_with_mask_map(rows * 2, row_id_map, probs, permuted_probs=row_probs)
+    return row_id_map, num_out, rows, row_probs, out, slot_probs
+
+
+def mask_maps_without_probs(x, mask):
+    row_id_map, _ = masked.make_row_id_map(mask, num_out_tokens=SMALL_BUFFER)
+    rows = masked.permute_with_mask_map(x, row_id_map, SMALL_BUFFER)
+    return row_id_map, rows, masked.unpermute_with_mask_map(rows, row_id_map)
+
+
+def mask_backward(x, mask, probs):
+    row_id_map, num_out = masked.make_row_id_map(mask)
+    rows = masked.permute_with_mask_map(x * 3, row_id_map, num_out).detach()
+    return masked.unpermute_with_mask_map_bwd_with_merging_probs(x, row_id_map, rows, probs)
+
+
+def mask_moe(x, mask, probs):
+    rows, row_probs, row_id_map = masked.moe_permute_with_probs(x, probs, mask, BUFFER)
+    return rows, row_probs, row_id_map, masked.moe_unpermute(rows, row_id_map, probs)
+
+
+def mask_moe_padded(x, mask, probs):
+    counts = mask.astype("int32").sum(0)
+    rows, row_probs, row_id_map, pad_offsets, targets = masked.moe_permute_and_pad_with_probs(x, probs, mask, counts, A)
+    out = masked.moe_unpermute(rows * 2, row_id_map, probs, pad_offsets=pad_offsets)
+    return rows, row_probs, row_id_map, targets, out
+
+
+def index_moe(x, ids, probs):
+    rows, row_id_map = masked.moe_permute(x, ids, BUFFER, map_type="index", num_experts=E)
+    return rows, row_id_map, masked.moe_unpermute(rows, row_id_map, probs, map_type="index")
+
+
+def dispatch_and_combine(x, mask, probs):
+    rows, row_probs, row_id_map, _, counts = dispatch.token_dispatch(x, mask, SMALL_BUFFER, probs)
+    return rows, row_probs, row_id_map, counts, dispatch.token_combine(rows, row_id_map, row_probs)
+
+
+def dispatch_and_combine_padded(x, mask, probs):
+    rows, row_probs, row_id_map, pad_offsets, counts = dispatch.token_dispatch(x, mask, BUFFER, probs, A)
+    out = dispatch.token_combine(rows * 2, row_id_map, probs, pad_offsets)
+    return rows, row_probs, row_id_map, pad_offsets, counts, out
+
+
+def expert_parallel(x, mask, probs):
+    counts = mask.astype("int32").sum(0).expand([E, E])  # as many ranks as experts, all with the same tokens
+    rows, sizes, state = dispatch.local_permute_after_a2a(
+        x, paddle.minimum(counts, num_tokens(x) // E + counts * 0), 2, E
+    )
+    back = dispatch.local_unpermute_before_a2a(rows, state)
+    experts, weights = dispatch.routing_map_to_selected_experts(probs, mask, K)
+    return rows, sizes, back, experts, weights, *dispatch.compute_ragged_all_to_all_params(counts, 2, E)
+
+
 COUNTS32, COUNTS64 = true_counts(np.int32), true_counts(np.int64)
 
 MOE_PERMUTE = (
@@ -265,4 +371,22 @@ VERBS = (
     Case("unpermute-slot-probs", unpermute_by_plan_slot_probs, plan_inputs(), ("rows", "probs")),
     Case("unpermute-slot-probs-bfloat16", unpermute_by_plan_slot_probs, plan_inputs(BFLOAT16), ("rows", "probs")),
 )
-CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS)
+FAMILIES = (
+    Case("sort_chunks", sort_chunks, chunk_inputs(), ("x", "probs")),
+    Case("sort_chunks-bfloat16", sort_chunks, chunk_inputs(BFLOAT16), ("x", "probs")),
+    Case("sort_chunks-x-only", sort_chunks, chunk_inputs(), ("x",)),
+    Case("sort_chunks-probs-only", sort_chunks, chunk_inputs(BFLOAT16), ("probs",)),
+    Case("sort_chunks-without-probs", chunks_without_probs, chunk_inputs(with_probs=False), ("x",)),
+    Case("sort_chunks-float8", chunks_float8, chunk_inputs(), ("probs",)),
+    Case("masked-chunk-map", chunks_by_map, chunk_inputs(), ("x", "probs")),
+    Case("masked-maps", mask_maps, mask_inputs, ("x", "probs")),
+    Case("masked-maps-small", mask_maps_without_probs, mask_inputs_without_probs, ("x",)),
+    Case("masked-backward", mask_backward, mask_inputs, ()),
+    Case("masked-moe", mask_moe, mask_inputs, ("x", "probs")),
+    Case("masked-moe-padded", mask_moe_padded, mask_inputs, ("x", "probs")),
+    Case("masked-moe-index", index_moe, token_inputs(), ("x", "probs")),
+    Case("dispatch", dispatch_and_combine, mask_inputs, ("x", "probs")),
+    Case("dispatch-padded", dispatch_and_combine_padded, mask_inputs, ("x", "probs")),
+    Case("dispatch-expert-parallel", expert_parallel, mask_inputs, ("x", "probs")),
+)
+CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *FAMILIES)

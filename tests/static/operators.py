@@ -53,7 +53,7 @@ class Example(NamedTuple):
     def rows_are_known(self) -> bool:
         """Whether attributes alone tell how many rows the buffer has."""
         if "counts_source" not in self.attributes:
-            return True
+            return self.attributes.get("buffer_size", 0) >= 0
         buffer_size = next(value for name, value in self.attributes.items() if name.endswith("buffer_size"))
         return buffer_size >= 0 or bool(self.attributes["tokens_per_expert_list"])
 

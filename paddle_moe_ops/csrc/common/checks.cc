@@ -27,6 +27,16 @@ int check_common(const Params& p) {
   return PMO_OK;
 }
 
+// Checks what both directions of a row_id_map share.
+int check_row_id_map(const pmo_row_id_map_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_row_id_map_params), "struct_size", "the size of pmo_row_id_map_params of this library");
+  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
+  PMO_REQUIRE_SLOTS(p.num_tokens, 2 * p.num_experts + 1, "num_experts");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.pad_offsets, "pad_offsets");
+  PMO_REQUIRE_ARRAY(p.row_id_map, p.num_tokens, "row_id_map");
+  return PMO_OK;
+}
+
 }  // namespace
 
 int check_route_sizes(const pmo_route_params& p) {
@@ -82,9 +92,28 @@ int check_clean_rowmap(const pmo_clean_rowmap_params& p) {
   PMO_REQUIRE(p.ids_kind == PMO_ROUTING_IDS32 || p.ids_kind == PMO_ROUTING_IDS64, "ids_kind",
               "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   const uintptr_t id_size = p.ids_kind == PMO_ROUTING_IDS64 ? sizeof(int64_t) : sizeof(int32_t);
-  PMO_REQUIRE(p.slot_to_row == nullptr || p.num_tokens * p.topk == 0 ||
+  const bool by_expert = p.ids == nullptr && p.topk == p.num_experts;
+  PMO_REQUIRE(p.slot_to_row == nullptr || p.num_tokens * p.topk == 0 || by_expert ||
                   (p.ids != nullptr && reinterpret_cast<uintptr_t>(p.ids) % id_size == 0),
-              "ids", "an array aligned to its element size when slot_to_row is wanted");
+              "ids", "an array aligned to its element size when slot_to_row is wanted, or NULL with topk = num_experts");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_slot, "row_to_slot");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_expert, "row_to_expert");
+  PMO_REQUIRE(p.row_to_slot == nullptr || by_expert, "row_to_slot", "NULL unless slots are experts (no ids, topk = num_experts)");
+  return PMO_OK;
+}
+
+int check_make_row_id_map(const pmo_row_id_map_params& p) {
+  if (const int status = check_row_id_map(p)) return status;
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens * p.topk, "token_rows");
+  PMO_REQUIRE_ARRAY(p.row_to_expert, p.num_rows, "row_to_expert");
+  return PMO_OK;
+}
+
+int check_read_row_id_map(const pmo_row_id_map_params& p) {
+  if (const int status = check_row_id_map(p)) return status;
+  PMO_REQUIRE_ARRAY(p.rowmap, p.num_tokens, "rowmap");
   return PMO_OK;
 }
 

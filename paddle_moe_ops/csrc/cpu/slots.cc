@@ -46,19 +46,24 @@ void rows_of_slots(const pmo_clean_rowmap_params& p, int64_t token, bool has_rep
 int clean_rowmap(const pmo_clean_rowmap_params& p) {
   if (const int status = check_clean_rowmap(p)) return status;
   pmo_rowmap_findings found = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0};
-  for (int64_t slot = 0; slot < (p.slot_to_row == nullptr ? 0 : p.num_tokens * p.topk); ++slot) {
+  const bool by_id = p.slot_to_row != nullptr && p.ids != nullptr;
+  const bool by_expert = p.slot_to_row != nullptr && !by_id && p.topk == p.num_experts;
+  for (int64_t slot = 0; slot < (by_id ? p.num_tokens * p.topk : 0); ++slot) {
     const int64_t id = expert_id(p, slot);
     if (id >= -1 && id < p.num_experts) continue;
     found.bad_id_place = slot;
     found.bad_id = id;
     break;
   }
-  std::fill(p.row_to_token, p.row_to_token + p.num_rows, -1);
+  for (int32_t* map : {p.row_to_token, p.row_to_slot, p.row_to_expert}) {
+    if (map != nullptr) std::fill(map, map + p.num_rows, -1);
+  }
   for (int64_t token = 0; token < p.num_tokens; ++token) {
     int32_t* kept = p.token_rows + token * p.num_experts;
     int64_t num_kept = 0;
     for (int64_t flat = token * p.num_experts; flat < (token + 1) * p.num_experts; ++flat) {
       const int32_t row = p.rowmap[flat];
+      if (by_expert) p.slot_to_row[flat] = -1;
       if (row == -1) continue;
       if (row < 0 || row >= p.num_rows) {
         if (found.bad_row_place == PMO_NOWHERE) {
@@ -72,15 +77,19 @@ int clean_rowmap(const pmo_clean_rowmap_params& p) {
         }
       } else {
         p.row_to_token[row] = static_cast<int32_t>(token);
+        if (p.row_to_slot != nullptr) p.row_to_slot[row] = static_cast<int32_t>(flat);
+        if (p.row_to_expert != nullptr) p.row_to_expert[row] = static_cast<int32_t>(flat - token * p.num_experts);
+        if (by_expert) p.slot_to_row[flat] = row;
         kept[num_kept++] = row;
       }
     }
-    if (num_kept < p.num_experts) kept[num_kept] = -1;
+    // where the map goes on into a plan, all of it is defined
+    std::fill(kept + num_kept, kept + (by_expert ? p.num_experts : std::min(num_kept + 1, p.num_experts)), -1);
   }
   const bool has_repeats = found.repeat_place != PMO_NOWHERE;
   if (has_repeats) found.repeat_first = std::find(p.rowmap, p.rowmap + found.repeat_place, found.repeat_row) - p.rowmap;
   if (const int status = pmo_clean_rowmap_report(&p, &found)) return status;
-  if (p.slot_to_row != nullptr) {
+  if (by_id) {
     parallel_ranges(p.num_tokens, p.num_tokens * p.topk * 12, p.num_threads, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) rows_of_slots(p, token, has_repeats);
     });

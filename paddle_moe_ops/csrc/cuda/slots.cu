@@ -41,6 +41,8 @@ __global__ void reset(pmo_clean_rowmap_params p, Layout layout) {
   for (int64_t row = first; row < p.num_rows; row += int64_t{gridDim.x} * kThreads) {
     layout.owner[row] = ~0ull;
     p.row_to_token[row] = -1;
+    if (p.row_to_slot != nullptr) p.row_to_slot[row] = -1;
+    if (p.row_to_expert != nullptr) p.row_to_expert[row] = -1;
   }
 }
 
@@ -75,6 +77,7 @@ __device__ int32_t row_of_slot(const pmo_clean_rowmap_params& p, const Layout& l
 
 __global__ void keep_winners(pmo_clean_rowmap_params p, Layout layout) {
   const int lane = threadIdx.x % kWarpSize;
+  const bool by_expert = p.slot_to_row != nullptr && p.ids == nullptr && p.topk == p.num_experts;
   for (int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; token < p.num_tokens;
        token += int64_t{gridDim.x} * kWarps) {
     int64_t kept = 0;
@@ -85,15 +88,19 @@ __global__ void keep_winners(pmo_clean_rowmap_params p, Layout layout) {
       const bool usable = row >= 0 && row < p.num_rows;
       const bool won = usable && layout.owner[row] == static_cast<unsigned long long>(flat);
       if (usable && !won) note_first(&layout.findings->repeat_place, flat);
+      if (by_expert && expert < p.num_experts) p.slot_to_row[flat] = won ? row : -1;
       const unsigned lanes = __ballot_sync(kAllLanes, won);
       if (won) {
         p.token_rows[token * p.num_experts + kept + __popc(lanes & ((1u << lane) - 1))] = row;
         p.row_to_token[row] = static_cast<int32_t>(token);
+        if (p.row_to_slot != nullptr) p.row_to_slot[row] = static_cast<int32_t>(flat);
+        if (p.row_to_expert != nullptr) p.row_to_expert[row] = static_cast<int32_t>(expert);
       }
       kept += __popc(lanes);
     }
-    if (lane == 0 && kept < p.num_experts) p.token_rows[token * p.num_experts + kept] = -1;
-    if (p.slot_to_row == nullptr) continue;
+    const int64_t end = by_expert ? p.num_experts : min(kept + 1, p.num_experts);  // a plan's map is defined throughout
+    for (int64_t place = kept + lane; place < end; place += kWarpSize) p.token_rows[token * p.num_experts + place] = -1;
+    if (p.slot_to_row == nullptr || by_expert) continue;
     for (int64_t slot = token * p.topk + lane; slot < (token + 1) * p.topk; slot += kWarpSize) {
       p.slot_to_row[slot] = row_of_slot(p, layout, token, slot);
     }

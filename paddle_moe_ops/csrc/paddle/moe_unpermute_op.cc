@@ -13,16 +13,6 @@ constexpr char kFunction[] = "moe_unpermute";
 
 const Names kNames = {{"routing", "expert_routemap_topk"}};
 
-// The scratch that the CUDA operator needs; empty on the CPU.
-paddle::Tensor make_workspace(const Target& target, pmo_clean_rowmap_params* params) {
-#ifdef PMO_WITH_CUDA
-  if (target.is_gpu()) params->workspace_bytes = pmo_clean_rowmap_cuda_workspace_bytes(params);
-#endif
-  paddle::Tensor workspace = paddle::empty({params->workspace_bytes}, paddle::DataType::UINT8, target.place());
-  params->workspace = workspace.data();
-  return workspace;
-}
-
 // The maps behind a user's rowmap: only entries that lie in [0, N) and name a row nobody named before.
 struct CleanMaps {
   paddle::Tensor token_rows, row_to_token, slot_to_row;
@@ -55,12 +45,7 @@ struct CleanMaps {
     p.token_rows = token_rows.data<int32_t>();
     p.row_to_token = row_to_token.data<int32_t>();
     p.slot_to_row = slot_to_row.data<int32_t>();
-    const paddle::Tensor workspace = make_workspace(target, &p);
-    check_status(PMO_CALL(target, clean_rowmap, &p), kFunction, kNames);
-    if (!target.is_gpu() || checks == 0) return;
-    pmo_rowmap_findings findings;  // the CPU operator reports by itself
-    target.copy_to_host(p.workspace, sizeof(findings), &findings);
-    check_status(pmo_clean_rowmap_report(&p, &findings), kFunction, kNames);
+    clean_rowmap(target, kFunction, kNames, &p);
   }
 };
 

@@ -14,24 +14,6 @@ namespace pmo {
 namespace binding {
 namespace {
 
-// Paddle gives large blocks of CPU memory back to the system, so a large output is new to the process, and each of its pages is made
-// when it is first written. Huge pages are made several times faster. A hint: nothing depends on whether the system takes it.
-void advise_huge_pages(const Target& target, const paddle::Tensor& output) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-  const uintptr_t bytes = static_cast<uintptr_t>(output.numel()) * phi::SizeOf(output.dtype());
-  if (target.is_gpu() || bytes < 2 * kHugePage) return;
-  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const uintptr_t data = reinterpret_cast<uintptr_t>(output.data());
-  const uintptr_t begin = (data + page - 1) / page * page;
-  const uintptr_t end = (data + bytes) / page * page;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  static_cast<void>(target);
-  static_cast<void>(output);
-#endif
-}
-
 const int32_t* map_data(const paddle::Tensor& map, const char* function, const char* name) {
   require_dtype(map, paddle::DataType::INT32, function, name);
 #ifndef PMO_PADDLE_2
@@ -76,6 +58,24 @@ pmo_slots_params slots_params(const char* function, const paddle::Tensor& slot_t
 }
 
 }  // namespace
+
+// Paddle gives large blocks of CPU memory back to the system, so a large output is new to the process, and each of its pages is made
+// when it is first written. Huge pages are made several times faster. A hint: nothing depends on whether the system takes it.
+void advise_huge_pages(const Target& target, const paddle::Tensor& output) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  const uintptr_t bytes = static_cast<uintptr_t>(output.numel()) * phi::SizeOf(output.dtype());
+  if (target.is_gpu() || bytes < 2 * kHugePage) return;
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t data = reinterpret_cast<uintptr_t>(output.data());
+  const uintptr_t begin = (data + page - 1) / page * page;
+  const uintptr_t end = (data + bytes) / page * page;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  static_cast<void>(target);
+  static_cast<void>(output);
+#endif
+}
 
 Scale::Scale(const char* function, const paddle::optional<paddle::Tensor>& scale, bool has_scale, int64_t columns, int dtype,
              const paddle::Tensor& x)
@@ -187,6 +187,19 @@ void sum_rows_backward(const Target& target, const char* function, const paddle:
     p.d_rows = d_rows->data();
   }
   check_status(PMO_CALL(target, unpermute_backward, &p), function);
+}
+
+void clean_rowmap(const Target& target, const char* function, const Names& names, pmo_clean_rowmap_params* params) {
+#ifdef PMO_WITH_CUDA
+  if (target.is_gpu()) params->workspace_bytes = pmo_clean_rowmap_cuda_workspace_bytes(params);
+#endif
+  paddle::Tensor workspace = paddle::empty({params->workspace_bytes}, paddle::DataType::UINT8, target.place());
+  params->workspace = workspace.data();
+  check_status(PMO_CALL(target, clean_rowmap, params), function, names);
+  if (!target.is_gpu() || params->checks == 0) return;
+  pmo_rowmap_findings findings;  // the CPU operator reports by itself
+  target.copy_to_host(params->workspace, sizeof(findings), &findings);
+  check_status(pmo_clean_rowmap_report(params, &findings), function, names);
 }
 
 paddle::Tensor gather_slots(const Target& target, const char* function, const paddle::Tensor& slot_to_row,

@@ -11,6 +11,9 @@
 namespace pmo {
 namespace binding {
 
+// Asks the system for large pages behind a large output in CPU memory.
+void advise_huge_pages(const Target& target, const paddle::Tensor& output);
+
 // A scale as an operator gets it. Paddle takes an optional input without elements for a missing one, so whether there is one, and
 // what it looks like, travels as attributes.
 struct Scale {
@@ -62,6 +65,9 @@ paddle::Tensor sum_rows(const Target& target, const char* function, const paddle
 void sum_rows_backward(const Target& target, const char* function, const paddle::Tensor& d_out, const paddle::Tensor* rows,
                        const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const Weights& weights,
                        paddle::Tensor* d_rows, paddle::Tensor* d_weights);
+
+// Runs pmo_clean_rowmap_* with a workspace, where one is needed, and reports what its checks find.
+void clean_rowmap(const Target& target, const char* function, const Names& names, pmo_clean_rowmap_params* params);
 
 // The value of each slot's row, 0 where it has none: [T, K], or [T, num_experts] by the experts of the rows if `row_to_expert` is
 // given.

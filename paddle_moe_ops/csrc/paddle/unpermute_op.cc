@@ -128,6 +128,15 @@ PD_BUILD_OP(pmo_unpermute_weighted)
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_dtypes));
 
+// The gradient as an operator of its own, for those who write their backward passes themselves.
+PD_BUILD_OP(pmo_unpermute_weighted_backward)
+    .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot", "d_out"})
+    .Outputs({"d_rows", "d_probs"})
+    .Attrs({"need_rows_grad: bool", "need_probs_grad: bool"})
+    .SetKernelFn(PD_KERNEL(unpermute_weighted_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_backward_dtypes));
+
 PD_BUILD_GRAD_OP(pmo_unpermute_weighted)
     .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot", paddle::Grad("out")})
     .Outputs({paddle::Grad("rows"), paddle::Grad("probs")})

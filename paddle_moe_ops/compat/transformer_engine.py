@@ -1,0 +1,133 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of ``transformer_engine.pytorch.triton.permutation`` with their own positional arguments and results.
+
+For code that calls them, an import swap is enough. They are `paddle_moe_ops.masked` underneath; sizes that the tensors
+tell as well are checked against them, and a row whose probability is exactly 0 is 0, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddle import Tensor
+
+from .. import _checks, masked
+
+__all__ = [
+    "make_chunk_sort_map",
+    "make_row_id_map",
+    "permute_with_mask_map",
+    "sort_chunks_by_map",
+    "unpermute_with_mask_map",
+    "unpermute_with_mask_map_bwd_with_merging_probs",
+]
+
+
+def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
+    """row_id_map int32 [T, 2E + 1] of a mask [T, E]."""
+    row_id_map, _ = masked.make_row_id_map(routing_map)
+    _check_sizes("make_row_id_map", row_id_map, num_tokens, num_experts)
+    return row_id_map
+
+
+def permute_with_mask_map(
+    inp: Tensor,
+    row_id_map: Tensor,
+    probs: Tensor | None,
+    scale: Tensor | None,
+    pad_offsets: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    num_out_tokens: int | Tensor,
+    hidden_size: int,
+    scale_hidden_dim: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """output [N, H], permuted_scale [N, S] or None, permuted_probs [N] or None."""
+    name = "permute_with_mask_map"
+    _check_sizes(name, row_id_map, num_tokens, num_experts)
+    _check_size(name, "hidden_size", hidden_size, inp, 1)
+    if scale is not None:
+        _check_size(name, "scale_hidden_dim", scale_hidden_dim, scale, 1)
+    moved = masked.permute_with_mask_map(
+        inp, row_id_map, num_out_tokens, probs, scale, pad_offsets, zero_prob_as_padding=True
+    )
+    output, permuted_probs, permuted_scale = moved if isinstance(moved, tuple) else (moved, None, None)
+    return output, permuted_scale, permuted_probs
+
+
+def unpermute_with_mask_map(
+    inp: Tensor,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None,
+    permuted_probs: Tensor | None,
+    pad_offsets: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    hidden_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """output [T, H], unpermuted_probs [T, E] or None."""
+    name = "unpermute_with_mask_map"
+    _check_sizes(name, row_id_map, num_tokens, num_experts)
+    _check_size(name, "hidden_size", hidden_size, inp, 1)
+    with _checks.renaming(name, name, probs="merging_probs"):
+        sums = masked.unpermute_with_mask_map(inp, row_id_map, merging_probs, pad_offsets, permuted_probs)
+    return sums if isinstance(sums, tuple) else (sums, None)
+
+
+def unpermute_with_mask_map_bwd_with_merging_probs(
+    fwd_output_grad: Tensor,
+    row_id_map: Tensor,
+    fwd_input: Tensor,
+    merging_probs: Tensor,
+    pad_offsets: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    num_out_tokens: int,
+    hidden_size: int,
+) -> tuple[Tensor, Tensor]:
+    """act_grad [N, H], merging_probs_grad [T, E]."""
+    name = "unpermute_with_mask_map_bwd_with_merging_probs"
+    _check_sizes(name, row_id_map, num_tokens, num_experts)
+    _check_size(name, "num_out_tokens", num_out_tokens, fwd_input, 0)
+    _check_size(name, "hidden_size", hidden_size, fwd_input, 1)
+    return masked.unpermute_with_mask_map_bwd_with_merging_probs(
+        fwd_output_grad, row_id_map, fwd_input, merging_probs, pad_offsets
+    )
+
+
+def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int, num_splits: int) -> Tensor:
+    """row_id_map int32 [R]: the new place of every row."""
+    _check_size("make_chunk_sort_map", "num_splits", num_splits, split_sizes, 0)
+    return masked.make_chunk_sort_map(split_sizes, sorted_indices, num_tokens)
+
+
+def sort_chunks_by_map(
+    inp: Tensor, row_id_map: Tensor, probs: Tensor | None, num_tokens: int, hidden_size: int, is_forward: bool
+) -> tuple[Tensor, Tensor | None]:
+    """output [R, H], permuted_probs [R] or None."""
+    name = "sort_chunks_by_map"
+    _check_size(name, "num_tokens", num_tokens, inp, 0)
+    _check_size(name, "hidden_size", hidden_size, inp, 1)
+    with _checks.renaming(name, name, chunk_map="row_id_map"):
+        moved = masked.sort_chunks_by_map(inp, row_id_map, probs, is_forward)
+    return moved if isinstance(moved, tuple) else (moved, None)
+
+
+def _check_sizes(function: str, row_id_map: Any, num_tokens: Any, num_experts: Any) -> None:
+    rowmap_size = _size(function, "row_id_map", row_id_map, 1)
+    _check_size(function, "num_tokens", num_tokens, row_id_map, 0)
+    if rowmap_size not in (-1, 2 * _checks.integer(function, "num_experts", num_experts, 1) + 1):
+        _checks.bad_value(function, "num_experts", f"{rowmap_size // 2}, as the map has it", num_experts)
+
+
+def _check_size(function: str, argument: str, given: Any, tensor: Any, axis: int) -> None:
+    size = _size(function, argument, tensor, axis)
+    if size not in (-1, _checks.integer(function, argument, given, -1)):
+        _checks.bad_value(function, argument, f"{size}, as the tensor has it", given)
+
+
+def _size(function: str, argument: str, tensor: Any, axis: int) -> int:
+    if getattr(tensor, "ndim", 0) <= axis:
+        _checks.bad_type(function, argument, f"about a tensor with more than {axis} dimensions", type(tensor).__name__)
+    return tensor.shape[axis]

@@ -1,0 +1,293 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// sort_chunks: whole chunks of rows in another order. Two operators, with and without probabilities: an optional input would be lost where
+// it has no elements, because Paddle takes such a tensor for a missing one. And the map alone.
+#include "paddle/movement.h"
+#include "pmo/sort_chunks.h"
+
+namespace {
+
+using namespace pmo::binding;  // NOLINT: this file is the operator's own
+
+constexpr char kFunction[] = "sort_chunks";
+constexpr char kMapFunction[] = "chunk_sort_map";
+
+int32_t index_kind(const paddle::Tensor& indices, const char* function, const char* name) {
+  if (indices.dtype() == paddle::DataType::INT64) return PMO_ROUTING_IDS64;
+  require_dtype(indices, paddle::DataType::INT32, function, name);
+  return PMO_ROUTING_IDS32;
+}
+
+// The sizes and the order of the chunks, and the params that describe them.
+class Chunks {
+ public:
+  Chunks(const Target& target, const char* function, const paddle::Tensor& split_sizes, const paddle::Tensor& order, int checks)
+      : target_(target), function_(function), split_sizes_(dense(split_sizes)), order_(dense(order)) {
+    require_rank(split_sizes, 1, function, "split_sizes");
+    require_shape(order, split_sizes.shape(), function, "order");
+    params.struct_size = sizeof(params);
+    params.num_chunks = split_sizes.shape()[0];
+    params.split_sizes_kind = index_kind(split_sizes, function, "split_sizes");
+    params.order_kind = index_kind(order, function, "order");
+    params.split_sizes = split_sizes_.data();
+    params.order = order_.data();
+    params.checks = checks;
+  }
+
+  // Sum of the sizes; a synchronisation on a GPU.
+  int64_t num_rows() const {
+    const std::vector<int64_t> sizes = host_copy(split_sizes_);
+    int64_t rows = 0;
+    for (const int64_t size : sizes) {
+      require(size >= 0 && size <= INT32_MAX - rows, function_, "split_sizes must add up to less than 2^31");
+      rows += size;
+    }
+    return rows;
+  }
+
+  void run() {
+#ifdef PMO_WITH_CUDA
+    if (target_.is_gpu()) {
+      if (params.checks != 0) report();
+      params.workspace_bytes = pmo_sort_chunks_cuda_workspace_bytes(&params);
+    }
+#endif
+    paddle::Tensor workspace = paddle::empty({params.workspace_bytes}, paddle::DataType::UINT8, target_.place());
+    params.workspace = workspace.data();
+    check_status(PMO_CALL(target_, sort_chunks, &params), function_);
+  }
+
+  pmo_sort_chunks_params params = {};
+
+ private:
+  std::vector<int64_t> host_copy(const paddle::Tensor& indices) const {
+    const auto count = static_cast<size_t>(indices.numel());
+    if (indices.dtype() == paddle::DataType::INT64) {
+      std::vector<int64_t> copy(count);
+      target_.copy_to_host(indices.data(), static_cast<int64_t>(count * sizeof(int64_t)), copy.data());
+      return copy;
+    }
+    std::vector<int32_t> copy(count);
+    target_.copy_to_host(indices.data(), static_cast<int64_t>(count * sizeof(int32_t)), copy.data());
+    return std::vector<int64_t>(copy.begin(), copy.end());
+  }
+
+  // What the CPU operator reports by itself.
+  void report() const {
+    const std::vector<int64_t> sizes = host_copy(split_sizes_), order = host_copy(order_);
+    pmo_sort_chunks_params on_host = params;
+    on_host.split_sizes = sizes.data();
+    on_host.order = order.data();
+    on_host.split_sizes_kind = on_host.order_kind = PMO_ROUTING_IDS64;
+    check_status(pmo_sort_chunks_report(&on_host), function_);
+  }
+
+  const Target& target_;
+  const char* function_;
+  const paddle::Tensor split_sizes_, order_;
+};
+
+// Rows, their probabilities, or both; a null pair is not moved.
+void move_rows(const Target& target, Chunks* chunks, const paddle::Tensor* x, paddle::Tensor* out, const paddle::Tensor* probs,
+               paddle::Tensor* probs_out, bool inverse) {
+  pmo_sort_chunks_params& p = chunks->params;
+  p.inverse = inverse;
+  paddle::optional<Matrix> source;
+  paddle::Tensor values;
+  if (x != nullptr) {
+    source = Matrix(*x);
+    p.num_rows = x->shape()[0];
+    p.hidden = x->shape()[1];
+    p.dtype = dtype_of(*x, kFunction, "the rows");
+    p.x = source->data;
+    p.x_row_stride = source->row_stride;
+    advise_huge_pages(target, *out);
+    p.out = out->data();
+  }
+  if (probs != nullptr) {
+    require_dtype(*probs, paddle::DataType::FLOAT32, kFunction, "the probabilities");
+    values = dense(*probs);
+    p.num_rows = values.numel();
+    p.probs = values.data<float>();
+    p.probs_out = probs_out->data<float>();
+  }
+  chunks->run();
+}
+
+Outputs sort_rows(const paddle::Tensor& x, const paddle::Tensor* probs, const paddle::Tensor& split_sizes,
+                  const paddle::Tensor& order, int checks, int64_t hidden, int hidden_dtype) {
+  const Target target(kFunction, {&x, &split_sizes, &order}, {probs});
+  require_rank(x, 2, kFunction, "x");
+  require_described(x, hidden, hidden_dtype, kFunction);
+  if (probs != nullptr) require_shape(*probs, {x.shape()[0]}, kFunction, "probs");
+  Chunks chunks(target, kFunction, split_sizes, order, checks);
+  paddle::Tensor out = paddle::empty(x.shape(), x.dtype(), x.place());
+  paddle::Tensor source_to_dest = empty_int32({x.shape()[0]}, x);
+  chunks.params.source_to_dest = source_to_dest.data<int32_t>();
+  if (probs == nullptr) {
+    move_rows(target, &chunks, &x, &out, nullptr, nullptr, false);
+    return {out, source_to_dest};
+  }
+  paddle::Tensor probs_out = empty_float32(probs->shape(), x);
+  move_rows(target, &chunks, &x, &out, probs, &probs_out, false);
+  return {out, probs_out, source_to_dest};
+}
+
+Outputs sort_chunks(const paddle::Tensor& x, const paddle::Tensor& split_sizes, const paddle::Tensor& order, int checks,
+                    int64_t hidden, int hidden_dtype) {
+  return sort_rows(x, nullptr, split_sizes, order, checks, hidden, hidden_dtype);
+}
+
+std::vector<Shape> sort_chunks_shapes(const Shape& x, const Shape&, const Shape&, int, int64_t, int) { return {x, {dim(x, 0)}}; }
+
+std::vector<paddle::DataType> sort_chunks_dtypes(const paddle::DataType& x, const paddle::DataType&, const paddle::DataType&) {
+  return {x, paddle::DataType::INT32};
+}
+
+Outputs sort_chunks_with_probs(const paddle::Tensor& x, const paddle::Tensor& probs, const paddle::Tensor& split_sizes,
+                               const paddle::Tensor& order, int checks, int64_t hidden, int hidden_dtype, bool, bool) {
+  require(probs.defined(), kFunction, "a required tensor is missing");
+  return sort_rows(x, &probs, split_sizes, order, checks, hidden, hidden_dtype);
+}
+
+std::vector<Shape> sort_chunks_with_probs_shapes(const Shape& x, const Shape& probs, const Shape&, const Shape&, int, int64_t,
+                                                 int, bool, bool) {
+  return {x, probs, {dim(x, 0)}};
+}
+
+std::vector<paddle::DataType> sort_chunks_with_probs_dtypes(const paddle::DataType& x, const paddle::DataType&,
+                                                            const paddle::DataType&, const paddle::DataType&) {
+  return {x, paddle::DataType::FLOAT32, paddle::DataType::INT32};
+}
+
+// The rows go back the way they came. The map is there for the number of rows, which no other input tells where the gradient of the rows is
+// not defined; gradients that are not, or are not needed, are zeros.
+Outputs backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
+                 const paddle::Tensor& d_out, const paddle::Tensor* d_probs_out, int64_t hidden, int hidden_dtype,
+                 bool need_x_grad, bool need_probs_grad) {
+  const Target target(kFunction, {&split_sizes, &order, &source_to_dest}, {&d_out, d_probs_out});
+  require_rank(source_to_dest, 1, kFunction, "source_to_dest");
+  const int64_t num_rows = source_to_dest.shape()[0];
+  const Shape shape = {num_rows, hidden};
+  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
+  const bool moves_rows = need_x_grad && d_out.initialized();
+  const bool moves_probs = need_probs_grad && d_probs_out != nullptr && d_probs_out->initialized();
+  paddle::Tensor d_x = moves_rows ? paddle::empty(shape, dtype, target.place()) : target.zeros(shape, dtype);
+  paddle::Tensor d_probs =
+      moves_probs ? empty_float32({num_rows}, source_to_dest) : target.zeros({num_rows}, paddle::DataType::FLOAT32);
+  if (moves_rows) {
+    require_shape(d_out, shape, kFunction, "the gradient");
+    require_dtype(d_out, dtype, kFunction, "the gradient");
+  }
+  if (moves_probs) require_shape(*d_probs_out, {num_rows}, kFunction, "the gradient of the probabilities");
+  if (moves_rows || moves_probs) {
+    Chunks chunks(target, kFunction, split_sizes, order, 0);
+    move_rows(target, &chunks, moves_rows ? &d_out : nullptr, &d_x, moves_probs ? d_probs_out : nullptr, &d_probs, true);
+  }
+  if (d_probs_out == nullptr) return {d_x};
+  return {d_x, d_probs};
+}
+
+Outputs sort_chunks_backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
+                             const paddle::Tensor& d_out, int, int64_t hidden, int hidden_dtype) {
+  return backward(split_sizes, order, source_to_dest, d_out, nullptr, hidden, hidden_dtype, true, false);
+}
+
+std::vector<Shape> sort_chunks_backward_shapes(const Shape&, const Shape&, const Shape& source_to_dest, const Shape&, int,
+                                               int64_t hidden, int) {
+  return {{dim(source_to_dest, 0), hidden}};
+}
+
+std::vector<paddle::DataType> sort_chunks_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
+                                                          const paddle::DataType&, const paddle::DataType& d_out) {
+  return {d_out};
+}
+
+Outputs sort_chunks_with_probs_backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order,
+                                        const paddle::Tensor& source_to_dest, const paddle::Tensor& d_out,
+                                        const paddle::Tensor& d_probs_out, int, int64_t hidden, int hidden_dtype,
+                                        bool need_x_grad, bool need_probs_grad) {
+  return backward(split_sizes, order, source_to_dest, d_out, &d_probs_out, hidden, hidden_dtype, need_x_grad, need_probs_grad);
+}
+
+std::vector<Shape> sort_chunks_with_probs_backward_shapes(const Shape&, const Shape&, const Shape& source_to_dest, const Shape&,
+                                                          const Shape&, int, int64_t hidden, int, bool, bool) {
+  return {{dim(source_to_dest, 0), hidden}, {dim(source_to_dest, 0)}};
+}
+
+std::vector<paddle::DataType> sort_chunks_with_probs_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
+                                                                     const paddle::DataType&, const paddle::DataType& d_out,
+                                                                     const paddle::DataType&) {
+  return {d_out, paddle::DataType::FLOAT32};
+}
+
+// The map without any rows; buffer_size -1: as many rows as the chunks have.
+Outputs chunk_sort_map(const paddle::Tensor& split_sizes, const paddle::Tensor& order, int64_t buffer_size, int checks) {
+  const Target target(kMapFunction, {&split_sizes, &order});
+  Chunks chunks(target, kMapFunction, split_sizes, order, checks);
+  require(buffer_size >= -1 && buffer_size <= INT32_MAX, kMapFunction,
+          "the number of rows must be -1 (the chunks') or below 2^31");
+  chunks.params.num_rows = buffer_size >= 0 ? buffer_size : chunks.num_rows();
+  paddle::Tensor source_to_dest = empty_int32({chunks.params.num_rows}, split_sizes);
+  chunks.params.source_to_dest = source_to_dest.data<int32_t>();
+  chunks.run();
+  return {source_to_dest};
+}
+
+std::vector<Shape> chunk_sort_map_shapes(const Shape&, const Shape&, int64_t buffer_size, int) {
+  return {{buffer_size >= 0 ? buffer_size : -1}};
+}
+
+std::vector<paddle::DataType> chunk_sort_map_dtypes(const paddle::DataType&, const paddle::DataType&) {
+  return {paddle::DataType::INT32};
+}
+
+// The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
+std::vector<std::string> attributes() { return {"checks: int", "hidden: int64_t", "hidden_dtype: int"}; }
+
+std::vector<std::string> attributes_with_probs() {
+  return {"checks: int", "hidden: int64_t", "hidden_dtype: int", "need_x_grad: bool", "need_probs_grad: bool"};
+}
+
+}  // namespace
+
+PD_BUILD_OP(pmo_sort_chunks)
+    .Inputs({"x", "split_sizes", "order"})
+    .Outputs({"out", "source_to_dest"})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(sort_chunks))
+    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_dtypes));
+
+PD_BUILD_GRAD_OP(pmo_sort_chunks)
+    .Inputs({"split_sizes", "order", "source_to_dest", paddle::Grad("out")})
+    .Outputs({paddle::Grad("x")})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(sort_chunks_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_backward_dtypes));
+
+PD_BUILD_OP(pmo_sort_chunks_with_probs)
+    .Inputs({"x", "probs", "split_sizes", "order"})
+    .Outputs({"out", "probs_out", "source_to_dest"})
+    .Attrs(attributes_with_probs())
+    .SetKernelFn(PD_KERNEL(sort_chunks_with_probs))
+    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_with_probs_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_with_probs_dtypes));
+
+PD_BUILD_GRAD_OP(pmo_sort_chunks_with_probs)
+    .Inputs({"split_sizes", "order", "source_to_dest", paddle::Grad("out"), paddle::Grad("probs_out")})
+    .Outputs({paddle::Grad("x"), paddle::Grad("probs")})
+    .Attrs(attributes_with_probs())
+    .SetKernelFn(PD_KERNEL(sort_chunks_with_probs_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_with_probs_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_with_probs_backward_dtypes));
+
+PD_BUILD_OP(pmo_chunk_sort_map)
+    .Inputs({"split_sizes", "order"})
+    .Outputs({"source_to_dest"})
+    .Attrs({"buffer_size: int64_t", "checks: int"})
+    .SetKernelFn(PD_KERNEL(chunk_sort_map))
+    .SetInferShapeFn(PD_INFER_SHAPE(chunk_sort_map_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(chunk_sort_map_dtypes));

@@ -1,0 +1,326 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine with static shapes, in the form of ``transformer_engine.jax.permutation``, under its names.
+
+The number of rows is given, so nothing waits for the GPU and every shape is known when a graph is built. T tokens, E
+experts, H hidden size, P ranks that share the experts, each with E / P of them. Sums and copies are those of
+`paddle_moe_ops.masked`: ascending rows in float32, rounded once; bit-exact, deterministic, on CPU and GPU.
+
+The last five functions prepare expert parallelism: what an all-to-all with uneven parts sends and receives, and the
+order of the received rows. They work on counts int32 or int64 [P, E]: tokens of each rank for each expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from . import _checks, autograd, rowmaps
+from ._graphs import traceable
+from .backends import resolve
+from .functional import permute, sort_chunks
+from .masked import unpermute_with_mask_map
+from .masked.shared import float32, mask_of, route_mask, to_dtype
+
+__all__ = [
+    "compute_ragged_all_to_all_params",
+    "compute_reverse_ragged_all_to_all_params",
+    "local_permute_after_a2a",
+    "local_unpermute_before_a2a",
+    "routing_map_to_selected_experts",
+    "sort_chunks_by_index",
+    "token_combine",
+    "token_dispatch",
+]
+
+
+@traceable
+def token_dispatch(
+    inp: Tensor,
+    routing_map: Tensor,
+    num_out_tokens: int,
+    probs: Tensor | None = None,
+    align_size: int | None = None,
+    *,
+    validate: bool | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:
+    """Copy tokens, and their probabilities, to expert order.
+
+    Differentiable in ``inp`` (not float8) and ``probs``. No host synchronisation.
+
+    Args:
+        inp: [T, H] or [B, S, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
+        routing_map: bool or integer [T, E] or [B, S, E]; what is not 0 is routed.
+        num_out_tokens: at least 1, the most rows without padding.
+        probs: bfloat16, float16 or float32 in the shape of ``routing_map``, or None.
+        align_size: every expert's segment is padded to a multiple of so many rows, at least 1; None: no padding.
+        validate: NaN among the probabilities, and dropped rows (True only), raise. None: PADDLE_MOE_OPS_VALIDATE, else
+            on the CPU NaN raises, on a GPU nothing.
+
+    Returns:
+        rows [N, H], with N = num_out_tokens, or with ``align_size`` A the largest multiple of A up to
+        num_out_tokens + E * (A - 1); rows of no token are 0, and rows at or beyond N are dropped.
+        permuted_probs [N] or None, 0 in rows of no token.
+        row_id_map int32 [T, 2E + 1] as in `paddle_moe_ops.masked`, which counts no padding.
+        pad_offsets int32 [E], the padding in front of each expert's segment, or None without ``align_size``.
+        tokens_per_expert int32 [E], the rows of each expert in the buffer, with ``align_size`` padding included.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad data.
+    """
+    name = "token_dispatch"
+    inp = _two_dimensional(name, "inp", inp, _checks.ROW_DTYPES, "hidden")
+    mask = mask_of(name, _flattened(routing_map), inp)
+    num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 1)
+    align = 1 if align_size is None else _checks.integer(name, "align_size", align_size, 1)
+    num_rows = (num_rows + mask.shape[1] * (align - 1)) // align * align
+    if probs is not None:
+        probs = _two_dimensional(name, "probs", probs, _checks.SUM_DTYPES, "num_experts")
+    plan = route_mask(name, mask, probs, num_rows, align, validate=validate)
+    rows, _ = permute(inp, plan)
+    permuted_probs = None if probs is None else to_dtype(plan.row_probs, probs.dtype)
+    if align_size is None:
+        return rows, permuted_probs, rowmaps.plan_to_row_id_map(plan), None, plan.tokens_per_expert
+    pad_offsets = rowmaps.padding_offsets(plan)
+    counts = plan.expert_offsets[1:] - plan.expert_offsets[:-1]
+    counts.stop_gradient = True
+    return rows, permuted_probs, rowmaps.plan_to_row_id_map(plan, pad_offsets), pad_offsets, counts
+
+
+@traceable
+def token_combine(
+    inp: Tensor,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None = None,
+    pad_offsets: Tensor | None = None,
+    *,
+    validate: bool | None = None,
+) -> Tensor:
+    """Sum each token's rows, weighted if there are probabilities.
+
+    Differentiable in ``inp`` and ``merging_probs``. No host synchronisation unless it validates on a GPU.
+
+    Args:
+        inp: [N, H] bfloat16, float16 or float32.
+        row_id_map: of `token_dispatch`.
+        merging_probs: bfloat16, float16 or float32 weights, [T, E], or [N] by row as `token_dispatch` returns them;
+            or None.
+        pad_offsets: of `token_dispatch`.
+        validate: a row that stands twice in the map, or lies outside [0, N), raises. None: PADDLE_MOE_OPS_VALIDATE,
+            else on the CPU it raises, on a GPU not.
+
+    Returns:
+        [T, H].
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad data.
+    """
+    name = "token_combine"
+    if getattr(merging_probs, "ndim", 2) == 2:
+        with _checks.renaming("unpermute_with_mask_map", name, probs="merging_probs"):
+            return unpermute_with_mask_map(inp, row_id_map, merging_probs, pad_offsets, validate=validate)
+    _checks.tensor(name, "inp", inp, _checks.SUM_DTYPES, ["num_rows", "hidden"])
+    _checks.tensor(name, "merging_probs", merging_probs, _checks.SUM_DTYPES, [inp.shape[0]])
+    rowmaps.check_row_id_map(name, row_id_map, pad_offsets, inp=inp, merging_probs=merging_probs)
+    validation = _checks.validation(name, validate, inp)
+    maps = rowmaps.read_row_id_map(
+        name, row_id_map, rowmaps.num_rows_of(inp), pad_offsets, validation, check_range=True
+    )
+    return autograd.unpermute(resolve("unpermute"), inp, float32(merging_probs), maps)
+
+
+@traceable
+def sort_chunks_by_index(
+    inp: Tensor, split_sizes: Tensor, sorted_indices: Tensor, *, validate: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Put the chunks of a buffer into another order: `paddle_moe_ops.sort_chunks`, with its errors.
+
+    Differentiable in ``inp`` (not float8).
+
+    Args:
+        inp: [R, H] or [B, S, H].
+        split_sizes: int32 or int64 [C] rows of each chunk.
+        sorted_indices: int32 or int64 [C], the chunks in their new order.
+        validate: as there.
+
+    Returns:
+        rows [R, H] and row_id_map int32 [R], the new place of every row.
+    """
+    name = "sort_chunks_by_index"
+    inp = _two_dimensional(name, "inp", inp, _checks.ROW_DTYPES, "hidden")
+    with _checks.renaming("sort_chunks", name, x="inp", order="sorted_indices"):
+        out, _, source_to_dest = sort_chunks(inp, split_sizes, sorted_indices, validate=validate)
+    return out, source_to_dest
+
+
+@traceable
+def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights, from a mask.
+
+    Differentiable in ``sparse_probs``. No host synchronisation.
+
+    Args:
+        sparse_probs: [T, E] float.
+        routing_map: bool or integer [T, E].
+        topk: K, at most E.
+
+    Returns:
+        selected_experts int64 [T, K], ascending, and their weights [T, K]. A token with fewer than K experts has -1 and
+        0 in front; of more than K the highest are left.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape.
+    """
+    name = "routing_map_to_selected_experts"
+    mask = mask_of(name, routing_map)
+    _checks.tensor(name, "sparse_probs", sparse_probs, _checks.SUM_DTYPES, mask.shape)
+    _checks.same_place(name, sparse_probs=sparse_probs, routing_map=routing_map)
+    topk = _checks.integer(name, "topk", topk, 1, mask.shape[1])
+    routed = mask.astype("int32")
+    experts = paddle.argsort(routed, axis=-1, stable=True)[:, -topk:]
+    selected = paddle.take_along_axis(routed, experts, axis=-1) > 0
+    weights = paddle.take_along_axis(float32(sparse_probs), experts, axis=-1)
+    weights = to_dtype(paddle.where(selected, weights, paddle.zeros_like(weights)), sparse_probs.dtype)
+    experts = paddle.where(selected, experts, paddle.full_like(experts, -1))
+    experts.stop_gradient = True
+    return experts, weights
+
+
+@traceable
+def compute_ragged_all_to_all_params(
+    all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a rank sends and receives when tokens go to the ranks of their experts.
+
+    No host synchronisation, no gradient.
+
+    Args:
+        all_shards_tokens_per_expert: int32 or int64 [P, E].
+        shard_id: this rank, an int or a 0-D int tensor.
+        num_expert_shards: P; it divides E.
+
+    Returns:
+        input_offsets, send_sizes, output_offsets and recv_sizes, each [P] in the dtype of the counts: for each rank the
+        first row that it is sent and how many, where they begin in its buffer, and how many rows come from it.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape.
+    """
+    name = "compute_ragged_all_to_all_params"
+    sends = _sends(name, all_shards_tokens_per_expert, shard_id, num_expert_shards)
+    return _params_of(sends, shard_id)
+
+
+@traceable
+def compute_reverse_ragged_all_to_all_params(
+    all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `compute_ragged_all_to_all_params`, for the way back: ranks send what they received."""
+    name = "compute_reverse_ragged_all_to_all_params"
+    sends = _sends(name, all_shards_tokens_per_expert, shard_id, num_expert_shards)
+    return _params_of(sends.transpose([1, 0]), shard_id)
+
+
+@traceable
+def local_permute_after_a2a(
+    x_recv: Tensor, all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sort what a rank received, by rank and inside by expert, into expert order.
+
+    Differentiable in ``x_recv`` (not float8). No host synchronisation.
+
+    Args:
+        x_recv: [R, H] received rows; those behind the last one received stay where they are.
+        all_shards_tokens_per_expert: int32 or int64 [P, E].
+        shard_id: this rank, an int or a 0-D int tensor.
+        num_expert_shards: P; it divides E.
+
+    Returns:
+        rows [R, H], the rows of each of this rank's experts [E / P], and a state for `local_unpermute_before_a2a`.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape.
+    """
+    name = "local_permute_after_a2a"
+    counts = _checked_counts(name, all_shards_tokens_per_expert, shard_id, num_expert_shards)
+    shards, local = num_expert_shards, counts.shape[1] // num_expert_shards
+    mine = _line(counts.reshape([shards, shards, local]).transpose([1, 0, 2]), shard_id)
+    # chunk s * local + e holds what rank s sent for expert e
+    chunks = paddle.cumsum(paddle.ones_like(mine.flatten())) - 1  # on the device of the counts
+    order = chunks.reshape([shards, local]).transpose([1, 0]).flatten()
+    back = chunks.reshape([local, shards]).transpose([1, 0]).flatten()
+    with _checks.renaming("sort_chunks", name, x="x_recv", split_sizes="all_shards_tokens_per_expert"):
+        rows, _, _ = sort_chunks(x_recv, mine.flatten(), order)
+    state = {"sorted_split_sizes": mine.transpose([1, 0]).flatten(), "inverse_chunk_indices": back}
+    return rows, mine.sum(0, dtype=mine.dtype), state
+
+
+@traceable
+def local_unpermute_before_a2a(expert_outputs: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Undo `local_permute_after_a2a`, before rows go back to their ranks.
+
+    Differentiable in ``expert_outputs`` (not float8). No host synchronisation.
+
+    Args:
+        expert_outputs: [R, H] rows in expert order.
+        state: of `local_permute_after_a2a`.
+
+    Returns:
+        [R, H] rows by rank and inside by expert.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape.
+    """
+    with _checks.renaming("sort_chunks", "local_unpermute_before_a2a", x="expert_outputs"):
+        return sort_chunks(expert_outputs, state["sorted_split_sizes"], state["inverse_chunk_indices"])[0]
+
+
+def _flattened(value: Any) -> Any:
+    """[B, S, C] as [B * S, C]; anything else as it is."""
+    return value.flatten(0, 1) if getattr(value, "ndim", 2) == 3 else value
+
+
+def _two_dimensional(function: str, argument: str, value: Any, dtypes: Any, columns: str) -> Tensor:
+    return _checks.tensor(function, argument, _flattened(value), dtypes, ["num_tokens", columns])
+
+
+def _checked_counts(function: str, counts: Any, shard_id: Any, num_shards: Any) -> Tensor:
+    shards = _checks.integer(function, "num_expert_shards", num_shards, 1)
+    _checks.tensor(function, "all_shards_tokens_per_expert", counts, _checks.ID_DTYPES, [shards, "num_experts"])
+    experts = counts.shape[1]
+    if experts == 0 or experts % shards != 0:
+        expected = f"a divisor of num_experts={experts}, which all_shards_tokens_per_expert has"
+        _checks.bad_value(function, "num_expert_shards", expected, shards)
+    if isinstance(shard_id, Tensor) or _checks.is_graph_value(shard_id):
+        _checks.tensor(function, "shard_id", shard_id, _checks.ID_DTYPES, [])
+    else:
+        _checks.integer(function, "shard_id", shard_id, 0, shards - 1)
+    return counts
+
+
+def _sends(function: str, counts: Any, shard_id: Any, num_shards: Any) -> Tensor:
+    """[P, P] rows from each rank to each rank."""
+    counts = _checked_counts(function, counts, shard_id, num_shards)
+    return counts.reshape([num_shards, num_shards, -1]).sum(-1, dtype=counts.dtype)
+
+
+def _line(table: Tensor, shard_id: int | Tensor) -> Tensor:
+    """table[shard_id], whose number may only be known on the device."""
+    if isinstance(shard_id, int):
+        return table[shard_id]
+    return paddle.index_select(table, shard_id.reshape([1])).squeeze(0)
+
+
+def _params_of(sends: Tensor, shard_id: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    send_sizes, recv_sizes = _line(sends, shard_id), _line(sends.transpose([1, 0]), shard_id)
+    input_offsets = paddle.cumsum(send_sizes, dtype=send_sizes.dtype) - send_sizes
+    sent_before = paddle.cumsum(sends, axis=0, dtype=sends.dtype) - sends
+    return input_offsets, send_sizes, _line(sent_before, shard_id), recv_sizes

@@ -1,0 +1,311 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The functions on maps: TransformerEngine's low-level six."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from .. import _checks, autograd, rowmaps
+from .._graphs import traceable
+from ..backends import RowMaps, Validation, resolve
+from .shared import check_scale, float32, mask_of, move, route_mask, to_dtype
+
+__all__ = [
+    "make_chunk_sort_map",
+    "make_row_id_map",
+    "permute_with_mask_map",
+    "sort_chunks_by_map",
+    "unpermute_with_mask_map",
+    "unpermute_with_mask_map_bwd_with_merging_probs",
+]
+
+
+@traceable
+def make_row_id_map(
+    routing_map: Tensor,
+    num_out_tokens: int = 0,
+    num_topK: int | None = None,
+    fp8_padding: int = 0,
+    *,
+    validate: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Give every routed pair of token and expert its row.
+
+    No host synchronisation, no gradient.
+
+    Args:
+        routing_map: bool or integer [T, E]; what is not 0 is routed.
+        num_out_tokens: at most so many rows, those beyond are dropped; 0: no limit.
+        num_topK: the most experts of a token; the highest beyond it are dropped. It saves memory. None: E.
+        fp8_padding: pad every expert's segment to a multiple of so many rows, inside the map; 0: no padding.
+        validate: more than num_topK experts, and dropped rows (True only), raise.
+
+    Returns:
+        row_id_map int32 [T, 2E + 1], and the number of rows, padding included, as a 0-D int32 tensor.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad data.
+    """
+    name = "make_row_id_map"
+    mask = mask_of(name, routing_map)
+    limit = _checks.integer(name, "num_out_tokens", num_out_tokens, 0)
+    padding = _checks.integer(name, "fp8_padding", fp8_padding, 0)
+    tokens, experts = mask.shape
+    topk = experts if num_topK is None else _checks.integer(name, "num_topK", num_topK, 1, experts)
+    # On a GPU a buffer that holds any routing, so that nobody has to wait for a count.
+    counts = tokens < 0 or (isinstance(mask, Tensor) and mask.place.is_cpu_place())
+    room = -1 if counts else tokens * topk + (experts * (padding - 1) if padding else 0)
+    plan = route_mask(name, mask, None, limit or min(room, 2**31 - 1), padding or 1, topk=topk, validate=validate)
+    num_out = plan.expert_offsets[experts]
+    num_out.stop_gradient = True
+    return rowmaps.plan_to_row_id_map(plan), num_out
+
+
+@traceable
+def permute_with_mask_map(
+    inp: Tensor,
+    row_id_map: Tensor,
+    num_out_tokens: int | Tensor,
+    probs: Tensor | None = None,
+    scale: Tensor | None = None,
+    pad_offsets: Tensor | None = None,
+    *,
+    zero_prob_as_padding: bool = False,
+    validate: bool | None = None,
+) -> Any:
+    """Copy tokens to their rows, with their probabilities and scales.
+
+    Differentiable in ``inp`` (not float8) and ``probs``. Rows without a token are 0 in every output.
+
+    Args:
+        inp: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
+        row_id_map: of `make_row_id_map`.
+        num_out_tokens: N; rows at or beyond it are dropped. A 0-D int tensor is read, which synchronises with a GPU.
+        probs: bfloat16, float16 or float32 [T, E], or None.
+        scale: of float8 rows: float32 or packed int32 [T, S], such as of groups of 128 columns, or uint8 [T, S],
+            such as the e8m0 bytes of groups of 32; with one element and other than two dimensions a scale of the whole
+            tensor, which is handed back. None: no scale.
+        pad_offsets: int32 [E] rows to add to each expert's, for a map that does not count padding.
+        zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its gradient stays.
+        validate: a row that stands twice in the map raises.
+
+    Returns:
+        permuted [N, H]; with ``probs`` or ``scale`` permuted, permuted_probs [N] or None, permuted_scale or None.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad data.
+    """
+    name = "permute_with_mask_map"
+    _checks.tensor(name, "inp", inp, _checks.ROW_DTYPES, ["num_tokens", "hidden"])
+    count = _checks.token_count(name, "num_out_tokens", num_out_tokens, inp)
+    validation = _check_map(name, row_id_map, pad_offsets, validate, inp=inp, probs=probs, scale=scale)
+    _checks.tensor(name, "inp", inp, _checks.ROW_DTYPES, [row_id_map.shape[0], "hidden"])
+    _checks.flag(name, "zero_prob_as_padding", zero_prob_as_padding)
+    check_scale(name, scale, inp)
+    num_rows = num_out_tokens if count < 0 else count
+    maps = rowmaps.read_row_id_map(name, row_id_map, num_rows, pad_offsets, validation, check_range=False)
+    permuted_probs, moved = None, maps
+    if probs is not None:
+        _check_probs(name, "probs", probs, row_id_map)
+        by_row = rowmaps.row_probs(float32(probs), maps)
+        permuted_probs = to_dtype(by_row, probs.dtype)
+        if zero_prob_as_padding:
+            moved = _without_zero_probs(maps, probs, by_row)
+    permuted, permuted_scale = move(inp, moved, scale)
+    return permuted if probs is None and scale is None else (permuted, permuted_probs, permuted_scale)
+
+
+@traceable
+def unpermute_with_mask_map(
+    inp: Tensor,
+    row_id_map: Tensor,
+    probs: Tensor | None = None,
+    pad_offsets: Tensor | None = None,
+    permuted_probs: Tensor | None = None,
+    *,
+    validate: bool | None = None,
+) -> Any:
+    """Sum each token's rows, weighted if there are probabilities, and bring values of rows back to their pairs.
+
+    Differentiable in ``inp``, ``probs`` and ``permuted_probs``. No host synchronisation unless it validates on a GPU.
+
+    Args:
+        inp: [N, H] bfloat16, float16 or float32.
+        row_id_map: of `make_row_id_map`.
+        probs: bfloat16, float16 or float32 weights [T, E], or None.
+        pad_offsets: int32 [E], as in `permute_with_mask_map`.
+        permuted_probs: bfloat16, float16 or float32 [N] values of rows, or None.
+        validate: a row that stands twice in the map, or lies outside [0, N), raises.
+
+    Returns:
+        [T, H]; with ``permuted_probs`` that and unpermuted_probs [T, E], 0 where nothing was routed.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad data.
+    """
+    name = "unpermute_with_mask_map"
+    _checks.tensor(name, "inp", inp, _checks.SUM_DTYPES, ["num_rows", "hidden"])
+    tensors = {"inp": inp, "probs": probs, "permuted_probs": permuted_probs}
+    validation = _check_map(name, row_id_map, pad_offsets, validate, **tensors)
+    _check_probs(name, "probs", probs, row_id_map)
+    if permuted_probs is not None:
+        _checks.tensor(name, "permuted_probs", permuted_probs, _checks.SUM_DTYPES, [inp.shape[0]])
+    maps = _maps_of_rows(name, row_id_map, inp, pad_offsets, validation)
+    out = autograd.unpermute(resolve("unpermute"), inp, float32(probs), maps)
+    if permuted_probs is None:
+        return out
+    return out, to_dtype(rowmaps.slot_probs(float32(permuted_probs), maps), permuted_probs.dtype)
+
+
+@traceable
+def unpermute_with_mask_map_bwd_with_merging_probs(
+    fwd_output_grad: Tensor,
+    row_id_map: Tensor,
+    fwd_input: Tensor,
+    merging_probs: Tensor,
+    pad_offsets: Tensor | None = None,
+    *,
+    validate: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the weighted `unpermute_with_mask_map`, for backward passes written by hand.
+
+    Not differentiable itself. No host synchronisation unless it validates on a GPU.
+
+    Args:
+        fwd_output_grad: [T, H] gradient of the sum.
+        row_id_map: of the forward pass.
+        fwd_input: [N, H] rows of the forward pass, dtype of ``fwd_output_grad``.
+        merging_probs: [T, E] weights of the forward pass.
+        pad_offsets: of the forward pass.
+        validate: as in `unpermute_with_mask_map`.
+
+    Returns:
+        act_grad [N, H], 0 in padding, and merging_probs_grad [T, E] in the dtype of ``merging_probs``, 0 where nothing
+        was routed.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad data.
+    """
+    name = "unpermute_with_mask_map_bwd_with_merging_probs"
+    _checks.tensor(name, "fwd_input", fwd_input, _checks.SUM_DTYPES, ["num_rows", "hidden"])
+    tensors = {"fwd_input": fwd_input, "fwd_output_grad": fwd_output_grad, "merging_probs": merging_probs}
+    validation = _check_map(name, row_id_map, pad_offsets, validate, **tensors)
+    shape = [row_id_map.shape[0], fwd_input.shape[1]]
+    _checks.tensor(name, "fwd_output_grad", fwd_output_grad, (fwd_input.dtype,), shape)
+    _check_probs(name, "merging_probs", merging_probs, row_id_map)
+    maps = _maps_of_rows(name, row_id_map, fwd_input, pad_offsets, validation)
+    d_out, rows, weights = (tensor.detach() for tensor in (fwd_output_grad, fwd_input, float32(merging_probs)))
+    d_rows, d_probs = resolve("unpermute").unpermute_backward(d_out, rows, weights, maps)
+    return d_rows, to_dtype(d_probs, merging_probs.dtype)
+
+
+@traceable
+def make_chunk_sort_map(
+    split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int | None = None, *, validate: bool | None = None
+) -> Tensor:
+    """The new place of every row when chunks stand in another order; rows behind the last chunk stay.
+
+    No gradient. Host synchronisation only without ``num_tokens``, and when it validates on a GPU.
+
+    Args:
+        split_sizes: int32 or int64 [C] rows of each chunk.
+        sorted_indices: int32 or int64 [C], the chunks in their new order.
+        num_tokens: R, the rows of the buffer. None: the sum of the sizes.
+        validate: as in `paddle_moe_ops.sort_chunks`.
+
+    Returns:
+        int32 [R], a permutation.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad data.
+    """
+    name = "make_chunk_sort_map"
+    _checks.tensor(name, "split_sizes", split_sizes, _checks.ID_DTYPES, ["num_chunks"])
+    _checks.tensor(name, "sorted_indices", sorted_indices, _checks.ID_DTYPES, [split_sizes.shape[0]])
+    _checks.same_place(name, split_sizes=split_sizes, sorted_indices=sorted_indices)
+    num_rows = -1 if num_tokens is None else _checks.integer(name, "num_tokens", num_tokens, 0)
+    validation = _checks.validation(name, validate, split_sizes)
+    with _checks.renaming("chunk_sort_map", name, order="sorted_indices"):
+        return resolve("sort_chunks").chunk_sort_map(split_sizes, sorted_indices, num_rows, validation)
+
+
+@traceable
+def sort_chunks_by_map(
+    inp: Tensor,
+    chunk_map: Tensor,
+    probs: Tensor | None = None,
+    is_forward: bool = True,
+    *,
+    validate: bool | None = None,
+) -> Any:
+    """Move row r to ``chunk_map[r]``, or back: `paddle_moe_ops.sort_chunks` is faster and needs no map.
+
+    Differentiable in ``inp`` (not float8) and ``probs``.
+
+    Args:
+        inp: [R, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
+        chunk_map: int32 [R] of `make_chunk_sort_map`.
+        probs: float32 [R] that travel with the rows, or None.
+        is_forward: False: the rows go back, row r comes from ``chunk_map[r]``.
+        validate: a map that is no permutation raises; otherwise rows that none goes to are 0.
+
+    Returns:
+        [R, H], or, with ``probs``, that and the probabilities [R].
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad data.
+    """
+    name = "sort_chunks_by_map"
+    _checks.tensor(name, "inp", inp, _checks.ROW_DTYPES, ["num_tokens", "hidden"])
+    _checks.tensor(name, "chunk_map", chunk_map, (paddle.int32,), [inp.shape[0]])
+    if probs is not None:
+        _checks.tensor(name, "probs", probs, (paddle.float32,), [inp.shape[0]])
+    _checks.flag(name, "is_forward", is_forward)
+    _checks.same_place(name, inp=inp, chunk_map=chunk_map, probs=probs)
+    maps = rowmaps.read_chunk_map(name, chunk_map, is_forward, _checks.validation(name, validate, inp))
+    out, _ = autograd.permute(resolve("permute"), inp, None, maps, "all")
+    return out if probs is None else (out, rowmaps.row_probs(probs.unsqueeze(-1), maps))
+
+
+def _check_map(
+    function: str, row_id_map: Any, pad_offsets: Any, validate: bool | None, **others: Tensor | None
+) -> Validation:
+    """Check a map and that the others are tensors where it is; the level of validation there."""
+    for argument, value in others.items():
+        if value is not None and not isinstance(value, Tensor) and not _checks.is_graph_value(value):
+            _checks.bad_type(function, argument, "a paddle.Tensor", type(value).__name__)
+    rowmaps.check_row_id_map(function, row_id_map, pad_offsets, **others)
+    return _checks.validation(function, validate, row_id_map)
+
+
+def _maps_of_rows(
+    function: str, row_id_map: Tensor, rows: Tensor, pad_offsets: Tensor | None, validation: Validation
+) -> RowMaps:
+    """The maps to the rows of a given buffer."""
+    num_rows = rowmaps.num_rows_of(rows)
+    return rowmaps.read_row_id_map(function, row_id_map, num_rows, pad_offsets, validation, check_range=True)
+
+
+def _check_probs(function: str, argument: str, probs: Any, row_id_map: Tensor) -> None:
+    if probs is not None:
+        shape = [row_id_map.shape[0], row_id_map.shape[1] // 2]
+        _checks.tensor(function, argument, probs, _checks.SUM_DTYPES, shape)
+
+
+def _without_zero_probs(maps: RowMaps, probs: Tensor, by_row: Tensor) -> RowMaps:
+    """Maps that leave out rows of probability 0; token_rows, which the gradient follows, keep them."""
+    none_of_slots, none_of_rows = paddle.full_like(maps.slot_to_row, -1), paddle.full_like(maps.row_to_token, -1)
+    return maps._replace(
+        slot_to_row=paddle.where(probs == 0, none_of_slots, maps.slot_to_row),
+        row_to_token=paddle.where(by_row == 0, none_of_rows, maps.row_to_token),
+    )

@@ -1,0 +1,269 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that route and move in one call: TransformerEngine's high-level ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from .. import _checks, autograd, rowmaps
+from .._graphs import traceable
+from ..backends import resolve
+from ..functional import sort_chunks
+from ..routing import Plan, route
+from .maps import unpermute_with_mask_map
+from .shared import ROUTE_NAMES, check_scale, float32, mask_of, move, route_mask, to_dtype
+
+__all__ = [
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+]
+
+
+@traceable
+def moe_permute(
+    inp: Tensor,
+    routing_map: Tensor,
+    num_out_tokens: int,
+    max_token_num: int = -1,
+    map_type: str = "mask",
+    *,
+    scale: Tensor | None = None,
+    num_experts: int | None = None,
+    validate: bool | None = None,
+) -> tuple[Tensor, ...]:
+    """Route tokens and copy them to expert order.
+
+    Differentiable in ``inp`` (not float8). No host synchronisation, but with map_type="index" and no ``num_experts``.
+
+    Args:
+        inp: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
+        routing_map: map_type="mask": bool or integer [T, E], what is not 0 is routed. map_type="index": int32 or int64
+            [T, K] expert ids; every slot has its own row, ids outside [0, num_experts) come behind all experts.
+        num_out_tokens: N, at least 1; rows at or beyond it are dropped. map_type="index": 0 means T * K.
+        max_token_num: not used, for TransformerEngine's signature.
+        map_type: "mask" or "index".
+        scale: of float8 rows, as in `permute_with_mask_map`.
+        num_experts: E for map_type="index". None: the largest id, which is read, and not in a static graph.
+        validate: dropped rows raise if True.
+
+    Returns:
+        permuted [N, H] with 0 in rows without a token, row_id_map: int32 [T, 2E + 1], or for map_type="index" [K * T],
+        the row of slot k of token t at k * T + t, -1 = none; and permuted_scale if ``scale`` is given.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad data.
+    """
+    name = "moe_permute"
+    _checks.choice(name, "map_type", map_type, ("mask", "index"))
+    _checks.tensor(name, "inp", inp, _checks.ROW_DTYPES, ["num_tokens", "hidden"])
+    check_scale(name, scale, inp)
+    if map_type == "mask":
+        num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 1)
+        plan = route_mask(name, mask_of(name, routing_map, inp), None, num_rows, validate=validate)
+        row_id_map = rowmaps.plan_to_row_id_map(plan)
+    else:
+        plan = _route_ids(name, inp, routing_map, num_out_tokens, num_experts, validate)
+        row_id_map = plan.slot_to_row.transpose([1, 0]).flatten()
+        row_id_map.stop_gradient = True
+    permuted, permuted_scale = move(inp, plan, scale)
+    return (permuted, row_id_map) if scale is None else (permuted, row_id_map, permuted_scale)
+
+
+@traceable
+def moe_permute_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int, *, validate: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Route tokens by a mask and copy them and their probabilities to expert order.
+
+    Differentiable in ``inp`` (not float8) and ``probs``. No host synchronisation.
+
+    Args:
+        inp: [T, H], as in `moe_permute`.
+        probs: bfloat16, float16 or float32 [T, E].
+        routing_map: bool or integer [T, E].
+        num_out_tokens: N, at least 1; rows at or beyond it are dropped.
+        validate: NaN among the probabilities, and dropped rows (True only), raise.
+
+    Returns:
+        permuted [N, H], permuted_probs [N] and row_id_map int32 [T, 2E + 1].
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad data.
+    """
+    name = "moe_permute_with_probs"
+    _checks.tensor(name, "inp", inp, _checks.ROW_DTYPES, ["num_tokens", "hidden"])
+    num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 1)
+    plan = route_mask(name, mask_of(name, routing_map, inp), probs, num_rows, validate=validate)
+    permuted, _ = move(inp, plan, None)
+    return permuted, to_dtype(plan.row_probs, probs.dtype), rowmaps.plan_to_row_id_map(plan)
+
+
+@traceable
+def moe_permute_and_pad_with_probs(
+    inp: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    tokens_per_expert: Any,
+    align_size: int,
+    *,
+    validate: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """As `moe_permute_with_probs`, with every expert's segment padded to a multiple of ``align_size`` rows.
+
+    Differentiable in ``inp`` (not float8) and ``probs``. One host synchronisation with a GPU, two if
+    ``tokens_per_expert`` is no list.
+
+    Args:
+        inp: [T, H], as in `moe_permute`.
+        probs: bfloat16, float16 or float32 [T, E].
+        routing_map: bool or integer [T, E].
+        tokens_per_expert: the true number of rows of each expert, int32 or int64 [E] or a list of ints.
+        align_size: rows, at least 1.
+        validate: NaN among the probabilities raises.
+
+    Returns:
+        permuted [N, H] and permuted_probs [N], both 0 in padding; row_id_map int32 [T, 2E + 1], which counts no
+        padding; pad_offsets int32 [E], or None where there is no padding (in a static graph always a tensor); and
+        target_tokens_per_expert int64 [E], padding included.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; wrong ``tokens_per_expert``; bad data.
+    """
+    name = "moe_permute_and_pad_with_probs"
+    _checks.tensor(name, "inp", inp, _checks.ROW_DTYPES, ["num_tokens", "hidden"])
+    if tokens_per_expert is None:
+        _checks.bad_value(name, "tokens_per_expert", "a list of ints or a 1-D int tensor", None)
+    align = _checks.integer(name, "align_size", align_size, 1)
+    mask = mask_of(name, routing_map, inp)
+    plan = route_mask(name, mask, probs, -1, align, tokens_per_expert=tokens_per_expert, validate=validate)
+    permuted, _ = move(inp, plan, None)
+    pad_offsets: Tensor | None = rowmaps.padding_offsets(plan)
+    if isinstance(inp, Tensor) and int(plan.routed_per_expert.sum()) == plan.num_rows:
+        pad_offsets = None
+    targets = (plan.expert_offsets[1:] - plan.expert_offsets[:-1]).astype("int64")
+    targets.stop_gradient = True
+    row_id_map = rowmaps.plan_to_row_id_map(plan, pad_offsets)
+    return permuted, to_dtype(plan.row_probs, probs.dtype), row_id_map, pad_offsets, targets
+
+
+@traceable
+def moe_unpermute(
+    inp: Tensor,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None = None,
+    restore_shape: Any = None,
+    map_type: str = "mask",
+    probs: Tensor | None = None,
+    pad_offsets: Tensor | None = None,
+    *,
+    validate: bool | None = None,
+) -> Tensor:
+    """Sum each token's rows, weighted if there are probabilities.
+
+    Differentiable in ``inp`` and ``merging_probs``. No host synchronisation unless it validates on a GPU.
+
+    Args:
+        inp: [N, H] bfloat16, float16 or float32.
+        row_id_map: of `moe_permute` and its relatives.
+        merging_probs: bfloat16, float16 or float32 weights, [T, E], or for map_type="index" [T, K]; or None.
+        restore_shape: the shape of the result, for instance [batch, sequence, H]. None: [T, H]. With map_type="index"
+            and no weights it says T; without it K is 1.
+        map_type: "mask" or "index".
+        probs: TransformerEngine's old name of ``merging_probs``.
+        pad_offsets: int32 [E] of `moe_permute_and_pad_with_probs`, or None.
+        validate: a row that stands twice in the map, or lies outside [0, N), raises.
+
+    Returns:
+        [T, H] or ``restore_shape``.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; both ``merging_probs`` and ``probs``; bad data.
+    """
+    name = "moe_unpermute"
+    _checks.choice(name, "map_type", map_type, ("mask", "index"))
+    if probs is not None and merging_probs is not None:
+        _checks.bad_value(name, "probs", "None with merging_probs, whose old name it is", "both")
+    weights = merging_probs if probs is None else probs
+    if map_type == "mask":
+        with _checks.renaming("unpermute_with_mask_map", name, probs="merging_probs"):
+            out = unpermute_with_mask_map(inp, row_id_map, weights, pad_offsets, validate=validate)
+    else:
+        out = _unpermute_by_index(name, inp, row_id_map, weights, restore_shape, validate)
+    return out if restore_shape is None else out.reshape(restore_shape)
+
+
+@traceable
+def moe_sort_chunks_by_index(
+    inp: Tensor, split_sizes: Tensor, sorted_index: Tensor, *, validate: bool | None = None
+) -> Tensor:
+    """The rows [R, H] of `paddle_moe_ops.sort_chunks`, with its errors: chunks in the order ``sorted_index``."""
+    with _checks.renaming("sort_chunks", "moe_sort_chunks_by_index", x="inp", order="sorted_index"):
+        return sort_chunks(inp, split_sizes, sorted_index, validate=validate)[0]
+
+
+@traceable
+def moe_sort_chunks_by_index_with_probs(
+    inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor, *, validate: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows [R, H] and probabilities [R] of `paddle_moe_ops.sort_chunks`, with its errors."""
+    with _checks.renaming("sort_chunks", "moe_sort_chunks_by_index_with_probs", x="inp", order="sorted_index"):
+        return sort_chunks(inp, split_sizes, sorted_index, probs, validate=validate)[:2]
+
+
+def _route_ids(
+    function: str, inp: Tensor, ids: Any, num_out_tokens: int, num_experts: int | None, validate: bool | None
+) -> Plan:
+    """The plan of slots that each have their own row; those of no expert stand behind the last one."""
+    _checks.tensor(function, "routing_map", ids, _checks.ID_DTYPES, [inp.shape[0], "topk"])
+    num_rows = _checks.integer(function, "num_out_tokens", num_out_tokens, 0)
+    if num_experts is None:
+        if _checks.is_graph_value(ids):
+            _checks.bad_value(function, "num_experts", "given in a static graph", None)
+        num_experts = int(ids.max()) + 1 if ids.numel() else 0
+        num_experts = min(max(num_experts, 1), _checks.MAX_EXPERTS - 1)
+    experts = _checks.integer(function, "num_experts", num_experts, 1, _checks.MAX_EXPERTS - 1)
+    nobody = paddle.full_like(ids, experts)
+    ids = paddle.where((ids < 0) | (ids >= experts), nobody, ids)
+    tokens, topk = ids.shape
+    buffer = num_rows or (tokens * topk if tokens >= 0 else -1)
+    with _checks.renaming("route", function, **ROUTE_NAMES):
+        return route(ids, num_experts=experts + 1, buffer_size=buffer, duplicates="each", validate=validate)
+
+
+def _unpermute_by_index(
+    function: str, inp: Tensor, row_id_map: Any, weights: Any, restore_shape: Any, validate: bool | None
+) -> Tensor:
+    _checks.tensor(function, "inp", inp, _checks.SUM_DTYPES, ["num_rows", "hidden"])
+    _checks.tensor(function, "row_id_map", row_id_map, (paddle.int32,), ["topk * num_tokens"])
+    slots = row_id_map.shape[0]
+    if weights is not None:
+        _checks.tensor(function, "merging_probs", weights, _checks.SUM_DTYPES, ["num_tokens", "topk"])
+        topk = weights.shape[1]
+    elif restore_shape is None:
+        topk = 1
+    else:
+        tokens = 1
+        for size in list(restore_shape)[:-1]:
+            tokens *= size
+        topk = slots // tokens if tokens > 0 else 1
+    if topk < 1 or (slots >= 0 and slots % topk != 0):
+        _checks.bad_value(function, "row_id_map", "of shape [topk * num_tokens]", list(row_id_map.shape))
+    _checks.same_place(function, inp=inp, row_id_map=row_id_map, merging_probs=weights)
+    slot_to_row = row_id_map.reshape([topk, -1 if slots != 0 else 0]).transpose([1, 0])
+    if weights is not None:
+        _checks.tensor(function, "merging_probs", weights, _checks.SUM_DTYPES, slot_to_row.shape)
+    num_rows = rowmaps.num_rows_of(inp)
+    maps = rowmaps.read_index_map(function, slot_to_row, num_rows, _checks.validation(function, validate, inp))
+    return autograd.unpermute(resolve("unpermute"), inp, float32(weights), maps)

@@ -1,0 +1,81 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the functions on masks have in common: masks to plans, rows with their scales, dtypes of probabilities."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from .. import _checks, autograd
+from ..backends import resolve
+from ..routing import Plan, route
+
+__all__ = ["ROUTE_NAMES", "check_scale", "float32", "mask_of", "move", "route_mask", "to_dtype"]
+
+# What the functions here call the arguments of `route`.
+ROUTE_NAMES = {"routing": "routing_map", "buffer_size": "num_out_tokens", "topk": "num_topK"}
+
+_MASK_DTYPES = (paddle.bool, paddle.int32, paddle.int64, paddle.uint8)
+_SCALE_DTYPES = (paddle.float32, paddle.int32, paddle.uint8)
+
+
+def mask_of(function: str, routing_map: Any, inp: Tensor | None = None) -> Tensor:
+    """The routing map as bool [T, E]."""
+    tokens: int | str = "num_tokens" if inp is None else inp.shape[0]
+    _checks.tensor(function, "routing_map", routing_map, _MASK_DTYPES, [tokens, "num_experts"])
+    _checks.same_place(function, inp=inp, routing_map=routing_map)
+    return routing_map if routing_map.dtype == paddle.bool else routing_map.astype("bool")
+
+
+def route_mask(
+    function: str, mask: Tensor, probs: Tensor | None, num_rows: int, padding: int = 1, **options: Any
+) -> Plan:
+    """The plan of a mask; its probabilities may have any dtype of sums."""
+    if probs is not None:
+        _checks.tensor(function, "probs", probs, _checks.SUM_DTYPES, mask.shape)
+    with _checks.renaming("route", function, **ROUTE_NAMES):
+        return route(mask, float32(probs), buffer_size=num_rows, padding_alignment=padding, **options)
+
+
+def _is_of_whole_tensor(scale: Tensor) -> bool:
+    return len(scale.shape) != 2
+
+
+def check_scale(function: str, scale: Any, inp: Tensor) -> None:
+    """Check the scale of float8 rows: by row, or one number."""
+    if scale is None:
+        return
+    by_row = getattr(scale, "ndim", 2) == 2
+    shape = [inp.shape[0], "num_scales"] if by_row else ["size"] * scale.ndim
+    _checks.tensor(function, "scale", scale, _SCALE_DTYPES, shape)
+    if not by_row and math.prod(scale.shape) != 1:
+        _checks.bad_value(function, "scale", "of shape [num_tokens, num_scales], or one number", list(scale.shape))
+    _checks.same_place(function, inp=inp, scale=scale)
+
+
+def move(inp: Tensor, maps: Any, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Rows, and scales by row; a scale of the whole tensor stays what it is."""
+    backend = resolve("permute")
+    if scale is None or _is_of_whole_tensor(scale):
+        return autograd.permute(backend, inp, None, maps, "all")[0], scale
+    if scale.dtype != paddle.uint8:
+        rows, scales = autograd.permute(backend, inp, scale, maps, "all")
+        return rows, scales
+    # Bytes travel as rows of a type that is one byte wide.
+    rows, _ = autograd.permute(backend, inp, None, maps, "all")
+    scales, _ = autograd.permute(backend, scale.view("float8_e4m3fn"), None, maps, "all")
+    return rows, scales.view("uint8")
+
+
+def float32(tensor: Any) -> Any:
+    """The tensor, if there is one, in float32; exact, and differentiable."""
+    return tensor if tensor is None or tensor.dtype == paddle.float32 else tensor.astype("float32")
+
+
+def to_dtype(tensor: Any, dtype: Any) -> Any:
+    """The tensor in a dtype; no copy if it has it."""
+    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
