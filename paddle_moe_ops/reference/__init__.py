@@ -18,11 +18,13 @@ from .paddle_api import (
     rowmap_to_token_rows,
 )
 from .permutation import permute, permute_backward, sum_rows, unpermute, unpermute_backward
+from .quantization import dequantize_1x128, permute_quantized, quantize_1x128
 from .routing import Plan, route, route_backward
 
 __all__ = [
     "Plan",
     "add32",
+    "dequantize_1x128",
     "fma32",
     "moe_permute",
     "moe_permute_backward",
@@ -30,7 +32,9 @@ __all__ = [
     "moe_unpermute_backward",
     "permute",
     "permute_backward",
+    "permute_quantized",
     "plan_to_rowmap",
+    "quantize_1x128",
     "round_to",
     "route",
     "route_backward",
