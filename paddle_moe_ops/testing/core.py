@@ -30,10 +30,12 @@ from .core_structs import (
     Int32s,
     Params,
     PermuteParams,
+    QuantizeParams,
     RouteFindings,
     RouteParams,
     RoutingKind,
     RowmapFindings,
+    ScaleLayout,
     Size,
     SlotsParams,
     Status,
@@ -53,16 +55,19 @@ __all__ = [
     "Fill",
     "Params",
     "PermuteParams",
+    "QuantizeParams",
     "RouteFindings",
     "RouteParams",
     "RoutingKind",
     "RowmapFindings",
+    "ScaleLayout",
     "SlotsParams",
     "Status",
     "UnpermuteBackwardParams",
     "UnpermuteParams",
     "clean_rowmap_params",
     "permute_params",
+    "quantize_params",
     "route_params",
     "slots_params",
     "unpermute_backward_params",
@@ -79,6 +84,7 @@ OPERATORS = (
     "permute",
     "unpermute",
     "unpermute_backward",
+    "quantize",
 )
 
 
@@ -270,6 +276,41 @@ def permute_params(
         dtype=DTYPES[x.dtype],
         scale_dtype=0 if scale is None else DTYPES[scale.dtype],
         fill=fill,
+        num_threads=num_threads,
+    )
+
+
+def quantize_params(
+    x: NDArray,
+    codes: NDArray,
+    scales: NDArray,
+    slot_to_row: NDArray | None = None,
+    row_to_token: NDArray | None = None,
+    *,
+    layout: ScaleLayout = ScaleLayout.ROW,
+    ue8m0: bool = False,
+    amax_min: float = 1e-4,
+    fill: int = Fill.ALL,
+    num_threads: int = 0,
+) -> QuantizeParams:
+    """Params of "quantize". Rows of ``x`` may lie apart; without maps row t is token t."""
+    num_tokens, topk = (len(x), 1) if slot_to_row is None else slot_to_row.shape
+    return QuantizeParams(
+        num_tokens=num_tokens,
+        topk=topk,
+        num_rows=len(codes),
+        hidden=x.shape[1],
+        x=x,
+        x_row_stride=_row_stride(x),
+        slot_to_row=slot_to_row,
+        row_to_token=row_to_token,
+        codes=codes,
+        scales=scales,
+        dtype=DTYPES[x.dtype],
+        ue8m0=ue8m0,
+        scale_layout=layout,
+        fill=fill,
+        amax_min=amax_min,
         num_threads=num_threads,
     )
 

@@ -24,10 +24,12 @@ __all__ = [
     "Int32s",
     "Params",
     "PermuteParams",
+    "QuantizeParams",
     "RouteFindings",
     "RouteParams",
     "RoutingKind",
     "RowmapFindings",
+    "ScaleLayout",
     "Size",
     "SlotsParams",
     "Status",
@@ -81,6 +83,13 @@ class Duplicates(enum.IntEnum):
     EACH = 1
 
 
+class ScaleLayout(enum.IntEnum):
+    """pmo_scale_layout"""
+
+    ROW = 0
+    COLUMN = 1
+
+
 # pmo_dtype
 DTYPES: dict[np.dtype, int] = {
     np.dtype(np.float32): 0,
@@ -96,6 +105,7 @@ NOWHERE = (1 << 63) - 1
 
 Int = ctypes.c_int32
 Size = ctypes.c_int64
+Float = ctypes.c_float
 Bytes = ctypes.c_void_p
 Int32s = ctypes.POINTER(ctypes.c_int32)
 Floats = ctypes.POINTER(ctypes.c_float)
@@ -227,4 +237,19 @@ class UnpermuteBackwardParams(Params):
         *_fields(Bytes, "d_rows"),
         *_fields(Floats, "d_weights"),
         *_fields(Int, "dtype copy_single_row num_threads"),
+    ]
+
+
+class QuantizeParams(Params):
+    """pmo_quantize_params"""
+
+    _fields_ = [
+        *_fields(Size, "struct_size num_tokens topk num_rows hidden"),
+        *_fields(Bytes, "x"),
+        *_fields(Size, "x_row_stride"),
+        *_fields(Int32s, "slot_to_row row_to_token"),
+        *_fields(Bytes, "codes scales"),
+        *_fields(Int, "dtype ue8m0 scale_layout fill"),
+        *_fields(Float, "amax_min"),
+        *_fields(Int, "num_threads"),
     ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 from paddle_moe_ops.testing import core as ctypes_core
@@ -104,6 +105,11 @@ def unpermute_backward(core: Core, output: MakeOutput) -> Params:
     )
 
 
+def quantize(core: Core, output: MakeOutput) -> Params:
+    codes, scales = output((N, SHAPE.H), ml_dtypes.float8_e4m3fn), output((N, 1), np.float32)
+    return ctypes_core.quantize_params(FLOATS[: SHAPE.T], codes, scales, PLAN.slot_to_row, PLAN.row_to_token)
+
+
 # What is made here, and the operator that it is for.
 VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "route_count": ("route_count", route_count),
@@ -115,4 +121,5 @@ VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "permute": ("permute", permute),
     "unpermute": ("unpermute", unpermute),
     "unpermute_backward": ("unpermute_backward", unpermute_backward),
+    "quantize": ("quantize", quantize),
 }

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core
+from paddle_moe_ops.testing.core import Core, ScaleLayout
 
 from ..params import Shape
 from ..reference.cases import floats_of_every_kind, ordinary_floats
@@ -100,6 +100,14 @@ def unpermute_backward(core: Core, num_threads: int) -> Results:
     return d_rows, d_weights
 
 
+def quantize(core: Core, num_threads: int) -> Results:
+    plan, x, _, _ = moved()
+    maps = plan.slot_to_row, plan.row_to_token
+    by_row = calls.quantize(core, x, *maps, num_threads=num_threads)
+    by_column = calls.quantize(core, x, *maps, ue8m0=True, layout=ScaleLayout.COLUMN, num_threads=num_threads)
+    return *by_row, *by_column
+
+
 OPERATORS: dict[str, Callable[[Core, int], Results]] = {
     "route": route,
     "clean_rowmap": clean_rowmap,
@@ -108,6 +116,7 @@ OPERATORS: dict[str, Callable[[Core, int], Results]] = {
     "permute": permute,
     "unpermute": unpermute,
     "unpermute_backward": unpermute_backward,
+    "quantize": quantize,
 }
 
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "pmo/permute.h"
+#include "pmo/quantize.h"
 #include "pmo/route.h"
 
 namespace pmo {
@@ -18,5 +19,6 @@ int check_permute(const pmo_permute_params& p);
 int check_route_permute(const pmo_route_params& route, const pmo_permute_params& permute);  // that the two agree
 int check_unpermute(const pmo_unpermute_params& p);
 int check_unpermute_backward(const pmo_unpermute_backward_params& p);
+int check_quantize(const pmo_quantize_params& p);
 
 }  // namespace pmo
