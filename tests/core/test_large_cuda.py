@@ -8,7 +8,14 @@ import ctypes
 
 import pytest
 
-from paddle_moe_ops.testing.core import Core, Params, PermuteParams, UnpermuteBackwardParams, UnpermuteParams
+from paddle_moe_ops.testing.core import (
+    Core,
+    Params,
+    PermuteParams,
+    QuantizeParams,
+    UnpermuteBackwardParams,
+    UnpermuteParams,
+)
 
 pytestmark = pytest.mark.cuda_only
 
@@ -46,6 +53,26 @@ def test_rows_beyond_2_to_the_32_elements_are_moved_and_summed(core: Core) -> No
     far = slots.flatten().long()
     assert torch.equal(rows[far], x)
     assert int(torch.count_nonzero(rows).item()) == int(torch.count_nonzero(x).item())
+
+    codes = torch.full((N, H), 7, dtype=torch.uint8, device="cuda")
+    scales = torch.full((H // 128, N), 7.0, device="cuda")
+    run(
+        core,
+        "quantize",
+        QuantizeParams(topk=1, x_row_stride=H, fill=3, scale_layout=1, amax_min=1e-4, **sizes),
+        x=x,
+        slot_to_row=slots,
+        row_to_token=row_to_token,
+        codes=codes,
+        scales=scales,
+    )
+    amax = x.float().abs().reshape(T, H // 128, 128).amax(dim=2)
+    assert torch.equal(scales[:, far].T, amax / 448)
+    assert int(torch.count_nonzero(scales).item()) == T * H // 128
+    assert int(torch.count_nonzero(codes[far].amax(dim=1)).item()) == T
+    codes[far] = 0
+    assert int(torch.count_nonzero(codes).item()) == 0
+    del codes, scales
 
     out = torch.empty_like(x)
     weights = torch.full((N,), 2.0, device="cuda")
