@@ -11,13 +11,14 @@ import importlib
 from collections.abc import Callable, Iterator
 
 from .. import _env
-from .base import Backend, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Validation
+from .base import Backend, MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, Validation
 
 __all__ = [
     "OPERATORS",
     "Backend",
     "MoePermuteSpec",
     "MoeUnpermuteSpec",
+    "QuantizeSpec",
     "RouteSpec",
     "Validation",
     "explain",
@@ -28,7 +29,16 @@ __all__ = [
     "use_backend",
 ]
 
-OPERATORS = ("route", "permute", "unpermute", "moe_permute", "moe_unpermute")
+OPERATORS = (
+    "route",
+    "permute",
+    "unpermute",
+    "moe_permute",
+    "moe_unpermute",
+    "quantize_1x128",
+    "dequantize_1x128",
+    "quantized_experts",
+)
 
 _modules: dict[str, str] = {}  # name -> module with `backend`, in order of preference
 _automatic: list[str] = []

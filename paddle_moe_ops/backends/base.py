@@ -54,6 +54,14 @@ class MoeUnpermuteSpec(NamedTuple):
     validation: Validation
 
 
+class QuantizeSpec(NamedTuple):
+    """How rows become float8."""
+
+    ue8m0: bool
+    scale_layout: str  # "row" or "col"
+    amax_min: float
+
+
 class Backend(Protocol):
     """One implementation of the verbs over Paddle tensors, whose arguments are checked already.
 
@@ -78,6 +86,15 @@ class Backend(Protocol):
 
     def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
         """The sum of each token's rows."""
+
+    def quantize_1x128(self, x: Tensor, spec: QuantizeSpec) -> Tensors:
+        """Codes and scales of rows."""
+
+    def permute_quantized(self, x: Tensor, plan: Any, fill_padding: str, spec: QuantizeSpec) -> Tensors:
+        """Codes and scales in expert order."""
+
+    def dequantize_1x128(self, codes: Tensor, scales: Tensor, scale_layout: str, dtype: Any) -> Tensor:
+        """Rows of codes and scales in a dtype."""
 
     def moe_permute(
         self,

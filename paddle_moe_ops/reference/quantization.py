@@ -49,14 +49,18 @@ def permute_quantized(
 def dequantize_1x128(
     codes: NDArray, scales: NDArray, *, scale_layout: str = "row", dtype: DTypeLike = ml_dtypes.bfloat16
 ) -> NDArray:
-    """Return RN(code * scale) in float32, rounded to ``dtype`` [N, H]; int32 scales are packed ue8m0."""
+    """Return RN(code * scale) in float32, rounded to ``dtype`` [N, H].
+
+    int32 scales are packed ue8m0, in which an exponent of 0, as padding has, counts as a scale of 0.
+    """
     num_rows, hidden = codes.shape
     by_row = scales.T[:num_rows] if scale_layout == "col" else scales
     if scales.dtype == np.int32:
         exponents = np.ascontiguousarray(by_row).view(np.uint8)
         by_row = (exponents.astype(np.uint32) << 23).view(np.float32)
     factors = np.repeat(by_row, GROUP, axis=1)[:, :hidden]
-    return round_to(to_float32(codes) * factors, dtype)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return round_to(to_float32(codes) * factors, dtype)
 
 
 def _quantize(x: NDArray, ue8m0: bool, amax_min: float) -> tuple[NDArray, NDArray]:

@@ -24,6 +24,7 @@ from .core_structs import (
     NOWHERE,
     Check,
     CleanRowmapParams,
+    DequantizeParams,
     Duplicates,
     Fill,
     Int,
@@ -51,6 +52,7 @@ __all__ = [
     "CleanRowmapParams",
     "Core",
     "CoreError",
+    "DequantizeParams",
     "Duplicates",
     "Fill",
     "Params",
@@ -66,6 +68,7 @@ __all__ = [
     "UnpermuteBackwardParams",
     "UnpermuteParams",
     "clean_rowmap_params",
+    "dequantize_params",
     "permute_params",
     "quantize_params",
     "route_params",
@@ -85,6 +88,7 @@ OPERATORS = (
     "unpermute",
     "unpermute_backward",
     "quantize",
+    "dequantize",
 )
 
 
@@ -292,6 +296,7 @@ def quantize_params(
     amax_min: float = 1e-4,
     fill: int = Fill.ALL,
     num_threads: int = 0,
+    workspace: NDArray | None = None,
 ) -> QuantizeParams:
     """Params of "quantize". Rows of ``x`` may lie apart; without maps row t is token t."""
     num_tokens, topk = (len(x), 1) if slot_to_row is None else slot_to_row.shape
@@ -311,6 +316,26 @@ def quantize_params(
         scale_layout=layout,
         fill=fill,
         amax_min=amax_min,
+        num_threads=num_threads,
+        workspace=workspace,
+        workspace_bytes=0 if workspace is None else workspace.nbytes,
+    )
+
+
+def dequantize_params(
+    codes: NDArray, scales: NDArray, out: NDArray, *, layout: ScaleLayout = ScaleLayout.ROW, num_threads: int = 0
+) -> DequantizeParams:
+    """Params of "dequantize". Rows of ``codes`` may lie apart; int32 scales are packed ue8m0."""
+    return DequantizeParams(
+        num_rows=len(codes),
+        hidden=codes.shape[1],
+        codes=codes,
+        codes_row_stride=_row_stride(codes),
+        scales=scales,
+        out=out,
+        dtype=DTYPES[out.dtype],
+        ue8m0=scales.dtype == np.int32,
+        scale_layout=layout,
         num_threads=num_threads,
     )
 

@@ -17,6 +17,7 @@ __all__ = [
     "NOWHERE",
     "Check",
     "CleanRowmapParams",
+    "DequantizeParams",
     "Duplicates",
     "Fill",
     "Floats",
@@ -252,4 +253,18 @@ class QuantizeParams(Params):
         *_fields(Int, "dtype ue8m0 scale_layout fill"),
         *_fields(Float, "amax_min"),
         *_fields(Int, "num_threads"),
+        *_fields(Bytes, "workspace"),
+        *_fields(Size, "workspace_bytes"),
+    ]
+
+
+class DequantizeParams(Params):
+    """pmo_dequantize_params"""
+
+    _fields_ = [
+        *_fields(Size, "struct_size num_rows hidden"),
+        *_fields(Bytes, "codes"),
+        *_fields(Size, "codes_row_stride"),
+        *_fields(Bytes, "scales out"),
+        *_fields(Int, "dtype ue8m0 scale_layout num_threads"),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops.testing import core as ctypes_core
 from paddle_moe_ops.testing.core import Check, Core, Fill, ScaleLayout
@@ -156,6 +156,15 @@ def quantize(
         )
         core.run("quantize", params)
     return codes, scales
+
+
+def dequantize(
+    core: Core, codes: NDArray, scales: NDArray, dtype: DTypeLike, *, odd_outputs: int = 0, **options: Any
+) -> NDArray:
+    with guarded_outputs() as output:
+        out = output(codes.shape, dtype, odd_outputs)
+        core.run("dequantize", ctypes_core.dequantize_params(codes, scales, out, **options))
+    return out
 
 
 def unpermute(

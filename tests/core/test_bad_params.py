@@ -139,6 +139,16 @@ BAD_FIELDS: dict[str, list[tuple[str, float]]] = {
         ("amax_min", float("inf")),
         ("amax_min", float("nan")),
     ],
+    "dequantize": [
+        ("num_rows", -1),
+        ("num_rows", TOO_MANY),
+        ("hidden", -1),
+        ("hidden", TOO_WIDE),
+        ("dtype", -1),
+        ("dtype", 3),
+        ("scale_layout", -1),
+        ("scale_layout", 2),
+    ],
 }
 BAD_FIELDS["scatter_slots"] = BAD_FIELDS["gather_slots"]
 BAD_FIELDS["unpermute_backward"] = BAD_FIELDS["unpermute"]
@@ -154,6 +164,7 @@ REQUIRED_ARRAYS = {
     "unpermute": ["rows", "token_rows", "out"],
     "unpermute_backward": ["d_out", "rows", "token_rows", "row_to_token", "weights"],
     "quantize": ["x", "slot_to_row", "row_to_token", "codes", "scales"],
+    "dequantize": ["codes", "scales", "out"],
 }
 # Row data and bytes may lie anywhere; whatever holds int32, int64 or float32 for the core itself may not.
 ALIGNED_ARRAYS = {
@@ -179,7 +190,8 @@ ALIGNED_ARRAYS = {
     "permute": ["slot_to_row", "row_to_token"],
     "unpermute": ["token_rows", "weights", "weight_index"],
     "unpermute_backward": ["token_rows", "row_to_token", "weights", "weight_index", "d_weights"],
-    "quantize": ["slot_to_row", "row_to_token", "scales"],
+    "quantize": ["slot_to_row", "row_to_token", "scales", "workspace"],
+    "dequantize": ["scales"],
 }
 
 

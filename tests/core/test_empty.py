@@ -172,6 +172,14 @@ def test_moves_of_any_zero_size_need_no_arrays(
             ),
         )
         core.run("quantize", quantize)
+        back = output((num_rows, hidden), np.float32)
+        dequantize = ctypes_core.DequantizeParams(
+            num_rows=num_rows,
+            hidden=hidden,
+            codes_row_stride=hidden,
+            **given(codes=quantized[0], scales=quantized[1], out=back),
+        )
+        core.run("dequantize", dequantize)
         sums = {**sizes, "max_rows_per_token": rows_per_token, "num_weights": num_rows, "rows_row_stride": stride}
         arrays = given(rows=by_row, token_rows=token_rows, weights=np.ones(num_rows, np.float32))
         core.run("unpermute", ctypes_core.UnpermuteParams(**sums, **arrays, **given(out=out)))
@@ -181,6 +189,7 @@ def test_moves_of_any_zero_size_need_no_arrays(
     used = np.arange(num_rows) < token_rows.size
     assert (rows == used[:, None]).all()
     assert (quantized[0] == used[:, None] * 0x7E).all()
+    assert (back == used[:, None]).all()
     assert (quantized[1] == used[:, None] / np.float32(448)).all()
     assert (d_rows == used[:, None]).all()
     assert (d_weights == used * hidden).all()

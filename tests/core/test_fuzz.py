@@ -203,6 +203,25 @@ def quantize(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params
         fill=int(rng.integers(0, 4)),
         amax_min=float(rng.choice([2.0**-100, 1e-4, 1e30])),
         num_threads=int(rng.integers(0, 4)),
+        workspace=np.empty(s.T * groups, np.float32),
+        workspace_bytes=s.T * groups * 4,
+    )
+
+
+def dequantize(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
+    s = Sizes(rng)
+    hidden = int(rng.choice([s.H, s.H * 16]))
+    return ctypes_core.DequantizeParams(
+        num_rows=s.N,
+        hidden=hidden,
+        codes=data(rng, s.N, hidden),
+        codes_row_stride=hidden,
+        scales=data(rng, s.N + 3, -(-hidden // 128)),
+        out=output((s.N, hidden), np.float32),
+        dtype=int(rng.integers(0, 3)),
+        ue8m0=int(rng.integers(0, 2)),
+        scale_layout=int(rng.integers(0, 2)),
+        num_threads=int(rng.integers(0, 4)),
     )
 
 
@@ -215,6 +234,7 @@ TARGETS: dict[str, tuple[tuple[str, ...], Callable[[np.random.Generator, MakeOut
     "unpermute": (("unpermute",), unpermute),
     "unpermute_backward": (("unpermute_backward",), unpermute_backward),
     "quantize": (("quantize",), quantize),
+    "dequantize": (("dequantize",), dequantize),
 }
 
 

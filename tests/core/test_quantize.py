@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core, CoreError, Fill, ScaleLayout
+from paddle_moe_ops.testing.core import Core, CoreError, Fill, QuantizeParams, ScaleLayout
 
 from ..params import SUM_DTYPES, Shape
-from ..reference.cases import assert_same_bits, floats_of_every_kind, ordinary_floats
+from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
 from . import calls
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_ids, make_plan, make_problem, problems
 from .guards import at_odd_address, is_poison, with_row_gaps
@@ -272,7 +273,71 @@ def test_slots_with_a_row_out_of_range_are_skipped(core: Core, bad: int, layout:
         assert is_poison(actual[lost])  # no slot writes them, and they are no padding
 
 
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("fill", [Fill.NONE, Fill.ALL])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_column_major_scales_by_way_of_a_workspace_equal_the_oracle(core: Core, shape: Shape, fill: int) -> None:
+    plan = make_problem(make_ids("half_unassigned", shape, seed=21), shape.E, shape.A).plan
+    x = ordinary_floats((shape.T, shape.H), BFLOAT16, seed=22)
+    options = {"layout": ScaleLayout.COLUMN, "fill": fill}
+    maps = plan.slot_to_row, plan.row_to_token
+    workspace = np.empty((shape.T, -(-shape.H // 128)), np.float32)
+    codes, scales = calls.quantize(core, x, *maps, workspace=workspace, **options)
+    expected_codes, expected_scales = calls.quantize(core, x, *maps, **options)
+    assert_same_bits(codes, expected_codes)
+    assert_same_bits(scales, expected_scales)
+    _, scales = calls.quantize(core, x, workspace=workspace, **options)
+    assert_same_bits(scales, calls.quantize(core, x, **options)[1])
+
+
+@pytest.mark.cuda_only
+def test_a_workspace_is_asked_for_where_many_words_are_to_be_turned(core: Core) -> None:
+    def size(num_tokens: int, **fields: int) -> int:
+        params = QuantizeParams(num_tokens=num_tokens, topk=8, num_rows=8 * num_tokens, hidden=7168, **fields)
+        return core.library.pmo_quantize_cuda_workspace_bytes(ctypes.byref(params))
+
+    assert size(4096, scale_layout=1) == 4096 * 56 * 4
+    assert size(32, scale_layout=1) == 0
+    assert size(4096) == 0
+    assert size(4096, scale_layout=1, ue8m0=1) == 0
+    assert size(-1, scale_layout=1) == 0
+    assert core.library.pmo_quantize_cuda_workspace_bytes(None) == 0
+
+
 def test_without_a_map_there_are_as_many_rows_as_tokens(core: Core) -> None:
     x = ordinary_floats((4, 6), np.float32, seed=18)
     with pytest.raises(CoreError, match="slot_to_row must be given, unless topk is 1 and num_rows is num_tokens"):
         calls.quantize(core, x, row_to_token=np.full(5, -1, np.int32))
+
+
+# ---- and back
+
+
+@by_layout
+@by_format
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
+def test_dequantised_rows_equal_the_oracle(core: Core, dtype: DTypeLike, hidden: int, ue8m0: bool, layout: str) -> None:
+    x = floats_of_every_kind((13, hidden), np.float32, seed=19)
+    codes, scales = reference.quantize_1x128(x, ue8m0=ue8m0, scale_layout=layout)
+    expected = reference.dequantize_1x128(codes, scales, scale_layout=layout, dtype=dtype)
+    options = {"layout": LAYOUTS[layout]}
+    assert_same_numbers(calls.dequantize(core, codes, scales, dtype, **options), expected)
+    apart = with_row_gaps(codes, 3)
+    assert_same_numbers(calls.dequantize(core, apart, scales, dtype, num_threads=3, **options), expected)
+    odd = np.dtype(dtype).itemsize
+    assert_same_numbers(calls.dequantize(core, codes, scales, dtype, odd_outputs=odd, **options).copy(), expected)
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
+def test_every_code_times_any_scale_equals_the_oracle(core: Core, dtype: DTypeLike) -> None:
+    scales = floats_of_every_kind((300, 2), np.float32, seed=20)
+    codes = np.tile(np.arange(256, dtype=np.uint8), (300, 1)).view(ml_dtypes.float8_e4m3fn)
+    actual = calls.dequantize(core, codes, scales, dtype)
+    assert_same_numbers(actual, reference.dequantize_1x128(codes, scales, dtype=dtype))
+
+
+def test_an_exponent_of_zero_is_a_scale_of_zero(core: Core) -> None:
+    scales = np.array([[0x7F]], np.int32)
+    codes = np.ones((1, 256), ml_dtypes.float8_e4m3fn)
+    assert calls.dequantize(core, codes, scales, np.float32).tolist() == [[1.0] * 128 + [0.0] * 128]

@@ -141,6 +141,10 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
     variant.quantize(pointers[0], hidden, 1e-4f, ue8m0, actual_codes.data(), actual_scales.data());
     check("quantize", expected_codes == actual_codes && expected_scales == actual_scales);
   }
+  for (auto& code : actual_codes) code = static_cast<uint8_t>(random_bits());
+  generic.dequantize(actual_codes.data(), actual_scales.data(), hidden, false, expected.data);
+  variant.dequantize(actual_codes.data(), actual_scales.data(), hidden, streams, actual.data);
+  check("dequantize", same(dtype, expected.data, actual.data, hidden));
   return failures;
 }
 

@@ -107,7 +107,13 @@ def unpermute_backward(core: Core, output: MakeOutput) -> Params:
 
 def quantize(core: Core, output: MakeOutput) -> Params:
     codes, scales = output((N, SHAPE.H), ml_dtypes.float8_e4m3fn), output((N, 1), np.float32)
-    return ctypes_core.quantize_params(FLOATS[: SHAPE.T], codes, scales, PLAN.slot_to_row, PLAN.row_to_token)
+    maps = PLAN.slot_to_row, PLAN.row_to_token
+    return ctypes_core.quantize_params(FLOATS[: SHAPE.T], codes, scales, *maps, workspace=np.zeros(SHAPE.T, np.float32))
+
+
+def dequantize(core: Core, output: MakeOutput) -> Params:
+    codes, scales = np.ones((N, SHAPE.H), ml_dtypes.float8_e4m3fn), np.ones((N, 1), np.float32)
+    return ctypes_core.dequantize_params(codes, scales, output((N, SHAPE.H), np.float32))
 
 
 # What is made here, and the operator that it is for.
@@ -122,4 +128,5 @@ VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "unpermute": ("unpermute", unpermute),
     "unpermute_backward": ("unpermute_backward", unpermute_backward),
     "quantize": ("quantize", quantize),
+    "dequantize": ("dequantize", dequantize),
 }

@@ -108,6 +108,16 @@ def quantize(core: Core, num_threads: int) -> Results:
     return *by_row, *by_column
 
 
+@cache
+def quantized() -> Results:
+    """Codes and packed scales of the rows."""
+    return reference.quantize_1x128(moved()[2], ue8m0=True)
+
+
+def dequantize(core: Core, num_threads: int) -> Results:
+    return (calls.dequantize(core, *quantized(), ml_dtypes.bfloat16, num_threads=num_threads),)
+
+
 OPERATORS: dict[str, Callable[[Core, int], Results]] = {
     "route": route,
     "clean_rowmap": clean_rowmap,
@@ -117,6 +127,7 @@ OPERATORS: dict[str, Callable[[Core, int], Results]] = {
     "unpermute": unpermute,
     "unpermute_backward": unpermute_backward,
     "quantize": quantize,
+    "dequantize": dequantize,
 }
 
 

@@ -19,6 +19,8 @@ int check_permute(const pmo_permute_params& p);
 int check_route_permute(const pmo_route_params& route, const pmo_permute_params& permute);  // that the two agree
 int check_unpermute(const pmo_unpermute_params& p);
 int check_unpermute_backward(const pmo_unpermute_backward_params& p);
+int check_quantize_sizes(const pmo_quantize_params& p);
 int check_quantize(const pmo_quantize_params& p);
+int check_dequantize(const pmo_dequantize_params& p);
 
 }  // namespace pmo

@@ -22,7 +22,8 @@ struct ScaleLayout {
   int64_t word_step;
   int64_t rows;  // with those that only fill the layout up
 
-  explicit ScaleLayout(const pmo_quantize_params& p) : groups((p.hidden + kGroupColumns - 1) / kGroupColumns) {
+  template <typename Params>
+  explicit ScaleLayout(const Params& p) : groups((p.hidden + kGroupColumns - 1) / kGroupColumns) {
     words = p.ue8m0 != 0 ? (groups + kPackedScales - 1) / kPackedScales : groups;
     const bool by_column = p.scale_layout == PMO_SCALES_BY_COLUMN;
     rows = by_column ? (p.num_rows + kColumnAlignment - 1) / kColumnAlignment * kColumnAlignment : p.num_rows;

@@ -245,6 +245,49 @@ void quantize_row(const void* in, int64_t hidden, float amax_min, bool ue8m0, ui
   }
 }
 
+// Exact. NaN has a low half of zeros, as rounding to bfloat16 wants it.
+inline float from_e4m3(uint32_t code) {
+  const uint32_t magnitude = code & 0x7Fu;
+  // A subnormal code is its mantissa * 2^-9: put that under the exponent of 2^-6, take 2^-6 away again.
+  const float subnormal = bits_float((magnitude << 20) + (121u << 23)) - bits_float(121u << 23);
+  const uint32_t normal = (magnitude << 20) + (120u << 23);  // exponent bias 7 -> 127
+  const uint32_t finite = magnitude < 8u ? float_bits(subnormal) : normal;
+  return bits_float((code & 0x80u) << 24 | (magnitude == 0x7Fu ? 0x7FC00000u : finite));
+}
+
+template <typename Element>
+inline Line dequantized_line(const uint8_t* codes, float scale) {
+  float values[kLineColumns<Element>];
+  for (int64_t i = 0; i < kLineColumns<Element>; ++i) values[i] = from_e4m3(codes[i]);
+  Lanes lanes[kLanesOfLine<Element>];
+  for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) {
+    lanes[j] = load_lanes<Float32>(reinterpret_cast<const char*>(values), j);
+  }
+  return scaled_line<Element>(lanes, splat_weight(scale));
+}
+
+template <typename Element, bool kStreams>
+void dequantize_lines(const uint8_t* codes, const float* scales, int64_t hidden, void* out) {
+  static_assert(kGroupColumns % kLineColumns<Element> == 0, "the elements of a line share a scale");
+  int64_t column = 0;
+  for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
+    const Line line = dequantized_line<Element>(codes + column, scales[column / kGroupColumns]);
+    char* to = static_cast<char*>(out) + column * Element::kBytes;
+    kStreams ? line.stream(to) : line.store(to);
+  }
+  if (column == hidden) return;
+  uint8_t padded[kLineColumns<Element>] = {};
+  std::memcpy(padded, codes + column, hidden - column);
+  const Columns<Element> columns(column, hidden);
+  columns.write(dequantized_line<Element>(padded, scales[column / kGroupColumns]), out);
+}
+
+template <typename Element>
+void dequantize_row(const uint8_t* codes, const float* scales, int64_t hidden, bool streams, void* out) {
+  const auto dequantize = streams ? dequantize_lines<Element, true> : dequantize_lines<Element, false>;
+  dequantize(codes, scales, hidden, out);
+}
+
 // What is less than a line at both ends is stored as usual: a neighbour may write the rest of that line.
 void stream_copy(const void* in, int64_t bytes, void* out) {
   const char* from = static_cast<const char*>(in);
@@ -256,8 +299,9 @@ void stream_copy(const void* in, int64_t bytes, void* out) {
 }
 
 template <typename Element>
-constexpr RowKernels kKernels = {sum_rows<Element>, scale_rows<Element>, dot_rows<Element>, quantize_row<Element>, stream_copy};
-constexpr RowKernels kOtherTypes = {nullptr, nullptr, nullptr, nullptr, stream_copy};
+constexpr RowKernels kKernels = {sum_rows<Element>,     scale_rows<Element>,     dot_rows<Element>,
+                                 quantize_row<Element>, dequantize_row<Element>, stream_copy};
+constexpr RowKernels kOtherTypes = {nullptr, nullptr, nullptr, nullptr, nullptr, stream_copy};
 
 const RowKernels* kernels_for(int32_t dtype) {
   switch (dtype) {

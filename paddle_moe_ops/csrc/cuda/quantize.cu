@@ -7,7 +7,11 @@
 // columns, and the warp four groups, which are one word of packed ue8m0 scales. The largest magnitude of a group takes three shuffles;
 // its 8 lanes all compute the scale. Then the warp goes through the token's rows, which its lanes hold, and stores 16 bytes of codes
 // per lane to each. Scales follow: lanes are dealt out over rows and words, so that one store serves 8 rows (32 with ue8m0).
-// Column-major scales go to memory in single words; as rows of an expert follow ascending tokens, the L2 puts neighbours together.
+//
+// Column-major scales go to memory in single words, which the L2 puts together: rows of an expert follow ascending tokens. But each word
+// is an access of its own to the L2, and 56 of them to a row of 7168 columns made the kernel 1.25 times slower (T 4096, k 8, H200).
+// With a workspace, many float32 scales are therefore written once per token, and a second kernel turns them, 32 rows by 32 words at a
+// time, without looking at rows again.
 //
 // A block holds one token, or several with short rows; blocks behind the last token zero padding, 32 rows each.
 // Bytes moved: T * H elements (of tokens that have a row) and N * (H + 4 C).
@@ -33,6 +37,9 @@ constexpr int kWarpGroups = kWarpSize / kGroupLanes;
 constexpr int kMaxWarps = 16;
 constexpr int kUsualWarps = 8;  // of a block, as far as rows are shorter than that
 constexpr int kFillRows = kWarpSize;
+constexpr int kTile = kWarpSize;  // rows, and words, of scales that are turned at a time
+constexpr int kTileThreads = 256;
+constexpr int64_t kManyWords = int64_t{1} << 19;  // below it a second launch takes longer than single words
 
 static_assert(kWarpGroups == kPackedScales, "a warp makes one packed word");
 
@@ -42,7 +49,8 @@ struct Work {
   int64_t x_stride;  // bytes
   int64_t chunks;    // of a row
   int64_t first_fill_row;
-  int64_t fill_rows;  // to look through for padding
+  int64_t fill_rows;       // to look through for padding
+  uint32_t* token_scales;  // [T, S] in the workspace, or NULL: scales go to their rows at once
 };
 
 // The lane's elements as float32; 0 behind the end of the row.
@@ -154,7 +162,13 @@ __device__ void quantize_token(const Work& work, int64_t token) {
         const int64_t row = __shfl_sync(kAllLanes, own_row, __ffs(left) - 1);
         store_codes<kVectors>(static_cast<uint8_t*>(p.codes) + row * p.hidden, column, p.hidden, codes);
       }
-      store_scales(work, chunk, own_row, static_cast<int>(min(p.topk - slot, int64_t{kWarpSize})), value);
+      if (work.token_scales == nullptr) {
+        store_scales(work, chunk, own_row, static_cast<int>(min(p.topk - slot, int64_t{kWarpSize})), value);
+      }
+    }
+    const int64_t group = chunk * kWarpGroups + lane / kGroupLanes;
+    if (work.token_scales != nullptr && lane % kGroupLanes == 0 && group < work.layout.groups) {
+      work.token_scales[token * work.layout.groups + group] = value;
     }
   }
 }
@@ -174,7 +188,7 @@ __device__ void zero_padding(const Work& work, int64_t first) {
     auto* target = reinterpret_cast<Access*>(static_cast<uint8_t*>(p.codes) + (first + __ffs(left) - 1) * p.hidden);
     for (int64_t i = threadIdx.x; i < p.hidden / int64_t{sizeof(Access)}; i += blockDim.x) target[i] = Access{};
   }
-  if ((p.fill & PMO_FILL_SCALES) == 0 || all == 0) return;
+  if ((p.fill & PMO_FILL_SCALES) == 0 || all == 0 || work.token_scales != nullptr) return;
   const int words = static_cast<int>(work.layout.words);
   const bool by_column = work.layout.row_step == 1;
 #pragma unroll 1
@@ -199,6 +213,37 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 3) quantize_rows(const _
   }
 }
 
+// Column-major scales of rows from those of tokens.
+__global__ void __launch_bounds__(kTileThreads) turn_scales(const __grid_constant__ Work work) {
+  const pmo_quantize_params& p = work.p;
+  __shared__ uint32_t tile[kTile][kTile + 1];
+  const int lane = threadIdx.x % kWarpSize;
+  uint32_t* scales = static_cast<uint32_t*>(p.scales);
+#pragma unroll 1
+  for (int64_t first_row = int64_t{blockIdx.x} * kTile; first_row < work.layout.rows; first_row += int64_t{gridDim.x} * kTile) {
+    const int64_t own_row = first_row + lane;
+    int64_t own_token = -1;
+    if (own_row < p.num_rows) own_token = p.slot_to_row == nullptr ? own_row : __ldg(p.row_to_token + own_row);
+    const bool is_wanted =
+        own_token < 0 ? own_row < work.layout.rows && (p.fill & PMO_FILL_SCALES) != 0 : own_token < p.num_tokens;
+#pragma unroll 1
+    for (int64_t first_word = 0; first_word < work.layout.words; first_word += kTile) {
+      for (int row = threadIdx.x / kWarpSize; row < kTile; row += kTileThreads / kWarpSize) {
+        const int64_t token = __shfl_sync(kAllLanes, own_token, row);
+        const bool exists = token >= 0 && token < p.num_tokens && first_word + lane < work.layout.words;
+        tile[lane][row] = exists ? work.token_scales[token * work.layout.words + first_word + lane] : 0;
+      }
+      __syncthreads();
+      for (int word = threadIdx.x / kWarpSize; word < kTile; word += kTileThreads / kWarpSize) {
+        if (is_wanted && first_word + word < work.layout.words) {
+          scales[(first_word + word) * work.layout.word_step + own_row] = tile[word][lane];
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
 template <typename Rows>
 int launch(const Work& work, bool vectors, cudaStream_t stream) {
   const int64_t rounds = (work.chunks + kMaxWarps - 1) / kMaxWarps;
@@ -213,16 +258,28 @@ int launch(const Work& work, bool vectors, cudaStream_t stream) {
     quantize_rows<Rows, false><<<grid_for(units, tokens), threads, 0, stream>>>(work);
   }
   PMO_CUDA_LAUNCHED("quantize_rows");
+  if (work.token_scales == nullptr) return PMO_OK;
+  turn_scales<<<grid_for(work.layout.rows, kTile), kTileThreads, 0, stream>>>(work);
+  PMO_CUDA_LAUNCHED("turn_scales");
   return PMO_OK;
+}
+
+bool may_turn_scales(const pmo_quantize_params& p) { return p.scale_layout == PMO_SCALES_BY_COLUMN && p.ue8m0 == 0; }
+
+int64_t workspace_bytes(const pmo_quantize_params& p, const ScaleLayout& layout) {
+  return p.num_tokens * layout.groups * int64_t{sizeof(float)};
 }
 
 int quantize(const pmo_quantize_params& p, cudaStream_t stream) {
   if (const int status = check_quantize(p)) return status;
   if (p.hidden == 0 || p.num_rows == 0) return PMO_OK;
-  Work work = {p, ScaleLayout(p), p.x_row_stride * dtype_size(p.dtype), (p.hidden + kWarpColumns - 1) / kWarpColumns, 0, 0};
+  Work work = {p, ScaleLayout(p), p.x_row_stride * dtype_size(p.dtype), (p.hidden + kWarpColumns - 1) / kWarpColumns};
   if (p.topk == 0) work.p.num_tokens = 0;  // nothing to read
   work.first_fill_row = has_row_map(p) ? 0 : p.num_rows;
   if (p.fill != 0) work.fill_rows = work.layout.rows - work.first_fill_row;
+  if (may_turn_scales(p) && p.workspace != nullptr && p.workspace_bytes >= workspace_bytes(p, work.layout)) {
+    work.token_scales = static_cast<uint32_t*>(p.workspace);
+  }
   const uintptr_t stride = p.num_tokens > 1 ? static_cast<uintptr_t>(work.x_stride) : 0;
   PMO_REQUIRE((address(p.x) | stride) % dtype_size(p.dtype) == 0, "x", "aligned to its element size");
   const bool vectors = widest_access({address(p.x), stride, address(p.codes)}) == 16 && p.hidden % kLaneColumns == 0;
@@ -239,6 +296,13 @@ int quantize(const pmo_quantize_params& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace cuda
 }  // namespace pmo
+
+extern "C" int64_t pmo_quantize_cuda_workspace_bytes(const pmo_quantize_params* params) {
+  using namespace pmo;
+  if (params == nullptr || check_quantize_sizes(*params) != PMO_OK || !cuda::may_turn_scales(*params)) return 0;
+  const ScaleLayout layout(*params);
+  return params->num_rows * layout.words < cuda::kManyWords ? 0 : cuda::workspace_bytes(*params, layout);
+}
 
 extern "C" int pmo_quantize_cuda(const pmo_quantize_params* params, void* stream) {
   return pmo::cuda::run_cuda(params, stream, pmo::cuda::quantize);

@@ -46,10 +46,34 @@ typedef struct pmo_quantize_params {
   int32_t fill;    // PMO_FILL_ROWS: zero the codes of padding rows; PMO_FILL_SCALES: their scales, and what lies behind row N
   float amax_min;  // in [2^-100, FLT_MAX]
   int32_t num_threads;
+  void* workspace;  // CUDA only; may be NULL, for which many column-major scales take longer
+  int64_t workspace_bytes;
 } pmo_quantize_params;
 
 PMO_API int pmo_quantize_cpu(const pmo_quantize_params* params, void* stream);
 PMO_API int pmo_quantize_cuda(const pmo_quantize_params* params, void* stream);
+
+// 0 where no workspace helps, and where the sizes are unusable. With one, column-major scales are those of the tokens that row_to_token
+// names: the maps must agree.
+PMO_API int64_t pmo_quantize_cuda_workspace_bytes(const pmo_quantize_params* params);
+
+// out = code * scale in float32, rounded to the output type; any NaN will do. A ue8m0 exponent of 0 means a scale of 0, as padding has.
+typedef struct pmo_dequantize_params {
+  int64_t struct_size;
+  int64_t num_rows;
+  int64_t hidden;
+  const void* codes;  // [N, H]
+  int64_t codes_row_stride;
+  const void* scales;  // as pmo_quantize_* writes them
+  void* out;           // [N, H] contiguous
+  int32_t dtype;       // of out: PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
+  int32_t ue8m0;
+  int32_t scale_layout;
+  int32_t num_threads;
+} pmo_dequantize_params;
+
+PMO_API int pmo_dequantize_cpu(const pmo_dequantize_params* params, void* stream);
+PMO_API int pmo_dequantize_cuda(const pmo_dequantize_params* params, void* stream);
 
 #ifdef __cplusplus
 }
