@@ -58,7 +58,8 @@ def quantize_1x128(
     name = "quantize_1x128"
     _checks.rows(name, "x", x, _checks.SUM_DTYPES, "num_tokens")
     _checks.flag(name, "ue8m0", ue8m0)
-    return resolve(name).quantize_1x128(x, _checks.quantization(name, ue8m0, scale_layout, amax_min))
+    spec = _checks.quantization(name, ue8m0, scale_layout, amax_min)
+    return resolve(name).quantize_1x128(x, spec)
 
 
 @traceable
@@ -96,6 +97,7 @@ def dequantize_1x128(
     return resolve(name).dequantize_1x128(codes, scales, scale_layout, dtype)
 
 
+@traceable
 def quantized_experts(
     x: Tensor,
     plan: Plan,
@@ -112,8 +114,8 @@ def quantized_experts(
     codes, scales and ``tensors`` for the backward pass, not ``x`` and not its rows in 16 bits. The gradient of ``x``
     goes straight through the quantisation: it is the ascending sum of each token's rows of d_rows, as in `permute`.
 
-    Differentiable in ``x`` and ``tensors``. Works in dygraph and in paddle.jit.to_static. Deterministic and without
-    host synchronisation as far as the two functions are.
+    Differentiable in ``x`` and ``tensors``. For dygraph and paddle.jit.to_static with full_graph=False; a static graph
+    has no place for the two functions. Deterministic and without host synchronisation as far as they are.
 
         def expert_fn(codes, scales, weight):
             return float8_grouped_gemm(codes, scales, weight, plan.expert_offsets)
@@ -146,6 +148,9 @@ def quantized_experts(
         ValueError: an argument of the wrong value or shape; gradients of the wrong number or shape.
     """
     name = "quantized_experts"
+    if _checks.is_graph_value(x):
+        expected = "a tensor of dygraph, or of to_static with full_graph=False"
+        _checks.bad_type(name, "x", expected, "a value of a static graph")
     _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
     _checks.rows(name, "x", x, _checks.SUM_DTYPES, plan.num_tokens)
     for argument, function in (("expert_fn", expert_fn), ("expert_vjp", expert_vjp)):
@@ -154,11 +159,17 @@ def quantized_experts(
     for index, tensor in enumerate(tensors):
         _checks.instance(name, f"tensors[{index}]", tensor, Tensor, "a paddle.Tensor")
     _checks.choice(name, "quantize", quantize, _checks.QUANTIZE_FORMATS[1:])
-    spec = _checks.quantization(name, quantize == _checks.UE8M0, scale_layout, amax_min)
     _checks.same_place(name, x=x, plan=plan.slot_to_row)
-    return autograd.quantized_experts(
-        resolve(name), x, tensors, plan, spec, _checked_fn(name, expert_fn), _checked_vjp(name, expert_vjp, x, plan)
-    )
+    spec = _checks.quantization(name, quantize == _checks.UE8M0, scale_layout, amax_min)
+    shape, dtype = [plan.num_rows, x.shape[1]], x.dtype
+
+    def checked_fn(*arguments: Tensor) -> Tensor:
+        return _check_rows_out(expert_fn(*arguments))
+
+    def checked_vjp(d_out: Tensor, codes: Tensor, scales: Tensor, *tensors: Tensor) -> Any:
+        return _check_gradients(expert_vjp(d_out, codes, scales, *tensors), shape, dtype, tensors)
+
+    return autograd.quantized_experts(resolve(name), x, tensors, plan, spec, checked_fn, checked_vjp)
 
 
 def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:
@@ -171,35 +182,20 @@ def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:
     return [columns, -1 if num_rows < 0 else -(-num_rows // 4) * 4]
 
 
-def _checked_fn(function: str, expert_fn: Callable[..., Any]) -> Callable[..., Tensor]:
-    """The experts, whose result is looked at."""
-
-    def checked(*arguments: Tensor) -> Tensor:
-        out = expert_fn(*arguments)
-        text = "expert_fn's result"
-        _checks.tensor(function, text, out, _checks.SUM_DTYPES, getattr(out, "shape", []))
-        return out
-
-    return checked
+def _check_rows_out(out: Any) -> Tensor:
+    """What expert_fn returned."""
+    return _checks.tensor("quantized_experts", "expert_fn's result", out, _checks.SUM_DTYPES, getattr(out, "shape", []))
 
 
-def _checked_vjp(
-    function: str, expert_vjp: Callable[..., Any], x: Tensor, plan: Plan
-) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The gradients of the experts, whose number, shapes and dtypes are looked at."""
-    shape, dtype = [plan.num_rows, x.shape[1]], x.dtype
-
-    def checked(d_out: Tensor, codes: Tensor, scales: Tensor, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        result = expert_vjp(d_out, codes, scales, *tensors)
-        gradients = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-        if len(gradients) != 1 + len(tensors):
-            expected = f"{1 + len(tensors)} gradients, d_rows and one for each of the tensors"
-            _checks.bad_value(function, "expert_vjp's result", expected, len(gradients))
-        _checks.tensor(function, "d_rows of expert_vjp", gradients[0], (dtype,), shape)
-        for index, (gradient, tensor) in enumerate(zip(gradients[1:], tensors, strict=True)):
-            if gradient is not None:
-                name = f"gradient {index + 1} of expert_vjp"
-                _checks.tensor(function, name, gradient, _checks.SUM_DTYPES, tensor.shape)
-        return gradients
-
-    return checked
+def _check_gradients(result: Any, shape: list[int], dtype: Any, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """What expert_vjp returned, as one gradient for the rows and one for each of the tensors."""
+    name = "quantized_experts"
+    gradients = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    if len(gradients) != 1 + len(tensors):
+        expected = f"{1 + len(tensors)} gradients: d_rows and one for each of the tensors"
+        _checks.bad_value(name, "expert_vjp's result", expected, len(gradients))
+    _checks.tensor(name, "d_rows of expert_vjp", gradients[0], (dtype,), shape)
+    for index, (gradient, tensor) in enumerate(zip(gradients[1:], tensors, strict=True)):
+        if gradient is not None:
+            _checks.tensor(name, f"expert_vjp's gradient of tensors[{index}]", gradient, (tensor.dtype,), tensor.shape)
+    return gradients

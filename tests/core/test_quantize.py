@@ -280,7 +280,8 @@ def test_column_major_scales_by_way_of_a_workspace_equal_the_oracle(core: Core, 
     plan = make_problem(make_ids("half_unassigned", shape, seed=21), shape.E, shape.A).plan
     x = ordinary_floats((shape.T, shape.H), BFLOAT16, seed=22)
     options = {"layout": ScaleLayout.COLUMN, "fill": fill}
-    maps = plan.slot_to_row, plan.row_to_token
+    padding = np.full_like(plan.row_to_token, -2)  # any negative number
+    maps = plan.slot_to_row, np.where(plan.row_to_token < 0, padding, plan.row_to_token)
     workspace = np.empty((shape.T, -(-shape.H // 128)), np.float32)
     codes, scales = calls.quantize(core, x, *maps, workspace=workspace, **options)
     expected_codes, expected_scales = calls.quantize(core, x, *maps, **options)

@@ -10,7 +10,7 @@
 //
 // Column-major scales go to memory in single words, which the L2 puts together: rows of an expert follow ascending tokens. But each word
 // is an access of its own to the L2, and 56 of them to a row of 7168 columns made the kernel 1.25 times slower (T 4096, k 8, H200).
-// With a workspace, many float32 scales are therefore written once per token, and a second kernel turns them, 32 rows by 32 words at a
+// With a workspace, many float32 scales are therefore written once per token, and a second kernel turns them, 64 rows by 32 words at a
 // time, without looking at rows again.
 //
 // A block holds one token, or several with short rows; blocks behind the last token zero padding, 32 rows each.
@@ -37,7 +37,8 @@ constexpr int kWarpGroups = kWarpSize / kGroupLanes;
 constexpr int kMaxWarps = 16;
 constexpr int kUsualWarps = 8;  // of a block, as far as rows are shorter than that
 constexpr int kFillRows = kWarpSize;
-constexpr int kTile = kWarpSize;  // rows, and words, of scales that are turned at a time
+constexpr int kTileRows = 64;  // of scales that are turned at a time
+constexpr int kTileWords = 32;
 constexpr int kTileThreads = 256;
 constexpr int64_t kManyWords = int64_t{1} << 19;  // below it a second launch takes longer than single words
 
@@ -201,7 +202,7 @@ __device__ void zero_padding(const Work& work, int64_t first) {
 }
 
 template <typename Rows, bool kVectors>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize, 3) quantize_rows(const __grid_constant__ Work work) {
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, 4) quantize_rows(const __grid_constant__ Work work) {
   const int64_t units = work.p.num_tokens + (work.fill_rows + kFillRows - 1) / kFillRows;
 #pragma unroll 1
   for (int64_t unit = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; unit < units; unit += int64_t{gridDim.x} * blockDim.y) {
@@ -216,28 +217,36 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, 3) quantize_rows(const _
 // Column-major scales of rows from those of tokens.
 __global__ void __launch_bounds__(kTileThreads) turn_scales(const __grid_constant__ Work work) {
   const pmo_quantize_params& p = work.p;
-  __shared__ uint32_t tile[kTile][kTile + 1];
-  const int lane = threadIdx.x % kWarpSize;
+  constexpr int32_t kEmpty = -1, kUnwanted = -2;
+  __shared__ int32_t tokens[kTileRows];
+  __shared__ uint32_t tile[kTileWords][kTileRows + 1];
+  const int64_t words = work.layout.words;
   uint32_t* scales = static_cast<uint32_t*>(p.scales);
 #pragma unroll 1
-  for (int64_t first_row = int64_t{blockIdx.x} * kTile; first_row < work.layout.rows; first_row += int64_t{gridDim.x} * kTile) {
-    const int64_t own_row = first_row + lane;
-    int64_t own_token = -1;
-    if (own_row < p.num_rows) own_token = p.slot_to_row == nullptr ? own_row : __ldg(p.row_to_token + own_row);
-    const bool is_wanted =
-        own_token < 0 ? own_row < work.layout.rows && (p.fill & PMO_FILL_SCALES) != 0 : own_token < p.num_tokens;
+  for (int64_t first_row = int64_t{blockIdx.x} * kTileRows; first_row < work.layout.rows;
+       first_row += int64_t{gridDim.x} * kTileRows) {
+    if (threadIdx.x < kTileRows) {
+      const int64_t row = first_row + threadIdx.x;
+      int64_t token = kEmpty;
+      if (row < p.num_rows) token = p.slot_to_row == nullptr ? row : __ldg(p.row_to_token + row);
+      const bool is_filled = row < work.layout.rows && (p.fill & PMO_FILL_SCALES) != 0;
+      const bool is_wanted = token < 0 ? is_filled : token < p.num_tokens;
+      tokens[threadIdx.x] = is_wanted ? static_cast<int32_t>(max(token, int64_t{kEmpty})) : kUnwanted;
+    }
+    __syncthreads();
 #pragma unroll 1
-    for (int64_t first_word = 0; first_word < work.layout.words; first_word += kTile) {
-      for (int row = threadIdx.x / kWarpSize; row < kTile; row += kTileThreads / kWarpSize) {
-        const int64_t token = __shfl_sync(kAllLanes, own_token, row);
-        const bool exists = token >= 0 && token < p.num_tokens && first_word + lane < work.layout.words;
-        tile[lane][row] = exists ? work.token_scales[token * work.layout.words + first_word + lane] : 0;
+    for (int64_t first_word = 0; first_word < words; first_word += kTileWords) {
+      const int count = static_cast<int>(min(words - first_word, int64_t{kTileWords}));
+#pragma unroll 4
+      for (int i = threadIdx.x; i < kTileRows * count; i += kTileThreads) {
+        const int row = i / count, word = i - row * count;
+        const int64_t token = tokens[row];
+        tile[word][row] = token < 0 ? 0 : __ldg(work.token_scales + token * words + first_word + word);
       }
       __syncthreads();
-      for (int word = threadIdx.x / kWarpSize; word < kTile; word += kTileThreads / kWarpSize) {
-        if (is_wanted && first_word + word < work.layout.words) {
-          scales[(first_word + word) * work.layout.word_step + own_row] = tile[word][lane];
-        }
+      for (int i = threadIdx.x; i < kTileRows * count; i += kTileThreads) {
+        const int word = i / kTileRows, row = i % kTileRows;
+        if (tokens[row] != kUnwanted) scales[(first_word + word) * work.layout.word_step + first_row + row] = tile[word][row];
       }
       __syncthreads();
     }
@@ -259,7 +268,7 @@ int launch(const Work& work, bool vectors, cudaStream_t stream) {
   }
   PMO_CUDA_LAUNCHED("quantize_rows");
   if (work.token_scales == nullptr) return PMO_OK;
-  turn_scales<<<grid_for(work.layout.rows, kTile), kTileThreads, 0, stream>>>(work);
+  turn_scales<<<grid_for(work.layout.rows, kTileRows), kTileThreads, 0, stream>>>(work);
   PMO_CUDA_LAUNCHED("turn_scales");
   return PMO_OK;
 }

@@ -187,11 +187,14 @@ Outputs quantize_rows(const Target& target, const char* function, const paddle::
   advise_huge_pages(target, codes);
   p.codes = codes.data();
   p.scales = scales.data();
+  paddle::Tensor workspace;
 #ifdef PMO_WITH_CUDA
   if (target.is_gpu()) p.workspace_bytes = pmo_quantize_cuda_workspace_bytes(&p);
 #endif
-  paddle::Tensor workspace = paddle::empty({p.workspace_bytes}, paddle::DataType::UINT8, x.place());
-  if (p.workspace_bytes > 0) p.workspace = workspace.data();
+  if (p.workspace_bytes > 0) {
+    workspace = paddle::empty({p.workspace_bytes}, paddle::DataType::UINT8, x.place());
+    p.workspace = workspace.data();
+  }
   check_status(PMO_CALL(target, quantize, &p), function);
   return {codes, scales};
 }
