@@ -53,8 +53,11 @@ Outputs dequantize(const paddle::Tensor& codes, const paddle::Tensor& scales, bo
 
 std::vector<Shape> dequantize_shapes(const Shape& codes, const Shape&, bool, int) { return {codes}; }
 
+// A number that is no dtype of sums is refused when the operator runs; until then any dtype will do but one that Paddle does not know.
 std::vector<paddle::DataType> dequantize_dtypes(const paddle::DataType&, const paddle::DataType&, bool, int dtype) {
-  return {static_cast<paddle::DataType>(dtype)};
+  const auto given = static_cast<paddle::DataType>(dtype);
+  const bool is_known = given == paddle::DataType::FLOAT16 || given == paddle::DataType::BFLOAT16;
+  return {is_known ? given : paddle::DataType::FLOAT32};
 }
 
 }  // namespace
