@@ -28,6 +28,7 @@ else:
     from .backends import explain, register_operators, use_backend
     from .compat.paddle import patch_paddle, patched_paddle, unpatch_paddle
     from .functional import moe_permute, moe_unpermute, permute, sort_chunks, unpermute
+    from .quantization import dequantize_1x128, quantize_1x128, quantized_experts
     from .routing import Plan, route
 
     register_operators()
@@ -35,12 +36,15 @@ else:
 __all__ = [
     "Plan",
     "__version__",
+    "dequantize_1x128",
     "explain",
     "moe_permute",
     "moe_unpermute",
     "patch_paddle",
     "patched_paddle",
     "permute",
+    "quantize_1x128",
+    "quantized_experts",
     "route",
     "sort_chunks",
     "unpatch_paddle",

@@ -9,6 +9,7 @@ checks it at run time.
 from __future__ import annotations
 
 import contextlib
+import numbers
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -17,13 +18,18 @@ import paddle
 from paddle import Tensor
 
 from . import _env
-from .backends import Validation
+from .backends import QuantizeSpec, Validation
 
 MAX_EXPERTS = 2**16
 
 SUM_DTYPES = (paddle.bfloat16, paddle.float16, paddle.float32)
 ROW_DTYPES = (*SUM_DTYPES, paddle.float8_e4m3fn, paddle.float8_e5m2)
 ID_DTYPES = (paddle.int32, paddle.int64)
+
+UE8M0 = "fp8_1x128_ue8m0"
+QUANTIZE_FORMATS = (None, "fp8_1x128", UE8M0)
+SCALE_LAYOUTS = ("row", "col")
+AMAX_LIMITS = (2.0**-100, (2 - 2.0**-23) * 2.0**127)
 
 _GRAPH_VALUES: tuple[type, ...] = (paddle.pir.Value,)
 
@@ -109,6 +115,20 @@ def tensor(
     return value
 
 
+def rows(function: str, argument: str, value: Any, dtypes: Sequence[Any], num_rows: int | str) -> Tensor:
+    """Check a matrix of rows that have at least one column."""
+    tensor(function, argument, value, dtypes, [num_rows, "hidden"])
+    if value.shape[1] == 0:
+        bad_value(function, argument, f"of shape [{num_rows}, hidden] with hidden >= 1", list(value.shape))
+    return value
+
+
+def instance(function: str, argument: str, value: Any, kind: type, expected: str) -> None:
+    """Check the type of a value; a value of a static graph passes for a tensor."""
+    if not isinstance(value, kind) and not (kind is Tensor and is_graph_value(value)):
+        bad_type(function, argument, expected, type(value).__name__)
+
+
 def same_place(function: str, **tensors: Tensor | None) -> None:
     """Check that all given tensors are on one device."""
     first_name = first_place = None
@@ -158,6 +178,18 @@ def choice(function: str, argument: str, value: Any, choices: Sequence[str | Non
     if value not in choices:
         bad_value(function, argument, f"one of {', '.join(map(repr, choices))}", repr(value))
     return value
+
+
+def quantization(function: str, ue8m0: bool, scale_layout: Any, amax_min: Any) -> QuantizeSpec:
+    """Check how rows are to become float8."""
+    choice(function, "scale_layout", scale_layout, SCALE_LAYOUTS)
+    if isinstance(amax_min, bool) or not isinstance(amax_min, numbers.Real):
+        bad_type(function, "amax_min", "a float", type(amax_min).__name__)
+    number = float(amax_min)
+    lowest, highest = AMAX_LIMITS
+    if not lowest <= number <= highest:
+        bad_value(function, "amax_min", f"from 2^-100 to {highest:.8e}", number)
+    return QuantizeSpec(ue8m0, scale_layout, number)
 
 
 def counts(

@@ -15,7 +15,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from .backends import Backend, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Validation
+from .backends import Backend, MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, Validation
 from .backends.base import Tensors
 
 
@@ -217,6 +217,34 @@ class _Values(PyLayer):
         return ctx.back(gradient, ctx.maps)
 
 
+class _QuantizedExperts(PyLayer):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        backend: Backend,
+        box: _PlanBox,
+        spec: QuantizeSpec,
+        expert_fn: Callable[..., Tensor],
+        expert_vjp: Callable[..., Tensors],
+        *tensors: Tensor,
+    ) -> Tensor:
+        codes, scales = backend.permute_quantized(x, box.plan, "all", spec)
+        ctx.save_for_backward(codes, scales, *tensors)
+        ctx.backend, ctx.plan, ctx.expert_vjp = backend, box.plan, expert_vjp
+        ctx.wanted = _wanted(x, *tensors)
+        return expert_fn(codes, scales, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        d_rows, *d_tensors = ctx.expert_vjp(d_out, *ctx.saved_tensor())
+        return _gradients(
+            ctx.wanted,
+            lambda: ctx.backend.unpermute(d_rows, None, ctx.plan),
+            *(lambda d_tensor=d_tensor: d_tensor for d_tensor in d_tensors),
+        )
+
+
 def route(backend: Backend, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
     """The ten tensors of a plan; row_probs is differentiable in probs."""
     if backend.differentiable or probs is None:
@@ -286,3 +314,16 @@ def rows_to_slots(backend: Backend, row_values: Tensor, maps: Any) -> Tensor:
     if backend.differentiable or row_values.stop_gradient:
         return backend.rows_to_slots(row_values, maps)
     return _Values.apply(row_values, backend, _PlanBox(maps), False)
+
+
+def quantized_experts(
+    backend: Backend,
+    x: Tensor,
+    tensors: Tensors,
+    plan: Any,
+    spec: QuantizeSpec,
+    expert_fn: Callable[..., Tensor],
+    expert_vjp: Callable[..., Tensors],
+) -> Tensor:
+    """What the experts make of the quantised rows, differentiable in x and the tensors."""
+    return _QuantizedExperts.apply(x, backend, _PlanBox(plan), spec, expert_fn, expert_vjp, *tensors)

@@ -24,33 +24,61 @@ FILL_PADDING = ("all", "meta", "none")
 
 @traceable
 def permute(
-    x: Tensor, plan: Plan, scale: Tensor | None = None, *, fill_padding: str = "all"
+    x: Tensor,
+    plan: Plan,
+    scale: Tensor | None = None,
+    *,
+    quantize: str | None = None,
+    scale_layout: str = "row",
+    amax_min: float = 1e-4,
+    fill_padding: str = "all",
 ) -> tuple[Tensor, Tensor | None]:
-    """Copy every token to its rows.
+    """Copy every token to its rows, as it is or quantised to float8.
 
     Differentiable in ``x`` (the gradient of a token is the ascending float32 sum over its rows, rounded once), except
-    for float8 rows. Deterministic, bit-exact copies. No host synchronisation. The backward pass keeps no [T, H] tensor.
+    for float8 rows; `quantized_experts` gives a gradient to quantised ones. Deterministic: bit-exact copies, and codes
+    and scales of the same bits on every backend and run. No host synchronisation. The backward pass keeps no [T, H]
+    tensor.
+
+    With ``quantize`` every token is read and quantised once, by the rule of `quantize_1x128`, and its codes and scales
+    are written to each of its rows: the same bits as quantising first and permuting codes and scales, in one pass.
 
     Args:
-        x: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; any H >= 1, rows may be strided.
+        x: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2 (not with ``quantize``); any H >= 1, rows may
+            be strided.
         plan: where the rows go.
-        scale: [T, S] float32, or int32 (four packed ue8m0 exponents each), or None. Not differentiable.
+        scale: [T, S] float32, or int32 (four packed ue8m0 exponents each), or None. Not differentiable. None with
+            ``quantize``, which makes the scales.
+        quantize: None, or the format of the rows: "fp8_1x128" (float32 scales) or "fp8_1x128_ue8m0" (scales that are
+            powers of two, packed four to an int32).
+        scale_layout: of the scales that ``quantize`` makes: "row" or, transposed and filled up, "col".
+        amax_min: with ``quantize``: lower limit of a group's largest magnitude, from 2^-100 to the largest float32.
         fill_padding: what padding rows hold. "all": zeros. "meta": rows undefined, scales zero. "none": both undefined.
 
     Returns:
-        rows [N, H] and scales [N, S] or None.
+        rows [N, H] and scales [N, S] or None. With ``quantize`` rows in float8_e4m3fn and scales as `quantize_1x128`
+        gives them for N rows.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
     """
     name = "permute"
-    _check_plan(name, plan)
-    _check_rows(name, "x", x, _checks.ROW_DTYPES, plan.num_tokens)
+    _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
+    _checks.choice(name, "quantize", quantize, _checks.QUANTIZE_FORMATS)
+    spec = _checks.quantization(name, quantize == _checks.UE8M0, scale_layout, amax_min)
+    _checks.rows(name, "x", x, _checks.ROW_DTYPES if quantize is None else _checks.SUM_DTYPES, plan.num_tokens)
+    if quantize is None and scale_layout != "row":
+        _checks.bad_value(name, "scale_layout", "'row' without quantize", repr(scale_layout))
+    if quantize is not None and scale is not None:
+        _checks.bad_value(name, "scale", "None with quantize, which makes the scales", type(scale).__name__)
     if scale is not None:
         _checks.tensor(name, "scale", scale, (paddle.float32, paddle.int32), [plan.num_tokens, "num_scales"])
     _checks.choice(name, "fill_padding", fill_padding, FILL_PADDING)
     _checks.same_place(name, x=x, plan=plan.slot_to_row, scale=scale)
+    if quantize is not None:
+        codes, scales = resolve(name).permute_quantized(x, plan, fill_padding, spec)
+        return codes, scales
     rows, scales = autograd.permute(resolve(name), x, scale, plan, fill_padding)
     return rows, None if scale is None else scales
 
@@ -79,8 +107,8 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
         ValueError: an argument of the wrong shape.
     """
     name = "unpermute"
-    _check_plan(name, plan)
-    _check_rows(name, "y", y, _checks.SUM_DTYPES, plan.num_rows)
+    _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
+    _checks.rows(name, "y", y, _checks.SUM_DTYPES, plan.num_rows)
     if probs is not None:
         by_slot = getattr(probs, "ndim", 1) == 2
         shape = [plan.num_tokens, plan.topk] if by_slot else [plan.num_rows]
@@ -118,7 +146,7 @@ def sort_chunks(
         ValueError: an argument of the wrong shape; bad data, as ``validate`` says.
     """
     name = "sort_chunks"
-    _check_rows(name, "x", x, _checks.ROW_DTYPES, "num_rows")
+    _checks.rows(name, "x", x, _checks.ROW_DTYPES, "num_rows")
     _checks.tensor(name, "split_sizes", split_sizes, _checks.ID_DTYPES, ["num_chunks"])
     _checks.tensor(name, "order", order, _checks.ID_DTYPES, [split_sizes.shape[0]])
     if probs is not None:
@@ -185,7 +213,7 @@ def moe_permute(
         ValueError: an argument of the wrong value or shape; wrong ``tokens_per_expert``; bad data (see ``validate``).
     """
     function = "moe_permute"
-    _check_rows(function, "hidden_states", hidden_states, _checks.ROW_DTYPES, "num_tokens")
+    _checks.rows(function, "hidden_states", hidden_states, _checks.ROW_DTYPES, "num_tokens")
     num_tokens = hidden_states.shape[0]
     _check_routemap(function, expert_routemap_topk, num_tokens)
     _checks.tensor(function, "expert_prob_topk", expert_prob_topk, (paddle.float32,), expert_routemap_topk.shape)
@@ -274,7 +302,7 @@ def moe_unpermute(
         ValueError: an argument of the wrong value or shape; bad data, as ``validate`` says.
     """
     function = "moe_unpermute"
-    _check_rows(function, "hidden_states_unzipped", hidden_states_unzipped, _checks.SUM_DTYPES, "num_rows")
+    _checks.rows(function, "hidden_states_unzipped", hidden_states_unzipped, _checks.SUM_DTYPES, "num_rows")
     num_rows = hidden_states_unzipped.shape[0]
     num_experts = _checks.integer(function, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
     num_tokens = _checks.token_count(function, "total_zipped_tokens", total_zipped_tokens, hidden_states_unzipped)
@@ -310,17 +338,6 @@ def moe_unpermute(
         spec,
     )
     return hidden_states, prob_topk
-
-
-def _check_plan(function: str, plan: Any) -> None:
-    if not isinstance(plan, Plan):
-        _checks.bad_type(function, "plan", "a paddle_moe_ops.Plan", type(plan).__name__)
-
-
-def _check_rows(function: str, argument: str, value: Any, dtypes: Any, num_rows: int | str) -> None:
-    _checks.tensor(function, argument, value, dtypes, [num_rows, "hidden"])
-    if value.shape[1] == 0:
-        _checks.bad_value(function, argument, f"of shape [{num_rows}, hidden] with hidden >= 1", list(value.shape))
 
 
 def _check_routemap(function: str, value: Any, num_tokens: int) -> None:

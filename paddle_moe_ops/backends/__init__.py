@@ -11,13 +11,23 @@ import importlib
 from collections.abc import Callable, Iterator
 
 from .. import _env
-from .base import Backend, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, RowMaps, RowmapSpec, Validation
+from .base import (
+    Backend,
+    MoePermuteSpec,
+    MoeUnpermuteSpec,
+    QuantizeSpec,
+    RouteSpec,
+    RowMaps,
+    RowmapSpec,
+    Validation,
+)
 
 __all__ = [
     "OPERATORS",
     "Backend",
     "MoePermuteSpec",
     "MoeUnpermuteSpec",
+    "QuantizeSpec",
     "RouteSpec",
     "RowMaps",
     "RowmapSpec",
@@ -30,7 +40,18 @@ __all__ = [
     "use_backend",
 ]
 
-OPERATORS = ("route", "permute", "unpermute", "sort_chunks", "row_id_map", "moe_permute", "moe_unpermute")
+OPERATORS = (
+    "route",
+    "permute",
+    "unpermute",
+    "sort_chunks",
+    "row_id_map",
+    "moe_permute",
+    "moe_unpermute",
+    "quantize_1x128",
+    "dequantize_1x128",
+    "quantized_experts",
+)
 
 _modules: dict[str, str] = {}  # name -> module with `backend`, in order of preference
 _automatic: list[str] = []

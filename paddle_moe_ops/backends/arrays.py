@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import paddle
@@ -20,6 +22,13 @@ _FLOAT8 = {
     np.dtype(ml_dtypes.float8_e4m3fn): paddle.float8_e4m3fn,
     np.dtype(ml_dtypes.float8_e5m2): paddle.float8_e5m2,
 }
+
+
+def numpy_dtype(dtype: Any) -> np.dtype:
+    """The NumPy (or ml_dtypes) dtype of a Paddle dtype."""
+    if dtype in _NARROW:
+        return np.dtype(_NARROW[dtype][1])
+    return np.dtype(dtype.name.lower())
 
 
 def to_numpy(tensor: Tensor) -> NDArray:

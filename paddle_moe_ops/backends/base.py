@@ -76,6 +76,14 @@ class RowMaps(NamedTuple):
     row_to_expert: Tensor
 
 
+class QuantizeSpec(NamedTuple):
+    """How rows become float8."""
+
+    ue8m0: bool
+    scale_layout: str  # "row" or "col"
+    amax_min: float
+
+
 class Backend(Protocol):
     """One implementation of the verbs over Paddle tensors, whose arguments are checked already.
 
@@ -109,6 +117,15 @@ class Backend(Protocol):
 
         The compiled backend has it for the weighted sum only, for those who write their backward passes themselves.
         """
+
+    def quantize_1x128(self, x: Tensor, spec: QuantizeSpec) -> Tensors:
+        """Codes and scales of rows."""
+
+    def permute_quantized(self, x: Tensor, plan: Any, fill_padding: str, spec: QuantizeSpec) -> Tensors:
+        """Codes and scales in expert order."""
+
+    def dequantize_1x128(self, codes: Tensor, scales: Tensor, scale_layout: str, dtype: Any) -> Tensor:
+        """Rows of codes and scales in a dtype."""
 
     def moe_permute(
         self,

@@ -14,7 +14,16 @@ import paddle
 from paddle import Tensor
 
 from .. import _build_check, _env
-from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, RowMaps, RowmapSpec, Tensors, Validation
+from .base import (
+    MoePermuteSpec,
+    MoeUnpermuteSpec,
+    QuantizeSpec,
+    RouteSpec,
+    RowMaps,
+    RowmapSpec,
+    Tensors,
+    Validation,
+)
 
 LIBRARY = Path(__file__).resolve().parent.parent / "_C_pd_.so"
 
@@ -56,7 +65,9 @@ def _run(operator: str, *arguments: Any) -> list[Tensor]:
     try:
         return paddle._C_ops._run_custom_op(f"pmo_{operator}", *arguments)
     except ValueError as error:
-        function = operator.removesuffix("_backward").removesuffix("_weighted").removesuffix("_with_probs")
+        function = operator
+        for suffix in ("_backward", "_weighted", "_with_probs", "_quantized"):
+            function = function.removesuffix(suffix)
         # Paddle wraps the text: "(InvalidArgument) text (at file:line)", with a C++ stack before it on demand.
         text = re.search(rf"{function}: .*(?= \(at \S+:\d+\))", str(error), re.DOTALL)
         if text is None:
@@ -81,6 +92,10 @@ def _scale_attributes(scale: Tensor | None) -> tuple[bool, int, int]:
     if scale is None:
         return False, -1, paddle.float32.value
     return True, scale.shape[1], scale.dtype.value
+
+
+def _quantize_attributes(spec: QuantizeSpec) -> tuple[bool, bool, float]:
+    return spec.ue8m0, spec.scale_layout == "col", spec.amax_min
 
 
 class CompiledBackend:
@@ -140,6 +155,28 @@ class CompiledBackend:
         d_rows, d_probs = _run("unpermute_weighted_backward", rows, probs, *maps, d_out, True, True)
         _stop_gradients(d_rows, d_probs)
         return d_rows, d_probs
+
+    def quantize_1x128(self, x: Tensor, spec: QuantizeSpec) -> Tensors:
+        codes, scales = _run("quantize_1x128", x, *_quantize_attributes(spec))
+        _stop_gradients(codes, scales)
+        return codes, scales
+
+    def permute_quantized(self, x: Tensor, plan: Any, fill_padding: str, spec: QuantizeSpec) -> Tensors:
+        codes, scales = _run(
+            "permute_quantized",
+            x,
+            plan.slot_to_row,
+            plan.row_to_token,
+            _FILL[fill_padding],
+            *_quantize_attributes(spec),
+        )
+        _stop_gradients(codes, scales)
+        return codes, scales
+
+    def dequantize_1x128(self, codes: Tensor, scales: Tensor, scale_layout: str, dtype: Any) -> Tensor:
+        (rows,) = _run("dequantize_1x128", codes, scales, scale_layout == "col", dtype.value)
+        _stop_gradients(rows)
+        return rows
 
     def moe_permute(
         self,

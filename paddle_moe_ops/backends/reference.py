@@ -12,8 +12,17 @@ from paddle import Tensor
 
 from .. import reference
 from ..reference.routing import take_or_zero
-from .arrays import to_numpy, to_tensor
-from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, RowMaps, RowmapSpec, Tensors, Validation
+from .arrays import numpy_dtype, to_numpy, to_tensor
+from .base import (
+    MoePermuteSpec,
+    MoeUnpermuteSpec,
+    QuantizeSpec,
+    RouteSpec,
+    RowMaps,
+    RowmapSpec,
+    Tensors,
+    Validation,
+)
 
 _NO_PROBS = np.zeros(0, np.float32)
 _MOE_PERMUTE_NAMES = {
@@ -116,6 +125,18 @@ class ReferenceBackend:
     ) -> tuple[Tensor, Tensor | None]:
         d_rows, d_probs = reference.unpermute_backward(to_numpy(d_out), _plan(plan), _optional(rows), _optional(probs))
         return to_tensor(d_rows, d_out.place), None if d_probs is None else to_tensor(d_probs, d_out.place)
+
+    def quantize_1x128(self, x: Tensor, spec: QuantizeSpec) -> Tensors:
+        return _tensors(x, *reference.quantize_1x128(to_numpy(x), **spec._asdict()))
+
+    def permute_quantized(self, x: Tensor, plan: Any, fill_padding: str, spec: QuantizeSpec) -> Tensors:
+        return _tensors(x, *reference.permute_quantized(to_numpy(x), _plan(plan), **spec._asdict()))
+
+    def dequantize_1x128(self, codes: Tensor, scales: Tensor, scale_layout: str, dtype: Any) -> Tensor:
+        rows = reference.dequantize_1x128(
+            to_numpy(codes), to_numpy(scales), scale_layout=scale_layout, dtype=numpy_dtype(dtype)
+        )
+        return to_tensor(rows, codes.place)
 
     def moe_permute(
         self,

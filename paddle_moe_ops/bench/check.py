@@ -43,15 +43,22 @@ def difference(operation: Operation, inputs: TensorInputs, outputs: Outputs, exa
     Args:
         operation: What was computed.
         inputs: From what.
-        outputs: Tensors by name: fields of the plan, ``rowmap``, ``rows``, ``row_scales``, ``out``,
-            ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M], ``sorted_rows``, ``source_to_dest`` [M].
+        outputs: Tensors by name: fields of the plan, ``rowmap``, ``rows``, ``row_scales``, ``codes`` as bytes,
+            ``scales``, ``out``, ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M], ``sorted_rows``,
+            ``source_to_dest`` [M].
         exactness: Of sums: `device.BITS`, FLOAT32_SUMS or BFLOAT16_SUMS.
     """
     if not outputs:
         return "there are no outputs to check"
+    ue8m0 = operation.variant == "ue8m0"
     for name, tensor in outputs.items():
         if name in ("rows", "row_scales"):
             found = _copied_rows(name, tensor, inputs, operation)
+        elif name == "codes":
+            found = _gathered_rows(name, tensor, inputs.quantized(ue8m0)[0], inputs, padding=inputs.problem.case.fill)
+        elif name == "scales":
+            by_row = tensor[:, : inputs.problem.plan.num_rows].T if operation.variant == "col" else tensor
+            found = _gathered_rows(name, by_row, inputs.quantized(ue8m0)[1], inputs, padding=inputs.problem.case.fill)
         elif name == "out":
             found = _summed_rows(tensor, inputs, operation.variant == "weighted", exactness)
         elif name == "d_rows":

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import torch
 
 from ..testing.core import (
@@ -19,18 +21,21 @@ from ..testing.core import (
     Fill,
     Params,
     PermuteParams,
+    QuantizeParams,
     RouteParams,
+    ScaleLayout,
     SlotsParams,
     SortChunksParams,
     UnpermuteBackwardParams,
     UnpermuteParams,
 )
-from .device import Body, Implementation, Outputs
+from .device import Body, Implementation, Outputs, Unsupported
 from .shapes import Operation
 from .tensors import TensorInputs, to_numpy
 
-__all__ = ["CudaCore", "core_implementation"]
+__all__ = ["CudaCore", "core_implementation", "two_passes_implementations"]
 
+_FLOAT8 = DTYPES[np.dtype(ml_dtypes.float8_e4m3fn)]
 # What the gradients need, and what a caller reads; the row map is Paddle's own form of the first.
 _MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "tokens_per_expert", "expert_offsets", "overflow")
 _ALL_MAPS = (*_MAPS, "row_to_slot", "row_to_expert")
@@ -43,7 +48,7 @@ class CudaCore(Core):
         super().__init__(path)
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        for operator in ("route", "clean_rowmap", "sort_chunks"):
+        for operator in ("route", "clean_rowmap", "sort_chunks", "quantize"):
             self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
         self._declare("pmo_route_permute_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -67,6 +72,19 @@ def core_implementation(core: CudaCore) -> Implementation:
         return _BODIES[operation.op](core, operation, inputs)
 
     return Implementation("core", tuple(f"{op}:*" for op in _BODIES), prepare)
+
+
+def two_passes_implementations(core: CudaCore) -> list[Implementation]:
+    """What quantising while permuting is compared with: our own operators, one after the other."""
+
+    def of(name: str, make: Callable[[CudaCore, Operation, TensorInputs], Body], *operations: str) -> Implementation:
+        return Implementation(name, operations, lambda operation, inputs: make(core, operation, inputs))
+
+    rows = "permute_quantized:row", "permute_quantized:ue8m0"
+    return [
+        of("quantise, then permute", _quantize_then_permute, *rows),
+        of("permute, then quantise", _permute_then_quantize, "permute_quantized:row"),
+    ]
 
 
 def _point(params: Any, **tensors: torch.Tensor | None) -> Any:
@@ -182,6 +200,89 @@ def _permute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body
     return _body(lambda: core.call("permute", params), outputs)
 
 
+def _quantize_params(
+    core: CudaCore, operation: Operation, inputs: TensorInputs, x: torch.Tensor, *, is_moved: bool
+) -> tuple[QuantizeParams, Outputs]:
+    """Params for the rows of x as they are, or for those that the plan's maps lead to."""
+    plan, groups = inputs.problem.plan, inputs.problem.scale_cols
+    ue8m0, by_column = operation.variant == "ue8m0", operation.variant == "col"
+    num_rows = plan.num_rows if is_moved else len(x)
+    shape = (groups, -(-num_rows // 4) * 4) if by_column else (num_rows, -(-groups // 4) if ue8m0 else groups)
+    outputs = {
+        "codes": inputs.empty(num_rows, x.shape[1], dtype=torch.uint8),
+        "scales": inputs.empty(*shape, dtype=torch.int32 if ue8m0 else torch.float32),
+    }
+    params = QuantizeParams(
+        num_tokens=len(x),
+        topk=plan.topk if is_moved else 1,
+        num_rows=num_rows,
+        hidden=x.shape[1],
+        x_row_stride=x.stride(0),
+        dtype=_dtype_code(x),
+        ue8m0=ue8m0,
+        scale_layout=ScaleLayout.COLUMN if by_column else ScaleLayout.ROW,
+        fill=Fill.ALL if inputs.problem.case.fill else Fill.NONE,
+        amax_min=1e-4,
+    )
+    maps = {"slot_to_row": inputs.slot_to_row, "row_to_token": inputs.row_to_token} if is_moved else {}
+    _point(params, x=x, **maps, **outputs)
+    return _point_at_workspace(params, core.library.pmo_quantize_cuda_workspace_bytes, inputs), outputs
+
+
+def _permute_quantized(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    params, outputs = _quantize_params(core, operation, inputs, inputs.x, is_moved=True)
+    return _body(lambda: core.call("quantize", params), outputs)
+
+
+def _quantize_then_permute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    plan = inputs.problem.plan
+    quantize, tokens = _quantize_params(core, operation, inputs, inputs.x, is_moved=False)
+    codes, scales = tokens["codes"], tokens["scales"]
+    outputs = {
+        name: inputs.empty(plan.num_rows, tensor.shape[1], dtype=tensor.dtype) for name, tensor in tokens.items()
+    }
+    permute = PermuteParams(
+        num_tokens=plan.num_tokens,
+        topk=plan.topk,
+        num_rows=plan.num_rows,
+        hidden=codes.shape[1],
+        scale_cols=scales.shape[1],
+        x_row_stride=codes.stride(0),
+        scale_row_stride=scales.stride(0),
+        dtype=_FLOAT8,
+        scale_dtype=_dtype_code(scales),
+        fill=Fill.ALL if inputs.problem.case.fill else Fill.NONE,
+    )
+    _point(
+        permute,
+        x=codes,
+        scale=scales,
+        slot_to_row=inputs.slot_to_row,
+        row_to_token=inputs.row_to_token,
+        rows=outputs["codes"],
+        row_scales=outputs["scales"],
+    )
+
+    def run() -> None:
+        core.call("quantize", quantize)
+        core.call("permute", permute)
+
+    return _body(run, outputs)
+
+
+def _permute_then_quantize(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
+    if inputs.problem.case.fill and (inputs.problem.plan.row_to_token < 0).any():
+        raise Unsupported("gives padding rows the scale of zeros, which is not 0")
+    params, moved = _permute_params(operation, inputs, inputs.slot_to_row, inputs.row_to_token)
+    quantize, outputs = _quantize_params(core, operation, inputs, moved["rows"], is_moved=False)
+
+    def run() -> None:
+        core.call("permute", params)
+        core.call("quantize", quantize)
+
+    return _body(run, outputs)
+
+
 def _unpermute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:
     params, outputs = _unpermute_params(operation, inputs, inputs.token_rows)
     return _body(lambda: core.call("unpermute", params), outputs)
@@ -287,6 +388,7 @@ _BODIES: dict[str, Callable[[CudaCore, Operation, TensorInputs], Body]] = {
     "route_permute": _route_permute,
     "permute": _permute,
     "moe_permute": _moe_permute,
+    "permute_quantized": _permute_quantized,
     "unpermute": _unpermute,
     "moe_unpermute": _moe_unpermute,
     "unpermute_backward": _unpermute_backward,

@@ -21,7 +21,7 @@ from .. import _env
 from ..testing.core import Core
 from . import cpu_check
 from .cpu_arrays import ArrayInputs, memory_available, memory_needed
-from .cpu_core import core_implementation
+from .cpu_core import core_implementation, two_passes_implementation
 from .cpu_memory import Memory
 from .cpu_peers import numpy_implementation, torch_implementation
 from .device import Body, Captured, Implementation, Outputs, Unsupported
@@ -53,7 +53,11 @@ class CpuDevice:
         self.memory = Memory(self.threads)
         self.left_out: dict[str, str] = {}
         makers: dict[str, Callable[[], list[Implementation]]] = {
-            "core": lambda: [core_implementation(self.core), self.memory.implementation()],
+            "core": lambda: [
+                core_implementation(self.core),
+                two_passes_implementation(self.core),
+                self.memory.implementation(),
+            ],
             "paddle": _paddle_implementations,
             "numpy": lambda: [numpy_implementation()],
             "torch": lambda: [torch_implementation(self.threads)],

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..reference.permutation import sum_rows, sum_rows_backward
+from ..reference.quantization import quantize_1x128
 from .problem import SCALE_GROUP, Problem
 
 __all__ = ["BFLOAT16", "FLOAT8", "ArrayInputs", "chunks", "empty", "memory_available", "memory_needed"]
@@ -50,6 +51,7 @@ class ArrayInputs:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._sums: dict[bool, tuple[NDArray, NDArray]] = {}
+        self._quantized: dict[bool, tuple[NDArray, NDArray]] = {}
 
     @cached_property
     def x(self) -> NDArray:
@@ -66,6 +68,14 @@ class ArrayInputs:
         """float32 [T, S], one for each 128 columns of x_fp8"""
         tokens = self.problem.case.shape.num_tokens
         return (np.abs(self.x[:, ::SCALE_GROUP].astype(np.float32)) + 1).reshape(tokens, -1)
+
+    def quantized(self, ue8m0: bool) -> tuple[NDArray, NDArray]:
+        """The oracle's codes [T, H] and scales by row of x."""
+        if ue8m0 not in self._quantized:
+            parts = [quantize_1x128(self.x[tokens], ue8m0=ue8m0) for tokens in chunks(*self.x.shape)]
+            codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            self._quantized[ue8m0] = codes, scales
+        return self._quantized[ue8m0]
 
     @cached_property
     def rows(self) -> NDArray:

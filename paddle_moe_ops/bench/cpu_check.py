@@ -23,13 +23,14 @@ def difference(operation: Operation, inputs: ArrayInputs, outputs: Outputs, exac
     Args:
         operation: What was computed.
         inputs: From what.
-        outputs: Arrays by name: fields of the plan, ``rowmap``, ``rows``, ``row_scales``, ``out``,
-            ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M], ``sorted_rows`` and
+        outputs: Arrays by name: fields of the plan, ``rowmap``, ``rows``, ``row_scales``, ``codes``,
+            ``scales``, ``out``, ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M], ``sorted_rows`` and
             ``source_to_dest`` [M], ``copy`` of ones.
         exactness: Of sums: `device.BITS`, FLOAT32_SUMS or BFLOAT16_SUMS.
     """
     if not outputs:
         return "there are no outputs to check"
+    ue8m0 = operation.variant == "ue8m0"
     plan, weighted = inputs.problem.plan, operation.variant not in ("plain", "bf16", "fp8", "maps")
     for name, array in outputs.items():
         if name == "rows":
@@ -37,6 +38,11 @@ def difference(operation: Operation, inputs: ArrayInputs, outputs: Outputs, exac
             found = _moved_rows(name, array, source, inputs, inputs.problem.case.fill)
         elif name == "row_scales":
             found = _moved_rows(name, array, inputs.scale, inputs, inputs.problem.case.fill)
+        elif name == "codes":
+            found = _moved_rows(name, array, inputs.quantized(ue8m0)[0], inputs, inputs.problem.case.fill)
+        elif name == "scales":
+            by_row = array[:, : plan.num_rows].T if operation.variant == "col" else array
+            found = _moved_rows(name, by_row, inputs.quantized(ue8m0)[1], inputs, inputs.problem.case.fill)
         elif name == "out":
             found = _sums(array, inputs, weighted, exactness)
         elif name == "d_rows":

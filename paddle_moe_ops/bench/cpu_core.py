@@ -13,22 +13,25 @@ from ..testing.core import (
     Core,
     Fill,
     PermuteParams,
+    QuantizeParams,
     RouteParams,
+    ScaleLayout,
     UnpermuteParams,
     clean_rowmap_params,
     permute_params,
+    quantize_params,
     route_params,
     slots_params,
     sort_chunks_params,
     unpermute_backward_params,
     unpermute_params,
 )
-from .cpu_arrays import ArrayInputs, empty
+from .cpu_arrays import FLOAT8, ArrayInputs, empty
 from .device import Body, Implementation, Outputs
 from .shapes import Operation
 from .targets import OURS
 
-__all__ = ["core_implementation"]
+__all__ = ["core_implementation", "two_passes_implementation"]
 
 # What the gradients need, and what a caller reads; the row map is Paddle's own form of the first.
 _MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "tokens_per_expert", "expert_offsets", "overflow")
@@ -43,6 +46,15 @@ def core_implementation(core: Core) -> Implementation:
         return _BODIES[operation.op](core, operation, inputs)
 
     return Implementation(OURS, tuple(f"{op}:*" for op in _BODIES), prepare)
+
+
+def two_passes_implementation(core: Core) -> Implementation:
+    """What quantising while permuting is compared with: our own quantise, then our own permute."""
+
+    def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
+        return _quantize_then_permute(core, operation, inputs)
+
+    return Implementation("quantise, then permute", ("permute_quantized:row", "permute_quantized:ue8m0"), prepare)
 
 
 def _touched(shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
@@ -105,6 +117,41 @@ def _permute(core: Core, operation: Operation, inputs: ArrayInputs) -> Body:
     plan = inputs.problem.plan
     params, outputs = _permute_params(operation, inputs, plan.slot_to_row, plan.row_to_token)
     return _body(lambda: core.run("permute", params), outputs)
+
+
+def _quantize_params(x: NDArray, variant: str, fill: int = Fill.ALL, *maps: NDArray) -> tuple[QuantizeParams, Outputs]:
+    """Params for the rows of x, or for the rows that the maps lead to."""
+    num_rows, groups = len(maps[1]) if maps else len(x), -(-x.shape[1] // 128)
+    ue8m0, by_column = variant == "ue8m0", variant == "col"
+    shape = (groups, -(-num_rows // 4) * 4) if by_column else (num_rows, -(-groups // 4) if ue8m0 else groups)
+    outputs = {
+        "codes": _touched((num_rows, x.shape[1]), FLOAT8),
+        "scales": _touched(shape, np.dtype(np.int32 if ue8m0 else np.float32)),
+    }
+    layout = ScaleLayout.COLUMN if by_column else ScaleLayout.ROW
+    params = quantize_params(x, outputs["codes"], outputs["scales"], *maps, layout=layout, ue8m0=ue8m0, fill=fill)
+    return params, outputs
+
+
+def _permute_quantized(core: Core, operation: Operation, inputs: ArrayInputs) -> Body:
+    plan, fill = inputs.problem.plan, Fill.ALL if inputs.problem.case.fill else Fill.NONE
+    params, outputs = _quantize_params(inputs.x, operation.variant, fill, plan.slot_to_row, plan.row_to_token)
+    return _body(lambda: core.run("quantize", params), outputs)
+
+
+def _quantize_then_permute(core: Core, operation: Operation, inputs: ArrayInputs) -> Body:
+    plan, fill = inputs.problem.plan, Fill.ALL if inputs.problem.case.fill else Fill.NONE
+    quantize, tokens = _quantize_params(inputs.x, operation.variant)
+    codes = _touched((plan.num_rows, inputs.x.shape[1]), FLOAT8)
+    scales = _touched((plan.num_rows, tokens["scales"].shape[1]), tokens["scales"].dtype)
+    maps = plan.slot_to_row, plan.row_to_token
+    permute = permute_params(tokens["codes"], *maps, codes, tokens["scales"], scales, fill=fill)
+
+    def run() -> None:
+        core.run("quantize", quantize)
+        core.run("permute", permute)
+
+    return _body(run, {"codes": codes, "scales": scales})
 
 
 def _unpermute_params(
@@ -185,6 +232,7 @@ _BODIES: dict[str, Callable[[Core, Operation, ArrayInputs], Body]] = {
     "route_permute": _route_permute,
     "permute": _permute,
     "moe_permute": _route_permute,
+    "permute_quantized": _permute_quantized,
     "unpermute": _unpermute,
     "moe_unpermute": _moe_unpermute,
     "unpermute_backward": _unpermute_backward,

@@ -136,6 +136,20 @@ def _public_permute(operation: Operation, inputs: PaddleInputs) -> Body:
     return Body(lambda: _rows_and_scales(*paddle_moe_ops.permute(x, plan, scale, fill_padding=_fill(inputs))))
 
 
+def _public_permute_quantized(operation: Operation, inputs: PaddleInputs) -> Body:
+    x, plan = as_tensor(inputs.arrays.x), inputs.plan
+    quantize = "fp8_1x128_ue8m0" if operation.variant == "ue8m0" else "fp8_1x128"
+    layout = "col" if operation.variant == "col" else "row"
+
+    def run() -> Outputs:
+        codes, scales = paddle_moe_ops.permute(
+            x, plan, quantize=quantize, scale_layout=layout, fill_padding=_fill(inputs)
+        )
+        return {"codes": codes, "scales": scales}
+
+    return Body(run)
+
+
 def _public_moe_permute(operation: Operation, inputs: PaddleInputs) -> Body:
     x, scale = inputs.moved(operation)
     plan = inputs.problem.plan
@@ -209,6 +223,7 @@ _PUBLIC_BODIES: dict[str, Callable[[Operation, PaddleInputs], Body]] = {
     "route_permute": _public_route_permute,
     "permute": _public_permute,
     "moe_permute": _public_moe_permute,
+    "permute_quantized": _public_permute_quantized,
     "unpermute": _public_unpermute,
     "moe_unpermute": _public_moe_unpermute,
     "unpermute_backward": _public_unpermute_backward,

@@ -15,7 +15,7 @@ import torch
 
 from . import check
 from .ceilings import Ceilings
-from .core_cuda import CudaCore, core_implementation
+from .core_cuda import CudaCore, core_implementation, two_passes_implementations
 from .cuda_timer import CudaTimer
 from .device import Body, Captured, Implementation
 from .model import probe_work
@@ -59,6 +59,7 @@ class CudaDevice:
         self.timer = CudaTimer()
         self.implementations: list[Implementation] = [
             core_implementation(core),
+            *two_passes_implementations(core),
             *torch_implementations(),
         ]
         self.left_out: dict[str, str] = {}

@@ -10,6 +10,7 @@ element, S scales per row (float32). M counts only where padding rows are writte
     permute                      T(Hb + 4S) + 4TK (map)     M(Hb + 4S)
     route_permute                T(Hb + 4S) + 8TK           M(Hb + 4S) + maps 8TK + 4M, probabilities 4M, 8E
     moe_permute                  T(Hb + 4S) + 8TK           as route_permute, and the row map 4TE
+    permute_quantized            THb + 4TK                 M(H + 4S), with packed ue8m0 scales M(H + S)
     unpermute plain              NHb + 4TK (map)            THb
     unpermute weighted           NHb + 4TK + 4N             THb
     moe_unpermute                NHb + 4TE (row map) + 4TK + 4N   THb + 4TK
@@ -87,6 +88,12 @@ def row_bytes(operation: Operation, problem: Problem) -> int:
     return problem.case.shape.hidden * itemsize + scales * _WORD
 
 
+def quantized_row_bytes(operation: Operation, problem: Problem) -> int:
+    """Bytes of one row of codes with its scales, which ue8m0 packs four to a word."""
+    words = -(-problem.scale_cols // 4) if operation.variant == "ue8m0" else problem.scale_cols
+    return problem.case.shape.hidden + words * _WORD
+
+
 def minimum_bytes(operation: Operation, problem: Problem) -> Bytes:
     """The table above, for one operation and problem."""
     shape, op, variant = problem.case.shape, operation.op, operation.variant
@@ -99,6 +106,8 @@ def minimum_bytes(operation: Operation, problem: Problem) -> Bytes:
         return Bytes(2 * slot_words, 2 * slot_words + 4 * _WORD * buffer + 2 * _WORD * experts)
     if op == "permute":
         return Bytes(tokens * row + slot_words, filled * row)
+    if op == "permute_quantized":
+        return Bytes(tokens * row + slot_words, filled * quantized_row_bytes(operation, problem))
     if op in ("route_permute", "moe_permute"):
         maps = 2 * slot_words + 2 * _WORD * buffer + 2 * _WORD * experts
         rowmap = _WORD * tokens * experts if op == "moe_permute" else 0
@@ -135,4 +144,5 @@ def probe_work(operation: Operation, problem: Problem) -> Work:
     if operation.key == "unpermute_backward:weighted":
         return Work(Kind.EXCHANGE, tokens, routed)
     filled = problem.case.fill or operation.op == "unpermute_backward"
-    return Work(Kind.FANOUT, tokens, problem.plan.num_rows * row if filled else routed)
+    written = quantized_row_bytes(operation, problem) if operation.op == "permute_quantized" else row
+    return Work(Kind.FANOUT, tokens, (problem.plan.num_rows if filled else problem.routed_rows) * written)

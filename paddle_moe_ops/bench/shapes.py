@@ -63,7 +63,7 @@ class Operation(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Element type of the rows; float8 rows travel with one float32 scale per 128 columns."""
+        """Element type of the rows that are read; float8 rows travel with one float32 scale per 128 columns."""
         return "float8_e4m3fn" if self.variant == "fp8" else "bfloat16"
 
 
@@ -74,6 +74,7 @@ OPERATIONS = tuple(
         "route_permute": ("bf16", "fp8"),
         "permute": ("bf16", "fp8"),
         "moe_permute": ("bf16", "fp8"),
+        "permute_quantized": ("row", "col", "ue8m0"),
         "unpermute": ("plain", "weighted"),
         "moe_unpermute": ("plain", "weighted"),
         "unpermute_backward": ("plain", "weighted", "dx", "dprob"),

@@ -69,6 +69,10 @@ CUDA_TARGETS = (
     ),
     *(Target(key, shape, "peer", _TIE) for key in ("unpermute:plain", "unpermute:weighted") for shape in _LARGE),
     *(Target("unpermute_backward:weighted", shape, "copy", 0.92) for shape in _LARGE),
+    *(
+        Target("permute_quantized:row", shape, "copy", 0.78)
+        for shape in ("ernie-300b", "ernie-21b", "dsv3", "paddle-production")
+    ),
     Target("moe_permute:bf16", "paddle-production", "us", 410),
     Target("moe_permute:fp8", "paddle-production", "us", 230),
 )

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..reference.quantization import quantize_1x128
 from .problem import SCALE_GROUP, Problem
 
 __all__ = ["TensorInputs", "to_numpy"]
 
+_ORACLE_ELEMENTS = 1 << 24  # at a time
 _NUMPY_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
@@ -31,6 +33,7 @@ class TensorInputs:
     def __init__(self, problem: Problem, device: str) -> None:
         self.problem = problem
         self.device = device
+        self._quantized: dict[bool, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @cached_property
     def ids(self) -> torch.Tensor:
@@ -57,6 +60,15 @@ class TensorInputs:
         """float32 [T, S], one for each 128 columns of x_fp8"""
         tokens = self.problem.case.shape.num_tokens
         return self.x[:, ::SCALE_GROUP].float().abs().add_(1.0).reshape(tokens, -1).contiguous()
+
+    def quantized(self, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The oracle's codes, as bytes [T, H], and scales by row of x."""
+        if ue8m0 not in self._quantized:
+            step = max(1, _ORACLE_ELEMENTS // self.x.shape[1])
+            parts = [quantize_1x128(to_numpy(part), ue8m0=ue8m0) for part in self.x.split(step)]
+            codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            self._quantized[ue8m0] = self._copy(codes.view(np.uint8)), self._copy(scales)
+        return self._quantized[ue8m0]
 
     @cached_property
     def rows(self) -> torch.Tensor:

@@ -19,6 +19,7 @@ from .paddle_api import (
     rowmap_to_token_rows,
 )
 from .permutation import permute, permute_backward, sum_rows, unpermute, unpermute_backward
+from .quantization import dequantize_1x128, permute_quantized, quantize_1x128
 from .routing import Plan, route, route_backward
 from .row_id_map import (
     RowMaps,
@@ -34,6 +35,7 @@ __all__ = [
     "RowMaps",
     "add32",
     "chunk_sort_map",
+    "dequantize_1x128",
     "fma32",
     "make_row_id_map",
     "moe_permute",
@@ -42,7 +44,9 @@ __all__ = [
     "moe_unpermute_backward",
     "permute",
     "permute_backward",
+    "permute_quantized",
     "plan_to_rowmap",
+    "quantize_1x128",
     "read_rowmap",
     "round_to",
     "route",

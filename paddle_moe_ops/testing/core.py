@@ -24,17 +24,20 @@ from .core_structs import (
     NOWHERE,
     Check,
     CleanRowmapParams,
+    DequantizeParams,
     Duplicates,
     Fill,
     Int,
     Int32s,
     Params,
     PermuteParams,
+    QuantizeParams,
     RouteFindings,
     RouteParams,
     RoutingKind,
     RowIdMapParams,
     RowmapFindings,
+    ScaleLayout,
     Size,
     SlotsParams,
     SortChunksParams,
@@ -51,23 +54,28 @@ __all__ = [
     "CleanRowmapParams",
     "Core",
     "CoreError",
+    "DequantizeParams",
     "Duplicates",
     "Fill",
     "Params",
     "PermuteParams",
+    "QuantizeParams",
     "RouteFindings",
     "RouteParams",
     "RoutingKind",
     "RowIdMapParams",
     "RowmapFindings",
+    "ScaleLayout",
     "SlotsParams",
     "SortChunksParams",
     "Status",
     "UnpermuteBackwardParams",
     "UnpermuteParams",
     "clean_rowmap_params",
+    "dequantize_params",
     "make_row_id_map_params",
     "permute_params",
+    "quantize_params",
     "read_row_id_map_params",
     "route_params",
     "slots_params",
@@ -89,6 +97,8 @@ OPERATORS = (
     "sort_chunks",
     "make_row_id_map",
     "read_row_id_map",
+    "quantize",
+    "dequantize",
 )
 
 
@@ -321,6 +331,62 @@ def permute_params(
         dtype=DTYPES[x.dtype],
         scale_dtype=0 if scale is None else DTYPES[scale.dtype],
         fill=fill,
+        num_threads=num_threads,
+    )
+
+
+def quantize_params(
+    x: NDArray,
+    codes: NDArray,
+    scales: NDArray,
+    slot_to_row: NDArray | None = None,
+    row_to_token: NDArray | None = None,
+    *,
+    layout: ScaleLayout = ScaleLayout.ROW,
+    ue8m0: bool = False,
+    amax_min: float = 1e-4,
+    fill: int = Fill.ALL,
+    num_threads: int = 0,
+    workspace: NDArray | None = None,
+) -> QuantizeParams:
+    """Params of "quantize". Rows of ``x`` may lie apart; without maps row t is token t."""
+    num_tokens, topk = (len(x), 1) if slot_to_row is None else slot_to_row.shape
+    return QuantizeParams(
+        num_tokens=num_tokens,
+        topk=topk,
+        num_rows=len(codes),
+        hidden=x.shape[1],
+        x=x,
+        x_row_stride=_row_stride(x),
+        slot_to_row=slot_to_row,
+        row_to_token=row_to_token,
+        codes=codes,
+        scales=scales,
+        dtype=DTYPES[x.dtype],
+        ue8m0=ue8m0,
+        scale_layout=layout,
+        fill=fill,
+        amax_min=amax_min,
+        num_threads=num_threads,
+        workspace=workspace,
+        workspace_bytes=0 if workspace is None else workspace.nbytes,
+    )
+
+
+def dequantize_params(
+    codes: NDArray, scales: NDArray, out: NDArray, *, layout: ScaleLayout = ScaleLayout.ROW, num_threads: int = 0
+) -> DequantizeParams:
+    """Params of "dequantize". Rows of ``codes`` may lie apart; int32 scales are packed ue8m0."""
+    return DequantizeParams(
+        num_rows=len(codes),
+        hidden=codes.shape[1],
+        codes=codes,
+        codes_row_stride=_row_stride(codes),
+        scales=scales,
+        out=out,
+        dtype=DTYPES[out.dtype],
+        ue8m0=scales.dtype == np.int32,
+        scale_layout=layout,
         num_threads=num_threads,
     )
 

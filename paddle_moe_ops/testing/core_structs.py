@@ -17,6 +17,7 @@ __all__ = [
     "NOWHERE",
     "Check",
     "CleanRowmapParams",
+    "DequantizeParams",
     "Duplicates",
     "Fill",
     "Floats",
@@ -24,11 +25,13 @@ __all__ = [
     "Int32s",
     "Params",
     "PermuteParams",
+    "QuantizeParams",
     "RouteFindings",
     "RouteParams",
     "RoutingKind",
     "RowIdMapParams",
     "RowmapFindings",
+    "ScaleLayout",
     "Size",
     "SlotsParams",
     "SortChunksParams",
@@ -83,6 +86,13 @@ class Duplicates(enum.IntEnum):
     EACH = 1
 
 
+class ScaleLayout(enum.IntEnum):
+    """pmo_scale_layout"""
+
+    ROW = 0
+    COLUMN = 1
+
+
 # pmo_dtype
 DTYPES: dict[np.dtype, int] = {
     np.dtype(np.float32): 0,
@@ -98,6 +108,7 @@ NOWHERE = (1 << 63) - 1
 
 Int = ctypes.c_int32
 Size = ctypes.c_int64
+Float = ctypes.c_float
 Bytes = ctypes.c_void_p
 Int32s = ctypes.POINTER(ctypes.c_int32)
 Floats = ctypes.POINTER(ctypes.c_float)
@@ -257,4 +268,33 @@ class SortChunksParams(Params):
         *_fields(Bytes, "workspace"),
         *_fields(Size, "workspace_bytes"),
         *_fields(Int, "dtype split_sizes_kind order_kind inverse checks num_threads"),
+    ]
+
+
+class QuantizeParams(Params):
+    """pmo_quantize_params"""
+
+    _fields_ = [
+        *_fields(Size, "struct_size num_tokens topk num_rows hidden"),
+        *_fields(Bytes, "x"),
+        *_fields(Size, "x_row_stride"),
+        *_fields(Int32s, "slot_to_row row_to_token"),
+        *_fields(Bytes, "codes scales"),
+        *_fields(Int, "dtype ue8m0 scale_layout fill"),
+        *_fields(Float, "amax_min"),
+        *_fields(Int, "num_threads"),
+        *_fields(Bytes, "workspace"),
+        *_fields(Size, "workspace_bytes"),
+    ]
+
+
+class DequantizeParams(Params):
+    """pmo_dequantize_params"""
+
+    _fields_ = [
+        *_fields(Size, "struct_size num_rows hidden"),
+        *_fields(Bytes, "codes"),
+        *_fields(Size, "codes_row_stride"),
+        *_fields(Bytes, "scales out"),
+        *_fields(Int, "dtype ue8m0 scale_layout num_threads"),
     ]

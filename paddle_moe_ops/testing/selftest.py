@@ -80,6 +80,7 @@ def all_checks() -> Iterator[Check]:
         problem = _Problem(case, dtype)
         yield f"route {problem}", problem.check_route
         yield f"permute {problem}", problem.check_permute
+        yield f"quantize {problem}", problem.check_quantize
         yield f"unpermute {problem}", problem.check_unpermute
         yield f"unpermute weighted {problem}", problem.check_weighted_unpermute
         yield f"moe_permute {problem}", problem.check_moe_permute
@@ -124,6 +125,15 @@ class _Problem:
         _backward([rows], [d_rows])
         wanted = (self.rows, reference.permute_backward(d_rows, self.plan))
         _check_equal((rows, x.grad), wanted, ("rows", "gradient of x"))
+
+    def check_quantize(self) -> None:
+        codes, scales = reference.quantize_1x128(self.x)
+        _check_equal(ops.quantize_1x128(_tensor(self.x)), (codes, scales), ("codes", "scales"))
+        back = ops.dequantize_1x128(_tensor(codes), _tensor(scales), dtype=paddle.float32)
+        _check_equal([back], [reference.dequantize_1x128(codes, scales, dtype=FLOAT32)], ["dequantised rows"])
+        got = ops.permute(_tensor(self.x), self.compiled_plan(), quantize="fp8_1x128_ue8m0", scale_layout="col")
+        wanted = reference.permute_quantized(self.x, self.plan, ue8m0=True, scale_layout="col")
+        _check_equal(got, wanted, ("permuted codes", "permuted scales"))
 
     def check_unpermute(self) -> None:
         y = _tensor(self.rows, gradient=True)

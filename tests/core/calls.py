@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing import core as ctypes_core
-from paddle_moe_ops.testing.core import Check, Core, Fill
+from paddle_moe_ops.testing.core import Check, Core, Fill, ScaleLayout
 
 from .cases import Problem
 from .guards import guarded_outputs, is_poison
@@ -126,6 +127,45 @@ def permute(
         )
         core.run("permute", params)
     return rows, scales
+
+
+def scales_shape(num_rows: int, hidden: int, *, ue8m0: bool, layout: ScaleLayout) -> tuple[int, int]:
+    groups = -(-hidden // 128)
+    words = -(-groups // 4) if ue8m0 else groups
+    return (num_rows, words) if layout == ScaleLayout.ROW else (words, -(-num_rows // 4) * 4)
+
+
+def quantize(
+    core: Core,
+    x: NDArray,
+    slot_to_row: NDArray | None = None,
+    row_to_token: NDArray | None = None,
+    *,
+    ue8m0: bool = False,
+    layout: ScaleLayout = ScaleLayout.ROW,
+    odd_codes: bool = False,
+    **options: Any,
+) -> tuple[NDArray, NDArray]:
+    """Codes and scales of x, or with maps of its rows in expert order."""
+    num_rows = len(x) if row_to_token is None else len(row_to_token)
+    shape = scales_shape(num_rows, x.shape[1], ue8m0=ue8m0, layout=layout)
+    with guarded_outputs() as output:
+        codes = output((num_rows, x.shape[1]), ml_dtypes.float8_e4m3fn, int(odd_codes))
+        scales = output(shape, np.int32 if ue8m0 else np.float32)
+        params = ctypes_core.quantize_params(
+            x, codes, scales, slot_to_row, row_to_token, layout=layout, ue8m0=ue8m0, **options
+        )
+        core.run("quantize", params)
+    return codes, scales
+
+
+def dequantize(
+    core: Core, codes: NDArray, scales: NDArray, dtype: DTypeLike, *, odd_outputs: int = 0, **options: Any
+) -> NDArray:
+    with guarded_outputs() as output:
+        out = output(codes.shape, dtype, odd_outputs)
+        core.run("dequantize", ctypes_core.dequantize_params(codes, scales, out, **options))
+    return out
 
 
 def unpermute(

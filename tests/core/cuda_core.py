@@ -83,7 +83,7 @@ class CudaCore(Core):
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         self._declare("pmo_route_permute_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        for operator in ("route", "clean_rowmap", "sort_chunks"):
+        for operator in ("route", "clean_rowmap", "sort_chunks", "quantize"):
             self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
 
     def entry(self, operator: str) -> Any:

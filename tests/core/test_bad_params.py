@@ -32,7 +32,7 @@ TOO_MANY = 1 << 31
 TOO_MANY_EXPERTS = (1 << 16) + 1
 TOO_WIDE = (1 << 28) + 1
 
-BAD_FIELDS: dict[str, list[tuple[str, int]]] = {
+BAD_FIELDS: dict[str, list[tuple[str, float]]] = {
     "route_count": [
         ("num_tokens", -1),
         ("num_tokens", TOO_MANY),
@@ -119,6 +119,36 @@ BAD_FIELDS: dict[str, list[tuple[str, int]]] = {
         ("dtype", 4),
         ("dtype", 5),
     ],
+    "quantize": [
+        ("num_tokens", -1),
+        ("num_tokens", TOO_MANY),
+        ("topk", -1),
+        ("topk", TOO_MANY // 5 + 1),
+        ("num_rows", -1),
+        ("num_rows", TOO_MANY),
+        ("hidden", -1),
+        ("hidden", TOO_WIDE),
+        ("dtype", -1),
+        ("dtype", 3),  # there is nothing to quantise in float8
+        ("dtype", 5),
+        ("scale_layout", -1),
+        ("scale_layout", 2),
+        ("amax_min", 0.0),
+        ("amax_min", -1.0),
+        ("amax_min", 2.0**-101),
+        ("amax_min", float("inf")),
+        ("amax_min", float("nan")),
+    ],
+    "dequantize": [
+        ("num_rows", -1),
+        ("num_rows", TOO_MANY),
+        ("hidden", -1),
+        ("hidden", TOO_WIDE),
+        ("dtype", -1),
+        ("dtype", 3),
+        ("scale_layout", -1),
+        ("scale_layout", 2),
+    ],
 }
 BAD_FIELDS["clean_rowmap_by_expert"] = [("num_experts", 0)]
 BAD_FIELDS["make_row_id_map"] = [
@@ -162,6 +192,8 @@ REQUIRED_ARRAYS = {
     "make_row_id_map": ["token_rows", "row_to_expert", "row_id_map"],
     "read_row_id_map": ["row_id_map", "rowmap"],
     "sort_chunks": ["x", "split_sizes", "order", "probs"],
+    "quantize": ["x", "slot_to_row", "row_to_token", "codes", "scales"],
+    "dequantize": ["codes", "scales", "out"],
 }
 # Row data and bytes may lie anywhere; whatever holds int32, int64 or float32 for the core itself may not.
 ALIGNED_ARRAYS = {
@@ -191,6 +223,8 @@ ALIGNED_ARRAYS = {
     "make_row_id_map": ["token_rows", "row_to_expert", "pad_offsets", "row_id_map"],
     "read_row_id_map": ["pad_offsets", "row_id_map", "rowmap"],
     "sort_chunks": ["split_sizes", "order", "probs", "probs_out", "source_to_dest"],
+    "quantize": ["slot_to_row", "row_to_token", "scales", "workspace"],
+    "dequantize": ["scales"],
 }
 
 
@@ -234,7 +268,7 @@ def test_params_are_valid_before_they_are_spoilt(core: Core, made: str) -> None:
 
 
 @pytest.mark.parametrize(("made", "spoilt"), pairs(BAD_FIELDS), ids=str)
-def test_bad_size_or_enum_is_named(core: Core, made: str, spoilt: tuple[str, int]) -> None:
+def test_bad_size_or_enum_is_named(core: Core, made: str, spoilt: tuple[str, float]) -> None:
     operator, make = VALID[made]
     field, value = spoilt
     with guarded_outputs() as output:
@@ -357,6 +391,7 @@ def test_ctypes_structs_mirror_the_headers(struct: type[ctypes.Structure]) -> No
         ("void", "*"): ctypes.c_void_p,
         ("int32_t", "*"): ctypes.POINTER(ctypes.c_int32),
         ("float", "*"): ctypes.POINTER(ctypes.c_float),
+        ("float", ""): ctypes.c_float,
     }
     assert [(name, kinds[kind, star]) for kind, star, name in declared] == struct._fields_
 
@@ -369,6 +404,7 @@ def test_enumerations_mirror_the_headers() -> None:
         "FILL_": ctypes_core.Fill,
         "ROUTING_": ctypes_core.RoutingKind,
         "DUPLICATES_": ctypes_core.Duplicates,
+        "SCALES_BY_": ctypes_core.ScaleLayout,
     }
     for prefix, members in mirrored.items():
         for name, member in members.__members__.items():

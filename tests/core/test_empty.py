@@ -104,6 +104,26 @@ def test_permute_without_tokens_writes_padding(core: Core) -> None:
     assert not row_scales.any()
 
 
+@pytest.mark.parametrize("layout", [0, 1], ids=["row", "col"])
+def test_quantize_without_tokens_writes_padding(core: Core, layout: int) -> None:
+    with guarded_outputs() as output:
+        codes, scales = output((3, 200), np.uint8), output((2, 4) if layout else (3, 2), np.float32)
+        params = ctypes_core.QuantizeParams(
+            topk=2,
+            num_rows=3,
+            hidden=200,
+            row_to_token=np.full(3, -1, np.int32),
+            codes=codes,
+            scales=scales,
+            scale_layout=layout,
+            fill=3,
+            amax_min=1.0,
+        )
+        core.run("quantize", params)
+    assert not codes.any()
+    assert not scales.any()
+
+
 def given(**arrays: NDArray) -> dict[str, NDArray | None]:
     """NULL for every array without elements."""
     return {name: array if array.size else None for name, array in arrays.items()}
@@ -136,6 +156,30 @@ def test_moves_of_any_zero_size_need_no_arrays(
             **given(x=by_token, rows=rows, slot_to_row=token_rows, row_to_token=row_to_token),
         )
         core.run("permute", permute)
+        quantized = output((num_rows, hidden), np.uint8), output((num_rows, min(hidden, 1)), np.float32)
+        quantize = ctypes_core.QuantizeParams(
+            **sizes,
+            topk=rows_per_token,
+            x_row_stride=stride,
+            fill=3,
+            amax_min=1.0,
+            **given(
+                x=by_token,
+                codes=quantized[0],
+                scales=quantized[1],
+                slot_to_row=token_rows,
+                row_to_token=row_to_token,
+            ),
+        )
+        core.run("quantize", quantize)
+        back = output((num_rows, hidden), np.float32)
+        dequantize = ctypes_core.DequantizeParams(
+            num_rows=num_rows,
+            hidden=hidden,
+            codes_row_stride=hidden,
+            **given(codes=quantized[0], scales=quantized[1], out=back),
+        )
+        core.run("dequantize", dequantize)
         sums = {**sizes, "max_rows_per_token": rows_per_token, "num_weights": num_rows, "rows_row_stride": stride}
         arrays = given(rows=by_row, token_rows=token_rows, weights=np.ones(num_rows, np.float32))
         core.run("unpermute", ctypes_core.UnpermuteParams(**sums, **arrays, **given(out=out)))
@@ -144,6 +188,9 @@ def test_moves_of_any_zero_size_need_no_arrays(
         core.run("unpermute_backward", backward)
     used = np.arange(num_rows) < token_rows.size
     assert (rows == used[:, None]).all()
+    assert (quantized[0] == used[:, None] * 0x7E).all()
+    assert (back == used[:, None]).all()
+    assert (quantized[1] == used[:, None] / np.float32(448)).all()
     assert (d_rows == used[:, None]).all()
     assert (d_weights == used * hidden).all()
     assert (out == np.count_nonzero(token_rows < num_rows, axis=1)[:, None]).all()

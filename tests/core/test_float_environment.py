@@ -15,10 +15,10 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core, Params, unpermute_backward_params, unpermute_params
+from paddle_moe_ops.testing.core import Core, Params, quantize_params, unpermute_backward_params, unpermute_params
 
 from ..params import SUM_DTYPES
-from ..reference.cases import assert_same_bits
+from ..reference.cases import assert_same_bits, ordinary_floats
 from . import calls
 from .cases import DENSE, make_plan
 from .compiling import compile_cpp
@@ -144,3 +144,20 @@ def test_gradients_do_not_follow_the_callers_settings(
         run_with(caller, SETTINGS[setting], core, "unpermute_backward", params)
     assert_same_bits(d_rows, case.d_rows)
     assert_same_bits(d_weights, usual_d_weights)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_codes_do_not_follow_the_callers_settings(
+    core: Core, caller: Any, setting: str, dtype: np.dtype, num_threads: int
+) -> None:
+    plan = make_case(dtype).plan
+    x = ordinary_floats((DENSE.T, HIDDEN), dtype, seed=3)
+    expected_codes, expected_scales = reference.permute_quantized(x, plan)
+    with guarded_outputs() as output:
+        codes, scales = output(expected_codes.shape, expected_codes.dtype), output(expected_scales.shape, np.float32)
+        params = quantize_params(x, codes, scales, plan.slot_to_row, plan.row_to_token, num_threads=num_threads)
+        run_with(caller, SETTINGS[setting], core, "quantize", params)
+    assert_same_bits(codes, expected_codes)
+    assert_same_bits(scales, expected_scales)

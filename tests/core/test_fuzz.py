@@ -239,6 +239,51 @@ def sort_chunks(rng: np.random.Generator, output: MakeOutput, core: Core) -> Par
     )
 
 
+def quantize(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
+    s = Sizes(rng)
+    hidden = int(rng.choice([s.H, s.H * 16]))
+    has_map = rng.random() < 0.7
+    num_rows = s.N if has_map else s.T
+    groups = -(-hidden // 128)
+    return ctypes_core.QuantizeParams(
+        num_tokens=s.T,
+        topk=s.K if has_map else 1,
+        num_rows=num_rows,
+        hidden=hidden,
+        x=data(rng, s.T, hidden),
+        x_row_stride=hidden,
+        slot_to_row=ints(rng, (s.T, s.K), s.N) if has_map else None,
+        row_to_token=ints(rng, (s.N,), s.T) if has_map else None,
+        codes=output((num_rows, hidden), np.uint8),
+        scales=output((num_rows + 3, groups), np.float32),
+        dtype=int(rng.integers(0, 3)),
+        ue8m0=int(rng.integers(0, 2)),
+        scale_layout=int(rng.integers(0, 2)),
+        fill=int(rng.integers(0, 4)),
+        amax_min=float(rng.choice([2.0**-100, 1e-4, 1e30])),
+        num_threads=int(rng.integers(0, 4)),
+        workspace=np.empty(s.T * groups, np.float32),
+        workspace_bytes=s.T * groups * 4,
+    )
+
+
+def dequantize(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
+    s = Sizes(rng)
+    hidden = int(rng.choice([s.H, s.H * 16]))
+    return ctypes_core.DequantizeParams(
+        num_rows=s.N,
+        hidden=hidden,
+        codes=data(rng, s.N, hidden),
+        codes_row_stride=hidden,
+        scales=data(rng, s.N + 3, -(-hidden // 128)),
+        out=output((s.N, hidden), np.float32),
+        dtype=int(rng.integers(0, 3)),
+        ue8m0=int(rng.integers(0, 2)),
+        scale_layout=int(rng.integers(0, 2)),
+        num_threads=int(rng.integers(0, 4)),
+    )
+
+
 TARGETS: dict[str, tuple[tuple[str, ...], Callable[[np.random.Generator, MakeOutput, Core], Params]]] = {
     "route": (("route_count", "route"), route),
     "clean_rowmap": (("clean_rowmap",), clean_rowmap),
@@ -251,6 +296,8 @@ TARGETS: dict[str, tuple[tuple[str, ...], Callable[[np.random.Generator, MakeOut
     "unpermute": (("unpermute",), unpermute),
     "unpermute_backward": (("unpermute_backward",), unpermute_backward),
     "sort_chunks": (("sort_chunks",), sort_chunks),
+    "quantize": (("quantize",), quantize),
+    "dequantize": (("dequantize",), dequantize),
 }
 
 
@@ -265,6 +312,8 @@ def spoil(rng: np.random.Generator, params: Params, name: str, kind: type) -> No
     elif kind is ctypes.c_int32:
         # a wider dtype than the four bytes at hand does not exist
         setattr(params, name, int(rng.choice([*ODD_INTS, -1, 0, 1, 2, 3, 64])))
+    elif kind is ctypes.c_float:
+        setattr(params, name, float(rng.choice([np.nan, np.inf, -1.0, 0.0, 1e-40, 1.0])))
     elif kind is ctypes.c_void_p or rng.random() < 0.5 or name not in params.arrays:
         setattr(params, name, None)
     else:

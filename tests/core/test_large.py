@@ -18,6 +18,7 @@ from paddle_moe_ops.testing.core import (
     Core,
     Fill,
     permute_params,
+    quantize_params,
     route_params,
     unpermute_backward_params,
     unpermute_params,
@@ -123,6 +124,23 @@ def test_permute_fills_far_padding(core: Core, sparse_zeros: SparseZeros) -> Non
     for buffer in (rows, row_scales):
         assert not buffer[[2048, 4499]].any()
         assert (buffer[[2047, 4498]] == 1).all()
+
+
+def test_quantize_reaches_far_tokens_and_rows(core: Core, sparse_zeros: SparseZeros) -> None:
+    x = sparse_zeros((NUM_ROWS, MIB), ml_dtypes.bfloat16)
+    codes = sparse_zeros((NUM_ROWS, MIB), ml_dtypes.float8_e4m3fn)
+    scales = sparse_zeros((NUM_ROWS, MIB // 128), np.float32)
+    far = random_rows(len(FAR_ROWS), MIB, ml_dtypes.bfloat16, seed=9)
+    slot_to_row = np.full((NUM_ROWS, 1), -1, np.int32)
+    for values, token, row in zip(far, FAR_ROWS, reversed(FAR_ROWS), strict=True):
+        x[token], slot_to_row[token] = values, row
+    row_to_token = np.zeros(NUM_ROWS, np.int32)
+    core.run("quantize", quantize_params(x, codes, scales, slot_to_row, row_to_token))
+    expected_codes, expected_scales = reference.quantize_1x128(far[::-1])
+    for place, row in enumerate(FAR_ROWS):
+        assert_same_bits(codes[row], expected_codes[place])
+        assert_same_bits(scales[row], expected_scales[place])
+    assert not first_bytes(codes, [1, 2046, 2049, 4094, 4097, 4498]).any()
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])

@@ -12,6 +12,7 @@ from paddle_moe_ops.testing.core import (
     Core,
     Params,
     PermuteParams,
+    QuantizeParams,
     SortChunksParams,
     UnpermuteBackwardParams,
     UnpermuteParams,
@@ -53,6 +54,36 @@ def test_rows_beyond_2_to_the_32_elements_are_moved_and_summed(core: Core) -> No
     far = slots.flatten().long()
     assert torch.equal(rows[far], x)
     assert int(torch.count_nonzero(rows).item()) == int(torch.count_nonzero(x).item())
+
+    codes = torch.full((N, H), 7, dtype=torch.uint8, device="cuda")
+    scales = torch.full((H // 128, N), 7.0, device="cuda")
+    workspace = torch.empty(T, H // 128, device="cuda")
+    run(
+        core,
+        "quantize",
+        QuantizeParams(
+            topk=1,
+            x_row_stride=H,
+            fill=3,
+            scale_layout=1,
+            amax_min=1e-4,
+            workspace_bytes=workspace.nbytes,
+            **sizes,
+        ),
+        x=x,
+        slot_to_row=slots,
+        row_to_token=row_to_token,
+        codes=codes,
+        scales=scales,
+        workspace=workspace,
+    )
+    amax = x.float().abs().reshape(T, H // 128, 128).amax(dim=2)
+    assert torch.equal(scales[:, far].T, amax / torch.full_like(amax, 448))  # by a number it multiplies
+    assert int(torch.count_nonzero(scales).item()) == T * H // 128
+    assert int(torch.count_nonzero(codes[far].amax(dim=1)).item()) == T
+    codes[far] = 0
+    assert int(torch.count_nonzero(codes).item()) == 0
+    del codes, scales
 
     out = torch.empty_like(x)
     weights = torch.full((N,), 2.0, device="cuda")

@@ -134,6 +134,17 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
   variant.dot(pointers[0], list, next, hidden, actual_dots.data());
   check("dot", same(PMO_FLOAT32, reinterpret_cast<char*>(expected_dots.data()),
                     reinterpret_cast<char*>(actual_dots.data()), count));
+  std::vector<uint8_t> expected_codes(hidden + 1), actual_codes(hidden + 1);
+  std::vector<float> expected_scales(hidden / 128 + 1), actual_scales(hidden / 128 + 1);
+  for (const bool ue8m0 : {false, true}) {
+    generic.quantize(pointers[0], hidden, 1e-4f, ue8m0, expected_codes.data(), expected_scales.data());
+    variant.quantize(pointers[0], hidden, 1e-4f, ue8m0, actual_codes.data(), actual_scales.data());
+    check("quantize", expected_codes == actual_codes && expected_scales == actual_scales);
+  }
+  for (auto& code : actual_codes) code = static_cast<uint8_t>(random_bits());
+  generic.dequantize(actual_codes.data(), actual_scales.data(), hidden, false, expected.data);
+  variant.dequantize(actual_codes.data(), actual_scales.data(), hidden, streams, actual.data);
+  check("dequantize", same(dtype, expected.data, actual.data, hidden));
   return failures;
 }
 

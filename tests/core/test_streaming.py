@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core, permute_params, unpermute_backward_params, unpermute_params
+from paddle_moe_ops.testing.core import (
+    Core,
+    permute_params,
+    quantize_params,
+    unpermute_backward_params,
+    unpermute_params,
+)
 
 from ..params import ROW_DTYPES, SUM_DTYPES
 from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
@@ -114,6 +121,20 @@ def test_streamed_gradients_equal_the_oracle(streaming: Core, dtype: DTypeLike, 
         streaming.run("unpermute_backward", params)
         expected, _ = reference.unpermute_backward(d_out, plan, probs=probs)
         assert_same_numbers(d_rows.taken(), expected)
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_streamed_codes_equal_the_oracle(streaming: Core, hidden: int, offset: int) -> None:
+    plan = make_plan("half_unassigned", SMALL, seed=11)
+    x = floats_of_every_kind((SMALL.T, hidden), np.float16, seed=12)
+    codes = Output((plan.num_rows, hidden), ml_dtypes.float8_e4m3fn, offset)
+    scales = Output((plan.num_rows, -(-hidden // 128)), np.float32, 0)
+    params = quantize_params(x, codes.array, scales.array, plan.slot_to_row, plan.row_to_token, num_threads=3)
+    streaming.run("quantize", params)
+    expected_codes, expected_scales = reference.permute_quantized(x, plan)
+    assert_same_bits(codes.taken(), expected_codes)
+    assert_same_bits(scales.taken(), expected_scales)
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])

@@ -59,6 +59,8 @@ def test_shared_work_equals_the_oracle(core: Core) -> None:
     scale = x[:, :3].astype(np.float32)
     for actual, expected in zip(workload.permute(core, 4), reference.permute(x, plan, scale), strict=True):
         assert_same_bits(actual, expected)
+    for actual, expected in zip(workload.quantize(core, 4)[:2], reference.permute_quantized(x, plan), strict=True):
+        assert_same_bits(actual, expected)
     plain, weighted = workload.unpermute(core, 4)
     assert_same_numbers(plain, reference.unpermute(rows, plan))
     assert_same_numbers(weighted, reference.unpermute(rows, plan, weights))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 from paddle_moe_ops import reference
@@ -143,6 +144,17 @@ def sort_chunks(core: Core, output: MakeOutput) -> Params:
     )
 
 
+def quantize(core: Core, output: MakeOutput) -> Params:
+    codes, scales = output((N, SHAPE.H), ml_dtypes.float8_e4m3fn), output((N, 1), np.float32)
+    maps = PLAN.slot_to_row, PLAN.row_to_token
+    return ctypes_core.quantize_params(FLOATS[: SHAPE.T], codes, scales, *maps, workspace=np.zeros(SHAPE.T, np.float32))
+
+
+def dequantize(core: Core, output: MakeOutput) -> Params:
+    codes, scales = np.ones((N, SHAPE.H), ml_dtypes.float8_e4m3fn), np.ones((N, 1), np.float32)
+    return ctypes_core.dequantize_params(codes, scales, output((N, SHAPE.H), np.float32))
+
+
 # What is made here, and the operator that it is for.
 VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "route_count": ("route_count", route_count),
@@ -158,4 +170,6 @@ VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "unpermute": ("unpermute", unpermute),
     "unpermute_backward": ("unpermute_backward", unpermute_backward),
     "sort_chunks": ("sort_chunks", sort_chunks),
+    "quantize": ("quantize", quantize),
+    "dequantize": ("dequantize", dequantize),
 }

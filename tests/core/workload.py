@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core
+from paddle_moe_ops.testing.core import Core, ScaleLayout
 
 from ..params import Shape
 from ..reference.cases import floats_of_every_kind, ordinary_floats
@@ -109,6 +109,24 @@ def sort_chunks(core: Core, num_threads: int) -> Results:
     return out, probs_out, source_to_dest
 
 
+def quantize(core: Core, num_threads: int) -> Results:
+    plan, x, _, _ = moved()
+    maps = plan.slot_to_row, plan.row_to_token
+    by_row = calls.quantize(core, x, *maps, num_threads=num_threads)
+    by_column = calls.quantize(core, x, *maps, ue8m0=True, layout=ScaleLayout.COLUMN, num_threads=num_threads)
+    return *by_row, *by_column
+
+
+@cache
+def quantized() -> Results:
+    """Codes and packed scales of the rows."""
+    return reference.quantize_1x128(moved()[2], ue8m0=True)
+
+
+def dequantize(core: Core, num_threads: int) -> Results:
+    return (calls.dequantize(core, *quantized(), ml_dtypes.bfloat16, num_threads=num_threads),)
+
+
 OPERATORS: dict[str, Callable[[Core, int], Results]] = {
     "route": route,
     "clean_rowmap": clean_rowmap,
@@ -118,6 +136,8 @@ OPERATORS: dict[str, Callable[[Core, int], Results]] = {
     "unpermute": unpermute,
     "unpermute_backward": unpermute_backward,
     "sort_chunks": sort_chunks,
+    "quantize": quantize,
+    "dequantize": dequantize,
 }
 
 

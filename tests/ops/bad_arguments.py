@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from paddle_moe_ops import reference
+from paddle_moe_ops import dequantize_1x128, reference
 from tests.ops.problems import plan_tensors, tensor
 
 T, H, E, K, A, N = 4, 6, 3, 2, 2, 6
@@ -72,6 +72,14 @@ def good_call(function: str) -> dict[str, Any]:
         "route": {"routing": array(IDS), "probs": array(PROBS), "num_experts": E, "padding_alignment": A},
         "permute": {"x": zeros(T, H), "plan": plan},
         "unpermute": {"y": zeros(N, H), "plan": plan},
+        "quantize_1x128": {"x": zeros(T, H)},
+        "dequantize_1x128": {"codes": zeros(N, H, dtype=ml_dtypes.float8_e4m3fn), "scales": zeros(N, 1)},
+        "quantized_experts": {
+            "x": zeros(T, H),
+            "plan": plan,
+            "expert_fn": lambda place: dequantize_1x128,
+            "expert_vjp": lambda place: dequantize_1x128,
+        },
     }[function]
 
 
@@ -86,6 +94,7 @@ def _value(function: str, fault: str, changes: dict[str, Any], text: str) -> Bad
 ROWS = "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2"
 SUMS = "bfloat16, float16 or float32"
 FORMS = "a list of ints, a list of 0-D int tensors, a 1-D int tensor or None"
+AMAX = "from 2^-100 to 3.40282347e+38"
 FILLS = "one of 'all', 'meta', 'none'"
 
 MOE_PERMUTE = [
@@ -309,7 +318,58 @@ PERMUTE_AND_UNPERMUTE = [
            "probs must be of shape [6], but got [4, 2, 1]"),
 ]  # fmt: skip
 
-BAD_ARGUMENTS = [*MOE_PERMUTE, *MOE_UNPERMUTE, *ROUTE, *PERMUTE_AND_UNPERMUTE]
+QUANTIZE = [
+    _value("permute", "unknown quantize", {"quantize": "fp8"},
+           "quantize must be one of None, 'fp8_1x128', 'fp8_1x128_ue8m0', but got 'fp8'"),
+    _value("permute", "scale with quantize", {"quantize": "fp8_1x128", "scale": zeros(T, 1)},
+           "scale must be None with quantize, which makes the scales, but got Tensor"),
+    _type("permute", "float8 rows with quantize",
+          {"quantize": "fp8_1x128", "x": zeros(T, H, dtype=ml_dtypes.float8_e4m3fn)},
+          f"x must be of dtype {SUMS}, but got float8_e4m3fn"),
+    _value("permute", "layout without quantize", {"scale_layout": "col"},
+           "scale_layout must be 'row' without quantize, but got 'col'"),
+    _value("permute", "unknown layout", {"quantize": "fp8_1x128", "scale_layout": "column"},
+           "scale_layout must be one of 'row', 'col', but got 'column'"),
+    _value("permute", "amax_min 0", {"quantize": "fp8_1x128", "amax_min": 0},
+           f"amax_min must be {AMAX}, but got 0.0"),
+    _type("quantize_1x128", "array for tensor", {"x": np.zeros((T, H), np.float32)},
+          "x must be a paddle.Tensor, but got ndarray"),
+    _type("quantize_1x128", "float8 rows", {"x": zeros(T, H, dtype=ml_dtypes.float8_e4m3fn)},
+          f"x must be of dtype {SUMS}, but got float8_e4m3fn"),
+    _value("quantize_1x128", "rows of rank 3", {"x": zeros(2, T, H)},
+           "x must be of shape [num_tokens, hidden], but got [2, 4, 6]"),
+    _value("quantize_1x128", "no hidden columns", {"x": zeros(T, 0)},
+           "x must be of shape [num_tokens, hidden] with hidden >= 1, but got [4, 0]"),
+    _type("quantize_1x128", "int for ue8m0", {"ue8m0": 1}, "ue8m0 must be a bool, but got 1 of type int"),
+    _value("quantize_1x128", "None for layout", {"scale_layout": None},
+           "scale_layout must be one of 'row', 'col', but got None"),
+    _type("quantize_1x128", "text for amax_min", {"amax_min": "1"}, "amax_min must be a float, but got str"),
+    _type("quantize_1x128", "bool for amax_min", {"amax_min": True}, "amax_min must be a float, but got bool"),
+    _value("quantize_1x128", "amax_min too small", {"amax_min": 1e-31}, f"amax_min must be {AMAX}, but got 1e-31"),
+    _value("quantize_1x128", "amax_min infinite", {"amax_min": float("inf")}, f"amax_min must be {AMAX}, but got inf"),
+    _value("quantize_1x128", "amax_min NaN", {"amax_min": float("nan")}, f"amax_min must be {AMAX}, but got nan"),
+    _type("dequantize_1x128", "codes of float8_e5m2", {"codes": zeros(N, H, dtype=ml_dtypes.float8_e5m2)},
+          "codes must be of dtype float8_e4m3fn, but got float8_e5m2"),
+    _type("dequantize_1x128", "scales of bfloat16", {"scales": zeros(N, 1, dtype=ml_dtypes.bfloat16)},
+          "scales must be of dtype float32 or int32, but got bfloat16"),
+    _value("dequantize_1x128", "scales of other groups", {"scales": zeros(N, 2)},
+           "scales must be of shape [6, 1], but got [6, 2]"),
+    _value("dequantize_1x128", "scales of the other layout", {"scale_layout": "col"},
+           "scales must be of shape [1, 8], but got [6, 1]"),
+    _type("dequantize_1x128", "dtype of float64", {"dtype": "float64"},
+          "dtype must be paddle.bfloat16, paddle.float16 or paddle.float32, but got 'float64'"),
+    _type("quantized_experts", "tuple for plan", {"plan": (1, 2)}, "plan must be a paddle_moe_ops.Plan, but got tuple"),
+    _value("quantized_experts", "another token count than the plan's", {"x": zeros(T + 1, H)},
+           "x must be of shape [4, hidden], but got [5, 6]"),
+    _type("quantized_experts", "None for expert_fn", {"expert_fn": None},
+          "expert_fn must be a function, but got NoneType"),
+    _type("quantized_experts", "tensor for expert_vjp", {"expert_vjp": zeros(1)},
+          "expert_vjp must be a function, but got Tensor"),
+    _value("quantized_experts", "no format", {"quantize": None},
+           "quantize must be one of 'fp8_1x128', 'fp8_1x128_ue8m0', but got None"),
+]  # fmt: skip
+
+BAD_ARGUMENTS = [*MOE_PERMUTE, *MOE_UNPERMUTE, *ROUTE, *PERMUTE_AND_UNPERMUTE, *QUANTIZE]
 
 # Checked where the data are, so the backend says it. "data" raise unless validate=False, and so do "order", which hold
 # several faults, of which the first to be checked is reported. "counts" raise always, "overflow" with validate=True.

@@ -14,12 +14,13 @@ import paddle.distributed as dist
 import pytest
 
 import paddle_moe_ops as ops
-from paddle_moe_ops import _checks, functional, routing
+from paddle_moe_ops import _checks, functional, quantization, routing
 from paddle_moe_ops.backends import Validation
 from tests.ops.bad_arguments import BAD_ARGUMENTS, BAD_DATA, IDS, BadCall, good_call, zeros
 from tests.ops.problems import tensor
 
-FUNCTIONS = ("moe_permute", "moe_unpermute", "route", "permute", "unpermute")
+VALIDATING = ("moe_permute", "moe_unpermute", "route")
+FUNCTIONS = (*VALIDATING, "permute", "unpermute", "quantize_1x128", "dequantize_1x128", "quantized_experts")
 ALL_BAD_DATA = [case for cases in BAD_DATA.values() for case in cases]
 
 
@@ -52,10 +53,10 @@ def test_no_two_faults_share_a_name():
 
 @pytest.mark.parametrize("case", BAD_ARGUMENTS, ids=str)
 def test_bad_arguments_raise_before_any_operator_is_called(case, place, monkeypatch):
-    for module in (functional, routing):
+    for module in (functional, quantization, routing):
         monkeypatch.setattr(module, "resolve", lambda name: pytest.fail(f"{name} was about to run"))
     assert_raises(case, place)
-    if case.function not in ("permute", "unpermute") and "validate" not in case.changes:
+    if case.function in VALIDATING and "validate" not in case.changes:
         assert_raises(case, place, validate=False)
 
 
@@ -116,7 +117,7 @@ def test_the_argument_goes_before_the_variable(case, place, backend, monkeypatch
     assert call(case.function, {**case.changes, "validate": False}, place) is not None
 
 
-@pytest.mark.parametrize("function", ["moe_permute", "moe_unpermute", "route"])
+@pytest.mark.parametrize("function", VALIDATING)
 @pytest.mark.parametrize("value", ["2", "yes", "true"])
 def test_a_bad_value_of_the_variable_raises(value, function, place, monkeypatch):
     monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", value)
@@ -143,7 +144,13 @@ def test_two_to_the_31_rows_are_refused_without_being_allocated(place):
 
 @pytest.mark.parametrize(
     ("function", "argument"),
-    [("moe_permute", "hidden_states"), ("route", "routing"), ("permute", "x"), ("unpermute", "y")],
+    [
+        ("moe_permute", "hidden_states"),
+        ("route", "routing"),
+        ("permute", "x"),
+        ("unpermute", "y"),
+        ("quantize_1x128", "x"),
+    ],
 )
 def test_distributed_tensors_are_refused(function, argument, place):
     mesh = dist.ProcessMesh([0], dim_names=["x"])

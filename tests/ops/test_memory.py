@@ -10,7 +10,15 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
+from paddle_moe_ops import (
+    dequantize_1x128,
+    moe_permute,
+    moe_unpermute,
+    permute,
+    quantized_experts,
+    route,
+    unpermute,
+)
 from paddle_moe_ops.testing.routing import uniform
 from tests.ops.problems import tensor
 
@@ -65,6 +73,16 @@ def test_the_count_sees_a_tensor_that_is_kept(place):
 def test_permute_keeps_no_tokens(ids, place):
     plan = route(ids, num_experts=E)
     assert kept_for_backward(leaf(T, place), lambda x: permute(x, plan)[0]) < SLACK
+
+
+def test_quantized_experts_keep_codes_and_scales(ids, place):
+    plan = route(ids, num_experts=E)
+
+    def experts(x):
+        return quantized_experts(x, plan, lambda *rows: dequantize_1x128(*rows, dtype=paddle.float32), lambda d, *_: d)
+
+    kept = kept_for_backward(leaf(T, place), experts)
+    assert T * K * H <= kept < T * K * H + SLACK
 
 
 def test_moe_permute_keeps_no_tokens(ids, probs, place):

@@ -18,7 +18,7 @@ CSRC = PACKAGE / "csrc"
 # From the public functions down; a module imports from its own layer and from those below.
 LAYERS = (
     {"nn", "masked", "dispatch", "indexed", "gemm", "distributed", "compat"},
-    {"_checks", "functional", "routing", "rowmaps"},
+    {"_checks", "functional", "quantization", "routing", "rowmaps"},
     {"autograd"},
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.reference"},

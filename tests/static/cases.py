@@ -16,11 +16,13 @@ import paddle
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import (
+    dequantize_1x128,
     dispatch,
     masked,
     moe_permute,
     moe_unpermute,
     permute,
+    quantize_1x128,
     reference,
     route,
     sort_chunks,
@@ -325,6 +327,35 @@ def expert_parallel(x, mask, probs):
     return rows, sizes, back, experts, weights, *dispatch.compute_ragged_all_to_all_params(counts, 2, E)
 
 
+def as_float32(codes, scales):
+    """An Executor neither takes nor hands out float8."""
+    return codes.astype("float32"), scales
+
+
+def quantize_rows(x):
+    return as_float32(*quantize_1x128(x))
+
+
+def quantize_packed(x):
+    return as_float32(*quantize_1x128(x, ue8m0=True, scale_layout="col", amax_min=0.25))
+
+
+def permute_quantized(x, ids):
+    plan = route(ids, num_experts=E, padding_alignment=A)
+    return as_float32(*permute(x, plan, quantize="fp8_1x128"))
+
+
+def permute_quantized_packed(x, ids):
+    plan = route(ids, num_experts=E, buffer_size=BUFFER)
+    return as_float32(*permute(x, plan, quantize="fp8_1x128_ue8m0", scale_layout="col"))
+
+
+def quantize_and_back(x):
+    by_row = dequantize_1x128(*quantize_1x128(x))
+    codes, scales = quantize_1x128(x, ue8m0=True, scale_layout="col")
+    return by_row, dequantize_1x128(codes, scales, scale_layout="col", dtype=paddle.float32)
+
+
 COUNTS32, COUNTS64 = true_counts(np.int32), true_counts(np.int64)
 
 MOE_PERMUTE = (
@@ -389,4 +420,11 @@ FAMILIES = (
     Case("dispatch-padded", dispatch_and_combine_padded, mask_inputs, ("x", "probs")),
     Case("dispatch-expert-parallel", expert_parallel, mask_inputs, ("x", "probs")),
 )
-CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *FAMILIES)
+QUANTIZE = (
+    Case("quantize", quantize_rows, token_inputs(leave_out="ids probs"), ()),
+    Case("quantize-packed", quantize_packed, token_inputs(BFLOAT16, leave_out="ids probs"), ()),
+    Case("permute-quantized", permute_quantized, token_inputs(BFLOAT16, leave_out="probs"), ()),
+    Case("permute-quantized-packed", permute_quantized_packed, token_inputs(np.float16, leave_out="probs"), ()),
+    Case("dequantize", quantize_and_back, token_inputs(BFLOAT16, leave_out="ids probs"), ()),
+)
+CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *FAMILIES, *QUANTIZE)

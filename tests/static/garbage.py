@@ -13,6 +13,8 @@ from tests.static.operators import Example
 
 INT_GARBAGE = (-1, 0, 7, 2**31 - 1, -(2**31))
 INT64_GARBAGE = (*INT_GARBAGE, 2**62, -(2**62), 2**63 - 1)
+FLOAT_GARBAGE = (0.0, -1.0, 1e-45, 1e38, float("inf"), float("nan"))
+GARBAGE = {"int": INT_GARBAGE, "int64": INT64_GARBAGE, "float": FLOAT_GARBAGE}
 DTYPE_GARBAGE = ("float64", "float32", "float16", "int64", "int32", "int8", "bool")
 
 
@@ -23,7 +25,7 @@ def garbage_attributes(example: Example) -> Iterator[tuple[str, Example]]:
             lists = ([], [0], value[:-1], [*value, 0], [-1] * len(value), [*value[:-1], -5], [2**31 - 1] * len(value))
             values: tuple[Any, ...] = (*lists, [3] * 100000)
         else:
-            values = (not value,) if kind == "bool" else INT64_GARBAGE if kind == "int64" else INT_GARBAGE
+            values = (not value,) if kind == "bool" else GARBAGE[kind]
         for garbage in values:
             text = f"a list of {len(garbage)}: {garbage[:3]}..." if isinstance(garbage, list) else repr(garbage)
             yield f"{name}={text}", example._replace(attributes={**example.attributes, name: garbage})

@@ -3,9 +3,11 @@
 
 #include "common/checks.h"
 
+#include <cfloat>
 #include <string>
 #include <utility>
 
+#include "common/scales.h"
 #include "common/status.h"
 
 namespace pmo {
@@ -168,6 +170,46 @@ int check_unpermute_backward(const pmo_unpermute_backward_params& p) {
               "given when d_weights is wanted");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.d_weights, "d_weights");
   PMO_REQUIRE_ARRAY(p.row_to_token, p.d_rows == nullptr ? 0 : p.num_rows, "row_to_token");
+  return PMO_OK;
+}
+
+int check_quantize_sizes(const pmo_quantize_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_quantize_params), "struct_size", "the size of pmo_quantize_params of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE_COLUMNS(p.hidden, "hidden");
+  PMO_REQUIRE(is_sum_dtype(p.dtype), "dtype", "float32, float16 or bfloat16");
+  PMO_REQUIRE(p.scale_layout == PMO_SCALES_BY_ROW || p.scale_layout == PMO_SCALES_BY_COLUMN, "scale_layout",
+              "one of pmo_scale_layout");
+  return PMO_OK;
+}
+
+int check_quantize(const pmo_quantize_params& p) {
+  if (const int status = check_quantize_sizes(p)) return status;
+  PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  const bool has_map = has_row_map(p);
+  PMO_REQUIRE(has_map || (p.topk == 1 && p.num_rows == p.num_tokens), "slot_to_row",
+              "given, unless topk is 1 and num_rows is num_tokens");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.slot_to_row, "slot_to_row");
+  PMO_REQUIRE_ARRAY(p.row_to_token, has_map ? p.num_rows : 0, "row_to_token");
+  PMO_REQUIRE(p.x != nullptr || p.num_tokens * p.hidden == 0, "x", "given");
+  PMO_REQUIRE(p.codes != nullptr || p.num_rows * p.hidden == 0, "codes", "given");
+  PMO_REQUIRE_ARRAY(static_cast<const int32_t*>(p.scales), p.num_rows * p.hidden, "scales");
+  PMO_REQUIRE_OPTIONAL_ARRAY(static_cast<const int32_t*>(p.workspace), "workspace");
+  return PMO_OK;
+}
+
+int check_dequantize(const pmo_dequantize_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(pmo_dequantize_params), "struct_size", "the size of pmo_dequantize_params of this library");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE_COLUMNS(p.hidden, "hidden");
+  PMO_REQUIRE(is_sum_dtype(p.dtype), "dtype", "float32, float16 or bfloat16");
+  PMO_REQUIRE(p.scale_layout == PMO_SCALES_BY_ROW || p.scale_layout == PMO_SCALES_BY_COLUMN, "scale_layout",
+              "one of pmo_scale_layout");
+  const int64_t elements = p.num_rows * p.hidden;
+  PMO_REQUIRE(p.codes != nullptr || elements == 0, "codes", "given");
+  PMO_REQUIRE_ARRAY(static_cast<const int32_t*>(p.scales), elements, "scales");
+  PMO_REQUIRE(p.out != nullptr || elements == 0, "out", "given");
   return PMO_OK;
 }
 

@@ -6,6 +6,7 @@
 
 #include "common/status.h"
 #include "pmo/permute.h"
+#include "pmo/quantize.h"
 #include "pmo/route.h"
 #include "pmo/row_id_map.h"
 
@@ -29,5 +30,8 @@ int check_permute(const pmo_permute_params& p);
 int check_route_permute(const pmo_route_params& route, const pmo_permute_params& permute);  // that the two agree
 int check_unpermute(const pmo_unpermute_params& p);
 int check_unpermute_backward(const pmo_unpermute_backward_params& p);
+int check_quantize_sizes(const pmo_quantize_params& p);
+int check_quantize(const pmo_quantize_params& p);
+int check_dequantize(const pmo_dequantize_params& p);
 
 }  // namespace pmo

@@ -29,6 +29,10 @@ struct RowKernels {
   void (*scale)(const void* in, const float* weights, int64_t hidden, bool streams, void* const* outs, int64_t count);
   // products[i] = sum of a[j] * rows[i][j]
   void (*dot)(const void* a, const RowList& rows, const RowList& next, int64_t hidden, float* products);
+  // The codes[H] and scales[ceil(H / 128)] of a row by the rule of pmo_quantize_*; scales of ue8m0 are powers of two.
+  void (*quantize)(const void* in, int64_t hidden, float amax_min, bool ue8m0, uint8_t* codes, float* scales);
+  // out[H] = codes[H], each group of 128 times its scale
+  void (*dequantize)(const uint8_t* codes, const float* scales, int64_t hidden, bool streams, void* out);
   // memcpy past the caches, from and to any address
   void (*stream_copy)(const void* in, int64_t bytes, void* out);
 };

@@ -3,9 +3,11 @@
 
 // Row kernels for AVX2 with FMA and F16C.
 #include <algorithm>
+#include <cfloat>
 #include <cstdint>
 #include <cstring>
 
+#include "common/scales.h"
 #include "cpu/row_kernels.h"
 #include "pmo/base.h"
 
@@ -18,6 +20,8 @@
 namespace pmo {
 namespace cpu {
 namespace {
+
+#include "cpu/float_bits.h"
 
 struct Lanes {
   __m256 low, high;

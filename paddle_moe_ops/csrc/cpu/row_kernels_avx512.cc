@@ -3,9 +3,11 @@
 
 // Row kernels for AVX-512 (F, BW, VL).
 #include <algorithm>
+#include <cfloat>
 #include <cstdint>
 #include <cstring>
 
+#include "common/scales.h"
 #include "cpu/row_kernels.h"
 #include "pmo/base.h"
 
@@ -22,6 +24,8 @@
 namespace pmo {
 namespace cpu {
 namespace {
+
+#include "cpu/float_bits.h"
 
 struct Lanes {
   __m512 values;

@@ -199,6 +199,95 @@ void dot_rows(const void* a, const RowList& rows, const RowList& next, int64_t h
   for (; begin < rows.count; ++begin) dot_some<Element, 1>(a, rows, next, begin, hidden, products);
 }
 
+// The e4m3fn number nearest to a value, ties to even; 448 for what is larger, 0x7F for NaN.
+inline uint32_t to_e4m3(float value) {
+  const uint32_t bits = float_bits(value);
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  const uint32_t normal = (magnitude - (120u << 23) + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20;  // exponent bias 127 -> 7
+  // Below 2^-6 the result is subnormal: adding 2^14 puts the last place of the sum at 2^-9, and the addition rounds.
+  const uint32_t subnormal = float_bits(bits_float(magnitude) + 16384.0f) - float_bits(16384.0f);
+  const uint32_t rounded = magnitude < (121u << 23) ? subnormal : normal;
+  const uint32_t saturated = rounded > 0x7Eu ? 0x7Eu : rounded;
+  return magnitude > 0x7F800000u ? 0x7Fu : saturated | ((bits >> 24) & 0x80u);
+}
+
+// Plain loops over integers, which the compiler vectorises for the variant's target.
+inline float quantize_group(const float* values, float amax_min, bool ue8m0, uint8_t* codes) {
+  uint32_t amax = 0;
+  for (int64_t i = 0; i < kGroupColumns; ++i) {
+    const uint32_t magnitude = float_bits(values[i]) & 0x7FFFFFFFu;
+    const uint32_t number = magnitude > 0x7F800000u ? 0u : magnitude;  // 0 for NaN
+    amax = number > amax ? number : amax;
+  }
+  float scale = std::min(std::max(bits_float(amax), amax_min), FLT_MAX) / 448.0f;
+  if (ue8m0) scale = bits_float((float_bits(scale) + 0x7FFFFFu) >> 23 << 23);
+  const float inverse = 1.0f / scale;
+  for (int64_t i = 0; i < kGroupColumns; ++i) codes[i] = static_cast<uint8_t>(to_e4m3(values[i] * inverse));
+  return scale;
+}
+
+template <typename Element>
+void quantize_row(const void* in, int64_t hidden, float amax_min, bool ue8m0, uint8_t* codes, float* scales) {
+  for (int64_t column = 0; column < hidden; column += kGroupColumns) {
+    const int64_t count = std::min(kGroupColumns, hidden - column);
+    const char* from = element_at<Element>(in, column);
+    char padded_in[kGroupColumns * Element::kBytes] = {};
+    uint8_t padded_codes[kGroupColumns];
+    if (count < kGroupColumns) {
+      std::memcpy(padded_in, from, count * Element::kBytes);
+      from = padded_in;
+    }
+    float values[kGroupColumns];
+    for (int64_t j = 0; j < kGroupColumns / kLanes; ++j) load_lanes<Element>(from, j).get(values + j * kLanes);
+    uint8_t* to = count < kGroupColumns ? padded_codes : codes + column;
+    *scales++ = quantize_group(values, amax_min, ue8m0, to);
+    if (count < kGroupColumns) std::memcpy(codes + column, padded_codes, count);
+  }
+}
+
+// Exact. NaN has a low half of zeros, as rounding to bfloat16 wants it.
+inline float from_e4m3(uint32_t code) {
+  const uint32_t magnitude = code & 0x7Fu;
+  // A subnormal code is its mantissa * 2^-9: put that under the exponent of 2^-6, take 2^-6 away again.
+  const float subnormal = bits_float((magnitude << 20) + (121u << 23)) - bits_float(121u << 23);
+  const uint32_t normal = (magnitude << 20) + (120u << 23);  // exponent bias 7 -> 127
+  const uint32_t finite = magnitude < 8u ? float_bits(subnormal) : normal;
+  return bits_float((code & 0x80u) << 24 | (magnitude == 0x7Fu ? 0x7FC00000u : finite));
+}
+
+template <typename Element>
+inline Line dequantized_line(const uint8_t* codes, float scale) {
+  float values[kLineColumns<Element>];
+  for (int64_t i = 0; i < kLineColumns<Element>; ++i) values[i] = from_e4m3(codes[i]);
+  Lanes lanes[kLanesOfLine<Element>];
+  for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) {
+    lanes[j] = load_lanes<Float32>(reinterpret_cast<const char*>(values), j);
+  }
+  return scaled_line<Element>(lanes, splat_weight(scale));
+}
+
+template <typename Element, bool kStreams>
+void dequantize_lines(const uint8_t* codes, const float* scales, int64_t hidden, void* out) {
+  static_assert(kGroupColumns % kLineColumns<Element> == 0, "the elements of a line share a scale");
+  int64_t column = 0;
+  for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
+    const Line line = dequantized_line<Element>(codes + column, scales[column / kGroupColumns]);
+    char* to = static_cast<char*>(out) + column * Element::kBytes;
+    kStreams ? line.stream(to) : line.store(to);
+  }
+  if (column == hidden) return;
+  uint8_t padded[kLineColumns<Element>] = {};
+  std::memcpy(padded, codes + column, hidden - column);
+  const Columns<Element> columns(column, hidden);
+  columns.write(dequantized_line<Element>(padded, scales[column / kGroupColumns]), out);
+}
+
+template <typename Element>
+void dequantize_row(const uint8_t* codes, const float* scales, int64_t hidden, bool streams, void* out) {
+  const auto dequantize = streams ? dequantize_lines<Element, true> : dequantize_lines<Element, false>;
+  dequantize(codes, scales, hidden, out);
+}
+
 // What is less than a line at both ends is stored as usual: a neighbour may write the rest of that line.
 void stream_copy(const void* in, int64_t bytes, void* out) {
   const char* from = static_cast<const char*>(in);
@@ -210,8 +299,9 @@ void stream_copy(const void* in, int64_t bytes, void* out) {
 }
 
 template <typename Element>
-constexpr RowKernels kKernels = {sum_rows<Element>, scale_rows<Element>, dot_rows<Element>, stream_copy};
-constexpr RowKernels kOtherTypes = {nullptr, nullptr, nullptr, stream_copy};
+constexpr RowKernels kKernels = {sum_rows<Element>,     scale_rows<Element>,     dot_rows<Element>,
+                                 quantize_row<Element>, dequantize_row<Element>, stream_copy};
+constexpr RowKernels kOtherTypes = {nullptr, nullptr, nullptr, nullptr, nullptr, stream_copy};
 
 const RowKernels* kernels_for(int32_t dtype) {
   switch (dtype) {

@@ -3,6 +3,7 @@
 
 // Row kernels for the build's own target, and the choice among the variants.
 #include <algorithm>
+#include <cfloat>
 #include <cstdint>
 #include <cstring>
 
@@ -11,6 +12,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "common/scales.h"
 #include "cpu/row_kernels.h"
 #include "pmo/base.h"
 
@@ -18,17 +20,7 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-inline uint32_t float_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-inline float bits_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
+#include "cpu/float_bits.h"
 
 inline float bfloat16_to_float(uint16_t value) { return bits_float(static_cast<uint32_t>(value) << 16); }
 

@@ -10,6 +10,8 @@
 
 #include <algorithm>
 
+#include "common/scales.h"
+
 namespace pmo {
 namespace binding {
 namespace {
@@ -141,6 +143,90 @@ void permute_rows(const Target& target, const char* function, const paddle::Tens
   const Permutation permutation(target, function, x, scale, slot_to_row, row_to_token, fill, rows, row_scales);
   check_status(PMO_CALL(target, permute, &permutation.params()), function);
 }
+
+#ifndef PMO_PADDLE_2
+paddle::DataType scales_dtype(bool ue8m0) { return ue8m0 ? paddle::DataType::INT32 : paddle::DataType::FLOAT32; }
+
+Shape scales_shape(const Quantization& quantization, int64_t num_rows, int64_t hidden) {
+  const auto divided = [](int64_t size, int64_t by) { return size < 0 ? -1 : size / by + (size % by != 0); };
+  const int64_t groups = divided(hidden, kGroupColumns);
+  const int64_t words = quantization.ue8m0 ? divided(groups, kPackedScales) : groups;
+  if (!quantization.by_column) return {num_rows, words};
+  return {words, num_rows < 0 ? -1 : divided(num_rows, kColumnAlignment) * kColumnAlignment};
+}
+
+Outputs quantize_rows(const Target& target, const char* function, const paddle::Tensor& x, const RowMaps& maps,
+                      const Quantization& quantization) {
+  require_rank(x, 2, function, "x");
+  const Matrix source(x);
+  pmo_quantize_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_tokens = x.shape()[0];
+  p.topk = 1;
+  p.num_rows = p.num_tokens;
+  p.hidden = x.shape()[1];
+  p.x = source.data;
+  p.x_row_stride = source.row_stride;
+  p.dtype = dtype_of(x, function, "x");
+  p.ue8m0 = quantization.ue8m0;
+  p.scale_layout = quantization.by_column ? PMO_SCALES_BY_COLUMN : PMO_SCALES_BY_ROW;
+  p.fill = maps.fill;
+  p.amax_min = quantization.amax_min;
+  if (maps.slot_to_row != nullptr) {
+    require_rank(*maps.slot_to_row, 2, function, "slot_to_row");
+    require_rank(*maps.row_to_token, 1, function, "row_to_token");
+    require(maps.slot_to_row->shape()[0] == p.num_tokens, function, "the map must have one line per token");
+    p.topk = maps.slot_to_row->shape()[1];
+    p.num_rows = maps.row_to_token->shape()[0];
+    p.slot_to_row = map_data(*maps.slot_to_row, function, "slot_to_row");
+    p.row_to_token = map_data(*maps.row_to_token, function, "row_to_token");
+  }
+  paddle::Tensor codes = paddle::empty({p.num_rows, p.hidden}, paddle::DataType::FLOAT8_E4M3FN, x.place());
+  paddle::Tensor scales =
+      paddle::empty(scales_shape(quantization, p.num_rows, p.hidden), scales_dtype(quantization.ue8m0), x.place());
+  advise_huge_pages(target, codes);
+  p.codes = codes.data();
+  p.scales = scales.data();
+  paddle::Tensor workspace;
+#ifdef PMO_WITH_CUDA
+  if (target.is_gpu()) p.workspace_bytes = pmo_quantize_cuda_workspace_bytes(&p);
+#endif
+  if (p.workspace_bytes > 0) {
+    workspace = paddle::empty({p.workspace_bytes}, paddle::DataType::UINT8, x.place());
+    p.workspace = workspace.data();
+  }
+  check_status(PMO_CALL(target, quantize, &p), function);
+  return {codes, scales};
+}
+
+paddle::Tensor dequantize_rows(const Target& target, const char* function, const paddle::Tensor& codes,
+                               const paddle::Tensor& scales, bool by_column, paddle::DataType dtype) {
+  require_rank(codes, 2, function, "codes");
+  require_dtype(codes, paddle::DataType::FLOAT8_E4M3FN, function, "codes");
+  const bool ue8m0 = scales.dtype() == paddle::DataType::INT32;
+  require_dtype(scales, scales_dtype(ue8m0), function, "scales");
+  require(dtype == paddle::DataType::FLOAT32 || dtype == paddle::DataType::FLOAT16 || dtype == paddle::DataType::BFLOAT16,
+          function, "dtype must be float32, float16 or bfloat16");
+  const Matrix source(codes);
+  const paddle::Tensor dense_scales = dense(scales);
+  pmo_dequantize_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_rows = codes.shape()[0];
+  p.hidden = codes.shape()[1];
+  require_shape(scales, scales_shape({ue8m0, by_column, 0}, p.num_rows, p.hidden), function, "scales");
+  paddle::Tensor out = paddle::empty(codes.shape(), dtype, codes.place());
+  advise_huge_pages(target, out);
+  p.codes = source.data;
+  p.codes_row_stride = source.row_stride;
+  p.scales = dense_scales.data();
+  p.out = out.data();
+  p.dtype = dtype_of(out, function, "dtype");
+  p.ue8m0 = ue8m0;
+  p.scale_layout = by_column ? PMO_SCALES_BY_COLUMN : PMO_SCALES_BY_ROW;
+  check_status(PMO_CALL(target, dequantize, &p), function);
+  return out;
+}
+#endif
 
 paddle::Tensor sum_rows(const Target& target, const char* function, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
                         const Weights& weights) {

@@ -1,11 +1,12 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Core calls that several operators make: rows to expert order, rows back, and values per slot.
+// Core calls that several operators make: rows to expert order as they are or quantised, rows back, and values per slot.
 #pragma once
 
 #include "paddle/binding.h"
 #include "pmo/permute.h"
+#include "pmo/quantize.h"
 #include "pmo/route.h"
 
 namespace pmo {
@@ -49,6 +50,34 @@ class Permutation {
 void permute_rows(const Target& target, const char* function, const paddle::Tensor& x, const Scale& scale,
                   const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows,
                   paddle::Tensor* row_scales);
+
+#ifndef PMO_PADDLE_2  // Paddle before 3.0 has no float8
+// How rows become float8, as attributes of an operator.
+struct Quantization {
+  bool ue8m0;
+  bool by_column;  // scales
+  float amax_min;
+};
+
+// The dtype of the scales and, for `num_rows` rows of `hidden` columns, their shape; sizes of -1 are not known.
+paddle::DataType scales_dtype(bool ue8m0);
+Shape scales_shape(const Quantization& quantization, int64_t num_rows, int64_t hidden);
+
+// Where the rows of x go; without maps, row t is token t.
+struct RowMaps {
+  const paddle::Tensor* slot_to_row = nullptr;
+  const paddle::Tensor* row_to_token = nullptr;
+  int fill = 0;
+};
+
+// x [T, H] -> codes [N, H] in float8_e4m3fn, and scales.
+Outputs quantize_rows(const Target& target, const char* function, const paddle::Tensor& x, const RowMaps& maps,
+                      const Quantization& quantization);
+
+// codes [N, H] and their scales -> [N, H] of a dtype that holds sums
+paddle::Tensor dequantize_rows(const Target& target, const char* function, const paddle::Tensor& codes,
+                               const paddle::Tensor& scales, bool by_column, paddle::DataType dtype);
+#endif
 
 // The float32 weight of each row, and where it stands: per row, or at a position that `index` [N] gives.
 struct Weights {

@@ -1,0 +1,38 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Where the scales of pmo_quantize_* lie.
+#pragma once
+
+#include <cstdint>
+
+#include "pmo/quantize.h"
+
+namespace pmo {
+
+constexpr int64_t kGroupColumns = PMO_QUANTIZE_GROUP;
+constexpr int64_t kPackedScales = 4;     // in a word, with ue8m0
+constexpr int64_t kColumnAlignment = 4;  // rows of a column-major layout are filled up to a multiple
+
+// Counts and steps in words of 4 bytes: word w of row r is at r * row_step + w * word_step.
+struct ScaleLayout {
+  int64_t groups;  // of a row
+  int64_t words;   // of a row
+  int64_t row_step;
+  int64_t word_step;
+  int64_t rows;  // with those that only fill the layout up
+
+  template <typename Params>
+  explicit ScaleLayout(const Params& p) : groups((p.hidden + kGroupColumns - 1) / kGroupColumns) {
+    words = p.ue8m0 != 0 ? (groups + kPackedScales - 1) / kPackedScales : groups;
+    const bool by_column = p.scale_layout == PMO_SCALES_BY_COLUMN;
+    rows = by_column ? (p.num_rows + kColumnAlignment - 1) / kColumnAlignment * kColumnAlignment : p.num_rows;
+    row_step = by_column ? 1 : words;
+    word_step = by_column ? rows : 1;
+  }
+};
+
+// Whether rows follow a map; without one, row t is token t.
+inline bool has_row_map(const pmo_quantize_params& p) { return p.slot_to_row != nullptr || p.num_tokens * p.topk == 0; }
+
+}  // namespace pmo

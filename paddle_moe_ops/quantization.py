@@ -1,0 +1,201 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in float8 with a scale for each 128 columns, and experts that work on them.
+
+T tokens, H hidden size, N rows of the permuted buffer, S = ceil(H / 128) scales per row. Quantising on the way to
+expert order is `permute` with ``quantize``.
+
+The rule, for each group of 128 columns (the last may be shorter), in float32: amax is the largest magnitude, NaN left
+out, held between ``amax_min`` and the largest finite number; the scale is amax / 448, or for ue8m0 the smallest power
+of two that is not less; the code is the float8_e4m3fn number nearest to x * (1 / scale), ties to even. Magnitudes
+beyond 448, infinity among them, become 448; NaN becomes 0x7F. The tiles are those of DeepSeek-V3 (arXiv 2412.19437,
+section 3.3.2).
+
+Scales are float32 [rows, S], or for ue8m0 int32 [rows, ceil(S / 4)]: four exponents, biased by 127, to an int32, the
+lowest group in the lowest byte. ``scale_layout="col"`` gives them transposed and contiguous, with the rows filled up
+to a multiple of 4 by zeros, as grouped GEMMs read them through TMA: float32 [S, ceil4(rows)], int32
+[ceil(S / 4), ceil4(rows)].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from . import _checks, autograd
+from ._graphs import traceable
+from .backends import resolve
+from .routing import Plan
+
+__all__ = ["dequantize_1x128", "quantize_1x128", "quantized_experts"]
+
+
+@traceable
+def quantize_1x128(
+    x: Tensor, *, ue8m0: bool = False, scale_layout: str = "row", amax_min: float = 1e-4
+) -> tuple[Tensor, Tensor]:
+    """Quantise rows to float8 with a scale for each 128 columns, by the rule of this module.
+
+    Not differentiable: the results have ``stop_gradient=True`` (see `quantized_experts`). Deterministic: the same bits
+    on every backend and run. No host synchronisation.
+
+    Args:
+        x: [T, H] bfloat16, float16 or float32; any H >= 1, rows may be strided.
+        ue8m0: scales that are powers of two, packed four to an int32.
+        scale_layout: "row" or "col".
+        amax_min: lower limit of amax, from 2^-100 to the largest float32; it is rounded to float32.
+
+    Returns:
+        codes float8_e4m3fn [T, H], and scales.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape.
+    """
+    name = "quantize_1x128"
+    _checks.rows(name, "x", x, _checks.SUM_DTYPES, "num_tokens")
+    _checks.flag(name, "ue8m0", ue8m0)
+    spec = _checks.quantization(name, ue8m0, scale_layout, amax_min)
+    return resolve(name).quantize_1x128(x, spec)
+
+
+@traceable
+def dequantize_1x128(
+    codes: Tensor, scales: Tensor, *, scale_layout: str = "row", dtype: Any = paddle.bfloat16
+) -> Tensor:
+    """Multiply codes by their scales.
+
+    The product is formed in float32 and rounded once. Padding rows (codes and scales 0) give 0. Not differentiable: the
+    result has ``stop_gradient=True``. Deterministic: the same bits on every backend and run, but for those of NaN. No
+    host synchronisation.
+
+    Args:
+        codes: [N, H] float8_e4m3fn.
+        scales: float32, or int32 for packed ue8m0, as `quantize_1x128` and `permute` give them; their dtype says which.
+        scale_layout: "row" or "col", the layout that the scales have.
+        dtype: of the result: bfloat16, float16 or float32.
+
+    Returns:
+        [N, H] of ``dtype``.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape.
+    """
+    name = "dequantize_1x128"
+    _checks.rows(name, "codes", codes, (paddle.float8_e4m3fn,), "num_rows")
+    _checks.choice(name, "scale_layout", scale_layout, _checks.SCALE_LAYOUTS)
+    _checks.tensor(name, "scales", scales, (paddle.float32, paddle.int32), ["rows", "columns"])
+    shape = _scales_shape(codes, scales.dtype == paddle.int32, scale_layout)
+    _checks.tensor(name, "scales", scales, (paddle.float32, paddle.int32), shape)
+    if dtype not in _checks.SUM_DTYPES:
+        _checks.bad_type(name, "dtype", "paddle.bfloat16, paddle.float16 or paddle.float32", repr(dtype))
+    _checks.same_place(name, codes=codes, scales=scales)
+    return resolve(name).dequantize_1x128(codes, scales, scale_layout, dtype)
+
+
+@traceable
+def quantized_experts(
+    x: Tensor,
+    plan: Plan,
+    expert_fn: Callable[..., Tensor],
+    expert_vjp: Callable[..., Any],
+    *tensors: Tensor,
+    quantize: str = "fp8_1x128",
+    scale_layout: str = "row",
+    amax_min: float = 1e-4,
+) -> Tensor:
+    """Quantise tokens on their way to expert order, run experts on the float8 rows, and connect the gradients.
+
+    One node of the autograd graph: float8 tensors, which can have no gradient in Paddle, exist only inside it. It keeps
+    codes, scales and ``tensors`` for the backward pass, not ``x`` and not its rows in 16 bits. The gradient of ``x``
+    goes straight through the quantisation: it is the ascending sum of each token's rows of d_rows, as in `permute`.
+
+    Differentiable in ``x`` and ``tensors``. For dygraph and paddle.jit.to_static with full_graph=False; a static graph
+    has no place for the two functions. Deterministic and without host synchronisation as far as they are.
+
+        def expert_fn(codes, scales, weight):
+            return float8_grouped_gemm(codes, scales, weight, plan.expert_offsets)
+
+        def expert_vjp(d_out, codes, scales, weight):
+            rows = dequantize_1x128(codes, scales)
+            return d_rows_of(d_out, weight), d_weight_of(d_out, rows)
+
+        out = unpermute(quantized_experts(x, plan, expert_fn, expert_vjp, weight), plan, probs)
+
+    Args:
+        x: [T, H] bfloat16, float16 or float32; any H >= 1, rows may be strided.
+        plan: where the rows go.
+        expert_fn: ``expert_fn(codes, scales, *tensors)`` -> a new tensor, bfloat16, float16 or float32, such as the
+            experts' outputs [N, any]. Codes are [N, H]; codes and scales of padding rows are 0. Runs without
+            recording gradients.
+        expert_vjp: ``expert_vjp(d_out, codes, scales, *tensors)`` -> d_rows [N, H] in the dtype of ``x``, followed by
+            one gradient for each of ``tensors``, or None where it has none. Without ``tensors``, d_rows alone will do.
+            What d_rows holds in padding rows is not read.
+        tensors: what the result depends on besides ``x``: weights, ``plan.row_probs``.
+        quantize: "fp8_1x128" or "fp8_1x128_ue8m0".
+        scale_layout: "row" or "col".
+        amax_min: as in `quantize_1x128`.
+
+    Returns:
+        What expert_fn returned.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype; a result of expert_fn or expert_vjp that is.
+        ValueError: an argument of the wrong value or shape; gradients of the wrong number or shape.
+    """
+    name = "quantized_experts"
+    if _checks.is_graph_value(x):
+        expected = "a tensor of dygraph, or of to_static with full_graph=False"
+        _checks.bad_type(name, "x", expected, "a value of a static graph")
+    _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
+    _checks.rows(name, "x", x, _checks.SUM_DTYPES, plan.num_tokens)
+    for argument, function in (("expert_fn", expert_fn), ("expert_vjp", expert_vjp)):
+        if not callable(function):
+            _checks.bad_type(name, argument, "a function", type(function).__name__)
+    for index, tensor in enumerate(tensors):
+        _checks.instance(name, f"tensors[{index}]", tensor, Tensor, "a paddle.Tensor")
+    _checks.choice(name, "quantize", quantize, _checks.QUANTIZE_FORMATS[1:])
+    _checks.same_place(name, x=x, plan=plan.slot_to_row)
+    spec = _checks.quantization(name, quantize == _checks.UE8M0, scale_layout, amax_min)
+    shape, dtype = [plan.num_rows, x.shape[1]], x.dtype
+
+    def checked_fn(*arguments: Tensor) -> Tensor:
+        return _check_rows_out(expert_fn(*arguments))
+
+    def checked_vjp(d_out: Tensor, codes: Tensor, scales: Tensor, *tensors: Tensor) -> Any:
+        return _check_gradients(expert_vjp(d_out, codes, scales, *tensors), shape, dtype, tensors)
+
+    return autograd.quantized_experts(resolve(name), x, tensors, plan, spec, checked_fn, checked_vjp)
+
+
+def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:
+    """The shape of the scales of codes; -1 where a graph does not know a size."""
+    num_rows, hidden = codes.shape
+    groups = -1 if hidden < 0 else -(-hidden // 128)
+    columns = -1 if groups < 0 else -(-groups // 4) if ue8m0 else groups
+    if scale_layout == "row":
+        return [num_rows, columns]
+    return [columns, -1 if num_rows < 0 else -(-num_rows // 4) * 4]
+
+
+def _check_rows_out(out: Any) -> Tensor:
+    """What expert_fn returned."""
+    return _checks.tensor("quantized_experts", "expert_fn's result", out, _checks.SUM_DTYPES, getattr(out, "shape", []))
+
+
+def _check_gradients(result: Any, shape: list[int], dtype: Any, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """What expert_vjp returned, as one gradient for the rows and one for each of the tensors."""
+    name = "quantized_experts"
+    gradients = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    if len(gradients) != 1 + len(tensors):
+        expected = f"{1 + len(tensors)} gradients: d_rows and one for each of the tensors"
+        _checks.bad_value(name, "expert_vjp's result", expected, len(gradients))
+    _checks.tensor(name, "d_rows of expert_vjp", gradients[0], (dtype,), shape)
+    for index, (gradient, tensor) in enumerate(zip(gradients[1:], tensors, strict=True)):
+        if gradient is not None:
+            _checks.tensor(name, f"expert_vjp's gradient of tensors[{index}]", gradient, (tensor.dtype,), tensor.shape)
+    return gradients
