@@ -199,27 +199,31 @@ void dot_rows(const void* a, const RowList& rows, const RowList& next, int64_t h
   for (; begin < rows.count; ++begin) dot_some<Element, 1>(a, rows, next, begin, hidden, products);
 }
 
+// All bits set if the condition holds, for choices without branches, which would keep a loop from being vectorised.
+inline int32_t mask_if(bool condition) { return -static_cast<int32_t>(condition); }
+
 // The e4m3fn number nearest to a value, ties to even; 448 for what is larger, 0x7F for NaN.
-inline uint32_t to_e4m3(float value) {
-  const uint32_t bits = float_bits(value);
-  const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  const uint32_t normal = (magnitude - (120u << 23) + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20;  // exponent bias 127 -> 7
+inline int32_t to_e4m3(float value) {
+  const auto bits = static_cast<int32_t>(float_bits(value));
+  const int32_t magnitude = bits & 0x7FFFFFFF;
+  const int32_t normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20;  // exponent bias 127 -> 7
   // Below 2^-6 the result is subnormal: adding 2^14 puts the last place of the sum at 2^-9, and the addition rounds.
-  const uint32_t subnormal = float_bits(bits_float(magnitude) + 16384.0f) - float_bits(16384.0f);
-  const uint32_t rounded = magnitude < (121u << 23) ? subnormal : normal;
-  const uint32_t saturated = rounded > 0x7Eu ? 0x7Eu : rounded;
-  return magnitude > 0x7F800000u ? 0x7Fu : saturated | ((bits >> 24) & 0x80u);
+  const float sum = bits_float(static_cast<uint32_t>(magnitude)) + 16384.0f;
+  const int32_t subnormal = static_cast<int32_t>(float_bits(sum)) - static_cast<int32_t>(float_bits(16384.0f));
+  const int32_t is_subnormal = mask_if(magnitude < (121 << 23)), is_nan = mask_if(magnitude > 0x7F800000);
+  const int32_t rounded = std::min((subnormal & is_subnormal) | (normal & ~is_subnormal), 0x7E);
+  return (0x7F & is_nan) | ((rounded | ((bits >> 24) & 0x80)) & ~is_nan);
 }
 
 // Plain loops over integers, which the compiler vectorises for the variant's target.
 inline float quantize_group(const float* values, float amax_min, bool ue8m0, uint8_t* codes) {
-  uint32_t amax = 0;
+  int32_t amax = 0;
   for (int64_t i = 0; i < kGroupColumns; ++i) {
-    const uint32_t magnitude = float_bits(values[i]) & 0x7FFFFFFFu;
-    const uint32_t number = magnitude > 0x7F800000u ? 0u : magnitude;  // 0 for NaN
-    amax = number > amax ? number : amax;
+    const auto magnitude = static_cast<int32_t>(float_bits(values[i]) & 0x7FFFFFFFu);
+    const int32_t number = magnitude & mask_if(magnitude <= 0x7F800000);  // 0 for NaN
+    amax = std::max(amax, number);
   }
-  float scale = std::min(std::max(bits_float(amax), amax_min), FLT_MAX) / 448.0f;
+  float scale = std::min(std::max(bits_float(static_cast<uint32_t>(amax)), amax_min), FLT_MAX) / 448.0f;
   if (ue8m0) scale = bits_float((float_bits(scale) + 0x7FFFFFu) >> 23 << 23);
   const float inverse = 1.0f / scale;
   for (int64_t i = 0; i < kGroupColumns; ++i) codes[i] = static_cast<uint8_t>(to_e4m3(values[i] * inverse));
