@@ -12,10 +12,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from .configs import Config, permute_config
 from .launching import ITEM_BYTES, Array, Device, Words, address, blocks, next_power_of_2, words_of
 from .sums import AT_ONCE, load_indices
 
-__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "permute_config", "zero_rows"]
+__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "zero_rows"]
 
 FILL_BLOCK = 128  # rows that one program looks at for padding
 
@@ -102,13 +103,6 @@ def fill_kernel(out, size, value, BLOCK: tl.constexpr):
     tl.store(out + index, tl.zeros([BLOCK], tl.int32) + value, mask=index < size)
 
 
-def permute_config(row_bytes: int, num_tokens: int) -> tuple[int, int]:
-    """Bytes of a row that one program moves, and its warps; benchmarks/sweeps measures them."""
-    if num_tokens * blocks(row_bytes, 4096) < 1024:  # too few programs to fill the device: smaller ones
-        return 2048, 4
-    return (8192, 4) if row_bytes > 4096 else (4096, 4)
-
-
 def permute(
     device: Device,
     x: Array,
@@ -117,7 +111,7 @@ def permute(
     row_to_token: Array,
     fill_padding: str,
     *,
-    config: tuple[int, int] | None = None,
+    config: Config | None = None,
 ) -> tuple[Any, Any]:
     """rows [N, H], and row_scales [N, S] or None.
 
@@ -128,7 +122,7 @@ def permute(
         slot_to_row: int32 [T, K].
         row_to_token: int32 [N].
         fill_padding: "all", "meta" (scales only) or "none".
-        config: bytes of a row per program and warps, instead of those of `permute_config`.
+        config: instead of that of `configs.permute_config`.
     """
     num_tokens, topk = slot_to_row.shape
     num_rows = row_to_token.shape[0]
@@ -136,8 +130,8 @@ def permute(
     row_scales, scale_words, scale_stride = None, Words(4, 1, 0), 0
     if scale is not None:
         row_scales, scale_words, scale_stride = _cut(device, scale, num_rows)
-    block_bytes, warps = config or permute_config(words.length * words.unit, num_tokens)
-    block = min(block_bytes // words.unit, max(next_power_of_2(words.length), 32))
+    config = config or permute_config(words.length * words.unit, num_tokens)
+    block = min(config.block_bytes // words.unit, max(next_power_of_2(words.length), 32))
     parts = blocks(words.length, block)
     fill_rows, fill_scales = fill_padding == "all", fill_padding != "none" and scale is not None
     fills = blocks(num_rows, FILL_BLOCK) if fill_rows or fill_scales else 0
@@ -156,7 +150,7 @@ def permute(
                 *(scale is not None, fill_rows, fill_scales, min(topk, AT_ONCE), parts, block, words.vector),
                 *(next_power_of_2(scale_words.length), scale_words.vector, FILL_BLOCK),
             ),
-            warps,
+            config.warps,
         )
     return rows, row_scales
 

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .launching import Array, Device, address, blocks, next_power_of_2
 from .permute import fill_kernel
+from .sums import minus_zeros
 
 __all__ = ["clean_rowmap", "gather_slots", "scatter_mask", "scatter_slots"]
 
@@ -114,7 +115,7 @@ def scatter_slots_kernel(slot_values, slot_to_row, row_values, num_rows, K, ADD:
     if ADD:
         total = tl.load(row_values + row, mask=live, other=0.0)
     else:
-        total = tl.full([SLOTS], -0.0, tl.float32)  # a value that comes alone is then a copy
+        total = minus_zeros(SLOTS)  # a value that comes alone is then a copy
     first = live
     for j in range(K):
         same = live & (tl.load(slot_to_row + token * K + j) == row)

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["AT_ONCE", "CARRIERS", "load_indices", "rounded", "widened"]
+__all__ = ["AT_ONCE", "CARRIERS", "load_indices", "minus_zeros", "rounded", "widened"]
 
 # Rows of a token that are loaded before the first addition.
 AT_ONCE = 8
@@ -36,6 +36,12 @@ def rounded(value, DTYPE: tl.constexpr):
         bits = value.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(value == value, nearest, 0x7FC0).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def minus_zeros(SIZE: tl.constexpr):
+    """float32 [SIZE] of -0.0; tl.full would make 0.0 of it."""
+    return tl.full([SIZE], -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -4,10 +4,10 @@
 """The sum of each token's rows, plain or weighted.
 
 out[t] = sum of rows[token_rows[t, :]], ascending: a float32 accumulator starts at -0.0, takes one addition or one fused
-multiply-add per row and is rounded once, to nearest even. Adding -0.0 changes no number, so places without a row load
--0.0 and need no branch. No row gives 0; a single unweighted row is copied. One program makes BLOCK columns of one
-token; all its loads, up to eight rows, stand before the first addition. Moves (N + T) * H * itemsize bytes, and
-4 * T * W of maps.
+multiply-add per row and is rounded once, to nearest even. A plain sum multiplies by 1, which rounds like the addition.
+A place without a row adds 0 * -1, which is -0.0 and changes no number, so that it needs no branch. No row gives 0; a
+single unweighted row is copied. One program makes BLOCK columns of one token; all its loads, up to eight rows, stand
+before the first addition. Moves (N + T) * H * itemsize bytes, and 4 * T * W of maps.
 """
 
 from typing import Any
@@ -15,21 +15,24 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from .configs import Config, unpermute_config
 from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
-from .sums import AT_ONCE, CARRIERS, load_indices, rounded, widened
+from .sums import AT_ONCE, CARRIERS, load_indices, minus_zeros, rounded, widened
 
-__all__ = ["unpermute", "unpermute_config"]
+__all__ = ["unpermute"]
 
 
 @triton.jit
-def _weight_of(weights, weight_index, row, num_weights, INDEXED: tl.constexpr):
-    """The weight of a row, 1 without a row and 0 where the index leads nowhere."""
+def _factor_of(weights, weight_index, row, num_weights, WEIGHTED: tl.constexpr, INDEXED: tl.constexpr):
+    """What a row is multiplied by: its weight, or 1; -1 without a row; 0 where the index of its weight leads out."""
     if INDEXED:
         place = tl.load(weight_index + row, mask=row >= 0, other=-1)
         weight = tl.load(weights + place, mask=(place >= 0) & (place < num_weights), other=0.0)
-        return tl.where(row >= 0, weight, 1.0)
+        return tl.where(row >= 0, weight, -1.0)
+    elif WEIGHTED:
+        return tl.load(weights + row, mask=row >= 0, other=-1.0)
     else:
-        return tl.load(weights + row, mask=row >= 0, other=1.0)
+        return tl.where(row >= 0, 1.0, -1.0)
 
 
 @triton.jit
@@ -49,20 +52,15 @@ def _add_rows(
     COUNT: tl.constexpr,
 ):
     """acc plus the rows, one after the other."""
-    minus_zero: tl.constexpr = -(2**31) if DTYPE == "float32" else -(2**15)
     data = ()
     for k in tl.static_range(COUNT):
         source = rows + row_ids[k].to(tl.int64) * row_step + columns
-        data = data + (tl.load(source, mask=columns < tl.where(row_ids[k] >= 0, width, 0), other=minus_zero),)
+        data = data + (tl.load(source, mask=columns < tl.where(row_ids[k] >= 0, width, 0), other=0),)
     factors = ()
-    if WEIGHTED:
-        for k in tl.static_range(COUNT):
-            factors = factors + (_weight_of(weights, weight_index, row_ids[k], num_weights, INDEXED),)
     for k in tl.static_range(COUNT):
-        if WEIGHTED:
-            acc = tl.fma(widened(data[k], DTYPE), factors[k], acc)
-        else:
-            acc = acc + widened(data[k], DTYPE)
+        factors = factors + (_factor_of(weights, weight_index, row_ids[k], num_weights, WEIGHTED, INDEXED),)
+    for k in tl.static_range(COUNT):
+        acc = tl.fma(widened(data[k], DTYPE), factors[k], acc)
     return acc
 
 
@@ -109,7 +107,7 @@ def unpermute_kernel(
         tl.store(target, tl.load(rows + single.to(tl.int64) * row_step + columns, mask=inside, other=0), mask=inside)
     else:
         acc = _add_rows(
-            tl.full([BLOCK], -0.0, tl.float32),
+            minus_zeros(BLOCK),
             rows,
             row_ids,
             weights,
@@ -147,13 +145,6 @@ def unpermute_kernel(
         tl.store(target, rounded(acc, DTYPE), mask=inside)
 
 
-def unpermute_config(row_bytes: int, num_tokens: int) -> tuple[int, int]:
-    """Bytes of a row that one program makes, and its warps; benchmarks/sweeps measures them."""
-    if num_tokens * blocks(row_bytes, 2048) < 512:  # too few programs to fill the device: smaller ones
-        return 512, 1
-    return 2048, 4
-
-
 def unpermute(
     device: Device,
     rows: Array,
@@ -162,7 +153,7 @@ def unpermute(
     weight_index: Array | None = None,
     *,
     copy_single_row: bool = False,
-    config: tuple[int, int] | None = None,
+    config: Config | None = None,
 ) -> Any:
     """[T, H] of the dtype of ``rows``.
 
@@ -173,7 +164,7 @@ def unpermute(
         weights: float32, by row, or by what weight_index says; None: the plain sum.
         weight_index: int32 [N] place of each row's weight, or None.
         copy_single_row: copy a token's only row even when there are weights.
-        config: bytes of a row per program and warps, instead of those of `unpermute_config`.
+        config: instead of that of `configs.unpermute_config`.
     """
     num_tokens, row_slots = token_rows.shape
     num_rows, hidden = rows.shape
@@ -184,8 +175,8 @@ def unpermute(
         return out
     stride = device.row_stride(rows) if num_rows > 1 else 0
     vector = sum_vector(item, hidden * item, stride * item, rows.data_ptr(), out.data_ptr())
-    block_bytes, warps = config or unpermute_config(hidden * item, num_tokens)
-    block = min(block_bytes // item, max(next_power_of_2(hidden), 32))
+    config = config or unpermute_config(hidden * item, num_tokens)
+    block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
     parts = blocks(hidden, block)
     carrier = CARRIERS[dtype] + (":16" if vector > 1 else "")
     num_weights = 0
@@ -204,6 +195,6 @@ def unpermute(
             *(dtype, weights is not None, weight_index is not None, weights is None or copy_single_row),
             *(row_slots <= count, count, parts, block, vector),
         ),
-        warps,
+        config.warps,
     )
     return out

@@ -15,16 +15,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from .configs import Config, backward_config
 from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
 from .permute import FILL_BLOCK, zero_rows
 from .sums import CARRIERS, load_indices, rounded, widened
 
-__all__ = ["FEW_TOKENS", "unpermute_backward"]
-
-_BLOCK_BYTES = 2048
-_WARPS = 4
-_MOST_SLOTS = 8
-FEW_TOKENS = 512  # up to here a program takes one row
+__all__ = ["unpermute_backward"]
 
 
 @triton.jit
@@ -140,6 +136,7 @@ def unpermute_backward(
     weights_by_slot: bool = False,
     need_rows: bool = True,
     copy_single_row: bool = False,
+    config: Config | None = None,
 ) -> tuple[Any, Any]:
     """d_rows [N, H] and d_weights; None for what is not wanted.
 
@@ -154,6 +151,7 @@ def unpermute_backward(
         weights_by_slot: which.
         need_rows: whether d_rows is wanted.
         copy_single_row: as in the forward.
+        config: instead of that of `configs.backward_config`.
     """
     num_tokens, row_slots = slot_rows.shape
     num_rows, hidden = row_to_token.shape[0], d_out.shape[1]
@@ -163,11 +161,10 @@ def unpermute_backward(
     need_weights = rows is not None and weights is not None
     d_weights = device.empty(list(weights.shape), "float32") if need_weights and weights is not None else None
     vector = sum_vector(item, hidden * item, *map(address, (d_out, rows, d_rows)))
-    block = min(_BLOCK_BYTES // item, max(next_power_of_2(hidden), 32))
-    if num_tokens <= FEW_TOKENS:
-        slots, parts = 1, min(row_slots, 64)
-    else:
-        slots, parts = min(row_slots, _MOST_SLOTS), 1
+    config = config or backward_config(num_tokens)
+    block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
+    slots = min(row_slots, config.slots)
+    parts = min(row_slots, 64) if slots == 1 else 1
     fills = blocks(num_rows, FILL_BLOCK)
     programs = (num_tokens + fills) * parts
     if programs and (need_rows or need_weights):
@@ -184,6 +181,6 @@ def unpermute_backward(
                 *(dtype, weights is not None, weights_by_slot, need_rows, need_weights, copy_single_row),
                 *(slots, parts, block, vector, FILL_BLOCK),
             ),
-            _WARPS,
+            config.warps,
         )
     return d_rows, d_weights

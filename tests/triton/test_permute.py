@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops import reference
+from paddle_moe_ops.triton.configs import Config
 from paddle_moe_ops.triton.permute import permute
 from tests.params import FLOAT8_DTYPES, PADDED, ROW_DTYPES, SMALL, WIDE
 from tests.reference.cases import assert_same_bits
@@ -84,7 +85,7 @@ def test_rows_in_blocks_of_any_size(gpu, rng, config):
     problem = make_problem(rng, fitting(gpu, WIDE))
     x = every_kind(rng, (problem.shape.T, 1000), np.float32)
     maps = gpu.array(problem.plan.slot_to_row), gpu.array(problem.plan.row_to_token)
-    rows, _ = permute(gpu, gpu.array(x), None, *maps, "all", config=config)
+    rows, _ = permute(gpu, gpu.array(x), None, *maps, "all", config=Config(*config))
     assert_same_bits(gpu.numpy(rows), reference.permute(x, problem.plan)[0])
 
 

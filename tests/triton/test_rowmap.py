@@ -69,6 +69,7 @@ def test_values_of_rows_come_to_their_places_in_a_mask(gpu, rng):
 def test_values_of_slots_that_share_a_row_are_added_in_order(gpu, rng, add):
     slots = np.array([[3, 3, -1, 3, 5], [0, 1, 0, -1, 99], [-1, -1, -1, -1, -1]], np.int32)
     values = rng.standard_normal(slots.shape).astype(np.float32)
+    values[0, 4] = values[1, 1] = -0.0
     before = rng.standard_normal(6).astype(np.float32)
     rows = gpu.array(before)
     scatter_slots(gpu, gpu.array(values), gpu.array(slots), rows, add=add)

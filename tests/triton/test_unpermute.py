@@ -9,7 +9,8 @@ import pytest
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dot_chain, dtype_tols
-from paddle_moe_ops.triton import unpermute_backward as module
+from paddle_moe_ops.triton import configs
+from paddle_moe_ops.triton.configs import Config
 from paddle_moe_ops.triton.unpermute import unpermute
 from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
 from tests.params import MANY_SLOTS, ODD, SMALL, SUM_DTYPES, WIDE
@@ -128,7 +129,7 @@ def test_the_bits_of_a_dot_product_do_not_depend_on_how_many_tokens_there_are(gp
     few = make_problem(rng, fitting(gpu, WIDE), "uniform")
     d_out, rows = ordinary(rng, (few.shape.T, 300), np.float32), ordinary(rng, (few.plan.num_rows, 300), np.float32)
     expected = check_gradients(gpu, few, d_out, rows, "by row")
-    monkeypatch.setattr(module, "FEW_TOKENS", 0)
+    monkeypatch.setattr(configs, "FEW_TOKENS", 0)
     assert_same_bits(check_gradients(gpu, few, d_out, rows, "by row"), expected)
 
 
@@ -136,7 +137,8 @@ def test_the_bits_of_a_dot_product_do_not_depend_on_how_many_tokens_there_are(gp
 def test_sums_in_blocks_of_any_size(gpu, rng, config):
     problem = make_problem(rng, fitting(gpu, SMALL))
     for hidden in (40, 64):
-        check_sum(gpu, problem, every_kind(rng, (problem.plan.num_rows, hidden), np.float16), "by row", config=config)
+        rows = every_kind(rng, (problem.plan.num_rows, hidden), np.float16)
+        check_sum(gpu, problem, rows, "by row", config=Config(*config))
 
 
 def test_rows_may_begin_anywhere(gpu, rng):
