@@ -51,7 +51,7 @@ def permute(
         _checks.tensor(name, "scale", scale, (paddle.float32, paddle.int32), [plan.num_tokens, "num_scales"])
     _checks.choice(name, "fill_padding", fill_padding, FILL_PADDING)
     _checks.same_place(name, x=x, plan=plan.slot_to_row, scale=scale)
-    rows, scales = autograd.permute(resolve(name), x, scale, plan, fill_padding)
+    rows, scales = autograd.permute(resolve(name, x), x, scale, plan, fill_padding)
     return rows, None if scale is None else scales
 
 
@@ -86,7 +86,7 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
         shape = [plan.num_tokens, plan.topk] if by_slot else [plan.num_rows]
         _checks.tensor(name, "probs", probs, (paddle.float32,), shape)
     _checks.same_place(name, y=y, plan=plan.slot_to_row, probs=probs)
-    return autograd.unpermute(resolve(name), y, probs, plan)
+    return autograd.unpermute(resolve(name, y), y, probs, plan)
 
 
 @traceable
@@ -176,7 +176,13 @@ def moe_permute(
     route = RouteSpec(num_experts, -1, padding_alignment, counts, buffer_size, "first", validation)
     spec = MoePermuteSpec(route, do_gather, return_expert_indices, fill_padding)
     rows, rowmap, row_probs, scales, expert_indices, overflow, _, _ = autograd.moe_permute(
-        resolve(function), hidden_states, scale, expert_routemap_topk, expert_prob_topk, counts_tensor, spec
+        resolve(function, hidden_states),
+        hidden_states,
+        scale,
+        expert_routemap_topk,
+        expert_prob_topk,
+        counts_tensor,
+        spec,
     )
     outputs = [rows, rowmap, row_probs, scales]
     if return_expert_indices:
@@ -262,7 +268,7 @@ def moe_unpermute(
     validation = _checks.validation(function, validate, hidden_states_unzipped)
     spec = MoeUnpermuteSpec(num_experts, using_weighted_combine, compat == "paddle", validation)
     hidden_states, prob_topk = autograd.moe_unpermute(
-        resolve(function),
+        resolve(function, hidden_states_unzipped),
         hidden_states_unzipped,
         zipped_expertwise_rowmap,
         expert_routemap_topk,

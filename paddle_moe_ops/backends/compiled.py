@@ -92,6 +92,9 @@ class CompiledBackend:
     def unavailable(self) -> str | None:
         return _library_problem()
 
+    def cannot_run_on(self, tensor: Tensor) -> str | None:
+        return None  # the operators themselves say which places they know
+
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
         outputs = _run(
             *(("route", routing) if probs is None else ("route_with_probs", routing, probs)),
