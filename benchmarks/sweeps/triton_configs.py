@@ -49,7 +49,7 @@ Call = Callable[[Config | None], Outputs]
 
 def calls(device: TorchDevice, inputs: TensorInputs) -> dict[str, tuple[Call, list[Config]]]:
     """Each operation as a function of its configuration, and the configurations to try."""
-    maps = inputs.slot_to_row, inputs.row_to_token
+    maps = inputs.token_rows, inputs.row_to_token
 
     def permuted(source: Any, scale: Any) -> Call:
         def call(config: Config | None) -> Outputs:
@@ -67,10 +67,7 @@ def calls(device: TorchDevice, inputs: TensorInputs) -> dict[str, tuple[Call, li
 
     copies = [Config(size, warps) for size, warps in itertools.product((1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8))]
     sums = [Config(size, warps) for size, warps in itertools.product((256, 512, 1024, 2048, 4096), (1, 2, 4, 8))]
-    backward = [
-        Config(size, warps, slots)
-        for size, warps, slots in itertools.product((1024, 2048, 4096), (2, 4, 8), (1, 2, 4, 8))
-    ]
+    backward = [Config(size, warps) for size, warps in itertools.product((1024, 2048, 4096, 8192), (1, 2, 4, 8))]
     return {
         "permute:bf16": (permuted(inputs.x, None), copies),
         "permute:fp8": (permuted(inputs.x_fp8, inputs.scale), copies),

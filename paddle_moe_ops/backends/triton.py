@@ -107,16 +107,16 @@ class TritonBackend:
         return scatter_mask(_device(values), values, row_to_token, row_to_expert, num_tokens, mask_experts)
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
-        return self._permute(x, scale, plan.slot_to_row, plan.row_to_token, fill_padding)
+        return self._permute(x, scale, plan.token_rows, plan.row_to_token, fill_padding)
 
     def _permute(
-        self, x: Tensor, scale: Tensor | None, slot_to_row: Tensor, row_to_token: Tensor, fill_padding: str
+        self, x: Tensor, scale: Tensor | None, token_rows: Tensor, row_to_token: Tensor, fill_padding: str
     ) -> Tensors:
         from ..triton.permute import permute
 
-        device = _device(slot_to_row)
+        device = _device(token_rows)
         scale = None if scale is None else _dense_rows(scale)
-        maps = _dense(slot_to_row), _dense(row_to_token)
+        maps = _dense(token_rows), _dense(row_to_token)
         rows, scales = permute(device, _dense_rows(x), scale, *maps, fill_padding)
         return rows, device.empty([0], "float32") if scales is None else scales
 
@@ -162,7 +162,7 @@ class TritonBackend:
         maps = self._maps("moe_permute", routemap, probs, counts, spec.route, with_rowmap=True)
         device = _device(maps.slot_to_row)
         if spec.do_gather:
-            moved = self._permute(hidden_states, scale, maps.slot_to_row, maps.row_to_token, spec.fill_padding)
+            moved = self._permute(hidden_states, scale, maps.token_rows, maps.row_to_token, spec.fill_padding)
         else:
             scale_dtype = "float32" if scale is None else device.dtype_name(scale)
             moved = (

@@ -49,7 +49,7 @@ def _moved(device: TorchDevice, operation: Operation, inputs: TensorInputs, maps
     fp8 = operation.variant == "fp8"
     fill = "all" if inputs.problem.case.fill else "none"
     source, scale = (inputs.x_fp8, inputs.scale) if fp8 else (inputs.x, None)
-    rows, scales = permute(device, source, scale, maps["slot_to_row"], maps["row_to_token"], fill)
+    rows, scales = permute(device, source, scale, maps["token_rows"], maps["row_to_token"], fill)
     return {"rows": rows, "row_scales": scales} if fp8 else {"rows": rows}
 
 
@@ -68,7 +68,7 @@ def _moe_permute(device: TorchDevice, operation: Operation, inputs: TensorInputs
 
 
 def _permute(device: TorchDevice, operation: Operation, inputs: TensorInputs) -> Outputs:
-    maps = {"slot_to_row": inputs.slot_to_row, "row_to_token": inputs.row_to_token}
+    maps = {"token_rows": inputs.token_rows, "row_to_token": inputs.row_to_token}
     return _moved(device, operation, inputs, maps)
 
 

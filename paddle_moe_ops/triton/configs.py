@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FEW_TOKENS", "Config", "backward_config", "permute_config", "unpermute_config"]
+__all__ = ["Config", "backward_config", "permute_config", "rows_at_once", "unpermute_config"]
+
+_MOST_AT_ONCE = 8
 
 
 class Config(NamedTuple):
@@ -18,33 +20,38 @@ class Config(NamedTuple):
     Attributes:
         block_bytes: Bytes of a row.
         warps: Warps that share them.
-        slots: Rows of a token (of the backward pass alone; the others take all of them).
     """
 
     block_bytes: int
     warps: int
-    slots: int = 8
 
 
-# Up to so many tokens a program of the backward pass takes a single row, so that there are programs enough.
-FEW_TOKENS = 512
 _PROGRAMS_TO_FILL = 1024
+
+
+def rows_at_once(row_slots: int, num_rows: int, num_tokens: int) -> int:
+    """Rows of a token that are moved together: about as many as a token has on average, at most eight.
+
+    More would cost instructions for rows that are not there, which is what a sparse routing is limited by.
+    """
+    mean = -(-num_rows // max(num_tokens, 1))
+    return min(row_slots, _MOST_AT_ONCE, 1 << max(mean - 1, 0).bit_length())
 
 
 def permute_config(row_bytes: int, num_tokens: int) -> Config:
     """Of `permute`, for rows of so many bytes."""
     if num_tokens * -(-row_bytes // 4096) < _PROGRAMS_TO_FILL:
-        return Config(2048, 4)
-    return Config(8192, 4) if row_bytes > 4096 else Config(4096, 4)
+        return Config(2048, 2)
+    return Config(4096, 4 if row_bytes > 4096 else 2)
 
 
 def unpermute_config(row_bytes: int, num_tokens: int) -> Config:
     """Of `unpermute`."""
     if num_tokens * -(-row_bytes // 2048) < _PROGRAMS_TO_FILL // 2:
-        return Config(512, 1)
-    return Config(2048, 4)
+        return Config(2048, 4)
+    return Config(1024, 2)
 
 
-def backward_config(num_tokens: int) -> Config:
-    """Of `unpermute_backward`. Block and warps are the same for all: the order of a dot product hangs on them."""
-    return Config(2048, 4, 1 if num_tokens <= FEW_TOKENS else 8)
+def backward_config() -> Config:
+    """Of `unpermute_backward`: the same for all sizes, since the order of a dot product hangs on it."""
+    return Config(2048, 2)

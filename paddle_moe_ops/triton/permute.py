@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows to expert order: each source row is read once and written to its K rows.
 
-rows[slot_to_row[t, k]] = x[t], scales alike; rows without a token (row_to_token < 0) are zeroed by further programs of
+rows[token_rows[t, :]] = x[t], scales alike; rows without a token (row_to_token < 0) are zeroed by further programs of
 the same launch. One program moves BLOCK words of one token; a word is an integer as wide as address and row size
 allow, so bits survive whatever the dtype. It moves (T + N) * H * itemsize bytes, and 4 * (T * K + N) of maps.
 """
@@ -12,9 +12,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .configs import Config, permute_config
+from .configs import Config, permute_config, rows_at_once
 from .launching import ITEM_BYTES, Array, Device, Words, address, blocks, next_power_of_2, words_of
-from .sums import AT_ONCE, load_indices
+from .sums import load_indices
 
 __all__ = ["FILL_BLOCK", "fill_kernel", "permute", "zero_rows"]
 
@@ -38,13 +38,13 @@ def zero_rows(row_to_token, rows, first, num_rows, width, columns, inside, word:
 def permute_kernel(
     x,
     scale,
-    slot_to_row,
+    token_rows,
     row_to_token,
     rows,
     row_scales,
     num_tokens,
     num_rows,
-    K,
+    row_slots,
     groups,
     x_stride_groups,
     scale_groups,
@@ -71,21 +71,22 @@ def permute_kernel(
     scale_width = scale_groups.to(tl.int64) * SCALE_VECTOR
     scale_width_here = tl.where(part == 0, scale_width, 0)
     if token < num_tokens:
-        slots = slot_to_row + token.to(tl.int64) * K
+        entries = token_rows + token.to(tl.int64) * row_slots
         data = tl.load(x + token.to(tl.int64) * (x_stride_groups * VECTOR) + columns, mask=inside, other=0)
         if HAS_SCALE:
             scale_row = scale + token.to(tl.int64) * (scale_stride_groups * SCALE_VECTOR)
             scales = tl.load(scale_row + scale_columns, mask=scale_columns < scale_width_here, other=0)
-        for first in range(0, K, AT_ONCE):
-            targets = load_indices(
-                slots, first, K, num_rows, AT_ONCE
-            )  # all of them before any store, which would hold them up
+        first = 0
+        while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
+            # All of them before any store, which would hold them up.
+            targets = load_indices(entries, first, row_slots, num_rows, AT_ONCE)
             for k in tl.static_range(AT_ONCE):
                 row = targets[k].to(tl.int64)
                 tl.store(rows + row * width + columns, data, mask=columns < tl.where(row >= 0, width, 0))
                 if HAS_SCALE:
                     scale_target = row_scales + row * scale_width + scale_columns
                     tl.store(scale_target, scales, mask=scale_columns < tl.where(row >= 0, scale_width_here, 0))
+            first += AT_ONCE
     else:
         first = (token - num_tokens) * FILL
         if FILL_ROWS:
@@ -107,7 +108,7 @@ def permute(
     device: Device,
     x: Array,
     scale: Array | None,
-    slot_to_row: Array,
+    token_rows: Array,
     row_to_token: Array,
     fill_padding: str,
     *,
@@ -119,17 +120,18 @@ def permute(
         device: where to.
         x: [T, H].
         scale: [T, S] of 32-bit numbers, or None.
-        slot_to_row: int32 [T, K].
+        token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
         row_to_token: int32 [N].
         fill_padding: "all", "meta" (scales only) or "none".
         config: instead of that of `configs.permute_config`.
     """
-    num_tokens, topk = slot_to_row.shape
+    num_tokens, row_slots = token_rows.shape
     num_rows = row_to_token.shape[0]
     rows, words, stride = _cut(device, x, num_rows)
     row_scales, scale_words, scale_stride = None, Words(4, 1, 0), 0
     if scale is not None:
         row_scales, scale_words, scale_stride = _cut(device, scale, num_rows)
+    at_once = rows_at_once(row_slots, num_rows, num_tokens)
     config = config or permute_config(words.length * words.unit, num_tokens)
     block = min(config.block_bytes // words.unit, max(next_power_of_2(words.length), 32))
     parts = blocks(words.length, block)
@@ -143,11 +145,11 @@ def permute(
             programs,
             (moved, scales, "*i32", "*i32", moved, scales, *["i32"] * 3, *["i64"] * 4),
             (
-                *map(address, (x, scale, slot_to_row, row_to_token, rows, row_scales)),
-                *(num_tokens, num_rows, topk, words.groups, stride, scale_words.groups, scale_stride),
+                *map(address, (x, scale, token_rows, row_to_token, rows, row_scales)),
+                *(num_tokens, num_rows, row_slots, words.groups, stride, scale_words.groups, scale_stride),
             ),
             (
-                *(scale is not None, fill_rows, fill_scales, min(topk, AT_ONCE), parts, block, words.vector),
+                *(scale is not None, fill_rows, fill_scales, at_once, parts, block, words.vector),
                 *(next_power_of_2(scale_words.length), scale_words.vector, FILL_BLOCK),
             ),
             config.warps,

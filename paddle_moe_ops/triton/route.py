@@ -17,12 +17,13 @@ from .route_kernels import (
 __all__ = ["ONE_PROGRAM", "Maps", "Routing", "route"]
 
 # What one program does in one launch, if it is not more than this.
-ONE_PROGRAM = 1024  # slots
+ONE_PROGRAM = 256  # slots
 _ONE_PROGRAM_ROWS = 8192
 _ONE_PROGRAM_ROWMAP = 65536
 _TILE = 256
 _STEP = 32
 _MOST_BINS = 1024
+_FEW_EXPERTS = 32
 _FILL = 1024
 _ROWMAP_FILL = 4096
 _MOST_ROWS = 2**31 - 1
@@ -88,6 +89,7 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
         and num_rows <= _ONE_PROGRAM_ROWS
         and rowmap_size <= _ONE_PROGRAM_ROWMAP
     )
+    few_experts = next_power_of_2(experts) if experts <= _FEW_EXPERTS else 0
     flags = (problem.probs is not None, problem.is_mask, with_rowmap)
     if in_one:
         assert num_rows is not None  # noqa: S101  # for the type checker
@@ -101,8 +103,8 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
                 *map(address, (ids, problem.probs, experts_of_slots, starts, *maps, *sizes, rowmap)),
                 *(problem.num_slots, experts, topk, rowmap_size, problem.alignment, num_rows),
             ),
-            (dedupe, *flags, bins, tile, _STEP, _FILL),
-            4 if tile <= _TILE else 16,
+            (dedupe, *flags, bins, tile, _STEP, few_experts, _FILL),
+            4,
         )
         return Maps._make([*maps, *sizes, rowmap])
 
@@ -128,8 +130,8 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
         blocks(experts, width),
         ("*i32", "*i32", "i32", "i32"),
         (address(before), address(totals), tiles, experts),
-        (min(max(next_power_of_2(tiles), 16), 256), width),
-        4,
+        (min(max(next_power_of_2(tiles), 16), 8192 // width), width),
+        4 if tiles <= 256 else 8,
     )
     device.launch(
         offsets_kernel,
@@ -157,7 +159,7 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
                 *map(address, (experts_of_slots, before, starts, sizes[2], problem.probs, *maps, rowmap)),
                 *(problem.num_slots, experts, tiles, topk, num_rows),
             ),
-            (*flags, _TILE, _STEP, _FILL),
+            (*flags, _TILE, _STEP, few_experts, _FILL),
             4,
         )
     return Maps._make([*maps, *sizes, rowmap])

@@ -102,8 +102,13 @@ def _write_maps(
     HAS_ROWMAP: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
+    FEW_EXPERTS: tl.constexpr,
 ):
-    """Rows of the slots first .. first + TILE, and every map entry that belongs to them."""
+    """Rows of the slots first .. first + TILE, and every map entry that belongs to them.
+
+    The rank of a slot among those of its expert is a cumulative sum over one column per expert, or with FEW_EXPERTS = 0
+    a count over the slots before it, STEP at a time.
+    """
     index = tl.arange(0, TILE)
     slots = first + index
     inside = slots < num_slots
@@ -112,12 +117,16 @@ def _write_maps(
     token = slots // K
     k = slots - token * K
 
-    rank = tl.zeros([TILE], tl.int32)
-    for step in range(0, TILE, STEP):
-        others = step + tl.arange(0, STEP)
-        theirs = tl.load(experts_of_slots + first + others, mask=first + others < num_slots, other=-1)
-        same = (theirs[None, :] == experts[:, None]) & (others[None, :] < index[:, None])
-        rank += tl.sum(same.to(tl.int32), axis=1)
+    if FEW_EXPERTS > 0:
+        is_expert = (experts[:, None] == tl.arange(0, FEW_EXPERTS)[None, :]).to(tl.int32)
+        rank = tl.sum(is_expert * (tl.cumsum(is_expert, axis=0) - 1), axis=1)
+    else:
+        rank = tl.zeros([TILE], tl.int32)
+        for step in range(0, TILE, STEP):
+            others = step + tl.arange(0, STEP)
+            theirs = tl.load(experts_of_slots + first + others, mask=first + others < num_slots, other=-1)
+            same = (theirs[None, :] == experts[:, None]) & (others[None, :] < index[:, None])
+            rank += tl.sum(same.to(tl.int32), axis=1)
     row = tl.load(starts + experts, mask=live, other=0) + rank
     if HAS_BEFORE:
         row += tl.load(before + experts, mask=live, other=0)
@@ -307,6 +316,7 @@ def maps_kernel(
     HAS_ROWMAP: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
+    FEW_EXPERTS: tl.constexpr,
     FILL: tl.constexpr,
 ):
     """One program per tile of slots, then one per FILL rows, for those that are padding."""
@@ -335,6 +345,7 @@ def maps_kernel(
             HAS_ROWMAP,
             TILE,
             STEP,
+            FEW_EXPERTS,
         )
     else:
         _write_padding(
@@ -382,6 +393,7 @@ def route_kernel(
     BINS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
+    FEW_EXPERTS: tl.constexpr,
     FILL: tl.constexpr,
 ):
     """All of the above in one program, for up to TILE slots; barriers stand where a launch ended."""
@@ -435,6 +447,7 @@ def route_kernel(
         HAS_ROWMAP,
         TILE,
         STEP,
+        FEW_EXPERTS,
     )
     for first in range(0, num_rows, FILL):
         _write_padding(

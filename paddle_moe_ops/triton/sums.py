@@ -6,10 +6,8 @@
 import triton
 import triton.language as tl
 
-__all__ = ["AT_ONCE", "CARRIERS", "load_indices", "minus_zeros", "rounded", "widened"]
+__all__ = ["CARRIERS", "load_indices", "minus_zeros", "rounded", "widened"]
 
-# Rows of a token that are loaded before the first addition.
-AT_ONCE = 8
 # Pointers that rows of each dtype are loaded through.
 CARRIERS = {"float32": "*i32", "float16": "*i16", "bfloat16": "*i16"}
 

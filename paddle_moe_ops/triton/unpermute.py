@@ -15,9 +15,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .configs import Config, unpermute_config
+from .configs import Config, rows_at_once, unpermute_config
 from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
-from .sums import AT_ONCE, CARRIERS, load_indices, minus_zeros, rounded, widened
+from .sums import CARRIERS, load_indices, minus_zeros, rounded, widened
 
 __all__ = ["unpermute"]
 
@@ -182,7 +182,7 @@ def unpermute(
     num_weights = 0
     if weights is not None:
         num_weights = weights.shape[0] * (weights.shape[1] if len(weights.shape) == 2 else 1)
-    count = min(row_slots, AT_ONCE)
+    count = rows_at_once(row_slots, num_rows, num_tokens)
     device.launch(
         unpermute_kernel,
         num_tokens * parts,

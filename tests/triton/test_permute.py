@@ -26,7 +26,7 @@ def check(gpu, problem, x, scale=None, *, fill="all", strided=0, offset=0):
         source = gpu.columns(
             gpu.array(np.concatenate([x, x[:, :1].repeat(strided, 1)], axis=1), offset=offset), x.shape[1]
         )
-    maps = gpu.array(plan.slot_to_row), gpu.array(plan.row_to_token)
+    maps = gpu.array(plan.token_rows), gpu.array(plan.row_to_token)
     rows, scales = permute(gpu, source, None if scale is None else gpu.array(scale), *maps, fill)
     expected, expected_scales = reference.permute(x, plan, scale)
     real = plan.row_to_token >= 0
@@ -84,13 +84,13 @@ def test_rows_beyond_a_static_buffer_do_not_move(gpu, rng):
 def test_rows_in_blocks_of_any_size(gpu, rng, config):
     problem = make_problem(rng, fitting(gpu, WIDE))
     x = every_kind(rng, (problem.shape.T, 1000), np.float32)
-    maps = gpu.array(problem.plan.slot_to_row), gpu.array(problem.plan.row_to_token)
+    maps = gpu.array(problem.plan.token_rows), gpu.array(problem.plan.row_to_token)
     rows, _ = permute(gpu, gpu.array(x), None, *maps, "all", config=Config(*config))
     assert_same_bits(gpu.numpy(rows), reference.permute(x, problem.plan)[0])
 
 
 def test_a_map_that_leads_out_of_the_buffer_writes_nothing_there(gpu, rng):
     x = every_kind(rng, (3, 8), np.float32)
-    slots = np.array([[5, -7], [2**31 - 1, 1], [2, 0]], np.int32)
+    slots = np.array([[5, -7], [2**31 - 1, 1], [0, 2]], np.int32)
     rows, _ = permute(gpu, gpu.array(x), None, gpu.array(slots), gpu.array(np.array([2, 1, 2], np.int32)), "none")
     assert_same_bits(gpu.numpy(rows), x[[2, 1, 2]])

@@ -9,7 +9,6 @@ import pytest
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dot_chain, dtype_tols
-from paddle_moe_ops.triton import configs
 from paddle_moe_ops.triton.configs import Config
 from paddle_moe_ops.triton.unpermute import unpermute
 from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
@@ -124,13 +123,23 @@ def test_a_gradient_that_is_not_wanted_is_not_made(gpu, rng, kind):
     assert_same_bits(alone, both)
 
 
-def test_the_bits_of_a_dot_product_do_not_depend_on_how_many_tokens_there_are(gpu, rng, monkeypatch):
-    """Few tokens: a program per row; many: a program per token."""
-    few = make_problem(rng, fitting(gpu, WIDE), "uniform")
-    d_out, rows = ordinary(rng, (few.shape.T, 300), np.float32), ordinary(rng, (few.plan.num_rows, 300), np.float32)
-    expected = check_gradients(gpu, few, d_out, rows, "by row")
-    monkeypatch.setattr(configs, "FEW_TOKENS", 0)
-    assert_same_bits(check_gradients(gpu, few, d_out, rows, "by row"), expected)
+def test_the_bits_of_a_dot_product_do_not_depend_on_the_other_tokens(gpu, rng):
+    problem = make_problem(rng, fitting(gpu, WIDE), "uniform")
+    tokens, rows = problem.shape.T, problem.plan.num_rows
+    d_out, y = ordinary(rng, (tokens, 300), np.float32), ordinary(rng, (rows, 300), np.float32)
+    expected = check_gradients(gpu, problem, d_out, y, "by row")
+    for token in range(tokens):
+        theirs = problem.plan.token_rows[token]
+        alone = np.arange(len(theirs), dtype=np.int32)[None]
+        arrays = (
+            d_out[token : token + 1],
+            alone,
+            np.zeros(len(theirs), np.int32),
+            y[theirs],
+            problem.plan.row_probs[theirs],
+        )
+        _, d_probs = unpermute_backward(gpu, *map(gpu.array, arrays))
+        assert_same_bits(gpu.numpy(d_probs), expected[theirs])
 
 
 @pytest.mark.parametrize("config", [(64, 1), (1024, 2), (4096, 8)])
