@@ -41,8 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what has no meaning on the device under test; the marks in pyproject.toml say what that is."""
     device, core_device = config.getoption("--device"), config.getoption("--core-device")
     out = {"cuda_only"} if core_device == "cpu" else {"cpu_only"}
-    if device != "cpu":
-        out.add("cpu_only")
+    out.add("gpu_only" if device == "cpu" else "cpu_only")
     if device.startswith("cuda_rig"):
         out.add("paddle_kernels")
     if not device.startswith("gpu"):

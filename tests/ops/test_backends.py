@@ -19,6 +19,8 @@ from tests.ops.problems import make_problem, tensor
 from tests.packaging.subprocesses import copy_without_library, run_python
 from tests.params import SMALL
 
+pytestmark = pytest.mark.compiled_only
+
 MISSING = "the compiled library _C_pd_.so is missing; build it with: pip install --no-build-isolation ."
 NAMES = "compiled, triton, reference"
 NO_GPU = "Triton kernels need an NVIDIA GPU, and this is a build of Paddle without GPUs"
