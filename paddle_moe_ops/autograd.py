@@ -27,6 +27,11 @@ def _wanted(*inputs: Tensor | None) -> tuple[bool, ...]:
     return tuple(not tensor.stop_gradient for tensor in inputs if tensor is not None)
 
 
+def _runs_directly(backend: Backend, *inputs: Tensor | None) -> bool:
+    """Whether no PyLayer is needed: the backend owns its gradients, or nobody wants any."""
+    return backend.differentiable or not (paddle.is_grad_enabled() and any(_wanted(*inputs)))
+
+
 def _gradients(wanted: tuple[bool, ...], *makers: Callable[[], Tensor] | None) -> Any:
     """What a PyLayer's backward returns: one entry per tensor input of the forward, None where none is wanted.
 
@@ -107,7 +112,7 @@ class _Unpermute(PyLayer):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
         rows, probs = ctx.saved_tensor() or (None, None)
-        d_rows, d_probs = ctx.backend.unpermute_backward(d_out, rows, probs, ctx.plan)
+        d_rows, d_probs = ctx.backend.unpermute_backward(d_out, rows, probs, ctx.plan, ctx.wanted)
         return _gradients(ctx.wanted, lambda: d_rows, *([] if probs is None else [lambda: d_probs]))
 
 
@@ -169,7 +174,7 @@ class _MoeUnpermute(PyLayer):
     def backward(ctx: Any, d_hidden: Tensor, d_prob_topk: Tensor) -> Any:
         rows, rowmap, routemap, probs = ctx.saved_tensor()
         d_rows, d_probs = ctx.backend.moe_unpermute_backward(
-            d_hidden, d_prob_topk, rows, rowmap, routemap, probs, ctx.spec
+            d_hidden, d_prob_topk, rows, rowmap, routemap, probs, ctx.spec, ctx.wanted
         )
         return _gradients(ctx.wanted, lambda: d_rows, None, None, lambda: d_probs)
 
@@ -247,7 +252,7 @@ class _QuantizedExperts(PyLayer):
 
 def route(backend: Backend, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
     """The ten tensors of a plan; row_probs is differentiable in probs."""
-    if backend.differentiable or probs is None:
+    if probs is None or _runs_directly(backend, probs):
         return backend.route(routing, probs, counts, spec)
     return _Route.apply(routing, probs, counts, backend, spec)
 
@@ -255,14 +260,14 @@ def route(backend: Backend, routing: Tensor, probs: Tensor | None, counts: Tenso
 def permute(backend: Backend, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
     """Rows and scales in expert order; rows are differentiable in x unless they are float8."""
     x = _constant_if_float8(x)
-    if backend.differentiable or x.stop_gradient:
+    if _runs_directly(backend, x):
         return backend.permute(x, scale, plan, fill_padding)
     return _Permute.apply(x, scale, backend, _PlanBox(plan), fill_padding)
 
 
 def unpermute(backend: Backend, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
     """The sum of each token's rows, differentiable in rows and probs."""
-    if backend.differentiable:
+    if _runs_directly(backend, rows, probs):
         return backend.unpermute(rows, probs, plan)
     return _Unpermute.apply(rows, probs, backend, _PlanBox(plan))
 
@@ -278,7 +283,7 @@ def moe_permute(
 ) -> Tensors:
     """The eight outputs of `Backend.moe_permute`, differentiable in hidden_states (not float8 ones) and probs."""
     hidden_states = _constant_if_float8(hidden_states)
-    if backend.differentiable:
+    if _runs_directly(backend, hidden_states, probs):
         return backend.moe_permute(hidden_states, scale, routemap, probs, counts, spec)
     return _MoePermute.apply(hidden_states, scale, routemap, probs, counts, backend, spec)
 
@@ -287,7 +292,7 @@ def moe_unpermute(
     backend: Backend, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
 ) -> Tensors:
     """The sum of each token's rows and the probabilities per slot, differentiable in rows and probs."""
-    if backend.differentiable:
+    if _runs_directly(backend, rows, probs):
         return backend.moe_unpermute(rows, rowmap, routemap, probs, spec)
     return _MoeUnpermute.apply(rows, rowmap, routemap, probs, backend, spec)
 

@@ -77,9 +77,9 @@ def permute(
     _checks.choice(name, "fill_padding", fill_padding, FILL_PADDING)
     _checks.same_place(name, x=x, plan=plan.slot_to_row, scale=scale)
     if quantize is not None:
-        codes, scales = resolve(name).permute_quantized(x, plan, fill_padding, spec)
+        codes, scales = resolve("permute_quantized", x).permute_quantized(x, plan, fill_padding, spec)
         return codes, scales
-    rows, scales = autograd.permute(resolve(name), x, scale, plan, fill_padding)
+    rows, scales = autograd.permute(resolve(name, x), x, scale, plan, fill_padding)
     return rows, None if scale is None else scales
 
 
@@ -114,7 +114,7 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
         shape = [plan.num_tokens, plan.topk] if by_slot else [plan.num_rows]
         _checks.tensor(name, "probs", probs, (paddle.float32,), shape)
     _checks.same_place(name, y=y, plan=plan.slot_to_row, probs=probs)
-    return autograd.unpermute(resolve(name), y, probs, plan)
+    return autograd.unpermute(resolve(name, y), y, probs, plan)
 
 
 @traceable
@@ -153,7 +153,7 @@ def sort_chunks(
         _checks.tensor(name, "probs", probs, (paddle.float32,), [x.shape[0]])
     _checks.same_place(name, x=x, split_sizes=split_sizes, order=order, probs=probs)
     validation = _checks.validation(name, validate, x)
-    out, probs_out, source_to_dest = autograd.sort_chunks(resolve(name), x, probs, split_sizes, order, validation)
+    out, probs_out, source_to_dest = autograd.sort_chunks(resolve(name, x), x, probs, split_sizes, order, validation)
     return out, None if probs is None else probs_out, source_to_dest
 
 
@@ -244,7 +244,13 @@ def moe_permute(
     route = RouteSpec(num_experts, -1, padding_alignment, counts, buffer_size, "first", validation)
     spec = MoePermuteSpec(route, do_gather, return_expert_indices, fill_padding)
     rows, rowmap, row_probs, scales, expert_indices, overflow, _, _ = autograd.moe_permute(
-        resolve(function), hidden_states, scale, expert_routemap_topk, expert_prob_topk, counts_tensor, spec
+        resolve(function, hidden_states),
+        hidden_states,
+        scale,
+        expert_routemap_topk,
+        expert_prob_topk,
+        counts_tensor,
+        spec,
     )
     outputs = [rows, rowmap, row_probs, scales]
     if return_expert_indices:
@@ -330,7 +336,7 @@ def moe_unpermute(
     validation = _checks.validation(function, validate, hidden_states_unzipped)
     spec = MoeUnpermuteSpec(num_experts, using_weighted_combine, compat == "paddle", validation)
     hidden_states, prob_topk = autograd.moe_unpermute(
-        resolve(function),
+        resolve(function, hidden_states_unzipped),
         hidden_states_unzipped,
         zipped_expertwise_rowmap,
         expert_routemap_topk,

@@ -59,7 +59,7 @@ def quantize_1x128(
     _checks.rows(name, "x", x, _checks.SUM_DTYPES, "num_tokens")
     _checks.flag(name, "ue8m0", ue8m0)
     spec = _checks.quantization(name, ue8m0, scale_layout, amax_min)
-    return resolve(name).quantize_1x128(x, spec)
+    return resolve(name, x).quantize_1x128(x, spec)
 
 
 @traceable

@@ -134,7 +134,7 @@ def route(
     spec = RouteSpec(
         num_experts, topk if is_mask else -1, padding_alignment, counts, buffer_size, duplicates, validation
     )
-    maps = autograd.route(resolve(name), routing, probs, counts_tensor, spec)
+    maps = autograd.route(resolve(name, routing), routing, probs, counts_tensor, spec)
     fields = dict(zip(Plan._fields, maps, strict=False))  # the tensors come first
     if probs is None:
         fields["row_probs"] = None

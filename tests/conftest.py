@@ -22,6 +22,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where tensors are made, as paddle.set_device takes it")
+    parser.addoption("--backend", help="the backend that all of tests/ops runs on (default: as each test says)")
     parser.addoption("--core-device", default="cpu", choices=["cpu", "cuda"], help="whose entry points tests/core call")
     parser.addoption(
         "--fuzz-cases", type=int, default=2000, help="params structs per operator in tests/core/test_fuzz.py"
@@ -40,12 +41,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what has no meaning on the device under test; the marks in pyproject.toml say what that is."""
     device, core_device = config.getoption("--device"), config.getoption("--core-device")
     out = {"cuda_only"} if core_device == "cpu" else {"cpu_only"}
-    if device != "cpu":
-        out.add("cpu_only")
+    out.add("gpu_only" if device == "cpu" else "cpu_only")
     if device.startswith("cuda_rig"):
         out.add("paddle_kernels")
     if not device.startswith("gpu"):
         out.add("gpu_place")
+    if config.getoption("--backend") is not None:
+        out.add("compiled_only")
     left_out = [item for item in items if out.intersection(mark.name for mark in item.iter_markers())]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

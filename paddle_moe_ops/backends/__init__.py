@@ -10,6 +10,8 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 
+from paddle import Tensor
+
 from .. import _env
 from .base import (
     Backend,
@@ -21,6 +23,7 @@ from .base import (
     RowmapSpec,
     Validation,
 )
+from .choice import TRITON_RULE, triton_is_faster
 
 __all__ = [
     "OPERATORS",
@@ -49,27 +52,32 @@ OPERATORS = (
     "moe_permute",
     "moe_unpermute",
     "quantize_1x128",
+    "permute_quantized",
     "dequantize_1x128",
     "quantized_experts",
 )
 
 _modules: dict[str, str] = {}  # name -> module with `backend`, in order of preference
 _automatic: list[str] = []
+_dygraph_only: list[str] = []
 _notes: list[Callable[[], str]] = []
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("paddle_moe_ops_backend", default=None)
 
 
-def register(name: str, module: str, *, automatic: bool) -> None:
+def register(name: str, module: str, *, automatic: bool, dygraph_only: bool = False) -> None:
     """Make a backend known.
 
     Args:
         name: what `use_backend` takes.
         module: module to import on first use; its attribute ``backend`` is the `Backend`.
         automatic: whether it may be chosen without being asked for. Earlier registrations win.
+        dygraph_only: whether graphs run the compiled operators in its place.
     """
     _modules[name] = module
     if automatic:
         _automatic.append(name)
+    if dygraph_only:
+        _dygraph_only.append(name)
 
 
 def register_note(note: Callable[[], str]) -> Callable[[], str]:
@@ -79,6 +87,8 @@ def register_note(note: Callable[[], str]) -> Callable[[], str]:
 
 
 register("compiled", "paddle_moe_ops.backends.compiled", automatic=True)
+# Chosen by itself only for the calls that `choice` lists, which it does faster.
+register("triton", "paddle_moe_ops.backends.triton", automatic=False, dygraph_only=True)
 # The oracle is orders of magnitude slower: it serves as a check, never as a silent stand-in.
 register("reference", "paddle_moe_ops.backends.reference", automatic=False)
 
@@ -97,8 +107,10 @@ def register_operators() -> None:
 def use_backend(name: str) -> Iterator[None]:
     """Run the operators inside the ``with`` block on one backend; their backward passes stay on it.
 
+    Operators that the backend does not have run on the one that is chosen automatically; `explain` tells which these are.
+
     Args:
-        name: "compiled" or "reference".
+        name: "compiled", "triton" (NVIDIA GPUs; static graphs run the compiled operators all the same) or "reference".
 
     Raises:
         ValueError: there is no such backend.
@@ -129,22 +141,31 @@ def _requested() -> tuple[str, str] | None:
     return name, "PADDLE_MOE_OPS_BACKEND"
 
 
-def resolve(operator: str) -> Backend:
+def resolve(operator: str, like: Tensor | None = None) -> Backend:
     """The backend that runs an operator.
+
+    Args:
+        operator: one of `OPERATORS`.
+        like: the tensor whose device, dtype and size decide, or a value of a static graph. None: wherever it may be.
 
     Raises:
         RuntimeError: the backend that was asked for cannot run here, or none can.
         ValueError: PADDLE_MOE_OPS_BACKEND names no backend.
     """
     requested = _requested()
-    if requested is not None:
+    in_graph = like is not None and not isinstance(like, Tensor)
+    if requested is not None and _serves(requested[0], operator) and not (in_graph and requested[0] in _dygraph_only):
         name, source = requested
         reason = _load(name).unavailable()
+        if reason is None and isinstance(like, Tensor):
+            reason = _load(name).cannot_run_on(like)
         if reason is not None:
             raise RuntimeError(
                 f"{operator}: the backend {name!r} chosen by {source} cannot run here: {reason}{_alternatives(name)}"
             )
         return _load(name)
+    if isinstance(like, Tensor) and triton_is_faster(operator, like) and _usable("triton", like):
+        return _load("triton")
     reasons = []
     for name in _automatic:
         reason = _load(name).unavailable()
@@ -155,6 +176,15 @@ def resolve(operator: str) -> Backend:
         f"{operator}: no backend can run it here: {'; '.join(reasons)}. The slow NumPy oracle runs everywhere: "
         "use_backend('reference')"
     )
+
+
+def _serves(name: str, operator: str) -> bool:
+    operators = _load(name).operators
+    return operators is None or operator in operators
+
+
+def _usable(name: str, like: Tensor) -> bool:
+    return _load(name).unavailable() is None and _load(name).cannot_run_on(like) is None
 
 
 def _alternatives(name: str) -> str:
@@ -180,6 +210,8 @@ def explain(operator: str | None = None) -> str:
     for each in OPERATORS if operator is None else (operator,):
         try:
             choice = resolve(each).name
+            if choice in _dygraph_only:
+                choice = f"{choice} in dygraph, {_automatic[0]} in static graphs"
         except (RuntimeError, ValueError) as error:
             choice = f"none ({error})"
         lines.append(f"{each}: {choice}")
@@ -187,7 +219,7 @@ def explain(operator: str | None = None) -> str:
     lines.append(f"chosen by: {requested}")
     for name in _modules:
         reason = _load(name).unavailable()
-        kind = "" if name in _automatic else ", only on request"
+        kind = "" if name in _automatic else f", {TRITON_RULE if name == 'triton' else 'only on request'}"
         lines.append(f"backend {name}: {'available' if reason is None else 'unavailable: ' + reason}{kind}")
     return "\n".join([*lines, *(note() for note in _notes)])
 

@@ -92,14 +92,19 @@ class Backend(Protocol):
     `moe_permute` returns hidden_states_unzipped, zipped_expertwise_rowmap, token_prob_unzipped, scale_unzipped,
     expert_indices, overflow, slot_to_row and token_rows; outputs that were not asked for have 0 elements.
 
-    A backend that is not `differentiable` also has the ``*_backward`` verbs, which PyLayers call.
+    A backend that is not `differentiable` also has the ``*_backward`` verbs, which PyLayers call; ``wanted`` tells
+    those that make several gradients which of the forward's tensor inputs want one.
     """
 
     name: str
     differentiable: bool
+    operators: frozenset[str] | None  # those of `OPERATORS` that it has; None: all
 
     def unavailable(self) -> str | None:
         """Why the backend cannot run here, or None when it can."""
+
+    def cannot_run_on(self, tensor: Tensor) -> str | None:
+        """Why the backend, where it can run, cannot do so on the device of a tensor; None when it can."""
 
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
         """Make the maps of a plan."""
@@ -111,8 +116,8 @@ class Backend(Protocol):
         """The sum of each token's rows."""
 
     def unpermute_backward(
-        self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any
-    ) -> tuple[Tensor, Tensor | None]:
+        self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any, wanted: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of `unpermute`: of the rows, and of the probabilities if there are any.
 
         The compiled backend has it for the weighted sum only, for those who write their backward passes themselves.

@@ -103,9 +103,13 @@ class CompiledBackend:
 
     name = "compiled"
     differentiable = True
+    operators = None
 
     def unavailable(self) -> str | None:
         return _library_problem()
+
+    def cannot_run_on(self, tensor: Tensor) -> str | None:
+        return None  # the operators themselves say which places they know
 
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
         outputs = _run(
@@ -149,10 +153,10 @@ class CompiledBackend:
         )[0]
 
     def unpermute_backward(
-        self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any
-    ) -> tuple[Tensor, Tensor | None]:
+        self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any, wanted: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None]:
         maps = plan.token_rows, plan.row_to_token, plan.row_to_slot
-        d_rows, d_probs = _run("unpermute_weighted_backward", rows, probs, *maps, d_out, True, True)
+        d_rows, d_probs = _run("unpermute_weighted_backward", rows, probs, *maps, d_out, *wanted)
         _stop_gradients(d_rows, d_probs)
         return d_rows, d_probs
 

@@ -23,13 +23,9 @@ from .base import (
     Tensors,
     Validation,
 )
+from .host_checks import host_route
 
 _NO_PROBS = np.zeros(0, np.float32)
-_MOE_PERMUTE_NAMES = {
-    "routing": "expert_routemap_topk",
-    "probs": "expert_prob_topk",
-    "buffer_size": "override_buffer_size",
-}
 
 
 def _optional(tensor: Tensor | None) -> NDArray | None:
@@ -48,48 +44,21 @@ def _plan(plan: Any) -> reference.Plan:
     return reference.Plan(**{**dict.fromkeys(reference.Plan._fields), **fields})
 
 
-def _host_counts(function: str, counts: Tensor) -> list[int]:
-    numbers = to_numpy(counts).tolist()
-    for i, number in enumerate(numbers):
-        if not 0 <= number < 2**31:
-            raise ValueError(f"{function}: tokens_per_expert must hold counts in [0, 2^31), but entry {i} is {number}")
-    return numbers
-
-
 class ReferenceBackend:
     """Calls the oracle on copies in host memory. Every verb synchronises with the device."""
 
     name = "reference"
     differentiable = False
+    operators = None
 
     def unavailable(self) -> str | None:
         return None
 
-    def _route(
-        self,
-        routing: Tensor,
-        probs: Tensor | None,
-        counts: Tensor | None,
-        spec: RouteSpec,
-        function: str = "route",
-        names: dict[str, str] | None = None,
-    ) -> reference.Plan:
-        return reference.route(
-            to_numpy(routing),
-            _optional(probs),
-            num_experts=spec.num_experts,
-            padding_alignment=spec.padding_alignment,
-            tokens_per_expert=spec.counts if counts is None else _host_counts(function, counts),
-            buffer_size=spec.buffer_size,
-            topk=None if spec.topk < 0 else spec.topk,
-            duplicates=spec.duplicates,
-            validate=spec.validation.as_argument(),
-            function=function,
-            names=names,
-        )
+    def cannot_run_on(self, tensor: Tensor) -> str | None:
+        return None
 
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
-        plan = self._route(routing, probs, counts, spec)
+        plan = host_route("route", routing, probs, counts, spec)
         fields = plan if plan.row_probs is not None else plan._replace(row_probs=_NO_PROBS)
         return _tensors(routing, *(field for field in fields if isinstance(field, np.ndarray)))
 
@@ -121,7 +90,7 @@ class ReferenceBackend:
         return to_tensor(reference.unpermute(to_numpy(rows), _plan(plan), _optional(probs)), rows.place)
 
     def unpermute_backward(
-        self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any
+        self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any, wanted: tuple[bool, ...]
     ) -> tuple[Tensor, Tensor | None]:
         d_rows, d_probs = reference.unpermute_backward(to_numpy(d_out), _plan(plan), _optional(rows), _optional(probs))
         return to_tensor(d_rows, d_out.place), None if d_probs is None else to_tensor(d_probs, d_out.place)
@@ -147,7 +116,7 @@ class ReferenceBackend:
         counts: Tensor | None,
         spec: MoePermuteSpec,
     ) -> Tensors:
-        plan = self._route(routemap, probs, counts, spec.route, "moe_permute", _MOE_PERMUTE_NAMES)
+        plan = host_route("moe_permute", routemap, probs, counts, spec.route)
         hidden = to_numpy(hidden_states)
         rows, scales = hidden[:0], None
         if spec.do_gather:
@@ -194,6 +163,7 @@ class ReferenceBackend:
         routemap: Tensor,
         probs: Tensor,
         spec: MoeUnpermuteSpec,
+        wanted: tuple[bool, ...],
     ) -> Tensors:
         d_rows, d_probs = reference.moe_unpermute_backward(
             to_numpy(d_hidden),

@@ -64,6 +64,12 @@ class CudaDevice:
         ]
         self.left_out: dict[str, str] = {}
         try:
+            from .triton_cuda import triton_implementation
+
+            self.implementations.insert(1, triton_implementation())
+        except ImportError as error:
+            self.left_out["triton"] = str(error)
+        try:
             self.implementations.append(transformer_engine_implementation(_given(te_wheel_dir)))
         except (ImportError, ValueError) as error:
             self.left_out["te triton"] = str(error)

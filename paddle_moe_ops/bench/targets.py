@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from .results import Row
 
-__all__ = ["OURS", "PUBLIC", "TARGETS", "VERDICT_COLUMNS", "Target", "Verdict", "judge", "verdict_cells"]
+__all__ = ["OURS", "PUBLIC", "TARGETS", "TRITON", "VERDICT_COLUMNS", "Target", "Verdict", "judge", "verdict_cells"]
 
 OURS = "core"
+TRITON = "triton"  # ours, too, in Triton; targets are about the core
 PUBLIC = "public function"  # ours as Paddle calls it: outputs are allocated in the call
 
 
@@ -123,7 +124,7 @@ def judge(rows: Sequence[Row], targets: Sequence[Target]) -> list[Verdict]:
             and row.us is not None
         ]
         ours = next((row for row in measured if row.impl == target.impl), None)
-        peers = [row for row in measured if row.impl not in (OURS, PUBLIC)]
+        peers = [row for row in measured if row.impl not in (OURS, PUBLIC, TRITON)]
         best = min(peers, key=_median, default=None)
         if ours is None and best is None:
             continue

@@ -203,7 +203,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     _check_probs(name, "merging_probs", merging_probs, row_id_map)
     maps = _maps_of_rows(name, row_id_map, fwd_input, pad_offsets, validation)
     d_out, rows, weights = (tensor.detach() for tensor in (fwd_output_grad, fwd_input, float32(merging_probs)))
-    d_rows, d_probs = resolve("unpermute").unpermute_backward(d_out, rows, weights, maps)
+    d_rows, d_probs = resolve("unpermute").unpermute_backward(d_out, rows, weights, maps, (True, True))
     return d_rows, to_dtype(d_probs, merging_probs.dtype)
 
 

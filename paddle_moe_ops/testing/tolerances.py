@@ -70,13 +70,7 @@ def assert_close_sums(actual: Any, expected: Any, magnitude: Any, tolerance: Tol
     Raises:
         AssertionError: they differ by more; says where the excess is largest.
     """
-    from paddle import (
-        Tensor,
-    )  # here: the rest of the module serves where Paddle is missing, as on a machine for benchmarks
-
-    from ..backends.arrays import to_numpy
-
-    got, wanted = (to_numpy(value) if isinstance(value, Tensor) else np.asarray(value) for value in (actual, expected))
+    got, wanted = _as_array(actual), _as_array(expected)
     if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
         given, due = f"{got.dtype} {list(got.shape)}", f"{wanted.dtype} {list(wanted.shape)}"
         raise AssertionError(f"{what}: {given} instead of {due}")
@@ -90,3 +84,11 @@ def assert_close_sums(actual: Any, expected: Any, magnitude: Any, tolerance: Tol
         f"{what}: {got[place]!r} instead of {wanted[place]!r} at {list(place)}, "
         f"{excess[place]:.3g} times the allowed error of {allowed[place]:.3g}"
     )
+
+
+def _as_array(value: Any) -> NDArray:
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    from ..backends.arrays import to_numpy  # here: arrays are compared where Paddle is missing, too
+
+    return to_numpy(value)

@@ -9,26 +9,21 @@ that its parts that need no Paddle import without it.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.bare_package import ROOT, without_paddle
+
 if TYPE_CHECKING:
     from paddle_moe_ops.testing.core import Core
 
-ROOT = Path(__file__).resolve().parents[2]
 CHOSEN_LIBRARY = os.environ.get("PMO_CORE_LIBRARY")
 LIBRARY = Path(CHOSEN_LIBRARY or ROOT / "build" / "core" / "libpmo_core.so")
 
-if (CHOSEN_LIBRARY or importlib.util.find_spec("paddle") is None) and "paddle_moe_ops" not in sys.modules:
-    bare_package = types.ModuleType("paddle_moe_ops")
-    bare_package.__path__ = [str(ROOT / "paddle_moe_ops")]
-    sys.modules["paddle_moe_ops"] = bare_package
+without_paddle(always=CHOSEN_LIBRARY is not None)
 
 
 @pytest.fixture(scope="session")

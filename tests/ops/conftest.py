@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 
@@ -24,11 +25,26 @@ def poison() -> Iterator[int]:
     libc.mallopt(_M_PERTURB, 0)
 
 
-@pytest.fixture(params=["compiled", "reference"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once on each backend; tests without it run on the one that is chosen by itself.
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for ``backend`` runs on each, or on the one that --backend names."""
+    if "backend" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--backend")
+        metafunc.parametrize("backend", [chosen] if chosen else ["compiled", "reference"], indirect=True)
 
-    "compiled" owns its gradients, "reference" gets them through PyLayers.
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The backend of the test; tests without it run on the one that is chosen by itself.
+
+    "compiled" owns its gradients, the others get them through PyLayers.
     """
     with use_backend(request.param):
         yield request.param
+
+
+@pytest.fixture(autouse=True)
+def chosen_backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --backend every test runs on it."""
+    name = request.config.getoption("--backend")
+    with use_backend(name) if name else contextlib.nullcontext():
+        yield

@@ -115,6 +115,7 @@ def test_an_unused_output_counts_as_zero_gradient(operator, used, place, backend
         np.testing.assert_array_equal(got.numpy(), with_zeros.grad.numpy())
 
 
+@pytest.mark.compiled_only
 @pytest.mark.parametrize("operator", ALL, indirect=True)
 def test_backward_may_run_twice_when_the_graph_is_retained(operator, place):
     """On the backend that owns its gradients: in Paddle 3.3 the second backward of any PyLayer crashes."""

@@ -14,12 +14,16 @@ import pytest
 from paddle_moe_ops import explain, moe_permute, permute, route, use_backend
 from paddle_moe_ops.backends import OPERATORS, compiled, resolve
 from paddle_moe_ops.backends import reference as reference_backend
+from paddle_moe_ops.backends.choice import TRITON_RULE
 from tests.ops.problems import make_problem, tensor
 from tests.packaging.subprocesses import copy_without_library, run_python
 from tests.params import SMALL
 
+pytestmark = pytest.mark.compiled_only
+
 MISSING = "the compiled library _C_pd_.so is missing; build it with: pip install --no-build-isolation ."
-NAMES = "compiled, reference"
+NAMES = "compiled, triton, reference"
+NO_GPU = "Triton kernels need an NVIDIA GPU, and this is a build of Paddle without GPUs"
 
 
 @pytest.fixture
@@ -201,6 +205,7 @@ def test_explain_names_a_backend_for_every_operator():
         *(f"{operator}: compiled" for operator in OPERATORS),
         "chosen by: automatic (first available)",
         "backend compiled: available",
+        f"backend triton: unavailable: {NO_GPU}, {TRITON_RULE}",
         "backend reference: available, only on request",
         "paddle.nn.functional.moe_permute and moe_unpermute: Paddle itself",
     ]

@@ -17,11 +17,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests"
 PAGE = ROOT / "docs" / "gpu_validation.md"
 SUITES = {
     "ops": "operators under Paddle 3.3.1 on the device `cuda_rig`: dygraph, `to_static`, static graph, gradients",
+    "triton": "the tests of the operators once more with `--backend=triton`, on Paddle's tensors on `cuda_rig`",
+    "triton_kernels": "Triton kernels on PyTorch tensors",
     "core": "CUDA core through ctypes, with CUDA-graph capture and replay",
     "memcheck": "the core tests under compute-sanitizer memcheck",
     "racecheck": "the core tests under compute-sanitizer racecheck",
     "initcheck": "the core tests under compute-sanitizer initcheck",
-    "place": "operators on `GPUPlace` under paddlepaddle-gpu 2.6.2",
+    "place": "operators and Triton kernels on `GPUPlace` under paddlepaddle-gpu 2.6.2",
 }
 TEXT = """# What ran on a GPU
 

@@ -34,12 +34,16 @@ DEVICE = "cuda_rig:0"
 CORE_TESTS = ["tests/core", "--core-device=cuda", "-p", "no:cacheprovider"]
 SUITES = {
     "ops": ["tests/ops", "tests/static", f"--device={DEVICE}"],
+    "triton": ["tests/ops", "--backend=triton", f"--device={DEVICE}"],
+    "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider"],
     "core": CORE_TESTS,
     "memcheck": CORE_TESTS,
     "racecheck": CORE_TESTS,
     "initcheck": CORE_TESTS,
     "place": ["tests/gpuplace", "--device=gpu:0"],
 }
+# Those that run on Paddle with the plug-in.
+RIG_SUITES = ("ops", "triton")
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 
 
@@ -65,12 +69,12 @@ def install_library(folder: Path) -> None:
 def environment(suite: str) -> dict[str, str]:
     """What the suite's process needs to find Paddle, the plug-in and the core."""
     env = dict(os.environ, CI="1", PYTHONPATH=str(ROOT))
-    if suite != "ops":  # tests that load parts of the package without its Paddle side
+    if suite not in RIG_SUITES:  # tests that load parts of the package without its Paddle side
         env["PMO_CORE_LIBRARY"] = str(RIG / "libpmo_core.so")
-    if suite in ("ops", "place"):
+    if suite in (*RIG_SUITES, "place"):
         env["PYTHONPATH"] = f"{SITE}:{ROOT}"
         env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{env.get('LD_LIBRARY_PATH', '')}"
-    if suite == "ops":
+    if suite in RIG_SUITES:
         env["CUSTOM_DEVICE_ROOT"] = str(RIG / "plugin")
     return env
 
@@ -110,8 +114,8 @@ def machine(commit: Path) -> dict[str, str]:
 def run_suite(suite: str, out: Path, extra: list[str]) -> int:
     """Run one suite and write its counts; the exit status is pytest's or the sanitizer's."""
     out.mkdir(parents=True, exist_ok=True)
-    if suite in ("ops", "place"):
-        install_library(RIG if suite == "ops" else PLACE)
+    if suite in (*RIG_SUITES, "place"):
+        install_library(PLACE if suite == "place" else RIG)
     report = out / f"{suite}.xml"
     command = [sys.executable, "-m", "pytest", *SUITES[suite], "-q", f"--junitxml={report}", *extra]
     if suite in SANITIZERS:

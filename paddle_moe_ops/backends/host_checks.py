@@ -1,0 +1,51 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of data by the oracle, on copies in host memory: for backends whose kernels do not look at them."""
+
+from __future__ import annotations
+
+from paddle import Tensor
+
+from .. import reference
+from .arrays import to_numpy
+from .base import RouteSpec
+
+__all__ = ["MOE_PERMUTE_NAMES", "host_route"]
+
+# What the arguments of route are called in moe_permute.
+MOE_PERMUTE_NAMES = {
+    "routing": "expert_routemap_topk",
+    "probs": "expert_prob_topk",
+    "buffer_size": "override_buffer_size",
+}
+
+
+def host_route(
+    function: str, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec
+) -> reference.Plan:
+    """The oracle's plan of a routing.
+
+    Raises:
+        ValueError: the data are not what ``spec.validation`` asks for, or the counts not the true ones.
+    """
+    return reference.route(
+        to_numpy(routing),
+        None if probs is None else to_numpy(probs),
+        num_experts=spec.num_experts,
+        padding_alignment=spec.padding_alignment,
+        tokens_per_expert=spec.counts if counts is None else _host_counts(function, counts),
+        buffer_size=spec.buffer_size,
+        topk=None if spec.topk < 0 else spec.topk,
+        duplicates=spec.duplicates,
+        validate=spec.validation.as_argument(),
+        function=function,
+        names=MOE_PERMUTE_NAMES if function == "moe_permute" else None,
+    )
+
+
+def _host_counts(function: str, counts: Tensor) -> list[int]:
+    numbers = to_numpy(counts).tolist()
+    for i, number in enumerate(numbers):
+        if not 0 <= number < 2**31:
+            raise ValueError(f"{function}: tokens_per_expert must hold counts in [0, 2^31), but entry {i} is {number}")
+    return numbers

@@ -1,0 +1,241 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels as a backend, on NVIDIA GPUs and in dygraph. Their gradients come through PyLayers.
+
+Data are checked by the oracle on the host where a call asks for it, so that a call with validation waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddle import Tensor
+
+from ..reference import rowmap_to_token_rows
+from ..reference.routing import check_ids
+from ..triton import _runtime
+from .arrays import to_numpy
+from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Tensors, Validation
+from .host_checks import host_route
+
+_ALIGNMENT = 16
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy unless the elements of each row are neighbours."""
+    return tensor if tensor.is_contiguous() or tensor.strides[1] == 1 else tensor.contiguous()
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and at an address that all widths of access like: the bits of a dot product hang on the width."""
+    dense = _dense(tensor)
+    return dense if dense.data_ptr() % _ALIGNMENT == 0 else dense.clone()
+
+
+def _device(tensor: Tensor) -> Any:
+    return _runtime.device_of(tensor)
+
+
+class TritonBackend:
+    """Calls the launchers of `paddle_moe_ops.triton`, which are imported when they are first needed."""
+
+    name = "triton"
+    differentiable = False
+    operators = frozenset({"route", "permute", "unpermute", "moe_permute", "moe_unpermute"})
+
+    def unavailable(self) -> str | None:
+        return _runtime.unavailable()
+
+    def cannot_run_on(self, tensor: Tensor) -> str | None:
+        if _runtime.is_nvidia_gpu(tensor):
+            return None
+        return f"Triton kernels need tensors on an NVIDIA GPU, but these are on {tensor.place}"
+
+    def _maps(
+        self,
+        function: str,
+        routing: Tensor,
+        probs: Tensor | None,
+        counts: Tensor | None,
+        spec: RouteSpec,
+        *,
+        with_rowmap: bool = False,
+    ) -> Any:
+        from ..triton.route import Routing, route
+
+        if spec.validation != Validation.OFF:
+            host_route(function, routing, probs, counts, spec)
+        routing, probs = _dense(routing), None if probs is None else _dense(probs)
+        is_mask = spec.topk >= 0
+        problem = Routing(
+            routing,
+            probs,
+            routing.shape[0],
+            spec.topk if is_mask else routing.shape[1],
+            spec.num_experts,
+            spec.padding_alignment,
+            is_mask,
+            spec.duplicates == "first",
+        )
+        num_rows = None
+        if spec.buffer_size >= 0:
+            num_rows = spec.buffer_size
+        elif spec.counts is not None:
+            alignment = spec.padding_alignment
+            num_rows = sum(-(-count // alignment) * alignment for count in spec.counts)
+        return route(_device(routing), problem, num_rows, with_rowmap=with_rowmap)
+
+    def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
+        return tuple(self._maps("route", routing, probs, counts, spec)[:10])
+
+    def route_backward(
+        self,
+        d_row_probs: Tensor,
+        slot_to_row: Tensor,
+        row_to_token: Tensor,
+        row_to_expert: Tensor,
+        mask_experts: int,
+    ) -> Tensor:
+        from ..triton.rowmap import scatter_mask
+
+        if mask_experts < 0:
+            return self.gather_slots(d_row_probs, slot_to_row)
+        values, num_tokens = _dense(d_row_probs), slot_to_row.shape[0]
+        return scatter_mask(_device(values), values, row_to_token, row_to_expert, num_tokens, mask_experts)
+
+    def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
+        return self._permute(x, scale, plan.token_rows, plan.row_to_token, fill_padding)
+
+    def _permute(
+        self, x: Tensor, scale: Tensor | None, token_rows: Tensor, row_to_token: Tensor, fill_padding: str
+    ) -> Tensors:
+        from ..triton.permute import permute
+
+        device = _device(token_rows)
+        scale = None if scale is None else _dense_rows(scale)
+        maps = _dense(token_rows), _dense(row_to_token)
+        rows, scales = permute(device, _dense_rows(x), scale, *maps, fill_padding)
+        return rows, device.empty([0], "float32") if scales is None else scales
+
+    def permute_backward(self, d_rows: Tensor, token_rows: Tensor) -> Tensor:
+        from ..triton.unpermute import unpermute
+
+        return unpermute(_device(token_rows), _dense_rows(d_rows), _dense(token_rows))
+
+    def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
+        from ..triton.unpermute import unpermute
+
+        by_slot = probs is not None and len(probs.shape) == 2
+        weights, index = None if probs is None else _dense(probs), _dense(plan.row_to_slot) if by_slot else None
+        return unpermute(_device(plan.token_rows), _dense_rows(rows), _dense(plan.token_rows), weights, index)
+
+    def unpermute_backward(
+        self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any, wanted: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        from ..triton.unpermute_backward import unpermute_backward
+
+        by_slot = probs is not None and len(probs.shape) == 2
+        need_probs = probs is not None and wanted[1]
+        return unpermute_backward(
+            _device(plan.token_rows),
+            _aligned(d_out),
+            _dense(plan.slot_to_row if by_slot else plan.token_rows),
+            _dense(plan.row_to_token),
+            _aligned(rows) if rows is not None and need_probs else None,
+            None if probs is None else _dense(probs),
+            weights_by_slot=by_slot,
+            need_rows=wanted[0],
+        )
+
+    def moe_permute(
+        self,
+        hidden_states: Tensor,
+        scale: Tensor | None,
+        routemap: Tensor,
+        probs: Tensor,
+        counts: Tensor | None,
+        spec: MoePermuteSpec,
+    ) -> Tensors:
+        maps = self._maps("moe_permute", routemap, probs, counts, spec.route, with_rowmap=True)
+        device = _device(maps.slot_to_row)
+        if spec.do_gather:
+            moved = self._permute(hidden_states, scale, maps.token_rows, maps.row_to_token, spec.fill_padding)
+        else:
+            scale_dtype = "float32" if scale is None else device.dtype_name(scale)
+            moved = (
+                device.empty([0, hidden_states.shape[1]], device.dtype_name(hidden_states)),
+                device.empty([0], scale_dtype),
+            )
+        rows, scales = moved
+        experts = maps.row_to_expert if spec.return_expert_indices else device.empty([0], "int32")
+        by_slot = maps.overflow, maps.slot_to_row, maps.token_rows
+        return rows, maps.rowmap, maps.row_probs, scales, experts, *by_slot
+
+    def gather_slots(self, row_values: Tensor, slot_to_row: Tensor) -> Tensor:
+        from ..triton.rowmap import gather_slots
+
+        return gather_slots(_device(slot_to_row), _dense(row_values), _dense(slot_to_row))
+
+    def _clean(self, rowmap: Tensor, routemap: Tensor, num_rows: int, spec: MoeUnpermuteSpec) -> Tensors:
+        """token_rows [T, E], row_to_token [N] and slot_to_row [T, K] of a user's row map."""
+        from ..triton.rowmap import clean_rowmap
+
+        arrays = _dense(rowmap), _dense(routemap)
+        return clean_rowmap(_device(rowmap), *arrays, num_rows, first_duplicate_only=not spec.compat_paddle)
+
+    def moe_unpermute(
+        self, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
+    ) -> Tensors:
+        from ..triton.unpermute import unpermute
+
+        num_rows = rows.shape[0]
+        if spec.validation != Validation.OFF:
+            check_ids(to_numpy(routemap), spec.num_experts, "moe_unpermute", "expert_routemap_topk")
+            rowmap_to_token_rows(to_numpy(rowmap), num_rows)
+        token_rows, _, slot_to_row = self._clean(rowmap, routemap, num_rows, spec)
+        device, probs = _device(token_rows), _dense(probs)
+        weights = probs if spec.weighted else None
+        hidden = unpermute(device, _dense_rows(rows), token_rows, weights, copy_single_row=spec.compat_paddle)
+        return hidden, self.gather_slots(probs, slot_to_row)
+
+    def moe_unpermute_backward(
+        self,
+        d_hidden: Tensor,
+        d_prob_topk: Tensor,
+        rows: Tensor,
+        rowmap: Tensor,
+        routemap: Tensor,
+        probs: Tensor,
+        spec: MoeUnpermuteSpec,
+        wanted: tuple[bool, ...],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        from ..triton.rowmap import fill, scatter_slots
+        from ..triton.unpermute_backward import unpermute_backward
+
+        need_rows, *_, need_probs = wanted
+        num_rows = rows.shape[0]
+        token_rows, row_to_token, slot_to_row = self._clean(rowmap, routemap, num_rows, spec)
+        device, weighted = _device(token_rows), spec.weighted
+        d_rows, d_probs = unpermute_backward(
+            device,
+            _aligned(d_hidden),
+            token_rows,
+            row_to_token,
+            _aligned(rows) if weighted and need_probs else None,
+            _dense(probs) if weighted else None,
+            need_rows=need_rows,
+            copy_single_row=spec.compat_paddle,
+        )
+        if not need_probs:
+            return d_rows, None
+        if d_probs is None:
+            d_probs = fill(device, device.empty(probs.shape, "float32"), num_rows, 0)
+        scatter_slots(device, _dense(d_prob_topk), slot_to_row, d_probs, add=weighted)
+        return d_rows, d_probs
+
+
+backend = TritonBackend()

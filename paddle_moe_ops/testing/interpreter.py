@@ -1,0 +1,138 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels on NumPy arrays, in Triton's interpreter: no GPU, no framework.
+
+TRITON_INTERPRET=1 must stand in the environment before a module of `paddle_moe_ops.triton` is imported. Index
+arithmetic, copies and sums are exact there from Triton 3.9 on.
+
+    device = NumpyDevice()
+    rows, _ = permute(device, device.array(x), None, device.array(slot_to_row), device.array(row_to_token), "all")
+    device.numpy(rows)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..triton.launching import ITEM_BYTES
+
+__all__ = ["DTYPES", "NumpyArray", "NumpyDevice"]
+
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ITEM_BYTES}
+_ALIGNMENT = 16
+_POISON = 0xA5
+
+
+class NumpyArray:
+    """An array with the few methods that launchers ask of a tensor."""
+
+    def __init__(self, values: NDArray) -> None:
+        self.values = values
+        self.shape = values.shape
+
+    def data_ptr(self) -> int:
+        return self.values.ctypes.data
+
+
+class _Pointer:
+    """What the interpreter takes for a tensor in host memory: it copies none, since this one lies there already."""
+
+    def __init__(self, address: int, dtype: str) -> None:
+        self.address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def untyped_storage(self) -> _Pointer:
+        return self
+
+    def cpu(self) -> _Pointer:
+        return self
+
+    def new_empty(self, *_: Any, **__: Any) -> _Pointer:
+        return _Pointer(self.address, self.dtype)
+
+    def set_(self, *_: Any) -> None:
+        pass
+
+    def copy_(self, _: Any) -> None:
+        pass
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return ()
+
+    def stride(self) -> tuple[int, ...]:
+        return ()
+
+
+class NumpyDevice:
+    """A `paddle_moe_ops.triton.launching.Device` in host memory, where new arrays hold garbage on purpose.
+
+    Attributes:
+        launches: names of the kernels launched so far.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+
+    def array(self, values: NDArray, *, offset: int = 0) -> NumpyArray:
+        """A copy that lies ``offset`` bytes beyond a multiple of 16; rows of a matrix keep their distance."""
+        dense = np.require(values, requirements="C")
+        copy = self._memory(dense.nbytes, offset).view(dense.dtype).reshape(dense.shape)
+        copy[...] = dense
+        return NumpyArray(copy)
+
+    def columns(self, array: NumpyArray, count: int) -> NumpyArray:
+        """The first columns of a matrix, where they lie."""
+        return NumpyArray(array.values[:, :count])
+
+    def numpy(self, array: NumpyArray) -> NDArray:
+        return array.values
+
+    def empty(self, shape: Sequence[int], dtype: str) -> NumpyArray:
+        kind = DTYPES[dtype]
+        return NumpyArray(self._memory(int(np.prod(shape)) * kind.itemsize, 0).view(kind).reshape(shape))
+
+    def dtype_name(self, array: NumpyArray) -> str:
+        return array.values.dtype.name
+
+    def row_stride(self, array: NumpyArray) -> int:
+        return array.values.strides[0] // array.values.itemsize
+
+    def reshape(self, array: NumpyArray, shape: Sequence[int]) -> NumpyArray:
+        return NumpyArray(array.values.reshape(shape))
+
+    def read_int(self, array: NumpyArray, index: int) -> int:
+        return int(array.values[index])
+
+    def launch(
+        self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
+    ) -> None:
+        self.launches.append(kernel.fn.__name__)
+        values: list[Any] = []
+        for kind, value in zip(types, arguments, strict=True):
+            if kind.startswith("*"):
+                dtype, _, aligned = kind[1:].partition(":")
+                if aligned and value % _ALIGNMENT:
+                    raise ValueError(f"{self.launches[-1]}: {value:#x} is not aligned")
+                values.append(_Pointer(value, dtype))
+            elif kind == "i32" and not -(2**31) <= value < 2**31:
+                raise ValueError(f"{self.launches[-1]}: {value} does not fit into int32")
+            else:
+                values.append(value)
+        kernel[(programs,)](*values, *constants)
+
+    @staticmethod
+    def _memory(size: int, offset: int) -> NDArray:
+        raw = np.full(size + 2 * _ALIGNMENT, _POISON, np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT + offset
+        return raw[start : start + size]

@@ -1,0 +1,237 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Triton on Paddle's tensors, devices and streams; the only module that touches Triton's drivers.
+
+Triton asks a process-wide driver for the current device and stream, and that driver asks PyTorch. PyTorch may be
+missing, or be there with streams of its own. So a kernel is compiled and loaded under a driver of ours, which asks
+Paddle and is put in place for that time only; a launch names its stream itself and needs no driver at all. Where nobody
+has set a driver yet, ours stands in during a launch: newer versions of Triton look at it even so, and would make
+PyTorch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from .handles import Handles
+
+__all__ = ["PaddleDevice", "device_of", "is_nvidia_gpu", "unavailable"]
+
+_OLDEST_TRITON = (3, 2)
+_OLDEST_CAPABILITY = (8, 0)
+RIG = "cuda_rig"  # a plug-in's name for NVIDIA GPUs under a CPU build of Paddle (tools/gpu_rig)
+
+_CAPABILITY_ATTRIBUTES = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+_lock = threading.RLock()
+
+
+def is_nvidia_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor lies where these kernels can run."""
+    place = tensor.place
+    return place.is_gpu_place() or (place.is_custom_place() and place.custom_device_type() == RIG)
+
+
+def unavailable() -> str | None:
+    """Why no Triton kernel can run in this process, or None."""
+    return _no_gpu() or _no_triton() or _old_gpu()
+
+
+def _no_gpu() -> str | None:
+    if paddle.is_compiled_with_cuda():
+        return None if paddle.device.cuda.device_count() > 0 else "Paddle finds no NVIDIA GPU"
+    if RIG in paddle.device.get_all_custom_device_type():
+        return None
+    return "Triton kernels need an NVIDIA GPU, and this is a build of Paddle without GPUs"
+
+
+@functools.cache
+def _no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install it with: pip install 'paddle_moe_ops[triton]'"
+    version = metadata.version("triton")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST_TRITON:
+        return f"Triton must be at least {'.'.join(map(str, _OLDEST_TRITON))}, but is {version}"
+    try:
+        from triton import knobs
+    except ImportError:  # before Triton 3.4
+        return None
+    return "TRITON_INTERPRET is set, which takes kernels off the GPU" if knobs.runtime.interpret else None
+
+
+def _old_gpu() -> str | None:
+    capability = _Cuda.get().capability(0)
+    if capability >= _OLDEST_CAPABILITY:
+        return None
+    return f"the GPU must have compute capability 8.0 or newer, but has {capability[0]}.{capability[1]}"
+
+
+class _Cuda:
+    """The few functions of the CUDA driver that neither Paddle nor Triton offers on every place."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._check(self._library.cuInit(0))
+        count = ctypes.c_int(0)
+        self._check(self._library.cuDeviceGetCount(ctypes.byref(count)))
+        self.device_count = count.value
+
+    @staticmethod
+    @functools.cache
+    def get() -> _Cuda:
+        return _Cuda()
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise RuntimeError(f"the CUDA driver must answer 0, but its status is {status}")
+
+    def capability(self, device: int) -> tuple[int, int]:
+        found = []
+        for attribute in _CAPABILITY_ATTRIBUTES:
+            value = ctypes.c_int(0)
+            self._check(self._library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
+            found.append(value.value)
+        return found[0], found[1]
+
+    @contextlib.contextmanager
+    def current(self, device: int) -> Iterator[None]:
+        """Make the primary context of a device the thread's current one, as the CUDA runtime and Paddle do."""
+        before, context = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self._library.cuCtxGetCurrent(ctypes.byref(before)))
+        self._check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        try:
+            self._check(self._library.cuCtxSetCurrent(context))
+            yield
+        finally:
+            if before.value:
+                self._check(self._library.cuCtxSetCurrent(before))
+            self._check(self._library.cuDevicePrimaryCtxRelease_v2(device))
+
+
+def _make_driver(device: int, stream: Callable[[], int]) -> Any:
+    """A Triton driver for one device, on Paddle's current stream there."""
+    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+
+    class PaddleDriver(CudaDriver):
+        def __init__(self) -> None:  # without that of CudaDriver, which imports torch
+            self.utils = CudaUtils()
+            self.launcher_cls = CudaLauncher
+            self.get_current_device = lambda: device
+            self.get_current_stream = lambda _: stream()
+            self.set_current_device = lambda _: None
+            self.get_device_capability = _Cuda.get().capability
+
+    return PaddleDriver()
+
+
+class PaddleDevice:
+    """A `launching.Device`: memory and streams of Paddle on one GPU. Made by `device_of`.
+
+    Args:
+        place: of the tensors.
+        index: of the GPU.
+        stream: the handle of Paddle's current stream there.
+    """
+
+    def __init__(self, place: Any, index: int, stream: Callable[[], int]) -> None:
+        self._place = place
+        self._index = index
+        self._stream = stream
+        self._handles = Handles(self._compiling)
+        self._several_gpus = _Cuda.get().device_count > 1
+
+    @functools.cached_property
+    def _driver(self) -> Any:
+        return _make_driver(self._index, self._stream)
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Our driver as the active one; then again whichever it was, or none."""
+        from triton.runtime import driver as config
+
+        with _lock:
+            before = vars(config).get("_active")
+            config.set_active(self._driver)
+            try:
+                yield
+            finally:
+                config.set_active(before)
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        with _Cuda.get().current(self._index), self._in_place():
+            yield
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
+        return paddle._C_ops.empty(list(shape), _dtypes()[dtype], self._place)
+
+    def dtype_name(self, array: Tensor) -> str:
+        return _names()[array.dtype]
+
+    def row_stride(self, array: Tensor) -> int:
+        strides = getattr(array, "strides", None)  # Paddle 2 has none and knows contiguous tensors only
+        return strides[0] if strides else array.shape[1]
+
+    def reshape(self, array: Tensor, shape: Sequence[int]) -> Tensor:
+        return array.reshape(list(shape))
+
+    def read_int(self, array: Tensor, index: int) -> int:
+        return int(array.numpy()[index])
+
+    def launch(
+        self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
+    ) -> None:
+        with contextlib.ExitStack() as contexts:
+            if self._several_gpus:
+                contexts.enter_context(_Cuda.get().current(self._index))
+            if _nobody_set_a_driver():
+                contexts.enter_context(self._in_place())
+            self._handles.launch(self._stream(), kernel, programs, types, arguments, constants, warps)
+
+
+def _nobody_set_a_driver() -> bool:
+    from triton.runtime import driver as config
+
+    return vars(config).get("_active") is None
+
+
+@functools.cache
+def _dtypes() -> dict[str, Any]:
+    """Paddle's dtypes by name; Paddle 2 has no float8."""
+    names = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "int64", "bool")
+    return {name: getattr(paddle, name) for name in names if hasattr(paddle, name)}
+
+
+@functools.cache
+def _names() -> dict[Any, str]:
+    return {dtype: name for name, dtype in _dtypes().items()}
+
+
+_devices: dict[tuple[bool, int], PaddleDevice] = {}
+
+
+def device_of(tensor: Tensor) -> PaddleDevice:
+    """The device that a tensor lies on; `is_nvidia_gpu` must hold for it."""
+    place = tensor.place
+    is_gpu = place.is_gpu_place()
+    index = place.gpu_device_id() if is_gpu else place.custom_device_id()
+    device = _devices.get((is_gpu, index))
+    if device is None:
+        core = paddle.base.core
+        if is_gpu:
+            stream = lambda: core._get_current_stream(index).cuda_stream  # noqa: E731
+        else:
+            stream = lambda: core._get_current_custom_device_stream(RIG, index).raw_stream  # noqa: E731
+        device = _devices[is_gpu, index] = PaddleDevice(place, index, stream)
+    return device

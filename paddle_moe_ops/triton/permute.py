@@ -1,0 +1,167 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows to expert order: each source row is read once and written to its K rows.
+
+rows[token_rows[t, :]] = x[t], scales alike; rows without a token (row_to_token < 0) are zeroed by further programs of
+the same launch. One program moves BLOCK words of one token; a word is an integer as wide as address and row size
+allow, so bits survive whatever the dtype. It moves (T + N) * H * itemsize bytes, and 4 * (T * K + N) of maps.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .configs import Config, permute_config, rows_at_once
+from .launching import ITEM_BYTES, Array, Device, Words, address, blocks, next_power_of_2, words_of
+from .sums import load_indices
+
+__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "zero_rows"]
+
+FILL_BLOCK = 128  # rows that one program looks at for padding
+
+
+@triton.jit
+def zero_rows(row_to_token, rows, first, num_rows, width, columns, inside, word: tl.constexpr, ROWS: tl.constexpr):
+    """Zeros in the given columns of those of ROWS rows that no token has."""
+    index = first + tl.arange(0, ROWS)
+    tokens = tl.load(row_to_token + index, mask=index < num_rows, other=0)
+    if tl.min(tokens, axis=0) < 0:
+        for step in range(ROWS):
+            row = first + step
+            if tl.load(row_to_token + row, mask=row < num_rows, other=0) < 0:
+                zeros = tl.zeros(columns.shape, word)
+                tl.store(rows + row.to(tl.int64) * width + columns, zeros, mask=inside)
+
+
+@triton.jit
+def permute_kernel(
+    x,
+    scale,
+    token_rows,
+    row_to_token,
+    rows,
+    row_scales,
+    num_tokens,
+    num_rows,
+    row_slots,
+    groups,
+    x_stride_groups,
+    scale_groups,
+    scale_stride_groups,
+    HAS_SCALE: tl.constexpr,
+    FILL_ROWS: tl.constexpr,
+    FILL_SCALES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    SCALE_VECTOR: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """COLUMN_BLOCKS programs per token, then as many per FILL rows."""
+    program = tl.program_id(0)
+    token = program // COLUMN_BLOCKS
+    part = program % COLUMN_BLOCKS
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    width = groups.to(tl.int64) * VECTOR
+    inside = columns < width
+    scale_columns = tl.arange(0, SCALE_BLOCK)
+    scale_width = scale_groups.to(tl.int64) * SCALE_VECTOR
+    scale_width_here = tl.where(part == 0, scale_width, 0)
+    if token < num_tokens:
+        entries = token_rows + token.to(tl.int64) * row_slots
+        data = tl.load(x + token.to(tl.int64) * (x_stride_groups * VECTOR) + columns, mask=inside, other=0)
+        if HAS_SCALE:
+            scale_row = scale + token.to(tl.int64) * (scale_stride_groups * SCALE_VECTOR)
+            scales = tl.load(scale_row + scale_columns, mask=scale_columns < scale_width_here, other=0)
+        first = 0
+        while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
+            # All of them before any store, which would hold them up.
+            targets = load_indices(entries, first, row_slots, num_rows, AT_ONCE)
+            for k in tl.static_range(AT_ONCE):
+                row = targets[k].to(tl.int64)
+                tl.store(rows + row * width + columns, data, mask=columns < tl.where(row >= 0, width, 0))
+                if HAS_SCALE:
+                    scale_target = row_scales + row * scale_width + scale_columns
+                    tl.store(scale_target, scales, mask=scale_columns < tl.where(row >= 0, scale_width_here, 0))
+            first += AT_ONCE
+    else:
+        first = (token - num_tokens) * FILL
+        if FILL_ROWS:
+            zero_rows(row_to_token, rows, first, num_rows, width, columns, inside, rows.dtype.element_ty, FILL)
+        if FILL_SCALES:
+            word: tl.constexpr = row_scales.dtype.element_ty
+            mask = scale_columns < scale_width_here
+            zero_rows(row_to_token, row_scales, first, num_rows, scale_width, scale_columns, mask, word, FILL)
+
+
+@triton.jit
+def fill_kernel(out, size, value, BLOCK: tl.constexpr):
+    """out[:size] = value, 32-bit integers."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + index, tl.zeros([BLOCK], tl.int32) + value, mask=index < size)
+
+
+def permute(
+    device: Device,
+    x: Array,
+    scale: Array | None,
+    token_rows: Array,
+    row_to_token: Array,
+    fill_padding: str,
+    *,
+    config: Config | None = None,
+) -> tuple[Any, Any]:
+    """rows [N, H], and row_scales [N, S] or None.
+
+    Args:
+        device: where to.
+        x: [T, H].
+        scale: [T, S] of 32-bit numbers, or None.
+        token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
+        row_to_token: int32 [N].
+        fill_padding: "all", "meta" (scales only) or "none".
+        config: instead of that of `configs.permute_config`.
+    """
+    num_tokens, row_slots = token_rows.shape
+    num_rows = row_to_token.shape[0]
+    rows, words, stride = _cut(device, x, num_rows)
+    row_scales, scale_words, scale_stride = None, Words(4, 1, 0), 0
+    if scale is not None:
+        row_scales, scale_words, scale_stride = _cut(device, scale, num_rows)
+    at_once = rows_at_once(row_slots, num_rows, num_tokens)
+    config = config or permute_config(words.length * words.unit, num_tokens)
+    block = min(config.block_bytes // words.unit, max(next_power_of_2(words.length), 32))
+    parts = blocks(words.length, block)
+    fill_rows, fill_scales = fill_padding == "all", fill_padding != "none" and scale is not None
+    fills = blocks(num_rows, FILL_BLOCK) if fill_rows or fill_scales else 0
+    programs = (num_tokens + fills) * parts if num_rows else 0
+    if programs:
+        moved, scales = words.pointer, scale_words.pointer
+        device.launch(
+            permute_kernel,
+            programs,
+            (moved, scales, "*i32", "*i32", moved, scales, *["i32"] * 3, *["i64"] * 4),
+            (
+                *map(address, (x, scale, token_rows, row_to_token, rows, row_scales)),
+                *(num_tokens, num_rows, row_slots, words.groups, stride, scale_words.groups, scale_stride),
+            ),
+            (
+                *(scale is not None, fill_rows, fill_scales, at_once, parts, block, words.vector),
+                *(next_power_of_2(scale_words.length), scale_words.vector, FILL_BLOCK),
+            ),
+            config.warps,
+        )
+    return rows, row_scales
+
+
+def _cut(device: Device, source: Array, num_rows: int) -> tuple[Any, Words, int]:
+    """The rows to be made from a matrix, the words to copy, and how far its rows lie apart, in groups of words."""
+    dtype = device.dtype_name(source)
+    item = ITEM_BYTES[dtype]
+    target = device.empty([num_rows, source.shape[1]], dtype)
+    stride = device.row_stride(source) * item if source.shape[0] > 1 else 0
+    words = words_of(source.shape[1] * item, stride, source.data_ptr(), target.data_ptr())
+    return target, words, stride // (words.unit * words.vector)

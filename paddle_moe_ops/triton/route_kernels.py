@@ -1,0 +1,465 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of routing: from expert ids [T, K] or a mask [T, E] to the maps of a plan.
+
+Slots are numbered t * K + k and cut into tiles. Four kernels, each reading what the one before wrote:
+
+    count    per tile: ids that count (-1 for the others), how many of each expert  experts [T*K], before [tiles, E]
+    prefix   per expert: slots of it in the tiles before                            before in place, totals [E]
+    offsets  one program: padded starts of the segments, what fits into the buffer  starts [E+1], the plan's [E] fields
+    maps     per tile: row = start + before + rank within the tile; every map. More programs look up, for each row,
+             whether it is padding (binary search in starts), so that no map is filled beforehand.
+
+Few slots take one program and one launch for all of that (route_kernel). Ranks and counts are integers and the
+order of slots is fixed: the same maps on every run, without atomics. Bytes moved: a few times 4 * (T * K + N); what
+counts are launches and dependent steps.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["count_kernel", "maps_kernel", "mask_to_ids_kernel", "offsets_kernel", "prefix_kernel", "route_kernel"]
+
+
+# ---- parts of kernels
+
+
+@triton.jit
+def _experts_of(ids, slots, inside, num_experts, K, DEDUPE: tl.constexpr):
+    """The experts of slots, -1 for ids out of range and, with DEDUPE, for ids of an earlier slot of the token."""
+    raw = tl.load(ids + slots, mask=inside, other=-1)
+    valid = (raw >= 0) & (raw < num_experts)
+    if DEDUPE:
+        k = slots % K
+        for back in range(1, K):
+            earlier = tl.load(ids + slots - back, mask=inside & (k >= back), other=-1)
+            valid = valid & (earlier != raw)
+    return tl.where(valid, raw, -1).to(tl.int32)
+
+
+@triton.jit
+def _histogram(experts, first, BINS: tl.constexpr):
+    """How many of the experts are first, first + 1, ..., as int32 [BINS]."""
+    local = experts - first
+    mine = (experts >= 0) & (local >= 0) & (local < BINS)
+    others = tl.sum((~mine).to(tl.int32), axis=0)
+    counts = tl.histogram(tl.where(mine, local, 0), BINS)
+    return counts - tl.where(tl.arange(0, BINS) == 0, others, 0)
+
+
+@triton.jit
+def _write_offsets(
+    totals,
+    mine,
+    experts,
+    base,
+    alignment,
+    num_rows,
+    starts,
+    tokens_per_expert,
+    expert_offsets,
+    routed_per_expert,
+):
+    """Start and size of the segments of some experts; returns where the next one starts, and the slots dropped."""
+    padded = ((totals + (alignment - 1)) // alignment) * alignment
+    segments = base + tl.cumsum(padded, axis=0) - padded
+    kept = tl.minimum(tl.maximum(num_rows - segments, 0), totals)
+    tl.store(starts + experts, segments, mask=mine)
+    tl.store(expert_offsets + experts, tl.minimum(segments, num_rows).to(tl.int32), mask=mine)
+    tl.store(tokens_per_expert + experts, kept.to(tl.int32), mask=mine)
+    tl.store(routed_per_expert + experts, totals.to(tl.int32), mask=mine)
+    return base + tl.sum(padded, axis=0), tl.sum(totals - kept, axis=0)
+
+
+@triton.jit
+def _write_ends(base, dropped, num_experts, num_rows, starts, expert_offsets, overflow):
+    tl.store(starts + num_experts, base)
+    tl.store(expert_offsets + num_experts, tl.minimum(base, num_rows).to(tl.int32))
+    tl.store(overflow, dropped.to(tl.int32))
+
+
+@triton.jit
+def _write_maps(
+    first,
+    experts_of_slots,
+    before,
+    starts,
+    probs,
+    slot_to_row,
+    token_rows,
+    row_to_token,
+    row_to_slot,
+    row_to_expert,
+    row_probs,
+    rowmap,
+    num_slots,
+    num_experts,
+    num_rows,
+    K,
+    HAS_BEFORE: tl.constexpr,
+    HAS_PROBS: tl.constexpr,
+    MASK: tl.constexpr,
+    HAS_ROWMAP: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    FEW_EXPERTS: tl.constexpr,
+):
+    """Rows of the slots first .. first + TILE, and every map entry that belongs to them.
+
+    The rank of a slot among those of its expert is a cumulative sum over one column per expert, or with FEW_EXPERTS = 0
+    a count over the slots before it, STEP at a time.
+    """
+    index = tl.arange(0, TILE)
+    slots = first + index
+    inside = slots < num_slots
+    experts = tl.load(experts_of_slots + slots, mask=inside, other=-1)
+    live = experts >= 0
+    token = slots // K
+    k = slots - token * K
+
+    if FEW_EXPERTS > 0:
+        is_expert = (experts[:, None] == tl.arange(0, FEW_EXPERTS)[None, :]).to(tl.int32)
+        rank = tl.sum(is_expert * (tl.cumsum(is_expert, axis=0) - 1), axis=1)
+    else:
+        rank = tl.zeros([TILE], tl.int32)
+        for step in range(0, TILE, STEP):
+            others = step + tl.arange(0, STEP)
+            theirs = tl.load(experts_of_slots + first + others, mask=first + others < num_slots, other=-1)
+            same = (theirs[None, :] == experts[:, None]) & (others[None, :] < index[:, None])
+            rank += tl.sum(same.to(tl.int32), axis=1)
+    row = tl.load(starts + experts, mask=live, other=0) + rank
+    if HAS_BEFORE:
+        row += tl.load(before + experts, mask=live, other=0)
+    fits = live & (row < num_rows)
+    row = tl.where(fits, row, -1)
+    row32 = row.to(tl.int32)
+
+    # Rows of a token ascend with its experts, so the place of a row follows from the ids. Dropped rows are its last.
+    place = tl.zeros([TILE], tl.int32)
+    for j in range(K):
+        theirs = tl.load(experts_of_slots + token * K + j, mask=inside, other=-1)
+        ahead_of_live = (theirs >= 0) & ((theirs < experts) | ((theirs == experts) & (j < k)))
+        place += tl.where(live, ahead_of_live, (theirs >= 0) | (j < k)).to(tl.int32)
+    tl.store(slot_to_row + slots, row32, mask=inside)
+    tl.store(token_rows + token * K + place, row32, mask=inside)
+    tl.store(row_to_token + row, token, mask=fits)
+    tl.store(row_to_slot + row, slots, mask=fits)
+    tl.store(row_to_expert + row, experts, mask=fits)
+    if HAS_PROBS:
+        source = token.to(tl.int64) * num_experts + experts if MASK else slots.to(tl.int64)
+        tl.store(row_probs + row, tl.load(probs + source, mask=fits, other=0), mask=fits)
+    if HAS_ROWMAP:
+        tl.store(rowmap + token.to(tl.int64) * num_experts + experts, row32, mask=fits)
+
+
+@triton.jit
+def _write_padding(
+    first,
+    starts,
+    routed_per_expert,
+    row_to_token,
+    row_to_slot,
+    row_to_expert,
+    row_probs,
+    num_experts,
+    num_rows,
+    HAS_PROBS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """-1 and 0 for those of the rows first .. first + ROWS that no slot has."""
+    rows = first + tl.arange(0, ROWS)
+    low = tl.zeros([ROWS], tl.int32)
+    high = tl.zeros([ROWS], tl.int32) + num_experts
+    width = num_experts
+    while width > 0:  # the last of the E + 1 starts that is not beyond the row
+        middle = (low + high + 1) // 2
+        reached = tl.load(starts + middle) <= rows
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, tl.maximum(middle - 1, low))
+        width = width // 2
+    in_segment = low < num_experts
+    routed = tl.load(routed_per_expert + low, mask=in_segment, other=0)
+    padding = (rows - tl.load(starts + low) >= routed) & (rows < num_rows)
+    none = tl.full([ROWS], -1, tl.int32)
+    tl.store(row_to_token + rows, none, mask=padding)
+    tl.store(row_to_slot + rows, none, mask=padding)
+    tl.store(row_to_expert + rows, none, mask=padding)
+    if HAS_PROBS:
+        tl.store(row_probs + rows, none + 1, mask=padding)
+
+
+# ---- kernels
+
+
+@triton.jit
+def mask_to_ids_kernel(mask, ids, num_tokens, num_experts, K, BLOCK: tl.constexpr):
+    """One program per token: its first K set experts, ascending, then -1."""
+    token = tl.program_id(0)
+    found = 0
+    for first in range(0, num_experts, BLOCK):
+        experts = first + tl.arange(0, BLOCK)
+        row = mask + token.to(tl.int64) * num_experts
+        is_set = (tl.load(row + experts, mask=experts < num_experts, other=0) != 0).to(tl.int32)
+        place = found + tl.cumsum(is_set, axis=0) - is_set
+        tl.store(ids + token * K + place, experts, mask=(is_set != 0) & (place < K))
+        found += tl.sum(is_set, axis=0)
+    for first in range(0, K, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        tl.store(ids + token * K + place, tl.full([BLOCK], -1, tl.int32), mask=(place >= found) & (place < K))
+
+
+@triton.jit
+def count_kernel(
+    ids,
+    experts_of_slots,
+    before,
+    rowmap,
+    num_slots,
+    num_experts,
+    num_tiles,
+    K,
+    rowmap_size,
+    DEDUPE: tl.constexpr,
+    BINS: tl.constexpr,
+    TILE: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """One program per tile; those beyond write -1 to FILL entries of the row map."""
+    tile = tl.program_id(0)
+    if tile < num_tiles:
+        slots = tile * TILE + tl.arange(0, TILE)
+        inside = slots < num_slots
+        experts = _experts_of(ids, slots, inside, num_experts, K, DEDUPE)
+        tl.store(experts_of_slots + slots, experts, mask=inside)
+        for first in range(0, num_experts, BINS):
+            bins = first + tl.arange(0, BINS)
+            counts = _histogram(experts, first, BINS)
+            tl.store(before + tile.to(tl.int64) * num_experts + bins, counts, mask=bins < num_experts)
+    else:
+        entries = (tile - num_tiles).to(tl.int64) * FILL + tl.arange(0, FILL)
+        tl.store(rowmap + entries, tl.full([FILL], -1, tl.int32), mask=entries < rowmap_size)
+
+
+@triton.jit
+def prefix_kernel(before, totals, num_tiles, num_experts, TILES: tl.constexpr, EXPERTS: tl.constexpr):
+    """One program per EXPERTS experts; TILES tiles at a time."""
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    mine = experts < num_experts
+    total = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, num_tiles, TILES):
+        tiles = first + tl.arange(0, TILES)
+        entries = before + tiles.to(tl.int64)[:, None] * num_experts + experts[None, :]
+        inside = (tiles < num_tiles)[:, None] & mine[None, :]
+        counts = tl.load(entries, mask=inside, other=0)
+        tl.store(entries, total[None, :] + tl.cumsum(counts, axis=0) - counts, mask=inside)
+        total += tl.sum(counts, axis=0)
+    tl.store(totals + experts, total, mask=mine)
+
+
+@triton.jit
+def offsets_kernel(
+    totals,
+    starts,
+    tokens_per_expert,
+    expert_offsets,
+    routed_per_expert,
+    overflow,
+    num_experts,
+    alignment,
+    num_rows,
+    BINS: tl.constexpr,
+):
+    """One program: segments of all experts, BINS at a time."""
+    base = tl.zeros([], tl.int64)
+    dropped = tl.zeros([], tl.int64)
+    for first in range(0, num_experts, BINS):
+        experts = first + tl.arange(0, BINS)
+        mine = experts < num_experts
+        counts = tl.load(totals + experts, mask=mine, other=0).to(tl.int64)
+        base, lost = _write_offsets(
+            counts,
+            mine,
+            experts,
+            base,
+            alignment,
+            num_rows,
+            starts,
+            tokens_per_expert,
+            expert_offsets,
+            routed_per_expert,
+        )
+        dropped += lost
+    _write_ends(base, dropped, num_experts, num_rows, starts, expert_offsets, overflow)
+
+
+@triton.jit
+def maps_kernel(
+    experts_of_slots,
+    before,
+    starts,
+    routed_per_expert,
+    probs,
+    slot_to_row,
+    token_rows,
+    row_to_token,
+    row_to_slot,
+    row_to_expert,
+    row_probs,
+    rowmap,
+    num_slots,
+    num_experts,
+    num_tiles,
+    K,
+    num_rows,
+    HAS_PROBS: tl.constexpr,
+    MASK: tl.constexpr,
+    HAS_ROWMAP: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    FEW_EXPERTS: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """One program per tile of slots, then one per FILL rows, for those that are padding."""
+    tile = tl.program_id(0)
+    if tile < num_tiles:
+        _write_maps(
+            tile * TILE,
+            experts_of_slots,
+            before + tile.to(tl.int64) * num_experts,
+            starts,
+            probs,
+            slot_to_row,
+            token_rows,
+            row_to_token,
+            row_to_slot,
+            row_to_expert,
+            row_probs,
+            rowmap,
+            num_slots,
+            num_experts,
+            num_rows,
+            K,
+            True,
+            HAS_PROBS,
+            MASK,
+            HAS_ROWMAP,
+            TILE,
+            STEP,
+            FEW_EXPERTS,
+        )
+    else:
+        _write_padding(
+            (tile - num_tiles).to(tl.int64) * FILL,
+            starts,
+            routed_per_expert,
+            row_to_token,
+            row_to_slot,
+            row_to_expert,
+            row_probs,
+            num_experts,
+            num_rows,
+            HAS_PROBS,
+            FILL,
+        )
+
+
+@triton.jit
+def route_kernel(
+    ids,
+    probs,
+    experts_of_slots,
+    starts,
+    slot_to_row,
+    token_rows,
+    row_to_token,
+    row_to_slot,
+    row_to_expert,
+    row_probs,
+    tokens_per_expert,
+    expert_offsets,
+    routed_per_expert,
+    overflow,
+    rowmap,
+    num_slots,
+    num_experts,
+    K,
+    rowmap_size,
+    alignment,
+    num_rows,
+    DEDUPE: tl.constexpr,
+    HAS_PROBS: tl.constexpr,
+    MASK: tl.constexpr,
+    HAS_ROWMAP: tl.constexpr,
+    BINS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    FEW_EXPERTS: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """All of the above in one program, for up to TILE slots; barriers stand where a launch ended."""
+    slots = tl.arange(0, TILE)
+    inside = slots < num_slots
+    experts = _experts_of(ids, slots, inside, num_experts, K, DEDUPE)
+    tl.store(experts_of_slots + slots, experts, mask=inside)
+    if HAS_ROWMAP:
+        for first in range(0, rowmap_size, FILL):
+            entries = first + tl.arange(0, FILL)
+            tl.store(rowmap + entries, tl.full([FILL], -1, tl.int32), mask=entries < rowmap_size)
+    base = tl.zeros([], tl.int64)
+    dropped = tl.zeros([], tl.int64)
+    for first in range(0, num_experts, BINS):
+        bins = first + tl.arange(0, BINS)
+        base, lost = _write_offsets(
+            _histogram(experts, first, BINS).to(tl.int64),
+            bins < num_experts,
+            bins,
+            base,
+            alignment,
+            num_rows,
+            starts,
+            tokens_per_expert,
+            expert_offsets,
+            routed_per_expert,
+        )
+        dropped += lost
+    _write_ends(base, dropped, num_experts, num_rows, starts, expert_offsets, overflow)
+    tl.debug_barrier()
+    _write_maps(
+        0,
+        experts_of_slots,
+        experts_of_slots,
+        starts,
+        probs,
+        slot_to_row,
+        token_rows,
+        row_to_token,
+        row_to_slot,
+        row_to_expert,
+        row_probs,
+        rowmap,
+        num_slots,
+        num_experts,
+        num_rows,
+        K,
+        False,
+        HAS_PROBS,
+        MASK,
+        HAS_ROWMAP,
+        TILE,
+        STEP,
+        FEW_EXPERTS,
+    )
+    for first in range(0, num_rows, FILL):
+        _write_padding(
+            first,
+            starts,
+            routed_per_expert,
+            row_to_token,
+            row_to_slot,
+            row_to_expert,
+            row_probs,
+            num_experts,
+            num_rows,
+            HAS_PROBS,
+            FILL,
+        )

@@ -1,0 +1,217 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Paddle's row map [T, E] to the maps that sums follow, and values carried between slots [T, K] and rows [N].
+
+A user's row map is not trusted: entries outside [0, N) count as -1, and so does a row that stands at an earlier place
+in flat order t * E + e. Three kernels:
+
+    fill     owner [N] = no place
+    claim    per piece of the map: owner[row] = least place (an integer minimum: the same on every run)
+    compact  per token: its own entries ascending by expert, then -1; row_to_token; the row that each slot reads
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .launching import Array, Device, address, blocks, next_power_of_2
+from .permute import fill_kernel
+from .sums import minus_zeros
+
+__all__ = ["clean_rowmap", "gather_slots", "scatter_mask", "scatter_slots"]
+
+_BLOCK = 1024
+_NO_PLACE = 2**31 - 1
+
+
+@triton.jit
+def claim_kernel(rowmap, owner, size, num_rows, BLOCK: tl.constexpr):
+    """One program per BLOCK entries."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rowmap + place, mask=place < size, other=-1)
+    tl.atomic_min(owner + row, place, mask=(row >= 0) & (row < num_rows))
+
+
+@triton.jit
+def compact_kernel(
+    rowmap,
+    owner,
+    ids,
+    token_rows,
+    row_to_token,
+    slot_to_row,
+    num_experts,
+    num_rows,
+    K,
+    DEDUPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """One program per token."""
+    token = tl.program_id(0)
+    base = token * num_experts
+    found = 0
+    for first in range(0, num_experts, BLOCK):
+        experts = first + tl.arange(0, BLOCK)
+        row = tl.load(rowmap + base + experts, mask=experts < num_experts, other=-1)
+        in_range = (row >= 0) & (row < num_rows)
+        usable = in_range & (tl.load(owner + row, mask=in_range, other=-1) == base + experts)
+        one = usable.to(tl.int32)
+        tl.store(token_rows + base + found + tl.cumsum(one, axis=0) - one, row, mask=usable)
+        tl.store(row_to_token + row, tl.zeros([BLOCK], tl.int32) + token, mask=usable)
+        found += tl.sum(one, axis=0)
+    for first in range(0, num_experts, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        tl.store(
+            token_rows + base + place, tl.full([BLOCK], -1, tl.int32), mask=(place >= found) & (place < num_experts)
+        )
+    for first in range(0, K, SLOTS):
+        k = first + tl.arange(0, SLOTS)
+        inside = k < K
+        expert = tl.load(ids + token * K + k, mask=inside, other=-1)
+        valid = (expert >= 0) & (expert < num_experts)
+        if DEDUPE:
+            for j in range(K):
+                valid = valid & ((tl.load(ids + token * K + j) != expert) | (j >= k))
+        row = tl.load(rowmap + base + expert, mask=valid, other=-1)
+        in_range = (row >= 0) & (row < num_rows)
+        usable = in_range & (tl.load(owner + row, mask=in_range, other=-1) == base + expert)
+        tl.store(slot_to_row + token * K + k, tl.where(usable, row, -1), mask=inside)
+
+
+@triton.jit
+def gather_slots_kernel(row_values, slot_to_row, slot_values, size, num_rows, BLOCK: tl.constexpr):
+    """slot_values = row_values[slot_to_row], 0 where no row is; bits are copied."""
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(slot_to_row + slots, mask=slots < size, other=-1)
+    value = tl.load(row_values + row, mask=(row >= 0) & (row < num_rows), other=0)
+    tl.store(slot_values + slots, value, mask=slots < size)
+
+
+@triton.jit
+def scatter_mask_kernel(
+    row_values, row_to_token, row_to_expert, mask_values, num_rows, num_experts, BLOCK: tl.constexpr
+):
+    """mask_values[token, expert] = the value of each row."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(row_to_token + rows, mask=rows < num_rows, other=-1)
+    live = token >= 0
+    expert = tl.load(row_to_expert + rows, mask=live, other=0)
+    value = tl.load(row_values + rows, mask=live, other=0)
+    tl.store(mask_values + token.to(tl.int64) * num_experts + expert, value, mask=live)
+
+
+@triton.jit
+def scatter_slots_kernel(slot_values, slot_to_row, row_values, num_rows, K, ADD: tl.constexpr, SLOTS: tl.constexpr):
+    """One program per token: row_values[row] (+)= the values of the slots that read the row, in their order.
+
+    Slots of a token may share a row, which then stands in one lane; the others store nothing.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, SLOTS)
+    row = tl.load(slot_to_row + token * K + k, mask=k < K, other=-1)
+    live = (row >= 0) & (row < num_rows)
+    if ADD:
+        total = tl.load(row_values + row, mask=live, other=0.0)
+    else:
+        total = minus_zeros(SLOTS)  # a value that comes alone is then a copy
+    first = live
+    for j in range(K):
+        same = live & (tl.load(slot_to_row + token * K + j) == row)
+        total = tl.where(same, total + tl.load(slot_values + token * K + j), total)
+        first = first & ~(same & (j < k))
+    tl.store(row_values + row, total, mask=first)
+
+
+def clean_rowmap(
+    device: Device, rowmap: Array, ids: Array, num_rows: int, *, first_duplicate_only: bool
+) -> tuple[Any, Any, Any]:
+    """token_rows [T, E], row_to_token [N] and slot_to_row [T, K], all int32, of a row map.
+
+    Raises:
+        ValueError: The row map has 2^31 entries or more.
+    """
+    num_tokens, num_experts = rowmap.shape
+    topk, size = ids.shape[1], num_tokens * num_experts
+    if size > _NO_PLACE:
+        raise ValueError(f"a row map must have less than 2^31 entries, but has {size}")
+    token_rows = device.empty([num_tokens, num_experts], "int32")
+    slot_to_row = device.empty([num_tokens, topk], "int32")
+    row_to_token = fill(device, device.empty([num_rows], "int32"), num_rows, -1)
+    owner = fill(device, device.empty([max(num_rows, 1)], "int32"), num_rows, _NO_PLACE)
+    if not num_tokens:
+        return token_rows, row_to_token, slot_to_row
+    maps = address(rowmap), address(owner)
+    types = ("*i32", "*i32", "i32", "i32")
+    device.launch(claim_kernel, blocks(size, _BLOCK), types, (*maps, size, num_rows), (_BLOCK,), 4)
+    device.launch(
+        compact_kernel,
+        num_tokens,
+        ("*i32", "*i32", _ids_type(device, ids), *["*i32"] * 3, *["i32"] * 3),
+        (*maps, *map(address, (ids, token_rows, row_to_token, slot_to_row)), num_experts, num_rows, topk),
+        (
+            *(first_duplicate_only, min(max(next_power_of_2(num_experts), 32), _BLOCK)),
+            min(next_power_of_2(topk), 64),
+        ),
+        1,
+    )
+    return token_rows, row_to_token, slot_to_row
+
+
+def _ids_type(device: Device, ids: Array) -> str:
+    return "*i64" if device.dtype_name(ids) == "int64" else "*i32"
+
+
+def fill(device: Device, out: Any, size: int, value: int) -> Any:
+    """The array with ``size`` 32-bit integers set to a value."""
+    if size:
+        types = ("*i32", "i64", "i32")
+        device.launch(fill_kernel, blocks(size, _BLOCK), types, (address(out), size, value), (_BLOCK,), 4)
+    return out
+
+
+def gather_slots(device: Device, row_values: Array, slot_to_row: Array) -> Any:
+    """float32 [T, K]: the value of each slot's row, 0 for a slot without one."""
+    num_tokens, topk = slot_to_row.shape
+    slot_values = device.empty([num_tokens, topk], "float32")
+    size = num_tokens * topk
+    if size:
+        arrays = map(address, (row_values, slot_to_row, slot_values))
+        types = ("*i32", "*i32", "*i32", "i32", "i32")
+        arguments = (*arrays, size, row_values.shape[0])
+        device.launch(gather_slots_kernel, blocks(size, _BLOCK), types, arguments, (_BLOCK,), 4)
+    return slot_values
+
+
+def scatter_mask(
+    device: Device, row_values: Array, row_to_token: Array, row_to_expert: Array, num_tokens: int, num_experts: int
+) -> Any:
+    """float32 [T, E]: the value of each row at its token and expert, 0 elsewhere."""
+    num_rows = row_to_token.shape[0]
+    size = num_tokens * num_experts
+    mask_values = fill(device, device.empty([num_tokens, num_experts], "float32"), size, 0)
+    if size and num_rows:
+        arrays = map(address, (row_values, row_to_token, row_to_expert, mask_values))
+        types = (*["*i32"] * 4, "i32", "i32")
+        arguments = (*arrays, num_rows, num_experts)
+        device.launch(scatter_mask_kernel, blocks(num_rows, _BLOCK), types, arguments, (_BLOCK,), 4)
+    return mask_values
+
+
+def scatter_slots(device: Device, slot_values: Array, slot_to_row: Array, row_values: Any, *, add: bool) -> None:
+    """Bring float32 values [T, K] of slots to the rows that they read, in place.
+
+    Args:
+        device: where to.
+        slot_values: [T, K].
+        slot_to_row: int32 [T, K]; a row belongs to one token, but several of its slots may read it.
+        row_values: [N]; rows that no slot reads are left alone.
+        add: add to what the rows hold, else replace it.
+    """
+    num_tokens, topk = slot_to_row.shape
+    if num_tokens:
+        arrays = map(address, (slot_values, slot_to_row, row_values))
+        types = ("*fp32", "*i32", "*fp32", "i32", "i32")
+        constants = (add, next_power_of_2(topk))
+        device.launch(scatter_slots_kernel, num_tokens, types, (*arrays, row_values.shape[0], topk), constants, 1)

@@ -1,0 +1,200 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="assignment"
+"""The sum of each token's rows, plain or weighted.
+
+out[t] = sum of rows[token_rows[t, :]], ascending: a float32 accumulator starts at -0.0, takes one addition or one fused
+multiply-add per row and is rounded once, to nearest even. A plain sum multiplies by 1, which rounds like the addition.
+A place without a row adds 0 * -1, which is -0.0 and changes no number, so that it needs no branch. No row gives 0; a
+single unweighted row is copied. One program makes BLOCK columns of one token; all its loads, up to eight rows, stand
+before the first addition. Moves (N + T) * H * itemsize bytes, and 4 * T * W of maps.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .configs import Config, rows_at_once, unpermute_config
+from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
+from .sums import CARRIERS, load_indices, minus_zeros, rounded, widened
+
+__all__ = ["unpermute"]
+
+
+@triton.jit
+def _factor_of(weights, weight_index, row, num_weights, WEIGHTED: tl.constexpr, INDEXED: tl.constexpr):
+    """What a row is multiplied by: its weight, or 1; -1 without a row; 0 where the index of its weight leads out."""
+    if INDEXED:
+        place = tl.load(weight_index + row, mask=row >= 0, other=-1)
+        weight = tl.load(weights + place, mask=(place >= 0) & (place < num_weights), other=0.0)
+        return tl.where(row >= 0, weight, -1.0)
+    elif WEIGHTED:
+        return tl.load(weights + row, mask=row >= 0, other=-1.0)
+    else:
+        return tl.where(row >= 0, 1.0, -1.0)
+
+
+@triton.jit
+def _add_rows(
+    acc,
+    rows,
+    row_ids,
+    weights,
+    weight_index,
+    num_weights,
+    row_step,
+    columns,
+    width,
+    DTYPE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    INDEXED: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """acc plus the rows, one after the other."""
+    data = ()
+    for k in tl.static_range(COUNT):
+        source = rows + row_ids[k].to(tl.int64) * row_step + columns
+        data = data + (tl.load(source, mask=columns < tl.where(row_ids[k] >= 0, width, 0), other=0),)
+    factors = ()
+    for k in tl.static_range(COUNT):
+        factors = factors + (_factor_of(weights, weight_index, row_ids[k], num_weights, WEIGHTED, INDEXED),)
+    for k in tl.static_range(COUNT):
+        acc = tl.fma(widened(data[k], DTYPE), factors[k], acc)
+    return acc
+
+
+@triton.jit
+def unpermute_kernel(
+    rows,
+    token_rows,
+    weights,
+    weight_index,
+    out,
+    num_rows,
+    num_weights,
+    row_slots,
+    groups,
+    row_stride_groups,
+    DTYPE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    INDEXED: tl.constexpr,
+    COPY_SINGLE: tl.constexpr,
+    ONE_ROUND: tl.constexpr,
+    COUNT: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """COLUMN_BLOCKS programs per token. ``row_slots``: columns of token_rows; the first -1 ends a token."""
+    program = tl.program_id(0)
+    token = (program // COLUMN_BLOCKS).to(tl.int64)
+    columns = program % COLUMN_BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    width = groups.to(tl.int64) * VECTOR
+    inside = columns < width
+    row_step = row_stride_groups * VECTOR
+    entries = token_rows + token * row_slots
+    row_ids = load_indices(entries, 0, row_slots, num_rows, COUNT)
+    used = 0
+    single = row_ids[0]
+    for k in tl.static_range(COUNT):
+        used += (row_ids[k] >= 0).to(tl.int32)
+        single = tl.maximum(single, row_ids[k])
+    if not ONE_ROUND:
+        used += (tl.load(entries + COUNT, mask=row_slots > COUNT, other=-1) >= 0).to(tl.int32)
+    target = out + token * width + columns
+    if COPY_SINGLE and used == 1:
+        tl.store(target, tl.load(rows + single.to(tl.int64) * row_step + columns, mask=inside, other=0), mask=inside)
+    else:
+        acc = _add_rows(
+            minus_zeros(BLOCK),
+            rows,
+            row_ids,
+            weights,
+            weight_index,
+            num_weights,
+            row_step,
+            columns,
+            width,
+            DTYPE,
+            WEIGHTED,
+            INDEXED,
+            COUNT,
+        )
+        if not ONE_ROUND:
+            first = COUNT
+            while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
+                acc = _add_rows(
+                    acc,
+                    rows,
+                    load_indices(entries, first, row_slots, num_rows, COUNT),
+                    weights,
+                    weight_index,
+                    num_weights,
+                    row_step,
+                    columns,
+                    width,
+                    DTYPE,
+                    WEIGHTED,
+                    INDEXED,
+                    COUNT,
+                )
+                first += COUNT
+        if used == 0:
+            acc = tl.zeros_like(acc)
+        tl.store(target, rounded(acc, DTYPE), mask=inside)
+
+
+def unpermute(
+    device: Device,
+    rows: Array,
+    token_rows: Array,
+    weights: Array | None = None,
+    weight_index: Array | None = None,
+    *,
+    copy_single_row: bool = False,
+    config: Config | None = None,
+) -> Any:
+    """[T, H] of the dtype of ``rows``.
+
+    Args:
+        device: where to.
+        rows: [N, H] float32, float16 or bfloat16.
+        token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
+        weights: float32, by row, or by what weight_index says; None: the plain sum.
+        weight_index: int32 [N] place of each row's weight, or None.
+        copy_single_row: copy a token's only row even when there are weights.
+        config: instead of that of `configs.unpermute_config`.
+    """
+    num_tokens, row_slots = token_rows.shape
+    num_rows, hidden = rows.shape
+    dtype = device.dtype_name(rows)
+    item = ITEM_BYTES[dtype]
+    out = device.empty([num_tokens, hidden], dtype)
+    if not num_tokens:
+        return out
+    stride = device.row_stride(rows) if num_rows > 1 else 0
+    vector = sum_vector(item, hidden * item, stride * item, rows.data_ptr(), out.data_ptr())
+    config = config or unpermute_config(hidden * item, num_tokens)
+    block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
+    parts = blocks(hidden, block)
+    carrier = CARRIERS[dtype] + (":16" if vector > 1 else "")
+    num_weights = 0
+    if weights is not None:
+        num_weights = weights.shape[0] * (weights.shape[1] if len(weights.shape) == 2 else 1)
+    count = rows_at_once(row_slots, num_rows, num_tokens)
+    device.launch(
+        unpermute_kernel,
+        num_tokens * parts,
+        (carrier, "*i32", "*fp32", "*i32", carrier, "i32", "i32", "i32", "i64", "i64"),
+        (
+            *map(address, (rows, token_rows, weights, weight_index, out)),
+            *(num_rows, num_weights, row_slots, hidden // vector, stride // vector),
+        ),
+        (
+            *(dtype, weights is not None, weight_index is not None, weights is None or copy_single_row),
+            *(row_slots <= count, count, parts, block, vector),
+        ),
+        config.warps,
+    )
+    return out

@@ -1,0 +1,163 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="assignment"
+"""The gradient of unpermute: d_rows[r] = w_r * d_out[t] and d_weights = dot(d_out[t], rows[r]), in one pass over both.
+
+One program takes one row at a time: it reads d_out piece by piece (which the other programs of the token find in the
+L2), scales it into d_rows and keeps a float32 vector of partial dot products with the row (element j in lane
+j % BLOCK), which one tree adds up at the end. BLOCK and the number of warps depend on the row's size and dtype alone,
+so a dot product has the same bits on every run and for any number of tokens. Rows without a token get zeros from
+further programs. Moves (T + 2 N) * H * itemsize bytes. The gradient of a plain sum is a `permute` of d_out.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .configs import Config, backward_config, rows_at_once
+from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
+from .permute import FILL_BLOCK, permute, zero_rows
+from .sums import CARRIERS, rounded, widened
+
+__all__ = ["unpermute_backward"]
+
+
+@triton.jit
+def unpermute_backward_kernel(
+    d_out,
+    rows,
+    slot_rows,
+    row_to_token,
+    weights,
+    d_rows,
+    d_weights,
+    num_tokens,
+    num_rows,
+    row_slots,
+    groups,
+    DTYPE: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    NEED_ROWS: tl.constexpr,
+    NEED_WEIGHTS: tl.constexpr,
+    COPY_SINGLE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """PARTS programs per token, each for every PARTS-th of its places; then PARTS per FILL rows."""
+    program = tl.program_id(0)
+    token = program // PARTS
+    part = program % PARTS
+    width = groups.to(tl.int64) * VECTOR
+    lanes = tl.arange(0, BLOCK)
+    if token < num_tokens:
+        entries = slot_rows + token.to(tl.int64) * row_slots
+        single = False
+        if COPY_SINGLE:
+            single = (tl.load(entries) >= 0) & (tl.load(entries + 1, mask=row_slots > 1, other=-1) < 0)
+        slot = part
+        row = tl.load(entries + slot, mask=slot < row_slots, other=-1)
+        while (row >= 0) | (BY_SLOT & (slot < row_slots)):  # rows of a token stand before its -1 unless by slot
+            exists = (row >= 0) & (row < num_rows)
+            width_here = tl.where(exists, width, 0)
+            place = token.to(tl.int64) * row_slots + slot if BY_SLOT else row.to(tl.int64)
+            factor = tl.load(weights + place, mask=exists, other=0.0)
+            total = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, width_here, BLOCK):
+                columns = start + lanes
+                inside = columns < width
+                bits = tl.load(d_out + token.to(tl.int64) * width + columns, mask=inside, other=0)
+                gradient = widened(bits, DTYPE)
+                if NEED_WEIGHTS:
+                    data = tl.load(rows + row.to(tl.int64) * width + columns, mask=inside, other=0)
+                if NEED_ROWS:
+                    scaled = rounded(gradient * factor, DTYPE)
+                    if COPY_SINGLE:
+                        scaled = tl.where(single, bits, scaled)
+                    tl.store(d_rows + row.to(tl.int64) * width + columns, scaled, mask=inside)
+                if NEED_WEIGHTS:
+                    total = tl.fma(gradient, widened(data, DTYPE), total)
+            if NEED_WEIGHTS:
+                dot = tl.sum(total, axis=0)
+                if COPY_SINGLE:
+                    dot = tl.where(single, 0.0, dot)
+                tl.store(d_weights + place, dot, mask=exists | BY_SLOT)  # a slot without a row has gradient 0
+            slot += PARTS
+            row = tl.load(entries + slot, mask=slot < row_slots, other=-1)
+    else:
+        first = (token - num_tokens) * FILL
+        if NEED_ROWS:
+            for start in range(part * BLOCK, width, PARTS * BLOCK):
+                columns = start + lanes
+                word: tl.constexpr = d_rows.dtype.element_ty
+                zero_rows(row_to_token, d_rows, first, num_rows, width, columns, columns < width, word, FILL)
+        if NEED_WEIGHTS and not BY_SLOT:
+            index = first + tl.arange(0, FILL)
+            padding = tl.load(row_to_token + index, mask=index < num_rows, other=0) < 0
+            tl.store(d_weights + index, tl.zeros([FILL], tl.float32), mask=padding)
+
+
+def unpermute_backward(
+    device: Device,
+    d_out: Array,
+    slot_rows: Array,
+    row_to_token: Array,
+    rows: Array | None = None,
+    weights: Array | None = None,
+    *,
+    weights_by_slot: bool = False,
+    need_rows: bool = True,
+    copy_single_row: bool = False,
+    config: Config | None = None,
+) -> tuple[Any, Any]:
+    """d_rows [N, H] and d_weights; None for what is not wanted.
+
+    Args:
+        device: where to.
+        d_out: [T, H] contiguous. Only where it lies at a multiple of 16 bytes, and ``rows`` too, are the bits of a dot
+            product a function of the data and the sizes alone.
+        slot_rows: int32 [T, W]: rows of each token, in the order of the slots where weights are by slot, else ascending
+            with -1 last.
+        row_to_token: int32 [N], -1 for rows without a token.
+        rows: [N, H] contiguous, the forward input, if d_weights is wanted.
+        weights: float32 [N] by row or [T, W] by slot, or None for the plain sum.
+        weights_by_slot: which.
+        need_rows: whether d_rows is wanted.
+        copy_single_row: as in the forward.
+        config: instead of that of `configs.backward_config`.
+    """
+    if weights is None:
+        return (permute(device, d_out, None, slot_rows, row_to_token, "all")[0] if need_rows else None), None
+    num_tokens, row_slots = slot_rows.shape
+    num_rows, hidden = row_to_token.shape[0], d_out.shape[1]
+    dtype = device.dtype_name(d_out)
+    item = ITEM_BYTES[dtype]
+    d_rows = device.empty([num_rows, hidden], dtype) if need_rows else None
+    need_weights = rows is not None
+    d_weights = device.empty(list(weights.shape), "float32") if need_weights else None
+    vector = sum_vector(item, hidden * item, *map(address, (d_out, rows, d_rows)))
+    config = config or backward_config()
+    block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
+    parts = row_slots if weights_by_slot else rows_at_once(row_slots, num_rows, num_tokens)
+    parts = min(parts, 64)
+    fills = blocks(num_rows, FILL_BLOCK)
+    programs = (num_tokens + fills) * parts
+    if programs and (need_rows or need_weights):
+        carrier = CARRIERS[dtype] + (":16" if vector > 1 else "")
+        device.launch(
+            unpermute_backward_kernel,
+            programs,
+            (carrier, carrier, "*i32", "*i32", "*fp32", carrier, "*fp32", *["i32"] * 3, "i64"),
+            (
+                *map(address, (d_out, rows, slot_rows, row_to_token, weights, d_rows, d_weights)),
+                *(num_tokens, num_rows, row_slots, hidden // vector),
+            ),
+            (
+                *(dtype, weights_by_slot, need_rows, need_weights, copy_single_row),
+                *(parts, block, vector, FILL_BLOCK),
+            ),
+            config.warps,
+        )
+    return d_rows, d_weights

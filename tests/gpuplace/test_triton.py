@@ -1,0 +1,57 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels on GPUPlace, under a CUDA build of Paddle of the 2.6 series."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_moe_ops import reference
+
+from ..reference.cases import assert_same_bits
+from .test_operators import ALIGNMENT, Problem, on_gpu, on_host, problem, shape  # noqa: F401
+
+pytestmark = pytest.mark.gpu_place
+
+
+@pytest.fixture
+def device() -> Any:
+    import paddle
+
+    from paddle_moe_ops.triton import _runtime
+
+    paddle.set_device("gpu:0")
+    assert _runtime.unavailable() is None
+    return _runtime.device_of(on_gpu(np.zeros(1, np.int32)))
+
+
+def test_all_kernels(device: Any, problem: Problem) -> None:  # noqa: F811
+    from paddle_moe_ops.triton.permute import permute
+    from paddle_moe_ops.triton.route import Routing, route
+    from paddle_moe_ops.triton.unpermute import unpermute
+    from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
+
+    plan = problem.plan
+    sizes = problem.T, problem.K, problem.E, ALIGNMENT, False, True
+    maps = route(device, Routing(on_gpu(problem.ids), on_gpu(problem.probs), *sizes), None)
+    for actual, expected in zip(maps[:10], plan[:10], strict=True):
+        assert_same_bits(on_host(actual, expected.dtype), expected)
+
+    rows, scales = permute(device, on_gpu(problem.x), on_gpu(problem.scale), maps.token_rows, maps.row_to_token, "all")
+    expected_rows, expected_scales = reference.permute(problem.x, plan, problem.scale)
+    assert_same_bits(on_host(rows, problem.dtype), expected_rows)
+    assert_same_bits(on_host(scales, np.dtype(np.float32)), expected_scales)
+
+    y, d_out = problem.floats(plan.num_rows, 8), problem.floats(problem.T, 9)
+    out = unpermute(device, on_gpu(y), maps.token_rows, maps.row_probs)
+    assert_same_bits(on_host(out, problem.dtype), reference.unpermute(y, plan, plan.row_probs))
+    d_rows, d_probs = unpermute_backward(
+        device, on_gpu(d_out), maps.token_rows, maps.row_to_token, on_gpu(y), maps.row_probs
+    )
+    expected_d_rows, expected_d_probs = reference.unpermute_backward(d_out, plan, y, plan.row_probs)
+    assert_same_bits(on_host(d_rows, problem.dtype), expected_d_rows)
+    actual = on_host(d_probs, np.dtype(np.float32))
+    np.testing.assert_allclose(actual, expected_d_probs, rtol=1e-4, atol=1e-3 * np.sqrt(problem.H))

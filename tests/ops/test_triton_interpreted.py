@@ -1,0 +1,194 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton backend on Paddle's CPU tensors, its kernels in Triton's interpreter: the bits of the oracle's backend.
+
+On a GPU all tests of this directory run on the backend itself, with --backend=triton.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute, use_backend
+from paddle_moe_ops.backends import resolve
+from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.problems import every_kind, make_problem, ordinary, tensor
+from tests.params import SMALL
+
+pytestmark = pytest.mark.cpu_only
+
+SHAPE = SMALL._replace(T=5)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """CPU tensors count as tensors on a GPU whose kernels are interpreted."""
+    os.environ["TRITON_INTERPRET"] = "1"  # for good: a kernel is what it was when its module was imported
+    from paddle_moe_ops.testing.interpreter import NumpyDevice
+    from paddle_moe_ops.triton import _runtime
+
+    class Interpreted(_runtime.PaddleDevice):
+        def __init__(self):
+            self._place = paddle.CPUPlace()
+            self.launches = []
+
+        launch = NumpyDevice.launch
+
+    device = Interpreted()
+    monkeypatch.setattr(_runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(_runtime, "is_nvidia_gpu", lambda _: True)
+    monkeypatch.setattr(_runtime, "device_of", lambda _: device)
+    return device
+
+
+def on_both(call):
+    """What a function gives on Triton and on the oracle."""
+    with use_backend("triton"):
+        actual = call()
+    with use_backend("reference"):
+        expected = call()
+    return list(zip(actual, expected, strict=True))
+
+
+def loss_of(outputs, weights):
+    return sum((output.astype("float32") * weight).sum() for output, weight in zip(outputs, weights, strict=True))
+
+
+def gradients(call, arrays, weights, wanted):
+    """The gradients of a call's inputs, of those that want one."""
+    inputs = [tensor(array, "cpu", gradient=want) for array, want in zip(arrays, wanted, strict=True)]
+    loss_of(call(*inputs), [tensor(weight, "cpu") for weight in weights]).backward()
+    return [each.grad for each in inputs if each.grad is not None]
+
+
+@pytest.fixture
+def problem(rng):
+    return make_problem(rng, SHAPE)
+
+
+@pytest.fixture
+def plan(problem):
+    with use_backend("reference"):
+        return route(tensor(problem.ids, "cpu"), tensor(problem.probs, "cpu"), **problem.route_arguments)
+
+
+@pytest.mark.parametrize("buffer", [-1, 20])
+def test_route(interpreted, problem, buffer):
+    ids, probs = tensor(problem.ids, "cpu"), tensor(problem.probs, "cpu")
+    for options in ({}, {"duplicates": "each"}, {"validate": True} if buffer < 0 else {"validate": False}):
+        arguments = {**problem.route_arguments, "buffer_size": buffer, **options}
+        for actual, expected in on_both(lambda: route(ids, probs, **arguments)):  # noqa: B023
+            assert_bits_equal(actual, expected) if isinstance(actual, paddle.Tensor) else None
+    assert "route_kernel" in interpreted.launches or "maps_kernel" in interpreted.launches
+
+
+def test_route_with_counts_and_from_a_mask(interpreted, problem, rng):
+    ids = tensor(problem.ids, "cpu")
+    counts = problem.plan().routed_per_expert.tolist()
+    mask = tensor(rng.random((SHAPE.T, SHAPE.E)) < 0.5, "cpu")
+    for call in (
+        lambda: route(ids, tokens_per_expert=counts, **problem.route_arguments)[:5],
+        lambda: route(mask, topk=2, validate=False)[:5],
+    ):
+        for actual, expected in on_both(call):
+            assert_bits_equal(actual, expected)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "rows", "probs"])
+@pytest.mark.parametrize("kind", ["plain", "by row", "by slot"])
+def test_permute_and_unpermute_with_gradients(interpreted, problem, plan, rng, kind, wanted):
+    y = ordinary(rng, (plan.num_rows, SHAPE.H))
+    weights = [rng.random((SHAPE.T, SHAPE.H), np.float32)]
+    probs = problem.probs if kind == "by slot" else problem.plan().row_probs
+
+    def call(y, p):
+        return [unpermute(y, plan, None if kind == "plain" else p)]
+
+    for actual, expected in on_both(lambda: call(tensor(y, "cpu"), tensor(probs, "cpu"))):
+        assert_bits_equal(actual, expected)
+    if wanted[0] or kind != "plain":
+        for actual, expected in on_both(lambda: gradients(call, (y, probs), weights, wanted)):
+            np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_permute_with_gradient_scale_and_strides(interpreted, problem, plan, rng):
+    x = every_kind(rng, (SHAPE.T, SHAPE.H + 3))
+    scale = tensor(rng.random((SHAPE.T, 4), np.float32), "cpu")
+    for actual, expected in on_both(lambda: permute(tensor(x, "cpu")[:, : SHAPE.H], plan, scale)):
+        assert_bits_equal(actual, expected)
+    x, weights = ordinary(rng, (SHAPE.T, SHAPE.H)), [rng.random((plan.num_rows, SHAPE.H), np.float32)]
+    for actual, expected in on_both(lambda: gradients(lambda x: permute(x, plan)[:1], [x], weights, [True])):
+        assert_bits_equal(actual, expected)
+
+
+def test_moe_permute_with_gradients(interpreted, problem, rng):
+    ids, shape = tensor(problem.ids, "cpu"), problem.shape
+    rows = problem.plan().num_rows
+
+    def call(x, p, **options):
+        return moe_permute(x, None, ids, p, shape.E, None, shape.A, **options)
+
+    arrays = problem.x, problem.probs
+    for options in ({"return_expert_indices": True, "return_overflow": True}, {"do_gather": False}):
+        outputs = on_both(lambda: call(*(tensor(each, "cpu") for each in arrays), **options))  # noqa: B023
+        for actual, expected in outputs:
+            assert_bits_equal(actual, expected)
+    weights = [rng.random((rows, shape.H), np.float32), rng.random(rows, np.float32)]
+    for actual, expected in on_both(lambda: gradients(lambda *a: call(*a)[:3:2], arrays, weights, (True, True))):
+        assert_bits_equal(actual, expected)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("compat", [None, "paddle"])
+def test_moe_unpermute_with_gradients(interpreted, problem, rng, weighted, compat):
+    from paddle_moe_ops import reference
+
+    plan, shape = problem.plan(), problem.shape
+    rowmap, ids = tensor(reference.plan_to_rowmap(plan), "cpu"), tensor(problem.ids, "cpu")
+    arrays = ordinary(rng, (plan.num_rows, shape.H)), plan.row_probs
+
+    def call(y, p):
+        options = {"using_weighted_combine": weighted, "compat": compat}
+        return moe_unpermute(y, rowmap, ids, p, shape.T, shape.E, **options)
+
+    for actual, expected in on_both(lambda: call(*(tensor(each, "cpu") for each in arrays))):
+        assert_bits_equal(actual, expected)
+    weights = [rng.random((shape.T, shape.H), np.float32), rng.random((shape.T, shape.K), np.float32)]
+    for wanted in ((True, True), (False, True)):
+        for actual, expected in on_both(lambda: gradients(call, arrays, weights, wanted)):  # noqa: B023
+            np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_bad_data_raise_under_validation_and_count_as_none_without(interpreted):
+    ids = tensor(np.array([[0, 9], [1, 1]], np.int32), "cpu")
+    with use_backend("triton"):
+        with pytest.raises(ValueError, match=r"route: routing must hold expert ids in \[-1, 3\)"):
+            route(ids, num_experts=3, validate=True)
+        assert route(ids, num_experts=3, validate=False).tokens_per_expert.tolist() == [1, 1, 0]
+
+
+def test_graphs_run_the_compiled_operators(interpreted):
+    seen = []
+
+    @paddle.jit.to_static(full_graph=True)
+    def traced(ids):
+        seen.append(resolve("route", ids).name)
+        return route(ids, num_experts=3).slot_to_row
+
+    with use_backend("triton"):
+        assert traced(paddle.to_tensor([[0, 2]], dtype="int32")).tolist() == [[0, 1]]
+    assert seen == ["compiled"]
+    assert interpreted.launches == []
+
+
+def test_tensors_in_host_memory_are_refused(monkeypatch):
+    from paddle_moe_ops.triton import _runtime
+
+    monkeypatch.setattr(_runtime, "unavailable", lambda: None)
+    text = r"route: the backend 'triton' chosen by use_backend cannot run here: .* but these are on Place\(cpu\)"
+    with use_backend("triton"), pytest.raises(RuntimeError, match=text):
+        route(paddle.zeros([2, 1], dtype="int32"), num_experts=1)

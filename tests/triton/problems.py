@@ -1,0 +1,59 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the Triton kernels start from: shapes, problems and their plans."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from paddle_moe_ops import reference
+from paddle_moe_ops.testing.interpreter import NumpyDevice
+from paddle_moe_ops.testing.routing import GENERATORS, random_probs
+from tests.params import (
+    EMPTY,
+    MANY_SLOTS,
+    MORE_SLOTS_THAN_EXPERTS,
+    ODD,
+    ONE_COLUMN,
+    ONE_TOKEN,
+    PADDED,
+    UNALIGNED,
+    WIDE,
+    Shape,
+)
+from tests.reference.cases import floats_of_every_kind, ordinary_floats
+
+ROW_SHAPES = (EMPTY, ONE_TOKEN, ONE_COLUMN, UNALIGNED, MORE_SLOTS_THAN_EXPERTS)
+LONG_ROW_SHAPES = (ODD, PADDED, MANY_SLOTS, WIDE)
+
+
+def fitting(gpu: Any, shape: Shape) -> Shape:
+    """The shape, with fewer tokens for the interpreter: it takes ten milliseconds and more for each program."""
+    return shape._replace(T=min(shape.T, 2 if shape.H > 1000 else 7)) if isinstance(gpu, NumpyDevice) else shape
+
+
+class Problem(NamedTuple):
+    shape: Shape
+    ids: NDArray
+    probs: NDArray
+    plan: reference.Plan
+
+
+def make_problem(rng: np.random.Generator, shape: Shape, routing: str = "half_unassigned", **options: Any) -> Problem:
+    ids = GENERATORS[routing](rng, shape.T, shape.K, shape.E)
+    probs = random_probs(rng, ids)
+    plan = reference.route(ids, probs, num_experts=shape.E, padding_alignment=shape.A, **options)
+    return Problem(shape, ids, probs, plan)
+
+
+def every_kind(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray:
+    """Ordinary numbers, subnormals, huge numbers, zeros, infinities and NaN with payloads."""
+    return floats_of_every_kind(shape, dtype, int(rng.integers(2**32)))
+
+
+def ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray:
+    """Finite numbers of size 1."""
+    return ordinary_floats(shape, dtype, int(rng.integers(2**32)))
