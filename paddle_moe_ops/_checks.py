@@ -8,8 +8,10 @@ checks it at run time.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NoReturn
 
 import paddle
@@ -112,6 +114,15 @@ def integer(function: str, argument: str, value: Any, minimum: int, maximum: int
     if not minimum <= number <= maximum:
         bad_value(function, argument, f"from {minimum} to {maximum}", number)
     return number
+
+
+def number(function: str, argument: str, value: Any) -> float:
+    """Check a finite Python (or NumPy) number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        bad_type(function, argument, "a number", type(value).__name__)
+    if not math.isfinite(value):
+        bad_value(function, argument, "finite", value)
+    return float(value)
 
 
 def token_count(function: str, argument: str, value: Any, like: Tensor) -> int:

@@ -32,11 +32,11 @@ def _tensors(like: Tensor, *arrays: NDArray) -> Tensors:
 
 
 def _plan(plan: Any) -> reference.Plan:
-    """The oracle's plan of a plan of tensors."""
+    """The oracle's plan of a plan of tensors, or what there is of one."""
     fields: dict[str, Any] = {
         name: to_numpy(field) if isinstance(field, Tensor) else field for name, field in plan._asdict().items()
     }
-    return reference.Plan(**fields)
+    return reference.Plan(**{**dict.fromkeys(reference.Plan._fields), **fields})
 
 
 def _host_counts(function: str, counts: Tensor) -> list[int]:
