@@ -7,6 +7,7 @@ M rows in all, K the inner and N the outer size of a matrix, E experts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,6 @@ from . import _checks
 from ._graphs import traceable
 
 __all__ = ["grouped_gemm"]
-
-# Rows of one segment of X: an int, or a 0-D tensor in a graph that does not know it.
-_Rows = Any
 
 
 @traceable
@@ -71,17 +69,10 @@ def grouped_gemm(
     sizes = _row_counts(name, "m_sizes", m_sizes, num_experts)
     offsets = None if expert_offsets is None else _row_counts(name, "expert_offsets", expert_offsets, num_experts + 1)
     _checks.same_place(name, X=X, W=W)
-    if offsets is not None:
-        _check_offsets(name, sizes, offsets)
-    segments = _segments(sizes, offsets)
-    if _known(sizes, offsets) and X.shape[0] >= 0:
-        covered = sum(segments)
-        if covered > X.shape[0]:
-            what = "m_sizes" if offsets is None else "expert_offsets"
-            _checks.bad_value(name, what, f"within the {X.shape[0]} rows of X", sizes if offsets is None else offsets)
-        segments.append(X.shape[0] - covered)
+    if isinstance(sizes, list) and not isinstance(offsets, Tensor) and X.shape[0] >= 0:
+        segments = _segments(name, X.shape[0], sizes, offsets)
     else:
-        segments.append(-1)  # the rest
+        segments = _segments_in_graph(X, sizes, offsets)
     on_gpu = X.place.is_gpu_place() if isinstance(X, Tensor) else paddle.device.get_device().startswith("gpu")
     if on_gpu:
         return _multiply(X, W, segments, transpose)
@@ -90,13 +81,13 @@ def grouped_gemm(
         return _multiply(X.astype("float32"), W.astype("float32"), segments, transpose).astype(X.dtype)
 
 
-def _row_counts(function: str, argument: str, value: Any, length: int) -> list[_Rows]:
-    """A list of ints >= 0, or of 0-D tensors in a graph that gets them as a tensor."""
-    if isinstance(value, Tensor):
-        value = _checks.tensor(function, argument, value, _checks.ID_DTYPES, [length]).tolist()
-    elif _checks.is_graph_value(value):
+def _row_counts(function: str, argument: str, value: Any, length: int) -> list[int] | Tensor:
+    """A list of ints >= 0, or the tensor of a graph."""
+    if isinstance(value, Tensor) or _checks.is_graph_value(value):
         _checks.tensor(function, argument, value, _checks.ID_DTYPES, [length])
-        return [value[i] for i in range(length)]
+        if _checks.is_graph_value(value):
+            return value
+        value = value.tolist()
     if not isinstance(value, (list, tuple)):
         _checks.bad_type(function, argument, "a list of ints or a 1-D int tensor", type(value).__name__)
     if len(value) != length:
@@ -104,29 +95,40 @@ def _row_counts(function: str, argument: str, value: Any, length: int) -> list[_
     return [_checks.integer(function, f"{argument}[{i}]", item, 0) for i, item in enumerate(value)]
 
 
-def _known(*lists: list[_Rows] | None) -> bool:
-    return all(isinstance(item, int) for items in lists if items is not None for item in items)
-
-
-def _check_offsets(function: str, sizes: list[_Rows], offsets: list[_Rows]) -> None:
-    if not _known(sizes, offsets):
-        return
-    for expert, size in enumerate(sizes):
-        first, end = offsets[expert : expert + 2]
-        if first + size > end:
-            expected = f"at least {first + size}, the end of group {expert}"
-            _checks.bad_value(function, f"expert_offsets[{expert + 1}]", expected, end)
-
-
-def _segments(sizes: list[_Rows], offsets: list[_Rows] | None) -> list[_Rows]:
-    """Rows from the start of X on that belong to no group, to group 0, to none, to group 1, ... to the last group."""
+def _segments(function: str, num_rows: int, sizes: list[int], offsets: list[int] | None) -> list[int]:
+    """The rows of X from its start: how many belong to no group, to group 0, to none, to group 1, ... to none."""
     if offsets is None:
-        return [part for size in sizes for part in (0, size)]
-    ends = [0, *(first + size for first, size in zip(offsets, sizes, strict=False))]
-    return [part for end, first, size in zip(ends, offsets, sizes, strict=False) for part in (first - end, size)]
+        offsets = list(itertools.accumulate(sizes, initial=0))
+        if offsets[-1] > num_rows:
+            _checks.bad_value(function, "m_sizes", f"sizes of {num_rows} rows at most, those of X", sizes)
+    elif offsets[-1] > num_rows:
+        _checks.bad_value(function, f"expert_offsets[{len(sizes)}]", f"at most {num_rows}, the rows of X", offsets[-1])
+    segments, end = [], 0
+    for expert, (first, size, next_first) in enumerate(zip(offsets[:-1], sizes, offsets[1:], strict=True)):
+        segments += [first - end, size]
+        end = first + size
+        if end > next_first:
+            expected = f"at least {end}, the end of group {expert}"
+            _checks.bad_value(function, f"expert_offsets[{expert + 1}]", expected, next_first)
+    return [*segments, num_rows - end]
 
 
-def _multiply(X: Tensor, W: Tensor, segments: list[_Rows], transpose: bool) -> Tensor:
+def _segments_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] | Tensor | None) -> list[Tensor]:
+    """As `_segments`, as 0-D tensors. Groups that overlap or end behind X are cut, so that the rows are those of X."""
+    num_rows = paddle.shape(X)[:1].astype("int64")
+    sizes = paddle.to_tensor(sizes) if isinstance(sizes, list) else sizes
+    sizes = sizes.astype("int64").clip(min=0)
+    if offsets is None:
+        starts = paddle.cumsum(sizes) - sizes
+    else:
+        starts = (paddle.to_tensor(offsets) if isinstance(offsets, list) else offsets).astype("int64")[:-1]
+    borders = paddle.stack([starts, starts + sizes], axis=1).reshape([-1])
+    borders = paddle.minimum(paddle.cummax(borders.clip(min=0), axis=0)[0], num_rows)
+    segments = paddle.diff(borders, prepend=paddle.zeros([1], "int64"), append=num_rows)
+    return [segments[i] for i in range(segments.shape[0])]
+
+
+def _multiply(X: Tensor, W: Tensor, segments: Sequence[int | Tensor], transpose: bool) -> Tensor:
     """The products of every other segment, zeros for those between.
 
     With unbind and split, backward is one stack and one concat; indexing expert by expert would add up E tensors of

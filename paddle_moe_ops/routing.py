@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import paddle
@@ -209,7 +210,9 @@ def calculate_topk(
     _checks.tensor(name, "gating", gating, _checks.SUM_DTYPES, ["num_tokens", "num_experts"])
     num_experts = gating.shape[1]
     if num_experts == 0:
-        _checks.bad_value(name, "gating", "of shape [num_tokens, num_experts] with num_experts >= 1", gating.shape)
+        _checks.bad_value(
+            name, "gating", "of shape [num_tokens, num_experts] with num_experts >= 1", list(gating.shape)
+        )
     for argument, value in (
         ("use_sigmoid", use_sigmoid),
         ("renormalize", renormalize),
@@ -291,10 +294,8 @@ def _select_experts(
         return _descending(values, top_k)
     size = values.shape[1] // num_groups
     values = values.reshape([0, num_groups, size])  # 0: as it was, which a graph need not know
-    best = paddle.topk(values, min(scores_per_group, size), axis=-1)[0]
-    sums = best[:, :, 0]
-    for rank in range(1, best.shape[-1]):  # one after the other, the same bits everywhere
-        sums = sums + best[:, :, rank]
+    first, *others = paddle.topk(values, min(scores_per_group, size), axis=-1)[0].unbind(axis=-1)
+    sums = functools.reduce(paddle.add, others, first)  # one after the other, the same bits everywhere
     groups = paddle.sort(_descending(sums, topk_groups), axis=-1)
     candidates = paddle.take_along_axis(values, groups.unsqueeze(-1), axis=1).reshape([0, topk_groups * size])
     chosen = _descending(candidates, top_k)

@@ -15,7 +15,9 @@ import numpy as np
 import paddle
 from numpy.typing import DTypeLike, NDArray
 
-from paddle_moe_ops import moe_permute, moe_unpermute, permute, reference, route, unpermute
+from paddle_moe_ops import indexed, moe_permute, moe_unpermute, permute, reference, route, unpermute
+from paddle_moe_ops.gemm import grouped_gemm
+from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.routing import half_unassigned, random_probs
 
 H, E, K, A = 20, 5, 3, 4
@@ -219,6 +221,49 @@ def unpermute_by_plan_slot_probs(rows, ids, probs):
     return (unpermute(rows, route(ids, num_experts=E, padding_alignment=A), probs),)
 
 
+ROUTED, GROUPS = 12, {"num_groups": 4, "topk_groups": 2}
+
+
+def gating_inputs(dtype: DTypeLike = np.float32, with_bias: bool = True) -> Callable[..., Inputs]:
+    """Logits of twelve experts, with ties, and a correction bias."""
+
+    def make(rng: np.random.Generator, tokens: int) -> Inputs:
+        gating = rng.integers(-8, 8, (tokens, ROUTED)) / 4
+        bias = {"bias": rng.standard_normal(ROUTED).astype(np.float32)} if with_bias else {}
+        return {"gating": gating.astype(dtype), **bias}
+
+    return make
+
+
+def expert_weights(rng: np.random.Generator, ids: NDArray) -> NDArray:
+    return rng.standard_normal((E, 6, H)).astype(np.float32)
+
+
+def topk_softmax(gating):
+    return calculate_topk(gating, K, False, True)
+
+
+def topk_in_groups(gating, bias):
+    scaling = {"scaling_factor": 2.5, "return_scores": True}
+    return calculate_topk(gating, K, True, True, correction_bias=bias, **GROUPS, **scaling)
+
+
+def topk_of_logits(gating):
+    return calculate_topk(gating, K, False, False, False, True)
+
+
+def by_gather_indices(x, ids):
+    counts, gather, scatter = indexed.get_routing_indices(ids, E, True)
+    rows = indexed.permute(x, gather, K)
+    return counts, gather, scatter, rows, indexed.unpermute(rows * 2, gather)
+
+
+def gemm_by_plan(x, ids, weights):
+    plan = route(ids, num_experts=E, padding_alignment=A)
+    rows, _ = permute(x, plan)
+    return (grouped_gemm(rows, weights, plan.tokens_per_expert, expert_offsets=plan.expert_offsets),)
+
+
 COUNTS32, COUNTS64 = true_counts(np.int32), true_counts(np.int64)
 
 MOE_PERMUTE = (
@@ -265,4 +310,13 @@ VERBS = (
     Case("unpermute-slot-probs", unpermute_by_plan_slot_probs, plan_inputs(), ("rows", "probs")),
     Case("unpermute-slot-probs-bfloat16", unpermute_by_plan_slot_probs, plan_inputs(BFLOAT16), ("rows", "probs")),
 )
-CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS)
+INDEXED = (
+    Case("calculate_topk", topk_softmax, gating_inputs(with_bias=False), ("gating",)),
+    Case("calculate_topk-groups", topk_in_groups, gating_inputs(), ("gating",)),
+    Case("calculate_topk-groups-bfloat16", topk_in_groups, gating_inputs(BFLOAT16), ("gating",)),
+    Case("calculate_topk-post_act", topk_of_logits, gating_inputs(with_bias=False), ("gating",)),
+    Case("indexed", by_gather_indices, token_inputs(leave_out="probs"), ("x",)),
+    Case("indexed-bfloat16", by_gather_indices, token_inputs(BFLOAT16, leave_out="probs"), ("x",)),
+    Case("grouped_gemm", gemm_by_plan, token_inputs(leave_out="probs", weights=expert_weights), ("x", "weights")),
+)
+CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *INDEXED)
