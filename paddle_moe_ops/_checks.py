@@ -9,9 +9,10 @@ checks it at run time.
 from __future__ import annotations
 
 import contextlib
-import numbers
+import math
 import operator
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, NoReturn
 
 import paddle
@@ -154,6 +155,15 @@ def integer(function: str, argument: str, value: Any, minimum: int, maximum: int
     return number
 
 
+def number(function: str, argument: str, value: Any) -> float:
+    """Check a finite Python (or NumPy) number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        bad_type(function, argument, "a number", type(value).__name__)
+    if not math.isfinite(value):
+        bad_value(function, argument, "finite", value)
+    return float(value)
+
+
 def token_count(function: str, argument: str, value: Any, like: Tensor) -> int:
     """Check a number of tokens, which may also be a 0-D integer tensor; -1 if a graph does not know it yet.
 
@@ -183,7 +193,7 @@ def choice(function: str, argument: str, value: Any, choices: Sequence[str | Non
 def quantization(function: str, ue8m0: bool, scale_layout: Any, amax_min: Any) -> QuantizeSpec:
     """Check how rows are to become float8."""
     choice(function, "scale_layout", scale_layout, SCALE_LAYOUTS)
-    if isinstance(amax_min, bool) or not isinstance(amax_min, numbers.Real):
+    if isinstance(amax_min, bool) or not isinstance(amax_min, Real):
         bad_type(function, "amax_min", "a float", type(amax_min).__name__)
     number = float(amax_min)
     lowest, highest = AMAX_LIMITS

@@ -18,6 +18,8 @@ from paddle import Tensor, nn
 
 from . import _checks
 from .functional import moe_permute, moe_unpermute
+from .gemm import grouped_gemm
+from .routing import calculate_topk, check_groups
 
 __all__ = ["MoELayer", "RouterOutput", "SwiGLU", "SwiGLUExperts", "TopKRouter", "load_balance_loss"]
 
@@ -40,7 +42,8 @@ class TopKRouter(nn.Layer):
     """Chooses K of E experts for each token and weights them.
 
     The logits are computed in float32, under automatic mixed precision too. The K experts with the highest
-    ``scores + correction_bias`` are chosen, of equal values the lower expert id first. The weights come from
+    ``scores + correction_bias`` are chosen, of equal values the lower expert id first, from the best groups if
+    there are groups (see `paddle_moe_ops.routing.calculate_topk`, which decides). The weights come from
     the scores without the bias: it steers the load and gets no gradient (balancing without an auxiliary loss,
     as in DeepSeek-V3 and ERNIE 4.5). Deterministic; no host synchronisation.
 
@@ -51,10 +54,15 @@ class TopKRouter(nn.Layer):
         scoring: ``"softmax"`` over the experts or ``"sigmoid"`` of each logit.
         correction_bias: Whether to keep a correction bias, a float32 buffer [E] that starts at zero.
         norm_topk_prob: Whether the K weights of a token are divided by their sum.
+        num_groups: Groups of experts, a divisor of E.
+        topk_groups: Groups that a token's experts may come from; None for all.
+        scores_per_group: How many of a group's best scores are added up to rank it: 2 in DeepSeek-V3, 1 in V2.
+        scaling_factor: What the weights are multiplied by in the end.
 
     Raises:
-        TypeError: A size is no int.
-        ValueError: A size below 1, K above E, or an unknown scoring.
+        TypeError: A size is no int, or the factor no number.
+        ValueError: A size below 1, K above E or above the experts of the kept groups, groups that do not divide E,
+            or an unknown scoring.
     """
 
     def __init__(
@@ -66,17 +74,26 @@ class TopKRouter(nn.Layer):
         scoring: str = "softmax",
         correction_bias: bool = True,
         norm_topk_prob: bool = True,
+        num_groups: int = 1,
+        topk_groups: int | None = None,
+        scores_per_group: int = 2,
+        scaling_factor: float = 1.0,
     ) -> None:
         super().__init__()
         _check_sizes("TopKRouter", hidden_size=hidden_size, num_experts=num_experts, topk=topk)
         if topk > num_experts:
             _checks.bad_value("TopKRouter", "topk", f"at most num_experts={num_experts}", topk)
+        self.num_groups, self.topk_groups = check_groups(
+            "TopKRouter", "topk", num_experts, topk, num_groups, topk_groups, scores_per_group
+        )
         _checks.choice("TopKRouter", "scoring", scoring, ("softmax", "sigmoid"))
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.topk = topk
         self.scoring = scoring
         self.norm_topk_prob = norm_topk_prob
+        self.scores_per_group = scores_per_group
+        self.scaling_factor = _checks.number("TopKRouter", "scaling_factor", scaling_factor)
         self.weight = _weight(self, [hidden_size, num_experts], fan_in=hidden_size)
         bias = paddle.zeros([num_experts], dtype="float32") if correction_bias else None
         self.register_buffer("correction_bias", bias)
@@ -97,19 +114,20 @@ class TopKRouter(nn.Layer):
         _checks.tensor("TopKRouter", "x", x, _checks.SUM_DTYPES, ["T", self.hidden_size])
         with paddle.amp.auto_cast(enable=False):
             logits = paddle.matmul(x.astype("float32"), self.weight.astype("float32"))
-            scores = F.softmax(logits, axis=-1) if self.scoring == "softmax" else F.sigmoid(logits)
-            ids = self._choose(scores)
-            probs = paddle.take_along_axis(scores, ids, axis=-1)
-            if self.norm_topk_prob:
-                # Sigmoid scores can all underflow to zero; the floor keeps such a token's weights finite.
-                probs = probs / probs.sum(axis=-1, keepdim=True).clip(min=1e-12)
+            bias = None if self.correction_bias is None else self.correction_bias.astype("float32")
+            probs, ids, scores = calculate_topk(
+                logits,
+                self.topk,
+                self.scoring == "sigmoid",
+                self.norm_topk_prob,
+                correction_bias=bias,
+                num_groups=self.num_groups,
+                topk_groups=self.topk_groups,
+                scores_per_group=self.scores_per_group,
+                scaling_factor=self.scaling_factor,
+                return_scores=True,
+            )
         return RouterOutput(ids.astype("int32"), probs, scores)
-
-    @paddle.no_grad()
-    def _choose(self, scores: Tensor) -> Tensor:
-        # paddle.topk leaves the order of ties open; a stable sort gives the lower expert id first.
-        biased = scores if self.correction_bias is None else scores + self.correction_bias.astype("float32")
-        return paddle.argsort(biased, axis=-1, descending=True, stable=True)[:, : self.topk]
 
     @paddle.no_grad()
     def update_correction_bias(self, tokens_per_expert: Sequence[int] | Tensor, rate: float = 1e-3) -> None:
@@ -234,11 +252,8 @@ class SwiGLUExperts(nn.Layer):
         if len(counts) != self.num_experts or min(counts) < 0 or sum(sizes) != rows.shape[0]:
             expected = f"{self.num_experts} counts >= 0 whose segments have {rows.shape[0]} rows in all"
             _checks.bad_value("SwiGLUExperts", "tokens_per_expert", expected, counts)
-        # With unbind and split, backward is one stack and one concat; indexing expert by expert would add up
-        # E tensors of the size of all weights.
-        segments = paddle.split(rows, sizes, axis=0)
-        weights = zip(paddle.unbind(self.gate_up), paddle.unbind(self.down), strict=True)
-        return paddle.concat([_swiglu_mlp(part, *pair) for part, pair in zip(segments, weights, strict=True)], axis=0)
+        hidden = F.swiglu(grouped_gemm(rows, self.gate_up, sizes, transpose=False))
+        return grouped_gemm(hidden, self.down, sizes, transpose=False)
 
 
 class MoELayer(nn.Layer):
@@ -256,6 +271,10 @@ class MoELayer(nn.Layer):
         scoring: See TopKRouter.
         correction_bias: See TopKRouter.
         norm_topk_prob: See TopKRouter.
+        num_groups: See TopKRouter.
+        topk_groups: See TopKRouter.
+        scores_per_group: See TopKRouter.
+        scaling_factor: See TopKRouter.
 
     Attributes:
         tokens_per_expert: Load of the last forward pass, E ints, for ``router.update_correction_bias``.
@@ -276,6 +295,10 @@ class MoELayer(nn.Layer):
         scoring: str = "softmax",
         correction_bias: bool = True,
         norm_topk_prob: bool = True,
+        num_groups: int = 1,
+        topk_groups: int | None = None,
+        scores_per_group: int = 2,
+        scaling_factor: float = 1.0,
     ) -> None:
         super().__init__()
         _checks.integer("MoELayer", "num_shared_experts", num_shared_experts, 0)
@@ -287,6 +310,10 @@ class MoELayer(nn.Layer):
             scoring=scoring,
             correction_bias=correction_bias,
             norm_topk_prob=norm_topk_prob,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            scores_per_group=scores_per_group,
+            scaling_factor=scaling_factor,
         )
         self.experts = SwiGLUExperts(num_experts, hidden_size, intermediate_size)
         self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None

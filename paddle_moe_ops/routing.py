@@ -1,19 +1,24 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routing decided once: the Plan, and how to make it."""
+"""Routing decided once: the experts of each token, the Plan, and how to make it."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import paddle
+import paddle.nn.functional as F
 from paddle import Tensor
 
 from . import _checks, autograd
 from ._graphs import traceable
 from .backends import RouteSpec, resolve
 
-__all__ = ["Plan", "route"]
+__all__ = ["Plan", "calculate_topk", "route"]
+
+# The smallest sum that weights are divided by: sigmoid scores can all underflow to zero.
+SMALLEST_SUM = 1e-12
 
 
 class Plan(NamedTuple):
@@ -146,3 +151,156 @@ def route(
         padding_alignment=padding_alignment,
         num_rows=fields["row_to_token"].shape[0],
     )
+
+
+@traceable
+def calculate_topk(
+    gating: Tensor,
+    top_k: int,
+    use_sigmoid: bool,
+    renormalize: bool,
+    pre_act: bool = True,
+    post_act: bool = False,
+    *,
+    correction_bias: Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int | None = None,
+    scores_per_group: int = 2,
+    scaling_factor: float = 1.0,
+    return_scores: bool = False,
+) -> tuple[Tensor, ...]:
+    """Choose the experts of each token from a router's logits, and weight them.
+
+    Scores are the sigmoid of each logit or the softmax over a token's logits, in float32, rounded to the dtype of
+    the logits. The K experts with the highest values are chosen, of equal values the lower id first; NaN is above all
+    numbers. Weights are the scores of the chosen experts, divided by their sum and scaled if asked for.
+
+    What routers add to this: ERNIE 4.5 a correction bias; DeepSeek-V2 groups (``scores_per_group=1``); DeepSeek-V3
+    (arXiv:2412.19437, section 2.1.2) sigmoid, bias, groups (of the two best scores) and a scaling factor.
+
+    Differentiable: weights and scores in ``gating``; the choice and ``correction_bias`` get no gradient. The ids are
+    the same on every device for the same values; scores differ in the last bits, as exponentials do. Runs on Paddle's
+    operators. No host synchronisation.
+
+    Args:
+        gating: logits [T, E], bfloat16, float16 or float32.
+        top_k: K, from 1 to the experts of the kept groups.
+        use_sigmoid: sigmoid instead of softmax.
+        renormalize: divide a token's weights by their sum (by 1e-12 if it is below that).
+        pre_act: choose by scores of all experts.
+        post_act: choose by logits and score the chosen experts only, so that a softmax runs over K. Exactly one of
+            ``pre_act`` and ``post_act`` must be True.
+        correction_bias: float32 [E] that is added to what experts are chosen by, in float32, and to nothing else.
+        num_groups: groups of E / num_groups experts that follow each other.
+        topk_groups: groups of each token that experts may come from, those with the highest sums; of equal sums the
+            lower group. None: all.
+        scores_per_group: how many of a group's highest values (with the bias) are added up to its sum.
+        scaling_factor: what the weights are multiplied by in the end.
+        return_scores: also return the scores of all experts, for auxiliary losses.
+
+    Returns:
+        weights [T, K] (dtype of ``gating``), best expert first, and ids int64 [T, K], distinct within a token; then as
+        asked for scores [T, E] (dtype of ``gating``).
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape.
+    """
+    name = "calculate_topk"
+    _checks.tensor(name, "gating", gating, _checks.SUM_DTYPES, ["num_tokens", "num_experts"])
+    num_experts = gating.shape[1]
+    if num_experts == 0:
+        _checks.bad_value(
+            name, "gating", "of shape [num_tokens, num_experts] with num_experts >= 1", list(gating.shape)
+        )
+    for argument, value in (
+        ("use_sigmoid", use_sigmoid),
+        ("renormalize", renormalize),
+        ("pre_act", pre_act),
+        ("post_act", post_act),
+        ("return_scores", return_scores),
+    ):
+        _checks.flag(name, argument, value)
+    if pre_act == post_act:
+        _checks.bad_value(name, "pre_act", "True or post_act, and not both", f"pre_act={pre_act}, post_act={post_act}")
+    num_groups, topk_groups = check_groups(name, "top_k", num_experts, top_k, num_groups, topk_groups, scores_per_group)
+    if correction_bias is not None:
+        _checks.tensor(name, "correction_bias", correction_bias, (paddle.float32,), [num_experts])
+    scaling_factor = _checks.number(name, "scaling_factor", scaling_factor)
+    _checks.same_place(name, gating=gating, correction_bias=correction_bias)
+
+    def activation(values: Tensor) -> Tensor:
+        return _rounded(F.sigmoid(values) if use_sigmoid else F.softmax(values, axis=-1), gating.dtype)
+
+    # Mixed precision would round the scores.
+    with paddle.amp.auto_cast(enable=False):
+        logits = gating.astype("float32")
+        scores = activation(logits) if pre_act or return_scores else logits
+        ids = _select_experts(
+            scores if pre_act else logits, top_k, correction_bias, num_groups, topk_groups, scores_per_group
+        )
+        if pre_act:
+            weights = paddle.take_along_axis(scores, ids, axis=-1)
+        else:
+            weights = activation(paddle.take_along_axis(logits, ids, axis=-1))
+        if renormalize:
+            total = _rounded(weights.sum(axis=-1, keepdim=True), gating.dtype)
+            weights = weights / total.clip(min=SMALLEST_SUM)
+        if scaling_factor != 1.0:
+            weights = weights * scaling_factor
+    outputs = weights.astype(gating.dtype), ids
+    return (*outputs, scores.astype(gating.dtype)) if return_scores else outputs
+
+
+def _rounded(values: Tensor, dtype: Any) -> Tensor:
+    """float32 values that the dtype can hold. Paddle has few operators for narrow types on the CPU."""
+    return values if dtype == paddle.float32 else values.astype(dtype).astype("float32")
+
+
+def check_groups(
+    function: str, argument: str, num_experts: int, top_k: Any, num_groups: Any, topk_groups: Any, scores_per_group: Any
+) -> tuple[int, int]:
+    """Check K, the ``argument`` of a function, and the groups that experts may come from.
+
+    Returns:
+        The number of groups, and of those that are kept.
+    """
+    top_k = _checks.integer(function, argument, top_k, 1)
+    num_groups = _checks.integer(function, "num_groups", num_groups, 1)
+    if num_experts % num_groups:
+        _checks.bad_value(function, "num_groups", f"a divisor of num_experts={num_experts}", num_groups)
+    topk_groups = (
+        num_groups if topk_groups is None else _checks.integer(function, "topk_groups", topk_groups, 1, num_groups)
+    )
+    _checks.integer(function, "scores_per_group", scores_per_group, 1)
+    candidates = num_experts // num_groups * topk_groups
+    if top_k > candidates:
+        _checks.bad_value(function, argument, f"at most {candidates}, the experts to choose from", top_k)
+    return num_groups, topk_groups
+
+
+@paddle.no_grad()
+def _select_experts(
+    values: Tensor, top_k: int, bias: Tensor | None, num_groups: int, topk_groups: int, scores_per_group: int
+) -> Tensor:
+    """int64 [T, K]: the experts with the highest values. A stable sort gives the lower id first, which topk does not.
+
+    Selection among fewer groups sorts their experts only, so no stand-in value is needed for the others.
+    """
+    values = values.detach()
+    if bias is not None:
+        values = values + bias.detach()
+    if topk_groups == num_groups:
+        return _descending(values, top_k)
+    size = values.shape[1] // num_groups
+    values = values.reshape([0, num_groups, size])  # 0: as it was, which a graph need not know
+    first, *others = paddle.topk(values, min(scores_per_group, size), axis=-1)[0].unbind(axis=-1)
+    sums = functools.reduce(paddle.add, others, first)  # one after the other, the same bits everywhere
+    groups = paddle.sort(_descending(sums, topk_groups), axis=-1)
+    candidates = paddle.take_along_axis(values, groups.unsqueeze(-1), axis=1).reshape([0, topk_groups * size])
+    chosen = _descending(candidates, top_k)
+    return paddle.take_along_axis(groups, chosen // size, axis=-1) * size + chosen % size
+
+
+def _descending(values: Tensor, count: int) -> Tensor:
+    return paddle.argsort(values, axis=-1, descending=True, stable=True)[:, :count]

@@ -107,7 +107,7 @@ def register_operators() -> None:
 def use_backend(name: str) -> Iterator[None]:
     """Run the operators inside the ``with`` block on one backend; their backward passes stay on it.
 
-    Operators that the backend does not have run on the one that is chosen automatically; `explain` tells which these are.
+    Operators that the backend does not have run on the one that is chosen automatically; `explain` tells which.
 
     Args:
         name: "compiled", "triton" (NVIDIA GPUs; static graphs run the compiled operators all the same) or "reference".

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle: what every kernel on every backend must give, bit for bit, in NumPy.
 
+Scores of routers and matrix products are the exceptions: those modules say so.
+
 It checks data where that is part of the semantics (``validate``), not arguments; those the public functions
 check.
 """
@@ -10,6 +12,8 @@ from __future__ import annotations
 
 from .arithmetic import add32, fma32, round_to, to_float32
 from .chunks import chunk_sort_map, sort_chunks, sort_chunks_backward
+from .gemm import grouped_gemm, grouped_gemm_backward
+from .indexed import get_routing_indices, permute_indexed, permute_indexed_backward, unpermute_indexed
 from .paddle_api import (
     moe_permute,
     moe_permute_backward,
@@ -29,14 +33,20 @@ from .row_id_map import (
     rows_to_slots,
     slots_to_rows,
 )
+from .topk import calculate_topk, calculate_topk_backward, select_experts
 
 __all__ = [
     "Plan",
     "RowMaps",
     "add32",
+    "calculate_topk",
+    "calculate_topk_backward",
     "chunk_sort_map",
     "dequantize_1x128",
     "fma32",
+    "get_routing_indices",
+    "grouped_gemm",
+    "grouped_gemm_backward",
     "make_row_id_map",
     "moe_permute",
     "moe_permute_backward",
@@ -44,6 +54,8 @@ __all__ = [
     "moe_unpermute_backward",
     "permute",
     "permute_backward",
+    "permute_indexed",
+    "permute_indexed_backward",
     "permute_quantized",
     "plan_to_rowmap",
     "quantize_1x128",
@@ -54,6 +66,7 @@ __all__ = [
     "row_id_map_to_rowmap",
     "rowmap_to_token_rows",
     "rows_to_slots",
+    "select_experts",
     "slots_to_rows",
     "sort_chunks",
     "sort_chunks_backward",
@@ -61,4 +74,5 @@ __all__ = [
     "to_float32",
     "unpermute",
     "unpermute_backward",
+    "unpermute_indexed",
 ]

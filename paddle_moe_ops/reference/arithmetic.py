@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-__all__ = ["add32", "fma32", "round_to", "to_float32"]
+__all__ = ["add32", "fma32", "round_float64", "round_to", "to_float32"]
 
 
 def _quiet() -> np.errstate:
@@ -36,6 +36,14 @@ def round_to(x: ArrayLike, dtype: DTypeLike) -> NDArray:
     """
     with _quiet():
         return np.asarray(x).astype(dtype, copy=False)
+
+
+def round_float64(x: NDArray, dtype: DTypeLike) -> NDArray:
+    """Round float64 to float32 and that to ``dtype``, which is off by at most a little more than half a step.
+
+    For what is compared within a tolerance. float64 stays as it is.
+    """
+    return x if dtype == np.float64 else round_to(round_to(x, np.float32), dtype)
 
 
 def add32(a: ArrayLike, b: ArrayLike) -> NDArray:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Tolerance", "assert_close_sums", "dot_chain", "dtype_tols"]
+__all__ = ["Tolerance", "assert_close_sums", "dot_chain", "dtype_tols", "score_tols"]
 
 # Rounding to nearest is off by at most this much, relative to the exact value.
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -50,6 +50,26 @@ def dtype_tols(dtype: DTypeLike, chain: int) -> Tolerance:
     name = np.dtype(dtype).name
     # One more rounding covers the terms of second order, which stay below it for any chain shorter than 4096.
     return Tolerance(2 * _UNIT_ROUNDOFF[name], (chain + 1) * _UNIT_ROUNDOFF["float32"], _SMALLEST_STEP[name])
+
+
+def score_tols(dtype: DTypeLike, num_experts: int) -> Tolerance:
+    """The tolerance of a router's scores and weights, and of the gradient of its logits.
+
+    Relative to the sum of the absolute values of the terms: the sums of a softmax and its gradient have ``num_experts``
+    roundings in a row at most, each exponential is allowed 16 units in the last place for the function itself and, with
+    logits up to 16, another 16 for the rounding of what it is taken of. Scores, sums, weights and their gradients are
+    rounded to the dtype on the way, which costs a unit each, on either side.
+
+    Args:
+        dtype: float32, float16 or bfloat16, of the logits.
+        num_experts: experts in all.
+
+    Returns:
+        The tolerance.
+    """
+    name = np.dtype(dtype).name
+    chain = (2 * num_experts + 32) * _UNIT_ROUNDOFF["float32"]
+    return Tolerance(0, chain + 8 * _UNIT_ROUNDOFF[name], _SMALLEST_STEP[name])
 
 
 def dot_chain(hidden: int) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from paddle_moe_ops import (
     dequantize_1x128,
     dispatch,
+    indexed,
     masked,
     moe_permute,
     moe_unpermute,
@@ -28,6 +29,8 @@ from paddle_moe_ops import (
     sort_chunks,
     unpermute,
 )
+from paddle_moe_ops.gemm import grouped_gemm
+from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.routing import half_unassigned, random_probs
 
 H, E, K, A = 20, 5, 3, 4
@@ -251,6 +254,20 @@ def chunk_inputs(dtype: DTypeLike = np.float32, with_probs: bool = True) -> Call
     return make
 
 
+ROUTED, GROUPS = 12, {"num_groups": 4, "topk_groups": 2}
+
+
+def gating_inputs(dtype: DTypeLike = np.float32, with_bias: bool = True) -> Callable[..., Inputs]:
+    """Logits of twelve experts, with ties, and a correction bias."""
+
+    def make(rng: np.random.Generator, tokens: int) -> Inputs:
+        gating = rng.integers(-8, 8, (tokens, ROUTED)) / 4
+        bias = {"bias": rng.standard_normal(ROUTED).astype(np.float32)} if with_bias else {}
+        return {"gating": gating.astype(dtype), **bias}
+
+    return make
+
+
 def chunks_without_probs(x, sizes, order):
     out, _, source_to_dest = sort_chunks(x, sizes, order)
     return out, source_to_dest
@@ -356,6 +373,35 @@ def quantize_and_back(x):
     return by_row, dequantize_1x128(codes, scales, scale_layout="col", dtype=paddle.float32)
 
 
+def expert_weights(rng: np.random.Generator, ids: NDArray) -> NDArray:
+    return rng.standard_normal((E, 6, H)).astype(np.float32)
+
+
+def topk_softmax(gating):
+    return calculate_topk(gating, K, False, True)
+
+
+def topk_in_groups(gating, bias):
+    scaling = {"scaling_factor": 2.5, "return_scores": True}
+    return calculate_topk(gating, K, True, True, correction_bias=bias, **GROUPS, **scaling)
+
+
+def topk_of_logits(gating):
+    return calculate_topk(gating, K, False, False, False, True)
+
+
+def by_gather_indices(x, ids):
+    counts, gather, scatter = indexed.get_routing_indices(ids, E, True)
+    rows = indexed.permute(x, gather, K)
+    return counts, gather, scatter, rows, indexed.unpermute(rows * 2, gather)
+
+
+def gemm_by_plan(x, ids, weights):
+    plan = route(ids, num_experts=E, padding_alignment=A)
+    rows, _ = permute(x, plan)
+    return (grouped_gemm(rows, weights, plan.tokens_per_expert, expert_offsets=plan.expert_offsets),)
+
+
 COUNTS32, COUNTS64 = true_counts(np.int32), true_counts(np.int64)
 
 MOE_PERMUTE = (
@@ -427,4 +473,13 @@ QUANTIZE = (
     Case("permute-quantized-packed", permute_quantized_packed, token_inputs(np.float16, leave_out="probs"), ()),
     Case("dequantize", quantize_and_back, token_inputs(BFLOAT16, leave_out="ids probs"), ()),
 )
-CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *FAMILIES, *QUANTIZE)
+INDEXED = (
+    Case("calculate_topk", topk_softmax, gating_inputs(with_bias=False), ("gating",)),
+    Case("calculate_topk-groups", topk_in_groups, gating_inputs(), ("gating",)),
+    Case("calculate_topk-groups-bfloat16", topk_in_groups, gating_inputs(BFLOAT16), ("gating",)),
+    Case("calculate_topk-post_act", topk_of_logits, gating_inputs(with_bias=False), ("gating",)),
+    Case("indexed", by_gather_indices, token_inputs(leave_out="probs"), ("x",)),
+    Case("indexed-bfloat16", by_gather_indices, token_inputs(BFLOAT16, leave_out="probs"), ("x",)),
+    Case("grouped_gemm", gemm_by_plan, token_inputs(leave_out="probs", weights=expert_weights), ("x", "weights")),
+)
+CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *FAMILIES, *QUANTIZE, *INDEXED)

@@ -1,0 +1,179 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The family with gather indices, named as in Unsloth's mixture-of-experts kernels.
+
+One flat index stands for each of the T*K (token, slot) pairs: ``gather_indices[i] = t * K + k`` says that row i of
+the expert-ordered buffer belongs to slot k of token t. A permuted buffer has T*K rows here, always.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from . import _checks, autograd
+from ._graphs import traceable
+from .backends import Validation, resolve
+from .gemm import grouped_gemm as torch_grouped_gemm
+from .routing import calculate_topk, route
+
+__all__ = ["calculate_topk", "get_routing_indices", "permute", "torch_grouped_gemm", "unpermute"]
+
+
+class _Maps(NamedTuple):
+    """The maps of a plan that copying needs."""
+
+    slot_to_row: Tensor
+    token_rows: Tensor
+    row_to_token: Tensor
+
+
+@traceable
+def get_routing_indices(
+    selected_experts: Tensor, num_experts: int, return_scatter_indices: bool = False, *, validate: bool | None = None
+) -> tuple[Tensor, ...]:
+    """Sort slots by expert.
+
+    Rows of one expert follow ascending slots. Slots of -1 come last and count for no expert; an expert may stand in
+    several slots of a token. Deterministic; no gradient. No host synchronisation, but with ``validate=True`` on a GPU.
+
+    Args:
+        selected_experts: int32 or int64 [T, K] expert ids, -1 for an unassigned slot.
+        num_experts: E, at most 65535.
+        return_scatter_indices: also return the inverse permutation.
+        validate: True: ids outside [-1, E) raise. False: they count as -1. None: PADDLE_MOE_OPS_VALIDATE, else on the
+            CPU they raise, on a GPU not. In a static graph they count as -1.
+
+    Returns:
+        token_counts_by_expert [E], dtype of the ids, and gather_indices int32 [T*K], the flat slot of each row; then as
+        asked for scatter_indices int32 [T*K], the row of each flat slot.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad ids (see ``validate``).
+    """
+    name = "get_routing_indices"
+    _checks.tensor(name, "selected_experts", selected_experts, _checks.ID_DTYPES, ["num_tokens", "topk"])
+    if selected_experts.shape[1] == 0:
+        expected = "of shape [num_tokens, topk] with topk >= 1"
+        _checks.bad_value(name, "selected_experts", expected, list(selected_experts.shape))
+    num_experts = _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS - 1)
+    _checks.flag(name, "return_scatter_indices", return_scatter_indices)
+    is_bad = (selected_experts < -1) | (selected_experts >= num_experts)
+    if _is_checked(name, validate, selected_experts) and is_bad.any():
+        token, slot = is_bad.nonzero()[0].tolist()
+        given = f"token {token}, slot {slot} holds {selected_experts[token, slot].item()}"
+        raise ValueError(f"{name}: selected_experts must hold expert ids in [-1, {num_experts}), but {given}")
+    # One more expert takes the slots of none, so that every slot has a row and N is known.
+    of_none = is_bad | (selected_experts == -1)
+    ids = paddle.where(of_none, paddle.full_like(selected_experts, num_experts), selected_experts)
+    buffer_size = ids.shape[0] * ids.shape[1] if ids.shape[0] >= 0 else -1
+    plan = route(ids, num_experts=num_experts + 1, buffer_size=buffer_size, duplicates="each", validate=False)
+    outputs = plan.routed_per_expert[:num_experts].astype(selected_experts.dtype), plan.row_to_slot
+    return (*outputs, plan.slot_to_row.reshape([-1])) if return_scatter_indices else outputs
+
+
+@traceable
+def permute(X: Tensor, gather_indices: Tensor, topk: int, *, validate: bool | None = None) -> Tensor:
+    """Copy each token to the rows of its slots: row i is token ``gather_indices[i] // topk``.
+
+    Differentiable in ``X``: the gradient of a token is the float32 sum over its rows in ascending order, rounded once,
+    the same bits on every backend and run; float8 rows have none. Copies are bit-exact. No host synchronisation, but
+    with ``validate=True`` on a GPU.
+
+    Args:
+        X: [T, H], or [..., H] with T rows in all, bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
+        gather_indices: int32 or int64 [T*topk], a permutation of the flat slots, as `get_routing_indices` returns it.
+        topk: K. With 1, X may as well be rows in slot order.
+        validate: True: indices that are no permutation raise. False: they count by rank (of equal ones the first is
+            the lower), which makes them one. None: PADDLE_MOE_OPS_VALIDATE, else on the CPU they raise, on a GPU not.
+            In a static graph they count by their rank.
+
+    Returns:
+        [T*topk, H], dtype of ``X``.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad indices (see ``validate``).
+    """
+    name = "permute"
+    topk = _checks.integer(name, "topk", topk, 1)
+    tokens, slot_to_row, row_to_slot = _checked(name, X, gather_indices, topk, validate)
+    return _move(tokens, slot_to_row.reshape([-1, topk]), row_to_slot // topk)
+
+
+@traceable
+def unpermute(X: Tensor, gather_indices: Tensor, *, validate: bool | None = None) -> Tensor:
+    """Bring rows back to slot order: row ``gather_indices[i]`` of the result is row i of ``X``. No sum, no weights.
+
+    Differentiable in ``X``, except for float8 rows; bit-exact copies both ways. No host synchronisation, but with
+    ``validate=True`` on a GPU.
+
+    Args:
+        X: [T*K, H], or [..., H] with T*K rows in all, dtypes as in `permute`.
+        gather_indices: int32 or int64 [T*K], the indices that `permute` followed.
+        validate: as in `permute`.
+
+    Returns:
+        [T*K, H], dtype of ``X``: slot k of token t in row t * K + k.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; bad indices (see ``validate``).
+    """
+    rows, slot_to_row, row_to_slot = _checked("unpermute", X, gather_indices, 1, validate)
+    return _move(rows, row_to_slot.unsqueeze(-1), slot_to_row)
+
+
+def _is_checked(function: str, validate: bool | None, like: Tensor) -> bool:
+    """Whether data is looked at; that of a graph is not there yet."""
+    return _checks.validation(function, validate, like) > Validation.OFF and not _checks.is_graph_value(like)
+
+
+def _checked(
+    function: str, X: Tensor, gather_indices: Tensor, topk: int, validate: bool | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """X as lines [-1, H], and the permutation as int32 [N] from slots to rows and from rows to slots."""
+    if getattr(X, "ndim", 2) < 2:
+        _checks.bad_value(function, "X", "of at least two dimensions, [..., hidden]", list(X.shape))
+    shape = [f"dim{i}" for i in range(getattr(X, "ndim", 2) - 1)]
+    _checks.tensor(function, "X", X, _checks.ROW_DTYPES, [*shape, "hidden"])
+    hidden = X.shape[-1]
+    if hidden == 0:
+        _checks.bad_value(function, "X", "of shape [..., hidden] with hidden >= 1", list(X.shape))
+    lines = math.prod(X.shape[:-1]) if -1 not in X.shape else -1
+    num_slots = lines * topk if lines >= 0 else "num_slots"
+    _checks.tensor(function, "gather_indices", gather_indices, _checks.ID_DTYPES, [num_slots])
+    _checks.same_place(function, X=X, gather_indices=gather_indices)
+    slot_to_row = paddle.argsort(gather_indices, stable=True)
+    if _is_checked(function, validate, gather_indices):
+        _check_permutation(function, gather_indices, slot_to_row)
+    slot_to_row = slot_to_row.astype("int32")
+    # The indices themselves if they are a permutation, and within bounds in any case.
+    numbers = paddle.cumsum(paddle.ones_like(slot_to_row), dtype="int32") - 1
+    row_to_slot = paddle.scatter(slot_to_row, slot_to_row, numbers)
+    return X.reshape([lines, hidden]), slot_to_row, row_to_slot
+
+
+def _check_permutation(function: str, gather_indices: Tensor, ranks: Tensor) -> None:
+    indices = gather_indices.numpy()
+    wrong = np.flatnonzero(indices[ranks.numpy()] != np.arange(len(indices)))
+    if not wrong.size:
+        return
+    expected = f"{function}: gather_indices must be a permutation of [0, {len(indices)})"
+    for place in np.flatnonzero((indices < 0) | (indices >= len(indices)))[:1]:
+        raise ValueError(f"{expected}, but entry {place} is {indices[place]}")
+    # The entry at the first wrong rank is the second of two equal ones.
+    first, second = np.flatnonzero(indices == indices[ranks[wrong[0]]])[:2]
+    raise ValueError(f"{expected}, but entries {first} and {second} are both {indices[first]}")
+
+
+def _move(tokens: Tensor, slot_to_row: Tensor, row_to_token: Tensor) -> Tensor:
+    """Copies every token to its rows, which cover the buffer."""
+    token_rows = paddle.sort(slot_to_row, axis=-1) if slot_to_row.shape[1] > 1 else slot_to_row
+    maps = _Maps(slot_to_row, token_rows, row_to_token)
+    return autograd.permute(resolve("permute"), tokens, None, maps, "all")[0]

@@ -1,0 +1,269 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""calculate_topk: the choice to the bit, scores and weights within what exponentials may differ by."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from paddle_moe_ops import reference
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.routing import calculate_topk
+from paddle_moe_ops.testing.equality import assert_bits_equal
+from paddle_moe_ops.testing.tolerances import assert_close_sums, score_tols
+from tests.ops.problems import SEEDS, backward, tensor
+from tests.params import SUM_DTYPES
+
+BY_DTYPE = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+BY_ACTIVATION = pytest.mark.parametrize("use_sigmoid", [False, True], ids=["softmax", "sigmoid"])
+BY_TIME = pytest.mark.parametrize("pre_act", [True, False], ids=["pre_act", "post_act"])
+
+
+class Router(NamedTuple):
+    """One call: logits and every argument."""
+
+    gating: NDArray
+    top_k: int
+    use_sigmoid: bool
+    renormalize: bool
+    pre_act: bool
+    scaling_factor: float
+    correction_bias: NDArray | None
+    groups: dict[str, Any]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.top_k, self.use_sigmoid, self.renormalize, self.pre_act, not self.pre_act
+
+    def call(self, place: object, gating: paddle.Tensor | None = None) -> tuple[paddle.Tensor, ...]:
+        gating = tensor(self.gating, place) if gating is None else gating
+        bias = None if self.correction_bias is None else tensor(self.correction_bias, place)
+        options = {"scaling_factor": self.scaling_factor, "correction_bias": bias, **self.groups}
+        return calculate_topk(gating, *self.arguments, **options, return_scores=True)
+
+
+@st.composite
+def routers(draw: st.DrawFn) -> Router:
+    """Routers of every kind over logits with many ties."""
+    num_groups, size = draw(st.integers(1, 8)), draw(st.integers(1, 9))
+    topk_groups = draw(st.integers(1, num_groups))
+    num_experts = num_groups * size
+    rng = np.random.default_rng(draw(SEEDS))
+    levels = draw(st.sampled_from([2, 5, 1000]))
+    shape = (draw(st.integers(0, 20)), num_experts)
+    gating = (rng.integers(-levels, levels, shape) * (4 / levels)).astype(draw(st.sampled_from(SUM_DTYPES)))
+    groups = {"num_groups": num_groups, "topk_groups": topk_groups, "scores_per_group": draw(st.integers(1, 4))}
+    return Router(
+        gating,
+        draw(st.integers(1, topk_groups * size)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.sampled_from([1.0, 2.5])),
+        rng.integers(-4, 4, num_experts).astype(np.float32) / 8 if draw(st.booleans()) else None,
+        groups,
+    )
+
+
+def assert_follows_the_oracle(router: Router, place: object) -> None:
+    weights, ids, scores = router.call(place)
+    # Which of nearly equal scores is the higher may differ with their last bits, so the scores are the backend's own.
+    values = to_numpy(scores) if router.pre_act else router.gating
+    chosen = reference.select_experts(values, router.top_k, correction_bias=router.correction_bias, **router.groups)
+    assert_bits_equal(ids, chosen, what="ids")
+    factor = router.scaling_factor
+    expected, _, all_scores = reference.calculate_topk(
+        router.gating, *router.arguments, scaling_factor=factor, ids=chosen
+    )
+    tolerance = score_tols(router.gating.dtype, router.gating.shape[1])
+    assert_close_sums(scores, all_scores, np.abs(all_scores), tolerance, what="scores")
+    assert_close_sums(weights, expected, np.abs(expected), tolerance, what="weights")
+
+
+@settings(max_examples=60)
+@given(routers())
+def test_any_router_follows_the_oracle(place, router):
+    assert_follows_the_oracle(router, place)
+
+
+@BY_DTYPE
+def test_a_router_of_deepseek_v3_follows_the_oracle(dtype, rng, place):
+    gating = rng.standard_normal((1025, 256)).astype(dtype)
+    bias = (0.1 * rng.standard_normal(256)).astype(np.float32)
+    groups = {"num_groups": 8, "topk_groups": 4}
+    assert_follows_the_oracle(Router(gating, 8, True, True, True, 2.5, bias, groups), place)
+
+
+@pytest.mark.parametrize("num_experts", [1, 5, 17, 64, 100, 257, 384])
+@BY_ACTIVATION
+@BY_TIME
+def test_equal_logits_go_to_the_lower_experts(pre_act, use_sigmoid, num_experts, place):
+    """At any place in a row the same logit must give the same score, whatever vector instructions work on it."""
+    gating = paddle.full([3, num_experts], 0.37)
+    _, ids = calculate_topk(gating, min(8, num_experts), use_sigmoid, True, pre_act, not pre_act)
+    np.testing.assert_array_equal(ids.numpy(), np.tile(np.arange(min(8, num_experts)), (3, 1)))
+
+
+def test_equal_groups_go_to_the_lower_group(place):
+    gating = tensor(np.float32([[1, 0, 0, 1, 1, 0, 0, 1]]), place)
+    _, ids = calculate_topk(gating, 4, True, False, num_groups=4, topk_groups=2, scores_per_group=2)
+    assert ids.tolist() == [[0, 3, 1, 2]]
+
+
+@pytest.mark.parametrize(("scores_per_group", "expected"), [(1, [0, 1]), (2, [2, 3])])
+def test_groups_are_ranked_by_the_sum_of_their_best_scores(scores_per_group, expected, place):
+    gating = tensor(np.float32([[9, -9, 3, 3]]), place)
+    groups = {"num_groups": 2, "topk_groups": 1, "scores_per_group": scores_per_group}
+    _, ids = calculate_topk(gating, 2, False, False, False, True, **groups)
+    assert ids.tolist() == [expected]
+
+
+def test_an_expert_outside_the_kept_groups_is_never_chosen(place):
+    """Not even where those inside are as low as values get."""
+    gating = tensor(np.float32([[5, -np.inf, -np.inf, 4, 4, 0]]), place)
+    groups = {"num_groups": 3, "topk_groups": 1, "scores_per_group": 1}
+    _, ids = calculate_topk(gating, 2, True, False, False, True, **groups)
+    assert ids.tolist() == [[0, 1]]
+
+
+def test_the_correction_bias_chooses_and_does_not_weigh(place):
+    gating, bias = np.float32([[3, 2, 1, 0]]), np.float32([0, 0, 0, 5])
+    weights, ids, scores = calculate_topk(
+        tensor(gating, place), 2, True, False, correction_bias=tensor(bias, place), return_scores=True
+    )
+    assert ids.tolist() == [[3, 0]]
+    assert_bits_equal(weights, scores.numpy()[:, [3, 0]])
+
+
+def test_nan_logits_come_first_and_ids_stay_distinct(place):
+    gating = tensor(np.float32([[1, np.nan, 3, -np.inf, np.nan, np.inf]]), place)
+    _, ids = calculate_topk(gating, 6, True, False, False, True)
+    assert ids.tolist() == [[1, 4, 5, 2, 0, 3]]
+
+
+def test_weights_stay_finite_where_all_scores_underflow(place):
+    weights, _ = calculate_topk(paddle.full([2, 4], -200.0), 2, True, True)
+    assert weights.tolist() == [[0.0, 0.0]] * 2
+
+
+def test_narrow_scores_are_rounded_before_the_choice(place):
+    """Two logits whose scores differ in float32 and not in bfloat16: the lower id wins, though its logit is lower."""
+    gating = paddle.to_tensor([[5.0, 5.03125]], dtype="bfloat16")
+    assert calculate_topk(gating, 1, True, False)[1].tolist() == [[0]]
+    assert calculate_topk(gating, 1, True, False, False, True)[1].tolist() == [[1]]
+
+
+@pytest.mark.parametrize("with_scores", [False, True], ids=["weights", "weights and scores"])
+@pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "normed"])
+@BY_ACTIVATION
+@BY_TIME
+@BY_DTYPE
+def test_gradient_of_the_logits(dtype, pre_act, use_sigmoid, renormalize, with_scores, rng, place):
+    gating = rng.standard_normal((63, 24)).astype(dtype)
+    bias, groups = rng.standard_normal(24).astype(np.float32), {"num_groups": 6, "topk_groups": 3}
+    router = Router(gating, 5, use_sigmoid, renormalize, pre_act, 2.5, bias, groups)
+    leaf = tensor(gating, place, gradient=True)
+    weights, ids, scores = router.call(place, leaf)
+    assert ids.stop_gradient
+    d_weights, d_scores = (rng.standard_normal(out.shape).astype(dtype) for out in (weights, scores))
+    backward([weights, scores] if with_scores else [weights], [d_weights, d_scores] if with_scores else [d_weights])
+
+    def gradient(d_weights, d_scores):
+        arguments = gating, ids.numpy(), *router.arguments[1:]
+        return reference.calculate_topk_backward(d_weights, *arguments, scaling_factor=2.5, d_scores=d_scores)
+
+    expected = gradient(d_weights, d_scores if with_scores else None).astype(np.float32).astype(dtype)
+    magnitude = gradient_magnitude(router, ids.numpy(), d_weights, d_scores if with_scores else 0 * d_scores)
+    assert_close_sums(leaf.grad, expected, magnitude, score_tols(dtype, 24), what="gradient")
+
+
+def gradient_magnitude(router: Router, ids: NDArray, d_weights: NDArray, d_scores: NDArray) -> NDArray:
+    """The gradient of the logits with every term taken as its absolute value."""
+    gating = router.gating.astype(np.float32)  # so that nothing but the last digits is rounded here
+    raw = router._replace(gating=gating, renormalize=False)
+    weights, _, scores = reference.calculate_topk(gating, *raw.arguments, ids=ids)
+    d_chosen, d_all = 2.5 * np.abs(d_weights.astype(np.float64)), np.abs(d_scores.astype(np.float64))
+    if router.renormalize:
+        total = weights.sum(axis=1, keepdims=True)
+        d_chosen = (d_chosen + (d_chosen * weights).sum(axis=1, keepdims=True) / total) / total
+
+    def through_activation(d, scores):
+        return scores * (d if router.use_sigmoid else d + (d * scores).sum(axis=1, keepdims=True))
+
+    chosen, tokens = np.zeros(scores.shape), np.arange(len(ids))[:, None]
+    if router.pre_act:
+        chosen[tokens, ids] = d_chosen
+        return through_activation(d_all + chosen, scores)
+    chosen[tokens, ids] = through_activation(d_chosen, weights)
+    return chosen + through_activation(d_all, scores)
+
+
+BAD = {
+    "rank": (
+        {"gating": paddle.zeros([4])},
+        ValueError,
+        "gating must be of shape [num_tokens, num_experts], but got [4]",
+    ),
+    "no_experts": (
+        {"gating": paddle.zeros([4, 0])},
+        ValueError,
+        "gating must be of shape [num_tokens, num_experts] with num_experts >= 1, but got [4, 0]",
+    ),
+    "dtype": (
+        {"gating": paddle.zeros([4, 6], "int32")},
+        TypeError,
+        "gating must be of dtype bfloat16, float16 or float32, but got int32",
+    ),
+    "top_k": ({"top_k": 7}, ValueError, "top_k must be at most 6, the experts to choose from, but got 7"),
+    "top_k_zero": ({"top_k": 0}, ValueError, "top_k must be from 1 to 2147483647, but got 0"),
+    "top_k_of_groups": (
+        {"top_k": 3, "num_groups": 3, "topk_groups": 1},
+        ValueError,
+        "top_k must be at most 2, the experts to choose from, but got 3",
+    ),
+    "flag": ({"use_sigmoid": 1}, TypeError, "use_sigmoid must be a bool, but got 1 of type int"),
+    "both": (
+        {"post_act": True},
+        ValueError,
+        "pre_act must be True or post_act, and not both, but got pre_act=True, post_act=True",
+    ),
+    "neither": (
+        {"pre_act": False},
+        ValueError,
+        "pre_act must be True or post_act, and not both, but got pre_act=False, post_act=False",
+    ),
+    "groups": ({"num_groups": 4}, ValueError, "num_groups must be a divisor of num_experts=6, but got 4"),
+    "topk_groups": ({"num_groups": 3, "topk_groups": 4}, ValueError, "topk_groups must be from 1 to 3, but got 4"),
+    "scores_per_group": (
+        {"scores_per_group": 0},
+        ValueError,
+        "scores_per_group must be from 1 to 2147483647, but got 0",
+    ),
+    "bias": (
+        {"correction_bias": paddle.zeros([5])},
+        ValueError,
+        "correction_bias must be of shape [6], but got [5]",
+    ),
+    "bias_dtype": (
+        {"correction_bias": paddle.zeros([6], "bfloat16")},
+        TypeError,
+        "correction_bias must be of dtype float32, but got bfloat16",
+    ),
+    "factor": ({"scaling_factor": float("inf")}, ValueError, "scaling_factor must be finite, but got inf"),
+    "factor_type": ({"scaling_factor": "2"}, TypeError, "scaling_factor must be a number, but got str"),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments_are_named(changes, error, text, place):
+    arguments = {"gating": paddle.zeros([4, 6]), "top_k": 2, "use_sigmoid": False, "renormalize": True, **changes}
+    with pytest.raises(error, match=f"^calculate_topk: {re.escape(text)}$"):
+        calculate_topk(**arguments)

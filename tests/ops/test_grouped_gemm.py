@@ -1,0 +1,252 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""grouped_gemm: every expert's product over its own rows, with gradients, against the oracle."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import DTypeLike
+
+from paddle_moe_ops import reference
+from paddle_moe_ops.gemm import grouped_gemm
+from paddle_moe_ops.testing.equality import assert_bits_equal
+from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
+from tests.ops.problems import SEEDS, backward, make_problem, ordinary, plan_tensors, tensor
+from tests.params import MANY_EXPERTS, ODD, PADDED, SUM_DTYPES
+
+BY_DTYPE = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+BY_LAYOUT = pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+
+
+class Groups(NamedTuple):
+    """Rows in all, those of each expert, and where they begin."""
+
+    num_rows: int
+    sizes: list[int]
+    offsets: list[int] | None = None
+
+
+GROUPS = {
+    "uneven": Groups(74, [63, 0, 1, 10]),
+    "no rows": Groups(0, [0, 0, 0]),
+    "empty groups only": Groups(5, [0, 0]),
+    "one group": Groups(1025, [1025]),
+    "rows behind the last": Groups(20, [3, 0, 5, 2]),
+    "padding": Groups(20, [3, 0, 5, 2], [0, 4, 4, 12, 16]),
+    "padding in front": Groups(16, [3, 0, 5, 2], [1, 4, 4, 12, 16]),
+}
+BY_GROUPS = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+
+
+def live_rows(groups: Groups) -> np.ndarray:
+    """Which rows belong to a group."""
+    starts = groups.offsets or np.cumsum([0, *groups.sizes])
+    live = np.zeros(groups.num_rows, np.bool_)
+    for start, size in zip(starts, groups.sizes, strict=False):
+        live[start : start + size] = True
+    return live
+
+
+def assert_follows_the_oracle(rng, groups, inner, outer, dtype: DTypeLike, transpose, as_tensors, place) -> None:
+    x = ordinary(rng, (groups.num_rows, inner), dtype)
+    w = ordinary(rng, (len(groups.sizes), outer, inner) if transpose else (len(groups.sizes), inner, outer), dtype)
+    dy = ordinary(rng, (groups.num_rows, outer), dtype)
+    # What is in no group must not even be read.
+    live = live_rows(groups)[:, None]
+    x, dy = np.where(live, x, np.nan).astype(dtype), np.where(live, dy, np.nan).astype(dtype)
+    x_tensor, w_tensor = tensor(x, place, gradient=True), tensor(w, place, gradient=True)
+    counts = [groups.sizes, groups.offsets]
+    if as_tensors:
+        counts = [None if numbers is None else tensor(np.int32(numbers), place) for numbers in counts]
+    out = grouped_gemm(x_tensor, w_tensor, counts[0], transpose, expert_offsets=counts[1])
+    backward([out], [dy])
+
+    where = {"transpose": transpose, "expert_offsets": groups.offsets}
+    expected = [
+        reference.grouped_gemm(x, w, groups.sizes, **where),
+        *reference.grouped_gemm_backward(dy, x, w, groups.sizes, **where),
+    ]
+    x, w, dy = (np.abs(array.astype(np.float64)) for array in (x, w, dy))
+    magnitudes = [
+        reference.grouped_gemm(x, w, groups.sizes, **where),
+        *reference.grouped_gemm_backward(dy, x, w, groups.sizes, **where),
+    ]
+    chains = inner, outer, max(groups.sizes)
+    for got, wanted, magnitude, chain, what in zip(
+        (out, x_tensor.grad, w_tensor.grad), expected, magnitudes, chains, ("out", "dX", "dW"), strict=True
+    ):
+        assert_close_sums(got, wanted, magnitude, dtype_tols(dtype, chain), what=what)
+    assert not out.numpy()[~live[:, 0]].any()
+
+
+@pytest.mark.parametrize("as_tensors", [False, True], ids=["lists", "tensors"])
+@BY_LAYOUT
+@BY_DTYPE
+@BY_GROUPS
+def test_products_and_gradients_follow_the_oracle(groups, dtype, transpose, as_tensors, rng, place):
+    assert_follows_the_oracle(rng, groups, 7, 72, dtype, transpose, as_tensors, place)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_any_groups_follow_the_oracle(place, data):
+    rng = np.random.default_rng(data.draw(SEEDS))
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+    gaps = data.draw(st.lists(st.integers(0, 3), min_size=len(sizes) + 1, max_size=len(sizes) + 1))
+    starts = np.cumsum(gaps[:-1]) + np.cumsum([0, *sizes[:-1]])
+    offsets = [*starts.tolist(), int(starts[-1]) + sizes[-1]] if any(gaps[:-1]) else None
+    groups = Groups(sum(sizes) + sum(gaps), sizes, offsets)
+    inner, outer = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    dtype = data.draw(st.sampled_from(SUM_DTYPES))
+    assert_follows_the_oracle(
+        rng, groups, inner, outer, dtype, data.draw(st.booleans()), data.draw(st.booleans()), place
+    )
+
+
+@pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
+@pytest.mark.parametrize("shape", [ODD, PADDED, MANY_EXPERTS], ids=str)
+def test_a_plan_says_where_groups_are(shape, buffer_size, rng, place):
+    plan = make_problem(rng, shape).plan(buffer_size=buffer_size)
+    x, w = ordinary(rng, (plan.num_rows, 5)), ordinary(rng, (shape.E, 3, 5))
+    on_device = plan_tensors(plan, place)
+    out = grouped_gemm(
+        tensor(x, place), tensor(w, place), on_device.tokens_per_expert, expert_offsets=on_device.expert_offsets
+    )
+    expected = np.zeros((plan.num_rows, 3))
+    for row in np.flatnonzero(plan.row_to_expert >= 0):
+        expected[row] = w[plan.row_to_expert[row]].astype(np.float64) @ x[row]
+    np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("wanted", ["X", "W"])
+def test_only_the_gradient_that_is_wanted_is_made(wanted, rng, place):
+    leaves = {"X": tensor(ordinary(rng, (4, 3)), place), "W": tensor(ordinary(rng, (2, 5, 3)), place)}
+    leaves[wanted].stop_gradient = False
+    grouped_gemm(leaves["X"], leaves["W"], [1, 3]).sum().backward()
+    assert {name for name, leaf in leaves.items() if leaf.grad is not None} == {wanted}
+
+
+def test_gradients_against_finite_differences(rng, place):
+    x, w, dy = ordinary(rng, (6, 2)), ordinary(rng, (3, 4, 2)), ordinary(rng, (6, 4))
+    sizes, offsets = [2, 0, 1], [1, 3, 4, 6]
+
+    def loss(x, w):
+        out = grouped_gemm(tensor(x, place), tensor(w, place), sizes, expert_offsets=offsets)
+        return float((out.numpy().astype(np.float64) * dy).sum())
+
+    leaves = [tensor(x, place, gradient=True), tensor(w, place, gradient=True)]
+    backward([grouped_gemm(*leaves, sizes, expert_offsets=offsets)], [dy])
+    for position, (leaf, at) in enumerate(zip(leaves, (x, w), strict=True)):
+        for index in np.ndindex(at.shape):
+            step = [np.zeros_like(x), np.zeros_like(w)]
+            step[position][index] = 0.5
+            quotient = loss(x + step[0], w + step[1]) - loss(x - step[0], w - step[1])
+            assert leaf.grad.numpy()[index] == pytest.approx(quotient, abs=1e-5)
+
+
+def test_results_repeat_bit_for_bit(rng, place):
+    x, w = tensor(ordinary(rng, (300, 64)), place), tensor(ordinary(rng, (4, 40, 64)), place)
+    first, second = (grouped_gemm(x, w, [100, 0, 150, 50]) for _ in range(2))
+    assert_bits_equal(first, second.numpy())
+
+
+@pytest.mark.parametrize("full_graph", [True, False], ids=["syntax", "bytecode"])
+def test_a_traced_function_with_a_list_of_sizes(full_graph, rng, place):
+    def function(x, w):
+        return grouped_gemm(x, w, [3, 0, 5], False, expert_offsets=[0, 4, 4, 10])
+
+    x, w = ordinary(rng, (12, 7)), ordinary(rng, (3, 7, 5))
+    runs = []
+    for run in (function, paddle.jit.to_static(function, full_graph=full_graph)):
+        leaves = [tensor(x, place, gradient=True), tensor(w, place, gradient=True)]
+        out = run(*leaves)
+        backward([out], [ordinary(np.random.default_rng(1), (12, 5))])
+        runs.append([out, *(leaf.grad for leaf in leaves)])
+    for got, expected in zip(*runs, strict=True):
+        assert_bits_equal(got, expected.numpy())
+
+
+def test_groups_that_do_not_fit_are_cut_in_a_graph(rng, place):
+    """There is no one to raise to before the program runs; nothing is read out of bounds."""
+
+    def function(x, w, sizes, offsets):
+        return grouped_gemm(x, w, sizes, expert_offsets=offsets)
+
+    free = {"x": [None, 3], "w": [2, 5, 3]}
+    specs = [paddle.static.InputSpec(shape, "float32", name) for name, shape in free.items()]
+    specs += [paddle.static.InputSpec([size], "int32", name) for name, size in (("sizes", 2), ("offsets", 3))]
+    traced = paddle.jit.to_static(function, input_spec=specs, full_graph=True)
+    x, w = ordinary(rng, (6, 3)), ordinary(rng, (2, 5, 3))
+    for sizes, offsets, good in (
+        ([2, 9], [0, 3, 6], ([2, 3], [0, 3, 6])),
+        ([5, 2], [0, 3, 6], ([5, 0], [0, 5, 6])),
+        ([-4, 2], [-7, 3, 6], ([0, 2], [0, 3, 6])),
+        ([1, 2], [9, 99, 999], ([0, 0], [6, 6, 6])),
+    ):
+        arguments = (tensor(np.int32(numbers), place) for numbers in (sizes, offsets))
+        expected = reference.grouped_gemm(x, w, good[0], expert_offsets=good[1])
+        out = traced(tensor(x, place), tensor(w, place), *arguments)
+        np.testing.assert_allclose(out.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+X, W = paddle.zeros([6, 3]), paddle.zeros([2, 5, 3])
+BAD = {
+    "X": ({"X": X[0]}, ValueError, "X must be of shape [M, K], but got [3]"),
+    "dtype": (
+        {"X": X.astype("int32")},
+        TypeError,
+        "X must be of dtype bfloat16, float16 or float32, but got int32",
+    ),
+    "two dtypes": ({"W": W.astype("bfloat16")}, TypeError, "W must be of dtype float32, but got bfloat16"),
+    "layout": ({"transpose": False}, ValueError, "W must be of shape [E, 3, N], but got [2, 5, 3]"),
+    "inner": ({"X": X[:, :2]}, ValueError, "W must be of shape [E, N, 2], but got [2, 5, 3]"),
+    "no experts": ({"W": W[:0]}, ValueError, "W must be of shape [E, N, K] with E, K and N >= 1, but got [0, 5, 3]"),
+    "flag": ({"transpose": 1}, TypeError, "transpose must be a bool, but got 1 of type int"),
+    "length": ({"m_sizes": [6]}, ValueError, "m_sizes must be of length 2, but got length 1"),
+    "type": ({"m_sizes": 6}, TypeError, "m_sizes must be a list of ints or a 1-D int tensor, but got int"),
+    "negative": ({"m_sizes": [-1, 2]}, ValueError, "m_sizes[0] must be from 0 to 2147483647, but got -1"),
+    "float": ({"m_sizes": [1.0, 2]}, TypeError, "m_sizes[0] must be an int, but got float"),
+    "tensor": (
+        {"m_sizes": paddle.to_tensor([1, 2, 3])},
+        ValueError,
+        "m_sizes must be of shape [2], but got [3]",
+    ),
+    "too many": (
+        {"m_sizes": [3, 4]},
+        ValueError,
+        "m_sizes must be sizes of 6 rows at most, those of X, but got [3, 4]",
+    ),
+    "offsets length": (
+        {"expert_offsets": [0, 3]},
+        ValueError,
+        "expert_offsets must be of length 3, but got length 2",
+    ),
+    "offsets end": (
+        {"expert_offsets": [0, 3, 7]},
+        ValueError,
+        "expert_offsets[2] must be at most 6, the rows of X, but got 7",
+    ),
+    "overlap": (
+        {"expert_offsets": [0, 1, 6]},
+        ValueError,
+        "expert_offsets[1] must be at least 2, the end of group 0, but got 1",
+    ),
+    "beyond": (
+        {"expert_offsets": [0, 4, 5]},
+        ValueError,
+        "expert_offsets[2] must be at least 6, the end of group 1, but got 5",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments_are_named(changes, error, text, place):
+    with pytest.raises(error, match=f"^grouped_gemm: {re.escape(text)}$"):
+        grouped_gemm(**{"X": X, "W": W, "m_sizes": [2, 2], **changes})
