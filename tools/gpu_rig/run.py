@@ -73,7 +73,7 @@ def environment(suite: str) -> dict[str, str]:
         env["PMO_CORE_LIBRARY"] = str(RIG / "libpmo_core.so")
     if suite in (*RIG_SUITES, "place"):
         env["PYTHONPATH"] = f"{SITE}:{ROOT}"
-        env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{env.get('LD_LIBRARY_PATH', '')}"
+        env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{RIG}:{env.get('LD_LIBRARY_PATH', '')}"
     if suite in RIG_SUITES:
         env["CUSTOM_DEVICE_ROOT"] = str(RIG / "plugin")
     return env
