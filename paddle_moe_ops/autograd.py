@@ -166,13 +166,15 @@ class _MoeUnpermute(PyLayer):
         backend: Backend,
         spec: MoeUnpermuteSpec,
     ) -> Tensors:
-        ctx.save_for_backward(rows, rowmap, routemap, probs)
+        # As above: the plain sum must not keep its rows.
+        ctx.save_for_backward(rowmap, routemap, probs, *([rows] if spec.weighted else []))
         ctx.backend, ctx.spec, ctx.wanted = backend, spec, _wanted(rows, rowmap, routemap, probs)
         return backend.moe_unpermute(rows, rowmap, routemap, probs, spec)
 
     @staticmethod
     def backward(ctx: Any, d_hidden: Tensor, d_prob_topk: Tensor) -> Any:
-        rows, rowmap, routemap, probs = ctx.saved_tensor()
+        rowmap, routemap, probs, *kept = ctx.saved_tensor()
+        rows = kept[0] if kept else None
         d_rows, d_probs = ctx.backend.moe_unpermute_backward(
             d_hidden, d_prob_topk, rows, rowmap, routemap, probs, ctx.spec, ctx.wanted
         )

@@ -118,7 +118,8 @@ def main() -> int:
     failed = False
     best: dict[tuple[str, str], list[tuple[float, str]]] = {}
     with arguments.out.open("w", encoding="utf-8") as file:
-        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv[1:])}
+        command = " ".join(each.rpartition("/")[2] for each in sys.argv)
+        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "command": command}
         file.write(json.dumps(facts) + "\n")
         for line in lines(arguments.shapes, arguments.ops, arguments.samples):
             file.write(json.dumps(line) + "\n")

@@ -8,27 +8,27 @@ from typing import NamedTuple
 
 from paddle import Tensor
 
-__all__ = ["TRITON_RULE", "triton_is_faster"]
+__all__ = ["TRITON", "TRITON_RULE", "Range", "triton_is_faster"]
 
 TRITON_RULE = "in dygraph only, chosen by itself for the calls that docs/backends.md lists"
 
 
-class _Range(NamedTuple):
-    """Calls whose first tensor is of a dtype and has so many bytes."""
+class Range(NamedTuple):
+    """Calls whose first tensor [rows, H] has rows of at most ``row_bytes``, and ``at_least`` bytes in all."""
 
-    dtype: str
+    row_bytes: int
     at_least: int
-    below: int
 
 
-# An entry must be faster by more than 5 % in every measured shape of its range, launch overhead in dygraph included.
-_TRITON: dict[str, tuple[_Range, ...]] = {}
+# By operator. An entry must be faster by more than 5 % in every measured shape of its range. Small calls have none: in
+# dygraph the time of the GPU does not count there, and the compiled operators are launched faster.
+TRITON: dict[str, Range] = {}
 
 
 def triton_is_faster(operator: str, like: Tensor) -> bool:
     """Whether the measurements say so for a call whose first tensor is ``like``."""
-    ranges = _TRITON.get(operator, ())
-    if not ranges:
+    found = TRITON.get(operator)
+    if found is None:
         return False
-    dtype, size = str(like.dtype).rpartition(".")[2], like.size * like.element_size()
-    return any(each.dtype == dtype and each.at_least <= size < each.below for each in ranges)
+    row_bytes = like.shape[1] * like.element_size()
+    return row_bytes <= found.row_bytes and like.shape[0] * row_bytes >= found.at_least

@@ -206,7 +206,7 @@ class TritonBackend:
         self,
         d_hidden: Tensor,
         d_prob_topk: Tensor,
-        rows: Tensor,
+        rows: Tensor | None,
         rowmap: Tensor,
         routemap: Tensor,
         probs: Tensor,
@@ -217,7 +217,7 @@ class TritonBackend:
         from ..triton.unpermute_backward import unpermute_backward
 
         need_rows, *_, need_probs = wanted
-        num_rows = rows.shape[0]
+        num_rows = probs.shape[0]
         token_rows, row_to_token, slot_to_row = self._clean(rowmap, routemap, num_rows, spec)
         device, weighted = _device(token_rows), spec.weighted
         d_rows, d_probs = unpermute_backward(
@@ -225,7 +225,7 @@ class TritonBackend:
             _aligned(d_hidden),
             token_rows,
             row_to_token,
-            _aligned(rows) if weighted and need_probs else None,
+            _aligned(rows) if rows is not None and need_probs else None,
             _dense(probs) if weighted else None,
             need_rows=need_rows,
             copy_single_row=spec.compat_paddle,

@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute, use_backend
-from paddle_moe_ops.backends import resolve
+from paddle_moe_ops.backends import choice, resolve
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import every_kind, make_problem, ordinary, tensor
 from tests.params import SMALL
@@ -183,6 +183,20 @@ def test_graphs_run_the_compiled_operators(interpreted):
         assert traced(paddle.to_tensor([[0, 2]], dtype="int32")).tolist() == [[0, 1]]
     assert seen == ["compiled"]
     assert interpreted.launches == []
+
+
+def test_calls_that_triton_does_faster_run_there_by_themselves(interpreted, monkeypatch):
+    monkeypatch.setitem(choice.TRITON, "permute", choice.Range(row_bytes=64, at_least=1024))
+    for shape, expected in (((16, 16), "triton"), ((15, 16), "compiled"), ((100, 17), "compiled")):
+        assert resolve("permute", paddle.zeros(shape)).name == expected
+    assert resolve("unpermute", paddle.zeros([16, 16])).name == "compiled"
+    with use_backend("compiled"):
+        assert resolve("permute", paddle.zeros([16, 16])).name == "compiled"
+
+
+def test_calls_that_triton_would_do_faster_run_compiled_where_it_cannot_run(monkeypatch):
+    monkeypatch.setitem(choice.TRITON, "permute", choice.Range(row_bytes=64, at_least=1024))
+    assert resolve("permute", paddle.zeros([16, 16])).name == "compiled"
 
 
 def test_tensors_in_host_memory_are_refused(monkeypatch):

@@ -30,9 +30,12 @@ ROW_SHAPES = (EMPTY, ONE_TOKEN, ONE_COLUMN, UNALIGNED, MORE_SLOTS_THAN_EXPERTS)
 LONG_ROW_SHAPES = (ODD, PADDED, MANY_SLOTS, WIDE)
 
 
-def fitting(gpu: Any, shape: Shape) -> Shape:
-    """The shape, with fewer tokens for the interpreter: it takes ten milliseconds and more for each program."""
-    return shape._replace(T=min(shape.T, 2 if shape.H > 1000 else 7)) if isinstance(gpu, NumpyDevice) else shape
+def fitting(gpu: Any, shape: Shape, tokens: int = 5) -> Shape:
+    """The shape, or fewer tokens and less padding for the interpreter: each program takes ten milliseconds and more."""
+    if not isinstance(gpu, NumpyDevice):
+        return shape
+    few = min(2, tokens) if (shape.H > 1000 or shape.K > 8) and tokens < 100 else tokens
+    return shape._replace(T=min(shape.T, few), A=min(shape.A, 16))
 
 
 class Problem(NamedTuple):

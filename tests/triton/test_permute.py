@@ -54,24 +54,25 @@ def test_long_rows_and_many_slots(gpu, rng, shape, dtype):
 @pytest.mark.parametrize("fill", ["all", "meta", "none"])
 @pytest.mark.parametrize("scales", [1, 5, 56])
 def test_scales_travel_with_their_rows(gpu, rng, fill, scales):
-    problem = make_problem(rng, SMALL._replace(A=16))
-    x = every_kind(rng, (SMALL.T, SMALL.H), FLOAT8_DTYPES[0])
+    problem = make_problem(rng, fitting(gpu, SMALL)._replace(A=16))
+    tokens = problem.shape.T
+    x = every_kind(rng, (tokens, SMALL.H), FLOAT8_DTYPES[0])
     for dtype in (np.float32, np.int32):
-        scale = rng.integers(-(2**31), 2**31, (SMALL.T, scales)).astype(np.int32).view(dtype)
+        scale = rng.integers(-(2**31), 2**31, (tokens, scales)).astype(np.int32).view(dtype)
         check(gpu, problem, x, scale, fill=fill)
 
 
 @pytest.mark.parametrize("fill", ["all", "meta", "none"])
 def test_only_the_padding_that_is_asked_for_is_written(gpu, rng, fill):
-    problem = make_problem(rng, PADDED)
-    check(gpu, problem, every_kind(rng, (PADDED.T, 12), np.float32), fill=fill)
+    problem = make_problem(rng, fitting(gpu, PADDED))
+    check(gpu, problem, every_kind(rng, (problem.shape.T, 12), np.float32), fill=fill)
 
 
 @pytest.mark.parametrize("strided", [0, 1, 3, 8])
 @pytest.mark.parametrize("offset", [0, 2, 4, 8])
 def test_rows_may_lie_apart_and_begin_anywhere(gpu, rng, strided, offset):
-    problem = make_problem(rng, SMALL)
-    check(gpu, problem, every_kind(rng, (SMALL.T, 16), np.float16), strided=strided, offset=offset)
+    problem = make_problem(rng, fitting(gpu, SMALL))
+    check(gpu, problem, every_kind(rng, (problem.shape.T, 16), np.float16), strided=strided, offset=offset)
 
 
 def test_rows_beyond_a_static_buffer_do_not_move(gpu, rng):
@@ -80,7 +81,7 @@ def test_rows_beyond_a_static_buffer_do_not_move(gpu, rng):
     check(gpu, problem, every_kind(rng, (SMALL.T, SMALL.H), np.float32))
 
 
-@pytest.mark.parametrize("config", [(256, 1), (1024, 2), (16384, 8)])
+@pytest.mark.parametrize("config", [(1024, 1), (2048, 2), (16384, 8)])
 def test_rows_in_blocks_of_any_size(gpu, rng, config):
     problem = make_problem(rng, fitting(gpu, WIDE))
     x = every_kind(rng, (problem.shape.T, 1000), np.float32)

@@ -18,7 +18,7 @@ from paddle_moe_ops.triton.route import Routing, route
 from tests.params import MANY_EXPERTS, MOST_EXPERTS, SHAPES, SMALL, SPARSE
 from tests.reference.cases import assert_same_bits, routing_cases
 
-from .problems import make_problem
+from .problems import fitting, make_problem
 
 
 def check(gpu: Any, routing: Any, probs: Any, plan: reference.Plan, *, each: bool = False, known: bool = True) -> None:
@@ -43,7 +43,7 @@ def check(gpu: Any, routing: Any, probs: Any, plan: reference.Plan, *, each: boo
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_maps_are_those_of_the_oracle(gpu, rng, shape):
-    problem = make_problem(rng, shape)
+    problem = make_problem(rng, fitting(gpu, shape, tokens=600 if shape.K < 20 else 12))
     check(gpu, problem.ids, problem.probs, problem.plan)
 
 
@@ -55,7 +55,7 @@ def test_maps_of_every_kind_of_routing(gpu, rng, routing):
 
 
 @given(st.data(), st.sampled_from(["first", "each"]))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_maps_of_any_ids_and_masks(gpu, data, rule):
     """Bad and repeated ids, masks with more experts than slots, buffers of every size."""
     case = data.draw(routing_cases(duplicates=rule))
@@ -96,7 +96,7 @@ def test_repeated_ids_of_a_token(gpu, rng, dtype, each):
 
 @pytest.mark.parametrize("topk", [1, 3, 70])
 def test_masks(gpu, rng, topk):
-    mask = rng.random((30, 70)) < 0.2
+    mask = rng.random((9, 70)) < 0.2
     probs = rng.random(mask.shape, np.float32)
     plan = reference.route(mask, probs, topk=topk, validate=False)
     check(gpu, mask, probs, plan)

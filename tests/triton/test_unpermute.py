@@ -101,9 +101,9 @@ def test_gradients_of_long_rows_and_of_many(gpu, rng, shape, dtype):
 
 
 def test_the_gradient_of_rows_keeps_every_kind_of_number(gpu, rng):
-    problem = make_problem(rng, SMALL)
+    problem = make_problem(rng, fitting(gpu, SMALL))
     rows = ordinary(rng, (problem.plan.num_rows, SMALL.H), np.float32)
-    d_out = every_kind(rng, (SMALL.T, SMALL.H), np.float32)
+    d_out = every_kind(rng, (problem.shape.T, SMALL.H), np.float32)
     _, _, backward = weights_of(gpu, problem, "by row")
     arrays = (gpu.array(each) for each in (d_out, problem.plan.token_rows, problem.plan.row_to_token))
     d_rows, d_probs = unpermute_backward(gpu, *arrays, **backward)
@@ -115,8 +115,8 @@ def test_the_gradient_of_rows_keeps_every_kind_of_number(gpu, rng):
 
 @pytest.mark.parametrize("kind", ["by row", "by slot"])
 def test_a_gradient_that_is_not_wanted_is_not_made(gpu, rng, kind):
-    problem = make_problem(rng, SMALL)
-    shapes = (SMALL.T, SMALL.H), (problem.plan.num_rows, SMALL.H)
+    problem = make_problem(rng, fitting(gpu, SMALL))
+    shapes = (problem.shape.T, SMALL.H), (problem.plan.num_rows, SMALL.H)
     d_out, rows = (ordinary(rng, shape, np.float16) for shape in shapes)
     both = check_gradients(gpu, problem, d_out, rows, kind)
     alone = check_gradients(gpu, problem, d_out, rows, kind, need_rows=False)
@@ -151,7 +151,7 @@ def test_sums_in_blocks_of_any_size(gpu, rng, config):
 
 
 def test_rows_may_begin_anywhere(gpu, rng):
-    problem = make_problem(rng, SMALL)
+    problem = make_problem(rng, fitting(gpu, SMALL))
     rows = every_kind(rng, (problem.plan.num_rows, 16), np.float16)
     for offset in (2, 8):
         out = unpermute(gpu, gpu.array(rows, offset=offset), gpu.array(problem.plan.token_rows))
@@ -188,7 +188,7 @@ def test_a_map_that_leads_out_of_the_rows_reads_nothing_there(gpu, rng):
 
 
 def test_weights_beyond_their_number_count_as_zero(gpu, rng):
-    problem = make_problem(rng, ODD)
+    problem = make_problem(rng, fitting(gpu, ODD))
     rows = ordinary(rng, (problem.plan.num_rows, 8), np.float32)
     index = problem.plan.row_to_slot.copy()
     index[0], index[1] = -1, problem.probs.size
@@ -199,7 +199,7 @@ def test_weights_beyond_their_number_count_as_zero(gpu, rng):
 
 
 def test_many_slots_and_many_rows_per_token(gpu, rng):
-    problem = make_problem(rng, MANY_SLOTS._replace(T=2), "uniform")
+    problem = make_problem(rng, MANY_SLOTS._replace(T=2, K=20), "uniform")
     rows = every_kind(rng, (problem.plan.num_rows, 8), np.float32)
     for kind in WEIGHTS:
         check_sum(gpu, problem, rows, kind)

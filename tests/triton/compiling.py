@@ -1,0 +1,74 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles what the launchers launch, for a GPU that need not be there; prints the PTX of each kernel as JSON lines.
+
+A program of its own: in the process of the tests the kernels belong to the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.bare_package import without_paddle
+
+without_paddle(always=True)
+
+from paddle_moe_ops.testing.interpreter import NumpyArray, NumpyDevice  # noqa: E402
+from paddle_moe_ops.triton.permute import permute  # noqa: E402
+from paddle_moe_ops.triton.route import Routing, route  # noqa: E402
+from paddle_moe_ops.triton.rowmap import clean_rowmap, gather_slots, scatter_mask, scatter_slots  # noqa: E402
+from paddle_moe_ops.triton.sort_chunks import chunk_map  # noqa: E402
+from paddle_moe_ops.triton.unpermute import unpermute  # noqa: E402
+from paddle_moe_ops.triton.unpermute_backward import unpermute_backward  # noqa: E402
+
+# The oldest generation that is promised.
+TARGET = GPUTarget("cuda", 80, 32)
+
+
+class CompilingDevice(NumpyDevice):
+    def launch(
+        self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
+    ) -> None:
+        names = kernel.arg_names
+        signature = {name: kind.partition(":")[0] for name, kind in zip(names, types, strict=False)}
+        values = dict(zip(names[len(types) :], constants, strict=True))
+        signature.update(dict.fromkeys(values, "constexpr"))
+        aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.endswith(":16")}
+        source = ASTSource(kernel, signature, values, aligned)
+        compiled = triton.compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": False})
+        instructions = sorted(set(re.findall(r"^\s+(?:@\S+ )?([a-z]\S+)", compiled.asm["ptx"], re.MULTILINE)))
+        print(json.dumps({"kernel": kernel.fn.__name__, "types": types, "instructions": instructions}))
+
+
+def main() -> None:
+    gpu = CompilingDevice()
+    tokens, topk, experts, hidden = 300, 6, 64, 1024
+    rows = tokens * topk
+    ids, by_slot = gpu.empty([tokens, topk], "int32"), gpu.empty([tokens, topk], "float32")
+    by_row, owners = gpu.empty([rows], "float32"), gpu.empty([rows], "int32")
+    few = NumpyArray(ids.values[:4])
+    route(gpu, Routing(few, None, 4, topk, experts, 4, False, True), 4 * topk)
+    route(gpu, Routing(ids, by_slot, tokens, topk, experts, 4, False, True), rows, with_rowmap=True)
+    route(gpu, Routing(gpu.empty([4, experts], "bool"), None, 4, topk, experts, 1, True, True), 4 * topk)
+    x, y = (gpu.array(np.zeros((count, hidden), np.float16)) for count in (tokens, rows))
+    permute(gpu, x, gpu.empty([tokens, 8], "float32"), ids, owners, "all")
+    unpermute(gpu, y, ids)
+    unpermute(gpu, y, ids, by_slot, owners)
+    unpermute_backward(gpu, x, ids, owners, y, by_row)
+    clean_rowmap(gpu, gpu.empty([tokens, experts], "int32"), ids, rows, first_duplicate_only=True)
+    gather_slots(gpu, by_row, ids)
+    scatter_mask(gpu, by_row, owners, owners, tokens, experts)
+    scatter_slots(gpu, by_slot, ids, by_row, add=True)
+    chunk_map(gpu, gpu.empty([5], "int32"), gpu.empty([5], "int64"), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel compiles for a GPU, which the interpreter cannot tell, and its code is what the arithmetic asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.bare_package import ROOT
+
+KERNELS = {
+    *("route", "mask_to_ids", "count", "prefix", "offsets", "maps", "permute", "unpermute", "unpermute_backward"),
+    *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "chunks", "chunk_map"),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """For each kernel the PTX instructions of its variants."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.triton.compiling"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, set[str]] = {}
+    for line in map(json.loads, done.stdout.splitlines()):
+        found.setdefault(line["kernel"].removesuffix("_kernel"), set()).update(line["instructions"])
+    return found
+
+
+def test_every_kernel_compiles(compiled):
+    assert set(compiled) == KERNELS
+
+
+@pytest.mark.parametrize("kernel", ["permute", "unpermute", "unpermute_backward"])
+def test_rows_move_16_bytes_at_a_time(compiled, kernel):
+    instructions = " ".join(compiled[kernel])
+    assert "ld.global.v4.b32" in instructions
+    assert "st.global.v4.b32" in instructions
+
+
+def test_subnormal_numbers_are_kept_and_sums_rounded_to_nearest(compiled):
+    for kernel, instructions in compiled.items():
+        assert not [each for each in instructions if ".ftz" in each], kernel
+    assert "fma.rn.f32" in " ".join(compiled["unpermute"])
