@@ -173,6 +173,26 @@ def test_a_traced_function_with_a_list_of_sizes(full_graph, rng, place):
         assert_bits_equal(got, expected.numpy())
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_mixed_precision_in_a_static_graph_leaves_products_on_a_cpu_alone(level, rng, place):
+    """Paddle has no kernel there for what mixed precision would make of a matmul."""
+    x, w = ordinary(rng, (5, 7)), ordinary(rng, (2, 3, 7))
+    expected = grouped_gemm(tensor(x, place), tensor(w, place), [2, 3])
+    program = paddle.static.Program()
+    paddle.enable_static()
+    try:
+        with paddle.static.program_guard(program):
+            x_value, w_value = paddle.static.data("x", [5, 7]), paddle.static.data("w", [2, 3, 7])
+            with paddle.amp.auto_cast(level=level, dtype="bfloat16"):
+                assert paddle.matmul(x_value, x_value, transpose_y=True).dtype == paddle.bfloat16
+                out = grouped_gemm(x_value, w_value, [2, 3])
+        (got,) = paddle.static.Executor().run(program, feed={"x": x, "w": w}, fetch_list=[out])
+    finally:
+        paddle.disable_static()
+    assert_bits_equal(got, expected.numpy())
+
+
 def test_groups_that_do_not_fit_are_cut_in_a_graph(rng, place):
     """There is no one to raise to before the program runs; nothing is read out of bounds."""
 

@@ -310,13 +310,15 @@ VERBS = (
     Case("unpermute-slot-probs", unpermute_by_plan_slot_probs, plan_inputs(), ("rows", "probs")),
     Case("unpermute-slot-probs-bfloat16", unpermute_by_plan_slot_probs, plan_inputs(BFLOAT16), ("rows", "probs")),
 )
-INDEXED = (
+ROUTERS = (
     Case("calculate_topk", topk_softmax, gating_inputs(with_bias=False), ("gating",)),
     Case("calculate_topk-groups", topk_in_groups, gating_inputs(), ("gating",)),
     Case("calculate_topk-groups-bfloat16", topk_in_groups, gating_inputs(BFLOAT16), ("gating",)),
     Case("calculate_topk-post_act", topk_of_logits, gating_inputs(with_bias=False), ("gating",)),
+)
+INDEXED = (
     Case("indexed", by_gather_indices, token_inputs(leave_out="probs"), ("x",)),
     Case("indexed-bfloat16", by_gather_indices, token_inputs(BFLOAT16, leave_out="probs"), ("x",)),
     Case("grouped_gemm", gemm_by_plan, token_inputs(leave_out="probs", weights=expert_weights), ("x", "weights")),
 )
-CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *INDEXED)
+CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *ROUTERS, *INDEXED)
