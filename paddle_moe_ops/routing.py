@@ -172,8 +172,8 @@ def calculate_topk(
     """Choose the experts of each token from a router's logits, and weight them.
 
     Scores are the sigmoid of each logit or the softmax over a token's logits, in float32, rounded to the dtype of
-    the logits. The K experts with the highest values are chosen, of equal values the lower id first; NaN is above all
-    numbers. Weights are the scores of the chosen experts, divided by their sum and scaled if asked for.
+    the logits. The K experts with the highest values are chosen, of equal values the lower id first (on the CPU NaN is
+    above all numbers). Weights are the scores of the chosen experts, divided by their sum and scaled if asked for.
 
     What routers add to this: ERNIE 4.5 a correction bias; DeepSeek-V2 groups (``scores_per_group=1``); DeepSeek-V3
     (arXiv:2412.19437, section 2.1.2) sigmoid, bias, groups (of the two best scores) and a scaling factor.

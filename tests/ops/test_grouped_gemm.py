@@ -133,38 +133,25 @@ def test_only_the_gradient_that_is_wanted_is_made(wanted, rng, place):
     assert {name for name, leaf in leaves.items() if leaf.grad is not None} == {wanted}
 
 
-def test_gradients_against_finite_differences(rng, place):
-    x, w, dy = ordinary(rng, (6, 2)), ordinary(rng, (3, 4, 2)), ordinary(rng, (6, 4))
-    sizes, offsets = [2, 0, 1], [1, 3, 4, 6]
-
-    def loss(x, w):
-        out = grouped_gemm(tensor(x, place), tensor(w, place), sizes, expert_offsets=offsets)
-        return float((out.numpy().astype(np.float64) * dy).sum())
-
-    leaves = [tensor(x, place, gradient=True), tensor(w, place, gradient=True)]
-    backward([grouped_gemm(*leaves, sizes, expert_offsets=offsets)], [dy])
-    for position, (leaf, at) in enumerate(zip(leaves, (x, w), strict=True)):
-        for index in np.ndindex(at.shape):
-            step = [np.zeros_like(x), np.zeros_like(w)]
-            step[position][index] = 0.5
-            quotient = loss(x + step[0], w + step[1]) - loss(x - step[0], w - step[1])
-            assert leaf.grad.numpy()[index] == pytest.approx(quotient, abs=1e-5)
-
-
 def test_results_repeat_bit_for_bit(rng, place):
     x, w = tensor(ordinary(rng, (300, 64)), place), tensor(ordinary(rng, (4, 40, 64)), place)
     first, second = (grouped_gemm(x, w, [100, 0, 150, 50]) for _ in range(2))
     assert_bits_equal(first, second.numpy())
 
 
+def product_of_a_list(x, w):
+    return grouped_gemm(x, w, [3, 0, 5], False, expert_offsets=[0, 4, 4, 10])
+
+
+def product_of_tensors(x, w, sizes, offsets):
+    return grouped_gemm(x, w, sizes, expert_offsets=offsets)
+
+
 @pytest.mark.parametrize("full_graph", [True, False], ids=["syntax", "bytecode"])
 def test_a_traced_function_with_a_list_of_sizes(full_graph, rng, place):
-    def function(x, w):
-        return grouped_gemm(x, w, [3, 0, 5], False, expert_offsets=[0, 4, 4, 10])
-
     x, w = ordinary(rng, (12, 7)), ordinary(rng, (3, 7, 5))
     runs = []
-    for run in (function, paddle.jit.to_static(function, full_graph=full_graph)):
+    for run in (product_of_a_list, paddle.jit.to_static(product_of_a_list, full_graph=full_graph)):
         leaves = [tensor(x, place, gradient=True), tensor(w, place, gradient=True)]
         out = run(*leaves)
         backward([out], [ordinary(np.random.default_rng(1), (12, 5))])
@@ -195,14 +182,10 @@ def test_mixed_precision_in_a_static_graph_leaves_products_on_a_cpu_alone(level,
 
 def test_groups_that_do_not_fit_are_cut_in_a_graph(rng, place):
     """There is no one to raise to before the program runs; nothing is read out of bounds."""
-
-    def function(x, w, sizes, offsets):
-        return grouped_gemm(x, w, sizes, expert_offsets=offsets)
-
     free = {"x": [None, 3], "w": [2, 5, 3]}
     specs = [paddle.static.InputSpec(shape, "float32", name) for name, shape in free.items()]
     specs += [paddle.static.InputSpec([size], "int32", name) for name, size in (("sizes", 2), ("offsets", 3))]
-    traced = paddle.jit.to_static(function, input_spec=specs, full_graph=True)
+    traced = paddle.jit.to_static(product_of_tensors, input_spec=specs, full_graph=True)
     x, w = ordinary(rng, (6, 3)), ordinary(rng, (2, 5, 3))
     for sizes, offsets, good in (
         ([2, 9], [0, 3, 6], ([2, 3], [0, 3, 6])),
