@@ -39,7 +39,8 @@ def get_routing_indices(
     """Sort slots by expert.
 
     Rows of one expert follow ascending slots. Slots of -1 come last and count for no expert; an expert may stand in
-    several slots of a token. Deterministic; no gradient. No host synchronisation, but with ``validate=True`` on a GPU.
+    several slots of a token. Deterministic; no gradient. No host synchronisation, but on a GPU with ``validate=True``
+    and in a static graph that does not know T.
 
     Args:
         selected_experts: int32 or int64 [T, K] expert ids, -1 for an unassigned slot.
@@ -160,16 +161,17 @@ def _checked(
 
 
 def _check_permutation(function: str, gather_indices: Tensor, ranks: Tensor) -> None:
-    indices = gather_indices.numpy()
-    wrong = np.flatnonzero(indices[ranks.numpy()] != np.arange(len(indices)))
-    if not wrong.size:
+    """Raises for the first index out of range, or else for the lowest of those that stand twice."""
+    indices, order = gather_indices.numpy(), ranks.numpy()
+    ascending = indices[order]
+    if np.array_equal(ascending, np.arange(len(indices))):
         return
     expected = f"{function}: gather_indices must be a permutation of [0, {len(indices)})"
     for place in np.flatnonzero((indices < 0) | (indices >= len(indices)))[:1]:
         raise ValueError(f"{expected}, but entry {place} is {indices[place]}")
-    # The entry at the first wrong rank is the second of two equal ones.
-    first, second = np.flatnonzero(indices == indices[ranks[wrong[0]]])[:2]
-    raise ValueError(f"{expected}, but entries {first} and {second} are both {indices[first]}")
+    rank = np.flatnonzero(ascending[1:] == ascending[:-1])[0]
+    first, second = order[rank : rank + 2]
+    raise ValueError(f"{expected}, but entries {first} and {second} are both {ascending[rank]}")
 
 
 def _move(tokens: Tensor, slot_to_row: Tensor, row_to_token: Tensor) -> Tensor:

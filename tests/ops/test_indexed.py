@@ -131,6 +131,24 @@ def test_indices_without_validation_count_by_their_rank(gather, rng, place, back
     assert_bits_equal(indexed.unpermute(tensor(x, place), indices, validate=False), x[np.argsort(ranks)])
 
 
+@settings(max_examples=60)
+@given(st.lists(st.integers(-1, 6), max_size=6))
+def test_exactly_the_permutations_are_good(place, gather):
+    x, indices = paddle.zeros([len(gather), 2]), tensor(np.int64(gather), place)
+    if sorted(gather) == list(range(len(gather))):
+        assert indexed.unpermute(x, indices, validate=True).shape == [len(gather), 2]
+        return
+    with pytest.raises(ValueError, match="unpermute: gather_indices must be a permutation of") as raised:
+        indexed.unpermute(x, indices, validate=True)
+    entries = [int(number) for number in re.findall(r"\d+", str(raised.value).partition("entr")[2])]
+    if "both" in str(raised.value):
+        first, second, value = entries
+        assert gather[first] == gather[second] == value
+        assert first < second
+    else:
+        assert not 0 <= gather[entries[0]] < len(gather)
+
+
 def rows_and_indices(x, ids, gather):
     counts, sorted_slots = indexed.get_routing_indices(ids, 3)
     return counts, sorted_slots, indexed.permute(x, gather, 2)
@@ -185,6 +203,11 @@ BAD = {
             {"gather_indices": paddle.to_tensor([0, 1, 3, 3])},
             ValueError,
             "gather_indices must be a permutation of [0, 4), but entries 2 and 3 are both 3",
+        ),
+        (
+            {"gather_indices": paddle.to_tensor([3, 0, 2, 3])},
+            ValueError,
+            "gather_indices must be a permutation of [0, 4), but entries 0 and 3 are both 3",
         ),
     ],
     "get_routing_indices": [
