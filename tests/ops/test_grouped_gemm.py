@@ -162,6 +162,20 @@ def test_a_traced_function_with_a_list_of_sizes(full_graph, rng, place):
         assert_bits_equal(got, expected.numpy())
 
 
+def product_of_a_list_at_tensors(x, w, offsets):
+    return grouped_gemm(x, w, [3, 0, 5], expert_offsets=offsets)
+
+
+@pytest.mark.parametrize("rows", [12, None], ids=["known", "unknown"])
+def test_a_graph_with_a_list_of_sizes_at_offsets_of_a_tensor(rows, rng, place):
+    specs = [paddle.static.InputSpec(shape, "float32") for shape in ([rows, 7], [3, 5, 7])]
+    specs.append(paddle.static.InputSpec([4], "int64"))
+    traced = paddle.jit.to_static(product_of_a_list_at_tensors, input_spec=specs, full_graph=True)
+    arguments = [tensor(ordinary(rng, (12, 7)), place), tensor(ordinary(rng, (3, 5, 7)), place)]
+    arguments.append(tensor(np.int64([1, 4, 4, 10]), place))
+    assert_bits_equal(traced(*arguments), product_of_a_list_at_tensors(*arguments).numpy())
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_mixed_precision_in_a_static_graph_leaves_products_on_a_cpu_alone(level, rng, place):
