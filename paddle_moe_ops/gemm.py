@@ -69,7 +69,7 @@ def grouped_gemm(
     sizes = _row_counts(name, "m_sizes", m_sizes, num_experts)
     offsets = None if expert_offsets is None else _row_counts(name, "expert_offsets", expert_offsets, num_experts + 1)
     _checks.same_place(name, X=X, W=W)
-    if isinstance(sizes, list) and not isinstance(offsets, Tensor) and X.shape[0] >= 0:
+    if isinstance(sizes, list) and (offsets is None or isinstance(offsets, list)) and X.shape[0] >= 0:
         segments = _segments(name, X.shape[0], sizes, offsets)
     else:
         segments = _segments_in_graph(X, sizes, offsets)

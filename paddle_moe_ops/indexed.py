@@ -39,7 +39,8 @@ def get_routing_indices(
     """Sort slots by expert.
 
     Rows of one expert follow ascending slots. Slots of -1 come last and count for no expert; an expert may stand in
-    several slots of a token. Deterministic; no gradient. No host synchronisation, but with ``validate=True`` on a GPU.
+    several slots of a token. Deterministic; no gradient. No host synchronisation, but on a GPU with ``validate=True``
+    and in a static graph that does not know T.
 
     Args:
         selected_experts: int32 or int64 [T, K] expert ids, -1 for an unassigned slot.
@@ -70,7 +71,7 @@ def get_routing_indices(
         raise ValueError(f"{name}: selected_experts must hold expert ids in [-1, {num_experts}), but {given}")
     # One more expert takes the slots of none, so that every slot has a row and N is known.
     of_none = is_bad | (selected_experts == -1)
-    ids = paddle.where(of_none, paddle.full_like(selected_experts, num_experts), selected_experts)
+    ids = paddle.where(of_none, paddle.full([1], num_experts, selected_experts.dtype), selected_experts)
     buffer_size = ids.shape[0] * ids.shape[1] if ids.shape[0] >= 0 else -1
     plan = route(ids, num_experts=num_experts + 1, buffer_size=buffer_size, duplicates="each", validate=False)
     outputs = plan.routed_per_expert[:num_experts].astype(selected_experts.dtype), plan.row_to_slot
@@ -154,22 +155,23 @@ def _checked(
         _check_permutation(function, gather_indices, slot_to_row)
     slot_to_row = slot_to_row.astype("int32")
     # The indices themselves if they are a permutation, and within bounds in any case.
-    numbers = paddle.cumsum(paddle.ones_like(slot_to_row), dtype="int32") - 1
-    row_to_slot = paddle.scatter(slot_to_row, slot_to_row, numbers)
+    num_rows = slot_to_row.shape[0] if slot_to_row.shape[0] >= 0 else paddle.shape(slot_to_row)[0]
+    row_to_slot = paddle.scatter(slot_to_row, slot_to_row, paddle.arange(num_rows, dtype="int32"))
     return X.reshape([lines, hidden]), slot_to_row, row_to_slot
 
 
 def _check_permutation(function: str, gather_indices: Tensor, ranks: Tensor) -> None:
-    indices = gather_indices.numpy()
-    wrong = np.flatnonzero(indices[ranks.numpy()] != np.arange(len(indices)))
-    if not wrong.size:
+    """Raises for the first index out of range, or else for the lowest of those that stand twice."""
+    indices, order = gather_indices.numpy(), ranks.numpy()
+    ascending = indices[order]
+    if np.array_equal(ascending, np.arange(len(indices))):
         return
     expected = f"{function}: gather_indices must be a permutation of [0, {len(indices)})"
     for place in np.flatnonzero((indices < 0) | (indices >= len(indices)))[:1]:
         raise ValueError(f"{expected}, but entry {place} is {indices[place]}")
-    # The entry at the first wrong rank is the second of two equal ones.
-    first, second = np.flatnonzero(indices == indices[ranks[wrong[0]]])[:2]
-    raise ValueError(f"{expected}, but entries {first} and {second} are both {indices[first]}")
+    rank = np.flatnonzero(ascending[1:] == ascending[:-1])[0]
+    first, second = order[rank : rank + 2]
+    raise ValueError(f"{expected}, but entries {first} and {second} are both {ascending[rank]}")
 
 
 def _move(tokens: Tensor, slot_to_row: Tensor, row_to_token: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def dense_moe(layer: MoELayer, x: Tensor, ids: Tensor) -> Tensor:
     tokens = x.reshape([-1, x.shape[-1]])
     scores = F.softmax(tokens @ layer.router.weight, axis=-1)
     weights = scores * F.one_hot(ids.astype("int64"), scores.shape[-1]).sum(axis=1)
-    weights = weights / weights.sum(axis=-1, keepdim=True)
+    weights = weights / weights.sum(axis=-1, keepdim=True) * layer.router.scaling_factor
     gate, up = paddle.chunk(paddle.einsum("th,ehi->eti", tokens, layer.experts.gate_up), 2, axis=-1)
     outputs = paddle.einsum("eti,eih->eth", F.silu(gate) * up, layer.experts.down)
     out = paddle.einsum("te,eth->th", weights, outputs)

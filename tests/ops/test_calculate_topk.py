@@ -143,10 +143,23 @@ def test_the_correction_bias_chooses_and_does_not_weigh(place):
     assert_bits_equal(weights, scores.numpy()[:, [3, 0]])
 
 
-def test_nan_logits_come_first_and_ids_stay_distinct(place):
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("top_k", [1, 3, 6])
+def test_nan_logits_come_first_and_ids_stay_distinct(top_k, place):
     gating = tensor(np.float32([[1, np.nan, 3, -np.inf, np.nan, np.inf]]), place)
-    _, ids = calculate_topk(gating, 6, True, False, False, True)
-    assert ids.tolist() == [[1, 4, 5, 2, 0, 3]]
+    _, ids = calculate_topk(gating, top_k, True, False, False, True)
+    assert ids.tolist() == [[1, 4, 5, 2, 0, 3][:top_k]]
+
+
+def test_a_tie_at_the_edge_of_the_choice_goes_to_the_lower_expert(rng, place):
+    """The last that is chosen and the first that is not, in one of many tokens."""
+    gating = np.stack([rng.permutation(40) for _ in range(50)]).astype(np.float32)
+    gating[17] = np.float32([9, 1, 8, 7, 1, 8, *[1] * 34])
+    _, ids = calculate_topk(tensor(gating, place), 2, True, False, False, True)
+    assert ids.tolist()[17] == [0, 2]
+    _, ids = calculate_topk(tensor(gating, place), 5, True, False, False, True)
+    assert ids.tolist()[17] == [0, 2, 5, 3, 1]
+    assert_bits_equal(ids, reference.select_experts(gating, 5))
 
 
 def test_weights_stay_finite_where_all_scores_underflow(place):

@@ -7,7 +7,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_moe_ops import moe_permute, moe_unpermute, permute, reference, route, unpermute
+from paddle_moe_ops import indexed, moe_permute, moe_unpermute, permute, reference, route, unpermute
+from paddle_moe_ops.gemm import grouped_gemm
 from tests.ops.problems import backward, ordinary, tensor
 
 IDS = np.array([[2, 0, -1], [0, 3, 1], [-1, -1, -1], [3, -1, -1], [1, 2, 3]], np.int32)
@@ -123,3 +124,28 @@ def test_gradients_add_up_over_a_whole_layer(rng, place, backend):
     backward([layer(x_tensor, probs_tensor)], [d_out])
     assert_gradient(x_tensor.grad, lambda x: dot(d_out, layer(tensor(x, place), tensor(probs, place))), x)
     assert_gradient(probs_tensor.grad, lambda probs: dot(d_out, layer(tensor(x, place), tensor(probs, place))), probs)
+
+
+def test_permute_by_gather_indices_against_finite_differences(rng, place, backend):
+    x, gather, d_rows = ordinary(rng, (4, H)), tensor(rng.permutation(8), place), ordinary(rng, (8, H))
+    x_tensor = tensor(x, place, gradient=True)
+    backward([indexed.permute(x_tensor, gather, 2)], [d_rows])
+    assert_gradient(x_tensor.grad, lambda x: dot(d_rows, indexed.permute(tensor(x, place), gather, 2)), x)
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+def test_grouped_gemm_against_finite_differences(transpose, rng, place):
+    """With an expert without rows, and rows before, between and behind the groups."""
+    x, w = ordinary(rng, (6, 2)), ordinary(rng, (3, H, 2) if transpose else (3, 2, H))
+    d_out = ordinary(rng, (6, H))
+
+    def product(x, w):
+        return grouped_gemm(x, w, [2, 0, 1], transpose, expert_offsets=[1, 3, 4, 6])
+
+    def loss(x, w):
+        return dot(d_out, product(tensor(x, place), tensor(w, place)))
+
+    x_tensor, w_tensor = tensor(x, place, gradient=True), tensor(w, place, gradient=True)
+    backward([product(x_tensor, w_tensor)], [d_out])
+    assert_gradient(x_tensor.grad, lambda x: loss(x, w), x)
+    assert_gradient(w_tensor.grad, lambda w: loss(x, w), w)

@@ -83,6 +83,14 @@ def test_correction_bias_changes_the_choice_and_not_the_weights():
     np.testing.assert_array_equal(after.probs.numpy(), before.scores.numpy()[:, [3, 0]])
 
 
+def test_router_of_deepseek_v3_takes_experts_of_the_best_groups_and_scales_their_weights():
+    router = TopKRouter(1, 6, 2, scoring="sigmoid", num_groups=3, topk_groups=1, scaling_factor=2.5)
+    router.weight.set_value(paddle.to_tensor([[9.0, -9.0, 1.0, 1.0, 0.0, 0.0]]))
+    ids, probs, _ = router(paddle.ones([1, 1]))
+    np.testing.assert_array_equal(ids.numpy(), [[2, 3]])
+    np.testing.assert_allclose(probs.numpy(), [[1.25, 1.25]], rtol=1e-6)
+
+
 def test_correction_bias_is_saved_and_gets_no_gradient():
     router = TopKRouter(H, E, K)
     (router(paddle.randn([T, H])).probs ** 2).sum().backward()
@@ -198,6 +206,7 @@ def test_layer_equals_the_dense_formulation(experts, topk, shape):
         {"num_shared_experts": 0},
         {"num_shared_experts": 2},
         {"correction_bias": False},
+        {"num_groups": 4, "topk_groups": 2, "scores_per_group": 1, "scaling_factor": 2.5},
     ],
     ids=str,
 )
@@ -251,6 +260,14 @@ BAD_VALUES = {
     "router_size": (
         lambda: TopKRouter(0, 4, 2),
         "TopKRouter: hidden_size must be from 1 to 2147483647, but got 0",
+    ),
+    "router_groups": (
+        lambda: TopKRouter(H, 4, 2, num_groups=3),
+        "TopKRouter: num_groups must be a divisor of num_experts=4, but got 3",
+    ),
+    "router_kept_groups": (
+        lambda: MoELayer(H, 6, 4, 3, num_groups=2, topk_groups=1),
+        "TopKRouter: topk must be at most 2, the experts to choose from, but got 3",
     ),
     "router_scoring": (
         lambda: TopKRouter(H, 4, 2, scoring="tanh"),

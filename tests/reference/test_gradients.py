@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops.reference import (
     Plan,
+    grouped_gemm,
+    grouped_gemm_backward,
     moe_permute,
     moe_permute_backward,
     moe_unpermute,
@@ -146,3 +148,17 @@ def test_moe_unpermute(ids: NDArray, compat: str | None, weighted: bool, bad_row
     assert_gradient(d_token_prob, lambda probs: loss(y, probs), probs)
     _, without = moe_unpermute_backward(d_hidden, None, y, rowmap, ids, probs, **arguments)
     assert_gradient(without, lambda probs: loss(y, probs, np.zeros_like(d_prob)), probs)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_grouped_gemm(transpose: bool) -> None:
+    """With an expert without rows, and rows before, between and behind the groups."""
+    x, w = random(9, 2), random(*((3, HIDDEN, 2) if transpose else (3, 2, HIDDEN)))
+    d_out = random(9, HIDDEN)
+
+    def loss(x: NDArray, w: NDArray) -> float:
+        return float(np.vdot(d_out, grouped_gemm(x, w, [2, 0, 3], transpose, expert_offsets=[1, 4, 4, 8])))
+
+    d_x, d_w = grouped_gemm_backward(d_out, x, w, [2, 0, 3], transpose, expert_offsets=[1, 4, 4, 8])
+    assert_gradient(d_x, lambda x: loss(x, w), x)
+    assert_gradient(d_w, lambda w: loss(x, w), w)

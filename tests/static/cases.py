@@ -473,13 +473,15 @@ QUANTIZE = (
     Case("permute-quantized-packed", permute_quantized_packed, token_inputs(np.float16, leave_out="probs"), ()),
     Case("dequantize", quantize_and_back, token_inputs(BFLOAT16, leave_out="ids probs"), ()),
 )
-INDEXED = (
+ROUTERS = (
     Case("calculate_topk", topk_softmax, gating_inputs(with_bias=False), ("gating",)),
     Case("calculate_topk-groups", topk_in_groups, gating_inputs(), ("gating",)),
     Case("calculate_topk-groups-bfloat16", topk_in_groups, gating_inputs(BFLOAT16), ("gating",)),
     Case("calculate_topk-post_act", topk_of_logits, gating_inputs(with_bias=False), ("gating",)),
+)
+INDEXED = (
     Case("indexed", by_gather_indices, token_inputs(leave_out="probs"), ("x",)),
     Case("indexed-bfloat16", by_gather_indices, token_inputs(BFLOAT16, leave_out="probs"), ("x",)),
     Case("grouped_gemm", gemm_by_plan, token_inputs(leave_out="probs", weights=expert_weights), ("x", "weights")),
 )
-CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *FAMILIES, *QUANTIZE, *INDEXED)
+CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *FAMILIES, *QUANTIZE, *ROUTERS, *INDEXED)

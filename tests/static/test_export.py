@@ -17,7 +17,20 @@ from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.packaging.subprocesses import run_python
-from tests.static.cases import BFLOAT16, CASES, FLOAT8_E5M2, A, Case, E, H, Inputs, layer, num_tokens, token_inputs
+from tests.static.cases import (
+    BFLOAT16,
+    CASES,
+    FLOAT8_E5M2,
+    ROUTERS,
+    A,
+    Case,
+    E,
+    H,
+    Inputs,
+    layer,
+    num_tokens,
+    token_inputs,
+)
 from tests.static.modes import assert_same_run, feed_of, input_specs, random_d_outputs, run_dygraph, static_mode
 
 # Paddle's remarks about its own full_like, and about models without parameters.
@@ -26,7 +39,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:no variable in your model"),
 ]
 # A saved program cannot hold float8_e5m2: Paddle has no name for it there.
-CASES_TO_SAVE = [case for case in CASES if case is not FLOAT8_E5M2]
+# Under paddle.inference a softmax is another library's, with other last bits.
+CASES_TO_SAVE = [case for case in CASES if case is not FLOAT8_E5M2 and case not in ROUTERS]
 TOKENS = (0, 1, 63, 200)
 CASE = {case.name: case for case in CASES}
 

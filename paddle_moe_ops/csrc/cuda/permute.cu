@@ -87,31 +87,39 @@ Strip strip_of(const void* source, void* target, int64_t stride, int64_t length,
   return {static_cast<const char*>(source), static_cast<char*>(target), stride * itemsize, row_bytes, fill && row_bytes > 0};
 }
 
-int move(const pmo_permute_params& p, cudaStream_t stream) {
-  Pieces pieces = {
-      strip_of(p.x, p.rows, p.x_row_stride, p.hidden, p.dtype, (p.fill & PMO_FILL_ROWS) != 0),
-      strip_of(p.scale, p.row_scales, p.scale_row_stride, p.scale_cols, p.scale_dtype, (p.fill & PMO_FILL_SCALES) != 0),
-      p.num_tokens,
-      p.topk,
-      p.num_rows,
-      p.slot_to_row,
-      p.row_to_token,
-      1};
+// The widest access, up to 16 bytes, that fits a strip.
+int width_of(const Strip& strip, int64_t num_tokens) {
+  return widest_access({address(strip.source), address(strip.target), static_cast<uintptr_t>(strip.row_bytes),
+                        num_tokens > 1 ? static_cast<uintptr_t>(strip.source_stride) : uintptr_t{0}});
+}
+
+int launch_pieces(Pieces pieces, cudaStream_t stream) {
   const Strip& rows = pieces.rows;
-  if (p.num_rows == 0 || rows.row_bytes + pieces.scales.row_bytes == 0) return PMO_OK;
-  const int width = widest_access({address(rows.source), address(rows.target), static_cast<uintptr_t>(rows.row_bytes),
-                                   p.num_tokens > 1 ? static_cast<uintptr_t>(rows.source_stride) : uintptr_t{0}});
-  return with_width(width, [&](auto bytes) -> int {
+  if (rows.row_bytes + pieces.scales.row_bytes == 0) return PMO_OK;
+  return with_width(width_of(rows, pieces.num_tokens), [&](auto bytes) -> int {
     constexpr int kBytes = decltype(bytes)::value;
     pieces.parts =
         static_cast<int>(std::max<int64_t>(1, (rows.row_bytes / kBytes + kHeld * kWarpSize - 1) / (kHeld * kWarpSize)));
-    const int64_t fill_warps = rows.fill || pieces.scales.fill ? (p.num_rows + kWarpSize - 1) / kWarpSize : 0;
-    const int64_t warps = std::max(p.num_tokens * pieces.parts, fill_warps);
+    const int64_t fill_warps = rows.fill || pieces.scales.fill ? (pieces.num_rows + kWarpSize - 1) / kWarpSize : 0;
+    const int64_t warps = std::max(pieces.num_tokens * pieces.parts, fill_warps);
     if (warps == 0) return PMO_OK;
     move_pieces<kBytes><<<grid_for(warps, kThreads / kWarpSize, INT32_MAX), kThreads, 0, stream>>>(pieces);
     PMO_CUDA_LAUNCHED("move_pieces");
     return PMO_OK;
   });
+}
+
+int move(const pmo_permute_params& p, cudaStream_t stream) {
+  if (p.num_rows == 0) return PMO_OK;
+  const Strip rows = strip_of(p.x, p.rows, p.x_row_stride, p.hidden, p.dtype, (p.fill & PMO_FILL_ROWS) != 0);
+  const Strip scales =
+      strip_of(p.scale, p.row_scales, p.scale_row_stride, p.scale_cols, p.scale_dtype, (p.fill & PMO_FILL_SCALES) != 0);
+  Pieces pieces = {rows, scales, p.num_tokens, p.topk, p.num_rows, p.slot_to_row, p.row_to_token, 1};
+  if (width_of(scales, p.num_tokens) >= 4) return launch_pieces(pieces, stream);
+  pieces.scales = {};  // narrow ones go as rows of their own
+  if (const int status = launch_pieces(pieces, stream)) return status;
+  pieces.rows = scales;
+  return launch_pieces(pieces, stream);
 }
 
 int permute(const pmo_permute_params& p, cudaStream_t stream) {
