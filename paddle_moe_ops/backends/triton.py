@@ -87,7 +87,10 @@ class TritonBackend:
         elif spec.counts is not None:
             alignment = spec.padding_alignment
             num_rows = sum(-(-count // alignment) * alignment for count in spec.counts)
-        return route(_device(routing), problem, num_rows, with_rowmap=with_rowmap)
+        try:
+            return route(_device(routing), problem, num_rows, with_rowmap=with_rowmap)
+        except ValueError as error:
+            raise ValueError(f"{function}: {error}") from None
 
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
         return tuple(self._maps("route", routing, probs, counts, spec)[:10])

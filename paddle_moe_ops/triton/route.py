@@ -147,7 +147,7 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
     if num_rows is None:
         num_rows = device.read_int(starts, experts)
         if num_rows > _MOST_ROWS:
-            raise ValueError(f"the padded segments must have less than 2^31 rows, but have {num_rows}")
+            raise ValueError("the permuted buffer must have fewer than 2^31 rows")
     maps = _empty_maps(device, problem, num_rows)
     programs = tiles + blocks(num_rows, _FILL)
     if programs:

@@ -312,7 +312,7 @@ def test_moe_permute_and_moe_unpermute_by_mask(dtype, rng, place, backend):
 
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("counts_as", ["tensor", "list"])
-def test_moe_permute_and_pad(counts_as, align, rng, place, backend):
+def test_moe_permute_and_pad(counts_as, align, rng, place, backend, monkeypatch):
     mask, *_ = masks(rng)
     model = model_of(mask, align)
     num_rows = int(model.starts[-1])
@@ -330,6 +330,7 @@ def test_moe_permute_and_pad(counts_as, align, rng, place, backend):
         assert_bits_equal(pad_offsets, model.pad_offsets)
     out = masked.moe_unpermute(rows, row_id_map, tensor(probs, place), pad_offsets=pad_offsets)
     assert_bits_equal(out, model.combined(model.permuted(x, num_rows), probs))
+    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "1")
     with pytest.raises(ValueError, match="moe_permute_and_pad_with_probs: tokens_per_expert must be"):
         masked.moe_permute_and_pad_with_probs(
             tensor(x, place), tensor(probs, place), tensor(mask, place), [1] * E, align

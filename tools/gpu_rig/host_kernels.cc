@@ -7,21 +7,30 @@
 // that it passes on inside a program stay on the CPU then, and kernels that it asks for by name must be there.
 #include "host_kernels.h"
 
+#include "paddle/phi/kernels/abs_grad_kernel.h"
+#include "paddle/phi/kernels/abs_kernel.h"
 #include "paddle/phi/kernels/activation_grad_kernel.h"
 #include "paddle/phi/kernels/activation_kernel.h"
 #include "paddle/phi/kernels/add_n_kernel.h"
 #include "paddle/phi/kernels/arange_kernel.h"
+#include "paddle/phi/kernels/argsort_grad_kernel.h"
 #include "paddle/phi/kernels/argsort_kernel.h"
 #include "paddle/phi/kernels/cast_kernel.h"
 #include "paddle/phi/kernels/clip_grad_kernel.h"
 #include "paddle/phi/kernels/clip_kernel.h"
+#include "paddle/phi/kernels/compare_kernel.h"
 #include "paddle/phi/kernels/concat_grad_kernel.h"
 #include "paddle/phi/kernels/concat_kernel.h"
 #include "paddle/phi/kernels/contiguous_kernel.h"
+#include "paddle/phi/kernels/cum_grad_kernel.h"
+#include "paddle/phi/kernels/cum_kernel.h"
+#include "paddle/phi/kernels/cum_maxmin_kernel.h"
 #include "paddle/phi/kernels/elementwise_add_grad_kernel.h"
 #include "paddle/phi/kernels/elementwise_add_kernel.h"
 #include "paddle/phi/kernels/elementwise_divide_grad_kernel.h"
 #include "paddle/phi/kernels/elementwise_divide_kernel.h"
+#include "paddle/phi/kernels/elementwise_grad_kernel.h"
+#include "paddle/phi/kernels/elementwise_kernel.h"
 #include "paddle/phi/kernels/elementwise_multiply_grad_kernel.h"
 #include "paddle/phi/kernels/elementwise_multiply_kernel.h"
 #include "paddle/phi/kernels/elementwise_subtract_grad_kernel.h"
@@ -29,23 +38,42 @@
 #include "paddle/phi/kernels/empty_kernel.h"
 #include "paddle/phi/kernels/expand_grad_kernel.h"
 #include "paddle/phi/kernels/expand_kernel.h"
+#include "paddle/phi/kernels/fill_kernel.h"
 #include "paddle/phi/kernels/full_kernel.h"
+#include "paddle/phi/kernels/gather_grad_kernel.h"
+#include "paddle/phi/kernels/gather_kernel.h"
+#include "paddle/phi/kernels/gather_nd_grad_kernel.h"
+#include "paddle/phi/kernels/gather_nd_kernel.h"
 #include "paddle/phi/kernels/gaussian_kernel.h"
+#include "paddle/phi/kernels/index_select_grad_kernel.h"
+#include "paddle/phi/kernels/index_select_kernel.h"
+#include "paddle/phi/kernels/isfinite_kernel.h"
 #include "paddle/phi/kernels/linspace_kernel.h"
+#include "paddle/phi/kernels/logical_kernel.h"
 #include "paddle/phi/kernels/matmul_grad_kernel.h"
 #include "paddle/phi/kernels/matmul_kernel.h"
+#include "paddle/phi/kernels/nonzero_kernel.h"
 #include "paddle/phi/kernels/one_hot_kernel.h"
+#include "paddle/phi/kernels/put_along_axis_kernel.h"
+#include "paddle/phi/kernels/reduce_all_kernel.h"
+#include "paddle/phi/kernels/reduce_any_kernel.h"
+#include "paddle/phi/kernels/reduce_max_grad_kernel.h"
+#include "paddle/phi/kernels/reduce_max_kernel.h"
 #include "paddle/phi/kernels/reduce_mean_grad_kernel.h"
 #include "paddle/phi/kernels/reduce_mean_kernel.h"
+#include "paddle/phi/kernels/reduce_min_kernel.h"
 #include "paddle/phi/kernels/reduce_sum_grad_kernel.h"
 #include "paddle/phi/kernels/reduce_sum_kernel.h"
 #include "paddle/phi/kernels/scale_kernel.h"
+#include "paddle/phi/kernels/scatter_kernel.h"
 #include "paddle/phi/kernels/sign_kernel.h"
 #include "paddle/phi/kernels/slice_grad_kernel.h"
 #include "paddle/phi/kernels/slice_kernel.h"
 #include "paddle/phi/kernels/softmax_grad_kernel.h"
 #include "paddle/phi/kernels/softmax_kernel.h"
 #include "paddle/phi/kernels/split_kernel.h"
+#include "paddle/phi/kernels/squeeze_grad_kernel.h"
+#include "paddle/phi/kernels/squeeze_kernel.h"
 #include "paddle/phi/kernels/stack_grad_kernel.h"
 #include "paddle/phi/kernels/stack_kernel.h"
 #include "paddle/phi/kernels/strided_copy_kernel.h"
@@ -53,40 +81,87 @@
 #include "paddle/phi/kernels/swiglu_kernel.h"
 #include "paddle/phi/kernels/take_along_axis_grad_kernel.h"
 #include "paddle/phi/kernels/take_along_axis_kernel.h"
+#include "paddle/phi/kernels/tile_grad_kernel.h"
+#include "paddle/phi/kernels/tile_kernel.h"
+#include "paddle/phi/kernels/top_k_grad_kernel.h"
+#include "paddle/phi/kernels/top_k_kernel.h"
+#include "paddle/phi/kernels/transpose_grad_kernel.h"
+#include "paddle/phi/kernels/transpose_kernel.h"
+#include "paddle/phi/kernels/unbind_kernel.h"
 #include "paddle/phi/kernels/unsqueeze_grad_kernel.h"
 #include "paddle/phi/kernels/unsqueeze_kernel.h"
+#include "paddle/phi/kernels/where_grad_kernel.h"
+#include "paddle/phi/kernels/where_kernel.h"
 
 // KERNEL(name, function): Paddle's name of the kernel, and the declaration that tells its arguments.
 #define RIG_KERNELS(KERNEL)                             \
+  KERNEL(abs, AbsKernel)                                \
+  KERNEL(abs_grad, AbsGradKernel)                       \
   KERNEL(add, AddKernel)                                \
   KERNEL(add_grad, AddGradKernel)                       \
   KERNEL(add_n, AddNKernel)                             \
+  KERNEL(all, AllKernel)                                \
+  KERNEL(any, AnyKernel)                                \
   KERNEL(arange_tensor, ArangeTensorKernel)             \
   KERNEL(argsort, ArgsortKernel)                        \
+  KERNEL(argsort_grad, ArgsortGradKernel)               \
   KERNEL(cast, CastKernel)                              \
   KERNEL(clip, ClipKernel)                              \
   KERNEL(clip_grad, ClipGradKernel)                     \
   KERNEL(concat, ConcatKernel)                          \
   KERNEL(concat_grad, ConcatGradKernel)                 \
   KERNEL(contiguous, ContiguousKernel)                  \
+  KERNEL(cummax, CummaxKernel)                          \
+  KERNEL(cumsum, CumsumKernel)                          \
+  KERNEL(cumsum_grad, CumsumGradKernel)                 \
   KERNEL(div_scale, DivScaleKernel)                     \
   KERNEL(divide, DivideKernel)                          \
   KERNEL(divide_grad, DivideGradKernel)                 \
   KERNEL(empty, EmptyKernel)                            \
+  KERNEL(equal, EqualKernel)                            \
   KERNEL(expand, ExpandKernel)                          \
   KERNEL(expand_grad, ExpandGradKernel)                 \
+  KERNEL(fill, FillKernel)                              \
+  KERNEL(floor_divide, FloorDivideKernel)               \
   KERNEL(full, FullKernel)                              \
   KERNEL(full_like, FullLikeKernel)                     \
+  KERNEL(gather, GatherKernel)                          \
+  KERNEL(gather_grad, GatherGradKernel)                 \
+  KERNEL(gather_nd, GatherNdKernel)                     \
+  KERNEL(gather_nd_grad, GatherNdGradKernel)            \
   KERNEL(gaussian, GaussianKernel)                      \
+  KERNEL(greater_equal, GreaterEqualKernel)             \
+  KERNEL(greater_than, GreaterThanKernel)               \
+  KERNEL(index_select, IndexSelectKernel)               \
+  KERNEL(index_select_grad, IndexSelectGradKernel)      \
+  KERNEL(isfinite, IsfiniteKernel)                      \
+  KERNEL(isnan, IsnanKernel)                            \
+  KERNEL(less_equal, LessEqualKernel)                   \
+  KERNEL(less_than, LessThanKernel)                     \
   KERNEL(linspace, LinspaceKernel)                      \
+  KERNEL(logical_and, LogicalAndKernel)                 \
+  KERNEL(logical_not, LogicalNotKernel)                 \
+  KERNEL(logical_or, LogicalOrKernel)                   \
   KERNEL(matmul, MatmulKernel)                          \
   KERNEL(matmul_grad, MatmulGradKernel)                 \
+  KERNEL(max, MaxKernel)                                \
+  KERNEL(max_grad, ReduceMaxGradKernel)                 \
+  KERNEL(maximum, MaximumKernel)                        \
+  KERNEL(maximum_grad, MaximumGradKernel)               \
   KERNEL(mean, MeanKernel)                              \
   KERNEL(mean_grad, ReduceMeanGradKernel)               \
+  KERNEL(min, MinKernel)                                \
+  KERNEL(minimum, MinimumKernel)                        \
+  KERNEL(minimum_grad, MinimumGradKernel)               \
   KERNEL(multiply, MultiplyKernel)                      \
   KERNEL(multiply_grad, MultiplyGradKernel)             \
+  KERNEL(nonzero, NonZeroKernel)                        \
+  KERNEL(not_equal, NotEqualKernel)                     \
   KERNEL(one_hot, OneHotKernel)                         \
+  KERNEL(put_along_axis, PutAlongAxisKernel)            \
+  KERNEL(remainder, RemainderKernel)                    \
   KERNEL(scale, ScaleKernel)                            \
+  KERNEL(scatter, ScatterKernel)                        \
   KERNEL(sigmoid, SigmoidKernel)                        \
   KERNEL(sigmoid_grad, SigmoidGradKernel)               \
   KERNEL(sign, SignKernel)                              \
@@ -96,6 +171,8 @@
   KERNEL(softmax_grad, SoftmaxGradKernel)               \
   KERNEL(split, SplitKernel)                            \
   KERNEL(split_with_num, SplitWithNumKernel)            \
+  KERNEL(squeeze, SqueezeKernel)                        \
+  KERNEL(squeeze_grad, SqueezeGradKernel)               \
   KERNEL(stack, StackKernel)                            \
   KERNEL(stack_grad, StackGradKernel)                   \
   KERNEL(strided_copy, StridedCopyKernel)               \
@@ -107,8 +184,17 @@
   KERNEL(swiglu_grad, SwiGLUGradKernel)                 \
   KERNEL(take_along_axis, TakeAlongAxisKernel)          \
   KERNEL(take_along_axis_grad, TakeAlongAxisGradKernel) \
+  KERNEL(tile, TileKernel)                              \
+  KERNEL(tile_grad, TileGradKernel)                     \
+  KERNEL(topk, TopkKernel)                              \
+  KERNEL(topk_grad, TopkGradKernel)                     \
+  KERNEL(transpose, TransposeKernel)                    \
+  KERNEL(transpose_grad, TransposeGradKernel)           \
+  KERNEL(unbind, UnbindKernel)                          \
   KERNEL(unsqueeze, UnsqueezeKernel)                    \
-  KERNEL(unsqueeze_grad, UnsqueezeGradKernel)
+  KERNEL(unsqueeze_grad, UnsqueezeGradKernel)           \
+  KERNEL(where, WhereKernel)                            \
+  KERNEL(where_grad, WhereGradKernel)
 
 namespace {
 
