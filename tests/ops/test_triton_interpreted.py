@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute, use_backend
+from paddle_moe_ops import masked, moe_permute, moe_unpermute, permute, route, sort_chunks, unpermute, use_backend
 from paddle_moe_ops.backends import resolve
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import every_kind, make_problem, ordinary, tensor
@@ -161,6 +161,55 @@ def test_moe_unpermute_with_gradients(interpreted, problem, rng, weighted, compa
     for wanted in ((True, True), (False, True)):
         for actual, expected in on_both(lambda: gradients(call, arrays, weights, wanted)):  # noqa: B023
             np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+CHUNKS = [4, 0, 3, 5], [2, 3, 1, 0]
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "rows", "probs"])
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_sort_chunks_with_gradients(interpreted, rng, dtype, wanted):
+    chunks = [paddle.to_tensor(each) for each in CHUNKS]
+    x, probs = every_kind(rng, (14, 9), dtype), every_kind(rng, (14,))
+    for actual, expected in on_both(lambda: sort_chunks(tensor(x, "cpu"), *chunks, tensor(probs, "cpu"))):
+        assert_bits_equal(actual, expected)
+    differentiable = slice(0, 2) if dtype == "float32" else slice(1, 2)
+    if not any(wanted[differentiable]):
+        return
+    weights = [rng.random(each.shape, np.float32) for each in (x, probs)][differentiable]
+    for actual, expected in on_both(
+        lambda: gradients(lambda x, p: sort_chunks(x, *chunks, p)[:2][differentiable], (x, probs), weights, wanted)
+    ):
+        assert_bits_equal(actual, expected)
+    assert "chunks_kernel" in interpreted.launches
+
+
+def test_sort_chunks_alone_and_its_map(interpreted, rng):
+    sizes, order = (paddle.to_tensor(each) for each in CHUNKS)
+    x = every_kind(rng, (12, 6))
+    for validate in (False, True):
+        for actual, expected in on_both(
+            lambda: (
+                *sort_chunks(tensor(x, "cpu")[:, 1:4], sizes, order, validate=validate)[::2],  # noqa: B023
+                masked.make_chunk_sort_map(sizes, order, validate=validate),  # noqa: B023
+                masked.make_chunk_sort_map(sizes, order, 20, validate=validate),  # noqa: B023
+            )
+        ):
+            assert_bits_equal(actual, expected)
+
+
+def test_bad_chunks_raise_under_validation_and_are_a_permutation_without(interpreted):
+    sizes, order = paddle.to_tensor([2, -5, 9, 1]), paddle.to_tensor([7, 2, 2, -1])
+    x = paddle.arange(6, dtype="float32").unsqueeze(-1)
+    with use_backend("triton"):
+        assert sort_chunks(x, sizes, order, validate=False)[2].tolist() == [4, 5, 0, 1, 2, 3]
+        with pytest.raises(ValueError, match=r"^sort_chunks: split_sizes must hold no negative numbers"):
+            sort_chunks(x, sizes, order, validate=True)
+        with pytest.raises(ValueError, match=r"^make_chunk_sort_map: sorted_indices must hold chunks in \[0, 4\)"):
+            masked.make_chunk_sort_map(sizes.abs(), order, 20, validate=True)
+        for bad in (sizes, paddle.to_tensor([2**30] * 4)):
+            with pytest.raises(ValueError, match=r"^make_chunk_sort_map: split_sizes must add up to less than 2\^31"):
+                masked.make_chunk_sort_map(bad, order, validate=False)
 
 
 def test_bad_data_raise_under_validation_and_count_as_none_without(interpreted):
