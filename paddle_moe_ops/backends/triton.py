@@ -14,8 +14,8 @@ from paddle import Tensor
 from ..reference import rowmap_to_token_rows
 from ..reference.routing import check_ids
 from ..triton import _runtime
-from .arrays import to_numpy
-from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Tensors, Validation
+from .arrays import numpy_dtype, to_numpy
+from .base import MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, Tensors, Validation
 from .host_checks import check_chunks, host_chunk_rows, host_route
 
 _ALIGNMENT = 16
@@ -45,7 +45,20 @@ class TritonBackend:
 
     name = "triton"
     differentiable = False
-    operators = frozenset({"route", "permute", "unpermute", "moe_permute", "moe_unpermute", "sort_chunks"})
+    operators = frozenset(
+        {
+            "route",
+            "permute",
+            "unpermute",
+            "sort_chunks",
+            "moe_permute",
+            "moe_unpermute",
+            "quantize_1x128",
+            "permute_quantized",
+            "dequantize_1x128",
+            "quantized_experts",
+        }
+    )
 
     def unavailable(self) -> str | None:
         return _runtime.unavailable()
@@ -150,6 +163,22 @@ class TritonBackend:
             weights_by_slot=by_slot,
             need_rows=wanted[0],
         )
+
+    def quantize_1x128(self, x: Tensor, spec: QuantizeSpec) -> Tensors:
+        from ..triton.quantize import quantize
+
+        return quantize(_device(x), _dense_rows(x), **spec._asdict())
+
+    def permute_quantized(self, x: Tensor, plan: Any, fill_padding: str, spec: QuantizeSpec) -> Tensors:
+        from ..triton.quantize import quantize
+
+        maps = _dense(plan.token_rows), _dense(plan.row_to_token)
+        return quantize(_device(x), _dense_rows(x), *maps, fill_padding=fill_padding, **spec._asdict())
+
+    def dequantize_1x128(self, codes: Tensor, scales: Tensor, scale_layout: str, dtype: Any) -> Tensor:
+        from ..triton.quantize import dequantize
+
+        return dequantize(_device(codes), _dense_rows(codes), _dense(scales), scale_layout, numpy_dtype(dtype).name)
 
     def moe_permute(
         self,

@@ -13,7 +13,19 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import masked, moe_permute, moe_unpermute, permute, route, sort_chunks, unpermute, use_backend
+from paddle_moe_ops import (
+    dequantize_1x128,
+    masked,
+    moe_permute,
+    moe_unpermute,
+    permute,
+    quantize_1x128,
+    quantized_experts,
+    route,
+    sort_chunks,
+    unpermute,
+    use_backend,
+)
 from paddle_moe_ops.backends import resolve
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import every_kind, make_problem, ordinary, tensor
@@ -210,6 +222,48 @@ def test_bad_chunks_raise_under_validation_and_are_a_permutation_without(interpr
         for bad in (sizes, paddle.to_tensor([2**30] * 4)):
             with pytest.raises(ValueError, match=r"^make_chunk_sort_map: split_sizes must add up to less than 2\^31"):
                 masked.make_chunk_sort_map(bad, order, validate=False)
+
+
+@pytest.mark.parametrize("quantize", ["fp8_1x128", "fp8_1x128_ue8m0"])
+@pytest.mark.parametrize("layout", ["row", "col"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_rows_and_back(interpreted, plan, rng, dtype, layout, quantize):
+    wide = every_kind(rng, (SHAPE.T, 203), dtype)
+
+    def call():
+        x = tensor(wide, "cpu")[:, 1:201]
+        codes, scales = quantize_1x128(x, ue8m0=quantize.endswith("ue8m0"), scale_layout=layout, amax_min=0.5)
+        rows = permute(x, plan, quantize=quantize, scale_layout=layout)
+        values = dequantize_1x128(*rows, scale_layout=layout, dtype=getattr(paddle, dtype))
+        return codes, scales, *rows, values
+
+    for actual, expected in on_both(call):
+        assert_bits_equal(actual, expected)
+        assert actual.stop_gradient
+    assert interpreted.launches == ["quantize_kernel"] * 2 + ["dequantize_kernel"]
+
+
+def test_experts_on_quantised_rows_with_gradients(interpreted, plan, rng):
+    weights = [rng.random((plan.num_rows, SHAPE.H), np.float32)]
+    x, factor = ordinary(rng, (SHAPE.T, SHAPE.H)), ordinary(rng, (SHAPE.H,))
+
+    def rows(codes, scales):
+        return dequantize_1x128(codes, scales, scale_layout="col", dtype=paddle.float32)
+
+    def experts(codes, scales, factor):
+        return rows(codes, scales) * factor
+
+    def vjp(d_out, codes, scales, factor):
+        return d_out * factor, (d_out * rows(codes, scales)).sum(axis=0)
+
+    def call(x, factor):
+        return [quantized_experts(x, plan, experts, vjp, factor, scale_layout="col")]
+
+    for actual, expected in on_both(lambda: call(tensor(x, "cpu"), tensor(factor, "cpu"))):
+        assert_bits_equal(actual, expected)
+    for actual, expected in on_both(lambda: gradients(call, (x, factor), weights, (True, True))):
+        assert_bits_equal(actual, expected)
+    assert "unpermute_kernel" in interpreted.launches
 
 
 def test_bad_data_raise_under_validation_and_count_as_none_without(interpreted):
