@@ -105,7 +105,7 @@ def test_rows_may_lie_apart_and_begin_anywhere(gpu, rng, strided, offset):
 
 @by_layout
 @by_format
-@pytest.mark.parametrize("shape", [*ROW_SHAPES, WIDE], ids=str)
+@pytest.mark.parametrize("shape", [*ROW_SHAPES, WIDE._replace(A=2)], ids=str)
 def test_permuted_rows_of_named_shapes(gpu, rng, shape, ue8m0, layout):
     shape = fitting(gpu, shape)
     problem = make_problem(rng, shape)
