@@ -94,7 +94,7 @@ def dequantize_1x128(
     if dtype not in _checks.SUM_DTYPES:
         _checks.bad_type(name, "dtype", "paddle.bfloat16, paddle.float16 or paddle.float32", repr(dtype))
     _checks.same_place(name, codes=codes, scales=scales)
-    return resolve(name).dequantize_1x128(codes, scales, scale_layout, dtype)
+    return resolve(name, codes).dequantize_1x128(codes, scales, scale_layout, dtype)
 
 
 @traceable
@@ -169,7 +169,7 @@ def quantized_experts(
     def checked_vjp(d_out: Tensor, codes: Tensor, scales: Tensor, *tensors: Tensor) -> Any:
         return _check_gradients(expert_vjp(d_out, codes, scales, *tensors), shape, dtype, tensors)
 
-    return autograd.quantized_experts(resolve(name), x, tensors, plan, spec, checked_fn, checked_vjp)
+    return autograd.quantized_experts(resolve(name, x), x, tensors, plan, spec, checked_fn, checked_vjp)
 
 
 def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:

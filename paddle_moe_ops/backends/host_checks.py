@@ -10,7 +10,7 @@ from .. import reference
 from .arrays import to_numpy
 from .base import RouteSpec
 
-__all__ = ["MOE_PERMUTE_NAMES", "host_route"]
+__all__ = ["MOE_PERMUTE_NAMES", "check_chunks", "host_chunk_rows", "host_route"]
 
 # What the arguments of route are called in moe_permute.
 MOE_PERMUTE_NAMES = {
@@ -49,3 +49,25 @@ def _host_counts(function: str, counts: Tensor) -> list[int]:
         if not 0 <= number < 2**31:
             raise ValueError(f"{function}: tokens_per_expert must hold counts in [0, 2^31), but entry {i} is {number}")
     return numbers
+
+
+def check_chunks(function: str, split_sizes: Tensor, order: Tensor, num_rows: int) -> None:
+    """Look at the chunks of a buffer.
+
+    Raises:
+        ValueError: bad sizes or a bad order.
+    """
+    reference.chunk_sort_map(to_numpy(split_sizes), to_numpy(order), num_rows, function=function)
+
+
+def host_chunk_rows(function: str, split_sizes: Tensor) -> int:
+    """The sum of the sizes.
+
+    Raises:
+        ValueError: a size is negative, or the sum is too large for a map.
+    """
+    sizes = to_numpy(split_sizes).tolist()
+    rows = sum(sizes)
+    if rows >= 2**31 or min(sizes, default=0) < 0:
+        raise ValueError(f"{function}: split_sizes must add up to less than 2^31")
+    return rows

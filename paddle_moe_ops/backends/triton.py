@@ -14,9 +14,9 @@ from paddle import Tensor
 from ..reference import rowmap_to_token_rows
 from ..reference.routing import check_ids
 from ..triton import _runtime
-from .arrays import to_numpy
-from .base import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, Tensors, Validation
-from .host_checks import host_route
+from .arrays import numpy_dtype, to_numpy
+from .base import MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, Tensors, Validation
+from .host_checks import check_chunks, host_chunk_rows, host_route
 
 _ALIGNMENT = 16
 
@@ -45,7 +45,20 @@ class TritonBackend:
 
     name = "triton"
     differentiable = False
-    operators = frozenset({"route", "permute", "unpermute", "moe_permute", "moe_unpermute"})
+    operators = frozenset(
+        {
+            "route",
+            "permute",
+            "unpermute",
+            "sort_chunks",
+            "moe_permute",
+            "moe_unpermute",
+            "quantize_1x128",
+            "permute_quantized",
+            "dequantize_1x128",
+            "quantized_experts",
+        }
+    )
 
     def unavailable(self) -> str | None:
         return _runtime.unavailable()
@@ -154,6 +167,22 @@ class TritonBackend:
             need_rows=wanted[0],
         )
 
+    def quantize_1x128(self, x: Tensor, spec: QuantizeSpec) -> Tensors:
+        from ..triton.quantize import quantize
+
+        return quantize(_device(x), _dense_rows(x), **spec._asdict())
+
+    def permute_quantized(self, x: Tensor, plan: Any, fill_padding: str, spec: QuantizeSpec) -> Tensors:
+        from ..triton.quantize import quantize
+
+        maps = _dense(plan.token_rows), _dense(plan.row_to_token)
+        return quantize(_device(x), _dense_rows(x), *maps, fill_padding=fill_padding, **spec._asdict())
+
+    def dequantize_1x128(self, codes: Tensor, scales: Tensor, scale_layout: str, dtype: Any) -> Tensor:
+        from ..triton.quantize import dequantize
+
+        return dequantize(_device(codes), _dense_rows(codes), _dense(scales), scale_layout, numpy_dtype(dtype).name)
+
     def moe_permute(
         self,
         hidden_states: Tensor,
@@ -239,6 +268,37 @@ class TritonBackend:
             d_probs = fill(device, device.empty(probs.shape, "float32"), num_rows, 0)
         scatter_slots(device, _dense(d_prob_topk), slot_to_row, d_probs, add=weighted)
         return d_rows, d_probs
+
+    def sort_chunks(
+        self, x: Tensor, probs: Tensor | None, split_sizes: Tensor, order: Tensor, validation: Validation
+    ) -> Tensors:
+        from ..triton.sort_chunks import sort_chunks
+
+        device = _device(x)
+        source_to_dest = self._chunk_map("sort_chunks", split_sizes, order, x.shape[0], validation)
+        out, probs_out = sort_chunks(device, _dense_rows(x), None if probs is None else _dense(probs), source_to_dest)
+        return out, device.empty([0], "float32") if probs_out is None else probs_out, source_to_dest
+
+    def _chunk_map(
+        self, function: str, split_sizes: Tensor, order: Tensor, num_rows: int, validation: Validation
+    ) -> Tensor:
+        from ..triton.sort_chunks import chunk_map
+
+        if validation != Validation.OFF:
+            check_chunks(function, split_sizes, order, num_rows)
+        return chunk_map(_device(split_sizes), _dense(split_sizes), _dense(order), num_rows)
+
+    def sort_chunks_backward(self, d_out: Tensor, split_sizes: Tensor, order: Tensor, source_to_dest: Tensor) -> Tensor:
+        """The gradient of the rows, or of the probabilities."""
+        from ..triton.sort_chunks import sort_chunks_backward
+
+        gradient = _dense(d_out) if len(d_out.shape) == 1 else _dense_rows(d_out)
+        return sort_chunks_backward(_device(d_out), gradient, source_to_dest)
+
+    def chunk_sort_map(self, split_sizes: Tensor, order: Tensor, num_rows: int, validation: Validation) -> Tensor:
+        name = "chunk_sort_map"
+        rows = host_chunk_rows(name, split_sizes) if num_rows < 0 else num_rows
+        return self._chunk_map(name, split_sizes, order, rows, validation)
 
 
 backend = TritonBackend()

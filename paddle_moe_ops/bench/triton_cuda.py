@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ..triton.permute import permute
+from ..triton.quantize import quantize
 from ..triton.route import Routing, route
 from ..triton.rowmap import clean_rowmap, gather_slots
+from ..triton.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
 from ..triton.unpermute import unpermute
 from ..triton.unpermute_backward import unpermute_backward
 from .device import Body, Implementation, Outputs
@@ -72,6 +76,20 @@ def _permute(device: TorchDevice, operation: Operation, inputs: TensorInputs) ->
     return _moved(device, operation, inputs, maps)
 
 
+def _permute_quantized(device: TorchDevice, operation: Operation, inputs: TensorInputs) -> Outputs:
+    codes, scales = quantize(
+        device,
+        inputs.x,
+        inputs.token_rows,
+        inputs.row_to_token,
+        ue8m0=operation.variant == "ue8m0",
+        scale_layout="col" if operation.variant == "col" else "row",
+        amax_min=1e-4,
+        fill_padding="all" if inputs.problem.case.fill else "none",
+    )
+    return {"codes": codes.view(torch.uint8), "scales": scales}
+
+
 def _unpermute(device: TorchDevice, operation: Operation, inputs: TensorInputs) -> Outputs:
     weights = inputs.row_probs if operation.variant == "weighted" else None
     return {"out": unpermute(device, inputs.rows, inputs.token_rows, weights)}
@@ -99,12 +117,21 @@ def _unpermute_backward(device: TorchDevice, operation: Operation, inputs: Tenso
     return {name: each for name, each in (("d_rows", d_rows), ("d_weights", d_weights)) if each is not None}
 
 
+def _sort_chunks(device: TorchDevice, operation: Operation, inputs: TensorInputs) -> Outputs:
+    if operation.variant == "backward":
+        return {"sorted_rows": sort_chunks_backward(device, inputs.rows, inputs.source_to_dest)}
+    source_to_dest = chunk_map(device, inputs.chunk_sizes, inputs.chunk_order, len(inputs.rows))
+    return {"sorted_rows": sort_chunks(device, inputs.rows, None, source_to_dest)[0], "source_to_dest": source_to_dest}
+
+
 _CALLS: dict[str, Callable[[TorchDevice, Operation, TensorInputs], Outputs]] = {
     "route": _route,
     "route_permute": _route_permute,
     "permute": _permute,
     "moe_permute": _moe_permute,
+    "permute_quantized": _permute_quantized,
     "unpermute": _unpermute,
     "moe_unpermute": _moe_unpermute,
     "unpermute_backward": _unpermute_backward,
+    "sort_chunks": _sort_chunks,
 }

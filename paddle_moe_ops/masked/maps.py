@@ -235,7 +235,7 @@ def make_chunk_sort_map(
     num_rows = -1 if num_tokens is None else _checks.integer(name, "num_tokens", num_tokens, 0)
     validation = _checks.validation(name, validate, split_sizes)
     with _checks.renaming("chunk_sort_map", name, order="sorted_indices"):
-        return resolve("sort_chunks").chunk_sort_map(split_sizes, sorted_indices, num_rows, validation)
+        return resolve("sort_chunks", split_sizes).chunk_sort_map(split_sizes, sorted_indices, num_rows, validation)
 
 
 @traceable

@@ -5,6 +5,9 @@
 One program finds where every chunk begins and how far it moves; then a row finds its chunk by binary search (map
 kernel) and moves as in `permute` with one slot per token, forward along the map, backward as in `unpermute` against it.
 Rows beyond the chunks stay where they are. Moves 2 * R * H * itemsize bytes and 4 * R of map twice.
+
+Sizes and orders are not trusted: negative sizes count as 0, chunks end at row R, entries that name no chunk, or one
+that was named before, are passed over, and chunks that are not named follow the others, ascending.
 """
 
 from typing import Any
@@ -14,42 +17,62 @@ import triton.language as tl
 
 from .launching import Array, Device, address, blocks, next_power_of_2
 from .permute import permute
+from .rowmap import gather_slots
 from .unpermute import unpermute
 
 __all__ = ["chunk_map", "sort_chunks", "sort_chunks_backward"]
 
 _ROWS = 1024
 _CHUNKS = 1024
+_UNNAMED = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def chunks_kernel(split_sizes, order, starts, shifts, num_chunks, BLOCK: tl.constexpr):
-    """One program: starts [C + 1] of the chunks, and shifts [C], how far each moves. Both int64."""
-    base = tl.zeros([], tl.int64)
+def _place(starts, shifts, chunk, mask, placed):
+    """Place chunks one behind the other; the rows placed so far."""
+    start = tl.load(starts + chunk, mask=mask, other=0)
+    sizes = tl.load(starts + chunk + 1, mask=mask, other=0) - start
+    tl.store(shifts + chunk, placed + tl.cumsum(sizes, axis=0) - sizes - start, mask=mask)
+    return placed + tl.sum(sizes, axis=0)
+
+
+@triton.jit
+def chunks_kernel(split_sizes, order, starts, owner, shifts, num_chunks, num_rows, BLOCK: tl.constexpr):
+    """One program: starts [C + 1] of the chunks, the entry of the order that places each [C], and shifts [C]."""
+    for first in range(0, num_chunks, BLOCK):
+        chunks = first + tl.arange(0, BLOCK)
+        tl.store(owner + chunks, tl.zeros([BLOCK], tl.int32) + _UNNAMED, mask=chunks < num_chunks)
+    tl.debug_barrier()
+    end = tl.zeros([], tl.int64)
     for first in range(0, num_chunks, BLOCK):
         chunks = first + tl.arange(0, BLOCK)
         inside = chunks < num_chunks
-        sizes = tl.maximum(tl.load(split_sizes + chunks, mask=inside, other=0), 0).to(tl.int64)
-        tl.store(starts + chunks, base + tl.cumsum(sizes, axis=0) - sizes, mask=inside)
-        base += tl.sum(sizes, axis=0)
-    tl.store(starts + num_chunks, base)
+        sizes = tl.load(split_sizes + chunks, mask=inside, other=0).to(tl.int64)
+        sizes = tl.minimum(tl.maximum(sizes, 0), num_rows)  # so that sums stay below 2^63
+        start = tl.minimum(end + tl.cumsum(sizes, axis=0) - sizes, num_rows)
+        tl.store(starts + chunks, start.to(tl.int32), mask=inside)
+        end = tl.minimum(end + tl.sum(sizes, axis=0), num_rows)
+        named = tl.load(order + chunks, mask=inside, other=-1)
+        tl.atomic_min(owner + named, chunks, mask=(named >= 0) & (named < num_chunks))
+    tl.store(starts + num_chunks, end.to(tl.int32))
     tl.debug_barrier()
-    base = tl.zeros([], tl.int64)
+    placed = 0
     for first in range(0, num_chunks, BLOCK):
-        places = first + tl.arange(0, BLOCK)
-        chunk = tl.load(order + places, mask=places < num_chunks, other=-1).to(tl.int32)
+        entries = first + tl.arange(0, BLOCK)
+        chunk = tl.load(order + entries, mask=entries < num_chunks, other=-1)
         valid = (chunk >= 0) & (chunk < num_chunks)
-        sizes = tl.maximum(tl.load(split_sizes + chunk, mask=valid, other=0), 0).to(tl.int64)
-        target = base + tl.cumsum(sizes, axis=0) - sizes
-        tl.store(shifts + chunk, target - tl.load(starts + chunk, mask=valid, other=0), mask=valid)
-        base += tl.sum(sizes, axis=0)
+        counts = valid & (tl.load(owner + chunk, mask=valid, other=-1) == entries)
+        placed = _place(starts, shifts, chunk, counts, placed)
+    for first in range(0, num_chunks, BLOCK):
+        chunk = first + tl.arange(0, BLOCK)
+        unnamed = tl.load(owner + chunk, mask=chunk < num_chunks, other=-1) == _UNNAMED
+        placed = _place(starts, shifts, chunk, unnamed, placed)
 
 
 @triton.jit
 def chunk_map_kernel(starts, shifts, source_to_dest, num_rows, num_chunks, BLOCK: tl.constexpr):
     """One program per BLOCK rows."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < num_rows
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + num_chunks
     width = num_chunks
@@ -59,42 +82,42 @@ def chunk_map_kernel(starts, shifts, source_to_dest, num_rows, num_chunks, BLOCK
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, tl.maximum(middle - 1, low))
         width = width // 2
-    shift = tl.load(shifts + low, mask=low < num_chunks, other=0).to(tl.int32)
-    target = rows + shift
-    valid = (target >= 0) & (target < num_rows)
-    tl.store(source_to_dest + rows, tl.where(valid, target, -1), mask=inside)
+    shift = tl.load(shifts + low, mask=low < num_chunks, other=0)
+    tl.store(source_to_dest + rows, rows + shift, mask=rows < num_rows)
 
 
 def chunk_map(device: Device, split_sizes: Array, order: Array, num_rows: int) -> Any:
-    """int32 [R]: where each row goes.
+    """int32 [R]: where each row goes, a permutation.
 
     Args:
         device: where to.
         split_sizes: int32 or int64 [C] rows of each chunk, as they follow each other in the input.
-        order: int32 or int64 [C], a permutation of the chunks. Otherwise rows go astray, though never out of bounds.
-        num_rows: R. Rows beyond the sum of split_sizes map to themselves.
+        order: int32 or int64 [C], the chunks in their new order.
+        num_rows: R. Rows beyond the chunks map to themselves.
     """
     num_chunks = split_sizes.shape[0]
     source_to_dest = device.empty([num_rows], "int32")
-    starts, shifts = device.empty([num_chunks + 1], "int64"), device.empty([max(num_chunks, 1)], "int64")
+    if not num_rows:
+        return source_to_dest
+    starts = device.empty([num_chunks + 1], "int32")
+    owner, shifts = (device.empty([max(num_chunks, 1)], "int32") for _ in range(2))
     pointers = {"int32": "*i32", "int64": "*i64"}
     device.launch(
         chunks_kernel,
         1,
-        (*(pointers[device.dtype_name(each)] for each in (split_sizes, order)), "*i64", "*i64", "i32"),
-        (*map(address, (split_sizes, order, starts, shifts)), num_chunks),
+        (*(pointers[device.dtype_name(each)] for each in (split_sizes, order)), *["*i32"] * 3, "i32", "i32"),
+        (*map(address, (split_sizes, order, starts, owner, shifts)), num_chunks, num_rows),
         (min(max(next_power_of_2(num_chunks), 32), _CHUNKS),),
         4,
     )
-    if num_rows:
-        device.launch(
-            chunk_map_kernel,
-            blocks(num_rows, _ROWS),
-            ("*i64", "*i64", "*i32", "i32", "i32"),
-            (*map(address, (starts, shifts, source_to_dest)), num_rows, num_chunks),
-            (_ROWS,),
-            4,
-        )
+    device.launch(
+        chunk_map_kernel,
+        blocks(num_rows, _ROWS),
+        ("*i32", "*i32", "*i32", "i32", "i32"),
+        (*map(address, (starts, shifts, source_to_dest)), num_rows, num_chunks),
+        (_ROWS,),
+        4,
+    )
     return source_to_dest
 
 
@@ -107,14 +130,10 @@ def sort_chunks(device: Device, x: Array, probs: Array | None, source_to_dest: A
     return out, None if probs_out is None else device.reshape(probs_out, [num_rows])
 
 
-def sort_chunks_backward(
-    device: Device, d_out: Array, d_probs_out: Array | None, source_to_dest: Array
-) -> tuple[Any, Any]:
-    """The gradients of x (not float8) and probs: row source_to_dest[i] comes back to i. A copy, bit for bit."""
+def sort_chunks_backward(device: Device, gradient: Array, source_to_dest: Array) -> Any:
+    """The gradient of x [R, H] (not float8) or of probs [R]: row source_to_dest[i] comes back to i, bit for bit."""
     num_rows = source_to_dest.shape[0]
     slots = device.reshape(source_to_dest, [num_rows, 1])
-    d_x = unpermute(device, d_out, slots)
-    if d_probs_out is None:
-        return d_x, None
-    d_probs = unpermute(device, device.reshape(d_probs_out, [num_rows, 1]), slots)
-    return d_x, device.reshape(d_probs, [num_rows])
+    if len(gradient.shape) == 1:
+        return device.reshape(gather_slots(device, gradient, slots), [num_rows])
+    return unpermute(device, gradient, slots)

@@ -31,6 +31,7 @@ def device() -> Any:
 def test_all_kernels(device: Any, problem: Problem) -> None:  # noqa: F811
     from paddle_moe_ops.triton.permute import permute
     from paddle_moe_ops.triton.route import Routing, route
+    from paddle_moe_ops.triton.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
     from paddle_moe_ops.triton.unpermute import unpermute
     from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
 
@@ -55,3 +56,12 @@ def test_all_kernels(device: Any, problem: Problem) -> None:  # noqa: F811
     assert_same_bits(on_host(d_rows, problem.dtype), expected_d_rows)
     actual = on_host(d_probs, np.dtype(np.float32))
     np.testing.assert_allclose(actual, expected_d_probs, rtol=1e-4, atol=1e-3 * np.sqrt(problem.H))
+
+    sizes, order = plan.tokens_per_expert, np.arange(problem.E, dtype=np.int32)[::-1].copy()
+    source_to_dest = chunk_map(device, on_gpu(sizes), on_gpu(order), plan.num_rows)
+    sorted_rows, sorted_probs = sort_chunks(device, on_gpu(y), on_gpu(plan.row_probs), source_to_dest)
+    expected_sorted, expected_probs, expected_map = reference.sort_chunks(y, sizes, order, plan.row_probs)
+    assert_same_bits(on_host(source_to_dest, np.dtype(np.int32)), expected_map)
+    assert_same_bits(on_host(sorted_rows, problem.dtype), expected_sorted)
+    assert_same_bits(on_host(sorted_probs, np.dtype(np.float32)), expected_probs)
+    assert_same_bits(on_host(sort_chunks_backward(device, sorted_rows, source_to_dest), problem.dtype), y)

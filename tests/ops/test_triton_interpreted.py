@@ -13,7 +13,19 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute, use_backend
+from paddle_moe_ops import (
+    dequantize_1x128,
+    masked,
+    moe_permute,
+    moe_unpermute,
+    permute,
+    quantize_1x128,
+    quantized_experts,
+    route,
+    sort_chunks,
+    unpermute,
+    use_backend,
+)
 from paddle_moe_ops.backends import choice, resolve
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import every_kind, make_problem, ordinary, tensor
@@ -161,6 +173,97 @@ def test_moe_unpermute_with_gradients(interpreted, problem, rng, weighted, compa
     for wanted in ((True, True), (False, True)):
         for actual, expected in on_both(lambda: gradients(call, arrays, weights, wanted)):  # noqa: B023
             np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+CHUNKS = [4, 0, 3, 5], [2, 3, 1, 0]
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "rows", "probs"])
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_sort_chunks_with_gradients(interpreted, rng, dtype, wanted):
+    chunks = [paddle.to_tensor(each) for each in CHUNKS]
+    x, probs = every_kind(rng, (14, 9), dtype), every_kind(rng, (14,))
+    for actual, expected in on_both(lambda: sort_chunks(tensor(x, "cpu"), *chunks, tensor(probs, "cpu"))):
+        assert_bits_equal(actual, expected)
+    differentiable = slice(0, 2) if dtype == "float32" else slice(1, 2)
+    if not any(wanted[differentiable]):
+        return
+    weights = [rng.random(each.shape, np.float32) for each in (x, probs)][differentiable]
+    for actual, expected in on_both(
+        lambda: gradients(lambda x, p: sort_chunks(x, *chunks, p)[:2][differentiable], (x, probs), weights, wanted)
+    ):
+        assert_bits_equal(actual, expected)
+    assert "chunks_kernel" in interpreted.launches
+
+
+def test_sort_chunks_alone_and_its_map(interpreted, rng):
+    sizes, order = (paddle.to_tensor(each) for each in CHUNKS)
+    x = every_kind(rng, (12, 6))
+    for validate in (False, True):
+        for actual, expected in on_both(
+            lambda: (
+                *sort_chunks(tensor(x, "cpu")[:, 1:4], sizes, order, validate=validate)[::2],  # noqa: B023
+                masked.make_chunk_sort_map(sizes, order, validate=validate),  # noqa: B023
+                masked.make_chunk_sort_map(sizes, order, 20, validate=validate),  # noqa: B023
+            )
+        ):
+            assert_bits_equal(actual, expected)
+
+
+def test_bad_chunks_raise_under_validation_and_are_a_permutation_without(interpreted):
+    sizes, order = paddle.to_tensor([2, -5, 9, 1]), paddle.to_tensor([7, 2, 2, -1])
+    x = paddle.arange(6, dtype="float32").unsqueeze(-1)
+    with use_backend("triton"):
+        assert sort_chunks(x, sizes, order, validate=False)[2].tolist() == [4, 5, 0, 1, 2, 3]
+        with pytest.raises(ValueError, match=r"^sort_chunks: split_sizes must hold no negative numbers"):
+            sort_chunks(x, sizes, order, validate=True)
+        with pytest.raises(ValueError, match=r"^make_chunk_sort_map: sorted_indices must hold chunks in \[0, 4\)"):
+            masked.make_chunk_sort_map(sizes.abs(), order, 20, validate=True)
+        for bad in (sizes, paddle.to_tensor([2**30] * 4)):
+            with pytest.raises(ValueError, match=r"^make_chunk_sort_map: split_sizes must add up to less than 2\^31"):
+                masked.make_chunk_sort_map(bad, order, validate=False)
+
+
+@pytest.mark.parametrize("quantize", ["fp8_1x128", "fp8_1x128_ue8m0"])
+@pytest.mark.parametrize("layout", ["row", "col"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_rows_and_back(interpreted, plan, rng, dtype, layout, quantize):
+    wide = every_kind(rng, (SHAPE.T, 203), dtype)
+
+    def call():
+        x = tensor(wide, "cpu")[:, 1:201]
+        codes, scales = quantize_1x128(x, ue8m0=quantize.endswith("ue8m0"), scale_layout=layout, amax_min=0.5)
+        rows = permute(x, plan, quantize=quantize, scale_layout=layout)
+        values = dequantize_1x128(*rows, scale_layout=layout, dtype=getattr(paddle, dtype))
+        return codes, scales, *rows, values
+
+    for actual, expected in on_both(call):
+        assert_bits_equal(actual, expected)
+        assert actual.stop_gradient
+    assert interpreted.launches == ["quantize_kernel"] * 2 + ["dequantize_kernel"]
+
+
+def test_experts_on_quantised_rows_with_gradients(interpreted, plan, rng):
+    weights = [rng.random((plan.num_rows, SHAPE.H), np.float32)]
+    x, factor = ordinary(rng, (SHAPE.T, SHAPE.H)), ordinary(rng, (SHAPE.H,))
+
+    def rows(codes, scales):
+        return dequantize_1x128(codes, scales, scale_layout="col", dtype=paddle.float32)
+
+    def experts(codes, scales, factor):
+        return rows(codes, scales) * factor
+
+    def vjp(d_out, codes, scales, factor):
+        return d_out * factor, (d_out * rows(codes, scales)).sum(axis=0)
+
+    def call(x, factor):
+        return [quantized_experts(x, plan, experts, vjp, factor, scale_layout="col")]
+
+    for actual, expected in on_both(lambda: call(tensor(x, "cpu"), tensor(factor, "cpu"))):
+        assert_bits_equal(actual, expected)
+    for actual, expected in on_both(lambda: gradients(call, (x, factor), weights, (True, True))):
+        assert_bits_equal(actual, expected)
+    assert "unpermute_kernel" in interpreted.launches
 
 
 def test_bad_data_raise_under_validation_and_count_as_none_without(interpreted):
