@@ -50,8 +50,11 @@ $(VENV)/stamp-built: $(VENV)/stamp-deps $(BUILD_INPUTS)
 demo: $(VENV)/stamp-built ## train a small MoE language model and show that it is right; options in DEMO_ARGS
 	$(PY) -m paddle_moe_ops demo $(DEMO_ARGS)
 
+# A file stays with one worker: some have fixtures that take long.
+WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
+
 test: $(VENV)/stamp-built core ## the test suite; options in PYTEST_ARGS
-	$(PY) -m pytest tests $(PYTEST_ARGS)
+	$(PY) -m pytest tests $(WORKERS) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/stamp-built core ## the tests that `make test` leaves out
 	$(PY) -m pytest tests -m slow $(PYTEST_ARGS)
@@ -75,7 +78,7 @@ core: build/core/libpmo_core.so ## build/core/libpmo_core.so, every warning an e
 sanitize: $(VENV)/stamp-deps build/sanitize/libpmo_core.so ## core tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PMO_CORE_LIBRARY=$(CURDIR)/build/sanitize/libpmo_core.so \
-	$(PY) -m pytest $(CORE_TESTS) --capture=sys -p no:cacheprovider $(PYTEST_ARGS)
+	$(PY) -m pytest $(CORE_TESTS) --capture=sys -p no:cacheprovider $(WORKERS) $(PYTEST_ARGS)
 
 fuzz: ## many more random params structs than in `make sanitize`
 	$(MAKE) sanitize CORE_TESTS=tests/core/test_fuzz.py PYTEST_ARGS="--fuzz-cases=100000 -rP"
