@@ -85,13 +85,11 @@ def test_groups_of_one_kind(gpu):
 
 
 @by_format
-def test_powers_of_two_and_their_neighbours_as_largest_numbers(gpu, ue8m0):
-    exponents = np.arange(-101, 128)
-    powers = np.ldexp(np.float32(1), exponents).astype(np.float32)
-    neighbours = np.nextafter(powers, np.float32(0))
-    with np.errstate(over="ignore"):
-        largest = np.concatenate([powers, neighbours, powers * np.float32(1.75)])
-    x = np.ones((1, len(largest) * 128), np.float32) * 1e-30
+def test_scales_at_powers_of_two_and_beside_them(gpu, ue8m0):
+    scales = np.ldexp(np.float32(1), np.arange(-108, 119)).astype(np.float32)
+    middle = scales * np.float32(448)
+    largest = np.concatenate([middle, *(np.nextafter(middle, np.float32(limit)) for limit in (0, np.inf))])
+    x = np.full((1, len(largest) * 128), 1e-30, np.float32)
     x[0, ::128] = largest
     check(gpu, x, ue8m0=ue8m0, amax_min=2.0**-100)
 
