@@ -130,7 +130,7 @@ def token_combine(
     maps = rowmaps.read_row_id_map(
         name, row_id_map, rowmaps.num_rows_of(inp), pad_offsets, validation, check_range=True
     )
-    return autograd.unpermute(resolve("unpermute"), inp, float32(merging_probs), maps)
+    return autograd.unpermute(resolve("unpermute", inp), inp, float32(merging_probs), maps)
 
 
 @traceable

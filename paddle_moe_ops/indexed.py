@@ -178,4 +178,4 @@ def _move(tokens: Tensor, slot_to_row: Tensor, row_to_token: Tensor) -> Tensor:
     """Copies every token to its rows, which cover the buffer."""
     token_rows = paddle.sort(slot_to_row, axis=-1) if slot_to_row.shape[1] > 1 else slot_to_row
     maps = _Maps(slot_to_row, token_rows, row_to_token)
-    return autograd.permute(resolve("permute"), tokens, None, maps, "all")[0]
+    return autograd.permute(resolve("permute", tokens), tokens, None, maps, "all")[0]

@@ -74,6 +74,9 @@ class RowMaps(NamedTuple):
     row_to_token: Tensor
     row_to_slot: Tensor
     row_to_expert: Tensor
+    leaves_out: bool = (
+        False  # slot_to_row, which `permute` follows, lacks rows of token_rows, which its gradient follows
+    )
 
 
 class QuantizeSpec(NamedTuple):

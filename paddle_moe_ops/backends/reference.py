@@ -38,10 +38,11 @@ def _tensors(like: Tensor, *arrays: NDArray) -> Tensors:
 
 def _plan(plan: Any) -> reference.Plan:
     """The oracle's plan of a plan of tensors, or what there is of one."""
-    fields: dict[str, Any] = {
-        name: to_numpy(field) if isinstance(field, Tensor) else field for name, field in plan._asdict().items()
-    }
-    return reference.Plan(**{**dict.fromkeys(reference.Plan._fields), **fields})
+    fields: dict[str, Any] = dict.fromkeys(reference.Plan._fields)
+    for name in fields:
+        field = getattr(plan, name, None)
+        fields[name] = to_numpy(field) if isinstance(field, Tensor) else field
+    return reference.Plan(**fields)
 
 
 class ReferenceBackend:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import paddle
 from paddle import Tensor
 
 from ..reference import rowmap_to_token_rows
 from ..reference.routing import check_ids
 from ..triton import _runtime
 from .arrays import numpy_dtype, to_numpy
-from .base import MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, Tensors, Validation
+from .base import MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, RowMaps, Tensors, Validation
 from .host_checks import check_chunks, host_chunk_rows, host_route
 
 _ALIGNMENT = 16
@@ -34,6 +35,13 @@ def _aligned(tensor: Tensor) -> Tensor:
     """Contiguous and at an address that all widths of access like: the bits of a dot product hang on the width."""
     dense = _dense(tensor)
     return dense if dense.data_ptr() % _ALIGNMENT == 0 else dense.clone()
+
+
+def _ascending(slot_to_row: Tensor) -> Tensor:
+    """Each token's rows in ascending order, -1 behind them."""
+    none, last = paddle.full_like(slot_to_row, -1), paddle.full_like(slot_to_row, 2**31 - 1)
+    rows = paddle.sort(paddle.where(slot_to_row < 0, last, slot_to_row), axis=1)
+    return paddle.where(rows == last, none, rows)
 
 
 def _device(tensor: Tensor) -> Any:
@@ -124,7 +132,9 @@ class TritonBackend:
         return scatter_mask(_device(values), values, row_to_token, row_to_expert, num_tokens, mask_experts)
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
-        return self._permute(x, scale, plan.token_rows, plan.row_to_token, fill_padding)
+        leaves_out = isinstance(plan, RowMaps) and plan.leaves_out
+        token_rows = _ascending(plan.slot_to_row) if leaves_out else plan.token_rows
+        return self._permute(x, scale, token_rows, plan.row_to_token, fill_padding)
 
     def _permute(
         self, x: Tensor, scale: Tensor | None, token_rows: Tensor, row_to_token: Tensor, fill_padding: str

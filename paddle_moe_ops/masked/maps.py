@@ -158,7 +158,7 @@ def unpermute_with_mask_map(
     if permuted_probs is not None:
         _checks.tensor(name, "permuted_probs", permuted_probs, _checks.SUM_DTYPES, [inp.shape[0]])
     maps = _maps_of_rows(name, row_id_map, inp, pad_offsets, validation)
-    out = autograd.unpermute(resolve("unpermute"), inp, float32(probs), maps)
+    out = autograd.unpermute(resolve("unpermute", inp), inp, float32(probs), maps)
     if permuted_probs is None:
         return out
     return out, to_dtype(rowmaps.slot_probs(float32(permuted_probs), maps), permuted_probs.dtype)
@@ -203,7 +203,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     _check_probs(name, "merging_probs", merging_probs, row_id_map)
     maps = _maps_of_rows(name, row_id_map, fwd_input, pad_offsets, validation)
     d_out, rows, weights = (tensor.detach() for tensor in (fwd_output_grad, fwd_input, float32(merging_probs)))
-    d_rows, d_probs = resolve("unpermute").unpermute_backward(d_out, rows, weights, maps, (True, True))
+    d_rows, d_probs = resolve("unpermute", rows).unpermute_backward(d_out, rows, weights, maps, (True, True))
     return d_rows, to_dtype(d_probs, merging_probs.dtype)
 
 
@@ -273,7 +273,7 @@ def sort_chunks_by_map(
     _checks.flag(name, "is_forward", is_forward)
     _checks.same_place(name, inp=inp, chunk_map=chunk_map, probs=probs)
     maps = rowmaps.read_chunk_map(name, chunk_map, is_forward, _checks.validation(name, validate, inp))
-    out, _ = autograd.permute(resolve("permute"), inp, None, maps, "all")
+    out, _ = autograd.permute(resolve("permute", inp), inp, None, maps, "all")
     return out if probs is None else (out, rowmaps.row_probs(probs.unsqueeze(-1), maps))
 
 
@@ -308,4 +308,5 @@ def _without_zero_probs(maps: RowMaps, probs: Tensor, by_row: Tensor) -> RowMaps
     return maps._replace(
         slot_to_row=paddle.where(probs == 0, none_of_slots, maps.slot_to_row),
         row_to_token=paddle.where(by_row == 0, none_of_rows, maps.row_to_token),
+        leaves_out=True,
     )

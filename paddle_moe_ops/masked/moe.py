@@ -266,4 +266,4 @@ def _unpermute_by_index(
         _checks.tensor(function, "merging_probs", weights, _checks.SUM_DTYPES, slot_to_row.shape)
     num_rows = rowmaps.num_rows_of(inp)
     maps = rowmaps.read_index_map(function, slot_to_row, num_rows, _checks.validation(function, validate, inp))
-    return autograd.unpermute(resolve("unpermute"), inp, float32(weights), maps)
+    return autograd.unpermute(resolve("unpermute", inp), inp, float32(weights), maps)

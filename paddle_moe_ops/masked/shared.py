@@ -59,7 +59,7 @@ def check_scale(function: str, scale: Any, inp: Tensor) -> None:
 
 def move(inp: Tensor, maps: Any, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Rows, and scales by row; a scale of the whole tensor stays what it is."""
-    backend = resolve("permute")
+    backend = resolve("permute", inp)
     if scale is None or _is_of_whole_tensor(scale):
         return autograd.permute(backend, inp, None, maps, "all")[0], scale
     if scale.dtype != paddle.uint8:

