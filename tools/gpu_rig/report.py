@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/gpu_validation.md from the results that run.py left; no figure in it is written by hand.
 
-What failed stands in the page too, and makes the exit status 1.
+What failed, and what has no result, stands in the page too, and makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ instruction sets and host memory. No test was skipped.
 
 
 def load() -> list[dict]:
-    results = [json.loads((RESULTS / f"{suite}.json").read_text(encoding="utf-8")) for suite in SUITES]
+    files = [RESULTS / f"{suite}.json" for suite in SUITES]
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
     for result in results:
         if result["skipped"]:
             raise SystemExit(f"{result['suite']}: tests were skipped; nothing was written")
@@ -67,7 +68,7 @@ def load() -> list[dict]:
 
 def open_points(results: list[dict]) -> list[str]:
     """What is not as it should be: failed tests, and what a sanitizer found."""
-    points = []
+    points = [f"{suite}: not run on these sources" for suite in SUITES if suite not in {r["suite"] for r in results}]
     for result in results:
         points += [f"{result['suite']}: `{name}` failed" for name in result["failed_tests"]]
         if result["exit_status"] and not result["failed"]:
