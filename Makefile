@@ -25,7 +25,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-report check-place ci-full clean
+.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-standin gpu-report check-place ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,12 @@ gpu-bundle: $(VENV)/stamp-built ## what travels to a GPU machine: Paddle in part
 	$(MAKE) -f tools/gpu_rig/Makefile rig place
 	cp paddle_moe_ops/_C.py build/gpu/rig-2/
 	git rev-parse --short HEAD | tee build/gpu/rig-2/commit > build/gpu/place-2/commit
+
+gpu-standin: $(VENV)/stamp-built ## the tests of the operators on the rig's device, without a GPU; options in PYTEST_ARGS
+	$(MAKE) -f tools/gpu_rig/Makefile standin
+	cd build/gpu/standin/site && CI=1 GLOG_minloglevel=2 CUSTOM_DEVICE_ROOT=$(CURDIR)/build/gpu/standin/plugin \
+	LD_LIBRARY_PATH="$(CURDIR)/build/gpu/standin:$$($(CURDIR)/$(PY) -c 'import paddle; print(paddle.__path__[0])')/libs" \
+	$(CURDIR)/$(PY) -m pytest tests/ops tests/static --device=cuda_rig:0 $(WORKERS) $(PYTEST_ARGS)
 
 gpu-report: $(VENV)/stamp-deps ## docs/gpu_validation.md from benchmarks/results/gpu_tests
 	$(PY) tools/gpu_rig/report.py

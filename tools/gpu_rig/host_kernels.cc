@@ -93,6 +93,14 @@
 #include "paddle/phi/kernels/where_grad_kernel.h"
 #include "paddle/phi/kernels/where_kernel.h"
 
+// Kernels that Paddle's headers declare with other template parameters, or not at all.
+namespace phi {
+template <typename T, typename Context>
+void RigAssignRaw(const Context& dev_ctx, const paddle::optional<DenseTensor>& x, DenseTensor* out);
+template <typename T, typename Context>
+void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out);
+}  // namespace phi
+
 // KERNEL(name, function): Paddle's name of the kernel, and the declaration that tells its arguments.
 #define RIG_KERNELS(KERNEL)                             \
   KERNEL(abs, AbsKernel)                                \
@@ -105,6 +113,7 @@
   KERNEL(arange_tensor, ArangeTensorKernel)             \
   KERNEL(argsort, ArgsortKernel)                        \
   KERNEL(argsort_grad, ArgsortGradKernel)               \
+  KERNEL(assign_raw, RigAssignRaw)                      \
   KERNEL(cast, CastKernel)                              \
   KERNEL(clip, ClipKernel)                              \
   KERNEL(clip_grad, ClipGradKernel)                     \
@@ -162,6 +171,7 @@
   KERNEL(remainder, RemainderKernel)                    \
   KERNEL(scale, ScaleKernel)                            \
   KERNEL(scatter, ScatterKernel)                        \
+  KERNEL(share_data, RigShareData)                      \
   KERNEL(sigmoid, SigmoidKernel)                        \
   KERNEL(sigmoid_grad, SigmoidGradKernel)               \
   KERNEL(sign, SignKernel)                              \
