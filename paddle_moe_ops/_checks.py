@@ -155,10 +155,15 @@ def integer(function: str, argument: str, value: Any, minimum: int, maximum: int
     return number
 
 
-def number(function: str, argument: str, value: Any) -> float:
-    """Check a finite Python (or NumPy) number."""
+def _real(function: str, argument: str, value: Any, expected: str) -> None:
+    """Check the type of a Python (or NumPy) number."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        bad_type(function, argument, "a number", type(value).__name__)
+        bad_type(function, argument, expected, type(value).__name__)
+
+
+def number(function: str, argument: str, value: Any) -> float:
+    """Check a finite number."""
+    _real(function, argument, value, "a number")
     if not math.isfinite(value):
         bad_value(function, argument, "finite", value)
     return float(value)
@@ -193,13 +198,12 @@ def choice(function: str, argument: str, value: Any, choices: Sequence[str | Non
 def quantization(function: str, ue8m0: bool, scale_layout: Any, amax_min: Any) -> QuantizeSpec:
     """Check how rows are to become float8."""
     choice(function, "scale_layout", scale_layout, SCALE_LAYOUTS)
-    if isinstance(amax_min, bool) or not isinstance(amax_min, Real):
-        bad_type(function, "amax_min", "a float", type(amax_min).__name__)
-    number = float(amax_min)
+    _real(function, "amax_min", amax_min, "a float")
+    smallest = float(amax_min)
     lowest, highest = AMAX_LIMITS
-    if not lowest <= number <= highest:
-        bad_value(function, "amax_min", f"from 2^-100 to {highest:.8e}", number)
-    return QuantizeSpec(ue8m0, scale_layout, number)
+    if not lowest <= smallest <= highest:
+        bad_value(function, "amax_min", f"from 2^-100 to {highest:.8e}", smallest)
+    return QuantizeSpec(ue8m0, scale_layout, smallest)
 
 
 def counts(

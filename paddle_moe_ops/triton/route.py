@@ -83,16 +83,10 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
     rowmap = device.empty([tokens, experts], "int32") if with_rowmap else None
     rowmap_size = tokens * experts if with_rowmap else 0
     bins = min(max(next_power_of_2(experts), 32), _MOST_BINS)
-    in_one = (
-        problem.num_slots <= ONE_PROGRAM
-        and num_rows is not None
-        and num_rows <= _ONE_PROGRAM_ROWS
-        and rowmap_size <= _ONE_PROGRAM_ROWMAP
-    )
+    few = problem.num_slots <= ONE_PROGRAM and rowmap_size <= _ONE_PROGRAM_ROWMAP
     few_experts = next_power_of_2(experts) if experts <= _FEW_EXPERTS else 0
     flags = (problem.probs is not None, problem.is_mask, with_rowmap)
-    if in_one:
-        assert num_rows is not None  # noqa: S101  # for the type checker
+    if few and num_rows is not None and num_rows <= _ONE_PROGRAM_ROWS:
         maps = _empty_maps(device, problem, num_rows)
         tile = max(next_power_of_2(problem.num_slots), _STEP)
         device.launch(
