@@ -295,6 +295,7 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     describe_routing(*routing, &work);
   }
   Move move = Move::kNone;
+  bool few_rows = false;
   if (permute != nullptr) {
     work.num_tokens = static_cast<int32_t>(permute->num_tokens);
     work.topk = static_cast<int32_t>(permute->topk);
@@ -306,7 +307,7 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     }
     move = work.row_bytes >= kBulkStoreBytes ? Move::kBulk : Move::kThreads;
     // What loses to move_pieces (permute.cu)
-    const bool few_rows = work.num_rows < kFewRows * work.num_tokens;
+    few_rows = work.num_rows < kFewRows * work.num_tokens;
     const bool small = (int64_t{work.num_tokens} + work.num_rows) * work.row_bytes < kManyBytes;
     if (routing == nullptr && (move == Move::kThreads || few_rows || small)) return kNotLaunched;
   }
@@ -337,7 +338,7 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     const int64_t fits = room / (piece_bytes + work.scale_bytes);
     const int64_t stages = (per_block + fits - 1) / fits;
     if (pieces + per_block > kMaxIndex) return kNotLaunched;
-    if (stages > 1 && (move == Move::kThreads || work.num_rows < kFewRows * work.num_tokens)) return kNotLaunched;
+    if (stages > 1 && (move == Move::kThreads || few_rows)) return kNotLaunched;
     work.num_stages = static_cast<int32_t>(stages);
     work.pieces_per_stage = static_cast<int32_t>((per_block + stages - 1) / stages);
     stage_bytes = (work.pieces_per_stage * (piece_bytes + work.scale_bytes) + 127) / 128 * 128;
