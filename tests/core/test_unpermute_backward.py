@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -58,13 +56,7 @@ def dot_by_rule(core: Core, a: NDArray, b: NDArray) -> NDArray:
         return sum_by_halves(dot_in_lanes(a, b, 16, 1))
     row_bytes = a.shape[1] * a.itemsize
     access = max(width for width in (1, 2, 4, 8, 16) if row_bytes % width == 0)
-    accesses = row_bytes // access
-    threads = min(256, math.ceil(accesses / 32) * 32)  # of the few rows in these tests
-    warps = sum_by_halves(dot_in_lanes(a, b, threads, access // a.itemsize).reshape(len(a), threads // 32, 32))
-    total = warps[:, 0]
-    for warp in range(1, threads // 32):
-        total = reference.add32(total, warps[:, warp])
-    return total
+    return sum_by_halves(dot_in_lanes(a, b, 256, access // a.itemsize))
 
 
 def expected_d_row_weights(core: Core, plan: reference.Plan, d_out: NDArray, rows: NDArray) -> NDArray:
@@ -100,6 +92,29 @@ def test_gradients_equal_the_oracle(core: Core, shape: Shape, dtype: DTypeLike) 
     plan = make_plan("half_unassigned", shape, seed=1)
     d_out = ordinary_floats((shape.T, shape.H), dtype, seed=2)
     check(core, plan, d_out, ordinary_floats((plan.num_rows, shape.H), dtype, seed=3))
+
+
+@pytest.mark.parametrize(("num_tokens", "rows_per_token"), [(3, 4), (4200, 4), (4200, 3)], ids=str)
+def test_order_of_a_dot_product_is_the_same_for_any_number_of_tokens(
+    core: Core, num_tokens: int, rows_per_token: int
+) -> None:
+    few, H = 3, 1032  # a GPU takes few rows, many rows, and few rows of many tokens in three ways
+    d_out, rows = ordinary_floats((few, H), np.float32, 1), ordinary_floats((few * rows_per_token, H), np.float32, 2)
+    dots = dot_by_rule(core, d_out.repeat(rows_per_token, axis=0), rows)
+    repeats, num_rows = num_tokens // few, num_tokens * rows_per_token
+    token_rows = np.full((num_tokens, 4), -1, np.int32)
+    token_rows[:, :rows_per_token] = np.arange(num_rows).reshape(num_tokens, rows_per_token)
+    row_to_token = np.arange(num_rows, dtype=np.int32) // np.int32(rows_per_token)
+    _, d_weights = calls.unpermute_backward(
+        core,
+        np.tile(d_out, (repeats, 1)),
+        token_rows,
+        row_to_token,
+        np.tile(rows, (repeats, 1)),
+        np.ones(num_rows, np.float32),
+        wants_d_weights=True,
+    )
+    assert_same_numbers(d_weights, np.tile(dots, repeats))
 
 
 @EXAMPLES

@@ -139,7 +139,6 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
   __shared__ int32_t dropped;
   const Share share(work);
   const bool loader = threadIdx.x >= kFusedThreads;
-  const auto stage_at = [&](int32_t index) { return Stage(work, share, index, shared); };
   int32_t* scratch = reinterpret_cast<int32_t*>(shared + stage_bytes);
 
   TokenRows token_rows = {work.slot_to_row, 0};
@@ -153,13 +152,13 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
   if (kMove != Move::kNone && loader) {
     if (threadIdx.x == kFusedThreads) init_load_barrier(&barrier);
     __syncwarp();
-    load_stage(work, stage_at(0), &barrier);
+    load_stage(work, Stage(work, share, 0, shared), &barrier);
   } else if (!kRoute && (work.fill_rows || work.fill_scales)) {
     zero_rows_without_token(work);
   }
   __syncthreads();
   if (kRoute) token_rows = routed_rows(work, share, scratch);
-  if constexpr (kMove != Move::kNone) move_stages<kMove == Move::kBulk>(work, stage_at, token_rows, &barrier);
+  if constexpr (kMove != Move::kNone) move_stages<kMove == Move::kBulk>(work, share, shared, token_rows, &barrier);
 }
 
 struct Device {

@@ -9,24 +9,16 @@
 #include <cstdint>
 
 #include "cuda/fused.cuh"
+#include "cuda/padding.cuh"
 #include "cuda/staging.cuh"
 
 namespace pmo {
 namespace cuda {
 
-// The padding rows of a given routing.
+// The padding rows of a given routing, by the threads that do not load.
 __device__ inline void zero_rows_without_token(const FusedWork& work) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t warps = int64_t{gridDim.x} * kFusedWarps;
-  const int64_t warp = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
-#pragma unroll 1
-  for (int64_t first = warp * kWarpSize; first < work.num_rows; first += warps * kWarpSize) {
-    const bool empty = first + lane < work.num_rows && work.row_to_token[first + lane] < 0;
-#pragma unroll 1
-    for (unsigned left = __ballot_sync(kAllLanes, empty); left != 0; left &= left - 1) {
-      zero_padding_row(work, first + __ffs(left) - 1);
-    }
-  }
+  if (work.fill_rows) zero_padding_rows<16>(work.rows, work.row_bytes, work.row_to_token, work.num_rows, kFusedWarps);
+  if (work.fill_scales) zero_padding_rows<16>(work.row_scales, work.scale_bytes, work.row_to_token, work.num_rows, kFusedWarps);
 }
 
 // One stage of a block: pieces [first, first + count) of its rows in shared memory, then their tokens' scales.
@@ -146,12 +138,13 @@ __device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage
 
 // A block's way through its stages, the first of which is being loaded. Between stages all blocks wait for each other, so that all of them
 // read at one time and write at another.
-template <bool kBulkStores, typename StageAt>
-__device__ inline void move_stages(const FusedWork& work, StageAt stage_at, const TokenRows& token_rows, uint64_t* barrier) {
+template <bool kBulkStores>
+__device__ inline void move_stages(const FusedWork& work, const Share& share, char* memory, const TokenRows& token_rows,
+                                   uint64_t* barrier) {
   const bool loader = threadIdx.x >= kFusedThreads, bulk_storer = kBulkStores && threadIdx.x < kWarpSize;
 #pragma unroll 1
   for (int32_t index = 0; index < work.num_stages; ++index) {
-    const Stage stage = stage_at(index);
+    const Stage stage(work, share, index, memory);
     if (stage.count > 0) {
       wait_for_loads(barrier, index);
       if (!kBulkStores) {
@@ -165,7 +158,7 @@ __device__ inline void move_stages(const FusedWork& work, StageAt stage_at, cons
     if (bulk_storer) wait_for_store_reads();
     if (index + 1 == work.num_stages) break;
     cooperative_groups::this_grid().sync();
-    if (loader) load_stage(work, stage_at(index + 1), barrier);
+    if (loader) load_stage(work, Stage(work, share, index + 1, memory), barrier);
   }
 }
 

@@ -12,10 +12,10 @@
 namespace pmo {
 namespace cuda {
 
-// The warps of the grid, all lanes of each, share out all rows; kBytes divides the address and row_bytes.
+// The first `warps` warps of every block, all lanes of each, share out all rows; kBytes divides the address and row_bytes.
 template <int kBytes>
-__device__ void zero_padding_rows(void* rows, int64_t row_bytes, const int32_t* row_to_token, int64_t num_rows) {
-  const int lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
+__device__ void zero_padding_rows(void* rows, int64_t row_bytes, const int32_t* row_to_token, int64_t num_rows, int warps) {
+  const int lane = threadIdx.x % kWarpSize;
   const int64_t step = int64_t{gridDim.x} * warps * kWarpSize;
   const int64_t warp = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
 #pragma unroll 1
@@ -27,6 +27,11 @@ __device__ void zero_padding_rows(void* rows, int64_t row_bytes, const int32_t* 
       for (int64_t i = lane; i < row_bytes / kBytes; i += kWarpSize) target[i] = Vector<kBytes>{};
     }
   }
+}
+
+template <int kBytes>
+__device__ void zero_padding_rows(void* rows, int64_t row_bytes, const int32_t* row_to_token, int64_t num_rows) {
+  zero_padding_rows<kBytes>(rows, row_bytes, row_to_token, num_rows, blockDim.x / kWarpSize);
 }
 
 }  // namespace cuda

@@ -5,11 +5,13 @@
 //
 // Without d_weights a warp takes 32 accesses of up to 16 bytes of one token and writes them, weighted, to each of its rows
 // (scatter_rows). With d_weights a block takes a row and the row of d_out that goes with it, which the L2 holds for the token's other
-// rows (row_backward): it writes the weighted gradient and keeps partial dot products, which one fixed tree adds up over the warp and then
-// over the block. Many tokens with few rows each get a warp of their own instead, with a tree of its own (token_backward): a block for
-// each entry of the map would mostly find none. H200, T=153962, H=2048 bfloat16, 1.4 rows per token: 595 us. The rows without a token,
-// whose gradient is zero, are shared out over all warps. Bytes moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H
-// alone).
+// rows (row_backward), and writes the weighted gradient along with the dot product. Many tokens with few rows each get a warp of their own
+// instead (token_backward): a block for each entry of the map would mostly find none. The rows without a token, whose gradient is zero,
+// are shared out over all warps. Bytes moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H alone).
+//
+// A dot product is summed over 256 lanes, whatever the number of threads: access a of a row belongs to lane a % 256, a lane adds its
+// products in order, and the lanes are added up by halves, lane l + 128 to lane l and so on. A thread with several lanes has a sum for
+// each, so the bits are those of 256 threads.
 #include <algorithm>
 
 #include "common/checks.h"
@@ -23,16 +25,16 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kMaxThreads = 256;
 constexpr int kScatterThreads = 256;
 constexpr int kWarpThreads = 128;
 constexpr int kRowThreads = 64;
-constexpr int kHeldOfRow = 2;             // accesses of d_out and of the row that a thread loads at a time
-constexpr int kHeld = 8;                  // accesses of d_out that a lane holds while its warp goes through the token's rows
-constexpr int64_t kFewRows = 4;           // per token
-constexpr int64_t kManyTokens = 4096;     // from here on they may have a warp each
-constexpr int64_t kManyRows = 16384;      // from here on a row has kRowThreads threads
-constexpr int64_t kPaddingBlocks = 1024;  // to share the rows without a token when there are few tokens
+constexpr int kDotLanes = 256;
+constexpr int kHeldOfRow = 2;                 // accesses of d_out and of the row that a thread loads at a time
+constexpr int kHeld = kDotLanes / kWarpSize;  // accesses that a lane of a warp loads at a time
+constexpr int64_t kFewRows = 4;               // per token
+constexpr int64_t kManyTokens = 4096;         // from here on they may have a warp each
+constexpr int64_t kManyRows = 16384;          // from here on a row has kRowThreads threads, not 256
+constexpr int64_t kPaddingBlocks = 1024;      // to share the rows without a token when there are few tokens
 
 // The weight of the lane's row, and where it stands (-1: nowhere, the weight is 0).
 struct LaneWeight {
@@ -103,7 +105,17 @@ __device__ float access_backward(const Access& given, const Access& of_row, floa
   return gradient.dot(lanes, dot);
 }
 
-__device__ float sum_over_lanes(float value) {
+template <int kCount>
+__device__ float sum_by_halves(float (&values)[kCount]) {
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) values[i] = __fadd_rn(values[i], values[i + half]);
+  }
+  return values[0];
+}
+
+__device__ float sum_over_warp_by_halves(float value) {
   for (int step = kWarpSize / 2; step > 0; step /= 2) value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, step));
   return value;
 }
@@ -119,14 +131,15 @@ __device__ int32_t row_of_entry(const pmo_unpermute_backward_params& p, int64_t 
   return (listed.used >> (entry - begin) & 1) != 0 ? row : -1;
 }
 
-// Both gradients, a block per row: it reads d_out's row again for each of the token's rows, from the L2.
-template <typename Rows, int kWidth>
-__global__ void __launch_bounds__(kMaxThreads)
+// Both gradients, a block per row: it reads d_out's row again for each of the token's rows, from the L2. A thread has kSums of the dot
+// product's lanes; with one, there are 256 threads or as many as the row has accesses.
+template <typename Rows, int kWidth, int kSums>
+__global__ void __launch_bounds__(kDotLanes / kSums)
     row_backward(const __grid_constant__ pmo_unpermute_backward_params p, unsigned entries) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
-  __shared__ float partial[kMaxThreads / kWarpSize];
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
+  constexpr int kWarps = kDotLanes / kSums / kWarpSize, kUnrolled = kSums > kHeldOfRow ? kSums : kHeldOfRow;
+  __shared__ float partial[kWarps * kWarpSize];
   const unsigned token = blockIdx.x / entries, entry = blockIdx.x - token * entries;
   const int32_t row = token < p.num_tokens ? row_of_entry(p, token, entry) : -1;
   if (row >= 0) {
@@ -137,38 +150,45 @@ __global__ void __launch_bounds__(kMaxThreads)
     const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
     const auto* source = reinterpret_cast<const Access*>(static_cast<const Element*>(p.rows) + row * p.rows_row_stride);
     auto* target = p.d_rows == nullptr ? nullptr : reinterpret_cast<Access*>(static_cast<Element*>(p.d_rows) + row * p.hidden);
-    float dot = 0.0f;
+    float sums[kSums] = {};
 #pragma unroll 1
-    for (int64_t first = threadIdx.x; first < vectors; first += kHeldOfRow * step) {
-      Access given[kHeldOfRow], accesses[kHeldOfRow];
+    for (int64_t base = threadIdx.x; base < vectors; base += kUnrolled * step) {
 #pragma unroll
-      for (int i = 0; i < kHeldOfRow; ++i) {
-        if (first + i * step >= vectors) break;
-        given[i] = d_out[first + i * step];
-        if (!copy) accesses[i] = source[first + i * step];
-      }
+      for (int part = 0; part < kUnrolled; part += kHeldOfRow) {
+        const int64_t first = base + part * step;
+        Access given[kHeldOfRow], accesses[kHeldOfRow];
 #pragma unroll
-      for (int i = 0; i < kHeldOfRow; ++i) {
-        const int64_t vector = first + i * step;
-        if (vector >= vectors) break;
-        dot = access_backward<Rows, kWidth>(given[i], accesses[i], weight, copy, target == nullptr ? nullptr : target + vector,
-                                            dot);
+        for (int i = 0; i < kHeldOfRow; ++i) {
+          if (first + i * step >= vectors) break;
+          given[i] = d_out[first + i * step];
+          if (!copy) accesses[i] = source[first + i * step];
+        }
+#pragma unroll
+        for (int i = 0; i < kHeldOfRow; ++i) {
+          const int64_t vector = first + i * step;
+          if (vector >= vectors) break;
+          float& sum = sums[(part + i) % kSums];
+          sum = access_backward<Rows, kWidth>(given[i], accesses[i], weight, copy, target == nullptr ? nullptr : target + vector,
+                                              sum);
+        }
       }
     }
-    dot = sum_over_lanes(dot);
-    if (lane == 0) partial[warp] = dot;
+    partial[threadIdx.x] = sum_by_halves(sums);
     __syncthreads();
-    if (threadIdx.x == 0 && place >= 0) {
-      for (int other = 1; other < warps; ++other) dot = __fadd_rn(dot, partial[other]);
-      p.d_weights[place] = dot;
+    if (threadIdx.x < kWarpSize) {
+      float of_warps[kWarps];
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) of_warps[i] = i * kWarpSize < blockDim.x ? partial[i * kWarpSize + threadIdx.x] : 0.0f;
+      const float dot = sum_over_warp_by_halves(sum_by_halves(of_warps));
+      if (threadIdx.x == 0 && place >= 0) p.d_weights[place] = dot;
     }
   }
   if (p.d_rows == nullptr) return;
   zero_padding_rows<kWidth * sizeof(Element)>(p.d_rows, p.hidden * sizeof(Element), p.row_to_token, p.num_rows);
 }
 
-// Both gradients, a warp per token: it holds a part of d_out's row in registers while it goes through the token's rows. A lane keeps the
-// dot product of its row, to which the warp adds part by part.
+// Both gradients, a warp per token, which goes through the token's rows. A lane has eight of the dot product's lanes, and holds its
+// accesses of d_out from row to row if that is all there is.
 template <typename Rows, int kWidth>
 __global__ void __launch_bounds__(kWarpThreads) token_backward(const __grid_constant__ pmo_unpermute_backward_params p) {
   using Element = typename Rows::Element;
@@ -180,41 +200,43 @@ __global__ void __launch_bounds__(kWarpThreads) token_backward(const __grid_cons
     const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
     WarpRows listed(p, token, 0);
     const bool copy = copies(p, token, listed);
+    Access given[kHeld];
+    int64_t held_from = -1;
     for (int64_t segment = 0;;) {
       const LaneWeight own(p, listed, copy);
-      float own_dot = 0.0f;
 #pragma unroll 1
-      for (int64_t base = 0; base < vectors; base += kHeld * kWarpSize) {
-        const int64_t first = base + lane;
-        Access given[kHeld];
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-          if (first + i * kWarpSize < vectors) given[i] = d_out[first + i * kWarpSize];
-        }
+      for (unsigned left = listed.used; left != 0;) {
+        const int holder = WarpRows::take(&left);
+        const int64_t row = __shfl_sync(kAllLanes, listed.row, holder);
+        const float weight = __shfl_sync(kAllLanes, own.weight, holder);
+        const auto* source = reinterpret_cast<const Access*>(static_cast<const Element*>(p.rows) + row * p.rows_row_stride);
+        auto* target = reinterpret_cast<Access*>(static_cast<Element*>(p.d_rows) + row * p.hidden);
+        float sums[kHeld] = {};
 #pragma unroll 1
-        for (unsigned left = listed.used; left != 0;) {
-          const int holder = WarpRows::take(&left);
-          const int64_t row = __shfl_sync(kAllLanes, listed.row, holder);
-          const float weight = __shfl_sync(kAllLanes, own.weight, holder);
-          const auto* source = reinterpret_cast<const Access*>(static_cast<const Element*>(p.rows) + row * p.rows_row_stride);
-          auto* target = reinterpret_cast<Access*>(static_cast<Element*>(p.d_rows) + row * p.hidden);
+        for (int64_t base = 0; base < vectors; base += kDotLanes) {
+          const int64_t first = base + lane;
           Access accesses[kHeld];
 #pragma unroll
           for (int i = 0; i < kHeld; ++i) {
             if (!copy && first + i * kWarpSize < vectors) accesses[i] = source[first + i * kWarpSize];
           }
-          float dot = 0.0f;
+          if (base != held_from) {
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i) {
+              if (first + i * kWarpSize < vectors) given[i] = d_out[first + i * kWarpSize];
+            }
+            held_from = base;
+          }
 #pragma unroll
           for (int i = 0; i < kHeld; ++i) {
             if (first + i * kWarpSize >= vectors) break;
             Access* const at = p.d_rows == nullptr ? nullptr : target + first + i * kWarpSize;
-            dot = access_backward<Rows, kWidth>(given[i], accesses[i], weight, copy, at, dot);
+            sums[i] = access_backward<Rows, kWidth>(given[i], accesses[i], weight, copy, at, sums[i]);
           }
-          dot = sum_over_lanes(dot);
-          if (lane == holder) own_dot = __fadd_rn(own_dot, dot);
         }
+        const float dot = sum_over_warp_by_halves(sum_by_halves(sums));
+        if (lane == holder && own.place >= 0) p.d_weights[own.place] = dot;
       }
-      if (own.place >= 0) p.d_weights[own.place] = own_dot;
       if (listed.ended) break;
       segment += kWarpSize;
       listed = WarpRows(p, token, segment);
@@ -244,11 +266,14 @@ int launch(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
     PMO_CUDA_LAUNCHED("token_backward");
     return PMO_OK;
   }
-  // Few rows: all the threads that a row can use.
-  const int64_t wanted = (vectors + kWarpSize - 1) / kWarpSize * kWarpSize;
-  const int threads = static_cast<int>(std::min<int64_t>(wanted, row_blocks < kManyRows ? kMaxThreads : kRowThreads));
   const unsigned entries = static_cast<unsigned>(std::max<int64_t>(p.max_rows_per_token, 1));
-  row_backward<Rows, kWidth><<<grid_for(std::max(row_blocks, padding_blocks), 1, INT32_MAX), threads, 0, stream>>>(p, entries);
+  const unsigned blocks = grid_for(std::max(row_blocks, padding_blocks), 1, INT32_MAX);
+  if (row_blocks >= kManyRows && vectors > kRowThreads) {
+    row_backward<Rows, kWidth, kDotLanes / kRowThreads><<<blocks, kRowThreads, 0, stream>>>(p, entries);
+  } else {
+    const int64_t wanted = (vectors + kWarpSize - 1) / kWarpSize * kWarpSize;
+    row_backward<Rows, kWidth, 1><<<blocks, static_cast<int>(std::min<int64_t>(wanted, kDotLanes)), 0, stream>>>(p, entries);
+  }
   PMO_CUDA_LAUNCHED("row_backward");
   return PMO_OK;
 }

@@ -75,10 +75,7 @@ PMO_API int pmo_unpermute_cuda(const pmo_unpermute_params* params, void* stream)
 // Gradient of pmo_unpermute: d_rows[r] = w_r * d_out[t] (a copy without weights), d_weights[index(r)] = dot(d_out[t], rows[r]).
 // Rows that no token uses get zeros. The dot product runs in float32 over 16 lanes (element j in lane j % 16, fma) that one fixed
 // tree adds up, so its bits depend on nothing but the data.
-// (CUDA: the lanes are the threads of a block, as many as the row needs, at most 256, or 64 from 16384 rows on; element j is in lane
-// j / v % threads for accesses of v elements. The same tree adds up each 32 lanes, and the sums of the 32s follow each other. From
-// 4096 tokens with less than four rows each on average, the lanes are the 32 of a warp, whose sums of 256 accesses each follow each
-// other. So the last bits depend on the numbers of tokens and rows, too.)
+// (CUDA: 256 lanes; for accesses of v elements, as wide as H and the alignment allow, element j is in lane j / v % 256.)
 typedef struct pmo_unpermute_backward_params {
   int64_t struct_size;
   int64_t num_tokens;
