@@ -45,12 +45,16 @@ CASES = (
     ("route_permute:bf16", "tileops-512", "fused"),
     ("route_permute:bf16", "ernie-300b", "fused"),
     ("route_permute:bf16", "ernie-21b", "fused"),
-    ("route_permute:fp8", "ernie-21b", "fused"),
-    ("moe_permute:bf16", "paddle-production", "fused"),
-    ("unpermute:weighted", "tileops-32", "sum_rows"),
-    ("unpermute:plain", "ernie-21b", "sum_rows"),
-    ("unpermute_backward:weighted", "ernie-300b", "sum_rows_backward"),
-    ("unpermute_backward:weighted", "dsv3", "sum_rows_backward"),
+    ("route_permute:fp8", "dsv3", "fused"),
+    ("route_permute:fp8", "ernie-21b", "move_pieces"),
+    ("moe_permute:bf16", "paddle-production", "move_pieces"),
+    ("unpermute:weighted", "tileops-32", "sum_rows_by_warps"),
+    ("unpermute:plain", "ernie-21b", "sum_rows_by_warps"),
+    ("unpermute:weighted", "paddle-production", "sum_rows_by_tiles"),
+    ("unpermute_backward:weighted", "ernie-300b", "row_backward"),
+    ("unpermute_backward:weighted", "dsv3", "row_backward"),
+    ("unpermute_backward:weighted", "ernie-21b", "row_backward"),
+    ("unpermute_backward:weighted", "paddle-production", "token_backward"),
 )
 
 
@@ -96,6 +100,7 @@ def main() -> int:
     parser.add_argument("--commit", default="unknown", help="commit of the sources")
     parser.add_argument("--out", type=Path, required=True, help="result file; it is replaced")
     arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w", encoding="utf-8") as file:
         for index, case in enumerate(CASES):
             machine, line = profile(*case, arguments.core_library)
