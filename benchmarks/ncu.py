@@ -76,7 +76,7 @@ def profile(operation: str, shape: str, kernel: str, core_library: Path) -> tupl
             "--impl",
             "core",
         ]
-        bench += ["--no-probes", "--mode", "eager", "--samples", "2", "--rounds", "1"]
+        bench += ["--set", "targets", "--no-probes", "--mode", "eager", "--samples", "2", "--rounds", "1"]
         bench += ["--core-library", str(core_library), "--out", str(result)]
         command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
         command += ["-k", f"regex:{kernel}", "-s", "1", "-c", "1", "--metrics", wanted, sys.executable, *bench]

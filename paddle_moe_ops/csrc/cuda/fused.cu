@@ -32,7 +32,6 @@ namespace cuda {
 namespace {
 
 constexpr int kBlocksPerMultiprocessor = 2;
-constexpr int64_t kMaxFusedExperts = 1024;
 constexpr int64_t kMaxLocalSlots = 2048;   // of one block, when it keeps its rows in shared memory
 constexpr int64_t kBulkStoreBytes = 4608;  // rows from here on leave by bulk copies
 constexpr int64_t kMinPieceBytes = 1024;
@@ -281,9 +280,6 @@ bool fused_moves(const pmo_permute_params& p) {
 }
 
 int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute, cudaStream_t stream) {
-  Device device;
-  if (const int status = device.query()) return status;
-  if (permute != nullptr && device.major < 9) return kNotLaunched;
   FusedWork work = {};
   work.pieces_per_token = 1;
   work.num_stages = 1;
@@ -293,13 +289,20 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     work.num_rows = static_cast<int32_t>(routing->params->num_rows);
     describe_routing(*routing, &work);
   }
+  if (permute != nullptr) describe_rows(*permute, &work);
+  if (routing != nullptr && has_few_slots(work)) {
+    work.slot_to_row = routing->params->slot_to_row;  // not the workspace, where the ids may be
+    return launch_few_slots(work, stream);
+  }
+  Device device;
+  if (const int status = device.query()) return status;
+  if (permute != nullptr && device.major < 9) return kNotLaunched;
   Move move = Move::kNone;
   bool few_rows = false;
   if (permute != nullptr) {
     work.num_tokens = static_cast<int32_t>(permute->num_tokens);
     work.topk = static_cast<int32_t>(permute->topk);
     work.num_rows = static_cast<int32_t>(permute->num_rows);
-    describe_rows(*permute, &work);
     if (routing == nullptr) {
       work.slot_to_row = const_cast<int32_t*>(permute->slot_to_row);
       work.row_to_token = const_cast<int32_t*>(permute->row_to_token);

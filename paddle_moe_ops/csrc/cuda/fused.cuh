@@ -18,6 +18,7 @@ constexpr int kBlockThreads = kFusedThreads + kWarpSize;  // the last warp loads
 constexpr int kAhead = 4;                                 // chunks of slots that a warp loads before it uses the first
 constexpr int kRowVectors = 8;                            // vectors of a row that a lane holds
 constexpr int kMaxBlocks = 512;
+constexpr int kMaxFusedExperts = 1024;
 constexpr int kMaxPerLane = kMaxBlocks / kWarpSize;
 
 using Vector16 = Vector<16>;
@@ -92,6 +93,11 @@ __device__ inline void zero_padding_row(const FusedWork& work, int64_t row) {
   if (work.fill_rows) zero_row(work.rows + row * work.row_bytes, work.row_bytes);
   if (work.fill_scales) zero_row(work.row_scales + row * work.scale_bytes, work.scale_bytes);
 }
+
+// Another way for few slots, without communication between blocks (few_slots.cu): whether it can do the routing, and its launch, of the
+// rows as well if there are any.
+bool has_few_slots(const FusedWork& work);
+int launch_few_slots(const FusedWork& work, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace pmo

@@ -263,11 +263,7 @@ __device__ inline void scan_expert(const FusedWork& work, int32_t expert) {
   for (int i = 0; i < kMaxPerLane; ++i) values[i] = i < per_lane && begin + i < blocks ? __ldcg(counts + begin + i) : 0;
 #pragma unroll
   for (int i = 0; i < kMaxPerLane; ++i) sum += values[i];
-  int32_t inclusive = sum;
-  for (int step = 1; step < kWarpSize; step *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, inclusive, step);
-    if (lane >= step) inclusive += other;
-  }
+  const int32_t inclusive = inclusive_sum_over_warp(sum);
   int32_t before = inclusive - sum;
 #pragma unroll
   for (int i = 0; i < kMaxPerLane; ++i) {
@@ -345,17 +341,20 @@ __device__ inline int64_t padding_row(const FusedWork& work, const RoutingScratc
   return int64_t{scratch.starts[low]} + routed + (i - scratch.padding[low]);
 }
 
+__device__ inline void write_padding_maps(const FusedWork& work, int64_t row) {
+  if (work.row_to_token != nullptr) work.row_to_token[row] = -1;
+  if (work.row_to_slot != nullptr) work.row_to_slot[row] = -1;
+  if (work.row_to_expert != nullptr) work.row_to_expert[row] = -1;
+  if (work.row_probs != nullptr) work.row_probs[row] = 0.0f;
+}
+
 // The padding rows of a fresh routing: a thread per row for the maps, a warp per row for the zeros.
 __device__ inline void write_padding(const FusedWork& work, const RoutingScratch& scratch) {
   const int32_t padding_rows = scratch.padding[work.num_experts + 1];
 #pragma unroll 1
   for (int64_t i = int64_t{threadIdx.x} * gridDim.x + blockIdx.x; i < padding_rows; i += int64_t{gridDim.x} * kFusedThreads) {
     const int64_t row = padding_row(work, scratch, static_cast<int32_t>(i));
-    if (row >= work.num_rows) continue;
-    if (work.row_to_token != nullptr) work.row_to_token[row] = -1;
-    if (work.row_to_slot != nullptr) work.row_to_slot[row] = -1;
-    if (work.row_to_expert != nullptr) work.row_to_expert[row] = -1;
-    if (work.row_probs != nullptr) work.row_probs[row] = 0.0f;
+    if (row < work.num_rows) write_padding_maps(work, row);
   }
   if (!work.fill_rows && !work.fill_scales) return;
   const int64_t warp = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;

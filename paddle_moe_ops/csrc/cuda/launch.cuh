@@ -17,6 +17,25 @@ namespace cuda {
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
+// The sum of the values of a warp's lanes, for all of them.
+__device__ inline int32_t sum_over_warp(int32_t value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(kAllLanes, value);
+#else
+  for (int step = kWarpSize / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+#endif
+}
+
+// The sum of the values of the lanes up to the calling one.
+__device__ inline int32_t inclusive_sum_over_warp(int32_t value) {
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const int32_t other = __shfl_up_sync(kAllLanes, value, step);
+    if (threadIdx.x % kWarpSize >= step) value += other;
+  }
+  return value;
+}
+
 inline int cuda_status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return PMO_OK;
   return fail(PMO_INTERNAL, std::string("CUDA: ") + what + ": " + cudaGetErrorString(error));

@@ -45,9 +45,6 @@ __device__ inline void wait_for_loads(uint64_t* barrier, uint32_t phase) {
   }
 }
 
-// The sum of the values of a warp's lanes.
-__device__ inline int32_t sum_over_warp(int32_t value) { return __reduce_add_sync(0xFFFFFFFFu, value); }
-
 // Source rows are read once: their lines are the first that L2 may drop.
 __device__ inline uint64_t evict_first_policy() {
   uint64_t policy;
@@ -82,7 +79,6 @@ __device__ inline void wait_for_loads(uint64_t*, uint32_t) { __trap(); }
 __device__ inline uint64_t evict_first_policy() { return 0; }
 __device__ inline void bulk_load(void*, const void*, uint32_t, uint64_t*, uint64_t) { __trap(); }
 __device__ inline void bulk_store(void*, const void*, uint32_t) { __trap(); }
-__device__ inline int32_t sum_over_warp(int32_t) { return 0; }
 __device__ inline void wait_for_store_reads() { __trap(); }
 
 #endif

@@ -250,7 +250,8 @@ template <typename Rows, int kWidth>
 int launch(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
   const int64_t padding_blocks = p.d_rows == nullptr ? 0 : std::min(p.num_rows, kPaddingBlocks);
-  if (std::max(p.num_tokens, padding_blocks) == 0) return PMO_OK;
+  const int64_t row_blocks = p.num_tokens * p.max_rows_per_token;
+  if (std::max(row_blocks, padding_blocks) == 0) return PMO_OK;
   if (p.d_weights == nullptr) {
     const int64_t parts = (vectors + kWarpSize - 1) / kWarpSize;
     const int64_t blocks = (p.num_tokens * parts + kScatterThreads / kWarpSize - 1) / (kScatterThreads / kWarpSize);
@@ -259,14 +260,13 @@ int launch(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
     PMO_CUDA_LAUNCHED("scatter_rows");
     return PMO_OK;
   }
-  const int64_t row_blocks = p.num_tokens * p.max_rows_per_token;
   if ((p.num_tokens >= kManyTokens && p.num_rows < kFewRows * p.num_tokens) || row_blocks > INT32_MAX) {
     const int64_t blocks = (p.num_tokens * kWarpSize + kWarpThreads - 1) / kWarpThreads;
     token_backward<Rows, kWidth><<<grid_for(std::max(blocks, padding_blocks), 1, INT32_MAX), kWarpThreads, 0, stream>>>(p);
     PMO_CUDA_LAUNCHED("token_backward");
     return PMO_OK;
   }
-  const unsigned entries = static_cast<unsigned>(std::max<int64_t>(p.max_rows_per_token, 1));
+  const unsigned entries = static_cast<unsigned>(std::max<int64_t>(p.max_rows_per_token, 1));  // 0: only padding is left
   const unsigned blocks = grid_for(std::max(row_blocks, padding_blocks), 1, INT32_MAX);
   if (row_blocks >= kManyRows && vectors > kRowThreads) {
     row_backward<Rows, kWidth, kDotLanes / kRowThreads><<<blocks, kRowThreads, 0, stream>>>(p, entries);
