@@ -29,6 +29,7 @@ from paddle_moe_ops import (
 from paddle_moe_ops.backends import choice, resolve
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import every_kind, make_problem, ordinary, tensor
+from tests.ops.test_amp_recompute import FLOAT32, FUNCTIONS, check_recompute
 from tests.params import SMALL
 
 pytestmark = pytest.mark.cpu_only
@@ -325,3 +326,10 @@ def test_rows_of_probability_zero_are_blank_and_keep_their_gradient(interpreted,
     weights = [rng.standard_normal((int(mask.sum()), 12)).astype(np.float32)]
     for actual, expected in on_both(lambda: gradients(call, [x], weights, [True])):
         assert_bits_equal(actual, expected)
+
+
+@FUNCTIONS
+def test_recompute_gives_the_same_gradients(interpreted, function, rng):
+    with use_backend("triton"):
+        check_recompute(function, True, FLOAT32, rng, "cpu")
+    assert interpreted.launches
