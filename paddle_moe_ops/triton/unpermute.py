@@ -38,24 +38,25 @@ def _factor_of(weights, weight_index, row, num_weights, WEIGHTED: tl.constexpr, 
 @triton.jit
 def _add_rows(
     acc,
-    rows,
     row_ids,
-    weights,
-    weight_index,
-    num_weights,
-    row_step,
-    columns,
-    width,
+    source,
+    weighting,
     DTYPE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     INDEXED: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """acc plus the rows, one after the other."""
+    """acc plus the rows, one after the other.
+
+    ``source``: rows, elements from one to the next, the columns wanted and how many there are; ``weighting``: weights,
+    weight_index and num_weights.
+    """
+    rows, row_step, columns, width = source
+    weights, weight_index, num_weights = weighting
     data = ()
     for k in tl.static_range(COUNT):
-        source = rows + row_ids[k].to(tl.int64) * row_step + columns
-        data = data + (tl.load(source, mask=columns < tl.where(row_ids[k] >= 0, width, 0), other=0),)
+        row = rows + row_ids[k].to(tl.int64) * row_step + columns
+        data = data + (tl.load(row, mask=columns < tl.where(row_ids[k] >= 0, width, 0), other=0),)
     factors = ()
     for k in tl.static_range(COUNT):
         factors = factors + (_factor_of(weights, weight_index, row_ids[k], num_weights, WEIGHTED, INDEXED),)
@@ -106,39 +107,14 @@ def unpermute_kernel(
     if COPY_SINGLE and used == 1:
         tl.store(target, tl.load(rows + single.to(tl.int64) * row_step + columns, mask=inside, other=0), mask=inside)
     else:
-        acc = _add_rows(
-            minus_zeros(BLOCK),
-            rows,
-            row_ids,
-            weights,
-            weight_index,
-            num_weights,
-            row_step,
-            columns,
-            width,
-            DTYPE,
-            WEIGHTED,
-            INDEXED,
-            COUNT,
-        )
+        source = rows, row_step, columns, width
+        weighting = weights, weight_index, num_weights
+        acc = _add_rows(minus_zeros(BLOCK), row_ids, source, weighting, DTYPE, WEIGHTED, INDEXED, COUNT)
         if not ONE_ROUND:
             first = COUNT
             while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
-                acc = _add_rows(
-                    acc,
-                    rows,
-                    load_indices(entries, first, row_slots, num_rows, COUNT),
-                    weights,
-                    weight_index,
-                    num_weights,
-                    row_step,
-                    columns,
-                    width,
-                    DTYPE,
-                    WEIGHTED,
-                    INDEXED,
-                    COUNT,
-                )
+                more = load_indices(entries, first, row_slots, num_rows, COUNT)
+                acc = _add_rows(acc, more, source, weighting, DTYPE, WEIGHTED, INDEXED, COUNT)
                 first += COUNT
         if used == 0:
             acc = tl.zeros_like(acc)
