@@ -290,16 +290,17 @@ def test_graphs_run_the_compiled_operators(interpreted):
 
 
 def test_calls_that_triton_does_faster_run_there_by_themselves(interpreted, monkeypatch):
-    monkeypatch.setitem(choice.TRITON, "permute", choice.Range(row_bytes=64, at_least=1024))
+    monkeypatch.setitem(choice.TRITON, ("permute", "float32"), choice.Range(row_bytes=64, at_least=1024))
     for shape, expected in (((16, 16), "triton"), ((15, 16), "compiled"), ((100, 17), "compiled")):
         assert resolve("permute", paddle.zeros(shape)).name == expected
     assert resolve("unpermute", paddle.zeros([16, 16])).name == "compiled"
+    assert resolve("permute", paddle.zeros([16, 16], dtype="int32")).name == "compiled"
     with use_backend("compiled"):
         assert resolve("permute", paddle.zeros([16, 16])).name == "compiled"
 
 
 def test_calls_that_triton_would_do_faster_run_compiled_where_it_cannot_run(monkeypatch):
-    monkeypatch.setitem(choice.TRITON, "permute", choice.Range(row_bytes=64, at_least=1024))
+    monkeypatch.setitem(choice.TRITON, ("permute", "float32"), choice.Range(row_bytes=64, at_least=1024))
     assert resolve("permute", paddle.zeros([16, 16])).name == "compiled"
 
 
