@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 from paddle import Tensor
+
+from .choice_table import MEASURED
 
 __all__ = ["TRITON", "TRITON_RULE", "Range", "triton_is_faster"]
 
@@ -20,14 +23,18 @@ class Range(NamedTuple):
     at_least: int
 
 
-# By operator. An entry must be faster by more than 5 % in every measured shape of its range. Small calls have none: in
-# dygraph the time of the GPU does not count there, and the compiled operators are launched faster.
-TRITON: dict[str, Range] = {}
+# By operator and dtype of the first tensor.
+TRITON = {call: Range(*sizes) for call, sizes in MEASURED.items()}
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]
 
 
 def triton_is_faster(operator: str, like: Tensor) -> bool:
     """Whether the measurements say so for a call whose first tensor is ``like``."""
-    found = TRITON.get(operator)
+    found = TRITON.get((operator, _name(like.dtype))) if TRITON else None
     if found is None:
         return False
     row_bytes = like.shape[1] * like.element_size()

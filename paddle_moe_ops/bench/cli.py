@@ -11,6 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ def _measure(
     operations: Sequence[Operation],
     settings: Settings,
 ) -> list[Row]:
+    start = time.monotonic()
     ceilings = device.measure_ceilings(settings.samples)
     machine = {**_environment(arguments), **device.machine(), **ceilings, "left_out": device.left_out}
     print(f"{machine.get('gpu', machine['cpu'])}: copy {ceilings['copy_gbps']:.0f} GB/s, commit {machine['commit']}")
@@ -168,7 +170,8 @@ def _measure(
             rows = runner.measure(cases, operations, report)
         if file:
             end = device.machine()
-            write_line(file, {f"{name}_at_end": end[name] for name in end if end[name] != machine[name]})
+            changed = {f"{name}_at_end": end[name] for name in end if end[name] != machine[name]}
+            write_line(file, {**changed, "seconds": round(time.monotonic() - start)})
     finally:
         if file:
             file.close()

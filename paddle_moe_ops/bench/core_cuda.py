@@ -23,6 +23,8 @@ from ..testing.core import (
     PermuteParams,
     QuantizeParams,
     RouteParams,
+    RoutingKind,
+    RowIdMapParams,
     ScaleLayout,
     SlotsParams,
     SortChunksParams,
@@ -33,7 +35,7 @@ from .device import Body, Implementation, Outputs, Unsupported
 from .shapes import Operation
 from .tensors import TensorInputs, to_numpy
 
-__all__ = ["CudaCore", "core_implementation", "two_passes_implementations"]
+__all__ = ["CudaCore", "core_implementation", "row_id_map_implementation", "two_passes_implementations"]
 
 _FLOAT8 = DTYPES[np.dtype(ml_dtypes.float8_e4m3fn)]
 # What the gradients need, and what a caller reads; the row map is Paddle's own form of the first.
@@ -87,6 +89,11 @@ def two_passes_implementations(core: CudaCore) -> list[Implementation]:
     ]
 
 
+def row_id_map_implementation(core: CudaCore) -> Implementation:
+    """What TransformerEngine's map from a mask is compared with: ours, in the same form."""
+    return Implementation("core, row_id_map", ("route:maps",), lambda _, inputs: _row_id_map(core, inputs))
+
+
 def _point(params: Any, **tensors: torch.Tensor | None) -> Any:
     """Enter the addresses of tensors into a struct, which keeps the tensors alive."""
     types: dict[str, Any] = {name: kind for name, kind, *_ in type(params)._fields_}
@@ -126,17 +133,21 @@ def _maps(inputs: TensorInputs, names: tuple[str, ...]) -> dict[str, torch.Tenso
     }
 
 
-def _route_params(core: CudaCore, inputs: TensorInputs, maps: dict[str, torch.Tensor]) -> RouteParams:
+def _route_params(
+    core: CudaCore, inputs: TensorInputs, maps: dict[str, torch.Tensor], *, by_mask: bool = False
+) -> RouteParams:
     plan = inputs.problem.plan
+    routing, probs = (inputs.mask, inputs.probs_by_expert) if by_mask else (inputs.ids, inputs.probs)
     params = RouteParams(
         num_tokens=plan.num_tokens,
         topk=plan.topk,
         num_experts=plan.num_experts,
         padding_alignment=plan.padding_alignment,
         num_rows=plan.num_rows,
+        routing_kind=RoutingKind.MASK if by_mask else RoutingKind.IDS32,
     )
     counts = inputs.empty(plan.num_experts)
-    _point(params, routing=inputs.ids, probs=inputs.probs, routed_per_expert=counts, **maps)
+    _point(params, routing=routing, probs=probs, routed_per_expert=counts, **maps)
     return _point_at_workspace(params, core.library.pmo_route_cuda_workspace_bytes, inputs)
 
 
@@ -177,6 +188,25 @@ def _route(core: CudaCore, _: Operation, inputs: TensorInputs) -> Body:
     maps = _maps(inputs, _ALL_MAPS)
     params = _route_params(core, inputs, maps)
     return _body(lambda: core.route_permute(params, None), maps)
+
+
+def _row_id_map(core: CudaCore, inputs: TensorInputs) -> Body:
+    plan = inputs.problem.plan
+    maps = _maps(inputs, ("token_rows", "row_to_expert"))
+    route = _route_params(core, inputs, maps, by_mask=True)
+    row_id_map = inputs.empty(plan.num_tokens, 2 * plan.num_experts + 1)
+    sizes = {name: getattr(plan, name) for name in ("num_tokens", "topk", "num_experts", "num_rows")}
+    make = _point(RowIdMapParams(**sizes), row_id_map=row_id_map, **maps)
+
+    def run() -> Outputs:
+        core.route_permute(route)
+        core.call("make_row_id_map", make)
+        return {"row_id_map": row_id_map}
+
+    def results(outputs: Outputs) -> Outputs:
+        return {"token_rows": inputs.token_rows_of(outputs["row_id_map"])}
+
+    return Body(run, results=results, note="from a mask [T, E]")
 
 
 def _route_permute(core: CudaCore, operation: Operation, inputs: TensorInputs) -> Body:

@@ -15,7 +15,7 @@ import torch
 
 from . import check
 from .ceilings import Ceilings
-from .core_cuda import CudaCore, core_implementation, two_passes_implementations
+from .core_cuda import CudaCore, core_implementation, row_id_map_implementation, two_passes_implementations
 from .cuda_timer import CudaTimer
 from .device import Body, Captured, Implementation
 from .model import probe_work
@@ -59,14 +59,15 @@ class CudaDevice:
         self.timer = CudaTimer()
         self.implementations: list[Implementation] = [
             core_implementation(core),
+            row_id_map_implementation(core),
             *two_passes_implementations(core),
             *torch_implementations(),
         ]
         self.left_out: dict[str, str] = {}
         try:
-            from .triton_cuda import triton_implementation
+            from .triton_cuda import triton_implementations
 
-            self.implementations.insert(1, triton_implementation())
+            self.implementations[1:1] = triton_implementations()
         except ImportError as error:
             self.left_out["triton"] = str(error)
         try:

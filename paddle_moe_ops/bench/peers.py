@@ -203,13 +203,7 @@ class _TeMaps:
         self.functions, self.inputs = functions, inputs
         self.tokens, self.experts, self.rows = plan.num_tokens, plan.num_experts, plan.num_rows
         self.hidden = inputs.problem.case.shape.hidden
-        slots = inputs.ids.long()
-        place = torch.where(slots < 0, self.experts, slots)
-        wide = (self.tokens, self.experts + 1)
-        self.mask = torch.zeros(wide, dtype=torch.bool, device=inputs.device).scatter_(1, place, True)
-        self.mask = self.mask[:, : self.experts].contiguous()
-        probs = torch.zeros(wide, device=inputs.device).scatter_(1, place, inputs.probs)
-        self.probs = probs[:, : self.experts].contiguous()
+        self.mask, self.probs = inputs.mask, inputs.probs_by_expert
         self.pad_offsets = None
         if plan.num_rows != inputs.problem.routed_rows:
             counts = torch.from_numpy(plan.tokens_per_expert).to(inputs.device)
@@ -240,17 +234,7 @@ def _te_route(functions: Any, _: Operation, inputs: TensorInputs) -> Body:
     maps = _TeMaps(functions, inputs)
 
     def results(outputs: Outputs) -> Outputs:
-        """The map's compact part, which holds a token's rows in descending order, in our form."""
-        row_id_map = outputs["row_id_map"]
-        width = min(inputs.problem.plan.topk, maps.experts)
-        counts = row_id_map[:, -1:]
-        listed = torch.where(
-            torch.arange(width, device=row_id_map.device) < counts, row_id_map[:, :width], torch.iinfo(torch.int32).max
-        )
-        ascending = listed.sort(1).values
-        token_rows = torch.full_like(inputs.token_rows, -1)
-        token_rows[:, :width] = torch.where(ascending == torch.iinfo(torch.int32).max, -1, ascending)
-        return {"token_rows": token_rows}
+        return {"token_rows": inputs.token_rows_of(outputs["row_id_map"])}
 
     if maps.pad_offsets is not None:
         raise Unsupported("its maps know no padding")

@@ -36,6 +36,9 @@ result was compared with the NumPy oracle before it was timed.
   *reduce*: many reads, one write; *exchange*: one read, then a read and a write for each row; *read*; for `route`
   an *empty* kernel), over the time of the operation.
 * **launches**: kernels, copies and memsets of one call.
+* *triton* is our second implementation, which allocates in the call; *..., from a mask* and *core, row_id_map* route as
+  TransformerEngine does, from a mask [T, E], the latter into its map; *quantise, then permute* and *permute, then
+  quantise* are our own operators one after the other.
 * Peers: *torch gather* is `index_select` with a sum where one is due, *torch index_add* adds with atomics, *te triton*
   is TransformerEngine's permutation; *(published, scaled)* was not measured in this run: the row's time is one
   measured before, scaled by the copy speed. *paddle ops* are the fastest plain operators of Paddle that were found for
@@ -43,7 +46,7 @@ result was compared with the NumPy oracle before it was timed.
 """
 FACTS = (
     *("gpu", "cpu", "threads", "driver", "cuda", "paddle", "torch", "triton", "numpy", "python"),
-    *("sm_clock", "sm_clock_at_end", "load", "load_at_end", "commit", "date"),
+    *("sm_clock", "sm_clock_at_end", "load", "load_at_end", "commit", "date", "seconds"),
 )
 
 

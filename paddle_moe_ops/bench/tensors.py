@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ from .problem import SCALE_GROUP, Problem
 
 __all__ = ["TensorInputs", "to_numpy"]
 
-_ORACLE_ELEMENTS = 1 << 24  # at a time
+_ORACLE_ELEMENTS = 1 << 22  # at a time, of each thread
 _NUMPY_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
@@ -46,6 +47,33 @@ class TensorInputs:
         return self._copy(self.problem.probs)
 
     @cached_property
+    def mask(self) -> torch.Tensor:
+        """bool [T, E], the routing in TransformerEngine's form"""
+        return self._by_expert(torch.ones_like(self.ids, dtype=torch.bool))
+
+    @cached_property
+    def probs_by_expert(self) -> torch.Tensor:
+        """float32 [T, E]"""
+        return self._by_expert(self.probs)
+
+    def _by_expert(self, by_slot: torch.Tensor) -> torch.Tensor:
+        """[T, E] of [T, K], 0 where no slot names the expert."""
+        tokens, experts = len(by_slot), self.problem.plan.num_experts
+        ids = self.ids.long()
+        wide = torch.zeros(tokens, experts + 1, dtype=by_slot.dtype, device=self.device)
+        return wide.scatter_(1, torch.where(ids < 0, experts, ids), by_slot)[:, :experts].contiguous()
+
+    def token_rows_of(self, row_id_map: torch.Tensor) -> torch.Tensor:
+        """token_rows [T, K] out of TransformerEngine's map [T, 2E + 1], which begins with the rows, descending."""
+        none = torch.iinfo(torch.int32).max
+        width = min(self.problem.plan.topk, self.problem.plan.num_experts)
+        listed = torch.arange(width, device=self.device) < row_id_map[:, -1:]
+        ascending = torch.where(listed, row_id_map[:, :width], none).sort(1).values
+        token_rows = torch.full_like(self.token_rows, -1)
+        token_rows[:, :width] = torch.where(ascending == none, -1, ascending)
+        return token_rows
+
+    @cached_property
     def x(self) -> torch.Tensor:
         """bfloat16 [T, H]"""
         return self._random(1, self.problem.case.shape.num_tokens)
@@ -64,8 +92,9 @@ class TensorInputs:
     def quantized(self, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The oracle's codes, as bytes [T, H], and scales by row of x."""
         if ue8m0 not in self._quantized:
-            step = max(1, _ORACLE_ELEMENTS // self.x.shape[1])
-            parts = [quantize_1x128(to_numpy(part), ue8m0=ue8m0) for part in self.x.split(step)]
+            rows = [to_numpy(part) for part in self.x.split(max(1, _ORACLE_ELEMENTS // self.x.shape[1]))]
+            with ThreadPoolExecutor() as pool:  # NumPy lets go of the interpreter; one thread would take a minute
+                parts = list(pool.map(lambda part: quantize_1x128(part, ue8m0=ue8m0), rows))
             codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
             self._quantized[ue8m0] = self._copy(codes.view(np.uint8)), self._copy(scales)
         return self._quantized[ue8m0]

@@ -22,7 +22,9 @@ from .targets import TRITON
 from .tensors import TensorInputs
 from .torch_device import TorchDevice
 
-__all__ = ["triton_implementation"]
+__all__ = ["triton_implementations"]
+
+Calls = dict[str, Callable[[TorchDevice, Operation, TensorInputs], Outputs]]
 
 # What is compared with the oracle's, as for the core.
 _MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "tokens_per_expert", "expert_offsets", "overflow")
@@ -30,15 +32,28 @@ _ALL_MAPS = (*_MAPS, "row_to_slot", "row_to_expert")
 _PADDLE_MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "overflow", "rowmap")
 
 
-def triton_implementation() -> Implementation:
-    """ "triton": every operation by the kernels of `paddle_moe_ops.triton`."""
+def triton_implementations() -> list[Implementation]:
+    """ "triton": every operation by the kernels of `paddle_moe_ops.triton`. "triton, from a mask": as TransformerEngine
+    routes; "triton, quantise, then permute" and the other way round: what quantising while permuting is compared with.
+    """
     device = TorchDevice()
 
-    def prepare(operation: Operation, inputs: TensorInputs) -> Body:
-        run = _CALLS[operation.op]
-        return Body(lambda: run(device, operation, inputs))
+    def of(name: str, calls: Calls, *operations: str) -> Implementation:
+        def prepare(operation: Operation, inputs: TensorInputs) -> Body:
+            run = calls[operation.op]
+            return Body(lambda: run(device, operation, inputs))
 
-    return Implementation(TRITON, tuple(f"{op}:*" for op in _CALLS), prepare)
+        return Implementation(name, operations or tuple(f"{op}:*" for op in calls), prepare)
+
+    return [
+        of(TRITON, _CALLS),
+        of("triton, from a mask", {"route": _route_mask}, "route:maps"),
+        of(
+            "triton, quantise, then permute",
+            {"permute_quantized": _quantize_then_permute},
+            *("permute_quantized:row", "permute_quantized:ue8m0"),
+        ),
+    ]
 
 
 def _maps(device: TorchDevice, inputs: TensorInputs, names: tuple[str, ...]) -> Outputs:
@@ -59,6 +74,14 @@ def _moved(device: TorchDevice, operation: Operation, inputs: TensorInputs, maps
 
 def _route(device: TorchDevice, _: Operation, inputs: TensorInputs) -> Outputs:
     return _maps(device, inputs, _ALL_MAPS)
+
+
+def _route_mask(device: TorchDevice, _: Operation, inputs: TensorInputs) -> Outputs:
+    plan = inputs.problem.plan
+    sizes = plan.num_tokens, plan.topk, plan.num_experts, plan.padding_alignment
+    maps = route(device, Routing(inputs.mask, inputs.probs_by_expert, *sizes, True, True), plan.num_rows)
+    # In the order of the experts, not of the ids: what stands by slot differs from the oracle's.
+    return {name: getattr(maps, name) for name in ("token_rows", "row_to_token", "row_probs", "tokens_per_expert")}
 
 
 def _route_permute(device: TorchDevice, operation: Operation, inputs: TensorInputs) -> Outputs:
@@ -88,6 +111,15 @@ def _permute_quantized(device: TorchDevice, operation: Operation, inputs: Tensor
         fill_padding="all" if inputs.problem.case.fill else "none",
     )
     return {"codes": codes.view(torch.uint8), "scales": scales}
+
+
+def _quantize_then_permute(device: TorchDevice, operation: Operation, inputs: TensorInputs) -> Outputs:
+    codes, scales = quantize(
+        device, inputs.x, ue8m0=operation.variant == "ue8m0", scale_layout="row", amax_min=1e-4, fill_padding="none"
+    )
+    fill = "all" if inputs.problem.case.fill else "none"
+    rows, row_scales = permute(device, codes, scales, inputs.token_rows, inputs.row_to_token, fill)
+    return {"codes": rows.view(torch.uint8), "scales": row_scales}
 
 
 def _unpermute(device: TorchDevice, operation: Operation, inputs: TensorInputs) -> Outputs:
@@ -124,7 +156,7 @@ def _sort_chunks(device: TorchDevice, operation: Operation, inputs: TensorInputs
     return {"sorted_rows": sort_chunks(device, inputs.rows, None, source_to_dest)[0], "source_to_dest": source_to_dest}
 
 
-_CALLS: dict[str, Callable[[TorchDevice, Operation, TensorInputs], Outputs]] = {
+_CALLS: Calls = {
     "route": _route,
     "route_permute": _route_permute,
     "permute": _permute,

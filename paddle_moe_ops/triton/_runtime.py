@@ -85,6 +85,7 @@ class _Cuda:
         count = ctypes.c_int(0)
         self._check(self._library.cuDeviceGetCount(ctypes.byref(count)))
         self.device_count = count.value
+        self._primaries: dict[int, int] = {}
 
     @staticmethod
     @functools.cache
@@ -104,19 +105,34 @@ class _Cuda:
             found.append(value.value)
         return found[0], found[1]
 
+    def _primary(self, device: int) -> int:
+        """The primary context of a device, which is the one of the CUDA runtime and Paddle; kept from then on."""
+        context = self._primaries.get(device)
+        if context is None:
+            found = ctypes.c_void_p()
+            self._check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(found), device))
+            context = self._primaries[device] = found.value or 0
+        return context
+
+    def _current(self) -> int:
+        found = ctypes.c_void_p()
+        self._check(self._library.cuCtxGetCurrent(ctypes.byref(found)))
+        return found.value or 0
+
+    def is_current(self, device: int) -> bool:
+        """Whether launches of this thread go to a device."""
+        return self._current() == self._primary(device)
+
     @contextlib.contextmanager
     def current(self, device: int) -> Iterator[None]:
-        """Make the primary context of a device the thread's current one, as the CUDA runtime and Paddle do."""
-        before, context = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check(self._library.cuCtxGetCurrent(ctypes.byref(before)))
-        self._check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        """Make the primary context of a device the thread's current one."""
+        before = self._current()
         try:
-            self._check(self._library.cuCtxSetCurrent(context))
+            self._check(self._library.cuCtxSetCurrent(ctypes.c_void_p(self._primary(device))))
             yield
         finally:
-            if before.value:
-                self._check(self._library.cuCtxSetCurrent(before))
-            self._check(self._library.cuDevicePrimaryCtxRelease_v2(device))
+            if before:
+                self._check(self._library.cuCtxSetCurrent(ctypes.c_void_p(before)))
 
 
 def _make_driver(device: int, stream: Callable[[], int]) -> Any:
@@ -158,15 +174,13 @@ class PaddleDevice:
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
         """Our driver as the active one; then again whichever it was, or none."""
-        from triton.runtime import driver as config
-
         with _lock:
-            before = vars(config).get("_active")
-            config.set_active(self._driver)
+            before = _active_driver()
+            _drivers().set_active(self._driver)
             try:
                 yield
             finally:
-                config.set_active(before)
+                _drivers().set_active(before)
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -192,18 +206,31 @@ class PaddleDevice:
     def launch(
         self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
     ) -> None:
+        what = self._stream(), kernel, programs, types, arguments, constants, warps
+        elsewhere = self._several_gpus and not _Cuda.get().is_current(self._index)
+        driver_missing = _active_driver() is None
+        if not elsewhere and not driver_missing:  # no context is made for nothing: it would double the time of a launch
+            self._handles.launch(*what)
+            return
         with contextlib.ExitStack() as contexts:
-            if self._several_gpus:
+            if elsewhere:
                 contexts.enter_context(_Cuda.get().current(self._index))
-            if _nobody_set_a_driver():
+            if driver_missing:
                 contexts.enter_context(self._in_place())
-            self._handles.launch(self._stream(), kernel, programs, types, arguments, constants, warps)
+            self._handles.launch(*what)
 
 
-def _nobody_set_a_driver() -> bool:
-    from triton.runtime import driver as config
+@functools.cache
+def _drivers() -> Any:
+    """Where Triton keeps the active driver."""
+    from triton.runtime import driver
 
-    return vars(config).get("_active") is None
+    return driver
+
+
+def _active_driver() -> Any:
+    """The driver that somebody has set, or None."""
+    return vars(_drivers()).get("_active")
 
 
 @functools.cache

@@ -7,7 +7,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["ITEM_BYTES", "Array", "Device", "Words", "address", "blocks", "next_power_of_2", "sum_vector", "words_of"]
+__all__ = [
+    "CALLS_KEPT",
+    "ITEM_BYTES",
+    "Array",
+    "Device",
+    "Words",
+    "address",
+    "addresses",
+    "blocks",
+    "low_bits",
+    "next_power_of_2",
+    "sum_vector",
+    "words_of",
+]
+
+# What follows from the sizes of a call is worked out once and kept for so many calls of an operator: a launcher takes
+# longer on the host than a small kernel on the GPU.
+CALLS_KEPT = 1024
+
 
 # The names of dtypes, as Triton takes them, and their sizes.
 ITEM_BYTES = {
@@ -21,6 +39,14 @@ ITEM_BYTES = {
     "bool": 1,
 }
 _VECTOR_BYTES = 16
+
+
+def low_bits(*byte_counts: int) -> int:
+    """What alignment hangs on: the lowest bits of addresses and strides in bytes, as if of one number."""
+    found = 0
+    for number in byte_counts:
+        found |= number
+    return found % _VECTOR_BYTES
 
 
 class Array(Protocol):
@@ -87,26 +113,26 @@ class Words(NamedTuple):
 
 def words_of(row_bytes: int, *addresses_and_strides: int) -> Words:
     """The widest words that fit rows of so many bytes at these addresses, strides (in bytes) included."""
-    low_bits = row_bytes
-    for number in addresses_and_strides:
-        low_bits |= number
-    if low_bits % _VECTOR_BYTES == 0:
+    bits = low_bits(row_bytes, *addresses_and_strides)
+    if bits == 0:
         return Words(4, 4, row_bytes // _VECTOR_BYTES)
-    unit = 4 if low_bits % 4 == 0 else 2 if low_bits % 2 == 0 else 1
+    unit = 4 if bits % 4 == 0 else 2 if bits % 2 == 0 else 1
     return Words(unit, 1, row_bytes // unit)
 
 
 def sum_vector(item_bytes: int, *byte_counts: int) -> int:
     """Elements per access where rows are added: 16 bytes if addresses and strides allow it, else one."""
-    low_bits = 0
-    for number in byte_counts:
-        low_bits |= number
-    return _VECTOR_BYTES // item_bytes if low_bits % _VECTOR_BYTES == 0 else 1
+    return _VECTOR_BYTES // item_bytes if low_bits(*byte_counts) == 0 else 1
 
 
 def address(array: Any) -> int:
     """Where an optional array lies; 0 for None."""
     return 0 if array is None else array.data_ptr()
+
+
+def addresses(*arrays: Any) -> list[int]:
+    """`address` of each."""
+    return [0 if array is None else array.data_ptr() for array in arrays]
 
 
 def blocks(size: int, block: int) -> int:

@@ -7,13 +7,25 @@ the same launch. One program moves BLOCK words of one token; a word is an intege
 allow, so bits survive whatever the dtype. It moves (T + N) * H * itemsize bytes, and 4 * (T * K + N) of maps.
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from .configs import Config, permute_config, rows_at_once
-from .launching import ITEM_BYTES, Array, Device, Words, address, blocks, next_power_of_2, words_of
+from .launching import (
+    CALLS_KEPT,
+    ITEM_BYTES,
+    Array,
+    Device,
+    Words,
+    addresses,
+    blocks,
+    low_bits,
+    next_power_of_2,
+    words_of,
+)
 from .sums import load_indices
 
 __all__ = ["FILL_BLOCK", "fill_kernel", "permute", "zero_rows"]
@@ -104,6 +116,20 @@ def fill_kernel(out, size, value, BLOCK: tl.constexpr):
     tl.store(out + index, tl.zeros([BLOCK], tl.int32) + value, mask=index < size)
 
 
+class _Call(NamedTuple):
+    """A launch but for its arrays."""
+
+    programs: int
+    types: tuple[str, ...]
+    sizes: tuple[int, ...]
+    constants: tuple
+    warps: int
+
+
+# Bytes of a row, from one to the next, and the lowest bits of the addresses.
+_Layout = tuple[int, int, int]
+
+
 def permute(
     device: Device,
     x: Array,
@@ -127,41 +153,57 @@ def permute(
     """
     num_tokens, row_slots = token_rows.shape
     num_rows = row_to_token.shape[0]
-    rows, words, stride = _cut(device, x, num_rows)
-    row_scales, scale_words, scale_stride = None, Words(4, 1, 0), 0
-    if scale is not None:
-        row_scales, scale_words, scale_stride = _cut(device, scale, num_rows)
+    rows, layout = _target(device, x, num_rows)
+    row_scales, scale_layout = (None, None) if scale is None else _target(device, scale, num_rows)
+    call = _call(num_tokens, row_slots, num_rows, layout, scale_layout, fill_padding, config)
+    if call.programs:
+        arrays = addresses(x, scale, token_rows, row_to_token, rows, row_scales)
+        device.launch(permute_kernel, call.programs, call.types, (*arrays, *call.sizes), call.constants, call.warps)
+    return rows, row_scales
+
+
+def _target(device: Device, source: Array, num_rows: int) -> tuple[Any, _Layout]:
+    """The rows to be made from a matrix, and how both lie in memory."""
+    dtype = device.dtype_name(source)
+    item, columns = ITEM_BYTES[dtype], source.shape[1]
+    target = device.empty([num_rows, columns], dtype)
+    stride = device.row_stride(source) * item if source.shape[0] > 1 else 0
+    return target, (columns * item, stride, low_bits(source.data_ptr(), target.data_ptr()))
+
+
+@functools.lru_cache(CALLS_KEPT)
+def _call(
+    num_tokens: int,
+    row_slots: int,
+    num_rows: int,
+    layout: _Layout,
+    scale_layout: _Layout | None,
+    fill_padding: str,
+    config: Config | None,
+) -> _Call:
+    words, stride = _cut(*layout)
+    scale_words, scale_stride = _cut(*scale_layout) if scale_layout else (Words(4, 1, 0), 0)
     at_once = rows_at_once(row_slots, num_rows, num_tokens)
     config = config or permute_config(words.length * words.unit, num_tokens)
     block = min(config.block_bytes // words.unit, max(next_power_of_2(words.length), 32))
     parts = blocks(words.length, block)
-    fill_rows, fill_scales = fill_padding == "all", fill_padding != "none" and scale is not None
+    has_scale = scale_layout is not None
+    fill_rows, fill_scales = fill_padding == "all", fill_padding != "none" and has_scale
     fills = blocks(num_rows, FILL_BLOCK) if fill_rows or fill_scales else 0
-    programs = (num_tokens + fills) * parts if num_rows else 0
-    if programs:
-        moved, scales = words.pointer, scale_words.pointer
-        device.launch(
-            permute_kernel,
-            programs,
-            (moved, scales, "*i32", "*i32", moved, scales, *["i32"] * 3, *["i64"] * 4),
-            (
-                *map(address, (x, scale, token_rows, row_to_token, rows, row_scales)),
-                *(num_tokens, num_rows, row_slots, words.groups, stride, scale_words.groups, scale_stride),
-            ),
-            (
-                *(scale is not None, fill_rows, fill_scales, at_once, parts, block, words.vector),
-                *(next_power_of_2(scale_words.length), scale_words.vector, FILL_BLOCK),
-            ),
-            config.warps,
-        )
-    return rows, row_scales
+    moved, scales = words.pointer, scale_words.pointer
+    return _Call(
+        (num_tokens + fills) * parts if num_rows else 0,
+        (moved, scales, "*i32", "*i32", moved, scales, *["i32"] * 3, *["i64"] * 4),
+        (num_tokens, num_rows, row_slots, words.groups, stride, scale_words.groups, scale_stride),
+        (
+            *(has_scale, fill_rows, fill_scales, at_once, parts, block, words.vector),
+            *(next_power_of_2(scale_words.length), scale_words.vector, FILL_BLOCK),
+        ),
+        config.warps,
+    )
 
 
-def _cut(device: Device, source: Array, num_rows: int) -> tuple[Any, Words, int]:
-    """The rows to be made from a matrix, the words to copy, and how far its rows lie apart, in groups of words."""
-    dtype = device.dtype_name(source)
-    item = ITEM_BYTES[dtype]
-    target = device.empty([num_rows, source.shape[1]], dtype)
-    stride = device.row_stride(source) * item if source.shape[0] > 1 else 0
-    words = words_of(source.shape[1] * item, stride, source.data_ptr(), target.data_ptr())
-    return target, words, stride // (words.unit * words.vector)
+def _cut(row_bytes: int, stride: int, low_bits: int) -> tuple[Words, int]:
+    """The words to copy, and how far rows lie apart, in groups of words."""
+    words = words_of(row_bytes, stride, low_bits)
+    return words, stride // (words.unit * words.vector)

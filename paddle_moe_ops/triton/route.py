@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing: the launches that make the maps of a plan; `route_kernels` says what each of them does."""
 
+from __future__ import annotations
+
+import functools
 from typing import Any, NamedTuple
 
-from .launching import Array, Device, address, blocks, next_power_of_2
+from .launching import CALLS_KEPT, Array, Device, addresses, blocks, next_power_of_2
 from .route_kernels import (
     count_kernel,
     maps_kernel,
@@ -62,6 +65,86 @@ class Maps(NamedTuple):
     rowmap: Any
 
 
+class _Part(NamedTuple):
+    """A launch but for its arrays."""
+
+    programs: int
+    types: tuple[str, ...]
+    sizes: tuple[int, ...]
+    constants: tuple
+    warps: int
+
+
+class _Call(NamedTuple):
+    """What follows from the sizes of a routing."""
+
+    in_one_program: bool  # if the rows, whose number may not be known yet, are not too many
+    one: _Part  # route_kernel, but for the last of the sizes, which is the number of rows; so are these:
+    counting: _Part
+    prefix: _Part
+    offsets: _Part
+    maps: _Part
+    # Workspace: int64 [E + 1] starts, then int32 experts of slots, then before and totals unless it is one program.
+    experts_at: int
+    before_at: int
+    totals_at: int
+    workspace: int  # of one program, in int64
+    whole_workspace: int
+
+
+@functools.lru_cache(CALLS_KEPT)
+def _call(
+    ids_type: str, tokens: int, topk: int, experts: int, alignment: int, dedupe: bool, flags: tuple[bool, bool, bool]
+) -> _Call:
+    """``flags``: whether there are probabilities, a mask, and a row map to make."""
+    slots, rowmap_size = tokens * topk, tokens * experts if flags[2] else 0
+    bins = min(max(next_power_of_2(experts), 32), _MOST_BINS)
+    few_experts = next_power_of_2(experts) if experts <= _FEW_EXPERTS else 0
+    tiles, width = blocks(slots, _TILE), 8 if experts <= 1024 else 32
+    in_one_program = slots <= ONE_PROGRAM and rowmap_size <= _ONE_PROGRAM_ROWMAP
+    tile = max(next_power_of_2(slots), _STEP) if in_one_program else 0
+    experts_at = 8 * (experts + 1)
+    before_at = experts_at + 4 * slots
+    totals_at = before_at + 4 * tiles * experts
+    return _Call(
+        in_one_program,
+        _Part(
+            1,
+            (ids_type, "*i32", "*i32", "*i64", *["*i32"] * 11, *["i32"] * 3, *["i64"] * 3),
+            (slots, experts, topk, rowmap_size, alignment),
+            (dedupe, *flags, bins, tile, _STEP, few_experts, _FILL),
+            4,
+        ),
+        _Part(
+            tiles + blocks(rowmap_size, _ROWMAP_FILL),
+            (ids_type, "*i32", "*i32", "*i32:16", *["i32"] * 4, "i64"),
+            (slots, experts, tiles, topk, rowmap_size),
+            (dedupe, bins, _TILE, _ROWMAP_FILL),
+            4,
+        ),
+        _Part(
+            blocks(experts, width),
+            ("*i32", "*i32", "i32", "i32"),
+            (tiles, experts),
+            (min(max(next_power_of_2(tiles), 16), 8192 // width), width),
+            4 if tiles <= 256 else 8,
+        ),
+        _Part(1, ("*i32", "*i64", *["*i32"] * 4, "i32", "i64", "i64"), (experts, alignment), (bins,), 4),
+        _Part(
+            tiles,
+            ("*i32", "*i32", "*i64", *["*i32"] * 9, *["i32"] * 4, "i64"),
+            (slots, experts, tiles, topk),
+            (*flags, _TILE, _STEP, few_experts, _FILL),
+            4,
+        ),
+        experts_at,
+        before_at,
+        totals_at,
+        blocks(before_at, 8),
+        blocks(totals_at + 4 * experts, 8),
+    )
+
+
 def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap: bool = False) -> Maps:
     """Make the maps of a plan.
 
@@ -77,86 +160,42 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
     tokens, topk, experts = problem.num_tokens, problem.topk, problem.num_experts
     ids, ids_type = _ids(device, problem)
     dedupe = problem.first_duplicate_only and not problem.is_mask and topk > 1
-    experts_of_slots = device.empty([max(problem.num_slots, 1)], "int32")
-    starts = device.empty([experts + 1], "int64")
+    flags = problem.probs is not None, problem.is_mask, with_rowmap
+    call = _call(ids_type, tokens, topk, experts, problem.alignment, dedupe, flags)
     sizes = [device.empty(shape, "int32") for shape in ([experts], [experts + 1], [experts], [1])]
     rowmap = device.empty([tokens, experts], "int32") if with_rowmap else None
-    rowmap_size = tokens * experts if with_rowmap else 0
-    bins = min(max(next_power_of_2(experts), 32), _MOST_BINS)
-    few = problem.num_slots <= ONE_PROGRAM and rowmap_size <= _ONE_PROGRAM_ROWMAP
-    few_experts = next_power_of_2(experts) if experts <= _FEW_EXPERTS else 0
-    flags = (problem.probs is not None, problem.is_mask, with_rowmap)
-    if few and num_rows is not None and num_rows <= _ONE_PROGRAM_ROWS:
+    if call.in_one_program and num_rows is not None and num_rows <= _ONE_PROGRAM_ROWS:
+        workspace = device.empty([call.workspace], "int64")  # which lives until after the launch
+        starts = workspace.data_ptr()
+        experts_of_slots = starts + call.experts_at
         maps = _empty_maps(device, problem, num_rows)
-        tile = max(next_power_of_2(problem.num_slots), _STEP)
-        device.launch(
-            route_kernel,
-            1,
-            (ids_type, "*i32", "*i32", "*i64", *["*i32"] * 11, *["i32"] * 3, *["i64"] * 3),
-            (
-                *map(address, (ids, problem.probs, experts_of_slots, starts, *maps, *sizes, rowmap)),
-                *(problem.num_slots, experts, topk, rowmap_size, problem.alignment, num_rows),
-            ),
-            (dedupe, *flags, bins, tile, _STEP, few_experts, _FILL),
-            4,
-        )
+        arrays = *addresses(ids, problem.probs), experts_of_slots, starts, *addresses(*maps, *sizes, rowmap)
+        _launch(device, route_kernel, call.one, *arrays, num_rows=num_rows)
         return Maps._make([*maps, *sizes, rowmap])
 
-    tiles = blocks(problem.num_slots, _TILE)
-    before = device.empty([max(tiles, 1), experts], "int32")
-    totals = device.empty([experts], "int32")
-    programs = tiles + blocks(rowmap_size, _ROWMAP_FILL)
-    if programs:
-        device.launch(
-            count_kernel,
-            programs,
-            (ids_type, "*i32", "*i32", "*i32:16", *["i32"] * 4, "i64"),
-            (
-                *map(address, (ids, experts_of_slots, before, rowmap)),
-                *(problem.num_slots, experts, tiles, topk, rowmap_size),
-            ),
-            (dedupe, bins, _TILE, _ROWMAP_FILL),
-            4,
-        )
-    width = 8 if experts <= 1024 else 32
-    device.launch(
-        prefix_kernel,
-        blocks(experts, width),
-        ("*i32", "*i32", "i32", "i32"),
-        (address(before), address(totals), tiles, experts),
-        (min(max(next_power_of_2(tiles), 16), 8192 // width), width),
-        4 if tiles <= 256 else 8,
-    )
-    device.launch(
-        offsets_kernel,
-        1,
-        ("*i32", "*i64", *["*i32"] * 4, "i32", "i64", "i64"),
-        (
-            *map(address, (totals, starts, *sizes)),
-            *(experts, problem.alignment, _MOST_ROWS if num_rows is None else num_rows),
-        ),
-        (bins,),
-        4,
-    )
+    workspace = device.empty([call.whole_workspace], "int64")
+    starts = workspace.data_ptr()
+    experts_of_slots, before, totals = (starts + at for at in (call.experts_at, call.before_at, call.totals_at))
+    if call.counting.programs:
+        _launch(device, count_kernel, call.counting, *addresses(ids), experts_of_slots, before, *addresses(rowmap))
+    _launch(device, prefix_kernel, call.prefix, before, totals)
+    limit = _MOST_ROWS if num_rows is None else num_rows
+    _launch(device, offsets_kernel, call.offsets, totals, starts, *addresses(*sizes), num_rows=limit)
     if num_rows is None:
-        num_rows = device.read_int(starts, experts)
+        num_rows = device.read_int(workspace, experts)
         if num_rows > _MOST_ROWS:
             raise ValueError("the permuted buffer must have fewer than 2^31 rows")
     maps = _empty_maps(device, problem, num_rows)
-    programs = tiles + blocks(num_rows, _FILL)
-    if programs:
-        device.launch(
-            maps_kernel,
-            programs,
-            ("*i32", "*i32", "*i64", *["*i32"] * 9, *["i32"] * 4, "i64"),
-            (
-                *map(address, (experts_of_slots, before, starts, sizes[2], problem.probs, *maps, rowmap)),
-                *(problem.num_slots, experts, tiles, topk, num_rows),
-            ),
-            (*flags, _TILE, _STEP, few_experts, _FILL),
-            4,
-        )
+    part = call.maps._replace(programs=call.maps.programs + blocks(num_rows, _FILL))
+    if part.programs:
+        by_row = addresses(sizes[2], problem.probs, *maps, rowmap)
+        _launch(device, maps_kernel, part, experts_of_slots, before, starts, *by_row, num_rows=num_rows)
     return Maps._make([*maps, *sizes, rowmap])
+
+
+def _launch(device: Device, kernel: Any, part: _Part, *arrays: int, num_rows: int | None = None) -> None:
+    last = () if num_rows is None else (num_rows,)
+    device.launch(kernel, part.programs, part.types, (*arrays, *part.sizes, *last), part.constants, part.warps)
 
 
 def _ids(device: Device, problem: Routing) -> tuple[Any, str]:
@@ -169,7 +208,7 @@ def _ids(device: Device, problem: Routing) -> tuple[Any, str]:
             mask_to_ids_kernel,
             problem.num_tokens,
             ("*i8", "*i32", "i32", "i32", "i32"),
-            (address(problem.routing), address(ids), problem.num_tokens, problem.num_experts, problem.topk),
+            (*addresses(problem.routing, ids), problem.num_tokens, problem.num_experts, problem.topk),
             (min(max(next_power_of_2(problem.num_experts), 32), _MOST_BINS),),
             1,
         )

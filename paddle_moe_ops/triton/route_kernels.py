@@ -48,31 +48,33 @@ def _histogram(experts, first, BINS: tl.constexpr):
 
 
 @triton.jit
-def _write_offsets(
-    totals,
-    mine,
-    experts,
-    base,
-    alignment,
-    num_rows,
-    starts,
-    tokens_per_expert,
-    expert_offsets,
-    routed_per_expert,
+def _write_segments(
+    totals, slots, num_experts, alignment, num_rows, starts, sizes, COUNTED: tl.constexpr, BINS: tl.constexpr
 ):
-    """Start and size of the segments of some experts; returns where the next one starts, and the slots dropped."""
-    padded = ((totals + (alignment - 1)) // alignment) * alignment
-    segments = base + tl.cumsum(padded, axis=0) - padded
-    kept = tl.minimum(tl.maximum(num_rows - segments, 0), totals)
-    tl.store(starts + experts, segments, mask=mine)
-    tl.store(expert_offsets + experts, tl.minimum(segments, num_rows).to(tl.int32), mask=mine)
-    tl.store(tokens_per_expert + experts, kept.to(tl.int32), mask=mine)
-    tl.store(routed_per_expert + experts, totals.to(tl.int32), mask=mine)
-    return base + tl.sum(padded, axis=0), tl.sum(totals - kept, axis=0)
+    """Start and size of every expert's segment, and the slots dropped; BINS experts at a time.
 
-
-@triton.jit
-def _write_ends(base, dropped, num_experts, num_rows, starts, expert_offsets, overflow):
+    Slots per expert are read from ``totals`` if COUNTED, else counted in ``slots``, which are all experts. ``sizes``:
+    tokens_per_expert, expert_offsets, routed_per_expert and overflow of the plan.
+    """
+    tokens_per_expert, expert_offsets, routed_per_expert, overflow = sizes
+    base = tl.zeros([], tl.int64)
+    dropped = tl.zeros([], tl.int64)
+    for first in range(0, num_experts, BINS):
+        experts = first + tl.arange(0, BINS)
+        mine = experts < num_experts
+        if COUNTED:
+            routed = tl.load(totals + experts, mask=mine, other=0).to(tl.int64)
+        else:
+            routed = _histogram(slots, first, BINS).to(tl.int64)
+        padded = ((routed + (alignment - 1)) // alignment) * alignment
+        segments = base + tl.cumsum(padded, axis=0) - padded
+        kept = tl.minimum(tl.maximum(num_rows - segments, 0), routed)
+        tl.store(starts + experts, segments, mask=mine)
+        tl.store(expert_offsets + experts, tl.minimum(segments, num_rows).to(tl.int32), mask=mine)
+        tl.store(tokens_per_expert + experts, kept.to(tl.int32), mask=mine)
+        tl.store(routed_per_expert + experts, routed.to(tl.int32), mask=mine)
+        base += tl.sum(padded, axis=0)
+        dropped += tl.sum(routed - kept, axis=0)
     tl.store(starts + num_experts, base)
     tl.store(expert_offsets + num_experts, tl.minimum(base, num_rows).to(tl.int32))
     tl.store(overflow, dropped.to(tl.int32))
@@ -85,12 +87,8 @@ def _write_maps(
     before,
     starts,
     probs,
-    slot_to_row,
-    token_rows,
-    row_to_token,
-    row_to_slot,
-    row_to_expert,
-    row_probs,
+    by_slot,
+    by_row,
     rowmap,
     num_slots,
     num_experts,
@@ -106,9 +104,12 @@ def _write_maps(
 ):
     """Rows of the slots first .. first + TILE, and every map entry that belongs to them.
 
+    ``by_slot``: slot_to_row and token_rows; ``by_row``: row_to_token, row_to_slot, row_to_expert and row_probs.
     The rank of a slot among those of its expert is a cumulative sum over one column per expert, or with FEW_EXPERTS = 0
     a count over the slots before it, STEP at a time.
     """
+    slot_to_row, token_rows = by_slot
+    row_to_token, row_to_slot, row_to_expert, row_probs = by_row
     index = tl.arange(0, TILE)
     slots = first + index
     inside = slots < num_slots
@@ -154,19 +155,10 @@ def _write_maps(
 
 @triton.jit
 def _write_padding(
-    first,
-    starts,
-    routed_per_expert,
-    row_to_token,
-    row_to_slot,
-    row_to_expert,
-    row_probs,
-    num_experts,
-    num_rows,
-    HAS_PROBS: tl.constexpr,
-    ROWS: tl.constexpr,
+    first, starts, routed_per_expert, by_row, num_experts, num_rows, HAS_PROBS: tl.constexpr, ROWS: tl.constexpr
 ):
     """-1 and 0 for those of the rows first .. first + ROWS that no slot has."""
+    row_to_token, row_to_slot, row_to_expert, row_probs = by_row
     rows = first + tl.arange(0, ROWS)
     low = tl.zeros([ROWS], tl.int32)
     high = tl.zeros([ROWS], tl.int32) + num_experts
@@ -269,27 +261,9 @@ def offsets_kernel(
     num_rows,
     BINS: tl.constexpr,
 ):
-    """One program: segments of all experts, BINS at a time."""
-    base = tl.zeros([], tl.int64)
-    dropped = tl.zeros([], tl.int64)
-    for first in range(0, num_experts, BINS):
-        experts = first + tl.arange(0, BINS)
-        mine = experts < num_experts
-        counts = tl.load(totals + experts, mask=mine, other=0).to(tl.int64)
-        base, lost = _write_offsets(
-            counts,
-            mine,
-            experts,
-            base,
-            alignment,
-            num_rows,
-            starts,
-            tokens_per_expert,
-            expert_offsets,
-            routed_per_expert,
-        )
-        dropped += lost
-    _write_ends(base, dropped, num_experts, num_rows, starts, expert_offsets, overflow)
+    """One program: segments of all experts."""
+    sizes = tokens_per_expert, expert_offsets, routed_per_expert, overflow
+    _write_segments(totals, 0, num_experts, alignment, num_rows, starts, sizes, True, BINS)
 
 
 @triton.jit
@@ -321,46 +295,18 @@ def maps_kernel(
 ):
     """One program per tile of slots, then one per FILL rows, for those that are padding."""
     tile = tl.program_id(0)
+    by_row = row_to_token, row_to_slot, row_to_expert, row_probs
     if tile < num_tiles:
         _write_maps(
             tile * TILE,
             experts_of_slots,
             before + tile.to(tl.int64) * num_experts,
-            starts,
-            probs,
-            slot_to_row,
-            token_rows,
-            row_to_token,
-            row_to_slot,
-            row_to_expert,
-            row_probs,
-            rowmap,
-            num_slots,
-            num_experts,
-            num_rows,
-            K,
-            True,
-            HAS_PROBS,
-            MASK,
-            HAS_ROWMAP,
-            TILE,
-            STEP,
-            FEW_EXPERTS,
+            *(starts, probs, (slot_to_row, token_rows), by_row, rowmap, num_slots, num_experts, num_rows, K, True),
+            *(HAS_PROBS, MASK, HAS_ROWMAP, TILE, STEP, FEW_EXPERTS),
         )
     else:
-        _write_padding(
-            (tile - num_tiles).to(tl.int64) * FILL,
-            starts,
-            routed_per_expert,
-            row_to_token,
-            row_to_slot,
-            row_to_expert,
-            row_probs,
-            num_experts,
-            num_rows,
-            HAS_PROBS,
-            FILL,
-        )
+        row = (tile - num_tiles).to(tl.int64) * FILL
+        _write_padding(row, starts, routed_per_expert, by_row, num_experts, num_rows, HAS_PROBS, FILL)
 
 
 @triton.jit
@@ -405,61 +351,13 @@ def route_kernel(
         for first in range(0, rowmap_size, FILL):
             entries = first + tl.arange(0, FILL)
             tl.store(rowmap + entries, tl.full([FILL], -1, tl.int32), mask=entries < rowmap_size)
-    base = tl.zeros([], tl.int64)
-    dropped = tl.zeros([], tl.int64)
-    for first in range(0, num_experts, BINS):
-        bins = first + tl.arange(0, BINS)
-        base, lost = _write_offsets(
-            _histogram(experts, first, BINS).to(tl.int64),
-            bins < num_experts,
-            bins,
-            base,
-            alignment,
-            num_rows,
-            starts,
-            tokens_per_expert,
-            expert_offsets,
-            routed_per_expert,
-        )
-        dropped += lost
-    _write_ends(base, dropped, num_experts, num_rows, starts, expert_offsets, overflow)
+    sizes = tokens_per_expert, expert_offsets, routed_per_expert, overflow
+    _write_segments(experts_of_slots, experts, num_experts, alignment, num_rows, starts, sizes, False, BINS)
     tl.debug_barrier()
+    by_row = row_to_token, row_to_slot, row_to_expert, row_probs
     _write_maps(
-        0,
-        experts_of_slots,
-        experts_of_slots,
-        starts,
-        probs,
-        slot_to_row,
-        token_rows,
-        row_to_token,
-        row_to_slot,
-        row_to_expert,
-        row_probs,
-        rowmap,
-        num_slots,
-        num_experts,
-        num_rows,
-        K,
-        False,
-        HAS_PROBS,
-        MASK,
-        HAS_ROWMAP,
-        TILE,
-        STEP,
-        FEW_EXPERTS,
+        *(0, experts_of_slots, experts_of_slots, starts, probs, (slot_to_row, token_rows), by_row, rowmap),
+        *(num_slots, num_experts, num_rows, K, False, HAS_PROBS, MASK, HAS_ROWMAP, TILE, STEP, FEW_EXPERTS),
     )
     for first in range(0, num_rows, FILL):
-        _write_padding(
-            first,
-            starts,
-            routed_per_expert,
-            row_to_token,
-            row_to_slot,
-            row_to_expert,
-            row_probs,
-            num_experts,
-            num_rows,
-            HAS_PROBS,
-            FILL,
-        )
+        _write_padding(first, starts, routed_per_expert, by_row, num_experts, num_rows, HAS_PROBS, FILL)

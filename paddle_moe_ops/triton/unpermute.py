@@ -10,13 +10,15 @@ single unweighted row is copied. One program makes BLOCK columns of one token; a
 before the first addition. Moves (N + T) * H * itemsize bytes, and 4 * T * W of maps.
 """
 
+import functools
+import math
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from .configs import Config, rows_at_once, unpermute_config
-from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
+from .launching import CALLS_KEPT, ITEM_BYTES, Array, Device, addresses, blocks, low_bits, next_power_of_2, sum_vector
 from .sums import CARRIERS, load_indices, minus_zeros, rounded, widened
 
 __all__ = ["unpermute"]
@@ -38,24 +40,25 @@ def _factor_of(weights, weight_index, row, num_weights, WEIGHTED: tl.constexpr, 
 @triton.jit
 def _add_rows(
     acc,
-    rows,
     row_ids,
-    weights,
-    weight_index,
-    num_weights,
-    row_step,
-    columns,
-    width,
+    source,
+    weighting,
     DTYPE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     INDEXED: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """acc plus the rows, one after the other."""
+    """acc plus the rows, one after the other.
+
+    ``source``: rows, elements from one to the next, the columns wanted and how many there are; ``weighting``: weights,
+    weight_index and num_weights.
+    """
+    rows, row_step, columns, width = source
+    weights, weight_index, num_weights = weighting
     data = ()
     for k in tl.static_range(COUNT):
-        source = rows + row_ids[k].to(tl.int64) * row_step + columns
-        data = data + (tl.load(source, mask=columns < tl.where(row_ids[k] >= 0, width, 0), other=0),)
+        row = rows + row_ids[k].to(tl.int64) * row_step + columns
+        data = data + (tl.load(row, mask=columns < tl.where(row_ids[k] >= 0, width, 0), other=0),)
     factors = ()
     for k in tl.static_range(COUNT):
         factors = factors + (_factor_of(weights, weight_index, row_ids[k], num_weights, WEIGHTED, INDEXED),)
@@ -106,39 +109,14 @@ def unpermute_kernel(
     if COPY_SINGLE and used == 1:
         tl.store(target, tl.load(rows + single.to(tl.int64) * row_step + columns, mask=inside, other=0), mask=inside)
     else:
-        acc = _add_rows(
-            minus_zeros(BLOCK),
-            rows,
-            row_ids,
-            weights,
-            weight_index,
-            num_weights,
-            row_step,
-            columns,
-            width,
-            DTYPE,
-            WEIGHTED,
-            INDEXED,
-            COUNT,
-        )
+        source = rows, row_step, columns, width
+        weighting = weights, weight_index, num_weights
+        acc = _add_rows(minus_zeros(BLOCK), row_ids, source, weighting, DTYPE, WEIGHTED, INDEXED, COUNT)
         if not ONE_ROUND:
             first = COUNT
             while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
-                acc = _add_rows(
-                    acc,
-                    rows,
-                    load_indices(entries, first, row_slots, num_rows, COUNT),
-                    weights,
-                    weight_index,
-                    num_weights,
-                    row_step,
-                    columns,
-                    width,
-                    DTYPE,
-                    WEIGHTED,
-                    INDEXED,
-                    COUNT,
-                )
+                more = load_indices(entries, first, row_slots, num_rows, COUNT)
+                acc = _add_rows(acc, more, source, weighting, DTYPE, WEIGHTED, INDEXED, COUNT)
                 first += COUNT
         if used == 0:
             acc = tl.zeros_like(acc)
@@ -169,32 +147,50 @@ def unpermute(
     num_tokens, row_slots = token_rows.shape
     num_rows, hidden = rows.shape
     dtype = device.dtype_name(rows)
-    item = ITEM_BYTES[dtype]
     out = device.empty([num_tokens, hidden], dtype)
     if not num_tokens:
         return out
     stride = device.row_stride(rows) if num_rows > 1 else 0
-    vector = sum_vector(item, hidden * item, stride * item, rows.data_ptr(), out.data_ptr())
+    num_weights = 0 if weights is None else math.prod(weights.shape)
+    arrays = addresses(rows, token_rows, weights, weight_index, out)
+    flags = weights is not None, weight_index is not None, copy_single_row
+    bits = low_bits(arrays[0], arrays[-1])
+    types, programs, sizes, constants, warps = _call(
+        num_tokens, row_slots, num_rows, hidden, dtype, stride, bits, num_weights, flags, config
+    )
+    device.launch(unpermute_kernel, programs, types, (*arrays, *sizes), constants, warps)
+    return out
+
+
+@functools.lru_cache(CALLS_KEPT)
+def _call(
+    num_tokens: int,
+    row_slots: int,
+    num_rows: int,
+    hidden: int,
+    dtype: str,
+    stride: int,
+    address_bits: int,
+    num_weights: int,
+    flags: tuple[bool, bool, bool],
+    config: Config | None,
+) -> tuple[tuple[str, ...], int, tuple[int, ...], tuple, int]:
+    """Types, programs, sizes, constants and warps of a launch."""
+    weighted, indexed, copy_single_row = flags
+    item = ITEM_BYTES[dtype]
+    vector = sum_vector(item, hidden * item, stride * item, address_bits)
     config = config or unpermute_config(hidden * item, num_tokens)
     block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
     parts = blocks(hidden, block)
     carrier = CARRIERS[dtype] + (":16" if vector > 1 else "")
-    num_weights = 0
-    if weights is not None:
-        num_weights = weights.shape[0] * (weights.shape[1] if len(weights.shape) == 2 else 1)
     count = rows_at_once(row_slots, num_rows, num_tokens)
-    device.launch(
-        unpermute_kernel,
-        num_tokens * parts,
+    return (
         (carrier, "*i32", "*fp32", "*i32", carrier, "i32", "i32", "i32", "i64", "i64"),
+        num_tokens * parts,
+        (num_rows, num_weights, row_slots, hidden // vector, stride // vector),
         (
-            *map(address, (rows, token_rows, weights, weight_index, out)),
-            *(num_rows, num_weights, row_slots, hidden // vector, stride // vector),
-        ),
-        (
-            *(dtype, weights is not None, weight_index is not None, weights is None or copy_single_row),
+            *(dtype, weighted, indexed, not weighted or copy_single_row),
             *(row_slots <= count, count, parts, block, vector),
         ),
         config.warps,
     )
-    return out

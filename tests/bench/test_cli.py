@@ -49,7 +49,9 @@ def test_a_run_writes_the_machine_and_its_rows(bench, tmp_path, capsys):
 def test_the_commit_can_be_given(bench, tmp_path):
     path = tmp_path / "run.jsonl"
     assert bench("--out", str(path), "--commit", "abc123") == 0
-    assert load_run(path).machine["commit"] == "abc123"
+    machine = load_run(path).machine
+    assert machine["commit"] == "abc123"
+    assert machine["seconds"] >= 0
 
 
 def test_a_wrong_result_makes_the_command_fail(bench, tmp_path, capsys):

@@ -29,6 +29,7 @@ from paddle_moe_ops import (
 from paddle_moe_ops.backends import choice, resolve
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import every_kind, make_problem, ordinary, tensor
+from tests.ops.test_amp_recompute import FLOAT32, FUNCTIONS, check_recompute
 from tests.params import SMALL
 
 pytestmark = pytest.mark.cpu_only
@@ -289,16 +290,17 @@ def test_graphs_run_the_compiled_operators(interpreted):
 
 
 def test_calls_that_triton_does_faster_run_there_by_themselves(interpreted, monkeypatch):
-    monkeypatch.setitem(choice.TRITON, "permute", choice.Range(row_bytes=64, at_least=1024))
+    monkeypatch.setitem(choice.TRITON, ("permute", "float32"), choice.Range(row_bytes=64, at_least=1024))
     for shape, expected in (((16, 16), "triton"), ((15, 16), "compiled"), ((100, 17), "compiled")):
         assert resolve("permute", paddle.zeros(shape)).name == expected
     assert resolve("unpermute", paddle.zeros([16, 16])).name == "compiled"
+    assert resolve("permute", paddle.zeros([16, 16], dtype="int32")).name == "compiled"
     with use_backend("compiled"):
         assert resolve("permute", paddle.zeros([16, 16])).name == "compiled"
 
 
 def test_calls_that_triton_would_do_faster_run_compiled_where_it_cannot_run(monkeypatch):
-    monkeypatch.setitem(choice.TRITON, "permute", choice.Range(row_bytes=64, at_least=1024))
+    monkeypatch.setitem(choice.TRITON, ("permute", "float32"), choice.Range(row_bytes=64, at_least=1024))
     assert resolve("permute", paddle.zeros([16, 16])).name == "compiled"
 
 
@@ -325,3 +327,10 @@ def test_rows_of_probability_zero_are_blank_and_keep_their_gradient(interpreted,
     weights = [rng.standard_normal((int(mask.sum()), 12)).astype(np.float32)]
     for actual, expected in on_both(lambda: gradients(call, [x], weights, [True])):
         assert_bits_equal(actual, expected)
+
+
+@FUNCTIONS
+def test_recompute_gives_the_same_gradients(interpreted, function, rng):
+    with use_backend("triton"):
+        check_recompute(function, True, FLOAT32, rng, "cpu")
+    assert interpreted.launches

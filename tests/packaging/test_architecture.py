@@ -22,7 +22,10 @@ LAYERS = (
     {"autograd"},
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.reference"},
-    {"backends.arrays", "backends.base", "backends.choice", "backends.host_checks", "reference", "triton"},
+    {
+        *("backends.arrays", "backends.base", "backends.choice", "backends.choice_table", "backends.host_checks"),
+        *("reference", "triton"),
+    },
 )
 # May be imported from anywhere and import no layer.
 HELPERS = {"_build_check", "_env", "_graphs", "_version"}

@@ -1,0 +1,114 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where a launch goes and which driver is active meanwhile, without a GPU: CUDA and the compiled code are stand-ins."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from paddle_moe_ops.triton import _runtime
+
+pytestmark = pytest.mark.cpu_only
+
+KERNEL_CALL = ("kernel", 1, ("i32",), (5,), (), 4)
+
+
+class Library:
+    """libcuda: one current context; that of device d is 100 + d."""
+
+    def __init__(self) -> None:
+        self.context, self.retained, self.sets = 0, [], []
+
+    def cuCtxGetCurrent(self, out):  # noqa: N802
+        out._obj.value = self.context or None
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, out, device):  # noqa: N802
+        self.retained.append(device)
+        out._obj.value = 100 + device
+        return 0
+
+    def cuCtxSetCurrent(self, context):  # noqa: N802
+        self.context = context.value
+        self.sets.append(context.value)
+        return 0
+
+
+class Handles:
+    """Records the context and the driver of every launch."""
+
+    def __init__(self, library) -> None:
+        self.library, self.seen = library, []
+
+    def launch(self, *call) -> None:
+        self.seen.append((self.library.context, _runtime._active_driver(), call))
+
+
+@pytest.fixture
+def library(monkeypatch):
+    library = Library()
+    cuda = _runtime._Cuda.__new__(_runtime._Cuda)
+    cuda._library, cuda._primaries, cuda.device_count = library, {}, 2
+    monkeypatch.setattr(_runtime._Cuda, "get", lambda: cuda)
+    monkeypatch.setattr(_runtime, "_make_driver", lambda index, stream: f"our driver of {index}")
+    return library
+
+
+@pytest.fixture
+def device(library):
+    device = _runtime.PaddleDevice("place", 1, lambda: 77)
+    device._handles = Handles(library)
+    return device
+
+
+@contextlib.contextmanager
+def active(driver):
+    config = _runtime._drivers()
+    before = _runtime._active_driver()
+    config.set_active(driver)
+    try:
+        yield
+        assert _runtime._active_driver() is driver
+    finally:
+        config.set_active(before)
+
+
+def test_a_launch_names_paddles_stream_and_leaves_a_foreign_driver_active(device, library):
+    library.context = 101
+    with active("theirs"):
+        device.launch(*KERNEL_CALL)
+    assert device._handles.seen == [(101, "theirs", (77, *KERNEL_CALL))]
+    assert library.sets == []
+
+
+def test_where_nobody_has_set_a_driver_ours_stands_in_for_the_launch(device, library):
+    library.context = 101
+    with active(None):
+        device.launch(*KERNEL_CALL)
+    assert device._handles.seen[0][:2] == (101, "our driver of 1")
+
+
+@pytest.mark.parametrize("before", [100, 0], ids=["another GPU", "none"])
+@pytest.mark.parametrize("driver", ["theirs", None])
+def test_a_launch_goes_to_the_gpu_of_its_tensors(device, library, before, driver):
+    library.context = before
+    with active(driver):
+        for _ in range(2):
+            device.launch(*KERNEL_CALL)
+    assert [seen[0] for seen in device._handles.seen] == [101, 101]
+    assert library.context == (before or 101)
+    assert library.retained == [1]
+
+
+def test_an_error_puts_driver_and_context_back(device, library, monkeypatch):
+    library.context = 100
+
+    def broken(*_):
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(device._handles, "launch", broken)
+    with active(None), pytest.raises(RuntimeError, match="out of resources"):
+        device.launch(*KERNEL_CALL)
+    assert library.context == 100
