@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import fnmatch
 import io
 import json
 import subprocess
@@ -41,8 +42,9 @@ METRICS = {
 }
 # Operation, shape, kernel: what misses its target, and beside it what does not.
 CASES = (
-    ("route_permute:bf16", "tileops-32", "fused"),
-    ("route_permute:bf16", "tileops-512", "fused"),
+    ("route:maps", "paddle-production", "fused"),
+    ("route_permute:bf16", "tileops-32", "few_slots"),
+    ("route_permute:bf16", "tileops-512", "few_slots"),
     ("route_permute:bf16", "ernie-300b", "fused"),
     ("route_permute:bf16", "ernie-21b", "fused"),
     ("route_permute:fp8", "dsv3", "fused"),
@@ -98,11 +100,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--core-library", type=Path, required=True)
     parser.add_argument("--commit", default="unknown", help="commit of the sources")
+    parser.add_argument("--ops", nargs="+", default=["*"], metavar="PATTERN", help="operations to look at")
     parser.add_argument("--out", type=Path, required=True, help="result file; it is replaced")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w", encoding="utf-8") as file:
-        for index, case in enumerate(CASES):
+        chosen = [case for case in CASES if any(fnmatch.fnmatch(case[0], pattern) for pattern in arguments.ops)]
+        for index, case in enumerate(chosen):
             machine, line = profile(*case, arguments.core_library)
             if index == 0:
                 facts = {name: machine[name] for name in ("gpu", "driver", "cuda", "date")}
