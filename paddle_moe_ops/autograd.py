@@ -43,13 +43,16 @@ def _gradients(wanted: tuple[bool, ...], *makers: Callable[[], Tensor] | None) -
     return made if len(made) > 1 else made[0]
 
 
+_FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dtypes takes longer than a hash
+
+
 def _is_float8(tensor: Tensor) -> bool:
     """Whether the rows have no gradient: Paddle would cast it to float8."""
-    return tensor.dtype in (paddle.float8_e4m3fn, paddle.float8_e5m2)
+    return tensor.dtype in _FLOAT8
 
 
 def _constant_if_float8(tensor: Tensor) -> Tensor:
-    return tensor.detach() if _is_float8(tensor) and not tensor.stop_gradient else tensor
+    return tensor.detach() if not tensor.stop_gradient and _is_float8(tensor) else tensor
 
 
 class _PlanBox:
