@@ -93,26 +93,24 @@ def tensor(
     Returns:
         The value.
     """
-    if not isinstance(value, Tensor) and not is_graph_value(value):
+    if isinstance(value, Tensor):
+        if value.is_dist():
+            expected = "a distributed tensor (auto parallel), which is not supported"
+            bad_type(function, argument, "a dense tensor", expected)
+    elif not is_graph_value(value):
         bad_type(function, argument, "a paddle.Tensor", type(value).__name__)
-    if isinstance(value, Tensor) and value.is_dist():
-        bad_type(
-            function,
-            argument,
-            "a dense tensor",
-            "a distributed tensor (auto parallel), which is not supported",
-        )
     if value.dtype not in dtypes:
         names = [dtype_name(dtype) for dtype in dtypes]
         expected = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
         bad_type(function, argument, f"of dtype {expected}", dtype_name(value.dtype))
-    given = list(value.shape)
-    matches = len(given) == len(shape) and all(
-        isinstance(want, str) or want == size or -1 in (want, size) for want, size in zip(shape, given, strict=True)
-    )
+    given = value.shape
+    matches = len(given) == len(shape)
+    for want, size in zip(shape, given, strict=False):
+        if want != size and size != -1 and want != -1 and not isinstance(want, str):
+            matches = False
     if not matches:
         text = ", ".join(str(size) for size in shape)
-        bad_value(function, argument, f"of shape [{text}]", given)
+        bad_value(function, argument, f"of shape [{text}]", list(given))
     return value
 
 
@@ -136,10 +134,11 @@ def same_place(function: str, **tensors: Tensor | None) -> None:
     for name, value in tensors.items():
         if value is None or is_graph_value(value):
             continue
+        place = value.place
         if first_place is None:
-            first_name, first_place = name, value.place
-        elif value.place != first_place:
-            bad_value(function, name, f"on the device of {first_name}, {first_place}", value.place)
+            first_name, first_place = name, place
+        elif place != first_place:
+            bad_value(function, name, f"on the device of {first_name}, {first_place}", place)
 
 
 def integer(function: str, argument: str, value: Any, minimum: int, maximum: int = 2**31 - 1) -> int:

@@ -43,8 +43,7 @@ def _gradients(wanted: tuple[bool, ...], *makers: Callable[[], Tensor] | None) -
     return made if len(made) > 1 else made[0]
 
 
-# A set: Paddle's dtypes are slow to compare.
-_FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))
+_FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dtypes takes longer than a hash
 
 
 def _is_float8(tensor: Tensor) -> bool:
@@ -53,7 +52,7 @@ def _is_float8(tensor: Tensor) -> bool:
 
 
 def _constant_if_float8(tensor: Tensor) -> Tensor:
-    return tensor.detach() if _is_float8(tensor) and not tensor.stop_gradient else tensor
+    return tensor.detach() if not tensor.stop_gradient and _is_float8(tensor) else tensor
 
 
 class _PlanBox:

@@ -140,17 +140,9 @@ def route(
         num_experts, topk if is_mask else -1, padding_alignment, counts, buffer_size, duplicates, validation
     )
     maps = autograd.route(resolve(name, routing), routing, probs, counts_tensor, spec)
-    fields = dict(zip(Plan._fields, maps, strict=False))  # the tensors come first
     if probs is None:
-        fields["row_probs"] = None
-    return Plan(
-        **fields,
-        num_tokens=num_tokens,
-        topk=topk,
-        num_experts=num_experts,
-        padding_alignment=padding_alignment,
-        num_rows=fields["row_to_token"].shape[0],
-    )
+        maps = (*maps[:5], None, *maps[6:])  # row_probs
+    return Plan._make((*maps, num_tokens, topk, num_experts, padding_alignment, maps[2].shape[0]))
 
 
 @traceable

@@ -33,7 +33,7 @@ _FILL = {"all": 3, "meta": 2, "none": 0}
 _CHECKS = {Validation.OFF: 0, Validation.DATA: 1 | 2 | 4, Validation.ALL: 1 | 2 | 4 | 8}
 _COUNTED, _COUNTS_IN_LIST, _COUNTS_IN_TENSOR = range(3)
 
-_FLOAT8 = (paddle.float8_e4m3fn, paddle.float8_e5m2)
+_FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dtypes takes longer than a hash
 
 
 @functools.cache

@@ -56,7 +56,8 @@ class CpuDevice:
             "core": lambda: [
                 core_implementation(self.core),
                 two_passes_implementation(self.core),
-                self.memory.implementation(),
+                self.memory.copying(),
+                self.memory.reading(),
             ],
             "paddle": _paddle_implementations,
             "numpy": lambda: [numpy_implementation()],

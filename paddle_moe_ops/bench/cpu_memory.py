@@ -36,17 +36,27 @@ class Memory:
         return 2 * _LARGE_BYTES / _median_ns(self._copy(source, target), samples)
 
     def read_gbps(self, samples: int) -> float:
-        """The same for a search for a byte that is not there."""
-        memchr = ctypes.CDLL(None).memchr
-        memchr.restype, memchr.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-        source = np.ones(_LARGE_BYTES, np.uint8)
+        """The same for reading."""
+        return _LARGE_BYTES / _median_ns(self._read(np.ones(_LARGE_BYTES, np.uint8)), samples)
 
-        def part(begin: int, end: int) -> None:
-            memchr(source.ctypes.data + begin, 0, end - begin)
+    def reading(self) -> Implementation:
+        """ "read": reading as many bytes as an operation that writes next to nothing, by one thread or by all."""
 
-        return _LARGE_BYTES / _median_ns(self._fastest(part, _LARGE_BYTES), samples)
+        def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
+            size = probe_work(operation, inputs.problem).total
+            if size == 0:
+                raise Unsupported("there are no rows to read")
+            read = self._read(np.ones(size, np.uint8))
 
-    def implementation(self) -> Implementation:
+            def run() -> dict[str, Any]:
+                read()
+                return {"copy": np.ones(1, np.uint8)}  # nothing of it could be wrong
+
+            return Body(run, note="one stream or two, whichever is faster, without any arithmetic")
+
+        return Implementation("read", ("unpermute_backward:dprob",), prepare)
+
+    def copying(self) -> Implementation:
         """ "memcpy": a copy that reads and writes as many bytes as the operation in all, without any map."""
 
         def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
@@ -71,6 +81,23 @@ class Memory:
 
         return self._fastest(part, source.size)
 
+    def _read(self, source: np.ndarray) -> Callable[[], None]:
+        """A search for a byte that is not there, or a comparison of one half with the other."""
+        library = ctypes.CDLL(None)
+        library.memchr.restype = ctypes.c_void_p
+        library.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+        library.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        half = source.size // 2
+
+        def search(begin: int, end: int) -> None:
+            library.memchr(source.ctypes.data + begin, 0, end - begin)
+
+        def compare(begin: int, end: int) -> None:
+            first = source.ctypes.data + begin // 2
+            library.memcmp(first, first + half, (end - begin) // 2)
+
+        return min((self._fastest(part, source.size) for part in (search, compare)), key=_trial_ns)
+
     def _fastest(self, part: Callable[[int, int], None], size: int) -> Callable[[], None]:
         """``part(begin, end)`` over [0, size) as a call, by the better number of threads."""
         bounds = [(size * i // self.threads, size * (i + 1) // self.threads) for i in range(self.threads)]
@@ -79,7 +106,11 @@ class Memory:
             for done in [self._pool.submit(part, *bound) for bound in bounds]:
                 done.result()
 
-        return min((lambda: part(0, size), run_all), key=lambda call: _median_ns(call, _TRIALS))
+        return min((lambda: part(0, size), run_all), key=_trial_ns)
+
+
+def _trial_ns(call: Callable[[], None]) -> float:
+    return _median_ns(call, _TRIALS)
 
 
 def _median_ns(call: Callable[[], None], samples: int) -> float:

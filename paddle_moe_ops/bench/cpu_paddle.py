@@ -59,6 +59,11 @@ class PaddleInputs:
         return self.route()
 
     @cached_property
+    def has_gaps(self) -> bool:
+        """Whether there are unassigned slots."""
+        return bool((self.problem.ids < 0).any())
+
+    @cached_property
     def row_to_token(self) -> Tensor:
         return as_tensor(self.problem.plan.row_to_token)
 
@@ -240,7 +245,7 @@ def _without_padding(inputs: PaddleInputs) -> None:
 
 def _without_gaps(inputs: PaddleInputs) -> None:
     _without_padding(inputs)
-    if (inputs.problem.ids < 0).any():
+    if inputs.has_gaps:
         raise Unsupported("gathering all slots needs every slot assigned")
 
 
@@ -259,32 +264,32 @@ def _as_float8(outputs: Outputs) -> Outputs:
     return {**outputs, "rows": rows.view("float8_e4m3fn")} if rows.dtype == paddle.int8 else outputs
 
 
-def _sorted_slots(inputs: PaddleInputs) -> tuple[Tensor, Tensor]:
-    """Slots by expert, and their tokens; unassigned slots sort behind the last expert and are cut off."""
+def _sorted_slots(inputs: PaddleInputs) -> tuple[Tensor, Outputs]:
+    """The tokens of the rows, and what a caller needs beside the rows: the way back, their probabilities and counts.
+
+    Unassigned slots sort behind the last expert and are cut off.
+    """
     plan = inputs.problem.plan
     ids = inputs.ids.flatten()
-    order = paddle.argsort(paddle.where(ids < 0, paddle.full_like(ids, plan.num_experts), ids), stable=True)
-    order = order[: plan.num_rows]
-    return order, order // plan.topk
+    experts = paddle.where(ids < 0, paddle.full_like(ids, plan.num_experts), ids) if inputs.has_gaps else ids
+    order = paddle.argsort(experts, stable=True)[: plan.num_rows]
+    nowhere = paddle.full([plan.num_tokens * plan.topk], -1, order.dtype)
+    slots = paddle.scatter(nowhere, order, paddle.arange(plan.num_rows, dtype=order.dtype))
+    return order // plan.topk, {
+        "row_to_slot": order.astype("int32"),
+        "slot_to_row": slots.astype("int32").reshape(inputs.ids.shape),
+        "row_probs": paddle.gather(inputs.probs.flatten(), order),
+        "tokens_per_expert": paddle.bincount(experts, minlength=plan.num_experts)[: plan.num_experts].astype("int32"),
+    }
 
 
 def _plain_route(_: Operation, inputs: PaddleInputs) -> Body:
-    _without_gaps(inputs)
-    plan = inputs.problem.plan
+    _without_padding(inputs)
 
     def run() -> Outputs:
-        order, tokens = _sorted_slots(inputs)
-        slots = paddle.scatter(order, order, paddle.arange(plan.num_rows, dtype=order.dtype))
-        ids = inputs.ids.flatten()
-        counts = paddle.bincount(ids, minlength=plan.num_experts)
-        return {
-            "row_to_slot": order.astype("int32"),
-            "row_to_token": tokens.astype("int32"),
-            "slot_to_row": slots.astype("int32").reshape(inputs.ids.shape),
-            "row_to_expert": paddle.gather(ids, order),
-            "row_probs": paddle.gather(inputs.probs.flatten(), order),
-            "tokens_per_expert": counts.astype("int32"),
-        }
+        tokens, maps = _sorted_slots(inputs)
+        row_to_expert = paddle.gather(inputs.ids.flatten(), maps["row_to_slot"])
+        return {**maps, "row_to_token": tokens.astype("int32"), "row_to_expert": row_to_expert}
 
     return Body(run, note="no ascending list of a token's rows")
 
@@ -294,10 +299,10 @@ def _plain_route_permute(operation: Operation, inputs: PaddleInputs) -> Body:
     sources = _plain_sources(operation, inputs)
 
     def run() -> Outputs:
-        order, tokens = _sorted_slots(inputs)
-        return {**_gathered(sources, tokens), "row_probs": paddle.gather(inputs.probs.flatten(), order)}
+        tokens, maps = _sorted_slots(inputs)
+        return {**_gathered(sources, tokens), **maps}
 
-    return Body(run, results=_as_float8, note="argsort and gather; no map from slots to rows, no counts")
+    return Body(run, results=_as_float8, note="argsort, scatter, bincount and gather")
 
 
 def _plain_permute(operation: Operation, inputs: PaddleInputs) -> Body:
@@ -324,24 +329,42 @@ def _plain_unpermute(operation: Operation, inputs: PaddleInputs) -> Body:
     return Body(run_plain, BFLOAT16_SUMS, note="add_n of gathers")
 
 
+class _PlainGradient(paddle.autograd.PyLayer):
+    """Plain operators as the gradient of a function that is never computed, so that they are called as ours are."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Callable[[Tensor], Any], like: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return paddle.empty_like(like)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        return None, *ctx.gradient(d_out)
+
+
 def _plain_unpermute_backward(operation: Operation, inputs: PaddleInputs) -> Body:
     variant, rows = operation.variant, as_tensor(inputs.arrays.rows)
     d_out, weights = as_tensor(inputs.arrays.d_out), inputs.row_probs.unsqueeze(1)
     _without_padding(inputs)
+    wanted = [name for name, left_out in (("d_rows", "dprob"), ("d_weights", "dx")) if variant != left_out]
+    if variant == "plain":
+        wanted = ["d_rows"]
 
-    def run() -> Outputs:
+    def gradient(d_out: Tensor) -> tuple[Tensor, ...]:
         gathered = paddle.gather(d_out, inputs.row_to_token)
         if variant == "plain":
-            return {"d_rows": gathered}
+            return (gathered,)
         wide = gathered.astype("float32")
-        outputs: Outputs = {}
-        if variant != "dprob":
-            outputs["d_rows"] = (wide * weights).astype("bfloat16")
-        if variant != "dx":
-            outputs["d_weights"] = paddle.bmm(wide.unsqueeze(1), rows.astype("float32").unsqueeze(2)).flatten()
-        return outputs
+        outputs = []
+        if "d_rows" in wanted:
+            outputs.append((wide * weights).astype("bfloat16"))
+        if "d_weights" in wanted:
+            outputs.append(paddle.bmm(wide.unsqueeze(1), rows.astype("float32").unsqueeze(2)).flatten())
+        return tuple(outputs)
 
-    return Body(run)
+    leaves = [inputs.leaf("rows" if name == "d_rows" else "row_probs") for name in wanted]
+    out = _PlainGradient.apply(gradient, d_out, *leaves)
+    return Body(lambda: dict(zip(wanted, paddle.grad(out, leaves, d_out, retain_graph=True), strict=True)))
 
 
 def _plain_sort_chunks(operation: Operation, inputs: PaddleInputs) -> Body:

@@ -124,16 +124,32 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
     expected_outs.push_back(expected_rows.data + i * bytes);
     actual_outs.push_back(actual_rows.data + i * bytes);
   }
-  generic.scale(pointers[0], weights.data(), hidden, false, expected_outs.data(), count);
-  variant.scale(pointers[0], weights.data(), hidden, streams, actual_outs.data(), count);
+  for (int64_t i = 0; i < count; ++i) {
+    generic.scale(pointers[0], {nullptr, 0}, weights[i], hidden, false, expected_outs[i]);
+    variant.scale(pointers[0], next, weights[i], hidden, streams, actual_outs[i]);
+  }
   check("scale", same(dtype, expected_rows.data, actual_rows.data, count * hidden));
   std::vector<float> expected_dots(count), actual_dots(count);
-  for (int64_t i = 0; i < count; ++i) {
-    generic.dot(pointers[0], {pointers.data() + i, 1}, {nullptr, 0}, hidden, &expected_dots[i]);
+  std::fill(actual_rows.data, actual_rows.data + count * bytes, 'x');
+  const DotTerms none = {};
+  for (int64_t begin = 0; begin < count; begin += kDotTerms) {
+    DotTerms terms = {};
+    for (int64_t i = begin; i < std::min(begin + kDotTerms, count); ++i) {
+      // the same factor in all terms, in some of them, or in none
+      const DotTerms term = {{pointers[(i / 6) % count]}, {pointers[i]}, {weights[i]}, {actual_outs[i]}, 1};
+      generic.dot(term, none, hidden, false, &expected_dots[i]);
+      generic.scale(term.a[0], {nullptr, 0}, weights[i], hidden, false, expected_outs[i]);
+      terms.a[i - begin] = term.a[0];
+      terms.rows[i - begin] = term.rows[0];
+      terms.weights[i - begin] = term.weights[0];
+      terms.outs[i - begin] = term.outs[0];
+      ++terms.count;
+    }
+    variant.dot(terms, terms, hidden, streams, &actual_dots[begin]);
   }
-  variant.dot(pointers[0], list, next, hidden, actual_dots.data());
   check("dot", same(PMO_FLOAT32, reinterpret_cast<char*>(expected_dots.data()),
                     reinterpret_cast<char*>(actual_dots.data()), count));
+  if (streams) check("scale with dot", same(dtype, expected_rows.data, actual_rows.data, count * hidden));
   std::vector<uint8_t> expected_codes(hidden + 1), actual_codes(hidden + 1);
   std::vector<float> expected_scales(hidden / 128 + 1), actual_scales(hidden / 128 + 1);
   for (const bool ue8m0 : {false, true}) {
@@ -156,7 +172,8 @@ static int copies(const char* name, const RowKernels& variant) {
       std::vector<char> in = draw_row(PMO_FLOAT32, bytes / 4 + 1, 1);
       std::vector<char> out(bytes + 4 * kLineBytes, 'x'), expected = out;
       std::memcpy(expected.data() + offset, in.data() + 1, bytes);
-      variant.stream_copy(in.data() + 1, bytes, out.data() + offset);
+      const void* next = in.data();
+      variant.stream_copy(in.data() + 1, bytes, {&next, 1}, out.data() + offset);
       if (out == expected) continue;
       std::printf("%s stream_copy differs: bytes %ld, offset %ld\n", name, long(bytes), long(offset));
       ++failures;

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_moe_ops import permute, reference, route, unpermute
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.backends.compiled import backend as compiled
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import (
     SEEDS,
@@ -125,3 +127,22 @@ def test_permute_and_unpermute_of_ones_count_the_experts_of_each_token(rng, plac
     rows, _ = permute(tensor(np.ones((SMALL.T, 3), np.float32), place), plan)
     counts = np.count_nonzero(problem.ids >= 0, axis=1)
     np.testing.assert_array_equal(unpermute(rows, plan).numpy(), np.repeat(counts[:, None], 3, axis=1))
+
+
+@pytest.mark.parametrize("hidden", [1, 16411])
+def test_a_gradient_that_is_not_wanted_is_zeros_in_memory_used_before(hidden, rng, place):
+    problem = make_problem(rng, SMALL._replace(T=127, H=hidden), np.float32)
+    plan = problem.plan()
+    y, probs = ordinary(rng, (plan.num_rows, hidden), np.float32), ordinary(rng, (plan.num_rows,), np.float32)
+    d_out = ordinary(rng, (plan.num_tokens, hidden), np.float32)
+    tensors = [tensor(array, place) for array in (d_out, y, probs)]
+    maps = plan_tensors(plan, place)
+    for _ in range(3):
+        used = tensor(np.full_like(y, 7.0), place)
+        del used
+        d_rows, d_probs = compiled.unpermute_backward(*tensors, maps, (False, True))
+        assert not to_numpy(d_rows).any()
+        assert to_numpy(d_probs).any()
+        d_rows, d_probs = compiled.unpermute_backward(*tensors, maps, (True, False))
+        assert to_numpy(d_rows).any()
+        assert not to_numpy(d_probs).any()

@@ -18,6 +18,17 @@ struct RowList {
   int64_t count;
 };
 
+// Dot products that run at the same time: one after the other, each would wait for its own chain of multiply-adds.
+constexpr int64_t kDotTerms = 4;
+
+struct DotTerms {
+  const void* a[kDotTerms];
+  const void* rows[kDotTerms];
+  float weights[kDotTerms];
+  void* outs[kDotTerms];
+  int64_t count;
+};
+
 // `next` names rows that the caller needs after this call: their lines are asked for while the present ones are worked on, since
 // no processor foresees where the rows of the next token lie. It may be empty.
 //
@@ -25,21 +36,26 @@ struct RowList {
 struct RowKernels {
   // out[H] = sum over at least one row; weights NULL = plain. At most one rounding to the row type, at the end.
   void (*sum)(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, bool streams, void* out);
-  // outs[i][H] = weights[i] * in[H]
-  void (*scale)(const void* in, const float* weights, int64_t hidden, bool streams, void* const* outs, int64_t count);
-  // products[i] = sum of a[j] * rows[i][j]
-  void (*dot)(const void* a, const RowList& rows, const RowList& next, int64_t hidden, float* products);
+  // out[H] = weight * in[H]
+  void (*scale)(const void* in, const RowList& next, float weight, int64_t hidden, bool streams, void* out);
+  // products[i] = sum of a[j] * row[j] of at most kDotTerms terms. With `scales` the same pass streams out[H] = weight * a[H] of each:
+  // reading and writing in turns moves more than one after the other. (Plain stores among the loads take longer than a pass of
+  // their own.)
+  void (*dot)(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool scales, float* products);
   // The codes[H] and scales[ceil(H / 128)] of a row by the rule of pmo_quantize_*; scales of ue8m0 are powers of two.
   void (*quantize)(const void* in, int64_t hidden, float amax_min, bool ue8m0, uint8_t* codes, float* scales);
   // out[H] = codes[H], each group of 128 times its scale
   void (*dequantize)(const uint8_t* codes, const float* scales, int64_t hidden, bool streams, void* out);
   // memcpy past the caches, from and to any address
-  void (*stream_copy)(const void* in, int64_t bytes, void* out);
+  void (*stream_copy)(const void* in, int64_t bytes, const RowList& next, void* out);
 };
 
 constexpr int64_t kLineBytes = 64;
 
 // Element types of rows, for overloads.
+struct Byte {
+  static constexpr int64_t kBytes = 1;
+};
 struct Float32 {
   static constexpr int64_t kBytes = 4;
 };

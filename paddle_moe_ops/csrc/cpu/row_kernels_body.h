@@ -12,7 +12,8 @@
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kStripColumns = 4 * kLanes;
-constexpr int64_t kDotRows = 4;  // rows at a time: as many independent chains of multiply-adds hide their latency
+static_assert(kStripColumns == kLineBytes, "a strip of bytes is a line");
+constexpr int64_t kAheadBytes = 2048;  // of each row: enough to hide the memory's latency, few enough for the first-level cache
 
 template <typename Element>
 constexpr int64_t kLineColumns = kLineBytes / Element::kBytes;
@@ -24,12 +25,15 @@ inline const char* element_at(const void* row, int64_t column) {
   return static_cast<const char*>(row) + column * Element::kBytes;
 }
 
-// Asks for the lines of one strip of the rows [begin, end), for the second-level cache.
+// Asks for what follows `column` by kAheadBytes: lines of the same rows, or behind their end of the next ones. `end` is where the
+// strips of a row end. Inlined always: GCC takes a function that only prefetches for one without effect, and drops its calls.
 template <typename Element>
-inline void prefetch_strip(const RowList& next, int64_t begin, int64_t end, int64_t column) {
-  for (int64_t i = begin; i < end; ++i) {
-    const char* strip = element_at<Element>(next.rows[i], column);
-    for (int64_t byte = 0; byte < kStripColumns * Element::kBytes; byte += kLineBytes) __builtin_prefetch(strip + byte, 0, 2);
+__attribute__((always_inline)) inline void prefetch_ahead(const RowList& rows, const RowList& next, int64_t column, int64_t end) {
+  const int64_t place = column + std::min(kAheadBytes / Element::kBytes, end);
+  const RowList& list = place < end ? rows : next;
+  for (int64_t i = 0; i < list.count; ++i) {
+    const char* strip = element_at<Element>(list.rows[i], place < end ? place : place - end);
+    for (int64_t byte = 0; byte < kStripColumns * Element::kBytes; byte += kLineBytes) __builtin_prefetch(strip + byte, 0, 3);
   }
 }
 
@@ -93,9 +97,10 @@ void sum_strips(const RowList& rows, const RowList& next, const float* weights, 
   constexpr int64_t kLineLanes = kLanesOfLine<Element>;
   char* to = static_cast<char*>(out);
   Lanes sums[kStripLanes];
+  const int64_t end = hidden / kStripColumns * kStripColumns;
   int64_t column = 0;
-  for (; column + kStripColumns <= hidden; column += kStripColumns) {
-    prefetch_strip<Element>(next, 0, next.count, column);
+  for (; column < end; column += kStripColumns) {
+    prefetch_ahead<Element>(rows, next, column, end);
     sum_lanes<Element, kWeighted, kStripLanes>(rows, weights, column, sums);
     put_lanes<Element, kStreams, kStripLanes>(sums, to + column * Element::kBytes);
   }
@@ -130,28 +135,29 @@ inline Line scaled_line(const Lanes* lanes, const Lanes& factor) {
 }
 
 template <typename Element, bool kStreams>
-void scale_lines(const void* in, const float* weights, int64_t hidden, void* const* outs, int64_t count) {
+void scale_lines(const void* in, const RowList& next, float weight, int64_t hidden, void* out) {
+  const RowList rows = {&in, 1};
+  const Lanes factor = splat_weight(weight);
+  const int64_t end = hidden / kStripColumns * kStripColumns;
+  Lanes lanes[kLanesOfLine<Element>];
   int64_t column = 0;
   for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
-    Lanes lanes[kLanesOfLine<Element>];
+    if (column % kStripColumns == 0 && column < end) prefetch_ahead<Element>(rows, next, column, end);
     for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) lanes[j] = load_lanes<Element>(element_at<Element>(in, column), j);
-    for (int64_t i = 0; i < count; ++i) {
-      char* to = static_cast<char*>(outs[i]) + column * Element::kBytes;
-      const Line line = scaled_line<Element>(lanes, splat_weight(weights[i]));
-      kStreams ? line.stream(to) : line.store(to);
-    }
+    const Line line = scaled_line<Element>(lanes, factor);
+    char* to = static_cast<char*>(out) + column * Element::kBytes;
+    kStreams ? line.stream(to) : line.store(to);
   }
   if (column == hidden) return;
   Columns<Element> columns(column, hidden);
-  Lanes lanes[kLanesOfLine<Element>];
   for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) lanes[j] = load_lanes<Element>(columns.of(in), j);
-  for (int64_t i = 0; i < count; ++i) columns.write(scaled_line<Element>(lanes, splat_weight(weights[i])), outs[i]);
+  columns.write(scaled_line<Element>(lanes, factor), out);
 }
 
 template <typename Element>
-void scale_rows(const void* in, const float* weights, int64_t hidden, bool streams, void* const* outs, int64_t count) {
+void scale_row(const void* in, const RowList& next, float weight, int64_t hidden, bool streams, void* out) {
   const auto scale = streams ? scale_lines<Element, true> : scale_lines<Element, false>;
-  scale(in, weights, hidden, outs, count);
+  scale(in, next, weight, hidden, out);
 }
 
 // The sum of 16 lanes, halves onto halves.
@@ -162,41 +168,70 @@ inline float add_up(float* lanes) {
   return lanes[0];
 }
 
-// kRows dot products with one row. Element j is added to lane j % 16; a lane without a last element keeps its bits.
-template <typename Element, int64_t kRows>
-void dot_some(const void* a, const RowList& rows, const RowList& next, int64_t begin, int64_t hidden, float* products) {
-  const int64_t next_end = std::min(begin + kRows, next.count);
-  Lanes sums[kRows];
-  for (int64_t i = 0; i < kRows; ++i) sums[i] = Lanes::splat(0.0f);
+// The rows that some dot products read.
+struct DotRows {
+  const void* rows[2 * kDotTerms];
+  int64_t count = 0;
+
+  explicit DotRows(const DotTerms& terms) {
+    for (int64_t i = 0; i < terms.count; ++i) {
+      rows[count++] = terms.rows[i];
+      if (i == 0 || terms.a[i] != terms.a[i - 1]) rows[count++] = terms.a[i];
+    }
+  }
+  RowList list() const { return {rows, count}; }
+};
+
+// kCount dot products from the `first` term on. Element j is added to lane j % 16; a lane without a last element keeps its
+// bits.
+template <typename Element, int64_t kCount, bool kScales, bool kShared>
+void dot_some(const DotTerms& terms, int64_t first, const RowList& rows, const RowList& next, int64_t hidden, float* products) {
+  constexpr int64_t kLineLanes = kLanesOfLine<Element>;
+  const int64_t end = hidden / kStripColumns * kStripColumns;
+  Lanes sums[kCount], factors[kLineLanes];
+  for (int64_t i = 0; i < kCount; ++i) sums[i] = Lanes::splat(0.0f);
   int64_t column = 0;
-  for (; column + kLanes <= hidden; column += kLanes) {
-    if (column % kStripColumns == 0) prefetch_strip<Element>(next, begin, next_end, column);
-    const Lanes factors = Lanes::load(Element(), element_at<Element>(a, column));
-    for (int64_t i = 0; i < kRows; ++i) {
-      const Lanes row = Lanes::load(Element(), element_at<Element>(rows.rows[begin + i], column));
-      sums[i] = Lanes::fma(factors, row, sums[i]);
+  for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
+    if (column % kStripColumns == 0 && column < end) prefetch_ahead<Element>(rows, next, column, end);
+    for (int64_t i = 0; i < kCount; ++i) {
+      const char* a = element_at<Element>(terms.a[first + i], column);
+      const char* row = element_at<Element>(terms.rows[first + i], column);
+      if (i == 0 || !kShared) {
+        for (int64_t j = 0; j < kLineLanes; ++j) factors[j] = load_lanes<Element>(a, j);
+      }
+      for (int64_t j = 0; j < kLineLanes; ++j) sums[i] = Lanes::fma(factors[j], load_lanes<Element>(row, j), sums[i]);
+      if (!kScales) continue;
+      char* out = static_cast<char*>(terms.outs[first + i]) + column * Element::kBytes;
+      scaled_line<Element>(factors, splat_weight(terms.weights[first + i])).stream(out);
     }
   }
   Columns<Element> columns(column, hidden);
-  float factors[kLanes], elements[kLanes], lanes[kLanes];
-  if (columns.count > 0) load_lanes<Element>(columns.of(a), 0).get(factors);
-  for (int64_t i = 0; i < kRows; ++i) {
+  for (int64_t i = 0; i < kCount; ++i) {
+    float lanes[kLanes], left[kLineColumns<Element>], right[kLineColumns<Element>];
     sums[i].get(lanes);
-    if (columns.count > 0) load_lanes<Element>(columns.of(rows.rows[begin + i]), 0).get(elements);
-    for (int64_t lane = 0; lane < columns.count; ++lane) {
-      lanes[lane] = __builtin_fmaf(factors[lane], elements[lane], lanes[lane]);
+    if (columns.count > 0) {
+      const char* a = columns.of(terms.a[first + i]);
+      for (int64_t j = 0; j < kLineLanes; ++j) load_lanes<Element>(a, j).get(left + j * kLanes);
+      const char* row = columns.of(terms.rows[first + i]);
+      for (int64_t j = 0; j < kLineLanes; ++j) load_lanes<Element>(row, j).get(right + j * kLanes);
     }
-    products[begin + i] = add_up(lanes);
+    for (int64_t j = 0; j < columns.count; ++j) lanes[j % kLanes] = __builtin_fmaf(left[j], right[j], lanes[j % kLanes]);
+    products[first + i] = add_up(lanes);
   }
 }
 
 template <typename Element>
-void dot_rows(const void* a, const RowList& rows, const RowList& next, int64_t hidden, float* products) {
-  int64_t begin = 0;
-  for (; begin + kDotRows <= rows.count; begin += kDotRows) {
-    dot_some<Element, kDotRows>(a, rows, next, begin, hidden, products);
+void dot_terms(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool scales, float* products) {
+  const DotRows rows(terms), following(next);
+  if (terms.count == kDotTerms) {
+    const bool shared = std::count(terms.a, terms.a + kDotTerms, terms.a[0]) == kDotTerms;
+    const auto dot = shared ? (scales ? dot_some<Element, kDotTerms, true, true> : dot_some<Element, kDotTerms, false, true>)
+                            : (scales ? dot_some<Element, kDotTerms, true, false> : dot_some<Element, kDotTerms, false, false>);
+    dot(terms, 0, rows.list(), following.list(), hidden, products);
+    return;
   }
-  for (; begin < rows.count; ++begin) dot_some<Element, 1>(a, rows, next, begin, hidden, products);
+  const auto dot = scales ? dot_some<Element, 1, true, true> : dot_some<Element, 1, false, true>;
+  for (int64_t i = 0; i < terms.count; ++i) dot(terms, i, {rows.rows, 0}, {rows.rows, 0}, hidden, products);
 }
 
 // All bits set if the condition holds, for choices without branches, which would keep a loop from being vectorised.
@@ -293,17 +328,21 @@ void dequantize_row(const uint8_t* codes, const float* scales, int64_t hidden, b
 }
 
 // What is less than a line at both ends is stored as usual: a neighbour may write the rest of that line.
-void stream_copy(const void* in, int64_t bytes, void* out) {
+void stream_copy(const void* in, int64_t bytes, const RowList& next, void* out) {
   const char* from = static_cast<const char*>(in);
   char* to = static_cast<char*>(out);
+  const RowList rows = {&in, 1};
   int64_t done = std::min(bytes, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kLineBytes));
   std::memcpy(to, from, done);
-  for (; done + kLineBytes <= bytes; done += kLineBytes) Line::load(from + done).stream(to + done);
+  for (; done + kLineBytes <= bytes; done += kLineBytes) {
+    prefetch_ahead<Byte>(rows, next, done, bytes);
+    Line::load(from + done).stream(to + done);
+  }
   std::memcpy(to + done, from + done, bytes - done);
 }
 
 template <typename Element>
-constexpr RowKernels kKernels = {sum_rows<Element>,     scale_rows<Element>,     dot_rows<Element>,
+constexpr RowKernels kKernels = {sum_rows<Element>,     scale_row<Element>,      dot_terms<Element>,
                                  quantize_row<Element>, dequantize_row<Element>, stream_copy};
 constexpr RowKernels kOtherTypes = {nullptr, nullptr, nullptr, nullptr, nullptr, stream_copy};
 

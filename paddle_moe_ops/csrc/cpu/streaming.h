@@ -41,9 +41,10 @@ class RowWriter {
   RowWriter(const RowWriter&) = delete;
   RowWriter& operator=(const RowWriter&) = delete;
 
-  void copy(char* to, const char* from, int64_t bytes) const {
+  // `next` as for the row kernels.
+  void copy(char* to, const char* from, int64_t bytes, const RowList& next = {nullptr, 0}) const {
     if (streams_) {
-      stream_copy_(from, bytes, to);
+      stream_copy_(from, bytes, next, to);
     } else {
       std::memcpy(to, from, bytes);
     }
@@ -56,7 +57,7 @@ class RowWriter {
 
  private:
   const bool streams_;
-  void (*const stream_copy_)(const void*, int64_t, void*);
+  void (*const stream_copy_)(const void*, int64_t, const RowList&, void*);
 };
 
 }  // namespace cpu

@@ -72,19 +72,6 @@ class TokenRows {
   size_t count_ = 0;
 };
 
-// Calls visit(token, its rows, the rows to prefetch) for the tokens of a range. Rows that lie in the caches need no prefetch.
-template <typename Params, typename Visit>
-void visit_tokens(const Params& p, int64_t row_stride_bytes, bool prefetches, int64_t begin, int64_t end, Visit visit) {
-  TokenRows<Params> lists[] = {{p, row_stride_bytes}, {p, row_stride_bytes}};
-  if (begin < end) lists[begin % 2].collect(begin);
-  for (int64_t token = begin; token < end; ++token) {
-    TokenRows<Params>& next = lists[(token + 1) % 2];
-    const bool has_next = token + 1 < end;
-    if (has_next) next.collect(token + 1);
-    visit(token, lists[token % 2], has_next && prefetches ? next.list() : RowList{nullptr, 0});
-  }
-}
-
 int unpermute(const pmo_unpermute_params& p) {
   if (const int status = check_unpermute(p)) return status;
   if (p.num_tokens * p.hidden == 0) return PMO_OK;
@@ -93,23 +80,76 @@ int unpermute(const pmo_unpermute_params& p) {
   const int64_t out_bytes = p.hidden * itemsize;
   const RowKernels& kernels = row_kernels(p.dtype);
   const int64_t bytes = (p.num_rows + p.num_tokens) * out_bytes;
-  const bool large = beyond_caches(bytes);
+  const bool streams = beyond_caches(bytes);
   parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
-    const RowWriter writer(large);
-    visit_tokens(p, p.rows_row_stride * itemsize, large, begin, end,
-                 [&](int64_t token, const TokenRows<pmo_unpermute_params>& rows, const RowList& next) {
-                   char* out = static_cast<char*>(p.out) + token * out_bytes;
-                   if (rows.count() == 0) {
-                     std::memset(out, 0, out_bytes);
-                   } else if (rows.is_copy()) {
-                     writer.copy(out, static_cast<const char*>(rows.list().rows[0]), out_bytes);
-                   } else {
-                     kernels.sum(rows.list(), next, rows.weights(), p.hidden, writer.streams_whole(out, out_bytes), out);
-                   }
-                 });
+    const RowWriter writer(streams);
+    TokenRows<pmo_unpermute_params> lists[] = {{p, p.rows_row_stride * itemsize}, {p, p.rows_row_stride * itemsize}};
+    if (begin < end) lists[begin % 2].collect(begin);
+    for (int64_t token = begin; token < end; ++token) {
+      const TokenRows<pmo_unpermute_params>& rows = lists[token % 2];
+      TokenRows<pmo_unpermute_params>& following = lists[(token + 1) % 2];
+      if (token + 1 < end) following.collect(token + 1);
+      const RowList next = token + 1 < end ? following.list() : RowList{nullptr, 0};
+      char* out = static_cast<char*>(p.out) + token * out_bytes;
+      if (rows.count() == 0) {
+        std::memset(out, 0, out_bytes);
+      } else if (rows.is_copy()) {
+        writer.copy(out, static_cast<const char*>(rows.list().rows[0]), out_bytes, next);
+      } else {
+        kernels.sum(rows.list(), next, rows.weights(), p.hidden, writer.streams_whole(out, out_bytes), out);
+      }
+    }
   });
   return PMO_OK;
 }
+
+// Dot products, in groups that run together, of as many tokens as make up a group. A group waits until the next one is known.
+class DotQueue {
+ public:
+  DotQueue(const pmo_unpermute_backward_params& p, bool scales)
+      : params_(p), kernel_(row_kernels(p.dtype).dot), scales_(scales) {}
+
+  // The product goes to d_weights[place].
+  void push(const void* a, const void* row, float weight, void* out, int64_t place) {
+    Group& group = groups_[last_];
+    DotTerms& terms = group.terms;
+    terms.a[terms.count] = a;
+    terms.rows[terms.count] = row;
+    terms.weights[terms.count] = weight;
+    terms.outs[terms.count] = out;
+    group.places[terms.count++] = place;
+    if (terms.count < kDotTerms) return;
+    run_first();
+  }
+
+  void finish() {
+    run_first();
+    run_first();
+  }
+
+ private:
+  struct Group {
+    DotTerms terms = {};
+    int64_t places[kDotTerms];
+  };
+
+  void run_first() {
+    Group& group = groups_[1 - last_];
+    float products[kDotTerms];
+    kernel_(group.terms, groups_[last_].terms, params_.hidden, scales_, products);
+    for (int64_t i = 0; i < group.terms.count; ++i) {
+      if (group.places[i] >= 0) params_.d_weights[group.places[i]] = products[i];
+    }
+    group.terms.count = 0;
+    last_ = 1 - last_;
+  }
+
+  const pmo_unpermute_backward_params& params_;
+  void (*const kernel_)(const DotTerms&, const DotTerms&, int64_t, bool, float*);
+  const bool scales_;
+  Group groups_[2];
+  int last_ = 0;  // the group that fills up
+};
 
 // The gradient of one token after the other.
 class TokenGradient {
@@ -118,38 +158,43 @@ class TokenGradient {
       : params_(p),
         kernels_(row_kernels(p.dtype)),
         row_bytes_(p.hidden * dtype_size(p.dtype)),
+        d_out_stride_(p.d_out_row_stride * dtype_size(p.dtype)),
         writer_(streams),
-        targets_(p.d_rows == nullptr ? 0 : static_cast<size_t>(p.max_rows_per_token)),
-        products_(p.d_weights == nullptr ? 0 : static_cast<size_t>(p.max_rows_per_token)) {}
+        streams_whole_(writer_.streams_whole(static_cast<const char*>(p.d_rows), row_bytes_)),
+        one_pass_(p.d_rows != nullptr && p.d_weights != nullptr && streams_whole_),
+        dots_(p, one_pass_) {}
 
-  void run(const char* d_out, const TokenRows<pmo_unpermute_backward_params>& rows, const RowList& next) {
-    if (rows.count() == 0) return;
+  void run(int64_t token, const TokenRows<pmo_unpermute_backward_params>& rows) {
+    const char* d_out = static_cast<const char*>(params_.d_out) + token * d_out_stride_;
     const bool copy = rows.weights() == nullptr || rows.is_copy();
-    if (params_.d_weights != nullptr && !copy) {
-      kernels_.dot(d_out, rows.list(), next, params_.hidden, products_.data());
-      for (int64_t i = 0; i < rows.count(); ++i) {
-        const int64_t place = weight_place(params_, rows.row(i));
-        if (place >= 0) params_.d_weights[place] = products_[i];
+    const void* following = d_out + d_out_stride_;
+    const RowList next = {&following, token + 1 < params_.num_tokens ? 1 : 0};
+    for (int64_t i = 0; i < rows.count(); ++i) {
+      const int32_t row = rows.row(i);
+      char* d_row = params_.d_rows == nullptr ? nullptr : static_cast<char*>(params_.d_rows) + row * row_bytes_;
+      if (params_.d_weights != nullptr && !copy) {
+        dots_.push(d_out, rows.list().rows[i], rows.weights()[i], d_row, weight_place(params_, row));
+        if (one_pass_) continue;
+      }
+      if (d_row == nullptr) continue;
+      if (copy) {
+        writer_.copy(d_row, d_out, row_bytes_, next);
+      } else {
+        kernels_.scale(d_out, next, rows.weights()[i], params_.hidden, streams_whole_, d_row);
       }
     }
-    if (params_.d_rows == nullptr) return;
-    char* d_rows = static_cast<char*>(params_.d_rows);
-    for (int64_t i = 0; i < rows.count(); ++i) targets_[i] = d_rows + rows.row(i) * row_bytes_;
-    if (!copy) {
-      kernels_.scale(d_out, rows.weights(), params_.hidden, writer_.streams_whole(d_rows, row_bytes_), targets_.data(),
-                     rows.count());
-      return;
-    }
-    for (int64_t i = 0; i < rows.count(); ++i) writer_.copy(static_cast<char*>(targets_[i]), d_out, row_bytes_);
   }
+
+  void finish() { dots_.finish(); }
 
  private:
   const pmo_unpermute_backward_params& params_;
   const RowKernels& kernels_;
-  const int64_t row_bytes_;
+  const int64_t row_bytes_, d_out_stride_;
   const RowWriter writer_;
-  std::vector<void*> targets_;
-  std::vector<float> products_;
+  const bool streams_whole_;
+  const bool one_pass_;  // for the gradients of rows and of weights
+  DotQueue dots_;
 };
 
 int unpermute_backward(const pmo_unpermute_backward_params& p) {
@@ -164,13 +209,15 @@ int unpermute_backward(const pmo_unpermute_backward_params& p) {
 
   const int64_t passes = (p.d_rows == nullptr ? 0 : 1) + (p.d_weights == nullptr ? 0 : 1);
   const int64_t bytes = (passes * p.num_rows + p.num_tokens) * row_bytes;
-  const bool large = beyond_caches(bytes);
+  const bool streams = beyond_caches(bytes);
   parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
-    TokenGradient gradient(p, large);
-    visit_tokens(p, p.rows_row_stride * itemsize, large, begin, end,
-                 [&](int64_t token, const TokenRows<pmo_unpermute_backward_params>& rows, const RowList& next) {
-                   gradient.run(static_cast<const char*>(p.d_out) + token * p.d_out_row_stride * itemsize, rows, next);
-                 });
+    TokenGradient gradient(p, streams);
+    TokenRows<pmo_unpermute_backward_params> rows(p, p.rows_row_stride * itemsize);
+    for (int64_t token = begin; token < end; ++token) {
+      rows.collect(token);
+      gradient.run(token, rows);
+    }
+    gradient.finish();
   });
   return PMO_OK;
 }

@@ -3,6 +3,11 @@
 
 #include "paddle/device.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 #include <cstring>
 #include <string>
 
@@ -50,6 +55,23 @@ void* stream_of(const paddle::Tensor& tensor) {
 }
 
 #endif
+
+// Zeros are asked for where there is no gradient, so hardly anybody reads them. Pages that the system takes back read as zeros,
+// and cost nothing until somebody does.
+void fill_with_zeros(char* data, size_t bytes) {
+#ifdef __linux__
+  constexpr size_t kManyBytes = size_t{1} << 20;
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t head = -reinterpret_cast<uintptr_t>(data) % page;
+  const size_t whole = bytes < kManyBytes ? 0 : (bytes - head) / page * page;
+  if (whole > 0 && madvise(data + head, whole, MADV_DONTNEED) == 0) {
+    std::memset(data, 0, head);
+    std::memset(data + head + whole, 0, bytes - head - whole);
+    return;
+  }
+#endif
+  std::memset(data, 0, bytes);
+}
 
 bool has_memory(const paddle::Tensor& tensor) {
 #ifdef PMO_PADDLE_2
@@ -100,7 +122,7 @@ paddle::Tensor Target::zeros(const std::vector<int64_t>& shape, paddle::DataType
     return tensor;
   }
 #endif
-  std::memset(tensor.data(), 0, bytes);
+  fill_with_zeros(static_cast<char*>(tensor.data()), bytes);
   return tensor;
 }
 
