@@ -174,6 +174,15 @@ def test_gradient_without_gradients_is_zero(core: Core, pre_act: bool, use_sigmo
 
 @BY_ACTIVATION
 @BY_TIME
+def test_gradient_of_a_single_renormalised_weight_is_zero(core: Core, pre_act: bool, use_sigmoid: bool) -> None:
+    router = router_of(np.random.default_rng(13).standard_normal((63, 40)).astype(np.float32), 1, use_sigmoid, pre_act)
+    weights, ids = calls.topk(core, router, with_scores=False)
+    assert (weights == 1).all()
+    assert not calls.topk_backward(core, router, ids, weights).any()
+
+
+@BY_ACTIVATION
+@BY_TIME
 def test_ids_that_are_no_experts_give_no_gradient(core: Core, pre_act: bool, use_sigmoid: bool) -> None:
     gating = np.random.default_rng(9).standard_normal((3, 40)).astype(np.float32)
     router = router_of(gating, 3, use_sigmoid, pre_act, renormalize=False)

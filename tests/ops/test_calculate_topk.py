@@ -39,7 +39,7 @@ def test_any_router_follows_the_oracle(place, router):
 
 
 @BY_DTYPE
-def test_a_router_of_deepseek_v3_follows_the_oracle(dtype, rng, place):
+def test_a_router_of_deepseek_v3_follows_the_oracle(dtype, rng, place, backend):
     router = deepseek_v3(dtype, 1025, rng)
     router.check(*(to_numpy(output) for output in call(router, place)))
 
@@ -47,14 +47,14 @@ def test_a_router_of_deepseek_v3_follows_the_oracle(dtype, rng, place):
 @pytest.mark.parametrize("num_experts", [1, 5, 17, 64, 100, 257, 384])
 @BY_ACTIVATION
 @BY_TIME
-def test_equal_logits_go_to_the_lower_experts(pre_act, use_sigmoid, num_experts, place):
+def test_equal_logits_go_to_the_lower_experts(pre_act, use_sigmoid, num_experts, place, backend):
     """At any place in a row the same logit must give the same score, whatever vector instructions work on it."""
     gating = paddle.full([3, num_experts], 0.37)
     _, ids = calculate_topk(gating, min(8, num_experts), use_sigmoid, True, pre_act, not pre_act)
     np.testing.assert_array_equal(ids.numpy(), np.tile(np.arange(min(8, num_experts)), (3, 1)))
 
 
-def test_equal_groups_go_to_the_lower_group(place):
+def test_equal_groups_go_to_the_lower_group(place, backend):
     gating = tensor(np.float32([[1, 0, 0, 1, 1, 0, 0, 1]]), place)
     _, ids = calculate_topk(gating, 4, True, False, num_groups=4, topk_groups=2, scores_per_group=2)
     assert ids.tolist() == [[0, 3, 1, 2]]
@@ -68,7 +68,7 @@ def test_groups_are_ranked_by_the_sum_of_their_best_scores(scores_per_group, exp
     assert ids.tolist() == [expected]
 
 
-def test_an_expert_outside_the_kept_groups_is_never_chosen(place):
+def test_an_expert_outside_the_kept_groups_is_never_chosen(place, backend):
     """Not even where those inside are as low as values get."""
     gating = tensor(np.float32([[5, -np.inf, -np.inf, 4, 4, 0]]), place)
     groups = {"num_groups": 3, "topk_groups": 1, "scores_per_group": 1}
@@ -76,7 +76,7 @@ def test_an_expert_outside_the_kept_groups_is_never_chosen(place):
     assert ids.tolist() == [[0, 1]]
 
 
-def test_the_correction_bias_chooses_and_does_not_weigh(place):
+def test_the_correction_bias_chooses_and_does_not_weigh(place, backend):
     gating, bias = np.float32([[3, 2, 1, 0]]), np.float32([0, 0, 0, 5])
     weights, ids, scores = calculate_topk(
         tensor(gating, place), 2, True, False, correction_bias=tensor(bias, place), return_scores=True
@@ -85,15 +85,14 @@ def test_the_correction_bias_chooses_and_does_not_weigh(place):
     assert_bits_equal(weights, scores.numpy()[:, [3, 0]])
 
 
-@pytest.mark.cpu_only
 @pytest.mark.parametrize("top_k", [1, 3, 6])
-def test_nan_logits_come_first_and_ids_stay_distinct(top_k, place):
+def test_nan_logits_come_first_and_ids_stay_distinct(top_k, place, backend):
     gating = tensor(np.float32([[1, np.nan, 3, -np.inf, np.nan, np.inf]]), place)
     _, ids = calculate_topk(gating, top_k, True, False, False, True)
     assert ids.tolist() == [[1, 4, 5, 2, 0, 3][:top_k]]
 
 
-def test_a_tie_at_the_edge_of_the_choice_goes_to_the_lower_expert(rng, place):
+def test_a_tie_at_the_edge_of_the_choice_goes_to_the_lower_expert(rng, place, backend):
     """The last that is chosen and the first that is not, in one of many tokens."""
     gating = np.stack([rng.permutation(40) for _ in range(50)]).astype(np.float32)
     gating[17] = np.float32([9, 1, 8, 7, 1, 8, *[1] * 34])
@@ -104,12 +103,12 @@ def test_a_tie_at_the_edge_of_the_choice_goes_to_the_lower_expert(rng, place):
     assert_bits_equal(ids, reference.select_experts(gating, 5))
 
 
-def test_weights_stay_finite_where_all_scores_underflow(place):
+def test_weights_stay_finite_where_all_scores_underflow(place, backend):
     weights, _ = calculate_topk(paddle.full([2, 4], -200.0), 2, True, True)
     assert weights.tolist() == [[0.0, 0.0]] * 2
 
 
-def test_narrow_scores_are_rounded_before_the_choice(place):
+def test_narrow_scores_are_rounded_before_the_choice(place, backend):
     """Two logits whose scores differ in float32 and not in bfloat16: the lower id wins, though its logit is lower."""
     gating = paddle.to_tensor([[5.0, 5.03125]], dtype="bfloat16")
     assert calculate_topk(gating, 1, True, False)[1].tolist() == [[0]]
@@ -121,7 +120,7 @@ def test_narrow_scores_are_rounded_before_the_choice(place):
 @BY_ACTIVATION
 @BY_TIME
 @BY_DTYPE
-def test_gradient_of_the_logits(dtype, pre_act, use_sigmoid, renormalize, with_scores, rng, place):
+def test_gradient_of_the_logits(dtype, pre_act, use_sigmoid, renormalize, with_scores, rng, place, backend):
     gating = rng.standard_normal((63, 24)).astype(dtype)
     bias, groups = rng.standard_normal(24).astype(np.float32), {"num_groups": 6, "topk_groups": 3}
     router = Router(gating, 5, use_sigmoid, renormalize, pre_act, 2.5, bias, groups)
@@ -131,6 +130,36 @@ def test_gradient_of_the_logits(dtype, pre_act, use_sigmoid, renormalize, with_s
     d_weights, d_scores = (rng.standard_normal(out.shape).astype(dtype) for out in (weights, scores))
     backward([weights, scores] if with_scores else [weights], [d_weights, d_scores] if with_scores else [d_weights])
     router.check_gradient(to_numpy(leaf.grad), ids.numpy(), d_weights, d_scores if with_scores else None)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_few_tokens(num_tokens, rng, place, backend):
+    router = deepseek_v3(np.float32, num_tokens, rng)
+    leaf = tensor(router.gating, place, gradient=True)
+    weights, ids, scores = call(router, place, leaf)
+    router.check(to_numpy(weights), ids.numpy(), to_numpy(scores))
+    backward([weights], [router.gating[:, :8]])
+    assert leaf.grad.shape == [num_tokens, 256]
+
+
+def test_logits_may_be_strided(rng, place, backend):
+    router = deepseek_v3(np.float32, 7, rng)
+    wide = np.zeros((7, 300), np.float32)
+    wide[:, 20:276] = router.gating
+    columns = tensor(np.ascontiguousarray(router.gating.T), place)
+    expected = call(router, place)
+    for gating in (tensor(wide, place)[:, 20:276], columns.T):
+        for got, wanted in zip(call(router, place, gating), expected, strict=True):
+            assert_bits_equal(got, wanted)
+
+
+def test_a_bias_that_wants_a_gradient_gets_none(rng, place, backend):
+    router = deepseek_v3(np.float32, 7, rng)
+    gating, bias = tensor(router.gating, place, gradient=True), tensor(router.correction_bias, place, gradient=True)
+    weights, _ = calculate_topk(gating, 8, True, True, correction_bias=bias)
+    weights.sum().backward()
+    assert gating.grad is not None
+    assert bias.grad is None
 
 
 BAD = {

@@ -208,8 +208,9 @@ class RouterBackward {
     if (p_.renormalize == 0) return;
     const float sum = lane_sum(topk, [&](int64_t k) { return weights_[k]; });
     const float divisor = divisor_of(sum);
-    const float dot = sum_of_products();
-    const float through_sum = sum <= kSmallestSum ? 0.0f : dot / divisor;
+    // Of the quotients, so that a single weight, which is 1, has a gradient of exactly 0.
+    const float dot = lane_sum(topk, [&](int64_t k) { return d_weights_[k] * (weights_[k] / divisor); });
+    const float through_sum = sum <= kSmallestSum ? 0.0f : dot;
     for (float& d_weight : d_weights_) d_weight = (d_weight - through_sum) / divisor;
   }
 

@@ -242,9 +242,11 @@ __global__ void __launch_bounds__(kThreads) differentiate(pmo_topk_backward_para
     };
     const auto product = [&](int32_t k) { return d_weight(k) * weight(k); };
     if (p.renormalize != 0 && p.d_weights != nullptr) {
-      const float sum = lane_sum(topk, weight), dot = lane_sum(topk, product);
-      divisor = divisor_of(sum);
-      through_sum = sum <= kSmallestSum ? 0.0f : dot / divisor;
+      const float sum = lane_sum(topk, weight), divided_by = divisor_of(sum);
+      // Of the quotients, so that a single weight, which is 1, has a gradient of exactly 0.
+      const float dot = lane_sum(topk, [&](int32_t k) { return d_weight(k) * (weight(k) / divided_by); });
+      through_sum = sum <= kSmallestSum ? 0.0f : dot;
+      divisor = divided_by;
     }
 
     const float of_weights = use_sigmoid ? 0.0f : lane_sum(topk, product);
