@@ -29,13 +29,23 @@ PMO_ANYWHERE inline float float_of(uint32_t bits) {
   return value;
 }
 
-// exp(x) for x <= 0, to two units in the last place; NaN stays NaN. x = n ln(2) + r with |r| <= ln(2) / 2; the Taylor polynomial of
-// exp(r) is off by less than 6e-9, and 2^n is multiplied in two steps, so that subnormal results are rounded once.
-PMO_ANYWHERE inline float exp_nonpositive(float x) {
+// The bits of |value| as a signed integer. Integers are compared here, not floats: compilers vectorise that whatever a comparison with NaN
+// may signal.
+PMO_ANYWHERE inline int32_t magnitude_of(float value) { return static_cast<int32_t>(bits_of(value) & 0x7FFFFFFFu); }
+
+constexpr int32_t kInfinityBits = 0x7F800000;
+
+// exp(-|x|), to two units in the last place; NaN stays NaN. -|x| = n ln(2) + r with |r| <= ln(2) / 2; the Taylor polynomial of exp(r) is
+// off by less than 6e-9, and 2^n is multiplied in two steps, so that subnormal results are rounded once.
+PMO_ANYWHERE inline float exp_minus(float x) {
   constexpr float kLog2E = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;  // n * kLn2High is exact
-  constexpr float kShifter = 0x1.8p23f;  // a float32 this large has no fraction: adding it rounds to integers
-  x = x < -104.0f ? -104.0f : x;         // exp(-104) rounds to 0
+  constexpr float kShifter = 0x1.8p23f;        // a float32 this large has no fraction: adding it rounds to integers
+  constexpr int32_t kBeyondBits = 0x42D00000;  // 104: exp(-104) rounds to 0
+  const int32_t magnitude = magnitude_of(x);
+  const int32_t within = magnitude < kBeyondBits ? magnitude : kBeyondBits;
+  const uint32_t nan = 0u - static_cast<uint32_t>(magnitude > kInfinityBits);  // whose bits stay
+  x = float_of(static_cast<uint32_t>(within) | (nan & bits_of(x)) | 0x80000000u);
   const float shifted = x * kLog2E + kShifter;
   const float n = shifted - kShifter;
   const float r = (x - n * kLn2High) - n * kLn2Low;
@@ -52,13 +62,14 @@ PMO_ANYWHERE inline float exp_nonpositive(float x) {
 }
 
 PMO_ANYWHERE inline float sigmoid(float x) {
-  const float e = exp_nonpositive(x < 0 ? x : -x);
-  return (x < 0 ? e : 1.0f) / (1.0f + e);
+  const float e = exp_minus(x);
+  const uint32_t negative = 0u - (bits_of(x) >> 31);
+  return float_of((negative & bits_of(e)) | (~negative & bits_of(1.0f))) / (1.0f + e);
 }
 
 // sigmoid(x) * (1 - sigmoid(x)), without the cancellation
 PMO_ANYWHERE inline float sigmoid_slope(float x) {
-  const float e = exp_nonpositive(x < 0 ? x : -x), sum = 1.0f + e;
+  const float e = exp_minus(x), sum = 1.0f + e;
   return e / (sum * sum);
 }
 
@@ -70,8 +81,8 @@ constexpr uint32_t kNanKey = 0xFFFFFFFEu;
 
 PMO_ANYWHERE inline uint32_t key_of(float value) {
   const uint32_t bits = bits_of(value + 0.0f);  // -0 becomes 0
-  const uint32_t key = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
-  return value != value ? kNanKey : key;
+  const uint32_t key = bits ^ (static_cast<int32_t>(bits) < 0 ? 0xFFFFFFFFu : 0x80000000u);
+  return magnitude_of(value) > kInfinityBits ? kNanKey : key;
 }
 
 PMO_ANYWHERE inline float value_of(uint32_t key) {

@@ -49,9 +49,10 @@ void activate(const float* logits, int64_t count, bool use_sigmoid, float* score
     for (int64_t i = 0; i < count; ++i) scores[i] = sigmoid(logits[i]);
     return;
   }
-  float highest = -kInfinity;
-  for (int64_t i = 0; i < count; ++i) highest = logits[i] > highest ? logits[i] : highest;
-  for (int64_t i = 0; i < count; ++i) scores[i] = exp_nonpositive(logits[i] - highest);
+  uint32_t highest_key = 0;
+  for (int64_t i = 0; i < count; ++i) highest_key = std::max(highest_key, key_of(logits[i]));
+  const float highest = value_of(highest_key);
+  for (int64_t i = 0; i < count; ++i) scores[i] = exp_minus(highest - logits[i]);
   const float sum = lane_sum(count, [&](int64_t i) { return scores[i]; });
   for (int64_t i = 0; i < count; ++i) scores[i] /= sum;
 }
@@ -76,16 +77,22 @@ void round_to(float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = Rows::load(Rows::store(values[i]));
 }
 
-// Brings the highest candidates to the front, from the highest down.
-void sort_highest(std::vector<uint64_t>* candidates, int64_t count) {
-  std::partial_sort(candidates->begin(), candidates->begin() + count, candidates->end(), std::greater<uint64_t>());
+// Brings the highest of some candidates to the front, from the highest down.
+void sort_highest(uint64_t* candidates, int64_t size, int64_t count) {
+  std::partial_sort(candidates, candidates + count, candidates + size, std::greater<uint64_t>());
 }
 
 // A thread's router, with memory for one token.
 class Router {
  public:
   explicit Router(const pmo_topk_params& p)
-      : p_(p), group_size_(p.num_experts / p.num_groups), logits_(p.num_experts), scores_(p.num_experts), weights_(p.topk) {}
+      : p_(p),
+        group_size_(p.num_experts / p.num_groups),
+        logits_(p.num_experts),
+        scores_(p.num_experts),
+        weights_(p.topk),
+        candidates_(p.num_experts),
+        groups_(p.num_groups) {}
 
   template <typename Rows>
   void run(int64_t token) {
@@ -107,39 +114,37 @@ class Router {
   }
 
  private:
-  // The values of an expert in the order of choice.
-  uint64_t candidate_of(int64_t expert) const {
-    const float value = p_.pre_act != 0 ? scores_[expert] : logits_[expert];
-    return candidate(key_of(p_.correction_bias == nullptr ? value : value + p_.correction_bias[expert]), expert);
-  }
-
-  void add_group(int64_t group) {
-    for (int64_t expert = group * group_size_; expert < (group + 1) * group_size_; ++expert) {
-      candidates_.push_back(candidate_of(expert));
-    }
-  }
-
   // Leaves the token's experts at the front of the candidates.
   void choose() {
-    candidates_.clear();
-    if (p_.topk_groups == p_.num_groups) {
-      for (int64_t group = 0; group < p_.num_groups; ++group) add_group(group);
-    } else {
-      const int64_t count = std::min(p_.scores_per_group, group_size_);
-      groups_.clear();
-      for (int64_t group = 0; group < p_.num_groups; ++group) {
-        candidates_.clear();
-        add_group(group);
-        sort_highest(&candidates_, count);
-        float sum = value_of(static_cast<uint32_t>(candidates_[0] >> 32));
-        for (int64_t rank = 1; rank < count; ++rank) sum += value_of(static_cast<uint32_t>(candidates_[rank] >> 32));
-        groups_.push_back(candidate(key_of(sum), group));
-      }
-      sort_highest(&groups_, p_.topk_groups);
-      candidates_.clear();
-      for (int64_t rank = 0; rank < p_.topk_groups; ++rank) add_group(place_of(groups_[rank]));
+    const float* values = p_.pre_act != 0 ? scores_.data() : logits_.data();
+    const float* bias = p_.correction_bias;
+    for (int64_t expert = 0; expert < p_.num_experts; ++expert) {
+      candidates_[expert] = candidate(key_of(bias == nullptr ? values[expert] : values[expert] + bias[expert]), expert);
     }
-    sort_highest(&candidates_, p_.topk);
+    int64_t size = p_.num_experts;
+    if (p_.topk_groups < p_.num_groups) size = keep_groups();
+    sort_highest(candidates_.data(), size, p_.topk);
+  }
+
+  // Moves the candidates of the best groups to the front; how many they are.
+  int64_t keep_groups() {
+    const int64_t count = std::min(p_.scores_per_group, group_size_);
+    for (int64_t group = 0; group < p_.num_groups; ++group) {
+      uint64_t* members = candidates_.data() + group * group_size_;
+      sort_highest(members, group_size_, count);
+      float sum = value_of(static_cast<uint32_t>(members[0] >> 32));
+      for (int64_t rank = 1; rank < count; ++rank) sum += value_of(static_cast<uint32_t>(members[rank] >> 32));
+      groups_[group] = candidate(key_of(sum), group);
+    }
+    sort_highest(groups_.data(), p_.num_groups, p_.topk_groups);
+    // In ascending order no group is overwritten before it is moved.
+    std::sort(groups_.begin(), groups_.begin() + p_.topk_groups,
+              [](uint64_t a, uint64_t b) { return place_of(a) < place_of(b); });
+    for (int64_t rank = 0; rank < p_.topk_groups; ++rank) {
+      const auto members = candidates_.begin() + place_of(groups_[rank]) * group_size_;
+      std::copy(members, members + group_size_, candidates_.begin() + rank * group_size_);
+    }
+    return p_.topk_groups * group_size_;
   }
 
   // From what the experts were chosen by, without the bias, to weights.

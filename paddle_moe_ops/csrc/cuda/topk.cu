@@ -77,7 +77,7 @@ struct Scoring {
   bool use_sigmoid;
   float highest = 0.0f, sum = 1.0f;
 
-  __device__ float operator()(float logit) const { return use_sigmoid ? sigmoid(logit) : exp_nonpositive(logit - highest) / sum; }
+  __device__ float operator()(float logit) const { return use_sigmoid ? sigmoid(logit) : exp_minus(highest - logit) / sum; }
 
   // Over logit(i) for i in [0, count), by all lanes of a warp.
   template <typename Logit>
@@ -87,7 +87,7 @@ struct Scoring {
 #pragma unroll 4
     for (int32_t i = lane_id(); i < count; i += kWarpSize) highest = fmaxf(highest, logit(i));
     highest = warp_max(highest);
-    sum = lane_sum(count, [&](int32_t i) { return exp_nonpositive(logit(i) - highest); });
+    sum = lane_sum(count, [&](int32_t i) { return exp_minus(highest - logit(i)); });
   }
 };
 
