@@ -15,7 +15,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from .backends import Backend, MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, Validation
+from .backends import Backend, MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, TopkSpec, Validation
 from .backends.base import Tensors
 
 
@@ -227,6 +227,26 @@ class _Values(PyLayer):
         return ctx.back(gradient, ctx.maps)
 
 
+class _CalculateTopk(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, gating: Tensor, correction_bias: Tensor | None, backend: Backend, spec: TopkSpec) -> Tensors:
+        weights, ids, scores = backend.calculate_topk(gating, correction_bias, spec)
+        ctx.save_for_backward(gating, ids)
+        ctx.backend, ctx.spec, ctx.wanted = backend, spec, _wanted(gating, correction_bias)
+        ctx.mark_non_differentiable(ids, *([] if spec.return_scores else [scores]))
+        return weights, ids, scores
+
+    @staticmethod
+    def backward(ctx: Any, d_weights: Tensor, d_ids: Tensor, d_scores: Tensor) -> Any:
+        given = d_weights, d_scores if ctx.spec.return_scores else None
+        no_gradient = [None] * (len(ctx.wanted) - 1)  # correction_bias, if given
+        return _gradients(
+            ctx.wanted,
+            lambda: ctx.backend.calculate_topk_backward(*given, *ctx.saved_tensor(), ctx.spec),
+            *no_gradient,
+        )
+
+
 class _QuantizedExperts(PyLayer):
     @staticmethod
     def forward(
@@ -253,6 +273,15 @@ class _QuantizedExperts(PyLayer):
             lambda: ctx.backend.unpermute(d_rows, None, ctx.plan),
             *(lambda d_tensor=d_tensor: d_tensor for d_tensor in d_tensors),
         )
+
+
+def calculate_topk(backend: Backend, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
+    """Weights, ids and scores (0 elements where they are not wanted), differentiable in gating."""
+    if correction_bias is not None and not correction_bias.stop_gradient:
+        correction_bias = correction_bias.detach()
+    if _runs_directly(backend, gating):
+        return backend.calculate_topk(gating, correction_bias, spec)
+    return _CalculateTopk.apply(gating, correction_bias, backend, spec)
 
 
 def route(backend: Backend, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:

@@ -4,21 +4,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import paddle
-import paddle.nn.functional as F
 from paddle import Tensor
 
 from . import _checks, autograd
 from ._graphs import traceable
-from .backends import RouteSpec, resolve
+from .backends import RouteSpec, TopkSpec, resolve
 
 __all__ = ["Plan", "calculate_topk", "route"]
-
-# The smallest sum that weights are divided by: sigmoid scores can all underflow to zero.
-SMALLEST_SUM = 1e-12
 
 
 class Plan(NamedTuple):
@@ -164,15 +159,15 @@ def calculate_topk(
     """Choose the experts of each token from a router's logits, and weight them.
 
     Scores are the sigmoid of each logit or the softmax over a token's logits, in float32, rounded to the dtype of
-    the logits. The K experts with the highest values are chosen, of equal values the lower id first (on the CPU NaN is
-    above all numbers). Weights are the scores of the chosen experts, divided by their sum and scaled if asked for.
+    the logits. The K experts with the highest values are chosen, of equal values the lower id first, NaN above
+    all numbers. Weights are the scores of the chosen experts, divided by their sum and scaled if asked for.
 
     What routers add to this: ERNIE 4.5 a correction bias; DeepSeek-V2 groups (``scores_per_group=1``); DeepSeek-V3
     (arXiv:2412.19437, section 2.1.2) sigmoid, bias, groups (of the two best scores) and a scaling factor.
 
-    Differentiable: weights and scores in ``gating``; the choice and ``correction_bias`` get no gradient. The ids are
-    the same on every device for the same values; scores differ in the last bits, as exponentials do. Runs on Paddle's
-    operators. No host synchronisation.
+    Differentiable: weights and scores in ``gating``; the choice and ``correction_bias`` get no gradient. Deterministic:
+    the compiled operator gives the same bits on every device and run; on other backends scores differ in the last bits,
+    as exponentials do, and so may the choice between scores that are nearly equal. No host synchronisation.
 
     Args:
         gating: logits [T, E], bfloat16, float16 or float32.
@@ -221,32 +216,19 @@ def calculate_topk(
     scaling_factor = _checks.number(name, "scaling_factor", scaling_factor)
     _checks.same_place(name, gating=gating, correction_bias=correction_bias)
 
-    def activation(values: Tensor) -> Tensor:
-        return _rounded(F.sigmoid(values) if use_sigmoid else F.softmax(values, axis=-1), gating.dtype)
-
-    # Mixed precision would round the scores.
-    with paddle.amp.auto_cast(enable=False):
-        logits = gating.astype("float32")
-        scores = activation(logits) if pre_act or return_scores else logits
-        ids = _select_experts(
-            scores if pre_act else logits, top_k, correction_bias, num_groups, topk_groups, scores_per_group
-        )
-        if pre_act:
-            weights = paddle.take_along_axis(scores, ids, axis=-1)
-        else:
-            weights = activation(paddle.take_along_axis(logits, ids, axis=-1))
-        if renormalize:
-            total = _rounded(weights.sum(axis=-1, keepdim=True), gating.dtype)
-            weights = weights / total.clip(min=SMALLEST_SUM)
-        if scaling_factor != 1.0:
-            weights = weights * scaling_factor
-    outputs = weights.astype(gating.dtype), ids
-    return (*outputs, scores.astype(gating.dtype)) if return_scores else outputs
-
-
-def _rounded(values: Tensor, dtype: Any) -> Tensor:
-    """float32 values that the dtype can hold. Paddle has few operators for narrow types on the CPU."""
-    return values if dtype == paddle.float32 else values.astype(dtype).astype("float32")
+    spec = TopkSpec(
+        top_k,
+        use_sigmoid,
+        renormalize,
+        pre_act,
+        num_groups,
+        topk_groups,
+        scores_per_group,
+        scaling_factor,
+        return_scores,
+    )
+    outputs = autograd.calculate_topk(resolve(name, gating), gating, correction_bias, spec)
+    return outputs if return_scores else outputs[:2]
 
 
 def check_groups(
@@ -269,36 +251,3 @@ def check_groups(
     if top_k > candidates:
         _checks.bad_value(function, argument, f"at most {candidates}, the experts to choose from", top_k)
     return num_groups, topk_groups
-
-
-@paddle.no_grad()
-def _select_experts(
-    values: Tensor, top_k: int, bias: Tensor | None, num_groups: int, topk_groups: int, scores_per_group: int
-) -> Tensor:
-    """int64 [T, K]: the experts with the highest values.
-
-    Selection among fewer groups looks at their experts only, so no stand-in value is needed for the others.
-    """
-    values = values.detach()
-    if bias is not None:
-        values = values + bias.detach()
-    if topk_groups == num_groups:
-        return _descending(values, top_k)
-    size = values.shape[1] // num_groups
-    values = values.reshape([0, num_groups, size])  # 0: as it was, which a graph need not know
-    first, *others = paddle.topk(values, min(scores_per_group, size), axis=-1)[0].unbind(axis=-1)
-    sums = functools.reduce(paddle.add, others, first)  # one after the other, the same bits everywhere
-    groups = paddle.sort(_descending(sums, topk_groups), axis=-1)
-    candidates = paddle.take_along_axis(values, groups.unsqueeze(-1), axis=1).reshape([0, topk_groups * size])
-    chosen = _descending(candidates, top_k)
-    return paddle.take_along_axis(groups, chosen // size, axis=-1) * size + chosen % size
-
-
-def _descending(values: Tensor, count: int) -> Tensor:
-    """int64 [T, count]: the places of the highest values, of equal ones the lower first."""
-    # On the CPU a sort of whole rows takes several times as long. Where the highest values differ, topk has no choice.
-    if count < values.shape[1] and isinstance(values, Tensor) and values.place.is_cpu_place():
-        best, places = paddle.topk(values, count + 1, axis=-1)
-        if (best[:, :-1] > best[:, 1:]).all():
-            return places[:, :count]
-    return paddle.argsort(values, axis=-1, descending=True, stable=True)[:, :count]

@@ -21,6 +21,7 @@ from .base import (
     RouteSpec,
     RowMaps,
     RowmapSpec,
+    TopkSpec,
     Validation,
 )
 from .choice import TRITON_RULE, triton_is_faster
@@ -34,6 +35,7 @@ __all__ = [
     "RouteSpec",
     "RowMaps",
     "RowmapSpec",
+    "TopkSpec",
     "Validation",
     "explain",
     "register",
@@ -55,6 +57,7 @@ OPERATORS = (
     "permute_quantized",
     "dequantize_1x128",
     "quantized_experts",
+    "calculate_topk",
 )
 
 _modules: dict[str, str] = {}  # name -> module with `backend`, in order of preference

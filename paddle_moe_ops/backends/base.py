@@ -87,6 +87,20 @@ class QuantizeSpec(NamedTuple):
     amax_min: float
 
 
+class TopkSpec(NamedTuple):
+    """Everything about a calculate_topk call that is not a tensor."""
+
+    top_k: int
+    use_sigmoid: bool
+    renormalize: bool
+    pre_act: bool
+    num_groups: int
+    topk_groups: int
+    scores_per_group: int
+    scaling_factor: float
+    return_scores: bool
+
+
 class Backend(Protocol):
     """One implementation of the verbs over Paddle tensors, whose arguments are checked already.
 
@@ -108,6 +122,9 @@ class Backend(Protocol):
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
         """Why the backend, where it can run, cannot do so on the device of a tensor; None when it can."""
+
+    def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
+        """Weights, ids and scores; the latter have 0 elements where they are not wanted."""
 
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
         """Make the maps of a plan."""

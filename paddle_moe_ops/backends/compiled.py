@@ -22,6 +22,7 @@ from .base import (
     RowMaps,
     RowmapSpec,
     Tensors,
+    TopkSpec,
     Validation,
 )
 
@@ -110,6 +111,11 @@ class CompiledBackend:
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
         return None  # the operators themselves say which places they know
+
+    def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
+        weights, ids, scores = _run("calculate_topk", gating, correction_bias, *spec)
+        _stop_gradients(ids, *([] if spec.return_scores else [scores]))
+        return weights, ids, scores
 
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
         outputs = _run(

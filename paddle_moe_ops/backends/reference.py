@@ -21,6 +21,7 @@ from .base import (
     RowMaps,
     RowmapSpec,
     Tensors,
+    TopkSpec,
     Validation,
 )
 from .host_checks import host_route
@@ -34,6 +35,11 @@ def _optional(tensor: Tensor | None) -> NDArray | None:
 
 def _tensors(like: Tensor, *arrays: NDArray) -> Tensors:
     return tuple(to_tensor(array, like.place) for array in arrays)
+
+
+def _router_arguments(spec: TopkSpec) -> tuple[Any, ...]:
+    """top_k, use_sigmoid, renormalize, pre_act and post_act."""
+    return spec.top_k, spec.use_sigmoid, spec.renormalize, spec.pre_act, not spec.pre_act
 
 
 def _plan(plan: Any) -> reference.Plan:
@@ -57,6 +63,31 @@ class ReferenceBackend:
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
         return None
+
+    def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
+        weights, ids, scores = reference.calculate_topk(
+            to_numpy(gating),
+            *_router_arguments(spec),
+            scaling_factor=spec.scaling_factor,
+            correction_bias=_optional(correction_bias),
+            num_groups=spec.num_groups,
+            topk_groups=spec.topk_groups,
+            scores_per_group=spec.scores_per_group,
+        )
+        return _tensors(gating, weights, ids, scores if spec.return_scores else scores[:0, 0])
+
+    def calculate_topk_backward(
+        self, d_weights: Tensor, d_scores: Tensor | None, gating: Tensor, ids: Tensor, spec: TopkSpec
+    ) -> Tensor:
+        d_gating = reference.calculate_topk_backward(
+            to_numpy(d_weights),
+            to_numpy(gating),
+            to_numpy(ids),
+            *_router_arguments(spec)[1:],
+            scaling_factor=spec.scaling_factor,
+            d_scores=_optional(d_scores),
+        )
+        return to_tensor(d_gating.astype(np.float32).astype(numpy_dtype(gating.dtype)), gating.place)
 
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
         plan = host_route("route", routing, probs, counts, spec)

@@ -16,7 +16,7 @@ from ..reference import rowmap_to_token_rows
 from ..reference.routing import check_ids
 from ..triton import _runtime
 from .arrays import numpy_dtype, to_numpy
-from .base import MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, RowMaps, Tensors, Validation
+from .base import MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, RowMaps, Tensors, TopkSpec, Validation
 from .host_checks import check_chunks, host_chunk_rows, host_route
 
 _ALIGNMENT = 16
@@ -65,6 +65,7 @@ class TritonBackend:
             "permute_quantized",
             "dequantize_1x128",
             "quantized_experts",
+            "calculate_topk",
         }
     )
 
@@ -75,6 +76,29 @@ class TritonBackend:
         if _runtime.is_nvidia_gpu(tensor):
             return None
         return f"Triton kernels need tensors on an NVIDIA GPU, but these are on {tensor.place}"
+
+    def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
+        from ..triton.topk import topk
+
+        bias = None if correction_bias is None else _dense(correction_bias)
+        return topk(_device(gating), _dense_rows(gating), bias, **spec._asdict())
+
+    def calculate_topk_backward(
+        self, d_weights: Tensor, d_scores: Tensor | None, gating: Tensor, ids: Tensor, spec: TopkSpec
+    ) -> Tensor:
+        from ..triton.topk import topk_backward
+
+        return topk_backward(
+            _device(gating),
+            _dense_rows(gating),
+            _dense(ids),
+            _dense(d_weights),
+            None if d_scores is None else _dense(d_scores),
+            use_sigmoid=spec.use_sigmoid,
+            renormalize=spec.renormalize,
+            pre_act=spec.pre_act,
+            scaling_factor=spec.scaling_factor,
+        )
 
     def _maps(
         self,

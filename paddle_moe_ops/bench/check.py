@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..reference.permutation import sum_rows, sum_rows_backward
-from ..testing.tolerances import Tolerance, dot_chain, dtype_tols
+from ..testing.tolerances import Tolerance, dot_chain, dtype_tols, score_tols
 from .device import BFLOAT16_SUMS, BITS, Outputs
 from .shapes import Operation
 from .tensors import TensorInputs, to_numpy
@@ -45,7 +45,7 @@ def difference(operation: Operation, inputs: TensorInputs, outputs: Outputs, exa
         inputs: From what.
         outputs: Tensors by name: fields of the plan, ``rowmap``, ``rows``, ``row_scales``, ``codes`` as bytes,
             ``scales``, ``out``, ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M], ``sorted_rows``,
-            ``source_to_dest`` [M].
+            ``source_to_dest`` [M], ``router_weights`` and ``router_ids`` [T, K].
         exactness: Of sums: `device.BITS`, FLOAT32_SUMS or BFLOAT16_SUMS.
     """
     if not outputs:
@@ -72,6 +72,10 @@ def difference(operation: Operation, inputs: TensorInputs, outputs: Outputs, exa
         elif name == "slot_probs":
             plan, probs = inputs.problem.plan, inputs.problem.probs
             found = _equal_arrays(name, tensor, np.where(plan.slot_to_row >= 0, probs, np.float32(0)))
+        elif name == "router_ids":
+            found = _equal_arrays(name, tensor, inputs.problem.chosen[1])
+        elif name == "router_weights":
+            found = _router_weights(tensor, inputs)
         elif name == "rowmap":
             found = _equal_arrays(name, tensor, inputs.problem.rowmap)
         else:
@@ -269,6 +273,13 @@ def _dot_products(actual: torch.Tensor, inputs: TensorInputs) -> str | None:
         if found:
             return found
     return None
+
+
+def _router_weights(actual: torch.Tensor, inputs: TensorInputs) -> str | None:
+    expected = torch.from_numpy(inputs.problem.chosen[0]).to(actual.device)
+    wrong = _expected_shape("router_weights", actual, len(expected), expected.shape[1], expected.dtype)
+    tolerance = score_tols(np.float32, inputs.problem.case.shape.num_experts)
+    return wrong or _too_far("router_weights", actual, expected, expected, tolerance, 0)
 
 
 def _too_far(

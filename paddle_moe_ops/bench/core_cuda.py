@@ -31,6 +31,7 @@ from ..testing.core import (
     UnpermuteBackwardParams,
     UnpermuteParams,
 )
+from ..testing.core_structs import TopkParams
 from .device import Body, Implementation, Outputs, Unsupported
 from .shapes import Operation
 from .tensors import TensorInputs, to_numpy
@@ -50,7 +51,7 @@ class CudaCore(Core):
         super().__init__(path)
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        for operator in ("route", "clean_rowmap", "sort_chunks", "quantize"):
+        for operator in ("route", "clean_rowmap", "sort_chunks", "quantize", "topk"):
             self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
         self._declare("pmo_route_permute_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -401,6 +402,30 @@ def _sort_chunks(core: CudaCore, operation: Operation, inputs: TensorInputs) -> 
     return _body(lambda: core.call("sort_chunks", params), outputs)
 
 
+def _topk(core: CudaCore, _: Operation, inputs: TensorInputs) -> Body:
+    gating, topk = inputs.gating, inputs.problem.chosen_per_token
+    outputs: Outputs = {
+        "router_weights": inputs.empty(len(gating), topk, dtype=gating.dtype),
+        "router_ids": inputs.empty(len(gating), topk, dtype=torch.int64),
+    }
+    params = TopkParams(
+        num_tokens=len(gating),
+        topk=topk,
+        num_experts=gating.shape[1],
+        num_groups=1,
+        topk_groups=1,
+        scores_per_group=1,
+        gating_row_stride=gating.stride(0),
+        dtype=_dtype_code(gating),
+        pre_act=True,
+        renormalize=True,
+        scaling_factor=1.0,
+    )
+    _point(params, gating=gating, weights=outputs["router_weights"], ids=outputs["router_ids"])
+    _point_at_workspace(params, core.library.pmo_topk_cuda_workspace_bytes, inputs)
+    return _body(lambda: core.call("topk", params), outputs)
+
+
 def _summing_sizes(inputs: TensorInputs, weighted: bool) -> dict[str, int]:
     plan = inputs.problem.plan
     return {
@@ -423,4 +448,5 @@ _BODIES: dict[str, Callable[[CudaCore, Operation, TensorInputs], Body]] = {
     "moe_unpermute": _moe_unpermute,
     "unpermute_backward": _unpermute_backward,
     "sort_chunks": _sort_chunks,
+    "topk": _topk,
 }

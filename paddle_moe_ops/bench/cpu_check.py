@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..testing.tolerances import Tolerance, dot_chain, dtype_tols
+from ..testing.tolerances import Tolerance, dot_chain, dtype_tols, score_tols
 from .cpu_arrays import BFLOAT16, ArrayInputs, chunks
 from .device import BFLOAT16_SUMS, BITS, Outputs
 from .shapes import Operation
@@ -25,7 +25,7 @@ def difference(operation: Operation, inputs: ArrayInputs, outputs: Outputs, exac
         inputs: From what.
         outputs: Arrays by name: fields of the plan, ``rowmap``, ``rows``, ``row_scales``, ``codes``,
             ``scales``, ``out``, ``slot_probs`` [T, K], ``d_rows``, ``d_weights`` [M], ``sorted_rows`` and
-            ``source_to_dest`` [M], ``copy`` of ones.
+            ``source_to_dest`` [M], ``router_weights`` and ``router_ids`` [T, K], ``copy`` of ones.
         exactness: Of sums: `device.BITS`, FLOAT32_SUMS or BFLOAT16_SUMS.
     """
     if not outputs:
@@ -53,6 +53,10 @@ def difference(operation: Operation, inputs: ArrayInputs, outputs: Outputs, exac
             found = _sorted(array, inputs, operation.variant)
         elif name == "source_to_dest":
             found = _unequal(name, array, inputs.problem.source_to_dest)
+        elif name == "router_ids":
+            found = _unequal(name, array, inputs.problem.chosen[1])
+        elif name == "router_weights":
+            found = _router_weights(array, inputs)
         elif name == "copy":
             found = _unequal(name, array, np.ones_like(array))
         elif name == "slot_probs":
@@ -163,6 +167,13 @@ def _dot_products(actual: NDArray, inputs: ArrayInputs) -> str | None:
         if found:
             return found
     return None
+
+
+def _router_weights(actual: NDArray, inputs: ArrayInputs) -> str | None:
+    expected = inputs.problem.chosen[0]
+    wrong = _unlike("router_weights", actual, expected.dtype, expected.shape)
+    tolerance = score_tols(np.float32, inputs.problem.case.shape.num_experts)
+    return wrong or _too_far("router_weights", actual, expected, expected, tolerance, 0)
 
 
 def _too_far(

@@ -26,6 +26,7 @@ from ..testing.core import (
     unpermute_backward_params,
     unpermute_params,
 )
+from ..testing.core_topk import topk_params
 from .cpu_arrays import FLOAT8, ArrayInputs, empty
 from .device import Body, Implementation, Outputs
 from .shapes import Operation
@@ -227,6 +228,17 @@ def _sort_chunks(core: Core, operation: Operation, inputs: ArrayInputs) -> Body:
     return _body(lambda: core.run("sort_chunks", params), outputs)
 
 
+def _topk(core: Core, _: Operation, inputs: ArrayInputs) -> Body:
+    gating = inputs.problem.gating
+    shape = len(gating), inputs.problem.chosen_per_token
+    outputs: Outputs = {
+        "router_weights": _touched(shape, gating.dtype),
+        "router_ids": _touched(shape, np.dtype(np.int64)),
+    }
+    params = topk_params(gating, *outputs.values(), pre_act=True, renormalize=True)
+    return _body(lambda: core.run("topk", params), outputs)
+
+
 _BODIES: dict[str, Callable[[Core, Operation, ArrayInputs], Body]] = {
     "route": _route,
     "route_permute": _route_permute,
@@ -237,4 +249,5 @@ _BODIES: dict[str, Callable[[Core, Operation, ArrayInputs], Body]] = {
     "moe_unpermute": _moe_unpermute,
     "unpermute_backward": _unpermute_backward,
     "sort_chunks": _sort_chunks,
+    "topk": _topk,
 }

@@ -72,7 +72,7 @@ class Memory:
 
             return Body(run, note="a copy of as many bytes")
 
-        moving = tuple(operation.key for operation in OPERATIONS if operation.op != "route")
+        moving = tuple(operation.key for operation in OPERATIONS if operation.op not in ("route", "topk"))
         return Implementation("memcpy", moving, prepare)
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> Callable[[], None]:

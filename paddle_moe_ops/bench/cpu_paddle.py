@@ -21,6 +21,7 @@ from paddle.utils.dlpack import from_dlpack
 import paddle_moe_ops
 
 from ..backends.arrays import to_numpy
+from ..routing import calculate_topk
 from .cpu_arrays import BFLOAT16, FLOAT8, ArrayInputs
 from .device import BFLOAT16_SUMS, FLOAT32_SUMS, Body, Implementation, Outputs, Unsupported
 from .shapes import Operation
@@ -28,6 +29,7 @@ from .targets import PUBLIC
 
 __all__ = ["paddle_implementations"]
 
+_ROUTER_OUTPUTS = ("router_weights", "router_ids")
 _VIEWS = {BFLOAT16: (np.int16, "bfloat16"), FLOAT8: (np.int8, "float8_e4m3fn")}
 # Rows that no gather of Paddle's takes as they are.
 _CARRIERS = {paddle.float8_e4m3fn: paddle.int8}
@@ -223,6 +225,15 @@ def _public_sort_chunks(operation: Operation, inputs: PaddleInputs) -> Body:
     return Body(run_backward)
 
 
+def _public_topk(_: Operation, inputs: PaddleInputs) -> Body:
+    gating, topk = as_tensor(inputs.problem.gating), inputs.problem.chosen_per_token
+
+    def run() -> Outputs:
+        return dict(zip(_ROUTER_OUTPUTS, calculate_topk(gating, topk, False, True), strict=True))
+
+    return Body(run)
+
+
 _PUBLIC_BODIES: dict[str, Callable[[Operation, PaddleInputs], Body]] = {
     "route": _public_route,
     "route_permute": _public_route_permute,
@@ -233,6 +244,7 @@ _PUBLIC_BODIES: dict[str, Callable[[Operation, PaddleInputs], Body]] = {
     "moe_unpermute": _public_moe_unpermute,
     "unpermute_backward": _public_unpermute_backward,
     "sort_chunks": _public_sort_chunks,
+    "topk": _public_topk,
 }
 
 # ---- plain operators of Paddle
@@ -373,6 +385,16 @@ def _plain_sort_chunks(operation: Operation, inputs: PaddleInputs) -> Body:
     return Body(lambda: {"sorted_rows": paddle.gather(rows, index)}, note="gather by a given map")
 
 
+def _plain_topk(_: Operation, inputs: PaddleInputs) -> Body:
+    gating, topk = as_tensor(inputs.problem.gating), inputs.problem.chosen_per_token
+
+    def run() -> Outputs:
+        weights, ids = paddle.topk(paddle.nn.functional.softmax(gating), topk)
+        return dict(zip(_ROUTER_OUTPUTS, (weights / weights.sum(axis=-1, keepdim=True), ids), strict=True))
+
+    return Body(run)
+
+
 _PLAIN_BODIES: dict[str, Callable[[Operation, PaddleInputs], Body]] = {
     "route": _plain_route,
     "route_permute": _plain_route_permute,
@@ -380,4 +402,5 @@ _PLAIN_BODIES: dict[str, Callable[[Operation, PaddleInputs], Body]] = {
     "unpermute": _plain_unpermute,
     "unpermute_backward": _plain_unpermute_backward,
     "sort_chunks": _plain_sort_chunks,
+    "topk": _plain_topk,
 }

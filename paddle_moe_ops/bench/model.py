@@ -19,6 +19,7 @@ element, S scales per row (float32). M counts only where padding rows are writte
     unpermute_backward dprob     THb + NHb + 4TK            4M
     unpermute_backward weighted  THb + NHb + 4TK + 4N       MHb + 4M
     sort_chunks                  MHb + 8E (sizes, order)    MHb; forward also the map 4M
+    topk                         4TE (logits)               12TK (ids, weights)
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .shapes import Operation
 __all__ = ["Bytes", "Kind", "Work", "minimum_bytes", "probe_work"]
 
 _WORD = 4  # int32, float32
-_ITEMSIZE = {"bfloat16": 2, "float8_e4m3fn": 1}
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
 class Bytes(NamedTuple):
@@ -120,6 +121,8 @@ def minimum_bytes(operation: Operation, problem: Problem) -> Bytes:
         return Bytes(routed * row + rowmap + slot_words + _WORD * routed, tokens * row + slot_words)
     if op == "sort_chunks":
         return Bytes(buffer * row + 2 * _WORD * experts, buffer * row + (_WORD * buffer if variant == "forward" else 0))
+    if op == "topk":
+        return Bytes(_WORD * tokens * experts, 3 * _WORD * tokens * problem.chosen_per_token)
     if op != "unpermute_backward":
         raise ValueError(f"operation must be one of shapes.OPERATIONS, but got {operation.key}")
     dots = variant in ("weighted", "dprob")
@@ -133,7 +136,7 @@ def probe_work(operation: Operation, problem: Problem) -> Work:
     """The probe that moves the rows of an operation: the tokens' on one side, the buffer's on the other."""
     row = row_bytes(operation, problem)
     tokens, routed = problem.case.shape.num_tokens * row, problem.routed_rows * row
-    if operation.op == "route":
+    if operation.op in ("route", "topk"):
         return Work(Kind.EMPTY, 0, 0)
     if operation.op in ("unpermute", "moe_unpermute"):
         return Work(Kind.REDUCE, tokens, routed)

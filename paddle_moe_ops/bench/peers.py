@@ -40,10 +40,14 @@ _TE_PACKAGES = (
 
 
 def torch_implementations() -> list[Implementation]:
-    """ "torch gather" indexes rows and adds them up in float32; "torch index_add" adds into bfloat16 with atomics."""
+    """ "torch gather" indexes rows and adds them up in float32; "torch index_add" adds into bfloat16 with atomics.
+
+    "torch softmax and topk" is a router of three calls.
+    """
     return [
         Implementation("torch gather", tuple(f"{op}:*" for op in _TORCH_BODIES), _torch_gather),
         Implementation("torch index_add", ("unpermute:*",), _torch_index_add),
+        Implementation("torch softmax and topk", ("topk:*",), _torch_topk),
     ]
 
 
@@ -145,6 +149,14 @@ def _torch_index_add(operation: Operation, inputs: TensorInputs) -> Body:
         return {"out": torch.zeros_like(inputs.d_out).index_add_(0, index, rows)}
 
     return Body(run, BFLOAT16_SUMS, note="not deterministic")
+
+
+def _torch_topk(_: Operation, inputs: TensorInputs) -> Body:
+    def run() -> Outputs:
+        weights, ids = inputs.gating.softmax(-1).topk(inputs.problem.chosen_per_token)
+        return {"router_weights": weights / weights.sum(-1, keepdim=True), "router_ids": ids}
+
+    return Body(run)
 
 
 _TORCH_BODIES: dict[str, Callable[[Operation, TensorInputs], Body]] = {

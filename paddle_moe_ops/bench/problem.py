@@ -60,6 +60,24 @@ class Problem:
         return np.argsort(self.source_to_dest).astype(np.int32)
 
     @cached_property
+    def gating(self) -> NDArray:
+        """float32 [T, E]: logits whose scores are far enough apart for every router to choose the same experts."""
+        shape = self.case.shape
+        order = np.random.default_rng(_SEED).random((shape.num_tokens, shape.num_experts), np.float32).argsort(axis=1)
+        return order.astype(np.float32) / 16
+
+    @property
+    def chosen_per_token(self) -> int:
+        """The experts that a router chooses, which cannot be more than there are."""
+        return min(self.case.shape.topk, self.case.shape.num_experts)
+
+    @cached_property
+    def chosen(self) -> tuple[NDArray, NDArray]:
+        """Weights float32 and ids int64 [T, K] of a softmax over the logits, the weights divided by their sum."""
+        weights, ids, _ = reference.calculate_topk(self.gating, self.chosen_per_token, False, True)
+        return weights, np.ascontiguousarray(ids)
+
+    @cached_property
     def rowmap(self) -> NDArray:
         """int32 [T, E], the map that Paddle's moe_permute returns."""
         return reference.plan_to_rowmap(self.plan)

@@ -63,7 +63,9 @@ class Operation(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Element type of the rows that are read; float8 rows travel with one float32 scale per 128 columns."""
+        """Element type of the rows, or logits, that are read; float8 rows have one float32 scale per 128 columns."""
+        if self.op == "topk":
+            return "float32"
         return "float8_e4m3fn" if self.variant == "fp8" else "bfloat16"
 
 
@@ -79,6 +81,7 @@ OPERATIONS = tuple(
         "moe_unpermute": ("plain", "weighted"),
         "unpermute_backward": ("plain", "weighted", "dx", "dprob"),
         "sort_chunks": ("forward", "backward"),
+        "topk": ("softmax",),
     }.items()
     for variant in variants
 )

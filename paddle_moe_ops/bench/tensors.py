@@ -155,6 +155,11 @@ class TensorInputs:
         """int32 [M]"""
         return self._copy(self.problem.dest_to_source)
 
+    @cached_property
+    def gating(self) -> torch.Tensor:
+        """float32 [T, E]"""
+        return self._copy(self.problem.gating)
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 

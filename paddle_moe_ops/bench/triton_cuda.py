@@ -14,6 +14,7 @@ from ..triton.quantize import quantize
 from ..triton.route import Routing, route
 from ..triton.rowmap import clean_rowmap, gather_slots
 from ..triton.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
+from ..triton.topk import topk
 from ..triton.unpermute import unpermute
 from ..triton.unpermute_backward import unpermute_backward
 from .device import Body, Implementation, Outputs
@@ -156,6 +157,24 @@ def _sort_chunks(device: TorchDevice, operation: Operation, inputs: TensorInputs
     return {"sorted_rows": sort_chunks(device, inputs.rows, None, source_to_dest)[0], "source_to_dest": source_to_dest}
 
 
+def _topk(device: TorchDevice, _: Operation, inputs: TensorInputs) -> Outputs:
+    weights, ids, _scores = topk(
+        device,
+        inputs.gating,
+        None,
+        top_k=inputs.problem.chosen_per_token,
+        use_sigmoid=False,
+        renormalize=True,
+        pre_act=True,
+        num_groups=1,
+        topk_groups=1,
+        scores_per_group=1,
+        scaling_factor=1.0,
+        return_scores=False,
+    )
+    return {"router_weights": weights, "router_ids": ids}
+
+
 _CALLS: Calls = {
     "route": _route,
     "route_permute": _route_permute,
@@ -166,4 +185,5 @@ _CALLS: Calls = {
     "moe_unpermute": _moe_unpermute,
     "unpermute_backward": _unpermute_backward,
     "sort_chunks": _sort_chunks,
+    "topk": _topk,
 }

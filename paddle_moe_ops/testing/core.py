@@ -44,6 +44,7 @@ from .core_structs import (
     Status,
     UnpermuteBackwardParams,
     UnpermuteParams,
+    row_stride,
 )
 
 __all__ = [
@@ -99,6 +100,8 @@ OPERATORS = (
     "read_row_id_map",
     "quantize",
     "dequantize",
+    "topk",
+    "topk_backward",
 )
 
 
@@ -321,9 +324,9 @@ def permute_params(
         hidden=x.shape[1],
         scale_cols=0 if scale is None else scale.shape[1],
         x=x,
-        x_row_stride=_row_stride(x),
+        x_row_stride=row_stride(x),
         scale=scale,
-        scale_row_stride=0 if scale is None else _row_stride(scale),
+        scale_row_stride=0 if scale is None else row_stride(scale),
         slot_to_row=slot_to_row,
         row_to_token=row_to_token,
         rows=rows,
@@ -357,7 +360,7 @@ def quantize_params(
         num_rows=len(codes),
         hidden=x.shape[1],
         x=x,
-        x_row_stride=_row_stride(x),
+        x_row_stride=row_stride(x),
         slot_to_row=slot_to_row,
         row_to_token=row_to_token,
         codes=codes,
@@ -381,7 +384,7 @@ def dequantize_params(
         num_rows=len(codes),
         hidden=codes.shape[1],
         codes=codes,
-        codes_row_stride=_row_stride(codes),
+        codes_row_stride=row_stride(codes),
         scales=scales,
         out=out,
         dtype=DTYPES[out.dtype],
@@ -410,7 +413,7 @@ def unpermute_params(
         num_weights=0 if weights is None else weights.size,
         hidden=rows.shape[1],
         rows=rows,
-        rows_row_stride=_row_stride(rows),
+        rows_row_stride=row_stride(rows),
         token_rows=token_rows,
         weights=weights,
         weight_index=weight_index,
@@ -443,9 +446,9 @@ def unpermute_backward_params(
         num_weights=0 if weights is None else weights.size,
         hidden=d_out.shape[1],
         d_out=d_out,
-        d_out_row_stride=_row_stride(d_out),
+        d_out_row_stride=row_stride(d_out),
         rows=rows,
-        rows_row_stride=0 if rows is None else _row_stride(rows),
+        rows_row_stride=0 if rows is None else row_stride(rows),
         token_rows=token_rows,
         row_to_token=row_to_token,
         weights=weights,
@@ -476,7 +479,7 @@ def sort_chunks_params(
         num_chunks=len(split_sizes),
         hidden=hidden,
         x=x,
-        x_row_stride=_row_stride(x),
+        x_row_stride=row_stride(x),
         split_sizes=split_sizes,
         order=order,
         probs=probs,
@@ -488,10 +491,3 @@ def sort_chunks_params(
         order_kind=kinds[order.dtype],
         **fields,
     )
-
-
-def _row_stride(matrix: NDArray) -> int:
-    """Elements from one row to the next; inside a row they must be neighbours."""
-    if matrix.size > len(matrix) and matrix.strides[1] != matrix.itemsize:
-        raise ValueError(f"rows must be contiguous, but got strides {matrix.strides}")
-    return matrix.strides[0] // matrix.itemsize

@@ -36,8 +36,11 @@ __all__ = [
     "SlotsParams",
     "SortChunksParams",
     "Status",
+    "TopkBackwardParams",
+    "TopkParams",
     "UnpermuteBackwardParams",
     "UnpermuteParams",
+    "row_stride",
 ]
 
 
@@ -111,12 +114,20 @@ Size = ctypes.c_int64
 Float = ctypes.c_float
 Bytes = ctypes.c_void_p
 Int32s = ctypes.POINTER(ctypes.c_int32)
+Int64s = ctypes.POINTER(ctypes.c_int64)
 Floats = ctypes.POINTER(ctypes.c_float)
-_ELEMENTS = {Int32s: np.dtype(np.int32), Floats: np.dtype(np.float32)}
+_ELEMENTS = {Int32s: np.dtype(np.int32), Int64s: np.dtype(np.int64), Floats: np.dtype(np.float32)}
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
+
+
+def row_stride(matrix: NDArray) -> int:
+    """Elements from one row to the next; inside a row they must be neighbours."""
+    if matrix.size > len(matrix) and matrix.strides[1] != matrix.itemsize:
+        raise ValueError(f"rows must be contiguous, but got strides {matrix.strides}")
+    return matrix.strides[0] // matrix.itemsize
 
 
 class Params(ctypes.Structure):
@@ -297,4 +308,38 @@ class DequantizeParams(Params):
         *_fields(Size, "codes_row_stride"),
         *_fields(Bytes, "scales out"),
         *_fields(Int, "dtype ue8m0 scale_layout num_threads"),
+    ]
+
+
+class TopkParams(Params):
+    """pmo_topk_params"""
+
+    _fields_ = [
+        *_fields(Size, "struct_size num_tokens topk num_experts num_groups topk_groups scores_per_group"),
+        *_fields(Bytes, "gating"),
+        *_fields(Size, "gating_row_stride"),
+        *_fields(Floats, "correction_bias"),
+        *_fields(Bytes, "weights"),
+        *_fields(Int64s, "ids"),
+        *_fields(Bytes, "scores"),
+        *_fields(Int, "dtype use_sigmoid pre_act renormalize"),
+        *_fields(Float, "scaling_factor"),
+        *_fields(Int, "num_threads"),
+        *_fields(Bytes, "workspace"),
+        *_fields(Size, "workspace_bytes"),
+    ]
+
+
+class TopkBackwardParams(Params):
+    """pmo_topk_backward_params"""
+
+    _fields_ = [
+        *_fields(Size, "struct_size num_tokens topk num_experts"),
+        *_fields(Bytes, "gating"),
+        *_fields(Size, "gating_row_stride"),
+        *_fields(Int64s, "ids"),
+        *_fields(Bytes, "d_weights d_scores d_gating"),
+        *_fields(Int, "dtype use_sigmoid pre_act renormalize"),
+        *_fields(Float, "scaling_factor"),
+        *_fields(Int, "num_threads"),
     ]

@@ -57,6 +57,8 @@ def right_outputs(operation, inputs):
         gradients = reference.unpermute_backward(to_numpy(inputs.d_out), plan, to_numpy(inputs.rows), weights)
         chosen = {"plain": (0,), "weighted": (0, 1), "dx": (0,), "dprob": (1,)}[operation.variant]
         outputs = {("d_rows", "d_weights")[index]: gradients[index] for index in chosen}
+    elif operation.op == "topk":
+        outputs = dict(zip(("router_weights", "router_ids"), problem.chosen, strict=True))
     elif operation.op == "sort_chunks":
         arrays = to_numpy(inputs.rows), problem.chunk_sizes, problem.chunk_order
         sorted_rows, _, source_to_dest = reference.sort_chunks(*arrays)

@@ -14,7 +14,9 @@ from numpy.typing import DTypeLike, NDArray
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing import core as ctypes_core
 from paddle_moe_ops.testing.core import Check, Core, Fill, ScaleLayout
+from paddle_moe_ops.testing.core_topk import topk_backward_params, topk_params
 
+from ..routers import Router
 from .cases import Problem
 from .guards import guarded_outputs, is_poison
 
@@ -330,3 +332,54 @@ def clean_rowmap(
         )
         core.run("clean_rowmap", params)
     return token_rows, row_to_token, slot_to_row
+
+
+def topk(core: Core, router: Router, *, num_threads: int = 0, with_scores: bool = True) -> tuple[NDArray, ...]:
+    """Weights, ids and, if they are wanted, scores."""
+    gating = router.gating
+    shape = len(gating), router.top_k
+    with guarded_outputs() as output:
+        weights, ids = output(shape, gating.dtype), output(shape, np.int64)
+        scores = output(gating.shape, gating.dtype) if with_scores else None
+        params = topk_params(
+            gating,
+            weights,
+            ids,
+            scores,
+            correction_bias=router.correction_bias,
+            scaling_factor=router.scaling_factor,
+            num_threads=num_threads,
+            **router_flags(router),
+            **router.groups,
+        )
+        core.run("topk", params)
+    return (weights, ids) if scores is None else (weights, ids, scores)
+
+
+def topk_backward(
+    core: Core,
+    router: Router,
+    ids: NDArray,
+    d_weights: NDArray | None,
+    d_scores: NDArray | None = None,
+    *,
+    num_threads: int = 0,
+) -> NDArray:
+    with guarded_outputs() as output:
+        d_gating = output(router.gating.shape, router.gating.dtype)
+        params = topk_backward_params(
+            router.gating,
+            ids,
+            d_gating,
+            d_weights,
+            d_scores,
+            scaling_factor=router.scaling_factor,
+            num_threads=num_threads,
+            **router_flags(router),
+        )
+        core.run("topk_backward", params)
+    return d_gating
+
+
+def router_flags(router: Router) -> dict[str, bool]:
+    return {"use_sigmoid": router.use_sigmoid, "pre_act": router.pre_act, "renormalize": router.renormalize}

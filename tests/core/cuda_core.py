@@ -31,6 +31,7 @@ from paddle_moe_ops.testing.core import (
     RowmapFindings,
     SortChunksParams,
 )
+from paddle_moe_ops.testing.core_structs import TopkParams
 
 # Read on the host by the reports, never by a kernel.
 HOST_ARRAYS = ("expected_per_expert",)
@@ -83,7 +84,7 @@ class CudaCore(Core):
         for operator in OPERATORS:
             self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         self._declare("pmo_route_permute_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        for operator in ("route", "clean_rowmap", "sort_chunks", "quantize"):
+        for operator in ("route", "clean_rowmap", "sort_chunks", "quantize", "topk"):
             self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
 
     def entry(self, operator: str) -> Any:
@@ -109,6 +110,8 @@ class CudaCore(Core):
                 self.sort_chunks_report(params)
             if params.workspace is None:
                 self._make_workspace(params, self.library.pmo_sort_chunks_cuda_workspace_bytes(ctypes.byref(params)))
+        if isinstance(params, TopkParams) and params.workspace is None:
+            self._make_workspace(params, self.library.pmo_topk_cuda_workspace_bytes(ctypes.byref(params)))
         if isinstance(params, RouteParams) and operator == "route" and params.checks & Check.OVERFLOW:
             nothing = RouteFindings(bad_place=NOWHERE, duplicate_place=NOWHERE, nan_place=NOWHERE)
             self.route_report(params, nothing, params.arrays["routed_per_expert"])

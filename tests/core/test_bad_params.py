@@ -176,6 +176,30 @@ BAD_FIELDS["sort_chunks"] = [
     ("order_kind", -1),
     ("order_kind", 2),
 ]
+BAD_FIELDS["topk_backward"] = [
+    ("num_tokens", -1),
+    ("num_tokens", TOO_MANY),
+    ("topk", -1),
+    ("topk", TOO_MANY // 5 + 1),
+    ("num_experts", 0),
+    ("num_experts", TOO_MANY_EXPERTS),
+    ("dtype", -1),
+    ("dtype", 3),
+    ("dtype", 5),
+]
+BAD_FIELDS["topk"] = [
+    *BAD_FIELDS["topk_backward"],
+    ("topk", 0),
+    ("topk", 3),  # of 4 experts in 2 groups of which 1 is kept
+    ("num_groups", 0),
+    ("num_groups", -2),
+    ("num_groups", 3),
+    ("num_groups", 8),
+    ("topk_groups", 0),
+    ("topk_groups", 3),
+    ("scores_per_group", 0),
+    ("scores_per_group", -1),
+]
 BAD_FIELDS["scatter_slots"] = BAD_FIELDS["gather_slots"]
 BAD_FIELDS["unpermute_backward"] = BAD_FIELDS["unpermute"]
 
@@ -194,6 +218,8 @@ REQUIRED_ARRAYS = {
     "sort_chunks": ["x", "split_sizes", "order", "probs"],
     "quantize": ["x", "slot_to_row", "row_to_token", "codes", "scales"],
     "dequantize": ["codes", "scales", "out"],
+    "topk": ["gating", "weights", "ids"],
+    "topk_backward": ["gating", "ids", "d_gating"],
 }
 # Row data and bytes may lie anywhere; whatever holds int32, int64 or float32 for the core itself may not.
 ALIGNED_ARRAYS = {
@@ -225,6 +251,8 @@ ALIGNED_ARRAYS = {
     "sort_chunks": ["split_sizes", "order", "probs", "probs_out", "source_to_dest"],
     "quantize": ["slot_to_row", "row_to_token", "scales", "workspace"],
     "dequantize": ["scales"],
+    "topk": ["gating", "correction_bias", "weights", "ids", "scores"],
+    "topk_backward": ["gating", "ids", "d_weights", "d_scores", "d_gating"],
 }
 
 
@@ -390,6 +418,7 @@ def test_ctypes_structs_mirror_the_headers(struct: type[ctypes.Structure]) -> No
         ("int64_t", ""): ctypes.c_int64,
         ("void", "*"): ctypes.c_void_p,
         ("int32_t", "*"): ctypes.POINTER(ctypes.c_int32),
+        ("int64_t", "*"): ctypes.POINTER(ctypes.c_int64),
         ("float", "*"): ctypes.POINTER(ctypes.c_float),
         ("float", ""): ctypes.c_float,
     }

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops.testing import core as ctypes_core
 from paddle_moe_ops.testing.core import Core, CoreError, Params, Status
+from paddle_moe_ops.testing.core_structs import TopkBackwardParams, TopkParams
 
 from .guards import MakeOutput, guarded_outputs
 
@@ -284,6 +285,51 @@ def dequantize(rng: np.random.Generator, output: MakeOutput, core: Core) -> Para
     )
 
 
+def topk(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
+    s = Sizes(rng)
+    groups, size = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    experts, kept = groups * size, int(rng.integers(1, groups + 1))
+    topk = int(rng.integers(1, kept * size + 1))
+    return TopkParams(
+        num_tokens=s.T,
+        topk=topk,
+        num_experts=experts,
+        num_groups=groups,
+        topk_groups=kept,
+        scores_per_group=int(rng.integers(1, 5)),
+        gating=data(rng, s.T, experts),
+        gating_row_stride=experts,
+        correction_bias=data(rng, 1, experts)[0],
+        weights=output((s.T, topk), np.float32),
+        ids=output((s.T, topk), np.int64),
+        scores=output((s.T, experts), np.float32),
+        scaling_factor=2.0,
+        **router_flags(rng),
+    )
+
+
+def topk_backward(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
+    s = Sizes(rng)
+    return TopkBackwardParams(
+        num_tokens=s.T,
+        topk=s.K,
+        num_experts=s.E,
+        gating=data(rng, s.T, s.E),
+        gating_row_stride=s.E,
+        ids=ints(rng, (s.T, s.K), s.E, np.int64),
+        d_weights=data(rng, s.T, s.K),
+        d_scores=data(rng, s.T, s.E),
+        d_gating=output((s.T, s.E), np.float32),
+        scaling_factor=2.0,
+        **router_flags(rng),
+    )
+
+
+def router_flags(rng: np.random.Generator) -> dict[str, int]:
+    flags = {name: int(rng.integers(0, 2)) for name in ("use_sigmoid", "pre_act", "renormalize")}
+    return {"dtype": int(rng.integers(0, 3)), "num_threads": int(rng.integers(0, 4)), **flags}
+
+
 TARGETS: dict[str, tuple[tuple[str, ...], Callable[[np.random.Generator, MakeOutput, Core], Params]]] = {
     "route": (("route_count", "route"), route),
     "clean_rowmap": (("clean_rowmap",), clean_rowmap),
@@ -298,6 +344,8 @@ TARGETS: dict[str, tuple[tuple[str, ...], Callable[[np.random.Generator, MakeOut
     "sort_chunks": (("sort_chunks",), sort_chunks),
     "quantize": (("quantize",), quantize),
     "dequantize": (("dequantize",), dequantize),
+    "topk": (("topk",), topk),
+    "topk_backward": (("topk_backward",), topk_backward),
 }
 
 

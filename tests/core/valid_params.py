@@ -12,6 +12,7 @@ import numpy as np
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing import core as ctypes_core
 from paddle_moe_ops.testing.core import Check, Core, Params
+from paddle_moe_ops.testing.core_topk import topk_backward_params, topk_params
 
 from ..params import Shape
 from ..reference.cases import ordinary_floats
@@ -155,6 +156,19 @@ def dequantize(core: Core, output: MakeOutput) -> Params:
     return ctypes_core.dequantize_params(codes, scales, output((N, SHAPE.H), np.float32))
 
 
+def topk(core: Core, output: MakeOutput) -> Params:
+    gating = np.ones((SHAPE.T, SHAPE.E), np.float32)
+    weights, ids = output((SHAPE.T, SHAPE.K), np.float32), output((SHAPE.T, SHAPE.K), np.int64)
+    scores, groups = output(gating.shape, np.float32), {"num_groups": 2, "topk_groups": 1}
+    return topk_params(gating, weights, ids, scores, correction_bias=gating[0], pre_act=1, **groups)
+
+
+def topk_backward(core: Core, output: MakeOutput) -> Params:
+    gating, ids = np.ones((SHAPE.T, SHAPE.E), np.float32), np.zeros((SHAPE.T, SHAPE.K), np.int64)
+    d_gating, d_weights = output(gating.shape, np.float32), np.ones(ids.shape, np.float32)
+    return topk_backward_params(gating, ids, d_gating, d_weights, gating, pre_act=1)
+
+
 # What is made here, and the operator that it is for.
 VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "route_count": ("route_count", route_count),
@@ -172,4 +186,6 @@ VALID: dict[str, tuple[str, Callable[[Core, MakeOutput], Params]]] = {
     "sort_chunks": ("sort_chunks", sort_chunks),
     "quantize": ("quantize", quantize),
     "dequantize": ("dequantize", dequantize),
+    "topk": ("topk", topk),
+    "topk_backward": ("topk_backward", topk_backward),
 }

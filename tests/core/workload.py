@@ -16,6 +16,7 @@ from paddle_moe_ops.testing.core import Core, ScaleLayout
 
 from ..params import Shape
 from ..reference.cases import floats_of_every_kind, ordinary_floats
+from ..routers import Router, deepseek_v3
 from . import calls
 from .cases import Problem, make_ids, make_plan, make_problem, make_probs
 
@@ -127,6 +128,30 @@ def dequantize(core: Core, num_threads: int) -> Results:
     return (calls.dequantize(core, *quantized(), ml_dtypes.bfloat16, num_threads=num_threads),)
 
 
+@cache
+def chosen() -> tuple[Router, Results]:
+    """A router and what the oracle makes of it."""
+    router = deepseek_v3(ml_dtypes.bfloat16, 700, np.random.default_rng(9))
+    factor = router.scaling_factor
+    return router, reference.calculate_topk(
+        router.gating,
+        *router.arguments,
+        scaling_factor=factor,
+        correction_bias=router.correction_bias,
+        **router.groups,
+    )
+
+
+def topk(core: Core, num_threads: int) -> Results:
+    return calls.topk(core, chosen()[0], num_threads=num_threads)
+
+
+def topk_backward(core: Core, num_threads: int) -> Results:
+    router, (weights, ids, scores) = chosen()
+    gradients = np.ascontiguousarray(ids), weights, scores
+    return (calls.topk_backward(core, router, *gradients, num_threads=num_threads),)
+
+
 OPERATORS: dict[str, Callable[[Core, int], Results]] = {
     "route": route,
     "clean_rowmap": clean_rowmap,
@@ -138,6 +163,8 @@ OPERATORS: dict[str, Callable[[Core, int], Results]] = {
     "sort_chunks": sort_chunks,
     "quantize": quantize,
     "dequantize": dequantize,
+    "topk": topk,
+    "topk_backward": topk_backward,
 }
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from paddle_moe_ops import reference
 
 from ..reference.cases import assert_same_bits, ordinary_floats
+from ..routers import Router
 
 pytestmark = pytest.mark.gpu_place
 
@@ -162,3 +163,18 @@ def test_moe_permute_and_moe_unpermute_with_their_gradients(run: Any, problem: P
     d_x, d_probs = reference.moe_permute_backward(d_rows, d_row_probs, plan)
     assert_same_bits(on_host(x.grad, dtype), d_x)
     assert_same_bits(on_host(probs.grad, np.dtype(np.float32)), d_probs)
+
+
+@pytest.mark.parametrize("pre_act", [False, True])
+def test_calculate_topk_and_its_gradient(run: Any, problem: Problem, pre_act: bool) -> None:
+    dtype, rng = problem.dtype, np.random.default_rng(11)
+    logits, bias = rng.standard_normal((problem.T, problem.E)).astype(dtype), rng.random(problem.E, np.float32)
+    router = Router(logits, problem.K, True, True, pre_act, 2.5, bias, {})
+    gating = on_gpu(logits, gradient=True)
+    attributes = problem.K, True, True, pre_act, 1, 1, 2, 2.5, True
+    weights, ids, scores = run("pmo_calculate_topk", gating, on_gpu(bias), *attributes)
+    host_ids = on_host(ids, np.dtype(np.int64))
+    router.check(on_host(weights, dtype), host_ids, on_host(scores, dtype))
+    d_weights, d_scores = (rng.standard_normal(array.shape).astype(dtype) for array in (host_ids, logits))
+    backward([weights, scores], [on_gpu(d_weights), on_gpu(d_scores)])
+    router.check_gradient(on_host(gating.grad, dtype), host_ids, d_weights, d_scores)

@@ -5,114 +5,56 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from paddle_moe_ops.testing.tolerances import assert_close_sums, score_tols
-from tests.ops.problems import SEEDS, backward, tensor
+from tests.ops.problems import backward, tensor
 from tests.params import SUM_DTYPES
+from tests.routers import Router, deepseek_v3, routers
 
 BY_DTYPE = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
 BY_ACTIVATION = pytest.mark.parametrize("use_sigmoid", [False, True], ids=["softmax", "sigmoid"])
 BY_TIME = pytest.mark.parametrize("pre_act", [True, False], ids=["pre_act", "post_act"])
 
 
-class Router(NamedTuple):
-    """One call: logits and every argument."""
-
-    gating: NDArray
-    top_k: int
-    use_sigmoid: bool
-    renormalize: bool
-    pre_act: bool
-    scaling_factor: float
-    correction_bias: NDArray | None
-    groups: dict[str, Any]
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return self.top_k, self.use_sigmoid, self.renormalize, self.pre_act, not self.pre_act
-
-    def call(self, place: object, gating: paddle.Tensor | None = None) -> tuple[paddle.Tensor, ...]:
-        gating = tensor(self.gating, place) if gating is None else gating
-        bias = None if self.correction_bias is None else tensor(self.correction_bias, place)
-        options = {"scaling_factor": self.scaling_factor, "correction_bias": bias, **self.groups}
-        return calculate_topk(gating, *self.arguments, **options, return_scores=True)
-
-
-@st.composite
-def routers(draw: st.DrawFn) -> Router:
-    """Routers of every kind over logits with many ties."""
-    num_groups, size = draw(st.integers(1, 8)), draw(st.integers(1, 9))
-    topk_groups = draw(st.integers(1, num_groups))
-    num_experts = num_groups * size
-    rng = np.random.default_rng(draw(SEEDS))
-    levels = draw(st.sampled_from([2, 5, 1000]))
-    shape = (draw(st.integers(0, 20)), num_experts)
-    gating = (rng.integers(-levels, levels, shape) * (4 / levels)).astype(draw(st.sampled_from(SUM_DTYPES)))
-    groups = {"num_groups": num_groups, "topk_groups": topk_groups, "scores_per_group": draw(st.integers(1, 4))}
-    return Router(
-        gating,
-        draw(st.integers(1, topk_groups * size)),
-        draw(st.booleans()),
-        draw(st.booleans()),
-        draw(st.booleans()),
-        draw(st.sampled_from([1.0, 2.5])),
-        rng.integers(-4, 4, num_experts).astype(np.float32) / 8 if draw(st.booleans()) else None,
-        groups,
-    )
-
-
-def assert_follows_the_oracle(router: Router, place: object) -> None:
-    weights, ids, scores = router.call(place)
-    # Which of nearly equal scores is the higher may differ with their last bits, so the scores are the backend's own.
-    values = to_numpy(scores) if router.pre_act else router.gating
-    chosen = reference.select_experts(values, router.top_k, correction_bias=router.correction_bias, **router.groups)
-    assert_bits_equal(ids, chosen, what="ids")
-    factor = router.scaling_factor
-    expected, _, all_scores = reference.calculate_topk(
-        router.gating, *router.arguments, scaling_factor=factor, ids=chosen
-    )
-    tolerance = score_tols(router.gating.dtype, router.gating.shape[1])
-    assert_close_sums(scores, all_scores, np.abs(all_scores), tolerance, what="scores")
-    assert_close_sums(weights, expected, np.abs(expected), tolerance, what="weights")
+def call(router: Router, place: object, gating: paddle.Tensor | None = None) -> tuple[paddle.Tensor, ...]:
+    """Weights, ids and scores."""
+    gating = tensor(router.gating, place) if gating is None else gating
+    bias = None if router.correction_bias is None else tensor(router.correction_bias, place)
+    options = {"scaling_factor": router.scaling_factor, "correction_bias": bias, **router.groups}
+    return calculate_topk(gating, *router.arguments, **options, return_scores=True)
 
 
 @settings(max_examples=60)
 @given(routers())
 def test_any_router_follows_the_oracle(place, router):
-    assert_follows_the_oracle(router, place)
+    router.check(*(to_numpy(output) for output in call(router, place)))
 
 
 @BY_DTYPE
-def test_a_router_of_deepseek_v3_follows_the_oracle(dtype, rng, place):
-    gating = rng.standard_normal((1025, 256)).astype(dtype)
-    bias = (0.1 * rng.standard_normal(256)).astype(np.float32)
-    groups = {"num_groups": 8, "topk_groups": 4}
-    assert_follows_the_oracle(Router(gating, 8, True, True, True, 2.5, bias, groups), place)
+def test_a_router_of_deepseek_v3_follows_the_oracle(dtype, rng, place, backend):
+    router = deepseek_v3(dtype, 1025, rng)
+    router.check(*(to_numpy(output) for output in call(router, place)))
 
 
 @pytest.mark.parametrize("num_experts", [1, 5, 17, 64, 100, 257, 384])
 @BY_ACTIVATION
 @BY_TIME
-def test_equal_logits_go_to_the_lower_experts(pre_act, use_sigmoid, num_experts, place):
+def test_equal_logits_go_to_the_lower_experts(pre_act, use_sigmoid, num_experts, place, backend):
     """At any place in a row the same logit must give the same score, whatever vector instructions work on it."""
     gating = paddle.full([3, num_experts], 0.37)
     _, ids = calculate_topk(gating, min(8, num_experts), use_sigmoid, True, pre_act, not pre_act)
     np.testing.assert_array_equal(ids.numpy(), np.tile(np.arange(min(8, num_experts)), (3, 1)))
 
 
-def test_equal_groups_go_to_the_lower_group(place):
+def test_equal_groups_go_to_the_lower_group(place, backend):
     gating = tensor(np.float32([[1, 0, 0, 1, 1, 0, 0, 1]]), place)
     _, ids = calculate_topk(gating, 4, True, False, num_groups=4, topk_groups=2, scores_per_group=2)
     assert ids.tolist() == [[0, 3, 1, 2]]
@@ -126,7 +68,7 @@ def test_groups_are_ranked_by_the_sum_of_their_best_scores(scores_per_group, exp
     assert ids.tolist() == [expected]
 
 
-def test_an_expert_outside_the_kept_groups_is_never_chosen(place):
+def test_an_expert_outside_the_kept_groups_is_never_chosen(place, backend):
     """Not even where those inside are as low as values get."""
     gating = tensor(np.float32([[5, -np.inf, -np.inf, 4, 4, 0]]), place)
     groups = {"num_groups": 3, "topk_groups": 1, "scores_per_group": 1}
@@ -134,7 +76,7 @@ def test_an_expert_outside_the_kept_groups_is_never_chosen(place):
     assert ids.tolist() == [[0, 1]]
 
 
-def test_the_correction_bias_chooses_and_does_not_weigh(place):
+def test_the_correction_bias_chooses_and_does_not_weigh(place, backend):
     gating, bias = np.float32([[3, 2, 1, 0]]), np.float32([0, 0, 0, 5])
     weights, ids, scores = calculate_topk(
         tensor(gating, place), 2, True, False, correction_bias=tensor(bias, place), return_scores=True
@@ -143,15 +85,14 @@ def test_the_correction_bias_chooses_and_does_not_weigh(place):
     assert_bits_equal(weights, scores.numpy()[:, [3, 0]])
 
 
-@pytest.mark.cpu_only
 @pytest.mark.parametrize("top_k", [1, 3, 6])
-def test_nan_logits_come_first_and_ids_stay_distinct(top_k, place):
+def test_nan_logits_come_first_and_ids_stay_distinct(top_k, place, backend):
     gating = tensor(np.float32([[1, np.nan, 3, -np.inf, np.nan, np.inf]]), place)
     _, ids = calculate_topk(gating, top_k, True, False, False, True)
     assert ids.tolist() == [[1, 4, 5, 2, 0, 3][:top_k]]
 
 
-def test_a_tie_at_the_edge_of_the_choice_goes_to_the_lower_expert(rng, place):
+def test_a_tie_at_the_edge_of_the_choice_goes_to_the_lower_expert(rng, place, backend):
     """The last that is chosen and the first that is not, in one of many tokens."""
     gating = np.stack([rng.permutation(40) for _ in range(50)]).astype(np.float32)
     gating[17] = np.float32([9, 1, 8, 7, 1, 8, *[1] * 34])
@@ -162,12 +103,12 @@ def test_a_tie_at_the_edge_of_the_choice_goes_to_the_lower_expert(rng, place):
     assert_bits_equal(ids, reference.select_experts(gating, 5))
 
 
-def test_weights_stay_finite_where_all_scores_underflow(place):
+def test_weights_stay_finite_where_all_scores_underflow(place, backend):
     weights, _ = calculate_topk(paddle.full([2, 4], -200.0), 2, True, True)
     assert weights.tolist() == [[0.0, 0.0]] * 2
 
 
-def test_narrow_scores_are_rounded_before_the_choice(place):
+def test_narrow_scores_are_rounded_before_the_choice(place, backend):
     """Two logits whose scores differ in float32 and not in bfloat16: the lower id wins, though its logit is lower."""
     gating = paddle.to_tensor([[5.0, 5.03125]], dtype="bfloat16")
     assert calculate_topk(gating, 1, True, False)[1].tolist() == [[0]]
@@ -179,44 +120,46 @@ def test_narrow_scores_are_rounded_before_the_choice(place):
 @BY_ACTIVATION
 @BY_TIME
 @BY_DTYPE
-def test_gradient_of_the_logits(dtype, pre_act, use_sigmoid, renormalize, with_scores, rng, place):
+def test_gradient_of_the_logits(dtype, pre_act, use_sigmoid, renormalize, with_scores, rng, place, backend):
     gating = rng.standard_normal((63, 24)).astype(dtype)
     bias, groups = rng.standard_normal(24).astype(np.float32), {"num_groups": 6, "topk_groups": 3}
     router = Router(gating, 5, use_sigmoid, renormalize, pre_act, 2.5, bias, groups)
     leaf = tensor(gating, place, gradient=True)
-    weights, ids, scores = router.call(place, leaf)
+    weights, ids, scores = call(router, place, leaf)
     assert ids.stop_gradient
     d_weights, d_scores = (rng.standard_normal(out.shape).astype(dtype) for out in (weights, scores))
     backward([weights, scores] if with_scores else [weights], [d_weights, d_scores] if with_scores else [d_weights])
-
-    def gradient(d_weights, d_scores):
-        arguments = gating, ids.numpy(), *router.arguments[1:]
-        return reference.calculate_topk_backward(d_weights, *arguments, scaling_factor=2.5, d_scores=d_scores)
-
-    expected = gradient(d_weights, d_scores if with_scores else None).astype(np.float32).astype(dtype)
-    magnitude = gradient_magnitude(router, ids.numpy(), d_weights, d_scores if with_scores else 0 * d_scores)
-    assert_close_sums(leaf.grad, expected, magnitude, score_tols(dtype, 24), what="gradient")
+    router.check_gradient(to_numpy(leaf.grad), ids.numpy(), d_weights, d_scores if with_scores else None)
 
 
-def gradient_magnitude(router: Router, ids: NDArray, d_weights: NDArray, d_scores: NDArray) -> NDArray:
-    """The gradient of the logits with every term taken as its absolute value."""
-    gating = router.gating.astype(np.float32)  # so that nothing but the last digits is rounded here
-    raw = router._replace(gating=gating, renormalize=False)
-    weights, _, scores = reference.calculate_topk(gating, *raw.arguments, ids=ids)
-    d_chosen, d_all = 2.5 * np.abs(d_weights.astype(np.float64)), np.abs(d_scores.astype(np.float64))
-    if router.renormalize:
-        total = weights.sum(axis=1, keepdims=True)
-        d_chosen = (d_chosen + (d_chosen * weights).sum(axis=1, keepdims=True) / total) / total
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_few_tokens(num_tokens, rng, place, backend):
+    router = deepseek_v3(np.float32, num_tokens, rng)
+    leaf = tensor(router.gating, place, gradient=True)
+    weights, ids, scores = call(router, place, leaf)
+    router.check(to_numpy(weights), ids.numpy(), to_numpy(scores))
+    backward([weights], [router.gating[:, :8]])
+    assert leaf.grad.shape == [num_tokens, 256]
 
-    def through_activation(d, scores):
-        return scores * (d if router.use_sigmoid else d + (d * scores).sum(axis=1, keepdims=True))
 
-    chosen, tokens = np.zeros(scores.shape), np.arange(len(ids))[:, None]
-    if router.pre_act:
-        chosen[tokens, ids] = d_chosen
-        return through_activation(d_all + chosen, scores)
-    chosen[tokens, ids] = through_activation(d_chosen, weights)
-    return chosen + through_activation(d_all, scores)
+def test_logits_may_be_strided(rng, place, backend):
+    router = deepseek_v3(np.float32, 7, rng)
+    wide = np.zeros((7, 300), np.float32)
+    wide[:, 20:276] = router.gating
+    columns = tensor(np.ascontiguousarray(router.gating.T), place)
+    expected = call(router, place)
+    for gating in (tensor(wide, place)[:, 20:276], columns.T):
+        for got, wanted in zip(call(router, place, gating), expected, strict=True):
+            assert_bits_equal(got, wanted)
+
+
+def test_a_bias_that_wants_a_gradient_gets_none(rng, place, backend):
+    router = deepseek_v3(np.float32, 7, rng)
+    gating, bias = tensor(router.gating, place, gradient=True), tensor(router.correction_bias, place, gradient=True)
+    weights, _ = calculate_topk(gating, 8, True, True, correction_bias=bias)
+    weights.sum().backward()
+    assert gating.grad is not None
+    assert bias.grad is None
 
 
 BAD = {

@@ -27,10 +27,13 @@ from paddle_moe_ops import (
     use_backend,
 )
 from paddle_moe_ops.backends import choice, resolve
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from tests.ops.problems import every_kind, make_problem, ordinary, tensor
+from tests.ops.problems import backward, every_kind, make_problem, ordinary, tensor
 from tests.ops.test_amp_recompute import FLOAT32, FUNCTIONS, check_recompute
-from tests.params import SMALL
+from tests.params import SMALL, SUM_DTYPES
+from tests.routers import deepseek_v3
 
 pytestmark = pytest.mark.cpu_only
 
@@ -265,6 +268,25 @@ def test_experts_on_quantised_rows_with_gradients(interpreted, plan, rng):
     for actual, expected in on_both(lambda: gradients(call, (x, factor), weights, (True, True))):
         assert_bits_equal(actual, expected)
     assert "unpermute_kernel" in interpreted.launches
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+@pytest.mark.parametrize("with_scores", [False, True])
+def test_calculate_topk_with_gradients(interpreted, rng, with_scores, dtype):
+    router = deepseek_v3(dtype, 3, rng)
+    gating, bias = tensor(router.gating, "cpu", gradient=True), tensor(router.correction_bias, "cpu", gradient=True)
+    options = {"correction_bias": bias, "scaling_factor": router.scaling_factor, **router.groups}
+    with use_backend("triton"):
+        weights, ids, scores = calculate_topk(gating, *router.arguments, return_scores=True, **options)
+        if not with_scores:
+            weights, ids = calculate_topk(gating, *router.arguments, **options)
+    router.check(*map(to_numpy, (weights, ids, scores)))
+    d_weights, d_scores = (rng.standard_normal(each.shape).astype(dtype) for each in (weights, scores))
+    outputs = [weights, scores] if with_scores else [weights]
+    backward(outputs, [d_weights, d_scores][: len(outputs)])
+    router.check_gradient(to_numpy(gating.grad), ids.numpy(), d_weights, d_scores if with_scores else None)
+    assert bias.grad is None
+    assert interpreted.launches[-1] == "topk_backward_kernel"
 
 
 def test_bad_data_raise_under_validation_and_count_as_none_without(interpreted):

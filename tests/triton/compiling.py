@@ -26,6 +26,8 @@ from paddle_moe_ops.triton.permute import permute  # noqa: E402
 from paddle_moe_ops.triton.route import Routing, route  # noqa: E402
 from paddle_moe_ops.triton.rowmap import clean_rowmap, gather_slots, scatter_mask, scatter_slots  # noqa: E402
 from paddle_moe_ops.triton.sort_chunks import chunk_map  # noqa: E402
+from paddle_moe_ops.triton.topk import topk as choose_experts  # noqa: E402
+from paddle_moe_ops.triton.topk import topk_backward  # noqa: E402
 from paddle_moe_ops.triton.unpermute import unpermute  # noqa: E402
 from paddle_moe_ops.triton.unpermute_backward import unpermute_backward  # noqa: E402
 
@@ -68,6 +70,18 @@ def main() -> None:
     scatter_mask(gpu, by_row, owners, owners, tokens, experts)
     scatter_slots(gpu, by_slot, ids, by_row, add=True)
     chunk_map(gpu, gpu.empty([5], "int32"), gpu.empty([5], "int64"), rows)
+    route_by_logits(gpu, tokens, topk, experts)
+
+
+def route_by_logits(gpu: CompilingDevice, tokens: int, top_k: int, experts: int) -> None:
+    bias = gpu.empty([experts], "float32")
+    for dtype in ("float32", "bfloat16"):
+        for pre_act in (True, False):
+            flags = {"use_sigmoid": not pre_act, "renormalize": True, "pre_act": pre_act, "scaling_factor": 2.5}
+            groups = {"num_groups": 8, "topk_groups": 4 if pre_act else 8, "scores_per_group": 2}
+            gating, d_weights = gpu.empty([tokens, experts], dtype), gpu.empty([tokens, top_k], dtype)
+            choose_experts(gpu, gating, bias, top_k=top_k, return_scores=pre_act, **flags, **groups)
+            topk_backward(gpu, gating, gpu.empty([tokens, top_k], "int64"), d_weights, gating, **flags)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ ROW_SHAPES = (EMPTY, ONE_TOKEN, ONE_COLUMN, UNALIGNED, MORE_SLOTS_THAN_EXPERTS)
 LONG_ROW_SHAPES = (ODD, PADDED, MANY_SLOTS, WIDE)
 
 
+def fitting_tokens(gpu: Any, tokens: int) -> int:
+    """As many tokens, or few for the interpreter."""
+    return min(tokens, 3) if isinstance(gpu, NumpyDevice) else tokens
+
+
 def fitting(gpu: Any, shape: Shape, tokens: int = 5) -> Shape:
     """The shape, or fewer tokens and less padding for the interpreter: each program takes ten milliseconds and more."""
     if not isinstance(gpu, NumpyDevice):

@@ -16,6 +16,7 @@ from tests.bare_package import ROOT
 KERNELS = {
     *("route", "mask_to_ids", "count", "prefix", "offsets", "maps", "permute", "unpermute", "unpermute_backward"),
     *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "chunks", "chunk_map"),
+    *("topk", "topk_backward"),
 }
 
 

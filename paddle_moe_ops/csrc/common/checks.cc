@@ -39,6 +39,24 @@ int check_row_id_map(const pmo_row_id_map_params& p) {
   return PMO_OK;
 }
 
+// Checks what the params of the router's forward and backward share.
+template <typename Params>
+int check_router(const Params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof(Params), "struct_size", "the size of the params struct of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
+  PMO_REQUIRE(is_sum_dtype(p.dtype), "dtype", "float32, float16 or bfloat16");
+  PMO_REQUIRE_ARRAY(p.ids, p.num_tokens * p.topk, "ids");
+  return PMO_OK;
+}
+
+// An array of elements of a dtype: aligned to them, and there if it must be.
+bool is_array_of(int32_t dtype, const void* array, bool required) {
+  return array == nullptr ? !required : reinterpret_cast<uintptr_t>(array) % static_cast<uintptr_t>(dtype_size(dtype)) == 0;
+}
+
+constexpr char kArrayOfDtype[] = "an array aligned to its element size";
+
 }  // namespace
 
 int check_route_sizes(const pmo_route_params& p) {
@@ -210,6 +228,32 @@ int check_dequantize(const pmo_dequantize_params& p) {
   PMO_REQUIRE(p.codes != nullptr || elements == 0, "codes", "given");
   PMO_REQUIRE_ARRAY(static_cast<const int32_t*>(p.scales), elements, "scales");
   PMO_REQUIRE(p.out != nullptr || elements == 0, "out", "given");
+  return PMO_OK;
+}
+
+int check_topk(const pmo_topk_params& p) {
+  if (const int status = check_router(p)) return status;
+  PMO_REQUIRE(p.num_groups >= 1 && p.num_groups <= p.num_experts && p.num_experts % p.num_groups == 0, "num_groups",
+              "a divisor of num_experts");
+  PMO_REQUIRE(p.topk_groups >= 1 && p.topk_groups <= p.num_groups, "topk_groups", "in [1, num_groups]");
+  PMO_REQUIRE(p.scores_per_group >= 1, "scores_per_group", ">= 1");
+  PMO_REQUIRE(p.topk >= 1 && p.topk <= p.num_experts / p.num_groups * p.topk_groups, "topk",
+              "at least 1 and at most the experts to choose from");
+  const bool required = p.num_tokens > 0;
+  PMO_REQUIRE(is_array_of(p.dtype, p.gating, required), "gating", kArrayOfDtype);
+  PMO_REQUIRE(is_array_of(p.dtype, p.weights, required), "weights", kArrayOfDtype);
+  PMO_REQUIRE(is_array_of(p.dtype, p.scores, false), "scores", kArrayOfDtype);
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.correction_bias, "correction_bias");
+  return PMO_OK;
+}
+
+int check_topk_backward(const pmo_topk_backward_params& p) {
+  if (const int status = check_router(p)) return status;
+  const bool required = p.num_tokens > 0;
+  PMO_REQUIRE(is_array_of(p.dtype, p.gating, required), "gating", kArrayOfDtype);
+  PMO_REQUIRE(is_array_of(p.dtype, p.d_gating, required), "d_gating", kArrayOfDtype);
+  PMO_REQUIRE(is_array_of(p.dtype, p.d_weights, false), "d_weights", kArrayOfDtype);
+  PMO_REQUIRE(is_array_of(p.dtype, p.d_scores, false), "d_scores", kArrayOfDtype);
   return PMO_OK;
 }
 

@@ -9,6 +9,7 @@
 #include "pmo/quantize.h"
 #include "pmo/route.h"
 #include "pmo/row_id_map.h"
+#include "pmo/topk.h"
 
 namespace pmo {
 
@@ -33,5 +34,7 @@ int check_unpermute_backward(const pmo_unpermute_backward_params& p);
 int check_quantize_sizes(const pmo_quantize_params& p);
 int check_quantize(const pmo_quantize_params& p);
 int check_dequantize(const pmo_dequantize_params& p);
+int check_topk(const pmo_topk_params& p);
+int check_topk_backward(const pmo_topk_backward_params& p);
 
 }  // namespace pmo

@@ -14,6 +14,7 @@
 #include "pmo/route.h"
 #include "pmo/row_id_map.h"
 #include "pmo/sort_chunks.h"
+#include "pmo/topk.h"
 
 namespace {
 
@@ -87,6 +88,7 @@ int64_t pmo_route_cuda_workspace_bytes(const pmo_route_params* params) {
   return pmo_route_cpu_workspace_bytes(params) + kFindingsBytes;
 }
 int64_t pmo_sort_chunks_cuda_workspace_bytes(const pmo_sort_chunks_params*) { return 0; }
+int64_t pmo_topk_cuda_workspace_bytes(const pmo_topk_params*) { return 0; }
 
 int pmo_clean_rowmap_cuda(const pmo_clean_rowmap_params* params, void*) {
   pmo_clean_rowmap_params unchecked = *params;
@@ -113,6 +115,8 @@ RUN_ON_CPU(quantize, pmo_quantize_params)
 RUN_ON_CPU(read_row_id_map, pmo_row_id_map_params)
 RUN_ON_CPU(scatter_slots, pmo_slots_params)
 RUN_ON_CPU(sort_chunks, pmo_sort_chunks_params)
+RUN_ON_CPU(topk, pmo_topk_params)
+RUN_ON_CPU(topk_backward, pmo_topk_backward_params)
 RUN_ON_CPU(unpermute, pmo_unpermute_params)
 RUN_ON_CPU(unpermute_backward, pmo_unpermute_backward_params)
 

@@ -1,0 +1,347 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The router's top-k and its gradient on the GPU: a warp per token, one launch.
+//
+// Forward: lane l has the experts l, l + 32, ... and keeps a key for each in shared memory, an integer in the order of choice
+// (common/scoring.h). The best experts come out one per round: the warp takes the highest of its lanes' best candidates, and the lane that
+// had it looks for its next. Groups are ranked the same way, by several lanes per group where there are few. What was chosen is scored anew
+// from its logits, which costs less than to keep scores beside the keys. Where the keys of a block do not fit, they are in the workspace.
+//
+// Backward: a softmax anew from the logits; then the gradients of all experts, and once more those of the chosen ones.
+//
+// Bytes moved: T * E elements and T * K ids and weights, with the scores T * E elements more; the gradient reads and writes T * E elements.
+// A token's logits are read three times, all but the first from the L1.
+#include "pmo/topk.h"
+
+#include "common/checks.h"
+#include "common/scoring.h"
+#include "cuda/launch.cuh"
+#include "cuda/vectors.cuh"
+
+namespace pmo {
+namespace cuda {
+namespace {
+
+static_assert(kScoreLanes == kWarpSize, "a sum's lanes are those of a warp");
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int64_t kSharedBytes = 48 << 10;     // what any block may have
+constexpr int64_t kWorkspaceBlocks = 1 << 10;  // enough to fill a GPU
+
+__device__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+
+__device__ int64_t warp_id() { return blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; }
+
+__device__ float warp_max(float value) {
+#pragma unroll
+  for (int step = kWarpSize / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
+__device__ uint64_t warp_max(uint64_t candidate) {
+  const auto key = static_cast<uint32_t>(candidate >> 32);
+  const uint32_t highest = __reduce_max_sync(kAllLanes, key);
+  return uint64_t{highest} << 32 | __reduce_max_sync(kAllLanes, key == highest ? static_cast<uint32_t>(candidate) : 0u);
+}
+
+// The sum of term(i) for i in [0, count), by all lanes of a warp, in the order of common/scoring.h.
+template <typename Term>
+__device__ float lane_sum(int32_t count, Term term) {
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int32_t i = lane_id(); i < count; i += kWarpSize) sum += term(i);
+#pragma unroll
+  for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  return sum;
+}
+
+template <typename Rows>
+__device__ float element(const void* array, int64_t place) {
+  return Rows::load(static_cast<const typename Rows::Element*>(array)[place]);
+}
+
+template <typename Rows>
+__device__ void put(void* array, int64_t place, float value) {
+  static_cast<typename Rows::Element*>(array)[place] = Rows::store(value);
+}
+
+template <typename Rows>
+__device__ float rounded(float value) {
+  return Rows::load(Rows::store(value));
+}
+
+// What turns logits of a token into scores: with a softmax, their highest and the sum of their exponentials.
+struct Scoring {
+  bool use_sigmoid;
+  float highest = 0.0f, sum = 1.0f;
+
+  __device__ float operator()(float logit) const { return use_sigmoid ? sigmoid(logit) : exp_minus(highest - logit) / sum; }
+
+  // Over logit(i) for i in [0, count), by all lanes of a warp.
+  template <typename Logit>
+  __device__ void run_over(int32_t count, Logit logit) {
+    if (use_sigmoid) return;
+    highest = -INFINITY;
+#pragma unroll 4
+    for (int32_t i = lane_id(); i < count; i += kWarpSize) highest = fmaxf(highest, logit(i));
+    highest = warp_max(highest);
+    sum = lane_sum(count, [&](int32_t i) { return exp_minus(highest - logit(i)); });
+  }
+};
+
+// Words for a key per place. One in 33 is left out, so that neither the lanes of a warp nor those of several groups meet at a bank.
+__host__ __device__ constexpr int64_t word_of(int64_t place) { return place + place / kWarpSize; }
+
+// A key per place, of which 0 is not to be chosen.
+struct Keys {
+  uint32_t* words;
+  int32_t count;
+
+  __device__ uint32_t& at(int32_t place) const { return words[word_of(place)]; }
+
+  // The highest candidate below `limit` among the places first, first + step, ... that are below `end`; 0: there is none.
+  __device__ uint64_t highest_below(uint64_t limit, int32_t first, int32_t end, int32_t step) const {
+    uint64_t best = 0;
+#pragma unroll 4
+    for (int32_t place = first; place < end; place += step) {
+      const uint32_t key = at(place);
+      const uint64_t other = candidate(key, place);
+      if (key != 0 && other < limit && other > best) best = other;
+    }
+    return best;
+  }
+
+  // Calls visit(rank, candidate) for the `wanted` highest candidates, from the highest down, in all lanes of a warp. A lane reads no key
+  // but its own.
+  template <typename Visit>
+  __device__ void each_highest(int32_t wanted, Visit visit) const {
+    uint64_t best = highest_below(~uint64_t{0}, lane_id(), count, kWarpSize);
+#pragma unroll 1
+    for (int32_t rank = 0; rank < wanted; ++rank) {
+      const uint64_t winner = warp_max(best);
+      visit(rank, winner);
+      if (best == winner) best = highest_below(winner, lane_id(), count, kWarpSize);
+    }
+  }
+};
+
+// Takes the experts of all but the best groups out of the choice.
+__device__ void keep_groups(const pmo_topk_params& p, const Keys& experts, const Keys& groups) {
+  const int32_t size = experts.count / groups.count;
+  const auto summed = static_cast<int32_t>(min(p.scores_per_group, int64_t{size}));
+  int32_t lanes = kWarpSize;  // per group, a power of two
+  while (lanes > 1 && lanes * groups.count > kWarpSize) lanes /= 2;
+  const int32_t part = lane_id() % lanes;
+  __syncwarp();  // keys of other lanes
+#pragma unroll 1
+  for (int32_t first = 0; first < groups.count; first += kWarpSize / lanes) {
+    const int32_t group = first + lane_id() / lanes;
+    const int32_t begin = group * size, end = group < groups.count ? begin + size : begin;
+    uint64_t best = ~uint64_t{0};
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int32_t rank = 0; rank < summed; ++rank) {
+      best = experts.highest_below(best, begin + part, end, lanes);
+      for (int32_t step = lanes / 2; step > 0; step /= 2) best = max(best, __shfl_xor_sync(kAllLanes, best, step));
+      const float value = value_of(static_cast<uint32_t>(best >> 32));
+      sum = rank == 0 ? value : sum + value;
+    }
+    if (part == 0 && group < groups.count) groups.at(group) = key_of(sum);
+  }
+  __syncwarp();
+  uint64_t last = 0;
+  groups.each_highest(static_cast<int32_t>(p.topk_groups), [&](int32_t, uint64_t winner) { last = winner; });
+  for (int32_t expert = lane_id(); expert < experts.count; expert += kWarpSize) {
+    const int32_t group = expert / size;
+    if (candidate(groups.at(group), group) < last) experts.at(expert) = 0;
+  }
+}
+
+template <typename Rows, bool kShared>
+__global__ void __launch_bounds__(kThreads) choose_experts(pmo_topk_params p, int64_t words_of_warp) {
+  extern __shared__ uint32_t shared_words[];
+  uint32_t* words = kShared ? shared_words + threadIdx.x / kWarpSize * words_of_warp
+                            : static_cast<uint32_t*>(p.workspace) + warp_id() * words_of_warp;
+  const auto num_experts = static_cast<int32_t>(p.num_experts), topk = static_cast<int32_t>(p.topk);
+  const Keys experts = {words, num_experts};
+  const Keys groups = {words + word_of(num_experts), static_cast<int32_t>(p.num_groups)};
+  const bool pre_act = p.pre_act != 0, scores_all = pre_act || p.scores != nullptr;
+  const int lane = lane_id();
+#pragma unroll 1
+  for (int64_t token = warp_id(); token < p.num_tokens; token += int64_t{gridDim.x} * kWarps) {
+    const auto logit = [&](int64_t expert) { return element<Rows>(p.gating, token * p.gating_row_stride + expert); };
+    Scoring scoring = {p.use_sigmoid != 0};
+    if (scores_all) scoring.run_over(num_experts, logit);
+    __syncwarp();  // nobody reads the keys of the token before any more
+#pragma unroll 4
+    for (int32_t expert = lane; expert < num_experts; expert += kWarpSize) {
+      float value = logit(expert);
+      if (scores_all) {
+        const float score = rounded<Rows>(scoring(value));
+        if (p.scores != nullptr) put<Rows>(p.scores, token * num_experts + expert, score);
+        if (pre_act) value = score;
+      }
+      experts.at(expert) = key_of(p.correction_bias == nullptr ? value : value + p.correction_bias[expert]);
+    }
+    if (p.topk_groups < p.num_groups) keep_groups(p, experts, groups);
+
+    // Slot k is the business of lane k % 32 from here on.
+    const int64_t first_slot = token * topk;
+    int32_t chosen = 0;
+    experts.each_highest(topk, [&](int32_t rank, uint64_t winner) {
+      const int32_t slot = rank - rank % kWarpSize + lane;
+      if (slot == rank) chosen = static_cast<int32_t>(place_of(winner));
+      const bool is_last = rank % kWarpSize == kWarpSize - 1 || rank + 1 == topk;
+      if (is_last && slot <= rank) p.ids[first_slot + slot] = chosen;
+    });
+    const auto chosen_logit = [&](int32_t k) { return logit(topk <= kWarpSize ? chosen : p.ids[first_slot + k]); };
+    if (!pre_act) scoring.run_over(topk, chosen_logit);
+    const auto score = [&](int32_t k) { return rounded<Rows>(scoring(chosen_logit(k))); };
+    const float divisor = p.renormalize == 0 ? 1.0f : divisor_of(rounded<Rows>(lane_sum(topk, score)));
+    for (int32_t k = lane; k < topk; k += kWarpSize) {
+      put<Rows>(p.weights, first_slot + k, score(k) / divisor * p.scaling_factor);
+    }
+  }
+}
+
+template <typename Rows>
+__global__ void __launch_bounds__(kThreads) differentiate(pmo_topk_backward_params p) {
+  const auto num_experts = static_cast<int32_t>(p.num_experts), topk = static_cast<int32_t>(p.topk);
+  const bool use_sigmoid = p.use_sigmoid != 0, pre_act = p.pre_act != 0;
+  const bool scores_all = pre_act || p.d_scores != nullptr;
+  const int lane = lane_id();
+#pragma unroll 1
+  for (int64_t token = warp_id(); token < p.num_tokens; token += int64_t{gridDim.x} * kWarps) {
+    const int64_t first = token * num_experts, first_slot = token * topk;
+    const auto logit = [&](int64_t expert) { return element<Rows>(p.gating, token * p.gating_row_stride + expert); };
+    const auto d_score = [&](int64_t i) { return p.d_scores == nullptr ? 0.0f : element<Rows>(p.d_scores, first + i); };
+    const auto is_expert = [&](int64_t id) { return id >= 0 && id < num_experts; };
+    const auto chosen_logit = [&](int32_t k) {
+      const int64_t id = p.ids[first_slot + k];
+      return is_expert(id) ? logit(id) : -INFINITY;
+    };
+    Scoring scoring = {use_sigmoid}, of_chosen = {use_sigmoid};
+    if (scores_all) scoring.run_over(num_experts, logit);
+    if (pre_act) {
+      of_chosen = scoring;
+    } else {
+      of_chosen.run_over(topk, chosen_logit);
+    }
+    const auto weight = [&](int32_t k) { return of_chosen(chosen_logit(k)); };
+
+    // The gradient of a weight before it was renormalised.
+    float divisor = 1.0f, through_sum = 0.0f;
+    const auto d_weight = [&](int32_t k) {
+      float gradient = 0.0f;
+      if (p.d_weights != nullptr && is_expert(p.ids[first_slot + k])) {
+        gradient = element<Rows>(p.d_weights, first_slot + k) * p.scaling_factor;
+      }
+      return (gradient - through_sum) / divisor;
+    };
+    const auto product = [&](int32_t k) { return d_weight(k) * weight(k); };
+    if (p.renormalize != 0 && p.d_weights != nullptr) {
+      const float sum = lane_sum(topk, weight), divided_by = divisor_of(sum);
+      // Of the quotients, so that a single weight, which is 1, has a gradient of exactly 0.
+      const float dot = lane_sum(topk, [&](int32_t k) { return d_weight(k) * (weight(k) / divided_by); });
+      through_sum = sum <= kSmallestSum ? 0.0f : dot;
+      divisor = divided_by;
+    }
+
+    const float of_weights = use_sigmoid ? 0.0f : lane_sum(topk, product);
+    float dot = 0.0f;
+    if (!use_sigmoid && p.d_scores != nullptr) {
+      dot = lane_sum(num_experts, [&](int32_t i) { return d_score(i) * scoring(logit(i)); });
+    }
+    if (pre_act) dot += of_weights;
+    // The gradient of an expert's logit from that of its score among all.
+    const auto through_score = [&](int64_t i, float d) {
+      if (use_sigmoid) return d * sigmoid_slope(logit(i));
+      return scores_all ? scoring(logit(i)) * (d - dot) : 0.0f;
+    };
+#pragma unroll 4
+    for (int32_t i = lane; i < num_experts; i += kWarpSize) put<Rows>(p.d_gating, first + i, through_score(i, d_score(i)));
+    __syncwarp();  // the chosen ones are written a second time
+    for (int32_t k = lane; k < topk; k += kWarpSize) {
+      const int64_t id = p.ids[first_slot + k];
+      if (!is_expert(id)) continue;
+      const bool together = use_sigmoid || pre_act;
+      float gradient = through_score(id, together ? d_score(id) + d_weight(k) : d_score(id));
+      if (!together) gradient += weight(k) * (d_weight(k) - of_weights);
+      put<Rows>(p.d_gating, first + id, gradient);
+    }
+  }
+}
+
+// Calls body(Rows()) for a row type that is summed.
+template <typename Body>
+int with_elements(int32_t dtype, Body body) {
+  switch (dtype) {
+    case PMO_FLOAT32:
+      return body(Float32Rows());
+    case PMO_FLOAT16:
+      return body(Float16Rows());
+    default:
+      return body(BFloat16Rows());
+  }
+}
+
+int64_t words_of_warp(const pmo_topk_params& p) { return word_of(p.num_experts) + word_of(p.num_groups) + 1; }
+
+bool fits_shared(const pmo_topk_params& p) {
+  return kWarps * words_of_warp(p) * static_cast<int64_t>(sizeof(uint32_t)) <= kSharedBytes;
+}
+
+unsigned workspace_blocks(const pmo_topk_params& p) { return grid_for(p.num_tokens, kWarps, kWorkspaceBlocks); }
+
+int64_t workspace_bytes(const pmo_topk_params& p) {
+  return fits_shared(p) ? 0 : workspace_blocks(p) * kWarps * words_of_warp(p) * static_cast<int64_t>(sizeof(uint32_t));
+}
+
+int topk(const pmo_topk_params& p, cudaStream_t stream) {
+  if (const int status = check_topk(p)) return status;
+  const int64_t needed = workspace_bytes(p);
+  PMO_REQUIRE(
+      needed == 0 || (p.workspace != nullptr && address(p.workspace) % sizeof(uint32_t) == 0 && p.workspace_bytes >= needed),
+      "workspace", "4-byte aligned and as large as pmo_topk_cuda_workspace_bytes says");
+  if (p.num_tokens == 0) return PMO_OK;
+  const int64_t words = words_of_warp(p);
+  return with_elements(p.dtype, [&](auto rows) -> int {
+    using Rows = decltype(rows);
+    if (needed == 0) {
+      const size_t bytes = kWarps * static_cast<size_t>(words) * sizeof(uint32_t);
+      choose_experts<Rows, true><<<grid_for(p.num_tokens, kWarps), kThreads, bytes, stream>>>(p, words);
+    } else {
+      choose_experts<Rows, false><<<workspace_blocks(p), kThreads, 0, stream>>>(p, words);
+    }
+    PMO_CUDA_LAUNCHED("choose_experts");
+    return PMO_OK;
+  });
+}
+
+int topk_backward(const pmo_topk_backward_params& p, cudaStream_t stream) {
+  if (const int status = check_topk_backward(p)) return status;
+  if (p.num_tokens == 0) return PMO_OK;
+  return with_elements(p.dtype, [&](auto rows) -> int {
+    differentiate<decltype(rows)><<<grid_for(p.num_tokens, kWarps), kThreads, 0, stream>>>(p);
+    PMO_CUDA_LAUNCHED("differentiate");
+    return PMO_OK;
+  });
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace pmo
+
+extern "C" int pmo_topk_cuda(const pmo_topk_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::topk);
+}
+
+extern "C" int64_t pmo_topk_cuda_workspace_bytes(const pmo_topk_params* params) {
+  return params == nullptr || pmo::check_topk(*params) != 0 ? 0 : pmo::cuda::workspace_bytes(*params);
+}
+
+extern "C" int pmo_topk_backward_cuda(const pmo_topk_backward_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::topk_backward);
+}

@@ -1,0 +1,105 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The router's top-k by Triton kernels, and its gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from paddle_moe_ops.triton.topk import topk, topk_backward
+from tests.params import SUM_DTYPES
+from tests.routers import Router, deepseek_v3, routers
+
+from .problems import fitting_tokens
+
+
+def flags(router):
+    return {
+        "use_sigmoid": router.use_sigmoid,
+        "renormalize": router.renormalize,
+        "pre_act": router.pre_act,
+        "scaling_factor": router.scaling_factor,
+    }
+
+
+def choose(gpu, router, gating=None, return_scores=True):
+    """Weights, ids and scores."""
+    bias = None if router.correction_bias is None else gpu.array(router.correction_bias)
+    groups = {"num_groups": 1, "topk_groups": 1, "scores_per_group": 2, **router.groups}
+    gating = gpu.array(router.gating) if gating is None else gating
+    options = {**flags(router), **groups, "return_scores": return_scores}
+    return [gpu.numpy(each) for each in topk(gpu, gating, bias, top_k=router.top_k, **options)]
+
+
+def check(gpu, rng, router):
+    weights, ids, scores = choose(gpu, router)
+    router.check(weights, ids, scores)
+    dtype = router.gating.dtype
+    d_weights, d_scores = (rng.standard_normal(each.shape).astype(dtype) for each in (weights, scores))
+    for given_scores in (None, d_scores):
+        third = None if given_scores is None else gpu.array(given_scores)
+        arrays = gpu.array(router.gating), gpu.array(ids), gpu.array(d_weights), third
+        router.check_gradient(gpu.numpy(topk_backward(gpu, *arrays, **flags(router))), ids, d_weights, given_scores)
+
+
+@given(routers())
+@settings(max_examples=40)
+def test_any_router_follows_the_oracle(gpu, router):
+    few = router._replace(gating=router.gating[:3])
+    check(gpu, np.random.default_rng(1), few)
+
+
+@pytest.mark.parametrize("pre_act", [True, False], ids=["pre_act", "post_act"])
+@pytest.mark.parametrize("use_sigmoid", [False, True], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (33, 33), (100, 64), (1025, 5)])
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+def test_any_number_of_experts_and_slots(gpu, rng, dtype, num_experts, top_k, use_sigmoid, pre_act):
+    gating = rng.standard_normal((fitting_tokens(gpu, 63), num_experts)).astype(dtype)
+    check(gpu, rng, Router(gating, top_k, use_sigmoid, True, pre_act, 1.0, None, {}))
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+def test_a_router_of_deepseek_v3(gpu, rng, dtype):
+    check(gpu, rng, deepseek_v3(dtype, fitting_tokens(gpu, 1025), rng))
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 7])
+def test_nan_comes_first_and_zeros_are_equal(gpu, top_k):
+    negative_nan = np.uint32(0xFFC12345).view(np.float32)
+    gating = np.float32([[0.0, -0.0, np.nan, -np.inf, negative_nan, np.inf, -0.0]])
+    _, ids, scores = choose(gpu, Router(gating, top_k, True, False, False, 1.0, None, {}), return_scores=False)
+    assert ids.tolist() == [[2, 4, 5, 0, 1, 6, 3][:top_k]]
+    assert scores.shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
+def test_scores_of_a_softmax_without_a_sum_are_nan(gpu, bad):
+    gating = np.float32([[1, 2, bad, 3], [-np.inf] * 4, [1, -np.inf, 0, 0]])
+    weights, ids, scores = choose(gpu, Router(gating, 2, False, True, True, 1.0, None, {}))
+    assert np.isnan(weights[:2]).all()
+    assert np.isnan(scores[:2]).all()
+    assert ids.tolist() == [[0, 1], [0, 1], [0, 2]]
+    assert np.isfinite(scores[2]).all()
+
+
+def test_sigmoids_are_right_to_three_units_in_the_last_place(gpu):
+    """Over logits that do not give 0 or 1."""
+    logits = np.linspace(-110, 20, 4096, dtype=np.float32)[None]
+    _, _, scores = choose(gpu, Router(logits, 1, True, False, True, 1.0, None, {}))
+    exact = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    unit = np.spacing(exact.astype(np.float32)).astype(np.float64)
+    assert (np.abs(scores.astype(np.float64) - exact) <= 3 * unit).all()
+
+
+def test_rows_of_logits_may_lie_apart(gpu, rng):
+    router = deepseek_v3(np.float32, 3, rng)
+    wide = np.concatenate([router.gating, np.full((3, 7), np.nan, np.float32)], axis=1)
+    apart = choose(gpu, router, gpu.columns(gpu.array(wide), 256))
+    for got, expected in zip(apart, choose(gpu, router), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_no_tokens(gpu, rng):
+    check(gpu, rng, deepseek_v3(np.float32, 0, rng))
