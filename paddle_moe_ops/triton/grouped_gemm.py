@@ -20,7 +20,8 @@ from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of
 __all__ = ["Groups", "grouped_gemm", "grouped_gemm_backward"]
 
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64"}
-_MOST_EXPERTS_AT_ONCE = 1024
+# Of the table of experts: few sizes, since each is compiled for.
+_EXPERTS_AT_ONCE, _MOST_EXPERTS_AT_ONCE = 256, 1024
 _SUM_ROWS = 32
 
 
@@ -59,7 +60,7 @@ def _schedule(device: Device, groups: Groups, num_rows: int, block_rows: int) ->
 
 
 def _experts_at_once(num_experts: int) -> int:
-    return min(max(next_power_of_2(num_experts), 32), _MOST_EXPERTS_AT_ONCE)
+    return _EXPERTS_AT_ONCE if num_experts <= _EXPERTS_AT_ONCE else _MOST_EXPERTS_AT_ONCE
 
 
 @contextlib.contextmanager
@@ -157,7 +158,8 @@ def _product(
             (
                 *(vector, transpose, row_to_token is not None, weights is not None, other is not None),
                 *(use_tma, inner % config.depth == 0, outer % config.columns == 0),
-                *(config.rows, config.columns, config.depth, config.band, config.stages, _experts_at_once(experts)),
+                *(config.rows, config.columns, config.depth, config.band, config.stages),
+                *(_experts_at_once(experts), experts > _MOST_EXPERTS_AT_ONCE),
             ),
             config.warps,
         )

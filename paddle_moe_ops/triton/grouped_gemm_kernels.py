@@ -82,13 +82,20 @@ def schedule_kernel(
 
 
 @triton.jit
-def _expert_of(tiles, tile, num_experts, BLOCK: tl.constexpr):
-    """The expert that a tile of rows belongs to."""
-    index = tl.arange(0, BLOCK)
-    expert = 0
-    for chunk in range(0, num_experts, BLOCK):
-        ends = tl.load(tiles + 1 + chunk + index, mask=chunk + index < num_experts, other=2**31 - 1)
-        expert += tl.sum((ends <= tile).to(tl.int32), axis=0)
+def _ended_before(tiles, tile, chunk, num_experts, BLOCK: tl.constexpr):
+    """How many of BLOCK experts have all their tiles of rows before one."""
+    expert = chunk + tl.arange(0, BLOCK)
+    ends = tl.load(tiles + 1 + expert, mask=expert < num_experts, other=2**31 - 1)
+    return tl.sum((ends <= tile).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _expert_of(tiles, tile, num_experts, BLOCK: tl.constexpr, SEVERAL: tl.constexpr):
+    """The expert that a tile of rows belongs to; a loop, which costs registers, only where BLOCK are not all."""
+    expert = _ended_before(tiles, tile, 0, num_experts, BLOCK)
+    if SEVERAL:
+        for chunk in range(BLOCK, num_experts, BLOCK):
+            expert += _ended_before(tiles, tile, chunk, num_experts, BLOCK)
     return expert
 
 
@@ -143,6 +150,7 @@ def product_kernel(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     EXPERTS: tl.constexpr,
+    SEVERAL: tl.constexpr,
 ):
     """out[r] = weights[r] * x[r] W_e^T for the rows r of expert e, or W_e without TRANSPOSE; [M, N], [M, K], [E, N, K].
 
@@ -162,7 +170,7 @@ def product_kernel(
         else:
             w_blocks = tl.make_tensor_descriptor(w, [num_experts * inner, outer], [outer, 1], [BLOCK_K, BLOCK_N])
     for tile in tl.range(tl.program_id(0), tl.load(tiles + num_experts) * columns_of_tiles, tl.num_programs(0)):
-        expert = _expert_of(tiles, tile // columns_of_tiles, num_experts, EXPERTS)
+        expert = _expert_of(tiles, tile // columns_of_tiles, num_experts, EXPERTS, SEVERAL)
         before = tl.load(tiles + expert)
         height = tl.load(tiles + expert + 1) - before
         tile_m, tile_n = _in_bands(tile - before * columns_of_tiles, height, columns_of_tiles, GROUP)
