@@ -62,9 +62,9 @@ def grouped_gemm_backward(
     row_to_token: NDArray | None = None,
     weights: NDArray | None = None,
 ) -> tuple[NDArray, ...]:
-    """Return the gradients of the rows [M, K], of W and, with ``weights``, of these in float32.
+    """Return the gradients of the rows [M, K], of W and, with ``weights``, of these, in their dtypes.
 
-    The first two have the dtypes of X and W; 0 in rows of no group and for experts without rows.
+    They are 0 in rows of no group and for experts without rows.
     """
     matrices = W.swapaxes(1, 2) if transpose else W
     rows_of = _rows_of(X, row_to_token)
@@ -78,7 +78,7 @@ def grouped_gemm_backward(
         d_matrices[expert] = x.T @ d_rows
     d_w = d_matrices.swapaxes(1, 2) if transpose else d_matrices
     gradients = round_float64(d_x, X.dtype), round_float64(d_w, W.dtype)
-    return gradients if weights is None else (*gradients, round_float64(d_weights, np.dtype(np.float32)))
+    return gradients if weights is None else (*gradients, round_float64(d_weights, weights.dtype))
 
 
 def _rows_of(X: NDArray, row_to_token: NDArray | None) -> Callable[[slice], NDArray]:
