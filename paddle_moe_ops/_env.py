@@ -22,7 +22,9 @@ class Variable(NamedTuple):
 
 
 VARIABLES = (
-    Variable("PADDLE_MOE_OPS_BACKEND", "the backend of operators: compiled, triton or reference (default: automatic)"),
+    Variable(
+        "PADDLE_MOE_OPS_BACKEND", "the backend of operators: compiled, triton, paddle or reference (default: automatic)"
+    ),
     Variable("PADDLE_MOE_OPS_VALIDATE", "1 checks ids, probabilities and maps, 0 does not (default: on the CPU)"),
     Variable("PADDLE_MOE_OPS_NUM_THREADS", "CPU threads (default: OMP_NUM_THREADS, else one per core)"),
     Variable("PADDLE_MOE_OPS_CUDA", "when building: 1 compiles the CUDA sources, 0 does not (default: automatic)"),

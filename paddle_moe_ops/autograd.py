@@ -15,7 +15,17 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from .backends import Backend, MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, TopkSpec, Validation
+from .backends import (
+    Backend,
+    GemmSpec,
+    MoePermuteSpec,
+    MoeUnpermuteSpec,
+    QuantizeSpec,
+    RouteSpec,
+    TopkSpec,
+    Validation,
+    resolve,
+)
 from .backends.base import Tensors
 
 
@@ -275,6 +285,20 @@ class _QuantizedExperts(PyLayer):
         )
 
 
+class _GroupedGemm(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, weights: Tensor | None, backend: Backend, box: _PlanBox) -> Tensor:
+        ctx.save_for_backward(x, w, *(() if weights is None else (weights,)))
+        ctx.backend, ctx.spec, ctx.wanted = backend, box.plan, _wanted(x, w, weights)
+        return backend.grouped_gemm(x, w, weights, box.plan)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        x, w, *weights = ctx.saved_tensor()
+        made = ctx.backend.grouped_gemm_backward(d_out, x, w, weights[0] if weights else None, ctx.spec, ctx.wanted)
+        return _gradients(ctx.wanted, *(lambda each=each: each for each in made[: len(ctx.wanted)]))
+
+
 def calculate_topk(backend: Backend, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
     """Weights, ids and scores (0 elements where they are not wanted), differentiable in gating."""
     if correction_bias is not None and not correction_bias.stop_gradient:
@@ -366,3 +390,13 @@ def quantized_experts(
 ) -> Tensor:
     """What the experts make of the quantised rows, differentiable in x and the tensors."""
     return _QuantizedExperts.apply(x, backend, _PlanBox(plan), spec, expert_fn, expert_vjp, *tensors)
+
+
+def grouped_gemm(backend: Backend, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
+    """Each expert's matrix times its own rows, or those of tokens, weighted; differentiable in all tensors."""
+    if backend.differentiable and spec.plan is not None:
+        x, _ = permute(resolve("permute", x), x, None, spec.plan, "all")
+        spec = spec._replace(plan=None)
+    if _runs_directly(backend, x, w, weights):
+        return backend.grouped_gemm(x, w, weights, spec)
+    return _GroupedGemm.apply(x, w, weights, backend, _PlanBox(spec))

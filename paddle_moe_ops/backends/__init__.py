@@ -8,13 +8,15 @@ import contextlib
 import contextvars
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from paddle import Tensor
 
 from .. import _env
 from .base import (
+    OPERATORS,
     Backend,
+    GemmSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -29,6 +31,7 @@ from .choice import TRITON_RULE, triton_is_faster
 __all__ = [
     "OPERATORS",
     "Backend",
+    "GemmSpec",
     "MoePermuteSpec",
     "MoeUnpermuteSpec",
     "QuantizeSpec",
@@ -45,40 +48,25 @@ __all__ = [
     "use_backend",
 ]
 
-OPERATORS = (
-    "route",
-    "permute",
-    "unpermute",
-    "sort_chunks",
-    "row_id_map",
-    "moe_permute",
-    "moe_unpermute",
-    "quantize_1x128",
-    "permute_quantized",
-    "dequantize_1x128",
-    "quantized_experts",
-    "calculate_topk",
-)
-
 _modules: dict[str, str] = {}  # name -> module with `backend`, in order of preference
-_automatic: list[str] = []
+_automatic: dict[str, Collection[str]] = {}  # name -> operators
 _dygraph_only: list[str] = []
 _notes: list[Callable[[], str]] = []
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("paddle_moe_ops_backend", default=None)
 
 
-def register(name: str, module: str, *, automatic: bool, dygraph_only: bool = False) -> None:
+def register(name: str, module: str, *, automatic: Collection[str] = OPERATORS, dygraph_only: bool = False) -> None:
     """Make a backend known.
 
     Args:
         name: what `use_backend` takes.
         module: module to import on first use; its attribute ``backend`` is the `Backend`.
-        automatic: whether it may be chosen without being asked for. Earlier registrations win.
+        automatic: operators that it may be chosen for without being asked for, if it has them. Earlier registrations
+            win.
         dygraph_only: whether graphs run the compiled operators in its place.
     """
     _modules[name] = module
-    if automatic:
-        _automatic.append(name)
+    _automatic[name] = automatic
     if dygraph_only:
         _dygraph_only.append(name)
 
@@ -89,11 +77,12 @@ def register_note(note: Callable[[], str]) -> Callable[[], str]:
     return note
 
 
-register("compiled", "paddle_moe_ops.backends.compiled", automatic=True)
-# Chosen by itself only for the calls that `choice` lists, which it does faster.
-register("triton", "paddle_moe_ops.backends.triton", automatic=False, dygraph_only=True)
+register("compiled", "paddle_moe_ops.backends.compiled")
+# Chosen by itself for what has no compiled operator, and for the calls that `choice` lists, which it does faster.
+register("triton", "paddle_moe_ops.backends.triton", automatic=("grouped_gemm",), dygraph_only=True)
+register("paddle", "paddle_moe_ops.backends.matmul")
 # The oracle is orders of magnitude slower: it serves as a check, never as a silent stand-in.
-register("reference", "paddle_moe_ops.backends.reference", automatic=False)
+register("reference", "paddle_moe_ops.backends.reference", automatic=())
 
 
 @functools.cache
@@ -113,7 +102,8 @@ def use_backend(name: str) -> Iterator[None]:
     Operators that the backend does not have run on the one that is chosen automatically; `explain` tells which.
 
     Args:
-        name: "compiled", "triton" (NVIDIA GPUs; static graphs run the compiled operators all the same) or "reference".
+        name: "compiled", "triton" (NVIDIA GPUs; in static graphs as if it were not asked for), "paddle" (grouped_gemm
+            by Paddle's matmul) or "reference".
 
     Raises:
         ValueError: there is no such backend.
@@ -157,21 +147,22 @@ def resolve(operator: str, like: Tensor | None = None) -> Backend:
     """
     requested = _requested()
     in_graph = like is not None and not isinstance(like, Tensor)
-    if requested is not None and _serves(requested[0], operator) and not (in_graph and requested[0] in _dygraph_only):
+    if (
+        requested is not None
+        and _serves(requested[0], operator, like)
+        and not (in_graph and requested[0] in _dygraph_only)
+    ):
         name, source = requested
-        reason = _load(name).unavailable()
-        if reason is None and isinstance(like, Tensor):
-            reason = _load(name).cannot_run_on(like)
+        reason = _problem(name, like)
         if reason is not None:
-            raise RuntimeError(
-                f"{operator}: the backend {name!r} chosen by {source} cannot run here: {reason}{_alternatives(name)}"
-            )
+            others = _alternatives(name, operator)
+            raise RuntimeError(f"{operator}: the backend {name!r} chosen by {source} cannot run here: {reason}{others}")
         return _load(name)
-    if isinstance(like, Tensor) and triton_is_faster(operator, like) and _usable("triton", like):
+    if isinstance(like, Tensor) and triton_is_faster(operator, like) and _problem("triton", like) is None:
         return _load("triton")
     reasons = []
-    for name in _automatic:
-        reason = _load(name).unavailable()
+    for name in _candidates(operator, like, in_graph=in_graph):
+        reason = _problem(name, like)
         if reason is None:
             return _load(name)
         reasons.append(f"{name}: {reason}")
@@ -181,17 +172,29 @@ def resolve(operator: str, like: Tensor | None = None) -> Backend:
     )
 
 
-def _serves(name: str, operator: str) -> bool:
-    operators = _load(name).operators
-    return operators is None or operator in operators
+def _candidates(operator: str, like: Tensor | None, *, in_graph: bool) -> Iterator[str]:
+    """Backends that may be chosen without being asked for, in order of preference."""
+    for name, operators in _automatic.items():
+        if operator in operators and _serves(name, operator, like) and not (in_graph and name in _dygraph_only):
+            yield name
 
 
-def _usable(name: str, like: Tensor) -> bool:
-    return _load(name).unavailable() is None and _load(name).cannot_run_on(like) is None
+def _problem(name: str, like: Tensor | None) -> str | None:
+    """Why a backend cannot run here, on the device of a tensor, or None."""
+    backend = _load(name)
+    return backend.unavailable() or (backend.cannot_run_on(like) if isinstance(like, Tensor) else None)
 
 
-def _alternatives(name: str) -> str:
-    others = [other for other in _modules if other != name and _load(other).unavailable() is None]
+def _serves(name: str, operator: str, like: Tensor | None) -> bool:
+    backend = _load(name)
+    if backend.operators is not None and operator not in backend.operators:
+        return False
+    return not isinstance(like, Tensor) or like.dtype in backend.dtypes.get(operator, (like.dtype,))
+
+
+def _alternatives(name: str, operator: str) -> str:
+    others = [other for other in _modules if other != name and _serves(other, operator, None)]
+    others = [other for other in others if _load(other).unavailable() is None]
     return f". Backends that can: {', '.join(others)}" if others else ""
 
 
@@ -214,7 +217,7 @@ def explain(operator: str | None = None) -> str:
         try:
             choice = resolve(each).name
             if choice in _dygraph_only:
-                choice = f"{choice} in dygraph, {_automatic[0]} in static graphs"
+                choice = f"{choice} in dygraph, {next(_candidates(each, None, in_graph=True))} in static graphs"
         except (RuntimeError, ValueError) as error:
             choice = f"none ({error})"
         lines.append(f"{each}: {choice}")
@@ -222,7 +225,7 @@ def explain(operator: str | None = None) -> str:
     lines.append(f"chosen by: {requested}")
     for name in _modules:
         reason = _load(name).unavailable()
-        kind = "" if name in _automatic else f", {TRITON_RULE if name == 'triton' else 'only on request'}"
+        kind = f", {TRITON_RULE}" if name == "triton" else "" if _automatic[name] else ", only on request"
         lines.append(f"backend {name}: {'available' if reason is None else 'unavailable: ' + reason}{kind}")
     return "\n".join([*lines, *(note() for note in _notes)])
 

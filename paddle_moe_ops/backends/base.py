@@ -5,11 +5,28 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from paddle import Tensor
 
 Tensors = tuple[Tensor, ...]
+
+OPERATORS = (
+    "route",
+    "permute",
+    "unpermute",
+    "sort_chunks",
+    "row_id_map",
+    "moe_permute",
+    "moe_unpermute",
+    "quantize_1x128",
+    "permute_quantized",
+    "dequantize_1x128",
+    "quantized_experts",
+    "calculate_topk",
+    "grouped_gemm",
+)
 
 
 class Validation(enum.IntEnum):
@@ -101,6 +118,16 @@ class TopkSpec(NamedTuple):
     return_scores: bool
 
 
+class GemmSpec(NamedTuple):
+    """Everything about a grouped product that has no gradient."""
+
+    m_sizes: list[int] | Tensor  # [E]
+    expert_offsets: list[int] | Tensor | None  # [E + 1]; None: the groups follow each other
+    transpose: bool
+    plan: Any  # whose rows are gathered from tokens while they are multiplied, or None: rows are given
+    validation: Validation  # whether sizes and offsets that are tensors are looked at, for backends that need not
+
+
 class Backend(Protocol):
     """One implementation of the verbs over Paddle tensors, whose arguments are checked already.
 
@@ -116,6 +143,7 @@ class Backend(Protocol):
     name: str
     differentiable: bool
     operators: frozenset[str] | None  # those of `OPERATORS` that it has; None: all
+    dtypes: Mapping[str, Sequence[Any]]  # of the first tensor, for operators that it has for these only
 
     def unavailable(self) -> str | None:
         """Why the backend cannot run here, or None when it can."""
@@ -191,3 +219,11 @@ class Backend(Protocol):
 
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         """The float32 value [N] of each slot's row, 0 without one."""
+
+    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
+        """Each expert's matrix times its own rows, each then times its weight; rows only where it is differentiable."""
+
+    def grouped_gemm_backward(
+        self, d_out: Tensor, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec, wanted: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of `grouped_gemm`: of the rows or tokens, the matrices and the weights."""

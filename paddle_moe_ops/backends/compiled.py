@@ -8,13 +8,14 @@ import ctypes
 import functools
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import paddle
 from paddle import Tensor
 
 from .. import _build_check, _env
 from .base import (
+    OPERATORS,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -104,7 +105,8 @@ class CompiledBackend:
 
     name = "compiled"
     differentiable = True
-    operators = None
+    operators = frozenset(OPERATORS) - {"grouped_gemm"}
+    dtypes: ClassVar[dict[str, Any]] = {}
 
     def unavailable(self) -> str | None:
         return _library_problem()

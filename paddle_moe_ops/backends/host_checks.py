@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import NoReturn
+
 from paddle import Tensor
 
 from .. import reference
 from .arrays import to_numpy
 from .base import RouteSpec
 
-__all__ = ["MOE_PERMUTE_NAMES", "check_chunks", "host_chunk_rows", "host_route"]
+__all__ = ["MOE_PERMUTE_NAMES", "check_chunks", "host_chunk_rows", "host_route", "host_segments"]
 
 # What the arguments of route are called in moe_permute.
 MOE_PERMUTE_NAMES = {
@@ -71,3 +74,42 @@ def host_chunk_rows(function: str, split_sizes: Tensor) -> int:
     if rows >= 2**31 or min(sizes, default=0) < 0:
         raise ValueError(f"{function}: split_sizes must add up to less than 2^31")
     return rows
+
+
+def host_segments(num_rows: int, m_sizes: list[int] | Tensor, expert_offsets: list[int] | Tensor | None) -> list[int]:
+    """The rows of a grouped product from its start: of no group, of group 0, of none, of group 1, ... of none.
+
+    Raises:
+        ValueError: a negative number; groups that overlap or end behind row ``num_rows``.
+    """
+    sizes = _host_numbers("m_sizes", m_sizes)
+    if expert_offsets is None:
+        offsets = list(itertools.accumulate(sizes, initial=0))
+        if offsets[-1] > num_rows:
+            _refuse("m_sizes", f"sizes of {num_rows} rows at most, those of X", sizes)
+    else:
+        offsets = _host_numbers("expert_offsets", expert_offsets)
+        if offsets[-1] > num_rows:
+            _refuse(f"expert_offsets[{len(sizes)}]", f"at most {num_rows}, the rows of X", offsets[-1])
+    segments, end = [], 0
+    for expert, (first, size, next_first) in enumerate(zip(offsets[:-1], sizes, offsets[1:], strict=True)):
+        segments += [first - end, size]
+        end = first + size
+        if end > next_first:
+            _refuse(f"expert_offsets[{expert + 1}]", f"at least {end}, the end of group {expert}", next_first)
+    return [*segments, num_rows - end]
+
+
+def _host_numbers(argument: str, numbers: list[int] | Tensor) -> list[int]:
+    """Those of a tensor are looked at here, those of a list have been."""
+    if isinstance(numbers, list):
+        return numbers
+    found = numbers.tolist()
+    for i, number in enumerate(found):
+        if not 0 <= number < 2**31:
+            _refuse(f"{argument}[{i}]", f"from 0 to {2**31 - 1}", number)
+    return found
+
+
+def _refuse(argument: str, expected: str, given: object) -> NoReturn:
+    raise ValueError(f"grouped_gemm: {argument} must be {expected}, but got {given}")

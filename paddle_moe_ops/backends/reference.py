@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from .. import reference
 from ..reference.routing import take_or_zero
 from .arrays import numpy_dtype, to_numpy, to_tensor
 from .base import (
+    GemmSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -24,7 +25,7 @@ from .base import (
     TopkSpec,
     Validation,
 )
-from .host_checks import host_route
+from .host_checks import host_route, host_segments
 
 _NO_PROBS = np.zeros(0, np.float32)
 
@@ -57,6 +58,7 @@ class ReferenceBackend:
     name = "reference"
     differentiable = False
     operators = None
+    dtypes: ClassVar[dict[str, Any]] = {}
 
     def unavailable(self) -> str | None:
         return None
@@ -259,6 +261,33 @@ class ReferenceBackend:
 
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         return self.gather_slots(row_values, maps.slot_to_row)
+
+    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
+        product = reference.grouped_gemm(to_numpy(x), to_numpy(w), **_gemm_options(spec, x, weights))
+        return to_tensor(product, x.place)
+
+    def grouped_gemm_backward(
+        self, d_out: Tensor, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec, wanted: tuple[bool, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        arrays = to_numpy(d_out), to_numpy(x), to_numpy(w)
+        d_rows, *gradients = reference.grouped_gemm_backward(*arrays, **_gemm_options(spec, x, weights))
+        if spec.plan is not None:
+            d_rows = reference.sum_rows(d_rows, to_numpy(spec.plan.token_rows))
+        d_x, d_w, *d_weights = _tensors(x, d_rows, *gradients)
+        return d_x, d_w, d_weights[0] if d_weights else None
+
+
+def _gemm_options(spec: GemmSpec, x: Tensor, weights: Tensor | None) -> dict[str, Any]:
+    """What the oracle takes beside the operands, sizes and offsets looked at."""
+    num_rows = x.shape[0] if spec.plan is None else spec.plan.num_rows
+    segments = host_segments(num_rows, spec.m_sizes, spec.expert_offsets)
+    return {
+        "m_sizes": segments[1::2],
+        "expert_offsets": np.cumsum(segments)[::2],
+        "transpose": spec.transpose,
+        "row_to_token": None if spec.plan is None else to_numpy(spec.plan.row_to_token),
+        "weights": _optional(weights),
+    }
 
 
 backend = ReferenceBackend()

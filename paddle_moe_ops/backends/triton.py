@@ -7,7 +7,7 @@ Data are checked by the oracle on the host where a call asks for it, so that a c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import paddle
 from paddle import Tensor
@@ -16,8 +16,18 @@ from ..reference import rowmap_to_token_rows
 from ..reference.routing import check_ids
 from ..triton import _runtime
 from .arrays import numpy_dtype, to_numpy
-from .base import MoePermuteSpec, MoeUnpermuteSpec, QuantizeSpec, RouteSpec, RowMaps, Tensors, TopkSpec, Validation
-from .host_checks import check_chunks, host_chunk_rows, host_route
+from .base import (
+    GemmSpec,
+    MoePermuteSpec,
+    MoeUnpermuteSpec,
+    QuantizeSpec,
+    RouteSpec,
+    RowMaps,
+    Tensors,
+    TopkSpec,
+    Validation,
+)
+from .host_checks import check_chunks, host_chunk_rows, host_route, host_segments
 
 _ALIGNMENT = 16
 
@@ -66,8 +76,10 @@ class TritonBackend:
             "dequantize_1x128",
             "quantized_experts",
             "calculate_topk",
+            "grouped_gemm",
         }
     )
+    dtypes: ClassVar[dict[str, Any]] = {"grouped_gemm": (paddle.bfloat16, paddle.float16)}
 
     def unavailable(self) -> str | None:
         return _runtime.unavailable()
@@ -333,6 +345,50 @@ class TritonBackend:
         name = "chunk_sort_map"
         rows = host_chunk_rows(name, split_sizes) if num_rows < 0 else num_rows
         return self._chunk_map(name, split_sizes, order, rows, validation)
+
+    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
+        from ..triton.grouped_gemm import grouped_gemm
+
+        on_host = isinstance(spec.m_sizes, list) and not isinstance(spec.expert_offsets, Tensor)
+        if on_host or spec.validation != Validation.OFF:
+            num_rows = x.shape[0] if spec.plan is None else spec.plan.num_rows
+            host_segments(num_rows, spec.m_sizes, spec.expert_offsets)
+        operands = _dense_rows(x), _dense(w), _gemm_groups(spec, x), spec.transpose
+        return grouped_gemm(_device(x), *operands, **_gemm_maps(spec, weights))
+
+    def grouped_gemm_backward(
+        self, d_out: Tensor, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec, wanted: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        from ..triton.grouped_gemm import grouped_gemm_backward
+
+        operands = _dense_rows(d_out), _dense_rows(x), _dense(w), _gemm_groups(spec, x), spec.transpose
+        need_x, need_w, need_weights = (*wanted, False)[:3]
+        d_rows, d_w, d_weights = grouped_gemm_backward(
+            _device(x), *operands, **_gemm_maps(spec, weights), wanted=(need_x, need_w, need_weights)
+        )
+        if spec.plan is not None and d_rows is not None:
+            d_rows = self.permute_backward(d_rows, spec.plan.token_rows)
+        return d_rows, d_w, d_weights
+
+
+def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:
+    """Sizes and offsets as tensors where the operands are."""
+    from ..triton.grouped_gemm import Groups
+
+    def on_device(numbers: list[int] | Tensor) -> Tensor:
+        if isinstance(numbers, Tensor):
+            return _dense(numbers)
+        return paddle.to_tensor(numbers, dtype="int32", place=x.place)
+
+    offsets = None if spec.expert_offsets is None else on_device(spec.expert_offsets)
+    return Groups(on_device(spec.m_sizes), offsets)
+
+
+def _gemm_maps(spec: GemmSpec, weights: Tensor | None) -> dict[str, Any]:
+    return {
+        "row_to_token": None if spec.plan is None else _dense(spec.plan.row_to_token),
+        "weights": None if weights is None else _dense(weights),
+    }
 
 
 backend = TritonBackend()

@@ -7,7 +7,7 @@ The order of additions in a matrix product is free, so a backend meets it within
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,23 +24,30 @@ def grouped_gemm(
     transpose: bool = True,
     *,
     expert_offsets: Sequence[int] | None = None,
+    row_to_token: NDArray | None = None,
+    weights: NDArray | None = None,
 ) -> NDArray:
     """Multiply each group of rows with the matrix of its expert.
 
     Args:
-        X: [M, K] rows; float64 stays float64.
+        X: [M, K] rows; float64 stays float64. [T, K] tokens with ``row_to_token``.
         W: [E, N, K], or [E, K, N] without ``transpose``.
         m_sizes: E group sizes.
         transpose: Multiply with the transposed matrices.
         expert_offsets: First row of each group, [E] or [E + 1]; None: the groups follow each other.
+        row_to_token: [M] token of each row, or None.
+        weights: [M], what each row of the product is multiplied by, or None.
 
     Returns:
         [M, N], dtype of X, 0 in rows of no group.
     """
     matrices = W.swapaxes(1, 2) if transpose else W
-    out = np.zeros((len(X), matrices.shape[2]))
+    rows_of = _rows_of(X, row_to_token)
+    out = np.zeros((len(X) if row_to_token is None else len(row_to_token), matrices.shape[2]))
     for expert, rows in _groups(m_sizes, expert_offsets):
-        out[rows] = X[rows].astype(np.float64) @ matrices[expert].astype(np.float64)
+        out[rows] = rows_of(rows) @ matrices[expert].astype(np.float64)
+        if weights is not None:
+            out[rows] *= weights[rows, None]
     return round_float64(out, X.dtype)
 
 
@@ -52,16 +59,31 @@ def grouped_gemm_backward(
     transpose: bool = True,
     *,
     expert_offsets: Sequence[int] | None = None,
-) -> tuple[NDArray, NDArray]:
-    """Return the gradients of X and W in their dtypes; 0 in rows of no group and for experts without rows."""
+    row_to_token: NDArray | None = None,
+    weights: NDArray | None = None,
+) -> tuple[NDArray, ...]:
+    """Return the gradients of the rows [M, K], of W and, with ``weights``, of these, in their dtypes.
+
+    They are 0 in rows of no group and for experts without rows.
+    """
     matrices = W.swapaxes(1, 2) if transpose else W
-    d_x, d_matrices = np.zeros(X.shape), np.zeros(matrices.shape)
+    rows_of = _rows_of(X, row_to_token)
+    d_x, d_matrices, d_weights = np.zeros((len(d_out), X.shape[1])), np.zeros(matrices.shape), np.zeros(len(d_out))
     for expert, rows in _groups(m_sizes, expert_offsets):
-        d_rows = d_out[rows].astype(np.float64)
-        d_x[rows] = d_rows @ matrices[expert].astype(np.float64).T
-        d_matrices[expert] = X[rows].astype(np.float64).T @ d_rows
+        x, d_rows, matrix = rows_of(rows), d_out[rows].astype(np.float64), matrices[expert].astype(np.float64)
+        if weights is not None:
+            d_weights[rows] = (d_rows * (x @ matrix)).sum(axis=1)
+            d_rows *= weights[rows, None]
+        d_x[rows] = d_rows @ matrix.T
+        d_matrices[expert] = x.T @ d_rows
     d_w = d_matrices.swapaxes(1, 2) if transpose else d_matrices
-    return round_float64(d_x, X.dtype), round_float64(d_w, W.dtype)
+    gradients = round_float64(d_x, X.dtype), round_float64(d_w, W.dtype)
+    return gradients if weights is None else (*gradients, round_float64(d_weights, weights.dtype))
+
+
+def _rows_of(X: NDArray, row_to_token: NDArray | None) -> Callable[[slice], NDArray]:
+    """A function that gives some of the rows, in float64."""
+    return lambda rows: X[rows if row_to_token is None else row_to_token[rows]].astype(np.float64)
 
 
 def _groups(m_sizes: Sequence[int], expert_offsets: Sequence[int] | None) -> Iterator[tuple[int, slice]]:

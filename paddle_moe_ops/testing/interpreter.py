@@ -12,7 +12,8 @@ arithmetic, copies and sums are exact there from Triton 3.9 on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -74,6 +75,30 @@ class _Pointer:
         return ()
 
 
+@contextlib.contextmanager
+def _bfloat16_as_on_a_gpu() -> Iterator[None]:
+    """Lets the interpreter round bfloat16 to nearest, which it would cut off, and multiply matrices of it."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def cast_to_nearest(self: Any, source: Any, dtype: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16:
+            return TensorHandle(source.data.astype(DTYPES["bfloat16"]).view(np.uint16), tl.bfloat16)
+        return cast(self, source, dtype)
+
+    def dot_of_numbers(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        operands = (self.cast_impl(each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each for each in (a, b))
+        return create_dot(self, *operands, *others)
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = dot_of_numbers, cast_to_nearest
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast
+
+
 class NumpyDevice:
     """A `paddle_moe_ops.triton.launching.Device` in host memory, where new arrays hold garbage on purpose.
 
@@ -129,7 +154,7 @@ class NumpyDevice:
                 raise ValueError(f"{self.launches[-1]}: {value} does not fit into int32")
             else:
                 values.append(value)
-        with np.errstate(all="ignore"):  # a GPU does not tell either
+        with _bfloat16_as_on_a_gpu(), np.errstate(all="ignore"):  # a GPU does not tell either
             kernel[(programs,)](*values, *constants)
 
     @staticmethod

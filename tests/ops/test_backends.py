@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
 
 from paddle_moe_ops import explain, moe_permute, permute, route, use_backend
@@ -22,7 +23,8 @@ from tests.params import SMALL
 pytestmark = pytest.mark.compiled_only
 
 MISSING = "the compiled library _C_pd_.so is missing; build it with: pip install --no-build-isolation ."
-NAMES = "compiled, triton, reference"
+NAMES = "compiled, triton, paddle, reference"
+COMPILED = [operator for operator in OPERATORS if operator != "grouped_gemm"]
 NO_GPU = "Triton kernels need an NVIDIA GPU, and this is a build of Paddle without GPUs"
 
 
@@ -47,9 +49,25 @@ def chosen() -> str:
 # ---- choice
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", COMPILED)
 def test_the_compiled_operators_run_unless_something_else_is_asked_for(operator):
     assert resolve(operator).name == "compiled"
+
+
+def test_a_grouped_product_runs_on_triton_where_it_can_and_on_paddles_matmul_elsewhere(place):
+    on_triton = triton_unavailable() is None
+    assert resolve("grouped_gemm").name == ("triton" if on_triton else "paddle")
+    narrow, wide = (tensor(np.ones((2, 2), dtype), place) for dtype in (np.float16, np.float32))
+    with_triton = "triton" if on_triton and _load("triton").cannot_run_on(narrow) is None else "paddle"
+    assert resolve("grouped_gemm", narrow).name == with_triton
+    assert resolve("grouped_gemm", wide).name == "paddle"
+    assert resolve("grouped_gemm", paddle.static.InputSpec([2, 2], "float16")).name == "paddle"
+    for name in ("compiled", "paddle"):
+        with use_backend(name):
+            assert resolve("grouped_gemm", wide).name == "paddle"
+    with use_backend("paddle"):
+        assert resolve("grouped_gemm", narrow).name == "paddle"
+        assert chosen() == "compiled"
 
 
 def test_choices_nest_and_end_with_their_block():
@@ -205,11 +223,14 @@ def test_a_package_without_its_library_can_be_imported_and_used_on_request(tmp_p
 
 def test_explain_names_a_backend_for_every_operator():
     lines = explain().splitlines()
+    on_triton = "grouped_gemm: triton in dygraph, paddle in static graphs"
     assert lines == [
-        *(f"{operator}: compiled" for operator in OPERATORS),
+        *(f"{operator}: compiled" for operator in COMPILED),
+        "grouped_gemm: paddle" if triton_unavailable() else on_triton,
         "chosen by: automatic (first available)",
         "backend compiled: available",
         f"backend triton: {'unavailable: ' + NO_GPU if triton_unavailable() else 'available'}, {TRITON_RULE}",
+        "backend paddle: available",
         "backend reference: available, only on request",
         "paddle.nn.functional.moe_permute and moe_unpermute: Paddle itself",
     ]

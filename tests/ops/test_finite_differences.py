@@ -149,3 +149,20 @@ def test_grouped_gemm_against_finite_differences(transpose, rng, place):
     backward([product(x_tensor, w_tensor)], [d_out])
     assert_gradient(x_tensor.grad, lambda x: loss(x, w), x)
     assert_gradient(w_tensor.grad, lambda w: loss(x, w), w)
+
+
+def test_weighted_grouped_gemm_against_finite_differences(rng, place):
+    x, w, weights = ordinary(rng, (6, 2)), ordinary(rng, (3, H, 2)), ordinary(rng, (6,))
+    d_out = ordinary(rng, (6, H))
+
+    def product(x, w, weights):
+        return grouped_gemm(x, w, [2, 0, 1], expert_offsets=[1, 3, 4, 6], topk_weights=weights)
+
+    def loss(*arrays):
+        return dot(d_out, product(*(tensor(each, place) for each in arrays)))
+
+    leaves = [tensor(each, place, gradient=True) for each in (x, w, weights)]
+    backward([product(*leaves)], [d_out])
+    assert_gradient(leaves[0].grad, lambda x: loss(x, w, weights), x)
+    assert_gradient(leaves[1].grad, lambda w: loss(x, w, weights), w)
+    assert_gradient(leaves[2].grad, lambda weights: loss(x, w, weights), weights)

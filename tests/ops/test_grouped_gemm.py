@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike
 
-from paddle_moe_ops import reference
+from paddle_moe_ops import reference, route, use_backend
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
@@ -125,6 +126,70 @@ def test_a_plan_says_where_groups_are(shape, buffer_size, rng, place):
     np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=1e-5)
 
 
+def fused(problem, plan, form, leaves):
+    """The product that a form of the call gives, from leaves x, w and weights."""
+    if form == "gathered":
+        return grouped_gemm(leaves["x"], leaves["w"], plan=plan, permute_x=True)
+    weights = {} if form == "plan" else {"topk_weights": leaves["weights"]}
+    return grouped_gemm(leaves["x"], leaves["w"], plan=plan, **weights)
+
+
+@pytest.mark.parametrize("name", [None, "reference"])
+@pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
+@pytest.mark.parametrize("form", ["plan", "gathered", "weighted by row", "weighted by slot"])
+@BY_DTYPE
+def test_permutation_and_weights_as_part_of_the_product(dtype, form, buffer_size, name, rng, place):
+    shape = PADDED
+    problem = make_problem(rng, shape)
+    plan = problem.plan(buffer_size=buffer_size)
+    tokens = form == "gathered"
+    arrays = {
+        "x": ordinary(rng, (shape.T if tokens else plan.num_rows, 6), dtype),
+        "w": ordinary(rng, (shape.E, 11, 6), dtype),
+    }
+    if form.startswith("weighted"):
+        arrays["weights"] = problem.probs if form.endswith("slot") else plan.row_probs
+    leaves = {name: tensor(array, place, gradient=True) for name, array in arrays.items()}
+    dy = ordinary(rng, (plan.num_rows, 11), dtype)
+    with use_backend(name) if name else contextlib.nullcontext():
+        out = fused(problem, plan_tensors(plan, place), form, leaves)
+    backward([out], [dy])
+
+    maps = {"row_to_token": plan.row_to_token if tokens else None}
+    if "weights" in arrays:
+        maps["weights"] = plan.row_probs
+    groups = {"m_sizes": plan.tokens_per_expert, "expert_offsets": plan.expert_offsets, **maps}
+    magnitudes = {name: np.abs(array) for name, array in arrays.items()}
+    expected = oracle(plan, dy, arrays, groups, form)
+    terms = oracle(plan, np.abs(dy), magnitudes, groups, form)
+    longest = 11 * 6 + int(plan.tokens_per_expert.max()) + shape.K
+    for got, wanted, magnitude, what in zip(
+        (out, *(leaf.grad for leaf in leaves.values())), expected, terms, ("out", *leaves), strict=True
+    ):
+        # Gathered rows have gradients that are rounded before they are added up, and weighted rows may be rounded
+        # before they meet the gradients of the product.
+        tolerance = dtype_tols(wanted.dtype, longest)
+        rounded = (what == "x" and tokens) or (what == "w" and "weights" in arrays)
+        roundings = tolerance.of_result if rounded else 0
+        tolerance = tolerance._replace(of_magnitude=tolerance.of_magnitude + roundings)
+        assert_close_sums(got, wanted, magnitude, tolerance, what=what)
+
+
+def oracle(plan, dy, arrays, groups, form):
+    """The product, and the gradients of x, w and the weights if there are any, in float64 up to the end."""
+    dtype = arrays["x"].dtype
+    x, w, dy = (each.astype(np.float64) for each in (arrays["x"], arrays["w"], dy))
+    product = reference.grouped_gemm(x, w, **groups)
+    d_x, d_w, *d_weights = reference.grouped_gemm_backward(dy, x, w, **groups)
+    if form == "gathered":
+        d_rows, d_x = d_x, np.zeros_like(x)
+        rows = np.flatnonzero(plan.row_to_token >= 0)
+        np.add.at(d_x, plan.row_to_token[rows], d_rows[rows])
+    if form == "weighted by slot":
+        d_weights = [np.where(plan.slot_to_row >= 0, d_weights[0][plan.slot_to_row], np.float32(0))]
+    return [*(each.astype(dtype) for each in (product, d_x, d_w)), *d_weights]
+
+
 @pytest.mark.parametrize("wanted", ["X", "W"])
 def test_only_the_gradient_that_is_wanted_is_made(wanted, rng, place):
     leaves = {"X": tensor(ordinary(rng, (4, 3)), place), "W": tensor(ordinary(rng, (2, 5, 3)), place)}
@@ -215,6 +280,7 @@ def test_groups_that_do_not_fit_are_cut_in_a_graph(rng, place):
         np.testing.assert_allclose(out.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+PLAN = route(paddle.to_tensor([[0, 1], [1, 0]], dtype="int32"), num_experts=2, validate=False)
 X, W = paddle.zeros([6, 3]), paddle.zeros([2, 5, 3])
 BAD = {
     "X": ({"X": X[0]}, ValueError, "X must be of shape [M, K], but got [3]"),
@@ -251,6 +317,43 @@ BAD = {
         {"expert_offsets": [0, 3, 7]},
         ValueError,
         "expert_offsets[2] must be at most 6, the rows of X, but got 7",
+    ),
+    "plan and sizes": ({"plan": PLAN}, ValueError, "m_sizes must be None with plan, which says it, but got list"),
+    "no plan": ({"plan": (6, 2)}, TypeError, "plan must be a paddle_moe_ops.Plan or None, but got tuple"),
+    "no sizes": (
+        {"m_sizes": None},
+        TypeError,
+        "m_sizes must be a list of ints or a 1-D int tensor, but got NoneType",
+    ),
+    "other experts": (
+        {"plan": PLAN, "m_sizes": None, "X": X[:4], "W": paddle.zeros([3, 5, 3])},
+        ValueError,
+        "W must be matrices of the 2 experts of plan, but got [3, 5, 3]",
+    ),
+    "rows of plan": (
+        {"plan": PLAN, "m_sizes": None},
+        ValueError,
+        "X must be of shape [4, hidden], but got [6, 3]",
+    ),
+    "permute without plan": (
+        {"permute_x": True},
+        ValueError,
+        "plan must be a paddle_moe_ops.Plan with permute_x, but got None",
+    ),
+    "both": (
+        {"plan": PLAN, "m_sizes": None, "permute_x": True, "topk_weights": paddle.ones([4])},
+        ValueError,
+        "topk_weights must be None with permute_x, but got Tensor",
+    ),
+    "weights": (
+        {"topk_weights": paddle.ones([5])},
+        ValueError,
+        "topk_weights must be of shape [6], but got [5]",
+    ),
+    "weights by slot": (
+        {"topk_weights": paddle.ones([3, 2])},
+        ValueError,
+        "topk_weights must be of shape [M] without plan, but got [3, 2]",
     ),
     "overlap": (
         {"expert_offsets": [0, 1, 6]},

@@ -21,7 +21,7 @@ LAYERS = (
     {"_checks", "functional", "quantization", "routing", "rowmaps"},
     {"autograd"},
     {"backends"},
-    {"backends.compiled", "backends.triton", "backends.reference"},
+    {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
     {
         *("backends.arrays", "backends.base", "backends.choice", "backends.choice_table", "backends.host_checks"),
         *("reference", "triton"),
@@ -115,7 +115,7 @@ def test_module_imports_only_from_its_own_layer_and_below(module, path):
 
 
 def test_only_the_chooser_imports_backend_implementations():
-    implementations = {"backends.compiled", "backends.triton", "backends.reference"}
+    implementations = {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"}
     importers = {name for name, path in MODULES if own_imports(name, path) & implementations}
     assert importers - {"backends"} <= {"_report"}
 

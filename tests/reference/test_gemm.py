@@ -25,3 +25,12 @@ def test_every_row_meets_the_matrix_of_its_expert(transpose, rng):
 def test_groups_without_offsets_follow_each_other(rng):
     x, w = rng.standard_normal((6, 4)), rng.standard_normal((3, 5, 4))
     np.testing.assert_array_equal(grouped_gemm(x, w, SIZES), grouped_gemm(x, w, SIZES, expert_offsets=[0, 2, 2, 5]))
+
+
+def test_rows_of_tokens_and_weights(rng):
+    x, w, weights = rng.standard_normal((4, 4)), rng.standard_normal((3, 5, 4)), rng.standard_normal(ROWS)
+    tokens = np.array([-1, 3, 3, -1, 0, 1, 2, -1, -1])
+    out = grouped_gemm(x, w, SIZES, expert_offsets=OFFSETS, row_to_token=tokens, weights=weights)
+    for row, expert in enumerate(OWNER):
+        expected = weights[row] * (x[tokens[row]] @ w[expert].T) if expert >= 0 else np.zeros(5)
+        np.testing.assert_allclose(out[row], expected, rtol=1e-12, atol=0)

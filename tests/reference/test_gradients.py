@@ -162,3 +162,33 @@ def test_grouped_gemm(transpose: bool) -> None:
     d_x, d_w = grouped_gemm_backward(d_out, x, w, [2, 0, 3], transpose, expert_offsets=[1, 4, 4, 8])
     assert_gradient(d_x, lambda x: loss(x, w), x)
     assert_gradient(d_w, lambda w: loss(x, w), w)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_weighted_grouped_gemm(transpose: bool) -> None:
+    x, w, weights = random(9, 2), random(*((3, HIDDEN, 2) if transpose else (3, 2, HIDDEN))), random(9)
+    d_out, where = random(9, HIDDEN), {"transpose": transpose, "expert_offsets": [1, 4, 4, 8]}
+
+    def loss(x: NDArray, w: NDArray, weights: NDArray) -> float:
+        return float(np.vdot(d_out, grouped_gemm(x, w, [2, 0, 3], weights=weights, **where)))
+
+    d_x, d_w, d_weights = grouped_gemm_backward(d_out, x, w, [2, 0, 3], weights=weights, **where)
+    assert_gradient(d_x, lambda x: loss(x, w, weights), x)
+    assert_gradient(d_w, lambda w: loss(x, w, weights), w)
+    assert_gradient(d_weights, lambda weights: loss(x, w, weights), weights)
+
+
+def test_grouped_gemm_of_gathered_rows() -> None:
+    x, w, d_out = random(4, 2), random(2, HIDDEN, 2), random(5, HIDDEN)
+    row_to_token = np.int32([3, 0, -1, 3, 1])
+    where = {"m_sizes": [2, 2], "expert_offsets": [0, 3, 5], "row_to_token": row_to_token}
+
+    def loss(x: NDArray, w: NDArray) -> float:
+        return float(np.vdot(d_out, grouped_gemm(x, w, **where)))
+
+    d_rows, d_w = grouped_gemm_backward(d_out, x, w, **where)
+    assert not d_rows[2].any()
+    d_x = np.zeros_like(x)
+    np.add.at(d_x, row_to_token[row_to_token >= 0], d_rows[row_to_token >= 0])
+    assert_gradient(d_x, lambda x: loss(x, w), x)
+    assert_gradient(d_w, lambda w: loss(x, w), w)

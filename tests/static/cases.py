@@ -402,6 +402,12 @@ def gemm_by_plan(x, ids, weights):
     return (grouped_gemm(rows, weights, plan.tokens_per_expert, expert_offsets=plan.expert_offsets),)
 
 
+def gemms_with_permutation_and_weights(x, ids, probs, weights):
+    plan = route(ids, probs, num_experts=E, padding_alignment=A)
+    rows = grouped_gemm(x, weights, plan=plan, permute_x=True)
+    return (unpermute(grouped_gemm(rows, weights, None, False, plan=plan, topk_weights=probs), plan),)
+
+
 COUNTS32, COUNTS64 = true_counts(np.int32), true_counts(np.int64)
 
 MOE_PERMUTE = (
@@ -483,5 +489,11 @@ INDEXED = (
     Case("indexed", by_gather_indices, token_inputs(leave_out="probs"), ("x",)),
     Case("indexed-bfloat16", by_gather_indices, token_inputs(BFLOAT16, leave_out="probs"), ("x",)),
     Case("grouped_gemm", gemm_by_plan, token_inputs(leave_out="probs", weights=expert_weights), ("x", "weights")),
+    Case(
+        "grouped_gemm-fused",
+        gemms_with_permutation_and_weights,
+        token_inputs(weights=expert_weights),
+        ("x", "probs", "weights"),
+    ),
 )
 CASES = (*MOE_PERMUTE, *MOE_UNPERMUTE, *VERBS, *FAMILIES, *QUANTIZE, *ROUTERS, *INDEXED)

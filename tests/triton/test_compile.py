@@ -17,6 +17,7 @@ KERNELS = {
     *("route", "mask_to_ids", "count", "prefix", "offsets", "maps", "permute", "unpermute", "unpermute_backward"),
     *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "chunks", "chunk_map"),
     *("topk", "topk_backward"),
+    *("schedule", "product", "weight_gradient", "row_sums"),
 }
 
 
@@ -42,6 +43,13 @@ def test_rows_move_16_bytes_at_a_time(compiled, kernel):
     instructions = " ".join(compiled[kernel])
     assert "ld.global.v4.b32" in instructions
     assert "st.global.v4.b32" in instructions
+
+
+@pytest.mark.parametrize("kernel", ["product", "weight_gradient"])
+def test_products_run_on_tensor_cores_while_operands_are_on_their_way(compiled, kernel):
+    instructions = " ".join(compiled[kernel])
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in instructions
+    assert "cp.async.cg.shared.global" in instructions
 
 
 def test_subnormal_numbers_are_kept_and_sums_rounded_to_nearest(compiled):

@@ -1,0 +1,86 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped product by Paddle's matmul, group by group, everywhere and in graphs; differentiable itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import paddle
+from paddle import Tensor
+
+from .base import GemmSpec
+from .host_checks import host_segments
+
+
+class MatmulBackend:
+    """Splits the rows by group. Sizes and offsets that are tensors are brought to the host, but in a graph."""
+
+    name = "paddle"
+    differentiable = True
+    operators = frozenset({"grouped_gemm"})
+    dtypes: ClassVar[dict[str, Any]] = {}
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def cannot_run_on(self, tensor: Tensor) -> str | None:
+        return None
+
+    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
+        sizes, offsets = spec.m_sizes, spec.expert_offsets
+        known = x.shape[0] >= 0 and all(each is None or isinstance(each, (list, Tensor)) for each in (sizes, offsets))
+        segments = host_segments(x.shape[0], sizes, offsets) if known else _segments_in_graph(x, sizes, offsets)
+        on_gpu = x.place.is_gpu_place() if isinstance(x, Tensor) else paddle.device.get_device().startswith("gpu")
+        if on_gpu:
+            return _multiply(x, w, weights, segments, spec.transpose)
+        # On the CPU Paddle has no matmul of narrow types, nor the gradients of what goes with it.
+        with paddle.amp.auto_cast(enable=False):
+            operands = x.astype("float32"), w.astype("float32"), weights
+            return _multiply(*operands, segments, spec.transpose).astype(x.dtype)
+
+
+def _segments_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] | Tensor | None) -> list[Tensor]:
+    """As `_segments`, as 0-D tensors. Groups that overlap or end behind X are cut, so that the rows are those of X."""
+    num_rows = paddle.shape(X)[:1].astype("int64")
+    sizes = paddle.to_tensor(sizes) if isinstance(sizes, list) else sizes
+    sizes = sizes.astype("int64").clip(min=0)
+    if offsets is None:
+        starts = paddle.cumsum(sizes) - sizes
+    else:
+        starts = (paddle.to_tensor(offsets) if isinstance(offsets, list) else offsets).astype("int64")[:-1]
+    borders = paddle.stack([starts, starts + sizes], axis=1).reshape([-1])
+    borders = paddle.minimum(paddle.cummax(borders.clip(min=0), axis=0)[0], num_rows)
+    segments = paddle.diff(borders, prepend=paddle.zeros([1], "int64"), append=num_rows)
+    return [segments[i] for i in range(segments.shape[0])]
+
+
+def _multiply(
+    x: Tensor, w: Tensor, weights: Tensor | None, segments: Sequence[int | Tensor], transpose: bool
+) -> Tensor:
+    """The products of every other segment, zeros for those between.
+
+    With unbind and split, backward is one stack and one concat; indexing expert by expert would add up E tensors of
+    the size of all weights.
+    """
+    # Segments that are known to be empty are left out, but for a product that is needed for its gradients.
+    kept = [i for i, rows in enumerate(segments) if not (isinstance(rows, int) and rows == 0)]
+    if not any(i % 2 for i in kept):
+        kept = sorted([1, *kept])
+    lengths = [segments[i] for i in kept]
+    parts = dict(zip(kept, paddle.split(x, lengths, axis=0), strict=True))
+    factors = {} if weights is None else dict(zip(kept, paddle.split(weights, lengths, axis=0), strict=True))
+    matrices = paddle.unbind(w)
+    results = {i: paddle.matmul(part, matrices[i // 2], transpose_y=transpose) for i, part in parts.items() if i % 2}
+    product = next(iter(results.values()))  # which has the dtype that mixed precision gives
+    if weights is not None:
+        for i, result in results.items():
+            results[i] = (result.astype("float32") * factors[i].unsqueeze(-1)).astype(product.dtype)
+    for i in set(kept) - set(results):
+        rows = parts[i].shape[0] if parts[i].shape[0] >= 0 else paddle.shape(parts[i])[0]
+        results[i] = paddle.zeros([rows, product.shape[1]], product.dtype)
+    return paddle.concat([results[i] for i in kept], axis=0) if len(kept) > 1 else results[kept[0]]
+
+
+backend = MatmulBackend()

@@ -1,0 +1,123 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""How the grouped product is cut, by GPU and sizes; `benchmarks/sweeps/grouped_gemm.py` measures the choices.
+
+There is no tuning while a program runs: a call takes the same kernel in every run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from triton.runtime import _allocation
+
+from .launching import blocks, next_power_of_2
+
+__all__ = ["GemmConfig", "Gpu", "gpu_at", "product_config", "weight_gradient_config"]
+
+_HOPPER = 90
+
+
+class Gpu(NamedTuple):
+    """What a configuration depends on: compute capability (90 for 9.0) and number of multiprocessors."""
+
+    capability: int
+    multiprocessors: int
+
+
+# What is not on a GPU is interpreted: few programs with several tiles each.
+_INTERPRETED = Gpu(80, 3)
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
+
+
+class GemmConfig(NamedTuple):
+    """One way to cut a product.
+
+    Attributes:
+        rows: Rows of a tile of the result.
+        columns: Columns of a tile of the result.
+        depth: Of the contraction, how much is multiplied at once.
+        band: Tiles of rows that share their columns in the L2.
+        stages: Blocks of operands on their way at a time.
+        warps: Of a program.
+        programs: On each multiprocessor; 0: a program for every tile that there may be.
+        tma: Whether operands come through tensor descriptors where that is possible.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    band: int
+    stages: int
+    warps: int
+    programs: int
+    tma: bool
+
+    def grid(self, gpu: Gpu, tiles: int) -> int:
+        """Programs of a launch for at most so many tiles."""
+        return min(tiles, self.programs * gpu.multiprocessors) if self.programs else tiles
+
+    def fitting(self, rows: int, columns: int) -> GemmConfig:
+        """With tiles no larger than a result of this size needs; 16 is the least that tensor cores take."""
+        least = [max(16, next_power_of_2(size)) for size in (rows, columns)]
+        return self._replace(rows=min(self.rows, least[0]), columns=min(self.columns, least[1]))
+
+
+@functools.cache
+def _library() -> Any:
+    """The CUDA driver, or None where there is none."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return library if library.cuInit(0) == 0 else None
+
+
+@functools.cache
+def _facts(ordinal: int) -> Gpu:
+    def attribute(number: int) -> int:
+        value = ctypes.c_int(0)
+        status = _library().cuDeviceGetAttribute(ctypes.byref(value), number, ordinal)
+        if status:
+            raise RuntimeError(f"the CUDA driver must answer 0, but its status is {status}")
+        return value.value
+
+    return Gpu(10 * attribute(_MAJOR) + attribute(_MINOR), attribute(_MULTIPROCESSORS))
+
+
+def gpu_at(address: int) -> Gpu:
+    """The GPU in whose memory an address lies."""
+    library, ordinal = _library(), ctypes.c_int(0)
+    if library is None or library.cuPointerGetAttribute(
+        ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address)
+    ):
+        return _INTERPRETED
+    return _facts(ordinal.value)
+
+
+def _has_descriptors(gpu: Gpu) -> bool:
+    known = hasattr(tl, "make_tensor_descriptor") and isinstance(_allocation._allocator, ContextVar)
+    return known and gpu.capability >= _HOPPER
+
+
+def product_config(gpu: Gpu, num_rows: int, num_experts: int, outer: int) -> GemmConfig:
+    """Of a product with M rows and N columns, on average M / E rows a group."""
+    mean = blocks(num_rows, num_experts)
+    if gpu.capability < _HOPPER:
+        return GemmConfig(128, 128, 32, 8, 4, 4, 2, False).fitting(mean, outer)
+    tma = _has_descriptors(gpu)
+    if mean <= 64:
+        return GemmConfig(64, 128, 64, 8, 4, 4, 2, tma).fitting(mean, outer)
+    return GemmConfig(128, 256, 64, 8, 3, 8, 1, tma).fitting(mean, outer)
+
+
+def weight_gradient_config(gpu: Gpu, num_rows: int, num_experts: int, size: tuple[int, int]) -> GemmConfig:
+    """Of gradients of this size, contracted over M / E rows on average."""
+    if gpu.capability < _HOPPER:
+        return GemmConfig(128, 128, 32, 8, 4, 4, 2, False).fitting(*size)
+    return GemmConfig(128, 256, 64, 8, 3, 8, 1, _has_descriptors(gpu)).fitting(*size)
