@@ -278,7 +278,9 @@ def _weight_gradient(
             (
                 *(vector, gathers and not transpose, gathers and transpose, use_tma),
                 *(p.width % config.rows == 0, q.width % config.columns == 0),
-                *(config.rows, config.columns, config.depth, config.band, config.stages),
+                # What is gathered waits for its indices, which take every other stage.
+                *(config.rows, config.columns, config.depth, config.band),
+                2 * config.stages - 1 if gathers else config.stages,
             ),
             config.warps,
         )
