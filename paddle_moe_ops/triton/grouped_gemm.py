@@ -11,9 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from triton.runtime import _allocation
-
-from .grouped_gemm_configs import GemmConfig, gpu_at, product_config, weight_gradient_config
+from .grouped_gemm_configs import ALLOCATOR, GemmConfig, gpu_at, product_config, weight_gradient_config
 from .grouped_gemm_kernels import product_kernel, row_sums_kernel, schedule_kernel, weight_gradient_kernel
 from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
 
@@ -66,14 +64,18 @@ def _experts_at_once(num_experts: int) -> int:
 @contextlib.contextmanager
 def _descriptors(device: Device, used: bool) -> Iterator[None]:
     """Gives a launch memory for its tensor descriptors."""
-    if not used:
+    if ALLOCATOR is None or not used:
         yield
         return
-    token = _allocation._allocator.set(lambda size, alignment, stream: device.empty([blocks(size, 4)], "int32"))
+    token = ALLOCATOR.set(lambda size, alignment, stream: device.empty([blocks(size, 4)], "int32"))
     try:
         yield
     finally:
-        _allocation._allocator.reset(token)
+        ALLOCATOR.reset(token)
+
+
+def _uses_tma(config: GemmConfig, vector: int) -> bool:
+    return config.tma and ALLOCATOR is not None and vector > 1
 
 
 class _Rows(NamedTuple):
@@ -131,7 +133,7 @@ def _product(
     if outer * item % 16:
         vector = 1
     # A block of W that is not transposed must not reach into the matrix of the next expert.
-    use_tma = config.tma and vector > 1 and (transpose or inner % config.depth == 0)
+    use_tma = _uses_tma(config, vector) and (transpose or inner % config.depth == 0)
     column_tiles = blocks(outer, config.columns)
     made = _Product(device.empty([num_rows, outer], dtype))
     if other is not None:
@@ -261,7 +263,7 @@ def _weight_gradient(
     gpu = gpu_at(address(w))
     config = config or weight_gradient_config(gpu, num_rows, experts, (p.width, q.width))
     vector = _vector(ITEM_BYTES[dtype], p, q)
-    use_tma = config.tma and vector > 1 and num_rows > 0
+    use_tma = _uses_tma(config, vector) and num_rows > 0
     gathers = row_to_token is not None
     tables = _schedule(device, groups, num_rows, config.rows)
     pointer = _POINTERS[dtype] + (":16" if vector > 1 else "")
@@ -278,7 +280,9 @@ def _weight_gradient(
             (
                 *(vector, gathers and not transpose, gathers and transpose, use_tma),
                 *(p.width % config.rows == 0, q.width % config.columns == 0),
-                *(config.rows, config.columns, config.depth, config.band, config.stages),
+                # What is gathered waits for its indices, which take every other stage.
+                *(config.rows, config.columns, config.depth, config.band),
+                2 * config.stages - 1 if gathers else config.stages,
             ),
             config.warps,
         )

@@ -13,13 +13,25 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import triton.language as tl
-from triton.runtime import _allocation
 
 from .launching import blocks, next_power_of_2
 
-__all__ = ["GemmConfig", "Gpu", "gpu_at", "product_config", "weight_gradient_config"]
+__all__ = ["ALLOCATOR", "GemmConfig", "Gpu", "gpu_at", "product_config", "weight_gradient_config"]
 
 _HOPPER = 90
+
+
+def _allocator() -> ContextVar | None:
+    """Where Triton looks for what gives it memory for descriptors; None in versions that have neither."""
+    try:
+        from triton.runtime import _allocation
+    except ImportError:
+        return None
+    found = getattr(_allocation, "_allocator", None)
+    return found if hasattr(tl, "make_tensor_descriptor") and isinstance(found, ContextVar) else None
+
+
+ALLOCATOR = _allocator()
 
 
 class Gpu(NamedTuple):
@@ -101,8 +113,7 @@ def gpu_at(address: int) -> Gpu:
 
 
 def _has_descriptors(gpu: Gpu) -> bool:
-    known = hasattr(tl, "make_tensor_descriptor") and isinstance(_allocation._allocator, ContextVar)
-    return known and gpu.capability >= _HOPPER
+    return ALLOCATOR is not None and gpu.capability >= _HOPPER
 
 
 def product_config(gpu: Gpu, num_rows: int, num_experts: int, outer: int) -> GemmConfig:
