@@ -13,6 +13,7 @@
 #endif
 
 #include "common/scales.h"
+#include "cpu/float_rows.h"
 #include "cpu/row_kernels.h"
 #include "pmo/base.h"
 
@@ -21,41 +22,6 @@ namespace cpu {
 namespace {
 
 #include "cpu/float_bits.h"
-
-inline float bfloat16_to_float(uint16_t value) { return bits_float(static_cast<uint32_t>(value) << 16); }
-
-inline uint16_t float_to_bfloat16(float value) {
-  const uint32_t bits = float_bits(value);
-  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // nearest, ties to even
-  const uint32_t quiet_nan = (bits >> 16) | 0x40u;                        // rounding could carry a NaN into infinity
-  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-  return static_cast<uint16_t>(is_nan ? quiet_nan : rounded);
-}
-
-inline float float16_to_float(uint16_t value) {
-  const uint32_t half = value;
-  const uint32_t sign = (half & 0x8000u) << 16;
-  const uint32_t magnitude = (half & 0x7FFFu) << 13;
-  const uint32_t exponent = half & 0x7C00u;
-  const uint32_t normal = magnitude + (112u << 23);   // exponent bias 15 -> 127
-  const uint32_t special = magnitude + (224u << 23);  // all-ones exponent stays all ones
-  // A subnormal half is mantissa * 2^-24: put the mantissa under the exponent of 2^-14, take 2^-14 away again (exact).
-  const float subnormal = bits_float(magnitude + (113u << 23)) - bits_float(113u << 23);
-  const uint32_t finite = exponent == 0 ? float_bits(subnormal) : normal;
-  return bits_float(sign | (exponent == 0x7C00u ? special : finite));
-}
-
-inline uint16_t float_to_float16(float value) {
-  const uint32_t bits = float_bits(value);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  const uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-  // Below 2^-14 the result is subnormal: adding 0.5 puts the last place of the sum at 2^-24, and the addition rounds.
-  const uint32_t subnormal = float_bits(bits_float(magnitude) + 0.5f) - float_bits(0.5f);
-  const uint32_t special = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
-  const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
-  return static_cast<uint16_t>(sign | (magnitude >= (143u << 23) ? special : finite));
-}
 
 // Plain loops, which the compiler vectorises for what its target has.
 struct Lanes {
@@ -86,8 +52,8 @@ struct Lanes {
     std::memcpy(lanes.values, from, sizeof(lanes.values));
     return lanes;
   }
-  static Lanes load(Float16, const char* from) { return load_halves(from, float16_to_float); }
-  static Lanes load(BFloat16, const char* from) { return load_halves(from, bfloat16_to_float); }
+  static Lanes load(Float16, const char* from) { return load_halves(from, Float16Rows::load); }
+  static Lanes load(BFloat16, const char* from) { return load_halves(from, BFloat16Rows::load); }
 
   void get(float* to) const { std::memcpy(to, values, sizeof(values)); }
 
@@ -108,8 +74,8 @@ struct Line {
     return line;
   }
   static Line pack(Float32, const Lanes* lanes) { return load(reinterpret_cast<const char*>(lanes[0].values)); }
-  static Line pack(Float16, const Lanes* lanes) { return pack_halves(lanes, float_to_float16); }
-  static Line pack(BFloat16, const Lanes* lanes) { return pack_halves(lanes, float_to_bfloat16); }
+  static Line pack(Float16, const Lanes* lanes) { return pack_halves(lanes, Float16Rows::store); }
+  static Line pack(BFloat16, const Lanes* lanes) { return pack_halves(lanes, BFloat16Rows::store); }
 
   void store(char* to) const { std::memcpy(to, bytes, kLineBytes); }
   void stream(char* to) const {
