@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import paddle
 
 from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, sort_chunks, unpermute, use_backend
@@ -31,13 +32,15 @@ TOPK, EXPERTS, HIDDEN = 8, 128, 512  # short rows: the GPU shall not be what is 
 
 def calls(tokens: int) -> dict[str, Callable[[], object]]:
     """The functions to time, on tensors that are there already."""
-    ids = paddle.argsort(paddle.rand([tokens, EXPERTS]), axis=1)[:, :TOPK].astype("int32").contiguous()
-    probs, x = paddle.rand([tokens, TOPK]), paddle.rand([tokens, HIDDEN])
+    rng = np.random.default_rng(0)
+    ids = paddle.to_tensor(rng.random((tokens, EXPERTS)).argsort(axis=1)[:, :TOPK].astype(np.int32))
+    probs = paddle.to_tensor(rng.random((tokens, TOPK), np.float32))
+    x = paddle.to_tensor(rng.random((tokens, HIDDEN), np.float32))
+    order = paddle.to_tensor(rng.permutation(EXPERTS).astype(np.int32))
     size = tokens * TOPK
     plan = route(ids, probs, num_experts=EXPERTS, buffer_size=size, validate=False)
     rows, _ = permute(x, plan)
     moved = moe_permute(x, None, ids, probs, EXPERTS, None, 1, override_buffer_size=size)
-    order = paddle.argsort(paddle.rand([EXPERTS])).astype("int32")
     return {
         "route": lambda: route(ids, probs, num_experts=EXPERTS, buffer_size=size, validate=False),
         "permute": lambda: permute(x, plan),
