@@ -44,7 +44,7 @@ def is_nvidia_gpu(tensor: Tensor) -> bool:
 
 def unavailable() -> str | None:
     """Why no Triton kernel can run in this process, or None."""
-    return _no_gpu() or _no_triton() or _old_gpu()
+    return _no_gpu() or _no_triton() or _unfit_gpu()
 
 
 def _no_gpu() -> str | None:
@@ -69,8 +69,11 @@ def _no_triton() -> str | None:
     return "TRITON_INTERPRET is set, which takes kernels off the GPU" if knobs.runtime.interpret else None
 
 
-def _old_gpu() -> str | None:
-    capability = _Cuda.get().capability(0)
+def _unfit_gpu() -> str | None:
+    try:
+        capability = _Cuda.get().capability(0)
+    except (OSError, RuntimeError) as error:
+        return f"the NVIDIA driver cannot be asked for the GPU: {error}"
     if capability >= _OLDEST_CAPABILITY:
         return None
     return f"the GPU must have compute capability 8.0 or newer, but has {capability[0]}.{capability[1]}"

@@ -112,3 +112,16 @@ def test_an_error_puts_driver_and_context_back(device, library, monkeypatch):
     with active(None), pytest.raises(RuntimeError, match="out of resources"):
         device.launch(*KERNEL_CALL)
     assert library.context == 100
+
+
+def test_a_driver_that_cannot_be_loaded_is_a_reason_to_run_elsewhere(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(_runtime, "_no_gpu", lambda: None)
+    monkeypatch.setattr(_runtime, "_no_triton", lambda: None)
+    monkeypatch.setattr(_runtime._Cuda, "get", staticmethod(_runtime._Cuda))
+    monkeypatch.setattr(_runtime.ctypes, "CDLL", missing)
+    assert _runtime.unavailable() == (
+        "the NVIDIA driver cannot be asked for the GPU: libcuda.so.1: cannot open shared object file"
+    )
