@@ -17,12 +17,21 @@ namespace cuda {
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// The sum of the values of a warp's lanes, for all of them.
+// The sum and the highest of the values of a warp's lanes, for all of them.
 __device__ inline int32_t sum_over_warp(int32_t value) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_add_sync(kAllLanes, value);
 #else
   for (int step = kWarpSize / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+#endif
+}
+
+__device__ inline uint32_t max_over_warp(uint32_t value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAllLanes, value);
+#else
+  for (int step = kWarpSize / 2; step > 0; step /= 2) value = max(value, __shfl_xor_sync(kAllLanes, value, step));
   return value;
 #endif
 }

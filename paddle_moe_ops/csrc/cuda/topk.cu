@@ -42,8 +42,8 @@ __device__ float warp_max(float value) {
 
 __device__ uint64_t warp_max(uint64_t candidate) {
   const auto key = static_cast<uint32_t>(candidate >> 32);
-  const uint32_t highest = __reduce_max_sync(kAllLanes, key);
-  return uint64_t{highest} << 32 | __reduce_max_sync(kAllLanes, key == highest ? static_cast<uint32_t>(candidate) : 0u);
+  const uint32_t highest = max_over_warp(key);
+  return uint64_t{highest} << 32 | max_over_warp(key == highest ? static_cast<uint32_t>(candidate) : 0u);
 }
 
 // The sum of term(i) for i in [0, count), by all lanes of a warp, in the order of common/scoring.h.
