@@ -281,7 +281,7 @@ def _weight_gradient(
     num_rows = d_out.shape[0]
     gradients, rows = _rows(device, d_out), _rows(device, x)
     gpu = gpu_at(address(w))
-    config = config or weight_gradient_config(gpu, num_rows, experts, tuple(w.shape[1:]))
+    config = config or weight_gradient_config(gpu, num_rows, experts, (w.shape[1], w.shape[2]))
     vector = _vector(ITEM_BYTES[dtype], gradients, rows)
     use_tma = _uses_tma(config, vector) and num_rows > 0
     if tokens is not None and use_tma:

@@ -241,9 +241,9 @@ def test_tokens_that_are_none_give_zeros(gpu, rng):
     groups = Groups(gpu.array(np.int32([6])))
     arguments = gpu.array(x), gpu.array(w), groups
     # Numbers that no token has are none to the gather, which alone could read beyond the tokens.
-    for tma, given in ((True, [0, -1, 2, -1, -1, 1]), (False, [0, -1, 2, 3, -7, 1])):
+    for tma, numbers in ((True, [0, -1, 2, -1, -1, 1]), (False, [0, -1, 2, 3, -7, 1])):
         config = SMALL_TILES._replace(tma=tma)
-        row_to_token = np.int32(given)
+        row_to_token = np.int32(numbers)
         tokens = maps_of_tokens(gpu, row_to_token, 3)
         out = gpu.numpy(grouped_gemm(gpu, *arguments, tokens=tokens, config=config))
         found = (row_to_token >= 0) & (row_to_token < 3)
