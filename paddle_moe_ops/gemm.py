@@ -46,8 +46,8 @@ def grouped_gemm(
 
     Differentiable in ``X``, ``W`` and ``topk_weights``: rows of no group and experts without rows get a gradient of 0.
     Accumulation in float32; deterministic, with an order of additions that is the backend's (`explain` says which). On
-    an NVIDIA GPU bfloat16 and float16 run on Triton where it is there: one launch and a small one, after a third for the
-    rows of ``permute_x`` on GPUs that copy blocks by descriptors (none of them is kept for the backward pass); sizes and
+    an NVIDIA GPU bfloat16 and float16 run on Triton where it is there: one launch and a small one, after one that moves
+    the rows of ``permute_x`` where the GPU copies by descriptors (they are not kept for the backward pass); sizes and
     offsets that are tensors are not looked at: groups that do not fit are cut, as in a graph, unless
     PADDLE_MOE_OPS_VALIDATE asks for checks. The gradient of ``W`` is there that of rows that
     are weighted and rounded first. All else runs on Paddle's matmul, group by group, with a host synchronisation for
