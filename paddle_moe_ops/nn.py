@@ -341,7 +341,12 @@ class MoELayer(nn.Layer):
         )
         self.experts = SwiGLUExperts(num_experts, hidden_size, intermediate_size)
         self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
-        self.tokens_per_expert: list[int] | Tensor = [0] * num_experts
+        # In a tuple, since a layer makes a buffer of a tensor.
+        self._load: tuple[list[int] | Tensor] = ([0] * num_experts,)
+
+    @property
+    def tokens_per_expert(self) -> list[int] | Tensor:
+        return self._load[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """Runs the block.
@@ -369,14 +374,14 @@ class MoELayer(nn.Layer):
     def _fused(self, tokens: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         """The experts by a plan that stays on the device: each slot has a row, since the router's ids are distinct."""
         plan = route(ids, num_experts=self.router.num_experts, buffer_size=ids.size)
-        self.tokens_per_expert = plan.tokens_per_expert
+        self._load = (plan.tokens_per_expert,)
         return unpermute(self.experts.weighted_rows(tokens, plan, probs), plan)
 
     def _by_counts(self, tokens: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         """The experts by the sizes of their segments."""
         num_experts = self.router.num_experts
         counts = np.bincount(ids.numpy().ravel(), minlength=num_experts).tolist()
-        self.tokens_per_expert = counts
+        self._load = (counts,)
         rows, rowmap, row_probs, _ = moe_permute(tokens, None, ids, probs, num_experts, counts, padding_alignment=1)
         rows = self.experts(rows, counts)
         out, _ = moe_unpermute(rows, rowmap, ids, row_probs, tokens.shape[0], num_experts, using_weighted_combine=True)

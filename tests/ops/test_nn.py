@@ -235,6 +235,7 @@ def test_layer_by_a_plan_equals_the_dense_formulation(experts, topk, tokens):
     counts = F.one_hot(layer.router(x).ids.astype("int64"), experts).sum(axis=[0, 1])
     np.testing.assert_array_equal(layer.tokens_per_expert.numpy(), counts.numpy())
     layer.router.update_correction_bias(layer.tokens_per_expert)
+    assert not [name for name in layer.state_dict() if "tokens" in name]
 
 
 def test_layer_goes_by_a_plan_only_where_triton_multiplies(monkeypatch):
