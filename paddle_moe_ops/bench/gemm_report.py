@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "PATTERN", "TEXT", "load_products", "newest_products"]
+from .results import PRODUCTS
 
-PATTERN = "*grouped-gemm*.jsonl"
+__all__ = ["COLUMNS", "TEXT", "load_products", "newest_products"]
+
 TEXT = """
 Triton kernels with their default configurations beside `torch._grouped_mm`, at the sizes of models, bfloat16: medians
 of calls with a cold L2. *of torch* is PyTorch's time over ours; where PyTorch has no such product, its time is that of
@@ -27,7 +28,7 @@ _Lines = dict[tuple[str, str], dict[str, Any]]
 
 def newest_products(folder: Path) -> tuple[Path, dict[str, Any], list[tuple[str, ...]]] | None:
     """The newest result file by its own date, or None: path, machine line, and the cells of a table with `COLUMNS`."""
-    found = [(path, *load_products(path)) for path in sorted(folder.glob(PATTERN))]
+    found = [(path, *load_products(path)) for path in sorted(folder.glob(PRODUCTS))]
     return max(found, key=lambda result: result[1]["date"], default=None)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from . import gemm_report
 from .counters import COLUMNS, TEXT, load_counters
 from .plot import draw
-from .results import Row, Run, load_run, processor
+from .results import Row, Run, load_run, processor, run_paths
 from .shapes import OPERATIONS
 from .targets import OURS, TARGETS, VERDICT_COLUMNS, judge, verdict_cells
 
@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     arguments = parser.parse_args(argv)
     try:
-        paths = sorted(arguments.results.glob("*.jsonl"))
-        runs = newest_runs(load_run(path) for path in paths if not path.match(gemm_report.PATTERN))
+        runs = newest_runs(map(load_run, run_paths(arguments.results)))
         products = _products(arguments.results)
     except ValueError as error:
         print(f"bench report: {error}", file=sys.stderr)
