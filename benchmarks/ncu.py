@@ -4,8 +4,10 @@
 """What bounds the kernels: hardware counters of single launches, read by Nsight Compute (`ncu`).
 
     python3 benchmarks/ncu.py --core-library libpmo_core.so --out benchmarks/results/ncu/h200.jsonl
+    python3 benchmarks/ncu.py --ops 'gemm:*' --out benchmarks/results/ncu/h200-grouped-gemm.jsonl
 
-Every case is one eager call of the benchmark under `ncu`, whose caches are emptied before each pass. A line per kernel:
+Every case is one eager call of the benchmark under `ncu`, whose caches are emptied before each pass; those of `gemm:*`
+are calls of `benchmarks/sweeps/grouped_gemm.py`, in one process, and need no library. A line per kernel:
 time, bytes that DRAM read and wrote beside the least bytes of the operation, throughputs in percent of the peak, and
 what its warps waited for, in cycles per issued instruction.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import fnmatch
+import functools
 import io
 import json
 import subprocess
@@ -40,6 +43,12 @@ METRICS = {
     "issue_percent": ("sm__inst_issued.avg.pct_of_peak_sustained_active", 1),
     **{f"stall_{name}": (metric, 1) for name, metric in STALLS.items()},
 }
+# Of products; the stall exists on Hopper only.
+GEMM_METRICS = {
+    **METRICS,
+    "tensor_percent": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed", 1),
+    "stall_gmma": (STALL.format("gmma"), 1),
+}
 # Operation, shape, kernel: what misses its target, and beside it what does not.
 CASES = (
     ("route:maps", "paddle-production", "fused"),
@@ -59,60 +68,84 @@ CASES = (
     ("unpermute_backward:weighted", "paddle-production", "token_backward"),
 )
 
+GEMM = "gemm:"
+GEMM_SHAPE = "dsv3"
+GEMM_CASES = {"forward": "product", "gathered_in_load": "product", "dw": "weight_gradient"}
 
-def profile(operation: str, shape: str, kernel: str, core_library: Path) -> tuple[dict, dict]:
-    """The benchmark's own machine line, and what the second launch of the kernel in it did."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.jsonl"
-        wanted = ",".join(metric for metric, _ in METRICS.values())
-        bench = [
-            "-m",
-            "paddle_moe_ops",
-            "bench",
-            "--device",
-            "cuda",
-            "--shapes",
-            shape,
-            "--ops",
-            operation,
-            "--impl",
-            "core",
-        ]
-        bench += ["--set", "targets", "--no-probes", "--mode", "eager", "--samples", "2", "--rounds", "1"]
-        bench += ["--core-library", str(core_library), "--out", str(result)]
-        command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
-        command += ["-k", f"regex:{kernel}", "-s", "1", "-c", "1", "--metrics", wanted, sys.executable, *bench]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode != 0 or not result.exists():
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        machine, *rows = map(json.loads, result.read_text().splitlines())
+
+def counters(
+    arguments: list[str], kernel: str, launches: tuple[int, int], metrics: dict[str, tuple[str, float]], folder: Path
+) -> tuple[list[dict], list[dict]]:
+    """What a program of Python wrote to its result file, and the counters of a kernel: launches skipped, and taken."""
+    (skip, count), result = launches, folder / "result.jsonl"
+    wanted = ",".join(metric for metric, _ in metrics.values())
+    command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
+    command += ["-k", f"regex:{kernel}", "-s", str(skip), "-c", str(count), "--metrics", wanted]
+    command += [sys.executable, *arguments, "--out", str(result)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0 or not result.exists():
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    records = [json.loads(line) for line in result.read_text().splitlines()]
     table = list(csv.DictReader(io.StringIO(done.stdout[done.stdout.index('"ID"') :])))
-    values = table[-1]  # the line before it has the units
-    counters = {
-        name: round(float(values[metric].replace(",", "")) * unit, 3) for name, (metric, unit) in METRICS.items()
-    }
+    found = [
+        {name: round(float(values[metric].replace(",", "")) * unit, 3) for name, (metric, unit) in metrics.items()}
+        for values in table[-count:]  # the line before them has the units
+    ]
+    return records, found
+
+
+def profile(operation: str, shape: str, kernel: str, core_library: Path, folder: Path) -> tuple[dict, list[dict]]:
+    """The benchmark's own machine line, and what the second launch of the kernel in it did."""
+    bench = ["-m", "paddle_moe_ops", "bench", "--device", "cuda", "--shapes", shape, "--ops", operation]
+    bench += ["--impl", "core", "--set", "targets", "--no-probes", "--mode", "eager", "--samples", "2", "--rounds", "1"]
+    bench += ["--core-library", str(core_library)]
+    (machine, *rows), (found,) = counters(bench, kernel, (1, 1), METRICS, folder)
     row = next(row for row in rows if "op" in row)
     least = {"min_mb": round(row["min_bytes"] / 1e6, 3)}
-    return machine, {"operation": operation, "shape": shape, "kernel": kernel, **least, **counters}
+    return machine, [{"operation": operation, "shape": shape, "kernel": kernel, **least, **found}]
+
+
+def profile_gemm(names: list[str], folder: Path) -> tuple[dict, list[dict]]:
+    """The machine line of the sweep, and what the kernel of each operation did; Triton compiles before it launches."""
+    sweep = ["benchmarks/sweeps/grouped_gemm.py", "--once", "--shapes", GEMM_SHAPE, "--ops", *names]
+    kernels = "|".join(f"{kernel}_kernel" for kernel in sorted(set(GEMM_CASES.values())))
+    (machine, *rows), launches = counters(sweep, kernels, (0, len(names)), GEMM_METRICS, folder)
+    lines = []
+    for row, found in zip((row for row in rows if "op" in row), launches, strict=True):
+        case = {"operation": GEMM + row["op"], "shape": row["shape"], "kernel": GEMM_CASES[row["op"]]}
+        lines.append({**case, "min_mb": round(row["min_bytes"] / 1e6, 3), **found})
+    return machine, lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--core-library", type=Path, required=True)
+    parser.add_argument("--core-library", type=Path, help="not needed for gemm:*")
     parser.add_argument("--commit", default="unknown", help="commit of the sources")
     parser.add_argument("--ops", nargs="+", default=["*"], metavar="PATTERN", help="operations to look at")
     parser.add_argument("--out", type=Path, required=True, help="result file; it is replaced")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w", encoding="utf-8") as file:
-        chosen = [case for case in CASES if any(fnmatch.fnmatch(case[0], pattern) for pattern in arguments.ops)]
-        for index, case in enumerate(chosen):
-            machine, line = profile(*case, arguments.core_library)
+
+    def matches(name: str) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for pattern in arguments.ops)
+
+    cases = [case for case in CASES if matches(case[0])]
+    products = [name for name in GEMM_CASES if matches(GEMM + name)]
+    if cases and arguments.core_library is None:
+        parser.error(f"{cases[0][0]} needs --core-library")
+    with tempfile.TemporaryDirectory() as name, arguments.out.open("w", encoding="utf-8") as file:
+        folder = Path(name)
+        profiles = [functools.partial(profile, *case, arguments.core_library, folder) for case in cases]
+        if products:
+            profiles.append(functools.partial(profile_gemm, products, folder))
+        for index, run in enumerate(profiles):
+            machine, lines = run()
             if index == 0:
                 facts = {name: machine[name] for name in ("gpu", "driver", "cuda", "date")}
                 file.write(json.dumps({"machine": True, **facts, "commit": arguments.commit}) + "\n")
-            file.write(json.dumps(line) + "\n")
-            print(json.dumps(line), flush=True)
+            for line in lines:
+                file.write(json.dumps(line) + "\n")
+                print(json.dumps(line), flush=True)
     return 0
 
 

@@ -46,9 +46,10 @@ def grouped_gemm(
 
     Differentiable in ``X``, ``W`` and ``topk_weights``: rows of no group and experts without rows get a gradient of 0.
     Accumulation in float32; deterministic, with an order of additions that is the backend's (`explain` says which). On
-    an NVIDIA GPU bfloat16 and float16 run on Triton where it is there: one launch and a small one, the rows of
-    ``permute_x`` are never stored, and sizes and offsets that are tensors are not looked at: groups that do not fit are
-    cut, as in a graph, unless PADDLE_MOE_OPS_VALIDATE asks for checks. The gradient of ``W`` is there that of rows that
+    an NVIDIA GPU bfloat16 and float16 run on Triton where it is there: one launch and a small one, after one that moves
+    the rows of ``permute_x`` where the GPU copies by descriptors (they are not kept for the backward pass); sizes and
+    offsets that are tensors are not looked at: groups that do not fit are cut, as in a graph, unless
+    PADDLE_MOE_OPS_VALIDATE asks for checks. The gradient of ``W`` is there that of rows that
     are weighted and rounded first. All else runs on Paddle's matmul, group by group, with a host synchronisation for
     tensors on a GPU; off a GPU bfloat16 and float16 operands are widened to float32 and the product is rounded once.
     Under mixed precision both operands take its dtype on a GPU, as those of any matmul.
@@ -62,8 +63,7 @@ def grouped_gemm(
         expert_offsets: first row of each group and the end of the last, ascending, E + 1 ints or an int tensor
             [E + 1], as `Plan.expert_offsets`. None: the groups follow each other from row 0; None with ``plan``.
         plan: where the groups are, in place of ``m_sizes`` and ``expert_offsets``.
-        permute_x: whether ``X`` are tokens, whose rows are gathered by ``plan`` while they are multiplied. Not together
-            with ``topk_weights``.
+        permute_x: whether ``X`` are tokens, whose rows are those of ``plan``. Not together with ``topk_weights``.
         topk_weights: float32, what the rows of the product are multiplied by before they are rounded: [M] by row
             (``plan.row_probs``), or [T, K] by slot of ``plan``. The gradient has this shape; it is 0 at rows of no
             group and at slots without a row.

@@ -17,9 +17,10 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from . import _checks
-from .functional import moe_permute, moe_unpermute
+from .backends import resolve
+from .functional import moe_permute, moe_unpermute, unpermute
 from .gemm import grouped_gemm
-from .routing import calculate_topk, check_groups
+from .routing import Plan, calculate_topk, check_groups, route
 
 __all__ = ["MoELayer", "RouterOutput", "SwiGLU", "SwiGLUExperts", "TopKRouter", "load_balance_loss"]
 
@@ -255,12 +256,34 @@ class SwiGLUExperts(nn.Layer):
         hidden = F.swiglu(grouped_gemm(rows, self.gate_up, sizes, transpose=False))
         return grouped_gemm(hidden, self.down, sizes, transpose=False)
 
+    def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor) -> Tensor:
+        """Applies to each token its experts, and weights what they give; `unpermute` then adds up each token's rows.
+
+        Differentiable in the tokens, the weights of tokens and those of the layer. Deterministic; no host
+        synchronisation where Triton multiplies, see `grouped_gemm`.
+
+        Args:
+            x: Tokens [T, H].
+            plan: Where their rows are, as `route` says it.
+            probs: Weights of each token's slots, float32 [T, K], or of rows, [N].
+
+        Returns:
+            Tensor: [N, H], rows in expert order.
+
+        Raises:
+            TypeError: As `grouped_gemm`.
+            ValueError: As `grouped_gemm`.
+        """
+        hidden = F.swiglu(grouped_gemm(x, self.gate_up, plan=plan, permute_x=True, transpose=False))
+        return grouped_gemm(hidden, self.down, plan=plan, topk_weights=probs, transpose=False)
+
 
 class MoELayer(nn.Layer):
     """Mixture-of-experts block: router, permute, experts, weighted unpermute, plus shared experts.
 
-    Deterministic. Each forward pass has one host synchronisation: the experts' segment sizes are needed on
-    the host, so the ids [T, K] are read once and counted there.
+    Deterministic. Where Triton multiplies (see `grouped_gemm`) a forward pass has no host synchronisation: the experts
+    take tokens and give weighted rows. Elsewhere it has one, since the sizes of the experts' segments are needed on the
+    host: the ids [T, K] are read once and counted there.
 
     Args:
         hidden_size: H.
@@ -277,7 +300,8 @@ class MoELayer(nn.Layer):
         scaling_factor: See TopKRouter.
 
     Attributes:
-        tokens_per_expert: Load of the last forward pass, E ints, for ``router.update_correction_bias``.
+        tokens_per_expert: Load of the last forward pass for ``router.update_correction_bias``: E ints, or where Triton
+            multiplied an int32 tensor [E], which is still on the GPU.
 
     Raises:
         TypeError: A size is no int.
@@ -317,7 +341,12 @@ class MoELayer(nn.Layer):
         )
         self.experts = SwiGLUExperts(num_experts, hidden_size, intermediate_size)
         self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
-        self.tokens_per_expert = [0] * num_experts
+        # In a tuple, since a layer makes a buffer of a tensor.
+        self._load: tuple[list[int] | Tensor] = ([0] * num_experts,)
+
+    @property
+    def tokens_per_expert(self) -> list[int] | Tensor:
+        return self._load[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """Runs the block.
@@ -335,17 +364,28 @@ class MoELayer(nn.Layer):
             expected = f"of shape [T, {self.hidden_size}] or [B, S, {self.hidden_size}]"
             _checks.bad_value("MoELayer", "x", expected, list(x.shape))
         tokens = x.reshape([-1, self.hidden_size])
-        num_experts = self.router.num_experts
         ids, probs, _ = self.router(tokens)
-        self.tokens_per_expert = np.bincount(ids.numpy().ravel(), minlength=num_experts).tolist()
-        rows, rowmap, row_probs, _ = moe_permute(
-            tokens, None, ids, probs, num_experts, self.tokens_per_expert, padding_alignment=1
-        )
-        rows = self.experts(rows, self.tokens_per_expert)
-        out, _ = moe_unpermute(rows, rowmap, ids, row_probs, tokens.shape[0], num_experts, using_weighted_combine=True)
+        routed = self._fused if resolve("grouped_gemm", tokens).name == "triton" else self._by_counts
+        out = routed(tokens, ids, probs)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.reshape(x.shape)
+
+    def _fused(self, tokens: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+        """The experts by a plan that stays on the device: each slot has a row, since the router's ids are distinct."""
+        plan = route(ids, num_experts=self.router.num_experts, buffer_size=ids.size)
+        self._load = (plan.tokens_per_expert,)
+        return unpermute(self.experts.weighted_rows(tokens, plan, probs), plan)
+
+    def _by_counts(self, tokens: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+        """The experts by the sizes of their segments."""
+        num_experts = self.router.num_experts
+        counts = np.bincount(ids.numpy().ravel(), minlength=num_experts).tolist()
+        self._load = (counts,)
+        rows, rowmap, row_probs, _ = moe_permute(tokens, None, ids, probs, num_experts, counts, padding_alignment=1)
+        rows = self.experts(rows, counts)
+        out, _ = moe_unpermute(rows, rowmap, ids, row_probs, tokens.shape[0], num_experts, using_weighted_combine=True)
+        return out
 
 
 def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -4,19 +4,20 @@
 """Checks and times the Triton grouped product at the sizes of models, with several configurations, beside PyTorch's;
 what paddle_moe_ops/triton/grouped_gemm_configs.py is made from.
 
-    python3 benchmarks/sweeps/grouped_gemm.py --out gemm.jsonl [--shapes dsv3 ...] [--ops forward ...] [--all-configs]
+    python3 benchmarks/sweeps/grouped_gemm.py --out benchmarks/results/h200-grouped-gemm.jsonl --commit COMMIT \
+        [--shapes dsv3 ...] [--ops forward ...] [--all-configs]
 
 Needs an NVIDIA GPU and PyTorch with torch._grouped_mm, not Paddle. Tokens, routed evenly at random, meet the first
 matrices of SwiGLU experts (H -> 2 I, stored [E, 2 I, H]) and their second ones (I -> H, [E, H, I]), in bfloat16:
 
-    forward           rows times the first matrices              dx, dw        its gradients
-    permute+forward   the same, rows permuted by a launch of their own
-    gathered          the same, rows gathered while they are loaded
-    dw_gathered       the gradient of the first matrices from gathered rows
-    second            rows times the second matrices
-    weighted          the same, each row of the product times its weight
-    weighted_backward the gradients of rows, matrices and weights
-    dx_n, forward_n   with matrices stored the other way round
+    forward              rows times the first matrices              dx, dw        its gradients
+    gathered             the same from tokens, as a call with permute_x does it
+    gathered_in_load     the same, rows gathered while they are loaded, whatever the GPU
+    dw_gathered[_in_load] the gradient of the first matrices from tokens, likewise
+    second               rows times the second matrices
+    weighted             the same, each row of the product times its weight
+    weighted_backward    the gradients of rows, matrices and weights
+    dx_n, forward_n      with matrices stored the other way round
 
 Every result is compared with a float32 product of some experts, and with itself run again, before it is timed; a line
 with "error" has no time. A time is the median of calls with a cold L2, "of_torch" PyTorch's time over it.
@@ -26,6 +27,8 @@ Configurations are compiled by other processes first, which share Triton's cache
 from __future__ import annotations
 
 import argparse
+import datetime
+import functools
 import json
 import multiprocessing
 import os
@@ -46,10 +49,9 @@ if "paddle_moe_ops" not in sys.modules:  # without its __init__, which needs Pad
     sys.modules["paddle_moe_ops"] = package
 
 from paddle_moe_ops.bench.cuda_timer import CudaTimer  # noqa: E402
-from paddle_moe_ops.bench.torch_device import TorchDevice  # noqa: E402
-from paddle_moe_ops.triton.grouped_gemm import Groups, grouped_gemm, grouped_gemm_backward  # noqa: E402
+from paddle_moe_ops.bench.torch_device import TorchDevice, gpu_facts  # noqa: E402
+from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward  # noqa: E402
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig  # noqa: E402
-from paddle_moe_ops.triton.permute import permute  # noqa: E402
 
 
 class Model(NamedTuple):
@@ -72,25 +74,44 @@ DEFAULT = ["ernie-300b-4096", "ernie-21b", "dsv3"]
 _FIRST = [
     GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=True),
     GemmConfig(128, 256, 64, 8, 4, 8, 1, tma=True),
-    GemmConfig(128, 256, 64, 8, 3, 8, 0, tma=True),
     GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=False),
     GemmConfig(128, 128, 64, 8, 3, 4, 2, tma=True),
-    GemmConfig(128, 128, 64, 8, 3, 4, 2, tma=False),
+]
+# Where a tile of the result is soon added up, and mostly written.
+_FOR_WEIGHTS = [
+    GemmConfig(128, 256, 128, 8, 2, 8, 1, tma=True),
+    GemmConfig(128, 128, 64, 8, 3, 8, 2, tma=True),
+    GemmConfig(128, 128, 32, 8, 4, 4, 2, tma=True),
 ]
 _MORE = [
     GemmConfig(128, 256, 64, 16, 3, 8, 1, tma=True),
     GemmConfig(128, 256, 64, 4, 3, 8, 1, tma=True),
+    GemmConfig(128, 256, 64, 8, 3, 8, 0, tma=True),
     GemmConfig(128, 256, 64, 8, 3, 8, 0, tma=False),
     GemmConfig(256, 128, 64, 8, 3, 8, 1, tma=True),
-    GemmConfig(128, 128, 64, 8, 3, 8, 2, tma=True),
+    GemmConfig(128, 128, 64, 8, 3, 4, 2, tma=False),
     GemmConfig(128, 128, 64, 8, 5, 4, 1, tma=True),
     GemmConfig(128, 128, 128, 8, 3, 8, 1, tma=True),
     GemmConfig(64, 256, 64, 8, 4, 4, 1, tma=True),
     GemmConfig(64, 128, 64, 8, 4, 4, 2, tma=True),
 ]
-
+_POINTERS = GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=False)
+_IN_LOAD = "_in_load"
 # The others run the same kernels.
-_COMPILED_APART = ("forward", "gathered", "forward_n", "dw", "dw_gathered", "weighted", "weighted_backward")
+_COMPILED_APART = (
+    *("forward", "gathered_in_load", "forward_n", "dw", "dw_gathered_in_load", "weighted", "weighted_backward"),
+)
+_ROUNDS = 3
+
+
+def configs_of(operation: str, everything: bool) -> list[GemmConfig | None]:
+    """What an operation is measured with; None is the default."""
+    if operation.endswith(_IN_LOAD):
+        return [_POINTERS]
+    if operation == "dw_gathered":  # dw, with the launch of gathered before it
+        return [None]
+    return [None, *_FIRST, *(_FOR_WEIGHTS if operation == "dw" else []), *(_MORE if everything else [])]
+
 
 Outputs = dict[str, torch.Tensor]
 
@@ -128,6 +149,7 @@ class Inputs:
         self.d_second = random(self.rows, hidden)
         self.weights = torch.rand(self.rows, device="cuda", generator=generator)
         self.groups = Groups(self.sizes, self.offsets)
+        self.maps = Tokens(self.row_to_token, self.token_rows)
 
 
 class Operation(NamedTuple):
@@ -151,16 +173,14 @@ def with_terms(a: torch.Tensor, b: torch.Tensor, factor: Any = 1) -> tuple[torch
 
 def operations(device: TorchDevice, i: Inputs) -> dict[str, Operation]:
     grouped_mm = torch._grouped_mm
-    maps = {"row_to_token": i.row_to_token}
     flops = 2 * i.rows * i.first.shape[1] * i.first.shape[2]
     flops_second = 2 * i.rows * i.second.shape[1] * i.second.shape[2]
 
-    def forward(config: GemmConfig | None, rows: Any = None) -> Outputs:
-        rows = i.x_rows if rows is None else rows
-        return {"rows": grouped_gemm(device, rows, i.first, i.groups, config=config)}
+    def forward(config: GemmConfig | None) -> Outputs:
+        return {"rows": grouped_gemm(device, i.x_rows, i.first, i.groups, config=config)}
 
-    def permuted(config: GemmConfig | None) -> Outputs:
-        return forward(config, permute(device, i.x, None, i.token_rows, i.row_to_token, "all")[0])
+    def gathered(config: GemmConfig | None) -> Outputs:
+        return {"rows": grouped_gemm(device, i.x, i.first, i.groups, tokens=i.maps, config=config)}
 
     def gradient(which: int, x: Any = None, **options: Any) -> Callable[[GemmConfig | None], Outputs]:
         wanted = tuple(index == which for index in range(3))
@@ -228,18 +248,16 @@ def operations(device: TorchDevice, i: Inputs) -> dict[str, Operation]:
     def torch_dw() -> torch.Tensor:
         return grouped_mm(i.d_first.T, i.x_rows, offs=i.stops)
 
+    def torch_dw_permuted() -> torch.Tensor:
+        return grouped_mm(i.d_first.T, i.x.index_select(0, i.row_to_token), offs=i.stops)
+
     def torch_permuted() -> torch.Tensor:
         return torch_forward(i.x.index_select(0, i.row_to_token))
 
     return {
         "forward": Operation(forward, lambda: torch_forward(i.x_rows), flops, due_forward),
-        "permute+forward": Operation(permuted, torch_permuted, flops, due_forward),
-        "gathered": Operation(
-            lambda config: {"rows": grouped_gemm(device, i.x, i.first, i.groups, **maps, config=config)},
-            torch_permuted,
-            flops,
-            due_forward,
-        ),
+        "gathered": Operation(gathered, torch_permuted, flops, due_forward),
+        "gathered_in_load": Operation(gathered, torch_permuted, flops, due_forward),
         "forward_n": Operation(
             plain(i.x_rows, i.first_n, False),
             lambda: grouped_mm(i.x_rows, i.first_n, offs=i.stops),
@@ -251,12 +269,8 @@ def operations(device: TorchDevice, i: Inputs) -> dict[str, Operation]:
             plain(i.d_first, i.first_n, True), lambda: torch_dx(i.d_first, i.first_n.transpose(1, 2)), flops, due_dx
         ),
         "dw": Operation(gradient(1), torch_dw, flops, due_dw),
-        "dw_gathered": Operation(
-            gradient(1, i.x, **maps),
-            lambda: grouped_mm(i.d_first.T, i.x.index_select(0, i.row_to_token), offs=i.stops),
-            flops,
-            due_dw,
-        ),
+        "dw_gathered": Operation(gradient(1, i.x, tokens=i.maps), torch_dw_permuted, flops, due_dw),
+        "dw_gathered_in_load": Operation(gradient(1, i.x, tokens=i.maps), torch_dw_permuted, flops, due_dw),
         "second": Operation(plain(i.hidden_rows, i.second, True), torch_second, flops_second, due_second),
         "weighted": Operation(
             weighted, lambda: (torch_second() * i.weights[:, None]).bfloat16(), flops_second, due_weighted
@@ -284,12 +298,19 @@ def difference(i: Inputs, operation: Operation, made: Outputs) -> str | None:
     return None
 
 
-def microseconds(timer: CudaTimer, call: Callable[[], Any], samples: int) -> float:
-    call()
-    return round(float(np.median(timer.sample(call, samples, cold=True))), 1)
+def wrong_result(inputs: Inputs, operation: Operation, config: GemmConfig | None) -> str | None:
+    """Runs it twice; what is wrong, or None."""
+    try:
+        made, again = operation.ours(config), operation.ours(config)
+        wrong = difference(inputs, operation, made)
+        if wrong is None and not all(torch.equal(made[each], again[each]) for each in made):
+            wrong = "another run gives other bits"
+    except Exception as error:  # a configuration that asks for too much of the GPU
+        wrong = f"{type(error).__name__}: {error}"[:300]
+    return wrong
 
 
-def lines(shape: str, names: list[str], configs: list[GemmConfig | None], samples: int) -> Iterator[dict[str, Any]]:
+def lines(shape: str, names: list[str], everything: bool, samples: int) -> Iterator[dict[str, Any]]:
     """One line per operation and configuration; configuration null is the default."""
     timer, device = CudaTimer(), TorchDevice()
     inputs = Inputs(MODELS[shape])
@@ -297,29 +318,46 @@ def lines(shape: str, names: list[str], configs: list[GemmConfig | None], sample
         if names and name not in names:
             continue
         line = {"op": name, "shape": shape, "impl": "torch"}
-        torchs = float("nan")
+        measured: list[tuple[dict[str, Any], Callable[[], Any]]] = []
         try:
-            torchs = microseconds(timer, operation.torchs, samples)
-            yield {**line, "us": torchs, "tflops": round(operation.flops / torchs / 1e6, 1)}
+            operation.torchs()
+            measured.append((line, operation.torchs))
         except Exception as error:  # what it asks of strides differs between versions
             yield {**line, "error": f"{type(error).__name__}: {error}"[:300]}
-        for config in configs:
+        for config in configs_of(name, everything):
             line = {"op": name, "shape": shape, "impl": "triton", "config": config and list(config)}
-            try:
-                made = operation.ours(config)
-                again = operation.ours(config)
-                wrong = difference(inputs, operation, made)
-                if wrong is None and not all(torch.equal(made[each], again[each]) for each in made):
-                    wrong = "another run gives other bits"
-                del made, again
-            except Exception as error:  # a configuration that asks for too much of the GPU
-                wrong = f"{type(error).__name__}: {error}"[:300]
-            if wrong is not None:
+            wrong = wrong_result(inputs, operation, config)
+            if wrong is None:
+                measured.append((line, functools.partial(operation.ours, config)))
+            else:
                 yield {**line, "error": wrong}
-                continue
-            ours = microseconds(timer, lambda: operation.ours(config), samples)  # noqa: B023
-            rate = round(operation.flops / ours / 1e6, 1)
-            yield {**line, "us": ours, "tflops": rate, "of_torch": round(torchs / ours, 3)}
+        times: list[list[float]] = [[] for _ in measured]
+        for _ in range(_ROUNDS):
+            for (_, call), found in zip(measured, times, strict=True):
+                found += timer.sample(call, samples, cold=True)
+        torchs = float("nan")
+        for (line, _), found in zip(measured, times, strict=True):
+            us = round(float(np.median(found)), 1)
+            rate = {"us": us, "tflops": round(operation.flops / us / 1e6, 1)}
+            if line["impl"] == "torch":
+                torchs = us
+                yield {**line, **rate}
+            else:
+                yield {**line, **rate, "of_torch": round(torchs / us, 3)}
+
+
+def call_once(shape: str, names: list[str]) -> Iterator[dict[str, Any]]:
+    """One call of each operation, with its default configuration, for a profiler; the least bytes it must move."""
+    device, inputs = TorchDevice(), Inputs(MODELS[shape])
+    found = operations(device, inputs)
+    for name in names:
+        made = found[name].ours(configs_of(name, False)[0])
+        operands = (inputs.x if "gathered" in name else inputs.x_rows, inputs.first, inputs.d_first)
+        if name.startswith(("second", "weighted")):
+            operands = inputs.hidden_rows, inputs.second, inputs.d_second
+        yield {"op": name, "shape": shape, "min_bytes": sum(2 * each.numel() for each in operands)}
+        del made
+    torch.cuda.synchronize()
 
 
 def compile_one(job: tuple[Model, str, GemmConfig]) -> None:
@@ -335,11 +373,16 @@ def compile_one(job: tuple[Model, str, GemmConfig]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(names: list[str], configs: list[GemmConfig]) -> None:
+def compile_all(names: list[str], everything: bool) -> None:
     """The same kernels for all models."""
     model = MODELS["ernie-21b"]
-    jobs = [(model, name, config) for config in configs for name in names or _COMPILED_APART]
-    workers = min(len(jobs), max(1, (os.cpu_count() or 2) - 1), 15)
+    jobs = [
+        (model, name, config)
+        for name in names or _COMPILED_APART
+        for config in configs_of(name, everything)
+        if config is not None
+    ]
+    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1, 15))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         pool.map(compile_one, jobs, chunksize=1)
 
@@ -349,12 +392,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="+", default=DEFAULT, choices=sorted(MODELS))
     parser.add_argument("--ops", nargs="+", default=[])
-    parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--samples", type=int, default=3, help="calls a round")
+    parser.add_argument("--commit", default="unknown", help="commit of the sources")
+    parser.add_argument("--once", action="store_true", help="only call each of --ops once, for a profiler")
     parser.add_argument("--all-configs", action="store_true")
     arguments = parser.parse_args()
-    configs = [*_FIRST, *(_MORE if arguments.all_configs else [])]
     start = time.monotonic()
-    compile_all(arguments.ops, configs)
+    if not arguments.once:
+        compile_all(arguments.ops, arguments.all_configs)
     compiled = time.monotonic() - start
     failed = False
     times: dict[tuple[str, str], list[tuple[float, str]]] = {}
@@ -366,10 +411,15 @@ def main() -> int:
             file.flush()
 
         command = " ".join(each.rpartition("/")[2] for each in sys.argv)
-        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "command": command}
-        report({**facts, "compile_s": round(compiled, 1), "config": GemmConfig._fields})
+        date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        facts = {**gpu_facts(), "commit": arguments.commit, "date": date, "command": command}
+        report({"machine": True, **facts, "compile_s": round(compiled, 1), "config": GemmConfig._fields})
         for shape in arguments.shapes:
-            for line in lines(shape, arguments.ops, [None, *configs], arguments.samples):
+            if arguments.once:
+                for line in call_once(shape, arguments.ops):
+                    report(line)
+                continue
+            for line in lines(shape, arguments.ops, arguments.all_configs, arguments.samples):
                 failed |= "error" in line
                 report(line)
                 if "us" in line:

@@ -124,7 +124,7 @@ class GemmSpec(NamedTuple):
     m_sizes: list[int] | Tensor  # [E]
     expert_offsets: list[int] | Tensor | None  # [E + 1]; None: the groups follow each other
     transpose: bool
-    plan: Any  # whose rows are gathered from tokens while they are multiplied, or None: rows are given
+    plan: Any  # says whose rows are multiplied, where tokens are given, or None
     validation: Validation  # whether sizes and offsets that are tensors are looked at, for backends that need not
 
 

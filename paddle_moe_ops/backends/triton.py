@@ -385,8 +385,11 @@ def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:
 
 
 def _gemm_maps(spec: GemmSpec, weights: Tensor | None) -> dict[str, Any]:
+    from ..triton.grouped_gemm import Tokens
+
+    plan = spec.plan
     return {
-        "row_to_token": None if spec.plan is None else _dense(spec.plan.row_to_token),
+        "tokens": None if plan is None else Tokens(_dense(plan.row_to_token), _dense(plan.token_rows)),
         "weights": None if weights is None else _dense(weights),
     }
 

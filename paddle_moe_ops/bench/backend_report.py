@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .results import Row, Run, load_run, processor
+from .results import Row, Run, load_run, processor, run_paths
 from .targets import OURS, TRITON
 
 __all__ = ["Point", "choose", "main", "page_with", "table"]
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--choice", type=Path, default=CHOICE_TABLE)
     arguments = parser.parse_args(argv)
     try:
-        run = newest(load_run(path) for path in sorted(arguments.results.glob("*.jsonl")))
+        run = newest(map(load_run, run_paths(arguments.results)))
     except ValueError as error:
         print(f"backend report: {error}", file=sys.stderr)
         return 1

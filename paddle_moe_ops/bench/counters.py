@@ -13,17 +13,18 @@ __all__ = ["COLUMNS", "TEXT", "load_counters"]
 
 TEXT = """
 Read by `ncu` (Nsight Compute) of one launch each, with `benchmarks/ncu.py`: the least bytes of the operation, the bytes
-that DRAM really read and wrote, throughput of DRAM and of the L2 and issued instructions in percent of their peaks,
-warps in percent of what a multiprocessor can hold, and what a warp waited for most, in cycles per instruction that it
-issued. `ncu` empties the caches before a launch and lets it run alone; its times are not those of the other tables.
+that DRAM really read and wrote, throughput of DRAM, of the L2 and, where they were looked at, of the tensor cores, and
+issued instructions, in percent of their peaks, warps in percent of what a multiprocessor can hold, and what a warp
+waited for most, in cycles per instruction that it issued. `ncu` empties the caches before a launch and lets it run
+alone; its times are not those of the other tables.
 """
 COLUMNS = (
     *("operation", "case", "kernel", "us", "least MB", "read MB", "written MB"),
-    *("DRAM %", "L2 %", "issue %", "warps %", "waits for"),
+    *("DRAM %", "L2 %", "tensor %", "issue %", "warps %", "waits for"),
 )
 _NUMBERS = (
     *("us", "min_mb", "dram_read_mb", "dram_write_mb"),
-    *("dram_percent", "l2_percent", "issue_percent", "warps_percent"),
+    *("dram_percent", "l2_percent", "tensor_percent", "issue_percent", "warps_percent"),
 )
 _STALL = "stall_"
 
@@ -37,7 +38,7 @@ def load_counters(path: Path) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
 
 def _cells(record: dict[str, Any]) -> Iterator[str]:
     yield from (record["operation"], record["shape"], record["kernel"])
-    yield from (f"{record[name]:.1f}" for name in _NUMBERS)
+    yield from ("" if record.get(name) is None else f"{record[name]:.1f}" for name in _NUMBERS)
     stalls = {name.removeprefix(_STALL): cycles for name, cycles in record.items() if name.startswith(_STALL)}
     most = sorted(stalls, key=lambda name: -stalls[name])[:2]
     yield ", ".join(f"{name.replace('_', ' ')} {stalls[name]:.1f}" for name in most)

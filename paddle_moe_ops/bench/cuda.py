@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from .published import published_rows
 from .results import Row
 from .shapes import Operation
 from .tensors import TensorInputs
+from .torch_device import gpu_facts
 
 __all__ = ["CudaDevice"]
 
@@ -82,31 +81,7 @@ class CudaDevice:
 
     def machine(self) -> dict[str, Any]:
         """Versions and the GPU's state; called at both ends of a run."""
-        fields = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.draw")
-        values = [""] * len(fields)
-        command = ["nvidia-smi", "-i", str(torch.cuda.current_device()), f"--query-gpu={','.join(fields)}"]
-        try:
-            listed = subprocess.run(
-                [*command, "--format=csv,noheader"], check=True, capture_output=True, text=True, timeout=20
-            )
-            values = [value.strip() for value in listed.stdout.strip().splitlines()[0].split(",")]
-        except (OSError, subprocess.SubprocessError, IndexError):
-            pass
-        state = dict(zip(fields, values, strict=False))
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return {
-            "gpu": properties.name,
-            "driver": state["driver_version"],
-            "sm_clock": state["clocks.sm"],
-            "sm_clock_max": state["clocks.max.sm"],
-            "memory_clock": state["clocks.mem"],
-            "temperature": state["temperature.gpu"],
-            "power": state["power.draw"],
-            "multiprocessors": properties.multi_processor_count,
-            "cuda": torch.version.cuda,
-            "torch": torch.__version__,
-            "triton": _version("triton"),
-        }
+        return gpu_facts()
 
     def measure_ceilings(self, samples: int) -> dict[str, Any]:
         """The fastest large copy, by the driver or by a kernel, and what else the probes say at a large size."""
@@ -158,13 +133,6 @@ class CudaDevice:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _given(te_wheel_dir: Path | None) -> Path:

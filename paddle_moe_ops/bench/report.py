@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from . import gemm_report
 from .counters import COLUMNS, TEXT, load_counters
 from .plot import draw
-from .results import Row, Run, load_run, processor
+from .results import Row, Run, load_run, processor, run_paths
 from .shapes import OPERATIONS
 from .targets import OURS, TARGETS, VERDICT_COLUMNS, judge, verdict_cells
 
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     arguments = parser.parse_args(argv)
     try:
-        runs = newest_runs(load_run(path) for path in sorted(arguments.results.glob("*.jsonl")))
+        runs = newest_runs(map(load_run, run_paths(arguments.results)))
+        products = _products(arguments.results)
     except ValueError as error:
         print(f"bench report: {error}", file=sys.stderr)
         return 1
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if run.machine["set"] == "targets" and name not in pictures.values() and draw(arguments.docs / name, run):
             pictures[title(run)] = name
     counters = "".join(map(_counters, sorted(arguments.results.glob("ncu/*.jsonl"))))
-    (arguments.docs / "performance.md").write_text(page(runs, pictures) + counters, encoding="utf-8")
+    (arguments.docs / "performance.md").write_text(page(runs, pictures) + products + counters, encoding="utf-8")
     return 0
 
 
@@ -120,6 +122,18 @@ def _counters(path: Path) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
     return f"\n## What bounds the kernels: {machine['gpu']}\n{TEXT}\nFrom `{path.name}`: {facts}.\n\n" + _markdown(
         COLUMNS, cells
+    )
+
+
+def _products(results: Path) -> str:
+    newest = gemm_report.newest_products(results)
+    if newest is None:
+        return ""
+    path, machine, cells = newest
+    facts = ", ".join(f"{name.replace('_', ' ')} {machine[name]}" for name in FACTS if machine.get(name))
+    source = f"From `benchmarks/results/{path.name}`: {facts}.\n\n"
+    return f"\n## Grouped products: {machine['gpu']}\n{gemm_report.TEXT}\n{source}" + _markdown(
+        gemm_report.COLUMNS, cells
     )
 
 

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["Row", "Run", "load_run", "processor", "write_line"]
+__all__ = ["PRODUCTS", "Row", "Run", "load_run", "processor", "run_paths", "write_line"]
+
+PRODUCTS = "*grouped-gemm*.jsonl"  # results of benchmarks/sweeps/grouped_gemm.py, which have other fields
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ def write_line(file: TextIO, record: Row | dict[str, Any]) -> None:
     data = asdict(record) if isinstance(record, Row) else {"machine": True, **record}
     file.write(json.dumps(data) + "\n")
     file.flush()
+
+
+def run_paths(folder: Path) -> list[Path]:
+    """The files in a folder that `load_run` reads."""
+    return [path for path in sorted(folder.glob("*.jsonl")) if not path.match(PRODUCTS)]
 
 
 def load_run(path: Path) -> Run:

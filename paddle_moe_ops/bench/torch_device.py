@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
 
 from ..triton.handles import Handles
 
-__all__ = ["TorchDevice"]
+__all__ = ["TorchDevice", "gpu_facts"]
 
 
 class TorchDevice:
@@ -40,3 +42,39 @@ class TorchDevice:
     ) -> None:
         stream = torch.cuda.current_stream().cuda_stream
         self._handles.launch(stream, kernel, programs, types, arguments, constants, warps)
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Versions, and the state of the current GPU."""
+    fields = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.draw")
+    values = [""] * len(fields)
+    command = ["nvidia-smi", "-i", str(torch.cuda.current_device()), f"--query-gpu={','.join(fields)}"]
+    try:
+        listed = subprocess.run(
+            [*command, "--format=csv,noheader"], check=True, capture_output=True, text=True, timeout=20
+        )
+        values = [value.strip() for value in listed.stdout.strip().splitlines()[0].split(",")]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        pass
+    state = dict(zip(fields, values, strict=False))
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": properties.name,
+        "driver": state["driver_version"],
+        "sm_clock": state["clocks.sm"],
+        "sm_clock_max": state["clocks.max.sm"],
+        "memory_clock": state["clocks.mem"],
+        "temperature": state["temperature.gpu"],
+        "power": state["power.draw"],
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from .grouped_gemm_configs import ALLOCATOR, GemmConfig, gpu_at, product_config, weight_gradient_config
 from .grouped_gemm_kernels import product_kernel, row_sums_kernel, schedule_kernel, weight_gradient_kernel
 from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
+from .permute import permute
 
-__all__ = ["Groups", "grouped_gemm", "grouped_gemm_backward"]
+__all__ = ["Groups", "Tokens", "grouped_gemm", "grouped_gemm_backward"]
 
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64"}
 # Of the table of experts: few sizes, since each is compiled for.
@@ -33,6 +34,18 @@ class Groups(NamedTuple):
 
     sizes: Array
     offsets: Array | None = None
+
+
+class Tokens(NamedTuple):
+    """Whose rows are multiplied, where those of tokens are given.
+
+    Attributes:
+        row_to_token: int32 [M] token of each row, -1 for none.
+        token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
+    """
+
+    row_to_token: Array
+    token_rows: Array
 
 
 class _Schedule(NamedTuple):
@@ -93,6 +106,11 @@ def _rows(device: Device, array: Array) -> _Rows:
     return _Rows(array, device.row_stride(array) if array.shape[0] > 1 else array.shape[1])
 
 
+def _permuted(device: Device, x: Array, tokens: Tokens) -> Any:
+    """Rows for descriptors: what pointers lose to them, loading rows of tokens, is more than moving these costs."""
+    return permute(device, x, None, tokens.token_rows, tokens.row_to_token, "all")[0]
+
+
 def _vector(item: int, *operands: _Rows | Array) -> int:
     """Elements that can be read at a time from all operands."""
     numbers = []
@@ -116,7 +134,7 @@ def _product(
     w: Array,
     groups: Groups,
     transpose: bool,
-    row_to_token: Array | None = None,
+    tokens: Tokens | None = None,
     weights: Array | None = None,
     partner: Array | None = None,
     config: GemmConfig | None = None,
@@ -125,7 +143,7 @@ def _product(
     item = ITEM_BYTES[dtype]
     experts, *matrix = w.shape
     inner, outer = matrix[::-1] if transpose else matrix
-    num_rows = (x if row_to_token is None else row_to_token).shape[0]
+    num_rows = (x if tokens is None else tokens.row_to_token).shape[0]
     source, other = _rows(device, x), None if partner is None else _rows(device, partner)
     gpu = gpu_at(address(x))
     config = config or product_config(gpu, num_rows, experts, outer)
@@ -134,6 +152,8 @@ def _product(
         vector = 1
     # A block of W that is not transposed must not reach into the matrix of the next expert.
     use_tma = _uses_tma(config, vector) and (transpose or inner % config.depth == 0)
+    if tokens is not None and use_tma:
+        source, tokens = _rows(device, _permuted(device, x, tokens)), None
     column_tiles = blocks(outer, config.columns)
     made = _Product(device.empty([num_rows, outer], dtype))
     if other is not None:
@@ -153,12 +173,12 @@ def _product(
                 *(*["i32"] * 5, "i64", "i64"),
             ),
             (
-                *map(address, (x, w, row_to_token, weights, partner, *made, *tables)),
-                *(experts, num_rows, x.shape[0], inner // vector, outer // vector),
+                *map(address, (source.array, w, tokens and tokens.row_to_token, weights, partner, *made, *tables)),
+                *(experts, num_rows, source.array.shape[0], inner // vector, outer // vector),
                 *(source.stride // vector, 0 if other is None else other.stride // vector),
             ),
             (
-                *(vector, transpose, row_to_token is not None, weights is not None, other is not None),
+                *(vector, transpose, tokens is not None, weights is not None, other is not None),
                 *(use_tma, inner % config.depth == 0, outer % config.columns == 0),
                 *(config.rows, config.columns, config.depth, config.band, config.stages),
                 *(_experts_at_once(experts), experts > _MOST_EXPERTS_AT_ONCE),
@@ -175,7 +195,7 @@ def grouped_gemm(
     groups: Groups,
     transpose: bool = True,
     *,
-    row_to_token: Array | None = None,
+    tokens: Tokens | None = None,
     weights: Array | None = None,
     config: GemmConfig | None = None,
 ) -> Any:
@@ -183,15 +203,16 @@ def grouped_gemm(
 
     Args:
         device: where to.
-        x: [M, K] float16 or bfloat16, rows in expert order; tokens [T, K] with ``row_to_token``.
+        x: [M, K] float16 or bfloat16, rows in expert order; [T, K] with ``tokens``.
         w: [E, N, K], or [E, K, N] without ``transpose``; dtype of ``x``, contiguous.
         groups: the rows of each expert.
         transpose: whether the matrices are stored transposed.
-        row_to_token: int32 [M] token of each row, -1 for none, or None.
+        tokens: whose rows are multiplied: moved by a launch of their own where operands come through descriptors,
+            else while they are loaded; or None.
         weights: float32 [M], what each row of the product is multiplied by before it is rounded, or None.
         config: instead of that of `grouped_gemm_configs.product_config`.
     """
-    return _product(device, x, w, groups, transpose, row_to_token, weights, config=config).out
+    return _product(device, x, w, groups, transpose, tokens, weights, config=config).out
 
 
 def grouped_gemm_backward(
@@ -202,7 +223,7 @@ def grouped_gemm_backward(
     groups: Groups,
     transpose: bool = True,
     *,
-    row_to_token: Array | None = None,
+    tokens: Tokens | None = None,
     weights: Array | None = None,
     wanted: tuple[bool, bool, bool] = (True, True, True),
     config: GemmConfig | None = None,
@@ -210,7 +231,7 @@ def grouped_gemm_backward(
 ) -> tuple[Any, Any, Any]:
     """The gradients of the rows [M, K], of W, and of the weights [M]; None for those not wanted or not there.
 
-    With ``row_to_token`` the first is that of the gathered rows. With ``weights`` the gradient of W is that of rows
+    With ``tokens`` the first is that of the rows. With ``weights`` the gradient of W is that of rows
     that were multiplied by their weights and rounded; that of a weight is the dot product, in float32, of its row and
     the gradient that the row would have without the weight.
 
@@ -221,7 +242,7 @@ def grouped_gemm_backward(
         w: as in `grouped_gemm`.
         groups: as in `grouped_gemm`.
         transpose: as in `grouped_gemm`.
-        row_to_token: as in `grouped_gemm`; not together with ``weights``.
+        tokens: as in `grouped_gemm`; not together with ``weights``.
         weights: as in `grouped_gemm`.
         wanted: which of the three are to be made.
         config: instead of that of `grouped_gemm_configs.product_config`, for the rows.
@@ -239,7 +260,7 @@ def grouped_gemm_backward(
         d_rows = _product(device, d_out, w, groups, not transpose, weights=weights, config=config).out
     d_w = None
     if need_w:
-        d_w = _weight_gradient(device, d_out, operand, w, groups, transpose, row_to_token, weight_config)
+        d_w = _weight_gradient(device, d_out, operand, w, groups, transpose, tokens, weight_config)
     return d_rows if need_rows else None, d_w, _row_sums(device, partial) if need_weights else None
 
 
@@ -250,7 +271,7 @@ def _weight_gradient(
     w: Array,
     groups: Groups,
     transpose: bool,
-    row_to_token: Array | None,
+    tokens: Tokens | None,
     config: GemmConfig | None,
 ) -> Any:
     """d_out^T x of each group, transposed like W."""
@@ -258,23 +279,25 @@ def _weight_gradient(
     d_w = device.empty(w.shape, dtype)
     experts = w.shape[0]
     num_rows = d_out.shape[0]
-    left, right = (d_out, x) if transpose else (x, d_out)
-    p, q = _rows(device, left), _rows(device, right)
+    gradients, rows = _rows(device, d_out), _rows(device, x)
     gpu = gpu_at(address(w))
-    config = config or weight_gradient_config(gpu, num_rows, experts, (p.width, q.width))
-    vector = _vector(ITEM_BYTES[dtype], p, q)
+    config = config or weight_gradient_config(gpu, num_rows, experts, (w.shape[1], w.shape[2]))
+    vector = _vector(ITEM_BYTES[dtype], gradients, rows)
     use_tma = _uses_tma(config, vector) and num_rows > 0
-    gathers = row_to_token is not None
+    if tokens is not None and use_tma:
+        rows, tokens = _rows(device, _permuted(device, x, tokens)), None
+    gathers = tokens is not None
+    p, q = (gradients, rows) if transpose else (rows, gradients)
     tables = _schedule(device, groups, num_rows, config.rows)
     pointer = _POINTERS[dtype] + (":16" if vector > 1 else "")
     with _descriptors(device, use_tma):
         device.launch(
             weight_gradient_kernel,
             config.grid(gpu, experts * blocks(p.width, config.rows) * blocks(q.width, config.columns)),
-            (pointer, pointer, "*i32", pointer, "*i32", "*i32", *["i32"] * 5, "i64", "i64"),
+            (pointer, pointer, "*i32", pointer, "*i32", "*i32", *["i32"] * 4, "i64", "i64"),
             (
-                *map(address, (left, right, row_to_token, d_w, tables.first, tables.stop)),
-                *(experts, num_rows, x.shape[0], p.width // vector, q.width // vector),
+                *map(address, (p.array, q.array, tokens and tokens.row_to_token, d_w, tables.first, tables.stop)),
+                *(experts, rows.array.shape[0], p.width // vector, q.width // vector),
                 *(p.stride // vector, q.stride // vector),
             ),
             (

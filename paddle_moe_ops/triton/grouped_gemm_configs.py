@@ -19,6 +19,7 @@ from .launching import blocks, next_power_of_2
 __all__ = ["ALLOCATOR", "GemmConfig", "Gpu", "gpu_at", "product_config", "weight_gradient_config"]
 
 _HOPPER = 90
+_FEW_ROWS = 256
 
 
 def _allocator() -> ContextVar | None:
@@ -131,4 +132,7 @@ def weight_gradient_config(gpu: Gpu, num_rows: int, num_experts: int, size: tupl
     """Of gradients of this size, contracted over M / E rows on average."""
     if gpu.capability < _HOPPER:
         return GemmConfig(128, 128, 32, 8, 4, 4, 2, False).fitting(*size)
-    return GemmConfig(128, 256, 64, 8, 3, 8, 1, _has_descriptors(gpu)).fitting(*size)
+    tma = _has_descriptors(gpu)
+    if blocks(num_rows, num_experts) <= _FEW_ROWS:  # a tile is mostly written, while another program multiplies
+        return GemmConfig(128, 128, 64, 8, 3, 4, 2, tma).fitting(*size)
+    return GemmConfig(128, 256, 64, 8, 3, 8, 1, tma).fitting(*size)

@@ -17,8 +17,8 @@ expert's gradient. The programs share the tiles of a flat list: expert by expert
 what is at work at a time reads few rows and columns, from the L2. One program adds up a tile, in ascending order of the
 contraction and in float32: the bits do not depend on how many programs there are.
 
-Operands come through descriptors (USE_TMA; addresses and rows must be multiples of 16 bytes) or through pointers; rows
-that are gathered always through pointers. Moved from memory, at least: each operand and each result once.
+Operands come through descriptors (USE_TMA; addresses and rows must be multiples of 16 bytes) or through pointers, which
+can gather rows. Moved from memory, at least: each operand and each result once.
 """
 
 import triton
@@ -154,17 +154,16 @@ def product_kernel(
 ):
     """out[r] = weights[r] * x[r] W_e^T for the rows r of expert e, or W_e without TRANSPOSE; [M, N], [M, K], [E, N, K].
 
-    GATHER: row r is x[row_to_token[r]], x [num_sources, K]. WEIGHTED: with weights. PARTNER [M, N], dtype of x, is the
-    operand whose gradient ``out`` is: partial[r, column tile] is the dot product of its row with the unweighted result,
-    and scaled[r] = weights[r] * partner[r], for the gradients of the weights and of W.
+    GATHER: row r is x[row_to_token[r]], x [num_sources, K]; not with USE_TMA. WEIGHTED: with weights. PARTNER [M, N],
+    dtype of x, is the operand whose gradient ``out`` is: partial[r, column tile] is the dot product of its row with the
+    unweighted result, and scaled[r] = weights[r] * partner[r], for the gradients of the weights and of W.
     """
     inner, outer = inner_groups * VECTOR, outer_groups * VECTOR
     x_stride = x_stride_groups * VECTOR
     columns_of_tiles = (outer + BLOCK_N - 1) // BLOCK_N
     matrix = inner.to(tl.int64) * outer
     if USE_TMA:
-        if not GATHER:
-            x_blocks = tl.make_tensor_descriptor(x, [num_rows, inner], [x_stride, 1], [BLOCK_M, BLOCK_K])
+        x_blocks = tl.make_tensor_descriptor(x, [num_rows, inner], [x_stride, 1], [BLOCK_M, BLOCK_K])
         if TRANSPOSE:
             w_blocks = tl.make_tensor_descriptor(w, [num_experts * outer, inner], [inner, 1], [BLOCK_N, BLOCK_K])
         else:
@@ -195,7 +194,7 @@ def product_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, steps, num_stages=STAGES):
             here = step * BLOCK_K
-            if USE_TMA and not GATHER:
+            if USE_TMA:
                 x_block = x_blocks.load([origin, here])
             elif EVEN_INNER:
                 x_block = tl.load(x_tile + here)
@@ -268,7 +267,6 @@ def weight_gradient_kernel(
     first,
     stop,
     num_experts,
-    num_rows,
     num_sources,
     p_groups,
     q_groups,
@@ -288,58 +286,45 @@ def weight_gradient_kernel(
 ):
     """out[e] = sum over the rows r of expert e of p[r]^T q[r]; [M, P] and [M, Q] give [E, P, Q].
 
-    The rows of p (GATHER_P) or q (GATHER_Q) may be those of tokens. With USE_TMA whole blocks of BLOCK_R rows come
-    through descriptors and the rest, which must not reach into the next group, through pointers.
+    The rows of p (GATHER_P) or q (GATHER_Q) may be those of tokens. With USE_TMA, and then without gathers, an expert
+    has descriptors that end where its rows do: what lies behind comes as zeros, without masks.
     """
     p_width, q_width = p_groups * VECTOR, q_groups * VECTOR
     p_stride, q_stride = p_stride_groups * VECTOR, q_stride_groups * VECTOR
     tiles_p, tiles_q = (p_width + BLOCK_P - 1) // BLOCK_P, (q_width + BLOCK_Q - 1) // BLOCK_Q
-    if USE_TMA:
-        if not GATHER_P:
-            p_blocks = tl.make_tensor_descriptor(p, [num_rows, p_width], [p_stride, 1], [BLOCK_R, BLOCK_P])
-        if not GATHER_Q:
-            q_blocks = tl.make_tensor_descriptor(q, [num_rows, q_width], [q_stride, 1], [BLOCK_R, BLOCK_Q])
-    for tile in tl.range(tl.program_id(0), num_experts * tiles_p * tiles_q, tl.num_programs(0)):
-        expert = tile // (tiles_p * tiles_q)
-        tile_p, tile_q = _in_bands(tile % (tiles_p * tiles_q), tiles_p, tiles_q, GROUP)
-        p_columns = tile_p * BLOCK_P + tl.arange(0, BLOCK_P)
-        q_columns = tile_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    tiles_of_expert, programs = tiles_p * tiles_q, tl.num_programs(0)
+    first_tile = tl.program_id(0)
+    while first_tile < num_experts * tiles_of_expert:
+        expert = first_tile // tiles_of_expert
         begin, end = tl.load(first + expert), tl.load(stop + expert)
-        acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
-        row = begin
         if USE_TMA:
-            whole = (end - begin) // BLOCK_R
-            for step in tl.range(0, whole, num_stages=STAGES):
-                here = begin + step * BLOCK_R
-                rows = here + tl.arange(0, BLOCK_R)
-                live = rows < end
-                if GATHER_P:
-                    p_block = _rows_through_pointers(
-                        p, row_to_token, num_sources, rows, live, p_columns, p_width, p_stride, True, EVEN_P
-                    )
-                else:
+            p_blocks = tl.make_tensor_descriptor(p, [tl.maximum(end, 1), p_width], [p_stride, 1], [BLOCK_R, BLOCK_P])
+            q_blocks = tl.make_tensor_descriptor(q, [tl.maximum(end, 1), q_width], [q_stride, 1], [BLOCK_R, BLOCK_Q])
+        tiles = ((expert + 1) * tiles_of_expert - first_tile + programs - 1) // programs  # of this program and expert
+        for index in tl.range(0, tiles):
+            tile = first_tile + index * programs - expert * tiles_of_expert
+            tile_p, tile_q = _in_bands(tile, tiles_p, tiles_q, GROUP)
+            p_columns = tile_p * BLOCK_P + tl.arange(0, BLOCK_P)
+            q_columns = tile_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
+            acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
+            for here in tl.range(begin, end, BLOCK_R, num_stages=STAGES):
+                if USE_TMA:
                     p_block = p_blocks.load([here, tile_p * BLOCK_P])
-                if GATHER_Q:
-                    q_block = _rows_through_pointers(
-                        q, row_to_token, num_sources, rows, live, q_columns, q_width, q_stride, True, EVEN_Q
-                    )
-                else:
                     q_block = q_blocks.load([here, tile_q * BLOCK_Q])
+                else:
+                    rows = here + tl.arange(0, BLOCK_R)
+                    live = rows < end
+                    p_block = _rows_through_pointers(
+                        p, row_to_token, num_sources, rows, live, p_columns, p_width, p_stride, GATHER_P, EVEN_P
+                    )
+                    q_block = _rows_through_pointers(
+                        q, row_to_token, num_sources, rows, live, q_columns, q_width, q_stride, GATHER_Q, EVEN_Q
+                    )
                 acc = tl.dot(p_block.T, q_block, acc)
-            row = begin + whole * BLOCK_R
-        for here in tl.range(row, end, BLOCK_R, num_stages=1 if USE_TMA else STAGES):
-            rows = here + tl.arange(0, BLOCK_R)
-            live = rows < end
-            p_block = _rows_through_pointers(
-                p, row_to_token, num_sources, rows, live, p_columns, p_width, p_stride, GATHER_P, EVEN_P
-            )
-            q_block = _rows_through_pointers(
-                q, row_to_token, num_sources, rows, live, q_columns, q_width, q_stride, GATHER_Q, EVEN_Q
-            )
-            acc = tl.dot(p_block.T, q_block, acc)
-        target = (expert.to(tl.int64) * p_width + p_columns[:, None]) * q_width + q_columns[None, :]
-        inside = (p_columns < p_width)[:, None] & (q_columns < q_width)[None, :]
-        tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
+            target = (expert.to(tl.int64) * p_width + p_columns[:, None]) * q_width + q_columns[None, :]
+            inside = (p_columns < p_width)[:, None] & (q_columns < q_width)[None, :]
+            tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
+        first_tile += tiles * programs
 
 
 @triton.jit

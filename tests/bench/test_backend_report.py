@@ -116,6 +116,7 @@ def test_the_command_writes_page_and_choice_from_the_newest_run_of_both(folder):
     write(folder / "results" / "new.jsonl", rows(FAST), date="2026-01-02 00:00 UTC")
     only_core = [row for row in rows(FAST) if row.impl == "core"]
     write(folder / "results" / "newest.jsonl", only_core, date="2026-01-03 00:00 UTC")
+    (folder / "results" / "gpu-grouped-gemm.jsonl").write_text('{"op": "dw"}\n', encoding="utf-8")  # of another kind
     host_file(folder)
     status, page, choice = run(folder)
     assert status == 0

@@ -143,6 +143,67 @@ def test_hardware_counters_have_a_section_of_their_own(tmp_path):
     assert f"| {cells} | barrier 95.4, drain 2.2 |" in section
 
 
+def write_products(path, lines, **machine):
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        write_line(file, {"gpu": "Imagined GPU", "date": "2026-01-02", **machine})
+        for line in lines:
+            file.write(json.dumps({"shape": "dsv3", **line}) + "\n")
+        file.write('{"total_s": 9.5}\n')
+
+
+def product(op, us, config=None):
+    return {"op": op, "impl": "triton", "config": config, "us": us, "tflops": 123.4}
+
+
+def torchs(op, us):
+    return {"op": op, "impl": "torch", "us": us, "tflops": 99.0}
+
+
+def products_section(page):
+    return page.split("## Grouped products: Imagined GPU")[1]
+
+
+def test_grouped_products_are_set_beside_torch_and_beside_two_launches(tmp_path):
+    write(tmp_path / "results" / "run.jsonl", [timed(4.0)])
+    cut = [128, 256, 64, 8, 3, 8, 1, True]
+    lines = [torchs("gathered", 6000.0), product("gathered", 4800.0), product("gathered", 1.0, cut)]
+    lines += [torchs("gathered_in_load", 6000.0), product("gathered_in_load", 6400.0, [*cut[:-1], False])]
+    lines += [product("dw", 77.0), {"op": "dx", "impl": "triton", "config": None, "error": "rows are off"}]
+    write_products(tmp_path / "results" / "gpu-grouped-gemm.jsonl", lines, commit="def456", triton="3.6")
+    _, page = make(tmp_path)
+    section = products_section(page)
+    assert "From `benchmarks/results/gpu-grouped-gemm.jsonl`" in section
+    for fact in ("commit def456", "triton 3.6", "date 2026-01-02"):
+        assert fact in section
+    assert "| gathered | dsv3 | **4800** | 123 | 6000 | 1.25 |  |  |" in section
+    assert "| gathered_in_load | dsv3 | **6400** | 123 | 6000 | 0.94 | 4800 | 0.75 |" in section
+    assert "| dw | dsv3 | **77** | 123 |  |  |  |  |" in section
+    assert "| dx | dsv3 | wrong: rows are off |" in section
+    assert "| gathered | dsv3 | **1** |" not in section, "only the default configuration"
+
+
+def test_only_the_newest_grouped_products_count(tmp_path):
+    write(tmp_path / "results" / "run.jsonl", [timed(4.0)])
+    write_products(tmp_path / "results" / "b-grouped-gemm.jsonl", [product("dw", 111.0)], date="2026-01-01 10:00 UTC")
+    write_products(tmp_path / "results" / "a-grouped-gemm.jsonl", [product("dw", 222.0)], date="2026-01-03 10:00 UTC")
+    section = products_section(make(tmp_path)[1])
+    assert "**222**" in section
+    assert "**111**" not in section
+
+
+def test_without_grouped_products_there_is_no_section_of_them(tmp_path):
+    write(tmp_path / "results" / "run.jsonl", [timed(4.0)])
+    assert "Grouped products" not in make(tmp_path)[1]
+
+
+def test_grouped_products_of_an_unknown_machine_are_an_error(tmp_path, capsys):
+    write(tmp_path / "results" / "run.jsonl", [timed(4.0)])
+    (tmp_path / "results" / "a-grouped-gemm.jsonl").write_text('{"op": "dw"}\n', encoding="utf-8")
+    assert make(tmp_path) == (1, None)
+    assert "must describe the machine" in capsys.readouterr().err
+
+
 def test_columns_that_say_nothing_are_left_out(tmp_path):
     rows = [timed(900.0, mode="cpu", cold=False), timed(800.0, impl="memcpy", mode="cpu", cold=False)]
     write(tmp_path / "results" / "cpu.jsonl", rows, **CPU_MACHINE)

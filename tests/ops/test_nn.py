@@ -13,6 +13,7 @@ import pytest
 
 from paddle_moe_ops.demo.checks import dense_moe
 from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter, load_balance_loss
+from paddle_moe_ops.routing import route
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -212,6 +213,57 @@ def test_layer_equals_the_dense_formulation(experts, topk, shape):
 )
 def test_layer_options_keep_the_dense_formulation(options):
     assert_equals_dense(MoELayer(H, 6, E, K, **options), paddle.randn([T, H]))
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Lets layers take the way that they take where Triton multiplies."""
+    monkeypatch.setattr(MoELayer, "_by_counts", MoELayer._fused)
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("tokens", [0, 1, T])
+@pytest.mark.parametrize(("experts", "topk"), [(1, 1), (4, 4), (8, 3)], ids=str)
+def test_layer_by_a_plan_equals_the_dense_formulation(experts, topk, tokens):
+    layer = MoELayer(H, 6, experts, topk)
+    x = paddle.randn([tokens, H])
+    if tokens:
+        assert_equals_dense(layer, x)
+    else:
+        assert layer(x).shape == [0, H]
+    assert isinstance(layer.tokens_per_expert, paddle.Tensor)
+    counts = F.one_hot(layer.router(x).ids.astype("int64"), experts).sum(axis=[0, 1])
+    np.testing.assert_array_equal(layer.tokens_per_expert.numpy(), counts.numpy())
+    layer.router.update_correction_bias(layer.tokens_per_expert)
+    assert not [name for name in layer.state_dict() if "tokens" in name]
+
+
+def test_layer_goes_by_a_plan_only_where_triton_multiplies(monkeypatch):
+    class Chosen:
+        name = "triton"
+
+    layer, x = MoELayer(H, 6, 4, 2), paddle.randn([3, H])
+    ways = {}
+    for way in ("_fused", "_by_counts"):
+        monkeypatch.setattr(layer, way, lambda tokens, *_, way=way: ways.setdefault(way, tokens))
+    layer(x)
+    assert list(ways) == ["_by_counts"]
+    monkeypatch.setattr("paddle_moe_ops.nn.resolve", lambda operator, like: Chosen)
+    layer(x)
+    assert list(ways) == ["_by_counts", "_fused"]
+
+
+def test_experts_weight_the_rows_of_tokens():
+    experts, x = SwiGLUExperts(4, H, 6), paddle.randn([5, H])
+    ids, probs = paddle.to_tensor([[0, 3], [3, -1], [1, 0], [-1, -1], [3, 1]], dtype="int32"), paddle.rand([5, 2])
+    plan = route(ids, probs, num_experts=4, padding_alignment=4)
+    expected = np.zeros((plan.num_rows, H), np.float32)
+    for row, (token, expert) in enumerate(zip(plan.row_to_token.tolist(), plan.row_to_expert.tolist(), strict=True)):
+        if token >= 0:
+            expected[row] = float(plan.row_probs[row]) * one_expert(experts, expert, x[token : token + 1].numpy())[0]
+    for weights in (probs, plan.row_probs):
+        rows = experts.weighted_rows(x, plan, weights).numpy()
+        np.testing.assert_allclose(rows, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_layer_with_an_expert_that_gets_no_token():

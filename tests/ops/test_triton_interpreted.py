@@ -8,6 +8,7 @@ On a GPU all tests of this directory run on the backend itself, with --backend=t
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -29,6 +30,7 @@ from paddle_moe_ops import (
 from paddle_moe_ops.backends import choice, resolve
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.gemm import grouped_gemm
+from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import backward, every_kind, make_problem, ordinary, tensor
@@ -400,6 +402,31 @@ def test_fused_products_with_gradients(interpreted, problem, plan, rng, form, wa
     assert "product_kernel" in interpreted.launches
     for made, due in on_both(lambda: gradients(call, arrays, weights, wanted[: len(arrays)])):
         np.testing.assert_allclose(made.numpy(), due.numpy(), rtol=4e-3, atol=4e-3)
+
+
+def test_a_layer_runs_on_the_products_that_move_rows_and_weight_them(interpreted, monkeypatch):
+    layer = MoELayer(16, 8, 4, 2, num_shared_experts=0)
+    layer.to(dtype="float16")
+    x = paddle.randn([5, 16]).astype("float16")
+    monkeypatch.setattr("paddle_moe_ops.nn.F", SimpleNamespace(swiglu=wide_swiglu))
+    results = []
+    for backend in ("triton", "paddle"):
+        layer.clear_gradients()
+        with use_backend(backend):
+            out = layer(x)
+            out.astype("float32").sum().backward()
+        load = np.asarray(layer.tokens_per_expert).tolist()
+        results.append((out.numpy(), [each.grad.numpy() for each in layer.parameters()], load))
+    assert interpreted.launches.count("weight_gradient_kernel") == 2
+    (out, gradients_of, load), (due, due_gradients, due_load) = results
+    assert load == due_load
+    for made, expected in zip([out, *gradients_of], [due, *due_gradients], strict=True):
+        np.testing.assert_allclose(made, expected, rtol=1e-2, atol=1e-2)
+
+
+def wide_swiglu(x):
+    """Paddle has none of float16 on the CPU."""
+    return paddle.nn.functional.swiglu(x.astype("float32")).astype(x.dtype)
 
 
 def test_groups_that_do_not_fit_are_cut_unless_they_are_to_be_looked_at(interpreted, rng, monkeypatch):

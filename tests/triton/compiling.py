@@ -22,7 +22,7 @@ from tests.bare_package import without_paddle
 without_paddle(always=True)
 
 from paddle_moe_ops.testing.interpreter import NumpyArray, NumpyDevice  # noqa: E402
-from paddle_moe_ops.triton.grouped_gemm import Groups, grouped_gemm, grouped_gemm_backward  # noqa: E402
+from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward  # noqa: E402
 from paddle_moe_ops.triton.permute import permute  # noqa: E402
 from paddle_moe_ops.triton.route import Routing, route  # noqa: E402
 from paddle_moe_ops.triton.rowmap import clean_rowmap, gather_slots, scatter_mask, scatter_slots  # noqa: E402
@@ -73,8 +73,8 @@ def main() -> None:
     groups = Groups(gpu.empty([experts], "int32"), gpu.empty([experts + 1], "int64"))
     matrices = gpu.array(np.zeros((experts, 256, hidden), np.float16))
     for transpose, matrix in ((True, matrices), (False, gpu.reshape(matrices, (experts, hidden, 256)))):
-        product = grouped_gemm(gpu, x, matrix, groups, transpose, row_to_token=owners)
-        grouped_gemm_backward(gpu, product, x, matrix, groups, transpose, row_to_token=owners)
+        product = grouped_gemm(gpu, x, matrix, groups, transpose, tokens=Tokens(owners, ids))
+        grouped_gemm_backward(gpu, product, x, matrix, groups, transpose, tokens=Tokens(owners, ids))
         grouped_gemm_backward(gpu, product, y, matrix, groups, transpose, weights=by_row)
     chunk_map(gpu, gpu.empty([5], "int32"), gpu.empty([5], "int64"), rows)
     route_by_logits(gpu, tokens, topk, experts)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.interpreter import NumpyDevice
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
-from paddle_moe_ops.triton.grouped_gemm import Groups, grouped_gemm, grouped_gemm_backward
+from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
 from tests.reference.cases import assert_same_bits
 
@@ -97,7 +97,7 @@ class Problem:
             gpu.array(sizes), None if case.offsets is None else gpu.array(np.array(case.offsets, index_dtype))
         )
         maps = {
-            "row_to_token": None if self.row_to_token is None else gpu.array(self.row_to_token),
+            "tokens": None if self.row_to_token is None else maps_of_tokens(gpu, self.row_to_token, len(self.x)),
             "weights": None if self.weights is None else gpu.array(self.weights),
         }
         x, d_out = (placed(gpu, each, offset, strided) for each in (self.x, self.d_out))
@@ -134,6 +134,14 @@ class Problem:
         _, d_w = reference.grouped_gemm_backward(d_out, scaled.astype(np.float64), w, *where, **offsets)
         d_weights = (d_out * product).sum(axis=1).astype(np.float32)
         return [*(each.astype(self.dtype) for each in (factor * product, factor * d_x, d_w)), d_weights]
+
+
+def maps_of_tokens(gpu, row_to_token: NDArray, num_tokens: int) -> Tokens:
+    rows = [np.flatnonzero(row_to_token == token) for token in range(num_tokens)]
+    token_rows = np.full((num_tokens, max(map(len, rows), default=0) + 1), -1, np.int32)
+    for token, those in enumerate(rows):
+        token_rows[token, : len(those)] = those
+    return Tokens(gpu.array(row_to_token), gpu.array(token_rows))
 
 
 def placed(gpu, values: NDArray, offset: int, strided: int):
@@ -230,16 +238,32 @@ def test_more_experts_than_are_looked_at_at_once(gpu, rng):
 
 def test_tokens_that_are_none_give_zeros(gpu, rng):
     x, w = ordinary(rng, (3, 16), np.float16), ordinary(rng, (1, 16, 16), np.float16)
-    tokens = np.int32([0, -1, 2, 3, -7, 1])
     groups = Groups(gpu.array(np.int32([6])))
     arguments = gpu.array(x), gpu.array(w), groups
-    for tma in (False, True):
+    # Numbers that no token has are none to the gather, which alone could read beyond the tokens.
+    for tma, numbers in ((True, [0, -1, 2, -1, -1, 1]), (False, [0, -1, 2, 3, -7, 1])):
         config = SMALL_TILES._replace(tma=tma)
-        out = gpu.numpy(grouped_gemm(gpu, *arguments, row_to_token=gpu.array(tokens), config=config))
-        found = (tokens >= 0) & (tokens < 3)
-        rows = np.where(found[:, None], x[np.where(found, tokens, 0)], np.float16(0))
+        row_to_token = np.int32(numbers)
+        tokens = maps_of_tokens(gpu, row_to_token, 3)
+        out = gpu.numpy(grouped_gemm(gpu, *arguments, tokens=tokens, config=config))
+        found = (row_to_token >= 0) & (row_to_token < 3)
+        rows = np.where(found[:, None], x[np.where(found, row_to_token, 0)], np.float16(0))
         expected = gpu.numpy(grouped_gemm(gpu, gpu.array(rows), *arguments[1:], config=config))
         assert_same_bits(out, expected)
+
+
+@BY_LAYOUT
+def test_rows_of_tokens_are_moved_first_for_descriptors_and_else_gathered(rng, gpu, monkeypatch, transpose):
+    launched = []
+    launch = gpu.launch
+    monkeypatch.setattr(
+        gpu, "launch", lambda kernel, *rest: launched.append(kernel.fn.__name__) or launch(kernel, *rest)
+    )
+    for tma, inner, outer, moved in ((True, 64, 56, 2), (False, 64, 56, 0), (True, 7, 56, 0)):
+        launched.clear()
+        case = CASES["uneven"]._replace(inner=inner, outer=outer)
+        Problem(rng, case, ml_dtypes.bfloat16, transpose, tokens=9).check(gpu, config=SMALL_TILES._replace(tma=tma))
+        assert launched.count("permute_kernel") == moved, (tma, inner, launched)
 
 
 def test_bits_depend_neither_on_the_number_of_programs_nor_on_the_order_of_tiles(gpu, rng):
