@@ -68,38 +68,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench report: there are no results in {arguments.results}; nothing was written", file=sys.stderr)
         return 1
     pictures: dict[str, str] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: -len(shapes_of(run))):  # of several runs of a set the widest
         name = "performance.png" if run.machine["device"] == "cuda" else f"performance_{run.machine['device']}.png"
         if run.machine["set"] == "targets" and name not in pictures.values() and draw(arguments.docs / name, run):
-            pictures[title(run)] = name
+            pictures[title(run, runs)] = name
     counters = "".join(map(_counters, sorted(arguments.results.glob("ncu/*.jsonl"))))
     (arguments.docs / "performance.md").write_text(page(runs, pictures) + products + counters, encoding="utf-8")
     return 0
 
 
 def newest_runs(runs: Iterable[Run]) -> list[Run]:
-    """The newest run of each set on each machine; GPUs first, then by machine and set."""
-    newest: dict[tuple[str, str, str], Run] = {}
-    for run in runs:
-        key = (run.machine["device"], processor(run), run.machine["set"])
-        if key not in newest or run.machine["date"] > newest[key].machine["date"]:
-            newest[key] = run
+    """The newest runs of each set on each machine; GPUs first, then by machine, set and age.
+
+    A run of a part of the set stands beside older ones of the shapes that it lacks.
+    """
+    kept: dict[tuple[str, str, str], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.machine["date"], reverse=True):
+        newer = kept.setdefault(_subject(run), [])
+        if shapes_of(run) - frozenset().union(*map(shapes_of, newer)) or not newer:
+            newer.append(run)
     order = {"targets": 0, "padding": 1, "matrix": 2}
-    return [newest[key] for key in sorted(newest, key=lambda key: (key[0] != "cuda", key[1], order.get(key[2], 3)))]
+    subjects = sorted(kept, key=lambda subject: (subject[0] != "cuda", subject[1], order.get(subject[2], 3)))
+    return [run for subject in subjects for run in kept[subject]]
 
 
-def title(run: Run) -> str:
-    return f"{processor(run)}, set `{run.machine['set']}`"
+def _subject(run: Run) -> tuple[str, str, str]:
+    return run.machine["device"], processor(run), run.machine["set"]
+
+
+def shapes_of(run: Run) -> frozenset[str]:
+    return frozenset(row.shape for row in run.rows)
+
+
+def title(run: Run, runs: Sequence[Run]) -> str:
+    """Of a run's section; where there are several of a set, with its date and shapes."""
+    text = f"{processor(run)}, set `{run.machine['set']}`"
+    beside = [other for other in runs if other is not run and _subject(other) == _subject(run)]
+    return f"{text}, {run.machine['date']}: {', '.join(sorted(shapes_of(run)))}" if beside else text
 
 
 def page(runs: Sequence[Run], pictures: dict[str, str]) -> str:
     """The text of the page; ``pictures`` has file names by the title of a run."""
     parts = [INTRODUCTION]
     for run in runs:
-        parts.append(f"\n## {title(run)}\n")
+        heading = title(run, runs)
+        parts.append(f"\n## {heading}\n")
         parts.append(_source(run))
-        if title(run) in pictures:
-            parts.append(f"\n![{processor(run)}: operators and peers]({pictures[title(run)]})\n")
+        if heading in pictures:
+            parts.append(f"\n![{processor(run)}: operators and peers]({pictures[heading]})\n")
         parts.append(_ceilings(run))
         verdicts = judge(run.rows, TARGETS.get(run.machine["device"], ()))
         if verdicts:
@@ -120,7 +136,7 @@ def page(runs: Sequence[Run], pictures: dict[str, str]) -> str:
 def _counters(path: Path) -> str:
     machine, cells = load_counters(path)
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
-    return f"\n## What bounds the kernels: {machine['gpu']}\n{TEXT}\nFrom `{path.name}`: {facts}.\n\n" + _markdown(
+    return f"\n## What bounds the kernels: {machine['gpu']}, {machine['date']}\n{TEXT}\nFrom `{path.name}`: {facts}.\n\n" + _markdown(
         COLUMNS, cells
     )
 

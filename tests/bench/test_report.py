@@ -103,6 +103,21 @@ def test_only_the_newest_run_of_a_set_counts(tmp_path):
     assert "111.0" not in page
 
 
+def test_a_run_of_a_part_of_a_set_stands_beside_the_whole_one(tmp_path):
+    whole = [timed(111.0), timed(444.0, shape="tileops-128")]
+    write(tmp_path / "results" / "whole.jsonl", whole, date="2026-01-02 00:00 UTC")
+    write(tmp_path / "results" / "part.jsonl", [timed(222.0)], date="2026-01-03 00:00 UTC")
+    write(tmp_path / "results" / "before.jsonl", whole, date="2026-01-01 00:00 UTC")
+    _, page = make(tmp_path)
+    newest, rest = page.split("## Imagined GPU, set `targets`, 2026-01-02 00:00 UTC: tileops-128, tileops-32\n")
+    assert "## Imagined GPU, set `targets`, 2026-01-03 00:00 UTC: tileops-32\n" in newest
+    assert "222.0" in newest
+    assert "performance.png" not in newest, "the picture is of the widest run"
+    assert "performance.png" in rest
+    assert "444.0" in rest
+    assert "before.jsonl" not in page
+
+
 def test_machines_have_sections_of_their_own(tmp_path):
     on_cpu = {"mode": "cpu", "cold": False}
     rows = [timed(900.0, **on_cpu), timed(950.0, impl="public function", **on_cpu)]
