@@ -19,7 +19,7 @@ from .launching import blocks, next_power_of_2
 __all__ = ["ALLOCATOR", "GemmConfig", "Gpu", "gpu_at", "product_config", "weight_gradient_config"]
 
 _HOPPER = 90
-_FEW_ROWS = 256
+_FEW_ROWS = 512
 
 
 def _allocator() -> ContextVar | None:
