@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,7 @@ import torch
 
 from ..testing.core import (
     DTYPES,
-    OPERATORS,
     CleanRowmapParams,
-    Core,
     Fill,
     Params,
     PermuteParams,
@@ -31,6 +28,7 @@ from ..testing.core import (
     UnpermuteBackwardParams,
     UnpermuteParams,
 )
+from ..testing.core_cuda import CudaEntries
 from ..testing.core_structs import TopkParams
 from .device import Body, Implementation, Outputs, Unsupported
 from .shapes import Operation
@@ -44,19 +42,8 @@ _MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "tokens_per_e
 _ALL_MAPS = (*_MAPS, "row_to_slot", "row_to_expert")
 
 
-class CudaCore(Core):
-    """The core's library with its CUDA entries; they take device addresses and the current stream."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        for operator in OPERATORS:
-            self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        for operator in ("route", "clean_rowmap", "sort_chunks", "quantize", "topk"):
-            self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
-        self._declare("pmo_route_permute_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-
-    def entry(self, operator: str) -> Any:
-        return getattr(self.library, f"pmo_{operator}_cuda")
+class CudaCore(CudaEntries):
+    """The CUDA entries on the current stream of PyTorch."""
 
     def call(self, operator: str, params: Params) -> None:
         """Enqueue an operator on the current stream."""

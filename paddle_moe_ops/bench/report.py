@@ -136,8 +136,9 @@ def page(runs: Sequence[Run], pictures: dict[str, str]) -> str:
 def _counters(path: Path) -> str:
     machine, cells = load_counters(path)
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
-    return f"\n## What bounds the kernels: {machine['gpu']}, {machine['date']}\n{TEXT}\nFrom `{path.name}`: {facts}.\n\n" + _markdown(
-        COLUMNS, cells
+    return (
+        f"\n## What bounds the kernels: {machine['gpu']}, {machine['date']}\n{TEXT}\nFrom `{path.name}`: {facts}.\n\n"
+        + _markdown(COLUMNS, cells)
     )
 
 

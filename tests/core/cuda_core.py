@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops.testing.core import (
     NOWHERE,
-    OPERATORS,
     Check,
     CleanRowmapParams,
-    Core,
     Params,
     PermuteParams,
     RouteFindings,
@@ -31,6 +29,7 @@ from paddle_moe_ops.testing.core import (
     RowmapFindings,
     SortChunksParams,
 )
+from paddle_moe_ops.testing.core_cuda import CudaEntries
 from paddle_moe_ops.testing.core_structs import TopkParams
 
 # Read on the host by the reports, never by a kernel.
@@ -76,19 +75,8 @@ def mirrored(*structs: Params) -> Iterator[None]:
         memory[...] = mirror.cpu().numpy()
 
 
-class CudaCore(Core):
+class CudaCore(CudaEntries):
     """`Core` whose calls run on the current GPU."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        for operator in OPERATORS:
-            self._declare(f"pmo_{operator}_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        self._declare("pmo_route_permute_cuda", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        for operator in ("route", "clean_rowmap", "sort_chunks", "quantize", "topk"):
-            self._declare(f"pmo_{operator}_cuda_workspace_bytes", ctypes.c_int64, ctypes.c_void_p)
-
-    def entry(self, operator: str) -> Any:
-        return getattr(self.library, f"pmo_{operator}_cuda")
 
     def route_workspace(self, params: RouteParams) -> NDArray:
         return self._make_workspace(params, self.library.pmo_route_cuda_workspace_bytes(ctypes.byref(params)))
