@@ -48,7 +48,8 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck")
 
 
 def unpack(parts: list[Path]) -> None:
-    """Join the parts of the archive and extract it to SITE."""
+    """Join the parts of the archive and extract it to SITE, in place of what is there: two Paddles do not mix."""
+    shutil.rmtree(SITE, ignore_errors=True)
     archive = SITE.with_suffix(".tar.xz")
     with archive.open("wb") as joined:
         for part in parts:
