@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CXX ?= g++
+AARCH64_CXX ?= aarch64-linux-gnu-g++
 CLANG_FORMAT ?= $(VENV)/bin/clang-format
 # Used where the environment has no Paddle yet; an installed one, CPU or GPU, is kept.
 PADDLE ?= paddlepaddle==3.3.1
@@ -25,7 +26,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-standin gpu-report check-place ci-full clean
+.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-standin gpu-report check-place check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -125,6 +126,18 @@ gpu-report: $(VENV)/stamp-deps ## docs/gpu_validation.md from benchmarks/results
 check-place: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle, and the kernels for every generation
 	$(MAKE) -f tools/gpu_rig/Makefile check-place check-cuda PADDLE_INCLUDE="$$($(PY) -c 'import paddle; print(paddle.sysconfig.get_include())')"
 
+# The CPU core for aarch64, whose vectors are the compiler's business; Debian has the compiler (g++-aarch64-linux-gnu).
+check-aarch64: ## compile the CPU core for aarch64, every warning an error
+	command -v $(AARCH64_CXX) >/dev/null || apt-get install --yes --no-install-recommends g++-aarch64-linux-gnu
+	$(MAKE) build/aarch64/libpmo_core.so
+
+build/aarch64/%.o: $(CSRC)/%.cc Makefile
+	@mkdir -p $(@D)
+	$(AARCH64_CXX) $(RELEASE_FLAGS) -MMD -MP -c $< -o $@
+
+build/aarch64/libpmo_core.so: $(CORE_SOURCES:$(CSRC)/%.cc=build/aarch64/%.o)
+	$(AARCH64_CXX) $(RELEASE_FLAGS) -shared $^ -o $@
+
 # ---- the rest
 
 wheel: $(VENV)/stamp-deps ## a wheel in dist/
@@ -132,7 +145,7 @@ wheel: $(VENV)/stamp-deps ## a wheel in dist/
 	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	$(PY) -m zipfile --list dist/paddle_moe_ops-*.whl
 
-ci-full: lint core sanitize fuzz test test-slow ## all checks, the slow ones too
+ci-full: lint core check-aarch64 sanitize fuzz test test-slow ## all checks, the slow ones too
 
 clean: ## delete what was built, not the environment
 	rm -rf build dist *.egg-info $(VENV)/stamp-built paddle_moe_ops/_C.py paddle_moe_ops/_C_pd_.so paddle_moe_ops/_build_info.json

@@ -188,17 +188,20 @@ template <typename Element, int64_t kCount, bool kScales, bool kShared>
 void dot_some(const DotTerms& terms, int64_t first, const RowList& rows, const RowList& next, int64_t hidden, float* products) {
   constexpr int64_t kLineLanes = kLanesOfLine<Element>;
   const int64_t end = hidden / kStripColumns * kStripColumns;
-  Lanes sums[kCount], factors[kLineLanes];
+  Lanes sums[kCount];
   for (int64_t i = 0; i < kCount; ++i) sums[i] = Lanes::splat(0.0f);
   int64_t column = 0;
   for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
     if (column % kStripColumns == 0 && column < end) prefetch_ahead<Element>(rows, next, column, end);
-    for (int64_t i = 0; i < kCount; ++i) {
+    Lanes factors[kLineLanes];
+    const auto load_factors = [&](int64_t i) {
       const char* a = element_at<Element>(terms.a[first + i], column);
+      for (int64_t j = 0; j < kLineLanes; ++j) factors[j] = load_lanes<Element>(a, j);
+    };
+    load_factors(0);
+    for (int64_t i = 0; i < kCount; ++i) {
       const char* row = element_at<Element>(terms.rows[first + i], column);
-      if (i == 0 || !kShared) {
-        for (int64_t j = 0; j < kLineLanes; ++j) factors[j] = load_lanes<Element>(a, j);
-      }
+      if (i > 0 && !kShared) load_factors(i);
       for (int64_t j = 0; j < kLineLanes; ++j) sums[i] = Lanes::fma(factors[j], load_lanes<Element>(row, j), sums[i]);
       if (!kScales) continue;
       char* out = static_cast<char*>(terms.outs[first + i]) + column * Element::kBytes;
