@@ -29,7 +29,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 .PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-standin gpu-report check-place check-aarch64 ci-full clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # ---- environment and build: a stamp is newer than what it was made from, so nothing is done twice; make lint and make sanitize
 # need the environment only and so work with sources that do not compile
