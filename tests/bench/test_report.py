@@ -149,7 +149,7 @@ def test_hardware_counters_have_a_section_of_their_own(tmp_path):
     line |= {"issue_percent": 3.0, "warps_percent": 40.0, "stall_wait": 1.0, "stall_barrier": 95.4, "stall_drain": 2.25}
     (tmp_path / "results" / "ncu").mkdir()
     with (tmp_path / "results" / "ncu" / "gpu.jsonl").open("w", encoding="utf-8") as file:
-        write_line(file, {"gpu": "Imagined GPU", "commit": "def456"})
+        write_line(file, {"gpu": "Imagined GPU", "commit": "def456", "date": "2026-01-02 03:04 UTC"})
         file.write(json.dumps(line) + "\n")
     _, page = make(tmp_path)
     section = page.split("## What bounds the kernels: Imagined GPU")[1]

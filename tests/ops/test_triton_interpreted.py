@@ -34,7 +34,7 @@ from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import backward, every_kind, make_problem, ordinary, tensor
-from tests.ops.test_amp_recompute import FLOAT32, FUNCTIONS, check_recompute
+from tests.ops.test_amp_recompute import ALL, FLOAT32, check_recompute, plan_and_verbs
 from tests.params import SMALL, SUM_DTYPES
 from tests.routers import deepseek_v3
 
@@ -354,7 +354,10 @@ def test_rows_of_probability_zero_are_blank_and_keep_their_gradient(interpreted,
         assert_bits_equal(actual, expected)
 
 
-@FUNCTIONS
+@pytest.mark.parametrize(
+    "function",
+    [plan_and_verbs, *(pytest.param(each, marks=pytest.mark.slow) for each in ALL if each != plan_and_verbs)],
+)
 def test_recompute_gives_the_same_gradients(interpreted, function, rng):
     with use_backend("triton"):
         check_recompute(function, True, FLOAT32, rng, "cpu")

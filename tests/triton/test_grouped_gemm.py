@@ -22,7 +22,10 @@ from tests.reference.cases import assert_same_bits
 
 from .problems import ordinary
 
-HALVES = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+HALVES = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(ml_dtypes.bfloat16, id="bfloat16"), pytest.param(np.float16, id="float16", marks=pytest.mark.slow)],
+)
 BY_LAYOUT = pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
 SMALL_TILES = GemmConfig(32, 32, 32, 2, 2, 4, 1, tma=False)
 CONFIGS = {
@@ -161,7 +164,10 @@ def test_products_and_gradients_follow_the_oracle(gpu, rng, case, dtype, transpo
 
 @BY_LAYOUT
 @BY_CONFIG
-@pytest.mark.parametrize("name", ["uneven", "padding", "odd sizes", "whole blocks"])
+@pytest.mark.parametrize(
+    "name",
+    ["odd sizes", *(pytest.param(each, marks=pytest.mark.slow) for each in ("uneven", "padding", "whole blocks"))],
+)
 def test_however_the_product_is_cut(gpu, rng, name, config, transpose):
     Problem(rng, CASES[name], ml_dtypes.bfloat16, transpose).check(gpu, config=config)
 
