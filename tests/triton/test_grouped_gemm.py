@@ -27,6 +27,9 @@ HALVES = pytest.mark.parametrize(
     [pytest.param(ml_dtypes.bfloat16, id="bfloat16"), pytest.param(np.float16, id="float16", marks=pytest.mark.slow)],
 )
 BY_LAYOUT = pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+BY_LAYOUT_OR_SLOW = pytest.mark.parametrize(
+    "transpose", [pytest.param(True, id="transposed"), pytest.param(False, id="plain", marks=pytest.mark.slow)]
+)
 SMALL_TILES = GemmConfig(32, 32, 32, 2, 2, 4, 1, tma=False)
 CONFIGS = {
     "pointers": SMALL_TILES,
@@ -162,7 +165,7 @@ def test_products_and_gradients_follow_the_oracle(gpu, rng, case, dtype, transpo
     Problem(rng, case, dtype, transpose).check(gpu)
 
 
-@BY_LAYOUT
+@BY_LAYOUT_OR_SLOW
 @BY_CONFIG
 @pytest.mark.parametrize(
     "name",
@@ -172,13 +175,13 @@ def test_however_the_product_is_cut(gpu, rng, name, config, transpose):
     Problem(rng, CASES[name], ml_dtypes.bfloat16, transpose).check(gpu, config=config)
 
 
-@BY_LAYOUT
+@BY_LAYOUT_OR_SLOW
 @BY_CONFIG
 def test_weighted_rows_and_the_gradient_of_weights(gpu, rng, config, transpose):
     Problem(rng, CASES["padding"], ml_dtypes.bfloat16, transpose, weighted=True).check(gpu, config=config)
 
 
-@BY_LAYOUT
+@BY_LAYOUT_OR_SLOW
 @BY_CONFIG
 def test_rows_gathered_from_tokens(gpu, rng, config, transpose):
     Problem(rng, CASES["padding"], ml_dtypes.bfloat16, transpose, tokens=9).check(gpu, config=config)

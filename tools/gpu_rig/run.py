@@ -35,7 +35,8 @@ CORE_TESTS = ["tests/core", "--core-device=cuda", "-p", "no:cacheprovider"]
 SUITES = {
     "ops": ["tests/ops", "tests/static", f"--device={DEVICE}"],
     "triton": ["tests/ops", "--backend=triton", f"--device={DEVICE}"],
-    "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider"],
+    # what is slow is so in the interpreter only
+    "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider", "-m", ""],
     "core": CORE_TESTS,
     "memcheck": CORE_TESTS,
     "racecheck": CORE_TESTS,
