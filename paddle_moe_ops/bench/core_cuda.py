@@ -23,7 +23,6 @@ from ..testing.core import (
     RoutingKind,
     RowIdMapParams,
     ScaleLayout,
-    SlotsParams,
     SortChunksParams,
     UnpermuteBackwardParams,
     UnpermuteParams,
@@ -326,22 +325,22 @@ def _moe_unpermute(core: CudaCore, operation: Operation, inputs: TensorInputs) -
     """From a user's row map, which is not trusted, to the sums and the probabilities by slot."""
     plan = inputs.problem.plan
     sizes = {name: getattr(plan, name) for name in ("num_tokens", "topk", "num_experts", "num_rows")}
-    maps = _maps(inputs, ("row_to_token", "slot_to_row"))
+    maps = _maps(inputs, ("row_to_token",))
     maps["token_rows"] = inputs.empty(plan.num_tokens, plan.num_experts)
-    clean = _point(CleanRowmapParams(**sizes), rowmap=inputs.rowmap, ids=inputs.ids, **maps)
-    _point_at_workspace(clean, core.library.pmo_clean_rowmap_cuda_workspace_bytes, inputs)
     slot_probs = inputs.empty(plan.num_tokens, plan.topk, dtype=torch.float32)
-    slots = _point(
-        SlotsParams(**{**sizes, "num_experts": 0}),
-        slot_to_row=maps["slot_to_row"],
+    clean = _point(
+        CleanRowmapParams(**sizes),
+        rowmap=inputs.rowmap,
+        ids=inputs.ids,
         row_values=inputs.row_probs,
         slot_values=slot_probs,
+        **maps,
     )
+    _point_at_workspace(clean, core.library.pmo_clean_rowmap_cuda_workspace_bytes, inputs)
     unpermute, outputs = _unpermute_params(operation, inputs, maps["token_rows"])
 
     def run() -> None:
         core.call("clean_rowmap", clean)
-        core.call("gather_slots", slots)
         core.call("unpermute", unpermute)
 
     return _body(run, {**outputs, "slot_probs": slot_probs})

@@ -21,7 +21,6 @@ from ..testing.core import (
     permute_params,
     quantize_params,
     route_params,
-    slots_params,
     sort_chunks_params,
     unpermute_backward_params,
     unpermute_params,
@@ -172,7 +171,6 @@ def _moe_unpermute(core: Core, operation: Operation, inputs: ArrayInputs) -> Bod
     """From a user's row map, which is not trusted, to the sums and the probabilities by slot."""
     plan, ids, rowmap = inputs.problem.plan, inputs.problem.ids, inputs.problem.rowmap
     token_rows = _touched(rowmap.shape, rowmap.dtype)
-    slot_to_row = _touched(ids.shape, ids.dtype)
     slot_probs = _touched(ids.shape, np.dtype(np.float32))
     clean = clean_rowmap_params(
         rowmap,
@@ -180,14 +178,13 @@ def _moe_unpermute(core: Core, operation: Operation, inputs: ArrayInputs) -> Bod
         num_rows=plan.num_rows,
         token_rows=token_rows,
         row_to_token=np.empty(plan.num_rows, np.int32),
-        slot_to_row=slot_to_row,
+        row_values=inputs.row_probs,
+        slot_values=slot_probs,
     )
-    slots = slots_params(slot_to_row, inputs.row_probs, slot_probs)
     unpermute, outputs = _unpermute_params(operation, inputs, token_rows)
 
     def run() -> None:
         core.run("clean_rowmap", clean)
-        core.run("gather_slots", slots)
         core.run("unpermute", unpermute)
 
     return _body(run, {**outputs, "slot_probs": slot_probs})

@@ -182,8 +182,11 @@ class CleanRowmapParams(Params):
         *_fields(Size, "struct_size num_tokens topk num_experts num_rows"),
         *_fields(Int32s, "rowmap"),
         *_fields(Bytes, "ids"),
+        *_fields(Floats, "row_values"),
         *_fields(Int, "ids_kind duplicates checks num_threads"),
-        *_fields(Int32s, "token_rows row_to_token slot_to_row row_to_slot row_to_expert"),
+        *_fields(Int32s, "token_rows row_to_token slot_to_row"),
+        *_fields(Floats, "slot_values"),
+        *_fields(Int32s, "row_to_slot row_to_expert"),
         *_fields(Bytes, "workspace"),
         *_fields(Size, "workspace_bytes"),
     ]

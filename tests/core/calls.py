@@ -334,6 +334,27 @@ def clean_rowmap(
     return token_rows, row_to_token, slot_to_row
 
 
+def slot_values_of_rowmap(
+    core: Core, rowmap: NDArray, row_values: NDArray, ids: NDArray, *, duplicates: str = "first", num_threads: int = 0
+) -> NDArray:
+    """[T, K], of clean_rowmap without slot_to_row."""
+    with guarded_outputs() as output:
+        values = output(ids.shape, np.float32)
+        params = ctypes_core.clean_rowmap_params(
+            rowmap,
+            ids,
+            duplicates=duplicates,
+            num_rows=len(row_values),
+            num_threads=num_threads,
+            row_values=row_values,
+            token_rows=output(rowmap.shape, np.int32),
+            row_to_token=output(len(row_values), np.int32),
+            slot_values=values,
+        )
+        core.run("clean_rowmap", params)
+    return values
+
+
 def topk(core: Core, router: Router, *, num_threads: int = 0, with_scores: bool = True) -> tuple[NDArray, ...]:
     """Weights, ids and, if they are wanted, scores."""
     gating = router.gating

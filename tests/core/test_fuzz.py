@@ -91,12 +91,14 @@ def clean_rowmap(rng: np.random.Generator, output: MakeOutput, core: Core) -> Pa
         num_rows=s.N,
         rowmap=ints(rng, (s.T, s.E), s.N),
         ids=ints(rng, (s.T, s.K), s.E, np.int64),
+        row_values=rng.random(s.N, np.float32),
         ids_kind=int(rng.integers(0, 2)),
         duplicates=int(rng.integers(0, 2)),
         checks=int(rng.integers(0, 4)) if rng.random() < 0.3 else 0,
         token_rows=output((s.T, s.E), np.int32),
         row_to_token=output(s.N, np.int32),
         slot_to_row=output((s.T, s.K), np.int32),
+        slot_values=output((s.T, s.K), np.float32),
     )
 
 

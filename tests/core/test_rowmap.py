@@ -67,7 +67,11 @@ def check(core: Core, rowmap: NDArray, num_rows: int, ids: NDArray, duplicates: 
     owners[expected[tokens, columns]] = tokens
     assert_same_bits(row_to_token, owners)
     assert slot_to_row is not None
-    assert_same_bits(slot_to_row, rows_that_slots_read(rowmap, ids, num_rows, duplicates))
+    rows = rows_that_slots_read(rowmap, ids, num_rows, duplicates)
+    assert_same_bits(slot_to_row, rows)
+    row_values = np.random.default_rng(5).standard_normal(num_rows).astype(np.float32)
+    values = calls.slot_values_of_rowmap(core, rowmap, row_values, ids, duplicates=duplicates, num_threads=num_threads)
+    assert_same_bits(values, np.append(row_values, np.float32(0))[rows])
 
 
 @pytest.mark.parametrize("duplicates", ["first", "each"])

@@ -66,9 +66,11 @@ def clean_rowmap(core: Core, output: MakeOutput) -> Params:
         np.full((SHAPE.T, SHAPE.E), -1, np.int32),
         make_ids("uniform", SHAPE, seed=1, dtype=np.int64),
         num_rows=N,
+        row_values=np.zeros(N, np.float32),
         token_rows=output((SHAPE.T, SHAPE.E), np.int32),
         row_to_token=output(N, np.int32),
         slot_to_row=output((SHAPE.T, SHAPE.K), np.int32),
+        slot_values=output((SHAPE.T, SHAPE.K), np.float32),
     )
 
 

@@ -113,9 +113,11 @@ int check_clean_rowmap(const pmo_clean_rowmap_params& p) {
               "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   const uintptr_t id_size = p.ids_kind == PMO_ROUTING_IDS64 ? sizeof(int64_t) : sizeof(int32_t);
   const bool by_expert = p.ids == nullptr && p.topk == p.num_experts;
-  PMO_REQUIRE(p.slot_to_row == nullptr || p.num_tokens * p.topk == 0 || by_expert ||
-                  (p.ids != nullptr && reinterpret_cast<uintptr_t>(p.ids) % id_size == 0),
-              "ids", "an array aligned to its element size when slot_to_row is wanted, or NULL with topk = num_experts");
+  const bool needs_ids = p.num_tokens * p.topk > 0 && (p.slot_values != nullptr || (p.slot_to_row != nullptr && !by_expert));
+  PMO_REQUIRE(!needs_ids || (p.ids != nullptr && reinterpret_cast<uintptr_t>(p.ids) % id_size == 0), "ids",
+              "an array aligned to its element size when slots are wanted, or NULL with topk = num_experts");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.slot_values, "slot_values");
+  if (p.slot_values != nullptr) PMO_REQUIRE_ARRAY(p.row_values, p.num_rows, "row_values");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_slot, "row_to_slot");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_expert, "row_to_expert");
   PMO_REQUIRE(p.row_to_slot == nullptr || by_expert, "row_to_slot", "NULL unless slots are experts (no ids, topk = num_experts)");

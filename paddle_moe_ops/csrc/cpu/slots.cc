@@ -18,7 +18,7 @@ int64_t expert_id(const pmo_clean_rowmap_params& p, int64_t slot) {
   return p.ids_kind == PMO_ROUTING_IDS64 ? static_cast<const int64_t*>(p.ids)[slot] : static_cast<const int32_t*>(p.ids)[slot];
 }
 
-// The row of every slot of a token, by its expert id.
+// The row of every slot of a token, by its expert id, and the row's value.
 void rows_of_slots(const pmo_clean_rowmap_params& p, int64_t token, bool has_repeats) {
   for (int64_t k = 0; k < p.topk; ++k) {
     const int64_t slot = token * p.topk + k;
@@ -37,7 +37,8 @@ void rows_of_slots(const pmo_clean_rowmap_params& p, int64_t token, bool has_rep
         if (expert_id(p, token * p.topk + earlier) == expert) row = -1;
       }
     }
-    p.slot_to_row[slot] = row;
+    if (p.slot_to_row != nullptr) p.slot_to_row[slot] = row;
+    if (p.slot_values != nullptr) p.slot_values[slot] = row >= 0 ? p.row_values[row] : 0.0f;
   }
 }
 
@@ -46,8 +47,8 @@ void rows_of_slots(const pmo_clean_rowmap_params& p, int64_t token, bool has_rep
 int clean_rowmap(const pmo_clean_rowmap_params& p) {
   if (const int status = check_clean_rowmap(p)) return status;
   pmo_rowmap_findings found = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0};
-  const bool by_id = p.slot_to_row != nullptr && p.ids != nullptr;
-  const bool by_expert = p.slot_to_row != nullptr && !by_id && p.topk == p.num_experts;
+  const bool by_id = (p.slot_to_row != nullptr || p.slot_values != nullptr) && p.ids != nullptr;
+  const bool by_expert = p.slot_to_row != nullptr && p.ids == nullptr && p.topk == p.num_experts;
   for (int64_t slot = 0; slot < (by_id ? p.num_tokens * p.topk : 0); ++slot) {
     const int64_t id = expert_id(p, slot);
     if (id >= -1 && id < p.num_experts) continue;

@@ -45,6 +45,19 @@ __device__ inline int32_t inclusive_sum_over_warp(int32_t value) {
   return value;
 }
 
+// What a warp of a grid of one-dimensional blocks takes, if every item is cut into `parts`, one to a warp.
+struct WarpShare {
+  int64_t item;
+  int32_t part;
+
+  __device__ explicit WarpShare(int32_t parts) {
+    const int64_t warp = int64_t{blockIdx.x} * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize;
+    // a division of 64 bits takes as many instructions as some rows do
+    item = warp <= UINT32_MAX ? static_cast<uint32_t>(warp) / static_cast<uint32_t>(parts) : warp / parts;
+    part = static_cast<int32_t>(warp - item * parts);
+  }
+};
+
 inline int cuda_status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return PMO_OK;
   return fail(PMO_INTERNAL, std::string("CUDA: ") + what + ": " + cudaGetErrorString(error));

@@ -4,7 +4,8 @@
 // Values per slot and per row, and the cleaning of a user's rowmap, on the GPU.
 //
 // clean_rowmap: every entry of the rowmap bids for its row with its flat place; the lowest bid wins (atomicMin: the outcome does not
-// depend on the order of the bids). A warp per token then keeps the entries that won, in expert order.
+// depend on the order of the bids). Then the entries that won are kept, in expert order, by as many lanes of a warp per token as it has
+// experts, at most 32; the same launch looks up the slots, a thread each, and the values of their rows.
 // Workspace: pmo_rowmap_findings, then int64 [N] winning places. Bytes moved: rowmap read twice, T * E * 4 each; 8 * N bytes of bids.
 #include "common/checks.h"
 #include "cuda/findings.cuh"
@@ -16,7 +17,6 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarpSize;
 
 struct Layout {
   pmo_rowmap_findings* findings;
@@ -46,11 +46,13 @@ __global__ void reset(pmo_clean_rowmap_params p, Layout layout) {
   }
 }
 
+__device__ bool is_row(const pmo_clean_rowmap_params& p, int32_t row) { return row >= 0 && row < p.num_rows; }
+
 __global__ void bid(pmo_clean_rowmap_params p, Layout layout) {
   const int64_t entries = p.num_tokens * p.num_experts;
   for (int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x; flat < entries; flat += int64_t{gridDim.x} * kThreads) {
     const int32_t row = p.rowmap[flat];
-    if (row >= 0 && row < p.num_rows) {
+    if (is_row(p, row)) {
       atomicMin(&layout.owner[row], static_cast<unsigned long long>(flat));
     } else if (row != -1) {
       note_first(&layout.findings->bad_row_place, flat);
@@ -58,52 +60,72 @@ __global__ void bid(pmo_clean_rowmap_params p, Layout layout) {
   }
 }
 
+// The row of an expert's entry, if the entry won it.
+__device__ int32_t winning_row(const pmo_clean_rowmap_params& p, const Layout& layout, int64_t flat) {
+  const int32_t row = p.rowmap[flat];
+  return is_row(p, row) && layout.owner[row] == static_cast<unsigned long long>(flat) ? row : -1;
+}
+
+// kLanes neighbouring lanes of a warp, which have a token to themselves.
+template <int kLanes>
+struct TokenLanes {
+  int lane = static_cast<int>(threadIdx.x % kLanes);
+  unsigned all = (kAllLanes >> (kWarpSize - kLanes)) << (threadIdx.x % kWarpSize - lane);
+
+  __device__ unsigned ballot(bool vote) const { return __ballot_sync(kAllLanes, vote) & all; }
+  __device__ unsigned before() const { return (1u << threadIdx.x % kWarpSize) - 1; }
+};
+
 // A slot's row is the winning entry of its expert.
-__device__ int32_t row_of_slot(const pmo_clean_rowmap_params& p, const Layout& layout, int64_t token, int64_t slot) {
+__device__ int32_t row_of_slot(const pmo_clean_rowmap_params& p, const Layout& layout, int64_t slot) {
   const int64_t expert = expert_id(p, slot);
   if (expert < 0 || expert >= p.num_experts) {
     if (expert != -1) note_first(&layout.findings->bad_id_place, slot);
     return -1;
   }
+  const int64_t token = static_cast<uint32_t>(slot) / static_cast<uint32_t>(p.topk);  // T * K < 2^31
   if (p.duplicates == PMO_DUPLICATES_FIRST) {
     for (int64_t earlier = token * p.topk; earlier < slot; ++earlier) {
       if (expert_id(p, earlier) == expert) return -1;
     }
   }
-  const int64_t flat = token * p.num_experts + expert;
-  const int32_t row = p.rowmap[flat];
-  return row >= 0 && row < p.num_rows && layout.owner[row] == static_cast<unsigned long long>(flat) ? row : -1;
+  return winning_row(p, layout, token * p.num_experts + expert);
 }
 
-__global__ void keep_winners(pmo_clean_rowmap_params p, Layout layout) {
-  const int lane = threadIdx.x % kWarpSize;
+template <int kLanes>
+__global__ void __launch_bounds__(kThreads) keep_winners(pmo_clean_rowmap_params p, Layout layout) {
+  const TokenLanes<kLanes> me;
   const bool by_expert = p.slot_to_row != nullptr && p.ids == nullptr && p.topk == p.num_experts;
-  for (int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; token < p.num_tokens;
-       token += int64_t{gridDim.x} * kWarps) {
+  const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes),
+                own = blockIdx.x * int64_t{kThreads / kLanes} + threadIdx.x / kLanes;
+  for (int64_t token = own; token - own < p.num_tokens; token += step) {  // the same rounds for all lanes of a warp
+    const bool is_token = token < p.num_tokens;
     int64_t kept = 0;
-    for (int64_t begin = 0; begin < p.num_experts; begin += kWarpSize) {
-      const int64_t expert = begin + lane;
-      const int64_t flat = token * p.num_experts + expert;
-      const int32_t row = expert < p.num_experts ? p.rowmap[flat] : -1;
-      const bool usable = row >= 0 && row < p.num_rows;
-      const bool won = usable && layout.owner[row] == static_cast<unsigned long long>(flat);
-      if (usable && !won) note_first(&layout.findings->repeat_place, flat);
-      if (by_expert && expert < p.num_experts) p.slot_to_row[flat] = won ? row : -1;
-      const unsigned lanes = __ballot_sync(kAllLanes, won);
-      if (won) {
-        p.token_rows[token * p.num_experts + kept + __popc(lanes & ((1u << lane) - 1))] = row;
+    for (int64_t begin = 0; begin < p.num_experts; begin += kLanes) {
+      const int64_t expert = begin + me.lane, flat = token * p.num_experts + expert;
+      const bool is_entry = is_token && expert < p.num_experts;
+      const int32_t row = is_entry ? winning_row(p, layout, flat) : -1;
+      if (is_entry && row < 0 && is_row(p, p.rowmap[flat])) note_first(&layout.findings->repeat_place, flat);
+      if (is_entry && by_expert) p.slot_to_row[flat] = row;
+      const unsigned won = me.ballot(row >= 0);
+      if (row >= 0) {
+        p.token_rows[token * p.num_experts + kept + __popc(won & me.before())] = row;
         p.row_to_token[row] = static_cast<int32_t>(token);
         if (p.row_to_slot != nullptr) p.row_to_slot[row] = static_cast<int32_t>(flat);
         if (p.row_to_expert != nullptr) p.row_to_expert[row] = static_cast<int32_t>(expert);
       }
-      kept += __popc(lanes);
+      kept += __popc(won);
     }
     const int64_t end = by_expert ? p.num_experts : min(kept + 1, p.num_experts);  // a plan's map is defined throughout
-    for (int64_t place = kept + lane; place < end; place += kWarpSize) p.token_rows[token * p.num_experts + place] = -1;
-    if (p.slot_to_row == nullptr || by_expert) continue;
-    for (int64_t slot = token * p.topk + lane; slot < (token + 1) * p.topk; slot += kWarpSize) {
-      p.slot_to_row[slot] = row_of_slot(p, layout, token, slot);
-    }
+    for (int64_t place = kept + me.lane; is_token && place < end; place += kLanes)
+      p.token_rows[token * p.num_experts + place] = -1;
+  }
+  if (by_expert || (p.slot_to_row == nullptr && p.slot_values == nullptr)) return;
+  const int64_t slots = p.num_tokens * p.topk, threads = int64_t{gridDim.x} * kThreads;
+  for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += threads) {
+    const int32_t row = row_of_slot(p, layout, slot);
+    if (p.slot_to_row != nullptr) p.slot_to_row[slot] = row;
+    if (p.slot_values != nullptr) p.slot_values[slot] = row >= 0 ? p.row_values[row] : 0.0f;
   }
 }
 
@@ -128,7 +150,13 @@ int clean_rowmap(const pmo_clean_rowmap_params& p, cudaStream_t stream) {
   if (p.num_tokens == 0) return PMO_OK;
   bid<<<grid_for(p.num_tokens * p.num_experts, kThreads), kThreads, 0, stream>>>(p, layout);
   PMO_CUDA_LAUNCHED("bid");
-  keep_winners<<<grid_for(p.num_tokens, kWarps), kThreads, 0, stream>>>(p, layout);
+  if (p.num_experts <= 8) {
+    keep_winners<8><<<grid_for(p.num_tokens, kThreads / 8), kThreads, 0, stream>>>(p, layout);
+  } else if (p.num_experts <= 16) {
+    keep_winners<16><<<grid_for(p.num_tokens, kThreads / 16), kThreads, 0, stream>>>(p, layout);
+  } else {
+    keep_winners<kWarpSize><<<grid_for(p.num_tokens, kThreads / kWarpSize), kThreads, 0, stream>>>(p, layout);
+  }
   PMO_CUDA_LAUNCHED("keep_winners");
   if (p.checks != 0) complete_findings<<<1, 1, 0, stream>>>(p, layout);
   PMO_CUDA_LAUNCHED("complete_findings");

@@ -55,9 +55,7 @@ struct RowList {
           here == 1 && (p.max_rows_per_token <= kWarpSize || has_one_row(p, first + index, WarpRows(p, first + index, 0)));
       const auto token = static_cast<int16_t>(index);
       if (part.is_used()) {
-        const int64_t place = p.weights == nullptr ? -1 : weight_place(p, part.row);
-        const float weight = place < 0 ? 0.0f : __ldg(p.weights + place);
-        rows[base + rank] = {part.row, weight, token, part.ended && rank + 1 == here, only};
+        rows[base + rank] = {part.row, weight_of(p, part.row), token, part.ended && rank + 1 == here, only};
       } else if (here == 0 && lane == 0) {
         rows[base] = {-1, 0.0f, token, part.ended, false};
       }

@@ -3,10 +3,12 @@
 
 // unpermute on the GPU: each token is the sum of its rows.
 //
-// A thread owns one access of up to 16 bytes of a token, loads it from eight rows before the first addition, and adds in the order of the
-// rows, so that a sum has one order whatever the schedule. Usually a warp takes a part of one token. Where many tokens have few rows each,
-// blocks are (parts of a row, tiles of tokens), and a block lists the rows of its tokens in shared memory, so that loads of several
-// tokens are in flight. Bytes moved: (N + T) * H elements, and 4 * T * K of maps and weights each.
+// A thread owns one access of up to 16 bytes of a token, loads it from a window of rows before the first addition, and adds in the order of
+// the rows, so that a sum has one order whatever the schedule. Usually a warp takes a part of one token, and the window is about as many
+// rows as a token has on average: a larger one would cost registers, and with them warps on their way. Where many tokens have few rows
+// each, blocks are (parts of a row, tiles of tokens), and a block lists the rows of its tokens in shared memory, so that loads of several
+// tokens are in flight. Weights, two more loads one after the other, arrive with the rows' data. A plain sum multiplies by 1, which rounds
+// like the addition. Bytes moved: (N + T) * H elements, and 4 * T * K of maps and weights each.
 #include <algorithm>
 
 #include "common/checks.h"
@@ -20,17 +22,21 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kMaxThreads = 256;
-constexpr int kMinBlocks = 4;  // per multiprocessor, which bounds the registers
-constexpr int kWarpThreads = 128;
+constexpr int kThreads = 128;
+constexpr int kMaxTileThreads = 256;
+constexpr int kMinTileBlocks = 4;                   // per multiprocessor, which bounds the registers
 constexpr int64_t kFewAccesses = int64_t{1} << 20;  // of all tokens
 constexpr int64_t kFewRows = 4;                     // per token
 
-template <typename Rows, int kWidth, bool kWeighted>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks) sum_rows_by_tiles(const __grid_constant__ pmo_unpermute_params p) {
+// A block takes a part of the rows of some tokens, whose rows it lists first, so that loads of several tokens are in flight.
+template <typename Rows, int kWidth>
+__global__ void __launch_bounds__(kMaxTileThreads, kMinTileBlocks)
+    sum_rows_by_tiles(const __grid_constant__ pmo_unpermute_params p) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
+  constexpr int kWindow = 8;
   __shared__ RowList list;
+  const bool copies_single = p.weights == nullptr || p.copy_single_row != 0;
   const int64_t vectors = p.hidden / kWidth;
   const int64_t vector = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const Element* rows = static_cast<const Element*>(p.rows) + vector * kWidth;
@@ -59,11 +65,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) sum_rows_by_tiles(con
           for (int i = 0; i < kWindow; ++i) {
             if (window + i >= list.size) break;
             const ListedRow listed = list.rows[window + i];
-            const bool copy = listed.only && (!kWeighted || p.copy_single_row != 0);
+            const bool copy = listed.only && copies_single;
             if (listed.row >= 0 && !copy) {
               Lanes<Rows, kWidth> lanes;
               lanes.set(accesses[i]);
-              sum.template add<kWeighted>(lanes, listed.weight);
+              sum.add(lanes, listed.weight);
               empty = false;
             }
             Element* target = out + (first + done + listed.token) * p.hidden;
@@ -82,25 +88,25 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) sum_rows_by_tiles(con
   }
 }
 
-// A warp takes 32 accesses of one token. Its rows are over the lanes; the weights, two more loads one after the other, arrive with the data.
-template <typename Rows, int kWidth, bool kWeighted>
-__global__ void __launch_bounds__(kWarpThreads) sum_rows_by_warps(const __grid_constant__ pmo_unpermute_params p, int parts) {
+template <typename Rows, int kWidth, int kWindow>
+__global__ void __launch_bounds__(kThreads) sum_rows_by_warps(const __grid_constant__ pmo_unpermute_params p, int parts) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
-  const int64_t warp = int64_t{blockIdx.x} * (kWarpThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  const int64_t token = warp / parts;
+  const WarpShare share(parts);
+  const int64_t token = share.item;
   if (token >= p.num_tokens) return;
-  const int64_t vector = (warp - token * parts) * kWarpSize + threadIdx.x % kWarpSize;
+  const int64_t vector = int64_t{share.part} * kWarpSize + threadIdx.x % kWarpSize;
   const bool inside = vector < p.hidden / kWidth;
   const Element* rows = static_cast<const Element*>(p.rows) + vector * kWidth;
-  Element* out = static_cast<Element*>(p.out) + token * p.hidden + vector * kWidth;
   WarpRows listed(p, token, 0);
-  const bool only = (!kWeighted || p.copy_single_row != 0) && has_one_row(p, token, listed);
+  const bool only = (p.weights == nullptr || p.copy_single_row != 0) && has_one_row(p, token, listed);
   Lanes<Rows, kWidth> sum;
   sum.fill(-0.0f);
-  bool empty = true;
+  int64_t last = -1;  // row that was added
   for (int64_t segment = 0;;) {
+    float own_weight = 1.0f;
     for (unsigned left = listed.used; left != 0;) {
+      const bool first = left == listed.used;
       Access accesses[kWindow];
       unsigned loading = left;
 #pragma unroll
@@ -109,53 +115,55 @@ __global__ void __launch_bounds__(kWarpThreads) sum_rows_by_warps(const __grid_c
         const int64_t row = __shfl_sync(kAllLanes, listed.row, lane & (kWarpSize - 1));
         if (lane >= 0 && inside) accesses[i] = *reinterpret_cast<const Access*>(rows + row * p.rows_row_stride);
       }
-      float own_weight = 0.0f;
-      if (kWeighted && listed.is_used()) {
-        const int64_t place = weight_place(p, listed.row);
-        if (place >= 0) own_weight = __ldg(p.weights + place);
-      }
+      if (first && listed.is_used()) own_weight = weight_of(p, listed.row);
 #pragma unroll
       for (int i = 0; i < kWindow; ++i) {
         const int lane = WarpRows::take(&left);
         if (lane < 0) break;
-        const float weight = kWeighted ? __shfl_sync(kAllLanes, own_weight, lane) : 0.0f;
-        if (only && inside) *reinterpret_cast<Access*>(out) = accesses[i];
         Lanes<Rows, kWidth> lanes;
         lanes.set(accesses[i]);
-        sum.template add<kWeighted>(lanes, weight);
-        empty = false;
+        sum.add(lanes, __shfl_sync(kAllLanes, own_weight, lane));
       }
     }
+    if (listed.used != 0) last = __shfl_sync(kAllLanes, listed.row, kWarpSize - 1 - __clz(listed.used));
     if (listed.ended) break;
     segment += kWarpSize;
     listed = WarpRows(p, token, segment);
   }
-  if (empty) sum.fill(0.0f);
-  if (inside && !only) sum.store(out, 0);
+  if (!inside) return;
+  Element* out = static_cast<Element*>(p.out) + token * p.hidden + vector * kWidth;
+  if (only) {
+    *reinterpret_cast<Access*>(out) = *reinterpret_cast<const Access*>(rows + last * p.rows_row_stride);
+    return;
+  }
+  if (last < 0) sum.fill(0.0f);
+  sum.store(out, 0);
+}
+
+template <typename Rows, int kWidth, int kWindow>
+int launch_warps(const pmo_unpermute_params& p, cudaStream_t stream) {
+  const int64_t parts = (p.hidden / kWidth + kWarpSize - 1) / kWarpSize;
+  const unsigned blocks = grid_for(p.num_tokens * parts, kThreads / kWarpSize, INT32_MAX);
+  sum_rows_by_warps<Rows, kWidth, kWindow><<<blocks, kThreads, 0, stream>>>(p, static_cast<int>(parts));
+  PMO_CUDA_LAUNCHED("sum_rows_by_warps");
+  return PMO_OK;
 }
 
 template <typename Rows, int kWidth>
 int launch(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
   if (p.num_tokens * vectors <= kFewAccesses || p.num_rows >= kFewRows * p.num_tokens) {
-    const int64_t warps_per_token = (vectors + kWarpSize - 1) / kWarpSize;
-    const unsigned blocks = grid_for(p.num_tokens * warps_per_token, kWarpThreads / kWarpSize, INT32_MAX);
-    if (p.weights == nullptr) {
-      sum_rows_by_warps<Rows, kWidth, false><<<blocks, kWarpThreads, 0, stream>>>(p, static_cast<int>(warps_per_token));
-    } else {
-      sum_rows_by_warps<Rows, kWidth, true><<<blocks, kWarpThreads, 0, stream>>>(p, static_cast<int>(warps_per_token));
+    if constexpr (kWidth * sizeof(typename Rows::Element) == 16) {
+      const int64_t rows = std::min((p.num_rows + p.num_tokens - 1) / p.num_tokens, p.max_rows_per_token);
+      if (rows > 6) return launch_warps<Rows, kWidth, 8>(p, stream);
+      if (rows > 4) return launch_warps<Rows, kWidth, 6>(p, stream);
     }
-    PMO_CUDA_LAUNCHED("sum_rows_by_warps");
-    return PMO_OK;
+    return launch_warps<Rows, kWidth, 4>(p, stream);
   }
-  const int64_t parts = (vectors + kMaxThreads - 1) / kMaxThreads;
+  const int64_t parts = (vectors + kMaxTileThreads - 1) / kMaxTileThreads;
   const int threads = static_cast<int>(((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize);
   const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, kTileTokens, 65535));
-  if (p.weights == nullptr) {
-    sum_rows_by_tiles<Rows, kWidth, false><<<grid, threads, 0, stream>>>(p);
-  } else {
-    sum_rows_by_tiles<Rows, kWidth, true><<<grid, threads, 0, stream>>>(p);
-  }
+  sum_rows_by_tiles<Rows, kWidth><<<grid, threads, 0, stream>>>(p);
   PMO_CUDA_LAUNCHED("sum_rows_by_tiles");
   return PMO_OK;
 }

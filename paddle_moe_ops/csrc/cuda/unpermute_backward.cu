@@ -58,10 +58,10 @@ __global__ void __launch_bounds__(kScatterThreads)
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
   const int64_t vectors = p.hidden / kWidth;
-  const int64_t warp = int64_t{blockIdx.x} * (kScatterThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  const int64_t token = warp / parts;
+  const WarpShare share(parts);
+  const int64_t token = share.item;
   if (token < p.num_tokens) {
-    const int64_t vector = (warp - token * parts) * kWarpSize + threadIdx.x % kWarpSize;
+    const int64_t vector = int64_t{share.part} * kWarpSize + threadIdx.x % kWarpSize;
     const bool inside = vector < vectors;
     Access given = {};
     if (inside)

@@ -123,13 +123,10 @@ struct Lanes {
     for (int i = 0; i < kWidth; ++i) values[i] = value;
   }
 
-  // values + addend, or values + addend * weight with one rounding
-  template <bool kWeighted>
+  // values + addend * weight with one rounding
   __device__ void add(const Lanes& addend, float weight) {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      values[i] = kWeighted ? __fmaf_rn(addend.values[i], weight, values[i]) : __fadd_rn(values[i], addend.values[i]);
-    }
+    for (int i = 0; i < kWidth; ++i) values[i] = __fmaf_rn(addend.values[i], weight, values[i]);
   }
 
   __device__ Lanes scaled(float weight) const {

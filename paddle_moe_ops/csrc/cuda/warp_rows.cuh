@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The rows of a token over the lanes of a warp: what unpermute of few tokens and the gradient of unpermute have in common.
+// The rows of a token over the lanes of a warp: what unpermute and its gradient have in common.
 //
 // A warp needs one load for all rows, no shared memory and no barrier; weights arrive while the rows' data are on their way.
 #pragma once
@@ -13,13 +13,19 @@
 namespace pmo {
 namespace cuda {
 
-constexpr int kWindow = 8;  // rows whose loads are issued before the first of them is used
-
 // Position of a row's weight, or -1.
 template <typename Params>
 __device__ int64_t weight_place(const Params& p, int64_t row) {
   const int64_t place = p.weight_index == nullptr ? row : __ldg(p.weight_index + row);
   return place >= 0 && place < p.num_weights ? place : -1;
+}
+
+// What unpermute multiplies a row by.
+template <typename Params>
+__device__ float weight_of(const Params& p, int64_t row) {
+  if (p.weights == nullptr) return 1.0f;
+  const int64_t place = weight_place(p, row);
+  return place >= 0 ? __ldg(p.weights + place) : 0.0f;
 }
 
 // 32 entries of a token, one per lane. The first -1 ends the token; other entries outside [0, N) are skipped.

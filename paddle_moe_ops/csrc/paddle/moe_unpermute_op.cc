@@ -17,9 +17,10 @@ const Names kNames = {{"routing", "expert_routemap_topk"}};
 struct CleanMaps {
   paddle::Tensor token_rows, row_to_token, slot_to_row;
 
-  // compat_paddle: slots that repeat an expert id all read its row, as in Paddle; otherwise only the first does.
-  CleanMaps(const Target& target, const paddle::Tensor& rowmap, const paddle::Tensor& routemap, int64_t num_rows,
-            bool compat_paddle, int checks) {
+  // compat_paddle: slots that repeat an expert id all read its row, as in Paddle; otherwise only the first does. Values of rows go
+  // to slot_values, if that is given, instead of slot_to_row being made.
+  CleanMaps(const Target& target, const paddle::Tensor& rowmap, const paddle::Tensor& routemap, const paddle::Tensor& row_values,
+            bool compat_paddle, int checks, paddle::Tensor* slot_values = nullptr) {
     require_rank(rowmap, 2, kFunction, "zipped_expertwise_rowmap");
     require_rank(routemap, 2, kFunction, "expert_routemap_topk");
     require_dtype(rowmap, paddle::DataType::INT32, kFunction, "zipped_expertwise_rowmap");
@@ -29,8 +30,8 @@ struct CleanMaps {
     const paddle::Tensor dense_rowmap = dense(rowmap);
     const paddle::Tensor ids = dense(routemap);
     token_rows = empty_int32(rowmap.shape(), rowmap);
+    const int64_t num_rows = row_values.numel();
     row_to_token = empty_int32({num_rows}, rowmap);
-    slot_to_row = empty_int32(routemap.shape(), rowmap);
     pmo_clean_rowmap_params p = {};
     p.struct_size = sizeof(p);
     p.num_tokens = rowmap.shape()[0];
@@ -44,7 +45,16 @@ struct CleanMaps {
     p.checks = checks;
     p.token_rows = token_rows.data<int32_t>();
     p.row_to_token = row_to_token.data<int32_t>();
-    p.slot_to_row = slot_to_row.data<int32_t>();
+    const paddle::Tensor values = dense(row_values);
+    if (slot_values == nullptr) {
+      slot_to_row = empty_int32(routemap.shape(), rowmap);
+      p.slot_to_row = slot_to_row.data<int32_t>();
+    } else {
+      require_dtype(row_values, paddle::DataType::FLOAT32, kFunction, "token_prob_unzipped");
+      *slot_values = empty_float32(routemap.shape(), rowmap);
+      p.row_values = values.data<float>();
+      p.slot_values = slot_values->data<float>();
+    }
     clean_rowmap(target, kFunction, kNames, &p);
   }
 };
@@ -56,11 +66,12 @@ Outputs combine(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const 
   require_described(rows, hidden, hidden_dtype, kFunction);
   const int64_t num_rows = rows.shape()[0];
   require(probs.numel() == num_rows, kFunction, "token_prob_unzipped must have one value per row");
-  const CleanMaps maps(target, rowmap, routemap, num_rows, compat_paddle, checks);
+  paddle::Tensor slot_probs;
+  const CleanMaps maps(target, rowmap, routemap, probs, compat_paddle, checks, &slot_probs);
   Weights weights;
   weights.values = weighted ? &probs : nullptr;
   weights.copy_single_row = compat_paddle;
-  return {sum_rows(target, kFunction, rows, maps.token_rows, weights), gather_slots(target, kFunction, maps.slot_to_row, probs)};
+  return {sum_rows(target, kFunction, rows, maps.token_rows, weights), slot_probs};
 }
 
 // d_rows and d_probs; `rows` is needed for the weighted sum only. Undefined gradients count as zeros.
@@ -69,7 +80,7 @@ Outputs combine_backward(const paddle::Tensor* rows, const paddle::Tensor& rowma
                          bool compat_paddle, int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
   const Target target(kFunction, {&rowmap, &routemap, &probs}, {rows, &d_hidden, &d_prob_topk});
   const int64_t num_rows = probs.numel();
-  const CleanMaps maps(target, rowmap, routemap, num_rows, compat_paddle, 0);
+  const CleanMaps maps(target, rowmap, routemap, probs, compat_paddle, 0);
   const bool has_d_hidden = d_hidden.initialized();
   const Shape rows_shape = {num_rows, hidden};
   const auto dtype = static_cast<paddle::DataType>(hidden_dtype);

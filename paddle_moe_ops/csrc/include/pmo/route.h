@@ -93,15 +93,17 @@ typedef struct pmo_clean_rowmap_params {
   int64_t num_experts;
   int64_t num_rows;
   const int32_t* rowmap;  // [T, E] as a user gave it
-  const void* ids;     // [T, K] expert ids; NULL: slot e of a token is its expert e (topk = num_experts), or no slots are wanted
-  int32_t ids_kind;    // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
-  int32_t duplicates;  // FIRST: a repeated id's later slots have no row; EACH: they share the row
+  const void* ids;  // [T, K] expert ids; NULL: slot e of a token is its expert e (topk = num_experts), or no slots are wanted
+  const float* row_values;  // [N], only for slot_values
+  int32_t ids_kind;         // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
+  int32_t duplicates;       // FIRST: a repeated id's later slots have no row; EACH: they share the row
   int32_t checks;
   int32_t num_threads;
   int32_t*
       token_rows;  // [T, E] usable rows in ascending expert order, then one -1 (the rest: -1 where slots are experts, else undefined)
   int32_t* row_to_token;   // [N], -1 = no token uses the row
   int32_t* slot_to_row;    // [T, K], -1 = none, or NULL
+  float* slot_values;      // [T, K] values of the slots' rows, 0 = none; or NULL, and without ids NULL
   int32_t* row_to_slot;    // [N] t * E + e, -1 = none, where slots are experts; or NULL
   int32_t* row_to_expert;  // [N], -1 = none, or NULL
   void* workspace;         // CUDA only
