@@ -32,7 +32,7 @@ constexpr pmo_route_findings kNothingFound = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0,
 
 struct Layout {
   int64_t num_chunks;
-  int64_t* first_row;  // [num_chunks, E]: the histogram, after the scan the chunk's next row
+  int64_t* first_row;  // [num_chunks, E]: the histogram, after the scan the chunk's first row
   int32_t* ids;        // [T, K]
 
   Layout(const pmo_route_params& p)
