@@ -303,7 +303,7 @@ def _plain_route(_: Operation, inputs: PaddleInputs) -> Body:
         row_to_expert = paddle.gather(inputs.ids.flatten(), maps["row_to_slot"])
         return {**maps, "row_to_token": tokens.astype("int32"), "row_to_expert": row_to_expert}
 
-    return Body(run, note="no ascending list of a token's rows")
+    return Body(run, note="no ascending list of a token's rows, no check of ids")
 
 
 def _plain_route_permute(operation: Operation, inputs: PaddleInputs) -> Body:
@@ -314,13 +314,13 @@ def _plain_route_permute(operation: Operation, inputs: PaddleInputs) -> Body:
         tokens, maps = _sorted_slots(inputs)
         return {**_gathered(sources, tokens), **maps}
 
-    return Body(run, results=_as_float8, note="argsort, scatter, bincount and gather")
+    return Body(run, results=_as_float8, note="argsort, scatter, bincount and gather; no check of ids")
 
 
 def _plain_permute(operation: Operation, inputs: PaddleInputs) -> Body:
     _without_padding(inputs)
     sources = _plain_sources(operation, inputs)
-    return Body(lambda: _gathered(sources, inputs.row_to_token), results=_as_float8)
+    return Body(lambda: _gathered(sources, inputs.row_to_token), results=_as_float8, note="gather by a given map")
 
 
 def _plain_unpermute(operation: Operation, inputs: PaddleInputs) -> Body:

@@ -50,8 +50,8 @@ void parallel_ranges(int64_t size, int64_t bytes, int32_t requested_threads, Bod
   constexpr int64_t kSmallBytes = int64_t{4} << 20;
   constexpr int64_t kBytesPerThread = int64_t{1} << 20;
   constexpr int64_t kTasksPerThread = 4;  // so that a thread that starts late or is interrupted does not hold up the rest
-  int64_t threads = resolve_threads(requested_threads);
   const int64_t worth = bytes <= kSmallBytes ? 1 : bytes / kBytesPerThread;
+  int64_t threads = worth == 1 ? 1 : resolve_threads(requested_threads);
   if (threads > worth) threads = worth;
   int64_t tasks = threads == 1 ? 1 : threads * kTasksPerThread;
   if (tasks > size) tasks = size;

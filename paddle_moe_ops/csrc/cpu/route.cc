@@ -32,7 +32,7 @@ constexpr pmo_route_findings kNothingFound = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0,
 
 struct Layout {
   int64_t num_chunks;
-  int64_t* first_row;  // [num_chunks, E]: the histogram, after the scan the chunk's next row
+  int64_t* first_row;  // [num_chunks, E]: the histogram, after the scan the chunk's first row
   int32_t* ids;        // [T, K]
 
   Layout(const pmo_route_params& p)
@@ -126,16 +126,19 @@ void count_mask(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* 
 void count_chunk(const pmo_route_params& p, const Layout& layout, int64_t chunk, pmo_route_findings* found) {
   const int64_t begin = layout.begin(p, chunk);
   const int64_t end = layout.begin(p, chunk + 1);
-  int64_t* histogram = layout.first_row + chunk * p.num_experts;
-  std::fill(histogram, histogram + p.num_experts, 0);
+  // The thread's own while it counts: with few experts the histograms of several chunks are one cache line.
+  std::vector<int64_t> histogram(static_cast<size_t>(p.num_experts));
   switch (p.routing_kind) {
     case PMO_ROUTING_IDS32:
-      return count_ids<int32_t>(p, begin, end, histogram, layout.ids, found);
+      count_ids<int32_t>(p, begin, end, histogram.data(), layout.ids, found);
+      break;
     case PMO_ROUTING_IDS64:
-      return count_ids<int64_t>(p, begin, end, histogram, layout.ids, found);
+      count_ids<int64_t>(p, begin, end, histogram.data(), layout.ids, found);
+      break;
     default:
-      return count_mask(p, begin, end, histogram, layout.ids, found);
+      count_mask(p, begin, end, histogram.data(), layout.ids, found);
   }
+  std::copy(histogram.begin(), histogram.end(), layout.first_row + chunk * p.num_experts);
 }
 
 // Chunks follow the tokens, so the first finding of each kind is that of the first chunk with one.
@@ -253,8 +256,9 @@ int route(const pmo_route_params& p) {
   std::vector<int64_t> dropped(static_cast<size_t>(layout.num_chunks));
   const int threads = static_cast<int>(std::min<int64_t>(resolve_threads(p.num_threads), layout.num_chunks));
   parallel_for(layout.num_chunks, threads, [&](int64_t chunk) {
-    dropped[chunk] =
-        place(p, layout.begin(p, chunk), layout.begin(p, chunk + 1), layout.ids, layout.first_row + chunk * p.num_experts);
+    const int64_t* first_row = layout.first_row + chunk * p.num_experts;
+    std::vector<int64_t> next_row(first_row, first_row + p.num_experts);  // the thread's own, as above
+    dropped[chunk] = place(p, layout.begin(p, chunk), layout.begin(p, chunk + 1), layout.ids, next_row.data());
   });
   if (p.overflow != nullptr) {
     int64_t total = 0;

@@ -3,14 +3,10 @@
 
 #include "paddle/movement.h"
 
-#ifdef __linux__
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
-
 #include <algorithm>
 
 #include "common/scales.h"
+#include "paddle/pages.h"
 
 namespace pmo {
 namespace binding {
@@ -61,24 +57,6 @@ pmo_slots_params slots_params(const char* function, const paddle::Tensor& slot_t
 
 }  // namespace
 
-// Paddle gives large blocks of CPU memory back to the system, so a large output is new to the process, and each of its pages is made
-// when it is first written. Huge pages are made several times faster. A hint: nothing depends on whether the system takes it.
-void advise_huge_pages(const Target& target, const paddle::Tensor& output) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-  const uintptr_t bytes = static_cast<uintptr_t>(output.numel()) * phi::SizeOf(output.dtype());
-  if (target.is_gpu() || bytes < 2 * kHugePage) return;
-  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const uintptr_t data = reinterpret_cast<uintptr_t>(output.data());
-  const uintptr_t begin = (data + page - 1) / page * page;
-  const uintptr_t end = (data + bytes) / page * page;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  static_cast<void>(target);
-  static_cast<void>(output);
-#endif
-}
-
 Scale::Scale(const char* function, const paddle::optional<paddle::Tensor>& scale, bool has_scale, int64_t columns, int dtype,
              const paddle::Tensor& x)
     : given(has_scale), place(x.place()) {
@@ -125,7 +103,7 @@ Permutation::Permutation(const Target& target, const char* function, const paddl
   p.fill = fill;
   p.x = x_.data;
   p.x_row_stride = x_.row_stride;
-  advise_huge_pages(target, *rows);
+  prepare_pages(target, *rows);
   p.rows = rows->data();
   if (!scale.given) return;
   require(scale.tensor.shape()[0] == p.num_tokens, function, "scale must have one line per token");
@@ -184,7 +162,7 @@ Outputs quantize_rows(const Target& target, const char* function, const paddle::
   paddle::Tensor codes = paddle::empty({p.num_rows, p.hidden}, paddle::DataType::FLOAT8_E4M3FN, x.place());
   paddle::Tensor scales =
       paddle::empty(scales_shape(quantization, p.num_rows, p.hidden), scales_dtype(quantization.ue8m0), x.place());
-  advise_huge_pages(target, codes);
+  prepare_pages(target, codes);
   p.codes = codes.data();
   p.scales = scales.data();
   paddle::Tensor workspace;
@@ -215,7 +193,7 @@ paddle::Tensor dequantize_rows(const Target& target, const char* function, const
   p.hidden = codes.shape()[1];
   require_shape(scales, scales_shape({ue8m0, by_column, 0}, p.num_rows, p.hidden), function, "scales");
   paddle::Tensor out = paddle::empty(codes.shape(), dtype, codes.place());
-  advise_huge_pages(target, out);
+  prepare_pages(target, out);
   p.codes = source.data;
   p.codes_row_stride = source.row_stride;
   p.scales = dense_scales.data();
@@ -239,7 +217,7 @@ paddle::Tensor sum_rows(const Target& target, const char* function, const paddle
   p.rows = source.data;
   p.rows_row_stride = source.row_stride;
   paddle::Tensor out = paddle::empty({p.num_tokens, p.hidden}, rows.dtype(), rows.place());
-  advise_huge_pages(target, out);
+  prepare_pages(target, out);
   p.out = out.data();
   check_status(PMO_CALL(target, unpermute, &p), function);
   return out;
@@ -269,7 +247,7 @@ void sum_rows_backward(const Target& target, const char* function, const paddle:
     p.d_weights = d_weights->data<float>();
   }
   if (d_rows != nullptr) {
-    advise_huge_pages(target, *d_rows);
+    prepare_pages(target, *d_rows);
     p.d_rows = d_rows->data();
   }
   check_status(PMO_CALL(target, unpermute_backward, &p), function);

@@ -12,9 +12,6 @@
 namespace pmo {
 namespace binding {
 
-// Asks the system for large pages behind a large output in CPU memory.
-void advise_huge_pages(const Target& target, const paddle::Tensor& output);
-
 // A scale as an operator gets it. Paddle takes an optional input without elements for a missing one, so whether there is one, and
 // what it looks like, travels as attributes.
 struct Scale {

@@ -4,6 +4,7 @@
 // sort_chunks: whole chunks of rows in another order. Two operators, with and without probabilities: an optional input would be lost where
 // it has no elements, because Paddle takes such a tensor for a missing one. And the map alone.
 #include "paddle/movement.h"
+#include "paddle/pages.h"
 #include "pmo/sort_chunks.h"
 
 namespace {
@@ -102,7 +103,7 @@ void move_rows(const Target& target, Chunks* chunks, const paddle::Tensor* x, pa
     p.dtype = dtype_of(*x, kFunction, "the rows");
     p.x = source->data;
     p.x_row_stride = source->row_stride;
-    advise_huge_pages(target, *out);
+    prepare_pages(target, *out);
     p.out = out->data();
   }
   if (probs != nullptr) {

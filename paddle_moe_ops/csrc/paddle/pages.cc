@@ -1,0 +1,50 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The C library gives blocks of CPU memory back to the system when they are freed, so that an output is often new to the process, and each
+// of its pages is made when it is first written. Both calls here make that cheaper; nothing depends on whether the system takes them.
+#include "paddle/pages.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+namespace pmo {
+namespace binding {
+
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+namespace {
+
+constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+constexpr uintptr_t kReusedBytes = uintptr_t{128} << 10;   // the C library keeps smaller blocks
+constexpr uintptr_t kOneThreadBytes = uintptr_t{4} << 20;  // beyond, threads write an output, and make its pages side by side
+constexpr int kPopulateWrite = 23;                         // MADV_POPULATE_WRITE of Linux 5.14, which older headers do not have
+
+uintptr_t rounded_up(uintptr_t address, uintptr_t size) { return (address + size - 1) / size * size; }
+
+// Blocks that were used before have all of their pages, new ones have none: one page tells.
+bool is_new(uintptr_t address, uintptr_t page) {
+  unsigned char in_memory = 0;
+  return mincore(reinterpret_cast<void*>(address), page, &in_memory) == 0 && (in_memory & 1) == 0;
+}
+
+}  // namespace
+
+void prepare_pages(const Target& target, const paddle::Tensor& output) {
+  const uintptr_t bytes = static_cast<uintptr_t>(output.numel()) * phi::SizeOf(output.dtype());
+  if (target.is_gpu() || bytes < kReusedBytes) return;
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t data = reinterpret_cast<uintptr_t>(output.data());
+  const uintptr_t begin = rounded_up(data, page);
+  const uintptr_t end = (data + bytes) / page * page;
+  if (begin + page > end) return;
+  if (rounded_up(begin, kHugePage) + kHugePage <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  if (bytes <= kOneThreadBytes && is_new(end - page, page)) madvise(reinterpret_cast<void*>(begin), end - begin, kPopulateWrite);
+}
+#else
+void prepare_pages(const Target&, const paddle::Tensor&) {}
+#endif
+
+}  // namespace binding
+}  // namespace pmo
