@@ -79,7 +79,7 @@ core: build/core/libpmo_core.so ## build/core/libpmo_core.so, every warning an e
 sanitize: $(VENV)/stamp-deps build/sanitize/libpmo_core.so ## core tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PMO_CORE_LIBRARY=$(CURDIR)/build/sanitize/libpmo_core.so \
-	$(PY) -m pytest $(CORE_TESTS) --capture=sys -p no:cacheprovider $(WORKERS) $(PYTEST_ARGS)
+	$(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" --capture=sys -p no:cacheprovider $(WORKERS) $(PYTEST_ARGS)
 
 fuzz: ## many more random params structs than in `make sanitize`
 	$(MAKE) sanitize CORE_TESTS=tests/core/test_fuzz.py PYTEST_ARGS="--fuzz-cases=100000 -rP"
