@@ -26,7 +26,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-standin gpu-report check-place check-aarch64 ci-full clean
+.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-standin gpu-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -125,6 +125,9 @@ gpu-report: $(VENV)/stamp-deps ## docs/gpu_validation.md from benchmarks/results
 
 check-place: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle, and the kernels for every generation
 	$(MAKE) -f tools/gpu_rig/Makefile check-place check-cuda PADDLE_INCLUDE="$$($(PY) -c 'import paddle; print(paddle.sysconfig.get_include())')"
+
+check-cuda: ## the kernels alone, which need nvcc and no environment
+	$(MAKE) -f tools/gpu_rig/Makefile check-cuda
 
 # The CPU core for aarch64, whose vectors are the compiler's business; Debian has the compiler (g++-aarch64-linux-gnu).
 check-aarch64: ## compile the CPU core for aarch64, every warning an error
