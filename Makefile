@@ -26,7 +26,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-standin gpu-report check-place check-aarch64 ci-full clean
+.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-standin gpu-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,7 +79,7 @@ core: build/core/libpmo_core.so ## build/core/libpmo_core.so, every warning an e
 sanitize: $(VENV)/stamp-deps build/sanitize/libpmo_core.so ## core tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PMO_CORE_LIBRARY=$(CURDIR)/build/sanitize/libpmo_core.so \
-	$(PY) -m pytest $(CORE_TESTS) --capture=sys -p no:cacheprovider $(WORKERS) $(PYTEST_ARGS)
+	$(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" --capture=sys -p no:cacheprovider $(WORKERS) $(PYTEST_ARGS)
 
 fuzz: ## many more random params structs than in `make sanitize`
 	$(MAKE) sanitize CORE_TESTS=tests/core/test_fuzz.py PYTEST_ARGS="--fuzz-cases=100000 -rP"
@@ -125,6 +125,9 @@ gpu-report: $(VENV)/stamp-deps ## docs/gpu_validation.md from benchmarks/results
 
 check-place: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle, and the kernels for every generation
 	$(MAKE) -f tools/gpu_rig/Makefile check-place check-cuda PADDLE_INCLUDE="$$($(PY) -c 'import paddle; print(paddle.sysconfig.get_include())')"
+
+check-cuda: ## the kernels alone, which need nvcc and no environment
+	$(MAKE) -f tools/gpu_rig/Makefile check-cuda
 
 # The CPU core for aarch64, whose vectors are the compiler's business; Debian has the compiler (g++-aarch64-linux-gnu).
 check-aarch64: ## compile the CPU core for aarch64, every warning an error

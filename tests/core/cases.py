@@ -78,6 +78,11 @@ def make_wide_ids(shape: Shape, seed: int) -> NDArray:
     return np.where(rng.random(ids.shape) < 0.3, ids + high, ids)
 
 
+def few_tokens_of_many_experts(shape: Shape) -> Shape:
+    """For masks without a number of slots: a token then has E of them, and 129 tokens are several chunks of slots."""
+    return shape._replace(T=min(shape.T, 129)) if shape.E > 1000 else shape
+
+
 def make_mask(shape: Shape, seed: int, density: float | None = None) -> NDArray:
     """A mask whose tokens set about K experts, some more and some none."""
     rng = np.random.default_rng(seed)

@@ -8,7 +8,16 @@ import os
 import subprocess
 from pathlib import Path
 
-CSRC = Path(__file__).resolve().parents[2] / "paddle_moe_ops" / "csrc"
+from tests.bare_package import ROOT
+
+CSRC = ROOT / "paddle_moe_ops" / "csrc"
+
+
+def row_kernel_objects() -> list[str]:
+    """The row kernels of every instruction set, as `make core` compiled them."""
+    objects = sorted(str(path) for path in (ROOT / "build" / "core" / "cpu").glob("row_kernels_*.o"))
+    assert objects, "`make core` builds what is compared here"
+    return objects
 
 
 def compile_cpp(target: Path, code: str, *arguments: str) -> Path:

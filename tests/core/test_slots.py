@@ -16,7 +16,17 @@ from paddle_moe_ops.testing.core import Core
 from ..params import Shape
 from ..reference.cases import assert_same_bits, assert_same_numbers
 from . import calls
-from .cases import EXAMPLES, SHAPES, Problem, make_mask, make_plan, make_problem, make_probs, problems
+from .cases import (
+    EXAMPLES,
+    SHAPES,
+    Problem,
+    few_tokens_of_many_experts,
+    make_mask,
+    make_plan,
+    make_problem,
+    make_probs,
+    problems,
+)
 
 
 def scatter_by_loops(
@@ -76,6 +86,7 @@ def test_gather_of_ids_and_of_a_mask_equals_the_oracle(core: Core, shape: Shape)
 @pytest.mark.parametrize("accumulates", [False, True], ids=["set", "add"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_scatter_from_a_mask_reads_the_place_of_the_expert(core: Core, shape: Shape, accumulates: bool) -> None:
+    shape = few_tokens_of_many_experts(shape)
     plan = make_problem(make_mask(shape, seed=7), shape.E, shape.A).plan
     initial = make_probs((plan.num_rows,), 8) if accumulates else None
     values = make_probs((shape.T, shape.E), 9)

@@ -27,7 +27,7 @@ from ..params import ROW_DTYPES, SUM_DTYPES
 from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
 from . import workload
 from .cases import SMALL, make_plan
-from .compiling import CSRC, compile_cpp, run_clean
+from .compiling import CSRC, compile_cpp, row_kernel_objects, run_clean
 from .guards import GUARD, poison_byte
 
 pytestmark = [
@@ -162,7 +162,8 @@ int main() {
 """
 
 
+@pytest.mark.own_program
 def test_the_size_follows_the_machine_unless_it_is_set(tmp_path) -> None:
-    sources = [str(CSRC / "cpu" / "streaming.cc"), *map(str, sorted((CSRC / "cpu").glob("row_kernels_*.cc")))]
+    sources = [str(CSRC / "cpu" / "streaming.cc"), *row_kernel_objects()]
     program = compile_cpp(tmp_path / "sizes", PROGRAM, *sources, "-O1", f"-I{CSRC}", f"-I{CSRC / 'include'}")
     assert run_clean([str(program)]).split() == ["0", "0", "1", "0", "1", "0", "1"]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -27,6 +28,14 @@ CASES_IN_BOTH_WAYS = [
     for case in CASES
     if full_graph or case is not FLOAT8_E5M2
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collections_are_quick():
+    """Paddle collects garbage whenever it traces bytecode, and walks over all that was ever imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @contextlib.contextmanager
