@@ -32,6 +32,8 @@ namespace cuda {
 namespace {
 
 constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int kRoutingBlocks = 3;  // without rows, and with so many slots that blocks are busy with them
+constexpr int64_t kManySlots = int64_t{1} << 20;
 constexpr int64_t kMaxLocalSlots = 2048;   // of one block, when it keeps its rows in shared memory
 constexpr int64_t kBulkStoreBytes = 4608;  // rows from here on leave by bulk copies
 constexpr int64_t kMinPieceBytes = 1024;
@@ -130,7 +132,7 @@ __device__ TokenRows routed_rows(const FusedWork& work, const Share& share, int3
 }
 
 template <bool kRoute, Move kMove>
-__global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kBlockThreads, kMove == Move::kNone ? kRoutingBlocks : kBlocksPerMultiprocessor)
     fused(const __grid_constant__ FusedWork work, int32_t stage_bytes) {
   extern __shared__ __align__(128) char shared[];
   __shared__ uint64_t barrier;
@@ -172,7 +174,7 @@ struct Device {
     PMO_CUDA(cudaDeviceGetAttribute(&shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     return PMO_OK;
   }
-  int blocks() const { return std::min(kMaxBlocks, multiprocessors * kBlocksPerMultiprocessor); }
+  int blocks(int per_multiprocessor) const { return std::min(kMaxBlocks, multiprocessors * per_multiprocessor); }
   // dynamic shared memory of a block when kBlocksPerMultiprocessor of them share a multiprocessor; 1 KiB per block is the system's
   int64_t shared_for_block() const {
     return std::min<int64_t>(shared_per_block, shared_bytes / kBlocksPerMultiprocessor - 1024) - 256;
@@ -314,7 +316,8 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     if (routing == nullptr && (move == Move::kThreads || few_rows || small)) return kNotLaunched;
   }
 
-  int blocks = device.blocks();
+  const bool many_slots = permute == nullptr && int64_t{work.num_tokens} * work.topk >= kManySlots;
+  int blocks = device.blocks(many_slots ? kRoutingBlocks : kBlocksPerMultiprocessor);
   const int64_t slots_of_block = (int64_t{work.num_tokens} / blocks + 2) * work.topk;
   if (slots_of_block > kMaxLocalSlots) work.counts_everything = false;  // many tokens for few blocks
   work.cleaned_in_shared = routing != nullptr && !work.counts_everything && slots_of_block <= kMaxLocalSlots;

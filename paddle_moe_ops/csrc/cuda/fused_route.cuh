@@ -42,7 +42,8 @@ struct Lane {
   int token, k;  // of the chunk
   bool used;
   unsigned earlier;           // lanes below
-  unsigned earlier_of_token;  // those that hold the same token
+  unsigned of_token;          // lanes that hold the same token
+  unsigned earlier_of_token;  // those below
   int expert_bits;            // tell experts apart
 
   __device__ Lane(int topk, int num_experts) {
@@ -52,16 +53,17 @@ struct Lane {
     k = lane - token * topk;
     used = token < tokens_per_chunk;
     earlier = (1u << lane) - 1;
-    earlier_of_token = earlier & ~((1u << (lane - k)) - 1);
+    of_token = (kAllLanes >> (kWarpSize - topk)) << (lane - k);
+    earlier_of_token = earlier & of_token;
     expert_bits = num_experts == 1 ? 0 : 32 - __clz(num_experts - 1);
   }
 };
 
-// The expert of a slot, or -1; whatever is out of range counts as -1.
+// The expert of a slot, or -1; whatever is out of range counts as -1. A wide id is two words, the upper one 0.
 __device__ inline int32_t load_expert(const FusedWork& work, int32_t slot) {
-  const int64_t id = work.ids_are_64_bit ? __ldg(static_cast<const long long*>(work.ids) + slot)
-                                         : int64_t{__ldg(static_cast<const int32_t*>(work.ids) + slot)};
-  return id >= 0 && id < work.num_experts ? static_cast<int32_t>(id) : -1;
+  const auto* word = static_cast<const uint32_t*>(work.ids) + (static_cast<int64_t>(slot) << work.ids_are_64_bit);
+  const uint32_t low = __ldg(word), high = work.ids_are_64_bit ? __ldg(word + 1) : 0;
+  return high == 0 && low < static_cast<uint32_t>(work.num_experts) ? static_cast<int32_t>(low) : -1;
 }
 
 // What a lane loads for its slot of a chunk.
@@ -112,13 +114,20 @@ __device__ inline int32_t without_repeats(const Lane& me, const FusedWork& work,
   return (same & me.earlier_of_token) != 0 ? -1 : expert;
 }
 
-// How many slots of the token have a smaller key.
-__device__ inline int32_t place_of(const Lane& me, int topk, uint32_t key) {
-  int32_t place = 0;
-#pragma unroll 2
-  for (int other = 0; other < topk; ++other) place += __shfl_sync(kAllLanes, key, me.lane - me.k + other) < key;
-  return place;
-}
+// Lanes whose slot names the same expert, and those that name a smaller one.
+struct Peers {
+  unsigned same, smaller;
+
+  __device__ Peers(int32_t expert, int bits) : same(__ballot_sync(kAllLanes, expert >= 0)), smaller(0) {
+#pragma unroll 1
+    for (int bit = bits - 1; bit >= 0; --bit) {
+      const bool set = (expert >> bit & 1) != 0;
+      const unsigned lanes = __ballot_sync(kAllLanes, set);
+      if (set) smaller |= same & ~lanes;
+      same &= set ? lanes : ~lanes;
+    }
+  }
+};
 
 // Inclusive sum over the block of two 32-bit numbers in one; `total` gets the sum of all.
 __device__ inline uint64_t scan_block(uint64_t value, uint64_t* warp_sums, uint64_t* total) {
@@ -193,8 +202,11 @@ __device__ inline void count_own(const FusedWork& work, const Share& share, cons
       me, range.begin, range.end, me.tokens_per_chunk,
       [&](int32_t token) { return LoadedSlot{load_expert(work, token * work.topk + me.k), 0.0f}; },
       [&](int32_t token, const LoadedSlot& slot) {
-        const int32_t expert = without_repeats(me, work, slot.expert);
-        count_slots(histogram, expert, expert >= 0);
+        unsigned same = same_expert(slot.expert, me.expert_bits);
+        const int32_t expert = work.first_only && (same & me.earlier_of_token) != 0 ? -1 : slot.expert;
+        same &= __ballot_sync(kAllLanes, expert >= 0);
+        if (expert >= 0 && (same & me.earlier) == 0) histogram[expert] += __popc(same);
+        __syncwarp();
         if (!me.used || token >= range.end) return;
         cleaned[(token - share.first_token) * work.topk + me.k] = expert;
         prefetch_prob(work, token * work.topk + me.k);
@@ -219,16 +231,17 @@ __device__ inline void place_own(const FusedWork& work, const Share& share, cons
   walk_slots(me, range.begin, range.end, me.tokens_per_chunk, load, [&](int32_t token, const LoadedSlot& loaded) {
     int32_t expert = loaded.expert;
     if (cleaned == nullptr) expert = without_repeats(me, work, expert);
-    const unsigned peers = same_expert(expert, me.expert_bits);
+    const Peers peers(expert, me.expert_bits);
     int32_t row = -1;
-    if (expert >= 0) row = next_row[expert] + __popc(peers & me.earlier);
+    if (expert >= 0) row = next_row[expert] + __popc(peers.same & me.earlier);
     __syncwarp();
-    if (expert >= 0 && (peers & me.earlier) == 0) next_row[expert] = row + __popc(peers);
+    if (expert >= 0 && (peers.same & me.earlier) == 0) next_row[expert] = row + __popc(peers.same);
     __syncwarp();
     if (row >= work.num_rows) row = -1;
-    // ascending rows, then the slots without one in slot order
-    const uint32_t key = row >= 0 ? row : 0x80000000u + me.k;
-    const int32_t place = place_of(me, work.topk, key);
+    // ascending rows, which are those of ascending experts, then the slots without one in slot order
+    const unsigned kept = __ballot_sync(kAllLanes, row >= 0) & me.of_token;
+    const int32_t place = row >= 0 ? __popc(kept & (peers.smaller | (peers.same & me.earlier)))
+                                   : __popc(kept) + __popc(me.earlier_of_token & ~kept);
     if (!me.used || token >= range.end) return;
     const int32_t first_slot = token * work.topk, slot = first_slot + me.k;
     if (local_rows != nullptr) local_rows[(token - share.first_token) * work.topk + place] = row;

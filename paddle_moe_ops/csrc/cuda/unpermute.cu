@@ -24,19 +24,20 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kMaxTileThreads = 256;
-constexpr int kMinTileBlocks = 4;                   // per multiprocessor, which bounds the registers
 constexpr int64_t kFewAccesses = int64_t{1} << 20;  // of all tokens
 constexpr int64_t kFewRows = 4;                     // per token
 
 // A block takes a part of the rows of some tokens, whose rows it lists first, so that loads of several tokens are in flight.
-template <typename Rows, int kWidth>
-__global__ void __launch_bounds__(kMaxTileThreads, kMinTileBlocks)
+// Registers are bounded so that a multiprocessor holds three of the largest blocks, or four: with weights that is 375 us instead of 388, without
+// 374 instead of 366 (H200, T 153962, H 2048, 1.4 rows per token).
+template <typename Rows, int kWidth, bool kWeighted>
+__global__ void __launch_bounds__(kMaxTileThreads, kWeighted ? 4 : 3)
     sum_rows_by_tiles(const __grid_constant__ pmo_unpermute_params p) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
   constexpr int kWindow = 8;
   __shared__ RowList list;
-  const bool copies_single = p.weights == nullptr || p.copy_single_row != 0;
+  const bool copies_single = !kWeighted || p.copy_single_row != 0;
   const int64_t vectors = p.hidden / kWidth;
   const int64_t vector = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const Element* rows = static_cast<const Element*>(p.rows) + vector * kWidth;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, kMinTileBlocks)
             if (listed.row >= 0 && !copy) {
               Lanes<Rows, kWidth> lanes;
               lanes.set(accesses[i]);
-              sum.add(lanes, listed.weight);
+              sum.add(lanes, kWeighted ? listed.weight : 1.0f);
               empty = false;
             }
             Element* target = out + (first + done + listed.token) * p.hidden;
@@ -163,7 +164,11 @@ int launch(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t parts = (vectors + kMaxTileThreads - 1) / kMaxTileThreads;
   const int threads = static_cast<int>(((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize);
   const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, kTileTokens, 65535));
-  sum_rows_by_tiles<Rows, kWidth><<<grid, threads, 0, stream>>>(p);
+  if (p.weights == nullptr) {
+    sum_rows_by_tiles<Rows, kWidth, false><<<grid, threads, 0, stream>>>(p);
+  } else {
+    sum_rows_by_tiles<Rows, kWidth, true><<<grid, threads, 0, stream>>>(p);
+  }
   PMO_CUDA_LAUNCHED("sum_rows_by_tiles");
   return PMO_OK;
 }
