@@ -3,12 +3,12 @@
 
 // unpermute on the GPU: each token is the sum of its rows.
 //
-// A thread owns one access of up to 16 bytes of a token, loads it from a window of rows before the first addition, and adds in the order of
-// the rows, so that a sum has one order whatever the schedule. Usually a warp takes a part of one token, and the window is about as many
-// rows as a token has on average: a larger one would cost registers, and with them warps on their way. Where many tokens have few rows
-// each, blocks are (parts of a row, tiles of tokens), and a block lists the rows of its tokens in shared memory, so that loads of several
-// tokens are in flight. Weights, two more loads one after the other, arrive with the rows' data. A plain sum multiplies by 1, which rounds
-// like the addition. Bytes moved: (N + T) * H elements, and 4 * T * K of maps and weights each.
+// A thread owns one access of up to 16 bytes of a token, loads it from a window of rows before the first addition, and adds in the
+// order of the rows, so that a sum has one order whatever the schedule. Usually a warp takes a part of one token, and the window is
+// about as many rows as a token has on average: a larger one would cost registers, and with them warps on their way. Where many tokens
+// have few rows each, blocks are (parts of a row, tiles of tokens), and a block lists the rows of its tokens in shared memory, so that
+// loads of several tokens are in flight. Weights, two more loads one after the other, arrive with the rows' data. A plain sum
+// multiplies by 1, which rounds like the addition. Bytes moved: (N + T) * H elements, and 4 * T * K of maps and weights each.
 #include <algorithm>
 
 #include "common/checks.h"
@@ -27,8 +27,8 @@ constexpr int kMaxTileThreads = 256;
 constexpr int64_t kFewAccesses = int64_t{1} << 20;  // of all tokens
 constexpr int64_t kFewRows = 4;                     // per token
 
-// A block takes a part of the rows of some tokens, whose rows it lists first, so that loads of several tokens are in flight.
-// Registers are bounded so that a multiprocessor holds three of the largest blocks, or four: with weights that is 375 us instead of 388, without
+// A block takes a part of the rows of some tokens, whose rows it lists first, so that loads of several tokens are in flight. Registers
+// are bounded so that a multiprocessor holds three of the largest blocks, or four: with weights that is 375 us instead of 388, without
 // 374 instead of 366 (H200, T 153962, H 2048, 1.4 rows per token).
 template <typename Rows, int kWidth, bool kWeighted>
 __global__ void __launch_bounds__(kMaxTileThreads, kWeighted ? 4 : 3)
