@@ -47,6 +47,7 @@ STAGED_SCALES = Shape(
 )
 ODD_TOPK = Shape(3000, 8, 40, 5, 4, "whole tokens do not fill a warp")
 FULL_TOPK = Shape(300, 8, 40, 32, 4, "one token fills a warp")
+MILLION = Shape(131_100, 0, 7, 9, 16, "more than a million slots, and whole tokens do not fill a warp")
 FUSED = (CUT, CUT_MANY_SLOTS, COUNTED, ODD_TOPK, FULL_TOPK)
 
 
@@ -81,6 +82,14 @@ def test_one_call_equals_the_oracle(core: Core, shape: Shape, kind: str, duplica
     problem = make_problem(ids, shape.E, shape.A, probs=make_probs(ids.shape, 1), duplicates=duplicates)
     x = np.random.default_rng(2).integers(0, 1 << 16, (shape.T, shape.H), np.uint16).view(BFLOAT16)
     check(core, problem, x)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("kind", ["zipf", "half_unassigned", "duplicates"])
+def test_a_large_number_of_slots_equals_the_oracle(core: Core, kind: str) -> None:
+    """More than 2^20, from where the CUDA kernel has more blocks."""
+    ids = make_ids(kind, MILLION, seed=5, dtype=np.int64 if kind == "zipf" else np.int32)
+    check(core, make_problem(ids, MILLION.E, MILLION.A, probs=make_probs(ids.shape, 6)), None)
 
 
 @pytest.mark.parametrize("shape", [SMALL, CUT, COUNTED, UNEVEN], ids=str)
