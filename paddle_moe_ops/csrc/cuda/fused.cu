@@ -32,7 +32,12 @@ namespace cuda {
 namespace {
 
 constexpr int kBlocksPerMultiprocessor = 2;
-constexpr int kRoutingBlocks = 3;  // without rows, and with so many slots that blocks are busy with them
+// Without rows, and with so many slots that blocks are busy with them. Turing's multiprocessors hold 1024 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kRoutingBlocks = kBlocksPerMultiprocessor;
+#else
+constexpr int kRoutingBlocks = 3;
+#endif
 constexpr int64_t kManySlots = int64_t{1} << 20;
 constexpr int64_t kMaxLocalSlots = 2048;   // of one block, when it keeps its rows in shared memory
 constexpr int64_t kBulkStoreBytes = 4608;  // rows from here on leave by bulk copies
@@ -316,7 +321,7 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
     if (routing == nullptr && (move == Move::kThreads || few_rows || small)) return kNotLaunched;
   }
 
-  const bool many_slots = permute == nullptr && int64_t{work.num_tokens} * work.topk >= kManySlots;
+  const bool many_slots = permute == nullptr && device.major >= 8 && int64_t{work.num_tokens} * work.topk >= kManySlots;
   int blocks = device.blocks(many_slots ? kRoutingBlocks : kBlocksPerMultiprocessor);
   const int64_t slots_of_block = (int64_t{work.num_tokens} / blocks + 2) * work.topk;
   if (slots_of_block > kMaxLocalSlots) work.counts_everything = false;  // many tokens for few blocks
