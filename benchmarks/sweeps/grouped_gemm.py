@@ -16,7 +16,7 @@ matrices of SwiGLU experts (H -> 2 I, stored [E, 2 I, H]) and their second ones 
     dw_gathered[_in_load] the gradient of the first matrices from tokens, likewise
     second               rows times the second matrices
     weighted             the same, each row of the product times its weight
-    weighted_backward    the gradients of rows, matrices and weights
+    weighted_backward    the gradients of rows, matrices and weights; configurations are those of the rows
     dx_n, forward_n      with matrices stored the other way round
 
 Every result is compared with a float32 product of some experts, and with itself run again, before it is timed; a line
@@ -77,10 +77,11 @@ _FIRST = [
     GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=False),
     GemmConfig(128, 128, 64, 8, 3, 4, 2, tma=True),
 ]
-# Where a tile of the result is soon added up, and mostly written.
+# For gradients of matrices instead, where the tile that is stored takes shared memory of its own.
 _FOR_WEIGHTS = [
-    GemmConfig(128, 256, 128, 8, 2, 8, 1, tma=True),
-    GemmConfig(128, 128, 64, 8, 3, 8, 2, tma=True),
+    GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=True),
+    GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=False),
+    GemmConfig(128, 128, 64, 8, 3, 4, 2, tma=True),
     GemmConfig(128, 128, 32, 8, 4, 4, 2, tma=True),
 ]
 _MORE = [
@@ -110,7 +111,7 @@ def configs_of(operation: str, everything: bool) -> list[GemmConfig | None]:
         return [_POINTERS]
     if operation == "dw_gathered":  # dw, with the launch of gathered before it
         return [None]
-    return [None, *_FIRST, *(_FOR_WEIGHTS if operation == "dw" else []), *(_MORE if everything else [])]
+    return [None, *(_FOR_WEIGHTS if operation == "dw" else _FIRST), *(_MORE if everything else [])]
 
 
 Outputs = dict[str, torch.Tensor]
@@ -201,7 +202,7 @@ def operations(device: TorchDevice, i: Inputs) -> dict[str, Operation]:
 
     def weighted_backward(config: GemmConfig | None) -> Outputs:
         operands = device, i.d_second, i.hidden_rows, i.second, i.groups
-        made = grouped_gemm_backward(*operands, weights=i.weights, config=config, weight_config=config)
+        made = grouped_gemm_backward(*operands, weights=i.weights, config=config)
         return dict(zip(("rows", "w", "weights"), made, strict=True))
 
     def due_forward(rows: slice, expert: int) -> Any:

@@ -281,7 +281,7 @@ def _weight_gradient(
     num_rows = d_out.shape[0]
     gradients, rows = _rows(device, d_out), _rows(device, x)
     gpu = gpu_at(address(w))
-    config = config or weight_gradient_config(gpu, num_rows, experts, (w.shape[1], w.shape[2]))
+    config = config or weight_gradient_config(gpu, *w.shape[1:])
     vector = _vector(ITEM_BYTES[dtype], gradients, rows)
     use_tma = _uses_tma(config, vector) and num_rows > 0
     if tokens is not None and use_tma:
@@ -294,18 +294,19 @@ def _weight_gradient(
         device.launch(
             weight_gradient_kernel,
             config.grid(gpu, experts * blocks(p.width, config.rows) * blocks(q.width, config.columns)),
-            (pointer, pointer, "*i32", pointer, "*i32", "*i32", *["i32"] * 4, "i64", "i64"),
+            (pointer, pointer, "*i32", pointer, "*i32", "*i32", *["i32"] * 5, "i64", "i64"),
             (
                 *map(address, (p.array, q.array, tokens and tokens.row_to_token, d_w, tables.first, tables.stop)),
-                *(experts, rows.array.shape[0], p.width // vector, q.width // vector),
+                *(experts, num_rows, rows.array.shape[0], p.width // vector, q.width // vector),
                 *(p.stride // vector, q.stride // vector),
             ),
             (
                 *(vector, gathers and not transpose, gathers and transpose, use_tma),
-                *(p.width % config.rows == 0, q.width % config.columns == 0),
+                *(use_tma or p.width % config.rows == 0, use_tma or q.width % config.columns == 0),
                 # What is gathered waits for its indices, which take every other stage.
                 *(config.rows, config.columns, config.depth, config.band),
                 2 * config.stages - 1 if gathers else config.stages,
+                _experts_at_once(experts),
             ),
             config.warps,
         )

@@ -19,7 +19,6 @@ from .launching import blocks, next_power_of_2
 __all__ = ["ALLOCATOR", "GemmConfig", "Gpu", "gpu_at", "product_config", "weight_gradient_config"]
 
 _HOPPER = 90
-_FEW_ROWS = 512
 
 
 def _allocator() -> ContextVar | None:
@@ -128,11 +127,8 @@ def product_config(gpu: Gpu, num_rows: int, num_experts: int, outer: int) -> Gem
     return GemmConfig(128, 256, 64, 8, 3, 8, 1, tma).fitting(mean, outer)
 
 
-def weight_gradient_config(gpu: Gpu, num_rows: int, num_experts: int, size: tuple[int, int]) -> GemmConfig:
-    """Of gradients of this size, contracted over M / E rows on average."""
+def weight_gradient_config(gpu: Gpu, rows: int, columns: int) -> GemmConfig:
+    """Of gradients of this size."""
     if gpu.capability < _HOPPER:
-        return GemmConfig(128, 128, 32, 8, 4, 4, 2, False).fitting(*size)
-    tma = _has_descriptors(gpu)
-    if blocks(num_rows, num_experts) <= _FEW_ROWS:  # a tile is mostly written, while another program multiplies
-        return GemmConfig(128, 128, 64, 8, 3, 4, 2, tma).fitting(*size)
-    return GemmConfig(128, 256, 64, 8, 3, 8, 1, tma).fitting(*size)
+        return GemmConfig(128, 128, 32, 8, 4, 4, 2, False).fitting(rows, columns)
+    return GemmConfig(128, 256, 64, 8, 3, 8, 1, _has_descriptors(gpu)).fitting(rows, columns)

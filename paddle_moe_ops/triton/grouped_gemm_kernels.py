@@ -104,8 +104,9 @@ def _in_bands(tile, height, width, GROUP: tl.constexpr):
     """Row and column of a tile of height x width: in bands of GROUP rows, down each column of a band."""
     band = tile // (GROUP * width)
     rows = tl.minimum(height - band * GROUP, GROUP)
-    inside = tile % (GROUP * width)
-    return band * GROUP + inside % rows, inside // rows
+    inside = tile - band * (GROUP * width)
+    column = inside // rows
+    return band * GROUP + inside - column * rows, column
 
 
 @triton.jit
@@ -258,6 +259,50 @@ def _rows_through_pointers(
         return tl.load(here, mask=found[:, None] & (columns < width)[None, :], other=0.0)
 
 
+# Coordinates of rows in a descriptor; 2**30 times 2**34 elements of 2 bytes is 0 in the 64 bits of an address.
+_AROUND = tl.constexpr(2**30)
+_AROUND_STRIDE = tl.constexpr(2**34)
+
+
+@triton.jit
+def _blocks_of_groups(rows, num_rows, width, stride, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """A descriptor of [num_rows, width] for `_block_of_group`.
+
+    Rows have three coordinates: (_AROUND, y, x) is row y + x - _AROUND, and x ends at _AROUND, so y says which row that
+    is. The first one takes _AROUND rows away from the address, which wraps around. Two coordinates would do in a
+    descriptor that begins before the rows, but a GPU may read where a descriptor begins even if nothing of a block is
+    inside, and there may be no memory before the rows. No coordinate has room for more than is used: same reason.
+    """
+    return tl.make_tensor_descriptor(
+        rows,
+        [_AROUND + 1, num_rows + 1, _AROUND, width],
+        [-stride.to(tl.int64) + _AROUND_STRIDE, stride, stride, 1],
+        [1, 1, BLOCK_R, BLOCK],
+    )
+
+
+@triton.jit
+def _block_of_group(blocks, row, end, column):
+    """Rows from ``row`` on, zeros from row ``end`` on."""
+    block = blocks.load([_AROUND, end, row - end + _AROUND, column])
+    return block.reshape(block.shape[2], block.shape[3])
+
+
+@triton.jit
+def _steps_of_program(first, stop, tiles_of_expert, num_experts, BLOCK_R: tl.constexpr, EXPERTS: tl.constexpr):
+    """Blocks of rows in all tiles of this program; one at least in each, for zeros."""
+    steps, programs = 0, tl.num_programs(0)
+    for chunk in range(0, num_experts, EXPERTS):
+        expert = chunk + tl.arange(0, EXPERTS)
+        inside = expert < num_experts
+        rows = tl.load(stop + expert, mask=inside, other=0) - tl.load(first + expert, mask=inside, other=0)
+        before = (expert * tiles_of_expert - tl.program_id(0) + programs - 1) // programs
+        after = ((expert + 1) * tiles_of_expert - tl.program_id(0) + programs - 1) // programs
+        blocks = tl.maximum((rows + BLOCK_R - 1) // BLOCK_R, 1)
+        steps += tl.sum(tl.where(inside, (after - before) * blocks, 0), axis=0)
+    return steps
+
+
 @triton.jit
 def weight_gradient_kernel(
     p,
@@ -267,6 +312,7 @@ def weight_gradient_kernel(
     first,
     stop,
     num_experts,
+    num_rows,
     num_sources,
     p_groups,
     q_groups,
@@ -283,48 +329,65 @@ def weight_gradient_kernel(
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
     """out[e] = sum over the rows r of expert e of p[r]^T q[r]; [M, P] and [M, Q] give [E, P, Q].
 
-    The rows of p (GATHER_P) or q (GATHER_Q) may be those of tokens. With USE_TMA, and then without gathers, an expert
-    has descriptors that end where its rows do: what lies behind comes as zeros, without masks.
+    The rows of p (GATHER_P) or q (GATHER_Q) may be those of tokens. With USE_TMA, and then without gathers, what lies
+    behind the rows of an expert comes as zeros, without masks, and tiles are stored by descriptors, which end with a
+    matrix. One loop over the blocks of all tiles: the first blocks of a tile are on their way before the last one is
+    stored.
     """
     p_width, q_width = p_groups * VECTOR, q_groups * VECTOR
     p_stride, q_stride = p_stride_groups * VECTOR, q_stride_groups * VECTOR
     tiles_p, tiles_q = (p_width + BLOCK_P - 1) // BLOCK_P, (q_width + BLOCK_Q - 1) // BLOCK_Q
-    tiles_of_expert, programs = tiles_p * tiles_q, tl.num_programs(0)
-    first_tile = tl.program_id(0)
-    while first_tile < num_experts * tiles_of_expert:
-        expert = first_tile // tiles_of_expert
-        begin, end = tl.load(first + expert), tl.load(stop + expert)
-        if USE_TMA:
-            p_blocks = tl.make_tensor_descriptor(p, [tl.maximum(end, 1), p_width], [p_stride, 1], [BLOCK_R, BLOCK_P])
-            q_blocks = tl.make_tensor_descriptor(q, [tl.maximum(end, 1), q_width], [q_stride, 1], [BLOCK_R, BLOCK_Q])
-        tiles = ((expert + 1) * tiles_of_expert - first_tile + programs - 1) // programs  # of this program and expert
-        for index in tl.range(0, tiles):
-            tile = first_tile + index * programs - expert * tiles_of_expert
-            tile_p, tile_q = _in_bands(tile, tiles_p, tiles_q, GROUP)
+    tiles_of_expert = tiles_p * tiles_q
+    if USE_TMA:
+        p_blocks = _blocks_of_groups(p, num_rows, p_width, p_stride, BLOCK_R, BLOCK_P)
+        q_blocks = _blocks_of_groups(q, num_rows, q_width, q_stride, BLOCK_R, BLOCK_Q)
+        matrix = p_width.to(tl.int64) * q_width
+        results = tl.make_tensor_descriptor(
+            out, [num_experts, p_width, q_width], [matrix, q_width.to(tl.int64), 1], [1, BLOCK_P, BLOCK_Q]
+        )
+        steps = _steps_of_program(first, stop, tiles_of_expert, num_experts, BLOCK_R, EXPERTS)
+        tile = tl.program_id(0) - tl.num_programs(0)
+        expert, here, end, place_p, place_q = 0, 0, 0, 0, 0
+        acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
+        for _ in tl.range(0, steps, num_stages=STAGES):
+            here += BLOCK_R
+            if here >= end:
+                tile += tl.num_programs(0)
+                expert = tile // tiles_of_expert
+                here, end = tl.load(first + expert), tl.load(stop + expert)
+                tile_p, tile_q = _in_bands(tile - expert * tiles_of_expert, tiles_p, tiles_q, GROUP)
+                place_p, place_q = tile_p * BLOCK_P, tile_q * BLOCK_Q
+            p_block = _block_of_group(p_blocks, here, end, place_p)
+            q_block = _block_of_group(q_blocks, here, end, place_q)
+            acc = tl.dot(p_block.T, q_block, acc)
+            if here + BLOCK_R >= end:
+                results.store([expert, place_p, place_q], acc.to(results.dtype).reshape(1, BLOCK_P, BLOCK_Q))
+                acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
+    else:
+        for tile in tl.range(tl.program_id(0), num_experts * tiles_of_expert, tl.num_programs(0)):
+            expert = tile // tiles_of_expert
+            tile_p, tile_q = _in_bands(tile - expert * tiles_of_expert, tiles_p, tiles_q, GROUP)
             p_columns = tile_p * BLOCK_P + tl.arange(0, BLOCK_P)
             q_columns = tile_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
+            end = tl.load(stop + expert)
             acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
-            for here in tl.range(begin, end, BLOCK_R, num_stages=STAGES):
-                if USE_TMA:
-                    p_block = p_blocks.load([here, tile_p * BLOCK_P])
-                    q_block = q_blocks.load([here, tile_q * BLOCK_Q])
-                else:
-                    rows = here + tl.arange(0, BLOCK_R)
-                    live = rows < end
-                    p_block = _rows_through_pointers(
-                        p, row_to_token, num_sources, rows, live, p_columns, p_width, p_stride, GATHER_P, EVEN_P
-                    )
-                    q_block = _rows_through_pointers(
-                        q, row_to_token, num_sources, rows, live, q_columns, q_width, q_stride, GATHER_Q, EVEN_Q
-                    )
+            for here in tl.range(tl.load(first + expert), end, BLOCK_R, num_stages=STAGES):
+                rows = here + tl.arange(0, BLOCK_R)
+                live = rows < end
+                p_block = _rows_through_pointers(
+                    p, row_to_token, num_sources, rows, live, p_columns, p_width, p_stride, GATHER_P, EVEN_P
+                )
+                q_block = _rows_through_pointers(
+                    q, row_to_token, num_sources, rows, live, q_columns, q_width, q_stride, GATHER_Q, EVEN_Q
+                )
                 acc = tl.dot(p_block.T, q_block, acc)
             target = (expert.to(tl.int64) * p_width + p_columns[:, None]) * q_width + q_columns[None, :]
             inside = (p_columns < p_width)[:, None] & (q_columns < q_width)[None, :]
             tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
-        first_tile += tiles * programs
 
 
 @triton.jit

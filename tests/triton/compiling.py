@@ -23,6 +23,7 @@ without_paddle(always=True)
 
 from paddle_moe_ops.testing.interpreter import NumpyArray, NumpyDevice  # noqa: E402
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward  # noqa: E402
+from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config  # noqa: E402
 from paddle_moe_ops.triton.permute import permute  # noqa: E402
 from paddle_moe_ops.triton.route import Routing, route  # noqa: E402
 from paddle_moe_ops.triton.rowmap import clean_rowmap, gather_slots, scatter_mask, scatter_slots  # noqa: E402
@@ -32,11 +33,15 @@ from paddle_moe_ops.triton.topk import topk_backward  # noqa: E402
 from paddle_moe_ops.triton.unpermute import unpermute  # noqa: E402
 from paddle_moe_ops.triton.unpermute_backward import unpermute_backward  # noqa: E402
 
-# The oldest generation that is promised.
-TARGET = GPUTarget("cuda", 80, 32)
+# The oldest generation that is promised, and the first one with tensor descriptors.
+OLDEST, HOPPER = 80, 90
 
 
 class CompilingDevice(NumpyDevice):
+    def __init__(self, capability: int) -> None:
+        super().__init__()
+        self.capability = capability
+
     def launch(
         self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
     ) -> None:
@@ -46,13 +51,15 @@ class CompilingDevice(NumpyDevice):
         signature.update(dict.fromkeys(values, "constexpr"))
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.endswith(":16")}
         source = ASTSource(kernel, signature, values, aligned)
-        compiled = triton.compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": False})
+        target = GPUTarget("cuda", self.capability, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
         instructions = sorted(set(re.findall(r"^\s+(?:@\S+ )?([a-z]\S+)", compiled.asm["ptx"], re.MULTILINE)))
-        print(json.dumps({"kernel": kernel.fn.__name__, "types": types, "instructions": instructions}))
+        line = {"kernel": kernel.fn.__name__, "capability": self.capability, "types": types}
+        print(json.dumps({**line, "instructions": instructions}))
 
 
 def main() -> None:
-    gpu = CompilingDevice()
+    gpu = CompilingDevice(OLDEST)
     tokens, topk, experts, hidden = 300, 6, 64, 1024
     rows = tokens * topk
     ids, by_slot = gpu.empty([tokens, topk], "int32"), gpu.empty([tokens, topk], "float32")
@@ -78,6 +85,16 @@ def main() -> None:
         grouped_gemm_backward(gpu, product, y, matrix, groups, transpose, weights=by_row)
     chunk_map(gpu, gpu.empty([5], "int32"), gpu.empty([5], "int64"), rows)
     route_by_logits(gpu, tokens, topk, experts)
+    products_by_descriptors(CompilingDevice(HOPPER), y, matrices, groups)
+
+
+def products_by_descriptors(gpu: CompilingDevice, x: NumpyArray, matrices: NumpyArray, groups: Groups) -> None:
+    hopper = Gpu(HOPPER, 132)
+    experts, outer, inner = matrices.shape
+    rows, weights = product_config(hopper, 256 * experts, experts, outer), weight_gradient_config(hopper, outer, inner)
+    for transpose, matrix in ((True, matrices), (False, gpu.reshape(matrices, (experts, inner, outer)))):
+        product = grouped_gemm(gpu, x, matrix, groups, transpose, config=rows)
+        grouped_gemm_backward(gpu, product, x, matrix, groups, transpose, config=rows, weight_config=weights)
 
 
 def route_by_logits(gpu: CompilingDevice, tokens: int, top_k: int, experts: int) -> None:

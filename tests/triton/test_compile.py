@@ -22,16 +22,22 @@ KERNELS = {
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    """For each kernel the PTX instructions of its variants."""
+def by_capability():
+    """For each GPU generation and kernel the PTX instructions of its variants."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.triton.compiling"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found: dict[str, set[str]] = {}
+    found: dict[int, dict[str, set[str]]] = {80: {}, 90: {}}
     for line in map(json.loads, done.stdout.splitlines()):
-        found.setdefault(line["kernel"].removesuffix("_kernel"), set()).update(line["instructions"])
+        kernels = found[line["capability"]]
+        kernels.setdefault(line["kernel"].removesuffix("_kernel"), set()).update(line["instructions"])
     return found
+
+
+@pytest.fixture(scope="module")
+def compiled(by_capability):
+    return by_capability[80]
 
 
 def test_every_kernel_compiles(compiled):
@@ -52,7 +58,16 @@ def test_products_run_on_tensor_cores_while_operands_are_on_their_way(compiled, 
     assert "cp.async.cg.shared.global" in instructions
 
 
-def test_subnormal_numbers_are_kept_and_sums_rounded_to_nearest(compiled):
-    for kernel, instructions in compiled.items():
+@pytest.mark.parametrize("kernel", ["product", "weight_gradient"])
+def test_on_hopper_operands_come_through_descriptors_to_asynchronous_products(by_capability, kernel):
+    instructions = " ".join(by_capability[90][kernel])
+    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16" in instructions
+    assert "cp.async.bulk.tensor" in instructions
+    assert ("cp.async.bulk.tensor.3d.global.shared::cta" in instructions) == (kernel == "weight_gradient")
+    assert "cp.async.cg.shared.global" not in instructions
+
+
+def test_subnormal_numbers_are_kept_and_sums_rounded_to_nearest(by_capability, compiled):
+    for kernel, instructions in [*compiled.items(), *by_capability[90].items()]:
         assert not [each for each in instructions if ".ftz" in each], kernel
     assert "fma.rn.f32" in " ".join(compiled["unpermute"])

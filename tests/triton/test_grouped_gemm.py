@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.interpreter import NumpyDevice
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
+from paddle_moe_ops.triton import grouped_gemm as launchers
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
 from tests.reference.cases import assert_same_bits
@@ -35,6 +36,7 @@ CONFIGS = {
     "pointers": SMALL_TILES,
     "descriptors": SMALL_TILES._replace(tma=True),
     "a program for every tile": SMALL_TILES._replace(programs=0),
+    "a program for every tile, descriptors": SMALL_TILES._replace(programs=0, tma=True),
     "wide bands": SMALL_TILES._replace(band=8, rows=16, columns=64),
 }
 BY_CONFIG = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -151,10 +153,10 @@ def maps_of_tokens(gpu, row_to_token: NDArray, num_tokens: int) -> Tokens:
 
 
 def placed(gpu, values: NDArray, offset: int, strided: int):
-    """The array, or the first columns of a wider one."""
+    """The array, or the first columns of a wider one whose others must not be read."""
     if not strided:
         return gpu.array(values, offset=offset)
-    wider = np.concatenate([values, np.zeros((len(values), strided), values.dtype)], axis=1)
+    wider = np.concatenate([values, np.full((len(values), strided), np.nan, values.dtype)], axis=1)
     return gpu.columns(gpu.array(wider, offset=offset), values.shape[1])
 
 
@@ -245,6 +247,14 @@ def test_more_experts_than_are_looked_at_at_once(gpu, rng):
         )
 
 
+@pytest.mark.parametrize("tma", [False, True])
+def test_gradients_of_more_experts_than_are_looked_at_at_once(gpu, rng, monkeypatch, tma):
+    monkeypatch.setattr(launchers, "_EXPERTS_AT_ONCE", 4)
+    monkeypatch.setattr(launchers, "_MOST_EXPERTS_AT_ONCE", 8)
+    case = Case(50, [0, 1, 3] * 7, None, 16, 72)  # 3 tiles of 32 x 32 each, the last one cut
+    Problem(rng, case, ml_dtypes.bfloat16, True).check(gpu, config=SMALL_TILES._replace(tma=tma))
+
+
 def test_tokens_that_are_none_give_zeros(gpu, rng):
     x, w = ordinary(rng, (3, 16), np.float16), ordinary(rng, (1, 16, 16), np.float16)
     groups = Groups(gpu.array(np.int32([6])))
@@ -275,10 +285,11 @@ def test_rows_of_tokens_are_moved_first_for_descriptors_and_else_gathered(rng, g
         assert launched.count("permute_kernel") == moved, (tma, inner, launched)
 
 
-def test_bits_depend_neither_on_the_number_of_programs_nor_on_the_order_of_tiles(gpu, rng):
+@pytest.mark.parametrize("tma", [False, True])
+def test_bits_depend_neither_on_the_number_of_programs_nor_on_the_order_of_tiles(gpu, rng, tma):
     problem = Problem(rng, CASES["uneven"], ml_dtypes.bfloat16, True, weighted=True)
     results = [
-        problem.check(gpu, config=SMALL_TILES._replace(programs=programs, band=band))
+        problem.check(gpu, config=SMALL_TILES._replace(programs=programs, band=band, tma=tma))
         for programs, band in ((0, 1), (1, 2), (2, 8))
     ]
     for other in results[1:]:
@@ -311,4 +322,18 @@ def test_sizes_of_models(gpu, rng, form, transpose):
     for tma in (False, True):
         config = GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=tma)
         problem.check(gpu, config=config)
+    assert not isinstance(gpu, NumpyDevice)
+
+
+@pytest.mark.cuda_only
+@BY_LAYOUT
+@pytest.mark.parametrize(("inner", "outer", "strided"), [(768, 1024, 0), (520, 1000, 24), (40, 72, 8)])
+def test_descriptors_of_rows_end_with_each_group(gpu, rng, inner, outer, strided, transpose):
+    """Sizes around those of blocks, groups without rows, gaps of NaN, widths that tiles do not divide."""
+    sizes, gaps = [600, 0, 129, 1, 1000, 128, 0, 64, 63, 33], [17, 40, 0, 31, 7, 0, 8, 0, 0, 1, 5]
+    starts = np.cumsum(gaps[:-1]) + np.cumsum([0, *sizes[:-1]])
+    case = Case(sum(sizes) + sum(gaps), sizes, [*starts.tolist(), sum(sizes) + sum(gaps)], inner, outer)
+    problem = Problem(rng, case, ml_dtypes.bfloat16, transpose)
+    for config in (None, GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=True), GemmConfig(64, 64, 32, 8, 4, 4, 2, tma=True)):
+        problem.check(gpu, strided=strided, config=config)
     assert not isinstance(gpu, NumpyDevice)
