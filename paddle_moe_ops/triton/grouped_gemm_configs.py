@@ -18,7 +18,7 @@ from .launching import blocks, next_power_of_2
 
 __all__ = ["ALLOCATOR", "GemmConfig", "Gpu", "gpu_at", "product_config", "weight_gradient_config"]
 
-_HOPPER = 90
+_LARGE = (9, 10)  # compute capabilities of 228 KB of shared memory a multiprocessor: 12.x has 100 again, as 8.6 and 8.9
 
 
 def _allocator() -> ContextVar | None:
@@ -112,16 +112,20 @@ def gpu_at(address: int) -> Gpu:
     return _facts(ordinal.value)
 
 
-def _has_descriptors(gpu: Gpu) -> bool:
-    return ALLOCATOR is not None and gpu.capability >= _HOPPER
+def _is_small(gpu: Gpu) -> bool:
+    return gpu.capability // 10 not in _LARGE
+
+
+# On GPUs before Hopper, and after it where blocks for descriptors do not fit.
+_SMALL = GemmConfig(128, 128, 32, 8, 4, 4, 2, False)
 
 
 def product_config(gpu: Gpu, num_rows: int, num_experts: int, outer: int) -> GemmConfig:
     """Of a product with M rows and N columns, on average M / E rows a group."""
     mean = blocks(num_rows, num_experts)
-    if gpu.capability < _HOPPER:
-        return GemmConfig(128, 128, 32, 8, 4, 4, 2, False).fitting(mean, outer)
-    tma = _has_descriptors(gpu)
+    if _is_small(gpu):
+        return _SMALL.fitting(mean, outer)
+    tma = ALLOCATOR is not None
     if mean <= 64:
         return GemmConfig(64, 128, 64, 8, 4, 4, 2, tma).fitting(mean, outer)
     return GemmConfig(128, 256, 64, 8, 3, 8, 1, tma).fitting(mean, outer)
@@ -129,6 +133,6 @@ def product_config(gpu: Gpu, num_rows: int, num_experts: int, outer: int) -> Gem
 
 def weight_gradient_config(gpu: Gpu, rows: int, columns: int) -> GemmConfig:
     """Of gradients of this size."""
-    if gpu.capability < _HOPPER:
-        return GemmConfig(128, 128, 32, 8, 4, 4, 2, False).fitting(rows, columns)
-    return GemmConfig(128, 256, 64, 8, 3, 8, 1, _has_descriptors(gpu)).fitting(rows, columns)
+    if _is_small(gpu):
+        return _SMALL.fitting(rows, columns)
+    return GemmConfig(128, 256, 64, 8, 3, 8, 1, ALLOCATOR is not None).fitting(rows, columns)

@@ -55,7 +55,7 @@ class CompilingDevice(NumpyDevice):
         compiled = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
         instructions = sorted(set(re.findall(r"^\s+(?:@\S+ )?([a-z]\S+)", compiled.asm["ptx"], re.MULTILINE)))
         line = {"kernel": kernel.fn.__name__, "capability": self.capability, "types": types}
-        print(json.dumps({**line, "instructions": instructions}))
+        print(json.dumps({**line, "shared_bytes": compiled.metadata.shared, "instructions": instructions}))
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config
 from tests.bare_package import ROOT
 
 KERNELS = {
@@ -22,14 +23,20 @@ KERNELS = {
 
 
 @pytest.fixture(scope="module")
-def by_capability():
-    """For each GPU generation and kernel the PTX instructions of its variants."""
+def variants():
+    """What became of each kernel for each GPU generation and each kind of arguments."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.triton.compiling"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def by_capability(variants):
+    """For each GPU generation and kernel the PTX instructions of its variants."""
     found: dict[int, dict[str, set[str]]] = {80: {}, 90: {}}
-    for line in map(json.loads, done.stdout.splitlines()):
+    for line in variants:
         kernels = found[line["capability"]]
         kernels.setdefault(line["kernel"].removesuffix("_kernel"), set()).update(line["instructions"])
     return found
@@ -42,6 +49,15 @@ def compiled(by_capability):
 
 def test_every_kernel_compiles(compiled):
     assert set(compiled) == KERNELS
+
+
+def test_blocks_fit_the_least_shared_memory_of_a_gpu(variants):
+    """99 KB, on compute capability 8.6, 8.9 and 12.0; all that have no more take what 8.0 does."""
+    assert max(each["shared_bytes"] for each in variants if each["capability"] == 80) <= 99 << 10
+    for other in (86, 89, 120, 121):
+        gpus = [Gpu(capability, 84) for capability in (80, other)]
+        assert len({product_config(gpu, 4096, 8, 4096) for gpu in gpus}) == 1
+        assert len({weight_gradient_config(gpu, 4096, 4096) for gpu in gpus}) == 1
 
 
 @pytest.mark.parametrize("kernel", ["permute", "unpermute", "unpermute_backward"])
