@@ -89,7 +89,7 @@ def torch_implementation(threads: int) -> Implementation:
     from .tensors import to_numpy
 
     torch.set_num_threads(threads)  # importing Paddle makes it 1
-    gather, _ = torch_implementations()
+    gather = torch_implementations()[0]
 
     def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
         body = gather.prepare(operation, _TorchInputs(inputs))
