@@ -5,6 +5,7 @@
 
     run.py unpack PART...            put Paddle together from its parts, under SITE
     run.py SUITE --out FOLDER        run one of the suites below and write FOLDER/SUITE.json
+    run.py bench_cpu --out FILE      benchmark the CPU operators of the rig; other options are those of the benchmark
 
 Every suite is a command that a person could type; its counts come from pytest's own report, or from the sanitizer's.
 """
@@ -139,15 +140,27 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
     return done.returncode
 
 
+def bench_cpu(extra: list[str]) -> int:
+    """The benchmark of the CPU operators, on this machine's cores; `extra` are its options."""
+    install_library(RIG)
+    command = [sys.executable, "-m", "paddle_moe_ops", "bench", "--device", "cpu"]
+    command += ["--core-library", str(RIG / "libpmo_core.so"), "--commit", (RIG / "commit").read_text().strip()]
+    env = dict(environment("ops"), CUDA_VISIBLE_DEVICES="")
+    env.pop("CUSTOM_DEVICE_ROOT")
+    return subprocess.run([*command, *extra], cwd=ROOT, env=env, check=False).returncode
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["unpack", *SUITES])
+    parser.add_argument("what", choices=["unpack", "bench_cpu", *SUITES])
     parser.add_argument("parts", nargs="*", type=Path, help="for unpack: the parts, in order")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/gpu/results")))
     arguments, extra = parser.parse_known_args()
     if arguments.what == "unpack":
         unpack(arguments.parts)
         return 0
+    if arguments.what == "bench_cpu":
+        return bench_cpu([*extra, "--out", str(arguments.out)])
     return run_suite(arguments.what, arguments.out, extra)
 
 
