@@ -9,7 +9,8 @@
 // histogram, scan or barrier between blocks, which is why segments must not be padded. The block of a row's first part writes the token's
 // maps and scales. Rows behind the last segment are shared out over all blocks.
 //
-// Loops are rolled up where they can be: at these sizes the time that instructions take to arrive shows.
+// Loops are rolled up where they can be, and the usual case is a kernel of its own: at these sizes the time that instructions take to
+// arrive shows.
 //
 // Bytes moved: (T + N) * (H + S) elements; ids are read by every block, from the L2.
 #include <algorithm>
@@ -56,9 +57,10 @@ struct TokenIds {
 };
 
 // All ids into shared memory, kNone for a slot that has no expert or repeats one of its token; a thread takes a token.
+template <bool kCommon>
 __device__ void load_all_experts(const FusedWork& work, int32_t* experts) {
   const bool full = work.topk == kFewTopk;
-  const bool whole = full && !work.ids_are_64_bit && reinterpret_cast<uintptr_t>(work.ids) % 16 == 0;
+  const bool whole = kCommon || (full && !work.ids_are_64_bit && reinterpret_cast<uintptr_t>(work.ids) % 16 == 0);
 #pragma unroll 1
   for (int32_t token = threadIdx.x; token < work.num_tokens; token += blockDim.x) {
     const int32_t first = token * work.topk;
@@ -148,7 +150,26 @@ __device__ float load_prob(const FusedWork& work, int32_t token) {
   return expert < 0 ? 0.0f : __ldg(work.probs + int64_t{token} * work.num_experts + expert);
 }
 
-__global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constant__ FusedWork work, int32_t parts) {
+// What most calls have: eight slots a token, narrow ids that can be loaded at once, and probabilities by slot.
+bool is_common(const FusedWork& work) {
+  return work.topk == kFewTopk && !work.ids_are_64_bit && reinterpret_cast<uintptr_t>(work.ids) % 16 == 0 &&
+         !work.probs_by_expert;
+}
+
+// The same work, with what is_common found known to the compiler.
+__device__ FusedWork common_work(FusedWork work, bool has_scales) {
+  work.topk = kFewTopk;
+  work.ids_are_64_bit = work.probs_by_expert = false;
+  if (!has_scales) {
+    work.scale_bytes = 0;
+    work.fill_scales = false;
+  }
+  return work;
+}
+
+template <bool kCommon, bool kHasScales>
+__global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constant__ FusedWork given, int32_t parts) {
+  const FusedWork work = kCommon ? common_work(given, kHasScales) : given;
   __shared__ __align__(16) int32_t experts[kFewSlots];
   __shared__ int32_t counts[kMaxFusedExperts];
   __shared__ int32_t sums[kFewTopk + 1][kFewThreads / kWarpSize];
@@ -168,7 +189,7 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
   }
   if (threadIdx.x < scales) held_scale = scale[threadIdx.x];
   const float prob = has_token && part == 0 && warp == 0 ? load_prob(work, token) : 0.0f;
-  load_all_experts(work, experts);
+  load_all_experts<kCommon>(work, experts);
   __syncthreads();
   if (job < 0) {
     write_all_counts(work, experts, counts);
@@ -259,7 +280,14 @@ int launch_few_slots(const FusedWork& work, cudaStream_t stream) {
   const int held = static_cast<int>(std::min<int64_t>(std::max<int64_t>(wanted, 1), kFewHeld));
   const int parts = std::max(1, (accesses + held * threads - 1) / (held * threads));
   const int padding_blocks = std::min(kFewBlocks, work.num_rows / kPaddingRows);
-  few_slots<<<1 + std::max(work.num_tokens * parts, padding_blocks), threads, 0, stream>>>(work, parts);
+  const int blocks = 1 + std::max(work.num_tokens * parts, padding_blocks);
+  if (!is_common(work)) {
+    few_slots<false, true><<<blocks, threads, 0, stream>>>(work, parts);
+  } else if (work.scale_bytes > 0) {
+    few_slots<true, true><<<blocks, threads, 0, stream>>>(work, parts);
+  } else {
+    few_slots<true, false><<<blocks, threads, 0, stream>>>(work, parts);
+  }
   PMO_CUDA_LAUNCHED("few_slots");
   return PMO_OK;
 }

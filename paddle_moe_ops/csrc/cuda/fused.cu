@@ -32,12 +32,8 @@ namespace cuda {
 namespace {
 
 constexpr int kBlocksPerMultiprocessor = 2;
-// Without rows, and with so many slots that blocks are busy with them. Turing's multiprocessors hold 1024 threads.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kRoutingBlocks = kBlocksPerMultiprocessor;
-#else
-constexpr int kRoutingBlocks = 3;
-#endif
+// Without rows, and with so many slots that blocks are busy with them.
+constexpr int kRoutingBlocks = kMultiprocessorThreads < 3 * kBlockThreads ? kBlocksPerMultiprocessor : 3;
 constexpr int64_t kManySlots = int64_t{1} << 20;
 constexpr int64_t kMaxLocalSlots = 2048;   // of one block, when it keeps its rows in shared memory
 constexpr int64_t kBulkStoreBytes = 4608;  // rows from here on leave by bulk copies

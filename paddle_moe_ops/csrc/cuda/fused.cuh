@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/launch.cuh"
+#include "cuda/padding.cuh"
 #include "cuda/vectors.cuh"
 
 namespace pmo {
@@ -82,16 +83,9 @@ struct Share {
   }
 };
 
-__device__ inline void zero_row(char* row, int32_t bytes) {
-#pragma unroll 4
-  for (int32_t i = threadIdx.x % kWarpSize; i < bytes / 16; i += kWarpSize) {
-    reinterpret_cast<Vector16*>(row)[i] = Vector16{};
-  }
-}
-
 __device__ inline void zero_padding_row(const FusedWork& work, int64_t row) {
-  if (work.fill_rows) zero_row(work.rows + row * work.row_bytes, work.row_bytes);
-  if (work.fill_scales) zero_row(work.row_scales + row * work.scale_bytes, work.scale_bytes);
+  if (work.fill_rows) zero_row<16>(work.rows + row * work.row_bytes, work.row_bytes);
+  if (work.fill_scales) zero_row<16>(work.row_scales + row * work.scale_bytes, work.scale_bytes);
 }
 
 // Another way for few slots, without communication between blocks (few_slots.cu): whether it can do the routing, and its launch, of the

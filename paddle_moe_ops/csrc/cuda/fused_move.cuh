@@ -9,7 +9,6 @@
 #include <cstdint>
 
 #include "cuda/fused.cuh"
-#include "cuda/padding.cuh"
 #include "cuda/staging.cuh"
 
 namespace pmo {
@@ -17,8 +16,7 @@ namespace cuda {
 
 // The padding rows of a given routing, by the threads that do not load.
 __device__ inline void zero_rows_without_token(const FusedWork& work) {
-  if (work.fill_rows) zero_padding_rows<16>(work.rows, work.row_bytes, work.row_to_token, work.num_rows, kFusedWarps);
-  if (work.fill_scales) zero_padding_rows<16>(work.row_scales, work.scale_bytes, work.row_to_token, work.num_rows, kFusedWarps);
+  PaddingRows(work.row_to_token, work.num_rows, kFusedWarps).each([&](int64_t row) { zero_padding_row(work, row); });
 }
 
 // One stage of a block: pieces [first, first + count) of its rows in shared memory, then their tokens' scales.

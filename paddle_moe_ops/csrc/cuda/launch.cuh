@@ -15,6 +15,13 @@ namespace pmo {
 namespace cuda {
 
 constexpr int kWarpSize = 32;
+
+// Threads that a multiprocessor holds: fewer on Turing than anywhere later.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMultiprocessorThreads = 1024;
+#else
+constexpr int kMultiprocessorThreads = 1536;
+#endif
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 // The sum and the highest of the values of a warp's lanes, for all of them.

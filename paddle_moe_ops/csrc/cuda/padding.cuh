@@ -12,26 +12,44 @@
 namespace pmo {
 namespace cuda {
 
-// The first `warps` warps of every block, all lanes of each, share out all rows; kBytes divides the address and row_bytes.
-template <int kBytes>
-__device__ void zero_padding_rows(void* rows, int64_t row_bytes, const int32_t* row_to_token, int64_t num_rows, int warps) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t step = int64_t{gridDim.x} * warps * kWarpSize;
-  const int64_t warp = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
+// The rows without a token, shared out over all warps of the grid, or the first `warps` of every block; blocks have one dimension. A lane
+// starts with the load for its first row: made before anything that waits, it costs no trip to memory.
+struct PaddingRows {
+  const int32_t* row_to_token;
+  int64_t num_rows;
+  int warps;
+  int32_t first_token;  // of the lane's first row
+
+  __device__ PaddingRows(const int32_t* row_to_token, int64_t num_rows, int warps = static_cast<int>(blockDim.x) / kWarpSize)
+      : row_to_token(row_to_token), num_rows(num_rows), warps(warps), first_token(token_of(first_row())) {}
+
+  // Calls zero(row), which all lanes of a warp take part in, for every row without a token.
+  template <typename Zero>
+  __device__ void each(Zero zero) const {
+    const int64_t step = int64_t{gridDim.x} * warps * kWarpSize;
+    int32_t token = first_token;
 #pragma unroll 1
-  for (int64_t first = warp * kWarpSize; first < num_rows; first += step) {
-    const bool empty = first + lane < num_rows && row_to_token[first + lane] < 0;
+    for (int64_t first = first_row(); first < num_rows;) {
 #pragma unroll 1
-    for (unsigned left = __ballot_sync(kAllLanes, empty); left != 0; left &= left - 1) {
-      auto* target = reinterpret_cast<Vector<kBytes>*>(static_cast<char*>(rows) + (first + __ffs(left) - 1) * row_bytes);
-      for (int64_t i = lane; i < row_bytes / kBytes; i += kWarpSize) target[i] = Vector<kBytes>{};
+      for (unsigned left = __ballot_sync(kAllLanes, token < 0); left != 0; left &= left - 1) zero(first + __ffs(left) - 1);
+      first += step;
+      token = token_of(first);
     }
   }
-}
 
+ private:
+  __device__ int64_t first_row() const { return (int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x) * kWarpSize; }
+  __device__ int32_t token_of(int64_t first) const {
+    const int64_t row = first + threadIdx.x % kWarpSize;
+    return row < num_rows ? row_to_token[row] : 0;
+  }
+};
+
+// A row of `bytes`, by a warp; kBytes divides its address and length.
 template <int kBytes>
-__device__ void zero_padding_rows(void* rows, int64_t row_bytes, const int32_t* row_to_token, int64_t num_rows) {
-  zero_padding_rows<kBytes>(rows, row_bytes, row_to_token, num_rows, blockDim.x / kWarpSize);
+__device__ void zero_row(void* row, int64_t bytes) {
+#pragma unroll 4
+  for (int64_t i = threadIdx.x % kWarpSize; i < bytes / kBytes; i += kWarpSize) static_cast<Vector<kBytes>*>(row)[i] = {};
 }
 
 }  // namespace cuda

@@ -46,12 +46,13 @@ template <int kBytes>
 __global__ void __launch_bounds__(kThreads) move_pieces(const __grid_constant__ Pieces p) {
   using Access = Vector<kBytes>;
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t warp = int64_t{blockIdx.x} * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  const int64_t token = warp / p.parts, accesses = p.rows.row_bytes / kBytes;
+  const WarpShare share(p.parts);
+  const int64_t token = share.item, accesses = p.rows.row_bytes / kBytes;
+  const PaddingRows padding(p.row_to_token, p.rows.fill || p.scales.fill ? p.num_rows : 0);
   if (token < p.num_tokens) {
-    const int64_t part = warp - token * p.parts, first = part * (kHeld * kWarpSize) + lane;
+    const int64_t first = int64_t{share.part} * (kHeld * kWarpSize) + lane;
     const auto* source = reinterpret_cast<const Access*>(p.rows.source + token * p.rows.source_stride) + first;
-    const int64_t words = part == 0 ? p.scales.row_bytes / 4 : 0;
+    const int64_t words = share.part == 0 ? p.scales.row_bytes / 4 : 0;
     const auto* scale = reinterpret_cast<const uint32_t*>(p.scales.source + token * p.scales.source_stride);
     Access held[kHeld];
 #pragma unroll
@@ -77,8 +78,10 @@ __global__ void __launch_bounds__(kThreads) move_pieces(const __grid_constant__ 
       }
     }
   }
-  if (p.rows.fill) zero_padding_rows<kBytes>(p.rows.target, p.rows.row_bytes, p.row_to_token, p.num_rows);
-  if (p.scales.fill) zero_padding_rows<4>(p.scales.target, p.scales.row_bytes, p.row_to_token, p.num_rows);
+  padding.each([&](int64_t row) {
+    if (p.rows.fill) zero_row<kBytes>(p.rows.target + row * p.rows.row_bytes, p.rows.row_bytes);
+    if (p.scales.fill) zero_row<4>(p.scales.target + row * p.scales.row_bytes, p.scales.row_bytes);
+  });
 }
 
 Strip strip_of(const void* source, void* target, int64_t stride, int64_t length, int32_t dtype, bool fill) {

@@ -52,6 +52,17 @@ __device__ bool copies(const pmo_unpermute_backward_params& p, int64_t token, co
   return p.weights == nullptr || (p.copy_single_row != 0 && has_one_row(p, token, first));
 }
 
+// The rows of d_rows that no token has.
+template <typename Rows, int kWidth>
+__device__ void zero_padding_rows(const pmo_unpermute_backward_params& p) {
+  if (p.d_rows == nullptr) return;
+  constexpr int kElement = sizeof(typename Rows::Element);
+  const int64_t bytes = p.hidden * kElement;
+  PaddingRows(p.row_to_token, p.num_rows).each([&](int64_t row) {
+    zero_row<kWidth * kElement>(static_cast<char*>(p.d_rows) + row * bytes, bytes);
+  });
+}
+
 template <typename Rows, int kWidth>
 __global__ void __launch_bounds__(kScatterThreads)
     scatter_rows(const __grid_constant__ pmo_unpermute_backward_params p, int parts) {
@@ -88,7 +99,7 @@ __global__ void __launch_bounds__(kScatterThreads)
       listed = WarpRows(p, token, segment);
     }
   }
-  zero_padding_rows<kWidth * sizeof(Element)>(p.d_rows, p.hidden * sizeof(Element), p.row_to_token, p.num_rows);
+  zero_padding_rows<Rows, kWidth>(p);
 }
 
 // One access of a row: its part of d_rows, and of the dot product, which is added to `dot`.
@@ -183,8 +194,7 @@ __global__ void __launch_bounds__(kDotLanes / kSums)
       if (threadIdx.x == 0 && place >= 0) p.d_weights[place] = dot;
     }
   }
-  if (p.d_rows == nullptr) return;
-  zero_padding_rows<kWidth * sizeof(Element)>(p.d_rows, p.hidden * sizeof(Element), p.row_to_token, p.num_rows);
+  zero_padding_rows<Rows, kWidth>(p);
 }
 
 // Both gradients, a warp per token, which goes through the token's rows. A lane has eight of the dot product's lanes, and holds its
@@ -242,8 +252,7 @@ __global__ void __launch_bounds__(kWarpThreads) token_backward(const __grid_cons
       listed = WarpRows(p, token, segment);
     }
   }
-  if (p.d_rows == nullptr) return;
-  zero_padding_rows<kWidth * sizeof(Element)>(p.d_rows, p.hidden * sizeof(Element), p.row_to_token, p.num_rows);
+  zero_padding_rows<Rows, kWidth>(p);
 }
 
 template <typename Rows, int kWidth>
