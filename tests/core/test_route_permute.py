@@ -47,8 +47,13 @@ STAGED_SCALES = Shape(
 )
 ODD_TOPK = Shape(3000, 8, 40, 5, 4, "whole tokens do not fill a warp")
 FULL_TOPK = Shape(300, 8, 40, 32, 4, "one token fills a warp")
+# At most 768 tokens without padded segments are compared with each other, or 576 where only maps are made.
+FEW = Shape(768, 80, 1024, 8, 1, "the most tokens that are compared, eight slots each, and the most experts")
+FEW_ODD = Shape(301, 80, 33, 5, 1, "tokens that are compared, with less than eight slots")
+NOT_FEW = Shape(769, 80, 33, 8, 1, "one token too many to compare them")
+FEW_MAPS = Shape(576, 80, 7, 8, 1, "the most tokens that are compared for maps alone")
 MILLION = Shape(131_100, 0, 7, 9, 16, "more than a million slots, and whole tokens do not fill a warp")
-FUSED = (CUT, CUT_MANY_SLOTS, COUNTED, ODD_TOPK, FULL_TOPK)
+FUSED = (CUT, CUT_MANY_SLOTS, COUNTED, ODD_TOPK, FULL_TOPK, FEW, FEW_ODD, NOT_FEW)
 
 
 def on_cuda(*shapes: Shape) -> list:
@@ -84,6 +89,14 @@ def test_one_call_equals_the_oracle(core: Core, shape: Shape, kind: str, duplica
     check(core, problem, x)
 
 
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "half_unassigned", "same_expert", "duplicates", "out_of_range"])
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 576, 577])
+def test_maps_alone_equal_the_oracle(core: Core, tokens: int, kind: str) -> None:
+    shape = FEW_MAPS._replace(T=tokens)
+    ids = make_ids(kind, shape, seed=20, dtype=np.int64 if kind == "zipf" else np.int32)
+    check(core, make_problem(ids, shape.E, shape.A, probs=make_probs(ids.shape, 21)), None)
+
+
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("kind", ["zipf", "half_unassigned", "duplicates"])
 def test_a_large_number_of_slots_equals_the_oracle(core: Core, kind: str) -> None:
@@ -101,7 +114,7 @@ def test_a_mask_routes_in_one_call(core: Core, shape: Shape) -> None:
 
 @pytest.mark.parametrize("fill", list(range(4)), ids=lambda bits: f"fill{bits}")
 @pytest.mark.parametrize("buffer", BUFFERS)
-@pytest.mark.parametrize("shape", [SMALL, CUT, COUNTED, *on_cuda(STAGED_SHORT, STAGED_SCALES)], ids=str)
+@pytest.mark.parametrize("shape", [SMALL, CUT, COUNTED, FEW_ODD, FEW, *on_cuda(STAGED_SHORT, STAGED_SCALES)], ids=str)
 def test_static_buffers_scales_and_padding(core: Core, shape: Shape, buffer: str, fill: int) -> None:
     ids = make_ids("zipf", shape, seed=6)
     rows = buffer_rows(buffer, make_problem(ids, shape.E, shape.A).plan)

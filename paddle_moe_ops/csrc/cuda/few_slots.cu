@@ -4,10 +4,11 @@
 // Routing of few slots, with or without their rows, in one launch of blocks that need nothing from each other.
 //
 // The first block counts the slots of every expert. Every other block has a part of one token's row: it loads the part into registers, and
-// while that is on its way finds the token's rows by comparing its experts with all ids, which it keeps in shared memory: the row of a slot
-// is the number of slots with a smaller expert, and of those before it with the same one. That is (T * K)^2 comparisons in all, and no
-// histogram, scan or barrier between blocks, which is why segments must not be padded. The block of a row's first part writes the token's
-// maps and scales. Rows behind the last segment are shared out over all blocks.
+// while that is on its way finds the token's rows by comparing its experts with those of all slots, which it keeps in shared memory, 16 bits
+// each and eight to a token: the row of a slot is the number of slots with a smaller expert, and of those before it with the same one. That
+// is T * T * 64 comparisons in all, two to an instruction, and no histogram, scan or barrier between blocks, which is why segments must not
+// be padded. The block of a row's first part writes the token's maps and scales. Rows behind the last segment are shared out over all
+// blocks.
 //
 // Loops are rolled up where they can be, and the usual case is a kernel of its own: at these sizes the time that instructions take to
 // arrive shows.
@@ -22,13 +23,32 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int32_t kFewSlots = 4096;
 constexpr int kFewTopk = 8;
+constexpr int kFewWords = kFewTopk / 2;   // of a token, two slots each
+constexpr int32_t kFewTokens = 768;       // with more, exchanging counts (fused_route.cuh) is faster
+constexpr int32_t kFewTokensAlone = 576;  // without rows
 constexpr int kFewThreads = 256;
 constexpr int kFewHeld = 4;           // accesses of a row that a thread holds
 constexpr int kFewBlocks = 256;       // to aim at
-constexpr int32_t kNone = 1 << 20;    // behind all experts
 constexpr int32_t kPaddingRows = 32;  // of a block, about
+constexpr int32_t kNone = 1 << 14;    // behind all experts; a bit that no other has
+constexpr uint32_t kBoth = 0x10001;   // 1 in both halves of a word
+
+static_assert(kMaxFusedExperts <= kNone, "half of a word holds an expert");
+
+// The experts of a token's slots, two to a word.
+struct alignas(16) Experts {
+  uint32_t words[kFewWords];
+};
+
+// Of both halves, as signed numbers: min(a + b, 1), but no less than 0.
+__device__ uint32_t add_up_to_one(uint32_t a, uint32_t b) {
+#if CUDART_VERSION >= 12000
+  return __viaddmin_s16x2_relu(a, b, kBoth);
+#else
+  return __vmaxs2(__vmins2(__vadd2(a, b), kBoth), 0);
+#endif
+}
 
 // A token's ids as they are given, in 32-bit words of which a wide id has two.
 struct TokenIds {
@@ -56,15 +76,14 @@ struct TokenIds {
   }
 };
 
-// All ids into shared memory, kNone for a slot that has no expert or repeats one of its token; a thread takes a token.
+// The experts of all slots into shared memory, kNone for a slot that has none or repeats one of its token; a thread takes a token.
 template <bool kCommon>
-__device__ void load_all_experts(const FusedWork& work, int32_t* experts) {
-  const bool full = work.topk == kFewTopk;
-  const bool whole = kCommon || (full && !work.ids_are_64_bit && reinterpret_cast<uintptr_t>(work.ids) % 16 == 0);
+__device__ void load_all_experts(const FusedWork& work, Experts* experts) {
+  const bool whole =
+      kCommon || (work.topk == kFewTopk && !work.ids_are_64_bit && reinterpret_cast<uintptr_t>(work.ids) % 16 == 0);
 #pragma unroll 1
   for (int32_t token = threadIdx.x; token < work.num_tokens; token += blockDim.x) {
-    const int32_t first = token * work.topk;
-    TokenIds ids(work, first, whole);
+    TokenIds ids(work, token * work.topk, whole);
     if (work.first_only) {
 #pragma unroll
       for (int k = kFewTopk - 1; k > 0; --k) {
@@ -74,27 +93,19 @@ __device__ void load_all_experts(const FusedWork& work, int32_t* experts) {
         }
       }
     }
-    if (full) {
-      Vector16 halves[2];
-      memcpy(halves, ids.expert, sizeof(halves));
-      auto* half = reinterpret_cast<Vector16*>(experts + first);
-      half[0] = halves[0];
-      half[1] = halves[1];
-      continue;
-    }
+    Experts packed;
 #pragma unroll
-    for (int k = 0; k < kFewTopk; ++k) {
-      if (k < work.topk) experts[first + k] = ids.expert[k];
-    }
+    for (int i = 0; i < kFewWords; ++i) packed.words[i] = ids.expert[2 * i] + ids.expert[2 * i + 1] * (kBoth - 1);
+    experts[token] = packed;
   }
 }
 
 // The counts of all experts, by one block.
-__device__ void write_all_counts(const FusedWork& work, const int32_t* experts, int32_t* counts) {
+__device__ void write_all_counts(const FusedWork& work, const int16_t* experts, int32_t* counts) {
 #pragma unroll 1
   for (int expert = threadIdx.x; expert < work.num_experts; expert += blockDim.x) counts[expert] = 0;
   __syncthreads();
-  const int32_t slots = work.num_tokens * work.topk;
+  const int32_t slots = work.num_tokens * kFewTopk;
 #pragma unroll 1
   for (int32_t first = 0; first < slots; first += blockDim.x) {
     const int32_t slot = first + threadIdx.x, expert = slot < slots ? experts[slot] : kNone;
@@ -122,7 +133,7 @@ __device__ void write_all_counts(const FusedWork& work, const int32_t* experts, 
 }
 
 // What one token's slots wrote about themselves, a lane per slot; rows [K] as they are in slot order, -1 for a slot without one.
-__device__ void write_token_maps(const FusedWork& work, int32_t token, const int32_t* experts, const int32_t* rows, float prob) {
+__device__ void write_token_maps(const FusedWork& work, int32_t token, const int16_t* experts, const int32_t* rows, float prob) {
   const int k = threadIdx.x;
   if (k >= work.topk) return;
   const int32_t slot = token * work.topk + k, row = rows[k];
@@ -170,9 +181,9 @@ __device__ FusedWork common_work(FusedWork work, bool has_scales) {
 template <bool kCommon, bool kHasScales>
 __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constant__ FusedWork given, int32_t parts) {
   const FusedWork work = kCommon ? common_work(given, kHasScales) : given;
-  __shared__ __align__(16) int32_t experts[kFewSlots];
+  __shared__ __align__(16) Experts experts[kFewTokens];
   __shared__ int32_t counts[kMaxFusedExperts];
-  __shared__ int32_t sums[kFewTopk + 1][kFewThreads / kWarpSize];
+  __shared__ uint32_t sums[kFewWords + 1][kFewThreads / kWarpSize];
   __shared__ int32_t rows[kFewTopk + 1];  // of the token's slots, and the number of all
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int32_t job = static_cast<int32_t>(blockIdx.x) - 1, token = job < 0 ? 0 : job / parts, part = job - token * parts;
@@ -192,38 +203,50 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
   load_all_experts<kCommon>(work, experts);
   __syncthreads();
   if (job < 0) {
-    write_all_counts(work, experts, counts);
+    write_all_counts(work, reinterpret_cast<const int16_t*>(experts), counts);
     return;
   }
 
-  const int32_t slots = work.num_tokens * work.topk, own_slot = has_token ? token * work.topk : slots;
-  int32_t own[kFewTopk], before[kFewTopk] = {}, all = 0;
+  // own - kBase + (kBase - other), if it is no less than 0 and no more than 1, says whether an expert is greater than another, in both
+  // halves of a word at once. No half leaves its range, or takes from the other.
+  constexpr uint32_t kBase = 0x6000 * kBoth, kMinusBase = 0xA000 * kBoth;
+  uint32_t own[kFewWords], before[kFewWords] = {}, all = 0;
 #pragma unroll
-  for (int k = 0; k < kFewTopk; ++k) own[k] = has_token && k < work.topk ? experts[own_slot + k] : kNone;
+  for (int i = 0; i < kFewWords; ++i) own[i] = (has_token ? experts[token].words[i] : kNone * kBoth) + kMinusBase;
+  const uint32_t* words = experts->words;
 #pragma unroll 1
-  for (int32_t slot = threadIdx.x; slot < slots; slot += blockDim.x) {
-    const int32_t expert = experts[slot], bound = expert - (slot < own_slot ? 1 : 0);
-    all += expert != kNone;
+  for (int32_t place = threadIdx.x; place < work.num_tokens * kFewWords; place += blockDim.x) {
+    const uint32_t word = words[place];
+    all += 2 - __popc(word & kNone * kBoth);
+    const uint32_t distances =
+        (place < token * kFewWords ? kBase + kBoth : kBase) - word;  // equal ones count if they come before
 #pragma unroll
-    for (int k = 0; k < kFewTopk; ++k) before[k] += bound < own[k];
+    for (const uint32_t half : {0x1010u, 0x3232u}) {
+      const uint32_t distance = __byte_perm(distances, 0, half);
+#pragma unroll
+      for (int i = 0; i < kFewWords; ++i) before[i] += add_up_to_one(own[i], distance);
+    }
   }
 #pragma unroll
-  for (int k = 0; k < kFewTopk; ++k) {
-    const int32_t sum = sum_over_warp(before[k]);
-    if (lane == k) sums[k][warp] = sum;
+  for (int i = 0; i < kFewWords; ++i) {
+    const uint32_t sum = sum_over_warp(before[i]);
+    if (lane == i) sums[i][warp] = sum;
   }
   all = sum_over_warp(all);
-  if (lane == kFewTopk) sums[kFewTopk][warp] = all;
+  if (lane == kFewWords) sums[kFewWords][warp] = all;
   __syncthreads();
+  const auto* own_experts = reinterpret_cast<const int16_t*>(experts + (has_token ? token : 0));
   if (threadIdx.x <= kFewTopk) {
     const int k = threadIdx.x;
-    int32_t row = 0;
+    uint32_t sum = 0;
 #pragma unroll 1
-    for (int i = 0; i < warps; ++i) row += sums[k][i];
+    for (int i = 0; i < warps; ++i) sum += sums[k / 2][i];
+    auto row = static_cast<int32_t>(sum);
     if (k < kFewTopk) {
-      const int32_t expert = has_token && k < work.topk ? experts[own_slot + k] : kNone;
+      const int32_t expert = has_token ? own_experts[k] : kNone;
+      row = static_cast<int32_t>(k % 2 == 0 ? sum & 0xFFFF : sum >> 16);
 #pragma unroll 1
-      for (int other = 0; other < k; ++other) row += expert != kNone && experts[own_slot + other] == expert;
+      for (int other = 0; other < k; ++other) row += expert != kNone && own_experts[other] == expert;
       if (expert == kNone || row >= work.num_rows) row = -1;
     }
     rows[k] = row;
@@ -245,14 +268,14 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
     for (int32_t i = threadIdx.x + blockDim.x; i < scales; i += blockDim.x) row_scale[i] = scale[i];
   }
   if (has_token && part == 0) {
-    if (warp == 0) write_token_maps(work, token, experts + own_slot, rows, prob);
+    if (warp == 0) write_token_maps(work, token, own_experts, rows, prob);
     if (work.rowmap != nullptr) {
 #pragma unroll 1
       for (int32_t expert = threadIdx.x; expert < work.num_experts; expert += blockDim.x) {
         int32_t row = -1;  // a token that names the expert in several slots leaves its last row, the highest one
 #pragma unroll 1
         for (int k = 0; k < work.topk; ++k) {
-          if (experts[own_slot + k] == expert) row = max(row, rows[k]);
+          if (own_experts[k] == expert) row = max(row, rows[k]);
         }
         work.rowmap[int64_t{token} * work.num_experts + expert] = row;
       }
@@ -269,7 +292,7 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
 
 bool has_few_slots(const FusedWork& work) {
   return work.padding_alignment == 1 && work.topk <= kFewTopk && work.num_experts <= kMaxFusedExperts &&
-         int64_t{work.num_tokens} * work.topk <= kFewSlots;
+         work.num_tokens <= (work.row_bytes > 0 ? kFewTokens : kFewTokensAlone);
 }
 
 int launch_few_slots(const FusedWork& work, cudaStream_t stream) {
