@@ -53,14 +53,17 @@ GEMM_METRICS = {
 CASES = (
     ("route:maps", "paddle-production", "fused"),
     ("route_permute:bf16", "tileops-32", "few_slots"),
+    ("route_permute:bf16", "tileops-128", "few_slots"),
     ("route_permute:bf16", "tileops-512", "few_slots"),
     ("route_permute:bf16", "ernie-300b", "fused"),
     ("route_permute:bf16", "ernie-21b", "fused"),
+    ("route_permute:bf16", "dsv3", "fused"),
     ("route_permute:fp8", "dsv3", "fused"),
     ("route_permute:fp8", "ernie-21b", "move_pieces"),
     ("moe_permute:bf16", "paddle-production", "move_pieces"),
     ("permute_quantized:row", "ernie-300b", "quantize_rows"),
     ("unpermute:weighted", "tileops-32", "sum_rows_by_warps"),
+    ("unpermute:weighted", "tileops-128", "sum_rows_by_warps"),
     ("unpermute:weighted", "tileops-512", "sum_rows_by_warps"),
     ("unpermute:plain", "ernie-21b", "sum_rows_by_warps"),
     ("unpermute:weighted", "paddle-production", "sum_rows_by_tiles"),
@@ -145,10 +148,10 @@ def main() -> int:
             machine, lines = run()
             if index == 0:
                 facts = {name: machine[name] for name in ("gpu", "driver", "cuda", "date")}
-                file.write(json.dumps({"machine": True, **facts, "commit": arguments.commit}) + "\n")
+                lines.insert(0, {"machine": True, **facts, "commit": arguments.commit})
             for line in lines:
-                file.write(json.dumps(line) + "\n")
-                print(json.dumps(line), flush=True)
+                for output in (file, sys.stdout):
+                    print(json.dumps(line), file=output, flush=True)
     return 0
 
 
