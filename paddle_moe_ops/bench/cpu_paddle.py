@@ -88,6 +88,29 @@ class PaddleInputs:
         return tensor
 
 
+class _Arrives(paddle.autograd.PyLayer):
+    """Brings a gradient as an operator behind does; of one that is given to `paddle.grad` Paddle makes a copy first."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, d_out: Tensor) -> Tensor:
+        ctx.d_out = d_out
+        return paddle.zeros([1])
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.d_out, None
+
+
+def _gradients(out: Tensor, d_out: Tensor, leaves: dict[str, Tensor]) -> Body:
+    """The gradient alone: the forward call has been made, and its graph is kept."""
+    end = _Arrives.apply(out, d_out)
+
+    def run() -> Outputs:
+        return dict(zip(leaves, paddle.grad(end, list(leaves.values()), retain_graph=True), strict=True))
+
+    return Body(run)
+
+
 def paddle_implementations() -> list[Implementation]:
     return [
         _implementation(PUBLIC, _PUBLIC_BODIES),
@@ -192,18 +215,12 @@ def _public_moe_unpermute(operation: Operation, inputs: PaddleInputs) -> Body:
 
 
 def _public_unpermute_backward(operation: Operation, inputs: PaddleInputs) -> Body:
-    """The gradient alone: the forward call is made once, and its graph is kept."""
     variant = operation.variant
     rows = inputs.leaf("rows", variant != "dprob")
     weights = inputs.leaf("row_probs", variant in ("weighted", "dprob"))
     out = paddle_moe_ops.unpermute(rows, inputs.plan, None if variant == "plain" else weights)
     wanted = {name: leaf for name, leaf in (("d_rows", rows), ("d_weights", weights)) if not leaf.stop_gradient}
-    d_out = as_tensor(inputs.arrays.d_out)
-
-    def run() -> Outputs:
-        return dict(zip(wanted, paddle.grad(out, list(wanted.values()), d_out, retain_graph=True), strict=True))
-
-    return Body(run)
+    return _gradients(out, as_tensor(inputs.arrays.d_out), wanted)
 
 
 def _public_sort_chunks(operation: Operation, inputs: PaddleInputs) -> Body:
@@ -217,12 +234,7 @@ def _public_sort_chunks(operation: Operation, inputs: PaddleInputs) -> Body:
             return {"sorted_rows": out, "source_to_dest": source_to_dest}
 
         return Body(run)
-    out, d_out = paddle_moe_ops.sort_chunks(rows, sizes, order)[0], rows.detach()
-
-    def run_backward() -> Outputs:
-        return {"sorted_rows": paddle.grad([out], [rows], [d_out], retain_graph=True)[0]}
-
-    return Body(run_backward)
+    return _gradients(paddle_moe_ops.sort_chunks(rows, sizes, order)[0], rows.detach(), {"sorted_rows": rows})
 
 
 def _public_topk(_: Operation, inputs: PaddleInputs) -> Body:
@@ -374,9 +386,8 @@ def _plain_unpermute_backward(operation: Operation, inputs: PaddleInputs) -> Bod
             outputs.append(paddle.bmm(wide.unsqueeze(1), rows.astype("float32").unsqueeze(2)).flatten())
         return tuple(outputs)
 
-    leaves = [inputs.leaf("rows" if name == "d_rows" else "row_probs") for name in wanted]
-    out = _PlainGradient.apply(gradient, d_out, *leaves)
-    return Body(lambda: dict(zip(wanted, paddle.grad(out, leaves, d_out, retain_graph=True), strict=True)))
+    leaves = {name: inputs.leaf("rows" if name == "d_rows" else "row_probs") for name in wanted}
+    return _gradients(_PlainGradient.apply(gradient, d_out, *leaves.values()), d_out, leaves)
 
 
 def _plain_sort_chunks(operation: Operation, inputs: PaddleInputs) -> Body:
