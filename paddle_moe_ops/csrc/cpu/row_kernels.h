@@ -12,6 +12,10 @@
 namespace pmo {
 namespace cpu {
 
+// A weight as the kernels want it. Any NaN will do, and one whose low half is zero makes every NaN that arithmetic makes of it and of
+// bfloat16 rows have one: rounding to bfloat16 then needs no case for NaN.
+inline float with_plain_nan(float weight) { return weight == weight ? weight : __builtin_nanf(""); }
+
 // Rows that lie anywhere in memory.
 struct RowList {
   const void* const* rows;
@@ -31,6 +35,8 @@ struct DotTerms {
 
 // `next` names rows that the caller needs after this call: their lines are asked for while the present ones are worked on, since
 // no processor foresees where the rows of the next token lie. It may be empty.
+//
+// `weights` have passed with_plain_nan.
 //
 // `streams` writes past the caches (cpu/streaming.h): the output must then consist of whole lines, kLineBytes long and aligned.
 struct RowKernels {

@@ -6,6 +6,7 @@
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "common/scales.h"
 #include "cpu/row_kernels.h"
@@ -58,11 +59,30 @@ struct Line {
     const __m256i* halves = reinterpret_cast<const __m256i*>(from);
     return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
   }
+
+  static constexpr int64_t column(Float32, int64_t, int64_t lane) { return lane; }
+  static void unpack(Float32, const char* from, Lanes* lanes) { lanes[0] = Lanes::load(Float32(), from); }
   static Line pack(Float32, const Lanes* lanes) {
     return {_mm256_castps_si256(lanes[0].low), _mm256_castps_si256(lanes[0].high)};
   }
+
+  static constexpr int64_t column(Float16, int64_t half, int64_t lane) { return half * 16 + lane; }
+  static void unpack(Float16, const char* from, Lanes* lanes) {
+    lanes[0] = Lanes::load(Float16(), from);
+    lanes[1] = Lanes::load(Float16(), from + kLineBytes / 2);
+  }
   static Line pack(Float16, const Lanes* lanes) { return {to_float16(lanes[0]), to_float16(lanes[1])}; }
-  static Line pack(BFloat16, const Lanes* lanes) { return {to_bfloat16(lanes[0]), to_bfloat16(lanes[1])}; }
+
+  // Every other column: a pair of them is a shift and a mask away from float32, and nothing has to cross the register.
+  static constexpr int64_t column(BFloat16, int64_t odd, int64_t lane) { return 2 * lane + odd; }
+  static void unpack(BFloat16, const char* from, Lanes* lanes) {
+    const Line pairs = load(from);
+    lanes[0] = {even_columns(pairs.low), even_columns(pairs.high)};
+    lanes[1] = {odd_columns(pairs.low), odd_columns(pairs.high)};
+  }
+  static Line pack(BFloat16, const Lanes* lanes) {
+    return {to_pairs(lanes[0].low, lanes[1].low), to_pairs(lanes[0].high, lanes[1].high)};
+  }
 
   void store(char* to) const {
     __m256i* halves = reinterpret_cast<__m256i*>(to);
@@ -79,15 +99,18 @@ struct Line {
     return _mm256_set_m128i(_mm256_cvtps_ph(lanes.high, _MM_FROUND_TO_NEAREST_INT),
                             _mm256_cvtps_ph(lanes.low, _MM_FROUND_TO_NEAREST_INT));
   }
-  static __m256i to_bfloat16(const Lanes& lanes) {
-    // The pack works within halves of 128 bits, which leaves the middle quarters in each other's place.
-    return _mm256_permute4x64_epi64(_mm256_packus_epi32(round(lanes.low), round(lanes.high)), 0xD8);
+  static __m256 even_columns(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+  static __m256 odd_columns(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
   }
-  // The bits of bfloat16 values, one in each 32: nearest, ties to even.
-  static __m256i round(__m256 values) {
+  static __m256i to_pairs(__m256 even, __m256 odd) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(rounded(even), 16), rounded(odd), 0xAA);
+  }
+  // The high halves are the nearest bfloat16 values, ties to even.
+  static __m256i rounded(__m256 values) {
     const __m256i bits = _mm256_castps_si256(values);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
+    return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
   }
 };
 

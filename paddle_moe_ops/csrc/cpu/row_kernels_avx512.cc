@@ -6,6 +6,7 @@
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "common/scales.h"
 #include "cpu/row_kernels.h"
@@ -46,27 +47,39 @@ struct Lanes {
   static __m256i load_half(const char* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 };
 
-// Places of the low halves of 32 numbers that fill two registers.
-alignas(64) constexpr uint16_t kLowHalves[] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
-                                               32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
-
 struct Line {
   __m512i bits;
 
+  static constexpr __mmask32 kOdd = 0xAAAAAAAA;
+
   static Line load(const char* from) { return {_mm512_loadu_si512(from)}; }
+
+  static constexpr int64_t column(Float32, int64_t, int64_t lane) { return lane; }
+  static void unpack(Float32, const char* from, Lanes* lanes) { lanes[0] = Lanes::load(Float32(), from); }
   static Line pack(Float32, const Lanes* lanes) { return {_mm512_castps_si512(lanes[0].values)}; }
+
+  static constexpr int64_t column(Float16, int64_t half, int64_t lane) { return half * 16 + lane; }
+  static void unpack(Float16, const char* from, Lanes* lanes) {
+    lanes[0] = Lanes::load(Float16(), from);
+    lanes[1] = Lanes::load(Float16(), from + kLineBytes / 2);
+  }
   static Line pack(Float16, const Lanes* lanes) {
     const __m512i low = _mm512_castsi256_si512(to_float16(lanes[0]));
     return {_mm512_inserti64x4(low, to_float16(lanes[1]), 1)};
   }
+
+  // Every other column: a pair of them is a shift and a mask away from float32, and nothing has to cross the register.
+  static constexpr int64_t column(BFloat16, int64_t odd, int64_t lane) { return 2 * lane + odd; }
+  static void unpack(BFloat16, const char* from, Lanes* lanes) {
+    const __m512i pairs = _mm512_loadu_si512(from);
+    lanes[0].values = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    lanes[1].values = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
+  }
   // The high halves of the lanes, rounded to nearest, ties to even, by integer arithmetic: the instruction for it flushes subnormals.
   static Line pack(BFloat16, const Lanes* lanes) {
-    const __m512i first = _mm512_castps_si512(lanes[0].values);
-    const __m512i second = _mm512_castps_si512(lanes[1].values);
-    const __m512i low_places = _mm512_load_si512(kLowHalves);
-    const __m512i high_places = _mm512_or_si512(low_places, _mm512_set1_epi16(1));
-    const __m512i high = _mm512_permutex2var_epi16(first, high_places, second);
-    const __m512i low = _mm512_permutex2var_epi16(first, low_places, second);
+    const __m512i even = _mm512_castps_si512(lanes[0].values), odd = _mm512_castps_si512(lanes[1].values);
+    const __m512i high = _mm512_mask_mov_epi16(_mm512_srli_epi32(even, 16), kOdd, odd);
+    const __m512i low = _mm512_mask_mov_epi16(even, kOdd, _mm512_slli_epi32(odd, 16));
     // Beyond the middle, or on it and the high half is odd: low | (high & 1) > 0x8000.
     const __m512i rest = _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi16(1), 0xF8);
     const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, _mm512_set1_epi16(static_cast<int16_t>(0x8000)));

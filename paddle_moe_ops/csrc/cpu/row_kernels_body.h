@@ -7,34 +7,50 @@
 // merges inline functions) and after all standard headers (so that none of their code is compiled for the variant's target).
 // The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of the output).
 //
-// Sums run over strips of columns that stay in registers while all rows of a token pass, so each row is read once and the output
-// is written once.
+// Rows are worked on in strips of a few lines, written out one after the other by the compiler: a loop that asks at every line how far
+// it has come, and reads its pointers again because a store could have changed them, has no time left for the memory as soon as
+// another thread shares the core. Sums stay in registers while all rows of a token pass, so each row is read once and the output is
+// written once.
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kStripColumns = 4 * kLanes;
-static_assert(kStripColumns == kLineBytes, "a strip of bytes is a line");
 constexpr int64_t kAheadBytes = 2048;  // of each row: enough to hide the memory's latency, few enough for the first-level cache
+constexpr int64_t kLinesOfOneRow = 4;
+constexpr int64_t kLinesOfSomeRows = 2;  // of each: the sums take registers, and many prefetches at once wait for each other
 
 template <typename Element>
 constexpr int64_t kLineColumns = kLineBytes / Element::kBytes;
 template <typename Element>
 constexpr int64_t kLanesOfLine = kLineColumns<Element> / kLanes;
 
-template <typename Element>
-inline const char* element_at(const void* row, int64_t column) {
-  return static_cast<const char*>(row) + column * Element::kBytes;
+inline const char* byte_at(const void* row, int64_t place) { return static_cast<const char*>(row) + place; }
+inline char* byte_at(void* row, int64_t place) { return static_cast<char*>(row) + place; }
+
+template <int64_t kLines>
+using Lines = std::integral_constant<int64_t, kLines>;
+
+// Asks for what follows a place by kAheadBytes: a strip of the same rows, or behind their end of the next ones. `end` is where the
+// strips of a row end. Inlined always: GCC takes a function that only prefetches for one without effect, and drops its calls.
+template <int64_t kLines>
+__attribute__((always_inline)) inline void prefetch_ahead(const RowList& rows, const RowList& next, int64_t place, int64_t end) {
+  const int64_t ahead = place + std::min(kAheadBytes, end);
+  const RowList& list = ahead < end ? rows : next;
+  for (int64_t i = 0; i < list.count; ++i) {
+    const char* strip = byte_at(list.rows[i], ahead < end ? ahead : ahead - end);
+    for (int64_t line = 0; line < kLines; ++line) __builtin_prefetch(strip + line * kLineBytes, 0, 3);
+  }
 }
 
-// Asks for what follows `column` by kAheadBytes: lines of the same rows, or behind their end of the next ones. `end` is where the
-// strips of a row end. Inlined always: GCC takes a function that only prefetches for one without effect, and drops its calls.
-template <typename Element>
-__attribute__((always_inline)) inline void prefetch_ahead(const RowList& rows, const RowList& next, int64_t column, int64_t end) {
-  const int64_t place = column + std::min(kAheadBytes / Element::kBytes, end);
-  const RowList& list = place < end ? rows : next;
-  for (int64_t i = 0; i < list.count; ++i) {
-    const char* strip = element_at<Element>(list.rows[i], place < end ? place : place - end);
-    for (int64_t byte = 0; byte < kStripColumns * Element::kBytes; byte += kLineBytes) __builtin_prefetch(strip + byte, 0, 3);
+// Calls work(Lines, place) for the strips of kLines lines of a row, then for single lines, and returns where the last whole one ends.
+template <int64_t kLines, typename Work>
+__attribute__((always_inline)) inline int64_t for_lines(const RowList& rows, const RowList& next, int64_t row_bytes, Work work) {
+  const int64_t end = row_bytes / (kLines * kLineBytes) * (kLines * kLineBytes);
+  int64_t place = 0;
+  for (; place < end; place += kLines * kLineBytes) {
+    prefetch_ahead<kLines>(rows, next, place, end);
+    work(Lines<kLines>(), place);
   }
+  for (; place + kLineBytes <= row_bytes; place += kLineBytes) work(Lines<1>(), place);
+  return place;
 }
 
 template <typename Element>
@@ -42,81 +58,69 @@ inline Lanes load_lanes(const char* from, int64_t index) {
   return Lanes::load(Element(), from + index * kLanes * Element::kBytes);
 }
 
-// Weights enter through here. Any NaN will do, and one whose low half is zero makes every NaN that arithmetic makes of it and of
-// bfloat16 rows have one: rounding to bfloat16 then needs no case for NaN.
-inline Lanes splat_weight(float weight) { return Lanes::splat(weight == weight ? weight : __builtin_nanf("")); }
-
-// The last columns of a row, fewer than a line holds.
+// What of a row follows its last whole line.
 template <typename Element>
-struct Columns {
-  const int64_t first;
-  const int64_t count;
+struct Tail {
+  const int64_t place;
+  const int64_t bytes;
   char padded[kLineBytes] = {};
 
-  Columns(int64_t column, int64_t hidden) : first(column), count(hidden - column) {}
+  Tail(int64_t end_of_lines, int64_t hidden) : place(end_of_lines), bytes(hidden * Element::kBytes - end_of_lines) {}
 
   // These columns of a row as a whole line with zeros at its end; valid until the next call.
   const char* of(const void* row) {
-    std::memcpy(padded, element_at<Element>(row, first), count * Element::kBytes);
+    std::memcpy(padded, byte_at(row, place), bytes);
     return padded;
   }
 
   void write(const Line& line, void* row) const {
     char whole[kLineBytes];
     line.store(whole);
-    std::memcpy(static_cast<char*>(row) + first * Element::kBytes, whole, count * Element::kBytes);
+    std::memcpy(byte_at(row, place), whole, bytes);
   }
 };
 
-template <bool kWeighted>
-inline Lanes add_row(const Lanes& sum, const Lanes& row, const Lanes& weight) {
-  return kWeighted ? Lanes::fma(row, weight, sum) : Lanes::add(sum, row);
+template <bool kStreams>
+inline void put_line(const Line& line, char* to) {
+  kStreams ? line.stream(to) : line.store(to);
 }
 
-template <typename Element, bool kWeighted, int64_t kCount>
-inline void sum_lanes(const RowList& rows, const float* weights, int64_t column, Lanes* sums) {
+// The sums of kLines lines of all rows; row_at(i) is where they begin in row i.
+template <typename Element, bool kWeighted, int64_t kLines, typename RowAt>
+inline void sum_lines(int64_t count, RowAt row_at, const float* weights, Lanes* sums) {
+  constexpr int64_t kCount = kLines * kLanesOfLine<Element>;
   for (int64_t j = 0; j < kCount; ++j) sums[j] = Lanes::splat(-0.0f);
-  for (int64_t i = 0; i < rows.count; ++i) {
-    const Lanes weight = splat_weight(kWeighted ? weights[i] : 0.0f);
-    const char* row = element_at<Element>(rows.rows[i], column);
-    for (int64_t j = 0; j < kCount; ++j) sums[j] = add_row<kWeighted>(sums[j], load_lanes<Element>(row, j), weight);
-  }
-}
-
-template <typename Element, bool kStreams, int64_t kCount>
-inline void put_lanes(const Lanes* lanes, char* to) {
-  for (int64_t j = 0; j < kCount; j += kLanesOfLine<Element>, to += kLineBytes) {
-    const Line line = Line::pack(Element(), lanes + j);
-    kStreams ? line.stream(to) : line.store(to);
+  for (int64_t i = 0; i < count; ++i) {
+    const char* row = row_at(i);
+    Lanes lanes[kCount];
+    for (int64_t line = 0; line < kLines; ++line) {
+      Line::unpack(Element(), row + line * kLineBytes, lanes + line * kLanesOfLine<Element>);
+    }
+    if (kWeighted) {
+      const Lanes weight = Lanes::splat(weights[i]);
+      for (int64_t j = 0; j < kCount; ++j) sums[j] = Lanes::fma(lanes[j], weight, sums[j]);
+    } else {
+      for (int64_t j = 0; j < kCount; ++j) sums[j] = Lanes::add(sums[j], lanes[j]);
+    }
   }
 }
 
 template <typename Element, bool kWeighted, bool kStreams>
 void sum_strips(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, void* out) {
-  constexpr int64_t kStripLanes = kStripColumns / kLanes;
   constexpr int64_t kLineLanes = kLanesOfLine<Element>;
-  char* to = static_cast<char*>(out);
-  Lanes sums[kStripLanes];
-  const int64_t end = hidden / kStripColumns * kStripColumns;
-  int64_t column = 0;
-  for (; column < end; column += kStripColumns) {
-    prefetch_ahead<Element>(rows, next, column, end);
-    sum_lanes<Element, kWeighted, kStripLanes>(rows, weights, column, sums);
-    put_lanes<Element, kStreams, kStripLanes>(sums, to + column * Element::kBytes);
-  }
-  for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
-    sum_lanes<Element, kWeighted, kLineLanes>(rows, weights, column, sums);
-    put_lanes<Element, kStreams, kLineLanes>(sums, to + column * Element::kBytes);
-  }
-  if (column == hidden) return;
-  Columns<Element> columns(column, hidden);
-  for (int64_t j = 0; j < kLineLanes; ++j) sums[j] = Lanes::splat(-0.0f);
-  for (int64_t i = 0; i < rows.count; ++i) {
-    const char* row = columns.of(rows.rows[i]);
-    const Lanes weight = splat_weight(kWeighted ? weights[i] : 0.0f);
-    for (int64_t j = 0; j < kLineLanes; ++j) sums[j] = add_row<kWeighted>(sums[j], load_lanes<Element>(row, j), weight);
-  }
-  columns.write(Line::pack(Element(), sums), out);
+  const int64_t row_bytes = hidden * Element::kBytes;
+  const int64_t end = for_lines<kLinesOfSomeRows>(rows, next, row_bytes, [&](auto lines, int64_t place) {
+    Lanes sums[lines * kLineLanes];
+    sum_lines<Element, kWeighted, lines>(rows.count, [&](int64_t i) { return byte_at(rows.rows[i], place); }, weights, sums);
+    for (int64_t line = 0; line < lines; ++line) {
+      put_line<kStreams>(Line::pack(Element(), sums + line * kLineLanes), byte_at(out, place + line * kLineBytes));
+    }
+  });
+  if (end == row_bytes) return;
+  Tail<Element> tail(end, hidden);
+  Lanes sums[kLineLanes];
+  sum_lines<Element, kWeighted, 1>(rows.count, [&](int64_t i) { return tail.of(rows.rows[i]); }, weights, sums);
+  tail.write(Line::pack(Element(), sums), out);
 }
 
 template <typename Element>
@@ -137,21 +141,20 @@ inline Line scaled_line(const Lanes* lanes, const Lanes& factor) {
 template <typename Element, bool kStreams>
 void scale_lines(const void* in, const RowList& next, float weight, int64_t hidden, void* out) {
   const RowList rows = {&in, 1};
-  const Lanes factor = splat_weight(weight);
-  const int64_t end = hidden / kStripColumns * kStripColumns;
+  const char* from = static_cast<const char*>(in);
+  const Lanes factor = Lanes::splat(weight);
+  const int64_t row_bytes = hidden * Element::kBytes;
   Lanes lanes[kLanesOfLine<Element>];
-  int64_t column = 0;
-  for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
-    if (column % kStripColumns == 0 && column < end) prefetch_ahead<Element>(rows, next, column, end);
-    for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) lanes[j] = load_lanes<Element>(element_at<Element>(in, column), j);
-    const Line line = scaled_line<Element>(lanes, factor);
-    char* to = static_cast<char*>(out) + column * Element::kBytes;
-    kStreams ? line.stream(to) : line.store(to);
-  }
-  if (column == hidden) return;
-  Columns<Element> columns(column, hidden);
-  for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) lanes[j] = load_lanes<Element>(columns.of(in), j);
-  columns.write(scaled_line<Element>(lanes, factor), out);
+  const int64_t end = for_lines<kLinesOfOneRow>(rows, next, row_bytes, [&](auto lines, int64_t place) {
+    for (int64_t line = 0; line < lines; ++line, place += kLineBytes) {
+      Line::unpack(Element(), from + place, lanes);
+      put_line<kStreams>(scaled_line<Element>(lanes, factor), byte_at(out, place));
+    }
+  });
+  if (end == row_bytes) return;
+  Tail<Element> tail(end, hidden);
+  Line::unpack(Element(), tail.of(in), lanes);
+  tail.write(scaled_line<Element>(lanes, factor), out);
 }
 
 template <typename Element>
@@ -182,43 +185,51 @@ struct DotRows {
   RowList list() const { return {rows, count}; }
 };
 
-// kCount dot products from the `first` term on. Element j is added to lane j % 16; a lane without a last element keeps its
-// bits.
+// kCount dot products from the `first` term on; with kShared all of them have the same a. Element j is added to lane j % 16; a lane
+// without a last element keeps its bits.
 template <typename Element, int64_t kCount, bool kScales, bool kShared>
-void dot_some(const DotTerms& terms, int64_t first, const RowList& rows, const RowList& next, int64_t hidden, float* products) {
+void dot_some(const DotTerms& terms, int64_t first, const RowList& prefetched, const RowList& next, int64_t hidden,
+              float* products) {
   constexpr int64_t kLineLanes = kLanesOfLine<Element>;
-  const int64_t end = hidden / kStripColumns * kStripColumns;
-  Lanes sums[kCount];
-  for (int64_t i = 0; i < kCount; ++i) sums[i] = Lanes::splat(0.0f);
-  int64_t column = 0;
-  for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
-    if (column % kStripColumns == 0 && column < end) prefetch_ahead<Element>(rows, next, column, end);
-    Lanes factors[kLineLanes];
-    const auto load_factors = [&](int64_t i) {
-      const char* a = element_at<Element>(terms.a[first + i], column);
-      for (int64_t j = 0; j < kLineLanes; ++j) factors[j] = load_lanes<Element>(a, j);
-    };
-    load_factors(0);
-    for (int64_t i = 0; i < kCount; ++i) {
-      const char* row = element_at<Element>(terms.rows[first + i], column);
-      if (i > 0 && !kShared) load_factors(i);
-      for (int64_t j = 0; j < kLineLanes; ++j) sums[i] = Lanes::fma(factors[j], load_lanes<Element>(row, j), sums[i]);
-      if (!kScales) continue;
-      char* out = static_cast<char*>(terms.outs[first + i]) + column * Element::kBytes;
-      scaled_line<Element>(factors, splat_weight(terms.weights[first + i])).stream(out);
-    }
+  const void *a[kCount], *rows[kCount];
+  void* outs[kCount];
+  Lanes weights[kCount], sums[kCount];
+  for (int64_t i = 0; i < kCount; ++i) {
+    a[i] = terms.a[first + i];
+    rows[i] = terms.rows[first + i];
+    outs[i] = terms.outs[first + i];
+    weights[i] = Lanes::splat(terms.weights[first + i]);
+    sums[i] = Lanes::splat(0.0f);
   }
-  Columns<Element> columns(column, hidden);
+  const int64_t end = for_lines<kLinesOfSomeRows>(prefetched, next, hidden * Element::kBytes, [&](auto lines, int64_t place) {
+    for (int64_t line = 0; line < lines; ++line, place += kLineBytes) {
+      Lanes factors[kLineLanes], to_scale[kLineLanes];
+      const auto load_factors = [&](const char* from) {
+        for (int64_t j = 0; j < kLineLanes; ++j) factors[j] = load_lanes<Element>(from, j);
+        if (kScales) Line::unpack(Element(), from, to_scale);
+      };
+      load_factors(byte_at(a[0], place));
+      for (int64_t i = 0; i < kCount; ++i) {
+        if (i > 0 && !kShared) load_factors(byte_at(a[i], place));
+        for (int64_t j = 0; j < kLineLanes; ++j) {
+          sums[i] = Lanes::fma(factors[j], load_lanes<Element>(byte_at(rows[i], place), j), sums[i]);
+        }
+        if (kScales) scaled_line<Element>(to_scale, weights[i]).stream(byte_at(outs[i], place));
+      }
+    }
+  });
+  Tail<Element> tail(end, hidden);
+  const int64_t columns = tail.bytes / Element::kBytes;
   for (int64_t i = 0; i < kCount; ++i) {
     float lanes[kLanes], left[kLineColumns<Element>], right[kLineColumns<Element>];
     sums[i].get(lanes);
-    if (columns.count > 0) {
-      const char* a = columns.of(terms.a[first + i]);
-      for (int64_t j = 0; j < kLineLanes; ++j) load_lanes<Element>(a, j).get(left + j * kLanes);
-      const char* row = columns.of(terms.rows[first + i]);
-      for (int64_t j = 0; j < kLineLanes; ++j) load_lanes<Element>(row, j).get(right + j * kLanes);
+    if (columns > 0) {
+      tail.of(a[i]);
+      for (int64_t j = 0; j < kLineLanes; ++j) load_lanes<Element>(tail.padded, j).get(left + j * kLanes);
+      tail.of(rows[i]);
+      for (int64_t j = 0; j < kLineLanes; ++j) load_lanes<Element>(tail.padded, j).get(right + j * kLanes);
     }
-    for (int64_t j = 0; j < columns.count; ++j) lanes[j % kLanes] = __builtin_fmaf(left[j], right[j], lanes[j % kLanes]);
+    for (int64_t j = 0; j < columns; ++j) lanes[j % kLanes] = __builtin_fmaf(left[j], right[j], lanes[j % kLanes]);
     products[first + i] = add_up(lanes);
   }
 }
@@ -272,7 +283,7 @@ template <typename Element>
 void quantize_row(const void* in, int64_t hidden, float amax_min, bool ue8m0, uint8_t* codes, float* scales) {
   for (int64_t column = 0; column < hidden; column += kGroupColumns) {
     const int64_t count = std::min(kGroupColumns, hidden - column);
-    const char* from = element_at<Element>(in, column);
+    const char* from = byte_at(in, column * Element::kBytes);
     char padded_in[kGroupColumns * Element::kBytes] = {};
     uint8_t padded_codes[kGroupColumns];
     if (count < kGroupColumns) {
@@ -299,13 +310,13 @@ inline float from_e4m3(uint32_t code) {
 
 template <typename Element>
 inline Line dequantized_line(const uint8_t* codes, float scale) {
-  float values[kLineColumns<Element>];
-  for (int64_t i = 0; i < kLineColumns<Element>; ++i) values[i] = from_e4m3(codes[i]);
   Lanes lanes[kLanesOfLine<Element>];
   for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) {
-    lanes[j] = load_lanes<Float32>(reinterpret_cast<const char*>(values), j);
+    float values[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) values[lane] = from_e4m3(codes[Line::column(Element(), j, lane)]);
+    lanes[j] = load_lanes<Float32>(reinterpret_cast<const char*>(values), 0);
   }
-  return scaled_line<Element>(lanes, splat_weight(scale));
+  return scaled_line<Element>(lanes, Lanes::splat(with_plain_nan(scale)));
 }
 
 template <typename Element, bool kStreams>
@@ -313,15 +324,13 @@ void dequantize_lines(const uint8_t* codes, const float* scales, int64_t hidden,
   static_assert(kGroupColumns % kLineColumns<Element> == 0, "the elements of a line share a scale");
   int64_t column = 0;
   for (; column + kLineColumns<Element> <= hidden; column += kLineColumns<Element>) {
-    const Line line = dequantized_line<Element>(codes + column, scales[column / kGroupColumns]);
-    char* to = static_cast<char*>(out) + column * Element::kBytes;
-    kStreams ? line.stream(to) : line.store(to);
+    put_line<kStreams>(dequantized_line<Element>(codes + column, scales[column / kGroupColumns]),
+                       byte_at(out, column * Element::kBytes));
   }
   if (column == hidden) return;
   uint8_t padded[kLineColumns<Element>] = {};
   std::memcpy(padded, codes + column, hidden - column);
-  const Columns<Element> columns(column, hidden);
-  columns.write(dequantized_line<Element>(padded, scales[column / kGroupColumns]), out);
+  Tail<Element>(column * Element::kBytes, hidden).write(dequantized_line<Element>(padded, scales[column / kGroupColumns]), out);
 }
 
 template <typename Element>
@@ -332,16 +341,17 @@ void dequantize_row(const uint8_t* codes, const float* scales, int64_t hidden, b
 
 // What is less than a line at both ends is stored as usual: a neighbour may write the rest of that line.
 void stream_copy(const void* in, int64_t bytes, const RowList& next, void* out) {
-  const char* from = static_cast<const char*>(in);
-  char* to = static_cast<char*>(out);
-  const RowList rows = {&in, 1};
-  int64_t done = std::min(bytes, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kLineBytes));
-  std::memcpy(to, from, done);
-  for (; done + kLineBytes <= bytes; done += kLineBytes) {
-    prefetch_ahead<Byte>(rows, next, done, bytes);
-    Line::load(from + done).stream(to + done);
-  }
-  std::memcpy(to + done, from + done, bytes - done);
+  const int64_t head = std::min(bytes, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out) % kLineBytes));
+  std::memcpy(out, in, head);
+  const void* from = byte_at(in, head);
+  char* to = byte_at(out, head);
+  const RowList rows = {&from, 1};
+  const int64_t end = for_lines<kLinesOfOneRow>(rows, next, bytes - head, [&](auto lines, int64_t place) {
+    Line copied[lines];
+    for (int64_t line = 0; line < lines; ++line) copied[line] = Line::load(byte_at(from, place + line * kLineBytes));
+    for (int64_t line = 0; line < lines; ++line) copied[line].stream(to + place + line * kLineBytes);
+  });
+  std::memcpy(to + end, byte_at(from, end), bytes - head - end);
 }
 
 template <typename Element>

@@ -6,6 +6,7 @@
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -72,6 +73,16 @@ struct Line {
     Line line;
     std::memcpy(line.bytes, from, kLineBytes);
     return line;
+  }
+
+  template <typename Element>
+  static constexpr int64_t column(Element, int64_t j, int64_t lane) {
+    return j * 16 + lane;
+  }
+  template <typename Element>
+  static void unpack(Element, const char* from, Lanes* lanes) {
+    constexpr int64_t kLanesBytes = 16 * Element::kBytes;
+    for (int64_t j = 0; j < kLineBytes / kLanesBytes; ++j) lanes[j] = Lanes::load(Element(), from + j * kLanesBytes);
   }
   static Line pack(Float32, const Lanes* lanes) { return load(reinterpret_cast<const char*>(lanes[0].values)); }
   static Line pack(Float16, const Lanes* lanes) { return pack_halves(lanes, Float16Rows::store); }

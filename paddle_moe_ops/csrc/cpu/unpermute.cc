@@ -31,7 +31,7 @@ int64_t weight_place(const Params& p, int64_t row) {
 template <typename Params>
 float weight_of(const Params& p, int64_t row) {
   const int64_t place = weight_place(p, row);
-  return place < 0 ? 0.0f : p.weights[place];
+  return place < 0 ? 0.0f : with_plain_nan(p.weights[place]);
 }
 
 // The usable rows of one token, gathered for the row kernels.
