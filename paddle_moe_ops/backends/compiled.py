@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import re
+from collections.abc import Callable, Sequence
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, ClassVar
 
 import paddle
 from paddle import Tensor
 
-from .. import _build_check, _env
+from .. import _build_check, _checks, _env
 from .base import (
     OPERATORS,
     MoePermuteSpec,
@@ -35,6 +38,8 @@ _FILL = {"all": 3, "meta": 2, "none": 0}
 _CHECKS = {Validation.OFF: 0, Validation.DATA: 1 | 2 | 4, Validation.ALL: 1 | 2 | 4 | 8}
 _COUNTED, _COUNTS_IN_LIST, _COUNTS_IN_TENSOR = range(3)
 
+_direct: dict[str, Callable[..., tuple[Tensor, ...]]] = {}  # without the machinery that gradients and graphs need
+
 _FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dtypes takes longer than a hash
 
 
@@ -50,7 +55,8 @@ def _library_problem() -> str | None:
 
     try:
         load_op_meta_info_and_register_op(str(LIBRARY))
-    except (OSError, RuntimeError) as error:
+        _load_direct()
+    except (ImportError, OSError, RuntimeError) as error:
         return f"{LIBRARY.name} does not load: {error}"
     try:
         num_threads = _env.num_threads()
@@ -60,9 +66,37 @@ def _library_problem() -> str | None:
     return None
 
 
-def _run(operator: str, *arguments: Any) -> list[Tensor]:
+def _load_direct() -> None:
+    """Make the operators known that csrc/paddle/direct.h announces: the library is a Python module too."""
+    loader = ExtensionFileLoader("_C_pd_", str(LIBRARY))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    if spec is None:
+        raise ImportError(f"{LIBRARY.name} is no Python module")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    _direct.update((name, function) for name, function in vars(module).items() if not name.startswith("_"))
+
+
+def _needs_paddle(arguments: Sequence[Any], grad_enabled: bool) -> bool:
+    """Whether an argument is a value of a graph, or a tensor whose gradient is wanted."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if grad_enabled and not argument.stop_gradient:
+                return True
+        elif _checks.is_graph_value(argument):
+            return True
+    return False
+
+
+def _run(operator: str, *arguments: Any) -> Sequence[Tensor]:
     """Call an operator; what it says of the data arrives as a plain ValueError."""
-    if not paddle.is_grad_enabled():  # which custom operators do not look at
+    grad_enabled = paddle.is_grad_enabled()
+    if not _needs_paddle(arguments, grad_enabled):
+        try:
+            return _direct[operator](*arguments)
+        except RuntimeError:
+            pass  # Paddle's call fails likewise, and knows which exception it is
+    if not grad_enabled:  # which custom operators do not look at
         arguments = tuple(argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments)
     try:
         return paddle._C_ops._run_custom_op(f"pmo_{operator}", *arguments)
@@ -78,7 +112,7 @@ def _run(operator: str, *arguments: Any) -> list[Tensor]:
 
 
 def _stop_gradients(*tensors: Tensor) -> None:
-    """Integer outputs come back as if they could have gradients."""
+    """Integer outputs come back as if they could have gradients, where another output has one."""
     for tensor in tensors:
         tensor.stop_gradient = True
 
@@ -138,7 +172,8 @@ class CompiledBackend:
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
         maps = plan.slot_to_row, plan.token_rows, plan.row_to_token
         rows, scales = self._permute(x, scale, maps, fill_padding)
-        _stop_gradients(scales, *([rows] if x.dtype in _FLOAT8 else []))
+        if not rows.stop_gradient:
+            _stop_gradients(scales, *([rows] if x.dtype in _FLOAT8 else []))
         return rows, scales
 
     def _permute(self, x: Tensor, scale: Tensor | None, maps: Tensors, fill_padding: str) -> Tensors:

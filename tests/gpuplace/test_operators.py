@@ -8,6 +8,8 @@ called raw, inputs are made on the host, and gradients are given explicitly.
 
 from __future__ import annotations
 
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,17 @@ def run() -> Any:
     load_op_meta_info_and_register_op(str(LIBRARY))
     paddle.set_device("gpu:0")
     return paddle.base.core.eager._run_custom_op
+
+
+@pytest.fixture(scope="module")
+def direct(run: Any) -> Any:
+    """The library as a Python module, whose functions are the operators."""
+    loader = ExtensionFileLoader("_C_pd_", str(LIBRARY))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 def on_gpu(array: NDArray, gradient: bool = False) -> Any:
@@ -178,3 +191,18 @@ def test_calculate_topk_and_its_gradient(run: Any, problem: Problem, pre_act: bo
     d_weights, d_scores = (rng.standard_normal(array.shape).astype(dtype) for array in (host_ids, logits))
     backward([weights, scores], [on_gpu(d_weights), on_gpu(d_scores)])
     router.check_gradient(on_host(gating.grad, dtype), host_ids, d_weights, d_scores)
+
+
+def test_operators_called_without_paddles_machinery_give_the_same_bits(run: Any, direct: Any, problem: Problem) -> None:
+    ids, x = on_gpu(problem.ids), on_gpu(problem.x)
+    attributes = problem.E, -1, ALIGNMENT, 0, [], -1, 0, 0
+    outputs = direct.route_with_probs(ids, on_gpu(problem.probs), None, *attributes)
+    for tensor, expected in zip(outputs, problem.plan[:10], strict=True):
+        assert_same_bits(on_host(tensor, expected.dtype), expected)
+    described = problem.H, PHI_DTYPES[problem.dtype]
+    rows, scales = direct.permute(x, on_gpu(problem.scale), *outputs[:3], 3, True, SCALES, 10, *described)
+    expected_rows, expected_scales = reference.permute(problem.x, problem.plan, problem.scale)
+    assert_same_bits(on_host(rows, problem.dtype), expected_rows)
+    assert_same_bits(on_host(scales, np.dtype(np.float32)), expected_scales)
+    with pytest.raises(RuntimeError, match="all tensors must be on one device"):
+        direct.unpermute(rows, outputs[1].cpu(), outputs[2])

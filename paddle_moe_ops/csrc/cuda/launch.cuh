@@ -34,6 +34,13 @@ __device__ inline int32_t sum_over_warp(int32_t value) {
 #endif
 }
 
+// In this order everywhere: halves onto halves.
+__device__ inline float sum_over_warp_by_halves(float value) {
+#pragma unroll
+  for (int step = kWarpSize / 2; step > 0; step /= 2) value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
 __device__ inline uint32_t max_over_warp(uint32_t value) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_max_sync(kAllLanes, value);

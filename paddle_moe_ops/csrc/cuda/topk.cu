@@ -47,20 +47,13 @@ __device__ uint64_t warp_max(uint64_t candidate) {
   return uint64_t{highest} << 32 | max_over_warp(key == highest ? static_cast<uint32_t>(candidate) : 0u);
 }
 
-// The sum of the lanes' values, by halves, in all of them.
-__device__ float sum_of_lanes(float sum) {
-#pragma unroll
-  for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-  return sum;
-}
-
 // The sum of term(i) for i in [0, count), by all lanes of a warp, in the order of common/scoring.h.
 template <typename Term>
 __device__ float lane_sum(int32_t count, Term term) {
   float sum = 0.0f;
 #pragma unroll 4
   for (int32_t i = lane_id(); i < count; i += kWarpSize) sum += term(i);
-  return sum_of_lanes(sum);
+  return sum_over_warp_by_halves(sum);
 }
 
 template <typename Rows>
@@ -165,6 +158,18 @@ __device__ void keep_groups(const pmo_topk_params& p, const Keys& experts, const
   }
 }
 
+// The key by which an expert is chosen; its score goes where scores are asked for.
+template <typename Rows>
+__device__ uint32_t scored_key(const pmo_topk_params& p, const Scoring& scoring, int64_t token, int32_t expert, float logit) {
+  float value = logit;
+  if (p.pre_act != 0 || p.scores != nullptr) {
+    const float score = rounded<Rows>(scoring(logit));
+    if (p.scores != nullptr) put<Rows>(p.scores, token * p.num_experts + expert, score);
+    if (p.pre_act != 0) value = score;
+  }
+  return key_of(p.correction_bias == nullptr ? value : value + p.correction_bias[expert]);
+}
+
 template <typename Rows, bool kShared>
 __global__ void __launch_bounds__(kThreads) choose_experts(pmo_topk_params p, int64_t words_of_warp) {
   extern __shared__ uint32_t shared_words[];
@@ -183,13 +188,7 @@ __global__ void __launch_bounds__(kThreads) choose_experts(pmo_topk_params p, in
     __syncwarp();  // nobody reads the keys of the token before any more
 #pragma unroll 4
     for (int32_t expert = lane; expert < num_experts; expert += kWarpSize) {
-      float value = logit(expert);
-      if (scores_all) {
-        const float score = rounded<Rows>(scoring(value));
-        if (p.scores != nullptr) put<Rows>(p.scores, token * num_experts + expert, score);
-        if (pre_act) value = score;
-      }
-      experts.at(expert) = key_of(p.correction_bias == nullptr ? value : value + p.correction_bias[expert]);
+      experts.at(expert) = scored_key<Rows>(p, scoring, token, expert, logit(expert));
     }
     if (p.topk_groups < p.num_groups) keep_groups(p, experts, groups);
 
@@ -236,21 +235,13 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
     for (int i = 0; i < kKeys; ++i) {
       if (i * kWarpSize + lane < num_experts) scoring.sum += exp_minus(scoring.highest - values[i]);
     }
-    scoring.sum = sum_of_lanes(scoring.sum);
+    scoring.sum = sum_over_warp_by_halves(scoring.sum);
   }
   uint32_t keys[kKeys];
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
     const int32_t expert = i * kWarpSize + lane;
-    keys[i] = 0;
-    if (expert >= num_experts) continue;
-    float value = values[i];
-    if (pre_act || p.scores != nullptr) {
-      const float score = rounded<Rows>(scoring(value));
-      if (p.scores != nullptr) put<Rows>(p.scores, token * num_experts + expert, score);
-      if (pre_act) value = score;
-    }
-    keys[i] = key_of(p.correction_bias == nullptr ? value : value + p.correction_bias[expert]);
+    keys[i] = expert < num_experts ? scored_key<Rows>(p, scoring, token, expert, values[i]) : 0;
   }
 
   int32_t chosen = 0;  // slot k is the business of lane k
@@ -277,12 +268,9 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
   const int64_t own_slot = token * topk + lane;
   if (is_slot) p.ids[own_slot] = chosen;
   const float own = is_slot ? logit(chosen) : -INFINITY;
-  if (!pre_act && !scoring.use_sigmoid) {
-    scoring.highest = warp_max(fmaxf(-INFINITY, own));
-    scoring.sum = sum_of_lanes(is_slot ? exp_minus(scoring.highest - own) : 0.0f);
-  }
-  const float score = is_slot ? rounded<Rows>(scoring(own)) : 0.0f;
-  const float divisor = p.renormalize == 0 ? 1.0f : divisor_of(rounded<Rows>(sum_of_lanes(score)));
+  if (!pre_act) scoring.run_over(topk, [&](int32_t) { return own; });
+  const float score = rounded<Rows>(scoring(own));
+  const float divisor = p.renormalize == 0 ? 1.0f : divisor_of(rounded<Rows>(lane_sum(topk, [&](int32_t) { return score; })));
   if (is_slot) put<Rows>(p.weights, own_slot, score / divisor * p.scaling_factor);
 }
 

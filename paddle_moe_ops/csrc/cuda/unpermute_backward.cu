@@ -126,11 +126,6 @@ __device__ float sum_by_halves(float (&values)[kCount]) {
   return values[0];
 }
 
-__device__ float sum_over_warp_by_halves(float value) {
-  for (int step = kWarpSize / 2; step > 0; step /= 2) value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, step));
-  return value;
-}
-
 // The row that a token's entry names, or -1; all lanes of a warp take part.
 __device__ int32_t row_of_entry(const pmo_unpermute_backward_params& p, int64_t token, int entry) {
   int begin = 0;

@@ -5,6 +5,7 @@
 //
 // Beside Paddle's five outputs it returns the count of dropped slots and the two compact maps that the gradient follows, so that
 // no [T, H] tensor is kept for the backward pass.
+#include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/routing.h"
 
@@ -150,6 +151,7 @@ PD_BUILD_OP(pmo_moe_permute)
     .SetKernelFn(PD_KERNEL(moe_permute))
     .SetInferShapeFn(PD_INFER_SHAPE(moe_permute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(moe_permute_dtypes));
+PMO_DIRECT(moe_permute, moe_permute);
 
 PD_BUILD_GRAD_OP(pmo_moe_permute)
     .Inputs({"slot_to_row", "token_rows", paddle::Grad("hidden_states_unzipped"), paddle::Grad("token_prob_unzipped")})

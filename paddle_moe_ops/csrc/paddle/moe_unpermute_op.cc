@@ -3,6 +3,7 @@
 
 // moe_unpermute: rows back to token order by Paddle's [T, E] rowmap, and the probabilities back to [T, K]. Two operators, because
 // the gradient of the plain sum needs no rows and so must not keep them alive.
+#include "paddle/direct.h"
 #include "paddle/movement.h"
 
 namespace {
@@ -176,6 +177,7 @@ PD_BUILD_OP(pmo_moe_unpermute)
     .SetKernelFn(PD_KERNEL(moe_unpermute))
     .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_dtypes));
+PMO_DIRECT(moe_unpermute, moe_unpermute);
 
 PD_BUILD_GRAD_OP(pmo_moe_unpermute)
     .Inputs({"zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped", paddle::Grad("hidden_states"),
@@ -193,6 +195,7 @@ PD_BUILD_OP(pmo_moe_unpermute_weighted)
     .SetKernelFn(PD_KERNEL(moe_unpermute_weighted))
     .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_dtypes));
+PMO_DIRECT(moe_unpermute_weighted, moe_unpermute_weighted);
 
 PD_BUILD_GRAD_OP(pmo_moe_unpermute_weighted)
     .Inputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped",

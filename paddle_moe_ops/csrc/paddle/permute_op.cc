@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // permute: rows in token order to rows in expert order, by the maps of a plan.
+#include "paddle/direct.h"
 #include "paddle/movement.h"
 
 namespace {
@@ -69,6 +70,7 @@ PD_BUILD_OP(pmo_permute)
     .SetKernelFn(PD_KERNEL(permute))
     .SetInferShapeFn(PD_INFER_SHAPE(permute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(permute_dtypes));
+PMO_DIRECT(permute, permute);
 
 PD_BUILD_GRAD_OP(pmo_permute)
     .Inputs({"token_rows", paddle::Grad("rows")})

@@ -3,6 +3,7 @@
 
 // quantize_1x128: rows in float8 with a scale for each 128 columns; permute_quantized: the same on the way to expert order;
 // dequantize_1x128: back. They have no gradient, since Paddle would cast that of a float8 tensor to float8.
+#include "paddle/direct.h"
 #include "paddle/movement.h"
 
 #ifndef PMO_PADDLE_2  // Paddle before 3.0 has no float8
@@ -69,6 +70,7 @@ PD_BUILD_OP(pmo_quantize_1x128)
     .SetKernelFn(PD_KERNEL(quantize))
     .SetInferShapeFn(PD_INFER_SHAPE(quantize_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(quantize_dtypes));
+PMO_DIRECT(quantize_1x128, quantize);
 
 PD_BUILD_OP(pmo_permute_quantized)
     .Inputs({"x", "slot_to_row", "row_to_token"})
@@ -77,6 +79,7 @@ PD_BUILD_OP(pmo_permute_quantized)
     .SetKernelFn(PD_KERNEL(permute_quantized))
     .SetInferShapeFn(PD_INFER_SHAPE(permute_quantized_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(permute_quantized_dtypes));
+PMO_DIRECT(permute_quantized, permute_quantized);
 
 PD_BUILD_OP(pmo_dequantize_1x128)
     .Inputs({"codes", "scales"})
@@ -85,5 +88,6 @@ PD_BUILD_OP(pmo_dequantize_1x128)
     .SetKernelFn(PD_KERNEL(dequantize))
     .SetInferShapeFn(PD_INFER_SHAPE(dequantize_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(dequantize_dtypes));
+PMO_DIRECT(dequantize_1x128, dequantize);
 
 #endif

@@ -3,6 +3,7 @@
 
 // route: a Plan of compact maps from expert ids or a mask. Two operators, with and without probabilities: an optional input would
 // be lost where it has no elements, because Paddle takes such a tensor for a missing one.
+#include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/routing.h"
 
@@ -146,6 +147,7 @@ PD_BUILD_OP(pmo_route)
     .SetKernelFn(PD_KERNEL(route))
     .SetInferShapeFn(PD_INFER_SHAPE(route_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(route_dtypes));
+PMO_DIRECT(route, route);
 
 PD_BUILD_OP(pmo_route_with_probs)
     .Inputs({"routing", "probs", paddle::Optional("counts")})
@@ -154,6 +156,7 @@ PD_BUILD_OP(pmo_route_with_probs)
     .SetKernelFn(PD_KERNEL(route_with_probs))
     .SetInferShapeFn(PD_INFER_SHAPE(route_with_probs_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(route_with_probs_dtypes));
+PMO_DIRECT(route_with_probs, route_with_probs);
 
 PD_BUILD_GRAD_OP(pmo_route_with_probs)
     .Inputs({"slot_to_row", "row_to_expert", paddle::Grad("row_probs")})

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Maps of other packages from a plan and back, and values between the slots and the rows of such maps.
+#include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "pmo/row_id_map.h"
 
@@ -202,6 +203,7 @@ PD_BUILD_OP(pmo_make_row_id_map)
     .SetKernelFn(PD_KERNEL(make_row_id_map))
     .SetInferShapeFn(PD_INFER_SHAPE(make_row_id_map_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(make_row_id_map_dtypes));
+PMO_DIRECT(make_row_id_map, make_row_id_map);
 
 PD_BUILD_OP(pmo_read_rowmap)
     .Inputs({"map", paddle::Optional("pad_offsets"), paddle::Optional("num_rows")})
@@ -210,6 +212,7 @@ PD_BUILD_OP(pmo_read_rowmap)
     .SetKernelFn(PD_KERNEL(read_rowmap))
     .SetInferShapeFn(PD_INFER_SHAPE(read_rowmap_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(read_rowmap_dtypes));
+PMO_DIRECT(read_rowmap, read_rowmap);
 
 PD_BUILD_OP(pmo_slots_to_rows)
     .Inputs({"slot_values", "slot_to_row", "row_to_slot"})
@@ -217,6 +220,7 @@ PD_BUILD_OP(pmo_slots_to_rows)
     .SetKernelFn(PD_KERNEL(slots_to_rows))
     .SetInferShapeFn(PD_INFER_SHAPE(slots_to_rows_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
+PMO_DIRECT(slots_to_rows, slots_to_rows);
 
 PD_BUILD_GRAD_OP(pmo_slots_to_rows)
     .Inputs({"slot_to_row", paddle::Grad("row_values")})
@@ -231,6 +235,7 @@ PD_BUILD_OP(pmo_rows_to_slots)
     .SetKernelFn(PD_KERNEL(rows_to_slots))
     .SetInferShapeFn(PD_INFER_SHAPE(rows_to_slots_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
+PMO_DIRECT(rows_to_slots, rows_to_slots);
 
 PD_BUILD_GRAD_OP(pmo_rows_to_slots)
     .Inputs({"slot_to_row", "row_to_slot", paddle::Grad("slot_values")})

@@ -3,6 +3,7 @@
 
 // sort_chunks: whole chunks of rows in another order. Two operators, with and without probabilities: an optional input would be lost where
 // it has no elements, because Paddle takes such a tensor for a missing one. And the map alone.
+#include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/pages.h"
 #include "pmo/sort_chunks.h"
@@ -260,6 +261,7 @@ PD_BUILD_OP(pmo_sort_chunks)
     .SetKernelFn(PD_KERNEL(sort_chunks))
     .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_dtypes));
+PMO_DIRECT(sort_chunks, sort_chunks);
 
 PD_BUILD_GRAD_OP(pmo_sort_chunks)
     .Inputs({"split_sizes", "order", "source_to_dest", paddle::Grad("out")})
@@ -276,6 +278,7 @@ PD_BUILD_OP(pmo_sort_chunks_with_probs)
     .SetKernelFn(PD_KERNEL(sort_chunks_with_probs))
     .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_with_probs_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_with_probs_dtypes));
+PMO_DIRECT(sort_chunks_with_probs, sort_chunks_with_probs);
 
 PD_BUILD_GRAD_OP(pmo_sort_chunks_with_probs)
     .Inputs({"split_sizes", "order", "source_to_dest", paddle::Grad("out"), paddle::Grad("probs_out")})
@@ -292,3 +295,4 @@ PD_BUILD_OP(pmo_chunk_sort_map)
     .SetKernelFn(PD_KERNEL(chunk_sort_map))
     .SetInferShapeFn(PD_INFER_SHAPE(chunk_sort_map_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(chunk_sort_map_dtypes));
+PMO_DIRECT(chunk_sort_map, chunk_sort_map);

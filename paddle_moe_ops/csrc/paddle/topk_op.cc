@@ -3,6 +3,7 @@
 
 // calculate_topk: the experts of each token and their weights from a router's logits.
 #include "paddle/binding.h"
+#include "paddle/direct.h"
 #include "pmo/topk.h"
 
 namespace {
@@ -143,6 +144,7 @@ PD_BUILD_OP(pmo_calculate_topk)
     .SetKernelFn(PD_KERNEL(topk))
     .SetInferShapeFn(PD_INFER_SHAPE(topk_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(topk_dtypes));
+PMO_DIRECT(calculate_topk, topk);
 
 PD_BUILD_GRAD_OP(pmo_calculate_topk)
     .Inputs({"gating", "ids", paddle::Grad("weights"), paddle::Grad("scores")})

@@ -3,6 +3,7 @@
 
 // unpermute: the sum of each token's rows, plain or weighted. Two operators, because the gradient of the plain sum needs no rows
 // and so must not keep them alive.
+#include "paddle/direct.h"
 #include "paddle/movement.h"
 
 namespace {
@@ -112,6 +113,7 @@ PD_BUILD_OP(pmo_unpermute)
     .SetKernelFn(PD_KERNEL(unpermute))
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_dtypes));
+PMO_DIRECT(unpermute, unpermute);
 
 PD_BUILD_GRAD_OP(pmo_unpermute)
     .Inputs({"token_rows", "row_to_token", paddle::Grad("out")})
@@ -127,6 +129,7 @@ PD_BUILD_OP(pmo_unpermute_weighted)
     .SetKernelFn(PD_KERNEL(unpermute_weighted))
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_dtypes));
+PMO_DIRECT(unpermute_weighted, unpermute_weighted);
 
 // The gradient as an operator of its own, for those who write their backward passes themselves.
 PD_BUILD_OP(pmo_unpermute_weighted_backward)
@@ -136,6 +139,7 @@ PD_BUILD_OP(pmo_unpermute_weighted_backward)
     .SetKernelFn(PD_KERNEL(unpermute_weighted_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_backward_dtypes));
+PMO_DIRECT(unpermute_weighted_backward, unpermute_weighted_backward);
 
 PD_BUILD_GRAD_OP(pmo_unpermute_weighted)
     .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot", paddle::Grad("out")})

@@ -1,0 +1,119 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The Python module with the operators of paddle/direct.h. Python's limited interface alone, so that a library runs on later versions too.
+#ifndef PADDLE_NO_PYTHON
+#define PADDLE_NO_PYTHON  // Paddle's headers would bring pybind11, which needs all of Python's
+#endif
+#define Py_LIMITED_API 0x030A0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "paddle/direct.h"
+
+namespace paddle {
+namespace pybind {  // declared as in paddle/utils/pybind.h, which includes pybind11
+
+bool PyCheckTensor(PyObject* object);
+paddle::Tensor& CastPyArg2Tensor(PyObject* object, Py_ssize_t place);
+PyObject* ToPyObject(const paddle::Tensor& value, bool none_if_not_initialized);
+
+}  // namespace pybind
+}  // namespace paddle
+
+namespace pmo {
+namespace binding {
+
+std::vector<DirectOperator>& direct_operators() {
+  static std::vector<DirectOperator> operators;
+  return operators;
+}
+
+namespace {
+
+constexpr char kTooLarge[] = "an integer does not fit into 64 bits, or into 32 in a list";
+
+// Lets other Python threads run.
+class WithoutPython {
+ public:
+  WithoutPython() : state_(PyEval_SaveThread()) {}
+  ~WithoutPython() { PyEval_RestoreThread(state_); }
+  WithoutPython(const WithoutPython&) = delete;
+  WithoutPython& operator=(const WithoutPython&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+DirectArgument read(PyObject* object) {
+  DirectArgument argument;
+  if (object == Py_None) {
+    argument.is_none = true;
+  } else if (paddle::pybind::PyCheckTensor(object)) {
+    argument.tensor = paddle::pybind::CastPyArg2Tensor(object, 0);
+  } else if (PyLong_Check(object)) {
+    argument.integer = PyLong_AsLongLong(object);
+    argument.number = static_cast<double>(argument.integer);
+  } else if (PyFloat_Check(object)) {
+    argument.number = PyFloat_AsDouble(object);
+  } else if (PyList_Check(object)) {
+    for (Py_ssize_t i = 0; i < PyList_Size(object); ++i) {
+      const long long integer = PyLong_AsLongLong(PyList_GetItem(object, i));
+      if (integer != static_cast<int>(integer)) fail(kTooLarge);
+      argument.integers.push_back(static_cast<int>(integer));
+    }
+  } else {
+    fail("an argument is neither a tensor nor None, a number or a list of integers");
+  }
+  if (PyErr_Occurred() != nullptr) fail(kTooLarge);
+  return argument;
+}
+
+PyObject* call(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
+  require(count == static_cast<Py_ssize_t>(callee.num_arguments), callee.name, "the number of arguments is wrong");
+  std::vector<DirectArgument> arguments;
+  arguments.reserve(callee.num_arguments);
+  for (Py_ssize_t i = 0; i < count; ++i) arguments.push_back(read(objects[i]));
+  Outputs outputs;
+  {
+    const WithoutPython released;
+    outputs = callee.run(arguments.data());
+  }
+  PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
+  for (size_t i = 0; results != nullptr && i < outputs.size(); ++i) {
+    PyTuple_SetItem(results, static_cast<Py_ssize_t>(i), paddle::pybind::ToPyObject(outputs[i], false));
+  }
+  return results;
+}
+
+extern "C" PyObject* call_from_python(PyObject* callee, PyObject* const* objects, Py_ssize_t count) {
+  try {
+    return call(*static_cast<const DirectOperator*>(PyCapsule_GetPointer(callee, nullptr)), objects, count);
+  } catch (const std::exception& error) {
+    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+}  // namespace
+}  // namespace binding
+}  // namespace pmo
+
+// The module's name is that of the library's file.
+PyMODINIT_FUNC PyInit__C_pd_() {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C_pd_", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  static std::vector<PyMethodDef> methods;  // functions keep pointers to theirs
+  PyObject* module = PyModule_Create(&definition);
+  if (module == nullptr) return nullptr;
+  const std::vector<pmo::binding::DirectOperator>& operators = pmo::binding::direct_operators();
+  methods.reserve(operators.size());
+  for (const pmo::binding::DirectOperator& each : operators) {
+    PyObject* callee = PyCapsule_New(const_cast<pmo::binding::DirectOperator*>(&each), nullptr, nullptr);
+    if (callee == nullptr) return nullptr;
+    const auto function = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pmo::binding::call_from_python));
+    methods.push_back({each.name, function, METH_FASTCALL, nullptr});
+    PyObject* method = PyCFunction_NewEx(&methods.back(), callee, nullptr);
+    if (method == nullptr || PyModule_AddObject(module, each.name, method) != 0) return nullptr;
+  }
+  return module;
+}
