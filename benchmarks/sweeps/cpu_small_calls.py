@@ -25,6 +25,7 @@ import numpy as np
 import paddle
 
 from paddle_moe_ops import _report, permute, route
+from paddle_moe_ops.backends import compiled
 
 TURNS, CALLS = 30, 8
 TOPK, EXPERTS, HIDDEN = 8, 128, 7168
@@ -33,7 +34,7 @@ FILL_ALL = 3
 
 
 def calls(tokens: int, hidden: int) -> dict[str, Callable[[], object]]:
-    """The public function, its operator alone, and plain Paddle, on bfloat16 rows."""
+    """The public function, its operator alone, called directly and through Paddle, and plain Paddle, on bfloat16 rows."""
     rng = np.random.default_rng(0)
     ids = paddle.to_tensor(rng.random((tokens, EXPERTS)).argsort(axis=1)[:, :TOPK].astype(np.int32))
     x = paddle.to_tensor(rng.random((tokens, hidden), np.float32)).astype("bfloat16")
@@ -43,7 +44,8 @@ def calls(tokens: int, hidden: int) -> dict[str, Callable[[], object]]:
     run, attributes = paddle._C_ops._run_custom_op, (FILL_ALL, *NO_SCALE, hidden, x.dtype.value)
     return {
         "public function": lambda: permute(x, plan),
-        "operator": lambda: run("pmo_permute", x, None, *maps, *attributes),
+        "operator": lambda: compiled._direct["permute"](x, None, *maps, *attributes),
+        "operator through Paddle": lambda: run("pmo_permute", x, None, *maps, *attributes),
         "paddle.gather": lambda: paddle.gather(x, plan.row_to_token),
     }
 

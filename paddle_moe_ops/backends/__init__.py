@@ -9,6 +9,7 @@ import contextvars
 import functools
 import importlib
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from paddle import Tensor
 
@@ -55,6 +56,15 @@ _notes: list[Callable[[], str]] = []
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("paddle_moe_ops_backend", default=None)
 
 
+@functools.cache
+def _automatic_for(operator: str, dtype: Any, in_graph: bool) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name, operators in _automatic.items()
+        if operator in operators and _has(name, operator, dtype) and not (in_graph and name in _dygraph_only)
+    )
+
+
 def register(name: str, module: str, *, automatic: Collection[str] = OPERATORS, dygraph_only: bool = False) -> None:
     """Make a backend known.
 
@@ -67,6 +77,7 @@ def register(name: str, module: str, *, automatic: Collection[str] = OPERATORS, 
     """
     _modules[name] = module
     _automatic[name] = automatic
+    _automatic_for.cache_clear()
     if dygraph_only:
         _dygraph_only.append(name)
 
@@ -172,11 +183,9 @@ def resolve(operator: str, like: Tensor | None = None) -> Backend:
     )
 
 
-def _candidates(operator: str, like: Tensor | None, *, in_graph: bool) -> Iterator[str]:
+def _candidates(operator: str, like: Tensor | None, *, in_graph: bool) -> tuple[str, ...]:
     """Backends that may be chosen without being asked for, in order of preference."""
-    for name, operators in _automatic.items():
-        if operator in operators and _serves(name, operator, like) and not (in_graph and name in _dygraph_only):
-            yield name
+    return _automatic_for(operator, like.dtype if isinstance(like, Tensor) else None, in_graph)
 
 
 def _problem(name: str, like: Tensor | None) -> str | None:
@@ -186,10 +195,15 @@ def _problem(name: str, like: Tensor | None) -> str | None:
 
 
 def _serves(name: str, operator: str, like: Tensor | None) -> bool:
+    return _has(name, operator, like.dtype if isinstance(like, Tensor) else None)
+
+
+def _has(name: str, operator: str, dtype: Any) -> bool:
+    """Whether a backend has an operator, for rows of a dtype unless that is None."""
     backend = _load(name)
     if backend.operators is not None and operator not in backend.operators:
         return False
-    return not isinstance(like, Tensor) or like.dtype in backend.dtypes.get(operator, (like.dtype,))
+    return dtype is None or dtype in backend.dtypes.get(operator, (dtype,))
 
 
 def _alternatives(name: str, operator: str) -> str:
@@ -217,7 +231,7 @@ def explain(operator: str | None = None) -> str:
         try:
             choice = resolve(each).name
             if choice in _dygraph_only:
-                choice = f"{choice} in dygraph, {next(_candidates(each, None, in_graph=True))} in static graphs"
+                choice = f"{choice} in dygraph, {_candidates(each, None, in_graph=True)[0]} in static graphs"
         except (RuntimeError, ValueError) as error:
             choice = f"none ({error})"
         lines.append(f"{each}: {choice}")
