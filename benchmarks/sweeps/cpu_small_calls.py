@@ -34,7 +34,7 @@ FILL_ALL = 3
 
 
 def calls(tokens: int, hidden: int) -> dict[str, Callable[[], object]]:
-    """The public function, its operator alone, called directly and through Paddle, and plain Paddle, on bfloat16 rows."""
+    """The public function, its operator alone, both directly and through Paddle, and plain Paddle, on bfloat16 rows."""
     rng = np.random.default_rng(0)
     ids = paddle.to_tensor(rng.random((tokens, EXPERTS)).argsort(axis=1)[:, :TOPK].astype(np.int32))
     x = paddle.to_tensor(rng.random((tokens, hidden), np.float32)).astype("bfloat16")

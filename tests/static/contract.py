@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 
 from paddle_moe_ops import _C
+from paddle_moe_ops.backends import compiled
 from paddle_moe_ops.backends.arrays import to_numpy
 from tests.static.garbage import garbage_attributes, garbage_inputs, garbage_types
 from tests.static.isolation import report
@@ -40,6 +41,24 @@ def run_eagerly(example: Example) -> str:
         gradient = None if tensor is None else tensor.grad
         if gradient is not None and (gradient.shape, gradient.dtype) != (tensor.shape, tensor.dtype):
             return f"the gradient of {name} is {gradient.dtype} {list(gradient.shape)}, not {list(tensor.shape)}"
+    return "ok"
+
+
+def run_directly(example: Example) -> str:
+    """Without Paddle's machinery; every element of every result is read."""
+    for output in compiled._direct[example.operator.name.removeprefix("pmo_")](*example.arguments(example.tensors())):
+        output.numpy()
+    return "ok"
+
+
+def compare_direct_call(example: Example) -> str:
+    """The same call through Paddle and without it."""
+    direct = compiled._direct[example.operator.name.removeprefix("pmo_")](*example.arguments(example.tensors()))
+    for name, one, other in zip(example.operator.outputs, direct, example.run(example.tensors()), strict=True):
+        if (one.dtype, one.shape) != (other.dtype, other.shape) or to_numpy(one).tobytes() != to_numpy(other).tobytes():
+            return f"{name} is another"
+        if not one.stop_gradient:
+            return f"{name} has a gradient"
     return "ok"
 
 
@@ -237,6 +256,8 @@ def questions(name: str, examples: dict[int, list[Example]]) -> dict[str, Calls]
             if flag.startswith("need_") and e.attributes[flag]
         ],
         "keywords": [(label, lambda e=e: compare_keyword_call(e)) for label, e in full],
+        "direct calls": [(label, lambda e=e: compare_direct_call(e)) for label, e in every],
+        "garbage in direct calls": [(label, lambda e=e: run_directly(e)) for label, e in (*bad, *wrong_types)],
         "garbage in dygraph": [(label, lambda e=e: run_eagerly(e)) for label, e in (*bad, *wrong_types)],
         "garbage in a program": [(label, lambda e=e: build_and_run(e)) for label, e in bad],
     }

@@ -13,6 +13,7 @@ import paddle
 from paddle.base.framework import OpProtoHolder
 
 from paddle_moe_ops import _C, moe_permute, route
+from paddle_moe_ops.backends import compiled
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
 from tests.static.cases import CASES, A, Case, E, token_inputs
 
@@ -48,7 +49,10 @@ class Example(NamedTuple):
 
     def run(self, tensors: dict[str, Any]) -> list[paddle.Tensor]:
         """Calls the operator as the package does: by position."""
-        return paddle._C_ops._run_custom_op(self.operator.name, *tensors.values(), *self.attributes.values())
+        return paddle._C_ops._run_custom_op(self.operator.name, *self.arguments(tensors))
+
+    def arguments(self, tensors: dict[str, Any]) -> list[Any]:
+        return [*tensors.values(), *self.attributes.values()]
 
     def rows_are_known(self) -> bool:
         """Whether attributes alone tell how many rows the buffer has."""
@@ -107,7 +111,8 @@ def record(tokens: int) -> dict[str, list[Example]]:
         examples[name].append(Example(operator, arrays, attributes, wanting))
         return original(name, *arguments)
 
-    with mock.patch.object(paddle._C_ops, "_run_custom_op", recorder):
+    through_paddle = mock.patch.object(compiled, "_needs_paddle", return_value=True)
+    with through_paddle, mock.patch.object(paddle._C_ops, "_run_custom_op", recorder):
         for case in (*CASES, *LISTS):
             inputs = case.inputs(np.random.default_rng(tokens), tokens)
             tensors = {name: to_tensor(array) for name, array in inputs.items()}

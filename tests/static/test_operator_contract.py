@@ -29,6 +29,8 @@ OPERATORS = sorted(
 )
 # What a call with garbage may end in. IndexError: Paddle's own check that a number fits the attribute.
 GOOD_ENDS = ("ok", "raised ValueError", "raised TypeError", "raised IndexError")
+# Whatever is wrong is a RuntimeError there, but for integers beyond 64 bits and lists of something else.
+GOOD_ENDS_OF_A_DIRECT_CALL = ("ok", "raised RuntimeError", "raised OverflowError", "raised TypeError")
 # A program can be refused while it is built, by Paddle.
 GOOD_ENDS_OF_A_BUILD = (*GOOD_ENDS, "built: raised ValueError", "built: raised TypeError")
 
@@ -71,6 +73,12 @@ class TestContract:
 
     def test_keyword_call_of_the_generated_function(self, parts):
         assert_ends(parts["keywords"], ("ok",))
+
+    def test_direct_call_gives_the_same_bits(self, parts):
+        assert_ends(parts["direct calls"], ("ok",))
+
+    def test_garbage_in_a_direct_call(self, parts):
+        assert_ends(parts["garbage in direct calls"], GOOD_ENDS_OF_A_DIRECT_CALL)
 
     def test_garbage_in_dygraph(self, parts):
         assert_ends(parts["garbage in dygraph"], GOOD_ENDS)

@@ -31,8 +31,6 @@ std::vector<DirectOperator>& direct_operators() {
 
 namespace {
 
-constexpr char kTooLarge[] = "an integer does not fit into 64 bits, or into 32 in a list";
-
 // Lets other Python threads run.
 class WithoutPython {
  public:
@@ -47,25 +45,27 @@ class WithoutPython {
 
 DirectArgument read(PyObject* object) {
   DirectArgument argument;
-  if (object == Py_None) {
-    argument.is_none = true;
-  } else if (paddle::pybind::PyCheckTensor(object)) {
+  if (object == Py_None) return argument;
+  if (paddle::pybind::PyCheckTensor(object)) {
+    argument.kind = DirectArgument::kTensor;
     argument.tensor = paddle::pybind::CastPyArg2Tensor(object, 0);
   } else if (PyLong_Check(object)) {
+    argument.kind = DirectArgument::kInteger;
     argument.integer = PyLong_AsLongLong(object);
     argument.number = static_cast<double>(argument.integer);
   } else if (PyFloat_Check(object)) {
+    argument.kind = DirectArgument::kNumber;
     argument.number = PyFloat_AsDouble(object);
-  } else if (PyList_Check(object)) {
+  } else {
+    DirectArgument::expect(PyList_Check(object));
+    argument.kind = DirectArgument::kIntegers;
     for (Py_ssize_t i = 0; i < PyList_Size(object); ++i) {
       const long long integer = PyLong_AsLongLong(PyList_GetItem(object, i));
-      if (integer != static_cast<int>(integer)) fail(kTooLarge);
+      DirectArgument::expect(integer == static_cast<int>(integer));
       argument.integers.push_back(static_cast<int>(integer));
     }
-  } else {
-    fail("an argument is neither a tensor nor None, a number or a list of integers");
   }
-  if (PyErr_Occurred() != nullptr) fail(kTooLarge);
+  DirectArgument::expect(PyErr_Occurred() == nullptr);  // the integers fit
   return argument;
 }
 

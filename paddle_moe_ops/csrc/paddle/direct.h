@@ -17,28 +17,40 @@
 namespace pmo {
 namespace binding {
 
-// An argument as Python passed it: what is not of its kind stays as it is here.
+// An argument as Python passed it.
 struct DirectArgument {
+  enum Kind { kNone, kTensor, kInteger, kNumber, kIntegers };
+
+  Kind kind = kNone;
   paddle::Tensor tensor;
-  bool is_none = false;
   int64_t integer = 0;  // bool too
   double number = 0.0;  // integers too
   std::vector<int> integers;
 
+  // The value for a parameter of an operator's function.
   template <typename Parameter>
   decltype(auto) as() const {
     using Type = std::decay_t<Parameter>;
     if constexpr (std::is_same_v<Type, paddle::Tensor>) {
-      return (tensor);  // undefined if it is missing, which the operators refuse
+      expect(kind == kTensor);
+      return (tensor);
     } else if constexpr (std::is_same_v<Type, paddle::optional<paddle::Tensor>>) {
-      return is_none ? Type() : Type(tensor);
+      expect(kind == kTensor || kind == kNone);
+      return kind == kNone ? Type() : Type(tensor);
     } else if constexpr (std::is_same_v<Type, std::vector<int>>) {
+      expect(kind == kIntegers);
       return (integers);
     } else if constexpr (std::is_floating_point_v<Type>) {
+      expect(kind == kNumber || kind == kInteger);
       return static_cast<Type>(number);
     } else {
+      expect(kind == kInteger && static_cast<Type>(integer) == integer);
       return static_cast<Type>(integer);
     }
+  }
+
+  static void expect(bool holds) {
+    if (!holds) fail("an argument is not what the operator takes");
   }
 };
 
