@@ -19,6 +19,7 @@ import paddle
 from paddle import Tensor
 
 from . import _env
+from ._graphs import is_graph_value
 from .backends import QuantizeSpec, Validation
 
 MAX_EXPERTS = 2**16
@@ -31,8 +32,6 @@ UE8M0 = "fp8_1x128_ue8m0"
 QUANTIZE_FORMATS = (None, "fp8_1x128", UE8M0)
 SCALE_LAYOUTS = ("row", "col")
 AMAX_LIMITS = (2.0**-100, (2 - 2.0**-23) * 2.0**127)
-
-_GRAPH_VALUES: tuple[type, ...] = (paddle.pir.Value,)
 
 
 def bad_value(function: str, argument: str, expected: str, given: object) -> NoReturn:
@@ -67,11 +66,6 @@ def renaming(function: str, caller: str, **arguments: str) -> Iterator[None]:
 def dtype_name(dtype: Any) -> str:
     """The name of a Paddle dtype without the module."""
     return str(dtype).rpartition(".")[2]
-
-
-def is_graph_value(value: object) -> bool:
-    """Whether the value stands for a tensor of a static graph."""
-    return isinstance(value, _GRAPH_VALUES)
 
 
 def tensor(

@@ -1,12 +1,13 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How public functions enter a static graph."""
+"""How public functions enter a static graph, and what stands for a tensor there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import paddle
 from paddle.jit.marker import unified
 
 _Arguments = ParamSpec("_Arguments")
@@ -20,3 +21,8 @@ def traceable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
     run once, at build time, where shapes are known.
     """
     return unified(function)
+
+
+def is_graph_value(value: object) -> bool:
+    """Whether the value stands for a tensor of a static graph."""
+    return isinstance(value, paddle.pir.Value)

@@ -18,7 +18,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd, rowmaps
-from ._graphs import traceable
+from ._graphs import is_graph_value, traceable
 from .backends import resolve
 from .functional import permute, sort_chunks
 from .masked import unpermute_with_mask_map
@@ -299,7 +299,7 @@ def _checked_counts(function: str, counts: Any, shard_id: Any, num_shards: Any) 
     if experts == 0 or experts % shards != 0:
         expected = f"a divisor of num_experts={experts}, which all_shards_tokens_per_expert has"
         _checks.bad_value(function, "num_expert_shards", expected, shards)
-    if isinstance(shard_id, Tensor) or _checks.is_graph_value(shard_id):
+    if isinstance(shard_id, Tensor) or is_graph_value(shard_id):
         _checks.tensor(function, "shard_id", shard_id, _checks.ID_DTYPES, [])
     else:
         _checks.integer(function, "shard_id", shard_id, 0, shards - 1)

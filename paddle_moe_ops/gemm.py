@@ -14,7 +14,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import traceable
+from ._graphs import is_graph_value, traceable
 from .backends import GemmSpec, resolve
 from .routing import Plan
 from .rowmaps import row_probs
@@ -125,7 +125,7 @@ def _weights_of_rows(function: str, topk_weights: Tensor | None, plan: Plan | No
 
 def _row_counts(function: str, argument: str, value: Any, length: int) -> list[int] | Tensor:
     """A list of ints >= 0, or a tensor."""
-    if isinstance(value, Tensor) or _checks.is_graph_value(value):
+    if isinstance(value, Tensor) or is_graph_value(value):
         return _checks.tensor(function, argument, value, _checks.ID_DTYPES, [length])
     if not isinstance(value, (list, tuple)):
         _checks.bad_type(function, argument, "a list of ints or a 1-D int tensor", type(value).__name__)

@@ -16,7 +16,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import traceable
+from ._graphs import is_graph_value, traceable
 from .backends import Validation, resolve
 from .gemm import grouped_gemm as torch_grouped_gemm
 from .routing import calculate_topk, route
@@ -132,7 +132,7 @@ def unpermute(X: Tensor, gather_indices: Tensor, *, validate: bool | None = None
 
 def _is_checked(function: str, validate: bool | None, like: Tensor) -> bool:
     """Whether data is looked at; that of a graph is not there yet."""
-    return _checks.validation(function, validate, like) > Validation.OFF and not _checks.is_graph_value(like)
+    return _checks.validation(function, validate, like) > Validation.OFF and not is_graph_value(like)
 
 
 def _checked(

@@ -26,7 +26,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import traceable
+from ._graphs import is_graph_value, traceable
 from .backends import resolve
 from .routing import Plan
 
@@ -148,7 +148,7 @@ def quantized_experts(
         ValueError: an argument of the wrong value or shape; gradients of the wrong number or shape.
     """
     name = "quantized_experts"
-    if _checks.is_graph_value(x):
+    if is_graph_value(x):
         expected = "a tensor of dygraph, or of to_static with full_graph=False"
         _checks.bad_type(name, "x", expected, "a value of a static graph")
     _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import paddle
 from paddle import Tensor
 
-from .. import _build_check, _checks, _env
+from .. import _build_check, _env
+from .._graphs import is_graph_value
 from .base import (
     OPERATORS,
     MoePermuteSpec,
@@ -83,7 +84,7 @@ def _needs_paddle(arguments: Sequence[Any], grad_enabled: bool) -> bool:
         if isinstance(argument, Tensor):
             if grad_enabled and not argument.stop_gradient:
                 return True
-        elif _checks.is_graph_value(argument):
+        elif is_graph_value(argument):
             return True
     return False
 

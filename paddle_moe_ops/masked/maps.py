@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks, autograd, rowmaps
-from .._graphs import traceable
+from .._graphs import is_graph_value, traceable
 from ..backends import RowMaps, Validation, resolve
 from .shared import check_scale, float32, mask_of, move, route_mask, to_dtype
 
@@ -282,7 +282,7 @@ def _check_map(
 ) -> Validation:
     """Check a map and that the others are tensors where it is; the level of validation there."""
     for argument, value in others.items():
-        if value is not None and not isinstance(value, Tensor) and not _checks.is_graph_value(value):
+        if value is not None and not isinstance(value, Tensor) and not is_graph_value(value):
             _checks.bad_type(function, argument, "a paddle.Tensor", type(value).__name__)
     rowmaps.check_row_id_map(function, row_id_map, pad_offsets, **others)
     return _checks.validation(function, validate, row_id_map)

@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks, autograd, rowmaps
-from .._graphs import traceable
+from .._graphs import is_graph_value, traceable
 from ..backends import resolve
 from ..functional import sort_chunks
 from ..routing import Plan, route
@@ -229,7 +229,7 @@ def _route_ids(
     _checks.tensor(function, "routing_map", ids, _checks.ID_DTYPES, [inp.shape[0], "topk"])
     num_rows = _checks.integer(function, "num_out_tokens", num_out_tokens, 0)
     if num_experts is None:
-        if _checks.is_graph_value(ids):
+        if is_graph_value(ids):
             _checks.bad_value(function, "num_experts", "given in a static graph", None)
         num_experts = int(ids.max()) + 1 if ids.numel() else 0
         num_experts = min(max(num_experts, 1), _checks.MAX_EXPERTS - 1)
