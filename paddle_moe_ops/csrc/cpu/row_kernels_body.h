@@ -5,7 +5,8 @@
 //
 // Included once per variant, inside an anonymous namespace (so that no variant's code can stand in for another's when the linker
 // merges inline functions) and after all standard headers (so that none of their code is compiled for the variant's target).
-// The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of the output).
+// The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of a row). Line::unpack makes Lanes
+// of a line in an order of the variant's own, which Line::pack undoes: lane l of Lanes j is column Line::column(j, l) of the line.
 //
 // Rows are worked on in strips of a few lines, written out one after the other by the compiler: a loop that asks at every line how far
 // it has come, and reads its pointers again because a store could have changed them, has no time left for the memory as soon as
