@@ -150,6 +150,7 @@ def integer(function: str, argument: str, value: Any, minimum: int, maximum: int
 
 def _real(function: str, argument: str, value: Any, expected: str) -> None:
     """Check the type of a Python (or NumPy) number."""
+    # most values are floats, and to ask an abstract class takes long
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         bad_type(function, argument, expected, type(value).__name__)
 

@@ -51,6 +51,10 @@ class Example(NamedTuple):
         """Calls the operator as the package does: by position."""
         return paddle._C_ops._run_custom_op(self.operator.name, *self.arguments(tensors))
 
+    def run_directly(self) -> tuple[paddle.Tensor, ...]:
+        """The same without Paddle's machinery."""
+        return compiled._direct[self.operator.name.removeprefix("pmo_")](*self.arguments(self.tensors()))
+
     def arguments(self, tensors: dict[str, Any]) -> list[Any]:
         return [*tensors.values(), *self.attributes.values()]
 

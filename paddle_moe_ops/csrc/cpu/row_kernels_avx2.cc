@@ -60,22 +60,12 @@ struct Line {
     return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
   }
 
-  static constexpr int64_t column(Float32, int64_t, int64_t lane) { return lane; }
-  static void unpack(Float32, const char* from, Lanes* lanes) { lanes[0] = Lanes::load(Float32(), from); }
   static Line pack(Float32, const Lanes* lanes) {
     return {_mm256_castps_si256(lanes[0].low), _mm256_castps_si256(lanes[0].high)};
   }
-
-  static constexpr int64_t column(Float16, int64_t half, int64_t lane) { return half * 16 + lane; }
-  static void unpack(Float16, const char* from, Lanes* lanes) {
-    lanes[0] = Lanes::load(Float16(), from);
-    lanes[1] = Lanes::load(Float16(), from + kLineBytes / 2);
-  }
   static Line pack(Float16, const Lanes* lanes) { return {to_float16(lanes[0]), to_float16(lanes[1])}; }
 
-  // Every other column: a pair of them is a shift and a mask away from float32, and nothing has to cross the register.
-  static constexpr int64_t column(BFloat16, int64_t odd, int64_t lane) { return 2 * lane + odd; }
-  static void unpack(BFloat16, const char* from, Lanes* lanes) {
+  static void unpack_pairs(const char* from, Lanes* lanes) {
     const Line pairs = load(from);
     lanes[0] = {even_columns(pairs.low), even_columns(pairs.high)};
     lanes[1] = {odd_columns(pairs.low), odd_columns(pairs.high)};

@@ -54,23 +54,13 @@ struct Line {
 
   static Line load(const char* from) { return {_mm512_loadu_si512(from)}; }
 
-  static constexpr int64_t column(Float32, int64_t, int64_t lane) { return lane; }
-  static void unpack(Float32, const char* from, Lanes* lanes) { lanes[0] = Lanes::load(Float32(), from); }
   static Line pack(Float32, const Lanes* lanes) { return {_mm512_castps_si512(lanes[0].values)}; }
-
-  static constexpr int64_t column(Float16, int64_t half, int64_t lane) { return half * 16 + lane; }
-  static void unpack(Float16, const char* from, Lanes* lanes) {
-    lanes[0] = Lanes::load(Float16(), from);
-    lanes[1] = Lanes::load(Float16(), from + kLineBytes / 2);
-  }
   static Line pack(Float16, const Lanes* lanes) {
     const __m512i low = _mm512_castsi256_si512(to_float16(lanes[0]));
     return {_mm512_inserti64x4(low, to_float16(lanes[1]), 1)};
   }
 
-  // Every other column: a pair of them is a shift and a mask away from float32, and nothing has to cross the register.
-  static constexpr int64_t column(BFloat16, int64_t odd, int64_t lane) { return 2 * lane + odd; }
-  static void unpack(BFloat16, const char* from, Lanes* lanes) {
+  static void unpack_pairs(const char* from, Lanes* lanes) {
     const __m512i pairs = _mm512_loadu_si512(from);
     lanes[0].values = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
     lanes[1].values = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))));

@@ -5,8 +5,7 @@
 //
 // Included once per variant, inside an anonymous namespace (so that no variant's code can stand in for another's when the linker
 // merges inline functions) and after all standard headers (so that none of their code is compiled for the variant's target).
-// The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of a row). Line::unpack makes Lanes
-// of a line in an order of the variant's own, which Line::pack undoes: lane l of Lanes j is column Line::column(j, l) of the line.
+// The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of a row).
 //
 // Rows are worked on in strips of a few lines, written out one after the other by the compiler: a loop that asks at every line how far
 // it has come, and reads its pointers again because a store could have changed them, has no time left for the memory as soon as
@@ -59,6 +58,21 @@ inline Lanes load_lanes(const char* from, int64_t index) {
   return Lanes::load(Element(), from + index * kLanes * Element::kBytes);
 }
 
+// A line as Lanes, which Line::pack puts together again: in the order of its columns, but every other one of bfloat16. A pair of those
+// is a shift and a mask away from float32, and nothing has to cross a register.
+template <typename Element>
+inline void unpack_line(Element, const char* from, Lanes* lanes) {
+  for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) lanes[j] = load_lanes<Element>(from, j);
+}
+inline void unpack_line(BFloat16, const char* from, Lanes* lanes) { Line::unpack_pairs(from, lanes); }
+
+// The column of a line in lane `lane` of Lanes j.
+template <typename Element>
+constexpr int64_t column_of(Element, int64_t j, int64_t lane) {
+  return j * kLanes + lane;
+}
+constexpr int64_t column_of(BFloat16, int64_t j, int64_t lane) { return 2 * lane + j; }
+
 // What of a row follows its last whole line.
 template <typename Element>
 struct Tail {
@@ -95,7 +109,7 @@ inline void sum_lines(int64_t count, RowAt row_at, const float* weights, Lanes* 
     const char* row = row_at(i);
     Lanes lanes[kCount];
     for (int64_t line = 0; line < kLines; ++line) {
-      Line::unpack(Element(), row + line * kLineBytes, lanes + line * kLanesOfLine<Element>);
+      unpack_line(Element(), row + line * kLineBytes, lanes + line * kLanesOfLine<Element>);
     }
     if (kWeighted) {
       const Lanes weight = Lanes::splat(weights[i]);
@@ -148,13 +162,13 @@ void scale_lines(const void* in, const RowList& next, float weight, int64_t hidd
   Lanes lanes[kLanesOfLine<Element>];
   const int64_t end = for_lines<kLinesOfOneRow>(rows, next, row_bytes, [&](auto lines, int64_t place) {
     for (int64_t line = 0; line < lines; ++line, place += kLineBytes) {
-      Line::unpack(Element(), from + place, lanes);
+      unpack_line(Element(), from + place, lanes);
       put_line<kStreams>(scaled_line<Element>(lanes, factor), byte_at(out, place));
     }
   });
   if (end == row_bytes) return;
   Tail<Element> tail(end, hidden);
-  Line::unpack(Element(), tail.of(in), lanes);
+  unpack_line(Element(), tail.of(in), lanes);
   tail.write(scaled_line<Element>(lanes, factor), out);
 }
 
@@ -207,7 +221,7 @@ void dot_some(const DotTerms& terms, int64_t first, const RowList& prefetched, c
       Lanes factors[kLineLanes], to_scale[kLineLanes];
       const auto load_factors = [&](const char* from) {
         for (int64_t j = 0; j < kLineLanes; ++j) factors[j] = load_lanes<Element>(from, j);
-        if (kScales) Line::unpack(Element(), from, to_scale);
+        if (kScales) unpack_line(Element(), from, to_scale);
       };
       load_factors(byte_at(a[0], place));
       for (int64_t i = 0; i < kCount; ++i) {
@@ -314,7 +328,7 @@ inline Line dequantized_line(const uint8_t* codes, float scale) {
   Lanes lanes[kLanesOfLine<Element>];
   for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) {
     float values[kLanes];
-    for (int64_t lane = 0; lane < kLanes; ++lane) values[lane] = from_e4m3(codes[Line::column(Element(), j, lane)]);
+    for (int64_t lane = 0; lane < kLanes; ++lane) values[lane] = from_e4m3(codes[column_of(Element(), j, lane)]);
     lanes[j] = load_lanes<Float32>(reinterpret_cast<const char*>(values), 0);
   }
   return scaled_line<Element>(lanes, Lanes::splat(with_plain_nan(scale)));

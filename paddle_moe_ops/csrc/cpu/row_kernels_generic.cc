@@ -75,18 +75,20 @@ struct Line {
     return line;
   }
 
-  template <typename Element>
-  static constexpr int64_t column(Element, int64_t j, int64_t lane) {
-    return j * 16 + lane;
-  }
-  template <typename Element>
-  static void unpack(Element, const char* from, Lanes* lanes) {
-    constexpr int64_t kLanesBytes = 16 * Element::kBytes;
-    for (int64_t j = 0; j < kLineBytes / kLanesBytes; ++j) lanes[j] = Lanes::load(Element(), from + j * kLanesBytes);
+  static void unpack_pairs(const char* from, Lanes* lanes) {
+    uint16_t halves[32];
+    std::memcpy(halves, from, sizeof(halves));
+    for (int odd = 0; odd < 2; ++odd) {
+      lanes[odd] = Lanes::make([&](int lane) { return BFloat16Rows::load(halves[2 * lane + odd]); });
+    }
   }
   static Line pack(Float32, const Lanes* lanes) { return load(reinterpret_cast<const char*>(lanes[0].values)); }
-  static Line pack(Float16, const Lanes* lanes) { return pack_halves(lanes, Float16Rows::store); }
-  static Line pack(BFloat16, const Lanes* lanes) { return pack_halves(lanes, BFloat16Rows::store); }
+  static Line pack(Float16, const Lanes* lanes) {
+    return pack_halves([&](int column) { return Float16Rows::store(lanes[column / 16].values[column % 16]); });
+  }
+  static Line pack(BFloat16, const Lanes* lanes) {
+    return pack_halves([&](int column) { return BFloat16Rows::store(lanes[column % 2].values[column / 2]); });
+  }
 
   void store(char* to) const { std::memcpy(to, bytes, kLineBytes); }
   void stream(char* to) const {
@@ -99,10 +101,10 @@ struct Line {
 #endif
   }
 
-  template <typename Convert>
-  static Line pack_halves(const Lanes* lanes, Convert convert) {
+  template <typename Value>
+  static Line pack_halves(Value value_of) {
     uint16_t halves[32];
-    for (int lane = 0; lane < 32; ++lane) halves[lane] = convert(lanes[lane / 16].values[lane % 16]);
+    for (int column = 0; column < 32; ++column) halves[column] = value_of(column);
     return load(reinterpret_cast<const char*>(halves));
   }
 };
