@@ -1,6 +1,7 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The environment variables of the package; no other module reads the environment.
+"""The environment variables of the package; no other module reads the environment (csrc/paddle/direct.cc alone asks
+whether PADDLE_MOE_OPS_BACKEND is set).
 
 Every function looks at the environment when it is called: a value changed later holds from the next call.
 """

@@ -14,12 +14,13 @@ from paddle import Tensor
 
 from . import _checks, autograd
 from ._graphs import traceable
-from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, resolve
+from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, quick, resolve
 from .routing import Plan
 
 __all__ = ["moe_permute", "moe_unpermute", "permute", "sort_chunks", "unpermute"]
 
 FILL_PADDING = ("all", "meta", "none")
+_AMAX_MIN = 1e-4
 
 
 @traceable
@@ -30,7 +31,7 @@ def permute(
     *,
     quantize: str | None = None,
     scale_layout: str = "row",
-    amax_min: float = 1e-4,
+    amax_min: float = _AMAX_MIN,
     fill_padding: str = "all",
 ) -> tuple[Tensor, Tensor | None]:
     """Copy every token to its rows, as it is or quantised to float8.
@@ -63,6 +64,18 @@ def permute(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
     """
+    if (
+        type(plan) is Plan
+        and scale is None
+        and quantize is None
+        and scale_layout == "row"
+        and amax_min is _AMAX_MIN
+        and fill_padding == "all"
+        and chosen() is None
+    ):
+        rows = quick.permute(x, plan.slot_to_row, plan.token_rows, plan.row_to_token)
+        if rows is not None:
+            return rows, None
     name = "permute"
     _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
     _checks.choice(name, "quantize", quantize, _checks.QUANTIZE_FORMATS)
@@ -106,6 +119,13 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
         TypeError: an argument of the wrong type or dtype; float8 rows.
         ValueError: an argument of the wrong shape.
     """
+    if type(plan) is Plan and chosen() is None:
+        maps = plan.token_rows, plan.row_to_token
+        out = (
+            quick.unpermute(y, *maps) if probs is None else quick.unpermute_weighted(y, probs, *maps, plan.row_to_slot)
+        )
+        if out is not None:
+            return out
     name = "unpermute"
     _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
     _checks.rows(name, "y", y, _checks.SUM_DTYPES, plan.num_rows)

@@ -41,6 +41,7 @@ __all__ = [
     "RowmapSpec",
     "TopkSpec",
     "Validation",
+    "chosen",
     "explain",
     "register",
     "register_note",
@@ -54,6 +55,7 @@ _automatic: dict[str, Collection[str]] = {}  # name -> operators
 _dygraph_only: list[str] = []
 _notes: list[Callable[[], str]] = []
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("paddle_moe_ops_backend", default=None)
+chosen = _chosen.get  # the backend of `use_backend` here, or None
 
 
 @functools.cache
@@ -135,7 +137,7 @@ def _check_name(name: str, argument: str) -> None:
 
 def _requested() -> tuple[str, str] | None:
     """The backend that the user asked for and where, or None."""
-    name = _chosen.get()
+    name = chosen()
     if name is not None:
         return name, "use_backend"
     name = _env.backend()

@@ -18,6 +18,7 @@ from paddle import Tensor
 
 from .. import _build_check, _env
 from .._graphs import is_graph_value
+from . import quick
 from .base import (
     OPERATORS,
     MoePermuteSpec,
@@ -75,7 +76,8 @@ def _load_direct() -> None:
         raise ImportError(f"{LIBRARY.name} is no Python module")
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    _direct.update((name, function) for name, function in vars(module).items() if not name.startswith("_"))
+    _direct.update((name, function) for name, function in vars(module).items() if not name.startswith(("_", "quick_")))
+    quick.connect(module)
 
 
 def _needs_paddle(arguments: Sequence[Any], grad_enabled: bool) -> bool:

@@ -219,3 +219,14 @@ def test_gradients_have_the_dtype_of_the_rows(place, backend):
         x = tensor(np.ones((4, 3), dtype), place, gradient=True)
         permute(x, plan_tensors(plan, place))[0].sum().backward()
         assert_bits_equal(x.grad, np.ones((4, 3), dtype))
+
+
+@pytest.mark.compiled_only
+def test_rows_that_were_changed_before_their_gradient_raise(place):
+    operator = operators(place)["unpermute-by-row"]
+    y, probs = leaves(operator, place)
+    rows = y * 1.0
+    (out,) = operator.call(rows, probs)
+    rows.add_(paddle.ones_like(rows))
+    with pytest.raises(RuntimeError, match="inplace"):
+        out.sum().backward()

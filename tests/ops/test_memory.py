@@ -106,6 +106,17 @@ def test_weighted_unpermute_keeps_its_rows_once(ids, probs, place):
     assert ROW_BYTES <= kept < ROW_BYTES + SLACK
 
 
+def test_the_backward_pass_frees_what_a_weighted_sum_kept_though_the_loss_lives_on(ids, probs, place):
+    plan = route(ids, probs.detach(), num_experts=E)
+    source = leaf(T * K, place)
+    before = allocated_bytes()
+    loss = unpermute(source * 1.0, plan, probs).sum()
+    assert allocated_bytes() - before >= ROW_BYTES
+    loss.backward()
+    source.grad = None
+    assert allocated_bytes() - before < SLACK
+
+
 def test_inference_keeps_nothing(ids, place):
     plan = route(ids, num_experts=E)
     source = leaf(T, place)

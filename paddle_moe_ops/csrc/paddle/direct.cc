@@ -9,6 +9,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstdlib>
+
 #include "paddle/direct.h"
 
 namespace paddle {
@@ -69,16 +71,20 @@ DirectArgument read(PyObject* object) {
   return argument;
 }
 
-PyObject* call(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
+Outputs run(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
   require(count == static_cast<Py_ssize_t>(callee.num_arguments), callee.name, "the number of arguments is wrong");
   std::vector<DirectArgument> arguments;
   arguments.reserve(callee.num_arguments);
-  for (Py_ssize_t i = 0; i < count; ++i) arguments.push_back(read(objects[i]));
-  Outputs outputs;
-  {
-    const WithoutPython released;
-    outputs = callee.run(arguments.data());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    arguments.push_back(read(objects[i]));
+    if (callee.is_quick && !arguments.back().tensor.is_dense_tensor()) return {};
   }
+  const WithoutPython released;
+  return callee.run(arguments.data());
+}
+
+PyObject* call(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
+  const Outputs outputs = run(callee, objects, count);
   PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
   for (size_t i = 0; results != nullptr && i < outputs.size(); ++i) {
     PyTuple_SetItem(results, static_cast<Py_ssize_t>(i), paddle::pybind::ToPyObject(outputs[i], false));
@@ -86,9 +92,43 @@ PyObject* call(const DirectOperator& callee, PyObject* const* objects, Py_ssize_
   return results;
 }
 
-extern "C" PyObject* call_from_python(PyObject* callee, PyObject* const* objects, Py_ssize_t count) {
+bool wants_no_gradient(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("stop_gradient");
+  PyObject* stops = PyObject_GetAttr(tensor, name);
+  Py_XDECREF(stops);  // True and False outlive it
+  return stops == Py_True;
+}
+
+// The backend that the environment asks for is chosen by Python.
+bool asks_for_backend() {
+  const char* name = std::getenv("PADDLE_MOE_OPS_BACKEND");
+  return name != nullptr && name[0] != 0;
+}
+
+// The first output, or None.
+PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
+  bool declines = asks_for_backend();
+  for (Py_ssize_t i = 0; i < count && !declines; ++i) {
+    declines = !paddle::pybind::PyCheckTensor(objects[i]) || !wants_no_gradient(objects[i]);
+  }
+  Outputs outputs;
+  if (!declines) {
+    try {
+      outputs = run(callee, objects, count);
+    } catch (const std::exception&) {
+      declines = true;  // the long way says what is wrong
+    }
+  }
+  PyErr_Clear();
+  if (!outputs.empty()) return paddle::pybind::ToPyObject(outputs[0], false);
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+
+extern "C" PyObject* call_from_python(PyObject* capsule, PyObject* const* objects, Py_ssize_t count) {
   try {
-    return call(*static_cast<const DirectOperator*>(PyCapsule_GetPointer(callee, nullptr)), objects, count);
+    const auto& callee = *static_cast<const DirectOperator*>(PyCapsule_GetPointer(capsule, nullptr));
+    return callee.is_quick ? call_quick(callee, objects, count) : call(callee, objects, count);
   } catch (const std::exception& error) {
     if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;

@@ -5,9 +5,11 @@
 //
 // That machinery copies the descriptions of all registered operators, some hundred strings, at every call, and takes attributes apart
 // again: several times as long as a small call of an operator itself. A function announced here is the same one that Paddle calls.
+//
+// Quick calls go further: they take the place of the Python function's checks too. Where one of those might have something to say, they
+// decline, and the call goes the long way.
 #pragma once
 
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -58,6 +60,7 @@ struct DirectOperator {
   const char* name;
   size_t num_arguments;
   Outputs (*run)(const DirectArgument* arguments);
+  bool is_quick;  // then it takes dense tensors without a gradient only, and no outputs or an exception mean that it declines
 };
 
 std::vector<DirectOperator>& direct_operators();
@@ -81,9 +84,9 @@ struct DirectCall<Outputs (*)(Parameters...)> {
 };
 
 template <auto kFunction>
-bool announce(const char* name) {
+bool announce(const char* name, bool is_quick) {
   using Call = DirectCall<decltype(kFunction)>;
-  direct_operators().push_back({name, Call::kCount, Call::template run<kFunction>});
+  direct_operators().push_back({name, Call::kCount, Call::template run<kFunction>, is_quick});
   return true;
 }
 
@@ -91,4 +94,9 @@ bool announce(const char* name) {
 }  // namespace pmo
 
 // At global scope of an operator's file, with the kernel function that is passed to PD_KERNEL.
-#define PMO_DIRECT(name, function) [[maybe_unused]] static const bool name##_is_direct = pmo::binding::announce<&function>(#name)
+#define PMO_DIRECT(name, function) \
+  [[maybe_unused]] static const bool name##_is_direct = pmo::binding::announce<&function>(#name, false)
+
+// The same for a function of tensors whose first output is wanted; Python knows it as quick_name.
+#define PMO_QUICK(name, function) \
+  [[maybe_unused]] static const bool name##_is_quick = pmo::binding::announce<&function>("quick_" #name, true)

@@ -29,6 +29,19 @@ Outputs permute(const paddle::Tensor& x, const paddle::optional<paddle::Tensor>&
   return {rows, row_scales};
 }
 
+// Rows alone, with padding of zeros. The checks are those of the Python function; none is of the data, so what is declined was not begun.
+Outputs quick_permute(const paddle::Tensor& x, const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows,
+                      const paddle::Tensor& row_to_token) {
+  const Shape shape = x.shape();
+  if (shape.size() != 2 || shape[1] == 0 || x.dtype() == paddle::DataType::INT32) return {};
+  const Target target(kFunction, {&x, &slot_to_row, &token_rows, &row_to_token});
+  require_rank(row_to_token, 1, kFunction, "row_to_token");
+  paddle::Tensor rows = paddle::empty({row_to_token.shape()[0], shape[1]}, x.dtype(), x.place());
+  const Scale none(kFunction, {}, false, -1, 0, x);
+  permute_rows(target, kFunction, x, none, slot_to_row, row_to_token, PMO_FILL_ROWS, &rows, nullptr);
+  return {rows};
+}
+
 std::vector<Shape> permute_shapes(const Shape& x, const paddle::optional<Shape>& scale, const Shape&, const Shape&,
                                   const Shape& row_to_token, int, bool has_scale, int64_t scale_cols, int, int64_t, int) {
   const int64_t rows = dim(row_to_token, 0);
@@ -71,6 +84,7 @@ PD_BUILD_OP(pmo_permute)
     .SetInferShapeFn(PD_INFER_SHAPE(permute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(permute_dtypes));
 PMO_DIRECT(permute, permute);
+PMO_QUICK(permute, quick_permute);
 
 PD_BUILD_GRAD_OP(pmo_permute)
     .Inputs({"token_rows", paddle::Grad("rows")})

@@ -36,12 +36,21 @@ std::vector<paddle::DataType> unpermute_dtypes(const paddle::DataType& rows, con
   return {rows};
 }
 
+// The checks that the Python function makes and the operator does not; none is of the data, so what is declined was not begun.
+bool has_columns(const paddle::Tensor& rows) { return rows.shape().size() == 2 && rows.shape()[1] > 0; }
+
+Outputs quick_unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
+  if (!has_columns(rows)) return {};
+  return unpermute(rows, token_rows, row_to_token);
+}
+
 Outputs unpermute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const paddle::Tensor& d_out) {
   const Target target(kFunction, {&token_rows, &row_to_token, &d_out});
   require_rank(d_out, 2, kFunction, "the gradient");
   require_rank(row_to_token, 1, kFunction, "row_to_token");
   paddle::Tensor d_rows = paddle::empty({row_to_token.shape()[0], d_out.shape()[1]}, d_out.dtype(), d_out.place());
-  sum_rows_backward(target, kFunction, d_out, nullptr, token_rows, row_to_token, {}, &d_rows, nullptr);
+  const Scale none(kFunction, {}, false, -1, 0, d_out);
+  permute_rows(target, kFunction, d_out, none, token_rows, row_to_token, PMO_FILL_ROWS, &d_rows, nullptr);
   return {d_rows};
 }
 
@@ -68,6 +77,13 @@ Outputs unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& pro
   require_rows_map(row_to_token, rows, "row_to_token");
   require_rows_map(row_to_slot, rows, "row_to_slot");
   return {sum_rows(target, kFunction, rows, token_rows, weights_of(probs, row_to_slot))};
+}
+
+Outputs quick_unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,
+                                 const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot) {
+  const Shape shape = probs.shape();
+  if (!has_columns(rows) || (shape.size() != 1 && shape != token_rows.shape())) return {};
+  return unpermute_weighted(rows, probs, token_rows, row_to_token, row_to_slot, false, false);
 }
 
 std::vector<Shape> unpermute_weighted_shapes(const Shape& rows, const Shape&, const Shape& token_rows, const Shape&, const Shape&,
@@ -114,6 +130,7 @@ PD_BUILD_OP(pmo_unpermute)
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_dtypes));
 PMO_DIRECT(unpermute, unpermute);
+PMO_QUICK(unpermute, quick_unpermute);
 
 PD_BUILD_GRAD_OP(pmo_unpermute)
     .Inputs({"token_rows", "row_to_token", paddle::Grad("out")})
@@ -130,6 +147,7 @@ PD_BUILD_OP(pmo_unpermute_weighted)
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_dtypes));
 PMO_DIRECT(unpermute_weighted, unpermute_weighted);
+PMO_QUICK(unpermute_weighted, quick_unpermute_weighted);
 
 // The gradient as an operator of its own, for those who write their backward passes themselves.
 PD_BUILD_OP(pmo_unpermute_weighted_backward)

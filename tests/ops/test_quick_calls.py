@@ -1,0 +1,170 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that the library takes before any check of Python's: which ones, that they give the same, what it declines."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paddle_moe_ops import permute, route, unpermute, use_backend
+from paddle_moe_ops.backends import quick
+from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.problems import make_problem, plan_tensors, tensor
+from tests.ops.test_direct_calls import anything
+from tests.params import ODD
+
+pytestmark = pytest.mark.compiled_only
+
+
+@pytest.fixture
+def problem(rng, place):
+    case = make_problem(rng, ODD)
+    return tensor(case.x, place), plan_tensors(case.plan(), place)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What the quick calls gave."""
+    given_back = []
+
+    def recorded(function):
+        def call(*arguments):
+            given_back.append(function(*arguments))
+            return given_back[-1]
+
+        return call
+
+    for name in quick.NAMES:
+        monkeypatch.setattr(quick, name, recorded(getattr(quick, name)))
+    return given_back
+
+
+@pytest.fixture
+def long_way(monkeypatch):
+    """A context without quick calls."""
+
+    def call(function, *arguments):
+        with monkeypatch.context() as patch:
+            for name in quick.NAMES:
+                patch.setattr(quick, name, quick._declines)
+            return function(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"])
+def test_permute_takes_rows_of_every_dtype_and_gives_the_bits_of_the_long_way(problem, answers, long_way, dtype):
+    x, plan = problem
+    x = x.astype("float32").astype(dtype)
+    rows, scales = permute(x, plan)
+    assert answers[-1] is rows
+    assert scales is None
+    assert rows.stop_gradient
+    expected, _ = long_way(permute, x, plan)
+    assert_bits_equal(rows.view("uint8").cpu().numpy(), expected.view("uint8").cpu().numpy())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("weights", ["none", "by row", "by slot"])
+def test_unpermute_takes_every_kind_of_weights_and_gives_the_bits_of_the_long_way(
+    problem, answers, long_way, dtype, weights
+):
+    x, plan = problem
+    rows, _ = permute(x.astype(dtype), plan)
+    by_slot = paddle.to_tensor(np.linspace(-2, 3, plan.num_tokens * plan.topk, dtype=np.float32), place=x.place)
+    probs = {"none": None, "by row": plan.row_probs, "by slot": by_slot.reshape(plan.slot_to_row.shape)}[weights]
+    out = unpermute(rows, plan, probs)
+    assert answers[-1] is out
+    assert_bits_equal(out.cpu().numpy(), long_way(unpermute, rows, plan, probs).cpu().numpy())
+
+
+def test_strided_rows_and_no_rows_at_all_are_taken(problem, answers, long_way):
+    x, plan = problem
+    wide = paddle.concat([x, x], axis=1)[:, 1 : x.shape[1] + 1]
+    rows, _ = permute(wide, plan)
+    assert answers[-1] is rows
+    assert_bits_equal(rows.cpu().numpy(), long_way(permute, wide, plan)[0].cpu().numpy())
+    nothing = route(plan.slot_to_row[:0], num_experts=3)
+    assert unpermute(permute(x[:0], nothing)[0], nothing).shape == [0, x.shape[1]]
+    assert answers[-1] is not None
+
+
+def test_the_padding_of_rows_is_zero(place):
+    plan = route(tensor(np.array([[1], [0], [1]], np.int32), place), num_experts=3, padding_alignment=4)
+    x = paddle.full([3, 7], 5.0)
+    rows, _ = permute(x if place.is_cpu_place() else x.to(place), plan)
+    assert rows.sum(axis=1).cpu().tolist() == [35, 0, 0, 0, 35, 35, 0, 0]
+
+
+def test_a_gradient_a_backend_and_the_environment_are_left_to_python(problem, answers, monkeypatch):
+    x, plan = problem
+    with use_backend("compiled"):
+        permute(x, plan)
+        unpermute(permute(x, plan)[0], plan)
+    assert answers == []
+    monkeypatch.setenv("PADDLE_MOE_OPS_BACKEND", "compiled")
+    permute(x, plan)
+    monkeypatch.setenv("PADDLE_MOE_OPS_BACKEND", "no such backend")
+    with pytest.raises(ValueError, match="PADDLE_MOE_OPS_BACKEND must be one of"):
+        permute(x, plan)
+    monkeypatch.delenv("PADDLE_MOE_OPS_BACKEND")
+    probs = plan.row_probs.detach()
+    probs.stop_gradient = False
+    assert not unpermute(permute(x, plan)[0], plan, probs).stop_gradient
+    x.stop_gradient = False
+    assert not permute(x, plan)[0].stop_gradient
+    assert [answer is None for answer in answers] == [True, True, False, True, True]
+
+
+def test_calls_with_anything_out_of_the_ordinary_are_not_even_tried(problem, answers):
+    x, plan = problem
+    scale = paddle.ones([x.shape[0], 1])
+    permute(x, plan, scale if x.place.is_cpu_place() else scale.to(x.place))
+    permute(x, plan, fill_padding="none")
+    permute(x, plan, quantize="fp8_1x128")
+    for bad in ({"scale_layout": "col"}, {"amax_min": 0.0}, {"fill_padding": "some"}, {"quantize": "fp8"}):
+        with pytest.raises(ValueError, match="permute: "):
+            permute(x, plan, **bad)
+    with pytest.raises(TypeError, match=r"permute: plan must be a paddle_moe_ops\.Plan, but got tuple"):
+        permute(x, tuple(plan))
+    assert answers == []
+
+
+def test_what_python_would_refuse_is_declined(problem):
+    x, plan = problem
+    maps = plan.slot_to_row, plan.token_rows, plan.row_to_token
+    rows = quick.permute(x, *maps)
+    by_row = plan.row_probs
+    assert rows is not None
+    for bad in (
+        x.astype("int32"),
+        x.astype("int64"),
+        x.astype("float64"),
+        x[:-1],
+        x[:, :0],
+        x[0],
+        x.unsqueeze(0),
+        x.cpu().numpy(),
+        None,
+    ):
+        assert quick.permute(bad, *maps) is None
+    sums = plan.token_rows, plan.row_to_token
+    assert quick.unpermute(rows, *sums) is not None
+    for bad in (rows.astype("float8_e4m3fn"), rows.astype("int32"), rows[:-1], rows[:, :0], rows[0], 3):
+        assert quick.unpermute(bad, *sums) is None
+        assert quick.unpermute_weighted(bad, by_row, *sums, plan.row_to_slot) is None
+    by_slot = paddle.ones_like(plan.slot_to_row).astype("float32")
+    assert quick.unpermute_weighted(rows, by_slot, *sums, plan.row_to_slot) is not None
+    for bad in (by_row[:-1], by_row.unsqueeze(1), by_slot.T.contiguous(), by_row.astype("float64"), by_row.sum(), 1.0):
+        assert quick.unpermute_weighted(rows, bad, *sums, plan.row_to_slot) is None
+
+
+@given(name=st.sampled_from(quick.NAMES), arguments=st.lists(anything, max_size=6))
+@settings(max_examples=300)
+def test_arguments_of_any_kind_are_taken_or_declined(name, arguments):
+    given_back = getattr(quick, name)(*arguments)
+    assert given_back is None or isinstance(given_back, paddle.Tensor)
