@@ -124,9 +124,18 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
     expected_outs.push_back(expected_rows.data + i * bytes);
     actual_outs.push_back(actual_rows.data + i * bytes);
   }
+  const auto scale_one = [&](const void* in, int64_t i) {
+    Targets target;
+    target.add(expected_outs[i], weights[i]);
+    generic.scale(in, {nullptr, 0}, target, hidden, false);
+  };
+  Targets targets;
   for (int64_t i = 0; i < count; ++i) {
-    generic.scale(pointers[0], {nullptr, 0}, weights[i], hidden, false, expected_outs[i]);
-    variant.scale(pointers[0], next, weights[i], hidden, streams, actual_outs[i]);
+    scale_one(pointers[0], i);
+    targets.add(actual_outs[i], weights[i]);
+    if (targets.count < kTargets && i + 1 < count) continue;
+    variant.scale(pointers[0], next, targets, hidden, streams);
+    targets.count = 0;
   }
   check("scale", same(dtype, expected_rows.data, actual_rows.data, count * hidden));
   std::vector<float> expected_dots(count), actual_dots(count);
@@ -138,7 +147,7 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
       // the same factor in all terms, in some of them, or in none
       const DotTerms term = {{pointers[(i / 6) % count]}, {pointers[i]}, {weights[i]}, {actual_outs[i]}, 1};
       generic.dot(term, none, hidden, false, &expected_dots[i]);
-      generic.scale(term.a[0], {nullptr, 0}, weights[i], hidden, false, expected_outs[i]);
+      scale_one(term.a[0], i);
       terms.a[i - begin] = term.a[0];
       terms.rows[i - begin] = term.rows[0];
       terms.weights[i - begin] = term.weights[0];
@@ -164,19 +173,31 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
   return failures;
 }
 
-// Any length from and to any address, and not a byte beside it.
+// Any length from and to any address, to one target or several, and not a byte beside them.
 static int copies(const char* name, const RowKernels& variant) {
   int failures = 0;
-  for (int64_t bytes : {0, 1, 63, 64, 65, 127, 128, 190, 1000}) {
+  for (int64_t bytes : {0, 1, 63, 64, 65, 127, 128, 190, 1000, 2048}) {
     for (int64_t offset = 0; offset < 2 * kLineBytes; offset += offset < 3 ? 1 : 31) {
-      std::vector<char> in = draw_row(PMO_FLOAT32, bytes / 4 + 1, 1);
-      std::vector<char> out(bytes + 4 * kLineBytes, 'x'), expected = out;
-      std::memcpy(expected.data() + offset, in.data() + 1, bytes);
-      const void* next = in.data();
-      variant.stream_copy(in.data() + 1, bytes, {&next, 1}, out.data() + offset);
-      if (out == expected) continue;
-      std::printf("%s stream_copy differs: bytes %ld, offset %ld\n", name, long(bytes), long(offset));
-      ++failures;
+      for (int64_t count : {int64_t{1}, int64_t{3}, kTargets}) {
+        for (bool streams : {false, true}) {
+          std::vector<char> in = draw_row(PMO_FLOAT32, bytes / 4 + 1, 1);
+          Buffer out((2 * count + 1) * bytes, offset);
+          std::fill(out.bytes.begin(), out.bytes.end(), 'x');
+          std::vector<char> expected = out.bytes;
+          char* data = expected.data() + (out.data - out.bytes.data());
+          Targets targets;
+          for (int64_t i = 0; i < count; ++i) {  // every other row of an array
+            std::memcpy(data + (2 * i + 1) * bytes, in.data() + 1, bytes);
+            targets.add(out.data + (2 * i + 1) * bytes);
+          }
+          const void* next = in.data();
+          variant.copy(in.data() + 1, bytes, {&next, 1}, targets, streams);
+          if (out.bytes == expected) continue;
+          std::printf("%s copy differs: bytes %ld, offset %ld, targets %ld, streams %d\n", name, long(bytes),
+                      long(offset), long(count), int(streams));
+          ++failures;
+        }
+      }
     }
   }
   return failures;

@@ -45,6 +45,11 @@ void quantize_tokens(const pmo_quantize_params& p, const ScaleLayout& layout, in
   std::vector<uint32_t> words(layout.words);
   for (int64_t token = begin; token < end; ++token) {
     bool quantized = false;
+    Targets targets;
+    const auto write_codes = [&] {
+      writer.copy(targets, reinterpret_cast<const char*>(codes.data()), p.hidden);
+      targets.count = 0;
+    };
     for (int64_t k = 0; k < p.topk; ++k) {
       const int64_t row = p.slot_to_row == nullptr ? token : p.slot_to_row[token * p.topk + k];
       if (row < 0 || row >= p.num_rows) continue;
@@ -53,10 +58,12 @@ void quantize_tokens(const pmo_quantize_params& p, const ScaleLayout& layout, in
         make_words(scales, p.ue8m0 != 0, &words);
         quantized = true;
       }
-      writer.copy(static_cast<char*>(p.codes) + row * p.hidden, reinterpret_cast<const char*>(codes.data()), p.hidden);
+      targets.add(static_cast<char*>(p.codes) + row * p.hidden);
+      if (targets.count == kTargets) write_codes();
       uint32_t* row_words = static_cast<uint32_t*>(p.scales) + row * layout.row_step;
       for (int64_t word = 0; word < layout.words; ++word) row_words[word * layout.word_step] = words[word];
     }
+    write_codes();
   }
 }
 

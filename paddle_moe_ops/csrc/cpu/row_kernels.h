@@ -22,6 +22,20 @@ struct RowList {
   int64_t count;
 };
 
+// Rows that are written from one source at the same time: what is read of it stays in registers.
+constexpr int64_t kTargets = 16;
+
+struct Targets {
+  void* rows[kTargets];
+  float weights[kTargets];  // of rows that are scaled
+  int64_t count = 0;
+
+  void add(void* row, float weight = 1.0f) {
+    rows[count] = row;
+    weights[count++] = weight;
+  }
+};
+
 // Dot products that run at the same time: one after the other, each would wait for its own chain of multiply-adds.
 constexpr int64_t kDotTerms = 4;
 
@@ -38,12 +52,13 @@ struct DotTerms {
 //
 // `weights` have passed with_plain_nan.
 //
-// `streams` writes past the caches (cpu/streaming.h): the output must then consist of whole lines, kLineBytes long and aligned.
+// `streams` writes past the caches (cpu/streaming.h): the output must then consist of whole lines, kLineBytes long and aligned, but for
+// `copy`, whose targets must have rows of `bytes` from the same base.
 struct RowKernels {
   // out[H] = sum over at least one row; weights NULL = plain. At most one rounding to the row type, at the end.
   void (*sum)(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, bool streams, void* out);
-  // out[H] = weight * in[H]
-  void (*scale)(const void* in, const RowList& next, float weight, int64_t hidden, bool streams, void* out);
+  // target[H] = its weight * in[H]; at least one
+  void (*scale)(const void* in, const RowList& next, const Targets& targets, int64_t hidden, bool streams);
   // products[i] = sum of a[j] * row[j] of at most kDotTerms terms. With `scales` the same pass streams out[H] = weight * a[H] of each:
   // reading and writing in turns moves more than one after the other. (Plain stores among the loads take longer than a pass of
   // their own.)
@@ -52,8 +67,8 @@ struct RowKernels {
   void (*quantize)(const void* in, int64_t hidden, float amax_min, bool ue8m0, uint8_t* codes, float* scales);
   // out[H] = codes[H], each group of 128 times its scale
   void (*dequantize)(const uint8_t* codes, const float* scales, int64_t hidden, bool streams, void* out);
-  // memcpy past the caches, from and to any address
-  void (*stream_copy)(const void* in, int64_t bytes, const RowList& next, void* out);
+  // target = in, from and to any address; at least one
+  void (*copy)(const void* in, int64_t bytes, const RowList& next, const Targets& targets, bool streams);
 };
 
 constexpr int64_t kLineBytes = 64;
@@ -72,7 +87,7 @@ struct BFloat16 {
   static constexpr int64_t kBytes = 2;
 };
 
-// The fastest variant that this processor runs. Types other than PMO_FLOAT32, PMO_FLOAT16 and PMO_BFLOAT16 have stream_copy only.
+// The fastest variant that this processor runs. Types other than PMO_FLOAT32, PMO_FLOAT16 and PMO_BFLOAT16 have copy only.
 const RowKernels& row_kernels(int32_t dtype);
 
 // The variants, one translation unit each; NULL where the build target has no such instruction set.

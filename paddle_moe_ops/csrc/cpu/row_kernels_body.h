@@ -14,6 +14,7 @@
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kAheadBytes = 2048;  // of each row: enough to hide the memory's latency, few enough for the first-level cache
+constexpr int64_t kAheadOfStores = 1024;
 constexpr int64_t kLinesOfOneRow = 4;
 constexpr int64_t kLinesOfSomeRows = 2;  // of each: the sums take registers, and many prefetches at once wait for each other
 
@@ -95,6 +96,14 @@ struct Tail {
   }
 };
 
+// A plain store reads the line that it overwrites: asks for that of the same strip kAheadOfStores later.
+template <bool kStreams, int64_t kLines>
+__attribute__((always_inline)) inline void prefetch_output(char* strip) {
+  for (int64_t line = 0; line < (kStreams ? 0 : kLines); ++line) {
+    __builtin_prefetch(strip + kAheadOfStores + line * kLineBytes, 1, 3);
+  }
+}
+
 template <bool kStreams>
 inline void put_line(const Line& line, char* to) {
   kStreams ? line.stream(to) : line.store(to);
@@ -153,29 +162,39 @@ inline Line scaled_line(const Lanes* lanes, const Lanes& factor) {
   return Line::pack(Element(), scaled);
 }
 
+// A strip of the input stays in registers while it goes to all targets.
 template <typename Element, bool kStreams>
-void scale_lines(const void* in, const RowList& next, float weight, int64_t hidden, void* out) {
+void scale_lines(const void* in, const RowList& next, const Targets& targets, int64_t hidden) {
+  constexpr int64_t kLineLanes = kLanesOfLine<Element>;
   const RowList rows = {&in, 1};
-  const char* from = static_cast<const char*>(in);
-  const Lanes factor = Lanes::splat(weight);
   const int64_t row_bytes = hidden * Element::kBytes;
-  Lanes lanes[kLanesOfLine<Element>];
   const int64_t end = for_lines<kLinesOfOneRow>(rows, next, row_bytes, [&](auto lines, int64_t place) {
-    for (int64_t line = 0; line < lines; ++line, place += kLineBytes) {
-      unpack_line(Element(), from + place, lanes);
-      put_line<kStreams>(scaled_line<Element>(lanes, factor), byte_at(out, place));
+    Lanes lanes[lines * kLineLanes];
+    for (int64_t line = 0; line < lines; ++line) {
+      unpack_line(Element(), byte_at(in, place + line * kLineBytes), lanes + line * kLineLanes);
+    }
+    for (int64_t i = 0; i < targets.count; ++i) {
+      const Lanes factor = Lanes::splat(targets.weights[i]);
+      char* to = byte_at(targets.rows[i], place);
+      prefetch_output<kStreams, lines>(to);
+      for (int64_t line = 0; line < lines; ++line) {
+        put_line<kStreams>(scaled_line<Element>(lanes + line * kLineLanes, factor), to + line * kLineBytes);
+      }
     }
   });
   if (end == row_bytes) return;
   Tail<Element> tail(end, hidden);
+  Lanes lanes[kLineLanes];
   unpack_line(Element(), tail.of(in), lanes);
-  tail.write(scaled_line<Element>(lanes, factor), out);
+  for (int64_t i = 0; i < targets.count; ++i) {
+    tail.write(scaled_line<Element>(lanes, Lanes::splat(targets.weights[i])), targets.rows[i]);
+  }
 }
 
 template <typename Element>
-void scale_row(const void* in, const RowList& next, float weight, int64_t hidden, bool streams, void* out) {
+void scale_row(const void* in, const RowList& next, const Targets& targets, int64_t hidden, bool streams) {
   const auto scale = streams ? scale_lines<Element, true> : scale_lines<Element, false>;
-  scale(in, next, weight, hidden, out);
+  scale(in, next, targets, hidden);
 }
 
 // The sum of 16 lanes, halves onto halves.
@@ -354,25 +373,44 @@ void dequantize_row(const uint8_t* codes, const float* scales, int64_t hidden, b
   dequantize(codes, scales, hidden, out);
 }
 
-// What is less than a line at both ends is stored as usual: a neighbour may write the rest of that line.
-void stream_copy(const void* in, int64_t bytes, const RowList& next, void* out) {
-  const int64_t head = std::min(bytes, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out) % kLineBytes));
-  std::memcpy(out, in, head);
+// Streaming begins at a line of the targets, which must be at the same place of one. What is less than a line at both ends is stored as
+// usual: a neighbour may write the rest of that line.
+template <bool kStreams>
+void copy_lines(const void* in, int64_t bytes, const RowList& next, void* const* targets, int64_t count) {
+  const auto to_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(targets[0]) % kLineBytes);
+  const int64_t head = kStreams ? std::min(bytes, to_line) : 0;
   const void* from = byte_at(in, head);
-  char* to = byte_at(out, head);
-  const RowList rows = {&from, 1};
-  const int64_t end = for_lines<kLinesOfOneRow>(rows, next, bytes - head, [&](auto lines, int64_t place) {
-    Line copied[lines];
-    for (int64_t line = 0; line < lines; ++line) copied[line] = Line::load(byte_at(from, place + line * kLineBytes));
-    for (int64_t line = 0; line < lines; ++line) copied[line].stream(to + place + line * kLineBytes);
-  });
-  std::memcpy(to + end, byte_at(from, end), bytes - head - end);
+  const RowList rows = {&from, 1}, none = {nullptr, 0};
+  const int64_t end =
+      for_lines<kLinesOfOneRow>(kStreams ? rows : none, kStreams ? next : none, bytes - head, [&](auto lines, int64_t place) {
+        Line copied[lines];
+        for (int64_t line = 0; line < lines; ++line) copied[line] = Line::load(byte_at(from, place + line * kLineBytes));
+        for (int64_t i = 0; i < count; ++i) {
+          char* to = byte_at(targets[i], head + place);
+          prefetch_output<kStreams, lines>(to);
+          for (int64_t line = 0; line < lines; ++line) put_line<kStreams>(copied[line], to + line * kLineBytes);
+        }
+      });
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(targets[i], in, head);
+    std::memcpy(byte_at(targets[i], head + end), byte_at(from, end), bytes - head - end);
+  }
+}
+
+void copy_row(const void* in, int64_t bytes, const RowList& next, const Targets& targets, bool streams) {
+  if (!streams) {
+    copy_lines<false>(in, bytes, next, targets.rows, targets.count);
+  } else if (bytes % kLineBytes == 0) {  // as are the distances of rows
+    copy_lines<true>(in, bytes, next, targets.rows, targets.count);
+  } else {
+    for (int64_t i = 0; i < targets.count; ++i) copy_lines<true>(in, bytes, next, targets.rows + i, 1);
+  }
 }
 
 template <typename Element>
 constexpr RowKernels kKernels = {sum_rows<Element>,     scale_row<Element>,      dot_terms<Element>,
-                                 quantize_row<Element>, dequantize_row<Element>, stream_copy};
-constexpr RowKernels kOtherTypes = {nullptr, nullptr, nullptr, nullptr, nullptr, stream_copy};
+                                 quantize_row<Element>, dequantize_row<Element>, copy_row};
+constexpr RowKernels kOtherTypes = {nullptr, nullptr, nullptr, nullptr, nullptr, copy_row};
 
 const RowKernels* kernels_for(int32_t dtype) {
   switch (dtype) {

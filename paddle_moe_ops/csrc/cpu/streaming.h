@@ -9,7 +9,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -32,7 +31,7 @@ bool beyond_caches(int64_t bytes);
 // not ordered, visible before anything that the thread stores later.
 class RowWriter {
  public:
-  explicit RowWriter(bool streams) : streams_(streams), stream_copy_(row_kernels(PMO_FLOAT32).stream_copy) {}
+  explicit RowWriter(bool streams) : streams_(streams), copy_(row_kernels(PMO_FLOAT32).copy) {}
   ~RowWriter() {
 #if defined(__x86_64__)
     if (streams_) _mm_sfence();
@@ -41,13 +40,14 @@ class RowWriter {
   RowWriter(const RowWriter&) = delete;
   RowWriter& operator=(const RowWriter&) = delete;
 
-  // `next` as for the row kernels.
+  // To no target or several; `next` as for the row kernels.
+  void copy(const Targets& targets, const char* from, int64_t bytes, const RowList& next = {nullptr, 0}) const {
+    if (targets.count > 0) copy_(from, bytes, next, targets, streams_);
+  }
   void copy(char* to, const char* from, int64_t bytes, const RowList& next = {nullptr, 0}) const {
-    if (streams_) {
-      stream_copy_(from, bytes, next, to);
-    } else {
-      std::memcpy(to, from, bytes);
-    }
+    Targets target;
+    target.add(to);
+    copy(target, from, bytes, next);
   }
 
   // Whether a kernel may stream to contiguous rows: they consist of whole lines.
@@ -57,7 +57,7 @@ class RowWriter {
 
  private:
   const bool streams_;
-  void (*const stream_copy_)(const void*, int64_t, const RowList&, void*);
+  void (*const copy_)(const void*, int64_t, const RowList&, const Targets&, bool);
 };
 
 }  // namespace cpu

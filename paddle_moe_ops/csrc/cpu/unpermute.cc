@@ -169,6 +169,15 @@ class TokenGradient {
     const bool copy = rows.weights() == nullptr || rows.is_copy();
     const void* following = d_out + d_out_stride_;
     const RowList next = {&following, token + 1 < params_.num_tokens ? 1 : 0};
+    Targets targets;
+    const auto write = [&] {
+      if (copy) {
+        writer_.copy(targets, d_out, row_bytes_, next);
+      } else if (targets.count > 0) {
+        kernels_.scale(d_out, next, targets, params_.hidden, streams_whole_);
+      }
+      targets.count = 0;
+    };
     for (int64_t i = 0; i < rows.count(); ++i) {
       const int32_t row = rows.row(i);
       char* d_row = params_.d_rows == nullptr ? nullptr : static_cast<char*>(params_.d_rows) + row * row_bytes_;
@@ -177,12 +186,10 @@ class TokenGradient {
         if (one_pass_) continue;
       }
       if (d_row == nullptr) continue;
-      if (copy) {
-        writer_.copy(d_row, d_out, row_bytes_, next);
-      } else {
-        kernels_.scale(d_out, next, rows.weights()[i], params_.hidden, streams_whole_, d_row);
-      }
+      targets.add(d_row, copy ? 1.0f : rows.weights()[i]);
+      if (targets.count == kTargets) write();
     }
+    write();
   }
 
   void finish() { dots_.finish(); }
