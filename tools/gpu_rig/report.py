@@ -33,8 +33,8 @@ made. Every test compares with the NumPy oracle, bit for bit but for the dot pro
 
 {table}
 
-{open}Where commits differ, `paddle_moe_ops/csrc` does not, but for what a run does not call: the CPU kernels, and without
-Paddle its bindings (`csrc/paddle`). The report checks that.
+{open}Where commits differ, `paddle_moe_ops/csrc` does not, but for what a run does not call: the CPU kernels, and
+without Paddle the bindings. The report checks that.
 
 Commands:
 
