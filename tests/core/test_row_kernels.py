@@ -141,11 +141,13 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
   std::vector<float> expected_dots(count), actual_dots(count);
   std::fill(actual_rows.data, actual_rows.data + count * bytes, 'x');
   const DotTerms none = {};
-  for (int64_t begin = 0; begin < count; begin += kDotTerms) {
+  const bool few = hidden % 3 == 0;
+  const int64_t group = few ? kFewDotTerms : kDotTerms;
+  for (int64_t begin = 0; begin < count; begin += group) {
     DotTerms terms = {};
-    for (int64_t i = begin; i < std::min(begin + kDotTerms, count); ++i) {
-      // the same factor in all terms, in some of them, or in none
-      const DotTerms term = {{pointers[(i / 6) % count]}, {pointers[i]}, {weights[i]}, {actual_outs[i]}, 1};
+    for (int64_t i = begin; i < std::min(begin + group, count); ++i) {
+      // the same factor in all terms of a group, or in some
+      const DotTerms term = {{pointers[(i / (few ? 6 : 12)) % count]}, {pointers[i]}, {weights[i]}, {actual_outs[i]}, 1};
       generic.dot(term, none, hidden, false, &expected_dots[i]);
       scale_one(term.a[0], i);
       terms.a[i - begin] = term.a[0];

@@ -36,8 +36,10 @@ struct Targets {
   }
 };
 
-// Dot products that run at the same time: one after the other, each would wait for its own chain of multiply-adds.
-constexpr int64_t kDotTerms = 4;
+// Dot products that run at the same time: one after the other, each would wait for its own chain of multiply-adds. Eight are faster
+// than four where they share a factor and nothing is written beside them.
+constexpr int64_t kDotTerms = 8;
+constexpr int64_t kFewDotTerms = 4;
 
 struct DotTerms {
   const void* a[kDotTerms];
@@ -59,7 +61,7 @@ struct RowKernels {
   void (*sum)(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, bool streams, void* out);
   // target[H] = its weight * in[H]; at least one
   void (*scale)(const void* in, const RowList& next, const Targets& targets, int64_t hidden, bool streams);
-  // products[i] = sum of a[j] * row[j] of at most kDotTerms terms. With `scales` the same pass streams out[H] = weight * a[H] of each:
+  // products[i] = sum of a[j] * row[j] of at most kDotTerms terms, best kDotTerms or kFewDotTerms. With `scales` the same pass streams out[H] = weight * a[H] of each:
   // reading and writing in turns moves more than one after the other. (Plain stores among the loads take longer than a pass of
   // their own.)
   void (*dot)(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool scales, float* products);

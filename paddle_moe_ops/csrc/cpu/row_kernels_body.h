@@ -210,10 +210,10 @@ struct DotRows {
   const void* rows[2 * kDotTerms];
   int64_t count = 0;
 
-  explicit DotRows(const DotTerms& terms) {
-    for (int64_t i = 0; i < terms.count; ++i) {
+  DotRows(const DotTerms& terms, int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
       rows[count++] = terms.rows[i];
-      if (i == 0 || terms.a[i] != terms.a[i - 1]) rows[count++] = terms.a[i];
+      if (i == first || terms.a[i] != terms.a[i - 1]) rows[count++] = terms.a[i];
     }
   }
   RowList list() const { return {rows, count}; }
@@ -270,16 +270,26 @@ void dot_some(const DotTerms& terms, int64_t first, const RowList& prefetched, c
 
 template <typename Element>
 void dot_terms(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool scales, float* products) {
-  const DotRows rows(terms), following(next);
-  if (terms.count == kDotTerms) {
-    const bool shared = std::count(terms.a, terms.a + kDotTerms, terms.a[0]) == kDotTerms;
-    const auto dot = shared ? (scales ? dot_some<Element, kDotTerms, true, true> : dot_some<Element, kDotTerms, false, true>)
-                            : (scales ? dot_some<Element, kDotTerms, true, false> : dot_some<Element, kDotTerms, false, false>);
-    dot(terms, 0, rows.list(), following.list(), hidden, products);
-    return;
+  const auto share_factor = [&](int64_t first, int64_t end) {
+    return std::count(terms.a + first, terms.a + end, terms.a[first]) == end - first;
+  };
+  const DotRows following(next, 0, next.count);
+  int64_t first = 0;
+  if (terms.count == kDotTerms && !scales && share_factor(0, kDotTerms)) {
+    const DotRows rows(terms, 0, kDotTerms);
+    dot_some<Element, kDotTerms, false, true>(terms, 0, rows.list(), following.list(), hidden, products);
+    first = kDotTerms;
+  }
+  for (; first + kFewDotTerms <= terms.count; first += kFewDotTerms) {
+    const DotRows rows(terms, first, first + kFewDotTerms);
+    const auto dot =
+        share_factor(first, first + kFewDotTerms)
+            ? (scales ? dot_some<Element, kFewDotTerms, true, true> : dot_some<Element, kFewDotTerms, false, true>)
+            : (scales ? dot_some<Element, kFewDotTerms, true, false> : dot_some<Element, kFewDotTerms, false, false>);
+    dot(terms, first, rows.list(), following.list(), hidden, products);
   }
   const auto dot = scales ? dot_some<Element, 1, true, true> : dot_some<Element, 1, false, true>;
-  for (int64_t i = 0; i < terms.count; ++i) dot(terms, i, {rows.rows, 0}, {rows.rows, 0}, hidden, products);
+  for (; first < terms.count; ++first) dot(terms, first, {nullptr, 0}, {nullptr, 0}, hidden, products);
 }
 
 // All bits set if the condition holds, for choices without branches, which would keep a loop from being vectorised.

@@ -103,11 +103,15 @@ int unpermute(const pmo_unpermute_params& p) {
   return PMO_OK;
 }
 
-// Dot products, in groups that run together, of as many tokens as make up a group. A group waits until the next one is known.
+// Dot products, in groups that run together, of as many tokens as make up a group: kDotTerms where the rows of whole tokens do, which
+// share a factor. A group waits until the next one is known.
 class DotQueue {
  public:
   DotQueue(const pmo_unpermute_backward_params& p, bool scales)
-      : params_(p), kernel_(row_kernels(p.dtype).dot), scales_(scales) {}
+      : params_(p),
+        kernel_(row_kernels(p.dtype).dot),
+        scales_(scales),
+        group_(scales || p.max_rows_per_token % kDotTerms != 0 ? kFewDotTerms : kDotTerms) {}
 
   // The product goes to d_weights[place].
   void push(const void* a, const void* row, float weight, void* out, int64_t place) {
@@ -118,7 +122,7 @@ class DotQueue {
     terms.weights[terms.count] = weight;
     terms.outs[terms.count] = out;
     group.places[terms.count++] = place;
-    if (terms.count < kDotTerms) return;
+    if (terms.count < group_) return;
     run_first();
   }
 
@@ -147,6 +151,7 @@ class DotQueue {
   const pmo_unpermute_backward_params& params_;
   void (*const kernel_)(const DotTerms&, const DotTerms&, int64_t, bool, float*);
   const bool scales_;
+  const int64_t group_;
   Group groups_[2];
   int last_ = 0;  // the group that fills up
 };
