@@ -147,7 +147,8 @@ static int compare(const char* name, int32_t dtype, const RowKernels& variant, i
     DotTerms terms = {};
     for (int64_t i = begin; i < std::min(begin + group, count); ++i) {
       // the same factor in all terms of a group, or in some
-      const DotTerms term = {{pointers[(i / (few ? 6 : 12)) % count]}, {pointers[i]}, {weights[i]}, {actual_outs[i]}, 1};
+      const void* factor = pointers[(i / (few ? 6 : 12)) % count];
+      const DotTerms term = {{factor}, {pointers[i]}, {weights[i]}, {actual_outs[i]}, 1};
       generic.dot(term, none, hidden, false, &expected_dots[i]);
       scale_one(term.a[0], i);
       terms.a[i - begin] = term.a[0];
