@@ -3,6 +3,7 @@
 
 // The C library gives blocks of CPU memory back to the system when they are freed, so that an output is often new to the process, and each
 // of its pages is made when it is first written. Both calls here make that cheaper; nothing depends on whether the system takes them.
+// A block whose pages are there is only looked at: a call to the system takes several microseconds of a small operator.
 #include "paddle/pages.h"
 
 #ifdef __linux__
@@ -39,8 +40,9 @@ void prepare_pages(const Target& target, const paddle::Tensor& output) {
   const uintptr_t begin = rounded_up(data, page);
   const uintptr_t end = (data + bytes) / page * page;
   if (begin + page > end) return;
+  if (!is_new(end - page, page)) return;
   if (rounded_up(begin, kHugePage) + kHugePage <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  if (bytes <= kOneThreadBytes && is_new(end - page, page)) madvise(reinterpret_cast<void*>(begin), end - begin, kPopulateWrite);
+  if (bytes <= kOneThreadBytes) madvise(reinterpret_cast<void*>(begin), end - begin, kPopulateWrite);
 }
 #else
 void prepare_pages(const Target&, const paddle::Tensor&) {}
