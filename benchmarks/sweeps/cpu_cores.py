@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Builds of the core beside each other: every library and `memcpy` of the same bytes, in turns, in one process.
+
+    python3 benchmarks/sweeps/cpu_cores.py before.so build/core/libpmo_core.so --names before after \
+        --shapes dsv3 --ops 'unpermute_backward:*' --out benchmarks/sweeps/cpu-2core-targets-together.jsonl
+
+What a neighbour on the machine does differs from minute to minute by more than a change of a kernel gives; in turns,
+all builds meet the same. Outputs exist before the calls; `--cold` empties the caches before each. Results are not
+checked here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_moe_ops import _report
+from paddle_moe_ops.bench.cpu_arrays import ArrayInputs
+from paddle_moe_ops.bench.cpu_core import core_implementation
+from paddle_moe_ops.bench.cpu_memory import Memory
+from paddle_moe_ops.bench.problem import make_problem
+from paddle_moe_ops.bench.shapes import OPERATIONS, cases_of
+from paddle_moe_ops.testing.core import Core
+
+_FLUSHED_BYTES = 512 << 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("libraries", type=Path, nargs="+")
+    parser.add_argument("--names", nargs="+", required=True, help="of the libraries, in the results")
+    parser.add_argument("--shapes", nargs="+", default=["dsv3"])
+    parser.add_argument("--ops", nargs="+", default=["permute:bf16", "unpermute:*", "unpermute_backward:*"])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--out", type=Path, required=True, help="result file; lines are added")
+    arguments = parser.parse_args()
+    cores = {name: Core(path.absolute()) for name, path in zip(arguments.names, arguments.libraries, strict=True)}
+    threads = next(iter(cores.values())).num_threads()
+    flushed = np.ones(_FLUSHED_BYTES if arguments.cold else 1, np.uint8)
+    records: list[dict[str, Any]] = [{"machine": True, "cpu": _report.cpu_model(), "threads": threads}]
+    for case in cases_of("targets"):
+        if case.shape.name not in arguments.shapes:
+            continue
+        inputs = ArrayInputs(make_problem(case))
+        for operation in OPERATIONS:
+            if not any(fnmatch(operation.key, pattern) for pattern in arguments.ops):
+                continue
+            calls = {name: core_implementation(core).prepare(operation, inputs) for name, core in cores.items()}
+            calls["memcpy"] = Memory(threads).copying().prepare(operation, inputs)
+            times: dict[str, list[float]] = {name: [] for name in calls}
+            for _ in range(arguments.rounds):
+                for name, call in calls.items():
+                    flushed.max()
+                    start = time.perf_counter()
+                    call.run()
+                    times[name].append((time.perf_counter() - start) * 1e6)
+            medians = {name: round(float(np.median(samples[1:])), 1) for name, samples in times.items()}
+            record = {"shape": case.shape.name, "operation": operation.key, "cold": arguments.cold, "us": medians}
+            print(record, flush=True)
+            records.append(record)
+    with arguments.out.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
