@@ -390,17 +390,16 @@ void copy_lines(const void* in, int64_t bytes, const RowList& next, void* const*
   const auto to_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(targets[0]) % kLineBytes);
   const int64_t head = kStreams ? std::min(bytes, to_line) : 0;
   const void* from = byte_at(in, head);
-  const RowList rows = {&from, 1}, none = {nullptr, 0};
-  const int64_t end =
-      for_lines<kLinesOfOneRow>(kStreams ? rows : none, kStreams ? next : none, bytes - head, [&](auto lines, int64_t place) {
-        Line copied[lines];
-        for (int64_t line = 0; line < lines; ++line) copied[line] = Line::load(byte_at(from, place + line * kLineBytes));
-        for (int64_t i = 0; i < count; ++i) {
-          char* to = byte_at(targets[i], head + place);
-          prefetch_output<kStreams, lines>(to);
-          for (int64_t line = 0; line < lines; ++line) put_line<kStreams>(copied[line], to + line * kLineBytes);
-        }
-      });
+  const RowList rows = {&from, 1};
+  const int64_t end = for_lines<kLinesOfOneRow>(rows, next, bytes - head, [&](auto lines, int64_t place) {
+    Line copied[lines];
+    for (int64_t line = 0; line < lines; ++line) copied[line] = Line::load(byte_at(from, place + line * kLineBytes));
+    for (int64_t i = 0; i < count; ++i) {
+      char* to = byte_at(targets[i], head + place);
+      prefetch_output<kStreams, lines>(to);
+      for (int64_t line = 0; line < lines; ++line) put_line<kStreams>(copied[line], to + line * kLineBytes);
+    }
+  });
   for (int64_t i = 0; i < count; ++i) {
     std::memcpy(targets[i], in, head);
     std::memcpy(byte_at(targets[i], head + end), byte_at(from, end), bytes - head - end);
