@@ -20,7 +20,7 @@ from .routing import Plan
 __all__ = ["moe_permute", "moe_unpermute", "permute", "sort_chunks", "unpermute"]
 
 FILL_PADDING = ("all", "meta", "none")
-_AMAX_MIN = 1e-4
+_AMAX_MIN = 1e-4  # compared by identity: what a caller gives may be of any type
 
 
 @traceable

@@ -7,15 +7,14 @@
         --shapes dsv3 --ops 'unpermute_backward:*' --out benchmarks/sweeps/cpu-2core-targets-together.jsonl
 
 What a neighbour on the machine does differs from minute to minute by more than a change of a kernel gives; in turns,
-all builds meet the same. Outputs exist before the calls; `--cold` empties the caches before each. Results are not
-checked here.
+all builds meet the same. Outputs exist before the calls; `--cold` empties the caches before each. What the benchmark's
+check of results refuses is not timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,10 @@ from typing import Any
 import numpy as np
 
 from paddle_moe_ops import _report
-from paddle_moe_ops.bench.cpu_arrays import ArrayInputs
+from paddle_moe_ops.bench.cpu import CpuDevice
 from paddle_moe_ops.bench.cpu_core import core_implementation
-from paddle_moe_ops.bench.cpu_memory import Memory
 from paddle_moe_ops.bench.problem import make_problem
 from paddle_moe_ops.bench.shapes import OPERATIONS, cases_of
-from paddle_moe_ops.testing.core import Core
-
-_FLUSHED_BYTES = 512 << 20
 
 
 def main() -> int:
@@ -43,27 +38,30 @@ def main() -> int:
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--out", type=Path, required=True, help="result file; lines are added")
     arguments = parser.parse_args()
-    cores = {name: Core(path.absolute()) for name, path in zip(arguments.names, arguments.libraries, strict=True)}
-    threads = next(iter(cores.values())).num_threads()
-    flushed = np.ones(_FLUSHED_BYTES if arguments.cold else 1, np.uint8)
-    records: list[dict[str, Any]] = [{"machine": True, "cpu": _report.cpu_model(), "threads": threads}]
+    devices = {name: CpuDevice(path) for name, path in zip(arguments.names, arguments.libraries, strict=True)}
+    timer = next(iter(devices.values()))
+    records: list[dict[str, Any]] = [{"machine": True, "cpu": _report.cpu_model(), "threads": timer.threads}]
     for case in cases_of("targets"):
         if case.shape.name not in arguments.shapes:
             continue
-        inputs = ArrayInputs(make_problem(case))
+        inputs = timer.load(make_problem(case))
         for operation in OPERATIONS:
             if not any(fnmatch(operation.key, pattern) for pattern in arguments.ops):
                 continue
-            calls = {name: core_implementation(core).prepare(operation, inputs) for name, core in cores.items()}
-            calls["memcpy"] = Memory(threads).copying().prepare(operation, inputs)
+            bodies = {
+                name: core_implementation(device.core).prepare(operation, inputs) for name, device in devices.items()
+            }
+            bodies["memcpy"] = timer.memory.copying().prepare(operation, inputs)
+            calls = {name: timer.capture(body, "cpu") for name, body in bodies.items()}
+            for name, body in bodies.items():
+                wrong = timer.check(operation, inputs, calls[name], body)
+                if wrong:
+                    raise SystemExit(f"{name}: {wrong}")
             times: dict[str, list[float]] = {name: [] for name in calls}
             for _ in range(arguments.rounds):
                 for name, call in calls.items():
-                    flushed.max()
-                    start = time.perf_counter()
-                    call.run()
-                    times[name].append((time.perf_counter() - start) * 1e6)
-            medians = {name: round(float(np.median(samples[1:])), 1) for name, samples in times.items()}
+                    times[name] += timer.sample(call, 1, arguments.cold)
+            medians = {name: round(float(np.median(samples)), 1) for name, samples in times.items()}
             record = {"shape": case.shape.name, "operation": operation.key, "cold": arguments.cold, "us": medians}
             print(record, flush=True)
             records.append(record)

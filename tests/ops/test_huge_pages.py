@@ -21,12 +21,8 @@ from tests.ops.problems import tensor
 # Memory of the host.
 pytestmark = pytest.mark.cpu_only
 
-T, H, E, K = (
-    4608,
-    2048,
-    8,
-    2,
-)  # [T, H] is 36 MiB of float32: blocks beyond 32 MiB are new to the process, whatever it freed before
+# [T, H] is 36 MiB of float32: blocks beyond 32 MiB are new to the process, whatever it freed before.
+T, H, E, K = 4608, 2048, 8, 2
 SYSTEM_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 

@@ -28,15 +28,12 @@ void move_token(const Strip& strip, const pmo_permute_params& p, int64_t token, 
   const char* source = strip.source + token * strip.source_stride;
   const void* following = source + strip.source_stride;
   const RowList next = {&following, token + 1 < p.num_tokens ? 1 : 0};
-  Targets targets;
+  TargetBatches targets([&](const Targets& batch) { writer.copy(batch, source, strip.row_bytes, next); });
   for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
     const int32_t row = p.slot_to_row[slot];
     if (row >= 0 && row < p.num_rows) targets.add(strip.target + row * strip.row_bytes);
-    if (targets.count < kTargets) continue;
-    writer.copy(targets, source, strip.row_bytes, next);
-    targets.count = 0;
   }
-  writer.copy(targets, source, strip.row_bytes, next);
+  targets.finish();
 }
 
 void zero_padding(const Strip& strip, const pmo_permute_params& p) {

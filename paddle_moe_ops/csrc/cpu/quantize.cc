@@ -45,11 +45,8 @@ void quantize_tokens(const pmo_quantize_params& p, const ScaleLayout& layout, in
   std::vector<uint32_t> words(layout.words);
   for (int64_t token = begin; token < end; ++token) {
     bool quantized = false;
-    Targets targets;
-    const auto write_codes = [&] {
-      writer.copy(targets, reinterpret_cast<const char*>(codes.data()), p.hidden);
-      targets.count = 0;
-    };
+    TargetBatches targets(
+        [&](const Targets& batch) { writer.copy(batch, reinterpret_cast<const char*>(codes.data()), p.hidden); });
     for (int64_t k = 0; k < p.topk; ++k) {
       const int64_t row = p.slot_to_row == nullptr ? token : p.slot_to_row[token * p.topk + k];
       if (row < 0 || row >= p.num_rows) continue;
@@ -59,11 +56,10 @@ void quantize_tokens(const pmo_quantize_params& p, const ScaleLayout& layout, in
         quantized = true;
       }
       targets.add(static_cast<char*>(p.codes) + row * p.hidden);
-      if (targets.count == kTargets) write_codes();
       uint32_t* row_words = static_cast<uint32_t*>(p.scales) + row * layout.row_step;
       for (int64_t word = 0; word < layout.words; ++word) row_words[word * layout.word_step] = words[word];
     }
-    write_codes();
+    targets.finish();
   }
 }
 

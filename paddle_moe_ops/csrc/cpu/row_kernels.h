@@ -36,6 +36,28 @@ struct Targets {
   }
 };
 
+// Hands rows to write(targets), kTargets at a time.
+template <typename Write>
+class TargetBatches {
+ public:
+  explicit TargetBatches(Write write) : write_(write) {}
+
+  void add(void* row, float weight = 1.0f) {
+    if (targets_.count == kTargets) finish();
+    targets_.add(row, weight);
+  }
+
+  // Hands over what is left.
+  void finish() {
+    if (targets_.count > 0) write_(targets_);
+    targets_.count = 0;
+  }
+
+ private:
+  const Write write_;
+  Targets targets_;
+};
+
 // Dot products that run at the same time: one after the other, each would wait for its own chain of multiply-adds. Eight are faster
 // than four where they share a factor and nothing is written beside them.
 constexpr int64_t kDotTerms = 8;
@@ -54,16 +76,16 @@ struct DotTerms {
 //
 // `weights` have passed with_plain_nan.
 //
-// `streams` writes past the caches (cpu/streaming.h): the output must then consist of whole lines, kLineBytes long and aligned, but for
-// `copy`, whose targets must have rows of `bytes` from the same base.
+// `streams` writes past the caches (cpu/streaming.h): the output must then consist of whole lines, kLineBytes long and aligned. `copy`
+// asks for less: that its targets lie a multiple of `bytes` apart.
 struct RowKernels {
   // out[H] = sum over at least one row; weights NULL = plain. At most one rounding to the row type, at the end.
   void (*sum)(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, bool streams, void* out);
   // target[H] = its weight * in[H]; at least one
   void (*scale)(const void* in, const RowList& next, const Targets& targets, int64_t hidden, bool streams);
-  // products[i] = sum of a[j] * row[j] of at most kDotTerms terms, best kDotTerms or kFewDotTerms. With `scales` the same pass streams out[H] = weight * a[H] of each:
-  // reading and writing in turns moves more than one after the other. (Plain stores among the loads take longer than a pass of
-  // their own.)
+  // products[i] = sum of a[j] * row[j] of at most kDotTerms terms, best kDotTerms or kFewDotTerms. With `scales` the same pass streams
+  // out[H] = weight * a[H] of each: reading and writing in turns moves more than one after the other. (Plain stores among the loads
+  // take longer than a pass of their own.)
   void (*dot)(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool scales, float* products);
   // The codes[H] and scales[ceil(H / 128)] of a row by the rule of pmo_quantize_*; scales of ue8m0 are powers of two.
   void (*quantize)(const void* in, int64_t hidden, float amax_min, bool ue8m0, uint8_t* codes, float* scales);

@@ -40,9 +40,9 @@ class RowWriter {
   RowWriter(const RowWriter&) = delete;
   RowWriter& operator=(const RowWriter&) = delete;
 
-  // To no target or several; `next` as for the row kernels.
+  // `targets` and `next` as for the row kernels.
   void copy(const Targets& targets, const char* from, int64_t bytes, const RowList& next = {nullptr, 0}) const {
-    if (targets.count > 0) copy_(from, bytes, next, targets, streams_);
+    copy_(from, bytes, next, targets, streams_);
   }
   void copy(char* to, const char* from, int64_t bytes, const RowList& next = {nullptr, 0}) const {
     Targets target;

@@ -174,15 +174,13 @@ class TokenGradient {
     const bool copy = rows.weights() == nullptr || rows.is_copy();
     const void* following = d_out + d_out_stride_;
     const RowList next = {&following, token + 1 < params_.num_tokens ? 1 : 0};
-    Targets targets;
-    const auto write = [&] {
+    TargetBatches targets([&](const Targets& batch) {
       if (copy) {
-        writer_.copy(targets, d_out, row_bytes_, next);
-      } else if (targets.count > 0) {
-        kernels_.scale(d_out, next, targets, params_.hidden, streams_whole_);
+        writer_.copy(batch, d_out, row_bytes_, next);
+      } else {
+        kernels_.scale(d_out, next, batch, params_.hidden, streams_whole_);
       }
-      targets.count = 0;
-    };
+    });
     for (int64_t i = 0; i < rows.count(); ++i) {
       const int32_t row = rows.row(i);
       char* d_row = params_.d_rows == nullptr ? nullptr : static_cast<char*>(params_.d_rows) + row * row_bytes_;
@@ -192,9 +190,8 @@ class TokenGradient {
       }
       if (d_row == nullptr) continue;
       targets.add(d_row, copy ? 1.0f : rows.weights()[i]);
-      if (targets.count == kTargets) write();
     }
-    write();
+    targets.finish();
   }
 
   void finish() { dots_.finish(); }

@@ -3,7 +3,7 @@
 
 // The C library gives blocks of CPU memory back to the system when they are freed, so that an output is often new to the process, and each
 // of its pages is made when it is first written. Both calls here make that cheaper; nothing depends on whether the system takes them.
-// A block whose pages are there is only looked at: a call to the system takes several microseconds of a small operator.
+// A block whose pages are there is only looked at: asking for what it has would only take time.
 #include "paddle/pages.h"
 
 #ifdef __linux__
