@@ -28,6 +28,7 @@ void move_token(const Strip& strip, const pmo_permute_params& p, int64_t token, 
   const char* source = strip.source + token * strip.source_stride;
   const void* following = source + strip.source_stride;
   const RowList next = {&following, token + 1 < p.num_tokens ? 1 : 0};
+  if (token + kTokensAhead < p.num_tokens) prefetch_beginning(source + kTokensAhead * strip.source_stride, strip.row_bytes);
   TargetBatches targets([&](const Targets& batch) { writer.copy(batch, source, strip.row_bytes, next); });
   for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
     const int32_t row = p.slot_to_row[slot];

@@ -59,9 +59,10 @@ class TargetBatches {
 };
 
 // Dot products that run at the same time: one after the other, each would wait for its own chain of multiply-adds. Eight are faster
-// than four where they share a factor and nothing is written beside them.
+// than four where they share a factor and nothing is written beside them, two where they do not share one and something is.
 constexpr int64_t kDotTerms = 8;
 constexpr int64_t kFewDotTerms = 4;
+constexpr int64_t kTwoDotTerms = 2;
 
 struct DotTerms {
   const void* a[kDotTerms];
@@ -83,7 +84,7 @@ struct RowKernels {
   void (*sum)(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, bool streams, void* out);
   // target[H] = its weight * in[H]; at least one
   void (*scale)(const void* in, const RowList& next, const Targets& targets, int64_t hidden, bool streams);
-  // products[i] = sum of a[j] * row[j] of at most kDotTerms terms, best kDotTerms or kFewDotTerms. With `scales` the same pass streams
+  // products[i] = sum of a[j] * row[j] of at most kDotTerms terms, best one of the numbers above. With `scales` the same pass streams
   // out[H] = weight * a[H] of each: reading and writing in turns moves more than one after the other. (Plain stores among the loads
   // take longer than a pass of their own.)
   void (*dot)(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool scales, float* products);
@@ -96,6 +97,18 @@ struct RowKernels {
 };
 
 constexpr int64_t kLineBytes = 64;
+
+// Asks for the beginning of a row that is needed kTokensAhead tokens later. A processor foresees the lines of a page once it has seen
+// some of them, and the row kernels look as far as the next token: too late for rows of a page or two, one or two per token. Into the
+// second-level cache, which has room for what is not needed at once. Inlined always, as are functions that only call it: GCC takes a
+// function that only prefetches for one without effect, and drops its calls.
+__attribute__((always_inline)) inline void prefetch_beginning(const void* row, int64_t bytes) {
+  constexpr int64_t kEnough = 512;
+  for (int64_t place = 0; place < (bytes < kEnough ? bytes : kEnough); place += kLineBytes) {
+    __builtin_prefetch(static_cast<const char*>(row) + place, 0, 2);
+  }
+}
+constexpr int64_t kTokensAhead = 2;
 
 // Element types of rows, for overloads.
 struct Byte {

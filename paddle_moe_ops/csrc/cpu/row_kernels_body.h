@@ -30,7 +30,7 @@ template <int64_t kLines>
 using Lines = std::integral_constant<int64_t, kLines>;
 
 // Asks for what follows a place by kAheadBytes: a strip of the same rows, or behind their end of the next ones. `end` is where the
-// strips of a row end. Inlined always: GCC takes a function that only prefetches for one without effect, and drops its calls.
+// strips of a row end. Inlined always, see prefetch_beginning.
 template <int64_t kLines>
 __attribute__((always_inline)) inline void prefetch_ahead(const RowList& rows, const RowList& next, int64_t place, int64_t end) {
   const int64_t ahead = place + std::min(kAheadBytes, end);
@@ -268,28 +268,30 @@ void dot_some(const DotTerms& terms, int64_t first, const RowList& prefetched, c
   }
 }
 
+// Groups of kCount terms from `first` on; returns the first term that is left.
+template <typename Element, int64_t kCount>
+int64_t dot_groups(const DotTerms& terms, int64_t first, const RowList& next, int64_t hidden, bool scales, float* products) {
+  for (; first + kCount <= terms.count; first += kCount) {
+    const void* const* a = terms.a + first;
+    const bool shared = std::count(a, a + kCount, a[0]) == kCount;
+    const auto dot = shared ? (scales ? dot_some<Element, kCount, true, true> : dot_some<Element, kCount, false, true>)
+                            : (scales ? dot_some<Element, kCount, true, false> : dot_some<Element, kCount, false, false>);
+    const DotRows rows(terms, first, kCount == 1 ? first : first + kCount);
+    dot(terms, first, rows.list(), kCount == 1 ? RowList{nullptr, 0} : next, hidden, products);
+  }
+  return first;
+}
+
 template <typename Element>
 void dot_terms(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool scales, float* products) {
-  const auto share_factor = [&](int64_t first, int64_t end) {
-    return std::count(terms.a + first, terms.a + end, terms.a[first]) == end - first;
-  };
   const DotRows following(next, 0, next.count);
   int64_t first = 0;
-  if (terms.count == kDotTerms && !scales && share_factor(0, kDotTerms)) {
-    const DotRows rows(terms, 0, kDotTerms);
-    dot_some<Element, kDotTerms, false, true>(terms, 0, rows.list(), following.list(), hidden, products);
-    first = kDotTerms;
+  if (!scales && std::count(terms.a, terms.a + terms.count, terms.a[0]) == kDotTerms) {
+    first = dot_groups<Element, kDotTerms>(terms, first, following.list(), hidden, scales, products);
   }
-  for (; first + kFewDotTerms <= terms.count; first += kFewDotTerms) {
-    const DotRows rows(terms, first, first + kFewDotTerms);
-    const auto dot =
-        share_factor(first, first + kFewDotTerms)
-            ? (scales ? dot_some<Element, kFewDotTerms, true, true> : dot_some<Element, kFewDotTerms, false, true>)
-            : (scales ? dot_some<Element, kFewDotTerms, true, false> : dot_some<Element, kFewDotTerms, false, false>);
-    dot(terms, first, rows.list(), following.list(), hidden, products);
-  }
-  const auto dot = scales ? dot_some<Element, 1, true, true> : dot_some<Element, 1, false, true>;
-  for (; first < terms.count; ++first) dot(terms, first, {nullptr, 0}, {nullptr, 0}, hidden, products);
+  first = dot_groups<Element, kFewDotTerms>(terms, first, following.list(), hidden, scales, products);
+  first = dot_groups<Element, kTwoDotTerms>(terms, first, following.list(), hidden, scales, products);
+  dot_groups<Element, 1>(terms, first, following.list(), hidden, scales, products);
 }
 
 // All bits set if the condition holds, for choices without branches, which would keep a loop from being vectorised.

@@ -34,6 +34,8 @@ float weight_of(const Params& p, int64_t row) {
   return place < 0 ? 0.0f : with_plain_nan(p.weights[place]);
 }
 
+constexpr int64_t kFewRows = 3;  // of a token: more keep the memory busy as it is
+
 // The usable rows of one token, gathered for the row kernels.
 template <typename Params>
 class TokenRows {
@@ -54,6 +56,11 @@ class TokenRows {
     const char* base = static_cast<const char*>(params_.rows);
     for (size_t i = 0; i < (pointers_.empty() ? 0 : count_); ++i) pointers_[i] = base + rows_[i] * row_stride_bytes_;
     for (size_t i = 0; i < (weights_.empty() ? 0 : count_); ++i) weights_[i] = weight_of(params_, rows_[i]);
+  }
+
+  __attribute__((always_inline)) void prefetch_beginnings() const {
+    if (count() > kFewRows) return;
+    for (int64_t i = 0; i < count(); ++i) prefetch_beginning(pointers_[i], params_.hidden * dtype_size(params_.dtype));
   }
 
   RowList list() const { return {pointers_.data(), count()}; }
@@ -83,13 +90,17 @@ int unpermute(const pmo_unpermute_params& p) {
   const bool streams = beyond_caches(bytes);
   parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
     const RowWriter writer(streams);
-    TokenRows<pmo_unpermute_params> lists[] = {{p, p.rows_row_stride * itemsize}, {p, p.rows_row_stride * itemsize}};
-    if (begin < end) lists[begin % 2].collect(begin);
+    constexpr int64_t kLists = kTokensAhead + 1;
+    std::vector<TokenRows<pmo_unpermute_params>> lists(kLists, {p, p.rows_row_stride * itemsize});
+    for (int64_t token = begin; token < std::min(begin + kTokensAhead, end); ++token) lists[token % kLists].collect(token);
     for (int64_t token = begin; token < end; ++token) {
-      const TokenRows<pmo_unpermute_params>& rows = lists[token % 2];
-      TokenRows<pmo_unpermute_params>& following = lists[(token + 1) % 2];
-      if (token + 1 < end) following.collect(token + 1);
-      const RowList next = token + 1 < end ? following.list() : RowList{nullptr, 0};
+      const TokenRows<pmo_unpermute_params>& rows = lists[token % kLists];
+      const RowList next = token + 1 < end ? lists[(token + 1) % kLists].list() : RowList{nullptr, 0};
+      if (token + kTokensAhead < end) {
+        TokenRows<pmo_unpermute_params>& later = lists[(token + kTokensAhead) % kLists];
+        later.collect(token + kTokensAhead);
+        later.prefetch_beginnings();
+      }
       char* out = static_cast<char*>(p.out) + token * out_bytes;
       if (rows.count() == 0) {
         std::memset(out, 0, out_bytes);
@@ -103,18 +114,19 @@ int unpermute(const pmo_unpermute_params& p) {
   return PMO_OK;
 }
 
-// Dot products, in groups that run together, of as many tokens as make up a group: kDotTerms where the rows of whole tokens do, which
-// share a factor. A group waits until the next one is known.
+// Dot products, in groups that run together, of as many tokens as make up a group. A group waits until the next one is known.
 class DotQueue {
  public:
   DotQueue(const pmo_unpermute_backward_params& p, bool scales)
       : params_(p),
         kernel_(row_kernels(p.dtype).dot),
+        row_bytes_(p.hidden * dtype_size(p.dtype)),
         scales_(scales),
-        group_(scales || p.max_rows_per_token % kDotTerms != 0 ? kFewDotTerms : kDotTerms) {}
+        group_(best_group(p, scales)) {}
 
   // The product goes to d_weights[place].
   void push(const void* a, const void* row, float weight, void* out, int64_t place) {
+    prefetch_beginning(row, row_bytes_);
     Group& group = groups_[last_];
     DotTerms& terms = group.terms;
     terms.a[terms.count] = a;
@@ -137,6 +149,12 @@ class DotQueue {
     int64_t places[kDotTerms];
   };
 
+  // The terms of a token share a factor: kDotTerms where whole tokens make up the groups, few where most have fewer rows than that.
+  static int64_t best_group(const pmo_unpermute_backward_params& p, bool scales) {
+    if (scales) return p.num_rows > kFewRows * p.num_tokens ? kFewDotTerms : kTwoDotTerms;
+    return p.max_rows_per_token % kDotTerms == 0 ? kDotTerms : kFewDotTerms;
+  }
+
   void run_first() {
     Group& group = groups_[1 - last_];
     float products[kDotTerms];
@@ -150,6 +168,7 @@ class DotQueue {
 
   const pmo_unpermute_backward_params& params_;
   void (*const kernel_)(const DotTerms&, const DotTerms&, int64_t, bool, float*);
+  const int64_t row_bytes_;
   const bool scales_;
   const int64_t group_;
   Group groups_[2];
@@ -174,6 +193,7 @@ class TokenGradient {
     const bool copy = rows.weights() == nullptr || rows.is_copy();
     const void* following = d_out + d_out_stride_;
     const RowList next = {&following, token + 1 < params_.num_tokens ? 1 : 0};
+    if (token + kTokensAhead < params_.num_tokens) prefetch_beginning(d_out + kTokensAhead * d_out_stride_, row_bytes_);
     TargetBatches targets([&](const Targets& batch) {
       if (copy) {
         writer_.copy(batch, d_out, row_bytes_, next);
