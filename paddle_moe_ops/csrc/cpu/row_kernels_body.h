@@ -14,7 +14,6 @@
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kAheadBytes = 2048;  // of each row: enough to hide the memory's latency, few enough for the first-level cache
-constexpr int64_t kAheadOfStores = 1024;
 constexpr int64_t kLinesOfOneRow = 4;
 constexpr int64_t kLinesOfSomeRows = 2;  // of each: the sums take registers, and many prefetches at once wait for each other
 
@@ -96,11 +95,11 @@ struct Tail {
   }
 };
 
-// A plain store reads the line that it overwrites: asks for that of the same strip kAheadOfStores later.
+// A plain store reads the line that it overwrites: asks for those of the next strip.
 template <bool kStreams, int64_t kLines>
 __attribute__((always_inline)) inline void prefetch_output(char* strip) {
   for (int64_t line = 0; line < (kStreams ? 0 : kLines); ++line) {
-    __builtin_prefetch(strip + kAheadOfStores + line * kLineBytes, 1, 3);
+    __builtin_prefetch(strip + (kLines + line) * kLineBytes, 1, 3);
   }
 }
 

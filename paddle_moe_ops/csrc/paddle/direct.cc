@@ -71,20 +71,23 @@ DirectArgument read(PyObject* object) {
   return argument;
 }
 
-Outputs run(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
+using Arguments = std::vector<DirectArgument>;
+
+Arguments read_all(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
   require(count == static_cast<Py_ssize_t>(callee.num_arguments), callee.name, "the number of arguments is wrong");
-  std::vector<DirectArgument> arguments;
+  Arguments arguments;
   arguments.reserve(callee.num_arguments);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    arguments.push_back(read(objects[i]));
-    if (callee.is_quick && !arguments.back().tensor.is_dense_tensor()) return {};
-  }
+  for (Py_ssize_t i = 0; i < count; ++i) arguments.push_back(read(objects[i]));
+  return arguments;
+}
+
+Outputs run(const DirectOperator& callee, const Arguments& arguments) {
   const WithoutPython released;
   return callee.run(arguments.data());
 }
 
 PyObject* call(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
-  const Outputs outputs = run(callee, objects, count);
+  const Outputs outputs = run(callee, read_all(callee, objects, count));
   PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
   for (size_t i = 0; results != nullptr && i < outputs.size(); ++i) {
     PyTuple_SetItem(results, static_cast<Py_ssize_t>(i), paddle::pybind::ToPyObject(outputs[i], false));
@@ -107,17 +110,16 @@ bool asks_for_backend() {
 
 // The first output, or None.
 PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
-  bool declines = asks_for_backend();
-  for (Py_ssize_t i = 0; i < count && !declines; ++i) {
-    declines = !paddle::pybind::PyCheckTensor(objects[i]) || !wants_no_gradient(objects[i]);
-  }
   Outputs outputs;
-  if (!declines) {
-    try {
-      outputs = run(callee, objects, count);
-    } catch (const std::exception&) {
-      declines = true;  // the long way says what is wrong
+  try {
+    const Arguments arguments = read_all(callee, objects, count);
+    bool declines = asks_for_backend();
+    for (Py_ssize_t i = 0; i < count && !declines; ++i) {
+      const DirectArgument& argument = arguments[i];
+      declines = argument.kind != DirectArgument::kTensor || !argument.tensor.is_dense_tensor() || !wants_no_gradient(objects[i]);
     }
+    if (!declines) outputs = run(callee, arguments);
+  } catch (const std::exception&) {  // the long way says what is wrong
   }
   PyErr_Clear();
   if (!outputs.empty()) return paddle::pybind::ToPyObject(outputs[0], false);

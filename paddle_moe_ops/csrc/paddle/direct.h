@@ -7,7 +7,7 @@
 // again: several times as long as a small call of an operator itself. A function announced here is the same one that Paddle calls.
 //
 // Quick calls go further: they take the place of the Python function's checks too. Where one of those might have something to say, they
-// decline, and the call goes the long way.
+// decline, and the call goes the long way. They look at arguments, never at data: what is declined was not begun.
 #pragma once
 
 #include <type_traits>
@@ -82,6 +82,9 @@ struct DirectCall<Outputs (*)(Parameters...)> {
     return kFunction(arguments[kPlaces].template as<Parameters>()...);
   }
 };
+
+// A check that Python functions make and operators do not.
+inline bool has_columns(const paddle::Tensor& rows) { return rows.shape().size() == 2 && rows.shape()[1] > 0; }
 
 template <auto kFunction>
 bool announce(const char* name, bool is_quick) {

@@ -122,6 +122,12 @@ void permute_rows(const Target& target, const char* function, const paddle::Tens
   check_status(PMO_CALL(target, permute, &permutation.params()), function);
 }
 
+void permute_rows(const Target& target, const char* function, const paddle::Tensor& x, const paddle::Tensor& slot_to_row,
+                  const paddle::Tensor& row_to_token, paddle::Tensor* rows) {
+  const Scale none(function, {}, false, -1, 0, x);
+  permute_rows(target, function, x, none, slot_to_row, row_to_token, PMO_FILL_ROWS, rows, nullptr);
+}
+
 #ifndef PMO_PADDLE_2
 paddle::DataType scales_dtype(bool ue8m0) { return ue8m0 ? paddle::DataType::INT32 : paddle::DataType::FLOAT32; }
 

@@ -48,6 +48,10 @@ void permute_rows(const Target& target, const char* function, const paddle::Tens
                   const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows,
                   paddle::Tensor* row_scales);
 
+// The same without a scale, and with padding rows of zeros.
+void permute_rows(const Target& target, const char* function, const paddle::Tensor& x, const paddle::Tensor& slot_to_row,
+                  const paddle::Tensor& row_to_token, paddle::Tensor* rows);
+
 #ifndef PMO_PADDLE_2  // Paddle before 3.0 has no float8
 // How rows become float8, as attributes of an operator.
 struct Quantization {

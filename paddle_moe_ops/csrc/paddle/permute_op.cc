@@ -29,16 +29,14 @@ Outputs permute(const paddle::Tensor& x, const paddle::optional<paddle::Tensor>&
   return {rows, row_scales};
 }
 
-// Rows alone, with padding of zeros. The checks are those of the Python function; none is of the data, so what is declined was not begun.
+// Rows alone, with padding of zeros.
 Outputs quick_permute(const paddle::Tensor& x, const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows,
                       const paddle::Tensor& row_to_token) {
-  const Shape shape = x.shape();
-  if (shape.size() != 2 || shape[1] == 0 || x.dtype() == paddle::DataType::INT32) return {};
+  if (!has_columns(x) || x.dtype() == paddle::DataType::INT32) return {};
   const Target target(kFunction, {&x, &slot_to_row, &token_rows, &row_to_token});
   require_rank(row_to_token, 1, kFunction, "row_to_token");
-  paddle::Tensor rows = paddle::empty({row_to_token.shape()[0], shape[1]}, x.dtype(), x.place());
-  const Scale none(kFunction, {}, false, -1, 0, x);
-  permute_rows(target, kFunction, x, none, slot_to_row, row_to_token, PMO_FILL_ROWS, &rows, nullptr);
+  paddle::Tensor rows = paddle::empty({row_to_token.shape()[0], x.shape()[1]}, x.dtype(), x.place());
+  permute_rows(target, kFunction, x, slot_to_row, row_to_token, &rows);
   return {rows};
 }
 

@@ -36,21 +36,19 @@ std::vector<paddle::DataType> unpermute_dtypes(const paddle::DataType& rows, con
   return {rows};
 }
 
-// The checks that the Python function makes and the operator does not; none is of the data, so what is declined was not begun.
-bool has_columns(const paddle::Tensor& rows) { return rows.shape().size() == 2 && rows.shape()[1] > 0; }
-
 Outputs quick_unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
   if (!has_columns(rows)) return {};
   return unpermute(rows, token_rows, row_to_token);
 }
 
+// A permutation: the lines of a plan's token_rows hold nothing but -1 behind their rows. (In a cleaned rowmap anything may stand there,
+// so moe_unpermute has to use the gradient of the sum.)
 Outputs unpermute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const paddle::Tensor& d_out) {
   const Target target(kFunction, {&token_rows, &row_to_token, &d_out});
   require_rank(d_out, 2, kFunction, "the gradient");
   require_rank(row_to_token, 1, kFunction, "row_to_token");
   paddle::Tensor d_rows = paddle::empty({row_to_token.shape()[0], d_out.shape()[1]}, d_out.dtype(), d_out.place());
-  const Scale none(kFunction, {}, false, -1, 0, d_out);
-  permute_rows(target, kFunction, d_out, none, token_rows, row_to_token, PMO_FILL_ROWS, &d_rows, nullptr);
+  permute_rows(target, kFunction, d_out, token_rows, row_to_token, &d_rows);
   return {d_rows};
 }
 
