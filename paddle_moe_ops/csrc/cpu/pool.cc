@@ -67,7 +67,7 @@ class Pool {
       next_task_.store(0, std::memory_order_relaxed);
       open_places_ = num_threads - 1;
     }
-    wake_.notify_all();
+    for (int worker = 1; worker < num_threads; ++worker) wake_.notify_one();  // not those that would find no place
     work();
     std::unique_lock<std::mutex> lock(mutex_);
     open_places_ = 0;  // a worker that wakes only now finds nothing to join

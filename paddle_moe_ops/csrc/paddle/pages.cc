@@ -19,7 +19,7 @@ namespace {
 
 constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
 constexpr uintptr_t kReusedBytes = uintptr_t{128} << 10;   // the C library keeps smaller blocks
-constexpr uintptr_t kOneThreadBytes = uintptr_t{4} << 20;  // beyond, threads write an output, and make its pages side by side
+constexpr uintptr_t kOneThreadBytes = uintptr_t{2} << 20;  // beyond, threads write an output, and make its pages side by side
 constexpr int kPopulateWrite = 23;                         // MADV_POPULATE_WRITE of Linux 5.14, which older headers do not have
 
 uintptr_t rounded_up(uintptr_t address, uintptr_t size) { return (address + size - 1) / size * size; }
