@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from paddle_moe_ops import _report
 from paddle_moe_ops.bench.cpu import CpuDevice
 from paddle_moe_ops.bench.cpu_core import core_implementation
 from paddle_moe_ops.bench.problem import make_problem
-from paddle_moe_ops.bench.shapes import OPERATIONS, cases_of
+from paddle_moe_ops.bench.shapes import cases_of, select_operations
 
 
 def main() -> int:
@@ -41,13 +40,13 @@ def main() -> int:
     devices = {name: CpuDevice(path) for name, path in zip(arguments.names, arguments.libraries, strict=True)}
     timer = next(iter(devices.values()))
     records: list[dict[str, Any]] = [{"machine": True, "cpu": _report.cpu_model(), "threads": timer.threads}]
-    for case in cases_of("targets"):
-        if case.shape.name not in arguments.shapes:
-            continue
+    try:
+        cases, operations = cases_of("targets", arguments.shapes), select_operations(arguments.ops)
+    except ValueError as error:
+        parser.error(str(error))
+    for case in cases:
         inputs = timer.load(make_problem(case))
-        for operation in OPERATIONS:
-            if not any(fnmatch(operation.key, pattern) for pattern in arguments.ops):
-                continue
+        for operation in operations:
             bodies = {
                 name: core_implementation(device.core).prepare(operation, inputs) for name, device in devices.items()
             }

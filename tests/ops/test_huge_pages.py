@@ -74,7 +74,7 @@ def test_gradients_ask_for_huge_pages(ids, place):
 
 
 # Below and above what the C library keeps, a whole huge page, and what one thread writes; odd, so pages are cut off.
-@pytest.mark.parametrize("tokens", [15, 17, 129, 385, 511, 513])
+@pytest.mark.parametrize("tokens", [15, 17, 129, 255, 257, 385, 511, 513])
 def test_outputs_of_every_size_equal_the_oracle(rng, place, tokens):
     x = rng.standard_normal((tokens, H - 1)).astype(np.float32)
     ids = uniform(rng, tokens, 1, E)

@@ -47,7 +47,7 @@ void parallel_for(int64_t num_tasks, int num_threads, Body body) {
 // five hundred rows of 4 KiB, stays on the calling thread and wakes nobody; beyond that a thread is worth its waking for each MiB.
 template <typename Body>
 void parallel_ranges(int64_t size, int64_t bytes, int32_t requested_threads, Body body) {
-  constexpr int64_t kSmallBytes = int64_t{2} << 20;
+  constexpr int64_t kSmallBytes = int64_t{2} << 20;  // paddle/pages.cc: who makes the pages of an output
   constexpr int64_t kBytesPerThread = int64_t{1} << 20;
   constexpr int64_t kTasksPerThread = 4;  // so that a thread that starts late or is interrupted does not hold up the rest
   const int64_t worth = bytes <= kSmallBytes ? 1 : bytes / kBytesPerThread;
