@@ -14,13 +14,15 @@ import numpy as np
 
 from .cpu_arrays import ArrayInputs
 from .device import Body, Implementation, Unsupported
-from .model import probe_work
+from .model import minimum_bytes, probe_work
 from .shapes import OPERATIONS, Operation
 
 __all__ = ["Memory"]
 
 _LARGE_BYTES = 1 << 29
 _TRIALS = 5
+# Operations that write little beside what they read
+_MOSTLY_READ = ("unpermute:plain", "unpermute:weighted", "unpermute_backward:dprob")
 
 
 class Memory:
@@ -40,21 +42,21 @@ class Memory:
         return _LARGE_BYTES / _median_ns(self._read(np.ones(_LARGE_BYTES, np.uint8)), samples)
 
     def reading(self) -> Implementation:
-        """ "read": reading as many bytes as an operation that writes next to nothing, by one thread or by all."""
+        """ "read": reading as many bytes as an operation reads that writes little, by one thread or by all."""
 
         def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
-            size = probe_work(operation, inputs.problem).total
+            size = minimum_bytes(operation, inputs.problem).read
             if size == 0:
-                raise Unsupported("there are no rows to read")
+                raise Unsupported("there is nothing to read")
             read = self._read(np.ones(size, np.uint8))
 
             def run() -> dict[str, Any]:
                 read()
                 return {"copy": np.ones(1, np.uint8)}  # nothing of it could be wrong
 
-            return Body(run, note="one stream or two, whichever is faster, without any arithmetic")
+            return Body(run, note="the bytes that are read alone, in one stream or two, whichever is faster")
 
-        return Implementation("read", ("unpermute_backward:dprob",), prepare)
+        return Implementation("read", _MOSTLY_READ, prepare)
 
     def copying(self) -> Implementation:
         """ "memcpy": a copy that reads and writes as many bytes as the operation in all, without any map."""

@@ -30,8 +30,9 @@ result was compared with the NumPy oracle before it was timed.
   512 MB, so that the operands are not in the L2; outputs are allocated beforehand, of sizes that are given (static
   buffers), so that nothing waits for the host. On a CPU: calls follow each other (*warm*); the C core writes to
   outputs that exist, and so does *memcpy*, which reads and writes as many bytes as the operation in all, by one
-  thread or by all, whichever is faster; *read* only reads as many. *public function* is what a Paddle user calls;
-  like all peers it allocates its outputs in the call, so that the system makes their pages while it runs.
+  thread or by all, whichever is faster; *read* only reads as many as the operation reads, and writes none. *public
+  function* is what a Paddle user calls; like all peers it allocates its outputs in the call, so that the system makes
+  their pages while it runs.
 * **of copy**: the least bytes that the operation must move (each input read once, each output written once), per
   time, over the speed of the fastest large copy in the same process, read and written bytes counted.
 * **of probe**: the time of a kernel that moves the same bytes without any map (*fanout*: one read, many writes;
