@@ -275,8 +275,8 @@ int64_t dot_groups(const DotTerms& terms, int64_t first, const RowList& next, in
     const bool shared = std::count(a, a + kCount, a[0]) == kCount;
     const auto dot = shared ? (scales ? dot_some<Element, kCount, true, true> : dot_some<Element, kCount, false, true>)
                             : (scales ? dot_some<Element, kCount, true, false> : dot_some<Element, kCount, false, false>);
-    const DotRows rows(terms, first, kCount == 1 ? first : first + kCount);
-    dot(terms, first, rows.list(), kCount == 1 ? RowList{nullptr, 0} : next, hidden, products);
+    const DotRows rows(terms, first, first + kCount);
+    dot(terms, first, rows.list(), next, hidden, products);
   }
   return first;
 }
@@ -284,13 +284,14 @@ int64_t dot_groups(const DotTerms& terms, int64_t first, const RowList& next, in
 template <typename Element>
 void dot_terms(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool scales, float* products) {
   const DotRows following(next, 0, next.count);
-  int64_t first = 0;
   if (!scales && std::count(terms.a, terms.a + terms.count, terms.a[0]) == kDotTerms) {
-    first = dot_groups<Element, kDotTerms>(terms, first, following.list(), hidden, scales, products);
+    const DotRows rows(terms, 0, kDotTerms);
+    return dot_some<Element, kDotTerms, false, true>(terms, 0, rows.list(), following.list(), hidden, products);
   }
-  first = dot_groups<Element, kFewDotTerms>(terms, first, following.list(), hidden, scales, products);
+  int64_t first = dot_groups<Element, kFewDotTerms>(terms, 0, following.list(), hidden, scales, products);
   first = dot_groups<Element, kTwoDotTerms>(terms, first, following.list(), hidden, scales, products);
-  dot_groups<Element, 1>(terms, first, following.list(), hidden, scales, products);
+  const auto dot = scales ? dot_some<Element, 1, true, true> : dot_some<Element, 1, false, true>;
+  for (; first < terms.count; ++first) dot(terms, first, {nullptr, 0}, {nullptr, 0}, hidden, products);
 }
 
 // All bits set if the condition holds, for choices without branches, which would keep a loop from being vectorised.
