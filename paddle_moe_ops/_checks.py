@@ -108,6 +108,15 @@ def tensor(
     return value
 
 
+def dtype_of_sums(function: str, argument: str, value: Any) -> Any:
+    """Check the dtype of a result, which may be given by its name; the Paddle dtype."""
+    for dtype in SUM_DTYPES:
+        if value == dtype or (isinstance(value, str) and value == dtype_name(dtype)):
+            return dtype
+    names = ", ".join(dtype_name(dtype) for dtype in SUM_DTYPES)
+    bad_type(function, argument, f"one of {names}, as a paddle dtype or its name", repr(value))
+
+
 def rows(function: str, argument: str, value: Any, dtypes: Sequence[Any], num_rows: int | str) -> Tensor:
     """Check a matrix of rows that have at least one column."""
     tensor(function, argument, value, dtypes, [num_rows, "hidden"])

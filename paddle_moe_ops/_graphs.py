@@ -1,26 +1,97 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How public functions enter a static graph, and what stands for a tensor there."""
+"""How public functions are called: in dygraph and in static graphs, with arguments that carry a graph of gradients."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import paddle
+from paddle import Tensor
 from paddle.jit.marker import unified
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
+_CARRIERS = (Tensor, tuple, list, dict)
+_PLAIN = {int}  # lists of counts may be long
 
-def traceable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Mark a function that works on tensors and on graph values alike.
 
-    paddle.jit.to_static then calls it while it builds the program instead of rewriting its source, so that the checks
-    run once, at build time, where shapes are known.
+def public(
+    *differentiable: str, quick: Callable[..., Any] | None = None
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Mark a public function that works on tensors and on graph values alike.
+
+    Every tensor among the arguments is detached, but for the differentiable ones: expert ids, masks, row maps, scales,
+    counts and the like have no gradient, and still may carry a graph, as the ids of `paddle.topk` do. Paddle's engine
+    would wait for their gradient and never run what comes before them.
+
+    paddle.jit.to_static calls such a function while it builds the program instead of rewriting its source, so that the
+    checks run once, at build time, where shapes are known. A graph's backward pass does not wait: values of a graph are
+    passed on as they are.
+
+    Args:
+        differentiable: names of the arguments that have a gradient.
+        quick: called first, with the same arguments; what it returns, unless that is None, is the result.
+
+    Returns:
+        A decorator. What it returns has the attribute ``differentiable_arguments``, a tuple of the names.
     """
-    return unified(function)
+
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        signature = inspect.signature(function)
+        unknown = set(differentiable) - set(signature.parameters)
+        if unknown:
+            raise TypeError(f"{function.__name__} has no arguments {sorted(unknown)}")
+        positional = [name for name, each in signature.parameters.items() if each.kind is not each.KEYWORD_ONLY]
+        passed_on = frozenset(index for index, name in enumerate(positional) if name in differentiable)
+        last = len(positional) - 1  # *tensors are all one argument
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if quick is not None:
+                result = quick(*arguments, **keywords)
+                if result is not None:
+                    return result
+            for index, argument in enumerate(arguments):
+                if isinstance(argument, _CARRIERS) and min(index, last) not in passed_on and _carries_graph(argument):
+                    arguments = (*arguments[:index], _constant(argument), *arguments[index + 1 :])
+            for name, argument in keywords.items():
+                if isinstance(argument, _CARRIERS) and name not in differentiable and _carries_graph(argument):
+                    keywords = {**keywords, name: _constant(argument)}
+            return function(*arguments, **keywords)
+
+        call.differentiable_arguments = differentiable  # type: ignore[attr-defined]
+        call.__signature__ = signature  # type: ignore[attr-defined]  # paddle.jit does not look behind a wrapper
+        return unified(call)
+
+    return decorate
+
+
+def _carries_graph(value: Any) -> bool:
+    """Whether a tensor, or one in a tuple, a list or a dictionary, is part of a graph of gradients."""
+    if isinstance(value, Tensor):
+        return not value.stop_gradient
+    if isinstance(value, dict):
+        value = value.values()
+    elif set(map(type, value)) <= _PLAIN:
+        return False
+    return any(isinstance(item, _CARRIERS) and _carries_graph(item) for item in value)
+
+
+def _constant(value: Any) -> Any:
+    """The value without the graph that its tensors carry."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _constant(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_constant(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def is_graph_value(value: object) -> bool:

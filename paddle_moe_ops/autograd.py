@@ -2,18 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connects forward and backward for backends that do not own their gradients.
 
-The compiled operators do, so they are called directly. Any other backend runs inside a PyLayer, which keeps the
-backend that ran forward, so that backward runs on the same one.
+The compiled operators do, so they are called directly. Any other backend runs as a `Call` of `backends.gradients`,
+which keeps the backend that ran forward, so that backward runs on the same one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor
-from paddle.autograd import PyLayer
 
 from .backends import (
     Backend,
@@ -22,297 +21,384 @@ from .backends import (
     MoeUnpermuteSpec,
     QuantizeSpec,
     RouteSpec,
+    RowMaps,
     TopkSpec,
     Validation,
     resolve,
 )
 from .backends.base import Tensors
-
-
-def _wanted(*inputs: Tensor | None) -> tuple[bool, ...]:
-    """For each tensor input that is given, in order: whether it wants a gradient.
-
-    To be asked in the forward: a saved tensor does not tell any more.
-    """
-    return tuple(not tensor.stop_gradient for tensor in inputs if tensor is not None)
+from .backends.gradients import Call, Gradients, connect, first_order_only, linear
 
 
 def _runs_directly(backend: Backend, *inputs: Tensor | None) -> bool:
     """Whether no PyLayer is needed: the backend owns its gradients, or nobody wants any."""
-    return backend.differentiable or not (paddle.is_grad_enabled() and any(_wanted(*inputs)))
-
-
-def _gradients(wanted: tuple[bool, ...], *makers: Callable[[], Tensor] | None) -> Any:
-    """What a PyLayer's backward returns: one entry per tensor input of the forward, None where none is wanted.
-
-    Args:
-        wanted: from `_wanted` over the same inputs.
-        makers: for each input a function that makes its gradient, or None if it has none.
-    """
-    made = tuple(make() if want and make is not None else None for want, make in zip(wanted, makers, strict=True))
-    return made if len(made) > 1 else made[0]
+    return backend.differentiable or not (
+        paddle.is_grad_enabled() and any(tensor is not None and not tensor.stop_gradient for tensor in inputs)
+    )
 
 
 _FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dtypes takes longer than a hash
 
 
-def _is_float8(tensor: Tensor) -> bool:
-    """Whether the rows have no gradient: Paddle would cast it to float8."""
-    return tensor.dtype in _FLOAT8
-
-
 def _constant_if_float8(tensor: Tensor) -> Tensor:
-    return tensor.detach() if not tensor.stop_gradient and _is_float8(tensor) else tensor
+    """The tensor, without a gradient if it has float8 rows: Paddle would cast their gradient to float8."""
+    return tensor.detach() if not tensor.stop_gradient and tensor.dtype in _FLOAT8 else tensor
 
 
-class _PlanBox:
-    """Hides a plan from PyLayer, which takes the tensors of a tuple argument for inputs of the function."""
+class _Maps(NamedTuple):
+    """The maps of a plan that `permute` follows."""
 
-    def __init__(self, plan: Any) -> None:
-        self.plan = plan
-
-
-class _Route(PyLayer):
-    @staticmethod
-    def forward(
-        ctx: Any, routing: Tensor, probs: Tensor, counts: Tensor | None, backend: Backend, spec: RouteSpec
-    ) -> Tensors:
-        outputs = backend.route(routing, probs, counts, spec)
-        ctx.maps = outputs[0], outputs[2], outputs[4]
-        ctx.backend, ctx.mask_experts = backend, spec.num_experts if spec.topk >= 0 else -1
-        ctx.wanted = _wanted(routing, probs, counts)
-        ctx.mark_non_differentiable(*outputs[:5], *outputs[6:])
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        slot_to_row, row_to_token, row_to_expert = ctx.maps
-        no_gradient = [None] * (len(ctx.wanted) - 2)  # counts, if given
-        return _gradients(
-            ctx.wanted,
-            None,
-            lambda: ctx.backend.route_backward(
-                gradients[5], slot_to_row, row_to_token, row_to_expert, ctx.mask_experts
-            ),
-            *no_gradient,
-        )
+    slot_to_row: Tensor
+    token_rows: Tensor
+    row_to_token: Tensor
 
 
-class _Permute(PyLayer):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scale: Tensor | None, backend: Backend, box: _PlanBox, fill_padding: str
-    ) -> Tensors:
-        rows, scales = backend.permute(x, scale, box.plan, fill_padding)
-        ctx.backend, ctx.token_rows, ctx.wanted = backend, box.plan.token_rows, _wanted(x, scale)
-        ctx.mark_non_differentiable(scales)
-        return rows, scales
-
-    @staticmethod
-    def backward(ctx: Any, d_rows: Tensor, d_scales: Tensor) -> Any:
-        no_gradient = [None] * (len(ctx.wanted) - 1)  # scale, if given
-        return _gradients(ctx.wanted, lambda: ctx.backend.permute_backward(d_rows, ctx.token_rows), *no_gradient)
+def _values_of_rows(slot_values: Tensor, row_to_slot: Tensor) -> Tensor:
+    """The value of the slot that each row belongs to, 0 without one. The gradients of gradients need it, no others."""
+    if slot_values.size == 0:
+        return paddle.zeros(row_to_slot.shape, slot_values.dtype)
+    values = paddle.gather(slot_values.flatten(), row_to_slot.clip(min=0))
+    return paddle.where(row_to_slot >= 0, values, paddle.zeros_like(values))
 
 
-class _Unpermute(PyLayer):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, probs: Tensor | None, backend: Backend, box: _PlanBox) -> Tensor:
-        # The plain sum needs no rows for its gradient and must not keep them alive.
-        ctx.save_for_backward(*(() if probs is None else (rows, probs)))
-        ctx.backend, ctx.plan, ctx.wanted = backend, box.plan, _wanted(rows, probs)
-        return backend.unpermute(rows, probs, box.plan)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> Any:
-        rows, probs = ctx.saved_tensor() or (None, None)
-        d_rows, d_probs = ctx.backend.unpermute_backward(d_out, rows, probs, ctx.plan, ctx.wanted)
-        return _gradients(ctx.wanted, lambda: d_rows, *([] if probs is None else [lambda: d_probs]))
+def _rows_of_slots(slot_to_row: Tensor, num_rows: int) -> Tensor:
+    """row_to_slot [N] of slot_to_row [T, K]."""
+    rows = slot_to_row.flatten()
+    rows = paddle.where(rows >= 0, rows, paddle.full_like(rows, num_rows))  # one more row takes the slots of none
+    if rows.size == 0:
+        return paddle.full([num_rows], -1, "int32")
+    slots = paddle.cumsum(paddle.ones_like(rows), dtype="int32") - 1
+    return paddle.scatter(paddle.full([num_rows + 1], -1, "int32"), rows, slots)[:num_rows]
 
 
-class _MoePermute(PyLayer):
-    @staticmethod
-    def forward(
-        ctx: Any,
+class _Route(Call):
+    function = "route"
+
+    def __init__(
+        self, backend: Backend, routing: Tensor, probs: Tensor, counts: Tensor | None, spec: RouteSpec
+    ) -> None:
+        super().__init__(backend, probs)
+        self.arguments: Any = (routing, probs, counts)
+        self.spec = spec
+
+    def run(self) -> Tensors:
+        outputs = self.backend.route(*self.arguments, self.spec)
+        self.arguments = None
+        self.before, self.after = outputs[:5], outputs[6:]
+        self.watch(*self.before)
+        return (outputs[5],)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        slot_to_row, _, row_to_token, row_to_slot, row_to_expert = self.before
+        mask_experts = self.spec.num_experts if self.spec.topk >= 0 else -1
+
+        def back(d_row_probs: Tensor) -> Tensor:
+            return self.backend.route_backward(d_row_probs, slot_to_row, row_to_token, row_to_expert, mask_experts)
+
+        def there(probs: Tensor) -> Tensor:
+            by_mask = paddle.where(row_to_token >= 0, row_to_token * mask_experts + row_to_expert, row_to_token)
+            return _values_of_rows(probs, row_to_slot if mask_experts < 0 else by_mask)
+
+        return (linear(self.function, self.backend, gradients[0], back, there),)
+
+
+class _Permute(Call):
+    function = "permute"
+
+    def __init__(self, backend: Backend, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> None:
+        super().__init__(backend, x)
+        self.watch(plan.slot_to_row, plan.token_rows, plan.row_to_token)
+        self.arguments: Any = (x, scale)
+        self.plan, self.fill_padding = plan, fill_padding
+
+    def run(self) -> Tensors:
+        rows, self.scales = self.backend.permute(*self.arguments, self.plan, self.fill_padding)
+        self.arguments = None  # the gradient needs no tokens
+        return (rows,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        def back(d_rows: Tensor) -> Tensor:
+            return self.backend.permute_backward(d_rows, self.plan.token_rows)
+
+        def there(x: Tensor) -> Tensor:
+            return self.backend.permute(x, None, self.plan, "all")[0]
+
+        if isinstance(self.plan, RowMaps) and self.plan.leaves_out:  # then `there` is not the transposed map
+            return first_order_only(self, (back(gradients[0]),), *gradients)
+        return (linear(self.function, self.backend, gradients[0], back, there),)
+
+
+class _Unpermute(Call):
+    function = "unpermute"
+
+    def __init__(self, backend: Backend, rows: Tensor, probs: Tensor | None, plan: Any) -> None:
+        super().__init__(backend, rows, probs)
+        self.watch(plan.slot_to_row, plan.token_rows, plan.row_to_token)
+        self.arguments: Any = (rows, probs)
+        self.weighted, self.plan = probs is not None, plan
+
+    def run(self) -> Tensors:
+        if self.weighted:  # the plain sum needs no rows for its gradient and must not keep them alive
+            self.watch(self.plan.row_to_slot)
+            self.save(*self.arguments)
+        out = self.backend.unpermute(*self.arguments, self.plan)
+        self.arguments = None
+        return (out,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        if self.weighted:
+            made = self.backend.unpermute_backward(*gradients, *self.saved, self.plan, self.wanted)
+            return first_order_only(self, made, *gradients, *self.saved)
+
+        def back(d_out: Tensor) -> Tensor:
+            return self.backend.unpermute_backward(d_out, None, None, self.plan, (True,))[0]
+
+        def there(rows: Tensor) -> Tensor:
+            return self.backend.unpermute(rows, None, self.plan)
+
+        return (linear(self.function, self.backend, gradients[0], back, there),)
+
+
+class _MoePermute(Call):
+    """Inputs: the hidden states, unless they are float8, and the probabilities. Outputs: their rows."""
+
+    function = "moe_permute"
+
+    def __init__(
+        self,
+        backend: Backend,
         hidden_states: Tensor,
         scale: Tensor | None,
         routemap: Tensor,
         probs: Tensor,
         counts: Tensor | None,
-        backend: Backend,
         spec: MoePermuteSpec,
-    ) -> Tensors:
-        outputs = backend.moe_permute(hidden_states, scale, routemap, probs, counts, spec)
-        ctx.backend, ctx.maps, ctx.do_gather = backend, outputs[6:], spec.do_gather
-        ctx.wanted = _wanted(hidden_states, scale, routemap, probs, counts)
-        ctx.optional_inputs = scale is not None, counts is not None
-        ctx.mark_non_differentiable(outputs[1], *outputs[3:])
-        if _is_float8(hidden_states):
-            ctx.mark_non_differentiable(outputs[0])
-            ctx.set_materialize_grads(False)  # Paddle cannot make float8 zeros
+    ) -> None:
+        self.moves = hidden_states.dtype not in _FLOAT8
+        super().__init__(backend, hidden_states if self.moves else None, probs)
+        self.arguments: Any = (hidden_states, scale, routemap, probs, counts)
+        self.spec = spec
+
+    def run(self) -> Tensors:
+        rows, self.rowmap, row_probs, *self.others = self.backend.moe_permute(*self.arguments, self.spec)
+        self.arguments = None  # the gradient needs no tokens
+        self.slot_to_row, self.token_rows = self.others[3:]
+        self.watch(self.slot_to_row, self.token_rows)
+        self.float8_rows = None if self.moves else rows
+        return (rows, row_probs) if self.moves else (row_probs,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        slot_to_row, token_rows = self.slot_to_row, self.token_rows
+        if not self.spec.do_gather:  # no row was moved: the sum over rows that do not exist is zero
+            token_rows = paddle.full_like(token_rows, -1)
+        num_rows = gradients[-1].shape[0]
+
+        def rows_back(d_rows: Tensor) -> Tensor:
+            return self.backend.permute_backward(d_rows, token_rows)
+
+        def rows_there(x: Tensor) -> Tensor:
+            row_to_slot = _rows_of_slots(slot_to_row, num_rows)
+            row_to_token = paddle.where(row_to_slot >= 0, row_to_slot // slot_to_row.shape[1], row_to_slot)
+            rows = self.backend.permute(x, None, _Maps(slot_to_row, token_rows, row_to_token), "all")[0]
+            return rows if self.spec.do_gather else rows[:0]
+
+        def probs_back(d_row_probs: Tensor) -> Tensor:
+            return self.backend.gather_slots(d_row_probs, slot_to_row)
+
+        def probs_there(probs: Tensor) -> Tensor:
+            return _values_of_rows(probs, _rows_of_slots(slot_to_row, num_rows))
+
+        maps = [(rows_back, rows_there)] * self.moves + [(probs_back, probs_there)]
+        return tuple(
+            linear(self.function, self.backend, gradient, back, there) if want else None
+            for want, gradient, (back, there) in zip(self.wanted, gradients, maps, strict=True)
+        )
+
+
+class _MoeUnpermute(Call):
+    function = "moe_unpermute"
+
+    def __init__(
+        self, backend: Backend, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
+    ) -> None:
+        super().__init__(backend, rows, probs)
+        self.arguments: Any = (rows, rowmap, routemap, probs)
+        self.spec = spec
+
+    def run(self) -> Tensors:
+        rows, *others = self.arguments
+        self.save(*others, rows if self.spec.weighted else None)  # as in _Unpermute
+        outputs = self.backend.moe_unpermute(*self.arguments, self.spec)
+        self.arguments = None
         return outputs
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        d_rows, d_row_probs = gradients[0], gradients[2]
-        slot_to_row, token_rows = ctx.maps
-        if not ctx.do_gather:  # no row was moved: the sum over rows that do not exist is zero
-            token_rows = paddle.full_like(token_rows, -1)
-        has_scale, has_counts = ctx.optional_inputs
-        return _gradients(
-            ctx.wanted,
-            lambda: ctx.backend.permute_backward(d_rows, token_rows),
-            *[None] * has_scale,
-            None,
-            lambda: ctx.backend.gather_slots(d_row_probs, slot_to_row),
-            *[None] * has_counts,
-        )
-
-
-class _MoeUnpermute(PyLayer):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        rowmap: Tensor,
-        routemap: Tensor,
-        probs: Tensor,
-        backend: Backend,
-        spec: MoeUnpermuteSpec,
-    ) -> Tensors:
-        # As above: the plain sum must not keep its rows.
-        ctx.save_for_backward(rowmap, routemap, probs, *([rows] if spec.weighted else []))
-        ctx.backend, ctx.spec, ctx.wanted = backend, spec, _wanted(rows, rowmap, routemap, probs)
-        return backend.moe_unpermute(rows, rowmap, routemap, probs, spec)
-
-    @staticmethod
-    def backward(ctx: Any, d_hidden: Tensor, d_prob_topk: Tensor) -> Any:
-        rowmap, routemap, probs, *kept = ctx.saved_tensor()
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        rowmap, routemap, probs, *kept = self.saved
         rows = kept[0] if kept else None
-        d_rows, d_probs = ctx.backend.moe_unpermute_backward(
-            d_hidden, d_prob_topk, rows, rowmap, routemap, probs, ctx.spec, ctx.wanted
+
+        d_hidden, d_prob_topk = gradients
+
+        def both(d_hidden: Tensor, d_prob_topk: Tensor, wanted: tuple[bool, ...]) -> Any:
+            arguments = d_hidden, d_prob_topk, rows, rowmap, routemap, probs, self.spec, wanted
+            return self.backend.moe_unpermute_backward(*arguments)
+
+        if self.spec.weighted:
+            return first_order_only(self, both(d_hidden, d_prob_topk, self.wanted), *gradients, rows, probs)
+        if not paddle.is_grad_enabled():
+            return both(d_hidden, d_prob_topk, self.wanted)
+        # One after the other: each is a linear map of one of the gradients that are given.
+        spec = self.spec._replace(validation=Validation.OFF)
+
+        def rows_back(gradient: Tensor) -> Tensor:
+            return both(gradient, paddle.zeros_like(d_prob_topk), (True, False))[0]
+
+        def rows_there(rows: Tensor) -> Tensor:
+            return self.backend.moe_unpermute(rows, rowmap, routemap, probs, spec)[0]
+
+        def probs_back(gradient: Tensor) -> Tensor:
+            return both(paddle.zeros_like(d_hidden), gradient, (False, True))[1]
+
+        def probs_there(probs: Tensor) -> Tensor:
+            one_column = paddle.zeros([probs.shape[0], 1])
+            return self.backend.moe_unpermute(one_column, rowmap, routemap, probs, spec)[1]
+
+        maps = (rows_back, rows_there), (probs_back, probs_there)
+        return tuple(
+            linear(self.function, self.backend, gradient, back, there) if want else None
+            for want, gradient, (back, there) in zip(self.wanted, gradients, maps, strict=True)
         )
-        return _gradients(ctx.wanted, lambda: d_rows, None, None, lambda: d_probs)
 
 
-class _SortChunks(PyLayer):
-    @staticmethod
-    def forward(
-        ctx: Any,
+class _SortChunks(Call):
+    """Inputs: the rows, unless they are float8, and the probabilities, if there are any. Outputs: both sorted."""
+
+    function = "sort_chunks"
+
+    def __init__(
+        self,
+        backend: Backend,
         x: Tensor,
         probs: Tensor | None,
         split_sizes: Tensor,
         order: Tensor,
-        backend: Backend,
         validation: Validation,
-    ) -> Tensors:
-        outputs = backend.sort_chunks(x, probs, split_sizes, order, validation)
-        ctx.backend, ctx.chunks = backend, (split_sizes, order, outputs[2])
-        ctx.has_probs, ctx.wanted = probs is not None, _wanted(x, probs, split_sizes, order)
-        ctx.mark_non_differentiable(outputs[2], *([] if ctx.has_probs else [outputs[1]]))
-        if _is_float8(x):
-            ctx.mark_non_differentiable(outputs[0])
-            ctx.set_materialize_grads(False)  # Paddle cannot make float8 zeros
-        return outputs
+    ) -> None:
+        self.moves, self.has_probs = x.dtype not in _FLOAT8, probs is not None
+        super().__init__(backend, x if self.moves else None, probs)
+        self.arguments: Any = (x, probs, split_sizes, order, validation)
 
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_probs_out: Tensor, d_map: Tensor) -> Any:
+    def run(self) -> Tensors:
+        out, probs_out, self.source_to_dest = self.backend.sort_chunks(*self.arguments)
+        self.arguments = None
+        self.watch(self.source_to_dest)
+        self.float8_rows = None if self.moves else out
+        self.no_probs = None if self.has_probs else probs_out
+        return (*[out] * self.moves, *[probs_out] * self.has_probs)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
         def back(gradient: Tensor) -> Tensor:
-            return ctx.backend.sort_chunks_backward(gradient, *ctx.chunks)
+            return self.backend.sort_chunks_backward(gradient, self.source_to_dest)
 
-        d_probs = [lambda: back(d_probs_out)] * ctx.has_probs
-        return _gradients(ctx.wanted, lambda: back(d_out), *d_probs, None, None)
+        def there(values: Tensor) -> Tensor:
+            return paddle.gather(values, paddle.argsort(self.source_to_dest))
 
-
-class _Values(PyLayer):
-    """Values of slots to their rows, or back; the gradient goes the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, backend: Backend, box: _PlanBox, to_rows: bool) -> Tensor:
-        ctx.maps, ctx.back = box.plan, backend.rows_to_slots if to_rows else backend.slots_to_rows
-        there = backend.slots_to_rows if to_rows else backend.rows_to_slots
-        return there(values, box.plan)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return ctx.back(gradient, ctx.maps)
+        return tuple(linear(self.function, self.backend, each, back, there) for each in gradients)
 
 
-class _CalculateTopk(PyLayer):
-    @staticmethod
-    def forward(ctx: Any, gating: Tensor, correction_bias: Tensor | None, backend: Backend, spec: TopkSpec) -> Tensors:
-        weights, ids, scores = backend.calculate_topk(gating, correction_bias, spec)
-        ctx.save_for_backward(gating, ids)
-        ctx.backend, ctx.spec, ctx.wanted = backend, spec, _wanted(gating, correction_bias)
-        ctx.mark_non_differentiable(ids, *([] if spec.return_scores else [scores]))
-        return weights, ids, scores
+class _CalculateTopk(Call):
+    function = "calculate_topk"
 
-    @staticmethod
-    def backward(ctx: Any, d_weights: Tensor, d_ids: Tensor, d_scores: Tensor) -> Any:
-        given = d_weights, d_scores if ctx.spec.return_scores else None
-        no_gradient = [None] * (len(ctx.wanted) - 1)  # correction_bias, if given
-        return _gradients(
-            ctx.wanted,
-            lambda: ctx.backend.calculate_topk_backward(*given, *ctx.saved_tensor(), ctx.spec),
-            *no_gradient,
-        )
+    def __init__(self, backend: Backend, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> None:
+        super().__init__(backend, gating)
+        self.arguments: Any = (gating, correction_bias)
+        self.spec = spec
+
+    def run(self) -> Tensors:
+        weights, self.ids, scores = self.backend.calculate_topk(*self.arguments, self.spec)
+        self.save(self.arguments[0])
+        self.watch(self.ids)
+        self.arguments = None
+        self.no_scores = None if self.spec.return_scores else scores
+        return (weights, scores) if self.spec.return_scores else (weights,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        d_weights, d_scores = gradients if self.spec.return_scores else (*gradients, None)
+        made = self.backend.calculate_topk_backward(d_weights, d_scores, *self.saved, self.ids, self.spec)
+        return first_order_only(self, (made,), *gradients, *self.saved)
 
 
-class _QuantizedExperts(PyLayer):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
+class _QuantizedExperts(Call):
+    function = "quantized_experts"
+
+    def __init__(
+        self,
         backend: Backend,
-        box: _PlanBox,
+        x: Tensor,
+        tensors: Tensors,
+        plan: Any,
         spec: QuantizeSpec,
         expert_fn: Callable[..., Tensor],
         expert_vjp: Callable[..., Tensors],
-        *tensors: Tensor,
-    ) -> Tensor:
-        codes, scales = backend.permute_quantized(x, box.plan, "all", spec)
-        ctx.save_for_backward(codes, scales, *tensors)
-        ctx.backend, ctx.plan, ctx.expert_vjp = backend, box.plan, expert_vjp
-        ctx.wanted = _wanted(x, *tensors)
-        return expert_fn(codes, scales, *tensors)
+    ) -> None:
+        super().__init__(backend, x, *tensors)
+        self.watch(plan.slot_to_row, plan.token_rows, plan.row_to_token)
+        self.arguments: Any = (x, tensors)
+        self.plan, self.spec = plan, spec
+        self.expert_fn, self.expert_vjp = expert_fn, expert_vjp
 
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> Any:
-        d_rows, *d_tensors = ctx.expert_vjp(d_out, *ctx.saved_tensor())
-        return _gradients(
-            ctx.wanted,
-            lambda: ctx.backend.unpermute(d_rows, None, ctx.plan),
-            *(lambda d_tensor=d_tensor: d_tensor for d_tensor in d_tensors),
-        )
+    def run(self) -> Tensors:
+        x, tensors = self.arguments
+        self.arguments = None
+        quantized = self.backend.permute_quantized(x, self.plan, "all", self.spec)
+        self.save(*quantized, *tensors)
+        return (self.expert_fn(*quantized, *tensors),)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        made = self.expert_vjp(*gradients, *self.saved)
+        d_rows, *d_tensors = (None if each is None else each.detach() for each in made)
+        d_x = self.backend.unpermute(d_rows, None, self.plan) if self.wanted[0] else None
+        return first_order_only(self, (d_x, *d_tensors), *gradients, *self.saved)
 
 
-class _GroupedGemm(PyLayer):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, weights: Tensor | None, backend: Backend, box: _PlanBox) -> Tensor:
-        ctx.save_for_backward(x, w, *(() if weights is None else (weights,)))
-        ctx.backend, ctx.spec, ctx.wanted = backend, box.plan, _wanted(x, w, weights)
-        return backend.grouped_gemm(x, w, weights, box.plan)
+class _GroupedGemm(Call):
+    function = "grouped_gemm"
 
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> Any:
-        x, w, *weights = ctx.saved_tensor()
-        made = ctx.backend.grouped_gemm_backward(d_out, x, w, weights[0] if weights else None, ctx.spec, ctx.wanted)
-        return _gradients(ctx.wanted, *(lambda each=each: each for each in made[: len(ctx.wanted)]))
+    def __init__(self, backend: Backend, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> None:
+        super().__init__(backend, x, w, weights)
+        self.watch(*(each for each in (spec.m_sizes, spec.expert_offsets) if isinstance(each, Tensor)))
+        if spec.plan is not None:
+            self.watch(spec.plan.token_rows, spec.plan.row_to_token)
+        self.operands: Any = (x, w, weights)
+        self.spec = spec
+
+    def run(self) -> Tensors:
+        self.save(*self.operands)
+        out = self.backend.grouped_gemm(*self.operands, self.spec)
+        self.operands = None
+        return (out,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        operands = (*self.saved, None)[:3]
+        made = self.backend.grouped_gemm_backward(*gradients, *operands, self.spec, self.wanted)
+        return first_order_only(self, made[: len(self.wanted)], *gradients, *operands)
 
 
 def calculate_topk(backend: Backend, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
     """Weights, ids and scores (0 elements where they are not wanted), differentiable in gating."""
-    if correction_bias is not None and not correction_bias.stop_gradient:
-        correction_bias = correction_bias.detach()
     if _runs_directly(backend, gating):
         return backend.calculate_topk(gating, correction_bias, spec)
-    return _CalculateTopk.apply(gating, correction_bias, backend, spec)
+    call = _CalculateTopk(backend, gating, correction_bias, spec)
+    weights, *scores = connect(call, gating)
+    return weights, call.ids, scores[0] if scores else call.no_scores
 
 
 def route(backend: Backend, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
     """The ten tensors of a plan; row_probs is differentiable in probs."""
     if probs is None or _runs_directly(backend, probs):
         return backend.route(routing, probs, counts, spec)
-    return _Route.apply(routing, probs, counts, backend, spec)
+    call = _Route(backend, routing, probs, counts, spec)
+    (row_probs,) = connect(call, probs)
+    return *call.before, row_probs, *call.after
 
 
 def permute(backend: Backend, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
@@ -320,14 +406,16 @@ def permute(backend: Backend, x: Tensor, scale: Tensor | None, plan: Any, fill_p
     x = _constant_if_float8(x)
     if _runs_directly(backend, x):
         return backend.permute(x, scale, plan, fill_padding)
-    return _Permute.apply(x, scale, backend, _PlanBox(plan), fill_padding)
+    call = _Permute(backend, x, scale, plan, fill_padding)
+    (rows,) = connect(call, x)
+    return rows, call.scales
 
 
 def unpermute(backend: Backend, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
     """The sum of each token's rows, differentiable in rows and probs."""
     if _runs_directly(backend, rows, probs):
         return backend.unpermute(rows, probs, plan)
-    return _Unpermute.apply(rows, probs, backend, _PlanBox(plan))
+    return connect(_Unpermute(backend, rows, probs, plan), rows, probs)[0]
 
 
 def moe_permute(
@@ -343,7 +431,9 @@ def moe_permute(
     hidden_states = _constant_if_float8(hidden_states)
     if _runs_directly(backend, hidden_states, probs):
         return backend.moe_permute(hidden_states, scale, routemap, probs, counts, spec)
-    return _MoePermute.apply(hidden_states, scale, routemap, probs, counts, backend, spec)
+    call = _MoePermute(backend, hidden_states, scale, routemap, probs, counts, spec)
+    *rows, row_probs = connect(call, hidden_states if call.moves else None, probs)
+    return rows[0] if rows else call.float8_rows, call.rowmap, row_probs, *call.others
 
 
 def moe_unpermute(
@@ -352,7 +442,7 @@ def moe_unpermute(
     """The sum of each token's rows and the probabilities per slot, differentiable in rows and probs."""
     if _runs_directly(backend, rows, probs):
         return backend.moe_unpermute(rows, rowmap, routemap, probs, spec)
-    return _MoeUnpermute.apply(rows, rowmap, routemap, probs, backend, spec)
+    return connect(_MoeUnpermute(backend, rows, rowmap, routemap, probs, spec), rows, probs)
 
 
 def sort_chunks(
@@ -360,23 +450,34 @@ def sort_chunks(
 ) -> Tensors:
     """Rows, probabilities and source_to_dest; differentiable in x (not float8) and probs."""
     x = _constant_if_float8(x)
-    if backend.differentiable or (x.stop_gradient and (probs is None or probs.stop_gradient)):
+    if _runs_directly(backend, x, probs):
         return backend.sort_chunks(x, probs, split_sizes, order, validation)
-    return _SortChunks.apply(x, probs, split_sizes, order, backend, validation)
+    call = _SortChunks(backend, x, probs, split_sizes, order, validation)
+    made = connect(call, x if call.moves else None, probs)
+    out, probs_out = made[0] if call.moves else call.float8_rows, made[-1] if call.has_probs else call.no_probs
+    return out, probs_out, call.source_to_dest
 
 
 def slots_to_rows(backend: Backend, slot_values: Tensor, maps: Any) -> Tensor:
     """The value of the slot that each row belongs to, differentiable."""
-    if backend.differentiable or slot_values.stop_gradient:
-        return backend.slots_to_rows(slot_values, maps)
-    return _Values.apply(slot_values, backend, _PlanBox(maps), True)
+    return _values(backend, slot_values, maps, backend.slots_to_rows, backend.rows_to_slots)
 
 
 def rows_to_slots(backend: Backend, row_values: Tensor, maps: Any) -> Tensor:
     """The value of each slot's row, differentiable."""
-    if backend.differentiable or row_values.stop_gradient:
-        return backend.rows_to_slots(row_values, maps)
-    return _Values.apply(row_values, backend, _PlanBox(maps), False)
+    return _values(backend, row_values, maps, backend.rows_to_slots, backend.slots_to_rows)
+
+
+def _values(
+    backend: Backend,
+    values: Tensor,
+    maps: Any,
+    there: Callable[[Tensor, Any], Tensor],
+    back: Callable[[Tensor, Any], Tensor],
+) -> Tensor:
+    if backend.differentiable:
+        return there(values, maps)
+    return linear("row_id_map", backend, values, lambda each: there(each, maps), lambda each: back(each, maps))
 
 
 def quantized_experts(
@@ -389,7 +490,7 @@ def quantized_experts(
     expert_vjp: Callable[..., Tensors],
 ) -> Tensor:
     """What the experts make of the quantised rows, differentiable in x and the tensors."""
-    return _QuantizedExperts.apply(x, backend, _PlanBox(plan), spec, expert_fn, expert_vjp, *tensors)
+    return connect(_QuantizedExperts(backend, x, tensors, plan, spec, expert_fn, expert_vjp), x, *tensors)[0]
 
 
 def grouped_gemm(backend: Backend, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
@@ -399,4 +500,4 @@ def grouped_gemm(backend: Backend, x: Tensor, w: Tensor, weights: Tensor | None,
         spec = spec._replace(plan=None)
     if _runs_directly(backend, x, w, weights):
         return backend.grouped_gemm(x, w, weights, spec)
-    return _GroupedGemm.apply(x, w, weights, backend, _PlanBox(spec))
+    return connect(_GroupedGemm(backend, x, w, weights, spec), x, w, weights)[0]

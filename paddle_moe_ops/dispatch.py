@@ -18,7 +18,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd, rowmaps
-from ._graphs import is_graph_value, traceable
+from ._graphs import is_graph_value, public
 from .backends import resolve
 from .functional import permute, sort_chunks
 from .masked import unpermute_with_mask_map
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-@traceable
+@public("inp", "probs")
 def token_dispatch(
     inp: Tensor,
     routing_map: Tensor,
@@ -90,7 +90,7 @@ def token_dispatch(
     return rows, permuted_probs, rowmaps.plan_to_row_id_map(plan, pad_offsets), pad_offsets, counts
 
 
-@traceable
+@public("inp", "merging_probs")
 def token_combine(
     inp: Tensor,
     row_id_map: Tensor,
@@ -133,7 +133,7 @@ def token_combine(
     return autograd.unpermute(resolve("unpermute", inp), inp, float32(merging_probs), maps)
 
 
-@traceable
+@public("inp")
 def sort_chunks_by_index(
     inp: Tensor, split_sizes: Tensor, sorted_indices: Tensor, *, validate: bool | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,7 @@ def sort_chunks_by_index(
     return out, source_to_dest
 
 
-@traceable
+@public("sparse_probs")
 def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights, from a mask.
 
@@ -191,7 +191,7 @@ def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, t
     return experts, weights
 
 
-@traceable
+@public()
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -217,7 +217,7 @@ def compute_ragged_all_to_all_params(
     return _params_of(sends, shard_id)
 
 
-@traceable
+@public()
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -227,7 +227,7 @@ def compute_reverse_ragged_all_to_all_params(
     return _params_of(sends.transpose([1, 0]), shard_id)
 
 
-@traceable
+@public("x_recv")
 def local_permute_after_a2a(
     x_recv: Tensor, all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -262,7 +262,7 @@ def local_permute_after_a2a(
     return rows, mine.sum(0, dtype=mine.dtype), state
 
 
-@traceable
+@public("expert_outputs")
 def local_unpermute_before_a2a(expert_outputs: Tensor, state: dict[str, Tensor]) -> Tensor:
     """Undo `local_permute_after_a2a`, before rows go back to their ranks.
 

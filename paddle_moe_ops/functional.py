@@ -13,7 +13,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import traceable
+from ._graphs import public
 from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, quick, resolve
 from .routing import Plan
 
@@ -23,7 +23,36 @@ FILL_PADDING = ("all", "meta", "none")
 _AMAX_MIN = 1e-4  # compared by identity: what a caller gives may be of any type
 
 
-@traceable
+def _quick_permute(
+    x: Any = None,
+    plan: Any = None,
+    scale: Any = None,
+    *others: Any,
+    quantize: Any = None,
+    scale_layout: Any = "row",
+    amax_min: Any = _AMAX_MIN,
+    fill_padding: Any = "all",
+    **more: Any,
+) -> tuple[Tensor, None] | None:
+    """A plain call of `permute`, or None if it is another one."""
+    if (
+        type(plan) is Plan
+        and scale is None
+        and quantize is None
+        and scale_layout == "row"
+        and amax_min is _AMAX_MIN
+        and fill_padding == "all"
+        and not others
+        and not more
+        and chosen() is None
+    ):
+        rows = quick.permute(x, plan.slot_to_row, plan.token_rows, plan.row_to_token)
+        if rows is not None:
+            return rows, None
+    return None
+
+
+@public("x", quick=_quick_permute)
 def permute(
     x: Tensor,
     plan: Plan,
@@ -64,18 +93,6 @@ def permute(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
     """
-    if (
-        type(plan) is Plan
-        and scale is None
-        and quantize is None
-        and scale_layout == "row"
-        and amax_min is _AMAX_MIN
-        and fill_padding == "all"
-        and chosen() is None
-    ):
-        rows = quick.permute(x, plan.slot_to_row, plan.token_rows, plan.row_to_token)
-        if rows is not None:
-            return rows, None
     name = "permute"
     _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
     _checks.choice(name, "quantize", quantize, _checks.QUANTIZE_FORMATS)
@@ -96,7 +113,17 @@ def permute(
     return rows, None if scale is None else scales
 
 
-@traceable
+def _quick_unpermute(y: Any = None, plan: Any = None, probs: Any = None, *others: Any, **more: Any) -> Tensor | None:
+    """A plain call of `unpermute`, or None if it is another one."""
+    if type(plan) is not Plan or others or more or chosen() is not None:
+        return None
+    maps = plan.token_rows, plan.row_to_token
+    if probs is None:
+        return quick.unpermute(y, *maps)
+    return quick.unpermute_weighted(y, probs, *maps, plan.row_to_slot)
+
+
+@public("y", "probs", quick=_quick_unpermute)
 def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
     """Sum each token's rows, weighted if probabilities are given.
 
@@ -119,13 +146,6 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
         TypeError: an argument of the wrong type or dtype; float8 rows.
         ValueError: an argument of the wrong shape.
     """
-    if type(plan) is Plan and chosen() is None:
-        maps = plan.token_rows, plan.row_to_token
-        out = (
-            quick.unpermute(y, *maps) if probs is None else quick.unpermute_weighted(y, probs, *maps, plan.row_to_slot)
-        )
-        if out is not None:
-            return out
     name = "unpermute"
     _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
     _checks.rows(name, "y", y, _checks.SUM_DTYPES, plan.num_rows)
@@ -137,7 +157,7 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
     return autograd.unpermute(resolve(name, y), y, probs, plan)
 
 
-@traceable
+@public("x", "probs")
 def sort_chunks(
     x: Tensor, split_sizes: Tensor, order: Tensor, probs: Tensor | None = None, *, validate: bool | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -177,7 +197,7 @@ def sort_chunks(
     return out, None if probs is None else probs_out, source_to_dest
 
 
-@traceable
+@public("hidden_states", "expert_prob_topk")
 def moe_permute(
     hidden_states: Tensor,
     scale: Tensor | None,
@@ -280,7 +300,7 @@ def moe_permute(
     return tuple(outputs)
 
 
-@traceable
+@public("hidden_states_unzipped", "token_prob_unzipped")
 def moe_unpermute(
     hidden_states_unzipped: Tensor,
     zipped_expertwise_rowmap: Tensor,
@@ -329,7 +349,6 @@ def moe_unpermute(
     """
     function = "moe_unpermute"
     _checks.rows(function, "hidden_states_unzipped", hidden_states_unzipped, _checks.SUM_DTYPES, "num_rows")
-    num_rows = hidden_states_unzipped.shape[0]
     num_experts = _checks.integer(function, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
     num_tokens = _checks.token_count(function, "total_zipped_tokens", total_zipped_tokens, hidden_states_unzipped)
     _checks.tensor(
@@ -340,9 +359,7 @@ def moe_unpermute(
         [num_tokens, num_experts],
     )
     _check_routemap(function, expert_routemap_topk, num_tokens)
-    by_column = getattr(token_prob_unzipped, "ndim", 1) == 2
-    probs_shape = [num_rows, 1] if by_column else [num_rows]
-    _checks.tensor(function, "token_prob_unzipped", token_prob_unzipped, (paddle.float32,), probs_shape)
+    _check_row_probs(function, token_prob_unzipped, hidden_states_unzipped, zipped_expertwise_rowmap)
     _checks.flag(function, "using_mix_precision", using_mix_precision)
     _checks.flag(function, "using_weighted_combine", using_weighted_combine)
     _checks.choice(function, "compat", compat, (None, "paddle"))
@@ -364,6 +381,16 @@ def moe_unpermute(
         spec,
     )
     return hidden_states, prob_topk
+
+
+def _check_row_probs(function: str, probs: Any, rows: Tensor, rowmap: Tensor) -> None:
+    """Check the probabilities of rows, [N] or [N, 1]. If they are more than the rows, the map tells which is wrong."""
+    argument, num_rows = "token_prob_unzipped", rows.shape[0]
+    given = list(getattr(probs, "shape", [])) or [0]
+    if given[0] > num_rows >= 0 and isinstance(rowmap, Tensor) and rowmap.size and int(rowmap.max()) >= num_rows:
+        expected = f"of shape [{given[0]}, hidden], one row for each of {argument}"
+        _checks.bad_value(function, "hidden_states_unzipped", expected, list(rows.shape))
+    _checks.tensor(function, argument, probs, (paddle.float32,), [num_rows, 1] if len(given) == 2 else [num_rows])
 
 
 def _check_routemap(function: str, value: Any, num_tokens: int) -> None:

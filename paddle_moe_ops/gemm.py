@@ -14,7 +14,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import is_graph_value, traceable
+from ._graphs import is_graph_value, public
 from .backends import GemmSpec, resolve
 from .routing import Plan
 from .rowmaps import row_probs
@@ -22,7 +22,7 @@ from .rowmaps import row_probs
 __all__ = ["grouped_gemm"]
 
 
-@traceable
+@public("X", "W", "topk_weights")
 def grouped_gemm(
     X: Tensor,
     W: Tensor,

@@ -16,7 +16,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import is_graph_value, traceable
+from ._graphs import is_graph_value, public
 from .backends import Validation, resolve
 from .gemm import grouped_gemm as torch_grouped_gemm
 from .routing import calculate_topk, route
@@ -32,7 +32,7 @@ class _Maps(NamedTuple):
     row_to_token: Tensor
 
 
-@traceable
+@public()
 def get_routing_indices(
     selected_experts: Tensor, num_experts: int, return_scatter_indices: bool = False, *, validate: bool | None = None
 ) -> tuple[Tensor, ...]:
@@ -78,7 +78,7 @@ def get_routing_indices(
     return (*outputs, plan.slot_to_row.reshape([-1])) if return_scatter_indices else outputs
 
 
-@traceable
+@public("X")
 def permute(X: Tensor, gather_indices: Tensor, topk: int, *, validate: bool | None = None) -> Tensor:
     """Copy each token to the rows of its slots: row i is token ``gather_indices[i] // topk``.
 
@@ -107,7 +107,7 @@ def permute(X: Tensor, gather_indices: Tensor, topk: int, *, validate: bool | No
     return _move(tokens, slot_to_row.reshape([-1, topk]), row_to_slot // topk)
 
 
-@traceable
+@public("X")
 def unpermute(X: Tensor, gather_indices: Tensor, *, validate: bool | None = None) -> Tensor:
     """Bring rows back to slot order: row ``gather_indices[i]`` of the result is row i of ``X``. No sum, no weights.
 

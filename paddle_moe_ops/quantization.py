@@ -26,14 +26,14 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import is_graph_value, traceable
+from ._graphs import is_graph_value, public
 from .backends import resolve
 from .routing import Plan
 
 __all__ = ["dequantize_1x128", "quantize_1x128", "quantized_experts"]
 
 
-@traceable
+@public()
 def quantize_1x128(
     x: Tensor, *, ue8m0: bool = False, scale_layout: str = "row", amax_min: float = 1e-4
 ) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def quantize_1x128(
     return resolve(name, x).quantize_1x128(x, spec)
 
 
-@traceable
+@public()
 def dequantize_1x128(
     codes: Tensor, scales: Tensor, *, scale_layout: str = "row", dtype: Any = paddle.bfloat16
 ) -> Tensor:
@@ -76,7 +76,7 @@ def dequantize_1x128(
         codes: [N, H] float8_e4m3fn.
         scales: float32, or int32 for packed ue8m0, as `quantize_1x128` and `permute` give them; their dtype says which.
         scale_layout: "row" or "col", the layout that the scales have.
-        dtype: of the result: bfloat16, float16 or float32.
+        dtype: of the result: bfloat16, float16 or float32, as a Paddle dtype or its name.
 
     Returns:
         [N, H] of ``dtype``.
@@ -91,13 +91,12 @@ def dequantize_1x128(
     _checks.tensor(name, "scales", scales, (paddle.float32, paddle.int32), ["rows", "columns"])
     shape = _scales_shape(codes, scales.dtype == paddle.int32, scale_layout)
     _checks.tensor(name, "scales", scales, (paddle.float32, paddle.int32), shape)
-    if dtype not in _checks.SUM_DTYPES:
-        _checks.bad_type(name, "dtype", "paddle.bfloat16, paddle.float16 or paddle.float32", repr(dtype))
+    dtype = _checks.dtype_of_sums(name, "dtype", dtype)
     _checks.same_place(name, codes=codes, scales=scales)
     return resolve(name, codes).dequantize_1x128(codes, scales, scale_layout, dtype)
 
 
-@traceable
+@public("x", "tensors")
 def quantized_experts(
     x: Tensor,
     plan: Plan,
@@ -161,6 +160,7 @@ def quantized_experts(
     _checks.choice(name, "quantize", quantize, _checks.QUANTIZE_FORMATS[1:])
     _checks.same_place(name, x=x, plan=plan.slot_to_row)
     spec = _checks.quantization(name, quantize == _checks.UE8M0, scale_layout, amax_min)
+    tensors = tuple(tensor if tensor.is_floating_point() else tensor.detach() for tensor in tensors)
     shape, dtype = [plan.num_rows, x.shape[1]], x.dtype
 
     def checked_fn(*arguments: Tensor) -> Tensor:

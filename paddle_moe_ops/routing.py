@@ -10,36 +10,14 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import traceable
+from ._graphs import public
 from .backends import RouteSpec, TopkSpec, resolve
 
 __all__ = ["Plan", "calculate_topk", "route"]
 
 
-class Plan(NamedTuple):
-    """Where every slot's row is, and whose row every row is. Made by `route`, followed by `permute` and `unpermute`.
-
-    T tokens, K slots per token, E experts, N rows of the permuted buffer. A slot is one (token, k) pair with flat
-    number t * K + k. All tensors but ``row_probs`` are int32 on the routing's device and have no gradient; -1 means
-    "none".
-
-    Attributes:
-        slot_to_row: [T, K] row of each slot.
-        token_rows: [T, K] rows of each token, ascending, -1 last.
-        row_to_token: [N] token of each row, -1 for padding.
-        row_to_slot: [N] flat slot of each row, -1 for padding.
-        row_to_expert: [N] expert of each row, -1 for padding.
-        row_probs: float32 [N] probability of each row, 0 for padding; None when the plan was made without.
-        tokens_per_expert: [E] routed rows of each expert that lie inside the buffer, without padding.
-        expert_offsets: [E + 1] first row of each expert's segment, clamped to the buffer; the last is its end.
-        routed_per_expert: [E] routed rows of each expert, those dropped for lack of room included.
-        overflow: [1] slots dropped because a static buffer had no room.
-        num_tokens: T.
-        topk: K.
-        num_experts: E, at most 65536.
-        padding_alignment: segments begin at multiples of this many rows.
-        num_rows: N; -1 in a static graph that does not know it.
-    """
+class _PlanFields(NamedTuple):
+    """The fields of a plan in their order; row_probs is None without probabilities."""
 
     slot_to_row: Tensor
     token_rows: Tensor
@@ -58,7 +36,47 @@ class Plan(NamedTuple):
     num_rows: int
 
 
-@traceable
+class Plan(_PlanFields):
+    """Where every slot's row is, and whose row every row is. Made by `route`, followed by `permute` and `unpermute`.
+
+    T tokens, K slots per token, E experts, N rows of the permuted buffer. A slot is one (token, k) pair with flat
+    number t * K + k. All tensors but ``row_probs`` are int32 on the routing's device and have no gradient; -1 means
+    "none".
+
+    Attributes:
+        slot_to_row: [T, K] row of each slot.
+        token_rows: [T, K] rows of each token, ascending, -1 last.
+        row_to_token: [N] token of each row, -1 for padding.
+        row_to_slot: [N] flat slot of each row, -1 for padding.
+        row_to_expert: [N] expert of each row, -1 for padding.
+        row_probs: float32 [N] probability of each row, 0 for padding; differentiable. A ValueError if the plan was made
+            without probabilities.
+        tokens_per_expert: [E] routed rows of each expert that lie inside the buffer, without padding.
+        expert_offsets: [E + 1] first row of each expert's segment, clamped to the buffer; the last is its end.
+        routed_per_expert: [E] routed rows of each expert, those dropped for lack of room included.
+        overflow: [1] slots dropped because a static buffer had no room.
+        num_tokens: T.
+        topk: K.
+        num_experts: E, at most 65536.
+        padding_alignment: segments begin at multiples of this many rows.
+        num_rows: N; -1 in a static graph that does not know it.
+    """
+
+    __slots__ = ()
+
+    @property
+    def row_probs(self) -> Tensor:
+        """The probability of each row."""
+        values = super().row_probs
+        if values is None:
+            # A None that is passed on would mean "no weights".
+            raise ValueError(
+                "plan.row_probs: this plan was made without probabilities; give them to route: route(ids, probs)"
+            )
+        return values
+
+
+@public("probs")
 def route(
     routing: Tensor,
     probs: Tensor | None = None,
@@ -140,7 +158,7 @@ def route(
     return Plan._make((*maps, num_tokens, topk, num_experts, padding_alignment, maps[2].shape[0]))
 
 
-@traceable
+@public("gating")
 def calculate_topk(
     gating: Tensor,
     top_k: int,

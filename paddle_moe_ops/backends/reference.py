@@ -46,9 +46,9 @@ def _router_arguments(spec: TopkSpec) -> tuple[Any, ...]:
 def _plan(plan: Any) -> reference.Plan:
     """The oracle's plan of a plan of tensors, or what there is of one."""
     fields: dict[str, Any] = dict.fromkeys(reference.Plan._fields)
-    for name in fields:
-        field = getattr(plan, name, None)
-        fields[name] = to_numpy(field) if isinstance(field, Tensor) else field
+    for name, field in zip(plan._fields, plan, strict=True):
+        if name in fields:
+            fields[name] = to_numpy(field) if isinstance(field, Tensor) else field
     return reference.Plan(**fields)
 
 
@@ -219,7 +219,7 @@ class ReferenceBackend:
         )
         return _tensors(x, out, _NO_PROBS if probs_out is None else probs_out, source_to_dest)
 
-    def sort_chunks_backward(self, d_out: Tensor, split_sizes: Tensor, order: Tensor, source_to_dest: Tensor) -> Tensor:
+    def sort_chunks_backward(self, d_out: Tensor, source_to_dest: Tensor) -> Tensor:
         """The gradient of the rows, or of the probabilities."""
         return to_tensor(reference.sort_chunks_backward(to_numpy(d_out), to_numpy(source_to_dest)), d_out.place)
 

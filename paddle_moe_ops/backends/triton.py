@@ -294,7 +294,7 @@ class TritonBackend:
         from ..triton.rowmap import fill, scatter_slots
         from ..triton.unpermute_backward import unpermute_backward
 
-        need_rows, *_, need_probs = wanted
+        need_rows, need_probs = wanted
         num_rows = probs.shape[0]
         token_rows, row_to_token, slot_to_row = self._clean(rowmap, routemap, num_rows, spec)
         device, weighted = _device(token_rows), spec.weighted
@@ -334,7 +334,7 @@ class TritonBackend:
             check_chunks(function, split_sizes, order, num_rows)
         return chunk_map(_device(split_sizes), _dense(split_sizes), _dense(order), num_rows)
 
-    def sort_chunks_backward(self, d_out: Tensor, split_sizes: Tensor, order: Tensor, source_to_dest: Tensor) -> Tensor:
+    def sort_chunks_backward(self, d_out: Tensor, source_to_dest: Tensor) -> Tensor:
         """The gradient of the rows, or of the probabilities."""
         from ..triton.sort_chunks import sort_chunks_backward
 

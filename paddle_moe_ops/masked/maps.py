@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks, autograd, rowmaps
-from .._graphs import is_graph_value, traceable
+from .._graphs import is_graph_value, public
 from ..backends import RowMaps, Validation, resolve
 from .shared import check_scale, float32, mask_of, move, route_mask, to_dtype
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-@traceable
+@public()
 def make_row_id_map(
     routing_map: Tensor,
     num_out_tokens: int = 0,
@@ -66,7 +66,7 @@ def make_row_id_map(
     return rowmaps.plan_to_row_id_map(plan), num_out
 
 
-@traceable
+@public("inp", "probs")
 def permute_with_mask_map(
     inp: Tensor,
     row_id_map: Tensor,
@@ -121,7 +121,7 @@ def permute_with_mask_map(
     return permuted if probs is None and scale is None else (permuted, permuted_probs, permuted_scale)
 
 
-@traceable
+@public("inp", "probs", "permuted_probs")
 def unpermute_with_mask_map(
     inp: Tensor,
     row_id_map: Tensor,
@@ -164,7 +164,7 @@ def unpermute_with_mask_map(
     return out, to_dtype(rowmaps.slot_probs(float32(permuted_probs), maps), permuted_probs.dtype)
 
 
-@traceable
+@public()
 def unpermute_with_mask_map_bwd_with_merging_probs(
     fwd_output_grad: Tensor,
     row_id_map: Tensor,
@@ -207,7 +207,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     return d_rows, to_dtype(d_probs, merging_probs.dtype)
 
 
-@traceable
+@public()
 def make_chunk_sort_map(
     split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int | None = None, *, validate: bool | None = None
 ) -> Tensor:
@@ -238,7 +238,7 @@ def make_chunk_sort_map(
         return resolve("sort_chunks", split_sizes).chunk_sort_map(split_sizes, sorted_indices, num_rows, validation)
 
 
-@traceable
+@public("inp", "probs")
 def sort_chunks_by_map(
     inp: Tensor,
     chunk_map: Tensor,

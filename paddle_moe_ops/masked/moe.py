@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks, autograd, rowmaps
-from .._graphs import is_graph_value, traceable
+from .._graphs import is_graph_value, public
 from ..backends import resolve
 from ..functional import sort_chunks
 from ..routing import Plan, route
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-@traceable
+@public("inp")
 def moe_permute(
     inp: Tensor,
     routing_map: Tensor,
@@ -78,7 +78,7 @@ def moe_permute(
     return (permuted, row_id_map) if scale is None else (permuted, row_id_map, permuted_scale)
 
 
-@traceable
+@public("inp", "probs")
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int, *, validate: bool | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +108,7 @@ def moe_permute_with_probs(
     return permuted, to_dtype(plan.row_probs, probs.dtype), rowmaps.plan_to_row_id_map(plan)
 
 
-@traceable
+@public("inp", "probs")
 def moe_permute_and_pad_with_probs(
     inp: Tensor,
     probs: Tensor,
@@ -157,7 +157,7 @@ def moe_permute_and_pad_with_probs(
     return permuted, to_dtype(plan.row_probs, probs.dtype), row_id_map, pad_offsets, targets
 
 
-@traceable
+@public("inp", "merging_probs", "probs")
 def moe_unpermute(
     inp: Tensor,
     row_id_map: Tensor,
@@ -204,20 +204,26 @@ def moe_unpermute(
     return out if restore_shape is None else out.reshape(restore_shape)
 
 
-@traceable
+@public("inp")
 def moe_sort_chunks_by_index(
     inp: Tensor, split_sizes: Tensor, sorted_index: Tensor, *, validate: bool | None = None
 ) -> Tensor:
-    """The rows [R, H] of `paddle_moe_ops.sort_chunks`, with its errors: chunks in the order ``sorted_index``."""
+    """The rows [R, H] of `paddle_moe_ops.sort_chunks`, with its errors: chunks in the order ``sorted_index``.
+
+    Differentiable in ``inp`` (not float8).
+    """
     with _checks.renaming("sort_chunks", "moe_sort_chunks_by_index", x="inp", order="sorted_index"):
         return sort_chunks(inp, split_sizes, sorted_index, validate=validate)[0]
 
 
-@traceable
+@public("inp", "probs")
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor, *, validate: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows [R, H] and probabilities [R] of `paddle_moe_ops.sort_chunks`, with its errors."""
+    """Rows [R, H] and probabilities [R] of `paddle_moe_ops.sort_chunks`, with its errors.
+
+    Differentiable in ``inp`` (not float8) and ``probs``.
+    """
     with _checks.renaming("sort_chunks", "moe_sort_chunks_by_index_with_probs", x="inp", order="sorted_index"):
         return sort_chunks(inp, split_sizes, sorted_index, probs, validate=validate)[:2]
 

@@ -184,7 +184,10 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
     if num_rows is None:
         num_rows = device.read_int(workspace, experts)
         if num_rows > _MOST_ROWS:
-            raise ValueError("the permuted buffer must have fewer than 2^31 rows")
+            raise ValueError(
+                "padding_alignment must give a buffer of fewer than 2^31 rows, "
+                f"but {problem.alignment} gives {num_rows}"
+            )
     maps = _empty_maps(device, problem, num_rows)
     part = call.maps._replace(programs=call.maps.programs + blocks(num_rows, _FILL))
     if part.programs:

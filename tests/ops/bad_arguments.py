@@ -357,7 +357,7 @@ QUANTIZE = [
     _value("dequantize_1x128", "scales of the other layout", {"scale_layout": "col"},
            "scales must be of shape [1, 8], but got [6, 1]"),
     _type("dequantize_1x128", "dtype of float64", {"dtype": "float64"},
-          "dtype must be paddle.bfloat16, paddle.float16 or paddle.float32, but got 'float64'"),
+          "dtype must be one of bfloat16, float16, float32, as a paddle dtype or its name, but got 'float64'"),
     _type("quantized_experts", "tuple for plan", {"plan": (1, 2)}, "plan must be a paddle_moe_ops.Plan, but got tuple"),
     _value("quantized_experts", "another token count than the plan's", {"x": zeros(T + 1, H)},
            "x must be of shape [4, hidden], but got [5, 6]"),

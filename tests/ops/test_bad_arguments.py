@@ -138,7 +138,8 @@ def test_nan_in_slots_without_an_expert_is_no_error(place, backend):
 
 def test_two_to_the_31_rows_are_refused_without_being_allocated(place):
     for function in ("moe_permute", "route"):
-        with pytest.raises(ValueError, match=f"^{function}: the permuted buffer must have fewer than 2\\^31 rows$"):
+        expected = f"^{function}: padding_alignment must give a buffer of fewer than 2\\^31 rows, but {2**30} gives "
+        with pytest.raises(ValueError, match=expected):
             call(function, {"padding_alignment": 2**30}, place)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_moe_ops import Plan, route
+from paddle_moe_ops import Plan, route, unpermute
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.routing import GENERATORS
 from tests.ops.problems import Routing, make_problem, optional_tensor, routings, tensor
@@ -52,9 +52,14 @@ def test_plan_is_the_same_on_both_backends(routing, rng, place, backend):
     tokens, slots = np.nonzero(problem.ids >= 0)
     mask[tokens, problem.ids[tokens, slots]] = True
     plan = route(tensor(mask, place), topk=SMALL.K)
-    assert plan.row_probs is None
     assert_bits_equal(plan.tokens_per_expert, problem.plan().tokens_per_expert)
     assert plan.num_experts == SMALL.E
+
+
+def test_row_probs_of_a_plan_without_probabilities_raise_instead_of_meaning_no_weights(place, backend):
+    plan = route(paddle.to_tensor([[0, 1], [1, 2]], place=place), num_experts=3)
+    with pytest.raises(ValueError, match=r"^plan\.row_probs: this plan was made without probabilities"):
+        unpermute(paddle.ones([4, 2]), plan, plan.row_probs)
 
 
 def count_forms(counts, place):

@@ -24,7 +24,7 @@ LAYERS = (
     {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
     {
         *("backends.arrays", "backends.base", "backends.choice", "backends.choice_table", "backends.host_checks"),
-        *("backends.quick", "reference", "triton"),
+        *("backends.gradients", "backends.quick", "reference", "triton"),
     },
 )
 # May be imported from anywhere and import no layer.

@@ -116,7 +116,10 @@ Routing::Routing(const Target& target, const RouteAttributes& attributes, const 
     if (must_count) params.num_rows = pmo_padded_rows(routed.data(), params.num_experts, params.padding_alignment);
     if (target.is_gpu() && params.checks != 0) report(routed.data());
   }
-  require(params.num_rows <= std::numeric_limits<int32_t>::max(), function, "the permuted buffer must have fewer than 2^31 rows");
+  if (params.num_rows > std::numeric_limits<int32_t>::max()) {
+    fail(std::string(function) + ": padding_alignment must give a buffer of fewer than 2^31 rows, but " +
+         std::to_string(attributes.padding_alignment) + " gives " + std::to_string(params.num_rows));
+  }
 }
 
 // What the CPU operators report by themselves.
