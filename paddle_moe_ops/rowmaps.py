@@ -47,7 +47,7 @@ def plan_to_row_id_map(plan: Plan, pad_offsets: Tensor | None = None) -> Tensor:
         plan: the plan; of a token with more than E rows (duplicates="each") the first E are in the map.
         pad_offsets: int32 [E] to subtract, for a map that does not count padding rows.
     """
-    backend = resolve(_OPERATOR)
+    backend = resolve(_OPERATOR, plan.token_rows)
     return backend.make_row_id_map(plan.token_rows, plan.row_to_expert, pad_offsets, plan.num_experts)
 
 
@@ -112,12 +112,12 @@ def read_chunk_map(function: str, chunk_map: Tensor, is_forward: bool, validatio
 
 def row_probs(slot_probs: Tensor, maps: Any) -> Tensor:
     """float32 [N]: the probability of each row, from [T, K] of the slots, 0 in padding; differentiable."""
-    return autograd.slots_to_rows(resolve(_OPERATOR), slot_probs, maps)
+    return autograd.slots_to_rows(resolve(_OPERATOR, slot_probs), slot_probs, maps)
 
 
 def slot_probs(row_probs: Tensor, maps: Any) -> Tensor:
     """float32 [T, K]: the probability of each slot's row, from [N], 0 without one; differentiable."""
-    return autograd.rows_to_slots(resolve(_OPERATOR), row_probs, maps)
+    return autograd.rows_to_slots(resolve(_OPERATOR, row_probs), row_probs, maps)
 
 
 def _read(
@@ -131,6 +131,6 @@ def _read(
 ) -> RowMaps:
     known = isinstance(num_rows, int)
     spec = RowmapSpec(is_row_id_map, num_rows if known else -1, check_range, check_repeats)
-    backend = resolve(_OPERATOR)
+    backend = resolve(_OPERATOR, rowmap)
     with _checks.renaming("read_rowmap", function):
         return backend.read_rowmap(rowmap, pad_offsets, None if known else num_rows, spec)

@@ -191,9 +191,9 @@ def _candidates(operator: str, like: Tensor | None, *, in_graph: bool) -> tuple[
 
 
 def _problem(name: str, like: Tensor | None) -> str | None:
-    """Why a backend cannot run here, on the device of a tensor, or None."""
+    """Why a backend cannot run here, on the device of a tensor or on a value of a graph, or None."""
     backend = _load(name)
-    return backend.unavailable() or (backend.cannot_run_on(like) if isinstance(like, Tensor) else None)
+    return backend.unavailable() or (None if like is None else backend.cannot_run_on(like))
 
 
 def _serves(name: str, operator: str, like: Tensor | None) -> bool:

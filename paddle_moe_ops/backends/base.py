@@ -149,7 +149,7 @@ class Backend(Protocol):
         """Why the backend cannot run here, or None when it can."""
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
-        """Why the backend, where it can run, cannot do so on the device of a tensor; None when it can."""
+        """Why the backend, where it can run, cannot do so on a tensor's device or a graph's value; None if it can."""
 
     def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
         """Weights, ids and scores; the latter have 0 elements where they are not wanted."""

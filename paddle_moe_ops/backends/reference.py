@@ -64,7 +64,7 @@ class ReferenceBackend:
         return None
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
-        return None
+        return None if isinstance(tensor, Tensor) else "it needs values, which a static graph has only when it runs"
 
     def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
         weights, ids, scores = reference.calculate_topk(

@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import explain, moe_permute, permute, route, use_backend
+from paddle_moe_ops import explain, masked, moe_permute, permute, route, use_backend
 from paddle_moe_ops.backends import OPERATORS, _load, compiled, resolve
 from paddle_moe_ops.backends import reference as reference_backend
 from paddle_moe_ops.backends.choice import TRITON_RULE
@@ -253,3 +253,26 @@ def test_explain_says_why_a_backend_is_missing(without_library):
 def test_explain_refuses_an_operator_that_does_not_exist():
     with raises(ValueError, f"explain: operator must be one of {', '.join(OPERATORS)}, but got 'sort'"):
         explain("sort")
+
+
+def routes(ids):
+    return route(ids, num_experts=3)[0]
+
+
+def makes_a_map(ids):
+    return masked.make_row_id_map(ids > 0)[0]
+
+
+def reads_a_map(ids):
+    return masked.moe_unpermute(ids.astype("float32"), ids[:, :1].flatten(), map_type="index")
+
+
+@pytest.mark.compiled_only
+@pytest.mark.parametrize("program", [routes, makes_a_map, reads_a_map])
+def test_the_oracle_says_that_it_cannot_run_in_a_static_graph(program):
+    ids = paddle.to_tensor([[0, 1, 2], [1, 2, 0]], dtype="int32")
+    with (
+        use_backend("reference"),
+        pytest.raises(RuntimeError, match="the backend 'reference' chosen by use_backend cannot run here"),
+    ):
+        paddle.jit.to_static(program, full_graph=True)(ids)
