@@ -22,7 +22,7 @@ __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
 
 NAMES = ("moe_permute", "moe_unpermute")
 
-_originals: dict[str, CodeType] = {}  # Paddle's own code while it is replaced
+_originals: dict[FunctionType, CodeType] = {}  # Paddle's own code while it is replaced
 
 
 def moe_permute(*arguments: Any, **keywords: Any) -> Any:
@@ -80,16 +80,16 @@ def patch_paddle() -> None:
     """
     functions = {name: _paddle_function(name) for name in NAMES}  # all or none
     for name, function in functions.items():
-        if name not in _originals:
-            _originals[name] = function.__code__
+        if function not in _originals:
+            _originals[function] = function.__code__
             function.__code__ = _STAND_INS[name]
 
 
 def unpatch_paddle() -> None:
     """Give Paddle's functions their own code back; without a patch it changes nothing."""
-    for name in NAMES:
-        if name in _originals:
-            _paddle_function(name).__code__ = _originals.pop(name)
+    while _originals:
+        function, code = _originals.popitem()
+        function.__code__ = code
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,23 +13,34 @@ import pytest
 from paddle.nn.functional import moe_permute as imported_before
 from paddle.nn.functional import moe_unpermute as unpermute_imported_before
 
-from paddle_moe_ops import explain, patch_paddle, patched_paddle, reference, unpatch_paddle
+from paddle_moe_ops import explain, functional, patch_paddle, patched_paddle, reference, unpatch_paddle
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import make_problem, tensor
 from tests.params import SMALL
 
 ORIGINAL_CODE = imported_before.__code__, unpermute_imported_before.__code__
+PADDLES_SIGNATURES = {each.__name__: inspect.signature(each) for each in (imported_before, unpermute_imported_before)}
 
 
 @pytest.fixture(autouse=True)
 def paddle_as_it_was() -> Iterator[None]:
     yield
     unpatch_paddle()
-    assert (imported_before.__code__, unpermute_imported_before.__code__) == ORIGINAL_CODE
+    assert not is_patched()
+
+
+def closure_over(variable):
+    return lambda: variable
 
 
 def is_patched() -> bool:
-    return imported_before.__code__ is not ORIGINAL_CODE[0]
+    """Whether both functions run on this package; one of them alone never does."""
+    permute_is, unpermute_is = (
+        function.__code__ is not code
+        for function, code in zip((imported_before, unpermute_imported_before), ORIGINAL_CODE, strict=True)
+    )
+    assert permute_is == unpermute_is
+    return permute_is
 
 
 def test_functions_imported_before_are_routed_too_and_have_gradients(rng, place):
@@ -79,6 +91,96 @@ def test_the_block_leaves_the_state_as_it_was():
     assert is_patched()
 
 
+def test_an_exception_in_the_outermost_block_gives_paddles_functions_back():
+    with pytest.raises(KeyError), patched_paddle():
+        with pytest.raises(IndexError), patched_paddle():
+            raise IndexError
+        assert is_patched()
+        raise KeyError
+    assert not is_patched()
+
+
+@pytest.mark.parametrize("name", ["moe_permute", "moe_unpermute"])
+@pytest.mark.parametrize("instead", [None, len, closure_over("a variable")], ids=["missing", "built in", "closure"])
+def test_where_one_function_cannot_be_replaced_neither_is(name, instead, monkeypatch):
+    if instead is None:
+        monkeypatch.delattr(paddle.nn.functional, name)
+    else:
+        monkeypatch.setattr(paddle.nn.functional, name, instead)
+    with pytest.raises(RuntimeError, match=f"^patch_paddle: paddle.nn.functional.{name} must be a plain function"):
+        patch_paddle()
+    assert not is_patched()
+    assert "Paddle itself" in explain()
+    with pytest.raises(RuntimeError), patched_paddle():
+        pytest.fail("the block must not run")
+
+
+def test_paddles_own_functions_come_back_where_another_took_their_name(monkeypatch):
+    def another():
+        return "another"
+
+    patch_paddle()
+    monkeypatch.setattr(paddle.nn.functional, "moe_permute", another)
+    unpatch_paddle()
+    assert not is_patched()
+    assert another() == "another"
+
+
+@pytest.mark.parametrize("by_keyword", [False, True], ids=["by position", "by keyword"])
+@pytest.mark.parametrize("patched", [imported_before, unpermute_imported_before], ids=lambda each: each.__name__)
+def test_every_argument_of_paddles_signature_arrives_under_its_name(patched, by_keyword, monkeypatch):
+    ours = inspect.signature(getattr(functional, patched.__name__))
+    given = {name: object() for name in PADDLES_SIGNATURES[patched.__name__].parameters}
+    arrived = []
+    monkeypatch.setattr(functional, patched.__name__, lambda *some, **named: arrived.append(ours.bind(*some, **named)))
+    with patched_paddle():
+        patched(**given) if by_keyword else patched(*given.values())
+    tolerant = {"validate": False} | ({"compat": "paddle"} if patched is unpermute_imported_before else {})
+    assert arrived[0].arguments == given | tolerant
+
+
+def test_every_optional_argument_of_paddles_permute_has_its_effect(rng, place):
+    problem = make_problem(rng, SMALL)
+    packed = rng.integers(0, 2**31, (SMALL.T, 1), np.int32)
+    x, ids, probs, scale = (tensor(each, place) for each in (problem.x, problem.ids, problem.probs, packed))
+    patch_paddle()
+    outputs = imported_before(x, scale, ids, probs, SMALL.E, [], SMALL.A, True, True, True, 17, "name")
+    expected = reference.moe_permute(
+        problem.x,
+        packed,
+        problem.ids,
+        problem.probs,
+        SMALL.E,
+        [],
+        SMALL.A,
+        using_ue8m0_scale=True,
+        return_expert_indices=True,
+        override_buffer_size=17,
+        validate=False,
+    )
+    assert len(outputs) == len(expected) == 5
+    for got, wanted in zip(outputs, expected, strict=True):
+        assert_bits_equal(got, wanted)
+    rows, _, row_probs, _ = imported_before(x, None, ids, probs, SMALL.E, None, SMALL.A, False)
+    assert rows.shape == [0, SMALL.H]
+    assert len(row_probs) == problem.plan().num_rows
+
+
+def test_this_packages_own_arguments_reach_the_patched_functions(place):
+    x, probs = paddle.ones([2, 4]), paddle.ones([2, 1])
+    bad = tensor(np.array([[0], [7]], np.int32), place)
+    rowmap = tensor(np.array([[0, -1], [-1, 1]], np.int32), place)
+    patch_paddle()
+    imported_before(x, None, bad, probs, 2, None, 1)
+    with pytest.raises(ValueError, match=r"^moe_permute: .*\[-1, 2\)"):
+        imported_before(x, None, bad, probs, 2, None, 1, validate=True)
+    arguments = x, rowmap, bad, paddle.full([2], 0.5), 2, 2, True, True
+    assert unpermute_imported_before(*arguments)[0].tolist() == [[1.0] * 4] * 2
+    assert unpermute_imported_before(*arguments, compat=None)[0].tolist() == [[0.5] * 4] * 2
+    with pytest.raises(ValueError, match=r"^moe_unpermute: .*\[-1, 2\)"):
+        unpermute_imported_before(*arguments, validate=True)
+
+
 def test_paddles_own_function_is_back_after_the_block(rng, place):
     problem = make_problem(rng, SMALL)
     arguments = (tensor(problem.x, place), None, tensor(problem.ids, place), tensor(problem.probs, place), SMALL.E)
@@ -92,6 +194,7 @@ def test_explain_tells_whose_functions_are_called():
     assert "paddle.nn.functional.moe_permute and moe_unpermute: Paddle itself" in explain()
     with patched_paddle():
         assert "moe_unpermute: this package (patch_paddle)" in explain()
+    assert "moe_unpermute: Paddle itself" in explain()
 
 
 @pytest.mark.parametrize("full_graph", [True, False])

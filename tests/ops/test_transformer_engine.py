@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import paddle
 import pytest
 
 from paddle_moe_ops import reference
@@ -70,38 +71,113 @@ def test_chunks(rng, place, backend):
     assert_bits_equal(back, x)
 
 
+N, S = 9, 3
+ROWS, PROBS = np.ones((N, H), np.float32), np.ones((T, E), np.float32)
+# A good call of each function, and which sizes of which tensors its arguments repeat.
+CALLS = {
+    "make_row_id_map": {"routing_map": PROBS > 0, "num_tokens": T, "num_experts": E},
+    "permute_with_mask_map": {
+        "inp": np.ones((T, H), FLOAT8_DTYPES[0]),
+        "row_id_map": MAP,
+        "probs": None,
+        "scale": np.ones((T, S), np.float32),
+        "pad_offsets": None,
+        "num_tokens": T,
+        "num_experts": E,
+        "num_out_tokens": N,
+        "hidden_size": H,
+        "scale_hidden_dim": S,
+    },
+    "unpermute_with_mask_map": {
+        "inp": ROWS,
+        "row_id_map": MAP,
+        "merging_probs": PROBS,
+        "permuted_probs": None,
+        "pad_offsets": None,
+        "num_tokens": T,
+        "num_experts": E,
+        "hidden_size": H,
+    },
+    "unpermute_with_mask_map_bwd_with_merging_probs": {
+        "fwd_output_grad": np.ones((T, H), np.float32),
+        "row_id_map": MAP,
+        "fwd_input": ROWS,
+        "merging_probs": PROBS,
+        "pad_offsets": None,
+        "num_tokens": T,
+        "num_experts": E,
+        "num_out_tokens": N,
+        "hidden_size": H,
+    },
+    "make_chunk_sort_map": {
+        "split_sizes": np.ones(3, np.int32),
+        "sorted_indices": np.arange(3),
+        "num_tokens": T,
+        "num_splits": 3,
+    },
+    "sort_chunks_by_map": {
+        "inp": ROWS,
+        "row_id_map": np.arange(N, dtype=np.int32),
+        "probs": None,
+        "num_tokens": N,
+        "hidden_size": H,
+        "is_forward": True,
+    },
+}
+# Of sizes that are free: the rows of the output, those behind the last chunk.
+FREE = {("permute_with_mask_map", "num_out_tokens"), ("make_chunk_sort_map", "num_tokens")}
+SIZES = [
+    (function, argument)
+    for function, arguments in CALLS.items()
+    for argument, value in arguments.items()
+    if type(value) is int and (function, argument) not in FREE
+]
+
+
+def call(function, place, **changes):
+    arguments = CALLS[function] | changes
+    tensors = (tensor(value, place) if isinstance(value, np.ndarray) else value for value in arguments.values())
+    return getattr(te, function)(*tensors)
+
+
+@pytest.mark.parametrize(("function", "argument"), SIZES)
+def test_a_size_that_contradicts_the_tensors_is_named(function, argument, place):
+    call(function, place)
+    size = CALLS[function][argument]
+    having = "map" if argument == "num_experts" else "tensor"
+    for wrong in (size - 1, size + 1):
+        text = f"{function}: {argument} must be {size}, as the {having} has it, but got {wrong}"
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            call(function, place, **{argument: wrong})
+    with pytest.raises(TypeError, match=f"^{function}: {argument} must be an int"):
+        call(function, place, **{argument: str(size)})
+
+
 @pytest.mark.parametrize(
-    ("function", "arguments", "text"),
+    ("function", "argument", "about"),
     [
-        (
-            "make_row_id_map",
-            (np.ones((T, E), np.bool_), T, E + 1),
-            f"num_experts must be {E}, as the map has it, but got",
-        ),
-        (
-            "make_row_id_map",
-            (np.ones((T, E), np.bool_), T + 1, E),
-            f"num_tokens must be {T}, as the tensor has it, but",
-        ),
-        (
-            "unpermute_with_mask_map",
-            (np.ones((9, H), np.float32), MAP, None, None, None, T, E, H + 1),
-            f"hidden_size must be {H}, as the tensor has it, but got {H + 1}",
-        ),
-        (
-            "unpermute_with_mask_map",
-            (np.ones((9, H), np.float32), MAP, np.ones((T, E + 1), np.float32), None, None, T, E, H),
-            f"merging_probs must be of shape [{T}, {E}], but got [{T}, {E + 1}]",
-        ),
-        (
-            "make_chunk_sort_map",
-            (np.ones(3, np.int32), np.arange(3), T, 4),
-            "num_splits must be 3, as the tensor has it",
-        ),
+        ("unpermute_with_mask_map", "row_id_map", "row_id_map"),
+        ("sort_chunks_by_map", "inp", "num_tokens"),
+        ("make_chunk_sort_map", "split_sizes", "num_splits"),
     ],
-    ids=lambda value: str(value)[:30],
 )
-def test_sizes_that_contradict_the_tensors_are_named(function, arguments, text, place):
-    tensors = [tensor(value, place) if isinstance(value, np.ndarray) else value for value in arguments]
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{function}: {text}')}"):
-        getattr(te, function)(*tensors)
+def test_what_has_no_such_size_is_named(function, argument, about, place):
+    text = f"^{function}: {about} must be about a tensor with more than [01] dimensions, but got "
+    for value in ([1, 2], paddle.to_tensor(1)):
+        with pytest.raises(TypeError, match=text):
+            call(function, place, **{argument: value})
+
+
+def test_errors_call_arguments_as_transformer_engine_does(place):
+    for function, argument, value in (
+        ("unpermute_with_mask_map", "merging_probs", np.ones((T, E + 1), np.float32)),
+        ("sort_chunks_by_map", "row_id_map", np.arange(N + 1, dtype=np.int32)),
+    ):
+        with pytest.raises(ValueError, match=f"^{function}: {argument} must be of shape"):
+            call(function, place, **{argument: value})
+
+
+def test_rows_alone_come_first(place):
+    output, permuted_scale, permuted_probs = call("permute_with_mask_map", place, scale=None, scale_hidden_dim=None)
+    assert output.shape == [N, H]
+    assert (permuted_scale, permuted_probs) == (None, None)

@@ -1,0 +1,54 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which sources are changed together, which tests guard them, and what is left out."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_OPERATORS = ("tests/ops/test_*.py", "tests/static/test_*.py")
+
+
+class Area(NamedTuple):
+    """Patterns of sources and of the test files that guard them, from the root of the repository."""
+
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+AREAS = {
+    "gradients": Area(("paddle_moe_ops/autograd.py", "paddle_moe_ops/backends/gradients.py"), _OPERATORS),
+    "fronts": Area(
+        (
+            *(f"paddle_moe_ops/{name}.py" for name in ("functional", "routing", "gemm", "indexed", "dispatch")),
+            *(f"paddle_moe_ops/{name}.py" for name in ("quantization", "rowmaps", "_checks", "_graphs")),
+            "paddle_moe_ops/masked/*.py",
+        ),
+        _OPERATORS,
+    ),
+    "nn": Area(("paddle_moe_ops/nn.py",), _OPERATORS),
+    "patch": Area(
+        ("paddle_moe_ops/compat/*.py",),
+        ("tests/ops/test_patch_paddle.py", "tests/ops/test_transformer_engine.py", "tests/packaging/test_migrating.py"),
+    ),
+    "checks": Area(
+        (
+            *(f"paddle_moe_ops/demo/{name}.py" for name in ("checks", "run", "training")),
+            *(f"paddle_moe_ops/bench/{name}.py" for name in ("cpu_check", "cpu_arrays", "cpu", "run")),
+        ),
+        ("tests/bench/test_*.py", "tests/packaging/test_demo.py"),
+    ),
+    "backends": Area(("paddle_moe_ops/backends/*.py",), _OPERATORS),
+    "triton": Area(("paddle_moe_ops/triton/*.py",), ("tests/triton/test_*.py", "tests/ops/test_triton_*.py")),
+    "reference": Area(("paddle_moe_ops/reference/*.py",), ("tests/reference/test_*.py",)),
+}
+
+
+# Faults that make no wrong program: (path, regular expression, reason). A fault is left out where the expression is
+# found in its lines before the change.
+EQUIVALENT: tuple[tuple[str, str, str], ...] = ()
+
+
+def is_equivalent(path: str, old: str, new: str) -> bool:
+    return any(re.fullmatch(pattern, path) and re.search(text, old) for pattern, text, _ in EQUIVALENT)

@@ -1,0 +1,184 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Plants faults into a copy of the sources, one at a time, and says which ones no test notices: see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from areas import AREAS, is_equivalent
+from faults import Fault, faults_of, planted
+
+HERE = Path(__file__).resolve().parent
+LEFT_BEHIND = (".git", ".venv", "dist", "gpu", "sanitize", "aarch64", "*_cache", "__pycache__", ".hypothesis", "*.o")
+LIMIT_FACTOR, LIMIT_SECONDS = 4, 60
+
+
+class Mutant(NamedTuple):
+    path: str
+    fault: Fault
+
+
+class Outcome(NamedTuple):
+    survived: bool
+    how: str
+
+
+class Copy:
+    """A copy of a tree, in which the tests of an area run."""
+
+    def __init__(self, tree: Path, folder: Path, area: str) -> None:
+        self.root = folder / "tree"
+        shutil.copytree(tree, self.root, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
+        self.sources, self.tests = (self._files(patterns) for patterns in AREAS[area])
+        self._folder = folder
+        self._record: dict = {}
+
+    def mutants(self) -> list[Mutant]:
+        """All faults of the area, less those of which README.md says why no test can notice them."""
+        found = [(path, (self.root / path).read_bytes()) for path in self.sources]
+        mutants = [Mutant(path, fault) for path, source in found for fault in faults_of(source)]
+        return [each for each in mutants if not is_equivalent(each.path, *self._lines(each))]
+
+    def run_unchanged(self) -> None:
+        """Runs all tests of the area once, to see that they pass and which lines each of them reaches."""
+        record = self._folder / "record.json"
+        sources = os.pathsep.join(self.sources)
+        code, _ = self._pytest(self.tests, 3600, MUTANTS_RECORD=str(record), MUTANTS_SOURCES=sources)
+        if code:
+            raise RuntimeError(f"the tests fail without a fault, with exit code {code}")
+        self._record = json.loads(record.read_text())
+
+    def try_mutant(self, mutant: Mutant) -> Outcome:
+        """Whether any test fails: first those that reach the lines in this process, the fastest first, then all."""
+        path = self.root / mutant.path
+        source = path.read_bytes()
+        path.write_bytes(planted(source, mutant.fault))
+        try:
+            reaching = self._reaching(mutant)
+            if reaching and (how := self._failure(reaching)):
+                return Outcome(False, how)
+            how = self._failure(None)
+            return Outcome(not how, how or f"{len(reaching)} tests reach it")
+        finally:
+            path.write_bytes(source)
+
+    def difference(self, mutant: Mutant) -> str:
+        old, new = self._lines(mutant)
+        lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")
+        return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
+    def _files(self, patterns: Sequence[str]) -> list[str]:
+        found = [path for pattern in patterns for path in sorted(self.root.glob(pattern))]
+        return list(dict.fromkeys(str(path.relative_to(self.root)) for path in found))
+
+    def _lines(self, mutant: Mutant) -> tuple[str, str]:
+        """The lines around a fault, without it and with it."""
+        source = (self.root / mutant.path).read_bytes()
+        begin = source.rfind(b"\n", 0, mutant.fault.begin) + 1
+        end = source.find(b"\n", mutant.fault.end)
+        old = source[begin:end]
+        new = source[begin : mutant.fault.begin] + mutant.fault.text + source[mutant.fault.end : end]
+        return old.decode(), new.decode()
+
+    def _reaching(self, mutant: Mutant) -> list[int]:
+        reached = self._record["reached"]
+        tests = {test for line in mutant.fault.lines for test in reached.get(f"{mutant.path}:{line}", ())}
+        return sorted(tests - {-1}, key=lambda test: self._record["seconds"][test])
+
+    def _failure(self, numbers: list[int] | None) -> str | None:
+        """How some tests (None: all) fail, or None where they pass."""
+        numbers = range(len(self._record["tests"])) if numbers is None else numbers
+        names = [self._record["tests"][number] for number in numbers]
+        listed = self._folder / "tests.json"
+        listed.write_text(json.dumps(names))
+        limit = LIMIT_SECONDS + LIMIT_FACTOR * sum(self._record["seconds"][number] for number in numbers)
+        files = list(dict.fromkeys(name.partition("::")[0] for name in names))
+        code, output = self._pytest(["-x", *files], limit, MUTANTS_TESTS=str(listed))
+        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return None if code == 0 else failed[0] if failed else f"exit code {code}"
+
+    def _pytest(self, arguments: Sequence[str], seconds: float, **variables: str) -> tuple[int | str, str]:
+        """Exit code (or "out of time") and output of the tests in a process group of their own."""
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "pytest_reach", "-p", "no:cacheprovider"]
+        process = subprocess.Popen(
+            [*command, *arguments],
+            cwd=self.root,
+            # CI: the same examples of hypothesis on every run.
+            env={**os.environ, "CI": "1", "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1", **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=seconds)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return "out of time", ""
+
+
+def kinds_in_turn(mutants: list[Mutant], seed: int) -> list[Mutant]:
+    """The mutants in an order by chance that takes one of each kind before the next: swapped arguments are many."""
+    mutants = random.Random(seed).sample(mutants, len(mutants))
+    seen: Counter[str] = Counter()
+    turns = []
+    for mutant in mutants:
+        turns.append(seen[mutant.fault.kind])
+        seen[mutant.fault.kind] += 1
+    return [mutant for _, mutant in sorted(zip(turns, mutants, strict=True), key=lambda pair: pair[0])]
+
+
+def try_area(area: str, tree: Path, count: int, seed: int) -> tuple[int, int]:
+    """Tries a sample of an area's mutants and prints the survivors; returns how many there were of each."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Copy(tree, Path(folder), area)
+        mutants = copy.mutants()
+        sample = kinds_in_turn(mutants, seed)[:count]
+        print(f"{area}: {len(sample)} of {len(mutants)} mutants, {len(copy.tests)} test files", flush=True)
+        copy.run_unchanged()
+        survived = 0
+        for mutant in sorted(sample):
+            start = time.perf_counter()
+            outcome = copy.try_mutant(mutant)
+            survived += outcome.survived
+            seconds = f"{time.perf_counter() - start:.0f} s"
+            what = "SURVIVED" if outcome.survived else "killed"
+            print(f"  {what} {mutant.path}:{mutant.fault.line} {mutant.fault.kind}, {outcome.how} ({seconds})")
+            if outcome.survived:
+                print(copy.difference(mutant))
+            sys.stdout.flush()
+        return len(sample), survived
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--area", nargs="+", choices=AREAS, default=list(AREAS))
+    parser.add_argument("--mutants", type=int, default=30, help="how many of an area's mutants are tried")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tree", type=Path, default=HERE.parents[1], help="the sources, built; they are copied")
+    options = parser.parse_args()
+    table = {area: try_area(area, options.tree, options.mutants, options.seed) for area in options.area}
+    print(f"\n{'area':12}{'mutants':>8}{'survived':>10}{'share':>8}")
+    for area, (mutants, survived) in table.items():
+        print(f"{area:12}{mutants:8}{survived:10}{survived / mutants:8.0%}")
+
+
+if __name__ == "__main__":
+    main()
