@@ -145,7 +145,7 @@ def test_a_size_that_contradicts_the_tensors_is_named(function, argument, place)
     call(function, place)
     size = CALLS[function][argument]
     having = "map" if argument == "num_experts" else "tensor"
-    for wrong in (size - 1, size + 1):
+    for wrong in (size - 1, size + 1, 1 if argument == "num_experts" else -1):
         text = f"{function}: {argument} must be {size}, as the {having} has it, but got {wrong}"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             call(function, place, **{argument: wrong})
@@ -181,3 +181,24 @@ def test_rows_alone_come_first(place):
     output, permuted_scale, permuted_probs = call("permute_with_mask_map", place, scale=None, scale_hidden_dim=None)
     assert output.shape == [N, H]
     assert (permuted_scale, permuted_probs) == (None, None)
+
+
+def traced_permute(tokens, width):
+    specs = [([tokens, width], "int32"), ([None, H], "float32")]
+
+    @paddle.jit.to_static(full_graph=True, input_spec=[paddle.static.InputSpec(*spec) for spec in specs])
+    def traced(row_id_map, x):
+        return te.permute_with_mask_map(x, row_id_map, None, None, None, T, E, T * E, H, None)[0]
+
+    return traced
+
+
+def test_a_number_of_tokens_that_a_graph_does_not_know_is_not_compared(rng, place):
+    mask, x = rng.random((T, E)) < 0.4, ordinary(rng, (T, H))
+    row_id_map = te.make_row_id_map(tensor(mask, place), T, E)
+    assert_bits_equal(traced_permute(None, 2 * E + 1)(row_id_map, tensor(x, place)), model_of(mask).permuted(x, T * E))
+
+
+def test_a_map_whose_width_a_graph_does_not_know_is_named():
+    with pytest.raises(ValueError, match=r"permute_with_mask_map: row_id_map must be of shape \[num_tokens, 2 \* num"):
+        traced_permute(None, None).concrete_program  # noqa: B018 it traces
