@@ -20,8 +20,6 @@ from ..backends import register_note
 
 __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
 
-NAMES = ("moe_permute", "moe_unpermute")
-
 _originals: dict[FunctionType, CodeType] = {}  # Paddle's own code while it is replaced
 
 
@@ -78,7 +76,7 @@ def patch_paddle() -> None:
     Raises:
         RuntimeError: this Paddle has no such functions.
     """
-    functions = {name: _paddle_function(name) for name in NAMES}  # all or none
+    functions = {name: _paddle_function(name) for name in _STAND_INS}  # all or none
     for name, function in functions.items():
         if function not in _originals:
             _originals[function] = function.__code__

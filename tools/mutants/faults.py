@@ -97,7 +97,10 @@ def _changes(node: ast.AST, statement: ast.AST) -> Iterator[tuple[str, ast.AST, 
         for child in children:
             if not isinstance(child, ast.AST):
                 continue
-            yield from _changes(child, statement)
+            found = _changes(child, statement)
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+                found = (each for each in found if each[0] != "elements swapped")
+            yield from found
             if field == "test" or (isinstance(node, ast.comprehension) and field == "ifs"):
                 yield from _negated(child, statement)
 

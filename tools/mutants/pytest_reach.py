@@ -3,8 +3,8 @@
 """A pytest plug-in: writes down which tests reach which lines, or runs only the tests that it is told, the fastest first.
 
 MUTANTS_RECORD=FILE with MUTANTS_SOURCES (paths, separated by os.pathsep) writes a JSON object: "reached" holds for every
-line ("path:number") the numbers of tests, "tests" their ids and "seconds" their times. MUTANTS_TESTS=FILE names a JSON
-list of ids.
+line ("path:number") the numbers of tests, "tests" their ids, "seconds" their times, and "spawning" lists the files whose
+tests start processes, in which nothing is written down. MUTANTS_TESTS=FILE names a JSON list of ids.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _sources = {os.path.abspath(path): path for path in os.environ.get("MUTANTS_SOUR
 _reached: defaultdict[str, set[int]] = defaultdict(set)
 _tests: list[str] = []
 _seconds: list[float] = []
+_spawning: set[str] = set()
 
 
 def _trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -34,6 +35,15 @@ def _trace(frame: FrameType, event: str, _: Any) -> Any:
         return None
     _reached[f"{path}:{frame.f_lineno}"].add(len(_tests) - 1)
     return _trace
+
+
+def _audit(event: str, _: Any) -> None:
+    if event in ("subprocess.Popen", "os.fork") and _tests:
+        _spawning.add(_tests[-1].partition("::")[0])
+
+
+if _sources:
+    sys.addaudithook(_audit)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -57,5 +67,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish() -> None:
     if "MUTANTS_RECORD" in os.environ:
         reached = {line: sorted(tests) for line, tests in _reached.items()}
-        record = {"tests": _tests, "seconds": _seconds, "reached": reached}
+        record = {"tests": _tests, "seconds": _seconds, "reached": reached, "spawning": sorted(_spawning)}
         Path(os.environ["MUTANTS_RECORD"]).write_text(json.dumps(record))

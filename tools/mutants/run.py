@@ -64,15 +64,22 @@ class Copy:
         self._record = json.loads(record.read_text())
 
     def try_mutant(self, mutant: Mutant) -> Outcome:
-        """Whether any test fails: first those that reach the lines in this process, the fastest first, then all."""
+        """Whether any test fails: first those that reach the lines, the fastest first, then all that may notice.
+
+        These are the others of the same files, which may share a fixture with them, and those of files that start
+        processes; all, where no test reaches the lines, as those of a constant of a module.
+        """
         path = self.root / mutant.path
         source = path.read_bytes()
         path.write_bytes(planted(source, mutant.fault))
         try:
             reaching = self._reaching(mutant)
-            if reaching and (how := self._failure(reaching)):
-                return Outcome(False, how)
-            how = self._failure(None)
+            names = self._record["tests"]
+            files = {_file(names[test]) for test in reaching}.union(
+                self._record["spawning"] if reaching else self.tests
+            )
+            others = [test for test in range(len(names)) if _file(names[test]) in files and test not in set(reaching)]
+            how = self._failure(reaching) or self._failure(others)
             return Outcome(not how, how or f"{len(reaching)} tests reach it")
         finally:
             path.write_bytes(source)
@@ -100,14 +107,15 @@ class Copy:
         tests = {test for line in mutant.fault.lines for test in reached.get(f"{mutant.path}:{line}", ())}
         return sorted(tests - {-1}, key=lambda test: self._record["seconds"][test])
 
-    def _failure(self, numbers: list[int] | None) -> str | None:
-        """How some tests (None: all) fail, or None where they pass."""
-        numbers = range(len(self._record["tests"])) if numbers is None else numbers
-        names = [self._record["tests"][number] for number in numbers]
+    def _failure(self, tests: list[int]) -> str | None:
+        """How some tests fail, or None where they pass."""
+        if not tests:
+            return None
+        names = [self._record["tests"][test] for test in tests]
         listed = self._folder / "tests.json"
         listed.write_text(json.dumps(names))
-        limit = LIMIT_SECONDS + LIMIT_FACTOR * sum(self._record["seconds"][number] for number in numbers)
-        files = list(dict.fromkeys(name.partition("::")[0] for name in names))
+        limit = LIMIT_SECONDS + LIMIT_FACTOR * sum(self._record["seconds"][test] for test in tests)
+        files = list(dict.fromkeys(map(_file, names)))
         code, output = self._pytest(["-x", *files], limit, MUTANTS_TESTS=str(listed))
         failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return None if code == 0 else failed[0] if failed else f"exit code {code}"
@@ -132,6 +140,10 @@ class Copy:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return "out of time", ""
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def kinds_in_turn(mutants: list[Mutant], seed: int) -> list[Mutant]:
