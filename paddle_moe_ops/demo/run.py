@@ -103,7 +103,7 @@ def _train(console: Console, model: Decoder, library: StandardLibrary, steps: in
 
 
 def _report_held_out(console: Console, before: float, after: float) -> bool:
-    passed = after < before
+    passed = after < before < math.inf
     _report(console, "held-out loss", f"before {_loss(before)}", f"after  {_loss(after)}: {_verdict(passed)}")
     return passed
 

@@ -91,12 +91,17 @@ def test_the_block_leaves_the_state_as_it_was():
     assert is_patched()
 
 
+def fail_inside(block):
+    with pytest.raises(IndexError), block:
+        raise IndexError
+    assert is_patched()
+    raise KeyError
+
+
 def test_an_exception_in_the_outermost_block_gives_paddles_functions_back():
-    with pytest.raises(KeyError), patched_paddle():
-        with pytest.raises(IndexError), patched_paddle():
-            raise IndexError
-        assert is_patched()
-        raise KeyError
+    inner, outer = patched_paddle(), patched_paddle()
+    with pytest.raises(KeyError), outer:
+        fail_inside(inner)
     assert not is_patched()
 
 

@@ -1,0 +1,298 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's checks fail for what they are there to find, however small, and its exit status tells it."""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import moe_permute, moe_unpermute
+from paddle_moe_ops.demo import checks, data, plot, run, training
+from paddle_moe_ops.demo.model import Decoder, ModelConfig
+from paddle_moe_ops.nn import MoELayer
+
+CONFIG = ModelConfig(hidden=64, layers=2, experts=4, topk=2, context=16)
+PARAMETERS = [name for name, _ in Decoder(CONFIG).named_parameters()]
+TOO_MUCH, LITTLE_ENOUGH = 1.5, 0.5
+ERRORS = pytest.mark.parametrize(
+    ("parts", "passed"), [(LITTLE_ENOUGH, True), (TOO_MUCH, False), (-TOO_MUCH, False), (float("nan"), False)]
+)
+
+
+@pytest.fixture
+def model():
+    paddle.seed(3)
+    return Decoder(CONFIG)
+
+
+@pytest.fixture
+def tokens():
+    return paddle.to_tensor(np.random.default_rng(0).integers(0, 256, (2, 17)))
+
+
+def change_first_gradient(parameter, change):
+    """Lets the next gradient that a parameter gets be another one, and those after it be."""
+    changes = iter([change])
+
+    def hook(gradient):
+        return next(changes, lambda same: same)(gradient)
+
+    return parameter.register_hook(hook)
+
+
+def further_from_zero(parts):
+    """The largest element of a gradient is off by so many parts of the tolerance of the dense check."""
+
+    def change(gradient):
+        largest = gradient.abs() == gradient.abs().max()
+        return gradient + gradient * largest.astype(gradient.dtype) * parts * checks.DENSE_TOLERANCE
+
+    return change
+
+
+def test_dense_check_passes_for_the_layer_and_covers_every_parameter(model, tokens):
+    check = checks.dense_check(model, tokens)
+    assert check.passed
+    assert check.parameters == len(model.parameters())
+    assert max(check.loss, check.relative) < 0.25 * checks.DENSE_TOLERANCE
+    assert 0 < check.gradient < 1e-5
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    assert not model.moe_layers[0].router._forward_post_hooks
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_dense_check_tells_a_gradient_beyond_its_tolerance(name, model, tokens):
+    parameter = dict(model.named_parameters())[name]
+    hook = change_first_gradient(parameter, further_from_zero(LITTLE_ENOUGH))
+    assert checks.dense_check(model, tokens).passed
+    hook.remove()
+    change_first_gradient(parameter, further_from_zero(TOO_MUCH))
+    check = checks.dense_check(model, tokens)
+    assert not check.passed
+    assert check.worst == name
+    assert check.relative == pytest.approx(TOO_MUCH * checks.DENSE_TOLERANCE, rel=0.25)
+    assert check.gradient > 0
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_dense_check_fails_for_a_gradient_that_is_no_number(name, model, tokens):
+    change_first_gradient(dict(model.named_parameters())[name], lambda gradient: gradient * float("nan"))
+    check = checks.dense_check(model, tokens)
+    assert not check.passed
+    assert check.worst == name
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_dense_check_fails_for_a_missing_gradient(name, model, tokens, monkeypatch):
+    parameter, loss = dict(model.named_parameters())[name], model.loss
+    missing = iter((True, False))
+
+    def without_one(*arguments):
+        parameter.stop_gradient = next(missing)
+        return loss(*arguments)
+
+    monkeypatch.setattr(model, "loss", without_one)
+    check = checks.dense_check(model, tokens)
+    assert not check.passed
+    assert check.worst == name
+    assert np.isnan(check.relative)
+
+
+def test_dense_check_fails_for_a_parameter_that_no_step_reaches(model, tokens):
+    model.unused = model.create_parameter([3])
+    check = checks.dense_check(model, tokens)
+    assert not check.passed
+    assert (check.parameters, check.worst) == (len(PARAMETERS) + 1, "unused")
+
+
+@ERRORS
+def test_dense_check_tells_a_loss_beyond_its_tolerance(parts, passed, model, tokens, monkeypatch):
+    loss = model.loss
+
+    def off(*arguments):
+        monkeypatch.setattr(model, "loss", loss)
+        return loss(*arguments) + parts * checks.DENSE_TOLERANCE
+
+    monkeypatch.setattr(model, "loss", off)
+    check = checks.dense_check(model, tokens)
+    assert check.passed == passed
+    assert check.relative < checks.DENSE_TOLERANCE
+
+
+WRONG_LAYERS = {
+    "rows_of_another_token": lambda layer, x: layer(x.roll(1, axis=0)),
+    "wrong_weights": lambda layer, x: layer(x) * 1.001,
+    "no_gradient_to_tokens": lambda layer, x: layer(x.detach()),
+    "nan": lambda layer, x: layer(x) * float("nan"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LAYERS.values(), ids=WRONG_LAYERS.keys())
+def test_dense_check_fails_for_a_wrong_layer(model, tokens, wrong):
+    assert not checks.dense_check(model, tokens, wrong).passed
+
+
+def test_the_dense_form_is_every_chosen_expert_weighted_by_its_score(rng):
+    """One token at a time, with experts that the router did not choose, a factor, and no shared experts."""
+    layer = MoELayer(8, 6, 5, 2, num_shared_experts=0, scaling_factor=2.5)
+    x, ids = rng.standard_normal((1, 7, 8)).astype(np.float32), np.stack([rng.permutation(5)[:2] for _ in range(7)])
+    router, gate_up, down = (each.numpy() for each in (layer.router.weight, layer.experts.gate_up, layer.experts.down))
+    expected = np.zeros_like(x)
+    for token in range(7):
+        scores = np.exp(x[0, token] @ router)[ids[token]]
+        for expert, weight in zip(ids[token], 2.5 * scores / scores.sum(), strict=True):
+            gate, up = np.split(x[0, token] @ gate_up[expert], 2)
+            expected[0, token] += weight * ((gate / (1 + np.exp(-gate)) * up) @ down[expert])
+    out = checks.dense_moe(layer, paddle.to_tensor(x), paddle.to_tensor(ids.astype(np.int32)))
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def few_runs(monkeypatch):
+    monkeypatch.setattr(checks, "TIMED_TOKENS", 64)
+    monkeypatch.setattr(checks, "TIMED_RUNS", 1)
+
+
+def off_in_one_element(out, error):
+    change = np.zeros(out.shape, np.float32)
+    change[out.shape[0] // 2, -1] = error
+    return out + paddle.to_tensor(change)
+
+
+@ERRORS
+@pytest.mark.parametrize("of", ["layer", "rows"])
+def test_speed_check_tells_outputs_beyond_its_tolerance(of, parts, passed, model, few_runs, monkeypatch):
+    error = parts * checks.PLAIN_TOLERANCE
+    if of == "layer":
+        plain = checks.plain_moe
+        monkeypatch.setattr(checks, "plain_moe", lambda layer, x: off_in_one_element(plain(layer, x), error))
+    else:
+        move = checks._move
+        monkeypatch.setattr(checks, "_move", lambda *arguments: off_in_one_element(move(*arguments), error))
+    speed = checks.layer_speed(model.moe_layers[0])
+    assert speed.passed == passed
+    assert speed.difference == pytest.approx(abs(error), rel=0.25, nan_ok=True)
+
+
+def change_element(outputs, which, change):
+    """The first output of an operator, or another one, with another element in the middle."""
+    array = outputs[which].numpy().copy()
+    place = tuple(size // 2 for size in array.shape)
+    array[place] = change(array[place])
+    return (*outputs[:which], paddle.to_tensor(array, stop_gradient=False), *outputs[which + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("operator", "which"),
+    [("moe_permute", 0), ("moe_permute", 2), ("moe_unpermute", 0)],
+    ids=["row", "weight", "sum"],
+)
+@pytest.mark.parametrize("change", [lambda x: x + 0.01, lambda _: np.nan], ids=["wrong", "nan"])
+def test_speed_check_fails_for_wrong_rows(operator, which, change, model, few_runs, monkeypatch):
+    right = {"moe_permute": moe_permute, "moe_unpermute": moe_unpermute}[operator]
+    wrong = lambda *some, **named: change_element(right(*some, **named), which, change)  # noqa: E731
+    monkeypatch.setattr(checks, operator, wrong)
+    assert not checks.layer_speed(model.moe_layers[0]).passed
+
+
+def test_speed_is_the_median_after_a_round_to_warm_up(model, monkeypatch):
+    monkeypatch.setattr(checks, "TIMED_TOKENS", 64)
+    monkeypatch.setattr(checks, "TIMED_RUNS", 3)
+    rounds = ([1e6] * 4, [1.0, 20.0, 300.0, 4000.0], [9.0, 90.0, 900.0, 9000.0], [2.0, 30.0, 400.0, 5000.0])
+    times = iter([each for line in rounds for each in line])
+    monkeypatch.setattr(checks, "_milliseconds", lambda run, leaves: next(times))
+    speed = checks.layer_speed(model.moe_layers[0])
+    assert (speed.layer, speed.moving) == ((2.0, 30.0), (400.0, 5000.0))
+    assert next(times, None) is None
+
+
+def test_both_sides_of_a_speed_run_backward_to_the_same_leaves(model, few_runs, monkeypatch):
+    reached = []
+
+    def milliseconds(run, leaves):
+        run().sum().backward()
+        reached.append([leaf.grad is not None and bool(leaf.grad.any()) for leaf in leaves])
+        for leaf in leaves:
+            leaf.clear_gradient()
+        return 1.0
+
+    monkeypatch.setattr(checks, "_milliseconds", milliseconds)
+    layer = model.moe_layers[0]
+    checks.layer_speed(layer)
+    layer_leaves, plain_leaves, move_leaves, plain_move_leaves = reached[:4]
+    assert layer_leaves == plain_leaves
+    assert layer_leaves == [True, False] + [True] * len(layer.parameters())
+    assert move_leaves == plain_move_leaves == [True, True] + [False] * len(layer.parameters())
+
+
+def test_a_timed_run_goes_forward_and_backward_and_leaves_no_gradient():
+    leaf = paddle.ones([3])
+    leaf.stop_gradient = False
+    seen = []
+    leaf.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    assert checks._milliseconds(lambda: leaf * 2, [leaf]) > 0
+    assert seen == [[2.0] * 3]
+    assert leaf.grad is None or not leaf.grad.any()
+
+
+# The exit status: each check alone can make it 1.
+
+TEXT = np.arange(1000).astype(np.uint8)
+
+
+@pytest.fixture
+def demo(monkeypatch, tmp_path):
+    """Runs the demo without training: with these losses before and after, and these checks passed or not."""
+
+    def go(before=5.5, after=5.0, dense=True, speed=True):
+        held_out = iter([training.HeldOut(before, np.ones((1, 4))), training.HeldOut(after, np.ones((1, 4)))])
+        monkeypatch.setattr(training, "evaluate", lambda model, data: next(held_out))
+        monkeypatch.setattr(training, "train", lambda *_: iter([training.Progress(1, 5.2, 1.0)]))
+        monkeypatch.setattr(run, "SAMPLE_BYTES", 1)
+        monkeypatch.setattr(run, "load_standard_library", lambda: data.StandardLibrary(TEXT, TEXT, 9, 1))
+        monkeypatch.setattr(plot, "draw", lambda *_: None)
+        found = checks.DenseCheck(17, 1e-9, 1e-8, 1e-7, "norm.weight", dense)
+        monkeypatch.setattr(checks, "dense_check", lambda model, tokens: found)
+        monkeypatch.setattr(checks, "layer_speed", lambda layer: checks.Speed((2.0, 3.0), (4.0, 10.0), 1e-6, speed))
+        return run.run(argparse.Namespace(steps=1, experts=4, topk=2, hidden=64, layers=2, out=tmp_path, seed=0))
+
+    return go
+
+
+def test_a_run_whose_checks_pass_ends_with_status_zero_and_says_what_they_found(demo, capsys):
+    assert demo() == 0
+    text = capsys.readouterr().out
+    assert (text.count("PASSED"), text.count("FAILED")) == (3, 0)
+    for part in (
+        "before 5.500 nats (7.935 bits) per byte",
+        "after  5.000 nats (7.213 bits) per byte: PASSED",
+        "loss differs by 1.0e-09, tolerance 2e-05",
+        "gradients of all 17 parameters differ by at most 1.0e-08, and by 1.0e-07 of",
+        "a parameter's largest (norm.weight), tolerance 2e-05: PASSED",
+        "whole layer: 2.0 ms, plain 3.0 ms (1.50x)",
+        "rows to the experts and back alone: 4.0 ms, plain 10.0 ms (2.50x)",
+        "outputs differ by at most 1.0e-06, tolerance 1e-05: PASSED",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        {"after": 5.5},
+        {"after": float("nan")},
+        {"before": float("nan")},
+        {"before": float("inf")},
+        {"dense": False},
+        {"speed": False},
+    ],
+    ids=str,
+)
+def test_one_check_that_fails_ends_the_run_with_status_one(failing, demo, capsys):
+    assert demo(**failing) == 1
+    text = capsys.readouterr().out
+    assert (text.count("PASSED"), text.count("FAILED")) == (2, 1)
