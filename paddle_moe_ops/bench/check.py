@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..reference.permutation import sum_rows, sum_rows_backward
+from ..reference.quantization import COLUMN_ALIGNMENT
 from ..testing.tolerances import Tolerance, dot_chain, dtype_tols, score_tols
 from .device import BFLOAT16_SUMS, BITS, Outputs
 from .shapes import Operation
@@ -57,8 +58,7 @@ def difference(operation: Operation, inputs: TensorInputs, outputs: Outputs, exa
         elif name == "codes":
             found = _gathered_rows(name, tensor, inputs.quantized(ue8m0)[0], inputs, padding=inputs.problem.case.fill)
         elif name == "scales":
-            by_row = tensor[:, : inputs.problem.plan.num_rows].T if operation.variant == "col" else tensor
-            found = _gathered_rows(name, by_row, inputs.quantized(ue8m0)[1], inputs, padding=inputs.problem.case.fill)
+            found = _scales(tensor, inputs, inputs.quantized(ue8m0)[1], operation.variant == "col")
         elif name == "out":
             found = _summed_rows(tensor, inputs, operation.variant == "weighted", exactness)
         elif name == "d_rows":
@@ -153,6 +153,18 @@ def _gathered_rows(
         if found:
             return found
     return None
+
+
+def _scales(actual: torch.Tensor, inputs: TensorInputs, source: torch.Tensor, by_column: bool) -> str | None:
+    """Scales by row, or by column, where columns behind the last row fill up a multiple of four."""
+    fill, num_rows = inputs.problem.case.fill, inputs.problem.plan.num_rows
+    if not by_column:
+        return _gathered_rows("scales", actual, source, inputs, padding=fill)
+    columns = -(-num_rows // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
+    found = _expected_shape("scales", actual, source.shape[1], columns, source.dtype)
+    found = found or _gathered_rows("scales", actual[:, :num_rows].T, source, inputs, padding=fill)
+    behind = actual[:, num_rows:]
+    return found or (_unequal("scales behind the last row", behind, torch.zeros_like(behind)) if fill else None)
 
 
 def _sorted_rows(actual: torch.Tensor, inputs: TensorInputs, variant: str) -> str | None:

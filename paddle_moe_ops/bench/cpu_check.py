@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ..reference.quantization import COLUMN_ALIGNMENT
 from ..testing.tolerances import Tolerance, dot_chain, dtype_tols, score_tols
 from .cpu_arrays import BFLOAT16, ArrayInputs, chunks
 from .device import BFLOAT16_SUMS, BITS, Outputs
@@ -30,6 +31,9 @@ def difference(operation: Operation, inputs: ArrayInputs, outputs: Outputs, exac
     """
     if not outputs:
         return "there are no outputs to check"
+    missing = [name for name in _due(operation) if name not in outputs]
+    if missing and "copy" not in outputs:
+        return f"there is no {' and no '.join(missing)} to check"
     ue8m0 = operation.variant == "ue8m0"
     plan, weighted = inputs.problem.plan, operation.variant not in ("plain", "bf16", "fp8", "maps")
     for name, array in outputs.items():
@@ -41,8 +45,7 @@ def difference(operation: Operation, inputs: ArrayInputs, outputs: Outputs, exac
         elif name == "codes":
             found = _moved_rows(name, array, inputs.quantized(ue8m0)[0], inputs, inputs.problem.case.fill)
         elif name == "scales":
-            by_row = array[:, : plan.num_rows].T if operation.variant == "col" else array
-            found = _moved_rows(name, by_row, inputs.quantized(ue8m0)[1], inputs, inputs.problem.case.fill)
+            found = _scales(array, inputs, inputs.quantized(ue8m0)[1], operation.variant == "col")
         elif name == "out":
             found = _sums(array, inputs, weighted, exactness)
         elif name == "d_rows":
@@ -67,6 +70,25 @@ def difference(operation: Operation, inputs: ArrayInputs, outputs: Outputs, exac
         if found:
             return found
     return None
+
+
+def _due(operation: Operation) -> tuple[str, ...]:
+    """What every implementation of an operation gives; maps and probabilities only some of them."""
+    if operation.op == "unpermute_backward":
+        return {"plain": ("d_rows",), "dx": ("d_rows",), "dprob": ("d_weights",)}.get(
+            operation.variant, ("d_rows", "d_weights")
+        )
+    moved = ("rows", "row_scales") if operation.variant == "fp8" else ("rows",)
+    return {
+        "route_permute": moved,
+        "permute": moved,
+        "moe_permute": moved,
+        "permute_quantized": ("codes", "scales"),
+        "unpermute": ("out",),
+        "moe_unpermute": ("out",),
+        "sort_chunks": ("sorted_rows",),
+        "topk": ("router_weights", "router_ids"),
+    }.get(operation.op, ())
 
 
 def _bits(array: NDArray) -> NDArray:
@@ -106,6 +128,18 @@ def _moved_rows(name: str, actual: NDArray, source: NDArray, inputs: ArrayInputs
         if found:
             return found
     return None
+
+
+def _scales(actual: NDArray, inputs: ArrayInputs, source: NDArray, by_column: bool) -> str | None:
+    """Scales by row, or by column, where columns behind the last row fill up a multiple of four."""
+    fill, num_rows = inputs.problem.case.fill, inputs.problem.plan.num_rows
+    if not by_column:
+        return _moved_rows("scales", actual, source, inputs, fill)
+    columns = -(-num_rows // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
+    found = _unlike("scales", actual, source.dtype, (source.shape[1], columns))
+    found = found or _moved_rows("scales", actual[:, :num_rows].T, source, inputs, fill)
+    behind = actual[:, num_rows:]
+    return found or (_unequal("scales behind the last row", behind, np.zeros_like(behind)) if fill else None)
 
 
 def _sums(actual: NDArray, inputs: ArrayInputs, weighted: bool, exactness: str) -> str | None:

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.bench.device import Body, Captured, Implementation
+from paddle_moe_ops.bench.device import Body, Captured, Device, Implementation, Outputs
 from paddle_moe_ops.bench.problem import Problem
 from paddle_moe_ops.bench.published import published_rows
 from paddle_moe_ops.bench.results import Row
@@ -61,6 +62,37 @@ class FakeDevice:
 
     def release(self) -> None:
         pass
+
+
+class CheckingDevice(FakeDevice):
+    """Loads, launches and checks as another device does; only its clock is not one."""
+
+    def __init__(self, device: Device, implementations: list[Implementation]) -> None:
+        super().__init__(implementations)
+        self.load, self.capture, self.check = device.load, device.capture, device.check
+
+    def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
+        self.sampled.append((str(captured.outputs()), cold, count))
+        return [10.0] * count
+
+
+Spoil = Callable[[Any], None]
+
+
+def spoilt(implementation: Implementation, name: str, output: str, spoil: Spoil) -> Implementation:
+    """The implementation under another name, with one of its outputs changed after each call."""
+
+    def prepare(operation: Operation, inputs: Any) -> Body:
+        body = implementation.prepare(operation, inputs)
+
+        def results(outputs: Outputs) -> Outputs:
+            named = {key: np.array(value) for key, value in body.results(outputs).items()}
+            spoil(named[output])
+            return named
+
+        return body._replace(results=results)
+
+    return Implementation(name, implementation.operations, prepare)
 
 
 def sums(problem: Problem) -> NDArray:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU side: every implementation gives right results, and a single wrong bit keeps a time out of the file."""
+"""The CPU side: every implementation gives right results, and what a run writes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.bench import cli, cpu, cpu_check
+from paddle_moe_ops.bench import cli, cpu
 from paddle_moe_ops.bench.cpu_arrays import ArrayInputs
-from paddle_moe_ops.bench.cpu_core import core_implementation
-from paddle_moe_ops.bench.device import BFLOAT16_SUMS, BITS, FLOAT32_SUMS, Unsupported
+from paddle_moe_ops.bench.device import Unsupported
 from paddle_moe_ops.bench.problem import make_problem
 from paddle_moe_ops.bench.results import load_run
 from paddle_moe_ops.bench.shapes import OPERATIONS, Case, Operation, Shape
-from paddle_moe_ops.testing.core import Core
 from tests.core.conftest import LIBRARY
 
 # Memory of the host, and the core's library for it.
@@ -58,35 +56,6 @@ def test_every_implementation_passes_its_check(device, inputs, operation):
             assert implementation.name not in ("core", "public function", "memcpy")
         names.add(implementation.name)
     assert {"core", "public function"} <= names
-
-
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
-def test_one_wrong_bit_in_any_output_is_found(inputs, operation):
-    outputs = core_implementation(Core(LIBRARY)).prepare(operation, inputs).run()
-    assert cpu_check.difference(operation, inputs, outputs, BITS) is None
-    owned = np.flatnonzero(inputs.problem.plan.row_to_token >= 0)[-1]
-    for name, array in outputs.items():
-        row = owned if len(array) == inputs.problem.plan.num_rows else len(array) - 1
-        spoilt = array.reshape(len(array), -1)[row, -1:].view(np.uint8)
-        if operation.variant == "col" and name == "scales":
-            spoilt = array[-1, owned : owned + 1].view(np.uint8)
-        spoilt[-1] ^= 0x40
-        found = cpu_check.difference(operation, inputs, outputs, BITS)
-        assert found is not None, name
-        assert found.startswith(f"{name}: "), found
-        spoilt[-1] ^= 0x40
-
-
-def test_sums_in_another_order_may_differ_by_their_tolerance_only(inputs):
-    operation = Operation("unpermute", "plain")
-    exact, magnitude = inputs.sums(weighted=False)
-    assert magnitude.max() > 0
-    near = np.nextafter(exact, exact.dtype.type(np.inf))
-    assert cpu_check.difference(operation, inputs, {"out": near}, BITS).startswith("out: ")
-    assert cpu_check.difference(operation, inputs, {"out": near}, FLOAT32_SUMS) is None
-    far = (exact.astype(np.float32) + magnitude * 0.2).astype(exact.dtype)
-    for exactness in (FLOAT32_SUMS, BFLOAT16_SUMS):
-        assert "times the allowed error" in cpu_check.difference(operation, inputs, {"out": far}, exactness)
 
 
 def test_sums_and_magnitudes_are_the_oracle_s(inputs):

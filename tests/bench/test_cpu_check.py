@@ -1,0 +1,198 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The check on the CPU refuses one wrong element of any output, wherever it is, and no time is taken then."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paddle_moe_ops.bench import cpu, cpu_check
+from paddle_moe_ops.bench.cpu_arrays import ArrayInputs
+from paddle_moe_ops.bench.cpu_core import core_implementation
+from paddle_moe_ops.bench.device import BFLOAT16_SUMS, BITS, FLOAT32_SUMS
+from paddle_moe_ops.bench.problem import make_problem
+from paddle_moe_ops.bench.run import Runner, Settings
+from paddle_moe_ops.bench.shapes import OPERATIONS, Case, Operation, Shape
+from paddle_moe_ops.testing.core import Core
+from paddle_moe_ops.testing.tolerances import dot_chain, dtype_tols, score_tols
+from tests.core.conftest import LIBRARY
+
+from .fake_device import CheckingDevice, spoilt
+
+# Memory of the host, and the core's library for it.
+pytestmark = pytest.mark.cpu_only
+
+BY_OPERATION = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
+# Segments of padding, tokens without rows, rows that fill no multiple of four; a buffer of the rows alone.
+PADDED = Case(Shape("check", 61, 4, 9, 264), "half_unassigned", alignment=7)
+CASES = {"padded": PADDED, "dense": Case(PADDED.shape, "uniform")}
+TOLERANT = ("d_weights", "router_weights")
+
+
+@pytest.fixture(scope="module")
+def device():
+    return cpu.CpuDevice(LIBRARY)
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+def inputs(request):
+    return ArrayInputs(make_problem(request.param))
+
+
+@pytest.fixture(scope="module")
+def padded():
+    return ArrayInputs(make_problem(PADDED))
+
+
+def change(array, place):
+    """Another number there: the next one, or where numbers have a tolerance one that is a hundredth further."""
+    bits = array.view(f"u{array.itemsize}")
+    bits[place] ^= 1
+
+
+def move(array, place):
+    array[place] += np.float32(0.01) * np.abs(array[place]) + np.float32(1e-6)
+
+
+def make_nan(array, place):
+    array[place] = np.nan
+
+
+def places(array, plan):
+    """Elements at both ends, in the middle, in a row without a token and in a token without rows."""
+    found = {"first": 0, "last": -1, "middle": array.size // 2}
+    padding = np.flatnonzero(plan.row_to_token < 0)
+    empty = np.flatnonzero((plan.slot_to_row < 0).all(axis=1))
+    for name, rows, count in (("padding", padding, plan.num_rows), ("empty", empty, plan.num_tokens)):
+        if len(rows) and len(array) == count:
+            found[name] = int(rows[0]) * (array.size // count)
+    return {name: np.unravel_index(place % array.size, array.shape) for name, place in found.items()}
+
+
+@BY_OPERATION
+def test_one_wrong_element_of_any_output_keeps_a_time_out_of_the_file(device, inputs, operation):
+    core = core_implementation(Core(LIBRARY))
+    planted = [spoilt(core, "right", next(iter(core.prepare(operation, inputs).run())), lambda array: None)]
+    for name, array in core.prepare(operation, inputs).run().items():
+        numbers = array.dtype.kind not in "iu"
+        wrongs = [move if name in TOLERANT else change] + ([make_nan] if numbers else [])
+        for where, place in places(array, inputs.problem.plan).items():
+            for wrong in wrongs:
+                spoil = lambda array, wrong=wrong, place=place: wrong(array, place)  # noqa: E731
+                planted.append(spoilt(core, f"{name} {where} {wrong.__name__}", name, spoil))
+    fake = CheckingDevice(device, planted)
+    runner = Runner(fake, planted, Settings(modes=("cpu",), rounds=1, samples=1, probes=False, published=False), 1.0)
+    rows = {row.impl: row for row in runner.measure([inputs.problem.case], [operation], lambda row: None)}
+    assert rows["right"].check == BITS
+    assert rows.pop("right").us == 10.0
+    assert len(fake.sampled) == 1
+    assert len(rows) == len(planted) - 1
+    for planted_name, row in rows.items():
+        name = planted_name.split()[0]
+        assert row.check.startswith((f"failed: {name}: ", f"failed: {name} behind the last row: ")), planted_name
+        assert row.us is None
+
+
+@BY_OPERATION
+def test_outputs_of_another_type_or_shape_or_none_are_refused(padded, operation):
+    outputs = core_implementation(Core(LIBRARY)).prepare(operation, padded).run()
+    assert cpu_check.difference(operation, padded, {}, BITS) == "there are no outputs to check"
+    for name, array in outputs.items():
+        other = np.float64 if array.dtype.kind not in "iu" else np.uint32
+        for wrong in (array.astype(other), array[:-1], np.concatenate([array, array[-1:]]), array[..., None]):
+            found = cpu_check.difference(operation, padded, {**outputs, name: wrong}, BITS)
+            assert found is not None, name
+            assert found.startswith(f"{name}: "), found
+            assert " instead of " in found
+
+
+@BY_OPERATION
+def test_what_every_implementation_gives_must_be_there(padded, operation):
+    outputs = core_implementation(Core(LIBRARY)).prepare(operation, padded).run()
+    extra = {"slot_probs", "source_to_dest", "rowmap", *padded.problem.plan._fields}
+    for name in outputs:
+        others = {key: outputs[key] for key in outputs if key != name} | {"row_probs": padded.row_probs}
+        found = cpu_check.difference(operation, padded, others, BITS)
+        assert found == (None if name in extra else f"there is no {name} to check")
+    if operation.key == "permute:fp8":
+        maps = {"row_probs": padded.row_probs}
+        found = cpu_check.difference(operation, padded, maps, BITS)
+        assert found == "there is no rows and no row_scales to check"
+
+
+@pytest.mark.parametrize("key", ["permute:fp8", "permute_quantized:row", "permute_quantized:col"])
+def test_what_padding_holds_is_not_looked_at_where_it_is_not_filled(key):
+    inputs, operation = ArrayInputs(make_problem(PADDED._replace(fill=False))), Operation(*key.split(":"))
+    padding = np.flatnonzero(inputs.problem.plan.row_to_token < 0)
+    outputs = core_implementation(Core(LIBRARY)).prepare(operation, inputs).run()
+    for name, array in outputs.items():
+        by_column = name == "scales" and operation.variant == "col"
+        rows = array.T if by_column else array
+        rows[padding] = 1
+        if by_column:
+            array[:, inputs.problem.plan.num_rows :] = 1
+        assert cpu_check.difference(operation, inputs, outputs, BITS) is None, name
+        kept = rows[padding[0] - 1].copy()
+        rows[padding[0] - 1] = 1
+        assert cpu_check.difference(operation, inputs, outputs, BITS).startswith(f"{name}: ")
+        rows[padding[0] - 1] = kept
+
+
+def test_a_copy_is_of_ones(padded):
+    for wrong in (0, 2):
+        target = np.ones(9, np.uint8)
+        assert cpu_check.difference(OPERATIONS[1], padded, {"copy": target}, BITS) is None
+        target[-1] = wrong
+        assert cpu_check.difference(OPERATIONS[1], padded, {"copy": target}, BITS).startswith("copy: ")
+
+
+def test_sums_in_another_order_may_differ_by_their_tolerance_only(inputs):
+    operation = Operation("unpermute", "plain")
+    exact, magnitude = inputs.sums(weighted=False)
+    assert magnitude.max() > 0
+    near = np.nextafter(exact, exact.dtype.type(np.inf))
+    assert cpu_check.difference(operation, inputs, {"out": near}, BITS).startswith("out: ")
+    assert cpu_check.difference(operation, inputs, {"out": near}, FLOAT32_SUMS) is None
+    far = (exact.astype(np.float32) + magnitude * 0.2).astype(exact.dtype)
+    for exactness in (FLOAT32_SUMS, BFLOAT16_SUMS):
+        assert "times the allowed error" in cpu_check.difference(operation, inputs, {"out": far}, exactness)
+
+
+@pytest.mark.parametrize("exactness", [FLOAT32_SUMS, BFLOAT16_SUMS])
+def test_sums_with_a_tolerance_hold_no_nan(inputs, exactness):
+    out = inputs.sums(weighted=False)[0].copy()
+    out[-1, -1] = np.nan
+    found = cpu_check.difference(Operation("unpermute", "plain"), inputs, {"out": out}, exactness)
+    assert found.startswith("out: ")
+    assert "nan" in found
+
+
+def test_sums_that_are_rounded_after_every_addition_may_differ_by_more(padded):
+    exact, magnitude = padded.sums(weighted=False)
+    place = np.unravel_index(magnitude.argmax(), magnitude.shape)
+    for parts, passed in ((0.9, True), (1.3, False)):
+        out = exact.copy()
+        out[place] = exact[place] + magnitude[place] * parts * 2 * (PADDED.shape.topk + 1) * 2.0**-8
+        found = cpu_check.difference(Operation("unpermute", "plain"), padded, {"out": out}, BFLOAT16_SUMS)
+        assert (found is None) == passed
+        assert cpu_check.difference(Operation("unpermute", "plain"), padded, {"out": out}, FLOAT32_SUMS) is not None
+
+
+def test_numbers_with_a_tolerance_may_differ_by_it_and_no_more(padded):
+    plan = padded.problem.plan
+    terms = padded.d_out[np.maximum(plan.row_to_token, 0)].astype(np.float64) * padded.rows.astype(np.float64)
+    terms[plan.row_to_token < 0] = 0
+    allowed = {
+        "d_weights": dtype_tols(np.float32, dot_chain(PADDED.shape.hidden)).of_magnitude * np.abs(terms).sum(1),
+        "router_weights": score_tols(np.float32, PADDED.shape.num_experts).of_magnitude * padded.problem.chosen[0],
+    }
+    for key, name in (("unpermute_backward:dprob", "d_weights"), ("topk:softmax", "router_weights")):
+        operation = Operation(*key.split(":"))
+        outputs = core_implementation(Core(LIBRARY)).prepare(operation, padded).run()
+        place = np.unravel_index(allowed[name].argmax(), allowed[name].shape)
+        right = outputs[name][place]
+        for parts, passed in ((0.5, True), (2.0, False), (-2.0, False)):
+            outputs[name][place] = right + parts * allowed[name][place]
+            found = cpu_check.difference(operation, padded, outputs, BITS)
+            assert (found is None) == passed, (name, parts, found)
