@@ -51,13 +51,15 @@ struct RowList {
       int32_t base = 0;
       for (int earlier = 0; earlier < index; ++earlier) base += max(counts[earlier], 1);
       const int32_t here = __popc(part.used), rank = __popc(part.used & ((1u << lane) - 1));
-      const bool only =
-          here == 1 && (p.max_rows_per_token <= kWarpSize || has_one_row(p, first + index, WarpRows(p, first + index, 0)));
+      // A token's only row is its last in the list, whatever segment it is in: those behind it have nothing to add, and nothing to store.
+      const bool is_whole = segment == 0 && part.ended;
+      const bool has_one = is_whole ? here == 1 : here <= 1 && has_one_row(p, first + index, WarpRows(p, first + index, 0));
+      const bool only = has_one && here == 1;
       const auto token = static_cast<int16_t>(index);
       if (part.is_used()) {
-        rows[base + rank] = {part.row, weight_of(p, part.row), token, part.ended && rank + 1 == here, only};
+        rows[base + rank] = {part.row, weight_of(p, part.row), token, only || (part.ended && rank + 1 == here), only};
       } else if (here == 0 && lane == 0) {
-        rows[base] = {-1, 0.0f, token, part.ended, false};
+        rows[base] = {-1, 0.0f, token, part.ended && !has_one, false};
       }
       if (index + 1 == count && lane == 0) size = base + max(here, 1);
     }
