@@ -77,8 +77,8 @@ def test_process_default_gives_the_same_bits(core: Core, serial_bits: dict[str, 
 
 @pytest.mark.usefixtures("default_threads")
 def test_process_default_can_be_set_and_restored(core: Core) -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert core.num_threads() == cores
+    cores = core.num_threads()
+    assert 1 <= cores <= len(os.sched_getaffinity(0))  # fewer where a container has a quota (test_cpu_quota.py)
     core.set_num_threads(cores + 3)
     assert core.num_threads() == cores + 3
     for restoring in (0, -5):

@@ -16,6 +16,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include "cpu/quota.h"
 #include "pmo/base.h"
 
 namespace pmo {
@@ -137,11 +138,18 @@ Pool& pool() {
   return *existing;
 }
 
-int available_cores() {
+int visible_cores() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return CPU_COUNT(&cores);
   const unsigned count = std::thread::hardware_concurrency();
   return count > 0 ? static_cast<int>(count) : 1;
+}
+
+// A process may see more cores than it gets the time of; more threads than that would only take it from each other.
+int available_cores() {
+  static const int quota = cores_of_quota();  // read once: it takes as long as a small operator
+  const int cores = visible_cores();
+  return quota > 0 && quota < cores ? quota : cores;
 }
 
 }  // namespace

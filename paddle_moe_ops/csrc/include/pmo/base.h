@@ -5,8 +5,8 @@
 //
 // Conventions of the ABI: one plain struct per operator that begins with its own size, raw pointers, int64 sizes, strides in
 // elements. Nothing is allocated (ask the _workspace_bytes query first), no exception crosses the boundary. The only state is the
-// CPU thread pool and the thread-local text of the last error. `stream` is a cudaStream_t for the *_cuda entry points and must
-// be NULL for the *_cpu ones.
+// CPU thread pool, what has been found out about each GPU, and the thread-local text of the last error. `stream` is a cudaStream_t
+// for the *_cuda entry points and must be NULL for the *_cpu ones.
 #pragma once
 
 #include <stdint.h>
@@ -45,7 +45,8 @@ typedef enum pmo_check {
 // Text of the last failure on this thread. It begins with the argument's name; valid until the next failure on this thread.
 PMO_API const char* pmo_last_error(void);
 
-// Threads of the CPU operators when a params struct says 0. A value < 1 restores the default: the cores this process may use.
+// Threads of the CPU operators when a params struct says 0. A value < 1 restores the default: the cores this process may use, but
+// no more than the quota of its control group grants. The quota is read once.
 PMO_API void pmo_set_num_threads(int32_t num_threads);
 PMO_API int32_t pmo_num_threads(void);
 

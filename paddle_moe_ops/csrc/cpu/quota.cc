@@ -1,0 +1,85 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cpu/quota.h"
+
+#include <cinttypes>
+#include <climits>
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+
+namespace pmo {
+namespace cpu {
+namespace {
+
+// The lower of two limits, of which 0 is none.
+int lower(int a, int b) { return a == 0 || (b != 0 && b < a) ? b : a; }
+
+int rounded_up(int64_t quota, int64_t period) {
+  if (quota <= 0 || period <= 0) return 0;
+  const int64_t cores = quota / period + (quota % period != 0 ? 1 : 0);
+  return cores < INT_MAX ? static_cast<int>(cores) : INT_MAX;
+}
+
+// The first line of a file, empty where there is none.
+std::string first_line(const std::string& path) {
+  std::string line;
+  std::ifstream file(path);
+  std::getline(file, line);
+  return line;
+}
+
+// "200000 100000": so many microseconds of every so many; "max 100000": no limit.
+int limit_of_version_2(const std::string& group) {
+  int64_t quota = 0, period = 0;
+  const std::string line = first_line(group + "/cpu.max");
+  return std::sscanf(line.c_str(), "%" SCNd64 " %" SCNd64, &quota, &period) == 2 ? rounded_up(quota, period) : 0;
+}
+
+// A file for each number; a quota of -1 is no limit.
+int limit_of_version_1(const std::string& group) {
+  int64_t quota = 0, period = 0;
+  const std::string lines = first_line(group + "/cpu.cfs_quota_us") + " " + first_line(group + "/cpu.cfs_period_us");
+  return std::sscanf(lines.c_str(), "%" SCNd64 " %" SCNd64, &quota, &period) == 2 ? rounded_up(quota, period) : 0;
+}
+
+// The lowest limit of a group and of those above it, up to where they are mounted. A container may see nothing but its own group there,
+// and yet know it by its path on the host: folders that do not exist are passed over.
+template <typename Limit>
+int lowest_limit(const std::string& mount, std::string group, Limit limit) {
+  int lowest = 0;
+  for (;;) {
+    lowest = lower(lowest, limit(mount + group));
+    const size_t end = group.rfind('/');
+    if (end == std::string::npos) return lowest;
+    group.erase(end);
+  }
+}
+
+// Whether a list of names with commas between them has "cpu".
+bool names_cpu(const std::string& controllers) { return ("," + controllers + ",").find(",cpu,") != std::string::npos; }
+
+}  // namespace
+
+int cores_of_quota(const std::string& root) {
+  const std::string mounts = root + "/sys/fs/cgroup";
+  std::ifstream groups(root + "/proc/self/cgroup");
+  int lowest = 0;
+  for (std::string line; std::getline(groups, line);) {  // hierarchy:controllers:/group
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1), group = line.substr(second + 1);
+    if (controllers.empty()) {  // version 2, which has another mount beside version 1
+      lowest = lower(lowest, lowest_limit(mounts, group, limit_of_version_2));
+      lowest = lower(lowest, lowest_limit(mounts + "/unified", group, limit_of_version_2));
+    } else if (names_cpu(controllers)) {  // mounted as all of its controllers, or as this one
+      lowest = lower(lowest, lowest_limit(mounts + "/" + controllers, group, limit_of_version_1));
+      lowest = lower(lowest, lowest_limit(mounts + "/cpu", group, limit_of_version_1));
+    }
+  }
+  return lowest;
+}
+
+}  // namespace cpu
+}  // namespace pmo
