@@ -68,14 +68,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Rows>
-int launch(const pmo_dequantize_params& p, bool vectors, cudaStream_t stream) {
-  if (vectors) {
-    dequantize_rows<Rows, true><<<grid_for(p.num_rows, 1), kThreads, 0, stream>>>(p, ScaleLayout(p));
-  } else {
-    dequantize_rows<Rows, false><<<grid_for(p.num_rows, 1), kThreads, 0, stream>>>(p, ScaleLayout(p));
-  }
-  PMO_CUDA_LAUNCHED("dequantize_rows");
-  return PMO_OK;
+int launch_rows(const pmo_dequantize_params& p, bool vectors, cudaStream_t stream) {
+  const auto kernel = vectors ? dequantize_rows<Rows, true> : dequantize_rows<Rows, false>;
+  return launch("dequantize_rows", kernel, {grid_for(p.num_rows, 1), kThreads}, stream, p, ScaleLayout(p));
 }
 
 int dequantize(const pmo_dequantize_params& p, cudaStream_t stream) {
@@ -86,11 +81,11 @@ int dequantize(const pmo_dequantize_params& p, cudaStream_t stream) {
   const bool vectors = widest_access({address(p.codes), stride, address(p.out)}) == 16 && p.hidden % kThreadColumns == 0;
   switch (p.dtype) {
     case PMO_FLOAT32:
-      return launch<Float32Rows>(p, vectors, stream);
+      return launch_rows<Float32Rows>(p, vectors, stream);
     case PMO_FLOAT16:
-      return launch<Float16Rows>(p, vectors, stream);
+      return launch_rows<Float16Rows>(p, vectors, stream);
     default:
-      return launch<BFloat16Rows>(p, vectors, stream);
+      return launch_rows<BFloat16Rows>(p, vectors, stream);
   }
 }
 

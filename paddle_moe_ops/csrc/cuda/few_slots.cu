@@ -14,8 +14,6 @@
 // arrive shows.
 //
 // Bytes moved: (T + N) * (H + S) elements; ids are read by every block, from the L2.
-#include <algorithm>
-
 #include "cuda/fused.cuh"
 #include "cuda/fused_route.cuh"
 
@@ -23,16 +21,8 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kFewTopk = 8;
-constexpr int kFewWords = kFewTopk / 2;   // of a token, two slots each
-constexpr int32_t kFewTokens = 768;       // with more, exchanging counts (fused_route.cuh) is faster
-constexpr int32_t kFewTokensAlone = 576;  // without rows
-constexpr int kFewThreads = 256;
-constexpr int kFewHeld = 4;           // accesses of a row that a thread holds
-constexpr int kFewBlocks = 256;       // to aim at
-constexpr int32_t kPaddingRows = 32;  // of a block, about
-constexpr int32_t kNone = 1 << 14;    // behind all experts; a bit that no other has
-constexpr uint32_t kBoth = 0x10001;   // 1 in both halves of a word
+constexpr int32_t kNone = 1 << 14;   // behind all experts; a bit that no other has
+constexpr uint32_t kBoth = 0x10001;  // 1 in both halves of a word
 
 static_assert(kMaxFusedExperts <= kNone, "half of a word holds an expert");
 
@@ -290,29 +280,12 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
 
 }  // namespace
 
-bool has_few_slots(const FusedWork& work) {
-  return work.padding_alignment == 1 && work.topk <= kFewTopk && work.num_experts <= kMaxFusedExperts &&
-         work.num_tokens <= (work.row_bytes > 0 ? kFewTokens : kFewTokensAlone);
-}
-
-int launch_few_slots(const FusedWork& work, cudaStream_t stream) {
-  // Every block looks at all ids: small ones where there are few, and then more of them.
-  const int threads = work.num_tokens <= kFewThreads / 2 ? kFewThreads / 2 : kFewThreads;
-  const int32_t accesses = work.row_bytes / 16;
-  const int64_t wanted = (int64_t{work.num_tokens} * accesses + threads * kFewBlocks - 1) / (threads * kFewBlocks);
-  const int held = static_cast<int>(std::min<int64_t>(std::max<int64_t>(wanted, 1), kFewHeld));
-  const int parts = std::max(1, (accesses + held * threads - 1) / (held * threads));
-  const int padding_blocks = std::min(kFewBlocks, work.num_rows / kPaddingRows);
-  const int blocks = 1 + std::max(work.num_tokens * parts, padding_blocks);
-  if (!is_common(work)) {
-    few_slots<false, true><<<blocks, threads, 0, stream>>>(work, parts);
-  } else if (work.scale_bytes > 0) {
-    few_slots<true, true><<<blocks, threads, 0, stream>>>(work, parts);
-  } else {
-    few_slots<true, false><<<blocks, threads, 0, stream>>>(work, parts);
-  }
-  PMO_CUDA_LAUNCHED("few_slots");
-  return PMO_OK;
+int launch_few_slots(const FusedWork& work, const FewSlotsPlan& plan, cudaStream_t stream) {
+  const auto kernel = !is_common(work)       ? few_slots<false, true>
+                      : work.scale_bytes > 0 ? few_slots<true, true>
+                                             : few_slots<true, false>;
+  const Grid grid = {static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.threads)};
+  return launch("few_slots", kernel, grid, stream, work, plan.parts);
 }
 
 }  // namespace cuda

@@ -3,8 +3,9 @@
 
 // Routing and permutation in one launch.
 //
-// Blocks: two per multiprocessor at most, all resident at once (a cooperative launch wherever they wait for each other). Each owns a
-// contiguous range of tokens, or of pieces of rows when there are fewer tokens than blocks.
+// Blocks: two per multiprocessor, all resident at once (a cooperative launch wherever they wait for each other); without rows three for
+// many slots, and fewer where they do not fit. Each owns a contiguous range of tokens, or of pieces of rows when there are fewer tokens
+// than blocks (fused_plan.h).
 //
 // Routing, a stable counting sort of slots by expert without atomics on positions: a block counts its slots, the blocks exchange
 // counts through [blocks, E] in global memory with two waits, and every block then knows where the rows of its slots begin. With few
@@ -20,8 +21,6 @@
 
 #include <cooperative_groups.h>
 
-#include <algorithm>
-
 #include "common/status.h"
 #include "cuda/fused.h"
 #include "cuda/fused_move.cuh"
@@ -30,18 +29,6 @@
 namespace pmo {
 namespace cuda {
 namespace {
-
-constexpr int kBlocksPerMultiprocessor = 2;
-// Without rows, and with so many slots that blocks are busy with them.
-constexpr int kRoutingBlocks = kMultiprocessorThreads < 3 * kBlockThreads ? kBlocksPerMultiprocessor : 3;
-constexpr int64_t kManySlots = int64_t{1} << 20;
-constexpr int64_t kMaxLocalSlots = 2048;   // of one block, when it keeps its rows in shared memory
-constexpr int64_t kBulkStoreBytes = 4608;  // rows from here on leave by bulk copies
-constexpr int64_t kMinPieceBytes = 1024;
-constexpr int64_t kManyBytes = int64_t{200} << 20;
-constexpr int64_t kFewRows = 4;  // per token: fewer do not make up for blocks that wait for each other
-
-enum class Move { kNone, kThreads, kBulk };
 
 // What blocks that count for each other do until each knows its slots' first rows; leaves totals and `before`.
 __device__ void count_together(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
@@ -133,7 +120,7 @@ __device__ TokenRows routed_rows(const FusedWork& work, const Share& share, int3
 }
 
 template <bool kRoute, Move kMove>
-__global__ void __launch_bounds__(kBlockThreads, kMove == Move::kNone ? kRoutingBlocks : kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kBlockThreads, kMove == Move::kNone ? kRoutingBlocks : kMovingBlocks)
     fused(const __grid_constant__ FusedWork work, int32_t stage_bytes) {
   extern __shared__ __align__(128) char shared[];
   __shared__ uint64_t barrier;
@@ -163,57 +150,29 @@ __global__ void __launch_bounds__(kBlockThreads, kMove == Move::kNone ? kRouting
   if constexpr (kMove != Move::kNone) move_stages<kMove == Move::kBulk>(work, share, shared, token_rows, &barrier);
 }
 
-struct Device {
-  int multiprocessors = 0, major = 0, shared_bytes = 0, shared_per_block = 0;
-
-  int query() {
-    int device = 0;
-    PMO_CUDA(cudaGetDevice(&device));
-    PMO_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    PMO_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    PMO_CUDA(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-    PMO_CUDA(cudaDeviceGetAttribute(&shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    return PMO_OK;
-  }
-  int blocks(int per_multiprocessor) const { return std::min(kMaxBlocks, multiprocessors * per_multiprocessor); }
-  // dynamic shared memory of a block when kBlocksPerMultiprocessor of them share a multiprocessor; 1 KiB per block is the system's
-  int64_t shared_for_block() const {
-    return std::min<int64_t>(shared_per_block, shared_bytes / kBlocksPerMultiprocessor - 1024) - 256;
-  }
-};
-
-template <typename Kernel>
-int launch(Kernel kernel, int blocks, int64_t shared, bool cooperative, const FusedWork& work, int64_t stage_bytes,
-           cudaStream_t stream) {
-  PMO_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kBlockThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cooperative ? 1 : 0;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, work, static_cast<int32_t>(stage_bytes));
-  if (error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported) {
-    cudaGetLastError();  // the caller has another way
+template <bool kRoute, Move kMove>
+int launch_plan(const FusedPlan& plan, int device, int64_t most_shared, const FusedWork& work, cudaStream_t stream) {
+  static SharedMemoryLimit limit;
+  const auto kernel = fused<kRoute, kMove>;
+  if (const int status = limit.raise(kernel, device, static_cast<int>(most_shared))) return status;
+  const Grid grid = {static_cast<unsigned>(plan.blocks), kBlockThreads, static_cast<size_t>(plan.shared_bytes), plan.cooperative};
+  const cudaError_t error = try_launch(kernel, grid, stream, work, static_cast<int32_t>(plan.stage_bytes));
+  if (error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported) {  // less of the GPU than it has is ours
+    forget(error);
     return kNotLaunched;
   }
-  return cuda_status(error, "the fused kernel");
+  return cuda_status(error, "fused");
 }
 
 template <bool kRoute>
-int launch_move(Move move, int blocks, int64_t shared, bool cooperative, const FusedWork& work, int64_t stage_bytes,
-                cudaStream_t stream) {
-  switch (move) {
+int launch_move(const FusedPlan& plan, int device, int64_t most_shared, const FusedWork& work, cudaStream_t stream) {
+  switch (plan.move) {
     case Move::kBulk:
-      return launch(fused<kRoute, Move::kBulk>, blocks, shared, cooperative, work, stage_bytes, stream);
+      return launch_plan<kRoute, Move::kBulk>(plan, device, most_shared, work, stream);
     case Move::kThreads:
-      return launch(fused<true, Move::kThreads>, blocks, shared, cooperative, work, stage_bytes, stream);
+      return launch_plan<true, Move::kThreads>(plan, device, most_shared, work, stream);
     default:
-      return launch(fused<true, Move::kNone>, blocks, shared, cooperative, work, stage_bytes, stream);
+      return launch_plan<true, Move::kNone>(plan, device, most_shared, work, stream);
   }
 }
 
@@ -225,7 +184,6 @@ void describe_routing(const FusedRouting& routing, FusedWork* work) {
   work->ids_are_64_bit = routing.cleaned_ids == nullptr && p.routing_kind == PMO_ROUTING_IDS64;
   work->probs_by_expert = p.routing_kind == PMO_ROUTING_MASK;
   work->first_only = work->probs_by_expert || p.duplicates == PMO_DUPLICATES_FIRST;
-  work->counts_everything = p.num_tokens * p.topk <= kFusedSharedReads;
   work->probs = p.probs;
   work->slot_to_row = routing.slot_to_row;
   work->routed_per_expert = p.routed_per_expert;
@@ -261,6 +219,13 @@ void describe_rows(const pmo_permute_params& p, FusedWork* work) {
   work->fill_scales = work->scale_bytes > 0 && (p.fill & PMO_FILL_SCALES) != 0;
 }
 
+template <typename Params>
+void set_sizes(const Params& p, FusedSizes* sizes) {
+  sizes->num_tokens = p.num_tokens;
+  sizes->topk = p.topk;
+  sizes->num_rows = p.num_rows;
+}
+
 }  // namespace
 
 bool fused_routes(const pmo_route_params& p) {
@@ -284,81 +249,47 @@ bool fused_moves(const pmo_permute_params& p) {
 
 int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute, cudaStream_t stream) {
   FusedWork work = {};
-  work.pieces_per_token = 1;
-  work.num_stages = 1;
+  FusedSizes sizes;
   if (routing != nullptr) {
-    work.num_tokens = static_cast<int32_t>(routing->params->num_tokens);
-    work.topk = static_cast<int32_t>(routing->params->topk);
-    work.num_rows = static_cast<int32_t>(routing->params->num_rows);
     describe_routing(*routing, &work);
+    set_sizes(*routing->params, &sizes);
+    sizes.num_experts = routing->params->num_experts;
+    sizes.has_slot_to_row = routing->slot_to_row != nullptr;
   }
-  if (permute != nullptr) describe_rows(*permute, &work);
-  if (routing != nullptr && has_few_slots(work)) {
-    work.slot_to_row = routing->params->slot_to_row;  // not the workspace, where the ids may be
-    return launch_few_slots(work, stream);
-  }
-  Device device;
-  if (const int status = device.query()) return status;
-  if (permute != nullptr && device.major < 9) return kNotLaunched;
-  Move move = Move::kNone;
-  bool few_rows = false;
   if (permute != nullptr) {
-    work.num_tokens = static_cast<int32_t>(permute->num_tokens);
-    work.topk = static_cast<int32_t>(permute->topk);
-    work.num_rows = static_cast<int32_t>(permute->num_rows);
-    if (routing == nullptr) {
-      work.slot_to_row = const_cast<int32_t*>(permute->slot_to_row);
-      work.row_to_token = const_cast<int32_t*>(permute->row_to_token);
+    describe_rows(*permute, &work);
+    set_sizes(*permute, &sizes);
+    sizes.row_bytes = work.row_bytes;
+    sizes.scale_bytes = work.scale_bytes;
+    sizes.fill = work.fill_rows || work.fill_scales;
+  }
+  work.num_tokens = static_cast<int32_t>(sizes.num_tokens);
+  work.topk = static_cast<int32_t>(sizes.topk);
+  work.num_rows = static_cast<int32_t>(sizes.num_rows);
+  if (routing != nullptr) {
+    const FewSlotsPlan few = plan_few_slots(sizes, routing->params->padding_alignment);
+    if (few.fits) {
+      work.slot_to_row = routing->params->slot_to_row;  // not the workspace, where the ids may be
+      return launch_few_slots(work, few, stream);
     }
-    move = work.row_bytes >= kBulkStoreBytes ? Move::kBulk : Move::kThreads;
-    // What loses to move_pieces (permute.cu)
-    few_rows = work.num_rows < kFewRows * work.num_tokens;
-    const bool small = (int64_t{work.num_tokens} + work.num_rows) * work.row_bytes < kManyBytes;
-    if (routing == nullptr && (move == Move::kThreads || few_rows || small)) return kNotLaunched;
-  }
-
-  const bool many_slots = permute == nullptr && device.major >= 8 && int64_t{work.num_tokens} * work.topk >= kManySlots;
-  int blocks = device.blocks(many_slots ? kRoutingBlocks : kBlocksPerMultiprocessor);
-  const int64_t slots_of_block = (int64_t{work.num_tokens} / blocks + 2) * work.topk;
-  if (slots_of_block > kMaxLocalSlots) work.counts_everything = false;  // many tokens for few blocks
-  work.cleaned_in_shared = routing != nullptr && !work.counts_everything && slots_of_block <= kMaxLocalSlots;
-  const int64_t local_slots = work.counts_everything || work.cleaned_in_shared ? slots_of_block : 0;
-  // Few tokens: cut rows, so that every multiprocessor has some of the work.
-  const int64_t most = std::max<int64_t>(1, work.row_bytes / kMinPieceBytes);
-  int64_t pieces_per_token = std::max<int64_t>(1, std::min<int64_t>(blocks / work.num_tokens, most));
-  if (routing != nullptr && !work.counts_everything) pieces_per_token = 1;  // blocks that count for each other share no token
-  const bool fill = work.fill_rows || work.fill_scales;
-  const int64_t scratch_bytes =
-      routing == nullptr ? 0 : RoutingScratch::ints(work.num_experts, work.counts_everything, local_slots) * 4;
-  int64_t stage_bytes = 0;
-  if (permute != nullptr) {
-    const int64_t room = (device.shared_for_block() - scratch_bytes) / 128 * 128;
-    // rows longer than half a stage are cut as well
-    while ((work.row_bytes + pieces_per_token - 1) / pieces_per_token + 16 + work.scale_bytes > room / 2) ++pieces_per_token;
-    const int64_t piece_bytes = (work.row_bytes / pieces_per_token + 15) / 16 * 16;
-    pieces_per_token = (work.row_bytes + piece_bytes - 1) / piece_bytes;
-    work.piece_bytes = static_cast<int32_t>(piece_bytes);
-    const int64_t pieces = work.num_tokens * pieces_per_token;
-    if (!fill) blocks = static_cast<int>(std::min<int64_t>(blocks, pieces));
-    const int64_t per_block = (pieces + blocks - 1) / blocks;
-    const int64_t fits = room / (piece_bytes + work.scale_bytes);
-    const int64_t stages = (per_block + fits - 1) / fits;
-    if (pieces + per_block > kMaxIndex) return kNotLaunched;
-    if (stages > 1 && (move == Move::kThreads || few_rows)) return kNotLaunched;
-    work.num_stages = static_cast<int32_t>(stages);
-    work.pieces_per_stage = static_cast<int32_t>((per_block + stages - 1) / stages);
-    stage_bytes = (work.pieces_per_stage * (piece_bytes + work.scale_bytes) + 127) / 128 * 128;
   } else {
-    blocks = static_cast<int>(std::min<int64_t>(blocks, work.num_tokens));
+    work.slot_to_row = const_cast<int32_t*>(permute->slot_to_row);
+    work.row_to_token = const_cast<int32_t*>(permute->row_to_token);
   }
-  work.pieces_per_token = static_cast<int32_t>(pieces_per_token);
-  if (routing != nullptr && !work.counts_everything && work.slot_to_row == nullptr) return kNotLaunched;
-  // Blocks that share a token cannot count it between them.
-  if (routing != nullptr && !work.counts_everything && pieces_per_token > 1) return kNotLaunched;
-  const int64_t shared = stage_bytes + scratch_bytes;
-  const bool cooperative = (routing != nullptr && !work.counts_everything) || work.num_stages > 1;
-  return routing != nullptr ? launch_move<true>(move, blocks, shared, cooperative, work, stage_bytes, stream)
-                            : launch_move<false>(move, blocks, shared, cooperative, work, stage_bytes, stream);
+  int device = 0;
+  DeviceLimits limits;
+  if (const int status = current_device(&device, &limits)) return status;
+  const FusedPlan plan = plan_fused(limits, sizes);
+  if (!plan.fits) return kNotLaunched;
+  work.counts_everything = plan.counts_everything;
+  work.cleaned_in_shared = plan.cleaned_in_shared;
+  work.pieces_per_token = static_cast<int32_t>(plan.pieces_per_token);
+  work.piece_bytes = static_cast<int32_t>(plan.piece_bytes);
+  work.pieces_per_stage = static_cast<int32_t>(plan.pieces_per_stage);
+  work.num_stages = static_cast<int32_t>(plan.num_stages);
+  const int64_t most_shared = shared_of_kernel(limits);
+  return routing != nullptr ? launch_move<true>(plan, device, most_shared, work, stream)
+                            : launch_move<false>(plan, device, most_shared, work, stream);
 }
 
 }  // namespace cuda

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cuda/fused_plan.h"
 #include "cuda/launch.cuh"
 #include "cuda/padding.cuh"
 #include "cuda/vectors.cuh"
@@ -13,13 +14,7 @@
 namespace pmo {
 namespace cuda {
 
-constexpr int kFusedThreads = 384;
-constexpr int kFusedWarps = kFusedThreads / kWarpSize;
-constexpr int kBlockThreads = kFusedThreads + kWarpSize;  // the last warp loads rows while the others route
-constexpr int kAhead = 4;                                 // chunks of slots that a warp loads before it uses the first
-constexpr int kRowVectors = 8;                            // vectors of a row that a lane holds
-constexpr int kMaxBlocks = 512;
-constexpr int kMaxFusedExperts = 1024;
+constexpr int kRowVectors = 8;  // vectors of a row that a lane holds
 constexpr int kMaxPerLane = kMaxBlocks / kWarpSize;
 
 using Vector16 = Vector<16>;
@@ -27,17 +22,16 @@ using Vector16 = Vector<16>;
 // A barrier of the threads that route.
 __device__ inline void sync_routing() { asm volatile("bar.sync 1, %0;" ::"n"(kFusedThreads) : "memory"); }
 
-// What the fused kernel works on; passed by value. Sizes fit 32 bits, which the host checks.
+// What the fused kernel works on; passed by value. Sizes fit 32 bits, which the plan sees to.
 struct FusedWork {
   int32_t num_tokens, topk, num_experts, padding_alignment, num_rows;
 
   // routing
   const void* ids;  // [T, K]
   bool ids_are_64_bit, first_only, probs_by_expert;
-  bool cleaned_in_shared;  // a block's cleaned ids fit into its shared memory
-  bool counts_everything;  // few slots: every block counts all of them, so that no block waits for another
-  const float* probs;      // [T, K], or [T, E] if probs_by_expert
-  int32_t* slot_to_row;    // [T, K], an output or workspace; when routing is given it is read only
+  bool cleaned_in_shared, counts_everything;  // as planned
+  const float* probs;                         // [T, K], or [T, E] if probs_by_expert
+  int32_t* slot_to_row;                       // [T, K], an output or workspace; when routing is given it is read only
   int32_t *routed_per_expert, *token_rows, *row_to_token, *row_to_slot, *row_to_expert, *tokens_per_expert, *expert_offsets,
       *overflow, *rowmap;
   float* row_probs;
@@ -88,10 +82,8 @@ __device__ inline void zero_padding_row(const FusedWork& work, int64_t row) {
   if (work.fill_scales) zero_row<16>(work.row_scales + row * work.scale_bytes, work.scale_bytes);
 }
 
-// Another way for few slots, without communication between blocks (few_slots.cu): whether it can do the routing, and its launch, of the
-// rows as well if there are any.
-bool has_few_slots(const FusedWork& work);
-int launch_few_slots(const FusedWork& work, cudaStream_t stream);
+// Another way for few slots, without communication between blocks (few_slots.cu); moves the rows as well if there are any.
+int launch_few_slots(const FusedWork& work, const FewSlotsPlan& plan, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace pmo

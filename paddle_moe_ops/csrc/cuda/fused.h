@@ -6,6 +6,7 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/fused_plan.h"
 #include "pmo/permute.h"
 #include "pmo/route.h"
 
@@ -21,9 +22,6 @@ int64_t fused_workspace_ints(int64_t num_experts);
 // Whether the fused kernel can move these rows: sm_90, everything in whole 16-byte accesses.
 bool fused_moves(const pmo_permute_params& p);
 
-// Up to so many slots every block reads all ids.
-constexpr int64_t kFusedSharedReads = 1024;
-
 // Where a routing finds its ids and scratch.
 struct FusedRouting {
   const pmo_route_params* params;
@@ -32,7 +30,8 @@ struct FusedRouting {
   int32_t* ints;               // fused_workspace_ints()
 };
 
-// Launches; `routing` or `permute` may be null. Returns kNotLaunched if the GPU cannot hold the kernel's blocks at once.
+// Launches; `routing` or `permute` may be null. Returns kNotLaunched where there is no plan for it, or the GPU cannot hold all blocks at
+// once.
 constexpr int kNotLaunched = -1;
 int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute, cudaStream_t stream);
 

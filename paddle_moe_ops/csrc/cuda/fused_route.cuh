@@ -11,7 +11,7 @@
 namespace pmo {
 namespace cuda {
 
-// Shared memory behind the stages; E is the number of experts.
+// Shared memory behind the stages, routing_scratch_ints() of it; E is the number of experts.
 struct RoutingScratch {
   int32_t* starts;     // [E + 1] first row of each segment, not clamped
   int32_t* padding;    // [E + 2] padding rows before each segment; the last entry counts those behind all segments too
@@ -20,9 +20,6 @@ struct RoutingScratch {
   int32_t* histogram;  // [warps, E] slots, then the next row (unless counts_everything)
   int32_t* slots;      // cleaned ids (if cleaned_in_shared), or ascending rows (if counts_everything), of the block's tokens
 
-  __host__ __device__ static int64_t ints(int64_t experts, bool counts_everything, int64_t local_slots) {
-    return experts * 4 + 3 + (counts_everything ? 0 : experts * kFusedWarps) + local_slots;
-  }
   __device__ RoutingScratch(int32_t* memory, const FusedWork& work) {
     const int32_t experts = work.num_experts;
     starts = memory;

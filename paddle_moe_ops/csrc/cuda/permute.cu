@@ -23,6 +23,7 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kHeld = 4;  // accesses of a row that a lane holds
 
 // One array of rows to move: the tokens or their scales.
@@ -40,6 +41,18 @@ struct Pieces {
   const int32_t* slot_to_row;
   const int32_t* row_to_token;
   int parts;  // pieces of a row
+
+  // The same of some tokens; the first have the padding.
+  Pieces of_tokens(int64_t first, int64_t count) const {
+    Pieces some = *this;
+    for (Strip* strip : {&some.rows, &some.scales}) {
+      strip->source += first * strip->source_stride;
+      strip->fill = strip->fill && first == 0;
+    }
+    some.slot_to_row += first * topk;
+    some.num_tokens = count;
+    return some;
+  }
 };
 
 template <int kBytes>
@@ -104,11 +117,12 @@ int launch_pieces(Pieces pieces, cudaStream_t stream) {
     pieces.parts =
         static_cast<int>(std::max<int64_t>(1, (rows.row_bytes / kBytes + kHeld * kWarpSize - 1) / (kHeld * kWarpSize)));
     const int64_t fill_warps = rows.fill || pieces.scales.fill ? (pieces.num_rows + kWarpSize - 1) / kWarpSize : 0;
-    const int64_t warps = std::max(pieces.num_tokens * pieces.parts, fill_warps);
-    if (warps == 0) return PMO_OK;
-    move_pieces<kBytes><<<grid_for(warps, kThreads / kWarpSize, INT32_MAX), kThreads, 0, stream>>>(pieces);
-    PMO_CUDA_LAUNCHED("move_pieces");
-    return PMO_OK;
+    if (std::max(pieces.num_tokens * pieces.parts, fill_warps) == 0) return PMO_OK;
+    return in_grids(pieces.num_tokens, pieces.parts, kWarps, [&](int64_t first, int64_t count) {
+      const int64_t warps = std::max(count * pieces.parts, first == 0 ? fill_warps : 0);
+      const Grid grid = {grid_for(warps, kWarps, kMaxBlocksOfGrid), kThreads};
+      return launch("move_pieces", move_pieces<kBytes>, grid, stream, pieces.of_tokens(first, count));
+    });
   });
 }
 

@@ -23,6 +23,7 @@
 #include "common/checks.h"
 #include "common/scales.h"
 #include "cuda/launch.cuh"
+#include "cuda/quantize_plan.h"
 #include "cuda/vectors.cuh"
 #include "pmo/quantize.h"
 
@@ -40,7 +41,6 @@ constexpr int kFillRows = kWarpSize;
 constexpr int kTileRows = 64;  // of scales that are turned at a time
 constexpr int kTileWords = 32;
 constexpr int kTileThreads = 256;
-constexpr int64_t kManyWords = int64_t{1} << 19;  // below it a second launch takes longer than single words
 
 // Four blocks of 512 threads, hence 32 registers, where a multiprocessor holds 2048 threads: 299 us instead of 325 at T 153962, H 2048.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
@@ -261,29 +261,17 @@ __global__ void __launch_bounds__(kTileThreads) turn_scales(const __grid_constan
 }
 
 template <typename Rows>
-int launch(const Work& work, bool vectors, cudaStream_t stream) {
+int launch_rows(const Work& work, bool vectors, cudaStream_t stream) {
   const int64_t rounds = (work.chunks + kMaxWarps - 1) / kMaxWarps;
-  const int warps = static_cast<int>((work.chunks + rounds - 1) / rounds);
-  const int tokens = warps < kUsualWarps ? kUsualWarps / warps : 1;
+  const auto warps = static_cast<unsigned>((work.chunks + rounds - 1) / rounds);
+  const unsigned tokens = warps < kUsualWarps ? kUsualWarps / warps : 1;
   const int64_t units = work.p.num_tokens + (work.fill_rows + kFillRows - 1) / kFillRows;
   if (units == 0) return PMO_OK;
-  const dim3 threads(warps * kWarpSize, tokens);
-  if (vectors) {
-    quantize_rows<Rows, true><<<grid_for(units, tokens), threads, 0, stream>>>(work);
-  } else {
-    quantize_rows<Rows, false><<<grid_for(units, tokens), threads, 0, stream>>>(work);
-  }
-  PMO_CUDA_LAUNCHED("quantize_rows");
+  const auto kernel = vectors ? quantize_rows<Rows, true> : quantize_rows<Rows, false>;
+  const Grid grid = {grid_for(units, tokens), dim3(warps * kWarpSize, tokens)};
+  if (const int status = launch("quantize_rows", kernel, grid, stream, work)) return status;
   if (work.token_scales == nullptr) return PMO_OK;
-  turn_scales<<<grid_for(work.layout.rows, kTileRows), kTileThreads, 0, stream>>>(work);
-  PMO_CUDA_LAUNCHED("turn_scales");
-  return PMO_OK;
-}
-
-bool may_turn_scales(const pmo_quantize_params& p) { return p.scale_layout == PMO_SCALES_BY_COLUMN && p.ue8m0 == 0; }
-
-int64_t workspace_bytes(const pmo_quantize_params& p, const ScaleLayout& layout) {
-  return p.num_tokens * layout.groups * int64_t{sizeof(float)};
+  return launch("turn_scales", turn_scales, {grid_for(work.layout.rows, kTileRows), kTileThreads}, stream, work);
 }
 
 int quantize(const pmo_quantize_params& p, cudaStream_t stream) {
@@ -293,19 +281,17 @@ int quantize(const pmo_quantize_params& p, cudaStream_t stream) {
   if (p.topk == 0) work.p.num_tokens = 0;  // nothing to read
   work.first_fill_row = has_row_map(p) ? 0 : p.num_rows;
   if (p.fill != 0) work.fill_rows = work.layout.rows - work.first_fill_row;
-  if (may_turn_scales(p) && p.workspace != nullptr && p.workspace_bytes >= workspace_bytes(p, work.layout)) {
-    work.token_scales = static_cast<uint32_t*>(p.workspace);
-  }
+  if (turns_scales(p)) work.token_scales = static_cast<uint32_t*>(p.workspace);
   const uintptr_t stride = p.num_tokens > 1 ? static_cast<uintptr_t>(work.x_stride) : 0;
   PMO_REQUIRE((address(p.x) | stride) % dtype_size(p.dtype) == 0, "x", "aligned to its element size");
   const bool vectors = widest_access({address(p.x), stride, address(p.codes)}) == 16 && p.hidden % kLaneColumns == 0;
   switch (p.dtype) {
     case PMO_FLOAT32:
-      return launch<Float32Rows>(work, vectors, stream);
+      return launch_rows<Float32Rows>(work, vectors, stream);
     case PMO_FLOAT16:
-      return launch<Float16Rows>(work, vectors, stream);
+      return launch_rows<Float16Rows>(work, vectors, stream);
     default:
-      return launch<BFloat16Rows>(work, vectors, stream);
+      return launch_rows<BFloat16Rows>(work, vectors, stream);
   }
 }
 
@@ -314,10 +300,8 @@ int quantize(const pmo_quantize_params& p, cudaStream_t stream) {
 }  // namespace pmo
 
 extern "C" int64_t pmo_quantize_cuda_workspace_bytes(const pmo_quantize_params* params) {
-  using namespace pmo;
-  if (params == nullptr || check_quantize_sizes(*params) != PMO_OK || !cuda::may_turn_scales(*params)) return 0;
-  const ScaleLayout layout(*params);
-  return params->num_rows * layout.words < cuda::kManyWords ? 0 : cuda::workspace_bytes(*params, layout);
+  if (params == nullptr || pmo::check_quantize_sizes(*params) != PMO_OK) return 0;
+  return pmo::cuda::wanted_workspace_bytes(*params);
 }
 
 extern "C" int pmo_quantize_cuda(const pmo_quantize_params* params, void* stream) {

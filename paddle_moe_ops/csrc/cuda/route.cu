@@ -304,26 +304,22 @@ template <typename Id>
 int launch_clean_ids(const pmo_route_params& p, const Layout& layout, cudaStream_t stream) {
   const Id* ids = static_cast<const Id*>(p.routing);
   const bool first_only = p.duplicates == PMO_DUPLICATES_FIRST;
-  clean_ids<Id><<<grid_for(p.num_tokens * p.topk, kThreads), kThreads, 0, stream>>>(layout, ids, p.probs, first_only);
-  PMO_CUDA_LAUNCHED("clean_ids");
-  if (p.checks != 0) complete_findings<Id><<<1, 1, 0, stream>>>(layout, ids);
-  PMO_CUDA_LAUNCHED("complete_findings");
-  return PMO_OK;
+  const Grid grid = {grid_for(p.num_tokens * p.topk, kThreads), kThreads};
+  const int status = launch("clean_ids", clean_ids<Id>, grid, stream, layout, ids, p.probs, first_only);
+  if (status != PMO_OK || p.checks == 0) return status;
+  return launch("complete_findings", complete_findings<Id>, {1, 1}, stream, layout, ids);
 }
 
 int launch_clean_mask(const pmo_route_params& p, const Layout& layout, cudaStream_t stream) {
   const uint8_t* mask = static_cast<const uint8_t*>(p.routing);
-  clean_mask<<<grid_for(p.num_tokens, kWarps), kThreads, 0, stream>>>(layout, mask, p.probs);
-  PMO_CUDA_LAUNCHED("clean_mask");
-  if (p.checks != 0) complete_mask_findings<<<1, 1, 0, stream>>>(layout, mask);
-  PMO_CUDA_LAUNCHED("complete_mask_findings");
-  return PMO_OK;
+  const int status = launch("clean_mask", clean_mask, {grid_for(p.num_tokens, kWarps), kThreads}, stream, layout, mask, p.probs);
+  if (status != PMO_OK || p.checks == 0) return status;
+  return launch("complete_mask_findings", complete_mask_findings, {1, 1}, stream, layout, mask);
 }
 
 // The ids without what has no row, in the workspace.
 int clean(const pmo_route_params& p, const Layout& layout, cudaStream_t stream) {
-  reset_findings<<<1, 1, 0, stream>>>(layout.findings);
-  PMO_CUDA_LAUNCHED("reset_findings");
+  if (const int status = launch("reset_findings", reset_findings, {1, 1}, stream, layout.findings)) return status;
   if (p.num_tokens * p.topk == 0) return PMO_OK;
   return p.routing_kind == PMO_ROUTING_MASK    ? launch_clean_mask(p, layout, stream)
          : p.routing_kind == PMO_ROUTING_IDS64 ? launch_clean_ids<int64_t>(p, layout, stream)
@@ -337,13 +333,11 @@ int count(const pmo_route_params& p, cudaStream_t stream) {
   if (const int status = check_workspace(p, layout)) return status;
   if (const int status = clean(p, layout, stream)) return status;
   PMO_CUDA(cudaMemsetAsync(layout.before, 0, layout.num_tiles * layout.num_experts * sizeof(int64_t), stream));
-  count_tiles<<<grid_for(layout.num_tiles, kWarps), kThreads, 0, stream>>>(layout);
-  PMO_CUDA_LAUNCHED("count_tiles");
-  scan_tiles<<<grid_for(layout.num_experts, kWarps), kThreads, 0, stream>>>(layout, p.routed_per_expert);
-  PMO_CUDA_LAUNCHED("scan_tiles");
-  scan_experts<<<1, kScanThreads, 0, stream>>>(layout, p.padding_alignment, p.routed_per_expert);
-  PMO_CUDA_LAUNCHED("scan_experts");
-  return PMO_OK;
+  const Grid for_tiles = {grid_for(layout.num_tiles, kWarps), kThreads};
+  if (const int status = launch("count_tiles", count_tiles, for_tiles, stream, layout)) return status;
+  const Grid for_experts = {grid_for(layout.num_experts, kWarps), kThreads};
+  if (const int status = launch("scan_tiles", scan_tiles, for_experts, stream, layout, p.routed_per_expert)) return status;
+  return launch("scan_experts", scan_experts, {1, kScanThreads}, stream, layout, p.padding_alignment, p.routed_per_expert);
 }
 
 // In one launch, with the rows of `permute` if it is given. The ids are those that cleaning left in the workspace, or the caller's own.
@@ -369,12 +363,15 @@ int route(const pmo_route_params& p, cudaStream_t stream) {
     const int status = route_fused(p, layout, true, nullptr, stream);
     if (status != kNotLaunched) return status;
   }
-  clamp_experts<<<grid_for(p.num_experts + 1, kThreads), kThreads, 0, stream>>>(layout, p.num_rows, p.routed_per_expert,
-                                                                                p.tokens_per_expert, p.expert_offsets);
-  PMO_CUDA_LAUNCHED("clamp_experts");
+  const Grid for_experts = {grid_for(p.num_experts + 1, kThreads), kThreads};
+  if (const int status = launch("clamp_experts", clamp_experts, for_experts, stream, layout, p.num_rows, p.routed_per_expert,
+                                p.tokens_per_expert, p.expert_offsets)) {
+    return status;
+  }
   if (p.overflow != nullptr) {
-    count_overflow<<<1, kThreads, 0, stream>>>(layout, p.num_rows, p.routed_per_expert, p.overflow);
-    PMO_CUDA_LAUNCHED("count_overflow");
+    const int status =
+        launch("count_overflow", count_overflow, {1, kThreads}, stream, layout, p.num_rows, p.routed_per_expert, p.overflow);
+    if (status != PMO_OK) return status;
   }
   // -1 in every map, 0.0 in the probabilities: what the placing leaves is padding
   const size_t row_map_bytes = p.num_rows * sizeof(int32_t);
@@ -390,13 +387,11 @@ int route(const pmo_route_params& p, cudaStream_t stream) {
   const PlaceOutputs outputs = {p.num_rows,      p.probs,        p.routing_kind == PMO_ROUTING_MASK,
                                 p.slot_to_row,   p.row_to_token, p.row_to_slot,
                                 p.row_to_expert, p.rowmap,       p.row_probs};
-  place_tiles<<<grid_for(layout.num_tiles, kWarps), kThreads, 0, stream>>>(layout, outputs);
-  PMO_CUDA_LAUNCHED("place_tiles");
-  if (p.token_rows != nullptr) {
-    sort_token_rows<<<grid_for(p.num_tokens * p.topk, kThreads), kThreads, 0, stream>>>(layout, p.token_rows);
-    PMO_CUDA_LAUNCHED("sort_token_rows");
-  }
-  return PMO_OK;
+  const Grid for_tiles = {grid_for(layout.num_tiles, kWarps), kThreads};
+  const int status = launch("place_tiles", place_tiles, for_tiles, stream, layout, outputs);
+  if (status != PMO_OK || p.token_rows == nullptr) return status;
+  const Grid for_slots = {grid_for(p.num_tokens * p.topk, kThreads), kThreads};
+  return launch("sort_token_rows", sort_token_rows, for_slots, stream, layout, p.token_rows);
 }
 
 int route_permute(const pmo_route_params& p, const pmo_permute_params* permute, cudaStream_t stream) {

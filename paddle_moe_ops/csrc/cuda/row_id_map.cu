@@ -77,16 +77,14 @@ __global__ void read_lines(pmo_row_id_map_params p) {
 
 int make_row_id_map(const pmo_row_id_map_params& p, cudaStream_t stream) {
   if (const int status = check_make_row_id_map(p)) return status;
-  if (p.num_tokens > 0) make_lines<<<grid_for(p.num_tokens, kWarps), kThreads, 0, stream>>>(p);
-  PMO_CUDA_LAUNCHED("make_lines");
-  return PMO_OK;
+  if (p.num_tokens == 0) return PMO_OK;
+  return launch("make_lines", make_lines, {grid_for(p.num_tokens, kWarps), kThreads}, stream, p);
 }
 
 int read_row_id_map(const pmo_row_id_map_params& p, cudaStream_t stream) {
   if (const int status = check_read_row_id_map(p)) return status;
-  if (p.num_tokens > 0) read_lines<<<grid_for(p.num_tokens, kWarps), kThreads, 0, stream>>>(p);
-  PMO_CUDA_LAUNCHED("read_lines");
-  return PMO_OK;
+  if (p.num_tokens == 0) return PMO_OK;
+  return launch("read_lines", read_lines, {grid_for(p.num_tokens, kWarps), kThreads}, stream, p);
 }
 
 }  // namespace

@@ -145,22 +145,20 @@ int clean_rowmap(const pmo_clean_rowmap_params& p, cudaStream_t stream) {
   const Layout layout(p);
   PMO_REQUIRE(p.workspace != nullptr && reinterpret_cast<uintptr_t>(p.workspace) % 8 == 0 && p.workspace_bytes >= layout.bytes,
               "workspace", "8-byte aligned and as large as pmo_clean_rowmap_cuda_workspace_bytes says");
-  reset<<<grid_for(p.num_rows + 1, kThreads), kThreads, 0, stream>>>(p, layout);
-  PMO_CUDA_LAUNCHED("reset");
+  const Grid for_rows = {grid_for(p.num_rows + 1, kThreads), kThreads};
+  if (const int status = launch("reset", reset, for_rows, stream, p, layout)) return status;
   if (p.num_tokens == 0) return PMO_OK;
-  bid<<<grid_for(p.num_tokens * p.num_experts, kThreads), kThreads, 0, stream>>>(p, layout);
-  PMO_CUDA_LAUNCHED("bid");
-  if (p.num_experts <= 8) {
-    keep_winners<8><<<grid_for(p.num_tokens, kThreads / 8), kThreads, 0, stream>>>(p, layout);
-  } else if (p.num_experts <= 16) {
-    keep_winners<16><<<grid_for(p.num_tokens, kThreads / 16), kThreads, 0, stream>>>(p, layout);
-  } else {
-    keep_winners<kWarpSize><<<grid_for(p.num_tokens, kThreads / kWarpSize), kThreads, 0, stream>>>(p, layout);
-  }
-  PMO_CUDA_LAUNCHED("keep_winners");
-  if (p.checks != 0) complete_findings<<<1, 1, 0, stream>>>(p, layout);
-  PMO_CUDA_LAUNCHED("complete_findings");
-  return PMO_OK;
+  const Grid for_entries = {grid_for(p.num_tokens * p.num_experts, kThreads), kThreads};
+  if (const int status = launch("bid", bid, for_entries, stream, p, layout)) return status;
+  const auto keep = [&](auto* kernel, int lanes) {
+    const Grid grid = {grid_for(p.num_tokens, kThreads / lanes), kThreads};
+    return launch("keep_winners", kernel, grid, stream, p, layout);
+  };
+  const int status = p.num_experts <= 8    ? keep(keep_winners<8>, 8)
+                     : p.num_experts <= 16 ? keep(keep_winners<16>, 16)
+                                           : keep(keep_winners<kWarpSize>, kWarpSize);
+  if (status != PMO_OK || p.checks == 0) return status;
+  return launch("complete_findings", complete_findings, {1, 1}, stream, p, layout);
 }
 
 // Where a slot's value lies, or -1 if it has none.
@@ -207,18 +205,14 @@ int gather_slots(const pmo_slots_params& p, cudaStream_t stream) {
   if (values == 0) return PMO_OK;
   if (p.num_experts > 0) PMO_CUDA(cudaMemsetAsync(p.slot_values, 0, values * sizeof(float), stream));
   if (p.topk == 0) return PMO_OK;
-  gather<<<grid_for(p.num_tokens * p.topk, kThreads), kThreads, 0, stream>>>(p);
-  PMO_CUDA_LAUNCHED("gather");
-  return PMO_OK;
+  return launch("gather", gather, {grid_for(p.num_tokens * p.topk, kThreads), kThreads}, stream, p);
 }
 
 int scatter_slots(const pmo_slots_params& p, cudaStream_t stream) {
   if (const int status = check_slots(p)) return status;
   if (p.accumulate == 0 && p.num_rows > 0) PMO_CUDA(cudaMemsetAsync(p.row_values, 0, p.num_rows * sizeof(float), stream));
   if (p.num_tokens * p.topk == 0) return PMO_OK;
-  scatter<<<grid_for(p.num_tokens, kThreads), kThreads, 0, stream>>>(p);
-  PMO_CUDA_LAUNCHED("scatter");
-  return PMO_OK;
+  return launch("scatter", scatter, {grid_for(p.num_tokens, kThreads), kThreads}, stream, p);
 }
 
 }  // namespace

@@ -264,20 +264,14 @@ int sort_chunks(const pmo_sort_chunks_params& p, cudaStream_t stream) {
     work.total = p.num_rows * work.row_length;
   }
   if (work.table != nullptr) {
-    make_table<<<1, kTableThreads, 0, stream>>>(work);
-    PMO_CUDA_LAUNCHED("make_table");
+    if (const int status = launch("make_table", make_table, {1, kTableThreads}, stream, work)) return status;
   }
   const unsigned for_rows = grid_for(p.num_rows, kThreads), for_units = grid_for(work.total, kWarps * kUnit);
   const unsigned blocks = for_rows > for_units ? for_rows : for_units;
   return with_width(width, [&](auto bytes) -> int {
     constexpr int kBytes = decltype(bytes)::value;
-    if (p.inverse != 0) {
-      move_chunks<kBytes, true><<<blocks, kThreads, 0, stream>>>(work);
-    } else {
-      move_chunks<kBytes, false><<<blocks, kThreads, 0, stream>>>(work);
-    }
-    PMO_CUDA_LAUNCHED("move_chunks");
-    return PMO_OK;
+    const auto kernel = p.inverse != 0 ? move_chunks<kBytes, true> : move_chunks<kBytes, false>;
+    return launch("move_chunks", kernel, {blocks, kThreads}, stream, work);
   });
 }
 

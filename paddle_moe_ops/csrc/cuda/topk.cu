@@ -378,18 +378,19 @@ int topk(const pmo_topk_params& p, cudaStream_t stream) {
   return with_elements(p.dtype, [&](auto rows) -> int {
     using Rows = decltype(rows);
     const bool is_small = p.topk <= kWarpSize && p.topk_groups == p.num_groups && p.num_tokens <= INT32_MAX;
+    const auto start = [&](auto* kernel, unsigned blocks, auto... rest) {
+      return launch("choose_experts", kernel, {blocks, kThreads}, stream, p, rest...);
+    };
     if (is_small && p.num_experts <= 64) {
-      choose_few_experts<Rows, 2><<<grid_for(p.num_tokens, kWarps, INT32_MAX), kThreads, 0, stream>>>(p);
-    } else if (is_small && p.num_experts <= 256) {
-      choose_few_experts<Rows, 8><<<grid_for(p.num_tokens, kWarps, INT32_MAX), kThreads, 0, stream>>>(p);
-    } else if (needed == 0) {
-      const size_t bytes = kWarps * static_cast<size_t>(words) * sizeof(uint32_t);
-      choose_experts<Rows, true><<<grid_for(p.num_tokens, kWarps), kThreads, bytes, stream>>>(p, words);
-    } else {
-      choose_experts<Rows, false><<<workspace_blocks(p), kThreads, 0, stream>>>(p, words);
+      return start(choose_few_experts<Rows, 2>, grid_for(p.num_tokens, kWarps, kMaxBlocksOfGrid));
     }
-    PMO_CUDA_LAUNCHED("choose_experts");
-    return PMO_OK;
+    if (is_small && p.num_experts <= 256) {
+      return start(choose_few_experts<Rows, 8>, grid_for(p.num_tokens, kWarps, kMaxBlocksOfGrid));
+    }
+    if (needed > 0) return start(choose_experts<Rows, false>, workspace_blocks(p), words);
+    const size_t bytes = kWarps * static_cast<size_t>(words) * sizeof(uint32_t);
+    const Grid grid = {grid_for(p.num_tokens, kWarps), kThreads, bytes};
+    return launch("choose_experts", choose_experts<Rows, true>, grid, stream, p, words);
   });
 }
 
@@ -397,9 +398,7 @@ int topk_backward(const pmo_topk_backward_params& p, cudaStream_t stream) {
   if (const int status = check_topk_backward(p)) return status;
   if (p.num_tokens == 0) return PMO_OK;
   return with_elements(p.dtype, [&](auto rows) -> int {
-    differentiate<decltype(rows)><<<grid_for(p.num_tokens, kWarps), kThreads, 0, stream>>>(p);
-    PMO_CUDA_LAUNCHED("differentiate");
-    return PMO_OK;
+    return launch("differentiate", differentiate<decltype(rows)>, {grid_for(p.num_tokens, kWarps), kThreads}, stream, p);
   });
 }
 

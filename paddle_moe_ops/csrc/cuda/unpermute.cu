@@ -24,7 +24,8 @@ namespace cuda {
 namespace {
 
 constexpr int kMaxWarps = 7;  // of a block that takes parts of tokens
-constexpr int kMinBlocks = kMultiprocessorThreads < 5 * kMaxWarps * kWarpSize ? 4 : 5;
+constexpr int kMinBlocks = 5;
+static_assert(kMinBlocks * kMaxWarps * kWarpSize <= kMultiprocessorThreads, "a multiprocessor holds the blocks");
 constexpr int64_t kMaxGridY = 65535;
 constexpr int kMaxTileThreads = 256;
 constexpr int64_t kFewAccesses = int64_t{1} << 20;  // of all tokens
@@ -159,13 +160,11 @@ int launch_warps(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t groups = (p.num_tokens + block.y - 1) / block.y, layers = (groups + kMaxGridY - 1) / kMaxGridY;
   const dim3 grid(grid_for(parts, warps, INT32_MAX), static_cast<unsigned>((groups + layers - 1) / layers),
                   static_cast<unsigned>(layers));
-  sum_rows_by_warps<Rows, kWidth, kWindow><<<grid, block, 0, stream>>>(p);
-  PMO_CUDA_LAUNCHED("sum_rows_by_warps");
-  return PMO_OK;
+  return launch("sum_rows_by_warps", sum_rows_by_warps<Rows, kWidth, kWindow>, {grid, block}, stream, p);
 }
 
 template <typename Rows, int kWidth>
-int launch(const pmo_unpermute_params& p, cudaStream_t stream) {
+int launch_sum(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
   if (p.num_tokens * vectors <= kFewAccesses || p.num_rows >= kFewRows * p.num_tokens) {
     if constexpr (kWidth * sizeof(typename Rows::Element) == 16) {
@@ -176,15 +175,10 @@ int launch(const pmo_unpermute_params& p, cudaStream_t stream) {
     return launch_warps<Rows, kWidth, 4>(p, stream);
   }
   const int64_t parts = (vectors + kMaxTileThreads - 1) / kMaxTileThreads;
-  const int threads = static_cast<int>(((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize);
-  const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, kTileTokens, 65535));
-  if (p.weights == nullptr) {
-    sum_rows_by_tiles<Rows, kWidth, false><<<grid, threads, 0, stream>>>(p);
-  } else {
-    sum_rows_by_tiles<Rows, kWidth, true><<<grid, threads, 0, stream>>>(p);
-  }
-  PMO_CUDA_LAUNCHED("sum_rows_by_tiles");
-  return PMO_OK;
+  const auto threads = static_cast<unsigned>(((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize);
+  const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, kTileTokens, kMaxGridY));
+  const auto kernel = p.weights == nullptr ? sum_rows_by_tiles<Rows, kWidth, false> : sum_rows_by_tiles<Rows, kWidth, true>;
+  return launch("sum_rows_by_tiles", kernel, {grid, threads}, stream, p);
 }
 
 int unpermute(const pmo_unpermute_params& p, cudaStream_t stream) {
@@ -198,7 +192,7 @@ int unpermute(const pmo_unpermute_params& p, cudaStream_t stream) {
                      if constexpr (kWidth == 0) {
                        return fail(PMO_INVALID_ARGUMENT, "rows and out must be aligned to their element size");
                      } else {
-                       return launch<decltype(rows), kWidth>(p, stream);
+                       return launch_sum<decltype(rows), kWidth>(p, stream);
                      }
                    });
 }

@@ -250,36 +250,45 @@ __global__ void __launch_bounds__(kWarpThreads) token_backward(const __grid_cons
   zero_padding_rows<Rows, kWidth>(p);
 }
 
+// The gradient of some tokens.
+pmo_unpermute_backward_params of_tokens(const pmo_unpermute_backward_params& p, int64_t first, int64_t count) {
+  pmo_unpermute_backward_params some = p;
+  some.d_out = static_cast<const char*>(p.d_out) + first * p.d_out_row_stride * dtype_size(p.dtype);
+  some.token_rows = p.token_rows + first * p.max_rows_per_token;
+  some.num_tokens = count;
+  return some;
+}
+
 template <typename Rows, int kWidth>
-int launch(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
+int launch_gradients(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
   const int64_t padding_blocks = p.d_rows == nullptr ? 0 : std::min(p.num_rows, kPaddingBlocks);
   const int64_t row_blocks = p.num_tokens * p.max_rows_per_token;
   if (std::max(row_blocks, padding_blocks) == 0) return PMO_OK;
+  const auto grid_of = [&](int64_t blocks, int64_t threads) {
+    return Grid{grid_for(std::max(blocks, padding_blocks), 1, kMaxBlocksOfGrid), static_cast<unsigned>(threads)};
+  };
   if (p.d_weights == nullptr) {
+    constexpr int64_t kWarps = kScatterThreads / kWarpSize;
     const int64_t parts = (vectors + kWarpSize - 1) / kWarpSize;
-    const int64_t blocks = (p.num_tokens * parts + kScatterThreads / kWarpSize - 1) / (kScatterThreads / kWarpSize);
-    scatter_rows<Rows, kWidth>
-        <<<grid_for(std::max(blocks, padding_blocks), 1, INT32_MAX), kScatterThreads, 0, stream>>>(p, static_cast<int>(parts));
-    PMO_CUDA_LAUNCHED("scatter_rows");
-    return PMO_OK;
+    return in_grids(p.num_tokens, parts, kWarps, [&](int64_t first, int64_t count) {
+      const Grid grid = grid_of((count * parts + kWarps - 1) / kWarps, kScatterThreads);
+      return launch("scatter_rows", scatter_rows<Rows, kWidth>, grid, stream, of_tokens(p, first, count),
+                    static_cast<int>(parts));
+    });
   }
-  if ((p.num_tokens >= kManyTokens && p.num_rows < kFewRows * p.num_tokens) || row_blocks > INT32_MAX) {
-    const int64_t blocks = (p.num_tokens * kWarpSize + kWarpThreads - 1) / kWarpThreads;
-    token_backward<Rows, kWidth><<<grid_for(std::max(blocks, padding_blocks), 1, INT32_MAX), kWarpThreads, 0, stream>>>(p);
-    PMO_CUDA_LAUNCHED("token_backward");
-    return PMO_OK;
+  if ((p.num_tokens >= kManyTokens && p.num_rows < kFewRows * p.num_tokens) || row_blocks > kMaxBlocksOfGrid - kWarpSize) {
+    const Grid grid = grid_of((p.num_tokens * kWarpSize + kWarpThreads - 1) / kWarpThreads, kWarpThreads);
+    return launch("token_backward", token_backward<Rows, kWidth>, grid, stream, p);
   }
   const unsigned entries = static_cast<unsigned>(std::max<int64_t>(p.max_rows_per_token, 1));  // 0: only padding is left
-  const unsigned blocks = grid_for(std::max(row_blocks, padding_blocks), 1, INT32_MAX);
   if (row_blocks >= kManyRows && vectors > kRowThreads) {
-    row_backward<Rows, kWidth, kDotLanes / kRowThreads><<<blocks, kRowThreads, 0, stream>>>(p, entries);
-  } else {
-    const int64_t wanted = (vectors + kWarpSize - 1) / kWarpSize * kWarpSize;
-    row_backward<Rows, kWidth, 1><<<blocks, static_cast<int>(std::min<int64_t>(wanted, kDotLanes)), 0, stream>>>(p, entries);
+    const auto kernel = row_backward<Rows, kWidth, kDotLanes / kRowThreads>;
+    return launch("row_backward", kernel, grid_of(row_blocks, kRowThreads), stream, p, entries);
   }
-  PMO_CUDA_LAUNCHED("row_backward");
-  return PMO_OK;
+  const int64_t wanted = (vectors + kWarpSize - 1) / kWarpSize * kWarpSize;
+  const Grid grid = grid_of(row_blocks, std::min<int64_t>(wanted, kDotLanes));
+  return launch("row_backward", row_backward<Rows, kWidth, 1>, grid, stream, p, entries);
 }
 
 int unpermute_backward(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
@@ -299,7 +308,7 @@ int unpermute_backward(const pmo_unpermute_backward_params& p, cudaStream_t stre
                      if constexpr (decltype(width)::value == 0) {
                        return fail(PMO_INVALID_ARGUMENT, "d_out, rows and d_rows must be aligned to their element size");
                      } else {
-                       return launch<decltype(rows), decltype(width)::value>(p, stream);
+                       return launch_gradients<decltype(rows), decltype(width)::value>(p, stream);
                      }
                    });
 }
