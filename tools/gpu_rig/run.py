@@ -100,9 +100,10 @@ def read_counts(report: Path) -> dict[str, object]:
 
 
 def machine(commit: Path) -> dict[str, str]:
-    """What ran: GPU, driver, versions, commit (written there by `make gpu-bundle`)."""
+    """What ran: the first GPU, driver, versions, commit (written there by `make gpu-bundle`)."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpu, driver = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split(", ")
+    lines = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
+    gpu, driver = lines[0].split(", ")
     nvcc = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
     return {
         "gpu": gpu,
