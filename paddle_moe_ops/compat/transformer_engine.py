@@ -13,7 +13,7 @@ from typing import Any
 from paddle import Tensor
 
 from .. import _checks, masked
-from .._graphs import traceable
+from .._graphs import public
 
 __all__ = [
     "make_chunk_sort_map",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-@traceable
+@public()
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
     """row_id_map int32 [T, 2E + 1] of a mask [T, E]."""
     row_id_map, _ = masked.make_row_id_map(routing_map)
@@ -33,7 +33,7 @@ def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> T
     return row_id_map
 
 
-@traceable
+@public("inp", "probs")
 def permute_with_mask_map(
     inp: Tensor,
     row_id_map: Tensor,
@@ -59,7 +59,7 @@ def permute_with_mask_map(
     return output, permuted_scale, permuted_probs
 
 
-@traceable
+@public("inp", "merging_probs", "permuted_probs")
 def unpermute_with_mask_map(
     inp: Tensor,
     row_id_map: Tensor,
@@ -79,7 +79,7 @@ def unpermute_with_mask_map(
     return sums if isinstance(sums, tuple) else (sums, None)
 
 
-@traceable
+@public()
 def unpermute_with_mask_map_bwd_with_merging_probs(
     fwd_output_grad: Tensor,
     row_id_map: Tensor,
@@ -101,14 +101,14 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     )
 
 
-@traceable
+@public()
 def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int, num_splits: int) -> Tensor:
     """row_id_map int32 [R]: the new place of every row."""
     _check_size("make_chunk_sort_map", "num_splits", num_splits, split_sizes, 0)
     return masked.make_chunk_sort_map(split_sizes, sorted_indices, num_tokens)
 
 
-@traceable
+@public("inp", "probs")
 def sort_chunks_by_map(
     inp: Tensor, row_id_map: Tensor, probs: Tensor | None, num_tokens: int, hidden_size: int, is_forward: bool
 ) -> tuple[Tensor, Tensor | None]:
