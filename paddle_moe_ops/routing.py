@@ -10,8 +10,9 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import public
-from .backends import RouteSpec, TopkSpec, resolve
+from ._graphs import is_graph_value, public
+from .backends import RouteSpec, TopkSpec, Validation, resolve
+from .backends.base import Tensors
 
 __all__ = ["Plan", "calculate_topk", "route"]
 
@@ -51,10 +52,10 @@ class Plan(_PlanFields):
         row_to_expert: [N] expert of each row, -1 for padding.
         row_probs: float32 [N] probability of each row, 0 for padding; differentiable. A ValueError if the plan was made
             without probabilities.
-        tokens_per_expert: [E] routed rows of each expert that lie inside the buffer, without padding.
+        tokens_per_expert: [E] routed rows of each expert that were not dropped, without padding.
         expert_offsets: [E + 1] first row of each expert's segment, clamped to the buffer; the last is its end.
-        routed_per_expert: [E] routed rows of each expert, those dropped for lack of room included.
-        overflow: [1] slots dropped because a static buffer had no room.
+        routed_per_expert: [E] routed rows of each expert, dropped ones included.
+        overflow: [1] slots dropped because their expert's capacity or a static buffer had no room.
         num_tokens: T.
         topk: K.
         num_experts: E, at most 65536.
@@ -87,6 +88,7 @@ def route(
     buffer_size: int = -1,
     topk: int | None = None,
     duplicates: str = "first",
+    capacity: int | Tensor | None = None,
     validate: bool | None = None,
 ) -> Plan:
     """Give every routed slot its row in expert order.
@@ -94,8 +96,9 @@ def route(
     Expert segments follow each other ascending, each padded to a multiple of ``padding_alignment`` rows; inside a
     segment rows follow ascending token, then slot. Deterministic: the same maps on every backend and run.
 
-    Differentiable: ``plan.row_probs`` in ``probs``.
+    Differentiable: ``plan.row_probs`` in ``probs``; the gradient is 0 at slots without a row.
     Host synchronisation: on a GPU one, to learn N, unless ``buffer_size`` or host counts are given; none on the CPU.
+    With ``capacity``, a tensor of counts and a static graph that does not know T cost one more.
 
     Args:
         routing: expert ids, int32 or int64 [T, K] with -1 for an unassigned slot, or a mask, bool [T, E].
@@ -103,14 +106,19 @@ def route(
         num_experts: E, at most 65536; needed for ids, read off a mask.
         padding_alignment: rows, >= 1.
         tokens_per_expert: the number of routed rows of each expert, if known: a list of ints or 0-D int tensors, or a
-            1-D int tensor. They must be the true counts. None: counted. Ignored with a static buffer.
+            1-D int tensor. They must be the true counts, those before any slot is dropped. None: counted. Ignored with
+            a static buffer.
         buffer_size: N of a static buffer. Rows at or beyond its end are dropped and counted in ``plan.overflow``, the
             others stay where they are. -1: N is the sum of the padded segments.
         topk: K of a mask, by default E; the highest experts beyond it are dropped.
         duplicates: "first": of equal ids in one token, the first slot gets the row. "each": every slot gets one.
-        validate: True: bad ids, repeated ids (with duplicates="first"), NaN probabilities and dropped slots raise.
-            False: bad ids count as -1, repeated ids have no row, NaN is copied. None: PADDLE_MOE_OPS_VALIDATE, else on
-            the CPU all but dropped slots raise, on a GPU none.
+        capacity: rows that an expert gets at most, an int or a 0-D int tensor, which stays where it is. The first rows
+            of its segment are kept; the slots of the others are dropped and counted in ``plan.overflow``, and the
+            segments after it move up. None: no limit.
+        validate: True: bad ids, repeated ids (with duplicates="first"), NaN probabilities and slots dropped for lack of
+            room in a static buffer raise. False: bad ids count as -1, repeated ids have no row, NaN is copied. None:
+            PADDLE_MOE_OPS_VALIDATE, else on the CPU all but dropped slots raise, on a GPU none. Slots dropped for
+            ``capacity`` never raise.
 
     Returns:
         The plan.
@@ -146,16 +154,65 @@ def route(
     padding_alignment = _checks.integer(name, "padding_alignment", padding_alignment, 1)
     buffer_size = _checks.integer(name, "buffer_size", buffer_size, -1)
     _checks.choice(name, "duplicates", duplicates, ("first", "each"))
+    if isinstance(capacity, Tensor) or is_graph_value(capacity):
+        _checks.tensor(name, "capacity", capacity, _checks.ID_DTYPES, [])
+    elif capacity is not None:
+        capacity = _checks.integer(name, "capacity", capacity, 0)
     counts, counts_tensor = _checks.counts(name, tokens_per_expert, num_experts, has_static_buffer=buffer_size >= 0)
-    _checks.same_place(name, routing=routing, probs=probs, tokens_per_expert=counts_tensor)
+    on_device = {"capacity": capacity} if isinstance(capacity, Tensor) else {}
+    _checks.same_place(name, routing=routing, probs=probs, tokens_per_expert=counts_tensor, **on_device)
     validation = _checks.validation(name, validate, routing)
     spec = RouteSpec(
         num_experts, topk if is_mask else -1, padding_alignment, counts, buffer_size, duplicates, validation
     )
-    maps = autograd.route(resolve(name, routing), routing, probs, counts_tensor, spec)
+    if capacity is None:
+        maps = autograd.route(resolve(name, routing), routing, probs, counts_tensor, spec)
+    else:
+        maps = _route_up_to(capacity, routing, probs, counts_tensor, spec)
     if probs is None:
         maps = (*maps[:5], None, *maps[6:])  # row_probs
     return Plan._make((*maps, num_tokens, topk, num_experts, padding_alignment, maps[2].shape[0]))
+
+
+def _route_up_to(
+    capacity: int | Tensor, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec
+) -> Tensors:
+    """The ten tensors of a plan in which no expert has more rows than its capacity.
+
+    A first routing, without padding, says which place in its expert's segment each slot would have; a second one routes
+    the slots that are left. It takes ids where the routing is a mask, since slots must not move to other columns.
+    """
+    backend = resolve("route", routing)
+    is_counted = spec.counts is None and counts is None
+    num_slots = routing.shape[0] * (routing.shape[1] if spec.topk < 0 else spec.topk)  # negative if T is not known
+    whole = spec._replace(
+        padding_alignment=1,
+        # A buffer that every slot fits saves a synchronisation; counts are only looked at without one.
+        buffer_size=max(num_slots, -1) if is_counted else -1,
+        validation=min(spec.validation, Validation.DATA),
+    )
+    looked_at = None if probs is None or spec.validation == Validation.OFF else probs.detach()
+    first = autograd.route(backend, routing, looked_at, counts, whole)
+    rows, starts, routed = first[0], first[7], first[8]
+    experts = paddle.searchsorted(starts, rows, out_int32=True, right=True) - 1  # -1 where there is no row
+    own_start = paddle.gather(starts, experts.clip(min=0).flatten()).reshape([-1, rows.shape[1]])
+    limit = capacity if isinstance(capacity, int) else capacity.clip(0, 2**31 - 1).astype("int32")
+    is_kept = (rows >= 0) & (rows - own_start < limit)
+    ids = paddle.where(is_kept, experts, paddle.full_like(experts, -1))
+    if probs is not None and spec.topk >= 0:
+        probs = paddle.index_sample(probs, experts.clip(min=0))
+    kept = None
+    if isinstance(capacity, int) and spec.counts is not None:
+        kept = tuple(min(count, capacity) for count in spec.counts)
+    left = spec._replace(
+        topk=-1,
+        counts=kept,
+        duplicates="each",  # those that have no row are gone
+        validation=Validation.ALL if spec.validation == Validation.ALL else Validation.OFF,
+    )
+    maps = autograd.route(backend, ids, probs, None, left)
+    dropped = (routed - maps[8]).sum().astype("int32").reshape([1])
+    return (*maps[:8], routed, maps[9] + dropped)
 
 
 @public("gating")

@@ -23,10 +23,10 @@ class Plan(NamedTuple):
         row_to_slot: [N] flat slot ``t * K + k`` of each row.
         row_to_expert: [N] expert of each row.
         row_probs: [N] probability of each row, 0 in padding; None without probabilities.
-        tokens_per_expert: [E] rows of each expert that lie inside the buffer.
+        tokens_per_expert: [E] rows of each expert that were kept and lie inside the buffer.
         expert_offsets: [E + 1] padded start of each expert's segment, at most N.
-        routed_per_expert: [E] rows routed to each expert, whether they fit or not.
-        overflow: [1] slots dropped because their row would lie at or beyond N.
+        routed_per_expert: [E] rows routed to each expert, whether they were kept or not.
+        overflow: [1] slots dropped because their expert was full or their row would lie at or beyond N.
         num_tokens: T.
         topk: K, the slots of a token.
         num_experts: E.
@@ -61,6 +61,7 @@ def route(
     buffer_size: int = -1,
     topk: int | None = None,
     duplicates: str = "first",
+    capacity: int | None = None,
     validate: bool | None = None,
     function: str = "route",
     names: Mapping[str, str] | None = None,
@@ -82,8 +83,9 @@ def route(
             is the sum of the padded segments.
         topk: K of a mask (default E); ids bring their own K.
         duplicates: "first": of equal ids in one token only the first slot gets a row. "each": all of them
+        capacity: Rows that an expert gets at most, the first of its rows; the others are dropped. None: no limit.
         validate: False: bad ids count as -1, the first duplicate wins, NaN is copied. None: these raise.
-            True: dropped slots raise too.
+            True: slots dropped for lack of room in the buffer raise too.
         function: Name that starts an error text.
         names: The caller's names for ``routing``, ``probs``, ``tokens_per_expert`` and ``buffer_size``, where
             they differ.
@@ -126,13 +128,18 @@ def route(
     slots = routed_slots[np.argsort(flat_ids[routed_slots], kind="stable")]
     experts = flat_ids[slots]
     routed = np.bincount(experts, minlength=num_experts)
-    padded = -(-routed // padding_alignment) * padding_alignment
-    starts = np.concatenate([[0], np.cumsum(padded)])
-    rank_in_expert = np.arange(len(slots)) - (np.cumsum(routed) - routed)[experts]
-    rows = starts[experts] + rank_in_expert
-
     if buffer_size < 0 and tokens_per_expert is not None:
         _check_counts(tokens_per_expert, routed, function, name["tokens_per_expert"])
+    rank_in_expert = np.arange(len(slots)) - (np.cumsum(routed) - routed)[experts]
+    kept = routed
+    if capacity is not None:
+        kept = np.minimum(routed, capacity)
+        has_room = rank_in_expert < capacity
+        slots, experts, rank_in_expert = slots[has_room], experts[has_room], rank_in_expert[has_room]
+    padded = -(-kept // padding_alignment) * padding_alignment
+    starts = np.concatenate([[0], np.cumsum(padded)])
+    rows = starts[experts] + rank_in_expert
+
     num_rows = buffer_size if buffer_size >= 0 else int(starts[-1])
     fits = rows < num_rows
     overflow = np.count_nonzero(~fits)
@@ -156,10 +163,10 @@ def route(
         row_to_slot=row_to_slot,
         row_to_expert=_scatter(num_rows, rows, experts),
         row_probs=row_probs,
-        tokens_per_expert=np.clip(num_rows - starts[:-1], 0, routed).astype(np.int32),
+        tokens_per_expert=np.clip(num_rows - starts[:-1], 0, kept).astype(np.int32),
         expert_offsets=np.minimum(starts, num_rows).astype(np.int32),
         routed_per_expert=routed.astype(np.int32),
-        overflow=np.array([overflow], np.int32),
+        overflow=np.array([overflow + np.sum(routed - kept)], np.int32),
         num_tokens=num_tokens,
         topk=topk,
         num_experts=num_experts,

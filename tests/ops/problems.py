@@ -15,11 +15,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import Plan, reference
 from paddle_moe_ops.backends.arrays import to_tensor
+from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.routing import GENERATORS, random_probs
 from tests.params import ALIGNMENTS, Shape
 from tests.reference.cases import floats_of_every_kind, ordinary_floats
 
 SEEDS = st.integers(0, 2**32 - 1)
+TENSOR_FIELDS = Plan._fields[:10]
 
 
 def seed_of(rng: np.random.Generator) -> int:
@@ -67,8 +69,8 @@ class Routing(NamedTuple):
     probs: NDArray | None
     arguments: dict[str, Any]
 
-    def oracle(self) -> reference.Plan:
-        return reference.route(self.routing, self.probs, **self.arguments, validate=False)
+    def oracle(self, **options: Any) -> reference.Plan:
+        return reference.route(self.routing, self.probs, **{**self.arguments, **options}, validate=False)
 
 
 @st.composite
@@ -135,6 +137,15 @@ def optional_tensor(array: NDArray | None, place: object) -> paddle.Tensor | Non
 def plan_tensors(plan: reference.Plan, place: object) -> Plan:
     """The oracle's plan as the public one, so that a verb is tested apart from route."""
     return Plan(*(tensor(field, place) if isinstance(field, np.ndarray) else field for field in plan))
+
+
+def assert_plan(plan: Plan, expected: reference.Plan) -> None:
+    """Every field has the oracle's bits."""
+    for name, got, wanted in zip(Plan._fields, plan, expected, strict=True):
+        if wanted is None or name not in TENSOR_FIELDS:
+            assert got == wanted, name
+        else:
+            assert_bits_equal(got, wanted, what=name)
 
 
 def backward(outputs: Iterable[paddle.Tensor], gradients: Iterable[NDArray]) -> None:

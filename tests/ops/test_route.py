@@ -10,21 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_moe_ops import Plan, route, unpermute
+from paddle_moe_ops import route, unpermute
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.routing import GENERATORS
-from tests.ops.problems import Routing, make_problem, optional_tensor, routings, tensor
+from tests.ops.problems import (
+    TENSOR_FIELDS,
+    Routing,
+    assert_plan,
+    make_problem,
+    optional_tensor,
+    routings,
+    tensor,
+)
 from tests.params import MOST_EXPERTS, SHAPES, SMALL
-
-TENSOR_FIELDS = Plan._fields[:10]
-
-
-def assert_plan(plan, expected):
-    for name, got, wanted in zip(Plan._fields, plan, expected, strict=True):
-        if wanted is None or name not in TENSOR_FIELDS:
-            assert got == wanted, name
-        else:
-            assert_bits_equal(got, wanted, what=name)
 
 
 @given(case=routings())

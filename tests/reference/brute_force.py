@@ -102,6 +102,7 @@ def route(
     padding_alignment: int,
     buffer_size: int,
     duplicates: str,
+    capacity: int | None = None,
 ) -> Routing:
     """Fill the buffer expert by expert, token by token, slot by slot."""
     segments: list[list[tuple[int, int]]] = []
@@ -113,9 +114,11 @@ def route(
         segments.append(segment)
 
     places: list[tuple[int, int, int] | None] = []  # (token, slot, expert) of every row, None for padding
-    offsets = [0]
+    offsets, too_many = [0], 0
     for expert, segment in enumerate(segments):
-        places += [(token, k, expert) for token, k in segment]
+        room = len(segment) if capacity is None else capacity
+        places += [(token, k, expert) for token, k in segment[:room]]
+        too_many += len(segment[room:])
         while len(places) % padding_alignment:
             places.append(None)
         offsets.append(len(places))
@@ -144,7 +147,7 @@ def route(
         tokens_per_expert=kept,
         expert_offsets=[min(offset, num_rows) for offset in offsets],
         routed_per_expert=[len(segment) for segment in segments],
-        overflow=[len(dropped)],
+        overflow=[len(dropped) + too_many],
         num_tokens=len(ids),
         topk=topk,
         num_experts=num_experts,

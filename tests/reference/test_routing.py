@@ -118,6 +118,27 @@ def test_a_buffer_one_row_too_small_drops_one_slot_and_moves_none() -> None:
     assert small.expert_offsets.tolist() == [0, 2, 4, 5]
 
 
+def test_a_full_expert_keeps_the_first_of_its_rows() -> None:
+    ids = np.array([[1, 0], [1, -1], [0, 1], [2, 1]], np.int32)
+    probs = np.array([[0.5, 0.25], [1, 9], [0.75, 8], [7, 6]], np.float32)
+    plan = route(ids, probs, num_experts=3, padding_alignment=3, capacity=2, validate=True)
+    assert plan.slot_to_row.tolist() == [[3, 0], [4, -1], [1, -1], [6, -1]]
+    assert plan.token_rows.tolist() == [[0, 3], [4, -1], [1, -1], [6, -1]]
+    assert plan.row_to_slot.tolist() == [1, 4, -1, 0, 2, -1, 6, -1, -1]
+    assert plan.row_probs.tolist() == [0.25, 0.75, 0, 0.5, 1, 0, 7, 0, 0]
+    assert plan.tokens_per_expert.tolist() == [2, 2, 1]
+    assert plan.routed_per_expert.tolist() == [2, 4, 1]
+    assert plan.expert_offsets.tolist() == [0, 3, 6, 9]
+    assert plan.overflow.tolist() == [2]
+
+
+def test_true_counts_are_those_before_slots_are_dropped_for_capacity() -> None:
+    ids = np.array([[0], [0], [1]], np.int32)
+    assert route(ids, num_experts=2, tokens_per_expert=[2, 1], capacity=1).tokens_per_expert.tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"route: tokens_per_expert must be \[2, 1\]"):
+        route(ids, num_experts=2, tokens_per_expert=[1, 1], capacity=1)
+
+
 def test_a_buffer_that_lacks_padding_only_drops_nothing() -> None:
     plan = route(np.array([[0]], np.int32), num_experts=1, padding_alignment=16, buffer_size=1, validate=True)
     assert plan.slot_to_row.tolist() == [[0]]
