@@ -97,3 +97,22 @@ def _constant(value: Any) -> Any:
 def is_graph_value(value: object) -> bool:
     """Whether the value stands for a tensor of a static graph."""
     return isinstance(value, paddle.pir.Value)
+
+
+def is_on_gpu(value: Tensor) -> bool:
+    """Whether a tensor lies on a GPU; a value of a static graph will where Paddle's current device is one."""
+    if is_graph_value(value):
+        return paddle.device.get_device().startswith("gpu")
+    return value.place.is_gpu_place()
+
+
+def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
+    """The rows, such that their matmul with a weight has a backward pass even if there are none.
+
+    Where the weight alone wants a gradient and there are no rows, Paddle's backward pass of matmul fails. So rows that
+    may be none want one too, which nobody gets.
+    """
+    if rows.stop_gradient and not weight.stop_gradient and min(rows.shape) <= 0:
+        rows = rows.detach()
+        rows.stop_gradient = False
+    return rows

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import paddle
 from paddle import Tensor
 
+from .._graphs import is_on_gpu, ready_for_matmul
 from .base import GemmSpec
 from .host_checks import host_segments
 
@@ -32,8 +33,7 @@ class MatmulBackend:
         sizes, offsets = spec.m_sizes, spec.expert_offsets
         known = x.shape[0] >= 0 and all(each is None or isinstance(each, (list, Tensor)) for each in (sizes, offsets))
         segments = host_segments(x.shape[0], sizes, offsets) if known else _segments_in_graph(x, sizes, offsets)
-        on_gpu = x.place.is_gpu_place() if isinstance(x, Tensor) else paddle.device.get_device().startswith("gpu")
-        if on_gpu:
+        if is_on_gpu(x):
             return _multiply(x, w, weights, segments, spec.transpose)
         # On the CPU Paddle has no matmul of narrow types, nor the gradients of what goes with it.
         with paddle.amp.auto_cast(enable=False):
@@ -72,7 +72,11 @@ def _multiply(
     parts = dict(zip(kept, paddle.split(x, lengths, axis=0), strict=True))
     factors = {} if weights is None else dict(zip(kept, paddle.split(weights, lengths, axis=0), strict=True))
     matrices = paddle.unbind(w)
-    results = {i: paddle.matmul(part, matrices[i // 2], transpose_y=transpose) for i, part in parts.items() if i % 2}
+    results = {}
+    for i, part in parts.items():
+        if i % 2:
+            matrix = matrices[i // 2]
+            results[i] = paddle.matmul(ready_for_matmul(part, matrix), matrix, transpose_y=transpose)
     product = next(iter(results.values()))  # which has the dtype that mixed precision gives
     if weights is not None:
         for i, result in results.items():

@@ -108,7 +108,7 @@ def dense_moe(layer: MoELayer, x: Tensor, ids: Tensor) -> Tensor:
 def plain_moe(layer: MoELayer, x: Tensor) -> Tensor:
     """The MoE layer with its rows moved by Paddle's own argsort, gather and index_add."""
     tokens = x.reshape([-1, x.shape[-1]])
-    ids, probs, _ = layer.router(tokens)
+    ids, probs, *_ = layer.router(tokens)
     counts = _count(ids, layer.router.num_experts)
     out = _plain_move(tokens, ids, probs, lambda rows: layer.experts(rows, counts))
     if layer.shared is not None:
@@ -119,7 +119,7 @@ def plain_moe(layer: MoELayer, x: Tensor) -> Tensor:
 def layer_speed(layer: MoELayer) -> Speed:
     """Times the layer and its plain form, and the moving of rows in both, by turns; the outputs are compared."""
     x = paddle.randn([TIMED_TOKENS, layer.hidden_size])
-    ids, probs, _ = layer.router(x)
+    ids, probs, *_ = layer.router(x)
     probs = probs.detach()
     leaves = [x, probs, *layer.parameters()]
     for leaf in leaves:

@@ -87,7 +87,7 @@ def evaluate(model: Decoder, data: np.ndarray) -> HeldOut:
     losses, load = [], np.zeros((len(model.moe_layers), model.config.experts), dtype=np.int64)
     for batch in np.split(windows, HELD_OUT_WINDOWS // BATCH):
         losses.append(float(model.loss(paddle.to_tensor(batch))))
-        load += [layer.tokens_per_expert for layer in model.moe_layers]
+        load += np.array([layer.tokens_per_expert for layer in model.moe_layers])
     return HeldOut(float(np.mean(losses)), load)
 
 

@@ -1,0 +1,25 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of a mixture-of-experts block: router, SwiGLU experts and the whole layer, with the router's losses.
+
+The layers run in dygraph, under paddle.jit.to_static and in saved programs. Off an NVIDIA GPU, where Paddle has few
+operators of bfloat16 and float16, layers of these dtypes compute in float32 and round. In shapes, T is tokens, H hidden
+size, I intermediate size of an expert, E experts, K experts per token and N rows in expert order.
+"""
+
+from __future__ import annotations
+
+from .experts import SwiGLU, SwiGLUExperts
+from .layer import MoELayer
+from .losses import load_balance_loss, router_z_loss
+from .router import RouterOutput, TopKRouter
+
+__all__ = [
+    "MoELayer",
+    "RouterOutput",
+    "SwiGLU",
+    "SwiGLUExperts",
+    "TopKRouter",
+    "load_balance_loss",
+    "router_z_loss",
+]

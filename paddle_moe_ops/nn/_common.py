@@ -1,0 +1,54 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the layers share: their weights, their checks, and arithmetic on dtypes that Paddle's CPU lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+
+from .. import _checks
+from .._graphs import is_on_gpu, traceable
+
+
+def weight(layer: nn.Layer, shape: list[int], fan_in: int) -> Tensor:
+    """A parameter whose product with inputs of size 1 has size 1."""
+    initializer = nn.initializer.Normal(std=fan_in**-0.5)
+    return layer.create_parameter(shape, default_initializer=initializer)
+
+
+def sizes(function: str, **given: Any) -> list[int]:
+    """Check sizes, ints >= 1."""
+    return [_checks.integer(function, name, size, 1) for name, size in given.items()]
+
+
+def check_rows(function: str, argument: str, x: Any, like: Tensor, shape: list[int | str]) -> Tensor:
+    """Check a tensor that is to be multiplied with a weight: its dtype, but under mixed precision, and its shape."""
+    dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (like.dtype,)
+    return _checks.tensor(function, argument, x, dtypes, shape)
+
+
+def in_float32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """A function of tensors, on a GPU as it is; elsewhere in float32 whatever their dtype, rounded to the first's."""
+    is_float32 = all(tensor.dtype == paddle.float32 for tensor in tensors) and not paddle.amp.is_autocast_enabled()
+    if is_float32 or is_on_gpu(tensors[0]):
+        return function(*tensors)
+    with paddle.amp.auto_cast(enable=False):
+        return function(*(tensor.astype("float32") for tensor in tensors)).astype(tensors[0].dtype)
+
+
+@traceable
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """The sum of two tensors of one shape."""
+    return in_float32(paddle.add, x, y)
+
+
+@traceable
+def with_shape_of(rows: Tensor, x: Tensor) -> Tensor:
+    """Rows [T, H] in the shape of x, [T, H] or [B, S, H]."""
+    if x.ndim == 2:
+        return rows
+    return rows.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(x.shape)])

@@ -1,0 +1,187 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The experts: gated MLPs, one for every token or one for each segment of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+from paddle.jit import not_to_static
+
+from .. import _checks
+from .._graphs import is_graph_value, is_on_gpu, ready_for_matmul, traceable
+from ..gemm import grouped_gemm
+from ..routing import Plan
+from ._common import check_rows, in_float32, sizes, weight
+
+
+class SwiGLU(nn.Layer):
+    """Gated MLP ``(silu(x W_gate) * x W_up) W_down`` without biases; as a shared expert it sees every token.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I.
+
+    Raises:
+        TypeError: A size is no int.
+        ValueError: A size below 1.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        hidden, intermediate = sizes("SwiGLU", hidden_size=hidden_size, intermediate_size=intermediate_size)
+        self.gate_up = weight(self, [hidden, 2 * intermediate], fan_in=hidden)
+        self.down = weight(self, [intermediate, hidden], fan_in=intermediate)
+
+    @not_to_static
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x [..., H] to [..., H].
+
+        Raises:
+            TypeError: x is no tensor of the weights' dtype.
+            ValueError: The last dimension of x is not H.
+        """
+        return _swiglu_mlp(x, self.gate_up, self.down)
+
+
+class SwiGLUExperts(nn.Layer):
+    """E gated MLPs with stacked weights, each applied to its own contiguous segment of rows.
+
+    Args:
+        num_experts: E.
+        hidden_size: H.
+        intermediate_size: I.
+
+    Attributes:
+        gate_up: Weights [E, H, 2*I], the gate's columns first.
+        down: Weights [E, I, H].
+
+    Raises:
+        TypeError: A size is no int.
+        ValueError: A size below 1.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.num_experts, hidden, intermediate = sizes(
+            "SwiGLUExperts",
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+        )
+        self.gate_up = weight(self, [num_experts, hidden, 2 * intermediate], fan_in=hidden)
+        self.down = weight(self, [num_experts, intermediate, hidden], fan_in=intermediate)
+
+    @not_to_static
+    def forward(
+        self,
+        rows: Tensor,
+        tokens_per_expert: Sequence[int] | Tensor | None = None,
+        padding_alignment: int = 1,
+        *,
+        plan: Plan | None = None,
+        probs: Tensor | None = None,
+    ) -> Tensor:
+        """Applies each expert to its segment of rows, or by a plan to its tokens.
+
+        Differentiable in the rows and the weights (and probs); an expert without rows gets a zero gradient.
+        Deterministic; no host synchronisation with counts that are ints, else as `grouped_gemm`.
+
+        Args:
+            rows: Rows in expert order, [N, H], as moe_permute returns them; with a plan tokens [T, H].
+            tokens_per_expert: Tokens of each expert, E ints or an int tensor [E]; the segments are these counts rounded
+                up to multiples of padding_alignment. A list is part of a static graph's program.
+            padding_alignment: The alignment the rows were permuted with. Zero rows give zero rows.
+            plan: In place of tokens_per_expert: where the rows of tokens are, as `route` says it.
+            probs: With a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
+
+        Returns:
+            Tensor: [N, H], in expert order.
+
+        Raises:
+            TypeError: An argument of the wrong type or dtype.
+            ValueError: An argument of the wrong shape; a plan of another number of experts; padding_alignment is below
+                1, or the counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a
+                GPU or in a graph are not looked at.
+        """
+        if plan is not None:
+            return _by_plan(rows, self.gate_up, self.down, plan, probs)
+        return _by_counts(rows, self.gate_up, self.down, tokens_per_expert, padding_alignment)
+
+    def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor) -> Tensor:
+        """Applies to each token its experts, and weights what they give; `unpermute` then adds up each token's rows.
+
+        What ``forward`` does with a plan, without its hooks.
+
+        Args:
+            x: Tokens [T, H].
+            plan: Where their rows are, as `route` says it.
+            probs: Weights of each token's slots, float32 [T, K], or of rows, [N].
+
+        Returns:
+            Tensor: [N, H], rows in expert order.
+
+        Raises:
+            TypeError: An argument of the wrong type or dtype.
+            ValueError: An argument of the wrong shape; a plan of another number of experts.
+        """
+        return _by_plan(x, self.gate_up, self.down, plan, probs)
+
+
+@traceable
+def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    rank = max(getattr(x, "ndim", 1), 1)
+    check_rows("SwiGLU", "x", x, gate_up, [*(f"dim{i}" for i in range(rank - 1)), gate_up.shape[0]])
+    return in_float32(_multiply_twice, x, gate_up, down)
+
+
+def _multiply_twice(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return paddle.matmul(F.swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)
+
+
+@traceable
+def _by_counts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Any, padding_alignment: int) -> Tensor:
+    """Each expert on its segment of rows."""
+    (alignment,) = sizes("SwiGLUExperts", padding_alignment=padding_alignment)
+    check_rows("SwiGLUExperts", "rows", rows, gate_up, ["N", gate_up.shape[1]])
+    segments = _segments(counts, gate_up.shape[0], rows, alignment)
+    hidden = in_float32(F.swiglu, grouped_gemm(rows, gate_up, segments, transpose=False))
+    return grouped_gemm(hidden, down, segments, transpose=False)
+
+
+@traceable
+def _by_plan(x: Tensor, gate_up: Tensor, down: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+    """Each expert on its tokens."""
+    name, num_experts = "SwiGLUExperts", gate_up.shape[0]
+    check_rows(name, "x", x, gate_up, ["T", gate_up.shape[1]])
+    _checks.instance(name, "plan", plan, tuple, "a paddle_moe_ops.Plan")
+    plan = Plan._make(plan)  # traced by bytecode, it arrives as a plain tuple
+    if plan.num_experts != num_experts:
+        _checks.bad_value(name, "plan", f"one of {num_experts} experts", f"one of {plan.num_experts}")
+    with _checks.renaming("grouped_gemm", name, X="x", topk_weights="probs"):
+        hidden = in_float32(F.swiglu, grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False))
+        return grouped_gemm(hidden, down, plan=plan, topk_weights=probs, transpose=False)
+
+
+def _segments(counts: Any, num_experts: int, rows: Tensor, alignment: int) -> list[int] | Tensor:
+    """The rows of each expert's segment: its tokens and its padding."""
+    name, argument = "SwiGLUExperts", "tokens_per_expert"
+    if isinstance(counts, Tensor) or is_graph_value(counts):
+        _checks.tensor(name, argument, counts, _checks.ID_DTYPES, [num_experts])
+        if is_graph_value(counts) or is_on_gpu(counts):
+            return (counts + (alignment - 1)) // alignment * alignment
+        counts = counts.tolist()
+    elif not isinstance(counts, (list, tuple, np.ndarray)):
+        _checks.bad_type(name, argument, "a list of ints or a 1-D int tensor", type(counts).__name__)
+    numbers = [_checks.integer(name, f"{argument}[{i}]", count, 0) for i, count in enumerate(counts)]
+    segments = [-(-number // alignment) * alignment for number in numbers]
+    num_rows = rows.shape[0]
+    if len(numbers) != num_experts or num_rows not in (-1, sum(segments)):
+        expected = f"{num_experts} counts whose segments have {num_rows} rows in all"
+        _checks.bad_value(name, argument, expected, numbers)
+    return segments

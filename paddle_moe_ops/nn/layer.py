@@ -1,0 +1,221 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The whole mixture-of-experts block."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+from paddle.jit import not_to_static
+from paddle.jit.sot.psdb import in_sot
+
+from .. import _checks
+from .._graphs import is_graph_value, traceable
+from ..backends import resolve
+from ..functional import unpermute
+from ..routing import Plan, route
+from ._common import add, check_rows, with_shape_of
+from .experts import SwiGLU, SwiGLUExperts
+from .losses import loss_of_load, router_z_loss
+from .router import TopKRouter, capacity_of
+
+
+class MoELayer(nn.Layer):
+    """Mixture-of-experts block: router, permute, experts, weighted unpermute, plus shared experts.
+
+    Deterministic. Where Triton multiplies (see `grouped_gemm`) a forward pass has no host synchronisation.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I of one expert.
+        num_experts: E.
+        topk: K.
+        num_shared_experts: Shared experts, 0 for none; they are one SwiGLU of num_shared_experts * I.
+        scoring: See TopKRouter.
+        correction_bias: See TopKRouter.
+        norm_topk_prob: See TopKRouter.
+        num_groups: See TopKRouter.
+        topk_groups: See TopKRouter.
+        scores_per_group: See TopKRouter.
+        scaling_factor: See TopKRouter.
+        capacity_factor: See TopKRouter. The slots beyond an expert's capacity are dropped, the last tokens first: they
+            add nothing to their token, which keeps the other experts' part and the shared experts'.
+
+    The last forward pass leaves these; a copy of the layer has not run. What a pass under paddle.jit.to_static leaves
+    can be read inside the traced function, and (``full_graph=True``) only there. So can the losses under
+    ``recompute(..., use_reentrant=True)``: read outside of the function that is recomputed they have no gradient.
+
+    Attributes:
+        tokens_per_expert: Load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU an
+            int32 tensor [E].
+        dropped_slots: Slots dropped for the capacity, an int32 tensor [1]; 0 without a capacity factor.
+        aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts where the
+            scoring is ``"sigmoid"``; None before the first pass. It is computed when it is read.
+        z_loss: `router_z_loss` of the router's logits; None before the first pass. It is computed when it is read.
+
+    Raises:
+        TypeError: A size is no int, a flag no bool, or a factor no number.
+        ValueError: A size out of range (see TopKRouter, SwiGLUExperts) or num_shared_experts below 0.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        topk: int,
+        num_shared_experts: int = 1,
+        *,
+        scoring: str = "softmax",
+        correction_bias: bool = True,
+        norm_topk_prob: bool = True,
+        num_groups: int = 1,
+        topk_groups: int | None = None,
+        scores_per_group: int = 2,
+        scaling_factor: float = 1.0,
+        capacity_factor: float | None = None,
+    ) -> None:
+        super().__init__()
+        name = "MoELayer"
+        num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
+        with _checks.renaming("TopKRouter", name):
+            self.router = TopKRouter(
+                hidden_size,
+                num_experts,
+                topk,
+                scoring=scoring,
+                correction_bias=correction_bias,
+                norm_topk_prob=norm_topk_prob,
+                num_groups=num_groups,
+                topk_groups=topk_groups,
+                scores_per_group=scores_per_group,
+                scaling_factor=scaling_factor,
+                capacity_factor=capacity_factor,
+            )
+        self.hidden_size = self.router.hidden_size
+        with _checks.renaming("SwiGLUExperts", name):
+            self.experts = SwiGLUExperts(num_experts, hidden_size, intermediate_size)
+        self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
+        # Load, dropped slots, scores and logits. A tuple, since Paddle makes buffers of tensors.
+        self._last: tuple[Tensor, ...] | _Traced | None = None
+
+    @property
+    def tokens_per_expert(self) -> list[int] | Tensor | None:
+        if self._last is None:
+            return [0] * self.router.num_experts
+        last = self._last_pass()
+        if last is None:
+            return None
+        load = last[0]
+        return load if is_graph_value(load) or not load.place.is_cpu_place() else load.tolist()
+
+    @property
+    def dropped_slots(self) -> int | Tensor | None:
+        if self._last is None or self.router.capacity_factor is None:
+            return 0
+        last = self._last_pass()
+        return None if last is None else last[1]
+
+    @property
+    def aux_loss(self) -> Tensor | None:
+        last = self._last_pass()
+        return None if last is None else loss_of_load(last[2], last[0], self.router.scoring == "sigmoid")
+
+    @property
+    def z_loss(self) -> Tensor | None:
+        last = self._last_pass()
+        return None if last is None else router_z_loss(last[3])
+
+    @not_to_static
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs the block.
+
+        Args:
+            x: [T, H] or [B, S, H], dtype of the weights.
+
+        Returns:
+            Tensor: Same shape and dtype as x, differentiable in x and all weights.
+
+        Raises:
+            TypeError: x is no tensor of the weights' dtype (under mixed precision, of bfloat16, float16 or float32).
+            ValueError: x has another shape.
+        """
+        tokens = _tokens(x, self.experts.gate_up)
+        ids, probs, scores, logits = self.router(tokens)
+        plan, is_product = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
+        rows = self.experts(tokens, plan=plan, probs=probs if is_product else None)
+        out = _sums(rows, plan, None if is_product else probs)
+        if self.shared is not None:
+            out = add(out, self.shared(tokens))
+        load, dropped = plan.routed_per_expert, plan.overflow
+        last = load, dropped, scores, logits
+        self._last = _Traced(last) if is_graph_value(load) else last
+        if in_sot():  # tracing reads a property off the layer as it is, which tells of the pass before
+            self.tokens_per_expert = load  # type: ignore[misc]
+            self.dropped_slots = 0 if self.router.capacity_factor is None else dropped  # type: ignore[misc]
+            self.aux_loss = loss_of_load(scores, load, self.router.scoring == "sigmoid")  # type: ignore[misc]
+            self.z_loss = router_z_loss(logits)  # type: ignore[misc]
+        return with_shape_of(out, x)
+
+    def _last_pass(self) -> tuple[Tensor, ...] | None:
+        """What the last forward pass left, unless that belongs to a program that is built no more."""
+        return self._last.values_in_graph() if isinstance(self._last, _Traced) else self._last
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _LEFT_BY_FORWARD:  # what a traced pass assigns to these is what they say anyway
+            super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_last": None}
+
+
+_LEFT_BY_FORWARD = frozenset(("tokens_per_expert", "dropped_slots", "aux_loss", "z_loss"))
+
+
+class _Traced:
+    """What a pass left in a program: values that nobody may touch once the program is built."""
+
+    def __init__(self, values: tuple[Tensor, ...]) -> None:
+        self._values, self._program = values, weakref.ref(paddle.static.default_main_program())
+
+    def values_in_graph(self) -> tuple[Tensor, ...] | None:
+        """The values if their program is being built, else None."""
+        is_over = paddle.in_dynamic_mode() or self._program() is not paddle.static.default_main_program()
+        return None if is_over else self._values
+
+
+@traceable
+def _tokens(x: Tensor, weights: Tensor) -> Tensor:
+    """The tokens [T, H] of [T, H] or [B, S, H]."""
+    _checks.instance("MoELayer", "x", x, Tensor, "a paddle.Tensor")
+    hidden, rank = weights.shape[1], x.ndim
+    if rank not in (2, 3) or x.shape[-1] not in (hidden, -1):
+        _checks.bad_value("MoELayer", "x", f"of shape [T, {hidden}] or [B, S, {hidden}]", list(x.shape))
+    check_rows("MoELayer", "x", x, weights, ["B", "S", hidden][3 - rank :])
+    tokens = x if rank == 2 else x.flatten(0, 1)
+    # Traced by bytecode after inputs of another rank, no dimension is known.
+    return tokens if tokens.shape[1] >= 0 else tokens.reshape([paddle.shape(tokens)[0], hidden])
+
+
+@traceable
+def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float | None) -> tuple[Plan, bool]:
+    """Where each slot's row is, and whether the experts' last product weights rows, or the sum does, the faster way.
+
+    On a device the rows are in a buffer that holds all slots, so that nobody waits for their number.
+    """
+    num_tokens, topk = ids.shape
+    stays_here = is_graph_value(ids) or ids.place.is_cpu_place()
+    buffer_size = -1 if stays_here else num_tokens * topk
+    count = num_tokens if num_tokens >= 0 else paddle.shape(ids)[0]
+    capacity = capacity_of(count, topk, num_experts, capacity_factor)
+    plan = route(ids, num_experts=num_experts, buffer_size=buffer_size, capacity=capacity)
+    return plan, resolve("grouped_gemm", tokens).name == "triton"
+
+
+@traceable
+def _sums(rows: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+    """The sum of each token's rows, weighted if probabilities are given."""
+    return unpermute(rows, Plan._make(plan), probs)  # traced by bytecode, a plan arrives as a plain tuple

@@ -1,0 +1,86 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Auxiliary losses of a router."""
+
+from __future__ import annotations
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor
+
+from .. import _checks
+from .._graphs import traceable
+
+_SMALLEST_SUM = 1e-12  # as in calculate_topk
+
+
+@traceable
+def load_balance_loss(scores: Tensor, ids: Tensor) -> Tensor:
+    """Auxiliary loss against imbalance, 1 at even load: ``E * sum_e share_e * mean_t scores[t, e]``.
+
+    ``share_e`` is the part of all T*K slots that names expert e; it carries no gradient. Formula: Switch
+    Transformer (arXiv:2101.03961, equations 4 to 6) for K experts per token, with scores that sum to 1; divide those
+    of a sigmoid by their sum over the experts, as DeepSeek-V3 does (arXiv:2412.19437, equations 17 to 20).
+    Deterministic; no host synchronisation.
+
+    Args:
+        scores: Scores of the router, [T, E], bfloat16, float16 or float32, differentiable.
+        ids: Chosen experts, int32 or int64 [T, K].
+
+    Returns:
+        Tensor: Scalar, float32; 0 without tokens.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype.
+        ValueError: An argument of the wrong shape.
+    """
+    name = "load_balance_loss"
+    _checks.tensor(name, "scores", scores, _checks.SUM_DTYPES, ["T", "E"])
+    _checks.tensor(name, "ids", ids, _checks.ID_DTYPES, [scores.shape[0], "K"])
+    load = F.one_hot(ids.detach().astype("int64"), scores.shape[1]).sum(axis=[0, 1])
+    return loss_of_load(scores, load, False)
+
+
+@traceable
+def loss_of_load(scores: Tensor, load: Tensor, normalise: bool) -> Tensor:
+    """`load_balance_loss` of the slots that each expert got, [E].
+
+    Args:
+        scores: Scores of the router, [T, E].
+        load: Slots that name each expert, [E].
+        normalise: Whether to divide the scores of a token by their sum first.
+    """
+    with paddle.amp.auto_cast(enable=False):
+        scores, load = scores.astype("float32"), load.detach().astype("float32")
+        if normalise:
+            scores = scores / scores.sum(axis=-1, keepdim=True).clip(min=_SMALLEST_SUM)
+        share = load / load.sum().clip(min=1.0)
+        return scores.shape[1] * (share * _mean(scores)).sum()
+
+
+@traceable
+def router_z_loss(logits: Tensor) -> Tensor:
+    """Auxiliary loss against large logits: the mean over tokens of ``logsumexp(logits)**2``.
+
+    Formula: ST-MoE (arXiv:2202.08906, equation 5). Deterministic; no host synchronisation.
+
+    Args:
+        logits: Logits of the router, [T, E], bfloat16, float16 or float32, differentiable.
+
+    Returns:
+        Tensor: Scalar, float32; 0 without tokens.
+
+    Raises:
+        TypeError: logits is no tensor of these dtypes.
+        ValueError: logits is not [T, E].
+    """
+    _checks.tensor("router_z_loss", "logits", logits, _checks.SUM_DTYPES, ["T", "E"])
+    with paddle.amp.auto_cast(enable=False):
+        return _mean(paddle.logsumexp(logits.astype("float32"), axis=-1).square())
+
+
+def _mean(values: Tensor) -> Tensor:
+    """The mean along the first axis, 0 where that is empty."""
+    if values.shape[0] >= 0:
+        return values.sum(axis=0) / max(values.shape[0], 1)
+    return values.sum(axis=0) / paddle.shape(values)[0].clip(min=1).astype("float32")

@@ -1,0 +1,228 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The router: which experts each token goes to, and with which weights."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+from paddle.jit import not_to_static
+
+from .. import _checks
+from .._graphs import ready_for_matmul, traceable
+from ..routing import calculate_topk, check_groups
+from ._common import sizes, weight
+
+SCORING = ("softmax", "sigmoid")
+
+
+class RouterOutput(NamedTuple):
+    """What a router decides.
+
+    Attributes:
+        ids: Experts of each token, int32 [T, K], best first, distinct within a token, no gradient.
+        probs: Weights of these experts, float32 [T, K], differentiable.
+        scores: Scores of all experts without the correction bias, float32 [T, E], differentiable.
+        logits: What the scores are made of, float32 [T, E], differentiable.
+    """
+
+    ids: Tensor
+    probs: Tensor
+    scores: Tensor
+    logits: Tensor
+
+
+class TopKRouter(nn.Layer):
+    """Chooses K of E experts for each token and weights them.
+
+    The logits are computed in float32, under automatic mixed precision too. The K experts with the highest
+    ``scores + correction_bias`` are chosen, of equal values the lower expert id first, from the best groups if
+    there are groups (see `paddle_moe_ops.routing.calculate_topk`, which decides). The weights come from
+    the scores without the bias: it steers the load and gets no gradient (balancing without an auxiliary loss,
+    as in DeepSeek-V3 and ERNIE 4.5). Deterministic; no host synchronisation.
+
+    Args:
+        hidden_size: H.
+        num_experts: E, at most 65536.
+        topk: K, from 1 to E.
+        scoring: ``"softmax"`` over the experts or ``"sigmoid"`` of each logit.
+        correction_bias: Whether to keep a correction bias, a buffer [E] that starts at zero. It stays float32 whatever
+            dtype the layer is cast to: steps of 1e-3 would be lost in bfloat16.
+        norm_topk_prob: Whether the K weights of a token are divided by their sum.
+        num_groups: Groups of experts, a divisor of E.
+        topk_groups: Groups that a token's experts may come from; None for all.
+        scores_per_group: How many of a group's best scores are added up to rank it: 2 in DeepSeek-V3, 1 in V2.
+        scaling_factor: What the weights are multiplied by in the end.
+        capacity_factor: How many times the rows of an even load an expert may have, see `capacity`; None: no limit.
+
+    Raises:
+        TypeError: A size is no int, a flag no bool, or a factor no number.
+        ValueError: A size below 1, K above E or above the experts of the kept groups, groups that do not divide E,
+            an unknown scoring, or a capacity factor that is not above 0.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        topk: int,
+        *,
+        scoring: str = "softmax",
+        correction_bias: bool = True,
+        norm_topk_prob: bool = True,
+        num_groups: int = 1,
+        topk_groups: int | None = None,
+        scores_per_group: int = 2,
+        scaling_factor: float = 1.0,
+        capacity_factor: float | None = None,
+    ) -> None:
+        super().__init__()
+        name = "TopKRouter"
+        self.hidden_size, self.num_experts, self.topk = sizes(
+            name, hidden_size=hidden_size, num_experts=num_experts, topk=topk
+        )
+        _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
+        if topk > num_experts:
+            _checks.bad_value(name, "topk", f"at most num_experts={num_experts}", topk)
+        self.num_groups, self.topk_groups = check_groups(
+            name, "topk", num_experts, topk, num_groups, topk_groups, scores_per_group
+        )
+        self.scoring = _checks.choice(name, "scoring", scoring, SCORING)
+        self.norm_topk_prob = _checks.flag(name, "norm_topk_prob", norm_topk_prob)
+        self.scores_per_group = int(scores_per_group)
+        self.scaling_factor = _checks.number(name, "scaling_factor", scaling_factor)
+        self.capacity_factor = None
+        if capacity_factor is not None:
+            self.capacity_factor = _checks.number(name, "capacity_factor", capacity_factor)
+            if self.capacity_factor <= 0:
+                _checks.bad_value(name, "capacity_factor", "above 0 or None", capacity_factor)
+        self.weight = weight(self, [hidden_size, num_experts], fan_in=hidden_size)
+        has_bias = _checks.flag(name, "correction_bias", correction_bias)
+        self.register_buffer("correction_bias", paddle.zeros([num_experts], dtype="float32") if has_bias else None)
+        self._let_bias_load()
+
+    @not_to_static
+    def forward(self, x: Tensor) -> RouterOutput:
+        """Routes tokens.
+
+        Args:
+            x: Tokens [T, H], bfloat16, float16 or float32.
+
+        Returns:
+            RouterOutput: ids int32 [T, K], probs float32 [T, K], scores and logits float32 [T, E].
+
+        Raises:
+            TypeError: x is no tensor of these dtypes.
+            ValueError: x is not [T, H].
+        """
+        return _choose(
+            x,
+            self.weight,
+            self.correction_bias,
+            top_k=self.topk,
+            use_sigmoid=self.scoring == "sigmoid",
+            renormalize=self.norm_topk_prob,
+            num_groups=self.num_groups,
+            topk_groups=self.topk_groups,
+            scores_per_group=self.scores_per_group,
+            scaling_factor=self.scaling_factor,
+        )
+
+    def capacity(self, num_tokens: int | Tensor) -> int | Tensor | None:
+        """The rows that each expert may have, for `paddle_moe_ops.route`.
+
+        Args:
+            num_tokens: T, an int, or a 0-D int tensor where a graph does not know it.
+
+        Returns:
+            ``ceil(capacity_factor * T * K / E)``, at least 1, as an int or a 0-D int64 tensor like T; None without a
+            capacity factor.
+        """
+        return capacity_of(num_tokens, self.topk, self.num_experts, self.capacity_factor)
+
+    @paddle.no_grad()
+    def update_correction_bias(self, tokens_per_expert: Sequence[int] | Tensor, rate: float = 1e-3) -> None:
+        """Moves each expert's bias a step towards an even load: ``bias += rate * sign(mean(load) - load)``.
+
+        The rule is that of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). With data parallelism, sum the
+        loads over all ranks first, so that the bias stays the same everywhere.
+
+        Args:
+            tokens_per_expert: The load, [E]: tokens that each expert got since the last update.
+            rate: Size of the step.
+
+        Raises:
+            TypeError: The load is no sequence and no tensor, or the rate no number.
+            ValueError: The router has no correction bias, or the load does not have E entries.
+        """
+        name = "update_correction_bias"
+        if self.correction_bias is None:
+            _checks.bad_value(name, "the router", "one with a correction bias", "one without")
+        rate = _checks.number(name, "rate", rate)
+        load = tokens_per_expert
+        if not isinstance(load, (Tensor, Sequence, np.ndarray)):
+            _checks.bad_type(name, "tokens_per_expert", "a sequence of numbers or a tensor", type(load).__name__)
+        load = (load if isinstance(load, Tensor) else paddle.to_tensor(load)).astype("float32")
+        if list(load.shape) != [self.num_experts]:
+            _checks.bad_value(name, "tokens_per_expert", f"of shape [{self.num_experts}]", list(load.shape))
+        step = rate * paddle.sign(load.mean() - load)
+        self.correction_bias.set_value(self.correction_bias.astype("float32") + step)
+
+    def _apply(self, func: Any, device: Any, dtype: Any, blocking: Any, include_sublayers: bool = True) -> None:
+        """What Paddle casts and moves a layer by; the bias is only moved."""
+
+        def cast(tensor: Tensor, device: Any, dtype: Any, blocking: Any) -> Tensor:
+            return func(tensor, device, tensor.dtype if tensor is self.correction_bias else dtype, blocking)
+
+        super()._apply(cast, device, dtype, blocking, include_sublayers)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._let_bias_load()
+
+    def _let_bias_load(self) -> None:
+        """Has the bias take values of any float dtype, as checkpoints of cast layers used to hold them."""
+        if self.correction_bias is not None:
+            self.correction_bias.set_value = functools.partial(_set_float32, weakref.ref(self.correction_bias))
+
+
+def _set_float32(bias: weakref.ref, value: Any) -> None:
+    """Sets a float32 tensor; Paddle's own way refuses another dtype."""
+    tensor = bias()
+    if tensor is not None:
+        value = value if isinstance(value, Tensor) else paddle.to_tensor(value)
+        Tensor.set_value(tensor, value.astype("float32"))
+
+
+@traceable
+def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> RouterOutput:
+    """The router of a weight [H, E] and a bias [E]; the options are those of `calculate_topk`."""
+    _checks.tensor("TopKRouter", "x", x, _checks.SUM_DTYPES, ["T", weight.shape[0]])
+    with paddle.amp.auto_cast(enable=False):
+        wide = weight.astype("float32")
+        logits = paddle.matmul(ready_for_matmul(x.astype("float32"), wide), wide)
+        bias = None if bias is None else bias.astype("float32")
+        probs, ids, scores = calculate_topk(logits, correction_bias=bias, return_scores=True, **options)
+    return RouterOutput(ids.astype("int32"), probs, scores, logits)
+
+
+@traceable
+def capacity_of(
+    num_tokens: int | Tensor, topk: int, num_experts: int, capacity_factor: float | None
+) -> int | Tensor | None:
+    """See `TopKRouter.capacity`; the same number for an int and for a tensor."""
+    if capacity_factor is None:
+        return None
+    if isinstance(num_tokens, int):
+        return max(math.ceil(num_tokens * topk * capacity_factor / num_experts), 1)
+    # In float64, as Python computes. A factor that is no tensor would be rounded to float32.
+    factor, experts = (paddle.full([], number, "float64") for number in (capacity_factor, num_experts))
+    rows = (num_tokens.astype("int64") * topk).astype("float64") * factor / experts
+    return paddle.ceil(rows).clip(min=1).astype("int64")
