@@ -46,7 +46,8 @@ def public(
         unknown = set(differentiable) - set(signature.parameters)
         if unknown:
             raise TypeError(f"{function.__name__} has no arguments {sorted(unknown)}")
-        positional = [name for name, each in signature.parameters.items() if each.kind is not each.KEYWORD_ONLY]
+        by_keyword = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+        positional = [name for name, each in signature.parameters.items() if each.kind not in by_keyword]
         passed_on = frozenset(index for index, name in enumerate(positional) if name in differentiable)
         last = len(positional) - 1  # *tensors are all one argument
 

@@ -14,7 +14,7 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._graphs import is_graph_value, is_on_gpu, ready_for_matmul, traceable
+from .._graphs import is_graph_value, is_on_gpu, public, ready_for_matmul
 from ..gemm import grouped_gemm
 from ..routing import Plan
 from ._common import check_rows, in_float32, sizes, weight
@@ -133,7 +133,7 @@ class SwiGLUExperts(nn.Layer):
         return _by_plan(x, self.gate_up, self.down, plan, probs)
 
 
-@traceable
+@public("x", "gate_up", "down")
 def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     rank = max(getattr(x, "ndim", 1), 1)
     check_rows("SwiGLU", "x", x, gate_up, [*(f"dim{i}" for i in range(rank - 1)), gate_up.shape[0]])
@@ -144,7 +144,7 @@ def _multiply_twice(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return paddle.matmul(F.swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)
 
 
-@traceable
+@public("rows", "gate_up", "down")
 def _by_counts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Any, padding_alignment: int) -> Tensor:
     """Each expert on its segment of rows."""
     (alignment,) = sizes("SwiGLUExperts", padding_alignment=padding_alignment)
@@ -154,7 +154,7 @@ def _by_counts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Any, padding
     return grouped_gemm(hidden, down, segments, transpose=False)
 
 
-@traceable
+@public("x", "gate_up", "down", "probs")
 def _by_plan(x: Tensor, gate_up: Tensor, down: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
     """Each expert on its tokens."""
     name, num_experts = "SwiGLUExperts", gate_up.shape[0]

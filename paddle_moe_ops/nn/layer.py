@@ -13,7 +13,7 @@ from paddle.jit import not_to_static
 from paddle.jit.sot.psdb import in_sot
 
 from .. import _checks
-from .._graphs import is_graph_value, traceable
+from .._graphs import is_graph_value, public
 from ..backends import resolve
 from ..functional import unpermute
 from ..routing import Plan, route
@@ -187,7 +187,7 @@ class _Traced:
         return None if is_over else self._values
 
 
-@traceable
+@public("x", "weights")
 def _tokens(x: Tensor, weights: Tensor) -> Tensor:
     """The tokens [T, H] of [T, H] or [B, S, H]."""
     _checks.instance("MoELayer", "x", x, Tensor, "a paddle.Tensor")
@@ -200,7 +200,7 @@ def _tokens(x: Tensor, weights: Tensor) -> Tensor:
     return tokens if tokens.shape[1] >= 0 else tokens.reshape([paddle.shape(tokens)[0], hidden])
 
 
-@traceable
+@public("tokens")
 def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float | None) -> tuple[Plan, bool]:
     """Where each slot's row is, and whether the experts' last product weights rows, or the sum does, the faster way.
 
@@ -215,7 +215,7 @@ def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float 
     return plan, resolve("grouped_gemm", tokens).name == "triton"
 
 
-@traceable
+@public("rows", "probs")
 def _sums(rows: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
     """The sum of each token's rows, weighted if probabilities are given."""
     return unpermute(rows, Plan._make(plan), probs)  # traced by bytecode, a plan arrives as a plain tuple

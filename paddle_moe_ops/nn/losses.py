@@ -9,12 +9,12 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import traceable
+from .._graphs import public
 
 _SMALLEST_SUM = 1e-12  # as in calculate_topk
 
 
-@traceable
+@public("scores")
 def load_balance_loss(scores: Tensor, ids: Tensor) -> Tensor:
     """Auxiliary loss against imbalance, 1 at even load: ``E * sum_e share_e * mean_t scores[t, e]``.
 
@@ -41,7 +41,7 @@ def load_balance_loss(scores: Tensor, ids: Tensor) -> Tensor:
     return loss_of_load(scores, load, False)
 
 
-@traceable
+@public("scores")
 def loss_of_load(scores: Tensor, load: Tensor, normalise: bool) -> Tensor:
     """`load_balance_loss` of the slots that each expert got, [E].
 
@@ -58,7 +58,7 @@ def loss_of_load(scores: Tensor, load: Tensor, normalise: bool) -> Tensor:
         return scores.shape[1] * (share * _mean(scores)).sum()
 
 
-@traceable
+@public("logits")
 def router_z_loss(logits: Tensor) -> Tensor:
     """Auxiliary loss against large logits: the mean over tokens of ``logsumexp(logits)**2``.
 

@@ -16,7 +16,7 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._graphs import ready_for_matmul, traceable
+from .._graphs import public, ready_for_matmul
 from ..routing import calculate_topk, check_groups
 from ._common import sizes, weight
 
@@ -201,7 +201,7 @@ def _set_float32(bias: weakref.ref, value: Any) -> None:
         Tensor.set_value(tensor, value.astype("float32"))
 
 
-@traceable
+@public("x", "weight")
 def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> RouterOutput:
     """The router of a weight [H, E] and a bias [E]; the options are those of `calculate_topk`."""
     _checks.tensor("TopKRouter", "x", x, _checks.SUM_DTYPES, ["T", weight.shape[0]])
@@ -213,7 +213,7 @@ def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> R
     return RouterOutput(ids.astype("int32"), probs, scores, logits)
 
 
-@traceable
+@public()
 def capacity_of(
     num_tokens: int | Tensor, topk: int, num_experts: int, capacity_factor: float | None
 ) -> int | Tensor | None:
