@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where tensors are made, as paddle.set_device takes it")
     parser.addoption("--backend", help="the backend that all of tests/ops runs on (default: as each test says)")
     parser.addoption("--core-device", default="cpu", choices=["cpu", "cuda"], help="whose entry points tests/core call")
+    parser.addoption("--gpus", type=int, default=1, help="GPUs of the machine, of which tests may use two")
     parser.addoption(
         "--fuzz-cases", type=int, default=2000, help="params structs per operator in tests/core/test_fuzz.py"
     )
@@ -48,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         out.add("gpu_place")
     if config.getoption("--backend") is not None:
         out.add("compiled_only")
+    if config.getoption("--gpus") < 2:
+        out.add("two_gpus")
     left_out = [item for item in items if out.intersection(mark.name for mark in item.iter_markers())]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
