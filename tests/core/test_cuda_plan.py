@@ -197,6 +197,7 @@ def check_coverage(sizes: Sizes, plan: Plan) -> None:
     if not sizes.row_bytes:
         return
     assert plan.piece_bytes % 16 == 0
+    assert plan.piece_bytes >= min(512, sizes.row_bytes)
     assert (plan.pieces_per_token - 1) * plan.piece_bytes < sizes.row_bytes <= plan.pieces_per_token * plan.piece_bytes
     assert plan.pieces_per_stage * plan.num_stages >= (last - first).max()
     assert plan.pieces_per_stage * (plan.piece_bytes + sizes.scale_bytes) <= plan.stage_bytes
@@ -222,6 +223,7 @@ TOO_LITTLE_ROOM = {
     "664 experts, many tokens": Sizes(80000, 8, 640000, 664, 4096),
     "scales of 16 KiB": Sizes(4096, 8, 32768, 320, 16384, 16384),
     "scales of 16 KiB, routing given": Sizes(4096, 8, 32768, 0, 16384, 16384),
+    "a few hundred bytes for a piece": Sizes(100, 8, 4096, 1024, 16384, 16384),
     "1024 experts": Sizes(4096, 8, 32768, 1024, 14336),
     "the longest row": Sizes(3, 2, 12, 0, 2**30),
     "the longest row and scales": Sizes(3, 2, 12, 1024, 2**30, 16384),
