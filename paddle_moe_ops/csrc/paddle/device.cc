@@ -85,6 +85,17 @@ bool has_memory(const paddle::Tensor& tensor) {
 void check_cuda(cudaError_t error, const char* function) {
   if (error != cudaSuccess) fail(std::string(function) + ": CUDA: " + cudaGetErrorString(error));
 }
+
+// Makes a GPU the current one of this thread, and returns which one was before, or -1 if it is the same.
+int exchange_device(int device, const char* function) {
+  int before = -1;
+  check_cuda(cudaGetDevice(&before), function);
+  if (before == device) return -1;
+  check_cuda(cudaSetDevice(device), function);
+  return before;
+}
+#else
+int exchange_device(int, const char*) { return -1; }
 #endif
 
 }  // namespace
@@ -109,7 +120,15 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
   place_ = first->place();
   is_gpu_ = is_nvidia_gpu(*first);
   if (!is_gpu_ && !first->is_cpu()) fail(std::string(function) + ": every tensor must be " + kDevices);
-  if (is_gpu_) stream_ = stream_of(*first);
+  if (!is_gpu_) return;
+  stream_ = stream_of(*first);
+  device_before_ = exchange_device(place_.GetDeviceId(), function);
+}
+
+Target::~Target() {
+#ifdef PMO_WITH_CUDA
+  if (device_before_ >= 0) cudaSetDevice(device_before_);
+#endif
 }
 
 paddle::Tensor Target::zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const {

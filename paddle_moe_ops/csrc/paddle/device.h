@@ -17,10 +17,14 @@ namespace binding {
 
 class Target {
  public:
-  // The device that all tensors are on. Throws if they are on several or on one without kernels, and if a required one is undefined;
-  // optional ones may be null or undefined.
+  // The device that all tensors are on; a GPU is the thread's current one until the end of this object, for kernels go to the current one
+  // whatever their stream. Throws if they are on several or on one without kernels, and if a required one is undefined; optional ones may be
+  // null or undefined.
   Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
          std::initializer_list<const paddle::Tensor*> optional = {});
+  ~Target();
+  Target(const Target&) = delete;
+  Target& operator=(const Target&) = delete;
 
   bool is_gpu() const { return is_gpu_; }
   void* stream() const { return stream_; }
@@ -41,6 +45,7 @@ class Target {
   paddle::Place place_ = paddle::CPUPlace();
   bool is_gpu_ = false;
   void* stream_ = nullptr;
+  int device_before_ = -1;  // the current GPU to go back to, if it was another
 };
 
 }  // namespace binding

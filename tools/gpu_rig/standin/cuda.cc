@@ -3,12 +3,15 @@
 
 // A stand-in for the GPU, so that the rig runs where there is none: a CUDA runtime whose device memory is host memory (and holds garbage
 // at first), and entry points of the CUDA core that run the CPU's. What it shows is whether Paddle finds everything it needs on the
-// device `cuda_rig`; nothing about kernels, streams or races. Checks of data find nothing.
+// device `cuda_rig`, and, of two GPUs, whether the right one is current at a launch; nothing about kernels or races. Checks of data find
+// nothing. The few functions of the driver by which tests change the current GPU are here as well.
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstdlib>
 #include <cstring>
 
+#include "common/status.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
 #include "pmo/route.h"
@@ -19,6 +22,23 @@
 namespace {
 
 constexpr int64_t kFindingsBytes = 256;
+constexpr int kDevices = 2;
+
+thread_local int current_device = 0;
+
+struct Stream {
+  int device;
+};
+
+// A stream takes kernels from its own device only.
+bool is_current(void* stream) { return stream == nullptr || static_cast<Stream*>(stream)->device == current_device; }
+
+int wrong_device(const char* kernel) {
+  return pmo::fail(PMO_INTERNAL, std::string("CUDA: ") + kernel + ": another GPU is current than that of the stream");
+}
+
+// The context of a device is a number: one more than its own.
+CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(static_cast<uintptr_t>(device) + 1); }
 
 cudaError_t allocate(void** pointer, size_t bytes) {
   *pointer = std::aligned_alloc(256, (bytes / 256 + 1) * 256);
@@ -45,9 +65,9 @@ pmo_route_params without_checks(const pmo_route_params& params) {
 
 extern "C" {
 
-cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* count) { return *count = kDevices, cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) { return *device = current_device, cudaSuccess; }
+cudaError_t cudaSetDevice(int device) { return current_device = device, cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) { return *properties = {}, cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the stand-in"; }
@@ -71,8 +91,11 @@ cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t)
   return std::memset(target, value, bytes), cudaSuccess;
 }
 
-cudaError_t cudaStreamCreate(cudaStream_t* stream) { return allocate(reinterpret_cast<void**>(stream), 1); }
-cudaError_t cudaStreamDestroy(cudaStream_t stream) { return release(stream); }
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  *stream = reinterpret_cast<cudaStream_t>(new Stream{current_device});
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) { return delete reinterpret_cast<Stream*>(stream), cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
@@ -82,6 +105,16 @@ cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
 
+CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int* count) { return *count = kDevices, CUDA_SUCCESS; }
+// No compute capability: Triton does not take it for a GPU.
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { return *value = 0, CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) { return *context = context_of(device), CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext* context) { return *context = context_of(current_device), CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) {
+  return current_device = static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1, CUDA_SUCCESS;
+}
+
 int64_t pmo_clean_rowmap_cuda_workspace_bytes(const pmo_clean_rowmap_params*) { return kFindingsBytes; }
 int64_t pmo_quantize_cuda_workspace_bytes(const pmo_quantize_params*) { return 0; }
 int64_t pmo_route_cuda_workspace_bytes(const pmo_route_params* params) {
@@ -90,23 +123,28 @@ int64_t pmo_route_cuda_workspace_bytes(const pmo_route_params* params) {
 int64_t pmo_sort_chunks_cuda_workspace_bytes(const pmo_sort_chunks_params*) { return 0; }
 int64_t pmo_topk_cuda_workspace_bytes(const pmo_topk_params*) { return 0; }
 
-int pmo_clean_rowmap_cuda(const pmo_clean_rowmap_params* params, void*) {
+int pmo_clean_rowmap_cuda(const pmo_clean_rowmap_params* params, void* stream) {
+  if (!is_current(stream)) return wrong_device("clean_rowmap");
   pmo_clean_rowmap_params unchecked = *params;
   unchecked.checks = 0;
   *static_cast<pmo_rowmap_findings*>(params->workspace) = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0};
   return pmo_clean_rowmap_cpu(&unchecked, nullptr);
 }
-int pmo_route_count_cuda(const pmo_route_params* params, void*) {
+int pmo_route_count_cuda(const pmo_route_params* params, void* stream) {
+  if (!is_current(stream)) return wrong_device("route_count");
   const pmo_route_params moved = without_checks(*params);
   return pmo_route_count_cpu(&moved, nullptr);
 }
-int pmo_route_permute_cuda(const pmo_route_params* route, const pmo_permute_params* permute, void*) {
+int pmo_route_permute_cuda(const pmo_route_params* route, const pmo_permute_params* permute, void* stream) {
+  if (!is_current(stream)) return wrong_device("route_permute");
   const pmo_route_params moved = without_checks(*route);
   return pmo_route_permute_cpu(&moved, permute, nullptr);
 }
 
-#define RUN_ON_CPU(operation, Params) \
-  int pmo_##operation##_cuda(const Params* params, void*) { return pmo_##operation##_cpu(params, nullptr); }
+#define RUN_ON_CPU(operation, Params)                                                              \
+  int pmo_##operation##_cuda(const Params* params, void* stream) {                                 \
+    return is_current(stream) ? pmo_##operation##_cpu(params, nullptr) : wrong_device(#operation); \
+  }
 RUN_ON_CPU(dequantize, pmo_dequantize_params)
 RUN_ON_CPU(gather_slots, pmo_slots_params)
 RUN_ON_CPU(make_row_id_map, pmo_row_id_map_params)
