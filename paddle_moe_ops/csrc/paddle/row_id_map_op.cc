@@ -79,7 +79,9 @@ paddle::Tensor rowmap_of(const Target& target, const paddle::Tensor& row_id_map,
   return rowmap;
 }
 
-int64_t rows_of_buffer(const Target& target, const paddle::optional<paddle::Tensor>& num_rows, int64_t buffer_size) {
+// The number of rows may be on another device than the map, so its target ends here.
+int64_t rows_of_buffer(const paddle::optional<paddle::Tensor>& num_rows, int64_t buffer_size) {
+  const Target target(kRead, {}, {num_rows ? &*num_rows : nullptr});
   require(buffer_size >= -1 && buffer_size <= INT32_MAX, kRead, "the buffer must have 0 to 2^31 - 1 rows");
   if (buffer_size >= 0) return buffer_size;
   require(num_rows && num_rows->numel() == 1, kRead, "the number of rows is missing");
@@ -105,8 +107,7 @@ Outputs read_rowmap(const paddle::Tensor& map, const paddle::optional<paddle::Te
   require_dtype(map, paddle::DataType::INT32, kRead, "the map");
   const paddle::Tensor dense_map = dense(map);
   const paddle::Tensor rowmap = is_row_id_map ? rowmap_of(target, dense_map, pad_offsets) : dense_map;
-  const Target place_of_count(kRead, {}, {num_rows ? &*num_rows : nullptr});
-  const int64_t rows = rows_of_buffer(place_of_count, num_rows, buffer_size);
+  const int64_t rows = rows_of_buffer(num_rows, buffer_size);
   paddle::Tensor slot_to_row = empty_int32(rowmap.shape(), map);
   paddle::Tensor token_rows = empty_int32(rowmap.shape(), map);
   paddle::Tensor row_to_token = empty_int32({rows}, map);
