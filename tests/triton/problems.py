@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -65,3 +66,27 @@ def every_kind(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLik
 def ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray:
     """Finite numbers of size 1."""
     return ordinary_floats(shape, dtype, int(rng.integers(2**32)))
+
+
+def halfway(dtype: DTypeLike) -> tuple[NDArray, NDArray]:
+    """Three rows whose sums lie halfway between two numbers of the dtype or just beside it, and the sums rounded.
+
+    Halfway the number with the even last bit is due, beyond the largest number infinity.
+    """
+    info = ml_dtypes.finfo(dtype)
+    step, largest = float(info.eps), float(info.max)
+    half, tiny = step / 2, 2.0**-20
+    last_step = largest - float(np.nextafter(info.max, np.zeros((), dtype)))
+    sums = {
+        (1, half, 0): 1,
+        (1 + step, half, 0): 1 + 2 * step,
+        (1, half, tiny): 1 + step,
+        (1 + step, half, -tiny): 1 + step,
+        (1.5 + step, -half, 0): 1.5,
+        (1.5, -half, 0): 1.5,
+        (largest, last_step / 4, 0): largest,
+        (largest, last_step / 2, 0): np.inf,
+    }
+    rows, expected = np.array(list(sums)).T, np.array(list(sums.values()))
+    both = np.concatenate([rows, -rows], axis=1), np.concatenate([expected, -expected])
+    return both[0].astype(dtype), both[1].astype(dtype)

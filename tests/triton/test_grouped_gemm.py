@@ -21,7 +21,7 @@ from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, gro
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
 from tests.reference.cases import assert_same_bits
 
-from .problems import ordinary
+from .problems import halfway, ordinary
 
 HALVES = pytest.mark.parametrize(
     "dtype",
@@ -337,3 +337,11 @@ def test_descriptors_of_rows_end_with_each_group(gpu, rng, inner, outer, strided
     for config in (None, GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=True), GemmConfig(64, 64, 32, 8, 4, 4, 2, tma=True)):
         problem.check(gpu, strided=strided, config=config)
     assert not isinstance(gpu, NumpyDevice)
+
+
+@HALVES
+def test_products_halfway_between_two_numbers_get_the_even_one(gpu, dtype):
+    rows, expected = halfway(dtype)
+    x, w = np.ones((1, 3), dtype), rows[None]
+    out = grouped_gemm(gpu, gpu.array(x), gpu.array(w), Groups(gpu.array(np.array([1], np.int32)), None), False)
+    assert_same_bits(gpu.numpy(out), expected[None])

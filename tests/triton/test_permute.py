@@ -75,6 +75,18 @@ def test_rows_may_lie_apart_and_begin_anywhere(gpu, rng, strided, offset):
     check(gpu, problem, every_kind(rng, (problem.shape.T, 16), np.float16), strided=strided, offset=offset)
 
 
+@pytest.mark.parametrize("strided", [1, 4])
+def test_scales_may_lie_apart(gpu, rng, strided):
+    problem = make_problem(rng, fitting(gpu, SMALL))
+    plan, tokens = problem.plan, problem.shape.T
+    x, wide = every_kind(rng, (tokens, 16), FLOAT8_DTYPES[0]), every_kind(rng, (tokens, 4 + strided), np.float32)
+    maps = gpu.array(plan.token_rows), gpu.array(plan.row_to_token)
+    rows, scales = permute(gpu, gpu.array(x), gpu.columns(gpu.array(wide), 4), *maps, "all")
+    expected, expected_scales = reference.permute(x, plan, np.ascontiguousarray(wide[:, :4]))
+    assert_same_bits(gpu.numpy(rows), expected)
+    assert_same_bits(gpu.numpy(scales), expected_scales)
+
+
 def test_rows_beyond_a_static_buffer_do_not_move(gpu, rng):
     needed = make_problem(rng, SMALL).plan.num_rows
     problem = make_problem(rng, SMALL, buffer_size=needed // 2)

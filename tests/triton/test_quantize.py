@@ -101,6 +101,18 @@ def test_rows_may_lie_apart_and_begin_anywhere(gpu, rng, strided, offset):
     check(gpu, np.ascontiguousarray(wide[:, :160]), gpu.columns(gpu.array(wide, offset=offset), 160))
 
 
+@pytest.mark.parametrize("strided", [1, 8])
+def test_permuted_rows_may_lie_apart(gpu, rng, strided):
+    problem = make_problem(rng, fitting(gpu, SMALL))
+    plan, wide = problem.plan, every_kind(rng, (problem.shape.T, 160 + strided), BFLOAT16)
+    maps = gpu.array(plan.token_rows), gpu.array(plan.row_to_token)
+    options = {"ue8m0": False, "scale_layout": "row", "amax_min": 1e-4}
+    found = quantize(gpu, gpu.columns(gpu.array(wide), 160), *maps, **options)
+    expected = reference.permute_quantized(np.ascontiguousarray(wide[:, :160]), plan, **options)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_same_bits(gpu.numpy(actual), wanted)
+
+
 @by_layout
 @by_format
 @pytest.mark.parametrize("shape", [*ROW_SHAPES, WIDE._replace(A=2)], ids=str)
@@ -171,13 +183,33 @@ def test_dequantised_rows_equal_the_oracle(gpu, rng, hidden, dtype, ue8m0, layou
     assert_same_numbers(gpu.numpy(found), expected)
 
 
-def test_strided_codes_and_none_at_all(gpu, rng):
-    codes = rng.integers(0, 256, (4, 300)).astype(np.uint8).view(FLOAT8_DTYPES[0])
+@pytest.mark.parametrize("columns", [300, 257, 272])
+def test_strided_codes(gpu, rng, columns):
+    codes = rng.integers(0, 256, (4, columns)).astype(np.uint8).view(FLOAT8_DTYPES[0])
     scales = rng.random((4, 2), np.float32)
     expected = reference.dequantize_1x128(np.ascontiguousarray(codes[:, :256]), scales, dtype=np.float32)
     found = dequantize(gpu, gpu.columns(gpu.array(codes), 256), gpu.array(scales), "row", "float32")
     assert_same_numbers(gpu.numpy(found), expected)
-    assert gpu.numpy(dequantize(gpu, gpu.array(codes[:0]), gpu.array(scales[:0]), "row", "float32")).shape == (0, 300)
+
+
+def test_no_codes_at_all(gpu):
+    codes, scales = np.zeros((0, 300), FLOAT8_DTYPES[0]), np.zeros((0, 3), np.float32)
+    assert gpu.numpy(dequantize(gpu, gpu.array(codes), gpu.array(scales), "row", "float32")).shape == (0, 300)
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES[1:], ids=str)
+def test_values_halfway_between_two_numbers_get_the_even_one(gpu, dtype):
+    """1 and 3 times scales with one bit more than the dtype has."""
+    step = float(ml_dtypes.finfo(dtype).eps)
+    codes = np.array([[1, -1], [3, -3]], np.float32).astype(FLOAT8_DTYPES[0])
+    scales = np.array([[1 + step / 2], [1 + step / 2]], np.float32)
+    found = gpu.numpy(dequantize(gpu, gpu.array(codes), gpu.array(scales), "row", str(dtype)))
+    # 3 + 1.5 steps of 1 are 0.75 steps of 2 beyond 3.
+    expected = np.array([[1, -1], [3 + 2 * step, -3 - 2 * step]]).astype(dtype)
+    assert_same_bits(found, expected)
+    scales += np.float32(step)
+    found = gpu.numpy(dequantize(gpu, gpu.array(codes), gpu.array(scales), "row", str(dtype)))
+    assert_same_bits(found[0], np.array([1 + 2 * step, -1 - 2 * step]).astype(dtype))
 
 
 def test_codes_come_back_from_their_own_values(gpu, rng):

@@ -76,3 +76,14 @@ def test_rows_and_probabilities_move_and_come_back(gpu, rng, dtype):
     assert_same_bits(gpu.numpy(sort_chunks_backward(gpu, probs_out, maps)), probs)
     if dtype in SUM_DTYPES:  # float8 has no gradient
         assert_same_bits(gpu.numpy(sort_chunks_backward(gpu, out, maps)), x)
+
+
+@pytest.mark.parametrize("strided", [1, 4])
+def test_rows_may_lie_apart(gpu, rng, strided):
+    sizes, order = np.array([3, 0, 5, 1], np.int32), np.array([2, 3, 1, 0], np.int32)
+    wide = every_kind(rng, (11, 8 + strided), np.float32)
+    x, apart = np.ascontiguousarray(wide[:, :8]), gpu.columns(gpu.array(wide), 8)
+    maps = chunk_map(gpu, gpu.array(sizes), gpu.array(order), 11)
+    assert_same_bits(gpu.numpy(sort_chunks(gpu, apart, None, maps)[0]), reference.sort_chunks(x, sizes, order)[0])
+    back = reference.sort_chunks_backward(x, gpu.numpy(maps))
+    assert_same_bits(gpu.numpy(sort_chunks_backward(gpu, apart, maps)), back)

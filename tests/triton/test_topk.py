@@ -107,9 +107,14 @@ def test_sigmoids_are_right_to_three_units_in_the_last_place(gpu):
 def test_rows_of_logits_may_lie_apart(gpu, rng):
     router = deepseek_v3(np.float32, 3, rng)
     wide = np.concatenate([router.gating, np.full((3, 7), np.nan, np.float32)], axis=1)
-    apart = choose(gpu, router, gpu.columns(gpu.array(wide), 256))
-    for got, expected in zip(apart, choose(gpu, router), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    apart = gpu.columns(gpu.array(wide), 256)
+    expected = choose(gpu, router)
+    for got, wanted in zip(choose(gpu, router, apart), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    weights, ids, _ = expected
+    d_weights = rng.standard_normal(weights.shape).astype(np.float32)
+    gradient = topk_backward(gpu, apart, gpu.array(ids), gpu.array(d_weights), None, **flags(router))
+    router.check_gradient(gpu.numpy(gradient), ids, d_weights, None)
 
 
 def test_no_tokens(gpu, rng):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
 from tests.params import MANY_SLOTS, ODD, SMALL, SUM_DTYPES, WIDE
 from tests.reference.cases import assert_same_bits, assert_same_numbers
 
-from .problems import LONG_ROW_SHAPES, ROW_SHAPES, every_kind, fitting, make_problem, ordinary
+from .problems import LONG_ROW_SHAPES, ROW_SHAPES, every_kind, fitting, halfway, make_problem, ordinary
 
 LONG_ROWS = list(zip(LONG_ROW_SHAPES, (*SUM_DTYPES, *SUM_DTYPES), strict=False))
 WEIGHTS = ["plain", "by row", "by slot"]
@@ -156,6 +157,43 @@ def test_rows_may_begin_anywhere(gpu, rng):
     for offset in (2, 8):
         out = unpermute(gpu, gpu.array(rows, offset=offset), gpu.array(problem.plan.token_rows))
         assert_same_numbers(gpu.numpy(out), reference.unpermute(rows, problem.plan))
+
+
+@pytest.mark.parametrize("strided", [1, 3, 8])
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+def test_rows_may_lie_apart(gpu, rng, dtype, strided):
+    problem = make_problem(rng, fitting(gpu, SMALL))
+    plan = problem.plan
+    wide = every_kind(rng, (plan.num_rows, 16 + strided), dtype)
+    rows = gpu.columns(gpu.array(wide), 16)
+    for kind in WEIGHTS:
+        probs, forward, _ = weights_of(gpu, problem, kind)
+        out = unpermute(gpu, rows, gpu.array(plan.token_rows), **forward)
+        assert_same_numbers(gpu.numpy(out), reference.unpermute(np.ascontiguousarray(wide[:, :16]), plan, probs))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", SUM_DTYPES[1:], ids=str)
+def test_sums_halfway_between_two_numbers_get_the_even_one(gpu, dtype, weighted):
+    rows, expected = halfway(dtype)
+    weights = None
+    if weighted:
+        weights = np.array([1, 2, 0.5], np.float32)
+        rows = (rows.astype(np.float32) / weights[:, None]).astype(dtype)
+        weights = gpu.array(weights)
+    out = unpermute(gpu, gpu.array(rows), gpu.array(np.array([[0, 1, 2]], np.int32)), weights)
+    assert_same_bits(gpu.numpy(out), expected[None])
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES[1:], ids=str)
+def test_gradients_halfway_between_two_numbers_get_the_even_one(gpu, dtype):
+    step = float(ml_dtypes.finfo(dtype).eps)
+    d_out = np.array([[1 + step, 1 + 3 * step, -1 - step, -1 - 3 * step]]).astype(dtype)
+    maps = gpu.array(np.zeros((1, 1), np.int32)), gpu.array(np.zeros(1, np.int32))
+    weights = gpu.array(np.array([1.5], np.float32))
+    d_rows, _ = unpermute_backward(gpu, gpu.array(d_out), *maps, weights=weights)
+    expected = np.array([[1.5 + 2 * step, 1.5 + 4 * step, -1.5 - 2 * step, -1.5 - 4 * step]]).astype(dtype)
+    assert_same_bits(gpu.numpy(d_rows), expected)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
