@@ -32,12 +32,13 @@ AREAS = {
         ("paddle_moe_ops/compat/*.py",),
         ("tests/ops/test_patch_paddle.py", "tests/ops/test_transformer_engine.py", "tests/packaging/test_migrating.py"),
     ),
-    "checks": Area(
-        (
-            *(f"paddle_moe_ops/demo/{name}.py" for name in ("checks", "run", "training")),
-            *(f"paddle_moe_ops/bench/{name}.py" for name in ("cpu_check", "cpu_arrays", "cpu", "run")),
-        ),
-        ("tests/bench/test_*.py", "tests/packaging/test_demo.py"),
+    "demo": Area(
+        tuple(f"paddle_moe_ops/demo/{name}.py" for name in ("checks", "run", "training")),
+        ("tests/packaging/test_demo*.py",),
+    ),
+    "bench": Area(
+        tuple(f"paddle_moe_ops/bench/{name}.py" for name in ("cpu_check", "cpu_arrays", "cpu", "run")),
+        ("tests/bench/test_*.py",),
     ),
     "backends": Area(("paddle_moe_ops/backends/*.py",), _OPERATORS),
     "triton": Area(("paddle_moe_ops/triton/*.py",), ("tests/triton/test_*.py", "tests/ops/test_triton_*.py")),
