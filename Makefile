@@ -26,7 +26,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel gpu-bundle gpu-standin gpu-report check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel mutants gpu-bundle gpu-standin gpu-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -142,6 +142,12 @@ build/aarch64/libpmo_core.so: $(CORE_SOURCES:$(CSRC)/%.cc=build/aarch64/%.o)
 	$(AARCH64_CXX) $(RELEASE_FLAGS) -shared $^ -o $@
 
 # ---- the rest
+
+AREA ?=
+MUTANTS ?= 30
+SEED ?= 1
+mutants: $(VENV)/stamp-built core ## faults that no test notices; AREA, MUTANTS, SEED (tools/mutants/README.md)
+	nice $(PY) tools/mutants/run.py $(addprefix --area ,$(AREA)) --mutants $(MUTANTS) --seed $(SEED)
 
 wheel: $(VENV)/stamp-deps ## a wheel in dist/
 	rm -f dist/*.whl

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
@@ -67,7 +68,9 @@ class Router(NamedTuple):
         d_all = np.zeros(scores.shape) if d_scores is None else np.abs(d_scores.astype(np.float64))
         if self.renormalize:
             total = weights.sum(axis=1, keepdims=True)
-            d_chosen = (d_chosen + (d_chosen * weights).sum(axis=1, keepdims=True) / total) / total
+            divisor = np.maximum(total, 1e-12)
+            through_sum = (d_chosen * weights).sum(axis=1, keepdims=True) / divisor
+            d_chosen = (d_chosen + np.where(total > 1e-12, through_sum, 0)) / divisor
 
         def through_activation(d: NDArray, scores: NDArray) -> NDArray:
             return scores * (d if self.use_sigmoid else d + (d * scores).sum(axis=1, keepdims=True))
@@ -100,6 +103,22 @@ def routers(draw: st.DrawFn) -> Router:
         rng.integers(-4, 4, num_experts).astype(np.float32) / 8 if draw(st.booleans()) else None,
         {"num_groups": num_groups, "topk_groups": topk_groups, "scores_per_group": draw(st.integers(1, 4))},
     )
+
+
+def nearly_nothing(rng: np.random.Generator) -> Router:
+    """Sigmoids that add up to less than 1e-12, to nothing, and to just more than 1e-12, to be divided by their sum."""
+    gating = rng.standard_normal((12, 9)) - np.repeat([32.0, 200.0, 28.0], 4)[:, None]
+    return Router(gating.astype(np.float32), 3, True, True, True, 2.5, None, {})
+
+
+def halves(dtype: DTypeLike) -> tuple[Router, NDArray]:
+    """Sigmoids 1/2 and the number after it, whose sum lies halfway between 1 and the next number; and their weights.
+
+    The sum is rounded to 1, so that dividing by it changes nothing; the exact sum would make other weights.
+    """
+    after = np.float64(0.5) + float(ml_dtypes.finfo(dtype).eps) / 2
+    gating = np.array([[np.log(after / (1 - after)), 0]]).astype(dtype)
+    return Router(gating, 2, True, True, True, 1.0, None, {}), np.array([[after, 0.5]]).astype(dtype)
 
 
 def deepseek_v3(dtype: DTypeLike, num_tokens: int, rng: np.random.Generator) -> Router:

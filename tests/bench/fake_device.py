@@ -95,6 +95,18 @@ def spoilt(implementation: Implementation, name: str, output: str, spoil: Spoil)
     return Implementation(name, implementation.operations, prepare)
 
 
+def places(shape: tuple[int, ...], plan: reference.Plan) -> dict[str, tuple[int, ...]]:
+    """Elements of an output: both ends, the middle, and one in a row without a token and in a token without rows."""
+    size = int(np.prod(shape))
+    found = {"first": 0, "last": size - 1, "middle": size // 2}
+    padding = np.flatnonzero(plan.row_to_token < 0)
+    empty = np.flatnonzero((plan.slot_to_row < 0).all(axis=1))
+    for name, lines, count in (("padding", padding, plan.num_rows), ("empty", empty, plan.num_tokens)):
+        if len(lines) and shape[0] == count:
+            found[name] = int(lines[0]) * (size // count)
+    return {name: tuple(map(int, np.unravel_index(place, shape))) for name, place in found.items()}
+
+
 def sums(problem: Problem) -> NDArray:
     """The plain sums of rows that all hold their own numbers."""
     rows = np.arange(problem.plan.num_rows, dtype=np.float32)[:, None]

@@ -12,6 +12,8 @@ from paddle_moe_ops.bench.device import BITS, FLOAT32_SUMS
 from paddle_moe_ops.bench.problem import make_problem
 from paddle_moe_ops.bench.shapes import OPERATIONS, Case, Shape
 
+from .fake_device import places
+
 pytestmark = pytest.mark.cuda_only
 
 CASES = [
@@ -19,6 +21,10 @@ CASES = [
     for routing in ("uniform", "half_unassigned")
     for alignment, fill in ((1, True), (8, True), (8, False))
 ]
+
+
+# What padding rows of these hold is free where they are not filled.
+UNFILLED = ("rows", "row_scales", "codes", "scales")
 
 
 def to_tensor(array):
@@ -80,17 +86,24 @@ def test_right_results_pass_and_one_wrong_element_does_not(case, operation):
     outputs = right_outputs(operation, inputs)
     assert difference(operation, inputs, outputs, BITS) is None
     assert difference(operation, inputs, outputs, FLOAT32_SUMS) is None
-    live = int(np.flatnonzero(inputs.problem.plan.row_to_token >= 0)[-1])
+    plan = inputs.problem.plan
     for name, tensor in outputs.items():
-        place = live if len(tensor) == inputs.problem.plan.num_rows else len(tensor) // 2
-        original = tensor[place].clone()
-        bits = tensor[place].reshape(-1).view(torch.uint8)
-        bits[-1] ^= 0x11  # the sign, and a bit of the exponent or of a high byte
-        tensor[place] = bits.view(tensor.dtype).reshape(tensor[place].shape)
-        found = difference(operation, inputs, outputs, BITS)
-        assert found is not None, f"a wrong element of {name} passes"
-        assert found.startswith(name)
-        tensor[place] = original
+        for where, place in places(tuple(tensor.shape), plan).items():
+            if where == "padding" and not case.fill and name in UNFILLED:
+                continue
+            original = tensor[place].clone()
+            line = tensor[place[:-1]].view(torch.uint8).reshape((*tensor[place[:-1]].shape, -1))
+            line[place[-1], -1] ^= 0x11  # the sign, and a bit of the exponent or of a high byte
+            found = difference(operation, inputs, outputs, BITS)
+            assert found is not None, f"a wrong element of {name} passes: {where}"
+            assert found.startswith((name, f"{name} behind the last row"))
+            if tensor.dtype.is_floating_point:
+                line[place[-1]] = 0xFF
+                for exactness in (BITS, FLOAT32_SUMS):
+                    found = difference(operation, inputs, outputs, exactness)
+                    assert found is not None, f"NaN in {name} passes: {where}"
+                    assert found.startswith((name, f"{name} behind the last row"))
+            tensor[place] = original
     assert difference(operation, inputs, outputs, BITS) is None
 
 

@@ -18,7 +18,7 @@ from paddle_moe_ops.testing.core import Core
 from paddle_moe_ops.testing.tolerances import dot_chain, dtype_tols, score_tols
 from tests.core.conftest import LIBRARY
 
-from .fake_device import CheckingDevice, spoilt
+from .fake_device import CheckingDevice, places, spoilt
 
 # Memory of the host, and the core's library for it.
 pytestmark = pytest.mark.cpu_only
@@ -59,17 +59,6 @@ def make_nan(array, place):
     array[place] = np.nan
 
 
-def places(array, plan):
-    """Elements at both ends, in the middle, in a row without a token and in a token without rows."""
-    found = {"first": 0, "last": -1, "middle": array.size // 2}
-    padding = np.flatnonzero(plan.row_to_token < 0)
-    empty = np.flatnonzero((plan.slot_to_row < 0).all(axis=1))
-    for name, rows, count in (("padding", padding, plan.num_rows), ("empty", empty, plan.num_tokens)):
-        if len(rows) and len(array) == count:
-            found[name] = int(rows[0]) * (array.size // count)
-    return {name: np.unravel_index(place % array.size, array.shape) for name, place in found.items()}
-
-
 @BY_OPERATION
 def test_one_wrong_element_of_any_output_keeps_a_time_out_of_the_file(device, inputs, operation):
     core = core_implementation(Core(LIBRARY))
@@ -77,7 +66,7 @@ def test_one_wrong_element_of_any_output_keeps_a_time_out_of_the_file(device, in
     for name, array in core.prepare(operation, inputs).run().items():
         numbers = array.dtype.kind not in "iu"
         wrongs = [move if name in TOLERANT else change] + ([make_nan] if numbers else [])
-        for where, place in places(array, inputs.problem.plan).items():
+        for where, place in places(array.shape, inputs.problem.plan).items():
             for wrong in wrongs:
                 spoil = lambda array, wrong=wrong, place=place: wrong(array, place)  # noqa: E731
                 planted.append(spoilt(core, f"{name} {where} {wrong.__name__}", name, spoil))

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator
+from typing import Any
 
+import paddle
 import pytest
 
 from paddle_moe_ops import use_backend
@@ -48,3 +51,24 @@ def chosen_backend(request: pytest.FixtureRequest) -> Iterator[None]:
     name = request.config.getoption("--backend")
     with use_backend(name) if name else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """CPU tensors count as tensors on a GPU whose kernels are interpreted."""
+    os.environ["TRITON_INTERPRET"] = "1"  # for good: a kernel is what it was when its module was imported
+    from paddle_moe_ops.testing.interpreter import NumpyDevice
+    from paddle_moe_ops.triton import _runtime
+
+    class Interpreted(_runtime.PaddleDevice):
+        def __init__(self):
+            self._place = paddle.CPUPlace()
+            self.launches = []
+
+        launch = NumpyDevice.launch
+
+    device = Interpreted()
+    monkeypatch.setattr(_runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(_runtime, "is_nvidia_gpu", lambda _: True)
+    monkeypatch.setattr(_runtime, "device_of", lambda _: device)
+    return device

@@ -17,7 +17,7 @@ from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import backward, tensor
 from tests.params import SUM_DTYPES
-from tests.routers import Router, deepseek_v3, routers
+from tests.routers import Router, deepseek_v3, halves, nearly_nothing, routers
 
 BY_DTYPE = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
 BY_ACTIVATION = pytest.mark.parametrize("use_sigmoid", [False, True], ids=["softmax", "sigmoid"])
@@ -106,6 +106,77 @@ def test_a_tie_at_the_edge_of_the_choice_goes_to_the_lower_expert(rng, place, ba
 def test_weights_stay_finite_where_all_scores_underflow(place, backend):
     weights, _ = calculate_topk(paddle.full([2, 4], -200.0), 2, True, True)
     assert weights.tolist() == [[0.0, 0.0]] * 2
+
+
+def test_weights_whose_sum_is_nearly_nothing_are_divided_by_1e_12(rng, place, backend):
+    router = nearly_nothing(rng)
+    leaf = tensor(router.gating, place, gradient=True)
+    weights, ids, scores = call(router, place, leaf)
+    router.check(to_numpy(weights), ids.numpy(), to_numpy(scores))
+    sums = np.take_along_axis(scores.numpy().astype(np.float64), ids.numpy(), axis=1).sum(axis=1)
+    assert (sums[:8] < 1e-12).all()
+    assert (sums[8:] > 1e-12).all()
+    totals = 2.5 * np.where(sums < 1e-12, sums / 1e-12, 1)
+    np.testing.assert_allclose(weights.numpy().sum(axis=1), totals, rtol=1e-5)
+    d_weights = rng.standard_normal(weights.shape).astype(np.float32)
+    backward([weights], [d_weights])
+    router.check_gradient(to_numpy(leaf.grad), ids.numpy(), d_weights, None)
+    assert leaf.grad[:4].any(axis=1).all()
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES[1:], ids=str)
+def test_the_sum_that_narrow_weights_are_divided_by_is_rounded(dtype, place, backend):
+    router, expected = halves(dtype)
+    weights, ids, scores = call(router, place)
+    assert ids.tolist() == [[0, 1]]
+    assert_bits_equal(scores, expected)
+    assert_bits_equal(weights, expected)
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES[1:], ids=str)
+def test_weights_are_rounded_once_after_they_are_divided_and_scaled(dtype, place, backend):
+    """A third, times three: 1, which a third rounded on the way would miss."""
+    gating = tensor(np.zeros((1, 3)).astype(dtype), place)
+    weights, _ = calculate_topk(gating, 3, True, True, scaling_factor=3.0)
+    assert weights.astype("float32").tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_scores_of_two_experts_rank_a_group_unless_told_otherwise(place, backend):
+    gating = tensor(np.float32([[9, -9, 3, 3]]), place)
+    groups = {"num_groups": 2, "topk_groups": 1}
+    assert calculate_topk(gating, 2, False, False, False, True, **groups)[1].tolist() == [[2, 3]]
+
+
+def test_all_groups_are_kept_unless_told_otherwise(place, backend):
+    gating = tensor(np.float32([[1, 4, 2, 3]]), place)
+    assert calculate_topk(gating, 3, False, False, num_groups=2)[1].tolist() == [[1, 3, 2]]
+    assert calculate_topk(gating, 3, False, False, num_groups=2, topk_groups=2)[1].tolist() == [[1, 3, 2]]
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+def test_a_bias_is_added_in_float32_where_equal_sums_go_to_the_lower_expert(dtype, place, backend):
+    """1 and a bias of 2^-25 are 1 in float32; 1 and 2^-20 are more, in the narrow dtypes too."""
+    gating = tensor(np.zeros((1, 4)).astype(dtype), place)
+    bias = tensor(np.float32([0.5, 0.5 + 2.0**-20, 0.5 + 2.0**-25, 0.25]), place)
+    for pre_act in (True, False):
+        shift = 0.0 if pre_act else 0.5  # scores are 0.5, logits 0
+        _, ids = calculate_topk(gating, 4, True, False, pre_act, not pre_act, correction_bias=bias + shift)
+        assert ids.tolist() == [[1, 0, 2, 3]]
+
+
+def test_groups_are_ranked_by_sums_in_float32_where_equal_ones_go_to_the_lower_group(place, backend):
+    """1 and 2^-25 are 1, in whichever group."""
+    tiny = 2.0**-25
+    for gating, expected in (([1, 0, 1, tiny], [0, 1]), ([1, tiny, 1, 0], [0, 1]), ([1, 0, 1, 8 * tiny], [2, 3])):
+        groups = {"num_groups": 2, "topk_groups": 1}
+        _, ids = calculate_topk(tensor(np.float32([gating]), place), 2, True, False, False, True, **groups)
+        assert ids.tolist() == [expected]
+
+
+def test_a_bias_counts_when_groups_are_ranked(place, backend):
+    gating, bias = tensor(np.float32([[3, 2, 1, 0]]), place), tensor(np.float32([0, 0, 0, 9]), place)
+    groups = {"num_groups": 2, "topk_groups": 1, "correction_bias": bias}
+    assert calculate_topk(gating, 2, True, False, **groups)[1].tolist() == [[3, 2]]
 
 
 def test_narrow_scores_are_rounded_before_the_choice(place, backend):

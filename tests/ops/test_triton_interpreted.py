@@ -7,12 +7,11 @@ On a GPU all tests of this directory run on the backend itself, with --backend=t
 
 from __future__ import annotations
 
-import os
-from types import SimpleNamespace
-
+import ml_dtypes
 import numpy as np
 import paddle
 import pytest
+from paddle.jit.marker import unified
 
 from paddle_moe_ops import (
     dequantize_1x128,
@@ -22,6 +21,7 @@ from paddle_moe_ops import (
     permute,
     quantize_1x128,
     quantized_experts,
+    reference,
     route,
     sort_chunks,
     unpermute,
@@ -29,59 +29,16 @@ from paddle_moe_ops import (
 )
 from paddle_moe_ops.backends import choice, resolve
 from paddle_moe_ops.backends.arrays import to_numpy
-from paddle_moe_ops.gemm import grouped_gemm
-from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.interpreting import SHAPE, gradients, on_both
 from tests.ops.problems import backward, every_kind, make_problem, ordinary, tensor
 from tests.ops.test_amp_recompute import ALL, FLOAT32, check_recompute, plan_and_verbs
-from tests.params import SMALL, SUM_DTYPES
+from tests.params import FLOAT8_DTYPES, SUM_DTYPES
 from tests.routers import deepseek_v3
+from tests.triton.problems import halfway
 
 pytestmark = pytest.mark.cpu_only
-
-SHAPE = SMALL._replace(T=5)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """CPU tensors count as tensors on a GPU whose kernels are interpreted."""
-    os.environ["TRITON_INTERPRET"] = "1"  # for good: a kernel is what it was when its module was imported
-    from paddle_moe_ops.testing.interpreter import NumpyDevice
-    from paddle_moe_ops.triton import _runtime
-
-    class Interpreted(_runtime.PaddleDevice):
-        def __init__(self):
-            self._place = paddle.CPUPlace()
-            self.launches = []
-
-        launch = NumpyDevice.launch
-
-    device = Interpreted()
-    monkeypatch.setattr(_runtime, "unavailable", lambda: None)
-    monkeypatch.setattr(_runtime, "is_nvidia_gpu", lambda _: True)
-    monkeypatch.setattr(_runtime, "device_of", lambda _: device)
-    return device
-
-
-def on_both(call):
-    """What a function gives on Triton and on the oracle."""
-    with use_backend("triton"):
-        actual = call()
-    with use_backend("reference"):
-        expected = call()
-    return list(zip(actual, expected, strict=True))
-
-
-def loss_of(outputs, weights):
-    return sum((output.astype("float32") * weight).sum() for output, weight in zip(outputs, weights, strict=True))
-
-
-def gradients(call, arrays, weights, wanted):
-    """The gradients of a call's inputs, of those that want one."""
-    inputs = [tensor(array, "cpu", gradient=want) for array, want in zip(arrays, wanted, strict=True)]
-    loss_of(call(*inputs), [tensor(weight, "cpu") for weight in weights]).backward()
-    return [each.grad for each in inputs if each.grad is not None]
 
 
 @pytest.fixture
@@ -134,6 +91,65 @@ def test_permute_and_unpermute_with_gradients(interpreted, problem, plan, rng, k
             np.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
+def apart(array, count):
+    """A tensor of the first columns, whose rows lie apart."""
+    return tensor(array, "cpu")[:, :count]
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "by row", "by slot"])
+def test_unpermute_of_rows_that_lie_apart(interpreted, problem, plan, rng, kind, dtype):
+    wide = every_kind(rng, (plan.num_rows, SHAPE.H + 3), dtype)
+    probs = problem.probs if kind == "by slot" else problem.plan().row_probs
+    weights = None if kind == "plain" else tensor(probs, "cpu")
+    for actual, expected in on_both(lambda: [unpermute(apart(wide, SHAPE.H), plan, weights)]):
+        assert_bits_equal(actual, expected)
+    rowmap = tensor(reference.plan_to_rowmap(problem.plan()), "cpu")
+    arguments = rowmap, tensor(problem.ids, "cpu"), tensor(problem.plan().row_probs, "cpu"), SHAPE.T, SHAPE.E
+    for actual, expected in on_both(lambda: moe_unpermute(apart(wide, SHAPE.H), *arguments)):
+        assert_bits_equal(actual, expected)
+    assert interpreted.launches.count("unpermute_kernel") == 2
+
+
+def test_scales_and_logits_and_chunks_that_lie_apart(interpreted, problem, plan, rng):
+    x, scale = tensor(every_kind(rng, (SHAPE.T, 8), FLOAT8_DTYPES[0]), "cpu"), every_kind(rng, (SHAPE.T, 5))
+    ids, probs = tensor(problem.ids, "cpu"), tensor(problem.probs, "cpu")
+    gating, chunked = ordinary(rng, (SHAPE.T, 9)), every_kind(rng, (14, 9))
+    chunks = [paddle.to_tensor(each) for each in CHUNKS]
+    for call in (
+        lambda: permute(x, plan, apart(scale, 2)),
+        lambda: moe_permute(x, apart(scale, 2), ids, probs, SHAPE.E, None, SHAPE.A),
+        lambda: calculate_topk(apart(gating, 7), 2, False, False, False, True)[1:],
+        lambda: sort_chunks(apart(chunked, 7), *chunks)[::2],
+    ):
+        for actual, expected in on_both(call):
+            assert_bits_equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES[1:], ids=str)
+def test_sums_and_values_halfway_between_two_numbers_get_the_even_one(interpreted, dtype):
+    """Through a plan, a row map and a mask, and rows that come back from float8."""
+    rows, expected = halfway(dtype)
+    rows = tensor(rows, "cpu")
+    plan = route(tensor(np.arange(3, dtype=np.int32)[None], "cpu"), num_experts=3)
+    ids, probs = tensor(np.arange(3, dtype=np.int32)[None], "cpu"), paddle.ones([3])
+    row_id_map, _ = masked.make_row_id_map(paddle.ones([1, 3], "bool"))
+    codes = tensor(np.array([[1, -1, 3]], FLOAT8_DTYPES[0]), "cpu")
+    step = float(ml_dtypes.finfo(dtype).eps)
+    with use_backend("triton"):
+        sums = (
+            unpermute(rows, plan),
+            unpermute(rows, plan, probs),
+            moe_unpermute(rows, ids, ids, probs, 1, 3, using_weighted_combine=True)[0],
+            masked.unpermute_with_mask_map(rows, row_id_map),
+        )
+        values = dequantize_1x128(codes, paddle.full([1, 1], 1 + step / 2), dtype=dtype.name)
+    assert len(interpreted.launches) >= 5
+    for out in sums:
+        assert_bits_equal(out, expected[None])
+    assert_bits_equal(values, np.array([[1, -1, 3 + 2 * step]]).astype(dtype))
+
+
 def test_permute_with_gradient_scale_and_strides(interpreted, problem, plan, rng):
     x = every_kind(rng, (SHAPE.T, SHAPE.H + 3))
     scale = tensor(rng.random((SHAPE.T, 4), np.float32), "cpu")
@@ -164,8 +180,6 @@ def test_moe_permute_with_gradients(interpreted, problem, rng):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("compat", [None, "paddle"])
 def test_moe_unpermute_with_gradients(interpreted, problem, rng, weighted, compat):
-    from paddle_moe_ops import reference
-
     plan, shape = problem.plan(), problem.shape
     rowmap, ids = tensor(reference.plan_to_rowmap(plan), "cpu"), tensor(problem.ids, "cpu")
     arrays = ordinary(rng, (plan.num_rows, shape.H)), plan.row_probs
@@ -303,9 +317,13 @@ def test_bad_data_raise_under_validation_and_count_as_none_without(interpreted):
 def test_graphs_run_the_compiled_operators(interpreted):
     seen = []
 
+    @unified  # paddle.jit must not rewrite what it calls
+    def look(ids):
+        seen.append(resolve("route", ids).name)
+
     @paddle.jit.to_static(full_graph=True)
     def traced(ids):
-        seen.append(resolve("route", ids).name)
+        look(ids)
         return route(ids, num_experts=3).slot_to_row
 
     with use_backend("triton"):
@@ -362,88 +380,3 @@ def test_recompute_gives_the_same_gradients(interpreted, function, rng):
     with use_backend("triton"):
         check_recompute(function, True, FLOAT32, rng, "cpu")
     assert interpreted.launches
-
-
-@pytest.mark.parametrize("as_tensors", [False, True], ids=["lists", "tensors"])
-def test_grouped_products_run_on_triton_by_themselves(interpreted, rng, as_tensors):
-    x, w = ordinary(rng, (9, 20), np.float16), ordinary(rng, (3, 24, 20), np.float16)
-    sizes, offsets = [2, 0, 5], [0, 3, 3, 9]
-    weights = [rng.standard_normal((9, 24)).astype(np.float32)]
-    if as_tensors:
-        sizes, offsets = paddle.to_tensor(sizes, dtype="int32"), paddle.to_tensor(offsets)
-
-    def call(x, w):
-        return [grouped_gemm(x, w, sizes, expert_offsets=offsets)]
-
-    def product_and_gradients():
-        return [*call(tensor(x, "cpu"), tensor(w, "cpu")), *gradients(call, (x, w), weights, (True, True))]
-
-    outputs = product_and_gradients()
-    assert interpreted.launches.count("product_kernel") == 3
-    assert interpreted.launches.count("weight_gradient_kernel") == 1
-    with use_backend("reference"):
-        expected = product_and_gradients()
-    for made, due in zip(outputs, expected, strict=True):
-        np.testing.assert_allclose(made.numpy(), due.numpy(), rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, False)])
-@pytest.mark.parametrize("form", ["gathered", "weighted by row", "weighted by slot"])
-def test_fused_products_with_gradients(interpreted, problem, plan, rng, form, wanted):
-    gathered = form == "gathered"
-    x = ordinary(rng, (SHAPE.T if gathered else plan.num_rows, 20), np.float16)
-    arrays = [x, ordinary(rng, (SHAPE.E, 24, 20), np.float16)]
-    if not gathered:
-        arrays.append(problem.probs if form.endswith("slot") else problem.plan().row_probs)
-    weights = [rng.standard_normal((plan.num_rows, 24)).astype(np.float32)]
-
-    def call(x, w, weights=None):
-        return [grouped_gemm(x, w, plan=plan, permute_x=gathered, topk_weights=weights)]
-
-    for made, due in on_both(lambda: call(*(tensor(each, "cpu") for each in arrays))):
-        np.testing.assert_allclose(made.numpy(), due.numpy(), rtol=2e-3, atol=2e-3)
-    assert "product_kernel" in interpreted.launches
-    for made, due in on_both(lambda: gradients(call, arrays, weights, wanted[: len(arrays)])):
-        np.testing.assert_allclose(made.numpy(), due.numpy(), rtol=4e-3, atol=4e-3)
-
-
-def test_a_layer_runs_on_the_products_that_move_rows_and_weight_them(interpreted, monkeypatch):
-    layer = MoELayer(16, 8, 4, 2, num_shared_experts=0)
-    layer.to(dtype="float16")
-    x = paddle.randn([5, 16]).astype("float16")
-    monkeypatch.setattr("paddle_moe_ops.nn.F", SimpleNamespace(swiglu=wide_swiglu))
-    results = []
-    for backend in ("triton", "paddle"):
-        layer.clear_gradients()
-        with use_backend(backend):
-            out = layer(x)
-            out.astype("float32").sum().backward()
-        load = np.asarray(layer.tokens_per_expert).tolist()
-        results.append((out.numpy(), [each.grad.numpy() for each in layer.parameters()], load))
-    assert interpreted.launches.count("weight_gradient_kernel") == 2
-    (out, gradients_of, load), (due, due_gradients, due_load) = results
-    assert load == due_load
-    for made, expected in zip([out, *gradients_of], [due, *due_gradients], strict=True):
-        np.testing.assert_allclose(made, expected, rtol=1e-2, atol=1e-2)
-
-
-def wide_swiglu(x):
-    """Paddle has none of float16 on the CPU."""
-    return paddle.nn.functional.swiglu(x.astype("float32")).astype(x.dtype)
-
-
-def test_groups_that_do_not_fit_are_cut_unless_they_are_to_be_looked_at(interpreted, rng, monkeypatch):
-    x, w = tensor(ordinary(rng, (6, 8), np.float16), "cpu"), tensor(ordinary(rng, (2, 24, 8), np.float16), "cpu")
-    sizes = paddle.to_tensor([4, 9])
-    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "0")
-    assert_bits_equal(grouped_gemm(x, w, sizes), grouped_gemm(x, w, [4, 2]).numpy())
-    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "1")
-    text = r"^grouped_gemm: m_sizes must be sizes of 6 rows at most, those of X, but got \[4, 9\]$"
-    with pytest.raises(ValueError, match=text):
-        grouped_gemm(x, w, sizes)
-
-
-def test_products_in_float32_run_on_paddles_matmul(interpreted):
-    with use_backend("triton"):
-        grouped_gemm(paddle.ones([2, 3]), paddle.ones([1, 4, 3]), [2])
-    assert interpreted.launches == []

@@ -203,12 +203,24 @@ def test_speed_check_fails_for_wrong_rows(operator, which, change, model, few_ru
 def test_speed_is_the_median_after_a_round_to_warm_up(model, monkeypatch):
     monkeypatch.setattr(checks, "TIMED_TOKENS", 64)
     monkeypatch.setattr(checks, "TIMED_RUNS", 3)
-    rounds = ([1e6] * 4, [1.0, 20.0, 300.0, 4000.0], [9.0, 90.0, 900.0, 9000.0], [2.0, 30.0, 400.0, 5000.0])
-    times = iter([each for line in rounds for each in line])
-    monkeypatch.setattr(checks, "_milliseconds", lambda run, leaves: next(times))
-    speed = checks.layer_speed(model.moe_layers[0])
+    layer, started = model.moe_layers[0], []
+    layer.router.register_forward_pre_hook(lambda *_: started.append("layer"))
+    for name in ("plain_moe", "_move", "_plain_move"):
+        right = getattr(checks, name)
+        monkeypatch.setattr(checks, name, lambda *given, right=right, name=name: started.append(name) or right(*given))
+    times = {"layer": [1.0, 9.0, 2.0], "plain_moe": [20.0, 90.0, 30.0], "_move": [3e2, 9e2, 4e2]}
+    times["_plain_move"] = [4e3, 9e3, 5e3]
+    left = {name: iter([1e6, *each]) for name, each in times.items()}
+
+    def milliseconds(run, leaves):
+        started.clear()
+        run()
+        return next(left[started[0]])
+
+    monkeypatch.setattr(checks, "_milliseconds", milliseconds)
+    speed = checks.layer_speed(layer)
     assert (speed.layer, speed.moving) == ((2.0, 30.0), (400.0, 5000.0))
-    assert next(times, None) is None
+    assert [next(each, None) for each in left.values()] == [None] * 4
 
 
 def test_both_sides_of_a_speed_run_backward_to_the_same_leaves(model, few_runs, monkeypatch):

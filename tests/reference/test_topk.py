@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_moe_ops.reference import calculate_topk, calculate_topk_backward, select_experts
+from tests.routers import halves
 
 from .cases import EXAMPLES
 
@@ -72,6 +74,57 @@ def test_sigmoid_weights_by_hand():
     weights, ids, _ = calculate_topk(np.float32([[0, np.log(3), -200]]), 3, True, False)
     assert ids.tolist() == [[1, 0, 2]]
     np.testing.assert_allclose(weights, [[0.75, 0.5, 0]], rtol=1e-6)
+
+
+def test_small_sums_count_as_1e_12():
+    """exp(-30) is 9.4e-14: two such weights add up to less than 1e-12, twelve to more."""
+    weights, _, scores = calculate_topk(np.full((1, 12), -30, np.float32), 2, True, True, scaling_factor=2.0)
+    np.testing.assert_allclose(scores, np.exp(-30.0), rtol=1e-6)
+    np.testing.assert_allclose(weights, 2 * np.exp(-30.0) / 1e-12, rtol=1e-6)
+    weights, _, _ = calculate_topk(np.full((1, 12), -30, np.float32), 12, True, True)
+    np.testing.assert_allclose(weights, 1 / 12, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_sum_of_narrow_weights_is_rounded(dtype):
+    router, expected = halves(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    weights, _, scores = calculate_topk(router.gating, *router.arguments)
+    assert scores.astype(float).tolist() == expected.astype(float).tolist()
+    assert weights.astype(float).tolist() == expected.astype(float).tolist()
+
+
+def test_what_is_added_for_the_choice_is_added_in_float32():
+    tiny = 2.0**-25
+    ones = np.ones((1, 2), np.float32)
+    assert select_experts(ones, 1, correction_bias=np.float32([0, tiny])).tolist() == [[0]]
+    assert select_experts(ones, 1, correction_bias=np.float32([0, 8 * tiny])).tolist() == [[1]]
+    groups = {"num_groups": 2, "topk_groups": 1}
+    assert select_experts(np.float32([[1, 0, 1, tiny]]), 1, **groups).tolist() == [[0]]
+    assert select_experts(np.float32([[1, 0, 1, 8 * tiny]]), 1, **groups).tolist() == [[2]]
+
+
+def test_two_scores_rank_a_group_and_all_groups_are_kept_unless_told_otherwise():
+    values = np.float32([[9, -9, 3, 3]])
+    assert select_experts(values, 2, num_groups=2, topk_groups=1).tolist() == [[2, 3]]
+    assert select_experts(values, 2, num_groups=2, topk_groups=1, scores_per_group=1).tolist() == [[0, 1]]
+    assert select_experts(values, 3, num_groups=2).tolist() == [[0, 2, 3]]
+
+
+@pytest.mark.parametrize("base", [-31.0, -27.0], ids=["below 1e-12", "above"])
+def test_gradient_of_small_sums_against_finite_differences(base, rng):
+    gating, d_weights = base + rng.standard_normal((4, 6)) / 4, rng.standard_normal((4, 3))
+    weights, ids, scores = calculate_topk(gating, 3, True, True)
+    assert (np.take_along_axis(scores, ids, axis=1).sum(axis=1) < 1e-12).tolist() == [base == -31.0] * 4
+
+    def loss(gating):
+        return (calculate_topk(gating, 3, True, True, ids=ids)[0] * d_weights).sum()
+
+    gradient = calculate_topk_backward(d_weights, gating, ids, True, True)
+    for index in np.ndindex(gating.shape):
+        step = np.zeros_like(gating)
+        step[index] = 1e-5
+        due = (loss(gating + step) - loss(gating - step)) / 2e-5
+        assert gradient[index] == pytest.approx(due, rel=1e-6, abs=1e-8 * np.abs(weights).max())
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from paddle_moe_ops.triton.topk import topk, topk_backward
 from tests.params import SUM_DTYPES
-from tests.routers import Router, deepseek_v3, routers
+from tests.reference.cases import assert_same_bits
+from tests.routers import Router, deepseek_v3, halves, nearly_nothing, routers
 
 from .problems import fitting_tokens
 
@@ -115,6 +116,29 @@ def test_rows_of_logits_may_lie_apart(gpu, rng):
     d_weights = rng.standard_normal(weights.shape).astype(np.float32)
     gradient = topk_backward(gpu, apart, gpu.array(ids), gpu.array(d_weights), None, **flags(router))
     router.check_gradient(gpu.numpy(gradient), ids, d_weights, None)
+
+
+def test_weights_whose_sum_is_nearly_nothing(gpu, rng):
+    router = nearly_nothing(rng)
+    check(gpu, rng, router._replace(gating=router.gating[::4]))
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES[1:], ids=str)
+def test_the_sum_that_narrow_weights_are_divided_by_is_rounded(gpu, dtype):
+    router, expected = halves(dtype)
+    weights, ids, scores = choose(gpu, router)
+    assert ids.tolist() == [[0, 1]]
+    assert_same_bits(scores, expected)
+    assert_same_bits(weights, expected)
+
+
+def test_a_bias_and_sums_of_groups_are_added_in_float32(gpu):
+    tiny = np.float32(2.0**-25)
+    router = Router(np.ones((1, 4), np.float32), 1, True, False, False, 1.0, np.float32([0, tiny, 0, 0]), {})
+    assert choose(gpu, router)[1].tolist() == [[0]]
+    groups = {"num_groups": 2, "topk_groups": 1}
+    router = Router(np.float32([[1, 0, 1, tiny]]), 1, True, False, False, 1.0, None, groups)
+    assert choose(gpu, router)[1].tolist() == [[0]]
 
 
 def test_no_tokens(gpu, rng):

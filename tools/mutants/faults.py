@@ -8,6 +8,7 @@ README.md lists the kinds, and the rules for places that are left out.
 from __future__ import annotations
 
 import ast
+import itertools
 import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -40,6 +41,7 @@ _ARITHMETIC = {
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
+_QUIET = ("errstate", "_quiet", "catch_warnings")
 _NAMES = {"min": "max", "minimum": "maximum", "any": "all", "zeros": "ones", "zeros_like": "ones_like"}
 _NAMES |= {other: name for name, other in _NAMES.items()}
 
@@ -89,7 +91,7 @@ def _changes(node: ast.AST, statement: ast.AST) -> Iterator[tuple[str, ast.AST, 
     if isinstance(node, ast.stmt):
         statement = node
     for kind, new in _replacements(node):
-        yield kind, node, ast.fix_missing_locations(ast.copy_location(new, node)), statement
+        yield kind, node, new, statement
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "bases"):
             continue
@@ -143,7 +145,7 @@ def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         for index in range(len(node.values)):
             rest = node.values[:index] + node.values[index + 1 :]
             yield "condition dropped", rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub, ast.Invert)):
+    elif isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):  # -1 is changed as a number
         yield "operator dropped", node.operand
     elif isinstance(node, ast.Constant):
         yield from _other_constants(node.value)
@@ -175,29 +177,34 @@ def _other_calls(call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     for arguments in _swapped(call.args):
         yield "arguments swapped", ast.Call(call.func, arguments, call.keywords)
     for index, keyword in enumerate(call.keywords):
-        if keyword.arg is not None:
+        if keyword.arg not in (None, "strict"):
             rest = call.keywords[:index] + call.keywords[index + 1 :]
             yield "keyword dropped", ast.Call(call.func, call.args, rest)
-    # x.detach(), x.contiguous(), x.astype(dtype): the value as it was.
-    if isinstance(call.func, ast.Attribute) and (not (call.args or call.keywords) or call.func.attr == "astype"):
+    # x.detach(), x.contiguous(), x.astype(dtype): the value as it was. A list and an array are mostly as good.
+    is_method = isinstance(call.func, ast.Attribute) and call.func.attr not in ("tolist", "items")
+    if is_method and (not (call.args or call.keywords) or call.func.attr == "astype"):
         yield "method dropped", call.func.value
 
 
+def _is_quiet(item: ast.withitem) -> bool:
+    """Whether it only keeps warnings away."""
+    return isinstance(item.context_expr, ast.Call) and _last_name(item.context_expr.func) in _QUIET
+
+
 def _swapped(elements: list[ast.expr]) -> Iterator[list[ast.expr]]:
-    for index, (one, other) in enumerate(zip(elements, elements[1:], strict=False)):
+    for index, (one, other) in enumerate(itertools.pairwise(elements)):
         starred = isinstance(one, ast.Starred) or isinstance(other, ast.Starred)
         if not starred and ast.dump(one) != ast.dump(other):
             yield [*elements[:index], other, one, *elements[index + 2 :]]
 
 
 def _other_statements(node: ast.stmt) -> Iterator[tuple[str, ast.AST]]:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield "statement dropped", ast.Pass()
-    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript)):
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    if is_call or (isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript))):
         yield "statement dropped", ast.Pass()
     elif isinstance(node, (ast.Break, ast.Continue)):
         yield "break, continue", ast.Continue() if isinstance(node, ast.Break) else ast.Break()
-    elif isinstance(node, ast.With) and all(item.optional_vars is None for item in node.items):
+    elif isinstance(node, ast.With) and not any(item.optional_vars or _is_quiet(item) for item in node.items):
         yield "with dropped", ast.If(ast.Constant(True), node.body, [])
     elif isinstance(node, ast.Try) and node.finalbody and not node.handlers:
         yield "finally dropped", ast.If(ast.Constant(True), node.body + node.finalbody, [])

@@ -1,10 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plug-in: writes down which tests reach which lines, or runs only the tests that it is told, the fastest first.
+"""A pytest plug-in: writes down which tests reach which lines, or runs the tests that it is told, the fastest first.
 
-MUTANTS_RECORD=FILE with MUTANTS_SOURCES (paths, separated by os.pathsep) writes a JSON object: "reached" holds for every
-line ("path:number") the numbers of tests, "tests" their ids, "seconds" their times, and "spawning" lists the files whose
-tests start processes, in which nothing is written down. MUTANTS_TESTS=FILE names a JSON list of ids.
+MUTANTS_RECORD=FILE with MUTANTS_SOURCES (paths, separated by os.pathsep) writes a JSON object: "reached" holds for
+every line ("path:number") the numbers of tests, "tests" their ids, "seconds" their times, and "spawning" lists the
+files whose tests start processes, in which nothing is written down. MUTANTS_TESTS=FILE names a JSON list of ids.
 """
 
 from __future__ import annotations

@@ -181,12 +181,12 @@ def try_area(area: str, tree: Path, count: int, seed: int) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--area", nargs="+", choices=AREAS, default=list(AREAS))
+    parser.add_argument("--area", action="append", choices=AREAS, help="may be given again; without, all of them")
     parser.add_argument("--mutants", type=int, default=30, help="how many of an area's mutants are tried")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tree", type=Path, default=HERE.parents[1], help="the sources, built; they are copied")
     options = parser.parse_args()
-    table = {area: try_area(area, options.tree, options.mutants, options.seed) for area in options.area}
+    table = {area: try_area(area, options.tree, options.mutants, options.seed) for area in options.area or AREAS}
     print(f"\n{'area':12}{'mutants':>8}{'survived':>10}{'share':>8}")
     for area, (mutants, survived) in table.items():
         print(f"{area:12}{mutants:8}{survived:10}{survived / mutants:8.0%}")
