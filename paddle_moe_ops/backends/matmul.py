@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import paddle
 from paddle import Tensor
 
-from .._graphs import is_on_gpu, ready_for_matmul
+from .._graphs import is_graph_value, is_on_gpu, ready_for_matmul
 from .base import GemmSpec
 from .host_checks import host_segments
 
@@ -69,8 +69,8 @@ def _multiply(
     if not any(i % 2 for i in kept):
         kept = sorted([1, *kept])
     lengths = [segments[i] for i in kept]
-    parts = dict(zip(kept, paddle.split(x, lengths, axis=0), strict=True))
-    factors = {} if weights is None else dict(zip(kept, paddle.split(weights, lengths, axis=0), strict=True))
+    parts = dict(zip(kept, _split(x, lengths), strict=True))
+    factors = {} if weights is None else dict(zip(kept, _split(weights, lengths), strict=True))
     matrices = paddle.unbind(w)
     results = {}
     for i, part in parts.items():
@@ -85,6 +85,14 @@ def _multiply(
         rows = parts[i].shape[0] if parts[i].shape[0] >= 0 else paddle.shape(parts[i])[0]
         results[i] = paddle.zeros([rows, product.shape[1]], product.dtype)
     return paddle.concat([results[i] for i in kept], axis=0) if len(kept) > 1 else results[kept[0]]
+
+
+def _split(x: Tensor, lengths: Sequence[int | Tensor]) -> Sequence[Tensor]:
+    """Parts of these lengths along the first axis."""
+    if is_graph_value(x) and 0 <= x.shape[0] < len(lengths):
+        # In a graph Paddle refuses more parts than rows, though parts may be empty, unless it does not know the rows.
+        x = x.reshape([paddle.shape(x)[0], *x.shape[1:]])
+    return paddle.split(x, lengths, axis=0)
 
 
 backend = MatmulBackend()

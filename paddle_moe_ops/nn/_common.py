@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -20,12 +20,25 @@ def weight(layer: nn.Layer, shape: list[int], fan_in: int) -> Tensor:
     return layer.create_parameter(shape, default_initializer=initializer)
 
 
-def sizes(function: str, **given: Any) -> list[int]:
+class Size(int):
+    """An int that is part of a program.
+
+    Where layers of one class are traced by bytecode and differ in an attribute that is a plain int, Paddle makes a
+    tensor of it. The sizes of their weights it takes for free, see `of_shape`.
+    """
+
+
+def sizes(function: str, **given: Any) -> list[Size]:
     """Check sizes, ints >= 1."""
-    return [_checks.integer(function, name, size, 1) for name, size in given.items()]
+    return [Size(_checks.integer(function, name, size, 1)) for name, size in given.items()]
 
 
-def check_rows(function: str, argument: str, x: Any, like: Tensor, shape: list[int | str]) -> Tensor:
+def of_shape(weight: Tensor, shape: list[int]) -> Tensor:
+    """A weight whose sizes are known."""
+    return weight.reshape(shape) if -1 in weight.shape else weight
+
+
+def check_rows(function: str, argument: str, x: Any, like: Tensor, shape: Sequence[int | str]) -> Tensor:
     """Check a tensor that is to be multiplied with a weight: its dtype, but under mixed precision, and its shape."""
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (like.dtype,)
     return _checks.tensor(function, argument, x, dtypes, shape)

@@ -17,7 +17,7 @@ from .. import _checks
 from .._graphs import is_graph_value, is_on_gpu, public, ready_for_matmul
 from ..gemm import grouped_gemm
 from ..routing import Plan
-from ._common import check_rows, in_float32, sizes, weight
+from ._common import check_rows, in_float32, of_shape, sizes, weight
 
 
 class SwiGLU(nn.Layer):
@@ -34,9 +34,11 @@ class SwiGLU(nn.Layer):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        hidden, intermediate = sizes("SwiGLU", hidden_size=hidden_size, intermediate_size=intermediate_size)
-        self.gate_up = weight(self, [hidden, 2 * intermediate], fan_in=hidden)
-        self.down = weight(self, [intermediate, hidden], fan_in=intermediate)
+        self.hidden_size, self.intermediate_size = sizes(
+            "SwiGLU", hidden_size=hidden_size, intermediate_size=intermediate_size
+        )
+        self.gate_up = weight(self, [self.hidden_size, 2 * self.intermediate_size], fan_in=self.hidden_size)
+        self.down = weight(self, [self.intermediate_size, self.hidden_size], fan_in=self.intermediate_size)
 
     @not_to_static
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +48,7 @@ class SwiGLU(nn.Layer):
             TypeError: x is no tensor of the weights' dtype.
             ValueError: The last dimension of x is not H.
         """
-        return _swiglu_mlp(x, self.gate_up, self.down)
+        return _swiglu_mlp(x, self.gate_up, self.down, self.hidden_size, self.intermediate_size)
 
 
 class SwiGLUExperts(nn.Layer):
@@ -68,14 +70,14 @@ class SwiGLUExperts(nn.Layer):
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.num_experts, hidden, intermediate = sizes(
+        self.num_experts, self.hidden_size, self.intermediate_size = sizes(
             "SwiGLUExperts",
             num_experts=num_experts,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
         )
-        self.gate_up = weight(self, [num_experts, hidden, 2 * intermediate], fan_in=hidden)
-        self.down = weight(self, [num_experts, intermediate, hidden], fan_in=intermediate)
+        self.gate_up = weight(self, [num_experts, hidden_size, 2 * intermediate_size], fan_in=hidden_size)
+        self.down = weight(self, [num_experts, intermediate_size, hidden_size], fan_in=intermediate_size)
 
     @not_to_static
     def forward(
@@ -110,10 +112,12 @@ class SwiGLUExperts(nn.Layer):
                 GPU or in a graph are not looked at.
         """
         if plan is not None:
-            return _by_plan(rows, self.gate_up, self.down, plan, probs)
-        return _by_counts(rows, self.gate_up, self.down, tokens_per_expert, padding_alignment)
+            return self.weighted_rows(rows, plan, probs)
+        sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
+        return _by_counts(rows, self.gate_up, self.down, sizes_of, tokens_per_expert, padding_alignment)
 
-    def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor) -> Tensor:
+    @not_to_static
+    def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         """Applies to each token its experts, and weights what they give; `unpermute` then adds up each token's rows.
 
         What ``forward`` does with a plan, without its hooks.
@@ -121,7 +125,7 @@ class SwiGLUExperts(nn.Layer):
         Args:
             x: Tokens [T, H].
             plan: Where their rows are, as `route` says it.
-            probs: Weights of each token's slots, float32 [T, K], or of rows, [N].
+            probs: Weights of each token's slots, float32 [T, K], or of rows, [N], or None for rows as they are.
 
         Returns:
             Tensor: [N, H], rows in expert order.
@@ -130,13 +134,15 @@ class SwiGLUExperts(nn.Layer):
             TypeError: An argument of the wrong type or dtype.
             ValueError: An argument of the wrong shape; a plan of another number of experts.
         """
-        return _by_plan(x, self.gate_up, self.down, plan, probs)
+        sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
+        return _by_plan(x, self.gate_up, self.down, sizes_of, plan, probs)
 
 
 @public("x", "gate_up", "down")
-def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, hidden: int, intermediate: int) -> Tensor:
+    gate_up, down = of_shape(gate_up, [hidden, 2 * intermediate]), of_shape(down, [intermediate, hidden])
     rank = max(getattr(x, "ndim", 1), 1)
-    check_rows("SwiGLU", "x", x, gate_up, [*(f"dim{i}" for i in range(rank - 1)), gate_up.shape[0]])
+    check_rows("SwiGLU", "x", x, gate_up, [*(f"dim{i}" for i in range(rank - 1)), hidden])
     return in_float32(_multiply_twice, x, gate_up, down)
 
 
@@ -145,9 +151,12 @@ def _multiply_twice(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 @public("rows", "gate_up", "down")
-def _by_counts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Any, padding_alignment: int) -> Tensor:
-    """Each expert on its segment of rows."""
+def _by_counts(
+    rows: Tensor, gate_up: Tensor, down: Tensor, sizes_of: tuple[int, int, int], counts: Any, padding_alignment: int
+) -> Tensor:
+    """Each expert on its segment of rows; the sizes are E, H and I."""
     (alignment,) = sizes("SwiGLUExperts", padding_alignment=padding_alignment)
+    gate_up, down = _of_shapes(gate_up, down, *sizes_of)
     check_rows("SwiGLUExperts", "rows", rows, gate_up, ["N", gate_up.shape[1]])
     segments = _segments(counts, gate_up.shape[0], rows, alignment)
     hidden = in_float32(F.swiglu, grouped_gemm(rows, gate_up, segments, transpose=False))
@@ -155,8 +164,11 @@ def _by_counts(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Any, padding
 
 
 @public("x", "gate_up", "down", "probs")
-def _by_plan(x: Tensor, gate_up: Tensor, down: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
-    """Each expert on its tokens."""
+def _by_plan(
+    x: Tensor, gate_up: Tensor, down: Tensor, sizes_of: tuple[int, int, int], plan: Plan, probs: Tensor | None
+) -> Tensor:
+    """Each expert on its tokens; the sizes are E, H and I."""
+    gate_up, down = _of_shapes(gate_up, down, *sizes_of)
     name, num_experts = "SwiGLUExperts", gate_up.shape[0]
     check_rows(name, "x", x, gate_up, ["T", gate_up.shape[1]])
     _checks.instance(name, "plan", plan, tuple, "a paddle_moe_ops.Plan")
@@ -166,6 +178,13 @@ def _by_plan(x: Tensor, gate_up: Tensor, down: Tensor, plan: Plan, probs: Tensor
     with _checks.renaming("grouped_gemm", name, X="x", topk_weights="probs"):
         hidden = in_float32(F.swiglu, grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False))
         return grouped_gemm(hidden, down, plan=plan, topk_weights=probs, transpose=False)
+
+
+def _of_shapes(
+    gate_up: Tensor, down: Tensor, num_experts: int, hidden: int, intermediate: int
+) -> tuple[Tensor, Tensor]:
+    shape = [num_experts, hidden, 2 * intermediate]
+    return of_shape(gate_up, shape), of_shape(down, [num_experts, intermediate, hidden])
 
 
 def _segments(counts: Any, num_experts: int, rows: Tensor, alignment: int) -> list[int] | Tensor:

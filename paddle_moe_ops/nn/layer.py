@@ -143,7 +143,7 @@ class MoELayer(nn.Layer):
             TypeError: x is no tensor of the weights' dtype (under mixed precision, of bfloat16, float16 or float32).
             ValueError: x has another shape.
         """
-        tokens = _tokens(x, self.experts.gate_up)
+        tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
         ids, probs, scores, logits = self.router(tokens)
         plan, is_product = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
         rows = self.experts(tokens, plan=plan, probs=probs if is_product else None)
@@ -188,13 +188,13 @@ class _Traced:
 
 
 @public("x", "weights")
-def _tokens(x: Tensor, weights: Tensor) -> Tensor:
+def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
     """The tokens [T, H] of [T, H] or [B, S, H]."""
     _checks.instance("MoELayer", "x", x, Tensor, "a paddle.Tensor")
-    hidden, rank = weights.shape[1], x.ndim
+    rank = x.ndim
     if rank not in (2, 3) or x.shape[-1] not in (hidden, -1):
         _checks.bad_value("MoELayer", "x", f"of shape [T, {hidden}] or [B, S, {hidden}]", list(x.shape))
-    check_rows("MoELayer", "x", x, weights, ["B", "S", hidden][3 - rank :])
+    check_rows("MoELayer", "x", x, weights, (*("B", "S")[3 - rank :], hidden))
     tokens = x if rank == 2 else x.flatten(0, 1)
     # Traced by bytecode after inputs of another rank, no dimension is known.
     return tokens if tokens.shape[1] >= 0 else tokens.reshape([paddle.shape(tokens)[0], hidden])

@@ -18,7 +18,7 @@ from paddle.jit import not_to_static
 from .. import _checks
 from .._graphs import public, ready_for_matmul
 from ..routing import calculate_topk, check_groups
-from ._common import sizes, weight
+from ._common import Size, of_shape, sizes, weight
 
 SCORING = ("softmax", "sigmoid")
 
@@ -91,12 +91,11 @@ class TopKRouter(nn.Layer):
         _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
         if topk > num_experts:
             _checks.bad_value(name, "topk", f"at most num_experts={num_experts}", topk)
-        self.num_groups, self.topk_groups = check_groups(
-            name, "topk", num_experts, topk, num_groups, topk_groups, scores_per_group
-        )
+        groups = check_groups(name, "topk", num_experts, topk, num_groups, topk_groups, scores_per_group)
+        self.num_groups, self.topk_groups = map(Size, groups)
         self.scoring = _checks.choice(name, "scoring", scoring, SCORING)
         self.norm_topk_prob = _checks.flag(name, "norm_topk_prob", norm_topk_prob)
-        self.scores_per_group = int(scores_per_group)
+        self.scores_per_group = Size(scores_per_group)
         self.scaling_factor = _checks.number(name, "scaling_factor", scaling_factor)
         self.capacity_factor = None
         if capacity_factor is not None:
@@ -126,6 +125,8 @@ class TopKRouter(nn.Layer):
             x,
             self.weight,
             self.correction_bias,
+            self.hidden_size,
+            self.num_experts,
             top_k=self.topk,
             use_sigmoid=self.scoring == "sigmoid",
             renormalize=self.norm_topk_prob,
@@ -202,13 +203,15 @@ def _set_float32(bias: weakref.ref, value: Any) -> None:
 
 
 @public("x", "weight")
-def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> RouterOutput:
+def _choose(
+    x: Tensor, weight: Tensor, bias: Tensor | None, hidden: int, num_experts: int, **options: Any
+) -> RouterOutput:
     """The router of a weight [H, E] and a bias [E]; the options are those of `calculate_topk`."""
-    _checks.tensor("TopKRouter", "x", x, _checks.SUM_DTYPES, ["T", weight.shape[0]])
+    _checks.tensor("TopKRouter", "x", x, _checks.SUM_DTYPES, ["T", hidden])
     with paddle.amp.auto_cast(enable=False):
-        wide = weight.astype("float32")
+        wide = of_shape(weight.astype("float32"), [hidden, num_experts])
         logits = paddle.matmul(ready_for_matmul(x.astype("float32"), wide), wide)
-        bias = None if bias is None else bias.astype("float32")
+        bias = None if bias is None else of_shape(bias.astype("float32"), [num_experts])
         probs, ids, scores = calculate_topk(logits, correction_bias=bias, return_scores=True, **options)
     return RouterOutput(ids.astype("int32"), probs, scores, logits)
 

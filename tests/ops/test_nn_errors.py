@@ -77,8 +77,8 @@ def test_bad_arguments_of_constructors_are_named(layer, changes, error, text):
 def test_sizes_may_be_numpy_integers():
     layer = MoELayer(np.int64(H), np.int32(6), np.int64(4), np.int64(2), np.int64(1), scaling_factor=np.float32(1))
     assert layer(paddle.zeros([3, H])).shape == [3, H]
-    assert type(layer.hidden_size) is int
-    assert type(layer.router.topk) is int
+    assert isinstance(layer.hidden_size, int)
+    assert isinstance(layer.router.topk, int)
 
 
 def router():
