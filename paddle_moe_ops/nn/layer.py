@@ -195,9 +195,9 @@ def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
     if rank not in (2, 3) or x.shape[-1] not in (hidden, -1):
         _checks.bad_value("MoELayer", "x", f"of shape [T, {hidden}] or [B, S, {hidden}]", list(x.shape))
     check_rows("MoELayer", "x", x, weights, (*("B", "S")[3 - rank :], hidden))
-    tokens = x if rank == 2 else x.flatten(0, 1)
-    # Traced by bytecode after inputs of another rank, no dimension is known.
-    return tokens if tokens.shape[1] >= 0 else tokens.reshape([paddle.shape(tokens)[0], hidden])
+    if x.shape[-1] < 0:  # traced by bytecode after inputs of another rank; fails to run if the width is another
+        x = x.reshape([*(paddle.shape(x)[axis] for axis in range(rank - 1)), hidden])
+    return x if rank == 2 else x.reshape([-1, hidden])
 
 
 @public("tokens")
