@@ -128,13 +128,18 @@ int main() {
 """
 
 
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sources = [str(CSRC / "cpu" / name) for name in ("pool.cc", "quota.cc")]
+    target = tmp_path_factory.mktemp("pool") / "pool"
+    return str(compile_cpp(target, POOL, *sources, *OPTIONS, "-D_GNU_SOURCE", "-ldl"))
+
+
 @pytest.mark.parametrize(("limit", "threads"), [("200000 100000", 2), ("max 100000", 128), ("90000000 100000", 128)])
 def test_the_pool_follows_the_quota_unless_it_is_told_a_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, threads: int
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, threads: int
 ) -> None:
     write(tmp_path, {**own("0::/a"), f"{GROUP}/a/cpu.max": limit})
     monkeypatch.setenv("ROOT", str(tmp_path))
-    sources = [str(CSRC / "cpu" / name) for name in ("pool.cc", "quota.cc")]
-    program = compile_cpp(tmp_path / "pool", POOL, *sources, *OPTIONS, "-D_GNU_SOURCE", "-ldl")
     lines = [f"default {threads}", "asked for 7", "set 5", f"default again {threads}"]
-    assert run_clean([str(program)]).splitlines() == lines
+    assert run_clean([program]).splitlines() == lines
