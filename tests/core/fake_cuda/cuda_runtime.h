@@ -114,7 +114,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     if (error != cudaSuccess) return fake::done(error);
   }
   const dim3 &blocks = config->gridDim, &threads = config->blockDim;
-  if (blocks.x == 0 || blocks.x > 0x7FFFFFFFu || blocks.y > 65535 || blocks.z > 65535 || threads.x * threads.y * threads.z > 1024) {
+  if (blocks.x == 0 || blocks.x > 0x7FFFFFFFu || blocks.y > 65535 || blocks.z > 65535 ||
+      threads.x * threads.y * threads.z > 1024) {
     return fake::done(cudaErrorInvalidConfiguration);
   }
   const auto found = fake::shared_limits.find({reinterpret_cast<const void*>(kernel), fake::device});
