@@ -11,7 +11,7 @@ import pytest
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.bench import cli, cpu
-from paddle_moe_ops.bench.cpu_arrays import ArrayInputs
+from paddle_moe_ops.bench.cpu_arrays import ArrayInputs, empty
 from paddle_moe_ops.bench.device import Unsupported
 from paddle_moe_ops.bench.problem import make_problem
 from paddle_moe_ops.bench.results import load_run
@@ -73,6 +73,17 @@ def test_sums_and_magnitudes_are_the_oracle_s(inputs):
 def test_no_two_rows_of_an_input_are_alike():
     rows = ArrayInputs(make_problem(Case(Shape("wide", 4000, 1, 4, 1000), "uniform"))).x
     assert len(np.unique(rows.view(np.uint16), axis=0)) == len(rows)
+
+
+@pytest.mark.parametrize("size", [1, 4096, 5000])
+def test_arrays_begin_at_a_page(size):
+    arrays = [empty((size, 3), np.float16) for _ in range(4)]
+    assert all(array.ctypes.data % 4096 == 0 for array in arrays)
+    assert all((array.shape, array.dtype) == ((size, 3), np.float16) for array in arrays)
+
+
+def test_the_largest_cache_is_some_kilobytes_at_least(device):
+    assert device.cache_bytes >= 1 << 14
 
 
 def test_a_problem_that_does_not_fit_into_memory_is_skipped(device, inputs, monkeypatch):

@@ -14,7 +14,7 @@ from paddle_moe_ops.bench.shapes import SHAPES, Case, Operation, Shape
 
 from .fake_device import COPY_GBPS, FakeDevice, implementation
 
-PLAIN = Operation("unpermute", "plain")
+PLAIN, WEIGHTED = Operation("unpermute", "plain"), Operation("unpermute", "weighted")
 CASE = Case(Shape("small", 40, 3, 7, 16), "uniform")
 
 
@@ -56,6 +56,43 @@ def test_what_cannot_do_a_problem_says_why_and_fails_nothing():
     assert row.check == "skipped: no padding rows"
     assert row.us is None
     assert not row.failed
+
+
+def test_the_others_are_measured_after_one_that_cannot_do_the_problem():
+    def prepare(operation, inputs):
+        raise Unsupported("no padding rows")
+
+    device = FakeDevice([Implementation("picky", ("*",), prepare), implementation("right")])
+    rows = measure(device)
+    assert rows["picky"].us is None
+    assert rows["right"].us == 10.0
+
+
+def test_a_mode_that_fails_leaves_the_other_modes():
+    class OnlyEager(FakeDevice):
+        def capture(self, body, mode):
+            if mode == "graph":
+                raise RuntimeError("no graph")
+            return super().capture(body, mode)
+
+    device = OnlyEager([implementation("a")])
+    runner = Runner(device, device.implementations, Settings(modes=("graph", "eager")), COPY_GBPS)
+    rows = {row.mode: row for row in runner.measure([CASE], [PLAIN], lambda row: None)}
+    assert (rows["graph"].check, rows["graph"].us) == ("failed: no graph", None)
+    assert (rows["eager"].check, rows["eager"].us) == ("bits", 10.0)
+
+
+def test_memory_is_given_back_after_each_operation_and_each_case():
+    released = []
+
+    class Counting(FakeDevice):
+        def release(self):
+            released.append(len(self.sampled))
+
+    device = Counting([implementation("a")])
+    runner = Runner(device, device.implementations, Settings(modes=("graph",), rounds=1), COPY_GBPS)
+    runner.measure([CASE, CASE], [PLAIN, WEIGHTED], lambda row: None)
+    assert released == [1, 2, 2, 3, 4, 4]
 
 
 def test_operations_that_are_not_offered_have_no_row():
@@ -102,7 +139,6 @@ def test_without_probes_a_row_has_no_ceiling():
 
 # A shape of the published table, small enough to be summed here.
 PUBLISHED = Case(SHAPES["tileops-32"], "uniform")
-WEIGHTED = Operation("unpermute", "weighted")
 
 
 def test_published_times_are_scaled_by_the_copy_speed():

@@ -8,6 +8,10 @@ import re
 from typing import NamedTuple
 
 _OPERATORS = ("tests/ops/test_*.py", "tests/static/test_*.py")
+_KERNELS = (
+    *("grouped_gemm", "grouped_gemm_kernels", "handles", "launching", "permute", "quantize", "route", "route_kernels"),
+    *("rowmap", "sort_chunks", "sums", "topk", "unpermute", "unpermute_backward"),
+)
 
 
 class Area(NamedTuple):
@@ -41,7 +45,11 @@ AREAS = {
         ("tests/bench/test_*.py",),
     ),
     "backends": Area(("paddle_moe_ops/backends/*.py",), _OPERATORS),
-    "triton": Area(("paddle_moe_ops/triton/*.py",), ("tests/triton/test_*.py", "tests/ops/test_triton_*.py")),
+    # _runtime.py needs a GPU, configurations change the speed alone.
+    "triton": Area(
+        tuple(f"paddle_moe_ops/triton/{name}.py" for name in _KERNELS),
+        ("tests/triton/test_*.py", "tests/ops/test_triton_*.py"),
+    ),
     "reference": Area(("paddle_moe_ops/reference/*.py",), ("tests/reference/test_*.py",)),
 }
 
