@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_moe_ops.bench import cpu, cpu_check
+from paddle_moe_ops.bench import cpu, cpu_arrays, cpu_check
 from paddle_moe_ops.bench.cpu_arrays import ArrayInputs
 from paddle_moe_ops.bench.cpu_core import core_implementation
 from paddle_moe_ops.bench.device import BFLOAT16_SUMS, BITS, FLOAT32_SUMS
@@ -97,6 +97,30 @@ def test_outputs_of_another_type_or_shape_or_none_are_refused(padded, operation)
 
 
 @BY_OPERATION
+def test_a_difference_says_what_and_where_it_is(padded, operation, monkeypatch):
+    """The arrays are compared in many pieces."""
+    monkeypatch.setattr(cpu_arrays, "_CHUNK_ELEMENTS", 4 * PADDED.shape.hidden)
+    outputs = core_implementation(Core(LIBRARY)).prepare(operation, padded).run()
+    assert cpu_check.difference(operation, padded, outputs, BITS) is None
+    for name, array in outputs.items():
+        for place in places(array.shape, padded.problem.plan).values():
+            due = array[place].item()
+            array[place] = wrong = 2 if due == 1 else 1
+            found = cpu_check.difference(operation, padded, outputs, BITS)
+            array[place] = due
+            by_column = operation.variant == "col" and name == "scales"
+            where = list(place[::-1] if by_column else place)
+            if by_column and where[0] >= padded.problem.plan.num_rows:
+                continue
+            assert f" at {where}, " in found
+            if name in TOLERANT:
+                assert found.startswith(f"{name}: np.float64({wrong:.1f}) instead of np.float64(")
+            else:
+                given = str(wrong) if isinstance(due, int) else f"{wrong:.1f}"
+                assert found.startswith(f"{name}: {given} instead of {due!r} at ")
+
+
+@BY_OPERATION
 def test_what_every_implementation_gives_must_be_there(padded, operation):
     outputs = core_implementation(Core(LIBRARY)).prepare(operation, padded).run()
     extra = {"slot_probs", "source_to_dest", "rowmap", *padded.problem.plan._fields}
@@ -104,10 +128,10 @@ def test_what_every_implementation_gives_must_be_there(padded, operation):
         others = {key: outputs[key] for key in outputs if key != name} | {"row_probs": padded.row_probs}
         found = cpu_check.difference(operation, padded, others, BITS)
         assert found == (None if name in extra else f"there is no {name} to check")
-    if operation.key == "permute:fp8":
-        maps = {"row_probs": padded.row_probs}
-        found = cpu_check.difference(operation, padded, maps, BITS)
-        assert found == "there is no rows and no row_scales to check"
+    due = [name for name in outputs if name not in extra]
+    if due:
+        found = cpu_check.difference(operation, padded, {"row_probs": padded.row_probs}, BITS)
+        assert found == f"there is no {' and no '.join(due)} to check"
 
 
 @pytest.mark.parametrize("key", ["permute:fp8", "permute_quantized:row", "permute_quantized:col"])
@@ -133,7 +157,8 @@ def test_a_copy_is_of_ones(padded):
         target = np.ones(9, np.uint8)
         assert cpu_check.difference(OPERATIONS[1], padded, {"copy": target}, BITS) is None
         target[-1] = wrong
-        assert cpu_check.difference(OPERATIONS[1], padded, {"copy": target}, BITS).startswith("copy: ")
+        found = cpu_check.difference(OPERATIONS[1], padded, {"copy": target}, BITS)
+        assert found == f"copy: {wrong} instead of 1 at [8], one of 1 that differ"
 
 
 def test_sums_in_another_order_may_differ_by_their_tolerance_only(inputs):
