@@ -40,6 +40,8 @@ def test_bad_chunks_count_as_documented_without_validation() -> None:
     sizes, order = np.array([2, -5, 9, 1]), np.array([7, 2, 2, -1])
     # chunk 2 is cut at row 6, chunk 3 is empty; 2 is named, the others follow
     assert reference.chunk_sort_map(sizes, order, 6, validate=False).tolist() == [4, 5, 0, 1, 2, 3]
+    # 4 is the first that names no chunk
+    assert reference.chunk_sort_map(sizes, np.array([4, 2, 0, 1]), 6, validate=False).tolist() == [4, 5, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

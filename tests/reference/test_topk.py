@@ -127,6 +127,20 @@ def test_gradient_of_small_sums_against_finite_differences(base, rng):
         assert gradient[index] == pytest.approx(due, rel=1e-6, abs=1e-8 * np.abs(weights).max())
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("pre_act", [False, True])
+@pytest.mark.parametrize("use_sigmoid", [False, True])
+def test_gradient_of_narrow_logits_is_that_of_the_same_numbers_in_float64(use_sigmoid, pre_act, dtype, rng):
+    gating, d_weights = rng.standard_normal((4, 6)).astype(dtype), rng.standard_normal((4, 3)).astype(dtype)
+    d_scores, ids = rng.standard_normal((4, 6)).astype(dtype), np.argsort(rng.random((4, 6)), axis=1)[:, :3]
+    arguments = use_sigmoid, True, pre_act, not pre_act
+    found = calculate_topk_backward(d_weights, gating, ids, *arguments, d_scores=d_scores)
+    wide = (each.astype(np.float64) for each in (d_weights, gating, d_scores))
+    expected = calculate_topk_backward(next(wide), next(wide), ids, *arguments, d_scores=next(wide))
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("pre_act", [False, True])
 @pytest.mark.parametrize("use_sigmoid", [False, True])

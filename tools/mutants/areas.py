@@ -54,17 +54,28 @@ AREAS = {
 }
 
 
-# Faults that make no wrong program: (path, regular expression, reason). A fault is left out where the expression is
-# found in its lines before the change.
-EQUIVALENT: tuple[tuple[str, str, str], ...] = (
-    (r".*/bench/cpu\.py", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "what is around a time"),
-    (r".*/bench/cpu\.py", r"needed > left|needed / 1e9", "an estimate"),
-    (r".*/bench/cpu_arrays\.py", r"_WORKERS|_PERIOD|_CHUNK_ELEMENTS =|^    return problem\.case\.shape\.hidden \*", "sizes of pieces"),
-    (r".*/bench/cpu_check\.py", r"expected = terms\.sum\(1\)", "its last bit is far below the tolerance"),
-    (r".*/demo/.*\.py", r"_TOLERANCE\b", "a float is not equal to its limit"),
-    (r".*/demo/checks\.py", r"axis=|unsqueeze|shape\[-1\]|one_hot", "of a matrix the last axis is the second"),
+# Faults that make no wrong program: path, kind, what stands in the lines before the change (regular expressions), and
+# the reason.
+EQUIVALENT = (
+    (r"bench/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "what is around a time"),
+    (r"bench/cpu\.py", "", r"needed > left|needed / 1e9", "an estimate"),
+    (r"bench/cpu_arrays\.py", "", r"_WORKERS|_PERIOD|_CHUNK_ELEMENTS =", "sizes of pieces"),
+    (r"bench/cpu_arrays\.py", "", r"^    return problem\.case\.shape\.hidden \*", "an estimate"),
+    (r"bench/cpu_check\.py", "", r"expected = terms\.sum\(1\)", "its last bit is far below the tolerance"),
+    (r"demo/", "", r"_TOLERANCE\b", "a float does not equal its limit"),
+    (r"demo/checks\.py", "", r"axis=|unsqueeze|shape\[-1\]|one_hot", "the last axis of a matrix is its second"),
+    (r"", "keyword dropped", r"take_along_axis|argsort", "the last axis, which is the default"),
+    (r"", "arguments swapped", r"swapaxes", "either way round"),
+    (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
+    (r"reference/topk\.py", "comparison", r"topk_groups < num_groups", "a shortcut: all groups are kept"),
+    (r"reference/quantization\.py", "method dropped", r"\.copy\(\)\.view", "a copy of what nobody else has"),
+    (r"reference/routing\.py", "slice dropped", r"\[:1\]:$", "the first one raises"),
+    (r"reference/chunks\.py", "slice dropped", r"\[:num_chunks\]", "the last one is not used"),
 )
 
 
-def is_equivalent(path: str, old: str, new: str) -> bool:
-    return any(re.fullmatch(pattern, path) and re.search(text, old, re.MULTILINE) for pattern, text, _ in EQUIVALENT)
+def is_equivalent(path: str, kind: str, old: str) -> bool:
+    return any(
+        re.search(where, path) and re.fullmatch(kinds or ".*", kind) and re.search(text, old, re.MULTILINE)
+        for where, kinds, text, _ in EQUIVALENT
+    )

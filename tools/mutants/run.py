@@ -52,7 +52,7 @@ class Copy:
         """All faults of the area, less those of which README.md says why no test can notice them."""
         found = [(path, (self.root / path).read_bytes()) for path in self.sources]
         mutants = [Mutant(path, fault) for path, source in found for fault in faults_of(source)]
-        return [each for each in mutants if not is_equivalent(each.path, *self._lines(each))]
+        return [each for each in mutants if not is_equivalent(each.path, each.fault.kind, self._lines(each)[0])]
 
     def run_unchanged(self) -> None:
         """Runs all tests of the area once, to see that they pass and which lines each of them reaches."""
