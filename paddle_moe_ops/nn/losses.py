@@ -37,7 +37,7 @@ def load_balance_loss(scores: Tensor, ids: Tensor) -> Tensor:
     name = "load_balance_loss"
     _checks.tensor(name, "scores", scores, _checks.SUM_DTYPES, ["T", "E"])
     _checks.tensor(name, "ids", ids, _checks.ID_DTYPES, [scores.shape[0], "K"])
-    load = F.one_hot(ids.detach().astype("int64"), scores.shape[1]).sum(axis=[0, 1])
+    load = F.one_hot(ids.astype("int64"), scores.shape[1]).sum(axis=[0, 1])
     return loss_of_load(scores, load, False)
 
 
@@ -51,7 +51,7 @@ def loss_of_load(scores: Tensor, load: Tensor, normalise: bool) -> Tensor:
         normalise: Whether to divide the scores of a token by their sum first.
     """
     with paddle.amp.auto_cast(enable=False):
-        scores, load = scores.astype("float32"), load.detach().astype("float32")
+        scores, load = scores.astype("float32"), load.astype("float32")
         if normalise:
             scores = scores / scores.sum(axis=-1, keepdim=True).clip(min=_SMALLEST_SUM)
         share = load / load.sum().clip(min=1.0)
