@@ -43,14 +43,16 @@ void parallel_for(int64_t num_tasks, int num_threads, Body body) {
   if (call.error) std::rethrow_exception(call.error);
 }
 
-// Splits [0, size) into contiguous ranges that move about `bytes` in all, and runs body(begin, end) for each. Small work, such as
-// five hundred rows of 4 KiB, stays on the calling thread and wakes nobody; beyond that a thread is worth its waking for each MiB.
+// Work that moves no more, such as five hundred rows of 4 KiB, stays on the calling thread. (paddle/pages.cc: who makes an output's pages.)
+constexpr int64_t kOneThreadBytes = int64_t{2} << 20;
+
+// Splits [0, size) into contiguous ranges that move about `bytes` in all, and runs body(begin, end) for each. Small work wakes nobody;
+// beyond that a thread is worth its waking for each MiB.
 template <typename Body>
 void parallel_ranges(int64_t size, int64_t bytes, int32_t requested_threads, Body body) {
-  constexpr int64_t kSmallBytes = int64_t{2} << 20;  // paddle/pages.cc: who makes the pages of an output
   constexpr int64_t kBytesPerThread = int64_t{1} << 20;
   constexpr int64_t kTasksPerThread = 4;  // so that a thread that starts late or is interrupted does not hold up the rest
-  const int64_t worth = bytes <= kSmallBytes ? 1 : bytes / kBytesPerThread;
+  const int64_t worth = bytes <= kOneThreadBytes ? 1 : bytes / kBytesPerThread;
   int64_t threads = worth == 1 ? 1 : resolve_threads(requested_threads);
   if (threads > worth) threads = worth;
   int64_t tasks = threads == 1 ? 1 : threads * kTasksPerThread;

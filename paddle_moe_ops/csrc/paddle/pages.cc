@@ -11,6 +11,8 @@
 #include <unistd.h>
 #endif
 
+#include "cpu/pool.h"
+
 namespace pmo {
 namespace binding {
 
@@ -18,9 +20,8 @@ namespace binding {
 namespace {
 
 constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-constexpr uintptr_t kReusedBytes = uintptr_t{128} << 10;   // the C library keeps smaller blocks
-constexpr uintptr_t kOneThreadBytes = uintptr_t{2} << 20;  // beyond, threads write an output, and make its pages side by side
-constexpr int kPopulateWrite = 23;                         // MADV_POPULATE_WRITE of Linux 5.14, which older headers do not have
+constexpr uintptr_t kReusedBytes = uintptr_t{128} << 10;  // the C library keeps smaller blocks
+constexpr int kPopulateWrite = 23;                        // MADV_POPULATE_WRITE of Linux 5.14, which older headers do not have
 
 uintptr_t rounded_up(uintptr_t address, uintptr_t size) { return (address + size - 1) / size * size; }
 
@@ -42,7 +43,8 @@ void prepare_pages(const Target& target, const paddle::Tensor& output) {
   if (begin + page > end) return;
   if (!is_new(end - page, page)) return;
   if (rounded_up(begin, kHugePage) + kHugePage <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  if (bytes <= kOneThreadBytes) madvise(reinterpret_cast<void*>(begin), end - begin, kPopulateWrite);
+  // beyond, threads write an output, and make its pages side by side
+  if (bytes <= static_cast<uintptr_t>(cpu::kOneThreadBytes)) madvise(reinterpret_cast<void*>(begin), end - begin, kPopulateWrite);
 }
 #else
 void prepare_pages(const Target&, const paddle::Tensor&) {}
