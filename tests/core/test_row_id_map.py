@@ -60,6 +60,16 @@ def test_any_plan_has_a_row_id_map(core: Core, problem: Problem) -> None:
     assert_same_bits(calls.make_row_id_map(core, problem.plan), row_id_map_of(problem.plan))
 
 
+@pytest.mark.parametrize("topk", [3, 4, 9, 64])
+def test_a_line_has_room_for_the_first_rows_of_a_token_only(core: Core, topk: int) -> None:
+    """The last token too, behind whose line the map ends."""
+    plan = reference.route(np.full((3, topk), 1), num_experts=2, duplicates="each")
+    row_id_map = calls.make_row_id_map(core, plan)
+    first = np.arange(3) * topk
+    assert row_id_map.tolist() == [[row + 1, row, 1, 1, 2] for row in first.tolist()]
+    assert_same_bits(row_id_map, row_id_map_of(plan))
+
+
 @EXAMPLES
 @given(
     num_tokens=st.integers(0, 20),

@@ -141,7 +141,7 @@ def test_unpermute_and_its_gradient(run: Any, problem: Problem, weighted: bool) 
     if weighted:
         (out,) = run("pmo_unpermute_weighted", rows, probs, maps[1], maps[2], maps[3], True, True)
     else:
-        (out,) = run("pmo_unpermute", rows, maps[1], maps[2])
+        (out,) = run("pmo_unpermute", rows, maps[1], maps[2], problem.H, PHI_DTYPES[problem.dtype])
     weights = plan.row_probs if weighted else None
     assert_same_bits(on_host(out, problem.dtype), reference.unpermute(host_rows, plan, weights))
     backward([out], [on_gpu(d_out)])
@@ -205,4 +205,4 @@ def test_operators_called_without_paddles_machinery_give_the_same_bits(run: Any,
     assert_same_bits(on_host(rows, problem.dtype), expected_rows)
     assert_same_bits(on_host(scales, np.dtype(np.float32)), expected_scales)
     with pytest.raises(RuntimeError, match="all tensors must be on one device"):
-        direct.unpermute(rows, outputs[1].cpu(), outputs[2])
+        direct.unpermute(rows, outputs[1].cpu(), outputs[2], *described)

@@ -89,13 +89,13 @@ def test_the_result_of_a_direct_call_can_be_given_a_gradient(problem):
     assert rows.grad.shape == rows.shape
 
 
-def test_what_an_operator_refuses_is_raised_as_through_paddle(place, calls_of_paddle):
+def test_what_an_operator_refuses_is_raised_at_once(place, calls_of_paddle):
     ids = tensor(np.array([[0, 7]], np.int32), place)
     with pytest.raises(
         ValueError, match=r"^route: routing must hold expert ids in \[-1, 4\), but token 0, slot 1 holds 7$"
     ):
         route(ids, num_experts=4, validate=True)
-    assert calls_of_paddle == ["pmo_route"]
+    assert calls_of_paddle == []
 
 
 anything = st.one_of(
@@ -118,7 +118,7 @@ def test_arguments_of_any_kind_raise_or_are_taken_but_never_end_the_process(dire
     arguments = data.draw(st.lists(anything, max_size=13))
     try:
         outputs = direct[name](*arguments)
-    except (RuntimeError, OverflowError):
+    except (ValueError, OverflowError):
         return
     assert all(isinstance(output, paddle.Tensor) for output in outputs)
 
@@ -129,11 +129,11 @@ def test_an_argument_of_another_type_is_refused(direct, problem):
     with pytest.raises(OverflowError):
         direct["permute"](x, None, *maps, 3, False, -1, 10, 2**64, 10)
     for fill in (2**31, 1.5, None, [3]):
-        with pytest.raises(RuntimeError, match="an argument is not what the operator takes"):
+        with pytest.raises(ValueError, match="an argument is not what the operator takes"):
             direct["permute"](x, None, *maps, fill, False, -1, 10, 72, 10)
-    with pytest.raises(RuntimeError, match="an argument is not what the operator takes"):
+    with pytest.raises(ValueError, match="an argument is not what the operator takes"):
         direct["route"](plan.slot_to_row, None, 7, -1, 1, 1, [2**31], -1, 0, 0)
-    with pytest.raises(RuntimeError, match="permute: the number of arguments is wrong"):
+    with pytest.raises(ValueError, match="permute: the number of arguments is wrong"):
         direct["permute"](x)
 
 

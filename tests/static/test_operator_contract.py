@@ -24,13 +24,19 @@ from tests.static.modes import as_tuple
 from tests.static.operators import FLOATS, operator_names
 
 SOURCES = Path(paddle_moe_ops.__file__).parent / "csrc" / "paddle"
-OPERATORS = sorted(
-    name for source in SOURCES.glob("*.cc") for name in re.findall(r"PD_BUILD_OP\((\w+)\)", source.read_text("utf-8"))
-)
+
+
+def declared(kind: str) -> list[str]:
+    """The operators that the sources declare."""
+    texts = [source.read_text("utf-8") for source in SOURCES.glob("*.cc")]
+    return sorted(name for text in texts for name in re.findall(rf"PD_BUILD_{kind}\((\w+)\)", text))
+
+
+OPERATORS = declared("OP")
 # What a call with garbage may end in. IndexError: Paddle's own check that a number fits the attribute.
 GOOD_ENDS = ("ok", "raised ValueError", "raised TypeError", "raised IndexError")
-# Whatever is wrong is a RuntimeError there, but for integers beyond 64 bits and lists of something else.
-GOOD_ENDS_OF_A_DIRECT_CALL = ("ok", "raised RuntimeError", "raised OverflowError", "raised TypeError")
+# There integers beyond 64 bits overflow.
+GOOD_ENDS_OF_A_DIRECT_CALL = ("ok", "raised ValueError", "raised OverflowError", "raised TypeError")
 # A program can be refused while it is built, by Paddle.
 GOOD_ENDS_OF_A_BUILD = (*GOOD_ENDS, "built: raised ValueError", "built: raised TypeError")
 
@@ -49,6 +55,12 @@ def answers():
 def test_library_has_the_operators_of_the_sources():
     assert OPERATORS
     assert operator_names() == OPERATORS
+
+
+def test_what_has_a_gradient_says_what_the_gradient_of_that_is():
+    """Paddle silently gives none otherwise; one that is not supported raises."""
+    assert declared("GRAD_OP")
+    assert declared("DOUBLE_GRAD_OP") == declared("GRAD_OP")
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -9,6 +9,7 @@ import paddle
 import pytest
 
 from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
+from tests.ops.operator_calls import GOOD_CALLS
 from tests.static.cases import CASES, A, E, H, K, layer, permute_small_buffer, token_inputs
 from tests.static.modes import StaticGraph, assert_same_run, free_shapes, random_d_outputs, run_dygraph, static_mode
 
@@ -53,6 +54,23 @@ def test_list_of_counts_is_part_of_the_program_and_checked_when_it_runs(rng, pla
     inputs["ids"] = np.where(ids == 0, -1, ids)
     with pytest.raises(ValueError, match=r"moe_permute: tokens_per_expert must be \[0, "):
         graph.run(inputs, d_outputs)
+
+
+@pytest.mark.parametrize("dtype", [paddle.int32, paddle.float32])
+@pytest.mark.parametrize("operator", ["permute", "moe_permute"])
+def test_a_scale_that_paddle_drops_keeps_its_dtype(operator, dtype, place):
+    """An optional input without elements is none to Paddle, which is why attributes describe it."""
+    scale = {"scale": None, "has_scale": True, "scale_cols": 0, "scale_dtype": dtype.value}
+    tensors = {name: made for name, made in GOOD_CALLS[operator].items() if callable(made)}
+    arrays = {name: made(place).numpy() for name, made in tensors.items()}
+    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
+        inputs = {name: paddle.static.data(name, array.shape, array.dtype.name) for name, array in arrays.items()}
+        arguments = {**GOOD_CALLS[operator], **scale, **inputs}
+        outputs = paddle._C_ops._run_custom_op(f"pmo_{operator}", *arguments.values())
+        scales = outputs[{"permute": 1, "moe_permute": 3}[operator]]
+        assert scales.dtype == dtype
+        (values,) = paddle.static.Executor().run(feed=arrays, fetch_list=[scales])
+    assert values.dtype.name == str(dtype).rpartition(".")[2]
 
 
 def test_a_free_number_of_tokens_may_be_given_as_the_shape_says_it(place):

@@ -12,10 +12,6 @@
 #include <utility>
 #include <vector>
 
-#ifndef PMO_PADDLE_2
-#include "paddle/common/enforce.h"
-#include "paddle/common/errors.h"
-#endif
 #include "paddle/device.h"
 #include "paddle/extension.h"
 #include "pmo/base.h"
@@ -24,69 +20,46 @@ namespace pmo {
 namespace binding {
 
 using Shape = std::vector<int64_t>;
-using Outputs = std::vector<paddle::Tensor>;
+using Tensors = std::vector<paddle::Tensor>;
+using Outputs = Tensors;
 using Names = std::vector<std::pair<const char*, const char*>>;  // the core's name of an argument, and the caller's
 
-#ifdef PMO_PADDLE_2  // no ValueError for operators there
-[[noreturn]] inline void fail(const std::string& text) { PD_THROW(text); }
-#else
-[[noreturn]] inline void fail(const std::string& text) { PADDLE_THROW(common::errors::InvalidArgument("%s", text)); }
-#endif
+// The caller's fault: ValueError in Python, but RuntimeError under Paddle 2.
+[[noreturn]] void fail(const std::string& text);
+
+// The machine's fault: RuntimeError.
+[[noreturn]] void fail_internally(const std::string& text);
+
+// What a double-gradient operator without a formula says when it is needed: NotImplementedError, which is a RuntimeError.
+[[noreturn]] void fail_second_order(const char* function, const char* advice);
 
 inline void require(bool condition, const char* function, const char* text) {
   if (!condition) fail(std::string(function) + ": " + text);
 }
 
-// Turns a failed core call into the exception that Python sees as ValueError. Core texts begin with the core's name of the
-// argument; `names` maps it to the caller's.
-inline void check_status(int status, const char* function, const Names& names = {}) {
-  if (status == PMO_OK) return;
-  std::string text = pmo_last_error();
-  for (const auto& name : names) {
-    const std::string core_name = std::string(name.first) + " ";
-    if (text.compare(0, core_name.size(), core_name) == 0) text = std::string(name.second) + " " + text.substr(core_name.size());
-  }
-  fail(std::string(function) + ": " + text);
-}
+// Turns a failed core call into an exception. Core texts begin with the core's name of the argument; `names` maps it to the caller's.
+void check_status(int status, const char* function, const Names& names = {});
 
-inline int32_t dtype_of(const paddle::Tensor& tensor, const char* function, const char* name) {
-  switch (tensor.dtype()) {
-    case paddle::DataType::FLOAT32:
-      return PMO_FLOAT32;
-    case paddle::DataType::FLOAT16:
-      return PMO_FLOAT16;
-    case paddle::DataType::BFLOAT16:
-      return PMO_BFLOAT16;
-#ifndef PMO_PADDLE_2  // Paddle before 3.0 has no such dtypes
-    case paddle::DataType::FLOAT8_E4M3FN:
-      return PMO_FLOAT8_E4M3FN;
-    case paddle::DataType::FLOAT8_E5M2:
-      return PMO_FLOAT8_E5M2;
-#endif
-    case paddle::DataType::INT32:
-      return PMO_INT32;
-    default:
-      fail(std::string(function) + ": " + name + " has a dtype that this operator does not move");
-  }
-}
+// The core's number of a tensor's dtype.
+int32_t dtype_of(const paddle::Tensor& tensor, const char* function, const char* name);
 
-inline void require_dtype(const paddle::Tensor& tensor, paddle::DataType dtype, const char* function, const char* name) {
-  if (tensor.dtype() != dtype) fail(std::string(function) + ": " + name + " has the wrong dtype");
-}
+void require_dtype(const paddle::Tensor& tensor, paddle::DataType dtype, const char* function, const char* name);
+// For integers of either width: whether they are int64.
+bool require_integers(const paddle::Tensor& tensor, const char* function, const char* name);
+void require_shape(const paddle::Tensor& tensor, const Shape& shape, const char* function, const char* name);
+void require_rank(const paddle::Tensor& tensor, size_t rank, const char* function, const char* name);
 
-inline void require_shape(const paddle::Tensor& tensor, const Shape& shape, const char* function, const char* name) {
-  if (tensor.shape() != shape) fail(std::string(function) + ": " + name + " has the wrong shape");
-}
-
-inline void require_rank(const paddle::Tensor& tensor, size_t rank, const char* function, const char* name) {
-  if (tensor.shape().size() != rank) fail(std::string(function) + ": " + name + " has the wrong number of dimensions");
-}
+// For the gradient of an output, which comes from outside (a user, a hook, a PyLayer): Paddle does not compare it with the output.
+// An undefined one, which nobody computed, passes; so does any size where `shape` has -1.
+void require_gradient(const paddle::Tensor& gradient, const Shape& shape, paddle::DataType dtype, const char* function,
+                      const char* name);
 
 // The width and dtype of the rows that the caller passed on for the gradient, which may get no tensor to read them off.
-inline void require_described(const paddle::Tensor& rows, int64_t hidden, int hidden_dtype, const char* function) {
-  require(rows.shape()[1] == hidden && static_cast<int>(rows.dtype()) == hidden_dtype, function,
-          "the attributes hidden and hidden_dtype must describe the rows");
-}
+void require_described(const paddle::Tensor& rows, int64_t hidden, int hidden_dtype, const char* function);
+
+// For saved inputs of a backward operator that take no part in differentiation. Paddle gives saved outputs back with the edge to the operator
+// that made them: with create_graph=True its engine would wait for ever for a gradient along that edge, and silently lose all others.
+void without_gradient(std::initializer_list<const paddle::Tensor*> saved);
 
 inline paddle::Tensor dense(const paddle::Tensor& tensor) {
 #ifdef PMO_PADDLE_2  // operators get contiguous tensors there, and there is no access to strides

@@ -83,7 +83,7 @@ bool has_memory(const paddle::Tensor& tensor) {
 
 #ifdef PMO_WITH_CUDA
 void check_cuda(cudaError_t error, const char* function) {
-  if (error != cudaSuccess) fail(std::string(function) + ": CUDA: " + cudaGetErrorString(error));
+  if (error != cudaSuccess) fail_internally(std::string(function) + ": CUDA: " + cudaGetErrorString(error));
 }
 
 // Makes a GPU the current one of this thread, and returns which one was before, or -1 if it is the same.

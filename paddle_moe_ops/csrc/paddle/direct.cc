@@ -10,8 +10,13 @@
 #include <Python.h>
 
 #include <cstdlib>
+#include <new>
 
 #include "paddle/direct.h"
+
+#ifndef PMO_PADDLE_2
+#include "paddle/common/enforce.h"
+#endif
 
 namespace paddle {
 namespace pybind {  // declared as in paddle/utils/pybind.h, which includes pybind11
@@ -108,17 +113,20 @@ bool asks_for_backend() {
   return name != nullptr && name[0] != 0;
 }
 
+// Whether an argument is nothing but data: reading it is then worthwhile.
+bool is_plain_tensor(PyObject* object) { return paddle::pybind::PyCheckTensor(object) && wants_no_gradient(object); }
+
 // The first output, or None.
 PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
   Outputs outputs;
   try {
-    const Arguments arguments = read_all(callee, objects, count);
     bool declines = asks_for_backend();
-    for (Py_ssize_t i = 0; i < count && !declines; ++i) {
-      const DirectArgument& argument = arguments[i];
-      declines = argument.kind != DirectArgument::kTensor || !argument.tensor.is_dense_tensor() || !wants_no_gradient(objects[i]);
+    for (Py_ssize_t i = 0; i < count && !declines; ++i) declines = !is_plain_tensor(objects[i]);
+    if (!declines) {
+      const Arguments arguments = read_all(callee, objects, count);
+      for (const DirectArgument& argument : arguments) declines |= !argument.tensor.is_dense_tensor();
+      if (!declines) outputs = run(callee, arguments);
     }
-    if (!declines) outputs = run(callee, arguments);
   } catch (const std::exception&) {  // the long way says what is wrong
   }
   PyErr_Clear();
@@ -127,12 +135,29 @@ PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_
   return Py_None;
 }
 
+// Python's exception for the one that is being handled, as Paddle chooses it.
+PyObject* python_exception() {
+  try {
+    throw;
+#ifndef PMO_PADDLE_2
+  } catch (const common::enforce::EnforceNotMet& error) {
+    if (error.code() == common::ErrorCode::INVALID_ARGUMENT) return PyExc_ValueError;
+    if (error.code() == common::ErrorCode::RESOURCE_EXHAUSTED) return PyExc_MemoryError;
+    return PyExc_RuntimeError;
+#endif
+  } catch (const std::bad_alloc&) {
+    return PyExc_MemoryError;
+  } catch (const std::exception&) {
+    return PyExc_RuntimeError;
+  }
+}
+
 extern "C" PyObject* call_from_python(PyObject* capsule, PyObject* const* objects, Py_ssize_t count) {
   try {
     const auto& callee = *static_cast<const DirectOperator*>(PyCapsule_GetPointer(capsule, nullptr));
     return callee.is_quick ? call_quick(callee, objects, count) : call(callee, objects, count);
   } catch (const std::exception& error) {
-    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, error.what());
+    if (PyErr_Occurred() == nullptr) PyErr_SetString(python_exception(), error.what());
     return nullptr;
   }
 }

@@ -11,6 +11,8 @@ namespace {
 using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "moe_unpermute";
+constexpr char kGradientOfRows[] = "the gradient of the gradient of hidden_states_unzipped";
+constexpr char kGradientOfProbs[] = "the gradient of the gradient of token_prob_unzipped";
 
 const Names kNames = {{"routing", "expert_routemap_topk"}};
 
@@ -25,8 +27,7 @@ struct CleanMaps {
     require_rank(rowmap, 2, kFunction, "zipped_expertwise_rowmap");
     require_rank(routemap, 2, kFunction, "expert_routemap_topk");
     require_dtype(rowmap, paddle::DataType::INT32, kFunction, "zipped_expertwise_rowmap");
-    const bool wide_ids = routemap.dtype() == paddle::DataType::INT64;
-    if (!wide_ids) require_dtype(routemap, paddle::DataType::INT32, kFunction, "expert_routemap_topk");
+    const bool wide_ids = require_integers(routemap, kFunction, "expert_routemap_topk");
     require(rowmap.shape()[0] == routemap.shape()[0], kFunction, "expert_routemap_topk must have one line per token");
     const paddle::Tensor dense_rowmap = dense(rowmap);
     const paddle::Tensor ids = dense(routemap);
@@ -80,26 +81,29 @@ Outputs combine_backward(const paddle::Tensor* rows, const paddle::Tensor& rowma
                          const paddle::Tensor& probs, const paddle::Tensor& d_hidden, const paddle::Tensor& d_prob_topk,
                          bool compat_paddle, int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
   const Target target(kFunction, {&rowmap, &routemap, &probs}, {rows, &d_hidden, &d_prob_topk});
-  const int64_t num_rows = probs.numel();
-  const CleanMaps maps(target, rowmap, routemap, probs, compat_paddle, 0);
-  const bool has_d_hidden = d_hidden.initialized();
-  const Shape rows_shape = {num_rows, hidden};
   const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
-  const bool make_d_rows = need_rows_grad && has_d_hidden;
-  paddle::Tensor d_rows = make_d_rows ? paddle::empty(rows_shape, dtype, rowmap.place()) : target.zeros(rows_shape, dtype);
+  require_gradient(d_hidden, {rowmap.shape()[0], hidden}, dtype, kFunction, "the gradient of hidden_states");
+  require_gradient(d_prob_topk, routemap.shape(), paddle::DataType::FLOAT32, kFunction, "the gradient of expert_prob_topk");
+  without_gradient({&rowmap, &routemap});
+  const CleanMaps maps(target, rowmap, routemap, probs, compat_paddle, 0);
   const bool weighted = rows != nullptr;
-  const bool make_d_weights = need_prob_grad && weighted && has_d_hidden;
-  paddle::Tensor d_probs = empty_float32(probs.shape(), rowmap);
-  const bool add_d_prob_topk = need_prob_grad && d_prob_topk.initialized();
-  if (!make_d_weights && !add_d_prob_topk) d_probs = target.zeros(probs.shape(), paddle::DataType::FLOAT32);
-  if (has_d_hidden) {
+  const bool make_d_rows = need_rows_grad && d_hidden.initialized();
+  const bool make_d_weights = need_prob_grad && weighted && d_hidden.initialized();
+  paddle::Tensor d_rows, d_probs;
+  if (make_d_rows || make_d_weights) {
     Weights weights;
     weights.values = weighted ? &probs : nullptr;
     weights.copy_single_row = compat_paddle;
-    sum_rows_backward(target, kFunction, d_hidden, rows, maps.token_rows, maps.row_to_token, weights,
+    sum_rows_backward(target, kFunction, d_hidden, rows, maps.token_rows, LineEnd::kAnything, maps.row_to_token, weights,
                       make_d_rows ? &d_rows : nullptr, make_d_weights ? &d_probs : nullptr);
   }
-  if (add_d_prob_topk) scatter_slots(target, kFunction, maps.slot_to_row, d_prob_topk, make_d_weights, &d_probs);
+  if (!make_d_rows) d_rows = target.zeros({probs.numel(), hidden}, dtype);
+  if (need_prob_grad && d_prob_topk.initialized()) {
+    if (!make_d_weights) d_probs = empty_float32(probs.shape(), rowmap);
+    scatter_slots(target, kFunction, maps.slot_to_row, d_prob_topk, make_d_weights, &d_probs);
+  } else if (!make_d_weights) {
+    d_probs = target.zeros(probs.shape(), paddle::DataType::FLOAT32);
+  }
   return {d_rows, d_probs};
 }
 
@@ -127,8 +131,10 @@ std::vector<paddle::DataType> moe_unpermute_dtypes(const paddle::DataType& rows,
 Outputs moe_unpermute_backward(const paddle::Tensor& rowmap, const paddle::Tensor& routemap, const paddle::Tensor& probs,
                                const paddle::Tensor& d_hidden, const paddle::Tensor& d_prob_topk, bool compat_paddle, int,
                                int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
-  return combine_backward(nullptr, rowmap, routemap, probs, d_hidden, d_prob_topk, compat_paddle, hidden, hidden_dtype,
-                          need_rows_grad, need_prob_grad);
+  const Outputs gradients = combine_backward(nullptr, rowmap, routemap, probs, d_hidden, d_prob_topk, compat_paddle, hidden,
+                                             hidden_dtype, need_rows_grad, need_prob_grad);
+  without_gradient({&probs});  // their shape alone is read
+  return gradients;
 }
 
 std::vector<Shape> moe_unpermute_backward_shapes(const Shape&, const Shape&, const Shape& probs, const Shape&, const Shape&, bool,
@@ -161,6 +167,74 @@ std::vector<paddle::DataType> moe_unpermute_weighted_backward_dtypes(const paddl
   return {rows, probs};
 }
 
+// Rows and probabilities of slots, as from the forward, of what comes in for d_rows and d_probs.
+Outputs moe_unpermute_double_backward(const paddle::Tensor& rowmap, const paddle::Tensor& routemap, const paddle::Tensor& probs,
+                                      const paddle::Tensor& dd_rows, const paddle::Tensor& dd_probs, bool compat_paddle, int,
+                                      int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
+  const Target target(kFunction, {&rowmap, &routemap, &probs}, {&dd_rows, &dd_probs});
+  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
+  require_gradient(dd_rows, {probs.numel(), hidden}, dtype, kFunction, kGradientOfRows);
+  require_gradient(dd_probs, probs.shape(), paddle::DataType::FLOAT32, kFunction, kGradientOfProbs);
+  const CleanMaps maps(target, rowmap, routemap, probs, compat_paddle, 0);
+  const bool sums_rows = need_rows_grad && dd_rows.initialized();
+  const bool gathers_probs = need_prob_grad && dd_probs.initialized();
+  return {
+      sums_rows ? sum_rows(target, kFunction, dd_rows, maps.token_rows, {}) : target.zeros({rowmap.shape()[0], hidden}, dtype),
+      gathers_probs ? gather_slots(target, kFunction, maps.slot_to_row, dd_probs)
+                    : target.zeros(routemap.shape(), paddle::DataType::FLOAT32)};
+}
+
+std::vector<Shape> moe_unpermute_double_backward_shapes(const Shape& rowmap, const Shape& routemap, const Shape&, const Shape&,
+                                                        const Shape&, bool, int, int64_t hidden, int, bool, bool) {
+  return {{dim(rowmap, 0), hidden}, routemap};
+}
+
+std::vector<paddle::DataType> moe_unpermute_double_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
+                                                                   const paddle::DataType& probs, const paddle::DataType& dd_rows,
+                                                                   const paddle::DataType&) {
+  return {dd_rows, probs};
+}
+
+Outputs moe_unpermute_weighted_double_backward(const paddle::Tensor& rows, const paddle::Tensor& rowmap,
+                                               const paddle::Tensor& routemap, const paddle::Tensor& probs,
+                                               const paddle::Tensor& d_hidden, const paddle::Tensor& dd_rows,
+                                               const paddle::Tensor& dd_probs, bool compat_paddle, int, int64_t hidden,
+                                               int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
+  // a token's only row would be part of some of the sums below, and not of others
+  if (compat_paddle) fail_second_order(kFunction, " for the weighted combine with compat=\"paddle\"");
+  const Target target(kFunction, {&rows, &rowmap, &routemap, &probs}, {&d_hidden, &dd_rows, &dd_probs});
+  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
+  require_gradient(dd_rows, {probs.numel(), hidden}, dtype, kFunction, kGradientOfRows);
+  require_gradient(dd_probs, probs.shape(), paddle::DataType::FLOAT32, kFunction, kGradientOfProbs);
+  const CleanMaps maps(target, rowmap, routemap, probs, compat_paddle, 0);
+  const bool has_dd_rows = need_rows_grad && dd_rows.initialized();
+  const bool has_dd_probs = need_prob_grad && dd_probs.initialized();
+  // without a gradient of the sums they were no part of the gradients
+  const paddle::Tensor d_out = d_hidden.initialized() ? d_hidden : target.zeros({rowmap.shape()[0], hidden}, dtype);
+  Weights weights;
+  weights.values = &probs;
+  const WeightedSum sum = {rows, maps.token_rows, maps.row_to_token, weights, d_out};
+  Outputs gradients =
+      sum_rows_double_backward(target, kFunction, sum, has_dd_rows ? &dd_rows : nullptr, has_dd_probs ? &dd_probs : nullptr);
+  gradients.push_back(has_dd_probs ? gather_slots(target, kFunction, maps.slot_to_row, dd_probs)
+                                   : target.zeros(routemap.shape(), paddle::DataType::FLOAT32));
+  return gradients;
+}
+
+std::vector<Shape> moe_unpermute_weighted_double_backward_shapes(const Shape& rows, const Shape& rowmap, const Shape& routemap,
+                                                                 const Shape& probs, const Shape&, const Shape&, const Shape&,
+                                                                 bool, int, int64_t hidden, int, bool, bool) {
+  return {rows, probs, {dim(rowmap, 0), hidden}, routemap};
+}
+
+std::vector<paddle::DataType> moe_unpermute_weighted_double_backward_dtypes(const paddle::DataType& rows, const paddle::DataType&,
+                                                                            const paddle::DataType&,
+                                                                            const paddle::DataType& probs,
+                                                                            const paddle::DataType&, const paddle::DataType&,
+                                                                            const paddle::DataType&) {
+  return {rows, probs, rows, probs};
+}
+
 // The last four attributes describe hidden_states_unzipped and say which gradients are wanted; only the gradients read them.
 // Their shape inference gets the attributes of the forward operator, so all declare the same list.
 std::vector<std::string> attributes() {
@@ -188,6 +262,15 @@ PD_BUILD_GRAD_OP(pmo_moe_unpermute)
     .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_backward_dtypes));
 
+PD_BUILD_DOUBLE_GRAD_OP(pmo_moe_unpermute)
+    .Inputs({"zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped",
+             paddle::Grad(paddle::Grad("hidden_states_unzipped")), paddle::Grad(paddle::Grad("token_prob_unzipped"))})
+    .Outputs({paddle::Grad(paddle::Grad("hidden_states")), paddle::Grad(paddle::Grad("expert_prob_topk"))})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(moe_unpermute_double_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_double_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_double_backward_dtypes));
+
 PD_BUILD_OP(pmo_moe_unpermute_weighted)
     .Inputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped"})
     .Outputs({"hidden_states", "expert_prob_topk"})
@@ -205,3 +288,14 @@ PD_BUILD_GRAD_OP(pmo_moe_unpermute_weighted)
     .SetKernelFn(PD_KERNEL(moe_unpermute_weighted_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_weighted_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_weighted_backward_dtypes));
+
+PD_BUILD_DOUBLE_GRAD_OP(pmo_moe_unpermute_weighted)
+    .Inputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped",
+             paddle::Grad("hidden_states"), paddle::Grad(paddle::Grad("hidden_states_unzipped")),
+             paddle::Grad(paddle::Grad("token_prob_unzipped"))})
+    .Outputs({paddle::Grad("hidden_states_unzipped"), paddle::Grad("token_prob_unzipped"),
+              paddle::Grad(paddle::Grad("hidden_states")), paddle::Grad(paddle::Grad("expert_prob_topk"))})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(moe_unpermute_weighted_double_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_weighted_double_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_weighted_double_backward_dtypes));

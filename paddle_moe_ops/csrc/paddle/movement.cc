@@ -12,46 +12,55 @@ namespace pmo {
 namespace binding {
 namespace {
 
-const int32_t* map_data(const paddle::Tensor& map, const char* function, const char* name) {
+// The data of a map; of a dense copy, which is then among `kept`, if it is not dense.
+const int32_t* map_data(const paddle::Tensor& map, const char* function, const char* name, Tensors* kept) {
   require_dtype(map, paddle::DataType::INT32, function, name);
 #ifndef PMO_PADDLE_2
-  require(map.is_contiguous(), function, "maps must be contiguous");
+  if (!map.is_contiguous()) {
+    kept->push_back(map.contiguous());
+    return kept->back().data<int32_t>();
+  }
 #endif
   return map.data<int32_t>();
 }
 
-// The fields that the sum and its gradient share. `weight_values` keeps a dense copy alive where one is needed.
+// The fields that the sum and its gradient share. `kept` keeps dense copies alive where they are needed.
 template <typename Params>
 void set_sum_params(Params* p, const char* function, const paddle::Tensor& token_rows, int64_t num_rows, int64_t hidden,
-                    const Weights& weights, paddle::Tensor* weight_values) {
+                    const Weights& weights, Tensors* kept) {
   p->struct_size = sizeof(Params);
   require_rank(token_rows, 2, function, "token_rows");
   p->num_tokens = token_rows.shape()[0];
   p->max_rows_per_token = token_rows.shape()[1];
   p->num_rows = num_rows;
   p->hidden = hidden;
-  p->token_rows = map_data(token_rows, function, "token_rows");
+  p->token_rows = map_data(token_rows, function, "token_rows", kept);
   p->copy_single_row = weights.copy_single_row;
   if (weights.values == nullptr) return;
   require_dtype(*weights.values, paddle::DataType::FLOAT32, function, "the probabilities");
-  *weight_values = dense(*weights.values);
-  p->num_weights = weight_values->numel();
-  p->weights = weight_values->template data<float>();
+  kept->push_back(dense(*weights.values));
+  p->num_weights = kept->back().numel();
+  p->weights = kept->back().template data<float>();
   if (weights.index == nullptr) {
     require(p->num_weights == num_rows, function, "the probabilities must have one value per row");
   } else {
     require_shape(*weights.index, {num_rows}, function, "row_to_slot");
-    p->weight_index = map_data(*weights.index, function, "row_to_slot");
+    p->weight_index = map_data(*weights.index, function, "row_to_slot", kept);
   }
 }
 
-pmo_slots_params slots_params(const char* function, const paddle::Tensor& slot_to_row) {
+pmo_slots_params slots_params(const char* function, const paddle::Tensor& slot_to_row, int64_t num_rows,
+                              const paddle::Tensor* row_to_expert, int64_t num_experts, Tensors* kept) {
   require_rank(slot_to_row, 2, function, "slot_to_row");
   pmo_slots_params p = {};
   p.struct_size = sizeof(p);
   p.num_tokens = slot_to_row.shape()[0];
   p.topk = slot_to_row.shape()[1];
-  p.slot_to_row = map_data(slot_to_row, function, "slot_to_row");
+  p.num_rows = num_rows;
+  p.slot_to_row = map_data(slot_to_row, function, "slot_to_row", kept);
+  if (row_to_expert == nullptr) return p;
+  p.row_to_expert = map_data(*row_to_expert, function, "row_to_expert", kept);
+  p.num_experts = num_experts;
   return p;
 }
 
@@ -65,12 +74,13 @@ Scale::Scale(const char* function, const paddle::optional<paddle::Tensor>& scale
   if (scale) {
     tensor = *scale;
     require_rank(tensor, 2, function, "scale");
+    require(static_cast<int>(tensor.dtype()) == dtype, function, "the attribute scale_dtype must describe the scale");
     return;
   }
   const auto scale_dtype = static_cast<paddle::DataType>(dtype);
   require(columns >= 0 && (columns == 0 || x.shape()[0] == 0), function, "scale is missing");
   require(scale_dtype == paddle::DataType::FLOAT32 || scale_dtype == paddle::DataType::INT32, function,
-          "scale has the wrong dtype");
+          "scale must be float32 or int32");
   tensor = paddle::empty({x.shape()[0], columns}, scale_dtype, x.place());
 }
 
@@ -84,12 +94,17 @@ Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int
   return {num_rows, scale ? dim(*scale, 1) : columns};
 }
 
+// A number that stands for no dtype of scales is refused when the operator runs.
+paddle::DataType scale_rows_dtype(bool has_scale, int dtype) {
+  const bool is_int32 = has_scale && static_cast<paddle::DataType>(dtype) == paddle::DataType::INT32;
+  return is_int32 ? paddle::DataType::INT32 : paddle::DataType::FLOAT32;
+}
+
 Permutation::Permutation(const Target& target, const char* function, const paddle::Tensor& x, const Scale& scale,
                          const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_token, int fill, paddle::Tensor* rows,
                          paddle::Tensor* row_scales)
-    : x_((require_rank(x, 2, function, "the rows"), Matrix(x))) {
+    : x_(x) {
   require_rank(slot_to_row, 2, function, "slot_to_row");
-  require_rank(row_to_token, 1, function, "row_to_token");
   require(slot_to_row.shape()[0] == x.shape()[0], function, "the map must have one line per token");
   pmo_permute_params& p = params_;
   p.struct_size = sizeof(p);
@@ -98,8 +113,8 @@ Permutation::Permutation(const Target& target, const char* function, const paddl
   p.num_rows = row_to_token.shape()[0];
   p.hidden = x.shape()[1];
   p.dtype = dtype_of(x, function, "the rows");
-  p.slot_to_row = map_data(slot_to_row, function, "slot_to_row");
-  p.row_to_token = map_data(row_to_token, function, "row_to_token");
+  p.slot_to_row = map_data(slot_to_row, function, "slot_to_row", &maps_);
+  p.row_to_token = map_data(row_to_token, function, "row_to_token", &maps_);
   p.fill = fill;
   p.x = x_.data;
   p.x_row_stride = x_.row_stride;
@@ -128,6 +143,15 @@ void permute_rows(const Target& target, const char* function, const paddle::Tens
   permute_rows(target, function, x, none, slot_to_row, row_to_token, PMO_FILL_ROWS, rows, nullptr);
 }
 
+paddle::Tensor spread_rows(const Target& target, const char* function, const paddle::Tensor& x, const paddle::Tensor& token_rows,
+                           const paddle::Tensor& row_to_token) {
+  const Scale none(function, {}, false, -1, 0, x);
+  // row_to_token may leave out rows that token_rows has, so it cannot tell which to fill
+  paddle::Tensor rows = target.zeros({row_to_token.shape()[0], x.shape()[1]}, x.dtype());
+  permute_rows(target, function, x, none, token_rows, row_to_token, 0, &rows, nullptr);
+  return rows;
+}
+
 #ifndef PMO_PADDLE_2
 paddle::DataType scales_dtype(bool ue8m0) { return ue8m0 ? paddle::DataType::INT32 : paddle::DataType::FLOAT32; }
 
@@ -143,6 +167,7 @@ Outputs quantize_rows(const Target& target, const char* function, const paddle::
                       const Quantization& quantization) {
   require_rank(x, 2, function, "x");
   const Matrix source(x);
+  Tensors kept;
   pmo_quantize_params p = {};
   p.struct_size = sizeof(p);
   p.num_tokens = x.shape()[0];
@@ -162,8 +187,8 @@ Outputs quantize_rows(const Target& target, const char* function, const paddle::
     require(maps.slot_to_row->shape()[0] == p.num_tokens, function, "the map must have one line per token");
     p.topk = maps.slot_to_row->shape()[1];
     p.num_rows = maps.row_to_token->shape()[0];
-    p.slot_to_row = map_data(*maps.slot_to_row, function, "slot_to_row");
-    p.row_to_token = map_data(*maps.row_to_token, function, "row_to_token");
+    p.slot_to_row = map_data(*maps.slot_to_row, function, "slot_to_row", &kept);
+    p.row_to_token = map_data(*maps.row_to_token, function, "row_to_token", &kept);
   }
   paddle::Tensor codes = paddle::empty({p.num_rows, p.hidden}, paddle::DataType::FLOAT8_E4M3FN, x.place());
   paddle::Tensor scales =
@@ -216,8 +241,8 @@ paddle::Tensor sum_rows(const Target& target, const char* function, const paddle
                         const Weights& weights) {
   require_rank(rows, 2, function, "the rows");
   pmo_unpermute_params p = {};
-  paddle::Tensor weight_values;
-  set_sum_params(&p, function, token_rows, rows.shape()[0], rows.shape()[1], weights, &weight_values);
+  Tensors kept;
+  set_sum_params(&p, function, token_rows, rows.shape()[0], rows.shape()[1], weights, &kept);
   p.dtype = dtype_of(rows, function, "the rows");
   const Matrix source(rows);
   p.rows = source.data;
@@ -230,26 +255,27 @@ paddle::Tensor sum_rows(const Target& target, const char* function, const paddle
 }
 
 void sum_rows_backward(const Target& target, const char* function, const paddle::Tensor& d_out, const paddle::Tensor* rows,
-                       const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const Weights& weights,
-                       paddle::Tensor* d_rows, paddle::Tensor* d_weights) {
-  require_rank(d_out, 2, function, "the gradient");
-  require_rank(row_to_token, 1, function, "row_to_token");
+                       const paddle::Tensor& token_rows, LineEnd line_end, const paddle::Tensor& row_to_token,
+                       const Weights& weights, paddle::Tensor* d_rows, paddle::Tensor* d_weights) {
+  if (d_rows != nullptr) *d_rows = paddle::empty({row_to_token.shape()[0], d_out.shape()[1]}, d_out.dtype(), target.place());
+  if (weights.values == nullptr && line_end == LineEnd::kNones) {  // every row is a copy, and all of the map may be followed
+    permute_rows(target, function, d_out, token_rows, row_to_token, d_rows);
+    return;
+  }
   pmo_unpermute_backward_params p = {};
-  paddle::Tensor weight_values;
-  set_sum_params(&p, function, token_rows, row_to_token.shape()[0], d_out.shape()[1], weights, &weight_values);
-  require(d_out.shape()[0] == p.num_tokens, function, "the gradient must have one line per token");
+  Tensors kept;
+  set_sum_params(&p, function, token_rows, row_to_token.shape()[0], d_out.shape()[1], weights, &kept);
   p.dtype = dtype_of(d_out, function, "the gradient");
-  p.row_to_token = map_data(row_to_token, function, "row_to_token");
+  p.row_to_token = map_data(row_to_token, function, "row_to_token", &kept);
   const Matrix gradient(d_weights == nullptr ? d_out : target.aligned(dense(d_out)));
   p.d_out = gradient.data;
   p.d_out_row_stride = gradient.row_stride;
   paddle::optional<Matrix> inputs;
   if (d_weights != nullptr) {
-    require_shape(*rows, {p.num_rows, p.hidden}, function, "the rows");
-    require(rows->dtype() == d_out.dtype(), function, "the rows and the gradient must have the same dtype");
     inputs = Matrix(target.aligned(dense(*rows)));
     p.rows = inputs->data;
     p.rows_row_stride = inputs->row_stride;
+    *d_weights = empty_float32(weights.values->shape(), row_to_token);
     p.d_weights = d_weights->data<float>();
   }
   if (d_rows != nullptr) {
@@ -257,6 +283,28 @@ void sum_rows_backward(const Target& target, const char* function, const paddle:
     p.d_rows = d_rows->data();
   }
   check_status(PMO_CALL(target, unpermute_backward, &p), function);
+}
+
+Outputs sum_rows_double_backward(const Target& target, const char* function, const WeightedSum& sum,
+                                 const paddle::Tensor* dd_rows, const paddle::Tensor* dd_weights) {
+  Weights by_dd = sum.weights;
+  if (dd_weights != nullptr) by_dd.values = dd_weights;
+  paddle::Tensor rows, weights, d_out;
+  // d_rows = w * d_out and d_weights = d_out . rows: linear in each, so both formulas serve again
+  if (dd_rows != nullptr || dd_weights != nullptr) {
+    sum_rows_backward(target, function, sum.d_out, dd_rows, sum.token_rows, LineEnd::kAnything, sum.row_to_token, by_dd,
+                      dd_weights != nullptr ? &rows : nullptr, dd_rows != nullptr ? &weights : nullptr);
+  }
+  if (dd_rows != nullptr) d_out = sum_rows(target, function, *dd_rows, sum.token_rows, sum.weights);
+  if (dd_weights != nullptr) {
+    const paddle::Tensor summed = sum_rows(target, function, sum.rows, sum.token_rows, by_dd);
+    // Paddle's add knows no 16-bit floats on the CPU
+    d_out = d_out.defined() ? paddle::experimental::add_n({d_out, summed}) : summed;
+  }
+  if (!rows.defined()) rows = target.zeros(sum.rows.shape(), sum.rows.dtype());
+  if (!weights.defined()) weights = target.zeros(sum.weights.values->shape(), paddle::DataType::FLOAT32);
+  if (!d_out.defined()) d_out = target.zeros(sum.d_out.shape(), sum.d_out.dtype());
+  return {rows, weights, d_out};
 }
 
 void clean_rowmap(const Target& target, const char* function, const Names& names, pmo_clean_rowmap_params* params) {
@@ -274,17 +322,11 @@ void clean_rowmap(const Target& target, const char* function, const Names& names
 
 paddle::Tensor gather_slots(const Target& target, const char* function, const paddle::Tensor& slot_to_row,
                             const paddle::Tensor& row_values, const paddle::Tensor* row_to_expert, int64_t num_experts) {
-  pmo_slots_params p = slots_params(function, slot_to_row);
-  require_dtype(row_values, paddle::DataType::FLOAT32, function, "the probabilities");
+  require_dtype(row_values, paddle::DataType::FLOAT32, function, "the values of the rows");
+  Tensors kept;
+  pmo_slots_params p = slots_params(function, slot_to_row, row_values.numel(), row_to_expert, num_experts, &kept);
   const paddle::Tensor values = dense(row_values);
-  if (row_to_expert != nullptr) {
-    require(row_to_expert->numel() == row_values.numel(), function, "row_to_expert must have one value per row");
-    require(num_experts >= 1, function, "num_experts must be >= 1");
-    p.row_to_expert = map_data(*row_to_expert, function, "row_to_expert");
-    p.num_experts = num_experts;
-  }
   paddle::Tensor slots = empty_float32({p.num_tokens, row_to_expert == nullptr ? p.topk : num_experts}, slot_to_row);
-  p.num_rows = values.numel();
   p.row_values = const_cast<float*>(values.data<float>());  // the gather only reads it
   p.slot_values = slots.data<float>();
   check_status(PMO_CALL(target, gather_slots, &p), function);
@@ -292,12 +334,14 @@ paddle::Tensor gather_slots(const Target& target, const char* function, const pa
 }
 
 void scatter_slots(const Target& target, const char* function, const paddle::Tensor& slot_to_row,
-                   const paddle::Tensor& slot_values, bool accumulate, paddle::Tensor* row_values) {
-  pmo_slots_params p = slots_params(function, slot_to_row);
-  require_dtype(slot_values, paddle::DataType::FLOAT32, function, "the gradient of the probabilities");
-  require_shape(slot_values, slot_to_row.shape(), function, "the gradient of the probabilities");
+                   const paddle::Tensor& slot_values, bool accumulate, paddle::Tensor* row_values,
+                   const paddle::Tensor* row_to_expert, int64_t num_experts) {
+  Tensors kept;
+  pmo_slots_params p = slots_params(function, slot_to_row, row_values->numel(), row_to_expert, num_experts, &kept);
+  require_dtype(slot_values, paddle::DataType::FLOAT32, function, "the values of the slots");
+  require_shape(slot_values, {p.num_tokens, row_to_expert == nullptr ? p.topk : num_experts}, function,
+                "the values of the slots");
   const paddle::Tensor values = dense(slot_values);
-  p.num_rows = row_values->numel();
   p.row_values = row_values->data<float>();
   p.slot_values = const_cast<float*>(values.data<float>());  // the scatter only reads it
   p.accumulate = accumulate;

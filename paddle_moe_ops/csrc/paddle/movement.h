@@ -25,10 +25,11 @@ struct Scale {
   paddle::Tensor empty_rows(int64_t num_rows, bool moved) const;
 };
 
-// Shape and dtype of Scale::empty_rows for shape inference.
+// Shape and dtype of Scale::empty_rows for inference.
 Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int64_t columns, int64_t num_rows, bool moved);
+paddle::DataType scale_rows_dtype(bool has_scale, int dtype);
 
-// Params of pmo_permute_*, and the operands that they point at; a null `rows` is not moved.
+// Params of pmo_permute_*, and the operands that they point at: x [T, H], and row_to_token [N].
 class Permutation {
  public:
   Permutation(const Target& target, const char* function, const paddle::Tensor& x, const Scale& scale,
@@ -39,6 +40,7 @@ class Permutation {
 
  private:
   Matrix x_;
+  Tensors maps_;
   paddle::optional<Matrix> scale_;
   pmo_permute_params params_ = {};
 };
@@ -51,6 +53,10 @@ void permute_rows(const Target& target, const char* function, const paddle::Tens
 // The same without a scale, and with padding rows of zeros.
 void permute_rows(const Target& target, const char* function, const paddle::Tensor& x, const paddle::Tensor& slot_to_row,
                   const paddle::Tensor& row_to_token, paddle::Tensor* rows);
+
+// The gradient of the gradient of permute, whose maps may differ: rows that token_rows names hold their token, all others zeros. [N, H]
+paddle::Tensor spread_rows(const Target& target, const char* function, const paddle::Tensor& x, const paddle::Tensor& token_rows,
+                           const paddle::Tensor& row_to_token);
 
 #ifndef PMO_PADDLE_2  // Paddle before 3.0 has no float8
 // How rows become float8, as attributes of an operator.
@@ -91,23 +97,41 @@ struct Weights {
 paddle::Tensor sum_rows(const Target& target, const char* function, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
                         const Weights& weights);
 
-// The gradients of sum_rows; a null output is not computed. `rows` may be null unless d_weights is wanted.
+// What follows a token's rows in its line of token_rows: -1 to the end, as in a plan, or one -1 and then anything, as in a cleaned rowmap.
+enum class LineEnd { kNones, kAnything };
+
+// The gradients of sum_rows: d_rows [N, H] and d_weights in the shape of the weights, which are left as they are where they are null. `rows`
+// may be null unless d_weights is wanted.
 void sum_rows_backward(const Target& target, const char* function, const paddle::Tensor& d_out, const paddle::Tensor* rows,
-                       const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const Weights& weights,
-                       paddle::Tensor* d_rows, paddle::Tensor* d_weights);
+                       const paddle::Tensor& token_rows, LineEnd line_end, const paddle::Tensor& row_to_token,
+                       const Weights& weights, paddle::Tensor* d_rows, paddle::Tensor* d_weights);
+
+// The operands of a weighted sum and of its gradient.
+struct WeightedSum {
+  const paddle::Tensor& rows;
+  const paddle::Tensor& token_rows;
+  const paddle::Tensor& row_to_token;
+  Weights weights;
+  const paddle::Tensor& d_out;
+};
+
+// The gradients of sum_rows_backward, in rows, weights and d_out, from those of d_rows and d_weights; null ones are zeros.
+Outputs sum_rows_double_backward(const Target& target, const char* function, const WeightedSum& sum,
+                                 const paddle::Tensor* dd_rows, const paddle::Tensor* dd_weights);
 
 // Runs pmo_clean_rowmap_* with a workspace, where one is needed, and reports what its checks find.
 void clean_rowmap(const Target& target, const char* function, const Names& names, pmo_clean_rowmap_params* params);
 
 // The value of each slot's row, 0 where it has none: [T, K], or [T, num_experts] by the experts of the rows if `row_to_expert` is
-// given.
+// given, which then has as many rows.
 paddle::Tensor gather_slots(const Target& target, const char* function, const paddle::Tensor& slot_to_row,
                             const paddle::Tensor& row_values, const paddle::Tensor* row_to_expert = nullptr,
                             int64_t num_experts = 0);
 
-// row_values[N] = the slots' values, summed in slot order and added to what is there if `accumulate`.
+// row_values[N] = the slots' values, [T, K] or [T, num_experts] as above, summed in slot order and added to what is there if `accumulate`.
 void scatter_slots(const Target& target, const char* function, const paddle::Tensor& slot_to_row,
-                   const paddle::Tensor& slot_values, bool accumulate, paddle::Tensor* row_values);
+                   const paddle::Tensor& slot_values, bool accumulate, paddle::Tensor* row_values,
+                   const paddle::Tensor* row_to_expert = nullptr, int64_t num_experts = 0);
 
 }  // namespace binding
 }  // namespace pmo

@@ -11,7 +11,7 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "permute";
 
-// token_rows is there for the gradient: a saved input costs no memory that the plan does not hold already.
+// token_rows is there for the gradient: saved inputs cost no memory that the plan does not hold already.
 Outputs permute(const paddle::Tensor& x, const paddle::optional<paddle::Tensor>& scale, const paddle::Tensor& slot_to_row,
                 const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, int fill, bool has_scale,
                 int64_t scale_cols, int scale_dtype, int64_t hidden, int hidden_dtype) {
@@ -46,25 +46,45 @@ std::vector<Shape> permute_shapes(const Shape& x, const paddle::optional<Shape>&
   return {{rows, dim(x, 1)}, scale_rows_shape(scale, has_scale, scale_cols, rows, true)};
 }
 
-std::vector<paddle::DataType> permute_dtypes(const paddle::DataType& x, const paddle::optional<paddle::DataType>& scale,
-                                             const paddle::DataType&, const paddle::DataType&, const paddle::DataType&) {
-  return {x, scale ? *scale : paddle::DataType::FLOAT32};
+std::vector<paddle::DataType> permute_dtypes(const paddle::DataType& x, const paddle::optional<paddle::DataType>&,
+                                             const paddle::DataType&, const paddle::DataType&, const paddle::DataType&, int,
+                                             bool has_scale, int64_t, int scale_dtype, int64_t, int) {
+  return {x, scale_rows_dtype(has_scale, scale_dtype)};
 }
 
 // Without a gradient of the rows (only the scales were used) that of x is zero.
-Outputs permute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& d_rows, int, bool, int64_t, int, int64_t hidden,
-                         int hidden_dtype) {
-  const Target target(kFunction, {&token_rows}, {&d_rows});
+Outputs permute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const paddle::Tensor& d_rows, int,
+                         bool, int64_t, int, int64_t hidden, int hidden_dtype) {
+  const Target target(kFunction, {&token_rows, &row_to_token}, {&d_rows});
+  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
+  require_gradient(d_rows, {row_to_token.shape()[0], hidden}, dtype, kFunction, "the gradient of the rows");
+  without_gradient({&token_rows, &row_to_token});
   if (d_rows.initialized()) return {sum_rows(target, kFunction, d_rows, token_rows, {})};
-  return {target.zeros({token_rows.shape()[0], hidden}, static_cast<paddle::DataType>(hidden_dtype))};
+  return {target.zeros({token_rows.shape()[0], hidden}, dtype)};
 }
 
-std::vector<Shape> permute_backward_shapes(const Shape& token_rows, const Shape&, int, bool, int64_t, int, int64_t hidden, int) {
+std::vector<Shape> permute_backward_shapes(const Shape& token_rows, const Shape&, const Shape&, int, bool, int64_t, int,
+                                           int64_t hidden, int) {
   return {{dim(token_rows, 0), hidden}};
 }
 
-std::vector<paddle::DataType> permute_backward_dtypes(const paddle::DataType&, const paddle::DataType& d_rows) {
+std::vector<paddle::DataType> permute_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
+                                                      const paddle::DataType& d_rows) {
   return {d_rows};
+}
+
+// Not by slot_to_row, which may leave out rows that the gradient does not.
+Outputs permute_double_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const paddle::Tensor& dd_x,
+                                int, bool, int64_t, int, int64_t hidden, int hidden_dtype) {
+  const Target target(kFunction, {&token_rows, &row_to_token, &dd_x});
+  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
+  require_gradient(dd_x, {token_rows.shape()[0], hidden}, dtype, kFunction, "the gradient of the gradient of x");
+  return {spread_rows(target, kFunction, dd_x, token_rows, row_to_token)};
+}
+
+std::vector<Shape> permute_double_backward_shapes(const Shape&, const Shape& row_to_token, const Shape&, int, bool, int64_t, int,
+                                                  int64_t hidden, int) {
+  return {{dim(row_to_token, 0), hidden}};
 }
 
 // The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
@@ -85,9 +105,17 @@ PMO_DIRECT(permute, permute);
 PMO_QUICK(permute, quick_permute);
 
 PD_BUILD_GRAD_OP(pmo_permute)
-    .Inputs({"token_rows", paddle::Grad("rows")})
+    .Inputs({"token_rows", "row_to_token", paddle::Grad("rows")})
     .Outputs({paddle::Grad("x")})
     .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(permute_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(permute_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(permute_backward_dtypes));
+
+PD_BUILD_DOUBLE_GRAD_OP(pmo_permute)
+    .Inputs({"token_rows", "row_to_token", paddle::Grad(paddle::Grad("x"))})
+    .Outputs({paddle::Grad(paddle::Grad("rows"))})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(permute_double_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(permute_double_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(permute_backward_dtypes));

@@ -106,7 +106,9 @@ Outputs route_with_probs_backward(const paddle::Tensor& slot_to_row, const paddl
                                   const std::vector<int>&, int64_t, int, int) {
   const bool is_mask = topk >= 0;
   const Target target(kFunction, {&slot_to_row, &row_to_expert}, {&d_row_probs});
-  const Shape shape = {slot_to_row.shape()[0], topk >= 0 ? num_experts : slot_to_row.shape()[1]};
+  require_gradient(d_row_probs, row_to_expert.shape(), paddle::DataType::FLOAT32, kFunction, "the gradient of row_probs");
+  without_gradient({&slot_to_row, &row_to_expert});
+  const Shape shape = {slot_to_row.shape()[0], is_mask ? num_experts : slot_to_row.shape()[1]};
   if (!d_row_probs.initialized()) return {target.zeros(shape, paddle::DataType::FLOAT32)};
   return {gather_slots(target, kFunction, slot_to_row, d_row_probs, is_mask ? &row_to_expert : nullptr, num_experts)};
 }
@@ -119,6 +121,23 @@ std::vector<Shape> route_with_probs_backward_shapes(const Shape& slot_to_row, co
 std::vector<paddle::DataType> route_with_probs_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
                                                                const paddle::DataType&) {
   return {paddle::DataType::FLOAT32};
+}
+
+Outputs route_with_probs_double_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_expert,
+                                         const paddle::Tensor& dd_probs, int64_t num_experts, int64_t topk, int64_t, int,
+                                         const std::vector<int>&, int64_t, int, int) {
+  const bool is_mask = topk >= 0;
+  const Target target(kFunction, {&slot_to_row, &row_to_expert, &dd_probs});
+  const Shape shape = {slot_to_row.shape()[0], is_mask ? num_experts : slot_to_row.shape()[1]};
+  require_gradient(dd_probs, shape, paddle::DataType::FLOAT32, kFunction, "the gradient of the gradient of probs");
+  paddle::Tensor d_row_probs = empty_float32(row_to_expert.shape(), row_to_expert);
+  scatter_slots(target, kFunction, slot_to_row, dd_probs, false, &d_row_probs, is_mask ? &row_to_expert : nullptr, num_experts);
+  return {d_row_probs};
+}
+
+std::vector<Shape> route_with_probs_double_backward_shapes(const Shape&, const Shape& row_to_expert, const Shape&, int64_t,
+                                                           int64_t, int64_t, int, const std::vector<int>&, int64_t, int, int) {
+  return {row_to_expert};
 }
 
 std::vector<std::string> outputs() {
@@ -164,4 +183,12 @@ PD_BUILD_GRAD_OP(pmo_route_with_probs)
     .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(route_with_probs_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(route_with_probs_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(route_with_probs_backward_dtypes));
+
+PD_BUILD_DOUBLE_GRAD_OP(pmo_route_with_probs)
+    .Inputs({"slot_to_row", "row_to_expert", paddle::Grad(paddle::Grad("probs"))})
+    .Outputs({paddle::Grad(paddle::Grad("row_probs"))})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(route_with_probs_double_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(route_with_probs_double_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(route_with_probs_backward_dtypes));

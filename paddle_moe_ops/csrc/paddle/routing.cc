@@ -19,9 +19,8 @@ std::vector<int64_t> host_copy(const Target& target, const paddle::Tensor& count
 std::vector<int32_t> counts_of(const Target& target, const paddle::Tensor& tensor, const char* function) {
   require_rank(tensor, 1, function, "tokens_per_expert");
   const paddle::Tensor counts = dense(tensor);
-  if (counts.dtype() != paddle::DataType::INT32) require_dtype(counts, paddle::DataType::INT64, function, "tokens_per_expert");
-  const std::vector<int64_t> given =
-      counts.dtype() == paddle::DataType::INT32 ? host_copy<int32_t>(target, counts) : host_copy<int64_t>(target, counts);
+  const bool wide = require_integers(counts, function, "tokens_per_expert");
+  const std::vector<int64_t> given = wide ? host_copy<int64_t>(target, counts) : host_copy<int32_t>(target, counts);
   for (size_t i = 0; i < given.size(); ++i) {
     if (given[i] >= 0 && given[i] <= std::numeric_limits<int32_t>::max()) continue;
     fail(std::string(function) + ": tokens_per_expert must hold counts in [0, 2^31), but entry " + std::to_string(i) + " is " +
@@ -31,16 +30,8 @@ std::vector<int32_t> counts_of(const Target& target, const paddle::Tensor& tenso
 }
 
 int32_t routing_kind(const paddle::Tensor& routing, const char* function) {
-  switch (routing.dtype()) {
-    case paddle::DataType::INT32:
-      return PMO_ROUTING_IDS32;
-    case paddle::DataType::INT64:
-      return PMO_ROUTING_IDS64;
-    case paddle::DataType::BOOL:
-      return PMO_ROUTING_MASK;
-    default:
-      fail(std::string(function) + ": the routing has the wrong dtype");
-  }
+  if (routing.dtype() == paddle::DataType::BOOL) return PMO_ROUTING_MASK;
+  return require_integers(routing, function, "the routing") ? PMO_ROUTING_IDS64 : PMO_ROUTING_IDS32;
 }
 
 int64_t workspace_bytes(const Target& target, const pmo_route_params& params) {

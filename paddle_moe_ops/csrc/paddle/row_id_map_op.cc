@@ -86,10 +86,9 @@ int64_t rows_of_buffer(const paddle::optional<paddle::Tensor>& num_rows, int64_t
   if (buffer_size >= 0) return buffer_size;
   require(num_rows && num_rows->numel() == 1, kRead, "the number of rows is missing");
   int64_t rows = 0;
-  if (num_rows->dtype() == paddle::DataType::INT64) {
+  if (require_integers(*num_rows, kRead, "the number of rows")) {
     target.copy_to_host(num_rows->data(), sizeof(rows), &rows);
   } else {
-    require_dtype(*num_rows, paddle::DataType::INT32, kRead, "the number of rows");
     int32_t narrow = 0;
     target.copy_to_host(num_rows->data(), sizeof(narrow), &narrow);
     rows = narrow;
@@ -142,36 +141,51 @@ std::vector<paddle::DataType> read_rowmap_dtypes(const paddle::DataType&, const 
   return std::vector<paddle::DataType>(5, paddle::DataType::INT32);
 }
 
-// row_to_slot tells both how many rows there are.
+// row_to_slot tells both how many rows there are, and their gradients.
 int64_t rows_of(const paddle::Tensor& row_to_slot, const char* function) {
   require_rank(row_to_slot, 1, function, "row_to_slot");
   return row_to_slot.shape()[0];
 }
 
 Outputs values_of_rows(const Target& target, const paddle::Tensor& slot_values, const paddle::Tensor& slot_to_row,
-                       int64_t num_rows, const char* function) {
-  paddle::Tensor row_values = empty_float32({num_rows}, slot_to_row);
+                       const paddle::Tensor& row_to_slot, const char* function) {
+  paddle::Tensor row_values = empty_float32({rows_of(row_to_slot, function)}, slot_to_row);
   scatter_slots(target, function, slot_to_row, slot_values, false, &row_values);
   return {row_values};
 }
 
 Outputs slots_to_rows(const paddle::Tensor& slot_values, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot) {
   const Target target(kSlots, {&slot_values, &slot_to_row, &row_to_slot});
-  return values_of_rows(target, slot_values, slot_to_row, rows_of(row_to_slot, kSlots), kSlots);
+  return values_of_rows(target, slot_values, slot_to_row, row_to_slot, kSlots);
 }
 
 std::vector<Shape> slots_to_rows_shapes(const Shape&, const Shape&, const Shape& row_to_slot) { return {{dim(row_to_slot, 0)}}; }
 
-Outputs slots_to_rows_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& d_row_values) {
-  const Target target(kSlots, {&slot_to_row, &d_row_values});
+Outputs slots_to_rows_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot,
+                               const paddle::Tensor& d_row_values) {
+  const Target target(kSlots, {&slot_to_row, &row_to_slot, &d_row_values});
+  require_gradient(d_row_values, {rows_of(row_to_slot, kSlots)}, paddle::DataType::FLOAT32, kSlots, "the gradient of the rows");
+  without_gradient({&slot_to_row, &row_to_slot});
   return {gather_slots(target, kSlots, slot_to_row, d_row_values)};
 }
 
-std::vector<Shape> slots_to_rows_backward_shapes(const Shape& slot_to_row, const Shape&) { return {slot_to_row}; }
+std::vector<Shape> slots_to_rows_backward_shapes(const Shape& slot_to_row, const Shape&, const Shape&) { return {slot_to_row}; }
+
+Outputs slots_to_rows_double_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot,
+                                      const paddle::Tensor& dd_slot_values) {
+  const Target target(kSlots, {&slot_to_row, &row_to_slot, &dd_slot_values});
+  require_gradient(dd_slot_values, slot_to_row.shape(), paddle::DataType::FLOAT32, kSlots,
+                   "the gradient of the gradient of the slots");
+  return values_of_rows(target, dd_slot_values, slot_to_row, row_to_slot, kSlots);
+}
+
+std::vector<Shape> slots_to_rows_double_backward_shapes(const Shape&, const Shape& row_to_slot, const Shape&) {
+  return {{dim(row_to_slot, 0)}};
+}
 
 Outputs rows_to_slots(const paddle::Tensor& row_values, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot) {
   const Target target(kRows, {&row_values, &slot_to_row, &row_to_slot});
-  require_shape(row_values, {rows_of(row_to_slot, kRows)}, kRows, "the values");
+  require_shape(row_values, {rows_of(row_to_slot, kRows)}, kRows, "the values of the rows");
   return {gather_slots(target, kRows, slot_to_row, row_values)};
 }
 
@@ -180,18 +194,28 @@ std::vector<Shape> rows_to_slots_shapes(const Shape&, const Shape& slot_to_row, 
 Outputs rows_to_slots_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot,
                                const paddle::Tensor& d_slot_values) {
   const Target target(kRows, {&slot_to_row, &row_to_slot, &d_slot_values});
-  return values_of_rows(target, d_slot_values, slot_to_row, rows_of(row_to_slot, kRows), kRows);
+  require_gradient(d_slot_values, slot_to_row.shape(), paddle::DataType::FLOAT32, kRows, "the gradient of the slots");
+  without_gradient({&slot_to_row, &row_to_slot});
+  return values_of_rows(target, d_slot_values, slot_to_row, row_to_slot, kRows);
 }
 
 std::vector<Shape> rows_to_slots_backward_shapes(const Shape&, const Shape& row_to_slot, const Shape&) {
   return {{dim(row_to_slot, 0)}};
 }
 
-std::vector<paddle::DataType> values_dtypes(const paddle::DataType&, const paddle::DataType&, const paddle::DataType&) {
-  return {paddle::DataType::FLOAT32};
+Outputs rows_to_slots_double_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot,
+                                      const paddle::Tensor& dd_row_values) {
+  const Target target(kRows, {&slot_to_row, &row_to_slot, &dd_row_values});
+  require_gradient(dd_row_values, row_to_slot.shape(), paddle::DataType::FLOAT32, kRows,
+                   "the gradient of the gradient of the rows");
+  return {gather_slots(target, kRows, slot_to_row, dd_row_values)};
 }
 
-std::vector<paddle::DataType> slots_to_rows_backward_dtypes(const paddle::DataType&, const paddle::DataType&) {
+std::vector<Shape> rows_to_slots_double_backward_shapes(const Shape& slot_to_row, const Shape&, const Shape&) {
+  return {slot_to_row};
+}
+
+std::vector<paddle::DataType> values_dtypes(const paddle::DataType&, const paddle::DataType&, const paddle::DataType&) {
   return {paddle::DataType::FLOAT32};
 }
 
@@ -224,11 +248,18 @@ PD_BUILD_OP(pmo_slots_to_rows)
 PMO_DIRECT(slots_to_rows, slots_to_rows);
 
 PD_BUILD_GRAD_OP(pmo_slots_to_rows)
-    .Inputs({"slot_to_row", paddle::Grad("row_values")})
+    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad("row_values")})
     .Outputs({paddle::Grad("slot_values")})
     .SetKernelFn(PD_KERNEL(slots_to_rows_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(slots_to_rows_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(slots_to_rows_backward_dtypes));
+    .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
+
+PD_BUILD_DOUBLE_GRAD_OP(pmo_slots_to_rows)
+    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad(paddle::Grad("slot_values"))})
+    .Outputs({paddle::Grad(paddle::Grad("row_values"))})
+    .SetKernelFn(PD_KERNEL(slots_to_rows_double_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(slots_to_rows_double_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
 
 PD_BUILD_OP(pmo_rows_to_slots)
     .Inputs({"row_values", "slot_to_row", "row_to_slot"})
@@ -243,4 +274,11 @@ PD_BUILD_GRAD_OP(pmo_rows_to_slots)
     .Outputs({paddle::Grad("row_values")})
     .SetKernelFn(PD_KERNEL(rows_to_slots_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(rows_to_slots_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
+
+PD_BUILD_DOUBLE_GRAD_OP(pmo_rows_to_slots)
+    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad(paddle::Grad("row_values"))})
+    .Outputs({paddle::Grad(paddle::Grad("slot_values"))})
+    .SetKernelFn(PD_KERNEL(rows_to_slots_double_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(rows_to_slots_double_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));

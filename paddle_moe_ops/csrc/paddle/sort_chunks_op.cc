@@ -16,9 +16,7 @@ constexpr char kFunction[] = "sort_chunks";
 constexpr char kMapFunction[] = "chunk_sort_map";
 
 int32_t index_kind(const paddle::Tensor& indices, const char* function, const char* name) {
-  if (indices.dtype() == paddle::DataType::INT64) return PMO_ROUTING_IDS64;
-  require_dtype(indices, paddle::DataType::INT32, function, name);
-  return PMO_ROUTING_IDS32;
+  return require_integers(indices, function, name) ? PMO_ROUTING_IDS64 : PMO_ROUTING_IDS32;
 }
 
 // The sizes and the order of the chunks, and the params that describe them.
@@ -163,32 +161,44 @@ std::vector<paddle::DataType> sort_chunks_with_probs_dtypes(const paddle::DataTy
   return {x, paddle::DataType::FLOAT32, paddle::DataType::INT32};
 }
 
-// The rows go back the way they came. The map is there for the number of rows, which no other input tells where the gradient of the rows is
-// not defined; gradients that are not, or are not needed, are zeros.
-Outputs backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
-                 const paddle::Tensor& d_out, const paddle::Tensor* d_probs_out, int64_t hidden, int hidden_dtype,
-                 bool need_x_grad, bool need_probs_grad) {
+// What a backward operator and its own gradient move: the rows back the way they came, or the same way again. The map is there for the
+// number of rows, which no other input tells where the gradient of the rows is not defined; gradients that are not, or are not needed, are
+// zeros.
+Outputs move_gradients(const paddle::Tensor& split_sizes, const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
+                       const paddle::Tensor& d_out, const paddle::Tensor* d_probs_out, int64_t hidden, int hidden_dtype,
+                       bool need_x_grad, bool need_probs_grad, bool inverse, const char* rows_name, const char* probs_name) {
   const Target target(kFunction, {&split_sizes, &order, &source_to_dest}, {&d_out, d_probs_out});
-  require_rank(source_to_dest, 1, kFunction, "source_to_dest");
   const int64_t num_rows = source_to_dest.shape()[0];
   const Shape shape = {num_rows, hidden};
   const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
+  require_gradient(d_out, shape, dtype, kFunction, rows_name);
+  if (d_probs_out != nullptr) require_gradient(*d_probs_out, {num_rows}, paddle::DataType::FLOAT32, kFunction, probs_name);
+  without_gradient({&split_sizes, &order, &source_to_dest});
   const bool moves_rows = need_x_grad && d_out.initialized();
   const bool moves_probs = need_probs_grad && d_probs_out != nullptr && d_probs_out->initialized();
   paddle::Tensor d_x = moves_rows ? paddle::empty(shape, dtype, target.place()) : target.zeros(shape, dtype);
   paddle::Tensor d_probs =
       moves_probs ? empty_float32({num_rows}, source_to_dest) : target.zeros({num_rows}, paddle::DataType::FLOAT32);
-  if (moves_rows) {
-    require_shape(d_out, shape, kFunction, "the gradient");
-    require_dtype(d_out, dtype, kFunction, "the gradient");
-  }
-  if (moves_probs) require_shape(*d_probs_out, {num_rows}, kFunction, "the gradient of the probabilities");
   if (moves_rows || moves_probs) {
     Chunks chunks(target, kFunction, split_sizes, order, 0);
-    move_rows(target, &chunks, moves_rows ? &d_out : nullptr, &d_x, moves_probs ? d_probs_out : nullptr, &d_probs, true);
+    move_rows(target, &chunks, moves_rows ? &d_out : nullptr, &d_x, moves_probs ? d_probs_out : nullptr, &d_probs, inverse);
   }
   if (d_probs_out == nullptr) return {d_x};
   return {d_x, d_probs};
+}
+
+Outputs backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
+                 const paddle::Tensor& d_out, const paddle::Tensor* d_probs_out, int64_t hidden, int hidden_dtype,
+                 bool need_x_grad, bool need_probs_grad) {
+  return move_gradients(split_sizes, order, source_to_dest, d_out, d_probs_out, hidden, hidden_dtype, need_x_grad,
+                        need_probs_grad, true, "the gradient of the rows", "the gradient of the probabilities");
+}
+
+Outputs double_backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
+                        const paddle::Tensor& dd_x, const paddle::Tensor* dd_probs, int64_t hidden, int hidden_dtype,
+                        bool need_x_grad, bool need_probs_grad) {
+  return move_gradients(split_sizes, order, source_to_dest, dd_x, dd_probs, hidden, hidden_dtype, need_x_grad, need_probs_grad,
+                        false, "the gradient of the gradient of x", "the gradient of the gradient of probs");
 }
 
 Outputs sort_chunks_backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
@@ -222,6 +232,20 @@ std::vector<paddle::DataType> sort_chunks_with_probs_backward_dtypes(const paddl
                                                                      const paddle::DataType&, const paddle::DataType& d_out,
                                                                      const paddle::DataType&) {
   return {d_out, paddle::DataType::FLOAT32};
+}
+
+// The same shapes and dtypes come out of a gradient and of its own.
+Outputs sort_chunks_double_backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order,
+                                    const paddle::Tensor& source_to_dest, const paddle::Tensor& dd_x, int, int64_t hidden,
+                                    int hidden_dtype) {
+  return double_backward(split_sizes, order, source_to_dest, dd_x, nullptr, hidden, hidden_dtype, true, false);
+}
+
+Outputs sort_chunks_with_probs_double_backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order,
+                                               const paddle::Tensor& source_to_dest, const paddle::Tensor& dd_x,
+                                               const paddle::Tensor& dd_probs, int, int64_t hidden, int hidden_dtype,
+                                               bool need_x_grad, bool need_probs_grad) {
+  return double_backward(split_sizes, order, source_to_dest, dd_x, &dd_probs, hidden, hidden_dtype, need_x_grad, need_probs_grad);
 }
 
 // The map without any rows; buffer_size -1: as many rows as the chunks have.
@@ -271,6 +295,14 @@ PD_BUILD_GRAD_OP(pmo_sort_chunks)
     .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_backward_dtypes));
 
+PD_BUILD_DOUBLE_GRAD_OP(pmo_sort_chunks)
+    .Inputs({"split_sizes", "order", "source_to_dest", paddle::Grad(paddle::Grad("x"))})
+    .Outputs({paddle::Grad(paddle::Grad("out"))})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(sort_chunks_double_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_backward_dtypes));
+
 PD_BUILD_OP(pmo_sort_chunks_with_probs)
     .Inputs({"x", "probs", "split_sizes", "order"})
     .Outputs({"out", "probs_out", "source_to_dest"})
@@ -285,6 +317,14 @@ PD_BUILD_GRAD_OP(pmo_sort_chunks_with_probs)
     .Outputs({paddle::Grad("x"), paddle::Grad("probs")})
     .Attrs(attributes_with_probs())
     .SetKernelFn(PD_KERNEL(sort_chunks_with_probs_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_with_probs_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_with_probs_backward_dtypes));
+
+PD_BUILD_DOUBLE_GRAD_OP(pmo_sort_chunks_with_probs)
+    .Inputs({"split_sizes", "order", "source_to_dest", paddle::Grad(paddle::Grad("x")), paddle::Grad(paddle::Grad("probs"))})
+    .Outputs({paddle::Grad(paddle::Grad("out")), paddle::Grad(paddle::Grad("probs_out"))})
+    .Attrs(attributes_with_probs())
+    .SetKernelFn(PD_KERNEL(sort_chunks_with_probs_double_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_with_probs_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_with_probs_backward_dtypes));
 

@@ -37,18 +37,14 @@ struct Router {
   }
 };
 
-// Experts in [1, 2^16] bound what a bad number of slots can ask for.
-void require_router(const paddle::Tensor& gating, int64_t top_k) {
-  require_rank(gating, 2, kFunction, "gating");
-  require(top_k >= 1 && top_k <= gating.shape()[1], kFunction, "top_k must be at least 1 and at most the number of experts");
-}
-
 Outputs topk(const paddle::Tensor& gating, const paddle::optional<paddle::Tensor>& correction_bias, int64_t top_k,
              bool use_sigmoid, bool renormalize, bool pre_act, int64_t num_groups, int64_t topk_groups, int64_t scores_per_group,
              float scaling_factor, bool return_scores) {
   const paddle::Tensor* bias = correction_bias ? &*correction_bias : nullptr;
   const Target target(kFunction, {&gating}, {bias});
-  require_router(gating, top_k);
+  require_rank(gating, 2, kFunction, "gating");
+  // experts in [1, 2^16] bound what a bad number of slots can ask for
+  require(top_k >= 1 && top_k <= gating.shape()[1], kFunction, "top_k must be at least 1 and at most the number of experts");
   const Matrix logits(gating);
   pmo_topk_params p = {};
   Router{top_k, use_sigmoid, renormalize, pre_act, scaling_factor}.describe(logits, &p);
@@ -88,31 +84,29 @@ std::vector<paddle::DataType> topk_dtypes(const paddle::DataType& gating, const 
   return {gating, paddle::DataType::INT64, gating};
 }
 
-// The gradients of a token's weights, or of its scores; null where nobody computed them.
-const void* gradient_data(const paddle::Tensor& gradient, const Shape& shape, paddle::DataType dtype, paddle::Tensor* holder) {
-  if (!gradient.initialized() || gradient.numel() == 0) return nullptr;
-  require_shape(gradient, shape, kFunction, "the gradient");
-  require_dtype(gradient, dtype, kFunction, "the gradient");
+// The data of a gradient that may not be there.
+const void* gradient_data(const paddle::Tensor& gradient, paddle::Tensor* holder) {
+  if (!gradient.initialized()) return nullptr;
   *holder = dense(gradient);
   return holder->data();
 }
 
 Outputs topk_backward(const paddle::Tensor& gating, const paddle::Tensor& ids, const paddle::Tensor& d_weights,
                       const paddle::Tensor& d_scores, int64_t top_k, bool use_sigmoid, bool renormalize, bool pre_act, int64_t,
-                      int64_t, int64_t, float scaling_factor, bool) {
+                      int64_t, int64_t, float scaling_factor, bool return_scores) {
   const Target target(kFunction, {&gating, &ids}, {&d_weights, &d_scores});
-  require_router(gating, top_k);
+  require_gradient(d_weights, {gating.shape()[0], top_k}, gating.dtype(), kFunction, "the gradient of the weights");
+  require_gradient(d_scores, return_scores ? gating.shape() : Shape{0}, gating.dtype(), kFunction, "the gradient of the scores");
+  without_gradient({&ids});
   const Matrix logits(gating);
   pmo_topk_backward_params p = {};
   Router{top_k, use_sigmoid, renormalize, pre_act, scaling_factor}.describe(logits, &p);
-  require_dtype(ids, paddle::DataType::INT64, kFunction, "ids");
-  require_shape(ids, {p.num_tokens, top_k}, kFunction, "ids");
   const paddle::Tensor dense_ids = dense(ids);
   paddle::Tensor weight_values, score_values;
   paddle::Tensor d_gating = paddle::empty(gating.shape(), gating.dtype(), target.place());
   p.ids = dense_ids.data<int64_t>();
-  p.d_weights = gradient_data(d_weights, ids.shape(), gating.dtype(), &weight_values);
-  p.d_scores = gradient_data(d_scores, gating.shape(), gating.dtype(), &score_values);
+  p.d_weights = gradient_data(d_weights, &weight_values);
+  p.d_scores = gradient_data(d_scores, &score_values);
   p.d_gating = d_gating.data();
   check_status(PMO_CALL(target, topk_backward, &p), kFunction, kNames);
   return {d_gating};
@@ -126,6 +120,22 @@ std::vector<Shape> topk_backward_shapes(const Shape& gating, const Shape&, const
 std::vector<paddle::DataType> topk_backward_dtypes(const paddle::DataType& gating, const paddle::DataType&,
                                                    const paddle::DataType&, const paddle::DataType&) {
   return {gating};
+}
+
+Outputs topk_double_backward(const paddle::Tensor&, const paddle::Tensor&, const paddle::Tensor&, const paddle::Tensor&,
+                             const paddle::Tensor&, int64_t, bool, bool, bool, int64_t, int64_t, int64_t, float, bool) {
+  fail_second_order(kFunction, "; detach the weights and scores, or gating, where first-order ones are enough");
+}
+
+std::vector<Shape> topk_double_backward_shapes(const Shape& gating, const Shape&, const Shape& d_weights, const Shape& d_scores,
+                                               const Shape&, int64_t, bool, bool, bool, int64_t, int64_t, int64_t, float, bool) {
+  return {gating, d_weights, d_scores};
+}
+
+std::vector<paddle::DataType> topk_double_backward_dtypes(const paddle::DataType& gating, const paddle::DataType&,
+                                                          const paddle::DataType&, const paddle::DataType&,
+                                                          const paddle::DataType&) {
+  return {gating, gating, gating};
 }
 
 // The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
@@ -153,3 +163,11 @@ PD_BUILD_GRAD_OP(pmo_calculate_topk)
     .SetKernelFn(PD_KERNEL(topk_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(topk_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(topk_backward_dtypes));
+
+PD_BUILD_DOUBLE_GRAD_OP(pmo_calculate_topk)
+    .Inputs({"gating", "ids", paddle::Grad("weights"), paddle::Grad("scores"), paddle::Grad(paddle::Grad("gating"))})
+    .Outputs({paddle::Grad("gating"), paddle::Grad(paddle::Grad("weights")), paddle::Grad(paddle::Grad("scores"))})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(topk_double_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(topk_double_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(topk_double_backward_dtypes));

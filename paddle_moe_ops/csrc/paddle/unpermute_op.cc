@@ -21,14 +21,19 @@ void require_rows_map(const paddle::Tensor& map, const paddle::Tensor& rows, con
 
 Shape out_shape(const Shape& rows, const Shape& token_rows) { return {dim(token_rows, 0), dim(rows, 1)}; }
 
+// A graph need not know the width.
+constexpr int64_t kUnknown = -1;
+
 // row_to_token is there for the gradient, which zeroes the rows that no token uses.
-Outputs unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
+Outputs unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                  int64_t hidden, int hidden_dtype) {
   const Target target(kFunction, {&rows, &token_rows, &row_to_token});
   require_rows_map(row_to_token, rows, "row_to_token");
+  require_described(rows, hidden == kUnknown ? rows.shape()[1] : hidden, hidden_dtype, kFunction);
   return {sum_rows(target, kFunction, rows, token_rows, {})};
 }
 
-std::vector<Shape> unpermute_shapes(const Shape& rows, const Shape& token_rows, const Shape&) {
+std::vector<Shape> unpermute_shapes(const Shape& rows, const Shape& token_rows, const Shape&, int64_t, int) {
   return {out_shape(rows, token_rows)};
 }
 
@@ -38,27 +43,39 @@ std::vector<paddle::DataType> unpermute_dtypes(const paddle::DataType& rows, con
 
 Outputs quick_unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
   if (!has_columns(rows)) return {};
-  return unpermute(rows, token_rows, row_to_token);
+  return unpermute(rows, token_rows, row_to_token, kUnknown, static_cast<int>(rows.dtype()));
 }
 
-// A permutation: the lines of a plan's token_rows hold nothing but -1 behind their rows. (In a cleaned rowmap anything may stand there,
-// so moe_unpermute has to use the gradient of the sum.)
-Outputs unpermute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const paddle::Tensor& d_out) {
+Outputs unpermute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const paddle::Tensor& d_out,
+                           int64_t hidden, int hidden_dtype) {
   const Target target(kFunction, {&token_rows, &row_to_token, &d_out});
-  require_rank(d_out, 2, kFunction, "the gradient");
-  require_rank(row_to_token, 1, kFunction, "row_to_token");
-  paddle::Tensor d_rows = paddle::empty({row_to_token.shape()[0], d_out.shape()[1]}, d_out.dtype(), d_out.place());
-  permute_rows(target, kFunction, d_out, token_rows, row_to_token, &d_rows);
+  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
+  require_gradient(d_out, {token_rows.shape()[0], hidden}, dtype, kFunction, "the gradient of the sums");
+  without_gradient({&token_rows, &row_to_token});
+  paddle::Tensor d_rows;
+  sum_rows_backward(target, kFunction, d_out, nullptr, token_rows, LineEnd::kNones, row_to_token, {}, &d_rows, nullptr);
   return {d_rows};
 }
 
-std::vector<Shape> unpermute_backward_shapes(const Shape&, const Shape& row_to_token, const Shape& d_out) {
+std::vector<Shape> unpermute_backward_shapes(const Shape&, const Shape& row_to_token, const Shape& d_out, int64_t, int) {
   return {{dim(row_to_token, 0), dim(d_out, 1)}};
 }
 
 std::vector<paddle::DataType> unpermute_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
                                                         const paddle::DataType& d_out) {
   return {d_out};
+}
+
+Outputs unpermute_double_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                                  const paddle::Tensor& dd_rows, int64_t hidden, int hidden_dtype) {
+  const Target target(kFunction, {&token_rows, &row_to_token, &dd_rows});
+  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
+  require_gradient(dd_rows, {row_to_token.shape()[0], hidden}, dtype, kFunction, "the gradient of the gradient of the rows");
+  return {sum_rows(target, kFunction, dd_rows, token_rows, {})};
+}
+
+std::vector<Shape> unpermute_double_backward_shapes(const Shape& token_rows, const Shape&, const Shape& dd_rows, int64_t, int) {
+  return {out_shape(dd_rows, token_rows)};
 }
 
 // probs is [N], one per row, or [T, K], one per slot; row_to_slot leads from a row to its slot.
@@ -99,12 +116,15 @@ Outputs unpermute_weighted_backward(const paddle::Tensor& rows, const paddle::Te
                                     const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot,
                                     const paddle::Tensor& d_out, bool need_rows_grad, bool need_probs_grad) {
   const Target target(kFunction, {&rows, &probs, &token_rows, &row_to_token, &row_to_slot, &d_out});
-  paddle::Tensor d_rows =
-      need_rows_grad ? paddle::empty(rows.shape(), rows.dtype(), rows.place()) : target.zeros(rows.shape(), rows.dtype());
-  paddle::Tensor d_probs =
-      need_probs_grad ? empty_float32(probs.shape(), rows) : target.zeros(probs.shape(), paddle::DataType::FLOAT32);
-  sum_rows_backward(target, kFunction, d_out, &rows, token_rows, row_to_token, weights_of(probs, row_to_slot),
+  require_rows_map(row_to_token, rows, "row_to_token");
+  require_rank(token_rows, 2, kFunction, "token_rows");
+  require_gradient(d_out, {token_rows.shape()[0], rows.shape()[1]}, rows.dtype(), kFunction, "the gradient of the sums");
+  without_gradient({&token_rows, &row_to_token, &row_to_slot});
+  paddle::Tensor d_rows, d_probs;
+  sum_rows_backward(target, kFunction, d_out, &rows, token_rows, LineEnd::kNones, row_to_token, weights_of(probs, row_to_slot),
                     need_rows_grad ? &d_rows : nullptr, need_probs_grad ? &d_probs : nullptr);
+  if (!need_rows_grad) d_rows = target.zeros(rows.shape(), rows.dtype());
+  if (!need_probs_grad) d_probs = target.zeros(probs.shape(), paddle::DataType::FLOAT32);
   return {d_rows, d_probs};
 }
 
@@ -119,11 +139,44 @@ std::vector<paddle::DataType> unpermute_weighted_backward_dtypes(const paddle::D
   return {rows, probs};
 }
 
+Outputs unpermute_weighted_double_backward(const paddle::Tensor& rows, const paddle::Tensor& probs,
+                                           const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                                           const paddle::Tensor& row_to_slot, const paddle::Tensor& d_out,
+                                           const paddle::Tensor& dd_rows, const paddle::Tensor& dd_probs, bool need_rows_grad,
+                                           bool need_probs_grad) {
+  const Target target(kFunction, {&rows, &probs, &token_rows, &row_to_token, &row_to_slot, &d_out}, {&dd_rows, &dd_probs});
+  require_gradient(dd_rows, rows.shape(), rows.dtype(), kFunction, "the gradient of the gradient of the rows");
+  require_gradient(dd_probs, probs.shape(), probs.dtype(), kFunction, "the gradient of the gradient of the probabilities");
+  const WeightedSum sum = {rows, token_rows, row_to_token, weights_of(probs, row_to_slot), d_out};
+  return sum_rows_double_backward(target, kFunction, sum, need_rows_grad && dd_rows.initialized() ? &dd_rows : nullptr,
+                                  need_probs_grad && dd_probs.initialized() ? &dd_probs : nullptr);
+}
+
+std::vector<Shape> unpermute_weighted_double_backward_shapes(const Shape& rows, const Shape& probs, const Shape&, const Shape&,
+                                                             const Shape&, const Shape& d_out, const Shape&, const Shape&, bool,
+                                                             bool) {
+  return {rows, probs, d_out};
+}
+
+std::vector<paddle::DataType> unpermute_weighted_double_backward_dtypes(const paddle::DataType& rows,
+                                                                        const paddle::DataType& probs, const paddle::DataType&,
+                                                                        const paddle::DataType&, const paddle::DataType&,
+                                                                        const paddle::DataType& d_out, const paddle::DataType&,
+                                                                        const paddle::DataType&) {
+  return {rows, probs, d_out};
+}
+
+// Shape inference of gradients gets the attributes of the forward operator, so all declare the same list.
+std::vector<std::string> attributes() { return {"hidden: int64_t", "hidden_dtype: int"}; }
+
+std::vector<std::string> attributes_weighted() { return {"need_rows_grad: bool", "need_probs_grad: bool"}; }
+
 }  // namespace
 
 PD_BUILD_OP(pmo_unpermute)
     .Inputs({"rows", "token_rows", "row_to_token"})
     .Outputs({"out"})
+    .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(unpermute))
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_dtypes));
@@ -133,14 +186,23 @@ PMO_QUICK(unpermute, quick_unpermute);
 PD_BUILD_GRAD_OP(pmo_unpermute)
     .Inputs({"token_rows", "row_to_token", paddle::Grad("out")})
     .Outputs({paddle::Grad("rows")})
+    .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(unpermute_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_backward_dtypes));
+
+PD_BUILD_DOUBLE_GRAD_OP(pmo_unpermute)
+    .Inputs({"token_rows", "row_to_token", paddle::Grad(paddle::Grad("rows"))})
+    .Outputs({paddle::Grad(paddle::Grad("out"))})
+    .Attrs(attributes())
+    .SetKernelFn(PD_KERNEL(unpermute_double_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(unpermute_double_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_backward_dtypes));
 
 PD_BUILD_OP(pmo_unpermute_weighted)
     .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot"})
     .Outputs({"out"})
-    .Attrs({"need_rows_grad: bool", "need_probs_grad: bool"})
+    .Attrs(attributes_weighted())
     .SetKernelFn(PD_KERNEL(unpermute_weighted))
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_dtypes));
@@ -151,7 +213,7 @@ PMO_QUICK(unpermute_weighted, quick_unpermute_weighted);
 PD_BUILD_OP(pmo_unpermute_weighted_backward)
     .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot", "d_out"})
     .Outputs({"d_rows", "d_probs"})
-    .Attrs({"need_rows_grad: bool", "need_probs_grad: bool"})
+    .Attrs(attributes_weighted())
     .SetKernelFn(PD_KERNEL(unpermute_weighted_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_backward_dtypes));
@@ -160,7 +222,16 @@ PMO_DIRECT(unpermute_weighted_backward, unpermute_weighted_backward);
 PD_BUILD_GRAD_OP(pmo_unpermute_weighted)
     .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot", paddle::Grad("out")})
     .Outputs({paddle::Grad("rows"), paddle::Grad("probs")})
-    .Attrs({"need_rows_grad: bool", "need_probs_grad: bool"})
+    .Attrs(attributes_weighted())
     .SetKernelFn(PD_KERNEL(unpermute_weighted_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_backward_dtypes));
+
+PD_BUILD_DOUBLE_GRAD_OP(pmo_unpermute_weighted)
+    .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot", paddle::Grad("out"),
+             paddle::Grad(paddle::Grad("rows")), paddle::Grad(paddle::Grad("probs"))})
+    .Outputs({paddle::Grad("rows"), paddle::Grad("probs"), paddle::Grad(paddle::Grad("out"))})
+    .Attrs(attributes_weighted())
+    .SetKernelFn(PD_KERNEL(unpermute_weighted_double_backward))
+    .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_double_backward_shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_double_backward_dtypes));

@@ -1,0 +1,140 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiled operators refuse by themselves, called without the checks that Python makes before them.
+
+Every requirement of csrc/paddle is broken once, in each operator that states it. Requirements of gradients are in
+test_gradient_shapes.py; that all tensors are on one device is tested where there are two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+import paddle_moe_ops
+from paddle_moe_ops.backends import compiled, register_operators
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.operator_calls import BAD_CALLS, GOOD_CALLS, MAPS, NO_TENSOR, T
+from tests.ops.problems import tensor
+from tests.static.operators import operator_names
+
+pytestmark = pytest.mark.compiled_only
+
+SOURCES = Path(paddle_moe_ops.__file__).parent / "csrc" / "paddle"
+
+
+def arguments_of(operator: str, place: Any, changes: dict[str, Any]) -> list[Any]:
+    good = GOOD_CALLS[operator]
+    assert changes.keys() <= good.keys()
+    return [value(place) if callable(value) else value for value in {**good, **changes}.values()]
+
+
+def public_name(operator: str) -> str:
+    return re.sub("(_weighted)?(_backward)?(_with_probs)?$", "", operator).replace("permute_quantized", "permute")
+
+
+@pytest.fixture(params=["direct", "paddle"])
+def call(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Calls an operator directly, or through Paddle."""
+    register_operators()
+    if request.param == "direct":
+        return lambda operator, *arguments: compiled._direct[operator](*arguments)
+    return lambda operator, *arguments: paddle._C_ops._run_custom_op(f"pmo_{operator}", *arguments)
+
+
+def test_every_operator_is_called():
+    assert sorted(f"pmo_{name}" for name in GOOD_CALLS) == operator_names()
+    assert {fault.operator for fault in BAD_CALLS} == {*GOOD_CALLS}
+
+
+@pytest.mark.parametrize("operator", GOOD_CALLS)
+def test_a_good_call_is_taken(operator, call, place):
+    assert call(operator, *arguments_of(operator, place, {}))
+
+
+@pytest.mark.parametrize("fault", BAD_CALLS, ids=str)
+def test_a_bad_call_raises_a_value_error_that_says_what_is_wrong(fault, call, place):
+    with pytest.raises(ValueError, match=r": ") as caught:
+        call(fault.operator, *arguments_of(fault.operator, place, fault.changes))
+    assert str(caught.value) == f"{public_name(fault.operator)}: {fault.message}"
+
+
+@pytest.mark.parametrize("layout", ["every second column", "turned", "no tokens"])
+@pytest.mark.parametrize("operator", [name for name, call in GOOD_CALLS.items() if MAPS.keys() & call.keys()])
+def test_maps_may_be_strided(operator, layout, call, place):
+    """Also those without elements, whose strides are those of some other shape."""
+    changes = {}
+    for name, value in GOOD_CALLS[operator].items():
+        array = value(place).numpy() if callable(value) else None
+        if name in MAPS:
+            array = array[:0] if layout == "no tokens" else array
+            made = turned(array, place) if layout == "turned" else tensor(np.repeat(array, 2, axis=1), place)[:, ::2]
+            assert not made.is_contiguous()
+            changes[name] = made
+        elif layout == "no tokens" and array is not None and array.shape[0] == T:
+            changes[name] = tensor(array[:0], place)
+    dense = {name: value.contiguous() for name, value in changes.items()}
+    both = (call(operator, *arguments_of(operator, place, each)) for each in (changes, dense))
+    for got, expected in zip(*both, strict=True):
+        assert_bits_equal(to_numpy(got), to_numpy(expected))
+
+
+def turned(array, place):
+    """A matrix whose columns lie one after the other."""
+    return tensor(np.ascontiguousarray(array.T), place).t()
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        (operator, name)
+        for operator, arguments in GOOD_CALLS.items()
+        for name, value in arguments.items()
+        if callable(value)
+    ],
+)
+def test_a_tensor_that_is_missing_raises(operator, name, call, place):
+    given = f"{public_name(operator)}: {NO_TENSOR}", "an argument is not what the operator takes"
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        call(operator, *arguments_of(operator, place, {name: None}))
+    assert str(caught.value) in given
+
+
+# Requirements that have a test of their own, here or where there are two devices.
+ELSEWHERE = {"all tensors must be on one device", ": every tensor must be ", NO_TENSOR}
+
+
+def requirements() -> dict[str, str]:
+    """Every requirement of the sources by a part of what it says, with the line that states it."""
+    found = {}
+    for source in SOURCES.glob("*.cc"):
+        if source.name in ("binding.cc", "direct.cc"):
+            continue
+        text = re.sub(r"\s+", " ", source.read_text("utf-8"))
+        for statement in re.findall(r"(?:require|require_\w+|map_data|int32_data|index_kind|fail)\([^;]*;", text):
+            literals = re.findall(r'"((?:[^"\\]|\\.)*)"', statement)
+            if statement.startswith("require_gradient") or not literals:
+                continue
+            # what a text says, or whose shape or dtype must be what
+            says = literals[0] if statement.startswith(("require(", "fail(")) else f"{literals[0]} must be "
+            found[says.removeprefix(": ")] = statement
+    return found
+
+
+def test_every_requirement_of_the_sources_is_broken_by_some_call():
+    messages = [fault.message for fault in BAD_CALLS]
+    unbroken = {
+        says: statement
+        for says, statement in requirements().items()
+        if says not in {each.removeprefix(": ") for each in ELSEWHERE}
+        and not any(says in message for message in messages)
+    }
+    assert not unbroken
+    assert len(requirements()) > 50
