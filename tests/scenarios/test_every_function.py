@@ -1,0 +1,78 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""No public function is missing from the programs with trained routers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import paddle_moe_ops
+from paddle_moe_ops import patched_paddle
+
+from .models import model
+from .modes import dygraph
+from .test_trained_routers import ARRAYS, PROGRAMS
+
+# Modules without public functions, by the first part of their names or in full.
+INTERNAL = {"autograd", "backends", "bench", "demo", "masked.shared", "reference", "rowmaps", "testing", "triton"}
+
+
+def public_modules() -> Iterator[Any]:
+    yield paddle_moe_ops
+    for found in pkgutil.walk_packages(paddle_moe_ops.__path__, "paddle_moe_ops."):
+        name = found.name.partition(".")[2]
+        if "_" not in {part[0] for part in name.split(".")} and not INTERNAL & {name.partition(".")[0], name}:
+            yield importlib.import_module(found.name)
+
+
+def takes_tensors(function: Any) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any("Tensor" in str(parameter.annotation) for parameter in parameters)
+
+
+def public_functions() -> dict[CodeType, str]:
+    """The public functions and methods that take tensors, by their code."""
+    functions = []
+    for module in public_modules():
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            if inspect.isclass(value):
+                methods = inspect.getmembers(value, inspect.isfunction)
+                functions += [method for label, method in methods if label in vars(value) and label[0] != "_"]
+            elif inspect.isfunction(value):
+                functions.append(value)
+    return {
+        inspect.unwrap(function).__code__: f"{function.__module__}.{function.__qualname__}"
+        for function in functions
+        if takes_tensors(function)
+    }
+
+
+def test_the_programs_call_every_public_function_with_tensors(place):
+    """Themselves: what a public function calls in turn has got arguments from that one."""
+    functions, called = public_functions(), set()
+    assert len(functions) > 40
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or frame.f_code not in functions:
+            return
+        caller = frame.f_back
+        while caller is not None and caller.f_code not in functions:
+            caller = caller.f_back
+        if caller is None:
+            called.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        with patched_paddle():
+            for program in PROGRAMS:
+                dygraph(model(program.sparse), ARRAYS, place)
+    finally:
+        sys.setprofile(None)
+    assert sorted(name for code, name in functions.items() if code not in called) == []

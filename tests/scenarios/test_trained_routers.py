@@ -1,0 +1,126 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ids, masks, maps, counts and scales that carry a graph cost no gradient: those of a dense model in plain Paddle."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import patched_paddle
+from tests.static.test_to_static import collections_are_quick, plain_errors
+
+from . import family_programs, plan_programs
+from .models import Program, Source, arrays_of, cast, model
+from .modes import Gradients, assert_same_gradients, dygraph, recomputed, static_graph, traced
+
+__all__ = ["collections_are_quick"]  # a fixture
+
+PROGRAMS = (*plan_programs.PROGRAMS, *family_programs.PROGRAMS)
+ALL = pytest.mark.parametrize("program", PROGRAMS, ids=str)
+STATIC_PROGRAMS = [each for each in PROGRAMS if each.in_static_graphs]
+STATIC = pytest.mark.parametrize("program", STATIC_PROGRAMS, ids=str)
+# By bytecode Paddle hands a plan on as a plain tuple.
+WITH_PLANS_BY_BYTECODE = (
+    plan_programs.plan_by_slot,
+    plan_programs.plan_by_mask,
+    plan_programs.plan_with_capacity,
+    plan_programs.gemm_by_offsets,
+    plan_programs.own_router,
+    family_programs.experts_of_a_mask,
+)
+BFLOAT16 = 2**-6  # a few roundings to 8 bits, of the largest element
+ARRAYS = arrays_of(np.random.default_rng(7))
+
+# Paddle says so of its own full_like, whenever it makes a gradient in a graph.
+pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched():
+    with patched_paddle():
+        yield
+
+
+@functools.cache
+def dense_gradients(program: Program, source: Source, place: Any) -> Gradients:
+    return dygraph(model(program.dense, source), ARRAYS, place)
+
+
+@pytest.mark.parametrize(
+    ("program", "source"),
+    [pytest.param(each, source, id=f"{each}-{source.__name__}") for each in PROGRAMS for source in each.sources],
+)
+def test_dygraph(program, source, place, backend):
+    got = dygraph(model(program.sparse, source), ARRAYS, place)
+    assert_same_gradients(got, dense_gradients(program, source, place))
+
+
+@ALL
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
+def test_recompute(program, use_reentrant, place, backend):
+    got = recomputed(model(program.sparse), ARRAYS, place, use_reentrant=use_reentrant)
+    assert_same_gradients(got, dense_gradients(program, cast, place))
+
+
+@ALL
+def test_ids_shared_by_two_calls(program, place, backend):
+    def twice(**routed):
+        return program.sparse(**routed), program.sparse(**routed)
+
+    def dense_twice(**routed):
+        return program.dense(**routed), program.dense(**routed)
+
+    assert_same_gradients(dygraph(model(twice), ARRAYS, place), dygraph(model(dense_twice), ARRAYS, place))
+
+
+@STATIC
+def test_to_static_by_syntax_tree(program, place):
+    got = traced(model(program.sparse), ARRAYS, place, full_graph=True)
+    assert_same_gradients(got, dense_gradients(program, cast, place))
+
+
+@pytest.mark.parametrize(
+    "program", [each for each in STATIC_PROGRAMS if each.sparse not in WITH_PLANS_BY_BYTECODE], ids=str
+)
+def test_to_static_by_bytecode(program, place):
+    with plain_errors():
+        got = traced(model(program.sparse), ARRAYS, place, full_graph=False)
+    assert_same_gradients(got, dense_gradients(program, cast, place))
+
+
+@STATIC
+def test_static_graph(program, place):
+    assert_same_gradients(static_graph(model(program.sparse), ARRAYS, place), dense_gradients(program, cast, place))
+
+
+@ALL
+@pytest.mark.filterwarnings("ignore:amp_guard can only be enabled")
+def test_mixed_precision(program, place, backend):
+    """On a CPU Paddle's eager mixed precision casts nothing; there the static graph below is the test."""
+
+    def mixed(form):
+        with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
+            return dygraph(model(form), ARRAYS, place)
+
+    assert_same_gradients(mixed(program.sparse), mixed(program.dense), 1e-5 if place.is_cpu_place() else BFLOAT16)
+
+
+BY_HAND = (family_programs.gradients_by_hand, family_programs.gradients_by_hand_of_transformer_engine)
+
+
+# In static graphs Paddle has no detach of bfloat16, which the gradients by hand call.
+@pytest.mark.parametrize("program", [each for each in STATIC_PROGRAMS if each.sparse not in BY_HAND], ids=str)
+def test_mixed_precision_in_a_static_graph(program, place):
+    def mixed(form):
+        def forward(*leaves):
+            with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
+                return model(form)(*leaves)
+
+        return static_graph(forward, ARRAYS, place)
+
+    assert_same_gradients(mixed(program.sparse), mixed(program.dense), BFLOAT16)
