@@ -1,0 +1,195 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Single calls of the functions with gradients, and by name what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from paddle_moe_ops import (
+    dequantize_1x128,
+    dispatch,
+    indexed,
+    masked,
+    moe_permute,
+    moe_unpermute,
+    permute,
+    quantized_experts,
+    reference,
+    route,
+    sort_chunks,
+    unpermute,
+)
+from paddle_moe_ops.gemm import grouped_gemm
+from paddle_moe_ops.routing import calculate_topk
+from tests.ops.problems import plan_tensors, tensor
+
+T, H, E, K = 7, 6, 4, 2
+PLAN_MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_to_slot", "tokens_per_expert", "expert_offsets")
+
+Inputs = dict[str, Any]
+
+
+def make_inputs(place: Any, *, graphs: bool = False) -> tuple[Inputs, dict[str, Tensor]]:
+    """Everything that the operations read, and the leaves behind what has a gradient.
+
+    Args:
+        place: where to make the tensors.
+        graphs: whether integers and bools carry a graph as well.
+    """
+    rng = np.random.default_rng(3)
+    ids = np.stack([rng.permutation(E)[:K] for _ in range(T)]).astype(np.int32)
+    probs = rng.uniform(0.1, 1, (T, K)).astype(np.float32)
+    gates = np.zeros((T, E), np.float32)
+    np.put_along_axis(gates, ids, probs, 1)
+    plan = reference.route(ids, probs, num_experts=E)
+    arrays = {
+        "x": rng.standard_normal((T, H), np.float32),
+        "rows": rng.standard_normal((T * K, H), np.float32),
+        "probs": probs,
+        "row_probs": plan.row_probs,
+        "token_probs": rng.uniform(0.1, 1, T).astype(np.float32),
+        "gates": gates,
+        "weights": rng.standard_normal((E, H, H), np.float32),
+    }
+    leaves = {name: tensor(array, place, gradient=True) for name, array in arrays.items()}
+    tensors: Inputs = {name: leaf * 1.0 for name, leaf in leaves.items()}
+    sizes, order = tensor(np.array([2, 0, 4]), place), tensor(np.array([2, 0, 1]), place)
+    constants = {
+        **{name: getattr(plan_tensors(plan, place), name) for name in PLAN_MAPS},
+        "ids": tensor(ids, place),
+        "mask": tensor(gates > 0, place),
+        "rowmap": tensor(reference.plan_to_rowmap(plan), place),
+        "row_id_map": masked.make_row_id_map(tensor(gates > 0, place))[0],
+        "gather": indexed.get_routing_indices(tensor(ids, place), E)[1],
+        "sizes": sizes,
+        "order": order,
+        "chunk_map": masked.make_chunk_sort_map(sizes, order, T),
+    }
+    if graphs:
+        zero = leaves["x"].sum() * 0
+        constants = {name: (each.astype("float32") + zero).astype(each.dtype) for name, each in constants.items()}
+    tensors.update(constants)
+    maps = {name: constants[name] for name in PLAN_MAPS}
+    tensors["plan"] = plan_tensors(plan, place)._replace(row_probs=None, **maps)
+    return tensors, leaves
+
+
+class Operation(NamedTuple):
+    """A function of the inputs that gives tensors with gradients, and what it reads."""
+
+    name: str
+    call: Callable[[Inputs], tuple[Tensor, ...]]
+    floats: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _moe_permute(i: Inputs) -> tuple[Tensor, ...]:
+    return moe_permute(i["x"], None, i["ids"], i["probs"], E, None, 1)[0:3:2]
+
+
+def _moe_unpermute(i: Inputs, weighted: bool = False) -> tuple[Tensor, ...]:
+    arguments = i["rows"], i["rowmap"], i["ids"], i["row_probs"], T, E
+    return moe_unpermute(*arguments, using_weighted_combine=weighted)
+
+
+def _float8_experts(i: Inputs) -> tuple[Tensor, ...]:
+    def expert_fn(codes, scales, row_probs):
+        return dequantize_1x128(codes, scales, dtype=paddle.float32) * row_probs.unsqueeze(-1)
+
+    def expert_vjp(d_out, codes, scales, row_probs):
+        rows = dequantize_1x128(codes, scales, dtype=paddle.float32)
+        return d_out * row_probs.unsqueeze(-1), (d_out * rows).sum(1)
+
+    return (quantized_experts(i["x"], i["plan"], expert_fn, expert_vjp, i["row_probs"]),)
+
+
+MAPS = ("token_rows", "row_to_token")
+OPERATIONS = (
+    Operation("moe_permute", _moe_permute, ("x", "probs"), ("ids",)),
+    Operation("moe_unpermute", _moe_unpermute, ("rows", "row_probs"), ("rowmap", "ids")),
+    Operation("moe_unpermute_weighted", lambda i: _moe_unpermute(i, True), ("rows", "row_probs"), ("rowmap", "ids")),
+    Operation("route", lambda i: (route(i["ids"], i["probs"], num_experts=E).row_probs,), ("probs",), ("ids",)),
+    Operation("route_mask", lambda i: (route(i["mask"], i["gates"]).row_probs,), ("gates",), ("mask",)),
+    Operation("permute", lambda i: (permute(i["x"], i["plan"])[0],), ("x",), ("slot_to_row", *MAPS)),
+    Operation("unpermute", lambda i: (unpermute(i["rows"], i["plan"]),), ("rows",), MAPS),
+    Operation(
+        "unpermute_by_row",
+        lambda i: (unpermute(i["rows"], i["plan"], i["row_probs"]),),
+        ("rows", "row_probs"),
+        (*MAPS, "row_to_slot"),
+    ),
+    Operation(
+        "unpermute_by_slot",
+        lambda i: (unpermute(i["rows"], i["plan"], i["probs"]),),
+        ("rows", "probs"),
+        ("slot_to_row", *MAPS, "row_to_slot"),
+    ),
+    Operation(
+        "sort_chunks",
+        lambda i: sort_chunks(i["x"], i["sizes"], i["order"], i["token_probs"])[:2],
+        ("x", "token_probs"),
+        ("sizes", "order"),
+    ),
+    Operation(
+        "permute_with_mask_map",
+        lambda i: masked.permute_with_mask_map(i["x"], i["row_id_map"], T * K, i["gates"])[:2],
+        ("x", "gates"),
+        ("row_id_map",),
+    ),
+    Operation(
+        "unpermute_with_mask_map",
+        lambda i: masked.unpermute_with_mask_map(i["rows"], i["row_id_map"], i["gates"], permuted_probs=i["row_probs"]),
+        ("rows", "gates", "row_probs"),
+        ("row_id_map",),
+    ),
+    Operation(
+        "sort_chunks_by_map",
+        lambda i: masked.sort_chunks_by_map(i["x"], i["chunk_map"], i["token_probs"]),
+        ("x", "token_probs"),
+        ("chunk_map",),
+    ),
+    Operation(
+        "token_dispatch",
+        lambda i: dispatch.token_dispatch(i["x"], i["mask"], T * K, i["gates"], 3)[:2],
+        ("x", "gates"),
+        ("mask",),
+    ),
+    Operation(
+        "token_combine",
+        lambda i: (dispatch.token_combine(i["rows"], i["row_id_map"], i["row_probs"]),),
+        ("rows", "row_probs"),
+        ("row_id_map",),
+    ),
+    Operation("indexed.permute", lambda i: (indexed.permute(i["x"], i["gather"], K),), ("x",), ("gather",)),
+    Operation("indexed.unpermute", lambda i: (indexed.unpermute(i["rows"], i["gather"]),), ("rows",), ("gather",)),
+    Operation(
+        "grouped_gemm",
+        lambda i: (grouped_gemm(i["rows"], i["weights"], i["tokens_per_expert"], topk_weights=i["row_probs"]),),
+        ("rows", "weights", "row_probs"),
+        ("tokens_per_expert",),
+    ),
+    Operation(
+        "grouped_gemm_of_tokens",
+        lambda i: (grouped_gemm(i["x"], i["weights"], plan=i["plan"], permute_x=True),),
+        ("x", "weights"),
+        ("tokens_per_expert", "expert_offsets", *MAPS),
+    ),
+    Operation(
+        "grouped_gemm_by_slot",
+        lambda i: (grouped_gemm(i["rows"], i["weights"], plan=i["plan"], topk_weights=i["probs"]),),
+        ("rows", "weights", "probs"),
+        ("row_to_slot",),
+    ),
+    Operation("calculate_topk", lambda i: calculate_topk(i["x"], K, False, True)[:1], ("x",)),
+)
+# A node of its own on every backend, whose gradients the caller writes.
+FLOAT8_EXPERTS = Operation("quantized_experts", _float8_experts, ("x", "row_probs"), MAPS)
