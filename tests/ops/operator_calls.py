@@ -318,7 +318,9 @@ def bad_maps(operator: str) -> list[BadCall]:
     short = PLAN.slot_to_row[:-1]
     return [
         bad(operator, wrong_shape("x", ANY_MATRIX, [T]), x=zeros(T)),
-        bad(operator, NO_LINES, **dict.fromkeys({"slot_to_row", *MAPS} & {*GOOD_CALLS[operator]}, array(short))),
+        bad(
+            operator, NO_LINES, **dict.fromkeys(sorted({"slot_to_row", *MAPS} & {*GOOD_CALLS[operator]}), array(short))
+        ),
         bad(operator, wrong_dtype("slot_to_row", "int32", "int64"), slot_to_row=int64(T, K)),
         bad(operator, wrong_dtype("row_to_token", "int32", "int64"), row_to_token=int64(N)),
         bad(operator, wrong_shape("row_to_token", ANY_VECTOR, [N, 1]), row_to_token=int32(N, 1)),
