@@ -221,7 +221,7 @@ def bad_route(operator: str) -> list[BadCall]:
             counts_source=2,
             counts=array([0, 0, 2**31]),
         ),
-        bad(operator, "the permuted buffer must have fewer than 2^31 rows", padding_alignment=LARGE),
+        bad(operator, "padding_alignment must give a buffer of fewer than 2^31 rows, but ", padding_alignment=LARGE),
     ]
 
 

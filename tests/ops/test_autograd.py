@@ -298,6 +298,16 @@ def test_a_second_backward_pass_is_right_or_refused(operator, place, backend):
             loss.backward()
 
 
+@pytest.mark.parametrize("operator", ALL, indirect=True)
+@pytest.mark.parametrize("axis", [0, -1], ids=["one row more", "another width"])
+def test_a_gradient_of_another_shape_is_refused(operator, axis, place, backend):
+    output = operator.call(*leaves(operator, place))[0]
+    shape = list(output.shape)
+    shape[axis] += 1
+    with pytest.raises((ValueError, OSError), match=r"the gradient of .* must be "):
+        paddle.autograd.backward([output], [paddle.ones(shape)])
+
+
 def test_an_input_whose_gradient_nobody_makes_gets_zeros(rng, place):
     """Paddle's engine would otherwise not run what comes before it."""
     problem = make_problem(rng, SMALL)

@@ -35,7 +35,8 @@ DEVICE = "cuda_rig:0"
 CORE_TESTS = ["tests/core", "--core-device=cuda", "-p", "no:cacheprovider"]
 SUITES = {
     "ops": ["tests/ops", "tests/static", f"--device={DEVICE}"],
-    "triton": ["tests/ops", "--backend=triton", f"--device={DEVICE}"],
+    "scenarios": ["tests/scenarios", f"--device={DEVICE}"],
+    "triton": ["tests/ops", "tests/scenarios", "--backend=triton", f"--device={DEVICE}"],
     # what is slow is so in the interpreter only
     "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider", "-m", ""],
     "core": CORE_TESTS,
@@ -45,7 +46,7 @@ SUITES = {
     "place": ["tests/gpuplace", "--device=gpu:0"],
 }
 # Those that run on Paddle with the plug-in.
-RIG_SUITES = ("ops", "triton")
+RIG_SUITES = ("ops", "scenarios", "triton")
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 
 
