@@ -221,7 +221,11 @@ def bad_route(operator: str) -> list[BadCall]:
             counts_source=2,
             counts=array([0, 0, 2**31]),
         ),
-        bad(operator, "padding_alignment must give a buffer of fewer than 2^31 rows, but ", padding_alignment=LARGE),
+        bad(
+            operator,
+            "padding_alignment must give a buffer of fewer than 2^31 rows, but 2147483647 gives 6442450941",
+            padding_alignment=LARGE,
+        ),
     ]
 
 

@@ -45,7 +45,8 @@ Commands:
 
 PyPI has no `paddlepaddle-gpu` of the 3.x series, so **under a 3.x GPU wheel the operators have never run: for
 those they are compile-tested**. `make check-place`, a step of CI, compiles the bindings with `PADDLE_WITH_CUDA`
-against the headers of Paddle 3.3.1, and the kernels for every generation from sm_80 on that nvcc knows. What ran instead:
+against the headers of Paddle 3.3.1, and the kernels for every generation from sm_80 on that nvcc knows. What ran
+instead:
 
 * Paddle 3.3.1 itself, the CPU wheel, with a plug-in that presents the GPU as the custom place `cuda_rig`: the same
   Python package, the same bindings but for two lines (which place is a GPU, what is its stream), the same kernels.
