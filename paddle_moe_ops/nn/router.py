@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,12 +194,10 @@ class TopKRouter(nn.Layer):
             self.correction_bias.set_value = functools.partial(_set_float32, weakref.ref(self.correction_bias))
 
 
-def _set_float32(bias: weakref.ref, value: Any) -> None:
+def _set_float32(bias: Callable[[], Tensor], value: Any) -> None:
     """Sets a float32 tensor; Paddle's own way refuses another dtype."""
-    tensor = bias()
-    if tensor is not None:
-        value = value if isinstance(value, Tensor) else paddle.to_tensor(value)
-        Tensor.set_value(tensor, value.astype("float32"))
+    value = value if isinstance(value, Tensor) else paddle.to_tensor(value)
+    Tensor.set_value(bias(), value.astype("float32"))
 
 
 @public("x", "weight")

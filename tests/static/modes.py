@@ -92,6 +92,18 @@ def input_specs(case: Case) -> list[paddle.static.InputSpec]:
 
 
 @contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """An error while bytecode is traced, without its frames: showing those, as pytest does, crashes the process."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        return
+    raise AssertionError(text)
+
+
+@contextlib.contextmanager
 def static_mode() -> Iterator[None]:
     paddle.enable_static()
     try:

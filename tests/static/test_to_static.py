@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator
 
 import numpy as np
 import paddle
@@ -15,7 +13,7 @@ from paddle.jit.sot.opcode_translator.executor.executor_cache import OpcodeExecu
 
 from paddle_moe_ops import moe_permute, route
 from tests.static.cases import BUFFER, CASES, FLOAT8_E5M2, A, E, layer, token_inputs
-from tests.static.modes import assert_same_run, input_specs, random_d_outputs, run_dygraph
+from tests.static.modes import assert_same_run, input_specs, plain_errors, random_d_outputs, run_dygraph
 
 # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
@@ -36,18 +34,6 @@ def collections_are_quick():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """An error while bytecode is traced, without its frames: showing those, as pytest does, crashes the process."""
-    try:
-        yield
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    else:
-        return
-    raise AssertionError(text)
 
 
 @pytest.mark.parametrize(("case", "full_graph"), CASES_IN_BOTH_WAYS)
