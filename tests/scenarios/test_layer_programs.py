@@ -148,6 +148,23 @@ def test_losses_and_counts_inside_of_a_traced_function(scoring, full_graph):
         assert np.array(load).tolist() == np.bincount(found.ids.ravel(), minlength=E).tolist()
 
 
+def test_losses_in_a_program_for_any_number_of_tokens():
+    layer = MoELayer(H, I, E, K, scoring="sigmoid", capacity_factor=0.75)
+
+    def step(x):
+        out = layer(x)
+        return out, 0.5 * layer.aux_loss, 0.25 * layer.z_loss, layer.dropped_slots
+
+    traced = paddle.jit.to_static(step, full_graph=True, input_spec=[InputSpec([None, H], "float32", "x")])
+    for tokens in (7, 0, 40):
+        x = paddle.randn([tokens, H])
+        found = results(layer, x, lambda x: traced(x)[:3])
+        assert_close(found, results(layer, x, lambda x: step(x)[:3]))
+        *losses, dropped = traced(x)[1:]
+        assert [*map(float, losses)] == pytest.approx([*map(float, step(x)[1:3])], rel=1e-5)
+        assert dropped.item() == step(x)[3].item()
+
+
 @BOTH_WAYS
 def test_what_a_traced_pass_leaves(full_graph):
     layer = MoELayer(H, I, E, K, capacity_factor=0.75)

@@ -15,7 +15,14 @@ from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.testing.tolerances import assert_close_sums, score_tols
-from tests.ops.dense import Options, assert_close, dense_layer, parameters_and_bias, results
+from tests.ops.dense import (
+    Options,
+    assert_close,
+    assert_equals_dense,
+    dense_layer,
+    parameters_and_bias,
+    results,
+)
 from tests.static.modes import plain_errors
 
 pytestmark = [
@@ -253,6 +260,16 @@ def train(layer, optimizer, batches):
         optimizer.step()
         optimizer.clear_grad()
         layer.router.update_correction_bias(layer.tokens_per_expert, 1e-2)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_trained_layer_still_equals_the_dense_formulation(scoring):
+    layer = MoELayer(H, I, E, K, scoring=scoring, num_groups=2, topk_groups=1, scaling_factor=1.5)
+    train(layer, paddle.optimizer.Adam(1e-2, parameters=layer.parameters()), [paddle.randn([T, H]) for _ in range(10)])
+    options, x = Options(K, scoring=scoring, num_groups=2, topk_groups=1, scaling_factor=1.5), paddle.randn([T, H])
+    assert_equals_dense(layer, x, options)
+    traced = paddle.jit.to_static(copy.deepcopy(layer), full_graph=True)
+    assert_close(results(traced, x, traced), results(layer, x, layer))
 
 
 def test_training_goes_on_from_a_copy_and_from_a_checkpoint(tmp_path):
