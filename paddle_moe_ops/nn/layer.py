@@ -183,8 +183,7 @@ class _Traced:
 
     def values_in_graph(self) -> tuple[Tensor, ...] | None:
         """The values if their program is being built, else None."""
-        is_over = paddle.in_dynamic_mode() or self._program() is not paddle.static.default_main_program()
-        return None if is_over else self._values
+        return self._values if self._program() is paddle.static.default_main_program() else None
 
 
 @public("x", "weights")
