@@ -45,7 +45,7 @@ def test_calls_through_paddle_run_where_their_tensors_are(run: Any, problem: Pro
     rows, given = on_gpu(host_rows, gradient=True), on_gpu(d_out)
     with elsewhere():
         maps = run("pmo_route_with_probs", ids, probs, None, problem.E, -1, ALIGNMENT, 0, [], -1, 0, 0)
-        (out,) = run("pmo_unpermute", rows, maps[1], maps[2])
+        (out,) = run("pmo_unpermute", rows, maps[1], maps[2], problem.H, PHI_DTYPES[problem.dtype])
         backward([out], [given])
     for tensor, expected in zip(maps, plan[:10], strict=True):
         assert_same_bits(on_host(tensor, expected.dtype), expected)
@@ -60,7 +60,7 @@ def test_direct_calls_run_where_their_tensors_are(run: Any, direct: Any, problem
     described = problem.H, PHI_DTYPES[problem.dtype]
     with elsewhere():
         rows, scales = direct.permute(x, scale, *maps[:3], 3, True, problem.scale.shape[1], 10, *described)
-        (out,) = direct.unpermute(rows, maps[1], maps[2])
+        (out,) = direct.unpermute(rows, maps[1], maps[2], *described)
         assert _Cuda.get().is_current(1)
     expected_rows, expected_scales = reference.permute(problem.x, problem.plan, problem.scale)
     assert_same_bits(on_host(rows, problem.dtype), expected_rows)
