@@ -259,7 +259,10 @@ TEXT = np.arange(1000).astype(np.uint8)
 
 @pytest.fixture
 def demo(monkeypatch, tmp_path):
-    """Runs the demo without training: with these losses before and after, and these checks passed or not."""
+    """Runs the demo without training: with these losses before and after, and these checks passed or not.
+
+    Gives what the checks and the picture were given, and the exit status.
+    """
 
     def go(before=5.5, after=5.0, dense=True, speed=True):
         held_out = iter([training.HeldOut(before, np.ones((1, 4))), training.HeldOut(after, np.ones((1, 4)))])
@@ -267,18 +270,27 @@ def demo(monkeypatch, tmp_path):
         monkeypatch.setattr(training, "train", lambda *_: iter([training.Progress(1, 5.2, 1.0)]))
         monkeypatch.setattr(run, "SAMPLE_BYTES", 1)
         monkeypatch.setattr(run, "load_standard_library", lambda: data.StandardLibrary(TEXT, TEXT, 9, 1))
-        monkeypatch.setattr(plot, "draw", lambda *_: None)
+        monkeypatch.setattr(plot, "draw", lambda path, *drawn: given.update(path=path, drawn=drawn))
         found = checks.DenseCheck(17, 1e-9, 1e-8, 1e-7, "norm.weight", dense)
-        monkeypatch.setattr(checks, "dense_check", lambda model, tokens: found)
-        monkeypatch.setattr(checks, "layer_speed", lambda layer: checks.Speed((2.0, 3.0), (4.0, 10.0), 1e-6, speed))
-        return run.run(argparse.Namespace(steps=1, experts=4, topk=2, hidden=64, layers=2, out=tmp_path, seed=0))
+        timed = checks.Speed((2.0, 3.0), (4.0, 10.0), 1e-6, speed)
+        monkeypatch.setattr(checks, "dense_check", lambda model, tokens: given.update(tokens=tokens) or found)
+        monkeypatch.setattr(checks, "layer_speed", lambda layer: given.update(layer=layer) or timed)
+        return given, run.run(argparse.Namespace(steps=1, experts=4, topk=2, hidden=64, layers=2, out=tmp_path, seed=0))
 
+    given = {}
     return go
 
 
-def test_a_run_whose_checks_pass_ends_with_status_zero_and_says_what_they_found(demo, capsys):
-    assert demo() == 0
+def test_a_run_whose_checks_pass_ends_with_status_zero_and_says_what_they_found(demo, capsys, tmp_path):
+    given, status = demo()
+    assert status == 0
+    assert given["tokens"].shape == [training.BATCH, run.CONTEXT + 1]
+    assert isinstance(given["layer"], MoELayer)
+    losses, marks, load, title = given["drawn"]
+    assert (given["path"], losses, marks) == (tmp_path / "demo.png", [5.2], [(0, 5.5), (1, 5.0)])
+    np.testing.assert_array_equal(load, np.ones((1, 4)))
     text = capsys.readouterr().out
+    assert text.startswith(title)
     assert (text.count("PASSED"), text.count("FAILED")) == (3, 0)
     for part in (
         "before 5.500 nats (7.935 bits) per byte",
@@ -306,6 +318,6 @@ def test_a_run_whose_checks_pass_ends_with_status_zero_and_says_what_they_found(
     ids=str,
 )
 def test_one_check_that_fails_ends_the_run_with_status_one(failing, demo, capsys):
-    assert demo(**failing) == 1
+    assert demo(**failing)[1] == 1
     text = capsys.readouterr().out
     assert (text.count("PASSED"), text.count("FAILED")) == (2, 1)

@@ -63,6 +63,8 @@ EQUIVALENT = (
     (r"bench/cpu_arrays\.py", "", r"^    return problem\.case\.shape\.hidden \*", "an estimate"),
     (r"bench/cpu_check\.py", "", r"expected = terms\.sum\(1\)", "its last bit is far below the tolerance"),
     (r"demo/", "", r"_TOLERANCE\b", "a float does not equal its limit"),
+    (r"demo/run\.py", "", r"Column\(|console=console|f\"step ", "looks"),
+    (r"demo/training\.py", "", r"optimizer\.AdamW\(|beta|weight_decay|grad_clip", "any of them learns"),
     (r"demo/checks\.py", "", r"axis=|unsqueeze|shape\[-1\]|one_hot", "the last axis of a matrix is its second"),
     (r"", "keyword dropped", r"take_along_axis|argsort", "the last axis, which is the default"),
     (r"", "arguments swapped", r"swapaxes", "either way round"),
