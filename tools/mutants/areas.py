@@ -8,6 +8,8 @@ import re
 from typing import NamedTuple
 
 _OPERATORS = ("tests/ops/test_*.py", "tests/static/test_*.py")
+# They are about C++, and take long.
+LEFT_OUT = {f"tests/ops/test_{name}.py" for name in ("determinism", "huge_pages", "threads", "two_gpus")}
 _KERNELS = (
     *("grouped_gemm", "grouped_gemm_kernels", "handles", "launching", "permute", "quantize", "route", "route_kernels"),
     *("rowmap", "sort_chunks", "sums", "topk", "unpermute", "unpermute_backward"),
@@ -69,6 +71,7 @@ EQUIVALENT = (
     (r"", "keyword dropped", r"take_along_axis|argsort", "the last axis, which is the default"),
     (r"", "arguments swapped", r"swapaxes", "either way round"),
     (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
+    (r"_checks\.py", "method dropped", r"\.item\(\)", "operator.index reads a tensor as well"),
     (r"reference/topk\.py", "comparison", r"topk_groups < num_groups", "a shortcut: all groups are kept"),
     (r"reference/quantization\.py", "method dropped", r"\.copy\(\)\.view", "a copy of what nobody else has"),
     (r"reference/routing\.py", "slice dropped", r"\[:1\]:$", "the first one raises"),

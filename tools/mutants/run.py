@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import hashlib
 import json
 import os
 import random
@@ -20,11 +21,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from areas import AREAS, is_equivalent
+from areas import AREAS, LEFT_OUT, is_equivalent
 from faults import Fault, faults_of, planted
 
 HERE = Path(__file__).resolve().parent
-LEFT_BEHIND = (".git", ".venv", "dist", "gpu", "sanitize", "aarch64", "*_cache", "__pycache__", ".hypothesis", "*.o")
+LEFT_BEHIND = (
+    ".git",
+    ".venv",
+    "dist",
+    "gpu",
+    "sanitize",
+    "aarch64",
+    "mutants",
+    "objects",
+    "*_cache",
+    "__pycache__",
+    ".hypothesis",
+    "*.o",
+)
 LIMIT_FACTOR, LIMIT_SECONDS = 4, 60
 
 
@@ -45,7 +59,9 @@ class Copy:
         self.root = folder / "tree"
         shutil.copytree(tree, self.root, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
         self.sources, self.tests = (self._files(patterns) for patterns in AREAS[area])
-        self._folder = folder
+        neighbours = [each for each in AREAS.values() if each.tests == AREAS[area].tests]
+        self._traced = self._files([pattern for each in neighbours for pattern in each.sources])
+        self._folder, self._kept = folder, tree / "build" / "mutants"
         self._record: dict = {}
 
     def mutants(self) -> list[Mutant]:
@@ -55,12 +71,22 @@ class Copy:
         return [each for each in mutants if not is_equivalent(each.path, each.fault.kind, self._lines(each)[0])]
 
     def run_unchanged(self) -> None:
-        """Runs all tests of the area once, to see that they pass and which lines each of them reaches."""
-        record = self._folder / "record.json"
-        sources = os.pathsep.join(self.sources)
-        code, _ = self._pytest(self.tests, 3600, MUTANTS_RECORD=str(record), MUTANTS_SOURCES=sources)
-        if code:
-            raise RuntimeError(f"the tests fail without a fault, with exit code {code}")
+        """Runs all tests of the area once, to see that they pass and which lines each of them reaches.
+
+        What is found is kept for as long as sources and tests are the same.
+        """
+        digest = hashlib.sha256(repr((self.tests, self._traced)).encode())
+        for folder in ("paddle_moe_ops", "tests"):
+            for path in sorted((self.root / folder).rglob("*.py")):
+                digest.update(path.read_bytes())
+        record = self._kept / f"{digest.hexdigest()}.json"
+        if not record.exists():
+            self._kept.mkdir(parents=True, exist_ok=True)
+            made, sources = self._folder / "record.json", os.pathsep.join(self._traced)
+            code, output = self._pytest(self.tests, 2 * 3600, MUTANTS_RECORD=str(made), MUTANTS_SOURCES=sources)
+            if code:
+                raise RuntimeError(f"the tests fail without a fault:\n{output}")
+            shutil.move(made, record)
         self._record = json.loads(record.read_text())
 
     def try_mutant(self, mutant: Mutant) -> Outcome:
@@ -91,7 +117,9 @@ class Copy:
 
     def _files(self, patterns: Sequence[str]) -> list[str]:
         found = [path for pattern in patterns for path in sorted(self.root.glob(pattern))]
-        return list(dict.fromkeys(str(path.relative_to(self.root)) for path in found))
+        return [
+            path for path in dict.fromkeys(str(path.relative_to(self.root)) for path in found) if path not in LEFT_OUT
+        ]
 
     def _lines(self, mutant: Mutant) -> tuple[str, str]:
         """The lines around a fault, without it and with it."""
