@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cpu_only
 
 # A sanitizer sees in two runs what it sees in twenty.
 RUNS = 2 if CHOSEN_LIBRARY else 20
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 600
 
 
 @pytest.fixture

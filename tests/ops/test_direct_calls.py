@@ -137,7 +137,7 @@ def test_an_argument_of_another_type_is_refused(direct, problem):
         direct["permute"](x)
 
 
-def turns_of_another_thread_during(call, attempts=100):
+def turns_of_another_thread_during(call, attempts=1000):
     """How often another thread ran Python code during `call`; the first of `attempts` calls that lets it counts.
 
     Nobody is asked to give the interpreter up, so that only who does so of its own accord lets the other thread run.

@@ -28,7 +28,7 @@ from tests.packaging.subprocesses import VARIABLES
 pytestmark = pytest.mark.cpu_only
 
 T, H, E, K, A = 2000, 256, 16, 4, 8  # 8 MB of rows
-TIMEOUT = 120
+TIMEOUT = 600  # for what hangs
 
 
 def digest(seed: int) -> str:
@@ -132,7 +132,7 @@ class Digests(paddle.io.Dataset):
 def load_in_workers() -> dict[str, Any]:
     """Uses the operators, then has two forked workers use them, then uses them again."""
     before = [digest(index) for index in range(len(Digests()))]
-    loader = paddle.io.DataLoader(Digests(), batch_size=None, num_workers=2, use_shared_memory=False, timeout=60)
+    loader = paddle.io.DataLoader(Digests(), batch_size=None, num_workers=2, use_shared_memory=False, timeout=TIMEOUT)
     items = [np.asarray(item).reshape(-1).astype(np.uint8).tobytes() for item in loader]
     return {
         "before": before,

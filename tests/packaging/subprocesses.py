@@ -35,7 +35,7 @@ def run_python(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 

@@ -37,16 +37,24 @@ def test_model_predicts_from_earlier_bytes_only(model, tokens):
 
 
 def test_training_repeats_itself_for_a_seed():
+    text = data.load_standard_library().train
+
     def losses(seed):
         paddle.seed(seed)
         rng = np.random.default_rng(seed)
         model = Decoder(ModelConfig(hidden=64, layers=2, experts=4, topk=2, context=16))
-        text = data.load_standard_library().train
-        run = [state.loss for state in training.train(model, text, 3, rng)]
-        return [*run, training.sample(model, "def ", 8, rng)]
+        return [state.loss for state in training.train(model, text, 3, rng)]
 
-    assert losses(5) == losses(5)
-    assert losses(5) != losses(6)
+    # Paddle's own products may differ in the last bits from one run to the next.
+    first, second, other = losses(5), losses(5), losses(6)
+    assert first == pytest.approx(second, rel=1e-4)
+    assert first != pytest.approx(other, rel=1e-3)
+
+
+def test_a_sample_repeats_itself_for_a_seed(model):
+    first, second, other = (training.sample(model, "def ", 8, np.random.default_rng(seed)) for seed in (5, 5, 6))
+    assert first == second
+    assert first != other
 
 
 def test_text_is_split_by_file():

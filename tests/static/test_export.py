@@ -1,6 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Programs saved by paddle.jit.save, run by paddle.jit.load, an Executor and paddle.inference: the bits of dygraph."""
+"""Programs saved by paddle.jit.save, run by paddle.jit.load, an Executor and paddle.inference: the bits of dygraph.
+
+Only the sums of Paddle's own matmul may differ.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,15 @@ from tests.static.cases import (
     num_tokens,
     token_inputs,
 )
-from tests.static.modes import assert_same_run, feed_of, input_specs, random_d_outputs, run_dygraph, static_mode
+from tests.static.modes import (
+    assert_run_of,
+    assert_same_run,
+    feed_of,
+    input_specs,
+    random_d_outputs,
+    run_dygraph,
+    static_mode,
+)
 
 # Paddle's remarks about its own full_like, and about models without parameters.
 pytestmark = [
@@ -86,7 +97,7 @@ def predict(predictor: inference.Predictor, inputs: Inputs) -> list[NDArray]:
 
 
 @pytest.mark.parametrize("case", CASES_TO_SAVE, ids=str)
-def test_saved_program_has_the_bits_of_dygraph(case, tmp_path, rng, place):
+def test_saved_program_has_the_results_of_dygraph(case, tmp_path, rng, place):
     case = exportable(case)
     model = save(case, tmp_path)
     loaded = paddle.jit.load(model)
@@ -94,10 +105,10 @@ def test_saved_program_has_the_bits_of_dygraph(case, tmp_path, rng, place):
     for tokens in TOKENS:
         inputs = case.inputs(rng, tokens)
         expected = run_dygraph(case.function, inputs, ())
-        assert_same_run(run_dygraph(loaded, inputs, ()), expected)
+        assert_run_of(case, run_dygraph(loaded, inputs, ()), expected, inputs, None)
         # oneDNN, the default on a CPU, fails at any bfloat16 operator of Paddle that gets an empty tensor.
         outputs = predict(predictor if tokens >= 63 else predictor_without_onednn, inputs)
-        assert_same_run(expected._replace(outputs=outputs), expected)
+        assert_run_of(case, expected._replace(outputs=outputs), expected, inputs, None)
 
 
 @pytest.mark.parametrize("name", ["layer", "unpermute-row-probs-bfloat16"])

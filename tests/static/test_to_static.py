@@ -1,6 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""paddle.jit.to_static, by syntax tree (full_graph=True) and by bytecode (full_graph=False): the bits of dygraph."""
+"""paddle.jit.to_static, by syntax tree (full_graph=True) and by bytecode (full_graph=False): the bits of dygraph.
+
+Only the sums of Paddle's own matmul may differ.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,14 @@ from paddle.jit.sot.opcode_translator.executor.executor_cache import OpcodeExecu
 
 from paddle_moe_ops import moe_permute, route
 from tests.static.cases import BUFFER, CASES, FLOAT8_E5M2, A, E, layer, token_inputs
-from tests.static.modes import assert_same_run, input_specs, plain_errors, random_d_outputs, run_dygraph
+from tests.static.modes import (
+    assert_run_of,
+    assert_same_run,
+    input_specs,
+    plain_errors,
+    random_d_outputs,
+    run_dygraph,
+)
 
 # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
@@ -37,7 +47,7 @@ def collections_are_quick():
 
 
 @pytest.mark.parametrize(("case", "full_graph"), CASES_IN_BOTH_WAYS)
-def test_bits_of_dygraph(case, full_graph, rng, place):
+def test_results_of_dygraph(case, full_graph, rng, place):
     inputs = case.inputs(rng, 29)
     d_outputs = random_d_outputs(case, inputs, rng)
     expected = run_dygraph(case.function, inputs, case.leaves, d_outputs)
@@ -45,7 +55,7 @@ def test_bits_of_dygraph(case, full_graph, rng, place):
         traced = paddle.jit.to_static(case.function, full_graph=full_graph)
         runs = [run_dygraph(traced, inputs, case.leaves, d_outputs) for _ in ("traced", "only run")]
     for run in runs:
-        assert_same_run(run, expected)
+        assert_run_of(case, run, expected, inputs, d_outputs)
 
 
 @BY_SYNTAX_AND_BYTECODE
@@ -82,7 +92,8 @@ def test_one_program_serves_any_number_of_tokens(case, rng, place):
         inputs = case.inputs(rng, tokens)
         d_outputs = random_d_outputs(case, inputs, rng)
         expected = run_dygraph(case.function, inputs, case.leaves, d_outputs)
-        assert_same_run(run_dygraph(traced, inputs, case.leaves, d_outputs), expected)
+        run = run_dygraph(traced, inputs, case.leaves, d_outputs)
+        assert_run_of(case, run, expected, inputs, d_outputs)
     assert len(traced.program_cache) == 1
 
 
