@@ -26,7 +26,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format core sanitize fuzz bench-report wheel mutants gpu-bundle gpu-standin gpu-report check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo test test-slow test-isa fresh-environments lint format core sanitize fuzz bench-report wheel mutants gpu-bundle gpu-standin gpu-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ help: ## this list
 
 $(VENV)/stamp-deps: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --upgrade "setuptools>=77" wheel
+	$(PIP) install --quiet --upgrade "setuptools>=77"
 	$(PY) -c "import paddle" 2>/dev/null || $(PIP) install --quiet $(PADDLE)
 	$(PIP) install --quiet --no-build-isolation --editable ".[demo,dev]"
 	$(PIP) install --quiet --no-deps paddleformers==1.2.0  # examples/ernie_unzip_zip.py loads one file of it
@@ -59,6 +59,11 @@ test: $(VENV)/stamp-built core ## the test suite; options in PYTEST_ARGS
 
 test-slow: $(VENV)/stamp-built core ## the tests that `make test` leaves out
 	$(PY) -m pytest tests -m slow $(PYTEST_ARGS)
+
+test-isa: $(VENV)/stamp-built core ## the core and the operators on the AVX2 and on the generic row kernels
+	for isa in avx2 generic; do \
+	  PADDLE_MOE_OPS_MAX_CPU_ISA=$$isa $(PY) -m pytest tests/core tests/ops $(WORKERS) $(PYTEST_ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy
 	$(VENV)/bin/ruff check .
@@ -154,7 +159,7 @@ wheel: $(VENV)/stamp-deps ## a wheel in dist/
 	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	$(PY) -m zipfile --list dist/paddle_moe_ops-*.whl
 
-ci-full: lint core check-aarch64 sanitize fuzz test test-slow ## all checks, the slow ones too
+ci-full: lint core check-aarch64 sanitize fuzz test test-slow test-isa fresh-environments ## all checks, the slow ones too
 
 clean: ## delete what was built, not the environment
 	rm -rf build dist *.egg-info $(VENV)/stamp-built paddle_moe_ops/_C.py paddle_moe_ops/_C_pd_.so paddle_moe_ops/_build_info.json

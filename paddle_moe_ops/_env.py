@@ -28,6 +28,10 @@ VARIABLES = (
     ),
     Variable("PADDLE_MOE_OPS_VALIDATE", "1 checks ids, probabilities and maps, 0 does not (default: on the CPU)"),
     Variable("PADDLE_MOE_OPS_NUM_THREADS", "CPU threads (default: OMP_NUM_THREADS, else one per core)"),
+    Variable(
+        "PADDLE_MOE_OPS_MAX_CPU_ISA",
+        "the best instruction set of the CPU operators: generic, avx2 or auto, all that the CPU has (default: auto)",
+    ),
     Variable("PADDLE_MOE_OPS_CUDA", "when building: 1 compiles the CUDA sources, 0 does not (default: automatic)"),
 )
 
@@ -72,6 +76,26 @@ def num_threads() -> int | None:
         value = _omp_num_threads_before_paddle()
     # OpenMP allows one number per nesting level ("4,2"); the first is the outermost.
     return _positive_int(value.split(",")[0]) if value else None
+
+
+# Instruction sets of the CPU operators, in the order of pmo_cpu_isa in csrc/include/pmo/base.h.
+CPU_ISAS = ("generic", "avx2", "avx512")
+
+
+def max_cpu_isa() -> int:
+    """The best instruction set that CPU operators may use by PADDLE_MOE_OPS_MAX_CPU_ISA, as an index of `CPU_ISAS`.
+
+    A processor that lacks it uses the best of those before it.
+
+    Raises:
+        ValueError: the variable is none of auto, avx2 and generic.
+    """
+    value = os.environ.get("PADDLE_MOE_OPS_MAX_CPU_ISA") or "auto"
+    if value == "auto":
+        return len(CPU_ISAS) - 1
+    if value not in ("avx2", "generic"):
+        raise ValueError(f"PADDLE_MOE_OPS_MAX_CPU_ISA must be auto, avx2 or generic, but got {value!r}")
+    return CPU_ISAS.index(value)
 
 
 def values() -> dict[str, str | None]:

@@ -9,7 +9,6 @@ import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from importlib.machinery import ExtensionFileLoader
-from pathlib import Path
 from typing import Any, ClassVar
 
 import paddle
@@ -31,7 +30,7 @@ from .base import (
     Validation,
 )
 
-LIBRARY = Path(__file__).resolve().parent.parent / "_C_pd_.so"
+LIBRARY = _build_check.library()
 
 # The enums of csrc/include/pmo.
 _DUPLICATES = {"first": 0, "each": 1}
@@ -48,7 +47,7 @@ _FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dty
 def _library_problem() -> str | None:
     """Load the library; why that is impossible, or None."""
     if not LIBRARY.exists():
-        return f"the compiled library {LIBRARY.name} is missing; build it with: pip install --no-build-isolation ."
+        return f"the compiled library {LIBRARY.name} is missing; build it: {_build_check.INSTALL}"
     problem = _build_check.mismatch()
     if problem is not None:
         return problem
@@ -58,13 +57,20 @@ def _library_problem() -> str | None:
         load_op_meta_info_and_register_op(str(LIBRARY))
         _load_direct()
     except (ImportError, OSError, RuntimeError) as error:
-        return f"{LIBRARY.name} does not load: {error}"
+        return f"{LIBRARY.name} does not load: {str(error).rstrip('. ')}"
     try:
-        num_threads = _env.num_threads()
+        num_threads, max_isa = _env.num_threads(), _env.max_cpu_isa()
     except ValueError as error:
         return str(error)
-    ctypes.CDLL(str(LIBRARY)).pmo_set_num_threads(num_threads or 0)
+    library = ctypes.CDLL(str(LIBRARY))
+    library.pmo_set_num_threads(num_threads or 0)
+    library.pmo_set_max_cpu_isa(max_isa)
     return None
+
+
+def used_cpu_isa() -> str:
+    """The instruction set of the CPU operators, one of `_env.CPU_ISAS`."""
+    return _env.CPU_ISAS[ctypes.CDLL(str(LIBRARY)).pmo_used_cpu_isa()]
 
 
 def _load_direct() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import _env
 from .core_structs import (
     DTYPES,
     NOWHERE,
@@ -115,7 +116,7 @@ class CoreError(RuntimeError):
 
 
 class Core:
-    """A loaded ``libpmo_core.so``."""
+    """A loaded ``libpmo_core.so``. PADDLE_MOE_OPS_MAX_CPU_ISA holds here, too."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.library = ctypes.CDLL(os.fspath(path))
@@ -130,7 +131,10 @@ class Core:
         self._declare("pmo_last_error", ctypes.c_char_p)
         self._declare("pmo_set_num_threads", None, Int)
         self._declare("pmo_num_threads", Int)
+        self._declare("pmo_set_max_cpu_isa", None, Int)
+        self._declare("pmo_used_cpu_isa", Int)
         self._declare("pmo_cpu_set_streaming_bytes", None, Size)
+        self.set_max_cpu_isa(_env.CPU_ISAS[_env.max_cpu_isa()])
 
     def _declare(self, name: str, result: Any, *arguments: Any) -> None:
         function = getattr(self.library, name)
@@ -184,6 +188,13 @@ class Core:
 
     def num_threads(self) -> int:
         return self.library.pmo_num_threads()
+
+    def set_max_cpu_isa(self, isa: str) -> None:
+        """The best of `_env.CPU_ISAS` that operators use, where the processor has it."""
+        self.library.pmo_set_max_cpu_isa(_env.CPU_ISAS.index(isa))
+
+    def used_cpu_isa(self) -> str:
+        return _env.CPU_ISAS[self.library.pmo_used_cpu_isa()]
 
     def set_streaming_bytes(self, size: int) -> None:
         """Bytes beyond which CPU outputs are written past the caches; a negative size restores the machine's."""

@@ -88,3 +88,33 @@ def test_a_one_counts_where_the_start_of_the_process_is_not_recorded(monkeypatch
     assert _env.num_threads() is None
     monkeypatch.delitem(_env.sys.modules, "paddle")
     assert _env.num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "isa"), [(None, "avx512"), ("", "avx512"), ("auto", "avx512"), ("avx2", "avx2"), ("generic", "generic")]
+)
+def test_instruction_set_is_limited_to_the_one_given(monkeypatch, value, isa):
+    if value is not None:
+        monkeypatch.setenv("PADDLE_MOE_OPS_MAX_CPU_ISA", value)
+    assert _env.CPU_ISAS[_env.max_cpu_isa()] == isa
+
+
+@pytest.mark.parametrize("value", ["AVX2", "avx512", "sse2", " "])
+def test_instruction_set_refuses_other_values(monkeypatch, value):
+    monkeypatch.setenv("PADDLE_MOE_OPS_MAX_CPU_ISA", value)
+    text = f"PADDLE_MOE_OPS_MAX_CPU_ISA must be auto, avx2 or generic, but got {value!r}"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        _env.max_cpu_isa()
+
+
+def test_compiled_operators_keep_to_the_instruction_set_given():
+    code = "import paddle_moe_ops\nfrom paddle_moe_ops.backends import compiled\nprint(compiled.used_cpu_isa())"
+    done = run_python(code, env={"PADDLE_MOE_OPS_MAX_CPU_ISA": "generic"})
+    assert (done.stdout.strip(), done.returncode) == ("generic", 0), done.stderr
+
+
+def test_operators_name_a_bad_instruction_set():
+    code = "import paddle, paddle_moe_ops\npaddle_moe_ops.route(paddle.zeros([3, 1], 'int32'), num_experts=1)"
+    done = run_python(code, env={"PADDLE_MOE_OPS_MAX_CPU_ISA": "sse2"})
+    assert "RuntimeError: route: no backend can run it here" in done.stderr
+    assert "PADDLE_MOE_OPS_MAX_CPU_ISA must be auto, avx2 or generic, but got 'sse2'" in done.stderr

@@ -124,7 +124,7 @@ struct BFloat16 {
   static constexpr int64_t kBytes = 2;
 };
 
-// The fastest variant that this processor runs. Types other than PMO_FLOAT32, PMO_FLOAT16 and PMO_BFLOAT16 have copy only.
+// The fastest variant that this processor runs and pmo_set_max_cpu_isa allows. Types other than PMO_FLOAT32, PMO_FLOAT16 and PMO_BFLOAT16 have copy only.
 const RowKernels& row_kernels(int32_t dtype);
 
 // The variants, one translation unit each; NULL where the build target has no such instruction set.

@@ -3,6 +3,7 @@
 
 // Row kernels for the build's own target, and the choice among the variants.
 #include <algorithm>
+#include <atomic>
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
@@ -112,8 +113,11 @@ struct Line {
 #include "cpu/row_kernels_body.h"
 
 using Variant = const RowKernels* (*)(int32_t);
+constexpr Variant kVariants[] = {row_kernels_generic, row_kernels_avx2, row_kernels_avx512};  // as pmo_cpu_isa
 
-Variant choose_variant() {
+std::atomic<int32_t> max_isa{PMO_CPU_AVX512};
+
+int32_t best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   unsigned eax, ebx, ecx = 0, edx;
@@ -121,20 +125,28 @@ Variant choose_variant() {
   const bool fma = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 =
       fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && row_kernels_avx512(PMO_FLOAT32) != nullptr) return row_kernels_avx512;
-  if (fma && row_kernels_avx2(PMO_FLOAT32) != nullptr) return row_kernels_avx2;
+  if (avx512 && row_kernels_avx512(PMO_FLOAT32) != nullptr) return PMO_CPU_AVX512;
+  if (fma && row_kernels_avx2(PMO_FLOAT32) != nullptr) return PMO_CPU_AVX2;
 #endif
-  return row_kernels_generic;
+  return PMO_CPU_GENERIC;
+}
+
+int32_t used_isa() {
+  static const int32_t best = best_isa();
+  return std::min(best, max_isa.load(std::memory_order_relaxed));
 }
 
 }  // namespace
 
 const RowKernels* row_kernels_generic(int32_t dtype) { return kernels_for(dtype); }
 
-const RowKernels& row_kernels(int32_t dtype) {
-  static const Variant variant = choose_variant();
-  return *variant(dtype);
-}
+const RowKernels& row_kernels(int32_t dtype) { return *kVariants[used_isa()](dtype); }
 
 }  // namespace cpu
 }  // namespace pmo
+
+extern "C" void pmo_set_max_cpu_isa(int32_t isa) {
+  pmo::cpu::max_isa.store(std::max<int32_t>(PMO_CPU_GENERIC, std::min<int32_t>(isa, PMO_CPU_AVX512)));
+}
+
+extern "C" int32_t pmo_used_cpu_isa(void) { return pmo::cpu::used_isa(); }
