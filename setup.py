@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -26,12 +27,17 @@ if int(setuptools.__version__.split(".")[0]) < 77:
     # Without build isolation pip does not look at build-system.requires.
     raise SystemExit(
         f"paddle_moe_ops: setuptools must be 77 or newer, but {setuptools.__version__} is installed; "
-        "run: pip install --upgrade setuptools wheel"
+        'run: pip install "setuptools>=77"'
     )
 
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError
+
+ROOT = Path(__file__).resolve().parent
+VERSION = runpy.run_path(str(ROOT / "paddle_moe_ops" / "_version.py"))["__version__"]
+CHECK = runpy.run_path(str(ROOT / "paddle_moe_ops" / "_build_check.py"))  # the package itself would load the library
 
 try:
     import paddle
@@ -40,13 +46,12 @@ try:
     PaddleBuild = cpp_extension.BuildExtension
 except ImportError as error:
     paddle = None
-    PADDLE_ERROR = error
+    PADDLE_ERROR = CHECK["paddle_problem"]() or f"Paddle's build tools cannot be imported ({error})"
     PaddleBuild = build_ext
 
-ROOT = Path(__file__).resolve().parent
 CSRC = Path("paddle_moe_ops/csrc")
 OBJECTS = ROOT / "build" / "objects"
-LIBRARY_FILES = ("_C.so", "_C_pd_.so", "_C.py", "_build_info.json", "version.txt")
+LIBRARY_FILES = ("_C.so", CHECK["LIBRARY_NAME"], "_C.py", CHECK["INFO_NAME"], "version.txt")
 
 # Sums are the same bits everywhere: an FMA only where the source says so, and no fast math.
 CXX_FLAGS = ["-O3", "-g0", "-std=c++17", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
@@ -62,11 +67,6 @@ CUDA_ARCHITECTURES = (
     (110, (13, 0)),
     (120, (12, 8)),
 )
-
-PADDLE_MISSING = """paddle_moe_ops: Paddle cannot be imported in the environment of this build ({error}).
-The operators are compiled against the Paddle they will run with. Install it, then build without isolation:
-    pip install paddlepaddle          (or paddlepaddle-gpu)
-    pip install --no-build-isolation ."""
 
 
 def sources_in(*patterns: str) -> list[str]:
@@ -95,7 +95,7 @@ def gencode_flags(version: tuple[int, int]) -> list[str]:
 
 
 def choose_cuda() -> tuple[bool, str]:
-    """Whether the CUDA sources are compiled, and why."""
+    """Whether the CUDA sources are compiled, and why. A CUDA build of Paddle gets none only if asked to."""
     asked = os.environ.get("PADDLE_MOE_OPS_CUDA", "")
     if asked not in ("", "0", "1"):
         raise SystemExit(f"paddle_moe_ops: PADDLE_MOE_OPS_CUDA must be 0 or 1, but got {asked!r}")
@@ -110,9 +110,20 @@ def choose_cuda() -> tuple[bool, str]:
         obstacle = "this Paddle is a CPU build"
     if asked and obstacle:
         raise SystemExit(f"paddle_moe_ops: PADDLE_MOE_OPS_CUDA=1, but {obstacle}")
+    if obstacle and paddle.is_compiled_with_cuda():
+        raise SystemExit(
+            f"paddle_moe_ops: Paddle is compiled with CUDA, but {obstacle}, "
+            "or PADDLE_MOE_OPS_CUDA=0 to build the CPU operators alone"
+        )
     if obstacle:
         return False, obstacle
     return True, "PADDLE_MOE_OPS_CUDA=1" if asked else "Paddle is compiled with CUDA and nvcc is there"
+
+
+def version_with_paddle() -> str:
+    """The version of what is built here: a library fits one minor version of Paddle, so the version names it."""
+    label = "paddle" + ".".join(paddle.version.full_version.split(".")[:2])
+    return f"{VERSION}+{label}" + (f".cu{paddle.version.cuda().replace('.', '')}" if USE_CUDA else "")
 
 
 def strict_compiler(base: type) -> type:
@@ -169,7 +180,7 @@ class BuildOperators(PaddleBuild):
 
     def run(self) -> None:
         if paddle is None:
-            raise SystemExit(PADDLE_MISSING.format(error=PADDLE_ERROR))
+            raise SystemExit(f"{PADDLE_ERROR}; then {CHECK['INSTALL']}")
         started = time.monotonic()
         folders = self._library_folders()
         for folder in folders:
@@ -179,17 +190,24 @@ class BuildOperators(PaddleBuild):
         for folder in folders:
             (folder / "version.txt").unlink(missing_ok=True)  # Paddle's note to itself, of no use in a wheel
         target = folders[-1]
-        library = target / "_C_pd_.so"
+        library = target / CHECK["LIBRARY_NAME"]
         if (target / "_C.so").exists():
             # Python would take _C.so for an extension module; some versions of Paddle rename it later, some never.
             (target / "_C.so").replace(library)
         if not library.exists():
             raise CompileError(f"the build ended without {library}")
         info = self._build_info()
-        (target / "_build_info.json").write_text(json.dumps(info, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (target / CHECK["INFO_NAME"]).write_text(json.dumps(info, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         self._print_summary(info, time.monotonic() - started)
 
     def build_extensions(self) -> None:
+        compilers = {self.compiler.compiler_so[0], self.compiler.compiler_so_cxx[0], self.compiler.compiler_cxx[0]}
+        missing = sorted(name for name in compilers if shutil.which(name) is None)
+        if missing:
+            raise SystemExit(
+                f"paddle_moe_ops: the C++ compiler was not found ({', '.join(missing)}); install g++ "
+                "(Debian, Ubuntu: apt-get install g++) or name another compiler in CC and CXX"
+            )
         self.compiler.__class__ = strict_compiler(self.compiler.__class__)
         super().build_extensions()
 
@@ -211,11 +229,13 @@ class BuildOperators(PaddleBuild):
             "paddle_commit": paddle.version.commit,
             "paddle_version": paddle.version.full_version,
             "sources": len(extension.sources),
+            "sources_sha256": CHECK["sources_digest"](ROOT / CSRC),
         }
 
     def _print_summary(self, info: dict[str, Any], seconds: float) -> None:
         print(f"paddle_moe_ops: built {info['sources']} sources in {seconds:.1f} s")
-        print(f"  Paddle    {info['paddle_version']} (commit {info['paddle_commit'][:10]})")
+        untested = ", newer than the tested ones" if CHECK["is_untested"](info["paddle_version"]) else ""
+        print(f"  Paddle    {info['paddle_version']} (commit {info['paddle_commit'][:10]}){untested}")
         print(f"  compiler  {info['compiler']}")
         print(f"  flags     {' '.join(info['cxx_flags'])}")
         print(f"  CUDA      {'on' if info['cuda'] else 'off'}: {info['cuda_reason']}")
@@ -229,6 +249,14 @@ class CleanWheel(bdist_wheel):
     def run(self) -> None:
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         super().run()
+
+
+class PlainSource(sdist):
+    """sdist whose version names no Paddle: sources serve any."""
+
+    def finalize_options(self) -> None:
+        self.distribution.metadata.version = VERSION
+        super().finalize_options()
 
 
 def operators_extension() -> setuptools.Extension:
@@ -252,10 +280,18 @@ def operators_extension() -> setuptools.Extension:
     return cpp_extension.CUDAExtension([*sources, *sources_in("cuda/*.cu")], **arguments)
 
 
-COMMANDS = {"build_ext": BuildOperators, "bdist_wheel": CleanWheel}
+COMMANDS = {"build_ext": BuildOperators, "bdist_wheel": CleanWheel, "sdist": PlainSource}
 if paddle is None:
     # Metadata and the source distribution need no Paddle; build_ext says what is missing.
-    setuptools.setup(ext_modules=[setuptools.Extension("paddle_moe_ops._C", [])], cmdclass=COMMANDS)
+    extension = setuptools.Extension("paddle_moe_ops._C", [])
+    setuptools.setup(version=VERSION, ext_modules=[extension], cmdclass=COMMANDS)
 else:
+    if CHECK["paddle_problem"]() is not None:
+        raise SystemExit(CHECK["paddle_problem"]())
     USE_CUDA, CUDA_REASON = choose_cuda()
-    cpp_extension.setup(name="paddle_moe_ops._C", ext_modules=[operators_extension()], cmdclass=COMMANDS)
+    cpp_extension.setup(
+        name="paddle_moe_ops._C",
+        version=version_with_paddle(),
+        ext_modules=[operators_extension()],
+        cmdclass=COMMANDS,
+    )

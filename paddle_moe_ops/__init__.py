@@ -3,27 +3,24 @@
 """Token permutation operators of Mixture-of-Experts models for PaddlePaddle.
 
 Importing the package registers the compiled operators with Paddle, so that programs saved with them load; it compiles
-nothing and imports no Triton. Where Paddle or the library is missing the import still works: the first function
-called, and `explain()`, say what is wrong.
+nothing and imports no Triton. Where Paddle or the library is missing, or too old, the import still works: the first
+function called, and `explain()`, say what is wrong.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from . import _build_check
 from ._version import __version__
 
-try:
-    import paddle  # noqa: F401
-except ImportError as error:
-    _paddle_error = error
+if _build_check.paddle_problem() is not None:
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        raise ImportError(
-            "paddle_moe_ops needs PaddlePaddle: pip install paddlepaddle (CPU) or paddlepaddle-gpu (NVIDIA GPUs)"
-        ) from _paddle_error
+        raise ImportError(_build_check.paddle_problem())
+
 else:
     from .backends import explain, register_operators, use_backend
     from .compat.paddle import patch_paddle, patched_paddle, unpatch_paddle

@@ -1,6 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m paddle_moe_ops``: env, selftest, explain, demo, bench. Each command imports only what it needs."""
+"""``python -m paddle_moe_ops``: env, selftest, explain, demo, bench. Each command imports only what it needs.
+
+Where Paddle is missing or too old, env says so first, and the commands that need it say so and end with status 1.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,18 @@ import json
 import sys
 from collections.abc import Sequence
 
+from paddle_moe_ops import _build_check
+from paddle_moe_ops._version import __version__
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # These have parsers of their own; argparse cannot pass options through a subcommand.
     if arguments[:1] == ["demo"]:
+        # What --help says needs no Paddle.
+        if not {"-h", "--help"} & set(arguments) and _paddle_is_missing():
+            return 1
         from paddle_moe_ops.demo import main as demo_main
 
         return demo_main(arguments[1:]) or 0
@@ -28,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m paddle_moe_ops", description="Tools of paddle_moe_ops.")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="command")
     env = commands.add_parser("env", help="what is installed, what runs and what is missing")
     env.add_argument("--json", action="store_true", help="print JSON")
@@ -42,6 +52,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _version() -> str:
+    info = _build_check.build_info()
+    built = "not compiled" if info is None else f"compiled for Paddle {info['paddle_version']}"
+    return f"paddle_moe_ops {__version__}, {built}{' with CUDA' if info and info['cuda'] else ''}"
+
+
+def _paddle_is_missing() -> bool:
+    """Whether Paddle is missing or too old; says so."""
+    problem = _build_check.paddle_problem()
+    if problem is not None:
+        print(problem, file=sys.stderr)
+    return problem is not None
+
+
 def _env(arguments: argparse.Namespace) -> int:
     from paddle_moe_ops import _report
 
@@ -51,12 +75,16 @@ def _env(arguments: argparse.Namespace) -> int:
 
 
 def _selftest(_: argparse.Namespace) -> int:
+    if _paddle_is_missing():
+        return 1
     from paddle_moe_ops.testing import selftest
 
     return selftest.main()
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    if _paddle_is_missing():
+        return 1
     import paddle_moe_ops
 
     try:

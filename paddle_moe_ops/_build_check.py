@@ -1,46 +1,107 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Does the compiled library fit the Paddle that runs? setup.py records what it was built with, this compares.
+"""Which compiled library belongs to this package, and does it fit the Paddle that runs?
 
-Paddle promises nothing about its C++ interface from one minor version to the next, and a library loaded into
-another version may crash instead of failing, so the comparison comes before the library is loaded.
+setup.py reads its rules from here and records what it built with; this compares. Paddle promises nothing about its C++
+interface from one minor version to the next, and a library loaded into another version may crash instead of failing, so
+the comparison comes before the library is loaded.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-BUILD_INFO = Path(__file__).with_name("_build_info.json")
-REBUILD = (
-    "install paddle_moe_ops again in this environment: pip install --no-build-isolation --force-reinstall --no-deps ."
+PACKAGE = Path(__file__).resolve().parent
+LIBRARY_NAME, INFO_NAME = "_C_pd_.so", "_build_info.json"
+
+# The minor versions of Paddle that the tests run on. 3.0 and 3.1 do not compile the bindings.
+TESTED_PADDLE = ("3.2", "3.3")
+# PyPI's paddlepaddle-gpu is 2.6.
+INSTALL_PADDLE = (
+    "`pip install --upgrade paddlepaddle`, or paddlepaddle-gpu for NVIDIA GPUs, as Paddle's installation guide says"
 )
+INSTALL = "`pip install --no-build-isolation .` in its source folder"
+REBUILD = (
+    "install paddle_moe_ops again in this environment: "
+    "`pip install --no-build-isolation --force-reinstall --no-deps .` in its source folder"
+)
+
+
+@functools.cache
+def paddle_problem() -> str | None:
+    """Why this package cannot work with the Paddle of this process, and what to install, or None."""
+    needed = f"paddle_moe_ops needs PaddlePaddle {' or '.join(TESTED_PADDLE)}"
+    try:
+        import paddle
+    except (ImportError, OSError) as error:
+        return f"{needed}, which cannot be imported ({error}): {INSTALL_PADDLE}"
+    version = paddle.version.full_version
+    return f"{needed}, but {version} is installed: {INSTALL_PADDLE}" if is_too_old(version) else None
+
+
+def is_too_old(version: str) -> bool:
+    """Whether a version of Paddle is older than those that the tests run on. 0.0.0 is a development build."""
+    return (0, 0) < _number(version) < _number(TESTED_PADDLE[0])
+
+
+def is_untested(version: str) -> bool:
+    """Whether a version of Paddle is newer than those that the tests run on."""
+    return _number(version) == (0, 0) or _number(version) > _number(TESTED_PADDLE[-1])
+
+
+def library() -> Path:
+    """The compiled library, which may be missing.
+
+    It lies beside this file. A source folder that Python finds before the installed package has none: there it is the
+    installed one.
+    """
+    beside = PACKAGE / LIBRARY_NAME
+    if not beside.exists():
+        for distribution in metadata.distributions(name="paddle-moe-ops"):
+            installed = Path(str(distribution.locate_file(f"{PACKAGE.name}/{LIBRARY_NAME}")))
+            if installed.exists():
+                return installed
+    return beside
+
+
+def sources_digest(csrc: Path) -> str:
+    """A hash of the C++ sources, which says whether two libraries were built from the same ones."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in csrc.rglob("*") if path.suffix in {".h", ".cc", ".cu", ".cuh"}):
+        digest.update(f"{path.relative_to(csrc).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def build_info() -> dict[str, Any] | None:
     """What setup.py recorded about the compiled library, or None when the package was not built."""
     try:
-        return json.loads(BUILD_INFO.read_text(encoding="utf-8"))
+        return json.loads(library().with_name(INFO_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
 
 
 def mismatch() -> str | None:
-    """Why the compiled library must not be loaded into the Paddle of this process, and what to do, or None.
+    """Why the compiled library must not be loaded into this process, and what to do, or None.
 
     Raises:
         ImportError: Paddle cannot be imported.
     """
     import paddle
 
-    return compare(
-        build_info(), paddle.version.full_version, paddle.version.commit, bool(paddle.is_compiled_with_cuda())
-    )
+    info, folder = build_info(), library().parent
+    if info is not None and folder != PACKAGE and info.get("sources_sha256") != sources_digest(PACKAGE / "csrc"):
+        return f"the source folder {PACKAGE} hides the package in {folder}, which has other C++ sources; {REBUILD}"
+    return compare(info, paddle.version.full_version, paddle.version.commit, bool(paddle.is_compiled_with_cuda()))
 
 
 def compare(info: dict[str, Any] | None, version: str, commit: str, with_cuda: bool) -> str | None:
-    """The rule behind `mismatch`.
+    """The rule behind `mismatch` for Paddle.
 
     Args:
         info: what `build_info` returned.
@@ -52,9 +113,9 @@ def compare(info: dict[str, Any] | None, version: str, commit: str, with_cuda: b
         None when the library fits, else the reason and what to do.
     """
     if info is None:
-        return f"the package was not built: {BUILD_INFO.name} is missing; {REBUILD}"
+        return f"the package was not built: {INFO_NAME} is missing; {REBUILD}"
     built_version, built_commit = info["paddle_version"], info["paddle_commit"]
-    if _minor(built_version) != _minor(version):
+    if _number(built_version) != _number(version):
         return f"it was built for Paddle {built_version}, but Paddle {version} is running; {REBUILD}"
     # Releases of one minor version share an interface. Builds that share a number but not the commit are
     # development builds, which share nothing.
@@ -68,5 +129,6 @@ def compare(info: dict[str, Any] | None, version: str, commit: str, with_cuda: b
     return None
 
 
-def _minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split(".")[:2])
+def _number(version: str) -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -29,7 +29,7 @@ def collect() -> dict[str, Any]:
         "paddle_moe_ops": {"version": __version__, "location": str(Path(__file__).parent)},
         "python": {"version": platform.python_version(), "platform": platform.platform()},
         "packages": {name: _installed_version(name) for name in DISTRIBUTIONS},
-        "paddle": _paddle(),
+        "paddle": {**_paddle(), "problem": _build_check.paddle_problem()},
         "compiled_library": _compiled_library(),
         "cpu": _cpu(),
         "gpus": _gpus(),
@@ -51,7 +51,10 @@ def as_text(report: dict[str, Any]) -> str:
     else:
         kind = f"CUDA {paddle['cuda']}" if paddle["cuda"] else "CPU build"
         lines.append(("running Paddle", f"{paddle['version']}, commit {paddle['commit'][:10]}, {kind}"))
-    lines.append(("compiled library", "loads" if library["loads"] else f"does not load: {library['reason']}"))
+    where = f"loads, in {library['location']}"
+    lines.append(("compiled library", where if library["loads"] else f"does not load: {library['reason']}"))
+    if library["cpu_isa"]:
+        lines.append(("  instruction set", library["cpu_isa"]))
     build = library["build"]
     if build:
         lines += [
@@ -63,7 +66,8 @@ def as_text(report: dict[str, Any]) -> str:
     lines.append(("threads", cpu["threads"] if cpu["threads_error"] is None else cpu["threads_error"]))
     lines += [("GPU", gpu) for gpu in report["gpus"] or ["none (nvidia-smi lists none)"]]
     width = max(len(variable["name"]) for variable in report["variables"])
-    text = [f"{name:<{width}}  {value}" for name, value in lines]
+    text = [paddle["problem"], ""] if paddle["problem"] else []
+    text += [f"{name:<{width}}  {value}" for name, value in lines]
     text += ["", "environment variables"]
     for variable in report["variables"]:
         value = "not set" if variable["value"] is None else repr(variable["value"])
@@ -94,13 +98,20 @@ def _paddle() -> dict[str, Any]:
 
 
 def _compiled_library() -> dict[str, Any]:
-    try:
+    reason, isa = _build_check.paddle_problem(), None
+    if reason is None:
         from paddle_moe_ops.backends import compiled
 
         reason = compiled.backend.unavailable()
-    except (ImportError, ValueError) as error:  # ValueError: a variable of ours holds nonsense
-        reason = str(error)
-    return {"loads": reason is None, "reason": reason, "build": _build_check.build_info()}
+        if reason is None:
+            isa = compiled.used_cpu_isa()
+    return {
+        "loads": reason is None,
+        "reason": reason,
+        "location": str(_build_check.library().parent),
+        "cpu_isa": isa,
+        "build": _build_check.build_info(),
+    }
 
 
 def _cpu() -> dict[str, Any]:

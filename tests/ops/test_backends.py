@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import explain, masked, moe_permute, permute, route, use_backend
+from paddle_moe_ops import _build_check, explain, masked, moe_permute, permute, route, use_backend
 from paddle_moe_ops.backends import OPERATORS, _load, compiled, resolve
 from paddle_moe_ops.backends import reference as reference_backend
 from paddle_moe_ops.backends.choice import TRITON_RULE
@@ -22,7 +22,7 @@ from tests.params import SMALL
 
 pytestmark = pytest.mark.compiled_only
 
-MISSING = "the compiled library _C_pd_.so is missing; build it with: pip install --no-build-isolation ."
+MISSING = f"the compiled library _C_pd_.so is missing; build it: {_build_check.INSTALL}"
 NAMES = "compiled, triton, paddle, reference"
 COMPILED = [operator for operator in OPERATORS if operator != "grouped_gemm"]
 NO_GPU = "Triton kernels need an NVIDIA GPU, and this is a build of Paddle without GPUs"

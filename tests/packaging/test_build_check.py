@@ -72,4 +72,36 @@ def test_build_records_no_date_and_no_path():
         "paddle_commit",
         "paddle_version",
         "sources",
+        "sources_sha256",
     }
+
+
+@pytest.mark.parametrize("version", ["2.6.2", "3.0.0", "3.1.1", "3.1.0.dev20250101"])
+def test_paddle_before_3_2_is_too_old(version):
+    assert _build_check.is_too_old(version)
+    assert not _build_check.is_untested(version)
+
+
+@pytest.mark.parametrize("version", ["3.2.0", "3.2.2", "3.3.1"])
+def test_tested_versions_are_neither_too_old_nor_untested(version):
+    assert not _build_check.is_too_old(version)
+    assert not _build_check.is_untested(version)
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.10.0", "4.0.0", "0.0.0"])
+def test_later_versions_and_development_builds_are_untested(version):
+    assert not _build_check.is_too_old(version)
+    assert _build_check.is_untested(version)
+
+
+def test_digest_changes_with_the_name_and_the_text_of_a_source(tmp_path):
+    def digest(**files):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        (folder / "cpu").mkdir(parents=True)
+        for name, text in files.items():
+            (folder / "cpu" / name.replace("_", ".")).write_text(text, encoding="utf-8")
+        return _build_check.sources_digest(folder)
+
+    same = digest(one_cc="1", two_h="2")
+    assert same == digest(one_cc="1", two_h="2", notes_txt="of no interest")
+    assert len({same, digest(one_cc="1", two_h="3"), digest(one_cc="1", three_h="2"), digest(one_cc="1")}) == 4

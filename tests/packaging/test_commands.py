@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from paddle_moe_ops import _build_check, _env
 from paddle_moe_ops.testing import selftest
 from tests.packaging.subprocesses import copy_without_library, run_command, run_python
 
+NEEDS_PADDLE = "paddle_moe_ops needs PaddlePaddle 3.2 or 3.3, which cannot be imported ("
 OPTIONAL = ("paddle", "triton", "torch", "ml_dtypes", "numpy", "rich", "matplotlib")
 
 
@@ -30,7 +32,7 @@ def test_env_names_every_version_and_variable():
     facts = {name.strip(): value.strip() for name, value in facts.items()}
     assert facts["paddle_moe_ops"].startswith(paddle_moe_ops.__version__)
     assert facts["numpy"] == metadata.version("numpy")
-    assert facts["compiled library"] == "loads"
+    assert facts["compiled library"] == f"loads, in {Path(paddle_moe_ops.__file__).parent}"
     assert facts["threads"] == "3"
     assert facts["PADDLE_MOE_OPS_NUM_THREADS"] == "'3'"
     assert facts["PADDLE_MOE_OPS_BACKEND"] == "not set"
@@ -44,6 +46,7 @@ def test_env_json_holds_the_same_facts_as_the_running_package():
     assert report["packages"]["ml_dtypes"] == metadata.version("ml_dtypes")
     assert report["paddle"]["error"] is None
     assert report["compiled_library"]["loads"]
+    assert report["compiled_library"]["cpu_isa"] in _env.CPU_ISAS
     assert report["compiled_library"]["build"] == _build_check.build_info()
     assert 1 <= report["cpu"]["threads"] <= report["cpu"]["cores"]
     values = {variable["name"]: variable["value"] for variable in report["variables"]}
@@ -62,7 +65,46 @@ def test_env_works_without(missing):
     text = run_command("env", missing=missing)
     assert text.returncode == 0, text.stderr
     if "paddle" in missing:
+        assert text.stdout.startswith(NEEDS_PADDLE)
         assert "compiled library            does not load: " in text.stdout
+
+
+@pytest.mark.parametrize("command", ["selftest", "demo", "explain"])
+def test_commands_that_need_paddle_say_so_first_and_fail(command, tmp_path):
+    done = run_command(command, missing=["paddle"], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(NEEDS_PADDLE)
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+OLD_PADDLE = "import paddle\npaddle.version.full_version = '3.1.1'\nfrom paddle_moe_ops.__main__ import main\n"
+
+
+@pytest.mark.parametrize("command", ["selftest", "demo", "explain", "env"])
+def test_commands_name_an_old_paddle_first(command, tmp_path):
+    done = run_python(OLD_PADDLE + f"sys.exit(main([{command!r}]))", cwd=tmp_path)
+    text = "paddle_moe_ops needs PaddlePaddle 3.2 or 3.3, but 3.1.1 is installed: "
+    if command == "env":
+        assert done.returncode == 0
+        assert done.stdout.startswith(text)
+    else:
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.splitlines()[-1].startswith(text)
+
+
+@pytest.mark.parametrize("missing", [(), ("paddle",)], ids=["with Paddle", "without"])
+def test_version_names_the_package_and_the_paddle_that_it_was_compiled_for(missing):
+    done = run_command("--version", missing=missing)
+    built_for = _build_check.build_info()["paddle_version"]
+    assert done.returncode == 0
+    assert done.stdout == f"paddle_moe_ops {paddle_moe_ops.__version__}, compiled for Paddle {built_for}\n"
+
+
+def test_version_of_a_package_that_was_not_compiled_says_so(tmp_path):
+    copy_without_library(tmp_path)
+    done = run_command("--version", cwd=tmp_path)
+    assert done.stdout == f"paddle_moe_ops {paddle_moe_ops.__version__}, not compiled\n"
 
 
 def test_env_shows_a_bad_thread_count_instead_of_failing():

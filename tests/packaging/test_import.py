@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
+
 import paddle_moe_ops
+from paddle_moe_ops import _build_check
 from tests.packaging.subprocesses import copy_without_library, run_python
 
 PACKAGE = Path(paddle_moe_ops.__file__).parent
@@ -38,10 +42,62 @@ def test_import_without_the_compiled_library_works_and_explain_says_why(tmp_path
     assert "pip install --no-build-isolation" in explanation
 
 
+@pytest.fixture
+def source_folder(tmp_path):
+    """A source folder that hides an installed package from the processes started in it."""
+    (tmp_path / "source").mkdir()
+    copy_without_library(tmp_path / "source")
+    site = tmp_path / "site"
+    (site / "paddle_moe_ops-0.1.0.dist-info").mkdir(parents=True)
+    (site / "paddle_moe_ops-0.1.0.dist-info" / "METADATA").write_text("Name: paddle-moe-ops\nVersion: 0.1.0\n")
+    (site / "paddle_moe_ops").mkdir()
+    for name in (_build_check.LIBRARY_NAME, _build_check.INFO_NAME):
+        shutil.copy(PACKAGE / name, site / "paddle_moe_ops")
+    return tmp_path / "source"
+
+
+def run_in(source_folder, code):
+    return run_python(code, cwd=source_folder, env={"PYTHONPATH": str(source_folder.parent / "site")})
+
+
+def test_a_source_folder_uses_the_library_of_the_installed_package_that_it_hides(source_folder):
+    done = run_in(
+        source_folder,
+        "import paddle, paddle_moe_ops\n"
+        "from paddle_moe_ops.backends import compiled\n"
+        "print(paddle_moe_ops.route(paddle.zeros([3, 1], 'int32'), num_experts=1).tokens_per_expert.tolist())\n"
+        "print(paddle_moe_ops.__file__)\n"
+        "print(compiled.LIBRARY)\n",
+    )
+    assert done.returncode == 0, done.stderr
+    counts, package, library = done.stdout.splitlines()
+    assert counts == "[3]"
+    assert Path(package).parent == source_folder / "paddle_moe_ops"
+    assert Path(library).parent == source_folder.parent / "site" / "paddle_moe_ops"
+
+
+def test_a_source_folder_with_other_c_plus_plus_sources_says_what_to_do(source_folder):
+    with (source_folder / "paddle_moe_ops/csrc/cpu/permute.cc").open("a", encoding="utf-8") as source:
+        source.write("// changed\n")
+    done = run_in(source_folder, "import paddle_moe_ops\nprint(paddle_moe_ops.explain('route'))")
+    assert done.returncode == 0, done.stderr
+    assert f"the source folder {source_folder / 'paddle_moe_ops'} hides the package in" in done.stdout
+    assert "which has other C++ sources; install paddle_moe_ops again" in done.stdout
+
+
 def test_first_use_without_paddle_says_what_to_install():
     done = run_python("import paddle_moe_ops\npaddle_moe_ops.route", missing=["paddle"])
     assert done.returncode != 0
-    assert "ImportError: paddle_moe_ops needs PaddlePaddle: pip install paddlepaddle" in done.stderr
+    assert "ImportError: paddle_moe_ops needs PaddlePaddle 3.2 or 3.3, which cannot be imported" in done.stderr
+    assert "`pip install --upgrade paddlepaddle`" in done.stderr
+
+
+def test_first_use_with_an_old_paddle_says_what_to_install():
+    done = run_python(
+        "import paddle\npaddle.version.full_version = '3.0.0'\nimport paddle_moe_ops\npaddle_moe_ops.route"
+    )
+    assert done.returncode != 0
+    assert "ImportError: paddle_moe_ops needs PaddlePaddle 3.2 or 3.3, but 3.0.0 is installed" in done.stderr
 
 
 def test_marker_of_typed_packages_is_shipped():

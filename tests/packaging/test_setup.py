@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
+import paddle
 import pytest
 from paddle.utils import cpp_extension
+
+import paddle_moe_ops
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +51,61 @@ def test_cuda_is_off_when_asked_to_be(monkeypatch):
     monkeypatch.setenv("PADDLE_MOE_OPS_CUDA", "0")
     names, _ = run_setup(monkeypatch)
     assert (names["USE_CUDA"], names["CUDA_REASON"]) == (False, "PADDLE_MOE_OPS_CUDA=0")
+
+
+@pytest.fixture
+def without_nvcc(monkeypatch):
+    monkeypatch.setattr(cpp_extension.cpp_extension, "CUDA_HOME", None)
+
+
+@pytest.fixture
+def cuda_build(monkeypatch):
+    """Paddle as it would be with CUDA 12.9."""
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+    monkeypatch.setattr(paddle.version, "cuda", lambda: "12.9")
+
+
+def test_cuda_build_of_paddle_without_nvcc_is_refused_unless_cuda_is_switched_off(
+    monkeypatch, cuda_build, without_nvcc
+):
+    with pytest.raises(SystemExit) as stop:
+        run_setup(monkeypatch)
+    assert stop.value.code == (
+        "paddle_moe_ops: Paddle is compiled with CUDA, but nvcc was not found; set CUDA_HOME, "
+        "or PADDLE_MOE_OPS_CUDA=0 to build the CPU operators alone"
+    )
+    monkeypatch.setenv("PADDLE_MOE_OPS_CUDA", "0")
+    assert run_setup(monkeypatch)[0]["USE_CUDA"] is False
+
+
+def test_cpu_build_of_paddle_needs_no_nvcc(monkeypatch, without_nvcc):
+    assert run_setup(monkeypatch)[0]["USE_CUDA"] is False
+
+
+@pytest.mark.parametrize("version", ["3.1.1", "3.0.0"])
+def test_old_paddle_is_refused_with_the_versions_that_work(monkeypatch, version):
+    monkeypatch.setattr(paddle.version, "full_version", version)
+    with pytest.raises(SystemExit) as stop:
+        run_setup(monkeypatch)
+    assert stop.value.code.startswith(f"paddle_moe_ops needs PaddlePaddle 3.2 or 3.3, but {version} is installed")
+    assert "\n" not in stop.value.code
+
+
+def test_version_names_the_minor_version_of_paddle(monkeypatch):
+    monkeypatch.setattr(paddle.version, "full_version", "3.2.2")
+    assert run_setup(monkeypatch)[1]["version"] == f"{paddle_moe_ops.__version__}+paddle3.2"
+    monkeypatch.setattr(paddle.version, "full_version", "3.4.0")
+    assert run_setup(monkeypatch)[1]["version"] == f"{paddle_moe_ops.__version__}+paddle3.4"
+
+
+def test_version_names_cuda_where_cuda_operators_are_built(monkeypatch, cuda_build, tmp_path):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.9, V12.9.86\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(cpp_extension.cpp_extension, "CUDA_HOME", str(tmp_path))
+    version = run_setup(monkeypatch)[1]["version"]
+    assert re.fullmatch(re.escape(paddle_moe_ops.__version__) + r"\+paddle\d+\.\d+\.cu129", version)
 
 
 def test_switch_for_cuda_refuses_other_values(monkeypatch):
