@@ -29,7 +29,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 .PHONY: help demo test test-slow test-isa fresh-environments lint format core sanitize fuzz bench-report wheel mutants gpu-bundle gpu-standin gpu-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # ---- environment and build: a stamp is newer than what it was made from, so nothing is done twice; make lint and make sanitize
 # need the environment only and so work with sources that do not compile
@@ -64,6 +64,9 @@ test-isa: $(VENV)/stamp-built core ## the core and the operators on the AVX2 and
 	for isa in avx2 generic; do \
 	  PADDLE_MOE_OPS_MAX_CPU_ISA=$$isa $(PY) -m pytest tests/core tests/ops $(WORKERS) $(PYTEST_ARGS) || exit 1; \
 	done
+
+fresh-environments: ## install as the README says, in new environments of the interpreters in PYTHONS
+	$(PYTHON) tools/fresh_environments.py
 
 lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy
 	$(VENV)/bin/ruff check .

@@ -48,6 +48,7 @@ def test_library_that_fits_is_accepted(version, commit, with_cuda):
 def test_library_that_does_not_fit_is_refused_with_a_remedy(info, version, commit, reason):
     text = _build_check.compare(info, version, commit, with_cuda=False)
     assert text.startswith(reason)
+    assert not text.endswith(".")  # a sentence may go on after it
     assert "pip install --no-build-isolation" in text
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,12 @@ def test_quick_start_runs_and_has_at_most_15_lines_of_code(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == "paddle.Size([6, 8]) paddle.Size([6, 8])"
+
+
+def test_install_section_has_the_lines_that_are_run_in_fresh_environments():
+    lines = runpy.run_path(str(ROOT / "tools" / "fresh_environments.py"))["install_lines"]().splitlines()
+    assert len(lines) == 3
+    assert lines[1] == "pip install --no-build-isolation ."
 
 
 def test_function_table_names_public_functions():

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 
+import paddle_moe_ops
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+BUILD_BACKEND = "tools/build_backend.py"
 NOT_SOURCES = shutil.ignore_patterns("__pycache__", "_C*", "_build_info.json")
 
 pytestmark = pytest.mark.slow
@@ -39,12 +42,17 @@ def succeed(*command, cwd, **env):
     return done
 
 
+def copy_build_files(tree):
+    (tree / BUILD_BACKEND).parent.mkdir()
+    for name in (*BUILD_FILES, BUILD_BACKEND):
+        shutil.copy(ROOT / name, tree / name)
+
+
 @pytest.fixture(scope="module")
 def source_tree(tmp_path_factory):
     """A copy of the sources without anything built."""
     tree = tmp_path_factory.mktemp("source")
-    for name in BUILD_FILES:
-        shutil.copy(ROOT / name, tree)
+    copy_build_files(tree)
     shutil.copytree(ROOT / "paddle_moe_ops", tree / "paddle_moe_ops", ignore=NOT_SOURCES)
     return tree
 
@@ -68,6 +76,13 @@ def test_wheel_holds_the_package_and_nothing_else(wheel, source_tree):
     }
     built = {f"paddle_moe_ops/{name}" for name in ("_C.py", "_C_pd_.so", "_build_info.json", "py.typed")}
     assert {name for name in names if not name.startswith(metadata_folder)} == modules | shipped_sources | built
+
+
+def test_name_of_a_wheel_carries_the_version_of_paddle(wheel):
+    import paddle
+
+    minor = ".".join(paddle.version.full_version.split(".")[:2])
+    assert wheel[0].name.startswith(f"paddle_moe_ops-{paddle_moe_ops.__version__}+paddle{minor}")
 
 
 def test_build_prints_a_summary(wheel):
@@ -97,13 +112,14 @@ def test_source_distribution_holds_every_source_and_needs_no_paddle(source_tree)
     blocked = "import sys; sys.modules['paddle'] = None; sys.argv = ['setup.py', '-q', 'sdist']; "
     succeed("-c", blocked + "import runpy; runpy.run_path('setup.py', run_name='__main__')", cwd=source_tree)
     (path,) = (source_tree / "dist").glob("*.tar.gz")
+    assert path.name == f"paddle_moe_ops-{paddle_moe_ops.__version__}.tar.gz"
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = [
         path for path in (source_tree / "paddle_moe_ops").rglob("*") if path.suffix in {".cc", ".cu", ".h", ".py"}
     ]
     expected = {path.relative_to(source_tree).as_posix() for path in sources} - {"paddle_moe_ops/_C.py"}
-    assert expected <= names
+    assert expected | {BUILD_BACKEND} <= names
     assert not {name for name in names if name.endswith((".so", ".o", "_C.py"))}
 
 
@@ -117,12 +133,12 @@ PD_BUILD_OP(pmo_packaging_copy).Inputs({"X"}).Outputs({"Y"}).SetKernelFn(PD_KERN
 @pytest.fixture
 def small_tree(tmp_path):
     """The package with one small operator, so that it builds in seconds."""
-    for name in BUILD_FILES:
-        shutil.copy(ROOT / name, tmp_path)
+    copy_build_files(tmp_path)
     package = tmp_path / "paddle_moe_ops"
     (package / "csrc/paddle").mkdir(parents=True)
     (package / "csrc/cpu").mkdir()
-    shutil.copy(ROOT / "paddle_moe_ops/_version.py", package)
+    for name in ("_version.py", "_build_check.py"):
+        shutil.copy(ROOT / "paddle_moe_ops" / name, package)
     (package / "__init__.py").touch()
     (package / "csrc/paddle/copy_op.cc").write_text(BINDING, encoding="utf-8")
     (package / "csrc/cpu/helper.h").write_text("inline int helper() { return 1; }\n", encoding="utf-8")
@@ -131,7 +147,8 @@ def small_tree(tmp_path):
 
 
 def built_in_place(tree):
-    return sorted(path.name for path in (tree / "paddle_moe_ops").glob("_[Cb]*"))
+    package = tree / "paddle_moe_ops"
+    return sorted(path.name for path in (*package.glob("_C*"), *package.glob("_build_info.json")))
 
 
 def compiled_sources(done):
@@ -160,6 +177,38 @@ def test_build_without_paddle_says_what_to_install(small_tree):
     blocked = "import sys; sys.modules['paddle'] = None; sys.argv = ['setup.py', 'build_ext', '--inplace']; "
     failed = run("-c", blocked + "import runpy; runpy.run_path('setup.py', run_name='__main__')", cwd=small_tree)
     assert failed.returncode != 0
-    assert "pip install paddlepaddle" in failed.stderr
-    assert "--no-build-isolation" in failed.stderr
+    (line,) = failed.stderr.splitlines()
+    assert "`pip install --upgrade paddlepaddle`" in line
+    assert "--no-build-isolation" in line
+
+
+def test_source_distribution_made_where_paddle_is_names_no_paddle(small_tree):
+    succeed("setup.py", "-q", "sdist", cwd=small_tree)
+    (path,) = (small_tree / "dist").iterdir()
+    assert path.name == f"paddle_moe_ops-{paddle_moe_ops.__version__}.tar.gz"
+
+
+def test_build_without_a_compiler_says_in_one_line_what_to_install(small_tree):
+    failed = run("setup.py", "build_ext", "--inplace", cwd=small_tree, CXX="/nowhere/g++")
+    assert failed.returncode != 0
+    assert failed.stderr.splitlines()[-1].startswith(
+        "paddle_moe_ops: the C++ compiler was not found (/nowhere/g++); install g++"
+    )
     assert "Traceback" not in failed.stderr
+    assert built_in_place(small_tree) == []
+
+
+def test_build_without_setuptools_says_in_one_line_what_to_install(tmp_path):
+    blocked = "import sys; sys.modules['setuptools'] = None; sys.path.insert(0, 'tools'); import build_backend"
+    failed = run("-c", blocked, cwd=ROOT)
+    assert failed.returncode != 0
+    assert failed.stderr == 'paddle_moe_ops: setuptools is missing; run: pip install "setuptools>=77"\n'
+
+
+def test_build_with_an_old_setuptools_says_in_one_line_what_to_install():
+    old = "import setuptools; setuptools.__version__ = '65.5.0'; import runpy; runpy.run_path('setup.py')"
+    failed = run("-c", old, cwd=ROOT)
+    assert failed.returncode != 0
+    assert failed.stderr == (
+        'paddle_moe_ops: setuptools must be 77 or newer, but 65.5.0 is installed; run: pip install "setuptools>=77"\n'
+    )
