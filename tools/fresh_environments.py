@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHONS = "python3.10 python3.11 python3.12 python3.13"
 PADDLES = "3.2.2 3.3.1"
-QUICK_START_PRINTS = "paddle.Size([6, 8]) paddle.Size([6, 8])"
+QUICK_START_PRINTS = "[6, 8] [6, 8]"
 
 
 class StepError(Exception):

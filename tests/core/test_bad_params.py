@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paddle_moe_ops import _env
 from paddle_moe_ops.testing import core as ctypes_core
 from paddle_moe_ops.testing.core import (
     DTYPES,
@@ -439,4 +440,6 @@ def test_enumerations_mirror_the_headers() -> None:
         for name, member in members.__members__.items():
             if name not in ("NONE", "ALL"):
                 assert values.pop(prefix + name) == member
+    for code, name in enumerate(_env.CPU_ISAS):
+        assert values.pop(f"CPU_{name.upper()}") == code
     assert values == {name.upper(): code for name, code in ((dtype.name, code) for dtype, code in DTYPES.items())}
