@@ -83,11 +83,11 @@ def open_points(results: list[dict]) -> list[str]:
 def check_sources(results: list[dict], unused: list[str]) -> None:
     """Runs of several commits belong together only if the C++ and CUDA sources that they use are the same in all."""
     sources = ["paddle_moe_ops/csrc", *(f":!paddle_moe_ops/csrc/{folder}" for folder in unused)]
-    first, *others = sorted({result["commit"] for result in results})
-    for other in others:
-        command = ["git", "diff", "--quiet", first, other, "--", *sources]
+    commits = sorted({result["commit"] for result in results})
+    for other in commits[1:]:
+        command = ["git", "diff", "--quiet", commits[0], other, "--", *sources]
         if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
-            raise SystemExit(f"the sources of {first} and {other} differ; nothing was written")
+            raise SystemExit(f"the sources of {commits[0]} and {other} differ; nothing was written")
 
 
 def main() -> int:
