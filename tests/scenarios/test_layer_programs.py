@@ -323,8 +323,11 @@ def save_by_model(layer, path, spec):
 
 
 @ANY_BATCH
-@OPTIONS
-@pytest.mark.parametrize("save", [save_by_jit, save_by_model])
+@pytest.mark.parametrize(
+    ("save", "options"),
+    [*((save_by_jit, options) for options in LAYERS.values()), (save_by_model, LAYERS["everything"])],
+    ids=[*LAYERS, "everything by paddle.Model"],
+)
 def test_saved_layer_has_the_results_of_dygraph(save, options, spec, shapes, tmp_path):
     layer, model = MoELayer(H, I, E, K, **options), str(tmp_path / "layer")
     layer(paddle.randn(shapes[0]))  # what a pass leaves is not saved
