@@ -207,7 +207,6 @@ def _route_up_to(
     left = spec._replace(
         topk=-1,
         counts=kept,
-        duplicates="each",  # those that have no row are gone
         validation=Validation.ALL if spec.validation == Validation.ALL else Validation.OFF,
     )
     maps = autograd.route(backend, ids, probs, None, left)

@@ -66,6 +66,13 @@ def test_plan_of_named_shapes(shape, routing, rng, place):
     assert_plan(plan, problem.plan(capacity=capacity))
 
 
+@pytest.mark.parametrize(("capacity", "rows"), [(2**40, 4), (-3, 0), (-(2**40), 0)])
+def test_capacities_in_a_tensor_may_be_any_numbers(capacity, rows, place):
+    ids = tensor(np.array([[0], [0], [1], [0]], np.int32), place)
+    plan = route(ids, num_experts=2, capacity=tensor(np.array(capacity), place))
+    assert (plan.num_rows, plan.overflow.item()) == (rows, 4 - rows)
+
+
 def test_a_full_expert_keeps_the_first_of_its_rows(place, backend):
     ids = tensor(np.array([[1, 0], [1, -1], [0, 1], [2, 1]], np.int32), place)
     plan = route(ids, num_experts=3, padding_alignment=3, capacity=2)
