@@ -15,11 +15,11 @@ import pytest
 
 from paddle_moe_ops import autograd, use_backend
 from paddle_moe_ops.nn import MoELayer, load_balance_loss, router_z_loss
-from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.dense import (
     Options,
     assert_close,
     assert_equals_dense,
+    assert_same,
     dense_layer,
     parameters_and_bias,
     results,
@@ -193,13 +193,6 @@ def test_layer_without_tokens(shape, capacity_factor):
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
-def test_layer_repeats_itself_bit_for_bit():
-    layer, x = MoELayer(H, I, E, K, capacity_factor=1.0), paddle.randn([T, H])
-    first, second = (results(layer, x, layer) for _ in range(2))
-    for name in first:
-        np.testing.assert_array_equal(first[name], second[name])
-
-
 class TestWhatAPassLeaves:
     def test_nothing_before_the_first(self):
         layer = MoELayer(H, I, 4, 2, capacity_factor=1.0)
@@ -237,8 +230,8 @@ class TestWhatAPassLeaves:
         capacity = 2  # ceil(0.3 * 37 / 8)
         is_dropped = np.array([(ids[:token] == ids[token]).sum() >= capacity for token in range(T)])
         assert 0 < is_dropped.sum() < T
-        np.testing.assert_array_equal(out.numpy()[is_dropped], shared[is_dropped])
-        assert (out.numpy()[~is_dropped] != shared[~is_dropped]).any(axis=1).all()
+        assert_same(out.numpy()[is_dropped], shared[is_dropped])
+        assert (np.abs(out.numpy() - shared)[~is_dropped] > 1e-4).any(axis=1).all()
         alone = MoELayer(H, I, E, 1, 0, capacity_factor=0.3)
         alone.set_state_dict({name: value for name, value in layer.state_dict().items() if "shared" not in name})
         assert not alone(x).numpy()[is_dropped].any()
@@ -268,7 +261,7 @@ class TestWhatAPassLeaves:
         layer(x)
         ids, _, scores, logits = layer.router(x)
         assert layer.aux_loss.item() == pytest.approx(load_balance_loss(scores, ids).item(), rel=1e-6)
-        assert_bits_equal(layer.z_loss, router_z_loss(logits))
+        assert layer.z_loss.item() == pytest.approx(router_z_loss(logits).item(), rel=1e-6)
 
     def test_it_is_that_of_the_last_pass_alone(self):
         layer, x = MoELayer(H, I, E, K, capacity_factor=1.0), paddle.randn([T, H])
@@ -308,11 +301,11 @@ class TestWhatAPassLeaves:
         assert copied.aux_loss is None
         assert copied.tokens_per_expert == [0] * E
         assert layer.aux_loss is not None
-        np.testing.assert_array_equal(copied(x).numpy(), out)
+        assert_same(copied(x).numpy(), out)
         for name, value in copied.state_dict().items():
             value.set_value(paddle.zeros_like(value))
             assert name == "router.correction_bias" or layer.state_dict()[name].abs().sum() > 0
-        np.testing.assert_array_equal(layer(x).numpy(), out)
+        assert_same(layer(x).numpy(), out)
 
 
 # Names and shapes of a layer of two shared experts, as checkpoints hold them.
@@ -337,7 +330,7 @@ def test_an_old_checkpoint_loads(tmp_path):
     paddle.save(layer.state_dict(), str(tmp_path / "layer.pdparams"))
     other = MoELayer(H, I, E, K, 2, capacity_factor=1.0)
     assert other.set_state_dict(paddle.load(str(tmp_path / "layer.pdparams"))) == ([], [])
-    np.testing.assert_array_equal(other(x).numpy(), layer(x).numpy())
+    assert_same(other(x).numpy(), layer(x).numpy())
 
 
 def test_weights_begin_with_the_inverse_root_of_what_they_add_up():
@@ -363,7 +356,7 @@ def test_hooks_of_the_parts_are_called():
         part.register_forward_post_hook(
             lambda _layer, _inputs, output, name=name: seen.update({f"{name} out": output[0].shape[-1]})
         )
-    np.testing.assert_array_equal(layer(x).numpy(), expected)
+    assert_same(layer(x).numpy(), expected)
     assert seen == {
         **{f"{name} in": [10, H] for name in ("router", "experts", "shared")},
         "router out": K,

@@ -89,7 +89,7 @@ def test_router_computes_logits_in_float32_for_narrow_tokens():
     router = TopKRouter(H, E, K)
     x = paddle.randn([T, H]).astype("bfloat16")
     narrow, wide = router(x), router(x.astype("float32"))
-    np.testing.assert_array_equal(narrow.scores.numpy(), wide.scores.numpy())
+    np.testing.assert_allclose(narrow.scores.numpy(), wide.scores.numpy(), rtol=1e-5)  # bfloat16 logits: 1e-2
 
 
 @pytest.mark.parametrize("field", ["probs", "scores", "logits"])
@@ -273,7 +273,7 @@ class TestLoadBalanceLoss:
             paddle.nn.functional.softmax(expected * 2, axis=-1), paddle.to_tensor([[0, 2]] * 2)
         ).backward()
         assert expected.grad.abs().max() > 0
-        np.testing.assert_array_equal(logits.grad.numpy(), expected.grad.numpy())
+        np.testing.assert_allclose(logits.grad.numpy(), expected.grad.numpy(), rtol=1e-5, atol=1e-7)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_of_narrow_scores_is_computed_in_float32(self, dtype):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
+from numpy.typing import NDArray
 from paddle import Tensor
 
 from paddle_moe_ops import (
@@ -38,24 +39,26 @@ Inputs = dict[str, Any]
 def make_inputs(place: Any, *, graphs: bool = False) -> tuple[Inputs, dict[str, Tensor]]:
     """Everything that the operations read, and the leaves behind what has a gradient.
 
+    Numbers have few bits: sums of their products, in Paddle's own matmul too, are exact in any order.
+
     Args:
         place: where to make the tensors.
         graphs: whether integers and bools carry a graph as well.
     """
     rng = np.random.default_rng(3)
     ids = np.stack([rng.permutation(E)[:K] for _ in range(T)]).astype(np.int32)
-    probs = rng.uniform(0.1, 1, (T, K)).astype(np.float32)
+    probs = exact(rng, (T, K), 1)
     gates = np.zeros((T, E), np.float32)
     np.put_along_axis(gates, ids, probs, 1)
     plan = reference.route(ids, probs, num_experts=E)
     arrays = {
-        "x": rng.standard_normal((T, H), np.float32),
-        "rows": rng.standard_normal((T * K, H), np.float32),
+        "x": exact(rng, (T, H)),
+        "rows": exact(rng, (T * K, H)),
         "probs": probs,
         "row_probs": plan.row_probs,
-        "token_probs": rng.uniform(0.1, 1, T).astype(np.float32),
+        "token_probs": exact(rng, T, 1),
         "gates": gates,
-        "weights": rng.standard_normal((E, H, H), np.float32),
+        "weights": exact(rng, (E, H, H)),
     }
     leaves = {name: tensor(array, place, gradient=True) for name, array in arrays.items()}
     tensors: Inputs = {name: leaf * 1.0 for name, leaf in leaves.items()}
@@ -78,6 +81,20 @@ def make_inputs(place: Any, *, graphs: bool = False) -> tuple[Inputs, dict[str, 
     maps = {name: constants[name] for name in PLAN_MAPS}
     tensors["plan"] = plan_tensors(plan, place)._replace(row_probs=None, **maps)
     return tensors, leaves
+
+
+def exact(rng: np.random.Generator, shape: int | tuple[int, ...], low: int = -16) -> NDArray:
+    """Eighths up to 2, from ``low`` eighths on."""
+    return (rng.integers(low, 17, shape) / 8).astype(np.float32)
+
+
+def loss_of(outputs: tuple[Tensor, ...]) -> Tensor:
+    """A scalar in which elements of every output count differently, by few bits."""
+    loss = 0.0
+    for output in outputs:
+        weights = (np.arange(np.prod(output.shape, dtype=np.int64)) * 7 % 31 - 15.5) / 8
+        loss = loss + (output * paddle.to_tensor(weights.reshape(output.shape).astype(np.float32))).sum()
+    return loss
 
 
 class Operation(NamedTuple):

@@ -14,8 +14,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
-from .models import loss_of
-from .operations import FLOAT8_EXPERTS, OPERATIONS, make_inputs
+from .operations import FLOAT8_EXPERTS, OPERATIONS, loss_of, make_inputs
 
 ALL = pytest.mark.parametrize("operation", [*OPERATIONS, FLOAT8_EXPERTS], ids=str)
 READ = [(each, name) for each in (*OPERATIONS, FLOAT8_EXPERTS) for name in (*each.floats, *each.others)]

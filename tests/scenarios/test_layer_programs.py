@@ -15,7 +15,7 @@ from paddle import inference
 from paddle.static import InputSpec
 
 from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter
-from tests.ops.dense import Options, assert_close, dense_layer, parameters_and_bias, results
+from tests.ops.dense import Options, assert_close, assert_same, dense_layer, parameters_and_bias, results
 from tests.static.modes import plain_errors
 
 pytestmark = [
@@ -186,7 +186,7 @@ def test_what_a_traced_pass_leaves(full_graph):
             np.testing.assert_allclose(np.array(got), np.array(wanted), rtol=1e-5)
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert copied.aux_loss is None
-        np.testing.assert_array_equal(copied(x).numpy(), layer(x).numpy())
+        assert_same(copied(x).numpy(), layer(x).numpy())
 
 
 @BOTH_WAYS
@@ -367,7 +367,7 @@ def test_model_saves_and_loads_for_training(tmp_path):
     paddle.Model(layer, inputs=spec).save(str(tmp_path / "layer"), training=True)
     other = MoELayer(H, I, E, K)
     paddle.Model(other, inputs=spec).load(str(tmp_path / "layer"))
-    np.testing.assert_array_equal(other(x).numpy(), layer(x).numpy())
+    assert_same(other(x).numpy(), layer(x).numpy())
 
 
 @pytest.mark.parametrize("kind", ["router", "shared", "experts"])

@@ -50,7 +50,7 @@ def of_ranks(tmp_path_factory):
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=240)[0] for process in processes]
+    said = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
     return [dict(np.load(out)) for out in outs]
 
@@ -100,7 +100,7 @@ def test_workers_of_a_loader_route_after_their_parent_did(place):
 
 
 def train(net, x, labels):
-    optimizer = paddle.optimizer.AdamW(0.02, parameters=net.parameters())
+    optimizer = paddle.optimizer.SGD(0.2, parameters=net.parameters())  # AdamW would magnify the last bits
     for _ in range(10):
         F.cross_entropy(net(x), labels).backward()
         optimizer.step()

@@ -164,7 +164,7 @@ def test_recompute_of_a_whole_block(block, use_reentrant, rng, place, backend):
     h = net[1](net[0](x))
     out = net[3](recompute(net[2], h, use_reentrant=use_reentrant))
     F.cross_entropy(out, labels).backward()
-    assert_close(gradients_of(net), expected, 1e-6)
+    assert_close(gradients_of(net), expected)
 
 
 @BLOCKS
