@@ -77,7 +77,7 @@ def test_a_layer_runs_on_the_products_that_move_rows_and_weight_them(interpreted
     layer = MoELayer(16, 8, 4, 2, num_shared_experts=0)
     layer.to(dtype="float16")
     x = paddle.randn([5, 16]).astype("float16")
-    monkeypatch.setattr("paddle_moe_ops.nn.F", SimpleNamespace(swiglu=wide_swiglu))
+    monkeypatch.setattr("paddle_moe_ops.nn.experts.F", SimpleNamespace(swiglu=wide_swiglu))
     results = []
     for backend in ("triton", "paddle"):
         layer.clear_gradients()

@@ -32,7 +32,9 @@ class Case(NamedTuple):
 
 
 @st.composite
-def routing_cases(draw: st.DrawFn, *, is_mask: bool | None = None, duplicates: str | None = None) -> Case:
+def routing_cases(
+    draw: st.DrawFn, *, is_mask: bool | None = None, duplicates: str | None = None, with_capacity: bool = True
+) -> Case:
     """Any routing: bad ids, duplicates, empty and full experts, all to one, T = 0, padding, buffers of every size."""
     is_mask = draw(st.booleans()) if is_mask is None else is_mask
     num_tokens = draw(st.integers(0, 9))
@@ -55,7 +57,7 @@ def routing_cases(draw: st.DrawFn, *, is_mask: bool | None = None, duplicates: s
     ids, slot_probs = routing.tolist(), None if probs is None else probs.tolist()
     if is_mask:
         ids, slot_probs = brute_force.mask_to_slots(ids, slot_probs, topk)
-    capacity = draw(st.one_of(st.none(), st.integers(0, 6)))
+    capacity = draw(st.one_of(st.none(), st.integers(0, 6))) if with_capacity else None
     whole = brute_force.route(ids, slot_probs, num_experts, topk, alignment, -1, rule, capacity)
     buffer_size = draw(st.one_of(st.just(-1), st.just(whole.num_rows), st.integers(0, whole.num_rows + 20)))
     plan = reference.route(
