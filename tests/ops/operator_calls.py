@@ -194,6 +194,7 @@ def bad(operator: str, message: str, **changes: Any) -> BadCall:
 
 
 def bad_route(operator: str) -> list[BadCall]:
+    """With checks of the data where counts are bad: a GPU reads them for nothing else."""
     buffer = "the static buffer must have -1 (none) or 0 to 2^31 - 1 rows"
     return [
         bad(operator, wrong_shape("the routing", ANY_MATRIX, [T]), routing=int32(T)),
@@ -204,22 +205,40 @@ def bad_route(operator: str) -> list[BadCall]:
         bad(operator, "padding_alignment must be in [1, 2^31)", padding_alignment=0),
         bad(operator, buffer, buffer_size=-2),
         bad(operator, buffer, buffer_size=2**31),
-        bad(operator, "tokens_per_expert is missing", counts_source=2),
-        bad(operator, "tokens_per_expert must have num_experts entries", counts_source=1, tokens_per_expert_list=[1]),
-        bad(operator, "tokens_per_expert must have num_experts entries", counts_source=2, counts=int32(E + 1)),
-        bad(operator, wrong_shape("tokens_per_expert", ANY_VECTOR, [E, 1]), counts_source=2, counts=int32(E, 1)),
-        bad(operator, wrong_dtype("tokens_per_expert", INTEGERS, "float32"), counts_source=2, counts=zeros(E)),
+        bad(operator, "tokens_per_expert is missing", counts_source=2, checks=1),
+        bad(
+            operator,
+            "tokens_per_expert must have num_experts entries",
+            counts_source=1,
+            tokens_per_expert_list=[1],
+            checks=1,
+        ),
+        bad(
+            operator, "tokens_per_expert must have num_experts entries", counts_source=2, counts=int32(E + 1), checks=1
+        ),
+        bad(
+            operator,
+            wrong_shape("tokens_per_expert", ANY_VECTOR, [E, 1]),
+            counts_source=2,
+            counts=int32(E, 1),
+            checks=1,
+        ),
+        bad(
+            operator, wrong_dtype("tokens_per_expert", INTEGERS, "float32"), counts_source=2, counts=zeros(E), checks=1
+        ),
         bad(
             operator,
             "tokens_per_expert must hold counts in [0, 2^31), but entry 1 is -3",
             counts_source=2,
             counts=array([1, -3, 2]),
+            checks=1,
         ),
         bad(
             operator,
             "tokens_per_expert must hold counts in [0, 2^31), but entry 2 is 2147483648",
             counts_source=2,
             counts=array([0, 0, 2**31]),
+            checks=1,
         ),
         bad(
             operator,
@@ -375,8 +394,10 @@ BAD_CALLS = [
         wrong_dtype("the probabilities", "float32", "float64"),
         expert_prob_topk=zeros(T, K, dtype=FLOAT64),
     ),
-    bad("moe_permute", "tokens_per_expert is missing", counts_source=2),
-    bad("moe_permute", "tokens_per_expert must have num_experts entries", counts_source=2, counts=int32(E - 1)),
+    bad("moe_permute", "tokens_per_expert is missing", counts_source=2, checks=1),
+    bad(
+        "moe_permute", "tokens_per_expert must have num_experts entries", counts_source=2, counts=int32(E - 1), checks=1
+    ),
     *bad_scale("moe_permute"),
     *bad_combine("moe_unpermute"),
     *bad_combine("moe_unpermute_weighted"),
