@@ -196,7 +196,7 @@ def _route_up_to(
     rows, starts, routed = first[0], first[7], first[8]
     experts = paddle.searchsorted(starts, rows, out_int32=True, right=True) - 1  # -1 where there is no row
     own_start = paddle.gather(starts, experts.clip(min=0).flatten()).reshape([-1, rows.shape[1]])
-    limit = capacity if isinstance(capacity, int) else capacity.clip(0, 2**31 - 1).astype("int32")
+    limit = capacity if isinstance(capacity, int) else capacity.astype("int64").clip(0, 2**31 - 1).astype("int32")
     is_kept = (rows >= 0) & (rows - own_start < limit)
     ids = paddle.where(is_kept, experts, paddle.full_like(experts, -1))
     if probs is not None and spec.topk >= 0:

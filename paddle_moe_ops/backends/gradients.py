@@ -107,7 +107,8 @@ class _Node(PyLayer):
         ctx.call, ctx.context = call, _Context()
         witness.append(weakref.ref(ctx.context))
         outputs = call.forward()
-        ctx.save_for_backward(*call.saved)
+        # Recomputation drops the strides of what is saved.
+        ctx.save_for_backward(*(each if each.is_contiguous() else each.contiguous() for each in call.saved))
         call.saved = ()
         return outputs if len(outputs) > 1 else outputs[0]
 

@@ -177,3 +177,21 @@ def check_recompute(function, use_reentrant, dtype, rng, place):
 @FUNCTIONS
 def test_recompute_gives_the_same_gradients(function, dtype, use_reentrant, rng, place, backend):
     check_recompute(function, use_reentrant, dtype, rng, place)
+
+
+def test_recompute_of_rows_that_lie_apart_gives_the_same_gradients(rng, place, backend):
+    problem = make_problem(rng, SMALL)
+    plan = route(tensor(problem.ids, place), num_experts=E, padding_alignment=A)
+    values = ordinary(rng, (plan.num_rows, 2 * H))
+
+    def weighted(y, probs):
+        return unpermute(y[:, ::2], plan, probs)
+
+    def gradients(run):
+        y, probs = tensor(values, place, gradient=True), tensor(problem.probs, place, gradient=True)
+        run(y, probs).sum().backward()
+        return y.grad, probs.grad
+
+    again = gradients(lambda *inputs: recompute(weighted, *inputs, use_reentrant=False))
+    for got, expected in zip(again, gradients(weighted), strict=True):
+        assert_bits_equal(got, expected.numpy())
