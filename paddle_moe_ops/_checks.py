@@ -74,6 +74,7 @@ def tensor(
     value: Any,
     dtypes: Sequence[Any],
     shape: Sequence[int | str],
+    shape_text: str | None = None,
 ) -> Tensor:
     """Check that a value is a dense tensor of one of the dtypes and of a shape.
 
@@ -83,6 +84,7 @@ def tensor(
         value: what was given.
         dtypes: allowed Paddle dtypes.
         shape: for each dimension its size, or a name if any size will do.
+        shape_text: how the message describes the shape, if it should say more.
 
     Returns:
         The value.
@@ -103,8 +105,8 @@ def tensor(
         if want != size and size != -1 and want != -1 and not isinstance(want, str):
             matches = False
     if not matches:
-        text = ", ".join(str(size) for size in shape)
-        bad_value(function, argument, f"of shape [{text}]", list(given))
+        text = shape_text or f"[{', '.join(str(size) for size in shape)}]"
+        bad_value(function, argument, f"of shape {text}", list(given))
     return value
 
 
@@ -117,9 +119,11 @@ def dtype_of_sums(function: str, argument: str, value: Any) -> Any:
     bad_type(function, argument, f"one of {names}, as a paddle dtype or its name", repr(value))
 
 
-def rows(function: str, argument: str, value: Any, dtypes: Sequence[Any], num_rows: int | str) -> Tensor:
-    """Check a matrix of rows that have at least one column."""
-    tensor(function, argument, value, dtypes, [num_rows, "hidden"])
+def rows(
+    function: str, argument: str, value: Any, dtypes: Sequence[Any], num_rows: int | str, reason: str = ""
+) -> Tensor:
+    """Check a matrix of rows that have at least one column; the reason is why they must be so many."""
+    tensor(function, argument, value, dtypes, [num_rows, "hidden"], f"[{num_rows}, hidden]{reason}")
     if value.shape[1] == 0:
         bad_value(function, argument, f"of shape [{num_rows}, hidden] with hidden >= 1", list(value.shape))
     return value

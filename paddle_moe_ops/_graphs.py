@@ -59,10 +59,10 @@ def public(
                     return result
             for index, argument in enumerate(arguments):
                 if isinstance(argument, _CARRIERS) and min(index, last) not in passed_on and _carries_graph(argument):
-                    arguments = (*arguments[:index], _constant(argument), *arguments[index + 1 :])
+                    arguments = (*arguments[:index], constant(argument), *arguments[index + 1 :])
             for name, argument in keywords.items():
                 if isinstance(argument, _CARRIERS) and name not in differentiable and _carries_graph(argument):
-                    keywords = {**keywords, name: _constant(argument)}
+                    keywords = {**keywords, name: constant(argument)}
             return function(*arguments, **keywords)
 
         call.differentiable_arguments = differentiable  # type: ignore[attr-defined]
@@ -83,14 +83,17 @@ def _carries_graph(value: Any) -> bool:
     return any(isinstance(item, _CARRIERS) and _carries_graph(item) for item in value)
 
 
-def _constant(value: Any) -> Any:
-    """The value without the graph that its tensors carry."""
+def constant(value: Any) -> Any:
+    """The value without the graph that its tensors carry. A value of a static graph stays what it is.
+
+    There Paddle's detach shares memory that the program goes on to use for other values.
+    """
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, dict):
-        return {key: _constant(item) for key, item in value.items()}
+        return {key: constant(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        items = [_constant(item) for item in value]
+        items = [constant(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import paddle
 from paddle import Tensor
 
+from ._graphs import constant
 from .backends import (
     Backend,
     GemmSpec,
@@ -42,7 +43,7 @@ _FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dty
 
 def _constant_if_float8(tensor: Tensor) -> Tensor:
     """The tensor, without a gradient if it has float8 rows: Paddle would cast their gradient to float8."""
-    return tensor.detach() if not tensor.stop_gradient and tensor.dtype in _FLOAT8 else tensor
+    return constant(tensor) if not tensor.stop_gradient and tensor.dtype in _FLOAT8 else tensor
 
 
 class _Maps(NamedTuple):
@@ -477,7 +478,8 @@ def _values(
 ) -> Tensor:
     if backend.differentiable:
         return there(values, maps)
-    return linear("row_id_map", backend, values, lambda each: there(each, maps), lambda each: back(each, maps))
+    read = maps.slot_to_row, maps.row_to_slot
+    return linear("row_id_map", backend, values, lambda each: there(each, maps), lambda each: back(each, maps), *read)
 
 
 def quantized_experts(

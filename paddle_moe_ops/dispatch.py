@@ -35,6 +35,9 @@ __all__ = [
     "token_dispatch",
 ]
 
+# What `local_permute_after_a2a` keeps for the way back: sizes and order of the chunks, as `sort_chunks` takes them.
+_STATE = ("sorted_split_sizes", "inverse_chunk_indices")
+
 
 @public("inp", "probs")
 def token_dispatch(
@@ -258,7 +261,7 @@ def local_permute_after_a2a(
     back = chunks.reshape([local, shards]).transpose([1, 0]).flatten()
     with _checks.renaming("sort_chunks", name, x="x_recv", split_sizes="all_shards_tokens_per_expert"):
         rows, _, _ = sort_chunks(x_recv, mine.flatten(), order)
-    state = {"sorted_split_sizes": mine.transpose([1, 0]).flatten(), "inverse_chunk_indices": back}
+    state = dict(zip(_STATE, (mine.transpose([1, 0]).flatten(), back), strict=True))
     return rows, mine.sum(0, dtype=mine.dtype), state
 
 
@@ -279,8 +282,12 @@ def local_unpermute_before_a2a(expert_outputs: Tensor, state: dict[str, Tensor])
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
     """
-    with _checks.renaming("sort_chunks", "local_unpermute_before_a2a", x="expert_outputs"):
-        return sort_chunks(expert_outputs, state["sorted_split_sizes"], state["inverse_chunk_indices"])[0]
+    name = "local_unpermute_before_a2a"
+    _checks.instance(name, "state", state, dict, "the dictionary that local_permute_after_a2a returned")
+    if not set(_STATE) <= set(state):
+        _checks.bad_value(name, "state", "the dictionary that local_permute_after_a2a returned", sorted(state))
+    with _checks.renaming("sort_chunks", name, x="expert_outputs"):
+        return sort_chunks(expert_outputs, *(state[key] for key in _STATE))[0]
 
 
 def _flattened(value: Any) -> Any:

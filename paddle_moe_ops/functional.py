@@ -15,7 +15,7 @@ from paddle import Tensor
 from . import _checks, autograd
 from ._graphs import public
 from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, quick, resolve
-from .routing import Plan
+from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 
 __all__ = ["moe_permute", "moe_unpermute", "permute", "sort_chunks", "unpermute"]
 
@@ -94,10 +94,10 @@ def permute(
         ValueError: an argument of the wrong value or shape.
     """
     name = "permute"
-    _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
+    plan = as_plan(name, plan)
     _checks.choice(name, "quantize", quantize, _checks.QUANTIZE_FORMATS)
     spec = _checks.quantization(name, quantize == _checks.UE8M0, scale_layout, amax_min)
-    _checks.rows(name, "x", x, _checks.ROW_DTYPES if quantize is None else _checks.SUM_DTYPES, plan.num_tokens)
+    _checks.rows(name, "x", x, _checks.ROW_DTYPES if quantize is None else _checks.SUM_DTYPES, *tokens_of(plan))
     if quantize is None and scale_layout != "row":
         _checks.bad_value(name, "scale_layout", "'row' without quantize", repr(scale_layout))
     if quantize is not None and scale is not None:
@@ -147,12 +147,10 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
         ValueError: an argument of the wrong shape.
     """
     name = "unpermute"
-    _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
-    _checks.rows(name, "y", y, _checks.SUM_DTYPES, plan.num_rows)
+    plan = as_plan(name, plan)
+    _checks.rows(name, "y", y, _checks.SUM_DTYPES, *rows_of(plan))
     if probs is not None:
-        by_slot = getattr(probs, "ndim", 1) == 2
-        shape = [plan.num_tokens, plan.topk] if by_slot else [plan.num_rows]
-        _checks.tensor(name, "probs", probs, (paddle.float32,), shape)
+        check_weights(name, "probs", probs, plan)
     _checks.same_place(name, y=y, plan=plan.slot_to_row, probs=probs)
     return autograd.unpermute(resolve(name, y), y, probs, plan)
 
@@ -390,7 +388,9 @@ def _check_row_probs(function: str, probs: Any, rows: Tensor, rowmap: Tensor) ->
     if given[0] > num_rows >= 0 and isinstance(rowmap, Tensor) and rowmap.size and int(rowmap.max()) >= num_rows:
         expected = f"of shape [{given[0]}, hidden], one row for each of {argument}"
         _checks.bad_value(function, "hidden_states_unzipped", expected, list(rows.shape))
-    _checks.tensor(function, argument, probs, (paddle.float32,), [num_rows, 1] if len(given) == 2 else [num_rows])
+    shape = [num_rows, 1] if len(given) == 2 else [num_rows]
+    text = f"[{num_rows}] or [{num_rows}, 1], one for each row"
+    _checks.tensor(function, argument, probs, (paddle.float32,), shape, text)
 
 
 def _check_routemap(function: str, value: Any, num_tokens: int) -> None:

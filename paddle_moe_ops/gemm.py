@@ -16,7 +16,7 @@ from paddle import Tensor
 from . import _checks, autograd
 from ._graphs import is_graph_value, public
 from .backends import GemmSpec, resolve
-from .routing import Plan
+from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 from .rowmaps import row_probs
 
 __all__ = ["grouped_gemm"]
@@ -79,7 +79,7 @@ def grouped_gemm(
     _checks.flag(name, "transpose", transpose)
     _checks.flag(name, "permute_x", permute_x)
     if plan is not None:
-        _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan or None")
+        plan = as_plan(name, plan)
         for argument, value in (("m_sizes", m_sizes), ("expert_offsets", expert_offsets)):
             if value is not None:
                 _checks.bad_value(name, argument, "None with plan, which says it", type(value).__name__)
@@ -90,7 +90,7 @@ def grouped_gemm(
         _checks.bad_value(name, "topk_weights", "None with permute_x", type(topk_weights).__name__)
     _checks.tensor(name, "X", X, _checks.SUM_DTYPES, ["M", "K"])
     if plan is not None:
-        _checks.rows(name, "X", X, _checks.SUM_DTYPES, plan.num_tokens if permute_x else plan.num_rows)
+        _checks.rows(name, "X", X, _checks.SUM_DTYPES, *(tokens_of if permute_x else rows_of)(plan))
     # Mixed precision gives both operands one dtype.
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (X.dtype,)
     inner = X.shape[1]
@@ -115,12 +115,11 @@ def _weights_of_rows(function: str, topk_weights: Tensor | None, plan: Plan | No
     """float32 [M], or None."""
     if topk_weights is None:
         return None
-    by_slot = getattr(topk_weights, "ndim", 1) == 2
-    if by_slot and plan is None:
-        _checks.bad_value(function, "topk_weights", "of shape [M] without plan", list(topk_weights.shape))
-    shape = [plan.num_tokens, plan.topk] if plan is not None and by_slot else [X.shape[0]]
-    _checks.tensor(function, "topk_weights", topk_weights, (paddle.float32,), shape)
-    return row_probs(topk_weights, plan) if by_slot else topk_weights
+    if plan is None:
+        text = f"[{X.shape[0]}] without plan"
+        return _checks.tensor(function, "topk_weights", topk_weights, (paddle.float32,), [X.shape[0]], text)
+    check_weights(function, "topk_weights", topk_weights, plan)
+    return row_probs(topk_weights, plan) if topk_weights.ndim == 2 else topk_weights
 
 
 def _row_counts(function: str, argument: str, value: Any, length: int) -> list[int] | Tensor:

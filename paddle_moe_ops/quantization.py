@@ -28,7 +28,7 @@ from paddle import Tensor
 from . import _checks, autograd
 from ._graphs import is_graph_value, public
 from .backends import resolve
-from .routing import Plan
+from .routing import Plan, as_plan, tokens_of
 
 __all__ = ["dequantize_1x128", "quantize_1x128", "quantized_experts"]
 
@@ -150,8 +150,8 @@ def quantized_experts(
     if is_graph_value(x):
         expected = "a tensor of dygraph, or of to_static with full_graph=False"
         _checks.bad_type(name, "x", expected, "a value of a static graph")
-    _checks.instance(name, "plan", plan, Plan, "a paddle_moe_ops.Plan")
-    _checks.rows(name, "x", x, _checks.SUM_DTYPES, plan.num_tokens)
+    plan = as_plan(name, plan)
+    _checks.rows(name, "x", x, _checks.SUM_DTYPES, *tokens_of(plan))
     for argument, function in (("expert_fn", expert_fn), ("expert_vjp", expert_vjp)):
         if not callable(function):
             _checks.bad_type(name, argument, "a function", type(function).__name__)

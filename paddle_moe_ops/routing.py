@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import is_graph_value, public
+from ._graphs import constant, is_graph_value, public
 from .backends import RouteSpec, TopkSpec, Validation, resolve
 from .backends.base import Tensors
 
@@ -75,6 +75,35 @@ class Plan(_PlanFields):
                 "plan.row_probs: this plan was made without probabilities; give them to route: route(ids, probs)"
             )
         return values
+
+
+def as_plan(function: str, value: Any) -> Plan:
+    """Check that an argument ``plan`` is one.
+
+    paddle.jit.to_static with full_graph=False hands a plan that its program made on as a plain tuple of the fields.
+    """
+    if type(value) is tuple and len(value) == len(Plan._fields):
+        return Plan._make(value)
+    _checks.instance(function, "plan", value, Plan, "a paddle_moe_ops.Plan")
+    return value
+
+
+def tokens_of(plan: Plan) -> tuple[int, str]:
+    """How many rows a matrix of the plan's tokens must have, and why, for `_checks.rows`."""
+    return plan.num_tokens, ", the tokens of plan"
+
+
+def rows_of(plan: Plan) -> tuple[int, str]:
+    """How many rows a matrix of the plan's rows must have, and why, for `_checks.rows`."""
+    return plan.num_rows, ", the rows of plan"
+
+
+def check_weights(function: str, argument: str, weights: Any, plan: Plan) -> None:
+    """Check weights by row or by slot of a plan."""
+    by_row, by_slot = [plan.num_rows], [plan.num_tokens, plan.topk]
+    shape = by_slot if getattr(weights, "ndim", 1) == 2 else by_row
+    text = f"{by_row} by row of plan, or {by_slot} by slot"
+    _checks.tensor(function, argument, weights, (paddle.float32,), shape, text)
 
 
 @public("probs")
@@ -165,13 +194,23 @@ def route(
     spec = RouteSpec(
         num_experts, topk if is_mask else -1, padding_alignment, counts, buffer_size, duplicates, validation
     )
-    if capacity is None:
-        maps = autograd.route(resolve(name, routing), routing, probs, counts_tensor, spec)
-    else:
-        maps = _route_up_to(capacity, routing, probs, counts_tensor, spec)
+    try:
+        if capacity is None:
+            maps = autograd.route(resolve(name, routing), routing, probs, counts_tensor, spec)
+        else:
+            maps = _route_up_to(capacity, routing, probs, counts_tensor, spec)
+    except ValueError as error:
+        if not is_mask and columns == num_experts and _holds_zeros_and_ones(routing):
+            raise ValueError(f"{error}; a mask [num_tokens, num_experts] must be of dtype bool") from None
+        raise
     if probs is None:
         maps = (*maps[:5], None, *maps[6:])  # row_probs
     return Plan._make((*maps, num_tokens, topk, num_experts, padding_alignment, maps[2].shape[0]))
+
+
+def _holds_zeros_and_ones(ids: Tensor) -> bool:
+    """Whether ids are rather a mask in integers."""
+    return isinstance(ids, Tensor) and bool(((ids == 0) | (ids == 1)).all())
 
 
 def _route_up_to(
@@ -191,7 +230,7 @@ def _route_up_to(
         buffer_size=max(num_slots, -1) if is_counted else -1,
         validation=min(spec.validation, Validation.DATA),
     )
-    looked_at = None if probs is None or spec.validation == Validation.OFF else probs.detach()
+    looked_at = None if probs is None or spec.validation == Validation.OFF else constant(probs)
     first = autograd.route(backend, routing, looked_at, counts, whole)
     rows, starts, routed = first[0], first[7], first[8]
     experts = paddle.searchsorted(starts, rows, out_int32=True, right=True) - 1  # -1 where there is no row

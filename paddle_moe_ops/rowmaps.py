@@ -13,6 +13,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
+from ._graphs import is_graph_value
 from .backends import RowMaps, RowmapSpec, Validation, resolve
 from .routing import Plan
 
@@ -82,8 +83,24 @@ def read_row_id_map(
         validation: whether bad entries raise.
         check_range: whether rows outside [-1, N) are bad; otherwise they are dropped.
     """
+    if validation > Validation.OFF:
+        _check_last_column(function, row_id_map)
     checks = check_range and validation > Validation.OFF, validation > Validation.OFF
     return _read(function, row_id_map, pad_offsets, num_rows, True, *checks)
+
+
+def _check_last_column(function: str, row_id_map: Tensor) -> None:
+    """Check that a map counts each token's experts last, unlike a row map of `moe_permute` with as many columns."""
+    if is_graph_value(row_id_map):
+        return
+    counts, experts = row_id_map[:, -1], row_id_map.shape[1] // 2
+    is_wrong = (counts < 0) | (counts > experts)
+    if bool(is_wrong.any()):
+        token = int(is_wrong.astype("int32").argmax())
+        expected = (
+            f"a map of make_row_id_map, which counts the experts of each token in its last column, at most {experts}"
+        )
+        _checks.bad_value(function, "row_id_map", expected, f"{int(counts[token])} for token {token}")
 
 
 def num_rows_of(tensor: Tensor) -> int | Tensor:

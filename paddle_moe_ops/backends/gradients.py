@@ -160,9 +160,11 @@ class _Linear(Call):
         value: Tensor,
         there: Callable[[Tensor], Tensor],
         back: Callable[[Tensor], Tensor],
+        read: tuple[Tensor, ...],
     ) -> None:
         super().__init__(backend, value)
-        self.function, self.there, self.back = function, there, back
+        self.function, self.there, self.back, self.read = function, there, back, read
+        self.watch(*read)
         self.value: Tensor | None = value
 
     def run(self) -> Tensors:
@@ -170,7 +172,7 @@ class _Linear(Call):
         return (self.there(value),)
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
-        return (linear(self.function, self.backend, gradients[0], self.back, self.there),)
+        return (linear(self.function, self.backend, gradients[0], self.back, self.there, *self.read),)
 
 
 def linear(
@@ -179,6 +181,7 @@ def linear(
     value: Tensor,
     there: Callable[[Any], Tensor],
     back: Callable[[Any], Tensor],
+    *read: Tensor,
 ) -> Tensor:
     """``there(value)`` of a linear map, with gradients of every order.
 
@@ -188,10 +191,11 @@ def linear(
         value: what to map.
         there: the map.
         back: the transposed map.
+        read: the tensors that the two read. Once one was changed in place, the backward pass refuses to run.
     """
     if not paddle.is_grad_enabled() or value.stop_gradient:
         return there(value)
-    return connect(_Linear(function, backend, value, there, back), value)[0]
+    return connect(_Linear(function, backend, value, there, back, read), value)[0]
 
 
 class _FirstOrderOnly(Call):

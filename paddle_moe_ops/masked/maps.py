@@ -202,8 +202,8 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     _checks.tensor(name, "fwd_output_grad", fwd_output_grad, (fwd_input.dtype,), shape)
     _check_probs(name, "merging_probs", merging_probs, row_id_map)
     maps = _maps_of_rows(name, row_id_map, fwd_input, pad_offsets, validation)
-    d_out, rows, weights = (tensor.detach() for tensor in (fwd_output_grad, fwd_input, float32(merging_probs)))
-    d_rows, d_probs = resolve("unpermute", rows).unpermute_backward(d_out, rows, weights, maps, (True, True))
+    backend, weights = resolve("unpermute", fwd_input), float32(merging_probs)
+    d_rows, d_probs = backend.unpermute_backward(fwd_output_grad, fwd_input, weights, maps, (True, True))
     return d_rows, to_dtype(d_probs, merging_probs.dtype)
 
 

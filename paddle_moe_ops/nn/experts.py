@@ -16,7 +16,7 @@ from paddle.jit import not_to_static
 from .. import _checks
 from .._graphs import is_graph_value, is_on_gpu, public, ready_for_matmul
 from ..gemm import grouped_gemm
-from ..routing import Plan
+from ..routing import Plan, as_plan
 from ._common import check_rows, in_float32, of_shape, sizes, weight
 
 
@@ -171,8 +171,7 @@ def _by_plan(
     gate_up, down = _of_shapes(gate_up, down, *sizes_of)
     name, num_experts = "SwiGLUExperts", gate_up.shape[0]
     check_rows(name, "x", x, gate_up, ["T", gate_up.shape[1]])
-    _checks.instance(name, "plan", plan, tuple, "a paddle_moe_ops.Plan")
-    plan = Plan._make(plan)  # traced by bytecode, it arrives as a plain tuple
+    plan = as_plan(name, plan)
     if plan.num_experts != num_experts:
         _checks.bad_value(name, "plan", f"one of {num_experts} experts", f"one of {plan.num_experts}")
     with _checks.renaming("grouped_gemm", name, X="x", topk_weights="probs"):

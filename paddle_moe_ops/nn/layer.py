@@ -147,7 +147,7 @@ class MoELayer(nn.Layer):
         ids, probs, scores, logits = self.router(tokens)
         plan, is_product = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
         rows = self.experts(tokens, plan=plan, probs=probs if is_product else None)
-        out = _sums(rows, plan, None if is_product else probs)
+        out = unpermute(rows, plan, None if is_product else probs)
         if self.shared is not None:
             out = add(out, self.shared(tokens))
         load, dropped = plan.routed_per_expert, plan.overflow
@@ -212,9 +212,3 @@ def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float 
     capacity = capacity_of(count, topk, num_experts, capacity_factor)
     plan = route(ids, num_experts=num_experts, buffer_size=buffer_size, capacity=capacity)
     return plan, resolve("grouped_gemm", tokens).name == "triton"
-
-
-@public("rows", "probs")
-def _sums(rows: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
-    """The sum of each token's rows, weighted if probabilities are given."""
-    return unpermute(rows, Plan._make(plan), probs)  # traced by bytecode, a plan arrives as a plain tuple

@@ -141,6 +141,11 @@ def route(
     rows = starts[experts] + rank_in_expert
 
     num_rows = buffer_size if buffer_size >= 0 else int(starts[-1])
+    if num_rows >= 2**31:
+        raise ValueError(
+            f"{function}: padding_alignment must give a buffer of fewer than 2^31 rows, "
+            f"but {padding_alignment} gives {num_rows}"
+        )
     fits = rows < num_rows
     overflow = np.count_nonzero(~fits)
     if validate and overflow:

@@ -335,7 +335,7 @@ BAD = {
         "expert_offsets[2] must be at most 6, the rows of X, but got 7",
     ),
     "plan and sizes": ({"plan": PLAN}, ValueError, "m_sizes must be None with plan, which says it, but got list"),
-    "no plan": ({"plan": (6, 2)}, TypeError, "plan must be a paddle_moe_ops.Plan or None, but got tuple"),
+    "no plan": ({"plan": (6, 2)}, TypeError, "plan must be a paddle_moe_ops.Plan, but got tuple"),
     "no sizes": (
         {"m_sizes": None},
         TypeError,
@@ -349,7 +349,7 @@ BAD = {
     "rows of plan": (
         {"plan": PLAN, "m_sizes": None},
         ValueError,
-        "X must be of shape [4, hidden], but got [6, 3]",
+        "X must be of shape [4, hidden], the rows of plan, but got [6, 3]",
     ),
     "permute without plan": (
         {"permute_x": True},
@@ -364,12 +364,12 @@ BAD = {
     "weights": (
         {"topk_weights": paddle.ones([5])},
         ValueError,
-        "topk_weights must be of shape [6], but got [5]",
+        "topk_weights must be of shape [6] without plan, but got [5]",
     ),
     "weights by slot": (
         {"topk_weights": paddle.ones([3, 2])},
         ValueError,
-        "topk_weights must be of shape [M] without plan, but got [3, 2]",
+        "topk_weights must be of shape [6] without plan, but got [3, 2]",
     ),
     "overlap": (
         {"expert_offsets": [0, 1, 6]},

@@ -386,6 +386,11 @@ def test_bad_maps_never_lead_out_of_bounds(rng, place, backend):
     assert_bits_equal(permuted, expected)
     out = masked.unpermute_with_mask_map(tensor(y, place), tensor(bad, place), validate=False)
     assert_bits_equal(out, reference.sum_rows(y, maps.token_rows))
+    with pytest.raises(
+        ValueError, match=r"^unpermute_with_mask_map: row_id_map must be a map of make_row_id_map, which"
+    ):
+        masked.unpermute_with_mask_map(tensor(y, place), tensor(bad, place), validate=True)
+    bad[:, -1] = np.clip(bad[:, -1], 0, E)
     with pytest.raises(ValueError, match=r"^unpermute_with_mask_map: row_id_map must hold rows in \[-1, 40\), but"):
         masked.unpermute_with_mask_map(tensor(y, place), tensor(bad, place), validate=True)
     with pytest.raises(ValueError, match=r"^permute_with_mask_map: row_id_map must name a row at most once, but row"):

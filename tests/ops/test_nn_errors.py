@@ -221,12 +221,12 @@ BAD_CALLS = {
     "experts by a plan tokens": (
         lambda: experts()(paddle.zeros([2, H]), plan=plan_of([[0, 1]])),
         ValueError,
-        "SwiGLUExperts: x must be of shape [1, hidden], but got [2, 12]",
+        "SwiGLUExperts: x must be of shape [1, hidden], the tokens of plan, but got [2, 12]",
     ),
     "experts by a plan probs": (
         lambda: experts()(paddle.zeros([1, H]), plan=plan_of([[0, 1]]), probs=paddle.zeros([1, 3])),
         ValueError,
-        "SwiGLUExperts: probs must be of shape [1, 2], but got [1, 3]",
+        "SwiGLUExperts: probs must be of shape [2] by row of plan, or [1, 2] by slot, but got [1, 3]",
     ),
     "experts of another plan": (
         lambda: SwiGLUExperts(3, H, 6).weighted_rows(paddle.zeros([1, H]), plan_of([[0, 1]]), paddle.zeros([1, 2])),

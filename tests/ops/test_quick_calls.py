@@ -121,14 +121,15 @@ def test_a_gradient_a_backend_and_the_environment_are_left_to_python(problem, an
 
 def test_calls_with_anything_out_of_the_ordinary_are_not_even_tried(problem, answers, place):
     x, plan = problem
-    permute(x, plan, tensor(np.ones((x.shape[0], 1), np.float32), place))
+    rows, _ = permute(x, plan, tensor(np.ones((x.shape[0], 1), np.float32), place))
     permute(x, plan, fill_padding="none")
     permute(x, plan, quantize="fp8_1x128")
     for bad in ({"scale_layout": "col"}, {"amax_min": 0.0}, {"fill_padding": "some"}, {"quantize": "fp8"}):
         with pytest.raises(ValueError, match="permute: "):
             permute(x, plan, **bad)
+    assert_bits_equal(permute(x, tuple(plan))[0], rows)
     with pytest.raises(TypeError, match=r"permute: plan must be a paddle_moe_ops\.Plan, but got tuple"):
-        permute(x, tuple(plan))
+        permute(x, tuple(plan)[1:])
     assert answers == []
 
 

@@ -204,7 +204,7 @@ OPERATIONS = (
         "grouped_gemm_by_slot",
         lambda i: (grouped_gemm(i["rows"], i["weights"], plan=i["plan"], topk_weights=i["probs"]),),
         ("rows", "weights", "probs"),
-        ("row_to_slot",),
+        ("slot_to_row", "row_to_slot"),
     ),
     Operation("calculate_topk", lambda i: calculate_topk(i["x"], K, False, True)[:1], ("x",)),
 )

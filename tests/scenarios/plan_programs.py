@@ -166,7 +166,7 @@ CAPACITY = 4
 
 
 def plan_with_capacity(h, probs, ids, experts, **_):
-    capacity = with_graph(paddle.to_tensor(CAPACITY), h)
+    capacity = with_graph(paddle.to_tensor(CAPACITY, dtype="int32"), h)
     plan = route(ids, probs, num_experts=E, capacity=capacity)
     rows, _ = permute(h, plan)
     return unpermute(expert_rows(rows, experts, plan.row_to_expert), plan, plan.row_probs)

@@ -13,11 +13,13 @@ import pytest
 
 from paddle_moe_ops import (
     dequantize_1x128,
+    dispatch,
     masked,
     moe_permute,
     moe_unpermute,
     permute,
     quantize_1x128,
+    quantized_experts,
     route,
     sort_chunks,
     unpermute,
@@ -112,11 +114,11 @@ MISTAKES = {
     ),
     "a batch too large for the plan": (
         lambda g: permute(g.x, g.other_plan),
-        "permute: x must be of shape [4, hidden], but got [6, 4]",
+        "permute: x must be of shape [4, hidden], the tokens of plan, but got [6, 4]",
     ),
     "tokens where rows are due": (
         lambda g: unpermute(g.x, g.plan),
-        "unpermute: y must be of shape [12, hidden], but got [6, 4]",
+        "unpermute: y must be of shape [12, hidden], the rows of plan, but got [6, 4]",
     ),
     "a batch of sequences": (
         lambda g: permuted(g, x=g.x.unsqueeze(0)),
@@ -132,7 +134,7 @@ MISTAKES = {
     ),
     "probabilities by expert": (
         lambda g: unpermute(g.rows, g.plan, paddle.ones([T, E])),
-        "unpermute: probs must be of shape [6, 2], but got [6, 5]",
+        "unpermute: probs must be of shape [12] by row of plan, or [6, 2] by slot, but got [6, 5]",
     ),
     "probabilities of rows that the plan does not have": (
         lambda g: g.plan_without_probs.row_probs,
@@ -166,6 +168,46 @@ MISTAKES = {
         lambda g: grouped_gemm(g.rows, g.weights, [3, 4, 3, 1, 9]),
         "grouped_gemm: m_sizes must be sizes of 12 rows at most, those of X, but got [3, 4, 3, 1, 9]",
     ),
+    "a column of probabilities": (
+        lambda g: unpermute(g.rows, g.plan, g.plan.row_probs.unsqueeze(-1)),
+        "unpermute: probs must be of shape [12] by row of plan, or [6, 2] by slot, but got [12, 1]",
+    ),
+    "a column of weights for products": (
+        lambda g: grouped_gemm(g.rows, g.weights, plan=g.plan, topk_weights=g.plan.row_probs.unsqueeze(-1)),
+        "grouped_gemm: topk_weights must be of shape [12] by row of plan, or [6, 2] by slot, but got [12, 1]",
+    ),
+    "probabilities by slot where those by row are due": (
+        lambda g: unpermuted(g, row_probs=g.probs),
+        "moe_unpermute: token_prob_unzipped must be of shape [12] or [12, 1], one for each row, but got [6, 2]",
+    ),
+    "tokens of another batch for float8 experts": (
+        lambda g: quantized_experts(g.x, g.other_plan, dequantize_1x128, dequantize_1x128),
+        "quantized_experts: x must be of shape [4, hidden], the tokens of plan, but got [6, 4]",
+    ),
+    "a mask in integers": (
+        lambda g: route(paddle.ones([T, E], "int32"), num_experts=E),
+        "route: routing must name an expert at most once per token, but token 0 names expert 1 in slots 0 and 1; "
+        "a mask [num_tokens, num_experts] must be of dtype bool",
+    ),
+    "ids of as many slots as experts that are no mask": (
+        lambda g: route(paddle.full([T, E], 2, "int32"), num_experts=E),
+        "route: routing must name an expert at most once per token, but token 0 names expert 2 in slots 0 and 1",
+    ),
+    "no state of an exchange": (
+        lambda g: dispatch.local_unpermute_before_a2a(g.x, {"sizes": 1}),
+        "local_unpermute_before_a2a: state must be the dictionary that local_permute_after_a2a returned, "
+        "but got ['sizes']",
+    ),
+    "another state of an exchange": (
+        lambda g: dispatch.local_unpermute_before_a2a(g.x, g.ids),
+        "local_unpermute_before_a2a: state must be the dictionary that local_permute_after_a2a returned, "
+        "but got Tensor",
+    ),
+    "a row map of moe_permute for that of a mask": (
+        lambda g: masked.permute_with_mask_map(g.x, g.rowmap, N),
+        "permute_with_mask_map: row_id_map must be a map of make_row_id_map, which counts the experts of each token "
+        "in its last column, at most 2, but got -1 for token 0",
+    ),
     "weights by slot where those by expert are due": (
         lambda g: masked.moe_unpermute(g.rows, g.row_id_map, g.probs),
         "moe_unpermute: merging_probs must be of shape [6, 5], but got [6, 2]",
@@ -195,8 +237,7 @@ def test_the_message_says_what_is_wrong(mistake, given, backend):
 
 
 @pytest.mark.parametrize("mistake", GIANT_BUFFERS)
-@pytest.mark.compiled_only
-def test_a_buffer_of_2_to_the_31_rows_is_blamed_on_the_alignment(mistake, given):
+def test_a_buffer_of_2_to_the_31_rows_is_blamed_on_the_alignment(mistake, given, backend):
     call, message = GIANT_BUFFERS[mistake]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         call(given)
