@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,7 @@ LEFT_BEHIND = (
     "*.o",
 )
 LIMIT_FACTOR, LIMIT_SECONDS = 4, 60
+LIMIT_BYTES = 8 << 30  # a wrong size may ask for any amount
 
 
 class Mutant(NamedTuple):
@@ -160,6 +162,7 @@ class Copy:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES)),
         )
         try:
             output, _ = process.communicate(timeout=seconds)

@@ -1,0 +1,157 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every argument of every public function is checked and named: its kind, its dtype, its sizes and its device."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import _checks, use_backend
+from tests.ops.every_call import CALLS, Call
+from tests.ops.problems import tensor
+from tests.ops.test_detached_arguments import FAMILIES
+
+# Not looked at, whatever they are: they are there for the signature. Or only compared: K of ids.
+IGNORED = {"name", "max_token_num", "restore_shape"}
+COMPARED = {("routing.route", "topk")}
+# Arguments of the caller's own, and those whose kind only the functions inside tell.
+OTHER_KINDS = {"plan", "expert_fn", "expert_vjp", "*tensors", "state"}
+# Whose sizes follow no other argument's, so that data say what is wrong with them.
+ANY_RANK = {("indexed.permute", "X"), ("indexed.unpermute", "X")}
+# Where host and device may both hold it, since only the host reads it.
+ON_ANY_DEVICE = {"m_sizes", "expert_offsets", "shard_id", "all_shards_tokens_per_expert"}
+
+
+def each(kinds):
+    found = [
+        pytest.param(call, name, id=f"{call}-{name}")
+        for call in CALLS
+        for name, value in call.arguments.items()
+        if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in np.atleast_1d(kinds))
+        if name not in IGNORED | OTHER_KINDS and (call.name, name) not in COMPARED
+    ]
+    return pytest.mark.parametrize(("call", "argument"), found)
+
+
+def raises(error, call: Call, argument: str):
+    return pytest.raises(error, match=f"^{re.escape(call.function)}: {re.escape(argument)} must be ")
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_the_calls_are_good_and_give_every_argument(call, place):
+    assert call.run(place) is not None
+    family, _, name = call.name.rpartition(".")
+    signature = inspect.signature(getattr(importlib.import_module(f"paddle_moe_ops.{family}"), name))
+    given = {name.lstrip("*") for name in call.arguments}
+    # The old name of another one, and what takes the place of others.
+    assert set(signature.parameters) - given <= {"probs", "plan"}
+
+
+def test_no_public_function_is_left_out():
+    functions = set()
+    for family in FAMILIES:
+        module = importlib.import_module(f"paddle_moe_ops.{family}")
+        own = (name for name in module.__all__ if inspect.isfunction(getattr(module, name)))
+        functions |= {f"{family}.{name}" for name in own}
+    assert functions - {str(call) for call in CALLS} == {"indexed.calculate_topk", "indexed.torch_grouped_gemm"}
+
+
+@each(np.ndarray)
+def test_what_is_no_tensor_is_refused(call, argument, place):
+    with raises(TypeError, call, argument):
+        call.run(place, **{argument: "x"})
+
+
+@each(np.ndarray)
+def test_another_dtype_is_refused(call, argument, place):
+    value = call.arguments[argument]
+    with raises(TypeError, call, argument):
+        call.run(place, **{argument: tensor(value.astype(np.float64), place).astype("complex64")})
+
+
+@each(np.ndarray)
+def test_other_dimensions_are_refused(call, argument, place):
+    value = call.arguments[argument]
+    if (call.name, argument) in ANY_RANK:
+        with raises(ValueError, call, argument):
+            call.run(place, **{argument: value[0]})
+        return
+    with raises(ValueError, call, argument):
+        call.run(place, **{argument: value[None, None]})
+
+
+@each(np.ndarray)
+def test_sizes_that_contradict_the_other_arguments_are_refused(call, argument, place):
+    value = call.arguments[argument]
+    for axis in range(value.ndim):
+        larger = np.concatenate([value, value.take([0], axis)], axis)
+        if (argument, axis) in call.free:
+            call.run(place, **{argument: larger})
+        else:
+            with pytest.raises(ValueError, match=f"^{call.function}: "):
+                call.run(place, **{argument: larger})
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_every_tensor_is_compared_with_the_device_of_the_others(call, place, monkeypatch):
+    """By the tensor, not by the name: functions inside have names of their own."""
+    seen, same_place = [], _checks.same_place
+
+    def record(function, **tensors):
+        seen.extend(each.data_ptr() for each in tensors.values() if isinstance(each, paddle.Tensor))
+        return same_place(function, **tensors)
+
+    monkeypatch.setattr(_checks, "same_place", record)
+    given = {name: tensor(call.arguments[name], place) for name in call.tensors}
+    with use_backend("compiled"):  # without, quick calls look first, in C++
+        call.run(place, **given)
+    compared = {name for name, value in given.items() if value.data_ptr() in seen}
+    alone = len(call.tensors) == 1 and "plan" not in call.arguments
+    assert compared == (set() if alone and not compared else set(given) - (set(given) & ON_ANY_DEVICE))
+
+
+@each(bool)
+def test_what_is_no_bool_is_refused(call, argument, place):
+    with raises(TypeError, call, argument):
+        call.run(place, **{argument: 1})
+
+
+@each(int)
+def test_what_is_no_integer_is_refused(call, argument, place):
+    for wrong in ("x", 2.0, True):
+        with raises(TypeError, call, argument):
+            call.run(place, **{argument: wrong})
+    with raises(ValueError, call, argument):
+        call.run(place, **{argument: -2})
+    with raises(ValueError, call, argument):
+        call.run(place, **{argument: 2**31})
+
+
+@each(float)
+def test_what_is_no_number_is_refused(call, argument, place):
+    for wrong in ("x", True, None):
+        with raises(TypeError, call, argument):
+            call.run(place, **{argument: wrong})
+    with raises(ValueError, call, argument):
+        call.run(place, **{argument: float("nan")})
+
+
+@each(str)
+def test_another_choice_is_refused(call, argument, place):
+    with pytest.raises((TypeError, ValueError), match=f"^{call.function}: {argument} must be one of "):
+        call.run(place, **{argument: "another"})
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if "validate" in call.arguments], ids=str)
+def test_validate_is_true_false_or_none(call, place):
+    text = f"^{call.function}: validate must be True, False or None, but got 1 of type int$"
+    with pytest.raises(TypeError, match=text):
+        call.run(place, validate=1)
+    for level in (True, False):
+        assert call.run(place, validate=level) is not None
