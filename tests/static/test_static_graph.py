@@ -127,6 +127,18 @@ def test_maps_counts_and_scales_have_no_gradient(place):
         assert permute(x.astype("float8_e4m3fn"), plan)[0].stop_gradient
 
 
+def test_float8_rows_of_trained_tokens_leave_the_gradient_to_the_probabilities(rng, place):
+    def program(x, ids, probs):
+        rows, _, row_probs, _ = moe_permute(x.astype("float8_e4m3fn"), None, ids, probs, E, None, A)
+        return rows.astype("float32") * row_probs.unsqueeze(-1), 2 * x
+
+    case = CASE["moe_permute-float32"]._replace(function=program, inputs=token_inputs(), leaves=("x", "probs"))
+    inputs = case.inputs(rng, 29)
+    d_outputs = random_d_outputs(case, inputs, rng)
+    expected = run_dygraph(program, inputs, case.leaves, d_outputs)
+    assert_same_run(StaticGraph(case, d_outputs).run(inputs, d_outputs), expected)
+
+
 def test_shapes_that_cannot_fit_raise_when_the_program_is_built(place):
     with static_mode(), paddle.static.program_guard(paddle.static.Program()):
         x = paddle.static.data("x", [7, H], "float32")
