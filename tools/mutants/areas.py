@@ -7,9 +7,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_OPERATORS = ("tests/ops/test_*.py", "tests/static/test_*.py")
-# They are about C++, and take long.
+_OPERATORS = ("tests/ops/test_*.py", "tests/static/test_*.py", "tests/scenarios/test_*.py")
+# They are about C++ or about other processes, and take long.
 LEFT_OUT = {f"tests/ops/test_{name}.py" for name in ("determinism", "huge_pages", "threads", "two_gpus")}
+LEFT_OUT |= {f"tests/scenarios/test_{name}.py" for name in ("devices", "processes")}
 _KERNELS = (
     *("grouped_gemm", "grouped_gemm_kernels", "handles", "launching", "permute", "quantize", "route", "route_kernels"),
     *("rowmap", "sort_chunks", "sums", "topk", "unpermute", "unpermute_backward"),
@@ -33,7 +34,7 @@ AREAS = {
         ),
         _OPERATORS,
     ),
-    "nn": Area(("paddle_moe_ops/nn.py",), _OPERATORS),
+    "nn": Area(("paddle_moe_ops/nn/*.py",), _OPERATORS),
     "patch": Area(
         ("paddle_moe_ops/compat/*.py",),
         ("tests/ops/test_patch_paddle.py", "tests/ops/test_transformer_engine.py", "tests/packaging/test_migrating.py"),
