@@ -85,9 +85,7 @@ class TritonBackend:
         return _runtime.unavailable()
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
-        if _runtime.is_nvidia_gpu(tensor):
-            return None
-        return f"Triton kernels need tensors on an NVIDIA GPU, but these are on {tensor.place}"
+        return _runtime.cannot_run_on(tensor)
 
     def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
         from ..triton.topk import topk

@@ -26,7 +26,7 @@ from paddle import Tensor
 
 from .handles import Handles
 
-__all__ = ["PaddleDevice", "device_of", "is_nvidia_gpu", "unavailable"]
+__all__ = ["PaddleDevice", "cannot_run_on", "device_of", "unavailable"]
 
 _OLDEST_TRITON = (3, 2)
 _OLDEST_CAPABILITY = (8, 0)
@@ -36,7 +36,7 @@ _CAPABILITY_ATTRIBUTES = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR 
 _lock = threading.RLock()
 
 
-def is_nvidia_gpu(tensor: Tensor) -> bool:
+def _is_nvidia_gpu(tensor: Tensor) -> bool:
     """Whether a tensor lies where these kernels can run."""
     place = tensor.place
     return place.is_gpu_place() or (place.is_custom_place() and place.custom_device_type() == RIG)
@@ -44,7 +44,14 @@ def is_nvidia_gpu(tensor: Tensor) -> bool:
 
 def unavailable() -> str | None:
     """Why no Triton kernel can run in this process, or None."""
-    return _no_gpu() or _no_triton() or _unfit_gpu()
+    return _no_gpu() or _no_triton() or _no_fit_gpu()
+
+
+def cannot_run_on(tensor: Tensor) -> str | None:
+    """Why no kernel can run on a tensor, where kernels can run in this process, or None."""
+    if _is_nvidia_gpu(tensor):
+        return _unfit_gpu(_index_of(tensor.place))
+    return f"Triton kernels need tensors on an NVIDIA GPU, but these are on {tensor.place}"
 
 
 def _no_gpu() -> str | None:
@@ -69,11 +76,17 @@ def _no_triton() -> str | None:
     return "TRITON_INTERPRET is set, which takes kernels off the GPU" if knobs.runtime.interpret else None
 
 
-def _unfit_gpu() -> str | None:
+def _no_fit_gpu() -> str | None:
     try:
-        capability = _Cuda.get().capability(0)
+        reasons = [_unfit_gpu(index) for index in range(_Cuda.get().device_count)]
     except (OSError, RuntimeError) as error:
         return f"the NVIDIA driver cannot be asked for the GPU: {error}"
+    return None if None in reasons else reasons[0]
+
+
+@functools.cache
+def _unfit_gpu(index: int) -> str | None:
+    capability = _Cuda.get().capability(index)
     if capability >= _OLDEST_CAPABILITY:
         return None
     return f"the GPU must have compute capability 8.0 or newer, but has {capability[0]}.{capability[1]}"
@@ -251,11 +264,14 @@ def _names() -> dict[Any, str]:
 _devices: dict[tuple[bool, int], PaddleDevice] = {}
 
 
+def _index_of(place: Any) -> int:
+    return place.gpu_device_id() if place.is_gpu_place() else place.custom_device_id()
+
+
 def device_of(tensor: Tensor) -> PaddleDevice:
-    """The device that a tensor lies on; `is_nvidia_gpu` must hold for it."""
+    """The device that a tensor lies on; `cannot_run_on` must give None for it."""
     place = tensor.place
-    is_gpu = place.is_gpu_place()
-    index = place.gpu_device_id() if is_gpu else place.custom_device_id()
+    is_gpu, index = place.is_gpu_place(), _index_of(place)
     device = _devices.get((is_gpu, index))
     if device is None:
         core = paddle.base.core

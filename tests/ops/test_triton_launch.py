@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ class Library:
 
     def __init__(self) -> None:
         self.context, self.retained, self.sets = 0, [], []
+        self.capabilities = ((7, 5), (9, 0))
 
     def cuCtxGetCurrent(self, out):  # noqa: N802
         out._obj.value = self.context or None
@@ -28,6 +30,10 @@ class Library:
     def cuDevicePrimaryCtxRetain(self, out, device):  # noqa: N802
         self.retained.append(device)
         out._obj.value = 100 + device
+        return 0
+
+    def cuDeviceGetAttribute(self, out, attribute, device):  # noqa: N802
+        out._obj.value = self.capabilities[device][attribute - 75]
         return 0
 
     def cuCtxSetCurrent(self, context):  # noqa: N802
@@ -125,3 +131,31 @@ def test_a_driver_that_cannot_be_loaded_is_a_reason_to_run_elsewhere(monkeypatch
     assert _runtime.unavailable() == (
         "the NVIDIA driver cannot be asked for the GPU: libcuda.so.1: cannot open shared object file"
     )
+
+
+@pytest.fixture
+def with_triton(library, monkeypatch):
+    for name in ("_no_gpu", "_no_triton"):
+        monkeypatch.setattr(_runtime, name, lambda: None)
+    _runtime._unfit_gpu.cache_clear()
+    yield library
+    _runtime._unfit_gpu.cache_clear()
+
+
+def tensor_on(index):
+    place = SimpleNamespace(is_gpu_place=lambda: True, gpu_device_id=lambda: index)
+    return SimpleNamespace(place=place)
+
+
+TOO_OLD = "the GPU must have compute capability 8.0 or newer, but has 7.5"
+
+
+def test_the_gpu_of_the_tensor_decides_whether_it_is_new_enough(with_triton):
+    assert _runtime.unavailable() is None
+    assert _runtime.cannot_run_on(tensor_on(0)) == TOO_OLD
+    assert _runtime.cannot_run_on(tensor_on(1)) is None
+
+
+def test_without_a_gpu_that_is_new_enough_triton_is_not_there(with_triton):
+    with_triton.capabilities = ((7, 5), (7, 5))
+    assert _runtime.unavailable() == TOO_OLD

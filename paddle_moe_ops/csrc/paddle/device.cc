@@ -86,19 +86,25 @@ void check_cuda(cudaError_t error, const char* function) {
   if (error != cudaSuccess) fail_internally(std::string(function) + ": CUDA: " + cudaGetErrorString(error));
 }
 
-// Makes a GPU the current one of this thread, and returns which one was before, or -1 if it is the same.
-int exchange_device(int device, const char* function) {
-  int before = -1;
-  check_cuda(cudaGetDevice(&before), function);
-  if (before == device) return -1;
-  check_cuda(cudaSetDevice(device), function);
-  return before;
-}
-#else
-int exchange_device(int, const char*) { return -1; }
 #endif
 
 }  // namespace
+
+CurrentDevice::~CurrentDevice() {
+#ifdef PMO_WITH_CUDA
+  if (before_ >= 0) cudaSetDevice(before_);
+#endif
+}
+
+void CurrentDevice::set([[maybe_unused]] int device, [[maybe_unused]] const char* function) {
+#ifdef PMO_WITH_CUDA
+  int current = -1;
+  check_cuda(cudaGetDevice(&current), function);
+  if (current == device) return;
+  check_cuda(cudaSetDevice(device), function);
+  before_ = current;
+#endif
+}
 
 Target::Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
                std::initializer_list<const paddle::Tensor*> optional)
@@ -121,14 +127,8 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
   is_gpu_ = is_nvidia_gpu(*first);
   if (!is_gpu_ && !first->is_cpu()) fail(std::string(function) + ": every tensor must be " + kDevices);
   if (!is_gpu_) return;
-  stream_ = stream_of(*first);
-  device_before_ = exchange_device(place_.GetDeviceId(), function);
-}
-
-Target::~Target() {
-#ifdef PMO_WITH_CUDA
-  if (device_before_ >= 0) cudaSetDevice(device_before_);
-#endif
+  current_device_.set(place_.GetDeviceId(), function);
+  stream_ = stream_of(*first);  // GPUPlace: that of the current device
 }
 
 paddle::Tensor Target::zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const {

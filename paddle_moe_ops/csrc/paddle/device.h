@@ -15,6 +15,21 @@
 namespace pmo {
 namespace binding {
 
+// Which GPU is the thread's current one.
+class CurrentDevice {
+ public:
+  CurrentDevice() = default;
+  // Goes back to the one before.
+  ~CurrentDevice();
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+  void set(int device, const char* function);
+
+ private:
+  int before_ = -1;  // if it was another
+};
+
 class Target {
  public:
   // The device that all tensors are on; a GPU is the thread's current one until the end of this object, for kernels go to the current one
@@ -22,9 +37,6 @@ class Target {
   // null or undefined.
   Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
          std::initializer_list<const paddle::Tensor*> optional = {});
-  ~Target();
-  Target(const Target&) = delete;
-  Target& operator=(const Target&) = delete;
 
   bool is_gpu() const { return is_gpu_; }
   void* stream() const { return stream_; }
@@ -45,7 +57,7 @@ class Target {
   paddle::Place place_ = paddle::CPUPlace();
   bool is_gpu_ = false;
   void* stream_ = nullptr;
-  int device_before_ = -1;  // the current GPU to go back to, if it was another
+  CurrentDevice current_device_;
 };
 
 }  // namespace binding
