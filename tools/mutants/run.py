@@ -41,7 +41,9 @@ LEFT_BEHIND = (
     "*.o",
 )
 LIMIT_FACTOR, LIMIT_SECONDS = 4, 60
-LIMIT_BYTES = 8 << 30  # a wrong size may ask for any amount
+LIMIT_BYTES = (
+    16 << 30
+)  # a wrong size may ask for any amount; a thousand threads of Paddle's executors reserve 8 GiB of stacks
 
 
 class Mutant(NamedTuple):
