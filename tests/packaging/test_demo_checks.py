@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
 import numpy as np
 import paddle
@@ -264,10 +265,16 @@ def demo(monkeypatch, tmp_path):
     Gives what the checks and the picture were given, and the exit status.
     """
 
-    def go(before=5.5, after=5.0, dense=True, speed=True):
-        held_out = iter([training.HeldOut(before, np.ones((1, 4))), training.HeldOut(after, np.ones((1, 4)))])
+    def go(before=5.5, after=5.0, dense=True, speed=True, steps=1, **constants):
+        for name, value in constants.items():
+            monkeypatch.setattr(run, name, value)
+        held_out = (
+            training.HeldOut(loss, np.ones((1, 4))) for loss in itertools.chain([before], itertools.repeat(after))
+        )
         monkeypatch.setattr(training, "evaluate", lambda model, data: next(held_out))
-        monkeypatch.setattr(training, "train", lambda *_: iter([training.Progress(1, 5.2, 1.0)]))
+        monkeypatch.setattr(
+            training, "train", lambda *_: iter([training.Progress(step + 1, 5.2, 1.0) for step in range(steps)])
+        )
         monkeypatch.setattr(run, "SAMPLE_BYTES", 1)
         monkeypatch.setattr(run, "load_standard_library", lambda: data.StandardLibrary(TEXT, TEXT, 9, 1))
         monkeypatch.setattr(plot, "draw", lambda path, *drawn: given.update(path=path, drawn=drawn))
@@ -275,7 +282,9 @@ def demo(monkeypatch, tmp_path):
         timed = checks.Speed((2.0, 3.0), (4.0, 10.0), 1e-6, speed)
         monkeypatch.setattr(checks, "dense_check", lambda model, tokens: given.update(tokens=tokens) or found)
         monkeypatch.setattr(checks, "layer_speed", lambda layer: given.update(layer=layer) or timed)
-        return given, run.run(argparse.Namespace(steps=1, experts=4, topk=2, hidden=64, layers=2, out=tmp_path, seed=0))
+        return given, run.run(
+            argparse.Namespace(steps=steps, experts=4, topk=2, hidden=64, layers=2, out=tmp_path, seed=0)
+        )
 
     given = {}
     return go
@@ -303,6 +312,12 @@ def test_a_run_whose_checks_pass_ends_with_status_zero_and_says_what_they_found(
         "outputs differ by at most 1.0e-06, tolerance 1e-05: PASSED",
     ):
         assert part in text
+
+
+def test_the_last_step_is_measured_whatever_their_number(demo):
+    given, _ = demo(steps=5, HELD_OUT_MARKS=3)
+    _, marks, *_ = given["drawn"]
+    assert [step for step, _ in marks] == [0, 2, 4, 5]
 
 
 @pytest.mark.parametrize(
