@@ -15,6 +15,7 @@
 #include "paddle/phi/kernels/arange_kernel.h"
 #include "paddle/phi/kernels/argsort_grad_kernel.h"
 #include "paddle/phi/kernels/argsort_kernel.h"
+#include "paddle/phi/kernels/bitwise_kernel.h"
 #include "paddle/phi/kernels/cast_kernel.h"
 #include "paddle/phi/kernels/clip_grad_kernel.h"
 #include "paddle/phi/kernels/clip_kernel.h"
@@ -25,6 +26,8 @@
 #include "paddle/phi/kernels/cum_grad_kernel.h"
 #include "paddle/phi/kernels/cum_kernel.h"
 #include "paddle/phi/kernels/cum_maxmin_kernel.h"
+#include "paddle/phi/kernels/einsum_grad_kernel.h"
+#include "paddle/phi/kernels/einsum_kernel.h"
 #include "paddle/phi/kernels/elementwise_add_grad_kernel.h"
 #include "paddle/phi/kernels/elementwise_add_kernel.h"
 #include "paddle/phi/kernels/elementwise_divide_grad_kernel.h"
@@ -35,21 +38,28 @@
 #include "paddle/phi/kernels/elementwise_multiply_kernel.h"
 #include "paddle/phi/kernels/elementwise_subtract_grad_kernel.h"
 #include "paddle/phi/kernels/elementwise_subtract_kernel.h"
+#include "paddle/phi/kernels/embedding_grad_kernel.h"
+#include "paddle/phi/kernels/embedding_kernel.h"
 #include "paddle/phi/kernels/empty_kernel.h"
 #include "paddle/phi/kernels/expand_grad_kernel.h"
 #include "paddle/phi/kernels/expand_kernel.h"
 #include "paddle/phi/kernels/fill_kernel.h"
+#include "paddle/phi/kernels/flip_kernel.h"
 #include "paddle/phi/kernels/full_kernel.h"
 #include "paddle/phi/kernels/gather_grad_kernel.h"
 #include "paddle/phi/kernels/gather_kernel.h"
 #include "paddle/phi/kernels/gather_nd_grad_kernel.h"
 #include "paddle/phi/kernels/gather_nd_kernel.h"
 #include "paddle/phi/kernels/gaussian_kernel.h"
+#include "paddle/phi/kernels/index_sample_grad_kernel.h"
+#include "paddle/phi/kernels/index_sample_kernel.h"
 #include "paddle/phi/kernels/index_select_grad_kernel.h"
 #include "paddle/phi/kernels/index_select_kernel.h"
 #include "paddle/phi/kernels/isfinite_kernel.h"
 #include "paddle/phi/kernels/linspace_kernel.h"
 #include "paddle/phi/kernels/logical_kernel.h"
+#include "paddle/phi/kernels/logsumexp_grad_kernel.h"
+#include "paddle/phi/kernels/logsumexp_kernel.h"
 #include "paddle/phi/kernels/matmul_grad_kernel.h"
 #include "paddle/phi/kernels/matmul_kernel.h"
 #include "paddle/phi/kernels/nonzero_kernel.h"
@@ -66,6 +76,8 @@
 #include "paddle/phi/kernels/reduce_sum_kernel.h"
 #include "paddle/phi/kernels/scale_kernel.h"
 #include "paddle/phi/kernels/scatter_kernel.h"
+#include "paddle/phi/kernels/searchsorted_kernel.h"
+#include "paddle/phi/kernels/set_value_kernel.h"
 #include "paddle/phi/kernels/sign_kernel.h"
 #include "paddle/phi/kernels/slice_grad_kernel.h"
 #include "paddle/phi/kernels/slice_kernel.h"
@@ -106,6 +118,7 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(abs, AbsKernel)                                \
   KERNEL(abs_grad, AbsGradKernel)                       \
   KERNEL(add, AddKernel)                                \
+  KERNEL(add_double_grad, AddDoubleGradKernel)          \
   KERNEL(add_grad, AddGradKernel)                       \
   KERNEL(add_n, AddNKernel)                             \
   KERNEL(all, AllKernel)                                \
@@ -114,7 +127,10 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(argsort, ArgsortKernel)                        \
   KERNEL(argsort_grad, ArgsortGradKernel)               \
   KERNEL(assign_raw, RigAssignRaw)                      \
+  KERNEL(bitwise_and, BitwiseAndKernel)                 \
+  KERNEL(bitwise_or, BitwiseOrKernel)                   \
   KERNEL(cast, CastKernel)                              \
+  KERNEL(ceil, CeilKernel)                              \
   KERNEL(clip, ClipKernel)                              \
   KERNEL(clip_grad, ClipGradKernel)                     \
   KERNEL(concat, ConcatKernel)                          \
@@ -126,11 +142,18 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(div_scale, DivScaleKernel)                     \
   KERNEL(divide, DivideKernel)                          \
   KERNEL(divide_grad, DivideGradKernel)                 \
+  KERNEL(einsum, EinsumKernel)                          \
+  KERNEL(einsum_grad, EinsumGradKernel)                 \
+  KERNEL(embedding, EmbeddingKernel)                    \
+  KERNEL(embedding_grad, EmbeddingGradKernel)           \
   KERNEL(empty, EmptyKernel)                            \
   KERNEL(equal, EqualKernel)                            \
+  KERNEL(exp, ExpKernel)                                \
+  KERNEL(exp_grad, ExpGradKernel)                       \
   KERNEL(expand, ExpandKernel)                          \
   KERNEL(expand_grad, ExpandGradKernel)                 \
   KERNEL(fill, FillKernel)                              \
+  KERNEL(flip, FlipKernel)                              \
   KERNEL(floor_divide, FloorDivideKernel)               \
   KERNEL(full, FullKernel)                              \
   KERNEL(full_like, FullLikeKernel)                     \
@@ -141,6 +164,8 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(gaussian, GaussianKernel)                      \
   KERNEL(greater_equal, GreaterEqualKernel)             \
   KERNEL(greater_than, GreaterThanKernel)               \
+  KERNEL(index_sample, IndexSampleKernel)               \
+  KERNEL(index_sample_grad, IndexSampleGradKernel)      \
   KERNEL(index_select, IndexSelectKernel)               \
   KERNEL(index_select_grad, IndexSelectGradKernel)      \
   KERNEL(isfinite, IsfiniteKernel)                      \
@@ -148,9 +173,13 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(less_equal, LessEqualKernel)                   \
   KERNEL(less_than, LessThanKernel)                     \
   KERNEL(linspace, LinspaceKernel)                      \
+  KERNEL(log, LogKernel)                                \
+  KERNEL(log_grad, LogGradKernel)                       \
   KERNEL(logical_and, LogicalAndKernel)                 \
   KERNEL(logical_not, LogicalNotKernel)                 \
   KERNEL(logical_or, LogicalOrKernel)                   \
+  KERNEL(logsumexp, LogsumexpKernel)                    \
+  KERNEL(logsumexp_grad, LogsumexpGradKernel)           \
   KERNEL(matmul, MatmulKernel)                          \
   KERNEL(matmul_grad, MatmulGradKernel)                 \
   KERNEL(max, MaxKernel)                                \
@@ -167,20 +196,31 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(nonzero, NonZeroKernel)                        \
   KERNEL(not_equal, NotEqualKernel)                     \
   KERNEL(one_hot, OneHotKernel)                         \
+  KERNEL(pow, PowKernel)                                \
+  KERNEL(pow_double_grad, PowDoubleGradKernel)          \
+  KERNEL(pow_grad, PowGradKernel)                       \
   KERNEL(put_along_axis, PutAlongAxisKernel)            \
   KERNEL(remainder, RemainderKernel)                    \
   KERNEL(scale, ScaleKernel)                            \
   KERNEL(scatter, ScatterKernel)                        \
+  KERNEL(searchsorted, SearchsortedKernel)              \
+  KERNEL(set_value_with_tensor, SetTensorValueKernel)   \
   KERNEL(share_data, RigShareData)                      \
   KERNEL(sigmoid, SigmoidKernel)                        \
   KERNEL(sigmoid_grad, SigmoidGradKernel)               \
   KERNEL(sign, SignKernel)                              \
+  KERNEL(silu, SiluKernel)                              \
+  KERNEL(silu_grad, SiluGradKernel)                     \
   KERNEL(slice, SliceKernel)                            \
   KERNEL(slice_grad, SliceGradKernel)                   \
   KERNEL(softmax, SoftmaxKernel)                        \
   KERNEL(softmax_grad, SoftmaxGradKernel)               \
   KERNEL(split, SplitKernel)                            \
   KERNEL(split_with_num, SplitWithNumKernel)            \
+  KERNEL(sqrt, SqrtKernel)                              \
+  KERNEL(sqrt_grad, SqrtGradKernel)                     \
+  KERNEL(square, SquareKernel)                          \
+  KERNEL(square_grad, SquareGradKernel)                 \
   KERNEL(squeeze, SqueezeKernel)                        \
   KERNEL(squeeze_grad, SqueezeGradKernel)               \
   KERNEL(stack, StackKernel)                            \
@@ -194,6 +234,8 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(swiglu_grad, SwiGLUGradKernel)                 \
   KERNEL(take_along_axis, TakeAlongAxisKernel)          \
   KERNEL(take_along_axis_grad, TakeAlongAxisGradKernel) \
+  KERNEL(tanh, TanhKernel)                              \
+  KERNEL(tanh_grad, TanhGradKernel)                     \
   KERNEL(tile, TileKernel)                              \
   KERNEL(tile_grad, TileGradKernel)                     \
   KERNEL(topk, TopkKernel)                              \
