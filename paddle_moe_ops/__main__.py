@@ -2,18 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m paddle_moe_ops``: env, selftest, explain, demo, bench. Each command imports only what it needs.
 
-Where Paddle is missing or too old, env says so first, and the commands that need it say so and end with status 1.
+Where Paddle is missing or too old, env says so first. A command that needs what is missing says so in one line and ends
+with status 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
 
 from paddle_moe_ops import _build_check
 from paddle_moe_ops._version import __version__
+
+# What the package depends on, in the order in which it is missed: ml_dtypes needs NumPy itself.
+DEPENDENCIES = ("numpy", "ml_dtypes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,12 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # These have parsers of their own; argparse cannot pass options through a subcommand.
     if arguments[:1] == ["demo"]:
         # What --help says needs no Paddle.
-        if not {"-h", "--help"} & set(arguments) and _paddle_is_missing():
+        if not {"-h", "--help"} & set(arguments) and (_paddle_is_missing() or _a_dependency_is_missing()):
             return 1
         from paddle_moe_ops.demo import main as demo_main
 
         return demo_main(arguments[1:]) or 0
     if arguments[:1] == ["bench"]:
+        # Without Paddle it measures the core.
+        if _a_dependency_is_missing():
+            return 1
         from paddle_moe_ops.bench import main as bench_main
 
         return bench_main(arguments[1:])
@@ -66,6 +74,18 @@ def _paddle_is_missing() -> bool:
     return problem is not None
 
 
+def _a_dependency_is_missing() -> bool:
+    """Whether a dependency cannot be imported; says which."""
+    for name in DEPENDENCIES:
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError) as error:
+            install = f"`pip install {' '.join(DEPENDENCIES)}`"
+            print(f"paddle_moe_ops needs {name}, which cannot be imported ({error}): {install}", file=sys.stderr)
+            return True
+    return False
+
+
 def _env(arguments: argparse.Namespace) -> int:
     from paddle_moe_ops import _report
 
@@ -75,7 +95,7 @@ def _env(arguments: argparse.Namespace) -> int:
 
 
 def _selftest(_: argparse.Namespace) -> int:
-    if _paddle_is_missing():
+    if _paddle_is_missing() or _a_dependency_is_missing():
         return 1
     from paddle_moe_ops.testing import selftest
 
@@ -83,7 +103,7 @@ def _selftest(_: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    if _paddle_is_missing():
+    if _paddle_is_missing() or _a_dependency_is_missing():
         return 1
     import paddle_moe_ops
 

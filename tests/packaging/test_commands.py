@@ -78,6 +78,36 @@ def test_commands_that_need_paddle_say_so_first_and_fail(command, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+BENCH_LIST = ("bench", "--device", "cpu", "--list")
+
+
+@pytest.mark.parametrize(
+    "command", [("selftest",), ("demo",), ("explain",), BENCH_LIST, ("bench", "--help")], ids=" ".join
+)
+def test_commands_name_a_missing_dependency_and_fail(command, tmp_path):
+    done = run_command(*command, missing=["ml_dtypes"], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    *warnings_of_paddle, line = done.stderr.splitlines()
+    assert line.startswith("paddle_moe_ops needs ml_dtypes, which cannot be imported (")
+    assert line.endswith(": `pip install numpy ml_dtypes`")
+    assert not any("Traceback" in warning for warning in warnings_of_paddle)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("missing", [("numpy",), ("numpy", "paddle"), OPTIONAL], ids=", ".join)
+def test_bench_names_the_missing_numpy_first_and_fails(missing):
+    done = run_command(*BENCH_LIST, missing=missing)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("paddle_moe_ops needs numpy, which cannot be imported (")
+    assert done.stderr.count("\n") == 1
+
+
+def test_bench_lists_its_cases_without_paddle():
+    done = run_command(*BENCH_LIST, missing=["paddle"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run_command(*BENCH_LIST).stdout
+
+
 OLD_PADDLE = "import paddle\npaddle.version.full_version = '3.1.1'\nfrom paddle_moe_ops.__main__ import main\n"
 
 
