@@ -27,7 +27,10 @@ VARIABLES = (
         "PADDLE_MOE_OPS_BACKEND", "the backend of operators: compiled, triton, paddle or reference (default: automatic)"
     ),
     Variable("PADDLE_MOE_OPS_VALIDATE", "1 checks ids, probabilities and maps, 0 does not (default: on the CPU)"),
-    Variable("PADDLE_MOE_OPS_NUM_THREADS", "CPU threads (default: OMP_NUM_THREADS, else one per core)"),
+    Variable(
+        "PADDLE_MOE_OPS_NUM_THREADS",
+        "CPU threads (default: OMP_NUM_THREADS, else one per core, within a container's CPU quota)",
+    ),
     Variable(
         "PADDLE_MOE_OPS_MAX_CPU_ISA",
         "the best instruction set of the CPU operators: generic, avx2 or auto, all that the CPU has (default: auto)",
@@ -57,6 +60,8 @@ def validate_default() -> bool | None:
 
 def num_threads() -> int | None:
     """The number of CPU threads that the user asked for, or None: the operators then use one per core.
+
+    They use fewer where a container's CPU quota grants less than all cores (csrc/cpu/quota.h).
 
     PADDLE_MOE_OPS_NUM_THREADS comes first, then OMP_NUM_THREADS. ``import paddle`` writes OMP_NUM_THREADS=1
     where the variable was not set or held no plain number; such a 1 does not count. A process started by one

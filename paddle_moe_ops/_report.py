@@ -53,8 +53,8 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(("running Paddle", f"{paddle['version']}, commit {paddle['commit'][:10]}, {kind}"))
     where = f"loads, in {library['location']}"
     lines.append(("compiled library", where if library["loads"] else f"does not load: {library['reason']}"))
-    if library["cpu_isa"]:
-        lines.append(("  instruction set", library["cpu_isa"]))
+    if library["loads"]:
+        lines += [("  instruction set", library["cpu_isa"]), ("  threads", library["threads"])]
     build = library["build"]
     if build:
         lines += [
@@ -63,7 +63,6 @@ def as_text(report: dict[str, Any]) -> str:
             ("  CUDA", f"{'on' if build['cuda'] else 'off'}: {build['cuda_reason']}"),
         ]
     lines.append(("CPU", f"{cpu['model']}, {cpu['cores']} cores, {cpu['usable_cores']} usable here"))
-    lines.append(("threads", cpu["threads"] if cpu["threads_error"] is None else cpu["threads_error"]))
     lines += [("GPU", gpu) for gpu in report["gpus"] or ["none (nvidia-smi lists none)"]]
     width = max(len(variable["name"]) for variable in report["variables"])
     text = [paddle["problem"], ""] if paddle["problem"] else []
@@ -98,18 +97,19 @@ def _paddle() -> dict[str, Any]:
 
 
 def _compiled_library() -> dict[str, Any]:
-    reason, isa = _build_check.paddle_problem(), None
+    reason, isa, threads = _build_check.paddle_problem(), None, None
     if reason is None:
         from paddle_moe_ops.backends import compiled
 
         reason = compiled.backend.unavailable()
         if reason is None:
-            isa = compiled.used_cpu_isa()
+            isa, threads = compiled.used_cpu_isa(), compiled.num_threads()
     return {
         "loads": reason is None,
         "reason": reason,
         "location": str(_build_check.library().parent),
         "cpu_isa": isa,
+        "threads": threads,
         "build": _build_check.build_info(),
     }
 
@@ -117,18 +117,7 @@ def _compiled_library() -> dict[str, Any]:
 def _cpu() -> dict[str, Any]:
     cores = os.cpu_count()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    threads, threads_error = None, None
-    try:
-        threads = _env.num_threads() or usable
-    except ValueError as error:
-        threads_error = str(error)
-    return {
-        "model": cpu_model(),
-        "cores": cores,
-        "usable_cores": usable,
-        "threads": threads,
-        "threads_error": threads_error,
-    }
+    return {"model": cpu_model(), "cores": cores, "usable_cores": usable}
 
 
 def cpu_model() -> str:

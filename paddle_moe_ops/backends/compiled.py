@@ -68,6 +68,11 @@ def _library_problem() -> str | None:
     return None
 
 
+def num_threads() -> int:
+    """How many threads the CPU operators use: the number asked for, else what cores and quotas allow."""
+    return ctypes.CDLL(str(LIBRARY)).pmo_num_threads()
+
+
 def used_cpu_isa() -> str:
     """The instruction set of the CPU operators, one of `_env.CPU_ISAS`."""
     return _env.CPU_ISAS[ctypes.CDLL(str(LIBRARY)).pmo_used_cpu_isa()]

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -28,7 +30,8 @@ def env_report(**options):
 def test_env_names_every_version_and_variable():
     done = run_command("env", env={"PADDLE_MOE_OPS_NUM_THREADS": "3"})
     assert done.returncode == 0, done.stderr
-    facts = dict(line.split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    facts = dict(line.split("  ", 1) for line in lines if "  " in line)
     facts = {name.strip(): value.strip() for name, value in facts.items()}
     assert facts["paddle_moe_ops"].startswith(paddle_moe_ops.__version__)
     assert facts["numpy"] == metadata.version("numpy")
@@ -48,12 +51,26 @@ def test_env_json_holds_the_same_facts_as_the_running_package():
     assert report["compiled_library"]["loads"]
     assert report["compiled_library"]["cpu_isa"] in _env.CPU_ISAS
     assert report["compiled_library"]["build"] == _build_check.build_info()
-    assert 1 <= report["cpu"]["threads"] <= report["cpu"]["cores"]
+    assert 1 <= report["compiled_library"]["threads"] <= report["cpu"]["usable_cores"] <= report["cpu"]["cores"]
     values = {variable["name"]: variable["value"] for variable in report["variables"]}
     assert values == {
         **dict.fromkeys(variable.name for variable in _env.VARIABLES),
         "PADDLE_MOE_OPS_VALIDATE": "1",
     }
+
+
+def test_env_shows_as_many_threads_as_the_operators_use():
+    asked_for = len(os.sched_getaffinity(0)) + 3
+    done = run_python(
+        "import ctypes\n"
+        "from paddle_moe_ops import _report\n"
+        "from paddle_moe_ops.backends import compiled\n"
+        "assert compiled.backend.unavailable() is None\n"
+        f"ctypes.CDLL(str(compiled.LIBRARY)).pmo_set_num_threads({asked_for})\n"
+        "print(_report.as_text(_report.collect()))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^ *threads +(.*)$", done.stdout, re.MULTILINE) == [str(asked_for)]
 
 
 @pytest.mark.parametrize("missing", [("paddle",), ("ml_dtypes",), OPTIONAL], ids=["paddle", "ml_dtypes", "everything"])
@@ -62,6 +79,7 @@ def test_env_works_without(missing):
     assert (report["paddle"]["error"] is None) == ("paddle" not in missing)
     assert report["compiled_library"]["loads"] == ("paddle" not in missing)
     assert report["compiled_library"]["loads"] == (report["compiled_library"]["reason"] is None)
+    assert report["compiled_library"]["loads"] == (report["compiled_library"]["threads"] is not None)
     text = run_command("env", missing=missing)
     assert text.returncode == 0, text.stderr
     if "paddle" in missing:
