@@ -17,6 +17,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -207,6 +208,13 @@ class BuildOperators(PaddleBuild):
             raise SystemExit(
                 f"paddle_moe_ops: the C++ compiler was not found ({', '.join(missing)}); install g++ "
                 "(Debian, Ubuntu: apt-get install g++) or name another compiler in CC and CXX"
+            )
+        # Paddle's headers include it, and Paddle's build looks for it there.
+        header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
+        if not header.is_file():
+            raise SystemExit(
+                f"paddle_moe_ops: the headers of this Python were not found ({header}); install them "
+                "(Debian, Ubuntu: apt-get install python3-dev)"
             )
         self.compiler.__class__ = strict_compiler(self.compiler.__class__)
         super().build_extensions()

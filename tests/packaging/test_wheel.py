@@ -198,6 +198,23 @@ def test_build_without_a_compiler_says_in_one_line_what_to_install(small_tree):
     assert built_in_place(small_tree) == []
 
 
+def test_build_without_the_headers_of_python_says_in_one_line_what_to_install(small_tree):
+    without = (
+        "import runpy, sys, sysconfig\n"
+        "path = sysconfig.get_path\n"
+        "sysconfig.get_path = lambda name, *a, **k: '/nowhere' if name == 'include' else path(name, *a, **k)\n"
+        "sys.argv = ['setup.py', 'build_ext', '--inplace']\n"
+        "runpy.run_path('setup.py', run_name='__main__')\n"
+    )
+    failed = run("-c", without, cwd=small_tree)
+    assert failed.returncode != 0
+    assert failed.stderr.splitlines()[-1].startswith(
+        "paddle_moe_ops: the headers of this Python were not found (/nowhere/Python.h); install them ("
+    )
+    assert "Traceback" not in failed.stderr
+    assert built_in_place(small_tree) == []
+
+
 def test_build_without_setuptools_says_in_one_line_what_to_install(tmp_path):
     blocked = "import sys; sys.modules['setuptools'] = None; sys.path.insert(0, 'tools'); import build_backend"
     failed = run("-c", blocked, cwd=ROOT)
