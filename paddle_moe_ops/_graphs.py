@@ -110,6 +110,14 @@ def is_on_gpu(value: Tensor) -> bool:
     return value.place.is_gpu_place()
 
 
+def filled(shape: list[Any], value: float, dtype: Any, like: Tensor) -> Tensor:
+    """A new tensor of one value where another tensor lies, whichever device is the current one."""
+    made = paddle.full(shape, value, dtype)
+    if isinstance(like, Tensor) and made.place != like.place:
+        made = made._copy_to(like.place, True)
+    return made
+
+
 def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
     """The rows, such that their matmul with a weight has a backward pass even if there are none.
 

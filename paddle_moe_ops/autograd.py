@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import paddle
 from paddle import Tensor
 
-from ._graphs import constant
+from ._graphs import constant, filled
 from .backends import (
     Backend,
     GemmSpec,
@@ -57,7 +57,7 @@ class _Maps(NamedTuple):
 def _values_of_rows(slot_values: Tensor, row_to_slot: Tensor) -> Tensor:
     """The value of the slot that each row belongs to, 0 without one. The gradients of gradients need it, no others."""
     if slot_values.size == 0:
-        return paddle.zeros(row_to_slot.shape, slot_values.dtype)
+        return filled(row_to_slot.shape, 0, slot_values.dtype, like=slot_values)
     values = paddle.gather(slot_values.flatten(), row_to_slot.clip(min=0))
     return paddle.where(row_to_slot >= 0, values, paddle.zeros_like(values))
 
@@ -67,9 +67,9 @@ def _rows_of_slots(slot_to_row: Tensor, num_rows: int) -> Tensor:
     rows = slot_to_row.flatten()
     rows = paddle.where(rows >= 0, rows, paddle.full_like(rows, num_rows))  # one more row takes the slots of none
     if rows.size == 0:
-        return paddle.full([num_rows], -1, "int32")
+        return filled([num_rows], -1, "int32", like=rows)
     slots = paddle.cumsum(paddle.ones_like(rows), dtype="int32") - 1
-    return paddle.scatter(paddle.full([num_rows + 1], -1, "int32"), rows, slots)[:num_rows]
+    return paddle.scatter(filled([num_rows + 1], -1, "int32", like=rows), rows, slots)[:num_rows]
 
 
 class _Route(Call):
@@ -260,7 +260,7 @@ class _MoeUnpermute(Call):
             return both(paddle.zeros_like(d_hidden), gradient, (False, True))[1]
 
         def probs_there(probs: Tensor) -> Tensor:
-            one_column = paddle.zeros([probs.shape[0], 1])
+            one_column = filled([probs.shape[0], 1], 0, "float32", like=probs)
             return self.backend.moe_unpermute(one_column, rowmap, routemap, probs, spec)[1]
 
         maps = (rows_back, rows_there), (probs_back, probs_there)

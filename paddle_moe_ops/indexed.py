@@ -71,7 +71,7 @@ def get_routing_indices(
         raise ValueError(f"{name}: selected_experts must hold expert ids in [-1, {num_experts}), but {given}")
     # One more expert takes the slots of none, so that every slot has a row and N is known.
     of_none = is_bad | (selected_experts == -1)
-    ids = paddle.where(of_none, paddle.full([1], num_experts, selected_experts.dtype), selected_experts)
+    ids = paddle.where(of_none, paddle.full_like(selected_experts, num_experts), selected_experts)
     buffer_size = ids.shape[0] * ids.shape[1] if ids.shape[0] >= 0 else -1
     plan = route(ids, num_experts=num_experts + 1, buffer_size=buffer_size, duplicates="each", validate=False)
     outputs = plan.routed_per_expert[:num_experts].astype(selected_experts.dtype), plan.row_to_slot
@@ -155,8 +155,8 @@ def _checked(
         _check_permutation(function, gather_indices, slot_to_row)
     slot_to_row = slot_to_row.astype("int32")
     # The indices themselves if they are a permutation, and within bounds in any case.
-    num_rows = slot_to_row.shape[0] if slot_to_row.shape[0] >= 0 else paddle.shape(slot_to_row)[0]
-    row_to_slot = paddle.scatter(slot_to_row, slot_to_row, paddle.arange(num_rows, dtype="int32"))
+    slots = paddle.cumsum(paddle.ones_like(slot_to_row), dtype="int32") - 1  # where the indices are, unlike an arange
+    row_to_slot = paddle.scatter(slot_to_row, slot_to_row, slots)
     return X.reshape([lines, hidden]), slot_to_row, row_to_slot
 
 

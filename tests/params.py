@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 SUM_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 FLOAT8_DTYPES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
@@ -77,3 +80,9 @@ LONG_ROUTING = Shape(150_000, 1, 256, 8, 128, "ids enough for several threads, a
 MOST_EXPERTS = Shape(6, 3, 65536, 4, 1, "the largest number of experts that is accepted")
 # For tests that try many variations of something else than the shape.
 SMALL = Shape(23, 20, 5, 3, 2, "small enough for many runs, large enough for empty slots and padding")
+
+COPIES = [
+    pytest.param(copy.deepcopy, id="deepcopy"),
+    # Paddle pickles a tensor on a custom place, but cannot read it back.
+    pytest.param(lambda value: pickle.loads(pickle.dumps(value)), id="pickle", marks=pytest.mark.paddle_kernels),
+]

@@ -15,7 +15,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _build_check, _env
-from .._graphs import is_graph_value
+from .._graphs import filled, is_graph_value
 from . import quick
 from .base import (
     OPERATORS,
@@ -286,8 +286,8 @@ class CompiledBackend:
             outputs[0], outputs[3] = self._permute(hidden_states, scale, maps, spec.fill_padding)
             _stop_gradients(outputs[0], outputs[3])
         else:
-            outputs[0] = paddle.empty([0, hidden_states.shape[1]], hidden_states.dtype)
-            outputs[3] = paddle.empty([0], paddle.float32 if scale is None else scale.dtype)
+            outputs[0] = filled([0, hidden_states.shape[1]], 0, hidden_states.dtype, like=routemap)
+            outputs[3] = filled([0], 0, paddle.float32 if scale is None else scale.dtype, like=routemap)
         return tuple(outputs)
 
     def moe_unpermute(

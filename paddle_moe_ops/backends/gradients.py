@@ -17,6 +17,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
+from .._graphs import filled
 from .base import Backend, Tensors
 
 __all__ = ["Call", "Gradients", "connect", "first_order_only", "linear"]
@@ -90,7 +91,7 @@ class Call:
         made = self.differentiate(*gradients)
         # An input that wants a gradient must get one: Paddle's engine would not run what comes before it.
         return tuple(
-            None if not want else paddle.zeros(shape, dtype) if gradient is None else gradient
+            None if not want else filled(shape, 0, dtype, like=gradients[0]) if gradient is None else gradient
             for want, gradient, (shape, dtype) in zip(self.wanted, made, self._inputs, strict=True)
         )
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import paddle
 from paddle import Tensor
 
-from .._graphs import is_graph_value, is_on_gpu, ready_for_matmul
+from .._graphs import filled, is_graph_value, is_on_gpu, ready_for_matmul
 from .base import GemmSpec
 from .host_checks import host_segments
 
@@ -52,7 +52,7 @@ def _segments_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] 
         starts = (paddle.to_tensor(offsets) if isinstance(offsets, list) else offsets).astype("int64")[:-1]
     borders = paddle.stack([starts, starts + sizes], axis=1).reshape([-1])
     borders = paddle.minimum(paddle.cummax(borders.clip(min=0), axis=0)[0], num_rows)
-    segments = paddle.diff(borders, prepend=paddle.zeros([1], "int64"), append=num_rows)
+    segments = paddle.diff(borders, prepend=paddle.zeros_like(num_rows), append=num_rows)
     return [segments[i] for i in range(segments.shape[0])]
 
 
@@ -83,7 +83,7 @@ def _multiply(
             results[i] = (result.astype("float32") * factors[i].unsqueeze(-1)).astype(product.dtype)
     for i in set(kept) - set(results):
         rows = parts[i].shape[0] if parts[i].shape[0] >= 0 else paddle.shape(parts[i])[0]
-        results[i] = paddle.zeros([rows, product.shape[1]], product.dtype)
+        results[i] = filled([rows, product.shape[1]], 0, product.dtype, like=product)
     return paddle.concat([results[i] for i in kept], axis=0) if len(kept) > 1 else results[kept[0]]
 
 

@@ -16,7 +16,7 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._graphs import public, ready_for_matmul
+from .._graphs import filled, public, ready_for_matmul
 from ..routing import calculate_topk, check_groups
 from ._common import Size, of_shape, sizes, weight
 
@@ -170,7 +170,8 @@ class TopKRouter(nn.Layer):
         load = tokens_per_expert
         if not isinstance(load, (Tensor, Sequence, np.ndarray)):
             _checks.bad_type(name, "tokens_per_expert", "a sequence of numbers or a tensor", type(load).__name__)
-        load = (load if isinstance(load, Tensor) else paddle.to_tensor(load)).astype("float32")
+        place = self.correction_bias.place
+        load = (load if isinstance(load, Tensor) else paddle.to_tensor(load, place=place)).astype("float32")
         if list(load.shape) != [self.num_experts]:
             _checks.bad_value(name, "tokens_per_expert", f"of shape [{self.num_experts}]", list(load.shape))
         step = rate * paddle.sign(load.mean() - load)
@@ -196,8 +197,9 @@ class TopKRouter(nn.Layer):
 
 def _set_float32(bias: Callable[[], Tensor], value: Any) -> None:
     """Sets a float32 tensor; Paddle's own way refuses another dtype."""
-    value = value if isinstance(value, Tensor) else paddle.to_tensor(value)
-    Tensor.set_value(bias(), value.astype("float32"))
+    tensor = bias()
+    value = value if isinstance(value, Tensor) else paddle.to_tensor(value, place=tensor.place)
+    Tensor.set_value(tensor, value.astype("float32"))
 
 
 @public("x", "weight")
@@ -224,6 +226,6 @@ def capacity_of(
     if isinstance(num_tokens, int):
         return max(math.ceil(num_tokens * topk * capacity_factor / num_experts), 1)
     # In float64, as Python computes. A factor that is no tensor would be rounded to float32.
-    factor, experts = (paddle.full([], number, "float64") for number in (capacity_factor, num_experts))
+    factor, experts = (filled([], number, "float64", like=num_tokens) for number in (capacity_factor, num_experts))
     rows = (num_tokens.astype("int64") * topk).astype("float64") * factor / experts
     return paddle.ceil(rows).clip(min=1).astype("int64")

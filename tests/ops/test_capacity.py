@@ -155,6 +155,8 @@ def test_counts_are_those_before_slots_are_dropped(form, capacity_form, rng, pla
     arguments = {**problem.route_arguments, "capacity": capacity}
     counts = COUNT_FORMS[form](expected.routed_per_expert, place)
     assert_plan(route(ids, probs, **arguments, tokens_per_expert=counts), expected)
+    if not place.is_cpu_place():  # where counts are taken as they are
+        return
     text = f"route: tokens_per_expert must be {expected.routed_per_expert.tolist()}, the rows routed to each expert"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         route(ids, probs, **arguments, tokens_per_expert=COUNT_FORMS[form](expected.tokens_per_expert, place))

@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import weakref
 
 import numpy as np
@@ -25,6 +23,7 @@ from tests.ops.dense import (
     results,
     stable_topk,
 )
+from tests.params import COPIES
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -185,7 +184,7 @@ def test_layer_without_tokens(shape, capacity_factor):
     found = results(layer, paddle.zeros(shape), lambda x: (layer(x), layer.aux_loss, layer.z_loss))
     assert found["out"].shape == found["x"].shape == tuple(shape)
     assert not any(found[name].any() for name in found)
-    assert layer.tokens_per_expert == [0, 0, 0, 0]
+    assert list(layer.tokens_per_expert) == [0, 0, 0, 0]
     assert (layer.aux_loss.item(), layer.z_loss.item()) == (0, 0)
     assert layer.dropped_slots == 0
     layer.clear_gradients()
@@ -206,8 +205,7 @@ class TestWhatAPassLeaves:
         layer, x = MoELayer(H, I, E, K, capacity_factor=capacity_factor), paddle.randn([T, H])
         layer(x)
         expected = np.bincount(layer.router(x).ids.numpy().ravel(), minlength=E).tolist()
-        assert layer.tokens_per_expert == expected
-        assert all(type(count) is int for count in layer.tokens_per_expert)
+        assert list(layer.tokens_per_expert) == expected  # on a GPU a tensor
         layer.router.update_correction_bias(layer.tokens_per_expert)
         bias = 1e-3 * np.sign(T * K / E - np.array(expected))
         np.testing.assert_allclose(layer.router.correction_bias.numpy(), bias, rtol=1e-6)
@@ -291,9 +289,7 @@ class TestWhatAPassLeaves:
         assert layer.aux_loss.stop_gradient
         assert layer.z_loss.stop_gradient
 
-    COPIES = (copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer)))
-
-    @pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
+    @pytest.mark.parametrize("make_copy", COPIES)
     def test_a_copy_has_parameters_of_its_own_and_has_not_run(self, make_copy):
         layer, x = MoELayer(H, I, E, K, capacity_factor=1.0), paddle.randn([T, H])
         out = layer(x).numpy()

@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 import re
 
 import numpy as np
@@ -16,6 +14,7 @@ import pytest
 from paddle_moe_ops.nn import TopKRouter, load_balance_loss, router_z_loss
 from paddle_moe_ops.routing import route
 from tests.ops.dense import stable_topk
+from tests.params import COPIES
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -119,7 +118,6 @@ CASTS = {
     "named, as part of a model": lambda layer, dtype: getattr(paddle.nn.Sequential(layer), dtype)(),
     "astype": lambda layer, dtype: layer.astype(dtype),
 }
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda layer: pickle.loads(pickle.dumps(layer))}
 
 
 class TestCorrectionBias:
@@ -202,11 +200,11 @@ class TestCorrectionBias:
         assert model[0].correction_bias.dtype == paddle.float32
         np.testing.assert_array_equal(model[0].correction_bias.numpy(), [0.5, -2, 0, 1])
 
-    @pytest.mark.parametrize("how", COPIES)
-    def test_a_copy_has_a_bias_of_its_own(self, how):
+    @pytest.mark.parametrize("make_copy", COPIES)
+    def test_a_copy_has_a_bias_of_its_own(self, make_copy):
         router = TopKRouter(H, 2, 1)
         router.update_correction_bias([3, 1], rate=0.5)
-        copied = COPIES[how](router)
+        copied = make_copy(router)
         np.testing.assert_array_equal(copied.correction_bias.numpy(), [-0.5, 0.5])
         copied.set_state_dict({**copied.state_dict(), "correction_bias": paddle.to_tensor([1, 2], dtype="bfloat16")})
         np.testing.assert_array_equal(copied.correction_bias.numpy(), [1, 2])

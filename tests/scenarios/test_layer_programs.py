@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 
 import numpy as np
 import paddle
 import pytest
-from paddle import inference
 from paddle.static import InputSpec
 
 from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter
 from tests.ops.dense import Options, assert_close, assert_same, dense_layer, parameters_and_bias, results
-from tests.static.modes import plain_errors
+from tests.params import COPIES
+from tests.static.modes import plain_errors, predictor_of
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -184,9 +183,21 @@ def test_what_a_traced_pass_leaves(full_graph):
         expected = layer.tokens_per_expert, layer.dropped_slots, layer.aux_loss, layer.z_loss
         for got, wanted in zip(left, expected, strict=True):
             np.testing.assert_allclose(np.array(got), np.array(wanted), rtol=1e-5)
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert copied.aux_loss is None
-        assert_same(copied(x).numpy(), layer(x).numpy())
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("make_copy", COPIES)
+def test_a_copy_after_a_traced_pass_has_not_run(make_copy, full_graph):
+    layer, x = MoELayer(H, I, E, K, capacity_factor=0.75), paddle.randn([9, H])
+
+    def run(x):
+        return layer(x)
+
+    with plain_errors():
+        paddle.jit.to_static(run, full_graph=full_graph)(x)
+    copied = make_copy(layer)
+    assert copied.aux_loss is None
+    assert_same(copied(x).numpy(), layer(x).numpy())
 
 
 @BOTH_WAYS
@@ -299,15 +310,6 @@ def test_experts_in_a_graph_that_does_not_know_the_rows():
 # ---- saved programs
 
 
-def predictor_of(model, onednn):
-    config = inference.Config(model + ".json", model + ".pdiparams")
-    config.disable_gpu()
-    config.disable_glog_info()
-    if not onednn:
-        config.disable_onednn()
-    return inference.create_predictor(config)
-
-
 def predict(predictor, x):
     predictor.get_input_handle(predictor.get_input_names()[0]).share_external_data(x)
     predictor.run()
@@ -335,7 +337,7 @@ def test_saved_layer_has_the_results_of_dygraph(save, options, spec, shapes, tmp
     save(copy.deepcopy(layer), model, spec)
     loaded = paddle.jit.load(model)
     # oneDNN, the default on a CPU, fails at operators of Paddle that get an empty tensor.
-    predictors = [predictor_of(model, onednn) for onednn in (True, False)]
+    predictors = [predictor_of(model, onednn=onednn) for onednn in (True, False)]
     for shape in shapes:
         x = paddle.randn(shape)
         expected = {"out": layer(x).numpy()}

@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import numpy as np
 import paddle
 import paddle.nn.functional as F
@@ -17,6 +14,7 @@ from paddle.distributed.fleet.utils import recompute
 from paddle_moe_ops import Plan, moe_permute, moe_unpermute, permute, route, unpermute
 from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.params import COPIES
 
 H, E, K, CLASSES = 12, 5, 2, 3
 
@@ -267,10 +265,7 @@ def test_gradients_in_half_precision_are_those_in_float32_but_for_rounding(block
     assert_close(gradients_of(net), gradients_of(whole), 2**-5)
 
 
-COPIES = [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))]
-
-
-@pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("with_probs", [True, False])
 def test_a_copied_plan_is_a_plan(copied, with_probs, rng, place, backend):
     ids = paddle.to_tensor(np.stack([rng.permutation(E)[:K] for _ in range(9)]).astype(np.int32), place=place)

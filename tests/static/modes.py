@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import paddle
 from numpy.typing import NDArray
+from paddle import inference
 
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -178,3 +179,17 @@ class StaticGraph:
         ]
         count = len(self.outputs)
         return Run(arrays[:count], dict(zip(self.case.leaves, arrays[count:], strict=True)))
+
+
+def predictor_of(model: str, *, onednn: bool = True) -> inference.Predictor:
+    """A predictor of a saved program on the current device."""
+    config = inference.Config(model + ".json", model + ".pdiparams")
+    kind, _, index = paddle.device.get_device().partition(":")
+    if kind == "cuda_rig":
+        config.enable_custom_device(kind, int(index))
+    else:
+        config.disable_gpu()
+    config.disable_glog_info()
+    if not onednn:
+        config.disable_onednn()
+    return inference.create_predictor(config)

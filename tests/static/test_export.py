@@ -39,6 +39,7 @@ from tests.static.modes import (
     assert_same_run,
     feed_of,
     input_specs,
+    predictor_of,
     random_d_outputs,
     run_dygraph,
     static_mode,
@@ -73,19 +74,6 @@ def save(case: Case, folder: Path) -> str:
     traced = paddle.jit.to_static(layer_of_case, input_spec=input_specs(case), full_graph=True)
     paddle.jit.save(traced, str(folder / "model"))
     return str(folder / "model")
-
-
-def predictor_of(model: str, *, onednn: bool = True) -> inference.Predictor:
-    config = inference.Config(model + ".json", model + ".pdiparams")
-    kind, _, index = paddle.device.get_device().partition(":")
-    if kind == "cuda_rig":
-        config.enable_custom_device(kind, int(index))
-    else:
-        config.disable_gpu()
-    config.disable_glog_info()
-    if not onednn:
-        config.disable_onednn()
-    return inference.create_predictor(config)
 
 
 def predict(predictor: inference.Predictor, inputs: Inputs) -> list[NDArray]:

@@ -44,6 +44,8 @@
 #include "paddle/phi/kernels/expand_grad_kernel.h"
 #include "paddle/phi/kernels/expand_kernel.h"
 #include "paddle/phi/kernels/fill_kernel.h"
+#include "paddle/phi/kernels/flatten_grad_kernel.h"
+#include "paddle/phi/kernels/flatten_kernel.h"
 #include "paddle/phi/kernels/flip_kernel.h"
 #include "paddle/phi/kernels/full_kernel.h"
 #include "paddle/phi/kernels/gather_grad_kernel.h"
@@ -153,6 +155,8 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(expand, ExpandKernel)                          \
   KERNEL(expand_grad, ExpandGradKernel)                 \
   KERNEL(fill, FillKernel)                              \
+  KERNEL(flatten, FlattenKernel)                        \
+  KERNEL(flatten_grad, FlattenGradKernel)               \
   KERNEL(flip, FlipKernel)                              \
   KERNEL(floor_divide, FloorDivideKernel)               \
   KERNEL(full, FullKernel)                              \
