@@ -13,6 +13,7 @@ arithmetic, copies and sums are exact there from Triton 3.9 on.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = ["DTYPES", "NumpyArray", "NumpyDevice"]
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ITEM_BYTES}
 _ALIGNMENT = 16
 _POISON = 0xA5
+_GUARD, _GUARD_BYTES = 0xFF, 256  # around each array: floats that are NaN, so that reading there shows as well
 
 
 class NumpyArray:
@@ -102,12 +104,15 @@ def _bfloat16_as_on_a_gpu() -> Iterator[None]:
 class NumpyDevice:
     """A `paddle_moe_ops.triton.launching.Device` in host memory, where new arrays hold garbage on purpose.
 
+    A launch that writes beyond an array, or has no programs, raises.
+
     Attributes:
         launches: names of the kernels launched so far.
     """
 
     def __init__(self) -> None:
         self.launches: list[str] = []
+        self._guarded: list[tuple[weakref.ref[NDArray], int, int]] = []
 
     def array(self, values: NDArray, *, offset: int = 0) -> NumpyArray:
         """A copy that lies ``offset`` bytes beyond a multiple of 16; rows of a matrix keep their distance."""
@@ -154,11 +159,23 @@ class NumpyDevice:
                 raise ValueError(f"{self.launches[-1]}: {value} does not fit into int32")
             else:
                 values.append(value)
+        if programs < 1:  # which CUDA refuses
+            raise ValueError(f"{self.launches[-1]}: {programs} programs")
         with _bfloat16_as_on_a_gpu(), np.errstate(all="ignore"):  # a GPU does not tell either
             kernel[(programs,)](*values, *constants)
+        self._check_guards()
 
-    @staticmethod
-    def _memory(size: int, offset: int) -> NDArray:
-        raw = np.full(size + 2 * _ALIGNMENT, _POISON, np.uint8)
-        start = -raw.ctypes.data % _ALIGNMENT + offset
-        return raw[start : start + size]
+    def _memory(self, size: int, offset: int) -> NDArray:
+        raw = np.full(size + 2 * _GUARD_BYTES + 2 * _ALIGNMENT, _GUARD, np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT + _GUARD_BYTES + offset
+        memory = raw[start : start + size]
+        memory[...] = _POISON
+        self._guarded.append((weakref.ref(raw), start, size))
+        return memory
+
+    def _check_guards(self) -> None:
+        self._guarded = [each for each in self._guarded if each[0]() is not None]
+        for reference, start, size in self._guarded:
+            raw = reference()
+            if raw is not None and not ((raw[:start] == _GUARD).all() and (raw[start + size :] == _GUARD).all()):
+                raise ValueError(f"{self.launches[-1]}: written outside of an array of {size} bytes")

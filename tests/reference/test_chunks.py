@@ -73,6 +73,11 @@ def test_row_id_map_lists_rows_and_experts_descending() -> None:
     assert reference.row_id_map_to_rowmap(row_id_map).tolist() == [[0, -1, 4], [-1, -1, -1], [-1, 3, 5]]
 
 
+def test_offsets_of_padding_leave_entries_without_a_row_alone() -> None:
+    row_id_map = np.array([[4, -1, -1, 2, 0, -1, 2]])  # of the two rows that it counts one is none
+    assert reference.row_id_map_to_rowmap(row_id_map, np.array([3, 1, 2])).tolist() == [[-1, -1, 6]]
+
+
 def test_maps_of_a_rowmap() -> None:
     maps = reference.read_rowmap(np.array([[2, 9, -3], [-1, 0, 2]]), 4)
     assert maps.slot_to_row.tolist() == [[2, -1, -1], [-1, 0, -1]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_moe_ops.reference import grouped_gemm
+from paddle_moe_ops.reference import grouped_gemm, grouped_gemm_backward
 
 SIZES, OFFSETS, ROWS = [2, 0, 3], [1, 4, 4, 8], 9
 OWNER = [-1, 0, 0, -1, 2, 2, 2, -1, -1]  # the expert of each row
@@ -34,3 +34,14 @@ def test_rows_of_tokens_and_weights(rng):
     for row, expert in enumerate(OWNER):
         expected = weights[row] * (x[tokens[row]] @ w[expert].T) if expert >= 0 else np.zeros(5)
         np.testing.assert_allclose(out[row], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_experts_without_rows_and_rows_of_no_group_get_gradients_of_zero(transpose, rng):
+    x, w = rng.standard_normal((ROWS, 4)), rng.standard_normal((3, 5, 4) if transpose else (3, 4, 5))
+    d_out = rng.standard_normal((ROWS, 5))
+    d_x, d_w = grouped_gemm_backward(d_out, x, w, SIZES, transpose, expert_offsets=OFFSETS)
+    assert not d_w[1].any()
+    for row, expert in enumerate(OWNER):
+        matrix = w[expert] if transpose else w[expert].T
+        np.testing.assert_allclose(d_x[row], d_out[row] @ matrix if expert >= 0 else np.zeros(4), rtol=1e-12)

@@ -73,6 +73,12 @@ def test_every_rounding_of_codes(gpu):
     check(gpu, rows.reshape(1, -1))
 
 
+@by_format
+@pytest.mark.parametrize("hidden", [1, 7, 130, 200])
+def test_the_largest_of_a_short_group_is_its_own(gpu, rng, hidden, ue8m0):
+    check(gpu, (rng.standard_normal((3, hidden)) * 2.0**-8).astype(np.float32), ue8m0=ue8m0)
+
+
 def test_groups_of_one_kind(gpu):
     """Zeros, NaN alone, infinities, the smallest and the largest numbers."""
     info = np.finfo(np.float32)

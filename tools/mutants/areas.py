@@ -77,7 +77,13 @@ EQUIVALENT = (
     (r"_checks\.py", "method dropped", r"\.item\(\)", "operator.index reads a tensor as well"),
     (r"reference/topk\.py", "comparison", r"topk_groups < num_groups", "a shortcut: all groups are kept"),
     (r"reference/quantization\.py", "method dropped", r"\.copy\(\)\.view", "a copy of what nobody else has"),
-    (r"reference/routing\.py", "slice dropped", r"\[:1\]:$", "the first one raises"),
+    (r"reference/(routing|paddle_api)\.py", "slice dropped", r"\[:1\]:$", "the first one raises"),
+    (r"reference/arithmetic\.py", "elements swapped", r"to_float32\(a\), to_float32\(b\)", "factors"),
+    (r"reference/gemm\.py", "method dropped", r"\.astype\(np\.float64\)", "the other factor is float64"),
+    (r"reference/", "keyword dropped", r"np\.errstate\(", "warnings"),
+    (r"triton/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
+    (r"triton/unpermute_backward\.py", "", r"parts = ", "how many programs share a token"),
+    (r"triton/grouped_gemm\.py", "", r"_descriptors\(|try:|ALLOCATOR", "descriptors need a GPU"),
     (r"reference/chunks\.py", "slice dropped", r"\[:num_chunks\]", "the last one is not used"),
 )
 

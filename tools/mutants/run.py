@@ -41,9 +41,8 @@ LEFT_BEHIND = (
     "*.o",
 )
 LIMIT_FACTOR, LIMIT_SECONDS = 4, 60
-LIMIT_BYTES = (
-    16 << 30
-)  # a wrong size may ask for any amount; a thousand threads of Paddle's executors reserve 8 GiB of stacks
+# A wrong size may ask for any amount. The stacks of Paddle's executors count as well, of which thousands come together.
+LIMIT_BYTES, STACK_BYTES = 16 << 30, 2 << 20
 
 
 class Mutant(NamedTuple):
@@ -164,7 +163,7 @@ class Copy:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES)),
+            preexec_fn=_limit_memory,
         )
         try:
             output, _ = process.communicate(timeout=seconds)
@@ -173,6 +172,11 @@ class Copy:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return "out of time", ""
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 
 
 def _file(test: str) -> str:
