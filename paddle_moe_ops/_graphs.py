@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import paddle
 from paddle import Tensor
+from paddle.base.core import set_eval_frame
 from paddle.jit.marker import unified
 
 _Arguments = ParamSpec("_Arguments")
@@ -63,7 +64,13 @@ def public(
             for name, argument in keywords.items():
                 if isinstance(argument, _CARRIERS) and name not in differentiable and _carries_graph(argument):
                     keywords = {**keywords, name: constant(argument)}
-            return function(*arguments, **keywords)
+            # Tracing by bytecode that breaks off would go on with what the function calls, where it empties generators
+            # and ends the process at calls of C functions by ctypes.
+            tracer = set_eval_frame(None)
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                set_eval_frame(tracer)
 
         call.differentiable_arguments = differentiable  # type: ignore[attr-defined]
         call.__signature__ = signature  # type: ignore[attr-defined]  # paddle.jit does not look behind a wrapper

@@ -15,6 +15,7 @@ import pytest
 from paddle.jit.sot.opcode_translator.executor.executor_cache import OpcodeExecutorCache
 
 from paddle_moe_ops import moe_permute, route
+from tests.packaging.subprocesses import run_python
 from tests.static.cases import BUFFER, CASES, FLOAT8_E5M2, A, E, layer, token_inputs
 from tests.static.modes import (
     assert_run_of,
@@ -155,3 +156,23 @@ def test_bad_data_raises_as_in_dygraph(full_graph, rng, place, monkeypatch):
         route_with_counts(*tensors)
     with pytest.raises(ValueError, match=message):
         paddle.jit.to_static(route_with_counts, full_graph=full_graph)(*tensors)
+
+
+FIRST_CALL = """
+import paddle
+from paddle_moe_ops import route
+
+def function(ids):
+    try:  # bytecode with such a block is not traced, but what it calls is
+        return route(ids, num_experts=4).row_to_token
+    finally:
+        pass
+
+ids = paddle.to_tensor([[0, 1], [2, 1]], dtype="int32")
+print(paddle.jit.to_static(function, full_graph=False)(ids).tolist())
+"""
+
+
+def test_first_call_of_a_process_may_be_where_tracing_by_bytecode_breaks_off():
+    done = run_python(FIRST_CALL)
+    assert done.stdout == "[0, 0, 1, 1]\n", done.stderr
