@@ -126,7 +126,7 @@ gpu-standin: $(VENV)/stamp-built ## the tests of the operators on the rig's devi
 	$(MAKE) -f tools/gpu_rig/Makefile standin
 	cd build/gpu/standin/site && CI=1 GLOG_minloglevel=2 CUSTOM_DEVICE_ROOT=$(CURDIR)/build/gpu/standin/plugin \
 	LD_LIBRARY_PATH="$(CURDIR)/build/gpu/standin:$$($(CURDIR)/$(PY) -c 'import paddle; print(paddle.__path__[0])')/libs" \
-	$(CURDIR)/$(PY) -m pytest tests/ops tests/static --device=cuda_rig:0 $(WORKERS) $(PYTEST_ARGS)
+	$(CURDIR)/$(PY) -m pytest tests/ops tests/static tests/scenarios --device=cuda_rig:0 $(WORKERS) $(PYTEST_ARGS)
 
 gpu-report: $(VENV)/stamp-deps ## docs/gpu_validation.md from benchmarks/results/gpu_tests
 	$(PY) tools/gpu_rig/report.py

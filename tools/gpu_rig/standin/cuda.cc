@@ -42,6 +42,7 @@ CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(static_cas
 
 cudaError_t allocate(void** pointer, size_t bytes) {
   *pointer = std::aligned_alloc(256, (bytes / 256 + 1) * 256);
+  if (*pointer == nullptr) return cudaErrorMemoryAllocation;
   std::memset(*pointer, 0xA5, bytes);
   return cudaSuccess;
 }
@@ -118,7 +119,8 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 int64_t pmo_clean_rowmap_cuda_workspace_bytes(const pmo_clean_rowmap_params*) { return kFindingsBytes; }
 int64_t pmo_quantize_cuda_workspace_bytes(const pmo_quantize_params*) { return 0; }
 int64_t pmo_route_cuda_workspace_bytes(const pmo_route_params* params) {
-  return pmo_route_cpu_workspace_bytes(params) + kFindingsBytes;
+  const int64_t bytes = pmo_route_cpu_workspace_bytes(params);
+  return bytes == 0 ? 0 : bytes + kFindingsBytes;  // 0: the sizes are bad
 }
 int64_t pmo_sort_chunks_cuda_workspace_bytes(const pmo_sort_chunks_params*) { return 0; }
 int64_t pmo_topk_cuda_workspace_bytes(const pmo_topk_params*) { return 0; }
