@@ -78,9 +78,13 @@ C_Status Copy(const C_Device, void* dst, const void* src, size_t size) {
   RIG_TRY(cudaDeviceSynchronize());
   RIG_RETURN(cudaMemcpy(dst, src, size, kind));
 }
+C_Status CopyOnDeviceAsync(const C_Device, C_Stream s, void* dst, const void* src, size_t size) {
+  RIG_RETURN(cudaMemcpyAsync(dst, src, size, cudaMemcpyDeviceToDevice, Stream(s)));
+}
+// Paddle's executor copies to and from the host on streams of their own, and does not make those wait for the operators'.
 template <cudaMemcpyKind kind>
-C_Status CopyAsync(const C_Device, C_Stream s, void* dst, const void* src, size_t size) {
-  RIG_RETURN(cudaMemcpyAsync(dst, src, size, kind, Stream(s)));
+C_Status CopyAndWait(const C_Device device, C_Stream, void* dst, const void* src, size_t size) {
+  return Copy<kind>(device, dst, src, size);
 }
 
 C_Status DeviceCount(size_t* count) {
@@ -154,9 +158,9 @@ extern "C" void InitPlugin(CustomRuntimeParams* params) {
   device->memory_copy_h2d = Copy<cudaMemcpyHostToDevice>;
   device->memory_copy_d2h = Copy<cudaMemcpyDeviceToHost>;
   device->memory_copy_d2d = Copy<cudaMemcpyDeviceToDevice>;
-  device->async_memory_copy_h2d = CopyAsync<cudaMemcpyHostToDevice>;
-  device->async_memory_copy_d2h = CopyAsync<cudaMemcpyDeviceToHost>;
-  device->async_memory_copy_d2d = CopyAsync<cudaMemcpyDeviceToDevice>;
+  device->async_memory_copy_h2d = CopyAndWait<cudaMemcpyHostToDevice>;
+  device->async_memory_copy_d2h = CopyAndWait<cudaMemcpyDeviceToHost>;
+  device->async_memory_copy_d2d = CopyOnDeviceAsync;
 
   device->device_memory_stats = MemoryStats;
   device->device_min_chunk_size = Constant<512>;
