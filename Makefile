@@ -122,7 +122,7 @@ gpu-bundle: $(VENV)/stamp-built ## what travels to a GPU machine: Paddle in part
 	cp paddle_moe_ops/_C.py build/gpu/rig-2/
 	git rev-parse --short HEAD | tee build/gpu/rig-2/commit > build/gpu/place-2/commit
 
-gpu-standin: $(VENV)/stamp-built ## the tests of the operators on the rig's device, without a GPU; options in PYTEST_ARGS
+gpu-standin: $(VENV)/stamp-built ## the tests of operators, graphs and scenarios on the rig's device, without a GPU; options in PYTEST_ARGS
 	$(MAKE) -f tools/gpu_rig/Makefile standin
 	cd build/gpu/standin/site && CI=1 GLOG_minloglevel=2 CUSTOM_DEVICE_ROOT=$(CURDIR)/build/gpu/standin/plugin \
 	LD_LIBRARY_PATH="$(CURDIR)/build/gpu/standin:$$($(CURDIR)/$(PY) -c 'import paddle; print(paddle.__path__[0])')/libs" \
