@@ -87,7 +87,13 @@ def _carries_graph(value: Any) -> bool:
         value = value.values()
     elif set(map(type, value)) <= _PLAIN:
         return False
-    return any(isinstance(item, _CARRIERS) and _carries_graph(item) for item in value)
+    for item in value:  # a plan is long, and any() of a generator takes twice as long
+        if isinstance(item, Tensor):
+            if not item.stop_gradient:
+                return True
+        elif isinstance(item, _CARRIERS) and _carries_graph(item):
+            return True
+    return False
 
 
 def constant(value: Any) -> Any:
@@ -96,7 +102,7 @@ def constant(value: Any) -> Any:
     There Paddle's detach shares memory that the program goes on to use for other values.
     """
     if isinstance(value, Tensor):
-        return value.detach()
+        return value if value.stop_gradient else value.detach()
     if isinstance(value, dict):
         return {key: constant(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

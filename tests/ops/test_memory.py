@@ -17,6 +17,7 @@ from paddle_moe_ops import (
     permute,
     quantized_experts,
     route,
+    sort_chunks,
     unpermute,
 )
 from paddle_moe_ops.testing.routing import uniform
@@ -70,9 +71,14 @@ def test_the_count_sees_a_tensor_that_is_kept(place):
     assert kept_for_backward(source, lambda x: x * 2.0) < SLACK
 
 
-def test_permute_keeps_no_tokens(ids, place):
+def test_permute_keeps_no_tokens(ids, place, backend):
     plan = route(ids, num_experts=E)
     assert kept_for_backward(leaf(T, place), lambda x: permute(x, plan)[0]) < SLACK
+
+
+def test_sorting_keeps_no_rows(place, backend):
+    sizes, order = (tensor(np.array(values, np.int32), place) for values in ([T // 4, T // 2, T // 4], [2, 0, 1]))
+    assert kept_for_backward(leaf(T, place), lambda x: sort_chunks(x, sizes, order)[0]) < SLACK
 
 
 def test_quantized_experts_keep_codes_and_scales(ids, place):
@@ -85,11 +91,11 @@ def test_quantized_experts_keep_codes_and_scales(ids, place):
     assert T * K * H <= kept < T * K * H + SLACK
 
 
-def test_moe_permute_keeps_no_tokens(ids, probs, place):
+def test_moe_permute_keeps_no_tokens(ids, probs, place, backend):
     assert kept_for_backward(leaf(T, place), lambda x: moe_permute(x, None, ids, probs, E, None, 1)[0]) < SLACK
 
 
-def test_plain_unpermute_keeps_no_rows(ids, place):
+def test_plain_unpermute_keeps_no_rows(ids, place, backend):
     plan = route(ids, num_experts=E)
     assert kept_for_backward(leaf(T * K, place), lambda y: unpermute(y, plan)) < SLACK
 

@@ -15,7 +15,17 @@ import paddle
 import pytest
 from numpy.typing import NDArray
 
-from paddle_moe_ops import masked, moe_permute, moe_unpermute, permute, reference, route, sort_chunks, unpermute
+from paddle_moe_ops import (
+    masked,
+    moe_permute,
+    moe_unpermute,
+    permute,
+    reference,
+    route,
+    sort_chunks,
+    unpermute,
+    use_backend,
+)
 from paddle_moe_ops.autograd import rows_to_slots, slots_to_rows
 from paddle_moe_ops.backends import resolve
 from paddle_moe_ops.routing import calculate_topk
@@ -212,8 +222,8 @@ def ramp(value: paddle.Tensor) -> paddle.Tensor:
 
 
 def cubes(values: Any) -> paddle.Tensor:
-    """A scalar whose second derivatives depend on every element."""
-    return sum((ramp(value) * value**3).sum() for value in values)
+    """A scalar whose second derivatives depend on every element, those that are zero included."""
+    return sum((ramp(value) * (value + 0.5) ** 3).sum() for value in values)
 
 
 def leaves_of(case: Case, place: Any, wanted: tuple[bool, ...] = (True, True)) -> list[paddle.Tensor]:
@@ -293,6 +303,57 @@ def test_gradients_have_no_history_unless_it_is_asked_for(case, place):
     assert all(gradient is None or gradient.grad_fn is None for gradient in plain)
     with_history = paddle.grad([loss], inputs, create_graph=True, allow_unused=True)
     assert any(gradient is not None and gradient.grad_fn is not None for gradient in with_history)
+
+
+NOT_LINEAR = {
+    "unpermute-by-row",
+    "unpermute-by-slot",
+    "permute-zero-probs",
+    "moe_unpermute-weighted",
+    "moe_unpermute-weighted-column",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_where_python_connects_the_gradients_those_of_linear_operators_have_some(name, place):
+    case = make_cases(place)[name]
+    with use_backend("reference"):
+        if name not in NOT_LINEAR:
+            assert_as_dense(case, place)
+            return
+        with pytest.raises((RuntimeError, OSError), match=NOT_SUPPORTED):
+            assert_as_dense(case, place)
+
+
+def test_padding_rows_have_no_part_in_the_gradient_of_a_gradient(place, backend):
+    ids = tensor(np.array([[0, 2], [2, 1], [0, 1]], np.int32), place)
+    probs = tensor(np.full((3, 2), 0.5, np.float32), place, gradient=True)
+    plan = route(ids, probs, num_experts=3, padding_alignment=4)
+    of_rows = tensor(np.arange(1, 13, dtype=np.float32), place, gradient=True)  # the gradient of row_probs
+    (once,) = paddle.grad([(plan.row_probs * of_rows).sum()], [probs], create_graph=True)
+    (once**2).sum().backward()
+    is_row = plan.row_to_slot.numpy() >= 0
+    assert not is_row.all()
+    np.testing.assert_array_equal(of_rows.grad.numpy(), np.where(is_row, 2 * of_rows.numpy(), 0))
+
+
+HARDLY = {
+    "permute": (3, lambda ids, x: permute(x, route(ids, num_experts=1))[0]),
+    "unpermute": (3, lambda ids, y: unpermute(y, route(ids, num_experts=1))),
+    "route": (1, lambda ids, probs: route(ids, probs, num_experts=1).row_probs),
+    "moe_permute": (1, lambda ids, probs: moe_permute(probs.detach(), None, ids, probs, 1, None, 1)[2]),
+}
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("name", HARDLY)
+def test_gradients_of_gradients_of_hardly_any_token(name, tokens, place, backend):
+    columns, function = HARDLY[name]
+    ids = tensor(np.zeros((tokens, 1), np.int32), place)
+    values = tensor(np.full((tokens, columns), 1.5, np.float32), place, gradient=True)
+    (once,) = paddle.grad([(function(ids, values) ** 3).sum()], [values], create_graph=True)
+    (once**2).sum().backward()  # of 9 x^4
+    np.testing.assert_allclose(values.grad.numpy(), np.full(values.shape, 36 * 1.5**3), rtol=1e-6)
 
 
 @pytest.mark.compiled_only
