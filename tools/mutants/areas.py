@@ -76,6 +76,7 @@ EQUIVALENT = (
     (r"", "elements swapped", r"frozenset\(|isinstance\(", "in any order"),
     (r"", "", r"is_on_gpu\(|is_cpu_place\(|is_gpu_place\(", "the suites on a GPU see it"),
     (r"autograd\.py", "", r"return both\(", "what is not wanted"),
+    (r"gradients\.py", "condition dropped", r"if not paddle\.is_grad_enabled\(\) or value", "a shortcut"),
     (r"autograd\.py", "method dropped", r"each\.detach\(\) for each in made", "they are results of a node"),
     (r"autograd\.py", "keyword dropped", r"_replace\(plan=None\)", "Paddle's matmul does not read it"),
     (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
