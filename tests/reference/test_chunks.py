@@ -59,6 +59,12 @@ def test_bad_chunks_raise(sizes: list[int], order: list[int], text: str) -> None
     assert str(caught.value) == f"f: {text}"
 
 
+def test_rows_alone_come_without_probabilities() -> None:
+    x = np.arange(4.0, dtype=np.float32)[:, None]
+    out, probs, source_to_dest = reference.sort_chunks(x, np.array([1, 3]), np.array([1, 0]))
+    assert (out[:, 0].tolist(), probs, source_to_dest.tolist()) == ([1, 2, 3, 0], None, [3, 0, 1, 2])
+
+
 def test_row_id_map_lists_rows_and_experts_descending() -> None:
     token_rows, row_to_expert = np.array([[0, 4, -1], [-1, -1, -1], [2, 3, 5]]), np.array([0, -1, 1, 1, 2, 2])
     row_id_map = reference.make_row_id_map(token_rows, row_to_expert, 3)

@@ -264,12 +264,13 @@ def test_moe_unpermute_backward_equals_loops(
     np.testing.assert_allclose(d_token_prob, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_gradient_of_the_probability_output_is_a_copy_when_it_comes_alone() -> None:
+@pytest.mark.parametrize("of_first_row", [5, -0.0])
+def test_gradient_of_the_probability_output_is_a_copy_when_it_comes_alone(of_first_row: float) -> None:
     rowmap, ids = np.array([[0, 2]], np.int32), np.array([[1, 0, -1]], np.int32)
     y, probs = np.ones((3, 1), np.float32), np.ones(3, np.float32)
-    d_prob = np.array([[-0.0, 5, 7]], np.float32)
+    d_prob = np.array([[-0.0, of_first_row, 7]], np.float32)
     _, d_token_prob = moe_unpermute_backward(np.ones((1, 1), np.float32), d_prob, y, rowmap, ids, probs)
-    assert_same_bits(d_token_prob, np.array([5, 0.0, -0.0], np.float32))
+    assert_same_bits(d_token_prob, np.array([of_first_row, 0.0, -0.0], np.float32))
 
 
 def test_a_token_with_one_row_is_weighted_unless_paddle_is_asked_for() -> None:

@@ -134,9 +134,10 @@ def test_gradient_of_narrow_logits_is_that_of_the_same_numbers_in_float64(use_si
     gating, d_weights = rng.standard_normal((4, 6)).astype(dtype), rng.standard_normal((4, 3)).astype(dtype)
     d_scores, ids = rng.standard_normal((4, 6)).astype(dtype), np.argsort(rng.random((4, 6)), axis=1)[:, :3]
     arguments = use_sigmoid, True, pre_act, not pre_act
-    found = calculate_topk_backward(d_weights, gating, ids, *arguments, d_scores=d_scores)
+    options = {"scaling_factor": 2.446}
+    found = calculate_topk_backward(d_weights, gating, ids, *arguments, d_scores=d_scores, **options)
     wide = (each.astype(np.float64) for each in (d_weights, gating, d_scores))
-    expected = calculate_topk_backward(next(wide), next(wide), ids, *arguments, d_scores=next(wide))
+    expected = calculate_topk_backward(next(wide), next(wide), ids, *arguments, d_scores=next(wide), **options)
     assert found.dtype == np.float64
     np.testing.assert_array_equal(found, expected)
 
