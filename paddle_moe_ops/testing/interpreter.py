@@ -28,7 +28,8 @@ __all__ = ["DTYPES", "NumpyArray", "NumpyDevice"]
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ITEM_BYTES}
 _ALIGNMENT = 16
 _POISON = 0xA5
-_GUARD, _GUARD_BYTES = 0xFF, 256  # around each array: floats that are NaN, so that reading there shows as well
+# Around each array: floats that are NaN, so that reading there shows as well, and no -1, which kernels write.
+_GUARD, _GUARD_BYTES = np.array([0xFE, 0xFF], np.uint8), 256
 
 
 class NumpyArray:
@@ -166,7 +167,7 @@ class NumpyDevice:
         self._check_guards()
 
     def _memory(self, size: int, offset: int) -> NDArray:
-        raw = np.full(size + 2 * _GUARD_BYTES + 2 * _ALIGNMENT, _GUARD, np.uint8)
+        raw = np.resize(_GUARD, size + 2 * _GUARD_BYTES + 2 * _ALIGNMENT)
         start = -raw.ctypes.data % _ALIGNMENT + _GUARD_BYTES + offset
         memory = raw[start : start + size]
         memory[...] = _POISON
@@ -177,5 +178,9 @@ class NumpyDevice:
         self._guarded = [each for each in self._guarded if each[0]() is not None]
         for reference, start, size in self._guarded:
             raw = reference()
-            if raw is not None and not ((raw[:start] == _GUARD).all() and (raw[start + size :] == _GUARD).all()):
+            if raw is None:
+                continue
+            guards = np.resize(_GUARD, raw.size)
+            guards[start : start + size] = raw[start : start + size]
+            if not np.array_equal(raw, guards):
                 raise ValueError(f"{self.launches[-1]}: written outside of an array of {size} bytes")

@@ -187,3 +187,9 @@ def test_moe_unpermute_takes_repeated_ids_and_nan() -> None:
 def test_bad_rowmap_entries_count_as_none_without_validation() -> None:
     rowmap = ids([-1, 2, 0], [9, 1, 2], [-5, -1, 0])
     assert rowmap_to_token_rows(rowmap, 3, validate=False).tolist() == [[2, 0, -1], [1, -1, -1], [-1, -1, -1]]
+
+
+def test_a_buffer_of_2_to_the_31_rows_is_refused() -> None:
+    text = "route: padding_alignment must give a buffer of fewer than 2^31 rows, but 1073741824 gives 2147483648"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        route(np.array([[0, 1]], np.int32), num_experts=2, padding_alignment=2**30)

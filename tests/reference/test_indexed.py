@@ -29,6 +29,7 @@ def test_slots_are_appended_expert_by_expert(ids):
     by_expert = [[slot for slot, expert in enumerate(flat) if expert == wanted] for wanted in range(4)]
     of_none = [slot for slot, expert in enumerate(flat) if expert not in range(4)]
     assert (counts.dtype, gather.dtype, scatter.dtype) == (ids.dtype, np.int32, np.int32)
+    assert get_routing_indices(ids.astype(np.int32), 4)[0].dtype == np.int32
     assert counts.tolist() == [len(slots) for slots in by_expert]
     assert gather.tolist() == [slot for slots in [*by_expert, of_none] for slot in slots]
     assert [gather.tolist().index(slot) for slot in range(len(flat))] == scatter.tolist()
