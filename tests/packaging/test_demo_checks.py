@@ -314,6 +314,10 @@ def test_a_run_whose_checks_pass_ends_with_status_zero_and_says_what_they_found(
         assert part in text
 
 
+def test_experts_without_tokens_are_counted_too():
+    assert checks._count(paddle.to_tensor([[0, 1], [1, 0]]), 4) == [2, 2, 0, 0]
+
+
 def test_the_last_step_is_measured_whatever_their_number(demo):
     given, _ = demo(steps=5, HELD_OUT_MARKS=3)
     _, marks, *_ = given["drawn"]

@@ -68,6 +68,8 @@ EQUIVALENT = (
     (r"demo/", "", r"_TOLERANCE\b", "a float does not equal its limit"),
     (r"demo/run\.py", "", r"Column\(|console=console|Console\(|f\"step ", "looks"),
     (r"demo/checks\.py", "arguments swapped", r"index_add\(", "Paddle takes PyTorch's order as well"),
+    (r"demo/checks\.py", "elements swapped", r"differences =", "the larger one counts"),
+    (r"demo/checks\.py", "constant", r"stable=True", "sums of a token's rows in another order"),
     (r"demo/checks\.py", "method dropped", r"bincount\(ids\.numpy", "NumPy reads a tensor as well"),
     (r"demo/training\.py", "", r"optimizer\.AdamW\(|beta|weight_decay|grad_clip", "any of them learns"),
     (r"demo/checks\.py", "", r"axis=|unsqueeze|shape\[-1\]|one_hot", "the last axis of a matrix is its second"),
