@@ -44,9 +44,12 @@ SUITES = {
     "racecheck": CORE_TESTS,
     "initcheck": CORE_TESTS,
     "place": ["tests/gpuplace", "--device=gpu:0"],
+    "two_gpus": ["tests/ops/test_two_gpus.py", f"--device={DEVICE}", "--gpus=2"],
+    "place_two_gpus": ["tests/gpuplace/test_two_gpus.py", "--device=gpu:0", "--gpus=2"],
 }
-# Those that run on Paddle with the plug-in.
-RIG_SUITES = ("ops", "scenarios", "triton")
+# Those that run on Paddle with the plug-in, and on Paddle 2.6.2.
+RIG_SUITES = ("ops", "scenarios", "triton", "two_gpus")
+PLACE_SUITES = ("place", "place_two_gpus")
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 
 
@@ -75,7 +78,7 @@ def environment(suite: str) -> dict[str, str]:
     env = dict(os.environ, CI="1", PYTHONPATH=str(ROOT))
     if suite not in RIG_SUITES:  # tests that load parts of the package without its Paddle side
         env["PMO_CORE_LIBRARY"] = str(RIG / "libpmo_core.so")
-    if suite in (*RIG_SUITES, "place"):
+    if suite in (*RIG_SUITES, *PLACE_SUITES):
         env["PYTHONPATH"] = f"{SITE}:{ROOT}"
         env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{RIG}:{env.get('LD_LIBRARY_PATH', '')}"
     if suite in RIG_SUITES:
@@ -119,8 +122,8 @@ def machine(commit: Path) -> dict[str, str]:
 def run_suite(suite: str, out: Path, extra: list[str]) -> int:
     """Run one suite and write its counts; the exit status is pytest's or the sanitizer's."""
     out.mkdir(parents=True, exist_ok=True)
-    if suite in (*RIG_SUITES, "place"):
-        install_library(PLACE if suite == "place" else RIG)
+    if suite in (*RIG_SUITES, *PLACE_SUITES):
+        install_library(PLACE if suite in PLACE_SUITES else RIG)
     report = out / f"{suite}.xml"
     command = [sys.executable, "-m", "pytest", *SUITES[suite], "-q", f"--junitxml={report}", *extra]
     if suite in SANITIZERS:
@@ -130,7 +133,7 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
     )
     shown = " ".join(command).replace(sys.executable, "python3").replace(f"{out}/", "results/")
     result = {"suite": suite, "command": shown, "exit_status": done.returncode}
-    result.update(machine((PLACE if suite == "place" else RIG) / "commit"))
+    result.update(machine((PLACE if suite in PLACE_SUITES else RIG) / "commit"))
     if suite in SANITIZERS:
         print(done.stdout[-3000:], done.stderr[-1000:])
         found = re.findall(r"(ERROR SUMMARY|RACECHECK SUMMARY): (.*)", done.stdout + done.stderr)
