@@ -131,6 +131,11 @@ def filled(shape: list[Any], value: float, dtype: Any, like: Tensor) -> Tensor:
     return made
 
 
+def numbers_of(like: Tensor) -> Tensor:
+    """0, 1, 2, ... for the entries of an integer vector: of its dtype and where it lies, unlike `paddle.arange`."""
+    return paddle.cumsum(paddle.ones_like(like), dtype=like.dtype) - 1
+
+
 def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
     """The rows, such that their matmul with a weight has a backward pass even if there are none.
 

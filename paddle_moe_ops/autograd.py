@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import paddle
 from paddle import Tensor
 
-from ._graphs import constant, filled
+from ._graphs import constant, filled, numbers_of
 from .backends import (
     Backend,
     GemmSpec,
@@ -27,7 +27,7 @@ from .backends import (
     Validation,
     resolve,
 )
-from .backends.base import Tensors
+from .backends.base import FLOAT8, Tensors
 from .backends.gradients import Call, Gradients, connect, first_order_only, linear
 
 
@@ -38,12 +38,9 @@ def _runs_directly(backend: Backend, *inputs: Tensor | None) -> bool:
     )
 
 
-_FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dtypes takes longer than a hash
-
-
 def _constant_if_float8(tensor: Tensor) -> Tensor:
     """The tensor, without a gradient if it has float8 rows: Paddle would cast their gradient to float8."""
-    return constant(tensor) if not tensor.stop_gradient and tensor.dtype in _FLOAT8 else tensor
+    return constant(tensor) if not tensor.stop_gradient and tensor.dtype in FLOAT8 else tensor
 
 
 class _Maps(NamedTuple):
@@ -68,8 +65,7 @@ def _rows_of_slots(slot_to_row: Tensor, num_rows: int) -> Tensor:
     rows = paddle.where(rows >= 0, rows, paddle.full_like(rows, num_rows))  # one more row takes the slots of none
     if rows.size == 0:
         return filled([num_rows], -1, "int32", like=rows)
-    slots = paddle.cumsum(paddle.ones_like(rows), dtype="int32") - 1
-    return paddle.scatter(filled([num_rows + 1], -1, "int32", like=rows), rows, slots)[:num_rows]
+    return paddle.scatter(filled([num_rows + 1], -1, "int32", like=rows), rows, numbers_of(rows))[:num_rows]
 
 
 class _Route(Call):
@@ -175,7 +171,7 @@ class _MoePermute(Call):
         counts: Tensor | None,
         spec: MoePermuteSpec,
     ) -> None:
-        self.moves = hidden_states.dtype not in _FLOAT8
+        self.moves = hidden_states.dtype not in FLOAT8
         super().__init__(backend, hidden_states if self.moves else None, probs)
         self.arguments: Any = (hidden_states, scale, routemap, probs, counts)
         self.spec = spec
@@ -284,7 +280,7 @@ class _SortChunks(Call):
         order: Tensor,
         validation: Validation,
     ) -> None:
-        self.moves, self.has_probs = x.dtype not in _FLOAT8, probs is not None
+        self.moves, self.has_probs = x.dtype not in FLOAT8, probs is not None
         super().__init__(backend, x if self.moves else None, probs)
         self.arguments: Any = (x, probs, split_sizes, order, validation)
 

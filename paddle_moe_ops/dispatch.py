@@ -18,7 +18,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd, rowmaps
-from ._graphs import is_graph_value, public
+from ._graphs import is_graph_value, numbers_of, public
 from .backends import resolve
 from .functional import permute, sort_chunks
 from .masked import unpermute_with_mask_map
@@ -256,7 +256,7 @@ def local_permute_after_a2a(
     shards, local = num_expert_shards, counts.shape[1] // num_expert_shards
     mine = _line(counts.reshape([shards, shards, local]).transpose([1, 0, 2]), shard_id)
     # chunk s * local + e holds what rank s sent for expert e
-    chunks = paddle.cumsum(paddle.ones_like(mine.flatten())) - 1  # on the device of the counts
+    chunks = numbers_of(mine.flatten())
     order = chunks.reshape([shards, local]).transpose([1, 0]).flatten()
     back = chunks.reshape([local, shards]).transpose([1, 0]).flatten()
     with _checks.renaming("sort_chunks", name, x="x_recv", split_sizes="all_shards_tokens_per_expert"):
@@ -282,10 +282,10 @@ def local_unpermute_before_a2a(expert_outputs: Tensor, state: dict[str, Tensor])
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
     """
-    name = "local_unpermute_before_a2a"
-    _checks.instance(name, "state", state, dict, "the dictionary that local_permute_after_a2a returned")
+    name, expected = "local_unpermute_before_a2a", "the dictionary that local_permute_after_a2a returned"
+    _checks.instance(name, "state", state, dict, expected)
     if not set(_STATE) <= set(state):
-        _checks.bad_value(name, "state", "the dictionary that local_permute_after_a2a returned", sorted(state))
+        _checks.bad_value(name, "state", expected, sorted(state))
     with _checks.renaming("sort_chunks", name, x="expert_outputs"):
         return sort_chunks(expert_outputs, *(state[key] for key in _STATE))[0]
 

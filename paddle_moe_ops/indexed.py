@@ -16,7 +16,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import is_graph_value, public
+from ._graphs import is_graph_value, numbers_of, public
 from .backends import Validation, resolve
 from .gemm import grouped_gemm as torch_grouped_gemm
 from .routing import calculate_topk, route
@@ -155,8 +155,7 @@ def _checked(
         _check_permutation(function, gather_indices, slot_to_row)
     slot_to_row = slot_to_row.astype("int32")
     # The indices themselves if they are a permutation, and within bounds in any case.
-    slots = paddle.cumsum(paddle.ones_like(slot_to_row), dtype="int32") - 1  # where the indices are, unlike an arange
-    row_to_slot = paddle.scatter(slot_to_row, slot_to_row, slots)
+    row_to_slot = paddle.scatter(slot_to_row, slot_to_row, numbers_of(slot_to_row))
     return X.reshape([lines, hidden]), slot_to_row, row_to_slot
 
 

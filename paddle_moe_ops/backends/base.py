@@ -8,9 +8,12 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import paddle
 from paddle import Tensor
 
 Tensors = tuple[Tensor, ...]
+
+FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dtypes takes longer than a hash
 
 OPERATORS = (
     "route",

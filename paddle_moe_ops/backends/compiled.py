@@ -18,6 +18,7 @@ from .. import _build_check, _env
 from .._graphs import filled, is_graph_value
 from . import quick
 from .base import (
+    FLOAT8,
     OPERATORS,
     MoePermuteSpec,
     MoeUnpermuteSpec,
@@ -39,8 +40,6 @@ _CHECKS = {Validation.OFF: 0, Validation.DATA: 1 | 2 | 4, Validation.ALL: 1 | 2 
 _COUNTED, _COUNTS_IN_LIST, _COUNTS_IN_TENSOR = range(3)
 
 _direct: dict[str, Callable[..., tuple[Tensor, ...]]] = {}  # without the machinery that gradients and graphs need
-
-_FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dtypes takes longer than a hash
 
 
 @functools.cache
@@ -173,7 +172,7 @@ class CompiledBackend:
         maps = plan.slot_to_row, plan.token_rows, plan.row_to_token
         rows, scales = self._permute(x, scale, maps, fill_padding)
         if not rows.stop_gradient:
-            _stop_gradients(scales, *([rows] if x.dtype in _FLOAT8 else []))
+            _stop_gradients(scales, *([rows] if x.dtype in FLOAT8 else []))
         return rows, scales
 
     def _permute(self, x: Tensor, scale: Tensor | None, maps: Tensors, fill_padding: str) -> Tensors:
@@ -234,7 +233,7 @@ class CompiledBackend:
         counts: Tensor | None,
         spec: MoePermuteSpec,
     ) -> Tensors:
-        if hidden_states.dtype in _FLOAT8 and not isinstance(hidden_states, Tensor) and not probs.stop_gradient:
+        if hidden_states.dtype in FLOAT8 and not isinstance(hidden_states, Tensor) and not probs.stop_gradient:
             return self._moe_permute_float8_graph(hidden_states, scale, routemap, probs, counts, spec)
         route = spec.route
         outputs = _run(
@@ -260,7 +259,7 @@ class CompiledBackend:
             *_scale_attributes(scale),
         )
         _stop_gradients(outputs[1], *outputs[3:])
-        if hidden_states.dtype in _FLOAT8:
+        if hidden_states.dtype in FLOAT8:
             _stop_gradients(outputs[0])
         return tuple(outputs[:8])  # the last one is for the gradient alone
 
@@ -315,9 +314,9 @@ class CompiledBackend:
         checks = _CHECKS[validation]
         if probs is None:
             out, source_to_dest = _run("sort_chunks", x, split_sizes, order, checks, x.shape[1], x.dtype.value)
-            _stop_gradients(source_to_dest, *([out] if x.dtype in _FLOAT8 else []))
+            _stop_gradients(source_to_dest, *([out] if x.dtype in FLOAT8 else []))
             return out, paddle.empty([0], "float32"), source_to_dest
-        if x.dtype in _FLOAT8 and not probs.stop_gradient:
+        if x.dtype in FLOAT8 and not probs.stop_gradient:
             # no operator has both a float8 result and a differentiable one: see _moe_permute_float8_graph
             out, _, source_to_dest = self.sort_chunks(x, None, split_sizes, order, validation)
             probs_out, _, _ = self.sort_chunks(probs.unsqueeze(-1), None, split_sizes, order, Validation.OFF)
@@ -334,7 +333,7 @@ class CompiledBackend:
             not x.stop_gradient,
             not probs.stop_gradient,
         )
-        _stop_gradients(source_to_dest, *([out] if x.dtype in _FLOAT8 else []))
+        _stop_gradients(source_to_dest, *([out] if x.dtype in FLOAT8 else []))
         return out, probs_out, source_to_dest
 
     def chunk_sort_map(self, split_sizes: Tensor, order: Tensor, num_rows: int, validation: Validation) -> Tensor:

@@ -122,8 +122,9 @@ def machine(commit: Path) -> dict[str, str]:
 def run_suite(suite: str, out: Path, extra: list[str]) -> int:
     """Run one suite and write its counts; the exit status is pytest's or the sanitizer's."""
     out.mkdir(parents=True, exist_ok=True)
+    bundle = PLACE if suite in PLACE_SUITES else RIG
     if suite in (*RIG_SUITES, *PLACE_SUITES):
-        install_library(PLACE if suite in PLACE_SUITES else RIG)
+        install_library(bundle)
     report = out / f"{suite}.xml"
     command = [sys.executable, "-m", "pytest", *SUITES[suite], "-q", f"--junitxml={report}", *extra]
     if suite in SANITIZERS:
@@ -133,7 +134,7 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
     )
     shown = " ".join(command).replace(sys.executable, "python3").replace(f"{out}/", "results/")
     result = {"suite": suite, "command": shown, "exit_status": done.returncode}
-    result.update(machine((PLACE if suite in PLACE_SUITES else RIG) / "commit"))
+    result.update(machine(bundle / "commit"))
     if suite in SANITIZERS:
         print(done.stdout[-3000:], done.stderr[-1000:])
         found = re.findall(r"(ERROR SUMMARY|RACECHECK SUMMARY): (.*)", done.stdout + done.stderr)
