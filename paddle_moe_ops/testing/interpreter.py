@@ -167,7 +167,8 @@ class NumpyDevice:
         self._check_guards()
 
     def _memory(self, size: int, offset: int) -> NDArray:
-        raw = np.resize(_GUARD, size + 2 * _GUARD_BYTES + 2 * _ALIGNMENT)
+        # A copy, because a view of it holds only what owns the memory, which np.resize would drop.
+        raw = np.resize(_GUARD, size + 2 * _GUARD_BYTES + 2 * _ALIGNMENT).copy()
         start = -raw.ctypes.data % _ALIGNMENT + _GUARD_BYTES + offset
         memory = raw[start : start + size]
         memory[...] = _POISON

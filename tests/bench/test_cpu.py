@@ -58,6 +58,15 @@ def test_every_implementation_passes_its_check(device, inputs, operation):
     assert {"core", "public function"} <= names
 
 
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
+def test_a_call_that_leaves_its_outputs_as_they_were_fails_its_check(device, inputs, operation):
+    core = next(each for each in device.implementations if each.name == "core")
+    body = core.prepare(operation, inputs)
+    outputs = body.run()
+    captured = device.capture(body._replace(run=lambda: outputs), "cpu")
+    assert device.check(operation, inputs, captured, body) is not None
+
+
 def test_sums_and_magnitudes_are_the_oracle_s(inputs):
     plan = inputs.problem.plan
     expected = reference.unpermute(inputs.rows, plan, inputs.row_probs)

@@ -49,7 +49,7 @@ def untouched_memory(poison) -> Iterator[None]:
 
 
 def give_back_freed_memory() -> None:
-    """The C library may serve a block of any size from memory that the process has used and freed; its pages go first."""
+    """The C library may serve any block from memory that was used and freed; its pages go back first."""
     LIBC.malloc_trim(0)
 
 
