@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
+import numpy as np
 import paddle
 from paddle import Tensor
 
@@ -220,7 +221,7 @@ def counts(
 
     Args:
         function: name that begins the message.
-        value: a list of ints or 0-D integer tensors, a 1-D integer tensor, or None.
+        value: a list of ints or of integer tensors with one element, a 1-D integer array or tensor, or None.
         num_experts: how many there must be.
         has_static_buffer: then the argument is ignored.
 
@@ -232,20 +233,29 @@ def counts(
         return None, None
     if isinstance(value, Tensor) or is_graph_value(value):
         return None, tensor(function, name, value, ID_DTYPES, [num_experts])
+    if isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer) and value.ndim == 1:
+        value = value.tolist()
     if not isinstance(value, (list, tuple)):
-        expected = "a list of ints, a list of 0-D int tensors, a 1-D int tensor or None"
-        bad_type(function, name, expected, type(value).__name__)
+        expected = "a list of ints or of int tensors with one element, a 1-D int array or tensor, or None"
+        given = (
+            f"an array of {value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+        )
+        bad_type(function, name, expected, given)
     if len(value) != num_experts:
         bad_value(function, name, f"of length num_experts={num_experts} (or None: counted)", f"length {len(value)}")
     if any(is_graph_value(item) for item in value):
-        items = [tensor(function, f"{name}[{i}]", item, ID_DTYPES, []) for i, item in enumerate(value)]
-        return None, paddle.stack([item.astype("int32") for item in items])
+        items = [_one_element(function, f"{name}[{i}]", item) for i, item in enumerate(value)]
+        return None, paddle.stack([item.astype("int32").reshape([]) for item in items])
     numbers = []
     for i, item in enumerate(value):
         if isinstance(item, Tensor):
-            item = tensor(function, f"{name}[{i}]", item, ID_DTYPES, []).item()
+            item = _one_element(function, f"{name}[{i}]", item).item()
         numbers.append(integer(function, f"{name}[{i}]", item, 0))
     return tuple(numbers), None
+
+
+def _one_element(function: str, argument: str, value: Any) -> Tensor:
+    return tensor(function, argument, value, ID_DTYPES, [1] * max(getattr(value, "ndim", 0), 0))
 
 
 def validation(function: str, value: bool | None, like: Tensor) -> Validation:

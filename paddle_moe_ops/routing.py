@@ -134,9 +134,9 @@ def route(
         probs: float32 [T, K] for ids, [T, E] for a mask, or None.
         num_experts: E, at most 65536; needed for ids, read off a mask.
         padding_alignment: rows, >= 1.
-        tokens_per_expert: the number of routed rows of each expert, if known: a list of ints or 0-D int tensors, or a
-            1-D int tensor. They must be the true counts, those before any slot is dropped. None: counted. Ignored with
-            a static buffer.
+        tokens_per_expert: the number of routed rows of each expert, if known: a list of ints or of int tensors with one
+            element, or a 1-D int array or tensor. They must be the true counts, those before any slot is dropped, each
+            with or without its segment's padding. None: counted. Ignored with a static buffer.
         buffer_size: N of a static buffer. Rows at or beyond its end are dropped and counted in ``plan.overflow``, the
             others stay where they are. -1: N is the sum of the padded segments.
         topk: K of a mask, by default E; the highest experts beyond it are dropped.
@@ -218,15 +218,16 @@ def _route_up_to(
 ) -> Tensors:
     """The ten tensors of a plan in which no expert has more rows than its capacity.
 
-    A first routing, without padding, says which place in its expert's segment each slot would have; a second one routes
-    the slots that are left. It takes ids where the routing is a mask, since slots must not move to other columns.
+    A first routing says which place in its expert's segment each slot would have; a second one routes the slots that
+    are left. It takes ids where the routing is a mask, since slots must not move to other columns.
     """
     backend = resolve("route", routing)
     is_counted = spec.counts is None and counts is None
     num_slots = routing.shape[0] * (routing.shape[1] if spec.topk < 0 else spec.topk)  # negative if T is not known
     whole = spec._replace(
-        padding_alignment=1,
-        # A buffer that every slot fits saves a synchronisation; counts are only looked at without one.
+        # Without padding every slot fits a buffer of so many rows, which saves a synchronisation. Given counts, which are
+        # only looked at without a buffer, may include padding.
+        padding_alignment=1 if is_counted else spec.padding_alignment,
         buffer_size=max(num_slots, -1) if is_counted else -1,
         validation=min(spec.validation, Validation.DATA),
     )
@@ -242,7 +243,8 @@ def _route_up_to(
         probs = paddle.index_sample(probs, experts.clip(min=0))
     kept = None
     if isinstance(capacity, int) and spec.counts is not None:
-        kept = tuple(min(count, capacity) for count in spec.counts)
+        alignment = spec.padding_alignment
+        kept = tuple(-(-min(count, capacity) // alignment) * alignment for count in spec.counts)
     left = spec._replace(
         topk=-1,
         counts=kept,

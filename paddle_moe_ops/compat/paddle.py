@@ -9,24 +9,43 @@ the functions before, under whatever name, is routed here as well, and gets Padd
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
 import paddle
 
-from .. import functional
+from .. import _checks, functional
 from ..backends import register_note
+from ..backends.base import FLOAT8
 
 __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
 
 _originals: dict[FunctionType, CodeType] = {}  # Paddle's own code while it is replaced
 
 
-def moe_permute(*arguments: Any, **keywords: Any) -> Any:
-    """`functional.moe_permute` with Paddle's tolerance: ids that name no expert are passed over, on a CPU too."""
+def moe_permute(
+    hidden_states: Any,
+    scale: Any,
+    expert_routemap_topk: Any,
+    expert_prob_topk: Any,
+    num_experts: Any,
+    tokens_per_expert: Any,
+    padding_alignment: Any,
+    do_gather: Any = True,
+    *others: Any,
+    **keywords: Any,
+) -> Any:
+    """`functional.moe_permute` with Paddle's tolerance: ids that name no expert are passed over, on a CPU too.
+
+    As in Paddle's newest version, float8 rows are not gathered without their scale.
+    """
     keywords.setdefault("validate", False)
-    return functional.moe_permute(*arguments, **keywords)
+    if scale is None and do_gather and getattr(hidden_states, "dtype", None) in FLOAT8:
+        _checks.bad_value("moe_permute", "scale", "given with float8 rows, unless do_gather=False", None)
+    routing = expert_routemap_topk, expert_prob_topk, num_experts, tokens_per_expert
+    return functional.moe_permute(hidden_states, scale, *routing, padding_alignment, do_gather, *others, **keywords)
 
 
 def moe_unpermute(*arguments: Any, **keywords: Any) -> Any:
@@ -70,7 +89,8 @@ def patch_paddle() -> None:
     """Make Paddle's moe_permute and moe_unpermute run on this package, everywhere in the process.
 
     Numbers are Paddle's, also where this package decides otherwise: a token with exactly one row stays unweighted in
-    the weighted combine, ids outside [0, num_experts) are passed over on a CPU too. New are gradients, the CPU, dtypes
+    the weighted combine, ids outside [0, num_experts) are passed over on a CPU too, and float8 rows need their scale
+    where they are gathered, as Paddle's newest version decides. The signature stays Paddle's. New are gradients, the CPU, dtypes
     and widths, and the keyword arguments of this package's functions. Calling it again changes nothing.
 
     Raises:
@@ -79,8 +99,10 @@ def patch_paddle() -> None:
     functions = {name: _paddle_function(name) for name in _STAND_INS}  # all or none
     for name, function in functions.items():
         if function not in _originals:
+            signature = inspect.signature(function)
             _originals[function] = function.__code__
             function.__code__ = _STAND_INS[name]
+            function.__signature__ = signature  # type: ignore[attr-defined]  # the stand-in's own says nothing
 
 
 def unpatch_paddle() -> None:
@@ -88,6 +110,7 @@ def unpatch_paddle() -> None:
     while _originals:
         function, code = _originals.popitem()
         function.__code__ = code
+        del function.__signature__  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

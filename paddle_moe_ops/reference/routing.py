@@ -78,7 +78,8 @@ def route(
         probs: float32, [T, K] for ids and [T, E] for a mask.
         num_experts: E, needed for ids.
         padding_alignment: A, in rows.
-        tokens_per_expert: The caller's counts; they must be the true ones. Ignored with a static buffer.
+        tokens_per_expert: The caller's counts: the true ones, each with or without its segment's padding. Ignored with
+            a static buffer.
         buffer_size: N when >= 0: rows at or beyond N are dropped, the others stay where they are. Otherwise N
             is the sum of the padded segments.
         topk: K of a mask (default E); ids bring their own K.
@@ -129,7 +130,7 @@ def route(
     experts = flat_ids[slots]
     routed = np.bincount(experts, minlength=num_experts)
     if buffer_size < 0 and tokens_per_expert is not None:
-        _check_counts(tokens_per_expert, routed, function, name["tokens_per_expert"])
+        _check_counts(tokens_per_expert, routed, padding_alignment, function, name["tokens_per_expert"])
     rank_in_expert = np.arange(len(slots)) - (np.cumsum(routed) - routed)[experts]
     kept = routed
     if capacity is not None:
@@ -252,11 +253,14 @@ def _check_probs(probs: NDArray, routing: NDArray, num_experts: int, function: s
         raise ValueError(f"{function}: {name} must not hold NaN, but token {token}, {place} {column} does")
 
 
-def _check_counts(given: Iterable[int], routed: NDArray, function: str, name: str) -> None:
+def _check_counts(given: Iterable[int], routed: NDArray, alignment: int, function: str, name: str) -> None:
+    """Raise ValueError for wrong counts; a count with its segment's padding is right as well."""
     counts = [int(count) for count in given]
-    if counts != routed.tolist():
+    padded = -(-routed // alignment) * alignment
+    if len(counts) != len(routed) or ((routed != counts) & (padded != counts)).any():
+        padding = "" if alignment == 1 else f", with or without the padding to a multiple of {alignment}"
         raise ValueError(
-            f"{function}: {name} must be {routed.tolist()}, the rows routed to each expert, but got {counts}"
+            f"{function}: {name} must be {routed.tolist()}, the rows routed to each expert{padding}, but got {counts}"
         )
 
 

@@ -152,8 +152,20 @@ def test_wrong_counts(core: Core) -> None:
     ids = np.array([[0, 3], [3, -1]], np.int32)
     expected = np.array([1, 0, 0, 1], np.int32)
     assert route_error(core, ids, **IDS, expected_per_expert=expected).text == (
-        "tokens_per_expert must be [1, 0, 0, 2], the rows routed to each expert, but got [1, 0, 0, 1]"
+        "tokens_per_expert must be [1, 0, 0, 2], the rows routed to each expert, "
+        "with or without the padding to a multiple of 2, but got [1, 0, 0, 1]"
     )
+    for wrong in ([3, 0, 0, 2], [1, 2, 0, 2], [1, 0, 0, 4]):
+        assert route_error(core, ids, **IDS, expected_per_expert=np.array(wrong, np.int32)).text.endswith(
+            f"got {wrong}"
+        )
+
+
+@pytest.mark.parametrize("given", [[1, 0, 0, 2], [2, 0, 0, 2]])
+def test_counts_may_include_padding(core: Core, given: list[int]) -> None:
+    problem = make_problem(np.array([[0, 3], [3, -1]], np.int32), **IDS)
+    plan = calls.route(core, problem, checks=Check.COUNTS, expected_per_expert=np.array(given, np.int32))
+    assert plan["routed_per_expert"].tolist() == [1, 0, 0, 2]
 
 
 def test_right_counts_count_repeated_experts_by_the_rule(core: Core) -> None:

@@ -93,7 +93,7 @@ def _value(function: str, fault: str, changes: dict[str, Any], text: str) -> Bad
 
 ROWS = "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2"
 SUMS = "bfloat16, float16 or float32"
-FORMS = "a list of ints, a list of 0-D int tensors, a 1-D int tensor or None"
+FORMS = "a list of ints or of int tensors with one element, a 1-D int array or tensor, or None"
 AMAX = "from 2^-100 to 3.40282347e+38"
 FILLS = "one of 'all', 'meta', 'none'"
 
@@ -171,13 +171,17 @@ MOE_PERMUTE = [
            "tokens_per_expert must be of shape [3], but got [4]"),
     _value("moe_permute", "count tensor of rank 2", {"tokens_per_expert": zeros(E, 1, dtype=np.int32)},
            "tokens_per_expert must be of shape [3], but got [3, 1]"),
-    _value("moe_permute", "count of rank 1",
-           {"tokens_per_expert": lambda place: [2, tensor(np.zeros(1, np.int64), place), 1]},
-           "tokens_per_expert[1] must be of shape [], but got [1]"),
+    _value("moe_permute", "count of two elements",
+           {"tokens_per_expert": lambda place: [2, tensor(np.zeros(2, np.int64), place), 1]},
+           "tokens_per_expert[1] must be of shape [1], but got [2]"),
     _type("moe_permute", "text for counts", {"tokens_per_expert": "2,2,1"},
           f"tokens_per_expert must be {FORMS}, but got str"),
-    _type("moe_permute", "array for counts", {"tokens_per_expert": np.array([2, 2, 1])},
-          f"tokens_per_expert must be {FORMS}, but got ndarray"),
+    _type("moe_permute", "array of floats for counts", {"tokens_per_expert": np.array([2.0, 2, 1])},
+          f"tokens_per_expert must be {FORMS}, but got an array of float64 [3]"),
+    _type("moe_permute", "array of rank 2 for counts", {"tokens_per_expert": np.array([[2, 2, 1]])},
+          f"tokens_per_expert must be {FORMS}, but got an array of int64 [1, 3]"),
+    _value("moe_permute", "array of counts too short", {"tokens_per_expert": np.array([2, 2], np.int32)},
+           "tokens_per_expert must be of length num_experts=3 (or None: counted), but got length 2"),
     _type("moe_permute", "int for do_gather", {"do_gather": 1}, "do_gather must be a bool, but got 1 of type int"),
     _type("moe_permute", "None for using_ue8m0_scale", {"using_ue8m0_scale": None},
           "using_ue8m0_scale must be a bool, but got None of type NoneType"),
@@ -373,7 +377,7 @@ BAD_ARGUMENTS = [*MOE_PERMUTE, *MOE_UNPERMUTE, *ROUTE, *PERMUTE_AND_UNPERMUTE, *
 
 # Checked where the data are, so the backend says it. "data" raise unless validate=False, and so do "order", which hold
 # several faults, of which the first to be checked is reported. "counts" raise always, "overflow" with validate=True.
-COUNTS = "must be [2, 2, 1], the rows routed to each expert, but got"
+COUNTS = "must be [2, 2, 1], the rows routed to each expert, with or without the padding to a multiple of 2, but got"
 
 BAD_DATA = {
     "data": [

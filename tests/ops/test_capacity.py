@@ -146,6 +146,7 @@ def test_a_token_whose_slots_are_all_dropped_gets_zeros(place, backend):
 COUNT_FORMS = {
     "list": lambda counts, place: counts.tolist(),
     "list of 0-D tensors": lambda counts, place: list(tensor(counts, place)),
+    "padded array": lambda counts, place: -(-counts // SMALL.A) * SMALL.A,
     "int32 tensor": lambda counts, place: tensor(counts.astype(np.int32), place),
     "int64 tensor": lambda counts, place: tensor(counts.astype(np.int64), place),
 }
@@ -167,6 +168,15 @@ def test_counts_are_those_before_slots_are_dropped(form, capacity_form, rng, pla
     text = f"route: tokens_per_expert must be {expected.routed_per_expert.tolist()}, the rows routed to each expert"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         route(ids, probs, **arguments, tokens_per_expert=COUNT_FORMS[form](expected.tokens_per_expert, place))
+
+
+@pytest.mark.parametrize("capacity", [0, 3, 5, 6, 8, 9])
+@pytest.mark.parametrize("counts", [[5, 1], [8, 8]], ids=["rows", "with padding"])
+def test_counts_with_padding_may_be_above_or_below_the_capacity(counts, capacity, place, backend):
+    ids = tensor(np.array([[0], [0], [1], [0], [0], [0]], np.int32), place)
+    arguments = {"num_experts": 2, "padding_alignment": 8, "capacity": capacity}
+    plan = route(ids, **arguments, tokens_per_expert=counts)
+    assert_plan(plan, reference.route(ids.numpy(), **arguments))
 
 
 @pytest.mark.parametrize("counts", [None, [9, 9]], ids=["counted", "ignored"])

@@ -172,6 +172,62 @@ def test_every_optional_argument_of_paddles_permute_has_its_effect(rng, place):
     assert len(row_probs) == problem.plan().num_rows
 
 
+@pytest.mark.parametrize("patched", [imported_before, unpermute_imported_before], ids=lambda each: each.__name__)
+def test_the_signature_stays_paddles(patched):
+    expected = PADDLES_SIGNATURES[patched.__name__]
+    with patched_paddle():
+        assert inspect.signature(patched) == expected
+        assert inspect.getfullargspec(patched).args == list(expected.parameters)
+    assert inspect.signature(patched) == expected
+    assert "__signature__" not in vars(patched)
+
+
+@pytest.mark.parametrize("validate", [None, True])
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("form", ["list", "array", "list of tensors with one element", "tensor"])
+def test_counts_may_be_what_a_dispatcher_hands_out(form, traced, validate, rng, place):
+    """Padded to the alignment, in whatever holds them."""
+    problem, alignment = make_problem(rng, SMALL), 8
+    plan = problem.plan(padding_alignment=alignment)
+    counts = np.diff(plan.expert_offsets).astype(np.int32)
+    forms = {
+        "list": counts.tolist(),
+        "array": counts,
+        "list of tensors with one element": list(tensor(counts[:, None], place)),
+        "tensor": tensor(counts, place),
+    }
+    x, ids, probs = (tensor(each, place) for each in (problem.x, problem.ids, problem.probs))
+
+    def call(x, ids, probs, counts):
+        options = {} if validate is None else {"validate": validate}
+        return imported_before(x, None, ids, probs, SMALL.E, counts, alignment, **options)[0]
+
+    with patched_paddle():
+        with plain_errors():
+            rows = (paddle.jit.to_static(call, full_graph=True) if traced else call)(x, ids, probs, forms[form])
+        assert_bits_equal(rows, reference.permute(problem.x, plan)[0])
+        wrong = counts + alignment
+        with pytest.raises(ValueError, match=r"^moe_permute: tokens_per_expert must be .* padding to a multiple of 8"):
+            imported_before(x, None, ids, probs, SMALL.E, wrong, alignment, validate=True)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_rows_are_not_gathered_without_their_scale(dtype, rng, place):
+    problem = make_problem(rng, SMALL)
+    x, ids, probs = (tensor(each, place) for each in (problem.x, problem.ids, problem.probs))
+    codes = x.astype(dtype)
+    ours = functional.moe_permute(codes, None, ids, probs, SMALL.E, None, SMALL.A)
+    with patched_paddle():
+        with pytest.raises(ValueError, match=r"^moe_permute: scale must be given with float8 rows, unless do_gather="):
+            imported_before(codes, None, ids, probs, SMALL.E, None, SMALL.A)
+        maps = imported_before(codes, None, ids, probs, SMALL.E, None, SMALL.A, False)
+        scale = tensor(np.ones((SMALL.T, 1), np.float32), place)
+        moved = imported_before(codes, scale, ids, probs, SMALL.E, None, SMALL.A)
+        imported_before(x, None, ids, probs, SMALL.E, None, SMALL.A)
+    assert_bits_equal(maps[1], ours[1].numpy())
+    assert_bits_equal(moved[0].view("uint8"), ours[0].view("uint8").numpy())
+
+
 def test_this_packages_own_arguments_reach_the_patched_functions(place):
     x, probs = paddle.ones([2, 4]), paddle.ones([2, 1])
     bad = tensor(np.array([[0], [7]], np.int32), place)

@@ -61,12 +61,19 @@ def test_row_probs_of_a_plan_without_probabilities_raise_instead_of_meaning_no_w
 
 
 def count_forms(counts, place):
+    padded = -(-counts // SMALL.A) * SMALL.A
     return {
         "counted": None,
         "list": counts.tolist(),
         "tuple": tuple(counts.tolist()),
         "list of NumPy integers": list(counts),
         "list of 0-D tensors": list(tensor(counts, place)),
+        "list of tensors with one element": list(tensor(counts[:, None], place)),
+        "int32 array": counts.astype(np.int32),
+        "int64 array": counts.astype(np.int64),
+        "padded list": padded.tolist(),
+        "padded tensor": tensor(padded.astype(np.int32), place),
+        "list of which one is padded": [*padded[:1].tolist(), *counts[1:].tolist()],
         "list of ints and tensors": [tensor(counts, place)[0], *counts[1:].tolist()],
         "int32 tensor": tensor(counts.astype(np.int32), place),
         "int64 tensor": tensor(counts.astype(np.int64), place),

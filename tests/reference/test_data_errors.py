@@ -81,6 +81,19 @@ def test_wrong_counts_always_raise(given: list[int], validate: bool | None) -> N
         route(ids([0, 1], [1, -1]), num_experts=3, tokens_per_expert=given, validate=validate)
 
 
+@pytest.mark.parametrize("given", [[1, 3, 0], [1, 4, 0], [4, 3, 0], [4, 4, 0]])
+def test_counts_may_include_padding(given: list[int]) -> None:
+    plan = route(ids([0, 1], [1, -1], [1, -1]), num_experts=3, padding_alignment=4, tokens_per_expert=given)
+    assert plan.expert_offsets.tolist() == [0, 4, 8, 8]
+
+
+@pytest.mark.parametrize("given", [[1, 2, 0], [1, 8, 0], [3, 3, 0], [1, 3, 4]])
+def test_counts_between_the_rows_and_their_padding_are_wrong(given: list[int]) -> None:
+    text = "tokens_per_expert must be [1, 3, 0], the rows routed to each expert, with or without the padding to a"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'route: {text} multiple of 4, but got {given}')}$"):
+        route(ids([0, 1], [1, -1], [1, -1]), num_experts=3, padding_alignment=4, tokens_per_expert=given)
+
+
 def test_counts_take_a_duplicate_once_or_as_often_as_it_gets_rows() -> None:
     twice = ids([0, 0])
     assert route(twice, num_experts=1, tokens_per_expert=[1], validate=False).num_rows == 1

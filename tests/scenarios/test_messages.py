@@ -94,19 +94,20 @@ MISTAKES = {
         lambda g: permuted(g, probs=g.probs.astype("float64")),
         "moe_permute: expert_prob_topk must be of dtype float32, but got float64",
     ),
-    "counts in an array": (
-        lambda g: permuted(g, counts=np.array(COUNTS)),
-        "moe_permute: tokens_per_expert must be a list of ints, a list of 0-D int tensors, a 1-D int tensor or None, "
-        "but got ndarray",
+    "counts in an array of floats": (
+        lambda g: permuted(g, counts=np.array(COUNTS, np.float32)),
+        "moe_permute: tokens_per_expert must be a list of ints or of int tensors with one element, "
+        "a 1-D int array or tensor, or None, but got an array of float32 [5]",
     ),
     "counts of a wrong sum": (
         lambda g: permuted(g, counts=[3, 4, 3, 1, 2]),
         "moe_permute: tokens_per_expert must be [3, 4, 3, 1, 1], the rows routed to each expert, "
         "but got [3, 4, 3, 1, 2]",
     ),
-    "counts that include padding": (
-        lambda g: route(g.ids, num_experts=E, padding_alignment=4, tokens_per_expert=[4, 4, 4, 4, 4]),
-        "route: tokens_per_expert must be [3, 4, 3, 1, 1], the rows routed to each expert, but got [4, 4, 4, 4, 4]",
+    "counts that include another padding": (
+        lambda g: route(g.ids, num_experts=E, padding_alignment=4, tokens_per_expert=[8, 8, 8, 8, 8]),
+        "route: tokens_per_expert must be [3, 4, 3, 1, 1], the rows routed to each expert, "
+        "with or without the padding to a multiple of 4, but got [8, 8, 8, 8, 8]",
     ),
     "no number of experts": (
         lambda g: route(g.ids, g.probs),

@@ -38,13 +38,19 @@ int report_data(const pmo_route_params& p, const pmo_route_findings& found) {
   return PMO_OK;
 }
 
+// A count is right with its segment's padding as well: dispatchers hand out such counts, and the segments are the same.
 int report_counts(const pmo_route_params& p, const int32_t* routed_per_expert) {
+  const int64_t alignment = p.padding_alignment;
+  const auto is_right = [alignment](int64_t routed, int64_t given) {
+    return given == routed || given == (routed + alignment - 1) / alignment * alignment;
+  };
   if ((p.checks & PMO_CHECK_COUNTS) == 0 || p.expected_per_expert == nullptr ||
-      std::equal(routed_per_expert, routed_per_expert + p.num_experts, p.expected_per_expert)) {
+      std::equal(routed_per_expert, routed_per_expert + p.num_experts, p.expected_per_expert, is_right)) {
     return PMO_OK;
   }
+  const std::string padded = alignment == 1 ? "" : ", with or without the padding to a multiple of " + std::to_string(alignment);
   return fail(PMO_INVALID_DATA, "tokens_per_expert must be " + list_text(routed_per_expert, p.num_experts) +
-                                    ", the rows routed to each expert, but got " +
+                                    ", the rows routed to each expert" + padded + ", but got " +
                                     list_text(p.expected_per_expert, p.num_experts));
 }
 
