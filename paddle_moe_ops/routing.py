@@ -225,8 +225,8 @@ def _route_up_to(
     is_counted = spec.counts is None and counts is None
     num_slots = routing.shape[0] * (routing.shape[1] if spec.topk < 0 else spec.topk)  # negative if T is not known
     whole = spec._replace(
-        # Without padding every slot fits a buffer of so many rows, which saves a synchronisation. Given counts, which are
-        # only looked at without a buffer, may include padding.
+        # Without padding, every slot fits a buffer of this many rows, which saves a synchronisation. Given counts may
+        # include padding, and are only looked at without a buffer.
         padding_alignment=1 if is_counted else spec.padding_alignment,
         buffer_size=max(num_slots, -1) if is_counted else -1,
         validation=min(spec.validation, Validation.DATA),

@@ -90,8 +90,8 @@ def patch_paddle() -> None:
 
     Numbers are Paddle's, also where this package decides otherwise: a token with exactly one row stays unweighted in
     the weighted combine, ids outside [0, num_experts) are passed over on a CPU too, and float8 rows need their scale
-    where they are gathered, as Paddle's newest version decides. The signature stays Paddle's. New are gradients, the CPU, dtypes
-    and widths, and the keyword arguments of this package's functions. Calling it again changes nothing.
+    where they are gathered, as Paddle's newest version decides. The signature stays Paddle's. New are gradients, the
+    CPU, dtypes and widths, and the keyword arguments of this package's functions. Calling it again changes nothing.
 
     Raises:
         RuntimeError: this Paddle has no such functions.
