@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import paddle
 from paddle import Tensor
 
-from ..reference import rowmap_to_token_rows
+from ..reference import read_rowmap, row_id_map_to_rowmap, rowmap_to_token_rows
 from ..reference.routing import check_ids
 from ..triton import _runtime
 from .arrays import numpy_dtype, to_numpy
@@ -23,6 +23,7 @@ from .base import (
     QuantizeSpec,
     RouteSpec,
     RowMaps,
+    RowmapSpec,
     Tensors,
     TopkSpec,
     Validation,
@@ -77,6 +78,7 @@ class TritonBackend:
             "quantized_experts",
             "calculate_topk",
             "grouped_gemm",
+            "row_id_map",
         }
     )
     dtypes: ClassVar[dict[str, Any]] = {"grouped_gemm": (paddle.bfloat16, paddle.float16)}
@@ -344,6 +346,39 @@ class TritonBackend:
         rows = host_chunk_rows(name, split_sizes) if num_rows < 0 else num_rows
         return self._chunk_map(name, split_sizes, order, rows, validation)
 
+    def make_row_id_map(
+        self, token_rows: Tensor, row_to_expert: Tensor, pad_offsets: Tensor | None, num_experts: int
+    ) -> Tensor:
+        from ..triton.row_id_map import make_row_id_map
+
+        offsets = None if pad_offsets is None else _dense(pad_offsets)
+        return make_row_id_map(_device(token_rows), _dense(token_rows), _dense(row_to_expert), offsets, num_experts)
+
+    def read_rowmap(
+        self, rowmap: Tensor, pad_offsets: Tensor | None, num_rows: Tensor | None, spec: RowmapSpec
+    ) -> RowMaps:
+        from ..triton.row_id_map import read_row_id_map
+        from ..triton.rowmap import clean_rowmap_by_expert
+
+        rows = spec.num_rows if num_rows is None else int(num_rows.item())
+        offsets = None if pad_offsets is None else _dense(pad_offsets)
+        if spec.check_range or spec.check_repeats:
+            _check_rowmap(rowmap, offsets, rows, spec)
+        device, dense = _device(rowmap), _dense(rowmap)
+        by_pair = read_row_id_map(device, dense, offsets) if spec.is_row_id_map else dense
+        return RowMaps(*clean_rowmap_by_expert(device, by_pair, rows))
+
+    def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
+        from ..triton.rowmap import fill, scatter_slots
+
+        device, num_rows = _device(slot_values), maps.row_to_slot.shape[0]
+        row_values = fill(device, device.empty([num_rows], "float32"), num_rows, 0)
+        scatter_slots(device, _dense(slot_values), _dense(maps.slot_to_row), row_values, add=False)
+        return row_values
+
+    def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
+        return self.gather_slots(row_values, maps.slot_to_row)
+
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
         from ..triton.grouped_gemm import grouped_gemm
 
@@ -367,6 +402,14 @@ class TritonBackend:
         if spec.plan is not None and d_rows is not None:
             d_rows = self.permute_backward(d_rows, spec.plan.token_rows)
         return d_rows, d_w, d_weights
+
+
+def _check_rowmap(rowmap: Tensor, pad_offsets: Tensor | None, num_rows: int, spec: RowmapSpec) -> None:
+    """Raises for bad entries, as far as it is asked for."""
+    rows = to_numpy(rowmap)
+    if spec.is_row_id_map:
+        rows = row_id_map_to_rowmap(rows, None if pad_offsets is None else to_numpy(pad_offsets))
+    read_rowmap(rows, num_rows, check_range=spec.check_range, check_repeats=spec.check_repeats)
 
 
 def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:

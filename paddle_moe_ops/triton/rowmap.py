@@ -7,7 +7,8 @@ in flat order t * E + e. Three kernels:
 
     fill     owner [N] = no place
     claim    per piece of the map: owner[row] = least place (an integer minimum: the same on every run)
-    compact  per token: its own entries ascending by expert, then -1; row_to_token; the row that each slot reads
+    compact  per token: its own entries ascending by expert, then -1; row_to_token; the row that each slot reads. Where
+             every expert is a slot, that is what is left of the map, and row_to_slot and row_to_expert follow.
 """
 
 from typing import Any
@@ -15,11 +16,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, address, blocks, next_power_of_2
+from .launching import Array, Device, address, addresses, blocks, next_power_of_2
 from .permute import fill_kernel
 from .sums import minus_zeros
 
-__all__ = ["clean_rowmap", "gather_slots", "scatter_mask", "scatter_slots"]
+__all__ = ["clean_rowmap", "clean_rowmap_by_expert", "gather_slots", "scatter_mask", "scatter_slots"]
 
 _BLOCK = 1024
 _NO_PLACE = 2**31 - 1
@@ -41,9 +42,12 @@ def compact_kernel(
     token_rows,
     row_to_token,
     slot_to_row,
+    row_to_slot,
+    row_to_expert,
     num_experts,
     num_rows,
     K,
+    BY_EXPERT: tl.constexpr,
     DEDUPE: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -60,6 +64,10 @@ def compact_kernel(
         one = usable.to(tl.int32)
         tl.store(token_rows + base + found + tl.cumsum(one, axis=0) - one, row, mask=usable)
         tl.store(row_to_token + row, tl.zeros([BLOCK], tl.int32) + token, mask=usable)
+        if BY_EXPERT:
+            tl.store(slot_to_row + base + experts, tl.where(usable, row, -1), mask=experts < num_experts)
+            tl.store(row_to_slot + row, base + experts, mask=usable)
+            tl.store(row_to_expert + row, experts, mask=usable)
         found += tl.sum(one, axis=0)
     for first in range(0, num_experts, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -132,35 +140,62 @@ def clean_rowmap(
     Raises:
         ValueError: The row map has 2^31 entries or more.
     """
+    slot_to_row = device.empty([rowmap.shape[0], ids.shape[1]], "int32")
+    token_rows, row_to_token = _clean(device, rowmap, ids, slot_to_row, None, None, num_rows, first_duplicate_only)
+    return token_rows, row_to_token, slot_to_row
+
+
+def clean_rowmap_by_expert(device: Device, rowmap: Array, num_rows: int) -> tuple[Any, Any, Any, Any, Any]:
+    """slot_to_row and token_rows [T, E], row_to_token, row_to_slot and row_to_expert [N] if slot e is expert e.
+
+    Raises:
+        ValueError: The row map has 2^31 entries or more.
+    """
+    slot_to_row = device.empty(rowmap.shape, "int32")
+    row_to_slot, row_to_expert = (fill(device, device.empty([num_rows], "int32"), num_rows, -1) for _ in range(2))
+    token_rows, row_to_token = _clean(device, rowmap, None, slot_to_row, row_to_slot, row_to_expert, num_rows, False)
+    return slot_to_row, token_rows, row_to_token, row_to_slot, row_to_expert
+
+
+def _clean(
+    device: Device,
+    rowmap: Array,
+    ids: Array | None,
+    slot_to_row: Array,
+    row_to_slot: Array | None,
+    row_to_expert: Array | None,
+    num_rows: int,
+    first_duplicate_only: bool,
+) -> tuple[Any, Any]:
     num_tokens, num_experts = rowmap.shape
-    topk, size = ids.shape[1], num_tokens * num_experts
+    topk, size = 0 if ids is None else ids.shape[1], num_tokens * num_experts
     if size > _NO_PLACE:
         raise ValueError(f"a row map must have less than 2^31 entries, but has {size}")
     token_rows = device.empty([num_tokens, num_experts], "int32")
-    slot_to_row = device.empty([num_tokens, topk], "int32")
     row_to_token = fill(device, device.empty([num_rows], "int32"), num_rows, -1)
     owner = fill(device, device.empty([max(num_rows, 1)], "int32"), num_rows, _NO_PLACE)
     if not num_tokens:
-        return token_rows, row_to_token, slot_to_row
+        return token_rows, row_to_token
     maps = address(rowmap), address(owner)
     types = ("*i32", "*i32", "i32", "i32")
     device.launch(claim_kernel, blocks(size, _BLOCK), types, (*maps, size, num_rows), (_BLOCK,), 4)
+    outputs = token_rows, row_to_token, slot_to_row, row_to_slot, row_to_expert
     device.launch(
         compact_kernel,
         num_tokens,
-        ("*i32", "*i32", _ids_type(device, ids), *["*i32"] * 3, *["i32"] * 3),
-        (*maps, *map(address, (ids, token_rows, row_to_token, slot_to_row)), num_experts, num_rows, topk),
+        ("*i32", "*i32", _ids_type(device, ids), *["*i32"] * 5, *["i32"] * 3),
+        (*maps, *addresses(ids, *outputs), num_experts, num_rows, topk),
         (
-            *(first_duplicate_only, min(max(next_power_of_2(num_experts), 32), _BLOCK)),
+            *(ids is None, first_duplicate_only, min(max(next_power_of_2(num_experts), 32), _BLOCK)),
             min(next_power_of_2(topk), 64),
         ),
         1,
     )
-    return token_rows, row_to_token, slot_to_row
+    return token_rows, row_to_token
 
 
-def _ids_type(device: Device, ids: Array) -> str:
-    return "*i64" if device.dtype_name(ids) == "int64" else "*i32"
+def _ids_type(device: Device, ids: Array | None) -> str:
+    return "*i64" if ids is not None and device.dtype_name(ids) == "int64" else "*i32"
 
 
 def fill(device: Device, out: Any, size: int, value: int) -> Any:

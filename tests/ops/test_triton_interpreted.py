@@ -314,6 +314,51 @@ def test_bad_data_raise_under_validation_and_count_as_none_without(interpreted):
         assert route(ids, num_experts=3, validate=False).tokens_per_expert.tolist() == [1, 1, 0]
 
 
+@pytest.mark.parametrize("validate", [None, True])
+def test_row_id_maps_there_and_back_with_gradients(interpreted, rng, validate):
+    tokens, experts = SHAPE.T, SHAPE.E
+    mask = rng.random((tokens, experts)) < 0.5
+    probs = rng.random((tokens, experts), np.float32)
+    x = ordinary(rng, (tokens, SHAPE.H))
+    counts = mask.sum(0).tolist()
+    d_out = rng.standard_normal((tokens, SHAPE.H)).astype(np.float32)
+
+    def call(x, probs):
+        rows, row_probs, row_id_map, pad_offsets, _ = masked.moe_permute_and_pad_with_probs(
+            x, probs, tensor(mask, "cpu"), counts, 4, validate=validate
+        )
+        y = rows * row_probs.unsqueeze(-1)
+        out, by_pair = masked.unpermute_with_mask_map(
+            y, row_id_map, probs, pad_offsets, permuted_probs=row_probs, validate=validate
+        )
+        return [out, by_pair, row_id_map]
+
+    def outputs():
+        inputs = tensor(x, "cpu", gradient=True), tensor(probs, "cpu", gradient=True)
+        out, by_pair, row_id_map = call(*inputs)
+        backward([out, by_pair], [d_out, probs])
+        return [out, by_pair, row_id_map, inputs[0].grad]
+
+    for actual, expected in on_both(outputs):
+        assert_bits_equal(actual, expected)
+    assert {"make_row_id_map_kernel", "read_row_id_map_kernel"} <= set(interpreted.launches)
+
+
+def test_bad_row_id_maps_raise_on_request(interpreted):
+    rows = tensor(np.ones((3, 4), np.float32), "cpu")
+    repeated = tensor(np.array([[0, -1, 1, -1, 1], [0, -1, 0, -1, 1]], np.int32), "cpu")
+    beyond = tensor(np.array([[0, -1, 1, -1, 1], [3, -1, 0, -1, 1]], np.int32), "cpu")
+    with use_backend("triton"):
+        with pytest.raises(
+            ValueError, match=r"^unpermute_with_mask_map: row_id_map must name a row at most once, but "
+        ):
+            masked.unpermute_with_mask_map(rows, repeated, validate=True)
+        with pytest.raises(ValueError, match=r"^unpermute_with_mask_map: row_id_map must hold rows in \[-1, 3\), but "):
+            masked.unpermute_with_mask_map(rows, beyond, validate=True)
+        assert masked.unpermute_with_mask_map(rows, repeated, validate=False).tolist() == [[1.0] * 4, [0.0] * 4]
+        assert masked.unpermute_with_mask_map(rows, beyond, validate=False).tolist() == [[1.0] * 4, [0.0] * 4]
+
+
 def test_graphs_run_the_compiled_operators(interpreted):
     seen = []
 

@@ -26,7 +26,8 @@ from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, gro
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config  # noqa: E402
 from paddle_moe_ops.triton.permute import permute  # noqa: E402
 from paddle_moe_ops.triton.route import Routing, route  # noqa: E402
-from paddle_moe_ops.triton.rowmap import clean_rowmap, gather_slots, scatter_mask, scatter_slots  # noqa: E402
+from paddle_moe_ops.triton.row_id_map import make_row_id_map, read_row_id_map  # noqa: E402
+from paddle_moe_ops.triton.rowmap import clean_rowmap, clean_rowmap_by_expert, gather_slots, scatter_mask, scatter_slots  # noqa: E402
 from paddle_moe_ops.triton.sort_chunks import chunk_map  # noqa: E402
 from paddle_moe_ops.triton.topk import topk as choose_experts  # noqa: E402
 from paddle_moe_ops.triton.topk import topk_backward  # noqa: E402
@@ -74,6 +75,11 @@ def main() -> None:
     unpermute(gpu, y, ids, by_slot, owners)
     unpermute_backward(gpu, x, ids, owners, y, by_row)
     clean_rowmap(gpu, gpu.empty([tokens, experts], "int32"), ids, rows, first_duplicate_only=True)
+    offsets = gpu.empty([experts], "int32")
+    make_row_id_map(gpu, ids, owners, None, experts)
+    row_id_map = make_row_id_map(gpu, ids, owners, offsets, experts)
+    clean_rowmap_by_expert(gpu, read_row_id_map(gpu, row_id_map, offsets), rows)
+    read_row_id_map(gpu, row_id_map, None)
     gather_slots(gpu, by_row, ids)
     scatter_mask(gpu, by_row, owners, owners, tokens, experts)
     scatter_slots(gpu, by_slot, ids, by_row, add=True)
