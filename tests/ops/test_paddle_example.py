@@ -7,12 +7,14 @@ Three tokens, eight slots, three experts, alignment 2. Tokens 1 and 2 go to expe
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import moe_permute, moe_unpermute, reference
+from paddle_moe_ops import moe_permute, moe_unpermute, patched_paddle, reference
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_all_bits_equal, assert_bits_equal
 from tests.ops.problems import every_kind, tensor
@@ -118,3 +120,15 @@ def test_a_top_1_routing_gives_every_bit_back(rng, place, backend):
     tokens, zipped_probs = moe_unpermute(unzipped, rowmap, tensor(ids, place), token_prob, 64, 5)
     np.testing.assert_array_equal(to_numpy(tokens).view(np.uint16), x.view(np.uint16))
     np.testing.assert_array_equal(zipped_probs.numpy(), probs.numpy())
+
+
+@pytest.mark.parametrize("function", [paddle.nn.functional.moe_permute, paddle.nn.functional.moe_unpermute])
+def test_the_example_in_paddles_docstring_runs_patched_but_for_its_last_line(function, place):
+    lines = re.findall(r"^ *(?:>>>|\.\.\.) (.*)$", function.__doc__, re.MULTILINE)
+    assert lines[-1].startswith("np.testing.assert_allclose(zipped_tokens")
+    names: dict = {}
+    with patched_paddle():
+        exec("\n".join(lines[:-1]), names)
+    assert_within_one_ulp(names["zipped_tokens"], names["hidden_states"])
+    assert_bits_equal(names["zipped_tokens"][1:], names["hidden_states"][1:])
+    assert_bits_equal(names["zipped_probs"], names["expert_prob_topk"])
