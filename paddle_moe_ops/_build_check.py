@@ -129,6 +129,26 @@ def compare(info: dict[str, Any] | None, version: str, commit: str, with_cuda: b
     return None
 
 
+def gpu_problem(info: dict[str, Any], capability: tuple[int, int]) -> str | None:
+    """Why a library has no kernels for GPUs of a compute capability, or None.
+
+    Args:
+        info: what `build_info` returned.
+        capability: major and minor number.
+    """
+    if not info["cuda"]:
+        return f"the library was built without GPU kernels ({info['cuda_reason']}); {REBUILD}"
+    major, minor = capability
+    flags = " ".join(info.get("nvcc_flags", ()))
+    kernels = [divmod(int(number), 10) for number in re.findall(r"code=sm_(\d+)", flags)]
+    portable = [divmod(int(number), 10) for number in re.findall(r"code=compute_(\d+)", flags)]
+    fits = any(built[0] == major and built[1] <= minor for built in kernels)
+    if fits or any(built <= capability for built in portable) or not kernels:
+        return None
+    known = ", ".join(f"{built[0]}.{built[1]}" for built in kernels)
+    return f"the library has kernels for compute capability {known}, but that of the GPU is {major}.{minor}"
+
+
 def _number(version: str) -> tuple[int, ...]:
     """Major and minor version."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -27,7 +27,6 @@ from .base import (
     TopkSpec,
     Validation,
 )
-from .choice import TRITON_RULE, triton_is_faster
 
 __all__ = [
     "OPERATORS",
@@ -91,8 +90,8 @@ def register_note(note: Callable[[], str]) -> Callable[[], str]:
 
 
 register("compiled", "paddle_moe_ops.backends.compiled")
-# Chosen by itself for what has no compiled operator, and for the calls that `choice` lists, which it does faster.
-register("triton", "paddle_moe_ops.backends.triton", automatic=("grouped_gemm",), dygraph_only=True)
+# For what has no compiled operator, and on GPUs that the library has no kernels for.
+register("triton", "paddle_moe_ops.backends.triton", dygraph_only=True)
 register("paddle", "paddle_moe_ops.backends.matmul")
 # The oracle is orders of magnitude slower: it serves as a check, never as a silent stand-in.
 register("reference", "paddle_moe_ops.backends.reference", automatic=())
@@ -171,8 +170,6 @@ def resolve(operator: str, like: Tensor | None = None) -> Backend:
             others = _alternatives(name, operator)
             raise RuntimeError(f"{operator}: the backend {name!r} chosen by {source} cannot run here: {reason}{others}")
         return _load(name)
-    if isinstance(like, Tensor) and triton_is_faster(operator, like) and _problem("triton", like) is None:
-        return _load("triton")
     reasons = []
     for name in _candidates(operator, like, in_graph=in_graph):
         reason = _problem(name, like)
@@ -231,9 +228,7 @@ def explain(operator: str | None = None) -> str:
     lines = []
     for each in OPERATORS if operator is None else (operator,):
         try:
-            choice = resolve(each).name
-            if choice in _dygraph_only:
-                choice = f"{choice} in dygraph, {_candidates(each, None, in_graph=True)[0]} in static graphs"
+            choice = _choice_text(each)
         except (RuntimeError, ValueError) as error:
             choice = f"none ({error})"
         lines.append(f"{each}: {choice}")
@@ -241,9 +236,28 @@ def explain(operator: str | None = None) -> str:
     lines.append(f"chosen by: {requested}")
     for name in _modules:
         reason = _load(name).unavailable()
-        kind = f", {TRITON_RULE}" if name == "triton" else "" if _automatic[name] else ", only on request"
+        kind = ", only in dygraph" if name in _dygraph_only else "" if _automatic[name] else ", only on request"
         lines.append(f"backend {name}: {'available' if reason is None else 'unavailable: ' + reason}{kind}")
+    lines += [f"GPU {gpu} runs on no compiled kernels: {why}" for gpu, why in _gpus_without_kernels().items()]
     return "\n".join([*lines, *(note() for note in _notes)])
+
+
+def _choice_text(operator: str) -> str:
+    """What runs an operator, and what else it is on GPUs without compiled kernels and in static graphs."""
+    backend = resolve(operator)
+    name, requested = backend.name, _requested()
+    if name in _dygraph_only:
+        return f"{name} in dygraph, {_candidates(operator, None, in_graph=True)[0]} in static graphs"
+    if name == "compiled" and requested is None and _gpus_without_kernels():
+        on_triton = _load("triton").unavailable() is None
+        return f"compiled; {'triton, in dygraph,' if on_triton else 'none'} on GPUs without compiled kernels"
+    return name
+
+
+def _gpus_without_kernels() -> dict[int, str]:
+    from .compiled import gpus_without_kernels
+
+    return gpus_without_kernels()
 
 
 def _requested_text() -> str:

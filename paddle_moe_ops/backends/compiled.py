@@ -67,6 +67,19 @@ def _library_problem() -> str | None:
     return None
 
 
+@functools.cache
+def gpus_without_kernels() -> dict[int, str]:
+    """The GPUs of this machine that the library has no kernels for, by number, and why."""
+    info = _build_check.build_info()
+    if info is None or not paddle.is_compiled_with_cuda():
+        return {}
+    gpus = paddle.device.cuda
+    reasons = {
+        gpu: _build_check.gpu_problem(info, gpus.get_device_capability(gpu)) for gpu in range(gpus.device_count())
+    }
+    return {gpu: reason for gpu, reason in reasons.items() if reason is not None}
+
+
 def num_threads() -> int:
     """How many threads the CPU operators use: the number asked for, else what cores and quotas allow."""
     return ctypes.CDLL(str(LIBRARY)).pmo_num_threads()
@@ -145,7 +158,10 @@ class CompiledBackend:
         return _library_problem()
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
-        return None  # the operators themselves say which places they know
+        without = gpus_without_kernels()
+        if not without or not isinstance(tensor, Tensor) or not tensor.place.is_gpu_place():
+            return None  # the operators themselves say which other places they know
+        return without.get(tensor.place.gpu_device_id())
 
     def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
         weights, ids, scores = _run("calculate_topk", gating, correction_bias, *spec)

@@ -15,8 +15,6 @@ from typing import Any
 
 from paddle import Tensor
 
-from .choice import TRITON
-
 NAMES = ("permute", "unpermute", "unpermute_weighted")
 
 
@@ -33,8 +31,6 @@ unpermute_weighted = _declines
 
 
 def connect(library: ModuleType) -> None:
-    """Put the functions of the compiled library here, but for operators that Triton may be faster at."""
-    measured = {operator for operator, _ in TRITON}
+    """Put the functions of the compiled library here."""
     for name in NAMES:
-        if name.removesuffix("_weighted") not in measured:
-            globals()[name] = getattr(library, f"quick_{name}")
+        globals()[name] = getattr(library, f"quick_{name}")

@@ -13,9 +13,8 @@ import paddle
 import pytest
 
 from paddle_moe_ops import _build_check, explain, masked, moe_permute, permute, route, use_backend
-from paddle_moe_ops.backends import OPERATORS, _load, compiled, resolve
+from paddle_moe_ops.backends import OPERATORS, _load, _problem, compiled, resolve
 from paddle_moe_ops.backends import reference as reference_backend
-from paddle_moe_ops.backends.choice import TRITON_RULE
 from tests.ops.problems import make_problem, tensor
 from tests.packaging.subprocesses import copy_without_library, run_python
 from tests.params import SMALL
@@ -194,9 +193,14 @@ def test_an_explicit_choice_that_cannot_run_is_an_error_with_the_alternatives(wi
 
 
 def test_the_oracle_never_stands_in_silently(without_library, rng, place):
-    text = f"route: no backend can run it here: compiled: {MISSING}. The slow NumPy oracle runs everywhere: "
-    with raises(RuntimeError, text + "use_backend('reference')"):
-        route(tensor(make_problem(rng, SMALL).ids, place), num_experts=SMALL.E)
+    ids = tensor(make_problem(rng, SMALL).ids, place)
+    triton_is_wrong = _problem("triton", ids)
+    if triton_is_wrong is None:
+        assert resolve("route", ids).name == "triton"
+        return
+    text = f"route: no backend can run it here: compiled: {MISSING}; triton: {triton_is_wrong}. "
+    with raises(RuntimeError, text + "The slow NumPy oracle runs everywhere: use_backend('reference')"):
+        route(ids, num_experts=SMALL.E)
 
 
 def test_a_package_without_its_library_can_be_imported_and_used_on_request(tmp_path):
@@ -214,7 +218,7 @@ def test_a_package_without_its_library_can_be_imported_and_used_on_request(tmp_p
     )
     assert done.returncode == 0, done.stderr
     error, counts = done.stdout.splitlines()
-    assert error.startswith(f"route: no backend can run it here: compiled: {MISSING}.")
+    assert error.startswith(f"route: no backend can run it here: compiled: {MISSING}; triton: ")
     assert counts == "[2]"
 
 
@@ -229,11 +233,23 @@ def test_explain_names_a_backend_for_every_operator():
         "grouped_gemm: paddle" if triton_unavailable() else on_triton,
         "chosen by: automatic (first available)",
         "backend compiled: available",
-        f"backend triton: {'unavailable: ' + NO_GPU if triton_unavailable() else 'available'}, {TRITON_RULE}",
+        f"backend triton: {'unavailable: ' + NO_GPU if triton_unavailable() else 'available'}, only in dygraph",
         "backend paddle: available",
         "backend reference: available, only on request",
         "paddle.nn.functional.moe_permute and moe_unpermute: Paddle itself",
     ]
+
+
+@pytest.mark.parametrize("with_triton", [True, False])
+def test_explain_names_gpus_without_compiled_kernels(with_triton, monkeypatch):
+    monkeypatch.setattr(compiled, "gpus_without_kernels", lambda: {1: "it is too old"})
+    monkeypatch.setattr(type(_load("triton")), "unavailable", lambda self: None if with_triton else "it is missing")
+    lines = explain("route").splitlines()
+    what = "triton, in dygraph," if with_triton else "none"
+    assert lines[0] == f"route: compiled; {what} on GPUs without compiled kernels"
+    assert "GPU 1 runs on no compiled kernels: it is too old" in lines
+    with use_backend("compiled"):
+        assert explain("route").splitlines()[0] == "route: compiled"
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

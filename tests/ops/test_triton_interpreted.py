@@ -27,7 +27,7 @@ from paddle_moe_ops import (
     unpermute,
     use_backend,
 )
-from paddle_moe_ops.backends import choice, resolve
+from paddle_moe_ops.backends import OPERATORS, compiled, resolve
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -377,19 +377,36 @@ def test_graphs_run_the_compiled_operators(interpreted):
     assert interpreted.launches == []
 
 
-def test_calls_that_triton_does_faster_run_there_by_themselves(interpreted, monkeypatch):
-    monkeypatch.setitem(choice.TRITON, ("permute", "float32"), choice.Range(row_bytes=64, at_least=1024))
-    for shape, expected in (((16, 16), "triton"), ((15, 16), "compiled"), ((100, 17), "compiled")):
-        assert resolve("permute", paddle.zeros(shape)).name == expected
-    assert resolve("unpermute", paddle.zeros([16, 16])).name == "compiled"
-    assert resolve("permute", paddle.zeros([16, 16], dtype="int32")).name == "compiled"
-    with use_backend("compiled"):
-        assert resolve("permute", paddle.zeros([16, 16])).name == "compiled"
+@pytest.fixture
+def no_compiled_kernels(monkeypatch):
+    """As on a GPU that the compiled library has no kernels for."""
+
+    def cannot_run_on(self, tensor):
+        return "no kernels" if isinstance(tensor, paddle.Tensor) else None
+
+    monkeypatch.setattr(compiled.CompiledBackend, "cannot_run_on", cannot_run_on)
 
 
-def test_calls_that_triton_would_do_faster_run_compiled_where_it_cannot_run(monkeypatch):
-    monkeypatch.setitem(choice.TRITON, ("permute", "float32"), choice.Range(row_bytes=64, at_least=1024))
-    assert resolve("permute", paddle.zeros([16, 16])).name == "compiled"
+def test_without_compiled_kernels_every_operator_runs_on_triton(interpreted, no_compiled_kernels, problem, rng):
+    assert {resolve(operator, paddle.zeros([2, 2], "bfloat16")).name for operator in OPERATORS} == {"triton"}
+    x, probs = tensor(problem.x, "cpu", gradient=True), tensor(problem.probs, "cpu", gradient=True)
+    plan = route(tensor(problem.ids, "cpu"), probs, **problem.route_arguments)
+    unpermute(permute(x, plan)[0], plan, plan.row_probs).sum().backward()
+    assert {"permute_kernel", "unpermute_kernel", "unpermute_backward_kernel"} <= set(interpreted.launches)
+    expected = np.where(problem.ids >= 0, problem.x.sum(axis=1, keepdims=True), 0)
+    np.testing.assert_allclose(probs.grad.numpy(), expected, rtol=1e-5, atol=1e-5)
+    with use_backend("paddle"):  # which has none of the others either
+        assert resolve("route", x).name == "triton"
+
+
+def test_without_compiled_kernels_graphs_still_take_the_compiled_operators(interpreted, no_compiled_kernels):
+    assert resolve("route", paddle.static.InputSpec([2, 2], "int32")).name == "compiled"
+
+
+def test_without_compiled_kernels_and_without_triton_the_error_names_both(no_compiled_kernels):
+    text = r"^route: no backend can run it here: compiled: no kernels; triton: Triton kernels need .* use_backend\('ref"
+    with pytest.raises(RuntimeError, match=text):
+        route(paddle.zeros([2, 1], dtype="int32"), num_experts=1)
 
 
 def test_tensors_in_host_memory_are_refused(monkeypatch):

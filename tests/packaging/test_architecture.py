@@ -23,8 +23,8 @@ LAYERS = (
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
     {
-        *("backends.arrays", "backends.base", "backends.choice", "backends.choice_table", "backends.host_checks"),
-        *("backends.gradients", "backends.quick", "reference", "triton"),
+        *("backends.arrays", "backends.base", "backends.host_checks", "backends.gradients", "backends.quick"),
+        *("reference", "triton"),
     },
 )
 # May be imported from anywhere and import no layer.

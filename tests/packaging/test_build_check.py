@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import paddle
 import pytest
 
 from paddle_moe_ops import _build_check
+from paddle_moe_ops.backends import compiled
 
 BUILT = {"paddle_version": "3.3.1", "paddle_commit": "a" * 40, "cuda": False}
 
@@ -106,3 +110,52 @@ def test_digest_changes_with_the_name_and_the_text_of_a_source(tmp_path):
     same = digest(one_cc="1", two_h="2")
     assert same == digest(one_cc="1", two_h="2", notes_txt="of no interest")
     assert len({same, digest(one_cc="1", two_h="3"), digest(one_cc="1", three_h="2"), digest(one_cc="1")}) == 4
+
+
+CUDA = {**BUILT, "cuda": True, "nvcc_flags": ["-O3", "-gencode=arch=compute_80,code=sm_80"]}
+CUDA["nvcc_flags"] += ["-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "capability", "fits"),
+    [
+        (CUDA["nvcc_flags"], (8, 0), True),
+        (CUDA["nvcc_flags"], (8, 9), True),
+        (CUDA["nvcc_flags"], (9, 0), True),
+        (CUDA["nvcc_flags"], (12, 0), True),
+        (CUDA["nvcc_flags"], (7, 5), False),
+        (["-gencode=arch=compute_90,code=sm_90"], (8, 9), False),
+        (["-gencode=arch=compute_90,code=sm_90"], (10, 0), False),
+        (["-gencode=arch=compute_86,code=sm_86"], (8, 0), False),
+        (["-gencode=arch=compute_100,code=sm_100"], (10, 3), True),
+        ([], (8, 0), True),
+    ],
+)
+def test_kernels_fit_later_gpus_of_their_generation_and_portable_ones_all_later_gpus(flags, capability, fits):
+    problem = _build_check.gpu_problem({**CUDA, "nvcc_flags": flags}, capability)
+    assert (problem is None) == fits
+    if problem is not None:
+        assert problem.endswith(f"but that of the GPU is {capability[0]}.{capability[1]}")
+
+
+def test_a_library_without_gpu_kernels_fits_no_gpu():
+    info = {**BUILT, "cuda_reason": "nvcc was not found"}
+    assert _build_check.gpu_problem(info, (9, 0)) == (
+        f"the library was built without GPU kernels (nvcc was not found); {_build_check.REBUILD}"
+    )
+
+
+def test_the_gpus_of_the_machine_are_looked_at_one_by_one(monkeypatch):
+    capabilities = [(9, 0), (7, 5), (8, 6)]
+    monkeypatch.setattr(_build_check, "build_info", lambda: CUDA)
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", capabilities.__getitem__)
+    found = compiled.gpus_without_kernels.__wrapped__()
+    assert found == {1: "the library has kernels for compute capability 8.0, 9.0, but that of the GPU is 7.5"}
+    monkeypatch.setattr(compiled, "gpus_without_kernels", lambda: found)
+    places = [SimpleNamespace(is_gpu_place=lambda: True, gpu_device_id=lambda gpu=gpu: gpu) for gpu in range(3)]
+    monkeypatch.setattr(compiled, "Tensor", SimpleNamespace)
+    problems = [compiled.backend.cannot_run_on(SimpleNamespace(place=place)) for place in places]
+    assert problems == [None, found[1], None]
+    assert compiled.backend.cannot_run_on(SimpleNamespace(place=SimpleNamespace(is_gpu_place=lambda: False))) is None
