@@ -74,6 +74,8 @@ EQUIVALENT = (
     (r"demo/training\.py", "", r"optimizer\.AdamW\(|beta|weight_decay|grad_clip", "any of them learns"),
     (r"demo/checks\.py", "", r"axis=|unsqueeze|shape\[-1\]|one_hot", "the last axis of a matrix is its second"),
     (r"", "keyword dropped", r"take_along_axis|argsort", "the last axis, which is the default"),
+    (r"autograd\.py", "arguments swapped", r"_runs_directly\(", "any of them may want a gradient"),
+    (r"gemm\.py|masked/maps\.py", "", r"get_autocast_dtype\(\)\) for|limit or min\(room", "only on a GPU"),
     (r"", "opposite", r"np\.zeros\(0,", "nothing in it"),
     (r"triton/permute\.py", "arguments swapped", r"words_of\(", "sizes and addresses count alike"),
     (r"triton/sort_chunks\.py", "", r"other=-1\) == ", "what no chunk is compared with"),
