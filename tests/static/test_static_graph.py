@@ -11,7 +11,15 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
+from paddle_moe_ops import (
+    dequantize_1x128,
+    moe_permute,
+    moe_unpermute,
+    permute,
+    quantize_1x128,
+    route,
+    unpermute,
+)
 from tests.ops.operator_calls import GOOD_CALLS
 from tests.static.cases import CASES, A, E, H, K, layer, permute_small_buffer, token_inputs
 from tests.static.modes import (
@@ -175,3 +183,18 @@ def test_sizes_that_do_not_fit_raise_when_the_program_runs(rng, place):
         ValueError, match=rf"moe_permute: expert_routemap_topk must hold expert ids .* slot 0 holds {E + 3}"
     ):
         graph.run(inputs, {})
+
+
+def test_dequantised_rows_stop_gradients_of_what_their_scales_are_made_of(rng, place):
+    """Values of graphs are not detached, so the operator's output has to say it."""
+    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
+        x = paddle.static.data("x", [3, 128], "float32")
+        factor = paddle.static.data("factor", [1], "float32")
+        x.stop_gradient = factor.stop_gradient = False
+        codes, scales = quantize_1x128(x)
+        rows = dequantize_1x128(codes, scales * factor, dtype=paddle.float32)
+        assert rows.stop_gradient
+        gradients = paddle.static.gradients([(rows * factor).sum()], [factor])
+        feed = {"x": np.ones((3, 128), np.float32), "factor": np.float32([2])}
+        (d_factor,) = paddle.static.Executor(place).run(feed=feed, fetch_list=gradients)
+    np.testing.assert_allclose(d_factor, 3 * 128 * 2, rtol=1e-3)
