@@ -136,6 +136,16 @@ def numbers_of(like: Tensor) -> Tensor:
     return paddle.cumsum(paddle.ones_like(like), dtype=like.dtype) - 1
 
 
+def float32(tensor: Any) -> Any:
+    """The tensor, if there is one, in float32; exact but for the bits of a NaN, and differentiable."""
+    return tensor if tensor is None or tensor.dtype == paddle.float32 else tensor.astype("float32")
+
+
+def to_dtype(tensor: Any, dtype: Any) -> Any:
+    """The tensor in a dtype; no copy if it has it."""
+    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
+
+
 def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
     """The rows, such that their matmul with a weight has a backward pass even if there are none.
 

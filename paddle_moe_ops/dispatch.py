@@ -18,11 +18,11 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd, rowmaps
-from ._graphs import is_graph_value, numbers_of, public
+from ._graphs import float32, is_graph_value, numbers_of, public, to_dtype
 from .backends import resolve
 from .functional import permute, sort_chunks
 from .masked import unpermute_with_mask_map
-from .masked.shared import float32, mask_of, route_mask, to_dtype
+from .masked.shared import mask_of, route_mask
 
 __all__ = [
     "compute_ragged_all_to_all_params",

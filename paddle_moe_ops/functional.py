@@ -13,7 +13,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks, autograd
-from ._graphs import public
+from ._graphs import float32, public, to_dtype
 from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, quick, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 
@@ -171,13 +171,14 @@ def sort_chunks(
         x: [R, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; any H >= 1, rows may be strided.
         split_sizes: int32 or int64 [C] rows of each chunk, >= 0, adding up to at most R.
         order: int32 or int64 [C], a permutation of [0, C).
-        probs: float32 [R] that travel with the rows, or None.
+        probs: bfloat16, float16 or float32 [R] that travel with the rows, or None.
         validate: True: other sizes and orders raise. False: negative sizes count as 0, chunks end at row R, entries of
             ``order`` that name no chunk, or one that was named before, are passed over, and chunks without a name
             follow the others, ascending. None: PADDLE_MOE_OPS_VALIDATE, else on the CPU they raise, on a GPU not.
 
     Returns:
-        rows [R, H], probabilities [R] or None, and source_to_dest int32 [R]: the new place of every row, a permutation.
+        rows [R, H], probabilities [R] in the dtype of ``probs`` or None, and source_to_dest int32 [R]: the new place of
+        every row, a permutation.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -188,11 +189,12 @@ def sort_chunks(
     _checks.tensor(name, "split_sizes", split_sizes, _checks.ID_DTYPES, ["num_chunks"])
     _checks.tensor(name, "order", order, _checks.ID_DTYPES, [split_sizes.shape[0]])
     if probs is not None:
-        _checks.tensor(name, "probs", probs, (paddle.float32,), [x.shape[0]])
+        _checks.tensor(name, "probs", probs, _checks.SUM_DTYPES, [x.shape[0]])
     _checks.same_place(name, x=x, split_sizes=split_sizes, order=order, probs=probs)
     validation = _checks.validation(name, validate, x)
-    out, probs_out, source_to_dest = autograd.sort_chunks(resolve(name, x), x, probs, split_sizes, order, validation)
-    return out, None if probs is None else probs_out, source_to_dest
+    backend, by_row = resolve(name, x), float32(probs)
+    out, probs_out, source_to_dest = autograd.sort_chunks(backend, x, by_row, split_sizes, order, validation)
+    return out, None if probs is None else to_dtype(probs_out, probs.dtype), source_to_dest
 
 
 @public("hidden_states", "expert_prob_topk")

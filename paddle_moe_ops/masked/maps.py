@@ -10,9 +10,9 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks, autograd, rowmaps
-from .._graphs import is_graph_value, public
+from .._graphs import float32, is_graph_value, public, to_dtype
 from ..backends import RowMaps, Validation, resolve
-from .shared import check_scale, float32, mask_of, move, route_mask, to_dtype
+from .shared import check_scale, mask_of, move, route_mask
 
 __all__ = [
     "make_chunk_sort_map",
@@ -254,12 +254,12 @@ def sort_chunks_by_map(
     Args:
         inp: [R, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
         chunk_map: int32 [R] of `make_chunk_sort_map`.
-        probs: float32 [R] that travel with the rows, or None.
+        probs: bfloat16, float16 or float32 [R] that travel with the rows, or None.
         is_forward: False: the rows go back, row r comes from ``chunk_map[r]``.
         validate: a map that is no permutation raises; otherwise rows that none goes to are 0.
 
     Returns:
-        [R, H], or, with ``probs``, that and the probabilities [R].
+        [R, H], or, with ``probs``, that and the probabilities [R] in their dtype.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -269,12 +269,14 @@ def sort_chunks_by_map(
     _checks.tensor(name, "inp", inp, _checks.ROW_DTYPES, ["num_tokens", "hidden"])
     _checks.tensor(name, "chunk_map", chunk_map, (paddle.int32,), [inp.shape[0]])
     if probs is not None:
-        _checks.tensor(name, "probs", probs, (paddle.float32,), [inp.shape[0]])
+        _checks.tensor(name, "probs", probs, _checks.SUM_DTYPES, [inp.shape[0]])
     _checks.flag(name, "is_forward", is_forward)
     _checks.same_place(name, inp=inp, chunk_map=chunk_map, probs=probs)
     maps = rowmaps.read_chunk_map(name, chunk_map, is_forward, _checks.validation(name, validate, inp))
     out, _ = autograd.permute(resolve("permute", inp), inp, None, maps, "all")
-    return out if probs is None else (out, rowmaps.row_probs(probs.unsqueeze(-1), maps))
+    if probs is None:
+        return out
+    return out, to_dtype(rowmaps.row_probs(float32(probs).unsqueeze(-1), maps), probs.dtype)
 
 
 def _check_map(

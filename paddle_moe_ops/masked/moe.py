@@ -10,12 +10,12 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks, autograd, rowmaps
-from .._graphs import is_graph_value, public
+from .._graphs import float32, is_graph_value, public, to_dtype
 from ..backends import resolve
 from ..functional import sort_chunks
 from ..routing import Plan, route
 from .maps import unpermute_with_mask_map
-from .shared import ROUTE_NAMES, check_scale, float32, mask_of, move, route_mask, to_dtype
+from .shared import ROUTE_NAMES, check_scale, mask_of, move, route_mask
 
 __all__ = [
     "moe_permute",

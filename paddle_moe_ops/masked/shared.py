@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions on masks have in common: masks to plans, rows with their scales, dtypes of probabilities."""
+"""What the functions on masks have in common: masks to plans, rows with their scales."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks, autograd
+from .._graphs import float32
 from ..backends import resolve
 from ..routing import Plan, route
 
-__all__ = ["ROUTE_NAMES", "check_scale", "float32", "mask_of", "move", "route_mask", "to_dtype"]
+__all__ = ["ROUTE_NAMES", "check_scale", "mask_of", "move", "route_mask"]
 
 # What the functions here call the arguments of `route`.
 ROUTE_NAMES = {"routing": "routing_map", "buffer_size": "num_out_tokens", "topk": "num_topK"}
@@ -70,12 +71,3 @@ def move(inp: Tensor, maps: Any, scale: Tensor | None) -> tuple[Tensor, Tensor |
     scales, _ = autograd.permute(backend, scale.view("float8_e4m3fn"), None, maps, "all")
     return rows, scales.view("uint8")
 
-
-def float32(tensor: Any) -> Any:
-    """The tensor, if there is one, in float32; exact, and differentiable."""
-    return tensor if tensor is None or tensor.dtype == paddle.float32 else tensor.astype("float32")
-
-
-def to_dtype(tensor: Any, dtype: Any) -> Any:
-    """The tensor in a dtype; no copy if it has it."""
-    return tensor if tensor.dtype == dtype else tensor.astype(dtype)

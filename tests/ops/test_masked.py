@@ -245,21 +245,22 @@ def test_float8_rows_travel_with_their_scales(dtype, rng, place, backend):
 # ---- chunk maps
 
 
+@dtypes
 @pytest.mark.parametrize("is_forward", [True, False])
-def test_chunk_maps_move_rows_and_probabilities_both_ways(is_forward, rng, place, backend):
+def test_chunk_maps_move_rows_and_probabilities_both_ways(is_forward, dtype, rng, place, backend):
     sizes, order = rng.multinomial(50, np.full(6, 1 / 6)), rng.permutation(6).astype(np.int32)
     chunk_map = masked.make_chunk_sort_map(tensor(sizes, place), tensor(order, place), T)
     expected_map = reference.chunk_sort_map(sizes, order, T)
     assert_bits_equal(chunk_map, expected_map)
     short = masked.make_chunk_sort_map(tensor(sizes, place), tensor(order, place))
     assert_bits_equal(short, expected_map[:50])
-    x, probs = every_kind(rng, (T, H)), every_kind(rng, (T,))
+    x, probs = every_kind(rng, (T, H)), ordinary(rng, (T,), dtype)
     x_tensor, probs_tensor = tensor(x, place, gradient=True), tensor(probs, place, gradient=True)
     out, probs_out = masked.sort_chunks_by_map(x_tensor, chunk_map, probs_tensor, is_forward)
     source = np.argsort(expected_map) if is_forward else expected_map
     assert_bits_equal(out, x[source])
     assert_bits_equal(probs_out, probs[source])
-    d_out, d_probs = every_kind(rng, (T, H)), every_kind(rng, (T,))
+    d_out, d_probs = every_kind(rng, (T, H)), ordinary(rng, (T,), dtype)
     backward([out, probs_out], [d_out, d_probs])
     assert_bits_equal(x_tensor.grad, d_out[np.argsort(source)])
     assert_bits_equal(probs_tensor.grad, d_probs[np.argsort(source)])
@@ -267,8 +268,9 @@ def test_chunk_maps_move_rows_and_probabilities_both_ways(is_forward, rng, place
     assert_bits_equal(masked.sort_chunks_by_map(tensor(codes, place), chunk_map, None, is_forward), codes[source])
 
 
-def test_sorting_by_index_is_sort_chunks(rng, place):
-    x, probs, sizes = every_kind(rng, (T, H)), every_kind(rng, (T,)), np.array([5, 0, 40])
+@dtypes
+def test_sorting_by_index_is_sort_chunks(dtype, rng, place):
+    x, probs, sizes = every_kind(rng, (T, H)), ordinary(rng, (T,), dtype), np.array([5, 0, 40])
     arrays = tensor(sizes, place), tensor(np.array([2, 1, 0]), place)
     expected = reference.sort_chunks(x, sizes, np.array([2, 1, 0]), probs)
     assert_bits_equal(masked.moe_sort_chunks_by_index(tensor(x, place), *arrays), expected[0])
