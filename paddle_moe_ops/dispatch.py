@@ -20,9 +20,9 @@ from paddle import Tensor
 from . import _checks, autograd, rowmaps
 from ._graphs import float32, is_graph_value, numbers_of, public, to_dtype
 from .backends import resolve
-from .functional import permute, sort_chunks
+from .functional import sort_chunks
 from .masked import unpermute_with_mask_map
-from .masked.shared import mask_of, route_mask
+from .masked.shared import mask_of, move, route_mask, without_zero_probs
 
 __all__ = [
     "compute_ragged_all_to_all_params",
@@ -47,6 +47,7 @@ def token_dispatch(
     probs: Tensor | None = None,
     align_size: int | None = None,
     *,
+    zero_prob_as_padding: bool = False,
     validate: bool | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:
     """Copy tokens, and their probabilities, to expert order.
@@ -55,17 +56,18 @@ def token_dispatch(
 
     Args:
         inp: [T, H] or [B, S, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
-        routing_map: bool or integer [T, E] or [B, S, E]; what is not 0 is routed.
-        num_out_tokens: at least 1, the most rows without padding.
+        routing_map: bool, integer or float [T, E] or [B, S, E]; what is not 0 is routed.
+        num_out_tokens: the most rows without padding; 0: none, with padding neither.
         probs: bfloat16, float16 or float32 in the shape of ``routing_map``, or None.
         align_size: every expert's segment is padded to a multiple of so many rows, at least 1; None: no padding.
+        zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its gradient stays.
         validate: NaN among the probabilities, and dropped rows (True only), raise. None: PADDLE_MOE_OPS_VALIDATE, else
             on the CPU NaN raises, on a GPU nothing.
 
     Returns:
         rows [N, H], with N = num_out_tokens, or with ``align_size`` A the largest multiple of A up to
         num_out_tokens + E * (A - 1); rows of no token are 0, and rows at or beyond N are dropped.
-        permuted_probs [N] or None, 0 in rows of no token.
+        permuted_probs [N] in the dtype of ``probs``, 0 in rows of no token, or None.
         row_id_map int32 [T, 2E + 1] as in `paddle_moe_ops.masked`, which counts no padding.
         pad_offsets int32 [E], the padding in front of each expert's segment, or None without ``align_size``.
         tokens_per_expert int32 [E], the rows of each expert in the buffer, with ``align_size`` padding included.
@@ -76,15 +78,18 @@ def token_dispatch(
     """
     name = "token_dispatch"
     inp = _two_dimensional(name, "inp", inp, _checks.ROW_DTYPES, "hidden")
-    mask = mask_of(name, _flattened(routing_map), inp)
-    num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 1)
+    mask = mask_of(name, _flattened(routing_map), inp, takes_floats=True)
+    num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 0)
     align = 1 if align_size is None else _checks.integer(name, "align_size", align_size, 1)
-    num_rows = (num_rows + mask.shape[1] * (align - 1)) // align * align
+    if num_rows > 0:
+        num_rows = (num_rows + mask.shape[1] * (align - 1)) // align * align
+    _checks.flag(name, "zero_prob_as_padding", zero_prob_as_padding)
     if probs is not None:
         probs = _two_dimensional(name, "probs", probs, _checks.SUM_DTYPES, "num_experts")
     plan = route_mask(name, mask, probs, num_rows, align, validate=validate)
-    rows, _ = permute(inp, plan)
     permuted_probs = None if probs is None else to_dtype(plan.row_probs, probs.dtype)
+    leaves_out = zero_prob_as_padding and probs is not None
+    rows, _ = move(inp, without_zero_probs(plan, plan.row_probs) if leaves_out else plan, None)
     if align_size is None:
         return rows, permuted_probs, rowmaps.plan_to_row_id_map(plan), None, plan.tokens_per_expert
     pad_offsets = rowmaps.padding_offsets(plan)
@@ -109,9 +114,9 @@ def token_combine(
     Args:
         inp: [N, H] bfloat16, float16 or float32.
         row_id_map: of `token_dispatch`.
-        merging_probs: bfloat16, float16 or float32 weights, [T, E], or [N] by row as `token_dispatch` returns them;
-            or None.
-        pad_offsets: of `token_dispatch`.
+        merging_probs: bfloat16, float16 or float32 weights, [T, E] or [B, S, E], or [N] by row as `token_dispatch`
+            returns them; or None.
+        pad_offsets: int32 or int64 [E] of `token_dispatch`, or None.
         validate: a row that stands twice in the map, or lies outside [0, N), raises. None: PADDLE_MOE_OPS_VALIDATE,
             else on the CPU it raises, on a GPU not.
 
@@ -123,6 +128,7 @@ def token_combine(
         ValueError: an argument of the wrong value or shape; bad data.
     """
     name = "token_combine"
+    merging_probs = _flattened(merging_probs)
     if getattr(merging_probs, "ndim", 2) == 2:
         with _checks.renaming("unpermute_with_mask_map", name, probs="merging_probs"):
             return unpermute_with_mask_map(inp, row_id_map, merging_probs, pad_offsets, validate=validate)
@@ -168,7 +174,7 @@ def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, t
 
     Args:
         sparse_probs: [T, E] float.
-        routing_map: bool or integer [T, E].
+        routing_map: bool, integer or float [T, E]; what is not 0 is routed.
         topk: K, at most E.
 
     Returns:
@@ -180,7 +186,7 @@ def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, t
         ValueError: an argument of the wrong value or shape.
     """
     name = "routing_map_to_selected_experts"
-    mask = mask_of(name, routing_map)
+    mask = mask_of(name, routing_map, takes_floats=True)
     _checks.tensor(name, "sparse_probs", sparse_probs, _checks.SUM_DTYPES, mask.shape)
     _checks.same_place(name, sparse_probs=sparse_probs, routing_map=routing_map)
     topk = _checks.integer(name, "topk", topk, 1, mask.shape[1])

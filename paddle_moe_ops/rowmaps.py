@@ -60,7 +60,7 @@ def check_row_id_map(function: str, row_id_map: Any, pad_offsets: Any, **others:
     if columns % 2 == 0 or columns < 3:
         _checks.bad_value(function, "row_id_map", f"of shape [{', '.join(shape)}]", list(row_id_map.shape))
     if pad_offsets is not None:
-        _checks.tensor(function, "pad_offsets", pad_offsets, (paddle.int32,), [columns // 2])
+        _checks.tensor(function, "pad_offsets", pad_offsets, _checks.ID_DTYPES, [columns // 2])
     _checks.same_place(function, **others, row_id_map=row_id_map, pad_offsets=pad_offsets)
 
 
@@ -79,10 +79,12 @@ def read_row_id_map(
         function: name that begins an error text.
         row_id_map: int32 [T, 2E + 1].
         num_rows: N; a tensor only in a graph.
-        pad_offsets: int32 [E] or None.
+        pad_offsets: int32 or int64 [E], or None.
         validation: whether bad entries raise.
         check_range: whether rows outside [-1, N) are bad; otherwise they are dropped.
     """
+    if pad_offsets is not None and pad_offsets.dtype == paddle.int64:
+        pad_offsets = pad_offsets.clip(-(2**31), 2**31 - 1).astype("int32")
     if validation > Validation.OFF:
         _check_last_column(function, row_id_map)
     checks = check_range and validation > Validation.OFF, validation > Validation.OFF

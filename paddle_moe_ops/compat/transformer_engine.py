@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of ``transformer_engine.pytorch.triton.permutation`` with their own positional arguments and results.
+"""The functions of ``transformer_engine.pytorch`` and of its ``triton.permutation``, with their arguments and results.
 
 For code that calls them, an import swap is enough. They are `paddle_moe_ops.masked` underneath; sizes that the tensors
 tell as well are checked against them, and a row whose probability is exactly 0 is 0, as there.
@@ -12,12 +12,20 @@ from typing import Any
 
 from paddle import Tensor
 
-from .. import _checks, masked
+from .. import _checks, masked, rowmaps
 from .._graphs import public
+from ..masked import moe_permute, moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs, moe_unpermute
+from ..masked.shared import mask_of, route_mask
 
 __all__ = [
     "make_chunk_sort_map",
     "make_row_id_map",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "permute_with_mask_map",
     "sort_chunks_by_map",
     "unpermute_with_mask_map",
@@ -25,11 +33,47 @@ __all__ = [
 ]
 
 
+@public("inp", "probs")
+def moe_permute_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1, *, scale: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """permuted [N, H], permuted_probs [N], row_id_map int32 [T, 2E + 1]; and permuted_scale if ``scale`` is given."""
+    return masked.moe_permute_with_probs(
+        inp, probs, routing_map, num_out_tokens, scale=scale, zero_prob_as_padding=True
+    )
+
+
+@public("inp", "probs")
+def moe_permute_and_pad_with_probs(
+    inp: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    tokens_per_expert: Any,
+    align_size: int,
+    *,
+    scale: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """permuted [N, H], permuted_probs [N], row_id_map, pad_offsets [E] or None, target_tokens_per_expert int64 [E].
+
+    A further result is permuted_scale if ``scale`` is given.
+    """
+    return masked.moe_permute_and_pad_with_probs(
+        inp, probs, routing_map, tokens_per_expert, align_size, scale=scale, zero_prob_as_padding=True
+    )
+
+
 @public()
-def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
-    """row_id_map int32 [T, 2E + 1] of a mask [T, E]."""
-    row_id_map, _ = masked.make_row_id_map(routing_map)
-    _check_sizes("make_row_id_map", row_id_map, num_tokens, num_experts)
+def make_row_id_map(
+    routing_map: Tensor, num_tokens: int, num_experts: int, num_out_tokens: int | None = None
+) -> Tensor:
+    """row_id_map int32 [T, 2E + 1] of a mask [T, E], without the rows at or beyond ``num_out_tokens`` if it is given."""
+    name = "make_row_id_map"
+    if num_out_tokens is None:
+        row_id_map, _ = masked.make_row_id_map(routing_map)
+    else:
+        num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 0)
+        row_id_map = rowmaps.plan_to_row_id_map(route_mask(name, mask_of(name, routing_map), None, num_rows))
+    _check_sizes(name, row_id_map, num_tokens, num_experts)
     return row_id_map
 
 

@@ -12,7 +12,7 @@ from paddle import Tensor
 from .. import _checks, autograd, rowmaps
 from .._graphs import float32, is_graph_value, public, to_dtype
 from ..backends import RowMaps, Validation, resolve
-from .shared import check_scale, mask_of, move, route_mask
+from .shared import check_scale, mask_of, move, route_mask, without_zero_probs
 
 __all__ = [
     "make_chunk_sort_map",
@@ -26,11 +26,12 @@ __all__ = [
 
 @public()
 def make_row_id_map(
-    routing_map: Tensor,
+    routing_map: Tensor | None = None,
     num_out_tokens: int = 0,
     num_topK: int | None = None,
     fp8_padding: int = 0,
     *,
+    mask: Tensor | None = None,
     validate: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Give every routed pair of token and expert its row.
@@ -42,6 +43,7 @@ def make_row_id_map(
         num_out_tokens: at most so many rows, those beyond are dropped; 0: no limit.
         num_topK: the most experts of a token; the highest beyond it are dropped. It saves memory. None: E.
         fp8_padding: pad every expert's segment to a multiple of so many rows, inside the map; 0: no padding.
+        mask: another name of ``routing_map``.
         validate: more than num_topK experts, and dropped rows (True only), raise.
 
     Returns:
@@ -49,9 +51,14 @@ def make_row_id_map(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong value or shape; bad data.
+        ValueError: an argument of the wrong value or shape; neither or both of ``routing_map`` and ``mask``; bad data.
     """
     name = "make_row_id_map"
+    if (routing_map is None) == (mask is None):
+        _checks.bad_value(name, "routing_map", "given, or mask instead of it", "neither" if mask is None else "both")
+    if mask is not None:
+        with _checks.renaming(name, name, routing_map="mask"):
+            return make_row_id_map(mask, num_out_tokens, num_topK, fp8_padding, validate=validate)
     mask = mask_of(name, routing_map)
     limit = _checks.integer(name, "num_out_tokens", num_out_tokens, 0)
     padding = _checks.integer(name, "fp8_padding", fp8_padding, 0)
@@ -90,7 +97,7 @@ def permute_with_mask_map(
         scale: of float8 rows: float32 or packed int32 [T, S], such as of groups of 128 columns, or uint8 [T, S],
             such as the e8m0 bytes of groups of 32; with one element and other than two dimensions a scale of the whole
             tensor, which is handed back. None: no scale.
-        pad_offsets: int32 [E] rows to add to each expert's, for a map that does not count padding.
+        pad_offsets: int32 or int64 [E] rows to add to each expert's, for a map that does not count padding.
         zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its gradient stays.
         validate: a row that stands twice in the map raises.
 
@@ -116,7 +123,7 @@ def permute_with_mask_map(
         by_row = rowmaps.row_probs(float32(probs), maps)
         permuted_probs = to_dtype(by_row, probs.dtype)
         if zero_prob_as_padding:
-            moved = _without_zero_probs(maps, probs, by_row)
+            moved = without_zero_probs(maps, by_row)
     permuted, permuted_scale = move(inp, moved, scale)
     return permuted if probs is None and scale is None else (permuted, permuted_probs, permuted_scale)
 
@@ -139,7 +146,7 @@ def unpermute_with_mask_map(
         inp: [N, H] bfloat16, float16 or float32.
         row_id_map: of `make_row_id_map`.
         probs: bfloat16, float16 or float32 weights [T, E], or None.
-        pad_offsets: int32 [E], as in `permute_with_mask_map`.
+        pad_offsets: int32 or int64 [E], as in `permute_with_mask_map`.
         permuted_probs: bfloat16, float16 or float32 [N] values of rows, or None.
         validate: a row that stands twice in the map, or lies outside [0, N), raises.
 
@@ -302,13 +309,3 @@ def _check_probs(function: str, argument: str, probs: Any, row_id_map: Tensor) -
     if probs is not None:
         shape = [row_id_map.shape[0], row_id_map.shape[1] // 2]
         _checks.tensor(function, argument, probs, _checks.SUM_DTYPES, shape)
-
-
-def _without_zero_probs(maps: RowMaps, probs: Tensor, by_row: Tensor) -> RowMaps:
-    """Maps that leave out rows of probability 0; token_rows, which the gradient follows, keep them."""
-    none_of_slots, none_of_rows = paddle.full_like(maps.slot_to_row, -1), paddle.full_like(maps.row_to_token, -1)
-    return maps._replace(
-        slot_to_row=paddle.where(probs == 0, none_of_slots, maps.slot_to_row),
-        row_to_token=paddle.where(by_row == 0, none_of_rows, maps.row_to_token),
-        leaves_out=True,
-    )

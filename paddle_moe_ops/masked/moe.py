@@ -15,7 +15,7 @@ from ..backends import resolve
 from ..functional import sort_chunks
 from ..routing import Plan, route
 from .maps import unpermute_with_mask_map
-from .shared import ROUTE_NAMES, check_scale, mask_of, move, route_mask
+from .shared import ROUTE_NAMES, check_scale, mask_of, move, route_mask, without_zero_probs
 
 __all__ = [
     "moe_permute",
@@ -31,7 +31,7 @@ __all__ = [
 def moe_permute(
     inp: Tensor,
     routing_map: Tensor,
-    num_out_tokens: int,
+    num_out_tokens: int = -1,
     max_token_num: int = -1,
     map_type: str = "mask",
     *,
@@ -41,13 +41,15 @@ def moe_permute(
 ) -> tuple[Tensor, ...]:
     """Route tokens and copy them to expert order.
 
-    Differentiable in ``inp`` (not float8). No host synchronisation, but with map_type="index" and no ``num_experts``.
+    Differentiable in ``inp`` (not float8). Host synchronisation only to learn N from a mask, and with map_type="index"
+    and no ``num_experts``.
 
     Args:
         inp: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
         routing_map: map_type="mask": bool or integer [T, E], what is not 0 is routed. map_type="index": int32 or int64
             [T, K] expert ids; every slot has its own row, ids outside [0, num_experts) come behind all experts.
-        num_out_tokens: N, at least 1; rows at or beyond it are dropped. map_type="index": 0 means T * K.
+        num_out_tokens: N; rows at or beyond it are dropped. -1: as many as are routed. map_type="index": -1 and 0 mean
+            T * K.
         max_token_num: not used, for TransformerEngine's signature.
         map_type: "mask" or "index".
         scale: of float8 rows, as in `permute_with_mask_map`.
@@ -67,7 +69,7 @@ def moe_permute(
     _checks.tensor(name, "inp", inp, _checks.ROW_DTYPES, ["num_tokens", "hidden"])
     check_scale(name, scale, inp)
     if map_type == "mask":
-        num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 1)
+        num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, -1)
         plan = route_mask(name, mask_of(name, routing_map, inp), None, num_rows, validate=validate)
         row_id_map = rowmaps.plan_to_row_id_map(plan)
     else:
@@ -80,21 +82,31 @@ def moe_permute(
 
 @public("inp", "probs")
 def moe_permute_with_probs(
-    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int, *, validate: bool | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    inp: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    num_out_tokens: int = -1,
+    *,
+    scale: Tensor | None = None,
+    zero_prob_as_padding: bool = False,
+    validate: bool | None = None,
+) -> tuple[Tensor, ...]:
     """Route tokens by a mask and copy them and their probabilities to expert order.
 
-    Differentiable in ``inp`` (not float8) and ``probs``. No host synchronisation.
+    Differentiable in ``inp`` (not float8) and ``probs``. Host synchronisation only to learn N.
 
     Args:
         inp: [T, H], as in `moe_permute`.
         probs: bfloat16, float16 or float32 [T, E].
         routing_map: bool or integer [T, E].
-        num_out_tokens: N, at least 1; rows at or beyond it are dropped.
+        num_out_tokens: N; rows at or beyond it are dropped. -1: as many as are routed.
+        scale: of float8 rows, as in `permute_with_mask_map`.
+        zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its gradient stays.
         validate: NaN among the probabilities, and dropped rows (True only), raise.
 
     Returns:
-        permuted [N, H], permuted_probs [N] and row_id_map int32 [T, 2E + 1].
+        permuted [N, H] with 0 in rows without a token, permuted_probs [N] in the dtype of ``probs``, row_id_map int32
+        [T, 2E + 1]; and permuted_scale if ``scale`` is given.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -102,10 +114,10 @@ def moe_permute_with_probs(
     """
     name = "moe_permute_with_probs"
     _checks.tensor(name, "inp", inp, _checks.ROW_DTYPES, ["num_tokens", "hidden"])
-    num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 1)
+    num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, -1)
     plan = route_mask(name, mask_of(name, routing_map, inp), probs, num_rows, validate=validate)
-    permuted, _ = move(inp, plan, None)
-    return permuted, to_dtype(plan.row_probs, probs.dtype), rowmaps.plan_to_row_id_map(plan)
+    permuted, *permuted_scale = _move_weighted(name, inp, plan, scale, zero_prob_as_padding)
+    return permuted, to_dtype(plan.row_probs, probs.dtype), rowmaps.plan_to_row_id_map(plan), *permuted_scale
 
 
 @public("inp", "probs")
@@ -116,8 +128,10 @@ def moe_permute_and_pad_with_probs(
     tokens_per_expert: Any,
     align_size: int,
     *,
+    scale: Tensor | None = None,
+    zero_prob_as_padding: bool = False,
     validate: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, ...]:
     """As `moe_permute_with_probs`, with every expert's segment padded to a multiple of ``align_size`` rows.
 
     Differentiable in ``inp`` (not float8) and ``probs``. One host synchronisation with a GPU, two if
@@ -129,12 +143,14 @@ def moe_permute_and_pad_with_probs(
         routing_map: bool or integer [T, E].
         tokens_per_expert: the true number of rows of each expert, int32 or int64 [E] or a list of ints.
         align_size: rows, at least 1.
+        scale: as in `moe_permute_with_probs`.
+        zero_prob_as_padding: as in `moe_permute_with_probs`.
         validate: NaN among the probabilities raises.
 
     Returns:
         permuted [N, H] and permuted_probs [N], both 0 in padding; row_id_map int32 [T, 2E + 1], which counts no
-        padding; pad_offsets int32 [E], or None where there is no padding (in a static graph always a tensor); and
-        target_tokens_per_expert int64 [E], padding included.
+        padding; pad_offsets int32 [E], or None where there is no padding (in a static graph always a tensor);
+        target_tokens_per_expert int64 [E], padding included; and permuted_scale if ``scale`` is given.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -147,14 +163,14 @@ def moe_permute_and_pad_with_probs(
     align = _checks.integer(name, "align_size", align_size, 1)
     mask = mask_of(name, routing_map, inp)
     plan = route_mask(name, mask, probs, -1, align, tokens_per_expert=tokens_per_expert, validate=validate)
-    permuted, _ = move(inp, plan, None)
+    permuted, *permuted_scale = _move_weighted(name, inp, plan, scale, zero_prob_as_padding)
     pad_offsets: Tensor | None = rowmaps.padding_offsets(plan)
     if isinstance(inp, Tensor) and int(plan.routed_per_expert.sum()) == plan.num_rows:
         pad_offsets = None
     targets = (plan.expert_offsets[1:] - plan.expert_offsets[:-1]).astype("int64")
     targets.stop_gradient = True
     row_id_map = rowmaps.plan_to_row_id_map(plan, pad_offsets)
-    return permuted, to_dtype(plan.row_probs, probs.dtype), row_id_map, pad_offsets, targets
+    return permuted, to_dtype(plan.row_probs, probs.dtype), row_id_map, pad_offsets, targets, *permuted_scale
 
 
 @public("inp", "merging_probs", "probs")
@@ -181,7 +197,7 @@ def moe_unpermute(
             and no weights it says T; without it K is 1.
         map_type: "mask" or "index".
         probs: TransformerEngine's old name of ``merging_probs``.
-        pad_offsets: int32 [E] of `moe_permute_and_pad_with_probs`, or None.
+        pad_offsets: int32 or int64 [E] of `moe_permute_and_pad_with_probs`, or None.
         validate: a row that stands twice in the map, or lies outside [0, N), raises.
 
     Returns:
@@ -220,7 +236,7 @@ def moe_sort_chunks_by_index(
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor, *, validate: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows [R, H] and probabilities [R] of `paddle_moe_ops.sort_chunks`, with its errors.
+    """Rows [R, H] and probabilities [R], in their dtype, of `paddle_moe_ops.sort_chunks`, with its errors.
 
     Differentiable in ``inp`` (not float8) and ``probs``.
     """
@@ -228,12 +244,23 @@ def moe_sort_chunks_by_index_with_probs(
         return sort_chunks(inp, split_sizes, sorted_index, probs, validate=validate)[:2]
 
 
+def _move_weighted(
+    function: str, inp: Tensor, plan: Plan, scale: Tensor | None, zero_prob_as_padding: bool
+) -> tuple[Tensor | None, ...]:
+    """Rows of a plan with probabilities, and their scale if there is one."""
+    check_scale(function, scale, inp)
+    _checks.flag(function, "zero_prob_as_padding", zero_prob_as_padding)
+    maps = without_zero_probs(plan, plan.row_probs) if zero_prob_as_padding else plan
+    permuted, permuted_scale = move(inp, maps, scale)
+    return (permuted,) if scale is None else (permuted, permuted_scale)
+
+
 def _route_ids(
     function: str, inp: Tensor, ids: Any, num_out_tokens: int, num_experts: int | None, validate: bool | None
 ) -> Plan:
     """The plan of slots that each have their own row; those of no expert stand behind the last one."""
     _checks.tensor(function, "routing_map", ids, _checks.ID_DTYPES, [inp.shape[0], "topk"])
-    num_rows = _checks.integer(function, "num_out_tokens", num_out_tokens, 0)
+    num_rows = _checks.integer(function, "num_out_tokens", num_out_tokens, -1)
     if num_experts is None:
         if is_graph_value(ids):
             _checks.bad_value(function, "num_experts", "given in a static graph", None)
@@ -243,9 +270,10 @@ def _route_ids(
     nobody = paddle.full_like(ids, experts)
     ids = paddle.where((ids < 0) | (ids >= experts), nobody, ids)
     tokens, topk = ids.shape
-    buffer = num_rows or (tokens * topk if tokens >= 0 else -1)
+    if num_rows < 1:
+        num_rows = tokens * topk if tokens >= 0 else -1
     with _checks.renaming("route", function, **ROUTE_NAMES):
-        return route(ids, num_experts=experts + 1, buffer_size=buffer, duplicates="each", validate=validate)
+        return route(ids, num_experts=experts + 1, buffer_size=num_rows, duplicates="each", validate=validate)
 
 
 def _unpermute_by_index(

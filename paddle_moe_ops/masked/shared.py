@@ -10,24 +10,25 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .. import _checks, autograd
-from .._graphs import float32
-from ..backends import resolve
+from .. import _checks, autograd, rowmaps
+from .._graphs import constant, float32
+from ..backends import RowMaps, resolve
 from ..routing import Plan, route
 
-__all__ = ["ROUTE_NAMES", "check_scale", "mask_of", "move", "route_mask"]
+__all__ = ["ROUTE_NAMES", "check_scale", "mask_of", "move", "route_mask", "without_zero_probs"]
 
 # What the functions here call the arguments of `route`.
 ROUTE_NAMES = {"routing": "routing_map", "buffer_size": "num_out_tokens", "topk": "num_topK"}
 
-_MASK_DTYPES = (paddle.bool, paddle.int32, paddle.int64, paddle.uint8)
+_MASK_DTYPES = (paddle.bool, paddle.int32, paddle.int64, paddle.int8, paddle.uint8)
 _SCALE_DTYPES = (paddle.float32, paddle.int32, paddle.uint8)
 
 
-def mask_of(function: str, routing_map: Any, inp: Tensor | None = None) -> Tensor:
+def mask_of(function: str, routing_map: Any, inp: Tensor | None = None, *, takes_floats: bool = False) -> Tensor:
     """The routing map as bool [T, E]."""
     tokens: int | str = "num_tokens" if inp is None else inp.shape[0]
-    _checks.tensor(function, "routing_map", routing_map, _MASK_DTYPES, [tokens, "num_experts"])
+    dtypes = (*_MASK_DTYPES, *_checks.SUM_DTYPES) if takes_floats else _MASK_DTYPES
+    _checks.tensor(function, "routing_map", routing_map, dtypes, [tokens, "num_experts"])
     _checks.same_place(function, inp=inp, routing_map=routing_map)
     return routing_map if routing_map.dtype == paddle.bool else routing_map.astype("bool")
 
@@ -71,3 +72,22 @@ def move(inp: Tensor, maps: Any, scale: Tensor | None) -> tuple[Tensor, Tensor |
     scales, _ = autograd.permute(backend, scale.view("float8_e4m3fn"), None, maps, "all")
     return rows, scales.view("uint8")
 
+
+def without_zero_probs(maps: Any, by_row: Tensor) -> RowMaps:
+    """Maps that leave out rows of probability 0; token_rows, which the gradient follows, keep them.
+
+    Args:
+        maps: a plan, or maps that were read.
+        by_row: float32 [N], the probability of each row.
+    """
+    by_row = constant(by_row)
+    by_slot = rowmaps.slot_probs(by_row, maps)
+    none_of_slots, none_of_rows = paddle.full_like(maps.slot_to_row, -1), paddle.full_like(maps.row_to_token, -1)
+    return RowMaps(
+        slot_to_row=paddle.where(by_slot == 0, none_of_slots, maps.slot_to_row),
+        token_rows=maps.token_rows,
+        row_to_token=paddle.where(by_row == 0, none_of_rows, maps.row_to_token),
+        row_to_slot=maps.row_to_slot,
+        row_to_expert=maps.row_to_expert,
+        leaves_out=True,
+    )

@@ -210,7 +210,7 @@ CALLS = [
     ),
     Call(
         "masked.make_row_id_map",
-        {"routing_map": MASK, "num_out_tokens": 0, "num_topK": K, "fp8_padding": A, "validate": None},
+        {"routing_map": MASK, "num_out_tokens": 0, "num_topK": K, "fp8_padding": A, "mask": None, "validate": None},
         free=(("routing_map", 0),),
     ),
     Call(
@@ -287,9 +287,11 @@ CALLS = [
             "probs": ones(T, E),
             "routing_map": MASK,
             "num_out_tokens": ROUTED,
+            "scale": ones(T, S),
+            "zero_prob_as_padding": False,
             "validate": None,
         },
-        free=(("inp", 1),),
+        free=(("inp", 1), ("scale", 1)),
     ),
     Call(
         "masked.moe_permute_and_pad_with_probs",
@@ -299,9 +301,11 @@ CALLS = [
             "routing_map": MASK,
             "tokens_per_expert": COUNTS,
             "align_size": A,
+            "scale": ones(T, S),
+            "zero_prob_as_padding": False,
             "validate": None,
         },
-        free=(("inp", 1),),
+        free=(("inp", 1), ("scale", 1)),
     ),
     Call(
         "masked.moe_unpermute",
@@ -334,6 +338,7 @@ CALLS = [
             "num_out_tokens": ROUTED,
             "probs": ones(T, E),
             "align_size": A,
+            "zero_prob_as_padding": False,
             "validate": None,
         },
         free=(("inp", 1),),

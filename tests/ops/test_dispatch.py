@@ -164,9 +164,9 @@ BAD = [
     ("token_dispatch", (np.zeros((4, 2), np.float32), np.ones((5, 3), np.bool_), 5), ValueError, "routing_map must be"),
     (
         "token_dispatch",
-        (np.zeros((4, 2), np.float32), np.ones((4, 3), np.bool_), 0),
+        (np.zeros((4, 2), np.float32), np.ones((4, 3), np.bool_), -1),
         ValueError,
-        "num_out_tokens must be",
+        "num_out_tokens must be from 0 to 2147483647, but got -1",
     ),
     (
         "token_dispatch",

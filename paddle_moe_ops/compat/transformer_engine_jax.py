@@ -1,0 +1,46 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of ``transformer_engine.jax.permutation`` with their arguments and results.
+
+For code that calls them, an import swap is enough. They are `paddle_moe_ops.dispatch` underneath, and a row whose
+probability is exactly 0 is 0, as there.
+"""
+
+from __future__ import annotations
+
+from paddle import Tensor
+
+from .. import dispatch
+from .._graphs import public
+from ..dispatch import (
+    compute_ragged_all_to_all_params,
+    compute_reverse_ragged_all_to_all_params,
+    local_permute_after_a2a,
+    local_unpermute_before_a2a,
+    routing_map_to_selected_experts,
+    sort_chunks_by_index,
+    token_combine,
+)
+
+__all__ = [
+    "compute_ragged_all_to_all_params",
+    "compute_reverse_ragged_all_to_all_params",
+    "local_permute_after_a2a",
+    "local_unpermute_before_a2a",
+    "routing_map_to_selected_experts",
+    "sort_chunks_by_index",
+    "token_combine",
+    "token_dispatch",
+]
+
+
+@public("inp", "probs")
+def token_dispatch(
+    inp: Tensor,
+    routing_map: Tensor,
+    num_out_tokens: int,
+    probs: Tensor | None = None,
+    align_size: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:
+    """rows [N, H], permuted_probs [N] or None, row_id_map, pad_offsets [E] or None, tokens_per_expert [E]."""
+    return dispatch.token_dispatch(inp, routing_map, num_out_tokens, probs, align_size, zero_prob_as_padding=True)
