@@ -13,9 +13,9 @@ import pytest
 from paddle_moe_ops import reference
 from paddle_moe_ops.compat import transformer_engine as te
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from tests.ops.problems import every_kind, ordinary, tensor
+from tests.ops.problems import backward, every_kind, ordinary, tensor
 from tests.ops.test_masked import model_of
-from tests.params import FLOAT8_DTYPES
+from tests.params import FLOAT8_DTYPES, SUM_DTYPES
 
 T, E, H = 29, 5, 8
 MAP = np.zeros((T, 2 * E + 1), np.int32)
@@ -69,6 +69,125 @@ def test_chunks(rng, place, backend):
     back, nothing = te.sort_chunks_by_map(out, chunk_map, None, T, H, False)
     assert nothing is None
     assert_bits_equal(back, x)
+
+
+# ---- the functions that route and move in one call
+
+
+def with_zeros(rng, mask, dtype=np.float32):
+    """Probabilities of which some are 0 where tokens are routed, and none where they are not."""
+    return rng.choice(np.array([0, 0.25, 0.5, 1]), mask.shape).astype(dtype)
+
+
+def blanked(model, x, probs, num_rows):
+    """The rows as TransformerEngine has them: 0 where the probability is 0."""
+    copies = model.permuted(x, num_rows)
+    return np.where(model.permuted_pairs(probs, num_rows)[:, None] == 0, np.zeros_like(copies), copies)
+
+
+@pytest.mark.parametrize("room", [-1, 0, 20, 100])
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+def test_one_call_with_probabilities(dtype, room, rng, place, backend):
+    mask = rng.random((T, E)) < 0.4
+    num_rows = int(mask.sum()) if room < 0 else room
+    model, x, probs = model_of(mask, 1, num_rows), ordinary(rng, (T, H), dtype), with_zeros(rng, mask, dtype)
+    leaves = tensor(x, place, gradient=True), tensor(probs, place, gradient=True)
+    given = () if room < 0 else (room,)
+    rows, row_probs, row_id_map = te.moe_permute_with_probs(*leaves, tensor(mask.astype(np.int32), place), *given)
+    assert_bits_equal(rows, blanked(model, x, probs, num_rows))
+    assert_bits_equal(row_probs, model.permuted_pairs(probs, num_rows))
+    assert_bits_equal(row_id_map, model.row_id_map())
+    d_rows, d_row_probs = ordinary(rng, (num_rows, H), dtype), ordinary(rng, (num_rows,), dtype)
+    backward([rows, row_probs], [d_rows, d_row_probs])
+    assert_bits_equal(leaves[0].grad, model.combined(d_rows))
+    assert_bits_equal(leaves[1].grad, model.pairs(d_row_probs))
+    out = te.moe_unpermute(rows, row_id_map, leaves[1], [T, H], "mask")
+    assert_bits_equal(out, model.combined(blanked(model, x, probs, num_rows), probs))
+    alone, same_map = te.moe_permute(leaves[0], tensor(mask, place), *given)
+    assert_bits_equal(alone, model.permuted(x, num_rows))
+    assert_bits_equal(same_map, row_id_map)
+    assert_bits_equal(
+        te.moe_unpermute(alone, row_id_map, restore_shape=[T, H]), model.combined(model.permuted(x, num_rows))
+    )
+
+
+@pytest.mark.parametrize("align", [1, 16])
+def test_one_call_with_padding(align, rng, place, backend):
+    mask = rng.random((T, E)) < 0.4
+    model = model_of(mask, align)
+    num_rows = int(model.starts[-1])
+    x, probs = ordinary(rng, (T, H)), with_zeros(rng, mask)
+    tensors = [tensor(array, place) for array in (x, probs, mask, model.counts)]
+    rows, row_probs, row_id_map, pad_offsets, targets = te.moe_permute_and_pad_with_probs(*tensors, align)
+    assert_bits_equal(rows, blanked(model, x, probs, num_rows))
+    assert_bits_equal(row_probs, model.permuted_pairs(probs, num_rows))
+    assert_bits_equal(targets, np.diff(model.starts).astype(np.int64))
+    assert (pad_offsets is None) == (align == 1)
+    out = te.moe_unpermute(rows, row_id_map, tensors[1], [T, H], "mask", None, pad_offsets)
+    assert_bits_equal(out, model.combined(blanked(model, x, probs, num_rows), probs))
+    old_name = te.moe_unpermute(rows, row_id_map, None, None, "mask", tensors[1], pad_offsets)
+    assert_bits_equal(old_name, out)
+
+
+def test_one_call_with_scales(rng, place, backend):
+    mask = rng.random((T, E)) < 0.4
+    model, num_rows = model_of(mask), int(mask.sum())
+    codes, scale = every_kind(rng, (T, H), FLOAT8_DTYPES[0]), ordinary(rng, (T, 3))
+    probs = np.ones((T, E), np.float32)
+    tensors = [tensor(array, place) for array in (codes, probs, mask)]
+    scaled = {"scale": tensor(scale, place)}
+    for made in (
+        te.moe_permute(tensors[0], tensors[2], num_rows, **scaled),
+        te.moe_permute_with_probs(*tensors, num_rows, **scaled),
+        te.moe_permute_and_pad_with_probs(*tensors, model.counts.tolist(), 1, **scaled),
+    ):
+        assert_bits_equal(made[0], model.permuted(codes, num_rows))
+        assert_bits_equal(made[-1], model.permuted(scale, num_rows))
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+def test_one_call_with_chunks(dtype, rng, place, backend):
+    lengths, order = np.array([10, 0, 12]), np.array([2, 1, 0])
+    x, probs = ordinary(rng, (T, H), dtype), ordinary(rng, (T,), dtype)
+    arrays = tensor(lengths, place), tensor(order, place)
+    expected = reference.sort_chunks(x, lengths, order, probs)
+    assert_bits_equal(te.moe_sort_chunks_by_index(tensor(x, place), *arrays), expected[0])
+    out, probs_out = te.moe_sort_chunks_by_index_with_probs(tensor(x, place), tensor(probs, place), *arrays)
+    assert_bits_equal(out, expected[0])
+    assert_bits_equal(probs_out, expected[1])
+    chunk_map = te.make_chunk_sort_map(*arrays, T, 3)
+    _, by_map = te.sort_chunks_by_map(tensor(x, place), chunk_map, tensor(probs, place), T, H, True)
+    assert_bits_equal(by_map, expected[1])
+
+
+# ---- maps with a limit
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 23, 500])
+def test_a_map_with_a_limit_names_no_row_beyond_it(num_rows, rng, place, backend):
+    mask = rng.random((T, E)) < 0.4
+    model = model_of(mask, 1, num_rows)
+    row_id_map = te.make_row_id_map(tensor(mask, place), T, E, num_rows)
+    assert_bits_equal(row_id_map, model.row_id_map())
+    assert row_id_map.numpy()[:, :E].max() == min(num_rows, mask.sum()) - 1
+    assert row_id_map.numpy()[:, -1].sum() == min(num_rows, mask.sum())
+    x, probs = ordinary(rng, (T, H)), ordinary(rng, (T, E))
+    x_tensor, probs_tensor = tensor(x, place, gradient=True), tensor(probs, place, gradient=True)
+    rows, _, row_probs = te.permute_with_mask_map(x_tensor, row_id_map, probs_tensor, None, None, T, E, num_rows, H, 0)
+    assert_bits_equal(rows, model.permuted(x, num_rows))
+    assert_bits_equal(row_probs, model.permuted_pairs(probs, num_rows))
+    d_rows, d_row_probs = ordinary(rng, (num_rows, H)), ordinary(rng, (num_rows,))
+    backward([rows, row_probs], [d_rows, d_row_probs])
+    assert_bits_equal(x_tensor.grad, model.combined(d_rows))
+    assert_bits_equal(probs_tensor.grad, model.pairs(d_row_probs))
+    out, pairs = te.unpermute_with_mask_map(rows, row_id_map, probs_tensor, row_probs, None, T, E, H)
+    assert_bits_equal(out, model.combined(model.permuted(x, num_rows), probs))
+    assert_bits_equal(pairs, model.pairs(model.permuted_pairs(probs, num_rows)))
+
+
+def test_a_limit_is_a_number_of_rows(place):
+    with pytest.raises(ValueError, match=r"^make_row_id_map: num_out_tokens must be from 0 to 2147483647, but got -1$"):
+        call("make_row_id_map", place, num_out_tokens=-1)
 
 
 N, S = 9, 3

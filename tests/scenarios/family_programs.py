@@ -11,7 +11,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from paddle_moe_ops import dispatch, indexed, masked, nn, route, unpermute
-from paddle_moe_ops.compat import transformer_engine
+from paddle_moe_ops.compat import transformer_engine, transformer_engine_jax
 
 from .models import (
     IDS_OF_EXPERTS,
@@ -124,6 +124,23 @@ def by_mask_padded(h, gates, mask, experts, **_):
     return masked.moe_unpermute(rows, row_id_map, pad_offsets=with_graph(pad_offsets, h))
 
 
+def by_mask_of_transformer_engine(h, gates, mask, experts, **_):
+    mask = with_graph(mask.astype("int32"), h)
+    rows, row_probs, row_id_map = transformer_engine.moe_permute_with_probs(h, gates, mask, ROOM)
+    rows = rows_of_mask(mask, experts, rows) * row_probs.unsqueeze(-1)
+    return transformer_engine.moe_unpermute(rows, with_graph(row_id_map, h), restore_shape=[T, H])
+
+
+def by_mask_padded_of_transformer_engine(h, gates, mask, experts, **_):
+    counts = with_graph(sizes_of_mask(mask), h)
+    rows, row_probs, row_id_map, pad_offsets, sizes = transformer_engine.moe_permute_and_pad_with_probs(
+        h, gates, mask, counts, A
+    )
+    rows = expert_rows(rows, experts, experts_of_rows(rows, sizes)) * row_probs.unsqueeze(-1)
+    pad_offsets = with_graph(pad_offsets.astype("int64"), h)
+    return transformer_engine.moe_unpermute(rows, row_id_map, pad_offsets=pad_offsets)
+
+
 def chunks_by_index(h, probs, experts, **_):
     sizes, order = chunk_arguments(h)
     rows, probs = masked.moe_sort_chunks_by_index_with_probs(h, probs[:, 0], sizes, order)
@@ -168,6 +185,14 @@ def dispatch_and_combine_by_row(h, gates, mask, experts, **_):
     rows = expert_rows(rows, experts, experts_of_rows(rows, counts))
     row_id_map, pad_offsets = with_graph(row_id_map, h), with_graph(pad_offsets, h)
     return dispatch.token_combine(rows, row_id_map, row_probs, pad_offsets)
+
+
+def dispatch_and_combine_of_jax(h, gates, mask, experts, **_):
+    """A mask of floats that have a graph, and weights of a batch."""
+    floats = mask.astype("float32") + 0 * h.sum()
+    rows, _, row_id_map, pad_offsets, counts = transformer_engine_jax.token_dispatch(h, floats, ROOM, gates, A)
+    rows = expert_rows(rows, experts, experts_of_rows(rows, counts))
+    return transformer_engine_jax.token_combine(rows, row_id_map, gates.unsqueeze(0), pad_offsets)
 
 
 COUNTS_OF_RANKS = [[1, 0, 3, 4], [2, 1, 2, 3]]  # rank 1 of two receives 3 and 4 rows from rank 0, 2 and 3 of its own
@@ -275,11 +300,14 @@ PROGRAMS = (
     Program(by_index, dense_with_scale),
     Program(by_mask_with_probs, weighted_by_gate, MASKS),
     Program(by_mask_padded, weighted_by_gate, MASKS),
+    Program(by_mask_of_transformer_engine, weighted_by_gate, MASKS),
+    Program(by_mask_padded_of_transformer_engine, weighted_by_gate, MASKS),
     Program(chunks_by_index, dense_chunks, MASKS),
     Program(chunks_by_map, dense_chunks, MASKS),
     Program(chunks_by_map_of_transformer_engine, dense_chunks_back, MASKS),
     Program(dispatch_and_combine, dense_dispatch_and_combine, MASKS),
     Program(dispatch_and_combine_by_row, weighted_by_gate, MASKS),
+    Program(dispatch_and_combine_of_jax, weighted_by_gate, MASKS),
     Program(rows_of_an_exchange, dense_rows_of_an_exchange, MASKS),
     Program(experts_of_a_mask, dense_experts_of_a_mask, MASKS),
     Program(gather_indices, dense_gemm),
