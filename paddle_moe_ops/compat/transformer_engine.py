@@ -13,7 +13,7 @@ from typing import Any
 from paddle import Tensor
 
 from .. import _checks, masked, rowmaps
-from .._graphs import public
+from .._graphs import is_graph_value, public
 from ..masked import moe_permute, moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs, moe_unpermute
 from ..masked.shared import mask_of, route_mask
 
@@ -173,7 +173,10 @@ def _check_sizes(function: str, row_id_map: Any, num_tokens: Any, num_experts: A
 
 
 def _check_size(function: str, argument: str, given: Any, tensor: Any, axis: int) -> None:
+    """Check a size that a tensor tells too; one that only a graph's run tells is what the tensor says."""
     size = _size(function, argument, tensor, axis)
+    if is_graph_value(given):
+        return
     if size not in (-1, _checks.integer(function, argument, given, -1)):
         _checks.bad_value(function, argument, f"{size}, as the tensor has it", given)
 

@@ -22,6 +22,7 @@ from paddle_moe_ops import (
 )
 from tests.ops.operator_calls import GOOD_CALLS
 from tests.static.cases import CASES, A, E, H, K, layer, permute_small_buffer, token_inputs
+from tests.static.forms import FORMS
 from tests.static.modes import (
     StaticGraph,
     assert_run_of,
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' inter
 CASE = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *FORMS], ids=str)
 def test_results_of_dygraph_for_any_number_of_tokens(case, rng, place):
     graph = None
     for tokens in (63, 0, 1, 200):

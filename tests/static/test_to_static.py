@@ -17,6 +17,7 @@ from paddle.jit.sot.opcode_translator.executor.executor_cache import OpcodeExecu
 from paddle_moe_ops import moe_permute, route
 from tests.packaging.subprocesses import run_python
 from tests.static.cases import BUFFER, CASES, FLOAT8_E5M2, A, E, layer, token_inputs
+from tests.static.forms import FORMS
 from tests.static.modes import (
     assert_run_of,
     assert_same_run,
@@ -86,7 +87,7 @@ def test_each_input_may_stop_or_want_its_gradient(full_graph, rng, place):
         assert_same_run(run, expected)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *FORMS], ids=str)
 def test_one_program_serves_any_number_of_tokens(case, rng, place):
     traced = paddle.jit.to_static(case.function, input_spec=input_specs(case), full_graph=True)
     for tokens in (0, 1, 63, 200):
