@@ -298,7 +298,11 @@ def local_unpermute_before_a2a(expert_outputs: Tensor, state: dict[str, Tensor])
 
 def _flattened(value: Any) -> Any:
     """[B, S, C] as [B * S, C]; anything else as it is."""
-    return value.flatten(0, 1) if getattr(value, "ndim", 2) == 3 else value
+    if getattr(value, "ndim", 2) != 3:
+        return value
+    if min(value.shape) <= 0:  # to reshape, 0 and -1 would be something else
+        return value.flatten(0, 1)
+    return value.reshape([value.shape[0] * value.shape[1], value.shape[2]])  # unlike flatten with second gradients
 
 
 def _two_dimensional(function: str, argument: str, value: Any, dtypes: Any, columns: str) -> Tensor:

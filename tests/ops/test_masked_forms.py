@@ -13,6 +13,7 @@ import pytest
 
 from paddle_moe_ops import dispatch, masked
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.interpreting import on_both
 from tests.ops.problems import backward, every_kind, ordinary, tensor
 from tests.ops.test_masked import masks, model_of
 from tests.params import FLOAT8_DTYPES, SUM_DTYPES
@@ -154,6 +155,19 @@ def test_a_row_of_probability_zero_is_blank_only_when_asked(function, dtype, rng
         assert_bits_equal(leaves[1].grad, model.pairs(d_row_probs), what="d_probs")
 
 
+@pytest.mark.cpu_only
+def test_blank_rows_of_triton(interpreted, rng):
+    """Its kernels follow other maps than those of the other backends."""
+    mask, *_ = masks(rng)
+    x, probs = ordinary(rng, (T, H)), rng.integers(0, 2, (T, E)).astype(np.float32)
+    tensors = [tensor(array, "cpu") for array in (x, probs, mask)]
+    for function in (with_probs, padded_with_probs, dispatched):
+        model = model_of(mask, 1 if function is with_probs else 16)
+        call = lambda: function(model, *tensors, zero_prob_as_padding=True)  # noqa: B023, E731
+        for actual, expected in on_both(call):
+            assert_bits_equal(actual, expected)
+
+
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES, ids=str)
 def test_blank_rows_of_float8_and_their_scales(dtype, rng, place, backend):
     mask, *_ = masks(rng)
@@ -222,6 +236,16 @@ def test_no_tokens_to_pad(dtype, rng, place, backend):
         backward([out, row_probs], [np.zeros(shape, dtype) for shape in ((0, H), (0,))])
         for leaf in leaves:
             assert_bits_equal(leaf.grad, np.zeros(tuple(leaf.shape), dtype))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)], ids=str)
+def test_batches_without_tokens(shape, place, backend):
+    x, mask, probs = (tensor(np.zeros((*shape, width), np.float32), place, gradient=True) for width in (H, E, E))
+    rows, row_probs, row_id_map, pad_offsets, _ = dispatch.token_dispatch(x, mask, 0, probs, 8)
+    assert row_id_map.shape == [0, 2 * E + 1]
+    out = dispatch.token_combine(rows, row_id_map, probs, pad_offsets)
+    backward([out, row_probs], [np.zeros((0, H), np.float32), np.zeros(0, np.float32)])
+    assert (x.grad.shape, probs.grad.shape) == ([*shape, H], [*shape, E])
 
 
 # ---- weights of batches

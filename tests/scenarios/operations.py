@@ -175,6 +175,12 @@ OPERATIONS = (
         ("chunk_map",),
     ),
     Operation(
+        "masked.moe_permute_with_probs",
+        lambda i: masked.moe_permute_with_probs(i["x"], i["gates"], i["mask"], T * K, zero_prob_as_padding=True)[:2],
+        ("x", "gates"),
+        ("mask",),
+    ),
+    Operation(
         "token_dispatch",
         lambda i: dispatch.token_dispatch(i["x"], i["mask"], T * K, i["gates"], 3)[:2],
         ("x", "gates"),
@@ -184,6 +190,12 @@ OPERATIONS = (
         "token_combine",
         lambda i: (dispatch.token_combine(i["rows"], i["row_id_map"], i["row_probs"]),),
         ("rows", "row_probs"),
+        ("row_id_map",),
+    ),
+    Operation(
+        "token_combine_of_batches",
+        lambda i: (dispatch.token_combine(i["rows"], i["row_id_map"], i["gates"].unsqueeze(0)),),
+        ("rows", "gates"),
         ("row_id_map",),
     ),
     Operation("indexed.permute", lambda i: (indexed.permute(i["x"], i["gather"], K),), ("x",), ("gather",)),
