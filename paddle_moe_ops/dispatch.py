@@ -89,7 +89,7 @@ def token_dispatch(
     plan = route_mask(name, mask, probs, num_rows, align, validate=validate)
     permuted_probs = None if probs is None else to_dtype(plan.row_probs, probs.dtype)
     leaves_out = zero_prob_as_padding and probs is not None
-    rows, _ = move(inp, without_zero_probs(plan, plan.row_probs) if leaves_out else plan, None)
+    rows, _ = move(inp, plan, None, without_zero_probs(plan, plan.row_probs) if leaves_out else None)
     if align_size is None:
         return rows, permuted_probs, rowmaps.plan_to_row_id_map(plan), None, plan.tokens_per_expert
     pad_offsets = rowmaps.padding_offsets(plan)

@@ -66,7 +66,7 @@ def moe_permute_and_pad_with_probs(
 def make_row_id_map(
     routing_map: Tensor, num_tokens: int, num_experts: int, num_out_tokens: int | None = None
 ) -> Tensor:
-    """row_id_map int32 [T, 2E + 1] of a mask [T, E], without the rows at or beyond ``num_out_tokens`` if it is given."""
+    """row_id_map int32 [T, 2E + 1] of a mask [T, E], without rows at or beyond ``num_out_tokens`` if it is given."""
     name = "make_row_id_map"
     if num_out_tokens is None:
         row_id_map, _ = masked.make_row_id_map(routing_map)

@@ -98,7 +98,8 @@ def permute_with_mask_map(
             such as the e8m0 bytes of groups of 32; with one element and other than two dimensions a scale of the whole
             tensor, which is handed back. None: no scale.
         pad_offsets: int32 or int64 [E] rows to add to each expert's, for a map that does not count padding.
-        zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its gradient stays.
+        zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its scale and its gradient
+            stay.
         validate: a row that stands twice in the map raises.
 
     Returns:
@@ -117,14 +118,14 @@ def permute_with_mask_map(
     check_scale(name, scale, inp)
     num_rows = num_out_tokens if count < 0 else count
     maps = rowmaps.read_row_id_map(name, row_id_map, num_rows, pad_offsets, validation, check_range=False)
-    permuted_probs, moved = None, maps
+    permuted_probs, rows_by = None, None
     if probs is not None:
         _check_probs(name, "probs", probs, row_id_map)
         by_row = rowmaps.row_probs(float32(probs), maps)
         permuted_probs = to_dtype(by_row, probs.dtype)
         if zero_prob_as_padding:
-            moved = without_zero_probs(maps, by_row)
-    permuted, permuted_scale = move(inp, moved, scale)
+            rows_by = without_zero_probs(maps, by_row)
+    permuted, permuted_scale = move(inp, maps, scale, rows_by)
     return permuted if probs is None and scale is None else (permuted, permuted_probs, permuted_scale)
 
 

@@ -101,7 +101,8 @@ def moe_permute_with_probs(
         routing_map: bool or integer [T, E].
         num_out_tokens: N; rows at or beyond it are dropped. -1: as many as are routed.
         scale: of float8 rows, as in `permute_with_mask_map`.
-        zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its gradient stays.
+        zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its scale and its gradient
+            stay.
         validate: NaN among the probabilities, and dropped rows (True only), raise.
 
     Returns:
@@ -250,8 +251,8 @@ def _move_weighted(
     """Rows of a plan with probabilities, and their scale if there is one."""
     check_scale(function, scale, inp)
     _checks.flag(function, "zero_prob_as_padding", zero_prob_as_padding)
-    maps = without_zero_probs(plan, plan.row_probs) if zero_prob_as_padding else plan
-    permuted, permuted_scale = move(inp, maps, scale)
+    rows_by = without_zero_probs(plan, plan.row_probs) if zero_prob_as_padding else None
+    permuted, permuted_scale = move(inp, plan, scale, rows_by)
     return (permuted,) if scale is None else (permuted, permuted_scale)
 
 

@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks, autograd, rowmaps
-from .._graphs import constant, float32
+from .._graphs import constant, float32, to_dtype
 from ..backends import RowMaps, resolve
 from ..routing import Plan, route
 
@@ -59,18 +59,26 @@ def check_scale(function: str, scale: Any, inp: Tensor) -> None:
     _checks.same_place(function, inp=inp, scale=scale)
 
 
-def move(inp: Tensor, maps: Any, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Rows, and scales by row; a scale of the whole tensor stays what it is."""
+def move(inp: Tensor, maps: Any, scale: Tensor | None, rows_by: RowMaps | None = None) -> tuple[Tensor, Tensor | None]:
+    """Rows, and scales by row; a scale of the whole tensor stays what it is.
+
+    Args:
+        inp: the tokens.
+        maps: a plan, or maps that were read.
+        scale: of the tokens, or None.
+        rows_by: what the rows follow, if it is not what the scales follow.
+    """
     backend = resolve("permute", inp)
     if scale is None or _is_of_whole_tensor(scale):
-        return autograd.permute(backend, inp, None, maps, "all")[0], scale
-    if scale.dtype != paddle.uint8:
-        rows, scales = autograd.permute(backend, inp, scale, maps, "all")
-        return rows, scales
-    # Bytes travel as rows of a type that is one byte wide.
-    rows, _ = autograd.permute(backend, inp, None, maps, "all")
-    scales, _ = autograd.permute(backend, scale.view("float8_e4m3fn"), None, maps, "all")
-    return rows, scales.view("uint8")
+        return autograd.permute(backend, inp, None, maps if rows_by is None else rows_by, "all")[0], scale
+    carried = scale.astype("int32") if scale.dtype == paddle.uint8 else scale
+    if rows_by is None:
+        rows, scales = autograd.permute(backend, inp, carried, maps, "all")
+    else:
+        rows, _ = autograd.permute(backend, inp, None, rows_by, "all")
+        one_column = maps.token_rows[:, :1].astype("float32")  # scales move beside rows, here beside any
+        _, scales = autograd.permute(backend, one_column, carried, maps, "all")
+    return rows, to_dtype(scales, scale.dtype)
 
 
 def without_zero_probs(maps: Any, by_row: Tensor) -> RowMaps:

@@ -173,16 +173,21 @@ def test_blank_rows_of_float8_and_their_scales(dtype, rng, place, backend):
     mask, *_ = masks(rng)
     model = model_of(mask)
     num_rows = int(mask.sum())
-    x, scale, probs = every_kind(rng, (T, H), dtype), ordinary(rng, (T, 2)), rng.integers(0, 2, (T, E))
-    tensors = [tensor(array, place) for array in (x, probs.astype(np.float16), mask)]
-    rows, row_probs, _, row_scale = masked.moe_permute_with_probs(
-        *tensors, num_rows, scale=tensor(scale, place), zero_prob_as_padding=True
-    )
+    x, probs = every_kind(rng, (T, H), dtype), rng.integers(0, 2, (T, E))
+    x_tensor, probs_tensor, mask_tensor = (tensor(array, place) for array in (x, probs.astype(np.float16), mask))
+    row_id_map = tensor(model.row_id_map(), place)
     kept = model.permuted_pairs(probs, num_rows)[:, None] != 0
     codes = model.permuted(x, num_rows)
-    assert_bits_equal(rows, np.where(kept, codes, np.zeros_like(codes)))
-    assert_bits_equal(row_scale, np.where(kept, model.permuted(scale, num_rows), np.float32(0)))
-    assert row_probs.dtype == paddle.float16
+    packed = every_kind(rng, (T, 2)).view(np.int32)
+    for scale in (every_kind(rng, (T, 2)), packed, rng.integers(0, 256, (T, 5)).astype(np.uint8)):
+        blanking = {"scale": tensor(scale, place), "zero_prob_as_padding": True}
+        for rows, row_probs, *_, row_scale in (
+            masked.moe_permute_with_probs(x_tensor, probs_tensor, mask_tensor, num_rows, **blanking),
+            masked.permute_with_mask_map(x_tensor, row_id_map, num_rows, probs_tensor, **blanking),
+        ):
+            assert_bits_equal(rows, np.where(kept, codes, np.zeros_like(codes)))
+            assert_bits_equal(row_scale, model.permuted(scale, num_rows))
+            assert row_probs.dtype == paddle.float16
 
 
 def test_a_flag_is_a_bool(rng, place):

@@ -164,7 +164,7 @@ CALLS: dict[str, tuple[dict[str, Any], Callable[[], list[Any]]]] = {
         },
         lambda: [
             blanked(PADDED, P),
-            np.where(blanked(PADDED, P)[:, :2] == 0, np.float32(0), PADDED.permuted(X[:, :2], P)),
+            PADDED.permuted(X[:, :2], P),
             PADDED.permuted_pairs(PROBS, P),
         ],
     ),

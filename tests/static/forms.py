@@ -59,6 +59,13 @@ def blank_rows_and_scales(x, mask, probs):
     return rows, row_probs, row_scale, masked.moe_unpermute(rows, row_id_map, probs)
 
 
+def scales_of_bytes(x, mask, probs):
+    scale = (x[:, :SCALES].detach().abs() * 100).astype("uint8")
+    rows, row_probs, _, row_scale = masked.moe_permute_with_probs(x, probs, mask, BUFFER, scale=scale)
+    alone, _, same_scale = masked.moe_permute(x, mask, BUFFER, scale=scale)
+    return rows, row_probs, row_scale, alone, same_scale
+
+
 def blank_rows_and_padding(x, mask, probs):
     counts, options = mask.astype("int32").sum(0), {"scale": x[:, :SCALES].detach(), "zero_prob_as_padding": True}
     made = masked.moe_permute_and_pad_with_probs(x, probs, mask, counts, A, **options)
@@ -115,6 +122,7 @@ FORMS = (
     Case("no-rows-dispatch", dispatch_without_rows, inputs_of_masks(np.float32), BOTH),
     Case("blank-rows", blank_rows_and_scales, inputs_of_masks(np.bool_), BOTH),
     Case("blank-rows-float16", blank_rows_and_scales, inputs_of_masks(np.int8, np.float16), BOTH),
+    Case("scales-of-bytes", scales_of_bytes, inputs_of_masks(np.bool_), BOTH),
     Case("blank-rows-padded", blank_rows_and_padding, inputs_of_masks(np.bool_), BOTH),
     Case("transformer-engine", by_transformer_engine, inputs_of_masks(np.int32), BOTH),
     Case("transformer-engine-padded", by_transformer_engine_padded, inputs_of_masks(np.int32), BOTH),
