@@ -11,7 +11,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import dispatch, masked
+from paddle_moe_ops import dispatch, masked, route
+from paddle_moe_ops.masked.shared import without_zero_probs
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.interpreting import on_both
 from tests.ops.problems import backward, every_kind, ordinary, tensor
@@ -153,6 +154,17 @@ def test_a_row_of_probability_zero_is_blank_only_when_asked(function, dtype, rng
         backward([rows, row_probs], [d_rows, d_row_probs])
         assert_bits_equal(leaves[0].grad, model.combined(d_rows), what="d_inp")
         assert_bits_equal(leaves[1].grad, model.pairs(d_row_probs), what="d_probs")
+
+
+def test_maps_of_blank_rows_agree(rng, place, backend):
+    """A GPU writes a row by slots or by rows: where one map names a blank row, two threads would write it."""
+    mask, *_ = masks(rng)
+    probs = tensor(rng.integers(0, 2, (T, E)).astype(np.float32), place)
+    plan = route(tensor(mask, place), probs, padding_alignment=4)
+    maps = without_zero_probs(plan, plan.row_probs)
+    slots, by_row = maps.slot_to_row.numpy(), plan.row_probs.numpy()
+    assert sorted(slots[slots >= 0]) == np.flatnonzero(by_row).tolist()
+    assert np.flatnonzero(maps.row_to_token.numpy() >= 0).tolist() == np.flatnonzero(by_row).tolist()
 
 
 @pytest.mark.cpu_only
