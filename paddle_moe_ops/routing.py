@@ -288,7 +288,7 @@ def calculate_topk(
         gating: logits [T, E], bfloat16, float16 or float32.
         top_k: K, from 1 to the experts of the kept groups.
         use_sigmoid: sigmoid instead of softmax.
-        renormalize: divide a token's weights by their sum (by 1e-12 if it is below that).
+        renormalize: divide a token's weights by their sum, however small. Weights that are all 0 stay 0.
         pre_act: choose by scores of all experts.
         post_act: choose by logits and score the chosen experts only, so that a softmax runs over K. Exactly one of
             ``pre_act`` and ``post_act`` must be True.

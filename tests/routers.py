@@ -68,9 +68,9 @@ class Router(NamedTuple):
         d_all = np.zeros(scores.shape) if d_scores is None else np.abs(d_scores.astype(np.float64))
         if self.renormalize:
             total = weights.sum(axis=1, keepdims=True)
-            divisor = np.maximum(total, 1e-12)
+            divisor = np.where(total == 0, 1, total).astype(np.float64)
             through_sum = (d_chosen * weights).sum(axis=1, keepdims=True) / divisor
-            d_chosen = (d_chosen + np.where(total > 1e-12, through_sum, 0)) / divisor
+            d_chosen = (d_chosen + through_sum) / divisor
 
         def through_activation(d: NDArray, scores: NDArray) -> NDArray:
             return scores * (d if self.use_sigmoid else d + (d * scores).sum(axis=1, keepdims=True))
@@ -106,8 +106,8 @@ def routers(draw: st.DrawFn) -> Router:
 
 
 def nearly_nothing(rng: np.random.Generator) -> Router:
-    """Sigmoids that add up to less than 1e-12, to nothing, and to just more than 1e-12, to be divided by their sum."""
-    gating = rng.standard_normal((12, 9)) - np.repeat([32.0, 200.0, 28.0], 4)[:, None]
+    """Sigmoids that add up to about 1e-35, to nothing, and to about 1e-13, to be divided by their sum."""
+    gating = rng.standard_normal((12, 9)) - np.repeat([80.0, 200.0, 30.0], 4)[:, None]
     return Router(gating.astype(np.float32), 3, True, True, True, 2.5, None, {})
 
 

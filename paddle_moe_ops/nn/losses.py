@@ -11,7 +11,7 @@ from paddle import Tensor
 from .. import _checks
 from .._graphs import public
 
-_SMALLEST_SUM = 1e-12  # as in calculate_topk
+_SMALLEST_SUM = 1e-12  # sigmoids can add up to nothing
 
 
 @public("scores")

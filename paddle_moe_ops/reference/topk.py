@@ -15,9 +15,6 @@ from .arithmetic import add32, round_float64, to_float32
 
 __all__ = ["calculate_topk", "calculate_topk_backward", "select_experts"]
 
-# The smallest sum that weights are divided by.
-_SMALLEST_SUM = 1e-12
-
 
 def select_experts(
     values: NDArray,
@@ -82,7 +79,7 @@ def calculate_topk(
         gating: [T, E] logits, bfloat16, float16 or float32; float64 stays float64.
         top_k: K.
         use_sigmoid: Sigmoid of each logit, else softmax.
-        renormalize: Divide the weights of a token by their sum.
+        renormalize: Divide the weights of a token by their sum; weights of 0 stay 0.
         pre_act: Choose by scores of all experts.
         post_act: Choose by logits, score the chosen ones only (a softmax then runs over them).
         scaling_factor: What the weights are multiplied by in the end.
@@ -105,7 +102,7 @@ def calculate_topk(
     wide = weights.astype(np.float64)
     if renormalize:
         total = round_float64(wide.sum(axis=1, keepdims=True), dtype)
-        wide = wide / np.maximum(total.astype(np.float64), _SMALLEST_SUM)
+        wide = wide / _divisor(total.astype(np.float64))
     return round_float64(wide * scaling_factor, dtype), ids, scores
 
 
@@ -123,7 +120,8 @@ def calculate_topk_backward(
 ) -> NDArray:
     """Return the gradient of the logits, float64 [T, E], from those of the weights and (optionally) of the scores.
 
-    The choice itself has no gradient, nor has a rounding: it is computed in float64 throughout.
+    The choice itself has no gradient, nor has a rounding: it is computed in float64 throughout. But weights that are
+    all 0 in float32, in which backends make them, count as 0, unless the logits are float64.
     """
     d_weights = d_weights.astype(np.float64) * scaling_factor
     wide = gating.astype(np.float64)
@@ -132,10 +130,11 @@ def calculate_topk_backward(
     chosen = np.take_along_axis(wide, ids, axis=1)
     weights = np.take_along_axis(scores, ids, axis=1) if pre_act else activation(chosen)
     if renormalize:
-        total = weights.sum(axis=1, keepdims=True)
-        divisor = np.maximum(total, _SMALLEST_SUM)
+        if gating.dtype != np.float64:
+            weights = np.where((weights.astype(np.float32) == 0).all(axis=1, keepdims=True), 0, weights)
+        divisor = _divisor(weights.sum(axis=1, keepdims=True))
         through_sum = (d_weights * weights).sum(axis=1, keepdims=True) / divisor
-        d_weights = (d_weights - np.where(total > _SMALLEST_SUM, through_sum, 0)) / divisor
+        d_weights = (d_weights - through_sum) / divisor
     d_all = np.zeros(wide.shape) if d_scores is None else d_scores.astype(np.float64)
     if not pre_act:
         d_gating = backward(d_all, scores)
@@ -146,6 +145,11 @@ def calculate_topk_backward(
     d_all = d_all.copy()
     d_all[np.arange(len(ids))[:, None], ids] += d_weights
     return backward(d_all, scores)
+
+
+def _divisor(total: NDArray) -> NDArray:
+    """What weights with this sum are divided by."""
+    return np.where(total == 0, 1, total)
 
 
 def _descending(values: NDArray) -> NDArray:

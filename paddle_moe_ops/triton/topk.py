@@ -20,7 +20,6 @@ from .sums import CARRIERS, rounded, widened
 
 __all__ = ["topk", "topk_backward"]
 
-_SMALLEST_SUM = tl.constexpr(1e-12)
 _NAN_ORDER = tl.constexpr(2**31 - 1)
 _NONE = tl.constexpr(-(2**63))
 _LOG2_E = tl.constexpr(float.fromhex("0x1.715476p0"))
@@ -84,7 +83,8 @@ def _rounded_score(logits, highest, mass, USE_SIGMOID: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def _divisor(total):
-    return tl.where(total < _SMALLEST_SUM, _SMALLEST_SUM, total)
+    """What weights with this sum are divided by; it can be subnormal, so that only quotients by it stay in range."""
+    return tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
@@ -225,18 +225,19 @@ def topk_backward_kernel(
     if not USE_SIGMOID and not PRE_ACT:
         of_chosen, mass_of_chosen = _highest_and_mass(chosen_logits, used)
     weight = tl.where(used, _score(chosen_logits, of_chosen, mass_of_chosen, USE_SIGMOID), 0.0)
+    divisor = tl.full([SLOTS], 1.0, tl.float32)
     if RENORMALIZE:
-        total = tl.sum(weight, axis=0)
-        divisor = _divisor(total) + tl.zeros_like(weight)
+        divisor = _divisor(tl.sum(weight, axis=0)) + tl.zeros_like(weight)
         # Of the quotients, so that a single weight, which is 1, has a gradient of exactly 0.
-        dot = tl.sum(d_weight * tl.div_rn(weight, divisor), axis=0)
-        d_weight = tl.div_rn(d_weight - tl.where(total <= _SMALLEST_SUM, 0.0, dot), divisor)
+        d_weight = d_weight - tl.sum(d_weight * tl.div_rn(weight, divisor), axis=0)
 
     if USE_SIGMOID:
         tl.store(d_gating + line + expert, rounded(d_all * _slope(logits), DTYPE), mask=inside)
-        result = (d_chosen + d_weight) * _slope(chosen_logits)
+        slope = _slope(chosen_logits)
+        result = d_chosen * slope + d_weight * tl.div_rn(slope, divisor)
     else:
-        of_weights = tl.sum(tl.where(used, d_weight * weight, 0.0), axis=0)
+        own = tl.where(used, d_weight * tl.div_rn(weight, divisor), 0.0)
+        of_weights = tl.sum(own, axis=0)
         dense = tl.zeros([EXPERTS], tl.float32)
         result = tl.zeros([SLOTS], tl.float32)
         if PRE_ACT or WITH_SCORES:
@@ -245,11 +246,9 @@ def topk_backward_kernel(
             dot = tl.sum(d_all * score, axis=0)
             if PRE_ACT:
                 dot += of_weights
-                d_chosen = d_chosen + d_weight
             dense = score * (d_all - dot)
             result = score_of_chosen * (d_chosen - dot)
-        if not PRE_ACT:
-            result = result + weight * (d_weight - of_weights)
+        result = result + (own if PRE_ACT else own - weight * of_weights)
         tl.store(d_gating + line + expert, rounded(dense, DTYPE), mask=inside)
     tl.debug_barrier()
     tl.store(d_gating + line + chosen, rounded(result, DTYPE), mask=used)

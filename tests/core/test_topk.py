@@ -136,6 +136,19 @@ def test_sigmoids_are_right_to_three_units_in_the_last_place(core: Core) -> None
     assert (np.abs(scores[:, 0].astype(np.float64) - exact) <= 3 * unit).all()
 
 
+def test_weights_whose_sum_is_subnormal_are_divided_by_it(core: Core) -> None:
+    logits = (np.random.default_rng(14).standard_normal((63, 40)) / 2 - 94).astype(np.float32)
+    router = router_of(logits, 5, True)
+    weights, ids, scores = calls.topk(core, router)
+    chosen = np.take_along_axis(scores.astype(np.float64), ids, axis=1)
+    assert (chosen.sum(axis=1) < np.finfo(np.float32).tiny).all()
+    np.testing.assert_allclose(weights, chosen / chosen.sum(axis=1, keepdims=True), rtol=1e-6)
+    d_weights = np.random.default_rng(15).standard_normal(weights.shape).astype(np.float32)
+    d_gating = calls.topk_backward(core, router, ids, d_weights)
+    expected = weights * (d_weights - (weights * d_weights).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(np.take_along_axis(d_gating, ids, axis=1), expected, rtol=1e-3, atol=1e-4)
+
+
 def test_weights_stay_finite_where_all_scores_underflow(core: Core) -> None:
     router = router_of(np.full((2, 4), -200, np.float32), 2, True)
     weights, ids, _ = calls.topk(core, router)

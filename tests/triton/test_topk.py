@@ -123,6 +123,20 @@ def test_weights_whose_sum_is_nearly_nothing(gpu, rng):
     check(gpu, rng, router._replace(gating=router.gating[::4]))
 
 
+def test_weights_whose_sum_is_subnormal_are_divided_by_it(gpu, rng):
+    logits = (rng.standard_normal((9, 40)) / 2 - 94).astype(np.float32)
+    router = Router(logits, 5, True, True, True, 1.0, None, {})
+    weights, ids, scores = choose(gpu, router)
+    chosen = np.take_along_axis(scores.astype(np.float64), ids, axis=1)
+    assert (chosen.sum(axis=1) < np.finfo(np.float32).tiny).all()
+    np.testing.assert_allclose(weights, chosen / chosen.sum(axis=1, keepdims=True), rtol=1e-6)
+    d_weights = rng.standard_normal(weights.shape).astype(np.float32)
+    arrays = (gpu.array(each) for each in (logits, ids, d_weights))
+    d_gating = gpu.numpy(topk_backward(gpu, *arrays, None, **flags(router)))
+    expected = weights * (d_weights - (weights * d_weights).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(np.take_along_axis(d_gating, ids, axis=1), expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", SUM_DTYPES[1:], ids=str)
 def test_the_sum_that_narrow_weights_are_divided_by_is_rounded(gpu, dtype):
     router, expected = halves(dtype)

@@ -14,9 +14,6 @@ namespace pmo {
 // Sums of a token's values: value i is added to lane i % 32, then halves of the lanes are added onto each other.
 constexpr int kScoreLanes = 32;
 
-// The smallest sum that weights are divided by: sigmoid scores can all underflow to zero.
-constexpr float kSmallestSum = 1e-12f;
-
 PMO_ANYWHERE inline uint32_t bits_of(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof(bits));
@@ -73,8 +70,9 @@ PMO_ANYWHERE inline float sigmoid_slope(float x) {
   return e / (sum * sum);
 }
 
-// What weights with this sum are divided by; NaN stays NaN.
-PMO_ANYWHERE inline float divisor_of(float sum) { return sum < kSmallestSum ? kSmallestSum : sum; }
+// What weights with this sum are divided by. Sigmoid scores can all underflow to zero, and stay so; NaN stays NaN. The sum can be subnormal,
+// so that only quotients by it stay in range: gradients multiply by a weight over the sum, not by one over the sum.
+PMO_ANYWHERE inline float divisor_of(float sum) { return sum == 0.0f ? 1.0f : sum; }
 
 // The order of choice as integers: higher is chosen first. NaN is above all numbers, the zeros are equal, and 0 is no value's key.
 constexpr uint32_t kNanKey = 0xFFFFFFFEu;

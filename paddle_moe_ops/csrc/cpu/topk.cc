@@ -195,7 +195,8 @@ class RouterBackward {
  private:
   bool is_expert(int64_t k) const { return ids_[k] >= 0 && ids_[k] < p_.num_experts; }
 
-  // The weights before they were renormalised, and their gradients; zeros for an id that is none.
+  // The weights before they were renormalised, what they are divided by, and the gradients of the quotients without the part that all
+  // slots share; zeros for an id that is none.
   template <typename Rows>
   void load_d_weights(int64_t token) {
     const int64_t topk = p_.topk;
@@ -204,6 +205,7 @@ class RouterBackward {
       weights_[k] = is_expert(k) ? (p_.pre_act != 0 ? scores_[ids_[k]] : logits_[ids_[k]]) : none;
     }
     if (p_.pre_act == 0) activate(weights_.data(), topk, p_.use_sigmoid != 0, weights_.data());
+    divisor_ = 1.0f;
     if (p_.d_weights == nullptr) {
       std::fill(d_weights_.begin(), d_weights_.end(), 0.0f);
       return;
@@ -211,36 +213,34 @@ class RouterBackward {
     load<Rows>(p_.d_weights, token * topk, topk, d_weights_.data());
     for (int64_t k = 0; k < topk; ++k) d_weights_[k] = is_expert(k) ? d_weights_[k] * p_.scaling_factor : 0.0f;
     if (p_.renormalize == 0) return;
-    const float sum = lane_sum(topk, [&](int64_t k) { return weights_[k]; });
-    const float divisor = divisor_of(sum);
+    divisor_ = divisor_of(lane_sum(topk, [&](int64_t k) { return weights_[k]; }));
     // Of the quotients, so that a single weight, which is 1, has a gradient of exactly 0.
-    const float dot = lane_sum(topk, [&](int64_t k) { return d_weights_[k] * (weights_[k] / divisor); });
-    const float through_sum = sum <= kSmallestSum ? 0.0f : dot;
-    for (float& d_weight : d_weights_) d_weight = (d_weight - through_sum) / divisor;
+    const float through_sum = sum_of_products();
+    for (float& d_weight : d_weights_) d_weight -= through_sum;
   }
 
   float sum_of_products() const {
-    return lane_sum(p_.topk, [&](int64_t k) { return d_weights_[k] * weights_[k]; });
+    return lane_sum(p_.topk, [&](int64_t k) { return d_weights_[k] * (weights_[k] / divisor_); });
   }
 
   void through_sigmoid() {
-    for (int64_t k = 0; k < p_.topk; ++k) {
-      if (is_expert(k)) d_logits_[ids_[k]] += d_weights_[k];
-    }
     for (int64_t i = 0; i < p_.num_experts; ++i) d_logits_[i] *= sigmoid_slope(logits_[i]);
+    add_d_weights([&](int64_t k) { return d_weights_[k] * (sigmoid_slope(logits_[ids_[k]]) / divisor_); });
   }
 
   void through_softmax() {
     const float of_weights = sum_of_products();
+    const auto own = [&](int64_t k) { return d_weights_[k] * (weights_[k] / divisor_); };
     if (p_.pre_act != 0 || p_.d_scores != nullptr) {
       float dot = lane_sum(p_.num_experts, [&](int64_t i) { return d_logits_[i] * scores_[i]; });
-      if (p_.pre_act != 0) {
-        dot += of_weights;
-        add_d_weights([&](int64_t k) { return d_weights_[k]; });
-      }
+      if (p_.pre_act != 0) dot += of_weights;
       for (int64_t i = 0; i < p_.num_experts; ++i) d_logits_[i] = scores_[i] * (d_logits_[i] - dot);
     }
-    if (p_.pre_act == 0) add_d_weights([&](int64_t k) { return weights_[k] * (d_weights_[k] - of_weights); });
+    if (p_.pre_act != 0) {
+      add_d_weights(own);
+    } else {
+      add_d_weights([&](int64_t k) { return own(k) - weights_[k] * of_weights; });
+    }
   }
 
   template <typename Term>
@@ -252,6 +252,7 @@ class RouterBackward {
 
   const pmo_topk_backward_params& p_;
   const int64_t* ids_ = nullptr;
+  float divisor_ = 1.0f;
   std::vector<float> logits_, scores_, d_logits_, weights_, d_weights_;
 };
 

@@ -299,22 +299,20 @@ __global__ void __launch_bounds__(kThreads) differentiate(pmo_topk_backward_para
     }
     const auto weight = [&](int32_t k) { return of_chosen(chosen_logit(k)); };
 
-    // The gradient of a weight before it was renormalised.
+    // The gradient of a weight over the divisor, without the part that all slots share.
     float divisor = 1.0f, through_sum = 0.0f;
     const auto d_weight = [&](int32_t k) {
       float gradient = 0.0f;
       if (p.d_weights != nullptr && is_expert(p.ids[first_slot + k])) {
         gradient = element<Rows>(p.d_weights, first_slot + k) * p.scaling_factor;
       }
-      return (gradient - through_sum) / divisor;
+      return gradient - through_sum;
     };
-    const auto product = [&](int32_t k) { return d_weight(k) * weight(k); };
+    const auto product = [&](int32_t k) { return d_weight(k) * (weight(k) / divisor); };
     if (p.renormalize != 0 && p.d_weights != nullptr) {
-      const float sum = lane_sum(topk, weight), divided_by = divisor_of(sum);
+      divisor = divisor_of(lane_sum(topk, weight));
       // Of the quotients, so that a single weight, which is 1, has a gradient of exactly 0.
-      const float dot = lane_sum(topk, [&](int32_t k) { return d_weight(k) * (weight(k) / divided_by); });
-      through_sum = sum <= kSmallestSum ? 0.0f : dot;
-      divisor = divided_by;
+      through_sum = lane_sum(topk, product);
     }
 
     const float of_weights = use_sigmoid ? 0.0f : lane_sum(topk, product);
@@ -334,10 +332,9 @@ __global__ void __launch_bounds__(kThreads) differentiate(pmo_topk_backward_para
     for (int32_t k = lane; k < topk; k += kWarpSize) {
       const int64_t id = p.ids[first_slot + k];
       if (!is_expert(id)) continue;
-      const bool together = use_sigmoid || pre_act;
-      float gradient = through_score(id, together ? d_score(id) + d_weight(k) : d_score(id));
-      if (!together) gradient += weight(k) * (d_weight(k) - of_weights);
-      put<Rows>(p.d_gating, first + id, gradient);
+      float own = use_sigmoid ? d_weight(k) * (sigmoid_slope(logit(id)) / divisor) : product(k);
+      if (!use_sigmoid && !pre_act) own -= weight(k) * of_weights;
+      put<Rows>(p.d_gating, first + id, through_score(id, d_score(id)) + own);
     }
   }
 }
