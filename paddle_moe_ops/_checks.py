@@ -111,12 +111,12 @@ def tensor(
     return value
 
 
-def dtype_of_sums(function: str, argument: str, value: Any) -> Any:
+def dtype_of_result(function: str, argument: str, value: Any, dtypes: Sequence[Any]) -> Any:
     """Check the dtype of a result, which may be given by its name; the Paddle dtype."""
-    for dtype in SUM_DTYPES:
+    for dtype in dtypes:
         if value == dtype or (isinstance(value, str) and value == dtype_name(dtype)):
             return dtype
-    names = ", ".join(dtype_name(dtype) for dtype in SUM_DTYPES)
+    names = ", ".join(dtype_name(dtype) for dtype in dtypes)
     bad_type(function, argument, f"one of {names}, as a paddle dtype or its name", repr(value))
 
 
@@ -128,6 +128,18 @@ def rows(
     if value.shape[1] == 0:
         bad_value(function, argument, f"of shape [{num_rows}, hidden] with hidden >= 1", list(value.shape))
     return value
+
+
+def lines(function: str, argument: str, value: Any, dtypes: Sequence[Any], width: str) -> Tensor:
+    """Check a tensor [..., width] of at least two dimensions and make it a matrix of all its rows."""
+    rank = getattr(value, "ndim", 2)
+    if rank < 2:
+        bad_value(function, argument, f"of at least two dimensions, [..., {width}]", list(value.shape))
+    tensor(function, argument, value, dtypes, [*(f"dim{i}" for i in range(rank - 1)), width])
+    if rank == 2:
+        return value
+    *leading, columns = value.shape
+    return value.reshape([-1 if -1 in leading else math.prod(leading), columns])
 
 
 def instance(function: str, argument: str, value: Any, kind: type, expected: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import paddle
@@ -22,7 +22,7 @@ _PLAIN = {int}  # lists of counts may be long
 
 
 def public(
-    *differentiable: str, quick: Callable[..., Any] | None = None
+    *differentiable: str, quick: Callable[..., Any] | None = None, aliases: Mapping[str, str] | None = None
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Mark a public function that works on tensors and on graph values alike.
 
@@ -37,6 +37,7 @@ def public(
     Args:
         differentiable: names of the arguments that have a gradient.
         quick: called first, with the same arguments; what it returns, unless that is None, is the result.
+        aliases: further names of arguments that callers may use as keywords, each with the name in the signature.
 
     Returns:
         A decorator. What it returns has the attribute ``differentiable_arguments``, a tuple of the names.
@@ -54,6 +55,8 @@ def public(
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
+            if aliases is not None:
+                keywords = _own_names(function.__name__, aliases, positional[: len(arguments)], keywords)
             if quick is not None:
                 result = quick(*arguments, **keywords)
                 if result is not None:
@@ -77,6 +80,18 @@ def public(
         return unified(call)
 
     return decorate
+
+
+def _own_names(
+    function: str, aliases: Mapping[str, str], given: Sequence[str], keywords: dict[str, Any]
+) -> dict[str, Any]:
+    """The keywords with the names that the signature has, where callers used others."""
+    for alias, name in aliases.items():
+        if alias in keywords:
+            if name in keywords or name in given:
+                raise TypeError(f"{function}: {name} was given twice, the second time as {alias}")
+            keywords = {name if key == alias else key: value for key, value in keywords.items()}
+    return keywords
 
 
 def _carries_graph(value: Any) -> bool:

@@ -43,7 +43,7 @@ def _constant_if_float8(tensor: Tensor) -> Tensor:
     return constant(tensor) if not tensor.stop_gradient and tensor.dtype in FLOAT8 else tensor
 
 
-class _Maps(NamedTuple):
+class Maps(NamedTuple):
     """The maps of a plan that `permute` follows."""
 
     slot_to_row: Tensor
@@ -196,7 +196,7 @@ class _MoePermute(Call):
         def rows_there(x: Tensor) -> Tensor:
             row_to_slot = _rows_of_slots(slot_to_row, num_rows)
             row_to_token = paddle.where(row_to_slot >= 0, row_to_slot // slot_to_row.shape[1], row_to_slot)
-            rows = self.backend.permute(x, None, _Maps(slot_to_row, token_rows, row_to_token), "all")[0]
+            rows = self.backend.permute(x, None, Maps(slot_to_row, token_rows, row_to_token), "all")[0]
             return rows if self.spec.do_gather else rows[:0]
 
         def probs_back(d_row_probs: Tensor) -> Tensor:

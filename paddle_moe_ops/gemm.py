@@ -17,7 +17,7 @@ from . import _checks, autograd
 from ._graphs import is_graph_value, public
 from .backends import GemmSpec, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
-from .rowmaps import row_probs
+from .rowmaps import move_rows, row_probs
 
 __all__ = ["grouped_gemm"]
 
@@ -33,6 +33,8 @@ def grouped_gemm(
     plan: Plan | None = None,
     permute_x: bool = False,
     topk_weights: Tensor | None = None,
+    weights_by: str | None = None,
+    permute_y: bool = False,
 ) -> Tensor:
     """Multiply each group of rows with the matrix of its expert: ``Y_g = X_g W_g^T``, or ``X_g W_g``.
 
@@ -42,7 +44,11 @@ def grouped_gemm(
         rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True))
         out = unpermute(grouped_gemm(rows, down, plan=plan, topk_weights=weights), plan)
 
-    The second line gives the weighted sum `unpermute` would, with rows that are rounded after they were weighted.
+    The second line gives the weighted sum `unpermute` would, with rows that are rounded after they were weighted. The
+    rows can also leave in the order of slots, to be added up by other means::
+
+        slots = grouped_gemm(rows, down, plan=plan, topk_weights=weights, permute_y=True)
+        out = slots.reshape([num_tokens, topk, hidden]).sum(axis=1)
 
     Differentiable in ``X``, ``W`` and ``topk_weights``: rows of no group and experts without rows get a gradient of 0.
     Accumulation in float32; deterministic, with an order of additions that is the backend's (`explain` says which). On
@@ -55,7 +61,8 @@ def grouped_gemm(
     Under mixed precision both operands take its dtype on a GPU, as those of any matmul.
 
     Args:
-        X: [M, K] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, K] tokens.
+        X: [M, K] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, K] tokens. More dimensions,
+            [..., K], count as M or T rows in all.
         W: [E, N, K], or [E, K, N] without ``transpose``; dtype of ``X``.
         m_sizes: rows of each group, E ints >= 0 or an int tensor [E]. A list is part of a static graph's program;
             with a tensor one program serves all sizes. None with ``plan``.
@@ -65,11 +72,16 @@ def grouped_gemm(
         plan: where the groups are, in place of ``m_sizes`` and ``expert_offsets``.
         permute_x: whether ``X`` are tokens, whose rows are those of ``plan``. Not together with ``topk_weights``.
         topk_weights: float32, what the rows of the product are multiplied by before they are rounded: [M] by row
-            (``plan.row_probs``), or [T, K] by slot of ``plan``. The gradient has this shape; it is 0 at rows of no
-            group and at slots without a row.
+            (``plan.row_probs``), or [T, K] or flat [T*K] by slot of ``plan``. The gradient has this shape; it is 0 at
+            rows of no group and at slots without a row.
+        weights_by: what flat weights are by, "row" or "slot". None: their number says it; weights that may be either,
+            since the plan has as many rows as slots (or a graph does not know how many), are refused.
+        permute_y: whether the rows are brought back to the order of slots of ``plan``: slot k of token t in row
+            t * K + k, zeros for a slot without a row. Moved after they were multiplied, by bit-exact copies. Not
+            together with ``permute_x``.
 
     Returns:
-        [M, N], dtype of ``X``, in expert order.
+        [M, N], dtype of ``X``, in expert order; with ``permute_y`` [T*K, N] in slot order.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -78,17 +90,21 @@ def grouped_gemm(
     name = "grouped_gemm"
     _checks.flag(name, "transpose", transpose)
     _checks.flag(name, "permute_x", permute_x)
+    _checks.flag(name, "permute_y", permute_y)
+    _checks.choice(name, "weights_by", weights_by, (None, "row", "slot"))
     if plan is not None:
         plan = as_plan(name, plan)
         for argument, value in (("m_sizes", m_sizes), ("expert_offsets", expert_offsets)):
             if value is not None:
                 _checks.bad_value(name, argument, "None with plan, which says it", type(value).__name__)
         m_sizes, expert_offsets = plan.tokens_per_expert, plan.expert_offsets
-    elif permute_x:
-        _checks.bad_value(name, "plan", "a paddle_moe_ops.Plan with permute_x", "None")
+    elif permute_x or permute_y:
+        _checks.bad_value(name, "plan", f"a paddle_moe_ops.Plan with permute_{'x' if permute_x else 'y'}", "None")
     if permute_x and topk_weights is not None:
         _checks.bad_value(name, "topk_weights", "None with permute_x", type(topk_weights).__name__)
-    _checks.tensor(name, "X", X, _checks.SUM_DTYPES, ["M", "K"])
+    if permute_x and permute_y:
+        _checks.bad_value(name, "permute_y", "False with permute_x", True)
+    X = _checks.lines(name, "X", X, _checks.SUM_DTYPES, "K")
     if plan is not None:
         _checks.rows(name, "X", X, _checks.SUM_DTYPES, *(tokens_of if permute_x else rows_of)(plan))
     # Mixed precision gives both operands one dtype.
@@ -103,23 +119,33 @@ def grouped_gemm(
         _checks.bad_value(name, "W", f"matrices of the {plan.num_experts} experts of plan", list(W.shape))
     sizes = _row_counts(name, "m_sizes", m_sizes, num_experts)
     offsets = None if expert_offsets is None else _row_counts(name, "expert_offsets", expert_offsets, num_experts + 1)
-    weights = _weights_of_rows(name, topk_weights, plan, X)
+    weights = _weights_of_rows(name, topk_weights, weights_by, plan, X)
     _checks.same_place(name, X=X, W=W, topk_weights=topk_weights)
     if paddle.amp.is_autocast_enabled() and isinstance(X, Tensor) and X.place.is_gpu_place():
         X, W = (each.astype(paddle.amp.get_autocast_dtype()) for each in (X, W))
     spec = GemmSpec(sizes, offsets, transpose, plan if permute_x else None, _checks.validation(name, None, X))
-    return autograd.grouped_gemm(resolve(name, X), X, W, weights, spec)
+    rows = autograd.grouped_gemm(resolve(name, X), X, W, weights, spec)
+    if plan is None or not permute_y:
+        return rows
+    return move_rows(rows, plan.row_to_slot.unsqueeze(-1), plan.slot_to_row.reshape([-1]))
 
 
-def _weights_of_rows(function: str, topk_weights: Tensor | None, plan: Plan | None, X: Tensor) -> Tensor | None:
+def _weights_of_rows(
+    function: str, topk_weights: Tensor | None, weights_by: str | None, plan: Plan | None, X: Tensor
+) -> Tensor | None:
     """float32 [M], or None."""
     if topk_weights is None:
         return None
     if plan is None:
+        if weights_by == "slot":
+            _checks.bad_value(function, "weights_by", "'row' or None without plan", repr(weights_by))
         text = f"[{X.shape[0]}] without plan"
         return _checks.tensor(function, "topk_weights", topk_weights, (paddle.float32,), [X.shape[0]], text)
-    check_weights(function, "topk_weights", topk_weights, plan)
-    return row_probs(topk_weights, plan) if topk_weights.ndim == 2 else topk_weights
+    if not check_weights(function, "topk_weights", topk_weights, plan, weights_by):
+        return topk_weights
+    if weights_by == "row":
+        _checks.bad_value(function, "weights_by", "'slot' or None with [T, K] weights", repr(weights_by))
+    return row_probs(topk_weights.reshape([-1, plan.topk]), plan)
 
 
 def _row_counts(function: str, argument: str, value: Any, length: int) -> list[int] | Tensor:

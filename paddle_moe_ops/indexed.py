@@ -8,33 +8,30 @@ the expert-ordered buffer belongs to slot k of token t. A permuted buffer has T*
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-from . import _checks, autograd
+from . import _checks
 from ._graphs import is_graph_value, numbers_of, public
-from .backends import Validation, resolve
+from .backends import Validation
 from .gemm import grouped_gemm as torch_grouped_gemm
 from .routing import calculate_topk, route
+from .rowmaps import move_rows
 
 __all__ = ["calculate_topk", "get_routing_indices", "permute", "torch_grouped_gemm", "unpermute"]
 
 
-class _Maps(NamedTuple):
-    """The maps of a plan that copying needs."""
-
-    slot_to_row: Tensor
-    token_rows: Tensor
-    row_to_token: Tensor
-
-
 @public()
 def get_routing_indices(
-    selected_experts: Tensor, num_experts: int, return_scatter_indices: bool = False, *, validate: bool | None = None
+    selected_experts: Tensor,
+    num_experts: int,
+    return_scatter_indices: bool = False,
+    *,
+    index_dtype: Any = "int32",
+    validate: bool | None = None,
 ) -> tuple[Tensor, ...]:
     """Sort slots by expert.
 
@@ -43,39 +40,40 @@ def get_routing_indices(
     and in a static graph that does not know T.
 
     Args:
-        selected_experts: int32 or int64 [T, K] expert ids, -1 for an unassigned slot.
+        selected_experts: int32 or int64 expert ids of all slots, -1 for an unassigned one: [T, K], flat [T*K], or with
+            more dimensions, [B, S, K]. Slots are numbered in the order of the flat ids.
         num_experts: E, at most 65535.
         return_scatter_indices: also return the inverse permutation.
+        index_dtype: of the indices: int32 or int64, as a Paddle dtype or its name. `permute` and `unpermute` take both.
         validate: True: ids outside [-1, E) raise. False: they count as -1. None: PADDLE_MOE_OPS_VALIDATE, else on the
             CPU they raise, on a GPU not. In a static graph they count as -1.
 
     Returns:
-        token_counts_by_expert [E], dtype of the ids, and gather_indices int32 [T*K], the flat slot of each row; then as
-        asked for scatter_indices int32 [T*K], the row of each flat slot.
+        token_counts_by_expert [E], dtype of the ids, and gather_indices [T*K], the flat slot of each row; then as asked
+        for scatter_indices [T*K], the row of each flat slot.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; bad ids (see ``validate``).
     """
     name = "get_routing_indices"
-    _checks.tensor(name, "selected_experts", selected_experts, _checks.ID_DTYPES, ["num_tokens", "topk"])
-    if selected_experts.shape[1] == 0:
-        expected = "of shape [num_tokens, topk] with topk >= 1"
-        _checks.bad_value(name, "selected_experts", expected, list(selected_experts.shape))
+    ids = _ids_by_token(name, selected_experts)
     num_experts = _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS - 1)
     _checks.flag(name, "return_scatter_indices", return_scatter_indices)
-    is_bad = (selected_experts < -1) | (selected_experts >= num_experts)
-    if _is_checked(name, validate, selected_experts) and is_bad.any():
+    index_dtype = _checks.dtype_of_result(name, "index_dtype", index_dtype, _checks.ID_DTYPES)
+    is_bad = (ids < -1) | (ids >= num_experts)
+    if _is_checked(name, validate, ids) and is_bad.any():
         token, slot = is_bad.nonzero()[0].tolist()
-        given = f"token {token}, slot {slot} holds {selected_experts[token, slot].item()}"
+        place = f"token {token}, slot {slot}" if selected_experts.ndim > 1 else f"slot {token}"
+        given = f"{place} holds {ids[token, slot].item()}"
         raise ValueError(f"{name}: selected_experts must hold expert ids in [-1, {num_experts}), but {given}")
     # One more expert takes the slots of none, so that every slot has a row and N is known.
-    of_none = is_bad | (selected_experts == -1)
-    ids = paddle.where(of_none, paddle.full_like(selected_experts, num_experts), selected_experts)
+    ids = paddle.where(is_bad | (ids == -1), paddle.full_like(ids, num_experts), ids)
     buffer_size = ids.shape[0] * ids.shape[1] if ids.shape[0] >= 0 else -1
     plan = route(ids, num_experts=num_experts + 1, buffer_size=buffer_size, duplicates="each", validate=False)
-    outputs = plan.routed_per_expert[:num_experts].astype(selected_experts.dtype), plan.row_to_slot
-    return (*outputs, plan.slot_to_row.reshape([-1])) if return_scatter_indices else outputs
+    counts = plan.routed_per_expert[:num_experts].astype(ids.dtype)
+    indices = (plan.row_to_slot, plan.slot_to_row.reshape([-1])) if return_scatter_indices else (plan.row_to_slot,)
+    return counts, *(each.astype(index_dtype) for each in indices)
 
 
 @public("X")
@@ -104,7 +102,7 @@ def permute(X: Tensor, gather_indices: Tensor, topk: int, *, validate: bool | No
     name = "permute"
     topk = _checks.integer(name, "topk", topk, 1)
     tokens, slot_to_row, row_to_slot = _checked(name, X, gather_indices, topk, validate)
-    return _move(tokens, slot_to_row.reshape([-1, topk]), row_to_slot // topk)
+    return move_rows(tokens, slot_to_row.reshape([-1, topk]), row_to_slot // topk)
 
 
 @public("X")
@@ -127,7 +125,22 @@ def unpermute(X: Tensor, gather_indices: Tensor, *, validate: bool | None = None
         ValueError: an argument of the wrong value or shape; bad indices (see ``validate``).
     """
     rows, slot_to_row, row_to_slot = _checked("unpermute", X, gather_indices, 1, validate)
-    return _move(rows, row_to_slot.unsqueeze(-1), slot_to_row)
+    return move_rows(rows, row_to_slot.unsqueeze(-1), slot_to_row)
+
+
+def _ids_by_token(function: str, selected_experts: Tensor) -> Tensor:
+    """The ids as [T, K]; flat ones as those of tokens with one slot each, which leaves the order of slots alone."""
+    argument, dtypes = "selected_experts", _checks.ID_DTYPES
+    if getattr(selected_experts, "ndim", 2) == 1:
+        return _checks.tensor(function, argument, selected_experts, dtypes, ["num_slots"]).unsqueeze(-1)
+    if getattr(selected_experts, "ndim", 2) == 0:
+        expected = "of shape [num_slots], [num_tokens, topk] or [..., topk]"
+        _checks.bad_value(function, argument, expected, list(selected_experts.shape))
+    ids = _checks.lines(function, argument, selected_experts, dtypes, "topk")
+    if ids.shape[1] == 0:
+        expected = "of shape [..., topk] with topk >= 1"
+        _checks.bad_value(function, argument, expected, list(selected_experts.shape))
+    return ids
 
 
 def _is_checked(function: str, validate: bool | None, like: Tensor) -> bool:
@@ -139,15 +152,10 @@ def _checked(
     function: str, X: Tensor, gather_indices: Tensor, topk: int, validate: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """X as lines [-1, H], and the permutation as int32 [N] from slots to rows and from rows to slots."""
-    if getattr(X, "ndim", 2) < 2:
-        _checks.bad_value(function, "X", "of at least two dimensions, [..., hidden]", list(X.shape))
-    shape = [f"dim{i}" for i in range(getattr(X, "ndim", 2) - 1)]
-    _checks.tensor(function, "X", X, _checks.ROW_DTYPES, [*shape, "hidden"])
-    hidden = X.shape[-1]
-    if hidden == 0:
+    lines = _checks.lines(function, "X", X, _checks.ROW_DTYPES, "hidden")
+    if X.shape[-1] == 0:
         _checks.bad_value(function, "X", "of shape [..., hidden] with hidden >= 1", list(X.shape))
-    lines = math.prod(X.shape[:-1]) if -1 not in X.shape else -1
-    num_slots = lines * topk if lines >= 0 else "num_slots"
+    num_slots = lines.shape[0] * topk if lines.shape[0] >= 0 else "num_slots"
     _checks.tensor(function, "gather_indices", gather_indices, _checks.ID_DTYPES, [num_slots])
     _checks.same_place(function, X=X, gather_indices=gather_indices)
     slot_to_row = paddle.argsort(gather_indices, stable=True)
@@ -156,7 +164,7 @@ def _checked(
     slot_to_row = slot_to_row.astype("int32")
     # The indices themselves if they are a permutation, and within bounds in any case.
     row_to_slot = paddle.scatter(slot_to_row, slot_to_row, numbers_of(slot_to_row))
-    return X.reshape([lines, hidden]), slot_to_row, row_to_slot
+    return lines, slot_to_row, row_to_slot
 
 
 def _check_permutation(function: str, gather_indices: Tensor, ranks: Tensor) -> None:
@@ -171,10 +179,3 @@ def _check_permutation(function: str, gather_indices: Tensor, ranks: Tensor) -> 
     rank = np.flatnonzero(ascending[1:] == ascending[:-1])[0]
     first, second = order[rank : rank + 2]
     raise ValueError(f"{expected}, but entries {first} and {second} are both {ascending[rank]}")
-
-
-def _move(tokens: Tensor, slot_to_row: Tensor, row_to_token: Tensor) -> Tensor:
-    """Copies every token to its rows, which cover the buffer."""
-    token_rows = paddle.sort(slot_to_row, axis=-1) if slot_to_row.shape[1] > 1 else slot_to_row
-    maps = _Maps(slot_to_row, token_rows, row_to_token)
-    return autograd.permute(resolve("permute", tokens), tokens, None, maps, "all")[0]

@@ -91,7 +91,7 @@ def dequantize_1x128(
     _checks.tensor(name, "scales", scales, (paddle.float32, paddle.int32), ["rows", "columns"])
     shape = _scales_shape(codes, scales.dtype == paddle.int32, scale_layout)
     _checks.tensor(name, "scales", scales, (paddle.float32, paddle.int32), shape)
-    dtype = _checks.dtype_of_sums(name, "dtype", dtype)
+    dtype = _checks.dtype_of_result(name, "dtype", dtype, _checks.SUM_DTYPES)
     _checks.same_place(name, codes=codes, scales=scales)
     return resolve(name, codes).dequantize_1x128(codes, scales, scale_layout, dtype)
 

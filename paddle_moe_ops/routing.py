@@ -98,12 +98,34 @@ def rows_of(plan: Plan) -> tuple[int, str]:
     return plan.num_rows, ", the rows of plan"
 
 
-def check_weights(function: str, argument: str, weights: Any, plan: Plan) -> None:
-    """Check weights by row or by slot of a plan."""
-    by_row, by_slot = [plan.num_rows], [plan.num_tokens, plan.topk]
-    shape = by_slot if getattr(weights, "ndim", 1) == 2 else by_row
-    text = f"{by_row} by row of plan, or {by_slot} by slot"
+def check_weights(function: str, argument: str, weights: Any, plan: Plan, flat: str | None = "row") -> bool:
+    """Check weights by row or by slot of a plan.
+
+    Args:
+        function: name that begins the message.
+        argument: name of the argument.
+        weights: [N] by row, [T, K] by slot, or, unless ``flat`` is "row", [T*K] by slot.
+        plan: the plan.
+        flat: what weights of one dimension are by, "row" or "slot": an argument ``weights_by``. None: their number
+            says it, which it cannot where rows and slots are as many, or where a graph does not know how many.
+
+    Returns:
+        Whether they are by slot.
+    """
+    rows, slots = plan.num_rows, plan.num_tokens * plan.topk if plan.num_tokens >= 0 else -1
+    by_row, by_slot = [rows], [plan.num_tokens, plan.topk]
+    text = f"{by_row} by row of plan, or {by_slot}{'' if flat == 'row' else f' or [{slots}]'} by slot"
+    is_matrix = getattr(weights, "ndim", 1) == 2
+    if not is_matrix and flat is None:
+        length = weights.shape[0] if getattr(weights, "ndim", 0) == 1 else rows
+        may_be = [-1 in (size, length) or size == length for size in (rows, slots)]
+        if all(may_be) and not 0 <= rows == slots <= 1:
+            expected = f"'row' or 'slot' with a flat {argument}, whose number fits the rows and the slots of plan"
+            _checks.bad_value(function, "weights_by", expected, None)
+        flat = "slot" if may_be[1] and not may_be[0] else "row"
+    shape = by_slot if is_matrix else [slots] if flat == "slot" else by_row
     _checks.tensor(function, argument, weights, (paddle.float32,), shape, text)
+    return is_matrix or flat == "slot"
 
 
 @public("probs")
@@ -255,7 +277,7 @@ def _route_up_to(
     return (*maps[:8], routed, maps[9] + dropped)
 
 
-@public("gating")
+@public("gating", aliases={"gating_output": "gating"})
 def calculate_topk(
     gating: Tensor,
     top_k: int,
@@ -285,7 +307,7 @@ def calculate_topk(
     as exponentials do, and so may the choice between scores that are nearly equal. No host synchronisation.
 
     Args:
-        gating: logits [T, E], bfloat16, float16 or float32.
+        gating: logits [T, E], bfloat16, float16 or float32. As a keyword it may also be called ``gating_output``.
         top_k: K, from 1 to the experts of the kept groups.
         use_sigmoid: sigmoid instead of softmax.
         renormalize: divide a token's weights by their sum, however small. Weights that are all 0 stay 0.

@@ -19,6 +19,7 @@ from .routing import Plan
 
 __all__ = [
     "check_row_id_map",
+    "move_rows",
     "num_rows_of",
     "padding_offsets",
     "plan_to_row_id_map",
@@ -127,6 +128,19 @@ def read_chunk_map(function: str, chunk_map: Tensor, is_forward: bool, validatio
     # With one slot per token, slots and tokens have the same numbers, and the inverse changes them for rows.
     slots, rows = forward.row_to_token.unsqueeze(-1), forward.slot_to_row.squeeze(-1)
     return forward._replace(slot_to_row=slots, token_rows=slots, row_to_token=rows, row_to_slot=rows)
+
+
+def move_rows(tokens: Tensor, slot_to_row: Tensor, row_to_token: Tensor) -> Tensor:
+    """Copy every token to its rows; differentiable, with the bits of `permute`.
+
+    Args:
+        tokens: [T, H].
+        slot_to_row: int32 [T, K] row of each slot; -1 for none if K is 1.
+        row_to_token: int32 [N] token of each row, -1 for a row of zeros.
+    """
+    token_rows = paddle.sort(slot_to_row, axis=-1) if slot_to_row.shape[1] > 1 else slot_to_row
+    maps = autograd.Maps(slot_to_row, token_rows, row_to_token)
+    return autograd.permute(resolve("permute", tokens), tokens, None, maps, "all")[0]
 
 
 def row_probs(slot_probs: Tensor, maps: Any) -> Tensor:

@@ -176,7 +176,8 @@ def _by_plan(
         _checks.bad_value(name, "plan", f"one of {num_experts} experts", f"one of {plan.num_experts}")
     with _checks.renaming("grouped_gemm", name, X="x", topk_weights="probs"):
         hidden = in_float32(F.swiglu, grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False))
-        return grouped_gemm(hidden, down, plan=plan, topk_weights=probs, transpose=False)
+        order = "row" if getattr(probs, "ndim", 2) == 1 else None
+        return grouped_gemm(hidden, down, plan=plan, topk_weights=probs, weights_by=order, transpose=False)
 
 
 def _of_shapes(

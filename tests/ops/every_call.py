@@ -205,6 +205,8 @@ CALLS = [
             "expert_offsets": PLAN.expert_offsets,
             "permute_x": False,
             "topk_weights": PLAN.row_probs,
+            "weights_by": "row",
+            "permute_y": False,
         },
         free=(("W", 1),),
     ),
@@ -394,7 +396,13 @@ CALLS = [
     ),
     Call(
         "indexed.get_routing_indices",
-        {"selected_experts": IDS, "num_experts": E, "return_scatter_indices": False, "validate": None},
+        {
+            "selected_experts": IDS,
+            "num_experts": E,
+            "return_scatter_indices": False,
+            "index_dtype": "int32",
+            "validate": None,
+        },
         free=(("selected_experts", 0), ("selected_experts", 1)),
     ),
     Call(

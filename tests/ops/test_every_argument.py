@@ -22,8 +22,13 @@ IGNORED = {"name", "max_token_num", "restore_shape"}
 COMPARED = {("routing.route", "topk")}
 # Arguments of the caller's own, and those whose kind only the functions inside tell.
 OTHER_KINDS = {"plan", "expert_fn", "expert_vjp", "*tensors", "state"}
-# Whose sizes follow no other argument's, so that data say what is wrong with them.
-ANY_RANK = {("indexed.permute", "X"), ("indexed.unpermute", "X")}
+# Whose sizes follow no other argument's, so that data say what is wrong with them, and their lowest rank.
+ANY_RANK = {
+    ("indexed.get_routing_indices", "selected_experts"): 1,
+    ("indexed.permute", "X"): 2,
+    ("indexed.unpermute", "X"): 2,
+    ("gemm.grouped_gemm", "X"): 2,
+}
 # Where host and device may both hold it, since only the host reads it.
 ON_ANY_DEVICE = {"m_sizes", "expert_offsets", "shard_id", "all_shards_tokens_per_expert"}
 
@@ -80,7 +85,7 @@ def test_other_dimensions_are_refused(call, argument, place):
     value = call.arguments[argument]
     if (call.name, argument) in ANY_RANK:
         with raises(ValueError, call, argument):
-            call.run(place, **{argument: value[0]})
+            call.run(place, **{argument: value[(0,) * (value.ndim - ANY_RANK[call.name, argument] + 1)]})
         return
     with raises(ValueError, call, argument):
         call.run(place, **{argument: value[None, None]})

@@ -300,8 +300,9 @@ def test_groups_that_do_not_fit_are_cut_in_a_graph(rng, place):
 
 PLAN = route(paddle.to_tensor([[0, 1], [1, 0]], dtype="int32"), num_experts=2, validate=False)
 X, W = paddle.zeros([6, 3]), paddle.zeros([2, 5, 3])
+OF_PLAN = {"plan": PLAN, "m_sizes": None, "X": X[:4]}
 BAD = {
-    "X": ({"X": X[0]}, ValueError, "X must be of shape [M, K], but got [3]"),
+    "X": ({"X": X[0]}, ValueError, "X must be of at least two dimensions, [..., K], but got [3]"),
     "dtype": (
         {"X": X.astype("int32")},
         TypeError,
@@ -316,6 +317,16 @@ BAD = {
     "type": ({"m_sizes": 6}, TypeError, "m_sizes must be a list of ints or a 1-D int tensor, but got int"),
     "negative": ({"m_sizes": [-1, 2]}, ValueError, "m_sizes[0] must be from 0 to 2147483647, but got -1"),
     "float": ({"m_sizes": [1.0, 2]}, TypeError, "m_sizes[0] must be an int, but got float"),
+    "float tensor": (
+        {"m_sizes": paddle.to_tensor([2.0, 2.0])},
+        TypeError,
+        "m_sizes must be of dtype int32 or int64, but got float32",
+    ),
+    "float offsets": (
+        {"expert_offsets": paddle.to_tensor([0.0, 2.0, 4.0], dtype="float64")},
+        TypeError,
+        "expert_offsets must be of dtype int32 or int64, but got float64",
+    ),
     "tensor": (
         {"m_sizes": paddle.to_tensor([1, 2, 3])},
         ValueError,
@@ -362,6 +373,43 @@ BAD = {
         {"plan": PLAN, "m_sizes": None, "permute_x": True, "topk_weights": paddle.ones([4])},
         ValueError,
         "topk_weights must be None with permute_x, but got Tensor",
+    ),
+    "permute_y without plan": (
+        {"permute_y": True},
+        ValueError,
+        "plan must be a paddle_moe_ops.Plan with permute_y, but got None",
+    ),
+    "permuted twice": (
+        {**OF_PLAN, "permute_x": True, "permute_y": True},
+        ValueError,
+        "permute_y must be False with permute_x, but got True",
+    ),
+    "order": ({"weights_by": "token"}, ValueError, "weights_by must be one of None, 'row', 'slot', but got 'token'"),
+    "slots without plan": (
+        {"topk_weights": paddle.ones([6]), "weights_by": "slot"},
+        ValueError,
+        "weights_by must be 'row' or None without plan, but got 'slot'",
+    ),
+    "rows or slots": (
+        {**OF_PLAN, "topk_weights": paddle.ones([4])},
+        ValueError,
+        "weights_by must be 'row' or 'slot' with a flat topk_weights, whose number fits the rows and the slots of plan,"
+        " but got None",
+    ),
+    "matrix by row": (
+        {**OF_PLAN, "topk_weights": paddle.ones([2, 2]), "weights_by": "row"},
+        ValueError,
+        "weights_by must be 'slot' or None with [T, K] weights, but got 'row'",
+    ),
+    "neither rows nor slots": (
+        {**OF_PLAN, "topk_weights": paddle.ones([5])},
+        ValueError,
+        "topk_weights must be of shape [4] by row of plan, or [2, 2] or [4] by slot, but got [5]",
+    ),
+    "too few by slot": (
+        {**OF_PLAN, "topk_weights": paddle.ones([3]), "weights_by": "slot"},
+        ValueError,
+        "topk_weights must be of shape [4] by row of plan, or [2, 2] or [4] by slot, but got [3]",
     ),
     "weights": (
         {"topk_weights": paddle.ones([5])},

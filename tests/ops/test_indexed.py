@@ -211,11 +211,35 @@ BAD = {
         ),
     ],
     "get_routing_indices": [
-        ({"selected_experts": IDS[0]}, ValueError, "selected_experts must be of shape [num_tokens, topk], but got [2]"),
+        (
+            {"selected_experts": IDS[0, 0]},
+            ValueError,
+            "selected_experts must be of shape [num_slots], [num_tokens, topk] or [..., topk], but got []",
+        ),
         (
             {"selected_experts": IDS[:, :0]},
             ValueError,
-            "selected_experts must be of shape [num_tokens, topk] with topk >= 1, but got [4, 0]",
+            "selected_experts must be of shape [..., topk] with topk >= 1, but got [4, 0]",
+        ),
+        (
+            {"selected_experts": paddle.to_tensor([0, 1, 3])},
+            ValueError,
+            "selected_experts must hold expert ids in [-1, 3), but slot 2 holds 3",
+        ),
+        (
+            {"selected_experts": paddle.to_tensor([[[0, 1], [2, 2]], [[0, 4], [2, 1]]])},
+            ValueError,
+            "selected_experts must hold expert ids in [-1, 3), but token 2, slot 1 holds 4",
+        ),
+        (
+            {"selected_experts": IDS.astype("float32")},
+            TypeError,
+            "selected_experts must be of dtype int32 or int64, but got float32",
+        ),
+        (
+            {"index_dtype": "int16"},
+            TypeError,
+            "index_dtype must be one of int32, int64, as a paddle dtype or its name, but got 'int16'",
         ),
         ({"num_experts": 65536}, ValueError, "num_experts must be from 1 to 65535, but got 65536"),
         (

@@ -236,8 +236,17 @@ def gather_indices(h, probs, ids, experts, **_):
     return (slots.reshape([T, K, H]) * probs.unsqueeze(-1)).sum(1)
 
 
+def flat_gather_indices(h, probs, ids, experts, **_):
+    """Ids, tokens and rows with other numbers of dimensions, and wide indices."""
+    counts, gather = indexed.get_routing_indices(ids.flatten(), E, index_dtype="int64")
+    rows = indexed.permute(h.unsqueeze(0), gather, K)
+    rows = indexed.torch_grouped_gemm(rows.reshape([T, K, H]), matrices(experts), counts)
+    slots = indexed.unpermute(rows.reshape([T, K, H]), gather)
+    return (slots.reshape([T, K, H]) * probs.unsqueeze(-1)).sum(1)
+
+
 def gather_indices_and_router(h, logits, experts, **_):
-    probs, ids = indexed.calculate_topk(logits, K, False, False)
+    probs, ids = indexed.calculate_topk(top_k=K, use_sigmoid=False, renormalize=False, gating_output=logits)
     return gather_indices(h, probs, ids, experts)
 
 
@@ -311,6 +320,7 @@ PROGRAMS = (
     Program(rows_of_an_exchange, dense_rows_of_an_exchange, MASKS),
     Program(experts_of_a_mask, dense_experts_of_a_mask, MASKS),
     Program(gather_indices, dense_gemm),
+    Program(flat_gather_indices, dense_gemm),
     Program(gather_indices_and_router, dense_gemm, MASKS),
     Program(balanced, dense_balanced, IDS_OF_EXPERTS),
     Program(layers, dense_layers, MASKS, in_static_graphs=False),

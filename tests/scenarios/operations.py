@@ -130,6 +130,13 @@ def _float8_experts(i: Inputs) -> tuple[Tensor, ...]:
 
 
 MAPS = ("token_rows", "row_to_token")
+
+
+def _products_of_slots(i: Inputs) -> Tensor:
+    weights = {"topk_weights": i["probs"].reshape([-1]), "weights_by": "slot"}
+    return grouped_gemm(i["rows"], i["weights"], plan=i["plan"], permute_y=True, **weights)
+
+
 OPERATIONS = (
     Operation("moe_permute", _moe_permute, ("x", "probs"), ("ids",)),
     Operation("moe_unpermute", _moe_unpermute, ("rows", "row_probs"), ("rowmap", "ids")),
@@ -215,6 +222,12 @@ OPERATIONS = (
     Operation(
         "grouped_gemm_by_slot",
         lambda i: (grouped_gemm(i["rows"], i["weights"], plan=i["plan"], topk_weights=i["probs"]),),
+        ("rows", "weights", "probs"),
+        ("slot_to_row", "row_to_slot"),
+    ),
+    Operation(
+        "grouped_gemm_to_slots",
+        lambda i: (_products_of_slots(i),),
         ("rows", "weights", "probs"),
         ("slot_to_row", "row_to_slot"),
     ),

@@ -303,6 +303,13 @@ def gemm_with_weights_of_slots(h, probs, ids, experts, **_):
     return unpermute(grouped_gemm(permute(h, plan)[0], matrices(experts), plan=plan, topk_weights=probs), plan)
 
 
+def gemm_to_slots(h, probs, ids, experts, **_):
+    plan = route(ids, num_experts=E, padding_alignment=A)
+    weights = {"topk_weights": probs.flatten(), "weights_by": "slot"}
+    slots = grouped_gemm(permute(h, plan)[0], matrices(experts), plan=plan, permute_y=True, **weights)
+    return slots.reshape([*ids.shape, -1]).sum(1)
+
+
 def bias_of(scores: Tensor, experts: Tensor) -> Tensor:
     return 0.2 * scores.mean(0) + experts[:, 0] / 16
 
@@ -348,5 +355,6 @@ PROGRAMS = (
     Program(gemm_by_offsets, dense_gemm),
     Program(gemm_with_plan, dense_gemm),
     Program(gemm_with_weights_of_slots, dense_gemm),
+    Program(gemm_to_slots, dense_gemm),
     Program(own_router, dense_own_router, MASKS),
 )

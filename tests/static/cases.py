@@ -392,13 +392,20 @@ def topk_in_groups(gating, bias):
 
 
 def topk_of_logits(gating):
-    return calculate_topk(gating, K, False, False, False, True)
+    by_keyword = {"gating_output": gating, "pre_act": False, "post_act": True}
+    return calculate_topk(top_k=K, use_sigmoid=False, renormalize=False, **by_keyword)
 
 
 def by_gather_indices(x, ids):
     counts, gather, scatter = indexed.get_routing_indices(ids, E, True)
     rows = indexed.permute(x, gather, K)
     return counts, gather, scatter, rows, indexed.unpermute(rows * 2, gather)
+
+
+def by_flat_gather_indices(x, ids):
+    counts, gather, scatter = indexed.get_routing_indices(ids.flatten(), E, True, index_dtype="int64")
+    rows = indexed.permute(x.unsqueeze(0), gather, K)
+    return counts, gather, scatter, rows, indexed.unpermute((rows * 2).unsqueeze(1), gather)
 
 
 def gemm_by_plan(x, ids, weights):
@@ -411,6 +418,13 @@ def gemms_with_permutation_and_weights(x, ids, probs, weights):
     plan = route(ids, probs, num_experts=E, padding_alignment=A)
     rows = grouped_gemm(x, weights, plan=plan, permute_x=True)
     return (unpermute(grouped_gemm(rows, weights, None, False, plan=plan, topk_weights=probs), plan),)
+
+
+def gemm_to_slots(x, ids, probs, weights):
+    plan = route(ids, num_experts=E, padding_alignment=A)
+    rows = grouped_gemm(x.unsqueeze(0), weights, plan=plan, permute_x=True)
+    flat = {"topk_weights": probs.flatten(), "weights_by": "slot"}
+    return (grouped_gemm(rows, weights, None, False, plan=plan, permute_y=True, **flat),)
 
 
 COUNTS32, COUNTS64 = true_counts(np.int32), true_counts(np.int64)
@@ -493,10 +507,18 @@ ROUTERS = (
 INDEXED = (
     Case("indexed", by_gather_indices, token_inputs(leave_out="probs"), ("x",)),
     Case("indexed-bfloat16", by_gather_indices, token_inputs(BFLOAT16, leave_out="probs"), ("x",)),
+    Case("indexed-flat", by_flat_gather_indices, token_inputs(leave_out="probs"), ("x",)),
     Case("grouped_gemm", gemm_by_plan, token_inputs(leave_out="probs", weights=expert_weights), ("x", "weights"), True),
     Case(
         "grouped_gemm-fused",
         gemms_with_permutation_and_weights,
+        token_inputs(weights=expert_weights),
+        ("x", "probs", "weights"),
+        by_matmul=True,
+    ),
+    Case(
+        "grouped_gemm-to-slots",
+        gemm_to_slots,
         token_inputs(weights=expert_weights),
         ("x", "probs", "weights"),
         by_matmul=True,
