@@ -37,7 +37,11 @@ AREAS = {
     "nn": Area(("paddle_moe_ops/nn/*.py",), _OPERATORS),
     "patch": Area(
         ("paddle_moe_ops/compat/*.py",),
-        ("tests/ops/test_patch_paddle.py", "tests/ops/test_transformer_engine.py", "tests/packaging/test_migrating.py"),
+        (
+            "tests/ops/test_patch_paddle.py",
+            "tests/ops/test_transformer_engine.py",
+            "tests/packaging/test_migrating*.py",
+        ),
     ),
     "demo": Area(
         tuple(f"paddle_moe_ops/demo/{name}.py" for name in ("checks", "run", "training")),
