@@ -91,7 +91,7 @@ IDS = [[0, 3], [3, -1], [1, 0], [-1, -1], [3, 1]]
 
 
 @pytest.mark.parametrize("weighted", ["by slot", "by row", "not"])
-@pytest.mark.parametrize("buffer_size", [-1, 21])
+@pytest.mark.parametrize("buffer_size", [-1, 21, 10])  # 10: as many rows as slots
 def test_experts_by_a_plan_take_tokens_and_weight_rows(buffer_size, weighted):
     experts, x = SwiGLUExperts(4, H, I), paddle.randn([5, H])
     ids, probs = paddle.to_tensor(IDS, dtype="int32"), paddle.rand([5, 2])
