@@ -16,7 +16,7 @@ from paddle.jit import not_to_static
 from .. import _checks
 from .._graphs import is_graph_value, is_on_gpu, public, ready_for_matmul
 from ..gemm import grouped_gemm
-from ..routing import Plan, as_plan
+from ..routing import Plan, as_plan, check_weights
 from ._common import check_rows, in_float32, of_shape, sizes, weight
 
 
@@ -174,9 +174,10 @@ def _by_plan(
     plan = as_plan(name, plan)
     if plan.num_experts != num_experts:
         _checks.bad_value(name, "plan", f"one of {num_experts} experts", f"one of {plan.num_experts}")
+    by_slot = probs is None or check_weights(name, "probs", probs, plan)
     with _checks.renaming("grouped_gemm", name, X="x", topk_weights="probs"):
         hidden = in_float32(F.swiglu, grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False))
-        order = "row" if getattr(probs, "ndim", 2) == 1 else None
+        order = "slot" if by_slot else "row"
         return grouped_gemm(hidden, down, plan=plan, topk_weights=probs, weights_by=order, transpose=False)
 
 

@@ -175,7 +175,7 @@ MISTAKES = {
     ),
     "a column of weights for products": (
         lambda g: grouped_gemm(g.rows, g.weights, plan=g.plan, topk_weights=g.plan.row_probs.unsqueeze(-1)),
-        "grouped_gemm: topk_weights must be of shape [12] by row of plan, or [6, 2] by slot, but got [12, 1]",
+        "grouped_gemm: topk_weights must be of shape [12] by row of plan, or [6, 2] or [12] by slot, but got [12, 1]",
     ),
     "probabilities by slot where those by row are due": (
         lambda g: unpermuted(g, row_probs=g.probs),
