@@ -74,8 +74,7 @@ def grouped_gemm(
         topk_weights: float32, what the rows of the product are multiplied by before they are rounded: [M] by row
             (``plan.row_probs``), or [T, K] or flat [T*K] by slot of ``plan``. The gradient has this shape; it is 0 at
             rows of no group and at slots without a row.
-        weights_by: what flat weights are by, "row" or "slot". None: their number says it; weights that may be either,
-            since the plan has as many rows as slots (or a graph does not know how many), are refused.
+        weights_by: what flat weights are by, "row" or "slot"; needed for flat weights with ``plan``.
         permute_y: whether the rows are brought back to the order of slots of ``plan``: slot k of token t in row
             t * K + k, zeros for a slot without a row. Moved after they were multiplied, by bit-exact copies. Not
             together with ``permute_x``.

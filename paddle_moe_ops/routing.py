@@ -106,8 +106,8 @@ def check_weights(function: str, argument: str, weights: Any, plan: Plan, flat: 
         argument: name of the argument.
         weights: [N] by row, [T, K] by slot, or, unless ``flat`` is "row", [T*K] by slot.
         plan: the plan.
-        flat: what weights of one dimension are by, "row" or "slot": an argument ``weights_by``. None: their number
-            says it, which it cannot where rows and slots are as many, or where a graph does not know how many.
+        flat: what weights of one dimension are by, "row" or "slot": an argument ``weights_by``. None: not said, which
+            raises. Their number could tell, but not in every batch: often there are as many rows as slots.
 
     Returns:
         Whether they are by slot.
@@ -116,13 +116,8 @@ def check_weights(function: str, argument: str, weights: Any, plan: Plan, flat: 
     by_row, by_slot = [rows], [plan.num_tokens, plan.topk]
     text = f"{by_row} by row of plan, or {by_slot}{'' if flat == 'row' else f' or [{slots}]'} by slot"
     is_matrix = getattr(weights, "ndim", 1) == 2
-    if not is_matrix and flat is None:
-        length = weights.shape[0] if getattr(weights, "ndim", 0) == 1 else rows
-        may_be = [-1 in (size, length) or size == length for size in (rows, slots)]
-        if all(may_be) and not 0 <= rows == slots <= 1:
-            expected = f"'row' or 'slot' with a flat {argument}, whose number fits the rows and the slots of plan"
-            _checks.bad_value(function, "weights_by", expected, None)
-        flat = "slot" if may_be[1] and not may_be[0] else "row"
+    if flat is None and getattr(weights, "ndim", 2) == 1:
+        _checks.bad_value(function, "weights_by", f"'row' or 'slot' with flat {argument} and a plan", None)
     shape = by_slot if is_matrix else [slots] if flat == "slot" else by_row
     _checks.tensor(function, argument, weights, (paddle.float32,), shape, text)
     return is_matrix or flat == "slot"

@@ -62,7 +62,7 @@ def moe_permute_and_pad_with_probs(
     )
 
 
-@public()
+@public(aliases={"mask": "routing_map"})
 def make_row_id_map(
     routing_map: Tensor, num_tokens: int, num_experts: int, num_out_tokens: int | None = None
 ) -> Tensor:

@@ -24,14 +24,13 @@ __all__ = [
 ]
 
 
-@public()
+@public(aliases={"mask": "routing_map"})
 def make_row_id_map(
-    routing_map: Tensor | None = None,
+    routing_map: Tensor,
     num_out_tokens: int = 0,
     num_topK: int | None = None,
     fp8_padding: int = 0,
     *,
-    mask: Tensor | None = None,
     validate: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Give every routed pair of token and expert its row.
@@ -39,11 +38,10 @@ def make_row_id_map(
     No host synchronisation, no gradient.
 
     Args:
-        routing_map: bool or integer [T, E]; what is not 0 is routed.
+        routing_map: bool or integer [T, E]; what is not 0 is routed. As a keyword it may also be called ``mask``.
         num_out_tokens: at most so many rows, those beyond are dropped; 0: no limit.
         num_topK: the most experts of a token; the highest beyond it are dropped. It saves memory. None: E.
         fp8_padding: pad every expert's segment to a multiple of so many rows, inside the map; 0: no padding.
-        mask: another name of ``routing_map``.
         validate: more than num_topK experts, and dropped rows (True only), raise.
 
     Returns:
@@ -51,14 +49,9 @@ def make_row_id_map(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong value or shape; neither or both of ``routing_map`` and ``mask``; bad data.
+        ValueError: an argument of the wrong value or shape; bad data.
     """
     name = "make_row_id_map"
-    if (routing_map is None) == (mask is None):
-        _checks.bad_value(name, "routing_map", "given, or mask instead of it", "neither" if mask is None else "both")
-    if mask is not None:
-        with _checks.renaming(name, name, routing_map="mask"):
-            return make_row_id_map(mask, num_out_tokens, num_topK, fp8_padding, validate=validate)
     mask = mask_of(name, routing_map)
     limit = _checks.integer(name, "num_out_tokens", num_out_tokens, 0)
     padding = _checks.integer(name, "fp8_padding", fp8_padding, 0)

@@ -212,7 +212,7 @@ CALLS = [
     ),
     Call(
         "masked.make_row_id_map",
-        {"routing_map": MASK, "num_out_tokens": 0, "num_topK": K, "fp8_padding": A, "mask": None, "validate": None},
+        {"routing_map": MASK, "num_out_tokens": 0, "num_topK": K, "fp8_padding": A, "validate": None},
         free=(("routing_map", 0),),
     ),
     Call(

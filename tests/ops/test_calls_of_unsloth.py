@@ -251,25 +251,20 @@ def check_slots(rng, ids, E, dtype, options, weighting, place):
 
 
 @pytest.mark.parametrize("permute_y", [False, True])
-def test_flat_weights_whose_number_tells_need_no_word(permute_y, rng, place):
-    """As many as the rows of a padded buffer, or as the slots beside it."""
+@pytest.mark.parametrize("buffer_size", [-1, 24], ids=["as many rows as slots", "more rows than slots"])
+def test_flat_weights_need_a_word_whatever_their_number(buffer_size, permute_y, rng, place):
     probs = rng.random((9, 2), np.float32)
     ids = tensor(distinct_ids(rng, 9, 2, 4).astype(np.int32), place)
-    plan = route(ids, tensor(probs, place), num_experts=4, buffer_size=24)
-    x, w = tensor(ordinary(rng, (24, 3)), place), tensor(ordinary(rng, (4, 5, 3)), place)
+    plan = route(ids, tensor(probs, place), num_experts=4, buffer_size=buffer_size)
+    x, w = tensor(ordinary(rng, (plan.num_rows, 3)), place), tensor(ordinary(rng, (4, 5, 3)), place)
     options = {"plan": plan, "permute_y": permute_y}
     expected = grouped_gemm(x, w, topk_weights=tensor(probs, place), **options).numpy()
-    for weights in (tensor(probs.reshape(-1), place), plan.row_probs):
-        assert_bits_equal(grouped_gemm(x, w, topk_weights=weights, **options), expected)
-
-
-@pytest.mark.parametrize(("tokens", "topk"), [(0, 2), (1, 1)])
-def test_flat_weights_of_one_slot_at_most_have_one_order(tokens, topk, place):
-    ids, weights = paddle.zeros([tokens, topk], "int32"), paddle.full([tokens * topk], 2.0)
-    plan = route(ids, num_experts=1)
-    rows = paddle.ones([tokens * topk, 3])
-    out = grouped_gemm(rows, paddle.ones([1, 2, 3]), plan=plan, topk_weights=weights, permute_y=True)
-    assert out.tolist() == [[6.0, 6.0]] * (tokens * topk)
+    for order, weights in {"slot": tensor(probs.reshape(-1), place), "row": plan.row_probs}.items():
+        assert_bits_equal(grouped_gemm(x, w, topk_weights=weights, weights_by=order, **options), expected)
+        with pytest.raises(
+            ValueError, match=r"^grouped_gemm: weights_by must be 'row' or 'slot' with flat topk_weights"
+        ):
+            grouped_gemm(x, w, topk_weights=weights, **options)
 
 
 def weighted_products(x, w, ids, weights):
@@ -277,10 +272,10 @@ def weighted_products(x, w, ids, weights):
     return grouped_gemm(x, w, plan=plan, permute_x=False, topk_weights=weights, permute_y=True)
 
 
-def test_flat_weights_are_refused_in_a_graph_that_knows_neither_number(place):
+def test_flat_weights_need_a_word_in_a_graph_too(place):
     shapes = ("x", [None, 4], "float32"), ("w", [3, 5, 4], "float32"), ("ids", [None, 2], "int32")
     specs = [paddle.static.InputSpec(shape, dtype, name) for name, shape, dtype in shapes]
     specs.append(paddle.static.InputSpec([None], "float32", "weights"))
     traced = paddle.jit.to_static(weighted_products, input_spec=specs, full_graph=True)
-    with pytest.raises(ValueError, match="grouped_gemm: weights_by must be 'row' or 'slot' with a flat topk_weights"):
+    with pytest.raises(ValueError, match="grouped_gemm: weights_by must be 'row' or 'slot' with flat topk_weights"):
         traced.concrete_program  # noqa: B018  # builds the program

@@ -134,7 +134,7 @@ def fused(problem, plan, form, leaves):
     """The product that a form of the call gives, from leaves x, w and weights."""
     if form == "gathered":
         return grouped_gemm(leaves["x"], leaves["w"], plan=plan, permute_x=True)
-    weights = {} if form == "plan" else {"topk_weights": leaves["weights"]}
+    weights = {} if form == "plan" else {"topk_weights": leaves["weights"], "weights_by": form.split()[-1]}
     return grouped_gemm(leaves["x"], leaves["w"], plan=plan, **weights)
 
 
@@ -393,8 +393,7 @@ BAD = {
     "rows or slots": (
         {**OF_PLAN, "topk_weights": paddle.ones([4])},
         ValueError,
-        "weights_by must be 'row' or 'slot' with a flat topk_weights, whose number fits the rows and the slots of plan,"
-        " but got None",
+        "weights_by must be 'row' or 'slot' with flat topk_weights and a plan, but got None",
     ),
     "matrix by row": (
         {**OF_PLAN, "topk_weights": paddle.ones([2, 2]), "weights_by": "row"},
@@ -402,9 +401,9 @@ BAD = {
         "weights_by must be 'slot' or None with [T, K] weights, but got 'row'",
     ),
     "neither rows nor slots": (
-        {**OF_PLAN, "topk_weights": paddle.ones([5])},
+        {**OF_PLAN, "topk_weights": paddle.ones([5]), "weights_by": "row"},
         ValueError,
-        "topk_weights must be of shape [4] by row of plan, or [2, 2] or [4] by slot, but got [5]",
+        "topk_weights must be of shape [4] by row of plan, or [2, 2] by slot, but got [5]",
     ),
     "too few by slot": (
         {**OF_PLAN, "topk_weights": paddle.ones([3]), "weights_by": "slot"},

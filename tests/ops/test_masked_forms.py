@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import re
-
 import ml_dtypes
 import numpy as np
 import paddle
 import pytest
 
 from paddle_moe_ops import dispatch, masked, route
+from paddle_moe_ops.compat import transformer_engine
 from paddle_moe_ops.masked.shared import without_zero_probs
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.interpreting import on_both
@@ -32,14 +31,12 @@ def test_the_mask_has_a_second_name(rng, place):
     expected = masked.make_row_id_map(mask, 40, None, 4)
     assert_bits_equal(row_id_map, expected[0])
     assert int(count) == int(expected[1]) == 40
-    for given, arguments in {"neither": (), "both": (mask,)}.items():
-        text = f"make_row_id_map: routing_map must be given, or mask instead of it, but got {given}"
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            masked.make_row_id_map(*arguments, mask=mask if arguments else None)
-    with pytest.raises(
-        ValueError, match=r"^make_row_id_map: mask must be of shape \[num_tokens, num_experts\], but got"
-    ):
-        masked.make_row_id_map(mask=mask[0])
+    with pytest.raises(TypeError, match=r"^make_row_id_map: routing_map was given twice, the second time as mask$"):
+        masked.make_row_id_map(mask, mask=mask)
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'routing_map'$"):
+        masked.make_row_id_map()
+    of_transformer_engine = transformer_engine.make_row_id_map(mask=mask, num_tokens=T, num_experts=E)
+    assert_bits_equal(of_transformer_engine, masked.make_row_id_map(mask)[0])
 
 
 def every_function_of_a_mask(mask, x, probs):

@@ -64,7 +64,8 @@ def test_fused_products_with_gradients(interpreted, rng, form, wanted):
     weights = [rng.standard_normal((plan.num_rows, 24)).astype(np.float32)]
 
     def call(x, w, weights=None):
-        return [grouped_gemm(x, w, plan=plan, permute_x=gathered, topk_weights=weights)]
+        order = None if gathered else form.split()[-1]
+        return [grouped_gemm(x, w, plan=plan, permute_x=gathered, topk_weights=weights, weights_by=order)]
 
     for made, due in on_both(lambda: call(*(tensor(each, "cpu") for each in arrays))):
         np.testing.assert_allclose(made.numpy(), due.numpy(), rtol=2e-3, atol=2e-3)
