@@ -4,7 +4,7 @@
 """Builds of the core beside each other: every library and `memcpy` of the same bytes, in turns, in one process.
 
     python3 benchmarks/sweeps/cpu_cores.py before.so build/core/libpmo_core.so --names before after \
-        --shapes dsv3 --ops 'unpermute_backward:*' --out benchmarks/sweeps/cpu-2core-targets-together.jsonl
+        --shapes dsv3 --ops 'unpermute_backward:*' --out together.jsonl
 
 What a neighbour on the machine does differs from minute to minute by more than a change of a kernel gives; in turns,
 all builds meet the same. Outputs exist before the calls; `--cold` empties the caches before each. What the benchmark's
