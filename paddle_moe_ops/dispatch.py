@@ -17,7 +17,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from . import _checks, autograd, rowmaps
+from . import _checks, rowmaps
 from ._graphs import float32, is_graph_value, numbers_of, public, to_dtype
 from .backends import resolve
 from .functional import sort_chunks
@@ -139,7 +139,7 @@ def token_combine(
     maps = rowmaps.read_row_id_map(
         name, row_id_map, rowmaps.num_rows_of(inp), pad_offsets, validation, check_range=True
     )
-    return autograd.unpermute(resolve("unpermute", inp), inp, float32(merging_probs), maps)
+    return resolve("unpermute", inp).unpermute(inp, float32(merging_probs), maps)
 
 
 @public("inp")

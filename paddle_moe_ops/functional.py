@@ -12,9 +12,9 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from . import _checks, autograd
+from . import _checks
 from ._graphs import float32, public, to_dtype
-from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, quick, resolve
+from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, compiled_backend, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 
 __all__ = ["moe_permute", "moe_unpermute", "permute", "sort_chunks", "unpermute"]
@@ -46,7 +46,7 @@ def _quick_permute(
         and not more
         and chosen() is None
     ):
-        rows = quick.permute(x, plan.slot_to_row, plan.token_rows, plan.row_to_token)
+        rows = compiled_backend.quick_permute(x, plan.slot_to_row, plan.token_rows, plan.row_to_token)
         if rows is not None:
             return rows, None
     return None
@@ -109,7 +109,7 @@ def permute(
     if quantize is not None:
         codes, scales = resolve("permute_quantized", x).permute_quantized(x, plan, fill_padding, spec)
         return codes, scales
-    rows, scales = autograd.permute(resolve(name, x), x, scale, plan, fill_padding)
+    rows, scales = resolve(name, x).permute(x, scale, plan, fill_padding)
     return rows, None if scale is None else scales
 
 
@@ -119,8 +119,8 @@ def _quick_unpermute(y: Any = None, plan: Any = None, probs: Any = None, *others
         return None
     maps = plan.token_rows, plan.row_to_token
     if probs is None:
-        return quick.unpermute(y, *maps)
-    return quick.unpermute_weighted(y, probs, *maps, plan.row_to_slot)
+        return compiled_backend.quick_unpermute(y, *maps)
+    return compiled_backend.quick_unpermute_weighted(y, probs, *maps, plan.row_to_slot)
 
 
 @public("y", "probs", quick=_quick_unpermute)
@@ -152,7 +152,7 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
     if probs is not None:
         check_weights(name, "probs", probs, plan)
     _checks.same_place(name, y=y, plan=plan.slot_to_row, probs=probs)
-    return autograd.unpermute(resolve(name, y), y, probs, plan)
+    return resolve(name, y).unpermute(y, probs, plan)
 
 
 @public("x", "probs")
@@ -193,7 +193,7 @@ def sort_chunks(
     _checks.same_place(name, x=x, split_sizes=split_sizes, order=order, probs=probs)
     validation = _checks.validation(name, validate, x)
     backend, by_row = resolve(name, x), float32(probs)
-    out, probs_out, source_to_dest = autograd.sort_chunks(backend, x, by_row, split_sizes, order, validation)
+    out, probs_out, source_to_dest = backend.sort_chunks(x, by_row, split_sizes, order, validation)
     return out, None if probs is None else to_dtype(probs_out, probs.dtype), source_to_dest
 
 
@@ -284,8 +284,7 @@ def moe_permute(
     validation = _checks.validation(function, validate, hidden_states)
     route = RouteSpec(num_experts, -1, padding_alignment, counts, buffer_size, "first", validation)
     spec = MoePermuteSpec(route, do_gather, return_expert_indices, fill_padding)
-    rows, rowmap, row_probs, scales, expert_indices, overflow, _, _ = autograd.moe_permute(
-        resolve(function, hidden_states),
+    rows, rowmap, row_probs, scales, expert_indices, overflow, _, _ = resolve(function, hidden_states).moe_permute(
         hidden_states,
         scale,
         expert_routemap_topk,
@@ -373,8 +372,7 @@ def moe_unpermute(
     )
     validation = _checks.validation(function, validate, hidden_states_unzipped)
     spec = MoeUnpermuteSpec(num_experts, using_weighted_combine, compat == "paddle", validation)
-    hidden_states, prob_topk = autograd.moe_unpermute(
-        resolve(function, hidden_states_unzipped),
+    hidden_states, prob_topk = resolve(function, hidden_states_unzipped).moe_unpermute(
         hidden_states_unzipped,
         zipped_expertwise_rowmap,
         expert_routemap_topk,

@@ -13,7 +13,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from . import _checks, autograd
+from . import _checks
 from ._graphs import is_graph_value, public
 from .backends import GemmSpec, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
@@ -122,8 +122,12 @@ def grouped_gemm(
     _checks.same_place(name, X=X, W=W, topk_weights=topk_weights)
     if paddle.amp.is_autocast_enabled() and isinstance(X, Tensor) and X.place.is_gpu_place():
         X, W = (each.astype(paddle.amp.get_autocast_dtype()) for each in (X, W))
-    spec = GemmSpec(sizes, offsets, transpose, plan if permute_x else None, _checks.validation(name, None, X))
-    rows = autograd.grouped_gemm(resolve(name, X), X, W, weights, spec)
+    backend, tokens_of_plan = resolve(name, X), plan if permute_x else None
+    if tokens_of_plan is not None and not backend.gathers_rows:
+        X, _ = resolve("permute", X).permute(X, None, tokens_of_plan, "all")
+        tokens_of_plan = None
+    spec = GemmSpec(sizes, offsets, transpose, tokens_of_plan, _checks.validation(name, None, X))
+    rows = backend.grouped_gemm(X, W, weights, spec)
     if plan is None or not permute_y:
         return rows
     return move_rows(rows, plan.row_to_slot.unsqueeze(-1), plan.slot_to_row.reshape([-1]))

@@ -25,7 +25,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from . import _checks, autograd
+from . import _checks
 from ._graphs import is_graph_value, public
 from .backends import resolve
 from .routing import Plan, as_plan, tokens_of
@@ -169,7 +169,7 @@ def quantized_experts(
     def checked_vjp(d_out: Tensor, codes: Tensor, scales: Tensor, *tensors: Tensor) -> Any:
         return _check_gradients(expert_vjp(d_out, codes, scales, *tensors), shape, dtype, tensors)
 
-    return autograd.quantized_experts(resolve(name, x), x, tensors, plan, spec, checked_fn, checked_vjp)
+    return resolve(name, x).quantized_experts(x, tensors, plan, spec, checked_fn, checked_vjp)
 
 
 def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import paddle
 from paddle import Tensor
 
-from . import _checks, autograd
+from . import _checks
 from ._graphs import constant, is_graph_value, public
 from .backends import RouteSpec, TopkSpec, Validation, resolve
 from .backends.base import Tensors
@@ -213,7 +213,7 @@ def route(
     )
     try:
         if capacity is None:
-            maps = autograd.route(resolve(name, routing), routing, probs, counts_tensor, spec)
+            maps = resolve(name, routing).route(routing, probs, counts_tensor, spec)
         else:
             maps = _route_up_to(capacity, routing, probs, counts_tensor, spec)
     except ValueError as error:
@@ -249,7 +249,7 @@ def _route_up_to(
         validation=min(spec.validation, Validation.DATA),
     )
     looked_at = None if probs is None or spec.validation == Validation.OFF else constant(probs)
-    first = autograd.route(backend, routing, looked_at, counts, whole)
+    first = backend.route(routing, looked_at, counts, whole)
     rows, starts, routed = first[0], first[7], first[8]
     experts = paddle.searchsorted(starts, rows, out_int32=True, right=True) - 1  # -1 where there is no row
     own_start = paddle.gather(starts, experts.clip(min=0).flatten()).reshape([-1, rows.shape[1]])
@@ -267,7 +267,7 @@ def _route_up_to(
         counts=kept,
         validation=Validation.ALL if spec.validation == Validation.ALL else Validation.OFF,
     )
-    maps = autograd.route(backend, ids, probs, None, left)
+    maps = backend.route(ids, probs, None, left)
     dropped = (routed - maps[8]).sum().astype("int32").reshape([1])
     return (*maps[:8], routed, maps[9] + dropped)
 
@@ -359,7 +359,7 @@ def calculate_topk(
         scaling_factor,
         return_scores,
     )
-    outputs = autograd.calculate_topk(resolve(name, gating), gating, correction_bias, spec)
+    outputs = resolve(name, gating).calculate_topk(gating, correction_bias, spec)
     return outputs if return_scores else outputs[:2]
 
 

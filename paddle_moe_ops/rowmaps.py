@@ -12,9 +12,9 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from . import _checks, autograd
+from . import _checks
 from ._graphs import is_graph_value
-from .backends import RowMaps, RowmapSpec, Validation, resolve
+from .backends import Maps, RowMaps, RowmapSpec, Validation, resolve
 from .routing import Plan
 
 __all__ = [
@@ -139,18 +139,18 @@ def move_rows(tokens: Tensor, slot_to_row: Tensor, row_to_token: Tensor) -> Tens
         row_to_token: int32 [N] token of each row, -1 for a row of zeros.
     """
     token_rows = paddle.sort(slot_to_row, axis=-1) if slot_to_row.shape[1] > 1 else slot_to_row
-    maps = autograd.Maps(slot_to_row, token_rows, row_to_token)
-    return autograd.permute(resolve("permute", tokens), tokens, None, maps, "all")[0]
+    maps = Maps(slot_to_row, token_rows, row_to_token)
+    return resolve("permute", tokens).permute(tokens, None, maps, "all")[0]
 
 
 def row_probs(slot_probs: Tensor, maps: Any) -> Tensor:
     """float32 [N]: the probability of each row, from [T, K] of the slots, 0 in padding; differentiable."""
-    return autograd.slots_to_rows(resolve(_OPERATOR, slot_probs), slot_probs, maps)
+    return resolve(_OPERATOR, slot_probs).slots_to_rows(slot_probs, maps)
 
 
 def slot_probs(row_probs: Tensor, maps: Any) -> Tensor:
     """float32 [T, K]: the probability of each slot's row, from [N], 0 without one; differentiable."""
-    return autograd.rows_to_slots(resolve(_OPERATOR, row_probs), row_probs, maps)
+    return resolve(_OPERATOR, row_probs).rows_to_slots(row_probs, maps)
 
 
 def _read(

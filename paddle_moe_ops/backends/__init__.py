@@ -18,6 +18,7 @@ from .base import (
     OPERATORS,
     Backend,
     GemmSpec,
+    Maps,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -27,11 +28,13 @@ from .base import (
     TopkSpec,
     Validation,
 )
+from .compiled import backend as compiled_backend
 
 __all__ = [
     "OPERATORS",
     "Backend",
     "GemmSpec",
+    "Maps",
     "MoePermuteSpec",
     "MoeUnpermuteSpec",
     "QuantizeSpec",
@@ -41,6 +44,7 @@ __all__ = [
     "TopkSpec",
     "Validation",
     "chosen",
+    "compiled_backend",
     "explain",
     "register",
     "register_note",

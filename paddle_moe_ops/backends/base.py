@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import paddle
 from paddle import Tensor
+
+from .._graphs import constant
 
 Tensors = tuple[Tensor, ...]
 
@@ -30,6 +32,11 @@ OPERATORS = (
     "calculate_topk",
     "grouped_gemm",
 )
+
+
+def constant_if_float8(tensor: Tensor) -> Tensor:
+    """The tensor, without a gradient if it has float8 rows: Paddle would cast their gradient to float8."""
+    return constant(tensor) if not tensor.stop_gradient and tensor.dtype in FLOAT8 else tensor
 
 
 class Validation(enum.IntEnum):
@@ -83,6 +90,14 @@ class RowmapSpec(NamedTuple):
     check_repeats: bool  # rows that stand twice raise, else the first place has them
 
 
+class Maps(NamedTuple):
+    """The maps of a plan that `permute` follows."""
+
+    slot_to_row: Tensor
+    token_rows: Tensor
+    row_to_token: Tensor
+
+
 class RowMaps(NamedTuple):
     """The maps of a plan that moving needs, read from a map of rows; slot e of a token is its expert e.
 
@@ -131,22 +146,27 @@ class GemmSpec(NamedTuple):
     validation: Validation  # whether sizes and offsets that are tensors are looked at, for backends that need not
 
 
-class Backend(Protocol):
-    """One implementation of the verbs over Paddle tensors, whose arguments are checked already.
+class Verbs(Protocol):
+    """One implementation of the operators over Paddle tensors, whose arguments are checked already.
 
     `route` returns the ten tensors of a Plan in its order, `row_probs` with 0 elements without probabilities.
     A plan that a verb takes may be `RowMaps`.
     `moe_permute` returns hidden_states_unzipped, zipped_expertwise_rowmap, token_prob_unzipped, scale_unzipped,
     expert_indices, overflow, slot_to_row and token_rows; outputs that were not asked for have 0 elements.
 
-    A backend that is not `differentiable` also has the ``*_backward`` verbs, which PyLayers call; ``wanted`` tells
-    those that make several gradients which of the forward's tensor inputs want one.
     """
 
-    name: str
-    differentiable: bool
-    operators: frozenset[str] | None  # those of `OPERATORS` that it has; None: all
-    dtypes: Mapping[str, Sequence[Any]]  # of the first tensor, for operators that it has for these only
+    @property
+    def name(self) -> str:
+        """What `use_backend` takes."""
+
+    @property
+    def operators(self) -> frozenset[str] | None:
+        """Those of `OPERATORS` that it has. None: all."""
+
+    @property
+    def dtypes(self) -> Mapping[str, Sequence[Any]]:
+        """Of the first tensor, for operators that it has for these only."""
 
     def unavailable(self) -> str | None:
         """Why the backend cannot run here, or None when it can."""
@@ -169,7 +189,7 @@ class Backend(Protocol):
     def unpermute_backward(
         self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any, wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of `unpermute`: of the rows, and of the probabilities if there are any.
+        """The gradients of `unpermute`: of the rows, and of the probabilities if there are any. They have none.
 
         The compiled backend has it for the weighted sum only, for those who write their backward passes themselves.
         """
@@ -224,7 +244,70 @@ class Backend(Protocol):
         """The float32 value [N] of each slot's row, 0 without one."""
 
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
-        """Each expert's matrix times its own rows, each then times its weight; rows only where it is differentiable."""
+        """Each expert's matrix times its own rows, each then times its weight; of tokens if the spec has a plan."""
+
+
+class Backend(Verbs, Protocol):
+    """Verbs whose results have the gradients that the public functions promise; float8 rows have none."""
+
+    @property
+    def gathers_rows(self) -> bool:
+        """Whether grouped_gemm takes a plan and tokens."""
+
+    def quantized_experts(
+        self,
+        x: Tensor,
+        tensors: Tensors,
+        plan: Any,
+        spec: QuantizeSpec,
+        expert_fn: Callable[..., Tensor],
+        expert_vjp: Callable[..., Tensors],
+    ) -> Tensor:
+        """What the experts make of the quantised rows, differentiable in x and the tensors."""
+
+
+class Kernels(Verbs, Protocol):
+    """Verbs without gradients, and those that make them; `gradients.WithGradients` makes a `Backend` of it.
+
+    ``wanted`` tells which of the forward's tensor inputs want a gradient.
+    """
+
+    def calculate_topk_backward(
+        self, d_weights: Tensor, d_scores: Tensor | None, gating: Tensor, ids: Tensor, spec: TopkSpec
+    ) -> Tensor:
+        """The gradient of the logits."""
+
+    def route_backward(
+        self,
+        d_row_probs: Tensor,
+        slot_to_row: Tensor,
+        row_to_token: Tensor,
+        row_to_expert: Tensor,
+        mask_experts: int,
+    ) -> Tensor:
+        """The gradient of the probabilities, [T, K], or [T, E] of a mask of so many experts; -1: of ids."""
+
+    def permute_backward(self, d_rows: Tensor, token_rows: Tensor) -> Tensor:
+        """The gradient of the tokens."""
+
+    def moe_unpermute_backward(
+        self,
+        d_hidden: Tensor,
+        d_prob_topk: Tensor,
+        rows: Tensor | None,
+        rowmap: Tensor,
+        routemap: Tensor,
+        probs: Tensor,
+        spec: MoeUnpermuteSpec,
+        wanted: tuple[bool, ...],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of the rows and of the probabilities."""
+
+    def sort_chunks_backward(self, d_out: Tensor, source_to_dest: Tensor) -> Tensor:
+        """The gradient of the rows, or of the probabilities."""
+
+    def gather_slots(self, row_values: Tensor, slot_to_row: Tensor) -> Tensor:
+        """The value [N] of each slot's row, 0 without one: the gradient of the probabilities of `moe_permute`."""
 
     def grouped_gemm_backward(
         self, d_out: Tensor, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec, wanted: tuple[bool, ...]

@@ -16,7 +16,6 @@ from paddle import Tensor
 
 from .. import _build_check, _env
 from .._graphs import filled, is_graph_value
-from . import quick
 from .base import (
     FLOAT8,
     OPERATORS,
@@ -29,7 +28,9 @@ from .base import (
     Tensors,
     TopkSpec,
     Validation,
+    constant_if_float8,
 )
+from .gradients import quantized_experts
 
 LIBRARY = _build_check.library()
 
@@ -38,6 +39,12 @@ _DUPLICATES = {"first": 0, "each": 1}
 _FILL = {"all": 3, "meta": 2, "none": 0}
 _CHECKS = {Validation.OFF: 0, Validation.DATA: 1 | 2 | 4, Validation.ALL: 1 | 2 | 4 | 8}
 _COUNTED, _COUNTS_IN_LIST, _COUNTS_IN_TENSOR = range(3)
+
+# Calls that the library checks itself and runs at once. It declines with None wherever the long way might have
+# something to say: an argument that is no dense tensor, a gradient that is wanted, PADDLE_MOE_OPS_BACKEND, shapes that
+# do not fit. The long way's checks and its choice of a backend take several times as long as the operator on a few
+# tokens. Callers look at `use_backend` first.
+QUICK = ("quick_permute", "quick_unpermute", "quick_unpermute_weighted")
 
 _direct: dict[str, Callable[..., tuple[Tensor, ...]]] = {}  # without the machinery that gradients and graphs need
 
@@ -99,7 +106,12 @@ def _load_direct() -> None:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     _direct.update((name, function) for name, function in vars(module).items() if not name.startswith(("_", "quick_")))
-    quick.connect(module)
+    for name in QUICK:
+        setattr(backend, name, getattr(module, name))
+
+
+def _declines(*_: Any) -> Tensor | None:
+    return None
 
 
 def _needs_paddle(arguments: Sequence[Any], grad_enabled: bool) -> bool:
@@ -150,9 +162,13 @@ class CompiledBackend:
     """Calls the operators of the compiled library."""
 
     name = "compiled"
-    differentiable = True
+    gathers_rows = False
     operators = frozenset(OPERATORS) - {"grouped_gemm"}
     dtypes: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        # Until the library is there; see csrc/paddle/direct.h.
+        self.quick_permute = self.quick_unpermute = self.quick_unpermute_weighted = _declines
 
     def unavailable(self) -> str | None:
         return _library_problem()
@@ -186,6 +202,7 @@ class CompiledBackend:
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
         maps = plan.slot_to_row, plan.token_rows, plan.row_to_token
+        x = constant_if_float8(x)
         rows, scales = self._permute(x, scale, maps, fill_padding)
         if not rows.stop_gradient:
             _stop_gradients(scales, *([rows] if x.dtype in FLOAT8 else []))
@@ -249,6 +266,7 @@ class CompiledBackend:
         counts: Tensor | None,
         spec: MoePermuteSpec,
     ) -> Tensors:
+        hidden_states = constant_if_float8(hidden_states)
         if hidden_states.dtype in FLOAT8 and not isinstance(hidden_states, Tensor) and not probs.stop_gradient:
             return self._moe_permute_float8_graph(hidden_states, scale, routemap, probs, counts, spec)
         route = spec.route
@@ -327,7 +345,7 @@ class CompiledBackend:
     def sort_chunks(
         self, x: Tensor, probs: Tensor | None, split_sizes: Tensor, order: Tensor, validation: Validation
     ) -> Tensors:
-        checks = _CHECKS[validation]
+        checks, x = _CHECKS[validation], constant_if_float8(x)
         if probs is None:
             out, source_to_dest = _run("sort_chunks", x, split_sizes, order, checks, x.shape[1], x.dtype.value)
             _stop_gradients(source_to_dest, *([out] if x.dtype in FLOAT8 else []))
@@ -377,6 +395,17 @@ class CompiledBackend:
 
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         return _run("rows_to_slots", row_values, maps.slot_to_row, maps.row_to_slot)[0]
+
+    def quantized_experts(
+        self,
+        x: Tensor,
+        tensors: Tensors,
+        plan: Any,
+        spec: QuantizeSpec,
+        expert_fn: Callable[..., Tensor],
+        expert_vjp: Callable[..., Tensors],
+    ) -> Tensor:
+        return quantized_experts(self, x, tensors, plan, spec, expert_fn, expert_vjp)
 
 
 backend = CompiledBackend()

@@ -1,228 +1,488 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients for backends that do not own theirs: one PyLayer, whatever the operator.
+"""Gradients for kernels that have none of their own: what makes a backend of them.
 
-What Paddle does for compiled operators is done here for the others: a gradient of the wrong shape, a tensor that was
-changed in place, and a second backward pass where none is possible raise. Linear operators have gradients of every
-order; the others refuse a second one.
+Each operator runs as a `Call` of `nodes`, which keeps the kernels that ran forward, so that backward runs on the same
+ones. Where no one wants a gradient the kernels are called as they are.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import paddle
 from paddle import Tensor
-from paddle.autograd import PyLayer
 
-from .._graphs import filled
-from .base import Backend, Tensors
+from .._graphs import filled, numbers_of
+from .base import (
+    FLOAT8,
+    GemmSpec,
+    Kernels,
+    Maps,
+    MoePermuteSpec,
+    MoeUnpermuteSpec,
+    QuantizeSpec,
+    RouteSpec,
+    RowMaps,
+    Tensors,
+    TopkSpec,
+    Validation,
+    constant_if_float8,
+)
+from .nodes import Call, Gradients, connect, first_order_only, linear
 
-__all__ = ["Call", "Gradients", "connect", "first_order_only", "linear"]
-
-Gradients = tuple[Tensor | None, ...]
+__all__ = ["WithGradients", "quantized_experts"]
 
 
-class Call:
-    """One call of an operator: what it gave, and what its backward pass needs.
+def _is_wanted(*inputs: Tensor | None) -> bool:
+    """Whether a gradient of an input is wanted."""
+    return paddle.is_grad_enabled() and any(tensor is not None and not tensor.stop_gradient for tensor in inputs)
 
-    Attributes:
-        function: the name that begins an error text.
-        backend: what runs it, forward and backward.
-        wanted: for each differentiable input that is given whether it wants a gradient. A tensor that is kept for
-            the backward pass does not tell any more.
-        saved: large tensors for the backward pass. Paddle keeps them, so that `recompute` can make them anew.
-    """
 
-    function = ""
-    saved: tuple[Tensor, ...] = ()
+def _values_of_rows(slot_values: Tensor, row_to_slot: Tensor) -> Tensor:
+    """The value of the slot that each row belongs to, 0 without one. The gradients of gradients need it, no others."""
+    if slot_values.size == 0:
+        return filled(row_to_slot.shape, 0, slot_values.dtype, like=slot_values)
+    values = paddle.gather(slot_values.flatten(), row_to_slot.clip(min=0))
+    return paddle.where(row_to_slot >= 0, values, paddle.zeros_like(values))
 
-    def __init__(self, backend: Backend, *inputs: Tensor | None) -> None:
-        """Begin a call.
 
-        Args:
-            backend: what runs it.
-            inputs: the differentiable ones, None for those that are not given.
-        """
-        given = [tensor for tensor in inputs if tensor is not None]
-        self.backend: Any = backend  # with the ``*_backward`` verbs
-        self.wanted = tuple(not tensor.stop_gradient for tensor in given)
-        self._inputs = [(tensor.shape, tensor.dtype) for tensor in given]
-        self._outputs: list[tuple[Any, Any]] = []
-        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
+def _rows_of_slots(slot_to_row: Tensor, num_rows: int) -> Tensor:
+    """row_to_slot [N] of slot_to_row [T, K]."""
+    rows = slot_to_row.flatten()
+    rows = paddle.where(rows >= 0, rows, paddle.full_like(rows, num_rows))  # one more row takes the slots of none
+    if rows.size == 0:
+        return filled([num_rows], -1, "int32", like=rows)
+    return paddle.scatter(filled([num_rows + 1], -1, "int32", like=rows), rows, numbers_of(rows))[:num_rows]
 
-    def watch(self, *tensors: Tensor) -> None:
-        """Have the backward pass refuse to run once one of these tensors, which it reads, was changed in place."""
-        self._versions += [(weakref.ref(tensor), tensor.inplace_version) for tensor in tensors]
 
-    def save(self, *tensors: Tensor | None) -> None:
-        """Save tensors, and watch them."""
-        self.saved = tuple(tensor for tensor in tensors if tensor is not None)
-        self.watch(*self.saved)
+class _Route(Call):
+    function = "route"
+
+    def __init__(
+        self, kernels: Kernels, routing: Tensor, probs: Tensor, counts: Tensor | None, spec: RouteSpec
+    ) -> None:
+        super().__init__(kernels, probs)
+        self.arguments: Any = (routing, probs, counts)
+        self.spec = spec
 
     def run(self) -> Tensors:
-        """The outputs that have a gradient. The others are attributes of the call."""
-        raise NotImplementedError
+        outputs = self.kernels.route(*self.arguments, self.spec)
+        self.arguments = None
+        self.before, self.after = outputs[:5], outputs[6:]
+        self.watch(*self.before)
+        return (outputs[5],)
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
-        """The gradients of the inputs that are given, from those of the outputs; None where there is none."""
-        raise NotImplementedError
+        slot_to_row, _, row_to_token, row_to_slot, row_to_expert = self.before
+        mask_experts = self.spec.num_experts if self.spec.topk >= 0 else -1
 
-    def forward(self) -> Tensors:
-        """Run, for `_Node`."""
-        outputs = self.run()
-        self._outputs = [(output.shape, output.dtype) for output in outputs]
-        return outputs
+        def back(d_row_probs: Tensor) -> Tensor:
+            return self.kernels.route_backward(d_row_probs, slot_to_row, row_to_token, row_to_expert, mask_experts)
 
-    def backward(self, *gradients: Tensor) -> Gradients:
-        """Check and differentiate, for `_Node`."""
-        for gradient, (shape, dtype) in zip(gradients, self._outputs, strict=True):
-            if gradient.shape != shape or gradient.dtype != dtype:
-                expected, given = f"{dtype} {list(shape)}", f"{gradient.dtype} {list(gradient.shape)}"
-                raise ValueError(f"{self.function}: the gradient of its result must be {expected}, but got {given}")
-        for reference, version in self._versions:
-            tensor = reference()
-            if tensor is not None and tensor.inplace_version != version:
-                raise RuntimeError(
-                    f"{self.function}: a tensor that the backward pass needs was changed in place after the forward"
-                )
-        made = self.differentiate(*gradients)
-        # An input that wants a gradient must get one: Paddle's engine would not run what comes before it.
-        return tuple(
-            None if not want else filled(shape, 0, dtype, like=gradients[0]) if gradient is None else gradient
-            for want, gradient, (shape, dtype) in zip(self.wanted, made, self._inputs, strict=True)
-        )
+        def there(probs: Tensor) -> Tensor:
+            by_mask = paddle.where(row_to_token >= 0, row_to_token * mask_experts + row_to_expert, row_to_token)
+            return _values_of_rows(probs, row_to_slot if mask_experts < 0 else by_mask)
+
+        return (linear(self.function, self.kernels, gradients[0], back, there),)
 
 
-class _Context:
-    """Lives as long as the context of a node, which is Paddle's own."""
+class _Permute(Call):
+    function = "permute"
+
+    def __init__(self, kernels: Kernels, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> None:
+        super().__init__(kernels, x)
+        self.watch(plan.slot_to_row, plan.token_rows, plan.row_to_token)
+        self.arguments: Any = (x, scale)
+        self.plan, self.fill_padding = plan, fill_padding
+
+    def run(self) -> Tensors:
+        rows, self.scales = self.kernels.permute(*self.arguments, self.plan, self.fill_padding)
+        self.arguments = None  # the gradient needs no tokens
+        return (rows,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        def back(d_rows: Tensor) -> Tensor:
+            return self.kernels.permute_backward(d_rows, self.plan.token_rows)
+
+        def there(x: Tensor) -> Tensor:
+            return self.kernels.permute(x, None, self.plan, "all")[0]
+
+        if isinstance(self.plan, RowMaps) and self.plan.leaves_out:  # then `there` is not the transposed map
+            return first_order_only(self, (back(gradients[0]),), *gradients)
+        return (linear(self.function, self.kernels, gradients[0], back, there),)
 
 
-class _Node(PyLayer):
-    """A call in the autograd graph. Its inputs are the differentiable ones, its outputs those with a gradient."""
+class _Unpermute(Call):
+    function = "unpermute"
 
-    @staticmethod
-    def forward(ctx: Any, call: Call, witness: list[weakref.ref[_Context]], *inputs: Tensor) -> Any:
-        ctx.call, ctx.context = call, _Context()
-        witness.append(weakref.ref(ctx.context))
-        outputs = call.forward()
-        # Recomputation drops the strides of what is saved.
-        ctx.save_for_backward(*(each if each.is_contiguous() else each.contiguous() for each in call.saved))
-        call.saved = ()
-        return outputs if len(outputs) > 1 else outputs[0]
+    def __init__(self, kernels: Kernels, rows: Tensor, probs: Tensor | None, plan: Any) -> None:
+        super().__init__(kernels, rows, probs)
+        self.watch(plan.slot_to_row, plan.token_rows, plan.row_to_token)
+        self.arguments: Any = (rows, probs)
+        self.weighted, self.plan = probs is not None, plan
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.call.saved = ctx.saved_tensor() or ()
-        made = ctx.call.backward(*gradients)
-        ctx.call.saved = ()
-        return made if len(made) > 1 else made[0]
+    def run(self) -> Tensors:
+        if self.weighted:  # the plain sum needs no rows for its gradient and must not keep them alive
+            self.watch(self.plan.row_to_slot)
+            self.save(*self.arguments)
+        out = self.kernels.unpermute(*self.arguments, self.plan)
+        self.arguments = None
+        return (out,)
 
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        if self.weighted:
+            made = self.kernels.unpermute_backward(*gradients, *self.saved, self.plan, self.wanted)
+            return first_order_only(self, made, *gradients, *self.saved)
 
-def connect(call: Call, *inputs: Tensor | None) -> Tensors:
-    """Run a call as a node of the graph.
+        def back(d_out: Tensor) -> Tensor:
+            return self.kernels.unpermute_backward(d_out, None, None, self.plan, (True,))[0]
 
-    Args:
-        call: what to run.
-        inputs: its differentiable inputs, None for those that are not given.
+        def there(rows: Tensor) -> Tensor:
+            return self.kernels.unpermute(rows, None, self.plan)
 
-    Returns:
-        Its outputs that have a gradient.
-    """
-    witness: list[weakref.ref[_Context]] = []
-    function, name = call.function, call.backend.name
-
-    def refuse_another_turn(_: Tensor | None) -> None:
-        if witness[0]() is None:
-            raise RuntimeError(
-                f"{function}: backward() has used this graph, and on the backend {name!r} nothing can use it again, "
-                "even with retain_graph=True; on the backend 'compiled' it can"
-            )
-
-    outputs = _Node.apply(call, witness, *(tensor for tensor in inputs if tensor is not None))
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    for output in outputs:
-        if not output.stop_gradient:
-            # In Paddle 3.3 backward() frees the context of a PyLayer, whatever retain_graph says, and the next call of
-            # backward() reads it. A hook runs before that.
-            output.register_hook(refuse_another_turn)
-    return outputs
+        return (linear(self.function, self.kernels, gradients[0], back, there),)
 
 
-class _Linear(Call):
-    """A linear map. The gradient goes back through its transpose, which is linear too."""
+class _MoePermute(Call):
+    """Inputs: the hidden states, unless they are float8, and the probabilities. Outputs: their rows."""
+
+    function = "moe_permute"
 
     def __init__(
         self,
-        function: str,
-        backend: Backend,
-        value: Tensor,
-        there: Callable[[Tensor], Tensor],
-        back: Callable[[Tensor], Tensor],
-        read: tuple[Tensor, ...],
+        kernels: Kernels,
+        hidden_states: Tensor,
+        scale: Tensor | None,
+        routemap: Tensor,
+        probs: Tensor,
+        counts: Tensor | None,
+        spec: MoePermuteSpec,
     ) -> None:
-        super().__init__(backend, value)
-        self.function, self.there, self.back, self.read = function, there, back, read
-        self.watch(*read)
-        self.value: Tensor | None = value
+        self.moves = hidden_states.dtype not in FLOAT8
+        super().__init__(kernels, hidden_states if self.moves else None, probs)
+        self.arguments: Any = (hidden_states, scale, routemap, probs, counts)
+        self.spec = spec
 
     def run(self) -> Tensors:
-        value, self.value = self.value, None  # the gradient does not need it
-        return (self.there(value),)
+        rows, self.rowmap, row_probs, *self.others = self.kernels.moe_permute(*self.arguments, self.spec)
+        self.arguments = None  # the gradient needs no tokens
+        self.slot_to_row, self.token_rows = self.others[3:]
+        self.watch(self.slot_to_row, self.token_rows)
+        self.float8_rows = None if self.moves else rows
+        return (rows, row_probs) if self.moves else (row_probs,)
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
-        return (linear(self.function, self.backend, gradients[0], self.back, self.there, *self.read),)
+        slot_to_row, token_rows = self.slot_to_row, self.token_rows
+        if not self.spec.do_gather:  # no row was moved: the sum over rows that do not exist is zero
+            token_rows = paddle.full_like(token_rows, -1)
+        num_rows = gradients[-1].shape[0]
+
+        def rows_back(d_rows: Tensor) -> Tensor:
+            return self.kernels.permute_backward(d_rows, token_rows)
+
+        def rows_there(x: Tensor) -> Tensor:
+            row_to_slot = _rows_of_slots(slot_to_row, num_rows)
+            row_to_token = paddle.where(row_to_slot >= 0, row_to_slot // slot_to_row.shape[1], row_to_slot)
+            rows = self.kernels.permute(x, None, Maps(slot_to_row, token_rows, row_to_token), "all")[0]
+            return rows if self.spec.do_gather else rows[:0]
+
+        def probs_back(d_row_probs: Tensor) -> Tensor:
+            return self.kernels.gather_slots(d_row_probs, slot_to_row)
+
+        def probs_there(probs: Tensor) -> Tensor:
+            return _values_of_rows(probs, _rows_of_slots(slot_to_row, num_rows))
+
+        maps = [(rows_back, rows_there)] * self.moves + [(probs_back, probs_there)]
+        return tuple(
+            linear(self.function, self.kernels, gradient, back, there) if want else None
+            for want, gradient, (back, there) in zip(self.wanted, gradients, maps, strict=True)
+        )
 
 
-def linear(
-    function: str,
-    backend: Backend,
-    value: Tensor,
-    there: Callable[[Any], Tensor],
-    back: Callable[[Any], Tensor],
-    *read: Tensor,
+class _MoeUnpermute(Call):
+    function = "moe_unpermute"
+
+    def __init__(
+        self, kernels: Kernels, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
+    ) -> None:
+        super().__init__(kernels, rows, probs)
+        self.arguments: Any = (rows, rowmap, routemap, probs)
+        self.spec = spec
+
+    def run(self) -> Tensors:
+        rows, *others = self.arguments
+        self.save(*others, rows if self.spec.weighted else None)  # as in _Unpermute
+        outputs = self.kernels.moe_unpermute(*self.arguments, self.spec)
+        self.arguments = None
+        return outputs
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        rowmap, routemap, probs, *kept = self.saved
+        rows = kept[0] if kept else None
+
+        d_hidden, d_prob_topk = gradients
+
+        def both(d_hidden: Tensor, d_prob_topk: Tensor, wanted: tuple[bool, ...]) -> Any:
+            arguments = d_hidden, d_prob_topk, rows, rowmap, routemap, probs, self.spec, wanted
+            return self.kernels.moe_unpermute_backward(*arguments)
+
+        if self.spec.weighted:
+            return first_order_only(self, both(d_hidden, d_prob_topk, self.wanted), *gradients, rows, probs)
+        if not paddle.is_grad_enabled():
+            return both(d_hidden, d_prob_topk, self.wanted)
+        # One after the other: each is a linear map of one of the gradients that are given.
+        spec = self.spec._replace(validation=Validation.OFF)
+
+        def rows_back(gradient: Tensor) -> Tensor:
+            return both(gradient, paddle.zeros_like(d_prob_topk), (True, False))[0]
+
+        def rows_there(rows: Tensor) -> Tensor:
+            return self.kernels.moe_unpermute(rows, rowmap, routemap, probs, spec)[0]
+
+        def probs_back(gradient: Tensor) -> Tensor:
+            return both(paddle.zeros_like(d_hidden), gradient, (False, True))[1]
+
+        def probs_there(probs: Tensor) -> Tensor:
+            one_column = filled([probs.shape[0], 1], 0, "float32", like=probs)
+            return self.kernels.moe_unpermute(one_column, rowmap, routemap, probs, spec)[1]
+
+        maps = (rows_back, rows_there), (probs_back, probs_there)
+        return tuple(
+            linear(self.function, self.kernels, gradient, back, there) if want else None
+            for want, gradient, (back, there) in zip(self.wanted, gradients, maps, strict=True)
+        )
+
+
+class _SortChunks(Call):
+    """Inputs: the rows, unless they are float8, and the probabilities, if there are any. Outputs: both sorted."""
+
+    function = "sort_chunks"
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        x: Tensor,
+        probs: Tensor | None,
+        split_sizes: Tensor,
+        order: Tensor,
+        validation: Validation,
+    ) -> None:
+        self.moves, self.has_probs = x.dtype not in FLOAT8, probs is not None
+        super().__init__(kernels, x if self.moves else None, probs)
+        self.arguments: Any = (x, probs, split_sizes, order, validation)
+
+    def run(self) -> Tensors:
+        out, probs_out, self.source_to_dest = self.kernels.sort_chunks(*self.arguments)
+        self.arguments = None
+        self.watch(self.source_to_dest)
+        self.float8_rows = None if self.moves else out
+        self.no_probs = None if self.has_probs else probs_out
+        return (*[out] * self.moves, *[probs_out] * self.has_probs)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        def back(gradient: Tensor) -> Tensor:
+            return self.kernels.sort_chunks_backward(gradient, self.source_to_dest)
+
+        def there(values: Tensor) -> Tensor:
+            return paddle.gather(values, paddle.argsort(self.source_to_dest))
+
+        return tuple(linear(self.function, self.kernels, each, back, there) for each in gradients)
+
+
+class _CalculateTopk(Call):
+    function = "calculate_topk"
+
+    def __init__(self, kernels: Kernels, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> None:
+        super().__init__(kernels, gating)
+        self.arguments: Any = (gating, correction_bias)
+        self.spec = spec
+
+    def run(self) -> Tensors:
+        weights, self.ids, scores = self.kernels.calculate_topk(*self.arguments, self.spec)
+        self.save(self.arguments[0])
+        self.watch(self.ids)
+        self.arguments = None
+        self.no_scores = None if self.spec.return_scores else scores
+        return (weights, scores) if self.spec.return_scores else (weights,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        d_weights, d_scores = gradients if self.spec.return_scores else (*gradients, None)
+        made = self.kernels.calculate_topk_backward(d_weights, d_scores, *self.saved, self.ids, self.spec)
+        return first_order_only(self, (made,), *gradients, *self.saved)
+
+
+class _QuantizedExperts(Call):
+    function = "quantized_experts"
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        x: Tensor,
+        tensors: Tensors,
+        plan: Any,
+        spec: QuantizeSpec,
+        expert_fn: Callable[..., Tensor],
+        expert_vjp: Callable[..., Tensors],
+    ) -> None:
+        super().__init__(kernels, x, *tensors)
+        self.watch(plan.slot_to_row, plan.token_rows, plan.row_to_token)
+        self.arguments: Any = (x, tensors)
+        self.plan, self.spec = plan, spec
+        self.expert_fn, self.expert_vjp = expert_fn, expert_vjp
+
+    def run(self) -> Tensors:
+        x, tensors = self.arguments
+        self.arguments = None
+        quantized = self.kernels.permute_quantized(x, self.plan, "all", self.spec)
+        self.save(*quantized, *tensors)
+        return (self.expert_fn(*quantized, *tensors),)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        made = self.expert_vjp(*gradients, *self.saved)
+        d_rows, *d_tensors = (None if each is None else each.detach() for each in made)
+        d_x = self.kernels.unpermute(d_rows, None, self.plan) if self.wanted[0] else None
+        return first_order_only(self, (d_x, *d_tensors), *gradients, *self.saved)
+
+
+class _GroupedGemm(Call):
+    function = "grouped_gemm"
+
+    def __init__(self, kernels: Kernels, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> None:
+        super().__init__(kernels, x, w, weights)
+        self.watch(*(each for each in (spec.m_sizes, spec.expert_offsets) if isinstance(each, Tensor)))
+        if spec.plan is not None:
+            self.watch(spec.plan.token_rows, spec.plan.row_to_token)
+        self.operands: Any = (x, w, weights)
+        self.spec = spec
+
+    def run(self) -> Tensors:
+        self.save(*self.operands)
+        out = self.kernels.grouped_gemm(*self.operands, self.spec)
+        self.operands = None
+        return (out,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        operands = (*self.saved, None)[:3]
+        made = self.kernels.grouped_gemm_backward(*gradients, *operands, self.spec, self.wanted)
+        return first_order_only(self, made[: len(self.wanted)], *gradients, *operands)
+
+
+def quantized_experts(
+    kernels: Any,
+    x: Tensor,
+    tensors: Tensors,
+    plan: Any,
+    spec: QuantizeSpec,
+    expert_fn: Callable[..., Tensor],
+    expert_vjp: Callable[..., Tensors],
 ) -> Tensor:
-    """``there(value)`` of a linear map, with gradients of every order.
-
-    Args:
-        function: the name that begins an error text.
-        backend: what runs both maps.
-        value: what to map.
-        there: the map.
-        back: the transposed map.
-        read: the tensors that the two read. Once one was changed in place, the backward pass refuses to run.
-    """
-    if not paddle.is_grad_enabled() or value.stop_gradient:
-        return there(value)
-    return connect(_Linear(function, backend, value, there, back, read), value)[0]
+    """`Backend.quantized_experts` of whatever quantises, permutes and adds rows up."""
+    return connect(_QuantizedExperts(kernels, x, tensors, plan, spec, expert_fn, expert_vjp), x, *tensors)[0]
 
 
-class _FirstOrderOnly(Call):
-    """Gradients that cannot be differentiated again, as outputs of a node that says so."""
+class WithGradients:
+    """A `Backend` of `Kernels`. The verbs that have no gradient are the kernels' own."""
 
-    def __init__(self, call: Call, gradients: Tensors, *inputs: Tensor | None) -> None:
-        super().__init__(call.backend, *inputs)
-        self.function, self.gradients = call.function, gradients
+    gathers_rows = True
 
-    def run(self) -> Tensors:
-        return self.gradients
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.name, self.operators, self.dtypes = kernels.name, kernels.operators, kernels.dtypes
 
-    def differentiate(self, *gradients: Tensor) -> Gradients:
-        raise RuntimeError(f"{self.function}: second-order gradients are not supported here, only first-order ones")
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernels, name)
 
+    def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
+        if not _is_wanted(gating):
+            return self.kernels.calculate_topk(gating, correction_bias, spec)
+        call = _CalculateTopk(self.kernels, gating, correction_bias, spec)
+        weights, *scores = connect(call, gating)
+        return weights, call.ids, scores[0] if scores else call.no_scores
 
-def first_order_only(call: Call, made: Gradients, *inputs: Tensor | None) -> Gradients:
-    """Gradients of an operator that is not linear: they depend on the inputs, but to differentiate them raises.
+    def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
+        if probs is None or not _is_wanted(probs):
+            return self.kernels.route(routing, probs, counts, spec)
+        call = _Route(self.kernels, routing, probs, counts, spec)
+        (row_probs,) = connect(call, probs)
+        return *call.before, row_probs, *call.after
 
-    Args:
-        call: the operator's.
-        made: its gradients, new tensors, None where there is none.
-        inputs: tensors that they were made of.
-    """
-    given = [gradient for gradient in made if gradient is not None]
-    if not paddle.is_grad_enabled() or not given or all(each is None or each.stop_gradient for each in inputs):
-        return made
-    connected = iter(connect(_FirstOrderOnly(call, tuple(given), *inputs), *inputs))
-    return tuple(None if gradient is None else next(connected) for gradient in made)
+    def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
+        x = constant_if_float8(x)
+        if not _is_wanted(x):
+            return self.kernels.permute(x, scale, plan, fill_padding)
+        call = _Permute(self.kernels, x, scale, plan, fill_padding)
+        (rows,) = connect(call, x)
+        return rows, call.scales
+
+    def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
+        if not _is_wanted(rows, probs):
+            return self.kernels.unpermute(rows, probs, plan)
+        return connect(_Unpermute(self.kernels, rows, probs, plan), rows, probs)[0]
+
+    def moe_permute(
+        self,
+        hidden_states: Tensor,
+        scale: Tensor | None,
+        routemap: Tensor,
+        probs: Tensor,
+        counts: Tensor | None,
+        spec: MoePermuteSpec,
+    ) -> Tensors:
+        hidden_states = constant_if_float8(hidden_states)
+        if not _is_wanted(hidden_states, probs):
+            return self.kernels.moe_permute(hidden_states, scale, routemap, probs, counts, spec)
+        call = _MoePermute(self.kernels, hidden_states, scale, routemap, probs, counts, spec)
+        *rows, row_probs = connect(call, hidden_states if call.moves else None, probs)
+        return rows[0] if rows else call.float8_rows, call.rowmap, row_probs, *call.others
+
+    def moe_unpermute(
+        self, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
+    ) -> Tensors:
+        if not _is_wanted(rows, probs):
+            return self.kernels.moe_unpermute(rows, rowmap, routemap, probs, spec)
+        return connect(_MoeUnpermute(self.kernels, rows, rowmap, routemap, probs, spec), rows, probs)
+
+    def sort_chunks(
+        self, x: Tensor, probs: Tensor | None, split_sizes: Tensor, order: Tensor, validation: Validation
+    ) -> Tensors:
+        x = constant_if_float8(x)
+        if not _is_wanted(x, probs):
+            return self.kernels.sort_chunks(x, probs, split_sizes, order, validation)
+        call = _SortChunks(self.kernels, x, probs, split_sizes, order, validation)
+        made = connect(call, x if call.moves else None, probs)
+        out, probs_out = made[0] if call.moves else call.float8_rows, made[-1] if call.has_probs else call.no_probs
+        return out, probs_out, call.source_to_dest
+
+    def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
+        return self._values(slot_values, maps, self.kernels.slots_to_rows, self.kernels.rows_to_slots)
+
+    def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
+        return self._values(row_values, maps, self.kernels.rows_to_slots, self.kernels.slots_to_rows)
+
+    def _values(
+        self,
+        values: Tensor,
+        maps: Any,
+        there: Callable[[Tensor, Any], Tensor],
+        back: Callable[[Tensor, Any], Tensor],
+    ) -> Tensor:
+        ways: tuple[Callable[[Tensor], Tensor], ...] = (lambda each: there(each, maps), lambda each: back(each, maps))
+        return linear("row_id_map", self.kernels, values, *ways, maps.slot_to_row, maps.row_to_slot)
+
+    def quantized_experts(
+        self,
+        x: Tensor,
+        tensors: Tensors,
+        plan: Any,
+        spec: QuantizeSpec,
+        expert_fn: Callable[..., Tensor],
+        expert_vjp: Callable[..., Tensors],
+    ) -> Tensor:
+        return quantized_experts(self.kernels, x, tensors, plan, spec, expert_fn, expert_vjp)
+
+    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
+        if not _is_wanted(x, w, weights):
+            return self.kernels.grouped_gemm(x, w, weights, spec)
+        return connect(_GroupedGemm(self.kernels, x, w, weights, spec), x, w, weights)[0]

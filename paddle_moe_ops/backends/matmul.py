@@ -19,7 +19,7 @@ class MatmulBackend:
     """Splits the rows by group. Sizes and offsets that are tensors are brought to the host, but in a graph."""
 
     name = "paddle"
-    differentiable = True
+    gathers_rows = False
     operators = frozenset({"grouped_gemm"})
     dtypes: ClassVar[dict[str, Any]] = {}
 

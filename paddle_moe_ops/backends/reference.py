@@ -25,6 +25,7 @@ from .base import (
     TopkSpec,
     Validation,
 )
+from .gradients import WithGradients
 from .host_checks import host_route, host_segments
 
 _NO_PROBS = np.zeros(0, np.float32)
@@ -52,11 +53,10 @@ def _plan(plan: Any) -> reference.Plan:
     return reference.Plan(**fields)
 
 
-class ReferenceBackend:
+class ReferenceKernels:
     """Calls the oracle on copies in host memory. Every verb synchronises with the device."""
 
     name = "reference"
-    differentiable = False
     operators = None
     dtypes: ClassVar[dict[str, Any]] = {}
 
@@ -290,4 +290,4 @@ def _gemm_options(spec: GemmSpec, x: Tensor, weights: Tensor | None) -> dict[str
     }
 
 
-backend = ReferenceBackend()
+backend = WithGradients(ReferenceKernels())

@@ -28,6 +28,7 @@ from .base import (
     TopkSpec,
     Validation,
 )
+from .gradients import WithGradients
 from .host_checks import check_chunks, host_chunk_rows, host_route, host_segments
 
 _ALIGNMENT = 16
@@ -59,11 +60,10 @@ def _device(tensor: Tensor) -> Any:
     return _runtime.device_of(tensor)
 
 
-class TritonBackend:
+class TritonKernels:
     """Calls the launchers of `paddle_moe_ops.triton`, which are imported when they are first needed."""
 
     name = "triton"
-    differentiable = False
     operators = frozenset(
         {
             "route",
@@ -435,4 +435,4 @@ def _gemm_maps(spec: GemmSpec, weights: Tensor | None) -> dict[str, Any]:
     }
 
 
-backend = TritonBackend()
+backend = WithGradients(TritonKernels())

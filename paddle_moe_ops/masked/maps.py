@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .. import _checks, autograd, rowmaps
+from .. import _checks, rowmaps
 from .._graphs import float32, is_graph_value, public, to_dtype
 from ..backends import RowMaps, Validation, resolve
 from .shared import check_scale, mask_of, move, route_mask, without_zero_probs
@@ -159,7 +159,7 @@ def unpermute_with_mask_map(
     if permuted_probs is not None:
         _checks.tensor(name, "permuted_probs", permuted_probs, _checks.SUM_DTYPES, [inp.shape[0]])
     maps = _maps_of_rows(name, row_id_map, inp, pad_offsets, validation)
-    out = autograd.unpermute(resolve("unpermute", inp), inp, float32(probs), maps)
+    out = resolve("unpermute", inp).unpermute(inp, float32(probs), maps)
     if permuted_probs is None:
         return out
     return out, to_dtype(rowmaps.slot_probs(float32(permuted_probs), maps), permuted_probs.dtype)
@@ -274,7 +274,7 @@ def sort_chunks_by_map(
     _checks.flag(name, "is_forward", is_forward)
     _checks.same_place(name, inp=inp, chunk_map=chunk_map, probs=probs)
     maps = rowmaps.read_chunk_map(name, chunk_map, is_forward, _checks.validation(name, validate, inp))
-    out, _ = autograd.permute(resolve("permute", inp), inp, None, maps, "all")
+    out, _ = resolve("permute", inp).permute(inp, None, maps, "all")
     if probs is None:
         return out
     return out, to_dtype(rowmaps.row_probs(float32(probs).unsqueeze(-1), maps), probs.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .. import _checks, autograd, rowmaps
+from .. import _checks, rowmaps
 from .._graphs import float32, is_graph_value, public, to_dtype
 from ..backends import resolve
 from ..functional import sort_chunks
@@ -301,4 +301,4 @@ def _unpermute_by_index(
         _checks.tensor(function, "merging_probs", weights, _checks.SUM_DTYPES, slot_to_row.shape)
     num_rows = rowmaps.num_rows_of(inp)
     maps = rowmaps.read_index_map(function, slot_to_row, num_rows, _checks.validation(function, validate, inp))
-    return autograd.unpermute(resolve("unpermute", inp), inp, float32(weights), maps)
+    return resolve("unpermute", inp).unpermute(inp, float32(weights), maps)

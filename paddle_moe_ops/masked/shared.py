@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .. import _checks, autograd, rowmaps
+from .. import _checks, rowmaps
 from .._graphs import constant, float32, to_dtype
 from ..backends import RowMaps, resolve
 from ..routing import Plan, route
@@ -70,14 +70,14 @@ def move(inp: Tensor, maps: Any, scale: Tensor | None, rows_by: RowMaps | None =
     """
     backend = resolve("permute", inp)
     if scale is None or _is_of_whole_tensor(scale):
-        return autograd.permute(backend, inp, None, maps if rows_by is None else rows_by, "all")[0], scale
+        return backend.permute(inp, None, maps if rows_by is None else rows_by, "all")[0], scale
     carried = scale.astype("int32") if scale.dtype == paddle.uint8 else scale
     if rows_by is None:
-        rows, scales = autograd.permute(backend, inp, carried, maps, "all")
+        rows, scales = backend.permute(inp, carried, maps, "all")
     else:
-        rows, _ = autograd.permute(backend, inp, None, rows_by, "all")
+        rows, _ = backend.permute(inp, None, rows_by, "all")
         one_column = maps.token_rows[:, :1].astype("float32")  # scales move beside rows, here beside any
-        _, scales = autograd.permute(backend, one_column, carried, maps, "all")
+        _, scales = backend.permute(one_column, carried, maps, "all")
     return rows, to_dtype(scales, scale.dtype)
 
 

@@ -126,13 +126,13 @@ def test_a_bad_variable_is_refused_by_every_operator(monkeypatch, rng, place):
 def spy(monkeypatch, name):
     """Records calls of a method of the oracle's backend."""
     calls = []
-    method = getattr(reference_backend.ReferenceBackend, name)
+    method = getattr(reference_backend.ReferenceKernels, name)
 
     def recorded(self, *arguments, **options):
         calls.append(name)
         return method(self, *arguments, **options)
 
-    monkeypatch.setattr(reference_backend.ReferenceBackend, name, recorded)
+    monkeypatch.setattr(reference_backend.ReferenceKernels, name, recorded)
     return calls
 
 
@@ -243,7 +243,7 @@ def test_explain_names_a_backend_for_every_operator():
 @pytest.mark.parametrize("with_triton", [True, False])
 def test_explain_names_gpus_without_compiled_kernels(with_triton, monkeypatch):
     monkeypatch.setattr(compiled, "gpus_without_kernels", lambda: {1: "it is too old"})
-    monkeypatch.setattr(type(_load("triton")), "unavailable", lambda self: None if with_triton else "it is missing")
+    monkeypatch.setattr(_load("triton"), "unavailable", lambda: None if with_triton else "it is missing")
     lines = explain("route").splitlines()
     what = "triton, in dygraph," if with_triton else "none"
     assert lines[0] == f"route: compiled; {what} on GPUs without compiled kernels"

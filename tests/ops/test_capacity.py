@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_moe_ops import autograd, permute, reference, route, unpermute
+from paddle_moe_ops import permute, reference, route, unpermute
+from paddle_moe_ops.backends import resolve
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.routing import GENERATORS
 from tests.ops.problems import (
@@ -229,13 +230,14 @@ def test_bad_capacities_are_named(fault, place):
 @pytest.mark.parametrize("tokens_per_expert", [None, [23, 23, 0, 0, 23]], ids=["buffer", "host counts"])
 def test_a_buffer_or_host_counts_leave_nothing_to_wait_for(tokens_per_expert, rng, place, monkeypatch):
     specs = []
-    original = autograd.route
+    backend = resolve("route")
+    original = backend.route
 
-    def spy(backend, routing, probs, counts, spec):
+    def spy(routing, probs, counts, spec):
         specs.append(spec)
-        return original(backend, routing, probs, counts, spec)
+        return original(routing, probs, counts, spec)
 
-    monkeypatch.setattr(autograd, "route", spy)
+    monkeypatch.setattr(backend, "route", spy)
     for name in ("numpy", "item", "tolist", "__int__", "__bool__"):
         monkeypatch.setattr(paddle.Tensor, name, lambda self, *args: pytest.fail("the host read a tensor"))
     ids = tensor(np.tile(np.array([0, 1, 4], np.int32), (23, 1)), place)

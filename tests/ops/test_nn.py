@@ -11,7 +11,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import autograd, use_backend
+from paddle_moe_ops import use_backend
+from paddle_moe_ops.backends import resolve
 from paddle_moe_ops.nn import MoELayer, load_balance_loss, router_z_loss
 from tests.ops.dense import (
     Options,
@@ -126,13 +127,14 @@ def as_on_triton(monkeypatch):
 
     monkeypatch.setattr("paddle_moe_ops.nn.layer.resolve", lambda operator, like: Chosen)
     calls = []
-    original = autograd.grouped_gemm
+    backend = resolve("grouped_gemm", paddle.ones([1, 1]))
+    original = backend.grouped_gemm
 
-    def spy(backend, x, w, weights, spec):
+    def spy(x, w, weights, spec):
         calls.append(weights)
-        return original(backend, x, w, weights, spec)
+        return original(x, w, weights, spec)
 
-    monkeypatch.setattr(autograd, "grouped_gemm", spy)
+    monkeypatch.setattr(backend, "grouped_gemm", spy)
     return calls
 
 
@@ -150,13 +152,14 @@ def test_layer_whose_experts_weight_rows_equals_the_dense_formulation(tokens, ca
 
 def test_layer_weights_rows_in_the_sum_where_paddle_multiplies(monkeypatch):
     given = []
-    original = autograd.grouped_gemm
+    backend = resolve("grouped_gemm", paddle.ones([1, 1]))
+    original = backend.grouped_gemm
 
-    def spy(backend, x, w, weights, spec):
+    def spy(x, w, weights, spec):
         given.append(weights)
-        return original(backend, x, w, weights, spec)
+        return original(x, w, weights, spec)
 
-    monkeypatch.setattr(autograd, "grouped_gemm", spy)
+    monkeypatch.setattr(backend, "grouped_gemm", spy)
     MoELayer(H, I, E, K)(paddle.randn([3, H]))
     assert given == [None, None]
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_moe_ops import permute, route, unpermute, use_backend
-from paddle_moe_ops.backends import quick
+from paddle_moe_ops.backends.compiled import QUICK, _declines
+from paddle_moe_ops.backends.compiled import backend as compiled
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import make_problem, plan_tensors, tensor
 from tests.ops.test_direct_calls import anything
@@ -38,8 +39,8 @@ def answers(monkeypatch):
 
         return call
 
-    for name in quick.NAMES:
-        monkeypatch.setattr(quick, name, recorded(getattr(quick, name)))
+    for name in QUICK:
+        monkeypatch.setattr(compiled, name, recorded(getattr(compiled, name)))
     return given_back
 
 
@@ -49,8 +50,8 @@ def long_way(monkeypatch):
 
     def call(function, *arguments):
         with monkeypatch.context() as patch:
-            for name in quick.NAMES:
-                patch.setattr(quick, name, quick._declines)
+            for name in QUICK:
+                patch.setattr(compiled, name, _declines)
             return function(*arguments)
 
     return call
@@ -136,7 +137,7 @@ def test_calls_with_anything_out_of_the_ordinary_are_not_even_tried(problem, ans
 def test_what_python_would_refuse_is_declined(problem):
     x, plan = problem
     maps = plan.slot_to_row, plan.token_rows, plan.row_to_token
-    rows = quick.permute(x, *maps)
+    rows = compiled.quick_permute(x, *maps)
     by_row = plan.row_probs
     assert rows is not None
     for bad in (
@@ -150,20 +151,20 @@ def test_what_python_would_refuse_is_declined(problem):
         x.cpu().numpy(),
         None,
     ):
-        assert quick.permute(bad, *maps) is None
+        assert compiled.quick_permute(bad, *maps) is None
     sums = plan.token_rows, plan.row_to_token
-    assert quick.unpermute(rows, *sums) is not None
+    assert compiled.quick_unpermute(rows, *sums) is not None
     for bad in (rows.astype("float8_e4m3fn"), rows.astype("int32"), rows[:-1], rows[:, :0], rows[0], 3):
-        assert quick.unpermute(bad, *sums) is None
-        assert quick.unpermute_weighted(bad, by_row, *sums, plan.row_to_slot) is None
+        assert compiled.quick_unpermute(bad, *sums) is None
+        assert compiled.quick_unpermute_weighted(bad, by_row, *sums, plan.row_to_slot) is None
     by_slot = paddle.ones_like(plan.slot_to_row).astype("float32")
-    assert quick.unpermute_weighted(rows, by_slot, *sums, plan.row_to_slot) is not None
+    assert compiled.quick_unpermute_weighted(rows, by_slot, *sums, plan.row_to_slot) is not None
     for bad in (by_row[:-1], by_row.unsqueeze(1), by_slot.T.contiguous(), by_row.astype("float64"), by_row.sum(), 1.0):
-        assert quick.unpermute_weighted(rows, bad, *sums, plan.row_to_slot) is None
+        assert compiled.quick_unpermute_weighted(rows, bad, *sums, plan.row_to_slot) is None
 
 
-@given(name=st.sampled_from(quick.NAMES), arguments=st.lists(anything, max_size=6))
+@given(name=st.sampled_from(QUICK), arguments=st.lists(anything, max_size=6))
 @settings(max_examples=300)
 def test_arguments_of_any_kind_are_taken_or_declined(name, arguments):
-    given_back = getattr(quick, name)(*arguments)
+    given_back = getattr(compiled, name)(*arguments)
     assert given_back is None or isinstance(given_back, paddle.Tensor)

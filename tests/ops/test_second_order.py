@@ -26,7 +26,6 @@ from paddle_moe_ops import (
     unpermute,
     use_backend,
 )
-from paddle_moe_ops.autograd import rows_to_slots, slots_to_rows
 from paddle_moe_ops.backends import resolve
 from paddle_moe_ops.routing import calculate_topk
 from tests.ops.problems import Problem, make_problem, ordinary, plan_tensors, tensor
@@ -85,12 +84,12 @@ def plan_cases(place: Any, problem: Problem) -> dict[str, Case]:
         ),
         "slots_to_rows": Case(
             (problem.probs,),
-            lambda p: (slots_to_rows(resolve("row_id_map"), p, maps),),
+            lambda p: (resolve("row_id_map").slots_to_rows(p, maps),),
             lambda p: (weights_of_slots(p).squeeze(-1),),
         ),
         "rows_to_slots": Case(
             (plan.row_probs,),
-            lambda p: (rows_to_slots(resolve("row_id_map"), p, maps),),
+            lambda p: (resolve("row_id_map").rows_to_slots(p, maps),),
             lambda p: ((from_slots.T @ p.unsqueeze(-1)).reshape([SHAPE.T, SHAPE.K]),),
         ),
     }

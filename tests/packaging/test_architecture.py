@@ -19,11 +19,10 @@ CSRC = PACKAGE / "csrc"
 LAYERS = (
     {"nn", "masked", "dispatch", "indexed", "gemm", "distributed", "compat"},
     {"_checks", "functional", "quantization", "routing", "rowmaps"},
-    {"autograd"},
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
     {
-        *("backends.arrays", "backends.base", "backends.host_checks", "backends.gradients", "backends.quick"),
+        *("backends.arrays", "backends.base", "backends.host_checks", "backends.gradients", "backends.nodes"),
         *("reference", "triton"),
     },
 )

@@ -25,7 +25,7 @@ class Area(NamedTuple):
 
 
 AREAS = {
-    "gradients": Area(("paddle_moe_ops/autograd.py", "paddle_moe_ops/backends/gradients.py"), _OPERATORS),
+    "gradients": Area(("paddle_moe_ops/backends/gradients.py", "paddle_moe_ops/backends/nodes.py"), _OPERATORS),
     "fronts": Area(
         (
             *(f"paddle_moe_ops/{name}.py" for name in ("functional", "routing", "gemm", "indexed", "dispatch")),
@@ -78,7 +78,7 @@ EQUIVALENT = (
     (r"demo/training\.py", "", r"optimizer\.AdamW\(|beta|weight_decay|grad_clip", "any of them learns"),
     (r"demo/checks\.py", "", r"axis=|unsqueeze|shape\[-1\]|one_hot", "the last axis of a matrix is its second"),
     (r"", "keyword dropped", r"take_along_axis|argsort", "the last axis, which is the default"),
-    (r"autograd\.py", "arguments swapped", r"_runs_directly\(", "any of them may want a gradient"),
+    (r"backends/gradients\.py", "arguments swapped", r"_is_wanted\(", "any of them may want a gradient"),
     (r"backends/base\.py", "elements swapped", r"^OPERATORS", "the order in which explain lists them"),
     (r"backends/reference\.py", "method dropped", r"d_gating\.astype", "its last bit is far below the tolerance"),
     (r"backends/reference\.py", "keyword dropped", r"fill_padding=", "zeros are as good as what is undefined"),
@@ -89,10 +89,9 @@ EQUIVALENT = (
     (r"", "arguments swapped", r"swapaxes|\b(max|min)\(", "either way round"),
     (r"", "elements swapped", r"frozenset\(|isinstance\(", "in any order"),
     (r"", "", r"is_on_gpu\(|is_cpu_place\(|is_gpu_place\(", "the suites on a GPU see it"),
-    (r"autograd\.py", "", r"return both\(", "what is not wanted"),
+    (r"backends/gradients\.py", "", r"return both\(", "what is not wanted"),
     (r"gradients\.py", "condition dropped", r"if not paddle\.is_grad_enabled\(\) or value", "a shortcut"),
-    (r"autograd\.py", "method dropped", r"each\.detach\(\) for each in made", "they are results of a node"),
-    (r"autograd\.py", "keyword dropped", r"_replace\(plan=None\)", "Paddle's matmul does not read it"),
+    (r"backends/gradients\.py", "method dropped", r"each\.detach\(\) for each in made", "they are results of a node"),
     (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
     (r"_checks\.py", "method dropped", r"\.item\(\)", "operator.index reads a tensor as well"),
     (r"reference/topk\.py", "comparison", r"topk_groups < num_groups", "a shortcut: all groups are kept"),

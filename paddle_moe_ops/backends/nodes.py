@@ -1,0 +1,228 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Calls in Paddle's graph of gradients, for kernels that have none of their own: one PyLayer, whatever the operator.
+
+What Paddle does for compiled operators is done here for the others: a gradient of the wrong shape, a tensor that was
+changed in place, and a second backward pass where none is possible raise. Linear operators have gradients of every
+order; the others refuse a second one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle import Tensor
+from paddle.autograd import PyLayer
+
+from .._graphs import filled
+from .base import Kernels, Tensors
+
+__all__ = ["Call", "Gradients", "connect", "first_order_only", "linear"]
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class Call:
+    """One call of an operator: what it gave, and what its backward pass needs.
+
+    Attributes:
+        function: the name that begins an error text.
+        kernels: what runs it, forward and backward.
+        wanted: for each differentiable input that is given whether it wants a gradient. A tensor that is kept for
+            the backward pass does not tell any more.
+        saved: large tensors for the backward pass. Paddle keeps them, so that `recompute` can make them anew.
+    """
+
+    function = ""
+    saved: tuple[Tensor, ...] = ()
+
+    def __init__(self, kernels: Kernels, *inputs: Tensor | None) -> None:
+        """Begin a call.
+
+        Args:
+            kernels: what runs it.
+            inputs: the differentiable ones, None for those that are not given.
+        """
+        given = [tensor for tensor in inputs if tensor is not None]
+        self.kernels: Any = kernels  # with the ``*_backward`` verbs
+        self.wanted = tuple(not tensor.stop_gradient for tensor in given)
+        self._inputs = [(tensor.shape, tensor.dtype) for tensor in given]
+        self._outputs: list[tuple[Any, Any]] = []
+        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
+
+    def watch(self, *tensors: Tensor) -> None:
+        """Have the backward pass refuse to run once one of these tensors, which it reads, was changed in place."""
+        self._versions += [(weakref.ref(tensor), tensor.inplace_version) for tensor in tensors]
+
+    def save(self, *tensors: Tensor | None) -> None:
+        """Save tensors, and watch them."""
+        self.saved = tuple(tensor for tensor in tensors if tensor is not None)
+        self.watch(*self.saved)
+
+    def run(self) -> Tensors:
+        """The outputs that have a gradient. The others are attributes of the call."""
+        raise NotImplementedError
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        """The gradients of the inputs that are given, from those of the outputs; None where there is none."""
+        raise NotImplementedError
+
+    def forward(self) -> Tensors:
+        """Run, for `_Node`."""
+        outputs = self.run()
+        self._outputs = [(output.shape, output.dtype) for output in outputs]
+        return outputs
+
+    def backward(self, *gradients: Tensor) -> Gradients:
+        """Check and differentiate, for `_Node`."""
+        for gradient, (shape, dtype) in zip(gradients, self._outputs, strict=True):
+            if gradient.shape != shape or gradient.dtype != dtype:
+                expected, given = f"{dtype} {list(shape)}", f"{gradient.dtype} {list(gradient.shape)}"
+                raise ValueError(f"{self.function}: the gradient of its result must be {expected}, but got {given}")
+        for reference, version in self._versions:
+            tensor = reference()
+            if tensor is not None and tensor.inplace_version != version:
+                raise RuntimeError(
+                    f"{self.function}: a tensor that the backward pass needs was changed in place after the forward"
+                )
+        made = self.differentiate(*gradients)
+        # An input that wants a gradient must get one: Paddle's engine would not run what comes before it.
+        return tuple(
+            None if not want else filled(shape, 0, dtype, like=gradients[0]) if gradient is None else gradient
+            for want, gradient, (shape, dtype) in zip(self.wanted, made, self._inputs, strict=True)
+        )
+
+
+class _Context:
+    """Lives as long as the context of a node, which is Paddle's own."""
+
+
+class _Node(PyLayer):
+    """A call in the autograd graph. Its inputs are the differentiable ones, its outputs those with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, witness: list[weakref.ref[_Context]], *inputs: Tensor) -> Any:
+        ctx.call, ctx.context = call, _Context()
+        witness.append(weakref.ref(ctx.context))
+        outputs = call.forward()
+        # Recomputation drops the strides of what is saved.
+        ctx.save_for_backward(*(each if each.is_contiguous() else each.contiguous() for each in call.saved))
+        call.saved = ()
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.call.saved = ctx.saved_tensor() or ()
+        made = ctx.call.backward(*gradients)
+        ctx.call.saved = ()
+        return made if len(made) > 1 else made[0]
+
+
+def connect(call: Call, *inputs: Tensor | None) -> Tensors:
+    """Run a call as a node of the graph.
+
+    Args:
+        call: what to run.
+        inputs: its differentiable inputs, None for those that are not given.
+
+    Returns:
+        Its outputs that have a gradient.
+    """
+    witness: list[weakref.ref[_Context]] = []
+    function, name = call.function, call.kernels.name
+
+    def refuse_another_turn(_: Tensor | None) -> None:
+        if witness[0]() is None:
+            raise RuntimeError(
+                f"{function}: backward() has used this graph, and on the backend {name!r} nothing can use it again, "
+                "even with retain_graph=True; on the backend 'compiled' it can"
+            )
+
+    outputs = _Node.apply(call, witness, *(tensor for tensor in inputs if tensor is not None))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    for output in outputs:
+        if not output.stop_gradient:
+            # In Paddle 3.3 backward() frees the context of a PyLayer, whatever retain_graph says, and the next call of
+            # backward() reads it. A hook runs before that.
+            output.register_hook(refuse_another_turn)
+    return outputs
+
+
+class _Linear(Call):
+    """A linear map. The gradient goes back through its transpose, which is linear too."""
+
+    def __init__(
+        self,
+        function: str,
+        kernels: Kernels,
+        value: Tensor,
+        there: Callable[[Tensor], Tensor],
+        back: Callable[[Tensor], Tensor],
+        read: tuple[Tensor, ...],
+    ) -> None:
+        super().__init__(kernels, value)
+        self.function, self.there, self.back, self.read = function, there, back, read
+        self.watch(*read)
+        self.value: Tensor | None = value
+
+    def run(self) -> Tensors:
+        value, self.value = self.value, None  # the gradient does not need it
+        return (self.there(value),)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        return (linear(self.function, self.kernels, gradients[0], self.back, self.there, *self.read),)
+
+
+def linear(
+    function: str,
+    kernels: Kernels,
+    value: Tensor,
+    there: Callable[[Any], Tensor],
+    back: Callable[[Any], Tensor],
+    *read: Tensor,
+) -> Tensor:
+    """``there(value)`` of a linear map, with gradients of every order.
+
+    Args:
+        function: the name that begins an error text.
+        kernels: what runs both maps.
+        value: what to map.
+        there: the map.
+        back: the transposed map.
+        read: the tensors that the two read. Once one was changed in place, the backward pass refuses to run.
+    """
+    if not paddle.is_grad_enabled() or value.stop_gradient:
+        return there(value)
+    return connect(_Linear(function, kernels, value, there, back, read), value)[0]
+
+
+class _FirstOrderOnly(Call):
+    """Gradients that cannot be differentiated again, as outputs of a node that says so."""
+
+    def __init__(self, call: Call, gradients: Tensors, *inputs: Tensor | None) -> None:
+        super().__init__(call.kernels, *inputs)
+        self.function, self.gradients = call.function, gradients
+
+    def run(self) -> Tensors:
+        return self.gradients
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        raise RuntimeError(f"{self.function}: second-order gradients are not supported here, only first-order ones")
+
+
+def first_order_only(call: Call, made: Gradients, *inputs: Tensor | None) -> Gradients:
+    """Gradients of an operator that is not linear: they depend on the inputs, but to differentiate them raises.
+
+    Args:
+        call: the operator's.
+        made: its gradients, new tensors, None where there is none.
+        inputs: tensors that they were made of.
+    """
+    given = [gradient for gradient in made if gradient is not None]
+    if not paddle.is_grad_enabled() or not given or all(each is None or each.stop_gradient for each in inputs):
+        return made
+    connected = iter(connect(_FirstOrderOnly(call, tuple(given), *inputs), *inputs))
+    return tuple(None if gradient is None else next(connected) for gradient in made)
