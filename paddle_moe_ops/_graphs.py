@@ -165,7 +165,7 @@ def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
     """The rows, such that their matmul with a weight has a backward pass even if there are none.
 
     Where the weight alone wants a gradient and there are no rows, Paddle's backward pass of matmul fails. So rows that
-    may be none want one too, which nobody gets.
+    may be none want one too, which no one gets.
     """
     if rows.stop_gradient and not weight.stop_gradient and min(rows.shape) <= 0:
         rows = rows.detach()

@@ -245,7 +245,7 @@ def local_permute_after_a2a(
     Differentiable in ``x_recv`` (not float8). No host synchronisation.
 
     Args:
-        x_recv: [R, H] received rows; those behind the last one received stay where they are.
+        x_recv: [R, H] received rows; those after the last one received stay where they are.
         all_shards_tokens_per_expert: int32 or int64 [P, E].
         shard_id: this rank, an int or a 0-D int tensor.
         num_expert_shards: P; it divides E.

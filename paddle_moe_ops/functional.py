@@ -161,8 +161,8 @@ def sort_chunks(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Put the chunks of a buffer into another order, such as from (rank, expert) to (expert, rank) after an all-to-all.
 
-    Chunk c holds ``split_sizes[c]`` rows behind those of the chunks before it; the output is the chunks ``order[0]``,
-    ``order[1]``, ... Rows behind the last chunk stay where they are.
+    Chunk c holds ``split_sizes[c]`` rows after those of the chunks before it; the output is the chunks ``order[0]``,
+    ``order[1]``, ... Rows after the last chunk stay where they are.
 
     Differentiable in ``x`` (not float8) and ``probs``; the gradients go back the same way. Deterministic, bit-exact
     copies. No host synchronisation, but with ``validate=True`` on a GPU.

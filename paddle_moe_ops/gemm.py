@@ -38,7 +38,7 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply each group of rows with the matrix of its expert: ``Y_g = X_g W_g^T``, or ``X_g W_g``.
 
-    Rows that belong to no group (padding, and rows behind the last group) are not read and give 0. With a plan the
+    Rows that belong to no group (padding, and rows after the last group) are not read and give 0. With a plan the
     permutation can be part of the first product of an expert, and the weights part of the second::
 
         rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True))
@@ -84,7 +84,7 @@ def grouped_gemm(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong value or shape; groups that overlap or end behind row M.
+        ValueError: an argument of the wrong value or shape; groups that overlap or end after row M.
     """
     name = "grouped_gemm"
     _checks.flag(name, "transpose", transpose)

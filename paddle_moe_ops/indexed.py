@@ -35,7 +35,7 @@ def get_routing_indices(
 ) -> tuple[Tensor, ...]:
     """Sort slots by expert.
 
-    Rows of one expert follow ascending slots. Slots of -1 come last and count for no expert; an expert may stand in
+    Rows of one expert follow ascending slots. Slots of -1 come last and count for no expert; an expert may be in
     several slots of a token. Deterministic; no gradient. No host synchronisation, but on a GPU with ``validate=True``
     and in a static graph that does not know T.
 

@@ -74,7 +74,7 @@ def read_row_id_map(
     *,
     check_range: bool,
 ) -> RowMaps:
-    """The maps behind a row_id_map, whose arguments are checked already.
+    """The maps that a row_id_map stands for, whose arguments are checked already.
 
     Args:
         function: name that begins an error text.
@@ -112,7 +112,7 @@ def num_rows_of(tensor: Tensor) -> int | Tensor:
 
 
 def read_index_map(function: str, slot_to_row: Tensor, num_rows: int | Tensor, validation: Validation) -> RowMaps:
-    """The maps behind the rows of slots, int32 [T, K]; token_rows are ascending whatever the order of the slots."""
+    """The maps of the rows of slots, int32 [T, K]; token_rows are ascending whatever the order of the slots."""
     checks = validation > Validation.OFF
     maps = _read(function, slot_to_row, None, num_rows, False, checks, checks)
     rows = paddle.where(maps.slot_to_row < 0, paddle.full_like(maps.slot_to_row, _NO_ROW), maps.slot_to_row).sort(-1)

@@ -235,7 +235,7 @@ class Verbs(Protocol):
     def read_rowmap(
         self, rowmap: Tensor, pad_offsets: Tensor | None, num_rows: Tensor | None, spec: RowmapSpec
     ) -> RowMaps:
-        """The maps behind a map of rows."""
+        """The maps that a map of rows stands for."""
 
     def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
         """The float32 value [T, K] of the slot that each row [N] belongs to, 0 without one."""

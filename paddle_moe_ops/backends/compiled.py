@@ -126,7 +126,7 @@ def _needs_paddle(arguments: Sequence[Any], grad_enabled: bool) -> bool:
 
 
 def _run(operator: str, *arguments: Any) -> Sequence[Tensor]:
-    """Call an operator, directly where nobody wants a gradient."""
+    """Call an operator, directly where no gradient is wanted."""
     grad_enabled = paddle.is_grad_enabled()
     if not _needs_paddle(arguments, grad_enabled):
         return _direct[operator](*arguments)

@@ -80,7 +80,7 @@ def host_segments(num_rows: int, m_sizes: list[int] | Tensor, expert_offsets: li
     """The rows of a grouped product from its start: of no group, of group 0, of none, of group 1, ... of none.
 
     Raises:
-        ValueError: a negative number; groups that overlap or end behind row ``num_rows``.
+        ValueError: a negative number; groups that overlap or end after row ``num_rows``.
     """
     sizes = _host_numbers("m_sizes", m_sizes)
     if expert_offsets is None:

@@ -42,7 +42,7 @@ class MatmulBackend:
 
 
 def _segments_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] | Tensor | None) -> list[Tensor]:
-    """As `_segments`, as 0-D tensors. Groups that overlap or end behind X are cut, so that the rows are those of X."""
+    """As `_segments`, as 0-D tensors. Groups that overlap or end after X are cut, so that the rows are those of X."""
     num_rows = paddle.shape(X)[:1].astype("int64")
     sizes = paddle.to_tensor(sizes) if isinstance(sizes, list) else sizes
     sizes = sizes.astype("int64").clip(min=0)

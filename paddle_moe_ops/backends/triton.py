@@ -44,13 +44,13 @@ def _dense_rows(tensor: Tensor) -> Tensor:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and at an address that all widths of access like: the bits of a dot product hang on the width."""
+    """Contiguous and at an address that all widths of access like: the bits of a dot product depend on the width."""
     dense = _dense(tensor)
     return dense if dense.data_ptr() % _ALIGNMENT == 0 else dense.clone()
 
 
 def _ascending(slot_to_row: Tensor) -> Tensor:
-    """Each token's rows in ascending order, -1 behind them."""
+    """Each token's rows in ascending order, then -1."""
     none, last = paddle.full_like(slot_to_row, -1), paddle.full_like(slot_to_row, 2**31 - 1)
     rows = paddle.sort(paddle.where(slot_to_row < 0, last, slot_to_row), axis=1)
     return paddle.where(rows == last, none, rows)

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 if all results were right, 1 if one was not, 2 for bad arguments."""
     arguments = _parser().parse_args(argv)
     given = sys.argv[2:] if argv is None else argv
-    # where files lie on the machine that measured is nobody's business
+    # where files were on the machine that measured concerns no one
     named = [Path(each).name if "/" in each else each for each in given]
     arguments.command = shlex.join(["python", "-m", "paddle_moe_ops", "bench", *named])
     try:

@@ -57,7 +57,7 @@ def make_row_id_map(
     padding = _checks.integer(name, "fp8_padding", fp8_padding, 0)
     tokens, experts = mask.shape
     topk = experts if num_topK is None else _checks.integer(name, "num_topK", num_topK, 1, experts)
-    # On a GPU a buffer that holds any routing, so that nobody has to wait for a count.
+    # On a GPU a buffer that holds any routing, so that nothing has to wait for a count.
     counts = tokens < 0 or (isinstance(mask, Tensor) and mask.place.is_cpu_place())
     room = -1 if counts else tokens * topk + (experts * (padding - 1) if padding else 0)
     plan = route_mask(name, mask, None, limit or min(room, 2**31 - 1), padding or 1, topk=topk, validate=validate)
@@ -212,7 +212,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 def make_chunk_sort_map(
     split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int | None = None, *, validate: bool | None = None
 ) -> Tensor:
-    """The new place of every row when chunks stand in another order; rows behind the last chunk stay.
+    """The new place of every row when chunks are in another order; rows after the last chunk stay.
 
     No gradient. Host synchronisation only without ``num_tokens``, and when it validates on a GPU.
 

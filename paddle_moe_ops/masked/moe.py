@@ -47,7 +47,7 @@ def moe_permute(
     Args:
         inp: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
         routing_map: map_type="mask": bool or integer [T, E], what is not 0 is routed. map_type="index": int32 or int64
-            [T, K] expert ids; every slot has its own row, ids outside [0, num_experts) come behind all experts.
+            [T, K] expert ids; every slot has its own row, ids outside [0, num_experts) come after all experts.
         num_out_tokens: N; rows at or beyond it are dropped. -1: as many as are routed. map_type="index": -1 and 0 mean
             T * K.
         max_token_num: not used, for TransformerEngine's signature.
@@ -259,7 +259,7 @@ def _move_weighted(
 def _route_ids(
     function: str, inp: Tensor, ids: Any, num_out_tokens: int, num_experts: int | None, validate: bool | None
 ) -> Plan:
-    """The plan of slots that each have their own row; those of no expert stand behind the last one."""
+    """The plan of slots that each have their own row; those of no expert come after the last one."""
     _checks.tensor(function, "routing_map", ids, _checks.ID_DTYPES, [inp.shape[0], "topk"])
     num_rows = _checks.integer(function, "num_out_tokens", num_out_tokens, -1)
     if num_experts is None:

@@ -176,7 +176,7 @@ _LEFT_BY_FORWARD = frozenset(("tokens_per_expert", "dropped_slots", "aux_loss", 
 
 
 class _Traced:
-    """What a pass left in a program: values that nobody may touch once the program is built."""
+    """What a pass left in a program: values that no one may touch once the program is built."""
 
     def __init__(self, values: tuple[Tensor, ...]) -> None:
         self._values, self._program = values, weakref.ref(paddle.static.default_main_program())
@@ -203,7 +203,7 @@ def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
 def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float | None) -> tuple[Plan, bool]:
     """Where each slot's row is, and whether the experts' last product weights rows, or the sum does, the faster way.
 
-    On a device the rows are in a buffer that holds all slots, so that nobody waits for their number.
+    On a device the rows are in a buffer that holds all slots, so that nothing waits for their number.
     """
     num_tokens, topk = ids.shape
     stays_here = is_graph_value(ids) or ids.place.is_cpu_place()

@@ -19,13 +19,13 @@ def chunk_sort_map(
     function: str = "sort_chunks",
     order_name: str = "order",
 ) -> NDArray:
-    """Return int32 [R]: the new place of every row when the chunks stand in another order.
+    """Return int32 [R]: the new place of every row when the chunks are in another order.
 
     Args:
         split_sizes: int [C] rows of each chunk. Negative sizes count as 0; chunks end at row R.
         order: int [C] the chunks in their new order. Entries that name no chunk, or one that was named before, are
             passed over; chunks that are not named follow the others, ascending.
-        num_rows: R; rows behind the last chunk stay where they are.
+        num_rows: R; rows after the last chunk stay where they are.
         validate: None or True: such sizes and entries raise.
         function: Name that starts an error text.
         order_name: The caller's name for ``order``.

@@ -86,7 +86,7 @@ def read_rowmap(
     function: str = "read_rowmap",
     name: str = "row_id_map",
 ) -> RowMaps:
-    """Return the maps behind a row map.
+    """Return the maps that a row map stands for.
 
     Args:
         rowmap: int [T, E]. Entries outside [0, N), and rows that stand at an earlier place, count as -1.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels on NumPy arrays, in Triton's interpreter: no GPU, no framework.
 
-TRITON_INTERPRET=1 must stand in the environment before a module of `paddle_moe_ops.triton` is imported. Index
+TRITON_INTERPRET=1 must be set in the environment before a module of `paddle_moe_ops.triton` is imported. Index
 arithmetic, copies and sums are exact there from Triton 3.9 on.
 
     device = NumpyDevice()

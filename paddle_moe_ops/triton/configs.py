@@ -53,5 +53,5 @@ def unpermute_config(row_bytes: int, num_tokens: int) -> Config:
 
 
 def backward_config() -> Config:
-    """Of `unpermute_backward`: the same for all sizes, since the order of a dot product hangs on it."""
+    """Of `unpermute_backward`: the same for all sizes, since the order of a dot product depends on it."""
     return Config(2048, 2)

@@ -9,7 +9,7 @@
     stop [E]        end of each group
     tiles [E + 1]   tiles of BLOCK_M rows before each expert's; all
 
-An expert's tiles cover its group and the rows of no group behind it (the first one's also those in front), so that
+An expert's tiles cover its group and the rows of no group after it (the first one's also those in front), so that
 every row of the result is written: 0 in rows of no group. Groups that overlap or leave [0, M) are cut.
 
 `product_kernel` makes BLOCK_M x BLOCK_N tiles of the result, `weight_gradient_kernel` BLOCK_P x BLOCK_Q tiles of each
@@ -334,7 +334,7 @@ def weight_gradient_kernel(
     """out[e] = sum over the rows r of expert e of p[r]^T q[r]; [M, P] and [M, Q] give [E, P, Q].
 
     The rows of p (GATHER_P) or q (GATHER_Q) may be those of tokens. With USE_TMA, and then without gathers, what lies
-    behind the rows of an expert comes as zeros, without masks, and tiles are stored by descriptors, which end with a
+    after the rows of an expert comes as zeros, without masks, and tiles are stored by descriptors, which end with a
     matrix. One loop over the blocks of all tiles: the first blocks of a tile are on their way before the last one is
     stored.
     """

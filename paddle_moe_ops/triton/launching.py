@@ -42,7 +42,7 @@ _VECTOR_BYTES = 16
 
 
 def low_bits(*byte_counts: int) -> int:
-    """What alignment hangs on: the lowest bits of addresses and strides in bytes, as if of one number."""
+    """What alignment depends on: the lowest bits of addresses and strides in bytes, as if of one number."""
     found = 0
     for number in byte_counts:
         found |= number
@@ -86,7 +86,7 @@ class Device(Protocol):
         Args:
             kernel: a function decorated with triton.jit; its constexpr parameters come last.
             programs: size of the one-dimensional grid, at least 1.
-            types: one per argument: "i32", "i64" or a pointer as "*i32", with ":16" behind it if all addresses are
+            types: one per argument: "i32", "i64" or a pointer as "*i32", with ":16" after it if all addresses are
                 multiples of 16.
             arguments: integers and addresses.
             constants: the values of the constexpr parameters.

@@ -17,7 +17,7 @@ from .launching import Array, Device, addresses, next_power_of_2
 __all__ = ["make_row_id_map", "read_row_id_map"]
 
 _MOST_COLUMNS = 1024  # of a line at a time
-_NO_SUCH_ROW = tl.constexpr(2**31 - 1)  # behind every buffer
+_NO_SUCH_ROW = tl.constexpr(2**31 - 1)  # beyond every buffer
 
 
 @triton.jit
@@ -82,8 +82,8 @@ def read_row_id_map_kernel(
         tl.store(line + columns, tl.full([COLUMNS], -1, tl.int32), mask=columns < num_experts)
     tl.debug_barrier()
     count = tl.minimum(tl.maximum(tl.load(entries + 2 * num_experts), 0), num_experts)
-    for behind in range(count):
-        entry = count - 1 - behind
+    for later in range(count):
+        entry = count - 1 - later
         row = tl.load(entries + entry)
         expert = tl.load(entries + num_experts + entry)
         inside = (expert >= 0) & (expert < num_experts)

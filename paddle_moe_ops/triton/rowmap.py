@@ -114,7 +114,7 @@ def scatter_mask_kernel(
 def scatter_slots_kernel(slot_values, slot_to_row, row_values, num_rows, K, ADD: tl.constexpr, SLOTS: tl.constexpr):
     """One program per token: row_values[row] (+)= the values of the slots that read the row, in their order.
 
-    Slots of a token may share a row, which then stands in one lane; the others store nothing.
+    Slots of a token may share a row, which is then in one lane; the others store nothing.
     """
     token = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, SLOTS)

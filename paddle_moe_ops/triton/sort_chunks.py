@@ -29,7 +29,7 @@ _UNNAMED = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _place(starts, shifts, chunk, mask, placed):
-    """Place chunks one behind the other; the rows placed so far."""
+    """Place chunks one after the other; the rows placed so far."""
     start = tl.load(starts + chunk, mask=mask, other=0)
     sizes = tl.load(starts + chunk + 1, mask=mask, other=0) - start
     tl.store(shifts + chunk, placed + tl.cumsum(sizes, axis=0) - sizes - start, mask=mask)

@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/gpu_validation.md from the results that run.py left; no figure in it is written by hand.
 
-What failed, and what has no result, stands in the page too, and makes the exit status 1.
+What failed, and what has no result, is on the page too, and makes the exit status 1.
 """
 
 from __future__ import annotations

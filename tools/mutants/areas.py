@@ -61,7 +61,7 @@ AREAS = {
 }
 
 
-# Faults that make no wrong program: path, kind, what stands in the lines before the change (regular expressions), and
+# Faults that make no wrong program: path, kind, what is in the lines before the change (regular expressions), and
 # the reason.
 EQUIVALENT = (
     (r"bench/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "what is around a time"),
@@ -95,7 +95,7 @@ EQUIVALENT = (
     (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
     (r"_checks\.py", "method dropped", r"\.item\(\)", "operator.index reads a tensor as well"),
     (r"reference/topk\.py", "comparison", r"topk_groups < num_groups", "a shortcut: all groups are kept"),
-    (r"reference/quantization\.py", "method dropped", r"\.copy\(\)\.view", "a copy of what nobody else has"),
+    (r"reference/quantization\.py", "method dropped", r"\.copy\(\)\.view", "a copy of what no one else has"),
     (r"reference/(routing|paddle_api)\.py", "slice dropped", r"\[:1\]:$", "the first one raises"),
     (r"reference/arithmetic\.py", "elements swapped", r"to_float32\(a\), to_float32\(b\)", "factors"),
     (r"reference/gemm\.py", "method dropped", r"\.astype\(np\.float64\)", "the other factor is float64"),

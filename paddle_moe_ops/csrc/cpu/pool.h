@@ -46,7 +46,7 @@ void parallel_for(int64_t num_tasks, int num_threads, Body body) {
 // Work that moves no more, such as five hundred rows of 4 KiB, stays on the calling thread. (paddle/pages.cc: who makes an output's pages.)
 constexpr int64_t kOneThreadBytes = int64_t{2} << 20;
 
-// Splits [0, size) into contiguous ranges that move about `bytes` in all, and runs body(begin, end) for each. Small work wakes nobody;
+// Splits [0, size) into contiguous ranges that move about `bytes` in all, and runs body(begin, end) for each. Small work wakes no thread;
 // beyond that a thread is worth its waking for each MiB.
 template <typename Body>
 void parallel_ranges(int64_t size, int64_t bytes, int32_t requested_threads, Body body) {

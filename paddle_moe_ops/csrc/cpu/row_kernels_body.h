@@ -28,7 +28,7 @@ inline char* byte_at(void* row, int64_t place) { return static_cast<char*>(row) 
 template <int64_t kLines>
 using Lines = std::integral_constant<int64_t, kLines>;
 
-// Asks for what follows a place by kAheadBytes: a strip of the same rows, or behind their end of the next ones. `end` is where the
+// Asks for what follows a place by kAheadBytes: a strip of the same rows, or after their end of the next ones. `end` is where the
 // strips of a row end. Inlined always, see prefetch_beginning.
 template <int64_t kLines>
 __attribute__((always_inline)) inline void prefetch_ahead(const RowList& rows, const RowList& next, int64_t place, int64_t end) {

@@ -23,7 +23,7 @@ struct Chunk {
   int64_t begin, end, to;
 };
 
-// All chunks by their source, then the rows behind them.
+// All chunks by their source, then the rows after them.
 std::vector<Chunk> layout(const pmo_sort_chunks_params& p) {
   std::vector<Chunk> chunks(static_cast<size_t>(p.num_chunks) + 1);
   int64_t row = 0;

@@ -7,7 +7,7 @@
 // while that is on its way finds the token's rows by comparing its experts with those of all slots, which it keeps in shared memory, 16 bits
 // each and eight to a token: the row of a slot is the number of slots with a smaller expert, and of those before it with the same one. That
 // is T * T * 64 comparisons in all, two to an instruction, and no histogram, scan or barrier between blocks, which is why segments must not
-// be padded. The block of a row's first part writes the token's maps and scales. Rows behind the last segment are shared out over all
+// be padded. The block of a row's first part writes the token's maps and scales. Rows after the last segment are shared out over all
 // blocks.
 //
 // Loops are rolled up where they can be, and the usual case is a kernel of its own: at these sizes the time that instructions take to
@@ -21,7 +21,7 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int32_t kNone = 1 << 14;   // behind all experts; a bit that no other has
+constexpr int32_t kNone = 1 << 14;   // after all experts; a bit that no other has
 constexpr uint32_t kBoth = 0x10001;  // 1 in both halves of a word
 
 static_assert(kMaxFusedExperts <= kNone, "half of a word holds an expert");

@@ -40,7 +40,7 @@ constexpr int64_t kFewRows = 4;              // per token: fewer do not make up 
 constexpr int64_t kStaticSharedBytes = 256;  // room for what the kernel declares itself
 constexpr int64_t kReservedShared = 1024;    // of the multiprocessor's, for each block
 constexpr int64_t kStageAlignment = 128;
-constexpr int64_t kTokensBeyond = 4096;  // tokens that the loops of a warp may name behind the last one
+constexpr int64_t kTokensBeyond = 4096;  // tokens that the loops of a warp may name after the last one
 static_assert(kTokensBeyond > (kAhead + 1) * kFusedWarps * kWarpSize,
               "a warp loads chunks ahead, and chunks of all warps follow");
 
@@ -69,7 +69,7 @@ struct FusedPlan {
   int64_t stage_bytes = 0, shared_bytes = 0;  // of a block: its stage, and all of its dynamic shared memory
 };
 
-// int32 values behind a block's stage for E experts: RoutingScratch (fused_route.cuh).
+// int32 values after a block's stage for E experts: RoutingScratch (fused_route.cuh).
 constexpr int64_t routing_scratch_ints(int64_t experts, bool counts_everything, int64_t local_slots) {
   return experts * 4 + 3 + (counts_everything ? 0 : experts * kFusedWarps) + local_slots;
 }

@@ -11,10 +11,10 @@
 namespace pmo {
 namespace cuda {
 
-// Shared memory behind the stages, routing_scratch_ints() of it; E is the number of experts.
+// Shared memory after the stages, routing_scratch_ints() of it; E is the number of experts.
 struct RoutingScratch {
   int32_t* starts;     // [E + 1] first row of each segment, not clamped
-  int32_t* padding;    // [E + 2] padding rows before each segment; the last entry counts those behind all segments too
+  int32_t* padding;    // [E + 2] padding rows before each segment; the last entry counts those after all segments too
   int32_t* totals;     // [E]
   int32_t* before;     // [E] slots of earlier tokens, then the next row (if counts_everything)
   int32_t* histogram;  // [warps, E] slots, then the next row (unless counts_everything)
@@ -336,9 +336,9 @@ __device__ inline void write_counts(const FusedWork& work, const RoutingScratch&
   if (threadIdx.x == 0 && work.overflow != nullptr) *work.overflow = *dropped;
 }
 
-// The i-th padding row of a fresh routing, by binary search; it may lie behind the buffer.
+// The i-th padding row of a fresh routing, by binary search; it may lie beyond the buffer.
 __device__ inline int64_t padding_row(const FusedWork& work, const RoutingScratch& scratch, int32_t i) {
-  int low = 0, high = work.num_experts;  // the last segment with padding[segment] <= i; E stands for the rows behind all
+  int low = 0, high = work.num_experts;  // the last segment with padding[segment] <= i; E stands for the rows after all
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (scratch.padding[middle] <= i) {

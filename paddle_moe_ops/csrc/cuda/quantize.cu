@@ -13,7 +13,7 @@
 // With a workspace, many float32 scales are therefore written once per token, and a second kernel turns them, 64 rows by 32 words at a
 // time, without looking at rows again.
 //
-// A block holds one token, or several with short rows; blocks behind the last token zero padding, 32 rows each.
+// A block holds one token, or several with short rows; blocks after the last token zero padding, 32 rows each.
 // Bytes moved: T * H elements (of tokens that have a row) and N * (H + 4 C).
 #include <cuda_fp8.h>
 
@@ -61,7 +61,7 @@ struct Work {
   uint32_t* token_scales;  // [T, S] in the workspace, or NULL: scales go to their rows at once
 };
 
-// The lane's elements as float32; 0 behind the end of the row.
+// The lane's elements as float32; 0 after the end of the row.
 template <typename Rows, bool kVectors>
 __device__ void load_columns(const char* row, int64_t column, int64_t hidden, float* values) {
   using Element = typename Rows::Element;
@@ -181,7 +181,7 @@ __device__ void quantize_token(const Work& work, int64_t token) {
   }
 }
 
-// Zeroes the padding among 32 rows, and what lies behind row N in a column-major layout.
+// Zeroes the padding among 32 rows, and what lies after row N in a column-major layout.
 template <bool kVectors>
 __device__ void zero_padding(const Work& work, int64_t first) {
   const pmo_quantize_params& p = work.p;

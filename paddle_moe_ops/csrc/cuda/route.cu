@@ -264,7 +264,7 @@ __global__ void place_tiles(Layout layout, PlaceOutputs out) {
     walk_tile(layout, tile, layout.before + tile * layout.num_experts, [&](int64_t slot, int32_t expert, int64_t rank) {
       const int64_t row = expert >= 0 ? layout.starts[expert] + rank : -1;
       const bool placed = expert >= 0 && row < out.num_rows;
-      // The cleaned ids are not needed behind this point: they become the map that the sort reads.
+      // The cleaned ids are not needed after this point: they become the map that the sort reads.
       layout.ids[slot] = placed ? static_cast<int32_t>(row) : -1;
       if (out.slot_to_row != nullptr) out.slot_to_row[slot] = placed ? static_cast<int32_t>(row) : -1;
       if (!placed) return;

@@ -40,7 +40,7 @@ struct Work {
   bool dense;
 };
 
-// The chunks and, as one more, the rows behind them, by where they begin. [C + 1] each.
+// The chunks and, as one more, the rows after them, by where they begin. [C + 1] each.
 struct Table {
   int32_t* starts;
   int32_t* targets;

@@ -5,7 +5,7 @@
 //
 // A block reads the maps of its tokens once, a warp per token, and goes through the resulting list: rows that are used, in order, so
 // that a loop over it has no gaps and can load several rows ahead, even those of the next token. Of each token it lists one segment of
-// 32 entries; where a token of the tile goes on behind it, the caller takes the tokens one by one, segment by segment.
+// 32 entries; where a token of the tile goes on after it, the caller takes the tokens one by one, segment by segment.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct RowList {
   ListedRow rows[kTileTokens * kWarpSize];
   int32_t counts[kTileTokens];
   int32_t size;
-  int32_t more;  // a token goes on behind this segment
+  int32_t more;  // a token goes on after this segment
 
   // Every thread of the block takes part; ends with a barrier.
   template <typename Params>
@@ -51,7 +51,7 @@ struct RowList {
       int32_t base = 0;
       for (int earlier = 0; earlier < index; ++earlier) base += max(counts[earlier], 1);
       const int32_t here = __popc(part.used), rank = __popc(part.used & ((1u << lane) - 1));
-      // A token's only row is its last in the list, whatever segment it is in: those behind it have nothing to add, and nothing to store.
+      // A token's only row is its last in the list, whatever segment it is in: those after it have nothing to add, and nothing to store.
       const bool is_whole = segment == 0 && part.ended;
       const bool has_one = is_whole ? here == 1 : here <= 1 && has_one_row(p, first + index, WarpRows(p, first + index, 0));
       const bool only = has_one && here == 1;

@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreads) choose_experts(pmo_topk_params p, in
     const auto logit = [&](int64_t expert) { return element<Rows>(p.gating, token * p.gating_row_stride + expert); };
     Scoring scoring = {p.use_sigmoid != 0};
     if (scores_all) scoring.run_over(num_experts, logit);
-    __syncwarp();  // nobody reads the keys of the token before any more
+    __syncwarp();  // the keys of the token before are not read any more
 #pragma unroll 4
     for (int32_t expert = lane; expert < num_experts; expert += kWarpSize) {
       experts.at(expert) = scored_key<Rows>(p, scoring, token, expert, logit(expert));

@@ -50,7 +50,7 @@ void require_shape(const paddle::Tensor& tensor, const Shape& shape, const char*
 void require_rank(const paddle::Tensor& tensor, size_t rank, const char* function, const char* name);
 
 // For the gradient of an output, which comes from outside (a user, a hook, a PyLayer): Paddle does not compare it with the output.
-// An undefined one, which nobody computed, passes; so does any size where `shape` has -1.
+// An undefined one, which no one computed, passes; so does any size where `shape` has -1.
 void require_gradient(const paddle::Tensor& gradient, const Shape& shape, paddle::DataType dtype, const char* function,
                       const char* name);
 

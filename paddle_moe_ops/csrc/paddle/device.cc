@@ -56,8 +56,8 @@ void* stream_of(const paddle::Tensor& tensor) {
 
 #endif
 
-// Zeros are asked for where there is no gradient, so hardly anybody reads them. Pages that the system takes back read as zeros,
-// and cost nothing until somebody does.
+// Zeros are asked for where there is no gradient, so they are hardly ever read. Pages that the system takes back read as zeros,
+// and cost nothing until they are read.
 void fill_with_zeros(char* data, size_t bytes) {
 #ifdef __linux__
   constexpr size_t kManyBytes = size_t{1} << 20;

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Operators that Python calls without Paddle's machinery for custom operators, where nobody wants a gradient.
+// Operators that Python calls without Paddle's machinery for custom operators, where no gradient is wanted.
 //
 // That machinery copies the descriptions of all registered operators, some hundred strings, at every call, and takes attributes apart
 // again: several times as long as a small call of an operator itself. A function announced here is the same one that Paddle calls.

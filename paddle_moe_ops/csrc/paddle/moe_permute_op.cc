@@ -97,7 +97,7 @@ std::vector<paddle::DataType> moe_permute_dtypes(const paddle::DataType& hidden_
 }
 
 // d_hidden_states: the plain sum over the token's rows; d_probs: the gradient of the row that a slot owns. An output whose
-// gradient nobody computed arrives as an undefined tensor, so width and dtype of hidden_states travel as attributes.
+// gradient was not computed arrives as an undefined tensor, so width and dtype of hidden_states travel as attributes.
 Outputs moe_permute_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows,
                              const paddle::Tensor& row_to_token, const paddle::Tensor& d_unzipped,
                              const paddle::Tensor& d_row_probs, int64_t, int, const std::vector<int>&, int64_t, bool do_gather,

@@ -16,7 +16,7 @@ constexpr char kGradientOfProbs[] = "the gradient of the gradient of token_prob_
 
 const Names kNames = {{"routing", "expert_routemap_topk"}};
 
-// The maps behind a user's rowmap: only entries that lie in [0, N) and name a row nobody named before.
+// The maps of a user's rowmap: only entries that lie in [0, N) and name a row for the first time.
 struct CleanMaps {
   paddle::Tensor token_rows, row_to_token, slot_to_row;
 

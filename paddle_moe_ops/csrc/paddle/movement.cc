@@ -315,7 +315,7 @@ void clean_rowmap(const Target& target, const char* function, const Names& names
   params->workspace = workspace.data();
   check_status(PMO_CALL(target, clean_rowmap, params), function, names);
   if (!target.is_gpu() || params->checks == 0) return;
-  pmo_rowmap_findings findings;  // the CPU operator reports by itself
+  pmo_rowmap_findings findings;  // the CPU operator reports itself
   target.copy_to_host(params->workspace, sizeof(findings), &findings);
   check_status(pmo_clean_rowmap_report(params, &findings), function, names);
 }

@@ -16,7 +16,7 @@ Outputs quantize(const paddle::Tensor& x, bool ue8m0, bool by_column, float amax
   constexpr char kFunction[] = "quantize_1x128";
   const Target target(kFunction, {&x});
   RowMaps maps;
-  maps.fill = PMO_FILL_SCALES;  // what lies behind the last row
+  maps.fill = PMO_FILL_SCALES;  // what lies after the last row
   return quantize_rows(target, kFunction, x, maps, {ue8m0, by_column, amax_min});
 }
 

@@ -97,7 +97,7 @@ Routing::Routing(const Target& target, const RouteAttributes& attributes, const 
   params.num_rows =
       static_num_rows(attributes.counts_source, attributes.counts, attributes.padding_alignment, attributes.buffer_size);
   const bool must_count = params.num_rows < 0;
-  // A GPU counts by itself while it routes; only a count that the host wants to see is worth launches of its own.
+  // A GPU counts while it routes; only a count that the host wants to see is worth launches of its own.
   if (!target.is_gpu() || must_count || params.checks != 0) {
     check_status(PMO_CALL(target, route_count, &params), function, attributes.names);
   }
@@ -113,7 +113,7 @@ Routing::Routing(const Target& target, const RouteAttributes& attributes, const 
   }
 }
 
-// What the CPU operators report by themselves.
+// What the CPU operators report themselves.
 void Routing::report(const int32_t* routed_per_expert) {
   pmo_route_findings findings;
   target_.copy_to_host(params.workspace, sizeof(findings), &findings);

@@ -73,7 +73,7 @@ class Chunks {
     return std::vector<int64_t>(copy.begin(), copy.end());
   }
 
-  // What the CPU operator reports by itself.
+  // What the CPU operator reports itself.
   void report() const {
     const std::vector<int64_t> sizes = host_copy(split_sizes_), order = host_copy(order_);
     pmo_sort_chunks_params on_host = params;

@@ -43,7 +43,7 @@ typedef struct pmo_quantize_params {
   int32_t dtype;     // of x: PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
   int32_t ue8m0;
   int32_t scale_layout;
-  int32_t fill;    // PMO_FILL_ROWS: zero the codes of padding rows; PMO_FILL_SCALES: their scales, and what lies behind row N
+  int32_t fill;    // PMO_FILL_ROWS: zero the codes of padding rows; PMO_FILL_SCALES: their scales, and what lies after row N
   float amax_min;  // in [2^-100, FLT_MAX]
   int32_t num_threads;
   void* workspace;  // CUDA only; may be NULL, for which many column-major scales take longer

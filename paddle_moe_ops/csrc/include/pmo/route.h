@@ -23,7 +23,7 @@ typedef enum pmo_duplicates {
 
 // T tokens, K slots per token, E experts, A rows of alignment, N rows of the permuted buffer. All outputs of pmo_route_* may be
 // NULL when they are not wanted. A row is owned by one slot; rows of an expert follow ascending flat slot t * K + k; the segment
-// of expert e + 1 begins at the next multiple of A behind that of e.
+// of expert e + 1 begins at the next multiple of A after that of e.
 typedef struct pmo_route_params {
   int64_t struct_size;
   int64_t num_tokens;

@@ -11,8 +11,8 @@
 extern "C" {
 #endif
 
-// Chunk c holds split_sizes[c] rows behind those of the chunks before it. The output is the chunks order[0], order[1], ...; rows
-// behind the last chunk stay where they are. source_to_dest[r] is the new place of row r, always a permutation of [0, R):
+// Chunk c holds split_sizes[c] rows after those of the chunks before it. The output is the chunks order[0], order[1], ...; rows
+// after the last chunk stay where they are. source_to_dest[r] is the new place of row r, always a permutation of [0, R):
 //
 //   out[source_to_dest[r]] = x[r], probs alike;  with `inverse`: out[r] = x[source_to_dest[r]]
 //
