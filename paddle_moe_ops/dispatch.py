@@ -77,6 +77,8 @@ def token_dispatch(
         ValueError: an argument of the wrong value or shape; bad data.
     """
     name = "token_dispatch"
+    for argument, value in (("routing_map", routing_map), ("probs", probs)):
+        _check_batch(name, argument, value, inp)
     inp = _two_dimensional(name, "inp", inp, _checks.ROW_DTYPES, "hidden")
     mask = mask_of(name, _flattened(routing_map), inp, takes_floats=True)
     num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 0)
@@ -305,6 +307,14 @@ def _flattened(value: Any) -> Any:
     return value.reshape([value.shape[0] * value.shape[1], value.shape[2]])  # unlike flatten with second gradients
 
 
+def _check_batch(function: str, argument: str, value: Any, inp: Any) -> None:
+    """Check that batches of tokens and of what belongs to them have the same two sizes, not only as many tokens."""
+    if getattr(value, "ndim", 2) == 3 and getattr(inp, "ndim", 2) == 3:
+        batch, length = inp.shape[:2]
+        shape = [batch if batch >= 0 else "batch", length if length >= 0 else "length", "num_experts"]
+        _checks.tensor(function, argument, value, (value.dtype,), shape)
+
+
 def _two_dimensional(function: str, argument: str, value: Any, dtypes: Any, columns: str) -> Tensor:
     return _checks.tensor(function, argument, _flattened(value), dtypes, ["num_tokens", columns])
 
@@ -320,7 +330,17 @@ def _checked_counts(function: str, counts: Any, shard_id: Any, num_shards: Any) 
         _checks.tensor(function, "shard_id", shard_id, _checks.ID_DTYPES, [])
     else:
         _checks.integer(function, "shard_id", shard_id, 0, shards - 1)
+    if _is_on_host(shard_id) and not 0 <= shard_id.item() < shards:
+        _checks.bad_value(function, "shard_id", f"from 0 to {shards - 1}", shard_id.item())
+    if _is_on_host(counts) and bool((counts < 0).any()):
+        expected = "counts, none of them negative"
+        _checks.bad_value(function, "all_shards_tokens_per_expert", expected, int(counts.min()))
     return counts
+
+
+def _is_on_host(value: Any) -> bool:
+    """Whether a tensor's numbers are there without waiting for a device."""
+    return isinstance(value, Tensor) and value.place.is_cpu_place()
 
 
 def _sends(function: str, counts: Any, shard_id: Any, num_shards: Any) -> Tensor:

@@ -72,7 +72,8 @@ class Plan(_PlanFields):
         if values is None:
             # A None that is passed on would mean "no weights".
             raise ValueError(
-                "plan.row_probs: this plan was made without probabilities; give them to route: route(ids, probs)"
+                "plan.row_probs: this plan was made without probabilities; give them to route: "
+                "route(ids, probs, num_experts=E)"
             )
         return values
 

@@ -214,3 +214,37 @@ def test_bad_arguments_are_named(function, arguments, error, text, place):
     tensors = [tensor(value, place) if isinstance(value, np.ndarray) else value for value in arguments]
     with pytest.raises(error, match=f"^{re.escape(f'{function}: {text}')}"):
         getattr(dispatch, function)(*tensors)
+
+
+@pytest.mark.parametrize("argument", ["routing_map", "probs"])
+@pytest.mark.parametrize("shape", [(3, 2, 5), (1, 6, 5)], ids=["transposed", "of one batch"])
+def test_batches_of_another_shape_are_refused_though_they_have_as_many_tokens(argument, shape, place):
+    arguments = {"routing_map": np.ones((2, 3, 5), np.int32), "probs": np.ones((2, 3, 5), np.float32)}
+    arguments[argument] = arguments[argument].reshape(shape)
+    given = {name: tensor(array, place) for name, array in arguments.items()}
+    text = (
+        rf"^token_dispatch: {argument} must be of shape \[2, 3, num_experts\], but got \[{', '.join(map(str, shape))}\]"
+    )
+    with pytest.raises(ValueError, match=text):
+        dispatch.token_dispatch(tensor(np.ones((2, 3, 4), np.float32), place), num_out_tokens=30, **given)
+
+
+@pytest.mark.cpu_only  # numbers on a device are not waited for
+@pytest.mark.parametrize(
+    "function",
+    [
+        dispatch.compute_ragged_all_to_all_params,
+        dispatch.compute_reverse_ragged_all_to_all_params,
+        lambda *arguments: dispatch.local_permute_after_a2a(paddle.ones([9, 2]), *arguments),
+    ],
+    ids=["there", "back", "permute"],
+)
+def test_wrong_ranks_and_counts_in_tensors_are_refused(function):
+    counts = paddle.to_tensor([[1, 0, 2, 1], [0, 3, 1, 1]], dtype="int32")
+    for rank in (-1, 2, 5):
+        with pytest.raises(ValueError, match=f"shard_id must be from 0 to 1, but got {rank}$"):
+            function(counts, paddle.to_tensor(rank), 2)
+    with pytest.raises(
+        ValueError, match=r"all_shards_tokens_per_expert must be counts, none of them negative, but got -3$"
+    ):
+        function(-counts, 0, 2)

@@ -139,7 +139,8 @@ MISTAKES = {
     ),
     "probabilities of rows that the plan does not have": (
         lambda g: g.plan_without_probs.row_probs,
-        "plan.row_probs: this plan was made without probabilities; give them to route: route(ids, probs)",
+        "plan.row_probs: this plan was made without probabilities; give them to route: "
+        "route(ids, probs, num_experts=E)",
     ),
     "a buffer below zero": (
         lambda g: permuted(g, override_buffer_size=-5),
