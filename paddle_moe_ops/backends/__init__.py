@@ -14,6 +14,7 @@ from typing import Any
 from paddle import Tensor
 
 from .. import _env
+from . import compiled
 from .base import (
     OPERATORS,
     Backend,
@@ -28,7 +29,6 @@ from .base import (
     TopkSpec,
     Validation,
 )
-from .compiled import backend as compiled_backend
 
 __all__ = [
     "OPERATORS",
@@ -59,6 +59,7 @@ _dygraph_only: list[str] = []
 _notes: list[Callable[[], str]] = []
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("paddle_moe_ops_backend", default=None)
 chosen = _chosen.get  # the backend of `use_backend` here, or None
+compiled_backend = compiled.backend
 
 
 @functools.cache
@@ -242,7 +243,7 @@ def explain(operator: str | None = None) -> str:
         reason = _load(name).unavailable()
         kind = ", only in dygraph" if name in _dygraph_only else "" if _automatic[name] else ", only on request"
         lines.append(f"backend {name}: {'available' if reason is None else 'unavailable: ' + reason}{kind}")
-    lines += [f"GPU {gpu} runs on no compiled kernels: {why}" for gpu, why in _gpus_without_kernels().items()]
+    lines += [f"GPU {gpu} runs on no compiled kernels: {why}" for gpu, why in compiled.gpus_without_kernels().items()]
     return "\n".join([*lines, *(note() for note in _notes)])
 
 
@@ -252,16 +253,10 @@ def _choice_text(operator: str) -> str:
     name, requested = backend.name, _requested()
     if name in _dygraph_only:
         return f"{name} in dygraph, {_candidates(operator, None, in_graph=True)[0]} in static graphs"
-    if name == "compiled" and requested is None and _gpus_without_kernels():
+    if name == "compiled" and requested is None and compiled.gpus_without_kernels():
         on_triton = _load("triton").unavailable() is None
         return f"compiled; {'triton, in dygraph,' if on_triton else 'none'} on GPUs without compiled kernels"
     return name
-
-
-def _gpus_without_kernels() -> dict[int, str]:
-    from .compiled import gpus_without_kernels
-
-    return gpus_without_kernels()
 
 
 def _requested_text() -> str:

@@ -5,7 +5,7 @@
 Triton asks a process-wide driver for the current device and stream, and that driver asks PyTorch. PyTorch may be
 missing, or be there with streams of its own. So a kernel is compiled and loaded under a driver of ours, which asks
 Paddle and is put in place for that time only; a launch names its stream itself and needs no driver at all. Where no
-one has set a driver yet, ours stands in during a launch: newer versions of Triton look at it even so, and would make
+one has set a driver yet, ours is used during a launch: newer versions of Triton look at it even so, and would make
 PyTorch's.
 """
 
