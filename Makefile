@@ -49,7 +49,7 @@ $(VENV)/stamp-built: $(VENV)/stamp-deps $(BUILD_INPUTS)
 # ---- what people run
 
 demo: $(VENV)/stamp-built ## train a small MoE language model and show that it is right; options in DEMO_ARGS
-	$(PY) -m paddle_moe_ops demo $(DEMO_ARGS)
+	$(PY) -m examples.demo $(DEMO_ARGS)
 
 # A file stays with one worker: some have fixtures that take long.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
@@ -113,7 +113,7 @@ build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 # ---- benchmarks (benchmarks/README.md)
 
 bench-report: $(VENV)/stamp-deps ## docs/performance.md and its pictures from benchmarks/results/*.jsonl
-	$(PY) -m paddle_moe_ops.bench.report --results benchmarks/results --docs docs
+	$(PY) -m benchmarks.kernels.report --results benchmarks/results --docs docs
 
 # ---- NVIDIA GPUs (tools/gpu_rig/README.md)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m paddle_moe_ops``: env, selftest, explain, demo, bench. Each command imports only what it needs.
+"""``python -m paddle_moe_ops``: env, selftest, explain. Each command imports only what it needs.
 
 Where Paddle is missing or too old, env says so first. A command that needs what is missing says so in one line and ends
 with status 1.
@@ -23,23 +23,7 @@ DEPENDENCIES = ("numpy", "ml_dtypes")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    # These have parsers of their own; argparse cannot pass options through a subcommand.
-    if arguments[:1] == ["demo"]:
-        # What --help says needs no Paddle.
-        if not {"-h", "--help"} & set(arguments) and (_paddle_is_missing() or _a_dependency_is_missing()):
-            return 1
-        from paddle_moe_ops.demo import main as demo_main
-
-        return demo_main(arguments[1:]) or 0
-    if arguments[:1] == ["bench"]:
-        # Without Paddle it measures the core.
-        if _a_dependency_is_missing():
-            return 1
-        from paddle_moe_ops.bench import main as bench_main
-
-        return bench_main(arguments[1:])
-    chosen = _parser().parse_args(arguments)
+    chosen = _parser().parse_args(argv)
     return chosen.run(chosen)
 
 
@@ -55,8 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="which backend runs an operator, and why")
     explain.add_argument("op", nargs="?", help="an operator's name; all of them when left out")
     explain.set_defaults(run=_explain)
-    commands.add_parser("demo", help="train a small MoE language model; demo --help lists its options")
-    commands.add_parser("bench", help="time the operators after checking them; bench --help lists its options")
     return parser
 
 

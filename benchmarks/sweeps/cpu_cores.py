@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.kernels.cpu import CpuDevice
+from benchmarks.kernels.cpu_core import core_implementation
+from benchmarks.kernels.problem import make_problem
+from benchmarks.kernels.shapes import cases_of, select_operations
 from paddle_moe_ops import _report
-from paddle_moe_ops.bench.cpu import CpuDevice
-from paddle_moe_ops.bench.cpu_core import core_implementation
-from paddle_moe_ops.bench.problem import make_problem
-from paddle_moe_ops.bench.shapes import cases_of, select_operations
 
 
 def main() -> int:

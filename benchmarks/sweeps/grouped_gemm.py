@@ -48,8 +48,8 @@ if "paddle_moe_ops" not in sys.modules:  # without its __init__, which needs Pad
     package.__path__ = [str(ROOT / "paddle_moe_ops")]
     sys.modules["paddle_moe_ops"] = package
 
-from paddle_moe_ops.bench.cuda_timer import CudaTimer  # noqa: E402
-from paddle_moe_ops.bench.torch_device import TorchDevice, gpu_facts  # noqa: E402
+from benchmarks.kernels.cuda_timer import CudaTimer  # noqa: E402
+from benchmarks.kernels.torch_device import TorchDevice, gpu_facts  # noqa: E402
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward  # noqa: E402
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig  # noqa: E402
 

@@ -7,7 +7,7 @@ made from.
     python3 benchmarks/sweeps/triton_configs.py --out triton-configs.jsonl [--shapes dsv3 ...]
 
 Needs an NVIDIA GPU and PyTorch, not Paddle. A time is the median over replays of a CUDA graph of one call with a cold
-L2, as in `python -m paddle_moe_ops bench`. Every configuration must give the bits of the default one (dot products
+L2, as in `python -m benchmarks.kernels`. Every configuration must give the bits of the default one (dot products
 aside), else its line says so and has no time. The table that is printed has the fastest configurations per operation
 and shape, and the default one.
 """
@@ -32,12 +32,12 @@ if "paddle_moe_ops" not in sys.modules:  # without its __init__, which needs Pad
     package.__path__ = [str(ROOT / "paddle_moe_ops")]
     sys.modules["paddle_moe_ops"] = package
 
-from paddle_moe_ops.bench.cuda_timer import CudaTimer  # noqa: E402
-from paddle_moe_ops.bench.device import Body, Outputs  # noqa: E402
-from paddle_moe_ops.bench.problem import make_problem  # noqa: E402
-from paddle_moe_ops.bench.shapes import SETS, SHAPES, Case  # noqa: E402
-from paddle_moe_ops.bench.tensors import TensorInputs  # noqa: E402
-from paddle_moe_ops.bench.torch_device import TorchDevice  # noqa: E402
+from benchmarks.kernels.cuda_timer import CudaTimer  # noqa: E402
+from benchmarks.kernels.device import Body, Outputs  # noqa: E402
+from benchmarks.kernels.problem import make_problem  # noqa: E402
+from benchmarks.kernels.shapes import SETS, SHAPES, Case  # noqa: E402
+from benchmarks.kernels.tensors import TensorInputs  # noqa: E402
+from benchmarks.kernels.torch_device import TorchDevice  # noqa: E402
 from paddle_moe_ops.triton.configs import Config  # noqa: E402
 from paddle_moe_ops.triton.permute import permute  # noqa: E402
 from paddle_moe_ops.triton.unpermute import unpermute  # noqa: E402

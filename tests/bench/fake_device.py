@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.kernels.device import Body, Captured, Device, Implementation, Outputs
+from benchmarks.kernels.problem import Problem
+from benchmarks.kernels.published import published_rows
+from benchmarks.kernels.results import Row
+from benchmarks.kernels.shapes import Operation
 from paddle_moe_ops import reference
-from paddle_moe_ops.bench.device import Body, Captured, Device, Implementation, Outputs
-from paddle_moe_ops.bench.problem import Problem
-from paddle_moe_ops.bench.published import published_rows
-from paddle_moe_ops.bench.results import Row
-from paddle_moe_ops.bench.shapes import Operation
 
 COPY_GBPS = 1000.0
 

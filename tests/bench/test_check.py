@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.kernels.device import BITS, FLOAT32_SUMS
+from benchmarks.kernels.problem import make_problem
+from benchmarks.kernels.shapes import OPERATIONS, Case, Shape
 from paddle_moe_ops import reference
-from paddle_moe_ops.bench.device import BITS, FLOAT32_SUMS
-from paddle_moe_ops.bench.problem import make_problem
-from paddle_moe_ops.bench.shapes import OPERATIONS, Case, Shape
 
 from .fake_device import places
 
@@ -40,7 +40,7 @@ def to_tensor(array):
 
 def right_outputs(operation, inputs):
     """What the oracle gives for an operation, as tensors."""
-    from paddle_moe_ops.bench.tensors import to_numpy
+    from benchmarks.kernels.tensors import to_numpy
 
     problem = inputs.problem
     plan = problem.plan
@@ -79,8 +79,8 @@ def right_outputs(operation, inputs):
 def test_right_results_pass_and_one_wrong_element_does_not(case, operation):
     import torch
 
-    from paddle_moe_ops.bench.check import difference
-    from paddle_moe_ops.bench.tensors import TensorInputs
+    from benchmarks.kernels.check import difference
+    from benchmarks.kernels.tensors import TensorInputs
 
     inputs = TensorInputs(make_problem(case), "cuda")
     outputs = right_outputs(operation, inputs)
@@ -108,8 +108,8 @@ def test_right_results_pass_and_one_wrong_element_does_not(case, operation):
 
 
 def test_poisoned_outputs_do_not_pass():
-    from paddle_moe_ops.bench.check import difference, poison
-    from paddle_moe_ops.bench.tensors import TensorInputs
+    from benchmarks.kernels.check import difference, poison
+    from benchmarks.kernels.tensors import TensorInputs
 
     inputs = TensorInputs(make_problem(CASES[0]), "cuda")
     for operation in OPERATIONS:

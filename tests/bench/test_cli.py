@@ -8,9 +8,9 @@ import json
 
 import pytest
 
-from paddle_moe_ops.bench import cli
-from paddle_moe_ops.bench.results import load_run
-from tests.packaging.subprocesses import run_command
+from benchmarks.kernels import cli
+from benchmarks.kernels.results import load_run
+from tests.packaging.subprocesses import run_module
 
 from .fake_device import FakeDevice, implementation
 
@@ -37,7 +37,7 @@ def test_a_run_writes_the_machine_and_its_rows(bench, tmp_path, capsys):
     assert machine["machine"] is True
     assert machine["gpu"] == "Imagined GPU"
     assert machine["copy_gbps"] == 1000.0
-    assert machine["command"].startswith("python -m paddle_moe_ops bench --device cuda --shapes 40,3,7,16")
+    assert machine["command"].startswith("python -m benchmarks.kernels --device cuda --shapes 40,3,7,16")
     assert {"commit", "date", "python", "cpu", "set", "device"} <= set(machine)
     (row,) = load_run(path).rows
     assert (row.impl, row.us, row.samples) == ("core", 10.0, 10)
@@ -90,14 +90,14 @@ def test_bad_arguments_are_named(bench, capsys, arguments, text):
     assert capsys.readouterr().err == f"bench: {text}\n"
 
 
-def test_the_command_belongs_to_the_package():
-    done = run_command("bench", "--device", "cuda", "--set", "targets", "--list")
+def test_the_benchmark_is_a_module_of_the_checkout():
+    done = run_module("benchmarks.kernels", "--device", "cuda", "--set", "targets", "--list")
     assert done.returncode == 0, done.stderr
     assert "paddle-production" in done.stdout
 
 
 def test_without_pytorch_the_gpu_side_says_what_is_missing():
-    done = run_command("bench", "--device", "cuda", missing=["torch"])
+    done = run_module("benchmarks.kernels", "--device", "cuda", missing=["torch"])
     assert done.returncode == 2
     assert "bench: --device cuda needs PyTorch" in done.stderr
     assert "Traceback" not in done.stderr

@@ -9,14 +9,15 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.kernels import cli, cpu
+from benchmarks.kernels.cpu_arrays import ArrayInputs, empty
+from benchmarks.kernels.device import Unsupported
+from benchmarks.kernels.problem import make_problem
+from benchmarks.kernels.results import load_run
+from benchmarks.kernels.shapes import OPERATIONS, Case, Operation, Shape
 from paddle_moe_ops import reference
-from paddle_moe_ops.bench import cli, cpu
-from paddle_moe_ops.bench.cpu_arrays import ArrayInputs, empty
-from paddle_moe_ops.bench.device import Unsupported
-from paddle_moe_ops.bench.problem import make_problem
-from paddle_moe_ops.bench.results import load_run
-from paddle_moe_ops.bench.shapes import OPERATIONS, Case, Operation, Shape
-from tests.core.conftest import LIBRARY
+
+from ..core.conftest import LIBRARY
 
 # Memory of the host, and the core's library for it.
 pytestmark = pytest.mark.cpu_only

@@ -7,17 +7,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_moe_ops.bench import cpu, cpu_arrays, cpu_check
-from paddle_moe_ops.bench.cpu_arrays import ArrayInputs
-from paddle_moe_ops.bench.cpu_core import core_implementation
-from paddle_moe_ops.bench.device import BFLOAT16_SUMS, BITS, FLOAT32_SUMS
-from paddle_moe_ops.bench.problem import make_problem
-from paddle_moe_ops.bench.run import Runner, Settings
-from paddle_moe_ops.bench.shapes import OPERATIONS, Case, Operation, Shape
-from paddle_moe_ops.testing.core import Core
+from benchmarks.kernels import cpu, cpu_arrays, cpu_check
+from benchmarks.kernels.cpu_arrays import ArrayInputs
+from benchmarks.kernels.cpu_core import core_implementation
+from benchmarks.kernels.device import BFLOAT16_SUMS, BITS, FLOAT32_SUMS
+from benchmarks.kernels.problem import make_problem
+from benchmarks.kernels.run import Runner, Settings
+from benchmarks.kernels.shapes import OPERATIONS, Case, Operation, Shape
 from paddle_moe_ops.testing.tolerances import dot_chain, dtype_tols, score_tols
-from tests.core.conftest import LIBRARY
 
+from ..core.binding import Core
+from ..core.conftest import LIBRARY
 from .fake_device import CheckingDevice, places, spoilt
 
 # Memory of the host, and the core's library for it.

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_moe_ops.bench.model import Kind, minimum_bytes, probe_work
-from paddle_moe_ops.bench.problem import make_problem
-from paddle_moe_ops.bench.shapes import OPERATIONS, Case, Operation, Shape
+from benchmarks.kernels.model import Kind, minimum_bytes, probe_work
+from benchmarks.kernels.problem import make_problem
+from benchmarks.kernels.shapes import OPERATIONS, Case, Operation, Shape
 
 T, K, E, H = 50, 4, 9, 256
 SHAPE = Shape("s", T, K, E, H)

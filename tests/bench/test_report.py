@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from paddle_moe_ops.bench import report
-from paddle_moe_ops.bench.results import load_run, write_line
+from benchmarks.kernels import report
+from benchmarks.kernels.results import load_run, write_line
 
 from .test_targets import ROW
 
@@ -24,7 +24,7 @@ MACHINE = {
     "floor_one_launch_us": 3.25,
     "commit": "abc123",
     "date": "2026-01-02 03:04 UTC",
-    "command": "python -m paddle_moe_ops bench",
+    "command": "python -m benchmarks.kernels",
 }
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_moe_ops.bench.device import Body, Implementation, Unsupported
-from paddle_moe_ops.bench.model import minimum_bytes
-from paddle_moe_ops.bench.problem import make_problem
-from paddle_moe_ops.bench.run import Runner, Settings
-from paddle_moe_ops.bench.shapes import SHAPES, Case, Operation, Shape
+from benchmarks.kernels.device import Body, Implementation, Unsupported
+from benchmarks.kernels.model import minimum_bytes
+from benchmarks.kernels.problem import make_problem
+from benchmarks.kernels.run import Runner, Settings
+from benchmarks.kernels.shapes import SHAPES, Case, Operation, Shape
 
 from .fake_device import COPY_GBPS, FakeDevice, implementation
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_moe_ops.bench.problem import make_problem
-from paddle_moe_ops.bench.shapes import OPERATIONS, SETS, Case, Shape, cases_of, select_operations
+from benchmarks.kernels.problem import make_problem
+from benchmarks.kernels.shapes import OPERATIONS, SETS, Case, Shape, cases_of, select_operations
 
 
 def test_targets_are_the_shapes_that_targets_are_set_for():

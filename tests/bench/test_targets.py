@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from paddle_moe_ops.bench.problem import make_problem
-from paddle_moe_ops.bench.published import PUBLISHED
-from paddle_moe_ops.bench.run import empty_row
-from paddle_moe_ops.bench.shapes import OPERATIONS, SHAPES, Case, Operation
-from paddle_moe_ops.bench.targets import PUBLIC, TARGETS, Target, judge, verdict_cells
+from benchmarks.kernels.problem import make_problem
+from benchmarks.kernels.published import PUBLISHED
+from benchmarks.kernels.run import empty_row
+from benchmarks.kernels.shapes import OPERATIONS, SHAPES, Case, Operation
+from benchmarks.kernels.targets import PUBLIC, TARGETS, Target, judge, verdict_cells
 
 ROW = replace(
     empty_row(Operation("unpermute", "weighted"), make_problem(Case(SHAPES["tileops-32"], "uniform"))),

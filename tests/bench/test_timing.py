@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from paddle_moe_ops.bench.timing import stats_of
+from benchmarks.kernels.timing import stats_of
 
 
 def test_median_and_quantiles_of_known_samples():

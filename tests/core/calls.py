@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing import core as ctypes_core
-from paddle_moe_ops.testing.core import Check, Core, Fill, ScaleLayout
-from paddle_moe_ops.testing.core_topk import topk_backward_params, topk_params
 
 from ..routers import Router
+from . import binding as ctypes_core
+from .binding import Check, Core, Fill, ScaleLayout
 from .cases import Problem
 from .guards import guarded_outputs, is_poison
+from .topk_binding import topk_backward_params, topk_params
 
 ROUTE_OUTPUTS = (
     "slot_to_row",

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import CoreError
 from paddle_moe_ops.testing.routing import GENERATORS
 
 from ..params import Shape
 from ..reference.cases import assert_same_bits
+from .binding import CoreError
 
 # Derandomised, so that a red run stays red.
 EXAMPLES = settings(max_examples=60, derandomize=True)

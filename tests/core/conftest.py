@@ -18,7 +18,7 @@ import pytest
 from tests.bare_package import ROOT, without_paddle
 
 if TYPE_CHECKING:
-    from paddle_moe_ops.testing.core import Core
+    from .binding import Core
 
 CHOSEN_LIBRARY = os.environ.get("PMO_CORE_LIBRARY")
 LIBRARY = Path(CHOSEN_LIBRARY or ROOT / "build" / "core" / "libpmo_core.so")
@@ -28,7 +28,7 @@ without_paddle(always=CHOSEN_LIBRARY is not None)
 
 @pytest.fixture(scope="session")
 def core(request: pytest.FixtureRequest) -> Core:
-    from paddle_moe_ops.testing.core import Core
+    from .binding import Core
 
     if not LIBRARY.is_file():
         pytest.fail(f"{LIBRARY} does not exist; `make core` builds it", pytrace=False)

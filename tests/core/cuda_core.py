@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paddle_moe_ops.testing.core import (
+from .binding import (
     NOWHERE,
     Check,
     CleanRowmapParams,
@@ -29,8 +29,8 @@ from paddle_moe_ops.testing.core import (
     RowmapFindings,
     SortChunksParams,
 )
-from paddle_moe_ops.testing.core_cuda import CudaEntries
-from paddle_moe_ops.testing.core_structs import TopkParams
+from .cuda_entries import CudaEntries
+from .structs import TopkParams
 
 # Read on the host by the reports, never by a kernel.
 HOST_ARRAYS = ("expected_per_expert",)

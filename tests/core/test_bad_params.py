@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops import _env
-from paddle_moe_ops.testing import core as ctypes_core
-from paddle_moe_ops.testing.core import (
+
+from . import binding as ctypes_core
+from .binding import (
     DTYPES,
     OPERATORS,
     Core,
@@ -24,7 +25,6 @@ from paddle_moe_ops.testing.core import (
     RowmapFindings,
     Status,
 )
-
 from .guards import guarded_outputs, is_poison
 from .valid_params import VALID
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from paddle_moe_ops import _env
-from paddle_moe_ops.testing.core import Core
 
 from . import cpu_isas, workload
+from .binding import Core
 from .conftest import LIBRARY
 
 pytestmark = pytest.mark.cpu_only

@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core, Params, PermuteParams, RouteParams, UnpermuteParams
 from paddle_moe_ops.testing.routing import all_to_one, uniform
 
 from ..reference.cases import assert_same_bits, ordinary_floats
+from .binding import Core, Params, PermuteParams, RouteParams, UnpermuteParams
 
 pytestmark = pytest.mark.cuda_only
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paddle_moe_ops.testing.core import QuantizeParams
-
+from .binding import QuantizeParams
 from .cases import EXAMPLES
 from .compiling import CSRC, compile_cpp
 

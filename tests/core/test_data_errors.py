@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import (
+
+from . import calls
+from .binding import (
     NOWHERE,
     Check,
     Core,
@@ -23,8 +25,6 @@ from paddle_moe_ops.testing.core import (
     Status,
     route_params,
 )
-
-from . import calls
 from .cases import (
     CHUNKED,
     EXAMPLES,

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paddle_moe_ops.testing import core as ctypes_core
-from paddle_moe_ops.testing.core import Core
-
+from . import binding as ctypes_core
+from .binding import Core
 from .guards import guarded_outputs
 
 EXPERTS = 3

@@ -15,11 +15,11 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core, Params, quantize_params, unpermute_backward_params, unpermute_params
 
 from ..params import SUM_DTYPES
 from ..reference.cases import assert_same_bits, ordinary_floats
 from . import calls
+from .binding import Core, Params, quantize_params, unpermute_backward_params, unpermute_params
 from .cases import DENSE, make_plan
 from .compiling import compile_cpp
 from .guards import guarded_outputs

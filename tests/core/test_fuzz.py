@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paddle_moe_ops.testing import core as ctypes_core
-from paddle_moe_ops.testing.core import Core, CoreError, Params, Status
-from paddle_moe_ops.testing.core_structs import TopkBackwardParams, TopkParams
-
+from . import binding as ctypes_core
+from .binding import Core, CoreError, Params, Status
 from .guards import MakeOutput, guarded_outputs
+from .structs import TopkBackwardParams, TopkParams
 
 INVALID_SIZES = (-1, -(2**31), -(2**63), 2**31, 2**40, 2**62, 2**63 - 1)
 ODD_INTS = (-(2**31), -7, -2, 2**31 - 1)

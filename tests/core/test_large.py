@@ -14,7 +14,9 @@ import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import (
+
+from ..reference.cases import assert_same_bits, ordinary_floats
+from .binding import (
     Core,
     Fill,
     permute_params,
@@ -23,8 +25,6 @@ from paddle_moe_ops.testing.core import (
     unpermute_backward_params,
     unpermute_params,
 )
-
-from ..reference.cases import assert_same_bits, ordinary_floats
 from .guards import guarded_outputs
 
 # Sparse memory cannot be mirrored on a GPU.

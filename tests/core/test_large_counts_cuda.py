@@ -8,9 +8,8 @@ import ctypes
 
 import pytest
 
-from paddle_moe_ops.testing.core import Core, PermuteParams, RouteParams, UnpermuteBackwardParams
-from paddle_moe_ops.testing.core_structs import Params
-
+from .binding import Core, PermuteParams, RouteParams, UnpermuteBackwardParams
+from .structs import Params
 from .test_large_cuda import run
 
 # Slow for a sanitizer; a GPU takes seconds.

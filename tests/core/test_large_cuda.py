@@ -8,7 +8,7 @@ import ctypes
 
 import pytest
 
-from paddle_moe_ops.testing.core import (
+from .binding import (
     Core,
     Params,
     PermuteParams,

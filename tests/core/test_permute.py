@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core, Fill, permute_params
 
 from ..params import ROW_DTYPES, Shape
 from ..reference.cases import assert_same_bits, floats_of_every_kind
 from . import calls
+from .binding import Core, Fill, permute_params
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_ids, make_plan, make_problem, problems
 from .guards import at_odd_address, guarded_outputs, is_poison, with_row_gaps
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core, CoreError, Fill, QuantizeParams, ScaleLayout
 
 from ..params import SUM_DTYPES, Shape
 from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
 from . import calls
+from .binding import Core, CoreError, Fill, QuantizeParams, ScaleLayout
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_ids, make_plan, make_problem, problems
 from .guards import at_odd_address, is_poison, with_row_gaps
 

@@ -8,9 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_moe_ops.testing.core import Core, ScaleLayout
-
 from . import calls
+from .binding import Core, ScaleLayout
 
 ROWS, HIDDEN = 13, 640
 

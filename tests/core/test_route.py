@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike
 
-from paddle_moe_ops.testing.core import Core
-
 from ..params import Shape
 from . import calls
+from .binding import Core
 from .cases import (
     BUFFERS,
     CHUNKED,

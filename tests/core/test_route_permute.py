@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core, CoreError, Fill, permute_params, route_params
 
 from ..params import ROW_DTYPES, Shape
 from ..reference.cases import assert_same_bits, floats_of_every_kind
 from . import calls
+from .binding import Core, CoreError, Fill, permute_params, route_params
 from .cases import (
     BUFFERS,
     CHUNKED,

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Check, Core, CoreError
 
 from ..params import Shape
 from ..reference.cases import assert_same_bits
 from . import calls
+from .binding import Check, Core, CoreError
 from .cases import EXAMPLES, INT32, SHAPES, Problem, make_ids, make_mask, make_problem, problems
 from .test_rowmap import spoil
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import NOWHERE, Check, Core, CoreError, RowmapFindings, Status, clean_rowmap_params
 
 from ..params import Shape
 from ..reference.cases import assert_same_bits
 from . import calls
+from .binding import NOWHERE, Check, Core, CoreError, RowmapFindings, Status, clean_rowmap_params
 from .cases import (
     EXAMPLES,
     INT32,

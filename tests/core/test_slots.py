@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core
 
 from ..params import Shape
 from ..reference.cases import assert_same_bits, assert_same_numbers
 from . import calls
+from .binding import Core
 from .cases import (
     EXAMPLES,
     SHAPES,

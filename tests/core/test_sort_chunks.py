@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Check, Core, CoreError, Status, sort_chunks_params
 
 from ..params import HIDDEN_SIZES, ROW_DTYPES
 from ..reference.cases import assert_same_bits
 from . import calls
+from .binding import Check, Core, CoreError, Status, sort_chunks_params
 from .cases import EXAMPLES
 from .guards import at_odd_address, guarded_outputs, with_row_gaps
 from .test_permute import dtype_name, random_bytes

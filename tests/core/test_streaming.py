@@ -15,17 +15,17 @@ import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import (
+
+from ..params import ROW_DTYPES, SUM_DTYPES
+from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
+from . import workload
+from .binding import (
     Core,
     permute_params,
     quantize_params,
     unpermute_backward_params,
     unpermute_params,
 )
-
-from ..params import ROW_DTYPES, SUM_DTYPES
-from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
-from . import workload
 from .cases import SMALL, make_plan
 from .compiling import CSRC, compile_cpp, row_kernel_objects, run_clean
 from .guards import GUARD, poison_byte

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core
 
 from ..reference.cases import assert_same_bits, assert_same_numbers
 from . import calls, workload
+from .binding import Core
 from .cases import SMALL, make_ids, make_problem
 from .conftest import CHOSEN_LIBRARY, LIBRARY
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core, CoreError
-from paddle_moe_ops.testing.core_structs import TopkBackwardParams, TopkParams
-from paddle_moe_ops.testing.core_topk import topk_backward_params, topk_params
 
 from ..params import SUM_DTYPES
 from ..reference.cases import assert_same_bits
 from ..routers import Router, deepseek_v3, routers
 from . import calls
+from .binding import Core, CoreError
 from .cases import EXAMPLES
 from .guards import guarded_outputs, with_row_gaps
+from .structs import TopkBackwardParams, TopkParams
+from .topk_binding import topk_backward_params, topk_params
 
 BY_DTYPE = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
 BY_ACTIVATION = pytest.mark.parametrize("use_sigmoid", [False, True], ids=["softmax", "sigmoid"])

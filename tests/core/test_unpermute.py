@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core
 
 from ..params import SUM_DTYPES, Shape
 from ..reference.cases import (
@@ -22,6 +21,7 @@ from ..reference.cases import (
     ordinary_floats,
 )
 from . import calls
+from .binding import Core
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_plan, make_probs, problems
 from .guards import at_odd_address, with_row_gaps
 

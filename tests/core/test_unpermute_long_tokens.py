@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core
 
 from ..reference.cases import assert_same_numbers, ordinary_floats
 from . import calls
+from .binding import Core
 from .cases import INT32
 
 # Many accesses, and fewer than four rows per token: on a GPU these are summed by tiles of tokens.

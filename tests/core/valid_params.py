@@ -10,14 +10,14 @@ import ml_dtypes
 import numpy as np
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing import core as ctypes_core
-from paddle_moe_ops.testing.core import Check, Core, Params
-from paddle_moe_ops.testing.core_topk import topk_backward_params, topk_params
 
 from ..params import Shape
 from ..reference.cases import ordinary_floats
+from . import binding as ctypes_core
+from .binding import Check, Core, Params
 from .cases import make_ids, make_mask, make_plan
 from .guards import MakeOutput
+from .topk_binding import topk_backward_params, topk_params
 
 SHAPE = Shape(5, 6, 4, 2, 2, "every field of every struct has something to point to")
 PLAN = make_plan("uniform", SHAPE, seed=1)

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.core import Core, ScaleLayout
 
 from ..params import Shape
 from ..reference.cases import floats_of_every_kind, ordinary_floats
 from ..routers import Router, deepseek_v3
 from . import calls
+from .binding import Core, ScaleLayout
 from .cases import Problem, make_ids, make_plan, make_problem, make_probs
 
 # A thread joins for each MiB that is moved, and routing is cut into chunks of 16384 slots.

@@ -57,8 +57,9 @@ def chosen_backend(request: pytest.FixtureRequest) -> Iterator[None]:
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CPU tensors count as tensors on a GPU whose kernels are interpreted."""
     os.environ["TRITON_INTERPRET"] = "1"  # for good: a kernel is what it was when its module was imported
-    from paddle_moe_ops.testing.interpreter import NumpyDevice
     from paddle_moe_ops.triton import _runtime
+
+    from ..triton.interpreter import NumpyDevice
 
     class Interpreted(_runtime.PaddleDevice):
         def __init__(self):

@@ -36,7 +36,8 @@ from tests.ops.problems import backward, every_kind, make_problem, ordinary, ten
 from tests.ops.test_amp_recompute import ALL, FLOAT32, check_recompute, plan_and_verbs
 from tests.params import FLOAT8_DTYPES, SUM_DTYPES
 from tests.routers import deepseek_v3
-from tests.triton.problems import halfway
+
+from ..triton.problems import halfway
 
 pytestmark = pytest.mark.cpu_only
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import paddle_moe_ops
 
+ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("OMP_NUM_THREADS",)
 
 
@@ -43,6 +44,12 @@ def copy_without_library(folder: Path) -> None:
     """Copies the package into `folder` as it is before it is built; a process started there imports the copy."""
     package = Path(paddle_moe_ops.__file__).parent
     shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("_C*", "_build_info.json"))
+
+
+def run_module(module: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -m`` with a module and these arguments; `options` as in `run_python`."""
+    code = f"import runpy, sys\nsys.path.insert(0, {str(ROOT)!r})\nsys.argv[1:] = {list(arguments)!r}\n"
+    return run_python(code + f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)", **options)
 
 
 def run_command(*arguments: str, **options) -> subprocess.CompletedProcess[str]:

@@ -29,7 +29,7 @@ LAYERS = (
 # May be imported from anywhere and import no layer.
 HELPERS = {"_build_check", "_env", "_graphs", "_version"}
 # Programs that stand on top of everything; no layer imports them.
-TOOLS = {"__init__", "__main__", "_report", "bench", "demo", "testing"}
+TOOLS = {"__init__", "__main__", "_report", "testing"}
 
 
 def python_modules() -> dict[str, Path]:

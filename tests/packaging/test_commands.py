@@ -87,7 +87,7 @@ def test_env_works_without(missing):
         assert "compiled library            does not load: " in text.stdout
 
 
-@pytest.mark.parametrize("command", ["selftest", "demo", "explain"])
+@pytest.mark.parametrize("command", ["selftest", "explain"])
 def test_commands_that_need_paddle_say_so_first_and_fail(command, tmp_path):
     done = run_command(command, missing=["paddle"], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
@@ -96,14 +96,9 @@ def test_commands_that_need_paddle_say_so_first_and_fail(command, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-BENCH_LIST = ("bench", "--device", "cpu", "--list")
-
-
-@pytest.mark.parametrize(
-    "command", [("selftest",), ("demo",), ("explain",), BENCH_LIST, ("bench", "--help")], ids=" ".join
-)
+@pytest.mark.parametrize("command", ["selftest", "explain"])
 def test_commands_name_a_missing_dependency_and_fail(command, tmp_path):
-    done = run_command(*command, missing=["ml_dtypes"], cwd=tmp_path)
+    done = run_command(command, missing=["ml_dtypes"], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     *warnings_of_paddle, line = done.stderr.splitlines()
     assert line.startswith("paddle_moe_ops needs ml_dtypes, which cannot be imported (")
@@ -112,24 +107,10 @@ def test_commands_name_a_missing_dependency_and_fail(command, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("missing", [("numpy",), ("numpy", "paddle"), OPTIONAL], ids=", ".join)
-def test_bench_names_the_missing_numpy_first_and_fails(missing):
-    done = run_command(*BENCH_LIST, missing=missing)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("paddle_moe_ops needs numpy, which cannot be imported (")
-    assert done.stderr.count("\n") == 1
-
-
-def test_bench_lists_its_cases_without_paddle():
-    done = run_command(*BENCH_LIST, missing=["paddle"])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == run_command(*BENCH_LIST).stdout
-
-
 OLD_PADDLE = "import paddle\npaddle.version.full_version = '3.1.1'\nfrom paddle_moe_ops.__main__ import main\n"
 
 
-@pytest.mark.parametrize("command", ["selftest", "demo", "explain", "env"])
+@pytest.mark.parametrize("command", ["selftest", "explain", "env"])
 def test_commands_name_an_old_paddle_first(command, tmp_path):
     done = run_python(OLD_PADDLE + f"sys.exit(main([{command!r}]))", cwd=tmp_path)
     text = "paddle_moe_ops needs PaddlePaddle 3.2 or 3.3, but 3.1.1 is installed: "
@@ -210,12 +191,6 @@ def test_explain_refuses_an_unknown_operator():
     assert done.returncode == 2
     assert "moe_permutate" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_demo_gets_its_own_options():
-    done = run_command("demo", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--steps" in done.stdout
 
 
 def test_unknown_command_is_refused():

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m paddle_moe_ops demo``: a small run ends well, and bad values are named."""
+"""``python -m examples.demo``: a small run ends well, and bad values are named."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from paddle_moe_ops.demo import main
-from tests.packaging.subprocesses import run_command
+from examples.demo import main
+from tests.packaging.subprocesses import run_module
 
 SMALL = ("--hidden", "64", "--experts", "4", "--layers", "2")
 
@@ -19,7 +19,7 @@ SMALL = ("--hidden", "64", "--experts", "4", "--layers", "2")
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "new" / "out"
-    done = run_command("demo", "--steps", "3", *SMALL, "--out", str(out))
+    done = run_module("examples.demo", "--steps", "3", *SMALL, "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, out
 
@@ -54,7 +54,7 @@ def test_small_run_draws_the_picture(small_run):
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_the_status_of_the_run_is_that_of_the_command(status, monkeypatch, tmp_path):
-    monkeypatch.setattr("paddle_moe_ops.demo.run.run", lambda options: status)
+    monkeypatch.setattr("examples.demo.run.run", lambda options: status)
     assert main(["--out", str(tmp_path)]) == status
 
 
@@ -98,6 +98,6 @@ def test_output_that_is_a_file_is_named(capsys, tmp_path):
 
 
 def test_command_ends_with_status_two_for_a_bad_value():
-    done = run_command("demo", "--topk", "20", "--experts", "8")
+    done = run_module("examples.demo", "--topk", "20", "--experts", "8")
     assert done.returncode == 2
     assert "argument --topk: must be at most 8 experts, but got 20" in done.stderr

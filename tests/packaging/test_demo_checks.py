@@ -11,9 +11,9 @@ import numpy as np
 import paddle
 import pytest
 
+from examples.demo import checks, data, plot, run, training
+from examples.demo.model import Decoder, ModelConfig
 from paddle_moe_ops import moe_permute, moe_unpermute
-from paddle_moe_ops.demo import checks, data, plot, run, training
-from paddle_moe_ops.demo.model import Decoder, ModelConfig
 from paddle_moe_ops.nn import MoELayer
 
 CONFIG = ModelConfig(hidden=64, layers=2, experts=4, topk=2, context=16)

@@ -10,8 +10,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops.demo import data, training
-from paddle_moe_ops.demo.model import Decoder, ModelConfig
+from examples.demo import data, training
+from examples.demo.model import Decoder, ModelConfig
 
 CONFIG = ModelConfig(hidden=64, layers=3, experts=4, topk=2, context=16)
 TEXT = np.random.default_rng(1).integers(0, 256, 500).astype(np.uint8)

@@ -20,7 +20,7 @@ from .modes import dygraph
 from .test_trained_routers import ARRAYS, PROGRAMS
 
 # Modules without public functions, by the first part of their names or in full.
-INTERNAL = {"backends", "bench", "demo", "masked.shared", "reference", "rowmaps", "testing", "triton"}
+INTERNAL = {"backends", "masked.shared", "reference", "rowmaps", "testing", "triton"}
 
 
 def public_modules() -> Iterator[Any]:

@@ -21,7 +21,6 @@ from tests.bare_package import without_paddle
 
 without_paddle(always=True)
 
-from paddle_moe_ops.testing.interpreter import NumpyArray, NumpyDevice  # noqa: E402
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward  # noqa: E402
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config  # noqa: E402
 from paddle_moe_ops.triton.permute import permute  # noqa: E402
@@ -33,6 +32,8 @@ from paddle_moe_ops.triton.topk import topk as choose_experts  # noqa: E402
 from paddle_moe_ops.triton.topk import topk_backward  # noqa: E402
 from paddle_moe_ops.triton.unpermute import unpermute  # noqa: E402
 from paddle_moe_ops.triton.unpermute_backward import unpermute_backward  # noqa: E402
+
+from .interpreter import NumpyArray, NumpyDevice  # noqa: E402
 
 # The oldest generation that is promised, and the first one with tensor descriptors.
 OLDEST, HOPPER = 80, 90

@@ -25,6 +25,6 @@ def gpu(request: pytest.FixtureRequest):
         from .torch_arrays import TorchArrays
 
         return TorchArrays()
-    from paddle_moe_ops.testing.interpreter import NumpyDevice
+    from .interpreter import NumpyDevice
 
     return NumpyDevice()

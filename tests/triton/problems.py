@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.interpreter import NumpyDevice
 from paddle_moe_ops.testing.routing import GENERATORS, random_probs
 from tests.params import (
     EMPTY,
@@ -26,6 +25,8 @@ from tests.params import (
     Shape,
 )
 from tests.reference.cases import floats_of_every_kind, ordinary_floats
+
+from .interpreter import NumpyDevice
 
 ROW_SHAPES = (EMPTY, ONE_TOKEN, ONE_COLUMN, UNALIGNED, MORE_SLOTS_THAN_EXPERTS)
 LONG_ROW_SHAPES = (ODD, PADDED, MANY_SLOTS, WIDE)

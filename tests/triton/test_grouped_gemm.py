@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.testing.interpreter import NumpyDevice
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
 from paddle_moe_ops.triton import grouped_gemm as launchers
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
 from tests.reference.cases import assert_same_bits
 
+from .interpreter import NumpyDevice
 from .problems import halfway, ordinary
 
 HALVES = pytest.mark.parametrize(

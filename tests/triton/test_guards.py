@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_moe_ops.testing.interpreter import NumpyArray, NumpyDevice
+from .interpreter import NumpyArray, NumpyDevice
 
 # Memory of the host.
 pytestmark = pytest.mark.cpu_only

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paddle_moe_ops.bench.torch_device import TorchDevice
-from paddle_moe_ops.testing.interpreter import DTYPES
+from benchmarks.kernels.torch_device import TorchDevice
+
+from .interpreter import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _POISON = 0xA5

@@ -149,7 +149,7 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
 def bench_cpu(extra: list[str]) -> int:
     """The benchmark of the CPU operators, on this machine's cores; `extra` are its options."""
     install_library(RIG)
-    command = [sys.executable, "-m", "paddle_moe_ops", "bench", "--device", "cpu"]
+    command = [sys.executable, "-m", "benchmarks.kernels", "--device", "cpu"]
     command += ["--core-library", str(RIG / "libpmo_core.so"), "--commit", (RIG / "commit").read_text().strip()]
     env = dict(environment("ops"), CUDA_VISIBLE_DEVICES="")
     env.pop("CUSTOM_DEVICE_ROOT")

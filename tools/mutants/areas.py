@@ -44,11 +44,11 @@ AREAS = {
         ),
     ),
     "demo": Area(
-        tuple(f"paddle_moe_ops/demo/{name}.py" for name in ("checks", "run", "training")),
+        tuple(f"examples/demo/{name}.py" for name in ("checks", "run", "training")),
         ("tests/packaging/test_demo*.py",),
     ),
     "bench": Area(
-        tuple(f"paddle_moe_ops/bench/{name}.py" for name in ("cpu_check", "cpu_arrays", "cpu", "run")),
+        tuple(f"benchmarks/kernels/{name}.py" for name in ("cpu_check", "cpu_arrays", "cpu", "run")),
         ("tests/bench/test_*.py",),
     ),
     "backends": Area(("paddle_moe_ops/backends/*.py",), _OPERATORS),
@@ -64,11 +64,11 @@ AREAS = {
 # Faults that make no wrong program: path, kind, what is in the lines before the change (regular expressions), and
 # the reason.
 EQUIVALENT = (
-    (r"bench/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "what is around a time"),
-    (r"bench/cpu\.py", "", r"needed > left|needed / 1e9", "an estimate"),
-    (r"bench/cpu_arrays\.py", "", r"_WORKERS|_PERIOD|_CHUNK_ELEMENTS =", "sizes of pieces"),
-    (r"bench/cpu_arrays\.py", "", r"^    return problem\.case\.shape\.hidden \*", "an estimate"),
-    (r"bench/cpu_check\.py", "", r"expected = terms\.sum\(1\)", "its last bit is far below the tolerance"),
+    (r"kernels/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "what is around a time"),
+    (r"kernels/cpu\.py", "", r"needed > left|needed / 1e9", "an estimate"),
+    (r"kernels/cpu_arrays\.py", "", r"_WORKERS|_PERIOD|_CHUNK_ELEMENTS =", "sizes of pieces"),
+    (r"kernels/cpu_arrays\.py", "", r"^    return problem\.case\.shape\.hidden \*", "an estimate"),
+    (r"kernels/cpu_check\.py", "", r"expected = terms\.sum\(1\)", "its last bit is far below the tolerance"),
     (r"demo/", "", r"_TOLERANCE\b", "a float does not equal its limit"),
     (r"demo/run\.py", "", r"Column\(|console=console|Console\(|f\"step ", "looks"),
     (r"demo/checks\.py", "arguments swapped", r"index_add\(", "Paddle takes PyTorch's order as well"),

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m paddle_moe_ops bench``: options, the result file, and what is printed."""
+"""``python -m benchmarks.kernels``: options, the result file, and what is printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._version import __version__
+from paddle_moe_ops._version import __version__
+
 from .device import Device, Implementation
 from .results import Row, write_line
 from .run import Runner, Settings
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[2:] if argv is None else argv
     # where files were on the machine that measured concerns no one
     named = [Path(each).name if "/" in each else each for each in given]
-    arguments.command = shlex.join(["python", "-m", "paddle_moe_ops", "bench", *named])
+    arguments.command = shlex.join(["python", "-m", "benchmarks.kernels", *named])
     try:
         operations = select_operations(arguments.ops)
         cases = cases_of(
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m paddle_moe_ops bench",
+        prog="python -m benchmarks.kernels",
         description="Times operators after checking their results; exit status 1 if a result is wrong.",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
@@ -180,7 +181,7 @@ def _measure(
 
 def _environment(arguments: argparse.Namespace) -> dict[str, Any]:
     """What every machine line holds, whatever the device."""
-    from .. import _report
+    from paddle_moe_ops import _report
 
     return {
         "device": arguments.device,

@@ -10,8 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import reference
-from ..testing.routing import GENERATORS, expert_parallel_sparse, random_probs
+from paddle_moe_ops import reference
+from paddle_moe_ops.testing.routing import GENERATORS, expert_parallel_sparse, random_probs
+
 from .shapes import Case
 
 __all__ = ["SCALE_GROUP", "Problem", "make_problem"]

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m paddle_moe_ops demo``: train a small MoE language model on real text and check what it did."""
+"""``python -m examples.demo``: train a small MoE language model on real text and check what it did."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo.
 
     Args:
-        argv: Command line after ``demo``; None for that of the process.
+        argv: Options; None for that of the process.
 
     Returns:
         int: 0 when the held-out loss fell and the checks passed, else 1. A bad argument exits with 2.
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m paddle_moe_ops demo",
+        prog="python -m examples.demo",
         description="Train a small ERNIE-type MoE language model on the source of Python's standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/performance.md and its pictures from result files; no figure in them is written by hand.
 
-python -m paddle_moe_ops.bench.report --results benchmarks/results --docs docs
+python -m benchmarks.kernels.report --results benchmarks/results --docs docs
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import ctypes
 import os
 from typing import Any
 
-from .core import OPERATORS, Core
+from .binding import OPERATORS, Core
 
 __all__ = ["CudaEntries"]
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Params of the core's router, filled from arrays as in `paddle_moe_ops.testing.core`."""
+"""Params of the core's router, filled from arrays as in `tests.core.binding`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from .core_structs import DTYPES, TopkBackwardParams, TopkParams, row_stride
+from .structs import DTYPES, TopkBackwardParams, TopkParams, row_stride
 
 __all__ = ["topk_backward_params", "topk_params"]
 

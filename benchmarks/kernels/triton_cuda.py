@@ -9,14 +9,15 @@ from collections.abc import Callable
 
 import torch
 
-from ..triton.permute import permute
-from ..triton.quantize import quantize
-from ..triton.route import Routing, route
-from ..triton.rowmap import clean_rowmap, gather_slots
-from ..triton.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
-from ..triton.topk import topk
-from ..triton.unpermute import unpermute
-from ..triton.unpermute_backward import unpermute_backward
+from paddle_moe_ops.triton.permute import permute
+from paddle_moe_ops.triton.quantize import quantize
+from paddle_moe_ops.triton.route import Routing, route
+from paddle_moe_ops.triton.rowmap import clean_rowmap, gather_slots
+from paddle_moe_ops.triton.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
+from paddle_moe_ops.triton.topk import topk
+from paddle_moe_ops.triton.unpermute import unpermute
+from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
+
 from .device import Body, Implementation, Outputs
 from .shapes import Operation
 from .targets import TRITON

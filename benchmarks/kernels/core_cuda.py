@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ..testing.core import (
+from tests.core.binding import (
     DTYPES,
     CleanRowmapParams,
     Fill,
@@ -27,8 +27,9 @@ from ..testing.core import (
     UnpermuteBackwardParams,
     UnpermuteParams,
 )
-from ..testing.core_cuda import CudaEntries
-from ..testing.core_structs import TopkParams
+from tests.core.cuda_entries import CudaEntries
+from tests.core.structs import TopkParams
+
 from .device import Body, Implementation, Outputs, Unsupported
 from .shapes import Operation
 from .tensors import TensorInputs, to_numpy

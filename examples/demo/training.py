@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import paddle
 
-from .. import _env
+from paddle_moe_ops import _env
+
 from .data import even_windows, random_windows
 from .model import Decoder
 

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..triton.launching import ITEM_BYTES
+from paddle_moe_ops.triton.launching import ITEM_BYTES
 
 __all__ = ["DTYPES", "NumpyArray", "NumpyDevice"]
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m paddle_moe_ops bench``: how fast the operators are, beside others and beside what memory allows.
+"""``python -m benchmarks.kernels``: how fast the operators are, beside others and beside what memory allows.
 
 `shapes` says what is measured, `problem` routes it with the oracle, `run` checks and times, `model` knows the bytes
 that must move, `results` keeps JSON lines, `targets` and `report` read them. `device` is what a device must offer;

@@ -7,8 +7,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..reference.quantization import COLUMN_ALIGNMENT
-from ..testing.tolerances import Tolerance, dot_chain, dtype_tols, score_tols
+from paddle_moe_ops.reference.quantization import COLUMN_ALIGNMENT
+from paddle_moe_ops.testing.tolerances import Tolerance, dot_chain, dtype_tols, score_tols
+
 from .cpu_arrays import BFLOAT16, ArrayInputs, chunks
 from .device import BFLOAT16_SUMS, BITS, Outputs
 from .shapes import Operation

@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..testing.routing import GENERATORS
+from paddle_moe_ops.testing.routing import GENERATORS
 
 __all__ = ["OPERATIONS", "SETS", "SHAPES", "Case", "Operation", "Shape", "cases_of", "select_operations"]
 

@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..reference.permutation import sum_rows, sum_rows_backward
-from ..reference.quantization import quantize_1x128
+from paddle_moe_ops.reference.permutation import sum_rows, sum_rows_backward
+from paddle_moe_ops.reference.quantization import quantize_1x128
+
 from .problem import SCALE_GROUP, Problem
 
 __all__ = ["BFLOAT16", "FLOAT8", "ArrayInputs", "chunks", "empty", "memory_available", "memory_needed"]

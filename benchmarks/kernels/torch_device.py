@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..triton.handles import Handles
+from paddle_moe_ops.triton.handles import Handles
 
 __all__ = ["TorchDevice", "gpu_facts"]
 

@@ -11,7 +11,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from ..nn import MoELayer, SwiGLU
+from paddle_moe_ops.nn import MoELayer, SwiGLU
 
 MoEForward = Callable[[MoELayer, Tensor], Tensor]
 

@@ -13,8 +13,9 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-from ..functional import moe_permute, moe_unpermute
-from ..nn import MoELayer
+from paddle_moe_ops.functional import moe_permute, moe_unpermute
+from paddle_moe_ops.nn import MoELayer
+
 from .model import Decoder, MoEForward
 
 DENSE_TOLERANCE = 2e-5

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..testing.core import (
+from tests.core.binding import (
     Core,
     Fill,
     PermuteParams,
@@ -25,7 +25,8 @@ from ..testing.core import (
     unpermute_backward_params,
     unpermute_params,
 )
-from ..testing.core_topk import topk_params
+from tests.core.topk_binding import topk_params
+
 from .cpu_arrays import FLOAT8, ArrayInputs, empty
 from .device import Body, Implementation, Outputs
 from .shapes import Operation

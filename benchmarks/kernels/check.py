@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..reference.permutation import sum_rows, sum_rows_backward
-from ..reference.quantization import COLUMN_ALIGNMENT
-from ..testing.tolerances import Tolerance, dot_chain, dtype_tols, score_tols
+from paddle_moe_ops.reference.permutation import sum_rows, sum_rows_backward
+from paddle_moe_ops.reference.quantization import COLUMN_ALIGNMENT
+from paddle_moe_ops.testing.tolerances import Tolerance, dot_chain, dtype_tols, score_tols
+
 from .device import BFLOAT16_SUMS, BITS, Outputs
 from .shapes import Operation
 from .tensors import TensorInputs, to_numpy

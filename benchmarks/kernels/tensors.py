@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..reference.quantization import quantize_1x128
+from paddle_moe_ops.reference.quantization import quantize_1x128
+
 from .problem import SCALE_GROUP, Problem
 
 __all__ = ["TensorInputs", "to_numpy"]

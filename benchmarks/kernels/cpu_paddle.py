@@ -19,9 +19,9 @@ from paddle import Tensor
 from paddle.utils.dlpack import from_dlpack
 
 import paddle_moe_ops
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.routing import calculate_topk
 
-from ..backends.arrays import to_numpy
-from ..routing import calculate_topk
 from .cpu_arrays import BFLOAT16, FLOAT8, ArrayInputs
 from .device import BFLOAT16_SUMS, FLOAT32_SUMS, Body, Implementation, Outputs, Unsupported
 from .shapes import Operation

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import _env
-from ..testing.core import Core
+from paddle_moe_ops import _env
+from tests.core.binding import Core
+
 from . import cpu_check
 from .cpu_arrays import ArrayInputs, memory_available, memory_needed
 from .cpu_core import core_implementation, two_passes_implementation

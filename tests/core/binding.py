@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _env
-from .core_structs import (
+from paddle_moe_ops import _env
+
+from .structs import (
     DTYPES,
     NOWHERE,
     Check,

@@ -1,0 +1,9 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m benchmarks.kernels``, from the root of a checkout."""
+
+import sys
+
+from . import main
+
+sys.exit(main())
