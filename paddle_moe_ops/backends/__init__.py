@@ -252,7 +252,8 @@ def _choice_text(operator: str) -> str:
     backend = resolve(operator)
     name, requested = backend.name, _requested()
     if name in _dygraph_only:
-        return f"{name} in dygraph, {_candidates(operator, None, in_graph=True)[0]} in static graphs"
+        in_graphs = (each for each in _candidates(operator, None, in_graph=True) if _problem(each, None) is None)
+        return f"{name} in dygraph, {next(in_graphs, 'none')} in static graphs"
     if name == "compiled" and requested is None and compiled.gpus_without_kernels():
         on_triton = _load("triton").unavailable() is None
         return f"compiled; {'triton, in dygraph,' if on_triton else 'none'} on GPUs without compiled kernels"

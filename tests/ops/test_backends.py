@@ -210,6 +210,7 @@ def test_a_package_without_its_library_can_be_imported_and_used_on_request(tmp_p
         "ids = paddle.zeros([2, 1], dtype='int32')\n"
         "try:\n"
         "    ops.route(ids, num_experts=1)\n"
+        "    print(ops.explain('route').splitlines()[0])\n"
         "except RuntimeError as error:\n"
         "    print(error)\n"
         "with ops.use_backend('reference'):\n"
@@ -217,8 +218,11 @@ def test_a_package_without_its_library_can_be_imported_and_used_on_request(tmp_p
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    error, counts = done.stdout.splitlines()
-    assert error.startswith(f"route: no backend can run it here: compiled: {MISSING}; triton: ")
+    outcome, counts = done.stdout.splitlines()
+    if triton_unavailable():
+        assert outcome.startswith(f"route: no backend can run it here: compiled: {MISSING}; triton: ")
+    else:
+        assert outcome == "route: triton in dygraph, none in static graphs"
     assert counts == "[2]"
 
 
@@ -263,7 +267,15 @@ def test_explain_of_one_operator_follows_the_choice(operator, monkeypatch):
 def test_explain_says_why_a_backend_is_missing(without_library):
     text = explain("unpermute")
     assert f"backend compiled: unavailable: {MISSING}\n" in text
-    assert text.startswith("unpermute: none (unpermute: no backend can run it here: ")
+    missing = "none (unpermute: no backend can run it here: "
+    assert text.startswith(
+        f"unpermute: {missing if triton_unavailable() else 'triton in dygraph, none in static graphs'}"
+    )
+
+
+def test_explain_names_no_backend_for_static_graphs_where_only_triton_runs(without_library, monkeypatch):
+    monkeypatch.setattr(_load("triton"), "unavailable", lambda: None)
+    assert explain("unpermute").splitlines()[0] == "unpermute: triton in dygraph, none in static graphs"
 
 
 def test_explain_refuses_an_operator_that_does_not_exist():
