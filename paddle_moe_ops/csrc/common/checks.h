@@ -20,13 +20,6 @@ int check_clean_rowmap(const pmo_clean_rowmap_params& p);
 int check_make_row_id_map(const pmo_row_id_map_params& p);
 int check_read_row_id_map(const pmo_row_id_map_params& p);
 int check_slots(const pmo_slots_params& p);
-// A row of a row_id_map in a padded buffer; INT32_MAX, which no buffer has, where it would overflow.
-PMO_ANYWHERE inline int32_t padded_row(int32_t row, const int32_t* pad_offsets, int32_t expert) {
-  if (row < 0 || pad_offsets == nullptr) return row;
-  const int64_t padded = int64_t{row} + pad_offsets[expert];
-  return padded >= 0 && padded < INT32_MAX ? static_cast<int32_t>(padded) : INT32_MAX;
-}
-
 int check_permute(const pmo_permute_params& p);
 int check_route_permute(const pmo_route_params& route, const pmo_permute_params& permute);  // that the two agree
 int check_unpermute(const pmo_unpermute_params& p);

@@ -4,6 +4,7 @@
 // The checks of chunk sorting.
 #pragma once
 
+#include "common/arithmetic.h"
 #include "common/status.h"
 #include "pmo/sort_chunks.h"
 

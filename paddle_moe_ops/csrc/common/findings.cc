@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/findings.h"
+#include "common/padding.h"
 #include "common/status.h"
 #include "pmo/route.h"
 
@@ -42,7 +43,7 @@ int report_data(const pmo_route_params& p, const pmo_route_findings& found) {
 int report_counts(const pmo_route_params& p, const int32_t* routed_per_expert) {
   const int64_t alignment = p.padding_alignment;
   const auto is_right = [alignment](int64_t routed, int64_t given) {
-    return given == routed || given == (routed + alignment - 1) / alignment * alignment;
+    return given == routed || given == segment_rows(routed, alignment);
   };
   if ((p.checks & PMO_CHECK_COUNTS) == 0 || p.expected_per_expert == nullptr ||
       std::equal(routed_per_expert, routed_per_expert + p.num_experts, p.expected_per_expert, is_right)) {
@@ -63,15 +64,14 @@ std::string bad_id_text(int64_t num_experts, int64_t topk, int64_t slot, int64_t
 
 int report_overflow(const pmo_route_params& p, const int32_t* routed_per_expert) {
   if ((p.checks & PMO_CHECK_OVERFLOW) == 0) return PMO_OK;
-  int64_t row = 0;
   bool dropped = false;
-  for (int64_t expert = 0; expert < p.num_experts; ++expert) {
-    const int64_t end = row + routed_per_expert[expert];
-    dropped = dropped || (routed_per_expert[expert] > 0 && end > p.num_rows);
-    row = (end + p.padding_alignment - 1) / p.padding_alignment * p.padding_alignment;
-  }
+  const int64_t rows = each_segment(p.num_experts, p.padding_alignment, [&](int64_t expert, int64_t start) {
+    const int64_t routed = routed_per_expert[expert];
+    dropped = dropped || rows_inside(start, routed, p.num_rows) < routed;
+    return routed;
+  });
   if (!dropped) return PMO_OK;
-  return fail(PMO_INVALID_DATA, "buffer_size must be at least " + std::to_string(row) +
+  return fail(PMO_INVALID_DATA, "buffer_size must be at least " + std::to_string(rows) +
                                     ", the padded rows of this routing, but got " + std::to_string(p.num_rows));
 }
 
@@ -114,9 +114,5 @@ extern "C" int pmo_clean_rowmap_report(const pmo_clean_rowmap_params* params, co
 }
 
 extern "C" int64_t pmo_padded_rows(const int32_t* counts, int64_t num_experts, int64_t padding_alignment) {
-  int64_t rows = 0;
-  for (int64_t expert = 0; expert < num_experts; ++expert) {
-    rows += (counts[expert] + padding_alignment - 1) / padding_alignment * padding_alignment;
-  }
-  return rows;
+  return pmo::each_segment(num_experts, padding_alignment, [&](int64_t expert, int64_t) { return counts[expert]; });
 }

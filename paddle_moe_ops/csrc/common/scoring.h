@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/status.h"
+#include "common/arithmetic.h"
 
 namespace pmo {
 

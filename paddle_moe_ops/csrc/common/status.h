@@ -10,13 +10,6 @@
 
 #include "pmo/base.h"
 
-// For what hosts and GPUs compute alike.
-#ifdef __CUDACC__
-#define PMO_ANYWHERE __host__ __device__
-#else
-#define PMO_ANYWHERE
-#endif
-
 namespace pmo {
 
 // Maps hold int32 positions, so tokens, slots and rows stay below 2^31; with rows below 2^28 columns no size in bytes overflows.

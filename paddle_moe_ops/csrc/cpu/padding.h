@@ -8,14 +8,14 @@
 #include <cstring>
 #include <vector>
 
+#include "common/padding.h"
 #include "cpu/pool.h"
 #include "cpu/streaming.h"
 
 namespace pmo {
 namespace cpu {
 
-inline void zero_rows_without_token(char* rows, int64_t row_bytes, int64_t num_rows, const int32_t* row_to_token,
-                                    int32_t num_threads) {
+inline void zero_padding_rows(char* rows, int64_t row_bytes, int64_t num_rows, const int32_t* row_to_token, int32_t num_threads) {
   // The bytes are a guess from the mean share of padding; they only decide how many threads help.
   const int64_t bytes = num_rows * static_cast<int64_t>(sizeof(int32_t)) + num_rows / 8 * row_bytes;
   const bool streams = beyond_caches(num_rows * row_bytes);
@@ -23,7 +23,7 @@ inline void zero_rows_without_token(char* rows, int64_t row_bytes, int64_t num_r
   parallel_ranges(num_rows, bytes, num_threads, [&](int64_t begin, int64_t end) {
     const RowWriter writer(streams);
     for (int64_t row = begin; row < end; ++row) {
-      if (row_to_token[row] >= 0) continue;
+      if (!is_padding(row_to_token[row])) continue;
       char* target = rows + row * row_bytes;
       if (streams) {
         writer.copy(target, zeros.data(), row_bytes);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/padding.h"
 #include "common/scales.h"
 #include "common/status.h"
 #include "cpu/padding.h"
@@ -71,7 +72,7 @@ void zero_padding_columns(const pmo_quantize_params& p, const ScaleLayout& layou
     for (int64_t word = begin; word < end; ++word) {
       uint32_t* line = static_cast<uint32_t*>(p.scales) + word * layout.word_step;
       for (int64_t row = 0; has_map && row < p.num_rows; ++row) {
-        if (p.row_to_token[row] < 0) line[row] = 0;
+        if (is_padding(p.row_to_token[row])) line[row] = 0;
       }
       for (int64_t row = p.num_rows; row < layout.rows; ++row) line[row] = 0;
     }
@@ -87,14 +88,14 @@ int quantize(const pmo_quantize_params& p) {
   const bool streams = beyond_caches(bytes);
   parallel_ranges(p.num_tokens, bytes, p.num_threads,
                   [&](int64_t begin, int64_t end) { quantize_tokens(p, layout, begin, end, streams); });
-  if ((p.fill & PMO_FILL_ROWS) != 0 && has_row_map(p)) {
-    zero_rows_without_token(static_cast<char*>(p.codes), p.hidden, p.num_rows, p.row_to_token, p.num_threads);
+  if (fills(p, PMO_FILL_ROWS) && has_row_map(p)) {
+    zero_padding_rows(static_cast<char*>(p.codes), p.hidden, p.num_rows, p.row_to_token, p.num_threads);
   }
-  if ((p.fill & PMO_FILL_SCALES) == 0) return PMO_OK;
+  if (!fills(p, PMO_FILL_SCALES)) return PMO_OK;
   if (p.scale_layout == PMO_SCALES_BY_COLUMN) {
     zero_padding_columns(p, layout);
   } else if (has_row_map(p)) {
-    zero_rows_without_token(static_cast<char*>(p.scales), scale_bytes, p.num_rows, p.row_to_token, p.num_threads);
+    zero_padding_rows(static_cast<char*>(p.scales), scale_bytes, p.num_rows, p.row_to_token, p.num_threads);
   }
   return PMO_OK;
 }

@@ -19,6 +19,7 @@
 
 #include "common/checks.h"
 #include "common/findings.h"
+#include "common/padding.h"
 #include "common/status.h"
 #include "cpu/pool.h"
 
@@ -176,35 +177,27 @@ int count(const pmo_route_params& p) {
   return report_findings(p, first_findings(found), p.routed_per_expert);
 }
 
-// Writes what describes the padding rows [begin, end).
-void mark_padding(const pmo_route_params& p, int64_t begin, int64_t end) {
-  for (int32_t* map : {p.row_to_token, p.row_to_slot, p.row_to_expert}) {
-    if (map != nullptr) std::fill(map + begin, map + end, -1);
-  }
-  if (p.row_probs != nullptr) std::fill(p.row_probs + begin, p.row_probs + end, 0.0f);
-}
-
 // Turns histograms into first rows, writes the per-expert outputs and marks the padding rows.
 void scan(const pmo_route_params& p, const Layout& layout) {
-  int64_t row = 0;
-  for (int64_t expert = 0; expert < p.num_experts; ++expert) {
-    const int64_t start = row;
+  const int64_t rows = each_segment(p.num_experts, p.padding_alignment, [&](int64_t expert, int64_t start) {
+    int64_t row = start;
     for (int64_t chunk = 0; chunk < layout.num_chunks; ++chunk) {
       int64_t& entry = layout.first_row[chunk * p.num_experts + expert];
       const int64_t count = entry;
       entry = row;
       row += count;
     }
-    const int64_t used_end = std::min(row, p.num_rows);
-    const int64_t used_begin = std::min(start, p.num_rows);
-    if (p.tokens_per_expert != nullptr) p.tokens_per_expert[expert] = static_cast<int32_t>(used_end - used_begin);
-    if (p.expert_offsets != nullptr) p.expert_offsets[expert] = static_cast<int32_t>(used_begin);
-    row = (row + p.padding_alignment - 1) / p.padding_alignment * p.padding_alignment;
-    mark_padding(p, used_end, std::min(row, p.num_rows));
-  }
-  const int64_t end = std::min(row, p.num_rows);
+    const int64_t routed = row - start, padding = segment_rows(routed, p.padding_alignment) - routed;
+    if (p.tokens_per_expert != nullptr) {
+      p.tokens_per_expert[expert] = static_cast<int32_t>(rows_inside(start, routed, p.num_rows));
+    }
+    if (p.expert_offsets != nullptr) p.expert_offsets[expert] = static_cast<int32_t>(within_buffer(start, p.num_rows));
+    mark_padding(p, within_buffer(row, p.num_rows), rows_inside(row, padding, p.num_rows));
+    return routed;
+  });
+  const int64_t end = within_buffer(rows, p.num_rows);
   if (p.expert_offsets != nullptr) p.expert_offsets[p.num_experts] = static_cast<int32_t>(end);
-  mark_padding(p, end, p.num_rows);
+  mark_padding(p, end, p.num_rows - end);
 }
 
 // Gives the slots of the tokens [begin, end) their rows; returns how many found the buffer full.

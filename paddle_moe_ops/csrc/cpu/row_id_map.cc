@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "common/checks.h"
+#include "common/padding.h"
 #include "common/status.h"
 #include "cpu/pool.h"
 
@@ -24,7 +25,7 @@ void make_line(const pmo_row_id_map_params& p, int64_t token) {
     if (row < 0 || row >= p.num_rows) continue;
     const int32_t expert = p.row_to_expert[row];
     if (expert < 0 || expert >= experts) continue;
-    rows[count] = p.pad_offsets == nullptr ? row : static_cast<int32_t>(int64_t{row} - p.pad_offsets[expert]);
+    rows[count] = unpadded_row(row, p.pad_offsets, expert);
     rows[experts + count] = expert;
     ++count;
   }

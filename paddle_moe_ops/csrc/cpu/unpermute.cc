@@ -232,7 +232,7 @@ int unpermute_backward(const pmo_unpermute_backward_params& p) {
   const int64_t itemsize = dtype_size(p.dtype);
   const int64_t row_bytes = p.hidden * itemsize;
   const bool write_rows = p.d_rows != nullptr && row_bytes > 0;
-  if (write_rows) zero_rows_without_token(static_cast<char*>(p.d_rows), row_bytes, p.num_rows, p.row_to_token, p.num_threads);
+  if (write_rows) zero_padding_rows(static_cast<char*>(p.d_rows), row_bytes, p.num_rows, p.row_to_token, p.num_threads);
   if (p.d_weights != nullptr) std::fill(p.d_weights, p.d_weights + p.num_weights, 0.0f);
   if (row_bytes == 0 || (p.d_rows == nullptr && p.d_weights == nullptr)) return PMO_OK;
 

@@ -109,17 +109,17 @@ __device__ void write_all_counts(const FusedWork& work, const int16_t* experts, 
     const int expert = first + threadIdx.x;
     const int32_t routed = expert < work.num_experts ? counts[expert] : 0;
     const int32_t end = rows + inclusive_sum_over_warp(routed);
-    const int32_t start = min(end - routed, work.num_rows);
+    const int32_t start = end - routed;
     if (expert < work.num_experts) {
       work.routed_per_expert[expert] = routed;
-      if (work.tokens_per_expert != nullptr) work.tokens_per_expert[expert] = min(end, work.num_rows) - start;
-      if (work.expert_offsets != nullptr) work.expert_offsets[expert] = start;
+      if (work.tokens_per_expert != nullptr) work.tokens_per_expert[expert] = rows_inside(start, routed, work.num_rows);
+      if (work.expert_offsets != nullptr) work.expert_offsets[expert] = within_buffer(start, work.num_rows);
     }
     rows = __shfl_sync(kAllLanes, end, kWarpSize - 1);
   }
   if (threadIdx.x != 0) return;
-  if (work.expert_offsets != nullptr) work.expert_offsets[work.num_experts] = min(rows, work.num_rows);
-  if (work.overflow != nullptr) *work.overflow = rows - min(rows, work.num_rows);
+  if (work.expert_offsets != nullptr) work.expert_offsets[work.num_experts] = within_buffer(rows, work.num_rows);
+  if (work.overflow != nullptr) *work.overflow = rows - within_buffer(rows, work.num_rows);
 }
 
 // What one token's slots wrote about themselves, a lane per slot; rows [K] as they are in slot order, -1 for a slot without one.
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
   }
 #pragma unroll 1
   for (int32_t row = rows[kFewTopk] + warp * (gridDim.x - 1) + job; row < work.num_rows; row += warps * (gridDim.x - 1)) {
-    if (lane == 0) write_padding_maps(work, row);
+    if (lane == 0) mark_padding(work, row, 1);
     zero_padding_row(work, row);
   }
 }

@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kBlockThreads, kMove == Move::kNone ? kRouting
     __syncwarp();
     load_stage(work, Stage(work, share, 0, shared), &barrier);
   } else if (!kRoute && (work.fill_rows || work.fill_scales)) {
-    zero_rows_without_token(work);
+    zero_padding_rows(work);
   }
   __syncthreads();
   if (kRoute) token_rows = routed_rows(work, share, scratch);
@@ -200,23 +200,18 @@ void describe_routing(const FusedRouting& routing, FusedWork* work) {
   work->totals = routing.ints + kMaxBlocks * p.num_experts;
 }
 
-// Bytes of a row, and 0 where it is not moved.
-int64_t row_bytes_of(const pmo_permute_params& p) { return p.rows == nullptr ? 0 : p.hidden * dtype_size(p.dtype); }
-int64_t scale_bytes_of(const pmo_permute_params& p) {
-  return p.row_scales == nullptr ? 0 : p.scale_cols * dtype_size(p.scale_dtype);
-}
-
 void describe_rows(const pmo_permute_params& p, FusedWork* work) {
-  work->x = static_cast<const char*>(p.x);
-  work->rows = static_cast<char*>(p.rows);
-  work->scale = static_cast<const char*>(p.scale);
-  work->row_scales = static_cast<char*>(p.row_scales);
-  work->x_stride = p.x_row_stride * dtype_size(p.dtype);
-  work->row_bytes = static_cast<int32_t>(row_bytes_of(p));
-  work->scale_bytes = static_cast<int32_t>(scale_bytes_of(p));
-  work->scale_stride = work->scale_bytes == 0 ? 0 : p.scale_row_stride * dtype_size(p.scale_dtype);
-  work->fill_rows = (p.fill & PMO_FILL_ROWS) != 0;
-  work->fill_scales = work->scale_bytes > 0 && (p.fill & PMO_FILL_SCALES) != 0;
+  const RowArray rows = rows_of(p), scales = scales_of(p);
+  work->x = rows.source;
+  work->rows = rows.target;
+  work->scale = scales.source;
+  work->row_scales = scales.target;
+  work->x_stride = rows.source_stride;
+  work->row_bytes = static_cast<int32_t>(rows.row_bytes);
+  work->scale_bytes = static_cast<int32_t>(scales.row_bytes);
+  work->scale_stride = scales.source_stride;
+  work->fill_rows = rows.fill;
+  work->fill_scales = scales.fill;
 }
 
 template <typename Params>
@@ -236,15 +231,10 @@ bool fused_routes(const pmo_route_params& p) {
 int64_t fused_workspace_ints(int64_t num_experts) { return num_experts <= kMaxFusedExperts ? (kMaxBlocks + 1) * num_experts : 0; }
 
 bool fused_moves(const pmo_permute_params& p) {
-  const int64_t row_bytes = row_bytes_of(p), scale_bytes = scale_bytes_of(p);
-  if (row_bytes == 0 || row_bytes > kMaxIndex || p.num_tokens < 1 || p.topk < 1 || p.num_rows < 1) return false;
-  const uintptr_t stride = p.num_tokens > 1 ? static_cast<uintptr_t>(p.x_row_stride * dtype_size(p.dtype)) : 0;
-  if (widest_access({address(p.x), address(p.rows), static_cast<uintptr_t>(row_bytes), stride}) < 16) return false;
-  if (scale_bytes == 0) return true;
-  const uintptr_t scale_stride = p.num_tokens > 1 ? static_cast<uintptr_t>(p.scale_row_stride * dtype_size(p.scale_dtype)) : 0;
+  const RowArray rows = rows_of(p), scales = scales_of(p);
+  if (rows.row_bytes == 0 || rows.row_bytes > kMaxIndex || p.num_tokens < 1 || p.topk < 1 || p.num_rows < 1) return false;
   // a token's scales are staged whole
-  return scale_bytes <= 16384 &&
-         widest_access({address(p.scale), address(p.row_scales), static_cast<uintptr_t>(scale_bytes), scale_stride}) == 16;
+  return widest_access(rows, p.num_tokens) == 16 && scales.row_bytes <= 16384 && widest_access(scales, p.num_tokens) == 16;
 }
 
 int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute, cudaStream_t stream) {

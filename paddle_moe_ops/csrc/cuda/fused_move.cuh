@@ -15,7 +15,7 @@ namespace pmo {
 namespace cuda {
 
 // The padding rows of a given routing, by the threads that do not load.
-__device__ inline void zero_rows_without_token(const FusedWork& work) {
+__device__ inline void zero_padding_rows(const FusedWork& work) {
   PaddingRows(work.row_to_token, work.num_rows, kFusedWarps).each([&](int64_t row) { zero_padding_row(work, row); });
 }
 

@@ -288,15 +288,11 @@ __device__ inline void scan_segments(const FusedWork& work, const RoutingScratch
   const int experts = work.num_experts;
   const int per_thread = (experts + kFusedThreads - 1) / kFusedThreads;
   const int begin = min(experts, static_cast<int>(threadIdx.x) * per_thread), end = min(experts, begin + per_thread);
-  const auto padded = [&](int32_t routed) {
-    return work.padding_alignment == 1 ? routed
-                                       : (routed + work.padding_alignment - 1) / work.padding_alignment * work.padding_alignment;
-  };
   uint64_t sum = 0, all;  // rows in the upper half, slots in the lower
 #pragma unroll 1
   for (int expert = begin; expert < end; ++expert) {
     const int32_t routed = scratch.totals[expert];
-    sum += (static_cast<uint64_t>(padded(routed)) << 32) + routed;
+    sum += (static_cast<uint64_t>(segment_rows(routed, work.padding_alignment)) << 32) + routed;
   }
   const uint64_t before = scan_block(sum, warp_sums, &all) - sum;
   int32_t row = static_cast<int32_t>(before >> 32), slots = static_cast<int32_t>(before);
@@ -305,7 +301,7 @@ __device__ inline void scan_segments(const FusedWork& work, const RoutingScratch
     const int32_t routed = scratch.totals[expert];
     scratch.starts[expert] = row;
     scratch.padding[expert] = row - slots;
-    row += padded(routed);
+    row += segment_rows(routed, work.padding_alignment);
     slots += routed;
   }
   if (threadIdx.x == 0) {
@@ -323,11 +319,11 @@ __device__ inline void write_counts(const FusedWork& work, const RoutingScratch&
   sync_routing();
 #pragma unroll 1
   for (int expert = threadIdx.x; expert <= work.num_experts; expert += kFusedThreads) {
-    const int32_t start = min(scratch.starts[expert], work.num_rows);
-    if (work.expert_offsets != nullptr) work.expert_offsets[expert] = start;
+    const int32_t start = scratch.starts[expert];
+    if (work.expert_offsets != nullptr) work.expert_offsets[expert] = within_buffer(start, work.num_rows);
     if (expert == work.num_experts) break;
     const int32_t routed = scratch.totals[expert];
-    const int32_t inside = min(scratch.starts[expert] + routed, work.num_rows) - start;
+    const int32_t inside = rows_inside(start, routed, work.num_rows);
     work.routed_per_expert[expert] = routed;
     if (work.tokens_per_expert != nullptr) work.tokens_per_expert[expert] = inside;
     atomicAdd(dropped, routed - inside);
@@ -351,20 +347,13 @@ __device__ inline int64_t padding_row(const FusedWork& work, const RoutingScratc
   return int64_t{scratch.starts[low]} + routed + (i - scratch.padding[low]);
 }
 
-__device__ inline void write_padding_maps(const FusedWork& work, int64_t row) {
-  if (work.row_to_token != nullptr) work.row_to_token[row] = -1;
-  if (work.row_to_slot != nullptr) work.row_to_slot[row] = -1;
-  if (work.row_to_expert != nullptr) work.row_to_expert[row] = -1;
-  if (work.row_probs != nullptr) work.row_probs[row] = 0.0f;
-}
-
 // The padding rows of a fresh routing: a thread per row for the maps, a warp per row for the zeros.
 __device__ inline void write_padding(const FusedWork& work, const RoutingScratch& scratch) {
   const int32_t padding_rows = scratch.padding[work.num_experts + 1];
 #pragma unroll 1
   for (int64_t i = int64_t{threadIdx.x} * gridDim.x + blockIdx.x; i < padding_rows; i += int64_t{gridDim.x} * kFusedThreads) {
     const int64_t row = padding_row(work, scratch, static_cast<int32_t>(i));
-    if (row < work.num_rows) write_padding_maps(work, row);
+    if (row < work.num_rows) mark_padding(work, row, 1);
   }
   if (!work.fill_rows && !work.fill_scales) return;
   const int64_t warp = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/padding.h"
 #include "cuda/launch.cuh"
 #include "cuda/vectors.cuh"
 
@@ -31,7 +32,8 @@ struct PaddingRows {
 #pragma unroll 1
     for (int64_t first = first_row(); first < num_rows;) {
 #pragma unroll 1
-      for (unsigned left = __ballot_sync(kAllLanes, token < 0); left != 0; left &= left - 1) zero(first + __ffs(left) - 1);
+      for (unsigned left = __ballot_sync(kAllLanes, is_padding(token)); left != 0; left &= left - 1)
+        zero(first + __ffs(left) - 1);
       first += step;
       token = token_of(first);
     }

@@ -12,6 +12,7 @@
 #include <climits>
 
 #include "common/checks.h"
+#include "common/row_array.h"
 #include "cuda/fused.h"
 #include "cuda/launch.cuh"
 #include "cuda/padding.cuh"
@@ -26,17 +27,8 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kHeld = 4;  // accesses of a row that a lane holds
 
-// One array of rows to move: the tokens or their scales.
-struct Strip {
-  const char* source;
-  char* target;
-  int64_t source_stride;  // bytes
-  int64_t row_bytes;      // 0: there is nothing to move
-  bool fill;              // zero the padding rows
-};
-
 struct Pieces {
-  Strip rows, scales;  // scales are moved in words of 4 bytes
+  RowArray rows, scales;  // scales are moved in words of 4 bytes
   int64_t num_tokens, topk, num_rows;
   const int32_t* slot_to_row;
   const int32_t* row_to_token;
@@ -45,9 +37,9 @@ struct Pieces {
   // The same of some tokens; the first have the padding.
   Pieces of_tokens(int64_t first, int64_t count) const {
     Pieces some = *this;
-    for (Strip* strip : {&some.rows, &some.scales}) {
-      strip->source += first * strip->source_stride;
-      strip->fill = strip->fill && first == 0;
+    for (RowArray* array : {&some.rows, &some.scales}) {
+      array->source += first * array->source_stride;
+      array->fill = array->fill && first == 0;
     }
     some.slot_to_row += first * topk;
     some.num_tokens = count;
@@ -97,22 +89,10 @@ __global__ void __launch_bounds__(kThreads) move_pieces(const __grid_constant__ 
   });
 }
 
-Strip strip_of(const void* source, void* target, int64_t stride, int64_t length, int32_t dtype, bool fill) {
-  const int64_t itemsize = dtype_size(dtype);
-  const int64_t row_bytes = target == nullptr ? 0 : length * itemsize;
-  return {static_cast<const char*>(source), static_cast<char*>(target), stride * itemsize, row_bytes, fill && row_bytes > 0};
-}
-
-// The widest access, up to 16 bytes, that fits a strip.
-int width_of(const Strip& strip, int64_t num_tokens) {
-  return widest_access({address(strip.source), address(strip.target), static_cast<uintptr_t>(strip.row_bytes),
-                        num_tokens > 1 ? static_cast<uintptr_t>(strip.source_stride) : uintptr_t{0}});
-}
-
 int launch_pieces(Pieces pieces, cudaStream_t stream) {
-  const Strip& rows = pieces.rows;
+  const RowArray& rows = pieces.rows;
   if (rows.row_bytes + pieces.scales.row_bytes == 0) return PMO_OK;
-  return with_width(width_of(rows, pieces.num_tokens), [&](auto bytes) -> int {
+  return with_width(widest_access(rows, pieces.num_tokens), [&](auto bytes) -> int {
     constexpr int kBytes = decltype(bytes)::value;
     pieces.parts =
         static_cast<int>(std::max<int64_t>(1, (rows.row_bytes / kBytes + kHeld * kWarpSize - 1) / (kHeld * kWarpSize)));
@@ -128,11 +108,9 @@ int launch_pieces(Pieces pieces, cudaStream_t stream) {
 
 int move(const pmo_permute_params& p, cudaStream_t stream) {
   if (p.num_rows == 0) return PMO_OK;
-  const Strip rows = strip_of(p.x, p.rows, p.x_row_stride, p.hidden, p.dtype, (p.fill & PMO_FILL_ROWS) != 0);
-  const Strip scales =
-      strip_of(p.scale, p.row_scales, p.scale_row_stride, p.scale_cols, p.scale_dtype, (p.fill & PMO_FILL_SCALES) != 0);
-  Pieces pieces = {rows, scales, p.num_tokens, p.topk, p.num_rows, p.slot_to_row, p.row_to_token, 1};
-  if (width_of(scales, p.num_tokens) >= 4) return launch_pieces(pieces, stream);
+  const RowArray scales = scales_of(p);
+  Pieces pieces = {rows_of(p), scales, p.num_tokens, p.topk, p.num_rows, p.slot_to_row, p.row_to_token, 1};
+  if (widest_access(scales, p.num_tokens) >= 4) return launch_pieces(pieces, stream);
   pieces.scales = {};  // narrow ones go as rows of their own
   if (const int status = launch_pieces(pieces, stream)) return status;
   pieces.rows = scales;

@@ -21,6 +21,7 @@
 #include <cstdint>
 
 #include "common/checks.h"
+#include "common/padding.h"
 #include "common/scales.h"
 #include "cuda/launch.cuh"
 #include "cuda/quantize_plan.h"
@@ -187,16 +188,16 @@ __device__ void zero_padding(const Work& work, int64_t first) {
   const pmo_quantize_params& p = work.p;
   const int64_t own_row = first + threadIdx.x % kWarpSize;
   const bool is_row = own_row < p.num_rows;
-  const bool empty = is_row ? p.row_to_token[own_row] < 0 : own_row < work.layout.rows;
+  const bool empty = is_row ? is_padding(p.row_to_token[own_row]) : own_row < work.layout.rows;
   const unsigned all = __ballot_sync(kAllLanes, empty);
   using Access = Vector<kVectors ? 16 : 1>;
   unsigned left = __ballot_sync(kAllLanes, empty && is_row);
 #pragma unroll 1
-  for (left = (p.fill & PMO_FILL_ROWS) != 0 ? left : 0; left != 0; left &= left - 1) {
+  for (left = fills(p, PMO_FILL_ROWS) ? left : 0; left != 0; left &= left - 1) {
     auto* target = reinterpret_cast<Access*>(static_cast<uint8_t*>(p.codes) + (first + __ffs(left) - 1) * p.hidden);
     for (int64_t i = threadIdx.x; i < p.hidden / int64_t{sizeof(Access)}; i += blockDim.x) target[i] = Access{};
   }
-  if ((p.fill & PMO_FILL_SCALES) == 0 || all == 0 || work.token_scales != nullptr) return;
+  if (!fills(p, PMO_FILL_SCALES) || all == 0 || work.token_scales != nullptr) return;
   const int words = static_cast<int>(work.layout.words);
   const bool by_column = work.layout.row_step == 1;
 #pragma unroll 1
@@ -236,8 +237,8 @@ __global__ void __launch_bounds__(kTileThreads) turn_scales(const __grid_constan
       const int64_t row = first_row + threadIdx.x;
       int64_t token = kEmpty;
       if (row < p.num_rows) token = p.slot_to_row == nullptr ? row : __ldg(p.row_to_token + row);
-      const bool is_filled = row < work.layout.rows && (p.fill & PMO_FILL_SCALES) != 0;
-      const bool is_wanted = token < 0 ? is_filled : token < p.num_tokens;
+      const bool is_filled = row < work.layout.rows && fills(p, PMO_FILL_SCALES);
+      const bool is_wanted = is_padding(token) ? is_filled : token < p.num_tokens;
       tokens[threadIdx.x] = is_wanted ? static_cast<int32_t>(max(token, int64_t{kEmpty})) : kUnwanted;
     }
     __syncthreads();

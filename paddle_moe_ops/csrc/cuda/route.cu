@@ -19,6 +19,7 @@
 #include <climits>
 
 #include "common/checks.h"
+#include "common/padding.h"
 #include "cuda/findings.cuh"
 #include "cuda/fused.h"
 #include "cuda/launch.cuh"
@@ -199,9 +200,7 @@ __global__ void scan_experts(Layout layout, int64_t padding_alignment, const int
   const int64_t per_thread = (experts + kScanThreads - 1) / kScanThreads;
   const int64_t begin = min(experts, threadIdx.x * per_thread);
   const int64_t end = min(experts, begin + per_thread);
-  const auto padded = [&](int64_t expert) {
-    return (routed_per_expert[expert] + padding_alignment - 1) / padding_alignment * padding_alignment;
-  };
+  const auto padded = [&](int64_t expert) { return segment_rows(int64_t{routed_per_expert[expert]}, padding_alignment); };
   int64_t sum = 0;
   for (int64_t expert = begin; expert < end; ++expert) sum += padded(expert);
   partial[threadIdx.x] = sum;
@@ -224,11 +223,10 @@ __global__ void clamp_experts(Layout layout, int64_t num_rows, const int32_t* ro
                               int32_t* expert_offsets) {
   for (int64_t expert = blockIdx.x * int64_t{kThreads} + threadIdx.x; expert <= layout.num_experts;
        expert += int64_t{gridDim.x} * kThreads) {
-    const int64_t start = min(layout.starts[expert], num_rows);
-    if (expert_offsets != nullptr) expert_offsets[expert] = static_cast<int32_t>(start);
+    const int64_t start = layout.starts[expert];
+    if (expert_offsets != nullptr) expert_offsets[expert] = static_cast<int32_t>(within_buffer(start, num_rows));
     if (tokens_per_expert == nullptr || expert == layout.num_experts) continue;
-    const int64_t end = min(layout.starts[expert] + routed_per_expert[expert], num_rows);
-    tokens_per_expert[expert] = static_cast<int32_t>(end - start);
+    tokens_per_expert[expert] = static_cast<int32_t>(rows_inside(start, int64_t{routed_per_expert[expert]}, num_rows));
   }
 }
 
@@ -237,9 +235,8 @@ __global__ void count_overflow(Layout layout, int64_t num_rows, const int32_t* r
   __shared__ int64_t partial[kThreads];
   int64_t dropped = 0;
   for (int64_t expert = threadIdx.x; expert < layout.num_experts; expert += kThreads) {
-    const int64_t start = layout.starts[expert];
-    const int64_t fits = min(max(num_rows - start, int64_t{0}), int64_t{routed_per_expert[expert]});
-    dropped += routed_per_expert[expert] - fits;
+    const int64_t routed = routed_per_expert[expert];
+    dropped += routed - rows_inside(layout.starts[expert], routed, num_rows);
   }
   partial[threadIdx.x] = dropped;
   __syncthreads();

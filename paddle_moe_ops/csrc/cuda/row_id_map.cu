@@ -7,6 +7,7 @@
 #include "pmo/row_id_map.h"
 
 #include "common/checks.h"
+#include "common/padding.h"
 #include "cuda/launch.cuh"
 
 namespace pmo {
@@ -44,7 +45,7 @@ __global__ void make_lines(pmo_row_id_map_params p) {
       const Entries entries(p, token, begin);  // from the L1
       const int64_t place = count - 1 - rank - __popc(entries.used & ((1u << lane) - 1));
       if ((entries.used >> lane & 1) != 0 && place >= 0) {
-        line[place] = entries.row - (p.pad_offsets == nullptr ? 0 : p.pad_offsets[entries.expert]);
+        line[place] = unpadded_row(entries.row, p.pad_offsets, entries.expert);
         line[experts + place] = entries.expert;
       }
       rank += __popc(entries.used);

@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "common/row_array.h"
 #include "pmo/base.h"
 
 namespace pmo {
@@ -52,6 +53,12 @@ inline int widest_access(std::initializer_list<uintptr_t> values) {
 }
 
 inline uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+// The widest access that fits the lines of all tokens, and their rows.
+inline int widest_access(const RowArray& array, int64_t num_tokens) {
+  return widest_access({address(array.source), address(array.target), static_cast<uintptr_t>(array.row_bytes),
+                        num_tokens > 1 ? static_cast<uintptr_t>(array.source_stride) : uintptr_t{0}});
+}
 
 // Calls body(std::integral_constant<int, width>) for the width at hand.
 template <typename Body>
