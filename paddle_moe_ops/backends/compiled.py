@@ -41,10 +41,18 @@ _CHECKS = {Validation.OFF: 0, Validation.DATA: 1 | 2 | 4, Validation.ALL: 1 | 2 
 _COUNTED, _COUNTS_IN_LIST, _COUNTS_IN_TENSOR = range(3)
 
 # Calls that the library checks itself and runs at once. It declines with None wherever the long way might have
-# something to say: an argument that is no dense tensor, a gradient that is wanted, PADDLE_MOE_OPS_BACKEND, shapes that
-# do not fit. The long way's checks and its choice of a backend take several times as long as the operator on a few
-# tokens. Callers look at `use_backend` first.
-QUICK = ("quick_permute", "quick_unpermute", "quick_unpermute_weighted")
+# something to say: an argument that is no dense tensor, PADDLE_MOE_OPS_BACKEND, shapes that do not fit. Where a tensor
+# wants a gradient it declines too, or answers True: the arguments fit, the operator may be called without checks. The
+# long way's checks and its choice of a backend take several times as long as the operator on a few tokens. Callers look
+# at `use_backend` first.
+QUICK = (
+    "quick_permute",
+    "quick_unpermute",
+    "quick_unpermute_weighted",
+    "quick_moe_permute",
+    "quick_moe_unpermute",
+    "quick_moe_unpermute_weighted",
+)
 
 _direct: dict[str, Callable[..., tuple[Tensor, ...]]] = {}  # without the machinery that gradients and graphs need
 
@@ -110,7 +118,7 @@ def _load_direct() -> None:
         setattr(backend, name, getattr(module, name))
 
 
-def _declines(*_: Any) -> Tensor | None:
+def _declines(*_: Any) -> Any:
     return None
 
 
@@ -169,6 +177,7 @@ class CompiledBackend:
     def __init__(self) -> None:
         # Until the library is there; see csrc/paddle/direct.h.
         self.quick_permute = self.quick_unpermute = self.quick_unpermute_weighted = _declines
+        self.quick_moe_permute = self.quick_moe_unpermute = self.quick_moe_unpermute_weighted = _declines
 
     def unavailable(self) -> str | None:
         return _library_problem()
@@ -270,28 +279,23 @@ class CompiledBackend:
         if hidden_states.dtype in FLOAT8 and not isinstance(hidden_states, Tensor) and not probs.stop_gradient:
             return self._moe_permute_float8_graph(hidden_states, scale, routemap, probs, counts, spec)
         route = spec.route
-        outputs = _run(
-            "moe_permute",
-            hidden_states,
-            scale,
-            routemap,
-            probs,
-            counts,
+        numbers = [
             route.num_experts,
             _counts_source(route, counts),
-            list(route.counts or ()),
             route.padding_alignment,
-            spec.do_gather,
-            spec.return_expert_indices,
+            int(spec.do_gather),
+            int(spec.return_expert_indices),
             route.buffer_size,
             _FILL[spec.fill_padding],
             _CHECKS[route.validation],
             hidden_states.shape[1],
             hidden_states.dtype.value,
-            not hidden_states.stop_gradient,
-            not probs.stop_gradient,
-            *_scale_attributes(scale),
-        )
+            int(not hidden_states.stop_gradient),
+            int(not probs.stop_gradient),
+            *map(int, _scale_attributes(scale)),
+            *(route.counts or ()),
+        ]
+        outputs = _run("moe_permute", hidden_states, scale, routemap, probs, counts, numbers)
         _stop_gradients(outputs[1], *outputs[3:])
         if hidden_states.dtype in FLOAT8:
             _stop_gradients(outputs[0])

@@ -122,7 +122,7 @@ class _Node(PyLayer):
 
 
 def connect(call: Call, *inputs: Tensor | None) -> Tensors:
-    """Run a call as a node of the graph.
+    """Run a call as a node of the graph, or without one where no input wants a gradient.
 
     Args:
         call: what to run.
@@ -131,6 +131,10 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
     Returns:
         Its outputs that have a gradient.
     """
+    given = [tensor for tensor in inputs if tensor is not None]
+    if not paddle.is_grad_enabled() or all(isinstance(each, Tensor) and each.stop_gradient for each in given):
+        with paddle.no_grad():
+            return call.run()
     witness: list[weakref.ref[_Context]] = []
     function, name = call.function, call.kernels.name
 
@@ -141,7 +145,7 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
                 "even with retain_graph=True; on the backend 'compiled' it can"
             )
 
-    outputs = _Node.apply(call, witness, *(tensor for tensor in inputs if tensor is not None))
+    outputs = _Node.apply(call, witness, *given)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     for output in outputs:
         if not output.stop_gradient:

@@ -160,6 +160,16 @@ class BadCall(NamedTuple):
         return f"{self.operator}-{'+'.join(self.changes)}-{self.message}"[:120]
 
 
+def by_position(operator: str, arguments: dict[str, Any]) -> list[Any]:
+    """What an operator is called with; moe_permute takes its numbers as one list, with those of a list at its end."""
+    if operator != "moe_permute":
+        return list(arguments.values())
+    arguments = dict(arguments)
+    counts = arguments.pop("tokens_per_expert_list")
+    values, tensors = list(arguments.values()), list(arguments).index("num_experts")
+    return [*values[:tensors], [*map(int, values[tensors:]), *counts]]
+
+
 def int64(*shape: int) -> Callable[[Any], Any]:
     return zeros(*shape, dtype=np.int64)
 

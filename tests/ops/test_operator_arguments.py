@@ -21,7 +21,7 @@ import paddle_moe_ops
 from paddle_moe_ops.backends import compiled, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from tests.ops.operator_calls import BAD_CALLS, GOOD_CALLS, MAPS, NO_TENSOR, T
+from tests.ops.operator_calls import BAD_CALLS, GOOD_CALLS, MAPS, NO_TENSOR, T, by_position
 from tests.ops.problems import tensor
 from tests.static.operators import operator_names
 
@@ -33,7 +33,9 @@ SOURCES = Path(paddle_moe_ops.__file__).parent / "csrc" / "paddle"
 def arguments_of(operator: str, place: Any, changes: dict[str, Any]) -> list[Any]:
     good = GOOD_CALLS[operator]
     assert changes.keys() <= good.keys()
-    return [value(place) if callable(value) else value for value in {**good, **changes}.values()]
+    return by_position(
+        operator, {name: value(place) if callable(value) else value for name, value in {**good, **changes}.items()}
+    )
 
 
 def public_name(operator: str) -> str:

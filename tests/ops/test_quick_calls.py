@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_moe_ops import permute, route, unpermute, use_backend
+from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute, use_backend
+from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.backends.compiled import QUICK, _declines
 from paddle_moe_ops.backends.compiled import backend as compiled
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -100,7 +101,7 @@ def test_the_padding_of_rows_is_zero(place):
     assert rows.sum(axis=1).cpu().tolist() == [35, 0, 0, 0, 35, 35, 0, 0]
 
 
-def test_a_gradient_a_backend_and_the_environment_are_left_to_python(problem, answers, monkeypatch):
+def test_a_backend_and_the_environment_are_left_to_python_and_gradients_to_paddle(problem, answers, monkeypatch):
     x, plan = problem
     with use_backend("compiled"):
         permute(x, plan)
@@ -117,7 +118,13 @@ def test_a_gradient_a_backend_and_the_environment_are_left_to_python(problem, an
     assert not unpermute(permute(x, plan)[0], plan, probs).stop_gradient
     x.stop_gradient = False
     assert not permute(x, plan)[0].stop_gradient
-    assert [answer is None for answer in answers] == [True, True, False, True, True]
+    assert ["rows" if isinstance(answer, paddle.Tensor) else answer for answer in answers] == [
+        None,
+        None,
+        "rows",
+        True,
+        True,
+    ]
 
 
 def test_calls_with_anything_out_of_the_ordinary_are_not_even_tried(problem, answers, place):
@@ -163,8 +170,160 @@ def test_what_python_would_refuse_is_declined(problem):
         assert compiled.quick_unpermute_weighted(rows, bad, *sums, plan.row_to_slot) is None
 
 
-@given(name=st.sampled_from(QUICK), arguments=st.lists(anything, max_size=6))
+@given(name=st.sampled_from(QUICK), arguments=st.lists(anything, max_size=7))
 @settings(max_examples=300)
 def test_arguments_of_any_kind_are_taken_or_declined(name, arguments):
     given_back = getattr(compiled, name)(*arguments)
-    assert given_back is None or isinstance(given_back, paddle.Tensor)
+    assert given_back is None or isinstance(given_back, paddle.Tensor | tuple)
+
+
+# ---- moe_permute and moe_unpermute
+
+
+def equal(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert_bits_equal(to_numpy(one.detach()), to_numpy(other.detach()))
+
+
+@pytest.fixture
+def moe(rng, place):
+    """Tokens, ids and probabilities of a problem with unassigned slots, and its plan."""
+    case = make_problem(rng, ODD)
+    return tensor(case.x, place), tensor(case.ids, place), tensor(case.probs, place), case.plan()
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["without gradient", "with gradient"])
+@pytest.mark.parametrize("options", ["counted", "list of counts", "static buffer", "int64 ids"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_moe_permute_gives_the_bits_of_the_long_way(moe, answers, long_way, dtype, options, gradient):
+    x, ids, probs, plan = moe
+    x = x.astype("float32").astype(dtype)
+    counts = plan.routed_per_expert.tolist() if options == "list of counts" else None
+    buffer_size = plan.num_rows - 3 if options == "static buffer" else -1
+    ids = ids.astype("int64") if options == "int64 ids" else ids
+    probs.stop_gradient = not gradient
+    x.stop_gradient = not gradient or dtype == "float8_e4m3fn"
+    arguments = x, None, ids, probs, ODD.E, counts, ODD.A, True, False, False, buffer_size
+    outputs = moe_permute(*arguments)
+    assert answers[-1] is True if gradient else answers[-1] is outputs
+    equal(outputs, long_way(moe_permute, *arguments))
+    assert [each.stop_gradient for each in outputs] == [x.stop_gradient, True, not gradient, True]
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["without gradient", "with gradient"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", ["vector", "column"])
+def test_moe_unpermute_gives_the_bits_of_the_long_way(moe, answers, long_way, shape, weighted, gradient):
+    x, ids, probs, _ = moe
+    rows, rowmap, row_probs, _ = moe_permute(x, None, ids, probs, ODD.E, None, ODD.A)
+    row_probs = row_probs.unsqueeze(1) if shape == "column" else row_probs
+    rows.stop_gradient = row_probs.stop_gradient = not gradient
+    arguments = rows, rowmap, ids, row_probs, x.shape[0], ODD.E, True, weighted
+    outputs = moe_unpermute(*arguments)
+    assert answers[-1] is True if gradient else answers[-1] is outputs
+    equal(outputs, long_way(moe_unpermute, *arguments))
+    assert [each.stop_gradient for each in outputs] == [not gradient] * 2
+
+
+def test_ids_that_seem_to_want_a_gradient_get_none_and_take_none_away(moe, answers):
+    """Those of `paddle.topk` do; see the scenarios of trained routers."""
+    x, ids, probs, _ = moe
+    ids.stop_gradient = False
+    rows, rowmap, _, _ = moe_permute(x, None, ids, probs, ODD.E, None, ODD.A)
+    assert answers == [True]
+    assert rows.stop_gradient
+    assert rowmap.stop_gradient
+    x.stop_gradient = False
+    moe_permute(x, None, ids, probs, ODD.E, None, ODD.A)[0].sum().backward()
+    assert x.grad.shape == x.shape
+    assert ids.grad is None
+
+
+def test_no_grad_is_kept(moe):
+    x, ids, probs, _ = moe
+    x.stop_gradient = probs.stop_gradient = False
+    with paddle.no_grad():
+        outputs = moe_permute(x, None, ids, probs, ODD.E, None, ODD.A)
+        sums = moe_unpermute(outputs[0], outputs[1], ids, outputs[2], x.shape[0], ODD.E)
+    assert all(each.stop_gradient for each in (*outputs, *sums))
+
+
+def test_bad_data_raises_what_the_long_way_says(moe, answers, monkeypatch):
+    x, ids, probs, plan = moe
+    ids[0, 0] = ODD.E
+    message = r"^moe_permute: expert_routemap_topk must hold expert ids in \[-1, "
+    for gradient in (False, True):
+        x.stop_gradient = not gradient
+        with pytest.raises(ValueError, match=message):
+            moe_permute(x, None, ids, probs, ODD.E, None, ODD.A, validate=True)
+        monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "1")
+        with pytest.raises(ValueError, match=message):
+            moe_permute(x, None, ids, probs, ODD.E, None, ODD.A)
+        assert set(answers) <= {None}
+        monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "0")
+        assert len(moe_permute(x, None, ids, probs, ODD.E, None, ODD.A)) == 4
+        monkeypatch.delenv("PADDLE_MOE_OPS_VALIDATE")
+    ids[0, 0] = -1
+    wrong = [int(count) + 1 for count in plan.routed_per_expert]
+    if x.place.is_cpu_place():
+        with pytest.raises(ValueError, match=r"^moe_permute: tokens_per_expert must be "):
+            moe_permute(x, None, ids, probs, ODD.E, wrong, ODD.A)
+
+
+def test_calls_of_moe_permute_with_anything_out_of_the_ordinary_are_not_even_tried(moe, answers, place):
+    x, ids, probs, _ = moe
+    sizes = ODD.E, None, ODD.A
+    scale = tensor(np.ones((x.shape[0], 1), np.float32), place)
+    moe_permute(x, scale, ids, probs, *sizes)
+    moe_permute(x, None, ids, probs, *sizes, do_gather=False)
+    moe_permute(x, None, ids, probs, *sizes, return_expert_indices=True)
+    moe_permute(x, None, ids, probs, *sizes, return_overflow=True)
+    moe_permute(x, None, ids, probs, *sizes, fill_padding="none")
+    moe_permute(x, None, ids, probs, *sizes, validate=True)
+    moe_permute(x, None, ids, probs, ODD.E, paddle.bincount(ids[ids >= 0], minlength=ODD.E), ODD.A)
+    with pytest.raises(ValueError, match="moe_permute: tokens_per_expert must be of length"):
+        moe_permute(x, None, ids, probs, ODD.E, [], ODD.A)
+    with use_backend("compiled"):
+        moe_permute(x, None, ids, probs, *sizes)
+    assert answers == []
+
+
+def test_what_python_would_refuse_in_moe_permute_is_declined(moe):
+    x, ids, probs, _ = moe
+    good = {"x": x, "ids": ids, "probs": probs, "experts": ODD.E, "counts": [], "alignment": ODD.A, "buffer": -1}
+    assert compiled.quick_moe_permute(*good.values()) is not None
+    for name, values in {
+        "x": (x.astype("int32"), x.astype("float64"), x[:-1], x[:, :0], x[0], None, 3),
+        "ids": (ids.astype("float32"), ids[:-1], ids[:, :0], ids[0], ids > 0, None),
+        "probs": (probs.astype("float64"), probs[:-1], probs[:, :-1], probs.T.contiguous(), None),
+        "experts": (0, -1, 2**16 + 1, True, float(ODD.E), None, 2**70, np.int64(ODD.E)),
+        "counts": ([1], [0] * ODD.E + [0], [-1] * ODD.E, [True] * ODD.E, [2**31] * ODD.E, [probs.sum()] * ODD.E, None),
+        "alignment": (0, -1, 2**31, True, None),
+        "buffer": (-2, 2**31, False, None),
+    }.items():
+        for gradient in (False, True):
+            x.stop_gradient = not gradient
+            for value in values:
+                assert compiled.quick_moe_permute(*{**good, name: value}.values()) is None, (name, value)
+
+
+def test_what_python_would_refuse_in_moe_unpermute_is_declined(moe):
+    x, ids, probs, _ = moe
+    rows, rowmap, row_probs, _ = moe_permute(x, None, ids, probs, ODD.E, None, ODD.A)
+    good = {"rows": rows, "rowmap": rowmap, "ids": ids, "probs": row_probs, "tokens": x.shape[0], "experts": ODD.E}
+    changes = {
+        "rows": (rows.astype("int32"), rows.astype("float8_e4m3fn"), rows[:-1], rows[:, :0], rows[0], None),
+        "rowmap": (rowmap.astype("int64"), rowmap[:-1], rowmap[:, :-1], None),
+        "ids": (ids.astype("float32"), ids[:-1], ids[:, :0], ids[0], None),
+        "probs": (row_probs.astype("float64"), row_probs[:-1], row_probs.unsqueeze(0), row_probs.sum(), None),
+        "tokens": (x.shape[0] + 1, -1, True, None),
+        "experts": (ODD.E - 1, 0, 2**16 + 1, None),
+    }
+    for call in (compiled.quick_moe_unpermute, compiled.quick_moe_unpermute_weighted):
+        assert call(*good.values()) is not None
+        for name, values in changes.items():
+            for gradient in (False, True):
+                rows.stop_gradient = not gradient
+                for value in values:
+                    assert call(*{**good, name: value}.values()) is None, (name, value)

@@ -14,6 +14,7 @@ from typing import Any
 
 import paddle_moe_ops
 from paddle_moe_ops import patched_paddle
+from paddle_moe_ops.backends import compiled
 
 from .models import model
 from .modes import dygraph
@@ -54,8 +55,10 @@ def public_functions() -> dict[CodeType, str]:
     }
 
 
-def test_the_programs_call_every_public_function_with_tensors(place):
+def test_the_programs_call_every_public_function_with_tensors(place, monkeypatch):
     """Themselves: what a public function calls in turn has got arguments from that one."""
+    for name in compiled.QUICK:  # which take the place of functions
+        monkeypatch.setattr(compiled.backend, name, compiled._declines)
     functions, called = public_functions(), set()
     assert len(functions) > 40
 

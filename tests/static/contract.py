@@ -195,7 +195,7 @@ def compare_unneeded(example: Example, flag: str) -> str:
     rng = np.random.default_rng(0)
     d_outputs = {index: rng.standard_normal(outputs[index].shape) for index in float_outputs(outputs)}
     full = gradients(example, d_outputs)
-    less = gradients(example._replace(attributes={**example.attributes, flag: False}), d_outputs)
+    less = gradients(example.with_attribute(flag, False), d_outputs)
     changed = [name for name in full if not np.array_equal(less[name], full[name])]
     if len(changed) > 1:
         return f"{flag} changes the gradients of {', '.join(changed)}"
@@ -221,7 +221,7 @@ def distinct(examples: list[Example]) -> list[Example]:
     kinds = {}
     for example in examples:
         given = tuple(name for name, array in example.inputs.items() if array is not None)
-        kinds.setdefault((given, example.attributes.get("counts_source")), example)
+        kinds.setdefault((given, example.named().get("source")), example)
     return list(kinds.values())
 
 
@@ -251,8 +251,8 @@ def questions(name: str, examples: dict[int, list[Example]]) -> dict[str, Calls]
         "needs": [
             (f"{label}, {flag}", lambda e=e, flag=flag: compare_unneeded(e, flag))
             for label, e in full
-            for flag in e.attributes
-            if flag.startswith("need_") and e.attributes[flag]
+            for flag, is_set in e.named().items()
+            if flag.endswith("_grad") and is_set
         ],
         "keywords": [(label, lambda e=e: compare_keyword_call(e)) for label, e in full],
         "direct calls": [(label, lambda e=e: compare_direct_call(e)) for label, e in every],

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.static.operators import Example
+from tests.static.operators import NUMBERS, Example
 
 INT_GARBAGE = (-1, 0, 7, 2**31 - 1, -(2**31))
 INT64_GARBAGE = (*INT_GARBAGE, 2**62, -(2**62), 2**63 - 1)
@@ -19,8 +19,9 @@ DTYPE_GARBAGE = ("float64", "float32", "float16", "int64", "int32", "int8", "boo
 
 
 def garbage_attributes(example: Example) -> Iterator[tuple[str, Example]]:
-    for name, kind in example.operator.attributes.items():
-        value = example.attributes[name]
+    kinds = example.operator.attributes
+    for name, value in example.named().items():
+        kind = kinds.get(name, "ints" if name == "list" else "int")  # of one that is part of a list
         if kind == "ints":
             lists = ([], [0], value[:-1], [*value, 0], [-1] * len(value), [*value[:-1], -5], [2**31 - 1] * len(value))
             values: tuple[Any, ...] = (*lists, [3] * 100000)
@@ -28,7 +29,11 @@ def garbage_attributes(example: Example) -> Iterator[tuple[str, Example]]:
             values = (not value,) if kind == "bool" else GARBAGE[kind]
         for garbage in values:
             text = f"a list of {len(garbage)}: {garbage[:3]}..." if isinstance(garbage, list) else repr(garbage)
-            yield f"{name}={text}", example._replace(attributes={**example.attributes, name: garbage})
+            yield f"{name}={text}", example.with_attribute(name, garbage)
+    if "numbers" in kinds:
+        numbers = example.attributes["numbers"]
+        for count in (0, 1, len(NUMBERS) - 1):
+            yield f"{count} numbers", example._replace(attributes={"numbers": numbers[:count]})
 
 
 def garbage_types(example: Example) -> Iterator[tuple[str, Example]]:

@@ -19,6 +19,11 @@ from tests.static.cases import CASES, A, Case, E, token_inputs
 
 FLOAT8 = (paddle.float8_e4m3fn, paddle.float8_e5m2)
 FLOATS = (paddle.float32, paddle.bfloat16, paddle.float16)
+# The attributes that moe_permute gets as one list; the counts of a list follow them.
+NUMBERS = (
+    *("num_experts", "source", "align", "do_gather", "indices", "buffer", "fill", "checks", "hidden", "dtype"),
+    *("x_grad", "prob_grad", "has_scale", "cols", "scale_type"),
+)
 # Paddle's numbers for the types of attributes.
 ATTRIBUTE_TYPES = {0: "int", 1: "float", 2: "string", 3: "ints", 6: "bool", 9: "int64", 11: "int64s"}
 
@@ -58,12 +63,25 @@ class Example(NamedTuple):
     def arguments(self, tensors: dict[str, Any]) -> list[Any]:
         return [*tensors.values(), *self.attributes.values()]
 
+    def named(self) -> dict[str, Any]:
+        """The attributes by name, those that are one list to Paddle as well."""
+        named = dict(self.attributes)
+        numbers = named.pop("numbers", None)
+        if numbers is not None:
+            named |= {**dict(zip(NUMBERS, numbers, strict=False)), "list": numbers[len(NUMBERS) :]}
+        return named
+
+    def with_attribute(self, name: str, value: Any) -> Example:
+        """The same call with another value of one of the `named` attributes."""
+        if name in self.attributes:
+            return self._replace(attributes={**self.attributes, name: value})
+        named = {**self.named(), name: value}
+        return self._replace(attributes={"numbers": [*(int(named[each]) for each in NUMBERS), *named["list"]]})
+
     def rows_are_known(self) -> bool:
         """Whether attributes alone tell how many rows the buffer has."""
-        if "counts_source" not in self.attributes:
-            return self.attributes.get("buffer_size", 0) >= 0
-        buffer_size = next(value for name, value in self.attributes.items() if name.endswith("buffer_size"))
-        return buffer_size >= 0 or bool(self.attributes["tokens_per_expert_list"])
+        named = self.named()
+        return named.get("buffer", 0) >= 0 or bool(named.get("list"))
 
 
 def _permute_with_list(x, ids, probs):

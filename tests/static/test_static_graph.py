@@ -20,7 +20,7 @@ from paddle_moe_ops import (
     route,
     unpermute,
 )
-from tests.ops.operator_calls import GOOD_CALLS
+from tests.ops.operator_calls import GOOD_CALLS, by_position
 from tests.static.cases import CASES, A, E, H, K, layer, permute_small_buffer, token_inputs
 from tests.static.forms import FORMS
 from tests.static.modes import (
@@ -86,7 +86,7 @@ def test_a_scale_that_paddle_drops_keeps_its_dtype(operator, dtype, place):
     with static_mode(), paddle.static.program_guard(paddle.static.Program()):
         inputs = {name: paddle.static.data(name, array.shape, array.dtype.name) for name, array in arrays.items()}
         arguments = {**GOOD_CALLS[operator], **scale, **inputs}
-        outputs = paddle._C_ops._run_custom_op(f"pmo_{operator}", *arguments.values())
+        outputs = paddle._C_ops._run_custom_op(f"pmo_{operator}", *by_position(operator, arguments))
         scales = outputs[{"permute": 1, "moe_permute": 3}[operator]]
         assert scales.dtype == dtype
         (values,) = paddle.static.Executor().run(feed=arrays, fetch_list=[scales])

@@ -31,6 +31,23 @@ PyObject* ToPyObject(const paddle::Tensor& value, bool none_if_not_initialized);
 namespace pmo {
 namespace binding {
 
+bool is_summed(const paddle::Tensor& rows) {
+  const paddle::DataType dtype = rows.dtype();
+  return dtype == paddle::DataType::FLOAT32 || dtype == paddle::DataType::BFLOAT16 || dtype == paddle::DataType::FLOAT16;
+}
+
+bool holds_ids(const paddle::Tensor& routemap) {
+  const bool are_integers = routemap.dtype() == paddle::DataType::INT32 || routemap.dtype() == paddle::DataType::INT64;
+  return are_integers && has_columns(routemap);
+}
+
+bool are_together(std::initializer_list<const paddle::Tensor*> tensors) {
+  for (const paddle::Tensor* tensor : tensors) {
+    if (tensor->place() != (*tensors.begin())->place()) return false;
+  }
+  return true;
+}
+
 std::vector<DirectOperator>& direct_operators() {
   static std::vector<DirectOperator> operators;
   return operators;
@@ -67,6 +84,7 @@ DirectArgument read(PyObject* object) {
     DirectArgument::expect(PyList_Check(object));
     argument.kind = DirectArgument::kIntegers;
     for (Py_ssize_t i = 0; i < PyList_Size(object); ++i) {
+      DirectArgument::expect(PyLong_CheckExact(PyList_GetItem(object, i)));  // others would be asked by Python code of theirs
       const long long integer = PyLong_AsLongLong(PyList_GetItem(object, i));
       DirectArgument::expect(integer == static_cast<int>(integer));
       argument.integers.push_back(static_cast<int>(integer));
@@ -91,13 +109,16 @@ Outputs run(const DirectOperator& callee, const Arguments& arguments) {
   return callee.run(arguments.data());
 }
 
-PyObject* call(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
-  const Outputs outputs = run(callee, read_all(callee, objects, count));
+PyObject* results_of(const Outputs& outputs) {
   PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
   for (size_t i = 0; results != nullptr && i < outputs.size(); ++i) {
     PyTuple_SetItem(results, static_cast<Py_ssize_t>(i), paddle::pybind::ToPyObject(outputs[i], false));
   }
   return results;
+}
+
+PyObject* call(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
+  return results_of(run(callee, read_all(callee, objects, count)));
 }
 
 bool wants_no_gradient(PyObject* tensor) {
@@ -107,32 +128,41 @@ bool wants_no_gradient(PyObject* tensor) {
   return stops == Py_True;
 }
 
-// The backend that the environment asks for is chosen by Python.
-bool asks_for_backend() {
-  const char* name = std::getenv("PADDLE_MOE_OPS_BACKEND");
-  return name != nullptr && name[0] != 0;
+// What the environment asks for is looked at by Python.
+bool is_set(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value != nullptr && value[0] != 0;
 }
 
-// Whether an argument is nothing but data: reading it is then worthwhile.
-bool is_plain_tensor(PyObject* object) { return paddle::pybind::PyCheckTensor(object) && wants_no_gradient(object); }
-
-// The first output, or None.
+// The outputs; True if a gradient is wanted and the arguments fit; None if the call must go the long way.
 PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
   Outputs outputs;
+  bool fits = false, wants_gradient = false;
   try {
-    bool declines = asks_for_backend();
-    for (Py_ssize_t i = 0; i < count && !declines; ++i) declines = !is_plain_tensor(objects[i]);
+    bool declines = is_set("PADDLE_MOE_OPS_BACKEND") || is_set("PADDLE_MOE_OPS_VALIDATE");
+    for (Py_ssize_t i = 0; i < count && !declines; ++i) {
+      if (paddle::pybind::PyCheckTensor(objects[i])) {
+        wants_gradient |= !wants_no_gradient(objects[i]);
+      } else {
+        declines = !PyLong_CheckExact(objects[i]) && !PyList_Check(objects[i]);
+      }
+    }
     if (!declines) {
       const Arguments arguments = read_all(callee, objects, count);
-      for (const DirectArgument& argument : arguments) declines |= !argument.tensor.is_dense_tensor();
-      if (!declines) outputs = run(callee, arguments);
+      for (const DirectArgument& argument : arguments) {
+        declines |= argument.kind == DirectArgument::kTensor && !argument.tensor.is_dense_tensor();
+      }
+      fits = !declines && callee.fits(arguments.data());
+      if (fits && !wants_gradient) outputs = run(callee, arguments);
     }
   } catch (const std::exception&) {  // the long way says what is wrong
   }
   PyErr_Clear();
-  if (!outputs.empty()) return paddle::pybind::ToPyObject(outputs[0], false);
-  Py_INCREF(Py_None);
-  return Py_None;
+  if (outputs.size() == 1) return paddle::pybind::ToPyObject(outputs[0], false);
+  if (!outputs.empty()) return results_of(outputs);
+  PyObject* answer = fits && wants_gradient ? Py_True : Py_None;
+  Py_INCREF(answer);
+  return answer;
 }
 
 // Python's exception for the one that is being handled, as Paddle chooses it.
@@ -155,7 +185,7 @@ PyObject* python_exception() {
 extern "C" PyObject* call_from_python(PyObject* capsule, PyObject* const* objects, Py_ssize_t count) {
   try {
     const auto& callee = *static_cast<const DirectOperator*>(PyCapsule_GetPointer(capsule, nullptr));
-    return callee.is_quick ? call_quick(callee, objects, count) : call(callee, objects, count);
+    return callee.fits != nullptr ? call_quick(callee, objects, count) : call(callee, objects, count);
   } catch (const std::exception& error) {
     if (PyErr_Occurred() == nullptr) PyErr_SetString(python_exception(), error.what());
     return nullptr;

@@ -118,6 +118,31 @@ Outputs moe_unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor&
   return combine(rows, rowmap, routemap, probs, true, compat_paddle, checks, hidden, hidden_dtype);
 }
 
+bool fits(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap, const paddle::Tensor& probs,
+          int64_t num_tokens, int64_t num_experts) {
+  const Shape shape = probs.shape();
+  return has_columns(rows) && is_summed(rows) && can_count(num_experts) && rowmap.dtype() == paddle::DataType::INT32 &&
+         rowmap.shape() == Shape{num_tokens, num_experts} && holds_ids(routemap) && routemap.shape()[0] == num_tokens &&
+         probs.dtype() == paddle::DataType::FLOAT32 && (shape.size() == 1 || (shape.size() == 2 && shape[1] == 1)) &&
+         shape[0] == rows.shape()[0] && are_together({&rows, &rowmap, &routemap, &probs});
+}
+
+Outputs quick_combine(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
+                      const paddle::Tensor& probs, bool weighted) {
+  const int checks = default_checks(Target(kFunction, {&rows}));
+  return combine(rows, rowmap, routemap, probs, weighted, false, checks, rows.shape()[1], static_cast<int>(rows.dtype()));
+}
+
+Outputs quick_moe_unpermute(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
+                            const paddle::Tensor& probs, int64_t, int64_t) {
+  return quick_combine(rows, rowmap, routemap, probs, false);
+}
+
+Outputs quick_moe_unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
+                                     const paddle::Tensor& probs, int64_t, int64_t) {
+  return quick_combine(rows, rowmap, routemap, probs, true);
+}
+
 std::vector<Shape> moe_unpermute_shapes(const Shape& rows, const Shape& rowmap, const Shape& routemap, const Shape&, bool, int,
                                         int64_t, int, bool, bool) {
   return {{dim(rowmap, 0), dim(rows, 1)}, {dim(routemap, 0), dim(routemap, 1)}};
@@ -238,63 +263,60 @@ std::vector<paddle::DataType> moe_unpermute_weighted_double_backward_dtypes(cons
 // The last four attributes describe hidden_states_unzipped and say which gradients are wanted; only the gradients read them.
 // Their shape inference gets the attributes of the forward operator, so all declare the same list.
 std::vector<std::string> attributes() {
-  return {"compat_paddle: bool", "checks: int",          "hidden: int64_t",
-          "hidden_dtype: int",   "need_rows_grad: bool", "need_prob_grad: bool"};
+  return {"compat: bool", "checks: int", "hidden: int64_t", "dtype: int", "rows_grad: bool", "prob_grad: bool"};
 }
 
 }  // namespace
 
 PD_BUILD_OP(pmo_moe_unpermute)
-    .Inputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped"})
-    .Outputs({"hidden_states", "expert_prob_topk"})
+    .Inputs({"rows", "rowmap", "ids", "row_probs"})
+    .Outputs({"out", "probs"})
     .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(moe_unpermute))
     .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_dtypes));
 PMO_DIRECT(moe_unpermute, moe_unpermute);
+PMO_QUICK(moe_unpermute, quick_moe_unpermute, fits);
 
 PD_BUILD_GRAD_OP(pmo_moe_unpermute)
-    .Inputs({"zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped", paddle::Grad("hidden_states"),
-             paddle::Grad("expert_prob_topk")})
-    .Outputs({paddle::Grad("hidden_states_unzipped"), paddle::Grad("token_prob_unzipped")})
+    .Inputs({"rowmap", "ids", "row_probs", paddle::Grad("out"), paddle::Grad("probs")})
+    .Outputs({paddle::Grad("rows"), paddle::Grad("row_probs")})
     .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(moe_unpermute_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_backward_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_moe_unpermute)
-    .Inputs({"zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped",
-             paddle::Grad(paddle::Grad("hidden_states_unzipped")), paddle::Grad(paddle::Grad("token_prob_unzipped"))})
-    .Outputs({paddle::Grad(paddle::Grad("hidden_states")), paddle::Grad(paddle::Grad("expert_prob_topk"))})
+    .Inputs({"rowmap", "ids", "row_probs", paddle::Grad(paddle::Grad("rows")), paddle::Grad(paddle::Grad("row_probs"))})
+    .Outputs({paddle::Grad(paddle::Grad("out")), paddle::Grad(paddle::Grad("probs"))})
     .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(moe_unpermute_double_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_double_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_double_backward_dtypes));
 
 PD_BUILD_OP(pmo_moe_unpermute_weighted)
-    .Inputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped"})
-    .Outputs({"hidden_states", "expert_prob_topk"})
+    .Inputs({"rows", "rowmap", "ids", "row_probs"})
+    .Outputs({"out", "probs"})
     .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(moe_unpermute_weighted))
     .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_dtypes));
 PMO_DIRECT(moe_unpermute_weighted, moe_unpermute_weighted);
+PMO_QUICK(moe_unpermute_weighted, quick_moe_unpermute_weighted, fits);
 
 PD_BUILD_GRAD_OP(pmo_moe_unpermute_weighted)
-    .Inputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped",
-             paddle::Grad("hidden_states"), paddle::Grad("expert_prob_topk")})
-    .Outputs({paddle::Grad("hidden_states_unzipped"), paddle::Grad("token_prob_unzipped")})
+    .Inputs({"rows", "rowmap", "ids", "row_probs", paddle::Grad("out"), paddle::Grad("probs")})
+    .Outputs({paddle::Grad("rows"), paddle::Grad("row_probs")})
     .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(moe_unpermute_weighted_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_weighted_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_weighted_backward_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_moe_unpermute_weighted)
-    .Inputs({"hidden_states_unzipped", "zipped_expertwise_rowmap", "expert_routemap_topk", "token_prob_unzipped",
-             paddle::Grad("hidden_states"), paddle::Grad(paddle::Grad("hidden_states_unzipped")),
-             paddle::Grad(paddle::Grad("token_prob_unzipped"))})
-    .Outputs({paddle::Grad("hidden_states_unzipped"), paddle::Grad("token_prob_unzipped"),
-              paddle::Grad(paddle::Grad("hidden_states")), paddle::Grad(paddle::Grad("expert_prob_topk"))})
+    .Inputs({"rows", "rowmap", "ids", "row_probs", paddle::Grad("out"), paddle::Grad(paddle::Grad("rows")),
+             paddle::Grad(paddle::Grad("row_probs"))})
+    .Outputs({paddle::Grad("rows"), paddle::Grad("row_probs"), paddle::Grad(paddle::Grad("out")),
+              paddle::Grad(paddle::Grad("probs"))})
     .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(moe_unpermute_weighted_double_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_weighted_double_backward_shapes))

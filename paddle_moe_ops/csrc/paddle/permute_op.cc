@@ -29,10 +29,15 @@ Outputs permute(const paddle::Tensor& x, const paddle::optional<paddle::Tensor>&
   return {rows, row_scales};
 }
 
+bool fits(const paddle::Tensor& x, const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows,
+          const paddle::Tensor& row_to_token) {
+  return has_columns(x) && x.dtype() != paddle::DataType::INT32 && dtype_of(x, kFunction, "x") >= 0 &&
+         x.shape()[0] == dim(slot_to_row.shape(), 0) && are_together({&x, &slot_to_row, &token_rows, &row_to_token});
+}
+
 // Rows alone, with padding of zeros.
 Outputs quick_permute(const paddle::Tensor& x, const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows,
                       const paddle::Tensor& row_to_token) {
-  if (!has_columns(x) || x.dtype() == paddle::DataType::INT32) return {};
   const Target target(kFunction, {&x, &slot_to_row, &token_rows, &row_to_token});
   require_rank(row_to_token, 1, kFunction, "row_to_token");
   paddle::Tensor rows = paddle::empty({row_to_token.shape()[0], x.shape()[1]}, x.dtype(), x.place());
@@ -89,7 +94,7 @@ std::vector<Shape> permute_double_backward_shapes(const Shape&, const Shape& row
 
 // The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
 std::vector<std::string> attributes() {
-  return {"fill: int", "has_scale: bool", "scale_cols: int64_t", "scale_dtype: int", "hidden: int64_t", "hidden_dtype: int"};
+  return {"fill: int", "has_scale: bool", "cols: int64_t", "scale_type: int", "hidden: int64_t", "dtype: int"};
 }
 
 }  // namespace
@@ -102,7 +107,7 @@ PD_BUILD_OP(pmo_permute)
     .SetInferShapeFn(PD_INFER_SHAPE(permute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(permute_dtypes));
 PMO_DIRECT(permute, permute);
-PMO_QUICK(permute, quick_permute);
+PMO_QUICK(permute, quick_permute, fits);
 
 PD_BUILD_GRAD_OP(pmo_permute)
     .Inputs({"token_rows", "row_to_token", paddle::Grad("rows")})

@@ -141,20 +141,14 @@ std::vector<Shape> route_with_probs_double_backward_shapes(const Shape&, const S
 }
 
 std::vector<std::string> outputs() {
-  return {"slot_to_row", "token_rows",        "row_to_token",   "row_to_slot",       "row_to_expert",
-          "row_probs",   "tokens_per_expert", "expert_offsets", "routed_per_expert", "overflow"};
+  return {"slot_to_row", "token_rows", "row_to_token",   "row_to_slot", "row_to_expert",
+          "row_probs",   "row_counts", "expert_offsets", "routed",      "overflow"};
 }
 
 // The gradient's shape inference gets the attributes of the forward operator, so all declare the same list.
 std::vector<std::string> attributes() {
-  return {"num_experts: int64_t",
-          "topk: int64_t",
-          "padding_alignment: int64_t",
-          "counts_source: int",
-          "tokens_per_expert_list: std::vector<int>",
-          "buffer_size: int64_t",
-          "duplicates: int",
-          "checks: int"};
+  return {"num_experts: int64_t",   "topk: int64_t",   "align: int64_t",  "source: int",
+          "list: std::vector<int>", "buffer: int64_t", "duplicates: int", "checks: int"};
 }
 
 }  // namespace

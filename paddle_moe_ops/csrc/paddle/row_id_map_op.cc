@@ -233,52 +233,52 @@ PMO_DIRECT(make_row_id_map, make_row_id_map);
 PD_BUILD_OP(pmo_read_rowmap)
     .Inputs({"map", paddle::Optional("pad_offsets"), paddle::Optional("num_rows")})
     .Outputs({"slot_to_row", "token_rows", "row_to_token", "row_to_slot", "row_to_expert"})
-    .Attrs({"is_row_id_map: bool", "buffer_size: int64_t", "checks: int"})
+    .Attrs({"id_map: bool", "buffer: int64_t", "checks: int"})
     .SetKernelFn(PD_KERNEL(read_rowmap))
     .SetInferShapeFn(PD_INFER_SHAPE(read_rowmap_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(read_rowmap_dtypes));
 PMO_DIRECT(read_rowmap, read_rowmap);
 
 PD_BUILD_OP(pmo_slots_to_rows)
-    .Inputs({"slot_values", "slot_to_row", "row_to_slot"})
-    .Outputs({"row_values"})
+    .Inputs({"slots", "slot_to_row", "row_to_slot"})
+    .Outputs({"rows"})
     .SetKernelFn(PD_KERNEL(slots_to_rows))
     .SetInferShapeFn(PD_INFER_SHAPE(slots_to_rows_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
 PMO_DIRECT(slots_to_rows, slots_to_rows);
 
 PD_BUILD_GRAD_OP(pmo_slots_to_rows)
-    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad("row_values")})
-    .Outputs({paddle::Grad("slot_values")})
+    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad("rows")})
+    .Outputs({paddle::Grad("slots")})
     .SetKernelFn(PD_KERNEL(slots_to_rows_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(slots_to_rows_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_slots_to_rows)
-    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad(paddle::Grad("slot_values"))})
-    .Outputs({paddle::Grad(paddle::Grad("row_values"))})
+    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad(paddle::Grad("slots"))})
+    .Outputs({paddle::Grad(paddle::Grad("rows"))})
     .SetKernelFn(PD_KERNEL(slots_to_rows_double_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(slots_to_rows_double_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
 
 PD_BUILD_OP(pmo_rows_to_slots)
-    .Inputs({"row_values", "slot_to_row", "row_to_slot"})
-    .Outputs({"slot_values"})
+    .Inputs({"rows", "slot_to_row", "row_to_slot"})
+    .Outputs({"slots"})
     .SetKernelFn(PD_KERNEL(rows_to_slots))
     .SetInferShapeFn(PD_INFER_SHAPE(rows_to_slots_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
 PMO_DIRECT(rows_to_slots, rows_to_slots);
 
 PD_BUILD_GRAD_OP(pmo_rows_to_slots)
-    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad("slot_values")})
-    .Outputs({paddle::Grad("row_values")})
+    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad("slots")})
+    .Outputs({paddle::Grad("rows")})
     .SetKernelFn(PD_KERNEL(rows_to_slots_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(rows_to_slots_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_rows_to_slots)
-    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad(paddle::Grad("row_values"))})
-    .Outputs({paddle::Grad(paddle::Grad("slot_values"))})
+    .Inputs({"slot_to_row", "row_to_slot", paddle::Grad(paddle::Grad("rows"))})
+    .Outputs({paddle::Grad(paddle::Grad("slots"))})
     .SetKernelFn(PD_KERNEL(rows_to_slots_double_backward))
     .SetInferShapeFn(PD_INFER_SHAPE(rows_to_slots_double_backward_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));

@@ -270,10 +270,10 @@ std::vector<paddle::DataType> chunk_sort_map_dtypes(const paddle::DataType&, con
 }
 
 // The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
-std::vector<std::string> attributes() { return {"checks: int", "hidden: int64_t", "hidden_dtype: int"}; }
+std::vector<std::string> attributes() { return {"checks: int", "hidden: int64_t", "dtype: int"}; }
 
 std::vector<std::string> attributes_with_probs() {
-  return {"checks: int", "hidden: int64_t", "hidden_dtype: int", "need_x_grad: bool", "need_probs_grad: bool"};
+  return {"checks: int", "hidden: int64_t", "dtype: int", "x_grad: bool", "prob_grad: bool"};
 }
 
 }  // namespace
@@ -331,7 +331,7 @@ PD_BUILD_DOUBLE_GRAD_OP(pmo_sort_chunks_with_probs)
 PD_BUILD_OP(pmo_chunk_sort_map)
     .Inputs({"split_sizes", "order"})
     .Outputs({"source_to_dest"})
-    .Attrs({"buffer_size: int64_t", "checks: int"})
+    .Attrs({"buffer: int64_t", "checks: int"})
     .SetKernelFn(PD_KERNEL(chunk_sort_map))
     .SetInferShapeFn(PD_INFER_SHAPE(chunk_sort_map_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(chunk_sort_map_dtypes));

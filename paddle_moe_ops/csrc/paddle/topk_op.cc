@@ -140,15 +140,14 @@ std::vector<paddle::DataType> topk_double_backward_dtypes(const paddle::DataType
 
 // The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
 std::vector<std::string> attributes() {
-  return {"top_k: int64_t",      "use_sigmoid: bool",    "renormalize: bool",         "pre_act: bool",
-          "num_groups: int64_t", "topk_groups: int64_t", "scores_per_group: int64_t", "scaling_factor: float",
-          "return_scores: bool"};
+  return {"top_k: int64_t",  "sigmoid: bool",  "renorm: bool",  "pre_act: bool", "groups: int64_t",
+          "topk_g: int64_t", "per_g: int64_t", "factor: float", "scored: bool"};
 }
 
 }  // namespace
 
 PD_BUILD_OP(pmo_calculate_topk)
-    .Inputs({"gating", paddle::Optional("correction_bias")})
+    .Inputs({"gating", paddle::Optional("bias")})
     .Outputs({"weights", "ids", "scores"})
     .Attrs(attributes())
     .SetKernelFn(PD_KERNEL(topk))

@@ -41,8 +41,12 @@ std::vector<paddle::DataType> unpermute_dtypes(const paddle::DataType& rows, con
   return {rows};
 }
 
+bool fits(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
+  return has_columns(rows) && is_summed(rows) && rows.shape()[0] == dim(row_to_token.shape(), 0) &&
+         are_together({&rows, &token_rows, &row_to_token});
+}
+
 Outputs quick_unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
-  if (!has_columns(rows)) return {};
   return unpermute(rows, token_rows, row_to_token, kUnknown, static_cast<int>(rows.dtype()));
 }
 
@@ -94,10 +98,15 @@ Outputs unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& pro
   return {sum_rows(target, kFunction, rows, token_rows, weights_of(probs, row_to_slot))};
 }
 
+bool fits_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,
+                   const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot) {
+  return fits(rows, token_rows, row_to_token) && probs.dtype() == paddle::DataType::FLOAT32 &&
+         (probs.shape() == row_to_token.shape() || probs.shape() == token_rows.shape()) &&
+         are_together({&rows, &probs, &row_to_slot});
+}
+
 Outputs quick_unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,
                                  const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot) {
-  const Shape shape = probs.shape();
-  if (!has_columns(rows) || (shape.size() != 1 && shape != token_rows.shape())) return {};
   return unpermute_weighted(rows, probs, token_rows, row_to_token, row_to_slot, false, false);
 }
 
@@ -167,9 +176,9 @@ std::vector<paddle::DataType> unpermute_weighted_double_backward_dtypes(const pa
 }
 
 // Shape inference of gradients gets the attributes of the forward operator, so all declare the same list.
-std::vector<std::string> attributes() { return {"hidden: int64_t", "hidden_dtype: int"}; }
+std::vector<std::string> attributes() { return {"hidden: int64_t", "dtype: int"}; }
 
-std::vector<std::string> attributes_weighted() { return {"need_rows_grad: bool", "need_probs_grad: bool"}; }
+std::vector<std::string> attributes_weighted() { return {"rows_grad: bool", "prob_grad: bool"}; }
 
 }  // namespace
 
@@ -181,7 +190,7 @@ PD_BUILD_OP(pmo_unpermute)
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_dtypes));
 PMO_DIRECT(unpermute, unpermute);
-PMO_QUICK(unpermute, quick_unpermute);
+PMO_QUICK(unpermute, quick_unpermute, fits);
 
 PD_BUILD_GRAD_OP(pmo_unpermute)
     .Inputs({"token_rows", "row_to_token", paddle::Grad("out")})
@@ -207,7 +216,7 @@ PD_BUILD_OP(pmo_unpermute_weighted)
     .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_dtypes));
 PMO_DIRECT(unpermute_weighted, unpermute_weighted);
-PMO_QUICK(unpermute_weighted, quick_unpermute_weighted);
+PMO_QUICK(unpermute_weighted, quick_unpermute_weighted, fits_weighted);
 
 // The gradient as an operator of its own, for those who write their backward passes themselves.
 PD_BUILD_OP(pmo_unpermute_weighted_backward)
