@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "common/dtypes.h"
+#include "common/ids.h"
 #include "common/scales.h"
 #include "common/status.h"
 
@@ -74,8 +76,7 @@ int check_route_sizes(const pmo_route_params& p) {
 int check_routing_arrays(const pmo_route_params& p) {
   const bool mask = p.routing_kind == PMO_ROUTING_MASK;
   const int64_t elements = p.num_tokens * (mask ? p.num_experts : p.topk);
-  const uintptr_t id_size = mask ? 1 : (p.routing_kind == PMO_ROUTING_IDS64 ? 8 : 4);
-  PMO_REQUIRE(elements == 0 || (p.routing != nullptr && reinterpret_cast<uintptr_t>(p.routing) % id_size == 0), "routing",
+  PMO_REQUIRE(mask ? elements == 0 || p.routing != nullptr : is_id_array(p.routing, p.routing_kind, elements), "routing",
               "an array aligned to its element size");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.probs, "probs");
   PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
@@ -109,12 +110,10 @@ int check_clean_rowmap(const pmo_clean_rowmap_params& p) {
   PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.slot_to_row, "slot_to_row");
   PMO_REQUIRE(p.duplicates == PMO_DUPLICATES_FIRST || p.duplicates == PMO_DUPLICATES_EACH, "duplicates", "one of pmo_duplicates");
-  PMO_REQUIRE(p.ids_kind == PMO_ROUTING_IDS32 || p.ids_kind == PMO_ROUTING_IDS64, "ids_kind",
-              "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
-  const uintptr_t id_size = p.ids_kind == PMO_ROUTING_IDS64 ? sizeof(int64_t) : sizeof(int32_t);
+  PMO_REQUIRE(is_id_kind(p.ids_kind), "ids_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   const bool by_expert = p.ids == nullptr && p.topk == p.num_experts;
-  const bool needs_ids = p.num_tokens * p.topk > 0 && (p.slot_values != nullptr || (p.slot_to_row != nullptr && !by_expert));
-  PMO_REQUIRE(!needs_ids || (p.ids != nullptr && reinterpret_cast<uintptr_t>(p.ids) % id_size == 0), "ids",
+  const bool needs_ids = p.slot_values != nullptr || (p.slot_to_row != nullptr && !by_expert);
+  PMO_REQUIRE(is_id_array(p.ids, p.ids_kind, needs_ids ? p.num_tokens * p.topk : 0), "ids",
               "an array aligned to its element size when slots are wanted, or NULL with topk = num_experts");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.slot_values, "slot_values");
   if (p.slot_values != nullptr) PMO_REQUIRE_ARRAY(p.row_values, p.num_rows, "row_values");

@@ -6,22 +6,17 @@
 #include <string>
 #include <vector>
 
+#include "common/dtypes.h"
+#include "common/ids.h"
 #include "common/status.h"
 
 namespace pmo {
 namespace {
 
-bool is_index_kind(int32_t kind) { return kind == PMO_ROUTING_IDS32 || kind == PMO_ROUTING_IDS64; }
-
-bool is_index_array(const void* values, int32_t kind, int64_t size) {
-  const uintptr_t item = kind == PMO_ROUTING_IDS64 ? sizeof(int64_t) : sizeof(int32_t);
-  return size == 0 || (values != nullptr && reinterpret_cast<uintptr_t>(values) % item == 0);
-}
-
 int report_sizes(const pmo_sort_chunks_params& p) {
   int64_t rows = 0;
   for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const int64_t size = index_at(p.split_sizes, p.split_sizes_kind, chunk);
+    const int64_t size = id_at(p.split_sizes, p.split_sizes_kind, chunk);
     if (size < 0) {
       return fail(PMO_INVALID_DATA, "split_sizes must hold no negative numbers, but entry " + std::to_string(chunk) + " is " +
                                         std::to_string(size));
@@ -38,7 +33,7 @@ int report_sizes(const pmo_sort_chunks_params& p) {
 int report_order(const pmo_sort_chunks_params& p) {
   std::vector<int64_t> place(static_cast<size_t>(p.num_chunks), -1);
   for (int64_t entry = 0; entry < p.num_chunks; ++entry) {
-    const int64_t chunk = index_at(p.order, p.order_kind, entry);
+    const int64_t chunk = id_at(p.order, p.order_kind, entry);
     if (chunk < 0 || chunk >= p.num_chunks) {
       if ((p.checks & PMO_CHECK_RANGE) == 0) continue;
       return fail(PMO_INVALID_DATA, "order must hold chunks in [0, " + std::to_string(p.num_chunks) + "), but entry " +
@@ -62,11 +57,11 @@ int check_sort_chunks(const pmo_sort_chunks_params& p) {
   PMO_REQUIRE(p.num_chunks >= 0 && p.num_chunks <= kMaxChunks, "num_chunks", "in [0, 2^20]");
   PMO_REQUIRE_COLUMNS(p.hidden, "hidden");
   PMO_REQUIRE(dtype_size(p.dtype) > 0, "dtype", "one of pmo_dtype");
-  PMO_REQUIRE(is_index_kind(p.split_sizes_kind), "split_sizes_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
-  PMO_REQUIRE(is_index_kind(p.order_kind), "order_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
-  PMO_REQUIRE(is_index_array(p.split_sizes, p.split_sizes_kind, p.num_chunks), "split_sizes",
+  PMO_REQUIRE(is_id_kind(p.split_sizes_kind), "split_sizes_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
+  PMO_REQUIRE(is_id_kind(p.order_kind), "order_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
+  PMO_REQUIRE(is_id_array(p.split_sizes, p.split_sizes_kind, p.num_chunks), "split_sizes",
               "an array aligned to its element size");
-  PMO_REQUIRE(is_index_array(p.order, p.order_kind, p.num_chunks), "order", "an array aligned to its element size");
+  PMO_REQUIRE(is_id_array(p.order, p.order_kind, p.num_chunks), "order", "an array aligned to its element size");
   PMO_REQUIRE(p.out == nullptr || p.x != nullptr || p.num_rows * p.hidden == 0, "x", "given when out is wanted");
   PMO_REQUIRE_ARRAY(p.probs, p.probs_out == nullptr ? 0 : p.num_rows, "probs");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.probs_out, "probs_out");

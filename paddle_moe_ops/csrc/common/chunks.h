@@ -4,7 +4,6 @@
 // The checks of chunk sorting.
 #pragma once
 
-#include "common/arithmetic.h"
 #include "common/status.h"
 #include "pmo/sort_chunks.h"
 
@@ -13,11 +12,6 @@ namespace pmo {
 constexpr int64_t kMaxChunks = int64_t{1} << 20;
 
 int check_sort_chunks(const pmo_sort_chunks_params& p);
-
-// Entry of an array that holds int32 or int64.
-PMO_ANYWHERE inline int64_t index_at(const void* values, int32_t kind, int64_t entry) {
-  return kind == PMO_ROUTING_IDS64 ? static_cast<const int64_t*>(values)[entry] : static_cast<const int32_t*>(values)[entry];
-}
 
 // What the operator refuses as far as p.checks asks; reads split_sizes and order.
 int report_chunks(const pmo_sort_chunks_params& p);

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
+#include "common/dtypes.h"
 #include "common/padding.h"
-#include "common/status.h"
 #include "pmo/permute.h"
 
 namespace pmo {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/arithmetic.h"
 #include "pmo/quantize.h"
 
 namespace pmo {
@@ -23,10 +24,10 @@ struct ScaleLayout {
   int64_t rows;  // with those that only fill the layout up
 
   template <typename Params>
-  explicit ScaleLayout(const Params& p) : groups((p.hidden + kGroupColumns - 1) / kGroupColumns) {
-    words = p.ue8m0 != 0 ? (groups + kPackedScales - 1) / kPackedScales : groups;
+  explicit ScaleLayout(const Params& p) : groups(divide_up(p.hidden, kGroupColumns)) {
+    words = p.ue8m0 != 0 ? divide_up(groups, kPackedScales) : groups;
     const bool by_column = p.scale_layout == PMO_SCALES_BY_COLUMN;
-    rows = by_column ? (p.num_rows + kColumnAlignment - 1) / kColumnAlignment * kColumnAlignment : p.num_rows;
+    rows = by_column ? round_up(p.num_rows, kColumnAlignment) : p.num_rows;
     row_step = by_column ? 1 : words;
     word_step = by_column ? rows : 1;
   }

@@ -45,24 +45,6 @@ int run_cpu(const Params* params, void* stream, Body body) noexcept {
   return guarded([&] { return body(*params); });
 }
 
-inline int64_t dtype_size(int32_t dtype) {
-  switch (dtype) {
-    case PMO_FLOAT32:
-    case PMO_INT32:
-      return 4;
-    case PMO_FLOAT16:
-    case PMO_BFLOAT16:
-      return 2;
-    case PMO_FLOAT8_E4M3FN:
-    case PMO_FLOAT8_E5M2:
-      return 1;
-    default:
-      return 0;
-  }
-}
-
-inline bool is_sum_dtype(int32_t dtype) { return dtype == PMO_FLOAT32 || dtype == PMO_FLOAT16 || dtype == PMO_BFLOAT16; }
-
 template <typename T>
 bool is_aligned(const T* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % alignof(T) == 0;

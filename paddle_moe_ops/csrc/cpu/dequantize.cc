@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/dtypes.h"
 #include "common/scales.h"
 #include "common/status.h"
 #include "cpu/pool.h"

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
+#include "common/dtypes.h"
 #include "common/scoring.h"
-#include "pmo/base.h"
 
 namespace pmo {
 namespace cpu {
@@ -55,17 +55,10 @@ struct Float16Rows {
   }
 };
 
-// Calls body(Rows()) for a row type that is summed.
+// Returns body(Rows()) for a row type that is summed.
 template <typename Body>
 int with_rows(int32_t dtype, Body body) {
-  switch (dtype) {
-    case PMO_FLOAT32:
-      return body(Float32Rows());
-    case PMO_FLOAT16:
-      return body(Float16Rows());
-    default:
-      return body(BFloat16Rows());
-  }
+  return with_sum_dtype<Float32Rows, Float16Rows, BFloat16Rows>(dtype, body);
 }
 
 }  // namespace cpu

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/dtypes.h"
 #include "common/padding.h"
 #include "common/scales.h"
 #include "common/status.h"

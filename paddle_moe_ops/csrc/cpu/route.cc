@@ -19,6 +19,7 @@
 
 #include "common/checks.h"
 #include "common/findings.h"
+#include "common/ids.h"
 #include "common/padding.h"
 #include "common/status.h"
 #include "cpu/pool.h"
@@ -71,9 +72,8 @@ void note_duplicate(const Id* ids, int64_t slot, int64_t topk, pmo_route_finding
 
 // Counts one chunk of [T, K] ids and writes their cleaned copy.
 template <typename Id>
-void count_ids(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* histogram, int32_t* cleaned,
+void count_ids(const pmo_route_params& p, const Id* ids, int64_t begin, int64_t end, int64_t* histogram, int32_t* cleaned,
                pmo_route_findings* found) {
-  const Id* ids = static_cast<const Id*>(p.routing);
   const bool first_only = p.duplicates == PMO_DUPLICATES_FIRST && p.topk > 1;
   std::vector<int32_t> last_token(first_only ? static_cast<size_t>(p.num_experts) : 0, -1);
   for (int64_t token = begin; token < end; ++token) {
@@ -129,15 +129,11 @@ void count_chunk(const pmo_route_params& p, const Layout& layout, int64_t chunk,
   const int64_t end = layout.begin(p, chunk + 1);
   // The thread's own while it counts: with few experts the histograms of several chunks are one cache line.
   std::vector<int64_t> histogram(static_cast<size_t>(p.num_experts));
-  switch (p.routing_kind) {
-    case PMO_ROUTING_IDS32:
-      count_ids<int32_t>(p, begin, end, histogram.data(), layout.ids, found);
-      break;
-    case PMO_ROUTING_IDS64:
-      count_ids<int64_t>(p, begin, end, histogram.data(), layout.ids, found);
-      break;
-    default:
-      count_mask(p, begin, end, histogram.data(), layout.ids, found);
+  if (p.routing_kind == PMO_ROUTING_MASK) {
+    count_mask(p, begin, end, histogram.data(), layout.ids, found);
+  } else {
+    with_ids(p.routing, p.routing_kind,
+             [&](const auto* ids) { count_ids(p, ids, begin, end, histogram.data(), layout.ids, found); });
   }
   std::copy(histogram.begin(), histogram.end(), layout.first_row + chunk * p.num_experts);
 }

@@ -111,9 +111,6 @@ __attribute__((always_inline)) inline void prefetch_beginning(const void* row, i
 constexpr int64_t kTokensAhead = 2;
 
 // Element types of rows, for overloads.
-struct Byte {
-  static constexpr int64_t kBytes = 1;
-};
 struct Float32 {
   static constexpr int64_t kBytes = 4;
 };

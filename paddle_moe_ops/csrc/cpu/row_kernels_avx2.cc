@@ -8,6 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/dtypes.h"
 #include "common/scales.h"
 #include "cpu/row_kernels.h"
 #include "pmo/base.h"

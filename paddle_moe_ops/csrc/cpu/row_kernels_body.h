@@ -424,14 +424,6 @@ constexpr RowKernels kKernels = {sum_rows<Element>,     scale_row<Element>,     
 constexpr RowKernels kOtherTypes = {nullptr, nullptr, nullptr, nullptr, nullptr, copy_row};
 
 const RowKernels* kernels_for(int32_t dtype) {
-  switch (dtype) {
-    case PMO_FLOAT32:
-      return &kKernels<Float32>;
-    case PMO_FLOAT16:
-      return &kKernels<Float16>;
-    case PMO_BFLOAT16:
-      return &kKernels<BFloat16>;
-    default:
-      return &kOtherTypes;
-  }
+  if (!is_sum_dtype(dtype)) return &kOtherTypes;
+  return with_sum_dtype<Float32, Float16, BFloat16>(dtype, [](auto element) { return &kKernels<decltype(element)>; });
 }

@@ -14,6 +14,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "common/dtypes.h"
 #include "common/scales.h"
 #include "cpu/float_rows.h"
 #include "cpu/row_kernels.h"

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/checks.h"
+#include "common/ids.h"
 #include "common/status.h"
 #include "cpu/pool.h"
 #include "pmo/route.h"
@@ -14,9 +15,7 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-int64_t expert_id(const pmo_clean_rowmap_params& p, int64_t slot) {
-  return p.ids_kind == PMO_ROUTING_IDS64 ? static_cast<const int64_t*>(p.ids)[slot] : static_cast<const int32_t*>(p.ids)[slot];
-}
+int64_t expert_id(const pmo_clean_rowmap_params& p, int64_t slot) { return id_at(p.ids, p.ids_kind, slot); }
 
 // The row of every slot of a token, by its expert id, and the row's value.
 void rows_of_slots(const pmo_clean_rowmap_params& p, int64_t token, bool has_repeats) {

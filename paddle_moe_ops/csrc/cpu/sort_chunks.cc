@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "common/chunks.h"
+#include "common/dtypes.h"
+#include "common/ids.h"
 #include "common/status.h"
 #include "cpu/pool.h"
 #include "cpu/streaming.h"
@@ -28,7 +30,7 @@ std::vector<Chunk> layout(const pmo_sort_chunks_params& p) {
   std::vector<Chunk> chunks(static_cast<size_t>(p.num_chunks) + 1);
   int64_t row = 0;
   for (int64_t i = 0; i < p.num_chunks; ++i) {
-    const int64_t size = index_at(p.split_sizes, p.split_sizes_kind, i);
+    const int64_t size = id_at(p.split_sizes, p.split_sizes_kind, i);
     const int64_t end = row + std::clamp<int64_t>(size, 0, p.num_rows - row);
     chunks[i] = {row, end, -1};
     row = end;
@@ -41,7 +43,7 @@ std::vector<Chunk> layout(const pmo_sort_chunks_params& p) {
     to += chunk.end - chunk.begin;
   };
   for (int64_t i = 0; i < p.num_chunks; ++i) {
-    const int64_t named = index_at(p.order, p.order_kind, i);
+    const int64_t named = id_at(p.order, p.order_kind, i);
     if (named >= 0 && named < p.num_chunks) place(chunks[named]);
   }
   for (Chunk& chunk : chunks) place(chunk);  // those that the order does not name

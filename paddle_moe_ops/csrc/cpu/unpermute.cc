@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/dtypes.h"
 #include "common/status.h"
 #include "cpu/padding.h"
 #include "cpu/pool.h"

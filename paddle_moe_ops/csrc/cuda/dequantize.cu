@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/checks.h"
+#include "common/dtypes.h"
 #include "common/scales.h"
 #include "cuda/launch.cuh"
 #include "cuda/vectors.cuh"
@@ -79,14 +80,7 @@ int dequantize(const pmo_dequantize_params& p, cudaStream_t stream) {
   PMO_REQUIRE(address(p.out) % dtype_size(p.dtype) == 0, "out", "aligned to its element size");
   const uintptr_t stride = p.num_rows > 1 ? static_cast<uintptr_t>(p.codes_row_stride) : 0;
   const bool vectors = widest_access({address(p.codes), stride, address(p.out)}) == 16 && p.hidden % kThreadColumns == 0;
-  switch (p.dtype) {
-    case PMO_FLOAT32:
-      return launch_rows<Float32Rows>(p, vectors, stream);
-    case PMO_FLOAT16:
-      return launch_rows<Float16Rows>(p, vectors, stream);
-    default:
-      return launch_rows<BFloat16Rows>(p, vectors, stream);
-  }
+  return with_rows(p.dtype, [&](auto rows) { return launch_rows<decltype(rows)>(p, vectors, stream); });
 }
 
 }  // namespace

@@ -40,29 +40,21 @@ __device__ uint32_t add_up_to_one(uint32_t a, uint32_t b) {
 #endif
 }
 
-// A token's ids as they are given, in 32-bit words of which a wide id has two.
+// A token's experts, kNone for a slot that has none. `whole` loads eight narrow ids at once.
 struct TokenIds {
   int32_t expert[kFewTopk];
 
   __device__ TokenIds(const FusedWork& work, int32_t first, bool whole) {
-    const int wide = work.ids_are_64_bit ? 1 : 0;
-    const auto* word = static_cast<const int32_t*>(work.ids) + (static_cast<int64_t>(first) << wide);
     if (whole) {
-      const auto* half = reinterpret_cast<const Vector16*>(word);
+      const auto* half = reinterpret_cast<const Vector16*>(static_cast<const int32_t*>(work.ids) + first);
       const Vector16 halves[2] = {half[0], half[1]};
       memcpy(expert, halves, sizeof(expert));
 #pragma unroll
-      for (int k = 0; k < kFewTopk; ++k) expert[k] = known(work, expert[k]);
+      for (int k = 0; k < kFewTopk; ++k) expert[k] = expert_of(work, expert[k], kNone);
       return;
     }
 #pragma unroll
-    for (int k = 0; k < kFewTopk; ++k, word += 1 + wide) {
-      expert[k] = kNone;
-      if (k < work.topk) expert[k] = wide != 0 && __ldg(word + 1) != 0 ? kNone : known(work, __ldg(word));
-    }
-  }
-  static __device__ int32_t known(const FusedWork& work, int32_t id) {
-    return static_cast<uint32_t>(id) < static_cast<uint32_t>(work.num_experts) ? id : kNone;
+    for (int k = 0; k < kFewTopk; ++k) expert[k] = k < work.topk ? load_expert(work, first + k, kNone) : kNone;
   }
 };
 
@@ -179,8 +171,8 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
   const int32_t job = static_cast<int32_t>(blockIdx.x) - 1, token = job < 0 ? 0 : job / parts, part = job - token * parts;
   const bool has_token = job >= 0 && token < work.num_tokens;  // otherwise counts, or only padding
   const int32_t accesses = has_token ? work.row_bytes / 16 : 0, scales = has_token && part == 0 ? work.scale_bytes / 16 : 0;
-  const int32_t first = (accesses + parts - 1) / parts * part + threadIdx.x;
-  const int32_t last = min(accesses, (accesses + parts - 1) / parts * (part + 1));
+  const int32_t first = divide_up(accesses, parts) * part + threadIdx.x;
+  const int32_t last = min(accesses, divide_up(accesses, parts) * (part + 1));
   const auto* source = reinterpret_cast<const Vector16*>(work.x + token * work.x_stride);
   const auto* scale = reinterpret_cast<const Vector16*>(work.scale + token * work.scale_stride);
   Vector16 held[kFewHeld], held_scale = {};

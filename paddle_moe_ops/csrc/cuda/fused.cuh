@@ -71,8 +71,8 @@ struct Share {
     first_piece = block * each + min(block, rest);
     last_piece = first_piece + each + (block < rest ? 1 : 0);
     first_token = first_piece / work.pieces_per_token;
-    owned_from = (first_piece + work.pieces_per_token - 1) / work.pieces_per_token;
-    last_token = (last_piece + work.pieces_per_token - 1) / work.pieces_per_token;
+    owned_from = divide_up(first_piece, work.pieces_per_token);
+    last_token = divide_up(last_piece, work.pieces_per_token);
     if (last_piece == first_piece) last_token = first_token;
   }
 };

@@ -80,8 +80,8 @@ template <bool kRows>
 __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const TokenRows& token_rows, int first_warp) {
   const int lane = threadIdx.x % kWarpSize;
   const int32_t vectors = kRows ? work.piece_bytes / 16 : 0;
-  const int32_t segments = kRows ? (vectors + kRowVectors * kWarpSize - 1) / (kRowVectors * kWarpSize) : 1;
-  const int32_t per_segment = ((vectors + segments - 1) / segments + kWarpSize - 1) / kWarpSize * kWarpSize;
+  const int32_t segments = kRows ? divide_up(vectors, kRowVectors * kWarpSize) : 1;
+  const int32_t per_segment = round_up(divide_up(vectors, segments), kWarpSize);
   const int32_t jobs = stage.count * segments, step = kFusedWarps + 1 - first_warp;
 #pragma unroll 1
   for (int32_t job = threadIdx.x / kWarpSize - first_warp; job < jobs; job += step) {

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/arithmetic.h"
 #include "common/status.h"
 #include "cuda/limits.h"
 
@@ -87,7 +88,7 @@ inline int64_t shared_of_block(const DeviceLimits& limits, int blocks) {
 constexpr int64_t registers_of_block(int blocks) {
   constexpr int kThreadUnit = 8, kWarpUnit = 256;
   const int of_thread = kMultiprocessorRegisters / (blocks * kBlockThreads) / kThreadUnit * kThreadUnit;
-  const int of_warp = (of_thread * kWarpSize + kWarpUnit - 1) / kWarpUnit * kWarpUnit;
+  const int of_warp = round_up(of_thread * kWarpSize, kWarpUnit);
   return int64_t{kBlockThreads / kWarpSize} * of_warp;
 }
 
@@ -121,18 +122,17 @@ inline FusedPlan plan_fused_blocks(const DeviceLimits& limits, const FusedSizes&
     // Few tokens: cut rows, so that every multiprocessor has some of the work. Long rows are cut as well.
     const int64_t most = std::max<int64_t>(1, sizes.row_bytes / kMinPieceBytes);
     int64_t parts = exchanges ? 1 : std::max<int64_t>(1, std::min(blocks / sizes.num_tokens, most));
-    parts = std::max(parts, (sizes.row_bytes + longest - 1) / longest);
-    plan.piece_bytes = (sizes.row_bytes / parts + 15) / 16 * 16;
-    plan.pieces_per_token = (sizes.row_bytes + plan.piece_bytes - 1) / plan.piece_bytes;
+    parts = std::max(parts, divide_up(sizes.row_bytes, longest));
+    plan.piece_bytes = round_up(sizes.row_bytes / parts, 16);
+    plan.pieces_per_token = divide_up(sizes.row_bytes, plan.piece_bytes);
     if (exchanges && plan.pieces_per_token > 1) return none;  // blocks that share a token cannot count it between them
     const int64_t pieces = sizes.num_tokens * plan.pieces_per_token;
     if (!sizes.fill) blocks = std::min(blocks, pieces);
-    const int64_t per_block = (pieces + blocks - 1) / blocks;
+    const int64_t per_block = divide_up(pieces, blocks);
     const int64_t of_stage = for_stage / (plan.piece_bytes + sizes.scale_bytes);
-    plan.num_stages = (per_block + of_stage - 1) / of_stage;
-    plan.pieces_per_stage = (per_block + plan.num_stages - 1) / plan.num_stages;
-    plan.stage_bytes = (plan.pieces_per_stage * (plan.piece_bytes + sizes.scale_bytes) + kStageAlignment - 1) / kStageAlignment *
-                       kStageAlignment;
+    plan.num_stages = divide_up(per_block, of_stage);
+    plan.pieces_per_stage = divide_up(per_block, plan.num_stages);
+    plan.stage_bytes = round_up(plan.pieces_per_stage * (plan.piece_bytes + sizes.scale_bytes), kStageAlignment);
     if (pieces + per_block + plan.pieces_per_token > kMaxIndex || plan.pieces_per_stage * sizes.topk + kWarpSize > kMaxIndex) {
       return none;
     }
@@ -196,9 +196,9 @@ inline FewSlotsPlan plan_few_slots(const FusedSizes& sizes, int64_t padding_alig
   // Every block looks at all ids: small ones where there are few, and then more of them.
   plan.threads = sizes.num_tokens <= kFewThreads / 2 ? kFewThreads / 2 : kFewThreads;
   const int64_t accesses = sizes.row_bytes / 16;
-  const int64_t wanted = (sizes.num_tokens * accesses + plan.threads * kFewBlocks - 1) / (plan.threads * kFewBlocks);
+  const int64_t wanted = divide_up(sizes.num_tokens * accesses, plan.threads * kFewBlocks);
   const int64_t held = std::min<int64_t>(std::max<int64_t>(wanted, 1), kFewHeld) * plan.threads;
-  const int64_t parts = std::max<int64_t>(1, (accesses + held - 1) / held);
+  const int64_t parts = std::max<int64_t>(1, divide_up(accesses, held));
   const int64_t blocks = 1 + std::max(sizes.num_tokens * parts, std::min<int64_t>(kFewBlocks, sizes.num_rows / kPaddingRows));
   plan.parts = static_cast<int>(parts);
   plan.blocks = static_cast<int>(blocks);

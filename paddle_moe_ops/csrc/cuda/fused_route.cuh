@@ -56,11 +56,17 @@ struct Lane {
   }
 };
 
-// The expert of a slot, or -1; whatever is out of range counts as -1. A wide id is two words, the upper one 0.
-__device__ inline int32_t load_expert(const FusedWork& work, int32_t slot) {
+// The expert that a narrow id names, or `none` if it is out of range.
+__device__ inline int32_t expert_of(const FusedWork& work, uint32_t id, int32_t none) {
+  return id < static_cast<uint32_t>(work.num_experts) ? static_cast<int32_t>(id) : none;
+}
+
+// The expert of a slot. Narrower than id_at (common/ids.h): the upper word of a wide id that names an expert is 0, and nothing is computed
+// in 64 bits.
+__device__ inline int32_t load_expert(const FusedWork& work, int32_t slot, int32_t none = -1) {
   const auto* word = static_cast<const uint32_t*>(work.ids) + (static_cast<int64_t>(slot) << work.ids_are_64_bit);
   const uint32_t low = __ldg(word), high = work.ids_are_64_bit ? __ldg(word + 1) : 0;
-  return high == 0 && low < static_cast<uint32_t>(work.num_experts) ? static_cast<int32_t>(low) : -1;
+  return high == 0 ? expert_of(work, low, none) : none;
 }
 
 // What a lane loads for its slot of a chunk.
@@ -151,8 +157,8 @@ struct WarpRange {
   int32_t begin, end;
   __device__ WarpRange(int32_t begin, int32_t end) : begin(begin), end(end) {}
   __device__ WarpRange(int32_t first, int32_t last, int tokens_per_chunk) {
-    const int32_t chunks = (last - first + tokens_per_chunk - 1) / tokens_per_chunk;
-    const int32_t per_warp = (chunks + kFusedWarps - 1) / kFusedWarps * tokens_per_chunk;
+    const int32_t chunks = divide_up(last - first, tokens_per_chunk);
+    const int32_t per_warp = divide_up(chunks, kFusedWarps) * tokens_per_chunk;
     begin = min(last, first + static_cast<int32_t>(threadIdx.x / kWarpSize) * per_warp);
     end = min(last, begin + per_warp);
   }
@@ -264,7 +270,7 @@ __device__ inline void place_own(const FusedWork& work, const Share& share, cons
 __device__ inline void scan_expert(const FusedWork& work, int32_t expert) {
   const int lane = threadIdx.x % kWarpSize;
   const int blocks = static_cast<int>(gridDim.x);
-  const int per_lane = (blocks + kWarpSize - 1) / kWarpSize;
+  const int per_lane = divide_up(blocks, kWarpSize);
   const int begin = lane * per_lane;
   int32_t* counts = work.counts + int64_t{expert} * blocks;
   int32_t values[kMaxPerLane];
@@ -286,7 +292,7 @@ __device__ inline void scan_expert(const FusedWork& work, int32_t expert) {
 // First rows of the segments from the totals, and the padding rows before each.
 __device__ inline void scan_segments(const FusedWork& work, const RoutingScratch& scratch, uint64_t* warp_sums) {
   const int experts = work.num_experts;
-  const int per_thread = (experts + kFusedThreads - 1) / kFusedThreads;
+  const int per_thread = divide_up(experts, kFusedThreads);
   const int begin = min(experts, static_cast<int>(threadIdx.x) * per_thread), end = min(experts, begin + per_thread);
   uint64_t sum = 0, all;  // rows in the upper half, slots in the lower
 #pragma unroll 1

@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "common/arithmetic.h"
 #include "common/status.h"
 #include "cuda/limits.h"
 
@@ -135,7 +136,7 @@ int launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, cu
 
 // Blocks for a loop over `items` with a grid stride: enough to cover them, at most `limit`.
 inline unsigned grid_for(int64_t items, int64_t items_per_block, int64_t limit = int64_t{1} << 20) {
-  const int64_t blocks = (items + items_per_block - 1) / items_per_block;
+  const int64_t blocks = divide_up(items, items_per_block);
   return static_cast<unsigned>(blocks < limit ? blocks : limit);
 }
 
@@ -169,7 +170,7 @@ class Workspace {
   T* take(int64_t count) {
     constexpr int64_t kAlignment = 256;
     char* piece = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), kAlignment);
     return reinterpret_cast<T*>(piece);
   }
 

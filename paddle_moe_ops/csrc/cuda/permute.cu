@@ -94,9 +94,8 @@ int launch_pieces(Pieces pieces, cudaStream_t stream) {
   if (rows.row_bytes + pieces.scales.row_bytes == 0) return PMO_OK;
   return with_width(widest_access(rows, pieces.num_tokens), [&](auto bytes) -> int {
     constexpr int kBytes = decltype(bytes)::value;
-    pieces.parts =
-        static_cast<int>(std::max<int64_t>(1, (rows.row_bytes / kBytes + kHeld * kWarpSize - 1) / (kHeld * kWarpSize)));
-    const int64_t fill_warps = rows.fill || pieces.scales.fill ? (pieces.num_rows + kWarpSize - 1) / kWarpSize : 0;
+    pieces.parts = static_cast<int>(std::max<int64_t>(1, divide_up(rows.row_bytes / kBytes, kHeld * kWarpSize)));
+    const int64_t fill_warps = rows.fill || pieces.scales.fill ? divide_up(pieces.num_rows, kWarpSize) : 0;
     if (std::max(pieces.num_tokens * pieces.parts, fill_warps) == 0) return PMO_OK;
     return in_grids(pieces.num_tokens, pieces.parts, kWarps, [&](int64_t first, int64_t count) {
       const int64_t warps = std::max(count * pieces.parts, first == 0 ? fill_warps : 0);

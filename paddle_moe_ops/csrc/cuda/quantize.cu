@@ -21,6 +21,7 @@
 #include <cstdint>
 
 #include "common/checks.h"
+#include "common/dtypes.h"
 #include "common/padding.h"
 #include "common/scales.h"
 #include "cuda/launch.cuh"
@@ -211,7 +212,7 @@ __device__ void zero_padding(const Work& work, int64_t first) {
 
 template <typename Rows, bool kVectors>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kBlocks) quantize_rows(const __grid_constant__ Work work) {
-  const int64_t units = work.p.num_tokens + (work.fill_rows + kFillRows - 1) / kFillRows;
+  const int64_t units = work.p.num_tokens + divide_up(work.fill_rows, kFillRows);
 #pragma unroll 1
   for (int64_t unit = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; unit < units; unit += int64_t{gridDim.x} * blockDim.y) {
     if (unit < work.p.num_tokens) {
@@ -263,10 +264,10 @@ __global__ void __launch_bounds__(kTileThreads) turn_scales(const __grid_constan
 
 template <typename Rows>
 int launch_rows(const Work& work, bool vectors, cudaStream_t stream) {
-  const int64_t rounds = (work.chunks + kMaxWarps - 1) / kMaxWarps;
-  const auto warps = static_cast<unsigned>((work.chunks + rounds - 1) / rounds);
+  const int64_t rounds = divide_up(work.chunks, kMaxWarps);
+  const auto warps = static_cast<unsigned>(divide_up(work.chunks, rounds));
   const unsigned tokens = warps < kUsualWarps ? kUsualWarps / warps : 1;
-  const int64_t units = work.p.num_tokens + (work.fill_rows + kFillRows - 1) / kFillRows;
+  const int64_t units = work.p.num_tokens + divide_up(work.fill_rows, kFillRows);
   if (units == 0) return PMO_OK;
   const auto kernel = vectors ? quantize_rows<Rows, true> : quantize_rows<Rows, false>;
   const Grid grid = {grid_for(units, tokens), dim3(warps * kWarpSize, tokens)};
@@ -278,7 +279,7 @@ int launch_rows(const Work& work, bool vectors, cudaStream_t stream) {
 int quantize(const pmo_quantize_params& p, cudaStream_t stream) {
   if (const int status = check_quantize(p)) return status;
   if (p.hidden == 0 || p.num_rows == 0) return PMO_OK;
-  Work work = {p, ScaleLayout(p), p.x_row_stride * dtype_size(p.dtype), (p.hidden + kWarpColumns - 1) / kWarpColumns};
+  Work work = {p, ScaleLayout(p), p.x_row_stride * dtype_size(p.dtype), divide_up(p.hidden, kWarpColumns)};
   if (p.topk == 0) work.p.num_tokens = 0;  // nothing to read
   work.first_fill_row = has_row_map(p) ? 0 : p.num_rows;
   if (p.fill != 0) work.fill_rows = work.layout.rows - work.first_fill_row;
@@ -286,14 +287,7 @@ int quantize(const pmo_quantize_params& p, cudaStream_t stream) {
   const uintptr_t stride = p.num_tokens > 1 ? static_cast<uintptr_t>(work.x_stride) : 0;
   PMO_REQUIRE((address(p.x) | stride) % dtype_size(p.dtype) == 0, "x", "aligned to its element size");
   const bool vectors = widest_access({address(p.x), stride, address(p.codes)}) == 16 && p.hidden % kLaneColumns == 0;
-  switch (p.dtype) {
-    case PMO_FLOAT32:
-      return launch_rows<Float32Rows>(work, vectors, stream);
-    case PMO_FLOAT16:
-      return launch_rows<Float16Rows>(work, vectors, stream);
-    default:
-      return launch_rows<BFloat16Rows>(work, vectors, stream);
-  }
+  return with_rows(p.dtype, [&](auto rows) { return launch_rows<decltype(rows)>(work, vectors, stream); });
 }
 
 }  // namespace

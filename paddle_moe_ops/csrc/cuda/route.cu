@@ -19,6 +19,7 @@
 #include <climits>
 
 #include "common/checks.h"
+#include "common/ids.h"
 #include "common/padding.h"
 #include "cuda/findings.cuh"
 #include "cuda/fused.h"
@@ -49,10 +50,10 @@ struct Layout {
 
   explicit Layout(const pmo_route_params& p) : num_tokens(p.num_tokens), topk(p.topk), num_experts(p.num_experts) {
     const int64_t slots = num_tokens * topk;
-    int64_t slots_per_tile = (slots + kMaxTiles - 1) / kMaxTiles;
+    int64_t slots_per_tile = divide_up(slots, kMaxTiles);
     if (slots_per_tile < kMinSlotsPerTile) slots_per_tile = kMinSlotsPerTile;
-    tokens_per_tile = topk == 0 ? 1 : (slots_per_tile + topk - 1) / topk;
-    num_tiles = (num_tokens + tokens_per_tile - 1) / tokens_per_tile;
+    tokens_per_tile = topk == 0 ? 1 : divide_up(slots_per_tile, topk);
+    num_tiles = divide_up(num_tokens, tokens_per_tile);
     if (num_tiles == 0) num_tiles = 1;
     Workspace workspace(p.workspace);
     findings = workspace.take<pmo_route_findings>(1);
@@ -197,7 +198,7 @@ __global__ void scan_tiles(Layout layout, int32_t* routed_per_expert) {
 __global__ void scan_experts(Layout layout, int64_t padding_alignment, const int32_t* routed_per_expert) {
   __shared__ int64_t partial[kScanThreads];
   const int64_t experts = layout.num_experts;
-  const int64_t per_thread = (experts + kScanThreads - 1) / kScanThreads;
+  const int64_t per_thread = divide_up(experts, kScanThreads);
   const int64_t begin = min(experts, threadIdx.x * per_thread);
   const int64_t end = min(experts, begin + per_thread);
   const auto padded = [&](int64_t expert) { return segment_rows(int64_t{routed_per_expert[expert]}, padding_alignment); };
@@ -298,8 +299,7 @@ int check_workspace(const pmo_route_params& p, const Layout& layout) {
 }
 
 template <typename Id>
-int launch_clean_ids(const pmo_route_params& p, const Layout& layout, cudaStream_t stream) {
-  const Id* ids = static_cast<const Id*>(p.routing);
+int launch_clean_ids(const pmo_route_params& p, const Id* ids, const Layout& layout, cudaStream_t stream) {
   const bool first_only = p.duplicates == PMO_DUPLICATES_FIRST;
   const Grid grid = {grid_for(p.num_tokens * p.topk, kThreads), kThreads};
   const int status = launch("clean_ids", clean_ids<Id>, grid, stream, layout, ids, p.probs, first_only);
@@ -318,9 +318,8 @@ int launch_clean_mask(const pmo_route_params& p, const Layout& layout, cudaStrea
 int clean(const pmo_route_params& p, const Layout& layout, cudaStream_t stream) {
   if (const int status = launch("reset_findings", reset_findings, {1, 1}, stream, layout.findings)) return status;
   if (p.num_tokens * p.topk == 0) return PMO_OK;
-  return p.routing_kind == PMO_ROUTING_MASK    ? launch_clean_mask(p, layout, stream)
-         : p.routing_kind == PMO_ROUTING_IDS64 ? launch_clean_ids<int64_t>(p, layout, stream)
-                                               : launch_clean_ids<int32_t>(p, layout, stream);
+  if (p.routing_kind == PMO_ROUTING_MASK) return launch_clean_mask(p, layout, stream);
+  return with_ids(p.routing, p.routing_kind, [&](const auto* ids) { return launch_clean_ids(p, ids, layout, stream); });
 }
 
 int count(const pmo_route_params& p, cudaStream_t stream) {

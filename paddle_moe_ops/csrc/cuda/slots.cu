@@ -8,6 +8,7 @@
 // experts, at most 32; the same launch looks up the slots, a thread each, and the values of their rows.
 // Workspace: pmo_rowmap_findings, then int64 [N] winning places. Bytes moved: rowmap read twice, T * E * 4 each; 8 * N bytes of bids.
 #include "common/checks.h"
+#include "common/ids.h"
 #include "cuda/findings.cuh"
 #include "cuda/launch.cuh"
 #include "pmo/route.h"
@@ -31,9 +32,7 @@ struct Layout {
   }
 };
 
-__device__ int64_t expert_id(const pmo_clean_rowmap_params& p, int64_t slot) {
-  return p.ids_kind == PMO_ROUTING_IDS64 ? static_cast<const int64_t*>(p.ids)[slot] : static_cast<const int32_t*>(p.ids)[slot];
-}
+__device__ int64_t expert_id(const pmo_clean_rowmap_params& p, int64_t slot) { return id_at(p.ids, p.ids_kind, slot); }
 
 __global__ void reset(pmo_clean_rowmap_params p, Layout layout) {
   const int64_t first = blockIdx.x * int64_t{kThreads} + threadIdx.x;

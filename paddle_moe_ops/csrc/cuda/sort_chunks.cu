@@ -16,6 +16,8 @@
 #include <climits>
 
 #include "common/chunks.h"
+#include "common/dtypes.h"
+#include "common/ids.h"
 #include "common/status.h"
 #include "cuda/launch.cuh"
 #include "cuda/vectors.cuh"
@@ -56,7 +58,7 @@ struct Table {
     int32_t low = 0, count = static_cast<int32_t>(num_chunks) + 1;  // it is one of [low, low + count)
 #pragma unroll 1
     while (count > 1) {
-      const int32_t step = (count + kWarpSize - 1) / kWarpSize, place = lane * step;
+      const int32_t step = divide_up(count, kWarpSize), place = lane * step;
       const bool reached = place < count && starts[low + place] <= row;
       const int32_t last = (__popc(__ballot_sync(kAllLanes, reached)) - 1) * step;
       low += last;
@@ -127,8 +129,8 @@ __device__ void fill(const Table& table, const pmo_sort_chunks_params& p) {
 #pragma unroll 1
   for (int64_t first = 0; first < chunks; first += kBlock) {
     const int64_t chunk = first + threadIdx.x;
-    const int64_t size = chunk < chunks ? index_at(p.split_sizes, p.split_sizes_kind, chunk) : 0;
-    const int64_t named = chunk < chunks ? index_at(p.order, p.order_kind, chunk) : -1;
+    const int64_t size = chunk < chunks ? id_at(p.split_sizes, p.split_sizes_kind, chunk) : 0;
+    const int64_t named = chunk < chunks ? id_at(p.order, p.order_kind, chunk) : -1;
     const BlockScan<kBlock> scan(static_cast<uint32_t>(max(int64_t{0}, min(size, p.num_rows))), limit);
     if (chunk < chunks) table.starts[chunk] = static_cast<int32_t>(min(rows + scan.before, limit));
     if (named >= 0 && named < chunks) atomicMin(table.targets + named, static_cast<int32_t>(chunk));
@@ -141,7 +143,7 @@ __device__ void fill(const Table& table, const pmo_sort_chunks_params& p) {
 #pragma unroll 1
   for (int64_t first = 0; first < chunks; first += kBlock) {
     const int64_t entry = first + threadIdx.x;
-    const int64_t named = entry < chunks ? index_at(p.order, p.order_kind, entry) : -1;
+    const int64_t named = entry < chunks ? id_at(p.order, p.order_kind, entry) : -1;
     const bool counts = named >= 0 && named < chunks && table.targets[named] == entry;
     const BlockScan<kBlock> scan(counts ? size_of(named) : 0, limit);
     if (counts) table.targets[named] = ~static_cast<int32_t>(placed + scan.before);

@@ -339,19 +339,6 @@ __global__ void __launch_bounds__(kThreads) differentiate(pmo_topk_backward_para
   }
 }
 
-// Calls body(Rows()) for a row type that is summed.
-template <typename Body>
-int with_elements(int32_t dtype, Body body) {
-  switch (dtype) {
-    case PMO_FLOAT32:
-      return body(Float32Rows());
-    case PMO_FLOAT16:
-      return body(Float16Rows());
-    default:
-      return body(BFloat16Rows());
-  }
-}
-
 int64_t words_of_warp(const pmo_topk_params& p) { return word_of(p.num_experts) + word_of(p.num_groups) + 1; }
 
 bool fits_shared(const pmo_topk_params& p) {
@@ -372,7 +359,7 @@ int topk(const pmo_topk_params& p, cudaStream_t stream) {
       "workspace", "4-byte aligned and as large as pmo_topk_cuda_workspace_bytes says");
   if (p.num_tokens == 0) return PMO_OK;
   const int64_t words = words_of_warp(p);
-  return with_elements(p.dtype, [&](auto rows) -> int {
+  return with_rows(p.dtype, [&](auto rows) -> int {
     using Rows = decltype(rows);
     const bool is_small = p.topk <= kWarpSize && p.topk_groups == p.num_groups && p.num_tokens <= INT32_MAX;
     const auto start = [&](auto* kernel, unsigned blocks, auto... rest) {
@@ -394,7 +381,7 @@ int topk(const pmo_topk_params& p, cudaStream_t stream) {
 int topk_backward(const pmo_topk_backward_params& p, cudaStream_t stream) {
   if (const int status = check_topk_backward(p)) return status;
   if (p.num_tokens == 0) return PMO_OK;
-  return with_elements(p.dtype, [&](auto rows) -> int {
+  return with_rows(p.dtype, [&](auto rows) -> int {
     return launch("differentiate", differentiate<decltype(rows)>, {grid_for(p.num_tokens, kWarps), kThreads}, stream, p);
   });
 }

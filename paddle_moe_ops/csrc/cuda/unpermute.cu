@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "common/checks.h"
+#include "common/dtypes.h"
 #include "cuda/launch.cuh"
 #include "cuda/token_rows.cuh"
 #include "cuda/vectors.cuh"
@@ -151,14 +152,14 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
 
 template <typename Rows, int kWidth, int kWindow>
 int launch_warps(const pmo_unpermute_params& p, cudaStream_t stream) {
-  const int64_t parts = (p.hidden / kWidth + kWarpSize - 1) / kWarpSize;
+  const int64_t parts = divide_up(p.hidden / kWidth, kWarpSize);
   int warps = static_cast<int>(std::min<int64_t>(parts, 4));  // or another number, if that leaves no warp without a part
   for (const int other : {5, 7, 6, 3}) {
     if (parts % warps != 0 && parts % other == 0) warps = other;
   }
   const dim3 block(static_cast<unsigned>(warps * kWarpSize), warps > 2 ? 1 : 4 / static_cast<unsigned>(warps));
-  const int64_t groups = (p.num_tokens + block.y - 1) / block.y, layers = (groups + kMaxGridY - 1) / kMaxGridY;
-  const dim3 grid(grid_for(parts, warps, INT32_MAX), static_cast<unsigned>((groups + layers - 1) / layers),
+  const int64_t groups = divide_up(p.num_tokens, block.y), layers = divide_up(groups, kMaxGridY);
+  const dim3 grid(grid_for(parts, warps, INT32_MAX), static_cast<unsigned>(divide_up(groups, layers)),
                   static_cast<unsigned>(layers));
   return launch("sum_rows_by_warps", sum_rows_by_warps<Rows, kWidth, kWindow>, {grid, block}, stream, p);
 }
@@ -168,14 +169,14 @@ int launch_sum(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
   if (p.num_tokens * vectors <= kFewAccesses || p.num_rows >= kFewRows * p.num_tokens) {
     if constexpr (kWidth * sizeof(typename Rows::Element) == 16) {
-      const int64_t rows = std::min((p.num_rows + p.num_tokens - 1) / p.num_tokens, p.max_rows_per_token);
+      const int64_t rows = std::min(divide_up(p.num_rows, p.num_tokens), p.max_rows_per_token);
       if (rows > 6) return launch_warps<Rows, kWidth, 8>(p, stream);
       if (rows > 4) return launch_warps<Rows, kWidth, 6>(p, stream);
     }
     return launch_warps<Rows, kWidth, 4>(p, stream);
   }
-  const int64_t parts = (vectors + kMaxTileThreads - 1) / kMaxTileThreads;
-  const auto threads = static_cast<unsigned>(((vectors + parts - 1) / parts + kWarpSize - 1) / kWarpSize * kWarpSize);
+  const int64_t parts = divide_up(vectors, kMaxTileThreads);
+  const auto threads = static_cast<unsigned>(round_up(divide_up(vectors, parts), kWarpSize));
   const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, kTileTokens, kMaxGridY));
   const auto kernel = p.weights == nullptr ? sum_rows_by_tiles<Rows, kWidth, false> : sum_rows_by_tiles<Rows, kWidth, true>;
   return launch("sum_rows_by_tiles", kernel, {grid, threads}, stream, p);

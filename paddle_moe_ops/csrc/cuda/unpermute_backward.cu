@@ -15,6 +15,7 @@
 #include <algorithm>
 
 #include "common/checks.h"
+#include "common/dtypes.h"
 #include "cuda/launch.cuh"
 #include "cuda/padding.cuh"
 #include "cuda/vectors.cuh"
@@ -270,15 +271,15 @@ int launch_gradients(const pmo_unpermute_backward_params& p, cudaStream_t stream
   };
   if (p.d_weights == nullptr) {
     constexpr int64_t kWarps = kScatterThreads / kWarpSize;
-    const int64_t parts = (vectors + kWarpSize - 1) / kWarpSize;
+    const int64_t parts = divide_up(vectors, kWarpSize);
     return in_grids(p.num_tokens, parts, kWarps, [&](int64_t first, int64_t count) {
-      const Grid grid = grid_of((count * parts + kWarps - 1) / kWarps, kScatterThreads);
+      const Grid grid = grid_of(divide_up(count * parts, kWarps), kScatterThreads);
       return launch("scatter_rows", scatter_rows<Rows, kWidth>, grid, stream, of_tokens(p, first, count),
                     static_cast<int>(parts));
     });
   }
   if ((p.num_tokens >= kManyTokens && p.num_rows < kFewRows * p.num_tokens) || row_blocks > kMaxBlocksOfGrid - kWarpSize) {
-    const Grid grid = grid_of((p.num_tokens * kWarpSize + kWarpThreads - 1) / kWarpThreads, kWarpThreads);
+    const Grid grid = grid_of(divide_up(p.num_tokens * kWarpSize, kWarpThreads), kWarpThreads);
     return launch("token_backward", token_backward<Rows, kWidth>, grid, stream, p);
   }
   const unsigned entries = static_cast<unsigned>(std::max<int64_t>(p.max_rows_per_token, 1));  // 0: only padding is left
@@ -286,7 +287,7 @@ int launch_gradients(const pmo_unpermute_backward_params& p, cudaStream_t stream
     const auto kernel = row_backward<Rows, kWidth, kDotLanes / kRowThreads>;
     return launch("row_backward", kernel, grid_of(row_blocks, kRowThreads), stream, p, entries);
   }
-  const int64_t wanted = (vectors + kWarpSize - 1) / kWarpSize * kWarpSize;
+  const int64_t wanted = round_up(vectors, kWarpSize);
   const Grid grid = grid_of(row_blocks, std::min<int64_t>(wanted, kDotLanes));
   return launch("row_backward", row_backward<Rows, kWidth, 1>, grid, stream, p, entries);
 }

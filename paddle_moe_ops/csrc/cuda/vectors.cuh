@@ -11,8 +11,8 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "common/dtypes.h"
 #include "common/row_array.h"
-#include "pmo/base.h"
 
 namespace pmo {
 namespace cuda {
@@ -95,27 +95,22 @@ struct BFloat16Rows {
   static __device__ __nv_bfloat16 store(float value) { return __float2bfloat16_rn(value); }
 };
 
-// Calls body(Rows(), width in elements) for a row type that is summed, and the widest access that fits all of `values`; width 0 says
-// that not even single elements are aligned.
-template <typename Rows, typename Body>
-int with_rows_of(std::initializer_list<uintptr_t> values, Body body) {
-  constexpr int kElement = sizeof(typename Rows::Element);
-  return with_width(widest_access(values), [&](auto width) {
-    constexpr int kWidth = decltype(width)::value / kElement;  // 0: not even elements are aligned
-    return body(Rows(), std::integral_constant<int, kWidth>());
-  });
+// Returns body(Rows()) for a row type that is summed.
+template <typename Body>
+int with_rows(int32_t dtype, Body body) {
+  return with_sum_dtype<Float32Rows, Float16Rows, BFloat16Rows>(dtype, body);
 }
 
+// Returns body(Rows(), width in elements) for such a type and the widest access that fits all of `values`; width 0 says that not even
+// single elements are aligned.
 template <typename Body>
 int with_rows(int32_t dtype, std::initializer_list<uintptr_t> values, Body body) {
-  switch (dtype) {
-    case PMO_FLOAT32:
-      return with_rows_of<Float32Rows>(values, body);
-    case PMO_FLOAT16:
-      return with_rows_of<Float16Rows>(values, body);
-    default:
-      return with_rows_of<BFloat16Rows>(values, body);
-  }
+  return with_rows(dtype, [&](auto rows) {
+    return with_width(widest_access(values), [&](auto width) {
+      constexpr int kWidth = decltype(width)::value / static_cast<int>(sizeof(typename decltype(rows)::Element));
+      return body(rows, std::integral_constant<int, kWidth>());
+    });
+  });
 }
 
 // `kWidth` elements of a row as float32: one access.
