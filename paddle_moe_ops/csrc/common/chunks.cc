@@ -54,7 +54,7 @@ int check_sort_chunks(const pmo_sort_chunks_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof(pmo_sort_chunks_params), "struct_size",
               "the size of pmo_sort_chunks_params of this library");
   PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
-  PMO_REQUIRE(p.num_chunks >= 0 && p.num_chunks <= kMaxChunks, "num_chunks", "in [0, 2^20]");
+  PMO_REQUIRE(p.num_chunks >= 0 && p.num_chunks <= kMaxSortedChunks, "num_chunks", "in [0, 2^20]");
   PMO_REQUIRE_COLUMNS(p.hidden, "hidden");
   PMO_REQUIRE(dtype_size(p.dtype) > 0, "dtype", "one of pmo_dtype");
   PMO_REQUIRE(is_id_kind(p.split_sizes_kind), "split_sizes_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");

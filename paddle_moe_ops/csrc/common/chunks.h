@@ -9,7 +9,7 @@
 
 namespace pmo {
 
-constexpr int64_t kMaxChunks = int64_t{1} << 20;
+constexpr int64_t kMaxSortedChunks = int64_t{1} << 20;
 
 int check_sort_chunks(const pmo_sort_chunks_params& p);
 

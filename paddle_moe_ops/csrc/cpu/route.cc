@@ -29,29 +29,30 @@ namespace cpu {
 namespace {
 
 constexpr int64_t kSlotsPerChunk = 16384;
-constexpr int64_t kMaxChunks = 64;
+constexpr int64_t kMaxRouteChunks = 64;
 constexpr pmo_route_findings kNothingFound = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0, PMO_NOWHERE};
 
-struct Layout {
+// How the tokens are cut into chunks, and the workspace.
+struct RouteChunks {
   int64_t num_chunks;
   int64_t* first_row;  // [num_chunks, E]: the histogram, after the scan the chunk's first row
   int32_t* ids;        // [T, K]
 
-  Layout(const pmo_route_params& p)
+  explicit RouteChunks(const pmo_route_params& p)
       : num_chunks(count_chunks(p)),
         first_row(static_cast<int64_t*>(p.workspace)),
         ids(reinterpret_cast<int32_t*>(first_row + num_chunks * p.num_experts)) {}
 
   static int64_t count_chunks(const pmo_route_params& p) {
     const int64_t chunks = p.num_tokens * p.topk / kSlotsPerChunk + 1;
-    return std::min(std::min(chunks, kMaxChunks), std::max<int64_t>(p.num_tokens, 1));
+    return std::min(std::min(chunks, kMaxRouteChunks), std::max<int64_t>(p.num_tokens, 1));
   }
 
   int64_t begin(const pmo_route_params& p, int64_t chunk) const { return p.num_tokens * chunk / num_chunks; }
 };
 
 int64_t workspace_bytes(const pmo_route_params& p) {
-  return Layout::count_chunks(p) * p.num_experts * static_cast<int64_t>(sizeof(int64_t)) +
+  return RouteChunks::count_chunks(p) * p.num_experts * static_cast<int64_t>(sizeof(int64_t)) +
          p.num_tokens * p.topk * static_cast<int64_t>(sizeof(int32_t));
 }
 
@@ -124,18 +125,18 @@ void count_mask(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* 
   }
 }
 
-void count_chunk(const pmo_route_params& p, const Layout& layout, int64_t chunk, pmo_route_findings* found) {
-  const int64_t begin = layout.begin(p, chunk);
-  const int64_t end = layout.begin(p, chunk + 1);
+void count_chunk(const pmo_route_params& p, const RouteChunks& chunks, int64_t chunk, pmo_route_findings* found) {
+  const int64_t begin = chunks.begin(p, chunk);
+  const int64_t end = chunks.begin(p, chunk + 1);
   // The thread's own while it counts: with few experts the histograms of several chunks are one cache line.
   std::vector<int64_t> histogram(static_cast<size_t>(p.num_experts));
   if (p.routing_kind == PMO_ROUTING_MASK) {
-    count_mask(p, begin, end, histogram.data(), layout.ids, found);
+    count_mask(p, begin, end, histogram.data(), chunks.ids, found);
   } else {
     with_ids(p.routing, p.routing_kind,
-             [&](const auto* ids) { count_ids(p, ids, begin, end, histogram.data(), layout.ids, found); });
+             [&](const auto* ids) { count_ids(p, ids, begin, end, histogram.data(), chunks.ids, found); });
   }
-  std::copy(histogram.begin(), histogram.end(), layout.first_row + chunk * p.num_experts);
+  std::copy(histogram.begin(), histogram.end(), chunks.first_row + chunk * p.num_experts);
 }
 
 // Chunks follow the tokens, so the first finding of each kind is that of the first chunk with one.
@@ -160,25 +161,25 @@ int count(const pmo_route_params& p) {
   if (const int status = check_route_sizes(p)) return status;
   if (const int status = check_workspace(p)) return status;
   if (const int status = check_routing_arrays(p)) return status;
-  const Layout layout(p);
-  std::vector<pmo_route_findings> found(static_cast<size_t>(layout.num_chunks), kNothingFound);
-  const int threads = static_cast<int>(std::min<int64_t>(resolve_threads(p.num_threads), layout.num_chunks));
-  parallel_for(layout.num_chunks, threads, [&](int64_t chunk) { count_chunk(p, layout, chunk, &found[chunk]); });
+  const RouteChunks chunks(p);
+  std::vector<pmo_route_findings> found(static_cast<size_t>(chunks.num_chunks), kNothingFound);
+  const int threads = static_cast<int>(std::min<int64_t>(resolve_threads(p.num_threads), chunks.num_chunks));
+  parallel_for(chunks.num_chunks, threads, [&](int64_t chunk) { count_chunk(p, chunks, chunk, &found[chunk]); });
 
   for (int64_t expert = 0; expert < p.num_experts; ++expert) {
     int64_t total = 0;
-    for (int64_t chunk = 0; chunk < layout.num_chunks; ++chunk) total += layout.first_row[chunk * p.num_experts + expert];
+    for (int64_t chunk = 0; chunk < chunks.num_chunks; ++chunk) total += chunks.first_row[chunk * p.num_experts + expert];
     p.routed_per_expert[expert] = static_cast<int32_t>(total);
   }
   return report_findings(p, first_findings(found), p.routed_per_expert);
 }
 
 // Turns histograms into first rows, writes the per-expert outputs and marks the padding rows.
-void scan(const pmo_route_params& p, const Layout& layout) {
+void scan(const pmo_route_params& p, const RouteChunks& chunks) {
   const int64_t rows = each_segment(p.num_experts, p.padding_alignment, [&](int64_t expert, int64_t start) {
     int64_t row = start;
-    for (int64_t chunk = 0; chunk < layout.num_chunks; ++chunk) {
-      int64_t& entry = layout.first_row[chunk * p.num_experts + expert];
+    for (int64_t chunk = 0; chunk < chunks.num_chunks; ++chunk) {
+      int64_t& entry = chunks.first_row[chunk * p.num_experts + expert];
       const int64_t count = entry;
       entry = row;
       row += count;
@@ -240,14 +241,14 @@ int route(const pmo_route_params& p) {
   if (const int status = check_route_outputs(p)) return status;
   if (const int status = report_overflow(p, p.routed_per_expert)) return status;
 
-  const Layout layout(p);
-  scan(p, layout);
-  std::vector<int64_t> dropped(static_cast<size_t>(layout.num_chunks));
-  const int threads = static_cast<int>(std::min<int64_t>(resolve_threads(p.num_threads), layout.num_chunks));
-  parallel_for(layout.num_chunks, threads, [&](int64_t chunk) {
-    const int64_t* first_row = layout.first_row + chunk * p.num_experts;
+  const RouteChunks chunks(p);
+  scan(p, chunks);
+  std::vector<int64_t> dropped(static_cast<size_t>(chunks.num_chunks));
+  const int threads = static_cast<int>(std::min<int64_t>(resolve_threads(p.num_threads), chunks.num_chunks));
+  parallel_for(chunks.num_chunks, threads, [&](int64_t chunk) {
+    const int64_t* first_row = chunks.first_row + chunk * p.num_experts;
     std::vector<int64_t> next_row(first_row, first_row + p.num_experts);  // the thread's own, as above
-    dropped[chunk] = place(p, layout.begin(p, chunk), layout.begin(p, chunk + 1), layout.ids, next_row.data());
+    dropped[chunk] = place(p, chunks.begin(p, chunk), chunks.begin(p, chunk + 1), chunks.ids, next_row.data());
   });
   if (p.overflow != nullptr) {
     int64_t total = 0;

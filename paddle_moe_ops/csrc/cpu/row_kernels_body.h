@@ -40,16 +40,17 @@ __attribute__((always_inline)) inline void prefetch_ahead(const RowList& rows, c
   }
 }
 
-// Calls work(Lines, place) for the strips of kLines lines of a row, then for single lines, and returns where the last whole one ends.
-template <int64_t kLines, typename Work>
-__attribute__((always_inline)) inline int64_t for_lines(const RowList& rows, const RowList& next, int64_t row_bytes, Work work) {
+// Calls on_lines(Lines, place) for the strips of kLines lines of a row, then for single lines, and returns where the last whole one ends.
+template <int64_t kLines, typename OnLines>
+__attribute__((always_inline)) inline int64_t for_lines(const RowList& rows, const RowList& next, int64_t row_bytes,
+                                                        OnLines on_lines) {
   const int64_t end = row_bytes / (kLines * kLineBytes) * (kLines * kLineBytes);
   int64_t place = 0;
   for (; place < end; place += kLines * kLineBytes) {
     prefetch_ahead<kLines>(rows, next, place, end);
-    work(Lines<kLines>(), place);
+    on_lines(Lines<kLines>(), place);
   }
-  for (; place + kLineBytes <= row_bytes; place += kLineBytes) work(Lines<1>(), place);
+  for (; place + kLineBytes <= row_bytes; place += kLineBytes) on_lines(Lines<1>(), place);
   return place;
 }
 

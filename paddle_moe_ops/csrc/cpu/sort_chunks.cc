@@ -26,7 +26,7 @@ struct Chunk {
 };
 
 // All chunks by their source, then the rows after them.
-std::vector<Chunk> layout(const pmo_sort_chunks_params& p) {
+std::vector<Chunk> placed_chunks(const pmo_sort_chunks_params& p) {
   std::vector<Chunk> chunks(static_cast<size_t>(p.num_chunks) + 1);
   int64_t row = 0;
   for (int64_t i = 0; i < p.num_chunks; ++i) {
@@ -85,7 +85,7 @@ int sort_chunks(const pmo_sort_chunks_params& p) {
   if (const int status = check_sort_chunks(p)) return status;
   if (const int status = report_chunks(p)) return status;
   if (p.num_rows == 0) return PMO_OK;
-  const std::vector<Chunk> chunks = layout(p);
+  const std::vector<Chunk> chunks = placed_chunks(p);
   const int64_t row_bytes = (p.out == nullptr ? 0 : p.hidden * dtype_size(p.dtype)) + (p.probs_out == nullptr ? 0 : 4) +
                             (p.source_to_dest == nullptr ? 0 : 2);
   const int64_t bytes = 2 * p.num_rows * row_bytes;

@@ -57,12 +57,12 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
       for (int i = 0; i < kThreadColumns; i += kWidth) {
-        Lanes<Rows, kWidth> lanes;
+        Elements<Rows, kWidth> elements;
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          lanes.values[j] = __fmul_rn(from_e4m3(words[(i + j) / 4] >> (8 * ((i + j) % 4)) & 0xFFu), scale);
+          elements.values[j] = __fmul_rn(from_e4m3(words[(i + j) / 4] >> (8 * ((i + j) % 4)) & 0xFFu), scale);
         }
-        if (column + i < p.hidden) lanes.store(out + column, i / kWidth);
+        if (column + i < p.hidden) elements.store(out + column, i / kWidth);
       }
     }
   }

@@ -114,7 +114,7 @@ __device__ void route_own(const FusedWork& work, const Share& share, int32_t* me
 }
 
 // Where the rows of a block's tokens stand after route_own.
-__device__ TokenRows routed_rows(const FusedWork& work, const Share& share, int32_t* memory) {
+__device__ BlockRows routed_rows(const FusedWork& work, const Share& share, int32_t* memory) {
   if (work.counts_everything) return {RoutingScratch(memory, work).slots, share.first_token};
   return {work.token_rows != nullptr ? work.token_rows : work.slot_to_row, 0};
 }
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kBlockThreads, kMove == Move::kNone ? kRouting
   const bool loader = threadIdx.x >= kFusedThreads;
   int32_t* scratch = reinterpret_cast<int32_t*>(shared + stage_bytes);
 
-  TokenRows token_rows = {work.slot_to_row, 0};
+  BlockRows block_rows = {work.slot_to_row, 0};
   if (kRoute && !loader) {
     route_own(work, share, scratch, warp_sums, &dropped);
   } else if (kRoute && !work.counts_everything) {
@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(kBlockThreads, kMove == Move::kNone ? kRouting
     zero_padding_rows(work);
   }
   __syncthreads();
-  if (kRoute) token_rows = routed_rows(work, share, scratch);
-  if constexpr (kMove != Move::kNone) move_stages<kMove == Move::kBulk>(work, share, shared, token_rows, &barrier);
+  if (kRoute) block_rows = routed_rows(work, share, scratch);
+  if constexpr (kMove != Move::kNone) move_stages<kMove == Move::kBulk>(work, share, shared, block_rows, &barrier);
 }
 
 template <bool kRoute, Move kMove>

@@ -52,8 +52,8 @@ struct FusedWork {
   int32_t pieces_per_token, piece_bytes, pieces_per_stage, num_stages;
 };
 
-// Where the rows of the tokens from first_token on stand.
-struct TokenRows {
+// The rows of a block's tokens, which begin with first_token.
+struct BlockRows {
   const int32_t* rows;  // [tokens, K]
   int32_t first_token;
 };

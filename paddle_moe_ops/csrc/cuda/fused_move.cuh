@@ -77,7 +77,7 @@ __device__ inline void load_stage(const FusedWork& work, const Stage& stage, uin
 // Warps from first_warp on write the stage's rows and scales, or its scales alone, from shared memory to each of their token's rows. A
 // warp takes a piece, or a segment of it, into registers and then goes through the rows.
 template <bool kRows>
-__device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const TokenRows& token_rows, int first_warp) {
+__device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const BlockRows& block_rows, int first_warp) {
   const int lane = threadIdx.x % kWarpSize;
   const int32_t vectors = kRows ? work.piece_bytes / 16 : 0;
   const int32_t segments = kRows ? divide_up(vectors, kRowVectors * kWarpSize) : 1;
@@ -100,7 +100,7 @@ __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, 
       if (i * kWarpSize < mine) values[i] = from[i * kWarpSize];
     }
     if (lane < scales) scale = scales_from[lane];
-    const int32_t* rows = token_rows.rows + (piece.token - token_rows.first_token) * work.topk;
+    const int32_t* rows = block_rows.rows + (piece.token - block_rows.first_token) * work.topk;
 #pragma unroll 1
     for (int batch = 0; batch < work.topk; batch += kWarpSize) {
       const int32_t own = batch + lane < work.topk ? rows[batch + lane] : -1;
@@ -123,12 +123,12 @@ __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, 
 }
 
 // The first warp hands every piece and row of the stage to the copy engine.
-__device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage, const TokenRows& token_rows) {
+__device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage, const BlockRows& block_rows) {
 #pragma unroll 1
   for (int32_t i = threadIdx.x; i < stage.count * work.topk; i += kWarpSize) {
     const int32_t index = i / work.topk;
     const Piece piece(work, stage, index);
-    const int32_t row = token_rows.rows[(piece.token - token_rows.first_token) * work.topk + i - index * work.topk];
+    const int32_t row = block_rows.rows[(piece.token - block_rows.first_token) * work.topk + i - index * work.topk];
     if (row < 0 || row >= work.num_rows) continue;
     bulk_store(work.rows + row * int64_t{work.row_bytes} + piece.offset(work), stage.piece(work, index), piece.bytes(work));
   }
@@ -137,7 +137,7 @@ __device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage
 // A block's way through its stages, the first of which is being loaded. Between stages all blocks wait for each other, so that all of them
 // read at one time and write at another.
 template <bool kBulkStores>
-__device__ inline void move_stages(const FusedWork& work, const Share& share, char* memory, const TokenRows& token_rows,
+__device__ inline void move_stages(const FusedWork& work, const Share& share, char* memory, const BlockRows& block_rows,
                                    uint64_t* barrier) {
   const bool loader = threadIdx.x >= kFusedThreads, bulk_storer = kBulkStores && threadIdx.x < kWarpSize;
 #pragma unroll 1
@@ -146,11 +146,11 @@ __device__ inline void move_stages(const FusedWork& work, const Share& share, ch
     if (stage.count > 0) {
       wait_for_loads(barrier, index);
       if (!kBulkStores) {
-        store_vectors<true>(work, stage, token_rows, 0);
+        store_vectors<true>(work, stage, block_rows, 0);
       } else if (bulk_storer) {
-        bulk_store_rows(work, stage, token_rows);
+        bulk_store_rows(work, stage, block_rows);
       } else if (work.scale_bytes > 0) {
-        store_vectors<false>(work, stage, token_rows, 1);
+        store_vectors<false>(work, stage, block_rows, 1);
       }
     }
     if (bulk_storer) wait_for_store_reads();

@@ -37,7 +37,7 @@ constexpr int64_t kMaxLocalSlots = 2048;          // of one block, when it keeps
 constexpr int64_t kBulkStoreBytes = 4608;         // rows from here on leave by bulk copies
 constexpr int64_t kMinPieceBytes = 1024;          // of a row that is cut
 constexpr int64_t kManyBytes = int64_t{200} << 20;
-constexpr int64_t kFewRows = 4;              // per token: fewer do not make up for blocks that wait for each other
+constexpr int64_t kFewRowsToMove = 4;        // per token: fewer do not make up for blocks that wait for each other
 constexpr int64_t kStaticSharedBytes = 256;  // room for what the kernel declares itself
 constexpr int64_t kReservedShared = 1024;    // of the multiprocessor's, for each block
 constexpr int64_t kStageAlignment = 128;
@@ -162,7 +162,7 @@ inline FusedPlan plan_fused(const DeviceLimits& limits, const FusedSizes& sizes)
   if (limits.major < 9) return none;  // no bulk copies
   const Move move = sizes.row_bytes >= kBulkStoreBytes ? Move::kBulk : Move::kThreads;
   // What loses to move_pieces (permute.cu)
-  const bool few_rows = sizes.num_rows < kFewRows * sizes.num_tokens;
+  const bool few_rows = sizes.num_rows < kFewRowsToMove * sizes.num_tokens;
   const bool small = (sizes.num_tokens + sizes.num_rows) * sizes.row_bytes < kManyBytes;
   if (!routes && (move == Move::kThreads || few_rows || small)) return none;
   const FusedPlan plan = plan_fused_blocks(limits, sizes, move, kMovingBlocks);

@@ -53,7 +53,7 @@ constexpr int kBlocks = 2;
 
 static_assert(kWarpGroups == kPackedScales, "a warp makes one packed word");
 
-struct Work {
+struct QuantizeWork {
   pmo_quantize_params p;
   ScaleLayout layout;
   int64_t x_stride;  // bytes
@@ -72,10 +72,10 @@ __device__ void load_columns(const char* row, int64_t column, int64_t hidden, fl
     constexpr int kWidth = 16 / sizeof(Element);
 #pragma unroll
     for (int i = 0; i < kLaneColumns / kWidth; ++i) {
-      Lanes<Rows, kWidth> lanes;
-      lanes.set(column < hidden ? __ldg(reinterpret_cast<const uint4*>(elements) + i) : uint4{});
+      Elements<Rows, kWidth> loaded;
+      loaded.set(column < hidden ? __ldg(reinterpret_cast<const uint4*>(elements) + i) : uint4{});
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[i * kWidth + j] = lanes.values[j];
+      for (int j = 0; j < kWidth; ++j) values[i * kWidth + j] = loaded.values[j];
     }
   } else {
 #pragma unroll
@@ -122,7 +122,7 @@ __device__ void store_codes(uint8_t* row, int64_t column, int64_t hidden, const 
 }
 
 // The lane's slot among 32 of a token: its row, -1 if it has none.
-__device__ int32_t slot_row(const Work& work, int64_t token, int64_t first_slot) {
+__device__ int32_t slot_row(const QuantizeWork& work, int64_t token, int64_t first_slot) {
   const pmo_quantize_params& p = work.p;
   const int64_t slot = first_slot + threadIdx.x % kWarpSize;
   if (slot >= p.topk) return -1;
@@ -131,7 +131,7 @@ __device__ int32_t slot_row(const Work& work, int64_t token, int64_t first_slot)
 }
 
 // Stores the scales of a chunk to the rows that the lanes hold. A lane's value is its group's scale, or the chunk's packed word.
-__device__ void store_scales(const Work& work, int64_t chunk, int32_t own_row, int slots, uint32_t value) {
+__device__ void store_scales(const QuantizeWork& work, int64_t chunk, int32_t own_row, int slots, uint32_t value) {
   const int lane = threadIdx.x % kWarpSize;
   const int words = work.p.ue8m0 != 0 ? 1 : kWarpGroups;
   const int64_t word = chunk * words + lane % words;
@@ -145,7 +145,7 @@ __device__ void store_scales(const Work& work, int64_t chunk, int32_t own_row, i
 }
 
 template <typename Rows, bool kVectors>
-__device__ void quantize_token(const Work& work, int64_t token) {
+__device__ void quantize_token(const QuantizeWork& work, int64_t token) {
   const pmo_quantize_params& p = work.p;
   const int lane = threadIdx.x % kWarpSize;
   const int32_t first_rows = slot_row(work, token, 0);
@@ -185,7 +185,7 @@ __device__ void quantize_token(const Work& work, int64_t token) {
 
 // Zeroes the padding among 32 rows, and what lies after row N in a column-major layout.
 template <bool kVectors>
-__device__ void zero_padding(const Work& work, int64_t first) {
+__device__ void zero_padding(const QuantizeWork& work, int64_t first) {
   const pmo_quantize_params& p = work.p;
   const int64_t own_row = first + threadIdx.x % kWarpSize;
   const bool is_row = own_row < p.num_rows;
@@ -211,7 +211,7 @@ __device__ void zero_padding(const Work& work, int64_t first) {
 }
 
 template <typename Rows, bool kVectors>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kBlocks) quantize_rows(const __grid_constant__ Work work) {
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kBlocks) quantize_rows(const __grid_constant__ QuantizeWork work) {
   const int64_t units = work.p.num_tokens + divide_up(work.fill_rows, kFillRows);
 #pragma unroll 1
   for (int64_t unit = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; unit < units; unit += int64_t{gridDim.x} * blockDim.y) {
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kBlocks) quantize_rows(c
 }
 
 // Column-major scales of rows from those of tokens.
-__global__ void __launch_bounds__(kTileThreads) turn_scales(const __grid_constant__ Work work) {
+__global__ void __launch_bounds__(kTileThreads) turn_scales(const __grid_constant__ QuantizeWork work) {
   const pmo_quantize_params& p = work.p;
   constexpr int32_t kEmpty = -1, kUnwanted = -2;
   __shared__ int32_t tokens[kTileRows];
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kTileThreads) turn_scales(const __grid_constan
 }
 
 template <typename Rows>
-int launch_rows(const Work& work, bool vectors, cudaStream_t stream) {
+int launch_rows(const QuantizeWork& work, bool vectors, cudaStream_t stream) {
   const int64_t rounds = divide_up(work.chunks, kMaxWarps);
   const auto warps = static_cast<unsigned>(divide_up(work.chunks, rounds));
   const unsigned tokens = warps < kUsualWarps ? kUsualWarps / warps : 1;
@@ -279,7 +279,7 @@ int launch_rows(const Work& work, bool vectors, cudaStream_t stream) {
 int quantize(const pmo_quantize_params& p, cudaStream_t stream) {
   if (const int status = check_quantize(p)) return status;
   if (p.hidden == 0 || p.num_rows == 0) return PMO_OK;
-  Work work = {p, ScaleLayout(p), p.x_row_stride * dtype_size(p.dtype), divide_up(p.hidden, kWarpColumns)};
+  QuantizeWork work = {p, ScaleLayout(p), p.x_row_stride * dtype_size(p.dtype), divide_up(p.hidden, kWarpColumns)};
   if (p.topk == 0) work.p.num_tokens = 0;  // nothing to read
   work.first_fill_row = has_row_map(p) ? 0 : p.num_rows;
   if (p.fill != 0) work.fill_rows = work.layout.rows - work.first_fill_row;

@@ -37,8 +37,8 @@ constexpr int64_t kMinSlotsPerTile = 256;
 constexpr int64_t kMaxTiles = 2048;
 constexpr int kScanThreads = 1024;
 
-// Where a pass finds things; passed to kernels by value.
-struct Layout {
+// How the slots are cut into tiles, and where in the workspace a pass finds things; passed to kernels by value.
+struct RouteTiles {
   int64_t num_tokens, topk, num_experts, tokens_per_tile, num_tiles;
   pmo_route_findings* findings;
   int32_t* ids;  // [T, K]
@@ -48,7 +48,7 @@ struct Layout {
   int32_t* fused_ints;
   int64_t bytes;
 
-  explicit Layout(const pmo_route_params& p) : num_tokens(p.num_tokens), topk(p.topk), num_experts(p.num_experts) {
+  explicit RouteTiles(const pmo_route_params& p) : num_tokens(p.num_tokens), topk(p.topk), num_experts(p.num_experts) {
     const int64_t slots = num_tokens * topk;
     int64_t slots_per_tile = divide_up(slots, kMaxTiles);
     if (slots_per_tile < kMinSlotsPerTile) slots_per_tile = kMinSlotsPerTile;
@@ -75,83 +75,83 @@ struct Layout {
 __global__ void reset_findings(pmo_route_findings* findings) { *findings = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0, PMO_NOWHERE}; }
 
 template <typename Id>
-__global__ void clean_ids(Layout layout, const Id* ids, const float* probs, bool first_only) {
-  const int64_t slots = layout.num_tokens * layout.topk;
+__global__ void clean_ids(RouteTiles tiles, const Id* ids, const float* probs, bool first_only) {
+  const int64_t slots = tiles.num_tokens * tiles.topk;
   for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += int64_t{gridDim.x} * kThreads) {
     const int64_t id = ids[slot];
     int32_t cleaned = -1;
-    if (id >= 0 && id < layout.num_experts) {
+    if (id >= 0 && id < tiles.num_experts) {
       cleaned = static_cast<int32_t>(id);
       if (first_only) {
-        for (int64_t earlier = slot / layout.topk * layout.topk; earlier < slot; ++earlier) {
+        for (int64_t earlier = slot / tiles.topk * tiles.topk; earlier < slot; ++earlier) {
           if (ids[earlier] != id) continue;
           cleaned = -1;
-          note_first(&layout.findings->duplicate_place, slot);
+          note_first(&tiles.findings->duplicate_place, slot);
           break;
         }
       }
-      if (cleaned >= 0 && probs != nullptr && isnan(probs[slot])) note_first(&layout.findings->nan_place, slot);
+      if (cleaned >= 0 && probs != nullptr && isnan(probs[slot])) note_first(&tiles.findings->nan_place, slot);
     } else if (id != -1) {
-      note_first(&layout.findings->bad_place, slot);
+      note_first(&tiles.findings->bad_place, slot);
     }
-    layout.ids[slot] = cleaned;
+    tiles.ids[slot] = cleaned;
   }
 }
 
 // A warp per token: the lanes look at 32 experts at a time and rank the set ones by ballot.
-__global__ void clean_mask(Layout layout, const uint8_t* mask, const float* probs) {
+__global__ void clean_mask(RouteTiles tiles, const uint8_t* mask, const float* probs) {
   const int lane = threadIdx.x % kWarpSize;
-  for (int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; token < layout.num_tokens;
+  for (int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; token < tiles.num_tokens;
        token += int64_t{gridDim.x} * kWarps) {
-    int32_t* ids = layout.ids + token * layout.topk;
+    int32_t* ids = tiles.ids + token * tiles.topk;
     int64_t set = 0;
-    for (int64_t begin = 0; begin < layout.num_experts; begin += kWarpSize) {
+    for (int64_t begin = 0; begin < tiles.num_experts; begin += kWarpSize) {
       const int64_t expert = begin + lane;
-      const int64_t flat = token * layout.num_experts + expert;
-      const bool is_set = expert < layout.num_experts && mask[flat] != 0;
+      const int64_t flat = token * tiles.num_experts + expert;
+      const bool is_set = expert < tiles.num_experts && mask[flat] != 0;
       const unsigned lanes = __ballot_sync(kAllLanes, is_set);
       const int64_t rank = set + __popc(lanes & ((1u << lane) - 1));
-      if (is_set && rank < layout.topk) {
+      if (is_set && rank < tiles.topk) {
         ids[rank] = static_cast<int32_t>(expert);
-        if (probs != nullptr && isnan(probs[flat])) note_first(&layout.findings->nan_place, flat);
+        if (probs != nullptr && isnan(probs[flat])) note_first(&tiles.findings->nan_place, flat);
       }
       set += __popc(lanes);
     }
-    for (int64_t slot = set + lane; slot < layout.topk; slot += kWarpSize) ids[slot] = -1;
-    if (lane == 0 && set > layout.topk) note_first(&layout.findings->bad_place, token);
+    for (int64_t slot = set + lane; slot < tiles.topk; slot += kWarpSize) ids[slot] = -1;
+    if (lane == 0 && set > tiles.topk) note_first(&tiles.findings->bad_place, token);
   }
 }
 
 // The values at the places that the cleaning found; one thread.
 template <typename Id>
-__global__ void complete_findings(Layout layout, const Id* ids) {
-  pmo_route_findings& found = *layout.findings;
+__global__ void complete_findings(RouteTiles tiles, const Id* ids) {
+  pmo_route_findings& found = *tiles.findings;
   if (found.bad_place != PMO_NOWHERE) found.bad_value = ids[found.bad_place];
   if (found.duplicate_place != PMO_NOWHERE) {
     found.duplicate_expert = ids[found.duplicate_place];
-    found.duplicate_first = found.duplicate_place / layout.topk * layout.topk;
+    found.duplicate_first = found.duplicate_place / tiles.topk * tiles.topk;
     while (ids[found.duplicate_first] != found.duplicate_expert) ++found.duplicate_first;
   }
 }
 
-__global__ void complete_mask_findings(Layout layout, const uint8_t* mask) {
-  pmo_route_findings& found = *layout.findings;
+__global__ void complete_mask_findings(RouteTiles tiles, const uint8_t* mask) {
+  pmo_route_findings& found = *tiles.findings;
   if (found.bad_place == PMO_NOWHERE) return;
   found.bad_value = 0;
-  for (int64_t expert = 0; expert < layout.num_experts; ++expert) {
-    found.bad_value += mask[found.bad_place * layout.num_experts + expert] != 0;
+  for (int64_t expert = 0; expert < tiles.num_experts; ++expert) {
+    found.bad_value += mask[found.bad_place * tiles.num_experts + expert] != 0;
   }
 }
 
 // Calls visit(slot, expert, rank) for every slot of the warp's tile; rank = counter[expert] plus the slots of this expert before it in
 // the tile. The lanes of a warp see each other's updates of the counter.
 template <typename Visit>
-__device__ void walk_tile(const Layout& layout, int64_t tile, int64_t* counter, Visit visit) {
+__device__ void walk_tile(const RouteTiles& tiles, int64_t tile, int64_t* counter, Visit visit) {
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t end = layout.tile_end(tile);
-  for (int64_t begin = layout.tile_begin(tile); begin < end; begin += kWarpSize) {
+  const int64_t end = tiles.tile_end(tile);
+  for (int64_t begin = tiles.tile_begin(tile); begin < end; begin += kWarpSize) {
     const int64_t slot = begin + lane;
-    const int32_t expert = slot < end ? layout.ids[slot] : -1;
+    const int32_t expert = slot < end ? tiles.ids[slot] : -1;
     const unsigned peers = __match_any_sync(kAllLanes, expert);
     const unsigned before = peers & ((1u << lane) - 1);
     int64_t base = 0;
@@ -163,23 +163,23 @@ __device__ void walk_tile(const Layout& layout, int64_t tile, int64_t* counter, 
   }
 }
 
-__global__ void count_tiles(Layout layout) {
-  for (int64_t tile = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; tile < layout.num_tiles;
+__global__ void count_tiles(RouteTiles tiles) {
+  for (int64_t tile = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; tile < tiles.num_tiles;
        tile += int64_t{gridDim.x} * kWarps) {
-    walk_tile(layout, tile, layout.before + tile * layout.num_experts, [](int64_t, int32_t, int64_t) {});
+    walk_tile(tiles, tile, tiles.before + tile * tiles.num_experts, [](int64_t, int32_t, int64_t) {});
   }
 }
 
 // A warp per expert: what each tile counted becomes what the tiles before it did. Counts of the next 32 tiles are on their way while
 // those of the last are added up.
-__global__ void scan_tiles(Layout layout, int32_t* routed_per_expert) {
+__global__ void scan_tiles(RouteTiles tiles, int32_t* routed_per_expert) {
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t experts = layout.num_experts;
+  const int64_t experts = tiles.num_experts;
   for (int64_t expert = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; expert < experts;
        expert += int64_t{gridDim.x} * kWarps) {
-    const auto count_of = [&](int64_t tile) { return tile < layout.num_tiles ? layout.before[tile * experts + expert] : 0; };
+    const auto count_of = [&](int64_t tile) { return tile < tiles.num_tiles ? tiles.before[tile * experts + expert] : 0; };
     int64_t total = 0, next = count_of(lane);
-    for (int64_t tile = lane; tile < layout.num_tiles + lane; tile += kWarpSize) {
+    for (int64_t tile = lane; tile < tiles.num_tiles + lane; tile += kWarpSize) {
       const int64_t count = next;
       next = count_of(tile + kWarpSize);
       int64_t inclusive = count;
@@ -187,7 +187,7 @@ __global__ void scan_tiles(Layout layout, int32_t* routed_per_expert) {
         const int64_t other = __shfl_up_sync(kAllLanes, inclusive, step);
         if (lane >= step) inclusive += other;
       }
-      if (tile < layout.num_tiles) layout.before[tile * experts + expert] = total + inclusive - count;
+      if (tile < tiles.num_tiles) tiles.before[tile * experts + expert] = total + inclusive - count;
       total += __shfl_sync(kAllLanes, inclusive, kWarpSize - 1);
     }
     if (lane == 0) routed_per_expert[expert] = static_cast<int32_t>(total);
@@ -195,9 +195,9 @@ __global__ void scan_tiles(Layout layout, int32_t* routed_per_expert) {
 }
 
 // One block scans the padded totals; every thread has a contiguous range of experts.
-__global__ void scan_experts(Layout layout, int64_t padding_alignment, const int32_t* routed_per_expert) {
+__global__ void scan_experts(RouteTiles tiles, int64_t padding_alignment, const int32_t* routed_per_expert) {
   __shared__ int64_t partial[kScanThreads];
-  const int64_t experts = layout.num_experts;
+  const int64_t experts = tiles.num_experts;
   const int64_t per_thread = divide_up(experts, kScanThreads);
   const int64_t begin = min(experts, threadIdx.x * per_thread);
   const int64_t end = min(experts, begin + per_thread);
@@ -214,30 +214,30 @@ __global__ void scan_experts(Layout layout, int64_t padding_alignment, const int
   }
   int64_t row = partial[threadIdx.x] - sum;
   for (int64_t expert = begin; expert < end; ++expert) {
-    layout.starts[expert] = row;
+    tiles.starts[expert] = row;
     row += padded(expert);
   }
-  if (threadIdx.x == kScanThreads - 1) layout.starts[experts] = partial[kScanThreads - 1];
+  if (threadIdx.x == kScanThreads - 1) tiles.starts[experts] = partial[kScanThreads - 1];
 }
 
-__global__ void clamp_experts(Layout layout, int64_t num_rows, const int32_t* routed_per_expert, int32_t* tokens_per_expert,
+__global__ void clamp_experts(RouteTiles tiles, int64_t num_rows, const int32_t* routed_per_expert, int32_t* tokens_per_expert,
                               int32_t* expert_offsets) {
-  for (int64_t expert = blockIdx.x * int64_t{kThreads} + threadIdx.x; expert <= layout.num_experts;
+  for (int64_t expert = blockIdx.x * int64_t{kThreads} + threadIdx.x; expert <= tiles.num_experts;
        expert += int64_t{gridDim.x} * kThreads) {
-    const int64_t start = layout.starts[expert];
+    const int64_t start = tiles.starts[expert];
     if (expert_offsets != nullptr) expert_offsets[expert] = static_cast<int32_t>(within_buffer(start, num_rows));
-    if (tokens_per_expert == nullptr || expert == layout.num_experts) continue;
+    if (tokens_per_expert == nullptr || expert == tiles.num_experts) continue;
     tokens_per_expert[expert] = static_cast<int32_t>(rows_inside(start, int64_t{routed_per_expert[expert]}, num_rows));
   }
 }
 
 // Slots that find the buffer full: what was routed less what fits. One block, a fixed tree.
-__global__ void count_overflow(Layout layout, int64_t num_rows, const int32_t* routed_per_expert, int32_t* overflow) {
+__global__ void count_overflow(RouteTiles tiles, int64_t num_rows, const int32_t* routed_per_expert, int32_t* overflow) {
   __shared__ int64_t partial[kThreads];
   int64_t dropped = 0;
-  for (int64_t expert = threadIdx.x; expert < layout.num_experts; expert += kThreads) {
+  for (int64_t expert = threadIdx.x; expert < tiles.num_experts; expert += kThreads) {
     const int64_t routed = routed_per_expert[expert];
-    dropped += routed - rows_inside(layout.starts[expert], routed, num_rows);
+    dropped += routed - rows_inside(tiles.starts[expert], routed, num_rows);
   }
   partial[threadIdx.x] = dropped;
   __syncthreads();
@@ -256,96 +256,96 @@ struct PlaceOutputs {
   float* row_probs;
 };
 
-__global__ void place_tiles(Layout layout, PlaceOutputs out) {
-  for (int64_t tile = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; tile < layout.num_tiles;
+__global__ void place_tiles(RouteTiles tiles, PlaceOutputs out) {
+  for (int64_t tile = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; tile < tiles.num_tiles;
        tile += int64_t{gridDim.x} * kWarps) {
-    walk_tile(layout, tile, layout.before + tile * layout.num_experts, [&](int64_t slot, int32_t expert, int64_t rank) {
-      const int64_t row = expert >= 0 ? layout.starts[expert] + rank : -1;
+    walk_tile(tiles, tile, tiles.before + tile * tiles.num_experts, [&](int64_t slot, int32_t expert, int64_t rank) {
+      const int64_t row = expert >= 0 ? tiles.starts[expert] + rank : -1;
       const bool placed = expert >= 0 && row < out.num_rows;
       // The cleaned ids are not needed after this point: they become the map that the sort reads.
-      layout.ids[slot] = placed ? static_cast<int32_t>(row) : -1;
+      tiles.ids[slot] = placed ? static_cast<int32_t>(row) : -1;
       if (out.slot_to_row != nullptr) out.slot_to_row[slot] = placed ? static_cast<int32_t>(row) : -1;
       if (!placed) return;
-      const int64_t token = slot / layout.topk;
+      const int64_t token = slot / tiles.topk;
       if (out.row_to_token != nullptr) out.row_to_token[row] = static_cast<int32_t>(token);
       if (out.row_to_slot != nullptr) out.row_to_slot[row] = static_cast<int32_t>(slot);
       if (out.row_to_expert != nullptr) out.row_to_expert[row] = expert;
-      if (out.row_probs != nullptr) out.row_probs[row] = out.probs[out.mask ? token * layout.num_experts + expert : slot];
+      if (out.row_probs != nullptr) out.row_probs[row] = out.probs[out.mask ? token * tiles.num_experts + expert : slot];
       // a token that names the expert in several slots leaves its last row, the highest one
-      if (out.rowmap != nullptr) atomicMax(&out.rowmap[token * layout.num_experts + expert], static_cast<int32_t>(row));
+      if (out.rowmap != nullptr) atomicMax(&out.rowmap[token * tiles.num_experts + expert], static_cast<int32_t>(row));
     });
   }
 }
 
 // Rows ascending, then the -1 entries: each slot counts those that come before it.
-__global__ void sort_token_rows(Layout layout, int32_t* token_rows) {
-  const int64_t slots = layout.num_tokens * layout.topk;
+__global__ void sort_token_rows(RouteTiles tiles, int32_t* token_rows) {
+  const int64_t slots = tiles.num_tokens * tiles.topk;
   for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += int64_t{gridDim.x} * kThreads) {
-    const int64_t begin = slot / layout.topk * layout.topk;
-    const int32_t row = layout.ids[slot];
+    const int64_t begin = slot / tiles.topk * tiles.topk;
+    const int32_t row = tiles.ids[slot];
     int64_t place = 0;
-    for (int64_t other = begin; other < begin + layout.topk; ++other) {
-      const int32_t other_row = layout.ids[other];
+    for (int64_t other = begin; other < begin + tiles.topk; ++other) {
+      const int32_t other_row = tiles.ids[other];
       place += row >= 0 ? (other_row >= 0 && other_row < row) : (other_row >= 0 || other < slot);
     }
     token_rows[begin + place] = row;
   }
 }
 
-int check_workspace(const pmo_route_params& p, const Layout& layout) {
-  PMO_REQUIRE(p.workspace != nullptr && reinterpret_cast<uintptr_t>(p.workspace) % 8 == 0 && p.workspace_bytes >= layout.bytes,
+int check_workspace(const pmo_route_params& p, const RouteTiles& tiles) {
+  PMO_REQUIRE(p.workspace != nullptr && reinterpret_cast<uintptr_t>(p.workspace) % 8 == 0 && p.workspace_bytes >= tiles.bytes,
               "workspace", "8-byte aligned and as large as pmo_route_cuda_workspace_bytes says");
   return PMO_OK;
 }
 
 template <typename Id>
-int launch_clean_ids(const pmo_route_params& p, const Id* ids, const Layout& layout, cudaStream_t stream) {
+int launch_clean_ids(const pmo_route_params& p, const Id* ids, const RouteTiles& tiles, cudaStream_t stream) {
   const bool first_only = p.duplicates == PMO_DUPLICATES_FIRST;
   const Grid grid = {grid_for(p.num_tokens * p.topk, kThreads), kThreads};
-  const int status = launch("clean_ids", clean_ids<Id>, grid, stream, layout, ids, p.probs, first_only);
+  const int status = launch("clean_ids", clean_ids<Id>, grid, stream, tiles, ids, p.probs, first_only);
   if (status != PMO_OK || p.checks == 0) return status;
-  return launch("complete_findings", complete_findings<Id>, {1, 1}, stream, layout, ids);
+  return launch("complete_findings", complete_findings<Id>, {1, 1}, stream, tiles, ids);
 }
 
-int launch_clean_mask(const pmo_route_params& p, const Layout& layout, cudaStream_t stream) {
+int launch_clean_mask(const pmo_route_params& p, const RouteTiles& tiles, cudaStream_t stream) {
   const uint8_t* mask = static_cast<const uint8_t*>(p.routing);
-  const int status = launch("clean_mask", clean_mask, {grid_for(p.num_tokens, kWarps), kThreads}, stream, layout, mask, p.probs);
+  const int status = launch("clean_mask", clean_mask, {grid_for(p.num_tokens, kWarps), kThreads}, stream, tiles, mask, p.probs);
   if (status != PMO_OK || p.checks == 0) return status;
-  return launch("complete_mask_findings", complete_mask_findings, {1, 1}, stream, layout, mask);
+  return launch("complete_mask_findings", complete_mask_findings, {1, 1}, stream, tiles, mask);
 }
 
 // The ids without what has no row, in the workspace.
-int clean(const pmo_route_params& p, const Layout& layout, cudaStream_t stream) {
-  if (const int status = launch("reset_findings", reset_findings, {1, 1}, stream, layout.findings)) return status;
+int clean(const pmo_route_params& p, const RouteTiles& tiles, cudaStream_t stream) {
+  if (const int status = launch("reset_findings", reset_findings, {1, 1}, stream, tiles.findings)) return status;
   if (p.num_tokens * p.topk == 0) return PMO_OK;
-  if (p.routing_kind == PMO_ROUTING_MASK) return launch_clean_mask(p, layout, stream);
-  return with_ids(p.routing, p.routing_kind, [&](const auto* ids) { return launch_clean_ids(p, ids, layout, stream); });
+  if (p.routing_kind == PMO_ROUTING_MASK) return launch_clean_mask(p, tiles, stream);
+  return with_ids(p.routing, p.routing_kind, [&](const auto* ids) { return launch_clean_ids(p, ids, tiles, stream); });
 }
 
 int count(const pmo_route_params& p, cudaStream_t stream) {
   if (const int status = check_route_sizes(p)) return status;
   if (const int status = check_routing_arrays(p)) return status;
-  const Layout layout(p);
-  if (const int status = check_workspace(p, layout)) return status;
-  if (const int status = clean(p, layout, stream)) return status;
-  PMO_CUDA(cudaMemsetAsync(layout.before, 0, layout.num_tiles * layout.num_experts * sizeof(int64_t), stream));
-  const Grid for_tiles = {grid_for(layout.num_tiles, kWarps), kThreads};
-  if (const int status = launch("count_tiles", count_tiles, for_tiles, stream, layout)) return status;
-  const Grid for_experts = {grid_for(layout.num_experts, kWarps), kThreads};
-  if (const int status = launch("scan_tiles", scan_tiles, for_experts, stream, layout, p.routed_per_expert)) return status;
-  return launch("scan_experts", scan_experts, {1, kScanThreads}, stream, layout, p.padding_alignment, p.routed_per_expert);
+  const RouteTiles tiles(p);
+  if (const int status = check_workspace(p, tiles)) return status;
+  if (const int status = clean(p, tiles, stream)) return status;
+  PMO_CUDA(cudaMemsetAsync(tiles.before, 0, tiles.num_tiles * tiles.num_experts * sizeof(int64_t), stream));
+  const Grid for_tiles = {grid_for(tiles.num_tiles, kWarps), kThreads};
+  if (const int status = launch("count_tiles", count_tiles, for_tiles, stream, tiles)) return status;
+  const Grid for_experts = {grid_for(tiles.num_experts, kWarps), kThreads};
+  if (const int status = launch("scan_tiles", scan_tiles, for_experts, stream, tiles, p.routed_per_expert)) return status;
+  return launch("scan_experts", scan_experts, {1, kScanThreads}, stream, tiles, p.padding_alignment, p.routed_per_expert);
 }
 
 // In one launch, with the rows of `permute` if it is given. The ids are those that cleaning left in the workspace, or the caller's own.
-int route_fused(const pmo_route_params& p, const Layout& layout, bool cleaned, const pmo_permute_params* permute,
+int route_fused(const pmo_route_params& p, const RouteTiles& tiles, bool cleaned, const pmo_permute_params* permute,
                 cudaStream_t stream) {
   // Blocks may read each other's ids while they write rows, so cleaned ids and rows must not share memory.
   const bool may_use_ids = !cleaned || p.num_tokens * p.topk > kFusedSharedReads;
-  const FusedRouting routing = {&p, cleaned ? layout.ids : nullptr,
+  const FusedRouting routing = {&p, cleaned ? tiles.ids : nullptr,
                                 p.slot_to_row != nullptr ? p.slot_to_row
-                                : may_use_ids            ? layout.ids
+                                : may_use_ids            ? tiles.ids
                                                          : nullptr,
-                                layout.fused_ints};
+                                tiles.fused_ints};
   return launch_fused(&routing, permute, stream);
 }
 
@@ -353,20 +353,20 @@ int route(const pmo_route_params& p, cudaStream_t stream) {
   if (const int status = check_route_sizes(p)) return status;
   if (const int status = check_route_outputs(p)) return status;
   PMO_REQUIRE_ARRAY(p.routed_per_expert, p.num_experts, "routed_per_expert");
-  const Layout layout(p);
-  if (const int status = check_workspace(p, layout)) return status;
+  const RouteTiles tiles(p);
+  if (const int status = check_workspace(p, tiles)) return status;
   if (fused_routes(p)) {
-    const int status = route_fused(p, layout, true, nullptr, stream);
+    const int status = route_fused(p, tiles, true, nullptr, stream);
     if (status != kNotLaunched) return status;
   }
   const Grid for_experts = {grid_for(p.num_experts + 1, kThreads), kThreads};
-  if (const int status = launch("clamp_experts", clamp_experts, for_experts, stream, layout, p.num_rows, p.routed_per_expert,
+  if (const int status = launch("clamp_experts", clamp_experts, for_experts, stream, tiles, p.num_rows, p.routed_per_expert,
                                 p.tokens_per_expert, p.expert_offsets)) {
     return status;
   }
   if (p.overflow != nullptr) {
     const int status =
-        launch("count_overflow", count_overflow, {1, kThreads}, stream, layout, p.num_rows, p.routed_per_expert, p.overflow);
+        launch("count_overflow", count_overflow, {1, kThreads}, stream, tiles, p.num_rows, p.routed_per_expert, p.overflow);
     if (status != PMO_OK) return status;
   }
   // -1 in every map, 0.0 in the probabilities: what the placing leaves is padding
@@ -383,11 +383,11 @@ int route(const pmo_route_params& p, cudaStream_t stream) {
   const PlaceOutputs outputs = {p.num_rows,      p.probs,        p.routing_kind == PMO_ROUTING_MASK,
                                 p.slot_to_row,   p.row_to_token, p.row_to_slot,
                                 p.row_to_expert, p.rowmap,       p.row_probs};
-  const Grid for_tiles = {grid_for(layout.num_tiles, kWarps), kThreads};
-  const int status = launch("place_tiles", place_tiles, for_tiles, stream, layout, outputs);
+  const Grid for_tiles = {grid_for(tiles.num_tiles, kWarps), kThreads};
+  const int status = launch("place_tiles", place_tiles, for_tiles, stream, tiles, outputs);
   if (status != PMO_OK || p.token_rows == nullptr) return status;
   const Grid for_slots = {grid_for(p.num_tokens * p.topk, kThreads), kThreads};
-  return launch("sort_token_rows", sort_token_rows, for_slots, stream, layout, p.token_rows);
+  return launch("sort_token_rows", sort_token_rows, for_slots, stream, tiles, p.token_rows);
 }
 
 int route_permute(const pmo_route_params& p, const pmo_permute_params* permute, cudaStream_t stream) {
@@ -398,16 +398,16 @@ int route_permute(const pmo_route_params& p, const pmo_permute_params* permute, 
     if (const int status = check_route_permute(p, *permute)) return status;
   }
   if (fused_routes(p)) {
-    const Layout layout(p);
-    if (const int status = check_workspace(p, layout)) return status;
+    const RouteTiles tiles(p);
+    if (const int status = check_workspace(p, tiles)) return status;
     const bool mask = p.routing_kind == PMO_ROUTING_MASK;
     if (mask) {
-      if (const int status = clean(p, layout, stream)) return status;
+      if (const int status = clean(p, tiles, stream)) return status;
     }
     const bool together = permute != nullptr && fused_moves(*permute);
-    int status = together ? route_fused(p, layout, mask, permute, stream) : kNotLaunched;
+    int status = together ? route_fused(p, tiles, mask, permute, stream) : kNotLaunched;
     if (status != kNotLaunched) return status;
-    status = route_fused(p, layout, mask, nullptr, stream);
+    status = route_fused(p, tiles, mask, nullptr, stream);
     if (status == PMO_OK) return permute == nullptr ? PMO_OK : pmo_permute_cuda(permute, stream);
     if (status != kNotLaunched) return status;
   }
@@ -424,7 +424,7 @@ extern "C" int64_t pmo_route_cuda_workspace_bytes(const pmo_route_params* params
   if (params == nullptr || pmo::check_route_sizes(*params) != PMO_OK) return 0;
   pmo_route_params sizes_only = *params;
   sizes_only.workspace = nullptr;
-  return pmo::cuda::Layout(sizes_only).bytes;
+  return pmo::cuda::RouteTiles(sizes_only).bytes;
 }
 
 extern "C" int pmo_route_count_cuda(const pmo_route_params* params, void* stream) {

@@ -19,12 +19,13 @@ namespace {
 
 constexpr int kThreads = 256;
 
-struct Layout {
+// The workspace: what was found, and who has a row.
+struct Bids {
   pmo_rowmap_findings* findings;
   unsigned long long* owner;  // [N] flat place of the entry that has the row
   int64_t bytes;
 
-  explicit Layout(const pmo_clean_rowmap_params& p) {
+  explicit Bids(const pmo_clean_rowmap_params& p) {
     Workspace workspace(p.workspace);
     findings = workspace.take<pmo_rowmap_findings>(1);
     owner = workspace.take<unsigned long long>(p.num_rows);
@@ -34,11 +35,11 @@ struct Layout {
 
 __device__ int64_t expert_id(const pmo_clean_rowmap_params& p, int64_t slot) { return id_at(p.ids, p.ids_kind, slot); }
 
-__global__ void reset(pmo_clean_rowmap_params p, Layout layout) {
+__global__ void reset(pmo_clean_rowmap_params p, Bids bids) {
   const int64_t first = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-  if (first == 0) *layout.findings = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0};
+  if (first == 0) *bids.findings = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0};
   for (int64_t row = first; row < p.num_rows; row += int64_t{gridDim.x} * kThreads) {
-    layout.owner[row] = ~0ull;
+    bids.owner[row] = ~0ull;
     p.row_to_token[row] = -1;
     if (p.row_to_slot != nullptr) p.row_to_slot[row] = -1;
     if (p.row_to_expert != nullptr) p.row_to_expert[row] = -1;
@@ -47,22 +48,22 @@ __global__ void reset(pmo_clean_rowmap_params p, Layout layout) {
 
 __device__ bool is_row(const pmo_clean_rowmap_params& p, int32_t row) { return row >= 0 && row < p.num_rows; }
 
-__global__ void bid(pmo_clean_rowmap_params p, Layout layout) {
+__global__ void bid(pmo_clean_rowmap_params p, Bids bids) {
   const int64_t entries = p.num_tokens * p.num_experts;
   for (int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x; flat < entries; flat += int64_t{gridDim.x} * kThreads) {
     const int32_t row = p.rowmap[flat];
     if (is_row(p, row)) {
-      atomicMin(&layout.owner[row], static_cast<unsigned long long>(flat));
+      atomicMin(&bids.owner[row], static_cast<unsigned long long>(flat));
     } else if (row != -1) {
-      note_first(&layout.findings->bad_row_place, flat);
+      note_first(&bids.findings->bad_row_place, flat);
     }
   }
 }
 
 // The row of an expert's entry, if the entry won it.
-__device__ int32_t winning_row(const pmo_clean_rowmap_params& p, const Layout& layout, int64_t flat) {
+__device__ int32_t winning_row(const pmo_clean_rowmap_params& p, const Bids& bids, int64_t flat) {
   const int32_t row = p.rowmap[flat];
-  return is_row(p, row) && layout.owner[row] == static_cast<unsigned long long>(flat) ? row : -1;
+  return is_row(p, row) && bids.owner[row] == static_cast<unsigned long long>(flat) ? row : -1;
 }
 
 // kLanes neighbouring lanes of a warp, which have a token to themselves.
@@ -76,10 +77,10 @@ struct TokenLanes {
 };
 
 // A slot's row is the winning entry of its expert.
-__device__ int32_t row_of_slot(const pmo_clean_rowmap_params& p, const Layout& layout, int64_t slot) {
+__device__ int32_t row_of_slot(const pmo_clean_rowmap_params& p, const Bids& bids, int64_t slot) {
   const int64_t expert = expert_id(p, slot);
   if (expert < 0 || expert >= p.num_experts) {
-    if (expert != -1) note_first(&layout.findings->bad_id_place, slot);
+    if (expert != -1) note_first(&bids.findings->bad_id_place, slot);
     return -1;
   }
   const int64_t token = static_cast<uint32_t>(slot) / static_cast<uint32_t>(p.topk);  // T * K < 2^31
@@ -88,11 +89,11 @@ __device__ int32_t row_of_slot(const pmo_clean_rowmap_params& p, const Layout& l
       if (expert_id(p, earlier) == expert) return -1;
     }
   }
-  return winning_row(p, layout, token * p.num_experts + expert);
+  return winning_row(p, bids, token * p.num_experts + expert);
 }
 
 template <int kLanes>
-__global__ void __launch_bounds__(kThreads) keep_winners(pmo_clean_rowmap_params p, Layout layout) {
+__global__ void __launch_bounds__(kThreads) keep_winners(pmo_clean_rowmap_params p, Bids bids) {
   const TokenLanes<kLanes> me;
   const bool by_expert = p.slot_to_row != nullptr && p.ids == nullptr && p.topk == p.num_experts;
   const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes),
@@ -103,8 +104,8 @@ __global__ void __launch_bounds__(kThreads) keep_winners(pmo_clean_rowmap_params
     for (int64_t begin = 0; begin < p.num_experts; begin += kLanes) {
       const int64_t expert = begin + me.lane, flat = token * p.num_experts + expert;
       const bool is_entry = is_token && expert < p.num_experts;
-      const int32_t row = is_entry ? winning_row(p, layout, flat) : -1;
-      if (is_entry && row < 0 && is_row(p, p.rowmap[flat])) note_first(&layout.findings->repeat_place, flat);
+      const int32_t row = is_entry ? winning_row(p, bids, flat) : -1;
+      if (is_entry && row < 0 && is_row(p, p.rowmap[flat])) note_first(&bids.findings->repeat_place, flat);
       if (is_entry && by_expert) p.slot_to_row[flat] = row;
       const unsigned won = me.ballot(row >= 0);
       if (row >= 0) {
@@ -122,42 +123,42 @@ __global__ void __launch_bounds__(kThreads) keep_winners(pmo_clean_rowmap_params
   if (by_expert || (p.slot_to_row == nullptr && p.slot_values == nullptr)) return;
   const int64_t slots = p.num_tokens * p.topk, threads = int64_t{gridDim.x} * kThreads;
   for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += threads) {
-    const int32_t row = row_of_slot(p, layout, slot);
+    const int32_t row = row_of_slot(p, bids, slot);
     if (p.slot_to_row != nullptr) p.slot_to_row[slot] = row;
     if (p.slot_values != nullptr) p.slot_values[slot] = row >= 0 ? p.row_values[row] : 0.0f;
   }
 }
 
 // The values at the places found; one thread.
-__global__ void complete_findings(pmo_clean_rowmap_params p, Layout layout) {
-  pmo_rowmap_findings& found = *layout.findings;
+__global__ void complete_findings(pmo_clean_rowmap_params p, Bids bids) {
+  pmo_rowmap_findings& found = *bids.findings;
   if (found.bad_id_place != PMO_NOWHERE) found.bad_id = expert_id(p, found.bad_id_place);
   if (found.bad_row_place != PMO_NOWHERE) found.bad_row = p.rowmap[found.bad_row_place];
   if (found.repeat_place != PMO_NOWHERE) {
     found.repeat_row = p.rowmap[found.repeat_place];
-    found.repeat_first = static_cast<int64_t>(layout.owner[found.repeat_row]);
+    found.repeat_first = static_cast<int64_t>(bids.owner[found.repeat_row]);
   }
 }
 
 int clean_rowmap(const pmo_clean_rowmap_params& p, cudaStream_t stream) {
   if (const int status = check_clean_rowmap(p)) return status;
-  const Layout layout(p);
-  PMO_REQUIRE(p.workspace != nullptr && reinterpret_cast<uintptr_t>(p.workspace) % 8 == 0 && p.workspace_bytes >= layout.bytes,
+  const Bids bids(p);
+  PMO_REQUIRE(p.workspace != nullptr && reinterpret_cast<uintptr_t>(p.workspace) % 8 == 0 && p.workspace_bytes >= bids.bytes,
               "workspace", "8-byte aligned and as large as pmo_clean_rowmap_cuda_workspace_bytes says");
   const Grid for_rows = {grid_for(p.num_rows + 1, kThreads), kThreads};
-  if (const int status = launch("reset", reset, for_rows, stream, p, layout)) return status;
+  if (const int status = launch("reset", reset, for_rows, stream, p, bids)) return status;
   if (p.num_tokens == 0) return PMO_OK;
   const Grid for_entries = {grid_for(p.num_tokens * p.num_experts, kThreads), kThreads};
-  if (const int status = launch("bid", bid, for_entries, stream, p, layout)) return status;
+  if (const int status = launch("bid", bid, for_entries, stream, p, bids)) return status;
   const auto keep = [&](auto* kernel, int lanes) {
     const Grid grid = {grid_for(p.num_tokens, kThreads / lanes), kThreads};
-    return launch("keep_winners", kernel, grid, stream, p, layout);
+    return launch("keep_winners", kernel, grid, stream, p, bids);
   };
   const int status = p.num_experts <= 8    ? keep(keep_winners<8>, 8)
                      : p.num_experts <= 16 ? keep(keep_winners<16>, 16)
                                            : keep(keep_winners<kWarpSize>, kWarpSize);
   if (status != PMO_OK || p.checks == 0) return status;
-  return launch("complete_findings", complete_findings, {1, 1}, stream, p, layout);
+  return launch("complete_findings", complete_findings, {1, 1}, stream, p, bids);
 }
 
 // Where a slot's value lies, or -1 if it has none.
@@ -222,7 +223,7 @@ extern "C" int64_t pmo_clean_rowmap_cuda_workspace_bytes(const pmo_clean_rowmap_
   if (params == nullptr || params->num_rows < 0 || params->num_rows > pmo::kMaxIndex) return 0;
   pmo_clean_rowmap_params sizes_only = *params;
   sizes_only.workspace = nullptr;
-  return pmo::cuda::Layout(sizes_only).bytes;
+  return pmo::cuda::Bids(sizes_only).bytes;
 }
 
 extern "C" int pmo_clean_rowmap_cuda(const pmo_clean_rowmap_params* params, void* stream) {

@@ -34,7 +34,7 @@ constexpr int64_t kSharedChunks = kThreads;
 constexpr int kTableThreads = 1024;
 
 // What every block does: the fields of the params, and lengths in accesses.
-struct Work {
+struct SortWork {
   pmo_sort_chunks_params p;
   int32_t* table;  // in the workspace, or null: every block makes it
   int64_t row_length, total;
@@ -165,7 +165,7 @@ __device__ void fill(const Table& table, const pmo_sort_chunks_params& p) {
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kTableThreads) make_table(Work work) {
+__global__ void __launch_bounds__(kTableThreads) make_table(SortWork work) {
   fill<kTableThreads>(Table(work.table, work.p.num_chunks), work.p);
 }
 
@@ -185,7 +185,7 @@ struct Unit {
     }
   }
 
-  __device__ void load(const Work& work, int64_t first, int64_t begin, int64_t end, int64_t shift) {
+  __device__ void load(const SortWork& work, int64_t first, int64_t begin, int64_t end, int64_t shift) {
     each(first, begin, end, [&](int64_t place, Access& value) {
       const int64_t source = place + shift;
       const int64_t row = work.dense ? 0 : source / work.row_length;
@@ -194,12 +194,12 @@ struct Unit {
     });
   }
 
-  __device__ void store(const Work& work, int64_t first, int64_t begin, int64_t end, int64_t shift) {
+  __device__ void store(const SortWork& work, int64_t first, int64_t begin, int64_t end, int64_t shift) {
     each(first, begin, end, [&](int64_t place, Access& value) { static_cast<Access*>(work.p.out)[place + shift] = value; });
   }
 };
 
-__device__ void sort_rows(const Work& work, const Table& table) {
+__device__ void sort_rows(const SortWork& work, const Table& table) {
   const pmo_sort_chunks_params& p = work.p;
   if (p.source_to_dest == nullptr && p.probs_out == nullptr) return;
 #pragma unroll 1
@@ -211,7 +211,7 @@ __device__ void sort_rows(const Work& work, const Table& table) {
 }
 
 template <int kBytes, bool kInverse>
-__global__ void __launch_bounds__(kThreads) move_chunks(Work work) {
+__global__ void __launch_bounds__(kThreads) move_chunks(SortWork work) {
   __shared__ int32_t shared_table[2 * (kSharedChunks + 1)];
   const pmo_sort_chunks_params& p = work.p;
   const int64_t step = int64_t{gridDim.x} * kWarps * kUnit;
@@ -253,7 +253,7 @@ int sort_chunks(const pmo_sort_chunks_params& p, cudaStream_t stream) {
       needed == 0 || (p.workspace != nullptr && address(p.workspace) % sizeof(int32_t) == 0 && p.workspace_bytes >= needed),
       "workspace", "4-byte aligned and as large as pmo_sort_chunks_cuda_workspace_bytes says");
   if (p.num_rows == 0) return PMO_OK;
-  Work work = {p, needed == 0 ? nullptr : static_cast<int32_t*>(p.workspace), 1, 0, 0, true};
+  SortWork work = {p, needed == 0 ? nullptr : static_cast<int32_t*>(p.workspace), 1, 0, 0, true};
   const int64_t itemsize = dtype_size(p.dtype);
   const int64_t row_bytes = p.hidden * itemsize;
   int width = 1;

@@ -15,7 +15,7 @@
 #include "common/checks.h"
 #include "common/dtypes.h"
 #include "cuda/launch.cuh"
-#include "cuda/token_rows.cuh"
+#include "cuda/tile_list.cuh"
 #include "cuda/vectors.cuh"
 #include "cuda/warp_rows.cuh"
 #include "pmo/permute.h"
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, kWeighted ? 4 : 3)
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
   constexpr int kWindow = 8;
-  __shared__ RowList list;
+  __shared__ TileList list;
   const bool copies_single = !kWeighted || p.copy_single_row != 0;
   const int64_t vectors = p.hidden / kWidth;
   const int64_t vector = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, kWeighted ? 4 : 3)
   Element* out = static_cast<Element*>(p.out) + vector * kWidth;
   for (int64_t first = int64_t{blockIdx.y} * kTileTokens; first < p.num_tokens; first += int64_t{gridDim.y} * kTileTokens) {
     const int count = static_cast<int>(min(int64_t{kTileTokens}, p.num_tokens - first));
-    Lanes<Rows, kWidth> sum;
+    Elements<Rows, kWidth> sum;
     sum.fill(-0.0f);
     bool empty = true;
     int done = 0, together = count;  // tokens of the tile
@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, kWeighted ? 4 : 3)
             const ListedRow listed = list.rows[window + i];
             const bool copy = listed.only && copies_single;
             if (listed.row >= 0 && !copy) {
-              Lanes<Rows, kWidth> lanes;
-              lanes.set(accesses[i]);
-              sum.add(lanes, kWeighted ? listed.weight : 1.0f);
+              Elements<Rows, kWidth> loaded;
+              loaded.set(accesses[i]);
+              sum.add(loaded, kWeighted ? listed.weight : 1.0f);
               empty = false;
             }
             Element* target = out + (first + done + listed.token) * p.hidden;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   const char* rows = static_cast<const char*>(p.rows) + vector * sizeof(Access);
   WarpRows listed(p, token, 0);
   const bool only = (p.weights == nullptr || p.copy_single_row != 0) && has_one_row(p, token, listed);
-  Lanes<Rows, kWidth> sum;
+  Elements<Rows, kWidth> sum;
   sum.fill(-0.0f);
   const auto stride = static_cast<uint64_t>(p.rows_row_stride) * sizeof(Element);
   int64_t last = -1;  // row that was added
@@ -129,10 +129,10 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
       if (begin == 0 && listed.is_used()) own_weight = weight_of(p, listed.row);
 #pragma unroll
       for (int i = 0; i < kWindow; ++i) {
-        Lanes<Rows, kWidth> lanes;
-        lanes.set(accesses[i]);
+        Elements<Rows, kWidth> loaded;
+        loaded.set(accesses[i]);
         const float weight = __shfl_sync(kAllLanes, own_weight, begin + i);
-        sum.add(lanes, kWarpSize % kWindow == 0 || begin + i < kWarpSize ? weight : -1.0f);
+        sum.add(loaded, kWarpSize % kWindow == 0 || begin + i < kWarpSize ? weight : -1.0f);
       }
     }
     if (listed.used != 0) last = __shfl_sync(kAllLanes, listed.row, kWarpSize - 1 - __clz(listed.used));

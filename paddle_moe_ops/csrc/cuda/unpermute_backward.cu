@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kScatterThreads)
       given = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride)[vector];
     WarpRows listed(p, token, 0);
     const bool copy = copies(p, token, listed);
-    Lanes<Rows, kWidth> gradient;
+    Elements<Rows, kWidth> gradient;
     gradient.set(given);
     for (int64_t segment = 0;;) {
       const LaneWeight own(p, listed, copy);
@@ -110,11 +110,11 @@ __device__ float access_backward(const Access& given, const Access& of_row, floa
     if (target != nullptr) *target = given;
     return dot;
   }
-  Lanes<Rows, kWidth> gradient, lanes;
+  Elements<Rows, kWidth> gradient, loaded;
   gradient.set(given);
-  lanes.set(of_row);
+  loaded.set(of_row);
   if (target != nullptr) gradient.scaled(weight).store(target, 0);
-  return gradient.dot(lanes, dot);
+  return gradient.dot(loaded, dot);
 }
 
 template <int kCount>

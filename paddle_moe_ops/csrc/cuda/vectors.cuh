@@ -115,7 +115,7 @@ int with_rows(int32_t dtype, std::initializer_list<uintptr_t> values, Body body)
 
 // `kWidth` elements of a row as float32: one access.
 template <typename Rows, int kWidth>
-struct Lanes {
+struct Elements {
   float values[kWidth];
 
   using Access = Vector<kWidth * sizeof(typename Rows::Element)>;
@@ -126,20 +126,20 @@ struct Lanes {
   }
 
   // values + addend * weight with one rounding
-  __device__ void add(const Lanes& addend, float weight) {
+  __device__ void add(const Elements& addend, float weight) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) values[i] = __fmaf_rn(addend.values[i], weight, values[i]);
   }
 
-  __device__ Lanes scaled(float weight) const {
-    Lanes product;
+  __device__ Elements scaled(float weight) const {
+    Elements product;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) product.values[i] = __fmul_rn(values[i], weight);
     return product;
   }
 
   // sum plus the products with `other`, one after another
-  __device__ float dot(const Lanes& other, float sum) const {
+  __device__ float dot(const Elements& other, float sum) const {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) sum = __fmaf_rn(values[i], other.values[i], sum);
     return sum;

@@ -27,7 +27,7 @@ struct alignas(16) ListedRow {
 };
 
 // The list of a tile: tokens [first, first + count).
-struct RowList {
+struct TileList {
   ListedRow rows[kTileTokens * kWarpSize];
   int32_t counts[kTileTokens];
   int32_t size;
