@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Where the scales of pmo_quantize_* lie.
+// The memory layout of the scales of pmo_quantize_*.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace pmo {
 
 constexpr int64_t kGroupColumns = PMO_QUANTIZE_GROUP;
 constexpr int64_t kPackedScales = 4;     // in a word, with ue8m0
-constexpr int64_t kColumnAlignment = 4;  // rows of a column-major layout are filled up to a multiple
+constexpr int64_t kColumnAlignment = 4;  // rows of a column-major layout are rounded up to a multiple
 
 // Counts and steps in words of 4 bytes: word w of row r is at r * row_step + w * word_step.
 struct ScaleLayout {
@@ -21,7 +21,7 @@ struct ScaleLayout {
   int64_t words;   // of a row
   int64_t row_step;
   int64_t word_step;
-  int64_t rows;  // with those that only fill the layout up
+  int64_t rows;  // including the unused ones at the end
 
   template <typename Params>
   explicit ScaleLayout(const Params& p) : groups(divide_up(p.hidden, kGroupColumns)) {

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The arithmetic of routers, the same bits on hosts and GPUs: plain float32 operations, none of them fused, none from a mathematical library.
+// The arithmetic of routers. It gives the same bits on hosts and GPUs: plain float32 operations, none of them fused, none from a library.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ PMO_ANYWHERE inline float float_of(uint32_t bits) {
   return value;
 }
 
-// The bits of |value| as a signed integer. Integers are compared here, not floats: compilers vectorise that whatever a comparison with NaN
-// may signal.
+// The bits of |value| as a signed integer. Integers are compared here, not floats: compilers
+// vectorise that, while comparisons of floats may signal NaN.
 PMO_ANYWHERE inline int32_t magnitude_of(float value) { return static_cast<int32_t>(bits_of(value) & 0x7FFFFFFFu); }
 
 constexpr int32_t kInfinityBits = 0x7F800000;
@@ -70,8 +70,8 @@ PMO_ANYWHERE inline float sigmoid_slope(float x) {
   return e / (sum * sum);
 }
 
-// What weights with this sum are divided by. Sigmoid scores can all underflow to zero, and stay so; NaN stays NaN. The sum can be subnormal,
-// so that only quotients by it stay in range: gradients multiply by a weight over the sum, not by one over the sum.
+// What weights with this sum are divided by. Sigmoid scores can all underflow to zero, and stay so; NaN stays NaN. The sum can be
+// subnormal. Then 1 / sum overflows, but weight / sum does not: gradients multiply by the latter.
 PMO_ANYWHERE inline float divisor_of(float sum) { return sum == 0.0f ? 1.0f : sum; }
 
 // The order of choice as integers: higher is chosen first. NaN is above all numbers, the zeros are equal, and 0 is no value's key.

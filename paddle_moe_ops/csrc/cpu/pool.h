@@ -1,10 +1,10 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The CPU thread pool: the one piece of process-wide state.
+// The CPU thread pool.
 //
-// parallel_for hands out task numbers to the calling thread and to sleeping workers. Which thread runs which task is left to
-// chance, so a task may depend on its number only: results are then the same for any number of threads.
+// parallel_for hands out task numbers to the calling thread and to sleeping workers. Which thread runs which task is not defined. A task
+// may depend on its number only: results are then the same for any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -43,11 +43,12 @@ void parallel_for(int64_t num_tasks, int num_threads, Body body) {
   if (call.error) std::rethrow_exception(call.error);
 }
 
-// Work that moves no more, such as five hundred rows of 4 KiB, stays on the calling thread. (paddle/pages.cc: who makes an output's pages.)
+// Work that moves no more than this, such as five hundred rows of 4 KiB, stays on the calling thread. paddle/pages.cc has the pages of
+// such an output made in advance. (The size of a huge page is the same number by coincidence.)
 constexpr int64_t kOneThreadBytes = int64_t{2} << 20;
 
-// Splits [0, size) into contiguous ranges that move about `bytes` in all, and runs body(begin, end) for each. Small work wakes no thread;
-// beyond that a thread is worth its waking for each MiB.
+// Splits [0, size) into contiguous ranges that move about `bytes` in all, and runs body(begin, end) for each. Small work wakes no thread.
+// Larger work wakes at most one thread for each MiB.
 template <typename Body>
 void parallel_ranges(int64_t size, int64_t bytes, int32_t requested_threads, Body body) {
   constexpr int64_t kBytesPerThread = int64_t{1} << 20;

@@ -65,7 +65,7 @@ void quantize_tokens(const pmo_quantize_params& p, const ScaleLayout& layout, in
   }
 }
 
-// Column-major scales of padding rows, and of what lies after row N.
+// Column-major scales of padding rows, and of what follows row N.
 void zero_padding_columns(const pmo_quantize_params& p, const ScaleLayout& layout) {
   const bool has_map = has_row_map(p);
   const int64_t bytes = has_map ? layout.words * p.num_rows * int64_t{sizeof(int32_t)} : 0;

@@ -13,7 +13,7 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-// The lower of two limits, of which 0 is none.
+// The lower of two limits; 0 means no limit.
 int lower(int a, int b) { return a == 0 || (b != 0 && b < a) ? b : a; }
 
 int rounded_up(int64_t quota, int64_t period) {
@@ -70,7 +70,7 @@ int cores_of_quota(const std::string& root) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1), group = line.substr(second + 1);
-    if (controllers.empty()) {  // version 2, which has another mount beside version 1
+    if (controllers.empty()) {  // version 2, which is mounted elsewhere if version 1 is there too
       lowest = lower(lowest, lowest_limit(mounts, group, limit_of_version_2));
       lowest = lower(lowest, lowest_limit(mounts + "/unified", group, limit_of_version_2));
     } else if (names_cpu(controllers)) {  // mounted as all of its controllers, or as this one

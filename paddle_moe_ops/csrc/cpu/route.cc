@@ -5,7 +5,7 @@
 //
 // The tokens are cut into contiguous chunks whose number depends on T * K alone. Counting fills one histogram per chunk and a
 // cleaned copy of the ids; a serial scan over [chunks, E] turns the histograms into each chunk's first row per expert; then every
-// chunk places its slots in order. Positions are those of a serial pass, whatever the threads do.
+// chunk places its slots in order. Positions are those of a serial pass for any number of threads.
 //
 // Workspace: int64 [chunks, E] histograms, then int32 [T, K] cleaned ids (-1 = the slot has no row).
 // Bytes moved: ids 2 * T * K * 4 (read, cleaned), maps 2 * T * K * 4, row maps 4 * N * 4, rowmap T * E * 4.

@@ -12,11 +12,11 @@
 namespace pmo {
 namespace cpu {
 
-// A weight as the kernels want it. Any NaN will do, and one whose low half is zero makes every NaN that arithmetic makes of it and of
-// bfloat16 rows have one: rounding to bfloat16 then needs no case for NaN.
+// A weight as the kernels need it. Any NaN may be replaced by another. One whose low half is zero keeps that half zero in every NaN that
+// arithmetic makes of it and of bfloat16 rows: rounding to bfloat16 then needs no case for NaN.
 inline float with_plain_nan(float weight) { return weight == weight ? weight : __builtin_nanf(""); }
 
-// Rows that lie anywhere in memory.
+// Rows at any addresses.
 struct RowList {
   const void* const* rows;
   int64_t count;
@@ -58,8 +58,8 @@ class TargetBatches {
   Targets targets_;
 };
 
-// Dot products that run at the same time: one after the other, each would wait for its own chain of multiply-adds. Eight are faster
-// than four where they share a factor and nothing is written beside them, two where they do not share one and something is.
+// Dot products that run at the same time: one after the other, each would wait for its own chain of multiply-adds. Eight are best if they
+// share a factor and nothing else is written, two if they share none and something is written, else four.
 constexpr int64_t kDotTerms = 8;
 constexpr int64_t kFewDotTerms = 4;
 constexpr int64_t kTwoDotTerms = 2;
@@ -72,13 +72,13 @@ struct DotTerms {
   int64_t count;
 };
 
-// `next` names rows that the caller needs after this call: their lines are asked for while the present ones are worked on, since
-// no processor foresees where the rows of the next token lie. It may be empty.
+// `next` names rows that the caller needs after this call: their lines are prefetched during the call, since no processor can predict
+// where the rows of the next token are. It may be empty.
 //
 // `weights` have passed with_plain_nan.
 //
 // `streams` writes past the caches (cpu/streaming.h): the output must then consist of whole lines, kLineBytes long and aligned. `copy`
-// asks for less: that its targets lie a multiple of `bytes` apart.
+// requires less: distances between its targets that are multiples of `bytes`.
 struct RowKernels {
   // out[H] = sum over at least one row; weights NULL = plain. At most one rounding to the row type, at the end.
   void (*sum)(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, bool streams, void* out);
@@ -98,10 +98,10 @@ struct RowKernels {
 
 constexpr int64_t kLineBytes = 64;
 
-// Asks for the beginning of a row that is needed kTokensAhead tokens later. A processor foresees the lines of a page once it has seen
-// some of them, and the row kernels look as far as the next token: too late for rows of a page or two, one or two per token. Into the
-// second-level cache, which has room for what is not needed at once. Inlined always, as are functions that only call it: GCC takes a
-// function that only prefetches for one without effect, and drops its calls.
+// Prefetches the beginning of a row that is needed kTokensAhead tokens later. A processor predicts the lines of a page once it has seen
+// some of them, and the row kernels prefetch as far as the next token: too late for rows of a page or two, one or two per token. The
+// target is the second-level cache, which has room for what is not needed at once. Always inlined, as are functions that only call this
+// one: GCC takes a function that only prefetches for one without effect, and drops its calls.
 __attribute__((always_inline)) inline void prefetch_beginning(const void* row, int64_t bytes) {
   constexpr int64_t kEnough = 512;
   for (int64_t place = 0; place < (bytes < kEnough ? bytes : kEnough); place += kLineBytes) {

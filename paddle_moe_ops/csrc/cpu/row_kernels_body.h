@@ -1,16 +1,15 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The bodies behind row_kernels.h, over 16 float32 lanes that each variant provides.
+// The bodies of the row kernels, over 16 float32 lanes that each variant provides.
 //
-// Included once per variant, inside an anonymous namespace (so that no variant's code can stand in for another's when the linker
-// merges inline functions) and after all standard headers (so that none of their code is compiled for the variant's target).
+// Included once per variant, inside an anonymous namespace (so that the linker, which merges inline functions, cannot replace one
+// variant's code by another's) and after all standard headers (so that none of their code is compiled for the variant's target).
 // The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of a row).
 //
-// Rows are worked on in strips of a few lines, written out one after the other by the compiler: a loop that asks at every line how far
-// it has come, and reads its pointers again because a store could have changed them, has no time left for the memory as soon as
-// another thread shares the core. Sums stay in registers while all rows of a token pass, so each row is read once and the output is
-// written once.
+// Rows are processed in strips of a few lines, which the compiler unrolls. A loop over single lines would check its end at each line, and
+// load its pointers again because a store could have changed them: too slow for the memory as soon as another thread shares the core.
+// Sums stay in registers while all rows of a token are added, so each row is read once and the output is written once.
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kAheadBytes = 2048;  // of each row: enough to hide the memory's latency, few enough for the first-level cache
@@ -28,8 +27,8 @@ inline char* byte_at(void* row, int64_t place) { return static_cast<char*>(row) 
 template <int64_t kLines>
 using Lines = std::integral_constant<int64_t, kLines>;
 
-// Asks for what follows a place by kAheadBytes: a strip of the same rows, or after their end of the next ones. `end` is where the
-// strips of a row end. Inlined always, see prefetch_beginning.
+// Prefetches the strip that is kAheadBytes after a place: of the same rows, or after their end of the next ones. `end` is where the
+// strips of a row end. Always inlined, see prefetch_beginning.
 template <int64_t kLines>
 __attribute__((always_inline)) inline void prefetch_ahead(const RowList& rows, const RowList& next, int64_t place, int64_t end) {
   const int64_t ahead = place + std::min(kAheadBytes, end);
@@ -59,8 +58,8 @@ inline Lanes load_lanes(const char* from, int64_t index) {
   return Lanes::load(Element(), from + index * kLanes * Element::kBytes);
 }
 
-// A line as Lanes, which Line::pack puts together again: in the order of its columns, but every other one of bfloat16. A pair of those
-// is a shift and a mask away from float32, and nothing has to cross a register.
+// A line as Lanes, which Line::pack puts together again. Lanes follow the columns; with bfloat16, Lanes 0 have the even columns and Lanes 1
+// the odd ones: a shift and a mask turn a pair into float32, without moving anything across a register.
 template <typename Element>
 inline void unpack_line(Element, const char* from, Lanes* lanes) {
   for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) lanes[j] = load_lanes<Element>(from, j);
@@ -74,7 +73,7 @@ constexpr int64_t column_of(Element, int64_t j, int64_t lane) {
 }
 constexpr int64_t column_of(BFloat16, int64_t j, int64_t lane) { return 2 * lane + j; }
 
-// What of a row follows its last whole line.
+// The part of a row after its last whole line.
 template <typename Element>
 struct Tail {
   const int64_t place;
@@ -96,7 +95,7 @@ struct Tail {
   }
 };
 
-// A plain store reads the line that it overwrites: asks for those of the next strip.
+// A plain store reads the line that it overwrites: prefetches those of the next strip.
 template <bool kStreams, int64_t kLines>
 __attribute__((always_inline)) inline void prefetch_output(char* strip) {
   for (int64_t line = 0; line < (kStreams ? 0 : kLines); ++line) {
@@ -295,7 +294,7 @@ void dot_terms(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool
   for (; first < terms.count; ++first) dot(terms, first, {nullptr, 0}, {nullptr, 0}, hidden, products);
 }
 
-// All bits set if the condition holds, for choices without branches, which would keep a loop from being vectorised.
+// All bits set if the condition holds: for choices without branches, since a branch would keep a loop from being vectorised.
 inline int32_t mask_if(bool condition) { return -static_cast<int32_t>(condition); }
 
 // The e4m3fn number nearest to a value, ties to even; 448 for what is larger, 0x7F for NaN.
@@ -345,7 +344,7 @@ void quantize_row(const void* in, int64_t hidden, float amax_min, bool ue8m0, ui
   }
 }
 
-// Exact. NaN has a low half of zeros, as rounding to bfloat16 wants it.
+// Exact. The low half of a NaN is zero, as rounding to bfloat16 needs it.
 inline float from_e4m3(uint32_t code) {
   const uint32_t magnitude = code & 0x7Fu;
   // A subnormal code is its mantissa * 2^-9: put that under the exponent of 2^-6, take 2^-6 away again.
@@ -386,8 +385,8 @@ void dequantize_row(const uint8_t* codes, const float* scales, int64_t hidden, b
   dequantize(codes, scales, hidden, out);
 }
 
-// Streaming begins at a line of the targets, which must be at the same place of one. What is less than a line at both ends is stored as
-// usual: a neighbour may write the rest of that line.
+// Streaming begins at the first whole line of the targets, which must all be at the same offset within a line. Incomplete lines at both
+// ends are stored as usual: another thread may write the rest of them.
 template <bool kStreams>
 void copy_lines(const void* in, int64_t bytes, const RowList& next, void* const* targets, int64_t count) {
   const auto to_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(targets[0]) % kLineBytes);

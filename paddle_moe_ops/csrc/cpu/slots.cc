@@ -83,7 +83,7 @@ int clean_rowmap(const pmo_clean_rowmap_params& p) {
         kept[num_kept++] = row;
       }
     }
-    // where the map goes on into a plan, all of it is defined
+    // a map that becomes part of a plan is defined throughout
     std::fill(kept + num_kept, kept + (by_expert ? p.num_experts : std::min(num_kept + 1, p.num_experts)), -1);
   }
   const bool has_repeats = found.repeat_place != PMO_NOWHERE;

@@ -92,8 +92,8 @@ int sort_chunks(const pmo_sort_chunks_params& p) {
   const bool streams = beyond_caches(bytes);
   parallel_ranges(p.num_rows, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
     const Mover mover(p, streams);
-    const auto ends_behind = [](int64_t row, const Chunk& chunk) { return row < chunk.end; };
-    for (auto chunk = std::upper_bound(chunks.begin(), chunks.end(), begin, ends_behind); begin < end; ++chunk) {
+    const auto ends_after = [](int64_t row, const Chunk& chunk) { return row < chunk.end; };
+    for (auto chunk = std::upper_bound(chunks.begin(), chunks.end(), begin, ends_after); begin < end; ++chunk) {
       const int64_t stop = std::min(end, chunk->end);
       if (stop > begin) mover.move(*chunk, begin, stop);
       begin = stop;

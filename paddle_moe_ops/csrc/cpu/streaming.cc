@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kAssumedCacheBytes = int64_t{32} << 20;  // where the system does not tell
 
-// A part of the last-level cache counts: other processes use it too, and from within a virtual machine they are not seen. On a Xeon
+// Only a part of the last-level cache counts: other processes use it too, unseen from within a virtual machine. On a Xeon
 // that reports 260 MiB, permuting rows and summing them up again, plain stores were faster up to 88 MB of rows, streaming from 117 MB on.
 int64_t share_of(int64_t cache_bytes) { return cache_bytes / 8 * 3; }
 

@@ -3,9 +3,9 @@
 
 // Writing rows past the caches.
 //
-// A plain store reads the line that it overwrites, and pushes out of the cache what others keep there. Non-temporal stores do neither.
-// But an output that stays in the cache is found there by whoever reads it next, and is up to twice as fast to write. So the calls
-// that stream are those that move more bytes than the cache keeps: little of their output would be left in it.
+// A plain store reads the line that it overwrites, and evicts other data from the cache. Non-temporal stores do neither. But an output
+// that stays in the cache is there for the next reader, and is up to twice as fast to write. So only calls that move more bytes than the
+// cache keeps stream: little of their output would be left in it.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ namespace cpu {
 // Whether a call that moves this many bytes moves more than the caches keep.
 bool beyond_caches(int64_t bytes);
 
-// Writes rows of an output in one of the two ways. Made per task: its end makes the streamed rows of the task's thread, which are
-// not ordered, visible before anything that the thread stores later.
+// Writes rows of an output in one of the two ways. Each task makes its own: the destructor orders the streamed rows of the task's thread
+// before anything that the thread stores later.
 class RowWriter {
  public:
   explicit RowWriter(bool streams) : streams_(streams), copy_(row_kernels(PMO_FLOAT32).copy) {}

@@ -3,7 +3,7 @@
 
 // The router's top-k and its gradient on the CPU: threads own contiguous ranges of tokens and take them one by one.
 //
-// A token's values become integers in the order of choice (common/scoring.h), of which the highest are sorted to the front: mostly one
+// A token's values become integers in the order of choice (common/scoring.h). The highest of them are sorted to the front: mostly one
 // comparison per expert. Bytes moved: T * E elements and T * K ids and weights, with the scores T * E elements more; the gradient reads and
 // writes T * E elements.
 #include "pmo/topk.h"

@@ -7,11 +7,11 @@
 // while that is on its way finds the token's rows by comparing its experts with those of all slots, which it keeps in shared memory, 16 bits
 // each and eight to a token: the row of a slot is the number of slots with a smaller expert, and of those before it with the same one. That
 // is T * T * 64 comparisons in all, two to an instruction, and no histogram, scan or barrier between blocks, which is why segments must not
-// be padded. The block of a row's first part writes the token's maps and scales. Rows after the last segment are shared out over all
+// be padded. The block of a row's first part writes the token's maps and scales. Rows after the last segment are divided among all
 // blocks.
 //
-// Loops are rolled up where they can be, and the usual case is a kernel of its own: at these sizes the time that instructions take to
-// arrive shows.
+// Loops are not unrolled where that is possible, and the usual case has its own kernel: at these sizes the time to fetch instructions
+// matters.
 //
 // Bytes moved: (T + N) * (H + S) elements; ids are read by every block, from the L2.
 #include "cuda/fused.cuh"
@@ -133,7 +133,7 @@ __device__ void write_token_maps(const FusedWork& work, int32_t token, const int
   if (work.row_probs != nullptr) work.row_probs[row] = prob;
 }
 
-// The lane's slot of a token: the probability that goes with it.
+// The probability of the lane's slot of a token.
 __device__ float load_prob(const FusedWork& work, int32_t token) {
   const int k = threadIdx.x;
   if (work.row_probs == nullptr || k >= work.topk || token >= work.num_tokens) return 0.0f;

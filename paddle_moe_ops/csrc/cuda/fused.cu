@@ -14,7 +14,7 @@
 // Moving: a block stages source rows in shared memory by bulk copies, as many as fit (about 110 KiB), and writes each to its rows: long
 // rows by bulk copies again, short ones by ordinary stores, if one stage holds all of them. The first stage is on its way while the
 // routing runs. Between stages all blocks wait for each other: memory that changes between reading and writing loses time, so the whole
-// GPU reads at one time and writes at another (docs/kernel_notes.md). Where that does not pay, move_pieces (permute.cu) moves the rows.
+// GPU reads at one time and writes at another (docs/kernel_notes.md). Where that is slower, move_pieces (permute.cu) moves the rows.
 //
 // Bytes moved: (T + N) * (H + S) elements; ids read once (by every block, if they are few), maps written once.
 #include "cuda/fused.cuh"
@@ -113,7 +113,7 @@ __device__ void route_own(const FusedWork& work, const Share& share, int32_t* me
   write_padding(work, scratch);
 }
 
-// Where the rows of a block's tokens stand after route_own.
+// Where route_own left the rows of a block's tokens.
 __device__ BlockRows routed_rows(const FusedWork& work, const Share& share, int32_t* memory) {
   if (work.counts_everything) return {RoutingScratch(memory, work).slots, share.first_token};
   return {work.token_rows != nullptr ? work.token_rows : work.slot_to_row, 0};
@@ -157,7 +157,8 @@ int launch_plan(const FusedPlan& plan, int device, int64_t most_shared, const Fu
   if (const int status = limit.raise(kernel, device, static_cast<int>(most_shared))) return status;
   const Grid grid = {static_cast<unsigned>(plan.blocks), kBlockThreads, static_cast<size_t>(plan.shared_bytes), plan.cooperative};
   const cudaError_t error = try_launch(kernel, grid, stream, work, static_cast<int32_t>(plan.stage_bytes));
-  if (error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported) {  // less of the GPU than it has is ours
+  if (error == cudaErrorCooperativeLaunchTooLarge ||
+      error == cudaErrorNotSupported) {  // only a part of the GPU is available to this process
     forget(error);
     return kNotLaunched;
   }

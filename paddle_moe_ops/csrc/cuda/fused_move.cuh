@@ -134,8 +134,8 @@ __device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage
   }
 }
 
-// A block's way through its stages, the first of which is being loaded. Between stages all blocks wait for each other, so that all of them
-// read at one time and write at another.
+// Moves all stages of a block; the first is being loaded. Between stages all blocks wait for each other, so that all of them read at one
+// time and write at another.
 template <bool kBulkStores>
 __device__ inline void move_stages(const FusedWork& work, const Share& share, char* memory, const BlockRows& block_rows,
                                    uint64_t* barrier) {

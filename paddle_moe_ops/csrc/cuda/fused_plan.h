@@ -4,8 +4,8 @@
 // Which launch routes tokens and moves their rows: the sizes and shape of the fused kernel (fused.cu) and of its form for few slots
 // (few_slots.cu), from what the GPU holds. Plain C++, so that it is tested for every GPU without one.
 //
-// The kernels count in 32 bits. What does not fit is not planned, sums of loops that go beyond their ends included: the operators have
-// another way for it.
+// The kernels count in 32 bits. What does not fit is not planned, including the counters of loops that run past their ends: the operators
+// have another way for it.
 #pragma once
 
 #include <algorithm>
@@ -31,13 +31,13 @@ constexpr int kMovingBlocks = 2;   // of a multiprocessor
 constexpr int kRoutingBlocks = 3;  // without rows
 static_assert(kRoutingBlocks * kBlockThreads <= kMultiprocessorThreads, "a multiprocessor holds the blocks");
 
-constexpr int64_t kManySlots = int64_t{1} << 20;  // so many keep blocks busy that a third one per multiprocessor pays
+constexpr int64_t kManySlots = int64_t{1} << 20;  // from here on a third block per multiprocessor is faster
 constexpr int64_t kFusedSharedReads = 1024;       // up to so many slots every block reads all ids
 constexpr int64_t kMaxLocalSlots = 2048;          // of one block, when it keeps its rows in shared memory
 constexpr int64_t kBulkStoreBytes = 4608;         // rows from here on leave by bulk copies
 constexpr int64_t kMinPieceBytes = 1024;          // of a row that is cut
 constexpr int64_t kManyBytes = int64_t{200} << 20;
-constexpr int64_t kFewRowsToMove = 4;        // per token: fewer do not make up for blocks that wait for each other
+constexpr int64_t kFewRowsToMove = 4;        // per token: with fewer, the time that blocks wait for each other is lost
 constexpr int64_t kStaticSharedBytes = 256;  // room for what the kernel declares itself
 constexpr int64_t kReservedShared = 1024;    // of the multiprocessor's, for each block
 constexpr int64_t kStageAlignment = 128;
@@ -65,7 +65,7 @@ struct FusedPlan {
   bool counts_everything = false;  // few slots: every block counts all of them, so that no block waits for another
   bool cleaned_in_shared = false;  // a block's cleaned ids fit into its shared memory
   int64_t local_slots = 0;         // of a block, in shared memory
-  // A token's row is cut into pieces, of which a block has a range, and stages some at a time.
+  // A token's row is cut into pieces. A block has a range of them, and stages some at a time.
   int64_t pieces_per_token = 1, piece_bytes = 0, pieces_per_stage = 0, num_stages = 1;
   int64_t stage_bytes = 0, shared_bytes = 0;  // of a block: its stage, and all of its dynamic shared memory
 };
@@ -78,7 +78,7 @@ constexpr int64_t routing_scratch_ints(int64_t experts, bool counts_everything, 
 // Dynamic shared memory that a kernel may have at all.
 inline int64_t shared_of_kernel(const DeviceLimits& limits) { return limits.shared_per_block - kStaticSharedBytes; }
 
-// Dynamic shared memory of a block of which `blocks` share a multiprocessor.
+// Dynamic shared memory of a block if `blocks` of them share a multiprocessor.
 inline int64_t shared_of_block(const DeviceLimits& limits, int blocks) {
   const int64_t share = limits.shared_per_multiprocessor / blocks - kReservedShared;
   return std::min<int64_t>(limits.shared_per_block, share) - kStaticSharedBytes;
@@ -202,7 +202,7 @@ inline FewSlotsPlan plan_few_slots(const FusedSizes& sizes, int64_t padding_alig
   const int64_t blocks = 1 + std::max(sizes.num_tokens * parts, std::min<int64_t>(kFewBlocks, sizes.num_rows / kPaddingRows));
   plan.parts = static_cast<int>(parts);
   plan.blocks = static_cast<int>(blocks);
-  // The warps of all blocks take a row each, and go on until they are beyond the last one.
+  // The warps of all blocks take a row each, and continue until they are past the last one.
   const int64_t step = plan.threads / kWarpSize * blocks;
   plan.fits = std::max(sizes.num_rows, sizes.num_tokens * kFewTopk) + 2 * step <= kMaxIndex;
   return plan;

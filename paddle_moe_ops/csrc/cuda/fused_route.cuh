@@ -76,7 +76,7 @@ struct LoadedSlot {
 };
 
 // Calls visit(token, slot) for tokens [begin, end), chunk by chunk in ascending order, with what `load(token)` gave, or nothing for lanes
-// without a slot. All lanes of the warp take part. Loads run kAhead chunks ahead of the visits. The visit stands here only once and
+// without a slot. All lanes of the warp take part. Loads run kAhead chunks ahead of the visits. The visit is compiled only once and
 // its loops are not unrolled: a kernel's instructions come from memory, too, and a small one starts sooner.
 template <typename Load, typename Visit>
 __device__ inline void walk_slots(const Lane& me, int32_t begin, int32_t end, int32_t step, Load load, Visit visit) {
@@ -338,9 +338,9 @@ __device__ inline void write_counts(const FusedWork& work, const RoutingScratch&
   if (threadIdx.x == 0 && work.overflow != nullptr) *work.overflow = *dropped;
 }
 
-// The i-th padding row of a fresh routing, by binary search; it may lie beyond the buffer.
+// The i-th padding row of a fresh routing, by binary search; it may be beyond the buffer.
 __device__ inline int64_t padding_row(const FusedWork& work, const RoutingScratch& scratch, int32_t i) {
-  int low = 0, high = work.num_experts;  // the last segment with padding[segment] <= i; E stands for the rows after all
+  int low = 0, high = work.num_experts;  // the last segment with padding[segment] <= i; E means the rows after all segments
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (scratch.padding[middle] <= i) {

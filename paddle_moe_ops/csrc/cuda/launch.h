@@ -18,7 +18,7 @@
 namespace pmo {
 namespace cuda {
 
-// What a launch or any other call returns when kernels before it went wrong. The GPU's context is lost then: every later call says so.
+// What a launch or any other call returns when an earlier kernel failed. The GPU's context is lost then: every later call returns it too.
 inline bool is_of_earlier_work(cudaError_t error) {
   switch (error) {
     case cudaErrorECCUncorrectable:
@@ -50,7 +50,7 @@ inline std::string capability_text() {
          dotted(10 * major + minor);
 }
 
-// Takes back what a failed call left for whoever asks for the thread's last error next. An error that somebody else left stays.
+// Clears the thread's last error if it is the one given. An error that other code left stays.
 inline void forget(cudaError_t error) {
   if (cudaPeekAtLastError() == error) cudaGetLastError();
 }

@@ -25,7 +25,7 @@ struct DeviceLimits {
   int registers_per_multiprocessor = 0;
 };
 
-// A value per device, found out by the first thread that asks for it while others wait.
+// A value per device, determined by the first thread that asks for it while others wait.
 template <typename Value>
 class OncePerDevice {
  public:

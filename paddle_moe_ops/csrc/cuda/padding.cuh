@@ -13,7 +13,7 @@
 namespace pmo {
 namespace cuda {
 
-// The rows without a token, shared out over all warps of the grid, or the first `warps` of every block; blocks have one dimension. A lane
+// The rows without a token, divided among all warps of the grid, or the first `warps` of every block; blocks have one dimension. A lane
 // starts with the load for its first row: made before anything that waits, it costs no trip to memory.
 struct PaddingRows {
   const int32_t* row_to_token;

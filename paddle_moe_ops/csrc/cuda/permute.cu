@@ -5,8 +5,9 @@
 //
 // Large sizes with long rows, in whole 16-byte accesses, go through the fused kernel (fused.cu) on sm_90 and newer. Here is what serves
 // all others: a warp takes a piece of a token's row into registers, in accesses of up to 16 bytes, as wide as pointers and lengths allow,
-// and writes it to the token's rows; the warp that has the first piece moves the scales as well. Afterwards the warps share out the
-// padding rows. One launch, many short-lived blocks. H200, T=153962, H=2048 bfloat16, 1.4 rows per token: see docs/kernel_notes.md.
+// and writes it to the token's rows; the warp that has the first piece moves the scales as well. Afterwards the warps divide the
+// padding rows among themselves. One launch, many short-lived blocks.
+// H200, T=153962, H=2048 bfloat16, 1.4 rows per token: see docs/kernel_notes.md.
 // Bytes moved: (T + N) * (H + S) elements.
 #include <algorithm>
 #include <climits>

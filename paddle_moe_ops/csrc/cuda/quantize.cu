@@ -6,7 +6,7 @@
 // A token's row is cut into chunks of 512 columns, one to a warp: a lane holds 16 neighbouring elements, 8 lanes a group of 128
 // columns, and the warp four groups, which are one word of packed ue8m0 scales. The largest magnitude of a group takes three shuffles;
 // its 8 lanes all compute the scale. Then the warp goes through the token's rows, which its lanes hold, and stores 16 bytes of codes
-// per lane to each. Scales follow: lanes are dealt out over rows and words, so that one store serves 8 rows (32 with ue8m0).
+// per lane to each. Scales follow: the lanes are divided among rows and words, so that one store serves 8 rows (32 with ue8m0).
 //
 // Column-major scales go to memory in single words, which the L2 puts together: rows of an expert follow ascending tokens. But each word
 // is an access of its own to the L2, and 56 of them to a row of 7168 columns made the kernel 1.25 times slower (T 4096, k 8, H200).
@@ -183,7 +183,7 @@ __device__ void quantize_token(const QuantizeWork& work, int64_t token) {
   }
 }
 
-// Zeroes the padding among 32 rows, and what lies after row N in a column-major layout.
+// Zeroes the padding among 32 rows, and what follows row N in a column-major layout.
 template <bool kVectors>
 __device__ void zero_padding(const QuantizeWork& work, int64_t first) {
   const pmo_quantize_params& p = work.p;

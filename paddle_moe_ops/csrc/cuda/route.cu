@@ -4,12 +4,12 @@
 // Routing on the GPU: a stable counting sort of slots by expert, without atomics on positions.
 //
 // Up to 32 slots per token and 1024 experts the maps come from the fused kernel (fused.cu), in one launch. Here is what serves all
-// others, and what counts and checks. The slots, in flat order, are cut into tiles of whole tokens; one warp owns a tile. Passes:
+// others, and the passes that count and check. The slots, in flat order, are cut into tiles of whole tokens; one warp owns a tile. Passes:
 //   1. clean: one thread per slot (a warp per token for a mask) writes the cleaned id, -1 = the slot has no row
 //   2. count: a warp per tile counts its experts
 //   3. scan:  a warp per expert turns its counts of all tiles into the slots before each tile, one block adds up the padded segments
 //   4. place: a warp per tile walks its slots 32 at a time; equal experts in a warp rank by lane (match_any), so rows follow the
-//      flat slot order whatever the schedule
+//      flat slot order for any schedule
 //   5. sort:  one thread per slot finds its place among the token's rows
 // Passes 1 to 3 belong to pmo_route_count_cuda, 4 and 5 to pmo_route_cuda.
 //

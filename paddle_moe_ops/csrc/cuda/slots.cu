@@ -161,7 +161,7 @@ int clean_rowmap(const pmo_clean_rowmap_params& p, cudaStream_t stream) {
   return launch("complete_findings", complete_findings, {1, 1}, stream, p, bids);
 }
 
-// Where a slot's value lies, or -1 if it has none.
+// The index of a slot's value, or -1 if it has none.
 __device__ int64_t value_place(const pmo_slots_params& p, int64_t slot, int64_t row) {
   if (p.num_experts == 0) return slot;
   const int32_t expert = p.row_to_expert[row];

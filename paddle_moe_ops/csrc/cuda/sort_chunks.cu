@@ -4,10 +4,10 @@
 // sort_chunks on the GPU: a copy of the whole buffer in which every chunk is shifted by its own distance.
 //
 // Every block makes the table of the chunks in shared memory: where each begins and where it goes. The buffer is cut into units of
-// 8 x 32 accesses (4 KiB at 16 bytes), whatever its rows; a warp takes a unit, loads all of it and stores it piece by piece, one piece per
-// chunk that it touches: mostly one. The first unit is on its way while the table is made. With more chunks than a block has threads, a
-// kernel of its own makes the table once, in the workspace: to make it in every block costs up to a quarter of the bandwidth then. Threads
-// take rows as well, for the map and the probabilities.
+// 8 x 32 accesses (4 KiB at 16 bytes), which may begin and end within rows. A warp takes a unit, loads all of it and stores it piece by
+// piece, one piece per chunk that it touches: mostly one. The first unit is being loaded while the table is made. With more chunks than a
+// block has threads, a separate kernel makes the table once, in the workspace: to make it in every block would cost up to a quarter of the
+// bandwidth. Threads take rows as well, for the map and the probabilities.
 //
 // Grids of as many blocks as there are units beat persistent ones (0.95 and 0.88 of a plain copy on an H200, 32768 rows of 14 KiB), and
 // blocks of 256 threads those of 512 and 1024.

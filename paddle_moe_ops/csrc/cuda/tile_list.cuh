@@ -3,9 +3,9 @@
 
 // The rows of a few tokens and their weights, in shared memory, for unpermute of many tokens.
 //
-// A block reads the maps of its tokens once, a warp per token, and goes through the resulting list: rows that are used, in order, so
-// that a loop over it has no gaps and can load several rows ahead, even those of the next token. Of each token it lists one segment of
-// 32 entries; where a token of the tile goes on after it, the caller takes the tokens one by one, segment by segment.
+// A block reads the maps of its tokens once, a warp per token, and then loops over the resulting list. The list holds the rows that are
+// used, in order and without gaps, so that the loop can load several rows ahead, even those of the next token. It has one segment of 32
+// entries of each token. If a token of the tile has more, the caller takes the tokens one by one, segment by segment.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct TileList {
   ListedRow rows[kTileTokens * kWarpSize];
   int32_t counts[kTileTokens];
   int32_t size;
-  int32_t more;  // a token goes on after this segment
+  int32_t more;  // a token has more entries after this segment
 
   // Every thread of the block takes part; ends with a barrier.
   template <typename Params>
@@ -51,7 +51,7 @@ struct TileList {
       int32_t base = 0;
       for (int earlier = 0; earlier < index; ++earlier) base += max(counts[earlier], 1);
       const int32_t here = __popc(part.used), rank = __popc(part.used & ((1u << lane) - 1));
-      // A token's only row is its last in the list, whatever segment it is in: those after it have nothing to add, and nothing to store.
+      // A token's only row is marked as its last, whichever segment it is in: later segments have nothing to add or to store.
       const bool is_whole = segment == 0 && part.ended;
       const bool has_one = is_whole ? here == 1 : here <= 1 && has_one_row(p, first + index, WarpRows(p, first + index, 0));
       const bool only = has_one && here == 1;

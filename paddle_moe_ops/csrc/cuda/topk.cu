@@ -4,12 +4,12 @@
 // The router's top-k and its gradient on the GPU: a warp per token, one launch.
 //
 // Forward: lane l has the experts l, l + 32, ... and keeps a key for each, an integer in the order of choice (common/scoring.h), in
-// registers where there are few and no groups, in shared memory elsewhere. The best experts come out one per round: the warp takes the
+// registers where there are few and no groups, in shared memory elsewhere. The best experts are found one per round: the warp takes the
 // highest of its lanes' best candidates, and the lane that had it looks for its next. Groups are ranked the same way, by several lanes per
-// group where there are few. What was chosen is scored anew from its logits, which costs less than to keep scores beside the keys. Where
+// group where there are few. What was chosen is scored again from its logits, which is faster than keeping scores beside the keys. Where
 // the keys of a block do not fit, they are in the workspace.
 //
-// Backward: a softmax anew from the logits; then the gradients of all experts, and once more those of the chosen ones.
+// Backward: the softmax again from the logits; then the gradients of all experts, and once more those of the chosen ones.
 //
 // Bytes moved: T * E elements and T * K ids and weights, with the scores T * E elements more; the gradient reads and writes T * E elements.
 // A token's logits are read three times, all but the first from the L1.
@@ -93,7 +93,7 @@ struct Scoring {
 // Words for a key per place. One in 33 is left out, so that neither the lanes of a warp nor those of several groups meet at a bank.
 __host__ __device__ constexpr int64_t word_of(int64_t place) { return place + place / kWarpSize; }
 
-// A key per place, of which 0 is not to be chosen.
+// A key per place. 0 is never chosen.
 struct Keys {
   uint32_t* words;
   int32_t count;
@@ -158,7 +158,7 @@ __device__ void keep_groups(const pmo_topk_params& p, const Keys& experts, const
   }
 }
 
-// The key by which an expert is chosen; its score goes where scores are asked for.
+// The key by which an expert is chosen; its score is stored if scores are asked for.
 template <typename Rows>
 __device__ uint32_t scored_key(const pmo_topk_params& p, const Scoring& scoring, int64_t token, int32_t expert, float logit) {
   float value = logit;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) choose_experts(pmo_topk_params p, in
     }
     if (p.topk_groups < p.num_groups) keep_groups(p, experts, groups);
 
-    // Slot k is the business of lane k % 32 from here on.
+    // From here on lane k % 32 handles slot k.
     const int64_t first_slot = token * topk;
     int32_t chosen = 0;
     experts.each_highest(topk, [&](int32_t rank, uint64_t winner) {
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
     keys[i] = expert < num_experts ? scored_key<Rows>(p, scoring, token, expert, values[i]) : 0;
   }
 
-  int32_t chosen = 0;  // slot k is the business of lane k
+  int32_t chosen = 0;  // lane k handles slot k
 #pragma unroll 1
   for (int32_t slot = 0; slot < topk; ++slot) {
     uint32_t best = keys[0];

@@ -4,8 +4,8 @@
 // unpermute on the GPU: each token is the sum of its rows.
 //
 // A thread owns one access of up to 16 bytes of a token, loads it from a window of rows before the first addition, and adds in the
-// order of the rows, so that a sum has one order whatever the schedule. Usually a warp takes a part of one token, and the window is
-// about as many rows as a token has on average: a larger one would cost registers, and with them warps on their way. Where many tokens
+// order of the rows, so that a sum has one order for any schedule. Usually a warp takes a part of one token, and the window is
+// about as many rows as a token has on average: a larger one would take registers, and leave room for fewer warps. Where many tokens
 // have few rows each, blocks are (parts of a row, tiles of tokens), and a block lists the rows of its tokens in shared memory, so that
 // loads of several tokens are in flight. Weights, two more loads one after the other, arrive with the rows' data, or in tiles with the
 // rows' numbers. A plain sum multiplies by 1, which rounds like the addition. Bytes moved: (N + T) * H elements, and 4 * T * K of maps

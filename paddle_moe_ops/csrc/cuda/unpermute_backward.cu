@@ -4,12 +4,12 @@
 // The gradient of unpermute on the GPU: d_rows, d_weights, or both in one pass.
 //
 // Without d_weights a warp takes 32 accesses of up to 16 bytes of one token and writes them, weighted, to each of its rows
-// (scatter_rows). With d_weights a block takes a row and the row of d_out that goes with it, which the L2 holds for the token's other
-// rows (row_backward), and writes the weighted gradient along with the dot product. Many tokens with few rows each get a warp of their own
-// instead (token_backward): a block for each entry of the map would mostly find none. The rows without a token, whose gradient is zero,
+// (scatter_rows). With d_weights a block takes a row and its token's row of d_out, which the L2 holds for the token's other rows
+// (row_backward), and writes the weighted gradient along with the dot product. Many tokens with few rows each get a warp per token instead
+// (token_backward): a block for each entry of the map would mostly find none. The rows without a token, whose gradient is zero,
 // are shared out over all warps. Bytes moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H alone).
 //
-// A dot product is summed over 256 lanes, whatever the number of threads: access a of a row belongs to lane a % 256, a lane adds its
+// A dot product is summed over 256 lanes for any number of threads: access a of a row belongs to lane a % 256, a lane adds its
 // products in order, and the lanes are added up by halves, lane l + 128 to lane l and so on. A thread with several lanes has a sum for
 // each, so the bits are those of 256 threads.
 #include <algorithm>
@@ -37,7 +37,7 @@ constexpr int64_t kManyTokens = 4096;         // from here on they may have a wa
 constexpr int64_t kManyRows = 16384;          // from here on a row has kRowThreads threads, not 256
 constexpr int64_t kPaddingBlocks = 1024;      // to share the rows without a token when there are few tokens
 
-// The weight of the lane's row, and where it stands (-1: nowhere, the weight is 0).
+// The weight of the lane's row and its index (-1: there is none, the weight is 0).
 struct LaneWeight {
   float weight = 0.0f;
   int32_t place = -1;

@@ -60,7 +60,7 @@ inline int widest_access(const RowArray& array, int64_t num_tokens) {
                         num_tokens > 1 ? static_cast<uintptr_t>(array.source_stride) : uintptr_t{0}});
 }
 
-// Calls body(std::integral_constant<int, width>) for the width at hand.
+// Calls body(std::integral_constant<int, width>) for the given width.
 template <typename Body>
 int with_width(int width, Body body) {
   switch (width) {

@@ -156,11 +156,10 @@ paddle::Tensor spread_rows(const Target& target, const char* function, const pad
 paddle::DataType scales_dtype(bool ue8m0) { return ue8m0 ? paddle::DataType::INT32 : paddle::DataType::FLOAT32; }
 
 Shape scales_shape(const Quantization& quantization, int64_t num_rows, int64_t hidden) {
-  const auto divided = [](int64_t size, int64_t by) { return size < 0 ? -1 : size / by + (size % by != 0); };
-  const int64_t groups = divided(hidden, kGroupColumns);
-  const int64_t words = quantization.ue8m0 ? divided(groups, kPackedScales) : groups;
+  const int64_t groups = hidden < 0 ? -1 : divide_up(hidden, kGroupColumns);
+  const int64_t words = quantization.ue8m0 && groups >= 0 ? divide_up(groups, kPackedScales) : groups;
   if (!quantization.by_column) return {num_rows, words};
-  return {words, num_rows < 0 ? -1 : divided(num_rows, kColumnAlignment) * kColumnAlignment};
+  return {words, num_rows < 0 ? -1 : round_up(num_rows, kColumnAlignment)};
 }
 
 Outputs quantize_rows(const Target& target, const char* function, const paddle::Tensor& x, const RowMaps& maps,

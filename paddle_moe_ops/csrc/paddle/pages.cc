@@ -1,9 +1,9 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The C library gives blocks of CPU memory back to the system when they are freed, so that an output is often new to the process, and each
-// of its pages is made when it is first written. Both calls here make that cheaper; nothing depends on whether the system takes them.
-// A block whose pages are there is only looked at: asking for what it has would only take time.
+// The C library gives freed blocks of CPU memory back to the system. An output is therefore often new to the process, and each of its pages
+// is made when it is first written. Both calls here make that cheaper. Results do not depend on whether the system follows them. A block
+// that has its pages already is left alone: asking again would only take time.
 #include "paddle/pages.h"
 
 #ifdef __linux__
@@ -11,6 +11,7 @@
 #include <unistd.h>
 #endif
 
+#include "common/arithmetic.h"
 #include "cpu/pool.h"
 
 namespace pmo {
@@ -19,11 +20,9 @@ namespace binding {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
 namespace {
 
-constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+constexpr uintptr_t kHugePage = uintptr_t{2} << 20;       // on x86-64, and on aarch64 with pages of 4 KiB
 constexpr uintptr_t kReusedBytes = uintptr_t{128} << 10;  // the C library keeps smaller blocks
 constexpr int kPopulateWrite = 23;                        // MADV_POPULATE_WRITE of Linux 5.14, which older headers do not have
-
-uintptr_t rounded_up(uintptr_t address, uintptr_t size) { return (address + size - 1) / size * size; }
 
 // Blocks that were used before have all of their pages, new ones have none: one page tells.
 bool is_new(uintptr_t address, uintptr_t page) {
@@ -38,12 +37,12 @@ void prepare_pages(const Target& target, const paddle::Tensor& output) {
   if (target.is_gpu() || bytes < kReusedBytes) return;
   const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t data = reinterpret_cast<uintptr_t>(output.data());
-  const uintptr_t begin = rounded_up(data, page);
+  const uintptr_t begin = round_up(data, page);
   const uintptr_t end = (data + bytes) / page * page;
   if (begin + page > end) return;
   if (!is_new(end - page, page)) return;
-  if (rounded_up(begin, kHugePage) + kHugePage <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  // beyond, threads write an output, and make its pages side by side
+  if (round_up(begin, kHugePage) + kHugePage <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  // A larger output is written by several threads, which make its pages at the same time.
   if (bytes <= static_cast<uintptr_t>(cpu::kOneThreadBytes)) madvise(reinterpret_cast<void*>(begin), end - begin, kPopulateWrite);
 }
 #else

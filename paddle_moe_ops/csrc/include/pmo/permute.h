@@ -42,7 +42,7 @@ PMO_API int pmo_permute_cpu(const pmo_permute_params* params, void* stream);
 PMO_API int pmo_permute_cuda(const pmo_permute_params* params, void* stream);
 
 // Everything that pmo_route_count_*, pmo_route_* and pmo_permute_* do, in as few launches as possible; `permute` may be NULL. Needs no
-// counting before it. On CUDA the data are not checked, whatever route->checks asks. The sizes of `permute`, and the maps that it
+// counting before it. On CUDA the data are not checked, even if route->checks is set. The sizes of `permute`, and the maps that it
 // reads, must be those of `route`.
 PMO_API int pmo_route_permute_cpu(const pmo_route_params* route, const pmo_permute_params* permute, void* stream);
 PMO_API int pmo_route_permute_cuda(const pmo_route_params* route, const pmo_permute_params* permute, void* stream);
@@ -87,7 +87,7 @@ typedef struct pmo_unpermute_backward_params {
   int64_t d_out_row_stride;
   const void* rows;  // [N, H] the forward input; needed for d_weights only
   int64_t rows_row_stride;
-  const int32_t* token_rows;    // as in the forward; no row may stand twice
+  const int32_t* token_rows;    // as in the forward; no row may be listed twice
   const int32_t* row_to_token;  // [N]; negative = padding row, which no token may list: its gradient is zero
   const float* weights;
   const int32_t* weight_index;

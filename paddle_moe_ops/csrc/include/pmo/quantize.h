@@ -21,8 +21,8 @@ typedef enum pmo_scale_layout {
   PMO_SCALES_BY_COLUMN = 1,  // [C, N rounded up to a multiple of 4]
 } pmo_scale_layout;
 
-// codes[slot_to_row[t, k]] = the codes of x[t], and the scales alike. A source row is read and quantised once, whatever the number of
-// its rows; one without rows is not read. Moves T * H * itemsize + N * (H + 4 C) bytes.
+// codes[slot_to_row[t, k]] = the codes of x[t], and the scales alike. A source row is read and quantised once for any number of
+// rows; one without rows is not read. Moves T * H * itemsize + N * (H + 4 C) bytes.
 //
 // Arithmetic (the same bits on every backend), for a group of columns, in float32 with round to nearest even: a = max |x|, NaN left
 // out; a = min(max(a, amax_min), FLT_MAX); scale = a / 448, for ue8m0 the smallest power of two that is not less; code = the e4m3fn
@@ -43,7 +43,7 @@ typedef struct pmo_quantize_params {
   int32_t dtype;     // of x: PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
   int32_t ue8m0;
   int32_t scale_layout;
-  int32_t fill;    // PMO_FILL_ROWS: zero the codes of padding rows; PMO_FILL_SCALES: their scales, and what lies after row N
+  int32_t fill;    // PMO_FILL_ROWS: zero the codes of padding rows; PMO_FILL_SCALES: their scales, and what follows row N
   float amax_min;  // in [2^-100, FLT_MAX]
   int32_t num_threads;
   void* workspace;  // CUDA only; may be NULL, for which many column-major scales take longer

@@ -47,9 +47,9 @@ typedef struct pmo_route_params {
   int32_t* row_to_slot;        // [N] t * K + k, -1 = padding
   int32_t* row_to_expert;      // [N], -1 = padding
   float* row_probs;            // [N], 0 = padding; needs probs
-  int32_t* tokens_per_expert;  // [E] routed rows that lie inside the buffer
+  int32_t* tokens_per_expert;  // [E] routed rows inside the buffer
   int32_t* expert_offsets;     // [E + 1] first row of each segment, clamped to N
-  int32_t* overflow;           // [1] slots dropped because their row lies at or beyond N
+  int32_t* overflow;           // [1] slots dropped because their row is at or beyond N
   int32_t* rowmap;             // [T, E] row of the pair, -1 = none (Paddle's zipped_expertwise_rowmap)
 } pmo_route_params;
 
@@ -132,7 +132,7 @@ typedef struct pmo_slots_params {
   int64_t struct_size;
   int64_t num_tokens;
   int64_t topk;
-  int64_t num_experts;  // 0: slot_values is [T, K]; else it is [T, num_experts] and a slot lies at the expert of its row
+  int64_t num_experts;  // 0: slot_values is [T, K]; else it is [T, num_experts] and a slot's value is at the expert of its row
   int64_t num_rows;
   const int32_t* slot_to_row;    // [T, K]
   const int32_t* row_to_expert;  // [N], read only if num_experts > 0

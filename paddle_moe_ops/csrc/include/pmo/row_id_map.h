@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// TransformerEngine's row_id_map: a token's rows and experts side by side, from a plan and back to a rowmap.
+// TransformerEngine's row_id_map: a token's rows and experts in one line, made from a plan and read back into a rowmap.
 #pragma once
 
 #include "pmo/base.h"
@@ -10,9 +10,9 @@
 extern "C" {
 #endif
 
-// Line t of row_id_map [T, 2E + 1]: column 2E = n, the rows of the token; columns [0, n) these rows, descending, hence by descending
-// expert; columns [E, E + n) their experts. With pad_offsets the map counts rows as if no segment were padded: row r of expert e stands there
-// as r - pad_offsets[e].
+// Line t of row_id_map [T, 2E + 1]: column 2E is n, the number of the token's rows; columns [0, n) hold these rows, descending, hence by
+// descending expert; columns [E, E + n) hold their experts. With pad_offsets the map counts rows as if no segment were padded: it holds
+// r - pad_offsets[e] for row r of expert e.
 typedef struct pmo_row_id_map_params {
   int64_t struct_size;
   int64_t num_tokens;
