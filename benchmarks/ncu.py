@@ -102,7 +102,7 @@ def counters(
 
 def profile(operation: str, shape: str, kernel: str, core_library: Path, folder: Path) -> tuple[dict, list[dict]]:
     """The benchmark's own machine line, and what the second launch of the kernel in it did."""
-    bench = ["-m", "paddle_moe_ops", "bench", "--device", "cuda", "--shapes", shape, "--ops", operation]
+    bench = ["-m", "benchmarks.kernels", "--device", "cuda", "--shapes", shape, "--ops", operation]
     bench += ["--impl", "core", "--set", "targets", "--no-probes", "--mode", "eager", "--samples", "2", "--rounds", "1"]
     bench += ["--core-library", str(core_library)]
     (machine, *rows), (found,) = counters(bench, kernel, (1, 1), METRICS, folder)

@@ -19,9 +19,10 @@ from typing import Any
 from paddle_moe_ops._version import __version__
 
 from .device import Device, Implementation
+from .operators import select_operations
 from .results import Row, write_line
 from .run import Runner, Settings
-from .shapes import SETS, SHAPES, Case, Operation, cases_of, select_operations
+from .shapes import SETS, SHAPES, Case, Operation, cases_of
 from .table import LiveTable, print_table
 from .targets import TARGETS, VERDICT_COLUMNS, Verdict, judge, verdict_cells
 
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 if all results were right, 1 if one was not, 2 for bad arguments."""
     arguments = _parser().parse_args(argv)
-    given = sys.argv[2:] if argv is None else argv
+    given = sys.argv[1:] if argv is None else argv
     # where files were on the machine that measured concerns no one
     named = [Path(each).name if "/" in each else each for each in given]
     arguments.command = shlex.join(["python", "-m", "benchmarks.kernels", *named])

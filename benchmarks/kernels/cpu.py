@@ -20,12 +20,12 @@ import numpy as np
 from paddle_moe_ops import _env
 from tests.core.binding import Core
 
-from . import cpu_check
+from .core import CoreCalls
 from .cpu_arrays import ArrayInputs, memory_available, memory_needed
-from .cpu_core import core_implementation, two_passes_implementation
+from .cpu_check import ArrayCheck
 from .cpu_memory import Memory
-from .cpu_peers import numpy_implementation, torch_implementation
 from .device import Body, Captured, Implementation, Outputs, Unsupported
+from .operators import Library, difference, implementations
 from .problem import Problem
 from .results import Row
 from .shapes import Operation
@@ -54,15 +54,10 @@ class CpuDevice:
         self.memory = Memory(self.threads)
         self.left_out: dict[str, str] = {}
         makers: dict[str, Callable[[], list[Implementation]]] = {
-            "core": lambda: [
-                core_implementation(self.core),
-                two_passes_implementation(self.core),
-                self.memory.copying(),
-                self.memory.reading(),
-            ],
+            "core": self._core_implementations,
             "paddle": _paddle_implementations,
-            "numpy": lambda: [numpy_implementation()],
-            "torch": lambda: [torch_implementation(self.threads)],
+            "numpy": lambda: implementations(Library.NUMPY, np),
+            "torch": lambda: _torch_implementations(self.threads),
         }
         self.implementations: list[Implementation] = []
         for name, make in makers.items():
@@ -70,6 +65,11 @@ class CpuDevice:
                 self.implementations += [_within_memory(implementation) for implementation in make()]
             except ImportError as error:
                 self.left_out[name] = str(error)
+
+    def _core_implementations(self) -> list[Implementation]:
+        calls = CoreCalls(self.core, "cpu", note="outputs are there before the call")
+        ours = [each for library in (Library.CORE, Library.CORE_OTHERWISE) for each in implementations(library, calls)]
+        return [*ours, self.memory.copying(), self.memory.reading()]
 
     def machine(self) -> dict[str, Any]:
         return {
@@ -106,7 +106,10 @@ class CpuDevice:
         for array in captured.outputs().values():
             if isinstance(array, np.ndarray):
                 array.view(np.uint8)[...] = _POISON
-        return cpu_check.difference(operation, inputs, body.results(captured.outputs()), body.exactness)
+        outputs, compare = body.results(captured.outputs()), ArrayCheck(inputs, body.exactness)
+        if "copy" in outputs:
+            return compare.unequal("copy", outputs["copy"], np.ones_like(outputs["copy"]))
+        return difference(operation, compare, outputs)
 
     def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
         samples: list[float] = []
@@ -135,6 +138,12 @@ def _paddle_implementations() -> list[Implementation]:
     from .cpu_paddle import paddle_implementations
 
     return paddle_implementations()
+
+
+def _torch_implementations(threads: int) -> list[Implementation]:
+    from .cpu_torch import torch_implementations
+
+    return torch_implementations(threads)
 
 
 def _within_memory(implementation: Implementation) -> Implementation:

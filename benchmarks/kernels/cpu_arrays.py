@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops.reference.permutation import sum_rows, sum_rows_backward
-from paddle_moe_ops.reference.quantization import quantize_1x128
 
+from .inputs import Inputs, pieces
 from .problem import SCALE_GROUP, Problem
 
-__all__ = ["BFLOAT16", "FLOAT8", "ArrayInputs", "chunks", "empty", "memory_available", "memory_needed"]
+__all__ = ["BFLOAT16", "FLOAT8", "ArrayInputs", "empty", "memory_available", "memory_needed"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -27,6 +27,7 @@ _PERIOD = 1_000_003
 _CHUNK_ELEMENTS = 1 << 22
 _WORKERS = 2
 _PAGE = 4096
+_POISON = 0xA5
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray:
@@ -37,64 +38,45 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def chunks(count: int, width: int) -> list[slice]:
-    """Slices of rows that keep temporary arrays small."""
-    step = max(1, _CHUNK_ELEMENTS // max(width, 1))
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-
-class ArrayInputs:
-    """What the operators read, made when it is first asked for and the same in every run.
-
-    The maps are the oracle's, so an operator that is given maps does not depend on another one under test.
-    """
+class ArrayInputs(Inputs):
+    """The inputs as NumPy arrays."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        super().__init__(problem)
         self._sums: dict[bool, tuple[NDArray, NDArray]] = {}
-        self._quantized: dict[bool, tuple[NDArray, NDArray]] = {}
 
     @cached_property
     def x(self) -> NDArray:
-        """bfloat16 [T, H]"""
         return self._random(1, self.problem.case.shape.num_tokens)
 
     @cached_property
     def x_fp8(self) -> NDArray:
-        """float8_e4m3fn [T, H]"""
         return self._random(4, self.problem.case.shape.num_tokens, FLOAT8)
 
     @cached_property
     def scale(self) -> NDArray:
-        """float32 [T, S], one for each 128 columns of x_fp8"""
         tokens = self.problem.case.shape.num_tokens
         return (np.abs(self.x[:, ::SCALE_GROUP].astype(np.float32)) + 1).reshape(tokens, -1)
 
-    def quantized(self, ue8m0: bool) -> tuple[NDArray, NDArray]:
-        """The oracle's codes [T, H] and scales by row of x."""
-        if ue8m0 not in self._quantized:
-            parts = [quantize_1x128(self.x[tokens], ue8m0=ue8m0) for tokens in chunks(*self.x.shape)]
-            codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-            self._quantized[ue8m0] = codes, scales
-        return self._quantized[ue8m0]
-
     @cached_property
     def rows(self) -> NDArray:
-        """bfloat16 [M, H], the experts' results"""
         return self._random(2, self.problem.plan.num_rows)
 
     @cached_property
     def d_out(self) -> NDArray:
-        """bfloat16 [T, H], the gradient of the summed rows"""
         return self._random(3, self.problem.case.shape.num_tokens)
 
-    @property
-    def row_probs(self) -> NDArray:
-        """float32 [M]"""
-        row_probs = self.problem.plan.row_probs
-        if row_probs is None:
-            raise ValueError("problems of the benchmark have probabilities, but this plan has none")
-        return row_probs
+    def empty(self, *shape: int, dtype: Any = "int32") -> NDArray:
+        """Its pages are there."""
+        array = empty(shape, dtype)
+        array.view(np.uint8)[...] = _POISON
+        return array
+
+    def from_numpy(self, array: NDArray) -> NDArray:
+        return array
+
+    def to_numpy(self, array: NDArray) -> NDArray:
+        return array
 
     def sums(self, weighted: bool) -> tuple[NDArray, NDArray]:
         """The oracle's sums bfloat16 [T, H], and the sums of the absolute values of their terms, float32."""
@@ -124,7 +106,7 @@ class ArrayInputs:
                 magnitude[tokens] += terms
 
         with ThreadPoolExecutor(_WORKERS) as pool:
-            list(pool.map(one, chunks(*total.shape)))
+            list(pool.map(one, pieces(shape.num_tokens, shape.hidden, _CHUNK_ELEMENTS)))
         return total, magnitude
 
     def _random(self, seed: int, rows: int, dtype: DTypeLike = BFLOAT16) -> NDArray:

@@ -14,15 +14,13 @@ import numpy as np
 
 from .cpu_arrays import ArrayInputs
 from .device import Body, Implementation, Unsupported
-from .model import minimum_bytes, probe_work
-from .shapes import OPERATIONS, Operation
+from .operators import OPERATIONS, OPERATORS, minimum_bytes, probe_work, variant_of
+from .shapes import Operation
 
 __all__ = ["Memory"]
 
 _LARGE_BYTES = 1 << 29
 _TRIALS = 5
-# Operations that write little beside what they read
-_MOSTLY_READ = ("unpermute:plain", "unpermute:weighted", "unpermute_backward:dprob")
 
 
 class Memory:
@@ -56,7 +54,8 @@ class Memory:
 
             return Body(run, note="the bytes that are read alone, in one stream or two, whichever is faster")
 
-        return Implementation("read", _MOSTLY_READ, prepare)
+        mostly_read = tuple(operation.key for operation in OPERATIONS if variant_of(operation).mostly_read)
+        return Implementation("read", mostly_read, prepare)
 
     def copying(self) -> Implementation:
         """ "memcpy": a copy that reads and writes as many bytes as the operation in all, without any map."""
@@ -74,7 +73,7 @@ class Memory:
 
             return Body(run, note="a copy of as many bytes")
 
-        moving = tuple(operation.key for operation in OPERATIONS if operation.op not in ("route", "topk"))
+        moving = tuple(operation.key for operation in OPERATIONS if OPERATORS[operation.op].probe)
         return Implementation("memcpy", moving, prepare)
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> Callable[[], None]:

@@ -5,25 +5,27 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from . import check
 from .ceilings import Ceilings
-from .core_cuda import CudaCore, core_implementation, row_id_map_implementation, two_passes_implementations
+from .core import CoreCalls
+from .core_cuda import CudaCore, array_at
 from .cuda_timer import CudaTimer
 from .device import Body, Captured, Implementation
-from .model import probe_work
-from .peers import torch_implementations, transformer_engine_implementation
+from .operators import Library, difference, implementations, probe_work
 from .problem import Problem
 from .published import published_rows
 from .results import Row
 from .shapes import Operation
+from .tensor_check import TensorCheck, poison
 from .tensors import TensorInputs
-from .torch_device import gpu_facts
+from .torch_device import TorchDevice, gpu_facts
+from .transformer_engine import TransformerEngine
 
 __all__ = ["CudaDevice"]
 
@@ -56,23 +58,21 @@ class CudaDevice:
         except (OSError, AttributeError) as error:
             raise ValueError(f"--core-library must be a libpmo_core.so with CUDA operators, but: {error}") from error
         self.timer = CudaTimer()
-        self.implementations: list[Implementation] = [
-            core_implementation(core),
-            row_id_map_implementation(core),
-            *two_passes_implementations(core),
-            *torch_implementations(),
-        ]
         self.left_out: dict[str, str] = {}
-        try:
-            from .triton_cuda import triton_implementations
-
-            self.implementations[1:1] = triton_implementations()
-        except ImportError as error:
-            self.left_out["triton"] = str(error)
-        try:
-            self.implementations.append(transformer_engine_implementation(_given(te_wheel_dir)))
-        except (ImportError, ValueError) as error:
-            self.left_out["te triton"] = str(error)
+        calls = CoreCalls(core, "cuda", as_array=array_at)
+        handles: dict[Library, Callable[[], Any]] = {
+            Library.CORE: lambda: calls,
+            Library.TRITON: _triton,
+            Library.CORE_OTHERWISE: lambda: calls,
+            Library.TORCH: lambda: torch,
+            Library.TRANSFORMER_ENGINE: lambda: TransformerEngine(_given(te_wheel_dir)),
+        }
+        self.implementations: list[Implementation] = []
+        for library, handle in handles.items():
+            try:
+                self.implementations += implementations(library, handle(), gpu=True)
+            except (ImportError, ValueError) as error:
+                self.left_out[library.value] = str(error)
         self.ceilings: Ceilings | None = None
         try:
             self.ceilings = Ceilings(self.timer) if probes else None
@@ -110,10 +110,10 @@ class CudaDevice:
 
     def check(self, operation: Operation, inputs: TensorInputs, captured: Captured, body: Body) -> str | None:
         captured.launch()
-        check.poison(captured.outputs())
+        poison(captured.outputs())
         captured.launch()
         torch.cuda.synchronize()
-        return check.difference(operation, inputs, body.results(captured.outputs()), body.exactness)
+        return difference(operation, TensorCheck(inputs, body.exactness), body.results(captured.outputs()))
 
     def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
         return self.timer.sample(captured.launch, count, cold)
@@ -133,6 +133,12 @@ class CudaDevice:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def _triton() -> TorchDevice:
+    import triton  # noqa: F401 the kernels need it, and are imported when they are called
+
+    return TorchDevice()
 
 
 def _given(te_wheel_dir: Path | None) -> Path:

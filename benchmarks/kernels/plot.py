@@ -12,16 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from .operators import OPERATIONS, variant_of
 from .results import Row, Run, processor
 from .targets import OURS, PUBLIC
 
 __all__ = ["draw"]
 
-PANELS = {
-    "route_permute:bf16": "Route and permute, with probabilities",
-    "unpermute:weighted": "Unpermute, weighted",
-    "unpermute_backward:weighted": "Gradient of the weighted unpermute",
-}
+PANELS = {operation.key: variant_of(operation).picture for operation in OPERATIONS if variant_of(operation).picture}
 LARGE = 4096  # tokens from which the bandwidth counts, below it the time
 INK, MUTED, GRID = "#22313f", "#7a8793", "#e3e7ea"
 COLORS = {

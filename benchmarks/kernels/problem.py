@@ -36,6 +36,15 @@ class Problem:
         return int(self.plan.tokens_per_expert.sum())
 
     @property
+    def fill_padding(self) -> str:
+        """What is zeroed in padding rows: "all" or "none"."""
+        return "all" if self.case.fill else "none"
+
+    def array(self, name: str) -> NDArray:
+        """An array of the problem or of its plan; AttributeError for what neither has."""
+        return getattr(self if hasattr(self, name) else self.plan, name)
+
+    @property
     def scale_cols(self) -> int:
         return -(-self.case.shape.hidden // SCALE_GROUP)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from . import gemm_report
 from .counters import COLUMNS, TEXT, load_counters
+from .operators import OPERATIONS
 from .plot import draw
 from .results import Row, Run, load_run, processor, run_paths
-from .shapes import OPERATIONS
 from .targets import OURS, TARGETS, VERDICT_COLUMNS, judge, verdict_cells
 
 __all__ = ["main", "newest_runs", "page"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .device import Body, Captured, Device, Implementation, Unsupported
-from .model import minimum_bytes
+from .operators import minimum_bytes, variant_of
 from .problem import Problem, make_problem
 from .results import Row
 from .shapes import Case, Operation
@@ -154,7 +154,7 @@ def empty_row(operation: Operation, problem: Problem) -> Row:
         own_case=case == Case(case.shape, case.shape.routing),
         routed_rows=problem.routed_rows,
         buffer_rows=problem.plan.num_rows,
-        dtype=operation.dtype,
+        dtype=variant_of(operation).dtype,
         mode="",
         cold=True,
         check="",

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: shapes with names, the cases of each set, the operators, and the filters of the command line."""
+"""What operators are measured on: shapes with names, the cases of each set, and the filters of the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from paddle_moe_ops.testing.routing import GENERATORS
 
-__all__ = ["OPERATIONS", "SETS", "SHAPES", "Case", "Operation", "Shape", "cases_of", "select_operations"]
+__all__ = ["SETS", "SHAPES", "Case", "Operation", "Shape", "cases_of"]
 
 
 class Shape(NamedTuple):
@@ -61,30 +61,6 @@ class Operation(NamedTuple):
     def key(self) -> str:
         return f"{self.op}:{self.variant}"
 
-    @property
-    def dtype(self) -> str:
-        """Element type of the rows, or logits, that are read; float8 rows have one float32 scale per 128 columns."""
-        if self.op == "topk":
-            return "float32"
-        return "float8_e4m3fn" if self.variant == "fp8" else "bfloat16"
-
-
-OPERATIONS = tuple(
-    Operation(op, variant)
-    for op, variants in {
-        "route": ("maps",),
-        "route_permute": ("bf16", "fp8"),
-        "permute": ("bf16", "fp8"),
-        "moe_permute": ("bf16", "fp8"),
-        "permute_quantized": ("row", "col", "ue8m0"),
-        "unpermute": ("plain", "weighted"),
-        "moe_unpermute": ("plain", "weighted"),
-        "unpermute_backward": ("plain", "weighted", "dx", "dprob"),
-        "sort_chunks": ("forward", "backward"),
-        "topk": ("softmax",),
-    }.items()
-    for variant in variants
-)
 
 ERNIE_300B = Shape("ernie-300b", 16384, 8, 64, 8192)
 ERNIE_21B = Shape("ernie-21b", 16384, 6, 64, 2560)
@@ -201,25 +177,3 @@ def _shape_of_sizes(text: str) -> Shape:
     tokens, topk, experts, hidden = (int(size) for size in sizes)
     known = {shape[1:5]: shape for shape in SHAPES.values()}
     return known.get((tokens, topk, experts, hidden)) or Shape(text, tokens, topk, experts, hidden)
-
-
-def select_operations(patterns: Sequence[str] = ()) -> list[Operation]:
-    """The operations whose key or operator matches one of the patterns; all of them without patterns.
-
-    Raises:
-        ValueError: A pattern that matches none.
-    """
-    if not patterns:
-        return list(OPERATIONS)
-    found: dict[Operation, None] = {}
-    for pattern in patterns:
-        matching = [
-            operation
-            for operation in OPERATIONS
-            if fnmatch.fnmatchcase(operation.key, pattern) or fnmatch.fnmatchcase(operation.op, pattern)
-        ]
-        if not matching:
-            keys = ", ".join(operation.key for operation in OPERATIONS)
-            raise ValueError(f"--ops must match some of {keys}, but got {pattern!r}")
-        found.update(dict.fromkeys(matching))
-    return list(found)

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kernels.cpu import CpuDevice
-from benchmarks.kernels.cpu_core import core_implementation
+from benchmarks.kernels.operators import select_operations
 from benchmarks.kernels.problem import make_problem
-from benchmarks.kernels.shapes import cases_of, select_operations
+from benchmarks.kernels.shapes import cases_of
+from benchmarks.kernels.targets import OURS
 from paddle_moe_ops import _report
 
 
@@ -38,6 +39,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="result file; lines are added")
     arguments = parser.parse_args()
     devices = {name: CpuDevice(path) for name, path in zip(arguments.names, arguments.libraries, strict=True)}
+    cores = {
+        name: next(each for each in device.implementations if each.name == OURS) for name, device in devices.items()
+    }
     timer = next(iter(devices.values()))
     records: list[dict[str, Any]] = [{"machine": True, "cpu": _report.cpu_model(), "threads": timer.threads}]
     try:
@@ -47,9 +51,7 @@ def main() -> int:
     for case in cases:
         inputs = timer.load(make_problem(case))
         for operation in operations:
-            bodies = {
-                name: core_implementation(device.core).prepare(operation, inputs) for name, device in devices.items()
-            }
+            bodies = {name: core.prepare(operation, inputs) for name, core in cores.items()}
             bodies["memcpy"] = timer.memory.copying().prepare(operation, inputs)
             calls = {name: timer.capture(body, "cpu") for name, body in bodies.items()}
             for name, body in bodies.items():

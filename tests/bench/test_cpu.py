@@ -12,9 +12,10 @@ import pytest
 from benchmarks.kernels import cli, cpu
 from benchmarks.kernels.cpu_arrays import ArrayInputs, empty
 from benchmarks.kernels.device import Unsupported
+from benchmarks.kernels.operators import OPERATIONS
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.results import load_run
-from benchmarks.kernels.shapes import OPERATIONS, Case, Operation, Shape
+from benchmarks.kernels.shapes import Case, Operation, Shape
 from paddle_moe_ops import reference
 
 from ..core.conftest import LIBRARY

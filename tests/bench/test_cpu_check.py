@@ -7,16 +7,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.kernels import cpu, cpu_arrays, cpu_check
+from benchmarks.kernels import cpu
 from benchmarks.kernels.cpu_arrays import ArrayInputs
-from benchmarks.kernels.cpu_core import core_implementation
-from benchmarks.kernels.device import BFLOAT16_SUMS, BITS, FLOAT32_SUMS
+from benchmarks.kernels.cpu_check import ArrayCheck
+from benchmarks.kernels.device import BFLOAT16_SUMS, BITS, FLOAT32_SUMS, Body
+from benchmarks.kernels.operators import OPERATIONS, difference
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.run import Runner, Settings
-from benchmarks.kernels.shapes import OPERATIONS, Case, Operation, Shape
+from benchmarks.kernels.shapes import Case, Operation, Shape
 from paddle_moe_ops.testing.tolerances import dot_chain, dtype_tols, score_tols
 
-from ..core.binding import Core
 from ..core.conftest import LIBRARY
 from .fake_device import CheckingDevice, places, spoilt
 
@@ -33,6 +33,12 @@ TOLERANT = ("d_weights", "router_weights")
 @pytest.fixture(scope="module")
 def device():
     return cpu.CpuDevice(LIBRARY)
+
+
+@pytest.fixture(scope="module")
+def core(device):
+    (core,) = [each for each in device.implementations if each.name == "core"]
+    return core
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
@@ -60,8 +66,7 @@ def make_nan(array, place):
 
 
 @BY_OPERATION
-def test_one_wrong_element_of_any_output_keeps_a_time_out_of_the_file(device, inputs, operation):
-    core = core_implementation(Core(LIBRARY))
+def test_one_wrong_element_of_any_output_keeps_a_time_out_of_the_file(device, core, inputs, operation):
     planted = [spoilt(core, "right", next(iter(core.prepare(operation, inputs).run())), lambda array: None)]
     for name, array in core.prepare(operation, inputs).run().items():
         numbers = array.dtype.kind not in "iu"
@@ -84,29 +89,29 @@ def test_one_wrong_element_of_any_output_keeps_a_time_out_of_the_file(device, in
 
 
 @BY_OPERATION
-def test_outputs_of_another_type_or_shape_or_none_are_refused(padded, operation):
-    outputs = core_implementation(Core(LIBRARY)).prepare(operation, padded).run()
-    assert cpu_check.difference(operation, padded, {}, BITS) == "there are no outputs to check"
+def test_outputs_of_another_type_or_shape_or_none_are_refused(core, padded, operation):
+    outputs = core.prepare(operation, padded).run()
+    assert difference(operation, ArrayCheck(padded, BITS), {}) == "there are no outputs to check"
     for name, array in outputs.items():
         other = np.float64 if array.dtype.kind not in "iu" else np.uint32
         for wrong in (array.astype(other), array[:-1], np.concatenate([array, array[-1:]]), array[..., None]):
-            found = cpu_check.difference(operation, padded, {**outputs, name: wrong}, BITS)
+            found = difference(operation, ArrayCheck(padded, BITS), {**outputs, name: wrong})
             assert found is not None, name
             assert found.startswith(f"{name}: "), found
             assert " instead of " in found
 
 
 @BY_OPERATION
-def test_a_difference_says_what_and_where_it_is(padded, operation, monkeypatch):
+def test_a_difference_says_what_and_where_it_is(core, padded, operation, monkeypatch):
     """The arrays are compared in many pieces."""
-    monkeypatch.setattr(cpu_arrays, "_CHUNK_ELEMENTS", 4 * PADDED.shape.hidden)
-    outputs = core_implementation(Core(LIBRARY)).prepare(operation, padded).run()
-    assert cpu_check.difference(operation, padded, outputs, BITS) is None
+    monkeypatch.setattr(ArrayCheck, "chunk_elements", 4 * PADDED.shape.hidden)
+    outputs = core.prepare(operation, padded).run()
+    assert difference(operation, ArrayCheck(padded, BITS), outputs) is None
     for name, array in outputs.items():
         for place in places(array.shape, padded.problem.plan).values():
             due = array[place].item()
             array[place] = wrong = 2 if due == 1 else 1
-            found = cpu_check.difference(operation, padded, outputs, BITS)
+            found = difference(operation, ArrayCheck(padded, BITS), outputs)
             array[place] = due
             by_column = operation.variant == "col" and name == "scales"
             where = list(place[::-1] if by_column else place)
@@ -114,51 +119,50 @@ def test_a_difference_says_what_and_where_it_is(padded, operation, monkeypatch):
                 continue
             assert f" at {where}, " in found
             if name in TOLERANT:
-                assert found.startswith(f"{name}: np.float64({wrong:.1f}) instead of np.float64(")
+                assert found.startswith(f"{name}: {wrong:.1f} instead of ")
             else:
                 given = str(wrong) if isinstance(due, int) else f"{wrong:.1f}"
                 assert found.startswith(f"{name}: {given} instead of {due!r} at ")
 
 
 @BY_OPERATION
-def test_what_every_implementation_gives_must_be_there(padded, operation):
-    outputs = core_implementation(Core(LIBRARY)).prepare(operation, padded).run()
+def test_what_every_implementation_gives_must_be_there(core, padded, operation):
+    outputs = core.prepare(operation, padded).run()
     extra = {"slot_probs", "source_to_dest", "rowmap", *padded.problem.plan._fields}
     for name in outputs:
         others = {key: outputs[key] for key in outputs if key != name} | {"row_probs": padded.row_probs}
-        found = cpu_check.difference(operation, padded, others, BITS)
+        found = difference(operation, ArrayCheck(padded, BITS), others)
         assert found == (None if name in extra else f"there is no {name} to check")
     due = [name for name in outputs if name not in extra]
     if due:
-        found = cpu_check.difference(operation, padded, {"row_probs": padded.row_probs}, BITS)
+        found = difference(operation, ArrayCheck(padded, BITS), {"row_probs": padded.row_probs})
         assert found == f"there is no {' and no '.join(due)} to check"
 
 
 @pytest.mark.parametrize("key", ["permute:fp8", "permute_quantized:row", "permute_quantized:col"])
-def test_what_padding_holds_is_not_looked_at_where_it_is_not_filled(key):
+def test_what_padding_holds_is_not_looked_at_where_it_is_not_filled(core, key):
     inputs, operation = ArrayInputs(make_problem(PADDED._replace(fill=False))), Operation(*key.split(":"))
     padding = np.flatnonzero(inputs.problem.plan.row_to_token < 0)
-    outputs = core_implementation(Core(LIBRARY)).prepare(operation, inputs).run()
+    outputs = core.prepare(operation, inputs).run()
     for name, array in outputs.items():
         by_column = name == "scales" and operation.variant == "col"
         rows = array.T if by_column else array
         rows[padding] = 1
         if by_column:
             array[:, inputs.problem.plan.num_rows :] = 1
-        assert cpu_check.difference(operation, inputs, outputs, BITS) is None, name
+        assert difference(operation, ArrayCheck(inputs, BITS), outputs) is None, name
         kept = rows[padding[0] - 1].copy()
         rows[padding[0] - 1] = 1
-        assert cpu_check.difference(operation, inputs, outputs, BITS).startswith(f"{name}: ")
+        assert difference(operation, ArrayCheck(inputs, BITS), outputs).startswith(f"{name}: ")
         rows[padding[0] - 1] = kept
 
 
-def test_a_copy_is_of_ones(padded):
-    for wrong in (0, 2):
-        target = np.ones(9, np.uint8)
-        assert cpu_check.difference(OPERATIONS[1], padded, {"copy": target}, BITS) is None
-        target[-1] = wrong
-        found = cpu_check.difference(OPERATIONS[1], padded, {"copy": target}, BITS)
-        assert found == f"copy: {wrong} instead of 1 at [8], one of 1 that differ"
+def test_a_copy_is_of_ones(device, padded):
+    for wrong in (0, 1, 2):
+        body = Body(lambda wrong=wrong: {"copy": np.array([1] * 8 + [wrong], np.uint8)})
+        found = device.check(OPERATIONS[1], padded, device.capture(body, "cpu"), body)
+        due = None if wrong == 1 else f"copy: {wrong} instead of 1 at [8], one of 1 that differ"
+        assert found == due
 
 
 def test_sums_in_another_order_may_differ_by_their_tolerance_only(inputs):
@@ -166,18 +170,18 @@ def test_sums_in_another_order_may_differ_by_their_tolerance_only(inputs):
     exact, magnitude = inputs.sums(weighted=False)
     assert magnitude.max() > 0
     near = np.nextafter(exact, exact.dtype.type(np.inf))
-    assert cpu_check.difference(operation, inputs, {"out": near}, BITS).startswith("out: ")
-    assert cpu_check.difference(operation, inputs, {"out": near}, FLOAT32_SUMS) is None
+    assert difference(operation, ArrayCheck(inputs, BITS), {"out": near}).startswith("out: ")
+    assert difference(operation, ArrayCheck(inputs, FLOAT32_SUMS), {"out": near}) is None
     far = (exact.astype(np.float32) + magnitude * 0.2).astype(exact.dtype)
     for exactness in (FLOAT32_SUMS, BFLOAT16_SUMS):
-        assert "times the allowed error" in cpu_check.difference(operation, inputs, {"out": far}, exactness)
+        assert "times the allowed error" in difference(operation, ArrayCheck(inputs, exactness), {"out": far})
 
 
 @pytest.mark.parametrize("exactness", [FLOAT32_SUMS, BFLOAT16_SUMS])
 def test_sums_with_a_tolerance_hold_no_nan(inputs, exactness):
     out = inputs.sums(weighted=False)[0].copy()
     out[-1, -1] = np.nan
-    found = cpu_check.difference(Operation("unpermute", "plain"), inputs, {"out": out}, exactness)
+    found = difference(Operation("unpermute", "plain"), ArrayCheck(inputs, exactness), {"out": out})
     assert found.startswith("out: ")
     assert "nan" in found
 
@@ -188,12 +192,12 @@ def test_sums_that_are_rounded_after_every_addition_may_differ_by_more(padded):
     for parts, passed in ((0.9, True), (1.3, False)):
         out = exact.copy()
         out[place] = exact[place] + magnitude[place] * parts * 2 * (PADDED.shape.topk + 1) * 2.0**-8
-        found = cpu_check.difference(Operation("unpermute", "plain"), padded, {"out": out}, BFLOAT16_SUMS)
+        found = difference(Operation("unpermute", "plain"), ArrayCheck(padded, BFLOAT16_SUMS), {"out": out})
         assert (found is None) == passed
-        assert cpu_check.difference(Operation("unpermute", "plain"), padded, {"out": out}, FLOAT32_SUMS) is not None
+        assert difference(Operation("unpermute", "plain"), ArrayCheck(padded, FLOAT32_SUMS), {"out": out}) is not None
 
 
-def test_numbers_with_a_tolerance_may_differ_by_it_and_no_more(padded):
+def test_numbers_with_a_tolerance_may_differ_by_it_and_no_more(core, padded):
     plan = padded.problem.plan
     terms = padded.d_out[np.maximum(plan.row_to_token, 0)].astype(np.float64) * padded.rows.astype(np.float64)
     terms[plan.row_to_token < 0] = 0
@@ -203,10 +207,10 @@ def test_numbers_with_a_tolerance_may_differ_by_it_and_no_more(padded):
     }
     for key, name in (("unpermute_backward:dprob", "d_weights"), ("topk:softmax", "router_weights")):
         operation = Operation(*key.split(":"))
-        outputs = core_implementation(Core(LIBRARY)).prepare(operation, padded).run()
+        outputs = core.prepare(operation, padded).run()
         place = np.unravel_index(allowed[name].argmax(), allowed[name].shape)
         right = outputs[name][place]
         for parts, passed in ((0.5, True), (2.0, False), (-2.0, False)):
             outputs[name][place] = right + parts * allowed[name][place]
-            found = cpu_check.difference(operation, padded, outputs, BITS)
+            found = difference(operation, ArrayCheck(padded, BITS), outputs)
             assert (found is None) == passed, (name, parts, found)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.kernels.device import Body, Implementation, Unsupported
-from benchmarks.kernels.model import minimum_bytes
+from benchmarks.kernels.operators import minimum_bytes
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.run import Runner, Settings
 from benchmarks.kernels.shapes import SHAPES, Case, Operation, Shape

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.kernels.operators import OPERATIONS, select_operations
 from benchmarks.kernels.problem import make_problem
-from benchmarks.kernels.shapes import OPERATIONS, SETS, Case, Shape, cases_of, select_operations
+from benchmarks.kernels.shapes import SETS, Case, Shape, cases_of
 
 
 def test_targets_are_the_shapes_that_targets_are_set_for():

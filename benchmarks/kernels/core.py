@@ -1,0 +1,64 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The C core as operators call it, on a CPU and on a GPU alike."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from tests.core.binding import Core, Params
+
+from .device import Body, Outputs
+from .inputs import Inputs
+
+__all__ = ["CoreCalls"]
+
+
+class CoreCalls:
+    """The core with what its calls need of a device.
+
+    Attributes:
+        run: Calls an operator with its params, both as in `tests.core.binding.Core`.
+        route_permute: The same for routing and moving rows in one call.
+    """
+
+    def __init__(
+        self, core: Core, device: str, note: str = "", as_array: Callable[[Any], Any] = lambda value: value
+    ) -> None:
+        """Wrap a loaded core.
+
+        Args:
+            core: The library.
+            device: "cpu" or "cuda", as its functions are called.
+            note: What a reader of all its results must know.
+            as_array: What the binding is given for an array of the device.
+        """
+        self.run, self.route_permute = core.run, core.route_permute
+        self._core, self._device, self._note, self._as_array = core, device, note, as_array
+
+    def params(self, make: Callable[..., Any], *arrays: Any, **fields: Any) -> Any:
+        """Params by a function of the binding, of arrays that lie on the device."""
+        named = {name: self._as_array(value) for name, value in fields.items()}
+        return make(*map(self._as_array, arrays), **named)
+
+    def add_workspace(self, operator: str, params: Params, inputs: Inputs) -> None:
+        """Give params the workspace that the operator needs on this device, if it needs one."""
+        size_of = getattr(self._core.library, f"pmo_{operator}_{self._device}_workspace_bytes", None)
+        if size_of is not None:
+            size = size_of(ctypes.byref(params))
+            memory = inputs.empty(max(size, 1), dtype="uint8")
+            memory[...] = 0xA5  # what is there before the call must not matter
+            workspace = self._as_array(memory)
+            params.arrays["workspace"] = workspace
+            params.workspace, params.workspace_bytes = workspace.ctypes.data, size
+
+    def body(self, run: Callable[[], None], outputs: Outputs) -> Body:
+        """A call that writes to outputs which exist."""
+
+        def call() -> Outputs:
+            run()
+            return outputs
+
+        return Body(call, note=self._note)
