@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import paddle
+from numpy.typing import NDArray
 from paddle import Tensor
 
 from . import _env
@@ -28,6 +29,7 @@ MAX_EXPERTS = 2**16
 SUM_DTYPES = (paddle.bfloat16, paddle.float16, paddle.float32)
 ROW_DTYPES = (*SUM_DTYPES, paddle.float8_e4m3fn, paddle.float8_e5m2)
 ID_DTYPES = (paddle.int32, paddle.int64)
+_WIDENED = (paddle.bfloat16, paddle.float16)  # what float32 holds exactly
 
 UE8M0 = "fp8_1x128_ue8m0"
 QUANTIZE_FORMATS = (None, "fp8_1x128", UE8M0)
@@ -76,6 +78,7 @@ def tensor(
     dtypes: Sequence[Any],
     shape: Sequence[int | str],
     shape_text: str | None = None,
+    given_shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Check that a value is a dense tensor of one of the dtypes and of a shape.
 
@@ -86,6 +89,7 @@ def tensor(
         dtypes: allowed Paddle dtypes.
         shape: for each dimension its size, or a name if any size will do.
         shape_text: how the message describes the shape, if it should say more.
+        given_shape: the shape that the caller gave, if the value has been reshaped since.
 
     Returns:
         The value.
@@ -99,7 +103,8 @@ def tensor(
     if value.dtype not in dtypes:
         names = [dtype_name(dtype) for dtype in dtypes]
         expected = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
-        bad_type(function, argument, f"of dtype {expected}", dtype_name(value.dtype))
+        hint = '; convert it with .astype("float32")' if names == ["float32"] and value.dtype in _WIDENED else ""
+        bad_type(function, argument, f"of dtype {expected}", dtype_name(value.dtype) + hint)
     given = value.shape
     matches = len(given) == len(shape)
     for want, size in zip(shape, given, strict=False):
@@ -107,7 +112,7 @@ def tensor(
             matches = False
     if not matches:
         text = shape_text or f"[{', '.join(str(size) for size in shape)}]"
-        bad_value(function, argument, f"of shape {text}", list(given))
+        bad_value(function, argument, f"of shape {text}", list(given_shape or given))
     return value
 
 
@@ -121,10 +126,32 @@ def dtype_of_result(function: str, argument: str, value: Any, dtypes: Sequence[A
 
 
 def rows(
-    function: str, argument: str, value: Any, dtypes: Sequence[Any], num_rows: int | str, reason: str = ""
+    function: str,
+    argument: str,
+    value: Any,
+    dtypes: Sequence[Any],
+    num_rows: int | str,
+    reason: str = "",
+    given_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Check a matrix of rows that have at least one column; the reason is why they must be so many."""
-    tensor(function, argument, value, dtypes, [num_rows, "hidden"], f"[{num_rows}, hidden]{reason}")
+    """Check a matrix of rows that have at least one column.
+
+    Args:
+        function: name that begins the message.
+        argument: name of the argument.
+        value: what was given.
+        dtypes: allowed Paddle dtypes.
+        num_rows: how many rows there must be, or a name if any number will do.
+        reason: why there must be this many, appended to the expected shape.
+        given_shape: the shape that the caller gave, if the value has been reshaped since.
+
+    Returns:
+        The value.
+    """
+    text = f"[{num_rows}, hidden]{reason}"
+    if given_shape is not None and len(given_shape) > 2:
+        text = f"[..., hidden] with {num_rows} rows in all{reason}"
+    tensor(function, argument, value, dtypes, [num_rows, "hidden"], text, given_shape)
     if value.shape[1] == 0:
         bad_value(function, argument, f"of shape [{num_rows}, hidden] with hidden >= 1", list(value.shape))
     return value
@@ -245,14 +272,9 @@ def counts(
         return None, None
     if isinstance(value, Tensor) or is_graph_value(value):
         return None, tensor(function, name, value, ID_DTYPES, [num_experts])
-    if isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer) and value.ndim == 1:
-        value = value.tolist()
-    if not isinstance(value, (list, tuple)):
-        expected = "a list of ints or of int tensors with one element, a 1-D int array or tensor, or None"
-        given = (
-            f"an array of {value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-        )
-        bad_type(function, name, expected, given)
+    value = listed(
+        function, name, value, "a list of ints or of int tensors with one element, a 1-D int array or tensor, or None"
+    )
     if len(value) != num_experts:
         bad_value(function, name, f"of length num_experts={num_experts} (or None: counted)", f"length {len(value)}")
     if any(is_graph_value(item) for item in value):
@@ -264,6 +286,40 @@ def counts(
             item = _one_element(function, f"{name}[{i}]", item).item()
         numbers.append(integer(function, f"{name}[{i}]", item, 0))
     return tuple(numbers), None
+
+
+def listed(function: str, argument: str, value: Any, expected: str) -> list[Any] | tuple[Any, ...]:
+    """Check a list, or a 1-D NumPy array of integers, whose list it returns."""
+    if isinstance(value, np.ndarray):
+        if value.ndim == 1 and np.issubdtype(value.dtype, np.integer):
+            return value.tolist()
+        bad_type(function, argument, expected, f"an array of {value.dtype} {list(value.shape)}")
+    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
+        bad_type(function, argument, expected, type(value).__name__)
+    return value
+
+
+def permutation(function: str, argument: str, indices: NDArray[Any], order: NDArray[Any] | None = None) -> None:
+    """Check that indices are a permutation of [0, N).
+
+    The error names the first index out of range, or else the lowest of those that are repeated.
+
+    Args:
+        function: name that begins the message.
+        argument: name of the argument.
+        indices: [N].
+        order: their stable argsort, if it is known.
+    """
+    order = np.argsort(indices, kind="stable") if order is None else order
+    ascending = indices[order]
+    if np.array_equal(ascending, np.arange(len(indices))):
+        return
+    expected = f"{function}: {argument} must be a permutation of [0, {len(indices)})"
+    for place in np.flatnonzero((indices < 0) | (indices >= len(indices)))[:1]:
+        raise ValueError(f"{expected}, but entry {place} is {indices[place]}")
+    rank = np.flatnonzero(ascending[1:] == ascending[:-1])[0]
+    first, second = order[rank : rank + 2]
+    raise ValueError(f"{expected}, but entries {first} and {second} are both {ascending[rank]}")
 
 
 def _one_element(function: str, argument: str, value: Any) -> Tensor:

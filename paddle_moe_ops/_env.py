@@ -103,6 +103,16 @@ def max_cpu_isa() -> int:
     return CPU_ISAS.index(value)
 
 
+def check_cpu_settings() -> None:
+    """Check the variables that are read when the compiled library is loaded.
+
+    Raises:
+        ValueError: one of them has a bad value.
+    """
+    num_threads()
+    max_cpu_isa()
+
+
 def values() -> dict[str, str | None]:
     """The value of every variable of the package, None where it is not set."""
     return {variable.name: os.environ.get(variable.name) for variable in VARIABLES}

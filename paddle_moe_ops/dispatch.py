@@ -12,6 +12,7 @@ order of the received rows. They work on counts int32 or int64 [P, E]: tokens of
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import paddle
@@ -77,17 +78,15 @@ def token_dispatch(
         ValueError: an argument of the wrong value or shape; bad data.
     """
     name = "token_dispatch"
-    for argument, value in (("routing_map", routing_map), ("probs", probs)):
-        _check_batch(name, argument, value, inp)
-    inp = _two_dimensional(name, "inp", inp, _checks.ROW_DTYPES, "hidden")
-    mask = mask_of(name, _flattened(routing_map), inp, takes_floats=True)
+    given, inp = inp, _two_dimensional(name, "inp", inp, _checks.ROW_DTYPES, "hidden")
+    mask = mask_of(name, _by_token(name, "routing_map", routing_map, given, "num_experts"), inp, takes_floats=True)
     num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 0)
     align = 1 if align_size is None else _checks.integer(name, "align_size", align_size, 1)
     if num_rows > 0:
         num_rows = (num_rows + mask.shape[1] * (align - 1)) // align * align
     _checks.flag(name, "zero_prob_as_padding", zero_prob_as_padding)
     if probs is not None:
-        probs = _two_dimensional(name, "probs", probs, _checks.SUM_DTYPES, "num_experts")
+        probs = _by_token(name, "probs", probs, given, mask.shape[1])
     plan = route_mask(name, mask, probs, num_rows, align, validate=validate)
     permuted_probs = None if probs is None else to_dtype(plan.row_probs, probs.dtype)
     leaves_out = zero_prob_as_padding and probs is not None
@@ -130,13 +129,21 @@ def token_combine(
         ValueError: an argument of the wrong value or shape; bad data.
     """
     name = "token_combine"
-    merging_probs = _flattened(merging_probs)
-    if getattr(merging_probs, "ndim", 2) == 2:
+    _checks.tensor(name, "inp", inp, _checks.SUM_DTYPES, ["num_rows", "hidden"])
+    rowmaps.check_row_id_map(name, row_id_map, pad_offsets, inp=inp)
+    by_row = getattr(merging_probs, "ndim", 2) == 1
+    if merging_probs is not None:
+        tokens, experts = row_id_map.shape[0], row_id_map.shape[1] // 2
+        flat = _flattened(merging_probs)
+        shape = [inp.shape[0]] if by_row else [tokens, experts]
+        text = f"[{tokens}, {experts}] or [batch, length, {experts}] by token, or [{inp.shape[0]}] by row"
+        given_shape = getattr(merging_probs, "shape", None)
+        _checks.tensor(name, "merging_probs", flat, _checks.SUM_DTYPES, shape, text, given_shape)
+        merging_probs = flat
+        _checks.same_place(name, inp=inp, merging_probs=merging_probs)
+    if not by_row:
         with _checks.renaming("unpermute_with_mask_map", name, probs="merging_probs"):
             return unpermute_with_mask_map(inp, row_id_map, merging_probs, pad_offsets, validate=validate)
-    _checks.tensor(name, "inp", inp, _checks.SUM_DTYPES, ["num_rows", "hidden"])
-    _checks.tensor(name, "merging_probs", merging_probs, _checks.SUM_DTYPES, [inp.shape[0]])
-    rowmaps.check_row_id_map(name, row_id_map, pad_offsets, inp=inp, merging_probs=merging_probs)
     validation = _checks.validation(name, validate, inp)
     maps = rowmaps.read_row_id_map(
         name, row_id_map, rowmaps.num_rows_of(inp), pad_offsets, validation, check_range=True
@@ -294,7 +301,8 @@ def local_unpermute_before_a2a(expert_outputs: Tensor, state: dict[str, Tensor])
     _checks.instance(name, "state", state, dict, expected)
     if not set(_STATE) <= set(state):
         _checks.bad_value(name, "state", expected, sorted(state))
-    with _checks.renaming("sort_chunks", name, x="expert_outputs"):
+    sizes, order = (f"state[{key!r}]" for key in _STATE)
+    with _checks.renaming("sort_chunks", name, x="expert_outputs", split_sizes=sizes, order=order):
         return sort_chunks(expert_outputs, *(state[key] for key in _STATE))[0]
 
 
@@ -307,16 +315,27 @@ def _flattened(value: Any) -> Any:
     return value.reshape([value.shape[0] * value.shape[1], value.shape[2]])  # unlike flatten with second gradients
 
 
-def _check_batch(function: str, argument: str, value: Any, inp: Any) -> None:
-    """Check that batches of tokens and of what belongs to them have the same two sizes, not only as many tokens."""
-    if getattr(value, "ndim", 2) == 3 and getattr(inp, "ndim", 2) == 3:
-        batch, length = inp.shape[:2]
-        shape = [batch if batch >= 0 else "batch", length if length >= 0 else "length", "num_experts"]
-        _checks.tensor(function, argument, value, (value.dtype,), shape)
-
-
 def _two_dimensional(function: str, argument: str, value: Any, dtypes: Any, columns: str) -> Tensor:
-    return _checks.tensor(function, argument, _flattened(value), dtypes, ["num_tokens", columns])
+    """Check tokens [T, columns] or [B, S, columns]; the first form of them."""
+    text = f"[num_tokens, {columns}] or [batch, length, {columns}]"
+    shape = getattr(value, "shape", None)
+    return _checks.tensor(function, argument, _flattened(value), dtypes, ["num_tokens", columns], text, shape)
+
+
+def _by_token(function: str, argument: str, value: Any, inp: Tensor, columns: int | str) -> Tensor:
+    """Check the shape of a matrix that belongs to the tokens of ``inp``, and make it a matrix [T, columns].
+
+    Where both have batches of sequences, these must agree in both sizes and not only in the number of tokens.
+    """
+    *leading, _ = ("batch" if size < 0 else size for size in inp.shape)
+    tokens = math.prod(leading) if "batch" not in leading else "num_tokens"
+    forms = [[tokens, columns], *([[*leading, columns]] if len(leading) == 2 else [])]
+    text = " or ".join(f"[{', '.join(map(str, form))}]" for form in forms)
+    same_rank = forms[-1] if getattr(value, "ndim", 2) == 3 == len(forms[-1]) else None
+    dtypes = (getattr(value, "dtype", None),)
+    if same_rank is not None:
+        return _flattened(_checks.tensor(function, argument, value, dtypes, same_rank, text))
+    return _checks.tensor(function, argument, _flattened(value), dtypes, forms[0], text, getattr(value, "shape", None))
 
 
 def _checked_counts(function: str, counts: Any, shard_id: Any, num_shards: Any) -> Tensor:

@@ -282,8 +282,8 @@ def moe_permute(
         expert_prob_topk: float32 [T, K].
         num_experts: E, at most 65536.
         tokens_per_expert: rows of each expert: a list of ints or of int tensors with one element, or a 1-D int array or
-            tensor. They must be the true counts, each with or without its segment's padding. None: counted. Ignored
-            with a static buffer ([] will do there).
+            tensor. Each must be the number of rows routed to the expert, with or without its segment's padding. None:
+            counted. Ignored with a static buffer ([] will do there).
         padding_alignment: each expert's segment is padded to a multiple of this many rows.
         do_gather: False: make the maps and probabilities, move no rows.
         using_ue8m0_scale: ``scale`` holds four packed ue8m0 exponents per int32.

@@ -21,6 +21,8 @@ from .rowmaps import move_rows, row_probs
 
 __all__ = ["grouped_gemm"]
 
+_COUNTS = "a list of ints or a 1-D int array or tensor"
+
 
 @public("X", "W", "topk_weights")
 def grouped_gemm(
@@ -64,11 +66,11 @@ def grouped_gemm(
         X: [M, K] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, K] tokens. More dimensions,
             [..., K], count as M or T rows in all.
         W: [E, N, K], or [E, K, N] without ``transpose``; dtype of ``X``.
-        m_sizes: rows of each group, E ints >= 0 or an int tensor [E]. A list is part of a static graph's program;
-            with a tensor one program serves all sizes. None with ``plan``.
+        m_sizes: rows of each group, E ints >= 0 in a list or an array, or an int tensor [E]. A list is part of a static
+            graph's program; with a tensor one program serves all sizes. None with ``plan``.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
-        expert_offsets: first row of each group and the end of the last, ascending, E + 1 ints or an int tensor
-            [E + 1], as `Plan.expert_offsets`. None: the groups follow each other from row 0; None with ``plan``.
+        expert_offsets: first row of each group and the end of the last, ascending, in the forms of ``m_sizes`` with
+            E + 1 entries, as `Plan.expert_offsets`. None: the groups follow each other from row 0; None with ``plan``.
         plan: where the groups are, in place of ``m_sizes`` and ``expert_offsets``.
         permute_x: whether ``X`` are tokens, whose rows are those of ``plan``. Not together with ``topk_weights``.
         topk_weights: float32, what the rows of the product are multiplied by before they are rounded: [M] by row
@@ -95,17 +97,23 @@ def grouped_gemm(
         plan = as_plan(name, plan)
         for argument, value in (("m_sizes", m_sizes), ("expert_offsets", expert_offsets)):
             if value is not None:
-                _checks.bad_value(name, argument, "None with plan, which says it", type(value).__name__)
+                _checks.bad_value(name, argument, "None where plan is given", type(value).__name__)
         m_sizes, expert_offsets = plan.tokens_per_expert, plan.expert_offsets
+    elif isinstance(m_sizes, Plan):
+        _checks.bad_type(name, "m_sizes", _COUNTS, "a Plan, which must be passed by keyword, as plan")
     elif permute_x or permute_y:
         _checks.bad_value(name, "plan", f"a paddle_moe_ops.Plan with permute_{'x' if permute_x else 'y'}", "None")
+    elif m_sizes is None:
+        _checks.bad_value(name, "m_sizes or plan", "given", "neither")
     if permute_x and topk_weights is not None:
         _checks.bad_value(name, "topk_weights", "None with permute_x", type(topk_weights).__name__)
     if permute_x and permute_y:
         _checks.bad_value(name, "permute_y", "False with permute_x", True)
+    given_shape = getattr(X, "shape", None)
     X = _checks.lines(name, "X", X, _checks.SUM_DTYPES, "K")
     if plan is not None:
-        _checks.rows(name, "X", X, _checks.SUM_DTYPES, *(tokens_of if permute_x else rows_of)(plan))
+        expected = (tokens_of if permute_x else rows_of)(plan)
+        _checks.rows(name, "X", X, _checks.SUM_DTYPES, *expected, given_shape)
     # Mixed precision gives both operands one dtype.
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (X.dtype,)
     inner = X.shape[1]
@@ -155,8 +163,7 @@ def _row_counts(function: str, argument: str, value: Any, length: int) -> list[i
     """A list of ints >= 0, or a tensor."""
     if isinstance(value, Tensor) or is_graph_value(value):
         return _checks.tensor(function, argument, value, _checks.ID_DTYPES, [length])
-    if not isinstance(value, (list, tuple)):
-        _checks.bad_type(function, argument, "a list of ints or a 1-D int tensor", type(value).__name__)
+    value = _checks.listed(function, argument, value, _COUNTS)
     if len(value) != length:
         _checks.bad_value(function, argument, f"of length {length}", f"length {len(value)}")
     return [_checks.integer(function, f"{argument}[{i}]", item, 0) for i, item in enumerate(value)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle import Tensor
 
@@ -63,9 +62,10 @@ def get_routing_indices(
     index_dtype = _checks.dtype_of_result(name, "index_dtype", index_dtype, _checks.ID_DTYPES)
     is_bad = (ids < -1) | (ids >= num_experts)
     if _is_checked(name, validate, ids) and is_bad.any():
-        token, slot = is_bad.nonzero()[0].tolist()
-        place = f"token {token}, slot {slot}" if selected_experts.ndim > 1 else f"slot {token}"
-        given = f"{place} holds {ids[token, slot].item()}"
+        where = is_bad.reshape(selected_experts.shape).nonzero()[0].tolist()
+        *token, slot = where
+        place = f"token {token if len(token) > 1 else token[0]}, slot {slot}" if token else f"slot {slot}"
+        given = f"{place} holds {selected_experts[tuple(where)].item()}"
         raise ValueError(f"{name}: selected_experts must hold expert ids in [-1, {num_experts}), but {given}")
     # One more expert takes the slots of none, so that every slot has a row and N is known.
     ids = paddle.where(is_bad | (ids == -1), paddle.full_like(ids, num_experts), ids)
@@ -156,26 +156,13 @@ def _checked(
     if X.shape[-1] == 0:
         _checks.bad_value(function, "X", "of shape [..., hidden] with hidden >= 1", list(X.shape))
     num_slots = lines.shape[0] * topk if lines.shape[0] >= 0 else "num_slots"
-    _checks.tensor(function, "gather_indices", gather_indices, _checks.ID_DTYPES, [num_slots])
+    text = None if X.ndim == 2 else f"[{num_slots}] with X of shape {list(X.shape)}"
+    _checks.tensor(function, "gather_indices", gather_indices, _checks.ID_DTYPES, [num_slots], text)
     _checks.same_place(function, X=X, gather_indices=gather_indices)
     slot_to_row = paddle.argsort(gather_indices, stable=True)
     if _is_checked(function, validate, gather_indices):
-        _check_permutation(function, gather_indices, slot_to_row)
+        _checks.permutation(function, "gather_indices", gather_indices.numpy(), slot_to_row.numpy())
     slot_to_row = slot_to_row.astype("int32")
     # The indices themselves if they are a permutation, and within bounds in any case.
     row_to_slot = paddle.scatter(slot_to_row, slot_to_row, numbers_of(slot_to_row))
     return lines, slot_to_row, row_to_slot
-
-
-def _check_permutation(function: str, gather_indices: Tensor, ranks: Tensor) -> None:
-    """Raises for the first index out of range, or else for the lowest of those that stand twice."""
-    indices, order = gather_indices.numpy(), ranks.numpy()
-    ascending = indices[order]
-    if np.array_equal(ascending, np.arange(len(indices))):
-        return
-    expected = f"{function}: gather_indices must be a permutation of [0, {len(indices)})"
-    for place in np.flatnonzero((indices < 0) | (indices >= len(indices)))[:1]:
-        raise ValueError(f"{expected}, but entry {place} is {indices[place]}")
-    rank = np.flatnonzero(ascending[1:] == ascending[:-1])[0]
-    first, second = order[rank : rank + 2]
-    raise ValueError(f"{expected}, but entries {first} and {second} are both {ascending[rank]}")

@@ -11,7 +11,7 @@ from paddle import Tensor
 
 from . import _checks
 from ._graphs import constant, is_graph_value, public
-from .backends import RouteSpec, TopkSpec, Validation, resolve
+from .backends import Backend, RouteSpec, TopkSpec, Validation, resolve
 from .backends.base import Tensors
 
 __all__ = ["Plan", "calculate_topk", "route"]
@@ -153,8 +153,8 @@ def route(
         num_experts: E, at most 65536; needed for ids, read off a mask.
         padding_alignment: rows, >= 1.
         tokens_per_expert: the number of routed rows of each expert, if known: a list of ints or of int tensors with one
-            element, or a 1-D int array or tensor. They must be the true counts, those before any slot is dropped, each
-            with or without its segment's padding. None: counted. Ignored with a static buffer.
+            element, or a 1-D int array or tensor. Each must be the number before any slot is dropped, with or without
+            its segment's padding. None: counted. Ignored with a static buffer.
         buffer_size: N of a static buffer. Rows at or beyond its end are dropped and counted in ``plan.overflow``, the
             others stay where they are. -1: N is the sum of the padded segments.
         topk: K of a mask, by default E; the highest experts beyond it are dropped.
@@ -212,11 +212,12 @@ def route(
     spec = RouteSpec(
         num_experts, topk if is_mask else -1, padding_alignment, counts, buffer_size, duplicates, validation
     )
+    backend = resolve(name, routing)
     try:
         if capacity is None:
-            maps = resolve(name, routing).route(routing, probs, counts_tensor, spec)
+            maps = backend.route(routing, probs, counts_tensor, spec)
         else:
-            maps = _route_up_to(capacity, routing, probs, counts_tensor, spec)
+            maps = _route_up_to(backend, capacity, routing, probs, counts_tensor, spec)
     except ValueError as error:
         if not is_mask and columns == num_experts and _holds_zeros_and_ones(routing):
             raise ValueError(f"{error}; a mask [num_tokens, num_experts] must be of dtype bool") from None
@@ -232,14 +233,18 @@ def _holds_zeros_and_ones(ids: Tensor) -> bool:
 
 
 def _route_up_to(
-    capacity: int | Tensor, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec
+    backend: Backend,
+    capacity: int | Tensor,
+    routing: Tensor,
+    probs: Tensor | None,
+    counts: Tensor | None,
+    spec: RouteSpec,
 ) -> Tensors:
     """The ten tensors of a plan in which no expert has more rows than its capacity.
 
     A first routing says which place in its expert's segment each slot would have; a second one routes the slots that
     are left. It takes ids where the routing is a mask, since slots must not move to other columns.
     """
-    backend = resolve("route", routing)
     is_counted = spec.counts is None and counts is None
     num_slots = routing.shape[0] * (routing.shape[1] if spec.topk < 0 else spec.topk)  # negative if T is not known
     whole = spec._replace(
@@ -342,7 +347,7 @@ def calculate_topk(
     ):
         _checks.flag(name, argument, value)
     if pre_act == post_act:
-        _checks.bad_value(name, "pre_act", "True or post_act, and not both", f"pre_act={pre_act}, post_act={post_act}")
+        _checks.bad_value(name, "exactly one of pre_act and post_act", "True", "both" if pre_act else "neither")
     num_groups, topk_groups = check_groups(name, "top_k", num_experts, top_k, num_groups, topk_groups, scores_per_group)
     if correction_bias is not None:
         _checks.tensor(name, "correction_bias", correction_bias, (paddle.float32,), [num_experts])
@@ -376,9 +381,9 @@ def check_groups(
     num_groups = _checks.integer(function, "num_groups", num_groups, 1)
     if num_experts % num_groups:
         _checks.bad_value(function, "num_groups", f"a divisor of num_experts={num_experts}", num_groups)
-    topk_groups = (
-        num_groups if topk_groups is None else _checks.integer(function, "topk_groups", topk_groups, 1, num_groups)
-    )
+    topk_groups = num_groups if topk_groups is None else _checks.integer(function, "topk_groups", topk_groups, 1)
+    if topk_groups > num_groups:
+        _checks.bad_value(function, "topk_groups", f"at most num_groups={num_groups}", topk_groups)
     _checks.integer(function, "scores_per_group", scores_per_group, 1)
     candidates = num_experts // num_groups * topk_groups
     if top_k > candidates:

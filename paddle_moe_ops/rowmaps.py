@@ -114,7 +114,10 @@ def num_rows_of(tensor: Tensor) -> int | Tensor:
 def read_index_map(function: str, slot_to_row: Tensor, num_rows: int | Tensor, validation: Validation) -> RowMaps:
     """The maps of the rows of slots, int32 [T, K]; token_rows are ascending whatever the order of the slots."""
     checks = validation > Validation.OFF
-    maps = _read(function, slot_to_row, None, num_rows, False, checks, checks)
+    try:
+        maps = _read(function, slot_to_row, None, num_rows, False, checks, checks)
+    except ValueError as error:
+        raise ValueError(str(error).replace(", expert ", ", slot ")) from None
     rows = paddle.where(maps.slot_to_row < 0, paddle.full_like(maps.slot_to_row, _NO_ROW), maps.slot_to_row).sort(-1)
     return maps._replace(token_rows=paddle.where(rows == _NO_ROW, paddle.full_like(rows, -1), rows))
 
@@ -122,7 +125,12 @@ def read_index_map(function: str, slot_to_row: Tensor, num_rows: int | Tensor, v
 def read_chunk_map(function: str, chunk_map: Tensor, is_forward: bool, validation: Validation) -> RowMaps:
     """The maps that move row r to ``chunk_map[r]``, or, not ``is_forward``, row ``chunk_map[r]`` to r."""
     checks = validation > Validation.OFF
-    forward = _read(function, chunk_map.unsqueeze(-1), None, num_rows_of(chunk_map), False, checks, checks)
+    try:
+        forward = _read(function, chunk_map.unsqueeze(-1), None, num_rows_of(chunk_map), False, checks, checks)
+    except ValueError:
+        if isinstance(chunk_map, Tensor):  # the operator's message speaks of tokens and experts
+            _checks.permutation(function, "chunk_map", chunk_map.numpy())
+        raise
     if is_forward:
         return forward
     # With one slot per token, slots and tokens have the same numbers, and the inverse changes them for rows.

@@ -160,7 +160,8 @@ def resolve(operator: str, like: Tensor | None = None) -> Backend:
 
     Raises:
         RuntimeError: the backend that was asked for cannot run here, or none can.
-        ValueError: PADDLE_MOE_OPS_BACKEND names no backend.
+        ValueError: PADDLE_MOE_OPS_BACKEND names no backend, or a bad value of another variable keeps the library from
+            running.
     """
     requested = _requested()
     in_graph = like is not None and not isinstance(like, Tensor)
@@ -172,6 +173,7 @@ def resolve(operator: str, like: Tensor | None = None) -> Backend:
         name, source = requested
         reason = _problem(name, like)
         if reason is not None:
+            _env.check_cpu_settings()
             others = _alternatives(name, operator)
             raise RuntimeError(f"{operator}: the backend {name!r} chosen by {source} cannot run here: {reason}{others}")
         return _load(name)
@@ -181,6 +183,7 @@ def resolve(operator: str, like: Tensor | None = None) -> Backend:
         if reason is None:
             return _load(name)
         reasons.append(f"{name}: {reason}")
+    _env.check_cpu_settings()
     raise RuntimeError(
         f"{operator}: no backend can run it here: {'; '.join(reasons)}. The slow NumPy oracle runs everywhere: "
         "use_backend('reference')"
@@ -241,8 +244,8 @@ def explain(operator: str | None = None) -> str:
     lines.append(f"chosen by: {requested}")
     for name in _modules:
         reason = _load(name).unavailable()
-        kind = ", only in dygraph" if name in _dygraph_only else "" if _automatic[name] else ", only on request"
-        lines.append(f"backend {name}: {'available' if reason is None else 'unavailable: ' + reason}{kind}")
+        kind = " (dygraph only)" if name in _dygraph_only else "" if _automatic[name] else " (on request only)"
+        lines.append(f"backend {name}{kind}: {'available' if reason is None else 'unavailable: ' + reason}")
     lines += [f"GPU {gpu} runs on no compiled kernels: {why}" for gpu, why in compiled.gpus_without_kernels().items()]
     return "\n".join([*lines, *(note() for note in _notes)])
 

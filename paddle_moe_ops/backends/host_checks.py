@@ -29,7 +29,7 @@ def host_route(
     """The oracle's plan of a routing.
 
     Raises:
-        ValueError: the data are not what ``spec.validation`` asks for, or the counts not the true ones.
+        ValueError: the data are not what ``spec.validation`` asks for, or the counts are wrong.
     """
     return reference.route(
         to_numpy(routing),
@@ -86,7 +86,8 @@ def host_segments(num_rows: int, m_sizes: list[int] | Tensor, expert_offsets: li
     if expert_offsets is None:
         offsets = list(itertools.accumulate(sizes, initial=0))
         if offsets[-1] > num_rows:
-            _refuse("m_sizes", f"sizes of {num_rows} rows at most, those of X", sizes)
+            expected = f"sizes that add up to at most {num_rows}, the rows of X"
+            _refuse("m_sizes", expected, f"{sizes}, which add up to {offsets[-1]}")
     else:
         offsets = _host_numbers("expert_offsets", expert_offsets)
         if offsets[-1] > num_rows:

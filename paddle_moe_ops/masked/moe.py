@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import paddle
@@ -142,7 +143,8 @@ def moe_permute_and_pad_with_probs(
         inp: [T, H], as in `moe_permute`.
         probs: bfloat16, float16 or float32 [T, E].
         routing_map: bool or integer [T, E].
-        tokens_per_expert: the true number of rows of each expert, int32 or int64 [E] or a list of ints.
+        tokens_per_expert: the number of rows routed to each expert, with or without its segment's padding: int32 or
+            int64 [E], or a list of ints.
         align_size: rows, at least 1.
         scale: as in `moe_permute_with_probs`.
         zero_prob_as_padding: as in `moe_permute_with_probs`.
@@ -218,7 +220,7 @@ def moe_unpermute(
             out = unpermute_with_mask_map(inp, row_id_map, weights, pad_offsets, validate=validate)
     else:
         out = _unpermute_by_index(name, inp, row_id_map, weights, restore_shape, validate)
-    return out if restore_shape is None else out.reshape(restore_shape)
+    return out if restore_shape is None else _restored(name, out, restore_shape)
 
 
 @public("inp")
@@ -277,28 +279,47 @@ def _route_ids(
         return route(ids, num_experts=experts + 1, buffer_size=num_rows, duplicates="each", validate=validate)
 
 
+def _sizes(function: str, restore_shape: Any) -> list[Any]:
+    """The sizes of a shape: ints, or values of a graph."""
+    if not isinstance(restore_shape, (list, tuple)) or not restore_shape:
+        expected = "a list of ints, such as [num_tokens, hidden]"
+        _checks.bad_type(function, "restore_shape", expected, repr(restore_shape))
+    return list(restore_shape)
+
+
+def _restored(function: str, out: Tensor, restore_shape: Any) -> Tensor:
+    """The sums [T, H] in the shape that the caller asks for."""
+    sizes = _sizes(function, restore_shape)
+    are_known = all(isinstance(size, int) for size in sizes) and -1 not in (*sizes, *out.shape)
+    if are_known and math.prod(sizes) != math.prod(out.shape):
+        tokens, hidden = out.shape
+        expected = f"a shape of {tokens * hidden} elements, those of {tokens} tokens of {hidden} columns"
+        _checks.bad_value(function, "restore_shape", expected, sizes)
+    return out.reshape(sizes)
+
+
 def _unpermute_by_index(
     function: str, inp: Tensor, row_id_map: Any, weights: Any, restore_shape: Any, validate: bool | None
 ) -> Tensor:
     _checks.tensor(function, "inp", inp, _checks.SUM_DTYPES, ["num_rows", "hidden"])
     _checks.tensor(function, "row_id_map", row_id_map, (paddle.int32,), ["topk * num_tokens"])
     slots = row_id_map.shape[0]
+    topk = 1
     if weights is not None:
-        _checks.tensor(function, "merging_probs", weights, _checks.SUM_DTYPES, ["num_tokens", "topk"])
-        topk = weights.shape[1]
-    elif restore_shape is None:
-        topk = 1
-    else:
-        tokens = 1
-        for size in list(restore_shape)[:-1]:
-            tokens *= size
-        topk = slots // tokens if tokens > 0 else 1
-    if topk < 1 or (slots >= 0 and slots % topk != 0):
-        _checks.bad_value(function, "row_id_map", "of shape [topk * num_tokens]", list(row_id_map.shape))
+        text = f"[num_tokens, topk], one for each of the {slots} entries of row_id_map"
+        _checks.tensor(function, "merging_probs", weights, _checks.SUM_DTYPES, ["num_tokens", "topk"], text)
+        tokens, topk = weights.shape
+        if topk == 0 or (-1 not in (slots, tokens, topk) and tokens * topk != slots):
+            _checks.bad_value(function, "merging_probs", f"of shape {text}", list(weights.shape))
+    elif restore_shape is not None:
+        tokens = math.prod(_sizes(function, restore_shape)[:-1])
+        if tokens > 0:
+            topk = slots // tokens
+            if slots >= 0 and slots % tokens != 0:
+                expected = f"the shape of a number of tokens that divides {slots}, the entries of row_id_map"
+                _checks.bad_value(function, "restore_shape", expected, list(restore_shape))
     _checks.same_place(function, inp=inp, row_id_map=row_id_map, merging_probs=weights)
     slot_to_row = row_id_map.reshape([topk, -1 if slots != 0 else 0]).transpose([1, 0])
-    if weights is not None:
-        _checks.tensor(function, "merging_probs", weights, _checks.SUM_DTYPES, slot_to_row.shape)
     num_rows = rowmaps.num_rows_of(inp)
     maps = rowmaps.read_index_map(function, slot_to_row, num_rows, _checks.validation(function, validate, inp))
     return resolve("unpermute", inp).unpermute(inp, float32(weights), maps)

@@ -38,10 +38,12 @@ def of_shape(weight: Tensor, shape: list[int]) -> Tensor:
     return weight.reshape(shape) if -1 in weight.shape else weight
 
 
-def check_rows(function: str, argument: str, x: Any, like: Tensor, shape: Sequence[int | str]) -> Tensor:
+def check_rows(
+    function: str, argument: str, x: Any, like: Tensor, shape: Sequence[int | str], shape_text: str | None = None
+) -> Tensor:
     """Check a tensor that is to be multiplied with a weight: its dtype, but under mixed precision, and its shape."""
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (like.dtype,)
-    return _checks.tensor(function, argument, x, dtypes, shape)
+    return _checks.tensor(function, argument, x, dtypes, shape, shape_text)
 
 
 def in_float32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

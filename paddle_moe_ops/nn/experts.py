@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
@@ -96,8 +95,9 @@ class SwiGLUExperts(nn.Layer):
 
         Args:
             rows: Rows in expert order, [N, H], as moe_permute returns them; with a plan tokens [T, H].
-            tokens_per_expert: Tokens of each expert, E ints or an int tensor [E]; the segments are these counts rounded
-                up to multiples of padding_alignment. A list is part of a static graph's program.
+            tokens_per_expert: Tokens of each expert, E ints in a list or an array, or an int tensor [E]; the segments
+                are these counts rounded up to multiples of padding_alignment. A list is part of a static graph's
+                program.
             padding_alignment: The alignment the rows were permuted with. Zero rows give zero rows.
             plan: In place of tokens_per_expert: where the rows of tokens are, as `route` says it.
             probs: With a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
@@ -142,7 +142,7 @@ class SwiGLUExperts(nn.Layer):
 def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, hidden: int, intermediate: int) -> Tensor:
     gate_up, down = of_shape(gate_up, [hidden, 2 * intermediate]), of_shape(down, [intermediate, hidden])
     rank = max(getattr(x, "ndim", 1), 1)
-    check_rows("SwiGLU", "x", x, gate_up, [*(f"dim{i}" for i in range(rank - 1)), hidden])
+    check_rows("SwiGLU", "x", x, gate_up, [*(f"dim{i}" for i in range(rank - 1)), hidden], f"[..., {hidden}]")
     return in_float32(_multiply_twice, x, gate_up, down)
 
 
@@ -190,14 +190,17 @@ def _of_shapes(
 
 def _segments(counts: Any, num_experts: int, rows: Tensor, alignment: int) -> list[int] | Tensor:
     """The rows of each expert's segment: its tokens and its padding."""
-    name, argument = "SwiGLUExperts", "tokens_per_expert"
+    name, argument, expected = "SwiGLUExperts", "tokens_per_expert", "a list of ints or a 1-D int array or tensor"
     if isinstance(counts, Tensor) or is_graph_value(counts):
         _checks.tensor(name, argument, counts, _checks.ID_DTYPES, [num_experts])
         if is_graph_value(counts) or is_on_gpu(counts):
             return (counts + (alignment - 1)) // alignment * alignment
         counts = counts.tolist()
-    elif not isinstance(counts, (list, tuple, np.ndarray)):
-        _checks.bad_type(name, argument, "a list of ints or a 1-D int tensor", type(counts).__name__)
+    elif counts is None:
+        _checks.bad_value(name, "tokens_per_expert or plan", "given", "neither")
+    elif isinstance(counts, Plan):
+        _checks.bad_type(name, argument, expected, "a Plan, which must be passed by keyword, as plan")
+    counts = _checks.listed(name, argument, counts, expected)
     numbers = [_checks.integer(name, f"{argument}[{i}]", count, 0) for i, count in enumerate(counts)]
     segments = [-(-number // alignment) * alignment for number in numbers]
     num_rows = rows.shape[0]

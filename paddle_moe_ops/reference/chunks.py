@@ -102,7 +102,7 @@ def _check_sizes(split_sizes: NDArray, num_rows: int, function: str) -> None:
         if rows > num_rows:
             raise ValueError(
                 f"{function}: split_sizes must add up to at most {num_rows}, the number of rows, "
-                f"but is beyond it at entry {chunk}"
+                f"but the sum exceeds this at entry {chunk}"
             )
 
 
@@ -114,6 +114,6 @@ def _check_order(order: NDArray, function: str, name: str) -> None:
         if chunk in places:
             raise ValueError(
                 f"{function}: {name} must name every chunk once, "
-                f"but chunk {chunk} stands at entries {places[chunk]} and {entry}"
+                f"but names chunk {chunk} in entries {places[chunk]} and {entry}"
             )
         places[chunk] = entry

@@ -54,7 +54,8 @@ def moe_permute(
         expert_routemap_topk: int [T, K] expert ids, -1 for none.
         expert_prob_topk: float32 [T, K].
         num_experts: E.
-        tokens_per_expert: The true counts, or None; ignored with a static buffer.
+        tokens_per_expert: Rows routed to each expert, with or without its segment's padding, or None; ignored with a
+            static buffer.
         padding_alignment: A, in rows.
         do_gather: False: make the maps and probabilities only.
         using_ue8m0_scale: Says that ``scale`` holds packed exponents; they are copied like any other scale.

@@ -78,7 +78,7 @@ def route(
         probs: float32, [T, K] for ids and [T, E] for a mask.
         num_experts: E, needed for ids.
         padding_alignment: A, in rows.
-        tokens_per_expert: The caller's counts: the true ones, each with or without its segment's padding. Ignored with
+        tokens_per_expert: The caller's counts of routed rows, each with or without its segment's padding. Ignored with
             a static buffer.
         buffer_size: N when >= 0: rows at or beyond N are dropped, the others stay where they are. Otherwise N
             is the sum of the padded segments.

@@ -165,16 +165,16 @@ BAD_DATA = [
     (
         [3, 4, 4],
         [0, 1, 2],
-        "split_sizes must add up to at most 10, the number of rows, but is beyond it at entry 2",
+        "split_sizes must add up to at most 10, the number of rows, but the sum exceeds this at entry 2",
     ),
     (
         [2**62, 2**62, 2**62],
         [0, 1, 2],
-        "split_sizes must add up to at most 10, the number of rows, but is beyond it at entry 0",
+        "split_sizes must add up to at most 10, the number of rows, but the sum exceeds this at entry 0",
     ),
     ([1, 1, 1], [0, 3, 2], "order must hold chunks in [0, 3), but entry 1 is 3"),
     ([1, 1, 1], [0, 1, -1], "order must hold chunks in [0, 3), but entry 2 is -1"),
-    ([1, 1, 1], [2, 1, 2], "order must name every chunk once, but chunk 2 stands at entries 0 and 2"),
+    ([1, 1, 1], [2, 1, 2], "order must name every chunk once, but names chunk 2 in entries 0 and 2"),
 ]
 
 

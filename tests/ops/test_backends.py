@@ -237,9 +237,9 @@ def test_explain_names_a_backend_for_every_operator():
         "grouped_gemm: paddle" if triton_unavailable() else on_triton,
         "chosen by: automatic (first available)",
         "backend compiled: available",
-        f"backend triton: {'unavailable: ' + NO_GPU if triton_unavailable() else 'available'}, only in dygraph",
+        f"backend triton (dygraph only): {'unavailable: ' + NO_GPU if triton_unavailable() else 'available'}",
         "backend paddle: available",
-        "backend reference: available, only on request",
+        "backend reference (on request only): available",
         "paddle.nn.functional.moe_permute and moe_unpermute: Paddle itself",
     ]
 

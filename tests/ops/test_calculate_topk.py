@@ -309,15 +309,19 @@ BAD = {
     "both": (
         {"post_act": True},
         ValueError,
-        "pre_act must be True or post_act, and not both, but got pre_act=True, post_act=True",
+        "exactly one of pre_act and post_act must be True, but got both",
     ),
     "neither": (
         {"pre_act": False},
         ValueError,
-        "pre_act must be True or post_act, and not both, but got pre_act=False, post_act=False",
+        "exactly one of pre_act and post_act must be True, but got neither",
     ),
     "groups": ({"num_groups": 4}, ValueError, "num_groups must be a divisor of num_experts=6, but got 4"),
-    "topk_groups": ({"num_groups": 3, "topk_groups": 4}, ValueError, "topk_groups must be from 1 to 3, but got 4"),
+    "topk_groups": (
+        {"num_groups": 3, "topk_groups": 4},
+        ValueError,
+        "topk_groups must be at most num_groups=3, but got 4",
+    ),
     "scores_per_group": (
         {"scores_per_group": 0},
         ValueError,
@@ -331,7 +335,7 @@ BAD = {
     "bias_dtype": (
         {"correction_bias": paddle.zeros([6], "bfloat16")},
         TypeError,
-        "correction_bias must be of dtype float32, but got bfloat16",
+        'correction_bias must be of dtype float32, but got bfloat16; convert it with .astype("float32")',
     ),
     "factor": ({"scaling_factor": float("inf")}, ValueError, "scaling_factor must be finite, but got inf"),
     "factor_type": ({"scaling_factor": "2"}, TypeError, "scaling_factor must be a number, but got str"),

@@ -178,7 +178,7 @@ BAD = [
         "token_combine",
         (np.zeros((9, 2), np.float32), np.zeros((4, 7), np.int32), np.zeros(8, np.float32)),
         ValueError,
-        "merging_probs must be of shape [9], but got [8]",
+        "merging_probs must be of shape [4, 3] or [batch, length, 3] by token, or [9] by row, but got [8]",
     ),
     ("token_combine", (np.zeros((9, 2), np.float32), np.zeros((4, 6), np.int32)), ValueError, "row_id_map must be of"),
     ("compute_ragged_all_to_all_params", (COUNTS, 2, 2), ValueError, "shard_id must be from 0 to 1, but got 2"),
@@ -223,7 +223,7 @@ def test_batches_of_another_shape_are_refused_though_they_have_as_many_tokens(ar
     arguments[argument] = arguments[argument].reshape(shape)
     given = {name: tensor(array, place) for name, array in arguments.items()}
     text = (
-        rf"^token_dispatch: {argument} must be of shape \[2, 3, num_experts\], but got \[{', '.join(map(str, shape))}\]"
+        rf"^token_dispatch: {argument} must be of shape .* or \[2, 3, \w+\], but got \[{', '.join(map(str, shape))}\]$"
     )
     with pytest.raises(ValueError, match=text):
         dispatch.token_dispatch(tensor(np.ones((2, 3, 4), np.float32), place), num_out_tokens=30, **given)

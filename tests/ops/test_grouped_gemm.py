@@ -43,10 +43,11 @@ GROUPS = {
     "no rows": Groups(0, [0, 0, 0]),
     "empty groups only": Groups(5, [0, 0]),
     "one group": Groups(1025, [1025]),
-    "rows behind the last": Groups(20, [3, 0, 5, 2]),
+    "rows after the last": Groups(20, [3, 0, 5, 2]),
     "padding": Groups(20, [3, 0, 5, 2], [0, 4, 4, 12, 16]),
     "padding in front": Groups(16, [3, 0, 5, 2], [1, 4, 4, 12, 16]),
 }
+FORMS_OF_COUNTS = ("lists", "arrays", "tensors")
 BY_GROUPS = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
 
 
@@ -59,7 +60,7 @@ def live_rows(groups: Groups) -> np.ndarray:
     return live
 
 
-def assert_follows_the_oracle(rng, groups, inner, outer, dtype: DTypeLike, transpose, as_tensors, place) -> None:
+def assert_follows_the_oracle(rng, groups, inner, outer, dtype: DTypeLike, transpose, form, place) -> None:
     x = ordinary(rng, (groups.num_rows, inner), dtype)
     w = ordinary(rng, (len(groups.sizes), outer, inner) if transpose else (len(groups.sizes), inner, outer), dtype)
     dy = ordinary(rng, (groups.num_rows, outer), dtype)
@@ -68,8 +69,8 @@ def assert_follows_the_oracle(rng, groups, inner, outer, dtype: DTypeLike, trans
     x, dy = np.where(live, x, np.nan).astype(dtype), np.where(live, dy, np.nan).astype(dtype)
     x_tensor, w_tensor = tensor(x, place, gradient=True), tensor(w, place, gradient=True)
     counts = [groups.sizes, groups.offsets]
-    if as_tensors:
-        counts = [None if numbers is None else tensor(np.int32(numbers), place) for numbers in counts]
+    given = {"lists": list, "arrays": np.int64, "tensors": lambda numbers: tensor(np.int32(numbers), place)}[form]
+    counts = [None if numbers is None else given(numbers) for numbers in counts]
     out = grouped_gemm(x_tensor, w_tensor, counts[0], transpose, expert_offsets=counts[1])
     backward([out], [dy])
 
@@ -91,12 +92,12 @@ def assert_follows_the_oracle(rng, groups, inner, outer, dtype: DTypeLike, trans
     assert not out.numpy()[~live[:, 0]].any()
 
 
-@pytest.mark.parametrize("as_tensors", [False, True], ids=["lists", "tensors"])
+@pytest.mark.parametrize("form", FORMS_OF_COUNTS)
 @BY_LAYOUT
 @BY_DTYPE
 @BY_GROUPS
-def test_products_and_gradients_follow_the_oracle(groups, dtype, transpose, as_tensors, rng, place):
-    assert_follows_the_oracle(rng, groups, 7, 72, dtype, transpose, as_tensors, place)
+def test_products_and_gradients_follow_the_oracle(groups, dtype, transpose, form, rng, place):
+    assert_follows_the_oracle(rng, groups, 7, 72, dtype, transpose, form, place)
 
 
 @settings(max_examples=30)
@@ -110,9 +111,8 @@ def test_any_groups_follow_the_oracle(place, data):
     groups = Groups(sum(sizes) + sum(gaps), sizes, offsets)
     inner, outer = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     dtype = data.draw(st.sampled_from(SUM_DTYPES))
-    assert_follows_the_oracle(
-        rng, groups, inner, outer, dtype, data.draw(st.booleans()), data.draw(st.booleans()), place
-    )
+    form = data.draw(st.sampled_from(FORMS_OF_COUNTS))
+    assert_follows_the_oracle(rng, groups, inner, outer, dtype, data.draw(st.booleans()), form, place)
 
 
 @pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
@@ -308,14 +308,29 @@ BAD = {
         TypeError,
         "X must be of dtype bfloat16, float16 or float32, but got int32",
     ),
-    "two dtypes": ({"W": W.astype("bfloat16")}, TypeError, "W must be of dtype float32, but got bfloat16"),
+    "two dtypes": (
+        {"W": W.astype("bfloat16")},
+        TypeError,
+        'W must be of dtype float32, but got bfloat16; convert it with .astype("float32")',
+    ),
     "layout": ({"transpose": False}, ValueError, "W must be of shape [E, 3, N], but got [2, 5, 3]"),
     "inner": ({"X": X[:, :2]}, ValueError, "W must be of shape [E, N, 2], but got [2, 5, 3]"),
     "no experts": ({"W": W[:0]}, ValueError, "W must be of shape [E, N, K] with E, K and N >= 1, but got [0, 5, 3]"),
     "flag": ({"transpose": 1}, TypeError, "transpose must be a bool, but got 1 of type int"),
     "length": ({"m_sizes": [6]}, ValueError, "m_sizes must be of length 2, but got length 1"),
-    "type": ({"m_sizes": 6}, TypeError, "m_sizes must be a list of ints or a 1-D int tensor, but got int"),
+    "type": ({"m_sizes": 6}, TypeError, "m_sizes must be a list of ints or a 1-D int array or tensor, but got int"),
     "negative": ({"m_sizes": [-1, 2]}, ValueError, "m_sizes[0] must be from 0 to 2147483647, but got -1"),
+    "array": (
+        {"m_sizes": np.array([1.5, 2])},
+        TypeError,
+        "m_sizes must be a list of ints or a 1-D int array or tensor, but got an array of float64 [2]",
+    ),
+    "plan by position": (
+        {"m_sizes": PLAN},
+        TypeError,
+        "m_sizes must be a list of ints or a 1-D int array or tensor, "
+        "but got a Plan, which must be passed by keyword, as plan",
+    ),
     "float": ({"m_sizes": [1.0, 2]}, TypeError, "m_sizes[0] must be an int, but got float"),
     "float tensor": (
         {"m_sizes": paddle.to_tensor([2.0, 2.0])},
@@ -335,7 +350,7 @@ BAD = {
     "too many": (
         {"m_sizes": [3, 4]},
         ValueError,
-        "m_sizes must be sizes of 6 rows at most, those of X, but got [3, 4]",
+        "m_sizes must be sizes that add up to at most 6, the rows of X, but got [3, 4], which add up to 7",
     ),
     "offsets length": (
         {"expert_offsets": [0, 3]},
@@ -347,13 +362,9 @@ BAD = {
         ValueError,
         "expert_offsets[2] must be at most 6, the rows of X, but got 7",
     ),
-    "plan and sizes": ({"plan": PLAN}, ValueError, "m_sizes must be None with plan, which says it, but got list"),
+    "plan and sizes": ({"plan": PLAN}, ValueError, "m_sizes must be None where plan is given, but got list"),
     "no plan": ({"plan": (6, 2)}, TypeError, "plan must be a paddle_moe_ops.Plan, but got tuple"),
-    "no sizes": (
-        {"m_sizes": None},
-        TypeError,
-        "m_sizes must be a list of ints or a 1-D int tensor, but got NoneType",
-    ),
+    "no sizes": ({"m_sizes": None}, ValueError, "m_sizes or plan must be given, but got neither"),
     "other experts": (
         {"plan": PLAN, "m_sizes": None, "X": X[:4], "W": paddle.zeros([3, 5, 3])},
         ValueError,

@@ -229,7 +229,7 @@ BAD = {
         (
             {"selected_experts": paddle.to_tensor([[[0, 1], [2, 2]], [[0, 4], [2, 1]]])},
             ValueError,
-            "selected_experts must hold expert ids in [-1, 3), but token 2, slot 1 holds 4",
+            "selected_experts must hold expert ids in [-1, 3), but token [1, 0], slot 1 holds 4",
         ),
         (
             {"selected_experts": IDS.astype("float32")},

@@ -137,10 +137,10 @@ BAD_DATA = [
     ({"split_sizes": np.array([1, -2, 3])}, "split_sizes must hold no negative numbers, but entry 1 is -2"),
     (
         {"split_sizes": np.array([1, 2, 4])},
-        "split_sizes must add up to at most 6, the number of rows, but is beyond it at entry 2",
+        "split_sizes must add up to at most 6, the number of rows, but the sum exceeds this at entry 2",
     ),
     ({"order": np.array([2, 0, 3])}, "order must hold chunks in [0, 3), but entry 2 is 3"),
-    ({"order": np.array([2, 0, 2])}, "order must name every chunk once, but chunk 2 stands at entries 0 and 2"),
+    ({"order": np.array([2, 0, 2])}, "order must name every chunk once, but names chunk 2 in entries 0 and 2"),
 ]
 
 

@@ -73,6 +73,11 @@ def test_env_shows_as_many_threads_as_the_operators_use():
     assert re.findall(r"^ *threads +(.*)$", done.stdout, re.MULTILINE) == [str(asked_for)]
 
 
+def test_env_shows_no_more_threads_than_the_pool_can_have():
+    report = env_report(env={"PADDLE_MOE_OPS_NUM_THREADS": "5000"})
+    assert report["compiled_library"]["threads"] == 1024
+
+
 @pytest.mark.parametrize("missing", [("paddle",), ("ml_dtypes",), OPTIONAL], ids=["paddle", "ml_dtypes", "everything"])
 def test_env_works_without(missing):
     report = env_report(missing=missing)

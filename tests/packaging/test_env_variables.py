@@ -113,8 +113,17 @@ def test_compiled_operators_keep_to_the_instruction_set_given():
     assert (done.stdout.strip(), done.returncode) == ("generic", 0), done.stderr
 
 
-def test_operators_name_a_bad_instruction_set():
+@pytest.mark.parametrize("backend", [None, "compiled"])
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("PADDLE_MOE_OPS_MAX_CPU_ISA", "sse2", "auto, avx2 or generic"),
+        ("PADDLE_MOE_OPS_NUM_THREADS", "many", "a positive integer"),
+    ],
+)
+def test_operators_raise_a_value_error_for_a_bad_value(variable, value, expected, backend):
+    """As for PADDLE_MOE_OPS_VALIDATE and PADDLE_MOE_OPS_BACKEND."""
     code = "import paddle, paddle_moe_ops\npaddle_moe_ops.route(paddle.zeros([3, 1], 'int32'), num_experts=1)"
-    done = run_python(code, env={"PADDLE_MOE_OPS_MAX_CPU_ISA": "sse2"})
-    assert "RuntimeError: route: no backend can run it here" in done.stderr
-    assert "PADDLE_MOE_OPS_MAX_CPU_ISA must be auto, avx2 or generic, but got 'sse2'" in done.stderr
+    environment = {variable: value} if backend is None else {variable: value, "PADDLE_MOE_OPS_BACKEND": backend}
+    done = run_python(code, env=environment)
+    assert done.stderr.rstrip().endswith(f"ValueError: {variable} must be {expected}, but got {value!r}")

@@ -48,9 +48,13 @@ def test_bad_chunks_count_as_documented_without_validation() -> None:
     ("sizes", "order", "text"),
     [
         ([2, -1], [0, 1], "split_sizes must hold no negative numbers, but entry 1 is -1"),
-        ([2, 3], [0, 1], "split_sizes must add up to at most 4, the number of rows, but is beyond it at entry 1"),
+        (
+            [2, 3],
+            [0, 1],
+            "split_sizes must add up to at most 4, the number of rows, but the sum exceeds this at entry 1",
+        ),
         ([2, 2], [0, 2], "sorted must hold chunks in [0, 2), but entry 1 is 2"),
-        ([2, 2], [1, 1], "sorted must name every chunk once, but chunk 1 stands at entries 0 and 1"),
+        ([2, 2], [1, 1], "sorted must name every chunk once, but names chunk 1 in entries 0 and 1"),
     ],
 )
 def test_bad_chunks_raise(sizes: list[int], order: list[int], text: str) -> None:

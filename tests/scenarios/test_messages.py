@@ -14,6 +14,7 @@ import pytest
 from paddle_moe_ops import (
     dequantize_1x128,
     dispatch,
+    indexed,
     masked,
     moe_permute,
     moe_unpermute,
@@ -24,8 +25,9 @@ from paddle_moe_ops import (
     sort_chunks,
     unpermute,
 )
+from paddle_moe_ops.compat import transformer_engine
 from paddle_moe_ops.gemm import grouped_gemm
-from paddle_moe_ops.nn import TopKRouter
+from paddle_moe_ops.nn import SwiGLU, SwiGLUExperts, TopKRouter
 from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
@@ -66,7 +68,16 @@ def unpermuted(g, rows=None, rowmap=None, row_probs=None, tokens=T):
     return moe_unpermute(rows, rowmap, g.ids, g.row_probs if row_probs is None else row_probs, tokens, E)
 
 
-SUMS = "bfloat16, float16 or float32"
+def index_map(g):
+    return masked.moe_permute(g.x, g.ids, map_type="index")[1]
+
+
+def exchange(g):
+    """The state of rank 1 of two, which received twelve rows."""
+    counts = paddle.to_tensor([[1, 0, 3, 4], [2, 1, 2, 3]])
+    return dispatch.local_permute_after_a2a(g.rows, counts, 1, 2)[2]
+
+
 MISTAKES = {
     "rows shorter than the map": (
         lambda g: unpermuted(g, g.rows[:5], row_probs=g.row_probs[:5]),
@@ -168,7 +179,8 @@ MISTAKES = {
     ),
     "sizes beyond the rows": (
         lambda g: grouped_gemm(g.rows, g.weights, [3, 4, 3, 1, 9]),
-        "grouped_gemm: m_sizes must be sizes of 12 rows at most, those of X, but got [3, 4, 3, 1, 9]",
+        "grouped_gemm: m_sizes must be sizes that add up to at most 12, the rows of X, "
+        "but got [3, 4, 3, 1, 9], which add up to 20",
     ),
     "a column of probabilities": (
         lambda g: unpermute(g.rows, g.plan, g.plan.row_probs.unsqueeze(-1)),
@@ -213,6 +225,120 @@ MISTAKES = {
     "weights by slot where those by expert are due": (
         lambda g: masked.moe_unpermute(g.rows, g.row_id_map, g.probs),
         "moe_unpermute: merging_probs must be of shape [6, 5], but got [6, 2]",
+    ),
+    "probabilities in bfloat16": (
+        lambda g: route(g.ids, g.probs.astype("bfloat16"), num_experts=E),
+        'route: probs must be of dtype float32, but got bfloat16; convert it with .astype("float32")',
+    ),
+    "a plan by position": (
+        lambda g: grouped_gemm(g.rows, g.weights, g.plan),
+        "grouped_gemm: m_sizes must be a list of ints or a 1-D int array or tensor, "
+        "but got a Plan, which must be passed by keyword, as plan",
+    ),
+    "a plan by position for tokens": (
+        lambda g: grouped_gemm(g.x, g.weights, g.plan, permute_x=True),
+        "grouped_gemm: m_sizes must be a list of ints or a 1-D int array or tensor, "
+        "but got a Plan, which must be passed by keyword, as plan",
+    ),
+    "no groups": (
+        lambda g: grouped_gemm(g.rows, g.weights),
+        "grouped_gemm: m_sizes or plan must be given, but got neither",
+    ),
+    "batched rows for another plan": (
+        lambda g: grouped_gemm(g.x.reshape([2, 3, H]), g.weights, plan=g.plan),
+        "grouped_gemm: X must be of shape [..., hidden] with 12 rows in all, the rows of plan, but got [2, 3, 4]",
+    ),
+    "experts with a plan by position": (
+        lambda g: SwiGLUExperts(E, H, 3)(g.x, g.plan),
+        "SwiGLUExperts: tokens_per_expert must be a list of ints or a 1-D int array or tensor, "
+        "but got a Plan, which must be passed by keyword, as plan",
+    ),
+    "experts without counts": (
+        lambda g: SwiGLUExperts(E, H, 3)(g.rows),
+        "SwiGLUExperts: tokens_per_expert or plan must be given, but got neither",
+    ),
+    "a shared expert of another width": (
+        lambda g: SwiGLU(H + 1, 3)(g.x.reshape([2, 3, H])),
+        "SwiGLU: x must be of shape [..., 5], but got [2, 3, 4]",
+    ),
+    "groups to choose from but no groups": (
+        lambda g: calculate_topk(paddle.ones([T, E]), 2, True, False, topk_groups=2),
+        "calculate_topk: topk_groups must be at most num_groups=1, but got 2",
+    ),
+    "a mask of other sequences": (
+        lambda g: dispatch.token_dispatch(g.x.reshape([2, 3, H]), paddle.ones([3, 2, E], "bool"), 0),
+        "token_dispatch: routing_map must be of shape [6, num_experts] or [2, 3, num_experts], but got [3, 2, 5]",
+    ),
+    "a mask of sequences for more tokens": (
+        lambda g: dispatch.token_dispatch(g.x, paddle.ones([2, 4, E], "bool"), 0),
+        "token_dispatch: routing_map must be of shape [6, num_experts], but got [2, 4, 5]",
+    ),
+    "probabilities of sequences for more experts": (
+        lambda g: dispatch.token_dispatch(
+            g.x.reshape([2, 3, H]), paddle.ones([2, 3, E], "bool"), 0, paddle.ones([2, 3, E + 1])
+        ),
+        "token_dispatch: probs must be of shape [6, 5] or [2, 3, 5], but got [2, 3, 6]",
+    ),
+    "tokens with four dimensions": (
+        lambda g: dispatch.token_dispatch(g.x.reshape([1, 2, 3, H]), paddle.ones([T, E], "bool"), 0),
+        "token_dispatch: inp must be of shape [num_tokens, hidden] or [batch, length, hidden], but got [1, 2, 3, 4]",
+    ),
+    "weights of sequences for more experts": (
+        lambda g: dispatch.token_combine(g.rows, g.row_id_map, paddle.ones([2, 3, E + 1])),
+        "token_combine: merging_probs must be of shape [6, 5] or [batch, length, 5] by token, or [12] by row, "
+        "but got [2, 3, 6]",
+    ),
+    "bad ids of sequences": (
+        lambda g: indexed.get_routing_indices(paddle.to_tensor([[[0, 1], [1, 9]]]), E),
+        "get_routing_indices: selected_experts must hold expert ids in [-1, 5), but token [0, 1], slot 1 holds 9",
+    ),
+    "indices for other sequences": (
+        lambda g: indexed.permute(g.x.reshape([2, 3, H]), paddle.arange(7), K),
+        "permute: gather_indices must be of shape [12] with X of shape [2, 3, 4], but got [7]",
+    ),
+    "a map of chunks that repeats a row": (
+        lambda g: masked.sort_chunks_by_map(g.x, paddle.to_tensor([0, 1, 2, 3, 4, 4], dtype="int32")),
+        "sort_chunks_by_map: chunk_map must be a permutation of [0, 6), but entries 4 and 5 are both 4",
+    ),
+    "a map of chunks out of range": (
+        lambda g: transformer_engine.sort_chunks_by_map(
+            g.x, paddle.to_tensor([0, 1, 2, 3, 9, 4], dtype="int32"), None, T, H, True
+        ),
+        "sort_chunks_by_map: row_id_map must be a permutation of [0, 6), but entry 4 is 9",
+    ),
+    "a shape of other tokens": (
+        lambda g: transformer_engine.moe_unpermute(paddle.ones([T * E, H]), g.row_id_map, restore_shape=[7, H]),
+        "moe_unpermute: restore_shape must be a shape of 24 elements, those of 6 tokens of 4 columns, but got [7, 4]",
+    ),
+    "a number for a shape": (
+        lambda g: transformer_engine.moe_unpermute(paddle.ones([T * E, H]), g.row_id_map, restore_shape=T),
+        "moe_unpermute: restore_shape must be a list of ints, such as [num_tokens, hidden], but got 6",
+    ),
+    "a shape of other tokens by index": (
+        lambda g: masked.moe_unpermute(g.rows, index_map(g), restore_shape=[5, H], map_type="index"),
+        "moe_unpermute: restore_shape must be the shape of a number of tokens that divides 12, "
+        "the entries of row_id_map, but got [5, 4]",
+    ),
+    "weights of other slots by index": (
+        lambda g: masked.moe_unpermute(g.rows, index_map(g), paddle.ones([T, E]), map_type="index"),
+        "moe_unpermute: merging_probs must be of shape [num_tokens, topk], "
+        "one for each of the 12 entries of row_id_map, but got [6, 5]",
+    ),
+    "a row out of range by index": (
+        lambda g: masked.moe_unpermute(g.rows, index_map(g) + 5, g.probs, map_type="index"),
+        "moe_unpermute: row_id_map must hold rows in [-1, 12), but token 1, slot 1 holds 12",
+    ),
+    "fewer rows than an exchange received": (
+        lambda g: dispatch.local_unpermute_before_a2a(g.rows[:5], exchange(g)),
+        "local_unpermute_before_a2a: state['sorted_split_sizes'] must add up to at most 5, the number of rows, "
+        "but the sum exceeds this at entry 2",
+    ),
+    "a state of an exchange with another order": (
+        lambda g: dispatch.local_unpermute_before_a2a(
+            g.rows, {**exchange(g), "inverse_chunk_indices": paddle.zeros([4], "int64")}
+        ),
+        "local_unpermute_before_a2a: state['inverse_chunk_indices'] must name every chunk once, "
+        "but names chunk 0 in entries 0 and 1",
     ),
 }
 

@@ -23,7 +23,7 @@ int report_sizes(const pmo_sort_chunks_params& p) {
     }
     if (size > p.num_rows - rows) {
       return fail(PMO_INVALID_DATA, "split_sizes must add up to at most " + std::to_string(p.num_rows) +
-                                        ", the number of rows, but is beyond it at entry " + std::to_string(chunk));
+                                        ", the number of rows, but the sum exceeds this at entry " + std::to_string(chunk));
     }
     rows += size;
   }
@@ -40,8 +40,8 @@ int report_order(const pmo_sort_chunks_params& p) {
                                         std::to_string(entry) + " is " + std::to_string(chunk));
     }
     if (place[chunk] >= 0 && (p.checks & PMO_CHECK_DUPLICATES) != 0) {
-      return fail(PMO_INVALID_DATA, "order must name every chunk once, but chunk " + std::to_string(chunk) +
-                                        " stands at entries " + std::to_string(place[chunk]) + " and " + std::to_string(entry));
+      return fail(PMO_INVALID_DATA, "order must name every chunk once, but names chunk " + std::to_string(chunk) +
+                                        " in entries " + std::to_string(place[chunk]) + " and " + std::to_string(entry));
     }
     if (place[chunk] < 0) place[chunk] = entry;
   }

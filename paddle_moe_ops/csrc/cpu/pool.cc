@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -155,8 +156,7 @@ int available_cores() {
 }  // namespace
 
 int resolve_threads(int32_t requested) {
-  int threads = requested > 0 ? requested : pmo_num_threads();
-  return threads < kMaxThreads ? threads : kMaxThreads;
+  return requested > 0 ? std::min(requested, kMaxThreads) : pmo_num_threads();
 }
 
 void run_tasks(int64_t num_tasks, int num_threads, TaskFunction function, void* context) {
@@ -171,5 +171,5 @@ extern "C" void pmo_set_num_threads(int32_t num_threads) { pmo::cpu::default_thr
 
 extern "C" int32_t pmo_num_threads(void) {
   const int32_t chosen = pmo::cpu::default_threads.load();
-  return chosen > 0 ? chosen : pmo::cpu::available_cores();
+  return std::min(chosen > 0 ? chosen : pmo::cpu::available_cores(), pmo::cpu::kMaxThreads);
 }
