@@ -61,6 +61,26 @@ class Plan(_PlanFields):
         num_experts: E, at most 65536.
         padding_alignment: segments begin at multiples of this many rows.
         num_rows: N; -1 in a static graph that does not know it.
+
+    Example:
+        Five tokens, E = 3, K = 2, segments padded to multiples of 2 rows: ``route(ids, probs, num_experts=3,
+        padding_alignment=2)``. Token 1 has a slot without an expert; row 5 is padding::
+
+                       ids      probs    slot_to_row  token_rows
+            token 0    0  2    0.6  0.4     0   6       0   6
+            token 1    2 -1    1.0  0.0     7  -1       7  -1
+            token 2    1  0    0.7  0.3     4   1       1   4
+            token 3    0  2    0.5  0.5     2   8       2   8
+            token 4    2  0    0.8  0.2     9   3       3   9
+
+                              |     expert 0      | expert 1|     expert 2      |
+            row                 0    1    2    3    4    5    6    7    8    9
+            row_to_token        0    2    3    4    2   -1    0    1    3    4
+            row_to_slot         0    5    6    9    4   -1    1    2    7    8
+            row_to_expert       0    0    0    0    1   -1    2    2    2    2
+            row_probs         0.6  0.3  0.5  0.2  0.7    0  0.4    1  0.5  0.8
+            tokens_per_expert   4                   1         4
+            expert_offsets      0                   4         6                   10
     """
 
     __slots__ = ()
