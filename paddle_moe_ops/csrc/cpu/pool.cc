@@ -155,9 +155,7 @@ int available_cores() {
 
 }  // namespace
 
-int resolve_threads(int32_t requested) {
-  return requested > 0 ? std::min(requested, kMaxThreads) : pmo_num_threads();
-}
+int resolve_threads(int32_t requested) { return requested > 0 ? std::min(requested, kMaxThreads) : pmo_num_threads(); }
 
 void run_tasks(int64_t num_tasks, int num_threads, TaskFunction function, void* context) {
   static_cast<void>(at_fork_registered);
