@@ -22,7 +22,7 @@ DEPENDENCIES = ("numpy", "ml_dtypes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status."""
+    """Run one command and return the exit status."""
     chosen = _parser().parse_args(argv)
     return chosen.run(chosen)
 

@@ -92,7 +92,7 @@ def tensor(
         given_shape: the shape that the caller gave, if the value has been reshaped since.
 
     Returns:
-        The value.
+        the value.
     """
     if isinstance(value, Tensor):
         if value.is_dist():
@@ -146,7 +146,7 @@ def rows(
         given_shape: the shape that the caller gave, if the value has been reshaped since.
 
     Returns:
-        The value.
+        the value.
     """
     text = f"[{num_rows}, hidden]{reason}"
     if given_shape is not None and len(given_shape) > 2:
@@ -265,7 +265,7 @@ def counts(
         has_static_buffer: then the argument is ignored.
 
     Returns:
-        The counts as host integers or None, and the counts as a tensor or None.
+        the counts as host integers or None, and the counts as a tensor or None.
     """
     name = "tokens_per_expert"
     if value is None or has_static_buffer:

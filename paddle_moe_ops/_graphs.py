@@ -40,7 +40,7 @@ def public(
         aliases: further names of arguments that callers may use as keywords, each with the name in the signature.
 
     Returns:
-        A decorator. What it returns has the attribute ``differentiable_arguments``, a tuple of the names.
+        a decorator. What it returns has the attribute ``differentiable_arguments``, a tuple of the names.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

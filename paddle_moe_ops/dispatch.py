@@ -155,7 +155,7 @@ def token_combine(
 def sort_chunks_by_index(
     inp: Tensor, split_sizes: Tensor, sorted_indices: Tensor, *, validate: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Put the chunks of a buffer into another order: `paddle_moe_ops.sort_chunks`, with its errors.
+    """Put the chunks of a buffer into another order, as `paddle_moe_ops.sort_chunks` does.
 
     Differentiable in ``inp`` (not float8).
 
@@ -167,6 +167,10 @@ def sort_chunks_by_index(
 
     Returns:
         rows [R, H] and row_id_map int32 [R], the new place of every row.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape; bad data.
     """
     name = "sort_chunks_by_index"
     inp = _two_dimensional(name, "inp", inp, _checks.ROW_DTYPES, "hidden")
@@ -177,7 +181,7 @@ def sort_chunks_by_index(
 
 @public("sparse_probs")
 def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights, from a mask.
+    """Find the experts of each token and their weights in a mask.
 
     Differentiable in ``sparse_probs``. No host synchronisation.
 
@@ -213,7 +217,7 @@ def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, t
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a rank sends and receives when tokens go to the ranks of their experts.
+    """Compute what a rank sends and receives when tokens go to the ranks of their experts.
 
     No host synchronisation, no gradient.
 
@@ -239,7 +243,7 @@ def compute_ragged_all_to_all_params(
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `compute_ragged_all_to_all_params`, for the way back: ranks send what they received."""
+    """Compute the same as `compute_ragged_all_to_all_params` for the way back: ranks send what they received."""
     name = "compute_reverse_ragged_all_to_all_params"
     sends = _sends(name, all_shards_tokens_per_expert, shard_id, num_expert_shards)
     return _params_of(sends.transpose([1, 0]), shard_id)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of experts: each multiplies its own rows with its own matrix.
 
-M rows in all, K the inner and N the outer size of a matrix, E experts.
+M rows in all, D the inner and N the outer size of a matrix, E experts.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def grouped_gemm(
     Under mixed precision both operands take its dtype on a GPU, as those of any matmul.
 
     Args:
-        X: [M, K] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, K] tokens. More dimensions,
-            [..., K], count as M or T rows in all.
-        W: [E, N, K], or [E, K, N] without ``transpose``; dtype of ``X``.
+        X: [M, D] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, D] tokens. More dimensions,
+            [..., D], count as M or T rows in all.
+        W: [E, N, D], or [E, D, N] without ``transpose``; dtype of ``X``.
         m_sizes: rows of each group, E ints >= 0 in a list or an array, or an int tensor [E]. A list is part of a static
             graph's program; with a tensor one program serves all sizes. None with ``plan``.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
@@ -110,7 +110,7 @@ def grouped_gemm(
     if permute_x and permute_y:
         _checks.bad_value(name, "permute_y", "False with permute_x", True)
     given_shape = getattr(X, "shape", None)
-    X = _checks.lines(name, "X", X, _checks.SUM_DTYPES, "K")
+    X = _checks.lines(name, "X", X, _checks.SUM_DTYPES, "D")
     if plan is not None:
         expected = (tokens_of if permute_x else rows_of)(plan)
         _checks.rows(name, "X", X, _checks.SUM_DTYPES, *expected, given_shape)
@@ -119,8 +119,8 @@ def grouped_gemm(
     inner = X.shape[1]
     _checks.tensor(name, "W", W, dtypes, ["E", "N", inner] if transpose else ["E", inner, "N"])
     if 0 in W.shape:
-        shape = "[E, N, K]" if transpose else "[E, K, N]"
-        _checks.bad_value(name, "W", f"of shape {shape} with E, K and N >= 1", list(W.shape))
+        shape = "[E, N, D]" if transpose else "[E, D, N]"
+        _checks.bad_value(name, "W", f"of shape {shape} with E, D and N >= 1", list(W.shape))
     num_experts = W.shape[0]
     if plan is not None and num_experts >= 0 and num_experts != plan.num_experts:
         _checks.bad_value(name, "W", f"matrices of the {plan.num_experts} experts of plan", list(W.shape))

@@ -140,7 +140,7 @@ def quantized_experts(
         amax_min: as in `quantize_1x128`.
 
     Returns:
-        What expert_fn returned.
+        what expert_fn returned.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; a result of expert_fn or expert_vjp that is.

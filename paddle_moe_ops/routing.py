@@ -131,7 +131,7 @@ def check_weights(function: str, argument: str, weights: Any, plan: Plan, flat: 
             raises. Their number could tell, but not in every batch: often there are as many rows as slots.
 
     Returns:
-        Whether they are by slot.
+        whether they are by slot.
     """
     rows, slots = plan.num_rows, plan.num_tokens * plan.topk if plan.num_tokens >= 0 else -1
     by_row, by_slot = [rows], [plan.num_tokens, plan.topk]
@@ -188,7 +188,7 @@ def route(
             ``capacity`` never raise.
 
     Returns:
-        The plan.
+        the plan.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -395,7 +395,7 @@ def check_groups(
     """Check K, the ``argument`` of a function, and the groups that experts may come from.
 
     Returns:
-        The number of groups, and of those that are kept.
+        the number of groups, and of those that are kept.
     """
     top_k = _checks.integer(function, argument, top_k, 1)
     num_groups = _checks.integer(function, "num_groups", num_groups, 1)

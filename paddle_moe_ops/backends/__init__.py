@@ -226,7 +226,7 @@ def explain(operator: str | None = None) -> str:
         operator: one of `OPERATORS`, or None for all.
 
     Returns:
-        One line per operator and one per backend, then whose functions paddle.nn.functional calls.
+        one line per operator and one per backend, then whose functions paddle.nn.functional calls.
 
     Raises:
         ValueError: there is no such operator.

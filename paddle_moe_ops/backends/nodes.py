@@ -129,7 +129,7 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
         inputs: its differentiable inputs, None for those that are not given.
 
     Returns:
-        Its outputs that have a gradient.
+        its outputs that have a gradient.
     """
     given = [tensor for tensor in inputs if tensor is not None]
     if not paddle.is_grad_enabled() or all(isinstance(each, Tensor) and each.stop_gradient for each in given):

@@ -405,7 +405,7 @@ class TritonKernels:
 
 
 def _check_rowmap(rowmap: Tensor, pad_offsets: Tensor | None, num_rows: int, spec: RowmapSpec) -> None:
-    """Raises for bad entries, as far as it is asked for."""
+    """Raise for bad entries, as far as it is asked for."""
     rows = to_numpy(rowmap)
     if spec.is_row_id_map:
         rows = row_id_map_to_rowmap(rows, None if pad_offsets is None else to_numpy(pad_offsets))

@@ -37,7 +37,7 @@ def moe_permute(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """`functional.moe_permute` with Paddle's tolerance: ids that name no expert are passed over, on a CPU too.
+    """Run `functional.moe_permute` with Paddle's tolerance: ids that name no expert are passed over, on a CPU too.
 
     As in Paddle's newest version, float8 rows are not gathered without their scale.
     """
@@ -49,7 +49,7 @@ def moe_permute(
 
 
 def moe_unpermute(*arguments: Any, **keywords: Any) -> Any:
-    """`functional.moe_unpermute` with Paddle's numbers: a token with exactly one row is not weighted."""
+    """Run `functional.moe_unpermute` with Paddle's numbers: a token with exactly one row is not weighted."""
     keywords.setdefault("compat", "paddle")
     keywords.setdefault("validate", False)
     return functional.moe_unpermute(*arguments, **keywords)
@@ -115,7 +115,7 @@ def unpatch_paddle() -> None:
 
 @contextlib.contextmanager
 def patched_paddle() -> Iterator[None]:
-    """`patch_paddle` for the block of a ``with`` statement; afterwards the state is what it was before."""
+    """Apply `patch_paddle` inside a ``with`` block; afterwards the state is what it was before."""
     was_patched = bool(_originals)
     patch_paddle()
     try:

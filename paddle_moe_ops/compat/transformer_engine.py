@@ -37,7 +37,11 @@ __all__ = [
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1, *, scale: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """permuted [N, H], permuted_probs [N], row_id_map int32 [T, 2E + 1]; and permuted_scale if ``scale`` is given."""
+    """Route by a mask and copy tokens and probabilities to expert order.
+
+    Returns:
+        permuted [N, H], permuted_probs [N], row_id_map int32 [T, 2E + 1]; and permuted_scale if ``scale`` is given.
+    """
     return masked.moe_permute_with_probs(
         inp, probs, routing_map, num_out_tokens, scale=scale, zero_prob_as_padding=True
     )
@@ -53,9 +57,11 @@ def moe_permute_and_pad_with_probs(
     *,
     scale: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """permuted [N, H], permuted_probs [N], row_id_map, pad_offsets [E] or None, target_tokens_per_expert int64 [E].
+    """Do the same as `moe_permute_with_probs` with padded segments.
 
-    A further result is permuted_scale if ``scale`` is given.
+    Returns:
+        permuted [N, H], permuted_probs [N], row_id_map, pad_offsets [E] or None, target_tokens_per_expert int64 [E];
+        and permuted_scale if ``scale`` is given.
     """
     return masked.moe_permute_and_pad_with_probs(
         inp, probs, routing_map, tokens_per_expert, align_size, scale=scale, zero_prob_as_padding=True
@@ -66,7 +72,11 @@ def moe_permute_and_pad_with_probs(
 def make_row_id_map(
     routing_map: Tensor, num_tokens: int, num_experts: int, num_out_tokens: int | None = None
 ) -> Tensor:
-    """row_id_map int32 [T, 2E + 1] of a mask [T, E], without rows at or beyond ``num_out_tokens`` if it is given."""
+    """Give every routed pair of token and expert its row.
+
+    Returns:
+        row_id_map int32 [T, 2E + 1] of a mask [T, E], without rows at or beyond ``num_out_tokens`` if it is given.
+    """
     name = "make_row_id_map"
     if num_out_tokens is None:
         row_id_map, _ = masked.make_row_id_map(routing_map)
@@ -90,7 +100,11 @@ def permute_with_mask_map(
     hidden_size: int,
     scale_hidden_dim: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """output [N, H], permuted_scale [N, S] or None, permuted_probs [N] or None."""
+    """Copy tokens to their rows, with their probabilities and scales.
+
+    Returns:
+        output [N, H], permuted_scale [N, S] or None, permuted_probs [N] or None.
+    """
     name = "permute_with_mask_map"
     _check_sizes(name, row_id_map, num_tokens, num_experts)
     _check_size(name, "hidden_size", hidden_size, inp, 1)
@@ -114,7 +128,11 @@ def unpermute_with_mask_map(
     num_experts: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """output [T, H], unpermuted_probs [T, E] or None."""
+    """Sum each token's rows, and bring values of rows back to their pairs.
+
+    Returns:
+        output [T, H], unpermuted_probs [T, E] or None.
+    """
     name = "unpermute_with_mask_map"
     _check_sizes(name, row_id_map, num_tokens, num_experts)
     _check_size(name, "hidden_size", hidden_size, inp, 1)
@@ -135,7 +153,11 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     num_out_tokens: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """act_grad [N, H], merging_probs_grad [T, E]."""
+    """Compute the gradients of the weighted `unpermute_with_mask_map`.
+
+    Returns:
+        act_grad [N, H], merging_probs_grad [T, E].
+    """
     name = "unpermute_with_mask_map_bwd_with_merging_probs"
     _check_sizes(name, row_id_map, num_tokens, num_experts)
     _check_size(name, "num_out_tokens", num_out_tokens, fwd_input, 0)
@@ -147,7 +169,11 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
 @public()
 def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int, num_splits: int) -> Tensor:
-    """row_id_map int32 [R]: the new place of every row."""
+    """Find the new place of every row when chunks are put in another order.
+
+    Returns:
+        row_id_map int32 [R].
+    """
     _check_size("make_chunk_sort_map", "num_splits", num_splits, split_sizes, 0)
     return masked.make_chunk_sort_map(split_sizes, sorted_indices, num_tokens)
 
@@ -156,7 +182,11 @@ def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens:
 def sort_chunks_by_map(
     inp: Tensor, row_id_map: Tensor, probs: Tensor | None, num_tokens: int, hidden_size: int, is_forward: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """output [R, H], permuted_probs [R] or None."""
+    """Move row r to ``row_id_map[r]``, or back.
+
+    Returns:
+        output [R, H], permuted_probs [R] or None.
+    """
     name = "sort_chunks_by_map"
     _check_size(name, "num_tokens", num_tokens, inp, 0)
     _check_size(name, "hidden_size", hidden_size, inp, 1)

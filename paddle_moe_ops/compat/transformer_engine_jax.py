@@ -42,5 +42,9 @@ def token_dispatch(
     probs: Tensor | None = None,
     align_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:
-    """rows [N, H], permuted_probs [N] or None, row_id_map, pad_offsets [E] or None, tokens_per_expert [E]."""
+    """Copy tokens, and their probabilities, to expert order.
+
+    Returns:
+        rows [N, H], permuted_probs [N] or None, row_id_map, pad_offsets [E] or None, tokens_per_expert [E].
+    """
     return dispatch.token_dispatch(inp, routing_map, num_out_tokens, probs, align_size, zero_prob_as_padding=True)

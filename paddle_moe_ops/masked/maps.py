@@ -175,7 +175,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     *,
     validate: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the weighted `unpermute_with_mask_map`, for backward passes written by hand.
+    """Compute the gradients of the weighted `unpermute_with_mask_map`, for backward passes written by hand.
 
     Not differentiable itself. No host synchronisation unless it validates on a GPU.
 
@@ -212,7 +212,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 def make_chunk_sort_map(
     split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int | None = None, *, validate: bool | None = None
 ) -> Tensor:
-    """The new place of every row when chunks are in another order; rows after the last chunk stay.
+    """Find the new place of every row when chunks are put in another order; rows after the last chunk stay.
 
     No gradient. Host synchronisation only without ``num_tokens``, and when it validates on a GPU.
 

@@ -134,7 +134,7 @@ def moe_permute_and_pad_with_probs(
     zero_prob_as_padding: bool = False,
     validate: bool | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """As `moe_permute_with_probs`, with every expert's segment padded to a multiple of ``align_size`` rows.
+    """Route and copy as `moe_permute_with_probs`, with segments padded to multiples of ``align_size`` rows.
 
     Differentiable in ``inp`` (not float8) and ``probs``. One host synchronisation with a GPU, two if
     ``tokens_per_expert`` is no list.
@@ -227,9 +227,22 @@ def moe_unpermute(
 def moe_sort_chunks_by_index(
     inp: Tensor, split_sizes: Tensor, sorted_index: Tensor, *, validate: bool | None = None
 ) -> Tensor:
-    """The rows [R, H] of `paddle_moe_ops.sort_chunks`, with its errors: chunks in the order ``sorted_index``.
+    """Put chunks of rows in the order ``sorted_index``: the rows of `paddle_moe_ops.sort_chunks`.
 
     Differentiable in ``inp`` (not float8).
+
+    Args:
+        inp: [R, H].
+        split_sizes: int32 or int64 [C] rows of each chunk.
+        sorted_index: int32 or int64 [C], the chunks in their new order.
+        validate: as in `paddle_moe_ops.sort_chunks`.
+
+    Returns:
+        [R, H].
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape; bad data.
     """
     with _checks.renaming("sort_chunks", "moe_sort_chunks_by_index", x="inp", order="sorted_index"):
         return sort_chunks(inp, split_sizes, sorted_index, validate=validate)[0]
@@ -239,9 +252,23 @@ def moe_sort_chunks_by_index(
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor, *, validate: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows [R, H] and probabilities [R], in their dtype, of `paddle_moe_ops.sort_chunks`, with its errors.
+    """Put chunks of rows and probabilities in the order ``sorted_index``, as `paddle_moe_ops.sort_chunks` does.
 
     Differentiable in ``inp`` (not float8) and ``probs``.
+
+    Args:
+        inp: [R, H].
+        probs: bfloat16, float16 or float32 [R] that travel with the rows.
+        split_sizes: int32 or int64 [C] rows of each chunk.
+        sorted_index: int32 or int64 [C], the chunks in their new order.
+        validate: as in `paddle_moe_ops.sort_chunks`.
+
+    Returns:
+        rows [R, H] and probabilities [R] in the dtype of ``probs``.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape; bad data.
     """
     with _checks.renaming("sort_chunks", "moe_sort_chunks_by_index_with_probs", x="inp", order="sorted_index"):
         return sort_chunks(inp, split_sizes, sorted_index, probs, validate=validate)[:2]

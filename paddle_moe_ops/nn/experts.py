@@ -27,8 +27,8 @@ class SwiGLU(nn.Layer):
         intermediate_size: I.
 
     Raises:
-        TypeError: A size is no int.
-        ValueError: A size below 1.
+        TypeError: a size is no int.
+        ValueError: a size below 1.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
@@ -41,11 +41,11 @@ class SwiGLU(nn.Layer):
 
     @not_to_static
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x [..., H] to [..., H].
+        """Apply the MLP to x [..., H]; the result has the same shape.
 
         Raises:
             TypeError: x is no tensor of the weights' dtype.
-            ValueError: The last dimension of x is not H.
+            ValueError: the last dimension of x is not H.
         """
         return _swiglu_mlp(x, self.gate_up, self.down, self.hidden_size, self.intermediate_size)
 
@@ -59,12 +59,12 @@ class SwiGLUExperts(nn.Layer):
         intermediate_size: I.
 
     Attributes:
-        gate_up: Weights [E, H, 2*I], the gate's columns first.
-        down: Weights [E, I, H].
+        gate_up: weights [E, H, 2*I], the gate's columns first.
+        down: weights [E, I, H].
 
     Raises:
-        TypeError: A size is no int.
-        ValueError: A size below 1.
+        TypeError: a size is no int.
+        ValueError: a size below 1.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
@@ -88,26 +88,26 @@ class SwiGLUExperts(nn.Layer):
         plan: Plan | None = None,
         probs: Tensor | None = None,
     ) -> Tensor:
-        """Applies each expert to its segment of rows, or by a plan to its tokens.
+        """Apply each expert to its segment of rows, or to the tokens that a plan gives it.
 
         Differentiable in the rows and the weights (and probs); an expert without rows gets a zero gradient.
         Deterministic; no host synchronisation with counts that are ints, else as `grouped_gemm`.
 
         Args:
-            rows: Rows in expert order, [N, H], as moe_permute returns them; with a plan tokens [T, H].
-            tokens_per_expert: Tokens of each expert, E ints in a list or an array, or an int tensor [E]; the segments
+            rows: rows in expert order, [N, H], as moe_permute returns them; with a plan tokens [T, H].
+            tokens_per_expert: tokens of each expert, E ints in a list or an array, or an int tensor [E]; the segments
                 are these counts rounded up to multiples of padding_alignment. A list is part of a static graph's
                 program.
-            padding_alignment: The alignment the rows were permuted with. Zero rows give zero rows.
-            plan: In place of tokens_per_expert: where the rows of tokens are, as `route` says it.
-            probs: With a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
+            padding_alignment: the alignment the rows were permuted with. Zero rows give zero rows.
+            plan: in place of tokens_per_expert: where the rows of tokens are, as `route` says it.
+            probs: with a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
 
         Returns:
-            Tensor: [N, H], in expert order.
+            [N, H], in expert order.
 
         Raises:
-            TypeError: An argument of the wrong type or dtype.
-            ValueError: An argument of the wrong shape; a plan of another number of experts; padding_alignment is below
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: an argument of the wrong shape; a plan of another number of experts; padding_alignment is below
                 1, or the counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a
                 GPU or in a graph are not looked at.
         """
@@ -118,21 +118,21 @@ class SwiGLUExperts(nn.Layer):
 
     @not_to_static
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
-        """Applies to each token its experts, and weights what they give; `unpermute` then adds up each token's rows.
+        """Apply to each token its experts, and weight what they give; `unpermute` then adds up each token's rows.
 
         What ``forward`` does with a plan, without its hooks.
 
         Args:
-            x: Tokens [T, H].
-            plan: Where their rows are, as `route` says it.
-            probs: Weights of each token's slots, float32 [T, K], or of rows, [N], or None for rows as they are.
+            x: tokens [T, H].
+            plan: where their rows are, as `route` says it.
+            probs: weights of each token's slots, float32 [T, K], or of rows, [N], or None for rows as they are.
 
         Returns:
-            Tensor: [N, H], rows in expert order.
+            [N, H], rows in expert order.
 
         Raises:
-            TypeError: An argument of the wrong type or dtype.
-            ValueError: An argument of the wrong shape; a plan of another number of experts.
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: an argument of the wrong shape; a plan of another number of experts.
         """
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         return _by_plan(x, self.gate_up, self.down, sizes_of, plan, probs)

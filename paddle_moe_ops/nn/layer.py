@@ -33,15 +33,15 @@ class MoELayer(nn.Layer):
         intermediate_size: I of one expert.
         num_experts: E.
         topk: K.
-        num_shared_experts: Shared experts, 0 for none; they are one SwiGLU of num_shared_experts * I.
-        scoring: See TopKRouter.
-        correction_bias: See TopKRouter.
-        norm_topk_prob: See TopKRouter.
-        num_groups: See TopKRouter.
-        topk_groups: See TopKRouter.
-        scores_per_group: See TopKRouter.
-        scaling_factor: See TopKRouter.
-        capacity_factor: See TopKRouter. The slots beyond an expert's capacity are dropped, the last tokens first: they
+        num_shared_experts: shared experts, 0 for none; they are one SwiGLU of num_shared_experts * I.
+        scoring: see TopKRouter.
+        correction_bias: see TopKRouter.
+        norm_topk_prob: see TopKRouter.
+        num_groups: see TopKRouter.
+        topk_groups: see TopKRouter.
+        scores_per_group: see TopKRouter.
+        scaling_factor: see TopKRouter.
+        capacity_factor: see TopKRouter. The slots beyond an expert's capacity are dropped, the last tokens first: they
             add nothing to their token, which keeps the other experts' part and the shared experts'.
 
     The last forward pass leaves these; a copy of the layer has not run. What a pass under paddle.jit.to_static leaves
@@ -49,16 +49,16 @@ class MoELayer(nn.Layer):
     ``recompute(..., use_reentrant=True)``: read outside of the function that is recomputed they have no gradient.
 
     Attributes:
-        tokens_per_expert: Load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU an
+        tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU an
             int32 tensor [E].
-        dropped_slots: Slots dropped for the capacity, an int32 tensor [1]; 0 without a capacity factor.
+        dropped_slots: slots dropped for the capacity, an int32 tensor [1]; 0 without a capacity factor.
         aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts where the
             scoring is ``"sigmoid"``; None before the first pass. It is computed when it is read.
         z_loss: `router_z_loss` of the router's logits; None before the first pass. It is computed when it is read.
 
     Raises:
-        TypeError: A size is no int, a flag no bool, or a factor no number.
-        ValueError: A size out of range (see TopKRouter, SwiGLUExperts) or num_shared_experts below 0.
+        TypeError: a size is no int, a flag no bool, or a factor no number.
+        ValueError: a size out of range (see TopKRouter, SwiGLUExperts) or num_shared_experts below 0.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class MoELayer(nn.Layer):
 
     @not_to_static
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the block.
+        """Run the block.
 
         Args:
             x: [T, H] or [B, S, H], dtype of the weights.
 
         Returns:
-            Tensor: Same shape and dtype as x, differentiable in x and all weights.
+            same shape and dtype as x, differentiable in x and all weights.
 
         Raises:
             TypeError: x is no tensor of the weights' dtype (under mixed precision, of bfloat16, float16 or float32).

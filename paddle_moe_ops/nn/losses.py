@@ -16,7 +16,7 @@ _SMALLEST_SUM = 1e-12  # sigmoids can add up to nothing
 
 @public("scores")
 def load_balance_loss(scores: Tensor, ids: Tensor) -> Tensor:
-    """Auxiliary loss against imbalance, 1 at even load: ``E * sum_e share_e * mean_t scores[t, e]``.
+    """Compute the auxiliary loss against imbalance, 1 at even load: ``E * sum_e share_e * mean_t scores[t, e]``.
 
     ``share_e`` is the part of all T*K slots that names expert e; it carries no gradient. Formula: Switch
     Transformer (arXiv:2101.03961, equations 4 to 6) for K experts per token, with scores that sum to 1; divide those
@@ -24,15 +24,15 @@ def load_balance_loss(scores: Tensor, ids: Tensor) -> Tensor:
     Deterministic; no host synchronisation.
 
     Args:
-        scores: Scores of the router, [T, E], bfloat16, float16 or float32, differentiable.
-        ids: Chosen experts, int32 or int64 [T, K].
+        scores: scores of the router, [T, E], bfloat16, float16 or float32, differentiable.
+        ids: chosen experts, int32 or int64 [T, K].
 
     Returns:
-        Tensor: Scalar, float32; 0 without tokens.
+        scalar, float32; 0 without tokens.
 
     Raises:
-        TypeError: An argument of the wrong type or dtype.
-        ValueError: An argument of the wrong shape.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape.
     """
     name = "load_balance_loss"
     _checks.tensor(name, "scores", scores, _checks.SUM_DTYPES, ["T", "E"])
@@ -46,9 +46,9 @@ def loss_of_load(scores: Tensor, load: Tensor, normalise: bool) -> Tensor:
     """`load_balance_loss` of the slots that each expert got, [E].
 
     Args:
-        scores: Scores of the router, [T, E].
-        load: Slots that name each expert, [E].
-        normalise: Whether to divide the scores of a token by their sum first.
+        scores: scores of the router, [T, E].
+        load: slots that name each expert, [E].
+        normalise: whether to divide the scores of a token by their sum first.
     """
     with paddle.amp.auto_cast(enable=False):
         scores, load = scores.astype("float32"), load.astype("float32")
@@ -60,15 +60,15 @@ def loss_of_load(scores: Tensor, load: Tensor, normalise: bool) -> Tensor:
 
 @public("logits")
 def router_z_loss(logits: Tensor) -> Tensor:
-    """Auxiliary loss against large logits: the mean over tokens of ``logsumexp(logits)**2``.
+    """Compute the auxiliary loss against large logits: the mean over tokens of ``logsumexp(logits)**2``.
 
     Formula: ST-MoE (arXiv:2202.08906, equation 5). Deterministic; no host synchronisation.
 
     Args:
-        logits: Logits of the router, [T, E], bfloat16, float16 or float32, differentiable.
+        logits: logits of the router, [T, E], bfloat16, float16 or float32, differentiable.
 
     Returns:
-        Tensor: Scalar, float32; 0 without tokens.
+        scalar, float32; 0 without tokens.
 
     Raises:
         TypeError: logits is no tensor of these dtypes.

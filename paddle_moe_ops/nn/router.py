@@ -27,10 +27,10 @@ class RouterOutput(NamedTuple):
     """What a router decides.
 
     Attributes:
-        ids: Experts of each token, int32 [T, K], best first, distinct within a token, no gradient.
-        probs: Weights of these experts, float32 [T, K], differentiable.
-        scores: Scores of all experts without the correction bias, float32 [T, E], differentiable.
-        logits: What the scores are made of, float32 [T, E], differentiable.
+        ids: experts of each token, int32 [T, K], best first, distinct within a token, no gradient.
+        probs: weights of these experts, float32 [T, K], differentiable.
+        scores: scores of all experts without the correction bias, float32 [T, E], differentiable.
+        logits: what the scores are made of, float32 [T, E], differentiable.
     """
 
     ids: Tensor
@@ -40,7 +40,7 @@ class RouterOutput(NamedTuple):
 
 
 class TopKRouter(nn.Layer):
-    """Chooses K of E experts for each token and weights them.
+    """Router that chooses K of E experts for each token and weights them.
 
     The logits are computed in float32, under automatic mixed precision too. The K experts with the highest
     ``scores + correction_bias`` are chosen, of equal values the lower expert id first, from the best groups if
@@ -53,18 +53,18 @@ class TopKRouter(nn.Layer):
         num_experts: E, at most 65536.
         topk: K, from 1 to E.
         scoring: ``"softmax"`` over the experts or ``"sigmoid"`` of each logit.
-        correction_bias: Whether to keep a correction bias, a buffer [E] that starts at zero. It stays float32 whatever
+        correction_bias: whether to keep a correction bias, a buffer [E] that starts at zero. It stays float32 whatever
             dtype the layer is cast to: steps of 1e-3 would be lost in bfloat16.
-        norm_topk_prob: Whether the K weights of a token are divided by their sum.
-        num_groups: Groups of experts, a divisor of E.
-        topk_groups: Groups that a token's experts may come from; None for all.
-        scores_per_group: How many of a group's best scores are added up to rank it: 2 in DeepSeek-V3, 1 in V2.
-        scaling_factor: What the weights are multiplied by in the end.
-        capacity_factor: How many times the rows of an even load an expert may have, see `capacity`; None: no limit.
+        norm_topk_prob: whether the K weights of a token are divided by their sum.
+        num_groups: groups of experts, a divisor of E.
+        topk_groups: groups that a token's experts may come from; None for all.
+        scores_per_group: how many of a group's best scores are added up to rank it: 2 in DeepSeek-V3, 1 in V2.
+        scaling_factor: what the weights are multiplied by in the end.
+        capacity_factor: how many times the rows of an even load an expert may have, see `capacity`; None: no limit.
 
     Raises:
-        TypeError: A size is no int, a flag no bool, or a factor no number.
-        ValueError: A size below 1, K above E or above the experts of the kept groups, groups that do not divide E,
+        TypeError: a size is no int, a flag no bool, or a factor no number.
+        ValueError: a size below 1, K above E or above the experts of the kept groups, groups that do not divide E,
             an unknown scoring, or a capacity factor that is not above 0.
     """
 
@@ -109,13 +109,13 @@ class TopKRouter(nn.Layer):
 
     @not_to_static
     def forward(self, x: Tensor) -> RouterOutput:
-        """Routes tokens.
+        """Route tokens.
 
         Args:
-            x: Tokens [T, H], bfloat16, float16 or float32.
+            x: tokens [T, H], bfloat16, float16 or float32.
 
         Returns:
-            RouterOutput: ids int32 [T, K], probs float32 [T, K], scores and logits float32 [T, E].
+            ids int32 [T, K], probs float32 [T, K], scores and logits float32 [T, E].
 
         Raises:
             TypeError: x is no tensor of these dtypes.
@@ -137,7 +137,7 @@ class TopKRouter(nn.Layer):
         )
 
     def capacity(self, num_tokens: int | Tensor) -> int | Tensor | None:
-        """The rows that each expert may have, for `paddle_moe_ops.route`.
+        """Return how many rows each expert may have, for `paddle_moe_ops.route`.
 
         Args:
             num_tokens: T, an int, or a 0-D int tensor where a graph does not know it.
@@ -150,18 +150,18 @@ class TopKRouter(nn.Layer):
 
     @paddle.no_grad()
     def update_correction_bias(self, tokens_per_expert: Sequence[int] | Tensor, rate: float = 1e-3) -> None:
-        """Moves each expert's bias a step towards an even load: ``bias += rate * sign(mean(load) - load)``.
+        """Move each expert's bias a step towards an even load: ``bias += rate * sign(mean(load) - load)``.
 
         The rule is that of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). With data parallelism, sum the
         loads over all ranks first, so that the bias stays the same everywhere.
 
         Args:
-            tokens_per_expert: The load, [E]: tokens that each expert got since the last update.
-            rate: Size of the step.
+            tokens_per_expert: the load, [E]: tokens that each expert got since the last update.
+            rate: size of the step.
 
         Raises:
-            TypeError: The load is no sequence and no tensor, or the rate no number.
-            ValueError: The router has no correction bias, or the load does not have E entries.
+            TypeError: the load is no sequence and no tensor, or the rate no number.
+            ValueError: the router has no correction bias, or the load does not have E entries.
         """
         name = "update_correction_bias"
         if self.correction_bias is None:
@@ -190,13 +190,13 @@ class TopKRouter(nn.Layer):
         self._let_bias_load()
 
     def _let_bias_load(self) -> None:
-        """Has the bias take values of any float dtype, as checkpoints of cast layers used to hold them."""
+        """Make the bias take values of any float dtype, as checkpoints of cast layers used to hold them."""
         if self.correction_bias is not None:
             self.correction_bias.set_value = functools.partial(_set_float32, weakref.ref(self.correction_bias))
 
 
 def _set_float32(bias: Callable[[], Tensor], value: Any) -> None:
-    """Sets a float32 tensor; Paddle's own way refuses another dtype."""
+    """Set a float32 tensor; Paddle's own way refuses another dtype."""
     tensor = bias()
     value = value if isinstance(value, Tensor) else paddle.to_tensor(value, place=tensor.place)
     Tensor.set_value(tensor, value.astype("float32"))

@@ -63,9 +63,9 @@ def fma32(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> NDArray:
     every operand is a multiple of 2**-298.
 
     Args:
-        a: First factor, float32 (or narrower).
-        b: Second factor, float32 (or narrower).
-        c: Addend, float32 (or narrower).
+        a: first factor, float32 (or narrower).
+        b: second factor, float32 (or narrower).
+        c: addend, float32 (or narrower).
 
     Returns:
         float32 array of the broadcast shape; with a float64 operand a plain ``a * b + c`` in float64.

@@ -27,14 +27,14 @@ def chunk_sort_map(
             passed over; chunks that are not named follow the others, ascending.
         num_rows: R; rows after the last chunk stay where they are.
         validate: None or True: such sizes and entries raise.
-        function: Name that starts an error text.
-        order_name: The caller's name for ``order``.
+        function: name that starts an error text.
+        order_name: the caller's name for ``order``.
 
     Returns:
-        The map, a permutation of [0, R).
+        the map, a permutation of [0, R).
 
     Raises:
-        ValueError: Bad sizes, then bad entries of the order.
+        ValueError: bad sizes, then bad entries of the order.
     """
     if validate is not False:
         _check_sizes(split_sizes, num_rows, function)
@@ -67,16 +67,16 @@ def sort_chunks(
 
     Args:
         x: [R, H], any dtype; bits are copied.
-        split_sizes: As in :func:`chunk_sort_map`.
-        order: As there.
+        split_sizes: as in `chunk_sort_map`.
+        order: as there.
         probs: [R] values that travel with the rows, or None.
-        validate: As there.
+        validate: as there.
 
     Returns:
-        The rows [R, H], the probabilities [R] or None, and the map [R].
+        the rows [R, H], the probabilities [R] or None, and the map [R].
 
     Raises:
-        ValueError: As there.
+        ValueError: as there.
     """
     source_to_dest = chunk_sort_map(split_sizes, order, len(x), validate=validate)
     out = np.empty_like(x)

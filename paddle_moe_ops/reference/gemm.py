@@ -30,11 +30,11 @@ def grouped_gemm(
     """Multiply each group of rows with the matrix of its expert.
 
     Args:
-        X: [M, K] rows; float64 stays float64. [T, K] tokens with ``row_to_token``.
-        W: [E, N, K], or [E, K, N] without ``transpose``.
+        X: [M, D] rows; float64 stays float64. [T, D] tokens with ``row_to_token``.
+        W: [E, N, D], or [E, D, N] without ``transpose``.
         m_sizes: E group sizes.
-        transpose: Multiply with the transposed matrices.
-        expert_offsets: First row of each group, [E] or [E + 1]; None: the groups follow each other.
+        transpose: multiply with the transposed matrices.
+        expert_offsets: first row of each group, [E] or [E + 1]; None: the groups follow each other.
         row_to_token: [M] token of each row, or None.
         weights: [M], what each row of the product is multiplied by, or None.
 
@@ -62,7 +62,7 @@ def grouped_gemm_backward(
     row_to_token: NDArray | None = None,
     weights: NDArray | None = None,
 ) -> tuple[NDArray, ...]:
-    """Return the gradients of the rows [M, K], of W and, with ``weights``, of these, in their dtypes.
+    """Return the gradients of the rows [M, D], of W and, with ``weights``, of these, in their dtypes.
 
     They are 0 in rows of no group and for experts without rows.
     """

@@ -20,7 +20,7 @@ def get_routing_indices(selected_experts: NDArray, num_experts: int) -> tuple[ND
         num_experts: E.
 
     Returns:
-        Tokens of each expert [E] (dtype of the ids), gather indices int32 [T*K] (the slot of each row: rows of
+        tokens of each expert [E] (dtype of the ids), gather indices int32 [T*K] (the slot of each row: rows of
         one expert follow ascending slot) and scatter indices int32 [T*K] (the row of each slot).
     """
     ids = selected_experts.reshape(-1)

@@ -54,17 +54,17 @@ def moe_permute(
         expert_routemap_topk: int [T, K] expert ids, -1 for none.
         expert_prob_topk: float32 [T, K].
         num_experts: E.
-        tokens_per_expert: Rows routed to each expert, with or without its segment's padding, or None; ignored with a
+        tokens_per_expert: rows routed to each expert, with or without its segment's padding, or None; ignored with a
             static buffer.
         padding_alignment: A, in rows.
         do_gather: False: make the maps and probabilities only.
-        using_ue8m0_scale: Says that ``scale`` holds packed exponents; they are copied like any other scale.
-        return_expert_indices: Add the expert of each row.
+        using_ue8m0_scale: says that ``scale`` holds packed exponents; they are copied like any other scale.
+        return_expert_indices: add the expert of each row.
         override_buffer_size: N when >= 0.
-        name: Not used.
-        fill_padding: As in :func:`permute`: padding is 0 here in any case.
-        return_overflow: Add the number of dropped slots.
-        validate: As in :func:`route`.
+        name: not used.
+        fill_padding: as in `permute`: padding is 0 here in any case.
+        return_overflow: add the number of dropped slots.
+        validate: as in `route`.
 
     Returns:
         hidden_states_unzipped [N, H] ([0, H] without gather), zipped_expertwise_rowmap int32 [T, E],
@@ -72,7 +72,7 @@ def moe_permute(
         when asked for, expert_indices int32 [N] (-1 in padding) and overflow int32 [1].
 
     Raises:
-        ValueError: As :func:`route`.
+        ValueError: as `route`.
     """
     plan = route(
         expert_routemap_topk,
@@ -139,9 +139,9 @@ def moe_unpermute(
         token_prob_unzipped: float32 [N] or [N, 1].
         total_zipped_tokens: T.
         num_experts: E.
-        using_mix_precision: Not used: sums are always in float32.
-        using_weighted_combine: Weight each row by its probability.
-        name: Not used.
+        using_mix_precision: not used: sums are always in float32.
+        using_weighted_combine: weight each row by its probability.
+        name: not used.
         compat: "paddle": a token with exactly one row is a copy of that row even when weighted, and each of
             several slots with the same id reads the probability; None: the first one does, the others are 0.
         validate: None or True: bad ids and row map entries raise. Repeated ids and NaN never do: ``compat``
@@ -151,7 +151,7 @@ def moe_unpermute(
         hidden_states [T, H], dtype of the rows, and expert_prob_topk [T, K], 0 for a slot without a row.
 
     Raises:
-        ValueError: Bad ids, then row map entries out of range, then repeated ones.
+        ValueError: bad ids, then row map entries out of range, then repeated ones.
     """
     num_rows = len(hidden_states_unzipped)
     if validate is not False:
@@ -178,7 +178,7 @@ def moe_unpermute_backward(
     using_weighted_combine: bool = False,
     compat: str | None = None,
 ) -> tuple[NDArray, NDArray]:
-    """Return the gradients of :func:`moe_unpermute`, its exact adjoint.
+    """Return the gradients of `moe_unpermute`, its exact adjoint.
 
     Args:
         d_hidden: [T, H] gradient of hidden_states.
@@ -187,8 +187,8 @@ def moe_unpermute_backward(
         zipped_expertwise_rowmap: [T, E]; unusable entries count as -1, as do unusable ids.
         expert_routemap_topk: [T, K].
         token_prob_unzipped: [N] or [N, 1].
-        using_weighted_combine: As in the forward pass.
-        compat: As in the forward pass.
+        using_weighted_combine: as in the forward pass.
+        compat: as in the forward pass.
 
     Returns:
         d_hidden_unzipped [N, H] (dtype of ``d_hidden``) and d_token_prob (float32, shape of
@@ -243,13 +243,13 @@ def rowmap_to_token_rows(
             place in flat order t * E + e.
         num_rows: N.
         validate: None or True: such entries raise.
-        function: Name that starts an error text.
+        function: name that starts an error text.
 
     Returns:
-        The compact rows.
+        the compact rows.
 
     Raises:
-        ValueError: An entry out of range, or else a repeated row.
+        ValueError: an entry out of range, or else a repeated row.
     """
     return _compact(_usable_rowmap(rowmap, num_rows, validate, function))
 

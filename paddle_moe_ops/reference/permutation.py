@@ -27,7 +27,7 @@ def permute(
 
     Args:
         x: [T, H], any dtype; bits are copied.
-        plan: Plan of the routing.
+        plan: plan of the routing.
         scale: [T, S] scales that travel with the rows, any dtype, or None.
         fill_padding: "all", "meta" or "none". The last two leave (some) padding undefined in a kernel; here
             padding is 0 with each of them, so compare those rows with "all" only.
@@ -49,7 +49,7 @@ def unpermute(y: NDArray, plan: Plan, probs: NDArray | None = None) -> NDArray:
 
     Args:
         y: [N, H] rows in expert order, bfloat16, float16 or float32.
-        plan: Plan of the routing.
+        plan: plan of the routing.
         probs: None, or float32 weights: [N] by row or [T, K] by slot.
 
     Returns:
@@ -61,13 +61,13 @@ def unpermute(y: NDArray, plan: Plan, probs: NDArray | None = None) -> NDArray:
 def unpermute_backward(
     d_out: NDArray, plan: Plan, y: NDArray | None = None, probs: NDArray | None = None
 ) -> tuple[NDArray, NDArray | None]:
-    """Return the gradients of :func:`unpermute`.
+    """Return the gradients of `unpermute`.
 
     Args:
         d_out: [T, H] gradient of the sum.
-        plan: Plan of the forward pass.
+        plan: plan of the forward pass.
         y: [N, H] rows of the forward pass, for the gradient of ``probs``; None when that is not needed.
-        probs: Weights of the forward pass, None for the plain sum.
+        probs: weights of the forward pass, None for the plain sum.
 
     Returns:
         d_y [N, H] (dtype of ``d_out``, padding rows 0), and d_probs in the shape of ``probs`` (float32; a dot
@@ -110,7 +110,7 @@ def sum_rows(y: NDArray, token_rows: NDArray, row_weights: NDArray | None = None
 def sum_rows_backward(
     d_out: NDArray, row_to_token: NDArray, y: NDArray | None = None, row_weights: NDArray | None = None
 ) -> tuple[NDArray, NDArray | None]:
-    """Return the gradients of :func:`sum_rows`: d_y [N, H], and d_row_weights [N] if weighted and y is given.
+    """Return the gradients of `sum_rows`: d_y [N, H], and d_row_weights [N] if weighted and y is given.
 
     ``row_to_token`` is int [N], -1 for a row that no token summed; its gradients are 0.
     """

@@ -78,24 +78,24 @@ def route(
         probs: float32, [T, K] for ids and [T, E] for a mask.
         num_experts: E, needed for ids.
         padding_alignment: A, in rows.
-        tokens_per_expert: The caller's counts of routed rows, each with or without its segment's padding. Ignored with
+        tokens_per_expert: the caller's counts of routed rows, each with or without its segment's padding. Ignored with
             a static buffer.
         buffer_size: N when >= 0: rows at or beyond N are dropped, the others stay where they are. Otherwise N
             is the sum of the padded segments.
         topk: K of a mask (default E); ids bring their own K.
         duplicates: "first": of equal ids in one token only the first slot gets a row. "each": all of them
-        capacity: Rows that an expert gets at most, the first of its rows; the others are dropped. None: no limit.
+        capacity: rows that an expert gets at most, the first of its rows; the others are dropped. None: no limit.
         validate: False: bad ids count as -1, the first duplicate wins, NaN is copied. None: these raise.
             True: slots dropped for lack of room in the buffer raise too.
-        function: Name that starts an error text.
-        names: The caller's names for ``routing``, ``probs``, ``tokens_per_expert`` and ``buffer_size``, where
+        function: name that starts an error text.
+        names: the caller's names for ``routing``, ``probs``, ``tokens_per_expert`` and ``buffer_size``, where
             they differ.
 
     Returns:
-        The plan.
+        the plan.
 
     Raises:
-        ValueError: Bad data, as ``validate`` says; wrong ``tokens_per_expert`` always.
+        ValueError: bad data, as ``validate`` says; wrong ``tokens_per_expert`` always.
     """
     name = {key: key for key in ("routing", "probs", "tokens_per_expert", "buffer_size")} | dict(names or {})
     strict = validate is not False
@@ -186,7 +186,7 @@ def route_backward(d_row_probs: NDArray, plan: Plan, *, mask_experts: int | None
 
     Args:
         d_row_probs: [N] gradient of ``plan.row_probs``.
-        plan: The plan of the forward pass.
+        plan: the plan of the forward pass.
         mask_experts: E for a plan made from a mask (a plan does not say), None for one made from ids.
 
     Returns:

@@ -64,7 +64,7 @@ def row_id_map_to_rowmap(row_id_map: NDArray, pad_offsets: NDArray | None = None
         pad_offsets: int [E], added to the rows of each expert.
 
     Returns:
-        The row map; rows are not checked, but for those that 31 bits do not hold: these are 2^31 - 1.
+        the row map; rows are not checked, but for those that 31 bits do not hold: these are 2^31 - 1.
     """
     experts = row_id_map.shape[1] // 2
     rowmap = np.full((len(row_id_map), experts), -1, np.int32)
@@ -91,16 +91,16 @@ def read_rowmap(
     Args:
         rowmap: int [T, E]. Entries outside [0, N), and rows that stand at an earlier place, count as -1.
         num_rows: N.
-        check_range: Entries outside [-1, N) raise.
-        check_repeats: Repeated rows raise.
-        function: Name that starts an error text.
-        name: The caller's name for ``rowmap``.
+        check_range: entries outside [-1, N) raise.
+        check_repeats: repeated rows raise.
+        function: name that starts an error text.
+        name: the caller's name for ``rowmap``.
 
     Returns:
-        The maps.
+        the maps.
 
     Raises:
-        ValueError: An entry out of range, or else a repeated row, as far as it is asked for.
+        ValueError: an entry out of range, or else a repeated row, as far as it is asked for.
     """
     usable = usable_rowmap(
         rowmap, num_rows, check_range=check_range, check_repeats=check_repeats, function=function, name=name

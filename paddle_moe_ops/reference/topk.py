@@ -31,9 +31,9 @@ def select_experts(
         values: [T, E]; widened to float32.
         top_k: K.
         correction_bias: float32 [E] to add first, or None.
-        num_groups: Groups of E / num_groups experts that follow each other.
-        topk_groups: The groups that are kept, those with the highest sums; None: all of them.
-        scores_per_group: How many of a group's highest values its sum holds, added from the highest down.
+        num_groups: groups of E / num_groups experts that follow each other.
+        topk_groups: the groups that are kept, those with the highest sums; None: all of them.
+        scores_per_group: how many of a group's highest values its sum holds, added from the highest down.
 
     Returns:
         int64 [T, K], highest value first.
@@ -78,13 +78,13 @@ def calculate_topk(
     Args:
         gating: [T, E] logits, bfloat16, float16 or float32; float64 stays float64.
         top_k: K.
-        use_sigmoid: Sigmoid of each logit, else softmax.
-        renormalize: Divide the weights of a token by their sum; weights of 0 stay 0.
-        pre_act: Choose by scores of all experts.
-        post_act: Choose by logits, score the chosen ones only (a softmax then runs over them).
-        scaling_factor: What the weights are multiplied by in the end.
+        use_sigmoid: sigmoid of each logit, else softmax.
+        renormalize: divide the weights of a token by their sum; weights of 0 stay 0.
+        pre_act: choose by scores of all experts.
+        post_act: choose by logits, score the chosen ones only (a softmax then runs over them).
+        scaling_factor: what the weights are multiplied by in the end.
         ids: [T, K] experts to take instead of choosing.
-        **selection: Further arguments of `select_experts`.
+        **selection: further arguments of `select_experts`.
 
     Returns:
         weights [T, K], ids int64 [T, K] and the scores of all experts [T, E]; weights and scores have the logits'

@@ -48,7 +48,7 @@ DTYPES = (FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
 def main() -> int:
-    """Runs every check, prints a line for each and a verdict, and returns the exit status."""
+    """Run every check, print a line for each and a verdict, and return the exit status."""
     start = time.perf_counter()
     failed = 0
     checks = list(all_checks())

@@ -45,7 +45,7 @@ def dtype_tols(dtype: DTypeLike, chain: int) -> Tolerance:
         chain: roundings in a row, at most, on either side.
 
     Returns:
-        The tolerance.
+        the tolerance.
     """
     name = np.dtype(dtype).name
     # One more rounding covers the terms of second order, which stay below it for any chain shorter than 4096.
@@ -65,7 +65,7 @@ def score_tols(dtype: DTypeLike, num_experts: int) -> Tolerance:
         num_experts: experts in all.
 
     Returns:
-        The tolerance.
+        the tolerance.
     """
     name = np.dtype(dtype).name
     chain = (2 * num_experts + 32) * _UNIT_ROUNDOFF["float32"]

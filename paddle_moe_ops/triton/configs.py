@@ -18,8 +18,8 @@ class Config(NamedTuple):
     """What one program takes.
 
     Attributes:
-        block_bytes: Bytes of a row.
-        warps: Warps that share them.
+        block_bytes: bytes of a row.
+        warps: warps that share them.
     """
 
     block_bytes: int

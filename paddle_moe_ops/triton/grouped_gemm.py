@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matrix product per expert over its own rows, with gradients; the launchers of `grouped_gemm_kernels`.
 
-M rows, K the inner and N the outer size of a matrix, E experts. Sizes and offsets stay on the device.
+M rows, D the inner and N the outer size of a matrix, E experts. Sizes and offsets stay on the device.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _experts_at_once(num_experts: int) -> int:
 
 @contextlib.contextmanager
 def _descriptors(device: Device, used: bool) -> Iterator[None]:
-    """Gives a launch memory for its tensor descriptors."""
+    """Give a launch memory for its tensor descriptors."""
     if ALLOCATOR is None or not used:
         yield
         return
@@ -203,8 +203,8 @@ def grouped_gemm(
 
     Args:
         device: where to.
-        x: [M, K] float16 or bfloat16, rows in expert order; [T, K] with ``tokens``.
-        w: [E, N, K], or [E, K, N] without ``transpose``; dtype of ``x``, contiguous.
+        x: [M, D] float16 or bfloat16, rows in expert order; [T, D] with ``tokens``.
+        w: [E, N, D], or [E, D, N] without ``transpose``; dtype of ``x``, contiguous.
         groups: the rows of each expert.
         transpose: whether the matrices are stored transposed.
         tokens: whose rows are multiplied: moved by a launch of their own where operands come through descriptors,
@@ -229,7 +229,7 @@ def grouped_gemm_backward(
     config: GemmConfig | None = None,
     weight_config: GemmConfig | None = None,
 ) -> tuple[Any, Any, Any]:
-    """The gradients of the rows [M, K], of W, and of the weights [M]; None for those not wanted or not there.
+    """The gradients of the rows [M, D], of W, and of the weights [M]; None for those not wanted or not there.
 
     With ``tokens`` the first is that of the rows. With ``weights`` the gradient of W is that of rows
     that were multiplied by their weights and rounded; that of a weight is the dot product, in float32, of its row and

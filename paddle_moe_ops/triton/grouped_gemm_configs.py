@@ -51,14 +51,14 @@ class GemmConfig(NamedTuple):
     """One way to cut a product.
 
     Attributes:
-        rows: Rows of a tile of the result.
-        columns: Columns of a tile of the result.
-        depth: Of the contraction, how much is multiplied at once.
-        band: Tiles of rows that share their columns in the L2.
-        stages: Blocks of operands on their way at a time.
-        warps: Of a program.
-        programs: On each multiprocessor; 0: a program for every tile that there may be.
-        tma: Whether operands come through tensor descriptors where that is possible.
+        rows: rows of a tile of the result.
+        columns: columns of a tile of the result.
+        depth: of the contraction, how much is multiplied at once.
+        band: tiles of rows that share their columns in the L2.
+        stages: blocks of operands on their way at a time.
+        warps: of a program.
+        programs: on each multiprocessor; 0: a program for every tile that there may be.
+        tma: whether operands come through tensor descriptors where that is possible.
     """
 
     rows: int

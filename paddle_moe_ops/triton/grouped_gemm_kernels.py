@@ -153,9 +153,9 @@ def product_kernel(
     EXPERTS: tl.constexpr,
     SEVERAL: tl.constexpr,
 ):
-    """out[r] = weights[r] * x[r] W_e^T for the rows r of expert e, or W_e without TRANSPOSE; [M, N], [M, K], [E, N, K].
+    """out[r] = weights[r] * x[r] W_e^T for the rows r of expert e, or W_e without TRANSPOSE; [M, N], [M, D], [E, N, D].
 
-    GATHER: row r is x[row_to_token[r]], x [num_sources, K]; not with USE_TMA. WEIGHTED: with weights. PARTNER [M, N],
+    GATHER: row r is x[row_to_token[r]], x [num_sources, D]; not with USE_TMA. WEIGHTED: with weights. PARTNER [M, N],
     dtype of x, is the operand whose gradient ``out`` is: partial[r, column tile] is the dot product of its row with the
     unweighted result, and scaled[r] = weights[r] * partner[r], for the gradients of the weights and of W.
     """

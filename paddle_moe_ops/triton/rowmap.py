@@ -138,7 +138,7 @@ def clean_rowmap(
     """token_rows [T, E], row_to_token [N] and slot_to_row [T, K], all int32, of a row map.
 
     Raises:
-        ValueError: The row map has 2^31 entries or more.
+        ValueError: the row map has 2^31 entries or more.
     """
     slot_to_row = device.empty([rowmap.shape[0], ids.shape[1]], "int32")
     token_rows, row_to_token = _clean(device, rowmap, ids, slot_to_row, None, None, num_rows, first_duplicate_only)
@@ -149,7 +149,7 @@ def clean_rowmap_by_expert(device: Device, rowmap: Array, num_rows: int) -> tupl
     """slot_to_row and token_rows [T, E], row_to_token, row_to_slot and row_to_expert [N] if slot e is expert e.
 
     Raises:
-        ValueError: The row map has 2^31 entries or more.
+        ValueError: the row map has 2^31 entries or more.
     """
     slot_to_row = device.empty(rowmap.shape, "int32")
     row_to_slot, row_to_expert = (fill(device, device.empty([num_rows], "int32"), num_rows, -1) for _ in range(2))

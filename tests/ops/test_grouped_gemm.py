@@ -302,7 +302,7 @@ PLAN = route(paddle.to_tensor([[0, 1], [1, 0]], dtype="int32"), num_experts=2, v
 X, W = paddle.zeros([6, 3]), paddle.zeros([2, 5, 3])
 OF_PLAN = {"plan": PLAN, "m_sizes": None, "X": X[:4]}
 BAD = {
-    "X": ({"X": X[0]}, ValueError, "X must be of at least two dimensions, [..., K], but got [3]"),
+    "X": ({"X": X[0]}, ValueError, "X must be of at least two dimensions, [..., D], but got [3]"),
     "dtype": (
         {"X": X.astype("int32")},
         TypeError,
@@ -315,7 +315,7 @@ BAD = {
     ),
     "layout": ({"transpose": False}, ValueError, "W must be of shape [E, 3, N], but got [2, 5, 3]"),
     "inner": ({"X": X[:, :2]}, ValueError, "W must be of shape [E, N, 2], but got [2, 5, 3]"),
-    "no experts": ({"W": W[:0]}, ValueError, "W must be of shape [E, N, K] with E, K and N >= 1, but got [0, 5, 3]"),
+    "no experts": ({"W": W[:0]}, ValueError, "W must be of shape [E, N, D] with E, D and N >= 1, but got [0, 5, 3]"),
     "flag": ({"transpose": 1}, TypeError, "transpose must be a bool, but got 1 of type int"),
     "length": ({"m_sizes": [6]}, ValueError, "m_sizes must be of length 2, but got length 1"),
     "type": ({"m_sizes": 6}, TypeError, "m_sizes must be a list of ints or a 1-D int array or tensor, but got int"),
