@@ -5,6 +5,8 @@
 
 #include <memory>
 
+#include "common/ids.h"
+
 #ifndef PMO_PADDLE_2
 #include "paddle/common/enforce.h"
 #include "paddle/common/errors.h"
@@ -103,10 +105,22 @@ void require_dtype(const paddle::Tensor& tensor, paddle::DataType dtype, const c
   fail_argument(function, name, phi::DataTypeToString(dtype), phi::DataTypeToString(tensor.dtype()));
 }
 
-bool require_integers(const paddle::Tensor& tensor, const char* function, const char* name) {
-  const bool wide = tensor.dtype() == paddle::DataType::INT64;
-  if (wide || tensor.dtype() == paddle::DataType::INT32) return wide;
+int32_t index_kind(const paddle::Tensor& tensor, const char* function, const char* name) {
+  if (tensor.dtype() == paddle::DataType::INT64) return PMO_ROUTING_IDS64;
+  if (tensor.dtype() == paddle::DataType::INT32) return PMO_ROUTING_IDS32;
   fail_argument(function, name, "int32 or int64", phi::DataTypeToString(tensor.dtype()));
+}
+
+std::vector<int64_t> require_host_integers(const Target& target, const paddle::Tensor& tensor, const char* function,
+                                           const char* name) {
+  const int32_t kind = index_kind(tensor, function, name);
+  const int64_t count = tensor.numel();
+  std::vector<char> bytes(static_cast<size_t>(count) * phi::SizeOf(tensor.dtype()));
+  target.copy_to_host(tensor.data(), static_cast<int64_t>(bytes.size()), bytes.data());
+  std::vector<int64_t> integers;
+  integers.reserve(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) integers.push_back(id_at(bytes.data(), kind, i));
+  return integers;
 }
 
 void require_shape(const paddle::Tensor& tensor, const Shape& shape, const char* function, const char* name) {

@@ -15,6 +15,7 @@
 #include "paddle/device.h"
 #include "paddle/extension.h"
 #include "pmo/base.h"
+#include "pmo/route.h"
 
 namespace pmo {
 namespace binding {
@@ -44,8 +45,11 @@ void check_status(int status, const char* function, const Names& names = {});
 int32_t dtype_of(const paddle::Tensor& tensor, const char* function, const char* name);
 
 void require_dtype(const paddle::Tensor& tensor, paddle::DataType dtype, const char* function, const char* name);
-// For integers of either width: whether they are int64.
-bool require_integers(const paddle::Tensor& tensor, const char* function, const char* name);
+// For integers of either width: PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64.
+int32_t index_kind(const paddle::Tensor& tensor, const char* function, const char* name);
+// A copy of dense integers in host memory: a synchronisation on a GPU.
+std::vector<int64_t> require_host_integers(const Target& target, const paddle::Tensor& tensor, const char* function,
+                                           const char* name);
 void require_shape(const paddle::Tensor& tensor, const Shape& shape, const char* function, const char* name);
 void require_rank(const paddle::Tensor& tensor, size_t rank, const char* function, const char* name);
 

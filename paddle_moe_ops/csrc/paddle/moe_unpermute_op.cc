@@ -27,7 +27,7 @@ struct CleanMaps {
     require_rank(rowmap, 2, kFunction, "zipped_expertwise_rowmap");
     require_rank(routemap, 2, kFunction, "expert_routemap_topk");
     require_dtype(rowmap, paddle::DataType::INT32, kFunction, "zipped_expertwise_rowmap");
-    const bool wide_ids = require_integers(routemap, kFunction, "expert_routemap_topk");
+    const int32_t ids_kind = index_kind(routemap, kFunction, "expert_routemap_topk");
     require(rowmap.shape()[0] == routemap.shape()[0], kFunction, "expert_routemap_topk must have one line per token");
     const paddle::Tensor dense_rowmap = dense(rowmap);
     const paddle::Tensor ids = dense(routemap);
@@ -42,7 +42,7 @@ struct CleanMaps {
     p.num_rows = num_rows;
     p.rowmap = dense_rowmap.data<int32_t>();
     p.ids = ids.data();
-    p.ids_kind = wide_ids ? PMO_ROUTING_IDS64 : PMO_ROUTING_IDS32;
+    p.ids_kind = ids_kind;
     p.duplicates = compat_paddle ? PMO_DUPLICATES_EACH : PMO_DUPLICATES_FIRST;
     p.checks = checks;
     p.token_rows = token_rows.data<int32_t>();

@@ -9,18 +9,9 @@ namespace pmo {
 namespace binding {
 namespace {
 
-template <typename Count>
-std::vector<int64_t> host_copy(const Target& target, const paddle::Tensor& counts) {
-  std::vector<Count> copy(static_cast<size_t>(counts.numel()));
-  target.copy_to_host(counts.data(), counts.numel() * static_cast<int64_t>(sizeof(Count)), copy.data());
-  return std::vector<int64_t>(copy.begin(), copy.end());
-}
-
 std::vector<int32_t> counts_of(const Target& target, const paddle::Tensor& tensor, const char* function) {
   require_rank(tensor, 1, function, "tokens_per_expert");
-  const paddle::Tensor counts = dense(tensor);
-  const bool wide = require_integers(counts, function, "tokens_per_expert");
-  const std::vector<int64_t> given = wide ? host_copy<int64_t>(target, counts) : host_copy<int32_t>(target, counts);
+  const std::vector<int64_t> given = require_host_integers(target, dense(tensor), function, "tokens_per_expert");
   for (size_t i = 0; i < given.size(); ++i) {
     if (given[i] >= 0 && given[i] <= std::numeric_limits<int32_t>::max()) continue;
     fail(std::string(function) + ": tokens_per_expert must hold counts in [0, 2^31), but entry " + std::to_string(i) + " is " +
@@ -31,7 +22,7 @@ std::vector<int32_t> counts_of(const Target& target, const paddle::Tensor& tenso
 
 int32_t routing_kind(const paddle::Tensor& routing, const char* function) {
   if (routing.dtype() == paddle::DataType::BOOL) return PMO_ROUTING_MASK;
-  return require_integers(routing, function, "the routing") ? PMO_ROUTING_IDS64 : PMO_ROUTING_IDS32;
+  return index_kind(routing, function, "the routing");
 }
 
 int64_t workspace_bytes(const Target& target, const pmo_route_params& params) {

@@ -85,14 +85,7 @@ int64_t rows_of_buffer(const paddle::optional<paddle::Tensor>& num_rows, int64_t
   require(buffer_size >= -1 && buffer_size <= INT32_MAX, kRead, "the buffer must have 0 to 2^31 - 1 rows");
   if (buffer_size >= 0) return buffer_size;
   require(num_rows && num_rows->numel() == 1, kRead, "the number of rows is missing");
-  int64_t rows = 0;
-  if (require_integers(*num_rows, kRead, "the number of rows")) {
-    target.copy_to_host(num_rows->data(), sizeof(rows), &rows);
-  } else {
-    int32_t narrow = 0;
-    target.copy_to_host(num_rows->data(), sizeof(narrow), &narrow);
-    rows = narrow;
-  }
+  const int64_t rows = require_host_integers(target, *num_rows, kRead, "the number of rows")[0];
   require(rows >= 0 && rows <= INT32_MAX, kRead, "the buffer must have 0 to 2^31 - 1 rows");
   return rows;
 }
@@ -142,14 +135,14 @@ std::vector<paddle::DataType> read_rowmap_dtypes(const paddle::DataType&, const 
 }
 
 // row_to_slot tells both how many rows there are, and their gradients.
-int64_t rows_of(const paddle::Tensor& row_to_slot, const char* function) {
+int64_t num_rows_of(const paddle::Tensor& row_to_slot, const char* function) {
   require_rank(row_to_slot, 1, function, "row_to_slot");
   return row_to_slot.shape()[0];
 }
 
 Outputs values_of_rows(const Target& target, const paddle::Tensor& slot_values, const paddle::Tensor& slot_to_row,
                        const paddle::Tensor& row_to_slot, const char* function) {
-  paddle::Tensor row_values = empty_float32({rows_of(row_to_slot, function)}, slot_to_row);
+  paddle::Tensor row_values = empty_float32({num_rows_of(row_to_slot, function)}, slot_to_row);
   scatter_slots(target, function, slot_to_row, slot_values, false, &row_values);
   return {row_values};
 }
@@ -164,7 +157,8 @@ std::vector<Shape> slots_to_rows_shapes(const Shape&, const Shape&, const Shape&
 Outputs slots_to_rows_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot,
                                const paddle::Tensor& d_row_values) {
   const Target target(kSlots, {&slot_to_row, &row_to_slot, &d_row_values});
-  require_gradient(d_row_values, {rows_of(row_to_slot, kSlots)}, paddle::DataType::FLOAT32, kSlots, "the gradient of the rows");
+  require_gradient(d_row_values, {num_rows_of(row_to_slot, kSlots)}, paddle::DataType::FLOAT32, kSlots,
+                   "the gradient of the rows");
   without_gradient({&slot_to_row, &row_to_slot});
   return {gather_slots(target, kSlots, slot_to_row, d_row_values)};
 }
@@ -185,7 +179,7 @@ std::vector<Shape> slots_to_rows_double_backward_shapes(const Shape&, const Shap
 
 Outputs rows_to_slots(const paddle::Tensor& row_values, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot) {
   const Target target(kRows, {&row_values, &slot_to_row, &row_to_slot});
-  require_shape(row_values, {rows_of(row_to_slot, kRows)}, kRows, "the values of the rows");
+  require_shape(row_values, {num_rows_of(row_to_slot, kRows)}, kRows, "the values of the rows");
   return {gather_slots(target, kRows, slot_to_row, row_values)};
 }
 

@@ -15,10 +15,6 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 constexpr char kFunction[] = "sort_chunks";
 constexpr char kMapFunction[] = "chunk_sort_map";
 
-int32_t index_kind(const paddle::Tensor& indices, const char* function, const char* name) {
-  return require_integers(indices, function, name) ? PMO_ROUTING_IDS64 : PMO_ROUTING_IDS32;
-}
-
 // The sizes and the order of the chunks, and the params that describe them.
 class Chunks {
  public:
@@ -37,7 +33,7 @@ class Chunks {
 
   // Sum of the sizes; a synchronisation on a GPU.
   int64_t num_rows() const {
-    const std::vector<int64_t> sizes = host_copy(split_sizes_);
+    const std::vector<int64_t> sizes = require_host_integers(target_, split_sizes_, function_, "split_sizes");
     int64_t rows = 0;
     for (const int64_t size : sizes) {
       require(size >= 0 && size <= INT32_MAX - rows, function_, "split_sizes must add up to less than 2^31");
@@ -61,21 +57,10 @@ class Chunks {
   pmo_sort_chunks_params params = {};
 
  private:
-  std::vector<int64_t> host_copy(const paddle::Tensor& indices) const {
-    const auto count = static_cast<size_t>(indices.numel());
-    if (indices.dtype() == paddle::DataType::INT64) {
-      std::vector<int64_t> copy(count);
-      target_.copy_to_host(indices.data(), static_cast<int64_t>(count * sizeof(int64_t)), copy.data());
-      return copy;
-    }
-    std::vector<int32_t> copy(count);
-    target_.copy_to_host(indices.data(), static_cast<int64_t>(count * sizeof(int32_t)), copy.data());
-    return std::vector<int64_t>(copy.begin(), copy.end());
-  }
-
   // What the CPU operator reports itself.
   void report() const {
-    const std::vector<int64_t> sizes = host_copy(split_sizes_), order = host_copy(order_);
+    const std::vector<int64_t> sizes = require_host_integers(target_, split_sizes_, function_, "split_sizes");
+    const std::vector<int64_t> order = require_host_integers(target_, order_, function_, "order");
     pmo_sort_chunks_params on_host = params;
     on_host.split_sizes = sizes.data();
     on_host.order = order.data();
