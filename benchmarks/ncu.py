@@ -3,8 +3,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What bounds the kernels: hardware counters of single launches, read by Nsight Compute (`ncu`).
 
-    python3 benchmarks/ncu.py --core-library libpmo_core.so --out benchmarks/results/ncu/h200.jsonl
-    python3 benchmarks/ncu.py --ops 'gemm:*' --out benchmarks/results/ncu/h200-grouped-gemm.jsonl
+    python3 -m benchmarks.ncu --core-library libpmo_core.so --out benchmarks/results/ncu/h200.jsonl
+    python3 -m benchmarks.ncu --ops 'gemm:*' --out benchmarks/results/ncu/h200-grouped-gemm.jsonl
 
 Every case is one eager call of the benchmark under `ncu`, whose caches are emptied before each pass; those of `gemm:*`
 are calls of `benchmarks/sweeps/grouped_gemm.py`, in one process, and need no library. A line per kernel:
@@ -113,7 +113,7 @@ def profile(operation: str, shape: str, kernel: str, core_library: Path, folder:
 
 def profile_gemm(names: list[str], folder: Path) -> tuple[dict, list[dict]]:
     """The machine line of the sweep, and what the kernel of each operation did; Triton compiles before it launches."""
-    sweep = ["benchmarks/sweeps/grouped_gemm.py", "--once", "--shapes", GEMM_SHAPE, "--ops", *names]
+    sweep = ["-m", "benchmarks.sweeps.grouped_gemm", "--once", "--shapes", GEMM_SHAPE, "--ops", *names]
     kernels = "|".join(f"{kernel}_kernel" for kernel in sorted(set(GEMM_CASES.values())))
     (machine, *rows), launches = counters(sweep, kernels, (0, len(names)), GEMM_METRICS, folder)
     lines = []

@@ -11,7 +11,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,9 @@ class CpuDevice:
         self.left_out: dict[str, str] = {}
         makers: dict[str, Callable[[], list[Implementation]]] = {
             "core": self._core_implementations,
-            "paddle": _paddle_implementations,
+            "paddle": lambda: import_module(f"{__package__}.cpu_paddle").paddle_implementations(),
             "numpy": lambda: implementations(Library.NUMPY, np),
-            "torch": lambda: _torch_implementations(self.threads),
+            "torch": lambda: import_module(f"{__package__}.cpu_torch").torch_implementations(self.threads),
         }
         self.implementations: list[Implementation] = []
         for name, make in makers.items():
@@ -132,18 +132,6 @@ class CpuDevice:
 
     def release(self) -> None:
         gc.collect()
-
-
-def _paddle_implementations() -> list[Implementation]:
-    from .cpu_paddle import paddle_implementations
-
-    return paddle_implementations()
-
-
-def _torch_implementations(threads: int) -> list[Implementation]:
-    from .cpu_torch import torch_implementations
-
-    return torch_implementations(threads)
 
 
 def _within_memory(implementation: Implementation) -> Implementation:

@@ -24,7 +24,6 @@ from paddle_moe_ops.backends.arrays import to_numpy
 from .cpu_arrays import BFLOAT16, FLOAT8, ArrayInputs
 from .device import Body, Implementation, Outputs, Unsupported
 from .operators import Library, implementations
-from .shapes import Operation
 
 __all__ = ["PaddleInputs", "PlainGradient", "gradients", "paddle_implementations"]
 
@@ -32,21 +31,7 @@ _VIEWS = {BFLOAT16: (np.int16, "bfloat16"), FLOAT8: (np.int8, "float8_e4m3fn")}
 
 
 def paddle_implementations() -> list[Implementation]:
-    return [_on_tensors(implementation) for implementation in implementations(Library.PADDLE, paddle)]
-
-
-def _on_tensors(implementation: Implementation) -> Implementation:
-    def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
-        if inputs.problem.case.capacity:
-            raise Unsupported("a buffer larger than the rows")
-        body = implementation.prepare(operation, PaddleInputs(inputs))
-
-        def results(outputs: Outputs) -> Outputs:
-            return {name: to_numpy(tensor) for name, tensor in body.results(outputs).items()}
-
-        return body._replace(results=results)
-
-    return Implementation(implementation.name, implementation.operations, prepare)
+    return [each.over(PaddleInputs, to_numpy) for each in implementations(Library.PADDLE, paddle)]
 
 
 def as_tensor(array: NDArray) -> Tensor:
@@ -60,6 +45,8 @@ class PaddleInputs:
     """The inputs of a problem as tensors over the arrays' memory."""
 
     def __init__(self, inputs: ArrayInputs) -> None:
+        if inputs.problem.case.capacity:
+            raise Unsupported("a buffer larger than the rows")
         self.problem = inputs.problem
         self._arrays = inputs
 

@@ -4,14 +4,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .cpu_arrays import ArrayInputs
-from .device import Body, Implementation, Outputs
+from .device import Implementation
 from .operators import Library, implementations
-from .shapes import Operation
 from .tensors import from_numpy, to_numpy
 
 __all__ = ["torch_implementations"]
@@ -31,16 +28,4 @@ class _Tensors:
 def torch_implementations(threads: int) -> list[Implementation]:
     """PyTorch's ways, on as many threads as ours."""
     torch.set_num_threads(threads)  # importing Paddle makes it 1
-    return [_on_arrays(implementation) for implementation in implementations(Library.TORCH, torch)]
-
-
-def _on_arrays(implementation: Implementation) -> Implementation:
-    def prepare(operation: Operation, inputs: Any) -> Body:
-        body = implementation.prepare(operation, _Tensors(inputs))
-
-        def results(outputs: Outputs) -> Outputs:
-            return {name: to_numpy(tensor) for name, tensor in body.results(outputs).items()}
-
-        return body._replace(results=results)
-
-    return Implementation(implementation.name, implementation.operations, prepare)
+    return [each.over(_Tensors, to_numpy) for each in implementations(Library.TORCH, torch)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from .problem import Problem
@@ -71,6 +71,19 @@ class Implementation:
 
     def offers(self, operation: Operation) -> bool:
         return any(fnmatch.fnmatchcase(operation.key, pattern) for pattern in self.operations)
+
+    def over(self, inputs_of: Callable[[Any], Any], to_numpy: Callable[[Any], Any]) -> Implementation:
+        """The same for NumPy arrays, as a library sees them that has arrays of its own."""
+
+        def prepare(operation: Operation, inputs: Any) -> Body:
+            body = self.prepare(operation, inputs_of(inputs))
+
+            def results(outputs: Outputs) -> Outputs:
+                return {name: to_numpy(array) for name, array in body.results(outputs).items()}
+
+            return body._replace(results=results)
+
+        return replace(self, prepare=prepare)
 
 
 class Device(Protocol):

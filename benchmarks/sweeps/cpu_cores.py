@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds of the core beside each other: every library and `memcpy` of the same bytes, in turns, in one process.
 
-    python3 benchmarks/sweeps/cpu_cores.py before.so build/core/libpmo_core.so --names before after \
+    python3 -m benchmarks.sweeps.cpu_cores before.so build/core/libpmo_core.so --names before after \
         --shapes dsv3 --ops 'unpermute_backward:*' --out together.jsonl
 
 What a neighbour on the machine does differs from minute to minute by more than a change of a kernel gives; in turns,

@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of a small `permute` on the CPU goes, beside `paddle.gather` of the same rows.
 
-    python3 benchmarks/sweeps/cpu_small_calls.py --out small-calls.jsonl
+    python3 -m benchmarks.sweeps.cpu_small_calls --out small-calls.jsonl
 
 * "output": whole calls. Each line says how many pages the system made in a call: an output of a few MiB is new to the
   process at every call unless the heap has a hole of its size.

@@ -4,7 +4,7 @@
 """Checks and times the Triton grouped product at the sizes of models, with several configurations, beside PyTorch's;
 what paddle_moe_ops/triton/grouped_gemm_configs.py is made from.
 
-    python3 benchmarks/sweeps/grouped_gemm.py --out benchmarks/results/h200-grouped-gemm.jsonl --commit COMMIT \
+    python3 -m benchmarks.sweeps.grouped_gemm --out benchmarks/results/h200-grouped-gemm.jsonl --commit COMMIT \
         [--shapes dsv3 ...] [--ops forward ...] [--all-configs]
 
 Needs an NVIDIA GPU and PyTorch with torch._grouped_mm, not Paddle. Tokens, routed evenly at random, meet the first

@@ -4,7 +4,7 @@
 """Times the Triton kernels with every configuration at the benchmark's shapes; what paddle_moe_ops/triton/configs.py is
 made from.
 
-    python3 benchmarks/sweeps/triton_configs.py --out triton-configs.jsonl [--shapes dsv3 ...]
+    python3 -m benchmarks.sweeps.triton_configs --out triton-configs.jsonl [--shapes dsv3 ...]
 
 Needs an NVIDIA GPU and PyTorch, not Paddle. A time is the median over replays of a CUDA graph of one call with a cold
 L2, as in `python -m benchmarks.kernels`. Every configuration must give the bits of the default one (dot products

@@ -9,6 +9,7 @@ import json
 import pytest
 
 from benchmarks.kernels import cli
+from benchmarks.kernels.operators import OPERATIONS
 from benchmarks.kernels.results import load_run
 from tests.packaging.subprocesses import run_module
 
@@ -94,6 +95,19 @@ def test_the_benchmark_is_a_module_of_the_checkout():
     done = run_module("benchmarks.kernels", "--device", "cuda", "--set", "targets", "--list")
     assert done.returncode == 0, done.stderr
     assert "paddle-production" in done.stdout
+
+
+def test_cases_and_operations_are_listed_without_any_library():
+    done = run_module("benchmarks.kernels", "--device", "cuda", "--list", missing=["torch", "paddle", "triton"])
+    assert done.returncode == 0, done.stderr
+    assert all(operation.key in done.stdout.splitlines() for operation in OPERATIONS)
+
+
+@pytest.mark.parametrize("name", ["ncu", "sweeps.cpu_cores", "sweeps.cpu_small_calls"])
+def test_programs_beside_the_benchmark_start(name):
+    done = run_module(f"benchmarks.{name}", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--out" in done.stdout
 
 
 def test_without_pytorch_the_gpu_side_says_what_is_missing():

@@ -70,11 +70,6 @@ def test_every_operation_has_a_model(operation):
     assert written > 0
 
 
-def test_an_unknown_operation_is_an_error():
-    with pytest.raises(ValueError, match="but got fly:high"):
-        of("fly:high")
-
-
 @pytest.mark.parametrize("fill", [True, False])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
 def test_the_probe_moves_the_bytes_of_the_rows(operation, fill):

@@ -48,8 +48,11 @@ AREAS = {
         ("tests/packaging/test_demo*.py",),
     ),
     "bench": Area(
-        tuple(f"benchmarks/kernels/{name}.py" for name in ("cpu_check", "cpu_arrays", "cpu", "run")),
-        ("tests/bench/test_*.py",),
+        (
+            *(f"benchmarks/kernels/{name}.py" for name in ("check", "cpu_check", "cpu_arrays", "inputs", "cpu", "run")),
+            "benchmarks/kernels/operators/*.py",
+        ),
+        ("tests/bench/test_*.py", "tests/triton/test_benchmark.py"),
     ),
     "backends": Area(("paddle_moe_ops/backends/*.py",), _OPERATORS),
     # _runtime.py needs a GPU, configurations change the speed alone.
@@ -68,7 +71,9 @@ EQUIVALENT = (
     (r"kernels/cpu\.py", "", r"needed > left|needed / 1e9", "an estimate"),
     (r"kernels/cpu_arrays\.py", "", r"_WORKERS|_PERIOD|_CHUNK_ELEMENTS =", "sizes of pieces"),
     (r"kernels/cpu_arrays\.py", "", r"^    return problem\.case\.shape\.hidden \*", "an estimate"),
-    (r"kernels/cpu_check\.py", "", r"expected = terms\.sum\(1\)", "its last bit is far below the tolerance"),
+    (r"kernels/(inputs|cpu_check)\.py", "", r"_ORACLE_ELEMENTS =|chunk_elements =|elements //", "sizes of pieces"),
+    (r"kernels/operators/", "", r"check\.chunks\(", "sizes of pieces"),
+    (r"kernels/operators/", "", r"torch|engine\.|index_select|row_id_map", "PyTorch's; the suites on a GPU see it"),
     (r"demo/", "", r"_TOLERANCE\b", "a float does not equal its limit"),
     (r"demo/run\.py", "", r"Column\(|console=console|Console\(|f\"step ", "looks"),
     (r"demo/checks\.py", "arguments swapped", r"index_add\(", "Paddle takes PyTorch's order as well"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from ..check import Check
@@ -13,18 +14,6 @@ from ..device import Body, Implementation, Outputs
 from ..model import Bytes, Kind, Work
 from ..problem import Problem
 from ..shapes import Operation
-from . import (
-    moe_permute,
-    moe_unpermute,
-    permute,
-    permute_quantized,
-    route,
-    route_permute,
-    sort_chunks,
-    topk,
-    unpermute,
-    unpermute_backward,
-)
 from .base import Library, Operator, Variant, Way
 
 __all__ = [
@@ -39,12 +28,12 @@ __all__ = [
     "variant_of",
 ]
 
-_MODULES = (
-    *(route, route_permute, permute, moe_permute, permute_quantized, unpermute, moe_unpermute, unpermute_backward),
-    *(sort_chunks, topk),
+# Modules of this package, in the order of results and of the report.
+_NAMES = (
+    *("route", "route_permute", "permute", "moe_permute", "permute_quantized", "unpermute", "moe_unpermute"),
+    *("unpermute_backward", "sort_chunks", "topk"),
 )
-# In the order of results and of the report.
-OPERATORS: dict[str, Operator] = {module.OPERATOR.name: module.OPERATOR for module in _MODULES}
+OPERATORS: dict[str, Operator] = {name: import_module(f".{name}", __name__).OPERATOR for name in _NAMES}
 OPERATIONS = tuple(
     Operation(operator.name, variant) for operator in OPERATORS.values() for variant in operator.variants
 )
@@ -82,13 +71,13 @@ def difference(operation: Operation, check: Check, outputs: Outputs) -> str | No
         return f"there is no {' and no '.join(missing)} to check"
     checks = _operator_of(operation).checks
     for name, array in outputs.items():
-        found = checks.get(name, _unlike_the_oracle_s)(check, operation, name, array)
+        found = checks.get(name, _unlike_map)(check, operation, name, array)
         if found:
             return found
     return None
 
 
-def _unlike_the_oracle_s(check: Check, _: Operation, name: str, array: Any) -> str | None:
+def _unlike_map(check: Check, _: Operation, name: str, array: Any) -> str | None:
     return check.unlike_array(name, array, check.inputs.problem.array(name))
 
 

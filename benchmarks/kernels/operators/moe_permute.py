@@ -19,35 +19,31 @@ from .routing import routed_bytes, ways_in_one_call
 
 _MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "overflow", "rowmap")
 
-PUBLISHED_BF16 = (
-    Published(
-        PADDLE,
-        {
-            "tileops-32": 78.7,
-            "tileops-128": 81.9,
-            "tileops-512": 83.3,
-            "tileops-4096": 171.0,
-            "dsv3": 174.5,
-            "ernie-300b": 703.6,
-            "ernie-21b": 188.6,
-            "paddle-production": 492.8,
-        },
-    ),
+PUBLISHED_BF16 = Published(
+    PADDLE,
+    {
+        "tileops-32": 78.7,
+        "tileops-128": 81.9,
+        "tileops-512": 83.3,
+        "tileops-4096": 171.0,
+        "dsv3": 174.5,
+        "ernie-300b": 703.6,
+        "ernie-21b": 188.6,
+        "paddle-production": 492.8,
+    },
 )
-PUBLISHED_FP8 = (
-    Published(
-        PADDLE,
-        {
-            "tileops-32": 53.3,
-            "tileops-128": 58.0,
-            "tileops-512": 58.8,
-            "tileops-4096": 103.3,
-            "dsv3": 107.0,
-            "ernie-300b": 381.0,
-            "ernie-21b": 118.7,
-            "paddle-production": 315.1,
-        },
-    ),
+PUBLISHED_FP8 = Published(
+    PADDLE,
+    {
+        "tileops-32": 53.3,
+        "tileops-128": 58.0,
+        "tileops-512": 58.8,
+        "tileops-4096": 103.3,
+        "dsv3": 107.0,
+        "ernie-300b": 381.0,
+        "ernie-21b": 118.7,
+        "paddle-production": 315.1,
+    },
 )
 
 
@@ -76,10 +72,10 @@ OPERATOR = Operator(
     "moe_permute",
     {
         "bf16": BF16._replace(
-            published=(*PUBLISHED_BF16, Published(PADDLE_STATIC, {"paddle-production": 615.0})),
+            published=(PUBLISHED_BF16, Published(PADDLE_STATIC, {"paddle-production": 615.0})),
         ),
         "fp8": FP8._replace(
-            published=(*PUBLISHED_FP8, Published(PADDLE_STATIC, {"paddle-production": 437.0})),
+            published=(PUBLISHED_FP8, Published(PADDLE_STATIC, {"paddle-production": 437.0})),
         ),
     },
     least_bytes=_least_bytes,

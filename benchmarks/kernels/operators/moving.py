@@ -106,25 +106,18 @@ def triton_move(device: Any, operation: Operation, inputs: Any) -> Callable[[Out
     return run
 
 
-def torch_sources(torch: Any, operation: Operation, inputs: Any) -> dict[str, Any]:
-    """What travels, float8 as bytes: PyTorch indexes it in no other way."""
+def byte_sources(operation: Operation, inputs: Any, byte: Any) -> dict[str, Any]:
+    """What travels, float8 as integers of this type: PyTorch and Paddle take such rows only by an index."""
     source = sources(operation, inputs)
-    return {**source, "rows": source["rows"].view(torch.uint8)} if operation.variant == "fp8" else source
+    return {**source, "rows": source["rows"].view(byte)} if operation.variant == "fp8" else source
 
 
-def torch_float8(torch: Any, outputs: Outputs) -> Outputs:
-    """The rows of `torch_sources` after they were moved."""
-    rows = outputs["rows"]
-    return {**outputs, "rows": rows.view(torch.float8_e4m3fn)} if rows.dtype == torch.uint8 else outputs
+def float8_again(library: Any) -> Callable[[Outputs], Outputs]:
+    """The way back to float8, for outputs that came of `byte_sources`."""
 
+    def results(outputs: Outputs) -> Outputs:
+        rows = outputs["rows"]
+        is_bytes = rows.dtype in (library.int8, library.uint8)
+        return {**outputs, "rows": rows.view(library.float8_e4m3fn)} if is_bytes else outputs
 
-def plain_sources(paddle: Any, operation: Operation, inputs: Any) -> dict[str, Any]:
-    """What travels, float8 as int8, which Paddle's gather takes."""
-    source = sources(operation, inputs)
-    return {**source, "rows": source["rows"].view(paddle.int8)} if operation.variant == "fp8" else source
-
-
-def plain_float8(paddle: Any, outputs: Outputs) -> Outputs:
-    """The rows of `plain_sources` after they were moved."""
-    rows = outputs["rows"]
-    return {**outputs, "rows": rows.view("float8_e4m3fn")} if rows.dtype == paddle.int8 else outputs
+    return results

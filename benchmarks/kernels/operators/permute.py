@@ -13,86 +13,67 @@ from ..device import Body
 from ..inputs import Inputs
 from ..shapes import Operation
 from ..targets import OURS, PUBLIC, TRITON
+from . import moving
 from .base import NUMPY, PLAIN, TORCH, TRANSFORMER_ENGINE, Library, Operator, Way
-from .moving import (
-    BF16,
-    FP8,
-    MOVED,
-    core_permute_params,
-    fanout,
-    permuted_bytes,
-    plain_float8,
-    plain_sources,
-    sources,
-    torch_float8,
-    torch_sources,
-    triton_move,
-    without_padding,
-)
 
 
 def _core(core: CoreCalls, operation: Operation, inputs: Inputs) -> Body:
-    source = sources(operation, inputs)
-    params, outputs = core_permute_params(core, inputs, source, inputs.slot_to_row, inputs.row_to_token)
+    source = moving.sources(operation, inputs)
+    params, outputs = moving.core_permute_params(core, inputs, source, inputs.slot_to_row, inputs.row_to_token)
     return core.body(lambda: core.run("permute", params), outputs)
 
 
 def _triton(device: Any, operation: Operation, inputs: Any) -> Body:
-    move = triton_move(device, operation, inputs)
+    move = moving.triton_move(device, operation, inputs)
     maps = {"token_rows": inputs.token_rows, "row_to_token": inputs.row_to_token}
     return Body(lambda: move(maps))
 
 
 def _torch(torch: Any, operation: Operation, inputs: Any) -> Body:
-    without_padding(inputs, "indexing")
-    source, index = torch_sources(torch, operation, inputs), inputs.row_to_token.long()
+    moving.without_padding(inputs, "indexing")
+    source, index = moving.byte_sources(operation, inputs, torch.uint8), inputs.row_to_token.long()
     return Body(
         lambda: {name: each.index_select(0, index) for name, each in source.items()},
         note="gather by a given map",
-        results=lambda outputs: torch_float8(torch, outputs),
+        results=moving.float8_again(torch),
     )
 
 
 def _transformer_engine(engine: Any, operation: Operation, inputs: Any) -> Body:
     maps = engine.maps(inputs)
     row_id_map = maps.map()
-    source = torch_sources(engine.torch, operation, inputs)
-    return Body(
-        lambda: maps.permute(row_id_map, None, *source.values()),
-        results=lambda outputs: torch_float8(engine.torch, outputs),
-    )
+    source = moving.byte_sources(operation, inputs, engine.torch.uint8)
+    return Body(lambda: maps.permute(row_id_map, None, *source.values()), results=moving.float8_again(engine.torch))
 
 
 def _public(_: Any, operation: Operation, inputs: Any) -> Body:
-    source, plan, fill = sources(operation, inputs), inputs.plan, inputs.problem.fill_padding
+    source, plan, fill = moving.sources(operation, inputs), inputs.plan, inputs.problem.fill_padding
     x, scale = source["rows"], source.get("row_scales")
-    return Body(
-        lambda: dict(zip(source, paddle_moe_ops.permute(x, plan, scale, fill_padding=fill), strict=False)),
-    )
+    return Body(lambda: dict(zip(source, paddle_moe_ops.permute(x, plan, scale, fill_padding=fill), strict=False)))
 
 
 def _plain(paddle: Any, operation: Operation, inputs: Any) -> Body:
-    without_padding(inputs, "gathering")
-    source, index = plain_sources(paddle, operation, inputs), inputs.row_to_token
+    moving.without_padding(inputs, "gathering")
+    source, index = moving.byte_sources(operation, inputs, paddle.int8), inputs.row_to_token
     return Body(
         lambda: {name: paddle.gather(each, index) for name, each in source.items()},
         note="gather by a given map",
-        results=lambda outputs: plain_float8(paddle, outputs),
+        results=moving.float8_again(paddle),
     )
 
 
 def _numpy(numpy: Any, operation: Operation, inputs: Inputs) -> Body:
-    without_padding(inputs, "taking")
-    source, index = sources(operation, inputs), inputs.row_to_token
+    moving.without_padding(inputs, "taking")
+    source, index = moving.sources(operation, inputs), inputs.row_to_token
     return Body(lambda: {name: numpy.take(each, index, axis=0) for name, each in source.items()})
 
 
 OPERATOR = Operator(
     "permute",
-    {"bf16": BF16, "fp8": FP8},
-    least_bytes=permuted_bytes,
-    probe=fanout,
-    checks=MOVED,
+    {"bf16": moving.BF16, "fp8": moving.FP8},
+    least_bytes=moving.permuted_bytes,
+    probe=moving.fanout,
+    checks=moving.MOVED,
     ways=(
         Way(OURS, Library.CORE, _core),
         Way(TRITON, Library.TRITON, _triton),

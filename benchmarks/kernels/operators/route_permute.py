@@ -14,24 +14,13 @@ from ..shapes import Operation
 from ..targets import PUBLIC
 from . import moe_permute
 from .base import NUMPY, PLAIN, TORCH, TRANSFORMER_ENGINE, Library, Operator, Way
-from .moving import (
-    BF16,
-    FP8,
-    MOVED,
-    fanout,
-    plain_float8,
-    plain_sources,
-    sources,
-    torch_float8,
-    torch_sources,
-    without_padding,
-)
+from .moving import BF16, FP8, MOVED, byte_sources, fanout, float8_again, sources, without_padding
 from .routing import MAPS, plain_routing, routed_bytes, ways_in_one_call
 
 
 def _torch(torch: Any, operation: Operation, inputs: Any) -> Body:
     without_padding(inputs, "indexing")
-    source, plan = torch_sources(torch, operation, inputs), inputs.problem.plan
+    source, plan = byte_sources(operation, inputs, torch.uint8), inputs.problem.plan
 
     def run() -> Outputs:
         ids = inputs.ids.reshape(-1)
@@ -42,15 +31,15 @@ def _torch(torch: Any, operation: Operation, inputs: Any) -> Body:
         return {**moved, "row_probs": inputs.probs.reshape(-1).index_select(0, order)}
 
     note = "stable argsort and gather; no map from slots to rows, no counts"
-    return Body(run, note=note, results=lambda outputs: torch_float8(torch, outputs))
+    return Body(run, note=note, results=float8_again(torch))
 
 
 def _transformer_engine(engine: Any, operation: Operation, inputs: Any) -> Body:
     maps = engine.maps(inputs)
-    source = torch_sources(engine.torch, operation, inputs)
+    source = byte_sources(operation, inputs, engine.torch.uint8)
     return Body(
         lambda: maps.permute(maps.map(), maps.probs, *source.values()),
-        results=lambda outputs: torch_float8(engine.torch, outputs),
+        results=float8_again(engine.torch),
         note="from a mask [T, E]",
     )
 
@@ -69,14 +58,14 @@ def _public(_: Any, operation: Operation, inputs: Any) -> Body:
 
 def _plain(paddle: Any, operation: Operation, inputs: Any) -> Body:
     without_padding(inputs, "gathering")
-    source = plain_sources(paddle, operation, inputs)
+    source = byte_sources(operation, inputs, paddle.int8)
 
     def run() -> Outputs:
         tokens, maps = plain_routing(paddle, inputs)
         return {**{name: paddle.gather(each, tokens) for name, each in source.items()}, **maps}
 
     note = "argsort, scatter, bincount and gather; no check of ids"
-    return Body(run, results=lambda outputs: plain_float8(paddle, outputs), note=note)
+    return Body(run, results=float8_again(paddle), note=note)
 
 
 def _numpy(numpy: Any, operation: Operation, inputs: Inputs) -> Body:
@@ -96,8 +85,8 @@ OPERATOR = Operator(
     "route_permute",
     # Paddle's moe_permute makes its maps as well, so its times are compared with these, too.
     {
-        "bf16": BF16._replace(picture="Route and permute, with probabilities", published=moe_permute.PUBLISHED_BF16),
-        "fp8": FP8._replace(published=moe_permute.PUBLISHED_FP8),
+        "bf16": BF16._replace(picture="Route and permute, with probabilities", published=(moe_permute.PUBLISHED_BF16,)),
+        "fp8": FP8._replace(published=(moe_permute.PUBLISHED_FP8,)),
     },
     least_bytes=routed_bytes,
     probe=fanout,

@@ -67,7 +67,7 @@ def _triton(device: Any, operation: Operation, inputs: Any) -> Body:
     rows, sizes, order = inputs.rows, inputs.chunk_sizes, inputs.chunk_order
 
     def run() -> Outputs:
-        source_to_dest = chunk_map(device, sizes, order, len(rows))
+        source_to_dest = chunk_map(device, sizes, order, rows.shape[0])
         return {"sorted_rows": sort_chunks(device, rows, None, source_to_dest)[0], "source_to_dest": source_to_dest}
 
     if operation.variant == "forward":
