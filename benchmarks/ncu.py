@@ -8,7 +8,7 @@
 
 Every case is one eager call of the benchmark under `ncu`, whose caches are emptied before each pass; those of `gemm:*`
 are calls of `benchmarks/sweeps/grouped_gemm.py`, in one process, and need no library. A line per kernel:
-time, bytes that DRAM read and wrote beside the least bytes of the operation, throughputs in percent of the peak, and
+time, bytes that DRAM read and wrote, the least bytes of the operation, throughputs in percent of the peak, and
 what its warps waited for, in cycles per issued instruction.
 """
 
@@ -49,7 +49,7 @@ GEMM_METRICS = {
     "tensor_percent": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed", 1),
     "stall_gmma": (STALL.format("gmma"), 1),
 }
-# Operation, shape, kernel: what misses its target, and beside it what does not.
+# Operation, shape, kernel: what misses its target, and what reaches it, to compare with.
 CASES = (
     ("route:maps", "paddle-production", "fused"),
     ("route_permute:bf16", "tileops-32", "few_slots"),

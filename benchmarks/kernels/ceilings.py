@@ -91,7 +91,7 @@ class Ceilings:
         return self._time(min(self._configurations(work), key=sweep_median), samples)
 
     def _time(self, call: Callable[[], None], samples: int) -> float:
-        """The median of a call as the operators are timed: from a graph, behind cold caches."""
+        """The median of a call as the operators are timed: from a graph, with cold caches."""
 
         def run() -> Outputs:
             call()

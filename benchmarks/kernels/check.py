@@ -1,11 +1,11 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing what an implementation wrote with what the oracle says, where it lies and at any size.
+"""Comparing outputs with the oracle's, in the memory that holds them and at any size.
 
 An operator says how each of its outputs is compared, in the terms of a `Check`. Outputs that it does not mention are
 maps, which are compared with the oracle's. Rows that are copied are compared with a gather by the oracle's map.
-Numbers whose arithmetic is free are compared with float64 within `testing.tolerances`. What is left differs between
-`tensor_check` and `cpu_check`: where the expected sums and scaled rows come from.
+Numbers whose order of additions is free are compared with float64 within `testing.tolerances`. `tensor_check` and
+`cpu_check` say how arrays of their library are handled, and where the expected sums and scaled rows come from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Check", "Compare"]
 
 
 class Check(ABC):
-    """Comparisons of arrays of one library. Each gives the first difference as a text, or None.
+    """Comparisons of arrays of one library. Each returns the first difference as a text, or None.
 
     Attributes:
         inputs: What the operator read.

@@ -39,12 +39,12 @@ class CoreCalls:
         self._core, self._device, self._note, self._as_array = core, device, note, as_array
 
     def params(self, make: Callable[..., Any], *arrays: Any, **fields: Any) -> Any:
-        """Params by a function of the binding, of arrays that lie on the device."""
+        """Call a function of the binding that makes params, with arrays of the device."""
         named = {name: self._as_array(value) for name, value in fields.items()}
         return make(*map(self._as_array, arrays), **named)
 
     def add_workspace(self, operator: str, params: Params, inputs: Inputs) -> None:
-        """Give params the workspace that the operator needs on this device, if it needs one."""
+        """Give params the workspace that the operator needs on this device, if any."""
         size_of = getattr(self._core.library, f"pmo_{operator}_{self._device}_workspace_bytes", None)
         if size_of is not None:
             size = size_of(ctypes.byref(params))

@@ -35,7 +35,7 @@ class CudaCore(CudaEntries):
 def array_at(value: Any) -> Any:
     """An array with the address, shape, strides and type of a tensor, which it keeps alive; other values as they are.
 
-    The binding asks for no more. No element of it may be read: they lie in GPU memory.
+    The binding reads nothing else. Its elements must not be read: they are in GPU memory.
     """
     if not isinstance(value, torch.Tensor):
         return value

@@ -79,7 +79,7 @@ class PaddleInputs:
 
 
 class _Arrives(paddle.autograd.PyLayer):
-    """Brings a gradient as an operator behind does; of one that is given to `paddle.grad` Paddle makes a copy first."""
+    """Hands over a gradient as the next operator does. Paddle first copies one that is given to `paddle.grad`."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, d_out: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class CudaDevice:
 
         Args:
             core_library: libpmo_core.so with CUDA operators.
-            te_wheel_dir: Folder that the wheel of TransformerEngine lies in or was unpacked to.
+            te_wheel_dir: Folder with the wheel of TransformerEngine, or with what is in it.
             probes: Whether the kernels that show what memory allows are wanted.
 
         Raises:

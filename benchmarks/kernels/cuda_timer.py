@@ -64,11 +64,13 @@ class CudaTimer:
         return Captured(graph.replay, lambda: latest, launches)
 
     def sample(self, launch: Callable[[], None], count: int, cold: bool) -> list[float]:
-        """Microseconds of each of ``count`` launches, behind a read of 512 MB (cold) or behind the last launch."""
+        """Microseconds of each of ``count`` launches, after a read of 512 MB (cold) or after the last launch."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         launch()
         for start, end in events:
-            if cold:  # by reading: lines that a write leaves behind would be written to memory in the sample's time
+            if (
+                cold
+            ):  # by reading: what a write leaves in the cache would be written to memory during the sample
                 torch.sum(self.scratch, dim=0, out=self.sum)
             else:
                 torch.cuda._sleep(_SPIN_CYCLES)

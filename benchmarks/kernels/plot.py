@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a run: the operators beside their peers."""
+"""The picture of a run: the operators and their peers."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def newest_runs(runs: Iterable[Run]) -> list[Run]:
     """The newest runs of each set on each machine; GPUs first, then by machine, set and age.
 
-    A run of a part of the set stands beside older ones of the shapes that it lacks.
+    A run of a part of the set does not replace older runs of the shapes that it lacks.
     """
     kept: dict[tuple[str, str, str], list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.machine["date"], reverse=True):

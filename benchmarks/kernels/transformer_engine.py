@@ -41,7 +41,7 @@ class TransformerEngine:
         """Load the functions.
 
         Args:
-            folder: Where the wheel lies, or what is in it.
+            folder: Has the wheel, or what is in it.
 
         Raises:
             ValueError: there is no wheel in the folder.

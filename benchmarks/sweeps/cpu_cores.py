@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Builds of the core beside each other: every library and `memcpy` of the same bytes, in turns, in one process.
+"""Several builds of the core: every library and `memcpy` of the same bytes, in turns, in one process.
 
     python3 -m benchmarks.sweeps.cpu_cores before.so build/core/libpmo_core.so --names before after \
         --shapes dsv3 --ops 'unpermute_backward:*' --out together.jsonl

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a small `permute` on the CPU goes, beside `paddle.gather` of the same rows.
+"""Where the time of a small `permute` on the CPU goes, compared with `paddle.gather` of the same rows.
 
     python3 -m benchmarks.sweeps.cpu_small_calls --out small-calls.jsonl
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and times the Triton grouped product at the sizes of models, with several configurations, beside PyTorch's;
+"""Checks and times the Triton grouped product at the sizes of models, with several configurations, and PyTorch's;
 what paddle_moe_ops/triton/grouped_gemm_configs.py is made from.
 
     python3 -m benchmarks.sweeps.grouped_gemm --out benchmarks/results/h200-grouped-gemm.jsonl --commit COMMIT \

@@ -106,13 +106,13 @@ def test_right_results_pass_and_one_wrong_element_does_not(case, operation):
             line[place[-1], -1] ^= 0x11  # the sign, and a bit of the exponent or of a high byte
             found = difference(operation, TensorCheck(inputs, BITS), outputs)
             assert found is not None, f"a wrong element of {name} passes: {where}"
-            assert found.startswith((name, f"{name} behind the last row"))
+            assert found.startswith((name, f"{name} after the last row"))
             if tensor.dtype.is_floating_point:
                 line[place[-1]] = 0xFF
                 for exactness in (BITS, FLOAT32_SUMS):
                     found = difference(operation, TensorCheck(inputs, exactness), outputs)
                     assert found is not None, f"NaN in {name} passes: {where}"
-                    assert found.startswith((name, f"{name} behind the last row"))
+                    assert found.startswith((name, f"{name} after the last row"))
             tensor[place] = original
     assert difference(operation, TensorCheck(inputs, BITS), outputs) is None
 

@@ -84,7 +84,7 @@ def test_one_wrong_element_of_any_output_keeps_a_time_out_of_the_file(device, co
     assert len(rows) == len(planted) - 1
     for planted_name, row in rows.items():
         name = planted_name.split()[0]
-        assert row.check.startswith((f"failed: {name}: ", f"failed: {name} behind the last row: ")), planted_name
+        assert row.check.startswith((f"failed: {name}: ", f"failed: {name} after the last row: ")), planted_name
         assert row.us is None
 
 

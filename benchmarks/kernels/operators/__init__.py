@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The operators that are measured. A module describes each of them; all else iterates over this table."""
+"""The table of the operators that are measured. Each has a module; all other code iterates over the table."""
 
 from __future__ import annotations
 

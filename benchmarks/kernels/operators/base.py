@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark knows of an operator, and the ways of doing it."""
+"""What the benchmark knows of an operator, and the ways to run it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Way(NamedTuple):
     Attributes:
         name: What rows and filters call it.
         library: What it calls.
-        prepare: Makes a body, or raises Unsupported. All that needs no timing is done here.
-        variants: Those that it offers; all if there are none.
+        prepare: Makes a body, or raises Unsupported. What needs no timing is done here.
+        variants: Those that it offers; an empty tuple means all.
         gpu_only: Whether it is not measured on a CPU, although its library is there.
     """
 
@@ -81,7 +81,7 @@ class Variant(NamedTuple):
     Attributes:
         dtype: Element type of the rows, or logits, that are read; float8 rows have a float32 scale per 128 columns.
         due: Outputs that every way gives; maps and probabilities come from some only.
-        mostly_read: Whether it writes little beside what it reads, so that reading alone is measured, too.
+        mostly_read: Whether it writes far less than it reads, so that reading alone is measured too.
         picture: Its title in the picture of a run; without one it is left out there.
         published: Peers known from elsewhere only.
     """
@@ -102,7 +102,8 @@ class Operator:
         variants: By name.
         least_bytes: The bytes of an operation that must move, in the units of `model`.
         ways: Its implementations.
-        checks: How outputs are compared; what is not here is a map, compared with the oracle's of that name.
+        checks: How outputs are compared. An output without an entry is a map; it is compared with the oracle's map
+            of the same name.
         probe: The probe that moves the rows of an operation; None if there are no rows to move.
     """
 

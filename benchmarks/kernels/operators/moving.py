@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What operators share that move rows."""
+"""What the operators that move rows share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row_bytes(operation: Operation, problem: Problem) -> int:
 
 
 def written_rows(problem: Problem) -> int:
-    """Rows of the buffer that an operator writes which may leave padding as it is."""
+    """Rows of the buffer that are written; an operator that does not fill leaves padding as it is."""
     return problem.plan.num_rows if problem.case.fill else problem.routed_rows
 
 
@@ -67,7 +67,7 @@ MOVED: dict[str, Compare] = {"rows": _unlike_moved, "row_scales": _unlike_moved}
 
 
 def sources(operation: Operation, inputs: Any) -> dict[str, Any]:
-    """What travels: rows, and their scales."""
+    """The arrays that are moved: rows, and the scales of float8 rows."""
     if operation.variant == "fp8":
         return {"rows": inputs.x_fp8, "row_scales": inputs.scale}
     return {"rows": inputs.x}
@@ -107,13 +107,13 @@ def triton_move(device: Any, operation: Operation, inputs: Any) -> Callable[[Out
 
 
 def byte_sources(operation: Operation, inputs: Any, byte: Any) -> dict[str, Any]:
-    """What travels, float8 as integers of this type: PyTorch and Paddle take such rows only by an index."""
+    """The same, float8 as integers of this type: neither PyTorch nor Paddle gathers float8 rows."""
     source = sources(operation, inputs)
     return {**source, "rows": source["rows"].view(byte)} if operation.variant == "fp8" else source
 
 
 def float8_again(library: Any) -> Callable[[Outputs], Outputs]:
-    """The way back to float8, for outputs that came of `byte_sources`."""
+    """Turns gathered rows of `byte_sources` into float8 again."""
 
     def results(outputs: Outputs) -> Outputs:
         rows = outputs["rows"]

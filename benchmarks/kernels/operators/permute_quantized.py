@@ -48,7 +48,7 @@ def _unlike_codes(check: Check, operation: Operation, name: str, actual: Any) ->
 
 
 def _unlike_scales(check: Check, operation: Operation, name: str, actual: Any) -> str | None:
-    """Scales by row, or by column, where columns behind the last row fill up a multiple of four."""
+    """Scales by row, or by column, where columns after the last row fill up a multiple of four."""
     problem = check.inputs.problem
     fill, num_rows = problem.case.fill, problem.plan.num_rows
     _, source = check.inputs.quantized(operation.variant == "ue8m0")
@@ -59,10 +59,10 @@ def _unlike_scales(check: Check, operation: Operation, name: str, actual: Any) -
     found = found or check.gathered(name, actual[:, :num_rows].T, source, padding=fill)
     if found or not fill:
         return found
-    behind = actual[:, num_rows:]
-    zeros = check.inputs.empty(*behind.shape, dtype=behind.dtype)
+    after = actual[:, num_rows:]
+    zeros = check.inputs.empty(*after.shape, dtype=after.dtype)
     zeros[...] = 0
-    return check.unequal(f"{name} behind the last row", behind, zeros)
+    return check.unequal(f"{name} after the last row", after, zeros)
 
 
 def _core_params(
@@ -161,7 +161,7 @@ OPERATOR = Operator(
     least_bytes=_least_bytes,
     probe=_probe,
     checks={"codes": _unlike_codes, "scales": _unlike_scales},
-    # Beside quantising while permuting: our own operators, one after the other.
+    # Two launches, one after the other, are what quantising while permuting is compared with.
     ways=(
         Way(OURS, Library.CORE, _core),
         Way("quantise, then permute", Library.CORE_OTHERWISE, _core_quantize_then_permute, _BY_ROW),

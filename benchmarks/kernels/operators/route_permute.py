@@ -24,7 +24,7 @@ def _torch(torch: Any, operation: Operation, inputs: Any) -> Body:
 
     def run() -> Outputs:
         ids = inputs.ids.reshape(-1)
-        # Unassigned slots sort behind the last expert and are cut off.
+        # Unassigned slots sort after the last expert and are cut off.
         order = torch.where(ids < 0, plan.num_experts, ids).argsort(stable=True)[: plan.num_rows]
         tokens = order // plan.topk
         moved = {name: each.index_select(0, tokens) for name, each in source.items()}

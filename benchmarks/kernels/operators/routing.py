@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What operators share that route tokens and may move their rows in the same call."""
+"""What the operators that route tokens share; some move rows in the same call."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def triton_route(
 
 
 def ways_in_one_call(names: tuple[str, ...]) -> tuple[Way, ...]:
-    """The core and Triton, which give these maps and the rows."""
+    """The core and Triton, which give these maps and the rows in one call."""
 
     def core_way(core: CoreCalls, operation: Operation, inputs: Inputs) -> Body:
         maps = core_maps(inputs, names)
@@ -93,9 +93,9 @@ def ways_in_one_call(names: tuple[str, ...]) -> tuple[Way, ...]:
 
 
 def plain_routing(paddle: Any, inputs: Any) -> tuple[Any, Outputs]:
-    """The tokens of the rows, and what a caller needs beside the rows: the way back, their probabilities and counts.
+    """The tokens of the rows, and what else a caller needs: the way back, probabilities and counts.
 
-    Unassigned slots sort behind the last expert and are cut off.
+    Unassigned slots sort after the last expert and are cut off.
     """
     plan = inputs.problem.plan
     ids = inputs.ids.flatten()
