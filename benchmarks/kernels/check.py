@@ -104,8 +104,7 @@ class Check(ABC):
         got, due = self.wide(actual), self.wide(expected)
         allowed = tolerance.of_result * abs(due) + tolerance.of_magnitude * self.wide(magnitude) + tolerance.absolute
         excess = abs(got - due) / allowed
-        excess[excess != excess] = np.inf
-        if 0 in excess.shape or excess.max() <= 1:
+        if 0 in excess.shape or excess.max() <= 1:  # NaN is not
             return None
         place = tuple(map(int, np.unravel_index(int(excess.argmax()), tuple(excess.shape))))
         text = f"{got[place].item()!r} instead of {due[place].item()!r}"
