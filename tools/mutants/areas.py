@@ -76,7 +76,7 @@ EQUIVALENT = (
     (r"kernels/operators/", "", r'add_workspace\("(?!route)', "only CUDA kernels need one"),
     (r"kernels/operators/", "", r"case\.fill and \(", "an implementation for GPUs"),
     (r"kernels/operators/", "", r"return_scores", "outputs that are not looked at"),
-    (r"kernels/operators/", "", r"torch|engine\.|index_select|row_id_map|\.long\(\)|d_probs", "PyTorch's; the suites on a GPU see it"),
+    (r"kernels/operators/", "", r"torch|engine\.|index_select|row_id_map|\.long\(\)|d_probs", "seen on a GPU"),
     (r"demo/", "", r"_TOLERANCE\b", "a float does not equal its limit"),
     (r"demo/run\.py", "", r"Column\(|console=console|Console\(|f\"step ", "looks"),
     (r"demo/checks\.py", "arguments swapped", r"index_add\(", "Paddle takes PyTorch's order as well"),
