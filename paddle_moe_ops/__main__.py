@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m paddle_moe_ops``: env, selftest, explain. Each command imports only what it needs.
+"""``python -m paddle_moe_ops``: env, selftest, explain, bench. Each command imports only what it needs.
 
 Where Paddle is missing or too old, env says so first. A command that needs what is missing says so in one line and ends
 with status 1.
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from paddle_moe_ops import _build_check
+from paddle_moe_ops import _build_check, bench
 from paddle_moe_ops._version import __version__
 
 # What the package depends on, in the order in which it is missed: ml_dtypes needs NumPy itself.
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m paddle_moe_ops", description="Tools of paddle_moe_ops.")
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_CommandParser)
     env = commands.add_parser("env", help="what is installed, what runs and what is missing")
     env.add_argument("--json", action="store_true", help="print JSON")
     env.set_defaults(run=_env)
@@ -39,7 +41,18 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="which backend runs an operator, and why")
     explain.add_argument("op", nargs="?", help="an operator's name; all of them when left out")
     explain.set_defaults(run=_explain)
+    benchmark = commands.add_parser("bench", help="time the public functions beside Paddle's own")
+    bench.add_arguments(benchmark)
+    benchmark.set_defaults(run=_bench)
     return parser
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Names a bad argument in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        text = re.sub(r"^argument ([^:]+): ", r"\1 ", message)
+        self.exit(2, f"{self.prog.split()[-1]}: {text}\n")
 
 
 def _version() -> str:
@@ -95,6 +108,12 @@ def _explain(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    if _paddle_is_missing() or _a_dependency_is_missing():
+        return 1
+    return bench.main(arguments)
 
 
 if __name__ == "__main__":

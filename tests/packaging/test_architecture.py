@@ -29,7 +29,7 @@ LAYERS = (
 # May be imported from anywhere and import no layer.
 HELPERS = {"_build_check", "_env", "_graphs", "_version"}
 # Programs that stand on top of everything; no layer imports them.
-TOOLS = {"__init__", "__main__", "_report", "testing"}
+TOOLS = {"__init__", "__main__", "_report", "bench", "testing"}
 
 
 def python_modules() -> dict[str, Path]:
@@ -111,6 +111,17 @@ def test_module_imports_only_from_its_own_layer_and_below(module, path):
     for other in imports - HELPERS:
         assert layer is not None, f"{module} is a helper, but imports {other}"
         assert layer_of(other) >= layer, f"{module} imports {other} from a layer above"
+
+
+def test_no_module_imports_what_is_not_installed_with_the_package():
+    for module, path in MODULES:
+        others = {name.split(".")[0] for name in imported_names(module, path)} & {
+            "benchmarks",
+            "examples",
+            "tests",
+            "tools",
+        }
+        assert not others, module
 
 
 def test_only_the_chooser_imports_backend_implementations():

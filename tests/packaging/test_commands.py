@@ -92,7 +92,7 @@ def test_env_works_without(missing):
         assert "compiled library            does not load: " in text.stdout
 
 
-@pytest.mark.parametrize("command", ["selftest", "explain"])
+@pytest.mark.parametrize("command", ["selftest", "explain", "bench"])
 def test_commands_that_need_paddle_say_so_first_and_fail(command, tmp_path):
     done = run_command(command, missing=["paddle"], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
@@ -101,7 +101,7 @@ def test_commands_that_need_paddle_say_so_first_and_fail(command, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["selftest", "explain"])
+@pytest.mark.parametrize("command", ["selftest", "explain", "bench"])
 def test_commands_name_a_missing_dependency_and_fail(command, tmp_path):
     done = run_command(command, missing=["ml_dtypes"], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
@@ -115,7 +115,7 @@ def test_commands_name_a_missing_dependency_and_fail(command, tmp_path):
 OLD_PADDLE = "import paddle\npaddle.version.full_version = '3.1.1'\nfrom paddle_moe_ops.__main__ import main\n"
 
 
-@pytest.mark.parametrize("command", ["selftest", "explain", "env"])
+@pytest.mark.parametrize("command", ["selftest", "explain", "bench", "env"])
 def test_commands_name_an_old_paddle_first(command, tmp_path):
     done = run_python(OLD_PADDLE + f"sys.exit(main([{command!r}]))", cwd=tmp_path)
     text = "paddle_moe_ops needs PaddlePaddle 3.2 or 3.3, but 3.1.1 is installed: "
@@ -196,6 +196,21 @@ def test_explain_refuses_an_unknown_operator():
     assert done.returncode == 2
     assert "moe_permutate" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_bad_arguments_of_a_command_are_named_in_one_line(tmp_path):
+    done = run_command("bench", "--tokens", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    *warnings_of_paddle, line = done.stderr.splitlines()
+    assert line == "bench: --tokens expected at least one argument"
+    assert not any("usage" in warning for warning in warnings_of_paddle)
+
+
+@pytest.mark.parametrize("command", ["env", "selftest", "explain", "bench"])
+def test_help_needs_nothing(command):
+    done = run_command(command, "--help", missing=OPTIONAL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")
 
 
 def test_unknown_command_is_refused():

@@ -1,0 +1,140 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m paddle_moe_ops bench``: the public functions beside what a program would call otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FORMAT = "paddle_moe_ops bench 1"
+PICTURES = (".pdf", ".png", ".svg")
+
+
+class Model(NamedTuple):
+    """Sizes of a model's mixture-of-experts layers."""
+
+    name: str
+    hidden: int
+    experts: int
+    topk: int
+
+
+# Of the config.json files of ERNIE-4.5-21B-A3B, ERNIE-4.5-300B-A47B, DeepSeek-V3, Kimi-K2, Qwen3-30B-A3B and
+# Qwen3-235B-A22B.
+MODELS = {
+    model.name: model
+    for model in (
+        Model("ernie-21b", 2560, 64, 6),
+        Model("ernie-300b", 8192, 64, 8),
+        Model("dsv3", 7168, 256, 8),
+        Model("kimi-k2", 7168, 384, 8),
+        Model("qwen3-30b", 2048, 128, 8),
+        Model("qwen3-235b", 4096, 128, 8),
+    )
+}
+NAMES = f"{', '.join(MODELS)}, or sizes as hidden,experts,topk"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options. Paddle need not be there."""
+    parser.description = (
+        "Time the public functions on bfloat16 tensors beside paddle.nn.functional.moe_permute and moe_unpermute where "
+        "these run, and beside plain operators of Paddle elsewhere. Results are checked before anything is timed."
+    )
+    ernie = MODELS["ernie-21b"]
+    parser.add_argument("--model", type=_model, nargs="+", default=[ernie], help=f"{NAMES} (default: {ernie.name})")
+    parser.add_argument("--tokens", type=_tokens, nargs="+", default=[512, 4096], help="how many (default: 512 4096)")
+    parser.add_argument(
+        "--device", help="what paddle.set_device takes, such as cpu or gpu:1 (default: Paddle's choice)"
+    )
+    parser.add_argument("--seconds", type=_seconds, default=1.0, help="how long each call is timed (default: 1)")
+    parser.add_argument("--out", type=_file, metavar="FILE", help="write the results to a file, as JSON")
+    parser.add_argument("--compare", type=_earlier, metavar="FILE", help="show what has changed since another --out")
+    parser.add_argument("--picture", type=_picture, metavar="FILE", help="draw the times; needs matplotlib")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures and returns the exit status: 1 if a result is wrong or matplotlib is missing, 2 for a bad device."""
+    import paddle
+
+    try:
+        paddle.set_device(options.device or paddle.get_device())
+    except (ValueError, RuntimeError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        given = f"{options.device!r} ({reason})"
+        print(f"bench: --device must be something that paddle.set_device takes, but got {given}", file=sys.stderr)
+        return 2
+    if options.picture is not None:
+        try:
+            importlib.import_module("matplotlib")
+        except ImportError as error:
+            print(f"bench: --picture needs matplotlib ({error}): `pip install matplotlib`", file=sys.stderr)
+            return 1
+    from .run import run
+
+    return run(options)
+
+
+def _bad(expected: str, given: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"must be {expected}, but got {given}")
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) >= 1
+
+
+def _model(text: str) -> Model:
+    if text in MODELS:
+        return MODELS[text]
+    sizes = [int(size) for size in text.split(",") if _is_count(size)]
+    if text.count(",") != 2 or len(sizes) != 3:
+        raise _bad(NAMES, repr(text))
+    model = Model(text, *sizes)
+    if not model.topk <= model.experts <= 65536:
+        raise _bad("hidden,experts,topk with topk <= experts <= 65536", repr(text))
+    return model
+
+
+def _tokens(text: str) -> int:
+    if not _is_count(text):
+        raise _bad("positive integers", repr(text))
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 3600:
+        raise _bad("a number from 0 to 3600", repr(text))
+    return seconds
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise _bad("a file in a folder that exists", repr(text))
+    return path
+
+
+def _picture(text: str) -> Path:
+    if Path(text).suffix not in PICTURES:
+        raise _bad(f"a file that ends with {' or '.join(PICTURES)}", repr(text))
+    return _file(text)
+
+
+def _earlier(text: str) -> dict[str, Any]:
+    expected = "a file that bench --out has written"
+    try:
+        run = json.loads(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _bad(expected, f"{text!r} ({error})") from None
+    if not isinstance(run, dict) or run.get("format") != FORMAT:
+        raise _bad(expected, f"{text!r} (its format is not {FORMAT!r})")
+    return run
