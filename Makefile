@@ -38,7 +38,7 @@ $(VENV)/stamp-deps: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade "setuptools>=77"
 	$(PY) -c "import paddle" 2>/dev/null || $(PIP) install --quiet $(PADDLE)
-	$(PIP) install --quiet --no-build-isolation --editable ".[demo,dev]"
+	$(PIP) install --quiet --no-build-isolation --editable ".[dev]"
 	$(PIP) install --quiet --no-deps paddleformers==1.2.0  # examples/ernie_unzip_zip.py loads one file of it
 	touch $@
 

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f'the demo needs {" and ".join(missing)}: pip install "paddle-moe-ops[demo]"', file=sys.stderr)
+        print(f"the demo needs {' and '.join(missing)}: pip install {' '.join(missing)}", file=sys.stderr)
         return 1
     from .run import run
 
@@ -42,6 +42,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=_hidden, default=128, help="hidden size, a multiple of 64")
     parser.add_argument("--layers", type=_integer(2), default=4, help="layers; the first one is dense")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="directory for the picture")
+    parser.add_argument("--threads", type=_integer(1), help="of matrix products; None: the usable cores, 4 at most")
     parser.add_argument("--seed", type=_integer(0), default=0, help="seed of weights, data order and sample")
     options = parser.parse_args(argv)
     if options.topk > options.experts:

@@ -13,7 +13,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-from paddle_moe_ops.functional import moe_permute, moe_unpermute
+from paddle_moe_ops import moe_permute, moe_unpermute
 from paddle_moe_ops.nn import MoELayer
 
 from .model import Decoder, MoEForward

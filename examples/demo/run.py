@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     # Lines stay whole where the output goes to a file.
     console = Console(highlight=False, soft_wrap=True)
-    training.use_several_cores()
+    training.use_threads(options.threads)
     paddle.seed(options.seed)
     rng = np.random.default_rng(options.seed)
     library = load_standard_library()

@@ -8,12 +8,11 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import paddle
-
-from paddle_moe_ops import _env
 
 from .data import even_windows, random_windows
 from .model import Decoder
@@ -24,6 +23,7 @@ TEMPERATURE = 0.8
 BIAS_RATE = 5e-3
 # Matrices as small as the demo's gain nothing from more.
 MAX_THREADS = 4
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Progress(NamedTuple):
@@ -41,10 +41,23 @@ class HeldOut(NamedTuple):
     load: np.ndarray
 
 
-def use_several_cores() -> None:
-    """Lets Paddle's matrix products use several cores; importing Paddle leaves them at one."""
-    threads = _env.num_threads() or os.cpu_count() or 1
-    paddle.base.core.set_num_threads(min(threads, MAX_THREADS))
+def use_threads(threads: int | None) -> None:
+    """Lets Paddle's matrix products use so many threads; importing Paddle leaves them at one.
+
+    Args:
+        threads: How many; None for the cores that this process may use, MAX_THREADS at most.
+    """
+    paddle.base.core.set_num_threads(threads or min(usable_cores(), MAX_THREADS))
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on, or fewer where its container has a lower quota of processor time."""
+    cores = len(os.sched_getaffinity(0))
+    if not QUOTA.is_file():
+        return cores
+    # "200000 100000": so many microseconds of every so many; "max 100000": no limit.
+    quota, period = QUOTA.read_text(encoding="ascii").split()
+    return cores if quota == "max" else min(cores, max(1, math.ceil(int(quota) / int(period))))
 
 
 def train(model: Decoder, data: np.ndarray, steps: int, rng: np.random.Generator) -> Iterator[Progress]:

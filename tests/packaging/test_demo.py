@@ -63,7 +63,7 @@ def test_missing_extra_says_how_to_install_it(missing, monkeypatch, capsys, tmp_
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["--out", str(tmp_path)]) == 1
-    text = f'the demo needs {" and ".join(missing)}: pip install "paddle-moe-ops[demo]"\n'
+    text = f"the demo needs {' and '.join(missing)}: pip install {' '.join(missing)}\n"
     assert capsys.readouterr().err == text
 
 
@@ -76,6 +76,7 @@ BAD_VALUES = {
     ("--hidden", "100"): "argument --hidden: must be a multiple of 64, but got '100'",
     ("--hidden", "0"): "argument --hidden: must be a multiple of 64, but got '0'",
     ("--layers", "1"): "argument --layers: must be an integer >= 2, but got '1'",
+    ("--threads", "0"): "argument --threads: must be an integer >= 1, but got '0'",
     ("--seed", ""): "argument --seed: must be an integer >= 0, but got ''",
 }
 

@@ -283,7 +283,7 @@ def demo(monkeypatch, tmp_path):
         monkeypatch.setattr(checks, "dense_check", lambda model, tokens: given.update(tokens=tokens) or found)
         monkeypatch.setattr(checks, "layer_speed", lambda layer: given.update(layer=layer) or timed)
         return given, run.run(
-            argparse.Namespace(steps=steps, experts=4, topk=2, hidden=64, layers=2, out=tmp_path, seed=0)
+            argparse.Namespace(steps=steps, experts=4, topk=2, hidden=64, layers=2, out=tmp_path, threads=None, seed=0)
         )
 
     given = {}

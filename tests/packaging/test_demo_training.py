@@ -155,13 +155,29 @@ def test_a_sample_is_drawn_at_its_temperature(rng):
     assert 0.86 < text.count("b") / 600 < 0.94
 
 
-@pytest.mark.parametrize(
-    ("asked", "cores", "threads"), [(None, 3, 3), (None, None, 1), (2, 3, 2), (None, 64, 4), (9, 3, 4)]
-)
+@pytest.mark.parametrize(("asked", "cores", "threads"), [(None, 3, 3), (2, 3, 2), (None, 64, 4), (9, 3, 9)])
 def test_matrix_products_use_several_cores_and_not_too_many(asked, cores, threads, monkeypatch):
     given = []
-    monkeypatch.setattr(training._env, "num_threads", lambda: asked)
-    monkeypatch.setattr(training.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(training, "usable_cores", lambda: cores)
     monkeypatch.setattr(paddle.base.core, "set_num_threads", given.append)
-    training.use_several_cores()
+    training.use_threads(asked)
     assert given == [threads]
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        (None, 5),
+        ("max 100000", 5),
+        ("200000 100000", 2),
+        ("250000 100000", 3),
+        ("50000 100000", 1),
+        ("900000 100000", 5),
+    ],
+)
+def test_usable_cores_are_those_of_the_process_within_its_quota(quota, cores, monkeypatch, tmp_path):
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr(training, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(training.os, "sched_getaffinity", lambda process: {0, 2, 3, 5, 7})
+    assert training.usable_cores() == cores

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import paddle_moe_ops
+from paddle_moe_ops.__main__ import _parser
+from tests.packaging.subprocesses import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,6 +47,14 @@ def test_commands_are_make_targets():
     assert targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_commands_of_the_package_are_listed_and_the_example_of_bench_is_taken():
+    (listed,) = re.findall(r"`python -m paddle_moe_ops ([a-z |]+)`", README)
+    done = run_command("--help")
+    assert re.findall(r"^    ([a-z]+) ", done.stdout, re.MULTILINE) == listed.split(" | ")
+    (example,) = re.findall(r"`python -m paddle_moe_ops (bench --[^`]+)`", README)
+    assert _parser().parse_args(example.split()).tokens == [512, 4096]
 
 
 def test_linked_files_exist():

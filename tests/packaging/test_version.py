@@ -30,4 +30,4 @@ def test_no_paddle_distribution_is_required_by_name():
     always = sorted(re.split(r"[^\w-]", name)[0] for name in required if "extra ==" not in name)
     assert always == ["ml_dtypes", "numpy"]
     extras = {match[1] for name in required if (match := re.search(r"extra == [\"'](\w+)", name))}
-    assert extras == {"triton", "demo", "dev", "docs"}
+    assert extras == {"triton", "dev"}
