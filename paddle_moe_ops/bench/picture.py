@@ -18,7 +18,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Writes the file in the format of its suffix."""
     problems: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        problems.setdefault(f"{row['name']}, {row['tokens']} tokens, {row['device']}", []).append(row)
+        problems.setdefault(f"{row['model']}, {row['tokens']} tokens, {row['device']}", []).append(row)
     figure = Figure(figsize=(9, 3.4 * len(problems)), dpi=120, layout="constrained", facecolor="white")
     for axes, title in zip(figure.subplots(len(problems), squeeze=False).flat, problems, strict=True):
         _draw(axes, title, [row for row in problems[title] if row["ours"]])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -23,9 +24,11 @@ CANNOT_RUN = (RuntimeError, ValueError, TypeError, NotImplementedError, Attribut
 KEY = ("tokens", "hidden", "experts", "topk", "device", "operation")
 MACHINE = ("cpu", "usable_cores", "gpus")
 LEGEND = f"""
-ms: median time of a call, and what 5 % and 95 % of the samples stay below. MB: most memory that a call allocates,
-its outputs included. GB/s: rows read once and written once, in our time. ratio: Paddle's time over ours. Paddle's side
-is made of plain operators; where the ratio has a *, it is {OWN}."""
+ms      median time of a call; 5 % of the samples are below p5, and 95 % below p95
+MB      the most memory that a call has allocated at a time, its outputs included
+ratio   Paddle's time over ours
+GB/s    rows read once and written once, in our time
+Paddle  plain operators; where the ratio has a *, {OWN}"""
 
 Row = dict[str, Any]
 
@@ -88,6 +91,9 @@ def _print_head(machine: dict[str, Any]) -> None:
         where, how = machine["cpu"], f", {machine['cpu_isa']}, {machine['threads']} threads"
     print(f"paddle_moe_ops {machine['paddle_moe_ops']} (backend {machine['backend']}{how}), Paddle {machine['paddle']}")
     print(f"{paddle.get_device()}: {where}")
+    load, cores = os.getloadavg()[0], machine["usable_cores"]
+    if load > cores / 2:
+        print(f"other programs are busy here (load {load:.1f} on {cores} cores): times will vary")
 
 
 def _comparable(earlier: dict[str, Any], machine: dict[str, Any]) -> dict[tuple, Row] | None:
@@ -111,10 +117,11 @@ def _measure(model: Model, tokens: int, seconds: float, earlier: dict[tuple, Row
     if needed > left:
         return f"it needs about {needed / 1e9:.1f} GB of memory, and {max(left, 0) / 1e9:.1f} GB are left"
     print(_header(earlier is not None), flush=True)
+    problem = {"model": model.name, "tokens": tokens, "hidden": model.hidden, "experts": model.experts}
+    problem |= {"topk": model.topk, "device": paddle.get_device()}
     try:
         for operation in operations(Problem(model, tokens)):
-            found = _timed(operation, seconds)
-            row = {**model._asdict(), "tokens": tokens, "device": paddle.get_device(), **found}
+            row = {**problem, **_timed(operation, seconds)}
             rows.append(row)
             print(_line(row, earlier), flush=True)
     except MemoryError as error:
@@ -169,7 +176,7 @@ def _line(row: Row, earlier: dict[tuple, Row] | None) -> str:
     name, ours, paddles = f"{row['operation']:<22}", row["ours"], row["paddle"]
     if row["wrong"]:
         return f"{name}  FAILED: {row['wrong']}"
-    ratio = f"{paddles['median_us'] / ours['median_us']:.2f}" if paddles else "-"
+    ratio = _digits(paddles["median_us"] / ours["median_us"], 2) if paddles else "-"
     speed = f"{row['moved_bytes'] / ours['median_us'] / 1e3:.1f}" if row["moved_bytes"] else "-"
     mark = "*" if row["beside"] == OWN else " "
     changes = ""
@@ -182,14 +189,14 @@ def _line(row: Row, earlier: dict[tuple, Row] | None) -> str:
 def _side(times: Row | None) -> str:
     if times is None:
         return f"{'-':>9}{'-':>8}{'-':>8}{'-':>8}"
-    median, p5, p95 = (_milliseconds(times[name]) for name in ("median_us", "p5_us", "p95_us"))
+    median, p5, p95 = (_digits(times[name] / 1e3, 3) for name in ("median_us", "p5_us", "p95_us"))
     memory = "-" if times["peak_bytes"] is None else f"{times['peak_bytes'] / 1e6:.1f}"
     return f"{median:>9}{p5:>8}{p95:>8}{memory:>8}"
 
 
-def _milliseconds(microseconds: float) -> str:
-    decimals = 3 if microseconds < 1e4 else 2 if microseconds < 1e5 else 1
-    return f"{microseconds / 1e3:.{decimals}f}"
+def _digits(value: float, decimals: int) -> str:
+    """A number with so many decimals, of which large numbers lose one or two."""
+    return f"{value:.{decimals - (value >= 10) - (value >= 100)}f}"
 
 
 def _change(then: Row | None, now: Row | None) -> str:

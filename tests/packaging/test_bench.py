@@ -77,6 +77,7 @@ def test_every_operation_of_every_problem_is_a_line_and_a_result(user_run):
     assert [row["operation"] for row in results] == names
     sizes = [(row["hidden"], row["experts"], row["topk"], row["tokens"]) for row in results[:: len(OPERATIONS)]]
     assert sizes == [(H, E, K, 1), (H, E, K, T), (40, 5, 1, 1), (40, 5, 1, T)]
+    assert results[-1]["model"] == "40,5,1"
     for row in results:
         assert (row["device"], row["wrong"], row["beside"]) == ("cpu", "", "plain operators")
         for side in (row["ours"], row["paddle"]):
@@ -118,6 +119,31 @@ def test_columns_are_times_memory_ratio_and_speed(bench_run, fixed_times):
     for name, line in done.table.items():
         assert line.split() == [*times, f"{moved[name] / 20e3:.1f}" if moved[name] else "-"]
         assert line.index("4.00") + 4 == 22 + 19 + 33
+
+
+def test_large_numbers_have_fewer_decimals(bench_run, fixed_times):
+    fixed_times.us = 33_333.3
+    assert bench_run().table["route"].split() == [
+        "33.33",
+        "30.00",
+        "66.67",
+        "3.0",
+        "133.3",
+        "120.0",
+        "266.7",
+        "3.0",
+        "4.00",
+        "-",
+    ]
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(0.1, False), (64.04, True)])
+def test_a_busy_machine_is_named(load, is_busy, bench_run, fixed_times, monkeypatch):
+    monkeypatch.setattr(running.os, "getloadavg", lambda: (load, 9.0, 9.0))
+    done = bench_run()
+    cores = done.written["machine"]["usable_cores"]
+    text = f"other programs are busy here (load {load:.1f} on {cores} cores): times will vary"
+    assert (text in done.lines) == is_busy
 
 
 def test_changes_are_shown_beside_an_earlier_run(bench_run, fixed_times):
