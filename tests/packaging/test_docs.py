@@ -11,7 +11,9 @@ import pytest
 
 from paddle_moe_ops import unpatch_paddle
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+SOURCES = ("paddle_moe_ops", "tests", "tools", "benchmarks")
 SECTIONS = {
     f"{page.stem}: {text.partition(chr(10))[0]}": code
     for page in sorted(DOCS.glob("*.md"))
@@ -34,3 +36,13 @@ def test_all_code_is_found():
     assert len(SECTIONS) >= 3
     written = sum(page.read_text(encoding="utf-8").count("```python") for page in DOCS.glob("*.md"))
     assert sum(map(len, SECTIONS.values())) == written
+
+
+def test_the_files_that_contributing_names_exist():
+    """By the end of their paths: in a table the folder is often that of the name before."""
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Adding an operator")[2]
+    named = set(re.findall(r"`([\w/]+\.(?:py|cc|h|cu))`", section.partition("\n## ")[0]))
+    files = {f"/{path.relative_to(ROOT).as_posix()}" for folder in SOURCES for path in (ROOT / folder).rglob("*.*")}
+    files.add("/setup.py")
+    assert len(named) > 40
+    assert {name for name in named if not any(file.endswith(f"/{name}") for file in files)} == set()
