@@ -5,10 +5,14 @@
 T tokens, H hidden size, N rows of the permuted buffer, S = ceil(H / 128) scales per row. Quantising on the way to
 expert order is `permute` with ``quantize``.
 
-The rule, for each group of 128 columns (the last may be shorter), in float32: amax is the largest magnitude, NaN left
-out, held between ``amax_min`` and the largest finite number; the scale is amax / 448, or for ue8m0 the smallest power
-of two that is not less; the code is the float8_e4m3fn number nearest to x * (1 / scale), ties to even. Magnitudes
-beyond 448, infinity among them, become 448; NaN becomes 0x7F. The tiles are those of DeepSeek-V3 (arXiv 2412.19437,
+The rule, for each group of 128 columns (the last may be shorter), in float32:
+
+* amax is the largest magnitude without NaN, clamped to ``amax_min`` and to the largest finite number.
+* The scale is amax / 448, or for ue8m0 the smallest power of two that is not less.
+* The code is the float8_e4m3fn number nearest to x * (1 / scale), ties to even. Magnitudes above 448, including
+  infinity, become 448; NaN becomes 0x7F.
+
+The tiles are those of DeepSeek-V3 (arXiv 2412.19437,
 section 3.3.2).
 
 Scales are float32 [rows, S], or for ue8m0 int32 [rows, ceil(S / 4)]: four exponents, biased by 127, to an int32, the
@@ -27,7 +31,7 @@ from paddle import Tensor
 
 from . import _checks
 from ._graphs import is_graph_value, public
-from .backends import resolve
+from .backends import connect_experts, resolve
 from .routing import Plan, as_plan, tokens_of
 
 __all__ = ["dequantize_1x128", "quantize_1x128", "quantized_experts"]
@@ -169,7 +173,7 @@ def quantized_experts(
     def checked_vjp(d_out: Tensor, codes: Tensor, scales: Tensor, *tensors: Tensor) -> Any:
         return _check_gradients(expert_vjp(d_out, codes, scales, *tensors), shape, dtype, tensors)
 
-    return resolve(name, x).quantized_experts(x, tensors, plan, spec, checked_fn, checked_vjp)
+    return connect_experts(resolve(name, x), x, tensors, plan, spec, checked_fn, checked_vjp)
 
 
 def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:

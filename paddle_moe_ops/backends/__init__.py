@@ -29,6 +29,7 @@ from .base import (
     TopkSpec,
     Validation,
 )
+from .gradients import connect_experts
 
 __all__ = [
     "OPERATORS",
@@ -45,6 +46,7 @@ __all__ = [
     "Validation",
     "chosen",
     "compiled_backend",
+    "connect_experts",
     "explain",
     "register",
     "register_note",
@@ -98,7 +100,7 @@ register("compiled", "paddle_moe_ops.backends.compiled")
 # For what has no compiled operator, and on GPUs that the library has no kernels for.
 register("triton", "paddle_moe_ops.backends.triton", dygraph_only=True)
 register("paddle", "paddle_moe_ops.backends.matmul")
-# The oracle is orders of magnitude slower: it serves as a check, never as a silent stand-in.
+# The oracle is orders of magnitude slower: it serves as a check and never replaces another silently.
 register("reference", "paddle_moe_ops.backends.reference", automatic=())
 
 

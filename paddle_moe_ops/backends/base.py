@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import paddle
@@ -87,7 +87,7 @@ class RowmapSpec(NamedTuple):
     is_row_id_map: bool  # [T, 2E + 1] of TransformerEngine, else [T, E] rows
     num_rows: int  # N; -1: in a tensor
     check_range: bool  # rows outside [-1, N) raise, else they count as -1
-    check_repeats: bool  # rows that stand twice raise, else the first place has them
+    check_repeats: bool  # repeated rows raise, else the first entry gets the row
 
 
 class Maps(NamedTuple):
@@ -153,7 +153,6 @@ class Verbs(Protocol):
     A plan that a verb takes may be `RowMaps`.
     `moe_permute` returns hidden_states_unzipped, zipped_expertwise_rowmap, token_prob_unzipped, scale_unzipped,
     expert_indices, overflow, slot_to_row and token_rows; outputs that were not asked for have 0 elements.
-
     """
 
     @property
@@ -166,13 +165,13 @@ class Verbs(Protocol):
 
     @property
     def dtypes(self) -> Mapping[str, Sequence[Any]]:
-        """Of the first tensor, for operators that it has for these only."""
+        """Dtypes of the first tensor, for operators that it has for these dtypes only."""
 
     def unavailable(self) -> str | None:
         """Why the backend cannot run here, or None when it can."""
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
-        """Why the backend, where it can run, cannot do so on a tensor's device or a graph's value; None if it can."""
+        """Why the backend cannot run on this tensor's device or graph value though it runs here, or None if it can."""
 
     def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
         """Weights, ids and scores; the latter have 0 elements where they are not wanted."""
@@ -253,17 +252,6 @@ class Backend(Verbs, Protocol):
     @property
     def gathers_rows(self) -> bool:
         """Whether grouped_gemm takes a plan and tokens."""
-
-    def quantized_experts(
-        self,
-        x: Tensor,
-        tensors: Tensors,
-        plan: Any,
-        spec: QuantizeSpec,
-        expert_fn: Callable[..., Tensor],
-        expert_vjp: Callable[..., Tensors],
-    ) -> Tensor:
-        """What the experts make of the quantised rows, differentiable in x and the tensors."""
 
 
 class Kernels(Verbs, Protocol):

@@ -30,7 +30,6 @@ from .base import (
     Validation,
     constant_if_float8,
 )
-from .gradients import quantized_experts
 
 LIBRARY = _build_check.library()
 
@@ -399,17 +398,6 @@ class CompiledBackend:
 
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         return _run("rows_to_slots", row_values, maps.slot_to_row, maps.row_to_slot)[0]
-
-    def quantized_experts(
-        self,
-        x: Tensor,
-        tensors: Tensors,
-        plan: Any,
-        spec: QuantizeSpec,
-        expert_fn: Callable[..., Tensor],
-        expert_vjp: Callable[..., Tensors],
-    ) -> Tensor:
-        return quantized_experts(self, x, tensors, plan, spec, expert_fn, expert_vjp)
 
 
 backend = CompiledBackend()

@@ -17,6 +17,7 @@ from paddle import Tensor
 from .._graphs import filled, numbers_of
 from .base import (
     FLOAT8,
+    Backend,
     GemmSpec,
     Kernels,
     Maps,
@@ -32,7 +33,7 @@ from .base import (
 )
 from .nodes import Call, Gradients, connect, first_order_only, linear
 
-__all__ = ["WithGradients", "quantized_experts"]
+__all__ = ["WithGradients", "connect_experts"]
 
 
 def _is_wanted(*inputs: Tensor | None) -> bool:
@@ -318,7 +319,7 @@ class _QuantizedExperts(Call):
 
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: Any,
         x: Tensor,
         tensors: Tensors,
         plan: Any,
@@ -369,17 +370,16 @@ class _GroupedGemm(Call):
         return first_order_only(self, made[: len(self.wanted)], *gradients, *operands)
 
 
-def quantized_experts(
-    kernels: Any,
-    x: Tensor,
-    tensors: Tensors,
-    plan: Any,
-    spec: QuantizeSpec,
-    expert_fn: Callable[..., Tensor],
-    expert_vjp: Callable[..., Tensors],
-) -> Tensor:
-    """`Backend.quantized_experts` of whatever quantises, permutes and adds rows up."""
-    return connect(_QuantizedExperts(kernels, x, tensors, plan, spec, expert_fn, expert_vjp), x, *tensors)[0]
+def connect_experts(backend: Backend, x: Tensor, tensors: Tensors, *others: Any) -> Tensor:
+    """What experts make of quantised rows, differentiable in x and the tensors: one node, whichever backend runs it.
+
+    Args:
+        backend: what quantises, permutes and adds rows up.
+        x: tokens [T, H].
+        tensors: what the experts take besides the rows.
+        others: plan, spec, expert_fn and expert_vjp.
+    """
+    return connect(_QuantizedExperts(backend, x, tensors, *others), x, *tensors)[0]
 
 
 class WithGradients:
@@ -470,17 +470,6 @@ class WithGradients:
     ) -> Tensor:
         ways: tuple[Callable[[Tensor], Tensor], ...] = (lambda each: there(each, maps), lambda each: back(each, maps))
         return linear("row_id_map", self.kernels, values, *ways, maps.slot_to_row, maps.row_to_slot)
-
-    def quantized_experts(
-        self,
-        x: Tensor,
-        tensors: Tensors,
-        plan: Any,
-        spec: QuantizeSpec,
-        expert_fn: Callable[..., Tensor],
-        expert_vjp: Callable[..., Tensors],
-    ) -> Tensor:
-        return quantized_experts(self.kernels, x, tensors, plan, spec, expert_fn, expert_vjp)
 
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
         if not _is_wanted(x, w, weights):

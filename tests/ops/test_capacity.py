@@ -29,7 +29,8 @@ from tests.ops.problems import (
     tensor,
 )
 from tests.params import MOST_EXPERTS, SHAPES, SMALL
-from tests.static.cases import Case, E, mask_inputs, plan_tensors, token_inputs
+from tests.static.cases import Case, plan_tensors
+from tests.static.inputs import E, mask_inputs, token_inputs
 from tests.static.modes import (
     StaticGraph,
     assert_same_run,

@@ -12,8 +12,8 @@ import pytest
 
 from paddle_moe_ops import dispatch, reference
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.masked_model import masks, model_of
 from tests.ops.problems import backward, every_kind, optional_tensor, ordinary, tensor
-from tests.ops.test_masked import masks, model_of
 from tests.params import FLOAT8_DTYPES, SUM_DTYPES
 
 H = 24

@@ -14,8 +14,8 @@ from paddle_moe_ops.compat import transformer_engine
 from paddle_moe_ops.masked.shared import without_zero_probs
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.interpreting import on_both
+from tests.ops.masked_model import masks, model_of
 from tests.ops.problems import backward, every_kind, ordinary, tensor
-from tests.ops.test_masked import masks, model_of
 from tests.params import FLOAT8_DTYPES, SUM_DTYPES
 
 T, H, E = 63, 24, 7

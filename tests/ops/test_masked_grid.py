@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from paddle_moe_ops import masked, reference
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dot_chain, dtype_tols
+from tests.ops.masked_model import Model, model_of
 from tests.ops.problems import backward, optional_tensor, ordinary, tensor
-from tests.ops.test_masked import Model, model_of
 from tests.params import FLOAT8_DTYPES, SUM_DTYPES
 
 H = 21

@@ -13,8 +13,8 @@ import pytest
 from paddle_moe_ops import reference
 from paddle_moe_ops.compat import transformer_engine as te
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.masked_model import model_of
 from tests.ops.problems import backward, every_kind, ordinary, tensor
-from tests.ops.test_masked import model_of
 from tests.params import FLOAT8_DTYPES, SUM_DTYPES
 
 T, E, H = 29, 5, 8
@@ -243,7 +243,7 @@ CALLS = {
         "is_forward": True,
     },
 }
-# Of sizes that are free: the rows of the output, those behind the last chunk.
+# Sizes that are free: rows of the output, rows after the last chunk.
 FREE = {("permute_with_mask_map", "num_out_tokens"), ("make_chunk_sort_map", "num_tokens")}
 SIZES = [
     (function, argument)

@@ -12,8 +12,8 @@ import pytest
 from paddle_moe_ops import dispatch
 from paddle_moe_ops.compat import transformer_engine_jax as te
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.masked_model import model_of
 from tests.ops.problems import backward, every_kind, ordinary, tensor
-from tests.ops.test_masked import model_of
 from tests.ops.test_transformer_engine import blanked, with_zeros
 from tests.params import SUM_DTYPES
 

@@ -18,7 +18,7 @@ from paddle_moe_ops import reference
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.compat import transformer_engine, transformer_engine_jax
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from tests.ops.test_masked import model_of
+from tests.ops.masked_model import model_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
 

@@ -163,7 +163,7 @@ def gradients(example: Example, d_outputs: dict[int, np.ndarray]) -> dict[str, n
 
 
 def compare_undefined_gradients(example: Example, wanted: int) -> str:
-    """An output gradient that nobody computed counts as zeros."""
+    """An output gradient that was not computed counts as zeros."""
     outputs = example.run(example.tensors())
     rng = np.random.default_rng(0)
     zeros = {index: np.zeros(outputs[index].shape) for index in float_outputs(outputs)}

@@ -8,7 +8,8 @@ import numpy as np
 
 from paddle_moe_ops import dispatch, masked, sort_chunks
 from paddle_moe_ops.compat import transformer_engine, transformer_engine_jax
-from tests.static.cases import BUFFER, SMALL_BUFFER, A, Case, Inputs, chunk_inputs, mask_inputs
+from tests.static.cases import Case
+from tests.static.inputs import BUFFER, SMALL_BUFFER, A, Inputs, chunk_inputs, mask_inputs
 
 SCALES = 2
 

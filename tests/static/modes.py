@@ -17,7 +17,8 @@ from paddle import inference
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
-from tests.static.cases import Case, Inputs
+from tests.static.cases import Case
+from tests.static.inputs import Inputs
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Roundings in a row with Paddle's matmul: at most 200 rows of an expert, 20 and 6 columns, 3 rows of a token.

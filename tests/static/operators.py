@@ -15,7 +15,8 @@ from paddle.base.framework import OpProtoHolder
 from paddle_moe_ops import _C, moe_permute, route
 from paddle_moe_ops.backends import compiled
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
-from tests.static.cases import CASES, A, Case, E, token_inputs
+from tests.static.cases import CASES, Case
+from tests.static.inputs import A, E, token_inputs
 
 FLOAT8 = (paddle.float8_e4m3fn, paddle.float8_e5m2)
 FLOATS = (paddle.float32, paddle.bfloat16, paddle.float16)

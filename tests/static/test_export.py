@@ -20,20 +20,8 @@ from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.packaging.subprocesses import run_python
-from tests.static.cases import (
-    BFLOAT16,
-    CASES,
-    FLOAT8_E5M2,
-    ROUTERS,
-    A,
-    Case,
-    E,
-    H,
-    Inputs,
-    layer,
-    num_tokens,
-    token_inputs,
-)
+from tests.static.cases import CASES, FLOAT8_E5M2, ROUTERS, Case, layer, num_tokens
+from tests.static.inputs import BFLOAT16, A, E, H, Inputs, token_inputs
 from tests.static.modes import (
     assert_run_of,
     assert_same_run,

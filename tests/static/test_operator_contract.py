@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for every compiled operator, whoever calls it and whatever with.
 
-The operators are found in their sources and their examples are what the public functions call, so a new operator is
+The operators are found in their sources, and their examples are what the public functions call. So a new operator is
 under this contract without being named here, and one that no case reaches fails.
 """
 

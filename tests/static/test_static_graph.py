@@ -21,8 +21,9 @@ from paddle_moe_ops import (
     unpermute,
 )
 from tests.ops.operator_calls import GOOD_CALLS, by_position
-from tests.static.cases import CASES, A, E, H, K, layer, permute_small_buffer, token_inputs
+from tests.static.cases import CASES, layer, permute_small_buffer
 from tests.static.forms import FORMS
+from tests.static.inputs import A, E, H, K, token_inputs
 from tests.static.modes import (
     StaticGraph,
     assert_run_of,

@@ -16,8 +16,9 @@ from paddle.jit.sot.opcode_translator.executor.executor_cache import OpcodeExecu
 
 from paddle_moe_ops import moe_permute, route
 from tests.packaging.subprocesses import run_python
-from tests.static.cases import BUFFER, CASES, FLOAT8_E5M2, A, E, layer, token_inputs
+from tests.static.cases import CASES, FLOAT8_E5M2, layer
 from tests.static.forms import FORMS
+from tests.static.inputs import BUFFER, A, E, token_inputs
 from tests.static.modes import (
     assert_run_of,
     assert_same_run,
