@@ -3,8 +3,8 @@
 """Which compiled library belongs to this package, and does it fit the Paddle that runs?
 
 setup.py reads its rules from here and records what it built with; this compares. Paddle promises nothing about its C++
-interface from one minor version to the next, and a library loaded into another version may crash instead of failing, so
-the comparison comes before the library is loaded.
+interface from one minor version to the next. A library that is loaded into another version may crash instead of
+failing, so the comparison comes first.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def is_untested(version: str) -> bool:
 def library() -> Path:
     """The compiled library, which may be missing.
 
-    It lies beside this file. A source folder that Python finds before the installed package has none: there it is the
-    installed one.
+    It is next to this file. A source folder that Python finds before the installed package has none; then it is the
+    installed package's.
     """
     beside = PACKAGE / LIBRARY_NAME
     if not beside.exists():
@@ -101,7 +101,7 @@ def mismatch() -> str | None:
 
 
 def compare(info: dict[str, Any] | None, version: str, commit: str, with_cuda: bool) -> str | None:
-    """The rule behind `mismatch` for Paddle.
+    """The rule that `mismatch` applies to Paddle.
 
     Args:
         info: what `build_info` returned.

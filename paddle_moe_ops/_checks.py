@@ -49,7 +49,7 @@ def bad_type(function: str, argument: str, expected: str, given: object) -> NoRe
 
 @contextlib.contextmanager
 def renaming(function: str, caller: str, **arguments: str) -> Iterator[None]:
-    """Inside, what ``function`` says of its arguments is said by ``caller`` of its own.
+    """Let errors that ``function`` raises inside name ``caller`` and its arguments instead.
 
     Args:
         function: the name that begins the messages.

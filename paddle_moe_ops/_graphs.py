@@ -26,9 +26,9 @@ def public(
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Mark a public function that works on tensors and on graph values alike.
 
-    Every tensor among the arguments is detached, but for the differentiable ones: expert ids, masks, row maps, scales,
-    counts and the like have no gradient, and still may carry a graph, as the ids of `paddle.topk` do. Paddle's engine
-    would wait for their gradient and never run what comes before them.
+    Every tensor among the arguments is detached, except the differentiable ones. Expert ids, masks, row maps, scales
+    and counts have no gradient, but may carry a graph, as the ids of `paddle.topk` do. Paddle's engine would wait for
+    their gradient and never run what comes before them.
 
     paddle.jit.to_static calls such a function while it builds the program instead of rewriting its source, so that the
     checks run once, at build time, where shapes are known. A graph's backward pass does not wait: values of a graph are
@@ -76,7 +76,7 @@ def public(
                 set_eval_frame(tracer)
 
         call.differentiable_arguments = differentiable  # type: ignore[attr-defined]
-        call.__signature__ = signature  # type: ignore[attr-defined]  # paddle.jit does not look behind a wrapper
+        call.__signature__ = signature  # type: ignore[attr-defined]  # paddle.jit does not look through wrappers
         return unified(call)
 
     return decorate

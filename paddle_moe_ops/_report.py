@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment report of ``python -m paddle_moe_ops env``: what is installed, what runs, what is missing.
 
-Every part stands for itself, so that the report can be made where Paddle or anything else is missing.
+No part depends on another, so the report works where Paddle or anything else is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu", "numpy", "ml_dtypes", "trit
 
 
 def collect() -> dict[str, Any]:
-    """The report as data that JSON can hold; None stands for what is not there."""
+    """The report as data that JSON can hold; None where something is missing."""
     values = _env.values()
     return {
         "paddle_moe_ops": {"version": __version__, "location": str(Path(__file__).parent)},

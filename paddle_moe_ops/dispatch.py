@@ -58,7 +58,7 @@ def token_dispatch(
     Args:
         inp: [T, H] or [B, S, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
         routing_map: bool, integer or float [T, E] or [B, S, E]; what is not 0 is routed.
-        num_out_tokens: the most rows without padding; 0: none, with padding neither.
+        num_out_tokens: the most rows before padding; 0: no rows, padded or not.
         probs: bfloat16, float16 or float32 in the shape of ``routing_map``, or None.
         align_size: every expert's segment is padded to a multiple of so many rows, at least 1; None: no padding.
         zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its gradient stays.
@@ -118,7 +118,7 @@ def token_combine(
         merging_probs: bfloat16, float16 or float32 weights, [T, E] or [B, S, E], or [N] by row as `token_dispatch`
             returns them; or None.
         pad_offsets: int32 or int64 [E] of `token_dispatch`, or None.
-        validate: a row that stands twice in the map, or lies outside [0, N), raises. None: PADDLE_MOE_OPS_VALIDATE,
+        validate: a row that is in the map twice, or lies outside [0, N), raises. None: PADDLE_MOE_OPS_VALIDATE,
             else on the CPU it raises, on a GPU not.
 
     Returns:

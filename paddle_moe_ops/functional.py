@@ -72,8 +72,8 @@ def permute(
     and scales of the same bits on every backend and run. No host synchronisation. The backward pass keeps no [T, H]
     tensor.
 
-    With ``quantize`` every token is read and quantised once, by the rule of `quantize_1x128`, and its codes and scales
-    are written to each of its rows: the same bits as quantising first and permuting codes and scales, in one pass.
+    With ``quantize`` every token is read and quantised once, by the rule of `quantize_1x128`. Its codes and scales are
+    written to each of its rows in the same pass. The bits are those of quantising first and permuting afterwards.
 
     Args:
         x: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2 (not with ``quantize``); any H >= 1, rows may
@@ -178,8 +178,8 @@ def sort_chunks(
         split_sizes: int32 or int64 [C] rows of each chunk, >= 0, adding up to at most R.
         order: int32 or int64 [C], a permutation of [0, C).
         probs: bfloat16, float16 or float32 [R] that travel with the rows, or None.
-        validate: True: other sizes and orders raise. False: negative sizes count as 0, chunks end at row R, entries of
-            ``order`` that name no chunk, or one that was named before, are passed over, and chunks without a name
+        validate: True: other sizes and orders raise. False: negative sizes count as 0, and chunks end at row R. Entries
+            of ``order`` that name no chunk, or one that was named before, are passed over; chunks that are not named
             follow the others, ascending. None: PADDLE_MOE_OPS_VALIDATE, else on the CPU they raise, on a GPU not.
 
     Returns:

@@ -46,21 +46,23 @@ def grouped_gemm(
         rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True))
         out = unpermute(grouped_gemm(rows, down, plan=plan, topk_weights=weights), plan)
 
-    The second line gives the weighted sum `unpermute` would, with rows that are rounded after they were weighted. The
-    rows can also leave in the order of slots, to be added up by other means::
+    The second line gives the weighted sum that `unpermute` would, except that rows are rounded after they are weighted.
+    Rows can also be returned in slot order, to be summed in another way::
 
         slots = grouped_gemm(rows, down, plan=plan, topk_weights=weights, permute_y=True)
         out = slots.reshape([num_tokens, topk, hidden]).sum(axis=1)
 
     Differentiable in ``X``, ``W`` and ``topk_weights``: rows of no group and experts without rows get a gradient of 0.
-    Accumulation in float32; deterministic, with an order of additions that is the backend's (`explain` says which). On
-    an NVIDIA GPU bfloat16 and float16 run on Triton where it is there: one launch and a small one, after one that moves
-    the rows of ``permute_x`` where the GPU copies by descriptors (they are not kept for the backward pass); sizes and
-    offsets that are tensors are not looked at: groups that do not fit are cut, as in a graph, unless
-    PADDLE_MOE_OPS_VALIDATE asks for checks. The gradient of ``W`` is there that of rows that
-    are weighted and rounded first. All else runs on Paddle's matmul, group by group, with a host synchronisation for
-    tensors on a GPU; off a GPU bfloat16 and float16 operands are widened to float32 and the product is rounded once.
-    Under mixed precision both operands take its dtype on a GPU, as those of any matmul.
+    Accumulation in float32. Deterministic; the order of additions depends on the backend (`explain` says which runs).
+
+    On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed, in one launch and a small one. Where the
+    GPU copies by descriptors, another launch moves the rows of ``permute_x``; they are not kept for the backward pass.
+    Sizes and offsets that are tensors are not read: as in a graph, groups that do not fit are cut, unless
+    PADDLE_MOE_OPS_VALIDATE asks for checks. The gradient of ``W`` uses rows that were weighted and then rounded.
+
+    All else runs on Paddle's matmul, group by group, with a host synchronisation for tensors on a GPU. On a CPU,
+    bfloat16 and float16 operands are widened to float32, and the product is rounded once. Under mixed precision on a
+    GPU both operands take its dtype, as in any matmul.
 
     Args:
         X: [M, D] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, D] tokens. More dimensions,

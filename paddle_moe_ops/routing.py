@@ -177,7 +177,7 @@ def route(
             its segment's padding. None: counted. Ignored with a static buffer.
         buffer_size: N of a static buffer. Rows at or beyond its end are dropped and counted in ``plan.overflow``, the
             others stay where they are. -1: N is the sum of the padded segments.
-        topk: K of a mask, by default E; the highest experts beyond it are dropped.
+        topk: K of a mask, by default E; of more experts in a token, the highest are dropped.
         duplicates: "first": of equal ids in one token, the first slot gets the row. "each": every slot gets one.
         capacity: rows that an expert gets at most, an int or a 0-D int tensor, which stays where it is. The first rows
             of its segment are kept; the slots of the others are dropped and counted in ``plan.overflow``, and the
@@ -324,8 +324,8 @@ def calculate_topk(
     (arXiv:2412.19437, section 2.1.2) sigmoid, bias, groups (of the two best scores) and a scaling factor.
 
     Differentiable: weights and scores in ``gating``; the choice and ``correction_bias`` get no gradient. Deterministic:
-    the compiled operator gives the same bits on every device and run; on other backends scores differ in the last bits,
-    as exponentials do, and so may the choice between scores that are nearly equal. No host synchronisation.
+    the compiled operator gives the same bits on every device and run. On other backends scores differ in the last bits,
+    as exponentials do; so may the choice between scores that are nearly equal. No host synchronisation.
 
     Args:
         gating: logits [T, E], bfloat16, float16 or float32. As a keyword it may also be called ``gating_output``.

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in Paddle's graph of gradients, for kernels that have none of their own: one PyLayer, whatever the operator.
 
-What Paddle does for compiled operators is done here for the others: a gradient of the wrong shape, a tensor that was
-changed in place, and a second backward pass where none is possible raise. Linear operators have gradients of every
-order; the others refuse a second one.
+What Paddle does for compiled operators is done here for the others. A gradient of the wrong shape raises, and so do a
+tensor that was changed in place and a second backward pass where none is possible. Linear operators have
+gradients of every order; the others refuse a second one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Call:
     Attributes:
         function: the name that begins an error text.
         kernels: what runs it, forward and backward.
-        wanted: for each differentiable input that is given whether it wants a gradient. A tensor that is kept for
-            the backward pass does not tell any more.
+        wanted: for each differentiable input given, whether it wants a gradient. A tensor that was
+            kept for the backward pass no longer tells.
         saved: large tensors for the backward pass. Paddle keeps them, so that `recompute` can make them anew.
     """
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Route ``paddle.nn.functional.moe_permute`` and ``moe_unpermute`` to this package, and back.
 
-What is replaced is the code inside Paddle's two function objects, not the names that lead to them: code that imported
-the functions before, under whatever name, is routed here as well, and gets Paddle's own back with `unpatch_paddle`.
+The code inside Paddle's two function objects is replaced, not the names that refer to them. So callers that imported
+the functions earlier, under whatever name, are routed here too. `unpatch_paddle` gives them Paddle's code back.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def _paddle_function(name: str) -> FunctionType:
 def patch_paddle() -> None:
     """Make Paddle's moe_permute and moe_unpermute run on this package, everywhere in the process.
 
-    Numbers are Paddle's, also where this package decides otherwise: a token with exactly one row stays unweighted in
-    the weighted combine, ids outside [0, num_experts) are passed over on a CPU too, and float8 rows need their scale
-    where they are gathered, as Paddle's newest version decides. The signature stays Paddle's. New are gradients, the
-    CPU, dtypes and widths, and the keyword arguments of this package's functions. Calling it again changes nothing.
+    Numbers are Paddle's, even where this package decides otherwise. A token with exactly one row stays unweighted in
+    the weighted combine, and ids outside [0, num_experts) are passed over on a CPU too. As in Paddle's newest version,
+    float8 rows need their scale where they are gathered. The signature stays Paddle's. Gradients, the CPU, more dtypes
+    and widths, and the keyword arguments of this package's functions are new. Calling it again changes nothing.
 
     Raises:
         RuntimeError: this Paddle has no such functions.
@@ -102,7 +102,7 @@ def patch_paddle() -> None:
             signature = inspect.signature(function)
             _originals[function] = function.__code__
             function.__code__ = _STAND_INS[name]
-            function.__signature__ = signature  # type: ignore[attr-defined]  # the stand-in's own says nothing
+            function.__signature__ = signature  # type: ignore[attr-defined]  # that of the new code says nothing
 
 
 def unpatch_paddle() -> None:

@@ -39,8 +39,8 @@ def make_row_id_map(
 
     Args:
         routing_map: bool or integer [T, E]; what is not 0 is routed. As a keyword it may also be called ``mask``.
-        num_out_tokens: at most so many rows, those beyond are dropped; 0: no limit.
-        num_topK: the most experts of a token; the highest beyond it are dropped. It saves memory. None: E.
+        num_out_tokens: the most rows; those after them are dropped. 0: no limit.
+        num_topK: the most experts of a token; of more, the highest are dropped. It saves memory. None: E.
         fp8_padding: pad every expert's segment to a multiple of so many rows, inside the map; 0: no padding.
         validate: more than num_topK experts, and dropped rows (True only), raise.
 
@@ -87,13 +87,13 @@ def permute_with_mask_map(
         row_id_map: of `make_row_id_map`.
         num_out_tokens: N; rows at or beyond it are dropped. A 0-D int tensor is read, which synchronises with a GPU.
         probs: bfloat16, float16 or float32 [T, E], or None.
-        scale: of float8 rows: float32 or packed int32 [T, S], such as of groups of 128 columns, or uint8 [T, S],
-            such as the e8m0 bytes of groups of 32; with one element and other than two dimensions a scale of the whole
-            tensor, which is handed back. None: no scale.
+        scale: of float8 rows: float32 or packed int32 [T, S], such as for groups of 128 columns, or uint8 [T, S], such
+            as the e8m0 bytes for groups of 32. A tensor of one element that has not two dimensions is a scale of all
+            rows and is returned as it is. None: no scale.
         pad_offsets: int32 or int64 [E] rows to add to each expert's, for a map that does not count padding.
         zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its scale and its gradient
             stay.
-        validate: a row that stands twice in the map raises.
+        validate: a row that is in the map twice raises.
 
     Returns:
         permuted [N, H]; with ``probs`` or ``scale`` permuted, permuted_probs [N] or None, permuted_scale or None.
@@ -142,7 +142,7 @@ def unpermute_with_mask_map(
         probs: bfloat16, float16 or float32 weights [T, E], or None.
         pad_offsets: int32 or int64 [E], as in `permute_with_mask_map`.
         permuted_probs: bfloat16, float16 or float32 [N] values of rows, or None.
-        validate: a row that stands twice in the map, or lies outside [0, N), raises.
+        validate: a row that is in the map twice, or lies outside [0, N), raises.
 
     Returns:
         [T, H]; with ``permuted_probs`` that and unpermuted_probs [T, E], 0 where nothing was routed.

@@ -201,7 +201,7 @@ def moe_unpermute(
         map_type: "mask" or "index".
         probs: TransformerEngine's old name of ``merging_probs``.
         pad_offsets: int32 or int64 [E] of `moe_permute_and_pad_with_probs`, or None.
-        validate: a row that stands twice in the map, or lies outside [0, N), raises.
+        validate: a row that is in the map twice, or lies outside [0, N), raises.
 
     Returns:
         [T, H] or ``restore_shape``.
@@ -297,8 +297,8 @@ def _route_ids(
         num_experts = int(ids.max()) + 1 if ids.numel() else 0
         num_experts = min(max(num_experts, 1), _checks.MAX_EXPERTS - 1)
     experts = _checks.integer(function, "num_experts", num_experts, 1, _checks.MAX_EXPERTS - 1)
-    nobody = paddle.full_like(ids, experts)
-    ids = paddle.where((ids < 0) | (ids >= experts), nobody, ids)
+    no_expert = paddle.full_like(ids, experts)
+    ids = paddle.where((ids < 0) | (ids >= experts), no_expert, ids)
     tokens, topk = ids.shape
     if num_rows < 1:
         num_rows = tokens * topk if tokens >= 0 else -1

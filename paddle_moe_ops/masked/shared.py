@@ -76,7 +76,7 @@ def move(inp: Tensor, maps: Any, scale: Tensor | None, rows_by: RowMaps | None =
         rows, scales = backend.permute(inp, carried, maps, "all")
     else:
         rows, _ = backend.permute(inp, None, rows_by, "all")
-        one_column = maps.token_rows[:, :1].astype("float32")  # scales move beside rows, here beside any
+        one_column = maps.token_rows[:, :1].astype("float32")  # scales only move along with rows; any rows will do
         _, scales = backend.permute(one_column, carried, maps, "all")
     return rows, to_dtype(scales, scale.dtype)
 

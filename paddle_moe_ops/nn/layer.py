@@ -44,9 +44,9 @@ class MoELayer(nn.Layer):
         capacity_factor: see TopKRouter. The slots beyond an expert's capacity are dropped, the last tokens first: they
             add nothing to their token, which keeps the other experts' part and the shared experts'.
 
-    The last forward pass leaves these; a copy of the layer has not run. What a pass under paddle.jit.to_static leaves
-    can be read inside the traced function, and (``full_graph=True``) only there. So can the losses under
-    ``recompute(..., use_reentrant=True)``: read outside of the function that is recomputed they have no gradient.
+    The last forward pass sets these attributes; a copy of the layer starts without them. Those of a pass under
+    paddle.jit.to_static can be read inside the traced function, and with ``full_graph=True`` only there. Read the
+    losses under ``recompute(..., use_reentrant=True)`` inside the recomputed function: outside they have no gradient.
 
     Attributes:
         tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU an
@@ -161,7 +161,7 @@ class MoELayer(nn.Layer):
         return with_shape_of(out, x)
 
     def _last_pass(self) -> tuple[Tensor, ...] | None:
-        """What the last forward pass left, unless that belongs to a program that is built no more."""
+        """What the last forward pass left, unless it belongs to a program that is finished."""
         return self._last.values_in_graph() if isinstance(self._last, _Traced) else self._last
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -201,9 +201,9 @@ def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
 
 @public("tokens")
 def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float | None) -> tuple[Plan, bool]:
-    """Where each slot's row is, and whether the experts' last product weights rows, or the sum does, the faster way.
+    """Where each slot's row is, and whether the last product of the experts weights rows: else the sum does.
 
-    On a device the rows are in a buffer that holds all slots, so that nothing waits for their number.
+    On a GPU the rows are in a buffer that holds all slots, so nothing waits for their number.
     """
     num_tokens, topk = ids.shape
     stays_here = is_graph_value(ids) or ids.place.is_cpu_place()

@@ -130,7 +130,7 @@ def moe_unpermute(
     """Sum the rows of every token in ascending expert order, and bring the probabilities back to [T, K].
 
     The sum runs over the row map, not over the ids. Without validation, ids and rows outside their range
-    count as -1, and so does a row that stands at an earlier place in flat order t * E + e.
+    count as -1, and so does a row that an earlier entry names, in flat order t * E + e.
 
     Args:
         hidden_states_unzipped: [N, H], bfloat16, float16 or float32.
@@ -211,7 +211,7 @@ def moe_unpermute_backward(
         d_rows[rows] = d_hidden[tokens]
         d_row_probs[rows] = 0
     if d_prob_topk is not None:
-        # Slots of rank k read different rows, so no row stands twice in one indexed addition.
+        # Slots of rank k read different rows, so an indexed addition meets no row twice.
         slot_to_row = _slot_to_row(rowmap, expert_routemap_topk, compat)
         if not using_weighted_combine:
             d_row_probs[slot_to_row[slot_to_row >= 0]] = -0.0  # a gradient that comes alone is then a copy
@@ -225,7 +225,7 @@ def plan_to_rowmap(plan: Plan) -> NDArray:
     """Return the row map int32 [T, E] of a plan.
 
     A token that has several rows at one expert (duplicates="each") does not fit into this format: only its
-    last one stands there.
+    last one is written.
     """
     rowmap = np.full((plan.num_tokens, plan.num_experts), -1, np.int32)
     rows = np.flatnonzero(plan.row_to_token >= 0)
@@ -239,8 +239,8 @@ def rowmap_to_token_rows(
     """Return int32 [T, E]: each token's rows in ascending expert order, -1 last.
 
     Args:
-        rowmap: int [T, E]. Entries outside [-1, N) count as -1, and so does a row that stands at an earlier
-            place in flat order t * E + e.
+        rowmap: int [T, E]. Entries outside [-1, N) count as -1, and so does a row that an earlier
+            entry names, in flat order t * E + e.
         num_rows: N.
         validate: None or True: such entries raise.
         function: name that starts an error text.
@@ -290,7 +290,7 @@ def _check_repeated_rows(flat: NDArray, repeats: NDArray, num_experts: int, func
         token0, expert0 = divmod(np.flatnonzero(flat == row)[0], num_experts)
         token1, expert1 = divmod(place, num_experts)
         raise ValueError(
-            f"{function}: {name} must name a row at most once, but row {row} stands at "
+            f"{function}: {name} must name a row at most once, but row {row} is at "
             f"token {token0}, expert {expert0} and at token {token1}, expert {expert1}"
         )
 

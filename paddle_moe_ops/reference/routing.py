@@ -245,7 +245,7 @@ def _check_repeats(ids: NDArray, repeats: NDArray, function: str, name: str) -> 
 
 
 def _check_probs(probs: NDArray, routing: NDArray, num_experts: int, function: str, name: str) -> None:
-    """Raise ValueError for the first NaN that stands at a routed place; others are never read."""
+    """Raise ValueError for the first NaN in a routed place; others are never read."""
     is_mask = routing.dtype == np.bool_
     routed = routing if is_mask else (routing >= 0) & (routing < num_experts)
     for token, column in np.argwhere(routed & np.isnan(probs))[:1]:

@@ -89,7 +89,7 @@ def read_rowmap(
     """Return the maps that a row map stands for.
 
     Args:
-        rowmap: int [T, E]. Entries outside [0, N), and rows that stand at an earlier place, count as -1.
+        rowmap: int [T, E]. Entries outside [0, N), and rows that an earlier entry names, count as -1.
         num_rows: N.
         check_range: entries outside [-1, N) raise.
         check_repeats: repeated rows raise.

@@ -138,7 +138,7 @@ def calculate_topk_backward(
     d_all = np.zeros(wide.shape) if d_scores is None else d_scores.astype(np.float64)
     if not pre_act:
         d_gating = backward(d_all, scores)
-        # Ids are distinct, so no element stands twice in the indexed addition.
+        # Ids are distinct, so the indexed addition meets no element twice.
         tokens = np.arange(len(ids))[:, None]
         d_gating[tokens, ids] += backward(d_weights, weights)
         return d_gating

@@ -55,10 +55,10 @@ def dtype_tols(dtype: DTypeLike, chain: int) -> Tolerance:
 def score_tols(dtype: DTypeLike, num_experts: int) -> Tolerance:
     """The tolerance of a router's scores and weights, and of the gradient of its logits.
 
-    Relative to the sum of the absolute values of the terms: the sums of a softmax and its gradient have ``num_experts``
-    roundings in a row at most, each exponential is allowed 16 units in the last place for the function itself and, with
-    logits up to 16, another 16 for the rounding of what it is taken of. Scores, sums, weights and their gradients are
-    rounded to the dtype on the way, which costs a unit each, on either side.
+    Relative to the sum of the absolute values of the terms. The sums of a softmax and its gradient have at
+    most ``num_experts`` roundings in a row. Each exponential is allowed 16 units in the last place for the function
+    itself and, with logits up to 16, another 16 for the rounding of its argument. Scores, sums, weights and
+    their gradients are rounded to the dtype on the way, which costs a unit each, on either side.
 
     Args:
         dtype: float32, float16 or bfloat16, of the logits.

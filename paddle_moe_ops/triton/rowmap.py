@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paddle's row map [T, E] to the maps that sums follow, and values carried between slots [T, K] and rows [N].
 
-A user's row map is not trusted: entries outside [0, N) count as -1, and so does a row that stands at an earlier place
-in flat order t * E + e. Three kernels:
+A user's row map is not trusted: entries outside [0, N) count as -1, and so does a row that an earlier entry
+names, in flat order t * E + e. Three kernels:
 
     fill     owner [N] = no place
     claim    per piece of the map: owner[row] = least place (an integer minimum: the same on every run)

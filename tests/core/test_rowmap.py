@@ -168,13 +168,13 @@ def rowmap_error(core: Core, rowmap: NDArray, num_rows: int, ids: NDArray | None
         ),
         pytest.param(
             [[0, 1, -1], [3, 1, 0]],
-            "zipped_expertwise_rowmap must name a row at most once, but row 1 stands at token 0, expert 1 "
+            "zipped_expertwise_rowmap must name a row at most once, but row 1 is at token 0, expert 1 "
             "and at token 1, expert 1",
             id="repeated",
         ),
         pytest.param(
             [[0, 4, 4], [-1, 4, 0]],
-            "zipped_expertwise_rowmap must name a row at most once, but row 4 stands at token 0, expert 1 "
+            "zipped_expertwise_rowmap must name a row at most once, but row 4 is at token 0, expert 1 "
             "and at token 0, expert 2",
             id="repeated_in_a_token",
         ),

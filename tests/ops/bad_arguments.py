@@ -408,7 +408,7 @@ BAD_DATA = {
         _value("moe_unpermute", "repeated row",
                {"zipped_expertwise_rowmap": array([[0, 2, -1], [-1, 3, -1], [1, -1, 2], [0, -1, -1]], np.int32)},
                "zipped_expertwise_rowmap must name a row at most once, "
-               "but row 2 stands at token 0, expert 1 and at token 2, expert 2"),
+               "but row 2 is at token 0, expert 1 and at token 2, expert 2"),
         _value("route", "id too large", {"routing": array([[0, 1], [1, 99], [2, 7], [-1, -1]], np.int32)},
                "routing must hold expert ids in [-1, 3), but token 1, slot 1 holds 99"),
         _value("route", "repeated id", {"routing": array([[0, 1], [1, -1], [2, 2], [1, 1]], np.int64)},

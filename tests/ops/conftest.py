@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The backend of the test; tests without it run on the one that is chosen by itself.
+    """The backend of the test; tests without it run on the one that is chosen automatically.
 
     "compiled" owns its gradients, the others get them through PyLayers.
     """

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mixture-of-experts layer in plain Paddle: every expert on every token, weighted by a matrix [T, E].
 
-It takes a layer's parameters and nothing else of it; what the layer was told is told here once more, as `Options`.
+It shares only the parameters with a layer; the options of the layer are given once more, as `Options`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the Triton backend on interpreted kernels share; the fixture `interpreted` puts it there."""
+"""What the tests of the Triton backend on interpreted kernels share; the fixture `interpreted` selects that backend."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Model(NamedTuple):
         return (self.starts[:-1] - (np.cumsum(self.counts) - self.counts)).astype(np.int32)
 
     def row_id_map(self, pad_offsets: NDArray | None = None) -> NDArray:
-        """The documented layout, whose rest is -1."""
+        """The documented layout; entries that are not used are -1."""
         tokens, experts = self.mask.shape
         table = np.full((tokens, 2 * experts + 1), -1, np.int32)
         for token in range(tokens):

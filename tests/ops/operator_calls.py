@@ -161,7 +161,7 @@ class BadCall(NamedTuple):
 
 
 def by_position(operator: str, arguments: dict[str, Any]) -> list[Any]:
-    """What an operator is called with; moe_permute takes its numbers as one list, with those of a list at its end."""
+    """What an operator is called with; moe_permute takes its numbers as one list, then the counts of a list."""
     if operator != "moe_permute":
         return list(arguments.values())
     arguments = dict(arguments)
@@ -204,7 +204,7 @@ def bad(operator: str, message: str, **changes: Any) -> BadCall:
 
 
 def bad_route(operator: str) -> list[BadCall]:
-    """With checks of the data where counts are bad: a GPU reads them for nothing else."""
+    """Bad counts come with checks of the data: otherwise a GPU does not read them."""
     buffer = "the static buffer must have -1 (none) or 0 to 2^31 - 1 rows"
     return [
         bad(operator, wrong_shape("the routing", ANY_MATRIX, [T]), routing=int32(T)),
@@ -278,7 +278,7 @@ def bad_scale(operator: str) -> list[BadCall]:
 
 
 def bad_sum(operator: str) -> list[BadCall]:
-    """What the plain and the weighted sum and its gradient refuse alike."""
+    """What the plain sum, the weighted sum and its gradient all refuse."""
     return [
         bad(operator, wrong_shape("the rows", ANY_MATRIX, [N]), rows=zeros(N)),
         bad(operator, wrong_shape("row_to_token", f"[{N}]", [N - 1]), row_to_token=int32(N - 1)),
@@ -347,7 +347,7 @@ def bad_sort(operator: str) -> list[BadCall]:
 
 
 def bad_maps(operator: str) -> list[BadCall]:
-    """What both ways to expert order refuse alike."""
+    """What both ways to expert order refuse."""
     short = PLAN.slot_to_row[:-1]
     return [
         bad(operator, wrong_shape("x", ANY_MATRIX, [T]), x=zeros(T)),

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the operators take part in Paddle's autograd: who gets a gradient, when, and on which backend."""
+"""How the operators take part in Paddle's autograd: which tensors get a gradient, when, and on which backend."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_map_that_was_changed_in_place_raises(verb, rng, place, backend):
         out, maps = moe_unpermute_of_own_map(problem, place)
     else:
         out, maps = calculate_topk(x, 2, False, True)
-    maps.add_(paddle.zeros_like(maps))  # even by nothing: nobody looks at the values
+    maps.add_(paddle.zeros_like(maps))  # even by nothing: the values are not compared
     with pytest.raises(FROM_BACKWARD, match=r"in place|inplace"):
         out.sum().backward()
 

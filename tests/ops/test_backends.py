@@ -120,7 +120,7 @@ def test_a_bad_variable_is_refused_by_every_operator(monkeypatch, rng, place):
     assert f"chosen by: {text}" in explain("route")
 
 
-# ---- the operators run where they were told to
+# ---- the operators run on the backend that was chosen
 
 
 def spy(monkeypatch, name):

@@ -69,7 +69,7 @@ def test_groups_are_ranked_by_the_sum_of_their_best_scores(scores_per_group, exp
 
 
 def test_an_expert_outside_the_kept_groups_is_never_chosen(place, backend):
-    """Not even where those inside are as low as values get."""
+    """Not even where the kept groups hold the lowest values there are."""
     gating = tensor(np.float32([[5, -np.inf, -np.inf, 4, 4, 0]]), place)
     groups = {"num_groups": 3, "topk_groups": 1, "scores_per_group": 1}
     _, ids = calculate_topk(gating, 2, True, False, False, True, **groups)
@@ -93,7 +93,7 @@ def test_nan_logits_come_first_and_ids_stay_distinct(top_k, place, backend):
 
 
 def test_a_tie_at_the_edge_of_the_choice_goes_to_the_lower_expert(rng, place, backend):
-    """The last that is chosen and the first that is not, in one of many tokens."""
+    """The last expert chosen and the first one not chosen, in one of many tokens."""
     gating = np.stack([rng.permutation(40) for _ in range(50)]).astype(np.float32)
     gating[17] = np.float32([9, 1, 8, 7, 1, 8, *[1] * 34])
     _, ids = calculate_topk(tensor(gating, place), 2, True, False, False, True)
@@ -159,7 +159,7 @@ def calculate_weights(gating, place, bias, use_sigmoid, pre_act):
 @BY_DTYPE
 @pytest.mark.parametrize("shift", [0, 30, 60, 90])
 def test_renormalised_sigmoids_add_up_to_one_whatever_the_level_of_the_logits(shift, dtype, rng, place, backend):
-    """But for narrow scores that are 0 all. A model that adds an epsilon of 1e-20 to the sum divides by the same."""
+    """Except where all scores round to 0 in a narrow dtype. An epsilon of 1e-20 added to the sum changes nothing."""
     gating = (rng.standard_normal((63, 24)) - shift).astype(dtype)
     weights, ids, scores = calculate_topk(tensor(gating, place), 8, True, True, return_scores=True)
     sums = to_numpy(weights).astype(np.float64).sum(axis=1)
@@ -184,7 +184,7 @@ def test_the_sum_that_narrow_weights_are_divided_by_is_rounded(dtype, place, bac
 
 @pytest.mark.parametrize("dtype", SUM_DTYPES[1:], ids=str)
 def test_weights_are_rounded_once_after_they_are_divided_and_scaled(dtype, place, backend):
-    """A third, times three: 1, which a third rounded on the way would miss."""
+    """One third times three is 1; a third that is rounded in between would miss it."""
     gating = tensor(np.zeros((1, 3)).astype(dtype), place)
     weights, _ = calculate_topk(gating, 3, True, True, scaling_factor=3.0)
     assert weights.astype("float32").tolist() == [[1.0, 1.0, 1.0]]

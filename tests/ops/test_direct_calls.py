@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Operators called without Paddle's machinery: when that happens, that nothing else changes, that no argument harms."""
+"""Operators called without Paddle's machinery: when that happens, with the same results, safe for any argument."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_an_argument_of_another_type_is_refused(direct, problem):
 def turns_of_another_thread_during(call, attempts=1000):
     """How often another thread ran Python code during `call`; the first of `attempts` calls that lets it counts.
 
-    Nobody is asked to give the interpreter up, so that only who does so of its own accord lets the other thread run.
+    The interpreter never asks a thread to yield, so the other thread runs only if the call releases the lock itself.
     """
     turns, done = 0, threading.Event()
 

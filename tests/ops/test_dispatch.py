@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch: static shapes, padding, and what expert parallelism sends and receives, played through with all ranks."""
+"""dispatch: static shapes, padding, and what expert parallelism sends and receives, simulated with all ranks."""
 
 from __future__ import annotations
 

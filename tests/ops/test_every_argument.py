@@ -17,7 +17,7 @@ from tests.ops.every_call import CALLS, Call
 from tests.ops.problems import tensor
 from tests.ops.test_detached_arguments import FAMILIES
 
-# Not looked at, whatever they are: they are there for the signature. Or only compared: K of ids.
+# Not checked, because they only complete a signature, or only compared: K of ids.
 IGNORED = {"name", "max_token_num", "restore_shape"}
 COMPARED = {("routing.route", "topk")}
 # Arguments of the caller's own, and those whose kind only the functions inside tell.
@@ -29,7 +29,7 @@ ANY_RANK = {
     ("indexed.unpermute", "X"): 2,
     ("gemm.grouped_gemm", "X"): 2,
 }
-# Where host and device may both hold it, since only the host reads it.
+# May be on the host or on the device, since only the host reads it.
 ON_ANY_DEVICE = {"m_sizes", "expert_offsets", "shard_id", "all_shards_tokens_per_expert"}
 
 
@@ -54,7 +54,7 @@ def test_the_calls_are_good_and_give_every_argument(call, place):
     family, _, name = call.name.rpartition(".")
     signature = inspect.signature(getattr(importlib.import_module(f"paddle_moe_ops.{family}"), name))
     given = {name.lstrip("*") for name in call.arguments}
-    # The old name of another one, and what takes the place of others.
+    # The old name of another argument, and arguments that replace others.
     assert set(signature.parameters) - given <= {"probs", "plan"}
 
 
@@ -115,7 +115,7 @@ def test_every_tensor_is_compared_with_the_device_of_the_others(call, place, mon
 
     monkeypatch.setattr(_checks, "same_place", record)
     given = {name: tensor(call.arguments[name], place) for name in call.tensors}
-    with use_backend("compiled"):  # without, quick calls look first, in C++
+    with use_backend("compiled"):  # otherwise quick calls check first, in C++
         call.run(place, **given)
     compared = {name for name, value in given.items() if value.data_ptr() in seen}
     alone = len(call.tensors) == 1 and "plan" not in call.arguments

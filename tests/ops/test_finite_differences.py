@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients against finite differences of the operators themselves, whatever the oracle says."""
+"""Gradients against finite differences of the operators themselves, without the oracle."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_permute_by_gather_indices_against_finite_differences(rng, place, backen
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
 def test_grouped_gemm_against_finite_differences(transpose, rng, place):
-    """With an expert without rows, and rows before, between and behind the groups."""
+    """With an expert without rows, and rows before, between and after the groups."""
     x, w = ordinary(rng, (6, 2)), ordinary(rng, (3, H, 2) if transpose else (3, 2, H))
     d_out = ordinary(rng, (6, H))
 

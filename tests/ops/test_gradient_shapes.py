@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of another shape or dtype than the output's, which Paddle hands on to whatever computes the next one."""
+"""Gradients whose shape or dtype is not the output's: Paddle passes them to the next operator unchecked."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_output_with_a_gradient_is_given_a_wrong_one(place):
 
 
 class Gives(PyLayer):
-    """The identity, whose gradient is whatever it is told."""
+    """The identity, with any gradient that is asked for."""
 
     @staticmethod
     def forward(ctx, value, gradient):
@@ -160,7 +160,7 @@ def test_the_gradient_of_a_gradient_is_looked_at_too(name, change, place):
 
 @pytest.fixture(params=["direct", "paddle"])
 def weighted_backward(request) -> Callable[..., Any]:
-    """The one gradient that is an operator of its own."""
+    """The only gradient that is also a public operator."""
     register_operators()
     if request.param == "direct":
         return compiled._direct["unpermute_weighted_backward"]

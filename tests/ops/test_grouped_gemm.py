@@ -280,7 +280,7 @@ def test_mixed_precision_in_a_static_graph_leaves_products_on_a_cpu_alone(level,
 
 
 def test_groups_that_do_not_fit_are_cut_in_a_graph(rng, place):
-    """There is no one to raise to before the program runs; nothing is read out of bounds."""
+    """An error could only be raised when the program runs; nothing is read out of bounds."""
     free = {"x": [None, 3], "w": [2, 5, 3]}
     specs = [paddle.static.InputSpec(shape, "float32", name) for name, shape in free.items()]
     specs += [paddle.static.InputSpec([size], "int32", name) for name, size in (("sizes", 2), ("offsets", 3))]

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""New CPU outputs ask for huge pages, and small ones for all of their pages, which changes nothing but the time."""
+"""New CPU outputs ask for huge pages, and small ones for all of their pages. Only the time changes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_new_large_outputs_ask_for_huge_pages_and_equal_the_oracle(rng, ids, pla
     sums = unpermute(rows, map_of_slots)
     unzipped, rowmap, row_probs, _ = moe_permute(tokens, None, tensor(ids, place), probs, E, None, 1)
     zipped, _ = moe_unpermute(unzipped, rowmap, tensor(ids, place), row_probs, T, E)
-    # A system without huge pages has nothing to mark, and takes no harm.
+    # Without huge pages there is nothing to mark, and nothing must go wrong.
     known = SYSTEM_SWITCH.exists()
     assert [advised(output) for output in (rows, sums, unzipped, zipped)] == [known] * 4
     assert_bits_equal(rows, reference.permute(x, plan)[0], what="rows")

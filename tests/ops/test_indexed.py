@@ -157,7 +157,7 @@ def rows_and_indices(x, ids, gather):
 # Paddle says so of its own full_like.
 @pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
 def test_bad_values_in_a_graph_are_taken_as_without_validation(rng, place):
-    """A graph's values are not there to be looked at when the function is called."""
+    """The values of a graph are not known when the function is called."""
     x = tensor(ordinary(rng, (2, 5)), place)
     arguments = x, tensor(np.int32([[7, 0], [-9, 2]]), place), tensor(np.int32([9, -1, 9, 0]), place)
     counts, sorted_slots, rows = paddle.jit.to_static(rows_and_indices, full_graph=True)(*arguments)

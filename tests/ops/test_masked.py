@@ -55,7 +55,7 @@ def test_num_topk_keeps_the_lowest_experts(rng, place):
         masked.make_row_id_map(tensor(mask, place), num_topK=2, validate=True)
 
 
-# ---- the three calls of the issue, and all that they take
+# ---- map, permute and unpermute, with all their arguments
 
 
 def test_map_permute_unpermute_as_documented(rng, place, backend):

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""masked and dispatch: what else a mask, its name and offsets may be, rows of probability 0, and ranks without rows."""
+"""masked and dispatch: other forms of masks, names and offsets; rows of probability 0; ranks without rows."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_maps_of_blank_rows_agree(rng, place, backend):
 
 @pytest.mark.cpu_only
 def test_blank_rows_of_triton(interpreted, rng):
-    """Its kernels follow other maps than those of the other backends."""
+    """Its kernels follow different maps from those of the other backends."""
     mask, *_ = masks(rng)
     x, probs = ordinary(rng, (T, H)), rng.integers(0, 2, (T, E)).astype(np.float32)
     tensors = [tensor(array, "cpu") for array in (x, probs, mask)]
@@ -217,7 +217,7 @@ def test_a_flag_is_a_bool(rng, place):
 @pytest.mark.parametrize("align", [None, 16])
 @dtypes
 def test_no_rows(dtype, align, tokens, rng, place, backend):
-    """Whatever is routed: a buffer of no rows holds none."""
+    """A buffer of no rows holds none, whatever is routed."""
     mask = tensor(rng.random((tokens, E)) < 0.5, place)
     no_pairs = np.full((tokens, 2 * E + 1), -1, np.int32)
     no_pairs[:, -1] = 0

@@ -53,7 +53,7 @@ def leaf(rows, place):
 
 
 def kept_for_backward(source, call):
-    """Bytes that the graph keeps of the call's input once the caller let go of it; the output is not counted.
+    """Bytes of the call's input that the graph keeps after the caller has released it, without the output.
 
     The input is made by multiplying a leaf by a number, which keeps nothing itself.
     """

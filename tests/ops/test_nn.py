@@ -54,7 +54,7 @@ def test_layer_equals_the_dense_formulation(experts, topk, shape):
     assert assert_equals_dense(layer, x, Options(topk))["out"].shape == tuple(shape)
 
 
-# What a layer is told, and the same for the dense formulation.
+# Options of a layer, and the same for the dense formulation.
 ARGUMENTS = {
     "scoring": ({"scoring": "sigmoid"}, {"scoring": "sigmoid"}),
     "norm_topk_prob": ({"norm_topk_prob": False}, {"norm_topk_prob": False}),

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The experts: by counts of rows, by a plan, and the one that every token sees."""
+"""The experts: by counts of rows, by a plan, and the shared one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiled operators refuse by themselves, called without the checks that Python makes before them.
+"""What the compiled operators refuse when they are called without the checks that Python makes before them.
 
 Every requirement of csrc/paddle is broken once, in each operator that states it. Requirements of gradients are in
 test_gradient_shapes.py; that all tensors are on one device is tested where there are two.
@@ -71,7 +71,7 @@ def test_a_bad_call_raises_a_value_error_that_says_what_is_wrong(fault, call, pl
 @pytest.mark.parametrize("layout", ["every second column", "turned", "no tokens"])
 @pytest.mark.parametrize("operator", [name for name, call in GOOD_CALLS.items() if MAPS.keys() & call.keys()])
 def test_maps_may_be_strided(operator, layout, call, place):
-    """Also those without elements, whose strides are those of some other shape."""
+    """Also tensors without elements, whose strides fit another shape."""
     changes = {}
     for name, value in GOOD_CALLS[operator].items():
         array = value(place).numpy() if callable(value) else None

@@ -186,7 +186,7 @@ def test_the_signature_stays_paddles(patched):
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("form", ["list", "array", "list of tensors with one element", "tensor"])
 def test_counts_may_be_what_a_dispatcher_hands_out(form, traced, validate, rng, place):
-    """Padded to the alignment, in whatever holds them."""
+    """Padded to the alignment, as a list or a tensor."""
     problem, alignment = make_problem(rng, SMALL), 8
     plan = problem.plan(padding_alignment=alignment)
     counts = np.diff(plan.expert_offsets).astype(np.int32)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that the library takes before any check of Python's: which ones, that they give the same, what it declines."""
+"""Calls that the library takes before Python's checks: which ones, that they give the same bits, what it declines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Of two GPUs the one that holds the tensors does the work, whichever is current, and the current one stays so."""
+"""With two GPUs, the one that holds the tensors does the work, and the current GPU stays the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu_only, pytest.mark.two_gpus]
 def elsewhere(request, device, place):
     """A context in which the other GPU is current: for CUDA, or for Paddle, which allocates there.
 
-    Paddle's own allocations and operators may leave another one current; `only_ours` says that there are none.
+    Paddle's own allocations and operators may change the current GPU; `only_ours` says that there are none.
     """
     from paddle_moe_ops.triton._runtime import _Cuda
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Python in a process of its own, with chosen modules missing and a chosen environment."""
+"""Runs Python in a separate process, with chosen modules missing and a chosen environment."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ CSRC = PACKAGE / "csrc"
 
 # From the public functions down; a module imports from its own layer and from those below.
 LAYERS = (
-    {"nn", "masked", "dispatch", "indexed", "gemm", "distributed", "compat"},
+    {"nn", "masked", "dispatch", "indexed", "gemm", "expert_parallel", "compat"},
     {"_checks", "functional", "quantization", "routing", "rowmaps"},
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
@@ -28,7 +28,7 @@ LAYERS = (
 )
 # May be imported from anywhere and import no layer.
 HELPERS = {"_build_check", "_env", "_graphs", "_version"}
-# Programs that stand on top of everything; no layer imports them.
+# Programs above all layers; no layer imports them.
 TOOLS = {"__init__", "__main__", "_report", "bench", "testing"}
 
 
@@ -51,7 +51,7 @@ def unit_of(module: str) -> str:
     for length in range(len(parts), 0, -1):
         if ".".join(parts[:length]) in known:
             return ".".join(parts[:length])
-    raise AssertionError(f"{module} stands in none of LAYERS, HELPERS and TOOLS")
+    raise AssertionError(f"{module} is listed in none of LAYERS, HELPERS and TOOLS")
 
 
 def layer_of(unit: str) -> int | None:

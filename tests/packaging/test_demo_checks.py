@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's checks fail for what they are there to find, however small, and its exit status tells it."""
+"""The demo's checks fail for every fault that they look for, however small, and set its exit status."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokens():
 
 
 def change_first_gradient(parameter, change):
-    """Lets the next gradient that a parameter gets be another one, and those after it be."""
+    """Changes the next gradient that a parameter gets, and no later one."""
     changes = iter([change])
 
     def hook(gradient):
@@ -262,7 +262,7 @@ TEXT = np.arange(1000).astype(np.uint8)
 def demo(monkeypatch, tmp_path):
     """Runs the demo without training: with these losses before and after, and these checks passed or not.
 
-    Gives what the checks and the picture were given, and the exit status.
+    Returns the arguments of the checks and the picture, and the exit status.
     """
 
     def go(before=5.5, after=5.0, dense=True, speed=True, steps=1, **constants):

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The examples run and say that they are right."""
+"""The examples run and report success."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``make mutants`` follows the sources: what its areas name is there."""
+"""``make mutants`` follows the sources: all that its areas name exists."""
 
 from __future__ import annotations
 

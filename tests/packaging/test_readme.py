@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The README says what is true."""
+"""What the README says is true."""
 
 from __future__ import annotations
 

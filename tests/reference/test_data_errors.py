@@ -162,7 +162,7 @@ BAD_ROWMAPS = {
     "row named again": (
         [[0, -1, 1], [2, 1, 2], [0, 0, 0]],
         "zipped_expertwise_rowmap must name a row at most once, "
-        "but row 1 stands at token 0, expert 2 and at token 1, expert 1",
+        "but row 1 is at token 0, expert 2 and at token 1, expert 1",
     ),
     "both": (
         [[0, 0, 1], [3, -1, -2]],

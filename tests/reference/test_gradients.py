@@ -152,7 +152,7 @@ def test_moe_unpermute(ids: NDArray, compat: str | None, weighted: bool, bad_row
 
 @pytest.mark.parametrize("transpose", [True, False])
 def test_grouped_gemm(transpose: bool) -> None:
-    """With an expert without rows, and rows before, between and behind the groups."""
+    """With an expert without rows, and rows before, between and after the groups."""
     x, w = random(9, 2), random(*((3, HIDDEN, 2) if transpose else (3, 2, HIDDEN)))
     d_out = random(9, HIDDEN)
 

@@ -75,7 +75,7 @@ def dense_by_maps(h, gates, experts, **_):
 
 
 def gradients_by_hand(h, gates, mask, experts, **_):
-    """What the backward function gives is a constant, whatever it is given."""
+    """What the backward function returns is a constant, whatever its arguments."""
     row_id_map, count = masked.make_row_id_map(mask)
     rows = masked.permute_with_mask_map(h, row_id_map, count)
     d_rows, d_probs = masked.unpermute_with_mask_map_bwd_with_merging_probs(h, row_id_map, rows, gates)
@@ -104,7 +104,7 @@ def by_mask(h, gates, mask, experts, **_):
 
 
 def by_index(h, probs, ids, experts, **_):
-    """Slots of -1 come behind all experts."""
+    """Slots of -1 come after all experts."""
     scale = largest(h)
     rows, row_id_map, row_scale = masked.moe_permute(h, ids, 0, map_type="index", scale=scale, num_experts=E)
     rows = expert_rows(rows, experts, experts_of_rows(rows, sizes_of_ids(ids))) * (1 + row_scale)
@@ -157,7 +157,7 @@ def chunks_by_map(h, probs, experts, **_):
 
 
 def chunks_by_map_of_transformer_engine(h, probs, experts, **_):
-    """There, and the outcome back again."""
+    """Sort chunks, and the result back again."""
     sizes, order = chunk_arguments(h)
     chunk_map = with_graph(transformer_engine.make_chunk_sort_map(sizes, order, T, 4), h)
     rows, probs = transformer_engine.sort_chunks_by_map(h, chunk_map, probs[:, 0], T, H, True)

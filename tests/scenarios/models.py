@@ -3,8 +3,8 @@
 """The model around every program: a layer, a trained router, experts; and its dense form in plain Paddle.
 
 A program moves rows with functions of the package and returns tokens; its dense form computes the same without moving
-a row. Router and program share the layer before them, so a gradient that is lost on one way falsifies those of
-everything upstream. Both take what they need of
+a row. Router and program share the layer before them, so a gradient that is lost on one path makes those of
+everything upstream wrong. Both take what they need of
 
     h: tokens [T, H] after the layer.
     logits: [T, E], and scores: their softmax.
@@ -111,7 +111,7 @@ def expert_rows(rows: Tensor, experts: Tensor, expert_of_row: Tensor) -> Tensor:
 
 
 def experts_of_rows(rows: Tensor, sizes: Tensor) -> Tensor:
-    """The expert of each row, from the rows of each expert, padding included; those behind the last are of any."""
+    """The expert of each row, from the rows of each expert, padding included; any for rows after the last."""
     numbers = paddle.cumsum(paddle.ones_like(rows[:, 0], dtype="int64")) - 1
     return paddle.searchsorted(paddle.cumsum(sizes.astype("int64")), numbers, right=True)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Single calls of the functions with gradients, and by name what they read."""
+"""Single calls of the functions with gradients, and the names of what they read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Inputs = dict[str, Any]
 
 
 def make_inputs(place: Any, *, graphs: bool = False) -> tuple[Inputs, dict[str, Tensor]]:
-    """Everything that the operations read, and the leaves behind what has a gradient.
+    """Everything that the operations read, and the leaves of what has a gradient.
 
     Numbers have few bits: sums of their products, in Paddle's own matmul too, are exact in any order.
 

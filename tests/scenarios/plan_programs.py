@@ -243,7 +243,7 @@ def dense_float8_experts(h, probs, ids, experts, **_):
 
 
 def chunk_arguments(h: Tensor) -> tuple[Tensor, Tensor]:
-    """Sizes and order of four chunks that leave two rows behind."""
+    """Sizes and order of four chunks; two rows are in none of them."""
     sizes = with_graph(paddle.to_tensor([3, 0, 6, 2], dtype="int64"), h)
     return sizes, with_graph(paddle.to_tensor([2, 0, 3, 1], dtype="int32"), h)
 

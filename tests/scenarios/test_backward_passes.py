@@ -74,7 +74,7 @@ def add_one(tensor):
 
 
 def turn_around(tensor):
-    """Every value stays one that may be there."""
+    """Every value stays a valid one."""
     tensor[:] = tensor.flip(0)
 
 
@@ -115,7 +115,7 @@ def test_a_second_backward_pass_is_right_or_says_that_it_cannot_be(operation, pl
 
 @ALL
 def test_two_losses_of_one_forward_pass(operation, place, backend):
-    """Their backward passes follow each other, which takes a retained graph; here they go as one."""
+    """Their backward passes would need a retained graph; here they run as one."""
     inputs, leaves = make_inputs(place)
     outputs = operation.call(inputs)
     paddle.autograd.backward([loss_of(outputs), 2 * loss_of(outputs)])

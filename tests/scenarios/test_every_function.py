@@ -56,8 +56,8 @@ def public_functions() -> dict[CodeType, str]:
 
 
 def test_the_programs_call_every_public_function_with_tensors(place, monkeypatch):
-    """Themselves: what a public function calls in turn has got arguments from that one."""
-    for name in compiled.QUICK:  # which take the place of functions
+    """Directly: a public function that another one calls gets its arguments from that one."""
+    for name in compiled.QUICK:  # which replace functions
         monkeypatch.setattr(compiled.backend, name, compiled._declines)
     functions, called = public_functions(), set()
     assert len(functions) > 40

@@ -54,7 +54,7 @@ def _seed():
 
 @pytest.fixture(scope="module", autouse=True)
 def collections_are_quick():
-    """Paddle collects garbage whenever it traces bytecode, and walks over all that was ever imported."""
+    """Paddle collects garbage whenever it traces bytecode, and goes through all that was ever imported."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -110,7 +110,7 @@ def test_traced_layer_takes_batches_of_either_rank_by_turns(full_graph):
 
 @BOTH_WAYS
 def test_layers_of_different_sizes_are_traced_by_turns(full_graph):
-    """Paddle takes what differs between layers of one class for what may change from call to call."""
+    """Paddle assumes that what differs between layers of one class may change from call to call."""
     for hidden, intermediate, experts, topk, shared in ((12, 6, 8, 3, 1), (20, 10, 4, 3, 1), (7, 3, 5, 1, 2)):
         layer = MoELayer(hidden, intermediate, experts, topk, shared, capacity_factor=1.0)
         traced = traced_twin(layer, full_graph)
@@ -176,7 +176,7 @@ def test_what_a_traced_pass_leaves(full_graph):
     with plain_errors():
         paddle.jit.to_static(run, full_graph=full_graph)(x)
     left = layer.tokens_per_expert, layer.dropped_slots, layer.aux_loss, layer.z_loss
-    if full_graph:  # values of a program that is built no more
+    if full_graph:  # values of a program that is finished
         assert left == (None, None, None, None)
     else:
         layer(x)

@@ -12,7 +12,7 @@ from .models import loss_of
 from .operations import FLOAT8_EXPERTS, OPERATIONS, make_inputs
 from .test_backward_passes import right_or_refused
 
-# The others multiply what they are given by weights that have a gradient too, but for calculate_topk.
+# The others, except calculate_topk, multiply their input by weights that have a gradient too.
 LINEAR = (
     *("moe_permute", "moe_unpermute", "route", "route_mask", "permute", "unpermute", "sort_chunks"),
     *("permute_with_mask_map", "sort_chunks_by_map", "token_dispatch", "indexed.permute", "indexed.unpermute"),

@@ -115,7 +115,7 @@ def test_a_layer_of_batches_with_a_static_buffer(align_size, model, rng, place, 
 
 
 def test_serving_with_rows_in_float8_and_counts_that_a_dispatcher_padded(rng, place, backend):
-    """Quantised tokens with their scales through Paddle's own functions, patched; experts add a number of their own."""
+    """Quantised tokens with their scales through Paddle's own functions, patched; each expert adds its own number."""
     hidden, alignment = 256, 16
     x = rng.standard_normal((T, hidden)).astype(ml_dtypes.bfloat16)
     ids = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)

@@ -25,7 +25,7 @@ def expert_rows(rows, weights):
 
 
 class PaddleBlock(nn.Layer):
-    """Experts of one scale each behind a trained router, in Paddle's form."""
+    """Experts of one scale each after a trained router, in Paddle's form."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def make_net(block, seed=3):
 
 
 def make_data(rng, size=48):
-    """Points of three clusters, so that there is something to learn."""
+    """Points of three clusters, which the model can learn."""
     centres = rng.standard_normal((CLASSES, H), np.float32)
     labels = rng.integers(0, CLASSES, size)
     points = centres[labels] + 0.3 * rng.standard_normal((size, H), np.float32)

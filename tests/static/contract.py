@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the contract test asks of every operator. Run as a module, it asks, as tests/static/isolation.py wants it."""
+"""What the contract test asks of every operator. Run as a module, it asks in the form of tests/static/isolation.py."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def compare_undefined_gradients(example: Example, wanted: int) -> str:
 
 
 def start_from_constant_output(example: Example, wanted: int) -> str:
-    """Backward from an output that is no function of the inputs: zeros or no gradient, whoever asks."""
+    """Backward from an output that does not depend on the inputs: zeros or no gradient."""
     tensors = example.tensors()
     output = example.run(tensors)[wanted]
     if not output.stop_gradient:

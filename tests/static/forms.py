@@ -104,7 +104,7 @@ def experts_of_floats(x, mask, probs):
 
 
 def limited_map(x, mask, probs):
-    """Sizes as the tensors tell them, as callers write it."""
+    """Sizes read from the tensors, as callers write it."""
     (tokens, hidden), experts = x.shape, mask.shape[1]
     row_id_map = transformer_engine.make_row_id_map(mask, tokens, experts, SMALL_BUFFER)
     rows, _, row_probs = transformer_engine.permute_with_mask_map(

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that no operator should be given: each example with one of its arguments spoilt."""
+"""Bad arguments: each example with one of its arguments spoilt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def garbage_attributes(example: Example) -> Iterator[tuple[str, Example]]:
 
 
 def garbage_types(example: Example) -> Iterator[tuple[str, Example]]:
-    """What is no value of the attribute's type. For dygraph only: building a program, Paddle aborts at these itself."""
+    """Values that are not of the attribute's type. For dygraph only: Paddle itself aborts when it builds a program."""
     for name, kind in example.operator.attributes.items():
         for garbage in ("nonsense", None, 1.5, [[1]], *((2**62,) if kind == "int" else ())):
             yield f"{name}={garbage!r}", example._replace(attributes={**example.attributes, name: garbage})

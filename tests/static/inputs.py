@@ -25,7 +25,7 @@ ROUTED, GROUPS = 12, {"num_groups": 4, "topk_groups": 2}
 def token_inputs(
     dtype: DTypeLike = np.float32, leave_out: str = "", **extra: Callable[..., NDArray]
 ) -> Callable[..., Inputs]:
-    """x, ids and probs but for those to leave out, and what `extra` makes of the generator and the ids."""
+    """x, ids and probs except those in `leave_out`, and what `extra` makes of the generator and the ids."""
 
     def make(rng: np.random.Generator, tokens: int) -> Inputs:
         ids = half_unassigned(rng, tokens, K, E)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs calls that may kill their process, and says what became of each."""
+"""Runs calls that may kill their process, and reports the outcome of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTRA_MEMORY = 3 << 30
 
 
 def outcomes(command: Sequence[str]) -> list[tuple[str, str]]:
-    """Has a process of its own make calls one after another.
+    """Run calls one after another in a separate process.
 
     A call that kills its process (abort, segmentation fault, hang) costs that process only: another goes on with the
     next call. The processes are fresh ones because a fork of a process that has used a GPU cannot use it.

@@ -50,7 +50,7 @@ def run_dygraph(
 
 
 def as_tuple(outputs: Any) -> tuple[paddle.Tensor, ...]:
-    """A loaded program hands out its only output bare."""
+    """A loaded program returns its only output without a tuple."""
     return tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every compiled operator, whoever calls it and whatever with.
+"""What holds for every compiled operator, whoever calls it and with whatever arguments.
 
 The operators are found in their sources, and their examples are what the public functions call. So a new operator is
 under this contract without being named here, and one that no case reaches fails.
@@ -105,7 +105,7 @@ def assert_ends(calls, good_ends):
 
 
 def is_excused(call, end):
-    """A buffer of 2**31 - 1 rows is a fair wish that no memory fulfils; Paddle cannot fetch what has no dtype."""
+    """A buffer of 2**31 - 1 rows is a valid request that no memory can hold; Paddle cannot fetch what has no dtype."""
     if call.endswith("buffer=2147483647"):
         return end.startswith("raised MemoryError")
     return call.endswith(" missing") and end.startswith("raised RuntimeError: (PreconditionNotMet) op [pd_op.fetch]")

@@ -188,7 +188,7 @@ def test_sizes_that_do_not_fit_raise_when_the_program_runs(rng, place):
 
 
 def test_dequantised_rows_stop_gradients_of_what_their_scales_are_made_of(rng, place):
-    """Values of graphs are not detached, so the operator's output has to say it."""
+    """Values of graphs are not detached, so the operator's output must stop gradients itself."""
     with static_mode(), paddle.static.program_guard(paddle.static.Program()):
         x = paddle.static.data("x", [3, 128], "float32")
         factor = paddle.static.data("factor", [1], "float32")

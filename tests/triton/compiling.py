@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles what the launchers launch, for a GPU that need not be there; prints the PTX of each kernel as JSON lines.
 
-A program of its own: in the process of the tests the kernels belong to the interpreter.
+A separate program: in the process of the tests the kernels belong to the interpreter.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike)
 def halfway(dtype: DTypeLike) -> tuple[NDArray, NDArray]:
     """Three rows whose sums lie halfway between two numbers of the dtype or just beside it, and the sums rounded.
 
-    Halfway the number with the even last bit is due, beyond the largest number infinity.
+    Halfway, the number with the even last bit is right; above the largest number, infinity.
     """
     info = ml_dtypes.finfo(dtype)
     step, largest = float(info.eps), float(info.max)

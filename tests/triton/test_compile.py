@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel compiles for a GPU, which the interpreter cannot tell, and its code is what the arithmetic asks for."""
+"""Every kernel compiles for a GPU, which the interpreter cannot show, and its code has the arithmetic it should."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ CASES = {
     "no rows": Case(0, [0, 0, 0]),
     "empty groups only": Case(5, [0, 0]),
     "one group": Case(65, [65]),
-    "rows behind the last": Case(50, [3, 0, 5, 2]),
+    "rows after the last": Case(50, [3, 0, 5, 2]),
     "padding": Case(70, [3, 0, 35, 2], [0, 16, 16, 64, 68]),
     "padding in front": Case(56, [3, 0, 5, 2], [33, 40, 40, 50, 56]),
     "odd sizes": Case(37, [17, 20], None, 7, 67),

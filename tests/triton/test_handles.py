@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A call that was made before goes straight to its code: nothing is compiled, nor looked up in Triton."""
+"""A repeated call goes straight to its code: nothing is compiled or looked up in Triton."""
 
 from __future__ import annotations
 

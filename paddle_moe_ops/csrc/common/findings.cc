@@ -105,7 +105,7 @@ extern "C" int pmo_clean_rowmap_report(const pmo_clean_rowmap_params* params, co
     }
     if ((p.checks & PMO_CHECK_DUPLICATES) != 0 && found.repeat_place != PMO_NOWHERE) {
       return pmo::fail(PMO_INVALID_DATA, "zipped_expertwise_rowmap must name a row at most once, but row " +
-                                             std::to_string(found.repeat_row) + " stands at " +
+                                             std::to_string(found.repeat_row) + " is at " +
                                              pmo::place_text(found.repeat_first, p.num_experts, "expert") + " and at " +
                                              pmo::place_text(found.repeat_place, p.num_experts, "expert"));
     }
