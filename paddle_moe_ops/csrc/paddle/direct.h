@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "paddle/attributes.h"
 #include "paddle/binding.h"
 
 namespace pmo {
@@ -117,8 +118,9 @@ bool announce_quick(const char* name) {
 }  // namespace binding
 }  // namespace pmo
 
-// At global scope of an operator's file, with the kernel function that is passed to PD_KERNEL.
-#define PMO_DIRECT(name, function) [[maybe_unused]] static const bool name##_is_direct = pmo::binding::announce<&function>(#name)
+// At global scope of an operator's file, with the kernel function that is passed to PMO_KERNEL.
+#define PMO_DIRECT(name, function) \
+  [[maybe_unused]] static const bool name##_is_direct = pmo::binding::announce<&pmo::binding::ByPosition<&function>::call>(#name)
 
 // The same for a function of tensors, integers and lists of them, which Python knows as quick_name. It gives its only output, or a tuple of
 // several. `fits` has the same parameters and says whether a call has nothing to say but about its data. Where a tensor wants a gradient,

@@ -14,6 +14,10 @@ constexpr char kFunction[] = "moe_unpermute";
 constexpr char kGradientOfRows[] = "the gradient of the gradient of hidden_states_unzipped";
 constexpr char kGradientOfProbs[] = "the gradient of the gradient of token_prob_unzipped";
 
+// The last four describe hidden_states_unzipped and say which gradients are wanted; only the gradients read them.
+PMO_ATTRIBUTES(Attributes, (bool, compat_paddle, compat), (int, checks, checks), (int64_t, hidden, hidden),
+               (int, hidden_dtype, dtype), (bool, need_rows_grad, rows_grad), (bool, need_prob_grad, prob_grad));
+
 const Names kNames = {{"routing", "expert_routemap_topk"}};
 
 // The maps of a user's rowmap: only entries that lie in [0, N) and name a row for the first time.
@@ -77,28 +81,28 @@ Outputs combine(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const 
 }
 
 // d_rows and d_probs; `rows` is needed for the weighted sum only. Undefined gradients count as zeros.
-Outputs combine_backward(const paddle::Tensor* rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
-                         const paddle::Tensor& probs, const paddle::Tensor& d_hidden, const paddle::Tensor& d_prob_topk,
-                         bool compat_paddle, int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
+Outputs combine_backward(const Attributes& a, const paddle::Tensor* rows, const paddle::Tensor& rowmap,
+                         const paddle::Tensor& routemap, const paddle::Tensor& probs, const paddle::Tensor& d_hidden,
+                         const paddle::Tensor& d_prob_topk) {
   const Target target(kFunction, {&rowmap, &routemap, &probs}, {rows, &d_hidden, &d_prob_topk});
-  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
-  require_gradient(d_hidden, {rowmap.shape()[0], hidden}, dtype, kFunction, "the gradient of hidden_states");
+  const auto dtype = static_cast<paddle::DataType>(a.hidden_dtype);
+  require_gradient(d_hidden, {rowmap.shape()[0], a.hidden}, dtype, kFunction, "the gradient of hidden_states");
   require_gradient(d_prob_topk, routemap.shape(), paddle::DataType::FLOAT32, kFunction, "the gradient of expert_prob_topk");
   without_gradient({&rowmap, &routemap});
-  const CleanMaps maps(target, rowmap, routemap, probs, compat_paddle, 0);
+  const CleanMaps maps(target, rowmap, routemap, probs, a.compat_paddle, 0);
   const bool weighted = rows != nullptr;
-  const bool make_d_rows = need_rows_grad && d_hidden.initialized();
-  const bool make_d_weights = need_prob_grad && weighted && d_hidden.initialized();
+  const bool make_d_rows = a.need_rows_grad && d_hidden.initialized();
+  const bool make_d_weights = a.need_prob_grad && weighted && d_hidden.initialized();
   paddle::Tensor d_rows, d_probs;
   if (make_d_rows || make_d_weights) {
     Weights weights;
     weights.values = weighted ? &probs : nullptr;
-    weights.copy_single_row = compat_paddle;
+    weights.copy_single_row = a.compat_paddle;
     sum_rows_backward(target, kFunction, d_hidden, rows, maps.token_rows, LineEnd::kAnything, maps.row_to_token, weights,
                       make_d_rows ? &d_rows : nullptr, make_d_weights ? &d_probs : nullptr);
   }
-  if (!make_d_rows) d_rows = target.zeros({probs.numel(), hidden}, dtype);
-  if (need_prob_grad && d_prob_topk.initialized()) {
+  if (!make_d_rows) d_rows = target.zeros({probs.numel(), a.hidden}, dtype);
+  if (a.need_prob_grad && d_prob_topk.initialized()) {
     if (!make_d_weights) d_probs = empty_float32(probs.shape(), rowmap);
     scatter_slots(target, kFunction, maps.slot_to_row, d_prob_topk, make_d_weights, &d_probs);
   } else if (!make_d_weights) {
@@ -107,15 +111,14 @@ Outputs combine_backward(const paddle::Tensor* rows, const paddle::Tensor& rowma
   return {d_rows, d_probs};
 }
 
-Outputs moe_unpermute(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
-                      const paddle::Tensor& probs, bool compat_paddle, int checks, int64_t hidden, int hidden_dtype, bool, bool) {
-  return combine(rows, rowmap, routemap, probs, false, compat_paddle, checks, hidden, hidden_dtype);
+Outputs moe_unpermute(const Attributes& a, const paddle::Tensor& rows, const paddle::Tensor& rowmap,
+                      const paddle::Tensor& routemap, const paddle::Tensor& probs) {
+  return combine(rows, rowmap, routemap, probs, false, a.compat_paddle, a.checks, a.hidden, a.hidden_dtype);
 }
 
-Outputs moe_unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
-                               const paddle::Tensor& probs, bool compat_paddle, int checks, int64_t hidden, int hidden_dtype,
-                               bool, bool) {
-  return combine(rows, rowmap, routemap, probs, true, compat_paddle, checks, hidden, hidden_dtype);
+Outputs moe_unpermute_weighted(const Attributes& a, const paddle::Tensor& rows, const paddle::Tensor& rowmap,
+                               const paddle::Tensor& routemap, const paddle::Tensor& probs) {
+  return combine(rows, rowmap, routemap, probs, true, a.compat_paddle, a.checks, a.hidden, a.hidden_dtype);
 }
 
 bool fits(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap, const paddle::Tensor& probs,
@@ -143,8 +146,8 @@ Outputs quick_moe_unpermute_weighted(const paddle::Tensor& rows, const paddle::T
   return quick_combine(rows, rowmap, routemap, probs, true);
 }
 
-std::vector<Shape> moe_unpermute_shapes(const Shape& rows, const Shape& rowmap, const Shape& routemap, const Shape&, bool, int,
-                                        int64_t, int, bool, bool) {
+std::vector<Shape> moe_unpermute_shapes(const Attributes&, const Shape& rows, const Shape& rowmap, const Shape& routemap,
+                                        const Shape&) {
   return {{dim(rowmap, 0), dim(rows, 1)}, {dim(routemap, 0), dim(routemap, 1)}};
 }
 
@@ -153,18 +156,16 @@ std::vector<paddle::DataType> moe_unpermute_dtypes(const paddle::DataType& rows,
   return {rows, paddle::DataType::FLOAT32};
 }
 
-Outputs moe_unpermute_backward(const paddle::Tensor& rowmap, const paddle::Tensor& routemap, const paddle::Tensor& probs,
-                               const paddle::Tensor& d_hidden, const paddle::Tensor& d_prob_topk, bool compat_paddle, int,
-                               int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
-  const Outputs gradients = combine_backward(nullptr, rowmap, routemap, probs, d_hidden, d_prob_topk, compat_paddle, hidden,
-                                             hidden_dtype, need_rows_grad, need_prob_grad);
+Outputs moe_unpermute_backward(const Attributes& a, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
+                               const paddle::Tensor& probs, const paddle::Tensor& d_hidden, const paddle::Tensor& d_prob_topk) {
+  const Outputs gradients = combine_backward(a, nullptr, rowmap, routemap, probs, d_hidden, d_prob_topk);
   without_gradient({&probs});  // their shape alone is read
   return gradients;
 }
 
-std::vector<Shape> moe_unpermute_backward_shapes(const Shape&, const Shape&, const Shape& probs, const Shape&, const Shape&, bool,
-                                                 int, int64_t hidden, int, bool, bool) {
-  return {{dim(probs, 0), hidden}, probs};
+std::vector<Shape> moe_unpermute_backward_shapes(const Attributes& a, const Shape&, const Shape&, const Shape& probs,
+                                                 const Shape&, const Shape&) {
+  return {{dim(probs, 0), a.hidden}, probs};
 }
 
 std::vector<paddle::DataType> moe_unpermute_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
@@ -173,16 +174,14 @@ std::vector<paddle::DataType> moe_unpermute_backward_dtypes(const paddle::DataTy
   return {d_hidden, probs};
 }
 
-Outputs moe_unpermute_weighted_backward(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
-                                        const paddle::Tensor& probs, const paddle::Tensor& d_hidden,
-                                        const paddle::Tensor& d_prob_topk, bool compat_paddle, int, int64_t hidden,
-                                        int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
-  return combine_backward(&rows, rowmap, routemap, probs, d_hidden, d_prob_topk, compat_paddle, hidden, hidden_dtype,
-                          need_rows_grad, need_prob_grad);
+Outputs moe_unpermute_weighted_backward(const Attributes& a, const paddle::Tensor& rows, const paddle::Tensor& rowmap,
+                                        const paddle::Tensor& routemap, const paddle::Tensor& probs,
+                                        const paddle::Tensor& d_hidden, const paddle::Tensor& d_prob_topk) {
+  return combine_backward(a, &rows, rowmap, routemap, probs, d_hidden, d_prob_topk);
 }
 
-std::vector<Shape> moe_unpermute_weighted_backward_shapes(const Shape& rows, const Shape&, const Shape&, const Shape& probs,
-                                                          const Shape&, const Shape&, bool, int, int64_t, int, bool, bool) {
+std::vector<Shape> moe_unpermute_weighted_backward_shapes(const Attributes&, const Shape& rows, const Shape&, const Shape&,
+                                                          const Shape& probs, const Shape&, const Shape&) {
   return {rows, probs};
 }
 
@@ -193,25 +192,25 @@ std::vector<paddle::DataType> moe_unpermute_weighted_backward_dtypes(const paddl
 }
 
 // Rows and probabilities of slots, as from the forward, of what comes in for d_rows and d_probs.
-Outputs moe_unpermute_double_backward(const paddle::Tensor& rowmap, const paddle::Tensor& routemap, const paddle::Tensor& probs,
-                                      const paddle::Tensor& dd_rows, const paddle::Tensor& dd_probs, bool compat_paddle, int,
-                                      int64_t hidden, int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
+Outputs moe_unpermute_double_backward(const Attributes& a, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
+                                      const paddle::Tensor& probs, const paddle::Tensor& dd_rows,
+                                      const paddle::Tensor& dd_probs) {
   const Target target(kFunction, {&rowmap, &routemap, &probs}, {&dd_rows, &dd_probs});
-  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
-  require_gradient(dd_rows, {probs.numel(), hidden}, dtype, kFunction, kGradientOfRows);
+  const auto dtype = static_cast<paddle::DataType>(a.hidden_dtype);
+  require_gradient(dd_rows, {probs.numel(), a.hidden}, dtype, kFunction, kGradientOfRows);
   require_gradient(dd_probs, probs.shape(), paddle::DataType::FLOAT32, kFunction, kGradientOfProbs);
-  const CleanMaps maps(target, rowmap, routemap, probs, compat_paddle, 0);
-  const bool sums_rows = need_rows_grad && dd_rows.initialized();
-  const bool gathers_probs = need_prob_grad && dd_probs.initialized();
+  const CleanMaps maps(target, rowmap, routemap, probs, a.compat_paddle, 0);
+  const bool sums_rows = a.need_rows_grad && dd_rows.initialized();
+  const bool gathers_probs = a.need_prob_grad && dd_probs.initialized();
   return {
-      sums_rows ? sum_rows(target, kFunction, dd_rows, maps.token_rows, {}) : target.zeros({rowmap.shape()[0], hidden}, dtype),
+      sums_rows ? sum_rows(target, kFunction, dd_rows, maps.token_rows, {}) : target.zeros({rowmap.shape()[0], a.hidden}, dtype),
       gathers_probs ? gather_slots(target, kFunction, maps.slot_to_row, dd_probs)
                     : target.zeros(routemap.shape(), paddle::DataType::FLOAT32)};
 }
 
-std::vector<Shape> moe_unpermute_double_backward_shapes(const Shape& rowmap, const Shape& routemap, const Shape&, const Shape&,
-                                                        const Shape&, bool, int, int64_t hidden, int, bool, bool) {
-  return {{dim(rowmap, 0), hidden}, routemap};
+std::vector<Shape> moe_unpermute_double_backward_shapes(const Attributes& a, const Shape& rowmap, const Shape& routemap,
+                                                        const Shape&, const Shape&, const Shape&) {
+  return {{dim(rowmap, 0), a.hidden}, routemap};
 }
 
 std::vector<paddle::DataType> moe_unpermute_double_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
@@ -220,22 +219,21 @@ std::vector<paddle::DataType> moe_unpermute_double_backward_dtypes(const paddle:
   return {dd_rows, probs};
 }
 
-Outputs moe_unpermute_weighted_double_backward(const paddle::Tensor& rows, const paddle::Tensor& rowmap,
+Outputs moe_unpermute_weighted_double_backward(const Attributes& a, const paddle::Tensor& rows, const paddle::Tensor& rowmap,
                                                const paddle::Tensor& routemap, const paddle::Tensor& probs,
                                                const paddle::Tensor& d_hidden, const paddle::Tensor& dd_rows,
-                                               const paddle::Tensor& dd_probs, bool compat_paddle, int, int64_t hidden,
-                                               int hidden_dtype, bool need_rows_grad, bool need_prob_grad) {
+                                               const paddle::Tensor& dd_probs) {
   // a token's only row would be part of some of the sums below, and not of others
-  if (compat_paddle) fail_second_order(kFunction, " for the weighted combine with compat=\"paddle\"");
+  if (a.compat_paddle) fail_second_order(kFunction, " for the weighted combine with compat=\"paddle\"");
   const Target target(kFunction, {&rows, &rowmap, &routemap, &probs}, {&d_hidden, &dd_rows, &dd_probs});
-  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
-  require_gradient(dd_rows, {probs.numel(), hidden}, dtype, kFunction, kGradientOfRows);
+  const auto dtype = static_cast<paddle::DataType>(a.hidden_dtype);
+  require_gradient(dd_rows, {probs.numel(), a.hidden}, dtype, kFunction, kGradientOfRows);
   require_gradient(dd_probs, probs.shape(), paddle::DataType::FLOAT32, kFunction, kGradientOfProbs);
-  const CleanMaps maps(target, rowmap, routemap, probs, compat_paddle, 0);
-  const bool has_dd_rows = need_rows_grad && dd_rows.initialized();
-  const bool has_dd_probs = need_prob_grad && dd_probs.initialized();
+  const CleanMaps maps(target, rowmap, routemap, probs, a.compat_paddle, 0);
+  const bool has_dd_rows = a.need_rows_grad && dd_rows.initialized();
+  const bool has_dd_probs = a.need_prob_grad && dd_probs.initialized();
   // without a gradient of the sums they were no part of the gradients
-  const paddle::Tensor d_out = d_hidden.initialized() ? d_hidden : target.zeros({rowmap.shape()[0], hidden}, dtype);
+  const paddle::Tensor d_out = d_hidden.initialized() ? d_hidden : target.zeros({rowmap.shape()[0], a.hidden}, dtype);
   Weights weights;
   weights.values = &probs;
   const WeightedSum sum = {rows, maps.token_rows, maps.row_to_token, weights, d_out};
@@ -246,10 +244,10 @@ Outputs moe_unpermute_weighted_double_backward(const paddle::Tensor& rows, const
   return gradients;
 }
 
-std::vector<Shape> moe_unpermute_weighted_double_backward_shapes(const Shape& rows, const Shape& rowmap, const Shape& routemap,
-                                                                 const Shape& probs, const Shape&, const Shape&, const Shape&,
-                                                                 bool, int, int64_t hidden, int, bool, bool) {
-  return {rows, probs, {dim(rowmap, 0), hidden}, routemap};
+std::vector<Shape> moe_unpermute_weighted_double_backward_shapes(const Attributes& a, const Shape& rows, const Shape& rowmap,
+                                                                 const Shape& routemap, const Shape& probs, const Shape&,
+                                                                 const Shape&, const Shape&) {
+  return {rows, probs, {dim(rowmap, 0), a.hidden}, routemap};
 }
 
 std::vector<paddle::DataType> moe_unpermute_weighted_double_backward_dtypes(const paddle::DataType& rows, const paddle::DataType&,
@@ -260,64 +258,58 @@ std::vector<paddle::DataType> moe_unpermute_weighted_double_backward_dtypes(cons
   return {rows, probs, rows, probs};
 }
 
-// The last four attributes describe hidden_states_unzipped and say which gradients are wanted; only the gradients read them.
-// Their shape inference gets the attributes of the forward operator, so all declare the same list.
-std::vector<std::string> attributes() {
-  return {"compat: bool", "checks: int", "hidden: int64_t", "dtype: int", "rows_grad: bool", "prob_grad: bool"};
-}
-
 }  // namespace
 
 PD_BUILD_OP(pmo_moe_unpermute)
     .Inputs({"rows", "rowmap", "ids", "row_probs"})
     .Outputs({"out", "probs"})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(moe_unpermute))
-    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(moe_unpermute))
+    .SetInferShapeFn(PMO_INFER_SHAPE(moe_unpermute_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(moe_unpermute_dtypes));
 PMO_DIRECT(moe_unpermute, moe_unpermute);
 PMO_QUICK(moe_unpermute, quick_moe_unpermute, fits);
 
 PD_BUILD_GRAD_OP(pmo_moe_unpermute)
     .Inputs({"rowmap", "ids", "row_probs", paddle::Grad("out"), paddle::Grad("probs")})
     .Outputs({paddle::Grad("rows"), paddle::Grad("row_probs")})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(moe_unpermute_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(moe_unpermute_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(moe_unpermute_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(moe_unpermute_backward_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_moe_unpermute)
     .Inputs({"rowmap", "ids", "row_probs", paddle::Grad(paddle::Grad("rows")), paddle::Grad(paddle::Grad("row_probs"))})
     .Outputs({paddle::Grad(paddle::Grad("out")), paddle::Grad(paddle::Grad("probs"))})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(moe_unpermute_double_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_double_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_double_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(moe_unpermute_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(moe_unpermute_double_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(moe_unpermute_double_backward_dtypes));
 
 PD_BUILD_OP(pmo_moe_unpermute_weighted)
     .Inputs({"rows", "rowmap", "ids", "row_probs"})
     .Outputs({"out", "probs"})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(moe_unpermute_weighted))
-    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(moe_unpermute_weighted))
+    .SetInferShapeFn(PMO_INFER_SHAPE(moe_unpermute_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(moe_unpermute_dtypes));
 PMO_DIRECT(moe_unpermute_weighted, moe_unpermute_weighted);
 PMO_QUICK(moe_unpermute_weighted, quick_moe_unpermute_weighted, fits);
 
 PD_BUILD_GRAD_OP(pmo_moe_unpermute_weighted)
     .Inputs({"rows", "rowmap", "ids", "row_probs", paddle::Grad("out"), paddle::Grad("probs")})
     .Outputs({paddle::Grad("rows"), paddle::Grad("row_probs")})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(moe_unpermute_weighted_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_weighted_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_weighted_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(moe_unpermute_weighted_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(moe_unpermute_weighted_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(moe_unpermute_weighted_backward_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_moe_unpermute_weighted)
     .Inputs({"rows", "rowmap", "ids", "row_probs", paddle::Grad("out"), paddle::Grad(paddle::Grad("rows")),
              paddle::Grad(paddle::Grad("row_probs"))})
     .Outputs({paddle::Grad("rows"), paddle::Grad("row_probs"), paddle::Grad(paddle::Grad("out")),
               paddle::Grad(paddle::Grad("probs"))})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(moe_unpermute_weighted_double_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(moe_unpermute_weighted_double_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(moe_unpermute_weighted_double_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(moe_unpermute_weighted_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(moe_unpermute_weighted_double_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(moe_unpermute_weighted_double_backward_dtypes));

@@ -11,21 +11,23 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "permute";
 
+PMO_ATTRIBUTES(Attributes, (int, fill, fill), (bool, has_scale, has_scale), (int64_t, scale_cols, cols),
+               (int, scale_dtype, scale_type), (int64_t, hidden, hidden), (int, hidden_dtype, dtype));
+
 // token_rows is there for the gradient: saved inputs cost no memory that the plan does not hold already.
-Outputs permute(const paddle::Tensor& x, const paddle::optional<paddle::Tensor>& scale, const paddle::Tensor& slot_to_row,
-                const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, int fill, bool has_scale,
-                int64_t scale_cols, int scale_dtype, int64_t hidden, int hidden_dtype) {
+Outputs permute(const Attributes& a, const paddle::Tensor& x, const paddle::optional<paddle::Tensor>& scale,
+                const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
   const Target target(kFunction, {&x, &slot_to_row, &token_rows, &row_to_token}, {scale ? &*scale : nullptr});
   require_rank(x, 2, kFunction, "x");
   require_rank(row_to_token, 1, kFunction, "row_to_token");
-  require_described(x, hidden, hidden_dtype, kFunction);
+  require_described(x, a.hidden, a.hidden_dtype, kFunction);
   require_shape(token_rows, slot_to_row.shape(), kFunction, "token_rows");
   require_dtype(token_rows, paddle::DataType::INT32, kFunction, "token_rows");
   const int64_t num_rows = row_to_token.shape()[0];
-  const Scale scales(kFunction, scale, has_scale, scale_cols, scale_dtype, x);
+  const Scale scales(kFunction, scale, a.has_scale, a.scale_cols, a.scale_dtype, x);
   paddle::Tensor rows = paddle::empty({num_rows, x.shape()[1]}, x.dtype(), x.place());
   paddle::Tensor row_scales = scales.empty_rows(num_rows, true);
-  permute_rows(target, kFunction, x, scales, slot_to_row, row_to_token, fill, &rows, &row_scales);
+  permute_rows(target, kFunction, x, scales, slot_to_row, row_to_token, a.fill, &rows, &row_scales);
   return {rows, row_scales};
 }
 
@@ -45,32 +47,31 @@ Outputs quick_permute(const paddle::Tensor& x, const paddle::Tensor& slot_to_row
   return {rows};
 }
 
-std::vector<Shape> permute_shapes(const Shape& x, const paddle::optional<Shape>& scale, const Shape&, const Shape&,
-                                  const Shape& row_to_token, int, bool has_scale, int64_t scale_cols, int, int64_t, int) {
+std::vector<Shape> permute_shapes(const Attributes& a, const Shape& x, const paddle::optional<Shape>& scale, const Shape&,
+                                  const Shape&, const Shape& row_to_token) {
   const int64_t rows = dim(row_to_token, 0);
-  return {{rows, dim(x, 1)}, scale_rows_shape(scale, has_scale, scale_cols, rows, true)};
+  return {{rows, dim(x, 1)}, scale_rows_shape(scale, a.has_scale, a.scale_cols, rows, true)};
 }
 
-std::vector<paddle::DataType> permute_dtypes(const paddle::DataType& x, const paddle::optional<paddle::DataType>&,
-                                             const paddle::DataType&, const paddle::DataType&, const paddle::DataType&, int,
-                                             bool has_scale, int64_t, int scale_dtype, int64_t, int) {
-  return {x, scale_rows_dtype(has_scale, scale_dtype)};
+std::vector<paddle::DataType> permute_dtypes(const Attributes& a, const paddle::DataType& x,
+                                             const paddle::optional<paddle::DataType>&, const paddle::DataType&,
+                                             const paddle::DataType&, const paddle::DataType&) {
+  return {x, scale_rows_dtype(a.has_scale, a.scale_dtype)};
 }
 
 // Without a gradient of the rows (only the scales were used) that of x is zero.
-Outputs permute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const paddle::Tensor& d_rows, int,
-                         bool, int64_t, int, int64_t hidden, int hidden_dtype) {
+Outputs permute_backward(const Attributes& a, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                         const paddle::Tensor& d_rows) {
   const Target target(kFunction, {&token_rows, &row_to_token}, {&d_rows});
-  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
-  require_gradient(d_rows, {row_to_token.shape()[0], hidden}, dtype, kFunction, "the gradient of the rows");
+  const auto dtype = static_cast<paddle::DataType>(a.hidden_dtype);
+  require_gradient(d_rows, {row_to_token.shape()[0], a.hidden}, dtype, kFunction, "the gradient of the rows");
   without_gradient({&token_rows, &row_to_token});
   if (d_rows.initialized()) return {sum_rows(target, kFunction, d_rows, token_rows, {})};
-  return {target.zeros({token_rows.shape()[0], hidden}, dtype)};
+  return {target.zeros({token_rows.shape()[0], a.hidden}, dtype)};
 }
 
-std::vector<Shape> permute_backward_shapes(const Shape& token_rows, const Shape&, const Shape&, int, bool, int64_t, int,
-                                           int64_t hidden, int) {
-  return {{dim(token_rows, 0), hidden}};
+std::vector<Shape> permute_backward_shapes(const Attributes& a, const Shape& token_rows, const Shape&, const Shape&) {
+  return {{dim(token_rows, 0), a.hidden}};
 }
 
 std::vector<paddle::DataType> permute_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
@@ -79,22 +80,16 @@ std::vector<paddle::DataType> permute_backward_dtypes(const paddle::DataType&, c
 }
 
 // Not by slot_to_row, which may leave out rows that the gradient does not.
-Outputs permute_double_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const paddle::Tensor& dd_x,
-                                int, bool, int64_t, int, int64_t hidden, int hidden_dtype) {
+Outputs permute_double_backward(const Attributes& a, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                                const paddle::Tensor& dd_x) {
   const Target target(kFunction, {&token_rows, &row_to_token, &dd_x});
-  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
-  require_gradient(dd_x, {token_rows.shape()[0], hidden}, dtype, kFunction, "the gradient of the gradient of x");
+  const auto dtype = static_cast<paddle::DataType>(a.hidden_dtype);
+  require_gradient(dd_x, {token_rows.shape()[0], a.hidden}, dtype, kFunction, "the gradient of the gradient of x");
   return {spread_rows(target, kFunction, dd_x, token_rows, row_to_token)};
 }
 
-std::vector<Shape> permute_double_backward_shapes(const Shape&, const Shape& row_to_token, const Shape&, int, bool, int64_t, int,
-                                                  int64_t hidden, int) {
-  return {{dim(row_to_token, 0), hidden}};
-}
-
-// The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
-std::vector<std::string> attributes() {
-  return {"fill: int", "has_scale: bool", "cols: int64_t", "scale_type: int", "hidden: int64_t", "dtype: int"};
+std::vector<Shape> permute_double_backward_shapes(const Attributes& a, const Shape&, const Shape& row_to_token, const Shape&) {
+  return {{dim(row_to_token, 0), a.hidden}};
 }
 
 }  // namespace
@@ -102,25 +97,25 @@ std::vector<std::string> attributes() {
 PD_BUILD_OP(pmo_permute)
     .Inputs({"x", paddle::Optional("scale"), "slot_to_row", "token_rows", "row_to_token"})
     .Outputs({"rows", "row_scales"})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(permute))
-    .SetInferShapeFn(PD_INFER_SHAPE(permute_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(permute_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(permute))
+    .SetInferShapeFn(PMO_INFER_SHAPE(permute_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(permute_dtypes));
 PMO_DIRECT(permute, permute);
 PMO_QUICK(permute, quick_permute, fits);
 
 PD_BUILD_GRAD_OP(pmo_permute)
     .Inputs({"token_rows", "row_to_token", paddle::Grad("rows")})
     .Outputs({paddle::Grad("x")})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(permute_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(permute_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(permute_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(permute_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(permute_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(permute_backward_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_permute)
     .Inputs({"token_rows", "row_to_token", paddle::Grad(paddle::Grad("x"))})
     .Outputs({paddle::Grad(paddle::Grad("rows"))})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(permute_double_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(permute_double_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(permute_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(permute_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(permute_double_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(permute_backward_dtypes));

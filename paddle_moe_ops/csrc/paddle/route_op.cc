@@ -13,16 +13,27 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "route";
 
-Outputs make_plan(const paddle::Tensor& routing, const paddle::Tensor* probs, const paddle::optional<paddle::Tensor>& counts,
-                  int64_t num_experts, int64_t topk, int64_t padding_alignment, int counts_source,
-                  const std::vector<int>& tokens_per_expert, int64_t buffer_size, int duplicates, int checks) {
+PMO_ATTRIBUTES(Attributes, (int64_t, num_experts, num_experts), (int64_t, topk, topk), (int64_t, padding_alignment, align),
+               (int, counts_source, source), (std::vector<int>, tokens_per_expert, list), (int64_t, buffer_size, buffer),
+               (int, duplicates, duplicates), (int, checks, checks));
+
+Outputs make_plan(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor* probs,
+                  const paddle::optional<paddle::Tensor>& counts) {
   const Target target(kFunction, {&routing}, {probs, counts ? &*counts : nullptr});
-  require((routing.dtype() == paddle::DataType::BOOL) == (topk >= 0), kFunction,
+  require((routing.dtype() == paddle::DataType::BOOL) == (a.topk >= 0), kFunction,
           "topk must be given with a mask, and only there");
-  Routing step(
-      target,
-      {kFunction, {}, topk, num_experts, padding_alignment, buffer_size, counts_source, tokens_per_expert, duplicates, checks},
-      routing, probs, counts ? &*counts : nullptr);
+  Routing step(target,
+               {kFunction,
+                {},
+                a.topk,
+                a.num_experts,
+                a.padding_alignment,
+                a.buffer_size,
+                a.counts_source,
+                a.tokens_per_expert,
+                a.duplicates,
+                a.checks},
+               routing, probs, counts ? &*counts : nullptr);
   pmo_route_params& p = step.params;
   const int64_t rows = step.num_rows();
   paddle::Tensor slot_to_row = empty_int32({p.num_tokens, p.topk}, routing);
@@ -31,8 +42,8 @@ Outputs make_plan(const paddle::Tensor& routing, const paddle::Tensor* probs, co
   paddle::Tensor row_to_slot = empty_int32({rows}, routing);
   paddle::Tensor row_to_expert = empty_int32({rows}, routing);
   paddle::Tensor row_probs = empty_float32({probs != nullptr ? rows : 0}, routing);
-  paddle::Tensor clamped_counts = empty_int32({num_experts}, routing);
-  paddle::Tensor expert_offsets = empty_int32({num_experts + 1}, routing);
+  paddle::Tensor clamped_counts = empty_int32({a.num_experts}, routing);
+  paddle::Tensor expert_offsets = empty_int32({a.num_experts + 1}, routing);
   paddle::Tensor overflow = empty_int32({1}, routing);
   p.slot_to_row = slot_to_row.data<int32_t>();
   p.token_rows = token_rows.data<int32_t>();
@@ -50,39 +61,30 @@ Outputs make_plan(const paddle::Tensor& routing, const paddle::Tensor* probs, co
           overflow};
 }
 
-Outputs route(const paddle::Tensor& routing, const paddle::optional<paddle::Tensor>& counts, int64_t num_experts, int64_t topk,
-              int64_t padding_alignment, int counts_source, const std::vector<int>& tokens_per_expert, int64_t buffer_size,
-              int duplicates, int checks) {
-  return make_plan(routing, nullptr, counts, num_experts, topk, padding_alignment, counts_source, tokens_per_expert, buffer_size,
-                   duplicates, checks);
+Outputs route(const Attributes& a, const paddle::Tensor& routing, const paddle::optional<paddle::Tensor>& counts) {
+  return make_plan(a, routing, nullptr, counts);
 }
 
-Outputs route_with_probs(const paddle::Tensor& routing, const paddle::Tensor& probs,
-                         const paddle::optional<paddle::Tensor>& counts, int64_t num_experts, int64_t topk,
-                         int64_t padding_alignment, int counts_source, const std::vector<int>& tokens_per_expert,
-                         int64_t buffer_size, int duplicates, int checks) {
+Outputs route_with_probs(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor& probs,
+                         const paddle::optional<paddle::Tensor>& counts) {
   require(probs.defined(), kFunction, "a required tensor is missing");
-  return make_plan(routing, &probs, counts, num_experts, topk, padding_alignment, counts_source, tokens_per_expert, buffer_size,
-                   duplicates, checks);
+  return make_plan(a, routing, &probs, counts);
 }
 
-std::vector<Shape> plan_shapes(const Shape& routing, int64_t num_experts, int64_t topk, int64_t rows, int64_t rows_with_probs) {
-  const Shape slots = {dim(routing, 0), topk >= 0 ? topk : dim(routing, 1)};
-  return {slots, slots, {rows}, {rows}, {rows}, {rows_with_probs}, {num_experts}, {num_experts + 1}, {num_experts}, {1}};
+std::vector<Shape> plan_shapes(const Attributes& a, const Shape& routing, bool has_probs) {
+  const int64_t rows = static_num_rows(a.counts_source, a.tokens_per_expert, a.padding_alignment, a.buffer_size);
+  const Shape slots = {dim(routing, 0), a.topk >= 0 ? a.topk : dim(routing, 1)};
+  const Shape experts = {a.num_experts};
+  return {slots, slots, {rows}, {rows}, {rows}, {has_probs ? rows : 0}, experts, {a.num_experts + 1}, experts, {1}};
 }
 
-std::vector<Shape> route_shapes(const Shape& routing, const paddle::optional<Shape>&, int64_t num_experts, int64_t topk,
-                                int64_t padding_alignment, int counts_source, const std::vector<int>& tokens_per_expert,
-                                int64_t buffer_size, int, int) {
-  const int64_t rows = static_num_rows(counts_source, tokens_per_expert, padding_alignment, buffer_size);
-  return plan_shapes(routing, num_experts, topk, rows, 0);
+std::vector<Shape> route_shapes(const Attributes& a, const Shape& routing, const paddle::optional<Shape>&) {
+  return plan_shapes(a, routing, false);
 }
 
-std::vector<Shape> route_with_probs_shapes(const Shape& routing, const Shape&, const paddle::optional<Shape>&,
-                                           int64_t num_experts, int64_t topk, int64_t padding_alignment, int counts_source,
-                                           const std::vector<int>& tokens_per_expert, int64_t buffer_size, int, int) {
-  const int64_t rows = static_num_rows(counts_source, tokens_per_expert, padding_alignment, buffer_size);
-  return plan_shapes(routing, num_experts, topk, rows, rows);
+std::vector<Shape> route_with_probs_shapes(const Attributes& a, const Shape& routing, const Shape&,
+                                           const paddle::optional<Shape>&) {
+  return plan_shapes(a, routing, true);
 }
 
 std::vector<paddle::DataType> plan_dtypes() {
@@ -101,21 +103,19 @@ std::vector<paddle::DataType> route_with_probs_dtypes(const paddle::DataType&, c
 }
 
 // d_probs: the gradient of a row's probability goes back to the slot that owns the row, or to (token, expert) for a mask.
-Outputs route_with_probs_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_expert,
-                                  const paddle::Tensor& d_row_probs, int64_t num_experts, int64_t topk, int64_t, int,
-                                  const std::vector<int>&, int64_t, int, int) {
-  const bool is_mask = topk >= 0;
+Outputs route_with_probs_backward(const Attributes& a, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_expert,
+                                  const paddle::Tensor& d_row_probs) {
+  const bool is_mask = a.topk >= 0;
   const Target target(kFunction, {&slot_to_row, &row_to_expert}, {&d_row_probs});
   require_gradient(d_row_probs, row_to_expert.shape(), paddle::DataType::FLOAT32, kFunction, "the gradient of row_probs");
   without_gradient({&slot_to_row, &row_to_expert});
-  const Shape shape = {slot_to_row.shape()[0], is_mask ? num_experts : slot_to_row.shape()[1]};
+  const Shape shape = {slot_to_row.shape()[0], is_mask ? a.num_experts : slot_to_row.shape()[1]};
   if (!d_row_probs.initialized()) return {target.zeros(shape, paddle::DataType::FLOAT32)};
-  return {gather_slots(target, kFunction, slot_to_row, d_row_probs, is_mask ? &row_to_expert : nullptr, num_experts)};
+  return {gather_slots(target, kFunction, slot_to_row, d_row_probs, is_mask ? &row_to_expert : nullptr, a.num_experts)};
 }
 
-std::vector<Shape> route_with_probs_backward_shapes(const Shape& slot_to_row, const Shape&, const Shape&, int64_t num_experts,
-                                                    int64_t topk, int64_t, int, const std::vector<int>&, int64_t, int, int) {
-  return {{dim(slot_to_row, 0), topk >= 0 ? num_experts : dim(slot_to_row, 1)}};
+std::vector<Shape> route_with_probs_backward_shapes(const Attributes& a, const Shape& slot_to_row, const Shape&, const Shape&) {
+  return {{dim(slot_to_row, 0), a.topk >= 0 ? a.num_experts : dim(slot_to_row, 1)}};
 }
 
 std::vector<paddle::DataType> route_with_probs_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
@@ -123,20 +123,19 @@ std::vector<paddle::DataType> route_with_probs_backward_dtypes(const paddle::Dat
   return {paddle::DataType::FLOAT32};
 }
 
-Outputs route_with_probs_double_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_expert,
-                                         const paddle::Tensor& dd_probs, int64_t num_experts, int64_t topk, int64_t, int,
-                                         const std::vector<int>&, int64_t, int, int) {
-  const bool is_mask = topk >= 0;
+Outputs route_with_probs_double_backward(const Attributes& a, const paddle::Tensor& slot_to_row,
+                                         const paddle::Tensor& row_to_expert, const paddle::Tensor& dd_probs) {
+  const bool is_mask = a.topk >= 0;
   const Target target(kFunction, {&slot_to_row, &row_to_expert, &dd_probs});
-  const Shape shape = {slot_to_row.shape()[0], is_mask ? num_experts : slot_to_row.shape()[1]};
+  const Shape shape = {slot_to_row.shape()[0], is_mask ? a.num_experts : slot_to_row.shape()[1]};
   require_gradient(dd_probs, shape, paddle::DataType::FLOAT32, kFunction, "the gradient of the gradient of probs");
   paddle::Tensor d_row_probs = empty_float32(row_to_expert.shape(), row_to_expert);
-  scatter_slots(target, kFunction, slot_to_row, dd_probs, false, &d_row_probs, is_mask ? &row_to_expert : nullptr, num_experts);
+  scatter_slots(target, kFunction, slot_to_row, dd_probs, false, &d_row_probs, is_mask ? &row_to_expert : nullptr, a.num_experts);
   return {d_row_probs};
 }
 
-std::vector<Shape> route_with_probs_double_backward_shapes(const Shape&, const Shape& row_to_expert, const Shape&, int64_t,
-                                                           int64_t, int64_t, int, const std::vector<int>&, int64_t, int, int) {
+std::vector<Shape> route_with_probs_double_backward_shapes(const Attributes&, const Shape&, const Shape& row_to_expert,
+                                                           const Shape&) {
   return {row_to_expert};
 }
 
@@ -145,44 +144,38 @@ std::vector<std::string> outputs() {
           "row_probs",   "row_counts", "expert_offsets", "routed",      "overflow"};
 }
 
-// The gradient's shape inference gets the attributes of the forward operator, so all declare the same list.
-std::vector<std::string> attributes() {
-  return {"num_experts: int64_t",   "topk: int64_t",   "align: int64_t",  "source: int",
-          "list: std::vector<int>", "buffer: int64_t", "duplicates: int", "checks: int"};
-}
-
 }  // namespace
 
 PD_BUILD_OP(pmo_route)
     .Inputs({"routing", paddle::Optional("counts")})
     .Outputs(outputs())
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(route))
-    .SetInferShapeFn(PD_INFER_SHAPE(route_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(route_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(route))
+    .SetInferShapeFn(PMO_INFER_SHAPE(route_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(route_dtypes));
 PMO_DIRECT(route, route);
 
 PD_BUILD_OP(pmo_route_with_probs)
     .Inputs({"routing", "probs", paddle::Optional("counts")})
     .Outputs(outputs())
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(route_with_probs))
-    .SetInferShapeFn(PD_INFER_SHAPE(route_with_probs_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(route_with_probs_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(route_with_probs))
+    .SetInferShapeFn(PMO_INFER_SHAPE(route_with_probs_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(route_with_probs_dtypes));
 PMO_DIRECT(route_with_probs, route_with_probs);
 
 PD_BUILD_GRAD_OP(pmo_route_with_probs)
     .Inputs({"slot_to_row", "row_to_expert", paddle::Grad("row_probs")})
     .Outputs({paddle::Grad("probs")})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(route_with_probs_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(route_with_probs_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(route_with_probs_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(route_with_probs_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(route_with_probs_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(route_with_probs_backward_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_route_with_probs)
     .Inputs({"slot_to_row", "row_to_expert", paddle::Grad(paddle::Grad("probs"))})
     .Outputs({paddle::Grad(paddle::Grad("row_probs"))})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(route_with_probs_double_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(route_with_probs_double_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(route_with_probs_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(route_with_probs_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(route_with_probs_double_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(route_with_probs_backward_dtypes));

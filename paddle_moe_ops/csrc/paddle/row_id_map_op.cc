@@ -15,6 +15,9 @@ constexpr char kRead[] = "read_rowmap";
 constexpr char kSlots[] = "slots_to_rows";
 constexpr char kRows[] = "rows_to_slots";
 
+PMO_ATTRIBUTES(MakeAttributes, (int64_t, num_experts, num_experts));
+PMO_ATTRIBUTES(ReadAttributes, (bool, is_row_id_map, id_map), (int64_t, buffer_size, buffer), (int, checks, checks));
+
 const int32_t* int32_data(const paddle::Tensor& map, const char* function, const char* name) {
   require_dtype(map, paddle::DataType::INT32, function, name);
   return map.data<int32_t>();
@@ -27,20 +30,20 @@ paddle::Tensor dense_offsets(const paddle::optional<paddle::Tensor>& pad_offsets
   return dense(*pad_offsets);
 }
 
-Outputs make_row_id_map(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_expert,
-                        const paddle::optional<paddle::Tensor>& pad_offsets, int64_t num_experts) {
+Outputs make_row_id_map(const MakeAttributes& a, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_expert,
+                        const paddle::optional<paddle::Tensor>& pad_offsets) {
   const Target target(kMake, {&token_rows, &row_to_expert}, {pad_offsets ? &*pad_offsets : nullptr});
   require_rank(token_rows, 2, kMake, "token_rows");
   require_rank(row_to_expert, 1, kMake, "row_to_expert");
-  require(num_experts >= 1 && num_experts <= (int64_t{1} << 16), kMake, "num_experts must be in [1, 2^16]");
+  require(a.num_experts >= 1 && a.num_experts <= (int64_t{1} << 16), kMake, "num_experts must be in [1, 2^16]");
   const paddle::Tensor rows = dense(token_rows), experts = dense(row_to_expert);
-  const paddle::Tensor offsets = dense_offsets(pad_offsets, num_experts, kMake);
-  paddle::Tensor row_id_map = empty_int32({token_rows.shape()[0], 2 * num_experts + 1}, token_rows);
+  const paddle::Tensor offsets = dense_offsets(pad_offsets, a.num_experts, kMake);
+  paddle::Tensor row_id_map = empty_int32({token_rows.shape()[0], 2 * a.num_experts + 1}, token_rows);
   pmo_row_id_map_params p = {};
   p.struct_size = sizeof(p);
   p.num_tokens = token_rows.shape()[0];
   p.topk = token_rows.shape()[1];
-  p.num_experts = num_experts;
+  p.num_experts = a.num_experts;
   p.num_rows = row_to_expert.shape()[0];
   p.token_rows = int32_data(rows, kMake, "token_rows");
   p.row_to_expert = int32_data(experts, kMake, "row_to_expert");
@@ -50,9 +53,9 @@ Outputs make_row_id_map(const paddle::Tensor& token_rows, const paddle::Tensor& 
   return {row_id_map};
 }
 
-std::vector<Shape> make_row_id_map_shapes(const Shape& token_rows, const Shape&, const paddle::optional<Shape>&,
-                                          int64_t num_experts) {
-  return {{dim(token_rows, 0), 2 * num_experts + 1}};
+std::vector<Shape> make_row_id_map_shapes(const MakeAttributes& a, const Shape& token_rows, const Shape&,
+                                          const paddle::optional<Shape>&) {
+  return {{dim(token_rows, 0), 2 * a.num_experts + 1}};
 }
 
 std::vector<paddle::DataType> make_row_id_map_dtypes(const paddle::DataType&, const paddle::DataType&,
@@ -92,14 +95,14 @@ int64_t rows_of_buffer(const paddle::optional<paddle::Tensor>& num_rows, int64_t
 
 // The maps of a plan whose slot e is expert e, from [T, E] rows or (is_row_id_map) from TransformerEngine's form of them. `num_rows` is
 // read, which synchronises a GPU, if buffer_size is -1.
-Outputs read_rowmap(const paddle::Tensor& map, const paddle::optional<paddle::Tensor>& pad_offsets,
-                    const paddle::optional<paddle::Tensor>& num_rows, bool is_row_id_map, int64_t buffer_size, int checks) {
+Outputs read_rowmap(const ReadAttributes& a, const paddle::Tensor& map, const paddle::optional<paddle::Tensor>& pad_offsets,
+                    const paddle::optional<paddle::Tensor>& num_rows) {
   const Target target(kRead, {&map}, {pad_offsets ? &*pad_offsets : nullptr});
   require_rank(map, 2, kRead, "the map");
   require_dtype(map, paddle::DataType::INT32, kRead, "the map");
   const paddle::Tensor dense_map = dense(map);
-  const paddle::Tensor rowmap = is_row_id_map ? rowmap_of(target, dense_map, pad_offsets) : dense_map;
-  const int64_t rows = rows_of_buffer(num_rows, buffer_size);
+  const paddle::Tensor rowmap = a.is_row_id_map ? rowmap_of(target, dense_map, pad_offsets) : dense_map;
+  const int64_t rows = rows_of_buffer(num_rows, a.buffer_size);
   paddle::Tensor slot_to_row = empty_int32(rowmap.shape(), map);
   paddle::Tensor token_rows = empty_int32(rowmap.shape(), map);
   paddle::Tensor row_to_token = empty_int32({rows}, map);
@@ -111,7 +114,7 @@ Outputs read_rowmap(const paddle::Tensor& map, const paddle::optional<paddle::Te
   p.topk = p.num_experts = rowmap.shape()[1];
   p.num_rows = rows;
   p.rowmap = rowmap.data<int32_t>();
-  p.checks = checks;
+  p.checks = a.checks;
   p.token_rows = token_rows.data<int32_t>();
   p.row_to_token = row_to_token.data<int32_t>();
   p.slot_to_row = slot_to_row.data<int32_t>();
@@ -121,11 +124,11 @@ Outputs read_rowmap(const paddle::Tensor& map, const paddle::optional<paddle::Te
   return {slot_to_row, token_rows, row_to_token, row_to_slot, row_to_expert};
 }
 
-std::vector<Shape> read_rowmap_shapes(const Shape& map, const paddle::optional<Shape>&, const paddle::optional<Shape>&,
-                                      bool is_row_id_map, int64_t buffer_size, int) {
+std::vector<Shape> read_rowmap_shapes(const ReadAttributes& a, const Shape& map, const paddle::optional<Shape>&,
+                                      const paddle::optional<Shape>&) {
   const int64_t columns = dim(map, 1);
-  const Shape slots = {dim(map, 0), is_row_id_map && columns > 0 ? columns / 2 : columns};
-  const Shape rows = {buffer_size >= 0 ? buffer_size : -1};
+  const Shape slots = {dim(map, 0), a.is_row_id_map && columns > 0 ? columns / 2 : columns};
+  const Shape rows = {a.buffer_size >= 0 ? a.buffer_size : -1};
   return {slots, slots, rows, rows, rows};
 }
 
@@ -218,61 +221,61 @@ std::vector<paddle::DataType> values_dtypes(const paddle::DataType&, const paddl
 PD_BUILD_OP(pmo_make_row_id_map)
     .Inputs({"token_rows", "row_to_expert", paddle::Optional("pad_offsets")})
     .Outputs({"row_id_map"})
-    .Attrs({"num_experts: int64_t"})
-    .SetKernelFn(PD_KERNEL(make_row_id_map))
-    .SetInferShapeFn(PD_INFER_SHAPE(make_row_id_map_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(make_row_id_map_dtypes));
+    .Attrs(MakeAttributes::names())
+    .SetKernelFn(PMO_KERNEL(make_row_id_map))
+    .SetInferShapeFn(PMO_INFER_SHAPE(make_row_id_map_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(make_row_id_map_dtypes));
 PMO_DIRECT(make_row_id_map, make_row_id_map);
 
 PD_BUILD_OP(pmo_read_rowmap)
     .Inputs({"map", paddle::Optional("pad_offsets"), paddle::Optional("num_rows")})
     .Outputs({"slot_to_row", "token_rows", "row_to_token", "row_to_slot", "row_to_expert"})
-    .Attrs({"id_map: bool", "buffer: int64_t", "checks: int"})
-    .SetKernelFn(PD_KERNEL(read_rowmap))
-    .SetInferShapeFn(PD_INFER_SHAPE(read_rowmap_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(read_rowmap_dtypes));
+    .Attrs(ReadAttributes::names())
+    .SetKernelFn(PMO_KERNEL(read_rowmap))
+    .SetInferShapeFn(PMO_INFER_SHAPE(read_rowmap_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(read_rowmap_dtypes));
 PMO_DIRECT(read_rowmap, read_rowmap);
 
 PD_BUILD_OP(pmo_slots_to_rows)
     .Inputs({"slots", "slot_to_row", "row_to_slot"})
     .Outputs({"rows"})
-    .SetKernelFn(PD_KERNEL(slots_to_rows))
-    .SetInferShapeFn(PD_INFER_SHAPE(slots_to_rows_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
+    .SetKernelFn(PMO_KERNEL(slots_to_rows))
+    .SetInferShapeFn(PMO_INFER_SHAPE(slots_to_rows_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(values_dtypes));
 PMO_DIRECT(slots_to_rows, slots_to_rows);
 
 PD_BUILD_GRAD_OP(pmo_slots_to_rows)
     .Inputs({"slot_to_row", "row_to_slot", paddle::Grad("rows")})
     .Outputs({paddle::Grad("slots")})
-    .SetKernelFn(PD_KERNEL(slots_to_rows_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(slots_to_rows_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
+    .SetKernelFn(PMO_KERNEL(slots_to_rows_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(slots_to_rows_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(values_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_slots_to_rows)
     .Inputs({"slot_to_row", "row_to_slot", paddle::Grad(paddle::Grad("slots"))})
     .Outputs({paddle::Grad(paddle::Grad("rows"))})
-    .SetKernelFn(PD_KERNEL(slots_to_rows_double_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(slots_to_rows_double_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
+    .SetKernelFn(PMO_KERNEL(slots_to_rows_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(slots_to_rows_double_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(values_dtypes));
 
 PD_BUILD_OP(pmo_rows_to_slots)
     .Inputs({"rows", "slot_to_row", "row_to_slot"})
     .Outputs({"slots"})
-    .SetKernelFn(PD_KERNEL(rows_to_slots))
-    .SetInferShapeFn(PD_INFER_SHAPE(rows_to_slots_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
+    .SetKernelFn(PMO_KERNEL(rows_to_slots))
+    .SetInferShapeFn(PMO_INFER_SHAPE(rows_to_slots_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(values_dtypes));
 PMO_DIRECT(rows_to_slots, rows_to_slots);
 
 PD_BUILD_GRAD_OP(pmo_rows_to_slots)
     .Inputs({"slot_to_row", "row_to_slot", paddle::Grad("slots")})
     .Outputs({paddle::Grad("rows")})
-    .SetKernelFn(PD_KERNEL(rows_to_slots_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(rows_to_slots_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
+    .SetKernelFn(PMO_KERNEL(rows_to_slots_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(rows_to_slots_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(values_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_rows_to_slots)
     .Inputs({"slot_to_row", "row_to_slot", paddle::Grad(paddle::Grad("rows"))})
     .Outputs({paddle::Grad(paddle::Grad("slots"))})
-    .SetKernelFn(PD_KERNEL(rows_to_slots_double_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(rows_to_slots_double_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(values_dtypes));
+    .SetKernelFn(PMO_KERNEL(rows_to_slots_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(rows_to_slots_double_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(values_dtypes));

@@ -15,6 +15,11 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 constexpr char kFunction[] = "sort_chunks";
 constexpr char kMapFunction[] = "chunk_sort_map";
 
+PMO_ATTRIBUTES(Attributes, (int, checks, checks), (int64_t, hidden, hidden), (int, hidden_dtype, dtype));
+PMO_ATTRIBUTES(AttributesWithProbs, (int, checks, checks), (int64_t, hidden, hidden), (int, hidden_dtype, dtype),
+               (bool, need_x_grad, x_grad), (bool, need_probs_grad, prob_grad));
+PMO_ATTRIBUTES(MapAttributes, (int64_t, buffer_size, buffer), (int, checks, checks));
+
 // The sizes and the order of the chunks, and the params that describe them.
 class Chunks {
  public:
@@ -100,13 +105,14 @@ void move_rows(const Target& target, Chunks* chunks, const paddle::Tensor* x, pa
   chunks->run();
 }
 
-Outputs sort_rows(const paddle::Tensor& x, const paddle::Tensor* probs, const paddle::Tensor& split_sizes,
-                  const paddle::Tensor& order, int checks, int64_t hidden, int hidden_dtype) {
+template <typename RowAttributes>
+Outputs sort_rows(const RowAttributes& a, const paddle::Tensor& x, const paddle::Tensor* probs, const paddle::Tensor& split_sizes,
+                  const paddle::Tensor& order) {
   const Target target(kFunction, {&x, &split_sizes, &order}, {probs});
   require_rank(x, 2, kFunction, "x");
-  require_described(x, hidden, hidden_dtype, kFunction);
+  require_described(x, a.hidden, a.hidden_dtype, kFunction);
   if (probs != nullptr) require_shape(*probs, {x.shape()[0]}, kFunction, "probs");
-  Chunks chunks(target, kFunction, split_sizes, order, checks);
+  Chunks chunks(target, kFunction, split_sizes, order, a.checks);
   paddle::Tensor out = paddle::empty(x.shape(), x.dtype(), x.place());
   paddle::Tensor source_to_dest = empty_int32({x.shape()[0]}, x);
   chunks.params.source_to_dest = source_to_dest.data<int32_t>();
@@ -119,25 +125,25 @@ Outputs sort_rows(const paddle::Tensor& x, const paddle::Tensor* probs, const pa
   return {out, probs_out, source_to_dest};
 }
 
-Outputs sort_chunks(const paddle::Tensor& x, const paddle::Tensor& split_sizes, const paddle::Tensor& order, int checks,
-                    int64_t hidden, int hidden_dtype) {
-  return sort_rows(x, nullptr, split_sizes, order, checks, hidden, hidden_dtype);
+Outputs sort_chunks(const Attributes& a, const paddle::Tensor& x, const paddle::Tensor& split_sizes,
+                    const paddle::Tensor& order) {
+  return sort_rows(a, x, nullptr, split_sizes, order);
 }
 
-std::vector<Shape> sort_chunks_shapes(const Shape& x, const Shape&, const Shape&, int, int64_t, int) { return {x, {dim(x, 0)}}; }
+std::vector<Shape> sort_chunks_shapes(const Attributes&, const Shape& x, const Shape&, const Shape&) { return {x, {dim(x, 0)}}; }
 
 std::vector<paddle::DataType> sort_chunks_dtypes(const paddle::DataType& x, const paddle::DataType&, const paddle::DataType&) {
   return {x, paddle::DataType::INT32};
 }
 
-Outputs sort_chunks_with_probs(const paddle::Tensor& x, const paddle::Tensor& probs, const paddle::Tensor& split_sizes,
-                               const paddle::Tensor& order, int checks, int64_t hidden, int hidden_dtype, bool, bool) {
+Outputs sort_chunks_with_probs(const AttributesWithProbs& a, const paddle::Tensor& x, const paddle::Tensor& probs,
+                               const paddle::Tensor& split_sizes, const paddle::Tensor& order) {
   require(probs.defined(), kFunction, "a required tensor is missing");
-  return sort_rows(x, &probs, split_sizes, order, checks, hidden, hidden_dtype);
+  return sort_rows(a, x, &probs, split_sizes, order);
 }
 
-std::vector<Shape> sort_chunks_with_probs_shapes(const Shape& x, const Shape& probs, const Shape&, const Shape&, int, int64_t,
-                                                 int, bool, bool) {
+std::vector<Shape> sort_chunks_with_probs_shapes(const AttributesWithProbs&, const Shape& x, const Shape& probs, const Shape&,
+                                                 const Shape&) {
   return {x, probs, {dim(x, 0)}};
 }
 
@@ -186,14 +192,14 @@ Outputs double_backward(const paddle::Tensor& split_sizes, const paddle::Tensor&
                         false, "the gradient of the gradient of x", "the gradient of the gradient of probs");
 }
 
-Outputs sort_chunks_backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
-                             const paddle::Tensor& d_out, int, int64_t hidden, int hidden_dtype) {
-  return backward(split_sizes, order, source_to_dest, d_out, nullptr, hidden, hidden_dtype, true, false);
+Outputs sort_chunks_backward(const Attributes& a, const paddle::Tensor& split_sizes, const paddle::Tensor& order,
+                             const paddle::Tensor& source_to_dest, const paddle::Tensor& d_out) {
+  return backward(split_sizes, order, source_to_dest, d_out, nullptr, a.hidden, a.hidden_dtype, true, false);
 }
 
-std::vector<Shape> sort_chunks_backward_shapes(const Shape&, const Shape&, const Shape& source_to_dest, const Shape&, int,
-                                               int64_t hidden, int) {
-  return {{dim(source_to_dest, 0), hidden}};
+std::vector<Shape> sort_chunks_backward_shapes(const Attributes& a, const Shape&, const Shape&, const Shape& source_to_dest,
+                                               const Shape&) {
+  return {{dim(source_to_dest, 0), a.hidden}};
 }
 
 std::vector<paddle::DataType> sort_chunks_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
@@ -201,16 +207,16 @@ std::vector<paddle::DataType> sort_chunks_backward_dtypes(const paddle::DataType
   return {d_out};
 }
 
-Outputs sort_chunks_with_probs_backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order,
-                                        const paddle::Tensor& source_to_dest, const paddle::Tensor& d_out,
-                                        const paddle::Tensor& d_probs_out, int, int64_t hidden, int hidden_dtype,
-                                        bool need_x_grad, bool need_probs_grad) {
-  return backward(split_sizes, order, source_to_dest, d_out, &d_probs_out, hidden, hidden_dtype, need_x_grad, need_probs_grad);
+Outputs sort_chunks_with_probs_backward(const AttributesWithProbs& a, const paddle::Tensor& split_sizes,
+                                        const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
+                                        const paddle::Tensor& d_out, const paddle::Tensor& d_probs_out) {
+  return backward(split_sizes, order, source_to_dest, d_out, &d_probs_out, a.hidden, a.hidden_dtype, a.need_x_grad,
+                  a.need_probs_grad);
 }
 
-std::vector<Shape> sort_chunks_with_probs_backward_shapes(const Shape&, const Shape&, const Shape& source_to_dest, const Shape&,
-                                                          const Shape&, int, int64_t hidden, int, bool, bool) {
-  return {{dim(source_to_dest, 0), hidden}, {dim(source_to_dest, 0)}};
+std::vector<Shape> sort_chunks_with_probs_backward_shapes(const AttributesWithProbs& a, const Shape&, const Shape&,
+                                                          const Shape& source_to_dest, const Shape&, const Shape&) {
+  return {{dim(source_to_dest, 0), a.hidden}, {dim(source_to_dest, 0)}};
 }
 
 std::vector<paddle::DataType> sort_chunks_with_probs_backward_dtypes(const paddle::DataType&, const paddle::DataType&,
@@ -220,45 +226,37 @@ std::vector<paddle::DataType> sort_chunks_with_probs_backward_dtypes(const paddl
 }
 
 // The same shapes and dtypes come out of a gradient and of its own.
-Outputs sort_chunks_double_backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order,
-                                    const paddle::Tensor& source_to_dest, const paddle::Tensor& dd_x, int, int64_t hidden,
-                                    int hidden_dtype) {
-  return double_backward(split_sizes, order, source_to_dest, dd_x, nullptr, hidden, hidden_dtype, true, false);
+Outputs sort_chunks_double_backward(const Attributes& a, const paddle::Tensor& split_sizes, const paddle::Tensor& order,
+                                    const paddle::Tensor& source_to_dest, const paddle::Tensor& dd_x) {
+  return double_backward(split_sizes, order, source_to_dest, dd_x, nullptr, a.hidden, a.hidden_dtype, true, false);
 }
 
-Outputs sort_chunks_with_probs_double_backward(const paddle::Tensor& split_sizes, const paddle::Tensor& order,
-                                               const paddle::Tensor& source_to_dest, const paddle::Tensor& dd_x,
-                                               const paddle::Tensor& dd_probs, int, int64_t hidden, int hidden_dtype,
-                                               bool need_x_grad, bool need_probs_grad) {
-  return double_backward(split_sizes, order, source_to_dest, dd_x, &dd_probs, hidden, hidden_dtype, need_x_grad, need_probs_grad);
+Outputs sort_chunks_with_probs_double_backward(const AttributesWithProbs& a, const paddle::Tensor& split_sizes,
+                                               const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
+                                               const paddle::Tensor& dd_x, const paddle::Tensor& dd_probs) {
+  return double_backward(split_sizes, order, source_to_dest, dd_x, &dd_probs, a.hidden, a.hidden_dtype, a.need_x_grad,
+                         a.need_probs_grad);
 }
 
 // The map without any rows; buffer_size -1: as many rows as the chunks have.
-Outputs chunk_sort_map(const paddle::Tensor& split_sizes, const paddle::Tensor& order, int64_t buffer_size, int checks) {
+Outputs chunk_sort_map(const MapAttributes& a, const paddle::Tensor& split_sizes, const paddle::Tensor& order) {
   const Target target(kMapFunction, {&split_sizes, &order});
-  Chunks chunks(target, kMapFunction, split_sizes, order, checks);
-  require(buffer_size >= -1 && buffer_size <= INT32_MAX, kMapFunction,
+  Chunks chunks(target, kMapFunction, split_sizes, order, a.checks);
+  require(a.buffer_size >= -1 && a.buffer_size <= INT32_MAX, kMapFunction,
           "the number of rows must be -1 (the chunks') or below 2^31");
-  chunks.params.num_rows = buffer_size >= 0 ? buffer_size : chunks.num_rows();
+  chunks.params.num_rows = a.buffer_size >= 0 ? a.buffer_size : chunks.num_rows();
   paddle::Tensor source_to_dest = empty_int32({chunks.params.num_rows}, split_sizes);
   chunks.params.source_to_dest = source_to_dest.data<int32_t>();
   chunks.run();
   return {source_to_dest};
 }
 
-std::vector<Shape> chunk_sort_map_shapes(const Shape&, const Shape&, int64_t buffer_size, int) {
-  return {{buffer_size >= 0 ? buffer_size : -1}};
+std::vector<Shape> chunk_sort_map_shapes(const MapAttributes& a, const Shape&, const Shape&) {
+  return {{a.buffer_size >= 0 ? a.buffer_size : -1}};
 }
 
 std::vector<paddle::DataType> chunk_sort_map_dtypes(const paddle::DataType&, const paddle::DataType&) {
   return {paddle::DataType::INT32};
-}
-
-// The gradient's shape inference gets the attributes of the forward operator, so both declare the same list.
-std::vector<std::string> attributes() { return {"checks: int", "hidden: int64_t", "dtype: int"}; }
-
-std::vector<std::string> attributes_with_probs() {
-  return {"checks: int", "hidden: int64_t", "dtype: int", "x_grad: bool", "prob_grad: bool"};
 }
 
 }  // namespace
@@ -266,58 +264,58 @@ std::vector<std::string> attributes_with_probs() {
 PD_BUILD_OP(pmo_sort_chunks)
     .Inputs({"x", "split_sizes", "order"})
     .Outputs({"out", "source_to_dest"})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(sort_chunks))
-    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(sort_chunks))
+    .SetInferShapeFn(PMO_INFER_SHAPE(sort_chunks_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(sort_chunks_dtypes));
 PMO_DIRECT(sort_chunks, sort_chunks);
 
 PD_BUILD_GRAD_OP(pmo_sort_chunks)
     .Inputs({"split_sizes", "order", "source_to_dest", paddle::Grad("out")})
     .Outputs({paddle::Grad("x")})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(sort_chunks_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(sort_chunks_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(sort_chunks_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(sort_chunks_backward_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_sort_chunks)
     .Inputs({"split_sizes", "order", "source_to_dest", paddle::Grad(paddle::Grad("x"))})
     .Outputs({paddle::Grad(paddle::Grad("out"))})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(sort_chunks_double_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(sort_chunks_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(sort_chunks_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(sort_chunks_backward_dtypes));
 
 PD_BUILD_OP(pmo_sort_chunks_with_probs)
     .Inputs({"x", "probs", "split_sizes", "order"})
     .Outputs({"out", "probs_out", "source_to_dest"})
-    .Attrs(attributes_with_probs())
-    .SetKernelFn(PD_KERNEL(sort_chunks_with_probs))
-    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_with_probs_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_with_probs_dtypes));
+    .Attrs(AttributesWithProbs::names())
+    .SetKernelFn(PMO_KERNEL(sort_chunks_with_probs))
+    .SetInferShapeFn(PMO_INFER_SHAPE(sort_chunks_with_probs_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(sort_chunks_with_probs_dtypes));
 PMO_DIRECT(sort_chunks_with_probs, sort_chunks_with_probs);
 
 PD_BUILD_GRAD_OP(pmo_sort_chunks_with_probs)
     .Inputs({"split_sizes", "order", "source_to_dest", paddle::Grad("out"), paddle::Grad("probs_out")})
     .Outputs({paddle::Grad("x"), paddle::Grad("probs")})
-    .Attrs(attributes_with_probs())
-    .SetKernelFn(PD_KERNEL(sort_chunks_with_probs_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_with_probs_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_with_probs_backward_dtypes));
+    .Attrs(AttributesWithProbs::names())
+    .SetKernelFn(PMO_KERNEL(sort_chunks_with_probs_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(sort_chunks_with_probs_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(sort_chunks_with_probs_backward_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_sort_chunks_with_probs)
     .Inputs({"split_sizes", "order", "source_to_dest", paddle::Grad(paddle::Grad("x")), paddle::Grad(paddle::Grad("probs"))})
     .Outputs({paddle::Grad(paddle::Grad("out")), paddle::Grad(paddle::Grad("probs_out"))})
-    .Attrs(attributes_with_probs())
-    .SetKernelFn(PD_KERNEL(sort_chunks_with_probs_double_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(sort_chunks_with_probs_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(sort_chunks_with_probs_backward_dtypes));
+    .Attrs(AttributesWithProbs::names())
+    .SetKernelFn(PMO_KERNEL(sort_chunks_with_probs_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(sort_chunks_with_probs_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(sort_chunks_with_probs_backward_dtypes));
 
 PD_BUILD_OP(pmo_chunk_sort_map)
     .Inputs({"split_sizes", "order"})
     .Outputs({"source_to_dest"})
-    .Attrs({"buffer: int64_t", "checks: int"})
-    .SetKernelFn(PD_KERNEL(chunk_sort_map))
-    .SetInferShapeFn(PD_INFER_SHAPE(chunk_sort_map_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(chunk_sort_map_dtypes));
+    .Attrs(MapAttributes::names())
+    .SetKernelFn(PMO_KERNEL(chunk_sort_map))
+    .SetInferShapeFn(PMO_INFER_SHAPE(chunk_sort_map_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(chunk_sort_map_dtypes));
 PMO_DIRECT(chunk_sort_map, chunk_sort_map);

@@ -12,6 +12,9 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "unpermute";
 
+PMO_ATTRIBUTES(Attributes, (int64_t, hidden, hidden), (int, hidden_dtype, dtype));
+PMO_ATTRIBUTES(WeightedAttributes, (bool, need_rows_grad, rows_grad), (bool, need_probs_grad, prob_grad));
+
 // A map with one entry per row, which only the gradient reads.
 void require_rows_map(const paddle::Tensor& map, const paddle::Tensor& rows, const char* name) {
   require_rank(rows, 2, kFunction, "the rows");
@@ -25,15 +28,15 @@ Shape out_shape(const Shape& rows, const Shape& token_rows) { return {dim(token_
 constexpr int64_t kUnknown = -1;
 
 // row_to_token is there for the gradient, which zeroes the rows that no token uses.
-Outputs unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
-                  int64_t hidden, int hidden_dtype) {
+Outputs unpermute(const Attributes& a, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
+                  const paddle::Tensor& row_to_token) {
   const Target target(kFunction, {&rows, &token_rows, &row_to_token});
   require_rows_map(row_to_token, rows, "row_to_token");
-  require_described(rows, hidden == kUnknown ? rows.shape()[1] : hidden, hidden_dtype, kFunction);
+  require_described(rows, a.hidden == kUnknown ? rows.shape()[1] : a.hidden, a.hidden_dtype, kFunction);
   return {sum_rows(target, kFunction, rows, token_rows, {})};
 }
 
-std::vector<Shape> unpermute_shapes(const Shape& rows, const Shape& token_rows, const Shape&, int64_t, int) {
+std::vector<Shape> unpermute_shapes(const Attributes&, const Shape& rows, const Shape& token_rows, const Shape&) {
   return {out_shape(rows, token_rows)};
 }
 
@@ -47,21 +50,21 @@ bool fits(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const pa
 }
 
 Outputs quick_unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
-  return unpermute(rows, token_rows, row_to_token, kUnknown, static_cast<int>(rows.dtype()));
+  return unpermute({kUnknown, static_cast<int>(rows.dtype())}, rows, token_rows, row_to_token);
 }
 
-Outputs unpermute_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token, const paddle::Tensor& d_out,
-                           int64_t hidden, int hidden_dtype) {
+Outputs unpermute_backward(const Attributes& a, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                           const paddle::Tensor& d_out) {
   const Target target(kFunction, {&token_rows, &row_to_token, &d_out});
-  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
-  require_gradient(d_out, {token_rows.shape()[0], hidden}, dtype, kFunction, "the gradient of the sums");
+  const auto dtype = static_cast<paddle::DataType>(a.hidden_dtype);
+  require_gradient(d_out, {token_rows.shape()[0], a.hidden}, dtype, kFunction, "the gradient of the sums");
   without_gradient({&token_rows, &row_to_token});
   paddle::Tensor d_rows;
   sum_rows_backward(target, kFunction, d_out, nullptr, token_rows, LineEnd::kNones, row_to_token, {}, &d_rows, nullptr);
   return {d_rows};
 }
 
-std::vector<Shape> unpermute_backward_shapes(const Shape&, const Shape& row_to_token, const Shape& d_out, int64_t, int) {
+std::vector<Shape> unpermute_backward_shapes(const Attributes&, const Shape&, const Shape& row_to_token, const Shape& d_out) {
   return {{dim(row_to_token, 0), dim(d_out, 1)}};
 }
 
@@ -70,15 +73,16 @@ std::vector<paddle::DataType> unpermute_backward_dtypes(const paddle::DataType&,
   return {d_out};
 }
 
-Outputs unpermute_double_backward(const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
-                                  const paddle::Tensor& dd_rows, int64_t hidden, int hidden_dtype) {
+Outputs unpermute_double_backward(const Attributes& a, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                                  const paddle::Tensor& dd_rows) {
   const Target target(kFunction, {&token_rows, &row_to_token, &dd_rows});
-  const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
-  require_gradient(dd_rows, {row_to_token.shape()[0], hidden}, dtype, kFunction, "the gradient of the gradient of the rows");
+  const auto dtype = static_cast<paddle::DataType>(a.hidden_dtype);
+  require_gradient(dd_rows, {row_to_token.shape()[0], a.hidden}, dtype, kFunction, "the gradient of the gradient of the rows");
   return {sum_rows(target, kFunction, dd_rows, token_rows, {})};
 }
 
-std::vector<Shape> unpermute_double_backward_shapes(const Shape& token_rows, const Shape&, const Shape& dd_rows, int64_t, int) {
+std::vector<Shape> unpermute_double_backward_shapes(const Attributes&, const Shape& token_rows, const Shape&,
+                                                    const Shape& dd_rows) {
   return {out_shape(dd_rows, token_rows)};
 }
 
@@ -90,8 +94,9 @@ Weights weights_of(const paddle::Tensor& probs, const paddle::Tensor& row_to_slo
   return weights;
 }
 
-Outputs unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,
-                           const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot, bool, bool) {
+Outputs unpermute_weighted(const WeightedAttributes&, const paddle::Tensor& rows, const paddle::Tensor& probs,
+                           const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                           const paddle::Tensor& row_to_slot) {
   const Target target(kFunction, {&rows, &probs, &token_rows, &row_to_token, &row_to_slot});
   require_rows_map(row_to_token, rows, "row_to_token");
   require_rows_map(row_to_slot, rows, "row_to_slot");
@@ -107,11 +112,11 @@ bool fits_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, cons
 
 Outputs quick_unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,
                                  const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot) {
-  return unpermute_weighted(rows, probs, token_rows, row_to_token, row_to_slot, false, false);
+  return unpermute_weighted({}, rows, probs, token_rows, row_to_token, row_to_slot);
 }
 
-std::vector<Shape> unpermute_weighted_shapes(const Shape& rows, const Shape&, const Shape& token_rows, const Shape&, const Shape&,
-                                             bool, bool) {
+std::vector<Shape> unpermute_weighted_shapes(const WeightedAttributes&, const Shape& rows, const Shape&, const Shape& token_rows,
+                                             const Shape&, const Shape&) {
   return {out_shape(rows, token_rows)};
 }
 
@@ -121,9 +126,9 @@ std::vector<paddle::DataType> unpermute_weighted_dtypes(const paddle::DataType& 
   return {rows};
 }
 
-Outputs unpermute_weighted_backward(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,
-                                    const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot,
-                                    const paddle::Tensor& d_out, bool need_rows_grad, bool need_probs_grad) {
+Outputs unpermute_weighted_backward(const WeightedAttributes& a, const paddle::Tensor& rows, const paddle::Tensor& probs,
+                                    const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                                    const paddle::Tensor& row_to_slot, const paddle::Tensor& d_out) {
   const Target target(kFunction, {&rows, &probs, &token_rows, &row_to_token, &row_to_slot, &d_out});
   require_rows_map(row_to_token, rows, "row_to_token");
   require_rank(token_rows, 2, kFunction, "token_rows");
@@ -131,14 +136,14 @@ Outputs unpermute_weighted_backward(const paddle::Tensor& rows, const paddle::Te
   without_gradient({&token_rows, &row_to_token, &row_to_slot});
   paddle::Tensor d_rows, d_probs;
   sum_rows_backward(target, kFunction, d_out, &rows, token_rows, LineEnd::kNones, row_to_token, weights_of(probs, row_to_slot),
-                    need_rows_grad ? &d_rows : nullptr, need_probs_grad ? &d_probs : nullptr);
-  if (!need_rows_grad) d_rows = target.zeros(rows.shape(), rows.dtype());
-  if (!need_probs_grad) d_probs = target.zeros(probs.shape(), paddle::DataType::FLOAT32);
+                    a.need_rows_grad ? &d_rows : nullptr, a.need_probs_grad ? &d_probs : nullptr);
+  if (!a.need_rows_grad) d_rows = target.zeros(rows.shape(), rows.dtype());
+  if (!a.need_probs_grad) d_probs = target.zeros(probs.shape(), paddle::DataType::FLOAT32);
   return {d_rows, d_probs};
 }
 
-std::vector<Shape> unpermute_weighted_backward_shapes(const Shape& rows, const Shape& probs, const Shape&, const Shape&,
-                                                      const Shape&, const Shape&, bool, bool) {
+std::vector<Shape> unpermute_weighted_backward_shapes(const WeightedAttributes&, const Shape& rows, const Shape& probs,
+                                                      const Shape&, const Shape&, const Shape&, const Shape&) {
   return {rows, probs};
 }
 
@@ -148,22 +153,21 @@ std::vector<paddle::DataType> unpermute_weighted_backward_dtypes(const paddle::D
   return {rows, probs};
 }
 
-Outputs unpermute_weighted_double_backward(const paddle::Tensor& rows, const paddle::Tensor& probs,
+Outputs unpermute_weighted_double_backward(const WeightedAttributes& a, const paddle::Tensor& rows, const paddle::Tensor& probs,
                                            const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
                                            const paddle::Tensor& row_to_slot, const paddle::Tensor& d_out,
-                                           const paddle::Tensor& dd_rows, const paddle::Tensor& dd_probs, bool need_rows_grad,
-                                           bool need_probs_grad) {
+                                           const paddle::Tensor& dd_rows, const paddle::Tensor& dd_probs) {
   const Target target(kFunction, {&rows, &probs, &token_rows, &row_to_token, &row_to_slot, &d_out}, {&dd_rows, &dd_probs});
   require_gradient(dd_rows, rows.shape(), rows.dtype(), kFunction, "the gradient of the gradient of the rows");
   require_gradient(dd_probs, probs.shape(), probs.dtype(), kFunction, "the gradient of the gradient of the probabilities");
   const WeightedSum sum = {rows, token_rows, row_to_token, weights_of(probs, row_to_slot), d_out};
-  return sum_rows_double_backward(target, kFunction, sum, need_rows_grad && dd_rows.initialized() ? &dd_rows : nullptr,
-                                  need_probs_grad && dd_probs.initialized() ? &dd_probs : nullptr);
+  return sum_rows_double_backward(target, kFunction, sum, a.need_rows_grad && dd_rows.initialized() ? &dd_rows : nullptr,
+                                  a.need_probs_grad && dd_probs.initialized() ? &dd_probs : nullptr);
 }
 
-std::vector<Shape> unpermute_weighted_double_backward_shapes(const Shape& rows, const Shape& probs, const Shape&, const Shape&,
-                                                             const Shape&, const Shape& d_out, const Shape&, const Shape&, bool,
-                                                             bool) {
+std::vector<Shape> unpermute_weighted_double_backward_shapes(const WeightedAttributes&, const Shape& rows, const Shape& probs,
+                                                             const Shape&, const Shape&, const Shape&, const Shape& d_out,
+                                                             const Shape&, const Shape&) {
   return {rows, probs, d_out};
 }
 
@@ -175,46 +179,41 @@ std::vector<paddle::DataType> unpermute_weighted_double_backward_dtypes(const pa
   return {rows, probs, d_out};
 }
 
-// Shape inference of gradients gets the attributes of the forward operator, so all declare the same list.
-std::vector<std::string> attributes() { return {"hidden: int64_t", "dtype: int"}; }
-
-std::vector<std::string> attributes_weighted() { return {"rows_grad: bool", "prob_grad: bool"}; }
-
 }  // namespace
 
 PD_BUILD_OP(pmo_unpermute)
     .Inputs({"rows", "token_rows", "row_to_token"})
     .Outputs({"out"})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(unpermute))
-    .SetInferShapeFn(PD_INFER_SHAPE(unpermute_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(unpermute))
+    .SetInferShapeFn(PMO_INFER_SHAPE(unpermute_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(unpermute_dtypes));
 PMO_DIRECT(unpermute, unpermute);
 PMO_QUICK(unpermute, quick_unpermute, fits);
 
 PD_BUILD_GRAD_OP(pmo_unpermute)
     .Inputs({"token_rows", "row_to_token", paddle::Grad("out")})
     .Outputs({paddle::Grad("rows")})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(unpermute_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(unpermute_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(unpermute_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(unpermute_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(unpermute_backward_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_unpermute)
     .Inputs({"token_rows", "row_to_token", paddle::Grad(paddle::Grad("rows"))})
     .Outputs({paddle::Grad(paddle::Grad("out"))})
-    .Attrs(attributes())
-    .SetKernelFn(PD_KERNEL(unpermute_double_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(unpermute_double_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_backward_dtypes));
+    .Attrs(Attributes::names())
+    .SetKernelFn(PMO_KERNEL(unpermute_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(unpermute_double_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(unpermute_backward_dtypes));
 
 PD_BUILD_OP(pmo_unpermute_weighted)
     .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot"})
     .Outputs({"out"})
-    .Attrs(attributes_weighted())
-    .SetKernelFn(PD_KERNEL(unpermute_weighted))
-    .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_dtypes));
+    .Attrs(WeightedAttributes::names())
+    .SetKernelFn(PMO_KERNEL(unpermute_weighted))
+    .SetInferShapeFn(PMO_INFER_SHAPE(unpermute_weighted_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(unpermute_weighted_dtypes));
 PMO_DIRECT(unpermute_weighted, unpermute_weighted);
 PMO_QUICK(unpermute_weighted, quick_unpermute_weighted, fits_weighted);
 
@@ -222,25 +221,25 @@ PMO_QUICK(unpermute_weighted, quick_unpermute_weighted, fits_weighted);
 PD_BUILD_OP(pmo_unpermute_weighted_backward)
     .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot", "d_out"})
     .Outputs({"d_rows", "d_probs"})
-    .Attrs(attributes_weighted())
-    .SetKernelFn(PD_KERNEL(unpermute_weighted_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_backward_dtypes));
+    .Attrs(WeightedAttributes::names())
+    .SetKernelFn(PMO_KERNEL(unpermute_weighted_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(unpermute_weighted_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(unpermute_weighted_backward_dtypes));
 PMO_DIRECT(unpermute_weighted_backward, unpermute_weighted_backward);
 
 PD_BUILD_GRAD_OP(pmo_unpermute_weighted)
     .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot", paddle::Grad("out")})
     .Outputs({paddle::Grad("rows"), paddle::Grad("probs")})
-    .Attrs(attributes_weighted())
-    .SetKernelFn(PD_KERNEL(unpermute_weighted_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_backward_dtypes));
+    .Attrs(WeightedAttributes::names())
+    .SetKernelFn(PMO_KERNEL(unpermute_weighted_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(unpermute_weighted_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(unpermute_weighted_backward_dtypes));
 
 PD_BUILD_DOUBLE_GRAD_OP(pmo_unpermute_weighted)
     .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot", paddle::Grad("out"),
              paddle::Grad(paddle::Grad("rows")), paddle::Grad(paddle::Grad("probs"))})
     .Outputs({paddle::Grad("rows"), paddle::Grad("probs"), paddle::Grad(paddle::Grad("out"))})
-    .Attrs(attributes_weighted())
-    .SetKernelFn(PD_KERNEL(unpermute_weighted_double_backward))
-    .SetInferShapeFn(PD_INFER_SHAPE(unpermute_weighted_double_backward_shapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(unpermute_weighted_double_backward_dtypes));
+    .Attrs(WeightedAttributes::names())
+    .SetKernelFn(PMO_KERNEL(unpermute_weighted_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(unpermute_weighted_double_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(unpermute_weighted_double_backward_dtypes));
