@@ -9,8 +9,9 @@
 //   PMO_ATTRIBUTES(Attributes, (int64_t, padding_alignment, align), (int, checks, checks));
 //
 // defines a struct with these fields, and Attributes::names(), the strings. An operator and its gradients declare the same list, because
-// the shape inference of gradients gets the attributes of the forward operator. Their functions take the struct before their inputs. PMO_KERNEL, PMO_INFER_SHAPE, PMO_INFER_DTYPE and PMO_DIRECT turn them into the functions that Paddle
-// expects, and leave functions without attributes as they are.
+// the shape inference of gradients gets the attributes of the forward operator. Their functions take the struct before their inputs.
+// PMO_KERNEL, PMO_INFER_SHAPE, PMO_INFER_DTYPE and PMO_DIRECT turn them into the functions that Paddle expects, and leave functions without
+// attributes as they are.
 #pragma once
 
 #include <string>
