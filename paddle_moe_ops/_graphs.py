@@ -67,19 +67,26 @@ def public(
             for name, argument in keywords.items():
                 if isinstance(argument, _CARRIERS) and name not in differentiable and _carries_graph(argument):
                     keywords = {**keywords, name: constant(argument)}
-            # Tracing by bytecode that breaks off would go on with what the function calls, where it empties generators
-            # and ends the process at calls of C functions by ctypes.
-            tracer = set_eval_frame(None)
-            try:
-                return function(*arguments, **keywords)
-            finally:
-                set_eval_frame(tracer)
+            return untraced(function, *arguments, **keywords)
 
         call.differentiable_arguments = differentiable  # type: ignore[attr-defined]
         call.__signature__ = signature  # type: ignore[attr-defined]  # paddle.jit does not look through wrappers
         return unified(call)
 
     return decorate
+
+
+def untraced(function: Callable[..., _Result], *arguments: Any, **keywords: Any) -> _Result:
+    """Call a function where tracing by bytecode does not follow.
+
+    Tracing that breaks off would go on with what the function calls, where it empties generators, makes paths that lack
+    their fields and ends the process at calls of C functions by ctypes.
+    """
+    tracer = set_eval_frame(None)
+    try:
+        return function(*arguments, **keywords)
+    finally:
+        set_eval_frame(tracer)
 
 
 def _own_names(

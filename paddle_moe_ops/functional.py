@@ -13,48 +13,17 @@ import paddle
 from paddle import Tensor
 
 from . import _checks
-from ._graphs import constant, float32, public, to_dtype
-from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, compiled_backend, resolve
+from ._graphs import float32, public, to_dtype
+from ._quick import AMAX_MIN, quick_moe_permute, quick_moe_unpermute, quick_permute, quick_unpermute
+from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 
 __all__ = ["moe_permute", "moe_unpermute", "permute", "sort_chunks", "unpermute"]
 
 FILL_PADDING = ("all", "meta", "none")
-_AMAX_MIN = 1e-4  # compared by identity: what a caller gives may be of any type
 
 
-def _quick_permute(
-    x: Any = None,
-    plan: Any = None,
-    scale: Any = None,
-    *others: Any,
-    quantize: Any = None,
-    scale_layout: Any = "row",
-    amax_min: Any = _AMAX_MIN,
-    fill_padding: Any = "all",
-    **more: Any,
-) -> tuple[Tensor, None] | None:
-    """A plain call of `permute`, or None if it is another one."""
-    if (
-        type(plan) is Plan
-        and scale is None
-        and quantize is None
-        and scale_layout == "row"
-        and amax_min is _AMAX_MIN
-        and fill_padding == "all"
-        and not others
-        and not more
-        and chosen() is None
-    ):
-        rows = compiled_backend.quick_permute(x, plan.slot_to_row, plan.token_rows, plan.row_to_token)
-        if rows is True and compiled_backend.cannot_run_on(x) is None:
-            return compiled_backend.permute(x, None, constant(plan), "all")[0], None
-        if isinstance(rows, Tensor):
-            return rows, None
-    return None
-
-
-@public("x", quick=_quick_permute)
+@public("x", quick=quick_permute)
 def permute(
     x: Tensor,
     plan: Plan,
@@ -62,7 +31,7 @@ def permute(
     *,
     quantize: str | None = None,
     scale_layout: str = "row",
-    amax_min: float = _AMAX_MIN,
+    amax_min: float = AMAX_MIN,
     fill_padding: str = "all",
 ) -> tuple[Tensor, Tensor | None]:
     """Copy every token to its rows, as it is or quantised to float8.
@@ -115,21 +84,7 @@ def permute(
     return rows, None if scale is None else scales
 
 
-def _quick_unpermute(y: Any = None, plan: Any = None, probs: Any = None, *others: Any, **more: Any) -> Tensor | None:
-    """A plain call of `unpermute`, or None if it is another one."""
-    if type(plan) is not Plan or others or more or chosen() is not None:
-        return None
-    maps = plan.token_rows, plan.row_to_token
-    if probs is None:
-        out = compiled_backend.quick_unpermute(y, *maps)
-    else:
-        out = compiled_backend.quick_unpermute_weighted(y, probs, *maps, plan.row_to_slot)
-    if out is not True:
-        return out
-    return compiled_backend.unpermute(y, probs, constant(plan)) if compiled_backend.cannot_run_on(y) is None else None
-
-
-@public("y", "probs", quick=_quick_unpermute)
+@public("y", "probs", quick=quick_unpermute)
 def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
     """Sum each token's rows, weighted if probabilities are given.
 
@@ -203,54 +158,7 @@ def sort_chunks(
     return out, None if probs is None else to_dtype(probs_out, probs.dtype), source_to_dest
 
 
-def _quick_moe_permute(
-    hidden_states: Any = None,
-    scale: Any = None,
-    expert_routemap_topk: Any = None,
-    expert_prob_topk: Any = None,
-    num_experts: Any = None,
-    tokens_per_expert: Any = None,
-    padding_alignment: Any = None,
-    do_gather: Any = True,
-    using_ue8m0_scale: Any = False,
-    return_expert_indices: Any = False,
-    override_buffer_size: Any = -1,
-    name: Any = None,
-    *others: Any,
-    **more: Any,
-) -> tuple[Tensor, ...] | None:
-    """A plain call of `moe_permute`, or None if it is another one."""
-    if (
-        scale is not None
-        or do_gather is not True
-        or using_ue8m0_scale is not False
-        or return_expert_indices is not False
-        or others
-        or more
-        or chosen() is not None
-    ):
-        return None
-    if tokens_per_expert is None or override_buffer_size != -1:
-        counts = None
-    elif type(tokens_per_expert) is list and tokens_per_expert:
-        counts = tokens_per_expert
-    else:
-        return None
-    sizes = num_experts, counts or [], padding_alignment, override_buffer_size
-    outputs = compiled_backend.quick_moe_permute(hidden_states, expert_routemap_topk, expert_prob_topk, *sizes)
-    if outputs is not True:
-        return outputs
-    if compiled_backend.cannot_run_on(hidden_states) is not None:
-        return None
-    validation = _checks.validation("moe_permute", None, hidden_states)
-    given = None if counts is None else tuple(counts)
-    route = RouteSpec(num_experts, -1, padding_alignment, given, override_buffer_size, "first", validation)
-    spec = MoePermuteSpec(route, True, False, "all")
-    ids = constant(expert_routemap_topk)
-    return compiled_backend.moe_permute(hidden_states, None, ids, expert_prob_topk, None, spec)[:4]
-
-
-@public("hidden_states", "expert_prob_topk", quick=_quick_moe_permute)
+@public("hidden_states", "expert_prob_topk", quick=quick_moe_permute)
 def moe_permute(
     hidden_states: Tensor,
     scale: Tensor | None,
@@ -353,46 +261,7 @@ def moe_permute(
     return tuple(outputs)
 
 
-def _quick_moe_unpermute(
-    hidden_states_unzipped: Any = None,
-    zipped_expertwise_rowmap: Any = None,
-    expert_routemap_topk: Any = None,
-    token_prob_unzipped: Any = None,
-    total_zipped_tokens: Any = None,
-    num_experts: Any = None,
-    using_mix_precision: Any = True,
-    using_weighted_combine: Any = False,
-    name: Any = None,
-    *others: Any,
-    **more: Any,
-) -> tuple[Tensor, ...] | None:
-    """A plain call of `moe_unpermute`, or None if it is another one."""
-    if (
-        type(using_mix_precision) is not bool
-        or type(using_weighted_combine) is not bool
-        or others
-        or more
-        or chosen() is not None
-    ):
-        return None
-    call = (
-        compiled_backend.quick_moe_unpermute_weighted
-        if using_weighted_combine
-        else compiled_backend.quick_moe_unpermute
-    )
-    tensors = hidden_states_unzipped, zipped_expertwise_rowmap, expert_routemap_topk, token_prob_unzipped
-    outputs = call(*tensors, total_zipped_tokens, num_experts)
-    if outputs is not True:
-        return outputs
-    if compiled_backend.cannot_run_on(hidden_states_unzipped) is not None:
-        return None
-    validation = _checks.validation("moe_unpermute", None, hidden_states_unzipped)
-    spec = MoeUnpermuteSpec(num_experts, using_weighted_combine, False, validation)
-    rows, rowmap, ids, row_probs = tensors
-    return compiled_backend.moe_unpermute(rows, constant(rowmap), constant(ids), row_probs, spec)
-
-
-@public("hidden_states_unzipped", "token_prob_unzipped", quick=_quick_moe_unpermute)
+@public("hidden_states_unzipped", "token_prob_unzipped", quick=quick_moe_unpermute)
 def moe_unpermute(
     hidden_states_unzipped: Tensor,
     zipped_expertwise_rowmap: Tensor,

@@ -156,9 +156,9 @@ def test_moe_permute_and_moe_unpermute_with_their_gradients(run: Any, problem: P
     x, probs = on_gpu(problem.x, gradient=True), on_gpu(problem.probs, gradient=True)
     ids = on_gpu(problem.ids)
     described = problem.H, PHI_DTYPES[dtype], True, True
-    attributes = problem.E, 0, [], ALIGNMENT, True, True, -1, 3, 0, *described, True, SCALES, 10
+    numbers = [problem.E, 0, ALIGNMENT, 1, 1, -1, 3, 0, *map(int, described), 1, SCALES, 10]
     scale = on_gpu(problem.scale)
-    rows, rowmap, row_probs, _, expert_indices, *_ = run("pmo_moe_permute", x, scale, ids, probs, None, *attributes)
+    rows, rowmap, row_probs, _, expert_indices, *_ = run("pmo_moe_permute", x, scale, ids, probs, None, numbers)
     expected = reference.moe_permute(
         problem.x, problem.scale, problem.ids, problem.probs, problem.E, None, ALIGNMENT, return_expert_indices=True
     )

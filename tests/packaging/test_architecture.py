@@ -18,7 +18,7 @@ CSRC = PACKAGE / "csrc"
 # From the public functions down; a module imports from its own layer and from those below.
 LAYERS = (
     {"nn", "masked", "dispatch", "indexed", "gemm", "expert_parallel", "compat"},
-    {"_checks", "functional", "quantization", "routing", "rowmaps"},
+    {"_checks", "_quick", "functional", "quantization", "routing", "rowmaps"},
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
     {
