@@ -113,6 +113,9 @@ def _load_direct() -> None:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     _direct.update((name, function) for name, function in vars(module).items() if not name.startswith(("_", "quick_")))
+    missing = [name for name in QUICK if not hasattr(module, name)]
+    if missing:
+        raise ImportError(f"it lacks {', '.join(missing)}, so it was built from other sources: {_build_check.INSTALL}")
     for name in QUICK:
         setattr(backend, name, getattr(module, name))
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute, use_backend
+from paddle_moe_ops.backends import compiled as compiled_module
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.backends.compiled import QUICK, _declines
 from paddle_moe_ops.backends.compiled import backend as compiled
@@ -168,6 +169,12 @@ def test_what_python_would_refuse_is_declined(problem):
     assert compiled.quick_unpermute_weighted(rows, by_slot, *sums, plan.row_to_slot) is not None
     for bad in (by_row[:-1], by_row.unsqueeze(1), by_slot.T.contiguous(), by_row.astype("float64"), by_row.sum(), 1.0):
         assert compiled.quick_unpermute_weighted(rows, bad, *sums, plan.row_to_slot) is None
+
+
+def test_a_library_of_other_sources_says_so(monkeypatch):
+    monkeypatch.setattr(compiled_module, "QUICK", (*QUICK, "quick_nothing"))
+    with pytest.raises(ImportError, match="it lacks quick_nothing, so it was built from other sources: "):
+        compiled_module._load_direct()
 
 
 @given(name=st.sampled_from(QUICK), arguments=st.lists(anything, max_size=7))
