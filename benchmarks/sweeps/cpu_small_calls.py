@@ -9,11 +9,13 @@
   process at every call unless the heap has a hole of its size.
 * "dispatch": calls that move next to nothing, one after the other and after 4 MiB were written, as a call's own output
   does.
+* "verbs": the public functions on one token of 8 columns, without a gradient and with one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import resource
 import time
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_moe_ops import _report, permute, route
+from paddle_moe_ops import _report, moe_permute, moe_unpermute, permute, route
 from paddle_moe_ops.backends import compiled
 
 TURNS, CALLS = 30, 8
@@ -48,6 +50,26 @@ def calls(tokens: int, hidden: int) -> dict[str, Callable[[], object]]:
         "operator through Paddle": lambda: run("pmo_permute", x, None, *maps, *attributes),
         "paddle.gather": lambda: paddle.gather(x, plan.row_to_token),
     }
+
+
+def verbs(tokens: int, hidden: int) -> dict[str, Callable[[], object]]:
+    """The verbs as users call them, without a gradient and with one."""
+    rng = np.random.default_rng(0)
+    ids = paddle.to_tensor(rng.random((tokens, EXPERTS)).argsort(axis=1)[:, :TOPK].astype(np.int32))
+    functions: dict[str, Callable[[], object]] = {}
+    for suffix, wanted in (("", False), (", gradient", True)):
+        x = paddle.to_tensor(rng.random((tokens, hidden), np.float32)).astype("bfloat16").detach()
+        probs = paddle.to_tensor(rng.random(ids.shape, np.float32))
+        plan = route(ids, probs, num_experts=EXPERTS)
+        rows, rowmap, row_probs, _ = (each.detach() for each in moe_permute(x, None, ids, probs, EXPERTS, None, 1))
+        for leaf in (x, probs, rows, row_probs):
+            leaf.stop_gradient = not wanted
+        functions |= {
+            f"permute{suffix}": functools.partial(permute, x, plan),
+            f"moe_permute{suffix}": functools.partial(moe_permute, x, None, ids, probs, EXPERTS, None, 1),
+            f"moe_unpermute{suffix}": functools.partial(moe_unpermute, rows, rowmap, ids, row_probs, tokens, EXPERTS),
+        }
+    return functions
 
 
 def measure(functions: dict[str, Callable[[], object]], before: Callable[[], object]) -> dict[str, dict[str, Any]]:
@@ -86,6 +108,8 @@ def main() -> int:
     for caches, before in (("warm", lambda: None), ("written over", lambda: evicting.fill(1))):
         for name, result in measure(calls(1, 8), before).items():
             records.append({"what": "dispatch", "caches": caches, "call": name, **result})
+    for name, result in measure(verbs(1, 8), lambda: None).items():
+        records.append({"what": "verbs", "call": name, **result})
     for record in records:
         print(record)
     arguments.out.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
