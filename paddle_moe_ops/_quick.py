@@ -8,6 +8,7 @@ is out of the ordinary, if a backend was asked for, or if the library declines (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from paddle import Tensor
@@ -45,7 +46,7 @@ def quick_permute(
     ):
         rows = compiled_backend.quick_permute(x, plan.slot_to_row, plan.token_rows, plan.row_to_token)
         if rows is True:
-            return untraced(_permute_with_gradient, x, plan)
+            return _go_on(_permute_with_gradient, x, plan)
         if isinstance(rows, Tensor):
             return rows, None
     return None
@@ -60,7 +61,7 @@ def quick_unpermute(y: Any = None, plan: Any = None, probs: Any = None, *others:
         out = compiled_backend.quick_unpermute(y, *maps)
     else:
         out = compiled_backend.quick_unpermute_weighted(y, probs, *maps, plan.row_to_slot)
-    return untraced(_unpermute_with_gradient, y, plan, probs) if out is True else out
+    return _go_on(_unpermute_with_gradient, y, plan, probs) if out is True else out
 
 
 def quick_moe_permute(
@@ -98,7 +99,7 @@ def quick_moe_permute(
         return None
     arguments = hidden_states, expert_routemap_topk, expert_prob_topk, num_experts, counts, padding_alignment
     outputs = compiled_backend.quick_moe_permute(*arguments, override_buffer_size)
-    return untraced(_moe_permute_with_gradient, *arguments, override_buffer_size) if outputs is True else outputs
+    return _go_on(_moe_permute_with_gradient, *arguments, override_buffer_size) if outputs is True else outputs
 
 
 def quick_moe_unpermute(
@@ -131,28 +132,30 @@ def quick_moe_unpermute(
     tensors = hidden_states_unzipped, zipped_expertwise_rowmap, expert_routemap_topk, token_prob_unzipped
     outputs = call(*tensors, total_zipped_tokens, num_experts)
     if outputs is True:
-        return untraced(_moe_unpermute_with_gradient, *tensors, num_experts, using_weighted_combine)
+        return _go_on(_moe_unpermute_with_gradient, *tensors, num_experts, using_weighted_combine)
     return outputs
 
 
-# Quick calls whose arguments fit and of which one wants a gradient; None where the compiled operators lack kernels.
+def _go_on(operator: Callable[..., Any], rows: Tensor, *others: Any) -> Any:
+    """Run an operator whose arguments fit and of which one wants a gradient; None if it has no kernels for the rows."""
+
+    def run() -> Any:
+        return operator(rows, *others) if compiled_backend.cannot_run_on(rows) is None else None
+
+    return untraced(run)
 
 
-def _permute_with_gradient(x: Tensor, plan: Plan) -> tuple[Tensor, None] | None:
-    if compiled_backend.cannot_run_on(x) is not None:
-        return None
+def _permute_with_gradient(x: Tensor, plan: Plan) -> tuple[Tensor, None]:
     return compiled_backend.permute(x, None, constant(plan), "all")[0], None
 
 
-def _unpermute_with_gradient(y: Tensor, plan: Plan, probs: Tensor | None) -> Tensor | None:
-    return compiled_backend.unpermute(y, probs, constant(plan)) if compiled_backend.cannot_run_on(y) is None else None
+def _unpermute_with_gradient(y: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+    return compiled_backend.unpermute(y, probs, constant(plan))
 
 
 def _moe_permute_with_gradient(
     x: Tensor, ids: Tensor, probs: Tensor, num_experts: int, counts: list[int], alignment: int, buffer_size: int
-) -> tuple[Tensor, ...] | None:
-    if compiled_backend.cannot_run_on(x) is not None:
-        return None
+) -> tuple[Tensor, ...]:
     validation = _checks.validation("moe_permute", None, x)
     route = RouteSpec(num_experts, -1, alignment, tuple(counts) or None, buffer_size, "first", validation)
     spec = MoePermuteSpec(route, True, False, "all")
@@ -161,8 +164,6 @@ def _moe_permute_with_gradient(
 
 def _moe_unpermute_with_gradient(
     rows: Tensor, rowmap: Tensor, ids: Tensor, probs: Tensor, num_experts: int, weighted: bool
-) -> tuple[Tensor, ...] | None:
-    if compiled_backend.cannot_run_on(rows) is not None:
-        return None
+) -> tuple[Tensor, ...]:
     spec = MoeUnpermuteSpec(num_experts, weighted, False, _checks.validation("moe_unpermute", None, rows))
     return compiled_backend.moe_unpermute(rows, constant(rowmap), constant(ids), probs, spec)

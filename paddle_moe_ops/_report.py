@@ -18,8 +18,15 @@ from typing import Any
 from paddle_moe_ops import _build_check, _env
 from paddle_moe_ops._version import __version__
 
+MEMORY_OF_MACHINE = Path("/proc/meminfo")
 # Distribution names; Paddle has one per kind of build.
 DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu", "numpy", "ml_dtypes", "triton", "torch")
+
+
+def available_memory() -> int:
+    """Bytes of memory that this machine has left."""
+    lines = MEMORY_OF_MACHINE.read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def collect() -> dict[str, Any]:

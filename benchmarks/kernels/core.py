@@ -8,7 +8,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from tests.core.binding import Core, Params
+from tests.core.binding import Core
+from tests.core.structs import Params
 
 from .device import Body, Outputs
 from .inputs import Inputs

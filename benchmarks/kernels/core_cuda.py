@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.core.binding import Params, PermuteParams, RouteParams
 from tests.core.cuda_entries import CudaEntries
+from tests.core.structs import Params, PermuteParams, RouteParams
 
 from .tensors import to_numpy
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from paddle_moe_ops import _env
+from paddle_moe_ops import _env, _report
 from tests.core.binding import Core
 
 from .core import CoreCalls
-from .cpu_arrays import ArrayInputs, memory_available, memory_needed
+from .cpu_arrays import ArrayInputs, memory_needed
 from .cpu_check import ArrayCheck
 from .cpu_memory import Memory
 from .device import Body, Captured, Implementation, Outputs, Unsupported
@@ -138,7 +138,7 @@ def _within_memory(implementation: Implementation) -> Implementation:
     """The same, for problems that fit into the memory that is left."""
 
     def prepare(operation: Operation, inputs: ArrayInputs) -> Body:
-        needed, left = memory_needed(inputs.problem), memory_available()
+        needed, left = memory_needed(inputs.problem), _report.available_memory()
         if needed > left:
             raise Unsupported(f"needs about {needed / 1e9:.0f} GB of memory, and {left / 1e9:.0f} GB are left")
         return implementation.prepare(operation, inputs)

@@ -17,7 +17,7 @@ from paddle_moe_ops.reference.permutation import sum_rows, sum_rows_backward
 from .inputs import Inputs, pieces
 from .problem import SCALE_GROUP, Problem
 
-__all__ = ["BFLOAT16", "FLOAT8", "ArrayInputs", "empty", "memory_available", "memory_needed"]
+__all__ = ["BFLOAT16", "FLOAT8", "ArrayInputs", "empty", "memory_needed"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -122,11 +122,3 @@ def memory_needed(problem: Problem) -> int:
     """Bytes that the largest operation of a problem needs: its inputs, three outputs and the check's arrays."""
     tokens, rows = problem.case.shape.num_tokens, problem.plan.num_rows
     return problem.case.shape.hidden * (5 * rows * BFLOAT16.itemsize + tokens * (3 * BFLOAT16.itemsize + 2 * 4))
-
-
-def memory_available() -> int:
-    """Bytes of memory that this machine has left."""
-    fields: dict[str, Any] = {}
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024

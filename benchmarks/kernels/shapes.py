@@ -8,6 +8,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from paddle_moe_ops import bench
 from paddle_moe_ops.testing.routing import GENERATORS
 
 __all__ = ["SETS", "SHAPES", "Case", "Operation", "Shape", "cases_of"]
@@ -62,16 +63,19 @@ class Operation(NamedTuple):
         return f"{self.op}:{self.variant}"
 
 
-ERNIE_300B = Shape("ernie-300b", 16384, 8, 64, 8192)
-ERNIE_21B = Shape("ernie-21b", 16384, 6, 64, 2560)
-DSV3 = Shape("dsv3", 4096, 8, 256, 7168)
+def _of_model(name: str, num_tokens: int) -> Shape:
+    sizes = bench.MODELS[name]
+    return Shape(name, num_tokens, sizes.topk, sizes.experts, sizes.hidden)
+
+
+ERNIE_300B, ERNIE_21B = _of_model("ernie-300b", 16384), _of_model("ernie-21b", 16384)
+DSV3 = _of_model("dsv3", 4096)
 TILEOPS = tuple(Shape(f"tileops-{tokens}", tokens, 8, 128, 7168) for tokens in (32, 128, 512, 4096))
 # What one rank receives in Paddle's own production run: mostly unassigned slots, 1.41 rows per token.
 PADDLE_PRODUCTION = Shape("paddle-production", 153962, 10, 8, 2048, "expert_parallel_sparse")
 # A rank of DeepSeek-V3 spread over 8 ranks.
 DSV3_EP8 = Shape("dsv3-ep8", 4096, 8, 32, 7168, "expert_parallel_sparse")
-QWEN3_235B = Shape("qwen3-235b", 4096, 8, 128, 4096)
-KIMI_K2 = Shape("kimi-k2", 4096, 8, 384, 7168)
+QWEN3_235B, KIMI_K2 = _of_model("qwen3-235b", 4096), _of_model("kimi-k2", 4096)
 
 MODELS = (ERNIE_300B, ERNIE_21B, DSV3, QWEN3_235B, KIMI_K2)
 SHAPES = {

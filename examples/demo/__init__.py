@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the demo.
+    """Run the demo.
 
     Args:
         argv: Options; None for that of the process.

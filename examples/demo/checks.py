@@ -61,7 +61,7 @@ class Speed(NamedTuple):
 
 
 def dense_check(model: Decoder, tokens: Tensor, moe_forward: MoEForward = MoELayer.__call__) -> DenseCheck:
-    """Compares the loss and the gradient of every parameter with those of a dense formulation.
+    """Compare the loss and the gradient of every parameter with those of a dense formulation.
 
     Both take the same experts for each token: a choice between nearly equal scores could otherwise fall
     differently after different roundings, and a choice has no gradient.
@@ -118,7 +118,7 @@ def plain_moe(layer: MoELayer, x: Tensor) -> Tensor:
 
 
 def layer_speed(layer: MoELayer) -> Speed:
-    """Times the layer and its plain form, and the moving of rows in both, by turns; the outputs are compared."""
+    """Time the layer and its plain form, and the moving of rows in both, by turns; the outputs are compared."""
     x = paddle.randn([TIMED_TOKENS, layer.hidden_size])
     ids, probs, *_ = layer.router(x)
     probs = probs.detach()

@@ -23,7 +23,7 @@ class StandardLibrary(NamedTuple):
 
 
 def load_standard_library() -> StandardLibrary:
-    """Reads the top-level modules of the standard library, sorted by name; every tenth is held out."""
+    """Read the top-level modules of the standard library, sorted by name; every tenth is held out."""
     paths = sorted(Path(os.path.dirname(os.__file__)).glob("*.py"))
     files = [np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in paths]
     held_out = files[::HELD_OUT_EVERY]

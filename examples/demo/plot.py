@@ -19,7 +19,7 @@ TRAIN, HELD_OUT, INK, MUTED = "#2a6f97", "#d1495b", "#22313f", "#7a8793"
 def draw(
     path: Path, train: Sequence[float], held_out: Sequence[tuple[int, float]], load: np.ndarray, title: str
 ) -> None:
-    """Writes a PNG.
+    """Write a PNG.
 
     Args:
         path: File to write.

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(console: Console, model: Decoder, library: StandardLibrary, steps: int, rng: np.random.Generator) -> History:
-    """Trains under a progress bar and measures the model before, on the way and after."""
+    """Train under a progress bar and measure the model before, on the way and after."""
     held_out = training.evaluate(model, library.held_out)
     losses: list[float] = []
     marks = [(0, held_out.loss)]

@@ -42,7 +42,7 @@ class HeldOut(NamedTuple):
 
 
 def use_threads(threads: int | None) -> None:
-    """Lets Paddle's matrix products use so many threads; importing Paddle leaves them at one.
+    """Let Paddle's matrix products use so many threads; importing Paddle leaves them at one.
 
     Args:
         threads: How many; None for the cores that this process may use, MAX_THREADS at most.
@@ -61,7 +61,7 @@ def usable_cores() -> int:
 
 
 def train(model: Decoder, data: np.ndarray, steps: int, rng: np.random.Generator) -> Iterator[Progress]:
-    """Trains the model on random windows of the data and reports after each step."""
+    """Train the model on random windows of the data and report after each step."""
     context = model.config.context
     peak = 3e-3 * math.sqrt(128 / model.config.hidden)
     optimizer = paddle.optimizer.AdamW(
@@ -96,7 +96,7 @@ def _schedule(step: int, steps: int) -> float:
 
 @paddle.no_grad()
 def evaluate(model: Decoder, data: np.ndarray) -> HeldOut:
-    """Measures the model on fixed windows, spread evenly over the data."""
+    """Measure the model on fixed windows, spread evenly over the data."""
     windows = even_windows(data, HELD_OUT_WINDOWS, model.config.context + 1)
     losses, load = [], np.zeros((len(model.moe_layers), model.config.experts), dtype=np.int64)
     for batch in np.split(windows, HELD_OUT_WINDOWS // BATCH):
@@ -107,7 +107,7 @@ def evaluate(model: Decoder, data: np.ndarray) -> HeldOut:
 
 @paddle.no_grad()
 def sample(model: Decoder, prompt: str, length: int, rng: np.random.Generator) -> str:
-    """Continues the prompt by ``length`` bytes, drawn at TEMPERATURE."""
+    """Continue the prompt by ``length`` bytes, drawn at TEMPERATURE."""
     text = list(prompt.encode())
     for _ in range(length):
         window = paddle.to_tensor([text[-model.config.context :]])

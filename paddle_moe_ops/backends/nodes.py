@@ -121,6 +121,10 @@ class _Node(PyLayer):
         return made if len(made) > 1 else made[0]
 
 
+def _wants_gradient(*inputs: Tensor | None) -> bool:
+    return paddle.is_grad_enabled() and any(each is not None and not each.stop_gradient for each in inputs)
+
+
 def connect(call: Call, *inputs: Tensor | None) -> Tensors:
     """Run a call as a node of the graph, or without one where no input wants a gradient.
 
@@ -132,7 +136,7 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
         its outputs that have a gradient.
     """
     given = [tensor for tensor in inputs if tensor is not None]
-    if not paddle.is_grad_enabled() or all(isinstance(each, Tensor) and each.stop_gradient for each in given):
+    if not _wants_gradient(*given):
         with paddle.no_grad():
             return call.run()
     witness: list[weakref.ref[_Context]] = []
@@ -198,7 +202,7 @@ def linear(
         back: the transposed map.
         read: the tensors that the two read. Once one was changed in place, the backward pass refuses to run.
     """
-    if not paddle.is_grad_enabled() or value.stop_gradient:
+    if not _wants_gradient(value):
         return there(value)
     return connect(_Linear(function, kernels, value, there, back, read), value)[0]
 
@@ -226,7 +230,7 @@ def first_order_only(call: Call, made: Gradients, *inputs: Tensor | None) -> Gra
         inputs: tensors that they were made of.
     """
     given = [gradient for gradient in made if gradient is not None]
-    if not paddle.is_grad_enabled() or not given or all(each is None or each.stop_gradient for each in inputs):
+    if not given or not _wants_gradient(*inputs):
         return made
     connected = iter(connect(_FirstOrderOnly(call, tuple(given), *inputs), *inputs))
     return tuple(None if gradient is None else next(connected) for gradient in made)

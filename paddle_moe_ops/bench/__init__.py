@@ -41,7 +41,7 @@ NAMES = f"{', '.join(MODELS)}, or sizes as hidden,experts,topk"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options. Paddle need not be there."""
+    """Declare the options. Paddle need not be there."""
     parser.description = (
         "Time the public functions on bfloat16 tensors beside paddle.nn.functional.moe_permute and moe_unpermute where "
         "these run, and beside plain operators of Paddle elsewhere. Results are checked before anything is timed."
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures and returns the exit status: 1 if a result is wrong or matplotlib is missing, 2 for a bad device."""
+    """Measure and return the exit status: 1 if a result is wrong or matplotlib is missing, 2 for a bad device."""
     import paddle
 
     try:

@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_moe_ops import _report
+
 from .calls import Call
 
 ROUNDS = 5  # turns of each call, so that a machine that gets slower does so for all of them
 SAMPLE_SECONDS = 2e-3  # of short calls several make one sample, so that the wait for a GPU counts little
 MAX_CALLS = 20
-MEMORY_OF_MACHINE, MEMORY_OF_CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+MEMORY_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 def measure(calls: Sequence[Call], seconds: float) -> list[dict[str, Any]]:
-    """Times calls in turns, each for about so many seconds: microseconds of one call, and the bytes it allocates."""
+    """Time calls in turns, each for about so many seconds: microseconds of one call, and the bytes it allocates."""
     peaks = [_peak_bytes(call) for call in calls]  # they warm up, too
     counts = [min(MAX_CALLS, max(1, int(SAMPLE_SECONDS / _sample(call, 1)))) for call in calls]
     samples: list[list[float]] = [[] for _ in calls]
@@ -86,7 +88,6 @@ def memory_left() -> float:
         return total - paddle.device.cuda.memory_allocated()
     if not on_cpu():
         return float("inf")
-    lines = MEMORY_OF_MACHINE.read_text(encoding="ascii").splitlines()
-    left = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    left = _report.available_memory()
     limit = MEMORY_OF_CONTAINER.read_text(encoding="ascii").strip() if MEMORY_OF_CONTAINER.is_file() else "max"
     return min(left, int(limit)) if limit.isdigit() else left

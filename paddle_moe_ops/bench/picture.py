@@ -15,7 +15,7 @@ OURS, PADDLE, INK = "#2a6f97", "#c9ced3", "#22313f"
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the file in the format of its suffix."""
+    """Write the file in the format of its suffix."""
     problems: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         problems.setdefault(f"{row['model']}, {row['tokens']} tokens, {row['device']}", []).append(row)

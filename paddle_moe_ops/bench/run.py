@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures everything and returns the exit status."""
+    """Measure everything and return the exit status."""
     try:
         backend = resolve("permute", paddle.zeros([1, 1])).name
     except (RuntimeError, ValueError) as error:
@@ -109,7 +109,7 @@ def _comparable(earlier: dict[str, Any], machine: dict[str, Any]) -> dict[tuple,
 
 
 def _measure(model: Model, tokens: int, seconds: float, earlier: dict[tuple, Row] | None, rows: list[Row]) -> str:
-    """Measures one problem, adds its rows, and says why it was skipped, if it was."""
+    """Measure one problem, add its rows, and say why it was skipped, if it was."""
     count = tokens * model.topk
     size = f"{count} rows of {model.hidden} bfloat16 ({2 * count * model.hidden / 1e6:.1f} MB)"
     print(f"\n{model.name}, {tokens} tokens: {model.topk} of {model.experts} experts each, {size}", flush=True)

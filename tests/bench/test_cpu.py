@@ -16,7 +16,7 @@ from benchmarks.kernels.operators import OPERATIONS
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.results import load_run
 from benchmarks.kernels.shapes import Case, Operation, Shape
-from paddle_moe_ops import reference
+from paddle_moe_ops import _report, reference
 
 from ..core.conftest import LIBRARY
 
@@ -98,7 +98,7 @@ def test_the_largest_cache_is_some_kilobytes_at_least(device):
 
 
 def test_a_problem_that_does_not_fit_into_memory_is_skipped(device, inputs, monkeypatch):
-    monkeypatch.setattr(cpu, "memory_available", lambda: 1000)
+    monkeypatch.setattr(_report, "available_memory", lambda: 1000)
     with pytest.raises(Unsupported, match="GB of memory"):
         device.implementations[0].prepare(OPERATIONS[0], inputs)
 

@@ -15,9 +15,11 @@ from paddle_moe_ops import reference
 
 from ..routers import Router
 from . import binding as ctypes_core
-from .binding import Check, Core, Fill, ScaleLayout
+from . import structs
+from .binding import Core
 from .cases import Problem
 from .guards import guarded_outputs, is_poison
+from .structs import Check, Fill, ScaleLayout
 from .topk_binding import topk_backward_params, topk_params
 
 ROUTE_OUTPUTS = (
@@ -81,7 +83,7 @@ def _route_params(
     checks: int = Check.NONE,
     num_threads: int = 0,
     **fields: Any,
-) -> tuple[ctypes_core.RouteParams, list[str]]:
+) -> tuple[structs.RouteParams, list[str]]:
     """Params whose outputs are poisoned, and the names of these outputs."""
     plan = problem.plan
     shapes = {

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .binding import (
+from .cuda_entries import CudaEntries
+from .structs import (
     NOWHERE,
     Check,
     CleanRowmapParams,
@@ -28,9 +29,8 @@ from .binding import (
     RouteParams,
     RowmapFindings,
     SortChunksParams,
+    TopkParams,
 )
-from .cuda_entries import CudaEntries
-from .structs import TopkParams
 
 # Read on the host by the reports, never by a kernel.
 HOST_ARRAYS = ("expected_per_expert",)

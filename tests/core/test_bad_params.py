@@ -14,18 +14,10 @@ import pytest
 
 from paddle_moe_ops import _env
 
-from . import binding as ctypes_core
-from .binding import (
-    DTYPES,
-    OPERATORS,
-    Core,
-    CoreError,
-    Params,
-    RouteFindings,
-    RowmapFindings,
-    Status,
-)
+from . import structs
+from .binding import OPERATORS, Core, CoreError
 from .guards import guarded_outputs, is_poison
+from .structs import DTYPES, Params, RouteFindings, RowmapFindings, Status
 from .valid_params import VALID
 
 HEADERS = Path(__file__).resolve().parents[2] / "paddle_moe_ops" / "csrc" / "include" / "pmo"
@@ -390,7 +382,7 @@ def test_error_text_belongs_to_its_thread(core: Core) -> None:
         texts.append(core.last_error())
         with pytest.raises(CoreError):
             core.run("permute", None, stream=64)
-        params = ctypes_core.SlotsParams(struct_size=1)
+        params = structs.SlotsParams(struct_size=1)
         with pytest.raises(CoreError):
             core.run("gather_slots", params)
         texts.append(core.last_error())
@@ -429,12 +421,12 @@ def test_ctypes_structs_mirror_the_headers(struct: type[ctypes.Structure]) -> No
 def test_enumerations_mirror_the_headers() -> None:
     values = {name: int(value) for name, value in re.findall(r"PMO_(\w+) = (\d+),", header_text())}
     mirrored = {
-        "": ctypes_core.Status,
-        "CHECK_": ctypes_core.Check,
-        "FILL_": ctypes_core.Fill,
-        "ROUTING_": ctypes_core.RoutingKind,
-        "DUPLICATES_": ctypes_core.Duplicates,
-        "SCALES_BY_": ctypes_core.ScaleLayout,
+        "": structs.Status,
+        "CHECK_": structs.Check,
+        "FILL_": structs.Fill,
+        "ROUTING_": structs.RoutingKind,
+        "DUPLICATES_": structs.Duplicates,
+        "SCALES_BY_": structs.ScaleLayout,
     }
     for prefix, members in mirrored.items():
         for name, member in members.__members__.items():

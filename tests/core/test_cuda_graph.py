@@ -15,7 +15,8 @@ from paddle_moe_ops import reference
 from paddle_moe_ops.testing.routing import all_to_one, uniform
 
 from ..reference.cases import assert_same_bits, ordinary_floats
-from .binding import Core, Params, PermuteParams, RouteParams, UnpermuteParams
+from .binding import Core
+from .structs import Params, PermuteParams, RouteParams, UnpermuteParams
 
 pytestmark = pytest.mark.cuda_only
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from .binding import QuantizeParams
 from .cases import EXAMPLES
 from .compiling import CSRC, compile_cpp
+from .structs import QuantizeParams
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.own_program]
 

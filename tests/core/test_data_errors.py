@@ -15,16 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from paddle_moe_ops import reference
 
 from . import calls
-from .binding import (
-    NOWHERE,
-    Check,
-    Core,
-    CoreError,
-    RouteFindings,
-    RouteParams,
-    Status,
-    route_params,
-)
+from .binding import Core, CoreError, route_params
 from .cases import (
     CHUNKED,
     EXAMPLES,
@@ -38,6 +29,7 @@ from .cases import (
     text_of_oracle,
 )
 from .guards import guarded_outputs, is_poison
+from .structs import NOWHERE, Check, RouteFindings, RouteParams, Status
 
 IDS = {"num_experts": 4, "padding_alignment": 2}
 

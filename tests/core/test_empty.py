@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from . import binding as ctypes_core
+from . import structs
 from .binding import Core
 from .guards import guarded_outputs
 
@@ -19,7 +20,7 @@ EXPERTS = 3
 @pytest.mark.parametrize("num_rows", [0, 5])
 def test_route_without_tokens(core: Core, kind: int, num_rows: int) -> None:
     with guarded_outputs() as output:
-        params = ctypes_core.RouteParams(
+        params = structs.RouteParams(
             topk=2,
             num_experts=EXPERTS,
             padding_alignment=4,
@@ -49,7 +50,7 @@ def test_route_without_tokens(core: Core, kind: int, num_rows: int) -> None:
 def test_clean_rowmap_without_tokens(core: Core) -> None:
     with guarded_outputs() as output:
         row_to_token = output(4, np.int32)
-        params = ctypes_core.CleanRowmapParams(
+        params = structs.CleanRowmapParams(
             topk=2, num_experts=EXPERTS, num_rows=4, checks=31, row_to_token=row_to_token
         )
         core.run("clean_rowmap", params)
@@ -73,12 +74,12 @@ def test_slots_without_rows_or_tokens(core: Core) -> None:
     slot_to_row = np.zeros((2, 2), np.int32)
     with guarded_outputs() as output:
         slot_values = output((2, 2), np.float32)
-        params = ctypes_core.SlotsParams(num_tokens=2, topk=2, slot_to_row=slot_to_row, slot_values=slot_values)
+        params = structs.SlotsParams(num_tokens=2, topk=2, slot_to_row=slot_to_row, slot_values=slot_values)
         core.run("gather_slots", params)
         core.run("scatter_slots", params)
         row_values = output(3, np.float32)
-        core.run("scatter_slots", ctypes_core.SlotsParams(topk=2, num_rows=3, row_values=row_values))
-        core.run("gather_slots", ctypes_core.SlotsParams(topk=2, num_rows=3, row_values=row_values))
+        core.run("scatter_slots", structs.SlotsParams(topk=2, num_rows=3, row_values=row_values))
+        core.run("gather_slots", structs.SlotsParams(topk=2, num_rows=3, row_values=row_values))
     assert not slot_values.any()
     assert row_values.tolist() == [0, 0, 0]
 
@@ -86,7 +87,7 @@ def test_slots_without_rows_or_tokens(core: Core) -> None:
 def test_permute_without_tokens_writes_padding(core: Core) -> None:
     with guarded_outputs() as output:
         rows, row_scales = output((3, 5), np.float16), output((3, 2), np.int32)
-        params = ctypes_core.PermuteParams(
+        params = structs.PermuteParams(
             topk=2,
             num_rows=3,
             hidden=5,
@@ -107,7 +108,7 @@ def test_permute_without_tokens_writes_padding(core: Core) -> None:
 def test_quantize_without_tokens_writes_padding(core: Core, layout: int) -> None:
     with guarded_outputs() as output:
         codes, scales = output((3, 200), np.uint8), output((2, 4) if layout else (3, 2), np.float32)
-        params = ctypes_core.QuantizeParams(
+        params = structs.QuantizeParams(
             topk=2,
             num_rows=3,
             hidden=200,
@@ -147,7 +148,7 @@ def test_moves_of_any_zero_size_need_no_arrays(
     with guarded_outputs() as output:
         rows, d_rows = output((num_rows, hidden), np.float32), output((num_rows, hidden), np.float32)
         out, d_weights = output((num_tokens, hidden), np.float32), output(num_rows, np.float32)
-        permute = ctypes_core.PermuteParams(
+        permute = structs.PermuteParams(
             **sizes,
             topk=rows_per_token,
             x_row_stride=stride,
@@ -156,7 +157,7 @@ def test_moves_of_any_zero_size_need_no_arrays(
         )
         core.run("permute", permute)
         quantized = output((num_rows, hidden), np.uint8), output((num_rows, min(hidden, 1)), np.float32)
-        quantize = ctypes_core.QuantizeParams(
+        quantize = structs.QuantizeParams(
             **sizes,
             topk=rows_per_token,
             x_row_stride=stride,
@@ -172,7 +173,7 @@ def test_moves_of_any_zero_size_need_no_arrays(
         )
         core.run("quantize", quantize)
         back = output((num_rows, hidden), np.float32)
-        dequantize = ctypes_core.DequantizeParams(
+        dequantize = structs.DequantizeParams(
             num_rows=num_rows,
             hidden=hidden,
             codes_row_stride=hidden,
@@ -181,9 +182,9 @@ def test_moves_of_any_zero_size_need_no_arrays(
         core.run("dequantize", dequantize)
         sums = {**sizes, "max_rows_per_token": rows_per_token, "num_weights": num_rows, "rows_row_stride": stride}
         arrays = given(rows=by_row, token_rows=token_rows, weights=np.ones(num_rows, np.float32))
-        core.run("unpermute", ctypes_core.UnpermuteParams(**sums, **arrays, **given(out=out)))
+        core.run("unpermute", structs.UnpermuteParams(**sums, **arrays, **given(out=out)))
         outputs = given(d_out=by_token, row_to_token=row_to_token, d_rows=d_rows, d_weights=d_weights)
-        backward = ctypes_core.UnpermuteBackwardParams(**sums, d_out_row_stride=stride, **arrays, **outputs)
+        backward = structs.UnpermuteBackwardParams(**sums, d_out_row_stride=stride, **arrays, **outputs)
         core.run("unpermute_backward", backward)
     used = np.arange(num_rows) < token_rows.size
     assert (rows == used[:, None]).all()
@@ -201,7 +202,7 @@ def test_backward_of_empty_rows_with_all_arrays_given(core: Core, num_tokens: in
     token_rows = np.arange(num_tokens, dtype=np.int32)[:, None]
     with guarded_outputs() as output:
         d_rows, d_weights = output(8, np.float32), output(4, np.float32)
-        params = ctypes_core.UnpermuteBackwardParams(
+        params = structs.UnpermuteBackwardParams(
             num_tokens=num_tokens,
             max_rows_per_token=1,
             num_rows=4,
@@ -232,7 +233,7 @@ def test_chunks_of_any_zero_size_need_no_arrays(
     order = np.arange(num_chunks, dtype=np.int32)[::-1].copy()
     with guarded_outputs() as output:
         out, source_to_dest = output(x.shape, np.float32), output(num_rows, np.int32)
-        params = ctypes_core.SortChunksParams(
+        params = structs.SortChunksParams(
             num_rows=num_rows,
             num_chunks=num_chunks,
             hidden=hidden,

@@ -19,10 +19,11 @@ from paddle_moe_ops import reference
 from ..params import SUM_DTYPES
 from ..reference.cases import assert_same_bits, ordinary_floats
 from . import calls
-from .binding import Core, Params, quantize_params, unpermute_backward_params, unpermute_params
+from .binding import Core, quantize_params, unpermute_backward_params, unpermute_params
 from .cases import DENSE, make_plan
 from .compiling import compile_cpp
 from .guards import guarded_outputs
+from .structs import Params
 
 pytestmark = pytest.mark.cpu_only
 

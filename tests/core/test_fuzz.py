@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from . import binding as ctypes_core
-from .binding import Core, CoreError, Params, Status
+from . import structs
+from .binding import Core, CoreError
 from .guards import MakeOutput, guarded_outputs
-from .structs import TopkBackwardParams, TopkParams
+from .structs import Params, Status, TopkBackwardParams, TopkParams
 
 INVALID_SIZES = (-1, -(2**31), -(2**63), 2**31, 2**40, 2**62, 2**63 - 1)
 ODD_INTS = (-(2**31), -7, -2, 2**31 - 1)
@@ -52,7 +52,7 @@ def route(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
     s = Sizes(rng)
     columns = max(s.K, s.E)
     routing = ints(rng, (s.T, columns), s.E, np.int64)
-    params = ctypes_core.RouteParams(
+    params = structs.RouteParams(
         num_tokens=s.T,
         topk=s.K,
         num_experts=s.E,
@@ -83,7 +83,7 @@ def route(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
 
 def clean_rowmap(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
     s = Sizes(rng)
-    return ctypes_core.CleanRowmapParams(
+    return structs.CleanRowmapParams(
         num_tokens=s.T,
         topk=s.K,
         num_experts=s.E,
@@ -103,7 +103,7 @@ def clean_rowmap(rng: np.random.Generator, output: MakeOutput, core: Core) -> Pa
 
 def clean_rowmap_by_expert(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
     s = Sizes(rng)
-    return ctypes_core.CleanRowmapParams(
+    return structs.CleanRowmapParams(
         num_tokens=s.T,
         topk=s.E,
         num_experts=s.E,
@@ -121,7 +121,7 @@ def clean_rowmap_by_expert(rng: np.random.Generator, output: MakeOutput, core: C
 def row_id_map(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
     """What either direction writes may be read by the other."""
     s = Sizes(rng)
-    return ctypes_core.RowIdMapParams(
+    return structs.RowIdMapParams(
         num_tokens=s.T,
         topk=s.K,
         num_experts=s.E,
@@ -137,7 +137,7 @@ def row_id_map(rng: np.random.Generator, output: MakeOutput, core: Core) -> Para
 
 def slots(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
     s = Sizes(rng)
-    return ctypes_core.SlotsParams(
+    return structs.SlotsParams(
         num_tokens=s.T,
         topk=s.K,
         num_experts=s.E if rng.random() < 0.5 else 0,
@@ -152,7 +152,7 @@ def slots(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
 
 def permute(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
     s = Sizes(rng)
-    return ctypes_core.PermuteParams(
+    return structs.PermuteParams(
         num_tokens=s.T,
         topk=s.K,
         num_rows=s.N,
@@ -175,7 +175,7 @@ def permute(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
 def unpermute(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
     s = Sizes(rng)
     weights = int(rng.integers(s.N, s.N + 10))
-    return ctypes_core.UnpermuteParams(
+    return structs.UnpermuteParams(
         num_tokens=s.T,
         max_rows_per_token=s.K,
         num_rows=s.N,
@@ -195,7 +195,7 @@ def unpermute(rng: np.random.Generator, output: MakeOutput, core: Core) -> Param
 def unpermute_backward(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
     s = Sizes(rng)
     weights = int(rng.integers(s.N, s.N + 10))
-    return ctypes_core.UnpermuteBackwardParams(
+    return structs.UnpermuteBackwardParams(
         num_tokens=s.T,
         max_rows_per_token=s.K,
         num_rows=s.N,
@@ -220,7 +220,7 @@ def sort_chunks(rng: np.random.Generator, output: MakeOutput, core: Core) -> Par
     s = Sizes(rng)
     chunks = int(rng.integers(0, 12))
     # mostly sizes that fit; the kinds are drawn apart, so the arrays are as wide as either needs
-    return ctypes_core.SortChunksParams(
+    return structs.SortChunksParams(
         num_rows=s.N,
         num_chunks=chunks,
         hidden=s.H,
@@ -247,7 +247,7 @@ def quantize(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params
     has_map = rng.random() < 0.7
     num_rows = s.N if has_map else s.T
     groups = -(-hidden // 128)
-    return ctypes_core.QuantizeParams(
+    return structs.QuantizeParams(
         num_tokens=s.T,
         topk=s.K if has_map else 1,
         num_rows=num_rows,
@@ -272,7 +272,7 @@ def quantize(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params
 def dequantize(rng: np.random.Generator, output: MakeOutput, core: Core) -> Params:
     s = Sizes(rng)
     hidden = int(rng.choice([s.H, s.H * 16]))
-    return ctypes_core.DequantizeParams(
+    return structs.DequantizeParams(
         num_rows=s.N,
         hidden=hidden,
         codes=data(rng, s.N, hidden),

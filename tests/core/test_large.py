@@ -16,16 +16,9 @@ from numpy.typing import DTypeLike, NDArray
 from paddle_moe_ops import reference
 
 from ..reference.cases import assert_same_bits, ordinary_floats
-from .binding import (
-    Core,
-    Fill,
-    permute_params,
-    quantize_params,
-    route_params,
-    unpermute_backward_params,
-    unpermute_params,
-)
+from .binding import Core, permute_params, quantize_params, route_params, unpermute_backward_params, unpermute_params
 from .guards import guarded_outputs
+from .structs import Fill
 
 # Sparse memory cannot be mirrored on a GPU.
 pytestmark = pytest.mark.cpu_only

@@ -8,8 +8,8 @@ import ctypes
 
 import pytest
 
-from .binding import Core, PermuteParams, RouteParams, UnpermuteBackwardParams
-from .structs import Params
+from .binding import Core
+from .structs import Params, PermuteParams, RouteParams, UnpermuteBackwardParams
 from .test_large_cuda import run
 
 # Slow for a sanitizer; a GPU takes seconds.

@@ -8,15 +8,8 @@ import ctypes
 
 import pytest
 
-from .binding import (
-    Core,
-    Params,
-    PermuteParams,
-    QuantizeParams,
-    SortChunksParams,
-    UnpermuteBackwardParams,
-    UnpermuteParams,
-)
+from .binding import Core
+from .structs import Params, PermuteParams, QuantizeParams, SortChunksParams, UnpermuteBackwardParams, UnpermuteParams
 
 pytestmark = pytest.mark.cuda_only
 

@@ -15,9 +15,10 @@ from paddle_moe_ops import reference
 from ..params import ROW_DTYPES, Shape
 from ..reference.cases import assert_same_bits, floats_of_every_kind
 from . import calls
-from .binding import Core, Fill, permute_params
+from .binding import Core, permute_params
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_ids, make_plan, make_problem, problems
 from .guards import at_odd_address, guarded_outputs, is_poison, with_row_gaps
+from .structs import Fill
 
 
 def dtype_name(dtype: DTypeLike) -> str:

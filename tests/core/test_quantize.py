@@ -20,9 +20,10 @@ from paddle_moe_ops import reference
 from ..params import SUM_DTYPES, Shape
 from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
 from . import calls
-from .binding import Core, CoreError, Fill, QuantizeParams, ScaleLayout
+from .binding import Core, CoreError
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_ids, make_plan, make_problem, problems
 from .guards import at_odd_address, is_poison, with_row_gaps
+from .structs import Fill, QuantizeParams, ScaleLayout
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LAYOUTS = {"row": ScaleLayout.ROW, "col": ScaleLayout.COLUMN}

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from . import calls
-from .binding import Core, ScaleLayout
+from .binding import Core
+from .structs import ScaleLayout
 
 ROWS, HIDDEN = 13, 640
 

@@ -16,7 +16,7 @@ from paddle_moe_ops import reference
 from ..params import ROW_DTYPES, Shape
 from ..reference.cases import assert_same_bits, floats_of_every_kind
 from . import calls
-from .binding import Core, CoreError, Fill, permute_params, route_params
+from .binding import Core, CoreError, permute_params, route_params
 from .cases import (
     BUFFERS,
     CHUNKED,
@@ -34,6 +34,7 @@ from .cases import (
     problems,
 )
 from .guards import is_poison, with_row_gaps
+from .structs import Fill
 
 BFLOAT16 = ml_dtypes.bfloat16
 # The CUDA kernel cuts the rows of few tokens, lets every block count few slots, and stages many tokens several times.

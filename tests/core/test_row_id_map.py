@@ -14,8 +14,9 @@ from paddle_moe_ops import reference
 from ..params import Shape
 from ..reference.cases import assert_same_bits
 from . import calls
-from .binding import Check, Core, CoreError
+from .binding import Core, CoreError
 from .cases import EXAMPLES, INT32, SHAPES, Problem, make_ids, make_mask, make_problem, problems
+from .structs import Check
 from .test_rowmap import spoil
 
 

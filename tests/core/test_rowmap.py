@@ -15,7 +15,7 @@ from paddle_moe_ops import reference
 from ..params import Shape
 from ..reference.cases import assert_same_bits
 from . import calls
-from .binding import NOWHERE, Check, Core, CoreError, RowmapFindings, Status, clean_rowmap_params
+from .binding import Core, CoreError, clean_rowmap_params
 from .cases import (
     EXAMPLES,
     INT32,
@@ -29,6 +29,7 @@ from .cases import (
     text_of_oracle,
 )
 from .guards import guarded_outputs
+from .structs import NOWHERE, Check, RowmapFindings, Status
 
 
 def spoil(rowmap: NDArray, num_rows: int, seed: int, share: float) -> NDArray:

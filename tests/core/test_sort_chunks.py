@@ -15,9 +15,10 @@ from paddle_moe_ops import reference
 from ..params import HIDDEN_SIZES, ROW_DTYPES
 from ..reference.cases import assert_same_bits
 from . import calls
-from .binding import Check, Core, CoreError, Status, sort_chunks_params
+from .binding import Core, CoreError, sort_chunks_params
 from .cases import EXAMPLES
 from .guards import at_odd_address, guarded_outputs, with_row_gaps
+from .structs import Check, Status
 from .test_permute import dtype_name, random_bytes
 
 # On both sides of the threads of a block that moves and of one that makes the table.

@@ -14,9 +14,10 @@ from paddle_moe_ops import reference
 from ..params import Shape
 from ..reference.cases import ordinary_floats
 from . import binding as ctypes_core
-from .binding import Check, Core, Params
+from .binding import Core
 from .cases import make_ids, make_mask, make_plan
 from .guards import MakeOutput
+from .structs import Check, Params
 from .topk_binding import topk_backward_params, topk_params
 
 SHAPE = Shape(5, 6, 4, 2, 2, "every field of every struct has something to point to")

@@ -17,8 +17,9 @@ from ..params import Shape
 from ..reference.cases import floats_of_every_kind, ordinary_floats
 from ..routers import Router, deepseek_v3
 from . import calls
-from .binding import Core, ScaleLayout
+from .binding import Core
 from .cases import Problem, make_ids, make_plan, make_problem, make_probs
+from .structs import ScaleLayout
 
 # A thread joins for each MiB that is moved, and routing is cut into chunks of 16384 slots.
 ROUTED = Shape(45_000, 0, 16, 8, 16, "360000 slots: 22 chunks of routing, and 5 MiB of values of slots")

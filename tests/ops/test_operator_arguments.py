@@ -21,7 +21,8 @@ import paddle_moe_ops
 from paddle_moe_ops.backends import compiled, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from tests.ops.operator_calls import BAD_CALLS, GOOD_CALLS, MAPS, NO_TENSOR, T, by_position
+from tests.ops.bad_operator_calls import BAD_CALLS, NO_TENSOR
+from tests.ops.operator_calls import GOOD_CALLS, MAPS, T, by_position
 from tests.ops.problems import tensor
 from tests.static.operators import operator_names
 

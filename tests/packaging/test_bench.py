@@ -16,7 +16,7 @@ import pytest
 
 import paddle_moe_ops as ops
 from benchmarks.kernels.shapes import SHAPES
-from paddle_moe_ops import bench
+from paddle_moe_ops import _report, bench
 from paddle_moe_ops.__main__ import _parser, main
 from paddle_moe_ops.bench import calls, measure
 from paddle_moe_ops.bench import run as running
@@ -332,12 +332,23 @@ def test_without_options_a_model_is_measured_with_few_and_with_many_tokens():
     assert (options.device, options.out, options.compare, options.picture) == (None, None, None, None)
 
 
-def test_models_are_those_of_the_kernel_benchmark():
-    both = bench.MODELS.keys() & SHAPES.keys()
-    assert len(both) >= 5
-    for name in both:
-        model, shape = bench.MODELS[name], SHAPES[name]
-        assert (model.hidden, model.experts, model.topk) == (shape.hidden, shape.num_experts, shape.topk)
+@pytest.mark.parametrize(
+    ("name", "hidden", "experts", "topk"),
+    [
+        ("ernie-21b", 2560, 64, 6),
+        ("ernie-300b", 8192, 64, 8),
+        ("dsv3", 7168, 256, 8),
+        ("kimi-k2", 7168, 384, 8),
+        ("qwen3-30b", 2048, 128, 8),
+        ("qwen3-235b", 4096, 128, 8),
+    ],
+)
+def test_models_have_the_sizes_of_their_published_configurations(name, hidden, experts, topk):
+    model = bench.MODELS[name]
+    assert (model.hidden, model.experts, model.topk) == (hidden, experts, topk)
+    if name in SHAPES:
+        shape = SHAPES[name]
+        assert (shape.hidden, shape.num_experts, shape.topk) == (hidden, experts, topk)
 
 
 def test_a_problem_that_does_not_fit_is_skipped(bench_run, monkeypatch):
@@ -380,7 +391,7 @@ def test_memory_left_is_that_of_the_machine_and_of_its_container(limit, left, mo
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:  100 kB\nMemAvailable:   5120 kB\n")
     if limit is not None:
         (tmp_path / "max").write_text(f"{limit}\n")
-    monkeypatch.setattr(measure, "MEMORY_OF_MACHINE", tmp_path / "meminfo")
+    monkeypatch.setattr(_report, "MEMORY_OF_MACHINE", tmp_path / "meminfo")
     monkeypatch.setattr(measure, "MEMORY_OF_CONTAINER", tmp_path / "max")
     assert measure.memory_left() == left
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every compiled operator, whoever calls it and with whatever arguments.
+"""What holds for every compiled operator, for any caller and any arguments.
 
 The operators are found in their sources, and their examples are what the public functions call. So a new operator is
 under this contract without being named here, and one that no case reaches fails.

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.core.binding import RouteParams, route_params
+from tests.core.binding import route_params
+from tests.core.structs import RouteParams
 
 from ..core import CoreCalls
 from ..device import Body, Outputs
