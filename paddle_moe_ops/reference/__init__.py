@@ -14,6 +14,7 @@ from .arithmetic import add32, fma32, round_to, to_float32
 from .chunks import chunk_sort_map, sort_chunks, sort_chunks_backward
 from .gemm import grouped_gemm, grouped_gemm_backward
 from .indexed import get_routing_indices, permute_indexed, permute_indexed_backward, unpermute_indexed
+from .mlp import MlpGradients, moe_mlp, moe_mlp_backward, swiglu
 from .paddle_api import (
     moe_permute,
     moe_permute_backward,
@@ -36,6 +37,7 @@ from .row_id_map import (
 from .topk import calculate_topk, calculate_topk_backward, select_experts
 
 __all__ = [
+    "MlpGradients",
     "Plan",
     "RowMaps",
     "add32",
@@ -48,6 +50,8 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_backward",
     "make_row_id_map",
+    "moe_mlp",
+    "moe_mlp_backward",
     "moe_permute",
     "moe_permute_backward",
     "moe_unpermute",
@@ -71,6 +75,7 @@ __all__ = [
     "sort_chunks",
     "sort_chunks_backward",
     "sum_rows",
+    "swiglu",
     "to_float32",
     "unpermute",
     "unpermute_backward",

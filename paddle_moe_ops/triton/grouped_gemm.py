@@ -12,13 +12,26 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .grouped_gemm_configs import ALLOCATOR, GemmConfig, gpu_at, product_config, weight_gradient_config
-from .grouped_gemm_kernels import product_kernel, row_sums_kernel, schedule_kernel, weight_gradient_kernel
+from .grouped_gemm_kernels import product_kernel, row_sums_kernel, schedule_kernel
 from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
 from .permute import permute
+from .weight_gradient_kernel import weight_gradient_kernel
 
-__all__ = ["Groups", "Tokens", "grouped_gemm", "grouped_gemm_backward"]
+__all__ = [
+    "Groups",
+    "Rows",
+    "Schedule",
+    "Target",
+    "Tokens",
+    "grouped_gemm",
+    "grouped_gemm_backward",
+    "product",
+    "row_sums",
+    "schedule",
+    "weight_gradient",
+]
 
-_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64"}
+_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "int64": "*i64"}
 # Of the table of experts: few sizes, since each is compiled for.
 _EXPERTS_AT_ONCE, _MOST_EXPERTS_AT_ONCE = 256, 1024
 _SUM_ROWS = 32
@@ -48,26 +61,33 @@ class Tokens(NamedTuple):
     token_rows: Array
 
 
-class _Schedule(NamedTuple):
+class Schedule(NamedTuple):
+    """The tables of `grouped_gemm_kernels.schedule_kernel`, for tiles of so many rows."""
+
     first: Array
     stop: Array
     tiles: Array
+    spare: Array
+    windows: Array
 
 
-def _schedule(device: Device, groups: Groups, num_rows: int, block_rows: int) -> _Schedule:
+def schedule(device: Device, groups: Groups, num_rows: int, block_rows: int, window_rows: int = 0) -> Schedule:
+    """Which tiles each expert has, and each window of so many rows, if there are windows."""
     sizes, offsets = groups
     experts = sizes.shape[0]
-    tables = _Schedule(*(device.empty([length], "int32") for length in (experts + 1, experts, experts + 1)))
+    windows = blocks(num_rows, window_rows) if window_rows else 0
+    lengths = experts + 1, experts, experts + 1, experts + 2, windows + 3
+    tables = [device.empty([length], "int32") for length in lengths]
     pointers = [_POINTERS[device.dtype_name(sizes if each is None else each)] for each in groups]
     device.launch(
         schedule_kernel,
         1,
-        (*pointers, *["*i32"] * 3, "i32", "i32"),
-        (*map(address, (sizes, offsets, *tables)), experts, num_rows),
+        (*pointers, *["*i32"] * 5, *["i32"] * 4),
+        (*map(address, (sizes, offsets, *tables)), experts, num_rows, windows, window_rows),
         (offsets is not None, block_rows, _experts_at_once(experts)),
         4,
     )
-    return tables
+    return Schedule(*tables)
 
 
 def _experts_at_once(num_experts: int) -> int:
@@ -91,19 +111,40 @@ def _uses_tma(config: GemmConfig, vector: int) -> bool:
     return config.tma and ALLOCATOR is not None and vector > 1
 
 
-class _Rows(NamedTuple):
-    """A matrix whose rows may lie apart."""
+class Rows(NamedTuple):
+    """A matrix whose rows may lie apart: all rows in expert order, or a window of them or of their columns.
+
+    Attributes:
+        array: where it lies.
+        height: how many rows.
+        width: columns.
+        stride: elements from one row to the next.
+        offset: elements in front of it.
+        first_row: which of all rows the first one is.
+    """
 
     array: Array
+    height: int
+    width: int
     stride: int
+    offset: int = 0
+    first_row: int = 0
 
-    @property
-    def width(self) -> int:
-        return self.array.shape[1]
+    def address(self, item: int) -> int:
+        return self.array.data_ptr() + self.offset * item
 
 
-def _rows(device: Device, array: Array) -> _Rows:
-    return _Rows(array, device.row_stride(array) if array.shape[0] > 1 else array.shape[1])
+class Target(NamedTuple):
+    """Where a result goes: memory for it, and which of its columns are made."""
+
+    array: Array
+    first_column: int
+    width: int
+
+
+def _rows(device: Device, array: Array) -> Rows:
+    height, width = array.shape
+    return Rows(array, height, width, device.row_stride(array) if height > 1 else width)
 
 
 def _permuted(device: Device, x: Array, tokens: Tokens) -> Any:
@@ -111,12 +152,14 @@ def _permuted(device: Device, x: Array, tokens: Tokens) -> Any:
     return permute(device, x, None, tokens.token_rows, tokens.row_to_token, "all")[0]
 
 
-def _vector(item: int, *operands: _Rows | Array) -> int:
+def _vector(item: int, *operands: Rows | Array) -> int:
     """Elements that can be read at a time from all operands."""
     numbers = []
-    for operand in operands:
-        array, stride = operand if isinstance(operand, _Rows) else (operand, operand.shape[-1])
-        numbers += [address(array), stride * item, array.shape[-1] * item]
+    for each in operands:
+        if isinstance(each, Rows):
+            numbers += [each.address(item), each.stride * item, each.width * item]
+        else:
+            numbers += [address(each), each.shape[-1] * item]
     return sum_vector(item, *numbers)
 
 
@@ -124,8 +167,102 @@ class _Product(NamedTuple):
     """What `product_kernel` makes."""
 
     out: Any
+    hidden: Any = None
     partial: Any = None
     scaled: Any = None
+
+
+def product(
+    device: Device,
+    source: Rows,
+    w: Array,
+    tables: Schedule,
+    config: GemmConfig,
+    num_rows: int,
+    out: Target,
+    *,
+    transpose: bool,
+    row_to_token: Array | None = None,
+    weights: Array | None = None,
+    partner: Rows | None = None,
+    gated: bool = False,
+    hidden: Array | None = None,
+    window: int | None = None,
+) -> _Product:
+    """Launch `product_kernel`.
+
+    Args:
+        device: where to.
+        source: the rows to multiply; tokens with ``row_to_token``.
+        w: [E, N, D], or [E, D, N] without ``transpose``.
+        tables: `schedule` of tiles of ``config.rows`` rows.
+        config: how it is cut.
+        num_rows: M, rows in all.
+        out: [M, width] elements at least.
+        transpose: whether the matrices are stored transposed.
+        row_to_token: int32 [M], for rows that are gathered.
+        weights: float32 [M] or None.
+        partner: [M, N] whose gradient is made, or None.
+        gated: whether the result is SwiGLU of the halves of the product.
+        hidden: [M, N], takes the halves, or None.
+        window: of rows, which one ``source`` holds; None: all.
+    """
+    dtype = device.dtype_name(w)
+    item = ITEM_BYTES[dtype]
+    experts, *matrix = w.shape
+    inner, outer = matrix[::-1] if transpose else matrix
+    vector = _vector(item, source, w, *([] if partner is None else [partner]))
+    if outer * item % 16 or out.width * item % 16:
+        vector = 1
+    use_tma = uses_tma(config, vector, inner, transpose)
+    flat = use_tma and row_to_token is None and partner is None and not gated and inner <= config.flat_depth
+    made = _Product(out.array, hidden)
+    column_tiles = blocks(out.width, config.columns)
+    if partner is not None:
+        partial, scaled = (
+            device.empty([num_rows, *size], kind) for size, kind in (([column_tiles], "float32"), ([outer], dtype))
+        )
+        made = made._replace(partial=partial, scaled=scaled)
+    if not num_rows:
+        return made
+    gpu = gpu_at(address(w))
+    windows = tables.windows.shape[0] - 3
+    rows_here = num_rows if window is None else min(num_rows, source.height)
+    pointer = _POINTERS[dtype] + (":16" if vector > 1 else "")
+    pointers = (pointer, pointer, "*i32", "*fp32", pointer, pointer, pointer, "*fp32", pointer, *["*i32"] * 5)
+    addresses = (
+        *(source.address(item), address(w), address(row_to_token), address(weights)),
+        *(0 if partner is None else partner.address(item), *map(address, made)),
+        *map(address, (tables.first, tables.stop, tables.tiles, tables.spare)),
+        address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window),
+    )
+    with _descriptors(device, use_tma):
+        device.launch(
+            product_kernel,
+            config.grid(gpu, (blocks(rows_here, config.rows) + experts) * column_tiles),
+            (*pointers, *["i32"] * 9, "i64", "i64"),
+            (
+                *addresses,
+                *(experts, source.height, inner // vector, outer // vector, out.width // vector),
+                *(out.first_column, source.first_row, window or 0, 1 if window is None else windows),
+                *(source.stride // vector, 0 if partner is None else partner.stride // vector),
+            ),
+            (
+                *(vector, transpose, row_to_token is not None, weights is not None, partner is not None),
+                *(gated, hidden is not None, flat),
+                *(use_tma, inner % config.depth == 0, out.width % config.columns == 0),
+                *(config.rows, config.columns, config.depth, config.band, config.stages),
+                *(_experts_at_once(experts), experts > _MOST_EXPERTS_AT_ONCE),
+            ),
+            config.warps,
+        )
+    return made
+
+
+def uses_tma(config: GemmConfig, vector: int, inner: int, transpose: bool) -> bool:
+    """Whether operands of a product come through descriptors; rows that are gathered never do."""
+    # A block of W that is not transposed must not reach into the matrix of the next expert.
+    return _uses_tma(config, vector) and (transpose or inner % config.depth == 0)
 
 
 def _product(
@@ -139,53 +276,31 @@ def _product(
     partner: Array | None = None,
     config: GemmConfig | None = None,
 ) -> _Product:
-    dtype = device.dtype_name(x)
-    item = ITEM_BYTES[dtype]
+    """A product of all rows and all columns."""
     experts, *matrix = w.shape
     inner, outer = matrix[::-1] if transpose else matrix
+    dtype = device.dtype_name(x)
+    item = ITEM_BYTES[dtype]
     num_rows = (x if tokens is None else tokens.row_to_token).shape[0]
+    config = config or product_config(gpu_at(address(x)), num_rows, experts, inner, outer)
     source, other = _rows(device, x), None if partner is None else _rows(device, partner)
-    gpu = gpu_at(address(x))
-    config = config or product_config(gpu, num_rows, experts, outer)
-    vector = _vector(item, source, w, *([] if other is None else [other]))
-    if outer * item % 16:
-        vector = 1
-    # A block of W that is not transposed must not reach into the matrix of the next expert.
-    use_tma = _uses_tma(config, vector) and (transpose or inner % config.depth == 0)
-    if tokens is not None and use_tma:
+    out = Target(device.empty([num_rows, outer], dtype), 0, outer)
+    vector = 1 if outer * item % 16 else _vector(item, source, w)
+    if tokens is not None and uses_tma(config, vector, inner, transpose):
         source, tokens = _rows(device, _permuted(device, x, tokens)), None
-    column_tiles = blocks(outer, config.columns)
-    made = _Product(device.empty([num_rows, outer], dtype))
-    if other is not None:
-        made = _Product(
-            made.out, device.empty([num_rows, column_tiles], "float32"), device.empty([num_rows, outer], dtype)
-        )
-    if not num_rows:
-        return made
-    tables = _schedule(device, groups, num_rows, config.rows)
-    pointer = _POINTERS[dtype] + (":16" if vector > 1 else "")
-    with _descriptors(device, use_tma):
-        device.launch(
-            product_kernel,
-            config.grid(gpu, (blocks(num_rows, config.rows) + experts) * column_tiles),
-            (
-                *(pointer, pointer, "*i32", "*fp32", pointer, pointer, "*fp32", pointer, *["*i32"] * 3),
-                *(*["i32"] * 5, "i64", "i64"),
-            ),
-            (
-                *map(address, (source.array, w, tokens and tokens.row_to_token, weights, partner, *made, *tables)),
-                *(experts, num_rows, source.array.shape[0], inner // vector, outer // vector),
-                *(source.stride // vector, 0 if other is None else other.stride // vector),
-            ),
-            (
-                *(vector, transpose, tokens is not None, weights is not None, other is not None),
-                *(use_tma, inner % config.depth == 0, outer % config.columns == 0),
-                *(config.rows, config.columns, config.depth, config.band, config.stages),
-                *(_experts_at_once(experts), experts > _MOST_EXPERTS_AT_ONCE),
-            ),
-            config.warps,
-        )
-    return made
+    return product(
+        device,
+        source,
+        w,
+        schedule(device, groups, num_rows, config.rows),
+        config,
+        num_rows,
+        out,
+        transpose=transpose,
+        row_to_token=tokens and tokens.row_to_token,
+        weights=weights,
+        partner=other,
+    )
 
 
 def grouped_gemm(
@@ -253,15 +368,14 @@ def grouped_gemm_backward(
     d_rows, partial = None, None
     operand = x
     if weights is not None and (need_w or need_weights):
-        d_rows, partial, operand = _product(
-            device, d_out, w, groups, not transpose, weights=weights, partner=x, config=config
-        )
+        made = _product(device, d_out, w, groups, not transpose, weights=weights, partner=x, config=config)
+        d_rows, partial, operand = made.out, made.partial, made.scaled
     elif need_rows:
         d_rows = _product(device, d_out, w, groups, not transpose, weights=weights, config=config).out
     d_w = None
     if need_w:
         d_w = _weight_gradient(device, d_out, operand, w, groups, transpose, tokens, weight_config)
-    return d_rows if need_rows else None, d_w, _row_sums(device, partial) if need_weights else None
+    return d_rows if need_rows else None, d_w, row_sums(device, partial) if need_weights else None
 
 
 def _weight_gradient(
@@ -275,45 +389,82 @@ def _weight_gradient(
     config: GemmConfig | None,
 ) -> Any:
     """d_out^T x of each group, transposed like W."""
-    dtype = device.dtype_name(x)
-    d_w = device.empty(w.shape, dtype)
-    experts = w.shape[0]
+    d_w = device.empty(w.shape, device.dtype_name(x))
     num_rows = d_out.shape[0]
     gradients, rows = _rows(device, d_out), _rows(device, x)
-    gpu = gpu_at(address(w))
-    config = config or weight_gradient_config(gpu, *w.shape[1:])
-    vector = _vector(ITEM_BYTES[dtype], gradients, rows)
-    use_tma = _uses_tma(config, vector) and num_rows > 0
+    config = config or weight_gradient_config(gpu_at(address(w)), *w.shape[1:])
+    use_tma = _uses_tma(config, _vector(ITEM_BYTES[device.dtype_name(x)], gradients, rows)) and num_rows > 0
     if tokens is not None and use_tma:
         rows, tokens = _rows(device, _permuted(device, x, tokens)), None
-    gathers = tokens is not None
     p, q = (gradients, rows) if transpose else (rows, gradients)
-    tables = _schedule(device, groups, num_rows, config.rows)
-    pointer = _POINTERS[dtype] + (":16" if vector > 1 else "")
+    gathered = None if tokens is None else (tokens.row_to_token, transpose)
+    tables = schedule(device, groups, num_rows, config.rows)
+    weight_gradient(device, p, q, tables, config, num_rows, d_w, gathered=gathered)
+    return d_w
+
+
+def weight_gradient(
+    device: Device,
+    p: Rows,
+    q: Rows,
+    tables: Schedule,
+    config: GemmConfig,
+    num_rows: int,
+    out: Array,
+    *,
+    window: tuple[int, int] = (0, 0),
+    gathered: tuple[Array, bool] | None = None,
+    adds: bool = False,
+) -> None:
+    """out[e, i : i + P, j : j + Q] = p^T q of each expert's rows, or added to it.
+
+    Args:
+        device: where to.
+        p: [M, P].
+        q: [M, Q].
+        tables: `schedule` for any tiles.
+        config: how it is cut.
+        num_rows: M.
+        out: [E, ...], dtype of ``p`` or float32.
+        window: i and j; multiples of 8.
+        gathered: row_to_token and whether q has the rows of tokens, else p has them; None: neither.
+        adds: whether to add to what ``out`` holds.
+    """
+    dtype, out_dtype = device.dtype_name(p.array), device.dtype_name(out)
+    item = ITEM_BYTES[dtype]
+    experts, _, out_stride = out.shape
+    vector = _vector(item, p, q, out)
+    use_tma = _uses_tma(config, vector) and num_rows > 0 and gathered is None
+    row_to_token, q_gathered = gathered or (None, False)
+    place = (window[0] * out_stride + window[1]) * ITEM_BYTES[out_dtype]
+    aligned = ":16" if vector > 1 else ""
+    pointer = _POINTERS[dtype] + aligned
+    sources = (q if q_gathered else p).height
     with _descriptors(device, use_tma):
         device.launch(
             weight_gradient_kernel,
-            config.grid(gpu, experts * blocks(p.width, config.rows) * blocks(q.width, config.columns)),
-            (pointer, pointer, "*i32", pointer, "*i32", "*i32", *["i32"] * 5, "i64", "i64"),
+            config.grid(gpu_at(address(out)), experts * blocks(p.width, config.rows) * blocks(q.width, config.columns)),
+            (pointer, pointer, "*i32", _POINTERS[out_dtype] + aligned, "*i32", "*i32", *["i32"] * 5, *["i64"] * 4),
             (
-                *map(address, (p.array, q.array, tokens and tokens.row_to_token, d_w, tables.first, tables.stop)),
-                *(experts, num_rows, rows.array.shape[0], p.width // vector, q.width // vector),
-                *(p.stride // vector, q.stride // vector),
+                *(p.address(item), q.address(item), address(row_to_token), address(out) + place),
+                *(address(tables.first), address(tables.stop)),
+                *(experts, num_rows, sources, p.width // vector, q.width // vector),
+                *(p.stride // vector, q.stride // vector, out.shape[1] * out_stride // vector, out_stride // vector),
             ),
             (
-                *(vector, gathers and not transpose, gathers and transpose, use_tma),
+                *(vector, gathered is not None and not q_gathered, q_gathered, use_tma, adds),
                 *(use_tma or p.width % config.rows == 0, use_tma or q.width % config.columns == 0),
                 # What is gathered waits for its indices, which take every other stage.
                 *(config.rows, config.columns, config.depth, config.band),
-                2 * config.stages - 1 if gathers else config.stages,
+                config.stages if gathered is None else 2 * config.stages - 1,
                 _experts_at_once(experts),
             ),
             config.warps,
         )
-    return d_w
 
 
-def _row_sums(device: Device, values: Any) -> Any:
+def row_sums(device: Device, values: Any) -> Any:
+    """float32 [M], the sums of the rows of values [M, W]."""
     num_rows, width = values.shape
     out = device.empty([num_rows], "float32")
     if num_rows:

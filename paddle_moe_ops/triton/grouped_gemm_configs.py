@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .launching import blocks, next_power_of_2
 
-__all__ = ["ALLOCATOR", "GemmConfig", "Gpu", "gpu_at", "product_config", "weight_gradient_config"]
+__all__ = ["ALLOCATOR", "GemmConfig", "Gpu", "gated_config", "gpu_at", "product_config", "weight_gradient_config"]
 
 _LARGE = (9, 10)  # compute capabilities of 228 KB of shared memory a multiprocessor: 12.x has 100 again, as 8.6 and 8.9
 
@@ -59,6 +59,8 @@ class GemmConfig(NamedTuple):
         warps: of a program.
         programs: on each multiprocessor; 0: a program for every tile that there may be.
         tma: whether operands come through tensor descriptors where that is possible.
+        flat_depth: the longest contraction whose tiles load ahead of one another: for more of them their number counts
+            less than the registers which that takes.
     """
 
     rows: int
@@ -69,6 +71,7 @@ class GemmConfig(NamedTuple):
     warps: int
     programs: int
     tma: bool
+    flat_depth: int = 0
 
     def grid(self, gpu: Gpu, tiles: int) -> int:
         """Programs of a launch for at most so many tiles."""
@@ -116,19 +119,33 @@ def _is_small(gpu: Gpu) -> bool:
     return gpu.capability // 10 not in _LARGE
 
 
+_FLAT_DEPTH = 1536
+
 # On GPUs before Hopper, and after it where blocks for descriptors do not fit.
 _SMALL = GemmConfig(128, 128, 32, 8, 4, 4, 2, False)
 
 
-def product_config(gpu: Gpu, num_rows: int, num_experts: int, outer: int) -> GemmConfig:
-    """Of a product with M rows and N columns, on average M / E rows a group."""
+def product_config(gpu: Gpu, num_rows: int, num_experts: int, inner: int, outer: int) -> GemmConfig:
+    """Of a product with M rows, D terms a sum and N columns, on average M / E rows a group."""
     mean = blocks(num_rows, num_experts)
     if _is_small(gpu):
         return _SMALL.fitting(mean, outer)
     tma = ALLOCATOR is not None
     if mean <= 64:
         return GemmConfig(64, 128, 64, 8, 4, 4, 2, tma).fitting(mean, outer)
-    return GemmConfig(128, 256, 64, 8, 3, 8, 1, tma).fitting(mean, outer)
+    stages = 4 if inner <= 256 else 3
+    return GemmConfig(128, 256, 64, 8, stages, 8, 1, tma, _FLAT_DEPTH).fitting(mean, outer)
+
+
+def gated_config(gpu: Gpu, num_rows: int, num_experts: int, outer: int) -> GemmConfig:
+    """Of a product whose programs hold two tiles, of gates and of what they gate, N columns each."""
+    mean = blocks(num_rows, num_experts)
+    if _is_small(gpu):
+        return _SMALL._replace(columns=64).fitting(mean, outer)
+    tma = ALLOCATOR is not None
+    if mean <= 64:
+        return GemmConfig(64, 64, 64, 8, 4, 4, 2, tma).fitting(mean, outer)
+    return GemmConfig(128, 128, 64, 8, 4, 8, 1, tma).fitting(mean, outer)
 
 
 def weight_gradient_config(gpu: Gpu, rows: int, columns: int) -> GemmConfig:

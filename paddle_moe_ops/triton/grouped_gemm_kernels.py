@@ -3,19 +3,26 @@
 # mypy: disable-error-code="assignment"
 """Kernels of the grouped product: a matrix per expert over its own rows, whose numbers only the device knows.
 
-`schedule_kernel` (one program) turns sizes and offsets into three tables, int32:
+`schedule_kernel` (one program) turns sizes and offsets into tables, int32:
 
     first [E + 1]   first row of each group; M
     stop [E]        end of each group
-    tiles [E + 1]   tiles of BLOCK_M rows before each expert's; all
+    tiles [E + 1]   tiles of BLOCK_M rows before each group's; all
+    spare [E + 2]   blocks of BLOCK_M rows of no group before those in front of the first group, and before those after
+                    the tiles of each; all
+    windows [P + 3] tiles that begin before each window of rows; all, 0 and all, as if for one window
 
-An expert's tiles cover its group and the rows of no group after it (the first one's also those in front), so that
-every row of the result is written: 0 in rows of no group. Groups that overlap or leave [0, M) are cut.
+A tile ends where the next group begins, so the tiles and the spare blocks cover all rows: 0 in rows of no group. Groups
+that overlap or leave [0, M) are cut.
 
-`product_kernel` makes BLOCK_M x BLOCK_N tiles of the result, `weight_gradient_kernel` BLOCK_P x BLOCK_Q tiles of each
-expert's gradient. The programs share the tiles of a flat list: expert by expert, and in bands of GROUP tiles, so that
-what is at work at a time reads few rows and columns, from the L2. One program adds up a tile, in ascending order of the
-contraction and in float32: the bits do not depend on how many programs there are.
+`product_kernel` makes BLOCK_M x BLOCK_N tiles of the result; `weight_gradient_kernel` is in a file of its own. The
+programs share the tiles of a flat list: expert by expert, and in bands of GROUP tiles, so that what is at work at a
+time reads few rows and columns, from the L2. One program adds up a tile, in ascending order of the contraction and in
+float32: the bits do not depend on how many programs there are, nor on windows.
+
+A launch can be for one window of rows, whose operand then holds the rows of the window (and BLOCK_M - 1 after it, for
+the last tile), or for one window of columns, which is all that its result holds. So a matrix of all rows and columns
+need not exist.
 
 Operands come through descriptors (USE_TMA; addresses and rows must be multiples of 16 bytes) or through pointers, which
 can gather rows. Moved from memory, at least: each operand and each result once.
@@ -24,7 +31,7 @@ can gather rows. Moved from memory, at least: each operand and each result once.
 import triton
 import triton.language as tl
 
-__all__ = ["product_kernel", "row_sums_kernel", "schedule_kernel", "weight_gradient_kernel"]
+__all__ = ["in_bands", "product_kernel", "row_sums_kernel", "schedule_kernel", "swiglu", "tokens_of"]
 
 
 @triton.jit
@@ -39,8 +46,12 @@ def schedule_kernel(
     first,
     stop,
     tiles,
+    spare,
+    windows,
     num_experts,
     num_rows,
+    num_windows,
+    window_rows,
     HAS_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,15 +81,36 @@ def schedule_kernel(
         tl.store(first + expert, tl.maximum(tl.load(first + expert, mask=inside, other=0), earlier), mask=inside)
     tl.store(first + num_experts, num_rows)
     tl.debug_barrier()
-    before = 0
+    in_front = (tl.load(first) + (BLOCK_M - 1)) // BLOCK_M
+    tl.store(spare, 0)
+    before, spare_before = 0, in_front
     for chunk in range(0, num_experts, BLOCK):
         expert, inside = chunk + index, chunk + index < num_experts
-        origin = tl.load(first + expert, mask=inside & (expert > 0), other=0)
-        count = (tl.load(first + expert + 1, mask=inside, other=0) - origin + (BLOCK_M - 1)) // BLOCK_M
-        count = tl.where(inside, count, 0)
+        origin = tl.load(first + expert, mask=inside, other=0)
+        rows = tl.load(stop + expert, mask=inside, other=0) - origin
+        count = tl.where(inside, (tl.maximum(rows, 0) + (BLOCK_M - 1)) // BLOCK_M, 0)
+        after = tl.load(first + expert + 1, mask=inside, other=0) - origin - count * BLOCK_M
+        blocks = tl.where(inside, (tl.maximum(after, 0) + (BLOCK_M - 1)) // BLOCK_M, 0)
         tl.store(tiles + expert, before + tl.cumsum(count, axis=0) - count, mask=inside)
+        tl.store(spare + 1 + expert, spare_before + tl.cumsum(blocks, axis=0) - blocks, mask=inside)
         before += tl.sum(count, axis=0)
+        spare_before += tl.sum(blocks, axis=0)
     tl.store(tiles + num_experts, before)
+    tl.store(spare + 1 + num_experts, spare_before)
+    tl.store(windows + num_windows, before)
+    tl.store(windows + num_windows + 1, 0)
+    tl.store(windows + num_windows + 2, before)
+    tl.debug_barrier()
+    for window in range(num_windows):
+        before = 0
+        for chunk in range(0, num_experts, BLOCK):
+            expert, inside = chunk + index, chunk + index < num_experts
+            origin = tl.load(first + expert, mask=inside, other=0)
+            earlier = tl.load(tiles + expert, mask=inside, other=0)
+            count = tl.load(tiles + expert + 1, mask=inside, other=0) - earlier
+            begun = (tl.maximum(window * window_rows - origin, 0) + (BLOCK_M - 1)) // BLOCK_M
+            before += tl.sum(tl.minimum(begun, count), axis=0)
+        tl.store(windows + window, before)
 
 
 @triton.jit
@@ -100,7 +132,7 @@ def _expert_of(tiles, tile, num_experts, BLOCK: tl.constexpr, SEVERAL: tl.conste
 
 
 @triton.jit
-def _in_bands(tile, height, width, GROUP: tl.constexpr):
+def in_bands(tile, height, width, GROUP: tl.constexpr):
     """Row and column of a tile of height x width: in bands of GROUP rows, down each column of a band."""
     band = tile // (GROUP * width)
     rows = tl.minimum(height - band * GROUP, GROUP)
@@ -110,11 +142,17 @@ def _in_bands(tile, height, width, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _tokens_of(row_to_token, rows, live, num_tokens):
+def tokens_of(row_to_token, rows, live, num_tokens):
     """The token of each row, and whether the row lives and has one."""
     token = tl.load(row_to_token + rows, mask=live, other=-1)
     found = (token >= 0) & (token < num_tokens)
     return tl.where(found, token, 0), found
+
+
+@triton.jit
+def swiglu(gate, up):
+    """silu(gate) * up, float32."""
+    return gate * up / (1.0 + tl.exp(-gate))
 
 
 @triton.jit
@@ -125,16 +163,23 @@ def product_kernel(
     weights,
     partner,
     out,
+    hidden,
     partial,
     scaled,
     first,
     stop,
     tiles,
+    spare,
+    window,
     num_experts,
-    num_rows,
     num_sources,
     inner_groups,
     outer_groups,
+    width_groups,
+    first_column,
+    first_row,
+    part,
+    parts,
     x_stride_groups,
     partner_stride_groups,
     VECTOR: tl.constexpr,
@@ -142,6 +187,9 @@ def product_kernel(
     GATHER: tl.constexpr,
     WEIGHTED: tl.constexpr,
     PARTNER: tl.constexpr,
+    GATED: tl.constexpr,
+    KEEPS_HIDDEN: tl.constexpr,
+    FLAT: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_INNER: tl.constexpr,
     EVEN_OUTER: tl.constexpr,
@@ -155,239 +203,193 @@ def product_kernel(
 ):
     """out[r] = weights[r] * x[r] W_e^T for the rows r of expert e, or W_e without TRANSPOSE; [M, N], [M, D], [E, N, D].
 
-    GATHER: row r is x[row_to_token[r]], x [num_sources, D]; not with USE_TMA. WEIGHTED: with weights. PARTNER [M, N],
-    dtype of x, is the operand whose gradient ``out`` is: partial[r, column tile] is the dot product of its row with the
-    unweighted result, and scaled[r] = weights[r] * partner[r], for the gradients of the weights and of W.
+    ``window`` has the first and the end of the tiles to make; x [num_sources, D] begins with row ``first_row``, and out
+    has the ``width`` columns from ``first_column`` on. Of the spare blocks it takes every one of ``parts``.
+
+    GATHER: row r is x[row_to_token[r]], through pointers. WEIGHTED: with weights. PARTNER [M, N], dtype of x, is the
+    operand whose gradient ``out`` is: partial[r, column tile] is the dot product of its row with the unweighted result,
+    and scaled[r] = weights[r] * partner[r], for the gradients of the weights and of W. GATED: out [M, N / 2] is
+    `swiglu` of the two halves of the columns, each rounded to the dtype of x; ``hidden`` [M, N] takes the halves
+    themselves with KEEPS_HIDDEN. A program has both halves of a tile at once. FLAT, where both operands come through
+    descriptors: one loop over the blocks of all tiles of a program, in which the first blocks of a tile are on their
+    way before the last one is stored.
     """
-    inner, outer = inner_groups * VECTOR, outer_groups * VECTOR
+    inner, outer, width = inner_groups * VECTOR, outer_groups * VECTOR, width_groups * VECTOR
     x_stride = x_stride_groups * VECTOR
-    columns_of_tiles = (outer + BLOCK_N - 1) // BLOCK_N
+    columns_of_tiles = (width + BLOCK_N - 1) // BLOCK_N
     matrix = inner.to(tl.int64) * outer
     if USE_TMA:
-        x_blocks = tl.make_tensor_descriptor(x, [num_rows, inner], [x_stride, 1], [BLOCK_M, BLOCK_K])
+        if not GATHER:
+            x_blocks = tl.make_tensor_descriptor(x, [num_sources, inner], [x_stride, 1], [BLOCK_M, BLOCK_K])
         if TRANSPOSE:
             w_blocks = tl.make_tensor_descriptor(w, [num_experts * outer, inner], [inner, 1], [BLOCK_N, BLOCK_K])
         else:
             w_blocks = tl.make_tensor_descriptor(w, [num_experts * inner, outer], [outer, 1], [BLOCK_K, BLOCK_N])
-    for tile in tl.range(tl.program_id(0), tl.load(tiles + num_experts) * columns_of_tiles, tl.num_programs(0)):
-        expert = _expert_of(tiles, tile // columns_of_tiles, num_experts, EXPERTS, SEVERAL)
-        before = tl.load(tiles + expert)
-        height = tl.load(tiles + expert + 1) - before
-        tile_m, tile_n = _in_bands(tile - before * columns_of_tiles, height, columns_of_tiles, GROUP)
-        begin, end, next_begin = tl.load(first + expert), tl.load(stop + expert), tl.load(first + expert + 1)
-        origin = tl.where(expert == 0, 0, begin) + tile_m * BLOCK_M
-        rows = origin + tl.arange(0, BLOCK_M)
-        live = (rows >= begin) & (rows < end)
-        if GATHER:
-            sources, live = _tokens_of(row_to_token, rows, live, num_sources)
-        else:
-            sources = tl.minimum(rows, num_rows - 1)
-        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
-        x_tile = x + sources.to(tl.int64)[:, None] * x_stride + k[None, :]
-        w_matrix = w + expert.to(tl.int64) * matrix
-        if TRANSPOSE:
-            # Beyond the last column any will do: what comes of it is not stored.
-            w_tile = w_matrix + tl.minimum(columns, outer - 1).to(tl.int64)[None, :] * inner + k[:, None]
-        else:
-            w_tile = w_matrix + k.to(tl.int64)[:, None] * outer + columns[None, :]
-        steps = tl.where((origin < end) & (origin + BLOCK_M > begin), (inner + BLOCK_K - 1) // BLOCK_K, 0)
+    first_tile, last_tile = tl.load(window), tl.load(window + 1)
+    begin_tile, end_tile = first_tile * columns_of_tiles + tl.program_id(0), last_tile * columns_of_tiles
+    tables = first, stop, tiles, num_experts
+    if FLAT:
+        steps = (inner + BLOCK_K - 1) // BLOCK_K
+        tile, step = begin_tile - tl.num_programs(0), steps - 1
+        expert, origin, end, next_begin, tile_n = 0, 0, 0, 0, 0
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for step in tl.range(0, steps, num_stages=STAGES):
-            here = step * BLOCK_K
-            if USE_TMA:
-                x_block = x_blocks.load([origin, here])
-            elif EVEN_INNER:
-                x_block = tl.load(x_tile + here)
-            else:
-                x_block = tl.load(x_tile + here, mask=(here + k < inner)[None, :], other=0.0)
-            if USE_TMA and TRANSPOSE:
-                w_block = w_blocks.load([expert * outer + tile_n * BLOCK_N, here]).T
-            elif USE_TMA:
-                w_block = w_blocks.load([expert * inner + here, tile_n * BLOCK_N])
-            elif TRANSPOSE:
-                if EVEN_INNER:
-                    w_block = tl.load(w_tile + here)
-                else:
-                    w_block = tl.load(w_tile + here, mask=(here + k < inner)[:, None], other=0.0)
-            else:
-                if EVEN_INNER and EVEN_OUTER:
-                    w_block = tl.load(w_tile)
-                else:
-                    inside = (here + k < inner)[:, None] & (columns < outer)[None, :]
-                    w_block = tl.load(w_tile, mask=inside, other=0.0)
-                w_tile += BLOCK_K * outer.to(tl.int64)
-            acc = tl.dot(x_block, w_block, acc)
-        acc = tl.where(live[:, None], acc, 0.0)
-        target = rows.to(tl.int64)[:, None] * outer + columns[None, :]
-        inside = (rows < next_begin)[:, None] & (columns < outer)[None, :]
-        if WEIGHTED:
-            factor = tl.load(weights + rows, mask=live, other=0.0)[:, None]
-        if PARTNER:
-            place = rows.to(tl.int64)[:, None] * (partner_stride_groups * VECTOR) + columns[None, :]
-            other = tl.load(partner + place, mask=live[:, None] & inside, other=0.0).to(tl.float32)
-            sums = tl.sum(acc * tl.where(inside, other, 0.0), axis=1)
-            tl.store(partial + rows.to(tl.int64) * columns_of_tiles + tile_n, sums, mask=rows < next_begin)
-            tl.store(scaled + target, (other * factor).to(scaled.dtype.element_ty), mask=inside)
-        if WEIGHTED:
-            acc *= factor
-        tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _rows_through_pointers(
-    source,
-    row_to_token,
-    num_sources,
-    rows,
-    live,
-    columns,
-    width,
-    stride,
-    GATHER: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Blocks of rows, 0 where they do not live."""
-    if GATHER:
-        places, found = _tokens_of(row_to_token, rows, live, num_sources)
-    else:
-        places, found = rows, live
-    here = source + places.to(tl.int64)[:, None] * stride + columns[None, :]
-    if EVEN:
-        return tl.load(here, mask=found[:, None], other=0.0)
-    else:
-        return tl.load(here, mask=found[:, None] & (columns < width)[None, :], other=0.0)
-
-
-# Coordinates of rows in a descriptor; 2**30 times 2**34 elements of 2 bytes is 0 in the 64 bits of an address.
-_AROUND = tl.constexpr(2**30)
-_AROUND_STRIDE = tl.constexpr(2**34)
-
-
-@triton.jit
-def _blocks_of_groups(rows, num_rows, width, stride, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
-    """A descriptor of [num_rows, width] for `_block_of_group`.
-
-    Rows have three coordinates: (_AROUND, y, x) is row y + x - _AROUND, and x ends at _AROUND, so y says which row that
-    is. The first one takes _AROUND rows away from the address, which wraps around. Two coordinates would do in a
-    descriptor that begins before the rows, but a GPU may read where a descriptor begins even if nothing of a block is
-    inside, and there may be no memory before the rows. No coordinate has room for more than is used: same reason.
-    """
-    return tl.make_tensor_descriptor(
-        rows,
-        [_AROUND + 1, num_rows + 1, _AROUND, width],
-        [-stride.to(tl.int64) + _AROUND_STRIDE, stride, stride, 1],
-        [1, 1, BLOCK_R, BLOCK],
-    )
-
-
-@triton.jit
-def _block_of_group(blocks, row, end, column):
-    """Rows from ``row`` on, zeros from row ``end`` on."""
-    block = blocks.load([_AROUND, end, row - end + _AROUND, column])
-    return block.reshape(block.shape[2], block.shape[3])
-
-
-@triton.jit
-def _steps_of_program(first, stop, tiles_of_expert, num_experts, BLOCK_R: tl.constexpr, EXPERTS: tl.constexpr):
-    """Blocks of rows in all tiles of this program; one at least in each, for zeros."""
-    steps, programs = 0, tl.num_programs(0)
-    for chunk in range(0, num_experts, EXPERTS):
-        expert = chunk + tl.arange(0, EXPERTS)
-        inside = expert < num_experts
-        rows = tl.load(stop + expert, mask=inside, other=0) - tl.load(first + expert, mask=inside, other=0)
-        before = (expert * tiles_of_expert - tl.program_id(0) + programs - 1) // programs
-        after = ((expert + 1) * tiles_of_expert - tl.program_id(0) + programs - 1) // programs
-        blocks = tl.maximum((rows + BLOCK_R - 1) // BLOCK_R, 1)
-        steps += tl.sum(tl.where(inside, (after - before) * blocks, 0), axis=0)
-    return steps
-
-
-@triton.jit
-def weight_gradient_kernel(
-    p,
-    q,
-    row_to_token,
-    out,
-    first,
-    stop,
-    num_experts,
-    num_rows,
-    num_sources,
-    p_groups,
-    q_groups,
-    p_stride_groups,
-    q_stride_groups,
-    VECTOR: tl.constexpr,
-    GATHER_P: tl.constexpr,
-    GATHER_Q: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    EVEN_P: tl.constexpr,
-    EVEN_Q: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
-    """out[e] = sum over the rows r of expert e of p[r]^T q[r]; [M, P] and [M, Q] give [E, P, Q].
-
-    The rows of p (GATHER_P) or q (GATHER_Q) may be those of tokens. With USE_TMA, and then without gathers, what lies
-    after the rows of an expert comes as zeros, without masks, and tiles are stored by descriptors, which end with a
-    matrix. One loop over the blocks of all tiles: the first blocks of a tile are on their way before the last one is
-    stored.
-    """
-    p_width, q_width = p_groups * VECTOR, q_groups * VECTOR
-    p_stride, q_stride = p_stride_groups * VECTOR, q_stride_groups * VECTOR
-    tiles_p, tiles_q = (p_width + BLOCK_P - 1) // BLOCK_P, (q_width + BLOCK_Q - 1) // BLOCK_Q
-    tiles_of_expert = tiles_p * tiles_q
-    if USE_TMA:
-        p_blocks = _blocks_of_groups(p, num_rows, p_width, p_stride, BLOCK_R, BLOCK_P)
-        q_blocks = _blocks_of_groups(q, num_rows, q_width, q_stride, BLOCK_R, BLOCK_Q)
-        matrix = p_width.to(tl.int64) * q_width
-        results = tl.make_tensor_descriptor(
-            out, [num_experts, p_width, q_width], [matrix, q_width.to(tl.int64), 1], [1, BLOCK_P, BLOCK_Q]
-        )
-        steps = _steps_of_program(first, stop, tiles_of_expert, num_experts, BLOCK_R, EXPERTS)
-        tile = tl.program_id(0) - tl.num_programs(0)
-        expert, here, end, place_p, place_q = 0, 0, 0, 0, 0
-        acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
-        for _ in tl.range(0, steps, num_stages=STAGES):
-            here += BLOCK_R
-            if here >= end:
+        tiles_here = tl.maximum(end_tile - begin_tile + tl.num_programs(0) - 1, 0) // tl.num_programs(0)
+        for _ in tl.range(0, tiles_here * steps, num_stages=STAGES):
+            step += 1
+            if step == steps:
+                step = 0
                 tile += tl.num_programs(0)
-                expert = tile // tiles_of_expert
-                here, end = tl.load(first + expert), tl.load(stop + expert)
-                tile_p, tile_q = _in_bands(tile - expert * tiles_of_expert, tiles_p, tiles_q, GROUP)
-                place_p, place_q = tile_p * BLOCK_P, tile_q * BLOCK_Q
-            p_block = _block_of_group(p_blocks, here, end, place_p)
-            q_block = _block_of_group(q_blocks, here, end, place_q)
-            acc = tl.dot(p_block.T, q_block, acc)
-            if here + BLOCK_R >= end:
-                results.store([expert, place_p, place_q], acc.to(results.dtype).reshape(1, BLOCK_P, BLOCK_Q))
-                acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
+                expert, origin, end, next_begin, tile_n = _place_of(
+                    tables, tile, first_tile, last_tile, columns_of_tiles, BLOCK_M, GROUP, EXPERTS, SEVERAL
+                )
+            x_block = x_blocks.load([origin - first_row, step * BLOCK_K])
+            column = first_column + tile_n * BLOCK_N
+            w_block = _matrix_block(w_blocks, expert, step * BLOCK_K, column, inner, outer, TRANSPOSE)
+            acc = tl.dot(x_block, w_block, acc)
+            if step == steps - 1:
+                rows, places = origin + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+                live, inside = rows < end, (rows < next_begin)[:, None] & (places < width)[None, :]
+                made = tl.where(live[:, None], acc, 0.0)
+                if WEIGHTED:
+                    made *= tl.load(weights + rows, mask=live, other=0.0)[:, None]
+                target = rows.to(tl.int64)[:, None] * width + places[None, :]
+                tl.store(out + target, made.to(out.dtype.element_ty), mask=inside)
+                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
-        for tile in tl.range(tl.program_id(0), num_experts * tiles_of_expert, tl.num_programs(0)):
-            expert = tile // tiles_of_expert
-            tile_p, tile_q = _in_bands(tile - expert * tiles_of_expert, tiles_p, tiles_q, GROUP)
-            p_columns = tile_p * BLOCK_P + tl.arange(0, BLOCK_P)
-            q_columns = tile_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
-            end = tl.load(stop + expert)
-            acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
-            for here in tl.range(tl.load(first + expert), end, BLOCK_R, num_stages=STAGES):
-                rows = here + tl.arange(0, BLOCK_R)
-                live = rows < end
-                p_block = _rows_through_pointers(
-                    p, row_to_token, num_sources, rows, live, p_columns, p_width, p_stride, GATHER_P, EVEN_P
-                )
-                q_block = _rows_through_pointers(
-                    q, row_to_token, num_sources, rows, live, q_columns, q_width, q_stride, GATHER_Q, EVEN_Q
-                )
-                acc = tl.dot(p_block.T, q_block, acc)
-            target = (expert.to(tl.int64) * p_width + p_columns[:, None]) * q_width + q_columns[None, :]
-            inside = (p_columns < p_width)[:, None] & (q_columns < q_width)[None, :]
+        for tile in tl.range(begin_tile, end_tile, tl.num_programs(0)):
+            expert, origin, end, next_begin, tile_n = _place_of(
+                tables, tile, first_tile, last_tile, columns_of_tiles, BLOCK_M, GROUP, EXPERTS, SEVERAL
+            )
+            rows = origin + tl.arange(0, BLOCK_M)
+            live = rows < end
+            if GATHER:
+                sources, live = tokens_of(row_to_token, rows, live, num_sources)
+            else:
+                sources = tl.minimum(rows - first_row, num_sources - 1)
+            places = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            columns = first_column + places
+            k = tl.arange(0, BLOCK_K)
+            x_tile = x + sources.to(tl.int64)[:, None] * x_stride + k[None, :]
+            w_matrix = w + expert.to(tl.int64) * matrix
+            if TRANSPOSE:
+                # Beyond the last column any will do: what comes of it is not stored.
+                w_tile = w_matrix + tl.minimum(columns, outer - 1).to(tl.int64)[None, :] * inner + k[:, None]
+                to_up = width.to(tl.int64) * inner
+            else:
+                w_tile = w_matrix + k.to(tl.int64)[:, None] * outer + columns[None, :]
+                to_up = width.to(tl.int64)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            if GATED:
+                acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for step in tl.range(0, (inner + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
+                here = step * BLOCK_K
+                if USE_TMA and not GATHER:
+                    x_block = x_blocks.load([origin - first_row, here])
+                elif EVEN_INNER:
+                    x_block = tl.load(x_tile + here)
+                else:
+                    x_block = tl.load(x_tile + here, mask=(here + k < inner)[None, :], other=0.0)
+                if USE_TMA:
+                    column = first_column + tile_n * BLOCK_N
+                    acc = tl.dot(x_block, _matrix_block(w_blocks, expert, here, column, inner, outer, TRANSPOSE), acc)
+                    if GATED:
+                        up_block = _matrix_block(w_blocks, expert, here, column + width, inner, outer, TRANSPOSE)
+                        acc_up = tl.dot(x_block, up_block, acc_up)
+                else:
+                    inside = (here + k < inner)[:, None]
+                    if not TRANSPOSE:
+                        inside = inside & (places < width)[None, :]
+                    even: tl.constexpr = EVEN_INNER and (TRANSPOSE or EVEN_OUTER)
+                    acc = tl.dot(x_block, _block_at(w_tile, inside, even), acc)
+                    if GATED:
+                        if TRANSPOSE:
+                            inside = inside & (places < width)[None, :]
+                        acc_up = tl.dot(x_block, _block_at(w_tile + to_up, inside, even and EVEN_OUTER), acc_up)
+                    w_tile += BLOCK_K if TRANSPOSE else BLOCK_K * outer.to(tl.int64)
+            acc = tl.where(live[:, None], acc, 0.0)
+            target = rows.to(tl.int64)[:, None] * width + places[None, :]
+            inside = (rows < next_begin)[:, None] & (places < width)[None, :]
+            if GATED:
+                dtype: tl.constexpr = out.dtype.element_ty
+                gate, up = acc.to(dtype), tl.where(live[:, None], acc_up, 0.0).to(dtype)
+                if KEEPS_HIDDEN:
+                    there = target + rows.to(tl.int64)[:, None] * width
+                    tl.store(hidden + there, gate, mask=inside)
+                    tl.store(hidden + there + width, up, mask=inside)
+                acc = swiglu(gate.to(tl.float32), up.to(tl.float32))
+            if WEIGHTED:
+                factor = tl.load(weights + rows, mask=live, other=0.0)[:, None]
+            if PARTNER:
+                place = rows.to(tl.int64)[:, None] * (partner_stride_groups * VECTOR) + columns[None, :]
+                other = tl.load(partner + place, mask=live[:, None] & inside, other=0.0).to(tl.float32)
+                sums = tl.sum(acc * tl.where(inside, other, 0.0), axis=1)
+                tl.store(partial + rows.to(tl.int64) * columns_of_tiles + tile_n, sums, mask=rows < next_begin)
+                tl.store(scaled + target, (other * factor).to(scaled.dtype.element_ty), mask=inside)
+            if WEIGHTED:
+                acc *= factor
             tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
+    # Rows of no group; each of the launches for windows takes a part of them.
+    last_spare = tl.load(spare + 1 + num_experts) * columns_of_tiles
+    for block in range(tl.program_id(0) + part * tl.num_programs(0), last_spare, parts * tl.num_programs(0)):
+        number, tile_n = block // columns_of_tiles, block % columns_of_tiles
+        group = _expert_of(spare, number, num_experts + 1, EXPERTS, True)  # 0: in front of the first
+        ends = tl.load(first + group)
+        before = tl.maximum(group - 1, 0)
+        covered = tl.load(first + before) + (tl.load(tiles + before + 1) - tl.load(tiles + before)) * BLOCK_M
+        rows = tl.where(group == 0, 0, covered) + (number - tl.load(spare + group)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        places = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (rows < ends)[:, None] & (places < width)[None, :]
+        target = rows.to(tl.int64)[:, None] * width + places[None, :]
+        zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
+        tl.store(out + target, zeros, mask=inside)
+        if GATED and KEEPS_HIDDEN:
+            there = target + rows.to(tl.int64)[:, None] * width
+            tl.store(hidden + there, zeros, mask=inside)
+            tl.store(hidden + there + width, zeros, mask=inside)
+        if PARTNER:
+            partials = partial + rows.to(tl.int64) * columns_of_tiles + tile_n
+            tl.store(partials, tl.zeros([BLOCK_M], tl.float32), mask=rows < ends)
+            tl.store(scaled + target, zeros, mask=inside)
+
+
+@triton.jit
+def _place_of(
+    tables,
+    tile,
+    first_tile,
+    last_tile,
+    columns_of_tiles,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SEVERAL: tl.constexpr,
+):
+    """Of a tile of a window: its expert, its first row, the end of the group, the next one's first row; its column."""
+    first, stop, tiles, num_experts = tables
+    expert = _expert_of(tiles, tile // columns_of_tiles, num_experts, EXPERTS, SEVERAL)
+    before = tl.load(tiles + expert)
+    here_before = tl.maximum(before, first_tile)
+    height = tl.minimum(tl.load(tiles + expert + 1), last_tile) - here_before
+    tile_m, tile_n = in_bands(tile - here_before * columns_of_tiles, height, columns_of_tiles, GROUP)
+    origin = tl.load(first + expert) + (tile_m + here_before - before) * BLOCK_M
+    return expert, origin, tl.load(stop + expert), tl.load(first + expert + 1), tile_n
+
+
+@triton.jit
+def _matrix_block(blocks, expert, here, column, inner, outer, TRANSPOSE: tl.constexpr):
+    """Of an expert's matrix, through a descriptor: part of the contraction from ``here`` on, and columns."""
+    if TRANSPOSE:
+        return blocks.load([expert * outer + column, here]).T
+    else:
+        return blocks.load([expert * inner + here, column])
+
+
+@triton.jit
+def _block_at(pointers, inside, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit

@@ -3,8 +3,9 @@
 """Rows to expert order: each source row is read once and written to its K rows.
 
 rows[token_rows[t, :]] = x[t], scales alike; rows without a token (row_to_token < 0) are zeroed by further programs of
-the same launch. One program moves BLOCK words of one token; a word is an integer as wide as address and row size
-allow, so bits survive whatever the dtype. It moves (T + N) * H * itemsize bytes, and 4 * (T * K + N) of maps.
+the same launch. A launch may make a window of the rows, or a window of their columns, in a buffer of that size. One
+program moves BLOCK words of one token; a word is an integer as wide as address and row size allow, so bits survive
+whatever the dtype. It moves (T + N) * H * itemsize bytes, and 4 * (T * K + N) of maps.
 """
 
 import functools
@@ -28,7 +29,7 @@ from .launching import (
 )
 from .sums import load_indices
 
-__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "zero_rows"]
+__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "permute_window", "zero_rows"]
 
 FILL_BLOCK = 128  # rows that one program looks at for padding
 
@@ -55,6 +56,7 @@ def permute_kernel(
     rows,
     row_scales,
     num_tokens,
+    first_row,
     num_rows,
     row_slots,
     groups,
@@ -72,7 +74,7 @@ def permute_kernel(
     SCALE_VECTOR: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """COLUMN_BLOCKS programs per token, then as many per FILL rows."""
+    """COLUMN_BLOCKS programs per token, then as many per FILL rows. The rows are those from ``first_row`` on."""
     program = tl.program_id(0)
     token = program // COLUMN_BLOCKS
     part = program % COLUMN_BLOCKS
@@ -91,9 +93,9 @@ def permute_kernel(
         first = 0
         while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
             # All of them before any store, which would hold them up.
-            targets = load_indices(entries, first, row_slots, num_rows, AT_ONCE)
+            targets = load_indices(entries, first, row_slots, first_row + num_rows, AT_ONCE)
             for k in tl.static_range(AT_ONCE):
-                row = targets[k].to(tl.int64)
+                row = targets[k].to(tl.int64) - first_row
                 tl.store(rows + row * width + columns, data, mask=columns < tl.where(row >= 0, width, 0))
                 if HAS_SCALE:
                     scale_target = row_scales + row * scale_width + scale_columns
@@ -162,6 +164,40 @@ def permute(
     return rows, row_scales
 
 
+def permute_window(
+    device: Device,
+    x: Array,
+    token_rows: Array,
+    row_to_token: Array,
+    out: Array,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+) -> None:
+    """out[:] = rows[first:end, first:end] of all rows in expert order, packed; rows without a token are zeros.
+
+    Args:
+        device: where to.
+        x: [T, H].
+        token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
+        row_to_token: int32 [N].
+        out: memory for the window.
+        rows: the first row and the end.
+        columns: the first column and the end.
+    """
+    num_tokens, row_slots = token_rows.shape
+    item = ITEM_BYTES[device.dtype_name(x)]
+    (first_row, end), (first_column, column_end) = rows, columns
+    source = x.data_ptr() + first_column * item
+    stride = device.row_stride(x) * item if x.shape[0] > 1 else 0
+    layout = (column_end - first_column) * item, stride, low_bits(source, out.data_ptr())
+    call = _call(num_tokens, row_slots, end - first_row, layout, None, "all", None)
+    if call.programs:
+        owners = row_to_token.data_ptr() + ITEM_BYTES["int32"] * first_row
+        arrays = source, 0, token_rows.data_ptr(), owners, out.data_ptr(), 0
+        sizes = (num_tokens, first_row, *call.sizes[2:])
+        device.launch(permute_kernel, call.programs, call.types, (*arrays, *sizes), call.constants, call.warps)
+
+
 def _target(device: Device, source: Array, num_rows: int) -> tuple[Any, _Layout]:
     """The rows to be made from a matrix, and how both lie in memory."""
     dtype = device.dtype_name(source)
@@ -193,8 +229,8 @@ def _call(
     moved, scales = words.pointer, scale_words.pointer
     return _Call(
         (num_tokens + fills) * parts if num_rows else 0,
-        (moved, scales, "*i32", "*i32", moved, scales, *["i32"] * 3, *["i64"] * 4),
-        (num_tokens, num_rows, row_slots, words.groups, stride, scale_words.groups, scale_stride),
+        (moved, scales, "*i32", "*i32", moved, scales, *["i32"] * 4, *["i64"] * 4),
+        (num_tokens, 0, num_rows, row_slots, words.groups, stride, scale_words.groups, scale_stride),
         (
             *(has_scale, fill_rows, fill_scales, at_once, parts, block, words.vector),
             *(next_power_of_2(scale_words.length), scale_words.vector, FILL_BLOCK),

@@ -6,8 +6,9 @@
 out[t] = sum of rows[token_rows[t, :]], ascending: a float32 accumulator starts at -0.0, takes one addition or one fused
 multiply-add per row and is rounded once, to nearest even. A plain sum multiplies by 1, which rounds like the addition.
 A place without a row adds 0 * -1, which is -0.0 and changes no number, so that it needs no branch. No row gives 0; a
-single unweighted row is copied. One program makes BLOCK columns of one token; all its loads, up to eight rows, stand
-before the first addition. Moves (N + T) * H * itemsize bytes, and 4 * T * W of maps.
+single unweighted row is copied. The result may be a window of columns of a larger matrix. One program makes BLOCK
+columns of one token; all its loads, up to eight rows, stand before the first addition. Moves (N + T) * H * itemsize
+bytes, and 4 * T * W of maps.
 """
 
 import functools
@@ -21,7 +22,7 @@ from .configs import Config, rows_at_once, unpermute_config
 from .launching import CALLS_KEPT, ITEM_BYTES, Array, Device, addresses, blocks, low_bits, next_power_of_2, sum_vector
 from .sums import CARRIERS, load_indices, minus_zeros, rounded, widened
 
-__all__ = ["unpermute"]
+__all__ = ["unpermute", "unpermute_window"]
 
 
 @triton.jit
@@ -79,6 +80,7 @@ def unpermute_kernel(
     row_slots,
     groups,
     row_stride_groups,
+    out_stride_groups,
     DTYPE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     INDEXED: tl.constexpr,
@@ -105,7 +107,7 @@ def unpermute_kernel(
         single = tl.maximum(single, row_ids[k])
     if not ONE_ROUND:
         used += (tl.load(entries + COUNT, mask=row_slots > COUNT, other=-1) >= 0).to(tl.int32)
-    target = out + token * width + columns
+    target = out + token * (out_stride_groups * VECTOR) + columns
     if COPY_SINGLE and used == 1:
         tl.store(target, tl.load(rows + single.to(tl.int64) * row_step + columns, mask=inside, other=0), mask=inside)
     else:
@@ -156,10 +158,36 @@ def unpermute(
     flags = weights is not None, weight_index is not None, copy_single_row
     bits = low_bits(arrays[0], arrays[-1])
     types, programs, sizes, constants, warps = _call(
-        num_tokens, row_slots, num_rows, hidden, dtype, stride, bits, num_weights, flags, config
+        num_tokens, row_slots, num_rows, hidden, dtype, (stride, hidden), bits, num_weights, flags, config
     )
     device.launch(unpermute_kernel, programs, types, (*arrays, *sizes), constants, warps)
     return out
+
+
+def unpermute_window(
+    device: Device, rows: Array, token_rows: Array, num_rows: int, out: Array, columns: tuple[int, int]
+) -> None:
+    """out[:, first:end] = the plain sum of each token's rows [N, end - first].
+
+    Args:
+        device: where to.
+        rows: memory that holds the rows, packed.
+        token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
+        num_rows: N.
+        out: [T, H].
+        columns: the first column and the end.
+    """
+    num_tokens, row_slots = token_rows.shape
+    if not num_tokens:
+        return
+    dtype = device.dtype_name(out)
+    width = columns[1] - columns[0]
+    arrays = [*addresses(rows, token_rows, None, None), out.data_ptr() + columns[0] * ITEM_BYTES[dtype]]
+    bits = low_bits(arrays[0], arrays[-1])
+    types, programs, sizes, constants, warps = _call(
+        num_tokens, row_slots, num_rows, width, dtype, (width, out.shape[1]), bits, 0, (False, False, False), None
+    )
+    device.launch(unpermute_kernel, programs, types, (*arrays, *sizes), constants, warps)
 
 
 @functools.lru_cache(CALLS_KEPT)
@@ -169,7 +197,7 @@ def _call(
     num_rows: int,
     hidden: int,
     dtype: str,
-    stride: int,
+    strides: tuple[int, int],
     address_bits: int,
     num_weights: int,
     flags: tuple[bool, bool, bool],
@@ -178,16 +206,16 @@ def _call(
     """Types, programs, sizes, constants and warps of a launch."""
     weighted, indexed, copy_single_row = flags
     item = ITEM_BYTES[dtype]
-    vector = sum_vector(item, hidden * item, stride * item, address_bits)
+    vector = sum_vector(item, hidden * item, *(stride * item for stride in strides), address_bits)
     config = config or unpermute_config(hidden * item, num_tokens)
     block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
     parts = blocks(hidden, block)
     carrier = CARRIERS[dtype] + (":16" if vector > 1 else "")
     count = rows_at_once(row_slots, num_rows, num_tokens)
     return (
-        (carrier, "*i32", "*fp32", "*i32", carrier, "i32", "i32", "i32", "i64", "i64"),
+        (carrier, "*i32", "*fp32", "*i32", carrier, "i32", "i32", "i32", "i64", "i64", "i64"),
         num_tokens * parts,
-        (num_rows, num_weights, row_slots, hidden // vector, stride // vector),
+        (num_rows, num_weights, row_slots, hidden // vector, *(stride // vector for stride in strides)),
         (
             *(dtype, weighted, indexed, not weighted or copy_single_row),
             *(row_slots <= count, count, parts, block, vector),

@@ -98,7 +98,10 @@ def main() -> None:
 def products_by_descriptors(gpu: CompilingDevice, x: NumpyArray, matrices: NumpyArray, groups: Groups) -> None:
     hopper = Gpu(HOPPER, 132)
     experts, outer, inner = matrices.shape
-    rows, weights = product_config(hopper, 256 * experts, experts, outer), weight_gradient_config(hopper, outer, inner)
+    rows, weights = (
+        product_config(hopper, 256 * experts, experts, inner, outer),
+        weight_gradient_config(hopper, outer, inner),
+    )
     for transpose, matrix in ((True, matrices), (False, gpu.reshape(matrices, (experts, inner, outer)))):
         product = grouped_gemm(gpu, x, matrix, groups, transpose, config=rows)
         grouped_gemm_backward(gpu, product, x, matrix, groups, transpose, config=rows, weight_config=weights)

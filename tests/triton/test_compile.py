@@ -57,7 +57,7 @@ def test_blocks_fit_the_least_shared_memory_of_a_gpu(variants):
     assert max(each["shared_bytes"] for each in variants if each["capability"] == 80) <= 99 << 10
     for other in (86, 89, 120, 121):
         gpus = [Gpu(capability, 84) for capability in (80, other)]
-        assert len({product_config(gpu, 4096, 8, 4096) for gpu in gpus}) == 1
+        assert len({product_config(gpu, 4096, 8, 4096, 4096) for gpu in gpus}) == 1
         assert len({weight_gradient_config(gpu, 4096, 4096) for gpu in gpus}) == 1
 
 

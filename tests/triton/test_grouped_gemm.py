@@ -37,6 +37,7 @@ CONFIGS = {
     "descriptors": SMALL_TILES._replace(tma=True),
     "a program for every tile": SMALL_TILES._replace(programs=0),
     "a program for every tile, descriptors": SMALL_TILES._replace(programs=0, tma=True),
+    "descriptors, loading ahead": SMALL_TILES._replace(tma=True, flat_depth=1 << 20),
     "wide bands": SMALL_TILES._replace(band=8, rows=16, columns=64),
 }
 BY_CONFIG = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())

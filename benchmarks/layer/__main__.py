@@ -1,0 +1,197 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks and times layers of experts on an NVIDIA GPU with PyTorch; Paddle is not needed.
+
+    python3 -m benchmarks.layer --out benchmarks/results/h200-layer.jsonl --commit COMMIT [--shapes ernie-21b ...]
+
+A line of the result is one implementation of one shape and routing, in one mode ("eager" calls, or replays of a
+CUDA "graph"): medians of forward and backward passes with a cold L2 in microseconds, TFLOP/s (6 T K d n and 12 T K d n
+operations), launches where they are known, bytes that are kept between the passes, and the most that either pass needs
+besides its operands and results. The router is not included. An implementation whose result or whose gradient of the
+probabilities is wrong gets a line with "error" and is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+if "paddle_moe_ops" not in sys.modules:  # without its __init__, which needs Paddle
+    package = types.ModuleType("paddle_moe_ops")
+    package.__path__ = [str(ROOT / "paddle_moe_ops")]
+    sys.modules["paddle_moe_ops"] = package
+
+from benchmarks.kernels.cuda_timer import count_launches  # noqa: E402
+from benchmarks.kernels.torch_device import gpu_facts  # noqa: E402
+
+from .implementations import IMPLEMENTATIONS, Passes  # noqa: E402
+from .inputs import Inputs  # noqa: E402
+from .shapes import ROUTINGS, SHAPES  # noqa: E402
+
+_FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU of today
+_CHECKED_TOKENS = 3
+# Of bfloat16 operands and results: rounding H, A, rows and sums, relative to the norm.
+_MOST_ERROR = 2e-2
+
+
+def wrong(inputs: Inputs, passes: Passes) -> str | None:
+    """What is wrong with a forward and a backward pass, or None."""
+    out, kept = passes.forward()
+    d_probs = passes.backward(kept)[1]
+    if d_probs.ndim == 1:
+        d_probs = d_probs[inputs.rows_of_slots]
+    due, due_probs = inputs.due(_CHECKED_TOKENS)
+    for name, made, expected in (("out", out, due), ("d_probs", d_probs, due_probs)):
+        error = ((made[:_CHECKED_TOKENS].float() - expected).norm() / expected.norm()).item()
+        if not error < _MOST_ERROR:
+            return f"{name} is {error:.3g} of its norm off"
+    return None
+
+
+def memory(passes: Passes, result_bytes: int) -> dict[str, int]:
+    """Bytes kept between the passes, the tokens included, and the peaks of both passes beyond operands and results."""
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out, kept = passes.forward()
+    peak = torch.cuda.max_memory_allocated() - before
+    held = torch.cuda.memory_allocated() - before - result_bytes
+    torch.cuda.reset_peak_memory_stats()
+    gradients = passes.backward(kept)
+    made = sum(each.numel() * each.element_size() for each in gradients)
+    backward_peak = torch.cuda.max_memory_allocated() - before - result_bytes - made
+    del out, kept, gradients
+    return {"kept": held + result_bytes, "forward_peak": peak - result_bytes, "backward_peak": backward_peak}
+
+
+class Calls(NamedTuple):
+    """Both passes as they are timed, and how many launches they have."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[], Any]
+    launches: tuple[int, int] | None
+
+
+def eager(passes: Passes) -> Calls:
+    kept: list[Any] = []
+
+    def forward() -> None:
+        kept[:] = [passes.forward()[1]]
+
+    def backward() -> None:
+        passes.backward(kept.pop())
+
+    return Calls(forward, backward, None)
+
+
+def captured(passes: Passes) -> Calls:
+    """Each pass as a CUDA graph; the second reads what the first keeps."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        passes.backward(passes.forward()[1])
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph(keep_graph=True) for _ in range(2)]
+    with torch.cuda.graph(graphs[0]):
+        _, kept = passes.forward()
+    with torch.cuda.graph(graphs[1], pool=graphs[0].pool()):
+        passes.backward(kept)
+    for graph in graphs:
+        graph.instantiate()
+    first, second = (count_launches(graph.raw_cuda_graph()) for graph in graphs)
+    return Calls(graphs[0].replay, graphs[1].replay, (first, second))
+
+
+def times(calls: Calls, samples: int) -> dict[str, float]:
+    """Medians in microseconds of both passes. The GPU reads 512 MB before each, and the host is ahead of it."""
+    scratch = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+    events = []
+    for _ in range(samples + 1):
+        for which, call in (("forward", calls.forward), ("backward", calls.backward)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.sum(scratch)
+            start.record()
+            call()
+            end.record()
+            events.append((which, start, end))
+    torch.cuda.synchronize()
+    found: dict[str, list[float]] = {"forward": [], "backward": []}
+    for which, start, end in events[2:]:
+        found[which].append(1000 * start.elapsed_time(end))
+    return {which: round(statistics.median(each), 1) for which, each in found.items()}
+
+
+def lines(name: str, routing: str, chosen: list[str], modes: list[str], samples: int) -> Iterator[dict[str, Any]]:
+    shape = SHAPES[name]
+    inputs = Inputs(shape, routing)
+    for implementation in chosen:
+        line: dict[str, Any] = {"shape": name, "routing": routing, "impl": implementation}
+        try:
+            passes = IMPLEMENTATIONS[implementation](inputs)
+            error = wrong(inputs, passes)
+            if error is None:
+                line |= memory(passes, shape.row_bytes() // shape.topk)
+        except Exception as failure:  # what a peer asks for differs between versions, and so does the memory
+            error = f"{type(failure).__name__}: {failure}"[:300]
+        if error is not None:
+            yield {**line, "error": error}
+            continue
+        for mode in modes:
+            try:
+                calls = (captured if mode == "graph" else eager)(passes)
+                found = times(calls, samples)
+            except Exception as failure:
+                yield {**line, "mode": mode, "error": f"{type(failure).__name__}: {failure}"[:300]}
+                continue
+            timed: dict[str, Any] = {"mode": mode, "launches": calls.launches}
+            for which, us in found.items():
+                timed[f"{which}_us"] = us
+                timed[f"{which}_tflops"] = round(shape.flops(which == "backward") / us / 1e6, 1)
+            yield {**line, **timed}
+            del calls
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--routings", nargs="+", default=["even"], choices=ROUTINGS)
+    parser.add_argument("--impl", nargs="+", default=["ours", "torch"], choices=list(IMPLEMENTATIONS))
+    parser.add_argument("--modes", nargs="+", default=["eager", "graph"], choices=["eager", "graph"])
+    parser.add_argument("--samples", type=int, default=9, help="calls of each pass")
+    parser.add_argument("--commit", default="unknown", help="commit of the sources")
+    arguments = parser.parse_args()
+    failed = False
+    with arguments.out.open("w", encoding="utf-8") as file:
+
+        def report(line: dict[str, Any]) -> None:
+            print(json.dumps(line), flush=True)
+            file.write(json.dumps(line) + "\n")
+
+        date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        report({"machine": True, **gpu_facts(), "commit": arguments.commit, "date": date})
+        for shape in arguments.shapes:
+            for routing in arguments.routings:
+                for line in lines(shape, routing, arguments.impl, arguments.modes, arguments.samples):
+                    failed |= "error" in line
+                    report(line)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

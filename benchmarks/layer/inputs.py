@@ -1,0 +1,68 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Operands of a layer, its routing as every implementation wants it, and what is due."""
+
+from __future__ import annotations
+
+import torch
+
+from .shapes import Shape, routed
+
+__all__ = ["Inputs"]
+
+_SEED = 20261123
+
+
+class Inputs:
+    """Random tokens, weights and matrices in bfloat16.
+
+    Attributes:
+        x: [T, d].
+        gate_up: [E, d, 2n], the gate's columns first.
+        down: [E, n, d].
+        d_out: [T, d].
+        probs: float32 [T, K], which sum to 1.
+        ids: [T, K].
+        sizes: int32 [E].
+        offsets: int32 [E + 1].
+        row_to_token: int32 [M].
+        row_probs: float32 [M].
+        token_rows: int32 [T, K], ascending.
+    """
+
+    def __init__(self, shape: Shape, routing: str) -> None:
+        generator = torch.Generator("cuda").manual_seed(_SEED)
+        self.shape = shape
+        tokens, hidden, inner, experts, topk = shape
+
+        def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+            made = torch.empty(size, dtype=torch.bfloat16, device="cuda")
+            return made.normal_(std=scale, generator=generator)
+
+        self.x, self.d_out = random(tokens, hidden), random(tokens, hidden)
+        self.gate_up = random(experts, hidden, 2 * inner, scale=hidden**-0.5)
+        self.down = random(experts, inner, hidden, scale=inner**-0.5)
+        self.ids = routed(shape, routing, generator)
+        self.probs = torch.rand(tokens, topk, device="cuda", generator=generator).softmax(1)
+        flat = self.ids.reshape(-1)
+        order = flat.argsort(stable=True)
+        self.sizes = torch.bincount(flat, minlength=experts).int()
+        self.offsets = torch.cat([self.sizes.new_zeros(1), self.sizes.cumsum(0).int()])
+        self.row_to_token = (order // topk).int()
+        self.row_probs = self.probs.reshape(-1)[order].contiguous()
+        rows = torch.empty_like(order)
+        rows[order] = torch.arange(len(order), device="cuda")
+        self.rows_of_slots = rows.view(tokens, topk)
+        self.token_rows = self.rows_of_slots.sort(1).values.int()
+
+    def due(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the first tokens give, and the gradient of their probabilities, in float32 from rounded operands."""
+        out = torch.zeros(tokens, self.shape.hidden, device="cuda")
+        d_probs = torch.zeros(tokens, self.shape.topk, device="cuda")
+        for token in range(tokens):
+            for slot, expert in enumerate(self.ids[token].tolist()):
+                gate, up = (self.x[token].float() @ self.gate_up[expert].float()).chunk(2)
+                row = (torch.nn.functional.silu(gate) * up) @ self.down[expert].float()
+                out[token] += self.probs[token, slot] * row
+                d_probs[token, slot] = row @ self.d_out[token].float()
+        return out, d_probs

@@ -1,0 +1,259 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""A whole layer of SwiGLU experts: what each token's experts make of it, weighted and added up.
+
+T tokens of d columns, M rows, E experts of inner size n. Forward, with H = X W1 by rows:
+
+    rows of X -> H [M, 2n] and A = swiglu(H) [M, n]     by windows of rows
+    A W2, weighted -> Y -> sums of each token's rows    by windows of columns
+
+Backward, with dA' the gradient of the weighted A, s A:
+
+    rows of dO -> dA' = dO W2^T [M, n]                  by windows of rows
+    H, dA' -> dH, s A and the gradients of s            in place
+    dW2 = (s A)^T dO, dW1 = X^T dH                      by windows of columns of dO and X
+    dH W1^T -> rows of dX -> sums                       by windows of columns
+
+Whatever has M x d elements exists one window at a time, in one buffer of ``workspace`` bytes. Where the rows of tokens
+would take many windows, products gather them from the tokens instead. Each element is the same sum either way, so the
+bits don't depend on the size of the buffer. H alone is kept between the passes; without it the backward pass makes it
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .grouped_gemm import Groups, Rows, Schedule, Target, Tokens, product, schedule, weight_gradient
+from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
+from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
+from .permute import permute_window
+from .swiglu_gradient import swiglu_gradient
+from .unpermute import unpermute_window
+
+__all__ = ["Gradients", "Layer", "moe_mlp", "moe_mlp_backward"]
+
+_COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles
+# When a product that gathers its rows beats one of rows that were moved: each window of rows reads all tokens, and the
+# smaller n, the more moving costs beside the product.
+_MOST_WINDOWS = 4
+_LARGEST_GATHERED = 512  # n with one window, whose rows serve two products in the backward pass
+_LARGEST_GATHERED_FROM_WINDOWS = 1536  # n with several
+
+
+class Layer(NamedTuple):
+    """What both passes of a call need.
+
+    Attributes:
+        gate_up: W1 [E, d, 2n], or [E, 2n, d] with ``transpose``; the gate's columns first.
+        down: W2 [E, n, d], or [E, d, n].
+        groups: the rows of each expert.
+        tokens: whose rows they are.
+        weights: float32 [M], or None.
+        transpose: whether the matrices are stored transposed.
+        workspace: bytes of the buffer, at least.
+    """
+
+    gate_up: Array
+    down: Array
+    groups: Groups
+    tokens: Tokens
+    weights: Array | None
+    transpose: bool
+    workspace: int
+
+
+class Gradients(NamedTuple):
+    """Those that were wanted; the others are None."""
+
+    x: Any
+    gate_up: Any
+    down: Any
+    weights: Any
+
+
+class _Run:
+    """One pass: sizes, configurations, tables and the buffer; ``moves_twice`` if two products take rows of tokens."""
+
+    def __init__(self, device: Device, layer: Layer, x: Array, moves_twice: bool) -> None:
+        self.device, self.layer, self.dtype = device, layer, device.dtype_name(x)
+        self.item = ITEM_BYTES[self.dtype]
+        self.num_tokens, self.hidden = x.shape
+        self.num_rows = layer.tokens.row_to_token.shape[0]
+        self.inner = layer.down.shape[2 if layer.transpose else 1]
+        self.gpu: Gpu = gpu_at(address(layer.down))
+        experts = layer.down.shape[0]
+        self.gated = gated_config(self.gpu, self.num_rows, experts, self.inner)
+        self.plain = product_config(self.gpu, self.num_rows, experts, self.inner, self.hidden)
+        self.narrow = product_config(self.gpu, self.num_rows, experts, self.hidden, self.inner)
+        # A window's last tile may end after it.
+        self.tile_rows = max(self.gated.rows, self.narrow.rows)
+        rows = layer.workspace // (self.hidden * self.item)
+        if rows < self.num_rows:
+            rows = max(rows - self.tile_rows, self.tile_rows)
+        self.window_rows = max(min(rows, self.num_rows), 1)
+        windows = blocks(self.num_rows, self.window_rows)
+        if windows > 1:
+            self.gathers = windows > _MOST_WINDOWS or self.inner <= _LARGEST_GATHERED_FROM_WINDOWS
+        else:
+            self.gathers = not moves_twice and self.inner <= _LARGEST_GATHERED
+        columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP
+        self.window_columns = min(max(columns, _COLUMN_STEP), self.hidden)
+        self.owners = layer.tokens.row_to_token if self.gathers else None
+        self._tables: dict[int, Schedule] = {}
+        held = 0 if self.gathers else (self.window_rows + self.tile_rows) * self.hidden
+        held = max(held, self.num_rows * self.window_columns)
+        self.buffer = device.empty([min(held, self.num_rows * self.hidden)], self.dtype)
+        self._in_buffer: tuple | None = None  # which window of which rows the buffer holds
+
+    def tables(self, config: GemmConfig) -> Schedule:
+        """The schedule for tiles of a configuration; one launch for each height of tiles."""
+        if config.rows not in self._tables:
+            windows = 0 if self.gathers else self.window_rows
+            arguments = self.layer.groups, self.num_rows, config.rows, windows
+            self._tables[config.rows] = schedule(self.device, *arguments)
+        return self._tables[config.rows]
+
+    def new(self, columns: int) -> Any:
+        return self.device.empty([self.num_rows, columns], self.dtype)
+
+    def packed(self, array: Array, columns: int) -> Rows:
+        """All rows of a matrix of its own."""
+        return Rows(array, self.num_rows, columns, columns)
+
+    def _moved(self, x: Array, rows: tuple[int, int], columns: tuple[int, int]) -> Rows:
+        """A window of the rows of tokens, in the buffer."""
+        tokens, moved = self.layer.tokens, (address(x), rows, columns)
+        if moved != self._in_buffer:
+            permute_window(self.device, x, tokens.token_rows, tokens.row_to_token, self.buffer, rows, columns)
+            self._in_buffer = moved
+        width = columns[1] - columns[0]
+        return Rows(self.buffer, rows[1] - rows[0], width, width, first_row=rows[0])
+
+    def by_rows(self, x: Array) -> Iterator[tuple[int | None, Rows]]:
+        """Windows of the rows of tokens, with those after each that its last tile reads; or all tokens, to gather."""
+        if self.gathers:
+            yield None, Rows(x, self.num_tokens, self.hidden, self.device.row_stride(x))
+            return
+        for window in range(blocks(self.num_rows, self.window_rows)):
+            first = window * self.window_rows
+            end = min(first + self.window_rows + self.tile_rows, self.num_rows)
+            yield window, self._moved(x, (first, end), (0, self.hidden))
+
+    def columns(self) -> Iterator[tuple[int, int]]:
+        for first in range(0, self.hidden, self.window_columns):
+            yield first, min(first + self.window_columns, self.hidden)
+
+    def by_columns(self, x: Array) -> Iterator[tuple[int, Rows]]:
+        """Windows of the columns of tokens, all rows."""
+        for columns in self.columns():
+            yield columns[0], self._moved(x, (0, self.num_rows), columns)
+
+    def activations(self, x: Array, hidden: Array | None) -> Any:
+        """A, and H in ``hidden``."""
+        act = self.new(self.inner)
+        out = Target(act, 0, self.inner)
+        layer, config = self.layer, self.gated
+        for window, rows in self.by_rows(x):
+            product(
+                self.device,
+                rows,
+                layer.gate_up,
+                self.tables(config),
+                config,
+                self.num_rows,
+                out,
+                transpose=layer.transpose,
+                gated=True,
+                row_to_token=self.owners,
+                hidden=hidden,
+                window=window,
+            )
+        return act
+
+    def sums(self, source: Rows, w: Array, transpose: bool, weights: Array | None) -> Any:
+        """The sums of each token's rows of a product [M, d]."""
+        out = self.device.empty([self.num_tokens, self.hidden], self.dtype)
+        self._in_buffer = None
+        for first, end in self.columns():
+            target = Target(self.buffer, first, end - first)
+            tables = self.tables(self.plain)
+            arguments = self.device, source, w, tables, self.plain, self.num_rows, target
+            product(*arguments, transpose=transpose, weights=weights)
+            token_rows = self.layer.tokens.token_rows
+            unpermute_window(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
+        return out
+
+
+def moe_mlp(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -> tuple[Any, Any]:
+    """The sums [T, d], and H [M, 2n] or None.
+
+    Args:
+        device: where to.
+        x: [T, d] float16 or bfloat16.
+        layer: the rest.
+        keeps_hidden: whether to return H.
+    """
+    run = _Run(device, layer, x, moves_twice=False)
+    hidden = run.new(2 * run.inner) if keeps_hidden else None
+    act = run.activations(x, hidden)
+    return run.sums(run.packed(act, run.inner), layer.down, layer.transpose, layer.weights), hidden
+
+
+def moe_mlp_backward(
+    device: Device,
+    d_out: Array,
+    x: Array,
+    hidden: Array | None,
+    layer: Layer,
+    wanted: tuple[bool, bool, bool, bool],
+    into: tuple[Array | None, Array | None] = (None, None),
+) -> Gradients:
+    """The gradients of x, of both matrices and of the weights.
+
+    Args:
+        device: where to.
+        d_out: [T, d].
+        x: as in `moe_mlp`.
+        hidden: H, which the call overwrites, or None.
+        layer: as in `moe_mlp`.
+        wanted: which gradients are made.
+        into: for the matrices, what to add their gradients to: float32 or the dtype of ``x``, or None.
+    """
+    run = _Run(device, layer, x, moves_twice=True)
+    need_x, need_gate_up, need_down, need_weights = wanted
+    if hidden is None:
+        hidden = run.new(2 * run.inner)
+        scaled = run.activations(x, hidden)
+    else:
+        scaled = run.new(run.inner)
+    out = Target(scaled, 0, run.inner)
+    for window, rows in run.by_rows(d_out):
+        arguments = device, rows, layer.down, run.tables(run.narrow), run.narrow, run.num_rows, out
+        product(*arguments, transpose=not layer.transpose, row_to_token=run.owners, window=window)
+    vector = sum_vector(run.item, run.inner * run.item, address(hidden), address(scaled))
+    d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, layer.tokens.row_to_token, vector)
+    d_hidden, scaled_rows = run.packed(hidden, 2 * run.inner), run.packed(scaled, run.inner)
+    d_down = d_gate_up = d_x = None
+    if need_down:
+        d_down = _matrix_gradient(run, layer.down, d_out, scaled_rows, layer.transpose, into[1])
+    if need_gate_up:
+        d_gate_up = _matrix_gradient(run, layer.gate_up, x, d_hidden, not layer.transpose, into[0])
+    if need_x:
+        d_x = run.sums(d_hidden, layer.gate_up, not layer.transpose, None)
+    return Gradients(d_x, d_gate_up, d_down, d_weights if need_weights else None)
+
+
+def _matrix_gradient(
+    run: _Run, matrix: Array, tokens: Array, rows: Rows, tokens_first: bool, into: Array | None
+) -> Any:
+    """The sum of each expert's outer products of the rows of tokens and other rows, the former first or last."""
+    out = run.device.empty(matrix.shape, run.dtype) if into is None else into
+    config = weight_gradient_config(run.gpu, *matrix.shape[1:])
+    for first, moved in run.by_columns(tokens):
+        p, q = (moved, rows) if tokens_first else (rows, moved)
+        window = (first, 0) if tokens_first else (0, first)
+        tables = run.tables(config)
+        weight_gradient(run.device, p, q, tables, config, run.num_rows, out, window=window, adds=into is not None)
+    return out

@@ -1,0 +1,104 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of SwiGLU and of the weights that follow the second product of an expert.
+
+For each row r, with gate and up the halves of hidden[r], A = `swiglu` of them rounded, s = weights[r], and G =
+gradient[r] that of s A:
+
+    d_weights[r]        the dot product of A and G, float32
+    gradient[r]         becomes s A, the operand of the second matrix' gradient
+    hidden[r]           becomes the gradients of gate and up: those of A, s G, times the derivatives of A
+
+The dot product needs no row of the result, since <dO W^T, A> = <dO, A W> (SonicMoE, arXiv 2512.14080). In place, so
+that nothing of the size of hidden is made. One program takes a row, BLOCK columns at a time. Rows without a token get
+zeros. Moves 12 bytes a column and row of 16-bit numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .grouped_gemm_kernels import swiglu
+from .launching import Array, Device, address, blocks, next_power_of_2
+
+__all__ = ["swiglu_gradient"]
+
+_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16"}
+_MOST_COLUMNS = 1024
+_COLUMNS_OF_WARP = 256
+
+
+@triton.jit
+def swiglu_gradient_kernel(
+    hidden,
+    gradient,
+    weights,
+    row_to_token,
+    d_weights,
+    width_groups,
+    VECTOR: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row; width: columns of A."""
+    width = width_groups * VECTOR
+    row = tl.program_id(0)
+    live = tl.load(row_to_token + row) >= 0
+    factor = 1.0
+    if WEIGHTED:
+        factor = tl.load(weights + row)
+    gate_row = hidden + row.to(tl.int64) * 2 * width
+    gradient_row = gradient + row.to(tl.int64) * width
+    dtype: tl.constexpr = hidden.dtype.element_ty
+    products = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < width
+        found = columns < tl.where(live, width, 0)
+        gate = tl.load(gate_row + columns, mask=found, other=0.0).to(tl.float32)
+        up = tl.load(gate_row + width + columns, mask=found, other=0.0).to(tl.float32)
+        d_scaled = tl.load(gradient_row + columns, mask=found, other=0.0).to(tl.float32)
+        act = swiglu(gate, up).to(dtype).to(tl.float32)
+        products += act * d_scaled
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        silu = gate * sigmoid
+        d_act = tl.where(live, d_scaled * factor, 0.0)
+        d_gate = d_act * up * (sigmoid + silu * (1.0 - sigmoid))
+        tl.store(gate_row + columns, d_gate.to(dtype), mask=inside)
+        tl.store(gate_row + width + columns, (d_act * silu).to(dtype), mask=inside)
+        tl.store(gradient_row + columns, tl.where(live, act * factor, 0.0).to(dtype), mask=inside)
+    if WEIGHTED:
+        tl.store(d_weights + row, tl.sum(products, axis=0))
+
+
+def swiglu_gradient(
+    device: Device, hidden: Array, gradient: Array, weights: Array | None, row_to_token: Array, vector: int
+) -> Any:
+    """d_weights float32 [M], or None without weights; the others are changed in place.
+
+    Args:
+        device: where to.
+        hidden: [M, 2 n] float16 or bfloat16.
+        gradient: [M, n], dtype of ``hidden``.
+        weights: float32 [M], or None.
+        row_to_token: int32 [M].
+        vector: elements that can be read at a time.
+    """
+    num_rows, width = gradient.shape
+    d_weights = None if weights is None else device.empty([num_rows], "float32")
+    if not num_rows:
+        return d_weights
+    block = min(next_power_of_2(width), _MOST_COLUMNS)
+    pointer = _POINTERS[device.dtype_name(hidden)] + (":16" if vector > 1 else "")
+    device.launch(
+        swiglu_gradient_kernel,
+        num_rows,
+        (pointer, pointer, "*fp32", "*i32", "*fp32", "i32"),
+        (*map(address, (hidden, gradient, weights, row_to_token, d_weights)), width // vector),
+        (vector, weights is not None, block),
+        max(1, min(4, blocks(block, _COLUMNS_OF_WARP))),
+    )
+    return d_weights
