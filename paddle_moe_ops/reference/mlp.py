@@ -57,9 +57,9 @@ def moe_mlp(
     Returns:
         [T, d], and the rows before SwiGLU, [M, 2n], 0 in rows of no token.
     """
-    groups: dict[str, Any] = {"transpose": transpose, "expert_offsets": plan.expert_offsets}
-    hidden = grouped_gemm(x, gate_up, plan.tokens_per_expert, row_to_token=plan.row_to_token, **groups)
-    rows = grouped_gemm(swiglu(hidden), down, plan.tokens_per_expert, weights=weights, **groups)
+    groups: dict[str, Any] = {"transpose": transpose, "expert_offsets": list(plan.expert_offsets)}
+    hidden = grouped_gemm(x, gate_up, list(plan.tokens_per_expert), row_to_token=plan.row_to_token, **groups)
+    rows = grouped_gemm(swiglu(hidden), down, list(plan.tokens_per_expert), weights=weights, **groups)
     return sum_rows(rows, plan.token_rows), hidden
 
 
@@ -74,12 +74,14 @@ def moe_mlp_backward(
     transpose: bool = False,
 ) -> MlpGradients:
     """Return the gradients of `moe_mlp`, by the products that a backend makes: no row of the result is needed."""
-    groups: dict[str, Any] = {"transpose": transpose, "expert_offsets": plan.expert_offsets}
-    counts, dtype, owners = plan.tokens_per_expert, x.dtype, plan.row_to_token
+    groups: dict[str, Any] = {"transpose": transpose, "expert_offsets": list(plan.expert_offsets)}
+    counts, dtype, owners = list(plan.tokens_per_expert), x.dtype, plan.row_to_token
     _, hidden = moe_mlp(x, plan, gate_up, down, weights, transpose=transpose)
     act = swiglu(hidden).astype(np.float64)
     # Of the weighted rows that the second matrices multiply.
-    d_scaled = grouped_gemm(d_out, down, counts, not transpose, expert_offsets=plan.expert_offsets, row_to_token=owners)
+    d_scaled = grouped_gemm(
+        d_out, down, counts, not transpose, expert_offsets=list(plan.expert_offsets), row_to_token=owners
+    )
     d_scaled = d_scaled.astype(np.float64)
     live = owners >= 0
     factors = np.where(live, 1.0 if weights is None else weights, 0.0)[:, None]
