@@ -25,6 +25,7 @@ else:
     from .backends import explain, register_operators, use_backend
     from .compat.paddle import patch_paddle, patched_paddle, unpatch_paddle
     from .functional import moe_permute, moe_unpermute, permute, sort_chunks, unpermute
+    from .mlp import moe_mlp
     from .quantization import dequantize_1x128, quantize_1x128, quantized_experts
     from .routing import Plan, route
 
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "dequantize_1x128",
     "explain",
+    "moe_mlp",
     "moe_permute",
     "moe_unpermute",
     "patch_paddle",

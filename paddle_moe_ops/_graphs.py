@@ -178,3 +178,12 @@ def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
         rows = rows.detach()
         rows.stop_gradient = False
     return rows
+
+
+def in_float32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """A function of tensors, on a GPU as it is; elsewhere in float32 whatever their dtype, rounded to the first's."""
+    is_float32 = all(tensor.dtype == paddle.float32 for tensor in tensors) and not paddle.amp.is_autocast_enabled()
+    if is_float32 or is_on_gpu(tensors[0]):
+        return function(*tensors)
+    with paddle.amp.auto_cast(enable=False):
+        return function(*(tensor.astype("float32") for tensor in tensors)).astype(tensors[0].dtype)

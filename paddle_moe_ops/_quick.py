@@ -138,11 +138,11 @@ def quick_moe_unpermute(
 
 def _go_on(operator: Callable[..., Any], rows: Tensor, *others: Any) -> Any:
     """Run an operator whose arguments fit and of which one wants a gradient; None if it has no kernels for the rows."""
+    return untraced(_where_it_can, operator, rows, *others)
 
-    def run() -> Any:
-        return operator(rows, *others) if compiled_backend.cannot_run_on(rows) is None else None
 
-    return untraced(run)
+def _where_it_can(operator: Callable[..., Any], rows: Tensor, *others: Any) -> Any:
+    return operator(rows, *others) if compiled_backend.cannot_run_on(rows) is None else None
 
 
 def _permute_with_gradient(x: Tensor, plan: Plan) -> tuple[Tensor, None]:

@@ -128,7 +128,7 @@ def grouped_gemm(
         _checks.bad_value(name, "W", f"matrices of the {plan.num_experts} experts of plan", list(W.shape))
     sizes = _row_counts(name, "m_sizes", m_sizes, num_experts)
     offsets = None if expert_offsets is None else _row_counts(name, "expert_offsets", expert_offsets, num_experts + 1)
-    weights = _weights_of_rows(name, topk_weights, weights_by, plan, X)
+    weights = weights_of_rows(name, topk_weights, weights_by, plan, X)
     _checks.same_place(name, X=X, W=W, topk_weights=topk_weights)
     if paddle.amp.is_autocast_enabled() and isinstance(X, Tensor) and X.place.is_gpu_place():
         X, W = (each.astype(paddle.amp.get_autocast_dtype()) for each in (X, W))
@@ -143,7 +143,7 @@ def grouped_gemm(
     return move_rows(rows, plan.row_to_slot.unsqueeze(-1), plan.slot_to_row.reshape([-1]))
 
 
-def _weights_of_rows(
+def weights_of_rows(
     function: str, topk_weights: Tensor | None, weights_by: str | None, plan: Plan | None, X: Tensor
 ) -> Tensor | None:
     """float32 [M], or None."""

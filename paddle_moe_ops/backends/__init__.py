@@ -15,11 +15,13 @@ from paddle import Tensor
 
 from .. import _env
 from . import compiled
+from .accumulation import accumulated, why_not
 from .base import (
     OPERATORS,
     Backend,
     GemmSpec,
     Maps,
+    MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -36,6 +38,7 @@ __all__ = [
     "Backend",
     "GemmSpec",
     "Maps",
+    "MlpSpec",
     "MoePermuteSpec",
     "MoeUnpermuteSpec",
     "QuantizeSpec",
@@ -44,6 +47,7 @@ __all__ = [
     "RowmapSpec",
     "TopkSpec",
     "Validation",
+    "accumulated",
     "chosen",
     "compiled_backend",
     "connect_experts",
@@ -53,6 +57,7 @@ __all__ = [
     "register_operators",
     "resolve",
     "use_backend",
+    "why_not",
 ]
 
 _modules: dict[str, str] = {}  # name -> module with `backend`, in order of preference

@@ -146,6 +146,17 @@ class GemmSpec(NamedTuple):
     validation: Validation  # whether sizes and offsets that are tensors are looked at, for backends that need not
 
 
+class MlpSpec(NamedTuple):
+    """Everything about a layer of experts that has no gradient."""
+
+    plan: Any  # where the rows of tokens are
+    transpose: bool
+    keeps_hidden: bool  # whether the first product is kept for the backward pass
+    workspace: int  # bytes
+    accumulates: bool  # whether gradients of the matrices go where `accumulation` says it
+    validation: Validation  # as in GemmSpec
+
+
 class Verbs(Protocol):
     """One implementation of the operators over Paddle tensors, whose arguments are checked already.
 
@@ -253,6 +264,13 @@ class Backend(Verbs, Protocol):
     def gathers_rows(self) -> bool:
         """Whether grouped_gemm takes a plan and tokens."""
 
+    @property
+    def runs_moe_mlp(self) -> bool:
+        """Whether it has `moe_mlp`."""
+
+    def moe_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Tensor:
+        """The sums of what the experts of each token make of it; weights by row."""
+
 
 class Kernels(Verbs, Protocol):
     """Verbs without gradients, and those that make them; `gradients.WithGradients` makes a `Backend` of it.
@@ -301,3 +319,28 @@ class Kernels(Verbs, Protocol):
         self, d_out: Tensor, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec, wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of `grouped_gemm`: of the rows or tokens, the matrices and the weights."""
+
+    def moe_mlp(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sums of what the experts of each token make of it, and the first product if it is to be kept.
+
+        Kernels need not have it, nor its gradient.
+        """
+
+    def moe_mlp_backward(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        hidden: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool, bool, bool],
+        destinations: tuple[Any, Any],
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of x, the matrices and the weights; ``hidden`` is overwritten.
+
+        Those of the matrices are None where they went to an `accumulation.Destination`.
+        """

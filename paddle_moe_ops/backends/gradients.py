@@ -15,12 +15,14 @@ import paddle
 from paddle import Tensor
 
 from .._graphs import filled, numbers_of
+from .accumulation import destination_of
 from .base import (
     FLOAT8,
     Backend,
     GemmSpec,
     Kernels,
     Maps,
+    MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -370,6 +372,43 @@ class _GroupedGemm(Call):
         return first_order_only(self, made[: len(self.wanted)], *gradients, *operands)
 
 
+class _MoeMlp(Call):
+    function = "moe_mlp"
+
+    def __init__(
+        self, kernels: Kernels, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec
+    ) -> None:
+        super().__init__(kernels, x, gate_up, down, weights)
+        plan = spec.plan
+        self.watch(plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets)
+        self.operands: Any = (x, gate_up, down, weights)
+        self.spec = spec
+        self.parameters = (gate_up, down) if spec.accumulates else ()
+
+    def run(self) -> Tensors:
+        out, hidden = self.kernels.moe_mlp(*self.operands, self.spec, self.spec.keeps_hidden)
+        self.has_weights = self.operands[3] is not None
+        self.save(*self.operands, hidden)
+        self.operands = None
+        return (out,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        x, gate_up, down, *others = self.saved
+        weights = others.pop(0) if self.has_weights else None
+        hidden = others[0] if others else None
+        destinations = [
+            destination_of(each) if want else None
+            for want, each in zip(self.wanted[1:3], self.parameters or (None, None), strict=True)
+            if each is not None
+        ]
+        destinations = destinations or [None, None]
+        self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
+        wanted = (*self.wanted, False)[:4]
+        operands = x, gate_up, down, weights, hidden
+        made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, wanted, tuple(destinations))
+        return first_order_only(self, made[: len(self.wanted)], *gradients, x, gate_up, down, weights)
+
+
 def connect_experts(backend: Backend, x: Tensor, tensors: Tensors, *others: Any) -> Tensor:
     """What experts make of quantised rows, differentiable in x and the tensors: one node, whichever backend runs it.
 
@@ -386,6 +425,7 @@ class WithGradients:
     """A `Backend` of `Kernels`. The verbs that have no gradient are the kernels' own."""
 
     gathers_rows = True
+    runs_moe_mlp = True
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -475,3 +515,9 @@ class WithGradients:
         if not _is_wanted(x, w, weights):
             return self.kernels.grouped_gemm(x, w, weights, spec)
         return connect(_GroupedGemm(self.kernels, x, w, weights, spec), x, w, weights)[0]
+
+    def moe_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Tensor:
+        if not _is_wanted(x, gate_up, down, weights):
+            return self.kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
+        operands = x, gate_up, down, weights
+        return connect(_MoeMlp(self.kernels, *operands, spec), *operands)[0]

@@ -20,6 +20,7 @@ class MatmulBackend:
 
     name = "paddle"
     gathers_rows = False
+    runs_moe_mlp = False
     operators = frozenset({"grouped_gemm"})
     dtypes: ClassVar[dict[str, Any]] = {}
 

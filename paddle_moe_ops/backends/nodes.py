@@ -33,10 +33,12 @@ class Call:
         kernels: what runs it, forward and backward.
         wanted: for each differentiable input given, whether it wants a gradient. A tensor that was
             kept for the backward pass no longer tells.
+        added: numbers of the inputs given whose gradient the call itself puts where it belongs.
         saved: large tensors for the backward pass. Paddle keeps them, so that `recompute` can make them anew.
     """
 
     function = ""
+    added: frozenset[int] = frozenset()
     saved: tuple[Tensor, ...] = ()
 
     def __init__(self, kernels: Kernels, *inputs: Tensor | None) -> None:
@@ -91,8 +93,10 @@ class Call:
         made = self.differentiate(*gradients)
         # An input that wants a gradient must get one: Paddle's engine would not run what comes before it.
         return tuple(
-            None if not want else filled(shape, 0, dtype, like=gradients[0]) if gradient is None else gradient
-            for want, gradient, (shape, dtype) in zip(self.wanted, made, self._inputs, strict=True)
+            None
+            if not want or number in self.added
+            else (filled(shape, 0, dtype, like=gradients[0]) if gradient is None else gradient)
+            for number, (want, gradient, (shape, dtype)) in enumerate(zip(self.wanted, made, self._inputs, strict=True))
         )
 
 

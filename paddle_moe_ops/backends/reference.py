@@ -12,9 +12,11 @@ from paddle import Tensor
 
 from .. import reference
 from ..reference.routing import take_or_zero
+from .accumulation import put
 from .arrays import numpy_dtype, to_numpy, to_tensor
 from .base import (
     GemmSpec,
+    MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -275,6 +277,41 @@ class ReferenceKernels:
             d_rows = reference.sum_rows(d_rows, to_numpy(spec.plan.token_rows))
         d_x, d_w, *d_weights = _tensors(x, d_rows, *gradients)
         return d_x, d_w, d_weights[0] if d_weights else None
+
+    def moe_mlp(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        out, hidden = reference.moe_mlp(*_layer(x, gate_up, down, weights, spec), transpose=spec.transpose)
+        return to_tensor(out, x.place), to_tensor(hidden, x.place) if keeps_hidden else None
+
+    def moe_mlp_backward(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        hidden: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool, bool, bool],
+        destinations: tuple[Any, Any],
+    ) -> tuple[Tensor | None, ...]:
+        layer = _layer(x, gate_up, down, weights, spec)
+        made = reference.moe_mlp_backward(to_numpy(d_out), *layer, transpose=spec.transpose)
+        gradients = [None if each is None else to_tensor(each, x.place) for each in made]
+        for index, destination in enumerate(destinations, 1):
+            if destination is not None:
+                put(destination, gradients[index])
+                gradients[index] = None
+        return tuple(gradients)
+
+
+def _layer(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec
+) -> tuple[NDArray, reference.Plan, NDArray, NDArray, NDArray | None]:
+    if spec.validation != Validation.OFF:
+        host_segments(spec.plan.num_rows, spec.plan.tokens_per_expert, spec.plan.expert_offsets)
+    return to_numpy(x), _plan(spec.plan), to_numpy(gate_up), to_numpy(down), _optional(weights)
 
 
 def _gemm_options(spec: GemmSpec, x: Tensor, weights: Tensor | None) -> dict[str, Any]:

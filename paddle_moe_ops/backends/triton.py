@@ -18,6 +18,7 @@ from ..triton import _runtime
 from .arrays import numpy_dtype, to_numpy
 from .base import (
     GemmSpec,
+    MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -402,6 +403,46 @@ class TritonKernels:
         if spec.plan is not None and d_rows is not None:
             d_rows = self.permute_backward(d_rows, spec.plan.token_rows)
         return d_rows, d_w, d_weights
+
+    def moe_mlp(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        from ..triton.moe_mlp import moe_mlp
+
+        plan = spec.plan
+        if spec.validation != Validation.OFF:
+            host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
+        return moe_mlp(_device(x), _dense_rows(x), _layer(gate_up, down, weights, spec), keeps_hidden)
+
+    def moe_mlp_backward(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        hidden: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool, bool, bool],
+        destinations: tuple[Any, Any],
+    ) -> tuple[Tensor | None, ...]:
+        from ..triton.moe_mlp import moe_mlp_backward
+
+        layer, rows = _layer(gate_up, down, weights, spec), (_dense_rows(d_out), _dense_rows(x))
+        d_x, *d_matrices, d_weights = moe_mlp_backward(_device(x), *rows, hidden, layer, wanted, destinations)
+        d_matrices = [made if to is None else None for made, to in zip(d_matrices, destinations, strict=True)]
+        return d_x, *d_matrices, d_weights
+
+
+def _layer(gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Any:
+    from ..triton.grouped_gemm import Groups, Tokens
+    from ..triton.moe_mlp import Layer
+
+    plan = spec.plan
+    groups = Groups(_dense(plan.tokens_per_expert), _dense(plan.expert_offsets))
+    tokens = Tokens(_dense(plan.row_to_token), _dense(plan.token_rows))
+    weights = None if weights is None else _dense(weights)
+    return Layer(_dense(gate_up), _dense(down), groups, tokens, weights, spec.transpose, spec.workspace)
 
 
 def _check_rowmap(rowmap: Tensor, pad_offsets: Tensor | None, num_rows: int, spec: RowmapSpec) -> None:

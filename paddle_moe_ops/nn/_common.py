@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
 from paddle import Tensor, nn
 
 from .. import _checks
-from .._graphs import is_on_gpu, public
+from .._graphs import in_float32, public
 
 
 def weight(layer: nn.Layer, shape: list[int], fan_in: int) -> Tensor:
@@ -44,15 +44,6 @@ def check_rows(
     """Check a tensor that is to be multiplied with a weight: its dtype, but under mixed precision, and its shape."""
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (like.dtype,)
     return _checks.tensor(function, argument, x, dtypes, shape, shape_text)
-
-
-def in_float32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """A function of tensors, on a GPU as it is; elsewhere in float32 whatever their dtype, rounded to the first's."""
-    is_float32 = all(tensor.dtype == paddle.float32 for tensor in tensors) and not paddle.amp.is_autocast_enabled()
-    if is_float32 or is_on_gpu(tensors[0]):
-        return function(*tensors)
-    with paddle.amp.auto_cast(enable=False):
-        return function(*(tensor.astype("float32") for tensor in tensors)).astype(tensors[0].dtype)
 
 
 @public("x", "y")

@@ -13,10 +13,11 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._graphs import is_graph_value, is_on_gpu, public, ready_for_matmul
+from .._graphs import in_float32, is_graph_value, is_on_gpu, public, ready_for_matmul
 from ..gemm import grouped_gemm
+from ..mlp import check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
-from ._common import check_rows, in_float32, of_shape, sizes, weight
+from ._common import Size, check_rows, of_shape, sizes, weight
 
 
 class SwiGLU(nn.Layer):
@@ -57,6 +58,9 @@ class SwiGLUExperts(nn.Layer):
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
+        keep: see `moe_mlp`, which runs calls that combine rows; so are the next two.
+        workspace_mb: see `moe_mlp`.
+        accumulate: see `moe_mlp`.
 
     Attributes:
         gate_up: weights [E, H, 2*I], the gate's columns first.
@@ -67,8 +71,23 @@ class SwiGLUExperts(nn.Layer):
         ValueError: a size below 1.
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        keep: str = "h",
+        workspace_mb: int = 256,
+        accumulate: bool = False,
+    ) -> None:
         super().__init__()
+        check_memory_options("SwiGLUExperts", keep, workspace_mb, accumulate)
+        self.memory_options: dict[str, Any] = {
+            "keep": keep,
+            "workspace_mb": Size(workspace_mb),
+            "accumulate": accumulate,
+        }
         self.num_experts, self.hidden_size, self.intermediate_size = sizes(
             "SwiGLUExperts",
             num_experts=num_experts,
@@ -87,6 +106,7 @@ class SwiGLUExperts(nn.Layer):
         *,
         plan: Plan | None = None,
         probs: Tensor | None = None,
+        combine: bool = False,
     ) -> Tensor:
         """Apply each expert to its segment of rows, or to the tokens that a plan gives it.
 
@@ -101,9 +121,10 @@ class SwiGLUExperts(nn.Layer):
             padding_alignment: the alignment the rows were permuted with. Zero rows give zero rows.
             plan: in place of tokens_per_expert: where the rows of tokens are, as `route` says it.
             probs: with a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
+            combine: with a plan, whether to add up the rows of each token, as `moe_mlp` does.
 
         Returns:
-            [N, H], in expert order.
+            [N, H], in expert order; with ``combine`` [T, H].
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
@@ -111,6 +132,10 @@ class SwiGLUExperts(nn.Layer):
                 1, or the counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a
                 GPU or in a graph are not looked at.
         """
+        _checks.flag("SwiGLUExperts", "combine", combine)
+        if combine:
+            sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
+            return _combined(rows, self.gate_up, self.down, sizes_of, plan, probs, **self.memory_options)
         if plan is not None:
             return self.weighted_rows(rows, plan, probs)
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
@@ -169,16 +194,42 @@ def _by_plan(
 ) -> Tensor:
     """Each expert on its tokens; the sizes are E, H and I."""
     gate_up, down = _of_shapes(gate_up, down, *sizes_of)
-    name, num_experts = "SwiGLUExperts", gate_up.shape[0]
+    name = "SwiGLUExperts"
     check_rows(name, "x", x, gate_up, ["T", gate_up.shape[1]])
-    plan = as_plan(name, plan)
-    if plan.num_experts != num_experts:
-        _checks.bad_value(name, "plan", f"one of {num_experts} experts", f"one of {plan.num_experts}")
+    plan = _plan_of(name, plan, gate_up.shape[0])
     by_slot = probs is None or check_weights(name, "probs", probs, plan)
     with _checks.renaming("grouped_gemm", name, X="x", topk_weights="probs"):
         hidden = in_float32(F.swiglu, grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False))
         order = "slot" if by_slot else "row"
         return grouped_gemm(hidden, down, plan=plan, topk_weights=probs, weights_by=order, transpose=False)
+
+
+@public("x", "gate_up", "down", "probs")
+def _combined(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    sizes_of: tuple[int, int, int],
+    plan: Plan | None,
+    probs: Tensor | None,
+    keep: str,
+    workspace_mb: int,
+    accumulate: bool,
+) -> Tensor:
+    """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I."""
+    name = "SwiGLUExperts"
+    gate_up, down = _of_shapes(gate_up, down, *sizes_of)
+    check_rows(name, "rows", x, gate_up, ["T", gate_up.shape[1]])
+    plan = _plan_of(name, plan, gate_up.shape[0])
+    with _checks.renaming("moe_mlp", name, x="rows"):
+        return moe_mlp(x, plan, probs, gate_up, down, keep=keep, workspace_mb=int(workspace_mb), accumulate=accumulate)
+
+
+def _plan_of(function: str, plan: Plan | None, num_experts: int) -> Plan:
+    plan = as_plan(function, plan)
+    if plan.num_experts != num_experts:
+        _checks.bad_value(function, "plan", f"one of {num_experts} experts", f"one of {plan.num_experts}")
+    return plan
 
 
 def _of_shapes(

@@ -14,8 +14,6 @@ from paddle.jit.sot.psdb import in_sot
 
 from .. import _checks
 from .._graphs import is_graph_value, public
-from ..backends import resolve
-from ..functional import unpermute
 from ..routing import Plan, route
 from ._common import add, check_rows, with_shape_of
 from .experts import SwiGLU, SwiGLUExperts
@@ -43,6 +41,9 @@ class MoELayer(nn.Layer):
         scaling_factor: see TopKRouter.
         capacity_factor: see TopKRouter. The slots beyond an expert's capacity are dropped, the last tokens first: they
             add nothing to their token, which keeps the other experts' part and the shared experts'.
+        keep: see `moe_mlp`, which runs the experts; so are the next two.
+        workspace_mb: see `moe_mlp`.
+        accumulate: see `moe_mlp`.
 
     The last forward pass sets these attributes; a copy of the layer starts without them. Those of a pass under
     paddle.jit.to_static can be read inside the traced function, and with ``full_graph=True`` only there. Read the
@@ -77,6 +78,9 @@ class MoELayer(nn.Layer):
         scores_per_group: int = 2,
         scaling_factor: float = 1.0,
         capacity_factor: float | None = None,
+        keep: str = "h",
+        workspace_mb: int = 256,
+        accumulate: bool = False,
     ) -> None:
         super().__init__()
         name = "MoELayer"
@@ -97,7 +101,8 @@ class MoELayer(nn.Layer):
             )
         self.hidden_size = self.router.hidden_size
         with _checks.renaming("SwiGLUExperts", name):
-            self.experts = SwiGLUExperts(num_experts, hidden_size, intermediate_size)
+            memory_options: dict[str, Any] = {"keep": keep, "workspace_mb": workspace_mb, "accumulate": accumulate}
+            self.experts = SwiGLUExperts(num_experts, hidden_size, intermediate_size, **memory_options)
         self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
         # Load, dropped slots, scores and logits. A tuple, since Paddle makes buffers of tensors.
         self._last: tuple[Tensor, ...] | _Traced | None = None
@@ -145,9 +150,8 @@ class MoELayer(nn.Layer):
         """
         tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
         ids, probs, scores, logits = self.router(tokens)
-        plan, is_product = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
-        rows = self.experts(tokens, plan=plan, probs=probs if is_product else None)
-        out = unpermute(rows, plan, None if is_product else probs)
+        plan = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
+        out = self.experts(tokens, plan=plan, probs=probs, combine=True)
         if self.shared is not None:
             out = add(out, self.shared(tokens))
         load, dropped = plan.routed_per_expert, plan.overflow
@@ -200,8 +204,8 @@ def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
 
 
 @public("tokens")
-def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float | None) -> tuple[Plan, bool]:
-    """Where each slot's row is, and whether the last product of the experts weights rows: else the sum does.
+def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float | None) -> Plan:
+    """Where each slot's row is.
 
     On a GPU the rows are in a buffer that holds all slots, so nothing waits for their number.
     """
@@ -210,5 +214,4 @@ def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float 
     buffer_size = -1 if stays_here else num_tokens * topk
     count = num_tokens if num_tokens >= 0 else paddle.shape(ids)[0]
     capacity = capacity_of(count, topk, num_experts, capacity_factor)
-    plan = route(ids, num_experts=num_experts, buffer_size=buffer_size, capacity=capacity)
-    return plan, resolve("grouped_gemm", tokens).name == "triton"
+    return route(ids, num_experts=num_experts, buffer_size=buffer_size, capacity=capacity)

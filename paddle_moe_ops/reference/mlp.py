@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .arithmetic import round_float64
 from .gemm import grouped_gemm, grouped_gemm_backward
 from .permutation import sum_rows
-from .routing import Plan
+from .routing import Plan, take_or_zero
 
 __all__ = ["MlpGradients", "moe_mlp", "moe_mlp_backward", "swiglu"]
 
@@ -85,14 +85,13 @@ def moe_mlp_backward(
     d_scaled = d_scaled.astype(np.float64)
     live = owners >= 0
     factors = np.where(live, 1.0 if weights is None else weights, 0.0)[:, None]
-    d_rows = np.where(live[:, None], d_out[owners], 0).astype(dtype)
+    d_rows = take_or_zero(d_out, owners)
     _, d_down = grouped_gemm_backward(d_rows, round_float64(act * factors, dtype), down, counts, **groups)
     gate, up = np.split(hidden.astype(np.float64), 2, axis=1)
     sigmoid = _sigmoid(gate)
     silu = gate * sigmoid
     d_gate = d_scaled * factors * up * (sigmoid + silu * (1 - sigmoid))
     d_hidden = round_float64(np.concatenate([d_gate, d_scaled * factors * silu], axis=1), dtype)
-    rows_of_x = np.where(live[:, None], x[owners], 0).astype(dtype)
-    d_rows_of_x, d_gate_up = grouped_gemm_backward(d_hidden, rows_of_x, gate_up, counts, **groups)
+    d_rows_of_x, d_gate_up = grouped_gemm_backward(d_hidden, take_or_zero(x, owners), gate_up, counts, **groups)
     d_weights = None if weights is None else round_float64((act * d_scaled).sum(axis=1), weights.dtype)
     return MlpGradients(sum_rows(d_rows_of_x, plan.token_rows), d_gate_up, d_down, d_weights)

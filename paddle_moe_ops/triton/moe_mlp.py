@@ -208,7 +208,7 @@ def moe_mlp_backward(
     hidden: Array | None,
     layer: Layer,
     wanted: tuple[bool, bool, bool, bool],
-    into: tuple[Array | None, Array | None] = (None, None),
+    into: tuple[tuple[Array, bool] | None, tuple[Array, bool] | None] = (None, None),
 ) -> Gradients:
     """The gradients of x, of both matrices and of the weights.
 
@@ -219,7 +219,8 @@ def moe_mlp_backward(
         hidden: H, which the call overwrites, or None.
         layer: as in `moe_mlp`.
         wanted: which gradients are made.
-        into: for the matrices, what to add their gradients to: float32 or the dtype of ``x``, or None.
+        into: for the matrices, where their gradients go, float32 or the dtype of ``x``, and whether they are added to
+            what is there; None: to new arrays.
     """
     run = _Run(device, layer, x, moves_twice=True)
     need_x, need_gate_up, need_down, need_weights = wanted
@@ -246,14 +247,14 @@ def moe_mlp_backward(
 
 
 def _matrix_gradient(
-    run: _Run, matrix: Array, tokens: Array, rows: Rows, tokens_first: bool, into: Array | None
+    run: _Run, matrix: Array, tokens: Array, rows: Rows, tokens_first: bool, into: tuple[Array, bool] | None
 ) -> Any:
     """The sum of each expert's outer products of the rows of tokens and other rows, the former first or last."""
-    out = run.device.empty(matrix.shape, run.dtype) if into is None else into
+    out, adds = into or (run.device.empty(matrix.shape, run.dtype), False)
     config = weight_gradient_config(run.gpu, *matrix.shape[1:])
     for first, moved in run.by_columns(tokens):
         p, q = (moved, rows) if tokens_first else (rows, moved)
         window = (first, 0) if tokens_first else (0, first)
         tables = run.tables(config)
-        weight_gradient(run.device, p, q, tables, config, run.num_rows, out, window=window, adds=into is not None)
+        weight_gradient(run.device, p, q, tables, config, run.num_rows, out, window=window, adds=adds)
     return out

@@ -211,6 +211,22 @@ CALLS = [
         free=(("W", 1),),
     ),
     Call(
+        "mlp.moe_mlp",
+        {
+            "x": ones(T, H),
+            "plan": PLAN,
+            "probs": PROBS,
+            "gate_up": ones(E, H, 6),
+            "down": ones(E, 3, H),
+            "activation": "swiglu",
+            "transpose": False,
+            "weights_by": None,
+            "keep": "h",
+            "workspace_mb": 256,
+            "accumulate": False,
+        },
+    ),
+    Call(
         "masked.make_row_id_map",
         {"routing_map": MASK, "num_out_tokens": 0, "num_topK": K, "fp8_padding": A, "validate": None},
         free=(("routing_map", 0),),

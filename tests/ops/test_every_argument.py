@@ -28,6 +28,7 @@ ANY_RANK = {
     ("indexed.permute", "X"): 2,
     ("indexed.unpermute", "X"): 2,
     ("gemm.grouped_gemm", "X"): 2,
+    ("mlp.moe_mlp", "x"): 2,
 }
 # May be on the host or on the device, since only the host reads it.
 ON_ANY_DEVICE = {"m_sizes", "expert_offsets", "shard_id", "all_shards_tokens_per_expert"}

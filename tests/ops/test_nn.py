@@ -118,36 +118,23 @@ def test_shared_experts_are_one_of_their_joint_size():
     assert (shapes[2].gate_up.shape, shapes[2].down.shape) == ([H, 4 * I], [2 * I, H])
 
 
-@pytest.fixture
-def as_on_triton(monkeypatch):
-    """Lets the experts weight rows, as they do where Triton multiplies."""
-
-    class Chosen:
-        name = "triton"
-
-    monkeypatch.setattr("paddle_moe_ops.nn.layer.resolve", lambda operator, like: Chosen)
-    calls = []
-    backend = resolve("grouped_gemm", paddle.ones([1, 1]))
-    original = backend.grouped_gemm
-
-    def spy(x, w, weights, spec):
-        calls.append(weights)
-        return original(x, w, weights, spec)
-
-    monkeypatch.setattr(backend, "grouped_gemm", spy)
-    return calls
-
-
+@pytest.mark.parametrize("keep", ["h", "x"])
 @pytest.mark.parametrize("capacity", [None, 11])
 @pytest.mark.parametrize("tokens", [0, 1, T])
-def test_layer_whose_experts_weight_rows_equals_the_dense_formulation(tokens, capacity, as_on_triton):
-    layer = MoELayer(H, I, E, K, capacity_factor=None if capacity is None else 0.75)
-    x = paddle.randn([tokens, H])
-    if tokens:
-        assert_equals_dense(layer, x, Options(K, capacity=capacity))
-    else:
-        assert layer(x).shape == [0, H]
-    assert [weights is None for weights in as_on_triton] == [True, False]
+def test_layer_whose_experts_are_one_call_equals_the_dense_formulation(tokens, capacity, keep, monkeypatch):
+    """As where Triton multiplies; the oracle has that call, too."""
+    made = []
+    with use_backend("reference"):
+        kernels = resolve("grouped_gemm", paddle.ones([1, 1])).kernels
+        original = kernels.moe_mlp
+        monkeypatch.setattr(kernels, "moe_mlp", lambda *given: made.append(given[-1]) or original(*given))
+        layer = MoELayer(H, I, E, K, capacity_factor=None if capacity is None else 0.75, keep=keep)
+        x = paddle.randn([tokens, H])
+        if tokens:
+            assert_equals_dense(layer, x, Options(K, capacity=capacity))
+        else:
+            assert layer(x).shape == [0, H]
+    assert made == [keep == "h"]
 
 
 def test_layer_weights_rows_in_the_sum_where_paddle_multiplies(monkeypatch):

@@ -70,12 +70,14 @@ class Program(NamedTuple):
         dense: the same in plain Paddle.
         sources: where its tokens, probabilities and ids may come from.
         in_static_graphs: whether it also runs where values are not known while it is called.
+        products: matrix products that follow one another, each rounded under mixed precision.
     """
 
     sparse: Form
     dense: Form
     sources: tuple[Source, ...] = SOURCES
     in_static_graphs: bool = True
+    products: int = 1
 
     def __str__(self) -> str:
         return self.sparse.__name__

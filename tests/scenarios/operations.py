@@ -27,6 +27,7 @@ from paddle_moe_ops import (
     unpermute,
 )
 from paddle_moe_ops.gemm import grouped_gemm
+from paddle_moe_ops.mlp import moe_mlp
 from paddle_moe_ops.routing import calculate_topk
 from tests.ops.problems import plan_tensors, tensor
 
@@ -230,6 +231,12 @@ OPERATIONS = (
         lambda i: (_products_of_slots(i),),
         ("rows", "weights", "probs"),
         ("slot_to_row", "row_to_slot"),
+    ),
+    Operation(
+        "moe_mlp",
+        lambda i: (moe_mlp(i["x"], i["plan"], i["probs"], paddle.concat([i["weights"]] * 2, axis=2), i["weights"]),),
+        ("x", "probs", "weights"),
+        ("tokens_per_expert", "expert_offsets", *MAPS),
     ),
     Operation("calculate_topk", lambda i: calculate_topk(i["x"], K, False, True)[:1], ("x",)),
 )

@@ -20,6 +20,7 @@ from paddle_moe_ops import (
     unpermute,
 )
 from paddle_moe_ops.gemm import grouped_gemm
+from paddle_moe_ops.mlp import moe_mlp
 from paddle_moe_ops.routing import calculate_topk
 
 from .models import (
@@ -310,6 +311,20 @@ def gemm_to_slots(h, probs, ids, experts, **_):
     return slots.reshape([*ids.shape, -1]).sum(1)
 
 
+def mlp(h, probs, ids, experts, **_):
+    """Matrices [E, H, 2H] and [E, H, H] of the experts' vectors."""
+    plan = route(ids, num_experts=E, padding_alignment=A)
+    gate_up = paddle.concat([matrices(experts), matrices(experts.flip(1))], axis=2)
+    return moe_mlp(h, plan, probs, gate_up, matrices(experts).transpose([0, 2, 1]))
+
+
+def dense_mlp(h, probs, ids, experts, **_):
+    one_hot = (ids.unsqueeze(-1) == paddle.arange(E, dtype=ids.dtype)).astype("float32")
+    gate, up = (paddle.matmul(h.unsqueeze(0), matrices(each)) for each in (experts, experts.flip(1)))
+    by_expert = paddle.matmul(paddle.nn.functional.silu(gate) * up, matrices(experts).transpose([0, 2, 1]))
+    return (by_expert * (one_hot * probs.unsqueeze(-1)).sum(1).transpose([1, 0]).unsqueeze(-1)).sum(0)
+
+
 def bias_of(scores: Tensor, experts: Tensor) -> Tensor:
     return 0.2 * scores.mean(0) + experts[:, 0] / 16
 
@@ -356,5 +371,6 @@ PROGRAMS = (
     Program(gemm_with_plan, dense_gemm),
     Program(gemm_with_weights_of_slots, dense_gemm),
     Program(gemm_to_slots, dense_gemm),
+    Program(mlp, dense_mlp, products=2),
     Program(own_router, dense_own_router, MASKS),
 )

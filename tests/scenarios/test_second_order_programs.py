@@ -65,7 +65,10 @@ def test_linear_operators_have_gradients_of_gradients(operation, place, backend)
     check_second_order(operation, place)
 
 
-@pytest.mark.parametrize("operation", [each for each in OPERATIONS if each.name != "calculate_topk"], ids=str)
+NOT_TWICE = "calculate_topk", "moe_mlp"  # the second for Paddle's swiglu, which is not differentiable twice
+
+
+@pytest.mark.parametrize("operation", [each for each in OPERATIONS if each.name not in NOT_TWICE], ids=str)
 @pytest.mark.compiled_only
 def test_compiled_operators_have_gradients_of_gradients(operation, place):
     check_second_order(operation, place)
@@ -73,5 +76,5 @@ def test_compiled_operators_have_gradients_of_gradients(operation, place):
 
 @pytest.mark.parametrize("operation", [*OPERATIONS, FLOAT8_EXPERTS], ids=str)
 def test_gradients_of_gradients_are_right_or_refused(operation, place, backend):
-    with right_or_refused("second"):
+    with right_or_refused("second|higher order"):
         check_second_order(operation, place)

@@ -21,6 +21,7 @@ from tests.bare_package import without_paddle
 
 without_paddle(always=True)
 
+from paddle_moe_ops.triton import moe_mlp  # noqa: E402
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward  # noqa: E402
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config  # noqa: E402
 from paddle_moe_ops.triton.permute import permute  # noqa: E402
@@ -93,6 +94,20 @@ def main() -> None:
     chunk_map(gpu, gpu.empty([5], "int32"), gpu.empty([5], "int64"), rows)
     route_by_logits(gpu, tokens, topk, experts)
     products_by_descriptors(CompilingDevice(HOPPER), y, matrices, groups)
+    layers(gpu, Tokens(owners, ids), groups, 192)
+    moe_mlp.gpu_at = lambda _: Gpu(HOPPER, 132)
+    layers(CompilingDevice(HOPPER), Tokens(owners, ids), groups, 1024)
+
+
+def layers(gpu: CompilingDevice, tokens: Tokens, groups: Groups, inner: int) -> None:
+    num_rows, num_tokens, experts = tokens.row_to_token.shape[0], tokens.token_rows.shape[0], groups.sizes.shape[0]
+    hidden = 256
+    x = gpu.empty([num_tokens, hidden], "float16")
+    gate_up, down = gpu.empty([experts, hidden, 2 * inner], "float16"), gpu.empty([experts, inner, hidden], "float16")
+    layer = moe_mlp.Layer(gate_up, down, groups, tokens, gpu.empty([num_rows], "float32"), False, 1 << 28)
+    out, kept = moe_mlp.moe_mlp(gpu, x, layer, True)
+    into = ((gpu.empty(gate_up.shape, "float32"), True), None)
+    moe_mlp.moe_mlp_backward(gpu, out, x, kept, layer, (True,) * 4, into)
 
 
 def products_by_descriptors(gpu: CompilingDevice, x: NumpyArray, matrices: NumpyArray, groups: Groups) -> None:

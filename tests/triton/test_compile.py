@@ -19,7 +19,7 @@ KERNELS = {
     *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "chunks", "chunk_map"),
     *("topk", "topk_backward"),
     *("make_row_id_map", "read_row_id_map"),
-    *("schedule", "product", "weight_gradient", "row_sums"),
+    *("schedule", "product", "weight_gradient", "row_sums", "swiglu_gradient"),
 }
 
 
@@ -59,6 +59,10 @@ def test_blocks_fit_the_least_shared_memory_of_a_gpu(variants):
         gpus = [Gpu(capability, 84) for capability in (80, other)]
         assert len({product_config(gpu, 4096, 8, 4096, 4096) for gpu in gpus}) == 1
         assert len({weight_gradient_config(gpu, 4096, 4096) for gpu in gpus}) == 1
+
+
+def test_blocks_fit_the_shared_memory_of_hopper(variants):
+    assert max(each["shared_bytes"] for each in variants if each["capability"] == 90) <= 227 << 10
 
 
 @pytest.mark.parametrize("kernel", ["permute", "unpermute", "unpermute_backward"])

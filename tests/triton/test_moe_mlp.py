@@ -223,6 +223,30 @@ def test_random_numbers_are_within_the_bound_of_what_is_rounded(rng, gpu, tiles,
         assert error <= 4 * float(ml_dtypes.finfo(dtype).eps) * np.linalg.norm(expected.astype(np.float64))
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["keeping h", "keeping x"])
+@pytest.mark.parametrize("gathers", [False, True], ids=["by windows", "gathered"])
+def test_no_array_has_the_rows_of_all_tokens(rng, gpu, tiles, monkeypatch, gathers, keeps):
+    """Of d columns; what is made beside results: H, one array of the size of A, tables, and the buffer."""
+    tiles(SMALL_TILES, gathers)
+    monkeypatch.setattr(launchers, "_COLUMN_STEP", 16)
+    problem = Problem(rng, Case(16, 64, 16, 3, 3, unassigned=0.0), ml_dtypes.bfloat16, False)
+    rows, made = problem.plan.num_rows, []
+    empty = gpu.empty
+
+    def record(shape, dtype):
+        made.append(tuple(shape))
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(gpu, "empty", record)
+    problem.run(gpu, 2 * 16 * 64, keeps=keeps)
+    buffers = [shape[0] for shape in made if len(shape) == 1 and shape[0] > rows]
+    assert len(buffers) == 2
+    assert max(buffers) <= (16 + SMALL_TILES.rows) * 64 < rows * 64
+    results = [(16, 64), (rows, 32), (rows, 16), problem.gate_up.shape, problem.down.shape]
+    assert all(len(shape) == 1 or shape in results for shape in made)
+    assert (made.count((rows, 32)), made.count((rows, 16))) == (1, 2)
+
+
 def test_rows_of_no_token_may_hold_anything(rng, gpu, tiles):
     """Weights are NaN there, and so is what the buffer holds before it is filled."""
     tiles(SMALL_TILES)

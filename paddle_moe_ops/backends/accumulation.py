@@ -1,0 +1,86 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that are added to what a parameter already has as they are made, past Paddle's own sum."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import paddle
+from paddle import Tensor
+from paddle.autograd import PyLayer
+
+from .._graphs import filled, is_graph_value, to_dtype
+
+__all__ = ["Destination", "accumulated", "destination_of", "put", "why_not"]
+
+
+class Destination(NamedTuple):
+    """Where a gradient goes.
+
+    Attributes:
+        tensor: float32 or the dtype of the parameter.
+        adds: whether it holds numbers to add to.
+    """
+
+    tensor: Tensor
+    adds: bool
+
+
+def why_not(parameter: Tensor) -> tuple[str, str] | None:
+    """What a parameter must be, and what it is instead, if its gradients cannot be accumulated; else None."""
+    if is_graph_value(parameter):
+        return "a tensor, outside static graphs, with accumulate", "a value of a static graph"
+    if not parameter.stop_gradient and not parameter.is_leaf:
+        return "a leaf, such as a parameter, with accumulate", "the result of another operator"
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return None
+    fits = main_grad.dtype in (paddle.float32, parameter.dtype) and main_grad.shape == parameter.shape
+    if fits and main_grad.is_contiguous() and main_grad.place == parameter.place:
+        return None
+    expected = f"a parameter whose main_grad is contiguous, float32 or {parameter.dtype}, of its shape and place"
+    return expected, f"one whose main_grad is {main_grad.dtype} {main_grad.shape} on {main_grad.place}"
+
+
+def destination_of(parameter: Tensor) -> Destination | None:
+    """Where to put the gradient of a parameter, which is made if need be. None: give the gradient to Paddle."""
+    if hasattr(parameter, "main_grad"):
+        if parameter.main_grad is not None:
+            return Destination(parameter.main_grad, True)
+        with paddle.no_grad():
+            parameter.main_grad = filled(parameter.shape, 0, "float32", like=parameter)
+        return Destination(parameter.main_grad, False)
+    return None if parameter.grad is None else Destination(parameter.grad, True)
+
+
+def put(destination: Destination, gradient: Tensor) -> None:
+    """Add a gradient to its destination, in float32 and rounded once."""
+    into = destination.tensor
+    with paddle.no_grad():
+        wide = to_dtype(gradient, paddle.float32)
+        if destination.adds:
+            wide = wide + to_dtype(into, paddle.float32)
+        paddle.assign(to_dtype(wide, into.dtype), output=into)
+
+
+class _Accumulated(PyLayer):
+    """A copy of a parameter, since Paddle takes none that shares memory with a leaf; its gradient is put in place."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor | None:
+        destination = destination_of(ctx.parameter)
+        if destination is None:
+            return gradient
+        put(destination, gradient)
+        return None
+
+
+def accumulated(parameter: Tensor) -> Tensor:
+    """A parameter for operators that know nothing of accumulation."""
+    return parameter if parameter.stop_gradient or not paddle.is_grad_enabled() else _Accumulated.apply(parameter)

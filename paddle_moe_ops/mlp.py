@@ -1,0 +1,147 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of experts as one call: both products, SwiGLU between them, the weights and the sum of each token's rows.
+
+T tokens of d columns, K slots each, N rows, E experts of inner size n.
+"""
+
+from __future__ import annotations
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor
+
+from . import _checks
+from ._graphs import in_float32, is_on_gpu, public, to_dtype
+from .backends import MlpSpec, accumulated, resolve, why_not
+from .functional import unpermute
+from .gemm import grouped_gemm, weights_of_rows
+from .routing import Plan, as_plan, check_weights, tokens_of
+
+__all__ = ["moe_mlp"]
+
+_NAME = "moe_mlp"
+
+
+@public("x", "probs", "gate_up", "down")
+def moe_mlp(
+    x: Tensor,
+    plan: Plan,
+    probs: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: str = "swiglu",
+    transpose: bool = False,
+    weights_by: str | None = None,
+    keep: str = "h",
+    workspace_mb: int = 256,
+    accumulate: bool = False,
+) -> Tensor:
+    """Give each token to its experts, and add up what they make of it, weighted.
+
+    ``out[t] = sum over the slots k of token t of probs[t, k] * (silu(x[t] G) * (x[t] U)) D`` with the matrices G, U
+    (the two halves of ``gate_up``) and D of the expert that slot k is assigned to. These calls give the same, but for
+    the rounding of rows::
+
+        rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False))
+        out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=False), plan, probs)
+
+    Differentiable in ``x``, ``probs``, ``gate_up`` and ``down``. Deterministic, and the bits do not depend on
+    ``workspace_mb``. No host synchronisation on a GPU with Triton; a plan with a static buffer makes all shapes static,
+    and CUDA graphs can capture both passes.
+
+    On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed. There the call keeps ``x``, the first
+    product H of each row and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns are not kept: the
+    gradient of a weight is the dot product of the row in front of the second product and the gradient there (SonicMoE,
+    arXiv 2512.14080). A pass makes some of these rows at a time, in a buffer of ``workspace_mb``. A second backward
+    pass through the same graph is refused.
+
+    All else runs on the operators of the two lines above: ``keep`` and ``workspace_mb`` make no difference.
+
+    Args:
+        x: [T, d] bfloat16, float16 or float32 tokens. More dimensions, [..., d], count as T tokens in all.
+        plan: where the rows of tokens are, as `route` says it.
+        probs: what each row is multiplied by, float32: [T, K] or flat [T*K] by slot of ``plan``, [N] by row, or None
+            for the plain sum. The gradient has this shape; it is 0 at slots without a row.
+        gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as `paddle.nn.functional.swiglu` has them.
+            With ``transpose`` [E, 2 * n, d].
+        down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n].
+        activation: "swiglu".
+        transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
+        weights_by: what flat ``probs`` are by, "row" or "slot".
+        keep: "h", or "x" to keep only the tokens and the maps, and make H again in the backward pass.
+        workspace_mb: MiB of the buffer on Triton, 1 or more; a few columns of all rows are the least that it holds.
+            Layers of many small experts get faster with more.
+        accumulate: whether to add the gradients of the matrices to what is there as they are made, instead of giving
+            them to Paddle, which would pass over all matrices once more: to the attribute ``main_grad``, a float32
+            tensor or one of the matrix's dtype, which is made (float32) if it is None; to ``grad`` without that
+            attribute, if there is one. Hooks on the gradient of the matrix then get None.
+
+    Returns:
+        shape and dtype of ``x``.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix that is
+            not a leaf or whose ``main_grad`` does not fit.
+    """
+    _checks.choice(_NAME, "activation", activation, ("swiglu",))
+    _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
+    _checks.flag(_NAME, "transpose", transpose)
+    check_memory_options(_NAME, keep, workspace_mb, accumulate)
+    plan = as_plan(_NAME, plan)
+    shape = getattr(x, "shape", [])
+    tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
+    _checks.rows(_NAME, "x", tokens, _checks.SUM_DTYPES, *tokens_of(plan), shape)
+    _check_matrices(tokens, plan, gate_up, down, transpose)
+    if probs is not None:
+        check_weights(_NAME, "probs", probs, plan, weights_by)
+    _checks.same_place(_NAME, x=tokens, gate_up=gate_up, down=down, probs=probs)
+    if accumulate:
+        for name, matrix in (("gate_up", gate_up), ("down", down)):
+            problem = why_not(matrix)
+            if problem is not None:
+                _checks.bad_value(_NAME, name, *problem)
+    if paddle.amp.is_autocast_enabled() and is_on_gpu(tokens):
+        dtype = getattr(paddle, paddle.amp.get_autocast_dtype())
+        if accumulate:  # what a cast gives is no parameter
+            gate_up, down, accumulate = accumulated(gate_up), accumulated(down), False
+        tokens, gate_up, down = (to_dtype(each, dtype) for each in (tokens, gate_up, down))
+    backend = resolve("grouped_gemm", tokens)
+    if backend.runs_moe_mlp:
+        with _checks.renaming("grouped_gemm", _NAME, topk_weights="probs"):
+            weights = weights_of_rows("grouped_gemm", probs, weights_by, plan, tokens)
+        validation = _checks.validation(_NAME, None, tokens)
+        spec = MlpSpec(plan, transpose, keep == "h", workspace_mb << 20, accumulate, validation)
+        out = backend.moe_mlp(tokens, gate_up, down, weights, spec)
+    else:
+        if accumulate:
+            gate_up, down = accumulated(gate_up), accumulated(down)
+        weights = probs
+        if probs is not None and weights_by == "slot":
+            weights = probs.reshape([-1, plan.topk])
+        rows = in_float32(F.swiglu, grouped_gemm(tokens, gate_up, plan=plan, permute_x=True, transpose=transpose))
+        out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=transpose), plan, weights)
+    if len(shape) == 2:
+        return out
+    return out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(shape)])
+
+
+def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool) -> None:
+    """Check what `moe_mlp` says of memory."""
+    _checks.choice(function, "keep", keep, ("h", "x"))
+    _checks.integer(function, "workspace_mb", workspace_mb, 1)
+    _checks.flag(function, "accumulate", accumulate)
+
+
+def _check_matrices(x: Tensor, plan: Plan, gate_up: Tensor, down: Tensor, transpose: bool) -> None:
+    hidden, experts = x.shape[1], plan.num_experts
+    dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (x.dtype,)
+    shape = [experts, "2 * n", hidden] if transpose else [experts, hidden, "2 * n"]
+    _checks.tensor(_NAME, "gate_up", gate_up, dtypes, shape)
+    columns = gate_up.shape[1 if transpose else 2]
+    if (columns % 2 and columns > 0) or columns == 0:
+        _checks.bad_value(_NAME, "gate_up", "of 2 * n columns, n of the gate and n that it gates, n >= 1", columns)
+    inner = columns // 2 if columns > 0 else "n"
+    _checks.tensor(_NAME, "down", down, dtypes, [experts, hidden, inner] if transpose else [experts, inner, hidden])

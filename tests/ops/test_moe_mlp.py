@@ -1,0 +1,290 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""moe_mlp: the whole layer of experts as one call, with gradients, on every backend; Triton's kernels interpreted."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import moe_mlp, reference, use_backend
+from paddle_moe_ops.backends import gradients as adapter
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.problems import make_problem, ordinary, plan_tensors, tensor
+from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SUM_DTYPES
+
+D, N = 10, 6
+FORMS = ("by row", "by slot", "flat by slot", "none")
+BY_FORM = pytest.mark.parametrize("form", FORMS)
+BY_LAYOUT = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+BY_DTYPE = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+BACKENDS = pytest.mark.parametrize("name", [None, "reference"], ids=["automatic", "reference"])
+
+
+class Layer:
+    """Operands of a layer over a problem's routing, and what the oracle makes of them."""
+
+    def __init__(self, rng, shape, dtype=np.float32, *, transpose=False, form="by slot", sizes=(D, N), **options):
+        self.problem, self.transpose, self.form = make_problem(rng, shape), transpose, form
+        self.plan = self.problem.plan(**options)
+        d, n = sizes
+        gate_up, down = ordinary(rng, (shape.E, d, 2 * n), dtype), ordinary(rng, (shape.E, n, d), dtype)
+        if transpose:
+            gate_up, down = (np.ascontiguousarray(each.swapaxes(1, 2)) for each in (gate_up, down))
+        self.arrays = {"x": ordinary(rng, (shape.T, d), dtype), "gate_up": gate_up, "down": down}
+        probs = {"by row": self.plan.row_probs, "flat by slot": self.problem.probs.ravel(), "none": None}
+        if form != "none":
+            self.arrays["probs"] = probs.get(form, self.problem.probs)
+        self.d_out = ordinary(rng, (shape.T, d), dtype)
+
+    def leaves(self, place):
+        return {name: tensor(array, place, gradient=True) for name, array in self.arrays.items()}
+
+    def call(self, leaves, place, **options):
+        order = {"by row": "row", "flat by slot": "slot"}.get(self.form)
+        plan, matrices = plan_tensors(self.plan, place), (leaves["gate_up"], leaves["down"])
+        options = {"transpose": self.transpose, "weights_by": order, **options}
+        return moe_mlp(leaves["x"], plan, leaves.get("probs"), *matrices, **options)
+
+    def run(self, place, **options):
+        """The result and the gradient of each leaf."""
+        leaves = self.leaves(place)
+        out = self.call(leaves, place, **options)
+        paddle.autograd.backward([out], [tensor(self.d_out, place)])
+        return {"out": out, **{name: leaf.grad for name, leaf in leaves.items()}}
+
+    def due(self):
+        """In float64."""
+        wide = {name: array.astype(np.float64) for name, array in self.arrays.items()}
+        weights = None if self.form == "none" else self.plan.row_probs
+        arguments = wide["x"], self.plan, wide["gate_up"], wide["down"], weights
+        out, _ = reference.moe_mlp(*arguments, transpose=self.transpose)
+        made = reference.moe_mlp_backward(self.d_out.astype(np.float64), *arguments, transpose=self.transpose)
+        due = {"out": out, "x": made.x, "gate_up": made.gate_up, "down": made.down, "probs": made.weights}
+        if "slot" in self.form:
+            rows = self.plan.slot_to_row
+            by_slot = np.where(rows >= 0, np.append(made.weights, 0)[rows], 0)
+            due["probs"] = by_slot.reshape(self.arrays["probs"].shape)
+        return due
+
+
+def assert_close(made, due, dtype):
+    """Relative to the norm: some roundings to the dtype on the way, and sums in float32."""
+    limit = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[np.dtype(dtype).name]
+    for name, got in made.items():
+        got, expected = to_numpy(got).astype(np.float64), due[name]
+        assert got.shape == expected.shape, name
+        assert np.linalg.norm(got - expected) <= limit * np.linalg.norm(expected), name
+
+
+@BACKENDS
+@BY_DTYPE
+@BY_LAYOUT
+@BY_FORM
+def test_result_and_gradients(form, transpose, dtype, name, rng, place):
+    layer = Layer(rng, PADDED, dtype, transpose=transpose, form=form)
+    with use_backend(name) if name else contextlib.nullcontext():
+        assert_close(layer.run(place), layer.due(), dtype)
+
+
+@BACKENDS
+@pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
+@pytest.mark.parametrize("shape", [EMPTY, ONE_TOKEN, ODD, MANY_EXPERTS], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 3), (72, 16)], ids=str)
+def test_any_routing_and_sizes(sizes, shape, buffer_size, name, rng, place):
+    layer = Layer(rng, shape, sizes=sizes, buffer_size=buffer_size)
+    with use_backend(name) if name else contextlib.nullcontext():
+        assert_close(layer.run(place), layer.due(), np.float32)
+
+
+@pytest.mark.parametrize("form", ["by slot", "none"])
+@pytest.mark.parametrize("keep", ["h", "x"])
+@BY_LAYOUT
+def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, rng):
+    layer = Layer(rng, PADDED._replace(T=5, A=8), np.float16, transpose=transpose, form=form, sizes=(40, 24))
+    with use_backend("triton"):
+        made = layer.run("cpu", keep=keep, workspace_mb=1)
+    assert_close(made, layer.due(), np.float16)
+    assert interpreted.launches.count("product_kernel") == (4 if keep == "h" else 5)
+    assert interpreted.launches.count("swiglu_gradient_kernel") == 1
+
+
+@BACKENDS
+@pytest.mark.parametrize("options", [{"keep": "x"}, {"workspace_mb": 1}, {"workspace_mb": 4096}], ids=str)
+def test_what_is_kept_and_how_much_memory_there_is_change_no_bit(options, name, rng, place):
+    layer = Layer(rng, ODD)
+    with use_backend(name) if name else contextlib.nullcontext():
+        before, made = layer.run(place), layer.run(place, **options)
+    for each, expected in before.items():
+        assert_bits_equal(made[each], expected, what=each)
+
+
+def test_tokens_of_more_dimensions(rng, place):
+    layer = Layer(rng, ODD._replace(T=12))
+    leaves = layer.leaves(place)
+    flat = layer.call(leaves, place)
+    leaves["x"] = leaves["x"].reshape([2, 2, 3, D])
+    made = layer.call(leaves, place)
+    assert made.shape == [2, 2, 3, D]
+    assert_bits_equal(made.reshape([12, D]), flat, what="out")
+
+
+@pytest.mark.parametrize("wanted", ["x", "gate_up", "down", "probs"])
+@BACKENDS
+def test_one_gradient_alone(wanted, name, rng, place):
+    layer = Layer(rng, ODD)
+    with use_backend(name) if name else contextlib.nullcontext():
+        expected, leaves = layer.run(place), layer.leaves(place)
+        for each, leaf in leaves.items():
+            leaf.stop_gradient = each != wanted
+        out = layer.call(leaves, place)
+        paddle.autograd.backward([out], [tensor(layer.d_out, place)])
+    assert_bits_equal(leaves[wanted].grad, expected[wanted], what=wanted)
+    assert all(leaf.grad is None for each, leaf in leaves.items() if each != wanted)
+
+
+@pytest.mark.parametrize("keep", ["h", "x"])
+def test_kept_are_the_tokens_the_first_product_and_the_weights(keep, rng, place, monkeypatch):
+    """4 bytes a number here: 4 T d + 8 N n, 4 N weights, and the matrices, which are there anyway."""
+    kept = []
+    save = adapter.Call.save
+
+    def record(call, *tensors):
+        save(call, *tensors)
+        kept.extend(call.saved)
+
+    monkeypatch.setattr(adapter.Call, "save", record)
+    layer = Layer(rng, ODD)
+    with use_backend("reference"):
+        layer.call(layer.leaves(place), place, keep=keep)
+    rows, tokens = layer.plan.num_rows, len(layer.arrays["x"])
+    matrices = sum(layer.arrays[name].nbytes for name in ("gate_up", "down"))
+    given = 4 * tokens * D + 4 * rows + matrices
+    assert sum(each.size * 4 for each in kept) == given + (8 * rows * N if keep == "h" else 0)
+
+
+def test_nothing_is_kept_where_no_one_wants_a_gradient(rng, place, monkeypatch):
+    seen = []
+    layer = Layer(rng, ODD)
+    with use_backend("reference"), paddle.no_grad():
+        kernels = adapter.WithGradients
+        original = kernels.moe_mlp
+
+        def spy(backend, *arguments):
+            made = original(backend, *arguments)
+            seen.append(made.stop_gradient)
+            return made
+
+        monkeypatch.setattr(kernels, "moe_mlp", spy)
+        layer.call(layer.leaves(place), place)
+    assert seen == [True]
+
+
+def start_of(kind, leaf):
+    """An existing gradient of one kind, and what is to be added to."""
+    if kind == "main_grad of None":
+        leaf.main_grad = None
+    elif kind == "grad":
+        (leaf * 3.0).sum().backward()
+    elif kind.startswith("main_grad"):
+        leaf.main_grad = paddle.full(leaf.shape, 0.5, kind.split()[-1])
+        if leaf.main_grad.place != leaf.place:
+            leaf.main_grad = leaf.main_grad._copy_to(leaf.place, True)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "kind", ["main_grad of None", "main_grad of float32", "main_grad of bfloat16", "grad", "nothing"]
+)
+def test_gradients_of_matrices_are_added_to_what_is_there(kind, name, rng, place):
+    dtype = "bfloat16" if kind.endswith("bfloat16") else "float32"
+    layer = Layer(rng, ODD, SUM_DTYPES[[np.dtype(each).name for each in SUM_DTYPES].index(dtype)])
+    with use_backend(name) if name else contextlib.nullcontext():
+        expected = layer.run(place)
+        leaves = layer.leaves(place)
+        for matrix in ("gate_up", "down"):
+            start_of(kind, leaves[matrix])
+        for _ in range(2):
+            out = layer.call(leaves, place, accumulate=True)
+            paddle.autograd.backward([out], [tensor(layer.d_out, place)])
+    for matrix in ("gate_up", "down"):
+        leaf = leaves[matrix]
+        got = leaf.main_grad if kind.startswith("main_grad") else leaf.grad
+        if kind.startswith("main_grad"):
+            assert leaf.grad is None
+        assert got.dtype == (paddle.float32 if kind == "main_grad of None" else getattr(paddle, dtype))
+        start = {"grad": 3.0, "nothing": 0.0, "main_grad of None": 0.0}.get(kind, 0.5)
+        due = start + 2 * to_numpy(expected[matrix]).astype(np.float64)
+        error = np.abs(to_numpy(got).astype(np.float64) - due)
+        assert error.max() <= (2**-7 if dtype == "bfloat16" else 1e-6) * np.abs(due).max()
+    for other in ("x", "probs"):
+        twice = 2 * to_numpy(expected[other]).astype(np.float64)
+        np.testing.assert_allclose(to_numpy(leaves[other].grad).astype(np.float64), twice, rtol=2**-7, atol=2**-7)
+
+
+def test_a_parameter_that_wants_no_gradient_gets_none(rng, place):
+    layer = Layer(rng, ODD)
+    leaves = layer.leaves(place)
+    leaves["down"].stop_gradient = True
+    leaves["down"].main_grad = None
+    layer.call(leaves, place, accumulate=True).sum().backward()
+    assert leaves["down"].main_grad is None
+    assert leaves["gate_up"].grad is not None
+
+
+BAD = {
+    "another activation": ({"activation": "gelu"}, "activation must be one of 'swiglu', but got 'gelu'"),
+    "another thing to keep": ({"keep": "a"}, "keep must be one of 'h', 'x', but got 'a'"),
+    "no workspace": ({"workspace_mb": 0}, "workspace_mb must be from 1 to 2147483647, but got 0"),
+    "flat weights": (
+        {"probs": lambda leaves: leaves["probs"].flatten()},
+        "weights_by must be 'row' or 'slot' with flat probs and a plan, but got None",
+    ),
+    "an odd number of columns": (
+        {"gate_up": lambda leaves: leaves["gate_up"][:, :, 1:]},
+        "gate_up must be of 2 * n columns, n of the gate and n that it gates, n >= 1, but got 11",
+    ),
+    "another inner size": (
+        {"down": lambda leaves: leaves["down"][:, 1:]},
+        f"down must be of shape [{ODD.E}, 6, 10], but got [{ODD.E}, 5, 10]",
+    ),
+    "matrices of fewer experts": (
+        {"gate_up": lambda leaves: leaves["gate_up"][1:]},
+        f"gate_up must be of shape [{ODD.E}, 10, 2 * n], but got [{ODD.E - 1}, 10, 12]",
+    ),
+    "matrices that are no leaves": (
+        {"gate_up": lambda leaves: leaves["gate_up"] * 1, "accumulate": True},
+        "gate_up must be a leaf, such as a parameter, with accumulate, but got the result of another operator",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "text"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments_are_named(changes, text, rng, place):
+    layer = Layer(rng, ODD)
+    leaves = layer.leaves(place)
+    plan = plan_tensors(layer.plan, place)
+    arguments = {"x": leaves["x"], "plan": plan, **leaves}
+    arguments |= {name: value(leaves) if callable(value) else value for name, value in changes.items()}
+    with pytest.raises(ValueError, match=f"^{re.escape('moe_mlp: ' + text)}$"):
+        moe_mlp(**arguments)
+
+
+def test_a_main_grad_of_another_shape_is_refused(rng, place):
+    layer = Layer(rng, ODD)
+    leaves = layer.leaves(place)
+    leaves["down"].main_grad = paddle.zeros([3])
+    with pytest.raises(ValueError, match=r"^moe_mlp: down must be a parameter whose main_grad is contiguous"):
+        layer.call(leaves, place, accumulate=True)
+
+
+def test_the_same_bits_in_every_run(rng, place):
+    layer = Layer(rng, ODD, SUM_DTYPES[-1])
+    first, second = layer.run(place), layer.run(place)
+    for name, expected in first.items():
+        assert_bits_equal(second[name], expected, what=name)
