@@ -71,6 +71,6 @@ def torch_grouped(inputs: Inputs) -> Passes:
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours": ours,
     "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
-    "ours, 64 MiB": lambda inputs: ours(inputs, workspace_mb=64),
+    "ours, 1 GiB": lambda inputs: ours(inputs, workspace_mb=1024),
     "torch": torch_grouped,
 }

@@ -187,7 +187,7 @@ def test_gradients_of_matrices_are_added_to_what_is_there(rng, gpu, tiles, monke
     problem = Problem(rng, Case(9, 300, 72, 3, 2), ml_dtypes.bfloat16, False)
     before = [rng.integers(-8, 9, each.shape).astype(dtype) for each in (problem.gate_up, problem.down)]
     into = [gpu.array(each) for each in before]
-    *_, d_x, _, _, d_weights = problem.run(gpu, 1 << 12, into=tuple(into))
+    *_, d_x, _, _, d_weights = problem.run(gpu, 1 << 12, into=tuple((each, True) for each in into))
     exact = problem.in_float64()
     for made, old, gradient in zip(into, before, exact[3:5], strict=True):
         assert_same_bits(
