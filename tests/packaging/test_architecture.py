@@ -17,12 +17,21 @@ CSRC = PACKAGE / "csrc"
 
 # From the public functions down; a module imports from its own layer and from those below.
 LAYERS = (
-    {"nn", "masked", "dispatch", "indexed", "gemm", "expert_parallel", "compat"},
+    {"nn", "masked", "dispatch", "indexed", "expert_parallel", "compat"},
+    {"mlp"},
+    {"gemm"},
     {"_checks", "_quick", "functional", "quantization", "routing", "rowmaps"},
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
     {
-        *("backends.arrays", "backends.base", "backends.host_checks", "backends.gradients", "backends.nodes"),
+        *(
+            "backends.arrays",
+            "backends.accumulation",
+            "backends.base",
+            "backends.host_checks",
+            "backends.gradients",
+            "backends.nodes",
+        ),
         *("reference", "triton"),
     },
 )

@@ -52,7 +52,7 @@ CASES = {
     "no tokens": Case(tokens=0),
     "odd sizes": Case(hidden=23, inner=9),
     "one of everything": Case(1, 1, 1, 1, 1, unassigned=0.0),
-    "more columns than a window": Case(7, 600, 24, 3, 2),
+    "more columns than a window": Case(3, 300, 24, 2, 2),
     "many experts": Case(9, 16, 8, 40, 3),
 }
 
@@ -156,9 +156,9 @@ def test_exact_sums_have_the_bits_of_the_oracle(rng, gpu, tiles, case, transpose
 def test_the_size_of_the_buffer_changes_no_bit(rng, gpu, tiles, monkeypatch, config, gathers):
     tiles(config, gathers)
     monkeypatch.setattr(launchers, "_COLUMN_STEP", 16)
-    problem = Problem(rng, Case(53, 48, 16, 5, 3, alignment=8), ml_dtypes.bfloat16, False)
+    problem = Problem(rng, Case(17, 48, 16, 3, 2, alignment=4), ml_dtypes.bfloat16, False)
     found = problem.due()
-    for rows in (200, 70, 33, 1):
+    for rows in (200, 20, 1):
         assert_all_same(problem.run(gpu, rows * 48 * 2), found)
 
 
