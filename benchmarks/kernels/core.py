@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -22,22 +21,18 @@ class CoreCalls:
 
     Attributes:
         run: Calls an operator with its params, both as in `tests.core.binding.Core`.
-        route_permute: The same for routing and moving rows in one call.
     """
 
-    def __init__(
-        self, core: Core, device: str, note: str = "", as_array: Callable[[Any], Any] = lambda value: value
-    ) -> None:
+    def __init__(self, core: Core, note: str = "", as_array: Callable[[Any], Any] = lambda value: value) -> None:
         """Wrap a loaded core.
 
         Args:
             core: The library.
-            device: "cpu" or "cuda", as its functions are called.
             note: What a reader of all its results must know.
             as_array: What the binding is given for an array of the device.
         """
-        self.run, self.route_permute = core.run, core.route_permute
-        self._core, self._device, self._note, self._as_array = core, device, note, as_array
+        self.run = core.run
+        self._core, self._note, self._as_array = core, note, as_array
 
     def params(self, make: Callable[..., Any], *arrays: Any, **fields: Any) -> Any:
         """Call a function of the binding that makes params, with arrays of the device."""
@@ -46,9 +41,8 @@ class CoreCalls:
 
     def add_workspace(self, operator: str, params: Params, inputs: Inputs) -> None:
         """Give params the workspace that the operator needs on this device, if any."""
-        size_of = getattr(self._core.library, f"pmo_{operator}_{self._device}_workspace_bytes", None)
-        if size_of is not None:
-            size = size_of(ctypes.byref(params))
+        size = self._core.workspace_bytes(operator, params)
+        if size is not None:
             memory = inputs.empty(max(size, 1), dtype="uint8")
             memory[...] = 0xA5  # what is there before the call must not matter
             workspace = self._as_array(memory)

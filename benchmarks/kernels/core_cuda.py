@@ -11,25 +11,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.core.cuda_entries import CudaEntries
-from tests.core.structs import Params, PermuteParams, RouteParams
+from tests.core.binding import Core
+from tests.core.structs import Params
 
 from .tensors import to_numpy
 
 __all__ = ["CudaCore", "array_at"]
 
 
-class CudaCore(CudaEntries):
+class CudaCore(Core):
     """The CUDA entries on the current stream of PyTorch."""
 
-    def run(self, operator: str, params: Params | None, stream: int | None = None) -> None:
-        """Enqueue an operator, by default on the current stream."""
-        super().run(operator, params, torch.cuda.current_stream().cuda_stream if stream is None else stream)
+    device = "cuda"
 
-    def route_permute(self, route: RouteParams, permute: PermuteParams | None = None) -> None:
-        """Enqueue the routing and, if asked, the moving of its rows."""
-        moved = None if permute is None else ctypes.byref(permute)
-        self._check(self.entry("route_permute")(ctypes.byref(route), moved, torch.cuda.current_stream().cuda_stream))
+    def run(self, operator: str, *params: Params | None, stream: int | None = None) -> None:
+        """Enqueue an operator, by default on the current stream."""
+        stream = torch.cuda.current_stream().cuda_stream if stream is None else stream
+        super().run(operator, *params, stream=stream)
 
 
 def array_at(value: Any) -> Any:

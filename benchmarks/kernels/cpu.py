@@ -67,7 +67,7 @@ class CpuDevice:
                 self.left_out[name] = str(error)
 
     def _core_implementations(self) -> list[Implementation]:
-        calls = CoreCalls(self.core, "cpu", note="outputs are there before the call")
+        calls = CoreCalls(self.core, note="outputs are there before the call")
         ours = [each for library in (Library.CORE, Library.CORE_OTHERWISE) for each in implementations(library, calls)]
         return [*ours, self.memory.copying(), self.memory.reading()]
 

@@ -59,7 +59,7 @@ class CudaDevice:
             raise ValueError(f"--core-library must be a libpmo_core.so with CUDA operators, but: {error}") from error
         self.timer = CudaTimer()
         self.left_out: dict[str, str] = {}
-        calls = CoreCalls(core, "cuda", as_array=array_at)
+        calls = CoreCalls(core, as_array=array_at)
         handles: dict[Library, Callable[[], Any]] = {
             Library.CORE: lambda: calls,
             Library.TRITON: _triton,

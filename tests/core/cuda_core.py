@@ -18,19 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .cuda_entries import CudaEntries
-from .structs import (
-    NOWHERE,
-    Check,
-    CleanRowmapParams,
-    Params,
-    PermuteParams,
-    RouteFindings,
-    RouteParams,
-    RowmapFindings,
-    SortChunksParams,
-    TopkParams,
-)
+from .binding import Core
+from .structs import Params
 
 # Read on the host by the reports, never by a kernel.
 HOST_ARRAYS = ("expected_per_expert",)
@@ -75,54 +64,19 @@ def mirrored(*structs: Params) -> Iterator[None]:
         memory[...] = mirror.cpu().numpy()
 
 
-class CudaCore(CudaEntries):
+class CudaCore(Core):
     """`Core` whose calls run on the current GPU."""
 
-    def route_workspace(self, params: RouteParams) -> NDArray:
-        return self._make_workspace(params, self.library.pmo_route_cuda_workspace_bytes(ctypes.byref(params)))
+    device = "cuda"
 
-    def _make_workspace(self, params: Params, size: int) -> NDArray:
-        workspace = np.full(size, 0xA5, np.uint8)
-        params.arrays["workspace"] = workspace
-        params.workspace, params.workspace_bytes = workspace.ctypes.data, size
-        return workspace
-
-    def run(self, operator: str, params: Params | None, stream: int | None = None) -> None:
-        if params is None:
-            super().run(operator, params, stream)
-            return
-        if isinstance(params, CleanRowmapParams) and params.workspace is None:
-            self._make_workspace(params, self.library.pmo_clean_rowmap_cuda_workspace_bytes(ctypes.byref(params)))
-        if isinstance(params, SortChunksParams):
-            if params.checks:
-                self.sort_chunks_report(params)
-            if params.workspace is None:
-                self._make_workspace(params, self.library.pmo_sort_chunks_cuda_workspace_bytes(ctypes.byref(params)))
-        if isinstance(params, TopkParams) and params.workspace is None:
-            self._make_workspace(params, self.library.pmo_topk_cuda_workspace_bytes(ctypes.byref(params)))
-        if isinstance(params, RouteParams) and operator == "route" and params.checks & Check.OVERFLOW:
-            nothing = RouteFindings(bad_place=NOWHERE, duplicate_place=NOWHERE, nan_place=NOWHERE)
-            self.route_report(params, nothing, params.arrays["routed_per_expert"])
-        with mirrored(params):
-            super().run(operator, params, stream or torch.cuda.current_stream().cuda_stream)
+    def run(self, operator: str, *params: Params | None, stream: int | None = None) -> None:
+        given = [each for each in params if each is not None]
+        for each in given:
+            each.before_cuda(self, operator)
+            if each.needs_cuda_workspace and each.workspace is None:
+                self.add_workspace(operator, each)
+        with mirrored(*given):
+            super().run(operator, *params, stream=stream or torch.cuda.current_stream().cuda_stream)
             torch.cuda.synchronize()
-        self._report(operator, params)
-
-    def route_permute(self, route: RouteParams, permute: PermuteParams | None = None) -> None:
-        with mirrored(*(params for params in (route, permute) if params is not None)):
-            stream = torch.cuda.current_stream().cuda_stream
-            pointer = None if permute is None else ctypes.byref(permute)
-            self._check(self.entry("route_permute")(ctypes.byref(route), pointer, stream))
-            torch.cuda.synchronize()
-
-    def _report(self, operator: str, params: Any) -> None:
-        """Raise what the CPU operators raise by themselves."""
-        if operator == "route_count" and params.checks:
-            checks, params.checks = params.checks, params.checks & ~Check.OVERFLOW
-            try:
-                findings = RouteFindings.from_buffer_copy(params.arrays["workspace"])
-                self.route_report(params, findings, params.arrays["routed_per_expert"])
-            finally:
-                params.checks = checks
-        if operator == "clean_rowmap" and params.checks:
-            self.clean_rowmap_report(params, RowmapFindings.from_buffer_copy(params.arrays["workspace"]))
+        for each in given:
+            each.after_cuda(self, operator)

@@ -1,45 +1,43 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Constants and structs of the C core, as ``csrc/include/pmo/*.h`` declares them; the docstrings are their names."""
+"""Constants of the C core and what its structs share, as ``csrc/include/pmo/*.h`` declares them.
+
+The docstrings of enumerations and structs are their names in C. Each struct is in `operators`.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from .binding import Core
+
 __all__ = [
     "DTYPES",
+    "IDS_KINDS",
     "NOWHERE",
+    "Bytes",
     "Check",
-    "CleanRowmapParams",
-    "DequantizeParams",
     "Duplicates",
     "Fill",
+    "Findings",
+    "Float",
     "Floats",
     "Int",
     "Int32s",
+    "Int64s",
     "Params",
-    "PermuteParams",
-    "QuantizeParams",
-    "RouteFindings",
-    "RouteParams",
     "RoutingKind",
-    "RowIdMapParams",
-    "RowmapFindings",
     "ScaleLayout",
     "Size",
-    "SlotsParams",
-    "SortChunksParams",
     "Status",
-    "TopkBackwardParams",
-    "TopkParams",
-    "UnpermuteBackwardParams",
-    "UnpermuteParams",
+    "fields",
     "row_stride",
 ]
 
@@ -106,6 +104,8 @@ DTYPES: dict[np.dtype, int] = {
     np.dtype(np.int32): 5,
 }
 
+IDS_KINDS = {np.dtype(np.int32): RoutingKind.IDS32, np.dtype(np.int64): RoutingKind.IDS64}
+
 # PMO_NOWHERE
 NOWHERE = (1 << 63) - 1
 
@@ -119,8 +119,9 @@ Floats = ctypes.POINTER(ctypes.c_float)
 _ELEMENTS = {Int32s: np.dtype(np.int32), Int64s: np.dtype(np.int64), Floats: np.dtype(np.float32)}
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
+def fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """Fields of a struct, from types and the names that have them."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
 
 
 def row_stride(matrix: NDArray) -> int:
@@ -131,7 +132,16 @@ def row_stride(matrix: NDArray) -> int:
 
 
 class Params(ctypes.Structure):
-    """A params struct of the core. It keeps the arrays alive whose addresses it holds."""
+    """A params struct of the core. It keeps the arrays alive whose addresses it holds.
+
+    The CPU entries of some operators check data, which the CUDA entries leave to their callers. `before_cuda` and
+    `after_cuda` raise the same errors around a call of a CUDA entry.
+
+    Attributes:
+        needs_cuda_workspace: Whether a test that gives no workspace gets one on a GPU, as on the CPU.
+    """
+
+    needs_cuda_workspace: ClassVar[bool] = False
 
     def __init__(self, **fields: Any) -> None:
         super().__init__()
@@ -151,198 +161,12 @@ class Params(ctypes.Structure):
                 value = ctypes.cast(value.ctypes.data, types[name])
             setattr(self, name, value)
 
+    def before_cuda(self, core: Core, operator: str) -> None:
+        """Check what is known before the call."""
 
-class RouteParams(Params):
-    """pmo_route_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_tokens topk num_experts padding_alignment num_rows"),
-        *_fields(Bytes, "routing"),
-        *_fields(Floats, "probs"),
-        *_fields(Int32s, "expected_per_expert"),
-        *_fields(Int, "routing_kind duplicates checks num_threads"),
-        *_fields(Bytes, "workspace"),
-        *_fields(Size, "workspace_bytes"),
-        *_fields(Int32s, "routed_per_expert slot_to_row token_rows row_to_token row_to_slot row_to_expert"),
-        *_fields(Floats, "row_probs"),
-        *_fields(Int32s, "tokens_per_expert expert_offsets overflow rowmap"),
-    ]
+    def after_cuda(self, core: Core, operator: str) -> None:
+        """Check what the call found."""
 
 
-class RouteFindings(ctypes.Structure):
-    """pmo_route_findings"""
-
-    _fields_ = _fields(Size, "bad_place bad_value duplicate_place duplicate_expert duplicate_first nan_place")
-
-
-class CleanRowmapParams(Params):
-    """pmo_clean_rowmap_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_tokens topk num_experts num_rows"),
-        *_fields(Int32s, "rowmap"),
-        *_fields(Bytes, "ids"),
-        *_fields(Floats, "row_values"),
-        *_fields(Int, "ids_kind duplicates checks num_threads"),
-        *_fields(Int32s, "token_rows row_to_token slot_to_row"),
-        *_fields(Floats, "slot_values"),
-        *_fields(Int32s, "row_to_slot row_to_expert"),
-        *_fields(Bytes, "workspace"),
-        *_fields(Size, "workspace_bytes"),
-    ]
-
-
-class RowmapFindings(ctypes.Structure):
-    """pmo_rowmap_findings"""
-
-    _fields_ = _fields(Size, "bad_id_place bad_id bad_row_place bad_row repeat_place repeat_row repeat_first")
-
-
-class RowIdMapParams(Params):
-    """pmo_row_id_map_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_tokens topk num_experts num_rows"),
-        *_fields(Int32s, "token_rows row_to_expert pad_offsets row_id_map rowmap"),
-        *_fields(Int, "num_threads"),
-    ]
-
-
-class SlotsParams(Params):
-    """pmo_slots_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_tokens topk num_experts num_rows"),
-        *_fields(Int32s, "slot_to_row row_to_expert"),
-        *_fields(Floats, "row_values slot_values"),
-        *_fields(Int, "accumulate num_threads"),
-    ]
-
-
-class PermuteParams(Params):
-    """pmo_permute_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_tokens topk num_rows hidden scale_cols"),
-        *_fields(Bytes, "x"),
-        *_fields(Size, "x_row_stride"),
-        *_fields(Bytes, "scale"),
-        *_fields(Size, "scale_row_stride"),
-        *_fields(Int32s, "slot_to_row row_to_token"),
-        *_fields(Bytes, "rows row_scales"),
-        *_fields(Int, "dtype scale_dtype fill num_threads"),
-    ]
-
-
-class UnpermuteParams(Params):
-    """pmo_unpermute_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_tokens max_rows_per_token num_rows num_weights hidden"),
-        *_fields(Bytes, "rows"),
-        *_fields(Size, "rows_row_stride"),
-        *_fields(Int32s, "token_rows"),
-        *_fields(Floats, "weights"),
-        *_fields(Int32s, "weight_index"),
-        *_fields(Bytes, "out"),
-        *_fields(Int, "dtype copy_single_row num_threads"),
-    ]
-
-
-class UnpermuteBackwardParams(Params):
-    """pmo_unpermute_backward_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_tokens max_rows_per_token num_rows num_weights hidden"),
-        *_fields(Bytes, "d_out"),
-        *_fields(Size, "d_out_row_stride"),
-        *_fields(Bytes, "rows"),
-        *_fields(Size, "rows_row_stride"),
-        *_fields(Int32s, "token_rows row_to_token"),
-        *_fields(Floats, "weights"),
-        *_fields(Int32s, "weight_index"),
-        *_fields(Bytes, "d_rows"),
-        *_fields(Floats, "d_weights"),
-        *_fields(Int, "dtype copy_single_row num_threads"),
-    ]
-
-
-class SortChunksParams(Params):
-    """pmo_sort_chunks_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_rows num_chunks hidden"),
-        *_fields(Bytes, "x"),
-        *_fields(Size, "x_row_stride"),
-        *_fields(Bytes, "split_sizes order"),
-        *_fields(Floats, "probs"),
-        *_fields(Bytes, "out"),
-        *_fields(Floats, "probs_out"),
-        *_fields(Int32s, "source_to_dest"),
-        *_fields(Bytes, "workspace"),
-        *_fields(Size, "workspace_bytes"),
-        *_fields(Int, "dtype split_sizes_kind order_kind inverse checks num_threads"),
-    ]
-
-
-class QuantizeParams(Params):
-    """pmo_quantize_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_tokens topk num_rows hidden"),
-        *_fields(Bytes, "x"),
-        *_fields(Size, "x_row_stride"),
-        *_fields(Int32s, "slot_to_row row_to_token"),
-        *_fields(Bytes, "codes scales"),
-        *_fields(Int, "dtype ue8m0 scale_layout fill"),
-        *_fields(Float, "amax_min"),
-        *_fields(Int, "num_threads"),
-        *_fields(Bytes, "workspace"),
-        *_fields(Size, "workspace_bytes"),
-    ]
-
-
-class DequantizeParams(Params):
-    """pmo_dequantize_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_rows hidden"),
-        *_fields(Bytes, "codes"),
-        *_fields(Size, "codes_row_stride"),
-        *_fields(Bytes, "scales out"),
-        *_fields(Int, "dtype ue8m0 scale_layout num_threads"),
-    ]
-
-
-class TopkParams(Params):
-    """pmo_topk_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_tokens topk num_experts num_groups topk_groups scores_per_group"),
-        *_fields(Bytes, "gating"),
-        *_fields(Size, "gating_row_stride"),
-        *_fields(Floats, "correction_bias"),
-        *_fields(Bytes, "weights"),
-        *_fields(Int64s, "ids"),
-        *_fields(Bytes, "scores"),
-        *_fields(Int, "dtype use_sigmoid pre_act renormalize"),
-        *_fields(Float, "scaling_factor"),
-        *_fields(Int, "num_threads"),
-        *_fields(Bytes, "workspace"),
-        *_fields(Size, "workspace_bytes"),
-    ]
-
-
-class TopkBackwardParams(Params):
-    """pmo_topk_backward_params"""
-
-    _fields_ = [
-        *_fields(Size, "struct_size num_tokens topk num_experts"),
-        *_fields(Bytes, "gating"),
-        *_fields(Size, "gating_row_stride"),
-        *_fields(Int64s, "ids"),
-        *_fields(Bytes, "d_weights d_scores d_gating"),
-        *_fields(Int, "dtype use_sigmoid pre_act renormalize"),
-        *_fields(Float, "scaling_factor"),
-        *_fields(Int, "num_threads"),
-    ]
+class Findings(ctypes.Structure):
+    """What the checks of an operator found, at the beginning of its workspace on CUDA."""

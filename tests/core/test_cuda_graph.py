@@ -16,7 +16,10 @@ from paddle_moe_ops.testing.routing import all_to_one, uniform
 
 from ..reference.cases import assert_same_bits, ordinary_floats
 from .binding import Core
-from .structs import Params, PermuteParams, RouteParams, UnpermuteParams
+from .operators.permute import PermuteParams
+from .operators.route import RouteParams
+from .operators.unpermute import UnpermuteParams
+from .structs import Params
 
 pytestmark = pytest.mark.cuda_only
 
@@ -55,7 +58,7 @@ def test_replay_follows_the_routing_of_the_moment(core: Core) -> None:
         **maps,
         **row_maps,
     )
-    size = core.library.pmo_route_cuda_workspace_bytes(ctypes.byref(route_params))
+    size = core.workspace_bytes("route", route_params)
     workspace = empty(size, dtype=torch.uint8)
     fill(route_params, workspace=workspace)
     route_params.workspace_bytes = size

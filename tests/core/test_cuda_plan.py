@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from .cases import EXAMPLES
 from .compiling import CSRC, compile_cpp
-from .structs import QuantizeParams
+from .operators.quantize import QuantizeParams
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.own_program]
 

@@ -14,8 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
 
-from . import calls
-from .binding import Core, CoreError, route_params
+from .binding import Core, CoreError
 from .cases import (
     CHUNKED,
     EXAMPLES,
@@ -29,7 +28,8 @@ from .cases import (
     text_of_oracle,
 )
 from .guards import guarded_outputs, is_poison
-from .structs import NOWHERE, Check, RouteFindings, RouteParams, Status
+from .operators.route import RouteFindings, RouteParams, padded_rows, route, route_params, route_report
+from .structs import NOWHERE, Check, Status
 
 IDS = {"num_experts": 4, "padding_alignment": 2}
 
@@ -42,7 +42,7 @@ def route_error(core: Core, routing: NDArray, probs: NDArray | None = None, **op
         params = route_params(
             routing, probs, **{"checks": Check.ALL, "num_rows": 1000, "routed_per_expert": routed, **options}
         )
-        core.route_workspace(params)
+        core.add_workspace("route", params)
         with pytest.raises(CoreError) as caught:
             count_and_route(core, params)
     assert caught.value.status == Status.INVALID_DATA
@@ -128,16 +128,16 @@ def test_nan_probability_of_a_mask(core: Core) -> None:
 def test_nan_where_no_expert_is_routed_is_no_error(core: Core) -> None:
     ids = np.array([[-1, 0]], np.int32)
     problem = make_problem(ids, 4, probs=np.array([[np.nan, 1]], np.float32))
-    calls.route(core, problem, checks=Check.ALL)
+    route(core, problem, checks=Check.ALL)
 
 
 def test_nan_of_a_slot_that_gets_no_row_is_no_error(core: Core) -> None:
     """Behind topk in a mask, and where an expert is named again."""
     mask = np.array([[1, 1, 0]], np.bool_)
     beyond_topk = make_problem(mask, 3, probs=np.array([[1, np.nan, 1]], np.float32), topk=1)
-    calls.route(core, beyond_topk, checks=Check.NAN)
+    route(core, beyond_topk, checks=Check.NAN)
     named_again = make_problem(np.array([[2, 2]], np.int32), 3, probs=np.array([[1, np.nan]], np.float32))
-    calls.route(core, named_again, checks=Check.NAN)
+    route(core, named_again, checks=Check.NAN)
 
 
 def test_wrong_counts(core: Core) -> None:
@@ -156,7 +156,7 @@ def test_wrong_counts(core: Core) -> None:
 @pytest.mark.parametrize("given", [[1, 0, 0, 2], [2, 0, 0, 2]])
 def test_counts_may_include_padding(core: Core, given: list[int]) -> None:
     problem = make_problem(np.array([[0, 3], [3, -1]], np.int32), **IDS)
-    plan = calls.route(core, problem, checks=Check.COUNTS, expected_per_expert=np.array(given, np.int32))
+    plan = route(core, problem, checks=Check.COUNTS, expected_per_expert=np.array(given, np.int32))
     assert plan["routed_per_expert"].tolist() == [1, 0, 0, 2]
 
 
@@ -165,7 +165,7 @@ def test_right_counts_count_repeated_experts_by_the_rule(core: Core) -> None:
     for duplicates, counts in (("first", [1, 0, 0, 1]), ("each", [2, 0, 0, 1])):
         problem = make_problem(ids, 4, duplicates=duplicates)
         checks = Check.RANGE | Check.NAN | Check.COUNTS
-        calls.route(core, problem, checks=checks, expected_per_expert=np.array(counts, np.int32))
+        route(core, problem, checks=checks, expected_per_expert=np.array(counts, np.int32))
 
 
 def test_buffer_that_is_too_small(core: Core) -> None:
@@ -178,7 +178,7 @@ def test_buffer_that_is_too_small(core: Core) -> None:
 def test_buffer_that_lacks_only_padding_is_no_error(core: Core) -> None:
     ids = np.array([[0, 1], [1, -1], [1, -1]], np.int32)
     problem = make_problem(ids, 4, 4, num_rows=7)  # rows 0, 4, 5 and 6 of 8
-    assert calls.route(core, problem, checks=Check.ALL)["overflow"][0] == 0
+    assert route(core, problem, checks=Check.ALL)["overflow"][0] == 0
 
 
 @EXAMPLES
@@ -186,7 +186,7 @@ def test_buffer_that_lacks_only_padding_is_no_error(core: Core) -> None:
 def test_errors_of_any_routing_equal_the_oracle(core: Core, problem: Problem, wrong_counts: bool) -> None:
     """The same texts, and which of several findings is reported."""
     counts = problem.plan.routed_per_expert + np.int32(wrong_counts)
-    static = problem.plan.num_rows != core.padded_rows(problem.plan.routed_per_expert, problem.plan.padding_alignment)
+    static = problem.plan.num_rows != padded_rows(core, problem.plan.routed_per_expert, problem.plan.padding_alignment)
     checks = Check.ALL & ~Check.COUNTS if static else Check.ALL
     routing = problem.routing.astype(np.bool_) if problem.is_mask else problem.routing
     text = text_of_oracle(
@@ -200,7 +200,7 @@ def test_errors_of_any_routing_equal_the_oracle(core: Core, problem: Problem, wr
     )
     options: dict[str, Any] = {"checks": checks, "expected_per_expert": counts}
     if text is None:
-        calls.route(core, problem, **options)
+        route(core, problem, **options)
     else:
         options |= {"num_rows": problem.plan.num_rows, **problem.options}
         assert route_error(core, problem.routing, problem.probs, **options).text == text
@@ -271,7 +271,7 @@ def test_without_checks_every_flaw_is_tolerated(core: Core) -> None:
     ids = np.array([[7, 0], [1, 1], [2, 3]], np.int32)
     probs = np.array([[0, 0], [0, 0], [np.nan, 0]], np.float32)
     problem = make_problem(ids, 4, 2, probs=probs, num_rows=1)
-    maps = calls.route(core, problem, expected_per_expert=np.zeros(4, np.int32))
+    maps = route(core, problem, expected_per_expert=np.zeros(4, np.int32))
     assert maps["slot_to_row"].tolist() == [[-1, 0], [-1, -1], [-1, -1]]
     assert maps["overflow"].tolist() == [3]
 
@@ -294,17 +294,17 @@ def test_report_of_findings_equals_the_checks_of_the_operators(core: Core, check
         expected_per_expert=np.zeros(4, np.int32),
         routed_per_expert=np.empty(4, np.int32),
     )
-    core.route_workspace(params)
+    core.add_workspace("route", params)
     findings = RouteFindings(
         bad_place=0, bad_value=7, duplicate_place=3, duplicate_expert=1, duplicate_first=2, nan_place=4
     )
-    assert text_of_core(core.route_report, params, findings, routed) == text_of_core(count_and_route, core, params)
+    assert text_of_core(route_report, core, params, findings, routed) == text_of_core(count_and_route, core, params)
 
 
 def test_report_without_findings_is_fine(core: Core) -> None:
     params = route_params(np.zeros((1, 1), np.int32), num_experts=4, checks=Check.ALL, num_rows=1)
     nothing = RouteFindings(bad_place=NOWHERE, duplicate_place=NOWHERE, nan_place=NOWHERE)
-    core.route_report(params, nothing, np.array([1, 0, 0, 0], np.int32))
+    route_report(core, params, nothing, np.array([1, 0, 0, 0], np.int32))
 
 
 def test_failed_count_leaves_the_maps_alone(core: Core) -> None:
@@ -318,7 +318,7 @@ def test_failed_count_leaves_the_maps_alone(core: Core) -> None:
             routed_per_expert=output(4, np.int32),
             slot_to_row=slot_to_row,
         )
-        core.route_workspace(params)
+        core.add_workspace("route", params)
         with pytest.raises(CoreError):
             core.run("route_count", params)
     assert is_poison(slot_to_row)

@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from . import binding as ctypes_core
-from . import structs
 from .binding import Core
 from .guards import guarded_outputs
+from .operators.clean_rowmap import CleanRowmapParams, clean_rowmap_params
+from .operators.dequantize import DequantizeParams
+from .operators.permute import PermuteParams
+from .operators.quantize import QuantizeParams
+from .operators.route import RouteParams
+from .operators.slots import SlotsParams
+from .operators.sort_chunks import SortChunksParams
+from .operators.unpermute import UnpermuteParams
+from .operators.unpermute_backward import UnpermuteBackwardParams
 
 EXPERTS = 3
 
@@ -20,7 +27,7 @@ EXPERTS = 3
 @pytest.mark.parametrize("num_rows", [0, 5])
 def test_route_without_tokens(core: Core, kind: int, num_rows: int) -> None:
     with guarded_outputs() as output:
-        params = structs.RouteParams(
+        params = RouteParams(
             topk=2,
             num_experts=EXPERTS,
             padding_alignment=4,
@@ -36,7 +43,7 @@ def test_route_without_tokens(core: Core, kind: int, num_rows: int) -> None:
             expert_offsets=output(EXPERTS + 1, np.int32),
             overflow=output(1, np.int32),
         )
-        core.route_workspace(params)
+        core.add_workspace("route", params)
         core.run("route_count", params)
         core.run("route", params)
     maps = params.arrays
@@ -50,9 +57,7 @@ def test_route_without_tokens(core: Core, kind: int, num_rows: int) -> None:
 def test_clean_rowmap_without_tokens(core: Core) -> None:
     with guarded_outputs() as output:
         row_to_token = output(4, np.int32)
-        params = structs.CleanRowmapParams(
-            topk=2, num_experts=EXPERTS, num_rows=4, checks=31, row_to_token=row_to_token
-        )
+        params = CleanRowmapParams(topk=2, num_experts=EXPERTS, num_rows=4, checks=31, row_to_token=row_to_token)
         core.run("clean_rowmap", params)
     assert row_to_token.tolist() == [-1] * 4
 
@@ -62,9 +67,7 @@ def test_clean_rowmap_without_rows(core: Core) -> None:
     ids = np.zeros((2, 2), np.int32)
     with guarded_outputs() as output:
         token_rows, slot_to_row = output(rowmap.shape, np.int32), output(ids.shape, np.int32)
-        params = ctypes_core.clean_rowmap_params(
-            rowmap, ids, num_rows=0, checks=31, token_rows=token_rows, slot_to_row=slot_to_row
-        )
+        params = clean_rowmap_params(rowmap, ids, num_rows=0, checks=31, token_rows=token_rows, slot_to_row=slot_to_row)
         core.run("clean_rowmap", params)
     assert token_rows[:, 0].tolist() == [-1, -1]
     assert (slot_to_row == -1).all()
@@ -74,12 +77,12 @@ def test_slots_without_rows_or_tokens(core: Core) -> None:
     slot_to_row = np.zeros((2, 2), np.int32)
     with guarded_outputs() as output:
         slot_values = output((2, 2), np.float32)
-        params = structs.SlotsParams(num_tokens=2, topk=2, slot_to_row=slot_to_row, slot_values=slot_values)
+        params = SlotsParams(num_tokens=2, topk=2, slot_to_row=slot_to_row, slot_values=slot_values)
         core.run("gather_slots", params)
         core.run("scatter_slots", params)
         row_values = output(3, np.float32)
-        core.run("scatter_slots", structs.SlotsParams(topk=2, num_rows=3, row_values=row_values))
-        core.run("gather_slots", structs.SlotsParams(topk=2, num_rows=3, row_values=row_values))
+        core.run("scatter_slots", SlotsParams(topk=2, num_rows=3, row_values=row_values))
+        core.run("gather_slots", SlotsParams(topk=2, num_rows=3, row_values=row_values))
     assert not slot_values.any()
     assert row_values.tolist() == [0, 0, 0]
 
@@ -87,7 +90,7 @@ def test_slots_without_rows_or_tokens(core: Core) -> None:
 def test_permute_without_tokens_writes_padding(core: Core) -> None:
     with guarded_outputs() as output:
         rows, row_scales = output((3, 5), np.float16), output((3, 2), np.int32)
-        params = structs.PermuteParams(
+        params = PermuteParams(
             topk=2,
             num_rows=3,
             hidden=5,
@@ -108,7 +111,7 @@ def test_permute_without_tokens_writes_padding(core: Core) -> None:
 def test_quantize_without_tokens_writes_padding(core: Core, layout: int) -> None:
     with guarded_outputs() as output:
         codes, scales = output((3, 200), np.uint8), output((2, 4) if layout else (3, 2), np.float32)
-        params = structs.QuantizeParams(
+        params = QuantizeParams(
             topk=2,
             num_rows=3,
             hidden=200,
@@ -148,7 +151,7 @@ def test_moves_of_any_zero_size_need_no_arrays(
     with guarded_outputs() as output:
         rows, d_rows = output((num_rows, hidden), np.float32), output((num_rows, hidden), np.float32)
         out, d_weights = output((num_tokens, hidden), np.float32), output(num_rows, np.float32)
-        permute = structs.PermuteParams(
+        permute = PermuteParams(
             **sizes,
             topk=rows_per_token,
             x_row_stride=stride,
@@ -157,7 +160,7 @@ def test_moves_of_any_zero_size_need_no_arrays(
         )
         core.run("permute", permute)
         quantized = output((num_rows, hidden), np.uint8), output((num_rows, min(hidden, 1)), np.float32)
-        quantize = structs.QuantizeParams(
+        quantize = QuantizeParams(
             **sizes,
             topk=rows_per_token,
             x_row_stride=stride,
@@ -173,7 +176,7 @@ def test_moves_of_any_zero_size_need_no_arrays(
         )
         core.run("quantize", quantize)
         back = output((num_rows, hidden), np.float32)
-        dequantize = structs.DequantizeParams(
+        dequantize = DequantizeParams(
             num_rows=num_rows,
             hidden=hidden,
             codes_row_stride=hidden,
@@ -182,9 +185,9 @@ def test_moves_of_any_zero_size_need_no_arrays(
         core.run("dequantize", dequantize)
         sums = {**sizes, "max_rows_per_token": rows_per_token, "num_weights": num_rows, "rows_row_stride": stride}
         arrays = given(rows=by_row, token_rows=token_rows, weights=np.ones(num_rows, np.float32))
-        core.run("unpermute", structs.UnpermuteParams(**sums, **arrays, **given(out=out)))
+        core.run("unpermute", UnpermuteParams(**sums, **arrays, **given(out=out)))
         outputs = given(d_out=by_token, row_to_token=row_to_token, d_rows=d_rows, d_weights=d_weights)
-        backward = structs.UnpermuteBackwardParams(**sums, d_out_row_stride=stride, **arrays, **outputs)
+        backward = UnpermuteBackwardParams(**sums, d_out_row_stride=stride, **arrays, **outputs)
         core.run("unpermute_backward", backward)
     used = np.arange(num_rows) < token_rows.size
     assert (rows == used[:, None]).all()
@@ -202,7 +205,7 @@ def test_backward_of_empty_rows_with_all_arrays_given(core: Core, num_tokens: in
     token_rows = np.arange(num_tokens, dtype=np.int32)[:, None]
     with guarded_outputs() as output:
         d_rows, d_weights = output(8, np.float32), output(4, np.float32)
-        params = structs.UnpermuteBackwardParams(
+        params = UnpermuteBackwardParams(
             num_tokens=num_tokens,
             max_rows_per_token=1,
             num_rows=4,
@@ -233,7 +236,7 @@ def test_chunks_of_any_zero_size_need_no_arrays(
     order = np.arange(num_chunks, dtype=np.int32)[::-1].copy()
     with guarded_outputs() as output:
         out, source_to_dest = output(x.shape, np.float32), output(num_rows, np.int32)
-        params = structs.SortChunksParams(
+        params = SortChunksParams(
             num_rows=num_rows,
             num_chunks=num_chunks,
             hidden=hidden,

@@ -18,11 +18,13 @@ from paddle_moe_ops import reference
 
 from ..params import SUM_DTYPES
 from ..reference.cases import assert_same_bits, ordinary_floats
-from . import calls
-from .binding import Core, quantize_params, unpermute_backward_params, unpermute_params
+from .binding import Core
 from .cases import DENSE, make_plan
 from .compiling import compile_cpp
 from .guards import guarded_outputs
+from .operators.quantize import quantize_params
+from .operators.unpermute import unpermute_params
+from .operators.unpermute_backward import unpermute_backward, unpermute_backward_params
 from .structs import Params
 
 pytestmark = pytest.mark.cpu_only
@@ -136,7 +138,7 @@ def test_gradients_do_not_follow_the_callers_settings(
 ) -> None:
     case = make_case(dtype)
     inputs = (case.rows[: DENSE.T], case.plan.token_rows, case.plan.row_to_token)
-    _, usual_d_weights = calls.unpermute_backward(core, *inputs, case.rows, case.weights, wants_d_weights=True)
+    _, usual_d_weights = unpermute_backward(core, *inputs, case.rows, case.weights, wants_d_weights=True)
     with guarded_outputs() as output:
         d_rows, d_weights = output(case.rows.shape, dtype), output(case.weights.shape, np.float32)
         params = unpermute_backward_params(

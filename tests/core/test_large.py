@@ -16,8 +16,13 @@ from numpy.typing import DTypeLike, NDArray
 from paddle_moe_ops import reference
 
 from ..reference.cases import assert_same_bits, ordinary_floats
-from .binding import Core, permute_params, quantize_params, route_params, unpermute_backward_params, unpermute_params
+from .binding import Core
 from .guards import guarded_outputs
+from .operators.permute import permute_params
+from .operators.quantize import quantize_params
+from .operators.route import route_params
+from .operators.unpermute import unpermute_params
+from .operators.unpermute_backward import unpermute_backward_params
 from .structs import Fill
 
 # Sparse memory cannot be mirrored on a GPU.
@@ -217,7 +222,7 @@ def test_masks_of_more_than_32_bits_are_read_to_the_end(core: Core, sparse_zeros
             row_to_expert=output(6, np.int32),
             row_probs=output(6, np.float32),
         )
-        core.route_workspace(params)
+        core.add_workspace("route", params)
         core.run("route_count", params)
         core.run("route", params)
     maps = params.arrays

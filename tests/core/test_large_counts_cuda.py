@@ -9,7 +9,10 @@ import ctypes
 import pytest
 
 from .binding import Core
-from .structs import Params, PermuteParams, RouteParams, UnpermuteBackwardParams
+from .operators.permute import PermuteParams
+from .operators.route import RouteParams
+from .operators.unpermute_backward import UnpermuteBackwardParams
+from .structs import Params
 from .test_large_cuda import run
 
 # Slow for a sanitizer; a GPU takes seconds.
@@ -30,11 +33,11 @@ def route(core: Core, params: RouteParams, **tensors: object) -> None:
     import torch
 
     point_at(params, **tensors)
-    size = core.library.pmo_route_cuda_workspace_bytes(ctypes.byref(params))
+    size = core.workspace_bytes("route", params)
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     point_at(params, workspace=workspace)
     params.workspace_bytes = size
-    assert core.entry("route_permute")(ctypes.byref(params), None, None) == 0, core.last_error()
+    assert core.entry("route_permute", 2)(ctypes.byref(params), None, None) == 0, core.last_error()
     torch.cuda.synchronize()
 
 

@@ -9,7 +9,12 @@ import ctypes
 import pytest
 
 from .binding import Core
-from .structs import Params, PermuteParams, QuantizeParams, SortChunksParams, UnpermuteBackwardParams, UnpermuteParams
+from .operators.permute import PermuteParams
+from .operators.quantize import QuantizeParams
+from .operators.sort_chunks import SortChunksParams
+from .operators.unpermute import UnpermuteParams
+from .operators.unpermute_backward import UnpermuteBackwardParams
+from .structs import Params
 
 pytestmark = pytest.mark.cuda_only
 

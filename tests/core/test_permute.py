@@ -14,10 +14,10 @@ from paddle_moe_ops import reference
 
 from ..params import ROW_DTYPES, Shape
 from ..reference.cases import assert_same_bits, floats_of_every_kind
-from . import calls
-from .binding import Core, permute_params
+from .binding import Core
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_ids, make_plan, make_problem, problems
 from .guards import at_odd_address, guarded_outputs, is_poison, with_row_gaps
+from .operators.permute import permute, permute_params
 from .structs import Fill
 
 
@@ -33,7 +33,7 @@ def random_bytes(shape: tuple[int, ...], dtype: DTypeLike, seed: int) -> NDArray
 
 def check_permute(core: Core, problem: Problem, x: NDArray, scale: NDArray | None, num_threads: int = 0) -> None:
     plan = problem.plan
-    rows, scales = calls.permute(core, x, plan.slot_to_row, plan.row_to_token, scale, num_threads=num_threads)
+    rows, scales = permute(core, x, plan.slot_to_row, plan.row_to_token, scale, num_threads=num_threads)
     expected_rows, expected_scales = reference.permute(x, plan, scale)
     assert_same_bits(rows, expected_rows)
     if scale is not None:
@@ -84,9 +84,7 @@ def test_padding_is_written_only_where_fill_says(core: Core, fill: int, num_thre
     assert not padding.all()
     x = random_bytes((SMALL.T, SMALL.H), np.float32, seed=9)
     scale = random_bytes((SMALL.T, 3), np.int32, seed=10)
-    rows, scales = calls.permute(
-        core, x, plan.slot_to_row, plan.row_to_token, scale, fill=fill, num_threads=num_threads
-    )
+    rows, scales = permute(core, x, plan.slot_to_row, plan.row_to_token, scale, fill=fill, num_threads=num_threads)
     expected_rows, expected_scales = reference.permute(x, plan, scale)
     for bit, actual, expected in ((Fill.ROWS, rows, expected_rows), (Fill.SCALES, scales, expected_scales)):
         assert actual is not None
@@ -123,7 +121,7 @@ def test_rows_may_begin_at_any_address(core: Core, dtype: DTypeLike, hidden: int
     plan = make_plan("half_unassigned", SMALL, seed=16)
     x = random_bytes((SMALL.T, hidden), dtype, seed=17)
     scale = random_bytes((SMALL.T, 3), np.float32, seed=18)
-    rows, scales = calls.permute(
+    rows, scales = permute(
         core,
         at_odd_address(x),
         plan.slot_to_row,
@@ -157,7 +155,7 @@ def test_slots_with_a_row_out_of_range_are_skipped(core: Core, bad: int, num_thr
     scale = random_bytes((SMALL.T, 2), np.float32, seed=24)
     spoilt = np.random.default_rng(25).random(plan.slot_to_row.shape) < 0.3
     slot_to_row = np.where(spoilt, np.int32(bad), plan.slot_to_row)
-    rows, scales = calls.permute(core, x, slot_to_row, plan.row_to_token, scale, num_threads=num_threads)
+    rows, scales = permute(core, x, slot_to_row, plan.row_to_token, scale, num_threads=num_threads)
     expected_rows, expected_scales = reference.permute(x, plan, scale)
     lost = np.zeros(plan.num_rows, np.bool_)
     lost[plan.slot_to_row[spoilt]] = True
@@ -172,7 +170,7 @@ def test_slots_with_a_row_out_of_range_are_skipped(core: Core, bad: int, num_thr
 def test_any_negative_token_marks_padding_and_no_token_is_read_by_it(core: Core, bad: int) -> None:
     slot_to_row = np.full((SMALL.T, SMALL.K), -1, np.int32)
     x = random_bytes((SMALL.T, SMALL.H), np.float32, seed=26)
-    rows, _ = calls.permute(core, x, slot_to_row, np.full(20, bad, np.int32))
+    rows, _ = permute(core, x, slot_to_row, np.full(20, bad, np.int32))
     if bad < 0:
         assert not rows.view(np.uint32).any()
     else:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +18,13 @@ from paddle_moe_ops import reference
 
 from ..params import SUM_DTYPES, Shape
 from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
-from . import calls
 from .binding import Core, CoreError
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_ids, make_plan, make_problem, problems
 from .guards import at_odd_address, is_poison, with_row_gaps
-from .structs import Fill, QuantizeParams, ScaleLayout
+from .operators.dequantize import dequantize
+from .operators.permute import permute
+from .operators.quantize import QuantizeParams, quantize
+from .structs import Fill, ScaleLayout
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LAYOUTS = {"row": ScaleLayout.ROW, "col": ScaleLayout.COLUMN}
@@ -39,7 +40,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def check_rows(core: Core, x: NDArray, layout: str = "row", **options: Any) -> None:
-    codes, scales = calls.quantize(core, x, layout=LAYOUTS[layout], **options)
+    codes, scales = quantize(core, x, layout=LAYOUTS[layout], **options)
     options.pop("num_threads", None)
     options.pop("odd_codes", None)
     expected_codes, expected_scales = reference.quantize_1x128(x, scale_layout=layout, **options)
@@ -50,7 +51,7 @@ def check_rows(core: Core, x: NDArray, layout: str = "row", **options: Any) -> N
 def check_permuted(
     core: Core, plan: reference.Plan, x: NDArray, layout: str = "row", *, num_threads: int = 0, **options: Any
 ) -> None:
-    codes, scales = calls.quantize(
+    codes, scales = quantize(
         core, x, plan.slot_to_row, plan.row_to_token, layout=LAYOUTS[layout], num_threads=num_threads, **options
     )
     expected_codes, expected_scales = reference.permute_quantized(x, plan, scale_layout=layout, **options)
@@ -107,9 +108,9 @@ def test_quantise_then_permute_equals_quantise_while_permuting(core: Core, hidde
     plan = make_plan("half_unassigned", SMALL, seed=4)
     maps = plan.slot_to_row, plan.row_to_token
     x = floats_of_every_kind((SMALL.T, hidden), BFLOAT16, seed=5)
-    codes, scales = calls.quantize(core, x, *maps, ue8m0=ue8m0)
-    token_codes, token_scales = calls.quantize(core, x, ue8m0=ue8m0)
-    expected_codes, expected_scales = calls.permute(core, token_codes, *maps, token_scales)
+    codes, scales = quantize(core, x, *maps, ue8m0=ue8m0)
+    token_codes, token_scales = quantize(core, x, ue8m0=ue8m0)
+    expected_codes, expected_scales = permute(core, token_codes, *maps, token_scales)
     assert expected_scales is not None
     assert_same_bits(codes, expected_codes)
     assert_same_bits(scales, expected_scales)
@@ -158,7 +159,7 @@ def test_every_number_gets_the_nearest_code(
     core: Core, dtype: DTypeLike, numbers: Callable[[DTypeLike], NDArray]
 ) -> None:
     x = groups_with_scale_1(numbers(dtype))
-    _, scales = calls.quantize(core, x)
+    _, scales = quantize(core, x)
     assert (scales == 1).all()
     check_rows(core, x)
 
@@ -180,7 +181,7 @@ def test_groups_of_nan_infinity_and_zeros(core: Core) -> None:
     x[2] = -0.0
     x[3] = 1e-45
     x[4, :2] = np.nan, 2
-    codes, scales = calls.quantize(core, x)
+    codes, scales = quantize(core, x)
     bits = codes.view(np.uint8)
     assert (bits[0] == 0x7F).all()
     assert bits[1, :3].tolist() == [0x7E, 0xFE, 0x70]  # FLT_MAX is 448, so 1e38 is 131.7
@@ -209,7 +210,7 @@ def test_padding_is_written_only_where_fill_says(core: Core, fill: int, num_thre
     padding = plan.row_to_token < 0
     assert padding.any()
     x = ordinary_floats((SMALL.T, 300), BFLOAT16, seed=10)
-    codes, scales = calls.quantize(
+    codes, scales = quantize(
         core,
         x,
         plan.slot_to_row,
@@ -263,7 +264,7 @@ def test_slots_with_a_row_out_of_range_are_skipped(core: Core, bad: int, layout:
     x = ordinary_floats((SMALL.T, 200), np.float16, seed=16)
     spoilt = np.random.default_rng(17).random(plan.slot_to_row.shape) < 0.3
     slot_to_row = np.where(spoilt, np.int32(bad), plan.slot_to_row)
-    codes, scales = calls.quantize(core, x, slot_to_row, plan.row_to_token, layout=LAYOUTS[layout], num_threads=3)
+    codes, scales = quantize(core, x, slot_to_row, plan.row_to_token, layout=LAYOUTS[layout], num_threads=3)
     expected_codes, expected_scales = reference.permute_quantized(x, plan)
     if layout == "col":
         scales = np.ascontiguousarray(scales.T)
@@ -284,32 +285,32 @@ def test_column_major_scales_by_way_of_a_workspace_equal_the_oracle(core: Core, 
     padding = np.full_like(plan.row_to_token, -2)  # any negative number
     maps = plan.slot_to_row, np.where(plan.row_to_token < 0, padding, plan.row_to_token)
     workspace = np.empty((shape.T, -(-shape.H // 128)), np.float32)
-    codes, scales = calls.quantize(core, x, *maps, workspace=workspace, **options)
-    expected_codes, expected_scales = calls.quantize(core, x, *maps, **options)
+    codes, scales = quantize(core, x, *maps, workspace=workspace, **options)
+    expected_codes, expected_scales = quantize(core, x, *maps, **options)
     assert_same_bits(codes, expected_codes)
     assert_same_bits(scales, expected_scales)
-    _, scales = calls.quantize(core, x, workspace=workspace, **options)
-    assert_same_bits(scales, calls.quantize(core, x, **options)[1])
+    _, scales = quantize(core, x, workspace=workspace, **options)
+    assert_same_bits(scales, quantize(core, x, **options)[1])
 
 
 @pytest.mark.cuda_only
 def test_a_workspace_is_asked_for_where_many_words_are_to_be_turned(core: Core) -> None:
     def size(num_tokens: int, **fields: int) -> int:
         params = QuantizeParams(num_tokens=num_tokens, topk=8, num_rows=8 * num_tokens, hidden=7168, **fields)
-        return core.library.pmo_quantize_cuda_workspace_bytes(ctypes.byref(params))
+        return core.workspace_bytes("quantize", params)
 
     assert size(4096, scale_layout=1) == 4096 * 56 * 4
     assert size(32, scale_layout=1) == 0
     assert size(4096) == 0
     assert size(4096, scale_layout=1, ue8m0=1) == 0
     assert size(-1, scale_layout=1) == 0
-    assert core.library.pmo_quantize_cuda_workspace_bytes(None) == 0
+    assert core.workspace_bytes("quantize", None) == 0
 
 
 def test_without_a_map_there_are_as_many_rows_as_tokens(core: Core) -> None:
     x = ordinary_floats((4, 6), np.float32, seed=18)
     with pytest.raises(CoreError, match="slot_to_row must be given, unless topk is 1 and num_rows is num_tokens"):
-        calls.quantize(core, x, row_to_token=np.full(5, -1, np.int32))
+        quantize(core, x, row_to_token=np.full(5, -1, np.int32))
 
 
 # ---- and back
@@ -324,22 +325,22 @@ def test_dequantised_rows_equal_the_oracle(core: Core, dtype: DTypeLike, hidden:
     codes, scales = reference.quantize_1x128(x, ue8m0=ue8m0, scale_layout=layout)
     expected = reference.dequantize_1x128(codes, scales, scale_layout=layout, dtype=dtype)
     options = {"layout": LAYOUTS[layout]}
-    assert_same_numbers(calls.dequantize(core, codes, scales, dtype, **options), expected)
+    assert_same_numbers(dequantize(core, codes, scales, dtype, **options), expected)
     apart = with_row_gaps(codes, 3)
-    assert_same_numbers(calls.dequantize(core, apart, scales, dtype, num_threads=3, **options), expected)
+    assert_same_numbers(dequantize(core, apart, scales, dtype, num_threads=3, **options), expected)
     odd = np.dtype(dtype).itemsize
-    assert_same_numbers(calls.dequantize(core, codes, scales, dtype, odd_outputs=odd, **options).copy(), expected)
+    assert_same_numbers(dequantize(core, codes, scales, dtype, odd_outputs=odd, **options).copy(), expected)
 
 
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
 def test_every_code_times_any_scale_equals_the_oracle(core: Core, dtype: DTypeLike) -> None:
     scales = floats_of_every_kind((300, 2), np.float32, seed=20)
     codes = np.tile(np.arange(256, dtype=np.uint8), (300, 1)).view(ml_dtypes.float8_e4m3fn)
-    actual = calls.dequantize(core, codes, scales, dtype)
+    actual = dequantize(core, codes, scales, dtype)
     assert_same_numbers(actual, reference.dequantize_1x128(codes, scales, dtype=dtype))
 
 
 def test_an_exponent_of_zero_is_a_scale_of_zero(core: Core) -> None:
     scales = np.array([[0x7F]], np.int32)
     codes = np.ones((1, 256), ml_dtypes.float8_e4m3fn)
-    assert calls.dequantize(core, codes, scales, np.float32).tolist() == [[1.0] * 128 + [0.0] * 128]
+    assert dequantize(core, codes, scales, np.float32).tolist() == [[1.0] * 128 + [0.0] * 128]

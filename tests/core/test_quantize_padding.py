@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from . import calls
 from .binding import Core
+from .operators.quantize import quantize
 from .structs import ScaleLayout
 
 ROWS, HIDDEN = 13, 640
@@ -28,6 +28,6 @@ def test_without_slots_all_rows_are_padding(
     slot_to_row = None if topk is None else np.empty((tokens, topk), np.int32)
     row_to_token = np.full(ROWS, -1, np.int32)
     workspace = np.zeros((8, HIDDEN // 128), np.float32)
-    codes, scales = calls.quantize(core, x, slot_to_row, row_to_token, layout=layout, ue8m0=ue8m0, workspace=workspace)
+    codes, scales = quantize(core, x, slot_to_row, row_to_token, layout=layout, ue8m0=ue8m0, workspace=workspace)
     assert not codes.view(np.uint8).any()
     assert not scales.any()

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike
 
 from ..params import Shape
-from . import calls
 from .binding import Core
 from .cases import (
     BUFFERS,
@@ -35,10 +34,11 @@ from .cases import (
     make_wide_ids,
     problems,
 )
+from .operators.route import ROUTE_OUTPUTS, padded_rows, route
 
 
 def run_and_compare(core: Core, problem: Problem, num_threads: int = 0) -> None:
-    assert_equals_plan(calls.route(core, problem, num_threads=num_threads), problem.plan)
+    assert_equals_plan(route(core, problem, num_threads=num_threads), problem.plan)
 
 
 @pytest.mark.parametrize("duplicates", ["first", "each"])
@@ -87,7 +87,7 @@ def test_buffer_one_row_too_small_drops_one_slot(core: Core, shape: Shape) -> No
     ids = make_ids("uniform", shape, seed=7)
     exact = make_problem(ids, shape.E, shape.A)
     short = make_problem(ids, shape.E, shape.A, num_rows=buffer_rows("short", exact.plan))
-    whole, cut = calls.route(core, exact), calls.route(core, short)
+    whole, cut = route(core, exact), route(core, short)
     assert whole["overflow"][0] == 0
     assert cut["overflow"][0] == 1
     changed = np.flatnonzero(whole["slot_to_row"] != cut["slot_to_row"])
@@ -107,24 +107,24 @@ def test_maps_of_any_routing_equal_the_oracle(core: Core, problem: Problem, num_
     run_and_compare(core, problem, num_threads)
 
 
-@pytest.mark.parametrize("name", calls.ROUTE_OUTPUTS)
+@pytest.mark.parametrize("name", ROUTE_OUTPUTS)
 def test_every_output_can_be_had_alone(core: Core, name: str) -> None:
     ids = make_ids("duplicates", ODD, seed=9)
     problem = make_problem(ids, ODD.E, ODD.A, probs=make_probs(ids.shape, 10), num_rows=100)
-    assert_equals_plan(calls.route(core, problem, outputs=(name,)), problem.plan)
+    assert_equals_plan(route(core, problem, outputs=(name,)), problem.plan)
 
 
-@pytest.mark.parametrize("name", calls.ROUTE_OUTPUTS)
+@pytest.mark.parametrize("name", ROUTE_OUTPUTS)
 def test_every_output_can_be_left_out(core: Core, name: str) -> None:
     ids = make_ids("half_unassigned", ODD, seed=11)
     problem = make_problem(ids, ODD.E, ODD.A, probs=make_probs(ids.shape, 12))
-    others = tuple(other for other in calls.ROUTE_OUTPUTS if other != name)
-    assert_equals_plan(calls.route(core, problem, outputs=others), problem.plan)
+    others = tuple(other for other in ROUTE_OUTPUTS if other != name)
+    assert_equals_plan(route(core, problem, outputs=others), problem.plan)
 
 
 def test_no_slots_per_token_gives_padding_only(core: Core) -> None:
     problem = make_problem(np.empty((3, 0), np.int32), 4, 2, num_rows=5)
-    maps = calls.route(core, problem)
+    maps = route(core, problem)
     assert maps["row_to_token"].tolist() == [-1] * 5
     assert maps["expert_offsets"].tolist() == [0] * 5
     assert (maps["rowmap"] == -1).all()
@@ -133,9 +133,9 @@ def test_no_slots_per_token_gives_padding_only(core: Core) -> None:
 @pytest.mark.parametrize("alignment", [1, 2, 16, 128])
 def test_padded_rows_equal_the_size_of_the_plan(core: Core, alignment: int) -> None:
     plan = make_plan("zipf", SMALL._replace(A=alignment), seed=13)
-    assert core.padded_rows(plan.routed_per_expert, alignment) == plan.num_rows
+    assert padded_rows(core, plan.routed_per_expert, alignment) == plan.num_rows
 
 
 def test_padded_rows_may_exceed_32_bits(core: Core) -> None:
     counts = np.full(1024, 2_000_000_001, np.int32)
-    assert core.padded_rows(counts, 128) == 1024 * 2_000_000_128
+    assert padded_rows(core, counts, 128) == 1024 * 2_000_000_128

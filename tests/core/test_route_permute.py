@@ -15,8 +15,7 @@ from paddle_moe_ops import reference
 
 from ..params import ROW_DTYPES, Shape
 from ..reference.cases import assert_same_bits, floats_of_every_kind
-from . import calls
-from .binding import Core, CoreError, permute_params, route_params
+from .binding import Core, CoreError
 from .cases import (
     BUFFERS,
     CHUNKED,
@@ -34,6 +33,9 @@ from .cases import (
     problems,
 )
 from .guards import is_poison, with_row_gaps
+from .operators.permute import permute_params
+from .operators.route import ROUTE_OUTPUTS, route_params
+from .operators.route_permute import route_permute
 from .structs import Fill
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -63,7 +65,7 @@ def on_cuda(*shapes: Shape) -> list:
 
 
 def check(core: Core, problem: Problem, x: NDArray | None, scale: NDArray | None = None, fill: int = Fill.ALL) -> None:
-    maps, rows, scales = calls.route_permute(core, problem, x, scale, fill=fill)
+    maps, rows, scales = route_permute(core, problem, x, scale, fill=fill)
     assert_equals_plan(maps, problem.plan)
     if x is None:
         return
@@ -142,7 +144,7 @@ def test_rows_that_lie_apart(core: Core, gap: int) -> None:
 def test_outputs_at_odd_addresses(core: Core) -> None:
     problem = make_problem(make_ids("uniform", SMALL, seed=14), SMALL.E, SMALL.A)
     x = floats_of_every_kind((SMALL.T, SMALL.H), BFLOAT16, seed=15)
-    _, rows, _ = calls.route_permute(core, problem, x, odd_outputs=True)
+    _, rows, _ = route_permute(core, problem, x, odd_outputs=True)
     assert_same_bits(rows, reference.permute(x, problem.plan)[0])
 
 
@@ -159,11 +161,11 @@ def test_any_routing_in_one_call(core: Core, problem: Problem, hidden: int, dtyp
 
 
 @pytest.mark.parametrize("shape", [SMALL, COUNTED], ids=str)
-@pytest.mark.parametrize("name", calls.ROUTE_OUTPUTS)
+@pytest.mark.parametrize("name", ROUTE_OUTPUTS)
 def test_every_map_can_be_had_alone(core: Core, name: str, shape: Shape) -> None:
     ids = make_ids("half_unassigned", shape, seed=17)
     problem = make_problem(ids, shape.E, shape.A, probs=make_probs(ids.shape, 18))
-    maps, _, _ = calls.route_permute(core, problem, outputs=(name,))
+    maps, _, _ = route_permute(core, problem, outputs=(name,))
     assert_equals_plan(maps, problem.plan)
 
 
@@ -181,6 +183,6 @@ def test_permute_must_agree_with_route(core: Core) -> None:
             slot_to_row=plan.slot_to_row,
             row_to_token=plan.row_to_token,
         )
-        core.route_workspace(params)
+        core.add_workspace("route", params)
         with pytest.raises(CoreError, match="INVALID_ARGUMENT: permute must be "):
-            core.route_permute(params, permute_params(x[: len(maps[0])], *maps, rows))
+            core.run("route_permute", params, permute_params(x[: len(maps[0])], *maps, rows))

@@ -13,9 +13,10 @@ from paddle_moe_ops import reference
 
 from ..params import Shape
 from ..reference.cases import assert_same_bits
-from . import calls
 from .binding import Core, CoreError
 from .cases import EXAMPLES, INT32, SHAPES, Problem, make_ids, make_mask, make_problem, problems
+from .operators.clean_rowmap import read_rowmap
+from .operators.row_id_map import make_row_id_map, read_row_id_map
 from .structs import Check
 from .test_rowmap import spoil
 
@@ -25,7 +26,7 @@ def row_id_map_of(plan: reference.Plan, pad_offsets: np.ndarray | None = None) -
 
 
 def check_maps(core: Core, rowmap: np.ndarray, num_rows: int) -> None:
-    maps = calls.read_rowmap(core, rowmap, num_rows)
+    maps = read_rowmap(core, rowmap, num_rows)
     expected = reference.read_rowmap(rowmap, num_rows)
     for actual, wanted in zip(maps, expected, strict=True):
         assert_same_bits(actual, wanted)
@@ -37,9 +38,9 @@ def test_maps_of_a_plan_and_back_equal_the_oracle(core: Core, shape: Shape) -> N
     unpadded = np.concatenate([[0], np.cumsum(plan.routed_per_expert)])[:-1]
     pad_offsets = (plan.expert_offsets[:-1] - unpadded).astype(np.int32)
     for offsets in (None, pad_offsets):
-        row_id_map = calls.make_row_id_map(core, plan, offsets)
+        row_id_map = make_row_id_map(core, plan, offsets)
         assert_same_bits(row_id_map, row_id_map_of(plan, offsets))
-        rowmap = calls.read_row_id_map(core, row_id_map, offsets)
+        rowmap = read_row_id_map(core, row_id_map, offsets)
         assert_same_bits(rowmap, reference.plan_to_rowmap(plan))
         check_maps(core, rowmap, plan.num_rows)
 
@@ -47,7 +48,7 @@ def test_maps_of_a_plan_and_back_equal_the_oracle(core: Core, shape: Shape) -> N
 def test_layout_is_that_of_transformer_engine(core: Core) -> None:
     mask = np.array([[True, False, True], [False, False, False], [False, False, True]])
     plan = make_problem(mask, 3, 1).plan
-    assert calls.make_row_id_map(core, plan).tolist() == [
+    assert make_row_id_map(core, plan).tolist() == [
         [1, 0, -1, 2, 0, -1, 2],
         [-1, -1, -1, -1, -1, -1, 0],
         [2, -1, -1, 2, -1, -1, 1],
@@ -58,14 +59,14 @@ def test_layout_is_that_of_transformer_engine(core: Core) -> None:
 @given(problem=problems(with_probs=False))
 def test_any_plan_has_a_row_id_map(core: Core, problem: Problem) -> None:
     """Dropped rows are in none; with duplicates="each" a token may have more rows than a line has room for."""
-    assert_same_bits(calls.make_row_id_map(core, problem.plan), row_id_map_of(problem.plan))
+    assert_same_bits(make_row_id_map(core, problem.plan), row_id_map_of(problem.plan))
 
 
 @pytest.mark.parametrize("topk", [3, 4, 9, 64])
 def test_a_line_has_room_for_the_first_rows_of_a_token_only(core: Core, topk: int) -> None:
     """The last token too, behind whose line the map ends."""
     plan = reference.route(np.full((3, topk), 1), num_experts=2, duplicates="each")
-    row_id_map = calls.make_row_id_map(core, plan)
+    row_id_map = make_row_id_map(core, plan)
     first = np.arange(3) * topk
     assert row_id_map.tolist() == [[row + 1, row, 1, 1, 2] for row in first.tolist()]
     assert_same_bits(row_id_map, row_id_map_of(plan))
@@ -87,7 +88,7 @@ def test_any_numbers_are_read_as_the_oracle_does(
     real = rng.random(row_id_map[:, num_experts:].shape) < 0.7
     row_id_map[:, num_experts:][real] = rng.integers(0, num_experts + 2, real.sum())
     pad_offsets = rng.choice([0, 5, -2, INT32.max, INT32.min], num_experts).astype(np.int32) if padded else None
-    rowmap = calls.read_row_id_map(core, row_id_map, pad_offsets)
+    rowmap = read_row_id_map(core, row_id_map, pad_offsets)
     assert_same_bits(rowmap, reference.row_id_map_to_rowmap(row_id_map, pad_offsets))
     check_maps(core, rowmap, 25)
 
@@ -106,7 +107,7 @@ def test_checks_say_what_the_oracle_says(core: Core, rowmap: list[list[int]]) ->
     with pytest.raises(ValueError, match=name) as told:
         reference.read_rowmap(*arrays, check_range=True, check_repeats=True, function="f", name=name)
     with pytest.raises(CoreError) as caught:
-        calls.read_rowmap(core, *arrays, checks=Check.RANGE | Check.DUPLICATES)
+        read_rowmap(core, *arrays, checks=Check.RANGE | Check.DUPLICATES)
     assert f"f: {caught.value.text}" == str(told.value)
     out_of_range = "[-1, 4)" in str(told.value)
-    calls.read_rowmap(core, *arrays, checks=Check.DUPLICATES if out_of_range else Check.RANGE)
+    read_rowmap(core, *arrays, checks=Check.DUPLICATES if out_of_range else Check.RANGE)

@@ -14,8 +14,7 @@ from paddle_moe_ops import reference
 
 from ..params import Shape
 from ..reference.cases import assert_same_bits
-from . import calls
-from .binding import Core, CoreError, clean_rowmap_params
+from .binding import Core, CoreError
 from .cases import (
     EXAMPLES,
     INT32,
@@ -29,7 +28,14 @@ from .cases import (
     text_of_oracle,
 )
 from .guards import guarded_outputs
-from .structs import NOWHERE, Check, RowmapFindings, Status
+from .operators.clean_rowmap import (
+    RowmapFindings,
+    clean_rowmap,
+    clean_rowmap_params,
+    clean_rowmap_report,
+    slot_values_of_rowmap,
+)
+from .structs import NOWHERE, Check, Status
 
 
 def spoil(rowmap: NDArray, num_rows: int, seed: int, share: float) -> NDArray:
@@ -57,7 +63,7 @@ def rows_that_slots_read(rowmap: NDArray, ids: NDArray, num_rows: int, duplicate
 
 
 def check(core: Core, rowmap: NDArray, num_rows: int, ids: NDArray, duplicates: str, num_threads: int = 0) -> None:
-    token_rows, row_to_token, slot_to_row = calls.clean_rowmap(
+    token_rows, row_to_token, slot_to_row = clean_rowmap(
         core, rowmap, num_rows, ids, duplicates=duplicates, num_threads=num_threads
     )
     expected = reference.rowmap_to_token_rows(rowmap, num_rows, validate=False)
@@ -71,7 +77,7 @@ def check(core: Core, rowmap: NDArray, num_rows: int, ids: NDArray, duplicates: 
     rows = rows_that_slots_read(rowmap, ids, num_rows, duplicates)
     assert_same_bits(slot_to_row, rows)
     row_values = np.random.default_rng(5).standard_normal(num_rows).astype(np.float32)
-    values = calls.slot_values_of_rowmap(core, rowmap, row_values, ids, duplicates=duplicates, num_threads=num_threads)
+    values = slot_values_of_rowmap(core, rowmap, row_values, ids, duplicates=duplicates, num_threads=num_threads)
     assert_same_bits(values, np.append(row_values, np.float32(0))[rows])
 
 
@@ -113,7 +119,7 @@ def test_bad_and_repeated_entries_count_as_none(
 
 def test_ids_are_not_needed_without_slots(core: Core) -> None:
     rowmap = np.array([[3, -1, 0], [-1, -1, 1]], np.int32)
-    token_rows, row_to_token, slot_to_row = calls.clean_rowmap(core, rowmap, 4)
+    token_rows, row_to_token, slot_to_row = clean_rowmap(core, rowmap, 4)
     assert slot_to_row is None
     assert [token_rows[0].tolist(), token_rows[1, :2].tolist()] == [[3, 0, -1], [1, -1]]
     assert row_to_token.tolist() == [0, 1, -1, 0]
@@ -122,7 +128,7 @@ def test_ids_are_not_needed_without_slots(core: Core) -> None:
 def test_a_row_named_twice_by_a_token_belongs_to_its_lowest_expert(core: Core) -> None:
     rowmap = np.array([[1, 1, 0]], np.int32)
     ids = np.array([[1, 0, 2]], np.int32)
-    token_rows, _, slot_to_row = calls.clean_rowmap(core, rowmap, 2, ids)
+    token_rows, _, slot_to_row = clean_rowmap(core, rowmap, 2, ids)
     assert token_rows.tolist() == [[1, 0, -1]]
     assert slot_to_row is not None
     assert slot_to_row.tolist() == [[-1, 1, 0]]
@@ -132,7 +138,7 @@ def test_a_row_named_twice_by_a_token_belongs_to_its_lowest_expert(core: Core) -
 def test_repeated_ids_share_or_lose_the_row(core: Core, duplicates: str, expected: list[list[int]]) -> None:
     rowmap = np.array([[0, 1]], np.int32)
     ids = np.array([[0, 0, 1]], np.int32)
-    _, _, slot_to_row = calls.clean_rowmap(core, rowmap, 2, ids, duplicates=duplicates)
+    _, _, slot_to_row = clean_rowmap(core, rowmap, 2, ids, duplicates=duplicates)
     assert slot_to_row is not None
     assert slot_to_row.tolist() == expected
 
@@ -222,10 +228,10 @@ def test_report_of_findings_equals_the_checks_of_the_operator(core: Core, bad_id
         bad_id_place=3, bad_id=bad_id, bad_row_place=3, bad_row=9, repeat_place=4, repeat_row=4, repeat_first=2
     )
     text = text_of_core(core.run, "clean_rowmap", params)
-    assert text_of_core(core.clean_rowmap_report, params, findings) == text
+    assert text_of_core(clean_rowmap_report, core, params, findings) == text
     assert (text is None) == (checks == 0)
     nothing = RowmapFindings(bad_id_place=NOWHERE, bad_row_place=NOWHERE, repeat_place=NOWHERE)
-    core.clean_rowmap_report(params, nothing)
+    clean_rowmap_report(core, params, nothing)
 
 
 @EXAMPLES
@@ -235,6 +241,6 @@ def test_errors_of_any_rowmap_equal_the_oracle(core: Core, seed: int, share: flo
     rowmap = spoil(reference.plan_to_rowmap(plan), plan.num_rows, seed, share)
     text = text_of_oracle(reference.rowmap_to_token_rows, rowmap, plan.num_rows)
     if text is None:
-        calls.clean_rowmap(core, rowmap, plan.num_rows, checks=Check.ALL)
+        clean_rowmap(core, rowmap, plan.num_rows, checks=Check.ALL)
     else:
         assert rowmap_error(core, rowmap, plan.num_rows).text == text

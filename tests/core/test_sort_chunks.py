@@ -14,10 +14,10 @@ from paddle_moe_ops import reference
 
 from ..params import HIDDEN_SIZES, ROW_DTYPES
 from ..reference.cases import assert_same_bits
-from . import calls
-from .binding import Core, CoreError, sort_chunks_params
+from .binding import Core, CoreError
 from .cases import EXAMPLES
 from .guards import at_odd_address, guarded_outputs, with_row_gaps
+from .operators.sort_chunks import sort_chunks, sort_chunks_params
 from .structs import Check, Status
 from .test_permute import dtype_name, random_bytes
 
@@ -38,13 +38,11 @@ def check_sort(
     core: Core, x: NDArray, split_sizes: NDArray, order: NDArray, probs: NDArray | None = None, **options: object
 ) -> None:
     """Forward against the oracle, and back again."""
-    out, probs_out, source_to_dest = calls.sort_chunks(core, x, split_sizes, order, probs, **options)
+    out, probs_out, source_to_dest = sort_chunks(core, x, split_sizes, order, probs, **options)
     expected = reference.sort_chunks(x, split_sizes, order, probs, validate=False)
     assert_same_bits(out.copy(), expected[0])
     assert_same_bits(source_to_dest, expected[2])
-    back, probs_back, map_again = calls.sort_chunks(
-        core, out.copy(), split_sizes, order, probs_out, inverse=1, **options
-    )
+    back, probs_back, map_again = sort_chunks(core, out.copy(), split_sizes, order, probs_out, inverse=1, **options)
     assert_same_bits(back.copy(), np.ascontiguousarray(x))
     assert_same_bits(map_again, source_to_dest)
     if probs is not None:
@@ -119,7 +117,7 @@ def test_chunks_that_the_order_does_not_name_come_last(core: Core, order: list[i
 
 def test_rows_behind_the_last_chunk_stay(core: Core) -> None:
     x = random_bytes((9, 4), np.float32, seed=12)
-    out, _, source_to_dest = calls.sort_chunks(core, x, np.array([2, 3]), np.array([1, 0]))
+    out, _, source_to_dest = sort_chunks(core, x, np.array([2, 3]), np.array([1, 0]))
     assert source_to_dest.tolist() == [3, 4, 0, 1, 2, 5, 6, 7, 8]
     assert_same_bits(out[5:], x[5:])
 
@@ -184,7 +182,7 @@ def test_bad_data_are_named_where_checks_ask(core: Core, sizes: list[int], order
     x = random_bytes((10, 3), np.float32, seed=23)
     arrays = x, np.array(sizes), np.array(order)
     with pytest.raises(CoreError) as caught:
-        calls.sort_chunks(core, *arrays, checks=Check.RANGE | Check.DUPLICATES)
+        sort_chunks(core, *arrays, checks=Check.RANGE | Check.DUPLICATES)
     assert (caught.value.status, caught.value.text) == (Status.INVALID_DATA, text)
     with pytest.raises(ValueError, match=r"^sort_chunks: ") as told:
         reference.sort_chunks(*arrays)
@@ -195,9 +193,9 @@ def test_bad_data_are_named_where_checks_ask(core: Core, sizes: list[int], order
 def test_checks_look_for_what_was_asked_only(core: Core) -> None:
     x = random_bytes((10, 3), np.float32, seed=24)
     repeated = np.array([1, 1]), np.array([1, 1])
-    calls.sort_chunks(core, x, *repeated, checks=Check.RANGE)
+    sort_chunks(core, x, *repeated, checks=Check.RANGE)
     out_of_range = np.array([11, -1]), np.array([0, 2])
-    calls.sort_chunks(core, x, *out_of_range, checks=Check.DUPLICATES)
+    sort_chunks(core, x, *out_of_range, checks=Check.DUPLICATES)
 
 
 @pytest.mark.cuda_only

@@ -19,16 +19,14 @@ from paddle_moe_ops import reference
 from ..params import ROW_DTYPES, SUM_DTYPES
 from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
 from . import workload
-from .binding import (
-    Core,
-    permute_params,
-    quantize_params,
-    unpermute_backward_params,
-    unpermute_params,
-)
+from .binding import Core
 from .cases import SMALL, make_plan
 from .compiling import CSRC, compile_cpp, row_kernel_objects, run_clean
 from .guards import GUARD, poison_byte
+from .operators.permute import permute_params
+from .operators.quantize import quantize_params
+from .operators.unpermute import unpermute_params
+from .operators.unpermute_backward import unpermute_backward_params
 
 pytestmark = [
     pytest.mark.cpu_only,

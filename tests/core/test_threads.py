@@ -19,10 +19,11 @@ import pytest
 from paddle_moe_ops import reference
 
 from ..reference.cases import assert_same_bits, assert_same_numbers
-from . import calls, workload
+from . import workload
 from .binding import Core
 from .cases import SMALL, make_ids, make_problem
 from .conftest import CHOSEN_LIBRARY, LIBRARY
+from .operators.route import route
 
 pytestmark = pytest.mark.cpu_only
 
@@ -53,18 +54,20 @@ def test_runs_repeat_bit_for_bit(
 
 
 def test_shared_work_equals_the_oracle(core: Core) -> None:
-    for name, array in calls.route(core, workload.routed(), num_threads=4).items():
-        plan = workload.routed().plan
+    large = workload.LARGE
+    for name, array in route(core, large.routed, num_threads=4).items():
+        plan = large.routed.plan
         assert_same_bits(array, reference.plan_to_rowmap(plan) if name == "rowmap" else getattr(plan, name))
-    plan, x, rows, weights = workload.moved()
+    plan, x, rows = large.plan, large.x, large.rows
     scale = x[:, :3].astype(np.float32)
-    for actual, expected in zip(workload.permute(core, 4), reference.permute(x, plan, scale), strict=True):
+    run = workload.OPERATORS
+    for actual, expected in zip(run["permute"](core, 4), reference.permute(x, plan, scale), strict=True):
         assert_same_bits(actual, expected)
-    for actual, expected in zip(workload.quantize(core, 4)[:2], reference.permute_quantized(x, plan), strict=True):
+    for actual, expected in zip(run["quantize"](core, 4)[:2], reference.permute_quantized(x, plan), strict=True):
         assert_same_bits(actual, expected)
-    plain, weighted = workload.unpermute(core, 4)
+    plain, weighted = run["unpermute"](core, 4)
     assert_same_numbers(plain, reference.unpermute(rows, plan))
-    assert_same_numbers(weighted, reference.unpermute(rows, plan, weights))
+    assert_same_numbers(weighted, reference.unpermute(rows, plan, large.weights))
 
 
 @pytest.mark.usefixtures("default_threads")
@@ -90,7 +93,7 @@ def test_process_default_can_be_set_and_restored(core: Core) -> None:
 @pytest.mark.parametrize("num_threads", [-(2**31), -1, 2**31 - 1])
 def test_any_number_of_threads_works(core: Core, num_threads: int) -> None:
     problem = make_problem(make_ids("zipf", SMALL, seed=9), SMALL.E, SMALL.A)
-    maps = calls.route(core, problem, num_threads=num_threads)
+    maps = route(core, problem, num_threads=num_threads)
     assert_same_bits(maps["slot_to_row"], problem.plan.slot_to_row)
 
 
@@ -176,11 +179,11 @@ def test_as_many_threads_join_as_the_work_is_worth(core: Core) -> None:
 
     def count() -> list[int]:
         return [
-            started_by(lambda: calls.route(core, small, num_threads=16)),
-            started_by(lambda: workload.permute(core, 1)),
-            started_by(lambda: workload.permute(core, 4)),
-            started_by(lambda: workload.unpermute(core, 4)),
-            started_by(lambda: workload.unpermute(core, 6)),
+            started_by(lambda: route(core, small, num_threads=16)),
+            started_by(lambda: workload.OPERATORS["permute"](core, 1)),
+            started_by(lambda: workload.OPERATORS["permute"](core, 4)),
+            started_by(lambda: workload.OPERATORS["unpermute"](core, 4)),
+            started_by(lambda: workload.OPERATORS["unpermute"](core, 6)),
         ]
 
     assert in_forked_child(count) == [0, 0, 3, 0, 2]

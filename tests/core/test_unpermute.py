@@ -20,10 +20,10 @@ from ..reference.cases import (
     floats_of_every_kind,
     ordinary_floats,
 )
-from . import calls
 from .binding import Core
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_plan, make_probs, problems
 from .guards import at_odd_address, with_row_gaps
+from .operators.unpermute import unpermute
 
 bfloat16 = ml_dtypes.bfloat16
 
@@ -51,15 +51,15 @@ def assert_sums(actual: NDArray, expected: NDArray, plan: reference.Plan, copies
 
 def check(core: Core, plan: reference.Plan, rows: NDArray, num_threads: int = 0) -> None:
     """Plain, weighted by row, and weighted by slot."""
-    out = calls.unpermute(core, rows, plan.token_rows, num_threads=num_threads)
+    out = unpermute(core, rows, plan.token_rows, num_threads=num_threads)
     assert_sums(out, reference.unpermute(rows, plan), plan, copies_single_rows=True)
 
     row_weights = make_weights(plan.num_rows, 1)
-    out = calls.unpermute(core, rows, plan.token_rows, row_weights, num_threads=num_threads)
+    out = unpermute(core, rows, plan.token_rows, row_weights, num_threads=num_threads)
     assert_sums(out, reference.unpermute(rows, plan, row_weights), plan, copies_single_rows=False)
 
     slot_weights = make_weights(plan.slot_to_row.size, 2).reshape(plan.slot_to_row.shape)
-    out = calls.unpermute(core, rows, plan.token_rows, slot_weights, plan.row_to_slot, num_threads=num_threads)
+    out = unpermute(core, rows, plan.token_rows, slot_weights, plan.row_to_slot, num_threads=num_threads)
     assert_sums(out, reference.unpermute(rows, plan, slot_weights), plan, copies_single_rows=False)
 
 
@@ -90,7 +90,7 @@ def one_sum(core: Core, values: list[float], dtype: DTypeLike, weights: list[flo
     rows = np.repeat(np.array(values, np.float64).astype(dtype)[:, None], width, axis=1)
     token_rows = np.arange(len(values), dtype=np.int32)[None]
     row_weights = None if weights is None else np.array(weights, np.float64).astype(np.float32)
-    out = calls.unpermute(core, rows, token_rows, row_weights)
+    out = unpermute(core, rows, token_rows, row_weights)
     assert (out.view(f"u{out.itemsize}") == out.view(f"u{out.itemsize}")[0, 0]).all()
     return out[0, :1].copy()
 
@@ -164,7 +164,7 @@ def test_every_16_bit_pattern_survives_a_sum_with_nothing(core: Core, dtype: DTy
     else:
         rows = patterns.astype(np.uint16).view(dtype)
     table = np.stack([rows, np.full(rows.shape, -0.0).astype(dtype)])
-    out = calls.unpermute(core, table, np.array([[0, 1]], np.int32))
+    out = unpermute(core, table, np.array([[0, 1]], np.int32))
     assert_same_numbers(out[0], rows)
 
 
@@ -175,7 +175,7 @@ def test_rounding_equals_numpy_for_values_between_neighbours(core: Core, dtype: 
     rows = np.ones((len(weights), 1), dtype)
     tokens = np.arange(len(weights), dtype=np.int32)[:, None]
     for scale in (1.0, 2.0**-14, 2.0**-20, 2.0**-24, 2.0**15):
-        out = calls.unpermute(core, rows, tokens, weights * np.float32(scale))
+        out = unpermute(core, rows, tokens, weights * np.float32(scale))
         assert_same_bits(out[:, 0], reference.round_to(weights * np.float32(scale), dtype))
 
 
@@ -184,7 +184,7 @@ def test_rounding_equals_numpy_for_values_between_neighbours(core: Core, dtype: 
 def test_nan_weights_give_nan_whatever_their_payload(core: Core, dtype: DTypeLike, payload: int) -> None:
     """Rounded like a number, all ones would become a negative zero and a lone last bit an infinity."""
     weights = np.array([payload, payload], np.uint32).view(np.float32)
-    out = calls.unpermute(core, np.ones((2, 72), dtype), np.array([[0, 1], [1, -1]], np.int32), weights)
+    out = unpermute(core, np.ones((2, 72), dtype), np.array([[0, 1], [1, -1]], np.int32), weights)
     assert np.isnan(out).all()
 
 
@@ -193,7 +193,7 @@ def test_single_weighted_row_is_copied_on_request(core: Core, dtype: DTypeLike) 
     plan = make_plan("half_unassigned", SMALL, seed=4)
     rows = floats_of_every_kind((plan.num_rows, SMALL.H), dtype, seed=5)
     weights = make_weights(plan.num_rows, 6)
-    out = calls.unpermute(core, rows, plan.token_rows, weights, copy_single_row=True)
+    out = unpermute(core, rows, plan.token_rows, weights, copy_single_row=True)
     expected = reference.unpermute(rows, plan, weights)
     single = np.count_nonzero(plan.token_rows >= 0, axis=1) == 1
     assert 0 < single.sum() < SMALL.T
@@ -206,13 +206,13 @@ def test_tokens_without_rows_get_positive_zeros(core: Core, weighted: bool) -> N
     rows = np.full((3, 72), np.nan, np.float32)
     weights = np.full(3, np.nan, np.float32) if weighted else None
     for token_rows in (np.full((5, 2), -1, np.int32), np.empty((5, 0), np.int32)):
-        out = calls.unpermute(core, rows, token_rows, weights)
+        out = unpermute(core, rows, token_rows, weights)
         assert not out.view(np.uint32).any()
 
 
 def test_rows_behind_the_first_minus_one_are_not_read(core: Core) -> None:
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)
-    out = calls.unpermute(core, rows, np.array([[1, -1, 3], [-1, 0, 2]], np.int32))
+    out = unpermute(core, rows, np.array([[1, -1, 3], [-1, 0, 2]], np.int32))
     assert out.tolist() == [[3, 4, 5], [0, 0, 0]]
 
 
@@ -223,12 +223,12 @@ def test_rows_may_lie_anywhere(core: Core, dtype: DTypeLike) -> None:
     plan = make_plan("half_unassigned", SMALL, seed=7)
     rows = ordinary_floats((plan.num_rows, SMALL.H), dtype, seed=8)
     for weights in (None, make_weights(plan.num_rows, 9)):
-        expected = calls.unpermute(core, rows, plan.token_rows, weights)
-        odd = calls.unpermute(core, at_odd_address(rows), plan.token_rows, weights, odd_outputs=True)
+        expected = unpermute(core, rows, plan.token_rows, weights)
+        odd = unpermute(core, at_odd_address(rows), plan.token_rows, weights, odd_outputs=True)
         assert_same_numbers(odd.copy(), expected)
-        assert_same_numbers(calls.unpermute(core, with_row_gaps(rows, 3), plan.token_rows, weights), expected)
+        assert_same_numbers(unpermute(core, with_row_gaps(rows, 3), plan.token_rows, weights), expected)
         backwards = np.ascontiguousarray(rows[::-1])[::-1]
-        assert_same_numbers(calls.unpermute(core, backwards, plan.token_rows, weights), expected)
+        assert_same_numbers(unpermute(core, backwards, plan.token_rows, weights), expected)
 
 
 BAD_ROWS = [INT32.min, -7, 240, INT32.max]
@@ -242,7 +242,7 @@ def test_rows_out_of_range_are_skipped(core: Core, bad: int, weighted: bool) -> 
     rows = floats_of_every_kind((240, SMALL.H), np.float32, seed=11)
     weights = make_weights(240, 12) if weighted else None
     spoilt = np.random.default_rng(13).random(plan.token_rows.shape) < 0.4
-    out = calls.unpermute(core, rows, np.where(spoilt, np.int32(bad), plan.token_rows), weights)
+    out = unpermute(core, rows, np.where(spoilt, np.int32(bad), plan.token_rows), weights)
     expected = reference.sum_rows(rows, np.where(spoilt, -1, plan.token_rows), weights)
     assert_same_numbers(out, expected)
 
@@ -255,12 +255,12 @@ def test_weight_places_out_of_range_weigh_nothing(core: Core, bad: int) -> None:
     weights = make_weights(189, 16)
     spoilt = np.random.default_rng(17).random(240) < 0.4
     index = np.where(spoilt, np.int32(bad), plan.row_to_slot)
-    out = calls.unpermute(core, rows, plan.token_rows, weights, index)
+    out = unpermute(core, rows, plan.token_rows, weights, index)
     row_weights = np.where(spoilt | (plan.row_to_slot < 0), np.float32(0), weights[plan.row_to_slot])
     assert_same_numbers(out, reference.sum_rows(rows, plan.token_rows, row_weights))
 
 
 def test_rows_beyond_the_weights_weigh_nothing(core: Core) -> None:
     rows = np.ones((3, 2), np.float32)
-    out = calls.unpermute(core, rows, np.array([[0, 1, 2]], np.int32), np.array([5, 7], np.float32))
+    out = unpermute(core, rows, np.array([[0, 1, 2]], np.int32), np.array([5, 7], np.float32))
     assert out.tolist() == [[12, 12]]

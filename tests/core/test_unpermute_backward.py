@@ -19,10 +19,10 @@ from ..reference.cases import (
     floats_of_every_kind,
     ordinary_floats,
 )
-from . import calls
 from .binding import Core
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_plan, problems
 from .guards import at_odd_address, with_row_gaps
+from .operators.unpermute_backward import unpermute_backward
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in isnan")
 
@@ -69,7 +69,7 @@ def expected_d_row_weights(core: Core, plan: reference.Plan, d_out: NDArray, row
 def check(core: Core, plan: reference.Plan, d_out: NDArray, rows: NDArray, num_threads: int = 0) -> None:
     """Plain, weighted by row, and weighted by slot."""
     maps = (plan.token_rows, plan.row_to_token)
-    d_rows, _ = calls.unpermute_backward(core, d_out, *maps, num_threads=num_threads)
+    d_rows, _ = unpermute_backward(core, d_out, *maps, num_threads=num_threads)
     expected, _ = reference.unpermute_backward(d_out, plan)
     assert_same_bits(d_rows, expected)
 
@@ -78,7 +78,7 @@ def check(core: Core, plan: reference.Plan, d_out: NDArray, rows: NDArray, num_t
     by_slot = floats_of_every_kind(plan.slot_to_row.shape, np.float32, 2)
     d_by_slot = reference.route_backward(dots, plan)
     for weights, index, expected_d_weights in ((by_row, None, dots), (by_slot, plan.row_to_slot, d_by_slot)):
-        d_rows, d_weights = calls.unpermute_backward(
+        d_rows, d_weights = unpermute_backward(
             core, d_out, *maps, rows, weights, index, wants_d_weights=True, num_threads=num_threads
         )
         expected, _ = reference.unpermute_backward(d_out, plan, probs=weights)
@@ -105,7 +105,7 @@ def test_order_of_a_dot_product_is_the_same_for_any_number_of_tokens(
     token_rows = np.full((num_tokens, 4), -1, np.int32)
     token_rows[:, :rows_per_token] = np.arange(num_rows).reshape(num_tokens, rows_per_token)
     row_to_token = np.arange(num_rows, dtype=np.int32) // np.int32(rows_per_token)
-    _, d_weights = calls.unpermute_backward(
+    _, d_weights = unpermute_backward(
         core,
         np.tile(d_out, (repeats, 1)),
         token_rows,
@@ -139,7 +139,7 @@ def test_gradient_of_weights_is_near_the_exact_dot_product(core: Core, dtype: DT
     d_out = ordinary_floats((shape.T, shape.H), dtype, seed=7)
     rows = ordinary_floats((plan.num_rows, shape.H), dtype, seed=8)
     weights = ordinary_floats((plan.num_rows,), np.float32, seed=9)
-    _, d_weights = calls.unpermute_backward(
+    _, d_weights = unpermute_backward(
         core, d_out, plan.token_rows, plan.row_to_token, rows, weights, wants_d_weights=True
     )
     _, expected = reference.unpermute_backward(d_out, plan, rows, weights)
@@ -153,7 +153,7 @@ def test_gradient_of_a_copied_row_is_a_copy(core: Core, dtype: DTypeLike) -> Non
     d_out = floats_of_every_kind((SMALL.T, SMALL.H), dtype, seed=11)
     rows = floats_of_every_kind((plan.num_rows, SMALL.H), dtype, seed=12)
     weights = ordinary_floats((plan.num_rows,), np.float32, seed=13)
-    d_rows, d_weights = calls.unpermute_backward(
+    d_rows, d_weights = unpermute_backward(
         core, d_out, plan.token_rows, plan.row_to_token, rows, weights, wants_d_weights=True, copy_single_row=True
     )
     single = np.count_nonzero(plan.token_rows >= 0, axis=1) == 1
@@ -177,16 +177,14 @@ def test_either_gradient_can_be_left_out(core: Core, by_slot: bool) -> None:
     weights = ordinary_floats(plan.slot_to_row.shape if by_slot else (plan.num_rows,), np.float32, seed=17)
     index = plan.row_to_slot if by_slot else None
     maps = (plan.token_rows, plan.row_to_token)
-    d_rows, d_weights = calls.unpermute_backward(core, d_out, *maps, rows, weights, index, wants_d_weights=True)
-    alone, none = calls.unpermute_backward(core, d_out, *maps, None, weights, index)
+    d_rows, d_weights = unpermute_backward(core, d_out, *maps, rows, weights, index, wants_d_weights=True)
+    alone, none = unpermute_backward(core, d_out, *maps, None, weights, index)
     assert none is None
     assert_same_bits(alone, d_rows)
-    none, alone = calls.unpermute_backward(
-        core, d_out, *maps, rows, weights, index, wants_d_rows=False, wants_d_weights=True
-    )
+    none, alone = unpermute_backward(core, d_out, *maps, rows, weights, index, wants_d_rows=False, wants_d_weights=True)
     assert none is None
     assert_same_bits(alone, d_weights)
-    assert calls.unpermute_backward(core, d_out, *maps, wants_d_rows=False) == (None, None)
+    assert unpermute_backward(core, d_out, *maps, wants_d_rows=False) == (None, None)
 
 
 @pytest.mark.cpu_only
@@ -198,14 +196,14 @@ def test_inputs_and_outputs_may_lie_anywhere(core: Core, dtype: DTypeLike) -> No
     rows = ordinary_floats((plan.num_rows, SMALL.H), dtype, seed=20)
     weights = ordinary_floats((plan.num_rows,), np.float32, seed=21)
     maps = (plan.token_rows, plan.row_to_token)
-    d_rows, d_weights = calls.unpermute_backward(core, d_out, *maps, rows, weights, wants_d_weights=True)
+    d_rows, d_weights = unpermute_backward(core, d_out, *maps, rows, weights, wants_d_weights=True)
     reversed_d_out, reversed_rows = (np.ascontiguousarray(matrix[::-1])[::-1] for matrix in (d_out, rows))
     for other_d_out, other_rows in (
         (at_odd_address(d_out), at_odd_address(rows)),
         (with_row_gaps(d_out, 3), with_row_gaps(rows, 5)),
         (reversed_d_out, reversed_rows),
     ):
-        other_d_rows, other_d_weights = calls.unpermute_backward(
+        other_d_rows, other_d_weights = unpermute_backward(
             core, other_d_out, *maps, other_rows, weights, wants_d_weights=True, odd_outputs=True
         )
         assert other_d_rows is not None
@@ -227,7 +225,7 @@ def test_rows_out_of_range_are_skipped(core: Core, bad: int) -> None:
     row_to_token = plan.row_to_token.copy()
     lost = plan.token_rows[spoilt]
     row_to_token[lost[lost >= 0]] = -1
-    d_rows, d_weights = calls.unpermute_backward(
+    d_rows, d_weights = unpermute_backward(
         core,
         d_out,
         np.where(spoilt, np.int32(bad), plan.token_rows),
@@ -248,7 +246,7 @@ def test_weight_places_out_of_range_have_no_gradient(core: Core, bad: int) -> No
     rows = ordinary_floats((240, SMALL.H), np.float32, seed=29)
     weights = ordinary_floats((189,), np.float32, seed=30)
     index = np.where(np.random.default_rng(31).random(240) < 0.4, np.int32(bad), plan.row_to_slot)
-    d_rows, d_weights = calls.unpermute_backward(
+    d_rows, d_weights = unpermute_backward(
         core, d_out, plan.token_rows, plan.row_to_token, rows, weights, index, wants_d_weights=True
     )
     usable = np.flatnonzero((index >= 0) & (index < 189))
@@ -265,7 +263,7 @@ def test_tokens_out_of_range_are_never_followed(core: Core, bad: int) -> None:
     """row_to_token says only which rows are padding."""
     plan = make_plan("uniform", SMALL, seed=32)
     d_out = ordinary_floats((SMALL.T, SMALL.H), np.float32, seed=33)
-    d_rows, _ = calls.unpermute_backward(core, d_out, plan.token_rows, np.full(plan.num_rows, bad, np.int32))
+    d_rows, _ = unpermute_backward(core, d_out, plan.token_rows, np.full(plan.num_rows, bad, np.int32))
     live = plan.row_to_token >= 0
     assert d_rows is not None
     assert_same_bits(d_rows[live], d_out[plan.row_to_token[live]])

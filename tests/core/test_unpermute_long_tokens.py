@@ -14,9 +14,9 @@ from numpy.typing import DTypeLike, NDArray
 from paddle_moe_ops import reference
 
 from ..reference.cases import assert_same_numbers, ordinary_floats
-from . import calls
 from .binding import Core
 from .cases import INT32
+from .operators.unpermute import unpermute
 
 # Many accesses, and fewer than four rows per token: on a GPU these are summed by tiles of tokens.
 T, H, N = 1031, 1025, 1500
@@ -49,8 +49,8 @@ def test_bad_entries_take_nothing_from_the_rows_of_a_token(core: Core, columns: 
     rows = ordinary_floats((N, H), dtype, seed=1)
     weights = np.random.default_rng(2).standard_normal(N).astype(np.float32)
     plain, weighted = reference.sum_rows(rows, good_rows), reference.sum_rows(rows, good_rows, weights)
-    assert_same_numbers(calls.unpermute(core, rows, token_rows), plain)
-    assert_same_numbers(calls.unpermute(core, rows, token_rows, weights), weighted)
+    assert_same_numbers(unpermute(core, rows, token_rows), plain)
+    assert_same_numbers(unpermute(core, rows, token_rows, weights), weighted)
     single = np.count_nonzero(good_rows >= 0, axis=1) == 1
     weighted[single] = plain[single]
-    assert_same_numbers(calls.unpermute(core, rows, token_rows, weights, copy_single_row=True), weighted)
+    assert_same_numbers(unpermute(core, rows, token_rows, weights, copy_single_row=True), weighted)

@@ -211,7 +211,7 @@ def dot_products(d_out: NDArray, y: NDArray, row_to_token: list[int]) -> list[fl
 def usable_rowmap(rowmap: list[list[int]], num_rows: int) -> list[list[int]]:
     """Put -1 for rows out of range and for every row seen before."""
     seen: set[int] = set()
-    usable = []
+    usable: list[list[int]] = []
     for line in rowmap:
         usable.append([])
         for row in line:
@@ -224,7 +224,7 @@ def usable_rowmap(rowmap: list[list[int]], num_rows: int) -> list[list[int]]:
 
 def rows_read_by_slots(rowmap: list[list[int]], ids: list[list[int]], first_only: bool) -> list[list[int]]:
     """The row whose probability each slot brings back, -1 for none."""
-    rows = []
+    rows: list[list[int]] = []
     for line, token_ids in zip(rowmap, ids, strict=True):
         rows.append([])
         for k, expert in enumerate(token_ids):

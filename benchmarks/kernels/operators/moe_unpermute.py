@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import paddle_moe_ops
-from tests.core.binding import clean_rowmap_params
+from tests.core.operators.clean_rowmap import clean_rowmap_params
 
 from ..check import Check
 from ..core import CoreCalls

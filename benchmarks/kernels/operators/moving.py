@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.core.binding import permute_params
-from tests.core.structs import Fill, PermuteParams
+from tests.core.operators.permute import PermuteParams, permute_params
+from tests.core.structs import Fill
 
 from ..check import Check, Compare
 from ..core import CoreCalls

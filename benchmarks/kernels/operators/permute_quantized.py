@@ -8,8 +8,8 @@ from typing import Any
 
 import paddle_moe_ops
 from paddle_moe_ops.reference.quantization import COLUMN_ALIGNMENT
-from tests.core.binding import quantize_params
-from tests.core.structs import Fill, QuantizeParams, ScaleLayout
+from tests.core.operators.quantize import QuantizeParams, quantize_params
+from tests.core.structs import Fill, ScaleLayout
 
 from ..check import Check
 from ..core import CoreCalls

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.core.binding import make_row_id_map_params
+from tests.core.operators.row_id_map import make_row_id_map_params
 
 from ..core import CoreCalls
 from ..device import Body, Outputs, Unsupported
@@ -34,7 +34,7 @@ def _least_bytes(_: Operation, problem: Problem) -> Bytes:
 def _core(core: CoreCalls, _: Operation, inputs: Inputs) -> Body:
     maps = core_maps(inputs, _ALL_MAPS)
     params = core_route_params(core, inputs, maps, inputs.ids, inputs.probs)
-    return core.body(lambda: core.route_permute(params), maps)
+    return core.body(lambda: core.run("route_permute", params, None), maps)
 
 
 def _core_row_id_map(core: CoreCalls, _: Operation, inputs: Any) -> Body:
@@ -46,7 +46,7 @@ def _core_row_id_map(core: CoreCalls, _: Operation, inputs: Any) -> Body:
     make = core.params(make_row_id_map_params, maps["token_rows"], maps["row_to_expert"], row_id_map)
 
     def run() -> Outputs:
-        core.route_permute(route)
+        core.run("route_permute", route, None)
         core.run("make_row_id_map", make)
         return {"row_id_map": row_id_map}
 

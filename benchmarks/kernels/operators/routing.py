@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.core.binding import route_params
-from tests.core.structs import RouteParams
+from tests.core.operators.route import RouteParams, route_params
 
 from ..core import CoreCalls
 from ..device import Body, Outputs
@@ -78,7 +77,7 @@ def ways_in_one_call(names: tuple[str, ...]) -> tuple[Way, ...]:
         route = core_route_params(core, inputs, maps, inputs.ids, inputs.probs)
         source = sources(operation, inputs)
         permute, moved = core_permute_params(core, inputs, source, maps["slot_to_row"], maps["row_to_token"])
-        return core.body(lambda: core.route_permute(route, permute), {**maps, **moved})
+        return core.body(lambda: core.run("route_permute", route, permute), {**maps, **moved})
 
     def triton_way(device: Any, operation: Operation, inputs: Any) -> Body:
         route = triton_route(device, inputs, names, inputs.ids, inputs.probs)

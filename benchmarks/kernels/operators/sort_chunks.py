@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import paddle_moe_ops
-from tests.core.binding import sort_chunks_params
+from tests.core.operators.sort_chunks import sort_chunks_params
 
 from ..check import Check
 from ..core import CoreCalls

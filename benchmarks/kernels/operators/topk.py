@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paddle_moe_ops.testing.tolerances import score_tols
-from tests.core.topk_binding import topk_params
+from tests.core.operators.topk import topk_params
 
 from ..check import Check
 from ..core import CoreCalls

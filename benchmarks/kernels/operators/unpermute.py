@@ -10,8 +10,7 @@ import ml_dtypes
 
 import paddle_moe_ops
 from paddle_moe_ops.testing.tolerances import dtype_tols
-from tests.core.binding import unpermute_params
-from tests.core.structs import UnpermuteParams
+from tests.core.operators.unpermute import UnpermuteParams, unpermute_params
 
 from ..check import Check
 from ..core import CoreCalls

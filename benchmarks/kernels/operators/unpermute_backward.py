@@ -10,7 +10,7 @@ import numpy as np
 
 import paddle_moe_ops
 from paddle_moe_ops.testing.tolerances import dot_chain, dtype_tols
-from tests.core.binding import unpermute_backward_params
+from tests.core.operators.unpermute_backward import unpermute_backward_params
 
 from ..check import Check
 from ..core import CoreCalls
