@@ -38,7 +38,6 @@ __all__ = [
     "Size",
     "Status",
     "fields",
-    "row_stride",
 ]
 
 
@@ -124,7 +123,7 @@ def fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
     return [(name, kind) for kind, names in groups for name in names.split()]
 
 
-def row_stride(matrix: NDArray) -> int:
+def _row_stride(matrix: NDArray) -> int:
     """Elements from one row to the next; inside a row they must be neighbours."""
     if matrix.size > len(matrix) and matrix.strides[1] != matrix.itemsize:
         raise ValueError(f"rows must be contiguous, but got strides {matrix.strides}")
@@ -132,7 +131,7 @@ def row_stride(matrix: NDArray) -> int:
 
 
 class Params(ctypes.Structure):
-    """A params struct of the core. It keeps the arrays alive whose addresses it holds.
+    """A params struct of the core. It keeps the arrays alive whose addresses it holds, and takes strides from them.
 
     The CPU entries of some operators check data, which the CUDA entries leave to their callers. `before_cuda` and
     `after_cuda` raise the same errors around a call of a CUDA entry.
@@ -151,13 +150,16 @@ class Params(ctypes.Structure):
         for name, value in fields.items():
             if name not in types:
                 raise TypeError(f"{type(self).__name__} has no field {name}")
+            stride = f"{name}_row_stride"
             if isinstance(value, np.ndarray):
                 expected = _ELEMENTS.get(types[name], value.dtype)
                 if value.dtype != expected:
                     raise TypeError(f"{name} must be {expected}, but got {value.dtype}")
-                if not value.flags.c_contiguous and f"{name}_row_stride" not in types:
+                if not value.flags.c_contiguous and stride not in types:
                     raise ValueError(f"{name} must be contiguous, but got strides {value.strides}")
                 self.arrays[name] = value
+                if stride in types and stride not in fields:
+                    setattr(self, stride, _row_stride(value))
                 value = ctypes.cast(value.ctypes.data, types[name])
             setattr(self, name, value)
 

@@ -23,6 +23,7 @@ from . import workload
 from .binding import Core
 from .cases import SMALL, make_ids, make_problem
 from .conftest import CHOSEN_LIBRARY, LIBRARY
+from .inputs import LARGE
 from .operators.route import route
 
 pytestmark = pytest.mark.cpu_only
@@ -54,11 +55,10 @@ def test_runs_repeat_bit_for_bit(
 
 
 def test_shared_work_equals_the_oracle(core: Core) -> None:
-    large = workload.LARGE
-    for name, array in route(core, large.routed, num_threads=4).items():
-        plan = large.routed.plan
+    for name, array in route(core, LARGE.routed, num_threads=4).items():
+        plan = LARGE.routed.plan
         assert_same_bits(array, reference.plan_to_rowmap(plan) if name == "rowmap" else getattr(plan, name))
-    plan, x, rows = large.plan, large.x, large.rows
+    plan, x, rows = LARGE.plan, LARGE.x, LARGE.rows
     scale = x[:, :3].astype(np.float32)
     run = workload.OPERATORS
     for actual, expected in zip(run["permute"](core, 4), reference.permute(x, plan, scale), strict=True):
@@ -67,7 +67,7 @@ def test_shared_work_equals_the_oracle(core: Core) -> None:
         assert_same_bits(actual, expected)
     plain, weighted = run["unpermute"](core, 4)
     assert_same_numbers(plain, reference.unpermute(rows, plan))
-    assert_same_numbers(weighted, reference.unpermute(rows, plan, large.weights))
+    assert_same_numbers(weighted, reference.unpermute(rows, plan, LARGE.weights))
 
 
 @pytest.mark.usefixtures("default_threads")

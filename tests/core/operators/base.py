@@ -16,8 +16,7 @@ from ..structs import Params
 # For annotations alone: the benchmark imports operators where there is no hypothesis.
 if TYPE_CHECKING:
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
     Valid = Callable[[Core, MakeOutput, Small], Params]
     Fuzzed = Callable[[Core, MakeOutput, Draw], Params]

@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from paddle_moe_ops import reference
 
 from ..guards import MakeOutput, guarded_outputs
-from ..structs import Bytes, Check, Duplicates, Findings, Floats, Int, Int32s, Params, RoutingKind, Size, fields
+from ..structs import Bytes, Duplicates, Findings, Floats, Int, Int32s, Params, RoutingKind, Size, fields
 from .base import TOO_MANY, TOO_MANY_EXPERTS, Operator
 
 if TYPE_CHECKING:
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class CleanRowmapParams(Params):
@@ -80,71 +79,44 @@ def clean_rowmap_report(core: Core, params: CleanRowmapParams, findings: RowmapF
 
 
 def clean_rowmap(
-    core: Core,
-    rowmap: NDArray,
-    num_rows: int,
-    ids: NDArray | None = None,
-    *,
-    duplicates: str = "first",
-    checks: int = Check.NONE,
-    num_threads: int = 0,
+    core: Core, rowmap: NDArray, num_rows: int, ids: NDArray | None = None, **fields: Any
 ) -> tuple[NDArray, NDArray, NDArray | None]:
     """token_rows [T, E], row_to_token [N] and, with ids, slot_to_row [T, K]."""
     with guarded_outputs() as output:
         token_rows, row_to_token = output(rowmap.shape, np.int32), output(num_rows, np.int32)
         slot_to_row = None if ids is None else output(ids.shape, np.int32)
-        params = clean_rowmap_params(
-            rowmap,
-            ids,
-            duplicates=duplicates,
-            num_rows=num_rows,
-            checks=checks,
-            num_threads=num_threads,
-            token_rows=token_rows,
-            row_to_token=row_to_token,
-            slot_to_row=slot_to_row,
-        )
-        core.run("clean_rowmap", params)
+        maps: dict[str, Any] = {"token_rows": token_rows, "row_to_token": row_to_token, "slot_to_row": slot_to_row}
+        core.run("clean_rowmap", clean_rowmap_params(rowmap, ids, num_rows=num_rows, **maps, **fields))
     return token_rows, row_to_token, slot_to_row
 
 
-def slot_values_of_rowmap(
-    core: Core, rowmap: NDArray, row_values: NDArray, ids: NDArray, *, duplicates: str = "first", num_threads: int = 0
-) -> NDArray:
+def slot_values_of_rowmap(core: Core, rowmap: NDArray, row_values: NDArray, ids: NDArray, **fields: Any) -> NDArray:
     """[T, K], of clean_rowmap without slot_to_row."""
     with guarded_outputs() as output:
         values = output(ids.shape, np.float32)
         params = clean_rowmap_params(
             rowmap,
             ids,
-            duplicates=duplicates,
             num_rows=len(row_values),
-            num_threads=num_threads,
             row_values=row_values,
             token_rows=output(rowmap.shape, np.int32),
             row_to_token=output(len(row_values), np.int32),
             slot_values=values,
+            **fields,
         )
         core.run("clean_rowmap", params)
     return values
 
 
-def read_rowmap(core: Core, rowmap: NDArray, num_rows: int, *, checks: int = Check.NONE) -> reference.RowMaps:
+def read_rowmap(core: Core, rowmap: NDArray, num_rows: int, **fields: Any) -> reference.RowMaps:
     """clean_rowmap where slots are experts."""
     with guarded_outputs() as output:
         slot_to_row, token_rows = output(rowmap.shape, np.int32), output(rowmap.shape, np.int32)
-        by_row: dict[str, Any] = {name: output(num_rows, np.int32) for name in BY_ROW}
-        params = clean_rowmap_params(
-            rowmap,
-            topk=rowmap.shape[1],
-            num_rows=num_rows,
-            checks=checks,
-            token_rows=token_rows,
-            slot_to_row=slot_to_row,
-            **by_row,
-        )
+        by_row = {name: output(num_rows, np.int32) for name in BY_ROW}
+        maps: dict[str, Any] = {"slot_to_row": slot_to_row, "token_rows": token_rows, **by_row}
+        params = clean_rowmap_params(rowmap, topk=rowmap.shape[1], num_rows=num_rows, **maps, **fields)
         core.run("clean_rowmap", params)
-    return reference.RowMaps(slot_to_row, token_rows, **by_row)
+    return reference.RowMaps(**maps)
 
 
 def _valid(core: Core, output: MakeOutput, s: Small) -> Params:
@@ -174,15 +146,11 @@ def _valid_by_expert(core: Core, output: MakeOutput, s: Small) -> Params:
 
 def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
     return CleanRowmapParams(
-        num_tokens=s.T,
-        topk=s.K,
-        num_experts=s.E,
-        num_rows=s.N,
+        **s.sizes("num_tokens topk num_experts num_rows"),
         rowmap=s.ints((s.T, s.E), s.N),
         ids=s.ints((s.T, s.K), s.E, np.int64),
         row_values=s.rng.random(s.N, np.float32),
-        ids_kind=s.below(2),
-        duplicates=s.below(2),
+        **s.choices(ids_kind=2, duplicates=2),
         checks=s.checks(4),
         token_rows=output((s.T, s.E), np.int32),
         row_to_token=output(s.N, np.int32),
@@ -195,8 +163,7 @@ def _fuzzed_by_expert(core: Core, output: MakeOutput, s: Draw) -> Params:
     return CleanRowmapParams(
         num_tokens=s.T,
         topk=s.E,
-        num_experts=s.E,
-        num_rows=s.N,
+        **s.sizes("num_experts num_rows"),
         rowmap=s.ints((s.T, s.E), s.N),
         checks=s.checks(4),
         token_rows=output((s.T, s.E), np.int32),

@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..guards import MakeOutput, guarded_outputs
-from ..structs import DTYPES, Bytes, Int, Params, ScaleLayout, Size, fields, row_stride
+from ..structs import DTYPES, Bytes, Int, Params, ScaleLayout, Size, fields
 from .base import TOO_MANY, TOO_WIDE, Operator
 
 if TYPE_CHECKING:
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class DequantizeParams(Params):
@@ -33,20 +32,19 @@ class DequantizeParams(Params):
 
 
 def dequantize_params(
-    codes: NDArray, scales: NDArray, out: NDArray, *, layout: ScaleLayout = ScaleLayout.ROW, num_threads: int = 0
+    codes: NDArray, scales: NDArray, out: NDArray, *, layout: ScaleLayout = ScaleLayout.ROW, **fields: Any
 ) -> DequantizeParams:
     """Params of "dequantize". Rows of ``codes`` may lie apart; int32 scales are packed ue8m0."""
     return DequantizeParams(
         num_rows=len(codes),
         hidden=codes.shape[1],
         codes=codes,
-        codes_row_stride=row_stride(codes),
         scales=scales,
         out=out,
         dtype=DTYPES[out.dtype],
         ue8m0=scales.dtype == np.int32,
         scale_layout=layout,
-        num_threads=num_threads,
+        **fields,
     )
 
 
@@ -73,10 +71,7 @@ def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
         codes_row_stride=hidden,
         scales=s.data(s.N + 3, -(-hidden // 128)),
         out=output((s.N, hidden), np.float32),
-        dtype=s.below(3),
-        ue8m0=s.below(2),
-        scale_layout=s.below(2),
-        num_threads=s.below(4),
+        **s.choices(dtype=3, ue8m0=2, scale_layout=2, num_threads=4),
     )
 
 

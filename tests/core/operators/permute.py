@@ -4,19 +4,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..guards import MakeOutput, guarded_outputs
-from ..structs import DTYPES, Bytes, Fill, Int, Int32s, Params, Size, fields, row_stride
+from ..structs import DTYPES, Bytes, Fill, Int, Int32s, Params, Size, fields
 from .base import TOO_MANY, TOO_WIDE, Operator
 
 if TYPE_CHECKING:
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class PermuteParams(Params):
@@ -43,7 +42,7 @@ def permute_params(
     row_scales: NDArray | None = None,
     *,
     fill: int = Fill.ALL,
-    num_threads: int = 0,
+    **fields: Any,
 ) -> PermuteParams:
     """Params of "permute". Rows of ``x`` and ``scale`` may lie apart; rows None moves the scales only."""
     num_tokens, topk = slot_to_row.shape
@@ -54,9 +53,7 @@ def permute_params(
         hidden=x.shape[1],
         scale_cols=0 if scale is None else scale.shape[1],
         x=x,
-        x_row_stride=row_stride(x),
         scale=scale,
-        scale_row_stride=0 if scale is None else row_stride(scale),
         slot_to_row=slot_to_row,
         row_to_token=row_to_token,
         rows=rows,
@@ -64,7 +61,7 @@ def permute_params(
         dtype=DTYPES[x.dtype],
         scale_dtype=0 if scale is None else DTYPES[scale.dtype],
         fill=fill,
-        num_threads=num_threads,
+        **fields,
     )
 
 
@@ -75,14 +72,12 @@ def permute(
     row_to_token: NDArray,
     scale: NDArray | None = None,
     *,
-    fill: int = Fill.ALL,
-    num_threads: int = 0,
     odd_outputs: bool = False,
+    **options: Any,
 ) -> tuple[NDArray, NDArray | None]:
     with guarded_outputs() as output:
         rows = output((len(row_to_token), x.shape[1]), x.dtype, int(odd_outputs))
         scales = None if scale is None else output((len(row_to_token), scale.shape[1]), scale.dtype, int(odd_outputs))
-        options = {"fill": fill, "num_threads": num_threads}
         core.run("permute", permute_params(x, slot_to_row, row_to_token, rows, scale, scales, **options))
     return rows, scales
 
@@ -95,10 +90,7 @@ def _valid(core: Core, output: MakeOutput, s: Small) -> Params:
 
 def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
     return PermuteParams(
-        num_tokens=s.T,
-        topk=s.K,
-        num_rows=s.N,
-        hidden=s.H,
+        **s.sizes("num_tokens topk num_rows hidden"),
         scale_cols=s.S,
         x=s.data(s.T, s.H),
         x_row_stride=s.H,
@@ -108,9 +100,7 @@ def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
         row_to_token=s.ints((s.N,), s.T),
         rows=output((s.N, s.H), np.float32),
         row_scales=output((s.N, s.S), np.float32),
-        dtype=s.below(6),
-        scale_dtype=s.below(6),
-        fill=s.below(4),
+        **s.choices(dtype=6, scale_dtype=6, fill=4),
     )
 
 

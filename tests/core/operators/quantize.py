@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..guards import MakeOutput, guarded_outputs
-from ..structs import DTYPES, Bytes, Fill, Float, Int, Int32s, Params, ScaleLayout, Size, fields, row_stride
+from ..structs import DTYPES, Bytes, Fill, Float, Int, Int32s, Params, ScaleLayout, Size, fields
 from .base import TOO_MANY, TOO_WIDE, Operator
 
 if TYPE_CHECKING:
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class QuantizeParams(Params):
@@ -45,13 +44,12 @@ def quantize_params(
     row_to_token: NDArray | None = None,
     *,
     layout: ScaleLayout = ScaleLayout.ROW,
-    ue8m0: bool = False,
     amax_min: float = 1e-4,
     fill: int = Fill.ALL,
-    num_threads: int = 0,
     workspace: NDArray | None = None,
+    **fields: Any,
 ) -> QuantizeParams:
-    """Params of "quantize". Rows of ``x`` may lie apart; without maps row t is token t."""
+    """Params of "quantize". Rows of ``x`` may lie apart; without maps row t is token t; ue8m0 is one of `fields`."""
     num_tokens, topk = (len(x), 1) if slot_to_row is None else slot_to_row.shape
     return QuantizeParams(
         num_tokens=num_tokens,
@@ -59,19 +57,17 @@ def quantize_params(
         num_rows=len(codes),
         hidden=x.shape[1],
         x=x,
-        x_row_stride=row_stride(x),
         slot_to_row=slot_to_row,
         row_to_token=row_to_token,
         codes=codes,
         scales=scales,
         dtype=DTYPES[x.dtype],
-        ue8m0=ue8m0,
         scale_layout=layout,
         fill=fill,
         amax_min=amax_min,
-        num_threads=num_threads,
         workspace=workspace,
         workspace_bytes=0 if workspace is None else workspace.nbytes,
+        **fields,
     )
 
 
@@ -120,10 +116,7 @@ def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
         row_to_token=s.ints((s.N,), s.T) if has_map else None,
         codes=output((num_rows, hidden), np.uint8),
         scales=output((num_rows + 3, groups), np.float32),
-        dtype=s.below(3),
-        ue8m0=s.below(2),
-        scale_layout=s.below(2),
-        fill=s.below(4),
+        **s.choices(dtype=3, ue8m0=2, scale_layout=2, fill=4),
         amax_min=float(s.rng.choice([2.0**-100, 1e-4, 1e30])),
         num_threads=s.below(4),
         workspace=np.empty(s.T * groups, np.float32),

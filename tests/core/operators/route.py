@@ -31,8 +31,7 @@ from .base import TOO_MANY, TOO_MANY_EXPERTS, Operator
 if TYPE_CHECKING:
     from ..binding import Core
     from ..cases import Problem
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class RouteParams(Params):
@@ -199,15 +198,12 @@ def _valid(core: Core, output: MakeOutput, s: Small) -> Params:
 def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
     columns = max(s.K, s.E)
     params = RouteParams(
-        num_tokens=s.T,
-        topk=s.K,
-        num_experts=s.E,
+        **s.sizes("num_tokens topk num_experts"),
         routing=s.ints((s.T, columns), s.E, np.int64),
         padding_alignment=s.between(1, 6),
         num_rows=s.N,
         probs=s.data(s.T, columns),
-        routing_kind=s.below(3),
-        duplicates=s.below(2),
+        **s.choices(routing_kind=3, duplicates=2),
         checks=s.checks(32),
         num_threads=s.below(4),
         expected_per_expert=s.ints((s.E,), 5),

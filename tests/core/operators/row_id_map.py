@@ -52,15 +52,8 @@ def read_row_id_map_params(
     row_id_map: NDArray, rowmap: NDArray, pad_offsets: NDArray | None = None, **fields: Any
 ) -> RowIdMapParams:
     """Params of "read_row_id_map", which writes rowmap [T, E]."""
-    num_tokens, num_experts = rowmap.shape
-    return RowIdMapParams(
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        pad_offsets=pad_offsets,
-        row_id_map=row_id_map,
-        rowmap=rowmap,
-        **fields,
-    )
+    sizes = {"num_tokens": len(rowmap), "num_experts": rowmap.shape[1]}
+    return RowIdMapParams(**sizes, pad_offsets=pad_offsets, row_id_map=row_id_map, rowmap=rowmap, **fields)
 
 
 def make_row_id_map(core: Core, plan: reference.Plan, pad_offsets: NDArray | None = None) -> NDArray:
@@ -91,10 +84,7 @@ def _valid_read(core: Core, output: MakeOutput, s: Small) -> Params:
 def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
     """What either direction writes may be read by the other."""
     return RowIdMapParams(
-        num_tokens=s.T,
-        topk=s.K,
-        num_experts=s.E,
-        num_rows=s.N,
+        **s.sizes("num_tokens topk num_experts num_rows"),
         token_rows=s.ints((s.T, s.K), s.N),
         row_to_expert=s.ints((s.N,), s.E),
         pad_offsets=s.rng.choice([0, 3, -3, *s.ODD_INTS], s.E).astype(np.int32),

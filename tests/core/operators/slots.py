@@ -15,8 +15,7 @@ from .base import TOO_MANY, TOO_MANY_EXPERTS, Operator
 
 if TYPE_CHECKING:
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class SlotsParams(Params):
@@ -95,8 +94,7 @@ def _valid_scatter(core: Core, output: MakeOutput, s: Small) -> Params:
 
 def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
     return SlotsParams(
-        num_tokens=s.T,
-        topk=s.K,
+        **s.sizes("num_tokens topk"),
         num_experts=s.E if s.rng.random() < 0.5 else 0,
         num_rows=s.N,
         slot_to_row=s.ints((s.T, s.K), s.N),

@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..guards import MakeOutput, guarded_outputs
-from ..structs import DTYPES, IDS_KINDS, Bytes, Check, Floats, Int, Int32s, Params, Size, fields, row_stride
+from ..structs import DTYPES, IDS_KINDS, Bytes, Check, Floats, Int, Int32s, Params, Size, fields
 from .base import TOO_MANY, TOO_WIDE, Operator
 
 if TYPE_CHECKING:
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class SortChunksParams(Params):
@@ -61,7 +60,6 @@ def sort_chunks_params(
         num_chunks=len(split_sizes),
         hidden=hidden,
         x=x,
-        x_row_stride=row_stride(x),
         split_sizes=split_sizes,
         order=order,
         probs=probs,
@@ -122,10 +120,7 @@ def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
         out=output((s.N, s.H), np.float32),
         probs_out=output(s.N, np.float32),
         source_to_dest=output(s.N, np.int32),
-        dtype=s.below(6),
-        split_sizes_kind=s.below(2),
-        order_kind=s.below(2),
-        inverse=s.below(2),
+        **s.choices(dtype=6, split_sizes_kind=2, order_kind=2, inverse=2),
         checks=s.checks(4),
         num_threads=s.below(4),
     )

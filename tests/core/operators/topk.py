@@ -10,15 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..guards import MakeOutput, guarded_outputs
-from ..structs import DTYPES, Bytes, Float, Floats, Int, Int64s, Params, Size, fields, row_stride
+from ..structs import DTYPES, Bytes, Float, Floats, Int, Int64s, Params, Size, fields
 from .base import Operator
 from .topk_backward import BAD_FIELDS, fuzzed_flags, router_flags
 
 if TYPE_CHECKING:
     from ...routers import Router
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class TopkParams(Params):
@@ -62,7 +61,6 @@ def topk_params(
         topk_groups=num_groups if topk_groups is None else topk_groups,
         scores_per_group=scores_per_group,
         gating=gating,
-        gating_row_stride=row_stride(gating),
         weights=weights,
         ids=ids,
         scores=scores,

@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..guards import MakeOutput, guarded_outputs
-from ..structs import DTYPES, Bytes, Float, Int, Int64s, Params, Size, fields, row_stride
+from ..structs import DTYPES, Bytes, Float, Int, Int64s, Params, Size, fields
 from .base import TOO_MANY, TOO_MANY_EXPERTS, Operator
 
 if TYPE_CHECKING:
     from ...routers import Router
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class TopkBackwardParams(Params):
@@ -51,7 +50,6 @@ def topk_backward_params(
         topk=ids.shape[1],
         num_experts=gating.shape[1],
         gating=gating,
-        gating_row_stride=row_stride(gating),
         ids=ids,
         d_weights=d_weights,
         d_scores=d_scores,
@@ -97,9 +95,7 @@ def fuzzed_flags(s: Draw) -> dict[str, Any]:
 
 def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
     return TopkBackwardParams(
-        num_tokens=s.T,
-        topk=s.K,
-        num_experts=s.E,
+        **s.sizes("num_tokens topk num_experts"),
         gating=s.data(s.T, s.E),
         gating_row_stride=s.E,
         ids=s.ints((s.T, s.K), s.E, np.int64),

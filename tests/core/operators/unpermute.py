@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..guards import MakeOutput, guarded_outputs
-from ..structs import DTYPES, Bytes, Floats, Int, Int32s, Params, Size, fields, row_stride
+from ..structs import DTYPES, Bytes, Floats, Int, Int32s, Params, Size, fields
 from .base import TOO_MANY, TOO_WIDE, Operator
 
 if TYPE_CHECKING:
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class UnpermuteParams(Params):
@@ -40,9 +39,7 @@ def unpermute_params(
     out: NDArray,
     weights: NDArray | None = None,
     weight_index: NDArray | None = None,
-    *,
-    copy_single_row: bool = False,
-    num_threads: int = 0,
+    **fields: Any,
 ) -> UnpermuteParams:
     """Params of "unpermute". Rows of ``rows`` [N, H] may lie apart; weights may have any shape."""
     num_tokens, max_rows_per_token = token_rows.shape
@@ -53,14 +50,12 @@ def unpermute_params(
         num_weights=0 if weights is None else weights.size,
         hidden=rows.shape[1],
         rows=rows,
-        rows_row_stride=row_stride(rows),
         token_rows=token_rows,
         weights=weights,
         weight_index=weight_index,
         out=out,
         dtype=DTYPES[rows.dtype],
-        copy_single_row=copy_single_row,
-        num_threads=num_threads,
+        **fields,
     )
 
 
@@ -88,9 +83,7 @@ def _valid(core: Core, output: MakeOutput, s: Small) -> Params:
 def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
     weights = s.between(s.N, s.N + 10)
     return UnpermuteParams(
-        num_tokens=s.T,
-        max_rows_per_token=s.K,
-        num_rows=s.N,
+        **s.sizes("num_tokens max_rows_per_token num_rows"),
         num_weights=weights,
         hidden=s.H,
         rows=s.data(s.N, s.H),
@@ -99,8 +92,7 @@ def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
         weights=s.data(1, weights)[0],
         weight_index=s.ints((s.N,), weights),
         out=output((s.T, s.H), np.float32),
-        dtype=s.below(3),
-        copy_single_row=s.below(2),
+        **s.choices(dtype=3, copy_single_row=2),
     )
 
 

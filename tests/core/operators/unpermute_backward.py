@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..guards import MakeOutput, guarded_outputs
-from ..structs import DTYPES, Bytes, Floats, Int, Int32s, Params, Size, fields, row_stride
+from ..structs import DTYPES, Bytes, Floats, Int, Int32s, Params, Size, fields
 from .base import Operator
 from .unpermute import BAD_FIELDS
 
 if TYPE_CHECKING:
     from ..binding import Core
-    from ..inputs import Draw, Small
-    from ..workload import Large
+    from ..inputs import Draw, Large, Small
 
 
 class UnpermuteBackwardParams(Params):
@@ -47,9 +46,7 @@ def unpermute_backward_params(
     weights: NDArray | None = None,
     weight_index: NDArray | None = None,
     d_weights: NDArray | None = None,
-    *,
-    copy_single_row: bool = False,
-    num_threads: int = 0,
+    **fields: Any,
 ) -> UnpermuteBackwardParams:
     """Params of "unpermute_backward"; d_rows or d_weights None: not wanted."""
     num_tokens, max_rows_per_token = token_rows.shape
@@ -60,9 +57,7 @@ def unpermute_backward_params(
         num_weights=0 if weights is None else weights.size,
         hidden=d_out.shape[1],
         d_out=d_out,
-        d_out_row_stride=row_stride(d_out),
         rows=rows,
-        rows_row_stride=0 if rows is None else row_stride(rows),
         token_rows=token_rows,
         row_to_token=row_to_token,
         weights=weights,
@@ -70,8 +65,7 @@ def unpermute_backward_params(
         d_rows=d_rows,
         d_weights=d_weights,
         dtype=DTYPES[d_out.dtype],
-        copy_single_row=copy_single_row,
-        num_threads=num_threads,
+        **fields,
     )
 
 
@@ -108,9 +102,7 @@ def _valid(core: Core, output: MakeOutput, s: Small) -> Params:
 def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
     weights = s.between(s.N, s.N + 10)
     return UnpermuteBackwardParams(
-        num_tokens=s.T,
-        max_rows_per_token=s.K,
-        num_rows=s.N,
+        **s.sizes("num_tokens max_rows_per_token num_rows"),
         num_weights=weights,
         hidden=s.H,
         d_out=s.data(s.T, s.H),
@@ -123,8 +115,7 @@ def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
         weight_index=s.ints((s.N,), weights),
         d_rows=output((s.N, s.H), np.float32),
         d_weights=output(weights, np.float32),
-        dtype=s.below(3),
-        copy_single_row=s.below(2),
+        **s.choices(dtype=3, copy_single_row=2),
     )
 
 
