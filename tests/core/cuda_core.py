@@ -10,9 +10,7 @@ stream.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,13 +36,12 @@ def mirrored(*structs: Params) -> Iterator[None]:
     mirrors: dict[int, tuple[NDArray, torch.Tensor]] = {}
     replaced: list[tuple[Params, str, int]] = []
     for params in structs:
-        types: dict[str, Any] = dict(type(params)._fields_)
         for name, array in params.arrays.items():
-            address = ctypes.cast(getattr(params, name), ctypes.c_void_p).value
+            address = params.address(name)
             memory = memory_of(array)
             start = memory.ctypes.data
             # a test may have put another pointer there, or none
-            if name in HOST_ARRAYS or address is None or not start <= address <= start + memory.size:
+            if name in HOST_ARRAYS or not start <= address <= start + memory.size:
                 continue
             if start not in mirrors:
                 lead = start % 16  # CUDA allocations are aligned: an address keeps its place relative to 16 bytes
@@ -54,12 +51,12 @@ def mirrored(*structs: Params) -> Iterator[None]:
                 mirror.copy_(torch.from_numpy(memory))
                 mirrors[start] = memory, mirror
             replaced.append((params, name, address))
-            setattr(params, name, ctypes.cast(mirrors[start][1].data_ptr() + address - start, types[name]))
+            params.point_at(**{name: mirrors[start][1].data_ptr() + address - start})
     try:
         yield
     finally:
         for params, name, address in replaced:
-            setattr(params, name, ctypes.cast(address, dict(type(params)._fields_)[name]))
+            params.point_at(**{name: address})
     for memory, mirror in mirrors.values():
         memory[...] = mirror.cpu().numpy()
 

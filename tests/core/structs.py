@@ -18,28 +18,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from .binding import Core
 
-__all__ = [
-    "DTYPES",
-    "IDS_KINDS",
-    "NOWHERE",
-    "Bytes",
-    "Check",
-    "Duplicates",
-    "Fill",
-    "Findings",
-    "Float",
-    "Floats",
-    "Int",
-    "Int32s",
-    "Int64s",
-    "Params",
-    "RoutingKind",
-    "ScaleLayout",
-    "Size",
-    "Status",
-    "fields",
-]
-
 
 class Status(enum.IntEnum):
     """pmo_status"""
@@ -146,7 +124,7 @@ class Params(ctypes.Structure):
         super().__init__()
         self.arrays: dict[str, NDArray] = {}
         self.struct_size = ctypes.sizeof(self)
-        types: dict[str, Any] = {name: kind for name, kind, *_ in type(self)._fields_}
+        types = self._types()
         for name, value in fields.items():
             if name not in types:
                 raise TypeError(f"{type(self).__name__} has no field {name}")
@@ -162,6 +140,19 @@ class Params(ctypes.Structure):
                     setattr(self, stride, _row_stride(value))
                 value = ctypes.cast(value.ctypes.data, types[name])
             setattr(self, name, value)
+
+    def _types(self) -> dict[str, Any]:
+        return {name: kind for name, kind, *_ in self._fields_}
+
+    def address(self, name: str) -> int:
+        """What a pointer holds; 0 for NULL."""
+        return ctypes.cast(getattr(self, name), ctypes.c_void_p).value or 0
+
+    def point_at(self, **addresses: int) -> None:
+        """Set pointers, by name."""
+        types = self._types()
+        for name, address in addresses.items():
+            setattr(self, name, ctypes.cast(address, types[name]))
 
     def before_cuda(self, core: Core, operator: str) -> None:
         """Check what is known before the call."""

@@ -39,15 +39,6 @@ def outputs_of(params: Params) -> dict[str, np.ndarray]:
     return {name: array for name, array in params.arrays.items() if array.size and is_poison(array)}
 
 
-def address(params: Params, field: str) -> int:
-    return ctypes.cast(getattr(params, field), ctypes.c_void_p).value or 0
-
-
-def set_address(params: Params, field: str, value: int) -> None:
-    kind = dict(type(params)._fields_)[field]
-    setattr(params, field, ctypes.cast(value, kind))
-
-
 def refusal(core: Core, operator: str, params: Params) -> str:
     """The text of a call that must be refused before it writes anything."""
     outputs = outputs_of(params)
@@ -95,7 +86,7 @@ def test_missing_array_is_named(core: Core, made: str, field: str) -> None:
     operator = OPERATORS[made]
     with guarded_outputs() as output:
         params = operator.valid(core, output, SMALL)
-        set_address(params, field, 0)
+        params.point_at(**{field: 0})
         assert refusal(core, operator.name, params).startswith(f"{field} must be ")
 
 
@@ -105,7 +96,7 @@ def test_misaligned_array_is_named(core: Core, made: str, field: str) -> None:
     for step in (1, 2):
         with guarded_outputs() as output:
             params = operator.valid(core, output, SMALL)
-            set_address(params, field, address(params, field) + step)
+            params.point_at(**{field: params.address(field) + step})
             assert refusal(core, operator.name, params).startswith(f"{field} must be ")
 
 
@@ -113,7 +104,7 @@ def test_wide_ids_must_be_aligned_to_8_bytes(core: Core) -> None:
     operator = OPERATORS["clean_rowmap"]
     with guarded_outputs() as output:
         params = operator.valid(core, output, SMALL)
-        set_address(params, "ids", address(params, "ids") + 4)
+        params.point_at(ids=params.address("ids") + 4)
         assert refusal(core, operator.name, params).startswith("ids must be ")
 
 

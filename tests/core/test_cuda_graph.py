@@ -30,9 +30,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def fill(params: Params, **tensors: object) -> Params:
     """Point a struct at device tensors."""
-    types = dict(type(params)._fields_)
-    for name, tensor in tensors.items():
-        setattr(params, name, ctypes.cast(tensor.data_ptr(), types[name]))
+    params.point_at(**{name: tensor.data_ptr() for name, tensor in tensors.items()})
     return params
 
 

@@ -12,7 +12,6 @@ from .binding import Core
 from .operators.permute import PermuteParams
 from .operators.route import RouteParams
 from .operators.unpermute_backward import UnpermuteBackwardParams
-from .structs import Params
 from .test_large_cuda import run
 
 # Slow for a sanitizer; a GPU takes seconds.
@@ -22,21 +21,14 @@ INT32_MAX = 2**31 - 1
 MANY_TOKENS = 2**30
 
 
-def point_at(params: Params, **tensors: object) -> None:
-    types = dict(type(params)._fields_)
-    for name, tensor in tensors.items():
-        setattr(params, name, ctypes.cast(tensor.data_ptr(), types[name]))
-
-
 def route(core: Core, params: RouteParams, **tensors: object) -> None:
     """All maps in one call."""
     import torch
 
-    point_at(params, **tensors)
+    params.point_at(**{name: tensor.data_ptr() for name, tensor in tensors.items()})
     size = core.workspace_bytes("route", params)
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
-    point_at(params, workspace=workspace)
-    params.workspace_bytes = size
+    params.workspace, params.workspace_bytes = workspace.data_ptr(), size
     assert core.entry("route_permute", 2)(ctypes.byref(params), None, None) == 0, core.last_error()
     torch.cuda.synchronize()
 

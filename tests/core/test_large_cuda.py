@@ -25,9 +25,7 @@ T = len(FAR_ROWS)
 
 
 def run(core: Core, operator: str, params: Params, **tensors: object) -> None:
-    types = dict(type(params)._fields_)
-    for name, tensor in tensors.items():
-        setattr(params, name, ctypes.cast(tensor.data_ptr(), types[name]))
+    params.point_at(**{name: tensor.data_ptr() for name, tensor in tensors.items()})
     assert core.entry(operator)(ctypes.byref(params), None) == 0, core.last_error()
 
 

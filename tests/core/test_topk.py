@@ -19,8 +19,7 @@ from ..routers import Router, deepseek_v3, routers
 from .binding import Core, CoreError
 from .cases import EXAMPLES
 from .guards import guarded_outputs, with_row_gaps
-from .operators.topk import TopkParams, topk, topk_params
-from .operators.topk_backward import TopkBackwardParams, topk_backward, topk_backward_params
+from .operators.topk import TopkBackwardParams, TopkParams, topk, topk_backward, topk_backward_params, topk_params
 
 BY_DTYPE = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
 BY_ACTIVATION = pytest.mark.parametrize("use_sigmoid", [False, True], ids=["softmax", "sigmoid"])
