@@ -102,6 +102,7 @@ def test_any_routing_and_sizes(sizes, shape, buffer_size, name, rng, place):
         assert_close(layer.run(place), layer.due(), np.float32)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("form", ["by slot", "none"])
 @pytest.mark.parametrize("keep", ["h", "x"])
 @BY_LAYOUT

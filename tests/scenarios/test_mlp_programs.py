@@ -202,9 +202,12 @@ def test_checkpoints_know_nothing_of_memory():
     np.testing.assert_array_equal(other(x).numpy(), layer_of()(x).numpy())
 
 
-@pytest.mark.parametrize(
-    "again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
-)
+def unpickled(layer):
+    return pickle.loads(pickle.dumps(layer))
+
+
+# Paddle cannot unpickle tensors of a custom device.
+@pytest.mark.parametrize("again", [copy.deepcopy, pytest.param(unpickled, marks=pytest.mark.cpu_only)])
 def test_a_copy_of_a_layer_keeps_as_little(again):
     copied = again(layer_of(keep="x", accumulate=True))
     assert copied.experts.memory_options == {"keep": "x", "workspace_mb": 256, "accumulate": True}
