@@ -6,11 +6,19 @@ from __future__ import annotations
 
 import torch
 
-from .shapes import Shape, routed
+from .shapes import Shape
 
 __all__ = ["Inputs"]
 
 _SEED = 20261123
+
+
+def _routed(shape: Shape, routing: str, generator: torch.Generator) -> torch.Tensor:
+    """The experts of each token, [T, K]: all alike, or expert e with a weight of 1 / (e + 1), without repeats."""
+    noise = torch.empty(shape.tokens, shape.experts, device="cuda").exponential_(generator=generator)
+    if routing == "zipf":
+        noise *= torch.arange(1, shape.experts + 1, device="cuda")
+    return noise.argsort(1)[:, : shape.topk]
 
 
 class Inputs:
@@ -42,7 +50,7 @@ class Inputs:
         self.x, self.d_out = random(tokens, hidden), random(tokens, hidden)
         self.gate_up = random(experts, hidden, 2 * inner, scale=hidden**-0.5)
         self.down = random(experts, inner, hidden, scale=inner**-0.5)
-        self.ids = routed(shape, routing, generator)
+        self.ids = _routed(shape, routing, generator)
         self.probs = torch.rand(tokens, topk, device="cuda", generator=generator).softmax(1)
         flat = self.ids.reshape(-1)
         order = flat.argsort(stable=True)

@@ -1,14 +1,12 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The layers that are measured, and how their tokens are routed."""
+"""The layers that are measured."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
-__all__ = ["ROUTINGS", "SHAPES", "Shape", "routed"]
+__all__ = ["ROUTINGS", "SHAPES", "Shape"]
 
 
 class Shape(NamedTuple):
@@ -63,11 +61,3 @@ SHAPES = {
     "eight-experts": Shape(8192, 3072, 1536, 8, 8),
 }
 ROUTINGS = ("even", "zipf")
-
-
-def routed(shape: Shape, routing: str, generator: torch.Generator) -> torch.Tensor:
-    """The experts of each token, [T, K]: all alike, or expert e with a weight of 1 / (e + 1), without repeats."""
-    noise = torch.empty(shape.tokens, shape.experts, device="cuda").exponential_(generator=generator)
-    if routing == "zipf":
-        noise *= torch.arange(1, shape.experts + 1, device="cuda")
-    return noise.argsort(1)[:, : shape.topk]

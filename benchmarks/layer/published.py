@@ -1,0 +1,68 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of other implementations of whole layers, TFLOP/s forward and backward, by GPU and shape."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["PUBLISHED", "Source"]
+
+
+class Source(NamedTuple):
+    """Where figures come from.
+
+    Attributes:
+        name: of the column.
+        gpu: what they were measured on.
+        text: how they came about.
+        figures: forward and backward by shape.
+    """
+
+    name: str
+    gpu: str
+    text: str
+    figures: dict[str, tuple[float, float]]
+
+
+PUBLISHED = (
+    Source(
+        "SonicMoE",
+        "NVIDIA H200",
+        "sonic-moe 0.1.2.post1 with quack-kernels 0.3.11, run by us on an H200 on 2026-11-22 in eager calls, router "
+        "included; its backward time is without the accumulation of the matrices' gradients at 4.25 TB/s. Small layers "
+        "are held back by the host there",
+        {
+            "ernie-21b": (524, 527),
+            "dsv3-4k": (298, 331),
+            "qwen3-30b": (301, 469),
+            "7b-256": (265, 362),
+            "30b-256": (429, 471),
+        },
+    ),
+    Source(
+        "SonicMoE (published)",
+        "NVIDIA H100",
+        "arXiv 2512.14080, figure 14, read off the figure to about 3 TFLOP/s",
+        {
+            "1.4b-256": (338, 366),
+            "1.4b-512": (398, 398),
+            "1.4b-1024": (404, 434),
+            "7b-256": (363, 404),
+            "7b-512": (434, 438),
+            "7b-1024": (466, 466),
+            "30b-256": (427, 459),
+            "30b-512": (502, 511),
+            "30b-1024": (551, 553),
+            "120b-512": (517, 526),
+            "120b-1024": (558, 566),
+            "120b-2048": (594, 586),
+        },
+    ),
+    Source(
+        "LigerCute (published)",
+        "NVIDIA H200",
+        "linkedin/Liger-Kernel, figures in liger_cute_kernels/README.md, one GPU",
+        {"qwen3-30b": (345, 194), "mixtral": (613, 406)},
+    ),
+)

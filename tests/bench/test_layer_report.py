@@ -1,0 +1,91 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The page about whole layers: which results it takes, its cells, its ratios."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.layer import report
+from benchmarks.layer.published import PUBLISHED
+
+MACHINE = {
+    "machine": True,
+    **dict.fromkeys(("driver", "cuda", "torch", "triton", "commit"), "1"),
+    "gpu": "NVIDIA H200",
+    "date": "2026-11-22",
+}
+
+
+def line(shape="ernie-21b", impl="ours", mode="graph", forward=600.0, backward=500.0, **others):
+    return {
+        "shape": shape,
+        "routing": "even",
+        "impl": impl,
+        "mode": mode,
+        "launches": [5, 9],
+        "kept": 3 << 20,
+        "backward_peak": 7 << 20,
+        "forward_tflops": forward,
+        "backward_tflops": backward,
+        **others,
+    }
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes result files, runs the command and gives the page."""
+
+    def run(**files):
+        for name, lines in files.items():
+            text = "\n".join(json.dumps(each) for each in lines)
+            (tmp_path / f"{name}-layer.jsonl").write_text(text + "\n")
+        page = tmp_path / "page.md"
+        assert report.main(tmp_path, page) == 0
+        assert (tmp_path / report.PICTURE).stat().st_size > 1000
+        return page.read_text()
+
+    return run
+
+
+def row_of(page, shape):
+    return next(each for each in page.splitlines() if each.startswith(f"| {shape} |"))
+
+
+def test_a_row_has_the_shape_all_implementations_and_the_memory(written):
+    page = written(a=[MACHINE, line(), line(mode="eager", forward=580.4), line(impl="torch", kept=9 << 20)])
+    cells = [cell.strip() for cell in row_of(page, "ernie-21b").strip("|").split("|")]
+    assert cells[:6] == ["ernie-21b", "16384", "2560", "1536", "64", "6"]
+    assert cells[6:9] == ["600 / 500 (580 / 500)", "600 / 500", "524 / 527"]
+    assert cells[-4:] == ["5 / 9", "3", "9", "7"]
+
+
+def test_a_wrong_result_is_shown_as_such(written):
+    wrong = {"shape": "mixtral", "routing": "even", "impl": "ours", "error": "out is 7 of its norm off"}
+    page = written(a=[MACHINE, line(), wrong])
+    assert "| wrong: out is 7 of its norm off |" in row_of(page, "mixtral")
+
+
+def test_the_newest_run_of_each_gpu_counts(written):
+    old = [{**MACHINE, "date": "2026-11-21"}, line(forward=1.0)]
+    other = [{**MACHINE, "gpu": "NVIDIA H100 80GB HBM3"}, line(forward=2.0)]
+    page = written(a=[MACHINE, line(forward=3.0)], b=old, c=other)
+    assert "| 3 / 500 |" in page
+    assert "| 2 / 500 |" in page
+    assert "| 1 / 500 |" not in page
+    assert page.index("## NVIDIA H200") < page.index("## NVIDIA H100")
+
+
+def test_ratios_are_geometric_means_over_the_shapes_of_both(written):
+    sonic = next(source for source in PUBLISHED if source.name == "SonicMoE").figures
+    twice = line(forward=2 * sonic["ernie-21b"][0], backward=sonic["ernie-21b"][1])
+    half = line("dsv3-4k", forward=sonic["dsv3-4k"][0] / 8, backward=4 * sonic["dsv3-4k"][1])
+    page = written(a=[MACHINE, twice, half, line("olmoe")])
+    assert "*ours* over SonicMoE, geometric mean of 2 shapes: 0.50 forward, 2.00 backward." in page
+
+
+def test_without_results_the_command_says_how_to_make_them(tmp_path, capsys):
+    assert report.main(tmp_path, tmp_path / "page.md") == 1
+    assert "make them with python3 -m benchmarks.layer" in capsys.readouterr().err
