@@ -76,7 +76,8 @@ def moe_mlp(
         accumulate: whether to add the gradients of the matrices to what is there as they are made, instead of giving
             them to Paddle, which would pass over all matrices once more: to the attribute ``main_grad``, a float32
             tensor or one of the matrix's dtype, which is made (float32) if it is None; to ``grad`` without that
-            attribute, if there is one. Hooks on the gradient of the matrix then get None.
+            attribute, if there is one. Hooks on the gradient of the matrix then get None, and paddle.DataParallel does
+            not reduce what is in ``main_grad``: do that before the optimizer's step.
 
     Returns:
         shape and dtype of ``x``.

@@ -396,16 +396,13 @@ class _MoeMlp(Call):
         x, gate_up, down, *others = self.saved
         weights = others.pop(0) if self.has_weights else None
         hidden = others[0] if others else None
-        destinations = [
-            destination_of(each) if want else None
-            for want, each in zip(self.wanted[1:3], self.parameters or (None, None), strict=True)
-            if each is not None
-        ]
-        destinations = destinations or [None, None]
+        destinations: tuple[Any, ...] = (None, None)
+        if self.parameters:
+            wanted = zip(self.wanted[1:3], self.parameters, strict=True)
+            destinations = tuple(destination_of(each) if want else None for want, each in wanted)
         self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
-        wanted = (*self.wanted, False)[:4]
         operands = x, gate_up, down, weights, hidden
-        made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, wanted, tuple(destinations))
+        made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, (*self.wanted, False)[:4], destinations)
         return first_order_only(self, made[: len(self.wanted)], *gradients, x, gate_up, down, weights)
 
 

@@ -35,11 +35,10 @@ from .unpermute import unpermute_window
 __all__ = ["Gradients", "Layer", "moe_mlp", "moe_mlp_backward"]
 
 _COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles
-# When a product that gathers its rows beats one of rows that were moved: each window of rows reads all tokens, and the
-# smaller n, the more moving costs beside the product.
-_MOST_WINDOWS = 4
-_LARGEST_GATHERED = 512  # n with one window, whose rows serve two products in the backward pass
-_LARGEST_GATHERED_FROM_WINDOWS = 1536  # n with several
+# When a product that gathers its rows beats one of rows that were moved: the largest n for it. Moving reads and writes
+# all rows, and reads all tokens once for each window; gathering slows the product, which grows with n, by about a tenth.
+_LARGEST_GATHERED = 512  # with one window, whose rows serve two products in the backward pass
+_LARGEST_GATHERED_PER_PASS = 640  # with several, for each pass over rows of d columns
 
 
 class Layer(NamedTuple):
@@ -95,7 +94,8 @@ class _Run:
         self.window_rows = max(min(rows, self.num_rows), 1)
         windows = blocks(self.num_rows, self.window_rows)
         if windows > 1:
-            self.gathers = windows > _MOST_WINDOWS or self.inner <= _LARGEST_GATHERED_FROM_WINDOWS
+            passes = 2 + windows * self.num_tokens / self.num_rows
+            self.gathers = self.inner <= passes * _LARGEST_GATHERED_PER_PASS
         else:
             self.gathers = not moves_twice and self.inner <= _LARGEST_GATHERED
         columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP

@@ -125,9 +125,8 @@ def tiles(monkeypatch):
         for name in ("gated_config", "product_config", "weight_gradient_config"):
             monkeypatch.setattr(launchers, name, lambda *_: config)
         most = 1 << 30 if gathers else 0
-        monkeypatch.setattr(launchers, "_MOST_WINDOWS", (1 << 30) - most)
         monkeypatch.setattr(launchers, "_LARGEST_GATHERED", most)
-        monkeypatch.setattr(launchers, "_LARGEST_GATHERED_FROM_WINDOWS", most)
+        monkeypatch.setattr(launchers, "_LARGEST_GATHERED_PER_PASS", most)
 
     return use
 
