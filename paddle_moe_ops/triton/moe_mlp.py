@@ -35,8 +35,8 @@ from .unpermute import unpermute_window
 __all__ = ["Gradients", "Layer", "moe_mlp", "moe_mlp_backward"]
 
 _COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles
-# When a product that gathers its rows beats one of rows that were moved: the largest n for it. Moving reads and writes
-# all rows, and reads all tokens once for each window; gathering slows the product, which grows with n, by about a tenth.
+# The largest n at which a product that gathers its rows beats one of rows that were moved. Moving reads and writes all
+# rows, and reads all tokens once for each window; gathering slows the product, which grows with n, by about a tenth.
 _LARGEST_GATHERED = 512  # with one window, whose rows serve two products in the backward pass
 _LARGEST_GATHERED_PER_PASS = 640  # with several, for each pass over rows of d columns
 
@@ -93,11 +93,7 @@ class _Run:
             rows = max(rows - self.tile_rows, self.tile_rows)
         self.window_rows = max(min(rows, self.num_rows), 1)
         windows = blocks(self.num_rows, self.window_rows)
-        if windows > 1:
-            passes = 2 + windows * self.num_tokens / self.num_rows
-            self.gathers = self.inner <= passes * _LARGEST_GATHERED_PER_PASS
-        else:
-            self.gathers = not moves_twice and self.inner <= _LARGEST_GATHERED
+        self.gathers = gathers(self.num_tokens, self.num_rows, self.inner, windows, moves_twice)
         columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP
         self.window_columns = min(max(columns, _COLUMN_STEP), self.hidden)
         self.owners = layer.tokens.row_to_token if self.gathers else None
@@ -184,6 +180,13 @@ class _Run:
             token_rows = self.layer.tokens.token_rows
             unpermute_window(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
         return out
+
+
+def gathers(num_tokens: int, num_rows: int, inner: int, windows: int, moves_twice: bool) -> bool:
+    """Whether products gather the rows of tokens, instead of having them moved window by window."""
+    if windows <= 1:
+        return not moves_twice and inner <= _LARGEST_GATHERED
+    return inner <= (2 + windows * num_tokens / num_rows) * _LARGEST_GATHERED_PER_PASS
 
 
 def moe_mlp(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -> tuple[Any, Any]:

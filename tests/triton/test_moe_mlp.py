@@ -246,6 +246,23 @@ def test_no_array_has_the_rows_of_all_tokens(rng, gpu, tiles, monkeypatch, gathe
     assert (made.count((rows, 32)), made.count((rows, 16))) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("topk", "inner", "windows", "moves_twice", "expected"),
+    [
+        (8, 256, 1, False, True),
+        (8, 256, 1, True, False),
+        (8, 768, 1, False, False),
+        (8, 256, 3, True, True),
+        (16, 256, 17, True, True),
+        (8, 2048, 2, False, False),
+        (8, 3584, 9, False, False),
+        (8, 1024, 9, False, True),
+    ],
+)
+def test_rows_are_gathered_where_moving_them_costs_more(topk, inner, windows, moves_twice, expected):
+    assert launchers.gathers(4096, 4096 * topk, inner, windows, moves_twice) == expected
+
+
 def test_rows_of_no_token_may_hold_anything(rng, gpu, tiles):
     """Weights are NaN there, and so is what the buffer holds before it is filled."""
     tiles(SMALL_TILES)
