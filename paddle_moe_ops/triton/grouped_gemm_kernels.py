@@ -332,7 +332,7 @@ def product_kernel(
     last_spare = tl.load(spare + 1 + num_experts) * columns_of_tiles
     for block in range(tl.program_id(0) + part * tl.num_programs(0), last_spare, parts * tl.num_programs(0)):
         number, tile_n = block // columns_of_tiles, block % columns_of_tiles
-        group = _expert_of(spare, number, num_experts + 1, EXPERTS, True)  # 0: in front of the first
+        group = _expert_of(spare, number, num_experts + 1, EXPERTS, SEVERAL)  # 0: in front of the first
         ends = tl.load(first + group)
         before = tl.maximum(group - 1, 0)
         covered = tl.load(first + before) + (tl.load(tiles + before + 1) - tl.load(tiles + before)) * BLOCK_M

@@ -72,6 +72,7 @@ CASES = {
     "odd sizes": Case(37, [17, 20], None, 7, 67),
     "whole blocks": Case(64, [32, 16, 0], [0, 32, 48, 48], 32, 64),
     "many experts": Case(20, [0, 1] * 10),
+    "as many experts as a program reads at a time": Case(9, [1, *[0] * 254, 2], inner=16, outer=16),
 }
 BY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
