@@ -86,7 +86,10 @@ def test_maps_may_be_strided(operator, layout, call, place):
     dense = {name: value.contiguous() for name, value in changes.items()}
     both = (call(operator, *arguments_of(operator, place, each)) for each in (changes, dense))
     for got, expected in zip(*both, strict=True):
-        assert_bits_equal(to_numpy(got), to_numpy(expected))
+        if layout == "no tokens":  # the rows of a permute then hold nothing that the maps name
+            assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+        else:
+            assert_bits_equal(to_numpy(got), to_numpy(expected))
 
 
 def turned(array, place):
