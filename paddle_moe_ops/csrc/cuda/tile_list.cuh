@@ -18,9 +18,8 @@ namespace cuda {
 constexpr int kTileTokens = 8;  // at most
 
 // One row of the list, or a token without rows.
-struct alignas(16) ListedRow {
-  int32_t row;  // -1: the token has none
-  float weight;
+struct alignas(8) ListedRow {
+  int32_t row;    // -1: the token has none
   int16_t token;  // within the tile
   bool last;      // of its token
   bool only;      // the token has no other
@@ -29,6 +28,7 @@ struct alignas(16) ListedRow {
 // The list of a tile: tokens [first, first + count).
 struct TileList {
   ListedRow rows[kTileTokens * kWarpSize];
+  float weights[kTileTokens * kWarpSize];  // of the rows, once they are loaded
   int32_t counts[kTileTokens];
   int32_t size;
   int32_t more;  // a token has more entries after this segment
@@ -57,11 +57,20 @@ struct TileList {
       const bool only = has_one && here == 1;
       const auto token = static_cast<int16_t>(index);
       if (part.is_used()) {
-        rows[base + rank] = {part.row, weight_of(p, part.row), token, only || (part.ended && rank + 1 == here), only};
+        rows[base + rank] = {part.row, token, only || (part.ended && rank + 1 == here), only};
       } else if (here == 0 && lane == 0) {
-        rows[base] = {-1, 0.0f, token, part.ended && !has_one, false};
+        rows[base] = {-1, token, part.ended && !has_one, false};
       }
       if (index + 1 == count && lane == 0) size = base + max(here, 1);
+    }
+    __syncthreads();
+  }
+
+  // As fill; a caller asks for the rows' data before, so that the weights, two loads one after the other, arrive with them.
+  template <typename Params>
+  __device__ void load_weights(const Params& p) {
+    for (int i = threadIdx.x; i < size; i += blockDim.x) {
+      if (rows[i].row >= 0) weights[i] = weight_of(p, rows[i].row);
     }
     __syncthreads();
   }

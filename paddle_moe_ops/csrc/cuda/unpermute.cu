@@ -59,33 +59,33 @@ __global__ void __launch_bounds__(kMaxTileThreads, kWeighted ? 4 : 3)
         together = 1;
         continue;
       }
-      if (vector < vectors) {
-        for (int window = 0; window < list.size; window += kWindow) {
-          Access accesses[kWindow];
+      for (int window = 0; window < list.size; window += kWindow) {
+        Access accesses[kWindow];
 #pragma unroll
-          for (int i = 0; i < kWindow; ++i) {
-            const int32_t row = window + i < list.size ? list.rows[window + i].row : -1;
-            if (row >= 0) accesses[i] = *reinterpret_cast<const Access*>(rows + row * p.rows_row_stride);
-          }
+        for (int i = 0; i < kWindow; ++i) {
+          const int32_t row = vector < vectors && window + i < list.size ? list.rows[window + i].row : -1;
+          if (row >= 0) accesses[i] = *reinterpret_cast<const Access*>(rows + row * p.rows_row_stride);
+        }
+        if (kWeighted && window == 0) list.load_weights(p);
+        if (vector >= vectors) continue;
 #pragma unroll
-          for (int i = 0; i < kWindow; ++i) {
-            if (window + i >= list.size) break;
-            const ListedRow listed = list.rows[window + i];
-            const bool copy = listed.only && copies_single;
-            if (listed.row >= 0 && !copy) {
-              Elements<Rows, kWidth> loaded;
-              loaded.set(accesses[i]);
-              sum.add(loaded, kWeighted ? listed.weight : 1.0f);
-              empty = false;
-            }
-            Element* target = out + (first + done + listed.token) * p.hidden;
-            if (copy) *reinterpret_cast<Access*>(target) = accesses[i];
-            if (!listed.last) continue;
-            if (empty) sum.fill(0.0f);
-            if (!copy) sum.store(target, 0);
-            sum.fill(-0.0f);
-            empty = true;
+        for (int i = 0; i < kWindow; ++i) {
+          if (window + i >= list.size) break;
+          const ListedRow listed = list.rows[window + i];
+          const bool copy = listed.only && copies_single;
+          if (listed.row >= 0 && !copy) {
+            Elements<Rows, kWidth> loaded;
+            loaded.set(accesses[i]);
+            sum.add(loaded, kWeighted ? list.weights[window + i] : 1.0f);
+            empty = false;
           }
+          Element* target = out + (first + done + listed.token) * p.hidden;
+          if (copy) *reinterpret_cast<Access*>(target) = accesses[i];
+          if (!listed.last) continue;
+          if (empty) sum.fill(0.0f);
+          if (!copy) sum.store(target, 0);
+          sum.fill(-0.0f);
+          empty = true;
         }
       }
       segment = list.more != 0 ? segment + kWarpSize : 0;

@@ -75,6 +75,7 @@ PMO_API int pmo_unpermute_cuda(const pmo_unpermute_params* params, void* stream)
 // Gradient of pmo_unpermute: d_rows[r] = w_r * d_out[t] (a copy without weights), d_weights[index(r)] = dot(d_out[t], rows[r]).
 // Rows that no token uses get zeros. The dot product runs in float32 over 16 lanes (element j in lane j % 16, fma) that one fixed
 // tree adds up, so its bits depend on nothing but the data.
+// Where all tokens have as many weights, num_weights / num_tokens, weight_index gives a token's rows places among its own.
 // (CUDA: 256 lanes; for accesses of v elements, as wide as H and the alignment allow, element j is in lane j / v % 256.)
 typedef struct pmo_unpermute_backward_params {
   int64_t struct_size;
