@@ -1,0 +1,225 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function in several processes that paddle.distributed connects, and brings back what each returns.
+
+The function is one of a test module, found there by name, so each process imports that module. Processes are started
+once for each number and backend and serve later calls, too, since a start takes seconds. After a failure they are
+replaced. A function must leave no state that another would notice; a group that it makes may stay.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+BACKENDS = ("gloo",)
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 300  # of a start and of a call; ends a hang and judges nothing
+GRACE_S = 5  # for the other ranks, after one failed: most wait for it and never answer
+SHOWN_LINES = 60  # of what a failed process printed
+
+_PR_SET_PDEATHSIG = 1
+_running: dict[tuple[int, str], Processes] = {}
+
+
+def run(function: Callable[..., Any], num_processes: int, backend: str = "gloo", **arguments: Any) -> list[Any]:
+    """Call ``function(**arguments)`` in every process, after paddle.distributed.init_parallel_env().
+
+    Args:
+        function: a function at the top level of a module; ``paddle.distributed.get_rank()`` tells it where it runs.
+        num_processes: how many processes; at least 2.
+        backend: "gloo" for CPU tensors.
+        **arguments: the same for every process; they must pickle.
+
+    Returns:
+        What the function returned, by rank; it must pickle, so return NumPy arrays rather than tensors.
+
+    Raises:
+        RuntimeError: a process raised, died or did not answer in time; the message has the traceback of each.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"run: backend must be one of {BACKENDS}, got {backend!r}")
+    key = (num_processes, backend)
+    if key not in _running:
+        _running[key] = Processes(num_processes, backend)
+    try:
+        return _running[key].call(function, arguments)
+    except (RuntimeError, OSError):
+        _running.pop(key).kill()
+        raise
+
+
+@atexit.register
+def stop() -> None:
+    """End all processes."""
+    while _running:
+        _running.popitem()[1].stop()
+
+
+class Processes:
+    """Processes that wait for calls."""
+
+    def __init__(self, num_processes: int, backend: str):
+        # Bound until the processes end, so that nobody else is given these ports. Paddle can listen on them.
+        self._reserved = [_reserve_port() for _ in range(num_processes + 1)]
+        master, *endpoints = (f"127.0.0.1:{each.getsockname()[1]}" for each in self._reserved)
+        self._logs = [os.memfd_create(f"rank {rank}") for rank in range(num_processes)]
+        self._log_starts = [0] * num_processes
+        self._connections, self._processes = [], []
+        for rank in range(num_processes):
+            ours, theirs = connection.Pipe()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.distributed.processes", str(theirs.fileno())],
+                cwd=ROOT,
+                env=_environment(backend, rank, master, endpoints),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._logs[rank],
+                stderr=subprocess.STDOUT,
+            )
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        try:
+            self._answers(f"the start of {num_processes} processes with {backend}")
+        except RuntimeError:
+            self.kill()
+            raise
+
+    def call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
+        """The results of a call in every process."""
+        self._log_starts = [os.fstat(log).st_size for log in self._logs]
+        request = pickle.dumps((function, arguments))
+        for each in self._connections:
+            each.send_bytes(request)
+        return self._answers(f"{function.__module__}.{function.__qualname__}")
+
+    def _answers(self, what: str) -> list[Any]:
+        """Wait for an answer of every process; RuntimeError unless all are good."""
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while waiting := {
+            each: rank for rank, each in enumerate(self._connections) if rank not in results and rank not in failures
+        }:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for each in ready:
+                rank = waiting[each]
+                try:
+                    good, answer = each.recv()
+                except (EOFError, ConnectionResetError):
+                    good, answer = False, f"died: exit code {self._processes[rank].wait()}"
+                if good:
+                    results[rank] = answer
+                else:
+                    failures[rank] = answer
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+            if not ready:
+                for rank in waiting.values():
+                    self._processes[rank].send_signal(signal.SIGUSR1)  # prints its stack
+                    failures[rank] = "did not answer"
+                time.sleep(0.5)
+        if failures:
+            said = [f"rank {rank} {failures[rank]}\n{self._printed(rank)}" for rank in sorted(failures)]
+            raise RuntimeError(f"{what}:\n" + "\n".join(said))
+        return [results[rank] for rank in range(len(results))]
+
+    def _printed(self, rank: int) -> str:
+        log, start = self._logs[rank], self._log_starts[rank]
+        text = os.pread(log, os.fstat(log).st_size - start, start).decode(errors="replace")
+        return "".join(f"  | {line}\n" for line in text.splitlines()[-SHOWN_LINES:])
+
+    def stop(self) -> None:
+        """Let the processes end, and make those that don't."""
+        for each in self._connections:
+            each.close()
+        for process in self._processes:
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                break
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for each in self._connections:
+            each.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for each in self._reserved:
+            each.close()
+        for log in self._logs:
+            os.close(log)
+
+
+def _reserve_port() -> socket.socket:
+    """A socket bound to a free port, to which Paddle can bind another, as both allow that and this one does not listen."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def _environment(backend: str, rank: int, master: str, endpoints: list[str]) -> dict[str, str]:
+    environment = dict(
+        os.environ,
+        PADDLE_TRAINER_ID=str(rank),
+        PADDLE_TRAINERS_NUM=str(len(endpoints)),
+        PADDLE_TRAINER_ENDPOINTS=",".join(endpoints),
+        PADDLE_CURRENT_ENDPOINT=endpoints[rank],
+        PADDLE_MASTER=master,
+        PADDLE_DISTRI_BACKEND=backend,
+        OMP_NUM_THREADS="1",
+        MALLOC_PERTURB_=str(0x5A),  # fresh memory is 0xA5, so that an output which is not written shows
+    )
+    for name in ("CUSTOM_DEVICE_ROOT", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    return environment
+
+
+def _serve(to_parent: connection.Connection) -> None:
+    """In a process: answer calls until the parent closes the connection."""
+
+    def answer(work: Callable[[], Any]) -> None:
+        try:
+            to_parent.send((True, work()))
+        except Exception:  # whatever it is, the test shows it
+            to_parent.send((False, f"raised\n{traceback.format_exc()}"))
+
+    def call() -> Any:
+        function, arguments = pickle.loads(request)
+        return function(**arguments)
+
+    answer(_connect)
+    while True:
+        try:
+            request = to_parent.recv_bytes()
+        except EOFError:
+            return
+        answer(call)
+
+
+def _connect() -> None:
+    import paddle
+
+    paddle.distributed.init_parallel_env()
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a parent that is killed leaves nothing behind
+    _serve(connection.Connection(int(sys.argv[1])))
