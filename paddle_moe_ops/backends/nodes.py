@@ -30,7 +30,7 @@ class Call:
 
     Attributes:
         function: the name that begins an error text.
-        kernels: what runs it, forward and backward.
+        kernels: what runs it, forward and backward; None for calls of no backend.
         wanted: for each differentiable input given, whether it wants a gradient. A tensor that was
             kept for the backward pass no longer tells.
         added: numbers of the inputs given whose gradient the call itself puts where it belongs.
@@ -41,11 +41,11 @@ class Call:
     added: frozenset[int] = frozenset()
     saved: tuple[Tensor, ...] = ()
 
-    def __init__(self, kernels: Kernels, *inputs: Tensor | None) -> None:
+    def __init__(self, kernels: Kernels | None, *inputs: Tensor | None) -> None:
         """Begin a call.
 
         Args:
-            kernels: what runs it.
+            kernels: what runs it, or None.
             inputs: the differentiable ones, None for those that are not given.
         """
         given = [tensor for tensor in inputs if tensor is not None]
@@ -144,13 +144,15 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
         with paddle.no_grad():
             return call.run()
     witness: list[weakref.ref[_Context]] = []
-    function, name = call.function, call.kernels.name
+    function, where, instead = call.function, "", ""
+    if call.kernels is not None:
+        where, instead = f"on the backend {call.kernels.name!r} ", "; on the backend 'compiled' it can"
 
     def refuse_another_turn(_: Tensor | None) -> None:
         if witness[0]() is None:
             raise RuntimeError(
-                f"{function}: backward() has used this graph, and on the backend {name!r} nothing can use it again, "
-                "even with retain_graph=True; on the backend 'compiled' it can"
+                f"{function}: backward() has used this graph, and {where}nothing can use it again, "
+                f"even with retain_graph=True{instead}"
             )
 
     outputs = _Node.apply(call, witness, *given)
@@ -169,7 +171,7 @@ class _Linear(Call):
     def __init__(
         self,
         function: str,
-        kernels: Kernels,
+        kernels: Kernels | None,
         value: Tensor,
         there: Callable[[Tensor], Tensor],
         back: Callable[[Tensor], Tensor],
@@ -190,7 +192,7 @@ class _Linear(Call):
 
 def linear(
     function: str,
-    kernels: Kernels,
+    kernels: Kernels | None,
     value: Tensor,
     there: Callable[[Any], Tensor],
     back: Callable[[Any], Tensor],
@@ -200,7 +202,7 @@ def linear(
 
     Args:
         function: the name that begins an error text.
-        kernels: what runs both maps.
+        kernels: what runs both maps, or None.
         value: what to map.
         there: the map.
         back: the transposed map.

@@ -167,7 +167,7 @@ class Processes:
 
 
 def _reserve_port() -> socket.socket:
-    """A socket bound to a free port, to which Paddle can bind another, as both allow that and this one does not listen."""
+    """A socket bound to a free port. Paddle can bind another to it, as both allow that and this one does not listen."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))

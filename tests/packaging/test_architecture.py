@@ -17,7 +17,8 @@ CSRC = PACKAGE / "csrc"
 
 # From the public functions down; a module imports from its own layer and from those below.
 LAYERS = (
-    {"nn", "masked", "dispatch", "indexed", "expert_parallel", "compat"},
+    {"nn", "masked", "dispatch", "indexed", "compat"},
+    {"expert_parallel"},
     {"mlp"},
     {"gemm"},
     {"_checks", "_quick", "functional", "quantization", "routing", "rowmaps"},

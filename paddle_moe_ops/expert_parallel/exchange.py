@@ -1,0 +1,117 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges with gradients. A backward pass sends every line's gradient to where the line came from.
+
+Every rank of a group must run the backward pass of each exchange, also a rank that sent and received nothing: gradients
+are exchanged like values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paddle import Tensor
+
+from ..backends.base import Tensors
+from ..backends.nodes import Call, Gradients, connect, linear
+from ..functional import permute, sort_chunks, unpermute
+from ..routing import Plan
+from .transports import Transport
+
+__all__ = ["Chunks", "Counts", "exchange", "exchange_with_probs", "rows_of_tokens"]
+
+_DISPATCH, _COMBINE = "ExpertParallel.dispatch", "ExpertParallel.combine"
+
+
+class Counts(NamedTuple):
+    """How many lines travel.
+
+    Attributes:
+        transport: what moves them.
+        sent: lines for each rank.
+        received: lines from each rank.
+    """
+
+    transport: Transport
+    sent: list[int]
+    received: list[int]
+
+    def there(self, payload: Tensor) -> Tensor:
+        """What arrives of lines [sum(sent), ...]."""
+        return self.transport.exchange(payload, self.sent, self.received)
+
+    def back(self, payload: Tensor) -> Tensor:
+        """What arrives of lines [sum(received), ...] that go the other way."""
+        return self.transport.exchange(payload, self.received, self.sent)
+
+
+class Chunks(NamedTuple):
+    """The rows of the local experts in chunks, one for each expert and rank.
+
+    Attributes:
+        sizes: int32 [C], rows of each chunk in the order (expert, rank), which is that of the local plan.
+        to_ranks: int32 [C], the chunks in the order (rank, expert), in which they travel.
+    """
+
+    sizes: Tensor
+    to_ranks: Tensor
+
+    def by_rank(self, rows: Tensor) -> Tensor:
+        """The rows in the order in which they travel; differentiable."""
+        return sort_chunks(rows, self.sizes, self.to_ranks)[0]
+
+
+class _TokensAndProbs(Call):
+    """Tokens and their probabilities in one node, so that all ranks send the gradients in one order."""
+
+    function = _DISPATCH
+
+    def __init__(self, tokens: Tensor, probs: Tensor, counts: Counts) -> None:
+        super().__init__(None, tokens, probs)
+        self.payload: Tensors = (tokens, probs)
+        self.counts = counts
+
+    def run(self) -> Tensors:
+        payload, self.payload = self.payload, ()
+        return tuple(self.counts.there(lines) for lines in payload)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        return tuple(linear(_DISPATCH, None, each, self.counts.back, self.counts.there) for each in gradients)
+
+
+def exchange(rows: Tensor, counts: Counts) -> Tensor:
+    """Rows at the ranks that they are for; differentiable."""
+    return linear(_COMBINE, None, rows, counts.there, counts.back)
+
+
+def exchange_with_probs(tokens: Tensor, probs: Tensor, counts: Counts) -> Tensors:
+    """Tokens [R, d] and probabilities [R, K] at the ranks that they are for; differentiable."""
+    return connect(_TokensAndProbs(tokens, probs, counts), tokens, probs)
+
+
+def rows_of_tokens(
+    x: Tensor, plan: Plan, to_ranks: Plan, tokens: Counts, local: Plan, chunks: Chunks, rows: Counts
+) -> Tensor:
+    """The rows of the local experts, in expert order; differentiable in x.
+
+    Tokens travel once and become rows where they arrive. In the backward pass every row's gradient travels, so that a
+    token's gradient is one sum over its rows, rounded once, as it is where one rank has all experts.
+
+    Args:
+        x: [T, d], this rank's tokens.
+        plan: of them over all experts.
+        to_ranks: which of them go to which rank.
+        tokens: how many.
+        local: of the tokens that arrive, over the local experts.
+        chunks: its rows by rank.
+        rows: how many rows go back to each rank, and come from there.
+    """
+
+    # Detached, since compiled operators would record a graph of their own in here.
+    def there(x: Tensor) -> Tensor:
+        return permute(tokens.there(permute(x.detach(), to_ranks)[0]), local)[0]
+
+    def back(gradient: Tensor) -> Tensor:
+        return unpermute(rows.there(chunks.by_rank(gradient.detach())), plan)
+
+    return linear(_DISPATCH, None, x, there, back)

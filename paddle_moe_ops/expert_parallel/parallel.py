@@ -1,0 +1,264 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine over the ranks that share the experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from .. import _checks
+from .._graphs import filled, is_graph_value, public
+from ..functional import permute, unpermute
+from ..routing import Plan, route
+from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
+from .groups import agree, group_of
+from .transports import transport_for
+
+__all__ = ["ExpertParallel", "Received"]
+
+_NAME = "ExpertParallel"
+_DISPATCH = f"{_NAME}.dispatch"
+_WANTS_GRADIENT, _NOT_FINITE = 1, 2
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a rank received for its experts. T tokens are this rank's own, R those that arrived, N their rows.
+
+    Attributes:
+        plan: the local plan: where the rows of the R tokens are, over the experts of this rank.
+        rows: with ``combine="exact"`` [N, d], the rows of the local experts in expert order; else None.
+        tokens: with ``combine="reduced"`` [R, d], the tokens that arrived, in the order of ranks; else None.
+        probs: with ``combine="reduced"`` float32 [R, K], their probabilities; else None.
+        tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`.
+        routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
+        dropped_slots: int32 [1], those of them that were dropped for the capacity.
+    """
+
+    plan: Plan
+    rows: Tensor | None
+    tokens: Tensor | None
+    probs: Tensor | None
+    tokens_per_expert: list[int]
+    routed_per_expert: Tensor
+    dropped_slots: Tensor
+    _way_back: _WayBack
+
+
+@dataclass(frozen=True)
+class _WayBack:
+    """What `combine` needs."""
+
+    counts: Counts  # rows, or tokens, that go back
+    chunks: Chunks | None
+    plan: Plan  # of the rows, or parts, that come back to this rank's tokens
+    probs: Tensor | None
+
+
+class ExpertParallel:
+    """Experts that are spread over the ranks of a group: rank r has the experts from r * E / P on.
+
+    A token travels once to each rank that has one of its experts. `dispatch` gives each rank the tokens for its
+    experts; `combine` gives every token the sum of what its experts made of it. Both are differentiable, and all ranks
+    must call them, and their backward passes, in the same order, also a rank without tokens: its loss must depend on
+    what `combine` returned. The backward pass runs once.
+
+    Host synchronisation: each `dispatch` waits for the numbers of tokens that the others send.
+
+    Args:
+        num_experts: E of all ranks, a multiple of their number.
+        group: the ranks, a group of `paddle.distributed`; None: all ranks, or this process alone where
+            `paddle.distributed` was not initialised.
+        combine: "exact": the rows of the experts travel back one by one, and the owner of a token adds them up, so that
+            the result and all gradients have the bits of one process with all experts, given the same products.
+            "reduced": each rank adds up its rows of a token, and one sum for each rank travels: K (P - 1) / P rows a
+            token become less than P, each rounded to the dtype on the way.
+        transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": by the group.
+
+    Attributes:
+        group: the group.
+        num_experts: E.
+        num_local_experts: E / P.
+        first_expert: the first expert of this rank.
+        combines: ``combine``.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an argument of the wrong value; other arguments on another rank.
+    """
+
+    def __init__(self, num_experts: int, group: Any = None, *, combine: str = "exact", transport: str = "auto") -> None:
+        self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
+        self.combines = _checks.choice(_NAME, "combine", combine, ("exact", "reduced"))
+        _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo"))
+        self.group = group_of(_NAME, group)
+        agree(_NAME, self.group, {"num_experts": num_experts, "combine": combine, "transport": transport})
+        if self.num_experts % self.group.nranks:
+            expected = f"a multiple of {self.group.nranks}, the ranks of the group"
+            _checks.bad_value(_NAME, "num_experts", expected, num_experts)
+        self.num_local_experts = self.num_experts // self.group.nranks
+        self.first_expert = self.group.rank * self.num_local_experts
+        self._transport = transport_for(transport, self.group)
+
+    def dispatch(
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, capacity: int | None = None, validate: bool | None = None
+    ) -> Received:
+        """Send this rank's tokens to their experts, and receive those for its own.
+
+        Differentiable in ``x``, and with ``combine="reduced"`` in ``probs`` (else `combine` is). Deterministic: tokens
+        arrive in the order of ranks, and a rank's in its own order.
+
+        Args:
+            x: [T, d] bfloat16, float16 or float32; T may differ between ranks, and be 0.
+            ids: int32 or int64 [T, K], experts of each token, -1 for none.
+            probs: float32 [T, K].
+            capacity: slots of this rank's tokens that an expert takes at most; the others are dropped. None: no limit.
+            validate: as `route`. True also raises, on every rank, where a rank's tokens are not finite.
+
+        Returns:
+            what arrived, for the local experts and for `combine`.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: an argument of the wrong value or shape; bad data (see ``validate``); ``x`` wants a gradient on
+                some ranks only.
+            RuntimeError: a rank did not answer.
+        """
+        return _dispatch(x, ids, probs, self, capacity, validate)
+
+    def combine(self, out: Tensor, received: Received) -> Tensor:
+        """Give this rank's tokens the sums, weighted with their probabilities, of what their experts made of them.
+
+        Differentiable in ``out``, and with ``combine="exact"`` in the ``probs`` of `dispatch`. Sums of float32 in the
+        order of experts, rounded once; "reduced": in the order of ranks, over parts that are rounded, too.
+
+        Args:
+            out: with ``combine="exact"`` [N, d] in the order of ``received.rows``, not weighted; with "reduced" [R, d]
+                in the order of ``received.tokens``, weighted sums, as `moe_mlp` gives them.
+            received: what `dispatch` returned.
+
+        Returns:
+            [T, d].
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: an argument of the wrong shape.
+            RuntimeError: a rank did not answer.
+        """
+        _checks.instance(f"{_NAME}.combine", "received", received, Received, "what dispatch returned")
+        return _combine(out, received)
+
+    def __repr__(self) -> str:
+        return (
+            f"ExpertParallel({self.num_experts} experts on ranks {self.group.ranks}, combine={self.combines!r}, "
+            f"{type(self._transport).__name__})"
+        )
+
+
+@public("x", "probs")
+def _dispatch(
+    x: Tensor, ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None
+) -> Received:
+    _checks.tensor(_DISPATCH, "x", x, _checks.SUM_DTYPES, ["num_tokens", "hidden"])
+    if is_graph_value(x):
+        _checks.bad_value(_DISPATCH, "x", "a tensor; exchanges run in dygraph only", "a value of a static graph")
+    _checks.tensor(_DISPATCH, "ids", ids, _checks.ID_DTYPES, [x.shape[0], "topk"])
+    _checks.tensor(_DISPATCH, "probs", probs, (paddle.float32,), ids.shape)
+    _checks.same_place(_DISPATCH, x=x, ids=ids, probs=probs)
+    with _checks.renaming("route", _DISPATCH, routing="ids"):
+        plan = route(ids, num_experts=ep.num_experts, capacity=capacity, validate=validate)
+    kept = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
+    to_ranks = _plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts)
+    tokens, rows, of_experts = _counts(x, probs, plan, to_ranks, ep, validate)
+    local_ids = tokens.there(_local_ids(kept, to_ranks, ep.num_local_experts))
+    local = route(local_ids, num_experts=ep.num_local_experts, validate=False)
+    common: dict[str, Any] = {
+        "plan": local,
+        "tokens_per_expert": [sum(counts) for counts in zip(*of_experts, strict=True)],
+        "routed_per_expert": plan.routed_per_expert,
+        "dropped_slots": plan.overflow,
+    }
+    if ep.combines == "reduced":
+        sent = permute(x, to_ranks)[0], permute(probs, to_ranks)[0]
+        arrived, their_probs = exchange_with_probs(*sent, tokens)
+        back = _WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None)
+        return Received(rows=None, tokens=arrived, probs=their_probs, _way_back=back, **common)
+    chunks = _chunks(of_experts, like=x)
+    made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows)
+    return Received(rows=made, tokens=None, probs=None, _way_back=_WayBack(rows, chunks, plan, probs), **common)
+
+
+@public("out")
+def _combine(out: Tensor, received: Received) -> Tensor:
+    name, back = f"{_NAME}.combine", received._way_back
+    lines = sum(back.counts.sent)
+    what = "the rows of received" if back.chunks is not None else "the tokens of received"
+    _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
+    travelling = out if back.chunks is None else back.chunks.by_rank(out)
+    return unpermute(exchange(travelling, back.counts), back.plan, back.probs)
+
+
+def _plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int) -> Plan:
+    """Which tokens go to which rank: a token has one row for each rank that has one of its experts."""
+    if ids.shape[0] == 0:
+        return route(filled([0, num_ranks], False, "bool", like=ids))
+    rank = paddle.where(ids >= 0, ids // experts_of_rank, ids)
+    ranks = paddle.arange(num_ranks, dtype="int32")
+    return route((rank.unsqueeze(-1) == ranks).any(axis=1), validate=False)
+
+
+def _local_ids(ids: Tensor, to_ranks: Plan, experts_of_rank: int) -> Tensor:
+    """The ids [R, K] of the tokens that are sent, counted from the first expert of their rank; -1: on another rank."""
+    if to_ranks.num_rows == 0:
+        return filled([0, ids.shape[1]], 0, "int32", like=ids)
+    local = paddle.gather(ids, to_ranks.row_to_token) - (to_ranks.row_to_expert * experts_of_rank).unsqueeze(-1)
+    return paddle.where((local >= 0) & (local < experts_of_rank), local, paddle.full_like(local, -1))
+
+
+def _counts(
+    x: Tensor, probs: Tensor, plan: Plan, to_ranks: Plan, ep: ExpertParallel, validate: bool | None
+) -> tuple[Counts, Counts, list[list[int]]]:
+    """Tokens that go from rank to rank, the rows that come back for them, and the rows of [rank, local expert].
+
+    One exchange of a few numbers: tokens, whether gradients are wanted and all is finite, and rows of each expert.
+    """
+    size, transport = ep.group.nranks, ep._transport
+    wants = paddle.is_grad_enabled() and not x.stop_gradient
+    if ep.combines == "reduced":
+        wants = paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient)
+    state = _WANTS_GRADIENT * wants + _NOT_FINITE * (validate is True and not bool(paddle.isfinite(x).all()))
+    tokens = to_ranks.tokens_per_expert.tolist()
+    rows = plan.tokens_per_expert.reshape([size, ep.num_local_experts]).tolist()
+    message = paddle.to_tensor([[tokens[i], state, *rows[i]] for i in range(size)], dtype="int32", place=x.place)
+    told = transport.exchange(message, [1] * size, [1] * size).tolist()
+    _check_states([each[1] for each in told], ep)
+    of_experts = [each[2:] for each in told]
+    sent_rows, received_rows = [sum(each) for each in of_experts], [sum(each) for each in rows]
+    return (
+        Counts(transport, tokens, [each[0] for each in told]),
+        Counts(transport, sent_rows, received_rows),
+        of_experts,
+    )
+
+
+def _check_states(states: list[int], ep: ExpertParallel) -> None:
+    ranks = ep.group.ranks
+    bad = [rank for rank, state in zip(ranks, states, strict=True) if state & _NOT_FINITE]
+    if bad:
+        _checks.bad_value(_DISPATCH, "x", "finite on all ranks", f"NaN or infinity on ranks {bad}")
+    wanting = [rank for rank, state in zip(ranks, states, strict=True) if state & _WANTS_GRADIENT]
+    if wanting and len(wanting) < len(ranks):
+        expected = "a tensor that wants a gradient on all ranks of the group or on none"
+        _checks.bad_value(_DISPATCH, "x", expected, f"one that does on ranks {wanting} of {ranks}")
+
+
+def _chunks(of_experts: list[list[int]], like: Tensor) -> Chunks:
+    size, experts = len(of_experts), len(of_experts[0])
+    sizes = [of_experts[rank][expert] for expert in range(experts) for rank in range(size)]
+    order = [expert * size + rank for rank in range(size) for expert in range(experts)]
+    made = (paddle.to_tensor(each, dtype="int32", place=like.place) for each in (sizes, order))
+    return Chunks(*made)

@@ -1,0 +1,154 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""How rows get from one rank to the others: an all-to-all with uneven parts.
+
+A transport moves the lines of a tensor as bits, so any dtype travels, float8 too. The parts that go to each rank follow
+each other in the order of the ranks, and so do those that arrive. All ranks of a group make the same exchanges in the
+same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import paddle
+from paddle import Tensor
+from paddle.distributed.communication.group import Group
+
+from .._graphs import filled
+
+__all__ = ["AllToAll", "Alone", "Scatters", "Transport", "transport_for"]
+
+
+class Transport(Protocol):
+    """What moves lines between the ranks of one group."""
+
+    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send each rank its lines, and receive those for this rank.
+
+        Args:
+            payload: [sum(sent), ...], contiguous; the lines for rank 0, those for rank 1, ...
+            sent: lines for each rank, this one included.
+            received: lines from each rank, this one included.
+
+        Returns:
+            [sum(received), ...] in the order of the ranks, dtype and place of the payload.
+
+        Raises:
+            RuntimeError: a rank did not answer.
+        """
+
+
+class Alone:
+    """The transport of a group of one rank."""
+
+    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return payload.detach().clone()
+
+
+class AllToAll:
+    """`paddle.distributed.alltoall_single`, for NCCL and every other backend that has it.
+
+    Args:
+        group: whose ranks take part.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        lines = _as_bytes(payload)
+        out = filled([sum(received), *lines.shape[1:]], 0, lines.dtype, like=lines)
+        with _naming_the_group(self._group):
+            paddle.distributed.alltoall_single(out, lines, list(received), list(sent), group=self._group)
+        return _from_bytes(out, payload)
+
+
+class Scatters:
+    """A scatter from each rank in turn, for gloo, which has no all-to-all.
+
+    The parts of one scatter have one size, so smaller ones are padded. Sends and receives would not do: gloo matches
+    them by a number that each rank counts for itself, which works between two ranks only.
+
+    Args:
+        group: whose ranks take part.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        lines, arrived = _as_bytes(payload), []
+        width = lines.shape[1]
+        with _naming_the_group(self._group):
+            for source, counts in enumerate(self._counts_of_all(sent)):
+                most = max(counts)
+                part = filled([most, width], 0, lines.dtype, like=lines)
+                if most * width:
+                    parts = _padded_parts(lines, sent, most) if source == self._group.rank else None
+                    paddle.distributed.scatter(part, parts, src=self._group.ranks[source], group=self._group)
+                arrived.append(part[: received[source]])
+        return _from_bytes(paddle.concat(arrived), payload)
+
+    def _counts_of_all(self, sent: Sequence[int]) -> list[list[int]]:
+        """What each rank sends to each."""
+        counts: list[Tensor] = []
+        paddle.distributed.all_gather(counts, paddle.to_tensor(list(sent), dtype="int64"), group=self._group)
+        return [each.tolist() for each in counts]
+
+
+def _padded_parts(lines: Tensor, sent: Sequence[int], most: int) -> list[Tensor]:
+    """The parts for all ranks, of `most` lines each."""
+    parts, first = [], 0
+    for count in sent:
+        padding = filled([most - count, lines.shape[1]], 0, lines.dtype, like=lines)
+        parts.append(paddle.concat([lines[first : first + count], padding]))
+        first += count
+    return parts
+
+
+def transport_for(name: str, group: Group) -> Transport:
+    """The transport of a group by its name.
+
+    Args:
+        name: "alltoall", "gloo" or "auto": the second where gloo connects the ranks, else the first.
+        group: whose ranks take part.
+    """
+    if group.nranks == 1:
+        return Alone()
+    if name == "auto":
+        name = "gloo" if str(group.backend).lower() == "gloo" else "alltoall"
+    return Scatters(group) if name == "gloo" else AllToAll(group)
+
+
+@contextlib.contextmanager
+def _naming_the_group(group: Group) -> Iterator[None]:
+    """Turns the error of a transfer into one that says between which ranks it failed."""
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError) as error:  # what backends of paddle.distributed raise
+        reason = (str(error).strip().splitlines() or ["no reason given"])[-1]
+        raise RuntimeError(
+            f"expert_parallel: rank {group.ranks[group.rank]} could not exchange rows with the other ranks of "
+            f"{group.ranks}, one of which may have ended or failed: {reason}"
+        ) from error
+
+
+def _as_bytes(payload: Tensor) -> Tensor:
+    """The lines as bytes, [lines, bytes of a line]."""
+    lines, width = payload.shape[0], math.prod(payload.shape[1:])
+    if lines * width == 0:
+        return filled([lines, width * payload.element_size()], 0, paddle.uint8, like=payload)
+    flat = payload.detach().contiguous().reshape([lines, width])
+    return flat if flat.dtype == paddle.uint8 else flat.view(paddle.uint8)
+
+
+def _from_bytes(lines: Tensor, like: Tensor) -> Tensor:
+    shape = [lines.shape[0], *like.shape[1:]]
+    if lines.size == 0:
+        return filled(shape, 0, like.dtype, like=like)
+    typed = lines if like.dtype == paddle.uint8 else lines.view(like.dtype)
+    return typed.reshape(shape)

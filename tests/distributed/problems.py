@@ -1,0 +1,95 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that are spread over ranks, and what they give on one."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+
+from paddle_moe_ops import permute, route, unpermute
+
+
+class Problem(NamedTuple):
+    """A batch of several ranks.
+
+    Attributes:
+        tokens: of each rank.
+        experts: E.
+        topk: K.
+        hidden: d.
+        routing: "uniform", "one expert", "half none" or "none".
+        dtype: of tokens.
+        integers: whether all sums and products are integers that every dtype has.
+    """
+
+    tokens: tuple[int, ...]
+    experts: int
+    topk: int
+    hidden: int
+    routing: str = "uniform"
+    dtype: str = "float32"
+    integers: bool = False
+
+    def arrays(self) -> dict[str, NDArray]:
+        """x, ids, probs and the gradient of the result, of all ranks."""
+        rng = np.random.default_rng([*self.tokens, self.experts, self.topk, self.hidden])
+        count, ids = sum(self.tokens), np.zeros([sum(self.tokens), self.topk], np.int64)
+        for token in range(count):
+            ids[token] = rng.permutation(self.experts)[: self.topk]
+        if self.routing == "one expert":
+            ids[:] = -1
+            ids[:, 0] = self.experts - 1
+        ids[rng.random(ids.shape) < {"half none": 0.5, "none": 1.0}.get(self.routing, 0.0)] = -1
+        rows, slots = [count, self.hidden], ids.shape
+        if self.integers:
+            x, d_out = (4 * rng.integers(-1, 2, rows) for _ in range(2))
+            probs = rng.integers(1, 3, slots)
+        else:
+            x, d_out = (rng.standard_normal(rows) for _ in range(2))
+            probs = rng.random(slots)
+        floats = {"x": x, "probs": probs, "d_out": d_out}
+        return {"ids": ids, **{name: each.astype(np.float32) for name, each in floats.items()}}
+
+    def of_rank(self, rank: int) -> slice:
+        """Where a rank's tokens are in the arrays."""
+        first = sum(self.tokens[:rank])
+        return slice(first, first + self.tokens[rank])
+
+    def tensors(self, part: slice) -> dict[str, Any]:
+        """Tensors of a part of the batch; x and probs want gradients."""
+        made = {name: paddle.to_tensor(np.ascontiguousarray(each[part])) for name, each in self.arrays().items()}
+        for name in ("x", "d_out"):
+            made[name] = made[name].astype(self.dtype).detach()
+        made["x"].stop_gradient = made["probs"].stop_gradient = False
+        return made
+
+
+def bits(tensor: paddle.Tensor) -> NDArray:
+    """What can be pickled and compared bit for bit."""
+    return tensor.numpy()
+
+
+def scaled(rows: paddle.Tensor, experts: paddle.Tensor) -> paddle.Tensor:
+    """What the experts of these tests do: expert e multiplies by e / 4 + 1, which is exact or rounded once."""
+    if rows.shape[0] == 0:
+        return rows * 1.0
+    factors = (experts.astype("float32") / 4 + 1).unsqueeze(-1)
+    return (rows.astype("float32") * factors).astype(rows.dtype)  # a CPU does not multiply float16
+
+
+def results(out: paddle.Tensor, tensors: dict[str, Any]) -> dict[str, NDArray]:
+    """The result and the gradients, after a backward pass."""
+    paddle.autograd.backward([out], [tensors["d_out"]])
+    return {"out": bits(out), "d_x": bits(tensors["x"].grad), "d_probs": bits(tensors["probs"].grad)}
+
+
+def alone(problem: Problem) -> dict[str, NDArray]:
+    """What one process gives that has all tokens and experts."""
+    t = problem.tensors(slice(None))
+    plan = route(t["ids"], num_experts=problem.experts)
+    rows = scaled(permute(t["x"], plan)[0], plan.row_to_expert)
+    return results(unpermute(rows, plan, t["probs"]), t)

@@ -1,0 +1,82 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine over several processes, beside one process that has all tokens and experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import permute, unpermute
+from paddle_moe_ops.expert_parallel import ExpertParallel
+from paddle_moe_ops.testing.equality import assert_bits_equal
+
+from .problems import Problem, alone, results, scaled
+from .processes import run
+
+TWO = [
+    Problem((5, 16), 4, 2, 7),
+    Problem((63, 1), 8, 3, 72, dtype="bfloat16"),
+    Problem((0, 7), 4, 2, 1),
+    Problem((9, 4), 6, 4, 33, "one expert", "float16"),
+    Problem((12, 13), 8, 8, 16, "half none", "bfloat16"),
+    Problem((3, 2), 2, 1, 7, "none"),
+    Problem((0, 0), 2, 2, 7),
+]
+FOUR = [
+    Problem((1, 0, 63, 9), 8, 3, 72, dtype="bfloat16"),
+    Problem((2, 3, 4, 5), 4, 4, 7, "half none"),
+    Problem((7, 0, 0, 0), 12, 5, 16, "one expert"),
+]
+
+
+def exact(problem: Problem, rank: int) -> dict[str, Any]:
+    t = problem.tensors(problem.of_rank(rank))
+    ep = ExpertParallel(problem.experts)
+    received = ep.dispatch(t["x"], t["ids"], t["probs"])
+    assert sum(received.tokens_per_expert) == received.rows.shape[0]
+    return results(ep.combine(scaled(received.rows, received.plan.row_to_expert + ep.first_expert), received), t)
+
+
+def reduced(problem: Problem, rank: int) -> dict[str, Any]:
+    t = problem.tensors(problem.of_rank(rank))
+    ep = ExpertParallel(problem.experts, combine="reduced")
+    received = ep.dispatch(t["x"], t["ids"], t["probs"])
+    rows = scaled(permute(received.tokens, received.plan)[0], received.plan.row_to_expert + ep.first_expert)
+    return results(ep.combine(unpermute(rows, received.plan, received.probs), received), t)
+
+
+PROGRAMS = {"exact": exact, "reduced": reduced}
+
+
+def of_rank(program: str, problems: list[Problem]) -> list[dict[str, Any]]:
+    rank = paddle.distributed.get_rank()
+    return [PROGRAMS[program](problem, rank) for problem in problems]
+
+
+def joined(program: str, problems: list[Problem]) -> list[dict[str, Any]]:
+    """What the ranks give, in their order."""
+    ranks = run(of_rank, len(problems[0].tokens), program=program, problems=problems)
+    return [
+        {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}
+        for parts in zip(*ranks, strict=True)
+    ]
+
+
+def check(program: str, problems: list[Problem]) -> None:
+    for problem, got in zip(problems, joined(program, problems), strict=True):
+        for name, expected in alone(problem).items():
+            assert_bits_equal(got[name], expected, what=f"{name} of {problem}")
+
+
+@pytest.mark.parametrize("problems", [TWO, FOUR], ids=["two", "four"])
+def test_exact_has_the_bits_of_one_process(problems):
+    check("exact", problems)
+
+
+@pytest.mark.parametrize("problems", [TWO, FOUR], ids=["two", "four"])
+def test_reduced_has_them_where_nothing_is_rounded(problems):
+    check("reduced", [problem._replace(integers=True) for problem in problems])
