@@ -5,5 +5,20 @@
 from __future__ import annotations
 
 from .parallel import ExpertParallel, Received
+from .parameters import (
+    average_gradients,
+    gather_state_dict,
+    is_expert_parameter,
+    mark_expert_parameters,
+    shard_state_dict,
+)
 
-__all__ = ["ExpertParallel", "Received"]
+__all__ = [
+    "ExpertParallel",
+    "Received",
+    "average_gradients",
+    "gather_state_dict",
+    "is_expert_parameter",
+    "mark_expert_parameters",
+    "shard_state_dict",
+]

@@ -92,11 +92,12 @@ class ExpertParallel:
     """
 
     def __init__(self, num_experts: int, group: Any = None, *, combine: str = "exact", transport: str = "auto") -> None:
+        self.group = group_of(_NAME, group)
+        # before a check that fails on one rank makes the others wait for it
+        agree(_NAME, self.group, {"num_experts": num_experts, "combine": combine, "transport": transport})
         self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
         self.combines = _checks.choice(_NAME, "combine", combine, ("exact", "reduced"))
         _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo"))
-        self.group = group_of(_NAME, group)
-        agree(_NAME, self.group, {"num_experts": num_experts, "combine": combine, "transport": transport})
         if self.num_experts % self.group.nranks:
             expected = f"a multiple of {self.group.nranks}, the ranks of the group"
             _checks.bad_value(_NAME, "num_experts", expected, num_experts)

@@ -14,10 +14,14 @@ from .. import _checks
 from .._graphs import in_float32, public
 
 
+def initial(fan_in: int) -> Any:
+    """What draws the first values of a weight whose product with inputs of size 1 has size 1."""
+    return nn.initializer.Normal(std=fan_in**-0.5)
+
+
 def weight(layer: nn.Layer, shape: list[int], fan_in: int) -> Tensor:
-    """A parameter whose product with inputs of size 1 has size 1."""
-    initializer = nn.initializer.Normal(std=fan_in**-0.5)
-    return layer.create_parameter(shape, default_initializer=initializer)
+    """A parameter that starts with those values."""
+    return layer.create_parameter(shape, default_initializer=initial(fan_in))
 
 
 class Size(int):

@@ -17,7 +17,7 @@ from .._graphs import in_float32, is_graph_value, is_on_gpu, public, ready_for_m
 from ..gemm import grouped_gemm
 from ..mlp import check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
-from ._common import Size, check_rows, of_shape, sizes, weight
+from ._common import Size, check_rows, initial, of_shape, sizes, weight
 
 
 class SwiGLU(nn.Layer):
@@ -96,6 +96,22 @@ class SwiGLUExperts(nn.Layer):
         )
         self.gate_up = weight(self, [num_experts, hidden_size, 2 * intermediate_size], fan_in=hidden_size)
         self.down = weight(self, [num_experts, intermediate_size, hidden_size], fan_in=intermediate_size)
+
+    def draw_those_of(self, rank: int, num_ranks: int) -> None:
+        """Draw the weights of every rank's experts and keep those of one, for ranks that started with one seed.
+
+        Experts of different ranks then differ, and the next draw is the same on all ranks.
+
+        Args:
+            rank: whose experts these are; rank 0 has those that are there.
+            num_ranks: of how many.
+        """
+        for parameter, fan_in in ((self.gate_up, self.hidden_size), (self.down, self.intermediate_size)):
+            kept = parameter.clone()
+            for other in range(1, num_ranks):
+                initial(fan_in)(parameter)
+                kept = parameter.clone() if other == rank else kept
+            parameter.set_value(kept)
 
     @not_to_static
     def forward(

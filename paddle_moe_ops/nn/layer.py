@@ -14,6 +14,9 @@ from paddle.jit.sot.psdb import in_sot
 
 from .. import _checks
 from .._graphs import is_graph_value, public
+from ..expert_parallel.groups import agree, group_of
+from ..expert_parallel.parallel import ExpertParallel
+from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..routing import Plan, route
 from ._common import add, check_rows, with_shape_of
 from .experts import SwiGLU, SwiGLUExperts
@@ -44,6 +47,11 @@ class MoELayer(nn.Layer):
         keep: see `moe_mlp`, which runs the experts; so are the next two.
         workspace_mb: see `moe_mlp`.
         accumulate: see `moe_mlp`.
+        group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
+            makes the layer, with the same arguments. The router and the shared experts are the same on all ranks, and
+            start so. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
+            Gradients: see `expert_parallel.average_gradients`. None: this process has all experts.
+        combine: with a group, how rows come back: see `expert_parallel.ExpertParallel`.
 
     The last forward pass sets these attributes; a copy of the layer starts without them. Those of a pass under
     paddle.jit.to_static can be read inside the traced function, and with ``full_graph=True`` only there. Read the
@@ -51,7 +59,7 @@ class MoELayer(nn.Layer):
 
     Attributes:
         tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU an
-            int32 tensor [E].
+            int32 tensor [E]. With a group those of this rank's tokens: add up the ranks' before the update.
         dropped_slots: slots dropped for the capacity, an int32 tensor [1]; 0 without a capacity factor.
         aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts where the
             scoring is ``"sigmoid"``; None before the first pass. It is computed when it is read.
@@ -81,9 +89,14 @@ class MoELayer(nn.Layer):
         keep: str = "h",
         workspace_mb: int = 256,
         accumulate: bool = False,
+        group: Any = None,
+        combine: str = "exact",
     ) -> None:
         super().__init__()
         name = "MoELayer"
+        if group is not None:  # before a check that fails on one rank makes the others wait for it
+            settings = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
+            agree(name, group_of(name, group), {**settings, "topk": topk, "num_shared_experts": num_shared_experts})
         num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
         with _checks.renaming("TopKRouter", name):
             self.router = TopKRouter(
@@ -102,8 +115,14 @@ class MoELayer(nn.Layer):
         self.hidden_size = self.router.hidden_size
         with _checks.renaming("SwiGLUExperts", name):
             memory_options: dict[str, Any] = {"keep": keep, "workspace_mb": workspace_mb, "accumulate": accumulate}
-            self.experts = SwiGLUExperts(num_experts, hidden_size, intermediate_size, **memory_options)
+            self.parallel = None if group is None else _parallel(name, self.router.num_experts, group, combine)
+            own_experts = num_experts if self.parallel is None else self.parallel.num_local_experts
+            self.experts = SwiGLUExperts(own_experts, hidden_size, intermediate_size, **memory_options)
         self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
+        if self.parallel is not None:
+            self.experts.draw_those_of(self.parallel.group.rank, self.parallel.group.nranks)
+            start_as_one((self.router, self.shared), self.parallel.group)
+            mark_expert_parameters(self.experts)
         # Load, dropped slots, scores and logits. A tuple, since Paddle makes buffers of tensors.
         self._last: tuple[Tensor, ...] | _Traced | None = None
 
@@ -150,11 +169,15 @@ class MoELayer(nn.Layer):
         """
         tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
         ids, probs, scores, logits = self.router(tokens)
-        plan = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
-        out = self.experts(tokens, plan=plan, probs=probs, combine=True)
+        if self.parallel is None:
+            plan = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
+            out = self.experts(tokens, plan=plan, probs=probs, combine=True)
+            load, dropped = plan.routed_per_expert, plan.overflow
+        else:
+            capacity = capacity_of(ids.shape[0], ids.shape[1], self.router.num_experts, self.router.capacity_factor)
+            out, load, dropped = _over_ranks(self.parallel, self.experts, tokens, ids, probs, capacity)
         if self.shared is not None:
             out = add(out, self.shared(tokens))
-        load, dropped = plan.routed_per_expert, plan.overflow
         last = load, dropped, scores, logits
         self._last = _Traced(last) if is_graph_value(load) else last
         if in_sot():  # tracing reads a property off the layer as it is, which tells of the pass before
@@ -201,6 +224,29 @@ def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
     if x.shape[-1] < 0:  # traced by bytecode after inputs of another rank; fails to run if the width is another
         x = x.reshape([*(paddle.shape(x)[axis] for axis in range(rank - 1)), hidden])
     return x if rank == 2 else x.reshape([-1, hidden])
+
+
+def _parallel(name: str, num_experts: int, group: Any, combine: str) -> ExpertParallel:
+    with _checks.renaming("ExpertParallel", name):
+        return ExpertParallel(num_experts, group, combine=combine)
+
+
+def _over_ranks(
+    parallel: ExpertParallel,
+    experts: SwiGLUExperts,
+    tokens: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    capacity: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the experts of all ranks make of this rank's tokens, their load and the slots dropped."""
+    with _checks.renaming("ExpertParallel.dispatch", "MoELayer"):
+        received = parallel.dispatch(tokens, ids, probs, capacity=capacity)
+    if received.rows is not None:
+        out = experts(received.rows, received.tokens_per_expert)
+    else:
+        out = experts(received.tokens, plan=received.plan, probs=received.probs, combine=True)
+    return parallel.combine(out, received), received.routed_per_expert, received.dropped_slots
 
 
 @public("tokens")

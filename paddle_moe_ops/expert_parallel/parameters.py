@@ -1,0 +1,144 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of experts that are spread over ranks: how others know them, their gradients and their checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+from paddle.distributed.communication.group import Group
+
+from .. import _checks
+from .groups import group_of
+from .transports import transport_for
+
+__all__ = [
+    "average_gradients",
+    "gather_state_dict",
+    "is_expert_parameter",
+    "mark_expert_parameters",
+    "shard_state_dict",
+    "start_as_one",
+]
+
+
+def mark_expert_parameters(experts: nn.Layer) -> None:
+    """Mark the parameters of a layer as those of experts of this rank alone.
+
+    They get the attributes that Paddle looks at: ``no_sync``, so that `paddle.DataParallel` neither broadcasts them nor
+    adds up their gradients, and ``expert``, by which Fleet knows them.
+
+    Args:
+        experts: holds stacked parameters, [E / P, ...].
+    """
+    for parameter in experts.parameters():
+        parameter.no_sync = parameter.expert = True
+
+
+def is_expert_parameter(parameter: Tensor) -> bool:
+    """Whether a parameter is one of `mark_expert_parameters`.
+
+    For `paddle.incubate.distributed.models.moe.ClipGradForMOEByGlobalNorm`, which clips by the norm over all ranks.
+    """
+    return bool(getattr(parameter, "expert", False))
+
+
+def start_as_one(layers: Iterable[nn.Layer | None], group: Group) -> None:
+    """Give the parameters and buffers of layers the values that the first rank of the group has."""
+    if group.nranks == 1:
+        return
+    for layer in layers:
+        for _, value in sorted(layer.state_dict().items()) if layer is not None else ():
+            paddle.distributed.broadcast(value, src=group.ranks[0], group=group)
+
+
+@paddle.no_grad()
+def average_gradients(parameters: Iterable[Tensor], group: Any = None) -> None:
+    """Make the gradients of each rank's mean loss those of the mean over all ranks.
+
+    Call it after ``backward()`` and before the optimizer's step, on all ranks, in place of `paddle.DataParallel`. The
+    gradients of parameters that all ranks have are averaged. Those of experts are complete on their rank, since the
+    tokens of all ranks are in them; they are divided by the number of ranks. ``main_grad`` is taken where it is set.
+
+    Args:
+        parameters: the same on all ranks, in the same order.
+        group: the ranks that share the experts, as `ExpertParallel` takes it.
+
+    Raises:
+        ValueError: the ranks have different numbers of parameters.
+    """
+    group = group_of("average_gradients", group)
+    trained = [each for each in parameters if not each.stop_gradient]
+    if group.nranks == 1 or not trained:
+        return
+    # A rank without tokens may lack gradients that others have.
+    has_gradient = paddle.to_tensor([_gradient(each) is not None for each in trained], dtype="int32")
+    paddle.distributed.all_reduce(has_gradient, op=paddle.distributed.ReduceOp.MAX, group=group)
+    for parameter, wanted in zip(trained, has_gradient.tolist(), strict=True):
+        gradient = _gradient(parameter)
+        if not wanted:
+            continue
+        if gradient is None:
+            gradient = parameter.grad = paddle.zeros_like(parameter)
+        if not is_expert_parameter(parameter):
+            paddle.distributed.all_reduce(gradient, group=group)
+        gradient.scale_(1.0 / group.nranks)
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
+@paddle.no_grad()
+def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
+    """The state of a model as one process has it, with the experts of all ranks. All ranks must call it.
+
+    Args:
+        layer: the model; what `mark_expert_parameters` marked is gathered.
+        group: the ranks that share the experts, as `ExpertParallel` takes it.
+
+    Returns:
+        on every rank ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...].
+    """
+    group = group_of("gather_state_dict", group)
+    transport, state = transport_for("auto", group), dict(layer.state_dict())
+    for name in _expert_names(layer):
+        value = state[name]
+        copies = [1] * group.nranks
+        sent = paddle.concat([value.unsqueeze(0)] * group.nranks)
+        state[name] = transport.exchange(sent, copies, copies).reshape([-1, *value.shape[1:]])
+    return state
+
+
+def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
+    """This rank's part of a whole state, for ``layer.set_state_dict``: a checkpoint fits any number of ranks.
+
+    Args:
+        state: of one process, or of `gather_state_dict`.
+        layer: the model that it is for.
+        group: the ranks that share the experts, as `ExpertParallel` takes it.
+
+    Returns:
+        ``state``, in which each stacked parameter [E, ...] of experts is [E / P, ...].
+
+    Raises:
+        ValueError: a parameter does not have the experts of all ranks.
+    """
+    name = "shard_state_dict"
+    group = group_of(name, group)
+    part, own = dict(state), layer.state_dict()
+    for key in set(_expert_names(layer)) & part.keys():
+        count = own[key].shape[0]
+        if list(part[key].shape) != [count * group.nranks, *own[key].shape[1:]]:
+            expected = f"of shape {[count * group.nranks, *own[key].shape[1:]]}, the experts of {group.nranks} ranks"
+            _checks.bad_value(name, f"state[{key!r}]", expected, list(part[key].shape))
+        part[key] = part[key][group.rank * count : (group.rank + 1) * count]
+    return part
+
+
+def _expert_names(layer: nn.Layer) -> Sequence[str]:
+    return sorted(name for name, parameter in layer.named_parameters() if is_expert_parameter(parameter))

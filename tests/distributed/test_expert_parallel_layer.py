@@ -1,0 +1,189 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose experts are spread over processes, as users train and save them, beside one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from numpy.typing import NDArray
+from paddle import nn
+from paddle.distributed.fleet.utils import recompute
+from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
+
+from paddle_moe_ops.expert_parallel import (
+    average_gradients,
+    gather_state_dict,
+    is_expert_parameter,
+    shard_state_dict,
+)
+from paddle_moe_ops.nn import MoELayer
+
+from .processes import run
+
+H, I, E, K = 8, 12, 4, 2
+BATCHES = {(5, 11): "uneven", (16, 0): "one without tokens", (8, 8): "even", (3, 4, 0, 9): "four"}
+
+
+class Net(nn.Layer):
+    """A small model with an expert layer between dense ones."""
+
+    def __init__(self, group: Any = None, *, recomputes: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.first, self.moe, self.last = nn.Linear(H, H), MoELayer(H, I, E, K, group=group, **options), nn.Linear(H, 3)
+        self.recomputes = recomputes
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x = self.first(x)
+        x = x + (recompute(self.moe, x) if self.recomputes else self.moe(x))
+        return self.last(x)
+
+
+def batch(tokens: tuple[int, ...], rank: int | None, step: int) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """The inputs and targets of a rank, or of all."""
+    rng = np.random.default_rng(step)
+    x, y = (rng.standard_normal([sum(tokens), width]).astype(np.float32) for width in (H, 3))
+    first = 0 if rank is None else sum(tokens[:rank])
+    part = slice(first, first + (sum(tokens) if rank is None else tokens[rank]))
+    return paddle.to_tensor(np.ascontiguousarray(x[part])), paddle.to_tensor(np.ascontiguousarray(y[part]))
+
+
+def train(net: Net, tokens: tuple[int, ...], rank: int | None, turns: int = 1) -> None:
+    """Four steps of AdamW with clipping; each on `turns` batches whose gradients are accumulated."""
+    group, parts = (None, 1) if rank is None else (paddle.distributed.get_group(0), len(tokens))
+    clip = nn.ClipGradByGlobalNorm(0.5) if rank is None else ClipGradForMOEByGlobalNorm(0.5, is_expert_parameter, group)
+    optimizer = paddle.optimizer.AdamW(0.02, parameters=net.parameters(), grad_clip=clip)
+    for step in range(4):
+        for turn in range(turns):
+            x, y = batch(tokens, rank, turns * step + turn)
+            # without tokens, Paddle's matmul has a gradient of its weight only beside one of its input
+            x.stop_gradient = False
+            ((net(x) - y).square().sum() * (parts / sum(tokens))).backward()
+        if rank is not None:
+            average_gradients(net.parameters(), group)
+        optimizer.step()
+        optimizer.clear_grad()
+
+
+def arrays(state: dict[str, Any]) -> dict[str, NDArray]:
+    return {name: value.numpy() for name, value in state.items()}
+
+
+def train_over_ranks(tokens: tuple[int, ...], turns: int = 1, **options: Any) -> tuple[Any, Any]:
+    """The whole state before and after."""
+    paddle.seed(7)
+    group = paddle.distributed.get_group(0)
+    net = Net(group, **options)
+    start = arrays(gather_state_dict(net, group))
+    train(net, tokens, paddle.distributed.get_rank(), turns)
+    return start, arrays(gather_state_dict(net, group))
+
+
+def assert_like_one_process(tokens, turns=1, **options):
+    of_ranks = run(train_over_ranks, len(tokens), tokens=tokens, turns=turns, **options)
+    start, end = of_ranks[0]
+    for other in of_ranks[1:]:
+        for name, value in other[1].items():
+            np.testing.assert_array_equal(value, end[name], err_msg=name)
+    options.pop("combine", None)
+    net = Net(**options)
+    net.set_state_dict(start)
+    train(net, tokens, None, turns)
+    for name, expected in arrays(net.state_dict()).items():
+        np.testing.assert_allclose(end[name], expected, rtol=2e-4, atol=2e-5, err_msg=name)
+    assert any(np.abs(end[name] - start[name]).max() > 0.01 for name in start if "experts" in name)
+
+
+@pytest.mark.parametrize("combine", ["exact", "reduced"])
+@pytest.mark.parametrize("tokens", BATCHES, ids=BATCHES.values())
+def test_training_is_that_of_one_process(tokens, combine):
+    assert_like_one_process(tokens, combine=combine)
+
+
+@pytest.mark.parametrize("combine", ["exact", "reduced"])
+def test_recompute_and_accumulation(combine):
+    assert_like_one_process((5, 11), turns=2, recomputes=True, combine=combine)
+
+
+def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...]) -> tuple[Any, Any]:
+    """What a model gives that loads a whole state, and the state that it gathers."""
+    group, rank = paddle.distributed.get_group(0), paddle.distributed.get_rank()
+    net = Net(group)
+    whole = {name: paddle.to_tensor(value) for name, value in state.items()}
+    net.set_state_dict(shard_state_dict(whole, net, group))
+    with paddle.no_grad():
+        out = net(batch(tokens, rank, 0)[0])
+    return out.numpy(), arrays(gather_state_dict(net, group))
+
+
+@pytest.mark.parametrize("tokens", [(6, 10), (1, 2, 3, 10)], ids=["two", "four"])
+def test_a_checkpoint_of_one_process_fits_several_and_comes_back(tokens):
+    paddle.seed(3)
+    net = Net()
+    whole = arrays(net.state_dict())
+    of_ranks = run(loaded_over_ranks, len(tokens), state=whole, tokens=tokens)
+    for _, state in of_ranks:
+        assert state.keys() == whole.keys()
+        for name, value in whole.items():
+            np.testing.assert_array_equal(state[name], value, err_msg=name)
+    with paddle.no_grad():
+        expected = net(batch(tokens, None, 0)[0]).numpy()
+    np.testing.assert_allclose(np.concatenate([out for out, _ in of_ranks]), expected, rtol=1e-5, atol=1e-6)
+
+
+def first_values() -> Any:
+    """What ranks start with that were seeded differently, and what the next draw is under one seed."""
+    paddle.seed(paddle.distributed.get_rank())
+    moe = MoELayer(H, I, E, K, group=paddle.distributed.get_group(0))
+    paddle.seed(5)
+    other = MoELayer(H, I, E, K, group=paddle.distributed.get_group(0))
+    return arrays(moe.state_dict()), arrays(other.state_dict()), paddle.rand([3]).numpy()
+
+
+def test_ranks_start_with_one_router_and_experts_of_their_own():
+    (one, seeded_one, draw_one), (two, seeded_two, draw_two) = run(first_values, 2)
+    for state, other in ((one, two), (seeded_one, seeded_two)):
+        for name, value in state.items():
+            same = np.array_equal(value, other[name])
+            assert same != name.startswith("experts."), name
+    np.testing.assert_array_equal(draw_one, draw_two)
+
+
+def data_parallel() -> Any:
+    paddle.seed(1)
+    rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+    net = Net(group)
+    before = arrays(net.moe.experts.state_dict())
+    wrapped = paddle.DataParallel(net)
+    x, y = batch((8, 8), rank, 0)
+    (wrapped(x) - y).square().mean().backward()
+    same = all(np.array_equal(before[name], value) for name, value in arrays(net.moe.experts.state_dict()).items())
+    return same, {name: each.grad.numpy() for name, each in net.named_parameters()}
+
+
+def test_data_parallel_leaves_experts_to_their_rank():
+    (kept_one, one), (kept_two, two) = run(data_parallel, 2)
+    assert kept_one
+    assert kept_two
+    for name, gradient in one.items():
+        assert np.array_equal(gradient, two[name]) != ("experts" in name), name
+
+
+def two_groups() -> NDArray:
+    """Four ranks in two groups, which know nothing of each other."""
+    rank = paddle.distributed.get_rank()
+    groups = [paddle.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    paddle.seed(rank // 2)
+    net = Net(groups[rank // 2])
+    out = net(batch((2, 3, 4, 5), rank, 0)[0])
+    out.sum().backward()
+    return out.numpy()
+
+
+def test_groups_are_independent():
+    outs = run(two_groups, 4)
+    assert [len(out) for out in outs] == [2, 3, 4, 5]
+    assert all(np.isfinite(out).all() for out in outs)
