@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import paddle
 import paddle.nn.functional as F
@@ -91,7 +92,7 @@ class Attention(nn.Layer):
 class Block(nn.Layer):
     """Attention and an MLP (dense in the first layer, MoE in the others), each with a norm and a residual."""
 
-    def __init__(self, config: ModelConfig, dense: bool) -> None:
+    def __init__(self, config: ModelConfig, dense: bool, group: Any) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden)
         self.attention = Attention(config)
@@ -100,7 +101,7 @@ class Block(nn.Layer):
         if dense:
             self.mlp = SwiGLU(config.hidden, 2 * config.hidden)
         else:
-            self.mlp = MoELayer(config.hidden, config.expert_intermediate, config.experts, config.topk)
+            self.mlp = MoELayer(config.hidden, config.expert_intermediate, config.experts, config.topk, group=group)
 
     def forward(self, x: Tensor, moe_forward: MoEForward) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -111,16 +112,17 @@ class Block(nn.Layer):
 class Decoder(nn.Layer):
     """The language model; input and output embeddings are the same weights.
 
-    Its methods take the function that runs an MoE layer: the checks run the same model in another form.
+    Its methods take the function that runs an MoE layer: the checks run the same model in another form. With a group of
+    paddle.distributed its ranks share the experts.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, group: Any = None) -> None:
         super().__init__()
         self.config = config
         self.embedding = self.create_parameter(
             [config.vocabulary, config.hidden], default_initializer=nn.initializer.Normal(std=0.02)
         )
-        self.blocks = nn.LayerList([Block(config, dense=i == 0) for i in range(config.layers)])
+        self.blocks = nn.LayerList([Block(config, i == 0, group) for i in range(config.layers)])
         self.norm = RMSNorm(config.hidden)
 
     @property

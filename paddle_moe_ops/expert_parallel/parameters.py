@@ -39,7 +39,7 @@ def mark_expert_parameters(experts: nn.Layer) -> None:
 
 
 def is_expert_parameter(parameter: Tensor) -> bool:
-    """Whether a parameter is one of `mark_expert_parameters`.
+    """Tell whether `mark_expert_parameters` marked a parameter.
 
     For `paddle.incubate.distributed.models.moe.ClipGradForMOEByGlobalNorm`, which clips by the norm over all ranks.
     """
@@ -95,7 +95,7 @@ def _gradient(parameter: Tensor) -> Tensor | None:
 
 @paddle.no_grad()
 def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
-    """The state of a model as one process has it, with the experts of all ranks. All ranks must call it.
+    """Gather the state that a model would have in one process, with the experts of all ranks. All ranks must call it.
 
     Args:
         layer: the model; what `mark_expert_parameters` marked is gathered.
@@ -115,7 +115,7 @@ def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
 
 
 def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
-    """This rank's part of a whole state, for ``layer.set_state_dict``: a checkpoint fits any number of ranks.
+    """Cut this rank's part out of a whole state, for ``layer.set_state_dict``: a checkpoint fits any number of ranks.
 
     Args:
         state: of one process, or of `gather_state_dict`.

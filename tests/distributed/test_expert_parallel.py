@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from numpy.typing import NDArray
 
 from paddle_moe_ops import permute, unpermute
 from paddle_moe_ops.expert_parallel import ExpertParallel
@@ -80,3 +81,38 @@ def test_exact_has_the_bits_of_one_process(problems):
 @pytest.mark.parametrize("problems", [TWO, FOUR], ids=["two", "four"])
 def test_reduced_has_them_where_nothing_is_rounded(problems):
     check("reduced", [problem._replace(integers=True) for problem in problems])
+
+
+def with_a_trained_router(combine: str) -> NDArray:
+    """The gradient of a router whose ids and probabilities come from `paddle.topk`."""
+    rank = paddle.distributed.get_rank()
+    rng = np.random.default_rng(11)
+    x, router = (rng.standard_normal(shape).astype(np.float32) for shape in ([20, 6], [6, 4]))
+    mine = paddle.to_tensor(x[rank * 12 : 12 + rank * 8])
+    weight = paddle.to_tensor(router, stop_gradient=False)
+    mine.stop_gradient = False
+    probs, ids = paddle.topk(paddle.nn.functional.softmax(paddle.matmul(mine, weight)), 2)
+    ep = ExpertParallel(4, combine=combine)
+    received = ep.dispatch(mine, ids, probs)
+    if combine == "exact":
+        out = scaled(received.rows, received.plan.row_to_expert + ep.first_expert)
+    else:
+        rows = scaled(permute(received.tokens, received.plan)[0], received.plan.row_to_expert + ep.first_expert)
+        out = unpermute(rows, received.plan, received.probs)
+    ep.combine(out, received).square().sum().backward()
+    return weight.grad.numpy()
+
+
+@pytest.mark.parametrize("combine", ["exact", "reduced"])
+def test_a_router_from_topk_is_trained(combine):
+    rng = np.random.default_rng(11)
+    x, weight = (paddle.to_tensor(rng.standard_normal(shape).astype(np.float32)) for shape in ([20, 6], [6, 4]))
+    weight.stop_gradient = False
+    scores = paddle.nn.functional.softmax(paddle.matmul(x, weight))
+    probs, ids = paddle.topk(scores, 2)
+    dense = paddle.zeros_like(scores).put_along_axis(ids, probs, 1)  # the dense formulation: every expert is a factor
+    factors = paddle.arange(4, dtype="float32") / 4 + 1
+    (x * paddle.matmul(dense, factors.unsqueeze(-1))).square().sum().backward()
+    got = sum(run(with_a_trained_router, 2, combine=combine))
+    np.testing.assert_allclose(got, weight.grad.numpy(), rtol=1e-4, atol=1e-5)
+    assert np.abs(got).max() > 0.1

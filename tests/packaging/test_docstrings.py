@@ -10,10 +10,10 @@ import re
 import pytest
 
 import paddle_moe_ops
-from paddle_moe_ops import compat, dispatch, gemm, indexed, masked, nn, routing
+from paddle_moe_ops import compat, dispatch, expert_parallel, gemm, indexed, masked, nn, routing
 from paddle_moe_ops.compat import transformer_engine, transformer_engine_jax
 
-MODULES = (paddle_moe_ops, compat, dispatch, gemm, indexed, masked, nn, routing)
+MODULES = (paddle_moe_ops, compat, dispatch, expert_parallel, gemm, indexed, masked, nn, routing)
 COMPAT = (transformer_engine, transformer_engine_jax)  # arguments are those of the original
 
 

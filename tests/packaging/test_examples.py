@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +12,29 @@ from pathlib import Path
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def run(name: str) -> str:
+def run(*command: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *command],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_ernies_own_nodes_run_through_the_patch_and_match_the_dense_formulation():
-    lines = run("ernie_unzip_zip.py").splitlines()
+    lines = run(str(EXAMPLES / "ernie_unzip_zip.py")).splitlines()
     assert lines[0].endswith("this package (patch_paddle)")
     assert [line.split()[0] for line in lines[1:4]] == ["output", "d_tokens", "d_probs"]
+    assert lines[-1].endswith("PASSED")
+
+
+def test_two_processes_that_share_experts_train_and_leave_a_checkpoint_for_one(tmp_path):
+    launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", str(tmp_path)]
+    text = run(*launch, str(EXAMPLES / "expert_parallel.py"), "--steps", "12", PADDLE_DISTRI_BACKEND="gloo")
+    lines = [line for line in text.splitlines() if "processes" in line or "process " in line or "nats" in line]
+    assert lines[0] == "2 processes with 4 of 8 experts each, 12 steps"
     assert lines[-1].endswith("PASSED")

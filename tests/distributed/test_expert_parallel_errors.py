@@ -1,0 +1,155 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks are told that do not fit together, or of one that fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_moe_ops.expert_parallel import ExpertParallel, average_gradients, shard_state_dict
+from paddle_moe_ops.nn import MoELayer
+
+from .processes import run
+
+X, IDS, PROBS = [[1.0, 2.0], [3.0, 4.0]], [[0, 1], [3, -1]], [[0.5, 0.5], [1.0, 0.0]]
+
+
+def caught(call: Callable[[], Any]) -> str:
+    """The type and the text of what a call raises."""
+    try:
+        call()
+    except (TypeError, ValueError, RuntimeError, OSError) as error:  # OSError: what Paddle makes of a hook's error
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def inputs(rank: int) -> tuple[paddle.Tensor, ...]:
+    x, ids, probs = paddle.to_tensor(X), paddle.to_tensor(IDS), paddle.to_tensor(PROBS)
+    x.stop_gradient = False
+    return x, ids, probs
+
+
+def different_arguments() -> list[str]:
+    rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+    return [
+        caught(lambda: ExpertParallel(4 + 2 * rank)),
+        caught(lambda: ExpertParallel(4, combine=("exact", "reduced")[rank])),
+        caught(lambda: ExpertParallel((4, "four")[rank])),
+        caught(lambda: MoELayer(2, 3, 4, 1 + rank, group=group)),
+    ]
+
+
+def test_different_arguments_raise_on_every_rank():
+    same = "the same on all ranks of the group, but got"
+    expected = [
+        f"ValueError: ExpertParallel: num_experts must be {same} 4 on rank 0, 6 on rank 1",
+        f"ValueError: ExpertParallel: combine must be {same} 'exact' on rank 0, 'reduced' on rank 1",
+        f"ValueError: ExpertParallel: num_experts must be {same} 4 on rank 0, 'four' on rank 1",
+        f"ValueError: MoELayer: topk must be {same} 1 on rank 0, 2 on rank 1",
+    ]
+    assert run(different_arguments, 2) == [expected, expected]
+
+
+def bad_arguments() -> list[str]:
+    ep = ExpertParallel(4)
+    x, ids, probs = inputs(0)
+    received = ep.dispatch(x, ids, probs)
+    layer = MoELayer(2, 3, 4, 1, group=paddle.distributed.get_group(0))
+    return [
+        caught(lambda: ExpertParallel(3)),
+        caught(lambda: ExpertParallel(4, combine="sum")),
+        caught(lambda: ExpertParallel(4, transport="mpi")),
+        caught(lambda: ExpertParallel(4, group=[0, 1])),
+        caught(lambda: ep.dispatch(x.flatten(), ids, probs)),
+        caught(lambda: ep.dispatch(x, ids[:1], probs)),
+        caught(lambda: ep.dispatch(x, ids, probs.astype("float64"))),
+        caught(lambda: ep.combine(received.rows, None)),
+        caught(lambda: ep.combine(received.rows[1:], received)),
+        caught(lambda: shard_state_dict({"experts.down": paddle.zeros([3, 3, 2])}, layer)),
+    ]
+
+
+def test_bad_arguments_raise_what_is_wrong():
+    (texts, others) = run(bad_arguments, 2)
+    assert texts == [
+        "ValueError: ExpertParallel: num_experts must be a multiple of 2, the ranks of the group, but got 3",
+        "ValueError: ExpertParallel: combine must be one of 'exact', 'reduced', but got 'sum'",
+        "ValueError: ExpertParallel: transport must be one of 'auto', 'alltoall', 'gloo', but got 'mpi'",
+        "TypeError: ExpertParallel: group must be a group of paddle.distributed, or None, but got list",
+        "ValueError: ExpertParallel.dispatch: x must be of shape [num_tokens, hidden], but got [4]",
+        "ValueError: ExpertParallel.dispatch: ids must be of shape [2, topk], but got [1, 2]",
+        "TypeError: ExpertParallel.dispatch: probs must be of dtype float32, but got float64",
+        "TypeError: ExpertParallel.combine: received must be what dispatch returned, but got NoneType",
+        "ValueError: ExpertParallel.combine: out must be of shape [4, hidden], the rows of received, but got [3, 2]",
+        "ValueError: shard_state_dict: state['experts.down'] must be of shape [4, 3, 2], the experts of 2 ranks, "
+        "but got [3, 3, 2]",
+    ]
+    assert len(others) == len(texts)
+
+
+def unlike_tensors() -> list[str]:
+    rank = paddle.distributed.get_rank()
+    ep, (x, ids, probs) = ExpertParallel(4), inputs(rank)
+    bad = x.detach() * float("nan") if rank == 1 else x.detach()
+    x.stop_gradient = rank == 0
+    return [
+        caught(lambda: ep.dispatch(x, ids, probs)),
+        caught(lambda: ep.dispatch(bad, ids, probs, validate=True)),
+    ]
+
+
+def test_a_gradient_on_some_ranks_and_nan_are_told_to_all():
+    expected = [
+        "ValueError: ExpertParallel.dispatch: x must be a tensor that wants a gradient on all ranks of the group or on "
+        "none, but got one that does on ranks [1] of [0, 1]",
+        "ValueError: ExpertParallel.dispatch: x must be finite on all ranks, but got NaN or infinity on ranks [1]",
+    ]
+    assert run(unlike_tensors, 2) == [expected, expected]
+
+
+def end_of_a_rank() -> str:
+    ep, (x, ids, probs) = ExpertParallel(4), inputs(0)
+    ep.dispatch(x, ids, probs)
+    if paddle.distributed.get_rank() == 1:
+        os._exit(3)
+    raise AssertionError(caught(lambda: ep.dispatch(x, ids, probs)))
+
+
+def test_the_others_are_told_of_a_rank_that_ended():
+    with pytest.raises(RuntimeError) as failed:
+        run(end_of_a_rank, 2)
+    text = str(failed.value)
+    assert "rank 1 died: exit code 3" in text
+    assert (
+        "RuntimeError: expert_parallel: rank 0 could not exchange rows with the other ranks of [0, 1], one of" in text
+    )
+
+
+def graphs() -> list[str]:
+    layer = MoELayer(2, 3, 4, 1, group=paddle.distributed.get_group(0))
+    x = paddle.to_tensor(X)
+    out = layer(x).sum()
+    out.backward(retain_graph=True)
+    return [
+        caught(lambda: out.backward()),
+        caught(lambda: paddle.jit.to_static(layer, full_graph=True)(x)),
+    ]
+
+
+def test_a_second_backward_pass_and_a_static_graph_are_refused():
+    for again, traced in run(graphs, 2):
+        assert "backward() has used this graph" in again
+        assert "exchanges run in dygraph only" in traced
+
+
+def test_alone_a_process_needs_no_group():
+    ep, (x, ids, probs) = ExpertParallel(4), inputs(0)
+    received = ep.dispatch(x, ids, probs)
+    assert received.tokens_per_expert == [1, 1, 0, 1]
+    assert ep.combine(received.rows, received).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    average_gradients([])
