@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from paddle import Tensor
 
+from .. import _checks
 from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, linear
 from ..functional import permute, sort_chunks, unpermute
+from ..quantization import dequantize_1x128, quantize_1x128
 from ..routing import Plan
 from .transports import Transport
 
@@ -30,15 +32,24 @@ class Counts(NamedTuple):
         transport: what moves them.
         sent: lines for each rank.
         received: lines from each rank.
+        float8: what tokens travel as, a format of `permute`, or None for their own dtype.
     """
 
     transport: Transport
     sent: list[int]
     received: list[int]
+    float8: str | None = None
 
     def there(self, payload: Tensor) -> Tensor:
         """What arrives of lines [sum(sent), ...]."""
         return self.transport.exchange(payload, self.sent, self.received)
+
+    def tokens_there(self, tokens: Tensor) -> Tensor:
+        """What arrives of tokens [sum(sent), d], which may travel as float8."""
+        if self.float8 is None:
+            return self.there(tokens)
+        codes, scales = quantize_1x128(tokens, ue8m0=self.float8 == _checks.UE8M0)
+        return dequantize_1x128(self.there(codes), self.there(scales), dtype=tokens.dtype)
 
     def back(self, payload: Tensor) -> Tensor:
         """What arrives of lines [sum(received), ...] that go the other way."""
@@ -72,8 +83,8 @@ class _TokensAndProbs(Call):
         self.counts = counts
 
     def run(self) -> Tensors:
-        payload, self.payload = self.payload, ()
-        return tuple(self.counts.there(lines) for lines in payload)
+        (tokens, probs), self.payload = self.payload, ()
+        return self.counts.tokens_there(tokens), self.counts.there(probs)
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         return tuple(linear(_DISPATCH, None, each, self.counts.back, self.counts.there) for each in gradients)
@@ -109,7 +120,7 @@ def rows_of_tokens(
 
     # Detached, since compiled operators would record a graph of their own in here.
     def there(x: Tensor) -> Tensor:
-        return permute(tokens.there(permute(x.detach(), to_ranks)[0]), local)[0]
+        return permute(tokens.tokens_there(permute(x.detach(), to_ranks)[0]), local)[0]
 
     def back(gradient: Tensor) -> Tensor:
         return unpermute(rows.there(chunks.by_rank(gradient.detach())), plan)

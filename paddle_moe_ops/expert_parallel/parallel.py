@@ -77,6 +77,9 @@ class ExpertParallel:
             the result and all gradients have the bits of one process with all experts, given the same products.
             "reduced": each rank adds up its rows of a token, and one sum for each rank travels: K (P - 1) / P rows a
             token become less than P, each rounded to the dtype on the way.
+        payload: what tokens travel as in `dispatch`: "fp8_1x128" or "fp8_1x128_ue8m0", float8 with a scale for each 128
+            columns as `quantize_1x128` makes them, half the bytes; they arrive in their own dtype. Gradients go
+            straight through and travel unrounded. None: tokens travel as they are.
         transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": by the group.
 
     Attributes:
@@ -85,18 +88,32 @@ class ExpertParallel:
         num_local_experts: E / P.
         first_expert: the first expert of this rank.
         combines: ``combine``.
+        payload: ``payload``.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an argument of the wrong value; other arguments on another rank.
     """
 
-    def __init__(self, num_experts: int, group: Any = None, *, combine: str = "exact", transport: str = "auto") -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        group: Any = None,
+        *,
+        combine: str = "exact",
+        payload: str | None = None,
+        transport: str = "auto",
+    ) -> None:
         self.group = group_of(_NAME, group)
         # before a check that fails on one rank makes the others wait for it
-        agree(_NAME, self.group, {"num_experts": num_experts, "combine": combine, "transport": transport})
+        agree(
+            _NAME,
+            self.group,
+            {"num_experts": num_experts, "combine": combine, "payload": payload, "transport": transport},
+        )
         self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
         self.combines = _checks.choice(_NAME, "combine", combine, ("exact", "reduced"))
+        self.payload = _checks.choice(_NAME, "payload", payload, (None, *_checks.QUANTIZE_FORMATS[1:]))
         _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo"))
         if self.num_experts % self.group.nranks:
             expected = f"a multiple of {self.group.nranks}, the ranks of the group"
@@ -238,12 +255,9 @@ def _counts(
     told = transport.exchange(message, [1] * size, [1] * size).tolist()
     _check_states([each[1] for each in told], ep)
     of_experts = [each[2:] for each in told]
-    sent_rows, received_rows = [sum(each) for each in of_experts], [sum(each) for each in rows]
-    return (
-        Counts(transport, tokens, [each[0] for each in told]),
-        Counts(transport, sent_rows, received_rows),
-        of_experts,
-    )
+    of_tokens = Counts(transport, tokens, [each[0] for each in told], ep.payload)
+    of_rows = Counts(transport, [sum(each) for each in of_experts], [sum(each) for each in rows])
+    return of_tokens, of_rows, of_experts
 
 
 def _check_states(states: list[int], ep: ExpertParallel) -> None:

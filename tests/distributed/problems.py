@@ -10,7 +10,8 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
-from paddle_moe_ops import permute, route, unpermute
+from paddle_moe_ops import dequantize_1x128, permute, quantize_1x128, route, unpermute
+from paddle_moe_ops.testing.equality import assert_bits_equal
 
 
 class Problem(NamedTuple):
@@ -23,6 +24,7 @@ class Problem(NamedTuple):
         hidden: d.
         routing: "uniform", "one expert", "half none" or "none".
         dtype: of tokens.
+        float8: what tokens travel as.
         integers: whether all sums and products are integers that every dtype has.
     """
 
@@ -32,6 +34,7 @@ class Problem(NamedTuple):
     hidden: int
     routing: str = "uniform"
     dtype: str = "float32"
+    float8: str | None = None
     integers: bool = False
 
     def arrays(self) -> dict[str, NDArray]:
@@ -90,6 +93,12 @@ def results(out: paddle.Tensor, tensors: dict[str, Any]) -> dict[str, NDArray]:
 def alone(problem: Problem) -> dict[str, NDArray]:
     """What one process gives that has all tokens and experts."""
     t = problem.tensors(slice(None))
-    plan = route(t["ids"], num_experts=problem.experts)
-    rows = scaled(permute(t["x"], plan)[0], plan.row_to_expert)
+    plan, tokens = route(t["ids"], num_experts=problem.experts), t["x"]
+    if problem.float8 is not None:
+        codes, scales = quantize_1x128(tokens, ue8m0=problem.float8.endswith("ue8m0"))
+        rounded = dequantize_1x128(codes, scales, dtype=tokens.dtype).astype("float32")
+        # the values of one and the gradient of the other
+        tokens = (tokens.astype("float32") + (rounded - tokens.astype("float32")).detach()).astype(tokens.dtype)
+        assert_bits_equal(tokens.numpy(), rounded.astype(tokens.dtype).numpy())
+    rows = scaled(permute(tokens, plan)[0], plan.row_to_expert)
     return results(unpermute(rows, plan, t["probs"]), t)

@@ -26,6 +26,8 @@ TWO = [
     Problem((12, 13), 8, 8, 16, "half none", "bfloat16"),
     Problem((3, 2), 2, 1, 7, "none"),
     Problem((0, 0), 2, 2, 7),
+    Problem((30, 11), 4, 3, 200, dtype="bfloat16", float8="fp8_1x128"),
+    Problem((0, 3), 4, 3, 72, float8="fp8_1x128_ue8m0"),
 ]
 FOUR = [
     Problem((1, 0, 63, 9), 8, 3, 72, dtype="bfloat16"),
@@ -36,7 +38,7 @@ FOUR = [
 
 def exact(problem: Problem, rank: int) -> dict[str, Any]:
     t = problem.tensors(problem.of_rank(rank))
-    ep = ExpertParallel(problem.experts)
+    ep = ExpertParallel(problem.experts, payload=problem.float8)
     received = ep.dispatch(t["x"], t["ids"], t["probs"])
     assert sum(received.tokens_per_expert) == received.rows.shape[0]
     return results(ep.combine(scaled(received.rows, received.plan.row_to_expert + ep.first_expert), received), t)
@@ -44,7 +46,7 @@ def exact(problem: Problem, rank: int) -> dict[str, Any]:
 
 def reduced(problem: Problem, rank: int) -> dict[str, Any]:
     t = problem.tensors(problem.of_rank(rank))
-    ep = ExpertParallel(problem.experts, combine="reduced")
+    ep = ExpertParallel(problem.experts, combine="reduced", payload=problem.float8)
     received = ep.dispatch(t["x"], t["ids"], t["probs"])
     rows = scaled(permute(received.tokens, received.plan)[0], received.plan.row_to_expert + ep.first_expert)
     return results(ep.combine(unpermute(rows, received.plan, received.probs), received), t)
