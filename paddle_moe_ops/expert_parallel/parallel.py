@@ -170,6 +170,10 @@ class ExpertParallel:
         _checks.instance(f"{_NAME}.combine", "received", received, Received, "what dispatch returned")
         return _combine(out, received)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        """A copy of a layer exchanges with the same ranks; connections have no copies."""
+        return self
+
     def __repr__(self) -> str:
         return (
             f"ExpertParallel({self.num_experts} experts on ranks {self.group.ranks}, combine={self.combines!r}, "

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -195,3 +196,59 @@ def test_groups_are_independent():
     outs = run(two_groups, 4)
     assert [len(out) for out in outs] == [2, 3, 4, 5]
     assert all(np.isfinite(out).all() for out in outs)
+
+
+def of_rank_alone(options: dict[str, Any], tokens: tuple[int, ...]) -> Any:
+    """What a layer gives for this rank's tokens, over the ranks and with all experts here, and its dropped slots."""
+    rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+    layer, x = MoELayer(*SIZES, group=group, **options), batch(tokens, rank, 0)[0]
+    whole = MoELayer(*SIZES, **{name: each for name, each in options.items() if name not in ("combine", "payload")})
+    whole.set_state_dict(gather_state_dict(layer, group))
+    with paddle.no_grad():
+        outs = layer(x).numpy(), whole(x).numpy()
+    return *outs, *(int(np.sum(np.asarray(each.dropped_slots))) for each in (layer, whole))
+
+
+@pytest.mark.parametrize("combine", ["exact", "reduced"])
+def test_capacity_counts_the_tokens_of_a_rank(combine):
+    options = {"capacity_factor": 0.75, "combine": combine}
+    ranks = run(of_rank_alone, 2, options=options, tokens=(13, 4))
+    assert sum(dropped for _, _, dropped, _ in ranks) > 0
+    for got, expected, dropped, dropped_alone in ranks:
+        assert dropped == dropped_alone
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_that_travel_as_float8_change_little():
+    for got, expected, _, _ in run(of_rank_alone, 2, options={"payload": "fp8_1x128"}, tokens=(13, 4)):
+        np.testing.assert_allclose(got, expected, rtol=0.1, atol=0.1)
+        assert not np.array_equal(got, expected)
+
+
+def in_mixed_precision() -> Any:
+    """Losses under AMP, of a model and of a copy of it; then its layer runs in bfloat16."""
+    paddle.seed(2)
+    rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+    net = Net(group, combine="reduced")
+    x, y = batch((8, 8), rank, 0)
+    losses = []
+    for model in (net, copy.deepcopy(net)):
+        with paddle.amp.auto_cast(dtype="bfloat16"):
+            loss = (model(x).astype("float32") - y).square().mean()
+        loss.backward()
+        losses.append(float(loss))
+        assert all(np.isfinite(each.grad.numpy()).all() for each in model.parameters() if not each.stop_gradient)
+    moe, x = net.moe, x.astype("bfloat16")
+    expected = moe(x.astype("float32"))
+    moe.to(dtype="bfloat16")
+    assert all(is_expert_parameter(each) for each in moe.experts.parameters())
+    out = moe(x)
+    assert float((out.astype("float32") - expected).abs().max()) < 0.05 * float(expected.abs().max())
+    with paddle.no_grad():
+        assert (moe(x).astype("float32") - out.astype("float32")).abs().max() == 0
+    return losses
+
+
+def test_mixed_precision_copies_and_bfloat16():
+    for loss, of_copy in run(in_mixed_precision, 2):
+        assert loss == of_copy
