@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a function in several processes that paddle.distributed connects, and brings back what each returns.
 
-The function is one of a test module, found there by name, so each process imports that module. Processes are started
-once for each number and backend and serve later calls, too, since a start takes seconds. After a failure they are
-replaced. A function must leave no state that another would notice; a group that it makes may stay.
+The function is one of a test module, found there by name, so each process imports that module. A start takes seconds.
+So the processes stay until a call fails or needs another number or backend: sort tests by these, and leave no state
+that another function would notice. A group that one makes may stay.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-BACKENDS = ("gloo",)
+from tests.distributed import stub_device
+
+BACKENDS = ("gloo", "stub", "cuda_rig")
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 300  # of a start and of a call; ends a hang and judges nothing
+TIMEOUT_S = 120  # of a start and of a call; ends a hang and judges nothing
 GRACE_S = 5  # for the other ranks, after one failed: most wait for it and never answer
 SHOWN_LINES = 60  # of what a failed process printed
 
 _PR_SET_PDEATHSIG = 1
-_running: dict[tuple[int, str], Processes] = {}
+_running: dict[tuple[int, str], Processes] = {}  # at most one
 
 
 def run(function: Callable[..., Any], num_processes: int, backend: str = "gloo", **arguments: Any) -> list[Any]:
@@ -41,7 +43,9 @@ def run(function: Callable[..., Any], num_processes: int, backend: str = "gloo",
     Args:
         function: a function at the top level of a module; ``paddle.distributed.get_rank()`` tells it where it runs.
         num_processes: how many processes; at least 2.
-        backend: "gloo" for CPU tensors.
+        backend: "gloo" for CPU tensors; "stub" for tensors on a custom device that is memory of the host (stub_device),
+            which has the collectives that gloo misses; "cuda_rig" for a GPU per process (tools/gpu_rig). The device
+            is the current one, so tensors are made there.
         **arguments: the same for every process; they must pickle.
 
     Returns:
@@ -54,6 +58,7 @@ def run(function: Callable[..., Any], num_processes: int, backend: str = "gloo",
         raise ValueError(f"run: backend must be one of {BACKENDS}, got {backend!r}")
     key = (num_processes, backend)
     if key not in _running:
+        stop()
         _running[key] = Processes(num_processes, backend)
     try:
         return _running[key].call(function, arguments)
@@ -64,7 +69,7 @@ def run(function: Callable[..., Any], num_processes: int, backend: str = "gloo",
 
 @atexit.register
 def stop() -> None:
-    """End all processes."""
+    """End the processes that wait for calls."""
     while _running:
         _running.popitem()[1].stop()
 
@@ -167,7 +172,7 @@ class Processes:
 
 
 def _reserve_port() -> socket.socket:
-    """A socket bound to a free port. Paddle can bind another to it, as both allow that and this one does not listen."""
+    """A socket bound to a free port. Paddle can bind another to it: both allow that, and this one does not listen."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
@@ -182,12 +187,18 @@ def _environment(backend: str, rank: int, master: str, endpoints: list[str]) -> 
         PADDLE_TRAINER_ENDPOINTS=",".join(endpoints),
         PADDLE_CURRENT_ENDPOINT=endpoints[rank],
         PADDLE_MASTER=master,
-        PADDLE_DISTRI_BACKEND=backend,
+        PADDLE_DISTRI_BACKEND="gloo" if backend == "gloo" else "xccl",
         OMP_NUM_THREADS="1",
         MALLOC_PERTURB_=str(0x5A),  # fresh memory is 0xA5, so that an output which is not written shows
     )
-    for name in ("CUSTOM_DEVICE_ROOT", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # would be used instead of PADDLE_MASTER
         environment.pop(name, None)
+    if backend == "gloo":
+        environment.pop("CUSTOM_DEVICE_ROOT", None)
+    elif backend == "stub":
+        environment.update(CUSTOM_DEVICE_ROOT=str(stub_device.build()), FLAGS_selected_stub_rigs=str(rank))
+    else:
+        environment.update(FLAGS_selected_cuda_rigs=str(rank))
     return environment
 
 

@@ -1,0 +1,21 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Between which processes collectives run."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for ``num_processes`` runs between 2, 3 and 4, and on GPUs between as many as there are."""
+    if "num_processes" in metafunc.fixturenames:
+        gpus = metafunc.config.getoption("--gpus")
+        on_gpus = metafunc.config.getoption("--device") != "cpu"
+        metafunc.parametrize("num_processes", [gpus] if on_gpus else [2, 3, 4], scope="module")
+
+
+@pytest.fixture(scope="session")
+def custom_backend(request: pytest.FixtureRequest) -> str:
+    """The backend of `processes.run` that has all collectives."""
+    return "stub" if request.config.getoption("--device") == "cpu" else "cuda_rig"
