@@ -60,10 +60,26 @@ class AllToAll:
         self._group = group
 
     def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        lines = _as_bytes(payload)
-        out = filled([sum(received), *lines.shape[1:]], 0, lines.dtype, like=lines)
+        lines, rank = _as_bytes(payload), self._group.rank
+        width = lines.shape[1]
+        if width == 0:
+            return _from_bytes(filled([sum(received), 0], 0, lines.dtype, like=lines), payload)
+        # A custom device has no empty tensors, so where nothing is sent or received a line goes to this rank itself.
+        spare = int(sum(sent) == 0 or sum(received) == 0)
+        sent, received = list(sent), list(received)
+        if spare:
+            before, own = sum(sent[:rank]), paddle.zeros([1, width], lines.dtype)
+            lines = paddle.concat([each for each in (lines[:before], own, lines[before:]) if each.shape[0]])
+            sent[rank], received[rank] = sent[rank] + 1, received[rank] + 1
+        out = paddle.zeros([sum(received), width], lines.dtype)
         with _naming_the_group(self._group):
-            paddle.distributed.alltoall_single(out, lines, list(received), list(sent), group=self._group)
+            paddle.distributed.alltoall_single(
+                out, lines, in_split_sizes=sent, out_split_sizes=received, group=self._group
+            )
+        if spare:
+            before = sum(received[:rank])
+            parts = [each for each in (out[:before], out[before + 1 :]) if each.shape[0]]
+            out = paddle.concat(parts) if parts else filled([0, width], 0, out.dtype, like=out)
         return _from_bytes(out, payload)
 
 

@@ -1,0 +1,63 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Transports move lines of any dtype to the ranks they are for."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+from numpy.typing import NDArray
+
+from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
+from paddle_moe_ops.expert_parallel.transports import AllToAll, Alone, Scatters, transport_for
+from paddle_moe_ops.testing.equality import assert_bits_equal
+
+from .processes import run
+
+DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8"]
+SHAPES = [(3,), (2, 2), (1,), (0,)]  # of a line
+COUNTS = {
+    2: np.array([[2, 5], [0, 1]]),
+    3: np.array([[0, 0, 0], [4, 0, 63], [1, 1, 1]]),
+    4: np.zeros((4, 4), np.int64),
+}
+
+
+def lines(source: int, target: int, count: int, shape: tuple[int, ...]) -> NDArray:
+    """Bytes that say where they come from and go to."""
+    return np.random.default_rng([source, target]).integers(0, 100, (count, *shape))
+
+
+def exchanged(counts: NDArray) -> list[NDArray]:
+    rank, size = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
+    transport = transport_for("auto", paddle.distributed.get_group(0))
+    assert isinstance(transport, Scatters if paddle.get_device() == "cpu" else AllToAll)
+    arrived = []
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            parts = [lines(rank, other, counts[rank, other], shape) for other in range(size)]
+            payload = paddle.to_tensor(np.concatenate(parts).astype(np.float32)).astype(dtype)
+            arrived.append(to_numpy(transport.exchange(payload, counts[rank].tolist(), counts[:, rank].tolist())))
+    return arrived
+
+
+@pytest.mark.parametrize("backend", ["gloo", "custom"])
+@pytest.mark.parametrize("size", COUNTS)
+def test_lines_arrive_in_the_order_of_ranks(size, backend, custom_backend):
+    counts = COUNTS[size]
+    ranks = run(exchanged, size, backend=backend if backend == "gloo" else custom_backend, counts=counts)
+    for rank, arrived in enumerate(ranks):
+        given = iter(arrived)
+        for dtype in DTYPES:
+            for shape in SHAPES:
+                parts = [lines(other, rank, counts[other, rank], shape) for other in range(size)]
+                expected = to_numpy(to_tensor(np.concatenate(parts).astype(np.float32)).astype(dtype))
+                assert_bits_equal(next(given), expected, what=f"{dtype} {shape} at rank {rank}")
+
+
+def test_alone_the_payload_is_copied():
+    payload = paddle.ones([2, 3])
+    copy = Alone().exchange(payload, [2], [2])
+    payload.zero_()
+    assert copy.sum() == 6
