@@ -147,10 +147,14 @@ def is_on_gpu(value: Tensor) -> bool:
 
 def filled(shape: list[Any], value: float, dtype: Any, like: Tensor) -> Tensor:
     """A new tensor of one value where another tensor lies, whichever device is the current one."""
-    made = paddle.full(shape, value, dtype)
-    if isinstance(like, Tensor) and made.place != like.place:
-        made = made._copy_to(like.place, True)
-    return made
+    return beside(paddle.full(shape, value, dtype), like)
+
+
+def beside(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor where another lies: results without elements of a custom device's operators may lie on the CPU."""
+    if isinstance(like, Tensor) and tensor.place != like.place:
+        return tensor._copy_to(like.place, True)
+    return tensor
 
 
 def numbers_of(like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import filled, is_graph_value, public
+from .._graphs import beside, filled, is_graph_value, public
 from ..functional import permute, unpermute
 from ..routing import Plan, route
 from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
@@ -194,9 +194,10 @@ def _dispatch(
     with _checks.renaming("route", _DISPATCH, routing="ids"):
         plan = route(ids, num_experts=ep.num_experts, capacity=capacity, validate=validate)
     kept = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
+    kept = beside(kept, x)
     to_ranks = _plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts)
     tokens, rows, of_experts = _counts(x, probs, plan, to_ranks, ep, validate)
-    local_ids = tokens.there(_local_ids(kept, to_ranks, ep.num_local_experts))
+    local_ids = beside(tokens.there(_local_ids(kept, to_ranks, ep.num_local_experts)), x)
     local = route(local_ids, num_experts=ep.num_local_experts, validate=False)
     common: dict[str, Any] = {
         "plan": local,
