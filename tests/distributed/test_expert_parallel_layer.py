@@ -12,6 +12,7 @@ import paddle
 import pytest
 from numpy.typing import NDArray
 from paddle import nn
+from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import recompute
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
@@ -23,7 +24,7 @@ from paddle_moe_ops.expert_parallel import (
 )
 from paddle_moe_ops.nn import MoELayer
 
-from .processes import run
+from .processes import Processes, run
 
 SIZES = 8, 12, 4, 2  # H, I, E, K
 HIDDEN = SIZES[0]
@@ -252,3 +253,29 @@ def in_mixed_precision() -> Any:
 def test_mixed_precision_copies_and_bfloat16():
     for loss, of_copy in run(in_mixed_precision, 2):
         assert loss == of_copy
+
+
+def with_fleet() -> Any:
+    """Two ranks in the hybrid topology of Fleet, which connects groups without barriers: gloo takes no more."""
+    strategy = fleet.DistributedStrategy()
+    degrees = {"sharding_degree": 2, "moe_sharding_degree": 1, "ep_degree": 2}
+    ones = dict.fromkeys(("dp_degree", "mp_degree", "pp_degree", "sep_degree"), 1)
+    order = ["sharding", "moe_sharding", "pp", "sep", "dp", "ep", "mp"]
+    strategy.hybrid_configs = {**ones, **degrees, "order": order}
+    fleet.init(is_collective=True, strategy=strategy)
+    group = fleet.get_hybrid_communicate_group().get_expert_parallel_group()
+    paddle.seed(group.ranks[0])
+    net = Net(group)
+    net(batch((2, 5), paddle.distributed.get_rank(), 0)[0]).sum().backward()
+    average_gradients(net.parameters(), group)
+    return group.ranks, net.moe.experts.num_experts, [list(each.grad.shape) for each in net.moe.experts.parameters()]
+
+
+def test_groups_of_fleet_are_taken():
+    ranks = Processes(2, "gloo")  # of their own, since Fleet stays
+    try:
+        results = ranks.call(with_fleet, {})
+    finally:
+        ranks.stop()
+    gradients = [[2, HIDDEN, 2 * SIZES[1]], [2, SIZES[1], HIDDEN]]
+    assert results == [([0, 1], 2, gradients)] * 2
