@@ -16,6 +16,7 @@ from ..functional import permute, unpermute
 from ..routing import Plan, route
 from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
 from .groups import agree, group_of
+from .plans import chunks_of, local_ids_of, plan_of_ranks, spread, trimmed
 from .transports import transport_for
 
 __all__ = ["ExpertParallel", "Received"]
@@ -34,7 +35,8 @@ class Received:
         rows: with ``combine="exact"`` [N, d], the rows of the local experts in expert order; else None.
         tokens: with ``combine="reduced"`` [R, d], the tokens that arrived, in the order of ranks; else None.
         probs: with ``combine="reduced"`` float32 [R, K], their probabilities; else None.
-        tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`.
+        tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`; an int32 tensor with
+            ``tokens_per_rank``.
         routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
         dropped_slots: int32 [1], those of them that were dropped for the capacity.
     """
@@ -43,7 +45,7 @@ class Received:
     rows: Tensor | None
     tokens: Tensor | None
     probs: Tensor | None
-    tokens_per_expert: list[int]
+    tokens_per_expert: list[int] | Tensor
     routed_per_expert: Tensor
     dropped_slots: Tensor
     _way_back: _WayBack
@@ -67,7 +69,8 @@ class ExpertParallel:
     must call them, and their backward passes, in the same order, also a rank without tokens: its loss must depend on
     what `combine` returned. The backward pass runs once.
 
-    Host synchronisation: each `dispatch` waits for the numbers of tokens that the others send.
+    Host synchronisation: each `dispatch` waits once, for the numbers of tokens that the others send; with
+    ``tokens_per_rank`` and `paddle.distributed.alltoall_single` it does not.
 
     Args:
         num_experts: E of all ranks, a multiple of their number.
@@ -80,6 +83,9 @@ class ExpertParallel:
         payload: what tokens travel as in `dispatch`: "fp8_1x128" or "fp8_1x128_ue8m0", float8 with a scale for each 128
             columns as `quantize_1x128` makes them, half the bytes; they arrive in their own dtype. Gradients go
             straight through and travel unrounded. None: tokens travel as they are.
+        tokens_per_rank: with ``combine="reduced"``, the tokens that each rank sends to each, those without a token
+            included. Sizes then are the same in every call and nothing waits for a number. What has no room is dropped,
+            the last tokens first, and counted in ``dropped_slots``. None: as many as there are.
         transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": by the group.
 
     Attributes:
@@ -89,6 +95,7 @@ class ExpertParallel:
         first_expert: the first expert of this rank.
         combines: ``combine``.
         payload: ``payload``.
+        tokens_per_rank: ``tokens_per_rank``.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -102,6 +109,7 @@ class ExpertParallel:
         *,
         combine: str = "exact",
         payload: str | None = None,
+        tokens_per_rank: int | None = None,
         transport: str = "auto",
     ) -> None:
         self.group = group_of(_NAME, group)
@@ -109,11 +117,22 @@ class ExpertParallel:
         agree(
             _NAME,
             self.group,
-            {"num_experts": num_experts, "combine": combine, "payload": payload, "transport": transport},
+            {
+                "num_experts": num_experts,
+                "combine": combine,
+                "payload": payload,
+                "tokens_per_rank": tokens_per_rank,
+                "transport": transport,
+            },
         )
         self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
         self.combines = _checks.choice(_NAME, "combine", combine, ("exact", "reduced"))
         self.payload = _checks.choice(_NAME, "payload", payload, (None, *_checks.QUANTIZE_FORMATS[1:]))
+        self.tokens_per_rank = tokens_per_rank
+        if tokens_per_rank is not None:
+            self.tokens_per_rank = _checks.integer(_NAME, "tokens_per_rank", tokens_per_rank, 1)
+            if combine != "reduced":
+                _checks.bad_value(_NAME, "tokens_per_rank", 'None with combine="exact"', tokens_per_rank)
         _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo"))
         if self.num_experts % self.group.nranks:
             expected = f"a multiple of {self.group.nranks}, the ranks of the group"
@@ -143,7 +162,7 @@ class ExpertParallel:
         Raises:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong value or shape; bad data (see ``validate``); ``x`` wants a gradient on
-                some ranks only.
+                some ranks only (without ``tokens_per_rank``, which leaves no time to ask).
             RuntimeError: a rank did not answer.
         """
         return _dispatch(x, ids, probs, self, capacity, validate)
@@ -191,14 +210,19 @@ def _dispatch(
     _checks.tensor(_DISPATCH, "ids", ids, _checks.ID_DTYPES, [x.shape[0], "topk"])
     _checks.tensor(_DISPATCH, "probs", probs, (paddle.float32,), ids.shape)
     _checks.same_place(_DISPATCH, x=x, ids=ids, probs=probs)
+    num_tokens, topk = ids.shape
     with _checks.renaming("route", _DISPATCH, routing="ids"):
-        plan = route(ids, num_experts=ep.num_experts, capacity=capacity, validate=validate)
+        slots = num_tokens * topk
+        plan = route(ids, num_experts=ep.num_experts, buffer_size=slots, capacity=capacity, validate=validate)
     kept = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
     kept = beside(kept, x)
-    to_ranks = _plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts)
+    to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank)
+    if ep.tokens_per_rank is not None:
+        return _dispatch_equal_parts(x, probs, kept, plan, spread(to_ranks, ep.tokens_per_rank, like=x), ep)
     tokens, rows, of_experts = _counts(x, probs, plan, to_ranks, ep, validate)
-    local_ids = beside(tokens.there(_local_ids(kept, to_ranks, ep.num_local_experts)), x)
-    local = route(local_ids, num_experts=ep.num_local_experts, validate=False)
+    to_ranks, plan = trimmed(to_ranks, sum(tokens.sent)), trimmed(plan, sum(rows.received))
+    local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts)), x)
+    local = route(local_ids, num_experts=ep.num_local_experts, buffer_size=sum(rows.sent), validate=False)
     common: dict[str, Any] = {
         "plan": local,
         "tokens_per_expert": [sum(counts) for counts in zip(*of_experts, strict=True)],
@@ -206,13 +230,39 @@ def _dispatch(
         "dropped_slots": plan.overflow,
     }
     if ep.combines == "reduced":
-        sent = permute(x, to_ranks)[0], permute(probs, to_ranks)[0]
-        arrived, their_probs = exchange_with_probs(*sent, tokens)
-        back = _WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None)
-        return Received(rows=None, tokens=arrived, probs=their_probs, _way_back=back, **common)
-    chunks = _chunks(of_experts, like=x)
+        return _received_tokens(x, probs, to_ranks, tokens, ep, common)
+    chunks = chunks_of(of_experts, like=x)
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows)
     return Received(rows=made, tokens=None, probs=None, _way_back=_WayBack(rows, chunks, plan, probs), **common)
+
+
+def _dispatch_equal_parts(
+    x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, to_ranks: Plan, ep: ExpertParallel
+) -> Received:
+    """Send as many lines to every rank, some of which are no token, so that nothing waits for a number."""
+    equal = [ep.tokens_per_rank or 0] * ep.group.nranks
+    tokens = Counts(ep._transport, equal, equal, ep.payload)
+    sent_ids = local_ids_of(ids, to_ranks, ep.num_local_experts)
+    arrived_ids = beside(tokens.there(sent_ids), x)
+    most = arrived_ids.shape[0] * min(arrived_ids.shape[1], ep.num_local_experts)
+    local = route(arrived_ids, num_experts=ep.num_local_experts, buffer_size=most, validate=False)
+    without_room = ((ids >= 0).sum() - (sent_ids >= 0).sum()).astype("int32").reshape([1])
+    common: dict[str, Any] = {
+        "plan": local,
+        "tokens_per_expert": local.tokens_per_expert,
+        "routed_per_expert": plan.routed_per_expert,
+        "dropped_slots": plan.overflow + without_room,
+    }
+    return _received_tokens(x, probs, to_ranks, tokens, ep, common)
+
+
+def _received_tokens(
+    x: Tensor, probs: Tensor, to_ranks: Plan, tokens: Counts, ep: ExpertParallel, common: dict[str, Any]
+) -> Received:
+    sent = permute(x, to_ranks)[0], permute(probs, to_ranks)[0]
+    arrived, their_probs = exchange_with_probs(*sent, tokens)
+    back = _WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None)
+    return Received(rows=None, tokens=arrived, probs=their_probs, _way_back=back, **common)
 
 
 @public("out")
@@ -223,23 +273,6 @@ def _combine(out: Tensor, received: Received) -> Tensor:
     _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
     travelling = out if back.chunks is None else back.chunks.by_rank(out)
     return unpermute(exchange(travelling, back.counts), back.plan, back.probs)
-
-
-def _plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int) -> Plan:
-    """Which tokens go to which rank: a token has one row for each rank that has one of its experts."""
-    if ids.shape[0] == 0:
-        return route(filled([0, num_ranks], False, "bool", like=ids))
-    rank = paddle.where(ids >= 0, ids // experts_of_rank, ids)
-    ranks = paddle.arange(num_ranks, dtype="int32")
-    return route((rank.unsqueeze(-1) == ranks).any(axis=1), validate=False)
-
-
-def _local_ids(ids: Tensor, to_ranks: Plan, experts_of_rank: int) -> Tensor:
-    """The ids [R, K] of the tokens that are sent, counted from the first expert of their rank; -1: on another rank."""
-    if to_ranks.num_rows == 0:
-        return filled([0, ids.shape[1]], 0, "int32", like=ids)
-    local = paddle.gather(ids, to_ranks.row_to_token) - (to_ranks.row_to_expert * experts_of_rank).unsqueeze(-1)
-    return paddle.where((local >= 0) & (local < experts_of_rank), local, paddle.full_like(local, -1))
 
 
 def _counts(
@@ -254,14 +287,15 @@ def _counts(
     if ep.combines == "reduced":
         wants = paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient)
     state = _WANTS_GRADIENT * wants + _NOT_FINITE * (validate is True and not bool(paddle.isfinite(x).all()))
-    tokens = to_ranks.tokens_per_expert.tolist()
-    rows = plan.tokens_per_expert.reshape([size, ep.num_local_experts]).tolist()
-    message = paddle.to_tensor([[tokens[i], state, *rows[i]] for i in range(size)], dtype="int32", place=x.place)
-    told = transport.exchange(message, [1] * size, [1] * size).tolist()
+    rows = plan.tokens_per_expert.reshape([size, ep.num_local_experts])
+    states = filled([size, 1], state, "int32", like=rows)
+    message = paddle.concat([to_ranks.tokens_per_expert.unsqueeze(-1), states, rows], axis=1)
+    both = paddle.stack([message, transport.exchange(message, [1] * size, [1] * size)]).tolist()  # the host waits here
+    own, told = both
     _check_states([each[1] for each in told], ep)
     of_experts = [each[2:] for each in told]
-    of_tokens = Counts(transport, tokens, [each[0] for each in told], ep.payload)
-    of_rows = Counts(transport, [sum(each) for each in of_experts], [sum(each) for each in rows])
+    of_tokens = Counts(transport, [each[0] for each in own], [each[0] for each in told], ep.payload)
+    of_rows = Counts(transport, [sum(each) for each in of_experts], [sum(each[2:]) for each in own])
     return of_tokens, of_rows, of_experts
 
 
@@ -274,11 +308,3 @@ def _check_states(states: list[int], ep: ExpertParallel) -> None:
     if wanting and len(wanting) < len(ranks):
         expected = "a tensor that wants a gradient on all ranks of the group or on none"
         _checks.bad_value(_DISPATCH, "x", expected, f"one that does on ranks {wanting} of {ranks}")
-
-
-def _chunks(of_experts: list[list[int]], like: Tensor) -> Chunks:
-    size, experts = len(of_experts), len(of_experts[0])
-    sizes = [of_experts[rank][expert] for expert in range(experts) for rank in range(size)]
-    order = [expert * size + rank for rank in range(size) for expert in range(experts)]
-    made = (paddle.to_tensor(each, dtype="int32", place=like.place) for each in (sizes, order))
-    return Chunks(*made)

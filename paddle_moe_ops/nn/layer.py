@@ -51,8 +51,10 @@ class MoELayer(nn.Layer):
             makes the layer, with the same arguments. The router and the shared experts are the same on all ranks, and
             start so. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
             Gradients: see `expert_parallel.average_gradients`. None: this process has all experts.
-        combine: with a group, how rows come back: see `expert_parallel.ExpertParallel`; so is the next.
+        combine: with a group, how rows come back: see `expert_parallel.ExpertParallel`; so are the next two.
         payload: with a group, what tokens travel as.
+        tokens_per_rank: with a group, the tokens that each rank sends to each, where the number is to be the same in
+            every call.
 
     The last forward pass sets these attributes; a copy of the layer starts without them. Those of a pass under
     paddle.jit.to_static can be read inside the traced function, and with ``full_graph=True`` only there. Read the
@@ -93,6 +95,7 @@ class MoELayer(nn.Layer):
         group: Any = None,
         combine: str = "exact",
         payload: str | None = None,
+        tokens_per_rank: int | None = None,
     ) -> None:
         super().__init__()
         name = "MoELayer"
@@ -117,7 +120,11 @@ class MoELayer(nn.Layer):
         self.hidden_size = self.router.hidden_size
         with _checks.renaming("SwiGLUExperts", name):
             memory_options: dict[str, Any] = {"keep": keep, "workspace_mb": workspace_mb, "accumulate": accumulate}
-            self.parallel = None if group is None else _parallel(name, num_experts, group, combine, payload)
+            self.parallel: ExpertParallel | None = None
+            if group is not None:
+                travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
+                with _checks.renaming("ExpertParallel", name):
+                    self.parallel = ExpertParallel(num_experts, group, **travels)
             own_experts = num_experts if self.parallel is None else self.parallel.num_local_experts
             self.experts = SwiGLUExperts(own_experts, hidden_size, intermediate_size, **memory_options)
         self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
@@ -226,11 +233,6 @@ def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
     if x.shape[-1] < 0:  # traced by bytecode after inputs of another rank; fails to run if the width is another
         x = x.reshape([*(paddle.shape(x)[axis] for axis in range(rank - 1)), hidden])
     return x if rank == 2 else x.reshape([-1, hidden])
-
-
-def _parallel(name: str, num_experts: int, group: Any, combine: str, payload: str | None) -> ExpertParallel:
-    with _checks.renaming("ExpertParallel", name):
-        return ExpertParallel(num_experts, group, combine=combine, payload=payload)
 
 
 def _over_ranks(

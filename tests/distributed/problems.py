@@ -26,6 +26,7 @@ class Problem(NamedTuple):
         routing: "uniform", "one expert", "half none" or "none".
         dtype: of tokens.
         float8: what tokens travel as.
+        tokens_per_rank: tokens that a rank sends to each, or None.
         integers: whether all sums and products are integers that every dtype has.
     """
 
@@ -36,6 +37,7 @@ class Problem(NamedTuple):
     routing: str = "uniform"
     dtype: str = "float32"
     float8: str | None = None
+    tokens_per_rank: int | None = None
     integers: bool = False
 
     def arrays(self) -> dict[str, NDArray]:
@@ -92,10 +94,22 @@ def results(out: paddle.Tensor, tensors: dict[str, Any]) -> dict[str, NDArray]:
     return {"out": bits(out), "d_x": bits(tensors["x"].grad), "d_probs": bits(tensors["probs"].grad)}
 
 
+def kept_ids(problem: Problem) -> NDArray:
+    """The ids without those that have no room."""
+    ids, ranks = problem.arrays()["ids"].copy(), len(problem.tokens)
+    for source in range(ranks):
+        of_source = ids[problem.of_rank(source)]  # a view
+        for rank in range(ranks):
+            goes_there = (of_source >= 0) & (of_source // (problem.experts // ranks) == rank)
+            is_late = np.cumsum(goes_there.any(1)) > (problem.tokens_per_rank or len(ids))
+            of_source[goes_there & is_late[:, None]] = -1
+    return ids
+
+
 def alone(problem: Problem) -> dict[str, NDArray]:
     """What one process gives that has all tokens and experts."""
     t = problem.tensors(slice(None))
-    plan, tokens = route(t["ids"], num_experts=problem.experts), t["x"]
+    plan, tokens = route(to_tensor(kept_ids(problem)), num_experts=problem.experts), t["x"]
     if problem.float8 is not None:
         codes, scales = quantize_1x128(tokens, ue8m0=problem.float8.endswith("ue8m0"))
         rounded = dequantize_1x128(codes, scales, dtype=tokens.dtype).astype("float32")

@@ -16,7 +16,7 @@ from paddle_moe_ops import permute, unpermute, use_backend
 from paddle_moe_ops.expert_parallel import ExpertParallel
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
-from .problems import Problem, alone, results, scaled
+from .problems import Problem, alone, kept_ids, results, scaled
 from .processes import run
 
 TWO = [
@@ -47,8 +47,14 @@ def exact(problem: Problem, rank: int) -> dict[str, Any]:
 
 def reduced(problem: Problem, rank: int) -> dict[str, Any]:
     t = problem.tensors(problem.of_rank(rank))
-    ep = ExpertParallel(problem.experts, combine="reduced", payload=problem.float8)
+    ep = ExpertParallel(
+        problem.experts, combine="reduced", payload=problem.float8, tokens_per_rank=problem.tokens_per_rank
+    )
     received = ep.dispatch(t["x"], t["ids"], t["probs"])
+    if problem.tokens_per_rank is not None:
+        assert received.tokens.shape[0] == problem.tokens_per_rank * len(problem.tokens)
+        mine = problem.of_rank(rank)
+        assert received.dropped_slots.item() == (problem.arrays()["ids"][mine] != kept_ids(problem)[mine]).sum()
     rows = scaled(permute(received.tokens, received.plan)[0], received.plan.row_to_expert + ep.first_expert)
     return results(ep.combine(unpermute(rows, received.plan, received.probs), received), t)
 
@@ -92,10 +98,17 @@ def test_reduced_has_them_where_nothing_is_rounded(problems):
 
 
 @pytest.mark.parametrize("problems", [TWO, FOUR], ids=["two", "four"])
+@pytest.mark.parametrize("room", [1, 3, 200])
+def test_equal_parts_drop_what_has_no_room_and_nothing_else(problems, room):
+    check("reduced", [problem._replace(integers=True, tokens_per_rank=room) for problem in problems])
+
+
+@pytest.mark.parametrize("problems", [TWO, FOUR], ids=["two", "four"])
 def test_so_it_is_on_a_custom_device(problems, custom_backend):
     check("exact", problems, custom_backend)
     check("exact", [problem._replace(integers=True) for problem in problems], custom_backend)
     check("reduced", [problem._replace(integers=True) for problem in problems], custom_backend)
+    check("reduced", [problem._replace(integers=True, tokens_per_rank=3) for problem in problems], custom_backend)
 
 
 def with_a_trained_router(combine: str) -> NDArray:

@@ -95,8 +95,7 @@ def assert_like_one_process(tokens, turns=1, **options):
     for other in of_ranks[1:]:
         for name, value in other[1].items():
             np.testing.assert_array_equal(value, end[name], err_msg=name)
-    options.pop("combine", None)
-    net = Net(**options)
+    net = Net(**{name: each for name, each in options.items() if name not in ("combine", "tokens_per_rank")})
     net.set_state_dict(start)
     train(net, tokens, None, turns)
     for name, expected in arrays(net.state_dict()).items():
@@ -113,6 +112,10 @@ def test_training_is_that_of_one_process(tokens, combine):
 @pytest.mark.parametrize("combine", ["exact", "reduced"])
 def test_recompute_and_accumulation(combine):
     assert_like_one_process((5, 11), turns=2, recomputes=True, combine=combine)
+
+
+def test_parts_of_one_size_with_room_for_all():
+    assert_like_one_process((5, 11), combine="reduced", tokens_per_rank=11)
 
 
 def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...]) -> tuple[Any, Any]:

@@ -1,0 +1,93 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens go to which rank, and how the rows of the local experts go back."""
+
+from __future__ import annotations
+
+import paddle
+from paddle import Tensor
+
+from .._graphs import beside, filled, numbers_of
+from ..routing import Plan, route
+from .exchange import Chunks
+
+__all__ = ["chunks_of", "local_ids_of", "plan_of_ranks", "spread", "trimmed"]
+
+_BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert")
+
+
+def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: int | None) -> Plan:
+    """A plan in which ranks take the place of experts: a token has one row for each rank that has one of its experts.
+
+    Nothing waits for the number of rows: the plan has as many as there may be.
+
+    Args:
+        ids: int32 [T, K], experts of each token, -1 for none.
+        num_ranks: P.
+        experts_of_rank: E / P.
+        capacity: tokens that a rank gets at most, or None.
+    """
+    num_tokens, topk = ids.shape
+    if num_tokens == 0:
+        mask = filled([0, num_ranks], False, "bool", like=ids)
+    else:
+        rank = paddle.where(ids >= 0, ids // experts_of_rank, ids)
+        mask = (rank.unsqueeze(-1) == paddle.arange(num_ranks, dtype="int32")).any(axis=1)
+    return route(mask, buffer_size=num_tokens * min(num_ranks, topk), capacity=capacity, validate=False)
+
+
+def trimmed(plan: Plan, num_rows: int) -> Plan:
+    """A plan with a buffer of the rows that there are."""
+    return plan._replace(**{name: getattr(plan, name)[:num_rows] for name in _BY_ROW}, num_rows=num_rows)
+
+
+def spread(plan: Plan, rows_of_rank: int, like: Tensor) -> Plan:
+    """A plan of ranks in whose buffer each rank has the same number of rows, the last of them without a token.
+
+    Args:
+        plan: a plan of ranks.
+        rows_of_rank: that number.
+        like: a tensor that tells where the maps are to lie.
+    """
+    num_ranks = plan.num_experts
+    num_rows = num_ranks * rows_of_rank
+    ranks, offsets = plan.row_to_expert, plan.expert_offsets
+    expert_offsets = paddle.arange(num_ranks + 1, dtype="int32") * rows_of_rank
+    maps = {name: filled([num_rows], -1, "int32", like=like) for name in _BY_ROW}
+    slot_to_row, token_rows = plan.slot_to_row, plan.token_rows
+    if ranks.shape[0]:
+        shift = expert_offsets[:-1] - offsets[:-1]
+        # One more row takes those that have no token.
+        places = numbers_of(ranks) + paddle.gather(shift, ranks.clip(min=0))
+        places = paddle.where(ranks >= 0, places, paddle.full_like(places, num_rows))
+        for name in _BY_ROW:
+            buffer = filled([num_rows + 1], -1, "int32", like=ranks)
+            maps[name] = paddle.scatter(buffer, places, getattr(plan, name))[:num_rows]
+        slot_to_row, token_rows = (_moved(rows, places) for rows in (slot_to_row, token_rows))
+    moved = {"slot_to_row": beside(slot_to_row, like), "token_rows": beside(token_rows, like)}
+    moved["expert_offsets"] = expert_offsets
+    return plan._replace(**maps, **moved, num_rows=num_rows)
+
+
+def _moved(rows: Tensor, places: Tensor) -> Tensor:
+    new = paddle.gather(places, rows.clip(min=0).flatten()).reshape(rows.shape)
+    return paddle.where(rows >= 0, new, rows)
+
+
+def local_ids_of(ids: Tensor, to_ranks: Plan, experts_of_rank: int) -> Tensor:
+    """The ids [R, K] of the tokens that are sent, counted from the first expert of their rank; -1: on another rank."""
+    if ids.shape[0] == 0 or to_ranks.num_rows == 0:
+        return filled([to_ranks.num_rows, ids.shape[1]], -1, "int32", like=ids)
+    of_rows = paddle.gather(ids, to_ranks.row_to_token.clip(min=0))
+    local = of_rows - (to_ranks.row_to_expert * experts_of_rank).unsqueeze(-1)
+    is_here = (local >= 0) & (local < experts_of_rank) & (to_ranks.row_to_token >= 0).unsqueeze(-1)
+    return paddle.where(is_here, local, paddle.full_like(local, -1))
+
+
+def chunks_of(of_experts: list[list[int]], like: Tensor) -> Chunks:
+    """The chunks of the rows of [rank, local expert], where another tensor lies."""
+    size, experts = len(of_experts), len(of_experts[0])
+    sizes = [of_experts[rank][expert] for expert in range(experts) for rank in range(size)]
+    order = [expert * size + rank for rank in range(size) for expert in range(experts)]
+    made = (paddle.to_tensor(each, dtype="int32", place=like.place) for each in (sizes, order))
+    return Chunks(*made)
