@@ -20,8 +20,9 @@ from .models import model
 from .modes import dygraph
 from .test_trained_routers import ARRAYS, PROGRAMS
 
-# Modules without public functions, by the first part of their names or in full.
-INTERNAL = {"backends", "masked.shared", "reference", "rowmaps", "testing", "triton"}
+# Modules without public functions, by the first part of their names or in full; and that of several processes, whose
+# programs are in tests/distributed.
+INTERNAL = {"backends", "expert_parallel", "masked.shared", "reference", "rowmaps", "testing", "triton"}
 
 
 def public_modules() -> Iterator[Any]:
