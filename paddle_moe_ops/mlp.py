@@ -100,10 +100,7 @@ def moe_mlp(
         check_weights(_NAME, "probs", probs, plan, weights_by)
     _checks.same_place(_NAME, x=tokens, gate_up=gate_up, down=down, probs=probs)
     if accumulate:
-        for name, matrix in (("gate_up", gate_up), ("down", down)):
-            problem = why_not(matrix)
-            if problem is not None:
-                _checks.bad_value(_NAME, name, *problem)
+        check_destinations(_NAME, gate_up, down)
     if paddle.amp.is_autocast_enabled() and is_on_gpu(tokens):
         dtype = getattr(paddle, paddle.amp.get_autocast_dtype())
         if accumulate:  # what a cast gives is no parameter
@@ -127,6 +124,14 @@ def moe_mlp(
     if len(shape) == 2:
         return out
     return out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(shape)])
+
+
+def check_destinations(function: str, gate_up: Tensor, down: Tensor) -> None:
+    """Check that gradients can be added to what the matrices have."""
+    for name, matrix in (("gate_up", gate_up), ("down", down)):
+        problem = why_not(matrix)
+        if problem is not None:
+            _checks.bad_value(function, name, *problem)
 
 
 def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool) -> None:

@@ -23,7 +23,7 @@ __all__ = ["ExpertParallel", "Received"]
 
 _NAME = "ExpertParallel"
 _DISPATCH = f"{_NAME}.dispatch"
-_WANTS_GRADIENT, _NOT_FINITE = 1, 2
+_WANTS_GRADIENT, _NOT_FINITE, _RAISED = 1, 2, 4  # what a rank says of itself
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class ExpertParallel:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong value or shape; bad data (see ``validate``); ``x`` wants a gradient on
                 some ranks only (without ``tokens_per_rank``, which leaves no time to ask).
-            RuntimeError: a rank did not answer.
+            RuntimeError: a rank did not answer, or raised one of these errors (without ``tokens_per_rank``).
         """
         return _dispatch(x, ids, probs, self, capacity, validate)
 
@@ -204,16 +204,11 @@ class ExpertParallel:
 def _dispatch(
     x: Tensor, ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None
 ) -> Received:
-    _checks.tensor(_DISPATCH, "x", x, _checks.SUM_DTYPES, ["num_tokens", "hidden"])
-    if is_graph_value(x):
-        _checks.bad_value(_DISPATCH, "x", "a tensor; exchanges run in dygraph only", "a value of a static graph")
-    _checks.tensor(_DISPATCH, "ids", ids, _checks.ID_DTYPES, [x.shape[0], "topk"])
-    _checks.tensor(_DISPATCH, "probs", probs, (paddle.float32,), ids.shape)
-    _checks.same_place(_DISPATCH, x=x, ids=ids, probs=probs)
-    num_tokens, topk = ids.shape
-    with _checks.renaming("route", _DISPATCH, routing="ids"):
-        slots = num_tokens * topk
-        plan = route(ids, num_experts=ep.num_experts, buffer_size=slots, capacity=capacity, validate=validate)
+    try:
+        plan = _plan(x, ids, probs, ep, capacity, validate)
+    except (TypeError, ValueError):
+        _say_that_this_rank_raises(ep)
+        raise
     kept = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
     kept = beside(kept, x)
     to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank)
@@ -234,6 +229,29 @@ def _dispatch(
     chunks = chunks_of(of_experts, like=x)
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows)
     return Received(rows=made, tokens=None, probs=None, _way_back=_WayBack(rows, chunks, plan, probs), **common)
+
+
+def _plan(
+    x: Tensor, ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None
+) -> Plan:
+    """Check the arguments of `dispatch` and make the plan of this rank's tokens over all experts."""
+    _checks.tensor(_DISPATCH, "x", x, _checks.SUM_DTYPES, ["num_tokens", "hidden"])
+    if is_graph_value(x):
+        _checks.bad_value(_DISPATCH, "x", "a tensor; exchanges run in dygraph only", "a value of a static graph")
+    _checks.tensor(_DISPATCH, "ids", ids, _checks.ID_DTYPES, [x.shape[0], "topk"])
+    _checks.tensor(_DISPATCH, "probs", probs, (paddle.float32,), ids.shape)
+    _checks.same_place(_DISPATCH, x=x, ids=ids, probs=probs)
+    slots = ids.shape[0] * ids.shape[1]
+    with _checks.renaming("route", _DISPATCH, routing="ids"):
+        return route(ids, num_experts=ep.num_experts, buffer_size=slots, capacity=capacity, validate=validate)
+
+
+def _say_that_this_rank_raises(ep: ExpertParallel) -> None:
+    """Take part in the exchange of numbers that the other ranks wait for, if there is one."""
+    size = ep.group.nranks
+    if ep.tokens_per_rank is None and paddle.in_dynamic_mode():
+        message = paddle.full([size, 2 + ep.num_local_experts], _RAISED, "int32")
+        ep._transport.exchange(message, [1] * size, [1] * size)
 
 
 def _dispatch_equal_parts(
@@ -301,6 +319,9 @@ def _counts(
 
 def _check_states(states: list[int], ep: ExpertParallel) -> None:
     ranks = ep.group.ranks
+    raised = [rank for rank, state in zip(ranks, states, strict=True) if state & _RAISED]
+    if raised:
+        raise RuntimeError(f"{_DISPATCH}: ranks {raised} of {ranks} raised an error in this call, which says more")
     bad = [rank for rank, state in zip(ranks, states, strict=True) if state & _NOT_FINITE]
     if bad:
         _checks.bad_value(_DISPATCH, "x", "finite on all ranks", f"NaN or infinity on ranks {bad}")

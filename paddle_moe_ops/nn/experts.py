@@ -14,8 +14,9 @@ from paddle.jit import not_to_static
 
 from .. import _checks
 from .._graphs import in_float32, is_graph_value, is_on_gpu, public, ready_for_matmul
+from ..backends import accumulated
 from ..gemm import grouped_gemm
-from ..mlp import check_memory_options, moe_mlp
+from ..mlp import check_destinations, check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
 from ._common import Size, check_rows, initial, of_shape, sizes, weight
 
@@ -58,9 +59,9 @@ class SwiGLUExperts(nn.Layer):
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
-        keep: see `moe_mlp`, which runs calls that combine rows; so are the next two.
+        keep: see `moe_mlp`, which runs calls that combine rows; so is the next.
         workspace_mb: see `moe_mlp`.
-        accumulate: see `moe_mlp`.
+        accumulate: see `moe_mlp`; of all calls.
 
     Attributes:
         gate_up: weights [E, H, 2*I], the gate's columns first.
@@ -155,7 +156,7 @@ class SwiGLUExperts(nn.Layer):
         if plan is not None:
             return self.weighted_rows(rows, plan, probs)
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
-        return _by_counts(rows, self.gate_up, self.down, sizes_of, tokens_per_expert, padding_alignment)
+        return _by_counts(rows, *self._matrices(), sizes_of, tokens_per_expert, padding_alignment)
 
     @not_to_static
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
@@ -176,7 +177,14 @@ class SwiGLUExperts(nn.Layer):
             ValueError: an argument of the wrong shape; a plan of another number of experts.
         """
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
-        return _by_plan(x, self.gate_up, self.down, sizes_of, plan, probs)
+        return _by_plan(x, *self._matrices(), sizes_of, plan, probs)
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """The weights for calls that `moe_mlp` does not run."""
+        if not self.memory_options["accumulate"]:
+            return self.gate_up, self.down
+        check_destinations("SwiGLUExperts", self.gate_up, self.down)
+        return accumulated(self.gate_up), accumulated(self.down)
 
 
 @public("x", "gate_up", "down")

@@ -118,6 +118,23 @@ def test_a_gradient_on_some_ranks_and_nan_are_told_to_all():
     assert run(unlike_tensors, 2) == [expected, expected]
 
 
+def bad_data_on_one_rank() -> list[str]:
+    rank, ep, (x, ids, probs) = paddle.distributed.get_rank(), ExpertParallel(4), inputs(0)
+    bad = [ids + 4 * rank, ids.flatten() if rank == 1 else ids]
+    return [caught(lambda each=each: ep.dispatch(x, each, probs)) for each in bad]
+
+
+def test_the_others_are_told_of_a_rank_that_raises():
+    told, raised = run(bad_data_on_one_rank, 2)
+    assert (
+        told
+        == ["RuntimeError: ExpertParallel.dispatch: ranks [1] of [0, 1] raised an error in this call, which says more"]
+        * 2
+    )
+    assert raised[0].startswith("ValueError: ExpertParallel.dispatch: ids ")
+    assert raised[1] == "ValueError: ExpertParallel.dispatch: ids must be of shape [2, topk], but got [4]"
+
+
 def end_of_a_rank() -> str:
     ep, (x, ids, probs) = ExpertParallel(4), inputs(0)
     ep.dispatch(x, ids, probs)

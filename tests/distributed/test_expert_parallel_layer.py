@@ -118,6 +118,29 @@ def test_parts_of_one_size_with_room_for_all():
     assert_like_one_process((5, 11), combine="reduced", tokens_per_rank=11)
 
 
+def gradients_in(accumulate: bool) -> Any:
+    """The averaged gradients of the experts, in `grad` or in `main_grad`."""
+    paddle.seed(4)
+    rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+    net = Net(group, accumulate=accumulate)
+    experts = net.moe.experts.parameters()
+    if accumulate:
+        for each in experts:
+            each.main_grad = None
+    x, y = batch((5, 11), rank, 0)
+    (net(x) - y).square().mean().backward()
+    average_gradients(net.parameters(), group)
+    assert all((each.grad is None) == accumulate for each in experts)
+    return [(each.main_grad if accumulate else each.grad).numpy() for each in experts]
+
+
+def test_main_gradients_are_averaged():
+    for plain, main in zip(run(gradients_in, 2, accumulate=False), run(gradients_in, 2, accumulate=True), strict=True):
+        for expected, got in zip(plain, main, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+            assert np.abs(got).max() > 0
+
+
 def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...]) -> tuple[Any, Any]:
     """What a model gives that loads a whole state, and the state that it gathers."""
     group, rank = paddle.distributed.get_group(0), paddle.distributed.get_rank()

@@ -13,8 +13,8 @@ import paddle.nn.functional as F
 import pytest
 from paddle.distributed.fleet.utils import recompute
 
-from paddle_moe_ops import moe_mlp, route
-from paddle_moe_ops.nn import MoELayer
+from paddle_moe_ops import moe_mlp, permute, route
+from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 
 pytestmark = [
     pytest.mark.usefixtures("place", "backend"),
@@ -51,6 +51,23 @@ def trained(layer, steps=12, **adam):
         optimizer.clear_grad()
         losses.append(loss.item())
     return losses
+
+
+@pytest.mark.parametrize("by_plan", [False, True], ids=["counts", "plan"])
+def test_rows_that_are_not_combined_accumulate_too(by_plan):
+    x, plan = batches(1)[0], route(paddle.to_tensor(np.arange(T * K).reshape(T, K) % E), num_experts=E)
+    rows = x if by_plan else permute(x, plan)[0]
+    given = {"plan": plan} if by_plan else {"tokens_per_expert": plan.tokens_per_expert}
+    plain, adding = (SwiGLUExperts(E, H, I, accumulate=each) for each in (False, True))
+    adding.set_state_dict(plain.state_dict())
+    for parameter in adding.parameters():
+        parameter.main_grad = None
+    for _ in range(2):
+        plain(rows, **given).sum().backward()
+        adding(rows, **given).sum().backward()
+    for expected, parameter in zip(plain.parameters(), adding.parameters(), strict=True):
+        assert parameter.grad is None
+        np.testing.assert_allclose(parameter.main_grad.numpy(), expected.grad.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_learns_and_what_it_keeps_makes_no_difference():
