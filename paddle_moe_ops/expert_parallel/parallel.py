@@ -26,7 +26,7 @@ _DISPATCH = f"{_NAME}.dispatch"
 _WANTS_GRADIENT, _NOT_FINITE, _RAISED = 1, 2, 4  # what a rank says of itself
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Received:
     """What a rank received for its experts. T tokens are this rank's own, R those that arrived, N their rows.
 
@@ -51,7 +51,7 @@ class Received:
     _way_back: _WayBack
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _WayBack:
     """What `combine` needs."""
 
@@ -154,7 +154,8 @@ class ExpertParallel:
             ids: int32 or int64 [T, K], experts of each token, -1 for none.
             probs: float32 [T, K].
             capacity: slots of this rank's tokens that an expert takes at most; the others are dropped. None: no limit.
-            validate: as `route`. True also raises, on every rank, where a rank's tokens are not finite.
+            validate: as `route`. True also raises, on every rank, where a rank's tokens are not finite (without
+                ``tokens_per_rank``).
 
         Returns:
             what arrived, for the local experts and for `combine`.
