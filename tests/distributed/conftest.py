@@ -8,11 +8,11 @@ import pytest
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that asks for ``num_processes`` runs between 2, 3 and 4, and on GPUs between as many as there are."""
+    """A test that asks for ``num_processes`` runs between 2 and 4, and on GPUs between as many as there are."""
     if "num_processes" in metafunc.fixturenames:
         gpus = metafunc.config.getoption("--gpus")
         on_gpus = metafunc.config.getoption("--device") != "cpu"
-        metafunc.parametrize("num_processes", [gpus] if on_gpus else [2, 3, 4], scope="module")
+        metafunc.parametrize("num_processes", [gpus] if on_gpus else [2, 4], scope="module")
 
 
 @pytest.fixture(scope="session")

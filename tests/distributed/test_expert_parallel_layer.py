@@ -28,7 +28,7 @@ from .processes import Processes, run
 
 SIZES = 8, 12, 4, 2  # H, I, E, K
 HIDDEN = SIZES[0]
-BATCHES = {(5, 11): "uneven", (16, 0): "one without tokens", (8, 8): "even", (3, 4, 0, 9): "four"}
+BATCHES = {(5, 11): "uneven", (16, 0): "one without tokens", (8, 8): "even"}
 
 
 class Net(nn.Layer):
@@ -152,8 +152,7 @@ def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...]) -> tup
     return out.numpy(), arrays(gather_state_dict(net, group))
 
 
-@pytest.mark.parametrize("tokens", [(6, 10), (1, 2, 3, 10)], ids=["two", "four"])
-def test_a_checkpoint_of_one_process_fits_several_and_comes_back(tokens):
+def assert_a_checkpoint_fits(tokens):
     paddle.seed(3)
     net = Net()
     whole = arrays(net.state_dict())
@@ -165,6 +164,10 @@ def test_a_checkpoint_of_one_process_fits_several_and_comes_back(tokens):
     with paddle.no_grad():
         expected = net(batch(tokens, None, 0)[0]).numpy()
     np.testing.assert_allclose(np.concatenate([out for out, _ in of_ranks]), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_of_one_process_fits_two_and_comes_back():
+    assert_a_checkpoint_fits((6, 10))
 
 
 def first_values() -> Any:
@@ -203,26 +206,6 @@ def test_data_parallel_leaves_experts_to_their_rank():
     assert kept_two
     for name, gradient in one.items():
         assert np.array_equal(gradient, two[name]) != ("experts" in name), name
-
-
-def two_groups() -> NDArray:
-    """Four ranks in two groups, which know nothing of each other."""
-    rank = paddle.distributed.get_rank()
-    groups = []
-    for ranks in ([0, 1], [2, 3]):
-        groups.append(paddle.distributed.new_group(ranks))
-        paddle.distributed.barrier()  # ranks that connect two groups at a time with gloo may miss each other
-    paddle.seed(rank // 2)
-    net = Net(groups[rank // 2])
-    out = net(batch((2, 3, 4, 5), rank, 0)[0])
-    out.sum().backward()
-    return out.numpy()
-
-
-def test_groups_are_independent():
-    outs = run(two_groups, 4)
-    assert [len(out) for out in outs] == [2, 3, 4, 5]
-    assert all(np.isfinite(out).all() for out in outs)
 
 
 def of_rank_alone(options: dict[str, Any], tokens: tuple[int, ...]) -> Any:
@@ -279,6 +262,38 @@ def in_mixed_precision() -> Any:
 def test_mixed_precision_copies_and_bfloat16():
     for loss, of_copy in run(in_mixed_precision, 2):
         assert loss == of_copy
+
+
+# The tests of four processes follow each other, since a start takes seconds.
+
+
+@pytest.mark.parametrize("combine", ["exact", "reduced"])
+def test_training_over_four_ranks_is_that_of_one_process(combine):
+    assert_like_one_process((3, 4, 0, 9), combine=combine)
+
+
+def test_a_checkpoint_of_one_process_fits_four_and_comes_back():
+    assert_a_checkpoint_fits((1, 2, 3, 10))
+
+
+def two_groups() -> NDArray:
+    """Four ranks in two groups, which know nothing of each other."""
+    rank = paddle.distributed.get_rank()
+    groups = []
+    for ranks in ([0, 1], [2, 3]):
+        groups.append(paddle.distributed.new_group(ranks))
+        paddle.distributed.barrier()  # ranks that connect two groups at a time with gloo may miss each other
+    paddle.seed(rank // 2)
+    net = Net(groups[rank // 2])
+    out = net(batch((2, 3, 4, 5), rank, 0)[0])
+    out.sum().backward()
+    return out.numpy()
+
+
+def test_groups_are_independent():
+    outs = run(two_groups, 4)
+    assert [len(out) for out in outs] == [2, 3, 4, 5]
+    assert all(np.isfinite(out).all() for out in outs)
 
 
 def with_fleet() -> Any:
