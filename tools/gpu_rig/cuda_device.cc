@@ -4,14 +4,14 @@
 // A Paddle custom-device plug-in that presents NVIDIA GPUs to the CPU build of Paddle as
 // CustomPlace("cuda_rig", i): device memory, copies, streams and events through the CUDA runtime.
 // Compiled custom ops and Triton kernels run on the device memory directly; operators of Paddle's own run on the CPU
-// (host_kernels.cc). Put the built library (see the Makefile) in a folder and set CUSTOM_DEVICE_ROOT to that folder before
-// importing paddle.
+// (host_kernels.cc), and collectives over NCCL (nccl_collectives.cc). Put the built library (see the Makefile) in a folder and
+// set CUSTOM_DEVICE_ROOT to that folder before importing paddle.
 #include <cuda_runtime.h>
 
 #include <cstdio>
 #include <cstring>
 
-#include "paddle/phi/backends/device_ext.h"
+#include "device.h"
 
 namespace {
 
@@ -171,4 +171,6 @@ extern "C" void InitPlugin(CustomRuntimeParams* params) {
   device->get_driver_version = Constant<CUDART_VERSION>;
   device->is_float16_supported = Supported;
   device->is_bfloat16_supported = Supported;
+
+  rig::SetCollectives(device);
 }
