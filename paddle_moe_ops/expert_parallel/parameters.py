@@ -13,7 +13,6 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .groups import group_of
-from .transports import transport_for
 
 __all__ = [
     "average_gradients",
@@ -105,12 +104,13 @@ def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
         on every rank ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...].
     """
     group = group_of("gather_state_dict", group)
-    transport, state = transport_for("auto", group), dict(layer.state_dict())
+    state = dict(layer.state_dict())
+    if group.nranks == 1:
+        return state
     for name in _expert_names(layer):
-        value = state[name]
-        copies = [1] * group.nranks
-        sent = paddle.concat([value.unsqueeze(0)] * group.nranks)
-        state[name] = transport.exchange(sent, copies, copies).reshape([-1, *value.shape[1:]])
+        parts: list[Tensor] = []
+        paddle.distributed.all_gather(parts, state[name], group=group)
+        state[name] = paddle.concat(parts)
     return state
 
 

@@ -7,7 +7,8 @@
 // (scatter_rows). With d_weights a block takes a row and its token's row of d_out, which the L2 holds for the token's other rows
 // (row_backward), and writes the weighted gradient along with the dot product. Many tokens with few rows each get a warp per token
 // instead (token_backward): a block for each entry of the map would mostly find none. Either loads a row's weight, two loads one after
-// the other, when the row's data are on their way. The rows without a token, whose gradient is zero, are shared out over all warps. Bytes moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H alone).
+// the other, when the row's data are on their way. The rows without a token, whose gradient is zero, are shared out over all warps. Bytes
+// moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H alone).
 //
 // A dot product is summed over 256 lanes for any number of threads: access a of a row belongs to lane a % 256, a lane adds its
 // products in order, and the lanes are added up by halves, lane l + 128 to lane l and so on. A thread with several lanes has a sum for
