@@ -12,6 +12,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
+from paddle_moe_ops.backends.arrays import to_numpy
 from tests.distributed import processes
 from tests.distributed.processes import run
 
@@ -111,3 +112,17 @@ def test_strided_tensors():
     for copies in run(strided_copies, 2, "stub"):
         for got, expected in zip(copies, (x.transpose(2, 0, 1), x[:, 1, 1:], y), strict=True):
             np.testing.assert_array_equal(got, expected, strict=True)
+
+
+def places_of_results():
+    x, w = paddle.zeros([0, 5], "float32"), paddle.ones([5, 3], "bfloat16")
+    x.stop_gradient = w.stop_gradient = False  # without rows, matmul has a gradient of w only beside one of x
+    y = x.astype("bfloat16") @ w + 1.0
+    paddle.concat([y, w]).sum().backward()
+    return [str(each.place) for each in (x, y, w[1:3], w.grad)], to_numpy(w.grad)
+
+
+def test_tensors_without_rows_stay_on_the_device():
+    for rank, (places, gradient) in enumerate(run(places_of_results, 2, "stub")):
+        assert places == [f"Place(stub_rig:{rank})"] * 4
+        np.testing.assert_array_equal(gradient, np.ones((5, 3), gradient.dtype))

@@ -119,11 +119,29 @@ C_Status Supported(const C_Device, bool* supported) {
   return C_SUCCESS;
 }
 
+C_Status CopyOnStream(void* target, const void* source, size_t bytes, cudaMemcpyKind kind, void* stream) {
+  RIG_TRY(cudaMemcpyAsync(target, source, bytes, kind, static_cast<cudaStream_t>(stream)));
+  RIG_RETURN(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+}
+
 }  // namespace
+
+namespace rig {
+
+const char kDeviceType[] = "cuda_rig";
+
+C_Status CopyToHost(void* host, const void* device, size_t bytes, void* stream) {
+  return CopyOnStream(host, device, bytes, cudaMemcpyDeviceToHost, stream);
+}
+C_Status CopyToDevice(void* device, const void* host, size_t bytes, void* stream) {
+  return CopyOnStream(device, host, bytes, cudaMemcpyHostToDevice, stream);
+}
+
+}  // namespace rig
 
 extern "C" void InitPlugin(CustomRuntimeParams* params) {
   PADDLE_CUSTOM_RUNTIME_CHECK_VERSION(params);
-  params->device_type = const_cast<char*>("cuda_rig");
+  params->device_type = const_cast<char*>(rig::kDeviceType);
   C_DeviceInterface* device = params->interface;
   std::memset(device, 0, sizeof(C_DeviceInterface));
   device->size = sizeof(C_DeviceInterface);

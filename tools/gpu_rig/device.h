@@ -1,12 +1,22 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the parts of the plug-in know of each other.
+// What the parts of a custom-device plug-in know of each other. There are two devices: "cuda_rig" (cuda_device.cc,
+// nccl_collectives.cc), and "stub_rig" of tests/distributed. They share the kernels (host_kernels.cc).
 #pragma once
+
+#include <cstddef>
 
 #include "paddle/phi/backends/device_ext.h"
 
 namespace rig {
+
+// The name of the device.
+extern const char kDeviceType[];
+
+// Copies between the host and the device after what the stream does before, and waits for it.
+C_Status CopyToHost(void* host, const void* device, size_t bytes, void* stream);
+C_Status CopyToDevice(void* device, const void* host, size_t bytes, void* stream);
 
 // Fills the slots of the collectives.
 void SetCollectives(C_DeviceInterface* device);

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The kernels of Paddle's own that the tests need on the custom place "cuda_rig"; the CPU computes them (host_kernels.h).
+// The kernels of Paddle's own that the tests need on a custom device; the CPU computes them (host_kernels.h).
 //
 // Paddle by itself computes on the CPU what has no kernel on the device, but not everywhere: gradients that it adds up and values
 // that it passes on inside a program stay on the CPU then, and kernels that it asks for by name must be there.

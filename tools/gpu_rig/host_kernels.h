@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Makes a kernel for the custom place "cuda_rig" of a CPU kernel of Paddle: inputs to the host, the CPU kernel, outputs back.
+// Makes a kernel for the custom device of a CPU kernel of Paddle: inputs to the host, the CPU kernel, outputs back.
 //
 // What is copied is the whole memory block behind a tensor, once per call, and its image on the host has the block's size. So
 // strides, offsets, views and outputs that share memory with an input mean the same on both sides, and need no code of their own.
@@ -9,8 +9,6 @@
 // Paddle's CPU has no float16 or bfloat16 form of some kernels (`add`, `matmul`). The float32 form computes those, and its result
 // is rounded once, as a GPU kernel's is.
 #pragma once
-
-#include <cuda_runtime.h>
 
 #include <algorithm>
 #include <deque>
@@ -20,16 +18,15 @@
 #include <utility>
 #include <vector>
 
+#include "device.h"
 #include "paddle/phi/backends/context_pool.h"
 #include "paddle/phi/common/memory_utils.h"
 #include "paddle/phi/core/kernel_registry.h"
 
 namespace rig {
 
-constexpr char kDeviceType[] = "cuda_rig";
-
-inline void Check(cudaError_t status) {
-  if (status != cudaSuccess) PADDLE_THROW(common::errors::External("cuda_rig: %s", cudaGetErrorString(status)));
+inline void Check(C_Status status) {
+  if (status != C_SUCCESS) PADDLE_THROW(common::errors::External("%s: a copy to or from the host failed", kDeviceType));
 }
 
 inline phi::KernelKey CpuKey(phi::DataType dtype) { return {phi::Backend::CPU, phi::DataLayout::ALL_LAYOUT, dtype}; }
@@ -74,7 +71,7 @@ class HostCall {
       if (tensor == nullptr || phi::DenseTensor::classof(tensor)) {
         images.push_back(tensor == nullptr ? nullptr : Input(*static_cast<const phi::DenseTensor*>(tensor)));
       } else {
-        PADDLE_THROW(common::errors::Unimplemented("cuda_rig: tensors must be dense"));
+        PADDLE_THROW(common::errors::Unimplemented("%s: tensors must be dense", kDeviceType));
       }
     }
     return images;
@@ -124,10 +121,15 @@ class HostCall {
     if (!image->has_allocation() && image->numel() == 0) {  // some kernels ask for the address all the same
       image->ResetHolder(phi::memory_utils::AllocShared(phi::CPUPlace(), 64));
     }
-    if (image->dtype() != widened_ || !image->has_allocation()) return image;
+    if (image->dtype() != widened_ || !HasValues(*image)) return image;
     phi::DenseTensor* wide = Widened(*image);
     Cast(*image, wide, phi::DataType::FLOAT32);
     return wide;
+  }
+
+  // Paddle keeps of some inputs of gradients the shape alone, in a block of no bytes.
+  static bool HasValues(const phi::DenseTensor& tensor) {
+    return tensor.has_allocation() && (tensor.numel() == 0 || tensor.Holder()->size() > 0);
   }
 
   // A float32 tensor of the shape, without memory.
@@ -149,7 +151,7 @@ class HostCall {
     Block& image = device_to_host_[device];
     if (image == nullptr) {
       image = phi::memory_utils::AllocShared(phi::CPUPlace(), device->size());
-      Copy(image->ptr(), device->ptr(), device->size(), cudaMemcpyDeviceToHost);
+      Check(CopyToHost(image->ptr(), device->ptr(), device->size(), context_.stream()));
       host_to_device_[image] = device;
     }
     return image;
@@ -162,19 +164,13 @@ class HostCall {
     if (device == nullptr) {  // the kernel allocated it
       device = phi::memory_utils::AllocShared(context_.GetPlace(), host->size(), phi::Stream(StreamId()));
     }
-    Copy(device->ptr(), host->ptr(), host->size(), cudaMemcpyHostToDevice);
+    Check(CopyToDevice(device->ptr(), host->ptr(), host->size(), context_.stream()));
     output->clear();
     output->set_meta(image.meta());
     output->ResetHolder(device);
   }
 
   phi::StreamId StreamId() const { return reinterpret_cast<phi::StreamId>(context_.stream()); }
-
-  void Copy(void* target, const void* source, size_t bytes, cudaMemcpyKind kind) const {
-    const auto stream = static_cast<cudaStream_t>(context_.stream());
-    Check(cudaMemcpyAsync(target, source, bytes, kind, stream));
-    Check(cudaStreamSynchronize(stream));
-  }
 
   const phi::CustomContext& context_;
   const phi::DataType widened_;
@@ -183,67 +179,107 @@ class HostCall {
   std::map<Block, Block> device_to_host_, host_to_device_;
 };
 
-// Name::kText is the kernel's name; Function is its type on the CPU, `void(const phi::CPUContext&, ...)`.
+// The CPU kernel that computes a kernel of the device, and the dtype that it computes in float32, if there is one.
+struct HostForm {
+  const phi::Kernel* kernel;  // null if there is none
+  phi::DataType widened;
+
+  static HostForm Find(const char* name, phi::DataType dtype) {
+    const phi::Kernel* kernel = FindCpuKernel(name, dtype);
+    const bool narrow = dtype == phi::DataType::FLOAT16 || dtype == phi::DataType::BFLOAT16;
+    if (kernel != nullptr || !narrow) return {kernel, phi::DataType::UNDEFINED};
+    return {FindCpuKernel(name, phi::DataType::FLOAT32), dtype};
+  }
+};
+
+// What all kernels of one type share, so that the compiler makes it once; Function is `void(const phi::CPUContext&, ...)`.
+template <typename Function>
+struct HostFunction;
+
+template <typename... Arguments>
+struct HostFunction<void (*)(const phi::CPUContext&, Arguments...)> {
+  using CpuFunction = void (*)(const phi::CPUContext&, Arguments...);
+
+  static void Run(const HostForm& form, const phi::CustomContext& context, Arguments... arguments) {
+    HostCall call(context, form.widened);
+    form.kernel->GetVariadicKernelFn<CpuFunction>()(CpuContext(), call.Argument(arguments)...);
+    call.ReturnOutputs();
+  }
+
+  // For Paddle's executor, whose calls have the arguments in a phi::KernelContext.
+  static void Run(const HostForm& form, phi::KernelContext* context) {
+    called = &form;
+    phi::KernelImpl<decltype(&RunCalled), &RunCalled>::Compute(context);
+  }
+  static void RunCalled(const phi::CustomContext& context, Arguments... arguments) { Run(*called, context, arguments...); }
+  static thread_local const HostForm* called;
+
+  static phi::KernelArgsDef Declared() {
+    phi::KernelArgsDef declared;
+    phi::KernelArgsParseFunctor<CpuFunction>::Parse(CpuKey(phi::DataType::FLOAT32), &declared);
+    return declared;
+  }
+};
+
+template <typename... Arguments>
+thread_local const HostForm* HostFunction<void (*)(const phi::CPUContext&, Arguments...)>::called = nullptr;
+
+// One kernel of the device; Name::kText is its name.
 template <typename Name, phi::DataType dtype, typename Function>
 struct HostKernel;
 
 template <typename Name, phi::DataType dtype, typename... Arguments>
 struct HostKernel<Name, dtype, void (*)(const phi::CPUContext&, Arguments...)> {
-  using CpuFunction = void (*)(const phi::CPUContext&, Arguments...);
+  using Shared = HostFunction<void (*)(const phi::CPUContext&, Arguments...)>;
 
-  static constexpr bool kNarrow = dtype == phi::DataType::FLOAT16 || dtype == phi::DataType::BFLOAT16;
-
-  static void Run(const phi::CustomContext& context, Arguments... arguments) {
-    static const bool widen = FindCpuKernel(Name::kText, dtype) == nullptr;
-    static const auto function = Find()->template GetVariadicKernelFn<CpuFunction>();
-    HostCall call(context, widen ? dtype : phi::DataType::UNDEFINED);
-    function(CpuContext(), call.Argument(arguments)...);
-    call.ReturnOutputs();
+  static const HostForm& Form() {
+    static const HostForm form = HostForm::Find(Name::kText, dtype);
+    return form;
   }
-
-  static const phi::Kernel* Find() {
-    const phi::Kernel* kernel = FindCpuKernel(Name::kText, dtype);
-    return kernel == nullptr && kNarrow ? FindCpuKernel(Name::kText, phi::DataType::FLOAT32) : kernel;
+  static void Run(const phi::DeviceContext& context, Arguments... arguments) {
+    Shared::Run(Form(), static_cast<const phi::CustomContext&>(context), arguments...);
   }
-
-  static void Register() {
-    const phi::Kernel* cpu = Find();
-    if (cpu == nullptr) return;
-    CheckArguments(cpu->args_def());
-    phi::Kernel kernel(PHI_KERNEL(Run), PHI_VARIADIC_KERNEL(Run));
-    const phi::Backend backend = paddle::experimental::StringToBackend(kDeviceType);
-    *kernel.mutable_args_def() = cpu->args_def();
-    const bool widen = cpu != FindCpuKernel(Name::kText, dtype);
-    const auto move = [&](phi::TensorArgDef& tensor) {
-      if (tensor.backend == phi::Backend::CPU) tensor.SetBackend(backend);
-      if (widen && tensor.dtype == phi::DataType::FLOAT32) tensor.SetDataType(dtype);
-    };
-    for (auto& input : kernel.mutable_args_def()->input_defs()) move(input);
-    for (auto& output : kernel.mutable_args_def()->output_defs()) move(output);
-    const phi::KernelKey key(backend, phi::DataLayout::ALL_LAYOUT, dtype);
-    phi::CustomKernelMap::Instance().RegisterCustomKernel(Name::kText, key, kernel);
-  }
-
-  // The kernel of the name may be another function than the one whose declaration the table gives.
-  static void CheckArguments(const phi::KernelArgsDef& registered) {
-    phi::KernelArgsDef declared;
-    phi::KernelArgsParseFunctor<CpuFunction>::Parse(CpuKey(dtype), &declared);
-    const auto same = [](const auto& left, const auto& right) {
-      return std::equal(left.begin(), left.end(), right.begin(), right.end(),
-                        [](const auto& a, const auto& b) { return a.type_index == b.type_index; });
-    };
-    if (same(declared.input_defs(), registered.input_defs()) && same(declared.output_defs(), registered.output_defs()) &&
-        same(declared.attribute_defs(), registered.attribute_defs())) {
-      return;
-    }
-    PADDLE_THROW(common::errors::InvalidArgument("cuda_rig: the kernel `%s` has other arguments than declared", Name::kText));
-  }
+  static void RunInProgram(phi::KernelContext* context) { Shared::Run(Form(), context); }
 };
+
+// The kernel of the name may be another function than the one whose declaration the table gives.
+inline void CheckArguments(const char* name, const phi::KernelArgsDef& declared, const phi::KernelArgsDef& registered) {
+  const auto same = [](const auto& left, const auto& right) {
+    return std::equal(left.begin(), left.end(), right.begin(), right.end(),
+                      [](const auto& a, const auto& b) { return a.type_index == b.type_index; });
+  };
+  if (same(declared.input_defs(), registered.input_defs()) && same(declared.output_defs(), registered.output_defs()) &&
+      same(declared.attribute_defs(), registered.attribute_defs())) {
+    return;
+  }
+  PADDLE_THROW(common::errors::InvalidArgument("%s: the kernel `%s` has other arguments than declared", kDeviceType, name));
+}
+
+inline void Register(const char* name, phi::DataType dtype, const phi::KernelArgsDef& declared, phi::KernelFn run_in_program,
+                     void* run) {
+  const HostForm form = HostForm::Find(name, dtype);
+  if (form.kernel == nullptr) return;
+  CheckArguments(name, declared, form.kernel->args_def());
+  phi::Kernel kernel(run_in_program, run);
+  const phi::Backend backend = paddle::experimental::StringToBackend(kDeviceType);
+  *kernel.mutable_args_def() = form.kernel->args_def();
+  const auto move = [&](phi::TensorArgDef& tensor) {
+    if (tensor.backend == phi::Backend::CPU) tensor.SetBackend(backend);
+    if (form.widened == dtype && tensor.dtype == phi::DataType::FLOAT32) tensor.SetDataType(dtype);
+  };
+  for (auto& input : kernel.mutable_args_def()->input_defs()) move(input);
+  for (auto& output : kernel.mutable_args_def()->output_defs()) move(output);
+  const phi::KernelKey key(backend, phi::DataLayout::ALL_LAYOUT, dtype);
+  phi::CustomKernelMap::Instance().RegisterCustomKernel(name, key, kernel);
+}
 
 // Registers the kernel for every dtype that its CPU kernel has.
 template <typename Name, typename Function, phi::DataType... dtypes>
 void RegisterAll() {
-  (HostKernel<Name, dtypes, Function>::Register(), ...);
+  const phi::KernelArgsDef declared = HostFunction<Function>::Declared();
+  (Register(Name::kText, dtypes, declared, HostKernel<Name, dtypes, Function>::RunInProgram,
+            reinterpret_cast<void*>(HostKernel<Name, dtypes, Function>::Run)),
+   ...);
 }
 
 }  // namespace rig

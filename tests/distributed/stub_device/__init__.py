@@ -9,8 +9,11 @@ import os
 import subprocess
 from pathlib import Path
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cc"))
-BUILD = Path(__file__).resolve().parents[3] / "build" / "stub_device"
+ROOT = Path(__file__).resolve().parents[3]
+RIG = ROOT / "tools" / "gpu_rig"
+SOURCES = [*sorted(Path(__file__).parent.glob("*.cc")), RIG / "host_kernels.cc"]
+HEADERS = sorted(RIG.glob("*.h"))
+BUILD = ROOT / "build" / "stub_device"
 
 
 def build() -> Path:
@@ -19,8 +22,8 @@ def build() -> Path:
 
     package = Path(paddle.__path__[0])
     digest = hashlib.sha256(f"{paddle.version.full_version} {paddle.version.commit}".encode())
-    for source in SOURCES:
-        digest.update(source.read_bytes())
+    for file in (*SOURCES, *HEADERS):
+        digest.update(file.read_bytes())
     folder = BUILD / digest.hexdigest()[:16]
     library = folder / "libstub_rig.so"
     if library.exists():
@@ -28,9 +31,9 @@ def build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     # Beside the folder, since Paddle loads every library in it; renamed, since other processes may build it, too.
     unfinished = BUILD / f"{folder.name}-{os.getpid()}.so"
-    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-Wl,-z,defs"]
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O0", "-fPIC", "-shared", "-pthread", "-Wl,-z,defs"]
     command += ["-Wall", "-Wextra", "-Werror", "-DPADDLE_WITH_CUSTOM_DEVICE", "-DPADDLE_NO_PYTHON"]
-    command += [f"-isystem{package}/include", f"-isystem{package}/include/third_party", *map(str, SOURCES)]
+    command += [f"-I{RIG}", f"-isystem{package}/include", f"-isystem{package}/include/third_party", *map(str, SOURCES)]
     command += [f"-L{package}/libs", "-l:libphi_core.so", "-l:libphi.so", "-l:libcommon.so", "-o", str(unfinished)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

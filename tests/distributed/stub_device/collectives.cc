@@ -23,7 +23,7 @@
 #include <string>
 #include <vector>
 
-#include "paddle/phi/backends/device_ext.h"
+#include "device.h"
 
 namespace {
 
@@ -408,6 +408,8 @@ C_Status Destroy(C_CCLComm handle) {
 
 }  // namespace
 
+namespace rig {
+
 void SetCollectives(C_DeviceInterface* device) {
   device->xccl_get_comm_name = CommName;
   device->xccl_get_unique_id_size = UniqueIdSize;
@@ -423,3 +425,5 @@ void SetCollectives(C_DeviceInterface* device) {
   device->xccl_recv = Recv;
   device->xccl_all_to_all = AllToAll;
 }
+
+}  // namespace rig

@@ -2,13 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // A Paddle custom-device plug-in for tests of paddle.distributed without a GPU: CustomPlace("stub_rig", i) is memory of the host,
-// and everything is done when its call returns, so streams and events have nothing to do. Collectives: collectives.cc.
+// and everything is done when its call returns, so streams and events have nothing to do. Collectives go between processes
+// (collectives.cc), and operators of Paddle's own run on the CPU (tools/gpu_rig/host_kernels.cc).
 #include <cstdlib>
 #include <cstring>
 
-#include "paddle/phi/backends/device_ext.h"
-
-void SetCollectives(C_DeviceInterface* device);
+#include "device.h"
 
 namespace {
 
@@ -90,9 +89,18 @@ C_Status Supported(const C_Device, bool* supported) {
 
 }  // namespace
 
+namespace rig {
+
+const char kDeviceType[] = "stub_rig";
+
+C_Status CopyToHost(void* host, const void* device, size_t bytes, void*) { return Copy(nullptr, host, device, bytes); }
+C_Status CopyToDevice(void* device, const void* host, size_t bytes, void*) { return Copy(nullptr, device, host, bytes); }
+
+}  // namespace rig
+
 extern "C" void InitPlugin(CustomRuntimeParams* params) {
   PADDLE_CUSTOM_RUNTIME_CHECK_VERSION(params);
-  params->device_type = const_cast<char*>("stub_rig");
+  params->device_type = const_cast<char*>(rig::kDeviceType);
   C_DeviceInterface* device = params->interface;
   std::memset(device, 0, sizeof(C_DeviceInterface));
   device->size = sizeof(C_DeviceInterface);
@@ -141,5 +149,5 @@ extern "C" void InitPlugin(CustomRuntimeParams* params) {
   device->is_float16_supported = Supported;
   device->is_bfloat16_supported = Supported;
 
-  SetCollectives(device);
+  rig::SetCollectives(device);
 }
