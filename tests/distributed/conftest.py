@@ -6,6 +6,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.distributed import processes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On GPUs, programs run there that name no backend."""
+    processes.default_backend = "gloo" if config.getoption("--device") == "cpu" else "cuda_rig"
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for ``num_processes`` runs between 2 and 4, and on GPUs between as many as there are."""

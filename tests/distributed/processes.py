@@ -28,6 +28,7 @@ from typing import Any
 from tests.distributed import stub_device
 
 BACKENDS = ("gloo", "stub", "cuda_rig")
+default_backend = "gloo"  # conftest.py makes it that of the device under test
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120  # of a start and of a call; ends a hang and judges nothing
 GRACE_S = 5  # for the other ranks, after one failed: most wait for it and never answer
@@ -37,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 _running: dict[tuple[int, str], Processes] = {}  # at most one
 
 
-def run(function: Callable[..., Any], num_processes: int, backend: str = "gloo", **arguments: Any) -> list[Any]:
+def run(function: Callable[..., Any], num_processes: int, backend: str | None = None, **arguments: Any) -> list[Any]:
     """Call ``function(**arguments)`` in every process, after paddle.distributed.init_parallel_env().
 
     Args:
@@ -45,7 +46,7 @@ def run(function: Callable[..., Any], num_processes: int, backend: str = "gloo",
         num_processes: how many processes; at least 2.
         backend: "gloo" for CPU tensors; "stub" for tensors on a custom device that is memory of the host (stub_device),
             which has the collectives that gloo misses; "cuda_rig" for a GPU per process (tools/gpu_rig). The device
-            is the current one, so tensors are made there.
+            is the current one, so tensors are made there. None: `default_backend`.
         **arguments: the same for every process; they must pickle.
 
     Returns:
@@ -54,6 +55,7 @@ def run(function: Callable[..., Any], num_processes: int, backend: str = "gloo",
     Raises:
         RuntimeError: a process raised, died or did not answer in time; the message has the traceback of each.
     """
+    backend = backend or default_backend
     if backend not in BACKENDS:
         raise ValueError(f"run: backend must be one of {BACKENDS}, got {backend!r}")
     key = (num_processes, backend)

@@ -121,7 +121,7 @@ def test_a_gradient_on_some_ranks_and_nan_are_told_to_all():
 def bad_data_on_one_rank() -> list[str]:
     rank, ep, (x, ids, probs) = paddle.distributed.get_rank(), ExpertParallel(4), inputs(0)
     bad = [ids + 4 * rank, ids.flatten() if rank == 1 else ids]
-    return [caught(lambda each=each: ep.dispatch(x, each, probs)) for each in bad]
+    return [caught(lambda each=each: ep.dispatch(x, each, probs, validate=True)) for each in bad]
 
 
 def test_the_others_are_told_of_a_rank_that_raises():

@@ -24,6 +24,7 @@ from paddle_moe_ops.expert_parallel import (
 )
 from paddle_moe_ops.nn import MoELayer
 
+from . import processes
 from .processes import Processes, run
 
 SIZES = 8, 12, 4, 2  # H, I, E, K
@@ -290,7 +291,7 @@ def two_groups() -> NDArray:
     return out.numpy()
 
 
-def test_groups_are_independent():
+def test_two_groups_of_four_ranks_are_independent():
     outs = run(two_groups, 4)
     assert [len(out) for out in outs] == [2, 3, 4, 5]
     assert all(np.isfinite(out).all() for out in outs)
@@ -313,7 +314,7 @@ def with_fleet() -> Any:
 
 
 def test_groups_of_fleet_are_taken():
-    ranks = Processes(2, "gloo")  # of their own, since Fleet stays
+    ranks = Processes(2, processes.default_backend)  # of their own, since Fleet stays
     try:
         results = ranks.call(with_fleet, {})
     finally:

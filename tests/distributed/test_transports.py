@@ -43,7 +43,7 @@ def exchanged(counts: NDArray) -> list[NDArray]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "custom"])
-@pytest.mark.parametrize("size", COUNTS)
+@pytest.mark.parametrize("size", COUNTS, ids=["two", "three", "four"])
 def test_lines_arrive_in_the_order_of_ranks(size, backend, custom_backend):
     counts = COUNTS[size]
     ranks = run(exchanged, size, backend=backend if backend == "gloo" else custom_backend, counts=counts)
