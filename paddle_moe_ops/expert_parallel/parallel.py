@@ -16,6 +16,7 @@ from ..functional import permute, unpermute
 from ..routing import Plan, route
 from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
 from .groups import agree, group_of
+from .peers import Peers
 from .plans import chunks_of, local_ids_of, plan_of_ranks, spread, trimmed
 from .transports import transport_for
 
@@ -23,6 +24,7 @@ __all__ = ["ExpertParallel", "Received"]
 
 _NAME = "ExpertParallel"
 _DISPATCH = f"{_NAME}.dispatch"
+_OF_TOKENS = "the tokens of received"
 _WANTS_GRADIENT, _NOT_FINITE, _RAISED = 1, 2, 4  # what a rank says of itself
 
 
@@ -48,7 +50,7 @@ class Received:
     tokens_per_expert: list[int] | Tensor
     routed_per_expert: Tensor
     dropped_slots: Tensor
-    _way_back: _WayBack
+    _way_back: _WayBack | _WayBackToPeers
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,15 @@ class _WayBack:
     chunks: Chunks | None
     plan: Plan  # of the rows, or parts, that come back to this rank's tokens
     probs: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _WayBackToPeers:
+    """What `combine` needs where ranks read each other's memory."""
+
+    peers: Peers
+    trip: Any
+    num_tokens: int  # that arrived, or could have
 
 
 class ExpertParallel:
@@ -86,7 +97,10 @@ class ExpertParallel:
         tokens_per_rank: with ``combine="reduced"``, the tokens that each rank sends to each, those without a token
             included. Sizes then are the same in every call and nothing waits for a number. What has no room is dropped,
             the last tokens first, and counted in ``dropped_slots``. None: as many as there are.
-        transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": by the group.
+        transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": one of these, by the
+            group. "peer": ranks of one machine write to each other's memory, with ``combine="reduced"`` and
+            ``tokens_per_rank``, which is rounded up to whole pages; on GPUs over NVLink. Nothing waits for the host.
+            Its windows, four times the tokens that may arrive for each width and dtype, stay until the process ends.
 
     Attributes:
         group: the group.
@@ -133,13 +147,19 @@ class ExpertParallel:
             self.tokens_per_rank = _checks.integer(_NAME, "tokens_per_rank", tokens_per_rank, 1)
             if combine != "reduced":
                 _checks.bad_value(_NAME, "tokens_per_rank", 'None with combine="exact"', tokens_per_rank)
-        _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo"))
+        _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo", "peer"))
+        if transport == "peer" and (tokens_per_rank is None or payload is not None):
+            expected = "another one without tokens_per_rank, and with a payload"
+            _checks.bad_value(_NAME, "transport", expected, transport)
         if self.num_experts % self.group.nranks:
             expected = f"a multiple of {self.group.nranks}, the ranks of the group"
             _checks.bad_value(_NAME, "num_experts", expected, num_experts)
         self.num_local_experts = self.num_experts // self.group.nranks
         self.first_expert = self.group.rank * self.num_local_experts
-        self._transport = transport_for(transport, self.group)
+        self._peers: Peers | None = None
+        if transport == "peer" and self.group.nranks > 1 and self.tokens_per_rank is not None:
+            self._peers = Peers(self.group, self.tokens_per_rank, self.num_local_experts)
+        self._transport = transport_for(transport if self._peers is None else "auto", self.group)
 
     def dispatch(
         self, x: Tensor, ids: Tensor, probs: Tensor, *, capacity: int | None = None, validate: bool | None = None
@@ -210,6 +230,8 @@ def _dispatch(
     except (TypeError, ValueError):
         _say_that_this_rank_raises(ep)
         raise
+    if ep._peers is not None:
+        return _dispatch_to_peers(x, ids, probs, plan, ep, ep._peers, keeps_all=capacity is None)
     kept = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
     kept = beside(kept, x)
     to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank)
@@ -275,6 +297,27 @@ def _dispatch_equal_parts(
     return _received_tokens(x, probs, to_ranks, tokens, ep, common)
 
 
+def _dispatch_to_peers(
+    x: Tensor, ids: Tensor, probs: Tensor, plan: Plan, ep: ExpertParallel, peers: Peers, keeps_all: bool
+) -> Received:
+    """Write tokens to the ranks of their experts; sizes are the same in every call."""
+    if not keeps_all:
+        ids = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
+    arrived = peers.dispatch(x, ids, probs, lends=False)
+    most = arrived.ids.shape[0] * min(arrived.ids.shape[1], ep.num_local_experts)
+    local = route(arrived.ids, num_experts=ep.num_local_experts, buffer_size=most, validate=False)
+    return Received(
+        plan=local,
+        rows=None,
+        tokens=arrived.tokens,
+        probs=arrived.probs,
+        tokens_per_expert=local.tokens_per_expert,
+        routed_per_expert=plan.routed_per_expert,
+        dropped_slots=arrived.dropped if keeps_all else plan.overflow + arrived.dropped,
+        _way_back=_WayBackToPeers(peers, arrived.trip, arrived.ids.shape[0]),
+    )
+
+
 def _received_tokens(
     x: Tensor, probs: Tensor, to_ranks: Plan, tokens: Counts, ep: ExpertParallel, common: dict[str, Any]
 ) -> Received:
@@ -287,8 +330,12 @@ def _received_tokens(
 @public("out")
 def _combine(out: Tensor, received: Received) -> Tensor:
     name, back = f"{_NAME}.combine", received._way_back
+    if isinstance(back, _WayBackToPeers):
+        lines = back.num_tokens
+        _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {_OF_TOKENS}")
+        return back.peers.combine(out, back.trip)
     lines = sum(back.counts.sent)
-    what = "the rows of received" if back.chunks is not None else "the tokens of received"
+    what = "the rows of received" if back.chunks is not None else _OF_TOKENS
     _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
     travelling = out if back.chunks is None else back.chunks.by_rank(out)
     return unpermute(exchange(travelling, back.counts), back.plan, back.probs)

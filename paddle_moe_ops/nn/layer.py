@@ -96,6 +96,7 @@ class MoELayer(nn.Layer):
         combine: str = "exact",
         payload: str | None = None,
         tokens_per_rank: int | None = None,
+        transport: str = "auto",
     ) -> None:
         super().__init__()
         name = "MoELayer"
@@ -123,6 +124,7 @@ class MoELayer(nn.Layer):
             self.parallel: ExpertParallel | None = None
             if group is not None:
                 travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
+                travels["transport"] = transport
                 with _checks.renaming("ExpertParallel", name):
                     self.parallel = ExpertParallel(num_experts, group, **travels)
             own_experts = num_experts if self.parallel is None else self.parallel.num_local_experts

@@ -27,6 +27,7 @@ class Problem(NamedTuple):
         dtype: of tokens.
         float8: what tokens travel as.
         tokens_per_rank: tokens that a rank sends to each, or None.
+        transport: what moves tokens.
         integers: whether all sums and products are integers that every dtype has.
     """
 
@@ -38,6 +39,7 @@ class Problem(NamedTuple):
     dtype: str = "float32"
     float8: str | None = None
     tokens_per_rank: int | None = None
+    transport: str = "auto"
     integers: bool = False
 
     def arrays(self) -> dict[str, NDArray]:

@@ -191,7 +191,8 @@ def _environment(backend: str, rank: int, master: str, endpoints: list[str]) -> 
         PADDLE_MASTER=master,
         PADDLE_DISTRI_BACKEND="gloo" if backend == "gloo" else "xccl",
         OMP_NUM_THREADS="1",
-        MALLOC_PERTURB_=str(0x5A),  # fresh memory is 0xA5, so that an output which is not written shows
+        # fresh memory is 0xA5, so that an output which is not written shows
+        MALLOC_PERTURB_=os.environ.get("MALLOC_PERTURB_", str(0x5A)),
     )
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # would be used instead of PADDLE_MASTER
         environment.pop(name, None)

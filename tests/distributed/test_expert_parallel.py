@@ -48,12 +48,13 @@ def exact(problem: Problem, rank: int) -> dict[str, Any]:
 
 def reduced(problem: Problem, rank: int) -> dict[str, Any]:
     t = problem.tensors(problem.of_rank(rank))
+    room, transport = problem.tokens_per_rank, problem.transport
     ep = ExpertParallel(
-        problem.experts, combine="reduced", payload=problem.float8, tokens_per_rank=problem.tokens_per_rank
+        problem.experts, combine="reduced", payload=problem.float8, tokens_per_rank=room, transport=transport
     )
     received = ep.dispatch(t["x"], t["ids"], t["probs"])
-    if problem.tokens_per_rank is not None:
-        assert received.tokens.shape[0] == problem.tokens_per_rank * len(problem.tokens)
+    if room is not None:
+        assert received.tokens.shape[0] == room * len(problem.tokens) or transport == "peer"
         mine = problem.of_rank(rank)
         assert received.dropped_slots.item() == (problem.arrays()["ids"][mine] != kept_ids(problem)[mine]).sum()
     rows = scaled(permute(received.tokens, received.plan)[0], received.plan.row_to_expert + ep.first_expert)
@@ -112,6 +113,24 @@ def test_so_it_is_on_a_custom_device(problems, custom_backend):
     check("exact", [problem._replace(integers=True) for problem in problems], custom_backend)
     check("reduced", [problem._replace(integers=True) for problem in problems], custom_backend)
     check("reduced", [problem._replace(integers=True, tokens_per_rank=3) for problem in problems], custom_backend)
+
+
+def peers_of(problems: list[Problem], room: int) -> list[Problem]:
+    """Problems for windows, which carry no float8, of sums that are exact, so that parts may be rounded."""
+    of_peers = {"float8": None, "tokens_per_rank": room, "transport": "peer", "integers": True}
+    return [problem._replace(**of_peers) for problem in problems]
+
+
+@OF_RANKS
+@pytest.mark.parametrize("room", [2, 200])
+def test_peers_drop_what_has_no_room_and_nothing_else(problems, room):
+    check("reduced", peers_of(problems, room))
+
+
+@OF_RANKS
+def test_windows_that_are_used_again_hold_nothing_of_the_last_time(problems):
+    first = peers_of(problems[:1], 80)[0]
+    check("reduced", [first, first._replace(routing="half none"), first._replace(routing="none"), first] * 2)
 
 
 def with_a_trained_router(combine: str) -> NDArray:

@@ -52,7 +52,8 @@ inline void Cast(const phi::DenseTensor& from, phi::DenseTensor* to, phi::DataTy
 // The host side of one kernel call. Tensors of the dtype `widened` are float32 for the CPU kernel; UNDEFINED: there are none.
 class HostCall {
  public:
-  HostCall(const phi::CustomContext& context, phi::DataType widened) : context_(context), widened_(widened) {}
+  HostCall(const phi::CustomContext& context, phi::DataType widened, bool writes)
+      : context_(context), widened_(widened), writes_(writes) {}
 
   // ---- what the CPU kernel gets for an argument of the device kernel
 
@@ -164,7 +165,7 @@ class HostCall {
     if (device == nullptr) {  // the kernel allocated it
       device = phi::memory_utils::AllocShared(context_.GetPlace(), host->size(), phi::Stream(StreamId()));
     }
-    Check(CopyToDevice(device->ptr(), host->ptr(), host->size(), context_.stream()));
+    if (writes_) Check(CopyToDevice(device->ptr(), host->ptr(), host->size(), context_.stream()));
     output->clear();
     output->set_meta(image.meta());
     output->ResetHolder(device);
@@ -174,6 +175,7 @@ class HostCall {
 
   const phi::CustomContext& context_;
   const phi::DataType widened_;
+  const bool writes_;
   std::deque<phi::DenseTensor> images_;  // a deque keeps their addresses
   std::vector<Output> outputs_;
   std::map<Block, Block> device_to_host_, host_to_device_;
@@ -183,12 +185,14 @@ class HostCall {
 struct HostForm {
   const phi::Kernel* kernel;  // null if there is none
   phi::DataType widened;
+  bool writes;  // false: it only allocates, and nothing is copied
 
   static HostForm Find(const char* name, phi::DataType dtype) {
     const phi::Kernel* kernel = FindCpuKernel(name, dtype);
     const bool narrow = dtype == phi::DataType::FLOAT16 || dtype == phi::DataType::BFLOAT16;
-    if (kernel != nullptr || !narrow) return {kernel, phi::DataType::UNDEFINED};
-    return {FindCpuKernel(name, phi::DataType::FLOAT32), dtype};
+    const bool writes = std::string(name) != "empty";
+    if (kernel != nullptr || !narrow) return {kernel, phi::DataType::UNDEFINED, writes};
+    return {FindCpuKernel(name, phi::DataType::FLOAT32), dtype, writes};
   }
 };
 
@@ -201,7 +205,7 @@ struct HostFunction<void (*)(const phi::CPUContext&, Arguments...)> {
   using CpuFunction = void (*)(const phi::CPUContext&, Arguments...);
 
   static void Run(const HostForm& form, const phi::CustomContext& context, Arguments... arguments) {
-    HostCall call(context, form.widened);
+    HostCall call(context, form.widened, form.writes);
     form.kernel->GetVariadicKernelFn<CpuFunction>()(CpuContext(), call.Argument(arguments)...);
     call.ReturnOutputs();
   }

@@ -6,6 +6,7 @@
     run.py unpack PART...            put Paddle together from its parts, under SITE
     run.py SUITE --out FOLDER        run one of the suites below and write FOLDER/SUITE.json
     run.py bench_cpu --out FILE      benchmark the CPU operators of the rig; other options are those of the benchmark
+    run.py bench_parallel --out FILE benchmark expert parallelism between two GPUs, likewise
 
 Every suite is a command that a person could type; its counts come from pytest's own report, or from the sanitizer's.
 """
@@ -167,9 +168,16 @@ def bench_cpu(extra: list[str]) -> int:
     return subprocess.run([*command, *extra], cwd=ROOT, env=env, check=False).returncode
 
 
+def bench_parallel(extra: list[str]) -> int:
+    """The benchmark of expert parallelism; `extra` are its options."""
+    install_library(RIG)
+    command = [sys.executable, "-m", "benchmarks.expert_parallel", "--commit", (RIG / "commit").read_text().strip()]
+    return subprocess.run([*command, *extra], cwd=ROOT, env=environment("distributed"), check=False).returncode
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["unpack", "bench_cpu", *SUITES])
+    parser.add_argument("what", choices=["unpack", "bench_cpu", "bench_parallel", *SUITES])
     parser.add_argument("parts", nargs="*", type=Path, help="for unpack: the parts, in order")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/gpu/results")))
     arguments, extra = parser.parse_known_args()
@@ -178,6 +186,8 @@ def main() -> int:
         return 0
     if arguments.what == "bench_cpu":
         return bench_cpu([*extra, "--out", str(arguments.out)])
+    if arguments.what == "bench_parallel":
+        return bench_parallel([*extra, "--out", str(arguments.out)])
     return run_suite(arguments.what, arguments.out, extra)
 
 

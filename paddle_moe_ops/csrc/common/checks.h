@@ -7,6 +7,7 @@
 #include "common/status.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
+#include "pmo/ranks.h"
 #include "pmo/route.h"
 #include "pmo/row_id_map.h"
 #include "pmo/topk.h"
@@ -20,6 +21,11 @@ int check_clean_rowmap(const pmo_clean_rowmap_params& p);
 int check_make_row_id_map(const pmo_row_id_map_params& p);
 int check_read_row_id_map(const pmo_row_id_map_params& p);
 int check_slots(const pmo_slots_params& p);
+int check_rank_plan(const pmo_rank_plan_params& p);
+int check_rank_records(const pmo_rank_records_params& p);
+int check_rank_put(const pmo_rank_values_params& p);
+int check_rank_get(const pmo_rank_values_params& p);
+int check_rank_barrier(const pmo_rank_barrier_params& p);
 int check_permute(const pmo_permute_params& p);
 int check_route_permute(const pmo_route_params& route, const pmo_permute_params& permute);  // that the two agree
 int check_unpermute(const pmo_unpermute_params& p);

@@ -14,6 +14,7 @@
 #include "common/status.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
+#include "pmo/ranks.h"
 #include "pmo/route.h"
 #include "pmo/row_id_map.h"
 #include "pmo/sort_chunks.h"
@@ -87,6 +88,13 @@ cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcp
 cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   return std::memmove(target, source, bytes), cudaSuccess;
 }
+cudaError_t cudaMemcpy2DAsync(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t width, size_t height,
+                              cudaMemcpyKind, cudaStream_t) {
+  for (size_t line = 0; line < height; ++line) {
+    std::memmove(static_cast<char*>(target) + line * target_pitch, static_cast<const char*>(source) + line * source_pitch, width);
+  }
+  return cudaSuccess;
+}
 cudaError_t cudaMemset(void* target, int value, size_t bytes) { return std::memset(target, value, bytes), cudaSuccess; }
 cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t) {
   return std::memset(target, value, bytes), cudaSuccess;
@@ -118,6 +126,7 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 
 int64_t pmo_clean_rowmap_cuda_workspace_bytes(const pmo_clean_rowmap_params*) { return kFindingsBytes; }
 int64_t pmo_quantize_cuda_workspace_bytes(const pmo_quantize_params*) { return 0; }
+int64_t pmo_rank_plan_cuda_workspace_bytes(const pmo_rank_plan_params*) { return 0; }
 int64_t pmo_route_cuda_workspace_bytes(const pmo_route_params* params) {
   const int64_t bytes = pmo_route_cpu_workspace_bytes(params);
   return bytes == 0 ? 0 : bytes + kFindingsBytes;  // 0: the sizes are bad
@@ -152,6 +161,11 @@ RUN_ON_CPU(gather_slots, pmo_slots_params)
 RUN_ON_CPU(make_row_id_map, pmo_row_id_map_params)
 RUN_ON_CPU(permute, pmo_permute_params)
 RUN_ON_CPU(quantize, pmo_quantize_params)
+RUN_ON_CPU(rank_barrier, pmo_rank_barrier_params)
+RUN_ON_CPU(rank_get, pmo_rank_values_params)
+RUN_ON_CPU(rank_plan, pmo_rank_plan_params)
+RUN_ON_CPU(rank_put, pmo_rank_values_params)
+RUN_ON_CPU(rank_records, pmo_rank_records_params)
 RUN_ON_CPU(read_row_id_map, pmo_row_id_map_params)
 RUN_ON_CPU(scatter_slots, pmo_slots_params)
 RUN_ON_CPU(sort_chunks, pmo_sort_chunks_params)

@@ -1,0 +1,125 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Expert parallelism on the CPU, between processes of one machine.
+#include "pmo/ranks.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/checks.h"
+#include "common/regions.h"
+#include "common/status.h"
+#include "cpu/pool.h"
+
+namespace pmo {
+namespace cpu {
+namespace {
+
+// One serial pass: the order of tokens is that of rows, and what travels beside this is larger by far.
+int plan(const pmo_rank_plan_params& p) {
+  if (const int status = check_rank_plan(p)) return status;
+  const int64_t columns = most_rows(p.num_ranks, p.topk);
+  std::vector<int32_t> counts(p.num_ranks, 0);
+  std::fill(p.row_to_token, p.row_to_token + p.num_ranks * p.rows_per_rank, -1);
+  int32_t dropped = 0;
+  for (int64_t token = 0; token < p.num_tokens; ++token) {
+    int32_t* rows = p.token_rows + token * columns;
+    int32_t* const end = rows + columns;
+    for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
+      const int32_t slots = slots_at_rank(p, token, rank);
+      if (slots == 0) continue;
+      const int64_t place = counts[rank]++;
+      if (place >= p.capacity) {
+        dropped += slots;
+        continue;
+      }
+      const int64_t row = rank * p.rows_per_rank + place;
+      *rows++ = static_cast<int32_t>(row);
+      p.row_to_token[row] = static_cast<int32_t>(token);
+      record(p, token, rank, place);
+    }
+    std::fill(rows, end, -1);
+  }
+  for (int64_t rank = 0; rank < p.num_ranks; ++rank) {
+    *Records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk).count =
+        static_cast<int32_t>(std::min<int64_t>(counts[rank], p.capacity));
+  }
+  *p.dropped = dropped;
+  return PMO_OK;
+}
+
+int records(const pmo_rank_records_params& p) {
+  if (const int status = check_rank_records(p)) return status;
+  const int64_t slots = p.num_ranks * p.rows_per_rank * p.topk;
+  parallel_ranges(slots, slots * 16, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) read_record(p, slot);
+  });
+  return PMO_OK;
+}
+
+int put(const pmo_rank_values_params& p) {
+  if (const int status = check_rank_put(p)) return status;
+  const int64_t count = p.rows_per_rank * p.topk;
+  for (int64_t rank = 0; rank < (count == 0 ? 0 : p.num_ranks); ++rank) {
+    std::memcpy(static_cast<char*>(p.window) + rank * p.region_bytes, p.row_values + rank * count, count * sizeof(float));
+  }
+  return PMO_OK;
+}
+
+int get(const pmo_rank_values_params& p) {
+  if (const int status = check_rank_get(p)) return status;
+  const int64_t slots = p.num_tokens * p.topk;
+  parallel_ranges(slots, slots * 16, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) p.slot_values[slot] = value_of_slot(p, slot);
+  });
+  return PMO_OK;
+}
+
+int barrier(const pmo_rank_barrier_params& p) {
+  if (const int status = check_rank_barrier(p)) return status;
+  const auto counter = [&](const void* regions, int64_t rank) {
+    return reinterpret_cast<uint32_t*>(const_cast<char*>(static_cast<const char*>(regions)) + rank * p.region_bytes);
+  };
+  const uint32_t turn = static_cast<uint32_t>(p.state[0]) + 1;
+  p.state[0] = static_cast<int32_t>(turn);
+  for (int64_t rank = 0; rank < p.num_ranks; ++rank) __atomic_store_n(counter(p.peers, rank), turn, __ATOMIC_RELEASE);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(p.timeout_ms);
+  for (int64_t rank = 0; rank < p.num_ranks; ++rank) {
+    while (static_cast<int32_t>(__atomic_load_n(counter(p.arrived, rank), __ATOMIC_ACQUIRE) - turn) < 0) {
+      if (std::chrono::steady_clock::now() > deadline) {
+        return fail(PMO_INTERNAL, "rank " + std::to_string(rank) + " of the group did not answer");
+      }
+      std::this_thread::yield();
+    }
+  }
+  return PMO_OK;
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace pmo
+
+extern "C" int pmo_rank_plan_cpu(const pmo_rank_plan_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::plan);
+}
+
+extern "C" int pmo_rank_records_cpu(const pmo_rank_records_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::records);
+}
+
+extern "C" int pmo_rank_put_cpu(const pmo_rank_values_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::put);
+}
+
+extern "C" int pmo_rank_get_cpu(const pmo_rank_values_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::get);
+}
+
+extern "C" int pmo_rank_barrier_cpu(const pmo_rank_barrier_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::barrier);
+}

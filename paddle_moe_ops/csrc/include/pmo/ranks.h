@@ -1,0 +1,109 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Expert parallelism through memory that ranks share: which token goes where, and what travels beside its row.
+//
+// Every rank has a window of P regions, one for each rank that sends to it. A region of a token window has S rows. The P regions that a
+// rank writes to, one in the window of each rank, are mapped next to each other: an array [P, region] whose part p is at rank p. So what
+// goes to row p * S + i of that array is row i of this rank's region at rank p.
+//
+// A region of a window of records: the number n of its tokens (int32, then 60 bytes of nothing), int32 [S, K] expert ids, float32 [S, K]
+// probabilities; what follows the first n records is not written. A region of a window of values: float32 [S, K].
+#pragma once
+
+#include "pmo/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PMO_RECORDS_HEADER 64
+
+typedef struct pmo_rank_plan_params {
+  int64_t struct_size;
+  int64_t num_tokens;        // T
+  int64_t topk;              // K
+  int64_t num_ranks;         // P
+  int64_t experts_per_rank;  // rank p has the experts from p * experts_per_rank on
+  int64_t rows_per_rank;     // S
+  int64_t capacity;          // tokens that a rank gets at most, at most S; the last ones are dropped
+  const void* ids;           // [T, K]; what is no id of an expert has no rank
+  const float* probs;        // [T, K]
+  void* records;             // [P, region_bytes]
+  int64_t region_bytes;      // a multiple of 4 that holds S records
+  int32_t* token_rows;       // [T, min(P, K)] the token's rows, ascending, -1 last
+  int32_t* row_to_token;     // [P * S], -1 = no token
+  int32_t* dropped;          // [1] slots whose token found no room
+  void* workspace;           // CUDA only
+  int64_t workspace_bytes;
+  int32_t ids_kind;          // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
+  int32_t num_threads;
+} pmo_rank_plan_params;
+
+// A token has one row for each rank that has one of its experts; a region's rows follow ascending token. The token's ids and probabilities
+// are recorded there.
+PMO_API int64_t pmo_rank_plan_cuda_workspace_bytes(const pmo_rank_plan_params* params);
+PMO_API int pmo_rank_plan_cpu(const pmo_rank_plan_params* params, void* stream);
+PMO_API int pmo_rank_plan_cuda(const pmo_rank_plan_params* params, void* stream);
+
+typedef struct pmo_rank_records_params {
+  int64_t struct_size;
+  int64_t num_ranks;      // P
+  int64_t rows_per_rank;  // S
+  int64_t topk;           // K
+  int64_t first_expert;
+  int64_t num_experts;  // of this rank
+  const void* records;  // [P, region_bytes], what arrived
+  int64_t region_bytes;
+  int32_t* ids;  // [P * S, K] counted from first_expert; -1 = an expert of another rank, or no token
+  float* probs;   // [P * S, K], 0 where the id is -1
+  int32_t* rows;  // [P * S] the row itself where there is a token, else -1
+  int32_t num_threads;
+} pmo_rank_records_params;
+
+PMO_API int pmo_rank_records_cpu(const pmo_rank_records_params* params, void* stream);
+PMO_API int pmo_rank_records_cuda(const pmo_rank_records_params* params, void* stream);
+
+typedef struct pmo_rank_values_params {
+  int64_t struct_size;
+  int64_t num_ranks;      // P
+  int64_t rows_per_rank;  // S
+  int64_t topk;           // K
+  int64_t num_tokens;     // T, of get
+  int64_t experts_per_rank;
+  int64_t region_bytes;
+  const float* row_values;    // put: [P * S, K]
+  const void* ids;            // get: [T, K]
+  const int32_t* token_rows;  // get: [T, min(P, K)]
+  void* window;               // [P, region_bytes]
+  float* slot_values;         // get: [T, K]
+  int32_t ids_kind;
+  int32_t num_threads;
+} pmo_rank_values_params;
+
+// Puts the values of rows into the regions of the ranks whose tokens they are.
+PMO_API int pmo_rank_put_cpu(const pmo_rank_values_params* params, void* stream);
+PMO_API int pmo_rank_put_cuda(const pmo_rank_values_params* params, void* stream);
+
+// The value of each slot at the rank of its expert, 0 where the token has no row there.
+PMO_API int pmo_rank_get_cpu(const pmo_rank_values_params* params, void* stream);
+PMO_API int pmo_rank_get_cuda(const pmo_rank_values_params* params, void* stream);
+
+typedef struct pmo_rank_barrier_params {
+  int64_t struct_size;
+  int64_t num_ranks;     // P, at most 1024
+  int64_t region_bytes;  // a multiple of 4
+  int64_t timeout_ms;
+  const void* arrived;  // [P, region_bytes] a counter of 32 bits at the beginning of each region, written by that rank
+  void* peers;          // [P, region_bytes] this rank's counter at each rank
+  int32_t* state;       // [1] how often this rank has come here
+} pmo_rank_barrier_params;
+
+// Waits until all ranks have come here as often as this one. What any rank wrote before is visible afterwards. Where a rank does not come within
+// timeout_ms, it is an error that names the rank: on CUDA one of the kernel, which ends the context.
+PMO_API int pmo_rank_barrier_cpu(const pmo_rank_barrier_params* params, void* stream);
+PMO_API int pmo_rank_barrier_cuda(const pmo_rank_barrier_params* params, void* stream);
+
+#ifdef __cplusplus
+}
+#endif

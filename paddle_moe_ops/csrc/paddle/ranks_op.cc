@@ -1,0 +1,205 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Expert parallelism through shared memory (pmo/ranks.h). Python calls these directly, in dygraph only; gradients are connected there.
+#include "pmo/ranks.h"
+
+#include "paddle/direct.h"
+#include "paddle/movement.h"
+
+#ifndef PMO_PADDLE_2  // Paddle before 3.0 makes no tensors of memory that is there
+
+#include "paddle/phi/api/include/tensor_utils.h"
+
+namespace {
+
+using namespace pmo::binding;  // NOLINT: this file is the operators' own
+
+constexpr char kFunction[] = "ExpertParallel";
+constexpr char kNoMemory[] = "the window must be memory that ranks share";
+
+// Memory that ranks share as a tensor [rows, columns] on the device of `like`. The memory is never freed.
+Outputs window(const paddle::Tensor& like, int64_t address, int64_t rows, int64_t columns, int dtype) {
+  require(address != 0 && rows > 0 && columns > 0, kFunction, kNoMemory);
+  return {paddle::from_blob(reinterpret_cast<void*>(address), {rows, columns}, static_cast<paddle::DataType>(dtype),
+                            phi::DataLayout::NCHW, like.place())};
+}
+
+// Bytes [P, region]; `needed` of each region are used.
+void* regions(const paddle::Tensor& window, int64_t num_ranks, int64_t* region_bytes) {
+  require_rank(window, 2, kFunction, "the window");
+  require_dtype(window, paddle::DataType::UINT8, kFunction, "the window");
+  require(window.shape()[0] == num_ranks && window.is_contiguous(), kFunction, kNoMemory);
+  *region_bytes = window.shape()[1];
+  return const_cast<void*>(window.data());
+}
+
+int64_t ranks_of(const paddle::Tensor& window) {
+  require_rank(window, 2, kFunction, "the window");
+  return window.shape()[0];
+}
+
+Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const paddle::Tensor& records, int64_t experts_per_rank,
+                  int64_t rows_per_rank, int64_t capacity) {
+  const Target target(kFunction, {&ids, &probs, &records});
+  require_rank(ids, 2, kFunction, "ids");
+  require_shape(probs, ids.shape(), kFunction, "probs");
+  require_dtype(probs, paddle::DataType::FLOAT32, kFunction, "probs");
+  const paddle::Tensor dense_ids = dense(ids), dense_probs = dense(probs);
+  pmo_rank_plan_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_tokens = ids.shape()[0];
+  p.topk = ids.shape()[1];
+  p.num_ranks = ranks_of(records);
+  p.experts_per_rank = experts_per_rank;
+  p.rows_per_rank = rows_per_rank;
+  p.capacity = capacity;
+  p.ids = dense_ids.data();
+  p.ids_kind = index_kind(ids, kFunction, "ids");
+  p.probs = dense_probs.data<float>();
+  p.records = regions(records, p.num_ranks, &p.region_bytes);
+  paddle::Tensor token_rows = empty_int32({p.num_tokens, std::min(p.num_ranks, p.topk)}, ids);
+  paddle::Tensor row_to_token = empty_int32({p.num_ranks * rows_per_rank}, ids);
+  paddle::Tensor dropped = empty_int32({1}, ids);
+  p.token_rows = token_rows.data<int32_t>();
+  p.row_to_token = row_to_token.data<int32_t>();
+  p.dropped = dropped.data<int32_t>();
+  paddle::Tensor workspace;
+#ifdef PMO_WITH_CUDA
+  if (target.is_gpu()) p.workspace_bytes = pmo_rank_plan_cuda_workspace_bytes(&p);
+#endif
+  if (p.workspace_bytes > 0) {
+    workspace = paddle::empty({p.workspace_bytes}, paddle::DataType::UINT8, ids.place());
+    p.workspace = workspace.data();
+  }
+  check_status(PMO_CALL(target, rank_plan, &p), kFunction);
+  return {token_rows, row_to_token, dropped};
+}
+
+Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
+                     int64_t num_experts) {
+  const Target target(kFunction, {&records});
+  pmo_rank_records_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_ranks = ranks_of(records);
+  p.rows_per_rank = rows_per_rank;
+  p.topk = topk;
+  p.first_expert = first_expert;
+  p.num_experts = num_experts;
+  p.records = regions(records, p.num_ranks, &p.region_bytes);
+  paddle::Tensor ids = empty_int32({p.num_ranks * rows_per_rank, topk}, records);
+  paddle::Tensor probs = empty_float32({p.num_ranks * rows_per_rank, topk}, records);
+  paddle::Tensor rows = empty_int32({p.num_ranks * rows_per_rank, 1}, records);
+  p.ids = ids.data<int32_t>();
+  p.probs = probs.data<float>();
+  p.rows = rows.data<int32_t>();
+  check_status(PMO_CALL(target, rank_records, &p), kFunction);
+  return {ids, probs, rows};
+}
+
+// Rows of x to where token_rows says, in the windows of all ranks.
+Outputs rank_push(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                  const paddle::Tensor& window) {
+  const Target target(kFunction, {&x, &token_rows, &row_to_token, &window});
+  require_rank(x, 2, kFunction, "x");
+  require_rank(row_to_token, 1, kFunction, "row_to_token");
+  require_dtype(window, x.dtype(), kFunction, "the window");
+  require_shape(window, {row_to_token.shape()[0], x.shape()[1]}, kFunction, "the window");
+  require(window.is_contiguous(), kFunction, kNoMemory);
+  const Scale none(kFunction, {}, false, 0, 0, x);
+  paddle::Tensor rows = window, no_scales;
+  permute_rows(target, kFunction, x, none, token_rows, row_to_token, 0, &rows, &no_scales);
+  return {rows};
+}
+
+// Rows between a window and other memory: row r to `out` where rows[r] is r. Without a token, rows of `out` are zeros.
+Outputs rank_copy(const paddle::Tensor& from, const paddle::Tensor& rows, const paddle::Tensor& out) {
+  const Target target(kFunction, {&from, &rows, &out});
+  require_rank(from, 2, kFunction, "the rows");
+  require_shape(rows, {from.shape()[0], 1}, kFunction, "the map");
+  require_dtype(out, from.dtype(), kFunction, "the window");
+  require_shape(out, from.shape(), kFunction, "the window");
+  require(out.is_contiguous(), kFunction, kNoMemory);
+  const Scale none(kFunction, {}, false, 0, 0, from);
+  paddle::Tensor copies = out, no_scales;
+  permute_rows(target, kFunction, from, none, rows, rows, PMO_FILL_ROWS, &copies, &no_scales);
+  return {copies};
+}
+
+// The sum of each token's rows in the windows of all ranks.
+Outputs rank_pull(const paddle::Tensor& window, const paddle::Tensor& token_rows) {
+  const Target target(kFunction, {&window, &token_rows});
+  return {sum_rows(target, kFunction, window, token_rows, {})};
+}
+
+Outputs rank_put(const paddle::Tensor& row_values, const paddle::Tensor& window, int64_t rows_per_rank) {
+  const Target target(kFunction, {&row_values, &window});
+  pmo_rank_values_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_ranks = ranks_of(window);
+  p.rows_per_rank = rows_per_rank;
+  require_rank(row_values, 2, kFunction, "the values");
+  p.topk = row_values.shape()[1];
+  require_shape(row_values, {p.num_ranks * rows_per_rank, p.topk}, kFunction, "the values");
+  require_dtype(row_values, paddle::DataType::FLOAT32, kFunction, "the values");
+  const paddle::Tensor values = dense(row_values);
+  p.row_values = values.data<float>();
+  p.window = regions(window, p.num_ranks, &p.region_bytes);
+  check_status(PMO_CALL(target, rank_put, &p), kFunction);
+  return {window};
+}
+
+Outputs rank_get(const paddle::Tensor& window, const paddle::Tensor& ids, const paddle::Tensor& token_rows,
+                 int64_t experts_per_rank, int64_t rows_per_rank) {
+  const Target target(kFunction, {&window, &ids, &token_rows});
+  require_rank(ids, 2, kFunction, "ids");
+  pmo_rank_values_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_ranks = ranks_of(window);
+  p.rows_per_rank = rows_per_rank;
+  p.num_tokens = ids.shape()[0];
+  p.topk = ids.shape()[1];
+  p.experts_per_rank = experts_per_rank;
+  require_shape(token_rows, {p.num_tokens, std::min(p.num_ranks, p.topk)}, kFunction, "token_rows");
+  require_dtype(token_rows, paddle::DataType::INT32, kFunction, "token_rows");
+  const paddle::Tensor dense_ids = dense(ids), rows = dense(token_rows);
+  p.ids = dense_ids.data();
+  p.ids_kind = index_kind(ids, kFunction, "ids");
+  p.token_rows = rows.data<int32_t>();
+  p.window = regions(window, p.num_ranks, &p.region_bytes);
+  paddle::Tensor values = empty_float32(ids.shape(), ids);
+  p.slot_values = values.data<float>();
+  check_status(PMO_CALL(target, rank_get, &p), kFunction);
+  return {values};
+}
+
+Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state, int64_t timeout_ms) {
+  const Target target(kFunction, {&arrived, &peers, &state});
+  require_dtype(state, paddle::DataType::INT32, kFunction, "the state");
+  require_shape(state, {1}, kFunction, "the state");
+  pmo_rank_barrier_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_ranks = ranks_of(arrived);
+  p.timeout_ms = timeout_ms;
+  int64_t of_peers = 0;
+  p.arrived = regions(arrived, p.num_ranks, &p.region_bytes);
+  p.peers = regions(peers, p.num_ranks, &of_peers);
+  require(of_peers == p.region_bytes, kFunction, kNoMemory);
+  p.state = const_cast<int32_t*>(state.data<int32_t>());
+  check_status(PMO_CALL(target, rank_barrier, &p), kFunction);
+  return {state};
+}
+
+}  // namespace
+
+PMO_DIRECT(window, window);
+PMO_DIRECT(rank_plan, rank_plan);
+PMO_DIRECT(rank_records, rank_records);
+PMO_DIRECT(rank_push, rank_push);
+PMO_DIRECT(rank_copy, rank_copy);
+PMO_DIRECT(rank_pull, rank_pull);
+PMO_DIRECT(rank_put, rank_put);
+PMO_DIRECT(rank_get, rank_get);
+PMO_DIRECT(rank_barrier, rank_barrier);
+
+#endif

@@ -1,0 +1,258 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that the ranks of one machine share.
+
+A window is P regions of each rank, one for each rank that writes there. It has two views: what arrived here, and what
+this rank writes to, whose part p is this rank's region at rank p. Both are one range of addresses, so kernels that know
+nothing of ranks write to and read from all of them. On a CPU regions are files in memory, on a GPU memory of the
+driver that other processes map; either way a file descriptor travels to the rank that maps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import paddle
+from paddle.distributed.communication.group import Group
+
+from .. import _checks
+
+__all__ = ["Views", "granularity", "share"]
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_TIMEOUT_S = 120.0  # for ranks to send what they share
+_PAGE = mmap.PAGESIZE
+_NO_ACCESS, _IN_PLACE = 0, 0x10  # PROT_NONE and MAP_FIXED, which Python does not name
+
+# The driver's names for what is asked of it.
+_PINNED, _ON_DEVICE, _FILE_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
+_RECOMMENDED_GRANULARITY = 1
+
+
+class Views(NamedTuple):
+    """Addresses of a window, [P, region_bytes] each.
+
+    Attributes:
+        arrived: what the ranks wrote for this one.
+        peers: this rank's regions at all ranks.
+    """
+
+    arrived: int
+    peers: int
+
+
+def granularity(place: Any) -> int:
+    """Bytes of which regions are multiples."""
+    return _PAGE if place.is_cpu_place() else _Driver.get().granularity(_device_of(place))
+
+
+def share(group: Group, place: Any, region_bytes: int) -> Views:
+    """Make a window; all ranks of the group must call it at once, with the same size.
+
+    The memory is zeros at first and stays until the process ends.
+
+    Args:
+        group: the ranks.
+        place: of the tensors that will be written there.
+        region_bytes: a multiple of `granularity`.
+
+    Raises:
+        ValueError: the ranks are not on one machine.
+        RuntimeError: a rank or the driver did not answer.
+    """
+    memory = _Files(region_bytes) if place.is_cpu_place() else _DeviceMemory(_device_of(place), region_bytes)
+    own = [memory.make() for _ in range(group.nranks)]  # by the rank that will write there
+    with contextlib.ExitStack() as opened:
+        descriptors = [memory.export(each) for each in own]
+        for each in descriptors:
+            opened.callback(os.close, each)
+        received = _swapped(group, descriptors)
+        for rank, each in enumerate(received):
+            if rank != group.rank:
+                opened.callback(os.close, each)
+        theirs = [own[rank] if rank == group.rank else memory.take(each) for rank, each in enumerate(received)]
+        return Views(memory.map(own), memory.map(theirs))
+
+
+def _swapped(group: Group, descriptors: Sequence[int]) -> list[int]:
+    """Send each rank its file descriptor, and receive those for this one, by rank."""
+    rank, received = group.rank, {group.rank: descriptors[group.rank]}
+    name = f"\0paddle_moe_ops-{uuid.uuid4().hex}"  # of no file
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(name)
+        server.listen(group.nranks)
+        server.settimeout(_TIMEOUT_S)
+        told: list[tuple[str, str]] = []
+        paddle.distributed.all_gather_object(told, (_machine(), name), group=group)
+        elsewhere = [group.ranks[other] for other, (machine, _) in enumerate(told) if machine != told[rank][0]]
+        if elsewhere:
+            expected = "a group whose ranks are on one machine"
+            _checks.bad_value("ExpertParallel", "transport='peer' needs", expected, f"ranks {elsewhere} on others")
+        try:
+            for other, (_, address) in enumerate(told):
+                if other == rank:
+                    continue
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to_other:
+                    to_other.settimeout(_TIMEOUT_S)
+                    to_other.connect(address)
+                    socket.send_fds(to_other, [rank.to_bytes(4, "little")], [descriptors[other]])
+            while len(received) < group.nranks:
+                with server.accept()[0] as from_other:
+                    sender, files, _, _ = socket.recv_fds(from_other, 4, 1)
+                    received[int.from_bytes(sender, "little")] = files[0]
+        except (OSError, IndexError) as error:
+            raise RuntimeError(f"ExpertParallel: the ranks of {group.ranks} could not share memory: {error}") from error
+    return [received[other] for other in range(group.nranks)]
+
+
+def _machine() -> str:
+    """What processes that can share memory have in common: the machine, and the network that Unix sockets are of."""
+    network = os.readlink("/proc/self/ns/net")
+    return f"{_BOOT.read_text().strip()} {network}"
+
+
+class _Files:
+    """Memory of the host, as files without a name."""
+
+    def __init__(self, region_bytes: int) -> None:
+        self._bytes = region_bytes
+        self._library = ctypes.CDLL(None, use_errno=True)
+        self._library.mmap.restype = ctypes.c_void_p
+        self._library.mmap.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        ]
+
+    def make(self) -> int:
+        made = os.memfd_create("paddle_moe_ops window")
+        os.ftruncate(made, self._bytes)
+        return made
+
+    def export(self, region: int) -> int:
+        return os.dup(region)
+
+    def take(self, descriptor: int) -> int:
+        return os.dup(descriptor)
+
+    def map(self, regions: Sequence[int]) -> int:
+        """Map regions next to each other."""
+        total = self._bytes * len(regions)
+        base = self._mapped(None, total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, _NO_ACCESS)
+        for number, region in enumerate(regions):
+            self._mapped(base + number * self._bytes, self._bytes, mmap.MAP_SHARED | _IN_PLACE, region)
+        return base
+
+    def _mapped(
+        self, address: int | None, size: int, flags: int, file: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE
+    ) -> int:
+        mapped = self._library.mmap(address, size, access, flags, file, 0)
+        if mapped is None or mapped == ctypes.c_void_p(-1).value:
+            raise RuntimeError(f"ExpertParallel: no memory to share: {os.strerror(ctypes.get_errno())}")
+        return int(mapped)
+
+
+def _device_of(place: Any) -> int:
+    """The number of a GPU for the driver."""
+    return place.gpu_device_id() if place.is_gpu_place() else place.custom_device_id()
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp"""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc"""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class _Driver:
+    """The functions of the CUDA driver for memory that processes share."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+
+    @staticmethod
+    @functools.cache
+    def get() -> _Driver:
+        return _Driver()
+
+    def call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            raise RuntimeError(f"ExpertParallel: GPUs cannot share memory: {name} answered {status}")
+
+    def granularity(self, device: int) -> int:
+        size = ctypes.c_size_t()
+        properties = shareable(device)
+        self.call(
+            "cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(properties), _RECOMMENDED_GRANULARITY
+        )
+        return size.value
+
+
+def shareable(device: int) -> _Properties:
+    """Memory of a device that other processes can map."""
+    return _Properties(_PINNED, _FILE_DESCRIPTOR, _Location(_ON_DEVICE, device))
+
+
+class _DeviceMemory:
+    """Memory of a GPU."""
+
+    def __init__(self, device: int, region_bytes: int) -> None:
+        self._driver, self._device, self._bytes = _Driver.get(), device, region_bytes
+
+    def make(self) -> int:
+        handle, properties = ctypes.c_uint64(), shareable(self._device)
+        size = ctypes.c_size_t(self._bytes)
+        self._driver.call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), ctypes.c_uint64(0))
+        return handle.value
+
+    def export(self, region: int) -> int:
+        made = ctypes.c_int(-1)
+        handle, no_flags = ctypes.c_uint64(region), ctypes.c_uint64(0)
+        self._driver.call("cuMemExportToShareableHandle", ctypes.byref(made), handle, _FILE_DESCRIPTOR, no_flags)
+        return made.value
+
+    def take(self, descriptor: int) -> int:
+        handle = ctypes.c_uint64()
+        name, file = "cuMemImportFromShareableHandle", ctypes.c_void_p(descriptor)
+        self._driver.call(name, ctypes.byref(handle), file, _FILE_DESCRIPTOR)
+        return handle.value
+
+    def map(self, regions: Sequence[int]) -> int:
+        """Map regions next to each other, for the own device."""
+        zero, size = ctypes.c_uint64(0), ctypes.c_size_t(self._bytes)
+        base, total = ctypes.c_uint64(), ctypes.c_size_t(self._bytes * len(regions))
+        self._driver.call("cuMemAddressReserve", ctypes.byref(base), total, ctypes.c_size_t(0), zero, zero)
+        for number, region in enumerate(regions):
+            address = ctypes.c_uint64(base.value + number * self._bytes)
+            self._driver.call("cuMemMap", address, size, ctypes.c_size_t(0), ctypes.c_uint64(region), zero)
+        access = _Access(_Location(_ON_DEVICE, self._device), _READ_WRITE)
+        self._driver.call("cuMemSetAccess", base, total, ctypes.byref(access), ctypes.c_size_t(1))
+        return base.value
