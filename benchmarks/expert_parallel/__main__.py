@@ -4,12 +4,13 @@
 
     python3 -m benchmarks.expert_parallel --out benchmarks/results/h200x2-expert-parallel.jsonl --commit COMMIT
 
-It runs under a CPU build of Paddle with the plug-in of tools/gpu_rig, too. A line of the result is one rank's, that of the
-slowest: median microseconds of a call on the GPU, with all calls queued; those of calls as the host makes them
+It runs under a CPU build of Paddle with the plug-in of tools/gpu_rig, too. A line of the result is one rank's, the
+slowest one's: median microseconds of a call on the GPU, with all calls queued; those of calls as the host makes them
 ("eager_us"), which under the plug-in allocates slowly; and the bytes that must cross from the rank to others.
 
     p2p_copy         the driver copies that many bytes to the next rank's memory, all ranks at once
     dispatch         `ExpertParallel.dispatch` in no_grad, all of it, routing too
+    dispatch_without_copy  with ``copy=False``
     combine          `ExpertParallel.combine` in no_grad
     rows_alltoall    what users write by hand: permute, alltoall_single of all rows, sort_chunks
     alltoall_single  the same bytes as dispatch, through paddle.distributed

@@ -97,10 +97,11 @@ class ExpertParallel:
         tokens_per_rank: with ``combine="reduced"``, the tokens that each rank sends to each, those without a token
             included. Sizes then are the same in every call and nothing waits for a number. What has no room is dropped,
             the last tokens first, and counted in ``dropped_slots``. None: as many as there are.
-        transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": one of these, by the
-            group. "peer": ranks of one machine write to each other's memory, with ``combine="reduced"`` and
-            ``tokens_per_rank``, which is rounded up to whole pages; on GPUs over NVLink. Nothing waits for the host.
-            Its windows, four times the tokens that may arrive for each width and dtype, stay until the process ends.
+        transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": one of the two, by
+            the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink; nothing waits for
+            the host. It needs ``combine="reduced"``, the compiled operators, and ``tokens_per_rank``, which is rounded
+            up so that parts are whole pages. Its memory, twice what may arrive for each width and dtype of tokens,
+            stays until the process ends. A rank that waits for 120 s raises, or on a GPU fails in a kernel.
 
     Attributes:
         group: the group.
@@ -162,7 +163,14 @@ class ExpertParallel:
         self._transport = transport_for(transport if self._peers is None else "auto", self.group)
 
     def dispatch(
-        self, x: Tensor, ids: Tensor, probs: Tensor, *, capacity: int | None = None, validate: bool | None = None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        *,
+        capacity: int | None = None,
+        validate: bool | None = None,
+        copy: bool = True,
     ) -> Received:
         """Send this rank's tokens to their experts, and receive those for its own.
 
@@ -176,6 +184,9 @@ class ExpertParallel:
             capacity: slots of this rank's tokens that an expert takes at most; the others are dropped. None: no limit.
             validate: as `route`. True also raises, on every rank, where a rank's tokens are not finite (without
                 ``tokens_per_rank``).
+            copy: False: with ``transport="peer"``, and where no gradient is wanted, ``received.tokens`` stay where the
+                others wrote them, until the second dispatch or combine after this one. Rows without a token are not
+                zeros then.
 
         Returns:
             what arrived, for the local experts and for `combine`.
@@ -186,7 +197,7 @@ class ExpertParallel:
                 some ranks only (without ``tokens_per_rank``, which leaves no time to ask).
             RuntimeError: a rank did not answer, or raised one of these errors (without ``tokens_per_rank``).
         """
-        return _dispatch(x, ids, probs, self, capacity, validate)
+        return _dispatch(x, ids, probs, self, capacity, validate, _checks.flag(_DISPATCH, "copy", copy))
 
     def combine(self, out: Tensor, received: Received) -> Tensor:
         """Give this rank's tokens the sums, weighted with their probabilities, of what their experts made of them.
@@ -223,7 +234,7 @@ class ExpertParallel:
 
 @public("x", "probs")
 def _dispatch(
-    x: Tensor, ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None
+    x: Tensor, ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None, copy: bool
 ) -> Received:
     try:
         plan = _plan(x, ids, probs, ep, capacity, validate)
@@ -231,7 +242,7 @@ def _dispatch(
         _say_that_this_rank_raises(ep)
         raise
     if ep._peers is not None:
-        return _dispatch_to_peers(x, ids, probs, plan, ep, ep._peers, keeps_all=capacity is None)
+        return _dispatch_to_peers(x, ids, probs, plan, ep, ep._peers, capacity is None, copy)
     kept = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
     kept = beside(kept, x)
     to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank)
@@ -298,12 +309,13 @@ def _dispatch_equal_parts(
 
 
 def _dispatch_to_peers(
-    x: Tensor, ids: Tensor, probs: Tensor, plan: Plan, ep: ExpertParallel, peers: Peers, keeps_all: bool
+    x: Tensor, ids: Tensor, probs: Tensor, plan: Plan, ep: ExpertParallel, peers: Peers, keeps_all: bool, copy: bool
 ) -> Received:
     """Write tokens to the ranks of their experts; sizes are the same in every call."""
     if not keeps_all:
         ids = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
-    arrived = peers.dispatch(x, ids, probs, lends=False)
+    wants = paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient)
+    arrived = peers.dispatch(x, ids, probs, copies=copy or wants)
     most = arrived.ids.shape[0] * min(arrived.ids.shape[1], ep.num_local_experts)
     local = route(arrived.ids, num_experts=ep.num_local_experts, buffer_size=most, validate=False)
     return Received(

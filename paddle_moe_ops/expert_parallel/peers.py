@@ -1,10 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and combine between ranks of one machine that write to, and read from, each other's memory.
+"""Dispatch and combine between ranks of one machine that write to each other's memory.
 
-A rank writes its tokens where they are needed, in the order of the plan, and reads sums where they were made: nothing is
-gathered first, and nothing waits for the host. Two windows take turns. Between two uses of one lies a barrier of
-the other, which a rank reaches after everything that it does with the first.
+A rank writes its tokens where they are needed, in the order of the plan, and what it made of others' tokens where they
+came from. Nothing is gathered first, and nothing waits for the host. Two windows take turns. Between two uses of one
+lies a barrier of the other, which a rank reaches after everything that it does with the first.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ class _Dispatch(Call):
     function = _DISPATCH
 
     def __init__(
-        self, x: Tensor, ids: Tensor, probs: Tensor, channel: _Channel, first_expert: int, lends: bool
+        self, x: Tensor, ids: Tensor, probs: Tensor, channel: _Channel, first_expert: int, copies: bool
     ) -> None:
         super().__init__(None, x, probs)
         self.given: Tensors = (x.detach(), ids, probs.detach())
-        self.channel, self.first_expert, self.lends = channel, first_expert, lends
+        self.channel, self.first_expert, self.copies = channel, first_expert, copies
         self.ids = self.dropped = ids
         self.trip: Any = None
 
@@ -140,17 +140,17 @@ class _Dispatch(Call):
             "rank_records", slot.beside, channel.topk, channel.rows_per_rank, self.first_expert, sizes[0]
         )
         self.trip = _Trip(channel, ids, token_rows, row_to_token, arrived)
-        return slot.rows if self.lends else _kept(slot, self.trip), their_probs
+        return _kept(slot, self.trip) if self.copies else slot.rows, their_probs
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         d_tokens, d_probs = (each.detach() for each in gradients)
         channel, slot = self.channel, self.channel.slot()
-        _put(d_tokens, slot, self.trip)
-        compiled.direct("rank_put", d_probs, slot.beside, channel.rows_per_rank)
+        _send_back(d_tokens, slot, self.trip)
+        compiled.direct("rank_put", d_probs, slot.beside_of_peers, channel.rows_per_rank)
         channel.wait()
-        (d_x,) = compiled.direct("rank_pull", slot.rows_of_peers, self.trip.token_rows)
+        (d_x,) = compiled.direct("rank_sum", slot.rows, self.trip.token_rows)
         sizes = channel.experts_per_rank, channel.rows_per_rank
-        (made,) = compiled.direct("rank_get", slot.beside_of_peers, self.trip.ids, self.trip.token_rows, *sizes)
+        (made,) = compiled.direct("rank_get", slot.beside, self.trip.ids, self.trip.token_rows, *sizes)
         return first_order_only(self, (d_x, made), *gradients)
 
 
@@ -161,9 +161,9 @@ def _kept(slot: _Slot, trip: _Trip) -> Tensor:
     return out
 
 
-def _put(rows: Tensor, slot: _Slot, trip: _Trip) -> None:
-    """Rows into this rank's window, for the ranks whose tokens they are."""
-    compiled.direct("rank_copy", rows, trip.arrived, slot.rows)
+def _send_back(rows: Tensor, slot: _Slot, trip: _Trip) -> None:
+    """Rows to the ranks whose tokens they are of. A row is there what it is here: number i of the other rank."""
+    compiled.direct("rank_push", rows, trip.arrived, trip.arrived, slot.rows_of_peers)
 
 
 class Peers:
@@ -178,19 +178,19 @@ class Peers:
     def __init__(self, group: Group, capacity: int, experts_per_rank: int) -> None:
         self._group, self._capacity, self._experts = group, capacity, experts_per_rank
 
-    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, lends: bool) -> Arrived:
+    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, copies: bool) -> Arrived:
         """Send tokens to the ranks of their experts; differentiable in x and probs.
 
         Args:
             x: [T, d].
             ids: [T, K], those that count.
             probs: float32 [T, K].
-            lends: let the tokens lie where they arrived, which the exchange after the next overwrites.
+            copies: False: let the tokens lie where they arrived, which the second exchange after this one overwrites.
         """
         if (problem := compiled.backend.unavailable()) is not None:
             raise RuntimeError(f"{_DISPATCH}: transport='peer' needs the compiled operators, but {problem}")
         channel = _channel(self._group, self._capacity, self._experts, x, ids.shape[1])
-        call = _Dispatch(x, ids, probs, channel, self._group.rank * self._experts, lends)
+        call = _Dispatch(x, ids, probs, channel, self._group.rank * self._experts, copies)
         tokens, their_probs = connect(call, x, probs)
         return Arrived(tokens, call.ids, their_probs, call.dropped, call.trip)
 
@@ -204,9 +204,9 @@ class Peers:
 
         def there(out: Tensor) -> Tensor:
             slot = trip.channel.slot()
-            _put(out.detach(), slot, trip)
+            _send_back(out.detach(), slot, trip)
             trip.channel.wait()
-            (made,) = compiled.direct("rank_pull", slot.rows_of_peers, trip.token_rows)
+            (made,) = compiled.direct("rank_sum", slot.rows, trip.token_rows)
             return made
 
         def back(gradient: Tensor) -> Tensor:

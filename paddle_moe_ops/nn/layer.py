@@ -44,17 +44,18 @@ class MoELayer(nn.Layer):
         scaling_factor: see TopKRouter.
         capacity_factor: see TopKRouter. The slots beyond an expert's capacity are dropped, the last tokens first: they
             add nothing to their token, which keeps the other experts' part and the shared experts'.
-        keep: see `moe_mlp`, which runs the experts; so are the next two.
+        keep: see `moe_mlp`, which runs the experts; so is the next.
         workspace_mb: see `moe_mlp`.
         accumulate: see `moe_mlp`.
         group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
             makes the layer, with the same arguments. The router and the shared experts are the same on all ranks, and
             start so. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
             Gradients: see `expert_parallel.average_gradients`. None: this process has all experts.
-        combine: with a group, how rows come back: see `expert_parallel.ExpertParallel`; so are the next two.
+        combine: with a group, how rows come back: see `expert_parallel.ExpertParallel`; so is the next.
         payload: with a group, what tokens travel as.
         tokens_per_rank: with a group, the tokens that each rank sends to each, where the number is to be the same in
             every call.
+        transport: with a group, what moves tokens: see `expert_parallel.ExpertParallel`.
 
     The last forward pass sets these attributes; a copy of the layer starts without them. Those of a pass under
     paddle.jit.to_static can be read inside the traced function, and with ``full_graph=True`` only there. Read the
@@ -247,7 +248,7 @@ def _over_ranks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the experts of all ranks make of this rank's tokens, their load and the slots dropped."""
     with _checks.renaming("ExpertParallel.dispatch", "MoELayer"):
-        received = parallel.dispatch(tokens, ids, probs, capacity=capacity)
+        received = parallel.dispatch(tokens, ids, probs, capacity=capacity, copy=False)
     if received.rows is not None:
         out = experts(received.rows, received.tokens_per_expert)
     else:

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t kMaxRanks = 1024;
 
-int check_regions(int64_t num_ranks, int64_t rows_per_rank, int64_t topk, int64_t region_bytes, int64_t needed, const void* regions,
-                  const char* name) {
+int check_regions(int64_t num_ranks, int64_t rows_per_rank, int64_t topk, int64_t region_bytes, int64_t needed,
+                  const void* regions, const char* name) {
   PMO_REQUIRE(num_ranks >= 1 && num_ranks <= kMaxRanks, "num_ranks", "in [1, 1024]");
   PMO_REQUIRE_SLOTS(rows_per_rank * num_ranks, topk, "topk");
   PMO_REQUIRE(region_bytes % 4 == 0 && region_bytes >= needed, "region_bytes", "a multiple of 4 that holds a region");

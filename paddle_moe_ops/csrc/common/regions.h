@@ -26,10 +26,11 @@ struct Records {
   }
 };
 
-// The rank of a slot's expert, -1 if it has none.
+// The rank of a slot's expert, -1 if it has none. Experts fit 32 bits, in which a GPU divides fast.
 PMO_ANYWHERE inline int32_t rank_of_slot(const pmo_rank_plan_params& p, int64_t slot) {
   const int64_t id = id_at(p.ids, p.ids_kind, slot);
-  return id >= 0 && id < p.num_ranks * p.experts_per_rank ? static_cast<int32_t>(id / p.experts_per_rank) : -1;
+  if (id < 0 || id >= p.num_ranks * p.experts_per_rank) return -1;
+  return static_cast<int32_t>(static_cast<uint32_t>(id) / static_cast<uint32_t>(p.experts_per_rank));
 }
 
 // How many of a token's slots are at a rank.
@@ -42,24 +43,48 @@ PMO_ANYWHERE inline int32_t slots_at_rank(const pmo_rank_plan_params& p, int64_t
 // Columns of token_rows.
 PMO_ANYWHERE inline int64_t most_rows(int64_t num_ranks, int64_t topk) { return num_ranks < topk ? num_ranks : topk; }
 
-// Records a token as number `place` of a region.
+// Four numbers that are stored at once.
+struct alignas(16) FourInts {
+  int32_t values[4];
+};
+struct alignas(16) FourFloats {
+  float values[4];
+};
+
+// Records a token as number `place` of a region, in stores of 16 bytes where K allows: the region may be on another GPU.
 PMO_ANYWHERE inline void record(const pmo_rank_plan_params& p, int64_t token, int64_t rank, int64_t place) {
   const Records records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk);
-  for (int64_t k = 0; k < p.topk; ++k) {
+  const auto id_of = [&](int64_t k) {
     const int64_t id = id_at(p.ids, p.ids_kind, token * p.topk + k);
-    records.ids[place * p.topk + k] = id >= 0 && id <= INT32_MAX ? static_cast<int32_t>(id) : -1;
-    records.probs[place * p.topk + k] = p.probs[token * p.topk + k];
+    return id >= 0 && id <= INT32_MAX ? static_cast<int32_t>(id) : -1;
+  };
+  const float* probs = p.probs + token * p.topk;
+  int32_t* const to_ids = records.ids + place * p.topk;
+  float* const to_probs = records.probs + place * p.topk;
+  if (p.topk % 4 != 0 || reinterpret_cast<uintptr_t>(records.count) % 16 != 0) {
+    for (int64_t k = 0; k < p.topk; ++k) {
+      to_ids[k] = id_of(k);
+      to_probs[k] = probs[k];
+    }
+    return;
+  }
+  for (int64_t k = 0; k < p.topk; k += 4) {
+    *reinterpret_cast<FourInts*>(to_ids + k) = {id_of(k), id_of(k + 1), id_of(k + 2), id_of(k + 3)};
+    *reinterpret_cast<FourFloats*>(to_probs + k) = {probs[k], probs[k + 1], probs[k + 2], probs[k + 3]};
   }
 }
 
 // Element `slot` of what arrived, [P * S, K]: its id and probability, and with a row's first its row.
 PMO_ANYWHERE inline void read_record(const pmo_rank_records_params& p, int64_t slot) {
-  const int64_t of_region = p.rows_per_rank * p.topk;
-  const int64_t place = slot % of_region;
-  const Records records(p.records, p.region_bytes, slot / of_region, p.rows_per_rank, p.topk);
-  const bool is_token = place / p.topk < *records.count;
+  // Slots fit 32 bits, in which a GPU divides fast.
+  const auto topk = static_cast<uint32_t>(p.topk), number = static_cast<uint32_t>(slot);
+  const uint32_t row = number / topk, rank = row / static_cast<uint32_t>(p.rows_per_rank);
+  const uint32_t row_of_rank = row - rank * static_cast<uint32_t>(p.rows_per_rank), k = number - row * topk;
+  const Records records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk);
+  const bool is_token = row_of_rank < static_cast<uint32_t>(*records.count);
+  const int64_t place = int64_t{row_of_rank} * p.topk + k;
   const int64_t id = is_token ? int64_t{records.ids[place]} - p.first_expert : -1;
-  if (place % p.topk == 0) p.rows[slot / p.topk] = is_token ? static_cast<int32_t>(slot / p.topk) : -1;
+  if (k == 0) p.rows[row] = is_token ? static_cast<int32_t>(row) : -1;
   const bool here = id >= 0 && id < p.num_experts;
   p.ids[slot] = here ? static_cast<int32_t>(id) : -1;
   p.probs[slot] = here ? records.probs[place] : 0.0f;

@@ -3,9 +3,9 @@
 
 // Expert parallelism between GPUs that reach each other's memory; the layout of regions is in pmo/ranks.h.
 //
-// plan: blocks of 256 tokens, a thread each. A first launch counts the tokens of a block for each rank; the second one adds up what the
+// plan: blocks of 128 tokens, a thread each. A first launch counts the tokens of a block for each rank; the second one adds up what the
 // blocks before have, ranks its own tokens by ballots, and writes maps here and records at the other ranks. Bytes moved: ids are read
-// P + 2 times (from caches but once), maps written once, and 8 * K bytes to another GPU for each of the token's rows.
+// twice (P times as often with more than 64 ranks), maps written once, and 8 * K bytes to another GPU for each of the token's rows.
 // barrier: one block, a thread for each rank, which tells it and waits for it.
 #include "pmo/ranks.h"
 
@@ -19,7 +19,7 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 
 struct PlanBlocks {
@@ -32,11 +32,34 @@ struct PlanBlocks {
   int64_t bytes(const pmo_rank_plan_params& p) const { return blocks * p.num_ranks * static_cast<int64_t>(sizeof(int32_t)); }
 };
 
+// Which ranks a token goes to: a bit for each of up to 64, so that its ids are read once.
+class Ranks {
+ public:
+  __device__ Ranks(const pmo_rank_plan_params& p, int64_t token) : p_(p), token_(token) {
+    if (token >= p.num_tokens || p.num_ranks > 64) return;
+    for (int64_t k = 0; k < p.topk; ++k) {
+      const int32_t rank = rank_of_slot(p, token * p.topk + k);
+      if (rank >= 0) bits_ |= uint64_t{1} << rank;
+    }
+  }
+
+  __device__ bool has(int32_t rank) const {
+    if (token_ >= p_.num_tokens) return false;
+    return p_.num_ranks > 64 ? slots_at_rank(p_, token_, rank) > 0 : (bits_ >> rank & 1) != 0;
+  }
+
+ private:
+  const pmo_rank_plan_params& p_;
+  const int64_t token_;
+  uint64_t bits_ = 0;
+};
+
 __global__ void __launch_bounds__(kThreads) count_tokens(const __grid_constant__ pmo_rank_plan_params p, PlanBlocks plan) {
   const int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.dropped = 0;
+  const Ranks ranks(p, token);
   for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
-    const int count = __syncthreads_count(token < p.num_tokens && slots_at_rank(p, token, rank) > 0);
+    const int count = __syncthreads_count(ranks.has(rank));
     if (threadIdx.x == 0) plan.counts[blockIdx.x * p.num_ranks + rank] = count;
   }
 }
@@ -48,6 +71,7 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
   const bool is_last = blockIdx.x + 1 == gridDim.x;
   int32_t* rows = p.token_rows + token * columns;
   int64_t made = 0;
+  const Ranks ranks(p, token);
   for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
     if (warp == 0) {
       int32_t sum = 0;
@@ -55,22 +79,22 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
       sum = sum_over_warp(sum);
       if (lane == 0) before_block = sum;
     }
-    const int32_t slots = token < p.num_tokens ? slots_at_rank(p, token, rank) : 0;
-    const unsigned goes = __ballot_sync(kAllLanes, slots > 0);
+    const bool has = ranks.has(rank);
+    const unsigned goes = __ballot_sync(kAllLanes, has);
     if (lane == 0) of_warps[warp] = __popc(goes);
     __syncthreads();
     int32_t place = before_block + __popc(goes & ((1u << lane) - 1));
     for (int other = 0; other < warp; ++other) place += of_warps[other];
-    if (slots > 0 && place < p.capacity) {
+    if (has && place < p.capacity) {
       const int64_t row = rank * p.rows_per_rank + place;
       rows[made++] = static_cast<int32_t>(row);
       p.row_to_token[row] = static_cast<int32_t>(token);
       record(p, token, rank, place);
-    } else if (slots > 0) {
-      atomicAdd(p.dropped, slots);  // integers: any order
+    } else if (has) {
+      atomicAdd(p.dropped, slots_at_rank(p, token, rank));  // integers: any order
     }
     if (is_last && threadIdx.x == kThreads - 1) {
-      const int64_t all = int64_t{place} + (slots > 0);
+      const int64_t all = int64_t{place} + has;
       *Records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk).count = static_cast<int32_t>(min(all, p.capacity));
     }
     __syncthreads();
@@ -90,8 +114,9 @@ __global__ void clear_counts(const __grid_constant__ pmo_rank_plan_params p) {
 int plan(const pmo_rank_plan_params& p, cudaStream_t stream) {
   if (const int status = check_rank_plan(p)) return status;
   const PlanBlocks blocks(p);
-  PMO_REQUIRE(blocks.blocks == 0 || (is_aligned(blocks.counts) && blocks.counts != nullptr && p.workspace_bytes >= blocks.bytes(p)),
-              "workspace", "4-byte aligned and as large as pmo_rank_plan_cuda_workspace_bytes says");
+  PMO_REQUIRE(
+      blocks.blocks == 0 || (is_aligned(blocks.counts) && blocks.counts != nullptr && p.workspace_bytes >= blocks.bytes(p)),
+      "workspace", "4-byte aligned and as large as pmo_rank_plan_cuda_workspace_bytes says");
   const int64_t rows = p.num_ranks * p.rows_per_rank;
   if (rows > 0) PMO_CUDA(cudaMemsetAsync(p.row_to_token, 0xFF, rows * sizeof(int32_t), stream));
   if (p.num_tokens * p.topk == 0) return launch("clear_counts", clear_counts, {1, kThreads}, stream, p);
@@ -118,7 +143,8 @@ int put(const pmo_rank_values_params& p, cudaStream_t stream) {
   if (const int status = check_rank_put(p)) return status;
   const size_t bytes = p.rows_per_rank * p.topk * sizeof(float);
   if (bytes == 0) return PMO_OK;
-  PMO_CUDA(cudaMemcpy2DAsync(p.window, p.region_bytes, p.row_values, bytes, bytes, p.num_ranks, cudaMemcpyDeviceToDevice, stream));
+  PMO_CUDA(
+      cudaMemcpy2DAsync(p.window, p.region_bytes, p.row_values, bytes, bytes, p.num_ranks, cudaMemcpyDeviceToDevice, stream));
   return PMO_OK;
 }
 

@@ -25,7 +25,7 @@ Outputs window(const paddle::Tensor& like, int64_t address, int64_t rows, int64_
                             phi::DataLayout::NCHW, like.place())};
 }
 
-// Bytes [P, region]; `needed` of each region are used.
+// The address of bytes [P, region].
 void* regions(const paddle::Tensor& window, int64_t num_ranks, int64_t* region_bytes) {
   require_rank(window, 2, kFunction, "the window");
   require_dtype(window, paddle::DataType::UINT8, kFunction, "the window");
@@ -102,7 +102,7 @@ Outputs rank_push(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
                   const paddle::Tensor& window) {
   const Target target(kFunction, {&x, &token_rows, &row_to_token, &window});
   require_rank(x, 2, kFunction, "x");
-  require_rank(row_to_token, 1, kFunction, "row_to_token");
+  require(!row_to_token.shape().empty(), kFunction, "the map must have a line for each row");
   require_dtype(window, x.dtype(), kFunction, "the window");
   require_shape(window, {row_to_token.shape()[0], x.shape()[1]}, kFunction, "the window");
   require(window.is_contiguous(), kFunction, kNoMemory);
@@ -112,7 +112,7 @@ Outputs rank_push(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
   return {rows};
 }
 
-// Rows between a window and other memory: row r to `out` where rows[r] is r. Without a token, rows of `out` are zeros.
+// Rows of a window to other memory: row r to `out` where rows[r] is r. Without a token, rows of `out` are zeros.
 Outputs rank_copy(const paddle::Tensor& from, const paddle::Tensor& rows, const paddle::Tensor& out) {
   const Target target(kFunction, {&from, &rows, &out});
   require_rank(from, 2, kFunction, "the rows");
@@ -126,8 +126,8 @@ Outputs rank_copy(const paddle::Tensor& from, const paddle::Tensor& rows, const 
   return {copies};
 }
 
-// The sum of each token's rows in the windows of all ranks.
-Outputs rank_pull(const paddle::Tensor& window, const paddle::Tensor& token_rows) {
+// The sum of each token's rows in a window.
+Outputs rank_sum(const paddle::Tensor& window, const paddle::Tensor& token_rows) {
   const Target target(kFunction, {&window, &token_rows});
   return {sum_rows(target, kFunction, window, token_rows, {})};
 }
@@ -173,7 +173,8 @@ Outputs rank_get(const paddle::Tensor& window, const paddle::Tensor& ids, const 
   return {values};
 }
 
-Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state, int64_t timeout_ms) {
+Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
+                     int64_t timeout_ms) {
   const Target target(kFunction, {&arrived, &peers, &state});
   require_dtype(state, paddle::DataType::INT32, kFunction, "the state");
   require_shape(state, {1}, kFunction, "the state");
@@ -197,7 +198,7 @@ PMO_DIRECT(rank_plan, rank_plan);
 PMO_DIRECT(rank_records, rank_records);
 PMO_DIRECT(rank_push, rank_push);
 PMO_DIRECT(rank_copy, rank_copy);
-PMO_DIRECT(rank_pull, rank_pull);
+PMO_DIRECT(rank_sum, rank_sum);
 PMO_DIRECT(rank_put, rank_put);
 PMO_DIRECT(rank_get, rank_get);
 PMO_DIRECT(rank_barrier, rank_barrier);

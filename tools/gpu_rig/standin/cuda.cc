@@ -88,8 +88,8 @@ cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcp
 cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   return std::memmove(target, source, bytes), cudaSuccess;
 }
-cudaError_t cudaMemcpy2DAsync(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t width, size_t height,
-                              cudaMemcpyKind, cudaStream_t) {
+cudaError_t cudaMemcpy2DAsync(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t width,
+                              size_t height, cudaMemcpyKind, cudaStream_t) {
   for (size_t line = 0; line < height; ++line) {
     std::memmove(static_cast<char*>(target) + line * target_pitch, static_cast<const char*>(source) + line * source_pitch, width);
   }

@@ -36,7 +36,7 @@ typedef struct pmo_rank_plan_params {
   int32_t* dropped;          // [1] slots whose token found no room
   void* workspace;           // CUDA only
   int64_t workspace_bytes;
-  int32_t ids_kind;          // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
+  int32_t ids_kind;  // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
   int32_t num_threads;
 } pmo_rank_plan_params;
 
@@ -55,7 +55,7 @@ typedef struct pmo_rank_records_params {
   int64_t num_experts;  // of this rank
   const void* records;  // [P, region_bytes], what arrived
   int64_t region_bytes;
-  int32_t* ids;  // [P * S, K] counted from first_expert; -1 = an expert of another rank, or no token
+  int32_t* ids;   // [P * S, K] counted from first_expert; -1 = an expert of another rank, or no token
   float* probs;   // [P * S, K], 0 where the id is -1
   int32_t* rows;  // [P * S] the row itself where there is a token, else -1
   int32_t num_threads;
@@ -81,11 +81,11 @@ typedef struct pmo_rank_values_params {
   int32_t num_threads;
 } pmo_rank_values_params;
 
-// Puts the values of rows into the regions of the ranks whose tokens they are.
+// Puts the values of rows into this rank's regions at the ranks whose tokens they are.
 PMO_API int pmo_rank_put_cpu(const pmo_rank_values_params* params, void* stream);
 PMO_API int pmo_rank_put_cuda(const pmo_rank_values_params* params, void* stream);
 
-// The value of each slot at the rank of its expert, 0 where the token has no row there.
+// The value of each slot that the rank of its expert put here, 0 where the token has no row there.
 PMO_API int pmo_rank_get_cpu(const pmo_rank_values_params* params, void* stream);
 PMO_API int pmo_rank_get_cuda(const pmo_rank_values_params* params, void* stream);
 
