@@ -149,9 +149,10 @@ class ExpertParallel:
             if combine != "reduced":
                 _checks.bad_value(_NAME, "tokens_per_rank", 'None with combine="exact"', tokens_per_rank)
         _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo", "peer"))
-        if transport == "peer" and (tokens_per_rank is None or payload is not None):
-            expected = "another one without tokens_per_rank, and with a payload"
-            _checks.bad_value(_NAME, "transport", expected, transport)
+        if transport == "peer" and tokens_per_rank is None:
+            _checks.bad_value(_NAME, "tokens_per_rank", 'given with transport="peer"', None)
+        if transport == "peer" and payload is not None:
+            _checks.bad_value(_NAME, "payload", 'None with transport="peer"', payload)
         if self.num_experts % self.group.nranks:
             expected = f"a multiple of {self.group.nranks}, the ranks of the group"
             _checks.bad_value(_NAME, "num_experts", expected, num_experts)

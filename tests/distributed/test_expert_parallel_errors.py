@@ -11,7 +11,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_moe_ops.expert_parallel import ExpertParallel, average_gradients, shard_state_dict
+from paddle_moe_ops.expert_parallel import ExpertParallel, average_gradients, peers, shard_state_dict
 from paddle_moe_ops.nn import MoELayer
 
 from .processes import run
@@ -64,6 +64,8 @@ def bad_arguments() -> list[str]:
         caught(lambda: ExpertParallel(3)),
         caught(lambda: ExpertParallel(4, combine="sum")),
         caught(lambda: ExpertParallel(4, transport="mpi")),
+        caught(lambda: ExpertParallel(4, combine="reduced", transport="peer")),
+        caught(lambda: ExpertParallel(4, combine="reduced", tokens_per_rank=8, payload="fp8_1x128", transport="peer")),
         caught(lambda: ExpertParallel(4, tokens_per_rank=8)),
         caught(lambda: ExpertParallel(4, combine="reduced", tokens_per_rank=0)),
         caught(lambda: ExpertParallel(4, payload="fp8")),
@@ -82,7 +84,9 @@ def test_bad_arguments_raise_what_is_wrong():
     assert texts == [
         "ValueError: ExpertParallel: num_experts must be a multiple of 2, the ranks of the group, but got 3",
         "ValueError: ExpertParallel: combine must be one of 'exact', 'reduced', but got 'sum'",
-        "ValueError: ExpertParallel: transport must be one of 'auto', 'alltoall', 'gloo', but got 'mpi'",
+        "ValueError: ExpertParallel: transport must be one of 'auto', 'alltoall', 'gloo', 'peer', but got 'mpi'",
+        'ValueError: ExpertParallel: tokens_per_rank must be given with transport="peer", but got None',
+        'ValueError: ExpertParallel: payload must be None with transport="peer", but got fp8_1x128',
         'ValueError: ExpertParallel: tokens_per_rank must be None with combine="exact", but got 8',
         "ValueError: ExpertParallel: tokens_per_rank must be from 1 to 2147483647, but got 0",
         "ValueError: ExpertParallel: payload must be one of None, 'fp8_1x128', 'fp8_1x128_ue8m0', but got 'fp8'",
@@ -151,6 +155,33 @@ def test_the_others_are_told_of_a_rank_that_ended():
     assert (
         "RuntimeError: expert_parallel: rank 0 could not exchange rows with the other ranks of [0, 1], one of" in text
     )
+
+
+def end_of_a_rank_that_others_write_to() -> str:
+    peers._TIMEOUT_MS = 1000
+    ep, (x, ids, probs) = ExpertParallel(4, combine="reduced", tokens_per_rank=2, transport="peer"), inputs(0)
+    ep.dispatch(x, ids, probs)
+    if paddle.distributed.get_rank() == 1:
+        os._exit(3)
+    raise AssertionError(caught(lambda: ep.dispatch(x, ids, probs)))
+
+
+def test_a_rank_that_ended_keeps_none_waiting_for_its_memory():
+    with pytest.raises(RuntimeError) as failed:
+        run(end_of_a_rank_that_others_write_to, 2)
+    assert "RuntimeError: ExpertParallel: rank 1 of the group did not answer" in str(failed.value)
+
+
+def no_whole_rows() -> list[str]:
+    ep, (_, ids, probs) = ExpertParallel(4, combine="reduced", tokens_per_rank=2, transport="peer"), inputs(0)
+    wide = paddle.zeros([2, 4099])
+    return [caught(lambda: ep.dispatch(wide, ids, probs))]
+
+
+def test_a_width_that_fills_no_pages_is_refused():
+    for (text,) in run(no_whole_rows, 2):
+        assert text.startswith("ValueError: ExpertParallel.dispatch: x must be a width in which 256 pages of ")
+        assert text.endswith("for transport='peer', but got 16396 bytes a row")
 
 
 def graphs() -> list[str]:

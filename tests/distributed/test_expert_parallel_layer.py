@@ -29,6 +29,7 @@ from .processes import Processes, run
 
 SIZES = 8, 12, 4, 2  # H, I, E, K
 HIDDEN = SIZES[0]
+OF_GROUPS = "combine", "payload", "tokens_per_rank", "transport"  # options that need a group
 BATCHES = {(5, 11): "uneven", (16, 0): "one without tokens", (8, 8): "even"}
 
 
@@ -96,7 +97,7 @@ def assert_like_one_process(tokens, turns=1, **options):
     for other in of_ranks[1:]:
         for name, value in other[1].items():
             np.testing.assert_array_equal(value, end[name], err_msg=name)
-    net = Net(**{name: each for name, each in options.items() if name not in ("combine", "tokens_per_rank")})
+    net = Net(**{name: each for name, each in options.items() if name not in OF_GROUPS})
     net.set_state_dict(start)
     train(net, tokens, None, turns)
     for name, expected in arrays(net.state_dict()).items():
@@ -115,8 +116,15 @@ def test_recompute_and_accumulation(combine):
     assert_like_one_process((5, 11), turns=2, recomputes=True, combine=combine)
 
 
-def test_parts_of_one_size_with_room_for_all():
-    assert_like_one_process((5, 11), combine="reduced", tokens_per_rank=11)
+@pytest.mark.parametrize("transport", ["auto", "peer"])
+@pytest.mark.parametrize("tokens", BATCHES, ids=BATCHES.values())
+def test_parts_of_one_size_with_room_for_all(tokens, transport):
+    assert_like_one_process(tokens, combine="reduced", tokens_per_rank=16, transport=transport)
+
+
+def test_recompute_and_accumulation_through_windows():
+    options = {"combine": "reduced", "tokens_per_rank": 11, "transport": "peer"}
+    assert_like_one_process((5, 11), turns=2, recomputes=True, **options)
 
 
 def gradients_in(accumulate: bool) -> Any:
@@ -213,16 +221,20 @@ def of_rank_alone(options: dict[str, Any], tokens: tuple[int, ...]) -> Any:
     """What a layer gives for this rank's tokens, over the ranks and with all experts here, and its dropped slots."""
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
     layer, x = MoELayer(*SIZES, group=group, **options), batch(tokens, rank, 0)[0]
-    whole = MoELayer(*SIZES, **{name: each for name, each in options.items() if name not in ("combine", "payload")})
+    whole = MoELayer(*SIZES, **{name: each for name, each in options.items() if name not in OF_GROUPS})
     whole.set_state_dict(gather_state_dict(layer, group))
     with paddle.no_grad():
         outs = layer(x).numpy(), whole(x).numpy()
     return *outs, *(int(np.sum(np.asarray(each.dropped_slots))) for each in (layer, whole))
 
 
-@pytest.mark.parametrize("combine", ["exact", "reduced"])
-def test_capacity_counts_the_tokens_of_a_rank(combine):
-    options = {"capacity_factor": 0.75, "combine": combine}
+@pytest.mark.parametrize(
+    "options",
+    [{"combine": "exact"}, {"combine": "reduced"}, {"combine": "reduced", "tokens_per_rank": 13, "transport": "peer"}],
+    ids=["exact", "reduced", "peer"],
+)
+def test_capacity_counts_the_tokens_of_a_rank(options):
+    options = {"capacity_factor": 0.75, **options}
     ranks = run(of_rank_alone, 2, options=options, tokens=(13, 4))
     assert sum(dropped for _, _, dropped, _ in ranks) > 0
     for got, expected, dropped, dropped_alone in ranks:
