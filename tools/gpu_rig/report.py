@@ -26,7 +26,7 @@ SUITES = {
     "initcheck": "the core tests under compute-sanitizer initcheck",
     "place": "operators and Triton kernels on `GPUPlace` under paddlepaddle-gpu 2.6.2",
     "two_gpus": "tensors on either of two GPUs while the other is the current one, on `cuda_rig`",
-    "distributed": "collectives and expert parallelism over NCCL, and through memory of peers: two GPUs, a process each",
+    "distributed": "collectives and expert parallelism over NCCL and through memory of peers, on two GPUs",
     "place_two_gpus": "the same on `GPUPlace` under paddlepaddle-gpu 2.6.2",
 }
 WITH_PADDLE = ("ops", "scenarios", "triton", "place", "two_gpus", "distributed", "place_two_gpus")
