@@ -19,6 +19,14 @@ else:
 
 
 @pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    """Models that are compared with patched ones run on a CPU."""
+    from . import kernels
+
+    kernels.install(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
 def _without_patches():
     """Whatever a test leaves applied to classes is removed after it."""
     yield

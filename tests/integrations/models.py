@@ -49,6 +49,15 @@ _LATENT: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "factor": 1.0},
 }
 
+_ERNIE: dict[str, Any] = {
+    "moe_num_experts": 10,
+    "moe_k": 3,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+    "num_nextn_predict_layers": 0,  # else training wants inputs that are the trainer's business
+    "tie_word_embeddings": True,
+}
+
 # The configuration and the class by PaddleFormers' name of the type.
 _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_moe": (
@@ -58,10 +67,14 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLMDeprecated", _QWEN),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _DEEPSEEK | _LATENT),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", _ERNIE),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLMDeprecated", _DEEPSEEK | {"head_dim": 12}),
 }
-STACKED = {f"{name}-stacked": (name, {"fd_fallback": True}) for name in _MODELS}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {**STACKED}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{name}-stacked": (name, {"fd_fallback": True}) for name in _MODELS if name != "ernie4_5_moe"
+}
+CASES["ernie4_5_moe"] = ("ernie4_5_moe", {"moe_multimodal_dispatch_use_allgather": "unpad"})
+CASES["ernie4_5_moe-padded"] = ("ernie4_5_moe", {"moe_multimodal_dispatch_use_allgather": ""})
 
 
 def type_of(case: str) -> str:
@@ -76,6 +89,8 @@ def build(case: str, seed: int = 1, **changes: Any) -> Any:
     package = f"paddleformers.transformers.{name}"
     config_class = getattr(importlib.import_module(f"{package}.configuration"), config_name)
     config = config_class(**(_COMMON | settings | variant | changes))
+    for key, value in changes.items():
+        setattr(config, key, value)  # that of ERNIE forgets what it is told of recomputation
     paddle.seed(seed)
     with paddle.utils.unique_name.guard():
         return getattr(importlib.import_module(f"{package}.modeling"), class_name)(config)
@@ -109,6 +124,17 @@ def gradients(model: Any, tokens: paddle.Tensor | None = None) -> dict[str, np.n
     found = {name: None if p.grad is None else p.grad.numpy() for name, p in model.named_parameters()}
     model.clear_gradients(set_to_zero=False)
     return found
+
+
+def count_calls(layer: Any) -> list[int]:
+    """A list whose only entry is the number of calls of a layer from now on."""
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    layer.register_forward_pre_hook(count)
+    return calls
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 5e-6) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import paddle_moe_ops.integrations.paddleformers as pf
 
-from .models import CASES, assert_close, assert_same_bits, batch, build, gradients, loss_of, train, type_of
+from .models import CASES, assert_close, assert_same_bits, batch, build, count_calls, gradients, loss_of, train, type_of
 
 EACH = pytest.mark.parametrize("case", CASES)
 
@@ -94,5 +94,8 @@ def test_recomputed_layers_give_the_same_gradients(case):
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     with pf.applied(type_of(case)):
         expected = gradients(build(case))
-        found = gradients(build(case, **recompute))
+        model = build(case, **recompute)
+        calls = count_calls(model.model.layers[1].mlp)
+        found = gradients(model)
+    assert calls == [2]
     assert_close(found, expected, tolerance=1e-6)

@@ -44,6 +44,15 @@ def replacement(problem: Problem) -> Callable[[Callable[..., Any]], Callable[...
     return decorate
 
 
+def parallel_problem(block: Any) -> str | None:
+    """Why a block whose configuration is for several processes is refused, or None."""
+    for name in ("tensor_model_parallel_size", "expert_model_parallel_size"):
+        size = block.config.get(name, 1)
+        if size is not None and size > 1:
+            return f"{name} is {size}"
+    return "sequence_parallel is set" if block.config.get("sequence_parallel", False) else None
+
+
 def stacked_problem(experts: Any) -> str | None:
     """Why experts in stacked matrices are refused, or None."""
     if type(experts.act_fn) is not nn.Silu:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import blocks
+from . import blocks, ernie
 
 VERSIONS = ("1.2.0",)  # that the digests below were taken from, and the tests run with
 
@@ -85,8 +85,29 @@ def _fleet(*class_names: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, _FLEET.format(name)) for name in class_names)
 
 
+_TOPK_GATE = "paddleformers.nn.moe.topk_gate:TopKGate"
+_ERNIE = Target(
+    f"{_TRANSFORMERS}.ernie4_5_moe.modeling",
+    "Ernie4_5_MoeSparseMoeBlock",
+    "forward",
+    ernie.ernie_block,
+    {
+        "forward": "295b52177483b9cf",
+        "fused_gate_and_dispatch": "585b2af4d63ed598",
+        "fused_gate_logits_process_fused": "172b0116696f3c50",
+        "forward_experts": "a425248df5091b05",
+        "calc_router_loss_and_logging": "3099ac2cf92e6d2c",
+        "_calc_router_loss": "9c053c70a2b6ae12",
+        "combine_expert_output": "49b487b1ae0ca289",
+        f"{_TOPK_GATE}.forward": "ecf4f596b2d7eaea",
+        f"{_TOPK_GATE}.get_capacity": "ed50bf21022f7c42",
+        f"{_TOPK_GATE}._cal_aux_loss": "aabc0f7c50f00e57",
+    },
+)
+
 MODELS: dict[str, Model] = {
     "deepseek_v3": Model((_stacked(_DEEPSEEK, "DeepseekV3NaiveMoe"),)),
+    "ernie4_5_moe": Model((_ERNIE,)),
     "glm4_moe": Model((_stacked(_GLM4, "GLm4MoeNaiveMoe"),), _fleet("Glm4MoeForCausalLM")),
     "qwen2_moe": Model((_stacked(_QWEN2, "Qwen2MoeExperts"),), _fleet("Qwen2MoeForCausalLM")),
     "qwen3_moe": Model((_stacked(_QWEN3, "Qwen3MoeExperts"),), _fleet("Qwen3MoeForCausalLM")),
