@@ -73,6 +73,8 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{name}-stacked": (name, {"fd_fallback": True}) for name in _MODELS if name != "ernie4_5_moe"
 }
+CASES |= {name: (name, {}) for name in _MODELS if name != "ernie4_5_moe"}
+CASES["qwen3_moe-unnormalised"] = ("qwen3_moe", {"norm_topk_prob": False})
 CASES["ernie4_5_moe"] = ("ernie4_5_moe", {"moe_multimodal_dispatch_use_allgather": "unpad"})
 CASES["ernie4_5_moe-padded"] = ("ernie4_5_moe", {"moe_multimodal_dispatch_use_allgather": ""})
 

@@ -105,10 +105,32 @@ _ERNIE = Target(
     },
 )
 
+_GLM4_TARGETS = (
+    _stacked(_GLM4, "GLm4MoeNaiveMoe"),
+    Target(_GLM4, "Glm4MoeMoE", "moe", blocks.glm4_moe, {"moe": "cd530a3319a02c81"}),
+)
+_QWEN2_TARGETS = (
+    _stacked(_QWEN2, "Qwen2MoeExperts"),
+    Target(_QWEN2, "Qwen2MoeSparseMoeBlock", "forward", blocks.qwen2_block, {"forward": "a90073d2dabc77a8"}),
+)
+
 MODELS: dict[str, Model] = {
-    "deepseek_v3": Model((_stacked(_DEEPSEEK, "DeepseekV3NaiveMoe"),)),
+    "deepseek_v3": Model(
+        (
+            _stacked(_DEEPSEEK, "DeepseekV3NaiveMoe"),
+            Target(_DEEPSEEK, "DeepseekV3MoE", "moe", blocks.deepseek_moe, {"moe": "3cca397e8c3ece3d"}),
+        ),
+    ),
     "ernie4_5_moe": Model((_ERNIE,)),
-    "glm4_moe": Model((_stacked(_GLM4, "GLm4MoeNaiveMoe"),), _fleet("Glm4MoeForCausalLM")),
-    "qwen2_moe": Model((_stacked(_QWEN2, "Qwen2MoeExperts"),), _fleet("Qwen2MoeForCausalLM")),
-    "qwen3_moe": Model((_stacked(_QWEN3, "Qwen3MoeExperts"),), _fleet("Qwen3MoeForCausalLM")),
+    "glm4_moe": Model(_GLM4_TARGETS, _fleet("Glm4MoeForCausalLM")),
+    "glm4v_moe": Model(_GLM4_TARGETS),
+    "qwen2_moe": Model(_QWEN2_TARGETS, _fleet("Qwen2MoeForCausalLM")),
+    "qwen3_moe": Model(
+        (
+            _stacked(_QWEN3, "Qwen3MoeExperts"),
+            Target(_QWEN3, "Qwen3MoeSparseMoeBlock", "forward", blocks.qwen3_block, {"forward": "38525d86beec0341"}),
+        ),
+        _fleet("Qwen3MoeForCausalLM"),
+    ),
+    "qwen3_next": Model(_QWEN2_TARGETS),
 }
