@@ -69,6 +69,17 @@ def test_applying_twice_changes_nothing_and_one_removal_is_enough():
     assert methods() == before
 
 
+@pytest.mark.parametrize(("one", "other"), [("glm4_moe", "glm4v_moe"), ("qwen2_moe", "qwen3_next")])
+def test_types_that_share_classes_stay_patched_until_both_are_removed(one, other):
+    before = methods()
+    pf.apply(one)
+    patched = methods()
+    with pf.applied(other):
+        pf.remove(one)
+        assert methods() == patched
+    assert methods() == before
+
+
 def test_a_context_restores_what_was_before():
     before = methods()
     with pf.applied("qwen3_moe"):
@@ -97,6 +108,26 @@ def test_a_model_of_its_own_is_patched_alone():
         assert pf.apply(model) == report
     assert model.model.layers[0].mlp.experts.forward.__func__ is original
     assert all("forward" not in vars(layer) for layer in model.sublayers(include_self=True))
+
+
+def test_a_context_of_a_patched_model_leaves_it_patched():
+    model = build(CASE)
+    pf.apply(model)
+    with pf.applied(model):
+        pass
+    assert "forward" in vars(model.model.layers[0].mlp.experts)
+
+
+def test_a_subclass_is_patched_unless_it_has_a_method_of_its_own():
+    model = build("qwen3_moe")
+    block = model.model.layers[1].mlp
+    block.__class__ = type("Renamed", (type(block),), {})
+    assert "model.layers.1.mlp (Renamed.forward)" in pf.apply(model).patched
+    pf.remove(model)
+    block.__class__ = type("Changed", (type(block),), {"forward": lambda self, x: (x, None)})
+    with pytest.raises(RuntimeError, match=r"layers\.1\.mlp \(Changed\.forward\): .*Changed\.forward is not the code"):
+        pf.apply(model)
+    assert "forward" not in vars(model.model.layers[0].mlp)
 
 
 def test_removing_a_name_keeps_single_models_and_the_other_way_round():
@@ -231,6 +262,41 @@ def test_stacked_experts_with_another_activation_are_refused():
     assert "forward" not in vars(model.model.layers[0].mlp.experts)
     with pf.applied("qwen3_moe"), pytest.raises(RuntimeError, match="Qwen3MoeExperts: the activation is GELU"):
         loss_of(model, batch())
+
+
+@pytest.mark.parametrize("case", ["qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [
+        ("tensor_model_parallel_size", 2, "tensor_model_parallel_size is 2"),
+        ("expert_model_parallel_size", 4, "expert_model_parallel_size is 4"),
+        ("sequence_parallel", True, "sequence_parallel is set"),
+    ],
+    ids=lambda each: each if isinstance(each, str) and "_" in each and " " not in each else "",
+)
+def test_blocks_that_are_configured_for_several_processes_are_refused(case, setting, value, reason):
+    model = build(case)
+    first, last = model.model.layers[1].mlp, model.model.layers[2].mlp
+    last.config = copy.deepcopy(last.config)
+    setattr(last.config, setting, value)
+    with pytest.raises(ValueError, match=rf"layers\.2\.mlp .*: {reason}, which is not supported"):
+        pf.apply(model)
+    assert not any(name in vars(first) for name in ("forward", "moe"))
+    with pf.applied(type_of(case)):
+        first(paddle.zeros([1, 2, 48]))
+        with pytest.raises(RuntimeError, match=f"{type(last).__name__}: {reason}"):
+            last(paddle.zeros([1, 2, 48]))
+
+
+def test_layers_of_other_classes_in_a_model_are_reported():
+    class Other(paddle.nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.experts = paddle.nn.LayerList([paddle.nn.Linear(2, 3)])
+
+    report = pf.apply(paddle.nn.Sequential(build("qwen3_moe"), Other()))
+    assert report.left == (("1 (Other)", "no replacement for this class"),)
+    assert report.patched == tuple(f"0.model.layers.{i}.mlp (Qwen3MoeSparseMoeBlock.forward)" for i in range(3))
 
 
 def run(program: str) -> str:

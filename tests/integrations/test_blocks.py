@@ -13,7 +13,7 @@ from paddle.distributed.fleet.utils import recompute
 
 import paddle_moe_ops.integrations.paddleformers as pf
 
-from .models import CASES, assert_close, build, type_of
+from .models import CASES, assert_close, build, count_calls, type_of
 
 EACH = pytest.mark.parametrize("case", CASES)
 
@@ -56,14 +56,16 @@ def test_a_block_recomputed_through_hooks_gives_the_same_gradients(case, rng):
 
 
 @EACH
-def test_evaluation_leaves_no_graph(case, rng):
+def test_evaluation_leaves_no_graph_and_runs_no_idle_expert(case, rng):
     block, x = block_of(case), paddle.to_tensor(rng.standard_normal((2, 5, 48)), "float32")
     block.eval()
     pf.apply(block)
+    calls = [count_calls(expert) for expert in block.experts] if isinstance(block.experts, paddle.nn.LayerList) else []
     with paddle.no_grad():
-        out = block(x)
+        out = block(x[:, :1])
     out = out[0] if isinstance(out, tuple) else out
     assert out.stop_gradient
+    assert sum(map(sum, calls)) <= 6  # two tokens of three experts each; those without tokens do not run
 
 
 # The routers of the other types fail.
@@ -74,3 +76,17 @@ def test_no_tokens(case):
     block.eval()
     out = block(paddle.zeros([1, 0, 48]))
     assert (out[0] if isinstance(out, tuple) else out).shape == [1, 0, 48]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.endswith("-stacked")])
+def test_stacked_experts_in_bfloat16_are_as_exact_as_bfloat16_is(case, rng):
+    experts = block_of(case).experts
+    x = paddle.to_tensor(rng.standard_normal((29, 48)), "float32")
+    ids = paddle.to_tensor(rng.permuted(np.tile(np.arange(experts.num_experts), (29, 1)), axis=1)[:, :3])
+    weights = paddle.to_tensor(rng.random((29, 3)), "float32")
+    expected = experts(x, ids, weights).numpy()
+    experts.to(dtype="bfloat16")
+    with pf.applied(experts):
+        found = experts(x.astype("bfloat16"), ids, weights.astype("bfloat16"))
+    assert found.dtype == paddle.bfloat16
+    np.testing.assert_allclose(found.astype("float32").numpy(), expected, rtol=0, atol=0.03 * np.abs(expected).max())

@@ -107,6 +107,6 @@ def _qwen_experts(block: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
         weights = weights / weights.sum(axis=-1, keepdim=True)
     weights = weights.astype(tokens.dtype)
     if block.fd_fallback:
-        return block.experts(tokens, ids.detach(), weights), logits
+        return block.experts(tokens, ids, weights), logits
     plan = route(ids, num_experts=block.num_experts)
     return run_modules(block.experts, tokens, plan, weights, idle_gradients=block.training), logits
