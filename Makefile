@@ -26,7 +26,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-isa fresh-environments lint format core sanitize fuzz bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,18 @@ test: $(VENV)/stamp-built core ## the test suite; options in PYTEST_ARGS
 
 test-slow: $(VENV)/stamp-built core ## the tests that `make test` leaves out
 	$(PY) -m pytest tests -m slow $(PYTEST_ARGS)
+
+# In an environment of its own: what PaddleFormers needs is nothing that the operators need.
+INTEGRATIONS := .venv-integrations
+
+$(INTEGRATIONS)/stamp: tests/integrations/requirements.txt
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check install --quiet $(PADDLE) -r $<
+	$(INTEGRATIONS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps paddleformers==1.2.0
+	touch $@
+
+test-integrations: $(VENV)/stamp-built $(INTEGRATIONS)/stamp ## models of PaddleFormers on the operators; options in PYTEST_ARGS
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
 
 test-isa: $(VENV)/stamp-built core ## the core and the operators on the AVX2 and on the generic row kernels
 	for isa in avx2 generic; do \

@@ -51,6 +51,7 @@ __all__ = [
     "chosen",
     "compiled_backend",
     "connect_experts",
+    "direct",
     "explain",
     "register",
     "register_note",
@@ -117,6 +118,17 @@ def _load(name: str) -> Backend:
 def register_operators() -> None:
     """Make the compiled operators known to Paddle, if they are there; what is wrong with them is told when needed."""
     _load("compiled").unavailable()
+
+
+def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
+    """Call a compiled operator that is part of no backend and has no gradient.
+
+    Raises:
+        RuntimeError: the compiled library cannot be used.
+    """
+    if (problem := compiled.backend.unavailable()) is not None:
+        raise RuntimeError(f"this needs the compiled operators, but {problem}")
+    return compiled.direct(operator, *arguments)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import filled
-from ..backends import compiled
+from ..backends import direct
 from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from .groups import agree
@@ -100,7 +100,7 @@ class _Channel:
 
     @staticmethod
     def _tensor(like: Tensor, address: int, rows: int, columns: int, dtype: Any) -> Tensor:
-        (made,) = compiled.direct("window", like, address, rows, columns, dtype.value)
+        (made,) = direct("window", like, address, rows, columns, dtype.value)
         return made
 
     def slot(self) -> _Slot:
@@ -110,7 +110,7 @@ class _Channel:
 
     def wait(self) -> None:
         """Have what follows wait until all ranks have come here."""
-        compiled.direct("rank_barrier", *self._flags, self._state, _TIMEOUT_MS)
+        direct("rank_barrier", *self._flags, self._state, _TIMEOUT_MS)
 
 
 class _Dispatch(Call):
@@ -131,12 +131,12 @@ class _Dispatch(Call):
         (x, ids, probs), self.given = self.given, ()
         channel, slot = self.channel, self.channel.slot()
         sizes = channel.experts_per_rank, channel.rows_per_rank
-        token_rows, row_to_token, self.dropped = compiled.direct(
+        token_rows, row_to_token, self.dropped = direct(
             "rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity
         )
-        compiled.direct("rank_push", x, token_rows, row_to_token, slot.rows_of_peers)
+        direct("rank_push", x, token_rows, row_to_token, slot.rows_of_peers)
         channel.wait()
-        self.ids, their_probs, arrived = compiled.direct(
+        self.ids, their_probs, arrived = direct(
             "rank_records", slot.beside, channel.topk, channel.rows_per_rank, self.first_expert, sizes[0]
         )
         self.trip = _Trip(channel, ids, token_rows, row_to_token, arrived)
@@ -146,24 +146,24 @@ class _Dispatch(Call):
         d_tokens, d_probs = (each.detach() for each in gradients)
         channel, slot = self.channel, self.channel.slot()
         _send_back(d_tokens, slot, self.trip)
-        compiled.direct("rank_put", d_probs, slot.beside_of_peers, channel.rows_per_rank)
+        direct("rank_put", d_probs, slot.beside_of_peers, channel.rows_per_rank)
         channel.wait()
-        (d_x,) = compiled.direct("rank_sum", slot.rows, self.trip.token_rows)
+        (d_x,) = direct("rank_sum", slot.rows, self.trip.token_rows)
         sizes = channel.experts_per_rank, channel.rows_per_rank
-        (made,) = compiled.direct("rank_get", slot.beside, self.trip.ids, self.trip.token_rows, *sizes)
+        (made,) = direct("rank_get", slot.beside, self.trip.ids, self.trip.token_rows, *sizes)
         return first_order_only(self, (d_x, made), *gradients)
 
 
 def _kept(slot: _Slot, trip: _Trip) -> Tensor:
     """A copy of the rows that arrived."""
     out = paddle.empty_like(slot.rows)
-    compiled.direct("rank_copy", slot.rows, trip.arrived, out)
+    direct("rank_copy", slot.rows, trip.arrived, out)
     return out
 
 
 def _send_back(rows: Tensor, slot: _Slot, trip: _Trip) -> None:
     """Rows to the ranks whose tokens they are of. A row is there what it is here: number i of the other rank."""
-    compiled.direct("rank_push", rows, trip.arrived, trip.arrived, slot.rows_of_peers)
+    direct("rank_push", rows, trip.arrived, trip.arrived, slot.rows_of_peers)
 
 
 class Peers:
@@ -187,8 +187,6 @@ class Peers:
             probs: float32 [T, K].
             copies: False: let the tokens lie where they arrived, which the second exchange after this one overwrites.
         """
-        if (problem := compiled.backend.unavailable()) is not None:
-            raise RuntimeError(f"{_DISPATCH}: transport='peer' needs the compiled operators, but {problem}")
         channel = _channel(self._group, self._capacity, self._experts, x, ids.shape[1])
         call = _Dispatch(x, ids, probs, channel, self._group.rank * self._experts, copies)
         tokens, their_probs = connect(call, x, probs)
@@ -206,12 +204,12 @@ class Peers:
             slot = trip.channel.slot()
             _send_back(out.detach(), slot, trip)
             trip.channel.wait()
-            (made,) = compiled.direct("rank_sum", slot.rows, trip.token_rows)
+            (made,) = direct("rank_sum", slot.rows, trip.token_rows)
             return made
 
         def back(gradient: Tensor) -> Tensor:
             slot = trip.channel.slot()
-            compiled.direct("rank_push", gradient.detach(), trip.token_rows, trip.row_to_token, slot.rows_of_peers)
+            direct("rank_push", gradient.detach(), trip.token_rows, trip.row_to_token, slot.rows_of_peers)
             trip.channel.wait()
             return _kept(slot, trip)
 

@@ -17,6 +17,7 @@ CSRC = PACKAGE / "csrc"
 
 # From the public functions down; a module imports from its own layer and from those below.
 LAYERS = (
+    {"integrations"},
     {"nn", "masked", "dispatch", "indexed", "compat"},
     {"expert_parallel"},
     {"mlp"},

@@ -12,8 +12,9 @@ import pytest
 import paddle_moe_ops
 from paddle_moe_ops import compat, dispatch, expert_parallel, gemm, indexed, masked, nn, routing
 from paddle_moe_ops.compat import transformer_engine, transformer_engine_jax
+from paddle_moe_ops.integrations import paddleformers
 
-MODULES = (paddle_moe_ops, compat, dispatch, expert_parallel, gemm, indexed, masked, nn, routing)
+MODULES = (paddle_moe_ops, compat, dispatch, expert_parallel, gemm, indexed, masked, nn, paddleformers, routing)
 COMPAT = (transformer_engine, transformer_engine_jax)  # arguments are those of the original
 
 

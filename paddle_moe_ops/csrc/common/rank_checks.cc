@@ -10,29 +10,31 @@ namespace {
 
 constexpr int64_t kMaxRanks = 1024;
 
-int check_regions(int64_t num_ranks, int64_t rows_per_rank, int64_t topk, int64_t region_bytes, int64_t needed,
-                  const void* regions, const char* name) {
+// Regions of a header and some bytes for each of [S, K] slots.
+int check_regions(int64_t num_ranks, int64_t rows_per_rank, int64_t topk, int64_t region_bytes, int64_t header,
+                  int64_t slot_bytes, const void* regions, const char* name) {
   PMO_REQUIRE(num_ranks >= 1 && num_ranks <= kMaxRanks, "num_ranks", "in [1, 1024]");
+  PMO_REQUIRE_COUNT(rows_per_rank, "rows_per_rank");
   PMO_REQUIRE_SLOTS(rows_per_rank * num_ranks, topk, "topk");
-  PMO_REQUIRE(region_bytes % 4 == 0 && region_bytes >= needed, "region_bytes", "a multiple of 4 that holds a region");
+  PMO_REQUIRE(region_bytes % 4 == 0 && region_bytes >= header + rows_per_rank * topk * slot_bytes, "region",
+              "a multiple of 4 that holds a region");
   PMO_REQUIRE_ARRAY(static_cast<const int32_t*>(regions), 1, name);
   return PMO_OK;
 }
 
-int64_t record_bytes(int64_t rows_per_rank, int64_t topk) { return PMO_RECORDS_HEADER + rows_per_rank * topk * 8; }
+constexpr int64_t kRecordBytes = 8;
 
 }  // namespace
 
 int check_rank_plan(const pmo_rank_plan_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_rank_plan_params of this library");
-  PMO_REQUIRE_COUNT(p.rows_per_rank, "rows_per_rank");
   PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
   PMO_REQUIRE_EXPERTS(p.experts_per_rank, "experts_per_rank");
-  PMO_REQUIRE(p.capacity >= 0 && p.capacity <= p.rows_per_rank, "capacity", "from 0 to rows_per_rank");
-  const int64_t needed = record_bytes(p.rows_per_rank, p.topk);
-  if (const int status = check_regions(p.num_ranks, p.rows_per_rank, p.topk, p.region_bytes, needed, p.records, "records")) {
+  if (const int status = check_regions(p.num_ranks, p.rows_per_rank, p.topk, p.region_bytes, PMO_RECORDS_HEADER, kRecordBytes,
+                                       p.records, "records")) {
     return status;
   }
+  PMO_REQUIRE(p.capacity >= 0 && p.capacity <= p.rows_per_rank, "capacity", "from 0 to rows_per_rank");
   const int64_t slots = p.num_tokens * p.topk;
   PMO_REQUIRE(is_id_kind(p.ids_kind), "ids_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   PMO_REQUIRE(is_id_array(p.ids, p.ids_kind, slots), "ids", "an array aligned to its element size");
@@ -45,12 +47,11 @@ int check_rank_plan(const pmo_rank_plan_params& p) {
 
 int check_rank_records(const pmo_rank_records_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_rank_records_params of this library");
-  PMO_REQUIRE_COUNT(p.rows_per_rank, "rows_per_rank");
   PMO_REQUIRE_COUNT(p.topk, "topk");
   PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
   PMO_REQUIRE_COUNT(p.first_expert, "first_expert");
-  const int64_t needed = record_bytes(p.rows_per_rank, p.topk);
-  if (const int status = check_regions(p.num_ranks, p.rows_per_rank, p.topk, p.region_bytes, needed, p.records, "records")) {
+  if (const int status = check_regions(p.num_ranks, p.rows_per_rank, p.topk, p.region_bytes, PMO_RECORDS_HEADER, kRecordBytes,
+                                       p.records, "records")) {
     return status;
   }
   PMO_REQUIRE_ARRAY(p.rows, p.num_ranks * p.rows_per_rank, "rows");
@@ -63,9 +64,8 @@ namespace {
 
 int check_values(const pmo_rank_values_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_rank_values_params of this library");
-  PMO_REQUIRE_COUNT(p.rows_per_rank, "rows_per_rank");
   PMO_REQUIRE_COUNT(p.topk, "topk");
-  return check_regions(p.num_ranks, p.rows_per_rank, p.topk, p.region_bytes, p.rows_per_rank * p.topk * 4, p.window, "window");
+  return check_regions(p.num_ranks, p.rows_per_rank, p.topk, p.region_bytes, 0, sizeof(float), p.window, "window");
 }
 
 }  // namespace
@@ -90,7 +90,7 @@ int check_rank_get(const pmo_rank_values_params& p) {
 int check_rank_barrier(const pmo_rank_barrier_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_rank_barrier_params of this library");
   PMO_REQUIRE(p.timeout_ms >= 0, "timeout_ms", ">= 0");
-  if (const int status = check_regions(p.num_ranks, 0, 0, p.region_bytes, 4, p.arrived, "arrived")) return status;
+  if (const int status = check_regions(p.num_ranks, 0, 0, p.region_bytes, 4, 0, p.arrived, "arrived")) return status;
   PMO_REQUIRE_ARRAY(static_cast<const int32_t*>(p.peers), 1, "peers");
   PMO_REQUIRE_ARRAY(p.state, 1, "state");
   return PMO_OK;

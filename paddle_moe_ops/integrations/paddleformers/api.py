@@ -1,0 +1,144 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The calls: `apply`, `applied`, `remove`, `supported`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from paddle import nn
+
+from ... import _checks
+from ...backends import register_note
+from . import classes, instances
+from .report import Report
+from .targets import MODELS, VERSIONS
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Supported:
+    """What `apply` does for a type of model.
+
+    Attributes:
+        methods: the methods that it replaces.
+        versions: versions of PaddleFormers that it is tested with.
+    """
+
+    methods: tuple[str, ...]
+    versions: tuple[str, ...]
+
+
+def supported() -> dict[str, Supported]:
+    """List the types of models that `apply` knows; PaddleFormers need not be there.
+
+    Returns:
+        what is replaced, by the name that `apply` takes, which is PaddleFormers' ``model_type``.
+    """
+    return {name: Supported(tuple(target.path for target in model.targets), VERSIONS) for name, model in MODELS.items()}
+
+
+def apply(name_or_model: str | nn.Layer) -> Report:
+    """Let the Mixture-of-Experts blocks of a type of model, or of one model, run on these operators.
+
+    With a name the methods of PaddleFormers' classes are replaced, for models that are there and for later ones. Types
+    that share a class are patched together: glm4v_moe has the classes of glm4_moe, and qwen3_next those of qwen2_moe.
+    With a model its own blocks get other methods, and no other model changes. Calling it again changes nothing.
+
+    Either everything that can be patched is patched, or an error is raised and nothing is. Where a class is patched and
+    one of its layers cannot be run, the first call of that layer raises a RuntimeError that says why.
+
+    Args:
+        name_or_model: a name that `supported` lists, "all" for every type that can be imported, or a model or a part
+            of one.
+
+    Returns:
+        what was patched, and what was left and why.
+
+    Raises:
+        TypeError: neither a name nor a layer.
+        ValueError: a name that is not listed; a model without blocks that are known, or with one that cannot be run.
+        RuntimeError: PaddleFormers, or something it needs for this type, cannot be imported; the code that would be
+            replaced is not the code of a version that was tested; tensor or expert parallelism.
+    """
+    report, _ = _apply(name_or_model)
+    return report
+
+
+@contextlib.contextmanager
+def applied(name_or_model: str | nn.Layer) -> Iterator[Report]:
+    """Apply inside a ``with`` block; afterwards the state is what it was before.
+
+    Args:
+        name_or_model: as for `apply`.
+
+    Yields:
+        what `apply` returns.
+
+    Raises:
+        TypeError: see `apply`.
+        ValueError: see `apply`.
+        RuntimeError: see `apply`.
+    """
+    report, undo = _apply(name_or_model)
+    try:
+        yield report
+    finally:
+        undo()
+
+
+def remove(name_or_model: str | nn.Layer = ALL) -> None:
+    """Undo `apply`: the methods are the very functions they were before. What was not applied is passed over.
+
+    A name undoes what was applied to classes, "all" for every type; it leaves single models as they are.
+
+    Args:
+        name_or_model: as for `apply`.
+
+    Raises:
+        TypeError: neither a name nor a layer.
+        ValueError: a name that is not listed.
+        RuntimeError: something else has replaced the method of a class since.
+    """
+    if isinstance(_checked("remove", name_or_model), str):
+        classes.remove(_names("remove", name_or_model))
+    else:
+        instances.unbind(instances.bound(name_or_model))
+
+
+def _apply(name_or_model: str | nn.Layer) -> tuple[Report, Callable[[], None]]:
+    """The report, and what undoes this call."""
+    if isinstance(_checked("apply", name_or_model), str):
+        names = _names("apply", name_or_model)
+        patched, left, new_names = classes.apply(names, skip_missing=name_or_model == ALL)
+        return Report(name_or_model, _version(), patched, left), partial(classes.remove, new_names)
+    patched, left, new_blocks = instances.bind(name_or_model)
+    return Report(type(name_or_model).__name__, _version(), patched, left), partial(instances.unbind, new_blocks)
+
+
+def _checked(function: str, name_or_model: str | nn.Layer) -> str | nn.Layer:
+    if not isinstance(name_or_model, (str, nn.Layer)):
+        _checks.bad_type(function, "name_or_model", "a name or a paddle.nn.Layer", type(name_or_model).__name__)
+    return name_or_model
+
+
+def _names(function: str, name: str) -> list[str]:
+    _checks.choice(function, "name_or_model", name, (ALL, *MODELS))
+    return list(MODELS) if name == ALL else [name]
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("paddleformers")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@register_note
+def _state() -> str:
+    return f"blocks of PaddleFormers on this package: {', '.join(sorted(classes.applied_names())) or 'none by name'}"

@@ -1,0 +1,112 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What replaces the methods of PaddleFormers' blocks, and when a block is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+
+from ...routing import route
+from .experts import run_modules, run_stacked
+
+Problem = Callable[[Any], "str | None"]
+
+
+def replacement(problem: Problem) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function the replacement of a method.
+
+    Args:
+        problem: says why a layer cannot be run by the replacement, or None. It is asked before each call: where a class
+            is patched, layers are made later.
+
+    Returns:
+        a decorator. What it returns has the attribute ``problem``.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            reason = problem(self)
+            if reason is not None:
+                raise RuntimeError(
+                    f"{type(self).__name__}: {reason}, which paddle_moe_ops.integrations.paddleformers does not "
+                    "support; remove(...) undoes apply(...)"
+                )
+            return method(self, *arguments, **keywords)
+
+        call.problem = problem  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def parallel_problem(block: Any) -> str | None:
+    """Why a block whose configuration is for several processes is refused, or None."""
+    for name in ("tensor_model_parallel_size", "expert_model_parallel_size"):
+        size = block.config.get(name, 1)
+        if size is not None and size > 1:
+            return f"{name} is {size}"
+    return "sequence_parallel is set" if block.config.get("sequence_parallel", False) else None
+
+
+def stacked_problem(experts: Any) -> str | None:
+    """Why experts in stacked matrices are refused, or None."""
+    if type(experts.act_fn) is not nn.Silu:
+        return f"the activation is {type(experts.act_fn).__name__} instead of silu"
+    return None
+
+
+@replacement(stacked_problem)
+def stacked_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """MoeExperts.forward."""
+    plan = route(top_k_index, num_experts=self.num_experts)
+    return run_stacked(hidden_states, plan, top_k_weights, self.gate_up_proj, self.down_proj)
+
+
+@replacement(parallel_problem)
+def deepseek_moe(self: Any, hidden_states: Tensor, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """DeepseekV3MoE.moe: experts without tokens get gradients of 0."""
+    plan = route(topk_indices, num_experts=len(self.experts))
+    return run_modules(self.experts, hidden_states, plan, topk_weights, idle_gradients=True)
+
+
+@replacement(parallel_problem)
+def glm4_moe(self: Any, hidden_states: Tensor, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
+    """Glm4MoeMoE.moe: experts without tokens get no gradients."""
+    plan = route(topk_indices, num_experts=len(self.experts))
+    return run_modules(self.experts, hidden_states, plan, topk_weights, idle_gradients=False)
+
+
+@replacement(parallel_problem)
+def qwen2_block(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Qwen2MoeSparseMoeBlock.forward; also returns the router's logits [T, E]."""
+    tokens = hidden_states.reshape([-1, hidden_states.shape[-1]])
+    out, logits = _qwen_experts(self, tokens)
+    out = out + F.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
+    return out.reshape(hidden_states.shape), logits
+
+
+@replacement(parallel_problem)
+def qwen3_block(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Qwen3MoeSparseMoeBlock.forward; also returns the router's logits [T, E]."""
+    out, logits = _qwen_experts(self, hidden_states.reshape([-1, hidden_states.shape[-1]]))
+    return out.reshape(hidden_states.shape), logits
+
+
+def _qwen_experts(block: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The router, by PaddleFormers' own operations so that it chooses the same experts, and the experts."""
+    logits = block.gate(tokens)
+    weights, ids = paddle.topk(F.softmax(logits, axis=-1, dtype="float32"), block.top_k, axis=-1)
+    if block.norm_topk_prob:
+        weights = weights / weights.sum(axis=-1, keepdim=True)
+    weights = weights.astype(tokens.dtype)
+    if block.fd_fallback:
+        return block.experts(tokens, ids, weights), logits
+    plan = route(ids, num_experts=block.num_experts)
+    return run_modules(block.experts, tokens, plan, weights, idle_gradients=block.training), logits

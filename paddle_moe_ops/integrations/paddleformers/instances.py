@@ -1,0 +1,79 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Giving the blocks of one model other methods, and taking them away."""
+
+from __future__ import annotations
+
+import sys
+from types import MethodType
+from typing import Any
+
+from paddle import nn
+
+from .classes import process_problem, unknown_code
+from .targets import MODELS, Target
+
+Bound = tuple[nn.Layer, Target]
+
+
+def _loaded_targets() -> dict[Target, type]:
+    """The methods whose modules are imported: a model cannot have blocks of others."""
+    targets = dict.fromkeys(target for model in MODELS.values() for target in model.targets)
+    return {target: target.load() for target in targets if target.module in sys.modules}
+
+
+def bind(model: nn.Layer) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], list[Bound]]:
+    """Replace the methods of all blocks of a model, or of none.
+
+    Returns:
+        the blocks that are patched now; what was left, each with the reason; those that were not patched before.
+
+    Raises:
+        ValueError: there are no blocks that are known, or one cannot be run.
+        RuntimeError: the code of a block is unknown, or the process has parallel groups.
+    """
+    reason = process_problem()
+    if reason is not None:
+        raise RuntimeError(f"apply: {reason}")
+    targets = _loaded_targets()
+    found: dict[str, Bound] = {}
+    left: list[tuple[str, str]] = []
+    for path, layer in model.named_sublayers(include_self=True):
+        matching = [target for target, cls in targets.items() if isinstance(layer, cls)]
+        if not matching and getattr(layer, "experts", None) is not None:
+            left.append((f"{path} ({type(layer).__name__})", "no replacement for this class"))
+        for target in matching:
+            where = f"{path} ({type(layer).__name__}.{target.method})"
+            reason = unknown_code(target, type(layer))
+            if target.method in vars(layer) and not _is_bound(layer, target):
+                reason = "the method of this layer was replaced by something else"
+            if reason is not None:
+                raise RuntimeError(f"apply: {where}: {reason}")
+            reason = target.replacement.problem(layer)  # type: ignore[attr-defined]
+            if reason is not None:
+                raise ValueError(f"apply: {where}: {reason}, which is not supported")
+            found[where] = layer, target
+    if not found:
+        reasons = "".join(f"; {name}: {reason}" for name, reason in left)
+        raise ValueError(f"apply: the model must have blocks that supported() lists, but has none{reasons}")
+    added = [each for each in found.values() if not _is_bound(*each)]
+    for layer, target in added:
+        setattr(layer, target.method, MethodType(target.replacement, layer))
+    return tuple(found), tuple(left), added
+
+
+def bound(model: nn.Layer) -> list[Bound]:
+    """The blocks of a model that have other methods."""
+    layers = model.sublayers(include_self=True)
+    return [(layer, target) for target in _loaded_targets() for layer in layers if _is_bound(layer, target)]
+
+
+def unbind(blocks: list[Bound]) -> None:
+    """Give blocks the methods of their classes."""
+    for layer, target in blocks:
+        if _is_bound(layer, target):
+            delattr(layer, target.method)
+
+
+def _is_bound(layer: Any, target: Target) -> bool:
+    return getattr(vars(layer).get(target.method), "__func__", None) is target.replacement

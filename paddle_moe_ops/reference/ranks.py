@@ -1,0 +1,108 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between ranks that write to each other's memory: which token goes where, and what arrives.
+
+Regions are those of ``csrc/include/pmo/ranks.h``: S rows for each of P ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["RankPlan", "arrived_records", "rank_plan", "values_of_slots"]
+
+
+class RankPlan(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        token_rows: int32 [T, min(P, K)] rows of each token, ascending, -1 last; row p * S + i is number i at rank p.
+        row_to_token: int32 [P * S], -1 = none.
+        dropped: int32 [1], slots whose token found no room.
+    """
+
+    token_rows: NDArray
+    row_to_token: NDArray
+    dropped: NDArray
+
+
+def rank_plan(ids: NDArray, num_ranks: int, experts_per_rank: int, rows_per_rank: int, capacity: int) -> RankPlan:
+    """Give each token a row at every rank that has one of its experts, as long as that has room.
+
+    Args:
+        ids: int [T, K]; what is no expert has no rank.
+        num_ranks: P.
+        experts_per_rank: rank p has the experts from p * experts_per_rank on.
+        rows_per_rank: S.
+        capacity: tokens that a rank gets at most.
+    """
+    num_tokens, topk = ids.shape
+    ranks = np.where((ids >= 0) & (ids < num_ranks * experts_per_rank), ids // experts_per_rank, -1)
+    token_rows = np.full([num_tokens, min(num_ranks, topk)], -1, np.int32)
+    row_to_token, dropped = np.full(num_ranks * rows_per_rank, -1, np.int32), 0
+    counts = np.zeros(num_ranks, np.int64)
+    for token in range(num_tokens):
+        made = 0
+        for rank in range(num_ranks):
+            slots = int((ranks[token] == rank).sum())
+            if slots == 0:
+                continue
+            if counts[rank] >= capacity:
+                dropped += slots
+                continue
+            row = rank * rows_per_rank + counts[rank]
+            token_rows[token, made], row_to_token[row] = row, token
+            counts[rank] += 1
+            made += 1
+    return RankPlan(token_rows, row_to_token, np.array([dropped], np.int32))
+
+
+def arrived_records(
+    ids: NDArray, probs: NDArray, counts: NDArray, first_expert: int, num_experts: int
+) -> tuple[NDArray, NDArray, NDArray]:
+    """What a rank makes of the records in its regions.
+
+    Args:
+        ids: int32 [P, S, K], as they were sent.
+        probs: float32 [P, S, K].
+        counts: int [P], tokens in each region.
+        first_expert: of this rank.
+        num_experts: of this rank.
+
+    Returns:
+        ids [P * S, K] counted from first_expert, -1 = none; probabilities, 0 where there is none; the row [P * S, 1]
+        itself where there is a token, else -1.
+    """
+    num_ranks, rows, topk = ids.shape
+    is_token = np.arange(rows)[None, :] < counts[:, None]
+    local = ids.astype(np.int64) - first_expert
+    here = (local >= 0) & (local < num_experts) & is_token[..., None]
+    numbers = np.arange(num_ranks * rows, dtype=np.int32).reshape(num_ranks, rows)
+    return (
+        np.where(here, local, -1).astype(np.int32).reshape(-1, topk),
+        np.where(here, probs, np.float32(0)).reshape(-1, topk),
+        np.where(is_token, numbers, -1).astype(np.int32).reshape(-1, 1),
+    )
+
+
+def values_of_slots(values: NDArray, ids: NDArray, token_rows: NDArray, experts_per_rank: int) -> NDArray:
+    """The value [T, K] of each slot at the row that its token has at the expert's rank, 0 if it has none.
+
+    Args:
+        values: float32 [P, S, K].
+        ids: int [T, K].
+        token_rows: int32 [T, min(P, K)].
+        experts_per_rank: of each rank.
+    """
+    num_ranks, rows, _ = values.shape
+    out = np.zeros(ids.shape, np.float32)
+    for token, slot in np.ndindex(*ids.shape):
+        if 0 <= ids[token, slot] < num_ranks * experts_per_rank:
+            rank = ids[token, slot] // experts_per_rank
+            places = token_rows[token].astype(np.int64) - rank * rows
+            for place in places[(places >= 0) & (places < rows)][:1]:
+                out[token, slot] = values[rank, place, slot]
+    return out
