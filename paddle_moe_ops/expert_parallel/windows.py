@@ -17,7 +17,7 @@ import mmap
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +80,9 @@ def share(group: Group, place: Any, region_bytes: int) -> Views:
             if rank != group.rank:
                 opened.callback(os.close, each)
         theirs = [own[rank] if rank == group.rank else memory.take(each) for rank, each in enumerate(received)]
-        return Views(memory.map(own), memory.map(theirs))
+        views = Views(memory.map(own), memory.map(theirs))
+    memory.forget({*own, *theirs})
+    return views
 
 
 def _swapped(group: Group, descriptors: Sequence[int]) -> list[int]:
@@ -154,6 +156,11 @@ class _Files:
         for number, region in enumerate(regions):
             self._mapped(base + number * self._bytes, self._bytes, mmap.MAP_SHARED | _IN_PLACE, region)
         return base
+
+    def forget(self, regions: Iterable[int]) -> None:
+        """Close what is mapped now."""
+        for each in regions:
+            os.close(each)
 
     def _mapped(
         self, address: int | None, size: int, flags: int, file: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE
@@ -256,3 +263,6 @@ class _DeviceMemory:
         access = _Access(_Location(_ON_DEVICE, self._device), _READ_WRITE)
         self._driver.call("cuMemSetAccess", base, total, ctypes.byref(access), ctypes.c_size_t(1))
         return base.value
+
+    def forget(self, regions: Iterable[int]) -> None:
+        """Nothing: the driver's handles cost no file descriptors, and end with the process."""

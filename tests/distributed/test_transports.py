@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+
 import numpy as np
 import paddle
 import pytest
@@ -11,6 +14,7 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
 from paddle_moe_ops.expert_parallel.transports import AllToAll, Alone, Scatters, transport_for
+from paddle_moe_ops.expert_parallel.windows import granularity, share
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 from .processes import run
@@ -61,3 +65,24 @@ def test_alone_the_payload_is_copied():
     copy = Alone().exchange(payload, [2], [2])
     payload.zero_()
     assert copy.sum() == 6
+
+
+def files_before_and_after_windows() -> list[int]:
+    group, place = paddle.distributed.get_group(0), paddle.CPUPlace()
+    found = [len(os.listdir("/proc/self/fd"))]
+    for _ in range(3):
+        views = share(group, place, granularity(place))
+        mine = np.ctypeslib.as_array((ctypes.c_int32 * 2).from_address(views.peers + granularity(place)))
+        mine[:] = 7, group.rank
+        paddle.distributed.barrier()
+        theirs = np.ctypeslib.as_array((ctypes.c_int32 * 2).from_address(views.arrived))
+        if group.rank == 1:
+            assert theirs.tolist() == [7, 0]
+    found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+@pytest.mark.cpu_only
+def test_shared_memory_leaves_no_files_open():
+    for before, after in run(files_before_and_after_windows, 2):
+        assert after <= before
