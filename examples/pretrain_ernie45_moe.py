@@ -1,0 +1,147 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a small ERNIE-4.5-MoE of PaddleFormers on the source code of Python's standard library, on a CPU.
+
+    pip install -r tests/integrations/requirements.txt
+    python examples/pretrain_ernie45_moe.py
+    python examples/pretrain_ernie45_moe.py --no-patch  # as it is, PaddleFormers' model needs a GPU
+
+The model, its optimizer and its checkpoint are PaddleFormers' own; one call makes its Mixture-of-Experts blocks run on
+this package. After each step the correction bias follows the experts' use, as Paddle's trainer does for other models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import paddle_moe_ops.integrations.paddleformers as pf
+from examples.demo.data import even_windows, load_standard_library, random_windows
+
+CONTEXT, WINDOWS = 64, 8
+EXPERTS, TOPK = 16, 4
+BIAS_RATE = 5e-3
+
+
+def make_model() -> Any:
+    """A decoder over bytes with four layers, three of them with experts."""
+    from paddleformers.transformers.ernie4_5_moe.configuration import Ernie4_5_MoeConfig
+    from paddleformers.transformers.ernie4_5_moe.modeling import Ernie4_5_MoeForCausalLM
+    from paddleformers.utils.log import logger
+
+    logger.set_level("WARNING")
+    config = Ernie4_5_MoeConfig(
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=192,
+        moe_intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=CONTEXT,
+        moe_num_experts=EXPERTS,
+        moe_k=TOPK,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+        moe_use_aux_free=True,
+        num_nextn_predict_layers=0,
+        tie_word_embeddings=True,
+        fuse_rms_norm=False,  # the fused one has no CPU kernel
+        use_cache=False,
+        _attn_implementation="eager",
+    )
+    return Ernie4_5_MoeForCausalLM(config)
+
+
+def statistics_of(model: Any) -> list[Any]:
+    """What the blocks keep of their experts: the correction bias and the use, a line for each kind of expert."""
+    return [layer.moe_statics for layer in model.sublayers() if hasattr(layer, "moe_statics")]
+
+
+def update_bias(statistics: list[Any]) -> np.ndarray:
+    """Favour the experts with few tokens; the load of each block's busiest expert, 1 if all are used alike."""
+    loads = []
+    with paddle.no_grad():
+        for each in statistics:
+            usage = each.expert_usage.astype("float32")
+            mean = usage.mean(axis=-1, keepdim=True)
+            each.e_score_correction_bias.add_(BIAS_RATE * paddle.sign(mean - usage))
+            loads.append(float(usage.max() / mean.max()))
+            each.expert_usage.zero_()
+    return np.array(loads)
+
+
+@paddle.no_grad()
+def loss_of(model: Any, texts: paddle.Tensor) -> float:
+    model.eval()
+    loss = model(input_ids=texts[:, :-1], labels=texts[:, 1:])[0]
+    model.train()
+    return float(loss)
+
+
+def train(steps: int) -> bool:
+    """Train, save and load again; whether all went well."""
+    paddle.seed(0)
+    model = make_model()
+    statistics = statistics_of(model)
+    library = load_standard_library()
+    held_out = paddle.to_tensor(even_windows(library.held_out, 8, CONTEXT + 1))
+    optimizer = paddle.optimizer.AdamW(3e-3, parameters=[each for each in model.parameters() if not each.stop_gradient])
+    before, begin, loads = loss_of(model, held_out), time.perf_counter(), np.ones(len(statistics))
+    for each in statistics:
+        each.expert_usage.zero_()
+    for step in range(steps):
+        texts = paddle.to_tensor(random_windows(library.train, WINDOWS, CONTEXT + 1, np.random.default_rng(step)))
+        loss = model(input_ids=texts[:, :-1], labels=texts[:, 1:])[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        loads = update_bias(statistics)
+        if step % max(1, steps // 6) == 0 or step == steps - 1:
+            busiest = " ".join(f"{load:.2f}" for load in loads)
+            print(f"step {step:4d}  loss {float(loss):.3f}  busiest expert of each block {busiest} times the mean")
+    seconds = time.perf_counter() - begin
+    after = loss_of(model, held_out)
+    print(f"held-out loss {before:.3f} -> {after:.3f} nats per byte, {1000 * seconds / steps:.0f} ms a step")
+    with tempfile.TemporaryDirectory() as folder:
+        paddle.save(model.state_dict(), f"{folder}/model.pdparams")
+        again = make_model()
+        again.set_state_dict(paddle.load(f"{folder}/model.pdparams"))
+    of_loaded = loss_of(again, held_out)
+    print(f"the same weights, loaded again: {of_loaded:.3f}")
+    return after < before and abs(of_loaded - after) < 1e-5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--no-patch", action="store_true", help="run PaddleFormers' own blocks")
+    arguments = parser.parse_args()
+    paddle.set_device("cpu")
+    if not arguments.no_patch:
+        print(pf.apply("ernie4_5_moe"))
+    try:
+        good = train(arguments.steps)
+    except (AttributeError, NameError, RuntimeError) as error:
+        if not arguments.no_patch:
+            raise
+        text = str(error)
+        kernel = re.search(r"The kernel `(\w+)` is not registered", text)
+        reason = f"this build of Paddle has no kernel {kernel[1]}" if kernel else text.strip().splitlines()[-1]
+        print(f"PaddleFormers' own blocks do not run here: {reason}")
+        return 1
+    print("PASSED" if good else "FAILED")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
