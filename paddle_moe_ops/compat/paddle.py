@@ -1,28 +1,37 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Route ``paddle.nn.functional.moe_permute`` and ``moe_unpermute`` to this package, and back.
+"""Route Paddle's Mixture-of-Experts functions to this package, and back, by families.
 
-The code inside Paddle's two function objects is replaced, not the names that refer to them. So callers that imported
-the functions earlier, under whatever name, are routed here too. `unpatch_paddle` gives them Paddle's code back.
+"permute": the code inside the function objects ``moe_permute`` and ``moe_unpermute`` is replaced, not the names that
+refer to them. So callers that imported the functions earlier, under whatever name, are routed here too.
+
+"incubate" and "gemm": the operators in ``paddle._C_ops`` are replaced. The functions of
+``paddle.incubate.nn.functional`` look them up there at every call. So these functions stay as they are, with their
+signatures; callers that imported them earlier are routed here too, and so are calls of ``paddle._C_ops.<name>``.
+
+`unpatch_paddle` gives Paddle its own code and operators back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
 import paddle
+from paddle import _C_ops
 
 from .. import _checks, functional
 from ..backends import register_note
 from ..backends.base import FLOAT8
+from . import incubate_dispatch, incubate_gemm, incubate_routing
 
 __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
 
 _originals: dict[FunctionType, CodeType] = {}  # Paddle's own code while it is replaced
+_operators: dict[str, dict[str, Any]] = {}  # Paddle's own operators while they are replaced, by family
 
 
 def moe_permute(
@@ -74,6 +83,14 @@ _STAND_INS: dict[str, CodeType] = {
     "moe_permute": _call_moe_permute.__code__,
     "moe_unpermute": _call_moe_unpermute.__code__,
 }
+_OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
+    "incubate": {
+        name: getattr(module, name) for module in (incubate_dispatch, incubate_routing) for name in module.__all__
+    },
+    "gemm": {"batched_gemm": incubate_gemm.batched_gemm},
+}
+_FAMILIES = ("permute", *_OPERATORS)
+_Families = Sequence[str]
 
 
 def _paddle_function(name: str) -> FunctionType:
@@ -85,47 +102,104 @@ def _paddle_function(name: str) -> FunctionType:
     return function
 
 
-def patch_paddle() -> None:
-    """Make Paddle's moe_permute and moe_unpermute run on this package, everywhere in the process.
+def _paddle_operator(name: str) -> Any:
+    operator = getattr(_C_ops, name, None)
+    if operator is None:
+        raise RuntimeError(f"patch_paddle: paddle._C_ops.{name} must exist, as in Paddle 3.3, but does not")
+    return operator
 
-    Numbers are Paddle's, even where this package decides otherwise. A token with exactly one row stays unweighted in
-    the weighted combine, and ids outside [0, num_experts) are passed over on a CPU too. As in Paddle's newest version,
-    float8 rows need their scale where they are gathered. The signature stays Paddle's. Gradients, the CPU, more dtypes
-    and widths, and the keyword arguments of this package's functions are new. Calling it again changes nothing.
+
+def _checked(function: str, families: Any) -> tuple[str, ...]:
+    """The families, each once."""
+    if not isinstance(families, (tuple, list, set, frozenset)):
+        _checks.bad_type(function, "families", f"a tuple or list of names out of {_FAMILIES}", repr(families))
+    for family in families:
+        _checks.choice(function, "families", family, _FAMILIES)
+    return tuple(family for family in _FAMILIES if family in families)
+
+
+def _patched() -> tuple[str, ...]:
+    """The families that are patched now."""
+    return (*(["permute"] if _originals else []), *_operators)
+
+
+def patch_paddle(families: _Families = ("permute",)) -> None:
+    """Make families of Paddle's Mixture-of-Experts functions run on this package, everywhere in the process.
+
+    "permute", ``paddle.nn.functional.moe_permute`` and ``moe_unpermute``: numbers are Paddle's, even where this
+    package decides otherwise. A token with exactly one row stays unweighted in the weighted combine, and ids outside
+    [0, num_experts) are passed over on a CPU too. As in Paddle's newest version, float8 rows need their scale where
+    they are gathered. The signature stays Paddle's. Gradients, the CPU, more dtypes and widths, and the keyword
+    arguments of this package's functions are new.
+
+    "incubate", the operators of ERNIE's models in ``paddle.incubate.nn.functional``: moe_gate_dispatch,
+    moe_gate_dispatch_permute, moe_gate_dispatch_partial_nosoftmaxtopk, moe_combine, moe_combine_no_weight,
+    cal_aux_loss, int_bincount, expand_modality_expert_id, build_src_rank_and_local_expert_id, and
+    ``paddle._C_ops.moe_combine_grad`` and ``cal_aux_loss_grad``. "gemm": ``batched_gemm``. The CPU is new to both.
+
+    Families that are patched already stay so.
+
+    Args:
+        families: names of families.
 
     Raises:
-        RuntimeError: this Paddle has no such functions.
+        TypeError: families is no list of names.
+        ValueError: there is no such family.
+        RuntimeError: this Paddle lacks a function of them; then nothing is patched.
     """
-    functions = {name: _paddle_function(name) for name in _STAND_INS}  # all or none
+    chosen = _checked("patch_paddle", families)
+    functions = {name: _paddle_function(name) for name in _STAND_INS if "permute" in chosen}  # all or none
+    added = [family for family in chosen if family in _OPERATORS and family not in _operators]
+    operators = {family: {name: _paddle_operator(name) for name in _OPERATORS[family]} for family in added}
     for name, function in functions.items():
         if function not in _originals:
             signature = inspect.signature(function)
             _originals[function] = function.__code__
             function.__code__ = _STAND_INS[name]
             function.__signature__ = signature  # type: ignore[attr-defined]  # that of the new code says nothing
+    for family in added:
+        _operators[family] = operators[family]
+        for name, stand_in in _OPERATORS[family].items():
+            setattr(_C_ops, name, stand_in)
 
 
-def unpatch_paddle() -> None:
-    """Give Paddle's functions their own code back; without a patch it changes nothing."""
-    while _originals:
+def unpatch_paddle(families: _Families = _FAMILIES) -> None:
+    """Give Paddle its own functions back; where nothing is patched it changes nothing.
+
+    Args:
+        families: names of families, as in `patch_paddle`; by default all.
+
+    Raises:
+        TypeError: families is no list of names.
+        ValueError: there is no such family.
+    """
+    chosen = _checked("unpatch_paddle", families)
+    while "permute" in chosen and _originals:
         function, code = _originals.popitem()
         function.__code__ = code
         del function.__signature__  # type: ignore[attr-defined]
+    for family in chosen:
+        for name, operator in _operators.pop(family, {}).items():
+            setattr(_C_ops, name, operator)
 
 
 @contextlib.contextmanager
-def patched_paddle() -> Iterator[None]:
-    """Apply `patch_paddle` inside a ``with`` block; afterwards the state is what it was before."""
-    was_patched = bool(_originals)
-    patch_paddle()
+def patched_paddle(families: _Families = ("permute",)) -> Iterator[None]:
+    """Apply `patch_paddle` inside a ``with`` block; afterwards the state is what it was before.
+
+    Args:
+        families: names of families, as in `patch_paddle`.
+    """
+    before = _patched()
+    patch_paddle(families)
     try:
         yield
     finally:
-        if not was_patched:
-            unpatch_paddle()
+        unpatch_paddle([family for family in families if family not in before])
 
 
 @register_note
 def _state() -> str:
     who = "this package (patch_paddle)" if _originals else "Paddle itself"
-    return f"paddle.nn.functional.moe_permute and moe_unpermute: {who}"
+    others = [f"; the family {family!r}: this package (patch_paddle)" for family in _operators]
+    return f"paddle.nn.functional.moe_permute and moe_unpermute: {who}{''.join(others)}"

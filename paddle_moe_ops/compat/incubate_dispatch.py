@@ -1,0 +1,341 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""ERNIE's dispatch and combine, the operators behind ``paddle.incubate.nn.functional``, on this package's operators.
+
+Names, arguments and results are those of Paddle's operators. T tokens, E experts, K slots per token, H hidden size.
+
+A capacity is given out slot by slot: all tokens' first choices come before all tokens' second choices. A slot that is
+dropped has weight 0 and index 0, although row 0 is another's. So slots of weight 0 are read as slots without a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from .. import _checks
+from .._graphs import constant, is_graph_value, public, to_dtype
+from ..backends import RowMaps, Validation, resolve
+from ..routing import calculate_topk, route
+from ..rowmaps import num_rows_of, read_index_map
+
+__all__ = [
+    "moe_combine",
+    "moe_combine_grad",
+    "moe_combine_no_weight",
+    "moe_gate_dispatch",
+    "moe_gate_dispatch_partial_nosoftmaxtopk",
+    "moe_gate_dispatch_permute",
+]
+
+
+@public("x", "gate_logits")
+def moe_gate_dispatch(
+    x: Tensor, gate_logits: Tensor, corr_bias: Tensor | None, k: int, capacity: int, use_pad: bool
+) -> tuple[Tensor, ...]:
+    """Choose K experts for each token and copy it to their rows.
+
+    Differentiable in ``x`` and ``gate_logits``. Equal scores: the lower expert first. No host synchronisation.
+
+    Args:
+        x: [T, H] bfloat16, float16 or float32.
+        gate_logits: float32 [T, E], as a rule probabilities.
+        corr_bias: float32 [E], added to what experts are chosen by and to nothing else, or None.
+        k: K.
+        capacity: rows that an expert gets at most.
+        use_pad: whether expert e's rows begin at e * capacity, by slot, then token. Otherwise experts follow each other
+            in T*K rows, by token, and the rows of dropped slots stay zero.
+
+    Returns:
+        y [E * capacity or T*K, H]; combine_weights float32 [T, K], the chosen scores, 0 where dropped; scatter_index
+        int32 [K, T], the row of each slot, 0 where dropped; expert_offset int64 [E], the ends of the experts' segments
+        before any slot is dropped; expert_id int32 [T, K].
+    """
+    name = "moe_gate_dispatch"
+    _checks.flag(name, "use_pad", use_pad)
+    weights, ids = _gate(name, x, gate_logits, corr_bias, k)
+    capacity = _checks.integer(name, "capacity", capacity, 0)
+    num_experts = gate_logits.shape[1]
+    if use_pad:
+        ranks, ends, _ = _ranks_by_slot(ids, num_experts)
+        slot_rows, num_rows = ids * capacity + ranks, num_experts * capacity
+    else:
+        plan = route(ids, num_experts=num_experts, buffer_size=_known_slots(ids), validate=False)
+        slot_rows, ends, num_rows = plan.slot_to_row, plan.expert_offsets[1:], _slots_of(ids)
+        ranks = slot_rows - _of_experts(plan.expert_offsets[:-1], ids)
+    is_kept = ranks < capacity
+    y = _rows(name, x, _kept(is_kept, slot_rows), num_rows)
+    return y, *_results(weights, is_kept, slot_rows), ends.astype("int64"), ids
+
+
+@public("x", "gate_logits")
+def moe_gate_dispatch_permute(
+    x: Tensor, gate_logits: Tensor, corr_bias: Tensor | None, k: int, capacity: int, world_size: int
+) -> tuple[Tensor, ...]:
+    """Dispatch as `moe_gate_dispatch` does with padding, into chunks for an all-to-all in a pipeline of experts.
+
+    Expert e is the expert e % (E / world_size) of rank e // (E / world_size).
+
+    Args:
+        x: [T, H] bfloat16, float16 or float32.
+        gate_logits: float32 [T, E].
+        corr_bias: float32 [E] or None.
+        k: K.
+        capacity: rows that an expert gets at most.
+        world_size: ranks, a divisor of E.
+
+    Returns:
+        y [E / world_size, world_size, capacity, H]: for each local expert the rows of every rank; the rest as in
+        `moe_gate_dispatch`. scatter_index counts rows by global expert, as they come back.
+    """
+    name = "moe_gate_dispatch_permute"
+    weights, ids = _gate(name, x, gate_logits, corr_bias, k)
+    capacity = _checks.integer(name, "capacity", capacity, 0)
+    world_size = _checks.integer(name, "world_size", world_size, 1)
+    num_experts = gate_logits.shape[1]
+    if num_experts % world_size:
+        _checks.bad_value(name, "world_size", f"a divisor of the {num_experts} experts of gate_logits", world_size)
+    ranks, ends, _ = _ranks_by_slot(ids, num_experts)
+    is_kept = ranks < capacity
+    local = num_experts // world_size
+    chunks = ids % local * world_size + ids // local
+    y = _rows(name, x, _kept(is_kept, chunks * capacity + ranks), num_experts * capacity)
+    y = y.reshape([local, world_size, capacity, x.shape[1]])
+    return y, *_results(weights, is_kept, ids * capacity + ranks), ends.astype("int64"), ids
+
+
+@public("x", "combine_weights")
+def moe_gate_dispatch_partial_nosoftmaxtopk(
+    x: Tensor,
+    combine_weights: Tensor,
+    expert_id: Tensor,
+    k: int,
+    capacity: int,
+    num_experts: int,
+    use_pad: bool,
+    expert_start_index: int,
+    expert_end_index: int,
+    reverse_token_drop: bool,
+) -> tuple[Tensor, ...]:
+    """Copy tokens to the rows of those of their experts that are here, [expert_start_index, expert_end_index).
+
+    Differentiable in ``x`` and ``combine_weights``. Rows of an expert follow ascending tokens. Host synchronisation: on
+    a GPU one without ``use_pad``, to learn the number of rows.
+
+    Args:
+        x: [T, H] bfloat16, float16 or float32.
+        combine_weights: float32 [T, K].
+        expert_id: int32 [T, K]; ids outside [0, num_experts) are those of no expert.
+        k: K.
+        capacity: rows that an expert gets at most.
+        num_experts: E, of all ranks.
+        use_pad: whether each local expert has ``capacity`` rows, zeros after its own.
+        expert_start_index: the first local expert.
+        expert_end_index: the end of the local experts.
+        reverse_token_drop: whether an expert's last slots are kept instead of its first; not with ``use_pad``.
+
+    Returns:
+        y [N, H], one row of zeros if no slot is kept without ``use_pad``; combine_weights, 0 where dropped or not
+        local; scatter_index int32 [K, T], the row of each slot, 0 without one; scatter_index_rev int32 [N], the token
+        of each row, T for padding, 0-D if no slot is kept without ``use_pad``; int64 [E] slots of each expert;
+        int64 [E] slots of each local expert, those dropped included with ``use_pad`` only.
+    """
+    name = "moe_gate_dispatch_partial_nosoftmaxtopk"
+    _checks.rows(name, "x", x, _checks.SUM_DTYPES, "num_tokens")
+    k = _checks.integer(name, "k", k, 1)
+    shape = [x.shape[0], k]
+    _checks.tensor(name, "combine_weights", combine_weights, (paddle.float32,), shape)
+    _checks.tensor(name, "expert_id", expert_id, _checks.ID_DTYPES, shape)
+    _checks.same_place(name, x=x, combine_weights=combine_weights, expert_id=expert_id)
+    capacity = _checks.integer(name, "capacity", capacity, 0)
+    num_experts = _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
+    start = _checks.integer(name, "expert_start_index", expert_start_index, 0, num_experts - 1)
+    end = _checks.integer(name, "expert_end_index", expert_end_index, start + 1, num_experts)
+    _checks.flag(name, "use_pad", use_pad)
+    if _checks.flag(name, "reverse_token_drop", reverse_token_drop) and use_pad:
+        _checks.bad_value(name, "reverse_token_drop", "False with use_pad", True)
+    ids = to_dtype(expert_id, paddle.int32)
+    ids = paddle.where((ids < 0) | (ids >= num_experts), paddle.full_like(ids, -1), ids)
+    ranks, _, counts = _ranks_by_slot(ids, num_experts)
+    if reverse_token_drop:
+        ranks = _of_experts(counts, ids) - 1 - ranks
+    is_kept = (ids >= start) & (ids < end) & (ranks < capacity)
+    local_ids = _kept(is_kept, ids - start)
+    # In a graph, and with padding, the number of rows does not depend on the data.
+    plan = route(
+        local_ids,
+        num_experts=end - start,
+        buffer_size=_known_slots(ids) if use_pad else -1,
+        duplicates="each",
+        validate=False,
+    )
+    slot_rows, num_rows = plan.slot_to_row, plan.num_rows
+    if use_pad:
+        in_expert = slot_rows - _of_experts(plan.expert_offsets[:-1], local_ids)
+        slot_rows, num_rows = _kept(is_kept, local_ids * capacity + in_expert), (end - start) * capacity
+    is_empty = num_rows == 0 and not use_pad
+    maps: Any = plan
+    if use_pad or is_empty:
+        maps = read_index_map(name, slot_rows, 1 if is_empty else num_rows, Validation.OFF)
+    y = resolve("permute", x).permute(x, None, maps, "all")[0]
+    tokens = maps.row_to_token
+    if use_pad:
+        tokens = paddle.where(tokens < 0, paddle.full_like(tokens, 1) * num_rows_of(x), tokens)
+    elif is_empty:
+        tokens = paddle.zeros_like(tokens[0])
+    counts = counts.astype("int64")
+    here = counts[start:end] if use_pad else counts[start:end].clip(max=capacity)
+    before, after = counts[:start] * 0, counts[end:] * 0
+    weights_out, scatter_index = _results(combine_weights, is_kept, slot_rows)
+    return y, weights_out, scatter_index, tokens, counts, paddle.concat([before, here, after])
+
+
+@public("x", "combine_weights")
+def moe_combine(x: Tensor, combine_weights: Tensor, scatter_index: Tensor) -> Tensor:
+    """Sum the rows of each token, weighted; in float32, rounded once.
+
+    Differentiable in ``x`` and ``combine_weights``, whose gradient has their own shape. Slots of weight 0 take no part:
+    neither they nor their rows get a gradient. No host synchronisation.
+
+    Args:
+        x: [N, H] bfloat16, float16 or float32.
+        combine_weights: [T, K] bfloat16, float16 or float32.
+        scatter_index: int32 or int64 [T, K], the row of each slot. A row is that of one slot only, those of weight 0
+            aside: others raise where data is checked, on the CPU; unchecked, the first slot has the row.
+
+    Returns:
+        [T, H], dtype of ``x``.
+    """
+    name = "moe_combine"
+    maps = _weighted_maps(name, x, combine_weights, scatter_index, 0.0)
+    return resolve("unpermute", x).unpermute(x, combine_weights.astype("float32"), maps)
+
+
+@public("x")
+def moe_combine_no_weight(x: Tensor, combine_weight: Tensor, scatter_index: Tensor, epsilon: float = 1.0e-15) -> Tensor:
+    """Sum the rows of each token whose weight is not 0, in float32, rounded once.
+
+    Differentiable in ``x``. No host synchronisation.
+
+    Args:
+        x: [N, H] bfloat16, float16 or float32, rows that are weighted already.
+        combine_weight: [T, K] bfloat16, float16 or float32.
+        scatter_index: int32 or int64 [T, K], as in `moe_combine`.
+        epsilon: weights up to this magnitude are 0.
+
+    Returns:
+        [T, H], dtype of ``x``.
+    """
+    name = "moe_combine_no_weight"
+    maps = _weighted_maps(name, x, combine_weight, scatter_index, _checks.number(name, "epsilon", epsilon))
+    return resolve("unpermute", x).unpermute(x, None, maps)
+
+
+@public()
+def moe_combine_grad(
+    x: Tensor, combine_weights: Tensor, scatter_index: Tensor, grad_y: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `moe_combine`, for those who call them by hand.
+
+    Args:
+        x: [N, H] as in `moe_combine`.
+        combine_weights: [T, K].
+        scatter_index: [T, K].
+        grad_y: [T, H], dtype of ``x``.
+
+    Returns:
+        the gradient of ``x`` [N, H], and the products [T, K, H] whose sum over H is that of ``combine_weights``. They
+        are made for every slot, also where the weight is 0. Dtype of ``x``.
+    """
+    name = "moe_combine_grad"
+    maps = _weighted_maps(name, x, combine_weights, scatter_index, 0.0)
+    num_tokens, topk = combine_weights.shape
+    _checks.tensor(name, "grad_y", grad_y, (x.dtype,), [num_tokens, x.shape[1]])
+    _checks.same_place(name, x=x, grad_y=grad_y)
+    weights = combine_weights.astype("float32")
+    d_x, _ = resolve("unpermute", x).unpermute_backward(grad_y, x, weights, maps, (True, False))
+    # Paddle gathers no float16 on a CPU.
+    rows = paddle.gather(x.astype("float32"), scatter_index.flatten()).reshape([num_tokens, topk, x.shape[1]])
+    products = rows * grad_y.astype("float32").unsqueeze(1)
+    return d_x, products.astype(x.dtype)
+
+
+def _gate(name: str, x: Tensor, gate_logits: Tensor, corr_bias: Tensor | None, k: Any) -> tuple[Tensor, Tensor]:
+    """Check the arguments of a gate, and choose: float32 weights [T, K], differentiable, and int32 ids [T, K]."""
+    _checks.rows(name, "x", x, _checks.SUM_DTYPES, "num_tokens")
+    _checks.tensor(name, "gate_logits", gate_logits, (paddle.float32,), [x.shape[0], "num_experts"])
+    num_experts = gate_logits.shape[1]
+    if corr_bias is not None:
+        _checks.tensor(name, "corr_bias", corr_bias, (paddle.float32,), [num_experts])
+    _checks.same_place(name, x=x, gate_logits=gate_logits, corr_bias=corr_bias)
+    k = _checks.integer(name, "k", k, 1)
+    if k > num_experts:
+        _checks.bad_value(name, "k", f"at most {num_experts}, the experts of gate_logits", k)
+    scores = constant(gate_logits)
+    chosen_by = scores if corr_bias is None else scores + corr_bias
+    # Only the choice is wanted, which is made by the values themselves.
+    ids = calculate_topk(chosen_by, k, False, False, pre_act=False, post_act=True)[1].astype("int32")
+    return paddle.index_sample(gate_logits, ids), ids
+
+
+def _ranks_by_slot(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The place of each slot among those of its expert, by slot, then token.
+
+    Returns:
+        int32 [T, K] places, anything for slots of no expert; int32 [E] ends of the experts' segments; int32 [E] counts.
+    """
+    topk = ids.shape[1]
+    num_slots = _known_slots(ids)
+    by_slot = ids.transpose([1, 0]).reshape([num_slots, 1])
+    plan = route(by_slot, num_experts=num_experts, buffer_size=num_slots, validate=False)
+    rows = plan.slot_to_row.reshape([topk, ids.shape[0]]).transpose([1, 0])
+    ranks = rows - _of_experts(plan.expert_offsets[:-1], ids)
+    return ranks, plan.expert_offsets[1:], plan.routed_per_expert
+
+
+def _known_slots(ids: Tensor) -> int:
+    """T*K, which saves routing a synchronisation, or -1 where a graph does not know it."""
+    return ids.shape[0] * ids.shape[1] if ids.shape[0] >= 0 else -1
+
+
+def _slots_of(ids: Tensor) -> int | Tensor:
+    return num_rows_of(ids) * ids.shape[1]
+
+
+def _of_experts(values: Tensor, ids: Tensor) -> Tensor:
+    """The value [E] of each slot's expert [T, K]; that of expert 0 where there is none."""
+    return paddle.gather(values, ids.clip(min=0).flatten()).reshape(ids.shape)
+
+
+def _kept(is_kept: Tensor, numbers: Tensor) -> Tensor:
+    """The numbers, -1 in slots that are not kept."""
+    return paddle.where(is_kept, numbers, paddle.full_like(numbers, -1))
+
+
+def _rows(name: str, x: Tensor, slot_rows: Tensor, num_rows: int | Tensor) -> Tensor:
+    """Each token in the rows of its slots, zeros elsewhere; differentiable."""
+    maps = read_index_map(name, slot_rows, num_rows, Validation.OFF)
+    return resolve("permute", x).permute(x, None, maps, "all")[0]
+
+
+def _results(weights: Tensor, is_kept: Tensor, slot_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [T, K] and scatter_index [K, T], both 0 in slots that are not kept."""
+    rows = paddle.where(is_kept, slot_rows, paddle.zeros_like(slot_rows)).transpose([1, 0])
+    scatter_index = rows if is_graph_value(rows) else rows.contiguous()
+    return paddle.where(is_kept, weights, paddle.zeros_like(weights)), scatter_index
+
+
+def _weighted_maps(name: str, x: Tensor, weights: Tensor, scatter_index: Tensor, epsilon: float) -> RowMaps:
+    """Check the arguments of a combine; the maps of the slots whose weight is more than epsilon."""
+    argument = "combine_weight" if name == "moe_combine_no_weight" else "combine_weights"
+    _checks.rows(name, "x", x, _checks.SUM_DTYPES, "num_rows")
+    _checks.tensor(name, argument, weights, _checks.SUM_DTYPES, ["num_tokens", "topk"])
+    _checks.tensor(name, "scatter_index", scatter_index, _checks.ID_DTYPES, weights.shape)
+    _checks.same_place(name, **{"x": x, argument: weights, "scatter_index": scatter_index})
+    takes_part = ~(constant(weights).astype("float32").abs() <= epsilon)
+    slot_rows = _kept(takes_part, to_dtype(scatter_index, paddle.int32))
+    validation = Validation.OFF if is_graph_value(x) else _checks.validation(name, None, x)
+    with _checks.renaming(name, name, row_id_map="scatter_index"):
+        return read_index_map(name, slot_rows, num_rows_of(x), validation)

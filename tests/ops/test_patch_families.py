@@ -1,0 +1,157 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""patch_paddle by families: what each replaces, and that Paddle gets its own objects back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import paddle
+import paddle.incubate.nn.functional as F
+import pytest
+from paddle import _C_ops
+from paddle.incubate.nn.functional import int_bincount as imported_before
+
+from paddle_moe_ops import explain, patch_paddle, patched_paddle, unpatch_paddle
+
+FAMILIES = {
+    "permute": ["moe_permute", "moe_unpermute"],
+    "incubate": [
+        "build_src_rank_and_local_expert_id",
+        "cal_aux_loss",
+        "cal_aux_loss_grad",
+        "expand_modality_expert_id",
+        "int_bincount",
+        "moe_combine",
+        "moe_combine_grad",
+        "moe_combine_no_weight",
+        "moe_gate_dispatch",
+        "moe_gate_dispatch_partial_nosoftmaxtopk",
+        "moe_gate_dispatch_permute",
+    ],
+    "gemm": ["batched_gemm"],
+}
+WRAPPED = [name for family in ("incubate", "gemm") for name in FAMILIES[family] if not name.endswith("_grad")]
+PADDLES_CODE = {name: getattr(paddle.nn.functional, name).__code__ for name in FAMILIES["permute"]}
+PADDLES_OPERATORS = dict(vars(_C_ops))
+PADDLES_FUNCTIONS = {name: getattr(F, name) for name in WRAPPED}
+
+
+@pytest.fixture(autouse=True)
+def paddle_as_it_was() -> Iterator[None]:
+    yield
+    unpatch_paddle()
+    assert patched_families() == []
+    assert all(each is PADDLES_OPERATORS[name] for name, each in vars(_C_ops).items())
+
+
+def patched_families() -> list[str]:
+    """The families that are replaced; checks that none is in part, and that nothing else is."""
+    now = vars(_C_ops)
+    replaced = {name for name, each in PADDLES_OPERATORS.items() if now[name] is not each}
+    replaced |= {
+        name for name, code in PADDLES_CODE.items() if getattr(paddle.nn.functional, name).__code__ is not code
+    }
+    found = [family for family, names in FAMILIES.items() if replaced & set(names)]
+    assert replaced == {name for family in found for name in FAMILIES[family]}
+    assert now.keys() == PADDLES_OPERATORS.keys()
+    return found
+
+
+@pytest.mark.parametrize(
+    "families", [(), ("permute",), ("incubate",), ["gemm", "permute"], {"incubate", "gemm"}], ids=str
+)
+def test_a_family_is_replaced_in_whole_and_alone(families):
+    patch_paddle(families)
+    assert patched_families() == [family for family in FAMILIES if family in families]
+
+
+def test_without_families_it_is_the_pair_of_permute():
+    patch_paddle()
+    assert patched_families() == ["permute"]
+    unpatch_paddle()
+    with patched_paddle():
+        assert patched_families() == ["permute"]
+
+
+def test_families_add_up_and_go_one_by_one():
+    patch_paddle(("incubate",))
+    patch_paddle(("gemm", "incubate"))
+    patch_paddle()
+    assert patched_families() == ["permute", "incubate", "gemm"]
+    unpatch_paddle(("incubate",))
+    unpatch_paddle(("incubate",))
+    assert patched_families() == ["permute", "gemm"]
+    unpatch_paddle()
+    assert patched_families() == []
+
+
+def fail_inside(block, expected):
+    with block:
+        assert patched_families() == expected
+        raise KeyError
+
+
+def test_a_block_leaves_the_families_as_they_were():
+    with patched_paddle(("gemm",)):
+        with pytest.raises(KeyError):
+            fail_inside(patched_paddle(("gemm", "incubate")), ["incubate", "gemm"])
+        assert patched_families() == ["gemm"]
+        with patched_paddle():
+            assert patched_families() == ["permute", "gemm"]
+        assert patched_families() == ["gemm"]
+    assert patched_families() == []
+
+
+@pytest.mark.parametrize("call", [patch_paddle, unpatch_paddle, patched_paddle], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    ("families", "error", "text"),
+    [
+        (("incubate", "fp8"), ValueError, "families must be one of 'permute', 'incubate', 'gemm', but got 'fp8'"),
+        ("incubate", TypeError, "families must be a tuple or list of names out of"),
+        (None, TypeError, "families must be a tuple or list of names out of"),
+    ],
+    ids=str,
+)
+def test_bad_families_patch_nothing(families, error, text, call):
+    name = "patch_paddle" if call is patched_paddle else call.__name__
+    with pytest.raises(error, match=f"^{name}: {text}"):
+        call(families).__enter__()
+    assert patched_families() == []
+
+
+@pytest.mark.parametrize("family", ["incubate", "gemm"])
+def test_where_paddle_lacks_an_operator_nothing_is_patched(family, monkeypatch):
+    name = FAMILIES[family][-1]
+    with monkeypatch.context() as patch:
+        patch.delattr(_C_ops, name)
+        with pytest.raises(RuntimeError, match=f"^patch_paddle: paddle._C_ops.{name} must exist"):
+            patch_paddle(tuple(FAMILIES))
+        assert "Paddle itself" in explain()
+    assert patched_families() == []
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_paddles_function_stays_and_every_argument_arrives_under_its_name(name):
+    signature = inspect.signature(PADDLES_FUNCTIONS[name])
+    with patched_paddle(("incubate", "gemm")):
+        assert getattr(F, name) is PADDLES_FUNCTIONS[name]
+        assert inspect.signature(getattr(F, name)) == signature
+        names = [each for each in signature.parameters if each != "name"]
+        assert list(inspect.signature(getattr(_C_ops, name)).parameters) == names
+
+
+def test_functions_imported_before_and_operators_called_directly_are_routed_too():
+    numbers = paddle.to_tensor([0, 2, 2])
+    with patched_paddle(("incubate",)):
+        assert imported_before(numbers, 0, 3, "int64").tolist() == [1, 0, 2]
+        assert _C_ops.int_bincount(numbers, 0, 3, paddle.int32).tolist() == [1, 0, 2]
+
+
+def test_explain_names_the_families():
+    with patched_paddle(("incubate",)):
+        last = explain().splitlines()[-1]
+        assert "moe_unpermute: Paddle itself; the family 'incubate': this package (patch_paddle)" in last
+        assert "gemm" not in last
+    assert "incubate" not in explain()
