@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import filled, in_float32, public
+from .._graphs import in_float32, public, ready_for_matmul
 from ..gemm import grouped_gemm
 
 __all__ = ["batched_gemm"]
@@ -53,10 +53,8 @@ def batched_gemm(
     def products(left: Tensor, right: Tensor) -> Tensor:
         found, start = [], 0
         for size in sizes:
-            rows = slice(start, start + size)
-            # Paddle's matmul has no gradient over no rows.
-            empty = None if size else filled([left.shape[1], right.shape[1]], 0, left.dtype, like=left)
-            found.append(paddle.matmul(left[rows], right[rows], transpose_x=True) if empty is None else empty)
+            own, others = left[start : start + size], right[start : start + size]
+            found.append(paddle.matmul(ready_for_matmul(own, others), others, transpose_x=True))
             start += size
         return paddle.stack(found)
 

@@ -89,7 +89,6 @@ def cal_aux_loss(
             seqlen = paddle.ones_like(probs[:, 0]).sum() * (columns / num_experts)
         seqlen = seqlen.clip(min=least)
         counts = dispatch_mask if dispatch_mask.ndim == 1 else dispatch_mask.sum(axis=0)
-        seqlen.stop_gradient = True
         ce = counts.astype("float32") / seqlen
         loss = (ce * (probs.sum(axis=0) / seqlen)).sum() * (num_experts / divisor)
         if scale is not None:
@@ -159,8 +158,7 @@ def int_bincount(x: Tensor, low: int, high: int, dtype: Any) -> Tensor:
     dtype = _checks.dtype_of_result(name, "dtype", dtype, _checks.ID_DTYPES)
     numbers = x.flatten()
     is_counted = (numbers >= low) & (numbers < high)
-    bins = paddle.where(is_counted, numbers, paddle.full_like(numbers, low)) - low
-    bins = paddle.where(is_counted, bins, paddle.full_like(bins, high - low))
+    bins = paddle.where(is_counted, numbers - low, paddle.full_like(numbers, high - low))
     counts = paddle.bincount(bins, minlength=high - low + 1)[: high - low]
     return beside(counts.astype(dtype).reshape([high - low]), x)
 

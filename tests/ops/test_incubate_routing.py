@@ -162,6 +162,25 @@ def test_batched_gemm(form, dtype, rng, place):
         assert_close_sums(leaf.grad, wanted, terms, tolerance, what="a gradient")
 
 
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_one_operand_of_batched_gemm_may_want_a_gradient_alone(wanted, rng, place):
+    operands = [
+        tensor(ordinary(rng, (3, size)), place, gradient=number == wanted) for number, size in enumerate((4, 5))
+    ]
+    for sizes in ([2, 0, 1], [0, 0]):
+        out = F.batched_gemm(*operands, sizes, True)
+        out.sum().backward()
+        expected = operands[1 - wanted].sum(axis=1, keepdim=True).expand([3, 4 + wanted]).numpy() * (sum(sizes) > 0)
+        np.testing.assert_allclose(operands[wanted].grad.numpy(), expected, rtol=1e-6)
+        operands[wanted].clear_gradient()
+
+
+def test_rows_that_the_counts_do_not_know_are_those_of_the_last_expert(place):
+    ranks, experts = F.build_src_rank_and_local_expert_id(tensor(np.array([1, 1, 0, 1]), place), [2, 1, 0, 2], 2)
+    assert ranks.tolist() == [0, 0, 1, 1, 1]
+    assert experts.tolist() == [0, 1, 1, 1, 1]
+
+
 @pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
 @pytest.mark.parametrize("full_graph", [True, False])
 def test_a_traced_program_may_call_them(full_graph, rng, place):
