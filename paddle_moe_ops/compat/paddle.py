@@ -89,7 +89,8 @@ _OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "gemm": {"batched_gemm": incubate_gemm.batched_gemm},
 }
-_FAMILIES = ("permute", *_OPERATORS)
+NAMES_OF_FAMILIES = {"permute": tuple(_STAND_INS), **{family: tuple(names) for family, names in _OPERATORS.items()}}
+_FAMILIES = tuple(NAMES_OF_FAMILIES)
 _Families = Sequence[str]
 
 

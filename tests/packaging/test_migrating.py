@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 
 from paddle_moe_ops import gemm, indexed, route
+from paddle_moe_ops.compat.paddle import NAMES_OF_FAMILIES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("## From Unsloth's")[2].partition("\n## ")[0]
@@ -27,6 +28,14 @@ def test_unsloths_calls_and_the_plan_give_the_same_output():
     assert len(by_plan) == 3  # step by step, with permutation and weights inside the products, and all of it to slots
     for each in by_plan:
         np.testing.assert_allclose(by_indices, each, rtol=1e-4, atol=1e-4 * np.abs(by_indices).max())
+
+
+def test_the_table_of_incubate_has_every_name_of_every_family():
+    section = PAGE.partition("## From `paddle.incubate.nn.functional`")[2].partition("\n## ")[0]
+    written: dict[str, set[str]] = {}
+    for family, names in re.findall(r"^\| (\w+) \| (`.*?`) \|", section, re.MULTILINE):
+        written.setdefault(family, set()).update(re.findall(r"`(?:_C_ops\.)?(\w+)`", names))
+    assert written == {family: set(names) for family, names in NAMES_OF_FAMILIES.items()}
 
 
 def test_the_table_has_a_call_of_every_function():

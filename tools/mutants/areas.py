@@ -38,7 +38,8 @@ AREAS = {
     "patch": Area(
         ("paddle_moe_ops/compat/*.py",),
         (
-            "tests/ops/test_patch_paddle.py",
+            "tests/ops/test_patch_*.py",
+            "tests/ops/test_incubate_*.py",
             "tests/ops/test_transformer_engine.py",
             "tests/packaging/test_migrating*.py",
         ),
