@@ -20,9 +20,10 @@ from .models import model
 from .modes import dygraph
 from .test_trained_routers import ARRAYS, PROGRAMS
 
-# Modules without public functions, by the first part of their names or in full; and that of several processes, whose
-# programs are in tests/distributed.
+# Modules without public functions, by the first part of their names or in full. Also that of several processes, whose
+# programs are in tests/distributed, and what is called under Paddle's names, whose programs are in test_ernie_moe.py.
 INTERNAL = {"backends", "expert_parallel", "masked.shared", "reference", "rowmaps", "testing", "triton"}
+INTERNAL |= {"compat.incubate_dispatch", "compat.incubate_gemm", "compat.incubate_routing"}
 
 
 def public_modules() -> Iterator[Any]:
