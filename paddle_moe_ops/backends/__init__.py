@@ -97,7 +97,7 @@ def register(name: str, module: str, *, automatic: Collection[str] = OPERATORS, 
 
 
 def register_note(note: Callable[[], str]) -> Callable[[], str]:
-    """Make a function known whose text `explain` shows; a decorator."""
+    """Make a function known whose text `explain` shows, unless it is empty; a decorator."""
     _notes.append(note)
     return note
 
@@ -266,7 +266,7 @@ def explain(operator: str | None = None) -> str:
         kind = " (dygraph only)" if name in _dygraph_only else "" if _automatic[name] else " (on request only)"
         lines.append(f"backend {name}{kind}: {'available' if reason is None else 'unavailable: ' + reason}")
     lines += [f"GPU {gpu} runs on no compiled kernels: {why}" for gpu, why in compiled.gpus_without_kernels().items()]
-    return "\n".join([*lines, *(note() for note in _notes)])
+    return "\n".join([*lines, *filter(None, (note() for note in _notes))])
 
 
 def _choice_text(operator: str) -> str:

@@ -141,4 +141,5 @@ def _version() -> str:
 
 @register_note
 def _state() -> str:
-    return f"blocks of PaddleFormers on this package: {', '.join(sorted(classes.applied_names())) or 'none by name'}"
+    names = ", ".join(sorted(classes.applied_names()))
+    return names and f"blocks of PaddleFormers on this package: {names}"

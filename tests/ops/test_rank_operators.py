@@ -1,0 +1,130 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of transport="peer", called directly: one rank that sends to itself, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops.backends import direct, register_operators
+from paddle_moe_ops.backends.arrays import to_numpy
+from tests.ops.problems import tensor
+from tests.ops.test_operator_arguments import requirements
+
+pytestmark = pytest.mark.compiled_only
+
+T, K, H, S, E = 3, 2, 5, 4, 3  # S rows of the only region
+REGION = 64 + 8 * S * K
+IDS = np.array([[0, 2], [-1, -1], [1, 0]], np.int32)
+PROBS = np.array([[0.5, 0.25], [1, 2], [3, 4]], np.float32)
+TOKEN_ROWS = np.array([[0], [-1], [1]], np.int32)
+X = np.arange(T * H, dtype=np.float32).reshape(T, H)
+
+
+def good_calls() -> dict[str, list[Any]]:
+    """Arguments of each operator, arrays for tensors."""
+    region = np.zeros([1, REGION], np.uint8)
+    rows, row_to_token = np.zeros([S, H], np.float32), np.array([0, 2, -1, -1], np.int32)
+    own = np.array([[0], [1], [-1], [-1]], np.int32)
+    return {
+        "rank_plan": [IDS, PROBS, region, E, S, S],
+        "rank_records": [region, K, S, 0, E],
+        "rank_push": [X, TOKEN_ROWS, row_to_token, rows],
+        "rank_copy": [rows, own, rows.copy()],
+        "rank_sum": [rows, TOKEN_ROWS],
+        "rank_put": [np.zeros([S, K], np.float32), region, S],
+        "rank_get": [region, IDS, TOKEN_ROWS, E, S],
+        "rank_barrier": [region, region.copy(), np.zeros([1], np.int32), 1000],
+    }
+
+
+def run(place: Any, operator: str, arguments: list[Any]) -> tuple[Any, ...]:
+    register_operators()
+    made = [tensor(each, place) if isinstance(each, np.ndarray) else each for each in arguments]
+    return direct(operator, *made)
+
+
+def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
+    register_operators()
+    region, rows = (
+        tensor(np.full(shape, 7, dtype), place) for shape, dtype in (([1, REGION], "uint8"), ([S, H], "float32"))
+    )
+    x, ids, probs = (tensor(each, place) for each in (X, IDS, PROBS))
+    token_rows, row_to_token, dropped = direct("rank_plan", ids, probs, region, E, S, S)
+    assert to_numpy(token_rows).tolist() == TOKEN_ROWS.tolist()
+    assert to_numpy(dropped).tolist() == [0]
+    direct("rank_push", x, token_rows, row_to_token, rows)
+    got_ids, got_probs, own = direct("rank_records", region, K, S, 0, E)
+    assert to_numpy(got_ids).tolist() == [[0, 2], [1, 0], [-1, -1], [-1, -1]]
+    assert to_numpy(got_probs).tolist() == [[0.5, 0.25], [3, 4], [0, 0], [0, 0]]
+    out = tensor(np.full([S, H], 7, np.float32), place)
+    direct("rank_copy", rows, own, out)
+    assert to_numpy(out).tolist() == [*X[[0, 2]].tolist(), *np.zeros([2, H]).tolist()]
+    (sums,) = direct("rank_sum", rows, token_rows)
+    assert to_numpy(sums).tolist() == [X[0].tolist(), [0.0] * H, X[2].tolist()]
+    values = tensor(np.arange(S * K, dtype=np.float32).reshape(S, K), place)
+    direct("rank_put", values, region, S)
+    (got,) = direct("rank_get", region, ids, token_rows, E, S)
+    assert to_numpy(got).tolist() == [[0, 1], [0, 0], [2, 3]]
+
+
+def test_memory_is_a_tensor_where_it_lies(place):
+    register_operators()
+    memory = tensor(np.arange(6, dtype=np.float32), place)
+    (made,) = direct("window", memory, memory.data_ptr(), 2, 3, paddle.float32.value)
+    assert made.place == memory.place
+    assert to_numpy(made).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+HERE = "the window must be memory that ranks share"
+WIDE = np.zeros([2, REGION], np.uint8)
+BAD_CALLS = [
+    ("rank_plan", 0, IDS[0], "ids must be of shape [any, any], but got [2]"),
+    ("rank_plan", 0, IDS.astype(np.float32), "ids must be int32 or int64, but got float32"),
+    ("rank_plan", 1, PROBS[:2], "probs must be of shape [3, 2], but got [2, 2]"),
+    ("rank_plan", 1, PROBS.astype(np.int32), "probs must be float32, but got int32"),
+    ("rank_plan", 2, WIDE[0], "the window must be of shape [any, any], but got [128]"),
+    ("rank_plan", 2, WIDE.astype(np.int32), "the window must be uint8, but got int32"),
+    ("rank_plan", 2, WIDE[:1, :100], "region must be a multiple of 4 that holds a region"),
+    ("rank_plan", 5, S + 1, "capacity must be from 0 to rows_per_rank"),
+    ("rank_records", 4, 0, "num_experts must be in [1, 2^16]"),
+    ("rank_push", 0, X[0], "x must be of shape [any, any], but got [5]"),
+    ("rank_push", 2, np.array(0, np.int32), "the map must have a line for each row"),
+    ("rank_push", 3, np.zeros([S, H], np.int32), "the window must be float32, but got int32"),
+    ("rank_push", 3, np.zeros([S, H + 1], np.float32), "the window must be of shape [4, 5], but got [4, 6]"),
+    ("rank_copy", 0, X[0], "the rows must be of shape [any, any], but got [5]"),
+    ("rank_copy", 1, np.zeros([S, 2], np.int32), "the map must be of shape [4, 1], but got [4, 2]"),
+    ("rank_put", 0, np.zeros([S], np.float32), "the values must be of shape [any, any], but got [4]"),
+    ("rank_put", 0, np.zeros([S + 1, K], np.float32), "the values must be of shape [4, 2], but got [5, 2]"),
+    ("rank_put", 0, np.zeros([S, K], np.int32), "the values must be float32, but got int32"),
+    ("rank_get", 2, TOKEN_ROWS[:2], "token_rows must be of shape [3, 1], but got [2, 1]"),
+    ("rank_get", 2, TOKEN_ROWS.astype(np.int64), "token_rows must be int32, but got int64"),
+    ("rank_barrier", 1, np.zeros([1, REGION - 4], np.uint8), HERE),
+    ("rank_barrier", 2, np.zeros([2], np.int32), "the state must be of shape [1], but got [2]"),
+    ("rank_barrier", 2, np.zeros([1], np.float32), "the state must be int32, but got float32"),
+]
+
+
+@pytest.mark.parametrize(("operator", "position", "value", "message"), BAD_CALLS)
+def test_what_does_not_fit_raises(operator, position, value, message, place):
+    arguments = good_calls()[operator]
+    arguments[position] = value
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        run(place, operator, arguments)
+    assert str(caught.value) == f"ExpertParallel: {message}"
+
+
+@pytest.mark.parametrize("operator", [name for name in good_calls() if name != "rank_barrier"])
+def test_calls_that_are_spoilt_here_are_good(operator, place):
+    assert run(place, operator, good_calls()[operator])
+
+
+def test_every_requirement_is_broken():
+    messages = [message for *_, message in BAD_CALLS]
+    says = requirements("ranks_op.cc")
+    assert len(says) >= 10
+    assert not {each: line for each, line in says.items() if not any(each in message for message in messages)}
