@@ -4,24 +4,37 @@
 
 Importing the package registers the compiled operators with Paddle, so that programs saved with them load; it compiles
 nothing and imports no Triton. Where Paddle or the library is missing, or too old, the import still works: the first
-function called, and `explain()`, say what is wrong.
+function called, and `explain()`, say what is wrong. Submodules are imported when they are first asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from . import _build_check
 from ._version import __version__
 
-if _build_check.paddle_problem() is not None:
+_SUBMODULES = (
+    *("compat", "dispatch", "expert_parallel", "functional", "gemm", "indexed", "integrations", "masked", "nn"),
+    *("quantization", "reference", "routing", "testing"),
+)
 
-    def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        raise ImportError(_build_check.paddle_problem())
 
-else:
+def __getattr__(name: str) -> Any:
+    problem = _build_check.paddle_problem()
+    if name in _SUBMODULES and (problem is None or name == "reference"):
+        return importlib.import_module(f".{name}", __name__)
+    if problem is None or name not in (*__all__, *_SUBMODULES):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise ImportError(problem)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES})
+
+
+if _build_check.paddle_problem() is None:
     from .backends import explain, register_operators, use_backend
     from .compat.paddle import patch_paddle, patched_paddle, unpatch_paddle
     from .functional import moe_permute, moe_unpermute, permute, sort_chunks, unpermute

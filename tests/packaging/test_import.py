@@ -30,6 +30,23 @@ def test_every_public_name_exists():
     assert set(paddle_moe_ops.__all__) <= set(dir(paddle_moe_ops))
 
 
+def test_submodules_are_imported_when_they_are_asked_for():
+    names = [path.stem for path in PACKAGE.iterdir() if path.stem[0] != "_" and path.stem not in ("csrc", "py")]
+    internal = {"backends", "bench", "mlp", "rowmaps", "triton"}
+    code = (
+        "import paddle_moe_ops\n"
+        "before = set(sys.modules)\n"
+        f"for name in {sorted(set(names) - internal)}:\n"
+        "    assert getattr(paddle_moe_ops, name).__name__ == 'paddle_moe_ops.' + name\n"
+        "    assert name in dir(paddle_moe_ops)\n"
+        "assert 'paddle_moe_ops.nn' not in before and 'paddle_moe_ops.nn' in sys.modules\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = paddle_moe_ops.nothing
+
+
 def test_import_without_the_compiled_library_works_and_explain_says_why(tmp_path):
     copy_without_library(tmp_path)
     done = run_python(
