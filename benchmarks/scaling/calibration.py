@@ -1,0 +1,190 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the numbers of a machine from what was measured, by least squares; none is written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.kernels.results import Row, load_run
+from benchmarks.layer.shapes import SHAPES, Shape
+
+from .exchanges import Exchanges
+from .fitting import fitted
+from .machines import Local, Machine, Nccl, Peer, Products
+from .measured import Measured, load_exchanges, load_lines
+from .traces import Trace, uniform_ids
+from .traffic import Layout, Traffic, count, steps
+
+__all__ = ["Exchange", "calibrated", "exchanges_of", "local_of", "products_of"]
+
+_LAYER = {"impl": "ours, 1 GiB", "mode": "graph", "routing": "even"}
+_MOVING = ("permute:bf16", "unpermute:plain", "sort_chunks:forward", "sort_chunks:backward")
+_ROUTING = "route:maps"
+_OURS = "core"
+
+
+def local_of(rows: Sequence[Row]) -> Local:
+    """From measurements of the operators: those that move rows, and routing."""
+    ours = [row for row in rows if row.impl == _OURS and row.plain and row.us and row.min_bytes]
+    moving = [row for row in ours if row.key in _MOVING]
+    launch_us, us_per_byte = fitted([[1, float(row.min_bytes or 0)] for row in moving], [row.us or 0 for row in moving])
+    routing = [row for row in ours if row.key == _ROUTING]
+    slots = [[1, float(row.tokens * row.topk)] for row in routing]
+    _, slot_us = fitted(slots, [row.us or 0 for row in routing])
+    return Local(float(launch_us), float(1 / us_per_byte / 1e3), float(slot_us))
+
+
+def products_of(lines: Sequence[dict[str, Any]], backward: bool) -> Products:
+    """From measurements of whole layers on one GPU."""
+    which = "backward" if backward else "forward"
+    kept = [line for line in lines if all(line.get(key) == value for key, value in _LAYER.items())]
+    work, us = [], []
+    for line in kept:
+        shape = SHAPES[line["shape"]]
+        rows = shape.tokens * shape.topk
+        work.append(Products.work(rows, shape.hidden, shape.inner, shape.experts, backward))
+        us.append(line[f"{which}_us"])
+    return Products(tuple(float(each) for each in fitted(work, us)))
+
+
+class Exchange:
+    """A measurement of an exchange, and what the model needs to predict it.
+
+    Attributes:
+        line: the measurement.
+        shape: of the layer.
+        traffic: of its routing, which is drawn as the benchmark draws it.
+        steps: of a layer with combine="reduced".
+        by_hand: of one that sends a row for each slot.
+    """
+
+    def __init__(self, line: Measured, traffic: Traffic) -> None:
+        self.line, self.traffic = line, traffic
+        self.shape = Shape(line.tokens, line.hidden, line.inner, line.experts, line.topk)
+        self.steps = steps(traffic, line.hidden, combine="reduced")
+        self.by_hand = steps(traffic, line.hidden, combine="reduced", dedup=False)
+
+    def on(self, machine: Machine, transport: str = "peer") -> Exchanges:
+        """The exchanges, with room for all tokens, as the benchmark has it."""
+        given: dict[str, Any] = {"combine": "reduced", "capacity": self.line.tokens}
+        return Exchanges(machine, self.traffic, self.line.hidden, transport=transport, **given)
+
+
+def exchanges_of(lines: Sequence[Measured]) -> list[Exchange]:
+    """Give each measurement its traffic."""
+    traffic: dict[tuple[int, ...], Traffic] = {}
+    made = []
+    for line in lines:
+        key = line.tokens, line.experts, line.topk, line.ranks
+        if key not in traffic:
+            ids = [uniform_ids(rank, line.tokens, line.experts, line.topk) for rank in range(line.ranks)]
+            trace = Trace("uniform", line.experts, np.stack(ids))
+            traffic[key] = count(trace, Layout.of(line.ranks, line.ranks))
+        made.append(Exchange(line, traffic[key]))
+    return made
+
+
+def calibrated(results: Path, exchanges: Path, *, without: str | None = None) -> Machine:
+    """The machine that a file of `benchmarks.expert_parallel` was measured on.
+
+    Args:
+        results: the folder with what was measured on one such GPU.
+        exchanges: the file.
+        without: a shape whose lines are left out, to predict it from the others.
+
+    Raises:
+        ValueError: there are no results of one such GPU.
+    """
+    about, lines = load_exchanges(exchanges)
+    gpu = about["gpus"][0]
+    layers = [
+        made for path in sorted(results.glob("*-layer.jsonl")) for made in [load_lines(path)] if made[0]["gpu"] == gpu
+    ]
+    operators = [path for path in sorted(results.glob("*-targets.jsonl")) if load_lines(path)[0].get("gpu") == gpu]
+    if not layers or not operators:
+        raise ValueError(f"calibrated: {results} must have *-layer.jsonl and *-targets.jsonl of {gpu}, but has not")
+    machine = Machine(
+        name=gpu,
+        local=local_of(load_run(operators[-1]).rows),
+        forward=products_of(layers[-1][1], backward=False),
+        backward=products_of(layers[-1][1], backward=True),
+        peer=Peer(1.0, 0.0, 1.0, 0.0, 0.0, 1.0),
+        nccl=Nccl(1.0, 0.0),
+    )
+    return with_exchanges(machine, exchanges_of([line for line in lines if line.shape != without]))
+
+
+def with_exchanges(machine: Machine, found: Sequence[Exchange]) -> Machine:
+    """The machine with the numbers that follow from exchanges between GPUs."""
+    by_what: dict[str, list[Exchange]] = {}
+    for each in found:
+        by_what.setdefault(each.line.what, []).append(each)
+    machine = replace(machine, peer=_peer(machine, by_what), nccl=_nccl(machine, by_what))
+    return replace(machine, forward=_layer(machine, by_what, "forward"), backward=_layer(machine, by_what, "backward"))
+
+
+def _us(found: Sequence[Exchange]) -> list[float]:
+    return [each.line.us for each in found]
+
+
+def _gbps(us_per_byte: float) -> float:
+    return float("inf") if us_per_byte == 0 else float(1 / us_per_byte / 1e3)
+
+
+def _peer(machine: Machine, found: dict[str, list[Exchange]]) -> Peer:
+    copies = found["p2p_copy"]
+    copy_us, per_byte = fitted([[1, each.line.size] for each in copies], _us(copies))
+    features, known, us = [], [], []
+    for what in ("dispatch", "dispatch_without_copy", "combine"):
+        for each in found[what]:
+            dispatch, combine = each.steps[:2]
+            exchanges = each.on(machine)
+            if what == "combine":
+                summed = (combine.lines.sum(0).max() + each.line.tokens) * combine.row_bytes
+                features.append([0, 1, combine.busiest(), summed])
+                known.append(0.0)
+            else:
+                slots = (each.line.tokens + exchanges.buffer_rows) * each.line.topk
+                features.append([1, 0, dispatch.busiest(), 0])
+                known.append(machine.local.slot_us * slots + (exchanges.keep_us(dispatch) if what == "dispatch" else 0))
+            us.append(each.line.us)
+    dispatch_us, combine_us, pushed, summed = fitted(features, us, known)
+    return Peer(_gbps(per_byte), float(copy_us), _gbps(pushed), float(dispatch_us), float(combine_us), _gbps(summed))
+
+
+def _nccl(machine: Machine, found: dict[str, list[Exchange]]) -> Nccl:
+    features, known, us = [], [], []
+    free = replace(machine, nccl=Nccl(float("inf"), 0.0))
+    for each in found["alltoall_single"] + found["rows_alltoall"]:
+        by_hand = each.line.what == "rows_alltoall"
+        step = (each.by_hand if by_hand else each.steps)[0]
+        exchanges = each.on(free, "rows" if by_hand else "alltoall")
+        step = step if by_hand else step._replace(line_bytes=step.row_bytes)  # the benchmark sends the tokens alone
+        known.append(exchanges.rows_us(step) if by_hand else exchanges.all_to_all_us(step))
+        features.append([1, step.busiest()])
+        us.append(each.line.us)
+    call_us, per_byte = fitted(features, us, known)
+    return Nccl(_gbps(per_byte), float(call_us))
+
+
+def _layer(machine: Machine, found: dict[str, list[Exchange]], which: str) -> Products:
+    """How much slower products are in a layer between GPUs, and what else it does."""
+    backward = which == "backward"
+    products = machine.products(backward)
+    features, known, us = [], [], []
+    for each in found.get(f"layer_{which}", []):
+        exchanges = each.on(machine)
+        known.append(sum(exchanges.us(step) for step in each.steps if step.backward == backward))
+        rows, shape = float(each.traffic.rows_received.max()), each.shape
+        features.append([products.us(rows, shape.hidden, shape.inner, shape.experts // each.line.ranks, backward), 1])
+        us.append(each.line.us)
+    if not features:
+        return products
+    slowdown, fixed_us = fitted(features, us, known)
+    return replace(products, slowdown=float(slowdown), fixed_us=float(fixed_us))

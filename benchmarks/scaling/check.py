@@ -1,0 +1,90 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compares predictions with what was measured between GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from .calibration import Exchange, calibrated, exchanges_of
+from .layers import predict
+from .machines import Machine, microseconds
+from .measured import load_exchanges
+
+__all__ = ["MOST_ERROR", "Comparison", "compare", "compared", "predicted_us"]
+
+MOST_ERROR = 0.10
+
+
+class Comparison(NamedTuple):
+    """One line.
+
+    Attributes:
+        shape: of the layer.
+        what: was measured.
+        measured_us: in microseconds.
+        predicted_us: by a machine that all lines calibrate.
+        held_out_us: by one that this shape's lines did not calibrate; None where no other shape did.
+        bytes_match: whether the bytes that cross are exactly those of a rank in the model.
+    """
+
+    shape: str
+    what: str
+    measured_us: float
+    predicted_us: float
+    held_out_us: float | None
+    bytes_match: bool
+
+    @property
+    def error(self) -> float:
+        return self.predicted_us / self.measured_us - 1
+
+    @property
+    def held_out_error(self) -> float | None:
+        return None if self.held_out_us is None else self.held_out_us / self.measured_us - 1
+
+    @property
+    def passed(self) -> bool:
+        return abs(self.error) <= MOST_ERROR and self.bytes_match
+
+
+def predicted_us(machine: Machine, each: Exchange) -> float:
+    """What the model says about a line."""
+    line, (dispatch, combine) = each.line, each.steps[:2]
+    if line.what == "p2p_copy":
+        return machine.peer.copy_us + microseconds(line.size, machine.peer.copy_gbps)
+    if line.what == "alltoall_single":  # of the tokens alone
+        return each.on(machine, "alltoall").all_to_all_us(dispatch._replace(line_bytes=dispatch.row_bytes))
+    if line.what == "rows_alltoall":
+        return each.on(machine, "rows").rows_us(each.by_hand[0])
+    peer = each.on(machine)
+    if line.what == "combine":
+        return peer.us(combine)
+    if line.what.startswith("dispatch"):
+        return peer.us(dispatch) - (peer.keep_us(dispatch) if line.what == "dispatch_without_copy" else 0)
+    layer = predict(machine, each.shape, each.traffic, transport="peer", capacity=line.tokens)
+    return {"layer_forward": layer.forward.us, "layer_backward": layer.backward.us, "layer": layer.us}[line.what]
+
+
+def _bytes_match(each: Exchange) -> bool:
+    """Whether one of the ranks sends as many bytes of rows; the line is the slowest one's, which is not named."""
+    step = (each.by_hand if each.line.what == "rows_alltoall" else each.steps)[0]
+    times = {"layer_forward": 2, "layer_backward": 2, "layer": 4}.get(each.line.what, 1)
+    return each.line.size in set(times * step._replace(line_bytes=step.row_bytes).bytes_sent())
+
+
+def compare(machine: Machine, each: Exchange, held_out: Machine | None) -> Comparison:
+    """One line."""
+    line = each.line
+    other = None if held_out is None else predicted_us(held_out, each)
+    return Comparison(line.shape, line.what, line.us, predicted_us(machine, each), other, _bytes_match(each))
+
+
+def compared(results: Path, exchanges: Path) -> tuple[Machine, list[Comparison]]:
+    """All lines of a file, predicted by the machine that it calibrates."""
+    _, lines = load_exchanges(exchanges)
+    machine = calibrated(results, exchanges)
+    shapes = list(dict.fromkeys(line.shape for line in lines))
+    others = {shape: calibrated(results, exchanges, without=shape) if len(shapes) > 1 else None for shape in shapes}
+    return machine, [compare(machine, each, others[each.line.shape]) for each in exchanges_of(lines)]

@@ -1,0 +1,182 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The time of whole layers on many GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.layer.shapes import Shape
+
+from .exchanges import Exchanges
+from .machines import Machine, microseconds
+from .traffic import Traffic, steps
+
+__all__ = ["CHUNKS", "Pass", "Prediction", "best_overlap", "gradient_us", "overlapped", "pipeline", "predict"]
+
+CHUNKS = (1, 2, 4, 8)
+# The share of a GPU that exchanges leave to products while both run: DeepEP's V1 takes 24 of 132 multiprocessors.
+_LEFT_TO_PRODUCTS = 108 / 132
+
+
+class Pass(NamedTuple):
+    """One pass of a layer, microseconds of the slowest rank.
+
+    Attributes:
+        dispatch_us: the first exchange.
+        products_us: the experts.
+        combine_us: the second exchange.
+        flops: of the mean rank.
+    """
+
+    dispatch_us: float
+    products_us: float
+    combine_us: float
+    flops: float
+
+    @property
+    def us(self) -> float:
+        return self.dispatch_us + self.products_us + self.combine_us
+
+    @property
+    def tflops(self) -> float:
+        """Of each GPU."""
+        return self.flops / self.us / 1e6
+
+
+class Prediction(NamedTuple):
+    """A layer on one group of ranks.
+
+    Attributes:
+        forward: one pass.
+        backward: the other one.
+        sent_bytes: that the busiest rank sends or receives in both passes.
+        far_bytes: those of them that cross the network.
+        imbalance: rows of the rank that has most, over the mean.
+    """
+
+    forward: Pass
+    backward: Pass
+    sent_bytes: float
+    far_bytes: float
+    imbalance: float
+
+    @property
+    def us(self) -> float:
+        return self.forward.us + self.backward.us
+
+    @property
+    def tflops(self) -> float:
+        """Of each GPU, over both passes."""
+        return (self.forward.flops + self.backward.flops) / self.us / 1e6
+
+
+def predict(
+    machine: Machine,
+    shape: Shape,
+    traffic: Traffic,
+    *,
+    transport: str,
+    combine: str = "reduced",
+    payload: str = "bf16",
+    capacity: int | None = None,
+) -> Prediction:
+    """Predict a layer whose exchanges do not overlap with its products, as the package runs it.
+
+    Args:
+        machine: what it runs on.
+        shape: d, n, E and K; T is that of the traffic.
+        traffic: what goes where.
+        transport: as in `Exchanges`; so is ``capacity``.
+        combine: as in `steps`; so is ``payload``.
+        capacity: tokens that a rank may send to each.
+
+    Raises:
+        ValueError: what does not go together.
+    """
+    if transport == "peer" and payload != "bf16":
+        raise ValueError(f"predict: payload must be 'bf16' with transport 'peer', but got {payload!r}")
+    ranks = traffic.layout.ranks
+    exchanges = Exchanges(machine, traffic, shape.hidden, combine=combine, transport=transport, capacity=capacity)
+    all_steps = steps(traffic, shape.hidden, combine=combine, payload=payload, dedup=transport != "rows")
+    rows = float(traffic.rows_received.max())
+    passes = []
+    for backward in (False, True):
+        dispatch, combining = (
+            exchanges.us(step) if ranks > 1 else 0.0 for step in all_steps if step.backward == backward
+        )
+        products = machine.products(backward).us(rows, shape.hidden, shape.inner, shape.experts // ranks, backward)
+        flops = (12 if backward else 6) * traffic.rows_received.mean() * shape.hidden * shape.inner
+        passes.append(Pass(dispatch, products, combining, float(flops)))
+    sent, far = sum(step.busiest() for step in all_steps), sum(step.busiest(~exchanges.near) for step in all_steps)
+    if transport == "by_domain":
+        # Tokens cross once for each domain; the busiest rank by what it sends.
+        of_rank = traffic.of_domains.copy().astype(float)
+        of_rank[np.arange(ranks), np.arange(ranks) // traffic.layout.domain] = 0
+        far = float(of_rank.sum(1).max()) * sum(step.line_bytes for step in all_steps)
+    return Prediction(passes[0], passes[1], sent, far, traffic.imbalance)
+
+
+def overlapped(
+    machine: Machine, shape: Shape, traffic: Traffic, chunks: int, *, transport: str, payload: str = "bf16"
+) -> Prediction:
+    """Predict a layer that treats its tokens in chunks, one of which travels while another is multiplied.
+
+    The package does not do that yet. Every chunk pays for launches, routing and tiles that are not full. While both run
+    the products have the multiprocessors that exchanges leave.
+    """
+    whole = predict(machine, shape, traffic, transport=transport, payload=payload)
+    if chunks == 1:
+        return whole
+    part_traffic = traffic.scaled(max(round(traffic.tokens_per_rank / chunks), 1))
+    part = predict(machine, shape, part_traffic, transport=transport, payload=payload)
+
+    def piped(one: Pass, all_of_it: Pass) -> Pass:
+        us = pipeline(one.dispatch_us, one.products_us / _LEFT_TO_PRODUCTS, one.combine_us, chunks)
+        # What cannot be hidden stands for the exchanges, half before and half after.
+        seen = max(us - all_of_it.products_us, 0.0)
+        return Pass(seen / 2, us - seen, seen / 2, all_of_it.flops)
+
+    passes = piped(part.forward, whole.forward), piped(part.backward, whole.backward)
+    return whole._replace(forward=passes[0], backward=passes[1])
+
+
+def pipeline(dispatch: float, products: float, combine: float, chunks: int) -> float:
+    """When the last chunk is back, if exchanges follow each other and so do products.
+
+    A chunk's dispatch goes before the combine of the chunk before it.
+    """
+    link = arrived = dispatch
+    multiplied = 0.0
+    for chunk in range(chunks):
+        multiplied = max(multiplied, arrived) + products
+        if chunk + 1 < chunks:
+            link = arrived = link + dispatch
+        link = max(link, multiplied) + combine
+    return link
+
+
+def best_overlap(make: Callable[[int], Prediction], chunks: Sequence[int] = CHUNKS) -> tuple[int, Prediction]:
+    """The number of chunks with which a layer takes least time, and that layer."""
+    made = {each: make(each) for each in chunks}
+    best = min(made, key=lambda each: made[each].us)
+    return best, made[best]
+
+
+def gradient_us(machine: Machine, shape: Shape, ranks: int, gpus: int) -> float:
+    """The all-reduce, over the network, of the bfloat16 gradients of a rank's experts, where groups repeat.
+
+    Args:
+        machine: whose network.
+        shape: of the layer.
+        ranks: P of one group.
+        gpus: all of them, a multiple of P.
+    """
+    replicas = gpus // ranks
+    if replicas == 1:
+        return 0.0
+    size = 2 * 3 * shape.hidden * shape.inner * shape.experts / ranks
+    return microseconds(2 * (replicas - 1) / replicas * size, machine.network.gbps)

@@ -1,0 +1,161 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine can do: numbers, all of which `calibration` takes from results, but for those of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["CX7", "Local", "Machine", "Nccl", "Network", "Peer", "Products", "microseconds"]
+
+_HALF_TILE = 64  # rows by which the last tile of an expert exceeds it, on average; tiles have 128
+
+
+def microseconds(size: float, gbps: float) -> float:
+    """The time of so many bytes at a speed in GB/s."""
+    return float(size) / gbps / 1e3
+
+
+@dataclass(frozen=True)
+class Products:
+    """Time of one pass of `moe_mlp` on one GPU, a sum of what it has to do.
+
+    Attributes:
+        factors: microseconds of `work`'s numbers.
+        slowdown: of a layer between GPUs, which multiplies all the time, over a measurement of the products alone,
+            which pauses between calls.
+        fixed_us: of launches and of small operators around the products.
+    """
+
+    factors: tuple[float, ...]
+    slowdown: float = 1.0
+    fixed_us: float = 0.0
+
+    @staticmethod
+    def work(rows: float, hidden: int, inner: int, experts: int, backward: bool) -> list[float]:
+        """Operations, those of rows that fill tiles up, elements of rows of both widths, elements of matrices."""
+        flops = (12 if backward else 6) * hidden * inner
+        matrices = 3 * experts * hidden * inner
+        return [rows * flops, experts * _HALF_TILE * flops, rows * hidden, rows * inner, matrices]
+
+    def us(self, rows: float, hidden: int, inner: int, experts: int, backward: bool) -> float:
+        """Microseconds for so many rows of so many experts."""
+        work = np.asarray(self.work(rows, hidden, inner, experts, backward))
+        return self.slowdown * float(work @ np.asarray(self.factors)) + self.fixed_us
+
+
+@dataclass(frozen=True)
+class Local:
+    """Operators that move rows within a GPU.
+
+    Attributes:
+        launch_us: of one.
+        gbps: of bytes read and written.
+        slot_us: of each slot that is routed.
+    """
+
+    launch_us: float
+    gbps: float
+    slot_us: float
+
+    def us(self, size: float) -> float:
+        return self.launch_us + microseconds(size, self.gbps)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Ranks that write to each other's memory.
+
+    Attributes:
+        copy_gbps: of the driver's copy, each way.
+        copy_us: what it takes besides.
+        gbps: of the kernel that writes rows, each way.
+        dispatch_us: routing, maps and the barrier of a dispatch, but for what `Local.slot_us` counts.
+        combine_us: the barrier and the launches of a combine.
+        sum_gbps: of bytes read and written where the rows of a token are added up.
+    """
+
+    copy_gbps: float
+    copy_us: float
+    gbps: float
+    dispatch_us: float
+    combine_us: float
+    sum_gbps: float
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """`alltoall_single` in one NVLink domain.
+
+    Attributes:
+        gbps: each way.
+        us: of one call.
+    """
+
+    gbps: float
+    us: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """RDMA between NVLink domains, a network card for each GPU. Published or assumed, not measured by us.
+
+    Attributes:
+        name: of the card.
+        gbps: of a card each way.
+        us: of a step that crosses the network, besides its bytes.
+        message_us: of each rank that a rank sends to.
+        host_us: that the host's wait for numbers of tokens adds.
+        sources: where the numbers come from.
+    """
+
+    name: str
+    gbps: float
+    us: float
+    message_us: float
+    host_us: float
+    sources: Sequence[str]
+
+
+CX7 = Network(
+    "ConnectX-7, 400 Gb/s",
+    gbps=45.0,
+    us=10.0,
+    message_us=1.0,
+    host_us=20.0,
+    sources=(
+        "DeepEP's README (V2, SM90, CX7) has 90 GB/s for 2 nodes of 8 and 61 GB/s for 4, local traffic counted; 1/2 "
+        "and 3/4 of that cross the network: 45 and 46 GB/s",
+        "DeepEP's README of V1 has 43 to 58 GB/s for 16 to 64 GPUs, of about 50 that a card has",
+        "latencies are assumed: two switches and a flag take 10 us, posting a message 1 us, a wait of the host 20 us",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one kind, and what connects them.
+
+    Attributes:
+        name: of the GPU.
+        local: within one.
+        forward: the products of a forward pass.
+        backward: of a backward pass.
+        peer: ranks of one domain, by shared memory.
+        nccl: ranks of one domain, by NCCL.
+        network: between domains.
+    """
+
+    name: str
+    local: Local
+    forward: Products
+    backward: Products
+    peer: Peer
+    nccl: Nccl
+    network: Network = CX7
+
+    def products(self, backward: bool) -> Products:
+        return self.backward if backward else self.forward

@@ -1,0 +1,71 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Records where the demo's language model sends its tokens after training; needs Paddle.
+
+python -m benchmarks.scaling record --out benchmarks/results/scaling/demo-traces.jsonl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+
+from examples.demo.data import even_windows, load_standard_library
+from examples.demo.model import Decoder, ModelConfig
+from examples.demo.training import train, use_threads
+
+from .traces import Trace
+
+__all__ = ["record"]
+
+_CONTEXT = 128
+
+
+def record(
+    experts: int, topk: int, *, hidden: int, layers: int, steps: int, windows: int, seed: int = 0
+) -> list[Trace]:
+    """Train the demo's model, and take down the experts of held-out text.
+
+    Args:
+        experts: E.
+        topk: K.
+        hidden: width of the model.
+        layers: layers, the first of which is dense.
+        steps: of training.
+        windows: of the text, 128 tokens each.
+        seed: of weights and data.
+
+    Returns:
+        a trace of one source for the first and for the last layer that has experts.
+    """
+    use_threads(None)
+    paddle.seed(seed)
+    library = load_standard_library()
+    model = Decoder(ModelConfig(hidden, layers, experts, topk, _CONTEXT))
+    for _ in train(model, library.train, steps, np.random.default_rng(seed)):
+        pass
+    found: dict[int, list[np.ndarray]] = {}
+    hooks = [
+        layer.router.register_forward_post_hook(_keeping(found.setdefault(number, [])))
+        for number, layer in enumerate(model.moe_layers)
+    ]
+    with paddle.no_grad():
+        for window in even_windows(library.held_out, windows, _CONTEXT):
+            model(paddle.to_tensor(window[None]))
+    for each in hooks:
+        each.remove()
+    kept = sorted({0, len(found) - 1})
+    return [
+        Trace(f"demo {experts} x {topk}, MoE layer {number + 1}", experts, np.concatenate(found[number])[None])
+        for number in kept
+    ]
+
+
+def _keeping(into: list[np.ndarray]) -> Callable[[Any, Any, Any], None]:
+    def keep(layer: Any, inputs: Any, output: Any) -> None:
+        into.append(output.ids.numpy())
+
+    return keep
