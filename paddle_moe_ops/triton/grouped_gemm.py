@@ -71,8 +71,13 @@ class Schedule(NamedTuple):
     windows: Array
 
 
-def schedule(device: Device, groups: Groups, num_rows: int, block_rows: int, window_rows: int = 0) -> Schedule:
-    """Which tiles each expert has, and each window of so many rows, if there are windows."""
+def schedule(
+    device: Device, groups: Groups, num_rows: int, block_rows: int, window_rows: int = 0, covers_all: bool = True
+) -> Schedule:
+    """Which tiles each expert has, and each window of so many rows, if there are windows.
+
+    Without ``covers_all``, products leave the rows after the last group as they are.
+    """
     sizes, offsets = groups
     experts = sizes.shape[0]
     windows = blocks(num_rows, window_rows) if window_rows else 0
@@ -84,7 +89,7 @@ def schedule(device: Device, groups: Groups, num_rows: int, block_rows: int, win
         1,
         (*pointers, *["*i32"] * 5, *["i32"] * 4),
         (*map(address, (sizes, offsets, *tables)), experts, num_rows, windows, window_rows),
-        (offsets is not None, block_rows, _experts_at_once(experts)),
+        (offsets is not None, covers_all, block_rows, _experts_at_once(experts)),
         4,
     )
     return Schedule(*tables)

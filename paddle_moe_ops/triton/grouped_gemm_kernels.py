@@ -5,15 +5,15 @@
 
 `schedule_kernel` (one program) turns sizes and offsets into tables, int32:
 
-    first [E + 1]   first row of each group; M
+    first [E + 1]   first row of each group; M, or without COVERS_ALL the end of the last group
     stop [E]        end of each group
     tiles [E + 1]   tiles of BLOCK_M rows before each group's; all
     spare [E + 2]   blocks of BLOCK_M rows of no group before those in front of the first group, and before those after
                     the tiles of each; all
     windows [P + 3] tiles that begin before each window of rows; all, 0 and all, as if for one window
 
-A tile ends where the next group begins, so the tiles and the spare blocks cover all rows: 0 in rows of no group. Groups
-that overlap or leave [0, M) are cut.
+A tile ends where the next group begins, so the tiles and the spare blocks cover all rows: 0 in rows of no group.
+Without COVERS_ALL, rows after the last group are not touched. Groups that overlap or leave [0, M) are cut.
 
 `product_kernel` makes BLOCK_M x BLOCK_N tiles of the result; `weight_gradient_kernel` is in a file of its own. The
 programs share the tiles of a flat list: expert by expert, and in bands of GROUP tiles, so that what is at work at a
@@ -53,6 +53,7 @@ def schedule_kernel(
     num_windows,
     window_rows,
     HAS_OFFSETS: tl.constexpr,
+    COVERS_ALL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -79,7 +80,10 @@ def schedule_kernel(
         expert, inside = chunk + index, chunk + index < num_experts
         earlier = tl.load(stop + expert - 1, mask=inside & (expert > 0), other=0)
         tl.store(first + expert, tl.maximum(tl.load(first + expert, mask=inside, other=0), earlier), mask=inside)
-    tl.store(first + num_experts, num_rows)
+    if COVERS_ALL:
+        tl.store(first + num_experts, num_rows)
+    else:
+        tl.store(first + num_experts, end_before.to(tl.int32))
     tl.debug_barrier()
     in_front = (tl.load(first) + (BLOCK_M - 1)) // BLOCK_M
     tl.store(spare, 0)

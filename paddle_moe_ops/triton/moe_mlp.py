@@ -17,7 +17,7 @@ Backward, with dA' the gradient of the weighted A, s A:
 Whatever has M x d elements exists one window at a time, in one buffer of ``workspace`` bytes. Where the rows of tokens
 would take many windows, products gather them from the tokens instead. Each element is the same sum either way, so the
 bits don't depend on the size of the buffer. H alone is kept between the passes; without it the backward pass makes it
-again.
+again. Rows after the last expert's, which a static buffer has, are neither written nor read.
 """
 
 from __future__ import annotations
@@ -102,13 +102,15 @@ class _Run:
         held = max(held, self.num_rows * self.window_columns)
         self.buffer = device.empty([min(held, self.num_rows * self.hidden)], self.dtype)
         self._in_buffer: tuple | None = None  # which window of which rows the buffer holds
+        self.rows_end = 0  # address of the end of the last group
 
     def tables(self, config: GemmConfig) -> Schedule:
         """The schedule for tiles of a configuration; one launch for each height of tiles."""
         if config.rows not in self._tables:
             windows = 0 if self.gathers else self.window_rows
             arguments = self.layer.groups, self.num_rows, config.rows, windows
-            self._tables[config.rows] = schedule(self.device, *arguments)
+            made = self._tables[config.rows] = schedule(self.device, *arguments, covers_all=False)
+            self.rows_end = address(made.first) + ITEM_BYTES["int32"] * self.layer.down.shape[0]
         return self._tables[config.rows]
 
     def new(self, columns: int) -> Any:
@@ -122,7 +124,8 @@ class _Run:
         """A window of the rows of tokens, in the buffer."""
         tokens, moved = self.layer.tokens, (address(x), rows, columns)
         if moved != self._in_buffer:
-            permute_window(self.device, x, tokens.token_rows, tokens.row_to_token, self.buffer, rows, columns)
+            maps = tokens.token_rows, tokens.row_to_token
+            permute_window(self.device, x, *maps, self.buffer, rows, columns, self.rows_end)
             self._in_buffer = moved
         width = columns[1] - columns[0]
         return Rows(self.buffer, rows[1] - rows[0], width, width, first_row=rows[0])
@@ -151,12 +154,13 @@ class _Run:
         act = self.new(self.inner)
         out = Target(act, 0, self.inner)
         layer, config = self.layer, self.gated
+        tables = self.tables(config)  # before rows are moved, which must know where they end
         for window, rows in self.by_rows(x):
             product(
                 self.device,
                 rows,
                 layer.gate_up,
-                self.tables(config),
+                tables,
                 config,
                 self.num_rows,
                 out,
@@ -233,11 +237,13 @@ def moe_mlp_backward(
     else:
         scaled = run.new(run.inner)
     out = Target(scaled, 0, run.inner)
+    tables = run.tables(run.narrow)
     for window, rows in run.by_rows(d_out):
-        arguments = device, rows, layer.down, run.tables(run.narrow), run.narrow, run.num_rows, out
+        arguments = device, rows, layer.down, tables, run.narrow, run.num_rows, out
         product(*arguments, transpose=not layer.transpose, row_to_token=run.owners, window=window)
     vector = sum_vector(run.item, run.inner * run.item, address(hidden), address(scaled))
-    d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, layer.tokens.row_to_token, vector)
+    owners = layer.tokens.row_to_token
+    d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, owners, run.rows_end, vector)
     d_hidden, scaled_rows = run.packed(hidden, 2 * run.inner), run.packed(scaled, run.inner)
     d_down = d_gate_up = d_x = None
     if need_down:

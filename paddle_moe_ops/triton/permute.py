@@ -55,6 +55,7 @@ def permute_kernel(
     row_to_token,
     rows,
     row_scales,
+    rows_end,
     num_tokens,
     first_row,
     num_rows,
@@ -66,6 +67,7 @@ def permute_kernel(
     HAS_SCALE: tl.constexpr,
     FILL_ROWS: tl.constexpr,
     FILL_SCALES: tl.constexpr,
+    HAS_END: tl.constexpr,
     AT_ONCE: tl.constexpr,
     COLUMN_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,7 +76,10 @@ def permute_kernel(
     SCALE_VECTOR: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """COLUMN_BLOCKS programs per token, then as many per FILL rows. The rows are those from ``first_row`` on."""
+    """COLUMN_BLOCKS programs per token, then as many per FILL rows. The rows are those from ``first_row`` on.
+
+    HAS_END: those from row ``rows_end[0]`` on are not filled.
+    """
     program = tl.program_id(0)
     token = program // COLUMN_BLOCKS
     part = program % COLUMN_BLOCKS
@@ -103,6 +108,8 @@ def permute_kernel(
             first += AT_ONCE
     else:
         first = (token - num_tokens) * FILL
+        if HAS_END:
+            num_rows = tl.minimum(num_rows, tl.load(rows_end) - first_row)
         if FILL_ROWS:
             zero_rows(row_to_token, rows, first, num_rows, width, columns, inside, rows.dtype.element_ty, FILL)
         if FILL_SCALES:
@@ -157,9 +164,9 @@ def permute(
     num_rows = row_to_token.shape[0]
     rows, layout = _target(device, x, num_rows)
     row_scales, scale_layout = (None, None) if scale is None else _target(device, scale, num_rows)
-    call = _call(num_tokens, row_slots, num_rows, layout, scale_layout, fill_padding, config)
+    call = _call(num_tokens, row_slots, num_rows, layout, scale_layout, fill_padding, False, config)
     if call.programs:
-        arrays = addresses(x, scale, token_rows, row_to_token, rows, row_scales)
+        arrays = (*addresses(x, scale, token_rows, row_to_token, rows, row_scales), 0)
         device.launch(permute_kernel, call.programs, call.types, (*arrays, *call.sizes), call.constants, call.warps)
     return rows, row_scales
 
@@ -172,6 +179,7 @@ def permute_window(
     out: Array,
     rows: tuple[int, int],
     columns: tuple[int, int],
+    rows_end: int,
 ) -> None:
     """out[:] = rows[first:end, first:end] of all rows in expert order, packed; rows without a token are zeros.
 
@@ -183,6 +191,7 @@ def permute_window(
         out: memory for the window.
         rows: the first row and the end.
         columns: the first column and the end.
+        rows_end: address of an int32 on the device; rows from that one on are left as they are, unless tokens have them.
     """
     num_tokens, row_slots = token_rows.shape
     item = ITEM_BYTES[device.dtype_name(x)]
@@ -190,10 +199,10 @@ def permute_window(
     source = x.data_ptr() + first_column * item
     stride = device.row_stride(x) * item if x.shape[0] > 1 else 0
     layout = (column_end - first_column) * item, stride, low_bits(source, out.data_ptr())
-    call = _call(num_tokens, row_slots, end - first_row, layout, None, "all", None)
+    call = _call(num_tokens, row_slots, end - first_row, layout, None, "all", True, None)
     if call.programs:
         owners = row_to_token.data_ptr() + ITEM_BYTES["int32"] * first_row
-        arrays = source, 0, token_rows.data_ptr(), owners, out.data_ptr(), 0
+        arrays = source, 0, token_rows.data_ptr(), owners, out.data_ptr(), 0, rows_end
         sizes = (num_tokens, first_row, *call.sizes[2:])
         device.launch(permute_kernel, call.programs, call.types, (*arrays, *sizes), call.constants, call.warps)
 
@@ -215,6 +224,7 @@ def _call(
     layout: _Layout,
     scale_layout: _Layout | None,
     fill_padding: str,
+    has_end: bool,
     config: Config | None,
 ) -> _Call:
     words, stride = _cut(*layout)
@@ -229,10 +239,10 @@ def _call(
     moved, scales = words.pointer, scale_words.pointer
     return _Call(
         (num_tokens + fills) * parts if num_rows else 0,
-        (moved, scales, "*i32", "*i32", moved, scales, *["i32"] * 4, *["i64"] * 4),
+        (moved, scales, "*i32", "*i32", moved, scales, "*i32", *["i32"] * 4, *["i64"] * 4),
         (num_tokens, 0, num_rows, row_slots, words.groups, stride, scale_words.groups, scale_stride),
         (
-            *(has_scale, fill_rows, fill_scales, at_once, parts, block, words.vector),
+            *(has_scale, fill_rows, fill_scales, has_end, at_once, parts, block, words.vector),
             *(next_power_of_2(scale_words.length), scale_words.vector, FILL_BLOCK),
         ),
         config.warps,

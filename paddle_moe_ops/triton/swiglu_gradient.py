@@ -11,7 +11,8 @@ gradient[r] that of s A:
 
 The dot product needs no row of the result, since <dO W^T, A> = <dO, A W> (SonicMoE, arXiv 2512.14080). In place, so
 that nothing of the size of hidden is made. One program takes a row, BLOCK columns at a time. Rows without a token get
-zeros. Moves 12 bytes a column and row of 16-bit numbers.
+zeros; rows after the last group, which nothing reads, only in d_weights. Moves 12 bytes a column and row of 16-bit
+numbers.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ def swiglu_gradient_kernel(
     gradient,
     weights,
     row_to_token,
+    rows_end,
     d_weights,
     width_groups,
     VECTOR: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row; width: columns of A."""
+    """One program per row; width: columns of A; no columns of rows from row ``rows_end[0]`` on."""
     width = width_groups * VECTOR
     row = tl.program_id(0)
     live = tl.load(row_to_token + row) >= 0
@@ -54,7 +56,7 @@ def swiglu_gradient_kernel(
     gradient_row = gradient + row.to(tl.int64) * width
     dtype: tl.constexpr = hidden.dtype.element_ty
     products = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, width, BLOCK):
+    for first in range(0, tl.where(row < tl.load(rows_end), width, 0), BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < width
         found = columns < tl.where(live, width, 0)
@@ -75,7 +77,13 @@ def swiglu_gradient_kernel(
 
 
 def swiglu_gradient(
-    device: Device, hidden: Array, gradient: Array, weights: Array | None, row_to_token: Array, vector: int
+    device: Device,
+    hidden: Array,
+    gradient: Array,
+    weights: Array | None,
+    row_to_token: Array,
+    rows_end: int,
+    vector: int,
 ) -> Any:
     """d_weights float32 [M], or None without weights; the others are changed in place.
 
@@ -85,6 +93,7 @@ def swiglu_gradient(
         gradient: [M, n], dtype of ``hidden``.
         weights: float32 [M], or None.
         row_to_token: int32 [M].
+        rows_end: address of an int32 on the device, the end of the last group.
         vector: elements that can be read at a time.
     """
     num_rows, width = gradient.shape
@@ -96,8 +105,8 @@ def swiglu_gradient(
     device.launch(
         swiglu_gradient_kernel,
         num_rows,
-        (pointer, pointer, "*fp32", "*i32", "*fp32", "i32"),
-        (*map(address, (hidden, gradient, weights, row_to_token, d_weights)), width // vector),
+        (pointer, pointer, "*fp32", "*i32", "*i32", "*fp32", "i32"),
+        (*map(address, (hidden, gradient, weights, row_to_token)), rows_end, address(d_weights), width // vector),
         (vector, weights is not None, block),
         max(1, min(4, blocks(block, _COLUMNS_OF_WARP))),
     )

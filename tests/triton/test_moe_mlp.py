@@ -86,6 +86,11 @@ class Problem:
         for name in ("x", "gate_up", "down", "d_out"):
             setattr(self, name, getattr(self, name).astype(dtype))
 
+    @property
+    def end(self) -> int:
+        """Of the rows of the last expert; nothing else is read."""
+        return max(np.flatnonzero(self.plan.row_to_token >= 0), default=-1) + 1
+
     def layer(self, gpu: Any, workspace: int) -> Layer:
         plan = self.plan
         groups = Groups(*(gpu.array(each.astype(np.int32)) for each in (plan.tokens_per_expert, plan.expert_offsets)))
@@ -94,11 +99,10 @@ class Problem:
         return Layer(gpu.array(self.gate_up), gpu.array(self.down), groups, tokens, weights, self.transpose, workspace)
 
     def run(self, gpu: Any, workspace: int = LARGE, *, keeps: bool = True, into: tuple = (None, None)) -> list[NDArray]:
-        """The result, the halves of the first product, and all gradients."""
+        """The result, the halves of the first product up to the last expert's rows, and all gradients."""
         layer, x = self.layer(gpu, workspace), gpu.array(self.x)
         out, hidden = moe_mlp(gpu, x, layer, keeps)
-        made = [out] + ([hidden] if keeps else [])
-        found = [gpu.numpy(each).copy() for each in made]
+        found = [gpu.numpy(out).copy()] + ([gpu.numpy(hidden)[: self.end].copy()] if keeps else [])
         gradients = moe_mlp_backward(gpu, gpu.array(self.d_out), x, hidden, layer, ALL, into)
         return found + [gpu.numpy(each).copy() for each in gradients if each is not None]
 
@@ -108,13 +112,13 @@ class Problem:
         arguments = given[0], self.plan, given[1], given[2], self.weights
         out, hidden = reference.moe_mlp(*arguments, transpose=self.transpose)
         gradients = reference.moe_mlp_backward(given[3], *arguments, transpose=self.transpose)
-        return [out, hidden, *(each for each in gradients if each is not None)]
+        return [out, hidden[: self.end], *(each for each in gradients if each is not None)]
 
     def due(self) -> list[NDArray]:
         arguments = self.x, self.plan, self.gate_up, self.down, self.weights
         out, hidden = reference.moe_mlp(*arguments, transpose=self.transpose)
         gradients = reference.moe_mlp_backward(self.d_out, *arguments, transpose=self.transpose)
-        return [out, hidden, *(each for each in gradients if each is not None)]
+        return [out, hidden[: self.end], *(each for each in gradients if each is not None)]
 
 
 @pytest.fixture
@@ -261,6 +265,32 @@ def test_no_array_has_the_rows_of_all_tokens(rng, gpu, tiles, monkeypatch, gathe
 )
 def test_rows_are_gathered_where_moving_them_costs_more(topk, inner, windows, moves_twice, expected):
     assert launchers.gathers(4096, 4096 * topk, inner, windows, moves_twice) == expected
+
+
+@BY_COPY
+@pytest.mark.parametrize("gathers", [False, True], ids=["by windows", "gathered"])
+def test_rows_after_the_last_expert_are_not_touched(rng, gpu, tiles, config, gathers):
+    """A static buffer is as large as the worst routing needs: nothing of it is written in vain."""
+    tiles(config, gathers)
+    problem = Problem(rng, Case(alignment=4, buffer=150), ml_dtypes.bfloat16, False)
+    made = []
+    empty = gpu.empty
+
+    def record(shape, dtype):
+        made.append(empty(shape, dtype))
+        return made[-1]
+
+    gpu.empty = record
+    try:
+        problem.run(gpu)
+    finally:
+        gpu.empty = empty
+    of_rows = [gpu.numpy(each) for each in made if len(each.shape) == 2 and each.shape[0] == 150]
+    assert len(of_rows) == 3  # H, and A of each pass
+    for each in of_rows:
+        untouched = gpu.numpy(empty(each[problem.end :].shape, "bfloat16"))
+        assert problem.end < 150 - 16
+        assert_same_bits(each[problem.end :], untouched)
 
 
 def test_rows_of_no_token_may_hold_anything(rng, gpu, tiles):
