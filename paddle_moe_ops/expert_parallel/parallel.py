@@ -16,7 +16,7 @@ from ..functional import permute, unpermute
 from ..routing import Plan, route
 from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
 from .groups import agree, group_of
-from .peers import Peers
+from .peers import Peers, local_plan
 from .plans import chunks_of, local_ids_of, plan_of_ranks, spread, trimmed
 from .transports import transport_for
 
@@ -24,7 +24,7 @@ __all__ = ["ExpertParallel", "Received"]
 
 _NAME = "ExpertParallel"
 _DISPATCH = f"{_NAME}.dispatch"
-_OF_TOKENS = "the tokens of received"
+_OF_TOKENS, _OF_ROWS = "the tokens of received", "the rows of received"
 _WANTS_GRADIENT, _NOT_FINITE, _RAISED = 1, 2, 4  # what a rank says of itself
 
 
@@ -38,7 +38,7 @@ class Received:
         tokens: with ``combine="reduced"`` [R, d], the tokens that arrived, in the order of ranks; else None.
         probs: with ``combine="reduced"`` float32 [R, K], their probabilities; else None.
         tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`; an int32 tensor with
-            ``tokens_per_rank``.
+            ``tokens_per_rank``, where ``rows`` has room for more of them.
         routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
         dropped_slots: int32 [1], those of them that were dropped for the capacity.
     """
@@ -69,7 +69,9 @@ class _WayBackToPeers:
 
     peers: Peers
     trip: Any
-    num_tokens: int  # that arrived, or could have
+    num_lines: int  # tokens, or rows, that arrived, or could have
+    plan: Plan | None  # of the rows that come back, if they come one by one
+    probs: Tensor
 
 
 class ExpertParallel:
@@ -94,14 +96,15 @@ class ExpertParallel:
         payload: what tokens travel as in `dispatch`: "fp8_1x128" or "fp8_1x128_ue8m0", float8 with a scale for each 128
             columns as `quantize_1x128` makes them, half the bytes; they arrive in their own dtype. Gradients go
             straight through and travel unrounded. None: tokens travel as they are.
-        tokens_per_rank: with ``combine="reduced"``, the tokens that each rank sends to each, those without a token
-            included. Sizes then are the same in every call and nothing waits for a number. What has no room is dropped,
-            the last tokens first, and counted in ``dropped_slots``. None: as many as there are.
+        tokens_per_rank: with ``combine="reduced"`` or ``transport="peer"``, the tokens that each rank sends to each,
+            those without a token included. Sizes then are the same in every call and nothing waits for a number. What
+            has no room is dropped, the last tokens first, and counted in ``dropped_slots``. None: as many as there are.
         transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": one of the two, by
             the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink; nothing waits for
-            the host. It needs ``combine="reduced"``, the compiled operators, and ``tokens_per_rank``, which is rounded
-            up so that parts are whole pages. Its memory, twice what may arrive for each width and dtype of tokens,
-            stays until the process ends. A rank that waits for 120 s raises, or on a GPU fails in a kernel.
+            the host. It needs the compiled operators, and ``tokens_per_rank``, which is rounded up so that parts are
+            whole pages. Its memory, twice what may arrive for each width and dtype of tokens, and with
+            ``combine="exact"`` twice as many rows for each of K slots, stays until the process ends. A rank that waits
+            for 120 s raises, or on a GPU fails in a kernel.
 
     Attributes:
         group: the group.
@@ -146,13 +149,12 @@ class ExpertParallel:
         self.tokens_per_rank = tokens_per_rank
         if tokens_per_rank is not None:
             self.tokens_per_rank = _checks.integer(_NAME, "tokens_per_rank", tokens_per_rank, 1)
-            if combine != "reduced":
-                _checks.bad_value(_NAME, "tokens_per_rank", 'None with combine="exact"', tokens_per_rank)
+            if combine != "reduced" and transport != "peer":
+                expected = 'None with combine="exact", but for transport="peer"'
+                _checks.bad_value(_NAME, "tokens_per_rank", expected, tokens_per_rank)
         _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo", "peer"))
         if transport == "peer" and tokens_per_rank is None:
             _checks.bad_value(_NAME, "tokens_per_rank", 'given with transport="peer"', None)
-        if transport == "peer" and payload is not None:
-            _checks.bad_value(_NAME, "payload", 'None with transport="peer"', payload)
         if self.num_experts % self.group.nranks:
             expected = f"a multiple of {self.group.nranks}, the ranks of the group"
             _checks.bad_value(_NAME, "num_experts", expected, num_experts)
@@ -160,7 +162,7 @@ class ExpertParallel:
         self.first_expert = self.group.rank * self.num_local_experts
         self._peers: Peers | None = None
         if transport == "peer" and self.group.nranks > 1 and self.tokens_per_rank is not None:
-            self._peers = Peers(self.group, self.tokens_per_rank, self.num_local_experts)
+            self._peers = Peers(self.group, self.tokens_per_rank, self.num_local_experts, self.payload)
         self._transport = transport_for(transport if self._peers is None else "auto", self.group)
 
     def dispatch(
@@ -187,7 +189,7 @@ class ExpertParallel:
                 ``tokens_per_rank``).
             copy: False: with ``transport="peer"``, and where no gradient is wanted, ``received.tokens`` stay where the
                 others wrote them, until the second dispatch or combine after this one. Rows without a token are not
-                zeros then.
+                zeros then, nor with ``payload``.
 
         Returns:
             what arrived, for the local experts and for `combine`.
@@ -315,19 +317,24 @@ def _dispatch_to_peers(
     """Write tokens to the ranks of their experts; sizes are the same in every call."""
     if not keeps_all:
         ids = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
-    wants = paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient)
-    arrived = peers.dispatch(x, ids, probs, copies=copy or wants)
-    most = arrived.ids.shape[0] * min(arrived.ids.shape[1], ep.num_local_experts)
-    local = route(arrived.ids, num_experts=ep.num_local_experts, buffer_size=most, validate=False)
+    if ep.combines == "exact":
+        made = peers.dispatch_rows(x, ids, probs, plan)
+        local, dropped = made.plan, made.dropped
+        back = _WayBackToPeers(peers, made.trip, local.num_rows, plan, probs)
+        arrived = {"rows": made.rows, "tokens": None, "probs": None}
+    else:
+        wants = paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient)
+        got = peers.dispatch(x, ids, probs, copies=copy or wants)
+        local, dropped = local_plan(got.ids, ep.num_local_experts), got.dropped
+        back = _WayBackToPeers(peers, got.trip, local.num_tokens, None, probs)
+        arrived = {"rows": None, "tokens": got.tokens, "probs": got.probs}
     return Received(
         plan=local,
-        rows=None,
-        tokens=arrived.tokens,
-        probs=arrived.probs,
         tokens_per_expert=local.tokens_per_expert,
         routed_per_expert=plan.routed_per_expert,
-        dropped_slots=arrived.dropped if keeps_all else plan.overflow + arrived.dropped,
-        _way_back=_WayBackToPeers(peers, arrived.trip, arrived.ids.shape[0]),
+        dropped_slots=dropped if keeps_all else plan.overflow + dropped,
+        _way_back=back,
+        **arrived,
     )
 
 
@@ -344,11 +351,13 @@ def _received_tokens(
 def _combine(out: Tensor, received: Received) -> Tensor:
     name, back = f"{_NAME}.combine", received._way_back
     if isinstance(back, _WayBackToPeers):
-        lines = back.num_tokens
-        _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {_OF_TOKENS}")
-        return back.peers.combine(out, back.trip)
+        lines, what = back.num_lines, _OF_TOKENS if back.plan is None else _OF_ROWS
+        _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
+        if back.plan is None:
+            return back.peers.combine(out, back.trip)
+        return unpermute(back.peers.combine_rows(out, back.trip), back.plan, back.probs)
     lines = sum(back.counts.sent)
-    what = "the rows of received" if back.chunks is not None else _OF_TOKENS
+    what = _OF_ROWS if back.chunks is not None else _OF_TOKENS
     _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
     travelling = out if back.chunks is None else back.chunks.by_rank(out)
     return unpermute(exchange(travelling, back.counts), back.plan, back.probs)

@@ -3,13 +3,11 @@
 """Dispatch and combine between ranks of one machine that write to each other's memory.
 
 A rank writes its tokens where they are needed, in the order of the plan, and what it made of others' tokens where they
-came from. Nothing is gathered first, and nothing waits for the host. Two windows take turns. Between two uses of one
-lies a barrier of the other, which a rank reaches after everything that it does with the first.
+came from. Nothing is gathered first, and nothing waits for the host.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import paddle
@@ -21,22 +19,21 @@ from .._graphs import filled
 from ..backends import direct
 from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
-from .groups import agree
-from .windows import granularity, share
+from ..functional import permute, unpermute
+from ..routing import Plan, route
+from .channels import RowChannel, RowSlot, TokenChannel, TokenSlot
 
-__all__ = ["Arrived", "Peers"]
+__all__ = ["ArrivedRows", "ArrivedTokens", "Peers", "local_plan"]
 
 _DISPATCH, _COMBINE = "ExpertParallel.dispatch", "ExpertParallel.combine"
-_HEADER = 64  # PMO_RECORDS_HEADER
-_MOST_STEPS = 256  # of pages, in which a region is a whole number of rows
-_TIMEOUT_MS = 120_000
+_AMAX_MIN = 1e-4  # of `quantize_1x128`
 
 
-class Arrived(NamedTuple):
+class ArrivedTokens(NamedTuple):
     """What a rank received; R rows, some of which are no token.
 
     Attributes:
-        tokens: [R, d], zeros where there is no token.
+        tokens: [R, d], zeros where there is no token, but for float8, where they may be anything.
         ids: int32 [R, K], counted from the first expert of this rank, -1 for those of other ranks.
         probs: float32 [R, K].
         dropped: int32 [1], slots of this rank's tokens that found no room.
@@ -50,67 +47,89 @@ class Arrived(NamedTuple):
     trip: _Trip
 
 
+class ArrivedRows(NamedTuple):
+    """What a rank received, one by one for its experts.
+
+    Attributes:
+        rows: [N, d] in the order of the local plan.
+        plan: the local plan of the R tokens.
+        dropped: as above.
+        trip: what `Peers.combine_rows` needs.
+    """
+
+    rows: Tensor
+    plan: Plan
+    dropped: Tensor
+    trip: _RowTrip
+
+
 class _Trip(NamedTuple):
     """Where tokens went, and where what arrived lies."""
 
-    channel: _Channel
+    channel: TokenChannel
     ids: Tensor
     token_rows: Tensor
     row_to_token: Tensor
     arrived: Tensor  # int32 [R, 1], the row itself where there is a token, else -1
 
 
-class _Slot(NamedTuple):
-    """The views of a pair of windows, one for rows and one for what travels beside them."""
+class _RowTrip(NamedTuple):
+    """Where the rows of slots are: here as the owner's plan has them, there as the local plan has them."""
 
-    rows: Tensor
-    rows_of_peers: Tensor
-    beside: Tensor
-    beside_of_peers: Tensor
+    channel: RowChannel
+    own_to_window: Tensor  # int32 [rows of the owner's plan, 1]
+    window_to_own: Tensor  # int32 [P * S * K, 1]
+    local_to_window: Tensor  # int32 [N, 1]
+    window_to_local: Tensor  # int32 [P * S * K, 1]
 
+    def to_owners(self, rows: Tensor) -> Tensor:
+        """What local rows are at the owners of their tokens."""
+        return self._moved(rows, self.local_to_window, self.window_to_local, self.window_to_own, self.own_to_window)
 
-class _Channel:
-    """The windows for tokens of one width and dtype."""
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """What rows of the owner's plan are at the ranks of their experts."""
+        return self._moved(rows, self.own_to_window, self.window_to_own, self.window_to_local, self.local_to_window)
 
-    def __init__(self, group: Group, capacity: int, experts_per_rank: int, like: Tensor, topk: int) -> None:
-        width, place = like.shape[1], like.place
-        settings = {"the tokens' width": width, "their dtype": str(like.dtype), "topk": topk}
-        agree(_DISPATCH, group, settings)
-        page, row_bytes = granularity(place), width * like.element_size()
-        step = page // math.gcd(page, row_bytes)
-        if step * row_bytes > _MOST_STEPS * page:
-            expected = f"a width in which {_MOST_STEPS} pages of {page} bytes hold a whole number of rows"
-            _checks.bad_value(_DISPATCH, "x", expected + ", for transport='peer'", f"{row_bytes} bytes a row")
-        self.rows_per_rank = -(-capacity // step) * step
-        self.capacity, self.experts_per_rank, self.topk = capacity, experts_per_rank, topk
-        self.group = group
-        beside_bytes = -(-(_HEADER + self.rows_per_rank * topk * 8) // page) * page
-        self._slots = []
-        for _ in range(2):
-            rows, beside = share(group, place, self.rows_per_rank * row_bytes), share(group, place, beside_bytes)
-            tensors = [self._tensor(like, each, group.nranks * self.rows_per_rank, width, like.dtype) for each in rows]
-            tensors += [self._tensor(like, each, group.nranks, beside_bytes, paddle.uint8) for each in beside]
-            self._slots.append(_Slot(*tensors))
-        self._flags = [self._tensor(like, each, group.nranks, page, paddle.uint8) for each in share(group, place, page)]
-        self._flags[0].zero_()
-        self._flags[0][:, :1].tolist()  # waits until they are
-        agree(_DISPATCH, group, settings)  # until they are everywhere
-        self._state = filled([1], 0, "int32", like=like)
-        self._turn = 0
-
-    @staticmethod
-    def _tensor(like: Tensor, address: int, rows: int, columns: int, dtype: Any) -> Tensor:
-        (made,) = direct("window", like, address, rows, columns, dtype.value)
+    def _moved(self, rows: Tensor, places: Tensor, sources: Tensor, to_there: Tensor, from_there: Tensor) -> Tensor:
+        slot: RowSlot = self.channel.slot()
+        direct("rank_push", rows.detach(), places, sources, slot.rows_of_peers)
+        self.channel.wait()
+        (made,) = direct("rank_copy", slot.rows, to_there, from_there)
         return made
 
-    def slot(self) -> _Slot:
-        """The windows of the next exchange."""
-        self._turn += 1
-        return self._slots[self._turn % 2]
 
-    def wait(self) -> None:
-        """Have what follows wait until all ranks have come here."""
-        direct("rank_barrier", *self._flags, self._state, _TIMEOUT_MS)
+class _There(NamedTuple):
+    """Tokens that arrived and still lie in a window, unless they came as float8."""
+
+    slot: TokenSlot
+    tokens: Tensor
+    ids: Tensor
+    probs: Tensor
+    dropped: Tensor
+    trip: _Trip
+
+
+def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel) -> _There:
+    """Write tokens to the ranks of their experts, and read what the others wrote."""
+    slot, rank = channel.slot(), channel.group.rank
+    sizes = channel.experts_per_rank, channel.rows_per_rank
+    token_rows, row_to_token, dropped = direct("rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity)
+    maps, ue8m0 = (token_rows, row_to_token), channel.float8 == _checks.UE8M0
+    if channel.float8 is None:
+        direct("rank_push", x, *maps, slot.rows_of_peers)
+    else:
+        (scales,) = direct("rank_quantize", x, *maps, slot.codes_of_peers, ue8m0, _AMAX_MIN)
+        direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
+    channel.wait()
+    local_ids, their_probs, arrived = direct(
+        "rank_records", slot.beside, channel.topk, channel.rows_per_rank, rank * sizes[0], sizes[0]
+    )
+    tokens = slot.rows
+    if channel.float8 is not None:
+        (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)
+        (tokens,) = direct("dequantize_1x128", slot.codes, scales, False, x.dtype.value)
+    trip = _Trip(channel, ids, token_rows, row_to_token, arrived)
+    return _There(slot, tokens, local_ids, their_probs, dropped, trip)
 
 
 class _Dispatch(Call):
@@ -118,29 +137,18 @@ class _Dispatch(Call):
 
     function = _DISPATCH
 
-    def __init__(
-        self, x: Tensor, ids: Tensor, probs: Tensor, channel: _Channel, first_expert: int, copies: bool
-    ) -> None:
+    def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> None:
         super().__init__(None, x, probs)
         self.given: Tensors = (x.detach(), ids, probs.detach())
-        self.channel, self.first_expert, self.copies = channel, first_expert, copies
+        self.channel, self.copies = channel, copies and channel.float8 is None
         self.ids = self.dropped = ids
         self.trip: Any = None
 
     def run(self) -> Tensors:
         (x, ids, probs), self.given = self.given, ()
-        channel, slot = self.channel, self.channel.slot()
-        sizes = channel.experts_per_rank, channel.rows_per_rank
-        token_rows, row_to_token, self.dropped = direct(
-            "rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity
-        )
-        direct("rank_push", x, token_rows, row_to_token, slot.rows_of_peers)
-        channel.wait()
-        self.ids, their_probs, arrived = direct(
-            "rank_records", slot.beside, channel.topk, channel.rows_per_rank, self.first_expert, sizes[0]
-        )
-        self.trip = _Trip(channel, ids, token_rows, row_to_token, arrived)
-        return _kept(slot, self.trip) if self.copies else slot.rows, their_probs
+        there = _sent(x, ids, probs, self.channel)
+        self.ids, self.dropped, self.trip = there.ids, there.dropped, there.trip
+        return _kept(there.slot, self.trip) if self.copies else there.tokens, there.probs
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         d_tokens, d_probs = (each.detach() for each in gradients)
@@ -154,14 +162,13 @@ class _Dispatch(Call):
         return first_order_only(self, (d_x, made), *gradients)
 
 
-def _kept(slot: _Slot, trip: _Trip) -> Tensor:
+def _kept(slot: TokenSlot, trip: _Trip) -> Tensor:
     """A copy of the rows that arrived."""
-    out = paddle.empty_like(slot.rows)
-    direct("rank_copy", slot.rows, trip.arrived, out)
-    return out
+    (made,) = direct("rank_copy", slot.rows, trip.arrived, trip.arrived)
+    return made
 
 
-def _send_back(rows: Tensor, slot: _Slot, trip: _Trip) -> None:
+def _send_back(rows: Tensor, slot: TokenSlot, trip: _Trip) -> None:
     """Rows to the ranks whose tokens they are of. A row is there what it is here: number i of the other rank."""
     direct("rank_push", rows, trip.arrived, trip.arrived, slot.rows_of_peers)
 
@@ -173,12 +180,13 @@ class Peers:
         group: the ranks, on one machine.
         capacity: tokens that a rank sends to each at most.
         experts_per_rank: experts of a rank.
+        float8: a format of `permute` in which tokens travel, or None.
     """
 
-    def __init__(self, group: Group, capacity: int, experts_per_rank: int) -> None:
-        self._group, self._capacity, self._experts = group, capacity, experts_per_rank
+    def __init__(self, group: Group, capacity: int, experts_per_rank: int, float8: str | None) -> None:
+        self._group, self._capacity, self._experts, self._float8 = group, capacity, experts_per_rank, float8
 
-    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, copies: bool) -> Arrived:
+    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, copies: bool) -> ArrivedTokens:
         """Send tokens to the ranks of their experts; differentiable in x and probs.
 
         Args:
@@ -187,10 +195,35 @@ class Peers:
             probs: float32 [T, K].
             copies: False: let the tokens lie where they arrived, which the second exchange after this one overwrites.
         """
-        channel = _channel(self._group, self._capacity, self._experts, x, ids.shape[1])
-        call = _Dispatch(x, ids, probs, channel, self._group.rank * self._experts, copies)
+        call = _Dispatch(x, ids, probs, self._tokens(x, ids), copies)
         tokens, their_probs = connect(call, x, probs)
-        return Arrived(tokens, call.ids, their_probs, call.dropped, call.trip)
+        return ArrivedTokens(tokens, call.ids, their_probs, call.dropped, call.trip)
+
+    def dispatch_rows(self, x: Tensor, ids: Tensor, probs: Tensor, plan: Plan) -> ArrivedRows:
+        """Send tokens to the ranks of their experts, which make rows of them; differentiable in x.
+
+        In the backward pass every row's gradient travels, so that a token's gradient is one sum over its rows.
+
+        Args:
+            x: [T, d].
+            ids: [T, K], those that count.
+            probs: float32 [T, K], which travel, too, and are not used there.
+            plan: of the T tokens over all experts.
+        """
+        found: list[ArrivedRows] = []
+
+        def there(x: Tensor) -> Tensor:
+            sent = _sent(x.detach(), ids, probs.detach(), self._tokens(x, ids))
+            local = local_plan(sent.ids, self._experts)
+            rows = permute(sent.tokens, local)[0]
+            found.append(ArrivedRows(rows, local, sent.dropped, self._row_trip(x, plan, local, sent.trip)))
+            return rows
+
+        def back(gradient: Tensor) -> Tensor:
+            return unpermute(found[0].trip.to_owners(gradient), plan)
+
+        rows = linear(_DISPATCH, None, x, there, back)
+        return found[0]._replace(rows=rows)
 
     def combine(self, out: Tensor, trip: _Trip) -> Tensor:
         """The sums of each token's rows of all ranks; differentiable.
@@ -215,14 +248,67 @@ class Peers:
 
         return linear(_COMBINE, None, out, there, back)
 
+    def combine_rows(self, out: Tensor, trip: _RowTrip) -> Tensor:
+        """The rows of the experts at the owners of their tokens, in the order of the owner's plan; differentiable.
 
-_channels: dict[tuple[Any, ...], _Channel] = {}
+        Args:
+            out: [N, d] in the order of the local plan.
+            trip: what `dispatch_rows` gave.
+        """
+        return linear(_COMBINE, None, out, trip.to_owners, trip.to_experts)
+
+    def _tokens(self, x: Tensor, ids: Tensor) -> TokenChannel:
+        """The windows for tokens; layers of one kind share them."""
+        settings = self._capacity, self._experts, ids.shape[1], self._float8
+        key = (self._group.id, tuple(self._group.ranks), x.shape[1], x.dtype, str(x.place), *settings)
+        if key not in _channels:
+            capacity, experts, topk, float8 = settings
+            _channels[key] = TokenChannel(self._group, capacity, experts, _like(x), topk, float8)
+        return _channels[key]
+
+    def _row_trip(self, x: Tensor, plan: Plan, local: Plan, trip: _Trip) -> _RowTrip:
+        tokens = trip.channel
+        if tokens not in _row_channels:
+            _row_channels[tokens] = RowChannel(tokens, _like(x))
+        own = _places_of_rows(plan, trip)
+        size, rows = local.slot_to_row.shape[0] * tokens.topk, own.shape[0]
+        window_to_own = filled([size + 1], -1, "int32", like=x)
+        if rows:
+            places = paddle.where(own >= 0, own, paddle.full_like(own, size))  # one more takes those without a place
+            window_to_own = paddle.scatter(window_to_own, places, paddle.arange(rows, dtype="int32"))
+        return _RowTrip(
+            _row_channels[tokens],
+            own.unsqueeze(-1),
+            window_to_own[:size].unsqueeze(-1),
+            local.row_to_slot.unsqueeze(-1),
+            local.slot_to_row.reshape([-1, 1]),
+        )
 
 
-def _channel(group: Group, capacity: int, experts_per_rank: int, x: Tensor, topk: int) -> _Channel:
-    """The windows of a group; layers of one kind share them."""
-    key = (group.id, tuple(group.ranks), capacity, experts_per_rank, x.shape[1], x.dtype, str(x.place), topk)
-    if key not in _channels:
-        like = filled([1, x.shape[1]], 0, x.dtype, like=x)
-        _channels[key] = _Channel(group, capacity, experts_per_rank, like, topk)
-    return _channels[key]
+def local_plan(ids: Tensor, num_experts: int) -> Plan:
+    """The plan of tokens that arrived, with room for all of their slots."""
+    most = ids.shape[0] * min(ids.shape[1], num_experts)
+    return route(ids, num_experts=num_experts, buffer_size=most, validate=False)
+
+
+def _places_of_rows(plan: Plan, trip: _Trip) -> Tensor:
+    """Where the rows of the owner's plan are in a window for rows, -1 = nowhere."""
+    channel, slots = trip.channel, plan.row_to_slot
+    if not plan.num_rows:
+        return slots
+    flat = slots.clip(min=0)
+    ranks = plan.row_to_expert // channel.experts_per_rank
+    rows = paddle.gather(trip.token_rows, flat // channel.topk)
+    is_there = (rows >= 0) & (rows // channel.rows_per_rank == ranks.unsqueeze(-1))
+    row = paddle.where(is_there, rows, paddle.full_like(rows, -1)).max(axis=1)
+    places = row * channel.topk + flat % channel.topk
+    return paddle.where((slots >= 0) & (row >= 0), places, paddle.full_like(places, -1))
+
+
+def _like(x: Tensor) -> Tensor:
+    """A tensor as tokens are, which keeps none of them."""
+    return filled([1, x.shape[1]], 0, x.dtype, like=x)
+
+
+_channels: dict[tuple[Any, ...], TokenChannel] = {}
+_row_channels: dict[TokenChannel, RowChannel] = {}

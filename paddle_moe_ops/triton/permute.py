@@ -191,7 +191,7 @@ def permute_window(
         out: memory for the window.
         rows: the first row and the end.
         columns: the first column and the end.
-        rows_end: address of an int32 on the device; rows from that one on are left as they are, unless tokens have them.
+        rows_end: address of an int32 on the device; rows from that one on stay as they are unless a token has them.
     """
     num_tokens, row_slots = token_rows.shape
     item = ITEM_BYTES[device.dtype_name(x)]

@@ -12,7 +12,7 @@ from paddle_moe_ops.reference import ranks as oracle
 
 from ..reference.cases import assert_same_bits
 from .binding import Core, CoreError
-from .operators.ranks import HEADER, rank_get, rank_plan, rank_put, rank_records
+from .operators.ranks import HEADER, rank_get, rank_plan, rank_put, rank_records, rank_take
 from .structs import Bytes, Int32s, Params, Size, fields
 
 # tokens, slots, ranks, experts of a rank, rows of a region, capacity
@@ -76,6 +76,7 @@ def test_values_come_back_to_the_slots(core: Core, case: tuple[int, ...]) -> Non
     window = np.full((num_ranks, 4 * rows * topk + 8), 0xA5, np.uint8)
     rank_put(core, values, window)
     assert (window[:, -8:] == 0xA5).all()
+    assert_same_bits(rank_take(core, window, rows, topk), values.reshape(-1, topk))
     got = rank_get(core, window, ids, plan.token_rows, rows, experts)
     assert_same_bits(got, oracle.values_of_slots(values, ids, plan.token_rows, experts))
     if capacity > 0 and tokens > 1:

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import permute, unpermute, use_backend
-from paddle_moe_ops.expert_parallel import ExpertParallel
+from paddle_moe_ops.expert_parallel import ExpertParallel, Received
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 from . import processes
@@ -38,25 +38,33 @@ FOUR = [
 ]
 
 
+def made(problem: Problem, combine: str) -> ExpertParallel:
+    options = {"payload": problem.float8, "tokens_per_rank": problem.tokens_per_rank, "transport": problem.transport}
+    return ExpertParallel(problem.experts, combine=combine, **options)
+
+
+def check_dropped(problem: Problem, rank: int, received: Received) -> None:
+    mine = problem.of_rank(rank)
+    assert received.dropped_slots.item() == (problem.arrays()["ids"][mine] != kept_ids(problem)[mine]).sum()
+
+
 def exact(problem: Problem, rank: int) -> dict[str, Any]:
     t = problem.tensors(problem.of_rank(rank))
-    ep = ExpertParallel(problem.experts, payload=problem.float8)
+    ep = made(problem, "exact")
     received = ep.dispatch(t["x"], t["ids"], t["probs"])
-    assert sum(received.tokens_per_expert) == received.rows.shape[0]
+    check_dropped(problem, rank, received)
+    if problem.tokens_per_rank is None:
+        assert sum(received.tokens_per_expert) == received.rows.shape[0]
     return results(ep.combine(scaled(received.rows, received.plan.row_to_expert + ep.first_expert), received), t)
 
 
 def reduced(problem: Problem, rank: int) -> dict[str, Any]:
     t = problem.tensors(problem.of_rank(rank))
-    room, transport = problem.tokens_per_rank, problem.transport
-    ep = ExpertParallel(
-        problem.experts, combine="reduced", payload=problem.float8, tokens_per_rank=room, transport=transport
-    )
+    ep = made(problem, "reduced")
     received = ep.dispatch(t["x"], t["ids"], t["probs"])
-    if room is not None:
-        assert received.tokens.shape[0] == room * len(problem.tokens) or transport == "peer"
-        mine = problem.of_rank(rank)
-        assert received.dropped_slots.item() == (problem.arrays()["ids"][mine] != kept_ids(problem)[mine]).sum()
+    check_dropped(problem, rank, received)
+    if problem.tokens_per_rank is not None and problem.transport != "peer":
+        assert received.tokens.shape[0] == problem.tokens_per_rank * len(problem.tokens)
     rows = scaled(permute(received.tokens, received.plan)[0], received.plan.row_to_expert + ep.first_expert)
     return results(ep.combine(unpermute(rows, received.plan, received.probs), received), t)
 
@@ -115,9 +123,9 @@ def test_so_it_is_on_a_custom_device(problems, custom_backend):
     check("reduced", [problem._replace(integers=True, tokens_per_rank=3) for problem in problems], custom_backend)
 
 
-def peers_of(problems: list[Problem], room: int) -> list[Problem]:
-    """Problems for windows, which carry no float8, of sums that are exact, so that parts may be rounded."""
-    of_peers = {"float8": None, "tokens_per_rank": room, "transport": "peer", "integers": True}
+def peers_of(problems: list[Problem], room: int, integers: bool = True) -> list[Problem]:
+    """Problems for windows; of integers sums are exact, so that parts may be rounded."""
+    of_peers = {"tokens_per_rank": room, "transport": "peer", "integers": integers}
     return [problem._replace(**of_peers) for problem in problems]
 
 
@@ -125,12 +133,19 @@ def peers_of(problems: list[Problem], room: int) -> list[Problem]:
 @pytest.mark.parametrize("room", [2, 200])
 def test_peers_drop_what_has_no_room_and_nothing_else(problems, room):
     check("reduced", peers_of(problems, room))
+    check("exact", peers_of(problems, room))
+
+
+@OF_RANKS
+def test_rows_through_memory_of_peers_have_the_bits_of_one_process(problems):
+    check("exact", peers_of(problems, 80, integers=False))
 
 
 @OF_RANKS
 def test_windows_that_are_used_again_hold_nothing_of_the_last_time(problems):
     first = peers_of(problems[:1], 80)[0]
-    check("reduced", [first, first._replace(routing="half none"), first._replace(routing="none"), first] * 2)
+    for program in PROGRAMS:
+        check(program, [first, first._replace(routing="half none"), first._replace(routing="none"), first] * 2)
 
 
 def with_a_trained_router(combine: str) -> NDArray:

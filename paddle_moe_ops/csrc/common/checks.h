@@ -24,6 +24,7 @@ int check_slots(const pmo_slots_params& p);
 int check_rank_plan(const pmo_rank_plan_params& p);
 int check_rank_records(const pmo_rank_records_params& p);
 int check_rank_put(const pmo_rank_values_params& p);
+int check_rank_take(const pmo_rank_values_params& p);
 int check_rank_get(const pmo_rank_values_params& p);
 int check_rank_barrier(const pmo_rank_barrier_params& p);
 int check_permute(const pmo_permute_params& p);

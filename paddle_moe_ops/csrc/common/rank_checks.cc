@@ -72,7 +72,13 @@ int check_values(const pmo_rank_values_params& p) {
 
 int check_rank_put(const pmo_rank_values_params& p) {
   if (const int status = check_values(p)) return status;
-  PMO_REQUIRE_ARRAY(p.row_values, p.num_ranks * p.rows_per_rank * p.topk, "row_values");
+  PMO_REQUIRE_ARRAY(static_cast<const int32_t*>(p.row_values), p.num_ranks * p.rows_per_rank * p.topk, "row_values");
+  return PMO_OK;
+}
+
+int check_rank_take(const pmo_rank_values_params& p) {
+  if (const int status = check_values(p)) return status;
+  PMO_REQUIRE_ARRAY(static_cast<int32_t*>(p.slot_values), p.num_ranks * p.rows_per_rank * p.topk, "slot_values");
   return PMO_OK;
 }
 
@@ -83,7 +89,7 @@ int check_rank_get(const pmo_rank_values_params& p) {
   PMO_REQUIRE(is_id_kind(p.ids_kind), "ids_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   PMO_REQUIRE(is_id_array(p.ids, p.ids_kind, p.num_tokens * p.topk), "ids", "an array aligned to its element size");
   PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens * p.topk, "token_rows");
-  PMO_REQUIRE_ARRAY(p.slot_values, p.num_tokens * p.topk, "slot_values");
+  PMO_REQUIRE_ARRAY(static_cast<int32_t*>(p.slot_values), p.num_tokens * p.topk, "slot_values");
   return PMO_OK;
 }
 

@@ -12,6 +12,8 @@
 
 namespace pmo {
 
+constexpr int64_t kValueBytes = 4;  // of a value in a region
+
 // A region of records.
 struct Records {
   int32_t* count;

@@ -66,7 +66,18 @@ int put(const pmo_rank_values_params& p) {
   if (const int status = check_rank_put(p)) return status;
   const int64_t count = p.rows_per_rank * p.topk;
   for (int64_t rank = 0; rank < (count == 0 ? 0 : p.num_ranks); ++rank) {
-    std::memcpy(static_cast<char*>(p.window) + rank * p.region_bytes, p.row_values + rank * count, count * sizeof(float));
+    std::memcpy(static_cast<char*>(p.window) + rank * p.region_bytes,
+                static_cast<const char*>(p.row_values) + rank * count * kValueBytes, count * kValueBytes);
+  }
+  return PMO_OK;
+}
+
+int take(const pmo_rank_values_params& p) {
+  if (const int status = check_rank_take(p)) return status;
+  const int64_t count = p.rows_per_rank * p.topk;
+  for (int64_t rank = 0; rank < (count == 0 ? 0 : p.num_ranks); ++rank) {
+    std::memcpy(static_cast<char*>(p.slot_values) + rank * count * kValueBytes,
+                static_cast<const char*>(p.window) + rank * p.region_bytes, count * kValueBytes);
   }
   return PMO_OK;
 }
@@ -75,7 +86,7 @@ int get(const pmo_rank_values_params& p) {
   if (const int status = check_rank_get(p)) return status;
   const int64_t slots = p.num_tokens * p.topk;
   parallel_ranges(slots, slots * 16, p.num_threads, [&](int64_t begin, int64_t end) {
-    for (int64_t slot = begin; slot < end; ++slot) p.slot_values[slot] = value_of_slot(p, slot);
+    for (int64_t slot = begin; slot < end; ++slot) static_cast<float*>(p.slot_values)[slot] = value_of_slot(p, slot);
   });
   return PMO_OK;
 }
@@ -114,6 +125,10 @@ extern "C" int pmo_rank_records_cpu(const pmo_rank_records_params* params, void*
 
 extern "C" int pmo_rank_put_cpu(const pmo_rank_values_params* params, void* stream) {
   return pmo::run_cpu(params, stream, pmo::cpu::put);
+}
+
+extern "C" int pmo_rank_take_cpu(const pmo_rank_values_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::take);
 }
 
 extern "C" int pmo_rank_get_cpu(const pmo_rank_values_params* params, void* stream) {

@@ -141,17 +141,26 @@ int records(const pmo_rank_records_params& p, cudaStream_t stream) {
 
 int put(const pmo_rank_values_params& p, cudaStream_t stream) {
   if (const int status = check_rank_put(p)) return status;
-  const size_t bytes = p.rows_per_rank * p.topk * sizeof(float);
+  const size_t bytes = p.rows_per_rank * p.topk * kValueBytes;
   if (bytes == 0) return PMO_OK;
   PMO_CUDA(
       cudaMemcpy2DAsync(p.window, p.region_bytes, p.row_values, bytes, bytes, p.num_ranks, cudaMemcpyDeviceToDevice, stream));
   return PMO_OK;
 }
 
+int take(const pmo_rank_values_params& p, cudaStream_t stream) {
+  if (const int status = check_rank_take(p)) return status;
+  const size_t bytes = p.rows_per_rank * p.topk * kValueBytes;
+  if (bytes == 0) return PMO_OK;
+  PMO_CUDA(
+      cudaMemcpy2DAsync(p.slot_values, bytes, p.window, p.region_bytes, bytes, p.num_ranks, cudaMemcpyDeviceToDevice, stream));
+  return PMO_OK;
+}
+
 __global__ void get_values(const __grid_constant__ pmo_rank_values_params p) {
   const int64_t slots = p.num_tokens * p.topk;
   for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += int64_t{gridDim.x} * kThreads) {
-    p.slot_values[slot] = value_of_slot(p, slot);
+    static_cast<float*>(p.slot_values)[slot] = value_of_slot(p, slot);
   }
 }
 
@@ -219,6 +228,10 @@ extern "C" int pmo_rank_records_cuda(const pmo_rank_records_params* params, void
 
 extern "C" int pmo_rank_put_cuda(const pmo_rank_values_params* params, void* stream) {
   return pmo::cuda::run_cuda(params, stream, pmo::cuda::put);
+}
+
+extern "C" int pmo_rank_take_cuda(const pmo_rank_values_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::take);
 }
 
 extern "C" int pmo_rank_get_cuda(const pmo_rank_values_params* params, void* stream) {

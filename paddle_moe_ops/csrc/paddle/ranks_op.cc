@@ -17,6 +17,7 @@ using namespace pmo::binding;  // NOLINT: this file is the operators' own
 
 constexpr char kFunction[] = "ExpertParallel";
 constexpr char kNoMemory[] = "the window must be memory that ranks share";
+constexpr char kNoLines[] = "the map must have a line for each row";
 
 // Memory that ranks share as a tensor [rows, columns] on the device of `like`. The memory is never freed.
 Outputs window(const paddle::Tensor& like, int64_t address, int64_t rows, int64_t columns, int dtype) {
@@ -102,7 +103,7 @@ Outputs rank_push(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
                   const paddle::Tensor& window) {
   const Target target(kFunction, {&x, &token_rows, &row_to_token, &window});
   require_rank(x, 2, kFunction, "x");
-  require(!row_to_token.shape().empty(), kFunction, "the map must have a line for each row");
+  require(!row_to_token.shape().empty(), kFunction, kNoLines);
   require_dtype(window, x.dtype(), kFunction, "the window");
   require_shape(window, {row_to_token.shape()[0], x.shape()[1]}, kFunction, "the window");
   require(window.is_contiguous(), kFunction, kNoMemory);
@@ -112,17 +113,28 @@ Outputs rank_push(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
   return {rows};
 }
 
-// Rows of a window to other memory: row r to `out` where rows[r] is r. Without a token, rows of `out` are zeros.
-Outputs rank_copy(const paddle::Tensor& from, const paddle::Tensor& rows, const paddle::Tensor& out) {
-  const Target target(kFunction, {&from, &rows, &out});
+// Rows of x in float8 to where token_rows says, in the windows of all ranks; their scales are not sent.
+Outputs rank_quantize(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                      const paddle::Tensor& window, bool ue8m0, float amax_min) {
+  const Target target(kFunction, {&x, &token_rows, &row_to_token, &window});
+  require_rank(x, 2, kFunction, "x");
+  require(!row_to_token.shape().empty(), kFunction, kNoLines);
+  require_dtype(window, paddle::DataType::FLOAT8_E4M3FN, kFunction, "the window");
+  require_shape(window, {row_to_token.shape()[0], x.shape()[1]}, kFunction, "the window");
+  require(window.is_contiguous(), kFunction, kNoMemory);
+  const Outputs made = quantize_rows(target, kFunction, x, {&token_rows, &row_to_token, 0}, {ue8m0, false, amax_min}, &window);
+  return {made[1]};
+}
+
+// Rows of a window to new memory: row r to row places[r], if that is not -1. Row i comes from row sources[i]; it is zeros where that is -1.
+Outputs rank_copy(const paddle::Tensor& from, const paddle::Tensor& places, const paddle::Tensor& sources) {
+  const Target target(kFunction, {&from, &places, &sources});
   require_rank(from, 2, kFunction, "the rows");
-  require_shape(rows, {from.shape()[0], 1}, kFunction, "the map");
-  require_dtype(out, from.dtype(), kFunction, "the window");
-  require_shape(out, from.shape(), kFunction, "the window");
-  require(out.is_contiguous(), kFunction, kNoMemory);
+  require_shape(places, {from.shape()[0], 1}, kFunction, "the map");
+  require(!sources.shape().empty(), kFunction, kNoLines);
+  paddle::Tensor copies = paddle::empty({sources.shape()[0], from.shape()[1]}, from.dtype(), from.place()), no_scales;
   const Scale none(kFunction, {}, false, 0, 0, from);
-  paddle::Tensor copies = out, no_scales;
-  permute_rows(target, kFunction, from, none, rows, rows, PMO_FILL_ROWS, &copies, &no_scales);
+  permute_rows(target, kFunction, from, none, places, sources, PMO_FILL_ROWS, &copies, &no_scales);
   return {copies};
 }
 
@@ -141,12 +153,27 @@ Outputs rank_put(const paddle::Tensor& row_values, const paddle::Tensor& window,
   require_rank(row_values, 2, kFunction, "the values");
   p.topk = row_values.shape()[1];
   require_shape(row_values, {p.num_ranks * rows_per_rank, p.topk}, kFunction, "the values");
-  require_dtype(row_values, paddle::DataType::FLOAT32, kFunction, "the values");
+  if (row_values.dtype() != paddle::DataType::INT32) require_dtype(row_values, paddle::DataType::FLOAT32, kFunction, "the values");
   const paddle::Tensor values = dense(row_values);
-  p.row_values = values.data<float>();
+  p.row_values = values.data();
   p.window = regions(window, p.num_ranks, &p.region_bytes);
   check_status(PMO_CALL(target, rank_put, &p), kFunction);
   return {window};
+}
+
+// What all ranks put here: [P * S, columns], packed ue8m0 scales or float32 ones.
+Outputs rank_take(const paddle::Tensor& window, int64_t rows_per_rank, int64_t columns, bool ue8m0) {
+  const Target target(kFunction, {&window});
+  pmo_rank_values_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_ranks = ranks_of(window);
+  p.rows_per_rank = rows_per_rank;
+  p.topk = columns;
+  p.window = regions(window, p.num_ranks, &p.region_bytes);
+  paddle::Tensor values = paddle::empty({p.num_ranks * rows_per_rank, columns}, scales_dtype(ue8m0), window.place());
+  p.slot_values = values.data();
+  check_status(PMO_CALL(target, rank_take, &p), kFunction);
+  return {values};
 }
 
 Outputs rank_get(const paddle::Tensor& window, const paddle::Tensor& ids, const paddle::Tensor& token_rows,
@@ -197,9 +224,11 @@ PMO_DIRECT(window, window);
 PMO_DIRECT(rank_plan, rank_plan);
 PMO_DIRECT(rank_records, rank_records);
 PMO_DIRECT(rank_push, rank_push);
+PMO_DIRECT(rank_quantize, rank_quantize);
 PMO_DIRECT(rank_copy, rank_copy);
 PMO_DIRECT(rank_sum, rank_sum);
 PMO_DIRECT(rank_put, rank_put);
+PMO_DIRECT(rank_take, rank_take);
 PMO_DIRECT(rank_get, rank_get);
 PMO_DIRECT(rank_barrier, rank_barrier);
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""`rank_plan`, `rank_records`, `rank_put` and `rank_get`: what travels between ranks that share memory."""
+"""`rank_plan`, `rank_records`, `rank_put`, `rank_take` and `rank_get`: what travels between ranks that share memory."""
 
 from __future__ import annotations
 
@@ -58,11 +58,9 @@ class RankValuesParams(Params):
 
     _fields_ = fields(
         (Size, "struct_size num_ranks rows_per_rank topk num_tokens experts_per_rank region_bytes"),
-        (Floats, "row_values"),
-        (Bytes, "ids"),
+        (Bytes, "row_values ids"),
         (Int32s, "token_rows"),
-        (Bytes, "window"),
-        (Floats, "slot_values"),
+        (Bytes, "window slot_values"),
         (Int, "ids_kind num_threads"),
     )
 
@@ -130,6 +128,15 @@ def rank_put(core: Core, values: NDArray, window: NDArray) -> None:
     core.run("rank_put", RankValuesParams(**sizes, row_values=values, window=window))
 
 
+def rank_take(core: Core, window: NDArray, rows: int, columns: int) -> NDArray:
+    """The values [P * S, K] in a window uint8 [P, region_bytes]."""
+    with guarded_outputs() as output:
+        values = output((len(window) * rows, columns), np.float32)
+        sizes = {"num_ranks": len(window), "rows_per_rank": rows, "topk": columns, "region_bytes": window.shape[1]}
+        core.run("rank_take", RankValuesParams(**sizes, window=window, slot_values=values))
+    return values
+
+
 def rank_get(
     core: Core, window: NDArray, ids: NDArray, token_rows: NDArray, rows: int, experts_per_rank: int
 ) -> NDArray:
@@ -184,6 +191,17 @@ def _valid_put(core: Core, output: MakeOutput, s: Small) -> Params:
     )
 
 
+def _valid_take(core: Core, output: MakeOutput, s: Small) -> Params:
+    return RankValuesParams(
+        num_ranks=RANKS,
+        rows_per_rank=s.T,
+        topk=s.K,
+        region_bytes=4 * s.T * s.K,
+        window=np.zeros((RANKS, 4 * s.T * s.K), np.uint8),
+        slot_values=output((RANKS * s.T, s.K), np.float32),
+    )
+
+
 def _valid_get(core: Core, output: MakeOutput, s: Small) -> Params:
     return RankValuesParams(
         num_ranks=RANKS,
@@ -232,6 +250,13 @@ OPERATORS = (
         bad_fields=_BAD_REGIONS,
         required=("row_values", "window"),
         aligned=("row_values", "window"),
+    ),
+    Operator(
+        name="rank_take",
+        valid=_valid_take,
+        bad_fields=_BAD_REGIONS,
+        required=("window", "slot_values"),
+        aligned=("window", "slot_values"),
     ),
     Operator(
         name="rank_get",

@@ -8,7 +8,7 @@
 // goes to row p * S + i of that array is row i of this rank's region at rank p.
 //
 // A region of a window of records: the number n of its tokens (int32, then 60 bytes of nothing), int32 [S, K] expert ids, float32 [S, K]
-// probabilities; what follows the first n records is not written. A region of a window of values: float32 [S, K].
+// probabilities; what follows the first n records is not written. A region of a window of values: 32-bit numbers [S, K].
 #pragma once
 
 #include "pmo/base.h"
@@ -72,11 +72,11 @@ typedef struct pmo_rank_values_params {
   int64_t num_tokens;     // T, of get
   int64_t experts_per_rank;
   int64_t region_bytes;
-  const float* row_values;    // put: [P * S, K]
+  const void* row_values;     // put: [P * S, K]
   const void* ids;            // get: [T, K]
   const int32_t* token_rows;  // get: [T, min(P, K)]
   void* window;               // [P, region_bytes]
-  float* slot_values;         // get: [T, K]
+  void* slot_values;          // get: [T, K]; take: [P * S, K]
   int32_t ids_kind;
   int32_t num_threads;
 } pmo_rank_values_params;
@@ -84,6 +84,10 @@ typedef struct pmo_rank_values_params {
 // Puts the values of rows into this rank's regions at the ranks whose tokens they are.
 PMO_API int pmo_rank_put_cpu(const pmo_rank_values_params* params, void* stream);
 PMO_API int pmo_rank_put_cuda(const pmo_rank_values_params* params, void* stream);
+
+// What all ranks put here, row by row.
+PMO_API int pmo_rank_take_cpu(const pmo_rank_values_params* params, void* stream);
+PMO_API int pmo_rank_take_cuda(const pmo_rank_values_params* params, void* stream);
 
 // The value of each slot that the rank of its expert put here, 0 where the token has no row there.
 PMO_API int pmo_rank_get_cpu(const pmo_rank_values_params* params, void* stream);

@@ -1,0 +1,172 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Windows of a group that take turns, and the barrier between their uses.
+
+Between two uses of a window lies a barrier of the other one, which a rank reaches after everything that it does with
+the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import paddle
+from paddle import Tensor
+from paddle.distributed.communication.group import Group
+
+from .. import _checks
+from .._graphs import filled
+from ..backends import direct
+from .groups import agree
+from .windows import granularity, share
+
+__all__ = ["HEADER", "RowChannel", "RowSlot", "TokenChannel", "TokenSlot"]
+
+_DISPATCH = "ExpertParallel.dispatch"
+HEADER = 64  # PMO_RECORDS_HEADER
+_MOST_STEPS = 256  # of pages, in which a region is a whole number of rows
+_TIMEOUT_MS = 120_000
+_GROUP_COLUMNS, _PACKED_SCALES = 128, 4  # of float8
+
+
+class _Window(NamedTuple):
+    """A tensor [rows, columns] in P regions."""
+
+    region_bytes: int
+    rows: int
+    columns: int
+    dtype: Any
+
+
+class TokenSlot(NamedTuple):
+    """A pair of views, what arrived and what peers have, of each window for tokens.
+
+    Attributes:
+        rows: [P * S, d].
+        rows_of_peers: the same.
+        beside: uint8 [P, bytes], records or values.
+        beside_of_peers: the same.
+        codes: float8 [P * S, d], and what follows, with float8 only.
+        codes_of_peers: the same.
+        scales: uint8 [P, bytes].
+        scales_of_peers: the same.
+    """
+
+    rows: Tensor
+    rows_of_peers: Tensor
+    beside: Tensor
+    beside_of_peers: Tensor
+    codes: Tensor | None = None
+    codes_of_peers: Tensor | None = None
+    scales: Tensor | None = None
+    scales_of_peers: Tensor | None = None
+
+
+class RowSlot(NamedTuple):
+    """The views of a window [P * S * K, d] for rows: row r * K + k is that of slot k of the token in row r."""
+
+    rows: Tensor
+    rows_of_peers: Tensor
+
+
+class _Turns:
+    """Two windows of each kind."""
+
+    def __init__(self, group: Group, like: Tensor, windows: Sequence[_Window], settings: dict[str, Any]) -> None:
+        place, ranks, page = like.place, group.nranks, granularity(like.place)
+        self._slots: list[list[Tensor]] = []
+        for _ in range(2):
+            slot: list[Tensor] = []
+            for region_bytes, rows, columns, dtype in windows:
+                views = share(group, place, region_bytes)
+                slot += [self._tensor(like, address, rows, columns, dtype) for address in views]
+            self._slots.append(slot)
+        self._flags = [self._tensor(like, each, ranks, page, paddle.uint8) for each in share(group, place, page)]
+        self._flags[0].zero_()
+        self._flags[0][:, :1].tolist()  # waits until they are
+        agree(_DISPATCH, group, settings)  # until they are everywhere
+        self._state = filled([1], 0, "int32", like=like)
+        self._turn = 0
+
+    @staticmethod
+    def _tensor(like: Tensor, address: int, rows: int, columns: int, dtype: Any) -> Tensor:
+        (made,) = direct("window", like, address, rows, columns, dtype.value)
+        return made
+
+    def next(self) -> list[Tensor]:
+        """The windows of the next exchange."""
+        self._turn += 1
+        return self._slots[self._turn % 2]
+
+    def wait(self) -> None:
+        """Have what follows wait until all ranks have come here."""
+        direct("rank_barrier", *self._flags, self._state, _TIMEOUT_MS)
+
+
+class TokenChannel:
+    """The windows for tokens of one width and dtype.
+
+    Args:
+        group: the ranks.
+        capacity: tokens that a rank sends to each at most.
+        experts_per_rank: experts of a rank.
+        like: [1, d], a tensor as tokens are.
+        topk: K.
+        float8: a format of `permute` in which tokens travel, or None.
+
+    Attributes:
+        rows_per_rank: S, at least the capacity.
+        scale_columns: of a token's scales, as `quantize_1x128` makes them; 0 without float8.
+    """
+
+    def __init__(
+        self, group: Group, capacity: int, experts_per_rank: int, like: Tensor, topk: int, float8: str | None
+    ) -> None:
+        width, ranks = like.shape[1], group.nranks
+        settings = {"the tokens' width": width, "their dtype": str(like.dtype), "topk": topk}
+        agree(_DISPATCH, group, settings)
+        page, row_bytes = granularity(like.place), width * like.element_size()
+        step = page // math.gcd(page, row_bytes)
+        if float8 is not None:
+            step = max(step, page // math.gcd(page, width))  # of powers of 2
+        if step * row_bytes > _MOST_STEPS * page:
+            expected = f"a width in which {_MOST_STEPS} pages of {page} bytes hold a whole number of rows"
+            _checks.bad_value(_DISPATCH, "x", expected + ", for transport='peer'", f"{row_bytes} bytes a row")
+        self.rows_per_rank = rows = -(-capacity // step) * step
+        self.capacity, self.experts_per_rank, self.topk, self.group = capacity, experts_per_rank, topk, group
+        self.float8, self.scale_columns = float8, 0
+        beside = -(-(HEADER + rows * topk * 8) // page) * page
+        windows = [
+            _Window(rows * row_bytes, ranks * rows, width, like.dtype),
+            _Window(beside, ranks, beside, paddle.uint8),
+        ]
+        if float8 is not None:
+            groups = -(-width // _GROUP_COLUMNS)
+            self.scale_columns = -(-groups // _PACKED_SCALES) if float8 == _checks.UE8M0 else groups
+            scales = max(-(-rows * self.scale_columns * 4 // page), 1) * page
+            windows += [
+                _Window(rows * width, ranks * rows, width, paddle.float8_e4m3fn),
+                _Window(scales, ranks, scales, paddle.uint8),
+            ]
+        self._turns = _Turns(group, like, windows, settings)
+        self.wait = self._turns.wait
+
+    def slot(self) -> TokenSlot:
+        """The windows of the next exchange."""
+        return TokenSlot(*self._turns.next())
+
+
+class RowChannel:
+    """The windows for the rows of a channel's tokens, one for each of their K slots."""
+
+    def __init__(self, tokens: TokenChannel, like: Tensor) -> None:
+        width, rows = like.shape[1], tokens.rows_per_rank * tokens.topk
+        window = _Window(rows * width * like.element_size(), tokens.group.nranks * rows, width, like.dtype)
+        self._turns = _Turns(tokens.group, like, [window], {"the rows' width": width, "topk": tokens.topk})
+        self.wait = self._turns.wait
+
+    def slot(self) -> RowSlot:
+        """The window of the next exchange."""
+        return RowSlot(*self._turns.next())
