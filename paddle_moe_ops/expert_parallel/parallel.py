@@ -38,7 +38,7 @@ class Received:
         tokens: with ``combine="reduced"`` [R, d], the tokens that arrived, in the order of ranks; else None.
         probs: with ``combine="reduced"`` float32 [R, K], their probabilities; else None.
         tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`; an int32 tensor with
-            ``tokens_per_rank``, where ``rows`` has room for more of them.
+            ``tokens_per_rank``, where ``rows`` on a GPU has room for more of them.
         routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
         dropped_slots: int32 [1], those of them that were dropped for the capacity.
     """

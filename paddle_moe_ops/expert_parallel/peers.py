@@ -286,8 +286,8 @@ class Peers:
 
 
 def local_plan(ids: Tensor, num_experts: int) -> Plan:
-    """The plan of tokens that arrived, with room for all of their slots."""
-    most = ids.shape[0] * min(ids.shape[1], num_experts)
+    """The plan of tokens that arrived; on a GPU, where nothing may wait for a number, with room for all their slots."""
+    most = -1 if ids.place.is_cpu_place() else ids.shape[0] * min(ids.shape[1], num_experts)
     return route(ids, num_experts=num_experts, buffer_size=most, validate=False)
 
 

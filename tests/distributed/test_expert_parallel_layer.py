@@ -116,14 +116,15 @@ def test_recompute_and_accumulation(combine):
     assert_like_one_process((5, 11), turns=2, recomputes=True, combine=combine)
 
 
-@pytest.mark.parametrize("transport", ["auto", "peer"])
+@pytest.mark.parametrize(("combine", "transport"), [("reduced", "auto"), ("reduced", "peer"), ("exact", "peer")])
 @pytest.mark.parametrize("tokens", BATCHES, ids=BATCHES.values())
-def test_parts_of_one_size_with_room_for_all(tokens, transport):
-    assert_like_one_process(tokens, combine="reduced", tokens_per_rank=16, transport=transport)
+def test_parts_of_one_size_with_room_for_all(tokens, combine, transport):
+    assert_like_one_process(tokens, combine=combine, tokens_per_rank=16, transport=transport)
 
 
-def test_recompute_and_accumulation_through_windows():
-    options = {"combine": "reduced", "tokens_per_rank": 11, "transport": "peer"}
+@pytest.mark.parametrize("combine", ["exact", "reduced"])
+def test_recompute_and_accumulation_through_windows(combine):
+    options = {"combine": combine, "tokens_per_rank": 11, "transport": "peer"}
     assert_like_one_process((5, 11), turns=2, recomputes=True, **options)
 
 
@@ -230,8 +231,13 @@ def of_rank_alone(options: dict[str, Any], tokens: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [{"combine": "exact"}, {"combine": "reduced"}, {"combine": "reduced", "tokens_per_rank": 13, "transport": "peer"}],
-    ids=["exact", "reduced", "peer"],
+    [
+        {"combine": "exact"},
+        {"combine": "reduced"},
+        {"combine": "reduced", "tokens_per_rank": 13, "transport": "peer"},
+        {"combine": "exact", "tokens_per_rank": 13, "transport": "peer"},
+    ],
+    ids=["exact", "reduced", "peer", "exact over peers"],
 )
 def test_capacity_counts_the_tokens_of_a_rank(options):
     options = {"capacity_factor": 0.75, **options}
@@ -242,8 +248,10 @@ def test_capacity_counts_the_tokens_of_a_rank(options):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_tokens_that_travel_as_float8_change_little():
-    for got, expected, _, _ in run(of_rank_alone, 2, options={"payload": "fp8_1x128"}, tokens=(13, 4)):
+@pytest.mark.parametrize("options", [{}, {"tokens_per_rank": 13, "transport": "peer"}], ids=["exchanged", "peer"])
+def test_tokens_that_travel_as_float8_change_little(options):
+    options = {"payload": "fp8_1x128", **options}
+    for got, expected, _, _ in run(of_rank_alone, 2, options=options, tokens=(13, 4)):
         np.testing.assert_allclose(got, expected, rtol=0.1, atol=0.1)
         assert not np.array_equal(got, expected)
 
