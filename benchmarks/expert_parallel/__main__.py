@@ -11,6 +11,7 @@ slowest one's: median microseconds of a call on the GPU, with all calls queued; 
     p2p_copy         the driver copies that many bytes to the next rank's memory, all ranks at once
     dispatch         `ExpertParallel.dispatch` in no_grad, all of it, routing too
     dispatch_without_copy  with ``copy=False``
+    dispatch_float8  with ``payload="fp8_1x128"``; tokens arrive in bfloat16 again
     combine          `ExpertParallel.combine` in no_grad
     rows_alltoall    what users write by hand: permute, alltoall_single of all rows, sort_chunks
     alltoall_single  the same bytes as dispatch, through paddle.distributed

@@ -183,6 +183,11 @@ class _Rank:
         received = ep.dispatch(self.x, self.ids, self.probs)
         out = received.tokens
         self.timed("combine", lambda: ep.combine(out, received), self.crossing, **how)
+        options = {**how, "payload": "fp8_1x128", "tokens_per_rank": ep.tokens_per_rank}
+        in_float8 = ExpertParallel(ep.num_experts, ep.group, **options)
+        scales = -(-self.shape.hidden // 128) * 4
+        crossing = self.crossing // (2 * self.shape.hidden) * (self.shape.hidden + scales)
+        self.timed("dispatch_float8", lambda: in_float8.dispatch(self.x, self.ids, self.probs), crossing, **how)
 
     def collectives(self) -> None:
         """What users write by hand, and the collective alone on the bytes of dispatch."""

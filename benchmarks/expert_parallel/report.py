@@ -23,7 +23,8 @@ the GPU, with all calls queued; the router's matrix product is not included.
 * *copy* is the driver's own copy, by all ranks at once, of the bytes that must cross from a rank to others: a token
   once to each rank that has one of its experts.
 * *dispatch* and *combine* are those of `ExpertParallel(..., combine="reduced", transport="peer")`, all of it: routing,
-  and a copy of what arrived, which is left out *in place* (`copy=False`).
+  and a copy of what arrived, which is left out *in place* (`copy=False`). *float8* is dispatch with
+  `payload="fp8_1x128"`: tokens are quantised on the way, and are bfloat16 again where they arrive.
 * *rows* is what users write by hand, with NCCL: `permute`, `paddle.distributed.alltoall_single` of a row for each slot,
   `sort_chunks`. *all-to-all* is that collective alone, on the bytes of dispatch.
 * The layer is dispatch, `moe_mlp` and combine, forward and backward, in TFLOP/s of the matrix products for each GPU.
@@ -44,7 +45,8 @@ def _line(shape: str, found: dict[str, dict[str, Any]]) -> list[str]:
         return f"{us(what)} ({found['p2p_copy']['us'] / found[what]['us']:.2f})"
 
     cells = [shape, str(found["p2p_copy"]["tokens"]), f"{found['p2p_copy']['bytes'] / 1e6:.0f}", us("p2p_copy")]
-    cells += [share("dispatch"), share("dispatch_without_copy"), share("combine"), us("alltoall_single")]
+    cells += [share("dispatch"), share("dispatch_without_copy"), us("dispatch_float8")]
+    cells += [share("combine"), us("alltoall_single")]
     faster = found["rows_alltoall"]["us"] / found["dispatch"]["us"]
     cells += [us("rows_alltoall"), f"{faster:.1f}"]
     layer = " / ".join(f"{found[f'layer_{which}']['tflops']:.0f}" for which in ("forward", "backward"))
@@ -60,8 +62,8 @@ def page(paths: list[Path]) -> str:
         shapes = list(dict.fromkeys(line["shape"] for line in rest))
         text += f"\n## {len(machine['gpus'])} x {machine['gpus'][0]}\n\nCommit {machine['commit']}, {machine['date']}, "
         text += f"driver {machine['driver']}. Microseconds; in parentheses the share of the copy's speed.\n\n"
-        head = ["layer", "tokens a rank", "MB that cross", "copy", "dispatch", "in place", "combine", "all-to-all"]
-        head += ["rows", "rows / dispatch", "layer, TFLOP/s", "published"]
+        head = ["layer", "tokens a rank", "MB that cross", "copy", "dispatch", "in place", "float8"]
+        head += ["combine", "all-to-all", "rows", "rows / dispatch", "layer, TFLOP/s", "published"]
         rows = [head, ["---"] * len(head)]
         for shape in shapes:
             rows.append(_line(shape, {line["what"]: line for line in rest if line["shape"] == shape}))
