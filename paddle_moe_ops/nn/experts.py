@@ -13,7 +13,7 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._graphs import in_float32, is_graph_value, is_on_gpu, public, ready_for_matmul
+from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import accumulated
 from ..gemm import grouped_gemm
 from ..mlp import check_destinations, check_memory_options, moe_mlp
@@ -147,7 +147,7 @@ class SwiGLUExperts(nn.Layer):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape; a plan of another number of experts; padding_alignment is below
                 1, or the counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a
-                GPU or in a graph are not looked at.
+                device or in a graph are not looked at.
         """
         _checks.flag("SwiGLUExperts", "combine", combine)
         if combine:
@@ -268,7 +268,7 @@ def _segments(counts: Any, num_experts: int, rows: Tensor, alignment: int) -> li
     name, argument, expected = "SwiGLUExperts", "tokens_per_expert", "a list of ints or a 1-D int array or tensor"
     if isinstance(counts, Tensor) or is_graph_value(counts):
         _checks.tensor(name, argument, counts, _checks.ID_DTYPES, [num_experts])
-        if is_graph_value(counts) or is_on_gpu(counts):
+        if is_graph_value(counts) or not counts.place.is_cpu_place():
             return (counts + (alignment - 1)) // alignment * alignment
         counts = counts.tolist()
     elif counts is None:

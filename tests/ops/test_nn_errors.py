@@ -168,7 +168,7 @@ BAD_CALLS = {
         f"{SEGMENTS}, but got [1, 1]",
     ),
     "experts sum of tensor": (
-        lambda: experts()(paddle.zeros([3, H]), paddle.to_tensor([1, 1])),
+        lambda: experts()(paddle.zeros([3, H]), paddle.to_tensor([1, 1], place=paddle.CPUPlace())),
         ValueError,
         f"{SEGMENTS}, but got [1, 1]",
     ),
