@@ -26,7 +26,7 @@ SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=addres
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -145,6 +145,9 @@ layer-report: $(VENV)/stamp-deps ## docs/layer_performance.md and its picture fr
 
 parallel-report: $(VENV)/stamp-deps ## docs/expert_parallel_performance.md from benchmarks/results
 	$(PY) -m benchmarks.expert_parallel.report
+
+scaling-report: $(VENV)/stamp-deps ## docs/scaling.md and its picture, predictions from benchmarks/results
+	$(PY) -m benchmarks.scaling.report
 
 gpu-report: $(VENV)/stamp-deps ## docs/gpu_validation.md from benchmarks/results/gpu_tests
 	$(PY) tools/gpu_rig/report.py

@@ -17,6 +17,7 @@ from .counters import COLUMNS, TEXT, load_counters
 from .operators import OPERATIONS
 from .plot import draw
 from .results import Row, Run, load_run, processor, run_paths
+from .table import markdown
 from .targets import OURS, TARGETS, VERDICT_COLUMNS, judge, verdict_cells
 
 __all__ = ["main", "newest_runs", "page"]
@@ -121,7 +122,7 @@ def page(runs: Sequence[Run], pictures: dict[str, str]) -> str:
         verdicts = judge(run.rows, TARGETS.get(run.machine["device"], ()))
         if verdicts:
             parts.append(
-                "\n### Targets\n\n" + _markdown(VERDICT_COLUMNS, [verdict_cells(verdict) for verdict in verdicts])
+                "\n### Targets\n\n" + markdown(VERDICT_COLUMNS, [verdict_cells(verdict) for verdict in verdicts])
             )
         for operation in OPERATIONS:
             rows = [row for row in run.rows if row.key == operation.key and row.us is not None]
@@ -130,7 +131,7 @@ def page(runs: Sequence[Run], pictures: dict[str, str]) -> str:
         failed = [row for row in run.rows if row.failed]
         if failed:
             parts.append("\n### Not timed: the result was wrong\n\n")
-            parts.append(_markdown(("operation", "case", "impl", "why"), [_failure(row) for row in failed]))
+            parts.append(markdown(("operation", "case", "impl", "why"), [_failure(row) for row in failed]))
     return "".join(parts)
 
 
@@ -139,7 +140,7 @@ def _counters(path: Path) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
     return (
         f"\n## What bounds the kernels: {machine['gpu']}, {machine['date']}\n{TEXT}\nFrom `{path.name}`: {facts}.\n\n"
-        + _markdown(COLUMNS, cells)
+        + markdown(COLUMNS, cells)
     )
 
 
@@ -150,7 +151,7 @@ def _products(results: Path) -> str:
     path, machine, cells = newest
     facts = ", ".join(f"{name.replace('_', ' ')} {machine[name]}" for name in FACTS if machine.get(name))
     source = f"From `benchmarks/results/{path.name}`: {facts}.\n\n"
-    return f"\n## Grouped products: {machine['gpu']}\n{gemm_report.TEXT}\n{source}" + _markdown(
+    return f"\n## Grouped products: {machine['gpu']}\n{gemm_report.TEXT}\n{source}" + markdown(
         gemm_report.COLUMNS, cells
     )
 
@@ -166,7 +167,7 @@ def _ceilings(run: Run) -> str:
     floors = {name: value for name, value in run.machine.items() if name.startswith("floor_")}
     cells = [(name.removesuffix("_gbps").replace("_", " "), f"{value:.0f} GB/s") for name, value in speeds.items()]
     cells += [(name.removesuffix("_us").replace("_", " "), f"{value:.2f} us") for name, value in floors.items()]
-    return "\n" + _markdown(("ceiling, large sizes", "measured"), cells)
+    return "\n" + markdown(("ceiling, large sizes", "measured"), cells)
 
 
 def _us(row: Row | None) -> str:
@@ -184,7 +185,7 @@ def _operation_table(rows: Sequence[Row]) -> str:
     for cells, by_impl in cases.items():
         ours = by_impl.get(OURS)
         lines.append((*cells, *_ours(ours), *(_us(by_impl.get(peer)) for peer in peers)))
-    return _markdown(columns, lines)
+    return markdown(columns, lines)
 
 
 def case_cells(row: Row) -> tuple[str, ...]:
@@ -210,14 +211,6 @@ def _ours(row: Row | None) -> tuple[str, ...]:
 
 def _failure(row: Row) -> tuple[str, ...]:
     return row.key, case_cells(row)[0], row.impl, row.check.removeprefix("failed: ")
-
-
-def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table without the columns that say nothing."""
-    rows = list(rows)
-    used = [index for index in range(len(columns)) if any(row[index] for row in rows)]
-    lines = [[line[index] for index in used] for line in (columns, ["---"] * len(columns), *rows)]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 if __name__ == "__main__":

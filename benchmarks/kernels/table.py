@@ -1,17 +1,17 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark prints: a line per measurement while it runs, with rich where that is installed."""
+"""Tables: of a run, a line per measurement, with rich where that is installed; and of pages, in Markdown."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 from .results import Row
 
-__all__ = ["LiveTable", "print_table"]
+__all__ = ["LiveTable", "markdown", "print_table"]
 
 # Columns and their widths where lines come one by one.
 _COLUMNS = {
@@ -57,6 +57,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[index]) for row in [columns, *rows]) for index in range(len(columns))]
     for row in [columns, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table without the columns that say nothing."""
+    rows = list(rows)
+    used = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    lines = [[line[index] for index in used] for line in (columns, ["---"] * len(columns), *rows)]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 class LiveTable:

@@ -67,9 +67,10 @@ class Exchanges:
         if self.transport == "peer":
             return self._by_peer(step, self.push_us(step))
         if self.transport == "by_domain":
-            return self._by_peer(step, self._through_domains_us(step))
+            return self._by_peer(step, self._through_domains_us(step)) + self._narrowing_us(step)
         if self.transport == "rows":
-            return self.rows_us(step)
+            numbers = 0.0 if step.backward or step.name == "combine" else self._numbers_us(step)
+            return self.rows_us(step) + numbers
         return self._collectives_us(step)
 
     # ---- ranks that write to each other's memory
@@ -144,6 +145,18 @@ class Exchanges:
             return 0.0
         return self.machine.network.us + self.machine.network.message_us * step.messages(~self.near)
 
+    def _numbers_us(self, step: Step) -> float:
+        """Numbers of rows travel first, and the host waits for them."""
+        waiting = self.machine.network.host_us + self.machine.local.launch_us
+        return self.machine.nccl.us + self._network_us(step) + waiting
+
+    def _narrowing_us(self, step: Step) -> float:
+        """Tokens become float8 before they travel, and bfloat16 where they arrive; nothing if they do not."""
+        if step.row_bytes == self.row_bytes:
+            return 0.0
+        lines = step.lines.sum(1).max(), step.lines.sum(0).max()
+        return sum(self.machine.local.us(each * (step.row_bytes + self.row_bytes)) for each in lines)
+
     def _collectives_us(self, step: Step) -> float:
         """The package's exchange: rows are gathered, travel, and are gathered again or added up."""
         local, tokens = self.machine.local, self.traffic.tokens_per_rank
@@ -151,13 +164,13 @@ class Exchanges:
         us = self.all_to_all_us(step)
         more = 0
         if step.name == "dispatch":
-            us += local.us((tokens + sent) * step.row_bytes)
+            us += local.us((tokens + sent) * self.row_bytes) + self._narrowing_us(step)
             if not step.backward:
-                more = _COLLECTIVES[self.combine] - 1 + int(step.row_bytes < self.row_bytes)  # float8 has scales
-                us += self.machine.network.host_us + local.launch_us
+                more = _COLLECTIVES[self.combine] - 2 + int(step.row_bytes < self.row_bytes)  # float8 has scales
+                us += self._numbers_us(step)
             if self.combine == "exact":
                 rows = self.traffic.rows_received.max()
-                us += local.us((received + rows) * step.row_bytes)
+                us += local.us((received + rows) * self.row_bytes)
         else:
             us += local.us((received + tokens) * step.row_bytes)
             if self.combine == "exact":

@@ -127,9 +127,10 @@ CX7 = Network(
     message_us=1.0,
     host_us=20.0,
     sources=(
-        "DeepEP's README (V2, SM90, CX7) has 90 GB/s for 2 nodes of 8 and 61 GB/s for 4, local traffic counted; 1/2 "
-        "and 3/4 of that cross the network: 45 and 46 GB/s",
-        "DeepEP's README of V1 has 43 to 58 GB/s for 16 to 64 GPUs, of about 50 that a card has",
+        "[DeepEP's README](https://github.com/deepseek-ai/DeepEP/blob/main/README.md) (V2, SM90, CX7) has 90 GB/s for "
+        "2 nodes of 8 and 61 GB/s for 4, local traffic counted; 1/2 and 3/4 of that cross the network: 45 and 46 GB/s",
+        "[DeepEP's README of V1](https://github.com/deepseek-ai/DeepEP/blob/main/docs/legacy.md) has 43 to 58 GB/s for "
+        "16 to 64 GPUs, of about 50 that a card has",
         "latencies are assumed: two switches and a flag take 10 us, posting a message 1 us, a wait of the host 20 us",
     ),
 )

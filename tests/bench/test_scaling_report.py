@@ -1,0 +1,257 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""docs/scaling.md and its picture are what the command writes, and what the page recommends follows from the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from benchmarks.scaling import report, tables
+from benchmarks.scaling.layers import predict
+from benchmarks.scaling.picture import draw, points, points_of
+from benchmarks.scaling.traffic import Layout
+from benchmarks.scaling.ways import (
+    BY_DOMAIN,
+    BY_HAND,
+    DOMAINS,
+    EXACT,
+    EXACT8,
+    FEW_TOKENS,
+    MODELS,
+    MOST_EXPERTS,
+    PEER,
+    PLACES,
+    REDUCED,
+    REDUCED8,
+    TOKENS,
+    WAYS,
+    Predictor,
+    groups,
+)
+
+MACHINE, TWO_MACHINES, EIGHT_MACHINES = Layout.of(8, 8), Layout.of(16, 8), Layout.of(64, 8)
+LARGE = [model for model in MODELS if model != "Mixtral 8x7B"]
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+COMMAND = "run make scaling-report"
+
+
+@pytest.fixture(scope="module")
+def calculated():
+    return report.predictor_of(report.RESULTS)
+
+
+@pytest.fixture(scope="module")
+def predictor(calculated):
+    return calculated[0]
+
+
+@pytest.fixture(scope="module")
+def page(calculated):
+    return report.page(*calculated)
+
+
+def test_the_committed_page_is_what_the_command_writes(page):
+    """Word for word. Numbers may differ in their last place: sums and sorts of floats are not the same on all CPUs."""
+    committed = report.PAGE.read_text(encoding="utf-8")
+    assert NUMBER.sub("0", committed) == NUMBER.sub("0", page), COMMAND
+    for line, expected in zip(committed.splitlines(), page.splitlines(), strict=True):
+        for ours, theirs in zip(NUMBER.findall(line), NUMBER.findall(expected), strict=True):
+            last_place = 10.0 ** -len(ours.partition(".")[2])
+            assert float(ours) == pytest.approx(float(theirs), rel=0.01, abs=1.01 * last_place), f"{COMMAND}: {line}"
+
+
+def test_the_committed_picture_shows_what_is_predicted(calculated):
+    committed, expected = points_of(report.PAGE.with_name(report.PICTURE)), points(*calculated)
+    assert list(committed) == list(expected) == list(MODELS)
+    for model, lines in expected.items():
+        assert list(committed[model]) == list(lines)
+        for name, line in lines.items():
+            assert committed[model][name] == pytest.approx(line, rel=0.01), f"{COMMAND}: {model}, {name}"
+
+
+def test_the_command_writes_the_page_and_the_picture(calculated, page, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "predictor_of", lambda results: calculated)
+    assert report.main(tmp_path, tmp_path / "page.md") == 0
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == page
+    assert points_of(tmp_path / report.PICTURE) == points(*calculated)
+    assert "wrote" in capsys.readouterr().out
+
+
+def test_without_results_nothing_is_written(tmp_path, capsys):
+    assert report.main(tmp_path, tmp_path / "page.md") == 1
+    assert "nothing was written" in capsys.readouterr().err
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_a_picture_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "other.svg"
+    path.write_text("<svg/>")
+    with pytest.raises(ValueError, match="must have a description, but has none"):
+        points_of(path)
+
+
+def test_a_picture_has_no_line_twice(calculated, tmp_path):
+    found = points(*calculated)
+    for lines in found.values():
+        kept = [tuple(line.items()) for line in lines.values()]
+        assert len(set(kept)) == len(kept)
+    draw(found, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10000
+
+
+# ---- what the page says in words
+
+
+def all_groups():
+    return [group for group in groups(MOST_EXPERTS) if group.ranks > 8]
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, FEW_TOKENS])
+def test_in_one_machine_ranks_write_to_each_others_memory(predictor, tokens):
+    assert predictor.choice(MACHINE, tokens).way == PEER
+    for model in MODELS:
+        assert predictor.fastest(model, MACHINE, tokens) == PEER
+
+
+def test_few_ranks_of_several_machines_reduce_and_many_need_not(predictor):
+    for group in all_groups():
+        assert predictor.choice(group).way == (REDUCED if group.ranks == 16 else EXACT), group
+        assert predictor.choice(group).narrow == REDUCED8, group
+
+
+def test_with_few_tokens_fewer_collectives_are_faster(predictor):
+    for group in all_groups():
+        assert predictor.choice(group, FEW_TOKENS).way == EXACT, group
+        assert predictor.slower(group, REDUCED, EXACT, FEW_TOKENS) > 0
+        assert predictor.slower(group, BY_HAND, EXACT, FEW_TOKENS) < 0
+
+
+def test_groups_that_stay_in_a_domain_are_faster_than_wide_ones(predictor):
+    for model in LARGE:
+        experts = predictor.shape(model).experts
+        for gpus in (256, 2048):
+            in_machine, in_domain, wide, _ = (
+                predictor.tflops(model, group, predictor.fastest(model, group), gpus)
+                for group in (place.group(experts, gpus) for place in PLACES)
+            )
+            assert min(in_machine, in_domain) > 1.5 * wide
+
+
+def test_skewed_routing_costs_more_than_any_choice_of_training(predictor):
+    for model in LARGE:
+        for group in tables.spread(predictor, model):
+            way = predictor.choice(group).way
+            even, *uneven = (predictor.layer(model, group, way, TOKENS, each).us for each in ("even", "zipf", "demo"))
+            choices = [predictor.us(model, group, each) for each in predictor.in_package(group)]
+            assert max(uneven) / even > max(choices) / min(choices)
+
+
+def test_other_networks_do_not_change_the_choice_across_machines(predictor):
+    text = tables.other_machines(predictor, "DeepSeek-V3").splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text]
+    assert len(rows) == 5
+    assert {row[1].split(", ")[1] for row in rows} == {"`reduced`"}
+    assert {row[2].split(", ")[1] for row in rows} == {"`exact`"}
+
+
+def test_what_the_package_lacks_would_help_across_machines(predictor):
+    for model in LARGE:
+        best = predictor.us(model, TWO_MACHINES, predictor.fastest(model, TWO_MACHINES))
+        assert predictor.us(model, TWO_MACHINES, BY_DOMAIN) < 0.8 * best
+        best = predictor.us(model, EIGHT_MACHINES, predictor.fastest(model, EIGHT_MACHINES))
+        assert predictor.overlap(model, EIGHT_MACHINES, REDUCED8)[1].us < 0.9 * best
+
+
+# ---- what must be so whatever the numbers are
+
+
+def pairs(predictor):
+    """Groups of all models."""
+    return [(model, group) for model in MODELS for group in groups(min(64, predictor.shape(model).experts))]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_more_bytes_are_never_faster(predictor, way):
+    rng = np.random.default_rng(0)
+    for model, group in pairs(predictor):
+        if way not in predictor.ways(group):
+            continue
+        how = {"transport": way.transport, "combine": way.combine, "payload": way.payload}
+        shape, traffic = predictor.shape(model), predictor.traffic(model, group)
+        source, target = rng.integers(group.ranks, size=2)
+        more = {name: getattr(traffic, name).astype(float) for name in ("rows", "tokens", "of_domains")}
+        more["rows"][source, target] += 999
+        more["tokens"][source, target] += 999
+        more["of_domains"][source, target // group.domain] += 999
+        wider = shape._replace(hidden=shape.hidden + 128)
+        base = predict(predictor.machine, shape, traffic, **how)
+        for other, of in ((traffic._replace(**more), shape), (traffic.scaled(TOKENS + 1), shape), (traffic, wider)):
+            made = predict(predictor.machine, of, other, **how)
+            assert made.us >= base.us, (model, group)
+            assert made.sent_bytes >= base.sent_bytes, (model, group)
+
+
+def test_a_slower_network_is_never_faster(predictor):
+    network = predictor.machine.network
+    for changed in ({"gbps": 0.9 * network.gbps}, {"us": network.us + 1}, {"message_us": network.message_us + 1}):
+        other = predictor.on(dataclasses.replace(predictor.machine, network=dataclasses.replace(network, **changed)))
+        for model, group in pairs(predictor):
+            for way in predictor.ways(group):
+                before, after = (each.us(model, group, way) for each in (predictor, other))
+                assert after > before if group.domains > 1 else after == before, (model, group, way)
+
+
+def test_float8_never_sends_more_bytes_than_bfloat16(predictor):
+    for model, group in pairs(predictor):
+        for narrow, wide in ((EXACT8, EXACT), (REDUCED8, REDUCED)):
+            few, many = (predictor.layer(model, group, each) for each in (narrow, wide))
+            assert few.sent_bytes < many.sent_bytes
+            assert few.far_bytes <= many.far_bytes
+
+
+def test_tokens_never_send_more_bytes_than_rows_and_wider_groups_not_fewer(predictor):
+    for model, group in pairs(predictor):
+        tokens, rows = (predictor.layer(model, group, each).sent_bytes for each in (EXACT, BY_HAND))
+        assert tokens < 1.02 * rows  # tokens carry the numbers of their experts
+    for model in LARGE:
+        sizes = [predictor.layer(model, each, REDUCED).sent_bytes for each in groups(64, DOMAINS[:1])]
+        assert sizes == sorted(sizes)
+
+
+def test_peer_needs_one_domain_and_the_package_one_machine(predictor):
+    for group in groups(MOST_EXPERTS):
+        assert (PEER in predictor.ways(group)) == (group.domains == 1)
+        assert (PEER in predictor.in_package(group)) == (group.ranks <= 8)
+    with pytest.raises(ValueError, match="transport 'peer' needs one domain"):
+        predictor.layer("DeepSeek-V3", TWO_MACHINES, PEER)
+
+
+def test_groups_have_an_expert_for_each_rank():
+    assert [group.ranks for group in groups(8)] == [8]
+    assert groups(128) == [Layout(8, 8), Layout(16, 8), Layout(64, 8), Layout(128, 8), *groups(128, [72])[1:]]
+    assert groups(128, [72])[1:] == [Layout(16, 16), Layout(64, 64), Layout(128, 64)]
+    for place in PLACES:
+        for gpus in (8, 64, 2048):
+            group = place.group(128, gpus)
+            assert 128 % group.ranks == 0
+            assert group.ranks <= min(place.most, gpus)
+
+
+def test_gradients_are_averaged_where_groups_repeat(predictor):
+    assert predictor.gradient_us("DeepSeek-V3", MACHINE, 8) == 0
+    few, many = (predictor.gradient_us("DeepSeek-V3", MACHINE, gpus) for gpus in (16, 2048))
+    assert 0 < few < many < 2 * few
+    assert predictor.tflops("DeepSeek-V3", MACHINE, PEER, 2048) < predictor.tflops("DeepSeek-V3", MACHINE, PEER, 8)
+
+
+def test_a_model_without_a_trace_is_named(calculated):
+    with pytest.raises(ValueError, match="DeepSeek-V3 must have a recorded trace of 8 of 256 experts, but has none"):
+        Predictor(calculated[0].machine, []).layer("DeepSeek-V3", MACHINE, PEER, TOKENS, "demo")
+
+
+def test_changes_of_time_are_shown_as_percent():
+    assert [tables.percent(each) for each in (0.1, -0.004, 0.004, -0.05)] == ["+10 %", "0 %", "0 %", "-5 %"]
