@@ -118,9 +118,7 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel) -> _Ther
     if channel.float8 is None:
         direct("rank_push", x, *maps, slot.rows_of_peers)
     else:
-        # Apart from the way there, which quantising on the way makes slower than the link is.
-        codes, scales = direct("quantize_1x128", x, ue8m0, False, _AMAX_MIN)
-        (scales,) = direct("rank_push_scaled", codes, scales, *maps, slot.codes_of_peers)
+        (scales,) = direct("rank_quantize", x, *maps, slot.codes_of_peers, ue8m0, _AMAX_MIN)
         direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
     channel.wait()
     local_ids, their_probs, arrived = direct(

@@ -39,7 +39,7 @@ def good_calls() -> dict[str, list[Any]]:
         "rank_plan": [IDS, PROBS, region, E, S, S],
         "rank_records": [region, K, S, 0, E],
         "rank_push": [X, TOKEN_ROWS, row_to_token, rows],
-        "rank_push_scaled": [codes[:T], np.zeros([T, 1], np.float32), TOKEN_ROWS, row_to_token, codes],
+        "rank_quantize": [X, TOKEN_ROWS, row_to_token, codes, False, 1e-4],
         "rank_copy": [rows, own, own],
         "rank_sum": [rows, TOKEN_ROWS],
         "rank_put": [np.zeros([S, K], np.float32), region, S],
@@ -88,7 +88,7 @@ def test_rows_travel_in_float8_and_their_scales_beside_them(place, ue8m0):
     window = tensor(np.zeros([S, 200], ml_dtypes.float8_e4m3fn), place)
     beside = tensor(np.full([1, S * 8], 7, np.uint8), place)
     token_rows, row_to_token = tensor(TOKEN_ROWS, place), tensor(np.array([0, 2, -1, -1], np.int32), place)
-    (of_rows,) = direct("rank_push_scaled", codes, scales, token_rows, row_to_token, window)
+    (of_rows,) = direct("rank_quantize", tensor(x, place), token_rows, row_to_token, window, ue8m0, 1e-4)
     direct("rank_put", of_rows, beside, S)
     (arrived,) = direct("rank_take", beside, S, scales.shape[1], ue8m0)
     for got, sent in ((window, codes), (arrived, scales)):
@@ -129,8 +129,10 @@ BAD_CALLS = [
     ("rank_push", 2, np.array(0, np.int32), "the map must have a line for each row"),
     ("rank_push", 3, np.zeros([S, H], np.int32), "the window must be float32, but got int32"),
     ("rank_push", 3, np.zeros([S, H + 1], np.float32), "the window must be of shape [4, 5], but got [4, 6]"),
-    ("rank_push_scaled", 1, np.zeros([T - 1, 1], np.float32), "the scales must be of shape [3, any], but got [2, 1]"),
-    ("rank_push_scaled", 4, FLOAT8, "the window must be of shape [4, 5], but got [4, 6]"),
+    ("rank_quantize", 0, X[0], "x must be of shape [any, any], but got [5]"),
+    ("rank_quantize", 2, np.array(0, np.int32), "the map must have a line for each row"),
+    ("rank_quantize", 3, np.zeros([S, H], np.float32), "the window must be float8_e4m3fn, but got float32"),
+    ("rank_quantize", 3, FLOAT8, "the window must be of shape [4, 5], but got [4, 6]"),
     ("rank_take", 1, S * REGION, "region must be a multiple of 4 that holds a region"),
     ("rank_copy", 0, X[0], "the rows must be of shape [any, any], but got [5]"),
     ("rank_copy", 1, np.zeros([S, 2], np.int32), "the map must be of shape [4, 1], but got [4, 2]"),

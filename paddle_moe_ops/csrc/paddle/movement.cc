@@ -163,7 +163,7 @@ Shape scales_shape(const Quantization& quantization, int64_t num_rows, int64_t h
 }
 
 Outputs quantize_rows(const Target& target, const char* function, const paddle::Tensor& x, const RowMaps& maps,
-                      const Quantization& quantization) {
+                      const Quantization& quantization, const paddle::Tensor* given) {
   require_rank(x, 2, function, "x");
   const Matrix source(x);
   Tensors kept;
@@ -189,10 +189,11 @@ Outputs quantize_rows(const Target& target, const char* function, const paddle::
     p.slot_to_row = map_data(*maps.slot_to_row, function, "slot_to_row", &kept);
     p.row_to_token = map_data(*maps.row_to_token, function, "row_to_token", &kept);
   }
-  paddle::Tensor codes = paddle::empty({p.num_rows, p.hidden}, paddle::DataType::FLOAT8_E4M3FN, x.place());
+  paddle::Tensor codes =
+      given != nullptr ? *given : paddle::empty({p.num_rows, p.hidden}, paddle::DataType::FLOAT8_E4M3FN, x.place());
   paddle::Tensor scales =
       paddle::empty(scales_shape(quantization, p.num_rows, p.hidden), scales_dtype(quantization.ue8m0), x.place());
-  prepare_pages(target, codes);
+  if (given == nullptr) prepare_pages(target, codes);
   p.codes = codes.data();
   p.scales = scales.data();
   paddle::Tensor workspace;

@@ -77,9 +77,9 @@ struct RowMaps {
   int fill = 0;
 };
 
-// x [T, H] -> codes [N, H] in float8_e4m3fn, and scales.
+// x [T, H] -> codes [N, H] in float8_e4m3fn, and scales. The codes go to memory that is given, or to new memory.
 Outputs quantize_rows(const Target& target, const char* function, const paddle::Tensor& x, const RowMaps& maps,
-                      const Quantization& quantization);
+                      const Quantization& quantization, const paddle::Tensor* given = nullptr);
 
 // codes [N, H] and their scales -> [N, H] of a dtype that holds sums
 paddle::Tensor dequantize_rows(const Target& target, const char* function, const paddle::Tensor& codes,

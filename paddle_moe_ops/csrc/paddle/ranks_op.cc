@@ -98,32 +98,32 @@ Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_p
   return {ids, probs, rows};
 }
 
-// Rows of x to where token_rows says, in the windows of all ranks; the scales of those rows, if x has scales, to new memory.
-Outputs push(const paddle::Tensor& x, const paddle::Tensor* scales, const paddle::Tensor& token_rows,
-             const paddle::Tensor& row_to_token, const paddle::Tensor& window) {
+// Rows of x to where token_rows says, in the windows of all ranks.
+Outputs rank_push(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                  const paddle::Tensor& window) {
   const Target target(kFunction, {&x, &token_rows, &row_to_token, &window});
   require_rank(x, 2, kFunction, "x");
   require(!row_to_token.shape().empty(), kFunction, kNoLines);
   require_dtype(window, x.dtype(), kFunction, "the window");
   require_shape(window, {row_to_token.shape()[0], x.shape()[1]}, kFunction, "the window");
   require(window.is_contiguous(), kFunction, kNoMemory);
-  if (scales != nullptr) require_shape(*scales, {x.shape()[0], -1}, kFunction, "the scales");
-  const int64_t columns = scales == nullptr ? 0 : scales->shape()[1];
-  const Scale scale(kFunction, scales == nullptr ? paddle::optional<paddle::Tensor>() : *scales, scales != nullptr, columns,
-                    scales == nullptr ? 0 : static_cast<int>(scales->dtype()), x);
-  paddle::Tensor rows = window, row_scales = scale.empty_rows(row_to_token.shape()[0], scales != nullptr);
-  permute_rows(target, kFunction, x, scale, token_rows, row_to_token, 0, &rows, &row_scales);
-  return {scales == nullptr ? rows : row_scales};
+  const Scale none(kFunction, {}, false, 0, 0, x);
+  paddle::Tensor rows = window, no_scales;
+  permute_rows(target, kFunction, x, none, token_rows, row_to_token, 0, &rows, &no_scales);
+  return {rows};
 }
 
-Outputs rank_push(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
-                  const paddle::Tensor& window) {
-  return push(x, nullptr, token_rows, row_to_token, window);
-}
-
-Outputs rank_push_scaled(const paddle::Tensor& x, const paddle::Tensor& scales, const paddle::Tensor& token_rows,
-                         const paddle::Tensor& row_to_token, const paddle::Tensor& window) {
-  return push(x, &scales, token_rows, row_to_token, window);
+// Rows of x in float8 to where token_rows says, in the windows of all ranks; their scales are not sent.
+Outputs rank_quantize(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                      const paddle::Tensor& window, bool ue8m0, float amax_min) {
+  const Target target(kFunction, {&x, &token_rows, &row_to_token, &window});
+  require_rank(x, 2, kFunction, "x");
+  require(!row_to_token.shape().empty(), kFunction, kNoLines);
+  require_dtype(window, paddle::DataType::FLOAT8_E4M3FN, kFunction, "the window");
+  require_shape(window, {row_to_token.shape()[0], x.shape()[1]}, kFunction, "the window");
+  require(window.is_contiguous(), kFunction, kNoMemory);
+  const Outputs made = quantize_rows(target, kFunction, x, {&token_rows, &row_to_token, 0}, {ue8m0, false, amax_min}, &window);
+  return {made[1]};
 }
 
 // Rows of a window to new memory: row r to row places[r], if that is not -1. Row i comes from row sources[i]; it is zeros where that is -1.
@@ -224,7 +224,7 @@ PMO_DIRECT(window, window);
 PMO_DIRECT(rank_plan, rank_plan);
 PMO_DIRECT(rank_records, rank_records);
 PMO_DIRECT(rank_push, rank_push);
-PMO_DIRECT(rank_push_scaled, rank_push_scaled);
+PMO_DIRECT(rank_quantize, rank_quantize);
 PMO_DIRECT(rank_copy, rank_copy);
 PMO_DIRECT(rank_sum, rank_sum);
 PMO_DIRECT(rank_put, rank_put);
