@@ -77,7 +77,7 @@ test-isa: $(VENV)/stamp-built core ## the core and the operators on the AVX2 and
 	  PADDLE_MOE_OPS_MAX_CPU_ISA=$$isa $(PY) -m pytest tests/core tests/ops $(WORKERS) $(PYTEST_ARGS) || exit 1; \
 	done
 
-fresh-environments: ## install as the README says, in new environments of the interpreters in PYTHONS
+fresh-environments: ## install as the README says, in new environments of PYTHONS and PADDLES; docs/compatibility.md says how it went
 	$(PYTHON) tools/fresh_environments.py
 
 lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy
