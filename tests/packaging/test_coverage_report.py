@@ -1,0 +1,60 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""docs/coverage.md shows what was measured, and every line that was not run."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return runpy.run_path(str(ROOT / "tools" / "coverage_report.py"))
+
+
+def test_the_page_is_made_of_the_committed_results(tool):
+    text = tool["page"](tool["read_results"]())
+    assert text == (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8"), (
+        "run `python tools/coverage_report.py --page`"
+    )
+    assert "## The C++ core" in text
+
+
+def test_reasons_are_given_for_what_exists(tool):
+    assert [part for part in tool["REASONS"] if not (ROOT / "paddle_moe_ops" / part).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([7], "7"), ([9, 3, 4, 5], "3-5, 9"), ([1, 2, 4, 5], "1-2, 4-5")]
+)
+def test_lines_are_told_as_ranges(tool, numbers, text):
+    assert tool["ranges"](numbers) == text
+
+
+def test_only_a_complete_file_has_100_percent(tool):
+    def share(lines, missing):
+        return tool["percent"]([{"lines": lines, "missing": missing}])
+
+    assert (share(7, 0), share(100000, 1), share(8, 1), share(3, 3), share(0, 0)) == (
+        *("100 %", "99.9 %", "87.5 %", "0.0 %"),
+        "100 %",
+    )
+
+
+def test_files_of_python_that_run_little_are_listed_with_the_reason(tool):
+    files = {
+        "triton/sums.py": {"lines": 10, "missing": 2, "ranges": "1-2"},
+        "triton/topk.py": {"lines": 10, "missing": 1, "ranges": "3"},
+        "mlp.py": {"lines": 10, "missing": 0, "ranges": ""},
+    }
+    text = tool["page"]({"python": {"tests": "tests/ops", "commit": "abc", "date": "2026-11-24", "files": files}})
+    assert "`tests/ops`, commit abc, 2026-11-24: **90.0 %** of 30 lines." in text
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert rows[:2] == ["| `mlp` | 10 | 100 % |", "| `triton` | 20 | 85.0 % |"]
+    (low,) = rows[2:]
+    assert low.startswith("| `triton/sums.py` | 10 | 80.0 % | kernels for GPUs")
