@@ -63,5 +63,5 @@ def test_files_of_python_that_run_little_are_listed_unless_their_module_has_a_re
         "| `masked` | 20 | 85.0 % |  |",
         "| `mlp.py` | 10 | 100 % |  |",
         f"| `triton` | 10 | 40.0 % | {tool['REASONS']['triton']} |",
-        "| `masked/maps.py` | 10 | 80.0 % | 4-5 |",
+        "| `masked/maps.py` | 10 | 80.0 % | 4-5 |  |",
     ]
