@@ -11,6 +11,7 @@ PADDLE ?= paddlepaddle==3.3.1
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 CORE_TESTS ?= tests/core
+COVERAGE_TESTS ?= tests/ops tests/packaging
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -23,10 +24,12 @@ CORE_SOURCES := $(wildcard $(CSRC)/common/*.cc $(CSRC)/cpu/*.cc)
 CORE_FLAGS := -std=c++17 -fPIC -pthread -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -I$(CSRC)/include -I$(CSRC)
 RELEASE_FLAGS := $(CORE_FLAGS) -O3 -fno-math-errno
 SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+# -w: with these flags GCC 12 warns of its own headers; make core judges the sources.
+COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,7 +80,7 @@ test-isa: $(VENV)/stamp-built core ## the core and the operators on the AVX2 and
 	  PADDLE_MOE_OPS_MAX_CPU_ISA=$$isa $(PY) -m pytest tests/core tests/ops $(WORKERS) $(PYTEST_ARGS) || exit 1; \
 	done
 
-fresh-environments: ## install as the README says, in new environments of the interpreters in PYTHONS
+fresh-environments: ## install as the README says, in new environments of PYTHONS and PADDLES; docs/compatibility.md says how it went
 	$(PYTHON) tools/fresh_environments.py
 
 lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy
@@ -114,13 +117,29 @@ build/sanitize/%.o: $(CSRC)/%.cc Makefile
 
 CORE_OBJECTS := $(CORE_SOURCES:$(CSRC)/%.cc=build/core/%.o)
 SANITIZE_OBJECTS := $(CORE_SOURCES:$(CSRC)/%.cc=build/sanitize/%.o)
--include $(CORE_OBJECTS:.o=.d) $(SANITIZE_OBJECTS:.o=.d)
+COVERAGE_OBJECTS := $(CORE_SOURCES:$(CSRC)/%.cc=build/coverage/%.o)
+-include $(CORE_OBJECTS:.o=.d) $(SANITIZE_OBJECTS:.o=.d) $(COVERAGE_OBJECTS:.o=.d)
 
 build/core/libpmo_core.so: $(CORE_OBJECTS)
 	$(CXX) $(RELEASE_FLAGS) -shared $^ -o $@
 
 build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 	$(CXX) $(SANITIZE_FLAGS) -shared $^ -o $@
+
+# ---- coverage: of the core by the core's tests, of Python by COVERAGE_TESTS
+
+coverage: $(VENV)/stamp-built build/coverage/libpmo_core.so ## docs/coverage.md: which lines of the core and of Python the tests run
+	find build/coverage -name '*.gcda' -delete
+	PMO_CORE_LIBRARY=$(CURDIR)/build/coverage/libpmo_core.so $(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" $(PYTEST_ARGS)
+	COVERAGE_FILE=build/coverage/data $(PY) -m pytest $(COVERAGE_TESTS) --cov=paddle_moe_ops --cov-report=json:build/coverage/python.json $(PYTEST_ARGS)
+	$(PY) tools/coverage_report.py --core-tests "$(CORE_TESTS)" --python-tests "$(COVERAGE_TESTS)"
+
+build/coverage/%.o: $(CSRC)/%.cc Makefile
+	@mkdir -p $(@D)
+	$(CXX) $(COVERAGE_FLAGS) -MMD -MP -c $(CURDIR)/$< -o $(CURDIR)/$@
+
+build/coverage/libpmo_core.so: $(COVERAGE_OBJECTS)
+	$(CXX) $(COVERAGE_FLAGS) -shared $^ -o $@
 
 # ---- benchmarks (benchmarks/README.md)
 

@@ -123,8 +123,20 @@ def choose_cuda() -> tuple[bool, str]:
 
 def version_with_paddle() -> str:
     """The version of what is built here: a library fits one minor version of Paddle, so the version names it."""
-    label = "paddle" + ".".join(paddle.version.full_version.split(".")[:2])
-    return f"{VERSION}+{label}" + (f".cu{paddle.version.cuda().replace('.', '')}" if USE_CUDA else "")
+    asked = os.environ.get("PADDLE_MOE_OPS_LOCAL_VERSION", "")
+    if asked and not re.fullmatch(r"[a-z0-9]+(\.[a-z0-9]+)*", asked):
+        raise SystemExit(
+            "paddle_moe_ops: PADDLE_MOE_OPS_LOCAL_VERSION must be letters a-z and digits with dots in between, "
+            f"such as paddle33.cpu, but got {asked!r}"
+        )
+    return f"{VERSION}+{asked or local_version()}"
+
+
+def local_version() -> str:
+    """Such as ``paddle33.cpu`` or ``paddle33.cu126``: what the library has kernels for, and Paddle's minor version."""
+    major, minor = paddle.version.full_version.split(".")[:2]
+    kernels = f"cu{paddle.version.cuda().replace('.', '')}" if USE_CUDA else "cpu"
+    return f"paddle{major}{minor}.{kernels}"
 
 
 def strict_compiler(base: type) -> type:

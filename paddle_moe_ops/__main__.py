@@ -24,15 +24,19 @@ DEPENDENCIES = ("numpy", "ml_dtypes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
-    chosen = _parser().parse_args(argv)
+    """Run one command, or list them where none is named, and return the exit status."""
+    parser = _parser()
+    chosen = parser.parse_args(argv)
+    if "run" not in chosen:
+        parser.print_help()
+        return 0
     return chosen.run(chosen)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m paddle_moe_ops", description="Tools of paddle_moe_ops.")
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_CommandParser)
+    commands = parser.add_subparsers(metavar="command", parser_class=_CommandParser)
     env = commands.add_parser("env", help="what is installed, what runs and what is missing")
     env.add_argument("--json", action="store_true", help="print JSON")
     env.set_defaults(run=_env)

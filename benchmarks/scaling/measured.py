@@ -21,6 +21,7 @@ WHATS = (
     "layer_backward",
     "layer",
 )
+_NOT_PREDICTED = ("dispatch_float8",)  # the model has float8 for collectives only
 
 
 class Measured(NamedTuple):
@@ -59,6 +60,8 @@ def load_exchanges(path: Path) -> tuple[dict[str, Any], list[Measured]]:
     machine, lines = load_lines(path)
     found = []
     for number, line in enumerate(lines, 2):
+        if line.get("what") in _NOT_PREDICTED:
+            continue
         missing = [name for name in (*Measured._fields, "bytes") if name != "size" and name not in line]
         if missing:
             raise ValueError(f"{path}, line {number}: {', '.join(missing)} must be given, but is not")

@@ -113,8 +113,8 @@ def test_partial_dispatch(capacity, mode, experts, dtype, rng, place, backend):
     assert_sums(x_tensor.grad, d_x, terms, K, "the gradient of x")
 
 
-def test_the_first_choices_of_all_tokens_come_first():
-    ids = tensor(np.array([[1, 0], [0, 2], [0, 1]], np.int32), "cpu")
+def test_the_first_choices_of_all_tokens_come_first(place):
+    ids = tensor(np.array([[1, 0], [0, 2], [0, 1]], np.int32), place)
     x, weights = paddle.to_tensor([[1.0], [2.0], [3.0]]), paddle.full([3, 2], 0.5)
     call = [x, weights, ids, 2, 2, 3, False, 0, 2]
     first = F.moe_gate_dispatch_partial_nosoftmaxtopk(*call, False)
@@ -336,7 +336,8 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "argument", "value", "error", "text"), BAD, ids=[f"{n} {a}" for n, a, *_ in BAD])
-def test_bad_arguments(name, argument, value, error, text):
+def test_bad_arguments(name, argument, value, error, text, monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "1")  # values on a device are looked at where it is asked for
     arguments = {**NAMES[name](), argument: value()}
     with pytest.raises(error, match=f"^{name}: {text}"):
         getattr(F, name)(**arguments)

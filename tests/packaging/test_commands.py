@@ -213,6 +213,13 @@ def test_help_needs_nothing(command):
     assert done.stdout.startswith("usage: ")
 
 
+def test_without_a_command_all_are_listed():
+    done = run_command(missing=OPTIONAL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run_command("--help").stdout
+    assert re.findall(r"^    ([a-z]+) ", done.stdout, re.MULTILINE) == ["env", "selftest", "explain", "bench"]
+
+
 def test_unknown_command_is_refused():
     done = run_command("benchmark")
     assert done.returncode == 2

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,21 @@ def test_two_processes_that_share_experts_train_and_leave_a_checkpoint_for_one(t
     lines = [line for line in text.splitlines() if "processes" in line or "process " in line or "nats" in line]
     assert lines[0] == "2 processes with 4 of 8 experts each, 12 steps"
     assert lines[-1].endswith("PASSED")
+
+
+def test_a_saved_model_runs_in_a_process_without_it(tmp_path):
+    text = run(str(EXAMPLES / "export_inference.py"), "--steps", "25", "--out", str(tmp_path / "new"))
+    lines = [line for line in text.splitlines() if " rows: " in line or "loss" in line or line in ("PASSED", "FAILED")]
+    assert lines[0].startswith("25 steps, loss ")
+    ways = [f"{way} {rows} rows" for rows in (1, 63, 257) for way in ("paddle.jit.load", "paddle.inference")]
+    assert [line.partition(":")[0] for line in lines[1:-1]] == ways
+    assert lines[-1] == "PASSED"
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model.json", "model.pdiparams"]
+
+
+def test_every_example_is_run_by_a_test():
+    text = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
+    names = {path.name for path in EXAMPLES.iterdir() if not path.name.startswith("_")}
+    assert "demo" in names
+    run_by_no_test = {name for name in names if not re.search(rf'"(?:examples[/.])?{re.escape(name)}"', text)}
+    assert run_by_no_test == set()

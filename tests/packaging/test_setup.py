@@ -17,6 +17,12 @@ import paddle_moe_ops
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in ("PADDLE_MOE_OPS_CUDA", "PADDLE_MOE_OPS_LOCAL_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def run_setup(monkeypatch):
     """The names defined in setup.py, and what it would have handed to Paddle's setup."""
     handed = {}
@@ -91,11 +97,35 @@ def test_old_paddle_is_refused_with_the_versions_that_work(monkeypatch, version)
     assert "\n" not in stop.value.code
 
 
-def test_version_names_the_minor_version_of_paddle(monkeypatch):
-    monkeypatch.setattr(paddle.version, "full_version", "3.2.2")
-    assert run_setup(monkeypatch)[1]["version"] == f"{paddle_moe_ops.__version__}+paddle3.2"
-    monkeypatch.setattr(paddle.version, "full_version", "3.4.0")
-    assert run_setup(monkeypatch)[1]["version"] == f"{paddle_moe_ops.__version__}+paddle3.4"
+@pytest.mark.parametrize(
+    ("paddle_version", "local"), [("3.2.2", "paddle32.cpu"), ("3.3.1", "paddle33.cpu"), ("3.10.0", "paddle310.cpu")]
+)
+def test_version_names_the_minor_version_of_paddle(monkeypatch, paddle_version, local):
+    monkeypatch.setattr(paddle.version, "full_version", paddle_version)
+    assert run_setup(monkeypatch)[1]["version"] == f"{paddle_moe_ops.__version__}+{local}"
+
+
+def test_version_says_cpu_where_the_operators_for_a_cuda_paddle_are_those_of_the_cpu(monkeypatch, cuda_build):
+    monkeypatch.setenv("PADDLE_MOE_OPS_CUDA", "0")
+    assert run_setup(monkeypatch)[1]["version"].endswith(".cpu")
+
+
+def test_local_version_can_be_given(monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_LOCAL_VERSION", "paddle33.cpu.2")
+    assert run_setup(monkeypatch)[1]["version"] == f"{paddle_moe_ops.__version__}+paddle33.cpu.2"
+    monkeypatch.setenv("PADDLE_MOE_OPS_LOCAL_VERSION", "")
+    assert run_setup(monkeypatch)[1]["version"].startswith(f"{paddle_moe_ops.__version__}+paddle")
+
+
+@pytest.mark.parametrize("given", ["+cpu", "Mine", "paddle33..cpu", "paddle33.", "a b", "cpu\n"])
+def test_local_version_refuses_what_no_version_can_hold(monkeypatch, given):
+    monkeypatch.setenv("PADDLE_MOE_OPS_LOCAL_VERSION", given)
+    with pytest.raises(SystemExit) as stop:
+        run_setup(monkeypatch)
+    assert stop.value.code == (
+        "paddle_moe_ops: PADDLE_MOE_OPS_LOCAL_VERSION must be letters a-z and digits with dots in between, "
+        f"such as paddle33.cpu, but got {given!r}"
+    )
 
 
 def test_version_names_cuda_where_cuda_operators_are_built(monkeypatch, cuda_build, tmp_path):
@@ -105,7 +135,7 @@ def test_version_names_cuda_where_cuda_operators_are_built(monkeypatch, cuda_bui
     nvcc.chmod(0o755)
     monkeypatch.setattr(cpp_extension.cpp_extension, "CUDA_HOME", str(tmp_path))
     version = run_setup(monkeypatch)[1]["version"]
-    assert re.fullmatch(re.escape(paddle_moe_ops.__version__) + r"\+paddle\d+\.\d+\.cu129", version)
+    assert re.fullmatch(re.escape(paddle_moe_ops.__version__) + r"\+paddle\d+\.cu129", version)
 
 
 def test_switch_for_cuda_refuses_other_values(monkeypatch):

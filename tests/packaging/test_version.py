@@ -15,9 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_package_and_installed_metadata_agree():
-    version, _, paddle = metadata.version("paddle-moe-ops").partition("+paddle")
+    version, _, local = metadata.version("paddle-moe-ops").partition("+")
+    built = _build_check.build_info()
+    minor = "".join(built["paddle_version"].split(".")[:2])
     assert version == paddle_moe_ops.__version__
-    assert _build_check.build_info()["paddle_version"].startswith(f"{paddle}.")
+    assert re.fullmatch(rf"paddle{minor}\.{r'cu[0-9]+' if built['cuda'] else 'cpu'}", local)
 
 
 def test_newest_entry_of_the_change_log_is_this_version():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,6 @@ import paddle_moe_ops
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 BUILD_BACKEND = "tools/build_backend.py"
-NOT_SOURCES = shutil.ignore_patterns("__pycache__", "_C*", "_build_info.json")
 
 pytestmark = pytest.mark.slow
 
@@ -50,17 +50,36 @@ def copy_build_files(tree):
 
 @pytest.fixture(scope="module")
 def source_tree(tmp_path_factory):
-    """A copy of the sources without anything built."""
+    """A copy of the checkout without anything built."""
     tree = tmp_path_factory.mktemp("source")
-    copy_build_files(tree)
-    shutil.copytree(ROOT / "paddle_moe_ops", tree / "paddle_moe_ops", ignore=NOT_SOURCES)
+    runpy.run_path(str(ROOT / "tools" / "fresh_environments.py"))["copy_checkout"](tree)
     return tree
 
 
 @pytest.fixture(scope="module")
-def wheel(source_tree):
-    done = succeed("-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", "dist", ".", cwd=source_tree)
-    (path,) = (source_tree / "dist").glob("*.whl")
+def source_distribution(source_tree):
+    """A source distribution, made where no Paddle is."""
+    blocked = "import sys; sys.modules['paddle'] = None; sys.argv = ['setup.py', '-q', 'sdist']; "
+    succeed("-c", blocked + "import runpy; runpy.run_path('setup.py', run_name='__main__')", cwd=source_tree)
+    (path,) = (source_tree / "dist").iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def unpacked(source_distribution, tmp_path_factory):
+    """The folder with the files of the source distribution."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(source_distribution) as archive:
+        archive.extractall(folder)
+    (tree,) = folder.iterdir()
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked):
+    """A wheel made from the source distribution, and what the build said."""
+    done = succeed("-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", "dist", ".", cwd=unpacked)
+    (path,) = (unpacked / "dist").iterdir()
     return path, done.stdout + done.stderr
 
 
@@ -78,11 +97,11 @@ def test_wheel_holds_the_package_and_nothing_else(wheel, source_tree):
     assert {name for name in names if not name.startswith(metadata_folder)} == modules | shipped_sources | built
 
 
-def test_name_of_a_wheel_carries_the_version_of_paddle(wheel):
+def test_name_of_a_wheel_carries_the_version_of_paddle_and_of_python(wheel):
     import paddle
 
-    minor = ".".join(paddle.version.full_version.split(".")[:2])
-    assert wheel[0].name.startswith(f"paddle_moe_ops-{paddle_moe_ops.__version__}+paddle{minor}")
+    minor = "".join(paddle.version.full_version.split(".")[:2])
+    assert re.match(rf"paddle_moe_ops-{paddle_moe_ops.__version__}\+paddle{minor}\.(cpu|cu\d+)-cp3", wheel[0].name)
 
 
 def test_build_prints_a_summary(wheel):
@@ -91,12 +110,12 @@ def test_build_prints_a_summary(wheel):
     assert re.search(r"CUDA +(on|off): \w+", wheel[1])
 
 
-def test_library_names_no_folder_of_the_build_machine(wheel, source_tree):
+def test_library_names_no_folder_of_the_build_machine(wheel, unpacked):
     import paddle
 
     with zipfile.ZipFile(wheel[0]) as archive:
         library = archive.read("paddle_moe_ops/_C_pd_.so")
-    for folder in (Path(paddle.__file__).parents[1], source_tree):
+    for folder in (Path(paddle.__file__).parents[1], unpacked):
         assert str(folder).encode() not in library
 
 
@@ -108,19 +127,14 @@ def test_installed_wheel_passes_its_selftest(wheel, tmp_path):
     assert "selftest passed" in succeed("-m", "paddle_moe_ops", "selftest", cwd=tmp_path, **env).stdout
 
 
-def test_source_distribution_holds_every_source_and_needs_no_paddle(source_tree):
-    blocked = "import sys; sys.modules['paddle'] = None; sys.argv = ['setup.py', '-q', 'sdist']; "
-    succeed("-c", blocked + "import runpy; runpy.run_path('setup.py', run_name='__main__')", cwd=source_tree)
-    (path,) = (source_tree / "dist").glob("*.tar.gz")
-    assert path.name == f"paddle_moe_ops-{paddle_moe_ops.__version__}.tar.gz"
-    with tarfile.open(path) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = [
-        path for path in (source_tree / "paddle_moe_ops").rglob("*") if path.suffix in {".cc", ".cu", ".h", ".py"}
-    ]
-    expected = {path.relative_to(source_tree).as_posix() for path in sources} - {"paddle_moe_ops/_C.py"}
-    assert expected | {BUILD_BACKEND} <= names
-    assert not {name for name in names if name.endswith((".so", ".o", "_C.py"))}
+def test_source_distribution_holds_the_checkout_and_nothing_built(source_distribution, source_tree):
+    assert source_distribution.name == f"paddle_moe_ops-{paddle_moe_ops.__version__}.tar.gz"
+    with tarfile.open(source_distribution) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    not_checkout = ("build/", "dist/", "paddle_moe_ops.egg-info/", ".")
+    files = {path.relative_to(source_tree).as_posix() for path in source_tree.rglob("*") if path.is_file()}
+    assert {name for name in files - names if not name.startswith(not_checkout)} == set()
+    assert not {name for name in names if name.endswith((".so", ".o", ".pyc", "/_C.py", "/_build_info.json"))}
 
 
 BINDING = """

@@ -1,0 +1,55 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Workflows, issue forms and policies name what exists: targets, files, versions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import paddle_moe_ops
+from paddle_moe_ops import _build_check
+
+ROOT = Path(__file__).resolve().parents[2]
+COMING = {"docs"}  # a target that is being made
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=[path.stem for path in WORKFLOWS])
+def test_workflow_calls_what_exists(path):
+    text = path.read_text(encoding="utf-8")
+    targets = re.findall(r"(?:run: |^ +|&& )make (\S+)$", text, re.MULTILINE)
+    makefile = read("Makefile").replace("$(VENV)", ".venv")
+    rules = set(re.findall(r"^([\w./-]+):(?!=)", makefile, re.MULTILINE))
+    assert set(targets) - rules <= COMING
+    files = re.findall(r"(?<![\w./-])(?:tests/|tools/|\.ci/)[\w./-]+", text)
+    assert {name for name in files if not (ROOT / name).exists()} == set()
+    assert targets or files or "setup.py" in text
+
+
+def test_wheels_are_made_for_every_supported_python_and_paddle():
+    workflow = read(".github/workflows/wheels.yml")
+    (pythons,) = re.findall(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
+    (paddles,) = re.findall(r"^ +paddle: \[(.*)\]$", workflow, re.MULTILINE)
+    minors = [version.rpartition(".")[0] for version in re.findall(r'"([\d.]+)"', paddles)]
+    assert minors == list(_build_check.TESTED_PADDLE)
+    (supported,) = re.findall(r"^\| Python \| ([\d., ]+) \|", read("docs/support.md"), re.MULTILINE)
+    assert re.findall(r'"([\d.]+)"', pythons) == supported.split(", ")
+    assert f">={supported.split(', ')[0]}" in read("pyproject.toml")
+    assert f"PaddlePaddle | {' and '.join(_build_check.TESTED_PADDLE)}," in read("docs/support.md")
+
+
+def test_citation_names_this_version():
+    assert re.findall(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE) == [paddle_moe_ops.__version__]
+
+
+def test_reports_of_bugs_need_the_output_of_env():
+    (field,) = [part for part in read(".github/ISSUE_TEMPLATE/bug.yml").split("  - type: ") if "id: env" in part]
+    assert "python -m paddle_moe_ops env" in field
+    assert "required: true" in field
