@@ -263,6 +263,8 @@ def _wrong(predictor: Predictor, found: list[Comparison]) -> str:
 * **Two GPUs were measured, not more.** It is assumed that eight GPUs behind NVLink switches keep the speed of two, and
   that all ranks begin together. Predicted from the other models, the worst line was {100 * worst:+.1f} % off: a
   difference of a few percent between two ways says nothing.
+* **`peer` with float8 tokens or `exact` is not in the model.** The package has both;
+  [what was measured](expert_parallel_performance.md) has dispatch in float8.
 * **Whole layers were measured with `peer` alone.** Of `alltoall` the collective was measured, and rows by hand. `exact`
   and float8 are put together from such parts.
 * **Nobody measured the network for this package.** DeepEP reaches this bandwidth; whether NCCL's all-to-all does is not
