@@ -15,6 +15,7 @@ from paddle import Tensor
 
 from . import _checks
 from ._graphs import is_graph_value, public
+from ._matrices import Matrices, each_of, matrices, named, stacked
 from .backends import GemmSpec, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 from .rowmaps import move_rows, row_probs
@@ -27,7 +28,7 @@ _COUNTS = "a list of ints or a 1-D int array or tensor"
 @public("X", "W", "topk_weights")
 def grouped_gemm(
     X: Tensor,
-    W: Tensor,
+    W: Matrices,
     m_sizes: Sequence[int] | Tensor | None = None,
     transpose: bool = True,
     *,
@@ -60,6 +61,8 @@ def grouped_gemm(
     Sizes and offsets that are tensors are not read: as in a graph, groups that do not fit are cut, unless
     PADDLE_MOE_OPS_VALIDATE asks for checks. The gradient of ``W`` uses rows that were weighted and then rounded.
 
+    A list of matrices is copied to one tensor there, in each call.
+
     All else runs on Paddle's matmul, group by group, with a host synchronisation for tensors on a GPU. On a CPU,
     bfloat16 and float16 operands are widened to float32, and the product is rounded once. Under mixed precision on a
     GPU both operands take its dtype, as in any matmul.
@@ -67,7 +70,8 @@ def grouped_gemm(
     Args:
         X: [M, D] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, D] tokens. More dimensions,
             [..., D], count as M or T rows in all.
-        W: [E, N, D], or [E, D, N] without ``transpose``; dtype of ``X``.
+        W: [E, N, D], or [E, D, N] without ``transpose``; dtype of ``X``. Or a list of E matrices, as experts that are
+            layers of their own have them: each gets its gradient, zeros without rows, and none if it wants none.
         m_sizes: rows of each group, E ints >= 0 in a list or an array, or an int tensor [E]. A list is part of a static
             graph's program; with a tensor one program serves all sizes. None with ``plan``.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
@@ -119,25 +123,30 @@ def grouped_gemm(
     # Mixed precision gives both operands one dtype.
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (X.dtype,)
     inner = X.shape[1]
-    _checks.tensor(name, "W", W, dtypes, ["E", "N", inner] if transpose else ["E", inner, "N"])
-    if 0 in W.shape:
-        shape = "[E, N, D]" if transpose else "[E, D, N]"
-        _checks.bad_value(name, "W", f"of shape {shape} with E, D and N >= 1", list(W.shape))
-    num_experts = W.shape[0]
+    matrices(name, "W", W, dtypes, ["E", "N", inner] if transpose else ["E", inner, "N"])
+    first_name, first = next(iter(named("W", W).items()))
+    listed = isinstance(W, Sequence)
+    if 0 in first.shape:
+        shape = "N, D" if transpose else "D, N"
+        shape = f"[{shape}] with D" if listed else f"[E, {shape}] with E, D"
+        _checks.bad_value(name, first_name, f"of shape {shape} and N >= 1", list(first.shape))
+    num_experts = len(W) if isinstance(W, Sequence) else first.shape[0]
     if plan is not None and num_experts >= 0 and num_experts != plan.num_experts:
-        _checks.bad_value(name, "W", f"matrices of the {plan.num_experts} experts of plan", list(W.shape))
+        given = f"{num_experts} of them" if listed else list(first.shape)
+        _checks.bad_value(name, "W", f"matrices of the {plan.num_experts} experts of plan", given)
     sizes = _row_counts(name, "m_sizes", m_sizes, num_experts)
     offsets = None if expert_offsets is None else _row_counts(name, "expert_offsets", expert_offsets, num_experts + 1)
     weights = weights_of_rows(name, topk_weights, weights_by, plan, X)
-    _checks.same_place(name, X=X, W=W, topk_weights=topk_weights)
+    _checks.same_place(name, X=X, **named("W", W), topk_weights=topk_weights)
     if paddle.amp.is_autocast_enabled() and isinstance(X, Tensor) and X.place.is_gpu_place():
-        X, W = (each.astype(paddle.amp.get_autocast_dtype()) for each in (X, W))
+        dtype = paddle.amp.get_autocast_dtype()
+        X, W = X.astype(dtype), each_of(lambda each: each.astype(dtype), W)
     backend, tokens_of_plan = resolve(name, X), plan if permute_x else None
     if tokens_of_plan is not None and not backend.gathers_rows:
         X, _ = resolve("permute", X).permute(X, None, tokens_of_plan, "all")
         tokens_of_plan = None
     spec = GemmSpec(sizes, offsets, transpose, tokens_of_plan, _checks.validation(name, None, X))
-    rows = backend.grouped_gemm(X, W, weights, spec)
+    rows = backend.grouped_gemm(X, W if backend.takes_lists else stacked(W), weights, spec)
     if plan is None or not permute_y:
         return rows
     return move_rows(rows, plan.row_to_slot.unsqueeze(-1), plan.slot_to_row.reshape([-1]))

@@ -7,12 +7,15 @@ T tokens of d columns, K slots each, N rows, E experts of inner size n.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
 from . import _checks
 from ._graphs import in_float32, is_on_gpu, public, to_dtype
+from ._matrices import Matrices, each_of, matrices, named, stacked
 from .backends import MlpSpec, accumulated, resolve, why_not
 from .functional import unpermute
 from .gemm import grouped_gemm, weights_of_rows
@@ -28,8 +31,8 @@ def moe_mlp(
     x: Tensor,
     plan: Plan,
     probs: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Matrices,
+    down: Matrices,
     *,
     activation: str = "swiglu",
     transpose: bool = False,
@@ -65,8 +68,8 @@ def moe_mlp(
         probs: what each row is multiplied by, float32: [T, K] or flat [T*K] by slot of ``plan``, [N] by row, or None
             for the plain sum. The gradient has this shape; it is 0 at slots without a row.
         gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as `paddle.nn.functional.swiglu` has them.
-            With ``transpose`` [E, 2 * n, d].
-        down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n].
+            With ``transpose`` [E, 2 * n, d]. Or a list of E matrices, as in `grouped_gemm`.
+        down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n]. Or a list of E matrices.
         activation: "swiglu".
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
         weights_by: what flat ``probs`` are by, "row" or "slot".
@@ -98,16 +101,20 @@ def moe_mlp(
     _check_matrices(tokens, plan, gate_up, down, transpose)
     if probs is not None:
         check_weights(_NAME, "probs", probs, plan, weights_by)
-    _checks.same_place(_NAME, x=tokens, gate_up=gate_up, down=down, probs=probs)
+    _checks.same_place(_NAME, x=tokens, **named("gate_up", gate_up), **named("down", down), probs=probs)
     if accumulate:
         check_destinations(_NAME, gate_up, down)
     if paddle.amp.is_autocast_enabled() and is_on_gpu(tokens):
         dtype = getattr(paddle, paddle.amp.get_autocast_dtype())
         if accumulate:  # what a cast gives is no parameter
-            gate_up, down, accumulate = accumulated(gate_up), accumulated(down), False
-        tokens, gate_up, down = (to_dtype(each, dtype) for each in (tokens, gate_up, down))
+            gate_up, down, accumulate = each_of(accumulated, gate_up), each_of(accumulated, down), False
+        tokens = to_dtype(tokens, dtype)
+        gate_up, down = (each_of(lambda each: to_dtype(each, dtype), given) for given in (gate_up, down))
     backend = resolve("grouped_gemm", tokens)
     if backend.runs_moe_mlp:
+        if accumulate and (isinstance(gate_up, Sequence) or isinstance(down, Sequence)):
+            gate_up, down, accumulate = each_of(accumulated, gate_up), each_of(accumulated, down), False
+        gate_up, down = stacked(gate_up), stacked(down)
         with _checks.renaming("grouped_gemm", _NAME, topk_weights="probs"):
             weights = weights_of_rows("grouped_gemm", probs, weights_by, plan, tokens)
         validation = _checks.validation(_NAME, None, tokens)
@@ -115,7 +122,7 @@ def moe_mlp(
         out = backend.moe_mlp(tokens, gate_up, down, weights, spec)
     else:
         if accumulate:
-            gate_up, down = accumulated(gate_up), accumulated(down)
+            gate_up, down = each_of(accumulated, gate_up), each_of(accumulated, down)
         weights = probs
         if probs is not None and weights_by == "slot":
             weights = probs.reshape([-1, plan.topk])
@@ -126,9 +133,9 @@ def moe_mlp(
     return out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(shape)])
 
 
-def check_destinations(function: str, gate_up: Tensor, down: Tensor) -> None:
+def check_destinations(function: str, gate_up: Matrices, down: Matrices) -> None:
     """Check that gradients can be added to what the matrices have."""
-    for name, matrix in (("gate_up", gate_up), ("down", down)):
+    for name, matrix in (*named("gate_up", gate_up).items(), *named("down", down).items()):
         problem = why_not(matrix)
         if problem is not None:
             _checks.bad_value(function, name, *problem)
@@ -141,13 +148,14 @@ def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate
     _checks.flag(function, "accumulate", accumulate)
 
 
-def _check_matrices(x: Tensor, plan: Plan, gate_up: Tensor, down: Tensor, transpose: bool) -> None:
+def _check_matrices(x: Tensor, plan: Plan, gate_up: Matrices, down: Matrices, transpose: bool) -> None:
     hidden, experts = x.shape[1], plan.num_experts
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (x.dtype,)
     shape = [experts, "2 * n", hidden] if transpose else [experts, hidden, "2 * n"]
-    _checks.tensor(_NAME, "gate_up", gate_up, dtypes, shape)
-    columns = gate_up.shape[1 if transpose else 2]
+    matrices(_NAME, "gate_up", gate_up, dtypes, shape)
+    first_name, first = next(iter(named("gate_up", gate_up).items()))
+    columns = first.shape[-2 if transpose else -1]
     if (columns % 2 and columns > 0) or columns == 0:
-        _checks.bad_value(_NAME, "gate_up", "of 2 * n columns, n of the gate and n that it gates, n >= 1", columns)
+        _checks.bad_value(_NAME, first_name, "of 2 * n columns, n of the gate and n that it gates, n >= 1", columns)
     inner = columns // 2 if columns > 0 else "n"
-    _checks.tensor(_NAME, "down", down, dtypes, [experts, hidden, inner] if transpose else [experts, inner, hidden])
+    matrices(_NAME, "down", down, dtypes, [experts, hidden, inner] if transpose else [experts, inner, hidden])

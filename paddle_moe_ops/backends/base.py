@@ -265,6 +265,10 @@ class Backend(Verbs, Protocol):
         """Whether grouped_gemm takes a plan and tokens."""
 
     @property
+    def takes_lists(self) -> bool:
+        """Whether grouped_gemm takes the matrices of experts as a list."""
+
+    @property
     def runs_moe_mlp(self) -> bool:
         """Whether it has `moe_mlp`."""
 

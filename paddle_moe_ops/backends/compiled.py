@@ -178,6 +178,7 @@ class CompiledBackend:
 
     name = "compiled"
     gathers_rows = False
+    takes_lists = False
     operators = frozenset(OPERATORS) - {"grouped_gemm"}
     dtypes: ClassVar[dict[str, Any]] = {}
 

@@ -422,6 +422,7 @@ class WithGradients:
     """A `Backend` of `Kernels`. The verbs that have no gradient are the kernels' own."""
 
     gathers_rows = True
+    takes_lists = False
     runs_moe_mlp = True
 
     def __init__(self, kernels: Kernels) -> None:

@@ -20,6 +20,7 @@ class MatmulBackend:
 
     name = "paddle"
     gathers_rows = False
+    takes_lists = True
     runs_moe_mlp = False
     operators = frozenset({"grouped_gemm"})
     dtypes: ClassVar[dict[str, Any]] = {}
@@ -30,7 +31,7 @@ class MatmulBackend:
     def cannot_run_on(self, tensor: Tensor) -> str | None:
         return None
 
-    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
+    def grouped_gemm(self, x: Tensor, w: Tensor | Sequence[Tensor], weights: Tensor | None, spec: GemmSpec) -> Tensor:
         sizes, offsets = spec.m_sizes, spec.expert_offsets
         known = x.shape[0] >= 0 and all(each is None or isinstance(each, (list, Tensor)) for each in (sizes, offsets))
         segments = host_segments(x.shape[0], sizes, offsets) if known else _segments_in_graph(x, sizes, offsets)
@@ -38,7 +39,8 @@ class MatmulBackend:
             return _multiply(x, w, weights, segments, spec.transpose)
         # On the CPU Paddle has no matmul of narrow types, nor the gradients of what goes with it.
         with paddle.amp.auto_cast(enable=False):
-            operands = x.astype("float32"), w.astype("float32"), weights
+            w = [each.astype("float32") for each in w] if isinstance(w, Sequence) else w.astype("float32")
+            operands = x.astype("float32"), w, weights
             return _multiply(*operands, segments, spec.transpose).astype(x.dtype)
 
 
@@ -58,21 +60,25 @@ def _segments_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] 
 
 
 def _multiply(
-    x: Tensor, w: Tensor, weights: Tensor | None, segments: Sequence[int | Tensor], transpose: bool
+    x: Tensor, w: Tensor | Sequence[Tensor], weights: Tensor | None, segments: Sequence[int | Tensor], transpose: bool
 ) -> Tensor:
     """The products of every other segment, zeros for those between.
 
     With unbind and split, backward is one stack and one concat; indexing expert by expert would add up E tensors of
     the size of all weights.
     """
-    # Segments that are known to be empty are left out, but for a product that is needed for its gradients.
-    kept = [i for i, rows in enumerate(segments) if not (isinstance(rows, int) and rows == 0)]
+    # Segments that are known to be empty are left out, but for products that are needed for their gradients: of one
+    # tensor any will do, of a list those of all matrices that want one.
+    matrices = w if isinstance(w, Sequence) else paddle.unbind(w)
+    needed = set()
+    if matrices is w and paddle.is_grad_enabled():
+        needed = {2 * expert + 1 for expert, matrix in enumerate(matrices) if not matrix.stop_gradient}
+    kept = [i for i, rows in enumerate(segments) if i in needed or not (isinstance(rows, int) and rows == 0)]
     if not any(i % 2 for i in kept):
         kept = sorted([1, *kept])
     lengths = [segments[i] for i in kept]
     parts = dict(zip(kept, _split(x, lengths), strict=True))
     factors = {} if weights is None else dict(zip(kept, _split(weights, lengths), strict=True))
-    matrices = paddle.unbind(w)
     results = {}
     for i, part in parts.items():
         if i % 2:

@@ -152,3 +152,10 @@ def backward(outputs: Iterable[paddle.Tensor], gradients: Iterable[NDArray]) -> 
     """Run backward from some outputs with given gradients."""
     outputs = list(outputs)
     paddle.autograd.backward(outputs, [to_tensor(g, out.place) for g, out in zip(gradients, outputs, strict=True)])
+
+
+def products_in_graphs_are(dtype: Any) -> bool:
+    """Whether mixed precision makes this dtype of products; in a program that never runs, as some CPUs can't run it."""
+    with paddle.static.program_guard(paddle.static.Program()):
+        value = paddle.static.data("value", [2, 2])
+        return paddle.matmul(value, value).dtype == dtype

@@ -153,7 +153,8 @@ Outputs rank_put(const paddle::Tensor& row_values, const paddle::Tensor& window,
   require_rank(row_values, 2, kFunction, "the values");
   p.topk = row_values.shape()[1];
   require_shape(row_values, {p.num_ranks * rows_per_rank, p.topk}, kFunction, "the values");
-  if (row_values.dtype() != paddle::DataType::INT32) require_dtype(row_values, paddle::DataType::FLOAT32, kFunction, "the values");
+  if (row_values.dtype() != paddle::DataType::INT32)
+    require_dtype(row_values, paddle::DataType::FLOAT32, kFunction, "the values");
   const paddle::Tensor values = dense(row_values);
   p.row_values = values.data();
   p.window = regions(window, p.num_ranks, &p.region_bytes);

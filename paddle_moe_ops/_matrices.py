@@ -1,0 +1,60 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The matrices of experts: one tensor that has them all, or a list of them, as layers of their own have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import paddle
+from paddle import Tensor
+
+from . import _checks
+
+__all__ = ["Matrices", "each_of", "matrices", "named", "stacked"]
+
+Matrices: TypeAlias = Tensor | Sequence[Tensor]
+
+
+def matrices(function: str, argument: str, given: Any, dtypes: Sequence[Any], shape: Sequence[int | str]) -> Matrices:
+    """Check the matrices of experts.
+
+    Args:
+        function: name that begins the message.
+        argument: name of the argument.
+        given: what was given.
+        dtypes: allowed Paddle dtypes; of a list, all matrices have that of the first.
+        shape: of all of them, [E, ...]; those of a list have it without E, and what is a name there is as in the first.
+
+    Returns:
+        the tensor, or the list.
+    """
+    if not isinstance(given, Sequence):
+        return _checks.tensor(function, argument, given, dtypes, shape)
+    experts, *expected = shape
+    if not given or (isinstance(experts, int) and 0 <= experts != len(given)):
+        wanted = f"{experts} matrices" if isinstance(experts, int) else "one matrix for each expert"
+        _checks.bad_value(function, argument, f"a list of {wanted}", f"{len(given)} of them")
+    for index, each in enumerate(given):
+        _checks.tensor(function, f"{argument}[{index}]", each, dtypes, expected)
+        if index == 0:
+            dtypes, expected = (each.dtype,), each.shape
+    return given
+
+
+def named(argument: str, given: Matrices) -> dict[str, Tensor]:
+    """Each tensor by the name that messages give it."""
+    if isinstance(given, Sequence):
+        return {f"{argument}[{index}]": each for index, each in enumerate(given)}
+    return {argument: given}
+
+
+def each_of(change: Callable[[Tensor], Tensor], given: Matrices) -> Matrices:
+    """What a function makes of the tensor, or of each in the list."""
+    return [change(each) for each in given] if isinstance(given, Sequence) else change(given)
+
+
+def stacked(given: Matrices) -> Tensor:
+    """One tensor; a list is copied. The gradient goes to each matrix."""
+    return paddle.stack(list(given)) if isinstance(given, Sequence) else given
