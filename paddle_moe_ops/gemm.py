@@ -15,7 +15,7 @@ from paddle import Tensor
 
 from . import _checks
 from ._graphs import is_graph_value, public
-from ._matrices import Matrices, each_of, matrices, named, stacked
+from ._matrices import each_of, matrices, named, stacked
 from .backends import GemmSpec, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 from .rowmaps import move_rows, row_probs
@@ -28,7 +28,7 @@ _COUNTS = "a list of ints or a 1-D int array or tensor"
 @public("X", "W", "topk_weights")
 def grouped_gemm(
     X: Tensor,
-    W: Matrices,
+    W: Tensor | Sequence[Tensor],
     m_sizes: Sequence[int] | Tensor | None = None,
     transpose: bool = True,
     *,

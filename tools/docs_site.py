@@ -31,6 +31,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return with_links(markdown, Path(page.file.abs_src_path).parent)
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Docstrings announce code as reStructuredText does, with two colons."""
+    return html.replace("::</p>", ":</p>")
+
+
 def with_links(markdown: str, folder: Path) -> str:
     """Links to pages of the site, and the names of files that are not on it.
 
