@@ -12,6 +12,7 @@ import paddle
 import pytest
 
 from paddle_moe_ops import patched_paddle
+from tests.onednn import BFLOAT16_IN_GRAPHS
 from tests.static.test_to_static import collections_are_quick, plain_errors
 
 from . import family_programs, plan_programs
@@ -94,6 +95,7 @@ def test_mixed_precision(program, place, backend):
     assert_same_gradients(mixed(program.sparse), mixed(program.dense), tolerance)
 
 
+@BFLOAT16_IN_GRAPHS
 @STATIC
 def test_mixed_precision_in_a_static_graph(program, place):
     """Against float32: some of the dense programs lose gradients in such graphs of Paddle's own operators."""
