@@ -30,7 +30,7 @@ def matrices(function: str, argument: str, given: Any, dtypes: Sequence[Any], sh
     Returns:
         the tensor, or the list.
     """
-    if not isinstance(given, Sequence):
+    if not isinstance(given, Sequence) or isinstance(given, str):
         return _checks.tensor(function, argument, given, dtypes, shape)
     experts, *expected = shape
     if not given or (isinstance(experts, int) and 0 <= experts != len(given)):
