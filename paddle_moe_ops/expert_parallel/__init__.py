@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
 from .parallel import ExpertParallel, Received
 from .parameters import (
     average_gradients,
@@ -17,8 +18,10 @@ __all__ = [
     "ExpertParallel",
     "Received",
     "average_gradients",
+    "gather_optimizer_state_dict",
     "gather_state_dict",
     "is_expert_parameter",
     "mark_expert_parameters",
+    "shard_optimizer_state_dict",
     "shard_state_dict",
 ]

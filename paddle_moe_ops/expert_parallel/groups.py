@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -12,7 +13,7 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 
-__all__ = ["agree", "group_of"]
+__all__ = ["agree", "group_of", "raise_for_others", "raising_together"]
 
 
 def group_of(function: str, group: Any) -> Group:
@@ -42,14 +43,42 @@ def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:
     """Check that all ranks of a group were given the same; every rank must call it.
 
     Raises:
-        ValueError: on every rank, if the settings differ.
+        ValueError: on every rank, if the settings differ, or some ranks lack one.
     """
     if group.nranks == 1:
         return
     of_ranks: list[dict[str, Any]] = []
     paddle.distributed.all_gather_object(of_ranks, dict(settings), group=group)
-    for name, value in settings.items():
+    for name in dict.fromkeys(name for each in of_ranks for name in each):
         values = [each.get(name) for each in of_ranks]
-        if any(other != value for other in values):
+        if any(other != values[0] for other in values):
             given = ", ".join(f"{other!r} on rank {rank}" for rank, other in zip(group.ranks, values, strict=True))
             _checks.bad_value(function, name, "the same on all ranks of the group", given)
+
+
+@contextlib.contextmanager
+def raising_together(function: str, group: Group) -> Iterator[None]:
+    """Let bad arguments of one rank be an error on every rank; every rank must come here.
+
+    Raises:
+        TypeError, ValueError: what this rank raised inside.
+        RuntimeError: other ranks raised.
+    """
+    error: TypeError | ValueError | None = None
+    try:
+        yield
+    except (TypeError, ValueError) as caught:
+        error = caught
+    raised: list[bool] = [error is not None]
+    if group.nranks > 1:
+        raised = []
+        paddle.distributed.all_gather_object(raised, error is not None, group=group)
+    if error is not None:
+        raise error
+    raise_for_others(function, group.ranks, [rank for rank, bad in zip(group.ranks, raised, strict=True) if bad])
+
+
+def raise_for_others(function: str, ranks: Sequence[int], raised: Sequence[int]) -> None:
+    """Raise the RuntimeError of ranks whose own arguments are good, if there are ranks that raised."""
+    if raised:
+        raise RuntimeError(f"{function}: ranks {raised} of {ranks} raised an error in this call, which says more")

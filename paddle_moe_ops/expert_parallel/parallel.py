@@ -15,7 +15,7 @@ from .._graphs import beside, filled, is_graph_value, public
 from ..functional import permute, unpermute
 from ..routing import Plan, route
 from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
-from .groups import agree, group_of
+from .groups import agree, group_of, raise_for_others
 from .peers import Peers, local_plan
 from .plans import chunks_of, local_ids_of, plan_of_ranks, spread, trimmed
 from .transports import transport_for
@@ -389,9 +389,7 @@ def _counts(
 
 def _check_states(states: list[int], ep: ExpertParallel) -> None:
     ranks = ep.group.ranks
-    raised = [rank for rank, state in zip(ranks, states, strict=True) if state & _RAISED]
-    if raised:
-        raise RuntimeError(f"{_DISPATCH}: ranks {raised} of {ranks} raised an error in this call, which says more")
+    raise_for_others(_DISPATCH, ranks, [rank for rank, state in zip(ranks, states, strict=True) if state & _RAISED])
     bad = [rank for rank, state in zip(ranks, states, strict=True) if state & _NOT_FINITE]
     if bad:
         _checks.bad_value(_DISPATCH, "x", "finite on all ranks", f"NaN or infinity on ranks {bad}")

@@ -12,10 +12,12 @@ from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .groups import group_of
+from .groups import agree, group_of
 
 __all__ = [
+    "agree_on_tensors",
     "average_gradients",
+    "gather_experts",
     "gather_state_dict",
     "is_expert_parameter",
     "mark_expert_parameters",
@@ -102,16 +104,42 @@ def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
 
     Returns:
         on every rank ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...].
+
+    Raises:
+        ValueError: on every rank, if the ranks have different parameters of experts.
     """
-    group = group_of("gather_state_dict", group)
+    function = "gather_state_dict"
+    group = group_of(function, group)
     state = dict(layer.state_dict())
-    if group.nranks == 1:
-        return state
-    for name in _expert_names(layer):
-        parts: list[Tensor] = []
-        paddle.distributed.all_gather(parts, state[name], group=group)
-        state[name] = paddle.concat(parts)
-    return state
+    own = {name: state[name] for name in _expert_names(layer)}
+    agree_on_tensors(function, "layer.state_dict()[{!r}]", own, group)
+    return state | gather_experts(own, group)
+
+
+def agree_on_tensors(function: str, label: str, tensors: Mapping[str, Tensor], group: Group) -> None:
+    """Check that all ranks have tensors of the same names, dtypes and shapes; every rank must call it.
+
+    Args:
+        function: name that begins the message.
+        label: what the message calls a tensor, with a place for its name.
+        tensors: of this rank.
+        group: the ranks.
+
+    Raises:
+        ValueError: on every rank, if they differ.
+    """
+    layout = {name: f"{_checks.dtype_name(each.dtype)} {list(each.shape)}" for name, each in tensors.items()}
+    agree(function, group, {label.format(name): each for name, each in layout.items()})
+
+
+def gather_experts(parts: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Gather stacked tensors [E / P, ...], which all ranks have, as [E, ...]; every rank must call it."""
+    whole = dict(parts)
+    for name in sorted(parts) if group.nranks > 1 else ():
+        of_ranks: list[Tensor] = []
+        paddle.distributed.all_gather(of_ranks, parts[name], group=group)
+        whole[name] = paddle.concat(of_ranks)
+    return whole
 
 
 def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:

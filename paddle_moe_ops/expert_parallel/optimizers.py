@@ -1,0 +1,232 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of optimizers whose parameters are spread over ranks.
+
+Paddle names what an optimizer keeps after the parameter's ``.name``, and numbers parameters as they are made. These
+names differ between two models of one process, so a gathered state also says what the model itself calls them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import paddle
+from paddle import Tensor, nn
+from paddle.distributed.communication.group import Group
+
+from .. import _checks
+from .groups import group_of, raising_together
+from .parameters import agree_on_tensors, gather_experts, is_expert_parameter
+
+__all__ = ["gather_optimizer_state_dict", "shard_optimizer_state_dict"]
+
+_MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"  # Paddle's entries that are no tensors
+_NAMES = "parameter_names"  # and ours
+_SHOWN_KEYS = 8
+
+# What follows a parameter's name: an accumulator's name and its number, with the master weight's before them.
+_ENDING = re.compile(r"_.+_\d+")
+# Adam's powers have shape [1] whatever the parameter's shape is.
+_POWER = re.compile(r".*_pow_acc_\d+")
+
+
+class _Entry(NamedTuple):
+    """A tensor of a state.
+
+    Attributes:
+        label: where the state has it, for messages.
+        parameter: what the model calls its parameter.
+        ending: of its name, after the parameter's.
+        value: the tensor.
+        is_master: whether it is the parameter's master weight, not an accumulator.
+    """
+
+    label: str
+    parameter: str
+    ending: str
+    value: Tensor
+    is_master: bool
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks."""
+        return self.parameter + self.ending
+
+
+@paddle.no_grad()
+def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = None) -> dict[str, Any]:
+    """Gather the state that an optimizer would have in one process. All ranks must call it.
+
+    What is no expert's is the optimizer's own tensor, as in ``optimizer.state_dict()``: save the state before the next
+    step. Master weights are copies.
+
+    Args:
+        optimizer: of `paddle.optimizer`; it may have taken no step.
+        layer: the model, with all parameters of the optimizer.
+        group: the ranks that share the experts, as `ExpertParallel` takes it.
+
+    Returns:
+        on every rank ``optimizer.state_dict()``, in which what the optimizer keeps for stacked parameters [E / P, ...]
+        of experts is [E, ...], with one more entry: ``"parameter_names"``, a dict from the names of
+        ``layer.named_parameters()`` to the ``.name`` that keys begin with. `shard_optimizer_state_dict` takes it out.
+
+    Raises:
+        TypeError: the optimizer has no ``state_dict``, or the layer is none.
+        ValueError: the optimizer has what belongs to none of the layer's parameters, or keeps for an expert's parameter
+            neither a tensor of its shape nor one number; the ranks' states differ in names, dtypes or shapes.
+        RuntimeError: another rank raised one of these errors.
+    """
+    function = "gather_optimizer_state_dict"
+    group = group_of(function, group)
+    with raising_together(function, group):
+        _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
+        if not callable(getattr(optimizer, "state_dict", None)):
+            _checks.bad_type(function, "optimizer", "an optimizer of paddle.optimizer", type(optimizer).__name__)
+        source, state = "optimizer.state_dict()", optimizer.state_dict()
+        names = _names_in(layer)
+        entries = {each.name: each for each in _entries(function, source, state, names, layer)}
+        stacked = _stacked(function, entries.values(), layer, 1)
+    tensors = {name: each.value for name, each in entries.items()}
+    agree_on_tensors(function, source + " of {!r}", tensors, group)
+    tensors |= gather_experts({name: tensors[name] for name in stacked}, group)
+    whole = _state([each._replace(value=tensors[name]) for name, each in entries.items()], state, names)
+    return {**whole, _NAMES: names}
+
+
+@paddle.no_grad()
+def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group: Any = None) -> dict[str, Any]:
+    """Cut this rank's part out of an optimizer's whole state, for ``optimizer.set_state_dict``.
+
+    A checkpoint fits any number of ranks, one process too. Ranks do not communicate. The optimizer's tensors get the
+    names that the layer's parameters have now, whatever they had when the state was gathered; they keep their numbers,
+    so load them into the first optimizer of these parameters.
+
+    Args:
+        state: of `gather_optimizer_state_dict`, or the ``state_dict()`` of an optimizer in one process whose parameters
+            have the ``.name`` of the layer's. Tensors, as `paddle.load` gives them.
+        layer: the model that the optimizer is for.
+        group: the ranks that share the experts, as `ExpertParallel` takes it.
+
+    Returns:
+        the state, in which what belongs to stacked parameters of experts is [E / P, ...] instead of [E, ...]. Master
+        weights are copies, since the optimizer changes those that it is given.
+
+    Raises:
+        TypeError: the state is no mapping or has values that are no tensors; the layer is none.
+        ValueError: a key belongs to none of the layer's parameters; a tensor of an expert's parameter has neither the
+            parameter's shape with the experts of all ranks nor one number.
+    """
+    function = "shard_optimizer_state_dict"
+    group = group_of(function, group)
+    _checks.instance(function, "state", state, Mapping, "a dict, as gather_optimizer_state_dict returns it")
+    _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
+    names = _names_in(layer)
+    entries = _entries(function, "state", state, state.get(_NAMES, names), layer)
+    stacked = _stacked(function, entries, layer, group.nranks)
+    return _state([_part(each, group) if each.name in stacked else each for each in entries], state, names)
+
+
+def _names_in(layer: nn.Layer) -> dict[str, str]:
+    return {name: parameter.name for name, parameter in layer.named_parameters()}
+
+
+def _entries(
+    function: str, argument: str, state: Mapping[str, Any], names: Mapping[str, str], layer: nn.Layer
+) -> list[_Entry]:
+    """The tensors of a state.
+
+    Args:
+        function: name that begins the messages.
+        argument: what they call the state.
+        state: of an optimizer.
+        names: the ``.name`` that keys begin with, by what the model calls the parameter.
+        layer: the model.
+    """
+    _checks.instance(function, f"{argument}[{_NAMES!r}]", names, Mapping, "a dict of names")
+    masters = state.get(_MASTERS, {})
+    _checks.instance(function, f"{argument}[{_MASTERS!r}]", masters, Mapping, "a dict of tensors")
+    known = {name for name, _ in layer.named_parameters()}
+    owners = {key: name for name, key in names.items() if name in known}
+    entries, unknown = [], []
+    for key, value in masters.items():
+        label = f"{argument}[{_MASTERS!r}][{key!r}]"
+        _checks.instance(function, label, value, Tensor, "a tensor")
+        if key in owners and value.name.startswith(key):
+            entries.append(_Entry(label, owners[key], value.name[len(key) :], value, True))
+        else:
+            unknown.append(f"{_MASTERS}: {key}")
+    for key, value in state.items():
+        if key in (_MASTERS, _SCHEDULER, _NAMES):
+            continue
+        owner = _owner(key, owners)
+        if owner is None:
+            unknown.append(key)
+            continue
+        label = f"{argument}[{key!r}]"
+        _checks.instance(function, label, value, Tensor, "a tensor")
+        entries.append(_Entry(label, owners[owner], key[len(owner) :], value, False))
+    if unknown:
+        more = f" and {len(unknown) - _SHOWN_KEYS} more" if len(unknown) > _SHOWN_KEYS else ""
+        expected = "what an optimizer keeps for parameters of the layer"
+        _checks.bad_value(function, argument, expected, f"keys of no parameter: {unknown[:_SHOWN_KEYS]}{more}")
+    return entries
+
+
+def _owner(key: str, owners: Mapping[str, str]) -> str | None:
+    """The longest name of a parameter that a key begins with."""
+    end = key.rfind("_")
+    while end > 0:
+        if key[:end] in owners and _ENDING.fullmatch(key, end):
+            return key[:end]
+        end = key.rfind("_", 0, end)
+    return None
+
+
+def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_parts: int) -> set[str]:
+    """The names of those that have a row for each expert, by their shape; others of experts must be one number.
+
+    Args:
+        function: name that begins the messages.
+        entries: of a state.
+        layer: the model.
+        num_parts: how many times as many experts as this rank's they have.
+    """
+    parameters = {name: each for name, each in layer.named_parameters() if is_expert_parameter(each)}
+    found = set()
+    for entry in entries:
+        if entry.parameter not in parameters:
+            continue
+        count, *others = parameters[entry.parameter].shape
+        shape, whole = list(entry.value.shape), [count * num_parts, *others]
+        is_power = shape == [1] and _POWER.fullmatch(entry.ending) is not None
+        if shape == whole and not is_power:
+            found.add(entry.name)
+        elif shape not in ([], [1]):
+            expected = f"of shape {whole}, as its parameter {entry.parameter!r} of experts is, or one number"
+            _checks.bad_value(function, entry.label, expected, shape)
+    return found
+
+
+def _part(entry: _Entry, group: Group) -> _Entry:
+    count = entry.value.shape[0] // group.nranks
+    return entry._replace(value=entry.value[group.rank * count : (group.rank + 1) * count])
+
+
+def _state(entries: Iterable[_Entry], state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A state as Paddle has it, of parameters with these names; what is in another one besides tensors stays."""
+    made: dict[str, Any] = {}
+    masters: dict[str, Tensor] = {}
+    for entry in entries:
+        key = names[entry.parameter]
+        if entry.is_master:
+            master = masters[key] = entry.value.clone()
+            master.name = key + entry.ending  # which its accumulators' keys begin with
+        else:
+            made[key + entry.ending] = entry.value
+    if _MASTERS in state:
+        made[_MASTERS] = masters
+    if _SCHEDULER in state:
+        made[_SCHEDULER] = state[_SCHEDULER]
+    return made
