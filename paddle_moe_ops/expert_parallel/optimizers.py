@@ -54,13 +54,16 @@ class _Entry(NamedTuple):
         """The same on all ranks."""
         return self.parameter + self.ending
 
+    def of(self, value: Tensor) -> _Entry:
+        """The entry with another tensor, or with a copy of its own."""
+        return self._replace(value=value.clone() if value is self.value else value)
+
 
 @paddle.no_grad()
 def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = None) -> dict[str, Any]:
     """Gather the state that an optimizer would have in one process. All ranks must call it.
 
-    What is no expert's is the optimizer's own tensor, as in ``optimizer.state_dict()``: save the state before the next
-    step. Master weights are copies.
+    Its tensors are copies, so the optimizer may go on.
 
     Args:
         optimizer: of `paddle.optimizer`; it may have taken no step.
@@ -91,7 +94,8 @@ def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = No
     tensors = {name: each.value for name, each in entries.items()}
     agree_on_tensors(function, source + " of {!r}", tensors, group)
     tensors |= gather_experts({name: tensors[name] for name in stacked}, group)
-    whole = _state([each._replace(value=tensors[name]) for name, each in entries.items()], state, names)
+    made = [each.of(tensors[name]) for name, each in entries.items()]
+    whole = _state(made, state, names)
     return {**whole, _NAMES: names}
 
 
@@ -110,8 +114,8 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
         group: the ranks that share the experts, as `ExpertParallel` takes it.
 
     Returns:
-        the state, in which what belongs to stacked parameters of experts is [E / P, ...] instead of [E, ...]. Master
-        weights are copies, since the optimizer changes those that it is given.
+        the state, in which what belongs to stacked parameters of experts is [E / P, ...] instead of [E, ...]. Its
+        tensors are copies, since an optimizer keeps and changes what it is given.
 
     Raises:
         TypeError: the state is no mapping or has values that are no tensors; the layer is none.
@@ -125,7 +129,8 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
     names = _names_in(layer)
     entries = _entries(function, "state", state, state.get(_NAMES, names), layer)
     stacked = _stacked(function, entries, layer, group.nranks)
-    return _state([_part(each, group) if each.name in stacked else each for each in entries], state, names)
+    parts = [each.of(_part(each.value, group) if each.name in stacked else each.value) for each in entries]
+    return _state(parts, state, names)
 
 
 def _names_in(layer: nn.Layer) -> dict[str, str]:
@@ -209,9 +214,9 @@ def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_part
     return found
 
 
-def _part(entry: _Entry, group: Group) -> _Entry:
-    count = entry.value.shape[0] // group.nranks
-    return entry._replace(value=entry.value[group.rank * count : (group.rank + 1) * count])
+def _part(whole: Tensor, group: Group) -> Tensor:
+    count = whole.shape[0] // group.nranks
+    return whole[group.rank * count : (group.rank + 1) * count].clone()  # a slice may be a view
 
 
 def _state(entries: Iterable[_Entry], state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -221,8 +226,8 @@ def _state(entries: Iterable[_Entry], state: Mapping[str, Any], names: Mapping[s
     for entry in entries:
         key = names[entry.parameter]
         if entry.is_master:
-            master = masters[key] = entry.value.clone()
-            master.name = key + entry.ending  # which its accumulators' keys begin with
+            masters[key] = entry.value
+            entry.value.name = key + entry.ending  # which its accumulators' keys begin with
         else:
             made[key + entry.ending] = entry.value
     if _MASTERS in state:

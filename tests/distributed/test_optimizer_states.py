@@ -30,7 +30,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "NAdam": {},
     "Momentum": {},
-    "Rprop": {"multi_precision": True},
     "SGD": {"multi_precision": True},
 }
 
@@ -48,8 +47,9 @@ class Net(nn.Layer):
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         x = self.frozen(self.first(x))
-        x = x + self.moe(x)
-        return x + self.other(x)
+        for layer in (self.moe, self.other):
+            x = x + layer(x.astype(layer.experts.down.dtype)).astype(x.dtype)
+        return x
 
 
 class Run:
@@ -66,9 +66,8 @@ class Run:
         self.rate = paddle.optimizer.lr.StepDecay(0.01, step_size=3)
         arguments = {"learning_rate": self.rate, **OPTIMIZERS[optimizer], **options}
         if "multi_precision" in arguments:
-            self.net.to(dtype="bfloat16")
-        if optimizer == "Rprop":
-            arguments["learning_rate"] = 0.01
+            for layer in (self.net.moe, self.net.other):  # a CPU has no dense layers of bfloat16
+                layer.to(dtype="bfloat16")
         self.optimizer = getattr(paddle.optimizer, optimizer)(parameters=self.net.parameters(), **arguments)
 
     def train(self, steps: range) -> list[float]:
@@ -78,8 +77,7 @@ class Run:
             rows = np.random.default_rng(step).standard_normal([TOKENS, HIDDEN]).astype(np.float32)
             count = TOKENS // self.ranks
             x = paddle.to_tensor(rows[self.rank * count : (self.rank + 1) * count])
-            x = x.astype(self.net.first.weight.dtype)
-            loss = (self.net(x) - x.flip([1])).astype("float32").square().mean()
+            loss = (self.net(x) - x.flip([1])).square().mean()
             loss.backward()
             average_gradients(self.net.parameters(), self.group)
             self.optimizer.step()
@@ -203,11 +201,13 @@ def different_states() -> list[str]:
     """What a rank is told whose optimizer is fine, or not."""
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
     with unique_name.guard():
-        program, other = Run("AdamW" if rank else "SGD", multi_precision=False), nn.Linear(2, 2)
-        program.net.to(dtype="float32")
+        program, other = Run("Momentum" if rank else "AdamW"), nn.Linear(2, 2)
         program.train(range(1))
         narrow = Run("AdamW")
-        narrow.net.moe.experts.down.stop_gradient = rank == 1
+        skipped = narrow.net.moe.experts.down if rank == 1 else None
+        narrow.optimizer = paddle.optimizer.AdamW(
+            parameters=[each for each in narrow.net.parameters() if each is not skipped]
+        )
         narrow.train(range(1))
     gather = gather_optimizer_state_dict
     return [
@@ -225,7 +225,7 @@ def test_ranks_whose_states_differ_are_told():
         assert one == two
         assert one.startswith(f"ValueError: {name}: optimizer.state_dict() of '")
         assert " must be the same on all ranks of the group, but got " in one
-    assert first[0].endswith("but got None on rank 0, 'float32 [6, 6]' on rank 1")
+    assert first[0].endswith("but got 'float32 [6, 6]' on rank 0, None on rank 1")
     assert "of 'moe.experts.down_moment1_0' must" in first[1]
     assert first[1].endswith("but got 'float32 [2, 10, 6]' on rank 0, None on rank 1")
     assert first[2] == f"TypeError: {name}: optimizer must be an optimizer of paddle.optimizer, but got NoneType"
@@ -244,7 +244,7 @@ def test_four_ranks_go_on_where_two_were(saved):
     assert_same(found, end, **CLOSE)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam", "Rprop"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam", "SGD"])
 def test_a_state_goes_through_four_ranks_unchanged(optimizer, saved, tmp_path):
     path, there, _, _ = saved(optimizer)
     for found in run(passed_on, 4, optimizer=optimizer, load=path, save=str(tmp_path / "four")):
