@@ -17,6 +17,7 @@ from paddle_moe_ops.expert_parallel import (
     average_gradients,
     gather_optimizer_state_dict,
     gather_state_dict,
+    mark_expert_parameters,
     shard_optimizer_state_dict,
     shard_state_dict,
 )
@@ -215,6 +216,7 @@ def different_states() -> list[str]:
         caught(lambda: gather(narrow.optimizer, narrow.net, group)),
         caught(lambda: gather(program.optimizer if rank else None, program.net, group)),
         caught(lambda: gather(narrow.optimizer, narrow.net if rank else other, group)),
+        caught(lambda: gather_state_dict(nn.Sequential(narrow.net.moe) if rank else narrow.net.moe, group)),
     ]
 
 
@@ -231,7 +233,31 @@ def test_ranks_whose_states_differ_are_told():
     assert first[2] == f"TypeError: {name}: optimizer must be an optimizer of paddle.optimizer, but got NoneType"
     assert first[3].startswith(f"ValueError: {name}: optimizer.state_dict() must be what an optimizer keeps for")
     told = f"RuntimeError: {name}: ranks [0] of [0, 1] raised an error in this call, which says more"
-    assert second[2:] == [told] * 2
+    assert second[2:4] == [told] * 2
+    assert first[4] == second[4]
+    assert first[4].startswith(
+        "ValueError: gather_state_dict: layer.state_dict()['experts.down'] must be the same on all"
+    )
+
+
+def one_number_of_each_expert() -> dict[str, list[float]]:
+    """What AdamW keeps for [1] on each rank."""
+    group, net = paddle.distributed.get_group(0), nn.Layer()
+    net.add_parameter("scale", net.create_parameter([1]))
+    mark_expert_parameters(net)
+    optimizer = paddle.optimizer.AdamW(parameters=net.parameters())
+    (net.scale * (group.rank + 1.0)).sum().backward()
+    optimizer.step()
+    state = gather_optimizer_state_dict(optimizer, net, group)
+    name = state.pop("parameter_names")["scale"]
+    return {key.removeprefix(f"{name}_"): each.tolist() for key, each in state.items()}
+
+
+def test_powers_are_no_numbers_of_experts():
+    for state in run(one_number_of_each_expert, 2):
+        assert [len(state[f"moment{each}_0"]) for each in (1, 2)] == [2, 2]
+        np.testing.assert_allclose(state["moment1_0"], [0.1, 0.2], rtol=1e-6)
+        assert [len(state[f"beta{each}_pow_acc_0"]) for each in (1, 2)] == [1, 1]
 
 
 # The tests of four processes follow each other, since a start takes seconds.

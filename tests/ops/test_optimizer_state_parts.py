@@ -260,3 +260,19 @@ def test_a_history_of_gradients_of_experts_is_refused():
         f"ValueError: gather_optimizer_state_dict: optimizer.state_dict()['{net[1].gate_up.name}_y_0'] must be of "
         "shape [2, 5, 6], as its parameter '1.gate_up' of experts is, or one number, but got [3, 2, 5, 6]"
     )
+
+
+def test_an_optimizer_that_keeps_other_things_is_refused():
+    net = nn.Linear(2, 2)
+    optimizer = paddle.optimizer.LBFGS(parameters=net.parameters())
+    assert "keys of no parameter: ['state']" in raised(lambda: gather_optimizer_state_dict(optimizer, net))
+
+
+def test_a_second_optimizer_of_the_same_parameters_is_refused_by_paddle():
+    net = model_of(2)
+    optimizer = optimizer_of(net, "AdamW")
+    step(net, optimizer, 0)
+    again = optimizer_of(net, "AdamW")
+    again.set_state_dict(shard_optimizer_state_dict(gather_optimizer_state_dict(optimizer, net), net))
+    with pytest.raises(AssertionError, match="_moment1_1 should in state dict"):
+        step(net, again, 1)
