@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from paddle_moe_ops import _env
 from tests.packaging.subprocesses import run_python
 
+ROOT = Path(__file__).resolve().parents[2]
 PRINT_THREADS = "from paddle_moe_ops import _env; print(_env.num_threads())"
 
 
@@ -127,3 +129,15 @@ def test_operators_raise_a_value_error_for_a_bad_value(variable, value, expected
     environment = {variable: value} if backend is None else {variable: value, "PADDLE_MOE_OPS_BACKEND": backend}
     done = run_python(code, env=environment)
     assert done.stderr.rstrip().endswith(f"ValueError: {variable} must be {expected}, but got {value!r}")
+
+
+def test_the_page_has_the_variables_that_the_sources_name():
+    """Each in the table and in a section of its own, so that a new one without both fails."""
+    sources = [ROOT / "setup.py", *(ROOT / "paddle_moe_ops").rglob("*.py")]
+    sources += [path for path in (ROOT / "paddle_moe_ops" / "csrc").rglob("*.*") if path.is_file()]
+    texts = [path.read_text(encoding="utf-8") for path in sources]
+    named = {name for text in texts for name in re.findall(r"\bPADDLE_MOE_OPS_[A-Z_]*[A-Z]\b", text)}
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| \[`(PADDLE_MOE_OPS_\w+)`\]", page, re.MULTILINE)) == named
+    assert set(re.findall(r"^### (PADDLE_MOE_OPS_\w+)$", page, re.MULTILINE)) == named
+    assert {variable.name for variable in _env.VARIABLES} <= named
