@@ -207,7 +207,7 @@ def padding_and_buffer() -> Drawing:
     for row in range(BUFFER_SIZE, BUFFER_SIZE + OVERFLOW):
         drawing.box(x + row * width + 13, 310, width - 2, 30, f"t{ROW_TO_TOKEN[row]}", "gone")
     drawing.text(x + (BUFFER_SIZE + OVERFLOW) * width + 20, 330, f"does not fit: overflow = {OVERFLOW}", "note")
-    drawing.text(x, 390, "t0, t1, t2: the token of a row. 0: a row of padding, all zeros.", "note")
+    drawing.text(x, 390, "t0, t1, t2: a row's token. 0: a row of padding, all zeros.", "note")
     return drawing
 
 
@@ -223,15 +223,15 @@ def plan_maps() -> Drawing:
     drawing.text(124, 334, "experts: E", "middle")
     drawing.text(124, 352, "tokens_per_expert [E]", "code middle")
     drawing.box(248, 316, 216, 44, "probabilities", "plain")
-    columns = dict(zip(MAPS, (28, 140, 260, 372, 28, 140), strict=True))
+    columns = dict(zip(MAPS, (28, 140, 256, 362, 28, 148), strict=True))
     for name, (source, target, shape) in MAPS.items():
         x, low = columns[name], "experts" in (source, target)
         top, bottom = (222, 316) if low else (84, 178)
         ends = (top, bottom - 2) if (target == "experts" or (target == "rows" and not low)) else (bottom, top + 2)
         _labelled(drawing, x, ends, name, shape)
-    _labelled(drawing, 260, (222, 314), "row_probs", "[N]")
+    _labelled(drawing, 276, (222, 314), "row_probs", "[N]")
     drawing.text(16, 24, "Each arrow is a tensor of the plan; -1 leads nowhere.", "note")
-    drawing.text(16, 379, "token_rows: a token's rows in ascending order, as they are added up.", "note")
+    drawing.text(16, 379, "token_rows is ascending: the order in which rows are added up.", "note")
     return drawing
 
 
@@ -283,9 +283,9 @@ def expert_parallelism() -> Drawing:
         shape = f'x="{left - 8:g}" y="38" width="{span + 14:g}" height="434" rx="8"'
         drawing.lines.insert(0, f'<rect {shape} class="none"/>')
         drawing.text(left + span / 2, 27, f"rank {rank}", "head middle")
-    stages = ((72, "tokens"), (92, "and experts"), (130, "dispatch"), (178, "arrived"), (230, "local plan"), (284, "rows"))
-    for y, text in (*stages, (336, "experts"), (398, "combine"), (452, "sums")):
-        drawing.text(14, y, text, "head" if text in ("dispatch", "local plan", "experts", "combine") else "note")
+    stages = ((72, "tokens"), (100, "experts"), (130, "dispatch"), (178, "arrived"), (230, "plan"), (284, "rows"))
+    for y, text in (*stages, (336, "products"), (398, "combine"), (452, "sums")):
+        drawing.text(14, y, text, "head" if text in ("dispatch", "plan", "products", "combine") else "note")
 
     def boxes(y: float, tokens: Sequence[int], left: float) -> dict[int, float]:
         """Boxes of tokens in a line; the middle of each."""

@@ -42,14 +42,14 @@ def draw(
 
 def _draw_loss(axes: Axes, train: Sequence[float], held_out: Sequence[tuple[int, float]]) -> None:
     steps = np.arange(1, len(train) + 1)
-    axes.plot(steps, train, color=TRAIN, alpha=0.22, linewidth=0.8)
+    axes.plot(steps, train, color=TRAIN, alpha=0.22, linewidth=0.8, label="train, each step")
     axes.plot(steps, _smoothed(train), color=TRAIN, linewidth=1.9, label="train, smoothed")
     marks = np.array(held_out)
     axes.scatter(marks[:, 0], marks[:, 1], s=44, color=HELD_OUT, edgecolors="white", zorder=3, label="held out")
-    for (step, value), offset, side in ((held_out[0], (9, -4), "left"), (held_out[-1], (3, 11), "right")):
-        label = axes.annotate(f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", ha=side)
+    for step, value in (held_out[0], held_out[-1]):
+        label = axes.annotate(f"{value:.2f}", (step, value), xytext=(9, -4), textcoords="offset points")
         label.set(color=HELD_OUT, fontweight="bold")
-        label.set_bbox({"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0})
+    axes.set_xlim(-0.03 * len(train), 1.12 * len(train))  # room for the last label, right of all lines
     axes.set_title("Loss, nats per byte", loc="left", color=INK, fontsize=11)
     axes.set(xlabel="step", ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
@@ -81,7 +81,8 @@ def _draw_load(axes: Axes, load: np.ndarray) -> None:
     axes.set_xlabel("expert")
     axes.spines[:].set_visible(False)
     bar = axes.figure.colorbar(image, ax=axes, extend="max", pad=0.02, aspect=28)
-    bar.set_ticks([0, even, 2 * even], labels=["0", "even", "2x"])
+    bar.set_ticks([0, even, 2 * even], labels=["0", "1", "2"])
+    bar.set_label("load of an expert, as a share of the even load", color=MUTED)
     bar.ax.tick_params(colors=MUTED, length=0)
     bar.outline.set_visible(False)
 
