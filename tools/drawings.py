@@ -56,10 +56,12 @@ LOCAL_ROW_TO_EXPERT = ((0, 0, 1, 1), (2, 2, 3, 3))
 WIDTH = 480  # in a column of a phone, letters of 14 are still 10 pixels high
 STYLE = """
 svg { --card: #ffffff; --edge: #c3cad2; --ink: #1f2933; --muted: #55606b; --none: #eef1f4;
-  --f0: #d3e5ff; --s0: #2f6fbf; --f1: #ffe3bd; --s1: #b5660b; --f2: #d5f0d3; --s2: #2e8540; --f3: #eedcf9; --s3: #8a4bb3; }
+  --f0: #d3e5ff; --s0: #2f6fbf; --f1: #ffe3bd; --s1: #b5660b;
+  --f2: #d5f0d3; --s2: #2e8540; --f3: #eedcf9; --s3: #8a4bb3; }
 @media (prefers-color-scheme: dark) {
   svg { --card: #161b22; --edge: #4a535e; --ink: #e8edf2; --muted: #a3adb8; --none: #262c34;
-    --f0: #1d3b63; --s0: #78aefc; --f1: #57390f; --s1: #f0a64a; --f2: #1d4728; --s2: #6fcf80; --f3: #45295a; --s3: #c894ec; }
+    --f0: #1d3b63; --s0: #78aefc; --f1: #57390f; --s1: #f0a64a;
+    --f2: #1d4728; --s2: #6fcf80; --f3: #45295a; --s3: #c894ec; }
 }
 text { font: 14px system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; fill: var(--ink); }
 .head { font-weight: 600; }

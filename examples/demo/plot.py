@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,17 +15,17 @@ from matplotlib.ticker import MaxNLocator
 TRAIN, HELD_OUT, INK, MUTED = "#2a6f97", "#d1495b", "#22313f", "#7a8793"
 
 
-def draw(
-    path: Path, train: Sequence[float], held_out: Sequence[tuple[int, float]], load: np.ndarray, title: str
-) -> None:
-    """Write a PNG.
+def draw(train: Sequence[float], held_out: Sequence[tuple[int, float]], load: np.ndarray, title: str) -> Figure:
+    """Draw the picture.
 
     Args:
-        path: File to write.
         train: Loss of each training step, in nats.
         held_out: Pairs of a step and the held-out loss after it.
         load: Slots of each expert in each MoE layer, [layers, E]; the model's first layer is dense.
         title: First line of the picture.
+
+    Returns:
+        The figure, to be saved.
     """
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure = Figure(figsize=(12.5, 5.0), dpi=130, layout=layout, facecolor="white")
@@ -37,7 +36,7 @@ def draw(
     for axes in (loss_axes, load_axes):
         axes.xaxis.label.set_color(MUTED)
         axes.tick_params(colors=MUTED, length=0)
-    figure.savefig(path)
+    return figure
 
 
 def _draw_loss(axes: Axes, train: Sequence[float], held_out: Sequence[tuple[int, float]]) -> None:
@@ -57,7 +56,7 @@ def _draw_loss(axes: Axes, train: Sequence[float], held_out: Sequence[tuple[int,
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(MUTED)
-    axes.legend(frameon=False, loc="lower left", labelcolor=INK)
+    axes.legend(loc="upper right", labelcolor=INK, facecolor="white", edgecolor="none", framealpha=1.0)
 
 
 def _draw_load(axes: Axes, load: np.ndarray) -> None:
@@ -82,7 +81,7 @@ def _draw_load(axes: Axes, load: np.ndarray) -> None:
     axes.spines[:].set_visible(False)
     bar = axes.figure.colorbar(image, ax=axes, extend="max", pad=0.02, aspect=28)
     bar.set_ticks([0, even, 2 * even], labels=["0", "1", "2"])
-    bar.set_label("load of an expert, as a share of the even load", color=MUTED)
+    bar.set_label("times the even load", color=MUTED)
     bar.ax.tick_params(colors=MUTED, length=0)
     bar.outline.set_visible(False)
 
