@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,7 +16,19 @@ from matplotlib.ticker import MaxNLocator
 TRAIN, HELD_OUT, INK, MUTED = "#2a6f97", "#d1495b", "#22313f", "#7a8793"
 
 
-def draw(train: Sequence[float], held_out: Sequence[tuple[int, float]], load: np.ndarray, title: str) -> Figure:
+def draw(
+    path: Path, train: Sequence[float], held_out: Sequence[tuple[int, float]], load: np.ndarray, title: str
+) -> None:
+    """Write a PNG.
+
+    Args:
+        path: File to write.
+        train, held_out, load, title: As in `picture`.
+    """
+    picture(train, held_out, load, title).savefig(path)
+
+
+def picture(train: Sequence[float], held_out: Sequence[tuple[int, float]], load: np.ndarray, title: str) -> Figure:
     """Draw the picture.
 
     Args:

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         _report_speed(console, checks.layer_speed(model.moe_layers[-1])),
     ]
     picture = options.out / PICTURE
-    plot.draw(history.losses, history.marks, history.load, title).savefig(picture)
+    plot.draw(picture, history.losses, history.marks, history.load, title)
     _report(console, "picture", escape(str(picture)))
     _report(console, "time", f"{time.perf_counter() - start:.0f} s")
     return 0 if all(passed) else 1

@@ -69,12 +69,12 @@ def labels_of(figure):
 
 @pytest.mark.parametrize(("steps", "experts"), [(3, 4), (500, 16), (5000, 64)])
 def test_the_picture_says_what_its_colours_mean_and_labels_lie_apart(steps, experts):
-    from examples.demo.plot import draw
+    from examples.demo.plot import picture
 
     rng = np.random.default_rng(steps)
     train = 2 + 3.6 * np.exp(-np.arange(steps) / 20) + rng.normal(0, 0.2, steps)
     load = rng.integers(1, 100, [3, experts])
-    figure = draw(list(train), [(0, 5.6), (steps // 2, 2.3), (steps, 1.99)], load, "A model")
+    figure = picture(list(train), [(0, 5.6), (steps // 2, 2.3), (steps, 1.99)], load, "A model")
     labels = labels_of(figure)
     assert {"train, each step", "train, smoothed", "held out", "times the even load"} <= {text for text, _ in labels}
     for (one, place), (other, box) in itertools.combinations(labels, 2):
