@@ -29,7 +29,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ $(DOCS)/stamp: tools/docs_requirements.txt
 
 docs: $(DOCS)/stamp ## the documentation site in build/site; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+drawings: ## docs/drawings from tools/drawings.py; needs no environment
+	$(PYTHON) tools/drawings.py
 
 test-isa: $(VENV)/stamp-built core ## the core and the operators on the AVX2 and on the generic row kernels
 	for isa in avx2 generic; do \

@@ -23,10 +23,22 @@ def draw(
 
     Args:
         path: File to write.
+        train, held_out, load, title: As in `picture`.
+    """
+    picture(train, held_out, load, title).savefig(path)
+
+
+def picture(train: Sequence[float], held_out: Sequence[tuple[int, float]], load: np.ndarray, title: str) -> Figure:
+    """Draw the picture.
+
+    Args:
         train: Loss of each training step, in nats.
         held_out: Pairs of a step and the held-out loss after it.
         load: Slots of each expert in each MoE layer, [layers, E]; the model's first layer is dense.
         title: First line of the picture.
+
+    Returns:
+        The figure, to be saved.
     """
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure = Figure(figsize=(12.5, 5.0), dpi=130, layout=layout, facecolor="white")
@@ -37,19 +49,19 @@ def draw(
     for axes in (loss_axes, load_axes):
         axes.xaxis.label.set_color(MUTED)
         axes.tick_params(colors=MUTED, length=0)
-    figure.savefig(path)
+    return figure
 
 
 def _draw_loss(axes: Axes, train: Sequence[float], held_out: Sequence[tuple[int, float]]) -> None:
     steps = np.arange(1, len(train) + 1)
-    axes.plot(steps, train, color=TRAIN, alpha=0.22, linewidth=0.8)
+    axes.plot(steps, train, color=TRAIN, alpha=0.22, linewidth=0.8, label="train, each step")
     axes.plot(steps, _smoothed(train), color=TRAIN, linewidth=1.9, label="train, smoothed")
     marks = np.array(held_out)
     axes.scatter(marks[:, 0], marks[:, 1], s=44, color=HELD_OUT, edgecolors="white", zorder=3, label="held out")
-    for (step, value), offset, side in ((held_out[0], (9, -4), "left"), (held_out[-1], (3, 11), "right")):
-        label = axes.annotate(f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", ha=side)
+    for step, value in (held_out[0], held_out[-1]):
+        label = axes.annotate(f"{value:.2f}", (step, value), xytext=(9, -4), textcoords="offset points")
         label.set(color=HELD_OUT, fontweight="bold")
-        label.set_bbox({"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0})
+    axes.set_xlim(-0.03 * len(train), 1.12 * len(train))  # room for the last label, right of all lines
     axes.set_title("Loss, nats per byte", loc="left", color=INK, fontsize=11)
     axes.set(xlabel="step", ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
@@ -57,7 +69,7 @@ def _draw_loss(axes: Axes, train: Sequence[float], held_out: Sequence[tuple[int,
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(MUTED)
-    axes.legend(frameon=False, loc="lower left", labelcolor=INK)
+    axes.legend(loc="upper right", labelcolor=INK, facecolor="white", edgecolor="none", framealpha=1.0)
 
 
 def _draw_load(axes: Axes, load: np.ndarray) -> None:
@@ -81,7 +93,8 @@ def _draw_load(axes: Axes, load: np.ndarray) -> None:
     axes.set_xlabel("expert")
     axes.spines[:].set_visible(False)
     bar = axes.figure.colorbar(image, ax=axes, extend="max", pad=0.02, aspect=28)
-    bar.set_ticks([0, even, 2 * even], labels=["0", "even", "2x"])
+    bar.set_ticks([0, even, 2 * even], labels=["0", "1", "2"])
+    bar.set_label("times the even load", color=MUTED)
     bar.ax.tick_params(colors=MUTED, length=0)
     bar.outline.set_visible(False)
 

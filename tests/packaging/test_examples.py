@@ -51,6 +51,13 @@ def test_a_saved_model_runs_in_a_process_without_it(tmp_path):
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model.json", "model.pdiparams"]
 
 
+def test_experts_on_float8_rows_learn_as_those_in_float32_do():
+    text = run(str(EXAMPLES / "float8_experts.py"), "--steps", "100")
+    lines = [line for line in text.splitlines() if "loss" in line or "cosines" in line or line in ("PASSED", "FAILED")]
+    assert [line.split()[0] for line in lines] == ["float32:", "float8:", "last", "cosines", "PASSED"]
+    assert len({line.partition(" -> ")[2] for line in lines[:2]}) == 2  # another result: float8 took part
+
+
 def test_every_example_is_run_by_a_test():
     text = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
     names = {path.name for path in EXAMPLES.iterdir() if not path.name.startswith("_")}
