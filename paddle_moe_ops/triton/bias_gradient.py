@@ -62,7 +62,7 @@ def bias_gradient_kernel(
         gradient = tl.load(d_out + place, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
         if DOTS:
             dots = tl.sum(gradient * addend[None, :], axis=1)
-            dots += tl.load(d_weights + rows, mask=live & (tile == 0), other=0.0)
+            dots += tl.load(d_weights + rows, mask=rows < tl.where(tile == 0, end, 0), other=0.0)
             tl.store(partial + rows.to(tl.int64) * tiles + tile, dots, mask=live)
         if WEIGHTED:
             gradient *= tl.load(weights + rows, mask=live, other=0.0)[:, None]
