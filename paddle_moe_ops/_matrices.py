@@ -18,7 +18,7 @@ Matrices: TypeAlias = Tensor | Sequence[Tensor]
 
 
 def matrices(function: str, argument: str, given: Any, dtypes: Sequence[Any], shape: Sequence[int | str]) -> Matrices:
-    """Check the matrices of experts.
+    """Check the matrices, or the biases, of experts.
 
     Args:
         function: name that begins the message.
@@ -34,7 +34,8 @@ def matrices(function: str, argument: str, given: Any, dtypes: Sequence[Any], sh
         return _checks.tensor(function, argument, given, dtypes, shape)
     experts, *expected = shape
     if not given or (isinstance(experts, int) and 0 <= experts != len(given)):
-        wanted = f"{experts} matrices" if isinstance(experts, int) else "one matrix for each expert"
+        several = "vectors" if len(expected) == 1 else "matrices"
+        wanted = f"{experts} {several}" if isinstance(experts, int) else "one matrix for each expert"
         _checks.bad_value(function, argument, f"a list of {wanted}", f"{len(given)} of them")
     for index, each in enumerate(given):
         _checks.tensor(function, f"{argument}[{index}]", each, dtypes, expected)

@@ -25,7 +25,7 @@ __all__ = ["grouped_gemm"]
 _COUNTS = "a list of ints or a 1-D int array or tensor"
 
 
-@public("X", "W", "topk_weights")
+@public("X", "W", "topk_weights", "bias")
 def grouped_gemm(
     X: Tensor,
     W: Tensor | Sequence[Tensor],
@@ -38,11 +38,12 @@ def grouped_gemm(
     topk_weights: Tensor | None = None,
     weights_by: str | None = None,
     permute_y: bool = False,
+    bias: Tensor | Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Multiply each group of rows with the matrix of its expert: ``Y_g = X_g W_g^T``, or ``X_g W_g``.
+    """Multiply each group of rows with the matrix of its expert: ``Y_g = X_g W_g^T + b_g``, or ``X_g W_g + b_g``.
 
-    Rows that belong to no group (padding, and rows after the last group) are not read and give 0. With a plan the
-    permutation can be part of the first product of an expert, and the weights part of the second::
+    Rows that belong to no group (padding, and rows after the last group) are not read and give 0, with a bias, too.
+    With a plan the permutation can be part of the first product of an expert, and the weights part of the second::
 
         rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True))
         out = unpermute(grouped_gemm(rows, down, plan=plan, topk_weights=weights), plan)
@@ -53,8 +54,10 @@ def grouped_gemm(
         slots = grouped_gemm(rows, down, plan=plan, topk_weights=weights, permute_y=True)
         out = slots.reshape([num_tokens, topk, hidden]).sum(axis=1)
 
-    Differentiable in ``X``, ``W`` and ``topk_weights``: rows of no group and experts without rows get a gradient of 0.
-    Accumulation in float32. Deterministic; the order of additions depends on the backend (`explain` says which runs).
+    Differentiable in ``X``, ``W``, ``topk_weights`` and ``bias``: rows of no group and experts without rows get a
+    gradient of 0. Accumulation in float32. Deterministic; the order of additions depends on the backend (`explain` says
+    which runs). The bias is added in float32 and multiplied by the weight before the row is rounded. Its gradient is
+    the float32 sum of the rows of the gradient, each times its weight.
 
     On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed, in one launch and a small one. Where the
     GPU copies by descriptors, another launch moves the rows of ``permute_x``; they are not kept for the backward pass.
@@ -64,8 +67,9 @@ def grouped_gemm(
     A list of matrices is copied to one tensor there, in each call.
 
     All else runs on Paddle's matmul, group by group, with a host synchronisation for tensors on a GPU. On a CPU,
-    bfloat16 and float16 operands are widened to float32, and the product is rounded once. Under mixed precision on a
-    GPU both operands take its dtype, as in any matmul.
+    bfloat16 and float16 operands are widened to float32, and the product is rounded once. On a GPU this path rounds the
+    product, and again what bias and weights make of it. Under mixed precision on a GPU all operands but the weights
+    take its dtype, as in any matmul.
 
     Args:
         X: [M, D] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, D] tokens. More dimensions,
@@ -86,6 +90,8 @@ def grouped_gemm(
         permute_y: whether the rows are brought back to the order of slots of ``plan``: slot k of token t in row
             t * K + k, zeros for a slot without a row. Moved after they were multiplied, by bit-exact copies. Not
             together with ``permute_x``.
+        bias: [E, N], dtype of ``X``, what is added to the rows of each expert before they are weighted. Or a list of E
+            vectors [N]. Slots without a row stay 0.
 
     Returns:
         [M, N], dtype of ``X``, in expert order; with ``permute_y`` [T*K, N] in slot order.
@@ -134,19 +140,24 @@ def grouped_gemm(
     if plan is not None and num_experts >= 0 and num_experts != plan.num_experts:
         given = f"{num_experts} of them" if listed else list(first.shape)
         _checks.bad_value(name, "W", f"matrices of the {plan.num_experts} experts of plan", given)
+    if bias is not None:
+        matrices(name, "bias", bias, dtypes, [num_experts, first.shape[-2 if transpose else -1]])
     sizes = _row_counts(name, "m_sizes", m_sizes, num_experts)
     offsets = None if expert_offsets is None else _row_counts(name, "expert_offsets", expert_offsets, num_experts + 1)
     weights = weights_of_rows(name, topk_weights, weights_by, plan, X)
-    _checks.same_place(name, X=X, **named("W", W), topk_weights=topk_weights)
+    biases = {} if bias is None else named("bias", bias)
+    _checks.same_place(name, X=X, **named("W", W), topk_weights=topk_weights, **biases)
+    addend = None if bias is None else stacked(bias)
     if paddle.amp.is_autocast_enabled() and isinstance(X, Tensor) and X.place.is_gpu_place():
         dtype = paddle.amp.get_autocast_dtype()
         X, W = X.astype(dtype), each_of(lambda each: each.astype(dtype), W)
+        addend = None if addend is None else addend.astype(dtype)
     backend, tokens_of_plan = resolve(name, X), plan if permute_x else None
     if tokens_of_plan is not None and not backend.gathers_rows:
         X, _ = resolve("permute", X).permute(X, None, tokens_of_plan, "all")
         tokens_of_plan = None
     spec = GemmSpec(sizes, offsets, transpose, tokens_of_plan, _checks.validation(name, None, X))
-    rows = backend.grouped_gemm(X, W if backend.takes_lists else stacked(W), weights, spec)
+    rows = backend.grouped_gemm(X, W if backend.takes_lists else stacked(W), weights, addend, spec)
     if plan is None or not permute_y:
         return rows
     return move_rows(rows, plan.row_to_slot.unsqueeze(-1), plan.slot_to_row.reshape([-1]))

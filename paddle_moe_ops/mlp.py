@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of experts as one call: both products, SwiGLU between them, the weights and the sum of each token's rows.
+"""A layer of experts as one call: products, biases, the activation, the weights and the sum of each token's rows.
 
 T tokens of d columns, K slots each, N rows, E experts of inner size n.
 """
@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import paddle
-import paddle.nn.functional as F
 from paddle import Tensor
 
 from . import _checks
-from ._graphs import in_float32, is_on_gpu, public, to_dtype
+from ._activations import activate
+from ._graphs import is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, matrices, named, stacked
 from .backends import MlpSpec, accumulated, resolve, why_not
 from .functional import unpermute
 from .gemm import grouped_gemm, weights_of_rows
+from .reference import ACTIVATIONS
 from .routing import Plan, as_plan, check_weights, tokens_of
 
 __all__ = ["moe_mlp"]
@@ -26,7 +27,7 @@ __all__ = ["moe_mlp"]
 _NAME = "moe_mlp"
 
 
-@public("x", "probs", "gate_up", "down")
+@public("x", "probs", "gate_up", "down", "gate_up_bias", "down_bias")
 def moe_mlp(
     x: Tensor,
     plan: Plan,
@@ -40,6 +41,8 @@ def moe_mlp(
     keep: str = "h",
     workspace_mb: int = 256,
     accumulate: bool = False,
+    gate_up_bias: Tensor | Sequence[Tensor] | None = None,
+    down_bias: Tensor | Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Give each token to its experts, and add up what they make of it, weighted.
 
@@ -50,17 +53,23 @@ def moe_mlp(
         rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False))
         out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=False), plan, probs)
 
-    Differentiable in ``x``, ``probs``, ``gate_up`` and ``down``. Deterministic, and the bits do not depend on
+    With another ``activation`` or with biases::
+
+        rows = act(grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False, bias=gate_up_bias))
+        out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=False, bias=down_bias), plan, probs)
+
+    Differentiable in ``x``, ``probs``, the matrices and the biases. Deterministic, and the bits do not depend on
     ``workspace_mb``. No host synchronisation on a GPU with Triton; a plan with a static buffer makes all shapes static,
     and CUDA graphs can capture both passes.
 
-    On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed. There the call keeps ``x``, the first
-    product H of each row and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns are not kept: the
-    gradient of a weight is the dot product of the row in front of the second product and the gradient there (SonicMoE,
-    arXiv 2512.14080). A pass makes some of these rows at a time, in a buffer of ``workspace_mb``. A second backward
-    pass through the same graph is refused.
+    On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed. There SwiGLU without biases keeps
+    ``x``, the first product H of each row and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns
+    are not kept: the gradient of a weight is the dot product of the row in front of the second product and the gradient
+    there (SonicMoE, arXiv 2512.14080). A pass makes some of these rows at a time, in a buffer of ``workspace_mb``. A
+    second backward pass through the same graph is refused.
 
-    All else runs on the operators of the two lines above: ``keep`` and ``workspace_mb`` make no difference.
+    All else runs on the operators of the lines above: ``keep`` and ``workspace_mb`` make no difference, and more is
+    kept for the backward pass.
 
     Args:
         x: [T, d] bfloat16, float16 or float32 tokens. More dimensions, [..., d], count as T tokens in all.
@@ -70,7 +79,10 @@ def moe_mlp(
         gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as `paddle.nn.functional.swiglu` has them.
             With ``transpose`` [E, 2 * n, d]. Or a list of E matrices, as in `grouped_gemm`.
         down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n]. Or a list of E matrices.
-        activation: "swiglu".
+        activation: what is made of the gate's columns g and the others u, in float32. "swiglu": ``silu(g) * u``.
+            "geglu": ``gelu(g) * u``; "geglu_tanh" with GELU's approximation by a hyperbolic tangent. "swiglu_oai", of
+            gpt_oss: ``(u + 1) * g * sigmoid(1.702 * g)`` with g cut to at most 7 and u to [-7, 7]; what was cut has no
+            gradient.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
         weights_by: what flat ``probs`` are by, "row" or "slot".
         keep: "h", or "x" to keep only the tokens and the maps, and make H again in the backward pass.
@@ -80,17 +92,20 @@ def moe_mlp(
             them to Paddle, which would pass over all matrices once more: to the attribute ``main_grad``, a float32
             tensor or one of the matrix's dtype, which is made (float32) if it is None; to ``grad`` without that
             attribute, if there is one. Hooks on the gradient of the matrix then get None, and paddle.DataParallel does
-            not reduce what is in ``main_grad``: do that before the optimizer's step.
+            not reduce what is in ``main_grad``: do that before the optimizer's step. The same goes for the biases.
+        gate_up_bias: [E, 2 * n], dtype of ``x``, added to the first product: the gate's first, as in ``gate_up``. Or a
+            list of E vectors.
+        down_bias: [E, d], dtype of ``x``, added to the second product before it is weighted. Or a list of E vectors.
 
     Returns:
         shape and dtype of ``x``.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix that is
-            not a leaf or whose ``main_grad`` does not fit.
+        ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
+            bias that is not a leaf or whose ``main_grad`` does not fit.
     """
-    _checks.choice(_NAME, "activation", activation, ("swiglu",))
+    _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
     _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
     _checks.flag(_NAME, "transpose", transpose)
     check_memory_options(_NAME, keep, workspace_mb, accumulate)
@@ -98,20 +113,24 @@ def moe_mlp(
     shape = getattr(x, "shape", [])
     tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
     _checks.rows(_NAME, "x", tokens, _checks.SUM_DTYPES, *tokens_of(plan), shape)
-    _check_matrices(tokens, plan, gate_up, down, transpose)
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    _check_matrices(tokens, plan, gate_up, down, biases, transpose)
     if probs is not None:
         check_weights(_NAME, "probs", probs, plan, weights_by)
-    _checks.same_place(_NAME, x=tokens, **named("gate_up", gate_up), **named("down", down), probs=probs)
+    given = {"gate_up": gate_up, "down": down, **{name: each for name, each in biases.items() if each is not None}}
+    named_tensors = {key: each for name, value in given.items() for key, each in named(name, value).items()}
+    _checks.same_place(_NAME, x=tokens, **named_tensors, probs=probs)
     if accumulate:
-        check_destinations(_NAME, gate_up, down)
+        check_destinations(_NAME, **given)
     if paddle.amp.is_autocast_enabled() and is_on_gpu(tokens):
         dtype = getattr(paddle, paddle.amp.get_autocast_dtype())
         if accumulate:  # what a cast gives is no parameter
             gate_up, down, accumulate = each_of(accumulated, gate_up), each_of(accumulated, down), False
+            gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
         tokens = to_dtype(tokens, dtype)
         gate_up, down = (each_of(lambda each: to_dtype(each, dtype), given) for given in (gate_up, down))
     backend = resolve("grouped_gemm", tokens)
-    if backend.runs_moe_mlp:
+    if backend.runs_moe_mlp and activation == "swiglu" and gate_up_bias is None and down_bias is None:
         if accumulate and (isinstance(gate_up, Sequence) or isinstance(down, Sequence)):
             gate_up, down, accumulate = each_of(accumulated, gate_up), each_of(accumulated, down), False
         gate_up, down = stacked(gate_up), stacked(down)
@@ -123,22 +142,29 @@ def moe_mlp(
     else:
         if accumulate:
             gate_up, down = each_of(accumulated, gate_up), each_of(accumulated, down)
+            gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
         weights = probs
         if probs is not None and weights_by == "slot":
             weights = probs.reshape([-1, plan.topk])
-        rows = in_float32(F.swiglu, grouped_gemm(tokens, gate_up, plan=plan, permute_x=True, transpose=transpose))
-        out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=transpose), plan, weights)
+        hidden = grouped_gemm(tokens, gate_up, plan=plan, permute_x=True, transpose=transpose, bias=gate_up_bias)
+        rows = activate(hidden, activation)
+        out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=transpose, bias=down_bias), plan, weights)
     if len(shape) == 2:
         return out
     return out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(shape)])
 
 
-def check_destinations(function: str, gate_up: Matrices, down: Matrices) -> None:
-    """Check that gradients can be added to what the matrices have."""
-    for name, matrix in (*named("gate_up", gate_up).items(), *named("down", down).items()):
-        problem = why_not(matrix)
-        if problem is not None:
-            _checks.bad_value(function, name, *problem)
+def _accumulated_biases(*biases: Matrices | None) -> list[Matrices | None]:
+    return [None if bias is None else each_of(accumulated, bias) for bias in biases]
+
+
+def check_destinations(function: str, **given: Matrices) -> None:
+    """Check that gradients can be added to what the matrices, and the biases, have."""
+    for argument, value in given.items():
+        for name, each in named(argument, value).items():
+            problem = why_not(each)
+            if problem is not None:
+                _checks.bad_value(function, name, *problem)
 
 
 def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool) -> None:
@@ -148,7 +174,9 @@ def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate
     _checks.flag(function, "accumulate", accumulate)
 
 
-def _check_matrices(x: Tensor, plan: Plan, gate_up: Matrices, down: Matrices, transpose: bool) -> None:
+def _check_matrices(
+    x: Tensor, plan: Plan, gate_up: Matrices, down: Matrices, biases: dict[str, Matrices | None], transpose: bool
+) -> None:
     hidden, experts = x.shape[1], plan.num_experts
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (x.dtype,)
     shape = [experts, "2 * n", hidden] if transpose else [experts, hidden, "2 * n"]
@@ -159,3 +187,6 @@ def _check_matrices(x: Tensor, plan: Plan, gate_up: Matrices, down: Matrices, tr
         _checks.bad_value(_NAME, first_name, "of 2 * n columns, n of the gate and n that it gates, n >= 1", columns)
     inner = columns // 2 if columns > 0 else "n"
     matrices(_NAME, "down", down, dtypes, [experts, hidden, inner] if transpose else [experts, inner, hidden])
+    for (name, bias), width in zip(biases.items(), (columns, hidden), strict=True):
+        if bias is not None:
+            matrices(_NAME, name, bias, dtypes, [experts, width])

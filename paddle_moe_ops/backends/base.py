@@ -253,8 +253,11 @@ class Verbs(Protocol):
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         """The float32 value [N] of each slot's row, 0 without one."""
 
-    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
-        """Each expert's matrix times its own rows, each then times its weight; of tokens if the spec has a plan."""
+    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
+        """Each expert's matrix times its own rows, plus its bias, times the weights; of tokens if the spec has a plan.
+
+        The bias is one tensor, whatever the matrices are.
+        """
 
 
 class Backend(Verbs, Protocol):
@@ -320,9 +323,16 @@ class Kernels(Verbs, Protocol):
         """The value [N] of each slot's row, 0 without one: the gradient of the probabilities of `moe_permute`."""
 
     def grouped_gemm_backward(
-        self, d_out: Tensor, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec, wanted: tuple[bool, ...]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of `grouped_gemm`: of the rows or tokens, the matrices and the weights."""
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        w: Tensor,
+        weights: Tensor | None,
+        bias: Tensor | None,
+        spec: GemmSpec,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of `grouped_gemm`: of the rows or tokens, the matrices, the weights and the bias."""
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool

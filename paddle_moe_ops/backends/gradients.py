@@ -352,12 +352,15 @@ class _QuantizedExperts(Call):
 class _GroupedGemm(Call):
     function = "grouped_gemm"
 
-    def __init__(self, kernels: Kernels, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> None:
-        super().__init__(kernels, x, w, weights)
+    def __init__(
+        self, kernels: Kernels, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec
+    ) -> None:
+        super().__init__(kernels, x, w, weights, bias)
         self.watch(*(each for each in (spec.m_sizes, spec.expert_offsets) if isinstance(each, Tensor)))
         if spec.plan is not None:
             self.watch(spec.plan.token_rows, spec.plan.row_to_token)
-        self.operands: Any = (x, w, weights)
+        self.operands: Any = (x, w, weights, bias)
+        self.is_given = tuple(each is not None for each in self.operands)
         self.spec = spec
 
     def run(self) -> Tensors:
@@ -367,9 +370,12 @@ class _GroupedGemm(Call):
         return (out,)
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
-        operands = (*self.saved, None)[:3]
-        made = self.kernels.grouped_gemm_backward(*gradients, *operands, self.spec, self.wanted)
-        return first_order_only(self, made[: len(self.wanted)], *gradients, *operands)
+        saved, wanted = iter(self.saved), iter(self.wanted)
+        operands = [next(saved) if given else None for given in self.is_given]
+        all_wanted = tuple(given and next(wanted) for given in self.is_given)
+        made = self.kernels.grouped_gemm_backward(*gradients, *operands, self.spec, all_wanted)
+        made = tuple(each for each, given in zip(made, self.is_given, strict=True) if given)
+        return first_order_only(self, made, *gradients, *operands)
 
 
 class _MoeMlp(Call):
@@ -509,10 +515,11 @@ class WithGradients:
         ways: tuple[Callable[[Tensor], Tensor], ...] = (lambda each: there(each, maps), lambda each: back(each, maps))
         return linear("row_id_map", self.kernels, values, *ways, maps.slot_to_row, maps.row_to_slot)
 
-    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
-        if not _is_wanted(x, w, weights):
-            return self.kernels.grouped_gemm(x, w, weights, spec)
-        return connect(_GroupedGemm(self.kernels, x, w, weights, spec), x, w, weights)[0]
+    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
+        operands = x, w, weights, bias
+        if not _is_wanted(*operands):
+            return self.kernels.grouped_gemm(*operands, spec)
+        return connect(_GroupedGemm(self.kernels, *operands, spec), *operands)[0]
 
     def moe_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         if not _is_wanted(x, gate_up, down, weights):

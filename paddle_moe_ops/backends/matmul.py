@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import paddle
 from paddle import Tensor
 
-from .._graphs import filled, is_graph_value, is_on_gpu, ready_for_matmul
+from .._graphs import filled, float32, is_graph_value, is_on_gpu, ready_for_matmul, to_dtype
 from .base import GemmSpec
 from .host_checks import host_segments
 
@@ -31,16 +31,23 @@ class MatmulBackend:
     def cannot_run_on(self, tensor: Tensor) -> str | None:
         return None
 
-    def grouped_gemm(self, x: Tensor, w: Tensor | Sequence[Tensor], weights: Tensor | None, spec: GemmSpec) -> Tensor:
+    def grouped_gemm(
+        self,
+        x: Tensor,
+        w: Tensor | Sequence[Tensor],
+        weights: Tensor | None,
+        bias: Tensor | None,
+        spec: GemmSpec,
+    ) -> Tensor:
         sizes, offsets = spec.m_sizes, spec.expert_offsets
         known = x.shape[0] >= 0 and all(each is None or isinstance(each, (list, Tensor)) for each in (sizes, offsets))
         segments = host_segments(x.shape[0], sizes, offsets) if known else _segments_in_graph(x, sizes, offsets)
         if is_on_gpu(x):
-            return _multiply(x, w, weights, segments, spec.transpose)
+            return _multiply(x, w, weights, bias, segments, spec.transpose)
         # On the CPU Paddle has no matmul of narrow types, nor the gradients of what goes with it.
         with paddle.amp.auto_cast(enable=False):
             w = [each.astype("float32") for each in w] if isinstance(w, Sequence) else w.astype("float32")
-            operands = x.astype("float32"), w, weights
+            operands = x.astype("float32"), w, weights, float32(bias)
             return _multiply(*operands, segments, spec.transpose).astype(x.dtype)
 
 
@@ -60,7 +67,12 @@ def _segments_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] 
 
 
 def _multiply(
-    x: Tensor, w: Tensor | Sequence[Tensor], weights: Tensor | None, segments: Sequence[int | Tensor], transpose: bool
+    x: Tensor,
+    w: Tensor | Sequence[Tensor],
+    weights: Tensor | None,
+    bias: Tensor | None,
+    segments: Sequence[int | Tensor],
+    transpose: bool,
 ) -> Tensor:
     """The products of every other segment, zeros for those between.
 
@@ -85,9 +97,13 @@ def _multiply(
             matrix = matrices[i // 2]
             results[i] = paddle.matmul(ready_for_matmul(part, matrix), matrix, transpose_y=transpose)
     product = next(iter(results.values()))  # which has the dtype that mixed precision gives
-    if weights is not None:
+    if weights is not None or bias is not None:
+        addends = None if bias is None else paddle.unbind(float32(bias))
         for i, result in results.items():
-            results[i] = (result.astype("float32") * factors[i].unsqueeze(-1)).astype(product.dtype)
+            wide = float32(result)
+            wide = wide if addends is None else wide + addends[i // 2]
+            wide = wide if weights is None else wide * factors[i].unsqueeze(-1)
+            results[i] = to_dtype(wide, product.dtype)
     for i in set(kept) - set(results):
         rows = parts[i].shape[0] if parts[i].shape[0] >= 0 else paddle.shape(parts[i])[0]
         results[i] = filled([rows, product.shape[1]], 0, product.dtype, like=product)

@@ -264,19 +264,27 @@ class ReferenceKernels:
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         return self.gather_slots(row_values, maps.slot_to_row)
 
-    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
-        product = reference.grouped_gemm(to_numpy(x), to_numpy(w), **_gemm_options(spec, x, weights))
+    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
+        product = reference.grouped_gemm(to_numpy(x), to_numpy(w), **_gemm_options(spec, x, weights, bias))
         return to_tensor(product, x.place)
 
     def grouped_gemm_backward(
-        self, d_out: Tensor, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec, wanted: tuple[bool, ...]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        w: Tensor,
+        weights: Tensor | None,
+        bias: Tensor | None,
+        spec: GemmSpec,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         arrays = to_numpy(d_out), to_numpy(x), to_numpy(w)
-        d_rows, *gradients = reference.grouped_gemm_backward(*arrays, **_gemm_options(spec, x, weights))
+        d_rows, *gradients = reference.grouped_gemm_backward(*arrays, **_gemm_options(spec, x, weights, bias))
         if spec.plan is not None:
             d_rows = reference.sum_rows(d_rows, to_numpy(spec.plan.token_rows))
-        d_x, d_w, *d_weights = _tensors(x, d_rows, *gradients)
-        return d_x, d_w, d_weights[0] if d_weights else None
+        d_x, d_w, *others = _tensors(x, d_rows, *gradients)
+        d_weights = None if weights is None else others.pop(0)
+        return d_x, d_w, d_weights, others[0] if others else None
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
@@ -298,7 +306,7 @@ class ReferenceKernels:
     ) -> tuple[Tensor | None, ...]:
         layer = _layer(x, gate_up, down, weights, spec)
         made = reference.moe_mlp_backward(to_numpy(d_out), *layer, transpose=spec.transpose)
-        gradients = [None if each is None else to_tensor(each, x.place) for each in made]
+        gradients = [None if each is None else to_tensor(each, x.place) for each in made[:4]]  # biases have none here
         for index, destination in enumerate(destinations, 1):
             if destination is not None:
                 put(destination, gradients[index])
@@ -314,7 +322,7 @@ def _layer(
     return to_numpy(x), _plan(spec.plan), to_numpy(gate_up), to_numpy(down), _optional(weights)
 
 
-def _gemm_options(spec: GemmSpec, x: Tensor, weights: Tensor | None) -> dict[str, Any]:
+def _gemm_options(spec: GemmSpec, x: Tensor, weights: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
     """What the oracle takes beside the operands, sizes and offsets looked at."""
     num_rows = x.shape[0] if spec.plan is None else spec.plan.num_rows
     segments = host_segments(num_rows, spec.m_sizes, spec.expert_offsets)
@@ -324,6 +332,7 @@ def _gemm_options(spec: GemmSpec, x: Tensor, weights: Tensor | None) -> dict[str
         "transpose": spec.transpose,
         "row_to_token": None if spec.plan is None else to_numpy(spec.plan.row_to_token),
         "weights": _optional(weights),
+        "bias": _optional(bias),
     }
 
 

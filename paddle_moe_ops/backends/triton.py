@@ -380,7 +380,7 @@ class TritonKernels:
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         return self.gather_slots(row_values, maps.slot_to_row)
 
-    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec) -> Tensor:
+    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
         from ..triton.grouped_gemm import grouped_gemm
 
         on_host = isinstance(spec.m_sizes, list) and not isinstance(spec.expert_offsets, Tensor)
@@ -388,21 +388,31 @@ class TritonKernels:
             num_rows = x.shape[0] if spec.plan is None else spec.plan.num_rows
             host_segments(num_rows, spec.m_sizes, spec.expert_offsets)
         operands = _dense_rows(x), _dense(w), _gemm_groups(spec, x), spec.transpose
-        return grouped_gemm(_device(x), *operands, **_gemm_maps(spec, weights))
+        bias = None if bias is None else _dense(bias)
+        return grouped_gemm(_device(x), *operands, **_gemm_maps(spec, weights), bias=bias)
 
     def grouped_gemm_backward(
-        self, d_out: Tensor, x: Tensor, w: Tensor, weights: Tensor | None, spec: GemmSpec, wanted: tuple[bool, ...]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        w: Tensor,
+        weights: Tensor | None,
+        bias: Tensor | None,
+        spec: GemmSpec,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        from ..triton.bias_gradient import bias_gradient
         from ..triton.grouped_gemm import grouped_gemm_backward
 
         operands = _dense_rows(d_out), _dense_rows(x), _dense(w), _gemm_groups(spec, x), spec.transpose
-        need_x, need_w, need_weights = (*wanted, False)[:3]
-        d_rows, d_w, d_weights = grouped_gemm_backward(
-            _device(x), *operands, **_gemm_maps(spec, weights), wanted=(need_x, need_w, need_weights)
-        )
+        maps, d_bias = _gemm_maps(spec, weights), None
+        d_rows, d_w, d_weights = grouped_gemm_backward(_device(x), *operands, **maps, wanted=wanted[:3])
+        if bias is not None and any(wanted[2:]):
+            of_bias = operands[0], _dense(bias), operands[3], maps["weights"], d_weights
+            d_bias, d_weights = bias_gradient(_device(x), *of_bias)
         if spec.plan is not None and d_rows is not None:
             d_rows = self.permute_backward(d_rows, spec.plan.token_rows)
-        return d_rows, d_w, d_weights
+        return d_rows, d_w, d_weights, d_bias
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool

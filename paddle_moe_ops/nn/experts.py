@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 import paddle.nn.functional as F
@@ -13,10 +13,12 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
+from .._activations import activate
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import accumulated
 from ..gemm import grouped_gemm
 from ..mlp import check_destinations, check_memory_options, moe_mlp
+from ..reference import ACTIVATIONS
 from ..routing import Plan, as_plan, check_weights
 from ._common import Size, check_rows, initial, of_shape, sizes, weight
 
@@ -62,14 +64,18 @@ class SwiGLUExperts(nn.Layer):
         keep: see `moe_mlp`, which runs calls that combine rows; so is the next.
         workspace_mb: see `moe_mlp`.
         accumulate: see `moe_mlp`; of all calls.
+        activation: see `moe_mlp`.
+        bias: whether both products have biases, which begin as zeros.
 
     Attributes:
         gate_up: weights [E, H, 2*I], the gate's columns first.
         down: weights [E, I, H].
+        gate_up_bias: [E, 2*I], or None.
+        down_bias: [E, H], or None.
 
     Raises:
-        TypeError: a size is no int.
-        ValueError: a size below 1.
+        TypeError: a size is no int, or a flag no bool.
+        ValueError: a size below 1, or an unknown activation.
     """
 
     def __init__(
@@ -81,8 +87,12 @@ class SwiGLUExperts(nn.Layer):
         keep: str = "h",
         workspace_mb: int = 256,
         accumulate: bool = False,
+        activation: str = "swiglu",
+        bias: bool = False,
     ) -> None:
         super().__init__()
+        self.activation = _checks.choice("SwiGLUExperts", "activation", activation, ACTIVATIONS)
+        _checks.flag("SwiGLUExperts", "bias", bias)
         check_memory_options("SwiGLUExperts", keep, workspace_mb, accumulate)
         self.memory_options: dict[str, Any] = {
             "keep": keep,
@@ -97,6 +107,10 @@ class SwiGLUExperts(nn.Layer):
         )
         self.gate_up = weight(self, [num_experts, hidden_size, 2 * intermediate_size], fan_in=hidden_size)
         self.down = weight(self, [num_experts, intermediate_size, hidden_size], fan_in=intermediate_size)
+        self.gate_up_bias = self.down_bias = None
+        if bias:
+            self.gate_up_bias = self.create_parameter([num_experts, 2 * intermediate_size], is_bias=True)
+            self.down_bias = self.create_parameter([num_experts, hidden_size], is_bias=True)
 
     def draw_those_of(self, rank: int, num_ranks: int) -> None:
         """Draw the weights of every rank's experts and keep those of one, for ranks that started with one seed.
@@ -150,13 +164,15 @@ class SwiGLUExperts(nn.Layer):
                 device or in a graph are not looked at.
         """
         _checks.flag("SwiGLUExperts", "combine", combine)
+        sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         if combine:
-            sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
-            return _combined(rows, self.gate_up, self.down, sizes_of, plan, probs, **self.memory_options)
+            experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+            return _combined(rows, experts, sizes_of, self.activation, plan, probs, **self.memory_options)
         if plan is not None:
             return self.weighted_rows(rows, plan, probs)
-        sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
-        return _by_counts(rows, *self._matrices(), sizes_of, tokens_per_expert, padding_alignment)
+        return _by_counts(
+            rows, self._parameters_of_rows(), sizes_of, self.activation, tokens_per_expert, padding_alignment
+        )
 
     @not_to_static
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
@@ -177,14 +193,26 @@ class SwiGLUExperts(nn.Layer):
             ValueError: an argument of the wrong shape; a plan of another number of experts.
         """
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
-        return _by_plan(x, *self._matrices(), sizes_of, plan, probs)
+        return _by_plan(x, self._parameters_of_rows(), sizes_of, self.activation, plan, probs)
 
-    def _matrices(self) -> tuple[Tensor, Tensor]:
-        """The weights for calls that `moe_mlp` does not run."""
+    def _parameters_of_rows(self) -> _Parameters:
+        """Those for calls that `moe_mlp` does not run."""
+        given = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         if not self.memory_options["accumulate"]:
-            return self.gate_up, self.down
-        check_destinations("SwiGLUExperts", self.gate_up, self.down)
-        return accumulated(self.gate_up), accumulated(self.down)
+            return given
+        check_destinations(
+            "SwiGLUExperts", **{name: each for name, each in given._asdict().items() if each is not None}
+        )
+        return _Parameters(*(None if each is None else accumulated(each) for each in given))
+
+
+class _Parameters(NamedTuple):
+    """Of the experts."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
 
 
 @public("x", "gate_up", "down")
@@ -199,41 +227,51 @@ def _multiply_twice(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return paddle.matmul(F.swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)
 
 
-@public("rows", "gate_up", "down")
+@public("rows", "experts")
 def _by_counts(
-    rows: Tensor, gate_up: Tensor, down: Tensor, sizes_of: tuple[int, int, int], counts: Any, padding_alignment: int
+    rows: Tensor,
+    experts: _Parameters,
+    sizes_of: tuple[int, int, int],
+    activation: str,
+    counts: Any,
+    padding_alignment: int,
 ) -> Tensor:
     """Each expert on its segment of rows; the sizes are E, H and I."""
     (alignment,) = sizes("SwiGLUExperts", padding_alignment=padding_alignment)
-    gate_up, down = _of_shapes(gate_up, down, *sizes_of)
+    gate_up, down, first_bias, second_bias = _of_shapes(experts, *sizes_of)
     check_rows("SwiGLUExperts", "rows", rows, gate_up, ["N", gate_up.shape[1]])
     segments = _segments(counts, gate_up.shape[0], rows, alignment)
-    hidden = in_float32(F.swiglu, grouped_gemm(rows, gate_up, segments, transpose=False))
-    return grouped_gemm(hidden, down, segments, transpose=False)
+    hidden = activate(grouped_gemm(rows, gate_up, segments, transpose=False, bias=first_bias), activation)
+    return grouped_gemm(hidden, down, segments, transpose=False, bias=second_bias)
 
 
-@public("x", "gate_up", "down", "probs")
+@public("x", "experts", "probs")
 def _by_plan(
-    x: Tensor, gate_up: Tensor, down: Tensor, sizes_of: tuple[int, int, int], plan: Plan, probs: Tensor | None
+    x: Tensor,
+    experts: _Parameters,
+    sizes_of: tuple[int, int, int],
+    activation: str,
+    plan: Plan,
+    probs: Tensor | None,
 ) -> Tensor:
     """Each expert on its tokens; the sizes are E, H and I."""
-    gate_up, down = _of_shapes(gate_up, down, *sizes_of)
+    gate_up, down, first_bias, second_bias = _of_shapes(experts, *sizes_of)
     name = "SwiGLUExperts"
     check_rows(name, "x", x, gate_up, ["T", gate_up.shape[1]])
     plan = _plan_of(name, plan, gate_up.shape[0])
     by_slot = probs is None or check_weights(name, "probs", probs, plan)
     with _checks.renaming("grouped_gemm", name, X="x", topk_weights="probs"):
-        hidden = in_float32(F.swiglu, grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False))
-        order = "slot" if by_slot else "row"
-        return grouped_gemm(hidden, down, plan=plan, topk_weights=probs, weights_by=order, transpose=False)
+        hidden = grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False, bias=first_bias)
+        options: dict[str, Any] = {"topk_weights": probs, "weights_by": "slot" if by_slot else "row"}
+        return grouped_gemm(activate(hidden, activation), down, plan=plan, transpose=False, bias=second_bias, **options)
 
 
-@public("x", "gate_up", "down", "probs")
+@public("x", "experts", "probs")
 def _combined(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    experts: _Parameters,
     sizes_of: tuple[int, int, int],
+    activation: str,
     plan: Plan | None,
     probs: Tensor | None,
     keep: str,
@@ -242,11 +280,13 @@ def _combined(
 ) -> Tensor:
     """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I."""
     name = "SwiGLUExperts"
-    gate_up, down = _of_shapes(gate_up, down, *sizes_of)
+    gate_up, down, gate_up_bias, down_bias = _of_shapes(experts, *sizes_of)
     check_rows(name, "rows", x, gate_up, ["T", gate_up.shape[1]])
     plan = _plan_of(name, plan, gate_up.shape[0])
+    options: dict[str, Any] = {"keep": keep, "workspace_mb": int(workspace_mb), "accumulate": accumulate}
+    options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     with _checks.renaming("moe_mlp", name, x="rows"):
-        return moe_mlp(x, plan, probs, gate_up, down, keep=keep, workspace_mb=int(workspace_mb), accumulate=accumulate)
+        return moe_mlp(x, plan, probs, gate_up, down, **options)
 
 
 def _plan_of(function: str, plan: Plan | None, num_experts: int) -> Plan:
@@ -256,11 +296,15 @@ def _plan_of(function: str, plan: Plan | None, num_experts: int) -> Plan:
     return plan
 
 
-def _of_shapes(
-    gate_up: Tensor, down: Tensor, num_experts: int, hidden: int, intermediate: int
-) -> tuple[Tensor, Tensor]:
-    shape = [num_experts, hidden, 2 * intermediate]
-    return of_shape(gate_up, shape), of_shape(down, [num_experts, intermediate, hidden])
+def _of_shapes(experts: _Parameters, num_experts: int, hidden: int, intermediate: int) -> _Parameters:
+    shapes = (
+        [num_experts, hidden, 2 * intermediate],
+        [num_experts, intermediate, hidden],
+        [num_experts, 2 * intermediate],
+        [num_experts, hidden],
+    )
+    found = zip(experts, shapes, strict=True)
+    return _Parameters(*(None if each is None else of_shape(each, shape) for each, shape in found))
 
 
 def _segments(counts: Any, num_experts: int, rows: Tensor, alignment: int) -> list[int] | Tensor:

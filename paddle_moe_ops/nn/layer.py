@@ -47,6 +47,8 @@ class MoELayer(nn.Layer):
         keep: see `moe_mlp`, which runs the experts; so is the next.
         workspace_mb: see `moe_mlp`.
         accumulate: see `moe_mlp`.
+        activation: of the experts, see `moe_mlp`. Shared experts are SwiGLU.
+        expert_bias: whether the experts have biases, which begin as zeros. Shared experts have none.
         group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
             makes the layer, with the same arguments. The router and the shared experts are the same on all ranks, and
             start so. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
@@ -93,6 +95,8 @@ class MoELayer(nn.Layer):
         keep: str = "h",
         workspace_mb: int = 256,
         accumulate: bool = False,
+        activation: str = "swiglu",
+        expert_bias: bool = False,
         group: Any = None,
         combine: str = "exact",
         payload: str | None = None,
@@ -104,6 +108,7 @@ class MoELayer(nn.Layer):
         if group is not None:  # before a check that fails on one rank makes the others wait for it
             settings = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
             agree(name, group_of(name, group), {**settings, "topk": topk, "num_shared_experts": num_shared_experts})
+        _checks.flag(name, "expert_bias", expert_bias)
         num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
         with _checks.renaming("TopKRouter", name):
             self.router = TopKRouter(
@@ -121,7 +126,8 @@ class MoELayer(nn.Layer):
             )
         self.hidden_size = self.router.hidden_size
         with _checks.renaming("SwiGLUExperts", name):
-            memory_options: dict[str, Any] = {"keep": keep, "workspace_mb": workspace_mb, "accumulate": accumulate}
+            options: dict[str, Any] = {"keep": keep, "workspace_mb": workspace_mb, "accumulate": accumulate}
+            options |= {"activation": activation, "bias": expert_bias}
             self.parallel: ExpertParallel | None = None
             if group is not None:
                 travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
@@ -129,7 +135,7 @@ class MoELayer(nn.Layer):
                 with _checks.renaming("ExpertParallel", name):
                     self.parallel = ExpertParallel(num_experts, group, **travels)
             own_experts = num_experts if self.parallel is None else self.parallel.num_local_experts
-            self.experts = SwiGLUExperts(own_experts, hidden_size, intermediate_size, **memory_options)
+            self.experts = SwiGLUExperts(own_experts, hidden_size, intermediate_size, **options)
         self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
         if self.parallel is not None:
             self.experts.draw_those_of(self.parallel.group.rank, self.parallel.group.nranks)

@@ -10,11 +10,12 @@ check.
 
 from __future__ import annotations
 
+from .activations import ACTIVATIONS, OAI_ALPHA, OAI_LIMIT, activate, activation_factors, swiglu
 from .arithmetic import add32, fma32, round_to, to_float32
 from .chunks import chunk_sort_map, sort_chunks, sort_chunks_backward
 from .gemm import grouped_gemm, grouped_gemm_backward
 from .indexed import get_routing_indices, permute_indexed, permute_indexed_backward, unpermute_indexed
-from .mlp import MlpGradients, moe_mlp, moe_mlp_backward, swiglu
+from .mlp import MlpGradients, moe_mlp, moe_mlp_backward
 from .paddle_api import (
     moe_permute,
     moe_permute_backward,
@@ -37,9 +38,14 @@ from .row_id_map import (
 from .topk import calculate_topk, calculate_topk_backward, select_experts
 
 __all__ = [
+    "ACTIVATIONS",
+    "OAI_ALPHA",
+    "OAI_LIMIT",
     "MlpGradients",
     "Plan",
     "RowMaps",
+    "activate",
+    "activation_factors",
     "add32",
     "calculate_topk",
     "calculate_topk_backward",

@@ -26,6 +26,7 @@ def grouped_gemm(
     expert_offsets: Sequence[int] | None = None,
     row_to_token: NDArray | None = None,
     weights: NDArray | None = None,
+    bias: NDArray | None = None,
 ) -> NDArray:
     """Multiply each group of rows with the matrix of its expert.
 
@@ -37,6 +38,7 @@ def grouped_gemm(
         expert_offsets: first row of each group, [E] or [E + 1]; None: the groups follow each other.
         row_to_token: [M] token of each row, or None.
         weights: [M], what each row of the product is multiplied by, or None.
+        bias: [E, N], what is added to the rows of each expert before that, or None.
 
     Returns:
         [M, N], dtype of X, 0 in rows of no group.
@@ -46,6 +48,8 @@ def grouped_gemm(
     out = np.zeros((len(X) if row_to_token is None else len(row_to_token), matrices.shape[2]))
     for expert, rows in _groups(m_sizes, expert_offsets):
         out[rows] = rows_of(rows) @ matrices[expert].astype(np.float64)
+        if bias is not None:
+            out[rows] += bias[expert].astype(np.float64)
         if weights is not None:
             out[rows] *= weights[rows, None]
     return round_float64(out, X.dtype)
@@ -61,24 +65,28 @@ def grouped_gemm_backward(
     expert_offsets: Sequence[int] | None = None,
     row_to_token: NDArray | None = None,
     weights: NDArray | None = None,
+    bias: NDArray | None = None,
 ) -> tuple[NDArray, ...]:
-    """Return the gradients of the rows [M, D], of W and, with ``weights``, of these, in their dtypes.
+    """Return the gradients of the rows [M, D], of W and of the ``weights`` and the ``bias`` given, in their dtypes.
 
     They are 0 in rows of no group and for experts without rows.
     """
     matrices = W.swapaxes(1, 2) if transpose else W
     rows_of = _rows_of(X, row_to_token)
     d_x, d_matrices, d_weights = np.zeros((len(d_out), X.shape[1])), np.zeros(matrices.shape), np.zeros(len(d_out))
+    d_bias = np.zeros((len(m_sizes), matrices.shape[2]))
     for expert, rows in _groups(m_sizes, expert_offsets):
         x, d_rows, matrix = rows_of(rows), d_out[rows].astype(np.float64), matrices[expert].astype(np.float64)
         if weights is not None:
-            d_weights[rows] = (d_rows * (x @ matrix)).sum(axis=1)
+            product = x @ matrix if bias is None else x @ matrix + bias[expert].astype(np.float64)
+            d_weights[rows] = (d_rows * product).sum(axis=1)
             d_rows *= weights[rows, None]
         d_x[rows] = d_rows @ matrix.T
         d_matrices[expert] = x.T @ d_rows
+        d_bias[expert] = d_rows.sum(axis=0)
     d_w = d_matrices.swapaxes(1, 2) if transpose else d_matrices
-    gradients = round_float64(d_x, X.dtype), round_float64(d_w, W.dtype)
-    return gradients if weights is None else (*gradients, round_float64(d_weights, weights.dtype))
+    made = (d_x, X), (d_w, W), (d_weights, weights), (d_bias, bias)
+    return tuple(round_float64(gradient, given.dtype) for gradient, given in made if given is not None)
 
 
 def _rows_of(X: NDArray, row_to_token: NDArray | None) -> Callable[[slice], NDArray]:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of SwiGLU experts, with gradients: products in float64, rounded where a backend keeps a result in memory.
+"""A layer of gated experts, with gradients: products in float64, rounded where a backend keeps a result in memory.
 
 The order of additions in a matrix product is free, so a backend meets it within a tolerance; the same bits are due
 where all sums are exact.
@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .activations import activate, activation_factors
 from .arithmetic import round_float64
 from .gemm import grouped_gemm, grouped_gemm_backward
 from .permutation import sum_rows
 from .routing import Plan, take_or_zero
 
-__all__ = ["MlpGradients", "moe_mlp", "moe_mlp_backward", "swiglu"]
+__all__ = ["MlpGradients", "moe_mlp", "moe_mlp_backward"]
 
 
 class MlpGradients(NamedTuple):
@@ -28,21 +29,21 @@ class MlpGradients(NamedTuple):
     gate_up: NDArray
     down: NDArray
     weights: NDArray | None
-
-
-def swiglu(hidden: NDArray) -> NDArray:
-    """``silu(gate) * up`` of the halves of the columns, in the dtype of ``hidden``."""
-    gate, up = np.split(hidden.astype(np.float64), 2, axis=1)
-    return round_float64(gate * _sigmoid(gate) * up, hidden.dtype)
-
-
-def _sigmoid(x: NDArray) -> NDArray:
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-x))
+    gate_up_bias: NDArray | None
+    down_bias: NDArray | None
 
 
 def moe_mlp(
-    x: NDArray, plan: Plan, gate_up: NDArray, down: NDArray, weights: NDArray | None = None, *, transpose: bool = False
+    x: NDArray,
+    plan: Plan,
+    gate_up: NDArray,
+    down: NDArray,
+    weights: NDArray | None = None,
+    *,
+    transpose: bool = False,
+    activation: str = "swiglu",
+    gate_up_bias: NDArray | None = None,
+    down_bias: NDArray | None = None,
 ) -> tuple[NDArray, NDArray]:
     """Return what the experts of each token make of it, weighted and added up, and the first product.
 
@@ -53,13 +54,17 @@ def moe_mlp(
         down: [E, n, d], or [E, d, n].
         weights: float32 [M] by row, or None.
         transpose: whether the matrices are stored transposed.
+        activation: one of `activations.ACTIVATIONS`.
+        gate_up_bias: [E, 2n], added to the first product, or None.
+        down_bias: [E, d], added to the second before it is weighted, or None.
 
     Returns:
-        [T, d], and the rows before SwiGLU, [M, 2n], 0 in rows of no token.
+        [T, d], and the rows before the activation, [M, 2n], 0 in rows of no token.
     """
+    counts = list(plan.tokens_per_expert)
     groups: dict[str, Any] = {"transpose": transpose, "expert_offsets": list(plan.expert_offsets)}
-    hidden = grouped_gemm(x, gate_up, list(plan.tokens_per_expert), row_to_token=plan.row_to_token, **groups)
-    rows = grouped_gemm(swiglu(hidden), down, list(plan.tokens_per_expert), weights=weights, **groups)
+    hidden = grouped_gemm(x, gate_up, counts, row_to_token=plan.row_to_token, bias=gate_up_bias, **groups)
+    rows = grouped_gemm(activate(hidden, activation), down, counts, weights=weights, bias=down_bias, **groups)
     return sum_rows(rows, plan.token_rows), hidden
 
 
@@ -72,12 +77,16 @@ def moe_mlp_backward(
     weights: NDArray | None = None,
     *,
     transpose: bool = False,
+    activation: str = "swiglu",
+    gate_up_bias: NDArray | None = None,
+    down_bias: NDArray | None = None,
 ) -> MlpGradients:
     """Return the gradients of `moe_mlp`, by the products that a backend makes: no row of the result is needed."""
     groups: dict[str, Any] = {"transpose": transpose, "expert_offsets": list(plan.expert_offsets)}
     counts, dtype, owners = list(plan.tokens_per_expert), x.dtype, plan.row_to_token
-    _, hidden = moe_mlp(x, plan, gate_up, down, weights, transpose=transpose)
-    act = swiglu(hidden).astype(np.float64)
+    options: dict[str, Any] = {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    _, hidden = moe_mlp(x, plan, gate_up, down, weights, transpose=transpose, **options)
+    act = activate(hidden, activation).astype(np.float64)
     # Of the weighted rows that the second matrices multiply.
     d_scaled = grouped_gemm(
         d_out, down, counts, not transpose, expert_offsets=list(plan.expert_offsets), row_to_token=owners
@@ -87,11 +96,19 @@ def moe_mlp_backward(
     factors = np.where(live, 1.0 if weights is None else weights, 0.0)[:, None]
     d_rows = take_or_zero(d_out, owners)
     _, d_down = grouped_gemm_backward(d_rows, round_float64(act * factors, dtype), down, counts, **groups)
-    gate, up = np.split(hidden.astype(np.float64), 2, axis=1)
-    sigmoid = _sigmoid(gate)
-    silu = gate * sigmoid
-    d_gate = d_scaled * factors * up * (sigmoid + silu * (1 - sigmoid))
-    d_hidden = round_float64(np.concatenate([d_gate, d_scaled * factors * silu], axis=1), dtype)
-    d_rows_of_x, d_gate_up = grouped_gemm_backward(d_hidden, take_or_zero(x, owners), gate_up, counts, **groups)
-    d_weights = None if weights is None else round_float64((act * d_scaled).sum(axis=1), weights.dtype)
-    return MlpGradients(sum_rows(d_rows_of_x, plan.token_rows), d_gate_up, d_down, d_weights)
+    to_gate, to_up = activation_factors(hidden, activation)
+    d_hidden = np.concatenate([d_scaled * factors * to_gate, d_scaled * factors * to_up], axis=1)
+    d_hidden = round_float64(d_hidden, dtype)
+    d_rows_of_x, d_gate_up, *first = grouped_gemm_backward(
+        d_hidden, take_or_zero(x, owners), gate_up, counts, bias=gate_up_bias, **groups
+    )
+    d_weights, d_down_bias = (act * d_scaled).sum(axis=1), None
+    if down_bias is not None:
+        by_row = take_or_zero(down_bias, plan.row_to_expert).astype(np.float64)
+        d_weights += (d_rows.astype(np.float64) * by_row).sum(axis=1)
+        sums = np.zeros(down_bias.shape)
+        np.add.at(sums, plan.row_to_expert[live], (d_rows.astype(np.float64) * factors)[live])
+        d_down_bias = round_float64(sums, down_bias.dtype)
+    d_weights = None if weights is None else round_float64(d_weights, weights.dtype)
+    d_x = sum_rows(d_rows_of_x, plan.token_rows)
+    return MlpGradients(d_x, d_gate_up, d_down, d_weights, first[0] if first else None, d_down_bias)

@@ -189,6 +189,7 @@ def product(
     transpose: bool,
     row_to_token: Array | None = None,
     weights: Array | None = None,
+    bias: Array | None = None,
     partner: Rows | None = None,
     gated: bool = False,
     hidden: Array | None = None,
@@ -207,6 +208,7 @@ def product(
         transpose: whether the matrices are stored transposed.
         row_to_token: int32 [M], for rows that are gathered.
         weights: float32 [M] or None.
+        bias: [E, N], dtype of ``w``, contiguous, or None.
         partner: [M, N] whose gradient is made, or None.
         gated: whether the result is SwiGLU of the halves of the product.
         hidden: [M, N], takes the halves, or None.
@@ -234,9 +236,9 @@ def product(
     windows = tables.windows.shape[0] - 3
     rows_here = num_rows if window is None else min(num_rows, source.height)
     pointer = _POINTERS[dtype] + (":16" if vector > 1 else "")
-    pointers = (pointer, pointer, "*i32", "*fp32", pointer, pointer, pointer, "*fp32", pointer, *["*i32"] * 5)
+    pointers = (pointer, pointer, "*i32", "*fp32", _POINTERS[dtype], *[pointer] * 3, "*fp32", pointer, *["*i32"] * 5)
     addresses = (
-        *(source.address(item), address(w), address(row_to_token), address(weights)),
+        *(source.address(item), address(w), address(row_to_token), address(weights), address(bias)),
         *(0 if partner is None else partner.address(item), *map(address, made)),
         *map(address, (tables.first, tables.stop, tables.tiles, tables.spare)),
         address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window),
@@ -253,8 +255,8 @@ def product(
                 *(source.stride // vector, 0 if partner is None else partner.stride // vector),
             ),
             (
-                *(vector, transpose, row_to_token is not None, weights is not None, partner is not None),
-                *(gated, hidden is not None, flat),
+                *(vector, transpose, row_to_token is not None, weights is not None, bias is not None),
+                *(partner is not None, gated, hidden is not None, flat),
                 *(use_tma, inner % config.depth == 0, out.width % config.columns == 0),
                 *(config.rows, config.columns, config.depth, config.band, config.stages),
                 *(_experts_at_once(experts), experts > _MOST_EXPERTS_AT_ONCE),
@@ -280,6 +282,7 @@ def _product(
     weights: Array | None = None,
     partner: Array | None = None,
     config: GemmConfig | None = None,
+    bias: Array | None = None,
 ) -> _Product:
     """A product of all rows and all columns."""
     experts, *matrix = w.shape
@@ -304,6 +307,7 @@ def _product(
         transpose=transpose,
         row_to_token=tokens and tokens.row_to_token,
         weights=weights,
+        bias=bias,
         partner=other,
     )
 
@@ -317,6 +321,7 @@ def grouped_gemm(
     *,
     tokens: Tokens | None = None,
     weights: Array | None = None,
+    bias: Array | None = None,
     config: GemmConfig | None = None,
 ) -> Any:
     """[M, N] of the dtype of ``x``, 0 in rows of no group.
@@ -330,9 +335,11 @@ def grouped_gemm(
         tokens: whose rows are multiplied: moved by a launch of their own where operands come through descriptors,
             else while they are loaded; or None.
         weights: float32 [M], what each row of the product is multiplied by before it is rounded, or None.
+        bias: [E, N], dtype of ``x``, contiguous: what is added to the rows of each expert before that, or None; for its
+            gradient see `bias_gradient`.
         config: instead of that of `grouped_gemm_configs.product_config`.
     """
-    return _product(device, x, w, groups, transpose, tokens, weights, config=config).out
+    return _product(device, x, w, groups, transpose, tokens, weights, config=config, bias=bias).out
 
 
 def grouped_gemm_backward(

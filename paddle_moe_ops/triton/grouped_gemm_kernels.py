@@ -165,6 +165,7 @@ def product_kernel(
     w,
     row_to_token,
     weights,
+    bias,
     partner,
     out,
     hidden,
@@ -190,6 +191,7 @@ def product_kernel(
     TRANSPOSE: tl.constexpr,
     GATHER: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    BIASED: tl.constexpr,
     PARTNER: tl.constexpr,
     GATED: tl.constexpr,
     KEEPS_HIDDEN: tl.constexpr,
@@ -210,7 +212,8 @@ def product_kernel(
     ``window`` has the first and the end of the tiles to make; x [num_sources, D] begins with row ``first_row``, and out
     has the ``width`` columns from ``first_column`` on. Of the spare blocks it takes every one of ``parts``.
 
-    GATHER: row r is x[row_to_token[r]], through pointers. WEIGHTED: with weights. PARTNER [M, N], dtype of x, is the
+    GATHER: row r is x[row_to_token[r]], through pointers. WEIGHTED: with weights. BIASED: bias [E, N], dtype of x, is
+    added before that; not with PARTNER or GATED. PARTNER [M, N], dtype of x, is the
     operand whose gradient ``out`` is: partial[r, column tile] is the dot product of its row with the unweighted result,
     and scaled[r] = weights[r] * partner[r], for the gradients of the weights and of W. GATED: out [M, N / 2] is
     `swiglu` of the two halves of the columns, each rounded to the dtype of x; ``hidden`` [M, N] takes the halves
@@ -253,6 +256,8 @@ def product_kernel(
             if step == steps - 1:
                 rows, places = origin + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
                 live, inside = rows < end, (rows < next_begin)[:, None] & (places < width)[None, :]
+                if BIASED:
+                    acc += _bias_of(bias, expert, first_column + places, outer)
                 made = tl.where(live[:, None], acc, 0.0)
                 if WEIGHTED:
                     made *= tl.load(weights + rows, mask=live, other=0.0)[:, None]
@@ -310,6 +315,8 @@ def product_kernel(
                             inside = inside & (places < width)[None, :]
                         acc_up = tl.dot(x_block, _block_at(w_tile + to_up, inside, even and EVEN_OUTER), acc_up)
                     w_tile += BLOCK_K if TRANSPOSE else BLOCK_K * outer.to(tl.int64)
+            if BIASED:
+                acc += _bias_of(bias, expert, columns, outer)
             acc = tl.where(live[:, None], acc, 0.0)
             target = rows.to(tl.int64)[:, None] * width + places[None, :]
             inside = (rows < next_begin)[:, None] & (places < width)[None, :]
@@ -386,6 +393,13 @@ def _matrix_block(blocks, expert, here, column, inner, outer, TRANSPOSE: tl.cons
         return blocks.load([expert * outer + column, here]).T
     else:
         return blocks.load([expert * inner + here, column])
+
+
+@triton.jit
+def _bias_of(bias, expert, columns, outer):
+    """Of an expert, [1, columns] float32."""
+    entries = bias + outer.to(tl.int64) * expert + columns
+    return tl.load(entries, mask=columns < outer, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit

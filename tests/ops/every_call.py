@@ -207,8 +207,8 @@ CALLS = [
             "topk_weights": PLAN.row_probs,
             "weights_by": "row",
             "permute_y": False,
+            "bias": ones(E, 5),
         },
-        free=(("W", 1),),
     ),
     Call(
         "mlp.moe_mlp",
@@ -224,6 +224,8 @@ CALLS = [
             "keep": "h",
             "workspace_mb": 256,
             "accumulate": False,
+            "gate_up_bias": ones(E, 6),
+            "down_bias": ones(E, H),
         },
     ),
     Call(

@@ -239,7 +239,10 @@ def test_a_parameter_that_wants_no_gradient_gets_none(rng, place):
 
 
 BAD = {
-    "another activation": ({"activation": "gelu"}, "activation must be one of 'swiglu', but got 'gelu'"),
+    "another activation": (
+        {"activation": "gelu"},
+        "activation must be one of 'swiglu', 'geglu', 'geglu_tanh', 'swiglu_oai', but got 'gelu'",
+    ),
     "another thing to keep": ({"keep": "a"}, "keep must be one of 'h', 'x', but got 'a'"),
     "no workspace": ({"workspace_mb": 0}, "workspace_mb must be from 1 to 2147483647, but got 0"),
     "flat weights": (

@@ -142,9 +142,9 @@ def test_layer_weights_rows_in_the_sum_where_paddle_multiplies(monkeypatch):
     backend = resolve("grouped_gemm", paddle.ones([1, 1]))
     original = backend.grouped_gemm
 
-    def spy(x, w, weights, spec):
+    def spy(x, w, weights, bias, spec):
         given.append(weights)
-        return original(x, w, weights, spec)
+        return original(x, w, weights, bias, spec)
 
     monkeypatch.setattr(backend, "grouped_gemm", spy)
     MoELayer(H, I, E, K)(paddle.randn([3, H]))

@@ -22,7 +22,7 @@ LAYERS = (
     {"expert_parallel"},
     {"mlp"},
     {"gemm"},
-    {"_checks", "_matrices", "_quick", "functional", "quantization", "routing", "rowmaps"},
+    {"_activations", "_checks", "_matrices", "_quick", "functional", "quantization", "routing", "rowmaps"},
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
     {

@@ -227,6 +227,14 @@ OPERATIONS = (
         ("slot_to_row", "row_to_slot"),
     ),
     Operation(
+        "grouped_gemm_with_a_bias",
+        lambda i: (
+            grouped_gemm(i["rows"], i["weights"], plan=i["plan"], topk_weights=i["probs"], bias=i["weights"][:, 0]),
+        ),
+        ("rows", "weights", "probs"),
+        ("slot_to_row", "row_to_slot"),
+    ),
+    Operation(
         "grouped_gemm_to_slots",
         lambda i: (_products_of_slots(i),),
         ("rows", "weights", "probs"),

@@ -22,6 +22,7 @@ from tests.bare_package import without_paddle
 without_paddle(always=True)
 
 from paddle_moe_ops.triton import moe_mlp  # noqa: E402
+from paddle_moe_ops.triton.bias_gradient import bias_gradient  # noqa: E402
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward  # noqa: E402
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config  # noqa: E402
 from paddle_moe_ops.triton.permute import permute  # noqa: E402
@@ -91,6 +92,11 @@ def main() -> None:
         product = grouped_gemm(gpu, x, matrix, groups, transpose, tokens=Tokens(owners, ids))
         grouped_gemm_backward(gpu, product, x, matrix, groups, transpose, tokens=Tokens(owners, ids))
         grouped_gemm_backward(gpu, product, y, matrix, groups, transpose, weights=by_row)
+        bias = gpu.empty([experts, 256], "float16")
+        grouped_gemm(gpu, x, matrix, groups, transpose, tokens=Tokens(owners, ids), bias=bias)
+        grouped_gemm(gpu, y, matrix, groups, transpose, weights=by_row, bias=bias)
+        bias_gradient(gpu, product, bias, groups, by_row, by_row)
+        bias_gradient(gpu, product, bias, groups, None, None)
     chunk_map(gpu, gpu.empty([5], "int32"), gpu.empty([5], "int64"), rows)
     route_by_logits(gpu, tokens, topk, experts)
     products_by_descriptors(CompilingDevice(HOPPER), y, matrices, groups)
@@ -119,6 +125,7 @@ def products_by_descriptors(gpu: CompilingDevice, x: NumpyArray, matrices: Numpy
     )
     for transpose, matrix in ((True, matrices), (False, gpu.reshape(matrices, (experts, inner, outer)))):
         product = grouped_gemm(gpu, x, matrix, groups, transpose, config=rows)
+        grouped_gemm(gpu, x, matrix, groups, transpose, bias=gpu.empty([experts, outer], "float16"), config=rows)
         grouped_gemm_backward(gpu, product, x, matrix, groups, transpose, config=rows, weight_config=weights)
 
 

@@ -19,7 +19,7 @@ KERNELS = {
     *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "chunks", "chunk_map"),
     *("topk", "topk_backward"),
     *("make_row_id_map", "read_row_id_map"),
-    *("schedule", "product", "weight_gradient", "row_sums", "swiglu_gradient"),
+    *("schedule", "product", "weight_gradient", "row_sums", "bias_gradient", "swiglu_gradient"),
 }
 
 

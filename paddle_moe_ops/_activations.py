@@ -1,0 +1,33 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What an expert does between its products, by Paddle's operators: in dygraph and in graphs, differentiable."""
+
+from __future__ import annotations
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor
+
+from ._graphs import float32, in_float32, to_dtype
+from .reference import OAI_ALPHA, OAI_LIMIT
+
+__all__ = ["activate"]
+
+
+def activate(hidden: Tensor, activation: str) -> Tensor:
+    """The rows that the second matrices multiply, [M, n] of [M, 2n], the gate's columns first.
+
+    Args:
+        hidden: bfloat16, float16 or float32; computed in float32 and rounded once.
+        activation: one of `reference.ACTIVATIONS`.
+    """
+    if activation == "swiglu":
+        return in_float32(F.swiglu, hidden)
+    with paddle.amp.auto_cast(enable=False):
+        gate, up = paddle.chunk(float32(hidden), 2, axis=-1)
+        if activation == "swiglu_oai":
+            gate = paddle.clip(gate, max=OAI_LIMIT)
+            made = (paddle.clip(up, -OAI_LIMIT, OAI_LIMIT) + 1.0) * gate * F.sigmoid(OAI_ALPHA * gate)
+        else:
+            made = F.gelu(gate, approximate=activation == "geglu_tanh") * up
+        return to_dtype(made, hidden.dtype)
