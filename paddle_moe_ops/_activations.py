@@ -9,9 +9,12 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from ._graphs import float32, in_float32, to_dtype
-from .reference import OAI_ALPHA, OAI_LIMIT
 
-__all__ = ["activate"]
+__all__ = ["ACTIVATIONS", "activate"]
+
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
+# Of gpt_oss.
+_ALPHA, _LIMIT = 1.702, 7.0
 
 
 def activate(hidden: Tensor, activation: str) -> Tensor:
@@ -19,15 +22,15 @@ def activate(hidden: Tensor, activation: str) -> Tensor:
 
     Args:
         hidden: bfloat16, float16 or float32; computed in float32 and rounded once.
-        activation: one of `reference.ACTIVATIONS`.
+        activation: one of `ACTIVATIONS`.
     """
     if activation == "swiglu":
         return in_float32(F.swiglu, hidden)
     with paddle.amp.auto_cast(enable=False):
         gate, up = paddle.chunk(float32(hidden), 2, axis=-1)
         if activation == "swiglu_oai":
-            gate = paddle.clip(gate, max=OAI_LIMIT)
-            made = (paddle.clip(up, -OAI_LIMIT, OAI_LIMIT) + 1.0) * gate * F.sigmoid(OAI_ALPHA * gate)
+            gate = paddle.clip(gate, max=_LIMIT)
+            made = (paddle.clip(up, -_LIMIT, _LIMIT) + 1.0) * gate * F.sigmoid(_ALPHA * gate)
         else:
             made = F.gelu(gate, approximate=activation == "geglu_tanh") * up
         return to_dtype(made, hidden.dtype)

@@ -13,13 +13,12 @@ import paddle
 from paddle import Tensor
 
 from . import _checks
-from ._activations import activate
+from ._activations import ACTIVATIONS, activate
 from ._graphs import is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, matrices, named, stacked
 from .backends import MlpSpec, accumulated, resolve, why_not
 from .functional import unpermute
 from .gemm import grouped_gemm, weights_of_rows
-from .reference import ACTIVATIONS
 from .routing import Plan, as_plan, check_weights, tokens_of
 
 __all__ = ["moe_mlp"]

@@ -13,12 +13,11 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._activations import activate
+from .._activations import ACTIVATIONS, activate
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import accumulated
 from ..gemm import grouped_gemm
 from ..mlp import check_destinations, check_memory_options, moe_mlp
-from ..reference import ACTIVATIONS
 from ..routing import Plan, as_plan, check_weights
 from ._common import Size, check_rows, initial, of_shape, sizes, weight
 

@@ -10,7 +10,7 @@ check.
 
 from __future__ import annotations
 
-from .activations import ACTIVATIONS, OAI_ALPHA, OAI_LIMIT, activate, activation_factors, swiglu
+from .activations import ACTIVATIONS, activate, activation_factors, swiglu
 from .arithmetic import add32, fma32, round_to, to_float32
 from .chunks import chunk_sort_map, sort_chunks, sort_chunks_backward
 from .gemm import grouped_gemm, grouped_gemm_backward
@@ -39,8 +39,6 @@ from .topk import calculate_topk, calculate_topk_backward, select_experts
 
 __all__ = [
     "ACTIVATIONS",
-    "OAI_ALPHA",
-    "OAI_LIMIT",
     "MlpGradients",
     "Plan",
     "RowMaps",

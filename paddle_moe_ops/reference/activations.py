@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from .arithmetic import round_float64
 
-__all__ = ["ACTIVATIONS", "OAI_ALPHA", "OAI_LIMIT", "activate", "activation_factors", "swiglu"]
+__all__ = ["ACTIVATIONS", "activate", "activation_factors", "swiglu"]
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
-OAI_ALPHA, OAI_LIMIT = 1.702, 7.0  # of gpt_oss
+_ALPHA, _LIMIT = 1.702, 7.0  # of gpt_oss
 
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 _erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -29,8 +29,8 @@ def activate(hidden: NDArray, activation: str) -> NDArray:
     if activation == "swiglu":
         made = gate * _sigmoid(gate) * up
     elif activation == "swiglu_oai":
-        gate = np.minimum(gate, OAI_LIMIT)
-        made = (np.clip(up, -OAI_LIMIT, OAI_LIMIT) + 1) * gate * _sigmoid(OAI_ALPHA * gate)
+        gate = np.minimum(gate, _LIMIT)
+        made = (np.clip(up, -_LIMIT, _LIMIT) + 1) * gate * _sigmoid(_ALPHA * gate)
     else:
         made = _gelu(gate, activation == "geglu_tanh")[0] * up
     return round_float64(made, hidden.dtype)
@@ -44,10 +44,10 @@ def activation_factors(hidden: NDArray, activation: str) -> tuple[NDArray, NDArr
         silu = gate * sigmoid
         return up * (sigmoid + silu * (1 - sigmoid)), silu
     if activation == "swiglu_oai":
-        free_gate, free_up = gate <= OAI_LIMIT, np.abs(up) <= OAI_LIMIT
-        gate, up = np.minimum(gate, OAI_LIMIT), np.clip(up, -OAI_LIMIT, OAI_LIMIT)
-        sigmoid = _sigmoid(OAI_ALPHA * gate)
-        slope = sigmoid + OAI_ALPHA * gate * sigmoid * (1 - sigmoid)
+        free_gate, free_up = gate <= _LIMIT, np.abs(up) <= _LIMIT
+        gate, up = np.minimum(gate, _LIMIT), np.clip(up, -_LIMIT, _LIMIT)
+        sigmoid = _sigmoid(_ALPHA * gate)
+        slope = sigmoid + _ALPHA * gate * sigmoid * (1 - sigmoid)
         return free_gate * (up + 1) * slope, free_up * gate * sigmoid
     gelu, slope = _gelu(gate, activation == "geglu_tanh")
     return up * slope, gelu

@@ -14,11 +14,11 @@ import paddle.nn.functional as F
 import pytest
 
 from paddle_moe_ops import moe_mlp, permute, reference, route, unpermute, use_backend
+from paddle_moe_ops._activations import ACTIVATIONS
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.backends.gradients import WithGradients
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
-from paddle_moe_ops.reference import ACTIVATIONS
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import make_problem, ordinary, plan_tensors, tensor
 from tests.params import EMPTY, ODD, PADDED, SMALL, SUM_DTYPES
