@@ -5,9 +5,11 @@
 
     python3 -m benchmarks.ncu --core-library libpmo_core.so --out benchmarks/results/ncu/h200.jsonl
     python3 -m benchmarks.ncu --ops 'gemm:*' --out benchmarks/results/ncu/h200-grouped-gemm.jsonl
+    python3 -m benchmarks.ncu --ops 'layer:*' --out benchmarks/results/ncu/h200-layer.jsonl
 
 Every case is one eager call of the benchmark under `ncu`, whose caches are emptied before each pass; those of `gemm:*`
-are calls of `benchmarks/sweeps/grouped_gemm.py`, in one process, and need no library. A line per kernel:
+are calls of `benchmarks/sweeps/grouped_gemm.py`, in one process, and those of `layer:*` both passes of a layer, by
+`benchmarks/layer/launches.py`; these need no library. A line per kernel, in layers per part of a pass:
 time, bytes that DRAM read and wrote, the least bytes of the operation, throughputs in percent of the peak, and
 what its warps waited for, in cycles per issued instruction.
 """
@@ -74,19 +76,28 @@ CASES = (
     ("unpermute_backward:weighted", "paddle-production", "token_backward"),
 )
 
+# What several launches have together; of other counters the average over the time counts.
+ADDED = ("us", "dram_read_mb", "dram_write_mb")
+
+LAYER = "layer:"
+LAYER_SHAPES = ("ernie-21b", "ernie-300b-4k", "dsv3-4k", "qwen3-30b")
+LAYER_KERNELS = "^(schedule|permute|product|unpermute|swiglu_gradient|weight_gradient)_kernel"
+
 GEMM = "gemm:"
 GEMM_SHAPE = "dsv3"
 GEMM_CASES = {"forward": "product", "gathered_in_load": "product", "dw": "weight_gradient"}
 
 
 def counters(
-    arguments: list[str], kernel: str, launches: tuple[int, int], metrics: dict[str, tuple[str, float]], folder: Path
+    arguments: list[str], kernel: str, launches: slice, metrics: dict[str, tuple[str, float]], folder: Path
 ) -> tuple[list[dict], list[dict]]:
-    """What a program of Python wrote to its result file, and the counters of a kernel: launches skipped, and taken."""
-    (skip, count), result = launches, folder / "result.jsonl"
+    """What a program of Python wrote to its result file, and the counters of these launches of kernels."""
+    first, result = launches.start or 0, folder / "result.jsonl"
     wanted = ",".join(metric for metric, _ in metrics.values())
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
-    command += ["-k", f"regex:{kernel}", "-s", str(skip), "-c", str(count), "--metrics", wanted]
+    command += ["-k", f"regex:{kernel}", "-s", str(first), "--metrics", wanted]
+    if launches.stop is not None:
+        command += ["-c", str(launches.stop - first)]
     command += [sys.executable, *arguments, "--out", str(result)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not result.exists():
@@ -95,7 +106,7 @@ def counters(
     table = list(csv.DictReader(io.StringIO(done.stdout[done.stdout.index('"ID"') :])))
     found = [
         {name: round(float(values[metric].replace(",", "")) * unit, 3) for name, (metric, unit) in metrics.items()}
-        for values in table[-count:]  # the line before them has the units
+        for values in table[1:]  # the first line has the units
     ]
     return records, found
 
@@ -105,7 +116,7 @@ def profile(operation: str, shape: str, kernel: str, core_library: Path, folder:
     bench = ["-m", "benchmarks.kernels", "--device", "cuda", "--shapes", shape, "--ops", operation]
     bench += ["--impl", "core", "--set", "targets", "--no-probes", "--mode", "eager", "--samples", "2", "--rounds", "1"]
     bench += ["--core-library", str(core_library)]
-    (machine, *rows), (found,) = counters(bench, kernel, (1, 1), METRICS, folder)
+    (machine, *rows), (found,) = counters(bench, kernel, slice(1, 2), METRICS, folder)
     row = next(row for row in rows if "op" in row)
     least = {"min_mb": round(row["min_bytes"] / 1e6, 3)}
     return machine, [{"operation": operation, "shape": shape, "kernel": kernel, **least, **found}]
@@ -115,7 +126,7 @@ def profile_gemm(names: list[str], folder: Path) -> tuple[dict, list[dict]]:
     """The machine line of the sweep, and what the kernel of each operation did; Triton compiles before it launches."""
     sweep = ["-m", "benchmarks.sweeps.grouped_gemm", "--once", "--shapes", GEMM_SHAPE, "--ops", *names]
     kernels = "|".join(f"{kernel}_kernel" for kernel in sorted(set(GEMM_CASES.values())))
-    (machine, *rows), launches = counters(sweep, kernels, (0, len(names)), GEMM_METRICS, folder)
+    (machine, *rows), launches = counters(sweep, kernels, slice(len(names)), GEMM_METRICS, folder)
     lines = []
     for row, found in zip((row for row in rows if "op" in row), launches, strict=True):
         case = {"operation": GEMM + row["op"], "shape": row["shape"], "kernel": GEMM_CASES[row["op"]]}
@@ -123,9 +134,31 @@ def profile_gemm(names: list[str], folder: Path) -> tuple[dict, list[dict]]:
     return machine, lines
 
 
+def profile_layer(shape: str, folder: Path) -> tuple[dict, list[dict]]:
+    """The machine line, and what the launches of each part of both passes did, added up, or averaged over the time."""
+    (machine, *rows), launches = counters(
+        ["-m", "benchmarks.layer.launches", "--shape", shape], LAYER_KERNELS, slice(None), GEMM_METRICS, folder
+    )
+    parts: dict[tuple[str, str], list[tuple[dict, dict]]] = {}
+    for row, found in zip(rows, launches, strict=True):
+        parts.setdefault((row["pass"], row["part"]), []).append((row, found))
+    lines = []
+    for (which, part), group in parts.items():
+        line = {"operation": LAYER + shape, "pass": which, "part": part, "launches": len(group)}
+        line["tflop"] = round(sum(row["flop"] for row, _ in group) / 1e12, 4)
+        us = sum(found["us"] for _, found in group)
+        for name in GEMM_METRICS:
+            if name in ADDED:
+                line[name] = round(sum(found[name] for _, found in group), 3)
+            else:
+                line[name] = round(sum(found[name] * found["us"] for _, found in group) / us, 3)
+        lines.append(line)
+    return machine, lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--core-library", type=Path, help="not needed for gemm:*")
+    parser.add_argument("--core-library", type=Path, help="not needed for gemm:* and layer:*")
     parser.add_argument("--commit", default="unknown", help="commit of the sources")
     parser.add_argument("--ops", nargs="+", default=["*"], metavar="PATTERN", help="operations to look at")
     parser.add_argument("--out", type=Path, required=True, help="result file; it is replaced")
@@ -137,6 +170,7 @@ def main() -> int:
 
     cases = [case for case in CASES if matches(case[0])]
     products = [name for name in GEMM_CASES if matches(GEMM + name)]
+    layers = [shape for shape in LAYER_SHAPES if matches(LAYER + shape)]
     if cases and arguments.core_library is None:
         parser.error(f"{cases[0][0]} needs --core-library")
     with tempfile.TemporaryDirectory() as name, arguments.out.open("w", encoding="utf-8") as file:
@@ -144,6 +178,7 @@ def main() -> int:
         profiles = [functools.partial(profile, *case, arguments.core_library, folder) for case in cases]
         if products:
             profiles.append(functools.partial(profile_gemm, products, folder))
+        profiles += [functools.partial(profile_layer, shape, folder) for shape in layers]
         for index, run in enumerate(profiles):
             machine, lines = run()
             if index == 0:

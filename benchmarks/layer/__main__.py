@@ -18,26 +18,19 @@ import datetime
 import gc
 import json
 import statistics
-import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-if "paddle_moe_ops" not in sys.modules:  # without its __init__, which needs Paddle
-    package = types.ModuleType("paddle_moe_ops")
-    package.__path__ = [str(ROOT / "paddle_moe_ops")]
-    sys.modules["paddle_moe_ops"] = package
+import benchmarks.without_paddle  # noqa: F401  before what needs it
+from benchmarks.kernels.cuda_timer import count_launches
+from benchmarks.kernels.torch_device import gpu_facts
 
-from benchmarks.kernels.cuda_timer import count_launches  # noqa: E402
-from benchmarks.kernels.torch_device import gpu_facts  # noqa: E402
-
-from .implementations import IMPLEMENTATIONS, Passes  # noqa: E402
-from .inputs import Inputs  # noqa: E402
-from .shapes import ROUTINGS, SHAPES  # noqa: E402
+from .implementations import IMPLEMENTATIONS, Passes
+from .inputs import Inputs
+from .shapes import ROUTINGS, SHAPES
 
 _FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU of today
 _CHECKED_TOKENS = 3

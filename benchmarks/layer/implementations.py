@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
 from paddle_moe_ops.triton.moe_mlp import Layer, moe_mlp, moe_mlp_backward
 
 from .inputs import Inputs
+from .peers import UNSLOTH_CONFIGS, ProductByExpert, unsloth_grouped_gemm
 
 __all__ = ["IMPLEMENTATIONS", "Passes"]
 
@@ -34,9 +36,11 @@ def _by_slot(inputs: Inputs, by_row: torch.Tensor) -> torch.Tensor:
     return by_row[inputs.rows_of_slots]
 
 
-def ours(inputs: Inputs, keeps_hidden: bool = True, workspace_mb: int = 256) -> Passes:
+def ours(
+    inputs: Inputs, keeps_hidden: bool = True, workspace_mb: int = 256, device: TorchDevice | None = None
+) -> Passes:
     """The launchers of this package's Triton kernels, in which everything but tokens and matrices is prepared."""
-    device, i = TorchDevice(), inputs
+    device, i = device or TorchDevice(), inputs
     groups, tokens = Groups(i.sizes, i.offsets), Tokens(i.row_to_token, i.token_rows)
     layer = Layer(i.gate_up, i.down, groups, tokens, i.row_probs, False, workspace_mb << 20)
 
@@ -47,25 +51,57 @@ def ours(inputs: Inputs, keeps_hidden: bool = True, workspace_mb: int = 256) -> 
     return Passes(lambda: moe_mlp(device, i.x, layer, keeps_hidden), backward)
 
 
-def torch_grouped(inputs: Inputs) -> Passes:
-    """Plain PyTorch around `torch._grouped_mm`, with its own gradients."""
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def composed(inputs: Inputs, product: Product) -> Passes:
+    """A product of rows and the matrices of their experts, plain PyTorch around it, and PyTorch's own gradients."""
     i = inputs
     leaves = [each.detach().requires_grad_() for each in (i.x, i.row_probs, i.gate_up, i.down)]
-    owners, stops = i.row_to_token.long(), i.offsets[1:]
+    owners = i.row_to_token.long()
 
     def forward() -> tuple[torch.Tensor, Any]:
         x, row_probs, gate_up, down = leaves
-        rows = x.index_select(0, owners)
-        gate, up = torch._grouped_mm(rows, gate_up, offs=stops).chunk(2, -1)
-        rows = torch._grouped_mm(torch.nn.functional.silu(gate) * up, down, offs=stops)
+        gate, up = product(x.index_select(0, owners), gate_up).chunk(2, -1)
+        rows = product(torch.nn.functional.silu(gate) * up, down)
         weighted = rows * row_probs[:, None].to(rows.dtype)
         out = weighted[i.rows_of_slots.reshape(-1)].view(*i.rows_of_slots.shape, -1).sum(1)
         return out.detach(), out
 
-    def backward(out: Any) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(out, leaves, i.d_out, retain_graph=False)
+    return Passes(forward, _gradients(leaves, i.d_out))
 
-    return Passes(forward, backward)
+
+def _gradients(leaves: list[torch.Tensor], d_out: torch.Tensor) -> Callable[[Any], tuple[torch.Tensor, ...]]:
+    return lambda out: torch.autograd.grad(out, leaves, d_out, retain_graph=False)
+
+
+def torch_grouped(inputs: Inputs) -> Passes:
+    stops = inputs.offsets[1:]
+    return composed(inputs, lambda rows, matrices: torch._grouped_mm(rows, matrices, offs=stops))
+
+
+def cublas(inputs: Inputs) -> Passes:
+    sizes = inputs.sizes.tolist()
+    return composed(inputs, lambda rows, matrices: ProductByExpert.apply(rows, matrices, sizes))
+
+
+def unsloth(inputs: Inputs, which: int) -> Passes:
+    """Unsloth's block: rows are gathered by the first product, and brought back by the second."""
+    grouped_gemm, configs = unsloth_grouped_gemm()
+    i, topk = inputs, inputs.shape.topk
+    matrices = [each.transpose(1, 2).contiguous() for each in (i.gate_up, i.down)]
+    leaves = [each.detach().requires_grad_() for each in (i.x, i.probs, *matrices)]
+    common = {"m_sizes": i.sizes, "topk": topk, "gather_indices": i.rows_of_slots.reshape(-1).argsort().int()}
+
+    def forward() -> tuple[torch.Tensor, Any]:
+        x, probs, gate_up, down = leaves
+        gate, up = grouped_gemm(x, gate_up, permute_x=True, **common, **configs[which]).chunk(2, -1)
+        rows = torch.nn.functional.silu(gate) * up
+        rows = grouped_gemm(rows, down, permute_y=True, is_first_gemm=False, **common, **configs[which])
+        out = (rows.view(len(x), topk, -1) * probs[:, :, None].to(rows.dtype)).sum(1)
+        return out.detach(), out
+
+    return Passes(forward, _gradients(leaves, i.d_out))
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
@@ -73,4 +109,6 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
     "ours, 1 GiB": lambda inputs: ours(inputs, workspace_mb=1024),
     "torch": torch_grouped,
+    "cuBLAS by expert": cublas,
+    **{f"Unsloth {which}": functools.partial(unsloth, which=which) for which in range(len(UNSLOTH_CONFIGS))},
 }

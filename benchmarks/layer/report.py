@@ -20,6 +20,7 @@ from .shapes import SHAPES
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE, PICTURE = ROOT / "benchmarks/results", ROOT / "docs/layer_performance.md", "layer_performance.png"
 OURS = "ours"
+UNSLOTH = "Unsloth "  # and the number of a configuration
 MIB = 1 << 20
 _PASSES = "forward", "backward"
 
@@ -39,6 +40,16 @@ bfloat16. The router is not included.
   its results.
 """
 
+PEERS = """*cuBLAS by expert* is a product of cuBLAS for each expert, on four streams, and plain PyTorch around them;
+the host knows the numbers of rows. *Unsloth* is the grouped product of its package (2026.10.9) as its block calls it.
+Its own tuning takes minutes for a shape, so of three configurations, one of them its choice without tuning, the fastest
+counts.
+"""
+
+BOUNDS = """Counters of Nsight Compute for each part of a pass, launches added up. Percentages are of the hardware's
+peak, and averages over the time. Caches are emptied before each launch, and clocks are not fixed.
+"""
+
 
 class Run:
     """The results on one GPU: a machine line, and the lines of implementations."""
@@ -47,7 +58,7 @@ class Run:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         self.path = path
         self.machine: dict[str, Any] = next(line for line in lines if line.get("machine"))
-        self.lines = [line for line in lines if "impl" in line]
+        self.lines = _best([line for line in lines if "impl" in line])
         self.gpu: str = self.machine["gpu"].removesuffix(" 80GB HBM3")
 
     def found(self, shape: str, routing: str, implementation: str, mode: str = "graph") -> dict[str, Any] | None:
@@ -61,10 +72,26 @@ class Run:
         return list(dict.fromkeys(line[key] for line in self.lines))
 
 
-def newest_runs(folder: Path) -> list[Run]:
+def _best(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines, of Unsloth's configurations only that with the least time for both passes."""
+    kept: dict[tuple, dict[str, Any]] = {}
+    for line in lines:
+        if line["impl"].startswith(UNSLOTH):
+            line = {**line, "impl": UNSLOTH.strip()}
+        key = line["shape"], line["routing"], line["impl"], line.get("mode")
+        if key not in kept or _us(line) < _us(kept[key]):
+            kept[key] = line
+    return list(kept.values())
+
+
+def _us(line: dict[str, Any]) -> float:
+    return sum(line.get(f"{which}_us", math.inf) for which in _PASSES)
+
+
+def newest_runs(folder: Path, kind: str) -> list[Run]:
     """The newest run of each GPU, by its own date."""
     newest: dict[str, Run] = {}
-    for path in sorted(folder.glob("*-layer.jsonl")):
+    for path in sorted(folder.glob(f"*-{kind}.jsonl")):
         run = Run(path)
         if run.gpu not in newest or newest[run.gpu].machine["date"] < run.machine["date"]:
             newest[run.gpu] = run
@@ -121,7 +148,46 @@ def table(run: Run, routing: str) -> list[str]:
     return lines
 
 
-def page(runs: Sequence[Run]) -> str:
+def peers(run: Run) -> str:
+    """A section about a run beside implementations that the other tables don't have."""
+    facts = ", ".join(f"{key} {run.machine[key]}" for key in ("torch", "triton", "commit", "date"))
+    lines = [
+        f"### Beside Unsloth and cuBLAS, {run.gpu}",
+        "",
+        f"`benchmarks/results/{run.path.name}`: {facts}.",
+        "",
+        PEERS,
+    ]
+    return "\n".join([*lines, *table(run, "even"), ""])
+
+
+def bounds(path: Path) -> str:
+    """A section about the hardware counters of both passes of some layers."""
+    machine, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    facts = ", ".join(f"{key} {machine[key]}" for key in ("driver", "cuda", "commit", "date"))
+    names = "shape", "pass", "part", "launches", "us", "TFLOP/s", "DRAM GB", "DRAM", "L2", "tensor cores"
+    rows = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    for line in lines:
+        moved = (line["dram_read_mb"] + line["dram_write_mb"]) / 1e3
+        tflops = f"{1e6 * line['tflop'] / line['us']:.0f}" if line["tflop"] else ""
+        cells = [line["operation"].partition(":")[2], line["pass"], line["part"], line["launches"], f"{line['us']:.0f}"]
+        cells += [
+            tflops,
+            f"{moved:.2f}",
+            *(f"{line[key]:.0f} %" for key in ("dram_percent", "l2_percent", "tensor_percent")),
+        ]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    head = [
+        f"### What bounds them, {machine['gpu']}",
+        "",
+        f"`{path.relative_to(path.parents[3])}`: {facts}.",
+        "",
+        BOUNDS,
+    ]
+    return "\n".join([*head, *rows, ""])
+
+
+def page(runs: Sequence[Run], further: Sequence[str] = ()) -> str:
     parts = [INTRODUCTION, f"![TFLOP/s by shape, forward and backward]({PICTURE})\n"]
     for run in runs:
         facts = ", ".join(
@@ -145,7 +211,7 @@ def page(runs: Sequence[Run]) -> str:
                         f"*{implementation}* over {source.name}, geometric mean of {len(pairs)} shapes: "
                         f"{forward:.2f} forward, {backward:.2f} backward.\n"
                     )
-    return "\n".join(parts)
+    return "\n".join([*parts, *further])
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
@@ -181,11 +247,15 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def main(results: Path = RESULTS, target: Path = PAGE) -> int:
-    runs = newest_runs(results)
+    runs = newest_runs(results, "layer")
     if not runs:
         print(f"there are no {results}/*-layer.jsonl; make them with python3 -m benchmarks.layer", file=sys.stderr)
         return 1
-    target.write_text(page(runs), encoding="utf-8")
+    further = [
+        *map(peers, newest_runs(results, "layer-peers")),
+        *map(bounds, sorted(results.glob("ncu/*-layer.jsonl"))),
+    ]
+    target.write_text(page(runs, further), encoding="utf-8")
     draw(runs, target.with_name(PICTURE))
     print(f"wrote {target} and {PICTURE}")
     return 0

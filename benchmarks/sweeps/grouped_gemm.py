@@ -34,7 +34,6 @@ import multiprocessing
 import os
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,16 +41,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-if "paddle_moe_ops" not in sys.modules:  # without its __init__, which needs Paddle
-    package = types.ModuleType("paddle_moe_ops")
-    package.__path__ = [str(ROOT / "paddle_moe_ops")]
-    sys.modules["paddle_moe_ops"] = package
-
-from benchmarks.kernels.cuda_timer import CudaTimer  # noqa: E402
-from benchmarks.kernels.torch_device import TorchDevice, gpu_facts  # noqa: E402
-from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward  # noqa: E402
-from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig  # noqa: E402
+import benchmarks.without_paddle  # noqa: F401  before what needs it
+from benchmarks.kernels.cuda_timer import CudaTimer
+from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
+from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward
+from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
 
 
 class Model(NamedTuple):

@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,22 +25,17 @@ from typing import Any
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-if "paddle_moe_ops" not in sys.modules:  # without its __init__, which needs Paddle
-    package = types.ModuleType("paddle_moe_ops")
-    package.__path__ = [str(ROOT / "paddle_moe_ops")]
-    sys.modules["paddle_moe_ops"] = package
-
-from benchmarks.kernels.cuda_timer import CudaTimer  # noqa: E402
-from benchmarks.kernels.device import Body, Outputs  # noqa: E402
-from benchmarks.kernels.problem import make_problem  # noqa: E402
-from benchmarks.kernels.shapes import SETS, SHAPES, Case  # noqa: E402
-from benchmarks.kernels.tensors import TensorInputs  # noqa: E402
-from benchmarks.kernels.torch_device import TorchDevice  # noqa: E402
-from paddle_moe_ops.triton.configs import Config  # noqa: E402
-from paddle_moe_ops.triton.permute import permute  # noqa: E402
-from paddle_moe_ops.triton.unpermute import unpermute  # noqa: E402
-from paddle_moe_ops.triton.unpermute_backward import unpermute_backward  # noqa: E402
+import benchmarks.without_paddle  # noqa: F401  before what needs it
+from benchmarks.kernels.cuda_timer import CudaTimer
+from benchmarks.kernels.device import Body, Outputs
+from benchmarks.kernels.problem import make_problem
+from benchmarks.kernels.shapes import SETS, SHAPES, Case
+from benchmarks.kernels.tensors import TensorInputs
+from benchmarks.kernels.torch_device import TorchDevice
+from paddle_moe_ops.triton.configs import Config
+from paddle_moe_ops.triton.permute import permute
+from paddle_moe_ops.triton.unpermute import unpermute
+from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
 
 DEFAULT = [case.shape.name for case in SETS["targets"]]
 Call = Callable[[Config | None], Outputs]

@@ -39,9 +39,11 @@ def written(tmp_path):
     """Writes result files, runs the command and gives the page."""
 
     def run(**files):
+        (tmp_path / "ncu").mkdir(exist_ok=True)
         for name, lines in files.items():
             text = "\n".join(json.dumps(each) for each in lines)
-            (tmp_path / f"{name}-layer.jsonl").write_text(text + "\n")
+            path = "ncu/h200-layer" if name == "ncu" else name if name.endswith("-peers") else f"{name}-layer"
+            (tmp_path / f"{path}.jsonl").write_text(text + "\n")
         page = tmp_path / "page.md"
         assert report.main(tmp_path, page) == 0
         assert (tmp_path / report.PICTURE).stat().st_size > 1000
@@ -89,3 +91,25 @@ def test_ratios_are_geometric_means_over_the_shapes_of_both(written):
 def test_without_results_the_command_says_how_to_make_them(tmp_path, capsys):
     assert report.main(tmp_path, tmp_path / "page.md") == 1
     assert "make them with python3 -m benchmarks.layer" in capsys.readouterr().err
+
+
+def test_of_unsloths_configurations_the_fastest_counts(written):
+    slow = {"forward_us": 9.0, "backward_us": 9.0}
+    fast = {"forward_us": 5.0, "backward_us": 9.0}
+    lines = [line(impl="Unsloth 0", forward=111.0, **slow), line(impl="Unsloth 1", forward=222.0, **fast)]
+    failed = {"shape": "ernie-21b", "routing": "even", "impl": "Unsloth 2", "mode": "graph", "error": "no"}
+    page = written(**{"a": [MACHINE, line()], "a-layer-peers": [MACHINE, line(), *lines, failed]})
+    section = page[page.index("### Beside Unsloth") :]
+    assert "| ours | Unsloth |" in section
+    assert "| 222 / 500 |" in section
+    assert "111" not in section
+
+
+def test_counters_of_a_part_become_a_row(written):
+    counters = {"dram_read_mb": 1500.0, "dram_write_mb": 500.0, "dram_percent": 75.2, "l2_percent": 80.0}
+    counters["tensor_percent"] = 60.4
+    part = {"operation": "layer:dsv3-4k", "pass": "forward", "part": "sums", "launches": 3, "us": 2000.0, "tflop": 0.5}
+    page = written(a=[MACHINE, line()], ncu=[MACHINE, {**part, **counters}, {**part, **counters, "tflop": 0.0}])
+    section = page[page.index("### What bounds them, NVIDIA H200") :]
+    assert "| dsv3-4k | forward | sums | 3 | 2000 | 250 | 2.00 | 75 % | 80 % | 60 % |" in section
+    assert "| dsv3-4k | forward | sums | 3 | 2000 |  | 2.00 | 75 % | 80 % | 60 % |" in section

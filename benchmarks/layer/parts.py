@@ -1,0 +1,45 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What each launch of a layer's passes is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .shapes import Shape
+
+__all__ = ["flops_of", "parts_of"]
+
+_SIMPLE = {
+    "schedule_kernel": "tiles of experts",
+    "permute_kernel": "rows moved",
+    "unpermute_kernel": "sums",
+    "swiglu_gradient_kernel": "gradient of SwiGLU",
+}
+# The products of a pass: those before the sums of which a window is made, and the others. Each with its share of the
+# operations, in T K d n.
+_FIRST = {"forward": ("X W1, SwiGLU", 4), "backward": ("dO W2^T", 2)}
+_LAST = {"forward": ("A W2, weighted", 2), "backward": ("dH W1^T", 4)}
+_MATRICES = ("dW2", 2), ("dW1", 4)
+
+
+def parts_of(which: str, launched: Sequence[str]) -> list[str]:
+    """What each launch of a pass is for."""
+    gradients = [index for index, name in enumerate(launched) if name == "weight_gradient_kernel"]
+    parts = []
+    for index, name in enumerate(launched):
+        if name == "product_kernel":
+            is_summed = launched[index + 1 : index + 2] == ["unpermute_kernel"]
+            parts.append((_LAST if is_summed else _FIRST)[which][0])
+        elif name == "weight_gradient_kernel":  # of the second matrices first, in as many windows as those of the first
+            parts.append(_MATRICES[2 * gradients.index(index) >= len(gradients)][0])
+        else:
+            parts.append(_SIMPLE[name])
+    return parts
+
+
+def flops_of(shape: Shape, which: str, parts: Sequence[str]) -> list[int]:
+    """The operations of each launch, those of a part in equal shares."""
+    weights = dict([_FIRST[which], _LAST[which], *_MATRICES])
+    unit = shape.flops(False) // 6
+    return [weights.get(part, 0) * unit // parts.count(part) for part in parts]

@@ -1,0 +1,121 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Products of experts as other packages make them, on tensors of PyTorch; implementations.py makes layers of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["UNSLOTH_CONFIGS", "ProductByExpert", "unsloth_grouped_gemm"]
+
+_STREAMS = 4  # as TransformerEngine's GroupedLinear has, which makes its products in this way on Hopper
+
+# Rows, columns and depth of a tile, warps and stages: of forward, of the gradient of rows, of that of the matrices. The
+# first is Unsloth's own choice without tuning on a Hopper GPU. Its tuning tries about a hundred for each product.
+UNSLOTH_CONFIGS = (
+    ((64, 128, 128, 8, 3), (64, 64, 256, 8, 3), (64, 64, 256, 8, 3)),
+    ((128, 128, 64, 8, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 4)),
+    ((128, 256, 64, 8, 3), (128, 256, 64, 8, 3), (128, 256, 64, 8, 3)),
+)
+
+
+class _Streams:
+    """Side streams that begin after what the current one has, and that it waits for."""
+
+    def __init__(self) -> None:
+        self.side = [torch.cuda.Stream() for _ in range(_STREAMS)]
+
+    def run(self, calls: Sequence[Callable[[], Any]]) -> None:
+        current = torch.cuda.current_stream()
+        for stream in self.side:
+            stream.wait_stream(current)
+        for index, call in enumerate(calls):
+            with torch.cuda.stream(self.side[index % _STREAMS]):
+                call()
+        for stream in self.side:
+            current.wait_stream(stream)
+
+
+class ProductByExpert(torch.autograd.Function):
+    """A product of cuBLAS for each expert; the host knows how many rows each has."""
+
+    streams: _Streams | None = None
+
+    @classmethod
+    def _run(cls, calls: Sequence[Callable[[], Any]]) -> None:
+        if cls.streams is None:
+            cls.streams = _Streams()
+        cls.streams.run(calls)
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        ctx.sizes = sizes
+        out = rows.new_empty(len(rows), matrices.shape[2])
+        parts = zip(rows.split(sizes), matrices, out.split(sizes), strict=True)
+        ProductByExpert._run([lambda a=a, b=b, c=c: torch.mm(a, b, out=c) for a, b, c in parts])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows, matrices = ctx.saved_tensors
+        d_out = d_out.contiguous()
+        d_rows, d_matrices = torch.empty_like(rows), torch.empty_like(matrices)
+        calls = []
+        groups = (each.split(ctx.sizes) for each in (rows, d_rows, d_out))
+        for x, d_x, d_y, w, d_w in zip(*groups, matrices, d_matrices, strict=True):
+            calls.append(lambda d_x=d_x, d_y=d_y, w=w: torch.mm(d_y, w.t(), out=d_x))
+            calls.append(lambda x=x, d_y=d_y, d_w=d_w: torch.mm(x.t(), d_y, out=d_w))
+        ProductByExpert._run(calls)
+        return d_rows, d_matrices, None
+
+
+def unsloth_grouped_gemm() -> tuple[Callable[..., torch.Tensor], list[dict[str, Any]]]:
+    """Unsloth's function, and its arguments for each of `UNSLOTH_CONFIGS`.
+
+    Only the files of its grouped product are loaded: what else the package imports is not needed for them.
+
+    Raises:
+        ImportError: it is not on the path.
+    """
+    found = [Path(entry) / "unsloth" for entry in sys.path if (Path(entry) / "unsloth/kernels/moe").is_dir()]
+    if not found:
+        raise ImportError("unsloth is not installed")
+    for name, facts in {
+        "unsloth": {"DEVICE_TYPE": "cuda"},
+        "unsloth.device_type": {"cuda_visible_capabilities": lambda: [torch.cuda.get_device_capability()]},
+        "unsloth.kernels": {},
+        "unsloth.kernels.utils": {"torch_gpu_device": torch.cuda.device},
+        "pandas": {"DataFrame": object},  # for tables of its tuning
+    }.items():
+        if name == "pandas" and importlib.util.find_spec(name) is not None:
+            continue
+        module = types.ModuleType(name)
+        module.__path__ = [str(found[0].joinpath(*name.split(".")[1:]))]
+        for key, value in facts.items():
+            setattr(module, key, value)
+        sys.modules[name] = module
+    grouped_gemm = importlib.import_module("unsloth.kernels.moe.grouped_gemm.interface").grouped_gemm
+    tuning = importlib.import_module("unsloth.kernels.moe.grouped_gemm.kernels.tuning")
+    kinds = {
+        "kernel_config_fwd": tuning.KernelConfigForward,
+        "kernel_config_bwd_dX": tuning.KernelConfigBackward_dX,
+        "kernel_config_bwd_dW": tuning.KernelConfigBackward_dW,
+    }
+    names = "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps", "num_stages"
+    arguments = []
+    for index, tiles in enumerate(UNSLOTH_CONFIGS):
+        arguments.append({})
+        for (argument, kind), tile in zip(kinds.items(), tiles, strict=True):
+            options: dict[str, Any] = dict(zip(names, tile, strict=True))
+            if index and "use_tma_load_w" in kind.__dataclass_fields__:
+                options["use_tma_load_w"] = True  # its own choice has no descriptors
+            arguments[-1][argument] = kind(**options)
+    return grouped_gemm, arguments
