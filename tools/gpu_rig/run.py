@@ -7,6 +7,7 @@
     run.py SUITE --out FOLDER        run one of the suites below and write FOLDER/SUITE.json
     run.py bench_cpu --out FILE      benchmark the CPU operators of the rig; other options are those of the benchmark
     run.py bench_parallel --out FILE benchmark expert parallelism between two GPUs, likewise
+    run.py bench_host --out FILE     time the host part of calls, likewise
 
 Every suite is a command that a person could type; its counts come from pytest's own report, or from the sanitizer's.
 """
@@ -168,16 +169,16 @@ def bench_cpu(extra: list[str]) -> int:
     return subprocess.run([*command, *extra], cwd=ROOT, env=env, check=False).returncode
 
 
-def bench_parallel(extra: list[str]) -> int:
-    """The benchmark of expert parallelism; `extra` are its options."""
+def bench_on_rig(module: str, suite: str, extra: list[str]) -> int:
+    """A benchmark of Paddle's operators on the GPU, in the environment of a suite; `extra` are its options."""
     install_library(RIG)
-    command = [sys.executable, "-m", "benchmarks.expert_parallel", "--commit", (RIG / "commit").read_text().strip()]
-    return subprocess.run([*command, *extra], cwd=ROOT, env=environment("distributed"), check=False).returncode
+    command = [sys.executable, "-m", module, "--commit", (RIG / "commit").read_text().strip()]
+    return subprocess.run([*command, *extra], cwd=ROOT, env=environment(suite), check=False).returncode
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["unpack", "bench_cpu", "bench_parallel", *SUITES])
+    parser.add_argument("what", choices=["unpack", "bench_cpu", "bench_parallel", "bench_host", *SUITES])
     parser.add_argument("parts", nargs="*", type=Path, help="for unpack: the parts, in order")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/gpu/results")))
     arguments, extra = parser.parse_known_args()
@@ -187,7 +188,10 @@ def main() -> int:
     if arguments.what == "bench_cpu":
         return bench_cpu([*extra, "--out", str(arguments.out)])
     if arguments.what == "bench_parallel":
-        return bench_parallel([*extra, "--out", str(arguments.out)])
+        return bench_on_rig("benchmarks.expert_parallel", "distributed", [*extra, "--out", str(arguments.out)])
+    if arguments.what == "bench_host":
+        options = ["--device", DEVICE, "--gpu", machine(RIG / "commit")["gpu"], "--out", str(arguments.out)]
+        return bench_on_rig("benchmarks.host_time", "ops", [*extra, *options])
     return run_suite(arguments.what, arguments.out, extra)
 
 
