@@ -48,11 +48,11 @@ def operations() -> list[Operation]:
     gate_up = paddle.randn([EXPERTS, HIDDEN, 2 * INNER]).astype(dtype)
     down = paddle.randn([EXPERTS, INNER, HIDDEN]).astype(dtype)
     plan = route(ids, num_experts=EXPERTS)
-    rows = permute(x, plan)
+    rows = permute(x, plan)[0]
     square = paddle.randn([HIDDEN, HIDDEN]).astype(dtype)
     return [
         Operation("paddle.matmul", paddle.matmul, [x, square]),
-        Operation("permute", lambda x: permute(x, plan), [x]),
+        Operation("permute", lambda x: permute(x, plan)[0], [x]),
         Operation("unpermute", lambda rows, probs: unpermute(rows, plan, probs), [rows, probs]),
         Operation(
             "grouped_gemm", lambda x, w: grouped_gemm(x, w, plan=plan, permute_x=True, transpose=False), [x, gate_up]

@@ -7,7 +7,8 @@ T tokens of d columns, K slots each, N rows, E experts of inner size n.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import paddle
 from paddle import Tensor
@@ -18,12 +19,16 @@ from ._graphs import is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, matrices, named, stacked
 from .backends import MlpSpec, accumulated, resolve, why_not
 from .functional import unpermute
-from .gemm import grouped_gemm, weights_of_rows
+from .gemm import grouped_gemm
 from .routing import Plan, as_plan, check_weights, tokens_of
 
 __all__ = ["moe_mlp"]
 
 _NAME = "moe_mlp"
+
+# Signatures of calls whose arguments passed the checks, which take longer than all launches of a call.
+_passed: set[Hashable] = set()
+_PASSED_KEPT = 1024
 
 
 @public("x", "probs", "gate_up", "down", "gate_up_bias", "down_bias")
@@ -104,18 +109,19 @@ def moe_mlp(
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
             bias that is not a leaf or whose ``main_grad`` does not fit.
     """
-    _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
-    _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
-    _checks.flag(_NAME, "transpose", transpose)
-    check_memory_options(_NAME, keep, workspace_mb, accumulate)
-    plan = as_plan(_NAME, plan)
-    shape = getattr(x, "shape", [])
-    tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
-    _checks.rows(_NAME, "x", tokens, _checks.SUM_DTYPES, *tokens_of(plan), shape)
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    _check_matrices(tokens, plan, gate_up, down, biases, transpose)
-    if probs is not None:
-        check_weights(_NAME, "probs", probs, plan, weights_by)
+    options = activation, transpose, weights_by, keep, workspace_mb, accumulate
+    signature = _signature(x, plan, probs, gate_up, down, biases, options)
+    if signature is None or signature not in _passed:
+        plan = _check(x, plan, probs, gate_up, down, biases, options)
+        if signature is not None:
+            if len(_passed) >= _PASSED_KEPT:
+                _passed.clear()
+            _passed.add(signature)
+    shape, tokens = x.shape, x
+    if len(shape) != 2:
+        tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
+    by_slot = probs is not None and (probs.ndim == 2 or weights_by == "slot")
     given = {"gate_up": gate_up, "down": down, **{name: each for name, each in biases.items() if each is not None}}
     named_tensors = {key: each for name, value in given.items() for key, each in named(name, value).items()}
     _checks.same_place(_NAME, x=tokens, **named_tensors, probs=probs)
@@ -133,11 +139,11 @@ def moe_mlp(
         if accumulate and (isinstance(gate_up, Sequence) or isinstance(down, Sequence)):
             gate_up, down, accumulate = each_of(accumulated, gate_up), each_of(accumulated, down), False
         gate_up, down = stacked(gate_up), stacked(down)
-        with _checks.renaming("grouped_gemm", _NAME, topk_weights="probs"):
-            weights = weights_of_rows("grouped_gemm", probs, weights_by, plan, tokens)
+        if by_slot and probs is not None and probs.ndim == 1:
+            probs = probs.reshape([-1, plan.topk])
         validation = _checks.validation(_NAME, None, tokens)
-        spec = MlpSpec(plan, transpose, keep == "h", workspace_mb << 20, accumulate, validation)
-        out = backend.moe_mlp(tokens, gate_up, down, weights, spec)
+        spec = MlpSpec(plan, by_slot, transpose, keep == "h", workspace_mb << 20, accumulate, validation)
+        out = backend.moe_mlp(tokens, gate_up, down, probs, spec)
     else:
         if accumulate:
             gate_up, down = each_of(accumulated, gate_up), each_of(accumulated, down)
@@ -151,6 +157,51 @@ def moe_mlp(
     if len(shape) == 2:
         return out
     return out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(shape)])
+
+
+def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: Any, options: tuple) -> Hashable:
+    """All that `_check` looks at, but devices, or None for calls out of the ordinary: these are checked each time."""
+    tensors = (x, gate_up, down) if probs is None else (x, gate_up, down, probs)
+    if (
+        type(plan) is not Plan
+        or any(type(each) is not Tensor for each in tensors)
+        or any(each is not None for each in biases.values())
+    ):
+        return None
+    facts: list[Any] = [tuple(each.shape) for each in tensors]
+    facts += [each.dtype for each in tensors]
+    facts += (plan.num_tokens, plan.topk, plan.num_experts, plan.num_rows, paddle.amp.is_autocast_enabled())
+    signature = *facts, *options, *map(type, options)  # True is 1 otherwise
+    try:
+        hash(signature)
+    except TypeError:
+        return None
+    return signature
+
+
+def _check(
+    x: Tensor,
+    plan: Plan,
+    probs: Tensor | None,
+    gate_up: Matrices,
+    down: Matrices,
+    biases: dict[str, Matrices | None],
+    options: tuple,
+) -> Plan:
+    """Check all arguments but the devices; gives the plan."""
+    activation, transpose, weights_by, keep, workspace_mb, accumulate = options
+    _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
+    _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
+    _checks.flag(_NAME, "transpose", transpose)
+    check_memory_options(_NAME, keep, workspace_mb, accumulate)
+    plan = as_plan(_NAME, plan)
+    tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
+    _checks.rows(_NAME, "x", tokens, _checks.SUM_DTYPES, *tokens_of(plan), getattr(x, "shape", []))
+    _check_matrices(tokens, plan, gate_up, down, biases, transpose)
+    by_slot = probs is not None and check_weights(_NAME, "probs", probs, plan, weights_by)
+    if by_slot and weights_by == "row":
+        _checks.bad_value(_NAME, "weights_by", "'slot' or None with [T, K] probs", repr(weights_by))
+    return plan
 
 
 def _accumulated_biases(*biases: Matrices | None) -> list[Matrices | None]:

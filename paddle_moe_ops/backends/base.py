@@ -150,6 +150,7 @@ class MlpSpec(NamedTuple):
     """Everything about a layer of experts that has no gradient."""
 
     plan: Any  # where the rows of tokens are
+    weights_by_slot: bool  # whether the weights are [T, K] of the slots, not [M] of the rows
     transpose: bool
     keeps_hidden: bool  # whether the first product is kept for the backward pass
     workspace: int  # bytes
@@ -276,7 +277,7 @@ class Backend(Verbs, Protocol):
         """Whether it has `moe_mlp`."""
 
     def moe_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Tensor:
-        """The sums of what the experts of each token make of it; weights by row."""
+        """The sums of what the experts of each token make of it; the spec says what the weights are by."""
 
 
 class Kernels(Verbs, Protocol):
@@ -336,10 +337,10 @@ class Kernels(Verbs, Protocol):
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The sums of what the experts of each token make of it, and the first product if it is to be kept.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The sums of what the experts of each token make of it, the first product if that is kept, and the weights.
 
-        Kernels need not have it, nor its gradient.
+        These are by row, float32 [M], or None without weights. Kernels need not have this verb, nor its gradient.
         """
 
     def moe_mlp_backward(
@@ -354,7 +355,8 @@ class Kernels(Verbs, Protocol):
         wanted: tuple[bool, bool, bool, bool],
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of x, the matrices and the weights; ``hidden`` is overwritten.
+        """The gradients of x, the matrices and the weights; these are by row, and ``hidden`` is overwritten.
 
+        The gradient of the weights is by what the spec says.
         Those of the matrices are None where they went to an `accumulation.Destination`.
         """

@@ -392,9 +392,9 @@ class _MoeMlp(Call):
         self.parameters = (gate_up, down) if spec.accumulates else ()
 
     def run(self) -> Tensors:
-        out, hidden = self.kernels.moe_mlp(*self.operands, self.spec, self.spec.keeps_hidden)
-        self.has_weights = self.operands[3] is not None
-        self.save(*self.operands, hidden)
+        out, hidden, weights = self.kernels.moe_mlp(*self.operands, self.spec, self.spec.keeps_hidden)
+        self.has_weights = weights is not None
+        self.save(*self.operands[:3], weights, hidden)
         self.operands = None
         return (out,)
 

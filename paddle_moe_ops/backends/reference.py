@@ -288,9 +288,11 @@ class ReferenceKernels:
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if spec.weights_by_slot:
+            weights = self.slots_to_rows(weights, spec.plan)
         out, hidden = reference.moe_mlp(*_layer(x, gate_up, down, weights, spec), transpose=spec.transpose)
-        return to_tensor(out, x.place), to_tensor(hidden, x.place) if keeps_hidden else None
+        return to_tensor(out, x.place), to_tensor(hidden, x.place) if keeps_hidden else None, weights
 
     def moe_mlp_backward(
         self,
@@ -311,6 +313,8 @@ class ReferenceKernels:
             if destination is not None:
                 put(destination, gradients[index])
                 gradients[index] = None
+        if spec.weights_by_slot:
+            gradients[3] = self.rows_to_slots(gradients[3], spec.plan)
         return tuple(gradients)
 
 

@@ -370,26 +370,29 @@ class TritonKernels:
         return RowMaps(*clean_rowmap_by_expert(device, by_pair, rows))
 
     def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
-        from ..triton.rowmap import fill, scatter_slots
-
-        device, num_rows = _device(slot_values), maps.row_to_slot.shape[0]
-        row_values = fill(device, device.empty([num_rows], "float32"), num_rows, 0)
-        scatter_slots(device, _dense(slot_values), _dense(maps.slot_to_row), row_values, add=False)
-        return row_values
+        arrays = _dense(slot_values), _dense(maps.slot_to_row)
+        return _by_row(_device(slot_values), *arrays, maps.row_to_slot.shape[0])
 
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         return self.gather_slots(row_values, maps.slot_to_row)
 
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
         from ..triton.grouped_gemm import grouped_gemm
+        from ..triton.recording import facts_of, recorded
 
         on_host = isinstance(spec.m_sizes, list) and not isinstance(spec.expert_offsets, Tensor)
         if on_host or spec.validation != Validation.OFF:
             num_rows = x.shape[0] if spec.plan is None else spec.plan.num_rows
             host_segments(num_rows, spec.m_sizes, spec.expert_offsets)
-        operands = _dense_rows(x), _dense(w), _gemm_groups(spec, x), spec.transpose
+        device, maps = _device(x), _gemm_maps(spec, weights)
+        operands = _dense_rows(x), _dense(w), _gemm_groups(spec, x)
         bias = None if bias is None else _dense(bias)
-        return grouped_gemm(_device(x), *operands, **_gemm_maps(spec, weights), bias=bias)
+
+        def call(device: Any) -> tuple[Any]:
+            return (grouped_gemm(device, *operands, spec.transpose, **maps, bias=bias),)
+
+        inputs = _operands(operands, maps, bias)
+        return recorded(device, ("grouped_gemm", spec.transpose, *facts_of(device, *inputs)), inputs, call)[0]
 
     def grouped_gemm_backward(
         self,
@@ -403,26 +406,51 @@ class TritonKernels:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         from ..triton.bias_gradient import bias_gradient
         from ..triton.grouped_gemm import grouped_gemm_backward
+        from ..triton.recording import facts_of, recorded
+        from ..triton.unpermute import unpermute
 
-        operands = _dense_rows(d_out), _dense_rows(x), _dense(w), _gemm_groups(spec, x), spec.transpose
-        maps, d_bias = _gemm_maps(spec, weights), None
-        d_rows, d_w, d_weights = grouped_gemm_backward(_device(x), *operands, **maps, wanted=wanted[:3])
-        if bias is not None and any(wanted[2:]):
-            of_bias = operands[0], _dense(bias), operands[3], maps["weights"], d_weights
-            d_bias, d_weights = bias_gradient(_device(x), *of_bias)
-        if spec.plan is not None and d_rows is not None:
-            d_rows = self.permute_backward(d_rows, spec.plan.token_rows)
-        return d_rows, d_w, d_weights, d_bias
+        device, maps = _device(x), _gemm_maps(spec, weights)
+        d_out, operands = _dense_rows(d_out), (_dense_rows(x), _dense(w), _gemm_groups(spec, x))
+        bias = None if bias is None else _dense(bias)
+
+        def call(device: Any) -> tuple[Any, ...]:
+            d_bias = None
+            d_rows, d_w, d_weights = grouped_gemm_backward(
+                device, d_out, *operands, spec.transpose, **maps, wanted=wanted[:3]
+            )
+            if bias is not None and any(wanted[2:]):
+                d_bias, d_weights = bias_gradient(device, d_out, bias, operands[2], maps["weights"], d_weights)
+            if maps["tokens"] is not None and d_rows is not None:
+                d_rows = unpermute(device, d_rows, maps["tokens"].token_rows)
+            return d_rows, d_w, d_weights, d_bias
+
+        inputs = d_out, *_operands(operands, maps, bias)
+        key = "grouped_gemm_backward", wanted, spec.transpose, *facts_of(device, *inputs)
+        d_x, d_w, d_weights, d_bias = recorded(device, key, inputs, call)
+        return d_x, d_w, d_weights, d_bias
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         from ..triton.moe_mlp import moe_mlp
+        from ..triton.recording import facts_of, recorded
 
         plan = spec.plan
         if spec.validation != Validation.OFF:
             host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
-        return moe_mlp(_device(x), _dense_rows(x), _layer(gate_up, down, weights, spec), keeps_hidden)
+        device, x = _device(x), _dense_rows(x)
+        maps = _dense(plan.slot_to_row) if spec.weights_by_slot else None
+        layer = _layer(gate_up, down, weights, spec)
+
+        def call(device: Any) -> tuple[Any, Any, Any]:
+            by_row = layer.weights if maps is None else _by_row(device, layer.weights, maps, plan.num_rows)
+            out, hidden = moe_mlp(device, x, layer._replace(weights=by_row), keeps_hidden)
+            return out, hidden, by_row if maps is not None else None
+
+        inputs = _arrays(x, layer, maps)
+        key = "moe_mlp", keeps_hidden, spec.transpose, spec.workspace, *facts_of(device, *inputs)
+        out, hidden, by_row = recorded(device, key, inputs, call)
+        return out, hidden, weights if by_row is None else by_row
 
     def moe_mlp_backward(
         self,
@@ -437,11 +465,34 @@ class TritonKernels:
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, ...]:
         from ..triton.moe_mlp import moe_mlp_backward
+        from ..triton.recording import facts_of, recorded
+        from ..triton.rowmap import gather_slots
 
-        layer, rows = _layer(gate_up, down, weights, spec), (_dense_rows(d_out), _dense_rows(x))
-        d_x, *d_matrices, d_weights = moe_mlp_backward(_device(x), *rows, hidden, layer, wanted, destinations)
-        d_matrices = [made if to is None else None for made, to in zip(d_matrices, destinations, strict=True)]
-        return d_x, *d_matrices, d_weights
+        device, d_out, x = _device(x), _dense_rows(d_out), _dense_rows(x)
+        maps = _dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
+        layer = _layer(gate_up, down, weights, spec)
+
+        def call(device: Any) -> tuple[Any, ...]:
+            made = moe_mlp_backward(device, d_out, x, hidden, layer, wanted, destinations)
+            matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
+            d_weights = made.weights
+            if d_weights is not None and maps is not None:
+                d_weights = gather_slots(device, d_weights, maps)
+            return made.x, *matrices, d_weights
+
+        inputs = d_out, hidden, *(each and each[0] for each in destinations), *_arrays(x, layer, maps)
+        adds = tuple(each and each[1] for each in destinations)
+        key = "moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace, *facts_of(device, *inputs)
+        return tuple(recorded(device, key, inputs, call))
+
+
+def _by_row(device: Any, by_slot: Tensor, slot_to_row: Tensor, num_rows: int) -> Any:
+    """float32 [M] of values [T, K] by slot, 0 in rows of no slot."""
+    from ..triton.rowmap import fill, scatter_slots
+
+    row_values = fill(device, device.empty([num_rows], "float32"), num_rows, 0)
+    scatter_slots(device, by_slot, slot_to_row, row_values, add=False)
+    return row_values
 
 
 def _layer(gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Any:
@@ -453,6 +504,17 @@ def _layer(gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec)
     tokens = Tokens(_dense(plan.row_to_token), _dense(plan.token_rows))
     weights = None if weights is None else _dense(weights)
     return Layer(_dense(gate_up), _dense(down), groups, tokens, weights, spec.transpose, spec.workspace)
+
+
+def _operands(operands: tuple, maps: dict[str, Any], bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """All that the launches of a grouped product read."""
+    x, w, groups = operands
+    return x, w, *groups, *(maps["tokens"] or ()), maps["weights"], bias
+
+
+def _arrays(x: Tensor, layer: Any, maps: Tensor | None) -> tuple[Tensor | None, ...]:
+    """All that a layer's launches read."""
+    return x, layer.gate_up, layer.down, *layer.groups, *layer.tokens, layer.weights, maps
 
 
 def _check_rowmap(rowmap: Tensor, pad_offsets: Tensor | None, num_rows: int, spec: RowmapSpec) -> None:

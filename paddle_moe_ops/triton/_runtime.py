@@ -18,6 +18,7 @@ import importlib.util
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Any
 
@@ -33,6 +34,7 @@ _OLDEST_CAPABILITY = (8, 0)
 RIG = "cuda_rig"  # a plug-in's name for NVIDIA GPUs under a CPU build of Paddle (tools/gpu_rig)
 
 _CAPABILITY_ATTRIBUTES = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+_NO_CONTEXT = contextlib.nullcontext()
 _lock = threading.RLock()
 
 
@@ -174,18 +176,23 @@ class PaddleDevice:
         place: of the tensors.
         index: of the GPU.
         stream: the handle of Paddle's current stream there.
+
+    Attributes:
+        recordings: of `recording.recorded`.
     """
 
     def __init__(self, place: Any, index: int, stream: Callable[[], int]) -> None:
         self._place = place
         self._index = index
-        self._stream = stream
+        self.stream = stream
         self._handles = Handles(self._compiling)
+        self.compiled, self.run = self._handles.compiled, self._handles.run
+        self.recordings: dict[Any, Any] = {}
         self._several_gpus = _Cuda.get().device_count > 1
 
     @functools.cached_property
     def _driver(self) -> Any:
-        return _make_driver(self._index, self._stream)
+        return _make_driver(self._index, self.stream)
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -222,18 +229,22 @@ class PaddleDevice:
     def launch(
         self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
     ) -> None:
-        what = self._stream(), kernel, programs, types, arguments, constants, warps
+        what = self.stream(), kernel, programs, types, arguments, constants, warps
+        with self.ready():
+            self._handles.launch(*what)
+
+    def ready(self) -> AbstractContextManager:
+        """The context in which launches of this thread go to this device."""
         elsewhere = self._several_gpus and not _Cuda.get().is_current(self._index)
         driver_missing = _active_driver() is None
         if not elsewhere and not driver_missing:  # no context is made for nothing: it would double the time of a launch
-            self._handles.launch(*what)
-            return
-        with contextlib.ExitStack() as contexts:
-            if elsewhere:
-                contexts.enter_context(_Cuda.get().current(self._index))
-            if driver_missing:
-                contexts.enter_context(self._in_place())
-            self._handles.launch(*what)
+            return _NO_CONTEXT
+        contexts = contextlib.ExitStack()
+        if elsewhere:
+            contexts.enter_context(_Cuda.get().current(self._index))
+        if driver_missing:
+            contexts.enter_context(self._in_place())
+        return contexts
 
 
 @functools.cache

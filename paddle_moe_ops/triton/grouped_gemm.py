@@ -8,13 +8,13 @@ M rows, D the inner and N the outer size of a matrix, E experts. Sizes and offse
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .grouped_gemm_configs import ALLOCATOR, GemmConfig, gpu_at, product_config, weight_gradient_config
 from .grouped_gemm_kernels import product_kernel, row_sums_kernel, schedule_kernel
 from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
 from .permute import permute
+from .recording import scratch_memory
 from .weight_gradient_kernel import weight_gradient_kernel
 
 __all__ = [
@@ -99,17 +99,9 @@ def _experts_at_once(num_experts: int) -> int:
     return _EXPERTS_AT_ONCE if num_experts <= _EXPERTS_AT_ONCE else _MOST_EXPERTS_AT_ONCE
 
 
-@contextlib.contextmanager
-def _descriptors(device: Device, used: bool) -> Iterator[None]:
-    """Give a launch memory for its tensor descriptors."""
-    if ALLOCATOR is None or not used:
-        yield
-        return
-    token = ALLOCATOR.set(lambda size, alignment, stream: device.empty([blocks(size, 4)], "int32"))
-    try:
-        yield
-    finally:
-        ALLOCATOR.reset(token)
+def _descriptors(device: Device, used: bool) -> contextlib.AbstractContextManager:
+    """The context of a launch that makes tensor descriptors, or of another one."""
+    return scratch_memory(device) if used else contextlib.nullcontext()
 
 
 def _uses_tma(config: GemmConfig, vector: int) -> bool:

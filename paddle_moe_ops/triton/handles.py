@@ -52,10 +52,19 @@ class Handles:
         warps: int,
     ) -> None:
         """As `launching.Device.launch`, on a stream of the current device."""
+        self.run(self.compiled(kernel, types, constants, warps), stream, programs, (*arguments, *constants))
+
+    def compiled(self, kernel: Any, types: tuple[str, ...], constants: tuple, warps: int) -> Any:
+        """A kernel for arguments of these types and for these constants, which `run` takes."""
         key = (kernel, types, constants, warps)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compiled[key] = self._compile(*key)
+        found = self._compiled.get(key)
+        if found is None:
+            found = self._compiled[key] = self._compile(*key)
+        return found
+
+    @staticmethod
+    def run(compiled: Any, stream: int, programs: int, arguments: Sequence[Any]) -> None:
+        """Enqueue a kernel on a stream of the current device; the constants come after the other arguments."""
         compiled.run(
             programs,
             1,
@@ -67,7 +76,6 @@ class Handles:
             None,
             None,
             *arguments,
-            *constants,
         )
 
     def _compile(self, kernel: Any, types: tuple[str, ...], constants: tuple, warps: int) -> Any:

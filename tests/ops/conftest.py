@@ -65,8 +65,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
         def __init__(self):
             self._place = paddle.CPUPlace()
             self.launches = []
+            self.recordings = {}
 
-        launch = NumpyDevice.launch
+        launch, compiled, run = NumpyDevice.launch, NumpyDevice.compiled, NumpyDevice.run
+        ready, stream = NumpyDevice.ready, NumpyDevice.stream
         _check_guards = staticmethod(lambda: None)  # memory is Paddle's
 
     device = Interpreted()

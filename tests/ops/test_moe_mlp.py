@@ -16,7 +16,7 @@ from paddle_moe_ops.backends import gradients as adapter
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import make_problem, ordinary, plan_tensors, tensor
-from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SUM_DTYPES
+from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL, SUM_DTYPES
 
 D, N = 10, 6
 FORMS = ("by row", "by slot", "flat by slot", "none")
@@ -113,6 +113,24 @@ def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, 
     assert_close(made, layer.due(), np.float16)
     assert interpreted.launches.count("product_kernel") == (4 if keep == "h" else 5)
     assert interpreted.launches.count("swiglu_gradient_kernel") == 1
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("form", FORMS)
+def test_a_second_call_repeats_the_launches_of_the_first_with_its_own_tensors(interpreted, form, rng, monkeypatch):
+    layers = [Layer(rng, SMALL, np.float16, form=form, sizes=(16, 8)) for _ in range(2)]
+    with use_backend("triton"):
+        layers[0].plan = layers[1].plan  # as many rows
+        layers[0].problem = layers[1].problem
+        if form != "none":
+            layers[0].arrays["probs"] = layers[1].arrays["probs"] / 2
+        layers[0].run("cpu")
+        launches = interpreted.launches.copy()
+        for name in ("moe_mlp", "moe_mlp_backward"):
+            monkeypatch.setattr(f"paddle_moe_ops.triton.moe_mlp.{name}", None)
+        made = layers[1].run("cpu")
+    assert interpreted.launches == 2 * launches
+    assert_close(made, layers[1].due(), np.float16)
 
 
 @BACKENDS

@@ -48,12 +48,12 @@ def test_a_launch_waits_for_the_work_before_it_on_a_stream_of_the_user(gpu, devi
     paddle.device.synchronize(device)
     stream = paddle.device.Stream(device)
     with paddle.device.stream_guard(stream):
-        handle = gpu._stream()
+        handle = gpu.stream()
         slow_copy(gpu, source, x, 20_000)
         assert not stream.query()  # otherwise nothing was waited for
         rows, _ = permute(x.view("float32"), plan)
     stream.synchronize()
-    assert handle != gpu._stream()
+    assert handle != gpu.stream()
     actual, tokens = rows.view("int32").numpy(), plan.row_to_token.numpy()
     np.testing.assert_array_equal(actual[tokens >= 0], late[tokens[tokens >= 0]])
 

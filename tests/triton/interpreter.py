@@ -166,6 +166,22 @@ class NumpyDevice:
             kernel[(programs,)](*values, *constants)
         self._check_guards()
 
+    # what repeats a recorded launch
+
+    def compiled(self, *what: Any) -> tuple[Any, ...]:
+        return what
+
+    def run(self, compiled: tuple[Any, ...], stream: int, programs: int, arguments: Sequence[Any]) -> None:
+        kernel, types, constants, warps = compiled
+        assert tuple(arguments[len(types) :]) == constants
+        self.launch(kernel, programs, types, arguments[: len(types)], constants, warps)
+
+    def ready(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def stream(self) -> int:
+        return 0
+
     def _memory(self, size: int, offset: int) -> NDArray:
         # A copy, because a view of it holds only what owns the memory, which np.resize would drop.
         raw = np.resize(_GUARD, size + 2 * _GUARD_BYTES + 2 * _ALIGNMENT).copy()

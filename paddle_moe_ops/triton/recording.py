@@ -1,0 +1,218 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The launches of a call, written down once and made again for other arrays of the same sizes.
+
+What a launcher works out (configurations, grids, alignments, sizes of buffers) depends on nothing but the sizes,
+dtypes, strides and alignments of its arrays, and takes several times longer on the host than the launches themselves.
+So a `Recorder` stands for the device in the first call. It notes each launch, and for each address which array it lies
+in and how far from its start. From then on a call of the same key allocates memory, fills in addresses and launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .grouped_gemm_configs import ALLOCATOR
+from .launching import CALLS_KEPT, ITEM_BYTES, Array, Device, address, blocks, low_bits
+
+__all__ = ["facts_of", "recorded", "scratch_memory"]
+
+_ALIGNMENT = 256  # of what shares the workspace, as of memory from an allocator
+
+
+def facts_of(device: Device, *arrays: Array | None) -> list[Hashable]:
+    """All that the launchers look at of arrays, for a key of `recorded`."""
+    facts: list[Hashable] = []
+    for array in arrays:
+        if array is None:
+            facts.append(None)
+            continue
+        shape, stride = tuple(array.shape), 0
+        if len(shape) == 2:
+            stride = device.row_stride(array)
+        facts += (shape, device.dtype_name(array), low_bits(array.data_ptr()), stride)
+    return facts
+
+
+def recorded(
+    device: Device, key: Hashable, inputs: Sequence[Array | None], call: Callable[[Device], Sequence[Array | None]]
+) -> Sequence[Any]:
+    """What a call makes, by the launches of an earlier call of this key if there was one.
+
+    Args:
+        device: where to. One that has no ``recordings`` makes each call anew.
+        key: what the call depends on: its options, and `facts_of` the inputs.
+        inputs: every array that its launches read or write, besides those it makes.
+        call: takes the device and gives the arrays it has made, each of them new, or None.
+    """
+    recordings = getattr(device, "recordings", None)
+    if recordings is None:
+        return call(device)
+    recording = recordings.get(key)
+    if recording is not None:
+        return recording.repeat(device, inputs)
+    if key in recordings:  # None: it cannot be repeated
+        return call(device)
+    recorder = Recorder(device, inputs)
+    made = call(recorder)
+    if len(recordings) >= CALLS_KEPT:
+        recordings.clear()
+    recordings[key] = recorder.recording(made)
+    return made
+
+
+@contextlib.contextmanager
+def scratch_memory(device: Device) -> Iterator[None]:
+    """Give launches memory for their tensor descriptors."""
+    if ALLOCATOR is None:
+        yield
+        return
+    token = ALLOCATOR.set(lambda size, alignment, stream: device.empty([blocks(size, 4)], "int32"))
+    try:
+        yield
+    finally:
+        ALLOCATOR.reset(token)
+
+
+class _Launch(NamedTuple):
+    """One launch.
+
+    Attributes:
+        compiled: the kernel.
+        programs: size of the grid.
+        arguments: with the constants, and 0 for each address.
+        places: of each address: its argument, its array and the bytes before it there.
+    """
+
+    compiled: Any
+    programs: int
+    arguments: list[Any]
+    places: list[tuple[int, int, int]]
+
+
+class _Recording(NamedTuple):
+    """A call.
+
+    Attributes:
+        launches: in order.
+        results: shape and dtype of each array that the call returns, or None.
+        workspace: bytes that all others take together.
+        offsets: of these in the workspace, in the order in which they are numbered.
+    """
+
+    launches: list[_Launch]
+    results: list[tuple[Sequence[int], str] | None]
+    workspace: int
+    offsets: list[int]
+
+    def repeat(self, device: Any, inputs: Sequence[Array | None]) -> list[Any]:
+        """Arrays are numbered: the inputs, the results, and what lies in the workspace."""
+        results = [None if each is None else device.empty(*each) for each in self.results]
+        starts = [0 if each is None else each.data_ptr() for each in (*inputs, *results)]
+        if self.workspace:
+            workspace = device.empty([self.workspace // 4], "int32")
+            start = workspace.data_ptr()
+            starts += [start + offset for offset in self.offsets]
+        with device.ready(), scratch_memory(device):
+            stream = device.stream()
+            for compiled, programs, template, places in self.launches:
+                arguments = template.copy()
+                for position, number, offset in places:
+                    arguments[position] = starts[number] + offset
+                device.run(compiled, stream, programs, arguments)
+        return results
+
+
+class _Noted(NamedTuple):
+    """A launch in a recording that is not finished: each address with its argument."""
+
+    compiled: Any
+    programs: int
+    arguments: list[Any]
+    pointers: list[tuple[int, int]]
+
+
+class Recorder:
+    """A device that notes what is launched on another one."""
+
+    def __init__(self, device: Any, inputs: Sequence[Array | None]) -> None:
+        self._device = device
+        self._inputs = inputs
+        self._made: list[tuple[Any, Sequence[int], str]] = []
+        self._launches: list[_Noted] = []
+        self._is_repeatable = True
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        made = self._device.empty(shape, dtype)
+        self._made.append((made, tuple(shape), dtype))
+        return made
+
+    def dtype_name(self, array: Any) -> str:
+        return self._device.dtype_name(array)
+
+    def row_stride(self, array: Any) -> int:
+        return self._device.row_stride(array)
+
+    def reshape(self, array: Any, shape: Sequence[int]) -> Any:
+        return self._device.reshape(array, shape)
+
+    def read_int(self, array: Any, index: int) -> int:
+        self._is_repeatable = False  # what follows depends on data
+        return self._device.read_int(array, index)
+
+    def launch(
+        self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
+    ) -> None:
+        self._device.launch(kernel, programs, types, arguments, constants, warps)
+        pointers = [(index, arguments[index]) for index, kind in enumerate(types) if kind.startswith("*")]
+        compiled = self._device.compiled(kernel, types, constants, warps)
+        self._launches.append(_Noted(compiled, programs, [*arguments, *constants], pointers))
+
+    def recording(self, made: Sequence[Array | None]) -> _Recording | None:
+        """What `_Recording.repeat` needs to make it all again, or None if that would not be the same call."""
+        numbers = {id(each[0]): number for number, each in enumerate(self._made)}
+        returned = [None if each is None else numbers.get(id(each), -1) for each in made]
+        if not self._is_repeatable or -1 in returned:
+            return None
+        results = [None if number is None else self._made[number][1:] for number in returned]
+        others = [number for number in range(len(self._made)) if number not in returned]
+        offsets, workspace = [], 0
+        for number in others:
+            _, shape, dtype = self._made[number]
+            offsets.append(workspace)
+            size = ITEM_BYTES[dtype]
+            for length in shape:
+                size *= length
+            workspace += blocks(size, _ALIGNMENT) * _ALIGNMENT
+        arrays = [*self._inputs, *made, *(self._made[number][0] for number in others)]
+        ranges = [self._range(each) for each in arrays]
+        launches = []
+        for compiled, programs, arguments, pointers in self._launches:
+            places = []
+            for position, pointer in pointers:
+                arguments[position] = 0
+                if pointer == 0:
+                    continue
+                owners = [number for number, (start, end) in enumerate(ranges) if start <= pointer < end]
+                if len(owners) != 1:  # in none, or in arrays that share memory in this call and may not in the next
+                    return None
+                places.append((position, owners[0], pointer - ranges[owners[0]][0]))
+            launches.append(_Launch(compiled, programs, arguments, places))
+        return _Recording(launches, results, workspace, offsets)
+
+    def _range(self, array: Array | None) -> tuple[int, int]:
+        """The addresses of an array, from the first one on and before the last one."""
+        start = address(array)
+        if array is None or not start:
+            return 0, 0
+        shape, item = list(array.shape), ITEM_BYTES[self._device.dtype_name(array)]
+        if 0 in shape:
+            return start, start
+        if len(shape) == 2:
+            return start, start + ((shape[0] - 1) * self._device.row_stride(array) + shape[1]) * item
+        size = item
+        for length in shape:
+            size *= length
+        return start, start + size
