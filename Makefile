@@ -216,7 +216,7 @@ wheel: $(VENV)/stamp-deps ## a wheel in dist/
 	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	$(PY) -m zipfile --list dist/paddle_moe_ops-*.whl
 
-ci-full: lint core check-aarch64 sanitize fuzz test test-slow test-integrations test-isa fresh-environments ## all checks, the slow ones too
+ci-full: lint core check-aarch64 check-place sanitize fuzz test test-slow test-integrations test-isa fresh-environments ## all checks, the slow ones too
 
 clean: ## delete what was built, not the environment
 	rm -rf build dist *.egg-info $(VENV)/stamp-built paddle_moe_ops/_C.py paddle_moe_ops/_C_pd_.so paddle_moe_ops/_build_info.json

@@ -54,7 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         out.add("two_gpus")
     left_out = [item for item in items if out.intersection(mark.name for mark in item.iter_markers())]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    left = [item for item in items if item not in left_out]
+    # Files that take long come first: one that begins last has a worker to itself while the others wait.
+    items[:] = sorted(left, key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ from . import processes
 from .problems import Problem, alone, kept_ids, results, scaled
 from .processes import run
 
+pytestmark = pytest.mark.long
+
 TWO = [
     Problem((5, 16), 4, 2, 7),
     Problem((63, 1), 8, 3, 72, dtype="bfloat16"),

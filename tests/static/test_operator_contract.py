@@ -23,6 +23,8 @@ from tests.static.isolation import outcomes
 from tests.static.modes import as_tuple
 from tests.static.operators import FLOATS, operator_names
 
+pytestmark = pytest.mark.long
+
 SOURCES = Path(paddle_moe_ops.__file__).parent / "csrc" / "paddle"
 
 

@@ -14,6 +14,8 @@ import pytest
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config
 from tests.bare_package import ROOT
 
+pytestmark = pytest.mark.long
+
 KERNELS = {
     *("route", "mask_to_ids", "count", "prefix", "offsets", "maps", "permute", "unpermute", "unpermute_backward"),
     *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "chunks", "chunk_map"),

@@ -23,6 +23,8 @@ from tests.reference.cases import assert_same_bits
 from .interpreter import NumpyDevice
 from .problems import halfway, ordinary
 
+pytestmark = pytest.mark.long
+
 HALVES = pytest.mark.parametrize(
     "dtype",
     [pytest.param(ml_dtypes.bfloat16, id="bfloat16"), pytest.param(np.float16, id="float16", marks=pytest.mark.slow)],

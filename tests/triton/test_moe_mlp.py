@@ -18,6 +18,8 @@ from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
 from paddle_moe_ops.triton.moe_mlp import Layer, moe_mlp, moe_mlp_backward
 from tests.reference.cases import assert_same_bits
 
+pytestmark = pytest.mark.long
+
 SMALL_TILES = GemmConfig(16, 16, 16, 2, 2, 4, 1, tma=False)
 BY_LAYOUT = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 COPIES = {
@@ -52,7 +54,7 @@ CASES = {
     "no tokens": Case(tokens=0),
     "odd sizes": Case(hidden=23, inner=9),
     "one of everything": Case(1, 1, 1, 1, 1, unassigned=0.0),
-    "more columns than a window": Case(3, 300, 24, 2, 2),
+    "more columns than a tile": Case(3, 72, 24, 2, 2),
     "many experts": Case(9, 16, 8, 40, 3),
 }
 
@@ -161,7 +163,7 @@ def test_the_size_of_the_buffer_changes_no_bit(rng, gpu, tiles, monkeypatch, con
     monkeypatch.setattr(launchers, "_COLUMN_STEP", 16)
     problem = Problem(rng, Case(17, 48, 16, 3, 2, alignment=4), ml_dtypes.bfloat16, False)
     found = problem.due()
-    for rows in (200, 20, 1):
+    for rows in (200, 1):
         assert_all_same(problem.run(gpu, rows * 48 * 2), found)
 
 
@@ -187,7 +189,7 @@ def test_without_weights_rows_are_added_up_as_they_are(rng, gpu, tiles, transpos
 def test_gradients_of_matrices_are_added_to_what_is_there(rng, gpu, tiles, monkeypatch, config, dtype):
     tiles(config._replace(columns=128))
     monkeypatch.setattr(launchers, "_COLUMN_STEP", 128)
-    problem = Problem(rng, Case(9, 300, 72, 3, 2), ml_dtypes.bfloat16, False)
+    problem = Problem(rng, Case(9, 140, 72, 3, 2), ml_dtypes.bfloat16, False)
     before = [rng.integers(-8, 9, each.shape).astype(dtype) for each in (problem.gate_up, problem.down)]
     into = [gpu.array(each) for each in before]
     *_, d_x, _, _, d_weights = problem.run(gpu, 1 << 12, into=tuple((each, True) for each in into))
