@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
 from . import _checks
 from ._activations import activate
 from ._graphs import is_on_gpu, public, to_dtype
-from ._matrices import Matrices, each_of, matrices, named, stacked
+from ._matrices import Matrices, each_of, listed, matrices, named, stacked
 from .backends import MlpSpec, accumulated, resolve, why_not
 from .functional import unpermute
 from .gemm import grouped_gemm, weights_of_rows
@@ -32,8 +32,8 @@ def moe_mlp(
     x: Tensor,
     plan: Plan,
     probs: Tensor | None,
-    gate_up: Tensor | Sequence[Tensor],
-    down: Tensor | Sequence[Tensor],
+    gate_up: Tensor | Sequence[Tensor] | nn.ParameterList,
+    down: Tensor | Sequence[Tensor] | nn.ParameterList,
     *,
     activation: str = "swiglu",
     transpose: bool = False,
@@ -41,8 +41,8 @@ def moe_mlp(
     keep: str = "h",
     workspace_mb: int = 256,
     accumulate: bool = False,
-    gate_up_bias: Tensor | Sequence[Tensor] | None = None,
-    down_bias: Tensor | Sequence[Tensor] | None = None,
+    gate_up_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
+    down_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
 ) -> Tensor:
     """Give each token to its experts, and add up what they make of it, weighted.
 
@@ -77,7 +77,8 @@ def moe_mlp(
         probs: what each row is multiplied by, float32: [T, K] or flat [T*K] by slot of ``plan``, [N] by row, or None
             for the plain sum. The gradient has this shape; it is 0 at slots without a row.
         gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as `paddle.nn.functional.swiglu` has them.
-            With ``transpose`` [E, 2 * n, d]. Or a list of E matrices, as in `grouped_gemm`.
+            With ``transpose`` [E, 2 * n, d]. Or a list or a `paddle.nn.ParameterList` of E matrices, as in
+            `grouped_gemm`.
         down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n]. Or a list of E matrices.
         activation: what is made of the gate's columns g and the others u, in float32. "swiglu": ``silu(g) * u``.
             "geglu": ``gelu(g) * u``; "geglu_tanh" with GELU's approximation by a hyperbolic tangent. "swiglu_oai", of
@@ -109,6 +110,7 @@ def moe_mlp(
     _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
     _checks.flag(_NAME, "transpose", transpose)
     check_memory_options(_NAME, keep, workspace_mb, accumulate)
+    gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     plan = as_plan(_NAME, plan)
     shape = getattr(x, "shape", [])
     tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
