@@ -126,6 +126,20 @@ MODELS: dict[str, Model] = {
     "ernie4_5_moe": Model((_ERNIE,)),
     "glm4_moe": Model(_GLM4_TARGETS, _fleet("Glm4MoeForCausalLM")),
     "glm4v_moe": Model(_GLM4_TARGETS),
+    "gpt_oss": Model(
+        (
+            Target(
+                f"{_TRANSFORMERS}.gpt_oss.modeling",
+                "GptOssExperts",
+                "forward",
+                blocks.gpt_oss_experts,
+                {
+                    "forward": "a8f2291605a4a083",
+                    f"{_TRANSFORMERS}.gpt_oss.modeling:GptOssTopKRouter.forward": "25c1eeb467cdd91d",
+                },
+            ),
+        ),
+    ),
     "qwen2_moe": Model(_QWEN2_TARGETS, _fleet("Qwen2MoeForCausalLM")),
     "qwen3_moe": Model(
         (
