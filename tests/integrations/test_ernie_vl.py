@@ -175,5 +175,5 @@ def test_without_the_operators_it_does_not_run():
 
 def test_the_tower_of_images_wants_bfloat16():
     """What docs/integrations.md says of it."""
-    with patched_paddle(FAMILIES), pytest.raises(AssertionError, match="float32|FLOAT32"):
+    with patched_paddle(FAMILIES), pytest.raises(AssertionError, match=r"float32|FLOAT32"):
         build("v2-unpad").vision_forward(paddle.zeros([16, 48]), None, None, paddle.to_tensor([[1, 4, 4]]))
