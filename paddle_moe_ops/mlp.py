@@ -16,7 +16,7 @@ from . import _checks
 from ._activations import activate
 from ._graphs import is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, listed, matrices, named, stacked
-from .backends import MlpSpec, accumulated, resolve, why_not
+from .backends import MlpSpec, accumulated, accumulated_each, resolve, why_not
 from .functional import unpermute
 from .gemm import grouped_gemm, weights_of_rows
 from .reference import ACTIVATIONS
@@ -143,7 +143,7 @@ def moe_mlp(
         out = backend.moe_mlp(tokens, gate_up, down, weights, spec)
     else:
         if accumulate:
-            gate_up, down = each_of(accumulated, gate_up), each_of(accumulated, down)
+            gate_up, down = (_accumulated_matrices(each, backend.takes_lists) for each in (gate_up, down))
             gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
         weights = probs
         if probs is not None and weights_by == "slot":
@@ -154,6 +154,10 @@ def moe_mlp(
     if len(shape) == 2:
         return out
     return out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(shape)])
+
+
+def _accumulated_matrices(given: Matrices, as_list: bool) -> Matrices:
+    return accumulated_each(given) if as_list and isinstance(given, Tensor) else each_of(accumulated, given)
 
 
 def _accumulated_biases(*biases: Matrices | None) -> list[Matrices | None]:
