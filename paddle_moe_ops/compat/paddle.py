@@ -27,7 +27,7 @@ from paddle.base import core
 from .. import _checks, functional
 from ..backends import register_note
 from ..backends.base import FLOAT8
-from . import async_load, incubate_dispatch, incubate_gemm, incubate_routing
+from . import _async_load, incubate_dispatch, incubate_gemm, incubate_routing
 
 __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
 
@@ -167,7 +167,7 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
         for name, stand_in in _OPERATORS[family].items():
             setattr(_C_ops, name, stand_in)
     if "incubate" in added and not hasattr(core, _LOADER):
-        setattr(core, _LOADER, async_load.AsyncLoad)
+        setattr(core, _LOADER, _async_load.AsyncLoad)
 
 
 def unpatch_paddle(families: _Families = _FAMILIES) -> None:
@@ -188,7 +188,7 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
     for family in chosen:
         for name, operator in _operators.pop(family, {}).items():
             setattr(_C_ops, name, operator)
-    if "incubate" in chosen and getattr(core, _LOADER, None) is async_load.AsyncLoad:
+    if "incubate" in chosen and getattr(core, _LOADER, None) is _async_load.AsyncLoad:
         delattr(core, _LOADER)
 
 
