@@ -30,8 +30,10 @@ TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 512, 512, 256, 64, 8
 SIZES = {
     "hidden_size": HIDDEN,
     "moe_intermediate_size": INNER,
+    "intermediate_size": INNER,  # of the experts of gpt_oss; of others, that of layers that are not measured
     "num_hidden_layers": 2,
     "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
     "moe_num_experts": EXPERTS,
     "num_experts_per_tok": TOPK,

@@ -8,13 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
 from . import _checks
 
-__all__ = ["Matrices", "each_of", "matrices", "named", "stacked"]
+__all__ = ["Matrices", "each_of", "listed", "matrices", "named", "stacked"]
 
 Matrices: TypeAlias = Tensor | Sequence[Tensor]
+
+
+def listed(given: Any) -> Any:
+    """A list of what is in a `paddle.nn.ParameterList`; all else as it is."""
+    return list(given) if isinstance(given, nn.ParameterList) else given
 
 
 def matrices(function: str, argument: str, given: Any, dtypes: Sequence[Any], shape: Sequence[int | str]) -> Matrices:
@@ -30,6 +35,9 @@ def matrices(function: str, argument: str, given: Any, dtypes: Sequence[Any], sh
     Returns:
         the tensor, or the list.
     """
+    if isinstance(given, nn.Layer):
+        text = "a paddle.Tensor, or a list or a paddle.nn.ParameterList of them"
+        _checks.bad_type(function, argument, text, type(given).__name__)
     if not isinstance(given, Sequence) or isinstance(given, str):
         return _checks.tensor(function, argument, given, dtypes, shape)
     experts, *expected = shape

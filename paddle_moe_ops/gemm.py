@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
 from . import _checks
 from ._graphs import is_graph_value, public
-from ._matrices import each_of, matrices, named, stacked
+from ._matrices import each_of, listed, matrices, named, stacked
 from .backends import GemmSpec, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 from .rowmaps import move_rows, row_probs
@@ -28,7 +28,7 @@ _COUNTS = "a list of ints or a 1-D int array or tensor"
 @public("X", "W", "topk_weights", "bias")
 def grouped_gemm(
     X: Tensor,
-    W: Tensor | Sequence[Tensor],
+    W: Tensor | Sequence[Tensor] | nn.ParameterList,
     m_sizes: Sequence[int] | Tensor | None = None,
     transpose: bool = True,
     *,
@@ -38,7 +38,7 @@ def grouped_gemm(
     topk_weights: Tensor | None = None,
     weights_by: str | None = None,
     permute_y: bool = False,
-    bias: Tensor | Sequence[Tensor] | None = None,
+    bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
 ) -> Tensor:
     """Multiply each group of rows with the matrix of its expert: ``Y_g = X_g W_g^T + b_g``, or ``X_g W_g + b_g``.
 
@@ -74,8 +74,9 @@ def grouped_gemm(
     Args:
         X: [M, D] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, D] tokens. More dimensions,
             [..., D], count as M or T rows in all.
-        W: [E, N, D], or [E, D, N] without ``transpose``; dtype of ``X``. Or a list of E matrices, as experts that are
-            layers of their own have them: each gets its gradient, zeros without rows, and none if it wants none.
+        W: [E, N, D], or [E, D, N] without ``transpose``; dtype of ``X``. Or a list or a
+            `paddle.nn.ParameterList` of E matrices, as experts that are layers of their own have them: each gets its
+            gradient, zeros without rows, and none if it wants none.
         m_sizes: rows of each group, E ints >= 0 in a list or an array, or an int tensor [E]. A list is part of a static
             graph's program; with a tensor one program serves all sizes. None with ``plan``.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
@@ -105,6 +106,7 @@ def grouped_gemm(
     _checks.flag(name, "permute_x", permute_x)
     _checks.flag(name, "permute_y", permute_y)
     _checks.choice(name, "weights_by", weights_by, (None, "row", "slot"))
+    W, bias = listed(W), listed(bias)
     if plan is not None:
         plan = as_plan(name, plan)
         for argument, value in (("m_sizes", m_sizes), ("expert_offsets", expert_offsets)):
@@ -131,14 +133,14 @@ def grouped_gemm(
     inner = X.shape[1]
     matrices(name, "W", W, dtypes, ["E", "N", inner] if transpose else ["E", inner, "N"])
     first_name, first = next(iter(named("W", W).items()))
-    listed = isinstance(W, Sequence)
+    is_listed = isinstance(W, Sequence)
     if 0 in first.shape:
         shape = "N, D" if transpose else "D, N"
-        shape = f"[{shape}] with D" if listed else f"[E, {shape}] with E, D"
+        shape = f"[{shape}] with D" if is_listed else f"[E, {shape}] with E, D"
         _checks.bad_value(name, first_name, f"of shape {shape} and N >= 1", list(first.shape))
     num_experts = len(W) if isinstance(W, Sequence) else first.shape[0]
     if plan is not None and num_experts >= 0 and num_experts != plan.num_experts:
-        given = f"{num_experts} of them" if listed else list(first.shape)
+        given = f"{num_experts} of them" if is_listed else list(first.shape)
         _checks.bad_value(name, "W", f"matrices of the {plan.num_experts} experts of plan", given)
     if bias is not None:
         matrices(name, "bias", bias, dtypes, [num_experts, first.shape[-2 if transpose else -1]])

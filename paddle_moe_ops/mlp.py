@@ -11,13 +11,13 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
 from . import _checks
 from ._activations import ACTIVATIONS, activate
 from ._graphs import is_on_gpu, public, to_dtype
-from ._matrices import Matrices, each_of, matrices, named, stacked
-from .backends import MlpSpec, accumulated, resolve, why_not
+from ._matrices import Matrices, each_of, listed, matrices, named, stacked
+from .backends import MlpSpec, accumulated, accumulated_each, resolve, why_not
 from .functional import unpermute
 from .gemm import grouped_gemm
 from .routing import Plan, as_plan, check_weights, tokens_of
@@ -36,8 +36,8 @@ def moe_mlp(
     x: Tensor,
     plan: Plan,
     probs: Tensor | None,
-    gate_up: Tensor | Sequence[Tensor],
-    down: Tensor | Sequence[Tensor],
+    gate_up: Tensor | Sequence[Tensor] | nn.ParameterList,
+    down: Tensor | Sequence[Tensor] | nn.ParameterList,
     *,
     activation: str = "swiglu",
     transpose: bool = False,
@@ -45,8 +45,8 @@ def moe_mlp(
     keep: str = "h",
     workspace_mb: int = 256,
     accumulate: bool = False,
-    gate_up_bias: Tensor | Sequence[Tensor] | None = None,
-    down_bias: Tensor | Sequence[Tensor] | None = None,
+    gate_up_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
+    down_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
 ) -> Tensor:
     """Give each token to its experts, and add up what they make of it, weighted.
 
@@ -81,7 +81,8 @@ def moe_mlp(
         probs: what each row is multiplied by, float32: [T, K] or flat [T*K] by slot of ``plan``, [N] by row, or None
             for the plain sum. The gradient has this shape; it is 0 at slots without a row.
         gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as `paddle.nn.functional.swiglu` has them.
-            With ``transpose`` [E, 2 * n, d]. Or a list of E matrices, as in `grouped_gemm`.
+            With ``transpose`` [E, 2 * n, d]. Or a list or a `paddle.nn.ParameterList` of E matrices, as in
+            `grouped_gemm`.
         down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n]. Or a list of E matrices.
         activation: what is made of the gate's columns g and the others u, in float32. "swiglu": ``silu(g) * u``.
             "geglu": ``gelu(g) * u``; "geglu_tanh" with GELU's approximation by a hyperbolic tangent. "swiglu_oai", of
@@ -109,6 +110,7 @@ def moe_mlp(
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
             bias that is not a leaf or whose ``main_grad`` does not fit.
     """
+    gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate
     signature = _signature(x, plan, probs, gate_up, down, biases, options)
@@ -146,7 +148,7 @@ def moe_mlp(
         out = backend.moe_mlp(tokens, gate_up, down, probs, spec)
     else:
         if accumulate:
-            gate_up, down = each_of(accumulated, gate_up), each_of(accumulated, down)
+            gate_up, down = (_accumulated_matrices(each, backend.takes_lists) for each in (gate_up, down))
             gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
         weights = probs
         if probs is not None and weights_by == "slot":
@@ -202,6 +204,10 @@ def _check(
     if by_slot and weights_by == "row":
         _checks.bad_value(_NAME, "weights_by", "'slot' or None with [T, K] probs", repr(weights_by))
     return plan
+
+
+def _accumulated_matrices(given: Matrices, as_list: bool) -> Matrices:
+    return accumulated_each(given) if as_list and isinstance(given, Tensor) else each_of(accumulated, given)
 
 
 def _accumulated_biases(*biases: Matrices | None) -> list[Matrices | None]:

@@ -15,7 +15,7 @@ from paddle import Tensor
 
 from .. import _env
 from . import compiled
-from .accumulation import accumulated, why_not
+from .accumulation import accumulated, accumulated_each, why_not
 from .base import (
     OPERATORS,
     Backend,
@@ -48,6 +48,7 @@ __all__ = [
     "TopkSpec",
     "Validation",
     "accumulated",
+    "accumulated_each",
     "chosen",
     "compiled_backend",
     "connect_experts",

@@ -12,7 +12,7 @@ from paddle.autograd import PyLayer
 
 from .._graphs import filled, is_graph_value, to_dtype
 
-__all__ = ["Destination", "accumulated", "destination_of", "put", "why_not"]
+__all__ = ["Destination", "accumulated", "accumulated_each", "destination_of", "put", "why_not"]
 
 
 class Destination(NamedTuple):
@@ -58,6 +58,9 @@ def put(destination: Destination, gradient: Tensor) -> None:
     """Add a gradient to its destination, in float32 and rounded once."""
     into = destination.tensor
     with paddle.no_grad():
+        if destination.adds and into.dtype == gradient.dtype == paddle.float32:
+            into.add_(gradient)
+            return
         wide = to_dtype(gradient, paddle.float32)
         if destination.adds:
             wide = wide + to_dtype(into, paddle.float32)
@@ -84,3 +87,31 @@ class _Accumulated(PyLayer):
 def accumulated(parameter: Tensor) -> Tensor:
     """A parameter for operators that know nothing of accumulation."""
     return parameter if parameter.stop_gradient or not paddle.is_grad_enabled() else _Accumulated.apply(parameter)
+
+
+class _AccumulatedEach(PyLayer):
+    """The matrices of a parameter, which share its memory; the gradient of each is put in place alone.
+
+    So neither the parameter is copied nor is a gradient of its size made.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> tuple[Tensor, ...]:
+        ctx.parameter = parameter
+        return tuple(paddle.unbind(parameter.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor | None:
+        destination = destination_of(ctx.parameter)
+        if destination is None:
+            return paddle.stack(gradients)
+        for number, gradient in enumerate(gradients):
+            put(Destination(destination.tensor[number], destination.adds), gradient)
+        return None
+
+
+def accumulated_each(parameter: Tensor) -> Tensor | list[Tensor]:
+    """As `accumulated`, the matrices of a parameter as a list, for operators that take lists."""
+    if parameter.stop_gradient or not paddle.is_grad_enabled():
+        return parameter
+    return list(_AccumulatedEach.apply(parameter))

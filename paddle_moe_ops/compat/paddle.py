@@ -22,11 +22,12 @@ from typing import Any
 
 import paddle
 from paddle import _C_ops
+from paddle.base import core
 
 from .. import _checks, functional
 from ..backends import register_note
 from ..backends.base import FLOAT8
-from . import incubate_dispatch, incubate_gemm, incubate_routing
+from . import _async_load, incubate_dispatch, incubate_gemm, incubate_routing
 
 __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
 
@@ -91,6 +92,7 @@ _OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 NAMES_OF_FAMILIES = {"permute": tuple(_STAND_INS), **{family: tuple(names) for family, names in _OPERATORS.items()}}
 _FAMILIES = tuple(NAMES_OF_FAMILIES)
+_LOADER = "AsyncLoad"  # a class of paddle.base.core in builds for GPUs
 _Families = Sequence[str]
 
 
@@ -137,6 +139,8 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
     moe_gate_dispatch_permute, moe_gate_dispatch_partial_nosoftmaxtopk, moe_combine, moe_combine_no_weight,
     cal_aux_loss, int_bincount, expand_modality_expert_id, build_src_rank_and_local_expert_id, and
     ``paddle._C_ops.moe_combine_grad`` and ``cal_aux_loss_grad``. "gemm": ``batched_gemm``. The CPU is new to both.
+    Where Paddle is built for CPUs only, "incubate" also brings ``paddle.base.core.AsyncLoad``, which such a build
+    lacks and ERNIE's models ask for: its copies are made at once.
 
     Families that are patched already stay so.
 
@@ -162,6 +166,8 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
         _operators[family] = operators[family]
         for name, stand_in in _OPERATORS[family].items():
             setattr(_C_ops, name, stand_in)
+    if "incubate" in added and not hasattr(core, _LOADER):
+        setattr(core, _LOADER, _async_load.AsyncLoad)
 
 
 def unpatch_paddle(families: _Families = _FAMILIES) -> None:
@@ -182,6 +188,8 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
     for family in chosen:
         for name, operator in _operators.pop(family, {}).items():
             setattr(_C_ops, name, operator)
+    if "incubate" in chosen and getattr(core, _LOADER, None) is _async_load.AsyncLoad:
+        delattr(core, _LOADER)
 
 
 @contextlib.contextmanager

@@ -89,9 +89,11 @@ def int_bincount(x: Tensor, low: int, high: int, dtype: Any) -> Tensor:
     return paddle.bincount(x, minlength=high).astype(dtype)
 
 
-def expand_modality_expert_id(expert_id: Tensor, **_: Any) -> Tensor:
-    """The ids, where there is one modality and no group; without the graph that those of `paddle.topk` have."""
-    return expert_id.detach()
+def expand_modality_expert_id(
+    expert_id: Tensor, num_expert_per_modality: int, group_size: int, modality_offset: int, is_group_expert: bool
+) -> Tensor:
+    """The ids of a modality after those of the ones before, without groups; without the graph of `paddle.topk`."""
+    return expert_id.detach() + num_expert_per_modality * modality_offset
 
 
 def build_src_rank_and_local_expert_id(
@@ -103,9 +105,29 @@ def build_src_rank_and_local_expert_id(
     return paddle.zeros([rows], "int32"), experts.astype("int32")
 
 
+_VL = "paddleformers.transformers.ernie4_5_moe_vl.model"
+
+
 def install(monkeypatch: Any) -> None:
     """Put the stand-ins where the files of ERNIE-4.5-MoE look for the operators."""
-    layer = importlib.import_module("paddleformers.nn.moe.moe_allgather_layer")
+    _install(
+        monkeypatch,
+        "paddleformers.nn.moe.moe_allgather_layer",
+        "paddleformers.nn.moe.topk_gate",
+        "paddleformers.nn.moe.moe_alltoall_layer",
+    )
+
+
+def install_for_images(monkeypatch: Any) -> None:
+    """Put the stand-ins where the files of ERNIE-4.5-VL look for the operators."""
+    _install(monkeypatch, f"{_VL}.moe.moe_all_gather_layer", f"{_VL}.moe.topk_gate", f"{_VL}.moe.moe_layer")
+    decoder = importlib.import_module(f"{_VL}.modeling_moe")
+    monkeypatch.setattr(decoder, "get_async_loader", lambda: None)
+    monkeypatch.setattr(decoder, "async_offload", lambda tensor, loader: (tensor, None))
+
+
+def _install(monkeypatch: Any, layer_module: str, gate_module: str, combine_module: str) -> None:
+    layer = importlib.import_module(layer_module)
     for function in (
         moe_gate_dispatch_partial_nosoftmaxtopk,
         expand_modality_expert_id,
@@ -114,9 +136,9 @@ def install(monkeypatch: Any) -> None:
         monkeypatch.setattr(layer, function.__name__, function)
     monkeypatch.setattr(layer, "get_async_loader", lambda: None)
     monkeypatch.setattr(layer, "async_offload", lambda tensor, loader: (tensor, None))
-    gate = importlib.import_module("paddleformers.nn.moe.topk_gate")
+    gate = importlib.import_module(gate_module)
     monkeypatch.setattr(gate, "cal_aux_loss", cal_aux_loss)
     monkeypatch.setattr(gate, "int_bincount", int_bincount)
-    combine = importlib.import_module("paddleformers.nn.moe.moe_alltoall_layer")
+    combine = importlib.import_module(combine_module)
     monkeypatch.setattr(combine, "moe_combine", moe_combine)
     monkeypatch.setattr(_C_ops, "moe_combine_grad", moe_combine_grad)

@@ -58,6 +58,15 @@ _ERNIE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+_GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 9,
+    "num_experts_per_tok": 3,
+    "head_dim": 12,
+    "intermediate_size": 24,
+    "sliding_window": 8,
+    "rope_scaling": None,
+}
+
 # The configuration and the class by PaddleFormers' name of the type.
 _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_moe": (
@@ -68,12 +77,13 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLMDeprecated", _QWEN),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _DEEPSEEK | _LATENT),
     "ernie4_5_moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", _ERNIE),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", _GPT_OSS),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLMDeprecated", _DEEPSEEK | {"head_dim": 12}),
 }
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    f"{name}-stacked": (name, {"fd_fallback": True}) for name in _MODELS if name != "ernie4_5_moe"
-}
-CASES |= {name: (name, {}) for name in _MODELS if name != "ernie4_5_moe"}
+_EITHER = [name for name in _MODELS if name not in ("ernie4_5_moe", "gpt_oss")]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {f"{name}-stacked": (name, {"fd_fallback": True}) for name in _EITHER}
+CASES |= {name: (name, {}) for name in _EITHER}
+CASES["gpt_oss"] = ("gpt_oss", {})
 CASES["qwen3_moe-unnormalised"] = ("qwen3_moe", {"norm_topk_prob": False})
 CASES["ernie4_5_moe"] = ("ernie4_5_moe", {"moe_multimodal_dispatch_use_allgather": "unpad"})
 CASES["ernie4_5_moe-padded"] = ("ernie4_5_moe", {"moe_multimodal_dispatch_use_allgather": ""})

@@ -288,6 +288,22 @@ def test_blocks_that_are_configured_for_several_processes_are_refused(case, sett
             last(paddle.zeros([1, 2, 48]))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("sequence_parallel", True, "sequence_parallel is set"),
+        ("limit", 5.0, "alpha and limit are 1.702 and 5.0 instead of 1.702 and 7.0"),
+        ("alpha", 1.0, "alpha and limit are 1.0 and 7.0 instead of 1.702 and 7.0"),
+    ],
+)
+def test_experts_of_gpt_oss_with_other_settings_are_refused(name, value, reason):
+    model = build("gpt_oss")
+    setattr(model.model.layers[2].mlp.experts, name, value)
+    with pytest.raises(ValueError, match=rf"layers\.2\.mlp\.experts .*: {reason}, which is not supported"):
+        pf.apply(model)
+    assert "forward" not in vars(model.model.layers[0].mlp.experts)
+
+
 def test_layers_of_other_classes_in_a_model_are_reported():
     class Other(paddle.nn.Layer):
         def __init__(self):

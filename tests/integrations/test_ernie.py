@@ -12,6 +12,8 @@ import paddle
 import pytest
 
 import paddle_moe_ops.integrations.paddleformers as pf
+from paddle_moe_ops.integrations.paddleformers import ernie
+from paddle_moe_ops.integrations.paddleformers.experts import run_modules
 
 from .models import assert_close, batch, build, count_calls, gradients, loss_of, train
 
@@ -105,13 +107,24 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
 @pytest.mark.parametrize("recompute", [FULL, SELECTIVE], ids=["full", "selective"])
-def test_recomputation_counts_once_and_gives_the_same_gradients(recompute):
+@pytest.mark.parametrize("hook", [False, True], ids=["as-lists", "called"])
+def test_recomputation_counts_once_and_gives_the_same_gradients(recompute, hook, monkeypatch):
+    runs: list[None] = []
+
+    def counted(*arguments, **keywords):
+        runs.append(None)
+        return run_modules(*arguments, **keywords)
+
+    monkeypatch.setattr(ernie, "run_modules", counted)
     with pf.applied(TYPE):
-        once = build(CASE)
+        once, repeated = build(CASE), build(CASE, **recompute)
+        calls = count_calls(repeated.model.layers[1].mlp.experts[0]) if hook else [2]
+        if hook:
+            count_calls(once.model.layers[1].mlp.experts[0])
         expected = gradients(once)
-        repeated = build(CASE, **recompute)
-        calls = count_calls(repeated.model.layers[1].mlp.experts[0])
+        assert len(runs) == 2  # one for each of the two layers with experts
         assert_close(gradients(repeated), expected, tolerance=1e-6)
+        assert len(runs) == 2 + 4
     assert calls == [2]
     assert usage(repeated) == usage(once)
 

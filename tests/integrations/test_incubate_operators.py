@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -52,3 +54,17 @@ def test_both_modes_drop_the_same_tokens(monkeypatch):
         everything = gradients(build(CASES[0]))
     name = next(name for name in everything if "experts.0" in name)
     assert np.abs(everything[name] - unpadded[name]).max() > 0
+
+
+def test_on_a_cpu_nothing_else_is_missing_once_fleet_is_initialised():
+    """In a process of its own: PaddleFormers reads a name that it does not define where fleet was not initialised."""
+    program = (
+        "from tests.integrations import stubs; stubs.install()\n"
+        "from paddle.distributed import fleet; fleet.init(is_collective=True)\n"
+        "from paddle_moe_ops import patch_paddle; patch_paddle(('incubate',))\n"
+        "from tests.integrations.models import build, train\n"
+        "print('losses', *train(build('ernie4_5_moe'), 2))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    (line,) = [each for each in done.stdout.splitlines() if each.startswith("losses")]
+    assert [float(each) for each in line.split()[1:]] == pytest.approx(train(build("ernie4_5_moe"), 2), rel=1e-5)

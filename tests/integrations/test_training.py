@@ -40,7 +40,7 @@ def test_one_token(case):
     one = batch(3, (1, 2))  # predicts one token
     expected = gradients(build(case), one)
     with pf.applied(type_of(case)):
-        assert_close(gradients(build(case), one), expected)
+        assert_close(gradients(build(case), one), expected, tolerance=1e-5)
 
 
 @EACH
@@ -78,15 +78,28 @@ def test_a_patched_instance_gives_the_bits_of_a_patched_class(case):
     assert_same_bits({"loss": loss_of(by_instance, batch()).numpy(), **gradients(by_instance)}, expected)
 
 
-@EACH
+def logits(model) -> np.ndarray:
+    with paddle.no_grad():
+        return model(input_ids=batch(), return_dict=True).logits.numpy()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "gpt_oss"])
 def test_inference_gives_the_same_logits(case):
     model = build(case)
     model.eval()
-    with paddle.no_grad():
-        expected = model(input_ids=batch(), return_dict=True).logits.numpy()
-        with pf.applied(model):
-            found = model(input_ids=batch(), return_dict=True).logits.numpy()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    expected = logits(model)
+    with pf.applied(model):
+        np.testing.assert_allclose(logits(model), expected, rtol=0, atol=1e-5)
+
+
+def test_inference_of_gpt_oss_gives_the_logits_of_training():
+    model = build("gpt_oss")
+    expected = logits(model)
+    model.eval()
+    # Here PaddleFormers reshapes weights [T, E] to [E, T] without transposing them.
+    assert np.abs(logits(model) - expected).max() > 0.1
+    with pf.applied(model):
+        np.testing.assert_allclose(logits(model), expected, rtol=0, atol=1e-5)
 
 
 @EACH

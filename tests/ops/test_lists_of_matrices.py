@@ -54,6 +54,43 @@ def test_a_list_gives_the_bits_of_one_tensor(rng, place, kind, transpose, dtype)
     assert not d_listed[1].astype("float32").any()  # no rows: zeros, not none
 
 
+def parameter_list(matrices: list[Any]) -> Any:
+    """As a layer has it: with parameters, which have the numbers of the matrices."""
+    parameters = [paddle.create_parameter(each.shape, each.dtype) for each in matrices]
+    for parameter, each in zip(parameters, matrices, strict=True):
+        parameter.set_value(each)
+    return nn.ParameterList(parameters)
+
+
+@pytest.mark.cpu_only
+def test_a_parameter_list_is_a_list(rng, place):
+    x, _, listed = problem(rng, place)
+    biases = [tensor(integers(rng, (N,)), place) for _ in range(E)]
+    expected = grouped_gemm(x, listed, SIZES, bias=biases)
+    matrices, vectors = parameter_list(listed), parameter_list(biases)
+    got = grouped_gemm(x, matrices, SIZES, bias=vectors)
+    assert_bits_equal(got, expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    for parameter, each in zip(matrices, listed, strict=True):
+        assert_bits_equal(parameter.grad, each.grad)
+    assert all(each.grad is not None for each in vectors)
+
+
+@pytest.mark.cpu_only
+def test_parameter_lists_of_a_layer(rng, place):
+    given = mlp_problem(rng, place)
+    expected = moe_mlp(**given)
+    listed = {name: parameter_list(list(given[name])) for name in ("gate_up", "down")}
+    for parameter in listed["down"]:
+        parameter.main_grad = None
+    got = moe_mlp(**{**given, **listed}, accumulate=True)
+    assert_bits_equal(got, expected)
+    got.sum().backward()
+    assert all(each.main_grad is not None for each in listed["down"])
+    assert all(each.grad is not None for each in listed["gate_up"])
+
+
 def test_other_backends_take_lists(rng, place):
     x, w, listed = problem(rng, place)
     with use_backend("reference"):
@@ -198,7 +235,10 @@ def test_a_graph_holds_lists(rng, place):
 
 FLOAT32 = 'of dtype float32, but got float16; convert it with .astype("float32")'
 NOT_EMPTY = "[N, D] with D and N >= 1"
+OR_LIST = "a paddle.Tensor, or a list or a paddle.nn.ParameterList of them"
 BAD = [
+    (lambda w: nn.LayerList([nn.Linear(D, N)] * E), TypeError, f"W must be {OR_LIST}, but got LayerList"),
+    (lambda w: nn.ParameterList(), ValueError, "W must be a list of one matrix for each expert, but got 0 of them"),
     (lambda w: [], ValueError, "W must be a list of one matrix for each expert, but got 0 of them"),
     (lambda w: w[:3], ValueError, "m_sizes must be of length 3, but got length 4"),
     (lambda w: [*w[:3], w[3].numpy()], TypeError, "W[3] must be a paddle.Tensor, but got ndarray"),

@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import moe_mlp, reference, use_backend
+from paddle_moe_ops import moe_mlp, reference, route, use_backend
 from paddle_moe_ops.backends import gradients as adapter
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -244,6 +244,26 @@ def test_gradients_of_matrices_are_added_to_what_is_there(kind, name, rng, place
     for other in ("x", "probs"):
         twice = 2 * to_numpy(expected[other]).astype(np.float64)
         np.testing.assert_allclose(to_numpy(leaves[other].grad).astype(np.float64), twice, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.cpu_only
+def test_accumulation_neither_copies_matrices_nor_joins_their_gradients(rng, place):
+    """Of each matrix a gradient is made, nothing else of that size."""
+    core = paddle.base.core
+    experts, hidden, inner = 32, 64, 128
+    gate_up, down = (
+        paddle.create_parameter(shape, "float32") for shape in ([experts, hidden, 2 * inner], [experts, inner, hidden])
+    )
+    for each in (gate_up, down):
+        each.main_grad = paddle.zeros_like(each)
+    size = 4 * (gate_up.size + down.size)
+    x = tensor(rng.standard_normal((4, hidden)).astype(np.float32), place)
+    plan = route(paddle.to_tensor(rng.integers(0, experts, (4, 1))), num_experts=experts)
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    before = core.host_memory_stat_current_value("Allocated", 0)
+    moe_mlp(x, plan, None, gate_up, down, accumulate=True).sum().backward()
+    assert core.host_memory_stat_peak_value("Allocated", 0) - before < 1.3 * size
+    assert float(gate_up.main_grad.abs().max()) > 0
 
 
 def test_a_parameter_that_wants_no_gradient_gets_none(rng, place):

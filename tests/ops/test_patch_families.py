@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator
 
@@ -156,3 +157,37 @@ def test_explain_names_the_families():
         assert "moe_unpermute: Paddle itself; the family 'incubate': this package (patch_paddle)" in explain()
         assert "the family 'gemm'" not in explain()
     assert "the family" not in explain()
+
+
+@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="Paddle has its own AsyncLoad")
+def test_a_build_for_cpus_gets_copies_that_are_made_at_once():
+    manipulation = importlib.import_module("paddle.incubate.tensor.manipulation")
+    source = paddle.arange(5).astype("float32")
+    source.stop_gradient = False
+    parameter = paddle.create_parameter([2], "float32")
+    target = paddle.zeros([4])
+    with patched_paddle(("incubate",)):
+        loader = manipulation.create_async_load()
+        copy, task = manipulation.async_offload(source, loader)
+        back, _ = manipulation.async_reload(parameter, loader)
+        partial = manipulation.async_offload_with_offset(source, target, 1, 2, 2, loader)
+    assert task.is_completed()
+    assert partial.is_completed()
+    task.cpu_wait()
+    task.cuda_wait()
+    assert copy.tolist() == source.tolist()
+    assert copy.stop_gradient
+    assert back.tolist() == parameter.tolist()
+    assert target.tolist() == [0, 0, 1, 2]
+    source.detach()[0] = 9.0
+    assert source[0] == 9
+    assert copy[0] == 0  # memory of its own
+    assert not hasattr(paddle.base.core, "AsyncLoad")
+
+
+def test_paddles_own_async_load_stays(monkeypatch):
+    own = object()
+    monkeypatch.setattr(paddle.base.core, "AsyncLoad", own, raising=False)
+    with patched_paddle(("incubate",)):
+        assert paddle.base.core.AsyncLoad is own
+    assert paddle.base.core.AsyncLoad is own

@@ -13,7 +13,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ...routing import route
-from .experts import run_modules, run_stacked
+from .experts import run_interleaved, run_modules, run_stacked
 
 Problem = Callable[[Any], "str | None"]
 
@@ -67,6 +67,28 @@ def stacked_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """MoeExperts.forward."""
     plan = route(top_k_index, num_experts=self.num_experts)
     return run_stacked(hidden_states, plan, top_k_weights, self.gate_up_proj, self.down_proj)
+
+
+def gpt_oss_problem(experts: Any) -> str | None:
+    """Why the experts of gpt_oss are refused, or None."""
+    if experts.sequence_parallel:
+        return "sequence_parallel is set"
+    if (experts.alpha, experts.limit) != (1.702, 7.0):
+        return f"alpha and limit are {experts.alpha} and {experts.limit} instead of 1.702 and 7.0"
+    return None
+
+
+@replacement(gpt_oss_problem)
+def gpt_oss_experts(
+    self: Any, hidden_states: Tensor, router_indices: Any = None, routing_weights: Any = None
+) -> Tensor:
+    """GptOssExperts.forward: the weights [T, E] are 0 but for the experts that were chosen."""
+    tokens = hidden_states.reshape([-1, self.hidden_size])
+    weights = paddle.take_along_axis(routing_weights, router_indices.detach(), axis=1)
+    plan = route(router_indices, num_experts=self.num_experts)
+    matrices = self.gate_up_proj, self.down_proj
+    out = run_interleaved(tokens, plan, weights, *matrices, self.gate_up_proj_bias, self.down_proj_bias)
+    return out.reshape([hidden_states.shape[0], -1, self.hidden_size])
 
 
 @replacement(parallel_problem)

@@ -10,11 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import paddle
+import paddle.nn.functional as F
 from paddle import Tensor, nn
 
+from ..._activations import activate
 from ...functional import permute, unpermute
+from ...gemm import grouped_gemm
 from ...mlp import moe_mlp
 from ...routing import Plan
+
+# The forward methods that `_matrices_of` says in matrices. `targets` has the digests of their sources.
+_KNOWN = {
+    ("paddleformers.nn.mlp", "MLP.forward"),
+    ("paddleformers.transformers.ernie4_5_moe.modeling", "Ernie4_5_MoeMLP.forward"),
+}
 
 
 def run_stacked(x: Tensor, plan: Plan, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -22,11 +31,29 @@ def run_stacked(x: Tensor, plan: Plan, weights: Tensor, gate_up: Tensor, down: T
     return moe_mlp(x, plan, weights.astype("float32"), gate_up, down).astype(x.dtype)
 
 
+def run_interleaved(
+    x: Tensor, plan: Plan, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor, down_bias: Tensor
+) -> Tensor:
+    """As `run_stacked`, of gpt_oss: the columns of ``gate_up`` take turns, one of the gate and one that it gates.
+
+    The columns of rows are put in order, not those of the matrices, which mostly are more.
+    """
+    rows = grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False, bias=gate_up_bias)
+    rows = rows.reshape([rows.shape[0], rows.shape[1] // 2, 2]).transpose([0, 2, 1]).reshape(rows.shape)
+    rows = grouped_gemm(activate(rows, "swiglu_oai"), down, plan=plan, transpose=False, bias=down_bias)
+    return unpermute(rows, plan, weights.astype("float32")).astype(x.dtype)
+
+
+_Linears = dict[str, list[nn.Linear]]  # those of all experts, by the name that they have there
+
+
 def run_modules(experts: nn.LayerList, x: Tensor, plan: Plan, weights: Tensor, *, idle_gradients: bool) -> Tensor:
     """Give each token to its experts, which are layers, and add up what they make of it.
 
-    The layers stay what they are: linear ones, quantised ones, ones with adapters. Each is called once, on a segment
-    of rows. On a GPU the sizes of the segments are read, as PaddleFormers reads them.
+    Where all are SwiGLU of plain linear layers, their weights go to the operators as lists, and on a GPU no size is
+    read, unless experts without tokens must get no gradient. Otherwise (quantised layers, adapters, hooks, dropout)
+    the layers are called, each once, on a segment of rows. Then the sizes of the segments are read, as PaddleFormers
+    reads them.
 
     Args:
         experts: E layers.
@@ -40,6 +67,12 @@ def run_modules(experts: nn.LayerList, x: Tensor, plan: Plan, weights: Tensor, *
     """
     if x.shape[0] == 0:
         return paddle.zeros_like(x)
+    weights = weights.astype("float32")
+    linears = _linears_of(experts)
+    if linears is not None:
+        without_gradients = not idle_gradients and paddle.is_grad_enabled()
+        counts = plan.tokens_per_expert.tolist() if without_gradients else None
+        return _run_linears(linears, counts, x, plan, weights).astype(x.dtype)
     counts = plan.tokens_per_expert.tolist()
     rows, _ = permute(x, plan)
     # One split, so that the backward pass joins the gradients of the segments in one copy.
@@ -50,8 +83,63 @@ def run_modules(experts: nn.LayerList, x: Tensor, plan: Plan, weights: Tensor, *
         for expert, count in zip(experts, counts, strict=True):
             if count == 0:
                 outputs[0] = outputs[0] + expert(nothing) * 0.0
-    return unpermute(paddle.concat(outputs), plan, weights.astype("float32")).astype(x.dtype)
+    return unpermute(paddle.concat(outputs), plan, weights).astype(x.dtype)
 
 
 def _with_tokens(experts: nn.LayerList, counts: list[int]) -> list[Any]:
     return [expert for expert, count in zip(experts, counts, strict=True) if count > 0]
+
+
+def _run_linears(linears: _Linears, counts: list[int] | None, x: Tensor, plan: Plan, weights: Tensor) -> Tensor:
+    """What the experts make of tokens. Those whose count is 0 get no gradient; without counts, one of 0."""
+
+    def constant_if_idle(parameters: list[Tensor]) -> list[Tensor]:
+        if counts is None:
+            return parameters
+        return [each if count else each.detach() for each, count in zip(parameters, counts, strict=True)]
+
+    matrices = {name: constant_if_idle([each.weight for each in layers]) for name, layers in linears.items()}
+    biases = {
+        name: None if layers[0].bias is None else constant_if_idle([each.bias for each in layers])
+        for name, layers in linears.items()
+    }
+    if "up_gate_proj" in linears:
+        given = matrices["up_gate_proj"], matrices["down_proj"]
+        return moe_mlp(x, plan, weights, *given, gate_up_bias=biases["up_gate_proj"], down_bias=biases["down_proj"])
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        return grouped_gemm(rows, matrices[name], plan=plan, transpose=False, bias=biases[name])
+
+    rows, _ = permute(x, plan)
+    hidden = F.silu(product(rows, "gate_proj")) * product(rows, "up_proj")
+    return unpermute(product(hidden, "down_proj"), plan, weights)
+
+
+def _linears_of(experts: nn.LayerList) -> _Linears | None:
+    """The layers of experts that are SwiGLU of linear layers and nothing else; None if one of them is more."""
+    fused = getattr(experts[0], "fuse_up_gate", None)
+    names = ("up_gate_proj", "down_proj") if fused else ("gate_proj", "up_proj", "down_proj")
+    if not all(_is_swiglu(expert) and expert.fuse_up_gate is fused for expert in experts):
+        return None
+    linears = {name: [getattr(expert, name) for expert in experts] for name in names}
+    for layers in linears.values():
+        if not all(type(each) is nn.Linear and _is_plain(each) for each in layers):
+            return None
+        if len({each.bias is None for each in layers}) > 1:
+            return None
+    return linears
+
+
+def _is_swiglu(expert: nn.Layer) -> bool:
+    forward = type(expert).forward
+    return (
+        (forward.__module__, forward.__qualname__) in _KNOWN
+        and _is_plain(expert)
+        and type(expert.act_fn) is nn.Silu
+        and not getattr(expert, "moe_dropout_prob", 0)  # it drops in evaluation, too
+    )
+
+
+def _is_plain(layer: nn.Layer) -> bool:
+    """Whether a call of a layer runs its class's forward, and nothing before or after it."""
+    return "forward" not in vars(layer) and not layer._forward_pre_hooks and not layer._forward_post_hooks

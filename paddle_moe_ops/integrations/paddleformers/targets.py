@@ -85,6 +85,7 @@ def _fleet(*class_names: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, _FLEET.format(name)) for name in class_names)
 
 
+_EXPERT = {"paddleformers.nn.mlp:MLP.forward": "0d43314d6e150a71"}  # which runs as a list of matrices
 _TOPK_GATE = "paddleformers.nn.moe.topk_gate:TopKGate"
 _ERNIE = Target(
     f"{_TRANSFORMERS}.ernie4_5_moe.modeling",
@@ -99,6 +100,7 @@ _ERNIE = Target(
         "calc_router_loss_and_logging": "3099ac2cf92e6d2c",
         "_calc_router_loss": "9c053c70a2b6ae12",
         "combine_expert_output": "49b487b1ae0ca289",
+        f"{_TRANSFORMERS}.ernie4_5_moe.modeling:Ernie4_5_MoeMLP.forward": "287cb9137f4fafe7",
         f"{_TOPK_GATE}.forward": "ecf4f596b2d7eaea",
         f"{_TOPK_GATE}.get_capacity": "ed50bf21022f7c42",
         f"{_TOPK_GATE}._cal_aux_loss": "aabc0f7c50f00e57",
@@ -107,28 +109,48 @@ _ERNIE = Target(
 
 _GLM4_TARGETS = (
     _stacked(_GLM4, "GLm4MoeNaiveMoe"),
-    Target(_GLM4, "Glm4MoeMoE", "moe", blocks.glm4_moe, {"moe": "cd530a3319a02c81"}),
+    Target(_GLM4, "Glm4MoeMoE", "moe", blocks.glm4_moe, {"moe": "cd530a3319a02c81", **_EXPERT}),
 )
 _QWEN2_TARGETS = (
     _stacked(_QWEN2, "Qwen2MoeExperts"),
-    Target(_QWEN2, "Qwen2MoeSparseMoeBlock", "forward", blocks.qwen2_block, {"forward": "a90073d2dabc77a8"}),
+    Target(_QWEN2, "Qwen2MoeSparseMoeBlock", "forward", blocks.qwen2_block, {"forward": "a90073d2dabc77a8", **_EXPERT}),
 )
 
 MODELS: dict[str, Model] = {
     "deepseek_v3": Model(
         (
             _stacked(_DEEPSEEK, "DeepseekV3NaiveMoe"),
-            Target(_DEEPSEEK, "DeepseekV3MoE", "moe", blocks.deepseek_moe, {"moe": "3cca397e8c3ece3d"}),
+            Target(_DEEPSEEK, "DeepseekV3MoE", "moe", blocks.deepseek_moe, {"moe": "3cca397e8c3ece3d", **_EXPERT}),
         ),
     ),
     "ernie4_5_moe": Model((_ERNIE,)),
     "glm4_moe": Model(_GLM4_TARGETS, _fleet("Glm4MoeForCausalLM")),
     "glm4v_moe": Model(_GLM4_TARGETS),
+    "gpt_oss": Model(
+        (
+            Target(
+                f"{_TRANSFORMERS}.gpt_oss.modeling",
+                "GptOssExperts",
+                "forward",
+                blocks.gpt_oss_experts,
+                {
+                    "forward": "a8f2291605a4a083",
+                    f"{_TRANSFORMERS}.gpt_oss.modeling:GptOssTopKRouter.forward": "25c1eeb467cdd91d",
+                },
+            ),
+        ),
+    ),
     "qwen2_moe": Model(_QWEN2_TARGETS, _fleet("Qwen2MoeForCausalLM")),
     "qwen3_moe": Model(
         (
             _stacked(_QWEN3, "Qwen3MoeExperts"),
-            Target(_QWEN3, "Qwen3MoeSparseMoeBlock", "forward", blocks.qwen3_block, {"forward": "38525d86beec0341"}),
+            Target(
+                _QWEN3,
+                "Qwen3MoeSparseMoeBlock",
+                "forward",
+                blocks.qwen3_block,
+                {"forward": "38525d86beec0341", **_EXPERT},
+            ),
         ),
         _fleet("Qwen3MoeForCausalLM"),
     ),

@@ -1,0 +1,180 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Times forms in which experts' matrices can be given on a CPU, and writes the table of a page.
+
+    python -m benchmarks.matrices --out benchmarks/results/integrations/cpu-2core-matrices.jsonl --page docs/training.md
+
+A layer of SwiGLU experts, forward and backward in float32, minima of samples that take turns. Each form runs twice: as
+the C library hands out memory by default, and where it asks for large pages (``GLIBC_TUNABLES``), in a process of its
+own. The loop over experts is what a model without this package does with matrices of its own. With ``--no-run`` the
+page is written anew from a result that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 512, 512, 256, 64, 8
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+BEGIN, END = "<!-- benchmarks.matrices -->", "<!-- end -->"
+FORMS = {
+    "loop": "a loop over experts, `paddle.matmul` and `swiglu`",
+    "list": "`moe_mlp`, lists of matrices",
+    "stacked": "`moe_mlp`, stacked matrices",
+    "main_grad": "`moe_mlp`, stacked matrices, `accumulate=True`",
+}
+
+
+def forms() -> tuple[dict[str, Callable[[], Any]], list[Any], Any]:
+    """What runs each form forward, the tensors that get gradients, and the gradient of the result."""
+    import paddle
+    import paddle.nn.functional as F
+
+    from paddle_moe_ops import moe_mlp, permute, route, unpermute
+
+    rng = np.random.default_rng(0)
+
+    def leaf(*shape: int) -> Any:
+        return paddle.to_tensor(0.02 * rng.standard_normal(shape), "float32", stop_gradient=False)
+
+    x, probs = leaf(TOKENS, HIDDEN), leaf(TOKENS, TOPK)
+    ids = rng.permuted(np.tile(np.arange(EXPERTS), (TOKENS, 1)), axis=1)[:, :TOPK]
+    plan = route(paddle.to_tensor(ids), num_experts=EXPERTS)
+    stacked = leaf(EXPERTS, HIDDEN, 2 * INNER), leaf(EXPERTS, INNER, HIDDEN)
+    added = tuple(each.clone().detach() for each in stacked)
+    for each in added:
+        each.stop_gradient, each.main_grad = False, paddle.zeros_like(each)
+    listed = tuple([matrix.clone().detach() for matrix in each] for each in stacked)
+    matrices = [matrix for each in listed for matrix in each]
+    for matrix in matrices:
+        matrix.stop_gradient = False
+
+    def loop() -> Any:
+        rows, _ = permute(x, plan)
+        parts = paddle.split(rows, plan.tokens_per_expert.tolist())
+        made = [F.swiglu(part @ up) @ down for part, up, down in zip(parts, *listed, strict=True)]
+        return unpermute(paddle.concat(made), plan, probs)
+
+    calls = {
+        "loop": loop,
+        "list": lambda: moe_mlp(x, plan, probs, *listed),
+        "stacked": lambda: moe_mlp(x, plan, probs, *stacked),
+        "main_grad": lambda: moe_mlp(x, plan, probs, *added, accumulate=True),
+    }
+    return calls, [x, probs, *stacked, *matrices], leaf(TOKENS, HIDDEN)
+
+
+def measure(rounds: int) -> dict[str, dict[str, float]]:
+    """The least milliseconds of each form, forward and backward."""
+    import paddle
+
+    calls, leaves, d_out = forms()
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for each in leaves:
+                each.clear_gradient(set_to_zero=False)
+            start = time.perf_counter()
+            out = call()
+            middle = time.perf_counter()
+            paddle.autograd.backward([out], [d_out])
+            samples[name].append((middle - start, time.perf_counter() - middle))
+    return {
+        name: {"forward_ms": 1e3 * min(each[0] for each in found), "backward_ms": 1e3 * min(each[1] for each in found)}
+        for name, found in samples.items()
+    }
+
+
+def run(out: Path, rounds: int) -> None:
+    """Measure in two processes, and write the result."""
+    import paddle
+
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    facts = {"cpu": names[0].partition(": ")[2] if names else "unknown", "cores": len(os.sched_getaffinity(0))}
+    lines: list[dict[str, Any]] = [
+        {
+            **facts,
+            "paddle": paddle.__version__,
+            "commit": commit.strip(),
+            "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            "rounds": rounds,
+            "tokens": TOKENS,
+            "hidden": HIDDEN,
+            "inner": INNER,
+            "experts": EXPERTS,
+            "topk": TOPK,
+        }
+    ]
+    for pages, environment in (("default", {}), ("large", LARGE_PAGES)):
+        command = [sys.executable, "-m", "benchmarks.matrices", "--samples", str(rounds)]
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        lines += [{"form": name, "pages": pages, **times} for name, times in found.items()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """The part of a page that says what was measured."""
+    facts, *rows = lines
+    text = [
+        f"T {facts['tokens']}, H {facts['hidden']}, I {facts['inner']}, E {facts['experts']}, K {facts['topk']}, "
+        f"float32, {facts['cores']} cores ({facts['cpu']}), Paddle {facts['paddle']}, commit {facts['commit']}, "
+        f"{facts['date']}. Forward + backward in milliseconds, minima of {facts['rounds']} samples that take turns.",
+        "",
+        "| form | as it is | with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1` |",
+        "|---|---|---|",
+    ]
+    for name, words in FORMS.items():
+        found = {row["pages"]: row for row in rows if row["form"] == name}
+        cells = [
+            f"{found[pages]['forward_ms']:.0f} + {found[pages]['backward_ms']:.0f}" for pages in ("default", "large")
+        ]
+        text.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join(text)
+
+
+def with_table(page: str, lines: list[dict[str, Any]]) -> str:
+    """The page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n{table(lines)}\n{END}{rest.partition(END)[2]}"
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The lines of a result."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the result, JSON lines")
+    parser.add_argument("--page", type=Path, help="a page whose table is written")
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each form")
+    parser.add_argument("--samples", type=int, help="only measure in this process, and print what was found")
+    parser.add_argument("--no-run", action="store_true", help="only write the page, from a result that is there")
+    options = parser.parse_args()
+    if options.samples is not None:
+        print(json.dumps(measure(options.samples)))
+        return
+    if options.out is None:
+        parser.error("--out is required")
+    if not options.no_run:
+        run(options.out, options.rounds)
+    if options.page is not None:
+        page = options.page.read_text(encoding="utf-8")
+        options.page.write_text(with_table(page, load(options.out)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What ``paddle.incubate.tensor.manipulation`` copies tensors by, for builds of Paddle for CPUs, which lack it.
+
+ERNIE's models ask for it wherever they run, to bring counts to the host.
+"""
+
+from __future__ import annotations
+
+import paddle
+from paddle import Tensor
+
+__all__ = ["AsyncLoad"]
+
+
+class _Done:
+    """A copy that is made."""
+
+    def is_completed(self) -> bool:
+        """Whether the copy is made."""
+        return True
+
+    def cpu_wait(self) -> None:
+        """Wait on the host: for nothing."""
+
+    def cuda_wait(self) -> None:
+        """Wait on a GPU: for nothing."""
+
+
+class AsyncLoad:
+    """Paddle's ``AsyncLoad`` where all memory is the host's: copies are made at once, without gradients."""
+
+    def offload(self, destination: Tensor, source: Tensor) -> _Done:
+        """Copy a tensor to one that has no memory yet."""
+        with paddle.no_grad():
+            paddle.assign(source.detach(), output=destination)
+        return _Done()
+
+    reload = offload
+
+    def offload_with_offset(
+        self, destination: Tensor, source: Tensor, destination_offset: int, source_offset: int, size: int
+    ) -> _Done:
+        """Copy a part of a vector to a part of another."""
+        with paddle.no_grad():
+            part = source.detach()[source_offset : source_offset + size]
+            destination[destination_offset : destination_offset + size] = part
+        return _Done()
