@@ -7,7 +7,7 @@
     run.py SUITE --out FOLDER        run one of the suites below and write FOLDER/SUITE.json
     run.py bench_cpu --out FILE      benchmark the CPU operators of the rig; other options are those of the benchmark
     run.py bench_parallel --out FILE benchmark expert parallelism between two GPUs, likewise
-    run.py bench_host --out FILE     time the host part of calls, likewise
+    run.py bench_calls --out FILE    time what users call, likewise
 
 Every suite is a command that a person could type; its counts come from pytest's own report, or from the sanitizer's.
 """
@@ -178,7 +178,7 @@ def bench_on_rig(module: str, suite: str, extra: list[str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["unpack", "bench_cpu", "bench_parallel", "bench_host", *SUITES])
+    parser.add_argument("what", choices=["unpack", "bench_cpu", "bench_parallel", "bench_calls", *SUITES])
     parser.add_argument("parts", nargs="*", type=Path, help="for unpack: the parts, in order")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/gpu/results")))
     arguments, extra = parser.parse_known_args()
@@ -189,9 +189,9 @@ def main() -> int:
         return bench_cpu([*extra, "--out", str(arguments.out)])
     if arguments.what == "bench_parallel":
         return bench_on_rig("benchmarks.expert_parallel", "distributed", [*extra, "--out", str(arguments.out)])
-    if arguments.what == "bench_host":
+    if arguments.what == "bench_calls":
         options = ["--device", DEVICE, "--gpu", machine(RIG / "commit")["gpu"], "--out", str(arguments.out)]
-        return bench_on_rig("benchmarks.host_time", "ops", [*extra, *options])
+        return bench_on_rig("benchmarks.public_calls", "ops", [*extra, *options])
     return run_suite(arguments.what, arguments.out, extra)
 
 
