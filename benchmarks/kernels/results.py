@@ -117,8 +117,18 @@ def write_line(file: TextIO, record: Row | dict[str, Any]) -> None:
 
 
 def run_paths(folder: Path) -> list[Path]:
-    """The files in a folder that `load_run` reads."""
-    return [path for path in sorted(folder.glob("*.jsonl")) if not path.match(PRODUCTS)]
+    """The files in a folder that `load_run` reads; those of other programs say their commit and no set."""
+    paths = (path for path in sorted(folder.glob("*.jsonl")) if not path.match(PRODUCTS))
+    return [path for path in paths if not _is_of_another_program(path)]
+
+
+def _is_of_another_program(path: Path) -> bool:
+    first = next(iter(_lines(path)), "")
+    try:
+        record = json.loads(first)
+    except json.JSONDecodeError:
+        return False  # which `load_run` complains of
+    return isinstance(record, dict) and "commit" in record and "set" not in record
 
 
 def load_run(path: Path) -> Run:

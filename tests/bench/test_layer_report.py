@@ -113,3 +113,8 @@ def test_counters_of_a_part_become_a_row(written):
     section = page[page.index("### What bounds them, NVIDIA H200") :]
     assert "| dsv3-4k | forward | sums | 3 | 2000 | 250 | 2.00 | 75 % | 80 % | 60 % |" in section
     assert "| dsv3-4k | forward | sums | 3 | 2000 |  | 2.00 | 75 % | 80 % | 60 % |" in section
+
+
+def test_the_committed_page_is_what_the_command_writes(tmp_path):
+    assert report.main(target=tmp_path / "page.md") == 0
+    assert (tmp_path / "page.md").read_text("utf-8") == report.PAGE.read_text("utf-8"), "run `make layer-report`"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -15,6 +16,7 @@ from benchmarks.kernels.results import load_run, write_line
 
 from .test_targets import ROW
 
+ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {
     "device": "cuda",
     "set": "targets",
@@ -233,3 +235,11 @@ def test_padding_and_other_routings_are_told_apart(tmp_path):
     _, page = make(tmp_path)
     assert "tileops-32, uniform, A=128 |" in page
     assert "tileops-32, uniform, A=128, not filled |" in page
+
+
+def test_the_committed_page_and_picture_are_what_the_command_writes(tmp_path):
+    assert report.main(["--results", str(ROOT / "benchmarks/results"), "--docs", str(tmp_path)]) == 0
+    for name in ("performance.md", "speed.svg"):
+        assert (tmp_path / name).read_text("utf-8") == (ROOT / "docs" / name).read_text("utf-8"), (
+            "run `make bench-report`"
+        )

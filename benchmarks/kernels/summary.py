@@ -1,0 +1,203 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a user may expect of a GPU: the first section of docs/performance.md, and the picture of README.md.
+
+Our times are those of public calls under Paddle, from ``*-public-calls.jsonl``; those of others come from the run of
+the set `targets` on the same GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+from .results import Run
+from .table import markdown
+
+__all__ = ["PICTURE", "Calls", "newest_calls", "picture", "section"]
+
+PICTURE = "speed.svg"
+PADDLE, TE = "paddle (published, scaled)", "te triton"
+MODELS = {"ernie-300b": "ERNIE-4.5-300B", "ernie-21b": "ERNIE-4.5-21B", "dsv3": "DeepSeek-V3"}
+# Our call, and the operations of the benchmark in which Paddle's and TransformerEngine's do the same.
+BESIDE = {
+    "moe_permute": ("moe_permute:bf16", "route_permute:bf16"),
+    "moe_unpermute": ("moe_unpermute:weighted", ""),  # TransformerEngine has none that takes back probabilities
+    "permute": ("", "permute:bf16"),
+    "unpermute": ("unpermute:weighted", "unpermute:weighted"),
+}
+DRAWN = "moe_permute", "unpermute"
+
+TEXT = """
+## What to expect
+
+What users call, under Paddle: bfloat16 rows, with all outputs allocated in the call, calls one after the other. Tests
+compare these calls with the oracle; this run only timed them. *of copy* is the least number of bytes that the call must
+move, per time, over the speed of the GPU's fastest copy. *Paddle* are Paddle's own kernels, as published (PR 79756, on
+the same kind of GPU, scaled by the copy speed); *TransformerEngine* are its Triton kernels in a CUDA graph, without
+what its Python functions add. `moe_unpermute` and `unpermute` are weighted. [Layers of experts](layer_performance.md)
+and [layers on several GPUs](expert_parallel_performance.md) have pages of their own.
+"""
+HOST = """
+Small calls take as long as the host needs for them. Microseconds until a call returns, median, of 256 tokens of 256
+columns, without a gradient, with one, and of the backward pass. CUDA graphs have none of it.
+
+"""
+
+
+class Calls(NamedTuple):
+    """The public calls on one GPU, and the run with the others' times."""
+
+    machine: dict[str, Any]
+    lines: list[dict[str, Any]]
+    run: Run
+
+    def us(self, operation: str, shape: str) -> float | None:
+        """Of our call."""
+        return next(
+            (each["us"] for each in self.lines if (each["operation"], each.get("shape")) == (operation, shape)), None
+        )
+
+    def other_us(self, implementation: str, operation: str, shape: str) -> float | None:
+        """Of another implementation of one of our calls."""
+        key = BESIDE[operation][implementation == TE]
+        rows = [row for row in self.run.rows if (row.key, row.shape, row.impl) == (key, shape, implementation)]
+        return rows[0].us if rows else None
+
+    def of_copy(self, operation: str, shape: str) -> float | None:
+        """The speed of our call as a share of a copy's."""
+        key = BESIDE[operation][0] or BESIDE[operation][1]
+        us = self.us(operation, shape)
+        row = next((row for row in self.run.rows if (row.key, row.shape, row.impl) == (key, shape, "core")), None)
+        if us is None or row is None or row.us is None or row.frac_copy is None:
+            return None
+        return row.frac_copy * row.us / us
+
+    @property
+    def shapes(self) -> list[str]:
+        return list(dict.fromkeys(each["shape"] for each in self.lines if "shape" in each))
+
+
+def newest_calls(results: Path, runs: Iterable[Run]) -> list[Calls]:
+    """The newest file of each GPU that a run of the set `targets` is there for."""
+    of_gpu = {run.machine["gpu"]: run for run in runs if run.machine["set"] == "targets" and run.machine.get("gpu")}
+    newest: dict[str, Calls] = {}
+    for path in sorted(results.glob("*-public-calls.jsonl")):
+        machine, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        gpu = machine["gpu"]
+        if gpu in of_gpu and (gpu not in newest or newest[gpu].machine["date"] < machine["date"]):
+            newest[gpu] = Calls(machine, lines, of_gpu[gpu])
+    return list(newest.values())
+
+
+def section(found: Sequence[Calls]) -> str:
+    """The text, empty without results."""
+    return "".join([TEXT, *map(_tables, found)]) if found else ""
+
+
+def _tables(calls: Calls) -> str:
+    facts = ", ".join(f"{name} {calls.machine[name]}" for name in ("paddle", "commit", "date"))
+    cells = []
+    for shape in calls.shapes:
+        tokens = next(each["tokens"] for each in calls.lines if each.get("shape") == shape)
+        for operation in BESIDE:
+            us = calls.us(operation, shape)
+            share = calls.of_copy(operation, shape)
+            others = [_beside(us, calls.other_us(each, operation, shape)) for each in (PADDLE, TE)]
+            cells.append(
+                (MODELS[shape], str(tokens), operation, _number(us), "" if share is None else f"{share:.2f}", *others)
+            )
+        both = calls.us("permute, unpermute and gradients", shape)
+        cells.append(
+            (MODELS[shape], str(tokens), "permute and unpermute, forward and backward", _number(both), "", "", "")
+        )
+    columns = "model", "tokens", "call", "us", "of copy", "Paddle", "TransformerEngine"
+    host = [each for each in calls.lines if each.get("host") and not each["operation"].startswith("paddle.")]
+    rows = [
+        (each["operation"], *(_number(each[kind]["median"]) for kind in ("without_gradient", "forward", "backward")))
+        for each in host
+    ]
+    return (
+        f"\n### {calls.machine['gpu']}\n\n{facts}.\n\n"
+        + markdown(columns, cells)
+        + HOST
+        + markdown(("call", "without gradient", "forward", "backward"), rows)
+    )
+
+
+def _number(us: float | None) -> str:
+    return "" if us is None else f"{us:.0f}"
+
+
+def _beside(ours: float | None, other: float | None) -> str:
+    return "" if ours is None or other is None else f"{other:.0f} ({other / ours:.2f} x)"
+
+
+# ---- the picture
+
+_STYLE = """
+svg { --card: #ffffff; --edge: #c3cad2; --ink: #1f2933; --muted: #55606b; --ours: #2f6fbf; --other: #b8c1cb; }
+@media (prefers-color-scheme: dark) {
+  svg { --card: #161b22; --edge: #4a535e; --ink: #e8edf2; --muted: #a3adb8; --ours: #78aefc; --other: #55606b; }
+}
+text { font: 14px system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; fill: var(--ink); }
+.head { font-weight: 600; }
+.note { font-size: 12px; fill: var(--muted); }
+.end { text-anchor: end; }
+.card { fill: var(--card); stroke: var(--edge); }
+.ours { fill: var(--ours); }
+.other { fill: var(--other); }
+"""
+_HEAD = "Moving the rows of an MoE layer on one {}, microseconds (less is better)"
+_FOOT = (
+    "Ours: public calls under Paddle, outputs allocated. Paddle: published kernel times. "
+    "TransformerEngine: its kernels alone."
+)
+_WIDTH, _PANEL, _BARS, _BAR, _STEP, _TOP = 760, 370, 150, 14, 19, 62
+
+
+def picture(calls: Calls) -> str:
+    """An SVG: a panel for each call, in it the three times of each model, in microseconds on one scale a panel."""
+    names = {"paddle_moe_ops": None, "Paddle": PADDLE, "TransformerEngine": TE}
+    height = _TOP + len(calls.shapes) * (3 * _STEP + 34) + 28
+    gpu = calls.machine["gpu"]
+    title = f"Microseconds of moe_permute and unpermute on one {gpu}: paddle_moe_ops, Paddle and TransformerEngine"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{_STYLE}</style>",
+        f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        f'<text class="head" x="20" y="28">{escape(_HEAD.format(gpu))}</text>',
+    ]
+    for number, operation in enumerate(DRAWN):
+        left, y = 20 + number * _PANEL, _TOP
+        times = {
+            shape: [
+                calls.us(operation, shape) if each is None else calls.other_us(each, operation, shape)
+                for each in names.values()
+            ]
+            for shape in calls.shapes
+        }
+        scale = (_PANEL - _BARS - 75) / max(us for each in times.values() for us in each if us is not None)
+        label = "unpermute, weighted" if operation == "unpermute" else operation
+        parts.append(f'<text class="head" x="{left}" y="{y - 8}">{label}</text>')
+        for shape, each in times.items():
+            tokens = next(line["tokens"] for line in calls.lines if line.get("shape") == shape)
+            parts.append(f'<text class="note" x="{left}" y="{y + 16}">{MODELS[shape]}, {tokens} tokens</text>')
+            y += 24
+            for name, us in zip(names, each, strict=True):
+                if us is not None:
+                    kind = "ours" if name == "paddle_moe_ops" else "other"
+                    width = round(us * scale, 1)
+                    parts.append(f'<text class="end" x="{left + _BARS - 8}" y="{y + 12}">{name}</text>')
+                    parts.append(
+                        f'<rect class="{kind}" x="{left + _BARS}" y="{y}" width="{width}" height="{_BAR}" rx="2"/>'
+                    )
+                    parts.append(f'<text x="{left + _BARS + width + 6}" y="{y + 12}">{us:.0f}</text>')
+                y += _STEP
+            y += 10
+    parts.append(f'<text class="note" x="20" y="{height - 14}">{escape(_FOOT)}</text>')
+    return "\n".join([*parts, "</svg>\n"])
