@@ -14,7 +14,9 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .groups import agree, group_of, raising_together
+from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 from .parameters import is_expert_parameter
+from .transports import is_gloo
 
 __all__ = ["average_gradients"]
 
@@ -36,7 +38,7 @@ class _Kinds(NamedTuple):
 
 
 @paddle.no_grad()
-def average_gradients(parameters: Iterable[Tensor], group: Any = None) -> None:
+def average_gradients(parameters: Iterable[Tensor], group: Any = None, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
     """Make the gradients of each rank's mean loss those of the mean over all ranks.
 
     Call it after ``backward()`` and before the optimizer's step, on all ranks, in place of `paddle.DataParallel`. The
@@ -50,27 +52,30 @@ def average_gradients(parameters: Iterable[Tensor], group: Any = None) -> None:
     Args:
         parameters: the same on all ranks, in the same order.
         group: the ranks that share the experts, as `ExpertParallel` takes it.
+        timeout: seconds that a rank waits for the others in the first exchange.
 
     Raises:
-        TypeError: a parameter is no tensor.
-        ValueError: on every rank, before any gradient changed: the ranks have different numbers of parameters, or train
-            others, or parameters or gradients differ in shape or dtype.
-        RuntimeError: another rank raised a TypeError.
+        TypeError: a parameter is no tensor, or the timeout no number.
+        ValueError: the timeout is out of range. On every rank, before any gradient changed: the ranks have different
+            numbers of parameters, or train others, or parameters or gradients differ in shape or dtype.
+        RuntimeError: the arguments of another rank are bad, or it did not come in time; the message names it.
     """
     group = group_of(_NAME, group)
-    error: TypeError | None = None
+    error: TypeError | ValueError | None = None
+    seconds = DEFAULT_TIMEOUT_S
     tensors: list[Tensor] = []
     kinds = _Kinds([], [])
     try:
+        seconds = checked_timeout(_NAME, timeout)
         tensors = _tensors(parameters)
         kinds = _kinds(tensors)
-    except TypeError as caught:
+    except (TypeError, ValueError) as caught:
         error = caught
     if group.nranks == 1:
         if error is not None:
             raise error
         return
-    some_raised, same_layout, same_gradients = _compared(error is not None, kinds, group)
+    some_raised, same_layout, same_gradients = _compared(error is not None, kinds, group, seconds)
     if some_raised:
         with raising_together(_NAME, group):
             if error is not None:
@@ -112,14 +117,18 @@ def _kinds(tensors: Sequence[Tensor]) -> _Kinds:
     return _Kinds(layout, gradients)
 
 
-def _compared(raises: bool, kinds: _Kinds, group: Group) -> tuple[bool, bool, bool]:
+def _compared(raises: bool, kinds: _Kinds, group: Group, seconds: float) -> tuple[bool, bool, bool]:
     """Whether some rank raises, and whether all have the same layout and the same gradients; one exchange.
 
     Its size depends on nothing, since ranks that exchange different sizes do not get an error but end, or wait.
     """
     layout, gradients = _number(kinds.layout), _number(kinds.gradients)
     numbers = paddle.to_tensor([int(raises), layout, -layout, gradients, -gradients], dtype="int64")
-    paddle.distributed.all_reduce(numbers, op=paddle.distributed.ReduceOp.MAX, group=group)
+    meeting, how = Meeting(group, seconds), {"op": paddle.distributed.ReduceOp.MAX, "group": group}
+    if is_gloo(group):  # whose collectives always block
+        meeting.call(_NAME, lambda: paddle.distributed.all_reduce(numbers, **how))
+    else:
+        meeting.wait(_NAME, paddle.distributed.all_reduce(numbers, **how, sync_op=False))
     some_raise, most, least, most_gradients, least_gradients = numbers.tolist()
     return bool(some_raise), most == -least, most_gradients == -least_gradients
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..functional import permute, unpermute
 from ..routing import Plan, route
 from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
 from .groups import agree, group_of, raise_for_others
+from .meetings import DEFAULT_TIMEOUT_S, checked_timeout
 from .peers import Peers, local_plan
 from .plans import chunks_of, local_ids_of, plan_of_ranks, spread, trimmed
 from .transports import transport_for
@@ -103,8 +105,11 @@ class ExpertParallel:
             the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink; nothing waits for
             the host. It needs the compiled operators, and ``tokens_per_rank``, which is rounded up so that parts are
             whole pages. Its memory, twice what may arrive for each width and dtype of tokens, and with
-            ``combine="exact"`` twice as many rows for each of K slots, stays until the process ends. A rank that waits
-            for 120 s raises, or on a GPU fails in a kernel.
+            ``combine="exact"`` twice as many rows for each of K slots, stays until the process ends.
+        timeout: seconds that a rank waits for the others before it raises a RuntimeError that names the ranks that did
+            not come. With "alltoall" a rank waits in `dispatch` only, and there without ``tokens_per_rank``; with
+            "gloo" in every exchange; with "peer" too, on a GPU in a kernel, which prints the rank and fails. Ranks
+            that ended for good leave exchanges behind that never end: end the process then.
 
     Attributes:
         group: the group.
@@ -114,6 +119,7 @@ class ExpertParallel:
         combines: ``combine``.
         payload: ``payload``.
         tokens_per_rank: ``tokens_per_rank``.
+        timeout: ``timeout``.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -129,6 +135,7 @@ class ExpertParallel:
         payload: str | None = None,
         tokens_per_rank: int | None = None,
         transport: str = "auto",
+        timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.group = group_of(_NAME, group)
         # before a check that fails on one rank makes the others wait for it
@@ -141,6 +148,7 @@ class ExpertParallel:
                 "payload": payload,
                 "tokens_per_rank": tokens_per_rank,
                 "transport": transport,
+                "timeout": timeout,
             },
         )
         self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
@@ -155,6 +163,7 @@ class ExpertParallel:
         _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo", "peer"))
         if transport == "peer" and tokens_per_rank is None:
             _checks.bad_value(_NAME, "tokens_per_rank", 'given with transport="peer"', None)
+        self.timeout = checked_timeout(_NAME, timeout)
         if self.num_experts % self.group.nranks:
             expected = f"a multiple of {self.group.nranks}, the ranks of the group"
             _checks.bad_value(_NAME, "num_experts", expected, num_experts)
@@ -162,8 +171,9 @@ class ExpertParallel:
         self.first_expert = self.group.rank * self.num_local_experts
         self._peers: Peers | None = None
         if transport == "peer" and self.group.nranks > 1 and self.tokens_per_rank is not None:
-            self._peers = Peers(self.group, self.tokens_per_rank, self.num_local_experts, self.payload)
-        self._transport = transport_for(transport if self._peers is None else "auto", self.group)
+            sizes = self.tokens_per_rank, self.num_local_experts
+            self._peers = Peers(self.group, *sizes, self.payload, self.timeout)
+        self._transport = transport_for(transport if self._peers is None else "auto", self.group, self.timeout)
 
     def dispatch(
         self,
@@ -198,7 +208,8 @@ class ExpertParallel:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong value or shape; bad data (see ``validate``); ``x`` wants a gradient on
                 some ranks only (without ``tokens_per_rank``, which leaves no time to ask).
-            RuntimeError: a rank did not answer, or raised one of these errors (without ``tokens_per_rank``).
+            RuntimeError: a rank did not answer or did not come in time (see ``timeout``), or raised one of these errors
+                (without ``tokens_per_rank``).
         """
         return _dispatch(x, ids, probs, self, capacity, validate, _checks.flag(_DISPATCH, "copy", copy))
 
@@ -288,7 +299,8 @@ def _say_that_this_rank_raises(ep: ExpertParallel) -> None:
     size = ep.group.nranks
     if ep.tokens_per_rank is None and paddle.in_dynamic_mode():
         message = paddle.full([size, 2 + ep.num_local_experts], _RAISED, "int32")
-        ep._transport.exchange(message, [1] * size, [1] * size)
+        with contextlib.suppress(RuntimeError):  # this rank has an error of its own to raise
+            ep._transport.exchange_numbers(message)
 
 
 def _dispatch_equal_parts(
@@ -374,11 +386,12 @@ def _counts(
     wants = paddle.is_grad_enabled() and not x.stop_gradient
     if ep.combines == "reduced":
         wants = paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient)
-    state = _WANTS_GRADIENT * wants + _NOT_FINITE * (validate is True and not bool(paddle.isfinite(x).all()))
     rows = plan.tokens_per_expert.reshape([size, ep.num_local_experts])
-    states = filled([size, 1], state, "int32", like=rows)
+    states = filled([size, 1], _WANTS_GRADIENT * wants, "int32", like=rows)
+    if validate is True:
+        states += _NOT_FINITE * beside((~paddle.isfinite(x).all()).astype("int32"), states)
     message = paddle.concat([to_ranks.tokens_per_expert.unsqueeze(-1), states, rows], axis=1)
-    both = paddle.stack([message, transport.exchange(message, [1] * size, [1] * size)]).tolist()  # the host waits here
+    both = paddle.stack([message, transport.exchange_numbers(message)]).tolist()  # the host waits here
     own, told = both
     _check_states([each[1] for each in told], ep)
     of_experts = [each[2:] for each in told]

@@ -15,6 +15,7 @@ from paddle.jit.sot.psdb import in_sot
 from .. import _checks
 from .._graphs import is_graph_value, public
 from ..expert_parallel.groups import agree, group_of
+from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
 from ..expert_parallel.parallel import ExpertParallel
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..routing import Plan, route
@@ -58,6 +59,7 @@ class MoELayer(nn.Layer):
         tokens_per_rank: with a group, the tokens that each rank sends to each, where the number is to be the same in
             every call.
         transport: with a group, what moves tokens: see `expert_parallel.ExpertParallel`.
+        timeout: with a group, seconds that a rank waits for the others: see `expert_parallel.ExpertParallel`.
 
     The last forward pass sets these attributes; a copy of the layer starts without them. Those of a pass under
     paddle.jit.to_static can be read inside the traced function, and with ``full_graph=True`` only there. Read the
@@ -102,6 +104,7 @@ class MoELayer(nn.Layer):
         payload: str | None = None,
         tokens_per_rank: int | None = None,
         transport: str = "auto",
+        timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__()
         name = "MoELayer"
@@ -131,7 +134,7 @@ class MoELayer(nn.Layer):
             self.parallel: ExpertParallel | None = None
             if group is not None:
                 travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
-                travels["transport"] = transport
+                travels |= {"transport": transport, "timeout": timeout}
                 with _checks.renaming("ExpertParallel", name):
                     self.parallel = ExpertParallel(num_experts, group, **travels)
             own_experts = num_experts if self.parallel is None else self.parallel.num_local_experts
