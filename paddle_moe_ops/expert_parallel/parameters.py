@@ -24,18 +24,37 @@ __all__ = [
     "start_as_one",
 ]
 
+_SHARDING_COLOR = "moe_expert"  # what programs for Fleet call it
 
-def mark_expert_parameters(experts: nn.Layer) -> None:
+
+def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None) -> None:
     """Mark the parameters of a layer as those of experts of this rank alone.
 
     They get the attributes that Paddle looks at: ``no_sync``, so that `paddle.DataParallel` neither broadcasts them nor
-    adds up their gradients, and ``expert``, by which Fleet knows them.
+    adds up their gradients, ``expert``, by which Fleet knows them, and with a sharding group ``color``.
 
     Args:
         experts: holds stacked parameters, [E / P, ...].
+        sharding_group: the ranks that hold copies of the same experts, between which Fleet's
+            ``DygraphShardingOptimizerV2`` divides their optimizer states and averages their gradients, as
+            ``get_hybrid_communicate_group().get_moe_sharding_parallel_group()`` gives them; one rank, if there are no
+            copies. Without it that optimizer would average them between all ranks of its own sharding group, whose
+            experts differ. Call it before the optimizer is made. None: the attribute stays as it is.
+
+    Raises:
+        TypeError: the layer is none, or the group no group.
+        ValueError: this process is not one of the group's ranks.
     """
+    function = "mark_expert_parameters"
+    _checks.instance(function, "experts", experts, nn.Layer, "a Layer")
+    color = None
+    if sharding_group is not None:
+        with _checks.renaming(function, function, group="sharding_group"):
+            color = {"color": _SHARDING_COLOR, "group": group_of(function, sharding_group)}
     for parameter in experts.parameters():
         parameter.no_sync = parameter.expert = True
+        if color is not None:
+            parameter.color = dict(color)
 
 
 def is_expert_parameter(parameter: Tensor) -> bool:
