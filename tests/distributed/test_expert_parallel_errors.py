@@ -83,7 +83,8 @@ def test_bad_arguments_raise_what_is_wrong():
     assert texts == [
         "ValueError: ExpertParallel: num_experts must be a multiple of 2, the ranks of the group, but got 3",
         "ValueError: ExpertParallel: combine must be one of 'exact', 'reduced', but got 'sum'",
-        "ValueError: ExpertParallel: transport must be one of 'auto', 'alltoall', 'gloo', 'peer', but got 'mpi'",
+        "ValueError: ExpertParallel: transport must be one of 'auto', 'alltoall', 'gloo', 'peer', 'deepep', "
+        "but got 'mpi'",
         'ValueError: ExpertParallel: tokens_per_rank must be given with transport="peer", but got None',
         'ValueError: ExpertParallel: tokens_per_rank must be None with combine="exact", but for transport="peer", '
         "but got 8",
