@@ -10,6 +10,7 @@ from typing import Any
 
 import paddle
 from paddle import Tensor
+from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import beside, filled, is_graph_value, public
@@ -23,7 +24,7 @@ from .peers import Peers, local_plan
 from .plans import chunks_of, local_ids_of, plan_of_ranks, spread, trimmed
 from .transports import transport_for
 
-__all__ = ["ExpertParallel", "Received"]
+__all__ = ["ExpertParallel", "Received", "parallel_of_agreed"]
 
 _NAME = "ExpertParallel"
 _DISPATCH = f"{_NAME}.dispatch"
@@ -140,20 +141,25 @@ class ExpertParallel:
         transport: str = "auto",
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self.group = group_of(_NAME, group)
+        options: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
+        options |= {"transport": transport, "timeout": timeout}
+        group = group_of(_NAME, group)
         # before a check that fails on one rank makes the others wait for it
-        agree(
-            _NAME,
-            self.group,
-            {
-                "num_experts": num_experts,
-                "combine": combine,
-                "payload": payload,
-                "tokens_per_rank": tokens_per_rank,
-                "transport": transport,
-                "timeout": timeout,
-            },
-        )
+        agree(_NAME, group, {"num_experts": num_experts, **options})
+        self._begin(num_experts, group, **options)
+
+    def _begin(
+        self,
+        num_experts: int,
+        group: Group,
+        *,
+        combine: str,
+        payload: str | None,
+        tokens_per_rank: int | None,
+        transport: str,
+        timeout: float,
+    ) -> None:
+        self.group = group
         self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
         self.combines = _checks.choice(_NAME, "combine", combine, ("exact", "reduced"))
         self.payload = _checks.choice(_NAME, "payload", payload, (None, *_checks.QUANTIZE_FORMATS[1:]))
@@ -255,6 +261,13 @@ class ExpertParallel:
             f"ExpertParallel({self.num_experts} experts on ranks {self.group.ranks}, combine={self.combines!r}, "
             f"{type(self._transport).__name__})"
         )
+
+
+def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> ExpertParallel:
+    """Make an `ExpertParallel` of arguments, all of them, that its ranks are known to agree on: they are not asked."""
+    made = ExpertParallel.__new__(ExpertParallel)
+    made._begin(num_experts, group, **options)
+    return made
 
 
 @public("x", "probs")

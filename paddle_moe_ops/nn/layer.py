@@ -16,7 +16,7 @@ from .. import _checks
 from .._graphs import is_graph_value, public
 from ..expert_parallel.groups import agree, group_of
 from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
-from ..expert_parallel.parallel import ExpertParallel
+from ..expert_parallel.parallel import ExpertParallel, parallel_of_agreed
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..routing import Plan, route
 from ._common import add, check_rows, with_shape_of
@@ -108,9 +108,13 @@ class MoELayer(nn.Layer):
     ) -> None:
         super().__init__()
         name = "MoELayer"
+        travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
+        travels |= {"transport": transport, "timeout": timeout}
         if group is not None:  # before a check that fails on one rank makes the others wait for it
+            group = group_of(name, group)
             settings = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
-            agree(name, group_of(name, group), {**settings, "topk": topk, "num_shared_experts": num_shared_experts})
+            settings |= {"topk": topk, "num_shared_experts": num_shared_experts}
+            agree(name, group, settings | travels)
         _checks.flag(name, "expert_bias", expert_bias)
         num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
         with _checks.renaming("TopKRouter", name):
@@ -133,10 +137,8 @@ class MoELayer(nn.Layer):
             options |= {"activation": activation, "bias": expert_bias}
             self.parallel: ExpertParallel | None = None
             if group is not None:
-                travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
-                travels |= {"transport": transport, "timeout": timeout}
                 with _checks.renaming("ExpertParallel", name):
-                    self.parallel = ExpertParallel(num_experts, group, **travels)
+                    self.parallel = parallel_of_agreed(num_experts, group, **travels)
             own_experts = num_experts if self.parallel is None else self.parallel.num_local_experts
             self.experts = SwiGLUExperts(own_experts, hidden_size, intermediate_size, **options)
         self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None

@@ -41,6 +41,8 @@ def different_arguments() -> list[str]:
         caught(lambda: ExpertParallel(4, combine=("exact", "reduced")[rank])),
         caught(lambda: ExpertParallel((4, "four")[rank])),
         caught(lambda: MoELayer(2, 3, 4, 1 + rank, group=group)),
+        caught(lambda: MoELayer(2, 3, 4, 1, group=group, transport=("auto", "gloo")[rank])),
+        caught(lambda: MoELayer(2, 3, 4, 1, group=group, combine="sum")),
     ]
 
 
@@ -51,6 +53,8 @@ def test_different_arguments_raise_on_every_rank():
         f"ValueError: ExpertParallel: combine must be {same} 'exact' on rank 0, 'reduced' on rank 1",
         f"ValueError: ExpertParallel: num_experts must be {same} 4 on rank 0, 'four' on rank 1",
         f"ValueError: MoELayer: topk must be {same} 1 on rank 0, 2 on rank 1",
+        f"ValueError: MoELayer: transport must be {same} 'auto' on rank 0, 'gloo' on rank 1",
+        "ValueError: MoELayer: combine must be one of 'exact', 'reduced', but got 'sum'",
     ]
     assert run(different_arguments, 2) == [expected, expected]
 
