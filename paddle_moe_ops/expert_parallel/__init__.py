@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
+from .gradients import average_gradients
 from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
 from .parallel import ExpertParallel, Received
 from .parameters import (
-    average_gradients,
     gather_state_dict,
     is_expert_parameter,
     mark_expert_parameters,

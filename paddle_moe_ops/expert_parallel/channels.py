@@ -27,7 +27,6 @@ __all__ = ["HEADER", "RowChannel", "RowSlot", "TokenChannel", "TokenSlot"]
 _DISPATCH = "ExpertParallel.dispatch"
 HEADER = 64  # PMO_RECORDS_HEADER
 _MOST_STEPS = 256  # of pages, in which a region is a whole number of rows
-_TIMEOUT_MS = 120_000
 _GROUP_COLUMNS, _PACKED_SCALES = 128, 4  # of float8
 
 
@@ -74,7 +73,10 @@ class RowSlot(NamedTuple):
 class _Turns:
     """Two windows of each kind."""
 
-    def __init__(self, group: Group, like: Tensor, windows: Sequence[_Window], settings: dict[str, Any]) -> None:
+    def __init__(
+        self, group: Group, like: Tensor, windows: Sequence[_Window], settings: dict[str, Any], timeout: float
+    ) -> None:
+        self._timeout_ms = math.ceil(timeout * 1000)
         place, ranks, page = like.place, group.nranks, granularity(like.place)
         self._slots: list[list[Tensor]] = []
         for _ in range(2):
@@ -102,7 +104,7 @@ class _Turns:
 
     def wait(self) -> None:
         """Have what follows wait until all ranks have come here."""
-        direct("rank_barrier", *self._flags, self._state, _TIMEOUT_MS)
+        direct("rank_barrier", *self._flags, self._state, self._timeout_ms)
 
 
 class TokenChannel:
@@ -115,6 +117,7 @@ class TokenChannel:
         like: [1, d], a tensor as tokens are.
         topk: K.
         float8: a format of `permute` in which tokens travel, or None.
+        timeout: seconds that a rank waits for the others.
 
     Attributes:
         rows_per_rank: S, at least the capacity.
@@ -122,7 +125,14 @@ class TokenChannel:
     """
 
     def __init__(
-        self, group: Group, capacity: int, experts_per_rank: int, like: Tensor, topk: int, float8: str | None
+        self,
+        group: Group,
+        capacity: int,
+        experts_per_rank: int,
+        like: Tensor,
+        topk: int,
+        float8: str | None,
+        timeout: float,
     ) -> None:
         width, ranks = like.shape[1], group.nranks
         settings = {"the tokens' width": width, "their dtype": str(like.dtype), "topk": topk}
@@ -150,7 +160,8 @@ class TokenChannel:
                 _Window(rows * width, ranks * rows, width, paddle.float8_e4m3fn),
                 _Window(scales, ranks, scales, paddle.uint8),
             ]
-        self._turns = _Turns(group, like, windows, settings)
+        self.timeout = timeout
+        self._turns = _Turns(group, like, windows, settings, timeout)
         self.wait = self._turns.wait
 
     def slot(self) -> TokenSlot:
@@ -164,7 +175,8 @@ class RowChannel:
     def __init__(self, tokens: TokenChannel, like: Tensor) -> None:
         width, rows = like.shape[1], tokens.rows_per_rank * tokens.topk
         window = _Window(rows * width * like.element_size(), tokens.group.nranks * rows, width, like.dtype)
-        self._turns = _Turns(tokens.group, like, [window], {"the rows' width": width, "topk": tokens.topk})
+        settings = {"the rows' width": width, "topk": tokens.topk}
+        self._turns = _Turns(tokens.group, like, [window], settings, tokens.timeout)
         self.wait = self._turns.wait
 
     def slot(self) -> RowSlot:

@@ -4,23 +4,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import paddle
 from paddle import Tensor
+from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import beside, filled, is_graph_value, public
 from ..functional import permute, unpermute
 from ..routing import Plan, route
+from .deep_ep import DeepEP
 from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
 from .groups import agree, group_of, raise_for_others
+from .meetings import DEFAULT_TIMEOUT_S, checked_timeout
 from .peers import Peers, local_plan
 from .plans import chunks_of, local_ids_of, plan_of_ranks, spread, trimmed
 from .transports import transport_for
 
-__all__ = ["ExpertParallel", "Received"]
+__all__ = ["ExpertParallel", "Received", "parallel_of_agreed"]
 
 _NAME = "ExpertParallel"
 _DISPATCH = f"{_NAME}.dispatch"
@@ -65,9 +69,9 @@ class _WayBack:
 
 @dataclass(frozen=True, eq=False)
 class _WayBackToPeers:
-    """What `combine` needs where ranks read each other's memory."""
+    """What `combine` needs where ranks write to each other's memory."""
 
-    peers: Peers
+    peers: Peers | DeepEP
     trip: Any
     num_lines: int  # tokens, or rows, that arrived, or could have
     plan: Plan | None  # of the rows that come back, if they come one by one
@@ -103,8 +107,13 @@ class ExpertParallel:
             the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink; nothing waits for
             the host. It needs the compiled operators, and ``tokens_per_rank``, which is rounded up so that parts are
             whole pages. Its memory, twice what may arrive for each width and dtype of tokens, and with
-            ``combine="exact"`` twice as many rows for each of K slots, stays until the process ends. A rank that waits
-            for 120 s raises, or on a GPU fails in a kernel.
+            ``combine="exact"`` twice as many rows for each of K slots, stays until the process ends.
+            "deepep": DeepEP, if Paddle's wheel has it, for bfloat16 with ``combine="reduced"`` and neither ``payload``
+            nor ``tokens_per_rank``; not yet run on a GPU.
+        timeout: seconds that a rank waits for the others before it raises a RuntimeError that names the ranks that did
+            not come. With "alltoall" a rank waits in `dispatch` only, and there without ``tokens_per_rank``; with
+            "gloo" in every exchange; with "peer" too, on a GPU in a kernel, which prints the rank and fails. DeepEP has
+            a limit of its own. Ranks that do not come leave exchanges behind that never end: end the process then.
 
     Attributes:
         group: the group.
@@ -114,6 +123,7 @@ class ExpertParallel:
         combines: ``combine``.
         payload: ``payload``.
         tokens_per_rank: ``tokens_per_rank``.
+        timeout: ``timeout``.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -129,20 +139,27 @@ class ExpertParallel:
         payload: str | None = None,
         tokens_per_rank: int | None = None,
         transport: str = "auto",
+        timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self.group = group_of(_NAME, group)
+        options: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
+        options |= {"transport": transport, "timeout": timeout}
+        group = group_of(_NAME, group)
         # before a check that fails on one rank makes the others wait for it
-        agree(
-            _NAME,
-            self.group,
-            {
-                "num_experts": num_experts,
-                "combine": combine,
-                "payload": payload,
-                "tokens_per_rank": tokens_per_rank,
-                "transport": transport,
-            },
-        )
+        agree(_NAME, group, {"num_experts": num_experts, **options})
+        self._begin(num_experts, group, **options)
+
+    def _begin(
+        self,
+        num_experts: int,
+        group: Group,
+        *,
+        combine: str,
+        payload: str | None,
+        tokens_per_rank: int | None,
+        transport: str,
+        timeout: float,
+    ) -> None:
+        self.group = group
         self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
         self.combines = _checks.choice(_NAME, "combine", combine, ("exact", "reduced"))
         self.payload = _checks.choice(_NAME, "payload", payload, (None, *_checks.QUANTIZE_FORMATS[1:]))
@@ -152,18 +169,28 @@ class ExpertParallel:
             if combine != "reduced" and transport != "peer":
                 expected = 'None with combine="exact", but for transport="peer"'
                 _checks.bad_value(_NAME, "tokens_per_rank", expected, tokens_per_rank)
-        _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo", "peer"))
+        _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo", "peer", "deepep"))
         if transport == "peer" and tokens_per_rank is None:
             _checks.bad_value(_NAME, "tokens_per_rank", 'given with transport="peer"', None)
+        if transport == "deepep":
+            only = {"combine": "reduced", "payload": None, "tokens_per_rank": None}
+            given = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
+            for name, value in only.items():
+                if given[name] != value:
+                    _checks.bad_value(_NAME, name, f'{value!r} with transport="deepep"', repr(given[name]))
+        self.timeout = checked_timeout(_NAME, timeout)
         if self.num_experts % self.group.nranks:
             expected = f"a multiple of {self.group.nranks}, the ranks of the group"
             _checks.bad_value(_NAME, "num_experts", expected, num_experts)
         self.num_local_experts = self.num_experts // self.group.nranks
         self.first_expert = self.group.rank * self.num_local_experts
-        self._peers: Peers | None = None
+        self._peers: Peers | DeepEP | None = None
+        if transport == "deepep" and self.group.nranks > 1:
+            self._peers = DeepEP(self.group, self.num_experts)
         if transport == "peer" and self.group.nranks > 1 and self.tokens_per_rank is not None:
-            self._peers = Peers(self.group, self.tokens_per_rank, self.num_local_experts, self.payload)
-        self._transport = transport_for(transport if self._peers is None else "auto", self.group)
+            sizes = self.tokens_per_rank, self.num_local_experts
+            self._peers = Peers(self.group, *sizes, self.payload, self.timeout)
+        self._transport = transport_for(transport if self._peers is None else "auto", self.group, self.timeout)
 
     def dispatch(
         self,
@@ -186,7 +213,7 @@ class ExpertParallel:
             probs: float32 [T, K].
             capacity: slots of this rank's tokens that an expert takes at most; the others are dropped. None: no limit.
             validate: as `route`. True also raises, on every rank, where a rank's tokens are not finite (without
-                ``tokens_per_rank``).
+                ``tokens_per_rank``, and not with "deepep").
             copy: False: with ``transport="peer"``, and where no gradient is wanted, ``received.tokens`` stay where the
                 others wrote them, until the second dispatch or combine after this one. Rows without a token are not
                 zeros then, nor with ``payload``.
@@ -197,8 +224,9 @@ class ExpertParallel:
         Raises:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong value or shape; bad data (see ``validate``); ``x`` wants a gradient on
-                some ranks only (without ``tokens_per_rank``, which leaves no time to ask).
-            RuntimeError: a rank did not answer, or raised one of these errors (without ``tokens_per_rank``).
+                some ranks only (without ``tokens_per_rank`` and "deepep", which leave no time to ask).
+            RuntimeError: a rank did not answer or did not come in time (see ``timeout``), or raised one of these errors
+                (without ``tokens_per_rank`` and "deepep").
         """
         return _dispatch(x, ids, probs, self, capacity, validate, _checks.flag(_DISPATCH, "copy", copy))
 
@@ -233,6 +261,13 @@ class ExpertParallel:
             f"ExpertParallel({self.num_experts} experts on ranks {self.group.ranks}, combine={self.combines!r}, "
             f"{type(self._transport).__name__})"
         )
+
+
+def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> ExpertParallel:
+    """Make an `ExpertParallel` of arguments, all of them, that its ranks are known to agree on: they are not asked."""
+    made = ExpertParallel.__new__(ExpertParallel)
+    made._begin(num_experts, group, **options)
+    return made
 
 
 @public("x", "probs")
@@ -286,9 +321,10 @@ def _plan(
 def _say_that_this_rank_raises(ep: ExpertParallel) -> None:
     """Take part in the exchange of numbers that the other ranks wait for, if there is one."""
     size = ep.group.nranks
-    if ep.tokens_per_rank is None and paddle.in_dynamic_mode():
+    if ep._peers is None and ep.tokens_per_rank is None and paddle.in_dynamic_mode():
         message = paddle.full([size, 2 + ep.num_local_experts], _RAISED, "int32")
-        ep._transport.exchange(message, [1] * size, [1] * size)
+        with contextlib.suppress(RuntimeError):  # this rank has an error of its own to raise
+            ep._transport.exchange_numbers(message)
 
 
 def _dispatch_equal_parts(
@@ -312,12 +348,19 @@ def _dispatch_equal_parts(
 
 
 def _dispatch_to_peers(
-    x: Tensor, ids: Tensor, probs: Tensor, plan: Plan, ep: ExpertParallel, peers: Peers, keeps_all: bool, copy: bool
+    x: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    plan: Plan,
+    ep: ExpertParallel,
+    peers: Peers | DeepEP,
+    keeps_all: bool,
+    copy: bool,
 ) -> Received:
-    """Write tokens to the ranks of their experts; sizes are the same in every call."""
+    """Write tokens to the ranks of their experts; with `Peers` sizes are the same in every call."""
     if not keeps_all:
         ids = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
-    if ep.combines == "exact":
+    if isinstance(peers, Peers) and ep.combines == "exact":
         made = peers.dispatch_rows(x, ids, probs, plan)
         local, dropped = made.plan, made.dropped
         back = _WayBackToPeers(peers, made.trip, local.num_rows, plan, probs)
@@ -353,7 +396,7 @@ def _combine(out: Tensor, received: Received) -> Tensor:
     if isinstance(back, _WayBackToPeers):
         lines, what = back.num_lines, _OF_TOKENS if back.plan is None else _OF_ROWS
         _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
-        if back.plan is None:
+        if back.plan is None or isinstance(back.peers, DeepEP):
             return back.peers.combine(out, back.trip)
         return unpermute(back.peers.combine_rows(out, back.trip), back.plan, back.probs)
     lines = sum(back.counts.sent)
@@ -374,11 +417,12 @@ def _counts(
     wants = paddle.is_grad_enabled() and not x.stop_gradient
     if ep.combines == "reduced":
         wants = paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient)
-    state = _WANTS_GRADIENT * wants + _NOT_FINITE * (validate is True and not bool(paddle.isfinite(x).all()))
     rows = plan.tokens_per_expert.reshape([size, ep.num_local_experts])
-    states = filled([size, 1], state, "int32", like=rows)
+    states = filled([size, 1], _WANTS_GRADIENT * wants, "int32", like=rows)
+    if validate is True:
+        states += _NOT_FINITE * beside((~paddle.isfinite(x).all()).astype("int32"), states)
     message = paddle.concat([to_ranks.tokens_per_expert.unsqueeze(-1), states, rows], axis=1)
-    both = paddle.stack([message, transport.exchange(message, [1] * size, [1] * size)]).tolist()  # the host waits here
+    both = paddle.stack([message, transport.exchange_numbers(message)]).tolist()  # the host waits here
     own, told = both
     _check_states([each[1] for each in told], ep)
     of_experts = [each[2:] for each in told]

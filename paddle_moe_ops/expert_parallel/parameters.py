@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of experts that are spread over ranks: how others know them, their gradients and their checkpoints."""
+"""Parameters of experts that are spread over ranks: how others know them, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from .groups import agree, group_of
 
 __all__ = [
     "agree_on_tensors",
-    "average_gradients",
     "gather_experts",
     "gather_state_dict",
     "is_expert_parameter",
@@ -25,18 +24,37 @@ __all__ = [
     "start_as_one",
 ]
 
+_SHARDING_COLOR = "moe_expert"  # what programs for Fleet call it
 
-def mark_expert_parameters(experts: nn.Layer) -> None:
+
+def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None) -> None:
     """Mark the parameters of a layer as those of experts of this rank alone.
 
     They get the attributes that Paddle looks at: ``no_sync``, so that `paddle.DataParallel` neither broadcasts them nor
-    adds up their gradients, and ``expert``, by which Fleet knows them.
+    adds up their gradients, ``expert``, by which Fleet knows them, and with a sharding group ``color``.
 
     Args:
         experts: holds stacked parameters, [E / P, ...].
+        sharding_group: the ranks that hold copies of the same experts, between which Fleet's
+            ``DygraphShardingOptimizerV2`` divides their optimizer states and averages their gradients, as
+            ``get_hybrid_communicate_group().get_moe_sharding_parallel_group()`` gives them; one rank, if there are no
+            copies. Without it that optimizer would average them between all ranks of its own sharding group, whose
+            experts differ. Call it before the optimizer is made. None: the attribute stays as it is.
+
+    Raises:
+        TypeError: the layer is none, or the group no group.
+        ValueError: this process is not one of the group's ranks.
     """
+    function = "mark_expert_parameters"
+    _checks.instance(function, "experts", experts, nn.Layer, "a Layer")
+    color = None
+    if sharding_group is not None:
+        with _checks.renaming(function, function, group="sharding_group"):
+            color = {"color": _SHARDING_COLOR, "group": group_of(function, sharding_group)}
     for parameter in experts.parameters():
         parameter.no_sync = parameter.expert = True
+        if color is not None:
+            parameter.color = dict(color)
 
 
 def is_expert_parameter(parameter: Tensor) -> bool:
@@ -54,44 +72,6 @@ def start_as_one(layers: Iterable[nn.Layer | None], group: Group) -> None:
     for layer in layers:
         for _, value in sorted(layer.state_dict().items()) if layer is not None else ():
             paddle.distributed.broadcast(value, src=group.ranks[0], group=group)
-
-
-@paddle.no_grad()
-def average_gradients(parameters: Iterable[Tensor], group: Any = None) -> None:
-    """Make the gradients of each rank's mean loss those of the mean over all ranks.
-
-    Call it after ``backward()`` and before the optimizer's step, on all ranks, in place of `paddle.DataParallel`. The
-    gradients of parameters that all ranks have are averaged. Those of experts are complete on their rank, since the
-    tokens of all ranks are in them; they are divided by the number of ranks. ``main_grad`` is taken where it is set.
-
-    Args:
-        parameters: the same on all ranks, in the same order.
-        group: the ranks that share the experts, as `ExpertParallel` takes it.
-
-    Raises:
-        ValueError: the ranks have different numbers of parameters.
-    """
-    group = group_of("average_gradients", group)
-    trained = [each for each in parameters if not each.stop_gradient]
-    if group.nranks == 1 or not trained:
-        return
-    # A rank without tokens may lack gradients that others have.
-    has_gradient = paddle.to_tensor([_gradient(each) is not None for each in trained], dtype="int32")
-    paddle.distributed.all_reduce(has_gradient, op=paddle.distributed.ReduceOp.MAX, group=group)
-    for parameter, wanted in zip(trained, has_gradient.tolist(), strict=True):
-        gradient = _gradient(parameter)
-        if not wanted:
-            continue
-        if gradient is None:
-            gradient = parameter.grad = paddle.zeros_like(parameter)
-        if not is_expert_parameter(parameter):
-            paddle.distributed.all_reduce(gradient, group=group)
-        gradient.scale_(1.0 / group.nranks)
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    main: Tensor | None = getattr(parameter, "main_grad", None)
-    return parameter.grad if main is None else main
 
 
 @paddle.no_grad()

@@ -181,10 +181,12 @@ class Peers:
         capacity: tokens that a rank sends to each at most.
         experts_per_rank: experts of a rank.
         float8: a format of `permute` in which tokens travel, or None.
+        timeout: seconds that a rank waits for the others.
     """
 
-    def __init__(self, group: Group, capacity: int, experts_per_rank: int, float8: str | None) -> None:
-        self._group, self._capacity, self._experts, self._float8 = group, capacity, experts_per_rank, float8
+    def __init__(self, group: Group, capacity: int, experts_per_rank: int, float8: str | None, timeout: float) -> None:
+        self._group, self._capacity, self._experts = group, capacity, experts_per_rank
+        self._float8, self._timeout = float8, timeout
 
     def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, copies: bool) -> ArrivedTokens:
         """Send tokens to the ranks of their experts; differentiable in x and probs.
@@ -259,11 +261,12 @@ class Peers:
 
     def _tokens(self, x: Tensor, ids: Tensor) -> TokenChannel:
         """The windows for tokens; layers of one kind share them."""
-        settings = self._capacity, self._experts, ids.shape[1], self._float8
+        topk, float8, timeout = ids.shape[1], self._float8, self._timeout
+        settings = self._capacity, self._experts, topk, float8, timeout
         key = (self._group.id, tuple(self._group.ranks), x.shape[1], x.dtype, str(x.place), *settings)
         if key not in _channels:
-            capacity, experts, topk, float8 = settings
-            _channels[key] = TokenChannel(self._group, capacity, experts, _like(x), topk, float8)
+            sizes = self._capacity, self._experts
+            _channels[key] = TokenChannel(self._group, *sizes, _like(x), topk, float8, timeout)
         return _channels[key]
 
     def _row_trip(self, x: Tensor, plan: Plan, local: Plan, trip: _Trip) -> _RowTrip:

@@ -19,8 +19,12 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .._graphs import filled
+from .meetings import Meeting
 
-__all__ = ["AllToAll", "Alone", "Scatters", "Transport", "transport_for"]
+__all__ = ["AllToAll", "Alone", "Scatters", "Transport", "is_gloo", "transport_for"]
+
+_NAME = "ExpertParallel"
+_DISPATCH = f"{_NAME}.dispatch"
 
 
 class Transport(Protocol):
@@ -41,6 +45,19 @@ class Transport(Protocol):
             RuntimeError: a rank did not answer.
         """
 
+    def exchange_numbers(self, numbers: Tensor) -> Tensor:
+        """Send each rank its line, and receive those for this rank; the host waits, for a limited time.
+
+        Args:
+            numbers: int32 [P, ...], contiguous.
+
+        Returns:
+            the same shape.
+
+        Raises:
+            RuntimeError: a rank did not answer, or did not come in time.
+        """
+
 
 class Alone:
     """The transport of a group of one rank."""
@@ -48,16 +65,20 @@ class Alone:
     def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return payload.detach().clone()
 
+    def exchange_numbers(self, numbers: Tensor) -> Tensor:
+        return numbers.clone()
+
 
 class AllToAll:
     """`paddle.distributed.alltoall_single`, for NCCL and every other backend that has it.
 
     Args:
         group: whose ranks take part.
+        timeout: seconds that the host waits for the others, where it waits.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, timeout: float) -> None:
+        self._group, self._meeting = group, Meeting(group, timeout)
 
     def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         lines, rank = _as_bytes(payload), self._group.rank
@@ -82,21 +103,37 @@ class AllToAll:
             out = paddle.concat(parts) if parts else filled([0, width], 0, out.dtype, like=out)
         return _from_bytes(out, payload)
 
+    def exchange_numbers(self, numbers: Tensor) -> Tensor:
+        out = paddle.empty_like(numbers)
+        with _naming_the_group(self._group):
+            task = paddle.distributed.alltoall_single(out, numbers, group=self._group, sync_op=False)
+        self._meeting.wait(_DISPATCH, task)
+        return out
+
 
 class Scatters:
     """A scatter from each rank in turn, for gloo, which has no all-to-all.
 
     The parts of one scatter have one size, so smaller ones are padded. Sends and receives would not do: gloo matches
-    them by a number that each rank counts for itself, which works between two ranks only.
+    them by a number that each rank counts for itself, which works between two ranks only. Gloo lets the host wait in
+    every exchange, so each of them ends in a limited time.
 
     Args:
         group: whose ranks take part.
+        timeout: seconds that the host waits for the others.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, timeout: float) -> None:
+        self._group, self._meeting = group, Meeting(group, timeout)
 
     def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self._meeting.call(_NAME, lambda: self._exchange(payload, sent, received))
+
+    def exchange_numbers(self, numbers: Tensor) -> Tensor:
+        ones = [1] * self._group.nranks
+        return self._meeting.call(_DISPATCH, lambda: self._exchange(numbers, ones, ones))
+
+    def _exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         lines, arrived = _as_bytes(payload), []
         width = lines.shape[1]
         with _naming_the_group(self._group):
@@ -116,6 +153,11 @@ class Scatters:
         return [each.tolist() for each in counts]
 
 
+def is_gloo(group: Group) -> bool:
+    """Whether gloo connects the ranks."""
+    return str(group.backend).lower() == "gloo"
+
+
 def _padded_parts(lines: Tensor, sent: Sequence[int], most: int) -> list[Tensor]:
     """The parts for all ranks, of `most` lines each."""
     parts, first = [], 0
@@ -126,18 +168,19 @@ def _padded_parts(lines: Tensor, sent: Sequence[int], most: int) -> list[Tensor]
     return parts
 
 
-def transport_for(name: str, group: Group) -> Transport:
+def transport_for(name: str, group: Group, timeout: float) -> Transport:
     """The transport of a group by its name.
 
     Args:
         name: "alltoall", "gloo" or "auto": the second where gloo connects the ranks, else the first.
         group: whose ranks take part.
+        timeout: seconds that the host waits for the others.
     """
     if group.nranks == 1:
         return Alone()
     if name == "auto":
-        name = "gloo" if str(group.backend).lower() == "gloo" else "alltoall"
-    return Scatters(group) if name == "gloo" else AllToAll(group)
+        name = "gloo" if is_gloo(group) else "alltoall"
+    return Scatters(group, timeout) if name == "gloo" else AllToAll(group, timeout)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from paddle.jit.sot.psdb import in_sot
 from .. import _checks
 from .._graphs import is_graph_value, public
 from ..expert_parallel.groups import agree, group_of
-from ..expert_parallel.parallel import ExpertParallel
+from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
+from ..expert_parallel.parallel import ExpertParallel, parallel_of_agreed
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..routing import Plan, route
 from ._common import add, check_rows, with_shape_of
@@ -58,6 +59,7 @@ class MoELayer(nn.Layer):
         tokens_per_rank: with a group, the tokens that each rank sends to each, where the number is to be the same in
             every call.
         transport: with a group, what moves tokens: see `expert_parallel.ExpertParallel`.
+        timeout: with a group, seconds that a rank waits for the others: see `expert_parallel.ExpertParallel`.
 
     The last forward pass sets these attributes; a copy of the layer starts without them. Those of a pass under
     paddle.jit.to_static can be read inside the traced function, and with ``full_graph=True`` only there. Read the
@@ -102,12 +104,17 @@ class MoELayer(nn.Layer):
         payload: str | None = None,
         tokens_per_rank: int | None = None,
         transport: str = "auto",
+        timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__()
         name = "MoELayer"
+        travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
+        travels |= {"transport": transport, "timeout": timeout}
         if group is not None:  # before a check that fails on one rank makes the others wait for it
+            group = group_of(name, group)
             settings = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
-            agree(name, group_of(name, group), {**settings, "topk": topk, "num_shared_experts": num_shared_experts})
+            settings |= {"topk": topk, "num_shared_experts": num_shared_experts}
+            agree(name, group, settings | travels)
         _checks.flag(name, "expert_bias", expert_bias)
         num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
         with _checks.renaming("TopKRouter", name):
@@ -130,10 +137,8 @@ class MoELayer(nn.Layer):
             options |= {"activation": activation, "bias": expert_bias}
             self.parallel: ExpertParallel | None = None
             if group is not None:
-                travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
-                travels["transport"] = transport
                 with _checks.renaming("ExpertParallel", name):
-                    self.parallel = ExpertParallel(num_experts, group, **travels)
+                    self.parallel = parallel_of_agreed(num_experts, group, **travels)
             own_experts = num_experts if self.parallel is None else self.parallel.num_local_experts
             self.experts = SwiGLUExperts(own_experts, hidden_size, intermediate_size, **options)
         self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None

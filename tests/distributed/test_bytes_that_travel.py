@@ -34,6 +34,10 @@ class Counting:
         self.sent.append([line * lines for lines in sent])
         return self.transport.exchange(payload, sent, received)
 
+    def exchange_numbers(self, numbers):
+        """What the model does not count."""
+        return self.transport.exchange_numbers(numbers)
+
 
 def sent_by_a_layer(combine, payload):
     """Bytes for each rank that a dispatch, a combine and their gradients send: [4, P]."""
@@ -49,8 +53,8 @@ def sent_by_a_layer(combine, payload):
     y = ep.combine(received.rows if combine == "exact" else received.tokens, received)
     combined = len(counting.sent)
     y.astype("float32").sum().backward()
-    # First the numbers of tokens. The first exchange of the backward pass is that of the last one forward.
-    parts = (counting.sent[1:dispatched], counting.sent[dispatched:combined])
+    # The first exchange of the backward pass is that of the last one forward.
+    parts = (counting.sent[:dispatched], counting.sent[dispatched:combined])
     parts += (counting.sent[combined : combined + 1], counting.sent[combined + 1 :])
     return np.array([np.sum(each, axis=0) for each in parts])
 

@@ -11,7 +11,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_moe_ops.expert_parallel import ExpertParallel, average_gradients, channels, shard_state_dict
+from paddle_moe_ops.expert_parallel import ExpertParallel, average_gradients, shard_state_dict
 from paddle_moe_ops.nn import MoELayer
 
 from .processes import run
@@ -41,6 +41,8 @@ def different_arguments() -> list[str]:
         caught(lambda: ExpertParallel(4, combine=("exact", "reduced")[rank])),
         caught(lambda: ExpertParallel((4, "four")[rank])),
         caught(lambda: MoELayer(2, 3, 4, 1 + rank, group=group)),
+        caught(lambda: MoELayer(2, 3, 4, 1, group=group, transport=("auto", "gloo")[rank])),
+        caught(lambda: MoELayer(2, 3, 4, 1, group=group, combine="sum")),
     ]
 
 
@@ -51,6 +53,8 @@ def test_different_arguments_raise_on_every_rank():
         f"ValueError: ExpertParallel: combine must be {same} 'exact' on rank 0, 'reduced' on rank 1",
         f"ValueError: ExpertParallel: num_experts must be {same} 4 on rank 0, 'four' on rank 1",
         f"ValueError: MoELayer: topk must be {same} 1 on rank 0, 2 on rank 1",
+        f"ValueError: MoELayer: transport must be {same} 'auto' on rank 0, 'gloo' on rank 1",
+        "ValueError: MoELayer: combine must be one of 'exact', 'reduced', but got 'sum'",
     ]
     assert run(different_arguments, 2) == [expected, expected]
 
@@ -83,7 +87,8 @@ def test_bad_arguments_raise_what_is_wrong():
     assert texts == [
         "ValueError: ExpertParallel: num_experts must be a multiple of 2, the ranks of the group, but got 3",
         "ValueError: ExpertParallel: combine must be one of 'exact', 'reduced', but got 'sum'",
-        "ValueError: ExpertParallel: transport must be one of 'auto', 'alltoall', 'gloo', 'peer', but got 'mpi'",
+        "ValueError: ExpertParallel: transport must be one of 'auto', 'alltoall', 'gloo', 'peer', 'deepep', "
+        "but got 'mpi'",
         'ValueError: ExpertParallel: tokens_per_rank must be given with transport="peer", but got None',
         'ValueError: ExpertParallel: tokens_per_rank must be None with combine="exact", but for transport="peer", '
         "but got 8",
@@ -157,8 +162,8 @@ def test_the_others_are_told_of_a_rank_that_ended():
 
 
 def end_of_a_rank_that_others_write_to() -> str:
-    channels._TIMEOUT_MS = 1000
-    ep, (x, ids, probs) = ExpertParallel(4, combine="reduced", tokens_per_rank=2, transport="peer"), inputs(0)
+    ep = ExpertParallel(4, combine="reduced", tokens_per_rank=2, transport="peer", timeout=1)
+    x, ids, probs = inputs(0)
     ep.dispatch(x, ids, probs)
     if paddle.distributed.get_rank() == 1:
         os._exit(3)

@@ -198,6 +198,24 @@ def test_ranks_start_with_one_router_and_experts_of_their_own():
     np.testing.assert_array_equal(draw_one, draw_two)
 
 
+def questions_of_a_layer() -> int:
+    """How often making a layer asks the other ranks what they were given."""
+    asked, of_paddle = [], paddle.distributed.all_gather_object
+
+    def counted(*given: Any, **options: Any) -> Any:
+        asked.append(given)
+        return of_paddle(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paddle.distributed, "all_gather_object", counted)
+        MoELayer(*SIZES, group=paddle.distributed.get_group(0))
+    return len(asked)
+
+
+def test_a_layer_asks_the_other_ranks_once_what_they_were_given():
+    assert run(questions_of_a_layer, 2) == [1, 1]
+
+
 def data_parallel() -> Any:
     paddle.seed(1)
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)

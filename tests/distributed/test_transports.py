@@ -35,7 +35,7 @@ def lines(source: int, target: int, count: int, shape: tuple[int, ...]) -> NDArr
 
 def exchanged(counts: NDArray) -> list[NDArray]:
     rank, size = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
-    transport = transport_for("auto", paddle.distributed.get_group(0))
+    transport = transport_for("auto", paddle.distributed.get_group(0), 60.0)
     assert isinstance(transport, Scatters if paddle.get_device() == "cpu" else AllToAll)
     arrived = []
     for dtype in DTYPES:

@@ -33,12 +33,23 @@ def test_ernies_own_nodes_run_through_the_patch_and_match_the_dense_formulation(
     assert lines[-1].endswith("PASSED")
 
 
-def test_two_processes_that_share_experts_train_and_leave_a_checkpoint_for_one(tmp_path):
+def over_two_processes(tmp_path: Path, *arguments: str) -> list[str]:
+    """What the example of expert parallelism prints."""
     launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", str(tmp_path)]
-    text = run(*launch, str(EXAMPLES / "expert_parallel.py"), "--steps", "12", PADDLE_DISTRI_BACKEND="gloo")
-    lines = [line for line in text.splitlines() if "processes" in line or "process " in line or "nats" in line]
-    assert lines[0] == "2 processes with 4 of 8 experts each, 12 steps"
-    assert lines[-1].endswith("PASSED")
+    text = run(*launch, str(EXAMPLES / "expert_parallel.py"), *arguments, PADDLE_DISTRI_BACKEND="gloo")
+    return [line for line in text.splitlines() if "processes" in line or "process " in line or "nats" in line]
+
+
+def test_two_processes_that_share_experts_train_and_go_on_from_a_checkpoint(tmp_path):
+    first, whole = over_two_processes(tmp_path, "--steps", "12"), str(tmp_path / "whole.pdparams")
+    assert first[0] == "2 processes with 4 of 8 experts each, 12 steps"
+    assert first[-1].endswith("PASSED")
+    half, rest = (over_two_processes(tmp_path, "--steps", steps, "--checkpoint", whole) for steps in ("6", "12"))
+    assert half[-1].endswith("PASSED")
+    begun, ended = re.findall(r"[0-9.]+ after \d+", half[1] + rest[1])[1:3], re.findall(r"[0-9.]+ after 12", rest[1])
+    assert begun[0] == begun[1]  # the loss at the checkpoint
+    assert ended == re.findall(r"[0-9.]+ after 12", first[1])
+    assert rest[-1] == first[-1]
 
 
 def test_a_saved_model_runs_in_a_process_without_it(tmp_path):

@@ -1,0 +1,169 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine through DeepEP, as Paddle's wheels for GPUs bring it.
+
+Written after the documented interface of that module, and tested with one that stands in for it on a CPU: it has not
+run on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import paddle
+from paddle import Tensor
+from paddle.distributed.communication.group import Group
+
+from .. import _checks
+from .._graphs import filled
+from ..backends.base import Tensors
+from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
+
+__all__ = ["ArrivedTokens", "DeepEP"]
+
+_NAME = "ExpertParallel"
+_DISPATCH, _COMBINE = f"{_NAME}.dispatch", f"{_NAME}.combine"
+_MODULE = "paddle.distributed.communication.deep_ep"
+_COLUMNS = 8  # of bfloat16 that DeepEP copies at a time
+
+
+class ArrivedTokens(NamedTuple):
+    """What a rank received, R tokens.
+
+    Attributes:
+        tokens: bfloat16 [R, d].
+        ids: int32 [R, K], counted from the first expert of this rank, -1 for those of other ranks.
+        probs: float32 [R, K].
+        dropped: int32 [1], zero.
+        trip: what `DeepEP.combine` needs.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    probs: Tensor
+    dropped: Tensor
+    trip: _Trip
+
+
+class _Trip(NamedTuple):
+    """The way of tokens, which DeepEP can go again in both directions."""
+
+    buffer: Any
+    handle: Any
+
+    def there(self, rows: Tensor) -> Tensor:
+        """A row of each token at the ranks that it went to."""
+        return self.buffer.dispatch(rows.detach().contiguous(), handle=self.handle)[0]
+
+    def back(self, rows: Tensor) -> Tensor:
+        """The sum of each token's rows of all ranks."""
+        return self.buffer.combine(rows.detach().contiguous(), self.handle)[0]
+
+    def back_with_probs(self, rows: Tensor, probs: Tensor) -> Tensors:
+        """The same, and the sums of what belongs to their probabilities."""
+        rows, probs = rows.detach().contiguous(), probs.detach().contiguous()
+        sums, of_probs, _ = self.buffer.combine(rows, self.handle, topk_weights=probs)
+        return sums, of_probs
+
+
+class _Dispatch(Call):
+    """Tokens and their probabilities in one node, so that all ranks send the gradients in one order."""
+
+    function = _DISPATCH
+
+    def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, num_experts: int, buffer: Any) -> None:
+        super().__init__(None, x, probs)
+        self.given: Tensors = (x.detach().contiguous(), ids, probs.detach().contiguous())
+        self.num_experts, self.buffer = num_experts, buffer
+        self.ids = ids
+        self.trip: Any = None
+
+    def run(self) -> Tensors:
+        (x, ids, probs), self.given = self.given, ()
+        ids = ids.astype("int64").contiguous()
+        per_rank, per_node, per_expert, goes_there, _ = self.buffer.get_dispatch_layout(ids, self.num_experts)
+        tokens, local_ids, their_probs, _, handle, _ = self.buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=goes_there,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=probs,
+        )
+        self.ids, self.trip = local_ids.astype("int32"), _Trip(self.buffer, handle)
+        return tokens, their_probs
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        return first_order_only(self, self.trip.back_with_probs(*gradients), *gradients)
+
+
+class DeepEP:
+    """Exchanges of one group through DeepEP.
+
+    Args:
+        group: the ranks.
+        num_experts: of all ranks.
+
+    Raises:
+        ValueError: Paddle has no DeepEP here, or DeepEP no settings for so many ranks.
+    """
+
+    def __init__(self, group: Group, num_experts: int) -> None:
+        try:
+            self._buffers: Any = importlib.import_module(_MODULE).Buffer
+        except (ImportError, AttributeError) as error:
+            expected = f"one other than 'deepep', since {_MODULE} cannot be imported here ({error})"
+            _checks.bad_value(_NAME, "transport", expected, "'deepep'")
+        self._group, self._num_experts = group, num_experts
+        try:
+            choices = self._buffers.get_dispatch_config, self._buffers.get_combine_config
+            self._settings = [settings_for(group.nranks) for settings_for in choices]
+        except AssertionError:
+            expected = "of a number of ranks that DeepEP has settings for, with transport='deepep'"
+            _checks.bad_value(_NAME, "group", expected, group.nranks)
+
+    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, copies: bool) -> ArrivedTokens:
+        """Send tokens to the ranks of their experts; differentiable in x and probs.
+
+        Args:
+            x: bfloat16 [T, d].
+            ids: [T, K], those that count.
+            probs: float32 [T, K].
+            copies: of no account, since tokens that arrived are this rank's own.
+        """
+        needs = "for transport='deepep'"
+        if x.dtype != paddle.bfloat16:
+            _checks.bad_type(_DISPATCH, "x", f"of dtype bfloat16 {needs}", _checks.dtype_name(x.dtype))
+        if x.shape[1] % _COLUMNS:
+            _checks.bad_value(_DISPATCH, "x", f"of a multiple of {_COLUMNS} columns {needs}", list(x.shape))
+        call = _Dispatch(x, ids, probs, self._num_experts, self._buffer(x.shape[1] * x.element_size()))
+        tokens, their_probs = connect(call, x, probs)
+        return ArrivedTokens(tokens, call.ids, their_probs, filled([1], 0, "int32", like=x), call.trip)
+
+    def combine(self, out: Tensor, trip: _Trip) -> Tensor:
+        """The sums of each token's rows of all ranks; differentiable.
+
+        Args:
+            out: bfloat16 [R, d] in the order in which tokens arrived.
+            trip: what `dispatch` gave.
+        """
+        if out.dtype != paddle.bfloat16:
+            given = _checks.dtype_name(out.dtype)
+            _checks.bad_type(_COMBINE, "out", "of dtype bfloat16 for transport='deepep'", given)
+        return linear(_COMBINE, None, out, trip.back, trip.there)
+
+    def _buffer(self, row_bytes: int) -> Any:
+        """The buffer of the group, made anew where rows are wider than before; all ranks come here."""
+        size = self._group.nranks
+        over_nvlink = max(each.get_nvl_buffer_size_hint(row_bytes, size) for each in self._settings)
+        over_rdma = max(each.get_rdma_buffer_size_hint(row_bytes, size) for each in self._settings)
+        key = (self._group.id, tuple(self._group.ranks))
+        made = _buffers.get(key)
+        if made is None or made.num_nvl_bytes < over_nvlink or made.num_rdma_bytes < over_rdma:
+            made = _buffers[key] = self._buffers(self._group, over_nvlink, over_rdma)
+        return made
+
+
+_buffers: dict[tuple[Any, ...], Any] = {}

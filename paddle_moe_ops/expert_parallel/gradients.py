@@ -1,0 +1,161 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of parameters that all ranks train, some of which are experts of one rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import paddle
+from paddle import Tensor
+from paddle.distributed.communication.group import Group
+
+from .. import _checks
+from .groups import agree, group_of, raising_together
+from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
+from .parameters import is_expert_parameter
+from .transports import is_gloo
+
+__all__ = ["average_gradients"]
+
+_NAME = "average_gradients"
+_NO_GRADIENT, _NOT_TRAINED = "none", "not trained"
+_HASH_BYTES = 7  # of a positive int64
+
+
+class _Kinds(NamedTuple):
+    """What a rank has, in the order of its parameters.
+
+    Attributes:
+        layout: what each parameter is; the same on all ranks.
+        gradients: the attribute and the dtype of each gradient. A rank without tokens may lack some.
+    """
+
+    layout: list[str]
+    gradients: list[str]
+
+
+@paddle.no_grad()
+def average_gradients(parameters: Iterable[Tensor], group: Any = None, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
+    """Make the gradients of each rank's mean loss those of the mean over all ranks.
+
+    Call it after ``backward()`` and before the optimizer's step, on all ranks, in place of `paddle.DataParallel`. The
+    gradients of parameters that all ranks have are averaged. Those of experts are complete on their rank, since the
+    tokens of all ranks are in them; they are divided by the number of ranks. ``main_grad`` is taken where it is set.
+
+    Deterministic as far as ``paddle.distributed.all_reduce`` is. Each call first compares what the ranks have: one
+    all_reduce of five numbers, for which the host waits. A second exchange follows only where a rank lacks gradients
+    that others have, or an error is raised.
+
+    Args:
+        parameters: the same on all ranks, in the same order.
+        group: the ranks that share the experts, as `ExpertParallel` takes it.
+        timeout: seconds that a rank waits for the others in the first exchange.
+
+    Raises:
+        TypeError: a parameter is no tensor, or the timeout no number.
+        ValueError: the timeout is out of range. On every rank, before any gradient changed: the ranks have different
+            numbers of parameters, or train others, or parameters or gradients differ in shape or dtype.
+        RuntimeError: the arguments of another rank are bad, or it did not come in time; the message names it.
+    """
+    group = group_of(_NAME, group)
+    error: TypeError | ValueError | None = None
+    seconds = DEFAULT_TIMEOUT_S
+    tensors: list[Tensor] = []
+    kinds = _Kinds([], [])
+    try:
+        seconds = checked_timeout(_NAME, timeout)
+        tensors = _tensors(parameters)
+        kinds = _kinds(tensors)
+    except (TypeError, ValueError) as caught:
+        error = caught
+    if group.nranks == 1:
+        if error is not None:
+            raise error
+        return
+    some_raised, same_layout, same_gradients = _compared(error is not None, kinds, group, seconds)
+    if some_raised:
+        with raising_together(_NAME, group):
+            if error is not None:
+                raise error
+    if not same_layout:
+        agree(_NAME, group, {f"parameters[{number}]": each for number, each in enumerate(kinds.layout)})
+    if not same_gradients:
+        _add_missing(tensors, kinds.gradients, group)
+    for parameter in tensors:
+        gradient = None if parameter.stop_gradient else _gradient(parameter)
+        if gradient is None:
+            continue
+        if not is_expert_parameter(parameter):
+            paddle.distributed.all_reduce(gradient, group=group)
+        gradient.scale_(1.0 / group.nranks)
+
+
+def _tensors(parameters: Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+        _checks.bad_type(_NAME, "parameters", "tensors, as layer.parameters() gives them", type(parameters).__name__)
+    tensors = list(parameters)
+    for number, each in enumerate(tensors):
+        _checks.instance(_NAME, f"parameters[{number}]", each, Tensor, "a paddle.Tensor")
+    return tensors
+
+
+def _kinds(tensors: Sequence[Tensor]) -> _Kinds:
+    layout, gradients = [], []
+    for each in tensors:
+        owner = " of experts" if is_expert_parameter(each) else ""
+        kind = f"{_checks.dtype_name(each.dtype)} {list(each.shape)}{owner}"
+        layout.append(_NOT_TRAINED if each.stop_gradient else kind)
+        gradient = None if each.stop_gradient else _gradient(each)
+        if gradient is None:
+            gradients.append(_NO_GRADIENT)
+        else:
+            attribute = "grad" if getattr(each, "main_grad", None) is None else "main_grad"
+            gradients.append(f"{attribute} {_checks.dtype_name(gradient.dtype)}")
+    return _Kinds(layout, gradients)
+
+
+def _compared(raises: bool, kinds: _Kinds, group: Group, seconds: float) -> tuple[bool, bool, bool]:
+    """Whether some rank raises, and whether all have the same layout and the same gradients; one exchange.
+
+    Its size depends on nothing, since ranks that exchange different sizes do not get an error but end, or wait.
+    """
+    layout, gradients = _number(kinds.layout), _number(kinds.gradients)
+    numbers = paddle.to_tensor([int(raises), layout, -layout, gradients, -gradients], dtype="int64")
+    meeting, how = Meeting(group, seconds), {"op": paddle.distributed.ReduceOp.MAX, "group": group}
+    if is_gloo(group):  # whose collectives always block
+        meeting.call(_NAME, lambda: paddle.distributed.all_reduce(numbers, **how))
+    else:
+        meeting.wait(_NAME, paddle.distributed.all_reduce(numbers, **how, sync_op=False))
+    some_raise, most, least, most_gradients, least_gradients = numbers.tolist()
+    return bool(some_raise), most == -least, most_gradients == -least_gradients
+
+
+def _number(texts: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:_HASH_BYTES], "little")
+
+
+def _add_missing(tensors: Sequence[Tensor], gradients: Sequence[str], group: Group) -> None:
+    """Give parameters gradients of zeros where another rank has one; every rank must call it."""
+    of_ranks: list[list[str]] = []
+    paddle.distributed.all_gather_object(of_ranks, list(gradients), group=group)
+    missing: list[tuple[Tensor, str]] = []
+    for number, (parameter, own) in enumerate(zip(tensors, gradients, strict=True)):
+        found = {each[number]: rank for rank, each in zip(group.ranks, of_ranks, strict=True)}
+        found.pop(_NO_GRADIENT, None)
+        if len(found) > 1 and not is_expert_parameter(parameter):
+            given = ", ".join(f"{each!r} on rank {rank}" for each, rank in found.items())
+            expected = "one that all ranks keep in the same attribute and dtype"
+            _checks.bad_value(_NAME, f"the gradient of parameters[{number}]", expected, given)
+        if found and own == _NO_GRADIENT:
+            missing.append((parameter, next(iter(found))))
+    for parameter, kind in missing:
+        attribute, dtype = kind.split()
+        setattr(parameter, attribute, paddle.zeros_like(parameter, dtype=dtype))
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main

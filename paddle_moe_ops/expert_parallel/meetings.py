@@ -1,0 +1,208 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for the other ranks of a group for a limited time, whatever library connects them.
+
+Nothing travels for it while all ranks come. A rank that has waited for a while says so in the store of
+`paddle.distributed`, so those that give up can tell who did not come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from paddle.base import core
+from paddle.distributed.communication.group import Group
+
+from .. import _checks
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Meeting", "checked_timeout"]
+
+DEFAULT_TIMEOUT_S = 600.0
+_LEAST_S, _MOST_S = 0.001, 1e6
+_QUIET_S = 1.0  # after which a rank says that it waits
+_NAP_S = 0.01  # between questions from then on
+_STORE_S = 5.0  # for the store to answer
+
+_Result = TypeVar("_Result")
+_IsDone = Callable[[float], bool]  # waits for so many seconds at most
+
+
+def checked_timeout(function: str, value: Any) -> float:
+    """Check the seconds for which a rank is to wait."""
+    seconds = _checks.number(function, "timeout", value)
+    if not _LEAST_S <= seconds <= _MOST_S:
+        _checks.bad_value(function, "timeout", f"a number of seconds from {_LEAST_S:g} to {_MOST_S:g}", value)
+    return seconds
+
+
+class Meeting:
+    """What all ranks of a group do together, in the same order. One that waits too long for the others raises.
+
+    Args:
+        group: the ranks.
+        seconds: how long a rank waits.
+    """
+
+    def __init__(self, group: Group, seconds: float) -> None:
+        self._group, self._seconds = group, seconds
+        self._board = _board_of(group)
+
+    def call(self, function: str, work: Callable[[], _Result]) -> _Result:
+        """The result of work that blocks until all ranks came.
+
+        It runs in a thread of its own, which stays behind if they do not come.
+
+        Args:
+            function: name that begins the message.
+            work: what to do; it raises what it raises here.
+
+        Raises:
+            RuntimeError: it took too long.
+        """
+        job = _Job(work)
+        self._wait(function, job.is_done)
+        return job.result()
+
+    def wait(self, function: str, task: Any) -> None:
+        """Wait for a task of `paddle.distributed` that does not block.
+
+        Args:
+            function: name that begins the message.
+            task: of a collective with ``sync_op=False``.
+
+        Raises:
+            RuntimeError: it took too long.
+        """
+        begin = time.monotonic()
+
+        def is_done(seconds: float) -> bool:
+            end = time.monotonic() + seconds
+            while not task.is_completed():
+                now = time.monotonic()
+                if now >= end:
+                    return False
+                if now - begin > _QUIET_S:  # before that each question is worth its time
+                    time.sleep(min(_NAP_S, end - now))
+            return True
+
+        self._wait(function, is_done)
+        task.wait()
+
+    def _wait(self, function: str, is_done: _IsDone) -> None:
+        begin, quiet = time.monotonic(), min(_QUIET_S, self._seconds / 4)
+        self._board.come()
+        if is_done(quiet):
+            return
+        self._board.tell()
+        if is_done(max(begin + self._seconds - time.monotonic(), 0.0)):
+            return
+        absent = self._absent(is_done, quiet)
+        if is_done(0.0):
+            return
+        ranks, others = self._group.ranks, f"of {self._group.ranks}"
+        if absent is None:
+            reason = (
+                f"for others {others}; which of them did not come is unknown, since the store of paddle.distributed, "
+                "which the process of rank 0 has, does not answer: that process may have ended"
+            )
+        elif absent:
+            reason = f"for ranks {absent} {others}, which did not come: they ended, hang or do something else"
+        else:
+            reason = f"though all ranks {others} do: they called different functions, or an exchange before failed"
+        raise RuntimeError(f"{function}: rank {ranks[self._group.rank]} waited {self._seconds:g} s {reason}")
+
+    def _absent(self, is_done: _IsDone, quiet: float) -> list[int] | None:
+        """The ranks that do not say that they wait here; None: nobody can tell.
+
+        A rank that came a moment ago says so after its quiet time.
+        """
+        group, end = self._group, time.monotonic() + 2 * quiet
+        absent: list[int] | None = [rank for rank in range(group.nranks) if rank != group.rank]
+        while absent:
+            absent = self._board.absent_of(absent)
+            if time.monotonic() > end or is_done(quiet / 4):
+                break
+        return None if absent is None else [group.ranks[rank] for rank in absent]
+
+
+class _Board:
+    """The meetings of a group, and which of them its ranks wait in. A rank is a number within the group."""
+
+    def __init__(self, group: Group) -> None:
+        self._key = f"paddle_moe_ops/waits/{group.id}/{'-'.join(map(str, group.ranks))}"
+        self._rank, self._came, self._told = group.rank, 0, 0
+        self._answers = True
+
+    def come(self) -> None:
+        """Count a meeting."""
+        self._came += 1
+
+    def tell(self) -> None:
+        """Say that this rank waits in the last meeting."""
+        if self._add(self._rank, self._came - self._told) is not None:
+            self._told = self._came
+
+    def absent_of(self, ranks: list[int]) -> list[int] | None:
+        """Those that wait neither in the last meeting nor in a later one; None: the store does not answer."""
+        absent = []
+        for rank in ranks:
+            meeting = self._add(rank, 0)  # a counter that nobody made is zero; to get it would wait
+            if meeting is None:
+                return None
+            if meeting < self._came:
+                absent.append(rank)
+        return absent
+
+    def _add(self, rank: int, number: int) -> int | None:
+        """Add to the counter of a rank, and give its value."""
+        if not self._answers:
+            return None
+        job = _Job(lambda: int(core.create_or_get_global_tcp_store().add(f"{self._key}/{rank}", number)))
+        self._answers = job.is_done(_STORE_S)
+        try:
+            return job.result() if self._answers else None
+        except (RuntimeError, ValueError, OSError):  # what Paddle raises of sockets
+            self._answers = False
+            return None
+
+
+class _Job(Generic[_Result]):
+    """Work in a thread that does not keep the process from ending."""
+
+    def __init__(self, work: Callable[[], _Result]) -> None:
+        self._work, self._done = work, threading.Event()
+        self._results: list[_Result] = []
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, daemon=True, name="paddle_moe_ops").start()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as error:  # for the thread that waits
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_done(self, seconds: float) -> bool:
+        """Wait for so many seconds at most."""
+        return self._done.wait(seconds)
+
+    def result(self) -> _Result:
+        """What the work gave or raised, once it is done."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+
+_boards: dict[str, _Board] = {}
+
+
+def _board_of(group: Group) -> _Board:
+    """One for all meetings of a group, since it counts them."""
+    key = f"{group.id} {group.ranks}"
+    if key not in _boards:
+        _boards[key] = _Board(group)
+    return _boards[key]

@@ -1,0 +1,130 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients are averaged between ranks that fit together, and others get errors, none a wrong sum or an end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_moe_ops.expert_parallel import average_gradients, mark_expert_parameters
+
+from .processes import run
+from .test_expert_parallel_errors import caught
+
+
+def parameter(shape: list[int], dtype: str = "float32", gradient: float | None = 1.0, main: bool = False) -> Any:
+    start = paddle.nn.initializer.Constant(0.0)
+    made = paddle.create_parameter(shape, dtype, default_initializer=start)
+    if main:
+        made.main_grad = None if gradient is None else paddle.full(shape, gradient)
+    elif gradient is not None:
+        made.grad = paddle.full(shape, gradient, dtype)
+    return made
+
+
+def frozen(shape: list[int]) -> Any:
+    made = parameter(shape, gradient=None)
+    made.stop_gradient = True
+    return made
+
+
+def of_experts(shape: list[int], **options: Any) -> Any:
+    layer = paddle.nn.Layer()
+    layer.weight = parameter(shape, **options)
+    mark_expert_parameters(layer)
+    return layer.weight
+
+
+def unlike_parameters() -> list[str]:
+    """What is raised on this rank, and in the end what a good call gives, in which all ranks must still meet."""
+    rank = paddle.distributed.get_rank()
+    first, unlike = parameter([2]), [
+        [parameter([3])] * (1 - rank),
+        [parameter([2, 3 + rank])],
+        [parameter([3], ("float32", "bfloat16")[rank])],
+        [frozen([3]) if rank else parameter([3])],
+        [of_experts([3]) if rank else parameter([3])],
+        [parameter([3], main=rank == 1)],
+    ]  # fmt: skip
+    texts = [caught(lambda others=others: average_gradients([first, *others])) for others in unlike]
+    texts.append(caught(lambda: average_gradients([first] if rank else [])))
+    texts.append(caught(lambda: average_gradients([first, 3] if rank else [first])))
+    texts.append(caught(lambda: average_gradients(first if rank else [first])))
+    assert first.grad.tolist() == [1.0, 1.0]  # an error leaves gradients alone
+    return [*texts, caught(lambda: average_gradients([first])), str(first.grad.tolist())]
+
+
+def test_ranks_with_other_parameters_get_an_error_that_names_the_first():
+    same = "must be the same on all ranks of the group, but got"
+    expected = [
+        f"ValueError: average_gradients: parameters[1] {same} 'float32 [3]' on rank 0, None on rank 1",
+        f"ValueError: average_gradients: parameters[1] {same} 'float32 [2, 3]' on rank 0, 'float32 [2, 4]' on rank 1",
+        f"ValueError: average_gradients: parameters[1] {same} 'float32 [3]' on rank 0, 'bfloat16 [3]' on rank 1",
+        f"ValueError: average_gradients: parameters[1] {same} 'float32 [3]' on rank 0, 'not trained' on rank 1",
+        f"ValueError: average_gradients: parameters[1] {same} 'float32 [3]' on rank 0, "
+        "'float32 [3] of experts' on rank 1",
+        "ValueError: average_gradients: the gradient of parameters[1] must be one that all ranks keep in the same "
+        "attribute and dtype, but got 'grad float32' on rank 0, 'main_grad float32' on rank 1",
+        f"ValueError: average_gradients: parameters[0] {same} None on rank 0, 'float32 [2]' on rank 1",
+    ]
+    raised = [
+        "TypeError: average_gradients: parameters[1] must be a paddle.Tensor, but got int",
+        "TypeError: average_gradients: parameters must be tensors, as layer.parameters() gives them, but got "
+        "EagerParamBase",
+    ]
+    told = ["RuntimeError: average_gradients: ranks [1] of [0, 1] raised an error in this call, which says more"] * 2
+    good = ["nothing was raised", "[1.0, 1.0]"]
+    assert run(unlike_parameters, 2) == [[*expected, *told, *good], [*expected, *raised, *good]]
+
+
+def gradients_that_one_rank_lacks() -> list[Any]:
+    """A dense parameter, one with `main_grad`, one of experts and one that no rank has a gradient of."""
+    rank = paddle.distributed.get_rank()
+    value = None if rank else 4.0
+    parameters = [
+        parameter([2], gradient=value),
+        parameter([2], "bfloat16", gradient=value, main=True),
+        of_experts([2], gradient=value),
+        parameter([2], gradient=None),
+        parameter([1], gradient=2.0 + 4 * rank),
+    ]
+    average_gradients(each for each in parameters)
+    plain = [None if each.grad is None else each.grad.tolist() for each in parameters]
+    return [plain, parameters[1].main_grad.tolist(), str(parameters[1].main_grad.dtype)]
+
+
+def test_a_rank_that_lacks_gradients_has_zeros():
+    of_main = [[2.0, 2.0], "paddle.float32"]
+    first, second = run(gradients_that_one_rank_lacks, 2)
+    assert first == [[[2.0, 2.0], None, [2.0, 2.0], None, [4.0]], *of_main]
+    assert second == [[[2.0, 2.0], None, [0.0, 0.0], None, [4.0]], *of_main]
+
+
+def collectives_of_a_call() -> list[str]:
+    """What a call asks of `paddle.distributed` where ranks fit together."""
+    asked: list[str] = []
+    all_reduce = paddle.distributed.all_reduce
+
+    def counted(tensor: paddle.Tensor, *args: Any, **options: Any) -> Any:
+        asked.append(f"all_reduce of {tensor.size}")
+        return all_reduce(tensor, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paddle.distributed, "all_reduce", counted)
+        patch.setattr(paddle.distributed, "all_gather_object", lambda *_, **__: asked.append("all_gather_object"))
+        average_gradients([parameter([70]), of_experts([80]), frozen([90])])
+    return asked
+
+
+def test_ranks_that_fit_together_exchange_five_numbers_more_than_gradients():
+    assert run(collectives_of_a_call, 2) == [["all_reduce of 5", "all_reduce of 70"]] * 2
+
+
+def test_alone_a_process_checks_what_it_is_given():
+    assert caught(lambda: average_gradients([None])).startswith("TypeError: average_gradients: parameters[0] must be ")
+    single = parameter([2], gradient=3.0)
+    average_gradients([single])
+    assert single.grad.tolist() == [3.0, 3.0]

@@ -1,0 +1,95 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fleet's sharding optimizer keeps the experts of a rank apart from what all ranks share, by its own grouping."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from paddle import nn
+from paddle.distributed.communication.group import Group
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
+
+from paddle_moe_ops.expert_parallel import mark_expert_parameters
+from paddle_moe_ops.nn import MoELayer
+
+ALL, COPIES = Group(1, 5, [0, 1, 2, 3]), Group(0, 6, [1, 3])
+
+
+def comm_buffers(parameters: list[Any]) -> list[tuple[list[int], set[str]]]:
+    """The ranks and the names of the parameters of each buffer that the optimizer would reduce and scatter.
+
+    Buffers themselves need a GPU, and gloo has no reduce_scatter.
+    """
+    made: list[tuple[list[int], set[str]]] = []
+
+    def buffer(number: int, parameters: list[Any], group: Group, *_: Any, **__: Any) -> Any:
+        made.append((group.ranks, {each.name for each in parameters}))
+
+    optimizer = SimpleNamespace(
+        pp_overlap=False,
+        comm_overlap=False,
+        offload_opt_buffer_size=0,
+        sd_release_grads=False,
+        use_reduce_avg=False,
+        enable_fuse_optimizer_states=False,
+        _hcg=SimpleNamespace(get_sharding_parallel_group=lambda: ALL),
+        _parameter_list=parameters,
+        _slice_params={each.name: SimpleNamespace() for each in parameters},
+        _comm_buffer_list=[],
+        _color_to_comm_buffer_list={},
+        param2bucket={},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dygraph_sharding_optimizer, "FusedCommBuffer", buffer)
+        dygraph_sharding_optimizer.DygraphShardingOptimizerV2._build_comm_buffers(optimizer, 1)
+    return made
+
+
+def model() -> tuple[nn.Layer, set[str], set[str]]:
+    """A layer, the names of its experts' parameters and those of the others."""
+    layer = MoELayer(4, 3, 2, 1)
+    experts = {each.name for each in layer.experts.parameters()}
+    return layer, experts, {each.name for each in layer.parameters() if not each.stop_gradient} - experts
+
+
+def test_experts_are_sharded_between_the_ranks_that_have_copies_of_them():
+    layer, experts, others = model()
+    mark_expert_parameters(layer.experts, COPIES)
+    trained = [each for each in layer.parameters() if not each.stop_gradient]
+    assert sorted(comm_buffers(trained), key=lambda each: len(each[0])) == [([1, 3], experts), ([0, 1, 2, 3], others)]
+
+
+def test_without_a_sharding_group_fleet_would_average_different_experts():
+    """Why the argument is there: marks alone do not tell that optimizer."""
+    layer, experts, others = model()
+    mark_expert_parameters(layer.experts)
+    trained = [each for each in layer.parameters() if not each.stop_gradient]
+    assert comm_buffers(trained) == [([0, 1, 2, 3], experts | others)]
+
+
+def test_marks_without_a_group_leave_an_earlier_one():
+    layer, _, _ = model()
+    mark_expert_parameters(layer.experts, COPIES)
+    mark_expert_parameters(layer.experts)
+    assert all(each.color["group"] is COPIES for each in layer.experts.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (([],), TypeError, "experts must be a Layer, but got list"),
+        ((nn.Linear(2, 2), [0, 1]), TypeError, "sharding_group must be a group of paddle.distributed"),
+        (
+            (nn.Linear(2, 2), Group(-1, 7, [2, 3])),
+            ValueError,
+            "sharding_group must be a group that this rank",
+        ),
+    ],
+    ids=["no layer", "no group", "a group of others"],
+)
+def test_bad_arguments_are_refused(arguments, error, text):
+    with pytest.raises(error, match=f"^mark_expert_parameters: {text}"):
+        mark_expert_parameters(*arguments)
