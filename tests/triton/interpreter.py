@@ -13,7 +13,6 @@ arithmetic, copies and sums are exact there from Triton 3.9 on.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,13 +23,15 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops.triton.launching import ITEM_BYTES
 
+from . import interpreter_costs
+
 __all__ = ["DTYPES", "NumpyArray", "NumpyDevice"]
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ITEM_BYTES}
 _ALIGNMENT = 16
 _POISON = 0xA5
 # Around each array: floats that are NaN, so that reading there shows as well, and no -1, which kernels write.
-_GUARD, _GUARD_BYTES = np.array([0xFE, 0xFF], np.uint8), 256
+_GUARD, _GUARD_BYTES = (0xFE, 0xFF), 256
 
 
 class NumpyArray:
@@ -103,39 +104,6 @@ def _bfloat16_as_on_a_gpu() -> Iterator[None]:
         InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast
 
 
-@contextlib.contextmanager
-def _without_vain_work() -> Iterator[None]:
-    """Keeps the interpreter from what takes half of its time and changes nothing.
-
-    It replaces the functions of Triton's modules again whenever a kernel calls a function. And it works out whether an
-    addition overflows, to assert it where assertions are on, which they are not.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch, builder = interpreter._patch_lang, interpreter.interpreter_builder
-    none = getattr(interpreter, "_LangPatchScope", None)
-    if none is None:  # another version of Triton
-        yield
-        return
-    options = builder.options
-    builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
-    replaced: set[str] = set()
-
-    def patch_once(function: Any) -> Any:
-        modules = {each.__name__ for each in function.__globals__.values() if each is tl or each is tl.core}
-        if modules <= replaced:
-            return none()
-        replaced.update(modules)
-        return patch(function)
-
-    interpreter._patch_lang = patch_once
-    try:
-        yield
-    finally:
-        interpreter._patch_lang, builder.options = patch, options
-
-
 class NumpyDevice:
     """A `paddle_moe_ops.triton.launching.Device` in host memory, where new arrays hold garbage on purpose.
 
@@ -147,7 +115,7 @@ class NumpyDevice:
 
     def __init__(self) -> None:
         self.launches: list[str] = []
-        self._guarded: list[tuple[weakref.ref[NDArray], int, int]] = []
+        self._guarded: list[tuple[weakref.ref[NDArray], int, int, tuple[bytes, bytes]]] = []
 
     def array(self, values: NDArray, *, offset: int = 0) -> NumpyArray:
         """A copy that lies ``offset`` bytes beyond a multiple of 16; rows of a matrix keep their distance."""
@@ -196,7 +164,8 @@ class NumpyDevice:
                 values.append(value)
         if programs < 1:  # which CUDA refuses
             raise ValueError(f"{self.launches[-1]}: {programs} programs")
-        with _bfloat16_as_on_a_gpu(), _without_vain_work(), np.errstate(all="ignore"):  # a GPU does not tell either
+        # errstate: a GPU does not tell either
+        with _bfloat16_as_on_a_gpu(), interpreter_costs.lowered(), np.errstate(all="ignore"):
             kernel[(programs,)](*values, *constants)
         self._check_guards()
 
@@ -217,21 +186,22 @@ class NumpyDevice:
         return 0
 
     def _memory(self, size: int, offset: int) -> NDArray:
-        # A copy, because a view of it holds only what owns the memory, which np.resize would drop.
-        raw = np.resize(_GUARD, size + 2 * _GUARD_BYTES + 2 * _ALIGNMENT).copy()
+        raw = np.empty(size + 2 * _GUARD_BYTES + 2 * _ALIGNMENT, np.uint8)
+        for index, byte in enumerate(_GUARD):
+            raw[index :: len(_GUARD)] = byte
         start = -raw.ctypes.data % _ALIGNMENT + _GUARD_BYTES + offset
         memory = raw[start : start + size]
         memory[...] = _POISON
-        self._guarded.append((weakref.ref(raw), start, size))
+        self._guarded.append((weakref.ref(raw), start, size, self._guards(raw, start, size)))
         return memory
+
+    @staticmethod
+    def _guards(raw: NDArray, start: int, size: int) -> tuple[bytes, bytes]:
+        return raw[:start].tobytes(), raw[start + size :].tobytes()
 
     def _check_guards(self) -> None:
         self._guarded = [each for each in self._guarded if each[0]() is not None]
-        for reference, start, size in self._guarded:
+        for reference, start, size, guards in self._guarded:
             raw = reference()
-            if raw is None:
-                continue
-            guards = np.resize(_GUARD, raw.size)
-            guards[start : start + size] = raw[start : start + size]
-            if not np.array_equal(raw, guards):
+            if raw is not None and self._guards(raw, start, size) != guards:
                 raise ValueError(f"{self.launches[-1]}: written outside of an array of {size} bytes")
