@@ -91,7 +91,9 @@ def nvcc_version(nvcc: str) -> tuple[int, int]:
 def gencode_flags(version: tuple[int, int]) -> list[str]:
     """Device code for every architecture this nvcc knows, and PTX of the newest for those to come."""
     known = [architecture for architecture, first in CUDA_ARCHITECTURES if version >= first]
-    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in known]
+    # 9.0 is the only capability of its generation, so code for all of its instructions runs wherever other code does.
+    names = ["90a" if a == 90 and version >= (12, 0) else str(a) for a in known]
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in names]
     return [*flags, f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
 
 

@@ -4,23 +4,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from paddle_moe_ops.triton.handles import Handles
+from paddle_moe_ops.triton.hopper_product import grouped_product_of
 
 __all__ = ["TorchDevice", "gpu_facts"]
 
 
 class TorchDevice:
-    """A `triton.launching.Device`: the current GPU and stream of PyTorch, whose Triton driver is the default one."""
+    """A `triton.launching.Device`: the current GPU and stream of PyTorch, whose Triton driver is the default one.
 
-    def __init__(self) -> None:
+    Args:
+        core_library: a libpmo_core.so whose kernels for Hopper are used, or None.
+    """
+
+    def __init__(self, core_library: Path | None = None) -> None:
         self._handles = Handles()
+        self.grouped_product = None if core_library is None else grouped_product_of(ctypes.CDLL(str(core_library)))
 
     def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="cuda")

@@ -1,8 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and times layers of experts on an NVIDIA GPU with PyTorch; Paddle is not needed.
+r"""Checks and times layers of experts on an NVIDIA GPU with PyTorch; Paddle is not needed.
 
-    python3 -m benchmarks.layer --out benchmarks/results/h200-layer.jsonl --commit COMMIT [--shapes ernie-21b ...]
+    python3 -m benchmarks.layer --core-library libpmo_core.so --commit COMMIT \
+        --out benchmarks/results/h200-layer.jsonl [--shapes ernie-21b ...]
 
 A line of the result is one implementation of one shape and routing, in one mode ("eager" calls, or replays of a
 CUDA "graph"): medians of forward and backward passes with a cold L2 in microseconds, TFLOP/s (6 T K d n and 12 T K d n
@@ -127,9 +128,11 @@ def times(calls: Calls, samples: int) -> dict[str, float]:
     return {which: round(statistics.median(each), 1) for which, each in found.items()}
 
 
-def lines(name: str, routing: str, chosen: list[str], modes: list[str], samples: int) -> Iterator[dict[str, Any]]:
+def lines(
+    name: str, routing: str, chosen: list[str], modes: list[str], samples: int, core_library: Path | None
+) -> Iterator[dict[str, Any]]:
     shape = SHAPES[name]
-    inputs = Inputs(shape, routing)
+    inputs = Inputs(shape, routing, core_library)
     for implementation in chosen:
         line: dict[str, Any] = {"shape": name, "routing": routing, "impl": implementation}
         try:
@@ -167,9 +170,11 @@ def main() -> int:
     parser.add_argument("--impl", nargs="+", default=["ours", "torch"], choices=list(IMPLEMENTATIONS))
     parser.add_argument("--modes", nargs="+", default=["eager", "graph"], choices=["eager", "graph"])
     parser.add_argument("--samples", type=int, default=9, help="calls of each pass")
+    parser.add_argument("--core-library", type=Path, help="libpmo_core.so, for its kernels on Hopper")
     parser.add_argument("--commit", default="unknown", help="commit of the sources")
     arguments = parser.parse_args()
     failed = False
+    options = arguments.impl, arguments.modes, arguments.samples, arguments.core_library
     with arguments.out.open("w", encoding="utf-8") as file:
 
         def report(line: dict[str, Any]) -> None:
@@ -180,7 +185,7 @@ def main() -> int:
         report({"machine": True, **gpu_facts(), "commit": arguments.commit, "date": date})
         for shape in arguments.shapes:
             for routing in arguments.routings:
-                for line in lines(shape, routing, arguments.impl, arguments.modes, arguments.samples):
+                for line in lines(shape, routing, *options):
                     failed |= "error" in line
                     report(line)
     return 1 if failed else 0

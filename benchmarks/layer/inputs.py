@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from .shapes import Shape
@@ -36,9 +38,11 @@ class Inputs:
         row_to_token: int32 [M].
         row_probs: float32 [M].
         token_rows: int32 [T, K], ascending.
+        core_library: a libpmo_core.so with CUDA operators, or None.
     """
 
-    def __init__(self, shape: Shape, routing: str) -> None:
+    def __init__(self, shape: Shape, routing: str, core_library: Path | None = None) -> None:
+        self.core_library = core_library
         generator = torch.Generator("cuda").manual_seed(_SEED)
         self.shape = shape
         tokens, hidden, inner, experts, topk = shape

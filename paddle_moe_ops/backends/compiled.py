@@ -81,6 +81,11 @@ def _library_problem() -> str | None:
     return None
 
 
+def loaded_library() -> ctypes.CDLL | None:
+    """The library for calls of C functions, or None where it cannot be used."""
+    return None if _library_problem() else ctypes.CDLL(str(LIBRARY))
+
+
 @functools.cache
 def gpus_without_kernels() -> dict[int, str]:
     """The GPUs of this machine that the library has no kernels for, by number, and why."""

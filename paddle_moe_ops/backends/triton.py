@@ -29,6 +29,7 @@ from .base import (
     TopkSpec,
     Validation,
 )
+from .compiled import loaded_library
 from .gradients import WithGradients
 from .host_checks import check_chunks, host_chunk_rows, host_route, host_segments
 
@@ -57,8 +58,16 @@ def _ascending(slot_to_row: Tensor) -> Tensor:
     return paddle.where(rows == last, none, rows)
 
 
+def _grouped_product() -> Any:
+    """That of the compiled library, if it is there and has one."""
+    from ..triton.hopper_product import grouped_product_of
+
+    library = loaded_library()
+    return None if library is None else grouped_product_of(library)
+
+
 def _device(tensor: Tensor) -> Any:
-    return _runtime.device_of(tensor)
+    return _runtime.device_of(tensor, _grouped_product)
 
 
 class TritonKernels:

@@ -467,17 +467,17 @@ def weight_gradient(
         )
 
 
-def row_sums(device: Device, values: Any) -> Any:
-    """float32 [M], the sums of the rows of values [M, W]."""
+def row_sums(device: Device, values: Any, row_to_token: Array | None = None) -> Any:
+    """float32 [M], the sums of the rows of values [M, W]; with ``row_to_token`` [M], 0 for rows without a token."""
     num_rows, width = values.shape
     out = device.empty([num_rows], "float32")
     if num_rows:
         device.launch(
             row_sums_kernel,
             blocks(num_rows, _SUM_ROWS),
-            ("*fp32", "*fp32", "i32", "i32"),
-            (*map(address, (values, out)), num_rows, width),
-            (_SUM_ROWS, next_power_of_2(width)),
+            ("*fp32", "*i32", "*fp32", "i32", "i32"),
+            (*map(address, (values, row_to_token, out)), num_rows, width),
+            (row_to_token is not None, _SUM_ROWS, next_power_of_2(width)),
             4,
         )
     return out

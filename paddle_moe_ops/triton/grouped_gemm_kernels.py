@@ -411,10 +411,18 @@ def _block_at(pointers, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def row_sums_kernel(values, out, num_rows, width, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[r] = sum of values[r, :], float32; BLOCK_ROWS rows per program, BLOCK covers them."""
+def row_sums_kernel(
+    values, row_to_token, out, num_rows, width, OWNED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[r] = sum of values[r, :], float32, or with OWNED 0 if the row has no token.
+
+    BLOCK_ROWS rows per program, BLOCK covers them.
+    """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK)
-    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    live = rows < num_rows
+    if OWNED:
+        live = live & (tl.load(row_to_token + rows, mask=live, other=-1) >= 0)
+    inside = live[:, None] & (columns < width)[None, :]
     entries = tl.load(values + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0.0)
     tl.store(out + rows, tl.sum(entries, axis=1), mask=rows < num_rows)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from .hopper_product import LibraryKernel
+
 __all__ = ["Handles"]
 
 # Triton compiles for what it can tell from an example: multiples of 16, ones and sizes beyond 32 bits.
@@ -59,7 +61,7 @@ class Handles:
         key = (kernel, types, constants, warps)
         found = self._compiled.get(key)
         if found is None:
-            found = self._compiled[key] = self._compile(*key)
+            found = self._compiled[key] = kernel if isinstance(kernel, LibraryKernel) else self._compile(*key)
         return found
 
     @staticmethod

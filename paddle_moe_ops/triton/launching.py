@@ -63,6 +63,10 @@ class Array(Protocol):
 class Device(Protocol):
     """Memory and launches of one framework on one device."""
 
+    @property
+    def grouped_product(self) -> Any:
+        """What `hopper_product` launches, or None."""
+
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         """A new array, contents undefined; ``dtype`` is a key of `ITEM_BYTES`."""
 
@@ -84,7 +88,8 @@ class Device(Protocol):
         """Enqueue a kernel on the current stream.
 
         Args:
-            kernel: a function decorated with triton.jit; its constexpr parameters come last.
+            kernel: a function decorated with triton.jit, whose constexpr parameters come last, or a
+                `hopper_product.LibraryKernel`, which sees to its grid itself.
             programs: size of the one-dimensional grid, at least 1.
             types: one per argument: "i32", "i64" or a pointer as "*i32", with ":16" after it if all addresses are
                 multiples of 16.

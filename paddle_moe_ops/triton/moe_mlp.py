@@ -10,14 +10,15 @@ T tokens of d columns, M rows, E experts of inner size n. Forward, with H = X W1
 Backward, with dA' the gradient of the weighted A, s A:
 
     rows of dO -> dA' = dO W2^T [M, n]                  by windows of rows
-    H, dA' -> dH, s A and the gradients of s            in place
+    H, dA' -> dH, s A and the gradients of s            in place, or in the same launch
     dW2 = (s A)^T dO, dW1 = X^T dH                      by windows of columns of dO and X
     dH W1^T -> rows of dX -> sums                       by windows of columns
 
 Whatever has M x d elements exists one window at a time, in one buffer of ``workspace`` bytes. Where the rows of tokens
 would take many windows, products gather them from the tokens instead. Each element is the same sum either way, so the
-bits don't depend on the size of the buffer. H alone is kept between the passes; without it the backward pass makes it
-again. Rows after the last expert's, which a static buffer has, are neither written nor read.
+bits don't depend on the size of the buffer. On Hopper the compiled library's product takes rows that were moved, where
+it is faster (`hopper_product`). H alone is kept between the passes; without it the backward pass makes it again. Rows
+after the last expert's, which a static buffer has, are neither written nor read.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .grouped_gemm import Groups, Rows, Schedule, Target, Tokens, product, schedule, weight_gradient
+from .grouped_gemm import Groups, Rows, Schedule, Target, Tokens, product, row_sums, schedule, weight_gradient
 from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
+from .hopper_product import GATED, GRADIENT, PLAIN, hopper_product, suits
 from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 from .permute import permute_window
 from .swiglu_gradient import swiglu_gradient
@@ -149,13 +151,25 @@ class _Run:
         for columns in self.columns():
             yield columns[0], self._moved(x, (0, self.num_rows), columns)
 
+    def suits_library(self, config: GemmConfig, result: int, w: Array, inner: int, outer: int, *arrays: Any) -> bool:
+        """Whether a product runs on the library's kernel."""
+        there = [each for each in arrays if each is not None]
+        sizes = self.num_rows, w, inner, outer
+        return suits(self.device, self.gpu, config, result, *sizes, (self.buffer, *there))
+
     def activations(self, x: Array, hidden: Array | None) -> Any:
         """A, and H in ``hidden``."""
         act = self.new(self.inner)
         out = Target(act, 0, self.inner)
         layer, config = self.layer, self.gated
         tables = self.tables(config)  # before rows are moved, which must know where they end
+        operands = config, GATED, layer.gate_up, self.hidden, self.inner, act, hidden
+        on_library = not self.gathers and self.suits_library(*operands)
         for window, rows in self.by_rows(x):
+            if on_library:
+                arguments = self.device, rows, layer.gate_up, tables, self.num_rows, out, GATED
+                hopper_product(*arguments, transpose=layer.transpose, hidden=hidden, window=window)
+                continue
             product(
                 self.device,
                 rows,
@@ -172,15 +186,45 @@ class _Run:
             )
         return act
 
+    def activation_gradients(self, d_out: Array, hidden: Array, scaled: Array) -> Any:
+        """The gradients of the weights; H becomes the gradient of itself, and ``scaled`` s A."""
+        layer, device, out = self.layer, self.device, Target(scaled, 0, self.inner)
+        tables, owners = self.tables(self.narrow), layer.tokens.row_to_token
+        if not self.gathers and self.suits_library(
+            self.narrow, GRADIENT, layer.down, self.hidden, self.inner, hidden, scaled
+        ):
+            tiles = None
+            for window, rows in self.by_rows(d_out):
+                tiles = hopper_product(
+                    *(device, rows, layer.down, tables, self.num_rows, out, GRADIENT),
+                    transpose=not layer.transpose,
+                    weights=layer.weights,
+                    hidden=hidden,
+                    row_to_token=owners,
+                    window=window,
+                    d_weights=tiles,
+                )
+            return None if tiles is None else row_sums(device, tiles, owners)
+        for window, rows in self.by_rows(d_out):
+            arguments = device, rows, layer.down, tables, self.narrow, self.num_rows, out
+            product(*arguments, transpose=not layer.transpose, row_to_token=self.owners, window=window)
+        vector = sum_vector(self.item, self.inner * self.item, address(hidden), address(scaled))
+        return swiglu_gradient(device, hidden, scaled, layer.weights, owners, self.rows_end, vector)
+
     def sums(self, source: Rows, w: Array, transpose: bool, weights: Array | None) -> Any:
         """The sums of each token's rows of a product [M, d]."""
         out = self.device.empty([self.num_tokens, self.hidden], self.dtype)
         self._in_buffer = None
+        on_library = self.suits_library(self.plain, PLAIN, w, source.width, self.hidden, source.array)
         for first, end in self.columns():
             target = Target(self.buffer, first, end - first)
             tables = self.tables(self.plain)
-            arguments = self.device, source, w, tables, self.plain, self.num_rows, target
-            product(*arguments, transpose=transpose, weights=weights)
+            if on_library:
+                operands = self.device, source, w, tables, self.num_rows, target, PLAIN
+                hopper_product(*operands, transpose=transpose, weights=weights)
+            else:
+                arguments = self.device, source, w, tables, self.plain, self.num_rows, target
+                product(*arguments, transpose=transpose, weights=weights)
             token_rows = self.layer.tokens.token_rows
             unpermute_window(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
         return out
@@ -236,14 +280,7 @@ def moe_mlp_backward(
         scaled = run.activations(x, hidden)
     else:
         scaled = run.new(run.inner)
-    out = Target(scaled, 0, run.inner)
-    tables = run.tables(run.narrow)
-    for window, rows in run.by_rows(d_out):
-        arguments = device, rows, layer.down, tables, run.narrow, run.num_rows, out
-        product(*arguments, transpose=not layer.transpose, row_to_token=run.owners, window=window)
-    vector = sum_vector(run.item, run.inner * run.item, address(hidden), address(scaled))
-    owners = layer.tokens.row_to_token
-    d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, owners, run.rows_end, vector)
+    d_weights = run.activation_gradients(d_out, hidden, scaled)
     d_hidden, scaled_rows = run.packed(hidden, 2 * run.inner), run.packed(scaled, run.inner)
     d_down = d_gate_up = d_x = None
     if need_down:

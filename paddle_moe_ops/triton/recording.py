@@ -144,6 +144,10 @@ class Recorder:
         self._launches: list[_Noted] = []
         self._is_repeatable = True
 
+    @property
+    def grouped_product(self) -> Any:
+        return self._device.grouped_product
+
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         made = self._device.empty(shape, dtype)
         self._made.append((made, tuple(shape), dtype))

@@ -125,6 +125,7 @@ CUDA["nvcc_flags"] += ["-gencode=arch=compute_90,code=sm_90", "-gencode=arch=com
         (CUDA["nvcc_flags"], (12, 0), True),
         (CUDA["nvcc_flags"], (7, 5), False),
         (["-gencode=arch=compute_90,code=sm_90"], (8, 9), False),
+        (["-gencode=arch=compute_90a,code=sm_90a"], (9, 0), True),
         (["-gencode=arch=compute_90,code=sm_90"], (10, 0), False),
         (["-gencode=arch=compute_86,code=sm_86"], (8, 0), False),
         (["-gencode=arch=compute_100,code=sm_100"], (10, 3), True),

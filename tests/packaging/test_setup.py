@@ -40,8 +40,8 @@ def codes(flags):
     [
         ((11, 0), ["sm_80", "compute_80"]),
         ((11, 8), ["sm_80", "sm_86", "sm_89", "sm_90", "compute_90"]),
-        ((12, 8), ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "compute_120"]),
-        ((13, 0), ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_110", "sm_120", "compute_120"]),
+        ((12, 8), ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "compute_120"]),
+        ((13, 0), ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_110", "sm_120", "compute_120"]),
     ],
 )
 def test_device_code_follows_the_version_of_nvcc(monkeypatch, nvcc, expected):

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/status.h"
+#include "pmo/grouped.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
 #include "pmo/ranks.h"
@@ -34,6 +35,7 @@ int check_unpermute_backward(const pmo_unpermute_backward_params& p);
 int check_quantize_sizes(const pmo_quantize_params& p);
 int check_quantize(const pmo_quantize_params& p);
 int check_dequantize(const pmo_dequantize_params& p);
+int check_grouped_product(const pmo_grouped_product_params& p);
 int check_topk(const pmo_topk_params& p);
 int check_topk_backward(const pmo_topk_backward_params& p);
 

@@ -1,0 +1,53 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "common/checks.h"
+#include "common/status.h"
+
+namespace pmo {
+namespace {
+
+// Places in rows and columns are 32-bit integers on the device.
+constexpr int64_t kMost = INT32_MAX / 2;
+
+bool is_size(int64_t value, int64_t multiple) { return value >= 0 && value <= kMost && value % multiple == 0; }
+
+bool is_16_bytes(const void* array) { return array != nullptr && reinterpret_cast<uintptr_t>(array) % 16 == 0; }
+
+bool is_grouped_dtype(int32_t dtype) { return dtype == PMO_FLOAT16 || dtype == PMO_BFLOAT16; }
+
+}  // namespace
+
+int check_grouped_product(const pmo_grouped_product_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_product_params of this library");
+  PMO_REQUIRE(p.result >= PMO_GROUPED_PLAIN && p.result <= PMO_GROUPED_GRADIENT, "result", "one of pmo_grouped_result");
+  PMO_REQUIRE(is_grouped_dtype(p.dtype), "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
+  PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.num_sources, 1), "num_sources", "in [0, 2^30)");
+  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
+  PMO_REQUIRE(is_size(p.inner, 8), "inner", "a multiple of 8");
+  PMO_REQUIRE(is_size(p.outer, 8), "outer", "a multiple of 8");
+  PMO_REQUIRE(is_size(p.width, 8), "width", "a multiple of 8");
+  PMO_REQUIRE(is_size(p.first_column, 8) && p.first_column + p.width <= p.outer, "first_column", "a multiple of 8 in the matrix");
+  if (p.result != PMO_GROUPED_PLAIN) {
+    const int64_t columns = p.result == PMO_GROUPED_GATED ? 2 * p.width : p.width;
+    PMO_REQUIRE(p.first_column == 0 && columns == p.outer, "width", "all columns of the result");
+  }
+  PMO_REQUIRE(is_size(p.first_row, 1), "first_row", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.window_rows, 1), "window_rows", "in [0, 2^30)");
+  if (p.num_rows == 0) return PMO_OK;
+  PMO_REQUIRE(p.num_sources > 0 && p.inner > 0 && p.outer > 0, "inner", "positive where there are rows");
+  PMO_REQUIRE(p.x_row_stride >= p.inner && p.x_row_stride % 8 == 0, "x_row_stride", "a multiple of 8 that holds a row");
+  PMO_REQUIRE(is_16_bytes(p.x), "x", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(is_16_bytes(p.matrix), "matrix", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(is_16_bytes(p.out), "out", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(p.hidden == nullptr ? p.result != PMO_GROUPED_GRADIENT : is_16_bytes(p.hidden), "hidden",
+              "an array at a multiple of 16 bytes");
+  PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
+  PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
+  PMO_REQUIRE_ARRAY(p.tiles, p.num_experts + 1, "tiles");
+  PMO_REQUIRE_ARRAY(p.window, 2, "window");
+  return PMO_OK;
+}
+
+}  // namespace pmo

@@ -1,0 +1,290 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Products of each expert's rows and its matrix on Hopper's tensor cores.
+//
+// A block stays for the whole launch and takes every gridDim.x-th tile of the list that pmo/grouped.h describes: 128 rows of one expert
+// and 128 columns. It has three warpgroups. The first loads: rows and matrix come through the copy engine, 64 of the contraction at a
+// time, into a ring of kStages stages, in pieces of 64 rows of 128 bytes that are swizzled, with zeros after its end. The other two take turns: while one
+// multiplies a tile, the other turns the sums of the tile before it into results (grouped_results.cuh):
+//
+//   plain     out = weight * sum
+//   gated     the tile has 64 columns of gates and 64 of what they gate; hidden = both, out = SwiGLU of them
+//   gradient  sum is the gradient of weight * SwiGLU(hidden): hidden becomes the gradient of itself, out = weight * SwiGLU, and
+//             d_weights is a tile's share of the dot product of SwiGLU and sum
+//
+// Moved: the matrix and the rows once from memory and, per tile, from the L2; the results once, and hidden once more in a gradient.
+#include <algorithm>
+
+#include "common/checks.h"
+#include "cuda/grouped_results.cuh"
+#include "cuda/hopper_host.h"
+
+namespace pmo {
+namespace cuda {
+namespace {
+
+constexpr int kStages = 6;
+constexpr int kWarpgroup = 128;
+constexpr int kBlockThreads = 3 * kWarpgroup;
+constexpr int kBytesA = kTileRows * kTileDepth * 2, kBytesB = kTileColumns * kTileDepth * 2;
+constexpr int kStageBytes = kBytesA + kBytesB;
+constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // stages begin at a multiple of 1024
+
+template <pmo_grouped_result kResult>
+constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kGatedColumns : kTileColumns;
+
+#ifdef PMO_HOPPER_CODE
+
+constexpr int kBand = 8;  // rows of tiles that share their columns in the L2
+constexpr int kPieceBytes = 64 * 128;
+constexpr int kRegistersToLoad = 40, kRegistersToMultiply = 232;
+
+// Row and column of a tile of height x width: in bands of kBand rows, down each column of a band.
+struct TilePlace {
+  int row, column;
+
+  __device__ TilePlace(int tile, int height, int width) {
+    const int band = tile / (kBand * width), inside = tile - band * kBand * width;
+    const int rows = min(height - band * kBand, kBand);
+    column = inside / rows;
+    row = band * kBand + inside - column * rows;
+  }
+};
+
+// A warpgroup's place in the ring.
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ void skip(int steps) {
+    stage += steps;
+    phase ^= stage / kStages & 1;
+    stage %= kStages;
+  }
+
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+struct Stages {
+  uint32_t first;
+  uint64_t *full, *empty;
+
+  __device__ uint32_t a(int stage) const { return first + stage * kStageBytes; }
+  __device__ uint32_t b(int stage) const { return a(stage) + kBytesA; }
+};
+
+__device__ inline Stages make_stages(uint8_t* shared, uint64_t (&full)[kStages], uint64_t (&empty)[kStages]) {
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(&full[stage], 1);
+      init_barrier(&empty[stage], kWarpgroup / kWarpSize);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  return {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
+}
+
+// The expert and the rows of a tile, found by the whole warp.
+__device__ inline GroupedPlace place_of(const GroupedArguments& p, int tile, int first_tile, int last_tile, int columns) {
+  const TilePlace place(tile, last_tile - first_tile, p.column_tiles);
+  const int row_tile = first_tile + place.row;
+  int expert = 0;
+  for (int begin = 0; begin < p.num_experts; begin += kWarpSize) {
+    const int lane = begin + threadIdx.x % kWarpSize;
+    const bool has_ended = lane < p.num_experts && __ldg(p.tiles + 1 + lane) <= row_tile;
+    expert += __popc(__ballot_sync(kAllLanes, has_ended));
+  }
+  const int row = __ldg(p.first + expert) + (row_tile - __ldg(p.tiles + expert)) * kTileRows;
+  return {expert, row, __ldg(p.stop + expert), place.column * columns};
+}
+
+// The work of the warp that loads.
+template <pmo_grouped_result kResult, bool kTransposed>
+__device__ inline void load_tiles(const GroupedArguments& p, const Stages& stages, int first_tile, int last_tile) {
+  const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
+  Ring ring;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const GroupedPlace place = place_of(p, tile, first_tile, last_tile, kResultColumns<kResult>);
+    const int column = p.first_column + place.column, next = column + (kResult == PMO_GROUPED_GATED ? p.to_up : 64);
+    for (int step = 0; step < steps; ++step) {
+      wait(&stages.empty[ring.stage], ring.phase ^ 1);
+      if (threadIdx.x == 0) {
+        uint64_t* full = &stages.full[ring.stage];
+        const uint32_t b = stages.b(ring.stage);
+        const int depth = step * kTileDepth;
+        arrive_expecting(full, kStageBytes);
+        load_box(stages.a(ring.stage), &p.rows, full, depth, place.row - p.first_row);
+        if (kTransposed) {
+          load_box(b, &p.matrix, full, depth, column, place.expert);
+          load_box(b + kPieceBytes, &p.matrix, full, depth, next, place.expert);
+        } else {
+          load_box(b, &p.matrix, full, column, depth, place.expert);
+          load_box(b + kPieceBytes, &p.matrix, full, next, depth, place.expert);
+        }
+      }
+      ring.advance();
+    }
+  }
+}
+
+// The compiler moves no accumulators across this.
+__device__ inline void hold(float (&d)[128]) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// d = the product of a tile's rows and columns, stage by stage.
+template <bool kTurned, typename T>
+__device__ inline void multiply_tile(float (&d)[128], const Stages& stages, Ring& ring, int steps) {
+  const bool signals = threadIdx.x % kWarpSize == 0;
+#pragma unroll
+  for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+  int last = 0;
+  for (int step = 0; step < steps; ++step) {
+    wait(&stages.full[ring.stage], ring.phase);
+    products_begin();
+    const uint64_t a = describe(stages.a(ring.stage), kPieceBytes, 1024), b = describe(stages.b(ring.stage), kPieceBytes, 1024);
+#pragma unroll
+    for (int k = 0; k < kTileDepth / 16; ++k) {
+      // 16 numbers of a row are 32 bytes; 16 rows, where they are the contraction, are 2048.
+      const uint64_t at_a = a + k * (32 >> 4), at_b = b + k * ((kTurned ? 2048 : 32) >> 4);
+      multiply<0, kTurned>(d, at_a, at_b, T());
+      multiply<64, kTurned>(d, at_a + (kPieceBytes >> 4), at_b, T());
+    }
+    products_commit();
+    products_wait<1>();
+    if (step > 0 && signals) arrive(&stages.empty[last]);
+    last = ring.stage;
+    ring.advance();
+  }
+  products_wait<0>();
+  hold(d);
+  if (signals) arrive(&stages.empty[last]);
+}
+
+// The work of a warpgroup that multiplies: every second tile of the block.
+template <pmo_grouped_result kResult, bool kTransposed, typename T>
+__device__ inline void make_tiles(const GroupedArguments& p, const Stages& stages, int first_tile, int last_tile) {
+  const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
+  const int row_of_thread = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+  const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
+  Ring ring;
+  ring.skip(turn * steps);
+  // A stage's barrier tells odd phases from even ones only, so no warpgroup may wait for stages before the other has left its own.
+  constexpr int kTurn = 1;
+  if (turn == 1) tell(kTurn, 2 * kWarpgroup);
+  for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles; tile += 2 * gridDim.x) {
+    const GroupedPlace place = place_of(p, tile, first_tile, last_tile, kResultColumns<kResult>);
+    float d[128];
+    meet(kTurn + turn, 2 * kWarpgroup);
+    multiply_tile<!kTransposed, T>(d, stages, ring, steps);
+    tell(kTurn + 1 - turn, 2 * kWarpgroup);
+    ring.skip(steps);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const int row = place.row + row_of_thread + 64 * block;
+      store_block<kResult, T>(p, d, place, row, 64 * block);
+    }
+  }
+}
+
+#endif  // PMO_HOPPER_CODE
+
+template <pmo_grouped_result kResult, bool kTransposed, typename T>
+__global__ void __launch_bounds__(kBlockThreads, 1) grouped_product(const __grid_constant__ GroupedArguments p) {
+#ifdef PMO_HOPPER_CODE
+  extern __shared__ uint8_t shared[];
+  __shared__ uint64_t full[kStages], empty[kStages];
+  const Stages stages = make_stages(shared, full, empty);
+  const int first_tile = __ldg(p.window), last_tile = __ldg(p.window + 1);
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<kRegistersToLoad>();
+    if (threadIdx.x < kWarpSize) load_tiles<kResult, kTransposed>(p, stages, first_tile, last_tile);
+  } else {
+    take_registers<kRegistersToMultiply>();
+    make_tiles<kResult, kTransposed, T>(p, stages, first_tile, last_tile);
+  }
+#endif
+}
+
+template <pmo_grouped_result kResult, bool kTransposed, typename T>
+int launch_product(const pmo_grouped_product_params& p, const GroupedArguments& arguments, cudaStream_t stream) {
+  static SharedMemoryLimit limit;
+  int device = 0;
+  DeviceLimits limits;
+  if (const int status = current_device(&device, &limits)) return status;
+  if (limits.major != 9 || !pmo_grouped_product_cuda_is_built()) {
+    return fail(PMO_INTERNAL, "CUDA: grouped_product needs compute capability 9.0 and a library built with CUDA 12 or newer");
+  }
+  auto* kernel = grouped_product<kResult, kTransposed, T>;
+  if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
+  const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTileRows}) + p.num_experts;
+  const int64_t blocks = std::min<int64_t>(row_tiles * arguments.column_tiles, limits.multiprocessors);
+  const Grid grid = {static_cast<unsigned>(blocks), kBlockThreads, kSharedBytes};
+  return launch("grouped_product", kernel, grid, stream, arguments);
+}
+
+template <pmo_grouped_result kResult>
+int launch_result(const pmo_grouped_product_params& p, const GroupedArguments& arguments, cudaStream_t stream) {
+  if (p.dtype == PMO_BFLOAT16) {
+    return p.transpose ? launch_product<kResult, true, __nv_bfloat16>(p, arguments, stream)
+                       : launch_product<kResult, false, __nv_bfloat16>(p, arguments, stream);
+  }
+  return p.transpose ? launch_product<kResult, true, __half>(p, arguments, stream)
+                     : launch_product<kResult, false, __half>(p, arguments, stream);
+}
+
+int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
+  if (const int status = check_grouped_product(p)) return status;
+  if (p.num_rows == 0 || p.width == 0) return PMO_OK;
+  GroupedArguments a = {};
+  const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;
+  const Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, kTileRows}};
+  if (const int status = encode(rows, is_bfloat16, &a.rows)) return status;
+  Tensor matrix = {p.matrix, 3, {p.outer, p.inner, p.num_experts}, {p.outer, p.outer * p.inner}, {64, kTileDepth, 1}};
+  if (p.transpose) std::swap(matrix.sizes[0], matrix.sizes[1]);
+  matrix.strides[0] = matrix.sizes[0];
+  if (const int status = encode(matrix, is_bfloat16, &a.matrix)) return status;
+  a.row_to_token = p.row_to_token;
+  a.weights = p.weights;
+  a.first = p.first;
+  a.stop = p.stop;
+  a.tiles = p.tiles;
+  a.window = p.window;
+  a.out = p.out;
+  a.hidden = p.hidden;
+  a.d_weights = p.d_weights;
+  a.num_experts = static_cast<int>(p.num_experts);
+  a.inner = static_cast<int>(p.inner);
+  a.first_column = static_cast<int>(p.first_column);
+  a.width = static_cast<int>(p.width);
+  a.to_up = static_cast<int>(p.outer / 2);
+  a.first_row = static_cast<int>(p.first_row);
+  const int columns = p.result == PMO_GROUPED_GATED ? kGatedColumns : kTileColumns;
+  a.column_tiles = static_cast<int>(divide_up(p.width, int64_t{columns}));
+  switch (p.result) {
+    case PMO_GROUPED_GATED:
+      return launch_result<PMO_GROUPED_GATED>(p, a, stream);
+    case PMO_GROUPED_GRADIENT:
+      return launch_result<PMO_GROUPED_GRADIENT>(p, a, stream);
+    default:
+      return launch_result<PMO_GROUPED_PLAIN>(p, a, stream);
+  }
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace pmo
+
+extern "C" int32_t pmo_grouped_product_cuda_is_built(void) { return CUDART_VERSION >= 12000; }
+
+extern "C" int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::product);
+}

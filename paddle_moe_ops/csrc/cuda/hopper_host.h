@@ -1,0 +1,57 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Descriptions of tensors for the copy engine of Hopper.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/launch.h"
+
+namespace pmo {
+namespace cuda {
+
+// Rows of `sizes[0]` numbers of 16 bits; strides, in elements, are those of the other dimensions. A box is swizzled by 128 bytes.
+struct Tensor {
+  const void* address;
+  int rank;
+  int64_t sizes[3];
+  int64_t strides[2];
+  int box[3];
+};
+
+// The driver's function, which this library is not linked with.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found)
+               : nullptr;
+  }();
+  return encoder;
+}
+
+inline int encode(const Tensor& tensor, bool is_bfloat16, CUtensorMap* map) {
+  const auto encoder = tensor_map_encoder();
+  if (encoder == nullptr) return fail(PMO_INTERNAL, "CUDA: the driver has no cuTensorMapEncodeTiled");
+  cuuint64_t sizes[3], strides[2];
+  cuuint32_t box[3], steps[3];
+  for (int i = 0; i < tensor.rank; ++i) {
+    sizes[i] = static_cast<cuuint64_t>(tensor.sizes[i]);
+    box[i] = static_cast<cuuint32_t>(tensor.box[i]);
+    steps[i] = 1;
+  }
+  for (int i = 0; i + 1 < tensor.rank; ++i) strides[i] = static_cast<cuuint64_t>(tensor.strides[i]) * 2;
+  const CUresult result = encoder(map, is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                                  static_cast<cuuint32_t>(tensor.rank), const_cast<void*>(tensor.address), sizes, strides, box,
+                                  steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return fail(PMO_INTERNAL, "CUDA: cuTensorMapEncodeTiled: error " + std::to_string(result));
+  return PMO_OK;
+}
+
+}  // namespace cuda
+}  // namespace pmo

@@ -1,0 +1,66 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Products of each expert's rows and its matrix, on GPUs of compute capability 9.0.
+//
+// M rows in all, those of expert e from first[e] to stop[e] - 1. All arrays are of `dtype` (float16 or bfloat16) unless their type says
+// otherwise; sums are float32, in ascending order of the contraction. Nothing else depends on how the work is cut, so the bits don't.
+//
+// Tiles of 128 rows are listed expert by expert: tiles[e] come before those of expert e, tiles[E] are all. A launch makes those from
+// window[0] to window[1] - 1. These tables are read on the device, so the host needs no numbers of rows.
+#pragma once
+
+#include "pmo/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PMO_GROUPED_TILE_ROWS 128
+
+typedef enum pmo_grouped_result {
+  PMO_GROUPED_PLAIN = 0,     // out [M, width] = weights[r] * the sums
+  PMO_GROUPED_GATED = 1,     // hidden [M, outer] = the sums, if it is given; out [M, outer / 2] = SwiGLU of its halves
+  PMO_GROUPED_GRADIENT = 2,  // the sums are gradients of weights[r] * SwiGLU(hidden[r]); hidden becomes the gradient of itself,
+                             // out [M, outer] = weights[r] * SwiGLU, d_weights = the dot products of SwiGLU and the sums
+} pmo_grouped_result;
+
+// The sums are those of row r of x times the expert's matrix, columns from first_column on. Rows of x after an expert's may hold
+// anything.
+typedef struct pmo_grouped_product_params {
+  int64_t struct_size;
+  int64_t num_rows;             // M
+  int64_t num_sources;          // rows of x
+  int64_t num_experts;          // E
+  int64_t inner;                // length of the contraction, a multiple of 8
+  int64_t outer;                // columns of a matrix, a multiple of 8
+  int64_t first_column;         // 0 unless the result is plain
+  int64_t width;                // columns of out, a multiple of 8
+  int64_t first_row;            // x begins with this row
+  int64_t window_rows;          // the most rows that tiles of the window begin in
+  const void* x;                // [num_sources, inner], at a multiple of 16 bytes
+  int64_t x_row_stride;         // a multiple of 8
+  const void* matrix;           // [E, inner, outer], or [E, outer, inner] with `transpose`
+  const int32_t* row_to_token;  // [M] or NULL: in a gradient, the results of rows with a negative one are zeros
+  const float* weights;         // [M] or NULL
+  const int32_t* first;         // [E]
+  const int32_t* stop;          // [E]
+  const int32_t* tiles;         // [E + 1]
+  const int32_t* window;        // [2]
+  void* out;
+  void* hidden;      // [M, 2 * width] or NULL
+  float* d_weights;  // [M, width / 128, rounded up] or NULL; their sums by row are the gradients of the weights
+  int32_t dtype;
+  int32_t result;
+  int32_t transpose;
+  int32_t reserved;
+} pmo_grouped_product_params;
+
+PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);
+
+// Whether this library has the kernels: compilers before CUDA 12 cannot make them.
+PMO_API int32_t pmo_grouped_product_cuda_is_built(void);
+
+#ifdef __cplusplus
+}
+#endif

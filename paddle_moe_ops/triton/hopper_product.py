@@ -1,0 +1,178 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped product that the compiled library has for Hopper, launched as a Triton kernel is.
+
+csrc/cuda/grouped_product.cu takes rows that lie in expert order, makes the last step of a product while the next tile
+is multiplied, and has SwiGLU's gradient as such a step. `suits` says where it is faster than the Triton kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .grouped_gemm_configs import GemmConfig, Gpu
+from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
+
+if TYPE_CHECKING:
+    from .grouped_gemm import Rows, Schedule, Target
+
+__all__ = ["GATED", "GRADIENT", "PLAIN", "LibraryKernel", "grouped_product_of", "hopper_product", "suits"]
+
+PLAIN, GATED, GRADIENT = range(3)  # pmo_grouped_result
+TILE_ROWS, TILE_COLUMNS = 128, 128
+_DTYPES = {"float16": 1, "bfloat16": 2}
+_INTEGERS = ["num_rows", "num_sources", "num_experts", "inner", "outer", "first_column", "width", "first_row"]
+_INTEGERS.append("window_rows")
+_ARRAYS = ["matrix", "row_to_token", "weights", "first", "stop", "tiles", "window", "out", "hidden", "d_weights"]
+_OPTIONS = ["dtype", "result", "transpose", "reserved"]
+
+# Of an expert, on average. With 128 the Triton kernels, whose tiles are wider, read each matrix less often.
+_LEAST_ROWS = 512
+# The longest contraction of each result. With longer ones the Triton kernels take less time, but SwiGLU's gradient,
+# which saves a launch that reads and writes the hidden rows, is ahead for longer.
+_LONGEST = {PLAIN: 3072, GATED: 3072, GRADIENT: 4096}
+
+
+class GroupedProductParams(ctypes.Structure):
+    """pmo_grouped_product_params."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        ("x", ctypes.c_void_p),
+        ("x_row_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        *((name, ctypes.c_int32) for name in _OPTIONS),
+    )
+
+
+_TYPES = (*["i64"] * len(_INTEGERS), "*i8", "i64", *["*i8"] * len(_ARRAYS), *["i32"] * len(_OPTIONS))
+
+
+class LibraryKernel:
+    """A CUDA entry point of the C core, with what `handles.Handles.run` needs of a compiled Triton kernel.
+
+    Args:
+        name: of the launch.
+        entry: the function; its arguments are a struct and a stream.
+        params: the struct, without whose size the launch's arguments are its fields.
+        last_error: gives the text of the last failure.
+    """
+
+    function = packed_metadata = None
+
+    def __init__(self, name: str, entry: Any, params: type[ctypes.Structure], last_error: Any) -> None:
+        self.__name__ = name
+        self._entry, self._params, self._last_error = entry, params, last_error
+
+    def run(self, programs: int, rows: int, depth: int, stream: int, *arguments: Any) -> None:
+        """Enqueue the kernel; of the arguments, the first five are those of Triton's launches."""
+        params = self._params(ctypes.sizeof(self._params), *arguments[5:])
+        if self._entry(ctypes.byref(params), ctypes.c_void_p(stream)):
+            raise RuntimeError(f"{self.__name__}: {self._last_error().decode()}")
+
+
+def grouped_product_of(library: Any) -> LibraryKernel | None:
+    """The kernel of a library that `ctypes` has loaded, or None where it has none."""
+    if not hasattr(library, "pmo_grouped_product_cuda") or not library.pmo_grouped_product_cuda_is_built():
+        return None
+    last_error = library.pmo_last_error
+    last_error.restype = ctypes.c_char_p
+    return LibraryKernel("grouped_product", library.pmo_grouped_product_cuda, GroupedProductParams, last_error)
+
+
+def suits(
+    device: Device,
+    gpu: Gpu,
+    config: GemmConfig,
+    result: int,
+    num_rows: int,
+    w: Array,
+    inner: int,
+    outer: int,
+    arrays: Sequence[Array],
+) -> bool:
+    """Whether a product runs on the library's kernel.
+
+    Args:
+        device: where to.
+        gpu: the GPU there.
+        config: of the Triton kernel that would take it, whose tables of tiles are used.
+        result: PLAIN, GATED or GRADIENT.
+        num_rows: M.
+        w: the matrices.
+        inner: length of the contraction.
+        outer: columns of the result.
+        arrays: operands and results, whose rows follow each other.
+    """
+    if device.grouped_product is None or gpu.capability != 90 or config.rows != TILE_ROWS:
+        return False
+    if num_rows < max(1, _LEAST_ROWS * w.shape[0]) or inner > _LONGEST[result] or inner % 8 or outer % 8:
+        return False
+    item = ITEM_BYTES[device.dtype_name(w)]
+    return sum_vector(item, *(address(each) for each in (w, *arrays))) > 1
+
+
+def hopper_product(
+    device: Device,
+    source: Rows,
+    w: Array,
+    tables: Schedule,
+    num_rows: int,
+    out: Target,
+    result: int,
+    *,
+    transpose: bool,
+    weights: Array | None = None,
+    hidden: Array | None = None,
+    row_to_token: Array | None = None,
+    window: int | None = None,
+    d_weights: Array | None = None,
+) -> Any:
+    """Launch the kernel; what a result is, is in csrc/include/pmo/grouped.h.
+
+    Args:
+        device: where to; it has a kernel.
+        source: the rows to multiply.
+        w: [E, N, D], or [E, D, N] without ``transpose``.
+        tables: `schedule` of tiles of 128 rows.
+        num_rows: M, rows in all.
+        out: [M, width] elements at least.
+        result: PLAIN, GATED or GRADIENT.
+        transpose: whether the matrices are stored transposed.
+        weights: float32 [M] or None.
+        hidden: [M, 2 width] or None.
+        row_to_token: int32 [M], for a gradient.
+        window: of rows, which one ``source`` holds; None: all.
+        d_weights: what the call for another window returned.
+
+    Returns:
+        Of a gradient with weights, float32 [M, tiles of columns] whose sums by row are the gradients of the weights;
+        else None. Rows that no expert has are not written.
+    """
+    dtype = device.dtype_name(w)
+    item = ITEM_BYTES[dtype]
+    experts, *matrix = w.shape
+    inner, outer = matrix[::-1] if transpose else matrix
+    if result == GRADIENT and weights is not None and d_weights is None:
+        d_weights = device.empty([num_rows, blocks(out.width, TILE_COLUMNS)], "float32")
+    windows = tables.windows.shape[0] - 3
+    rows_here = num_rows if window is None else min(num_rows, source.height)
+    begin = address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
+    device.launch(
+        device.grouped_product,
+        1,
+        _TYPES,
+        (
+            *(num_rows, source.height, experts, inner, outer, out.first_column, out.width, source.first_row, rows_here),
+            *(source.address(item), source.stride, *map(address, (w, row_to_token, weights))),
+            *(*map(address, (tables.first, tables.stop, tables.tiles)), begin),
+            *map(address, (out.array, hidden, d_weights)),
+            *(_DTYPES[dtype], result, int(transpose), 0),
+        ),
+        (),
+        1,
+    )
+    return d_weights

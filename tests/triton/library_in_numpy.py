@@ -1,0 +1,98 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What csrc/include/pmo/grouped.h says of the grouped product, in NumPy, for machines without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from paddle_moe_ops.triton.hopper_product import (
+    GATED,
+    PLAIN,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    GroupedProductParams,
+    LibraryKernel,
+)
+
+__all__ = ["numpy_grouped_product"]
+
+_DTYPES = {1: np.dtype(np.float16), 2: np.dtype(ml_dtypes.bfloat16)}
+
+
+def _at(address: int | None, dtype: Any, *shape: int) -> NDArray:
+    kind = np.dtype(dtype)
+    count = int(np.prod(shape))
+    raw = (ctypes.c_uint8 * (count * kind.itemsize)).from_address(address or 0)
+    return np.frombuffer(raw, np.uint8).view(kind).reshape(shape)
+
+
+def _groups(p: GroupedProductParams) -> Iterator[tuple[int, slice]]:
+    """Each tile of the window: its expert and rows."""
+    experts = p.num_experts
+    first, stop = (_at(each, np.int32, experts) for each in (p.first, p.stop))
+    tiles, window = _at(p.tiles, np.int32, experts + 1), _at(p.window, np.int32, 2)
+    for expert in range(experts):
+        for tile in range(max(tiles[expert], window[0]), min(tiles[expert + 1], window[1])):
+            begin = first[expert] + (tile - tiles[expert]) * TILE_ROWS
+            yield expert, slice(begin, min(begin + TILE_ROWS, stop[expert]))
+
+
+def _swiglu(hidden: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+    """SwiGLU and its derivatives by the gate and by what it gates."""
+    gate, up = np.split(hidden.astype(np.float64), 2, axis=1)
+    share = 1 / (1 + np.exp(-gate))
+    return gate * share * up, up * share * (1 + gate * (1 - share)), gate * share
+
+
+def _entry(reference: Any, stream: Any) -> int:
+    p: GroupedProductParams = reference._obj
+    if p.struct_size != ctypes.sizeof(p):
+        return 1
+    dtype = _DTYPES[p.dtype]
+    shape = (p.outer, p.inner) if p.transpose else (p.inner, p.outer)
+    matrices = _at(p.matrix, dtype, p.num_experts, *shape)
+    height = (p.num_sources - 1) * p.x_row_stride + p.inner if p.num_sources else 0
+    x = np.lib.stride_tricks.as_strided(
+        _at(p.x, dtype, height), (p.num_sources, p.inner), (p.x_row_stride * dtype.itemsize, dtype.itemsize)
+    )
+    out = _at(p.out, dtype, p.num_rows, p.width)
+    columns = slice(p.first_column, p.first_column + p.outer if p.result == GATED else p.first_column + p.width)
+    for expert, rows in _groups(p):
+        matrix = matrices[expert].T if p.transpose else matrices[expert]
+        taken = x[rows.start - p.first_row : rows.stop - p.first_row]
+        sums = taken.astype(np.float64) @ matrix[:, columns].astype(np.float64)
+        weights = _at(p.weights, np.float32, p.num_rows)[rows, None] if p.weights else 1.0
+        if p.result == PLAIN:
+            out[rows] = sums * weights
+            continue
+        if p.result == GATED:
+            halves = sums.astype(dtype)
+            if p.hidden:
+                _at(p.hidden, dtype, p.num_rows, p.outer)[rows] = halves
+            out[rows] = _swiglu(halves)[0]
+            continue
+        hidden = _at(p.hidden, dtype, p.num_rows, 2 * p.width)[rows]
+        live = np.ones((len(sums), 1), bool)
+        if p.row_to_token:
+            live = _at(p.row_to_token, np.int32, p.num_rows)[rows, None] >= 0
+        act, by_gate, by_up = _swiglu(np.where(live, hidden, 0))
+        act, sums = act.astype(dtype).astype(np.float64), np.where(live, sums, 0)
+        d_act = sums * np.where(live, weights, 0)
+        hidden[...] = np.concatenate([d_act * by_gate, d_act * by_up], axis=1)
+        out[rows] = act * np.where(live, weights, 0)
+        if p.d_weights:
+            tiles = -(-p.width // TILE_COLUMNS)
+            shares = np.add.reduceat(act * sums, np.arange(0, p.width, TILE_COLUMNS), axis=1)
+            _at(p.d_weights, np.float32, p.num_rows, tiles)[rows] = shares
+    return 0
+
+
+def numpy_grouped_product() -> LibraryKernel:
+    return LibraryKernel("grouped_product", _entry, GroupedProductParams, lambda: b"wrong struct")

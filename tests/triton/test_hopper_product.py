@@ -1,0 +1,224 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of experts on the compiled library's product: its kernel on a GPU, elsewhere what its header says in NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from paddle_moe_ops.triton import hopper_product, moe_mlp
+from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
+from paddle_moe_ops.triton.handles import Handles
+from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
+
+from .library_in_numpy import numpy_grouped_product
+from .test_moe_mlp import BY_LAYOUT, Case, Problem, assert_all_same
+
+HOPPER = Gpu(90, 132)
+TILES = GemmConfig(128, 16, 16, 2, 2, 4, 1, tma=False)
+CASES = {
+    "several tiles of an expert": Case(170, 24, 8, 2, 2, unassigned=0.1),
+    "a few rows": Case(13, 32, 8, 5, 2),
+    "a static buffer with room": Case(20, 64, 136, 3, 2, buffer=150),
+    "a static buffer that drops rows": Case(40, 64, 16, 4, 2, buffer=21),
+    "nothing assigned": Case(9, 64, 16, 4, 2, unassigned=1.0),
+    "more experts than a warp has lanes": Case(20, 32, 8, 40, 2),
+}
+
+
+@pytest.fixture
+def device(gpu, monkeypatch) -> Any:
+    """The device of the kernels, with the library's product wherever it can take one."""
+    from .interpreter import NumpyDevice
+
+    if isinstance(gpu, NumpyDevice):
+        kernel = numpy_grouped_product()
+        for name in ("gated_config", "product_config", "weight_gradient_config"):
+            monkeypatch.setattr(moe_mlp, name, lambda *_: TILES)
+        monkeypatch.setattr(moe_mlp, "gpu_at", lambda _: HOPPER)
+    else:
+        library = Path(os.environ["PMO_CORE_LIBRARY"])
+        kernel = grouped_product_of(ctypes.CDLL(str(library)))
+        assert kernel is not None
+        large = GemmConfig(128, 128, 64, 8, 4, 8, 1, tma=True)
+        for name in ("gated_config", "product_config"):
+            monkeypatch.setattr(moe_mlp, name, lambda *_: large)
+    monkeypatch.setattr(gpu, "grouped_product", kernel)
+    monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
+    monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
+    monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED_PER_PASS", 0)
+    return gpu
+
+
+@pytest.fixture
+def launched(device, monkeypatch) -> list[tuple[int, int]]:
+    """The result and the first row of each launch of the library's product."""
+    seen: list[tuple[int, int]] = []
+    run = LibraryKernel.run
+
+    def record(self: LibraryKernel, *arguments: Any) -> None:
+        names = [name for name, _ in GroupedProductParams._fields_[1:]]
+        fields = dict(zip(names, arguments[9:], strict=True))
+        seen.append((fields["result"], fields["first_row"]))
+        run(self, *arguments)
+
+    monkeypatch.setattr(LibraryKernel, "run", record)
+    return seen
+
+
+@BY_LAYOUT
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, case, dtype, transpose):
+    problem = Problem(rng, case, dtype, transpose)
+    assert_all_same(problem.run(device), problem.due())
+    results = [hopper_product.GATED, hopper_product.PLAIN, hopper_product.GRADIENT, hopper_product.PLAIN]
+    assert [result for result, _ in launched] == (results if problem.plan.num_rows else [])
+
+
+def test_windows_change_no_bit(rng, device, launched, monkeypatch):
+    monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
+    problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device, 260 * 32 * 2), problem.due())
+    assert max(first_row for _, first_row in launched) > 0
+    assert sum(result == hopper_product.PLAIN for result, _ in launched) > 2
+
+
+def test_the_first_product_is_made_again_where_it_was_not_kept(rng, device):
+    problem = Problem(rng, Case(60, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
+    out, _, *gradients = problem.due()
+    assert_all_same(problem.run(device, keeps=False), [out, *gradients])
+
+
+def test_without_weights_rows_are_added_up_as_they_are(rng, device):
+    problem = Problem(rng, Case(60, 64, 16, 3, 2), ml_dtypes.bfloat16, False, weighted=False)
+    assert_all_same(problem.run(device), problem.due())
+
+
+def test_padding_rows_may_hold_anything_and_their_weights_have_no_gradient(rng, device):
+    problem = Problem(rng, Case(60, 64, 16, 3, 2, alignment=16), ml_dtypes.bfloat16, False)
+    made, due = problem.run(device), problem.due()
+    # The rows of H between experts are not written, and nothing reads them.
+    live = problem.plan.row_to_token[: problem.end] >= 0
+    made[1], due[1] = made[1][live], due[1][live]
+    assert_all_same(made, due)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+def test_random_numbers_are_within_the_bound_of_what_is_rounded(rng, device, dtype):
+    problem = Problem(rng, Case(90, 72, 40, 4, 3), dtype, False)
+    for name in ("x", "gate_up", "down", "d_out"):
+        setattr(problem, name, rng.standard_normal(getattr(problem, name).shape).astype(dtype))
+    for got, expected in zip(problem.run(device), problem.due(), strict=True):
+        error = np.linalg.norm(got.astype(np.float64) - expected.astype(np.float64))
+        assert error <= 4 * float(ml_dtypes.finfo(dtype).eps) * np.linalg.norm(expected.astype(np.float64))
+
+
+def test_nan_of_one_expert_stays_with_its_rows(rng, device):
+    problem = Problem(rng, Case(90, 64, 16, 3, 1, unassigned=0.0), ml_dtypes.bfloat16, False)
+    problem.gate_up[1] = np.nan
+    problem.down[1] = np.nan
+    out, _, d_x, d_gate_up, d_down, _ = problem.run(device)
+    bad = np.zeros(90, bool)
+    rows = problem.plan.row_to_token
+    first = problem.plan.expert_offsets[1]
+    bad[rows[first : first + problem.plan.tokens_per_expert[1]]] = True
+    assert np.isnan(out[bad].astype(np.float32)).all()
+    for each in (out[~bad], d_x[~bad], d_gate_up[[0, 2]], d_down[[0, 2]]):
+        assert np.isfinite(each.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"gpu": Gpu(100, 148)}, False),
+        ({"gpu": Gpu(80, 108)}, False),
+        ({"rows": 511 * 4}, False),
+        ({"inner": 3080}, False),
+        ({"inner": 4096, "result": hopper_product.GRADIENT}, True),
+        ({"inner": 4104, "result": hopper_product.GRADIENT}, False),
+        ({"inner": 68}, False),
+        ({"outer": 132}, False),
+        ({"config": TILES._replace(rows=64)}, False),
+        ({"offset": 2}, False),
+        ({"kernel": None}, False),
+    ],
+)
+def test_the_kernel_is_used_where_it_is_faster_and_can_be(changes, expected):
+    from .interpreter import NumpyDevice
+
+    options = {
+        "result": hopper_product.PLAIN,
+        "gpu": HOPPER,
+        "rows": 512 * 4,
+        "inner": 64,
+        "outer": 136,
+        "config": TILES,
+        "offset": 0,
+        "kernel": object(),
+    }
+    options |= changes
+    device = NumpyDevice()
+    device.grouped_product = options["kernel"]
+    w = device.array(np.zeros((4, 64, 136), ml_dtypes.bfloat16))
+    array = device.array(np.zeros(8, ml_dtypes.bfloat16), offset=options["offset"])
+    sizes = options["rows"], w, options["inner"], options["outer"], [array]
+    assert hopper_product.suits(device, *(options[name] for name in ("gpu", "config", "result")), *sizes) == expected
+
+
+def test_a_library_without_the_kernel_has_none():
+    assert grouped_product_of(object()) is None
+
+
+def test_what_the_library_refuses_is_an_error_that_names_the_kernel():
+    kernel = LibraryKernel(
+        "grouped_product", lambda *_: 1, GroupedProductParams, lambda: b"inner must be a multiple of 8"
+    )
+    assert Handles().compiled(kernel, (), (), 1) is kernel
+    with pytest.raises(RuntimeError, match="grouped_product: inner must be a multiple of 8"):
+        Handles.run(kernel, 0, 1, [0] * (len(GroupedProductParams._fields_) - 1))
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("inner", 60, "inner must be a multiple of 8"),
+        ("outer", 12, "outer must be a multiple of 8"),
+        ("width", 300, "width must be a multiple of 8"),
+        ("first_column", 136, "first_column must be a multiple of 8 in the matrix"),
+        ("result", 3, "result must be one of pmo_grouped_result"),
+        ("dtype", 0, "dtype must be PMO_FLOAT16 or PMO_BFLOAT16"),
+        ("x", 8, "x must be an array at a multiple of 16 bytes"),
+        ("x_row_stride", 56, "x_row_stride must be a multiple of 8 that holds a row"),
+        ("num_rows", -1, "num_rows must be in"),
+        ("window_rows", -1, "window_rows must be in"),
+        ("tiles", 0, "tiles"),
+        ("struct_size", 8, "struct_size must be the size of pmo_grouped_product_params"),
+    ],
+)
+def test_bad_params_are_refused_before_anything_is_launched(field, value, message):
+    library = ctypes.CDLL(os.environ["PMO_CORE_LIBRARY"])
+    library.pmo_last_error.restype = ctypes.c_char_p
+    sizes = {
+        "num_rows": 4,
+        "num_sources": 4,
+        "num_experts": 1,
+        "inner": 64,
+        "outer": 128,
+        "width": 128,
+        "window_rows": 4,
+    }
+    arrays = dict.fromkeys(("x", "matrix", "first", "stop", "tiles", "window", "out"), 1 << 20)
+    params = GroupedProductParams(ctypes.sizeof(GroupedProductParams), **sizes, **arrays, x_row_stride=64, dtype=2)
+    setattr(params, field, value)
+    assert library.pmo_grouped_product_cuda(ctypes.byref(params), None) == 1
+    assert message in library.pmo_last_error().decode()
