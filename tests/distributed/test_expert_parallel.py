@@ -38,6 +38,13 @@ FOUR = [
     Problem((2, 3, 4, 5), 4, 4, 7, "half none"),
     Problem((7, 0, 0, 0), 12, 5, 16, "one expert"),
 ]
+EIGHT = [
+    Problem((1, 0, 9, 3, 0, 0, 14, 2), 16, 4, 24, dtype="bfloat16"),
+    Problem((2, 3, 4, 5, 1, 2, 3, 4), 8, 8, 7, "half none"),
+    Problem((0, 0, 0, 0, 0, 11, 0, 0), 24, 5, 16, "one expert", "float16"),
+    Problem((0, 2, 0, 0, 1, 0, 0, 4), 8, 1, 7, "none"),
+    Problem((5, 1, 0, 2, 3, 0, 7, 1), 16, 6, 200, float8="fp8_1x128"),
+]
 
 
 def made(problem: Problem, combine: str) -> ExpertParallel:
@@ -72,7 +79,10 @@ def reduced(problem: Problem, rank: int) -> dict[str, Any]:
 
 
 # Of the module's scope, so that tests of one number of processes follow each other: a start takes seconds.
-OF_RANKS = pytest.mark.parametrize("problems", [TWO, FOUR], ids=["two", "four"], scope="module")
+MANY = pytest.param(EIGHT, marks=pytest.mark.slow, id="eight")
+OF_RANKS = pytest.mark.parametrize(
+    "problems", [pytest.param(TWO, id="two"), pytest.param(FOUR, id="four"), MANY], scope="module"
+)
 PROGRAMS = {"exact": exact, "reduced": reduced}
 
 

@@ -36,11 +36,11 @@ BATCHES = {(5, 11): "uneven", (16, 0): "one without tokens", (8, 8): "even"}
 class Net(nn.Layer):
     """A small model with an expert layer between dense ones."""
 
-    def __init__(self, group: Any = None, *, recomputes: bool = False, **options: Any) -> None:
+    def __init__(self, group: Any = None, *, recomputes: bool = False, experts: int = SIZES[2], **options: Any) -> None:
         super().__init__()
         self.first, self.moe, self.last = (
             nn.Linear(HIDDEN, HIDDEN),
-            MoELayer(*SIZES, group=group, **options),
+            MoELayer(*SIZES[:2], experts, SIZES[3], group=group, **options),
             nn.Linear(HIDDEN, 3),
         )
         self.recomputes = recomputes
@@ -306,9 +306,18 @@ def test_mixed_precision_copies_and_bfloat16():
 # The tests of four processes follow each other, since a start takes seconds.
 
 
+MANY = [
+    pytest.param((3, 4, 0, 9), id="four"),
+    pytest.param((3, 0, 1, 4, 0, 2, 6, 0), id="eight", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("tokens", MANY)
+@pytest.mark.parametrize("through_peers", [False, True], ids=["exchanged", "peers"])
 @pytest.mark.parametrize("combine", ["exact", "reduced"])
-def test_training_over_four_ranks_is_that_of_one_process(combine):
-    assert_like_one_process((3, 4, 0, 9), combine=combine)
+def test_training_over_many_ranks_is_that_of_one_process(combine, through_peers, tokens):
+    options = {"tokens_per_rank": max(tokens), "transport": "peer"} if through_peers else {}
+    assert_like_one_process(tokens, combine=combine, experts=8, **options)
 
 
 def test_a_checkpoint_of_one_process_fits_four_and_comes_back():
