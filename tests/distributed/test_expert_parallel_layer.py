@@ -266,6 +266,35 @@ def test_capacity_counts_the_tokens_of_a_rank(options):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def with_room_for_few(room: int, **options: Any) -> Any:
+    """Outputs with room for few tokens and for all, slots that should be dropped, and those that the layer counts."""
+    rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+    layer = MoELayer(*SIZES, group=group, combine="reduced", tokens_per_rank=room, **options)
+    whole = MoELayer(*SIZES)
+    whole.set_state_dict(gather_state_dict(layer, group))
+    x = batch((13, 4), rank, 0)[0]
+    before = layer.dropped_slots
+    out, expected, dropped = layer(x), whole(x), layer.dropped_slots
+    out.square().sum().backward()
+    goes = layer.router(x)[0].numpy() // layer.experts.num_experts == np.arange(2).reshape(2, 1, 1)
+    late = goes.any(2).cumsum(1) > room  # by rank and token
+    lost = (late[..., None] & goes).any(0)  # by token and slot
+    return before, dropped.tolist(), lost, out.numpy(), expected.numpy()
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "peer"}], ids=["exchanged", "peers"])
+def test_a_layer_counts_the_slots_that_found_no_room(options):
+    for room in (3, 13):
+        ranks = run(with_room_for_few, 2, room=room, **options)
+        assert (sum(lost.sum() for _, _, lost, _, _ in ranks) > 0) == (room == 3)
+        for before, dropped, lost, out, expected in ranks:
+            assert before == 0
+            assert dropped == [lost.sum()]
+            complete = ~lost.any(1)
+            np.testing.assert_allclose(out[complete], expected[complete], rtol=1e-5, atol=1e-6)
+            assert (np.abs(out - expected).max(1)[~complete] > 1e-4).all()
+
+
 @pytest.mark.parametrize("options", [{}, {"tokens_per_rank": 13, "transport": "peer"}], ids=["exchanged", "peer"])
 def test_tokens_that_travel_as_float8_change_little(options):
     options = {"payload": "fp8_1x128", **options}
