@@ -145,8 +145,8 @@ def eager_and_replayed(experts: str, payload: str | None) -> Any:
 @pytest.mark.two_gpus
 @pytest.mark.parametrize("payload", [None, "fp8_1x128"], ids=["bfloat16", "float8"])
 @pytest.mark.parametrize("experts", ["rows", "moe_mlp"])
-def test_a_captured_layer_follows_the_tokens_and_experts_of_the_moment(experts, payload):
-    ranks = run(eager_and_replayed, 2, experts=experts, payload=payload)
+def test_a_captured_layer_follows_the_tokens_and_experts_of_the_moment(experts, payload, num_processes):
+    ranks = run(eager_and_replayed, num_processes, experts=experts, payload=payload)
     for rank, (nodes, before, replayed, afterwards) in enumerate(ranks):
         assert nodes > 10
         for number, expected in enumerate(before):

@@ -151,10 +151,10 @@ def test_main_gradients_are_averaged():
             assert np.abs(got).max() > 0
 
 
-def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...]) -> tuple[Any, Any]:
+def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...], experts: int) -> tuple[Any, Any]:
     """What a model gives that loads a whole state, and the state that it gathers."""
     group, rank = paddle.distributed.get_group(0), paddle.distributed.get_rank()
-    net = Net(group)
+    net = Net(group, experts=experts)
     whole = {name: paddle.to_tensor(value) for name, value in state.items()}
     net.set_state_dict(shard_state_dict(whole, net, group))
     with paddle.no_grad():
@@ -162,11 +162,11 @@ def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...]) -> tup
     return out.numpy(), arrays(gather_state_dict(net, group))
 
 
-def assert_a_checkpoint_fits(tokens):
+def assert_a_checkpoint_fits(tokens, experts=SIZES[2]):
     paddle.seed(3)
-    net = Net()
+    net = Net(experts=experts)
     whole = arrays(net.state_dict())
-    of_ranks = run(loaded_over_ranks, len(tokens), state=whole, tokens=tokens)
+    of_ranks = run(loaded_over_ranks, len(tokens), state=whole, tokens=tokens, experts=experts)
     for _, state in of_ranks:
         assert state.keys() == whole.keys()
         for name, value in whole.items():
@@ -351,6 +351,11 @@ def test_training_over_many_ranks_is_that_of_one_process(combine, through_peers,
 
 def test_a_checkpoint_of_one_process_fits_four_and_comes_back():
     assert_a_checkpoint_fits((1, 2, 3, 10))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_process_fits_eight_and_comes_back():
+    assert_a_checkpoint_fits((1, 2, 0, 3, 0, 4, 1, 5), experts=8)
 
 
 def two_groups() -> NDArray:
