@@ -82,9 +82,9 @@ def batch(rank: int, number: int) -> dict[str, NDArray]:
 
 
 class Program:
-    """A dispatch, experts and a combine, with their gradients, of tensors that stay where they are."""
+    """A dispatch, experts and a combine of tensors that stay where they are; with gradients, or in place without."""
 
-    def __init__(self, experts: str, payload: str | None) -> None:
+    def __init__(self, experts: str, payload: str | None, trains: bool) -> None:
         self.rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
         options = {"combine": "reduced", "tokens_per_rank": ROOM, "transport": "peer", "payload": payload}
         self.ep = ExpertParallel(EXPERTS, group, **options)
@@ -95,8 +95,8 @@ class Program:
             for name, shape in (("gate_up", (local, HIDDEN, 2 * INNER)), ("down", (local, INNER, HIDDEN))):
                 trained[name] = to_tensor((rng.standard_normal(shape) / 8).astype(ml_dtypes.bfloat16))
         for each in trained.values():
-            each.stop_gradient = False
-        self.trained = trained
+            each.stop_gradient = not trains
+        self.trained, self.trains = trained, trains
 
     def experts(self, received: Received) -> paddle.Tensor:
         """What the experts make of tokens: products, or the tokens' rows themselves."""
@@ -111,18 +111,20 @@ class Program:
             load(self.tensors[name], array)
 
     def __call__(self) -> dict[str, paddle.Tensor]:
-        received = self.ep.dispatch(*(self.tensors[name] for name in ("x", "ids", "probs")))
+        received = self.ep.dispatch(*(self.tensors[name] for name in ("x", "ids", "probs")), copy=self.trains)
         y = self.ep.combine(self.experts(received), received)
+        if not self.trains:
+            return {"y": y, "dropped": received.dropped_slots}
         gradients = paddle.grad([y], list(self.trained.values()), [self.tensors["d_out"]])
         named = {f"d_{name}": each for name, each in zip(self.trained, gradients, strict=True)}
         return {"y": y.detach(), "dropped": received.dropped_slots, **named}
 
 
-def eager_and_replayed(experts: str, payload: str | None) -> Any:
+def eager_and_replayed(experts: str, payload: str | None, trains: bool) -> Any:
     """What each batch gives as the host calls the program, from a graph of it, and as the host calls it afterwards."""
     from paddle_moe_ops.triton._runtime import device_of
 
-    program = Program(experts, payload)
+    program = Program(experts, payload, trains)
 
     def eager() -> list[dict[str, NDArray]]:
         found = []
@@ -143,10 +145,11 @@ def eager_and_replayed(experts: str, payload: str | None) -> Any:
 
 @pytest.mark.gpu_only
 @pytest.mark.two_gpus
+@pytest.mark.parametrize("trains", [True, False], ids=["both passes", "forward"])
 @pytest.mark.parametrize("payload", [None, "fp8_1x128"], ids=["bfloat16", "float8"])
 @pytest.mark.parametrize("experts", ["rows", "moe_mlp"])
-def test_a_captured_layer_follows_the_tokens_and_experts_of_the_moment(experts, payload, num_processes):
-    ranks = run(eager_and_replayed, num_processes, experts=experts, payload=payload)
+def test_a_captured_layer_follows_the_tokens_and_experts_of_the_moment(experts, payload, trains, num_processes):
+    ranks = run(eager_and_replayed, num_processes, experts=experts, payload=payload, trains=trains)
     for rank, (nodes, before, replayed, afterwards) in enumerate(ranks):
         assert nodes > 10
         for number, expected in enumerate(before):
