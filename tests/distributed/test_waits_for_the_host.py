@@ -159,13 +159,11 @@ def kernels_of_paddle(**options: Any) -> list[str]:
         paddle.grad([y], list(layer.trained.values()), [d_out])
 
     call()
-    recorder = profiler.Profiler(targets=[profiler.ProfilerTarget.CPU])
-    recorder.start()
-    call()
-    recorder.stop()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
-        recorder.export(str(file), "json")
+        targets = [profiler.ProfilerTarget.CPU]
+        with profiler.Profiler(targets=targets, on_trace_ready=lambda made: made.export(str(file), "json")):
+            call()
         events = json.loads(file.read_text())["traceEvents"]
     names = (re.match(r"(\w+) kernel launch", each["name"]) for each in events if each.get("ph") == "X")
     return sorted({found[1] for found in names if found is not None})
