@@ -18,6 +18,12 @@ slowest one's: median microseconds of a call on the GPU, with all calls queued; 
     layer_forward    dispatch, `moe_mlp` and combine, with gradients to come
     layer            the same with the backward pass
     layer_backward   the difference
+
+With ``--timeline`` one layer call is recorded instead: for each rank when each step of routing, dispatch, products and
+combine begins and ends, forward and backward, in microseconds from a common start. Of several calls it is the one whose
+time is the median. That runs between processes on a CPU, too:
+
+    python3 -m benchmarks.expert_parallel --timeline --backend gloo --shapes trial --tokens 64 --out FILE --commit -
 """
 
 from __future__ import annotations
@@ -28,10 +34,12 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from tests.distributed import processes
 
-from .measure import SHAPES, TOKENS, measure
+from .measure import MODELS, SHAPES, TOKENS, measure
+from .timeline import timelines
 
 
 def main() -> None:
@@ -40,36 +48,62 @@ def main() -> None:
     parser.add_argument("--commit", required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backend", default="cuda_rig", choices=processes.BACKENDS)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--shapes", nargs="+", default=list(MODELS), choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a rank")
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--timeout", type=int, default=300, help="seconds for a shape")
     parser.add_argument("--no-layers", action="store_true")
+    parser.add_argument("--timeline", action="store_true", help="record the steps of a layer instead")
     arguments = parser.parse_args()
+    if arguments.backend == "gloo" and not arguments.timeline:
+        parser.error("--backend gloo needs --timeline; the other times are those of GPUs")
     processes.TIMEOUT_S = arguments.timeout
     os.environ["MALLOC_PERTURB_"] = "0"  # which takes time
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
-    machine = {"machine": True, "gpus": [each.split(", ")[0] for each in gpus], "driver": gpus[0].split(", ")[1]}
-    machine |= {"commit": arguments.commit, "date": datetime.date.today().isoformat(), "ranks": arguments.ranks}
-    lines = [machine]
+    lines = [machine(arguments.commit, arguments.ranks, arguments.backend)]
     for name in arguments.shapes:
-        of_ranks = processes.run(
-            measure,
-            arguments.ranks,
-            arguments.backend,
-            name=name,
-            tokens=arguments.tokens,
-            samples=arguments.samples,
-            layers=not arguments.no_layers,
-        )
-        shape = SHAPES[name]._asdict()
-        for each in zip(*of_ranks, strict=True):
-            slowest = max(each, key=lambda found: found["us"])
-            line = {"shape": name, "tokens": arguments.tokens, **shape, "ranks": arguments.ranks, **slowest}
-            lines.append(line)
-            print(json.dumps(line), flush=True)
+        of_shape = timeline_of(name, arguments) if arguments.timeline else times_of(name, arguments)
+        shape = {"shape": name, "tokens": arguments.tokens, **SHAPES[name]._asdict(), "ranks": arguments.ranks}
+        lines += [{**shape, **each} for each in of_shape]
         arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def machine(commit: str, ranks: int, backend: str) -> dict[str, Any]:
+    """What the first line of a result says."""
+    gpus, driver = ["CPU"] * ranks, "none"
+    if backend != "gloo":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        found = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
+        gpus, driver = [each.split(", ")[0] for each in found], found[0].split(", ")[1]
+    date = datetime.date.today().isoformat()
+    return {"machine": True, "gpus": gpus, "driver": driver, "commit": commit, "date": date, "ranks": ranks}
+
+
+def times_of(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All that is timed of a shape, each by the slowest rank."""
+    of_ranks = processes.run(
+        measure,
+        arguments.ranks,
+        arguments.backend,
+        name=name,
+        tokens=arguments.tokens,
+        samples=arguments.samples,
+        layers=not arguments.no_layers,
+    )
+    slowest = [max(each, key=lambda found: found["us"]) for each in zip(*of_ranks, strict=True)]
+    for line in slowest:
+        print(json.dumps({"shape": name, **line}), flush=True)
+    return slowest
+
+
+def timeline_of(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A line for each rank, with the steps of one call of a layer."""
+    options = {"name": name, "tokens": arguments.tokens, "samples": arguments.samples}
+    of_ranks = processes.run(timelines, arguments.ranks, arguments.backend, **options)
+    calls = sorted(zip(*of_ranks, strict=True), key=lambda call: max(steps[-1]["end_us"] for steps in call))
+    call = calls[len(calls) // 2]
+    for number, steps in enumerate(call):
+        print(f"{name}, rank {number}: {len(steps)} steps in {steps[-1]['end_us']:.0f} us", flush=True)
+    return [{"what": "timeline", "rank": number, "steps": steps} for number, steps in enumerate(call)]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -19,12 +18,12 @@ from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.expert_parallel import ExpertParallel
 from paddle_moe_ops.expert_parallel.windows import granularity, share
 
-__all__ = ["SHAPES", "TOKENS", "Shape", "measure"]
+from .streams import stream_of
+
+__all__ = ["MODELS", "SHAPES", "TOKENS", "Rank", "Shape", "measure"]
 
 TOKENS = 8192
 _BLOCK = 1 << 20  # random numbers, again and again in large tensors, which is random enough for a GPU's power
-_DELAY_BYTES = 1 << 30
-_US_OF_DELAY = 200.0  # that filling so much takes at least
 
 
 class Shape(NamedTuple):
@@ -45,57 +44,12 @@ SHAPES = {
     "mixtral": Shape(4096, 14336, 8, 2),
     "ernie-300b": Shape(8192, 3584, 64, 8),
     "dsv3": Shape(7168, 2048, 256, 8),
+    "trial": Shape(128, 64, 8, 2),  # to see that a benchmark runs
 }
+MODELS = tuple(name for name in SHAPES if name != "trial")
 
 
-class _Gpu:
-    """The stream of Paddle's kernels, through the driver."""
-
-    def __init__(self, place: Any) -> None:
-        core, self._driver = paddle.base.core, ctypes.CDLL("libcuda.so.1")
-        if place.is_gpu_place():
-            stream = core._get_current_stream(place.gpu_device_id()).cuda_stream
-        else:
-            kind = place.custom_device_type()
-            stream = core._get_current_custom_device_stream(kind, place.custom_device_id()).raw_stream
-        self._stream = ctypes.c_void_p(stream)
-        self._events = [ctypes.c_void_p(), ctypes.c_void_p()]
-        for each in self._events:
-            self._call("cuEventCreate", ctypes.byref(each), 0)
-        self._delay = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(self._delay), ctypes.c_size_t(_DELAY_BYTES))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._driver, name)(*arguments)
-        if status:
-            raise RuntimeError(f"{name} answered {status}")
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        self._call(
-            "cuMemcpyDtoDAsync_v2",
-            ctypes.c_uint64(target),
-            ctypes.c_uint64(source),
-            ctypes.c_size_t(size),
-            self._stream,
-        )
-
-    def delay(self, microseconds: float) -> None:
-        """Keep the GPU busy, so that what follows is queued before it begins."""
-        for _ in range(int(microseconds / _US_OF_DELAY) + 1):
-            self._call("cuMemsetD8Async", self._delay, 0, ctypes.c_size_t(_DELAY_BYTES), self._stream)
-
-    def mark(self, which: int) -> None:
-        self._call("cuEventRecord", self._events[which], self._stream)
-
-    def microseconds(self) -> float:
-        """Between the marks 0 and 1."""
-        found = ctypes.c_float()
-        self._call("cuEventSynchronize", self._events[1])
-        self._call("cuEventElapsedTime", ctypes.byref(found), *self._events)
-        return found.value * 1000
-
-
-class _Rank:
+class Rank:
     """What one rank times."""
 
     def __init__(self, name: str, tokens: int, samples: int) -> None:
@@ -107,7 +61,7 @@ class _Rank:
         self.host_ids = np.argpartition(scores, shape.topk, 1)[:, : shape.topk].astype(np.int32)
         self.ids = to_tensor(self.host_ids)
         self.probs = to_tensor(np.full((tokens, shape.topk), 1 / shape.topk, np.float32))
-        self.gpu = _Gpu(self.ids.place)
+        self.stream = stream_of(self.ids.place)
         self.x = self.random([tokens, shape.hidden], 1.0)
         self.sent = [int((self.host_ids // self.experts == other).any(1).sum()) for other in range(ranks)]
         self.crossing = self._bytes(self.sent)
@@ -129,9 +83,9 @@ class _Rank:
         total, at = 2 * out.size, 0
         while at < total:
             part = min(total - at, 2 * _BLOCK if at == 0 else at)
-            self.gpu.copy(out.data_ptr() + at, source.data_ptr() if at == 0 else out.data_ptr(), part)
+            self.stream.copy(out.data_ptr() + at, source.data_ptr() if at == 0 else out.data_ptr(), part)
             at += part
-        paddle.device.synchronize()
+        self.stream.finish()
         return out
 
     def timed(self, what: str, call: Callable[[], Any], crossing: int, times: int = 10, **more: Any) -> dict[str, Any]:
@@ -140,22 +94,21 @@ class _Rank:
             call()
         gpu, host = [], []
         for _ in range(self.samples):
-            paddle.device.synchronize()
+            self.stream.finish()
             paddle.distributed.all_reduce(self.one)
-            paddle.device.synchronize()
+            self.stream.finish()
             begin = time.perf_counter()
             for _ in range(times):
                 call()
             queued = time.perf_counter() - begin
-            paddle.device.synchronize()
+            self.stream.finish()
             host.append((time.perf_counter() - begin) / times * 1e6)
-            self.gpu.delay(1.5e6 * queued + 2000)
-            paddle.distributed.all_reduce(self.one)  # the ranks begin together
-            self.gpu.mark(0)
+            self.start_together(queued)
+            begin_mark = self.stream.mark()
             for _ in range(times):
                 call()
-            self.gpu.mark(1)
-            gpu.append(self.gpu.microseconds() / times)
+            (between,) = self.stream.microseconds(begin_mark, [self.stream.mark()])
+            gpu.append(between / times)
         made = {"what": what, "us": statistics.median(gpu), "min_us": min(gpu), "eager_us": statistics.median(host)}
         self.found.append({**made, "bytes": crossing, **more})
         return self.found[-1]
@@ -170,7 +123,7 @@ class _Rank:
 
         def copy() -> None:
             for at in range(0, self.crossing, whole):
-                self.gpu.copy(target + at, self.x.data_ptr(), min(whole, self.crossing - at))
+                self.stream.copy(target + at, self.x.data_ptr(), min(whole, self.crossing - at))
 
         self.timed("p2p_copy", copy, self.crossing)
 
@@ -216,15 +169,27 @@ class _Rank:
         exchange_tokens = lambda: exchange(here, there, self.sent, received)  # noqa: E731
         self.timed("alltoall_single", exchange_tokens, self.crossing, transport="alltoall")
 
-    def layer(self, ep: ExpertParallel) -> None:
-        """Dispatch, experts and combine, with the gradients of all that is trained."""
-        shape, how = self.shape, {"transport": "peer", "combine": "reduced"}
+    def trained(self) -> list[Any]:
+        """x, probs, and the matrices of this rank's experts, all of which want gradients."""
+        shape = self.shape
         gate_up = self.random([self.experts, shape.hidden, 2 * shape.inner], shape.hidden**-0.5)
         down = self.random([self.experts, shape.inner, shape.hidden], shape.inner**-0.5)
-        d_out = self.random([self.tokens, shape.hidden], 1.0)
         trained = [self.x, self.probs, gate_up, down]
         for each in trained:
             each.stop_gradient = False
+        return trained
+
+    def start_together(self, queued: float) -> None:
+        """Let the ranks begin what follows at the same time, and after the host has queued it, which takes seconds."""
+        self.stream.delay(1.5e6 * queued + 2000)
+        paddle.distributed.all_reduce(self.one)
+
+    def layer(self, ep: ExpertParallel) -> None:
+        """Dispatch, experts and combine, with the gradients of all that is trained."""
+        how = {"transport": "peer", "combine": "reduced"}
+        trained = self.trained()
+        gate_up, down = trained[2:]
+        d_out = self.random([self.tokens, self.shape.hidden], 1.0)
 
         def forward() -> Any:
             got = ep.dispatch(self.x, self.ids, self.probs)
@@ -233,7 +198,7 @@ class _Rank:
         def both() -> None:
             paddle.grad([forward()], trained, [d_out])
 
-        flops = shape.flops(self.tokens)
+        flops = self.shape.flops(self.tokens)
         there = self.timed("layer_forward", forward, 2 * self.crossing, 3, **how)
         there["tflops"] = flops / there["us"] / 1e6
         whole = self.timed("layer", both, 4 * self.crossing, 3, **how)
@@ -246,7 +211,7 @@ class _Rank:
 
 def measure(name: str, tokens: int, samples: int, layers: bool) -> list[dict[str, Any]]:
     """On one rank: all that is timed."""
-    rank = _Rank(name, tokens, samples)
+    rank = Rank(name, tokens, samples)
     ep = ExpertParallel(rank.shape.experts, rank.group, combine="reduced", tokens_per_rank=tokens, transport="peer")
     rank.copies()
     with paddle.no_grad():

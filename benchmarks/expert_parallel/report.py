@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/expert_parallel_performance.md from ``benchmarks/results/*-expert-parallel.jsonl``.
 
+If there are ``*-expert-parallel-timeline.jsonl``, the newest of them becomes a section and a picture.
+
 python3 -m benchmarks.expert_parallel.report
 """
 
@@ -10,6 +12,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+from .timeline_report import PICTURE, Recorded, picture, section
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "benchmarks/results", ROOT / "docs/expert_parallel_performance.md"
@@ -71,5 +75,16 @@ def page(paths: list[Path]) -> str:
     return text
 
 
+def main(results: Path = RESULTS, target: Path = PAGE) -> None:
+    """Write the page, and the picture if a timeline was recorded."""
+    text = page(sorted(results.glob("*-expert-parallel.jsonl")))
+    recorded = [Recorded.of(path) for path in sorted(results.glob("*-expert-parallel-timeline.jsonl"))]
+    if recorded:
+        newest = max(recorded, key=lambda each: each.machine["date"])
+        text += section(newest)
+        target.with_name(PICTURE).write_text(picture(newest), encoding="utf-8")
+    target.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(sorted(RESULTS.glob("*-expert-parallel.jsonl"))), encoding="utf-8")
+    main()

@@ -68,7 +68,8 @@ class MoELayer(nn.Layer):
     Attributes:
         tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU an
             int32 tensor [E]. With a group those of this rank's tokens: add up the ranks' before the update.
-        dropped_slots: slots dropped for the capacity, an int32 tensor [1]; 0 without a capacity factor.
+        dropped_slots: slots dropped for the capacity or for ``tokens_per_rank``, an int32 tensor [1]; 0 without either.
+            With a group those of this rank's tokens.
         aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts where the
             scoring is ``"sigmoid"``; None before the first pass. It is computed when it is read.
         z_loss: `router_z_loss` of the router's logits; None before the first pass. It is computed when it is read.
@@ -112,8 +113,13 @@ class MoELayer(nn.Layer):
         travels |= {"transport": transport, "timeout": timeout}
         if group is not None:  # before a check that fails on one rank makes the others wait for it
             group = group_of(name, group)
-            settings = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
-            settings |= {"topk": topk, "num_shared_experts": num_shared_experts}
+            settings: dict[str, Any] = {"hidden_size": hidden_size, "num_experts": num_experts}
+            settings |= {"intermediate_size": intermediate_size}
+            settings |= {"topk": topk, "num_shared_experts": num_shared_experts, "scoring": scoring}
+            settings |= {"correction_bias": correction_bias, "norm_topk_prob": norm_topk_prob}
+            settings |= {"num_groups": num_groups, "topk_groups": topk_groups, "scores_per_group": scores_per_group}
+            settings |= {"scaling_factor": scaling_factor, "capacity_factor": capacity_factor}
+            settings |= {"accumulate": accumulate, "activation": activation, "expert_bias": expert_bias}
             agree(name, group, settings | travels)
         _checks.flag(name, "expert_bias", expert_bias)
         num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
@@ -161,7 +167,7 @@ class MoELayer(nn.Layer):
 
     @property
     def dropped_slots(self) -> int | Tensor | None:
-        if self._last is None or self.router.capacity_factor is None:
+        if self._last is None or not self._may_drop():
             return 0
         last = self._last_pass()
         return None if last is None else last[1]
@@ -205,10 +211,15 @@ class MoELayer(nn.Layer):
         self._last = _Traced(last) if is_graph_value(load) else last
         if in_sot():  # tracing reads a property off the layer as it is, which tells of the pass before
             self.tokens_per_expert = load  # type: ignore[misc]
-            self.dropped_slots = 0 if self.router.capacity_factor is None else dropped  # type: ignore[misc]
+            self.dropped_slots = dropped if self._may_drop() else 0  # type: ignore[misc]
             self.aux_loss = loss_of_load(scores, load, self.router.scoring == "sigmoid")  # type: ignore[misc]
             self.z_loss = router_z_loss(logits)  # type: ignore[misc]
         return with_shape_of(out, x)
+
+    def _may_drop(self) -> bool:
+        """Whether something limits the number of slots."""
+        has_room_for_all = self.parallel is None or self.parallel.tokens_per_rank is None
+        return self.router.capacity_factor is not None or not has_room_for_all
 
     def _last_pass(self) -> tuple[Tensor, ...] | None:
         """What the last forward pass left, unless it belongs to a program that is finished."""

@@ -19,7 +19,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "num_processes" in metafunc.fixturenames:
         gpus = metafunc.config.getoption("--gpus")
         on_gpus = metafunc.config.getoption("--device") != "cpu"
-        metafunc.parametrize("num_processes", [gpus] if on_gpus else [2, 4], scope="module")
+        sizes = [gpus] if on_gpus else [2, 4]
+        metafunc.parametrize("num_processes", sizes, ids=[processes.WORDS[size] for size in sizes], scope="module")
 
 
 @pytest.fixture(scope="session")

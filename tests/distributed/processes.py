@@ -27,6 +27,7 @@ from typing import Any
 
 from tests.distributed import stub_device
 
+WORDS = {2: "two", 3: "three", 4: "four", 8: "eight"}  # how tests say how many processes they need
 BACKENDS = ("gloo", "stub", "cuda_rig")
 default_backend = "gloo"  # conftest.py makes it that of the device under test
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,6 +24,7 @@ SPLITS = {
     "one sends nothing": np.array([[3, 1, 2, 2], [0, 0, 0, 0], [4, 1, 0, 2], [2, 2, 5, 1]]),
     "nothing at all": np.zeros((4, 4), np.int64),
 }
+SPLITS = {name: np.tile(splits, (2, 2)) for name, splits in SPLITS.items()}  # for up to 8 ranks
 
 
 def values(rank: int, rows: int, dtype: str) -> NDArray:

@@ -38,6 +38,13 @@ FOUR = [
     Problem((2, 3, 4, 5), 4, 4, 7, "half none"),
     Problem((7, 0, 0, 0), 12, 5, 16, "one expert"),
 ]
+EIGHT = [
+    Problem((1, 0, 9, 3, 0, 0, 14, 2), 16, 4, 24, dtype="bfloat16"),
+    Problem((2, 3, 4, 5, 1, 2, 3, 4), 8, 8, 7, "half none"),
+    Problem((0, 0, 0, 0, 0, 11, 0, 0), 24, 5, 16, "one expert", "float16"),
+    Problem((0, 2, 0, 0, 1, 0, 0, 4), 8, 1, 7, "none"),
+    Problem((5, 1, 0, 2, 3, 0, 7, 1), 16, 6, 200, float8="fp8_1x128"),
+]
 
 
 def made(problem: Problem, combine: str) -> ExpertParallel:
@@ -72,7 +79,10 @@ def reduced(problem: Problem, rank: int) -> dict[str, Any]:
 
 
 # Of the module's scope, so that tests of one number of processes follow each other: a start takes seconds.
-OF_RANKS = pytest.mark.parametrize("problems", [TWO, FOUR], ids=["two", "four"], scope="module")
+MANY = pytest.param(EIGHT, marks=pytest.mark.slow, id="eight")
+OF_RANKS = pytest.mark.parametrize(
+    "problems", [pytest.param(TWO, id="two"), pytest.param(FOUR, id="four"), MANY], scope="module"
+)
 PROGRAMS = {"exact": exact, "reduced": reduced}
 
 
@@ -150,16 +160,16 @@ def test_windows_that_are_used_again_hold_nothing_of_the_last_time(problems):
         check(program, [first, first._replace(routing="half none"), first._replace(routing="none"), first] * 2)
 
 
-def with_a_trained_router(combine: str) -> NDArray:
+def with_a_trained_router(combine: str, **options: Any) -> NDArray:
     """The gradient of a router whose ids and probabilities come from `paddle.topk`."""
     rank = paddle.distributed.get_rank()
     rng = np.random.default_rng(11)
-    x, router = (rng.standard_normal(shape).astype(np.float32) for shape in ([20, 6], [6, 4]))
+    x, router = (rng.standard_normal(shape).astype(np.float32) for shape in ([20, 8], [8, 4]))
     mine = paddle.to_tensor(x[rank * 12 : 12 + rank * 8])
     weight = paddle.to_tensor(router, stop_gradient=False)
     mine.stop_gradient = False
     probs, ids = paddle.topk(paddle.nn.functional.softmax(paddle.matmul(mine, weight)), 2)
-    ep = ExpertParallel(4, combine=combine)
+    ep = ExpertParallel(4, combine=combine, **options)
     received = ep.dispatch(mine, ids, probs)
     if combine == "exact":
         out = scaled(received.rows, received.plan.row_to_expert + ep.first_expert)
@@ -170,16 +180,17 @@ def with_a_trained_router(combine: str) -> NDArray:
     return weight.grad.numpy()
 
 
+@pytest.mark.parametrize("options", [{}, {"transport": "peer", "tokens_per_rank": 12}], ids=["exchanged", "peers"])
 @pytest.mark.parametrize("combine", ["exact", "reduced"])
-def test_a_router_from_topk_is_trained(combine):
+def test_a_router_from_topk_is_trained(combine, options):
     rng = np.random.default_rng(11)
-    x, weight = (paddle.to_tensor(rng.standard_normal(shape).astype(np.float32)) for shape in ([20, 6], [6, 4]))
+    x, weight = (paddle.to_tensor(rng.standard_normal(shape).astype(np.float32)) for shape in ([20, 8], [8, 4]))
     weight.stop_gradient = False
     scores = paddle.nn.functional.softmax(paddle.matmul(x, weight))
     probs, ids = paddle.topk(scores, 2)
     dense = paddle.zeros_like(scores).put_along_axis(ids, probs, 1)  # the dense formulation: every expert is a factor
     factors = paddle.arange(4, dtype="float32") / 4 + 1
     (x * paddle.matmul(dense, factors.unsqueeze(-1))).square().sum().backward()
-    got = sum(run(with_a_trained_router, 2, combine=combine))
+    got = sum(run(with_a_trained_router, 2, combine=combine, **options))
     np.testing.assert_allclose(got, weight.grad.numpy(), rtol=1e-4, atol=1e-5)
     assert np.abs(got).max() > 0.1

@@ -34,6 +34,19 @@ def inputs(rank: int) -> tuple[paddle.Tensor, ...]:
     return x, ids, probs
 
 
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "scoring": ("softmax", "sigmoid"),
+    "correction_bias": (True, False),
+    "norm_topk_prob": (True, False),
+    "scaling_factor": (1.0, 2.5),
+    "capacity_factor": (None, 1.25),
+    "activation": ("swiglu", "geglu"),
+    "expert_bias": (False, True),
+    "accumulate": (False, True),
+    "payload": (None, "fp8_1x128"),
+}
+
+
 def different_arguments() -> list[str]:
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
     return [
@@ -43,6 +56,10 @@ def different_arguments() -> list[str]:
         caught(lambda: MoELayer(2, 3, 4, 1 + rank, group=group)),
         caught(lambda: MoELayer(2, 3, 4, 1, group=group, transport=("auto", "gloo")[rank])),
         caught(lambda: MoELayer(2, 3, 4, 1, group=group, combine="sum")),
+        *(
+            caught(lambda name=name, values=values: MoELayer(2, 3, 4, 1, group=group, **{name: values[rank]}))
+            for name, values in UNLIKE.items()
+        ),
     ]
 
 
@@ -55,6 +72,10 @@ def test_different_arguments_raise_on_every_rank():
         f"ValueError: MoELayer: topk must be {same} 1 on rank 0, 2 on rank 1",
         f"ValueError: MoELayer: transport must be {same} 'auto' on rank 0, 'gloo' on rank 1",
         "ValueError: MoELayer: combine must be one of 'exact', 'reduced', but got 'sum'",
+        *(
+            f"ValueError: MoELayer: {name} must be {same} {a!r} on rank 0, {b!r} on rank 1"
+            for name, (a, b) in UNLIKE.items()
+        ),
     ]
     assert run(different_arguments, 2) == [expected, expected]
 

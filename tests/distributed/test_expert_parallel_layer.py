@@ -36,11 +36,11 @@ BATCHES = {(5, 11): "uneven", (16, 0): "one without tokens", (8, 8): "even"}
 class Net(nn.Layer):
     """A small model with an expert layer between dense ones."""
 
-    def __init__(self, group: Any = None, *, recomputes: bool = False, **options: Any) -> None:
+    def __init__(self, group: Any = None, *, recomputes: bool = False, experts: int = SIZES[2], **options: Any) -> None:
         super().__init__()
         self.first, self.moe, self.last = (
             nn.Linear(HIDDEN, HIDDEN),
-            MoELayer(*SIZES, group=group, **options),
+            MoELayer(*SIZES[:2], experts, SIZES[3], group=group, **options),
             nn.Linear(HIDDEN, 3),
         )
         self.recomputes = recomputes
@@ -151,10 +151,10 @@ def test_main_gradients_are_averaged():
             assert np.abs(got).max() > 0
 
 
-def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...]) -> tuple[Any, Any]:
+def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...], experts: int) -> tuple[Any, Any]:
     """What a model gives that loads a whole state, and the state that it gathers."""
     group, rank = paddle.distributed.get_group(0), paddle.distributed.get_rank()
-    net = Net(group)
+    net = Net(group, experts=experts)
     whole = {name: paddle.to_tensor(value) for name, value in state.items()}
     net.set_state_dict(shard_state_dict(whole, net, group))
     with paddle.no_grad():
@@ -162,11 +162,11 @@ def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...]) -> tup
     return out.numpy(), arrays(gather_state_dict(net, group))
 
 
-def assert_a_checkpoint_fits(tokens):
+def assert_a_checkpoint_fits(tokens, experts=SIZES[2]):
     paddle.seed(3)
-    net = Net()
+    net = Net(experts=experts)
     whole = arrays(net.state_dict())
-    of_ranks = run(loaded_over_ranks, len(tokens), state=whole, tokens=tokens)
+    of_ranks = run(loaded_over_ranks, len(tokens), state=whole, tokens=tokens, experts=experts)
     for _, state in of_ranks:
         assert state.keys() == whole.keys()
         for name, value in whole.items():
@@ -266,6 +266,35 @@ def test_capacity_counts_the_tokens_of_a_rank(options):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def with_room_for_few(room: int, **options: Any) -> Any:
+    """Outputs with room for few tokens and for all, slots that should be dropped, and those that the layer counts."""
+    rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+    layer = MoELayer(*SIZES, group=group, combine="reduced", tokens_per_rank=room, **options)
+    whole = MoELayer(*SIZES)
+    whole.set_state_dict(gather_state_dict(layer, group))
+    x = batch((13, 4), rank, 0)[0]
+    before = layer.dropped_slots
+    out, expected, dropped = layer(x), whole(x), layer.dropped_slots
+    out.square().sum().backward()
+    goes = layer.router(x)[0].numpy() // layer.experts.num_experts == np.arange(2).reshape(2, 1, 1)
+    late = goes.any(2).cumsum(1) > room  # by rank and token
+    lost = (late[..., None] & goes).any(0)  # by token and slot
+    return before, dropped.tolist(), lost, out.numpy(), expected.numpy()
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "peer"}], ids=["exchanged", "peers"])
+def test_a_layer_counts_the_slots_that_found_no_room(options):
+    for room in (3, 13):
+        ranks = run(with_room_for_few, 2, room=room, **options)
+        assert (sum(lost.sum() for _, _, lost, _, _ in ranks) > 0) == (room == 3)
+        for before, dropped, lost, out, expected in ranks:
+            assert before == 0
+            assert dropped == [lost.sum()]
+            complete = ~lost.any(1)
+            np.testing.assert_allclose(out[complete], expected[complete], rtol=1e-5, atol=1e-6)
+            assert (np.abs(out - expected).max(1)[~complete] > 1e-4).all()
+
+
 @pytest.mark.parametrize("options", [{}, {"tokens_per_rank": 13, "transport": "peer"}], ids=["exchanged", "peer"])
 def test_tokens_that_travel_as_float8_change_little(options):
     options = {"payload": "fp8_1x128", **options}
@@ -274,16 +303,15 @@ def test_tokens_that_travel_as_float8_change_little(options):
         assert not np.array_equal(got, expected)
 
 
-def in_mixed_precision() -> Any:
-    """Losses under AMP, of a model and of a copy of it; then its layer runs in bfloat16."""
+def in_bfloat16() -> Any:
+    """Losses of a model and of a copy of it; then its layer runs in bfloat16."""
     paddle.seed(2)
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
     net = Net(group, combine="reduced")
     x, y = batch((8, 8), rank, 0)
     losses = []
     for model in (net, copy.deepcopy(net)):
-        with paddle.amp.auto_cast(dtype="bfloat16"):
-            loss = (model(x).astype("float32") - y).square().mean()
+        loss = (model(x) - y).square().mean()
         loss.backward()
         losses.append(float(loss))
         assert all(np.isfinite(each.grad.numpy()).all() for each in model.parameters() if not each.stop_gradient)
@@ -298,21 +326,35 @@ def in_mixed_precision() -> Any:
     return losses
 
 
-def test_mixed_precision_copies_and_bfloat16():
-    for loss, of_copy in run(in_mixed_precision, 2):
+def test_copies_and_bfloat16():
+    for loss, of_copy in run(in_bfloat16, 2):
         assert loss == of_copy
 
 
 # The tests of four processes follow each other, since a start takes seconds.
 
 
+MANY = [
+    pytest.param((3, 4, 0, 9), id="four"),
+    pytest.param((3, 0, 1, 4, 0, 2, 6, 0), id="eight", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("tokens", MANY)
+@pytest.mark.parametrize("through_peers", [False, True], ids=["exchanged", "peers"])
 @pytest.mark.parametrize("combine", ["exact", "reduced"])
-def test_training_over_four_ranks_is_that_of_one_process(combine):
-    assert_like_one_process((3, 4, 0, 9), combine=combine)
+def test_training_over_many_ranks_is_that_of_one_process(combine, through_peers, tokens):
+    options = {"tokens_per_rank": max(tokens), "transport": "peer"} if through_peers else {}
+    assert_like_one_process(tokens, combine=combine, experts=8, **options)
 
 
 def test_a_checkpoint_of_one_process_fits_four_and_comes_back():
     assert_a_checkpoint_fits((1, 2, 3, 10))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_process_fits_eight_and_comes_back():
+    assert_a_checkpoint_fits((1, 2, 0, 3, 0, 4, 1, 5), experts=8)
 
 
 def two_groups() -> NDArray:

@@ -72,9 +72,10 @@ def dispatch(ep: ExpertParallel) -> Any:
     return ep.dispatch(x, ids, probs)
 
 
-def missing(rank: int, how: str, call: str, stands_in: bool) -> str:
+def missing(rank: int, how: str, call: str, backend: str) -> str:
     """What is raised on this rank by a call to which one rank does not come, after one to which all do."""
-    if stands_in:
+    transport = backend if backend in ("alltoall", "peer") else "auto"
+    if backend in ("alltoall", "stub"):
         stand_in_for_nccl()
     me, size = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
     calls: dict[str, Callable[[], Any]] = {}
@@ -82,9 +83,9 @@ def missing(rank: int, how: str, call: str, stands_in: bool) -> str:
         average_gradients([parameter([2])])
         calls[call] = lambda: average_gradients([parameter([2])], timeout=TIMEOUT_S)
     else:
-        transport = "alltoall" if stands_in else "auto"
-        dispatch(ExpertParallel(12, transport=transport))
-        ep = ExpertParallel(12, transport=transport, timeout=TIMEOUT_S)
+        options = {"transport": transport} | ({"tokens_per_rank": 2} if transport == "peer" else {})
+        dispatch(ExpertParallel(24, **options))
+        ep = ExpertParallel(24, timeout=TIMEOUT_S, **options)
         received = dispatch(ep)
         calls = {"dispatch": lambda: dispatch(ep), "combine": lambda: ep.combine(received.rows, received)}
     if me != rank:
@@ -106,18 +107,20 @@ def wait_for_others(count: int) -> None:
         time.sleep(0.05)
 
 
-def texts_of(backend: str, **arguments: Any) -> list[str]:
+def texts_of(backend: str, size: int | None = None, **arguments: Any) -> list[str]:
     """What each rank of new processes, which end thereafter, gave; or the lines of what they raised.
 
     Args:
-        backend: of `run`, or "alltoall": what stands in for NCCL over gloo.
+        backend: of `run`, or "alltoall": what stands in for NCCL over gloo, or "peer".
+        size: how many processes; None: what tests take that say no number.
         **arguments: of `missing`.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "GRACE_S", GRACE_S)
-        ranks = Processes(size_with(backend), "gloo" if backend == "alltoall" else backend)
+        between = "gloo" if backend in ("alltoall", "peer") else backend
+        ranks = Processes(size or size_with(backend), between)
         try:
-            return ranks.call(missing, {**arguments, "stands_in": backend in ("alltoall", "stub")})
+            return ranks.call(missing, {**arguments, "backend": backend})
         except RuntimeError as failed:
             return str(failed).splitlines()
         finally:
@@ -139,8 +142,8 @@ def no_others() -> None:
     processes.stop()  # most tests here make their own
 
 
-def expected(function: str, backend: str) -> list[str]:
-    ranks = list(range(size_with(backend)))
+def expected(function: str, size: int) -> list[str]:
+    ranks = list(range(size))
     which = f"for ranks {ranks[-1:]} of {ranks}, which did not come: they ended, hang or do something else"
     return [f"RuntimeError: {function}: rank {rank} waited {TIMEOUT_S:g} s {which}" for rank in ranks[:-1]]
 
@@ -148,23 +151,46 @@ def expected(function: str, backend: str) -> list[str]:
 @pytest.mark.cpu_only
 def test_a_dispatch_over_gloo_names_the_rank_that_hangs():
     texts = texts_of("gloo", rank=2, how="hangs", call="dispatch")
-    assert texts == [*expected("ExpertParallel.dispatch", "gloo"), "did not come"]
+    assert texts == [*expected("ExpertParallel.dispatch", 3), "did not come"]
+
+
+MANY = pytest.mark.parametrize("size", [4, 8], ids=["four", "eight"])
+
+
+@pytest.mark.slow
+@MANY
+def test_of_many_ranks_a_dispatch_names_the_one_that_hangs(size, nccl):
+    backends = [nccl] if nccl == "cuda_rig" else ["gloo", nccl]
+    for backend in backends:
+        texts = texts_of(backend, size, rank=size - 1, how="hangs", call="dispatch")
+        assert texts == [*expected("ExpertParallel.dispatch", size), "did not come"]
+
+
+@pytest.mark.slow
+@MANY
+@pytest.mark.cpu_only  # on a GPU a kernel fails, which ends what the process can do
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_of_many_ranks_that_share_memory_each_names_the_one_that_ended(size, call):
+    texts = texts_of("peer", size, rank=1, how="ended", call=call)
+    assert "rank 1 died: exit code 3" in texts
+    told = [text for text in texts if text.startswith("AssertionError: ")]
+    assert told == ["AssertionError: RuntimeError: ExpertParallel: rank 1 of the group did not answer"] * (size - 1)
 
 
 def test_a_dispatch_names_the_rank_that_raised(nccl):
     texts = texts_of(nccl, rank=size_with(nccl) - 1, how="raised", call="dispatch")
-    assert texts == [*expected("ExpertParallel.dispatch", nccl), "did not come"]
+    assert texts == [*expected("ExpertParallel.dispatch", size_with(nccl)), "did not come"]
 
 
 def test_average_gradients_names_the_rank_that_hangs(custom_backend):
     texts = texts_of(custom_backend, rank=size_with(custom_backend) - 1, how="hangs", call="average_gradients")
-    assert texts == [*expected("average_gradients", custom_backend), "did not come"]
+    assert texts == [*expected("average_gradients", size_with(custom_backend)), "did not come"]
 
 
 @pytest.mark.cpu_only
 def test_a_combine_over_gloo_names_the_rank_that_hangs():
     texts = texts_of("gloo", rank=2, how="hangs", call="combine")
-    assert texts == [*expected("ExpertParallel", "gloo"), "did not come"]
+    assert texts == [*expected("ExpertParallel", 3), "did not come"]
 
 
 def test_a_dispatch_names_the_rank_that_ended(nccl):
@@ -172,7 +198,7 @@ def test_a_dispatch_names_the_rank_that_ended(nccl):
     last = size_with(nccl) - 1
     texts = texts_of(nccl, rank=last, how="ended", call="dispatch")
     assert f"rank {last} died: exit code 3" in texts
-    for text in expected("ExpertParallel.dispatch", nccl):
+    for text in expected("ExpertParallel.dispatch", size_with(nccl)):
         assert f"AssertionError: {text}" in texts
 
 

@@ -17,7 +17,7 @@ from paddle_moe_ops.expert_parallel.transports import AllToAll, Alone, Scatters,
 from paddle_moe_ops.expert_parallel.windows import granularity, share
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
-from .processes import run
+from .processes import WORDS, run
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8"]
 SHAPES = [(3,), (2, 2), (1,), (0,)]  # of a line
@@ -25,7 +25,9 @@ COUNTS = {
     2: np.array([[2, 5], [0, 1]]),
     3: np.array([[0, 0, 0], [4, 0, 63], [1, 1, 1]]),
     4: np.zeros((4, 4), np.int64),
+    8: np.where(np.arange(64) % 3 == 1, np.arange(64), 0).reshape(8, 8),
 }
+SIZES_OF_GROUPS = [pytest.param(size, id=WORDS[size], marks=[pytest.mark.slow] * (size == 8)) for size in COUNTS]
 
 
 def lines(source: int, target: int, count: int, shape: tuple[int, ...]) -> NDArray:
@@ -47,7 +49,7 @@ def exchanged(counts: NDArray) -> list[NDArray]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "custom"])
-@pytest.mark.parametrize("size", COUNTS, ids=["two", "three", "four"])
+@pytest.mark.parametrize("size", SIZES_OF_GROUPS)
 def test_lines_arrive_in_the_order_of_ranks(size, backend, custom_backend):
     counts = COUNTS[size]
     ranks = run(exchanged, size, backend=backend if backend == "gloo" else custom_backend, counts=counts)

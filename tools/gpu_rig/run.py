@@ -54,12 +54,14 @@ SUITES = {
         f"--device={DEVICE}",
         "--gpus=2",
         "-k",
-        "not three and not four and not ended",
+        "not three and not four and not eight and not ended",
     ],
+    "distributed_four": ["tests/distributed", f"--device={DEVICE}", "--gpus=4", "-m", "", "-k", "four and not ended"],
+    "distributed_eight": ["tests/distributed", f"--device={DEVICE}", "--gpus=8", "-m", "", "-k", "eight and not ended"],
     "place_two_gpus": ["tests/gpuplace/test_two_gpus.py", "--device=gpu:0", "--gpus=2"],
 }
 # Those that run on Paddle with the plug-in, and on Paddle 2.6.2.
-RIG_SUITES = ("ops", "scenarios", "triton", "two_gpus", "distributed")
+RIG_SUITES = ("ops", "scenarios", "triton", "two_gpus", "distributed", "distributed_four", "distributed_eight")
 PLACE_SUITES = ("place", "place_two_gpus")
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 

@@ -1,0 +1,126 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The page about experts on several GPUs, and the picture of a layer's steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.expert_parallel import report
+from benchmarks.expert_parallel.timeline_report import PICTURE, Recorded, picture, section
+
+SVG = "{http://www.w3.org/2000/svg}"
+MACHINE = {
+    "machine": True,
+    "gpus": ["NVIDIA H200"] * 2,
+    "driver": "1",
+    "commit": "abc",
+    "date": "2026-11-24",
+    "ranks": 2,
+}
+
+
+def steps(slower=0.0):
+    """Of one rank: each 100 us, and 10 us between them."""
+    names = [
+        ("forward", "routing", "own tokens"),
+        ("forward", "dispatch", "write"),
+        ("forward", "dispatch", "wait"),
+        ("forward", "products", "products"),
+        ("forward", "combine", "write"),
+        ("backward", "combine", "write"),
+        ("backward", "products", "products"),
+        ("backward", "dispatch", "sum"),
+    ]
+    made, now = [], 10.0
+    for passing, stage, step in names:
+        end = now + 100 + slower
+        made.append({"pass": passing, "stage": stage, "step": step, "begin_us": now, "end_us": end})
+        now = end + 10
+    return made
+
+
+def lines(shapes=("dsv3",), **machine):
+    ranks = [
+        {"shape": shape, "tokens": 8192, "ranks": 2, "what": "timeline", "rank": rank, "steps": steps(20.0 * rank)}
+        for shape in shapes
+        for rank in (0, 1)
+    ]
+    return [{**MACHINE, **machine}, *ranks]
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    def write(name="a", **options):
+        path = tmp_path / f"{name}-expert-parallel-timeline.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines(**options)))
+        return Recorded.of(path)
+
+    return write
+
+
+def test_the_table_has_the_slowest_ranks_times_and_what_it_waited(recorded):
+    rows = [line.strip("| ").split(" | ") for line in section(recorded()).splitlines() if line.startswith("| dsv3")]
+    # forward: five steps of 120 us, which end at 650; backward: three
+    assert rows[0] == ["dsv3", "forward", "120", "240 (120)", "120", "120", "50", "650", "55 %"]
+    assert rows[1] == ["dsv3", "backward", "0", "120", "120", "120", "30", "390", "62 %"]
+
+
+def test_the_picture_has_a_lane_for_each_rank_and_a_bar_for_each_step(recorded):
+    svg = ElementTree.fromstring(picture(recorded(shapes=("dsv3", "mixtral"))))
+    texts = [each.text for each in svg.iter(f"{SVG}text")]
+    assert [text for text in texts if "tokens a rank" in text] == [
+        f"{shape}, 8192 tokens a rank: forward and backward" for shape in ("dsv3", "mixtral")
+    ]
+    bars = [each for each in svg.iter(f"{SVG}rect") if each.find(f"{SVG}title") is not None]
+    enlarged = 3 + 3 + 1  # until the slower rank's products begin; those of the other one have begun
+    assert len(bars) == 2 * (2 * len(steps()) + enlarged)
+    assert sum(bar.get("class") == "dispatch wait" for bar in bars) == 2 * 4
+    width, height = (float(svg.get(key)) for key in ("width", "height"))
+    for bar in bars:
+        x, y, across, up = (float(bar.get(key)) for key in ("x", "y", "width", "height"))
+        assert 82 <= x <= x + across <= width - 19
+        assert 0 < y < y + up < height
+
+
+def test_bars_are_in_proportion_to_times(recorded):
+    svg = ElementTree.fromstring(picture(recorded()))
+    bars = {each.find(f"{SVG}title").text: each for each in svg.iter(f"{SVG}rect") if len(each)}
+    first, last = (bars[f"{name}: 120 us"] for name in ("forward, routing, own tokens", "backward, dispatch, sum"))
+    assert float(last.get("x")) + float(last.get("width")) == pytest.approx(740, abs=0.2)  # the call ends there
+    whole = steps(20.0)[-1]["end_us"]
+    assert float(bars["backward, products, products: 120 us"].get("width")) == pytest.approx(658 * 120 / whole, abs=0.1)
+    assert float(first.get("x")) < float(last.get("x"))
+
+
+def test_colours_follow_the_readers(recorded):
+    style = picture(recorded()).partition("</style>")[0]
+    light, dark = (set(re.findall(r"--([\w-]+): #\w{6};", part)) for part in style.split("@media"))
+    assert light == dark
+    assert {"card", "ink", "routing", "dispatch", "products", "combine", "wait"} <= light
+
+
+def test_the_newest_recording_is_drawn_and_without_one_there_is_no_section(tmp_path, recorded):
+    target = tmp_path / "page.md"
+    report.main(tmp_path, target)
+    assert "Where the time" not in target.read_text()
+    assert not (tmp_path / PICTURE).exists()
+    recorded("z", date="2026-11-01", commit="older")
+    recorded("a", date="2026-11-20", commit="newer")
+    report.main(tmp_path, target)
+    assert f"]({PICTURE})" in target.read_text()
+    assert "commit newer" in target.read_text()
+    assert "commit older" not in target.read_text()
+    assert (tmp_path / PICTURE).read_text().startswith("<svg ")
+
+
+def test_the_committed_page_is_what_the_command_writes(tmp_path):
+    report.main(target=tmp_path / "page.md")
+    names = ["page.md"] + ([PICTURE] if (tmp_path / PICTURE).exists() else [])
+    for name in names:
+        committed = report.PAGE if name == "page.md" else report.PAGE.with_name(PICTURE)
+        assert (tmp_path / name).read_text("utf-8") == committed.read_text("utf-8"), "run `make parallel-report`"
