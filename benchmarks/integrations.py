@@ -1,15 +1,18 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times blocks of PaddleFormers on a CPU, as they are and on these operators, and writes the table of a page.
+"""Measures models of PaddleFormers on a CPU, as they are and on these operators, and writes the tables of a page.
 
-    .venv-integrations/bin/python -m benchmarks.integrations --out benchmarks/results/integrations/cpu-2core.jsonl \
-        --page docs/integrations.md
+    for part in blocks losses example; do
+      .venv-integrations/bin/python -m benchmarks.integrations $part --page docs/integrations.md
+    done
 
-A line of the result is one block, forward and backward in float32: milliseconds (medians and minima of samples that
-take turns), the most MiB that a pass allocates beyond what was there, and the largest differences of the output, and
-of a gradient, each relative to the largest magnitude. ERNIE-4.5-MoE before is PaddleFormers' code on the stand-ins of
-tests/integrations/kernels.py, since Paddle has no CPU kernels for it. With ``--no-run`` the page is written anew
-from a result that is there.
+Each part has a result of its own in benchmarks/results/integrations. A line of ``blocks`` is one block, forward and
+backward in float32: milliseconds (medians and minima of samples that take turns), the most MiB that a pass allocates
+beyond what was there, and the largest differences of the output, and of a gradient, each relative to the largest
+magnitude. A line of ``losses`` is the training of a tiny model. ERNIE-4.5-MoE before is PaddleFormers' code on the
+stand-ins of tests/integrations/kernels.py, since Paddle has no CPU kernels for it. ``example`` is what
+examples/pretrain_ernie45_moe.py prints. With ``--no-run`` the page is written anew from a
+result that is there.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ import json
 import os
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +45,11 @@ SIZES = {
     "num_experts_per_tok": TOPK,
     "moe_k": TOPK,
 }
-BEGIN, END = "<!-- benchmarks.integrations -->", "<!-- end -->"
+ROUNDS = 7  # samples of each block, before and after
+TRAINED_STEPS = 20
+RESULTS = Path(__file__).resolve().parent / "results" / "integrations"
+EXAMPLE = "examples/pretrain_ernie45_moe.py"
+END = "<!-- end -->"
 
 
 def step(block: Any, x: Any, weights: Any) -> Any:
@@ -120,23 +130,45 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
     return row
 
 
-def machine() -> dict[str, Any]:
+def train_both(case: str) -> dict[str, Any]:
+    """One line of the losses of a tiny model, trained as it is and patched."""
+    import paddle_moe_ops.integrations.paddleformers as pf
+    from tests.integrations.models import build, train, type_of
+
+    before = train(build(case), TRAINED_STEPS)
+    with pf.applied(type_of(case)):
+        after = train(build(case), TRAINED_STEPS)
+    return {"model": case, "before": before, "after": after}
+
+
+def run_example() -> Iterator[dict[str, Any]]:
+    """What the example prints unpatched, in one process and in two, without what Paddle and PaddleFormers print."""
+    launch = "PADDLE_DISTRI_BACKEND=gloo python -m paddle.distributed.launch --nproc_per_node 2"
+    own = "step ", "1 process ", "2 processes ", "held-out ", "the same ", "PASSED", "PaddleFormers' own "
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in (f"python {EXAMPLE} --no-patch", f"python {EXAMPLE}", f"{launch} {EXAMPLE}"):
+        with tempfile.TemporaryDirectory() as folder:
+            environment["PADDLE_LOG_DIR"] = folder
+            done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, check=False)
+        yield {"command": command, "lines": [line for line in done.stdout.splitlines() if line.startswith(own)]}
+
+
+def machine(commit: str) -> dict[str, Any]:
     """Where and when it ran."""
     import paddle
 
     import paddle_moe_ops.integrations.paddleformers as pf
 
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     return {
         "machine": True,
         "cpu": names[0].partition(": ")[2] if names else "unknown",
         "cores": len(os.sched_getaffinity(0)),
         "paddle": paddle.__version__,
         "paddleformers": pf.supported()["qwen3_moe"].versions[-1],
-        "commit": commit.strip(),
+        "commit": commit,
         "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
-        "tokens": TOKENS,
+        "tokens": TOKENS,  # of blocks; so are the next
         "hidden": HIDDEN,
         "inner": INNER,
         "experts": EXPERTS,
@@ -144,14 +176,20 @@ def machine() -> dict[str, Any]:
     }
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    """The part of a page that says what was measured."""
+def where(facts: dict[str, Any]) -> str:
+    """The conditions, as a page says them."""
+    return (
+        f"{facts['cores']} cores ({facts['cpu']}), Paddle {facts['paddle']}, commit {facts['commit']}, {facts['date']}"
+    )
+
+
+def table_of_blocks(lines: list[dict[str, Any]]) -> str:
+    """The table of blocks."""
     facts, *rows = lines
     text = [
         f"T {facts['tokens']}, H {facts['hidden']}, I {facts['inner']}, E {facts['experts']}, K {facts['topk']}, "
-        f"float32, forward and backward, {facts['cores']} cores ({facts['cpu']}), Paddle {facts['paddle']}, commit "
-        f"{facts['commit']}, {facts['date']}. Times are medians of {rows[0]['samples']} samples that take turns "
-        "(in brackets the minimum).",
+        f"float32, forward and backward, {where(facts)}. Times are medians of {rows[0]['samples']} samples "
+        "that take turns (in brackets the minimum).",
         "",
         "| block | before, ms | after, ms | before, MiB | after, MiB | output differs by | gradients differ by |",
         "|---|---|---|---|---|---|---|",
@@ -165,19 +203,59 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def with_table(page: str, lines: list[dict[str, Any]]) -> str:
-    """The page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(lines)}\n{END}{rest.partition(END)[2]}"
+def table_of_losses(lines: list[dict[str, Any]]) -> str:
+    """The table of losses."""
+    facts, *rows = lines
+    steps = len(rows[0]["before"])
+    text = [
+        f"Models of the tests, AdamW, one batch, float32, {where(facts)}.",
+        "",
+        f"| model | loss 1 | loss {steps}, before | loss {steps}, after | largest difference of a loss |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        before, after = np.array(row["before"]), np.array(row["after"])
+        cells = [f"`{row['model']}`", f"{before[0]:.5f}", f"{before[-1]:.5f}", f"{after[-1]:.5f}"]
+        text.append(f"| {' | '.join([*cells, f'{np.abs(before - after).max():.0e}'])} |")
+    return "\n".join(text)
 
 
-def load(path: Path) -> list[dict[str, Any]]:
-    """The lines of a result."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def text_of_example(lines: list[dict[str, Any]]) -> str:
+    """What the example printed."""
+    facts, *runs = lines
+    blocks = ["\n".join(["```text", f"$ {run['command']}", *run["lines"], "```"]) for run in runs]
+    return "\n\n".join([f"{where(facts)}:", *blocks])
 
 
-def run(out: Path, cases: list[str] | None, rounds: int) -> None:
-    """Measure, and write the result."""
+def with_part(page: str, part: str, lines: list[dict[str, Any]]) -> str:
+    """The page with the text of a part between its marks."""
+    begin = f"<!-- benchmarks.integrations {part} -->"
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n{PARTS[part][1](lines)}\n{END}{rest.partition(END)[2]}"
+
+
+def load(part: str) -> list[dict[str, Any]]:
+    """The lines of the result of a part."""
+    return [json.loads(line) for line in result_of(part).read_text(encoding="utf-8").splitlines()]
+
+
+def result_of(part: str) -> Path:
+    """The file of a part."""
+    return RESULTS / f"cpu-2core-{part}.jsonl"
+
+
+def run_blocks() -> Iterator[dict[str, Any]]:
+    """A line for each block."""
+    return (measure(case, ROUNDS) for case in cases() if case != "qwen3_moe-unnormalised")
+
+
+def run_losses() -> Iterator[dict[str, Any]]:
+    """A line for each model."""
+    return map(train_both, cases())
+
+
+def cases() -> list[str]:
+    """The models, by their names in tests/integrations/models.py, with what they need on a CPU."""
     import pytest
 
     from tests.integrations import kernels, stubs
@@ -186,27 +264,38 @@ def run(out: Path, cases: list[str] | None, rounds: int) -> None:
     kernels.install(pytest.MonkeyPatch())
     from tests.integrations.models import CASES
 
-    lines = [machine()]
-    for case in cases or [case for case in CASES if case != "qwen3_moe-unnormalised"]:
-        lines.append(measure(case, rounds))
-        print(json.dumps(lines[-1]), flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return list(CASES)
+
+
+PARTS: dict[str, tuple[Callable[[], Iterator[dict[str, Any]]], Callable[[list[dict[str, Any]]], str]]] = {
+    "blocks": (run_blocks, table_of_blocks),
+    "losses": (run_losses, table_of_losses),
+    "example": (run_example, text_of_example),
+}
+
+
+def run(part: str) -> None:
+    """Measure, and write the result."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    lines = [machine(commit.strip())]
+    for line in PARTS[part][0]():
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    result_of(part).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the result, JSON lines")
-    parser.add_argument("--page", type=Path, help="a page whose table is written")
-    parser.add_argument("--cases", nargs="+", help="blocks by their names in tests/integrations/models.py")
-    parser.add_argument("--rounds", type=int, default=7, help="samples of each block, before and after")
+    parser.add_argument("part", choices=PARTS, help="what is measured")
+    parser.add_argument("--page", type=Path, help="a page that shows it")
     parser.add_argument("--no-run", action="store_true", help="only write the page, from a result that is there")
     options = parser.parse_args()
     if not options.no_run:
-        run(options.out, options.cases, options.rounds)
+        run(options.part)
     if options.page is not None:
         page = options.page.read_text(encoding="utf-8")
-        options.page.write_text(with_table(page, load(options.out)), encoding="utf-8")
+        options.page.write_text(with_part(page, options.part, load(options.part)), encoding="utf-8")
 
 
 if __name__ == "__main__":

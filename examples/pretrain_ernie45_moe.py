@@ -5,6 +5,9 @@
     pip install -r tests/integrations/requirements.txt
     python examples/pretrain_ernie45_moe.py
     python examples/pretrain_ernie45_moe.py --no-patch  # as it is, PaddleFormers' model needs a GPU
+    PADDLE_DISTRI_BACKEND=gloo python -m paddle.distributed.launch --nproc_per_node 2 examples/pretrain_ernie45_moe.py
+
+The last of these trains in two processes, each with half of the experts and half of the texts.
 
 The model, its optimizer and its checkpoint are PaddleFormers' own; one call makes its Mixture-of-Experts blocks run on
 this package. After each step the correction bias follows the experts' use, as Paddle's trainer does for other models.
@@ -22,18 +25,20 @@ from typing import Any
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import paddle_moe_ops.integrations.paddleformers as pf
 from examples.demo.data import even_windows, load_standard_library, random_windows
+from paddle_moe_ops.expert_parallel import average_gradients
 
 CONTEXT, WINDOWS = 64, 8
 EXPERTS, TOPK = 16, 4
 BIAS_RATE = 5e-3
 
 
-def make_model() -> Any:
-    """A decoder over bytes with four layers, three of them with experts."""
+def make_model(group: str = "dummy") -> Any:
+    """A decoder over bytes with four layers, three of them with experts, which the processes of the group share."""
     from paddleformers.transformers.ernie4_5_moe.configuration import Ernie4_5_MoeConfig
     from paddleformers.transformers.ernie4_5_moe.modeling import Ernie4_5_MoeForCausalLM
     from paddleformers.utils.log import logger
@@ -48,6 +53,7 @@ def make_model() -> Any:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=CONTEXT,
+        moe_group=group,
         moe_num_experts=EXPERTS,
         moe_k=TOPK,
         moe_num_shared_experts=1,
@@ -72,6 +78,8 @@ def update_bias(statistics: list[Any]) -> np.ndarray:
     loads = []
     with paddle.no_grad():
         for each in statistics:
+            if dist.get_world_size() > 1:  # each has counted for its own experts
+                dist.all_reduce(each.expert_usage)
             usage = each.expert_usage.astype("float32")
             mean = usage.mean(axis=-1, keepdim=True)
             each.e_score_correction_bias.add_(BIAS_RATE * paddle.sign(mean - usage))
@@ -88,10 +96,23 @@ def loss_of(model: Any, texts: paddle.Tensor) -> float:
     return float(loss)
 
 
+def whole_state(model: Any) -> dict[str, np.ndarray]:
+    """The state of a model in one process: the experts of each process have names of their own."""
+    states: list[dict[str, np.ndarray]] = []
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    if dist.get_world_size() > 1:
+        dist.all_gather_object(states, state)
+    return {name: value for each in [*states, state] for name, value in each.items()}
+
+
 def train(steps: int) -> bool:
-    """Train, save and load again; whether all went well."""
+    """Train, save and load again; whether all went well. All processes do the same on their parts of each batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     paddle.seed(0)
-    model = make_model()
+    model = first = make_model()
+    if ranks > 1:
+        model = make_model("world")
+        model.set_state_dict(first.state_dict())
     statistics = statistics_of(model)
     library = load_standard_library()
     held_out = paddle.to_tensor(even_windows(library.held_out, 8, CONTEXT + 1))
@@ -100,25 +121,32 @@ def train(steps: int) -> bool:
     for each in statistics:
         each.expert_usage.zero_()
     for step in range(steps):
-        texts = paddle.to_tensor(random_windows(library.train, WINDOWS, CONTEXT + 1, np.random.default_rng(step)))
+        texts = random_windows(library.train, WINDOWS, CONTEXT + 1, np.random.default_rng(step))
+        texts = paddle.to_tensor(np.ascontiguousarray(texts[rank::ranks]))
         loss = model(input_ids=texts[:, :-1], labels=texts[:, 1:])[0]
         loss.backward()
+        if ranks > 1:
+            average_gradients(model.parameters())
         optimizer.step()
         optimizer.clear_grad()
         loads = update_bias(statistics)
-        if step % max(1, steps // 6) == 0 or step == steps - 1:
+        if rank == 0 and (step % max(1, steps // 6) == 0 or step == steps - 1):
             busiest = " ".join(f"{load:.2f}" for load in loads)
             print(f"step {step:4d}  loss {float(loss):.3f}  busiest expert of each block {busiest} times the mean")
     seconds = time.perf_counter() - begin
-    after = loss_of(model, held_out)
-    print(f"held-out loss {before:.3f} -> {after:.3f} nats per byte, {1000 * seconds / steps:.0f} ms a step")
+    after, state = loss_of(model, held_out), whole_state(model)
     with tempfile.TemporaryDirectory() as folder:
-        paddle.save(model.state_dict(), f"{folder}/model.pdparams")
+        paddle.save(state, f"{folder}/model.pdparams")
         again = make_model()
         again.set_state_dict(paddle.load(f"{folder}/model.pdparams"))
     of_loaded = loss_of(again, held_out)
-    print(f"the same weights, loaded again: {of_loaded:.3f}")
-    return after < before and abs(of_loaded - after) < 1e-5
+    if rank == 0:
+        own = sum(each is not None for each in model.model.layers[-1].mlp.experts)
+        processes = "1 process" if ranks == 1 else f"{ranks} processes"
+        print(f"{processes} with {own} of {EXPERTS} experts each, {1000 * seconds / steps:.0f} ms a step")
+        print(f"held-out loss {before:.3f} -> {after:.3f} nats per byte")
+        print(f"the same weights, loaded by one process: {of_loaded:.3f}")
+    return after < before and abs(of_loaded - after) < 1e-4
 
 
 def main() -> int:
@@ -127,8 +155,11 @@ def main() -> int:
     parser.add_argument("--no-patch", action="store_true", help="run PaddleFormers' own blocks")
     arguments = parser.parse_args()
     paddle.set_device("cpu")
+    dist.init_parallel_env()
     if not arguments.no_patch:
-        print(pf.apply("ernie4_5_moe"))
+        report = pf.apply("ernie4_5_moe")
+        if dist.get_rank() == 0:
+            print(report)
     try:
         good = train(arguments.steps)
     except (AttributeError, NameError, RuntimeError) as error:
@@ -139,7 +170,8 @@ def main() -> int:
         reason = f"this build of Paddle has no kernel {kernel[1]}" if kernel else text.strip().splitlines()[-1]
         print(f"PaddleFormers' own blocks do not run here: {reason}")
         return 1
-    print("PASSED" if good else "FAILED")
+    if dist.get_rank() == 0:
+        print("PASSED" if good else "FAILED")
     return 0 if good else 1
 
 

@@ -12,7 +12,6 @@ import paddle
 import pytest
 from numpy.typing import NDArray
 from paddle import nn
-from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import recompute
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
@@ -25,6 +24,7 @@ from paddle_moe_ops.expert_parallel import (
 from paddle_moe_ops.nn import MoELayer
 
 from . import processes
+from .fleets import expert_parallel_group
 from .processes import Processes, run
 
 SIZES = 8, 12, 4, 2  # H, I, E, K
@@ -378,14 +378,8 @@ def test_two_groups_of_four_ranks_are_independent():
 
 
 def with_fleet() -> Any:
-    """Two ranks in the hybrid topology of Fleet, which connects groups without barriers: gloo takes no more."""
-    strategy = fleet.DistributedStrategy()
-    degrees = {"sharding_degree": 2, "moe_sharding_degree": 1, "ep_degree": 2}
-    ones = dict.fromkeys(("dp_degree", "mp_degree", "pp_degree", "sep_degree"), 1)
-    order = ["sharding", "moe_sharding", "pp", "sep", "dp", "ep", "mp"]
-    strategy.hybrid_configs = {**ones, **degrees, "order": order}
-    fleet.init(is_collective=True, strategy=strategy)
-    group = fleet.get_hybrid_communicate_group().get_expert_parallel_group()
+    """What two ranks of Fleet have after a step."""
+    group = expert_parallel_group()
     paddle.seed(group.ranks[0])
     net = Net(group)
     net(batch((2, 5), paddle.distributed.get_rank(), 0)[0]).sum().backward()

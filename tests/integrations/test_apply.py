@@ -10,6 +10,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import paddle
 import pytest
 from paddle.distributed import fleet
@@ -72,11 +73,14 @@ def test_applying_twice_changes_nothing_and_one_removal_is_enough():
 @pytest.mark.parametrize(("one", "other"), [("glm4_moe", "glm4v_moe"), ("qwen2_moe", "qwen3_next")])
 def test_types_that_share_classes_stay_patched_until_both_are_removed(one, other):
     before = methods()
-    pf.apply(one)
-    patched = methods()
     with pf.applied(other):
+        patched = methods()
+        pf.apply(one)
         pf.remove(one)
         assert methods() == patched
+        pf.apply(one)
+    assert methods() != before
+    pf.remove(one)
     assert methods() == before
 
 
@@ -235,15 +239,12 @@ def test_a_method_that_was_replaced_since_is_not_overwritten():
     cls.forward = ours
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("tensor", (2, 1)), ("expert", (1, 4))])
-def test_parallel_processes_are_refused(kind, sizes, monkeypatch):
+def test_tensor_parallel_processes_are_refused(monkeypatch):
     model, before = build(CASE), methods()
-    groups = SimpleNamespace(
-        get_model_parallel_world_size=lambda: sizes[0], get_expert_parallel_world_size=lambda: sizes[1]
-    )
+    groups = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
     monkeypatch.setattr(fleet.fleet, "_hcg", groups, raising=False)
     for what in ("qwen3_moe", "all", model):
-        with pytest.raises(RuntimeError, match=f"{kind} parallelism of size {max(sizes)} is not supported"):
+        with pytest.raises(RuntimeError, match="tensor parallelism of size 2 is not supported"):
             pf.apply(what)
     assert methods() == before
 
@@ -269,12 +270,11 @@ def test_stacked_experts_with_another_activation_are_refused():
     ("setting", "value", "reason"),
     [
         ("tensor_model_parallel_size", 2, "tensor_model_parallel_size is 2"),
-        ("expert_model_parallel_size", 4, "expert_model_parallel_size is 4"),
         ("sequence_parallel", True, "sequence_parallel is set"),
     ],
     ids=lambda each: each if isinstance(each, str) and "_" in each and " " not in each else "",
 )
-def test_blocks_that_are_configured_for_several_processes_are_refused(case, setting, value, reason):
+def test_blocks_that_are_configured_for_tensor_parallelism_are_refused(case, setting, value, reason):
     model = build(case)
     first, last = model.model.layers[1].mlp, model.model.layers[2].mlp
     last.config = copy.deepcopy(last.config)
@@ -286,6 +286,17 @@ def test_blocks_that_are_configured_for_several_processes_are_refused(case, sett
         first(paddle.zeros([1, 2, 48]))
         with pytest.raises(RuntimeError, match=f"{type(last).__name__}: {reason}"):
             last(paddle.zeros([1, 2, 48]))
+
+
+@pytest.mark.parametrize("case", ["qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "ernie4_5_moe"])
+def test_a_block_that_has_all_experts_runs_them_whatever_the_size_of_expert_parallelism(case, rng):
+    block, x = build(case).model.layers[1].mlp, paddle.to_tensor(rng.standard_normal((2, 7, 48)), "float32")
+    expected = block(x)
+    block.config.expert_model_parallel_size = 4
+    with pf.applied(block):
+        found = block(x)
+    for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (found, expected)), strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,13 @@ def replacement(problem: Problem) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def parallel_problem(block: Any) -> str | None:
-    """Why a block whose configuration is for several processes is refused, or None."""
-    for name in ("tensor_model_parallel_size", "expert_model_parallel_size"):
-        size = block.config.get(name, 1)
-        if size is not None and size > 1:
-            return f"{name} is {size}"
-    return "sequence_parallel is set" if block.config.get("sequence_parallel", False) else None
+    """Why a block whose settings are for tensor parallelism is refused, or None."""
+    settings = getattr(block, "config", None)
+    get = vars(block).get if settings is None else settings.get  # ModularMoELayer keeps them itself
+    size = get("tensor_model_parallel_size", 1)
+    if size is not None and size > 1:
+        return f"tensor_model_parallel_size is {size}"
+    return "sequence_parallel is set" if get("sequence_parallel", False) else None
 
 
 def stacked_problem(experts: Any) -> str | None:

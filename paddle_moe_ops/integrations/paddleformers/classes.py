@@ -23,12 +23,9 @@ def applied_names() -> frozenset[str]:
 
 def process_problem() -> str | None:
     """Why no model of this process can be patched, or None."""
-    groups = getattr(fleet.fleet, "_hcg", None)
-    for kind, getter in (("tensor", "get_model_parallel_world_size"), ("expert", "get_expert_parallel_world_size")):
-        size = getattr(groups, getter)() if hasattr(groups, getter) else 1
-        if size > 1:
-            return f"{kind} parallelism of size {size} is not supported"
-    return None
+    get_size = getattr(getattr(fleet.fleet, "_hcg", None), "get_model_parallel_world_size", None)
+    size = 1 if get_size is None else get_size()
+    return f"tensor parallelism of size {size} is not supported" if size > 1 else None
 
 
 def unknown_code(target: Target, cls: type) -> str | None:

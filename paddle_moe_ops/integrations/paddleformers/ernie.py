@@ -8,17 +8,19 @@ PaddleFormers builds it on operators that Paddle has for GPUs only. This one nee
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import paddle
 import paddle.nn.functional as F
-from paddle import Tensor
+from paddle import Tensor, nn
 from paddle.distributed.fleet.utils import recompute
 
 from ...routing import Plan, calculate_topk, route
 from .blocks import parallel_problem, replacement
 from .experts import run_modules
+from .over_ranks import experts_of_rank, parallel_of
 
 
 def ernie_problem(block: Any) -> str | None:
@@ -27,8 +29,10 @@ def ernie_problem(block: Any) -> str | None:
     num_experts = len(block.experts)
     if block.multimodal_experts or gate.use_multimodel_experts:
         return "it has experts of several modalities"
-    if block.world_size > 1:
-        return f"its experts are shared by {block.world_size} processes"
+    if block.world_size > 1 and block.is_mp_moe:
+        return "its experts are spread over the ranks of a tensor parallel group"
+    if block.world_size > 1 and gate.global_aux_loss:
+        return f"global_aux_loss is set for {block.world_size} ranks"
     if block.group_experts:
         return "moe_group_experts is set"
     if block.all_to_all_dropout > 0:
@@ -65,25 +69,39 @@ def ernie_block(
         correction_bias=self.moe_statics.e_score_correction_bias[0].detach() if self.use_correction_bias else None,
         return_scores=True,
     )
-    plan = route(ids, num_experts=len(self.experts))
-    if self.use_correction_bias and not _is_repeated():
-        self.moe_statics.expert_usage[0] += plan.tokens_per_expert.astype("int64")
     weights = weights.astype(input.dtype)
-
-    def run(tokens: Tensor, weights: Tensor) -> Tensor:
-        return run_modules(self.experts, tokens, plan, weights, idle_gradients=True)
-
-    out = recompute(run, tokens, weights) if self.recompute and self.training else run(tokens, weights)
+    if self.world_size > 1:
+        parallel = parallel_of(self.group, len(self.experts))
+        received = parallel.dispatch(tokens, ids, weights.astype("float32"))
+        experts, plan = experts_of_rank(self.experts, parallel), received.plan
+        out = parallel.combine(_run(self, experts, received.tokens, plan, received.probs), received)
+        load, first = received.routed_per_expert, parallel.first_expert
+    else:
+        plan = route(ids, num_experts=len(self.experts))
+        out = _run(self, self.experts, tokens, plan, weights)
+        load, first = plan.tokens_per_expert, 0
+    if self.use_correction_bias and not _is_repeated():
+        counts = plan.tokens_per_expert.astype("int64")  # each rank counts for its own experts, as PaddleFormers does
+        self.moe_statics.expert_usage[0, first : first + counts.shape[0]] += counts
     if self.shared_experts is not None:
         out = out + self.shared_experts(tokens)
-    return out.reshape(input.shape), weights, _with_losses(self, router_loss, logits, scores, plan), logits
+    return out.reshape(input.shape), weights, _with_losses(self, router_loss, logits, scores, load), logits
 
 
-def _with_losses(block: Any, router_loss: Tensor, logits: Tensor, scores: Tensor, plan: Plan) -> Tensor:
+def _run(block: Any, experts: Sequence[nn.Layer], tokens: Tensor, plan: Plan, weights: Tensor) -> Tensor:
+    """The experts of this rank, recomputed in the backward pass where the block is told so."""
+
+    def run(tokens: Tensor, weights: Tensor) -> Tensor:
+        return run_modules(experts, tokens, plan, weights, idle_gradients=True)
+
+    return recompute(run, tokens, weights) if block.recompute and block.training else run(tokens, weights)
+
+
+def _with_losses(block: Any, router_loss: Tensor, logits: Tensor, scores: Tensor, load: Tensor) -> Tensor:
     """What calc_router_loss_and_logging adds to the loss of a router without modalities, on any device."""
     gate = block.gate
     if gate.config.router_aux_loss_coef:
-        router_loss = router_loss + gate.router_aux_loss_coef[0] * _load_loss(block, scores, plan)
+        router_loss = router_loss + gate.router_aux_loss_coef[0] * _load_loss(block, scores, load)
     else:
         router_loss = router_loss + block.zero * scores[0, 0]  # so that the gate has a gradient
     if gate.config.moe_orthogonal_loss_lambda:
@@ -94,8 +112,12 @@ def _with_losses(block: Any, router_loss: Tensor, logits: Tensor, scores: Tensor
     return router_loss
 
 
-def _load_loss(block: Any, scores: Tensor, plan: Plan) -> Tensor:
-    """TopKGate._cal_aux_loss: the loads that the scores alone would give, without the bias, where there is one."""
+def _load_loss(block: Any, scores: Tensor, load: Tensor) -> Tensor:
+    """TopKGate._cal_aux_loss: the loads that the scores alone would give, without the bias, where there is one.
+
+    With several ranks the loads are those of all tokens, and the scores those of this rank's. As in PaddleFormers, the
+    gradient but not the value is weighted with the share of these tokens in all.
+    """
     gate = block.gate
     if gate.act is F.sigmoid:
         scores = scores / scores.sum(-1, keepdim=True)
@@ -103,9 +125,14 @@ def _load_loss(block: Any, scores: Tensor, plan: Plan) -> Tensor:
     if gate.use_correction_bias:
         chosen = scores.detach().topk(k=gate.config.moe_k, axis=-1)[1]
         load = paddle.bincount(chosen.flatten(), minlength=num_experts)
-    else:
-        load = plan.tokens_per_expert
-    return ((scores.sum(0) / num_tokens) * (load.astype(scores.dtype) / num_tokens)).sum() * num_experts
+    if block.world_size == 1:
+        return ((scores.sum(0) / num_tokens) * (load.astype(scores.dtype) / num_tokens)).sum() * num_experts
+    load = load.astype("int64")
+    paddle.distributed.all_reduce(load, group=block.group)
+    load = load.astype(scores.dtype)
+    all_tokens = load.sum() / gate.config.moe_k
+    loss = ((scores.sum(0) / all_tokens) * (load / all_tokens)).sum() * num_experts
+    return loss + (all_tokens / max(num_tokens, 1) - 1) * loss.detach()
 
 
 def _is_repeated() -> bool:

@@ -7,7 +7,7 @@ T tokens of H columns, K slots each, N rows, E experts.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import paddle
 import paddle.nn.functional as F
@@ -47,7 +47,7 @@ def run_interleaved(
 _Linears = dict[str, list[nn.Linear]]  # those of all experts, by the name that they have there
 
 
-def run_modules(experts: nn.LayerList, x: Tensor, plan: Plan, weights: Tensor, *, idle_gradients: bool) -> Tensor:
+def run_modules(experts: Sequence[nn.Layer], x: Tensor, plan: Plan, weights: Tensor, *, idle_gradients: bool) -> Tensor:
     """Give each token to its experts, which are layers, and add up what they make of it.
 
     Where all are SwiGLU of plain linear layers, their weights go to the operators as lists, and on a GPU no size is
@@ -65,8 +65,6 @@ def run_modules(experts: nn.LayerList, x: Tensor, plan: Plan, weights: Tensor, *
     Returns:
         [T, H], dtype of ``x``.
     """
-    if x.shape[0] == 0:
-        return paddle.zeros_like(x)
     weights = weights.astype("float32")
     linears = _linears_of(experts)
     if linears is not None:
@@ -75,19 +73,19 @@ def run_modules(experts: nn.LayerList, x: Tensor, plan: Plan, weights: Tensor, *
         return _run_linears(linears, counts, x, plan, weights).astype(x.dtype)
     counts = plan.tokens_per_expert.tolist()
     rows, _ = permute(x, plan)
-    # One split, so that the backward pass joins the gradients of the segments in one copy.
-    segments = paddle.split(rows, [count for count in counts if count > 0])
-    outputs = [expert(segment) for expert, segment in zip(_with_tokens(experts, counts), segments, strict=True)]
+    if rows.shape[0] > 0:
+        # One split, so that the backward pass joins the gradients of the segments in one copy.
+        segments = paddle.split(rows, [count for count in counts if count > 0])
+        busy = [expert for expert, count in zip(experts, counts, strict=True) if count > 0]
+        outputs = [expert(segment) for expert, segment in zip(busy, segments, strict=True)]
+    else:
+        outputs = [rows]
     if idle_gradients and paddle.is_grad_enabled():
         nothing = paddle.zeros([1, x.shape[1]], x.dtype)
         for expert, count in zip(experts, counts, strict=True):
             if count == 0:
                 outputs[0] = outputs[0] + expert(nothing) * 0.0
     return unpermute(paddle.concat(outputs), plan, weights).astype(x.dtype)
-
-
-def _with_tokens(experts: nn.LayerList, counts: list[int]) -> list[Any]:
-    return [expert for expert, count in zip(experts, counts, strict=True) if count > 0]
 
 
 def _run_linears(linears: _Linears, counts: list[int] | None, x: Tensor, plan: Plan, weights: Tensor) -> Tensor:
@@ -115,7 +113,7 @@ def _run_linears(linears: _Linears, counts: list[int] | None, x: Tensor, plan: P
     return unpermute(product(hidden, "down_proj"), plan, weights)
 
 
-def _linears_of(experts: nn.LayerList) -> _Linears | None:
+def _linears_of(experts: Sequence[nn.Layer]) -> _Linears | None:
     """The layers of experts that are SwiGLU of linear layers and nothing else; None if one of them is more."""
     fused = getattr(experts[0], "fuse_up_gate", None)
     names = ("up_gate_proj", "down_proj") if fused else ("gate_proj", "up_proj", "down_proj")

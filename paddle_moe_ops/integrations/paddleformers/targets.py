@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import blocks, ernie
+from . import blocks, ernie, over_ranks
 
 VERSIONS = ("1.2.0",)  # that the digests below were taken from, and the tests run with
 
@@ -86,6 +86,26 @@ def _fleet(*class_names: str) -> tuple[tuple[str, str], ...]:
 
 
 _EXPERT = {"paddleformers.nn.mlp:MLP.forward": "0d43314d6e150a71"}  # which runs as a list of matrices
+_MODULAR_PACKAGE = "paddleformers.nn.moe_deepep"
+_MODULAR = Target(
+    f"{_MODULAR_PACKAGE}.modular_moe_layer",
+    "ModularMoELayer",
+    "_forward_with_ep_parallel",
+    over_ranks.modular_experts,
+    {
+        "_forward_with_ep_parallel": "fb27e2e19a7d6786",
+        f"{_MODULAR_PACKAGE}.moe_communication:DeepEPMoECommunication.forward": "63380a16be7519ca",
+        f"{_MODULAR_PACKAGE}.moe_communication:AllToAllMoECommunication.forward": "d12157e2de64d5f9",
+        f"{_MODULAR_PACKAGE}.moe_gate:StandardMoEGate.topkgating": "f78a311616e253af",
+        **_EXPERT,
+    },
+)
+_FLEX = {  # what DeepSeek-V3 and GLM-4 share
+    f"{_TRANSFORMERS}.moe_layer:MoEFlexTokenLayer.forward": "e3481ff57ddeaf8d",
+    f"{_TRANSFORMERS}.moe_layer:MoEFlexTokenLayer.expert_forward": "6da804e0c1a4eb08",
+    f"{_TRANSFORMERS}.token_dispatcher:_DeepepManager.setup_metadata": "fa481bb150cec0e4",
+    **_EXPERT,
+}
 _TOPK_GATE = "paddleformers.nn.moe.topk_gate:TopKGate"
 _ERNIE = Target(
     f"{_TRANSFORMERS}.ernie4_5_moe.modeling",
@@ -110,6 +130,8 @@ _ERNIE = Target(
 _GLM4_TARGETS = (
     _stacked(_GLM4, "GLm4MoeNaiveMoe"),
     Target(_GLM4, "Glm4MoeMoE", "moe", blocks.glm4_moe, {"moe": "cd530a3319a02c81", **_EXPERT}),
+    Target(_GLM4, "Glm4MoeFlexMoE", "forward", over_ranks.glm4_flex, {"forward": "7779dcb9d96727ad", **_FLEX}),
+    _MODULAR,
 )
 _QWEN2_TARGETS = (
     _stacked(_QWEN2, "Qwen2MoeExperts"),
@@ -121,6 +143,13 @@ MODELS: dict[str, Model] = {
         (
             _stacked(_DEEPSEEK, "DeepseekV3NaiveMoe"),
             Target(_DEEPSEEK, "DeepseekV3MoE", "moe", blocks.deepseek_moe, {"moe": "3cca397e8c3ece3d", **_EXPERT}),
+            Target(
+                _DEEPSEEK,
+                "DeepseekV3MoEFlexToken",
+                "forward",
+                over_ranks.deepseek_flex,
+                {"forward": "592d8dbd2ba93fbe", **_FLEX},
+            ),
         ),
     ),
     "ernie4_5_moe": Model((_ERNIE,)),
@@ -151,8 +180,9 @@ MODELS: dict[str, Model] = {
                 blocks.qwen3_block,
                 {"forward": "38525d86beec0341", **_EXPERT},
             ),
+            _MODULAR,
         ),
         _fleet("Qwen3MoeForCausalLM"),
     ),
-    "qwen3_next": Model(_QWEN2_TARGETS),
+    "qwen3_next": Model((*_QWEN2_TARGETS, _MODULAR)),
 }
