@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import re
@@ -33,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHONS = "python3.10 python3.11 python3.12 python3.13"
 PADDLES = "3.2.2 3.3.1"
-QUICK_START_PRINTS = "[6, 8] [6, 8]"
 RESULTS = ROOT / "benchmarks" / "results" / "environments.jsonl"
 PAGE = ROOT / "docs" / "compatibility.md"
 INTRODUCTION = """\
@@ -164,10 +164,12 @@ def check_environment(python: str, paddle: str) -> None:
             arguments = ["bash", "-ec", command]
             return subprocess.run(arguments, cwd=where, env=environment, capture_output=True, text=True)
 
-        def expect(command: str, where: Path, text: str) -> None:
+        def expect(command: str, where: Path, text: str) -> str:
             done = run(command, where)
-            if done.returncode or text not in done.stdout.splitlines()[-1]:
+            last = (done.stdout.splitlines() or [""])[-1]
+            if done.returncode or text not in last:
                 raise StepError(f"{command!r} in {where.name} should end with {text!r}:\n{done.stdout}{done.stderr}")
+            return last
 
         one_line = run("pip install --no-build-isolation .", checkout)
         told = re.findall(r"^ *(paddle_moe_ops: setuptools .*; run: pip install .*)", one_line.stderr, re.MULTILINE)
@@ -177,7 +179,9 @@ def check_environment(python: str, paddle: str) -> None:
         expect(install_lines(), checkout, "selftest passed")
         for where in (checkout, elsewhere):
             (where / "quick_start.py").write_text(quick_start(), encoding="utf-8")
-            expect("python quick_start.py", where, QUICK_START_PRINTS)
+            last = expect("python quick_start.py", where, "loss")
+            if not router_learns(last):
+                raise StepError(f"the quick start in {where.name} should end with a gradient of the router: {last}")
             expect("python -m paddle_moe_ops selftest", where, "selftest passed")
         expect("pip check", elsewhere, "No broken requirements found.")
         version = "python -c \"from importlib.metadata import version; print(version('paddle-moe-ops'))\""
@@ -203,6 +207,11 @@ def install_lines() -> str:
 def quick_start() -> str:
     """The README's quick start."""
     return re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+
+
+def router_learns(line: str) -> bool:
+    """Whether a line of the quick start ends with a gradient of the router that is a number above 0."""
+    return 0 < float(line.rpartition(" ")[2]) < math.inf
 
 
 if __name__ == "__main__":
