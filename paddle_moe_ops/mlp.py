@@ -80,7 +80,7 @@ def moe_mlp(
         plan: where the rows of tokens are, as `route` says it.
         probs: what each row is multiplied by, float32: [T, K] or flat [T*K] by slot of ``plan``, [N] by row, or None
             for the plain sum. The gradient has this shape; it is 0 at slots without a row.
-        gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as `paddle.nn.functional.swiglu` has them.
+        gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as Paddle's ``swiglu`` has them.
             With ``transpose`` [E, 2 * n, d]. Or a list or a `paddle.nn.ParameterList` of E matrices, as in
             `grouped_gemm`.
         down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n]. Or a list of E matrices.

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import paddle
-import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._activations import ACTIVATIONS, activate
+from .._activations import ACTIVATIONS, activate, swiglu
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import accumulated
 from ..gemm import grouped_gemm
@@ -223,7 +222,7 @@ def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, hidden: int, intermedi
 
 
 def _multiply_twice(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return paddle.matmul(F.swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)
+    return paddle.matmul(swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)
 
 
 @public("rows", "experts")

@@ -14,7 +14,7 @@ import pytest
 from examples.demo import main
 from tests.packaging.subprocesses import run_module
 
-SMALL = ("--hidden", "64", "--experts", "4", "--layers", "2")
+SMALL = ("--hidden", "64", "--experts", "4", "--layers", "2", "--layer-tokens", "16")
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,29 @@ def test_small_run_reports_a_falling_loss_and_passed_checks(small_run):
     text, _ = small_run
     before, after = (float(loss) for loss in re.findall(r"(?:before|after) +(\d+\.\d+) nats", text))
     assert after < before
-    assert text.count("PASSED") == 3
+    assert text.count("PASSED") == 4
     assert "FAILED" not in text
-    for name in ("held-out loss", "dense check", "layer speed", "picture", "time"):
+    for name in (
+        "Paddle's pair",
+        "our pair",
+        "a layer",
+        "held-out loss",
+        "dense check",
+        "layer speed",
+        "picture",
+        "time",
+    ):
         assert re.search(rf"^{name} ", text, re.MULTILINE), name
+
+
+def test_the_first_lines_say_what_the_package_is_for(small_run):
+    text, _ = small_run
+    lines = text.splitlines()
+    assert lines[0] == "what the package is for"
+    assert re.match(r"Paddle's pair +paddle.nn.functional.moe_permute on cpu: RuntimeError: .*not registered", lines[1])
+    assert lines[2].endswith("runs; gradients: tokens and router: PASSED")
+    assert lines[3].split("  ")[-1].strip() == "hidden 2048, 16 experts of 768, 2 for each token"
+    assert "forward and backward of 16 tokens" in lines[4]
 
 
 def test_small_run_shows_progress_and_a_sample(small_run):

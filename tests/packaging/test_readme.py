@@ -23,7 +23,7 @@ SUPPORT = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
 FRESH = str(ROOT / "tools" / "fresh_environments.py")
 
 
-CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CODE = runpy.run_path(FRESH)["programs"]()
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_the_quick_start_trains_a_layer_and_its_router(run_code):
 
 
 def test_paddles_pair_gives_the_router_its_gradient(run_code):
-    assert run_code(CODE[1]) == ["gradient of the router: [64, 8]"]
+    assert run_code(CODE[1]) == [runpy.run_path(FRESH)["PAIR_PRINTS"]]
 
 
 def test_install_section_has_the_lines_that_are_run_in_fresh_environments():
