@@ -142,7 +142,54 @@ def test_every_argument_of_paddles_signature_arrives_under_its_name(patched, by_
     with patched_paddle():
         patched(**given) if by_keyword else patched(*given.values())
     tolerant = {"validate": False} | ({"compat": "paddle"} if patched is unpermute_imported_before else {})
-    assert arrived[0].arguments == given | tolerant
+    of_paddle_3_2 = {"use_mix_precision": "using_mix_precision"}
+    assert arrived[0].arguments == {of_paddle_3_2.get(name, name): each for name, each in given.items()} | tolerant
+
+
+def permute_of_paddle_3_2(
+    hidden_states,
+    scale,
+    expert_routemap_topk,
+    expert_prob_topk,
+    num_experts,
+    tokens_per_expert,
+    padding_alignment,
+    do_gather=True,
+    name=None,
+): ...
+
+
+def unpermute_of_paddle_3_2(
+    hidden_states_unzipped,
+    zipped_expertwise_rowmap,
+    expert_routemap_topk,
+    token_prob_unzipped,
+    total_zipped_tokens,
+    num_experts,
+    use_mix_precision=True,
+    name=None,
+): ...
+
+
+@pytest.mark.parametrize("by_keyword", [False, True], ids=["by position", "by keyword"])
+def test_calls_with_the_arguments_of_paddle_3_2_run_as_those_of_newer_ones(by_keyword, rng, place, monkeypatch):
+    monkeypatch.setattr(paddle.nn.functional, "moe_permute", permute_of_paddle_3_2)
+    monkeypatch.setattr(paddle.nn.functional, "moe_unpermute", unpermute_of_paddle_3_2)
+    problem = make_problem(rng, SMALL)
+    x, ids, probs = (tensor(each, place) for each in (problem.x, problem.ids, problem.probs))
+
+    def call(function, *values):
+        named = dict(zip(inspect.signature(function).parameters, values, strict=True))
+        return function(**named) if by_keyword else function(*values)
+
+    with patched_paddle():
+        rows, rowmap, row_probs, _ = call(
+            permute_of_paddle_3_2, x, None, ids, probs, SMALL.E, None, SMALL.A, True, "a name"
+        )
+        out, _ = call(unpermute_of_paddle_3_2, rows, rowmap, ids, row_probs, SMALL.T, SMALL.E, True, "a name")
+    expected = functional.moe_permute(x, None, ids, probs, SMALL.E, None, SMALL.A)
+    assert_bits_equal(rows, expected[0])
+    assert_bits_equal(out, functional.moe_unpermute(*expected[:2], ids, expected[2], SMALL.T, SMALL.E)[0])
 
 
 def test_every_optional_argument_of_paddles_permute_has_its_effect(rng, place):
