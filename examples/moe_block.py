@@ -1,10 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture-of-experts block written with the operators: a router of one's own, experts of one's own, a plan between.
+"""A mixture-of-experts block written with the operators: your own router, your own experts, and a plan.
 
     python examples/moe_block.py [--steps 60]
 
-Every token goes to two of eight experts. They are small networks of their own with different widths, which no single
+Every token goes to two of eight experts. They are small networks of different widths, which no single
 call could run. The block learns a function that differs by region, and its output and gradients are compared with
 those of the dense formulation, in which every expert works on every token.
 """

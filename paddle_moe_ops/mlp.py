@@ -68,7 +68,7 @@ def moe_mlp(
 
     On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed. There SwiGLU without biases keeps
     ``x``, the first product H of each row and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns
-    are not kept: the gradient of a weight is the dot product of the row in front of the second product and the gradient
+    are not kept: the gradient of a weight is the dot product of the row before the second product and the gradient
     there (SonicMoE, arXiv 2512.14080). A pass makes some of these rows at a time, in a buffer of ``workspace_mb``. A
     second backward pass through the same graph is refused.
 

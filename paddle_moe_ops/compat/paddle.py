@@ -48,7 +48,7 @@ def moe_permute(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """Run `functional.moe_permute` with Paddle's tolerance: ids that name no expert are passed over, on a CPU too.
+    """Run `functional.moe_permute` with Paddle's tolerance: ids that name no expert are ignored, on a CPU too.
 
     As in Paddle's newest version, float8 rows are not gathered without their scale.
     """
@@ -145,7 +145,7 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
 
     "permute", ``paddle.nn.functional.moe_permute`` and ``moe_unpermute``: numbers are Paddle's, even where this
     package decides otherwise. A token with exactly one row stays unweighted in the weighted combine, and ids outside
-    [0, num_experts) are passed over on a CPU too. As in Paddle's newest version, float8 rows need their scale where
+    [0, num_experts) are ignored on a CPU too. As in Paddle's newest version, float8 rows need their scale where
     they are gathered. The signature stays Paddle's. Gradients, the CPU, more dtypes and widths, and the keyword
     arguments of this package's functions are new.
 
@@ -162,7 +162,7 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
         families: names of families.
 
     Raises:
-        TypeError: families is no list of names.
+        TypeError: families is not a list of names.
         ValueError: there is no such family.
         RuntimeError: this Paddle lacks a function of them; then nothing is patched.
     """
@@ -192,7 +192,7 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
         families: names of families, as in `patch_paddle`; by default all.
 
     Raises:
-        TypeError: families is no list of names.
+        TypeError: families is not a list of names.
         ValueError: there is no such family.
     """
     chosen = _checked("unpatch_paddle", families)

@@ -29,7 +29,7 @@ class SwiGLU(nn.Layer):
         intermediate_size: I.
 
     Raises:
-        TypeError: a size is no int.
+        TypeError: a size is not an int.
         ValueError: a size below 1.
     """
 
@@ -46,7 +46,7 @@ class SwiGLU(nn.Layer):
         """Apply the MLP to x [..., H]; the result has the same shape.
 
         Raises:
-            TypeError: x is no tensor of the weights' dtype.
+            TypeError: x is not a tensor of the weights' dtype.
             ValueError: the last dimension of x is not H.
         """
         return _swiglu_mlp(x, self.gate_up, self.down, self.hidden_size, self.intermediate_size)
@@ -72,7 +72,7 @@ class SwiGLUExperts(nn.Layer):
         down_bias: [E, H], or None.
 
     Raises:
-        TypeError: a size is no int, or a flag no bool.
+        TypeError: a size is not an int, or a flag is not a bool.
         ValueError: a size below 1, or an unknown activation.
     """
 
