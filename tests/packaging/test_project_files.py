@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,20 @@ def test_wheels_are_made_for_every_supported_python_and_paddle():
 
 def test_citation_names_this_version():
     assert re.findall(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE) == [paddle_moe_ops.__version__]
+    assert re.findall(r"^  version = \{(.*)\},$", read("README.md"), re.MULTILINE) == [paddle_moe_ops.__version__]
+
+
+def test_the_source_distribution_has_every_file_of_the_repository():
+    """What setuptools adds to MANIFEST.in: the package's Python files, LICENSE, README.md, pyproject.toml, setup.py."""
+    command = ["git", "ls-files"]
+    files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(files) > 500
+    rules = [line.split() for line in read("MANIFEST.in").splitlines()]
+    folders = tuple(f"{folder}/" for rule in rules if rule[0] == "graft" for folder in rule[1:])
+    named = {name for rule in rules if rule[0] == "include" for name in rule[1:]}
+    named |= {"LICENSE", "README.md", "pyproject.toml", "setup.py", "MANIFEST.in", "paddle_moe_ops/py.typed"}
+    left_out = {name for name in files if name not in named and not name.startswith(folders)}
+    assert {name for name in left_out if not re.fullmatch(r"paddle_moe_ops/.*\.py", name)} == set()
 
 
 def test_reports_of_bugs_need_the_output_of_env():
