@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import paddle
@@ -283,11 +284,12 @@ def test_this_packages_own_arguments_reach_the_patched_functions(place):
     imported_before(x, None, bad, probs, 2, None, 1)
     with pytest.raises(ValueError, match=r"^moe_permute: .*\[-1, 2\)"):
         imported_before(x, None, bad, probs, 2, None, 1, validate=True)
-    arguments = x, rowmap, bad, paddle.full([2], 0.5), 2, 2, True, True
-    assert unpermute_imported_before(*arguments)[0].tolist() == [[1.0] * 4] * 2
-    assert unpermute_imported_before(*arguments, compat=None)[0].tolist() == [[0.5] * 4] * 2
+    unpermute = partial(unpermute_imported_before, using_weighted_combine=True)
+    arguments = x, rowmap, bad, paddle.full([2], 0.5), 2, 2
+    assert unpermute(*arguments)[0].tolist() == [[1.0] * 4] * 2
+    assert unpermute(*arguments, compat=None)[0].tolist() == [[0.5] * 4] * 2
     with pytest.raises(ValueError, match=r"^moe_unpermute: .*\[-1, 2\)"):
-        unpermute_imported_before(*arguments, validate=True)
+        unpermute(*arguments, validate=True)
 
 
 def test_paddles_own_function_is_back_after_the_block(rng, place):
