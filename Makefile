@@ -11,7 +11,7 @@ PADDLE ?= paddlepaddle==3.3.1
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 CORE_TESTS ?= tests/core
-COVERAGE_TESTS ?= tests/ops tests/packaging
+COVERAGE_TESTS ?= tests/reference tests/ops tests/packaging tests/static tests/scenarios tests/distributed tests/triton
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -145,7 +145,8 @@ build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 coverage: $(VENV)/stamp-built build/coverage/libpmo_core.so ## docs/coverage.md: which lines of the core and of Python the tests run
 	find build/coverage -name '*.gcda' -delete
 	PMO_CORE_LIBRARY=$(CURDIR)/build/coverage/libpmo_core.so $(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" $(PYTEST_ARGS)
-	COVERAGE_FILE=build/coverage/data $(PY) -m pytest $(COVERAGE_TESTS) --cov=paddle_moe_ops --cov-report=json:build/coverage/python.json $(PYTEST_ARGS)
+	COVERAGE_FILE=$(CURDIR)/build/coverage/data $(PY) -m pytest $(COVERAGE_TESTS) --cov=paddle_moe_ops \
+	  --cov-report=json:build/coverage/python.json $(WORKERS) $(PYTEST_ARGS)
 	$(PY) tools/coverage_report.py --core-tests "$(CORE_TESTS)" --python-tests "$(COVERAGE_TESTS)"
 
 build/coverage/%.o: $(CSRC)/%.cc Makefile

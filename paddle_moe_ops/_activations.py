@@ -10,7 +10,12 @@ from paddle import Tensor
 
 from ._graphs import float32, in_float32, to_dtype
 
-__all__ = ["ACTIVATIONS", "activate"]
+try:
+    from paddle.nn.functional import swiglu
+except ImportError:  # Paddle 3.2
+    from paddle.incubate.nn.functional import swiglu
+
+__all__ = ["ACTIVATIONS", "activate", "swiglu"]
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
 # Of gpt_oss.
@@ -25,7 +30,7 @@ def activate(hidden: Tensor, activation: str) -> Tensor:
         activation: one of `ACTIVATIONS`.
     """
     if activation == "swiglu":
-        return in_float32(F.swiglu, hidden)
+        return in_float32(swiglu, hidden)
     with paddle.amp.auto_cast(enable=False):
         gate, up = paddle.chunk(float32(hidden), 2, axis=-1)
         if activation == "swiglu_oai":

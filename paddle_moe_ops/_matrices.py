@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices of experts: one tensor that has them all, or a list of them, as layers of their own have them."""
+"""The matrices of experts: one tensor that has them all, or a list of them, where each expert is a layer."""
 
 from __future__ import annotations
 

@@ -62,15 +62,15 @@ def token_dispatch(
         probs: bfloat16, float16 or float32 in the shape of ``routing_map``, or None.
         align_size: every expert's segment is padded to a multiple of so many rows, at least 1; None: no padding.
         zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its gradient stays.
-        validate: NaN among the probabilities, and dropped rows (True only), raise. None: PADDLE_MOE_OPS_VALIDATE, else
-            on the CPU NaN raises, on a GPU nothing.
+        validate: NaN among the probabilities, and dropped rows (True only), raise. None: PADDLE_MOE_OPS_VALIDATE,
+            otherwise NaN raises on a CPU, and nothing on a GPU.
 
     Returns:
         rows [N, H], with N = num_out_tokens, or with ``align_size`` A the largest multiple of A up to
         num_out_tokens + E * (A - 1); rows of no token are 0, and rows at or beyond N are dropped.
         permuted_probs [N] in the dtype of ``probs``, 0 in rows of no token, or None.
         row_id_map int32 [T, 2E + 1] as in `paddle_moe_ops.masked`, which counts no padding.
-        pad_offsets int32 [E], the padding in front of each expert's segment, or None without ``align_size``.
+        pad_offsets int32 [E], the padding before each expert's segment, or None without ``align_size``.
         tokens_per_expert int32 [E], the rows of each expert in the buffer, with ``align_size`` padding included.
 
     Raises:
@@ -119,7 +119,7 @@ def token_combine(
             returns them; or None.
         pad_offsets: int32 or int64 [E] of `token_dispatch`, or None.
         validate: a row that is in the map twice, or lies outside [0, N), raises. None: PADDLE_MOE_OPS_VALIDATE,
-            else on the CPU it raises, on a GPU not.
+            otherwise it raises on a CPU and not on a GPU.
 
     Returns:
         [T, H].

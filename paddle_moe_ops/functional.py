@@ -126,7 +126,7 @@ def sort_chunks(
     ``order[1]``, ... Rows after the last chunk stay where they are.
 
     Differentiable in ``x`` (not float8) and ``probs``; the gradients go back the same way. Deterministic, bit-exact
-    copies. No host synchronisation, but with ``validate=True`` on a GPU.
+    copies. No host synchronisation except with ``validate=True`` on a GPU.
 
     Args:
         x: [R, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; any H >= 1, rows may be strided.
@@ -134,8 +134,8 @@ def sort_chunks(
         order: int32 or int64 [C], a permutation of [0, C).
         probs: bfloat16, float16 or float32 [R] that travel with the rows, or None.
         validate: True: other sizes and orders raise. False: negative sizes count as 0, and chunks end at row R. Entries
-            of ``order`` that name no chunk, or one that was named before, are passed over; chunks that are not named
-            follow the others, ascending. None: PADDLE_MOE_OPS_VALIDATE, else on the CPU they raise, on a GPU not.
+            of ``order`` that name no chunk, or one that was named before, are ignored; chunks that are not named
+            follow the others, ascending. None: PADDLE_MOE_OPS_VALIDATE, otherwise they raise on a CPU and not on a GPU.
 
     Returns:
         rows [R, H], probabilities [R] in the dtype of ``probs`` or None, and source_to_dest int32 [R]: the new place of
@@ -201,9 +201,9 @@ def moe_permute(
         fill_padding: what padding rows hold. "all": zeros. "meta": rows undefined, the rest as with "all". "none":
             rows, probabilities and scales undefined.
         return_overflow: also return the number of dropped slots.
-        validate: True: bad and repeated ids, NaN probabilities and dropped slots raise. False: bad ids count as -1, of
-            repeated ids the first slot gets the row, NaN is copied. None: PADDLE_MOE_OPS_VALIDATE, else on the CPU all
-            but dropped slots raise, on a GPU none.
+        validate: True: bad and repeated ids, NaN probabilities and dropped slots raise. False: bad ids count as -1;
+            if an id repeats, the first slot gets the row; NaN is copied. None: PADDLE_MOE_OPS_VALIDATE, otherwise all
+            but dropped slots raise on a CPU, and none on a GPU.
 
     Returns:
         hidden_states_unzipped [N, H] ([0, H] without gather), zipped_expertwise_rowmap int32 [T, E] (-1 = none),
@@ -296,10 +296,10 @@ def moe_unpermute(
         using_weighted_combine: weight every row by its probability.
         name: not used, for Paddle's signature.
         compat: "paddle": a token with exactly one row is not weighted, and every slot that repeats an id gets its
-            probability, as in Paddle. None: every token is weighted, of repeated ids the first slot gets it.
+            probability, as in Paddle. None: every token is weighted, if an id repeats, the first slot gets it.
         validate: True: ids outside [-1, E), row map entries outside [-1, N) and repeated rows raise. False: they count
-            as -1 (of a repeated row, the first entry stays). None: PADDLE_MOE_OPS_VALIDATE, else on the CPU they raise,
-            on a GPU not.
+            as -1 (of a repeated row, the first entry stays). None: PADDLE_MOE_OPS_VALIDATE, otherwise they raise on a
+            CPU and not on a GPU.
 
     Returns:
         hidden_states [T, H] and expert_prob_topk float32 [T, K], the probability of each slot's row, 0 without one.

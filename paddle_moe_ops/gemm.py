@@ -75,7 +75,7 @@ def grouped_gemm(
         X: [M, D] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, D] tokens. More dimensions,
             [..., D], count as M or T rows in all.
         W: [E, N, D], or [E, D, N] without ``transpose``; dtype of ``X``. Or a list or a
-            `paddle.nn.ParameterList` of E matrices, as experts that are layers of their own have them: each gets its
+            `paddle.nn.ParameterList` of E matrices, for experts that are separate layers: each gets its
             gradient, zeros without rows, and none if it wants none.
         m_sizes: rows of each group, E ints >= 0 in a list or an array, or an int tensor [E]. A list is part of a static
             graph's program; with a tensor one program serves all sizes. None with ``plan``.

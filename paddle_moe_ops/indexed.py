@@ -35,7 +35,7 @@ def get_routing_indices(
     """Sort slots by expert.
 
     Rows of one expert follow ascending slots. Slots of -1 come last and count for no expert; an expert may be in
-    several slots of a token. Deterministic; no gradient. No host synchronisation, but on a GPU with ``validate=True``
+    several slots of a token. Deterministic; no gradient. No host synchronisation except on a GPU with ``validate=True``
     and in a static graph that does not know T.
 
     Args:
@@ -44,8 +44,8 @@ def get_routing_indices(
         num_experts: E, at most 65535.
         return_scatter_indices: also return the inverse permutation.
         index_dtype: of the indices: int32 or int64, as a Paddle dtype or its name. `permute` and `unpermute` take both.
-        validate: True: ids outside [-1, E) raise. False: they count as -1. None: PADDLE_MOE_OPS_VALIDATE, else on the
-            CPU they raise, on a GPU not. In a static graph they count as -1.
+        validate: True: ids outside [-1, E) raise. False: they count as -1. None: PADDLE_MOE_OPS_VALIDATE,
+            otherwise they raise on a CPU and not on a GPU. In a static graph they count as -1.
 
     Returns:
         token_counts_by_expert [E], dtype of the ids, and gather_indices [T*K], the flat slot of each row; then as asked
@@ -81,16 +81,16 @@ def permute(X: Tensor, gather_indices: Tensor, topk: int, *, validate: bool | No
     """Copy each token to the rows of its slots: row i is token ``gather_indices[i] // topk``.
 
     Differentiable in ``X``: the gradient of a token is the float32 sum over its rows in ascending order, rounded once,
-    the same bits on every backend and run; float8 rows have none. Copies are bit-exact. No host synchronisation, but
-    with ``validate=True`` on a GPU.
+    the same bits on every backend and run; float8 rows have none. Copies are bit-exact. No host synchronisation
+    except with ``validate=True`` on a GPU.
 
     Args:
         X: [T, H], or [..., H] with T rows in all, bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
         gather_indices: int32 or int64 [T*topk], a permutation of the flat slots, as `get_routing_indices` returns it.
         topk: K. With 1, X may as well be rows in slot order.
-        validate: True: indices that are no permutation raise. False: they count by rank (of equal ones the first is
-            the lower), which makes them one. None: PADDLE_MOE_OPS_VALIDATE, else on the CPU they raise, on a GPU not.
-            In a static graph they count by their rank.
+        validate: True: indices that are not a permutation raise. False: they count by rank (of equal ones the first is
+            the lower), which makes them one. None: PADDLE_MOE_OPS_VALIDATE, otherwise they raise on a CPU and not on a
+            GPU. In a static graph they count by their rank.
 
     Returns:
         [T*topk, H], dtype of ``X``.
@@ -109,7 +109,7 @@ def permute(X: Tensor, gather_indices: Tensor, topk: int, *, validate: bool | No
 def unpermute(X: Tensor, gather_indices: Tensor, *, validate: bool | None = None) -> Tensor:
     """Bring rows back to slot order: row ``gather_indices[i]`` of the result is row i of ``X``. No sum, no weights.
 
-    Differentiable in ``X``, except for float8 rows; bit-exact copies both ways. No host synchronisation, but with
+    Differentiable in ``X``, except for float8 rows; bit-exact copies both ways. No host synchronisation except with
     ``validate=True`` on a GPU.
 
     Args:

@@ -68,7 +68,7 @@ def moe_mlp(
 
     On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed. There SwiGLU without biases keeps
     ``x``, the first product H of each row and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns
-    are not kept: the gradient of a weight is the dot product of the row in front of the second product and the gradient
+    are not kept: the gradient of a weight is the dot product of the row before the second product and the gradient
     there (SonicMoE, arXiv 2512.14080). A pass makes some of these rows at a time, in a buffer of ``workspace_mb``. A
     second backward pass through the same graph is refused.
 
@@ -80,7 +80,7 @@ def moe_mlp(
         plan: where the rows of tokens are, as `route` says it.
         probs: what each row is multiplied by, float32: [T, K] or flat [T*K] by slot of ``plan``, [N] by row, or None
             for the plain sum. The gradient has this shape; it is 0 at slots without a row.
-        gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as `paddle.nn.functional.swiglu` has them.
+        gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as Paddle's ``swiglu`` has them.
             With ``transpose`` [E, 2 * n, d]. Or a list or a `paddle.nn.ParameterList` of E matrices, as in
             `grouped_gemm`.
         down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n]. Or a list of E matrices.

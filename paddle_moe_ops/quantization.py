@@ -73,8 +73,8 @@ def dequantize_1x128(
     """Multiply codes by their scales.
 
     The product is formed in float32 and rounded once. Padding rows (codes and scales 0) give 0. Not differentiable: the
-    result has ``stop_gradient=True``. Deterministic: the same bits on every backend and run, but for those of NaN. No
-    host synchronisation.
+    result has ``stop_gradient=True``. Deterministic: the same bits on every backend and run, except for NaN. No host
+    synchronisation.
 
     Args:
         codes: [N, H] float8_e4m3fn.

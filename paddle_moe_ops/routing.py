@@ -178,13 +178,13 @@ def route(
         buffer_size: N of a static buffer. Rows at or beyond its end are dropped and counted in ``plan.overflow``, the
             others stay where they are. -1: N is the sum of the padded segments.
         topk: K of a mask, by default E; of more experts in a token, the highest are dropped.
-        duplicates: "first": of equal ids in one token, the first slot gets the row. "each": every slot gets one.
+        duplicates: "first": if an id repeats in a token, its first slot gets the row. "each": every slot gets one.
         capacity: rows that an expert gets at most, an int or a 0-D int tensor, which stays where it is. The first rows
             of its segment are kept; the slots of the others are dropped and counted in ``plan.overflow``, and the
             segments after it move up. None: no limit.
         validate: True: bad ids, repeated ids (with duplicates="first"), NaN probabilities and slots dropped for lack of
             room in a static buffer raise. False: bad ids count as -1, repeated ids have no row, NaN is copied. None:
-            PADDLE_MOE_OPS_VALIDATE, else on the CPU all but dropped slots raise, on a GPU none. Slots dropped for
+            PADDLE_MOE_OPS_VALIDATE; without it all but dropped slots raise on a CPU, none on a GPU. Slots dropped for
             ``capacity`` never raise.
 
     Returns:
@@ -317,8 +317,8 @@ def calculate_topk(
     """Choose the experts of each token from a router's logits, and weight them.
 
     Scores are the sigmoid of each logit or the softmax over a token's logits, in float32, rounded to the dtype of
-    the logits. The K experts with the highest values are chosen, of equal values the lower id first, NaN above
-    all numbers. Weights are the scores of the chosen experts, divided by their sum and scaled if asked for.
+    the logits. The K experts with the highest values are chosen; where values are equal, the lower id; NaN ranks
+    above all numbers. Weights are the scores of the chosen experts, divided by their sum and scaled if asked for.
 
     What routers add to this: ERNIE 4.5 a correction bias; DeepSeek-V2 groups (``scores_per_group=1``); DeepSeek-V3
     (arXiv:2412.19437, section 2.1.2) sigmoid, bias, groups (of the two best scores) and a scaling factor.
@@ -337,8 +337,8 @@ def calculate_topk(
             ``pre_act`` and ``post_act`` must be True.
         correction_bias: float32 [E] that is added to what experts are chosen by, in float32, and to nothing else.
         num_groups: groups of E / num_groups experts that follow each other.
-        topk_groups: groups of each token that experts may come from, those with the highest sums; of equal sums the
-            lower group. None: all.
+        topk_groups: groups of each token that experts may come from, those with the highest sums, the lower group
+            where sums are equal. None: all.
         scores_per_group: how many of a group's highest values (with the bias) are added up to its sum.
         scaling_factor: what the weights are multiplied by in the end.
         return_scores: also return the scores of all experts, for auxiliary losses.

@@ -35,7 +35,7 @@ _NO_ROW = 2**31 - 1
 
 
 def padding_offsets(plan: Plan) -> Tensor:
-    """int32 [E]: the padding rows in front of each expert's segment. No host synchronisation."""
+    """int32 [E]: the padding rows before each expert's segment. No host synchronisation."""
     routed_before = paddle.cumsum(plan.routed_per_expert, dtype="int32") - plan.routed_per_expert
     offsets = plan.expert_offsets[:-1] - routed_before
     offsets.stop_gradient = True

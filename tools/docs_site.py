@@ -13,13 +13,16 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+# Pages of the repository on GitHub, relative to its files there: the site has no such pages.
+_BADGES = re.compile(r"^\[?!\[[^\]]*\]\((?:\.\./\.\./|https://img\.shields\.io/)[^\n]*\n", re.MULTILINE)
+_REPOSITORY = re.compile(r"\[([^\]]*)\]\(\.\./\.\./[^)]*\)")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages whose sources are in the root."""
     for source, page in PAGES.items():
-        text = (ROOT / source).read_text(encoding="utf-8")
+        text = _REPOSITORY.sub(r"\1", _BADGES.sub("", (ROOT / source).read_text(encoding="utf-8")))
         files.append(File.generated(config, page, content=with_links(text, ROOT)))
     return files
 

@@ -14,6 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from .operators import OPERATIONS, variant_of
 from .results import Row, Run, processor
+from .summary import MODELS
 from .targets import OURS, PUBLIC
 
 __all__ = ["draw"]
@@ -33,6 +34,7 @@ COLORS = {
     "paddle (published, scaled)": "#f2b366",
 }
 OTHER_COLORS = ("#9a8c98", "#c9ada7", "#4a4e69", "#b8bfc6")  # of implementations that are not named above
+NAMES = {**MODELS, "tileops": "TileOPs", "paddle-production": "Paddle's\nproduction"}
 LABELS = {
     OURS: "paddle_moe_ops",
     PUBLIC: "paddle_moe_ops, new outputs",
@@ -42,7 +44,16 @@ LABELS = {
 
 
 def draw(path: Path, run: Run) -> bool:
-    """Write a PNG; False if the run has nothing to show.
+    """Write a PNG of `picture`; False if the run has nothing to show."""
+    figure = picture(run)
+    if figure is None:
+        return False
+    figure.savefig(path)
+    return True
+
+
+def picture(run: Run) -> Figure | None:
+    """The figure of a run, or None if it has nothing to show.
 
     The upper panels show large numbers of tokens as a fraction of the copy speed, the lower ones small numbers in
     microseconds; an implementation has the same colour everywhere.
@@ -51,10 +62,10 @@ def draw(path: Path, run: Run) -> bool:
     keys = [key for key in PANELS if any(row.key == key for row in rows)]
     halves = [half for half in (True, False) if any((row.tokens >= LARGE) == half for row in rows)]
     if not rows:
-        return False
+        return None
     colors = _colors(rows)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.06)
-    figure = Figure(figsize=(4.6 * len(keys) + 0.4, 3.5 * len(halves) + 0.9), dpi=130, layout=layout, facecolor="white")
+    figure = Figure(figsize=(5.6 * len(keys) + 0.4, 3.7 * len(halves) + 0.9), dpi=130, layout=layout, facecolor="white")
     grid = figure.subplots(len(halves), len(keys), squeeze=False)
     for axes, key in zip(grid[0], keys, strict=True):
         axes.set_title(PANELS[key], loc="left", color=INK, fontsize=11, fontweight="bold")
@@ -76,8 +87,7 @@ def draw(path: Path, run: Run) -> bool:
         frameon=False,
         labelcolor=INK,
     )
-    figure.savefig(path)
-    return True
+    return figure
 
 
 def _title(run: Run) -> str:
@@ -105,15 +115,16 @@ def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str])
         texts = ["" if np.isnan(value) else (f"{value:.2f}" if large else f"{value:.1f}") for value in values]
         bold = "bold" if impl == OURS else "normal"
         color = colors[impl] if impl == OURS else MUTED
-        axes.bar_label(bars, texts, fontsize=7, padding=1.5, color=color, fontweight=bold)
+        axes.bar_label(bars, texts, fontsize=7, padding=2.5, color=color, fontweight=bold, rotation=90)
     axes.set_xticks(np.arange(len(shapes)), [_shape_label(rows, shape) for shape in shapes], fontsize=7.5, color=INK)
     if large:
         axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-        axes.set_ylim(0, max(1.12, axes.get_ylim()[1]))
+        axes.set_ylim(0, 1.15 * max(1.0, axes.get_ylim()[1]))
     elif _spread(rows) > 50:  # bars of the fast ones would not be seen
         axes.set_yscale("log")
+        axes.set_ylim(top=2 * axes.get_ylim()[1])
     else:
-        axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, length=0, labelsize=8)
@@ -135,5 +146,5 @@ def _value(rows: Sequence[Row], shape: str, impl: str, large: bool) -> float:
 
 def _shape_label(rows: Sequence[Row], shape: str) -> str:
     row = next(row for row in rows if row.shape == shape)
-    name = shape.replace("-", "-\n", 1) if len(shape) > 12 else f"{shape}\n"
-    return f"{name}\nT={row.tokens}\nK={row.topk}, E={row.experts}\nH={row.hidden}"
+    name = NAMES.get(shape.rstrip("-0123456789"), NAMES.get(shape, shape))
+    return f"{name}\n{row.tokens} tokens\nK={row.topk}, E={row.experts}\nH={row.hidden}"

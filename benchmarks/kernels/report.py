@@ -31,7 +31,7 @@ result was compared with the NumPy oracle before it was timed.
 DEFINITIONS = """
 ## How to read the rest
 
-* **us**: median of a call. On a GPU: device events around the replay of a CUDA graph of one call, behind a read of
+* **us**: median of a call. On a GPU: device events around the replay of a CUDA graph of one call, after a read of
   512 MB, so that the operands are not in the L2; outputs are allocated beforehand, of sizes that are given (static
   buffers), so that nothing waits for the host. On a CPU: calls follow each other (*warm*); the C core writes to
   outputs that exist, and so does *memcpy*, which reads and writes as many bytes as the operation in all, by one

@@ -145,59 +145,65 @@ svg { --card: #ffffff; --edge: #c3cad2; --ink: #1f2933; --muted: #55606b; --ours
 }
 text { font: 14px system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; fill: var(--ink); }
 .head { font-weight: 600; }
-.note { font-size: 12px; fill: var(--muted); }
+.note { font-size: 13px; fill: var(--muted); }
 .end { text-anchor: end; }
 .card { fill: var(--card); stroke: var(--edge); }
 .ours { fill: var(--ours); }
 .other { fill: var(--other); }
 """
-_HEAD = "Moving the rows of an MoE layer on one {}, microseconds (less is better)"
+_HEAD = "Moving the rows of an MoE layer on one {}"
+_UNIT = "Microseconds, less is better"
 _FOOT = (
-    "Ours: public calls under Paddle, outputs allocated. Paddle: published kernel times. "
-    "TransformerEngine: its kernels alone."
+    "paddle_moe_ops: public calls under Paddle, outputs allocated.",
+    "Paddle: published times. TransformerEngine: its kernels alone.",
 )
-_WIDTH, _PANEL, _BARS, _BAR, _STEP, _TOP = 760, 370, 150, 14, 19, 62
+# In a column of a phone, letters of 13 are still readable.
+_WIDTH, _NAMES, _PANEL, _BAR, _STEP, _TOP = 480, 148, 164, 14, 20, 86
 
 
 def picture(calls: Calls) -> str:
     """An SVG: a panel for each call, in it the three times of each model, in microseconds on one scale a panel."""
     names = {"paddle_moe_ops": None, "Paddle": PADDLE, "TransformerEngine": TE}
-    height = _TOP + len(calls.shapes) * (3 * _STEP + 34) + 28
+    group = 3 * _STEP + 34
+    height = _TOP + len(calls.shapes) * group + 48
     gpu = calls.machine["gpu"]
     title = f"Microseconds of moe_permute and unpermute on one {gpu}: paddle_moe_ops, Paddle and TransformerEngine"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
+        'role="img">',
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="8"/>',
-        f'<text class="head" x="20" y="28">{escape(_HEAD.format(gpu))}</text>',
+        f'<text class="head" x="16" y="28">{escape(_HEAD.format(gpu))}</text>',
+        f'<text class="note" x="16" y="48">{escape(_UNIT)}</text>',
     ]
+    for number, shape in enumerate(calls.shapes):
+        y = _TOP + number * group
+        tokens = next(line["tokens"] for line in calls.lines if line.get("shape") == shape)
+        parts.append(f'<text class="note" x="16" y="{y + 16}">{MODELS[shape]}, {tokens} tokens</text>')
+        for place, name in enumerate(names):
+            parts.append(f'<text class="end" x="{_NAMES - 8}" y="{y + 36 + place * _STEP}">{name}</text>')
     for number, operation in enumerate(DRAWN):
-        left, y = 20 + number * _PANEL, _TOP
-        times = {
-            shape: [
+        left = _NAMES + number * _PANEL
+        times = [
+            [
                 calls.us(operation, shape) if each is None else calls.other_us(each, operation, shape)
                 for each in names.values()
             ]
             for shape in calls.shapes
-        }
-        scale = (_PANEL - _BARS - 75) / max(us for each in times.values() for us in each if us is not None)
+        ]
+        scale = (_PANEL - 52) / max(us for each in times for us in each if us is not None)
         label = "unpermute, weighted" if operation == "unpermute" else operation
-        parts.append(f'<text class="head" x="{left}" y="{y - 8}">{label}</text>')
-        for shape, each in times.items():
-            tokens = next(line["tokens"] for line in calls.lines if line.get("shape") == shape)
-            parts.append(f'<text class="note" x="{left}" y="{y + 16}">{MODELS[shape]}, {tokens} tokens</text>')
-            y += 24
-            for name, us in zip(names, each, strict=True):
-                if us is not None:
-                    kind = "ours" if name == "paddle_moe_ops" else "other"
-                    width = round(us * scale, 1)
-                    parts.append(f'<text class="end" x="{left + _BARS - 8}" y="{y + 12}">{name}</text>')
-                    parts.append(
-                        f'<rect class="{kind}" x="{left + _BARS}" y="{y}" width="{width}" height="{_BAR}" rx="2"/>'
-                    )
-                    parts.append(f'<text x="{left + _BARS + width + 6}" y="{y + 12}">{us:.0f}</text>')
-                y += _STEP
-            y += 10
-    parts.append(f'<text class="note" x="20" y="{height - 14}">{escape(_FOOT)}</text>')
+        parts.append(f'<text class="head" x="{left}" y="{_TOP - 8}">{label}</text>')
+        for index, each in enumerate(times):
+            for place, (name, us) in enumerate(zip(names, each, strict=True)):
+                if us is None:
+                    continue
+                y = _TOP + index * group + 24 + place * _STEP
+                kind = "ours" if name == "paddle_moe_ops" else "other"
+                width = round(us * scale, 1)
+                parts.append(f'<rect class="{kind}" x="{left}" y="{y}" width="{width}" height="{_BAR}" rx="2"/>')
+                parts.append(f'<text x="{left + width + 6:g}" y="{y + 12}">{us:.0f}</text>')
+    for number, line in enumerate(_FOOT):
+        parts.append(f'<text class="note" x="16" y="{height - 32 + number * 18}">{escape(line)}</text>')
     return "\n".join([*parts, "</svg>\n"])

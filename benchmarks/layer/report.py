@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .published import PUBLISHED, Source
-from .shapes import SHAPES
+from .shapes import MODELS, SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE, PICTURE = ROOT / "benchmarks/results", ROOT / "docs/layer_performance.md", "layer_performance.png"
@@ -32,9 +32,10 @@ bfloat16. The router is not included.
 
 * TFLOP/s are those of the matrix products: 6 T K d n operations forward, 12 T K d n backward, by the median time of
   replays of a CUDA graph (eager calls in parentheses, where they were measured) with a cold L2.
-* *ours* are the Triton kernels of `moe_mlp` on PyTorch's tensors, with the default `workspace_mb=256`; *ours, 1 GiB*
-  has a larger buffer, *ours, keep x* makes the first product again in the backward pass. *torch* is plain PyTorch
-  around `torch._grouped_mm` with its own gradients.
+* *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the default `workspace_mb=256`: those in Triton, and
+  on an H200 the compiled library's product where it is faster, which *ours, Triton alone* is without. *ours, 1 GiB* has
+  a larger buffer, *ours, keep x* makes the first product again in the backward pass. *torch* is plain PyTorch around
+  `torch._grouped_mm` with its own gradients.
 * *kept* is what forward leaves for backward, in MiB, with the tokens: 2 T d + 4 T K n bytes for ours, which the
   benchmark measures to the byte. *peak* is the most that backward has, with what is kept but the tokens, and without
   its results.
@@ -214,16 +215,22 @@ def page(runs: Sequence[Run], further: Sequence[str] = ()) -> str:
     return "\n".join([*parts, *further])
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """A panel for each GPU and pass: TFLOP/s by shape."""
-    import matplotlib
+def label(shape: str) -> str:
+    """A shape as the picture names it: the model, or the size of SonicMoE's table with n, and the tokens."""
+    sizes = SHAPES[shape]
+    of_sonic_moe = f"{shape.partition('-')[0].upper()}, n={sizes.inner}"
+    model = next((name for start, name in MODELS.items() if shape.startswith(start)), of_sonic_moe)
+    return f"{model}, {sizes.tokens}"
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+
+def picture(runs: Sequence[Run]) -> Any:
+    """A panel for each GPU and pass: TFLOP/s by shape."""
+    from matplotlib.figure import Figure
 
     colours = {OURS: "#1f77b4", "ours, 1 GiB": "#6baed6", "torch": "#9a9a9a", "SonicMoE": "#e6872f"}
     top = 1.1 * max(line.get(f"{which}_tflops", 0) for run in runs for line in run.lines for which in _PASSES)
-    figure, panels = pyplot.subplots(len(runs), 2, figsize=(15, 5.2 * len(runs)), sharey=True, squeeze=False)
+    figure = Figure(figsize=(15, 5.8 * len(runs)), facecolor="white", layout="tight")
+    panels = figure.subplots(len(runs), 2, sharey=True, squeeze=False)
     for row, run in zip(panels, runs, strict=True):
         shapes = [shape for shape in run.values("shape") if run.found(shape, "even", OURS)]
         for panel, index, which in zip(row, range(2), _PASSES, strict=True):
@@ -235,15 +242,13 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 if source.gpu == run.gpu and source.name.startswith("SonicMoE"):
                     heights = [source.figures.get(shape, (math.nan, math.nan))[index] for shape in shapes]
                     panel.plot(range(len(shapes)), heights, "D", label=source.name, color=colours["SonicMoE"])
-            panel.set_xticks(range(len(shapes)), shapes, rotation=60, ha="right")
+            panel.set_xticks(range(len(shapes)), map(label, shapes), rotation=90)
             panel.set_title(f"{run.gpu}, {which}")
             panel.set_ylim(0, top)
             panel.grid(axis="y", alpha=0.4)
         row[0].set_ylabel("TFLOP/s")
         row[1].legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, facecolor="white")
-    pyplot.close(figure)
+    return figure
 
 
 def main(results: Path = RESULTS, target: Path = PAGE) -> int:
@@ -256,7 +261,7 @@ def main(results: Path = RESULTS, target: Path = PAGE) -> int:
         *map(bounds, sorted(results.glob("ncu/*-layer.jsonl"))),
     ]
     target.write_text(page(runs, further), encoding="utf-8")
-    draw(runs, target.with_name(PICTURE))
+    picture(runs).savefig(target.with_name(PICTURE), dpi=110)
     print(f"wrote {target} and {PICTURE}")
     return 0
 

@@ -60,4 +60,15 @@ SHAPES = {
     "dsv3-16k": Shape(16384, 7168, 2048, 256, 8),
     "eight-experts": Shape(8192, 3072, 1536, 8, 8),
 }
+# What shapes are called whose names begin so.
+MODELS = {
+    "qwen3-30b": "Qwen3-30B",
+    "qwen3-235b": "Qwen3-235B",
+    "mixtral": "Mixtral 8x7B",
+    "olmoe": "OLMoE",
+    "ernie-21b": "ERNIE-4.5-21B",
+    "ernie-300b": "ERNIE-4.5-300B",
+    "dsv3": "DeepSeek-V3",
+    "eight-experts": "eight experts",
+}
 ROUTINGS = ("even", "zipf")

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from . import checks, plot, training
+from . import checks, plot, purpose, training
 from .data import StandardLibrary, load_standard_library, random_windows
 from .model import Decoder, ModelConfig
 
@@ -42,12 +42,13 @@ def run(options: argparse.Namespace) -> int:
     # Lines stay whole where the output goes to a file.
     console = Console(highlight=False, soft_wrap=True)
     training.use_threads(options.threads)
+    worth_it = _show_purpose(console, options.layer_tokens)
     paddle.seed(options.seed)
     rng = np.random.default_rng(options.seed)
     library = load_standard_library()
     model = Decoder(ModelConfig(options.hidden, options.layers, options.experts, options.topk, CONTEXT))
     title = _title(model)
-    console.print(f"[bold]{title}[/]")
+    console.print(f"\n[bold]{title}[/]")
     console.print(
         f"text: standard library of Python {platform.python_version()}, "
         f"{library.train_files} files ({len(library.train) / 1e6:.1f} MB) to learn from, "
@@ -60,15 +61,32 @@ def run(options: argparse.Namespace) -> int:
     console.print("\n[bold]checks[/]")
     tokens = random_windows(library.train, training.BATCH, CONTEXT + 1, rng)
     passed = [
+        worth_it,
         _report_held_out(console, history.marks[0][1], history.marks[-1][1]),
         _report_dense(console, checks.dense_check(model, paddle.to_tensor(tokens))),
-        _report_speed(console, checks.layer_speed(model.moe_layers[-1])),
     ]
     picture = options.out / PICTURE
     plot.draw(picture, history.losses, history.marks, history.load, title)
     _report(console, "picture", escape(str(picture)))
     _report(console, "time", f"{time.perf_counter() - start:.0f} s")
     return 0 if all(passed) else 1
+
+
+def _show_purpose(console: Console, tokens: int) -> bool:
+    """Paddle's own pair beside this package's, and a layer of realistic size beside one of plain operators."""
+    console.print("[bold]what the package is for[/]")
+    _report(console, "Paddle's pair", escape(f"{purpose.PADDLES} on {paddle.get_device()}: {purpose.paddles_pair()}"))
+    ours = purpose.our_pair()
+    gradients = ours == "runs; gradients: tokens and router"
+    _report(console, "our pair", f"{escape(f'paddle_moe_ops.moe_permute: {ours}')}: {_verdict(gradients)}")
+    layer = purpose.layer()
+    _report(
+        console,
+        "a layer",
+        f"hidden {layer.hidden_size}, {layer.router.num_experts} experts of {layer.experts.intermediate_size}, "
+        f"{layer.router.topk} for each token",
+    )
+    return _report_speed(console, checks.layer_speed(layer, tokens), tokens) and gradients
 
 
 def _train(console: Console, model: Decoder, library: StandardLibrary, steps: int, rng: np.random.Generator) -> History:
@@ -121,11 +139,11 @@ def _report_dense(console: Console, check: checks.DenseCheck) -> bool:
     return check.passed
 
 
-def _report_speed(console: Console, speed: checks.Speed) -> bool:
+def _report_speed(console: Console, speed: checks.Speed, tokens: int) -> bool:
     _report(
         console,
         "layer speed",
-        f"forward and backward of {checks.TIMED_TOKENS} tokens beside plain argsort, gather and index_add, "
+        f"forward and backward of {tokens} tokens beside plain argsort, gather and index_add, "
         f"median of {checks.TIMED_RUNS}",
         f"whole layer: {_beside(*speed.layer)}",
         f"rows to the experts and back alone: {_beside(*speed.moving)}",

@@ -30,8 +30,7 @@ from .base import (
     Validation,
     constant_if_float8,
 )
-
-LIBRARY = _build_check.library()
+from .library import LIBRARY
 
 # The enums of csrc/include/pmo.
 _DUPLICATES = {"first": 0, "each": 1}
@@ -79,11 +78,6 @@ def _library_problem() -> str | None:
     library.pmo_set_num_threads(num_threads or 0)
     library.pmo_set_max_cpu_isa(max_isa)
     return None
-
-
-def loaded_library() -> ctypes.CDLL | None:
-    """The library for calls of C functions, or None where it cannot be used."""
-    return None if _library_problem() else ctypes.CDLL(str(LIBRARY))
 
 
 @functools.cache

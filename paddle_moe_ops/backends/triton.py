@@ -29,9 +29,9 @@ from .base import (
     TopkSpec,
     Validation,
 )
-from .compiled import loaded_library
 from .gradients import WithGradients
 from .host_checks import check_chunks, host_chunk_rows, host_route, host_segments
+from .library import loaded_library
 
 _ALIGNMENT = 16
 

@@ -33,6 +33,7 @@ __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
 
 _originals: dict[FunctionType, CodeType] = {}  # Paddle's own code while it is replaced
 _operators: dict[str, dict[str, Any]] = {}  # Paddle's own operators while they are replaced, by family
+_place_of_name: dict[str, int] = {}  # where `name`, Paddle's last argument, is in the functions that were replaced
 
 
 def moe_permute(
@@ -47,11 +48,12 @@ def moe_permute(
     *others: Any,
     **keywords: Any,
 ) -> Any:
-    """Run `functional.moe_permute` with Paddle's tolerance: ids that name no expert are passed over, on a CPU too.
+    """Run `functional.moe_permute` with Paddle's tolerance: ids that name no expert are ignored, on a CPU too.
 
     As in Paddle's newest version, float8 rows are not gathered without their scale.
     """
     keywords.setdefault("validate", False)
+    others = _without_name("moe_permute", others, keywords, before=8)
     if scale is None and do_gather and getattr(hidden_states, "dtype", None) in FLOAT8:
         _checks.bad_value("moe_permute", "scale", "given with float8 rows, unless do_gather=False", None)
     routing = expert_routemap_topk, expert_prob_topk, num_experts, tokens_per_expert
@@ -62,7 +64,19 @@ def moe_unpermute(*arguments: Any, **keywords: Any) -> Any:
     """Run `functional.moe_unpermute` with Paddle's numbers: a token with exactly one row is not weighted."""
     keywords.setdefault("compat", "paddle")
     keywords.setdefault("validate", False)
+    arguments = _without_name("moe_unpermute", arguments, keywords)
+    if "use_mix_precision" in keywords:  # as Paddle 3.2 calls it
+        keywords["using_mix_precision"] = keywords.pop("use_mix_precision")
     return functional.moe_unpermute(*arguments, **keywords)
+
+
+def _without_name(function: str, arguments: tuple[Any, ...], keywords: dict[str, Any], before: int = 0) -> Any:
+    """Positional arguments without `name`, which becomes a keyword: in Paddle 3.2 fewer come before it."""
+    place = _place_of_name.get(function, -1) - before
+    if len(arguments) != place + 1:
+        return arguments
+    keywords["name"] = arguments[place]
+    return arguments[:place]
 
 
 # The code that Paddle's functions get. It runs with the globals of Paddle's module, so it imports what it calls.
@@ -131,7 +145,7 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
 
     "permute", ``paddle.nn.functional.moe_permute`` and ``moe_unpermute``: numbers are Paddle's, even where this
     package decides otherwise. A token with exactly one row stays unweighted in the weighted combine, and ids outside
-    [0, num_experts) are passed over on a CPU too. As in Paddle's newest version, float8 rows need their scale where
+    [0, num_experts) are ignored on a CPU too. As in Paddle's newest version, float8 rows need their scale where
     they are gathered. The signature stays Paddle's. Gradients, the CPU, more dtypes and widths, and the keyword
     arguments of this package's functions are new.
 
@@ -148,7 +162,7 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
         families: names of families.
 
     Raises:
-        TypeError: families is no list of names.
+        TypeError: families is not a list of names.
         ValueError: there is no such family.
         RuntimeError: this Paddle lacks a function of them; then nothing is patched.
     """
@@ -161,6 +175,7 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
             signature = inspect.signature(function)
             _originals[function] = function.__code__
             function.__code__ = _STAND_INS[name]
+            _place_of_name[name] = [*signature.parameters, "name"].index("name")
             function.__signature__ = signature  # type: ignore[attr-defined]  # that of the new code says nothing
     for family in added:
         _operators[family] = operators[family]
@@ -177,7 +192,7 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
         families: names of families, as in `patch_paddle`; by default all.
 
     Raises:
-        TypeError: families is no list of names.
+        TypeError: families is not a list of names.
         ValueError: there is no such family.
     """
     chosen = _checked("unpatch_paddle", families)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine through DeepEP, as Paddle's wheels for GPUs bring it.
 
-Written after the documented interface of that module, and tested with one that stands in for it on a CPU: it has not
+Written after the documented interface of that module, and tested with a fake module on a CPU: it has not
 run on a GPU.
 """
 

@@ -55,7 +55,7 @@ def average_gradients(parameters: Iterable[Tensor], group: Any = None, *, timeou
         timeout: seconds that a rank waits for the others in the first exchange.
 
     Raises:
-        TypeError: a parameter is no tensor, or the timeout no number.
+        TypeError: a parameter is not a tensor, or the timeout is not a number.
         ValueError: the timeout is out of range. On every rank, before any gradient changed: the ranks have different
             numbers of parameters, or train others, or parameters or gradients differ in shape or dtype.
         RuntimeError: the arguments of another rank are bad, or it did not come in time; the message names it.

@@ -25,7 +25,7 @@ def group_of(function: str, group: Any) -> Group:
             or for this process alone where `paddle.distributed` was not initialised.
 
     Raises:
-        TypeError: it is no group.
+        TypeError: it is not a group.
         ValueError: this process is not one of its ranks.
     """
     if group is None:

@@ -22,7 +22,7 @@ from .parameters import agree_on_tensors, gather_experts, is_expert_parameter
 
 __all__ = ["gather_optimizer_state_dict", "shard_optimizer_state_dict"]
 
-_MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"  # Paddle's entries that are no tensors
+_MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"  # Paddle's entries that are not tensors
 _NAMES = "parameter_names"  # and ours
 _SHOWN_KEYS = 8
 
@@ -118,7 +118,7 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
         tensors are copies, since an optimizer keeps and changes what it is given.
 
     Raises:
-        TypeError: the state is no mapping or has values that are no tensors; the layer is none.
+        TypeError: the state is not a mapping or has values that are not tensors; the layer is not a layer.
         ValueError: a key belongs to none of the layer's parameters; a tensor of an expert's parameter has neither the
             parameter's shape with the experts of all ranks nor one number.
     """

@@ -257,7 +257,7 @@ def sort_chunks_by_map(
         chunk_map: int32 [R] of `make_chunk_sort_map`.
         probs: bfloat16, float16 or float32 [R] that travel with the rows, or None.
         is_forward: False: the rows go back, row r comes from ``chunk_map[r]``.
-        validate: a map that is no permutation raises; otherwise rows that none goes to are 0.
+        validate: a map that is not a permutation raises; otherwise rows that none goes to are 0.
 
     Returns:
         [R, H], or, with ``probs``, that and the probabilities [R] in their dtype.

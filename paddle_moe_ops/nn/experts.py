@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import paddle
-import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._activations import ACTIVATIONS, activate
+from .._activations import ACTIVATIONS, activate, swiglu
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import accumulated
 from ..gemm import grouped_gemm
@@ -30,7 +29,7 @@ class SwiGLU(nn.Layer):
         intermediate_size: I.
 
     Raises:
-        TypeError: a size is no int.
+        TypeError: a size is not an int.
         ValueError: a size below 1.
     """
 
@@ -47,7 +46,7 @@ class SwiGLU(nn.Layer):
         """Apply the MLP to x [..., H]; the result has the same shape.
 
         Raises:
-            TypeError: x is no tensor of the weights' dtype.
+            TypeError: x is not a tensor of the weights' dtype.
             ValueError: the last dimension of x is not H.
         """
         return _swiglu_mlp(x, self.gate_up, self.down, self.hidden_size, self.intermediate_size)
@@ -73,7 +72,7 @@ class SwiGLUExperts(nn.Layer):
         down_bias: [E, H], or None.
 
     Raises:
-        TypeError: a size is no int, or a flag no bool.
+        TypeError: a size is not an int, or a flag is not a bool.
         ValueError: a size below 1, or an unknown activation.
     """
 
@@ -223,7 +222,7 @@ def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, hidden: int, intermedi
 
 
 def _multiply_twice(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return paddle.matmul(F.swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)
+    return paddle.matmul(swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)
 
 
 @public("rows", "experts")

@@ -75,7 +75,7 @@ class MoELayer(nn.Layer):
         z_loss: `router_z_loss` of the router's logits; None before the first pass. It is computed when it is read.
 
     Raises:
-        TypeError: a size is no int, a flag no bool, or a factor no number.
+        TypeError: a size is not an int, a flag is not a bool, or a factor is not a number.
         ValueError: a size out of range (see TopKRouter, SwiGLUExperts) or num_shared_experts below 0.
     """
 
@@ -193,7 +193,7 @@ class MoELayer(nn.Layer):
             same shape and dtype as x, differentiable in x and all weights.
 
         Raises:
-            TypeError: x is no tensor of the weights' dtype (under mixed precision, of bfloat16, float16 or float32).
+            TypeError: x is not a tensor of the weights' dtype (under mixed precision, of bfloat16, float16 or float32).
             ValueError: x has another shape.
         """
         tokens = _tokens(x, self.experts.gate_up, self.hidden_size)

@@ -71,7 +71,7 @@ def router_z_loss(logits: Tensor) -> Tensor:
         scalar, float32; 0 without tokens.
 
     Raises:
-        TypeError: logits is no tensor of these dtypes.
+        TypeError: logits is not a tensor of these dtypes.
         ValueError: logits is not [T, E].
     """
     _checks.tensor("router_z_loss", "logits", logits, _checks.SUM_DTYPES, ["T", "E"])

@@ -43,7 +43,7 @@ class TopKRouter(nn.Layer):
     """Router that chooses K of E experts for each token and weights them.
 
     The logits are computed in float32, under automatic mixed precision too. The K experts with the highest
-    ``scores + correction_bias`` are chosen, of equal values the lower expert id first, from the best groups if
+    ``scores + correction_bias`` are chosen, the lower expert id where values are equal, from the best groups if
     there are groups (see `paddle_moe_ops.routing.calculate_topk`, which decides). The weights come from
     the scores without the bias: it steers the load and gets no gradient (balancing without an auxiliary loss,
     as in DeepSeek-V3 and ERNIE 4.5). Deterministic; no host synchronisation.
@@ -63,7 +63,7 @@ class TopKRouter(nn.Layer):
         capacity_factor: how many times the rows of an even load an expert may have, see `capacity`; None: no limit.
 
     Raises:
-        TypeError: a size is no int, a flag no bool, or a factor no number.
+        TypeError: a size is not an int, a flag is not a bool, or a factor is not a number.
         ValueError: a size below 1, K above E or above the experts of the kept groups, groups that do not divide E,
             an unknown scoring, or a capacity factor that is not above 0.
     """
@@ -118,7 +118,7 @@ class TopKRouter(nn.Layer):
             ids int32 [T, K], probs float32 [T, K], scores and logits float32 [T, E].
 
         Raises:
-            TypeError: x is no tensor of these dtypes.
+            TypeError: x is not a tensor of these dtypes.
             ValueError: x is not [T, H].
         """
         return _choose(
@@ -160,7 +160,7 @@ class TopKRouter(nn.Layer):
             rate: size of the step.
 
         Raises:
-            TypeError: the load is no sequence and no tensor, or the rate no number.
+            TypeError: the load is neither a sequence nor a tensor, or the rate is not a number.
             ValueError: the router has no correction bias, or the load does not have E entries.
         """
         name = "update_correction_bias"
@@ -225,7 +225,7 @@ def capacity_of(
         return None
     if isinstance(num_tokens, int):
         return max(math.ceil(num_tokens * topk * capacity_factor / num_experts), 1)
-    # In float64, as Python computes. A factor that is no tensor would be rounded to float32.
+    # In float64, as Python computes. A factor that is not a tensor would be rounded to float32.
     factor, experts = (filled([], number, "float64", like=num_tokens) for number in (capacity_factor, num_experts))
     rows = (num_tokens.astype("int64") * topk).astype("float64") * factor / experts
     return paddle.ceil(rows).clip(min=1).astype("int64")

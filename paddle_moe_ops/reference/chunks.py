@@ -24,7 +24,7 @@ def chunk_sort_map(
     Args:
         split_sizes: int [C] rows of each chunk. Negative sizes count as 0; chunks end at row R.
         order: int [C] the chunks in their new order. Entries that name no chunk, or one that was named before, are
-            passed over; chunks that are not named follow the others, ascending.
+            ignored; chunks that are not named follow the others, ascending.
         num_rows: R; rows after the last chunk stay where they are.
         validate: None or True: such sizes and entries raise.
         function: name that starts an error text.

@@ -84,7 +84,7 @@ def sum_rows(y: NDArray, token_rows: NDArray, row_weights: NDArray | None = None
 
     Args:
         y: [N, H] rows.
-        token_rows: int [T, W] rows of each token in the order of summation; -1 entries are passed over.
+        token_rows: int [T, W] rows of each token in the order of summation; -1 entries are ignored.
         row_weights: [N] float32 weight of each row, or None for the plain sum.
 
     Returns:

@@ -59,7 +59,7 @@ def row_id_map_to_rowmap(row_id_map: NDArray, pad_offsets: NDArray | None = None
     """Return the row map int32 [T, E] of a row_id_map: the row of each pair, negative = none.
 
     Args:
-        row_id_map: int32 [T, 2E + 1]. Counts are clamped to [0, E], experts out of range are passed over, and of
+        row_id_map: int32 [T, 2E + 1]. Counts are clamped to [0, E], experts out of range are ignored, and of
             several entries at one expert the first counts.
         pad_offsets: int [E], added to the rows of each expert.
 

@@ -36,7 +36,7 @@ def uniform(rng: np.random.Generator, num_tokens: int, topk: int, num_experts: i
 def zipf(
     rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int, exponent: float = 1.0
 ) -> NDArray[np.int32]:
-    """The n-th most popular expert is drawn n**-exponent as often as the first: a router that lost its balance.
+    """The n-th most popular expert is drawn n**-exponent as often as the first: an unbalanced router.
 
     Which experts are popular is drawn as well, so hot segments lie anywhere in the buffer.
     """
@@ -45,7 +45,7 @@ def zipf(
 
 
 def all_to_one(rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int) -> NDArray[np.int32]:
-    """Every token goes to one and the same expert, in its first slot; the worst hot spot there is."""
+    """Every token goes to the same expert, in its first slot: the worst possible hot spot."""
     ids = _unassigned(num_tokens, topk)
     ids[:, 0] = rng.integers(num_experts)
     return ids

@@ -111,7 +111,7 @@ def make_row_id_map(
 def read_row_id_map(device: Device, row_id_map: Array, pad_offsets: Array | None) -> Any:
     """int32 [T, E]: the row of each pair, negative without one; rows that 31 bits do not hold are 2^31 - 1.
 
-    Counts are clamped to [0, E], experts out of range are passed over, and of several entries at one expert the first
+    Counts are clamped to [0, E], experts out of range are ignored, and of several entries at one expert the first
     counts. ``pad_offsets`` int32 [E] are added to the rows.
     """
     num_tokens, num_experts = row_id_map.shape[0], row_id_map.shape[1] // 2

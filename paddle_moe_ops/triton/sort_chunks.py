@@ -7,7 +7,7 @@ kernel) and moves as in `permute` with one slot per token, forward along the map
 Rows beyond the chunks stay where they are. Moves 2 * R * H * itemsize bytes and 4 * R of map twice.
 
 Sizes and orders are not trusted: negative sizes count as 0, chunks end at row R, entries that name no chunk, or one
-that was named before, are passed over, and chunks that are not named follow the others, ascending.
+that was named before, are ignored, and chunks that are not named follow the others, ascending.
 """
 
 from typing import Any

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.layer import report
 from benchmarks.layer.published import PUBLISHED
+from tests.pictures import check_that_labels_lie_apart, labels_of
 
 MACHINE = {
     "machine": True,
@@ -113,6 +114,13 @@ def test_counters_of_a_part_become_a_row(written):
     section = page[page.index("### What bounds them, NVIDIA H200") :]
     assert "| dsv3-4k | forward | sums | 3 | 2000 | 250 | 2.00 | 75 % | 80 % | 60 % |" in section
     assert "| dsv3-4k | forward | sums | 3 | 2000 |  | 2.00 | 75 % | 80 % | 60 % |" in section
+
+
+def test_the_labels_of_the_picture_lie_apart_and_name_models_and_tokens():
+    figure = report.picture(report.newest_runs(report.RESULTS, "layer"))
+    check_that_labels_lie_apart(figure)
+    said = {text for text, _ in labels_of(figure)}
+    assert {"DeepSeek-V3, 4096", "ERNIE-4.5-300B, 16384", "Qwen3-30B, 8192", "1.4B, n=256, 40960"} <= said
 
 
 def test_the_committed_page_is_what_the_command_writes(tmp_path):

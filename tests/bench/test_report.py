@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.kernels import report
+from benchmarks.kernels import plot, report
 from benchmarks.kernels.results import load_run, write_line
+from tests.pictures import check_that_labels_lie_apart, labels_of
 
 from .test_targets import ROW
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = {
     "device": "cuda",
     "set": "targets",
@@ -93,6 +95,13 @@ def test_page_names_its_source_and_holds_the_measured_figures(tmp_path):
     assert "![" in page
     with Image.open(tmp_path / "docs" / "performance.png") as picture:
         assert picture.width > 500
+
+
+@pytest.mark.parametrize("name", ["h200-targets", "cpu-2core-targets"])
+def test_the_labels_of_a_picture_lie_apart_and_name_models(name):
+    figure = plot.picture(load_run(RESULTS / f"{name}.jsonl"))
+    check_that_labels_lie_apart(figure)
+    assert any(text.startswith("DeepSeek-V3\n4096 tokens\n") for text, _ in labels_of(figure))
 
 
 def test_only_the_newest_run_of_a_set_counts(tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import paddle
@@ -142,7 +143,54 @@ def test_every_argument_of_paddles_signature_arrives_under_its_name(patched, by_
     with patched_paddle():
         patched(**given) if by_keyword else patched(*given.values())
     tolerant = {"validate": False} | ({"compat": "paddle"} if patched is unpermute_imported_before else {})
-    assert arrived[0].arguments == given | tolerant
+    of_paddle_3_2 = {"use_mix_precision": "using_mix_precision"}
+    assert arrived[0].arguments == {of_paddle_3_2.get(name, name): each for name, each in given.items()} | tolerant
+
+
+def permute_of_paddle_3_2(
+    hidden_states,
+    scale,
+    expert_routemap_topk,
+    expert_prob_topk,
+    num_experts,
+    tokens_per_expert,
+    padding_alignment,
+    do_gather=True,
+    name=None,
+): ...
+
+
+def unpermute_of_paddle_3_2(
+    hidden_states_unzipped,
+    zipped_expertwise_rowmap,
+    expert_routemap_topk,
+    token_prob_unzipped,
+    total_zipped_tokens,
+    num_experts,
+    use_mix_precision=True,
+    name=None,
+): ...
+
+
+@pytest.mark.parametrize("by_keyword", [False, True], ids=["by position", "by keyword"])
+def test_calls_with_the_arguments_of_paddle_3_2_run_as_those_of_newer_ones(by_keyword, rng, place, monkeypatch):
+    monkeypatch.setattr(paddle.nn.functional, "moe_permute", permute_of_paddle_3_2)
+    monkeypatch.setattr(paddle.nn.functional, "moe_unpermute", unpermute_of_paddle_3_2)
+    problem = make_problem(rng, SMALL)
+    x, ids, probs = (tensor(each, place) for each in (problem.x, problem.ids, problem.probs))
+
+    def call(function, *values):
+        named = dict(zip(inspect.signature(function).parameters, values, strict=True))
+        return function(**named) if by_keyword else function(*values)
+
+    with patched_paddle():
+        rows, rowmap, row_probs, _ = call(
+            permute_of_paddle_3_2, x, None, ids, probs, SMALL.E, None, SMALL.A, True, "a name"
+        )
+        out, _ = call(unpermute_of_paddle_3_2, rows, rowmap, ids, row_probs, SMALL.T, SMALL.E, True, "a name")
+    expected = functional.moe_permute(x, None, ids, probs, SMALL.E, None, SMALL.A)
+    assert_bits_equal(rows, expected[0])
+    assert_bits_equal(out, functional.moe_unpermute(*expected[:2], ids, expected[2], SMALL.T, SMALL.E)[0])
 
 
 def test_every_optional_argument_of_paddles_permute_has_its_effect(rng, place):
@@ -236,11 +284,12 @@ def test_this_packages_own_arguments_reach_the_patched_functions(place):
     imported_before(x, None, bad, probs, 2, None, 1)
     with pytest.raises(ValueError, match=r"^moe_permute: .*\[-1, 2\)"):
         imported_before(x, None, bad, probs, 2, None, 1, validate=True)
-    arguments = x, rowmap, bad, paddle.full([2], 0.5), 2, 2, True, True
-    assert unpermute_imported_before(*arguments)[0].tolist() == [[1.0] * 4] * 2
-    assert unpermute_imported_before(*arguments, compat=None)[0].tolist() == [[0.5] * 4] * 2
+    unpermute = partial(unpermute_imported_before, using_weighted_combine=True)
+    arguments = x, rowmap, bad, paddle.full([2], 0.5), 2, 2
+    assert unpermute(*arguments)[0].tolist() == [[1.0] * 4] * 2
+    assert unpermute(*arguments, compat=None)[0].tolist() == [[0.5] * 4] * 2
     with pytest.raises(ValueError, match=r"^moe_unpermute: .*\[-1, 2\)"):
-        unpermute_imported_before(*arguments, validate=True)
+        unpermute(*arguments, validate=True)
 
 
 def test_paddles_own_function_is_back_after_the_block(rng, place):

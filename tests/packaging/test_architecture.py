@@ -31,6 +31,7 @@ LAYERS = (
             "backends.accumulation",
             "backends.base",
             "backends.host_checks",
+            "backends.library",
             "backends.gradients",
             "backends.nodes",
         ),

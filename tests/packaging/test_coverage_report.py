@@ -65,3 +65,9 @@ def test_files_of_python_that_run_little_are_listed_unless_their_module_has_a_re
         f"| `triton` | 10 | 40.0 % | {tool['REASONS']['triton']} |",
         "| `masked/maps.py` | 10 | 80.0 % | 4-5 |  |",
     ]
+
+
+@pytest.mark.parametrize(("python", "counted"), [({}, "are not counted."), ({"processes": True}, "are counted.")])
+def test_the_page_says_whether_processes_that_tests_start_count(tool, python, counted):
+    run = {"tests": "tests/ops", "commit": "abc", "date": "2026-11-24", "files": {}, **python}
+    assert f"Lines that run only in processes which a test starts {counted}" in tool["page"]({"python": run})

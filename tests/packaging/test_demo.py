@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 
@@ -13,8 +12,9 @@ import pytest
 
 from examples.demo import main
 from tests.packaging.subprocesses import run_module
+from tests.pictures import check_that_labels_lie_apart, labels_of
 
-SMALL = ("--hidden", "64", "--experts", "4", "--layers", "2")
+SMALL = ("--hidden", "64", "--experts", "4", "--layers", "2", "--layer-tokens", "16")
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,29 @@ def test_small_run_reports_a_falling_loss_and_passed_checks(small_run):
     text, _ = small_run
     before, after = (float(loss) for loss in re.findall(r"(?:before|after) +(\d+\.\d+) nats", text))
     assert after < before
-    assert text.count("PASSED") == 3
+    assert text.count("PASSED") == 4
     assert "FAILED" not in text
-    for name in ("held-out loss", "dense check", "layer speed", "picture", "time"):
+    for name in (
+        "Paddle's pair",
+        "our pair",
+        "a layer",
+        "held-out loss",
+        "dense check",
+        "layer speed",
+        "picture",
+        "time",
+    ):
         assert re.search(rf"^{name} ", text, re.MULTILINE), name
+
+
+def test_the_first_lines_say_what_the_package_is_for(small_run):
+    text, _ = small_run
+    lines = text.splitlines()
+    assert lines[0] == "what the package is for"
+    assert re.match(r"Paddle's pair +paddle.nn.functional.moe_permute on cpu: RuntimeError: .*not registered", lines[1])
+    assert lines[2].endswith("runs; gradients: tokens and router: PASSED")
+    assert lines[3].split("  ")[-1].strip() == "hidden 2048, 16 experts of 768, 2 for each token"
+    assert "forward and backward of 16 tokens" in lines[4]
 
 
 def test_small_run_shows_progress_and_a_sample(small_run):
@@ -53,20 +72,6 @@ def test_small_run_draws_the_picture(small_run):
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 50
 
 
-def labels_of(figure):
-    """The texts of a figure that are seen, each with the place that it takes."""
-    from matplotlib.text import Text
-
-    figure.draw_without_rendering()
-    beyond = set()  # labels of ticks that the axes do not reach are not drawn
-    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-        low, high = sorted(axis.get_view_interval())
-        beyond |= {tick.label1 for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high}
-    texts = (text for text in figure.findobj(Text) if text not in beyond)
-    seen = [text for text in texts if text.get_text() and text.get_visible()]
-    return [(text.get_text(), text.get_window_extent()) for text in seen]
-
-
 @pytest.mark.parametrize(("steps", "experts"), [(3, 4), (500, 16), (5000, 64)])
 def test_the_picture_says_what_its_colours_mean_and_labels_lie_apart(steps, experts):
     from examples.demo.plot import picture
@@ -75,13 +80,9 @@ def test_the_picture_says_what_its_colours_mean_and_labels_lie_apart(steps, expe
     train = 2 + 3.6 * np.exp(-np.arange(steps) / 20) + rng.normal(0, 0.2, steps)
     load = rng.integers(1, 100, [3, experts])
     figure = picture(list(train), [(0, 5.6), (steps // 2, 2.3), (steps, 1.99)], load, "A model")
-    labels = labels_of(figure)
-    assert {"train, each step", "train, smoothed", "held out", "times the even load"} <= {text for text, _ in labels}
-    for (one, place), (other, box) in itertools.combinations(labels, 2):
-        assert not place.overlaps(box), (one, other)
-    for text, place in labels:
-        assert figure.bbox.contains(place.x0, place.y0), text
-        assert figure.bbox.contains(place.x1, place.y1), text
+    said = {text for text, _ in labels_of(figure)}
+    assert {"train, each step", "train, smoothed", "held out", "times the even load"} <= said
+    check_that_labels_lie_apart(figure)
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
-from examples.demo import checks, data, plot, run, training
+from examples.demo import checks, data, plot, purpose, run, training
 from examples.demo.model import Decoder, ModelConfig
 from paddle_moe_ops import moe_permute, moe_unpermute
 from paddle_moe_ops.nn import MoELayer
@@ -155,7 +155,6 @@ def test_the_dense_form_is_every_chosen_expert_weighted_by_its_score(rng):
 
 @pytest.fixture
 def few_runs(monkeypatch):
-    monkeypatch.setattr(checks, "TIMED_TOKENS", 64)
     monkeypatch.setattr(checks, "TIMED_RUNS", 1)
 
 
@@ -175,7 +174,7 @@ def test_speed_check_tells_outputs_beyond_its_tolerance(of, parts, passed, model
     else:
         move = checks._move
         monkeypatch.setattr(checks, "_move", lambda *arguments: off_in_one_element(move(*arguments), error))
-    speed = checks.layer_speed(model.moe_layers[0])
+    speed = checks.layer_speed(model.moe_layers[0], 64)
     assert speed.passed == passed
     assert speed.difference == pytest.approx(abs(error), rel=0.25, nan_ok=True)
 
@@ -198,11 +197,10 @@ def test_speed_check_fails_for_wrong_rows(operator, which, change, model, few_ru
     right = {"moe_permute": moe_permute, "moe_unpermute": moe_unpermute}[operator]
     wrong = lambda *some, **named: change_element(right(*some, **named), which, change)  # noqa: E731
     monkeypatch.setattr(checks, operator, wrong)
-    assert not checks.layer_speed(model.moe_layers[0]).passed
+    assert not checks.layer_speed(model.moe_layers[0], 64).passed
 
 
 def test_speed_is_the_median_after_a_round_to_warm_up(model, monkeypatch):
-    monkeypatch.setattr(checks, "TIMED_TOKENS", 64)
     monkeypatch.setattr(checks, "TIMED_RUNS", 3)
     layer, started = model.moe_layers[0], []
     layer.router.register_forward_pre_hook(lambda *_: started.append("layer"))
@@ -219,7 +217,7 @@ def test_speed_is_the_median_after_a_round_to_warm_up(model, monkeypatch):
         return next(left[started[0]])
 
     monkeypatch.setattr(checks, "_milliseconds", milliseconds)
-    speed = checks.layer_speed(layer)
+    speed = checks.layer_speed(layer, 64)
     assert (speed.layer, speed.moving) == ((2.0, 30.0), (400.0, 5000.0))
     assert [next(each, None) for each in left.values()] == [None] * 4
 
@@ -236,7 +234,7 @@ def test_both_sides_of_a_speed_run_backward_to_the_same_leaves(model, few_runs, 
 
     monkeypatch.setattr(checks, "_milliseconds", milliseconds)
     layer = model.moe_layers[0]
-    checks.layer_speed(layer)
+    checks.layer_speed(layer, 64)
     layer_leaves, plain_leaves, move_leaves, plain_move_leaves = reached[:4]
     assert layer_leaves == plain_leaves
     assert layer_leaves == [True, False] + [True] * len(layer.parameters())
@@ -265,7 +263,9 @@ def demo(monkeypatch, tmp_path):
     Returns the arguments of the checks and the picture, and the exit status.
     """
 
-    def go(before=5.5, after=5.0, dense=True, speed=True, steps=1, **constants):
+    def go(
+        before=5.5, after=5.0, dense=True, speed=True, pair="runs; gradients: tokens and router", steps=1, **constants
+    ):
         for name, value in constants.items():
             monkeypatch.setattr(run, name, value)
         held_out = (
@@ -281,10 +281,13 @@ def demo(monkeypatch, tmp_path):
         found = checks.DenseCheck(17, 1e-9, 1e-8, 1e-7, "norm.weight", dense)
         timed = checks.Speed((2.0, 3.0), (4.0, 10.0), 1e-6, speed)
         monkeypatch.setattr(checks, "dense_check", lambda model, tokens: given.update(tokens=tokens) or found)
-        monkeypatch.setattr(checks, "layer_speed", lambda layer: given.update(layer=layer) or timed)
-        return given, run.run(
-            argparse.Namespace(steps=steps, experts=4, topk=2, hidden=64, layers=2, out=tmp_path, threads=None, seed=0)
+        monkeypatch.setattr(
+            checks, "layer_speed", lambda layer, tokens: given.update(layer=layer, timed=tokens) or timed
         )
+        monkeypatch.setattr(purpose, "LAYER", {**purpose.LAYER, "hidden_size": 64})
+        monkeypatch.setattr(purpose, "our_pair", lambda: pair)
+        sizes = {"experts": 4, "topk": 2, "hidden": 64, "layers": 2, "layer_tokens": 77}
+        return given, run.run(argparse.Namespace(steps=steps, out=tmp_path, threads=None, seed=0, **sizes))
 
     given = {}
     return go
@@ -295,12 +298,15 @@ def test_a_run_whose_checks_pass_ends_with_status_zero_and_says_what_they_found(
     assert status == 0
     assert given["tokens"].shape == [training.BATCH, run.CONTEXT + 1]
     assert isinstance(given["layer"], MoELayer)
+    assert given["layer"].experts.gate_up.shape == [16, 64, 2 * 768]
+    assert given["timed"] == 77
     losses, marks, load, title = given["drawn"]
     assert (given["path"], losses, marks) == (tmp_path / "demo.png", [5.2], [(0, 5.5), (1, 5.0)])
     np.testing.assert_array_equal(load, np.ones((1, 4)))
     text = capsys.readouterr().out
-    assert text.startswith(title)
-    assert (text.count("PASSED"), text.count("FAILED")) == (3, 0)
+    assert text.startswith("what the package is for\n")
+    assert f"\n{title}\n" in text
+    assert (text.count("PASSED"), text.count("FAILED")) == (4, 0)
     for part in (
         "before 5.500 nats (7.935 bits) per byte",
         "after  5.000 nats (7.213 bits) per byte: PASSED",
@@ -333,10 +339,37 @@ def test_the_last_step_is_measured_whatever_their_number(demo):
         {"before": float("inf")},
         {"dense": False},
         {"speed": False},
+        {"pair": "runs; gradients: tokens"},
     ],
     ids=str,
 )
 def test_one_check_that_fails_ends_the_run_with_status_one(failing, demo, capsys):
     assert demo(**failing)[1] == 1
     text = capsys.readouterr().out
-    assert (text.count("PASSED"), text.count("FAILED")) == (2, 1)
+    assert (text.count("PASSED"), text.count("FAILED")) == (3, 1)
+
+
+# What the demo shows first.
+
+
+def test_a_pair_is_said_to_run_by_the_gradients_that_arrive():
+    assert purpose.our_pair() == "runs; gradients: tokens and router"
+
+    def without_gradients(x, *rest, **named):
+        return moe_permute(x.detach(), *rest, **named)
+
+    assert purpose.what_happens(without_gradients, moe_unpermute) == "runs; gradients: router"
+
+
+def test_a_pair_that_raises_is_shown_with_the_first_line_of_its_error():
+    def broken(*_):
+        raise RuntimeError("\nno kernel\nsecond line")
+
+    assert purpose.what_happens(broken, moe_unpermute) == "RuntimeError: no kernel"
+    assert "not registered" in purpose.paddles_pair()
+
+
+def test_the_layer_that_is_timed_has_the_sizes_that_are_shown(monkeypatch):
+    monkeypatch.setattr(purpose, "LAYER", {**purpose.LAYER, "hidden_size": 32})
+    assert purpose.layer().experts.down.shape == [16, 768, 32]
+    assert purpose.layer().shared is None

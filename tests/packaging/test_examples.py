@@ -33,6 +33,25 @@ def test_ernies_own_nodes_run_through_the_patch_and_match_the_dense_formulation(
     assert lines[-1].endswith("PASSED")
 
 
+def test_a_block_made_of_operators_trains_its_router_and_matches_the_dense_formulation():
+    lines = run(str(EXAMPLES / "moe_block.py"), "--steps", "40").splitlines()
+    assert lines[-1] == "PASSED"
+    first, last = re.findall(r"loss ([0-9.]+) -> ([0-9.]+),", lines[-3])[0]
+    assert float(last) < 0.5 * float(first)
+
+
+def test_a_language_model_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
+    whole, half, rest = (
+        run(str(EXAMPLES / "train_language_model.py"), "--steps", steps, "--checkpoint", str(tmp_path / name))
+        for steps, name in (("8", "whole"), ("4", "half"), ("8", "half"))
+    )
+    losses = [re.findall(r"([0-9.]+) after (\d+)", text) for text in (whole, half, rest)]
+    assert [[steps for _, steps in each] for each in losses] == [["0", "8"], ["0", "4"], ["4", "8"]]
+    assert losses[1][1] == losses[2][0]
+    assert losses[2][1] == losses[0][1]
+    assert all(text.splitlines()[-1] == "PASSED" for text in (whole, half, rest))
+
+
 def over_two_processes(tmp_path: Path, *arguments: str) -> list[str]:
     """What the example of expert parallelism prints."""
     launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", str(tmp_path)]

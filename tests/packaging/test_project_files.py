@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,9 @@ def test_workflow_calls_what_exists(path):
 
 def test_wheels_are_made_for_every_supported_python_and_paddle():
     workflow = read(".github/workflows/wheels.yml")
-    (pythons,) = re.findall(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
-    (paddles,) = re.findall(r"^ +paddle: \[(.*)\]$", workflow, re.MULTILINE)
+    pythons, *other_pythons = re.findall(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
+    paddles, *other_paddles = re.findall(r"^ +paddle: \[(.*)\]$", workflow, re.MULTILINE)
+    assert (other_pythons, other_paddles) == ([pythons], [paddles])  # of wheels for CPUs, and of those for GPUs
     minors = [version.rpartition(".")[0] for version in re.findall(r'"([\d.]+)"', paddles)]
     assert minors == list(_build_check.TESTED_PADDLE)
     (supported,) = re.findall(r"^\| Python \| ([\d., ]+) \|", read("docs/support.md"), re.MULTILINE)
@@ -46,6 +48,20 @@ def test_wheels_are_made_for_every_supported_python_and_paddle():
 
 def test_citation_names_this_version():
     assert re.findall(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE) == [paddle_moe_ops.__version__]
+    assert re.findall(r"^  version = \{(.*)\},$", read("README.md"), re.MULTILINE) == [paddle_moe_ops.__version__]
+
+
+def test_the_source_distribution_has_every_file_of_the_repository():
+    """What setuptools adds to MANIFEST.in: the package's Python files, LICENSE, README.md, pyproject.toml, setup.py."""
+    command = ["git", "ls-files"]
+    files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(files) > 500
+    rules = [line.split() for line in read("MANIFEST.in").splitlines()]
+    folders = tuple(f"{folder}/" for rule in rules if rule[0] == "graft" for folder in rule[1:])
+    named = {name for rule in rules if rule[0] == "include" for name in rule[1:]}
+    named |= {"LICENSE", "README.md", "pyproject.toml", "setup.py", "MANIFEST.in", "paddle_moe_ops/py.typed"}
+    left_out = {name for name in files if name not in named and not name.startswith(folders)}
+    assert {name for name in left_out if not re.fullmatch(r"paddle_moe_ops/.*\.py", name)} == set()
 
 
 def test_reports_of_bugs_need_the_output_of_env():

@@ -4,41 +4,78 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-import paddle_moe_ops
+import pytest
+
+from paddle_moe_ops import _build_check
 from paddle_moe_ops.__main__ import _parser
 from tests.packaging.subprocesses import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+SUPPORT = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+FRESH = str(ROOT / "tools" / "fresh_environments.py")
 
 
-def test_quick_start_runs_and_has_at_most_15_lines_of_code(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 15
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0] == "[6, 8] [6, 8]"
+CODE = runpy.run_path(FRESH)["programs"]()
+
+
+@pytest.fixture
+def run_code(tmp_path):
+    """What a program prints that runs outside of the checkout's root."""
+
+    def run(code: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+def test_programs_have_at_most_15_lines_of_code():
+    assert len(CODE) == 2
+    for code in CODE:
+        assert len([line for line in code.splitlines() if line.strip()]) <= 15
+
+
+def test_the_quick_start_trains_a_layer_and_its_router(run_code):
+    lines = run_code(CODE[0])
+    losses = [float(found[1]) for line in lines if (found := re.search(r"loss ([\d.]+),", line))]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+    assert all(float(line.rpartition(" ")[2]) > 0 for line in lines)
+    assert runpy.run_path(FRESH)["router_learns"](lines[-1])
+
+
+def test_paddles_pair_gives_the_router_its_gradient(run_code):
+    assert run_code(CODE[1]) == [runpy.run_path(FRESH)["PAIR_PRINTS"]]
 
 
 def test_install_section_has_the_lines_that_are_run_in_fresh_environments():
-    lines = runpy.run_path(str(ROOT / "tools" / "fresh_environments.py"))["install_lines"]().splitlines()
+    lines = runpy.run_path(FRESH)["install_lines"]().splitlines()
     assert len(lines) == 3
     assert lines[1] == "pip install --no-build-isolation ."
 
 
 def test_function_table_names_public_functions():
-    rows = re.findall(r"^\| `(\w+)\(", README, re.MULTILINE)
-    assert {"moe_permute", "moe_unpermute", "route", "permute", "unpermute"} <= set(rows)
-    for name in rows:
-        assert name in paddle_moe_ops.__all__
+    cells = re.findall(r"^\| (`[^|]+`[^|]*) \|", README.partition("\n## Functions\n")[2], re.MULTILINE)
+    names = [name for cell in cells for name in re.findall(r"[` ](?:with )?([\w.]+)\(", cell)]
+    assert {"moe_permute", "moe_unpermute", "route", "permute", "unpermute", "gemm.grouped_gemm"} <= set(names)
+    for name in names:
+        module, _, function = f"paddle_moe_ops.{name}".rpartition(".")
+        assert function in importlib.import_module(module).__all__
+    modules = [name for cell in cells for name in re.findall(r"`(?:paddle_moe_ops)?\.([\w.]+)`", cell)]
+    assert len(modules) >= 5
+    for name in modules:
+        importlib.import_module(f"paddle_moe_ops.{name}")
 
 
 def test_commands_are_make_targets():
@@ -50,7 +87,7 @@ def test_commands_are_make_targets():
 
 
 def test_commands_of_the_package_are_listed_and_the_example_of_bench_is_taken():
-    (listed,) = re.findall(r"`python -m paddle_moe_ops ([a-z |]+)`", README)
+    (listed,) = re.findall(r"`python -m paddle_moe_ops ([a-z]+(?: \| [a-z]+)+)`", README)
     done = run_command("--help")
     assert re.findall(r"^    ([a-z]+) ", done.stdout, re.MULTILINE) == listed.split(" | ")
     (example,) = re.findall(r"`python -m paddle_moe_ops (bench --[^`]+)`", README)
@@ -58,5 +95,43 @@ def test_commands_of_the_package_are_listed_and_the_example_of_bench_is_taken():
 
 
 def test_linked_files_exist():
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+    """GitHub's own pages of the repository begin with ../.. from the folder of its files."""
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    pages = [target for target in targets if target.startswith("../../")]
+    workflows = {f"actions/workflows/{path.name}" for path in (ROOT / ".github" / "workflows").iterdir()}
+    known = {"issues", *workflows, *(f"{name}/badge.svg" for name in workflows)}
+    assert {page.removeprefix("../../") for page in pages} <= known
+    for target in set(targets) - set(pages):
         assert (ROOT / target).exists(), target
+
+
+def test_badges_and_requirements_name_the_supported_versions():
+    first, *_, last = re.findall(r"[\d.]+", re.findall(r"^\| Python \| ([\d., ]+) \|", SUPPORT, re.MULTILINE)[0])
+    assert f"badge/Python-{first}_to_{last}-" in README
+    assert f"\n| Python | {first} to {last} |\n" in README
+    assert f"badge/Paddle-{'_and_'.join(_build_check.TESTED_PADDLE)}-" in README
+    assert f"\n| Paddle | {' or '.join(_build_check.TESTED_PADDLE)}: " in README
+    assert "nvcc 11.8 or newer" in SUPPORT
+    assert "CUDA 11.8 or newer with nvcc" in README
+
+
+def test_figures_of_speed_are_those_of_the_measurements():
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = README.partition("\n## State of version")[2].partition("\n## ")[0]
+    summary = page.partition("### NVIDIA H200\n")[2].partition("\nSmall calls")[0]
+    of_copy = [float(cell) for cell in re.findall(r"\| (\d\.\d\d) \|", summary)]
+    assert f"{min(of_copy):.2f} to {max(of_copy):.2f} of the speed of a copy" in section
+    measured = page.partition("## NVIDIA H200, set `targets`")[2].partition("\n## ")[0]
+
+    def row(operation: str, case: str) -> list[str]:
+        table = measured.partition(f"### {operation}\n")[2].partition("\n### ")[0]
+        (line,) = re.findall(rf"^\| {case} \|.*$", table, re.MULTILINE)
+        return [cell.strip(" *") for cell in line.split("|")]
+
+    assert f"farthest from it, with {float(row('route_permute:fp8', 'ernie-21b')[9]):.2f}." in section
+    tokens = row("moe_permute:bf16", "paddle-production")[2]
+    assert f"({tokens} tokens," in section
+    assert f"has {float(row('moe_permute:bf16', 'paddle-production')[9]):.2f} for `moe_permute`" in section
+    weighted = row("unpermute:weighted", "paddle-production")
+    assert f"\nand {float(weighted[9]):.2f} for the weighted sum" in section
+    assert f"({float(weighted[15]):.0f} us, ours {float(weighted[7]):.0f})" in section

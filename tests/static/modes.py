@@ -157,7 +157,7 @@ class StaticGraph:
                 inputs[name].stop_gradient = False
             self.outputs = list(case.function(*inputs.values()))
             d_values = {
-                index: paddle.static.data(f"d_{index}", [None] * gradient.ndim, gradient.dtype.name)
+                index: paddle.static.data(f"d_{index}", self.outputs[index].shape, gradient.dtype.name)
                 for index, gradient in d_outputs.items()
             }
             self.gradients = []

@@ -21,7 +21,7 @@ from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKe
 from .library_in_numpy import numpy_grouped_product
 from .test_moe_mlp import BY_LAYOUT, Case, Problem, assert_all_same
 
-HOPPER = Gpu(90, 132)
+HOPPER = Gpu(90, 132, 60 << 20)
 TILES = GemmConfig(128, 16, 16, 2, 2, 4, 1, tma=False)
 CASES = {
     "several tiles of an expert": Case(170, 24, 8, 2, 2, unassigned=0.1),
@@ -52,6 +52,7 @@ def device(gpu, monkeypatch) -> Any:
             monkeypatch.setattr(moe_mlp, name, lambda *_: large)
     monkeypatch.setattr(gpu, "grouped_product", kernel)
     monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
+    monkeypatch.setattr(hopper_product, "_LEAST_L2", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED_PER_PASS", 0)
     return gpu
@@ -139,8 +140,9 @@ def test_nan_of_one_expert_stays_with_its_rows(rng, device):
     ("changes", "expected"),
     [
         ({}, True),
-        ({"gpu": Gpu(100, 148)}, False),
-        ({"gpu": Gpu(80, 108)}, False),
+        ({"gpu": Gpu(100, 148, 126 << 20)}, False),
+        ({"gpu": Gpu(80, 108, 80 << 20)}, False),
+        ({"gpu": HOPPER._replace(l2_bytes=50 << 20)}, False),
         ({"rows": 511 * 4}, False),
         ({"inner": 3080}, False),
         ({"inner": 4096, "result": hopper_product.GRADIENT}, True),

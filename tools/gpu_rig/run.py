@@ -6,8 +6,8 @@
     run.py unpack PART...            put Paddle together from its parts, under SITE
     run.py SUITE --out FOLDER        run one of the suites below and write FOLDER/SUITE.json
     run.py bench_cpu --out FILE      benchmark the CPU operators of the rig; other options are those of the benchmark
-    run.py bench_parallel --out FILE benchmark expert parallelism between two GPUs, likewise
-    run.py bench_calls --out FILE    time what users call, likewise
+    run.py bench_parallel --out FILE benchmark expert parallelism between two GPUs
+    run.py bench_calls --out FILE    time what users call
 
 Every suite is a command that a person could type; its counts come from pytest's own report, or from the sanitizer's.
 """

@@ -45,7 +45,7 @@ AREAS = {
         ),
     ),
     "demo": Area(
-        tuple(f"examples/demo/{name}.py" for name in ("checks", "run", "training")),
+        tuple(f"examples/demo/{name}.py" for name in ("checks", "purpose", "run", "training")),
         ("tests/packaging/test_demo*.py",),
     ),
     "bench": Area(

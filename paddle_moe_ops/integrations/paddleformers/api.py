@@ -93,7 +93,7 @@ def applied(name_or_model: str | nn.Layer) -> Iterator[Report]:
 
 
 def remove(name_or_model: str | nn.Layer = ALL) -> None:
-    """Undo `apply`: the methods are the very functions they were before. What was not applied is passed over.
+    """Undo `apply`: the methods are the original functions again. What was not applied is ignored.
 
     A name undoes what was applied to classes, "all" for every type; it leaves single models as they are.
 

@@ -1,0 +1,70 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the package is for: Paddle's own pair of functions on this device, this package's pair, and a layer to time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+
+from paddle_moe_ops import moe_permute, moe_unpermute
+from paddle_moe_ops.nn import MoELayer
+
+TOKENS, HIDDEN, EXPERTS, TOPK = 64, 128, 4, 2
+# Tokens and experts as wide as those of Qwen3-30B, and as many experts as an eighth of a model has.
+LAYER: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 768,
+    "num_experts": 16,
+    "topk": 2,
+    "num_shared_experts": 0,
+}
+PADDLES = "paddle.nn.functional.moe_permute"
+
+
+def what_happens(permute: Callable[..., Any], unpermute: Callable[..., Any]) -> str:
+    """Send tokens to experts and back through a pair of functions with Paddle's signatures, and say what happens.
+
+    Args:
+        permute: `moe_permute`, Paddle's or this package's.
+        unpermute: `moe_unpermute`.
+
+    Returns:
+        The first line of an error, or which gradients arrive.
+    """
+    router = paddle.nn.Linear(HIDDEN, EXPERTS)
+    x = paddle.randn([TOKENS, HIDDEN]).astype("bfloat16")
+    x.stop_gradient = False
+    probs, ids = paddle.topk(F.softmax(router(x.detach().astype("float32"))), TOPK)
+    ids = ids.astype("int32")
+    counts = paddle.bincount(ids.flatten(), minlength=EXPERTS).tolist()
+    try:
+        rows, rowmap, row_probs, _ = permute(x, None, ids, probs, EXPERTS, counts, 1)
+        out, _ = unpermute(rows, rowmap, ids, row_probs, TOKENS, EXPERTS, using_weighted_combine=True)
+        out.astype("float32").square().sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    arrive = [name for name, tensor in (("tokens", x), ("router", router.weight)) if _has_gradient(tensor)]
+    return f"runs; gradients: {' and '.join(arrive) or 'none'}"
+
+
+def paddles_pair() -> str:
+    """What happens with Paddle's own functions on this device."""
+    return what_happens(F.moe_permute, F.moe_unpermute)
+
+
+def our_pair() -> str:
+    """What happens with this package's."""
+    return what_happens(moe_permute, moe_unpermute)
+
+
+def layer() -> MoELayer:
+    """A layer of realistic size, without shared experts."""
+    return MoELayer(**LAYER)
+
+
+def _has_gradient(tensor: paddle.Tensor) -> bool:
+    return tensor.grad is not None and bool(tensor.grad.astype("float32").abs().max() > 0)
