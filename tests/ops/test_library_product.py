@@ -1,0 +1,57 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""moe_mlp on the compiled library's product for Hopper, under Paddle on a GPU."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from paddle_moe_ops.triton import _runtime, grouped_gemm_configs, hopper_product
+from paddle_moe_ops.triton.hopper_product import LibraryKernel
+from tests.ops.problems import tensor
+from tests.ops.test_moe_mlp import BY_LAYOUT, Layer, assert_close
+from tests.params import Shape
+
+pytestmark = pytest.mark.gpu_only
+
+SHAPE = Shape(800, 72, 4, 2, 16, "hundreds of rows for each expert, and padding between them")
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How many launches of the library's product there were, from the moment where it takes layers of any size."""
+    seen = []
+    run = LibraryKernel.run
+
+    def record(self, *arguments):
+        seen.append(self.__name__)
+        run(self, *arguments)
+
+    monkeypatch.setattr(LibraryKernel, "run", record)
+    monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
+    monkeypatch.setattr(hopper_product, "_LEAST_L2", 0)
+    yield seen
+    for device in _runtime._devices.values():  # what was recorded in the test chose by its sizes
+        device.recordings.clear()
+
+
+@pytest.mark.parametrize("form", ["by slot", "by row", "none"])
+@pytest.mark.parametrize("keep", ["h", "x"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@BY_LAYOUT
+def test_results_and_gradients_are_those_of_the_oracle_in_each_call(rng, place, launches, transpose, dtype, keep, form):
+    for call in range(1, 4):  # the first is written down, the others repeat it with other operands
+        layer = Layer(rng, SHAPE, dtype, transpose=transpose, form=form, sizes=(64, 136))
+        assert_close(layer.run(place, keep=keep), layer.due(), dtype)
+        gpu = grouped_gemm_configs.gpu_at(tensor(np.zeros(1, np.float32), place).data_ptr())
+        expected = (5 if keep == "x" else 4) if gpu.capability == 90 else 0
+        assert len(launches) == expected * call
+
+
+def test_a_gpu_with_a_small_cache_keeps_the_triton_kernels(rng, place, launches, monkeypatch):
+    monkeypatch.setattr(hopper_product, "_LEAST_L2", 1 << 40)
+    layer = Layer(rng, SHAPE, ml_dtypes.bfloat16, sizes=(64, 136))
+    assert_close(layer.run(place), layer.due(), ml_dtypes.bfloat16)
+    assert not launches
