@@ -55,16 +55,18 @@ def destination_of(parameter: Tensor) -> Destination | None:
 
 
 def put(destination: Destination, gradient: Tensor) -> None:
-    """Add a gradient to its destination, in float32 and rounded once."""
+    """Add a gradient to its destination, in float32 and rounded once.
+
+    A destination that holds nothing to add to is new, float32 and zero. It may be part of another tensor: then `add_`
+    leaves it there, while `paddle.assign` gives it memory of its own on some devices.
+    """
     into = destination.tensor
     with paddle.no_grad():
-        if destination.adds and into.dtype == gradient.dtype == paddle.float32:
-            into.add_(gradient)
-            return
         wide = to_dtype(gradient, paddle.float32)
-        if destination.adds:
-            wide = wide + to_dtype(into, paddle.float32)
-        paddle.assign(to_dtype(wide, into.dtype), output=into)
+        if into.dtype == paddle.float32:
+            into.add_(wide)
+        else:
+            paddle.assign(to_dtype(wide + to_dtype(into, paddle.float32), into.dtype), output=into)
 
 
 class _Accumulated(PyLayer):

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_moe_ops.triton import _runtime, grouped_gemm_configs, hopper_product
+from paddle_moe_ops.triton import _runtime, grouped_gemm_configs, hopper_product, moe_mlp
 from paddle_moe_ops.triton.hopper_product import LibraryKernel
 from tests.ops.problems import tensor
 from tests.ops.test_moe_mlp import BY_LAYOUT, Layer, assert_close
@@ -32,6 +32,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(LibraryKernel, "run", record)
     monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
     monkeypatch.setattr(hopper_product, "_LEAST_L2", 0)
+    monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
     yield seen
     for device in _runtime._devices.values():  # what was recorded in the test chose by its sizes
         device.recordings.clear()
