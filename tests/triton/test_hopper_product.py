@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,16 @@ def test_what_the_library_refuses_is_an_error_that_names_the_kernel():
     assert Handles().compiled(kernel, (), (), 1) is kernel
     with pytest.raises(RuntimeError, match="grouped_product: inner must be a multiple of 8"):
         Handles.run(kernel, 0, 1, [0] * (len(GroupedProductParams._fields_) - 1))
+
+
+def test_the_struct_mirrors_the_header():
+    header = (Path(__file__).parents[2] / "paddle_moe_ops/csrc/include/pmo/grouped.h").read_text(encoding="utf-8")
+    body = re.search(r"typedef struct pmo_grouped_product_params \{(.*?)\} pmo_grouped", header, re.DOTALL)[1]
+    fields = re.findall(r"^ +(?:const )?(\w+)( |\* ?)(\w+);", body, re.MULTILINE)
+    types = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
+    expected = [(name, ctypes.c_void_p if "*" in star else types[kind]) for kind, star, name in fields]
+    assert list(GroupedProductParams._fields_) == expected
+    assert (hopper_product.PLAIN, hopper_product.GATED, hopper_product.GRADIENT) == (0, 1, 2)
 
 
 @pytest.mark.cuda_only
