@@ -23,10 +23,12 @@ __all__ = ["GATED", "GRADIENT", "PLAIN", "LibraryKernel", "grouped_product_of", 
 PLAIN, GATED, GRADIENT = range(3)  # pmo_grouped_result
 TILE_ROWS, TILE_COLUMNS = 128, 128
 _DTYPES = {"float16": 1, "bfloat16": 2}
-_INTEGERS = ["num_rows", "num_sources", "num_experts", "inner", "outer", "first_column", "width", "first_row"]
-_INTEGERS.append("window_rows")
-_ARRAYS = ["matrix", "row_to_token", "weights", "first", "stop", "tiles", "window", "out", "hidden", "d_weights"]
-_OPTIONS = ["dtype", "result", "transpose", "reserved"]
+_INTEGERS = (
+    *("num_rows", "num_sources", "num_experts", "inner", "outer"),
+    *("first_column", "width", "first_row", "window_rows"),
+)
+_ARRAYS = ("matrix", "row_to_token", "weights", "first", "stop", "tiles", "window", "out", "hidden", "d_weights")
+_OPTIONS = ("dtype", "result", "transpose", "reserved")
 
 # Its tiles are narrow, so it reads more from the L2. On an H200 (60 MB) layers gain from it; on an H100 (50 MB) as many
 # of them lose, up to a tenth.
