@@ -207,8 +207,6 @@ def test_enumerations_mirror_the_headers() -> None:
                 assert values.pop(prefix + name) == member
     for code, name in enumerate(_env.CPU_ISAS):
         assert values.pop(f"CPU_{name.upper()}") == code
-    for code, name in enumerate(
-        ("PLAIN", "GATED", "GRADIENT")
-    ):  # tests/triton/test_hopper_product.py looks at the struct
+    for code, name in enumerate(("PLAIN", "GATED", "GRADIENT")):
         assert values.pop(f"GROUPED_{name}") == code
     assert values == {name.upper(): code for name, code in ((dtype.name, code) for dtype, code in DTYPES.items())}
