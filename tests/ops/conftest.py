@@ -74,5 +74,5 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     device = Interpreted()
     monkeypatch.setattr(_runtime, "unavailable", lambda: None)
     monkeypatch.setattr(_runtime, "cannot_run_on", lambda _: None)
-    monkeypatch.setattr(_runtime, "device_of", lambda _: device)
+    monkeypatch.setattr(_runtime, "device_of", lambda *_: device)
     return device
