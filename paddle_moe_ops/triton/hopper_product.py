@@ -12,11 +12,11 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .grouped_gemm_configs import GemmConfig, Gpu
 from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
     from .grouped_gemm import Rows, Schedule, Target
+    from .grouped_gemm_configs import GemmConfig, Gpu
 
 __all__ = ["GATED", "GRADIENT", "PLAIN", "LibraryKernel", "grouped_product_of", "hopper_product", "suits"]
 
