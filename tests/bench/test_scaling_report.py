@@ -163,7 +163,7 @@ def test_what_the_package_lacks_would_help_across_machines(predictor):
         best = predictor.us(model, TWO_MACHINES, predictor.fastest(model, TWO_MACHINES))
         assert predictor.us(model, TWO_MACHINES, BY_DOMAIN) < 0.8 * best
         best = predictor.us(model, EIGHT_MACHINES, predictor.fastest(model, EIGHT_MACHINES))
-        assert predictor.overlap(model, EIGHT_MACHINES, REDUCED8)[1].us < 0.9 * best
+        assert predictor.overlap(model, EIGHT_MACHINES, REDUCED8)[1].us < 0.92 * best
 
 
 # ---- what must be so whatever the numbers are
