@@ -111,7 +111,7 @@ def texts_of(backend: str, size: int | None = None, **arguments: Any) -> list[st
     """What each rank of new processes, which end thereafter, gave; or the lines of what they raised.
 
     Args:
-        backend: of `run`, or "alltoall": what stands in for NCCL over gloo, or "peer".
+        backend: of `run`, or "alltoall": gloo in place of NCCL, or "peer".
         size: how many processes; None: what tests take that say no number.
         **arguments: of `missing`.
     """

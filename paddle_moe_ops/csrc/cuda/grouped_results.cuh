@@ -15,7 +15,7 @@
 namespace pmo {
 namespace cuda {
 
-constexpr int kTileRows = 128, kTileColumns = 128, kTileDepth = 64;
+constexpr int kTileRows = PMO_GROUPED_TILE_ROWS, kTileColumns = 128, kTileDepth = 64;
 constexpr int kGatedColumns = kTileColumns / 2;
 
 struct GroupedArguments {
