@@ -31,12 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # A developer's settings must not change what is tested; tests that need them set them.
     for name in ("PADDLE_MOE_OPS_BACKEND", "PADDLE_MOE_OPS_VALIDATE"):
         os.environ.pop(name, None)
     # Paddle's bfloat16 matmul dies of an illegal instruction where a virtual machine shows AMX but does not grant it.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    # Triton reads this once, when the first module of kernels is imported, which may be while tests are collected.
+    if config.getoption("--core-device") == config.getoption("--device") == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,7 +55,6 @@ def chosen_backend(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CPU tensors count as tensors on a GPU whose kernels are interpreted."""
-    os.environ["TRITON_INTERPRET"] = "1"  # for good: a kernel is what it was when its module was imported
     from paddle_moe_ops.triton import _runtime
 
     from ..triton.interpreter import NumpyDevice

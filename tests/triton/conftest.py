@@ -4,18 +4,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.bare_package import without_paddle
 
 without_paddle()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--core-device") == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
