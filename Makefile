@@ -97,11 +97,15 @@ test-isa: $(VENV)/stamp-built core ## the core and the operators on the AVX2 and
 fresh-environments: ## install as the README says, in new environments of PYTHONS and PADDLES; docs/compatibility.md says how it went
 	$(PYTHON) tools/fresh_environments.py
 
-lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy
+lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy, and the schemas of GitHub's files
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMAT_INPUTS)
 	$(VENV)/bin/mypy
+	$(VENV)/bin/check-jsonschema --builtin-schema github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema citation-file-format CITATION.cff
 
 format: $(VENV)/stamp-deps ## format Python and C++ in place
 	$(VENV)/bin/ruff check --fix .
@@ -158,7 +162,7 @@ build/coverage/libpmo_core.so: $(COVERAGE_OBJECTS)
 
 # ---- benchmarks (benchmarks/README.md)
 
-bench-report: $(VENV)/stamp-deps ## docs/performance.md and its pictures from benchmarks/results/*.jsonl
+bench-report: $(VENV)/stamp-deps ## docs/performance*.md and their pictures from benchmarks/results
 	$(PY) -m benchmarks.kernels.report --results benchmarks/results --docs docs
 
 # ---- NVIDIA GPUs (tools/gpu_rig/README.md)
@@ -174,8 +178,9 @@ gpu-standin: $(VENV)/stamp-built ## the tests of operators, graphs and scenarios
 	LD_LIBRARY_PATH="$(CURDIR)/build/gpu/standin:$$($(CURDIR)/$(PY) -c 'import paddle; print(paddle.__path__[0])')/libs" \
 	$(CURDIR)/$(PY) -m pytest tests/ops tests/static tests/scenarios --device=cuda_rig:0 $(WORKERS) $(PYTEST_ARGS)
 
-layer-report: $(VENV)/stamp-deps ## docs/layer_performance.md and its picture from benchmarks/results
+layer-report: $(VENV)/stamp-deps ## docs/layer_performance.md, its picture, and its part of docs/performance.md
 	$(PY) -m benchmarks.layer.report
+	$(MAKE) bench-report
 
 parallel-report: $(VENV)/stamp-deps ## docs/expert_parallel_performance.md from benchmarks/results
 	$(PY) -m benchmarks.expert_parallel.report
