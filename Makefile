@@ -29,7 +29,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,10 @@ $(DOCS)/stamp: tools/docs_requirements.txt
 
 docs: $(DOCS)/stamp ## the documentation site in build/site; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+docs-pictures: docs ## the site as pictures in build/site_pictures, and a check of its pages in Chromium
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet "playwright>=1.50"
+	$(DOCS)/bin/python tools/docs_pictures.py
 
 drawings: ## docs/drawings from tools/drawings.py; needs no environment
 	$(PYTHON) tools/drawings.py
