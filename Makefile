@@ -152,7 +152,8 @@ build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 
 coverage: $(VENV)/stamp-built build/coverage/libpmo_core.so ## docs/coverage.md: which lines of the core and of Python the tests run
 	find build/coverage -name '*.gcda' -delete
-	PMO_CORE_LIBRARY=$(CURDIR)/build/coverage/libpmo_core.so $(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" $(PYTEST_ARGS)
+	PMO_CORE_LIBRARY=$(CURDIR)/build/coverage/libpmo_core.so $(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" $(WORKERS) \
+	  $(PYTEST_ARGS)
 	COVERAGE_FILE=$(CURDIR)/build/coverage/data $(PY) -m pytest $(COVERAGE_TESTS) --cov=paddle_moe_ops \
 	  --cov-report=json:build/coverage/python.json $(WORKERS) $(PYTEST_ARGS)
 	$(PY) tools/coverage_report.py --core-tests "$(CORE_TESTS)" --python-tests "$(COVERAGE_TESTS)"
