@@ -41,6 +41,10 @@ class SwiGLU(nn.Layer):
         self.gate_up = weight(self, [self.hidden_size, 2 * self.intermediate_size], fan_in=self.hidden_size)
         self.down = weight(self, [self.intermediate_size, self.hidden_size], fan_in=self.intermediate_size)
 
+    def extra_repr(self) -> str:
+        """Return the sizes, for ``print(layer)``."""
+        return f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
+
     @not_to_static
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to x [..., H]; the result has the same shape.
@@ -109,6 +113,11 @@ class SwiGLUExperts(nn.Layer):
         if bias:
             self.gate_up_bias = self.create_parameter([num_experts, 2 * intermediate_size], is_bias=True)
             self.down_bias = self.create_parameter([num_experts, hidden_size], is_bias=True)
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for ``print(layer)``."""
+        sizes = ("num_experts", "hidden_size", "intermediate_size", "activation")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in sizes)
 
     def draw_those_of(self, rank: int, num_ranks: int) -> None:
         """Draw the weights of every rank's experts and keep those of one, for ranks that started with one seed.

@@ -107,6 +107,10 @@ class TopKRouter(nn.Layer):
         self.register_buffer("correction_bias", paddle.zeros([num_experts], dtype="float32") if has_bias else None)
         self._let_bias_load()
 
+    def extra_repr(self) -> str:
+        """Return the sizes, for ``print(layer)``."""
+        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, topk={self.topk}, {self.scoring}"
+
     @not_to_static
     def forward(self, x: Tensor) -> RouterOutput:
         """Route tokens.

@@ -352,3 +352,12 @@ def test_hooks_of_the_parts_are_called():
     layer.shared.register_forward_post_hook(lambda _layer, _inputs, output: output * 0)
     layer.experts.register_forward_post_hook(lambda _layer, _inputs, output: output * 0)
     assert not layer(x).numpy().any()
+
+
+def test_a_layer_prints_its_sizes():
+    layer = MoELayer(8, 6, 5, 2, num_shared_experts=3, scoring="sigmoid", activation="geglu")
+    assert str(layer).splitlines()[1:-1] == [
+        "  (router): TopKRouter(hidden_size=8, num_experts=5, topk=2, sigmoid)",
+        "  (experts): SwiGLUExperts(num_experts=5, hidden_size=8, intermediate_size=6, activation=geglu)",
+        "  (shared): SwiGLU(hidden_size=8, intermediate_size=18)",
+    ]
