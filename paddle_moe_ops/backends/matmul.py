@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import paddle
 from paddle import Tensor
 
-from .._graphs import filled, float32, is_graph_value, is_on_gpu, ready_for_matmul, to_dtype
+from .._graphs import filled, float32, is_graph_value, is_on_gpu, ready_for_matmul, to_dtype, without_autocast
 from .base import GemmSpec
 from .host_checks import host_segments
 
@@ -45,10 +45,10 @@ class MatmulBackend:
         if is_on_gpu(x):
             return _multiply(x, w, weights, bias, segments, spec.transpose)
         # On the CPU Paddle has no matmul of narrow types, nor the gradients of what goes with it.
-        with paddle.amp.auto_cast(enable=False):
-            w = [each.astype("float32") for each in w] if isinstance(w, Sequence) else w.astype("float32")
-            operands = x.astype("float32"), w, weights, float32(bias)
-            return _multiply(*operands, segments, spec.transpose).astype(x.dtype)
+        with without_autocast():
+            w = [float32(each) for each in w] if isinstance(w, Sequence) else float32(w)
+            operands = float32(x), w, weights, float32(bias)
+            return to_dtype(_multiply(*operands, segments, spec.transpose), x.dtype)
 
 
 def _segments_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] | Tensor | None) -> list[Tensor]:

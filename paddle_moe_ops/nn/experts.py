@@ -18,7 +18,7 @@ from ..backends import accumulated
 from ..gemm import grouped_gemm
 from ..mlp import check_destinations, check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
-from ._common import Size, check_rows, initial, of_shape, sizes, weight
+from ._common import Size, check_rows, described, initial, of_shape, sizes, weight
 
 
 class SwiGLU(nn.Layer):
@@ -41,10 +41,6 @@ class SwiGLU(nn.Layer):
         self.gate_up = weight(self, [self.hidden_size, 2 * self.intermediate_size], fan_in=self.hidden_size)
         self.down = weight(self, [self.intermediate_size, self.hidden_size], fan_in=self.intermediate_size)
 
-    def extra_repr(self) -> str:
-        """Return the sizes, for ``print(layer)``."""
-        return f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
-
     @not_to_static
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to x [..., H]; the result has the same shape.
@@ -54,6 +50,10 @@ class SwiGLU(nn.Layer):
             ValueError: the last dimension of x is not H.
         """
         return _swiglu_mlp(x, self.gate_up, self.down, self.hidden_size, self.intermediate_size)
+
+    def extra_repr(self) -> str:
+        sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+        return described(self.gate_up, **sizes)
 
 
 class SwiGLUExperts(nn.Layer):
@@ -114,11 +114,6 @@ class SwiGLUExperts(nn.Layer):
             self.gate_up_bias = self.create_parameter([num_experts, 2 * intermediate_size], is_bias=True)
             self.down_bias = self.create_parameter([num_experts, hidden_size], is_bias=True)
 
-    def extra_repr(self) -> str:
-        """Return the sizes, for ``print(layer)``."""
-        sizes = ("num_experts", "hidden_size", "intermediate_size", "activation")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in sizes)
-
     def draw_those_of(self, rank: int, num_ranks: int) -> None:
         """Draw the weights of every rank's experts and keep those of one, for ranks that started with one seed.
 
@@ -134,6 +129,11 @@ class SwiGLUExperts(nn.Layer):
                 initial(fan_in)(parameter)
                 kept = parameter.clone() if other == rank else kept
             parameter.set_value(kept)
+
+    def extra_repr(self) -> str:
+        sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+        options = {"activation": self.activation, "bias": self.gate_up_bias is not None}
+        return described(self.gate_up, num_experts=self.num_experts, **sizes, **options)
 
     @not_to_static
     def forward(

@@ -216,6 +216,12 @@ class MoELayer(nn.Layer):
             self.z_loss = router_z_loss(logits)  # type: ignore[misc]
         return with_shape_of(out, x)
 
+    def extra_repr(self) -> str:
+        if self.parallel is None:
+            return ""
+        group = self.parallel.group
+        return f"rank={group.rank} of {group.nranks}, combine={self.parallel.combines}"
+
     def _may_drop(self) -> bool:
         """Whether something limits the number of slots."""
         has_room_for_all = self.parallel is None or self.parallel.tokens_per_rank is None
