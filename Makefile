@@ -150,7 +150,7 @@ build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 
 # ---- coverage: of the core by the core's tests, of Python by COVERAGE_TESTS
 
-coverage: $(VENV)/stamp-built build/coverage/libpmo_core.so ## docs/coverage.md: which lines of the core and of Python the tests run
+coverage: $(VENV)/stamp-built core build/coverage/libpmo_core.so ## docs/coverage.md: which lines of the core and of Python the tests run
 	find build/coverage -name '*.gcda' -delete
 	PMO_CORE_LIBRARY=$(CURDIR)/build/coverage/libpmo_core.so $(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" $(WORKERS) \
 	  $(PYTEST_ARGS)
