@@ -379,8 +379,9 @@ class TritonKernels:
         return RowMaps(*clean_rowmap_by_expert(device, by_pair, rows))
 
     def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
-        arrays = _dense(slot_values), _dense(maps.slot_to_row)
-        return _by_row(_device(slot_values), *arrays, maps.row_to_slot.shape[0])
+        from ..triton.rowmap import slots_to_rows
+
+        return slots_to_rows(_device(slot_values), *map(_dense, (slot_values, maps.slot_to_row, maps.row_to_token)))
 
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         return self.gather_slots(row_values, maps.slot_to_row)
@@ -443,6 +444,7 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         from ..triton.moe_mlp import moe_mlp
         from ..triton.recording import facts_of, recorded
+        from ..triton.rowmap import slots_to_rows
 
         plan = spec.plan
         if spec.validation != Validation.OFF:
@@ -452,7 +454,9 @@ class TritonKernels:
         layer = _layer(gate_up, down, weights, spec)
 
         def call(device: Any) -> tuple[Any, Any, Any]:
-            by_row = layer.weights if maps is None else _by_row(device, layer.weights, maps, plan.num_rows)
+            by_row = layer.weights
+            if maps is not None:
+                by_row = slots_to_rows(device, by_row, maps, layer.tokens.row_to_token)
             out, hidden = moe_mlp(device, x, layer._replace(weights=by_row), keeps_hidden)
             return out, hidden, by_row if maps is not None else None
 
@@ -475,33 +479,20 @@ class TritonKernels:
     ) -> tuple[Tensor | None, ...]:
         from ..triton.moe_mlp import moe_mlp_backward
         from ..triton.recording import facts_of, recorded
-        from ..triton.rowmap import gather_slots
 
         device, d_out, x = _device(x), _dense_rows(d_out), _dense_rows(x)
         maps = _dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
         layer = _layer(gate_up, down, weights, spec)
 
         def call(device: Any) -> tuple[Any, ...]:
-            made = moe_mlp_backward(device, d_out, x, hidden, layer, wanted, destinations)
+            made = moe_mlp_backward(device, d_out, x, hidden, layer._replace(slots=maps), wanted, destinations)
             matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
-            d_weights = made.weights
-            if d_weights is not None and maps is not None:
-                d_weights = gather_slots(device, d_weights, maps)
-            return made.x, *matrices, d_weights
+            return made.x, *matrices, made.weights
 
         inputs = d_out, hidden, *(each and each[0] for each in destinations), *_arrays(x, layer, maps)
         adds = tuple(each and each[1] for each in destinations)
         key = "moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace, *facts_of(device, *inputs)
         return tuple(recorded(device, key, inputs, call))
-
-
-def _by_row(device: Any, by_slot: Tensor, slot_to_row: Tensor, num_rows: int) -> Any:
-    """float32 [M] of values [T, K] by slot, 0 in rows of no slot."""
-    from ..triton.rowmap import fill, scatter_slots
-
-    row_values = fill(device, device.empty([num_rows], "float32"), num_rows, 0)
-    scatter_slots(device, by_slot, slot_to_row, row_values, add=False)
-    return row_values
 
 
 def _layer(gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Any:
