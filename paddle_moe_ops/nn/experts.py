@@ -52,6 +52,7 @@ class SwiGLU(nn.Layer):
         return _swiglu_mlp(x, self.gate_up, self.down, self.hidden_size, self.intermediate_size)
 
     def extra_repr(self) -> str:
+        """Return what ``print(layer)`` says of it."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         return described(self.gate_up, **sizes)
 
@@ -131,6 +132,7 @@ class SwiGLUExperts(nn.Layer):
             parameter.set_value(kept)
 
     def extra_repr(self) -> str:
+        """Return what ``print(layer)`` says of it."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         options = {"activation": self.activation, "bias": self.gate_up_bias is not None}
         return described(self.gate_up, num_experts=self.num_experts, **sizes, **options)

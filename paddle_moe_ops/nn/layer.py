@@ -217,6 +217,7 @@ class MoELayer(nn.Layer):
         return with_shape_of(out, x)
 
     def extra_repr(self) -> str:
+        """Return what ``print(layer)`` says of it."""
         if self.parallel is None:
             return ""
         group = self.parallel.group

@@ -108,6 +108,7 @@ class TopKRouter(nn.Layer):
         self._let_bias_load()
 
     def extra_repr(self) -> str:
+        """Return what ``print(layer)`` says of it."""
         sizes = {"hidden_size": self.hidden_size, "num_experts": self.num_experts, "topk": self.topk}
         options = {"scoring": self.scoring, "capacity_factor": self.capacity_factor}
         return described(self.weight, **sizes, **options)

@@ -41,6 +41,18 @@ def test_all_code_is_found():
     assert sum(map(len, SECTIONS.values())) == written
 
 
+def test_no_code_is_written_in_a_way_that_no_test_runs():
+    """README's programs run in test_readme.py, those for PaddleFormers in tests/integrations/test_page.py."""
+    pages = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+    kinds = {
+        (page.name, kind)
+        for page in pages
+        for kind in re.findall(r"^ *(?:```|~~~)(\S+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert {kind for name, kind in kinds if name != "integrations.md"} == {"python", "text", "bibtex"}
+    assert {kind for name, kind in kinds if name == "integrations.md"} == {"py", "text"}
+
+
 def test_the_files_that_contributing_names_exist():
     """By the end of their paths: in a table the folder is often that of the name before."""
     section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Adding an operator")[2]
