@@ -33,6 +33,7 @@ LAYERS = (
             "backends.host_checks",
             "backends.library",
             "backends.gradients",
+            "backends.joining",
             "backends.nodes",
         ),
         *("reference", "triton"),
