@@ -14,6 +14,8 @@ import pytest
 from paddle import nn
 
 import paddle_moe_ops.integrations.paddleformers as pf
+from paddle_moe_ops import use_backend
+from paddle_moe_ops.backends.joining import parts_of, view_of
 from paddle_moe_ops.integrations.paddleformers import experts as experts_of_blocks
 
 from .models import CASES, assert_close, build
@@ -67,6 +69,44 @@ def test_biases_of_linear_experts_have_their_gradients(case, rng, lists):
                 layer.bias.set_value(rng.standard_normal(layer.bias.shape).astype("float32"))
     compare(block, rng)
     assert lists
+
+
+def weights_of(block: Any) -> list[list[Any]]:
+    """Those of all experts, one list for each layer of an expert."""
+    names = ("gate_proj", "up_proj", "up_gate_proj", "down_proj")
+    found = [[getattr(expert, name, None) for expert in block.experts] for name in names]
+    return [[layer.weight for layer in layers] for layers in found if layers[0] is not None]
+
+
+@EACH
+def test_weights_are_laid_side_by_side_where_lists_would_be_copied(case, rng, monkeypatch):
+    block = build(case).model.layers[1].mlp
+    state, before = rng.bit_generator.state, {name: id(each) for name, each in block.named_parameters()}
+    with pf.applied(block):
+        expected = outputs(block, rng, (2, 5))
+        assert all(view_of(each) is None for each in weights_of(block))  # a CPU gains nothing
+        rng.bit_generator.state = state
+        with use_backend("reference"):
+            got = outputs(block, rng, (2, 5))
+            assert all(view_of(each) is not None for each in weights_of(block))
+            monkeypatch.setattr("paddle_moe_ops.backends.joining.paddle.stack", None)  # a copy fails
+            rng.bit_generator.state = state
+            again = outputs(block, rng, (2, 5))
+    assert_close(got, expected)
+    assert_close(again, expected)
+    assert {name: id(each) for name, each in block.named_parameters()} == before
+
+
+def test_weights_that_lie_in_a_fused_buffer_stay_there(rng):
+    block = build("qwen3_moe").model.layers[1].mlp
+    for weights in weights_of(block):
+        order = [*weights[1:], weights[0]]  # not that of the experts
+        for weight, part in zip(order, parts_of(paddle.stack([each.detach() for each in order])), strict=True):
+            part._share_buffer_to(weight)
+    before = [each.data_ptr() for weights in weights_of(block) for each in weights]
+    with use_backend("reference"):
+        compare(block, rng)
+    assert [each.data_ptr() for weights in weights_of(block) for each in weights] == before
 
 
 class Doubled(nn.Linear):
