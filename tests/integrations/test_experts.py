@@ -12,13 +12,14 @@ import numpy as np
 import paddle
 import pytest
 from paddle import nn
+from safetensors.numpy import load_file
 
 import paddle_moe_ops.integrations.paddleformers as pf
 from paddle_moe_ops import use_backend
 from paddle_moe_ops.backends.joining import parts_of, view_of
 from paddle_moe_ops.integrations.paddleformers import experts as experts_of_blocks
 
-from .models import CASES, assert_close, build
+from .models import CASES, assert_close, assert_same_bits, batch, build
 from .test_blocks import outputs
 
 LAYERS = [case for case in CASES if not case.endswith(("-stacked", "-unnormalised", "-padded", "gpt_oss"))]
@@ -95,6 +96,23 @@ def test_weights_are_laid_side_by_side_where_lists_would_be_copied(case, rng, mo
     assert_close(got, expected)
     assert_close(again, expected)
     assert {name: id(each) for name, each in block.named_parameters()} == before
+
+
+@EACH
+def test_a_model_whose_weights_lie_side_by_side_is_saved_as_any_other(case, tmp_path):
+    files = {}
+    for name in ("apart", "together"):
+        model = build(case)
+        if name == "together":
+            with pf.applied(model), use_backend("reference"):
+                model(input_ids=batch())
+            weights = weights_of(model.model.layers[1].mlp)
+            assert all(view_of(each) is not None for each in weights)
+        model.save_pretrained(str(tmp_path / name))
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        files[name] = load_file(file)
+    assert_same_bits(files["together"], files["apart"])
+    assert len(files["apart"]) > 20
 
 
 def test_weights_that_lie_in_a_fused_buffer_stay_there(rng):
