@@ -202,6 +202,7 @@ def steps(model: Experts, rng: Any, place: Any, number: int = 3) -> Any:
     return optimizer
 
 
+@pytest.mark.paddle_kernels  # optimizers that write to the memory of parameters; the rig's run on the CPU
 def test_parameters_stay_side_by_side_in_training_and_end_with_the_same_numbers(place):
     """On a GPU in float16 with master weights, which a CPU has no optimizers for."""
     on_cpu = tensor(ordinary(np.random.default_rng(0), (1,)), place).place.is_cpu_place()
