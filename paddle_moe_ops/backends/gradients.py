@@ -8,20 +8,20 @@ ones. Where no one wants a gradient the kernels are called as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
 from paddle import Tensor
 
 from .._graphs import filled, numbers_of
-from .accumulation import destination_of
 from .base import (
     FLOAT8,
     Backend,
     GemmSpec,
     Kernels,
     Maps,
+    Matrices,
     MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
@@ -33,6 +33,7 @@ from .base import (
     Validation,
     constant_if_float8,
 )
+from .joining import destination_of_matrices, joined
 from .nodes import Call, Gradients, connect, first_order_only, linear
 
 __all__ = ["WithGradients", "connect_experts"]
@@ -382,14 +383,21 @@ class _MoeMlp(Call):
     function = "moe_mlp"
 
     def __init__(
-        self, kernels: Kernels, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec
+        self,
+        kernels: Kernels,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        spec: MlpSpec,
+        parameters: tuple[Matrices, Matrices],
     ) -> None:
         super().__init__(kernels, x, gate_up, down, weights)
         plan = spec.plan
         self.watch(plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets)
         self.operands: Any = (x, gate_up, down, weights)
         self.spec = spec
-        self.parameters = (gate_up, down) if spec.accumulates else ()
+        self.parameters = parameters if spec.accumulates else ()
 
     def run(self) -> Tensors:
         out, hidden, weights = self.kernels.moe_mlp(*self.operands, self.spec, self.spec.keeps_hidden)
@@ -405,7 +413,7 @@ class _MoeMlp(Call):
         destinations: tuple[Any, ...] = (None, None)
         if self.parameters:
             wanted = zip(self.wanted[1:3], self.parameters, strict=True)
-            destinations = tuple(destination_of(each) if want else None for want, each in wanted)
+            destinations = tuple(destination_of_matrices(each) if want else None for want, each in wanted)
         self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
         operands = x, gate_up, down, weights, hidden
         made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, (*self.wanted, False)[:4], destinations)
@@ -515,14 +523,22 @@ class WithGradients:
         ways: tuple[Callable[[Tensor], Tensor], ...] = (lambda each: there(each, maps), lambda each: back(each, maps))
         return linear("row_id_map", self.kernels, values, *ways, maps.slot_to_row, maps.row_to_slot)
 
-    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
+    def grouped_gemm(
+        self, x: Tensor, w: Matrices, weights: Tensor | None, bias: Matrices | None, spec: GemmSpec
+    ) -> Tensor:
+        w, bias = (joined(each, "grouped_gemm") if isinstance(each, Sequence) else each for each in (w, bias))
         operands = x, w, weights, bias
         if not _is_wanted(*operands):
             return self.kernels.grouped_gemm(*operands, spec)
         return connect(_GroupedGemm(self.kernels, *operands, spec), *operands)[0]
 
-    def moe_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Tensor:
+    def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
+        given = gate_up, down
+        gate_up, down = (
+            joined(each, "moe_mlp", accumulates=spec.accumulates) if isinstance(each, Sequence) else each
+            for each in given
+        )
         if not _is_wanted(x, gate_up, down, weights):
             return self.kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
         operands = x, gate_up, down, weights
-        return connect(_MoeMlp(self.kernels, *operands, spec), *operands)[0]
+        return connect(_MoeMlp(self.kernels, *operands, spec, given), *operands)[0]
