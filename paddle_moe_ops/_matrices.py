@@ -5,16 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import paddle
 from paddle import Tensor, nn
 
 from . import _checks
+from ._graphs import to_dtype
+from .backends import Backend, Matrices, accumulated, joined
 
-__all__ = ["Matrices", "each_of", "listed", "matrices", "named", "stacked"]
-
-Matrices: TypeAlias = Tensor | Sequence[Tensor]
+__all__ = ["Matrices", "each_of", "in_dtype", "listed", "matrices", "named", "stacked"]
 
 
 def listed(given: Any) -> Any:
@@ -70,3 +70,20 @@ def each_of(change: Callable[[Tensor], Tensor], given: Matrices) -> Matrices:
 def stacked(given: Matrices) -> Tensor:
     """One tensor; a list is copied. The gradient goes to each matrix."""
     return paddle.stack(list(given)) if isinstance(given, Sequence) else given
+
+
+def in_dtype(function: str, given: Matrices, dtype: Any, backend: Backend, *, accumulates: bool = False) -> Matrices:
+    """The matrices as a backend takes them under mixed precision, by one cast where it needs one tensor.
+
+    Args:
+        function: the name that begins an error text.
+        given: one tensor, or a list.
+        dtype: of mixed precision.
+        backend: that is to run on them.
+        accumulates: whether their gradients go where `backends.accumulation` says it, which only parameters have.
+    """
+    if isinstance(given, Sequence) and not backend.takes_lists:
+        return to_dtype(joined(given, function, accumulates=accumulates), dtype)
+    if accumulates:
+        given = each_of(accumulated, given)
+    return each_of(lambda each: to_dtype(each, dtype), given)

@@ -14,8 +14,8 @@ import paddle
 from paddle import Tensor, nn
 
 from . import _checks
-from ._graphs import is_graph_value, public
-from ._matrices import each_of, listed, matrices, named, stacked
+from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
+from ._matrices import in_dtype, listed, matrices, named, stacked
 from .backends import GemmSpec, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 from .rowmaps import move_rows, row_probs
@@ -64,7 +64,9 @@ def grouped_gemm(
     Sizes and offsets that are tensors are not read: as in a graph, groups that do not fit are cut, unless
     PADDLE_MOE_OPS_VALIDATE asks for checks. The gradient of ``W`` uses rows that were weighted and then rounded.
 
-    A list of matrices is copied to one tensor there, in each call.
+    There matrices in a list need no copy if they lie side by side in memory, see
+    `paddle_moe_ops.nn.lay_side_by_side`. Others are copied to one tensor in each call. Their gradients are parts of one
+    tensor.
 
     All else runs on Paddle's matmul, group by group, with a host synchronisation for tensors on a GPU. On a CPU,
     bfloat16 and float16 operands are widened to float32, and the product is rounded once. On a GPU this path rounds the
@@ -150,17 +152,20 @@ def grouped_gemm(
     weights = weights_of_rows(name, topk_weights, weights_by, plan, X)
     biases = {} if bias is None else named("bias", bias)
     _checks.same_place(name, X=X, **named("W", W), topk_weights=topk_weights, **biases)
-    addend = None if bias is None else stacked(bias)
-    if paddle.amp.is_autocast_enabled() and isinstance(X, Tensor) and X.place.is_gpu_place():
-        dtype = paddle.amp.get_autocast_dtype()
-        X, W = X.astype(dtype), each_of(lambda each: each.astype(dtype), W)
-        addend = None if addend is None else addend.astype(dtype)
+    dtype = None
+    if paddle.amp.is_autocast_enabled() and isinstance(X, Tensor) and is_on_gpu(X):
+        dtype = getattr(paddle, paddle.amp.get_autocast_dtype())
+        X = to_dtype(X, dtype)
     backend, tokens_of_plan = resolve(name, X), plan if permute_x else None
+    addend = bias if bias is None or not backend.takes_lists else stacked(bias)
+    if dtype is not None:
+        W = in_dtype(name, W, dtype, backend)
+        addend = None if addend is None else in_dtype(name, addend, dtype, backend)
     if tokens_of_plan is not None and not backend.gathers_rows:
         X, _ = resolve("permute", X).permute(X, None, tokens_of_plan, "all")
         tokens_of_plan = None
     spec = GemmSpec(sizes, offsets, transpose, tokens_of_plan, _checks.validation(name, None, X))
-    rows = backend.grouped_gemm(X, W if backend.takes_lists else stacked(W), weights, addend, spec)
+    rows = backend.grouped_gemm(X, W, weights, addend, spec)
     if plan is None or not permute_y:
         return rows
     return move_rows(rows, plan.row_to_slot.unsqueeze(-1), plan.slot_to_row.reshape([-1]))

@@ -16,7 +16,7 @@ from paddle import Tensor, nn
 from . import _checks
 from ._activations import ACTIVATIONS, activate
 from ._graphs import is_on_gpu, public, to_dtype
-from ._matrices import Matrices, each_of, listed, matrices, named, stacked
+from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from .backends import MlpSpec, accumulated, accumulated_each, resolve, why_not
 from .functional import unpermute
 from .gemm import grouped_gemm
@@ -70,7 +70,7 @@ def moe_mlp(
     ``x``, the first product H of each row and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns
     are not kept: the gradient of a weight is the dot product of the row before the second product and the gradient
     there (SonicMoE, arXiv 2512.14080). A pass makes some of these rows at a time, in a buffer of ``workspace_mb``. A
-    second backward pass through the same graph is refused.
+    second backward pass through the same graph is refused. Lists of matrices are taken as in `grouped_gemm`.
 
     All else runs on the operators of the lines above: ``keep`` and ``workspace_mb`` make no difference, and more is
     kept for the backward pass.
@@ -131,16 +131,14 @@ def moe_mlp(
         check_destinations(_NAME, **given)
     if paddle.amp.is_autocast_enabled() and is_on_gpu(tokens):
         dtype = getattr(paddle, paddle.amp.get_autocast_dtype())
-        if accumulate:  # what a cast gives is no parameter
-            gate_up, down, accumulate = each_of(accumulated, gate_up), each_of(accumulated, down), False
-            gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
         tokens = to_dtype(tokens, dtype)
-        gate_up, down = (each_of(lambda each: to_dtype(each, dtype), given) for given in (gate_up, down))
+        backend = resolve("grouped_gemm", tokens)
+        gate_up, down = (in_dtype(_NAME, each, dtype, backend, accumulates=accumulate) for each in (gate_up, down))
+        if accumulate:
+            gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
+            accumulate = False
     backend = resolve("grouped_gemm", tokens)
     if backend.runs_moe_mlp and activation == "swiglu" and gate_up_bias is None and down_bias is None:
-        if accumulate and (isinstance(gate_up, Sequence) or isinstance(down, Sequence)):
-            gate_up, down, accumulate = each_of(accumulated, gate_up), each_of(accumulated, down), False
-        gate_up, down = stacked(gate_up), stacked(down)
         if by_slot and probs is not None and probs.ndim == 1:
             probs = probs.reshape([-1, plan.topk])
         validation = _checks.validation(_NAME, None, tokens)

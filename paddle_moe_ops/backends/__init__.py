@@ -21,6 +21,7 @@ from .base import (
     Backend,
     GemmSpec,
     Maps,
+    Matrices,
     MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
@@ -31,13 +32,15 @@ from .base import (
     TopkSpec,
     Validation,
 )
-from .gradients import connect_experts
+from .joining import joined, lay_side_by_side, shared_memory
+from .product_calls import connect_experts
 
 __all__ = [
     "OPERATORS",
     "Backend",
     "GemmSpec",
     "Maps",
+    "Matrices",
     "MlpSpec",
     "MoePermuteSpec",
     "MoeUnpermuteSpec",
@@ -54,10 +57,13 @@ __all__ = [
     "connect_experts",
     "direct",
     "explain",
+    "joined",
+    "lay_side_by_side",
     "register",
     "register_note",
     "register_operators",
     "resolve",
+    "shared_memory",
     "use_backend",
     "why_not",
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import paddle
 from paddle import Tensor
@@ -14,6 +14,7 @@ from paddle import Tensor
 from .._graphs import constant
 
 Tensors = tuple[Tensor, ...]
+Matrices: TypeAlias = Tensor | Sequence[Tensor]  # those of all experts: one tensor, or a list
 
 FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dtypes takes longer than a hash
 
@@ -255,10 +256,7 @@ class Verbs(Protocol):
         """The float32 value [N] of each slot's row, 0 without one."""
 
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
-        """Each expert's matrix times its own rows, plus its bias, times the weights; of tokens if the spec has a plan.
-
-        The bias is one tensor, whatever the matrices are.
-        """
+        """Each expert's matrix times its own rows, plus its bias, times the weights; of tokens with a plan."""
 
 
 class Backend(Verbs, Protocol):
@@ -270,13 +268,18 @@ class Backend(Verbs, Protocol):
 
     @property
     def takes_lists(self) -> bool:
-        """Whether grouped_gemm takes the matrices of experts as a list."""
+        """Whether grouped_gemm runs on the matrices of a list as they are. Others need one tensor, which they make."""
 
     @property
     def runs_moe_mlp(self) -> bool:
         """Whether it has `moe_mlp`."""
 
-    def moe_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Tensor:
+    def grouped_gemm(
+        self, x: Tensor, w: Matrices, weights: Tensor | None, bias: Matrices | None, spec: GemmSpec
+    ) -> Tensor:
+        """As `Verbs.grouped_gemm`, with lists: of matrices, and of biases unless it `takes_lists`."""
+
+    def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         """The sums of what the experts of each token make of it; the spec says what the weights are by."""
 
 

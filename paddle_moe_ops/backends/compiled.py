@@ -124,6 +124,19 @@ def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
     return _direct[operator](*arguments)
 
 
+def grouped_product(x: Tensor, matrices: Tensor, borders: Tensor, transpose: bool) -> Tensor:
+    """The rows of each group times its matrix, zeros in rows of none; in host memory, differentiable.
+
+    Args:
+        x: float32 [M, D].
+        matrices: float32 [E, N, D], or [E, D, N] without ``transpose``.
+        borders: int64 [E, 2], ascending: the first row of each group and the one after its last.
+        transpose: whether the matrices are stored transposed.
+    """
+    wanted = not x.stop_gradient, not matrices.stop_gradient
+    return _run("grouped_product", x, matrices, borders, transpose, *wanted)[0]
+
+
 def _declines(*_: Any) -> Any:
     return None
 

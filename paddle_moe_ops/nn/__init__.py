@@ -12,6 +12,7 @@ from __future__ import annotations
 from .experts import SwiGLU, SwiGLUExperts
 from .layer import MoELayer
 from .losses import load_balance_loss, router_z_loss
+from .memory import lay_side_by_side
 from .router import RouterOutput, TopKRouter
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "SwiGLU",
     "SwiGLUExperts",
     "TopKRouter",
+    "lay_side_by_side",
     "load_balance_loss",
     "router_z_loss",
 ]

@@ -151,7 +151,7 @@ class MoELayer(nn.Layer):
         if self.parallel is not None:
             self.experts.draw_those_of(self.parallel.group.rank, self.parallel.group.nranks)
             start_as_one((self.router, self.shared), self.parallel.group)
-            mark_expert_parameters(self.experts)
+            mark_expert_parameters(self.experts, group=self.parallel.group)
         # Load, dropped slots, scores and logits. A tuple, since Paddle makes buffers of tensors.
         self._last: tuple[Tensor, ...] | _Traced | None = None
 

@@ -85,10 +85,10 @@ class TopKRouter(nn.Layer):
     ) -> None:
         super().__init__()
         name = "TopKRouter"
+        _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
         self.hidden_size, self.num_experts, self.topk = sizes(
             name, hidden_size=hidden_size, num_experts=num_experts, topk=topk
         )
-        _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
         if topk > num_experts:
             _checks.bad_value(name, "topk", f"at most num_experts={num_experts}", topk)
         groups = check_groups(name, "topk", num_experts, topk, num_groups, topk_groups, scores_per_group)

@@ -185,6 +185,12 @@ def test_unknown_names_are_refused(wrong):
             function(wrong)
 
 
+def test_a_type_that_needs_the_operators_alone_says_which():
+    for function in (pf.apply, pf.remove):
+        with pytest.raises(ValueError, match=r"after patch_paddle\(\('permute', 'incubate', 'gemm'\)\) as they are"):
+            function("ernie4_5_moe_vl")
+
+
 def test_other_things_are_refused():
     for function in (pf.apply, pf.remove):
         with pytest.raises(TypeError, match=r"name_or_model must be a name or a paddle\.nn\.Layer, but got int"):

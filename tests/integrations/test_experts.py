@@ -12,11 +12,14 @@ import numpy as np
 import paddle
 import pytest
 from paddle import nn
+from safetensors.numpy import load_file
 
 import paddle_moe_ops.integrations.paddleformers as pf
+from paddle_moe_ops import use_backend
+from paddle_moe_ops.backends.joining import parts_of, view_of
 from paddle_moe_ops.integrations.paddleformers import experts as experts_of_blocks
 
-from .models import CASES, assert_close, build
+from .models import CASES, assert_close, assert_same_bits, batch, build
 from .test_blocks import outputs
 
 LAYERS = [case for case in CASES if not case.endswith(("-stacked", "-unnormalised", "-padded", "gpt_oss"))]
@@ -67,6 +70,61 @@ def test_biases_of_linear_experts_have_their_gradients(case, rng, lists):
                 layer.bias.set_value(rng.standard_normal(layer.bias.shape).astype("float32"))
     compare(block, rng)
     assert lists
+
+
+def weights_of(block: Any) -> list[list[Any]]:
+    """Those of all experts, one list for each layer of an expert."""
+    names = ("gate_proj", "up_proj", "up_gate_proj", "down_proj")
+    found = [[getattr(expert, name, None) for expert in block.experts] for name in names]
+    return [[layer.weight for layer in layers] for layers in found if layers[0] is not None]
+
+
+@EACH
+def test_weights_are_laid_side_by_side_where_lists_would_be_copied(case, rng, monkeypatch):
+    block = build(case).model.layers[1].mlp
+    state, before = rng.bit_generator.state, {name: id(each) for name, each in block.named_parameters()}
+    with pf.applied(block):
+        expected = outputs(block, rng, (2, 5))
+        assert all(view_of(each) is None for each in weights_of(block))  # a CPU gains nothing
+        rng.bit_generator.state = state
+        with use_backend("reference"):
+            got = outputs(block, rng, (2, 5))
+            assert all(view_of(each) is not None for each in weights_of(block))
+            monkeypatch.setattr("paddle_moe_ops.backends.joining.paddle.stack", None)  # a copy fails
+            rng.bit_generator.state = state
+            again = outputs(block, rng, (2, 5))
+    assert_close(got, expected)
+    assert_close(again, expected)
+    assert {name: id(each) for name, each in block.named_parameters()} == before
+
+
+@EACH
+def test_a_model_whose_weights_lie_side_by_side_is_saved_as_any_other(case, tmp_path):
+    files = {}
+    for name in ("apart", "together"):
+        model = build(case)
+        if name == "together":
+            with pf.applied(model), use_backend("reference"):
+                model(input_ids=batch())
+            weights = weights_of(model.model.layers[1].mlp)
+            assert all(view_of(each) is not None for each in weights)
+        model.save_pretrained(str(tmp_path / name))
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        files[name] = load_file(file)
+    assert_same_bits(files["together"], files["apart"])
+    assert len(files["apart"]) > 20
+
+
+def test_weights_that_lie_in_a_fused_buffer_stay_there(rng):
+    block = build("qwen3_moe").model.layers[1].mlp
+    for weights in weights_of(block):
+        order = [*weights[1:], weights[0]]  # not that of the experts
+        for weight, part in zip(order, parts_of(paddle.stack([each.detach() for each in order])), strict=True):
+            part._share_buffer_to(weight)
+    before = [each.data_ptr() for weights in weights_of(block) for each in weights]
+    with use_backend("reference"):
+        compare(block, rng)
+    assert [each.data_ptr() for weights in weights_of(block) for each in weights] == before
 
 
 class Doubled(nn.Linear):

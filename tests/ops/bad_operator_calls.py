@@ -13,7 +13,7 @@ import paddle
 
 from paddle_moe_ops import reference
 from tests.ops.bad_arguments import array, zeros
-from tests.ops.operator_calls import GOOD_CALLS, MAPS, PLAN, PROBS, E, H, K, N, S, T
+from tests.ops.operator_calls import GOOD_CALLS, MAPS, PLAN, PROBS, E, H, K, N, S, T, on_host
 
 BFLOAT16, INT32 = paddle.bfloat16.value, paddle.int32.value
 LARGE = 2**31 - 1
@@ -57,6 +57,7 @@ NO_LINES = "the map must have one line per token"
 NO_TENSOR = "a required tensor is missing"
 NOT_MOVED = "has a dtype that this operator does not move: float64"
 ONE_LINE_PER_TOKEN = "expert_routemap_topk must have one line per token"
+NOT_ASCENDING = "borders must ascend from 0 to the number of rows"
 FLOAT64 = np.float64
 
 
@@ -319,6 +320,21 @@ BAD_CALLS = [
     bad("read_rowmap", wrong_dtype("the number of rows", INTEGERS, "float32"), buffer_size=-1, num_rows=zeros(1)),
     bad("read_rowmap", "the buffer must have 0 to 2^31 - 1 rows", buffer_size=-1, num_rows=array(-1)),
     bad("read_rowmap", "the buffer must have 0 to 2^31 - 1 rows", buffer_size=-1, num_rows=array(2**31)),
+    *(
+        bad("grouped_product", message, **{name: on_host(value)})
+        for message, name, value in (
+            (wrong_shape("x", ANY_MATRIX, [T]), "x", zeros(T)),
+            (wrong_shape("x", f"[{T}, {H}]", [T, H + 1]), "x", zeros(T, H + 1)),
+            (wrong_dtype("x", "float32", "float64"), "x", zeros(T, H, dtype=FLOAT64)),
+            (wrong_shape("matrices", "[any, any, any]", [S, H]), "matrices", zeros(S, H)),
+            (wrong_dtype("matrices", "float32", "float64"), "matrices", zeros(E, S, H, dtype=FLOAT64)),
+            (wrong_shape("borders", f"[{E}, 2]", [E + 1, 2]), "borders", int64(E + 1, 2)),
+            (wrong_dtype("borders", INTEGERS, "float32"), "borders", zeros(E, 2)),
+            (NOT_ASCENDING, "borders", array([[-1, 0], [0, 0], [0, 0]])),
+            (NOT_ASCENDING, "borders", array([[0, 2], [1, 2], [3, 4]])),
+            (NOT_ASCENDING, "borders", array([[0, 2], [2, 2], [3, T + 1]])),
+        )
+    ),
     bad("slots_to_rows", wrong_shape("the values of the slots", SLOTS, [T - 1, K]), slot_values=zeros(T - 1, K)),
     bad(
         "slots_to_rows",

@@ -58,6 +58,12 @@ WEIGHTED = {
     **ROW_TO_SLOT,
 }
 
+
+def on_host(value: Any) -> Any:
+    """For operators of host memory alone."""
+    return lambda _: value("cpu")
+
+
 # operator -> arguments that it takes, in their order
 GOOD_CALLS: dict[str, dict[str, Any]] = {
     "route": {"routing": array(IDS), **ROUTE},
@@ -126,6 +132,14 @@ GOOD_CALLS: dict[str, dict[str, Any]] = {
         "scores_per_group": 2,
         "scaling_factor": 1.0,
         "return_scores": False,
+    },
+    "grouped_product": {
+        "x": on_host(zeros(T, H)),
+        "matrices": on_host(zeros(E, S, H)),
+        "borders": on_host(array([[0, 2], [2, 2], [3, 4]])),
+        "transpose": True,
+        "need_x_grad": True,
+        "need_w_grad": True,
     },
     "quantize_1x128": {"x": zeros(T, H), "ue8m0": False, "by_column": False, "amax_min": 1e-4},
     "permute_quantized": {

@@ -14,6 +14,7 @@ import paddle
 import pytest
 
 from paddle_moe_ops import moe_permute, moe_unpermute, permute, reference, route, unpermute
+from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.routing import uniform
 from tests.ops.problems import tensor
@@ -83,6 +84,16 @@ def test_gradients_ask_for_huge_pages(ids, place):
     total.backward()
     assert advised(rows.grad) == SYSTEM_SWITCH.exists()
     assert (rows.grad == 1).all()
+
+
+@pytest.mark.compiled_only
+def test_the_gradient_of_stacked_matrices_asks_for_huge_pages(place):
+    w = tensor(np.ones((E, 1024, 1024), np.float32), place, gradient=True)
+    out = grouped_gemm(tensor(np.ones((E, 1024), np.float32), place), w, [1] * E)
+    give_back_freed_memory()
+    out.sum().backward()
+    assert advised(w.grad) == SYSTEM_SWITCH.exists()
+    assert (w.grad == 1).all()
 
 
 # Below and above what the C library keeps, a whole huge page, and what one thread writes; odd, so pages are cut off.

@@ -40,7 +40,8 @@ def arguments_of(operator: str, place: Any, changes: dict[str, Any]) -> list[Any
 
 
 def public_name(operator: str) -> str:
-    return re.sub("(_weighted)?(_backward)?(_with_probs)?$", "", operator).replace("permute_quantized", "permute")
+    name = re.sub("(_weighted)?(_backward)?(_with_probs)?$", "", operator)
+    return {"permute_quantized": "permute", "grouped_product": "grouped_gemm"}.get(name, name)
 
 
 @pytest.fixture(params=["direct", "paddle"])

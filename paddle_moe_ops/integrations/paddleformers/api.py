@@ -19,6 +19,7 @@ from .report import Report
 from .targets import MODELS, VERSIONS
 
 ALL = "all"
+_ON_OPERATORS_ALONE = "ernie4_5_moe_vl"
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,10 @@ def _checked(function: str, name_or_model: str | nn.Layer) -> str | nn.Layer:
 
 
 def _names(function: str, name: str) -> list[str]:
+    if name == _ON_OPERATORS_ALONE:
+        expected = "a type whose blocks are replaced"
+        instead = f"{name!r}, whose blocks run after patch_paddle(('permute', 'incubate', 'gemm')) as they are"
+        _checks.bad_value(function, "name_or_model", expected, instead)
     _checks.choice(function, "name_or_model", name, (ALL, *MODELS))
     return list(MODELS) if name == ALL else [name]
 

@@ -14,6 +14,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ..._activations import activate
+from ...backends import lay_side_by_side, resolve, shared_memory
 from ...functional import permute, unpermute
 from ...gemm import grouped_gemm
 from ...mlp import moe_mlp
@@ -90,6 +91,11 @@ def run_modules(experts: Sequence[nn.Layer], x: Tensor, plan: Plan, weights: Ten
 
 def _run_linears(linears: _Linears, counts: list[int] | None, x: Tensor, plan: Plan, weights: Tensor) -> Tensor:
     """What the experts make of tokens. Those whose count is 0 get no gradient; without counts, one of 0."""
+    if not x.place.is_cpu_place() or not resolve("grouped_gemm", x).takes_lists:
+        for layers in linears.values():
+            _lay_side_by_side([each.weight for each in layers])
+            if layers[0].bias is not None:
+                _lay_side_by_side([each.bias for each in layers])
 
     def constant_if_idle(parameters: list[Tensor]) -> list[Tensor]:
         if counts is None:
@@ -111,6 +117,14 @@ def _run_linears(linears: _Linears, counts: list[int] | None, x: Tensor, plan: P
     rows, _ = permute(x, plan)
     hidden = F.silu(product(rows, "gate_proj")) * product(rows, "up_proj")
     return unpermute(product(hidden, "down_proj"), plan, weights)
+
+
+def _lay_side_by_side(parameters: list[Tensor]) -> None:
+    """Have a list of parameters need no copy, if each has memory of its own, which an optimizer may have taken."""
+    first = parameters[0]
+    alike = all(each.shape == first.shape and each.dtype == first.dtype for each in parameters)
+    if alike and len(set(map(id, parameters))) == len(parameters) and not any(map(shared_memory, parameters)):
+        lay_side_by_side(parameters)
 
 
 def _linears_of(experts: Sequence[nn.Layer]) -> _Linears | None:

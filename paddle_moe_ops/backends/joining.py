@@ -1,0 +1,157 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""E tensors of one shape as one tensor [E, ...]: a view where they lie side by side in one allocation, else a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+from paddle import Tensor
+from paddle.autograd import PyLayer
+
+from .._graphs import filled
+from .accumulation import Destination, destination_of, put
+
+__all__ = ["destination_of_matrices", "joined", "lay_side_by_side", "parts_of", "shared_memory", "view_of"]
+
+_ROUNDING = 4096  # allocators give at most so many bytes more than they are asked for
+
+
+def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One tensor in the memory of all, without a gradient; None unless they lie one after the other."""
+    first = tensors[0]
+    start, size, shape = first.data_ptr(), first.size * first.element_size(), first.shape
+    for number, each in enumerate(tensors):
+        if each.data_ptr() != start + number * size:
+            return None
+    if not all(each.dtype == first.dtype and each.shape == shape and each.is_contiguous() for each in tensors):
+        return None
+    if first._holder_size() - first._offset() < len(tensors) * size:  # neighbours in allocations of their own
+        return None
+    view = paddle.base.core.eager.Tensor()  # detach() would change the shape of the first one, too
+    first._share_buffer_to(view)
+    view.get_tensor()._set_dims([len(tensors), *shape])
+    return view
+
+
+def parts_of(whole: Tensor) -> list[Tensor]:
+    """whole[0], whole[1], ... in its memory on every device, without gradients."""
+    whole = whole.detach() if whole.is_contiguous() else whole.detach().contiguous()
+    with paddle.no_grad():
+        parts = paddle.unbind(whole)
+    last = (len(parts) - 1) * parts[0].size * whole.element_size()
+    if parts[0].data_ptr() == whole.data_ptr() and parts[-1].data_ptr() == whole.data_ptr() + last:
+        return parts
+    # Some devices make copies there. This takes longer on the host.
+    parts = [whole._slice(number, number + 1) for number in range(whole.shape[0])]
+    for part in parts:
+        part.get_tensor()._set_dims(whole.shape[1:])
+    return parts
+
+
+def shared_memory(tensor: Tensor) -> str | None:
+    """What shares a tensor's memory, if something does that `lay_side_by_side` did not put there; else None."""
+    if tensor.data_ptr() == getattr(tensor, "laid_at", None):
+        return None
+    own = tensor.size * tensor.element_size()
+    if tensor._offset() == 0 and tensor._holder_size() - own <= _ROUNDING:
+        return None
+    return f"a part of {tensor._holder_size()} bytes"
+
+
+def lay_side_by_side(parameters: Sequence[Tensor]) -> None:
+    """Move the numbers of parameters to one allocation, where they keep the order of the list.
+
+    Args:
+        parameters: different ones of one shape, dtype and place, none of which has `shared_memory`.
+    """
+    if view_of(parameters) is not None:
+        return
+    with paddle.no_grad():
+        whole = paddle.stack([each.detach() for each in parameters])
+    for parameter, part in zip(parameters, parts_of(whole), strict=True):
+        part._share_buffer_to(parameter)
+        parameter.laid_at = part.data_ptr()
+
+
+def joined(matrices: Sequence[Tensor], function: str, *, accumulates: bool = False) -> Tensor:
+    """The matrices as one tensor. Each gets a part of its gradient, not a copy.
+
+    The gradient has one use: what runs before this node must refuse a second backward pass.
+
+    Args:
+        matrices: of one shape and dtype.
+        function: the name that begins an error text.
+        accumulates: whether the gradients go where `accumulation` says it, and not to Paddle.
+    """
+    if not paddle.is_grad_enabled() or all(each.stop_gradient for each in matrices):
+        return _in_one(matrices)[0]
+    return _Joined.apply(function, accumulates, *matrices)
+
+
+def _in_one(matrices: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    """The matrices as one tensor, and whether it is a view."""
+    view = view_of(matrices)
+    if view is not None:
+        return view, True
+    with paddle.no_grad():
+        return paddle.stack(list(matrices)), False
+
+
+class _Joined(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, function: str, accumulates: bool, *matrices: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # no gradient comes where `destination_of_matrices` took it
+        ctx.function, ctx.accumulates, ctx.matrices = function, accumulates, matrices
+        ctx.wanted = [not each.stop_gradient for each in matrices]
+        out, is_view = _in_one(matrices)
+        ctx.versions = [each.inplace_version for each in matrices] if is_view else None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.versions is not None and ctx.versions != [each.inplace_version for each in ctx.matrices]:
+            raise RuntimeError(
+                f"{ctx.function}: a tensor that the backward pass needs was changed in place after the forward"
+            )
+        if gradient is None:
+            return (None,) * len(ctx.wanted)
+        parts = paddle.unbind(gradient) if paddle.is_grad_enabled() else parts_of(gradient)
+        made = [part if want else None for part, want in zip(parts, ctx.wanted, strict=True)]
+        if ctx.accumulates:
+            made = [_accumulated(*each) for each in zip(made, ctx.matrices, strict=True)]
+        return tuple(made)
+
+
+def _accumulated(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """What is left of a gradient for Paddle once it is put where it belongs."""
+    destination = None if gradient is None else destination_of(parameter)
+    if destination is None:
+        return gradient
+    put(destination, gradient)
+    return None
+
+
+def destination_of_matrices(given: Tensor | Sequence[Tensor]) -> Destination | None:
+    """As `destination_of`, of a parameter or of a list of them whose gradients lie, or are made, side by side.
+
+    None for a list whose gradients cannot be written at once: then `joined` accumulates each.
+    """
+    if isinstance(given, Tensor):
+        return destination_of(given)
+    if any(each.stop_gradient for each in given):
+        return None
+    owners = [hasattr(each, "main_grad") for each in given]
+    held = [each.main_grad if owns else each.grad for each, owns in zip(given, owners, strict=True)]
+    if all(owners) and all(each is None for each in held):
+        with paddle.no_grad():
+            whole = filled([len(given), *given[0].shape], 0, "float32", like=given[0])
+        for parameter, part in zip(given, parts_of(whole), strict=True):
+            parameter.main_grad = part
+        return Destination(whole, False)
+    if len(set(owners)) > 1 or any(each is None for each in held):
+        return None
+    view = view_of(held)
+    return None if view is None else Destination(view, True)

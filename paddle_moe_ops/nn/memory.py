@@ -1,0 +1,71 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where the parameters of experts that are layers of their own lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paddle import Tensor, nn
+
+from .. import _checks
+from .._matrices import listed
+from ..backends import lay_side_by_side as lay
+from ..backends import shared_memory
+
+__all__ = ["lay_side_by_side"]
+
+_NAME = "lay_side_by_side"
+
+
+def lay_side_by_side(parameters: Sequence[Tensor] | nn.ParameterList) -> None:
+    """Put the parameters of E experts in one allocation, one after the other.
+
+    `moe_mlp` and `grouped_gemm` then use a list of these parameters on a GPU without copying them to one tensor first::
+
+        for matrices in ([each.up.weight for each in experts], [each.down.weight for each in experts]):
+            lay_side_by_side(matrices)
+
+    Only the memory changes. The parameters stay the same objects with the same names, values, gradients and optimizer
+    states, and checkpoints are saved and loaded as before. Call it once, after the layers are on their device and in
+    their dtype. Optimizers, `set_value` and `set_state_dict` write to the memory that is there. A change of the dtype
+    or the device, and a deep copy, give parameters memory of their own. Results are right then, too, but lists are
+    copied in each call until this function is called again.
+
+    Not differentiable. Deterministic. No host synchronisation. For a moment the parameters take their memory twice. On
+    a CPU nothing gets faster: lists are not copied there.
+
+    Args:
+        parameters: E tensors of one shape, of any number of dimensions, bfloat16, float16 or float32, on one device, in
+            the order of the experts. Each has memory of its own: what a sharding optimizer or another fused buffer
+            holds must stay there.
+
+    Raises:
+        TypeError: not a list of tensors, or tensors of other dtypes than the first.
+        ValueError: an empty list, tensors of other shapes or places than the first, a tensor that is in the list twice,
+            or one whose memory is part of a larger allocation.
+    """
+    parameters = listed(parameters)
+    if not isinstance(parameters, Sequence) or isinstance(parameters, str):
+        expected = "a list or a paddle.nn.ParameterList of tensors"
+        _checks.bad_type(_NAME, "parameters", expected, type(parameters).__name__)
+    if not parameters:
+        _checks.bad_value(_NAME, "parameters", "a list of one tensor for each expert", "0 of them")
+    named: dict[str, Any] = {f"parameters[{index}]": each for index, each in enumerate(parameters)}
+    dtypes: Sequence[Any] = _checks.SUM_DTYPES
+    shape, seen = None, set()
+    for name, each in named.items():
+        if not isinstance(each, Tensor):
+            _checks.bad_type(_NAME, name, "a paddle.Tensor", type(each).__name__)
+        _checks.tensor(_NAME, name, each, dtypes, each.shape if shape is None else shape)
+        dtypes, shape = (each.dtype,), each.shape
+        if id(each) in seen:
+            _checks.bad_value(_NAME, name, "a tensor that is not in the list before", "one that is")
+        seen.add(id(each))
+    _checks.same_place(_NAME, **named)
+    for name, each in named.items():
+        problem = shared_memory(each)
+        if problem is not None:
+            _checks.bad_value(_NAME, name, "a tensor with memory of its own", problem)
+    lay(parameters)
