@@ -29,7 +29,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,10 @@ $(DOCS)/stamp: tools/docs_requirements.txt
 docs: $(DOCS)/stamp ## the documentation site in build/site; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
+docs-pictures: docs ## the site as pictures in build/site_pictures, and a check of its pages in Chromium
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet "playwright>=1.50"
+	$(DOCS)/bin/python tools/docs_pictures.py
+
 drawings: ## docs/drawings from tools/drawings.py; needs no environment
 	$(PYTHON) tools/drawings.py
 
@@ -97,11 +101,15 @@ test-isa: $(VENV)/stamp-built core ## the core and the operators on the AVX2 and
 fresh-environments: ## install as the README says, in new environments of PYTHONS and PADDLES; docs/compatibility.md says how it went
 	$(PYTHON) tools/fresh_environments.py
 
-lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy
+lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy, and the schemas of GitHub's files
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMAT_INPUTS)
 	$(VENV)/bin/mypy
+	$(VENV)/bin/check-jsonschema --builtin-schema github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema citation-file-format CITATION.cff
 
 format: $(VENV)/stamp-deps ## format Python and C++ in place
 	$(VENV)/bin/ruff check --fix .
@@ -142,9 +150,10 @@ build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 
 # ---- coverage: of the core by the core's tests, of Python by COVERAGE_TESTS
 
-coverage: $(VENV)/stamp-built build/coverage/libpmo_core.so ## docs/coverage.md: which lines of the core and of Python the tests run
+coverage: $(VENV)/stamp-built core build/coverage/libpmo_core.so ## docs/coverage.md: which lines of the core and of Python the tests run
 	find build/coverage -name '*.gcda' -delete
-	PMO_CORE_LIBRARY=$(CURDIR)/build/coverage/libpmo_core.so $(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" $(PYTEST_ARGS)
+	PMO_CORE_LIBRARY=$(CURDIR)/build/coverage/libpmo_core.so $(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" $(WORKERS) \
+	  $(PYTEST_ARGS)
 	COVERAGE_FILE=$(CURDIR)/build/coverage/data $(PY) -m pytest $(COVERAGE_TESTS) --cov=paddle_moe_ops \
 	  --cov-report=json:build/coverage/python.json $(WORKERS) $(PYTEST_ARGS)
 	$(PY) tools/coverage_report.py --core-tests "$(CORE_TESTS)" --python-tests "$(COVERAGE_TESTS)"
@@ -158,7 +167,7 @@ build/coverage/libpmo_core.so: $(COVERAGE_OBJECTS)
 
 # ---- benchmarks (benchmarks/README.md)
 
-bench-report: $(VENV)/stamp-deps ## docs/performance.md and its pictures from benchmarks/results/*.jsonl
+bench-report: $(VENV)/stamp-deps ## docs/performance*.md and their pictures from benchmarks/results
 	$(PY) -m benchmarks.kernels.report --results benchmarks/results --docs docs
 
 # ---- NVIDIA GPUs (tools/gpu_rig/README.md)
@@ -174,8 +183,9 @@ gpu-standin: $(VENV)/stamp-built ## the tests of operators, graphs and scenarios
 	LD_LIBRARY_PATH="$(CURDIR)/build/gpu/standin:$$($(CURDIR)/$(PY) -c 'import paddle; print(paddle.__path__[0])')/libs" \
 	$(CURDIR)/$(PY) -m pytest tests/ops tests/static tests/scenarios --device=cuda_rig:0 $(WORKERS) $(PYTEST_ARGS)
 
-layer-report: $(VENV)/stamp-deps ## docs/layer_performance.md and its picture from benchmarks/results
+layer-report: $(VENV)/stamp-deps ## docs/layer_performance.md, its picture, and its part of docs/performance.md
 	$(PY) -m benchmarks.layer.report
+	$(MAKE) bench-report
 
 parallel-report: $(VENV)/stamp-deps ## docs/expert_parallel_performance.md from benchmarks/results
 	$(PY) -m benchmarks.expert_parallel.report

@@ -8,7 +8,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-from ._graphs import float32, in_float32, to_dtype
+from ._graphs import float32, in_float32, to_dtype, without_autocast
 
 try:
     from paddle.nn.functional import swiglu
@@ -31,7 +31,7 @@ def activate(hidden: Tensor, activation: str) -> Tensor:
     """
     if activation == "swiglu":
         return in_float32(swiglu, hidden)
-    with paddle.amp.auto_cast(enable=False):
+    with without_autocast():
         gate, up = paddle.chunk(float32(hidden), 2, axis=-1)
         if activation == "swiglu_oai":
             gate = paddle.clip(gate, max=_LIMIT)

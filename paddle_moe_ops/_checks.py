@@ -79,6 +79,7 @@ def tensor(
     shape: Sequence[int | str],
     shape_text: str | None = None,
     given_shape: Sequence[int] | None = None,
+    why: str = "",
 ) -> Tensor:
     """Check that a value is a dense tensor of one of the dtypes and of a shape.
 
@@ -90,6 +91,7 @@ def tensor(
         shape: for each dimension its size, or a name if any size will do.
         shape_text: how the message describes the shape, if it should say more.
         given_shape: the shape that the caller gave, if the value has been reshaped since.
+        why: what the message says after the shape.
 
     Returns:
         the value.
@@ -112,7 +114,7 @@ def tensor(
             matches = False
     if not matches:
         text = shape_text or f"[{', '.join(str(size) for size in shape)}]"
-        bad_value(function, argument, f"of shape {text}", list(given_shape or given))
+        bad_value(function, argument, f"of shape {text}{why}", list(given_shape or given))
     return value
 
 

@@ -22,7 +22,9 @@ def listed(given: Any) -> Any:
     return list(given) if isinstance(given, nn.ParameterList) else given
 
 
-def matrices(function: str, argument: str, given: Any, dtypes: Sequence[Any], shape: Sequence[int | str]) -> Matrices:
+def matrices(
+    function: str, argument: str, given: Any, dtypes: Sequence[Any], shape: Sequence[int | str], why: str = ""
+) -> Matrices:
     """Check the matrices, or the biases, of experts.
 
     Args:
@@ -31,6 +33,7 @@ def matrices(function: str, argument: str, given: Any, dtypes: Sequence[Any], sh
         given: what was given.
         dtypes: allowed Paddle dtypes; of a list, all matrices have that of the first.
         shape: of all of them, [E, ...]; those of a list have it without E, and what is a name there is as in the first.
+        why: what the message says after the shape.
 
     Returns:
         the tensor, or the list.
@@ -39,16 +42,16 @@ def matrices(function: str, argument: str, given: Any, dtypes: Sequence[Any], sh
         text = "a paddle.Tensor, or a list or a paddle.nn.ParameterList of them"
         _checks.bad_type(function, argument, text, type(given).__name__)
     if not isinstance(given, Sequence) or isinstance(given, str):
-        return _checks.tensor(function, argument, given, dtypes, shape)
+        return _checks.tensor(function, argument, given, dtypes, shape, why=why)
     experts, *expected = shape
     if not given or (isinstance(experts, int) and 0 <= experts != len(given)):
         several = "vectors" if len(expected) == 1 else "matrices"
         wanted = f"{experts} {several}" if isinstance(experts, int) else "one matrix for each expert"
         _checks.bad_value(function, argument, f"a list of {wanted}", f"{len(given)} of them")
     for index, each in enumerate(given):
-        _checks.tensor(function, f"{argument}[{index}]", each, dtypes, expected)
+        _checks.tensor(function, f"{argument}[{index}]", each, dtypes, expected, why=why)
         if index == 0:
-            dtypes, expected = (each.dtype,), each.shape
+            dtypes, expected, why = (each.dtype,), each.shape, ""
     return given
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The operators in the style of paddle.nn.functional: checks, then the backend that runs.
+"""Tokens to expert order and back: by a plan, and by the pair of paddle.nn.functional.
 
 T tokens, H hidden size, K slots per token, E experts, N rows of the permuted buffer, S scales per row.
 """

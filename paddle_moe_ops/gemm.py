@@ -133,7 +133,8 @@ def grouped_gemm(
     # Mixed precision gives both operands one dtype.
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (X.dtype,)
     inner = X.shape[1]
-    matrices(name, "W", W, dtypes, ["E", "N", inner] if transpose else ["E", inner, "N"])
+    shape_of_all = ["E", "N", inner] if transpose else ["E", inner, "N"]
+    matrices(name, "W", W, dtypes, shape_of_all, f" with transpose={transpose}")
     first_name, first = next(iter(named("W", W).items()))
     is_listed = isinstance(W, Sequence)
     if 0 in first.shape:

@@ -12,8 +12,7 @@ The rule, for each group of 128 columns (the last may be shorter), in float32:
 * The code is the float8_e4m3fn number nearest to x * (1 / scale), ties to even. Magnitudes above 448, including
   infinity, become 448; NaN becomes 0x7F.
 
-The tiles are those of DeepSeek-V3 (arXiv 2412.19437,
-section 3.3.2).
+The groups are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 
 Scales are float32 [rows, S], or for ue8m0 int32 [rows, ceil(S / 4)]: four exponents, biased by 127, to an int32, the
 lowest group in the lowest byte. ``scale_layout="col"`` gives them transposed and contiguous, with the rows filled up

@@ -97,6 +97,11 @@ class Plan(_PlanFields):
             )
         return values
 
+    def __repr__(self) -> str:
+        """The sizes. The tensors, which are long, have names of their own."""
+        sizes = ("num_tokens", "topk", "num_experts", "padding_alignment", "num_rows")
+        return f"Plan({', '.join(f'{name}={getattr(self, name)}' for name in sizes)})"
+
 
 def as_plan(function: str, value: Any) -> Plan:
     """Check that an argument ``plan`` is one.

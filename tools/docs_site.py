@@ -16,6 +16,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 # Pages of the repository on GitHub, relative to its files there: the site has no such pages.
 _BADGES = re.compile(r"^\[?!\[[^\]]*\]\((?:\.\./\.\./|https://img\.shields\.io/)[^\n]*\n", re.MULTILINE)
 _REPOSITORY = re.compile(r"\[([^\]]*)\]\(\.\./\.\./[^)]*\)")
+_SHORT = re.compile(r"<(td|th)>((?:<strong>)?[^<]{1,22}(?:</strong>)?)</\1>")  # numbers, names of models
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 
@@ -35,8 +36,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Docstrings announce code as reStructuredText does, with two colons."""
-    return html.replace("::</p>", ":</p>")
+    """Keep short cells of tables on one line. Docstrings announce code as reStructuredText does, with two colons."""
+    return _SHORT.sub(r'<\1 class="short">\2</\1>', html).replace("::</p>", ":</p>")
 
 
 def with_links(markdown: str, folder: Path) -> str:

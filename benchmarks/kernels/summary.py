@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may expect of a GPU: the first section of docs/performance.md, and the picture of README.md.
+"""What a user may expect of the permutation on a GPU: a section of docs/performance.md, and the picture of README.md.
 
 Our times are those of public calls under Paddle, from ``*-public-calls.jsonl``; those of others come from the run of
 the set `targets` on the same GPU.
@@ -32,14 +32,13 @@ BESIDE = {
 DRAWN = "moe_permute", "unpermute"
 
 TEXT = """
-## What to expect
+## Moving rows to experts and back
 
 What users call, under Paddle: bfloat16 rows, with all outputs allocated in the call, calls one after the other. Tests
 compare these calls with the oracle; this run only timed them. *of copy* is the least number of bytes that the call must
 move, per time, over the speed of the GPU's fastest copy. *Paddle* are Paddle's own kernels, as published (PR 79756, on
 the same kind of GPU, scaled by the copy speed); *TransformerEngine* are its Triton kernels in a CUDA graph, without
-what its Python functions add. `moe_unpermute` and `unpermute` are weighted. [Layers of experts](layer_performance.md)
-and [layers on several GPUs](expert_parallel_performance.md) have pages of their own.
+what its Python functions add. `moe_unpermute` and `unpermute` are weighted.
 """
 HOST = """
 Small calls take as long as the host needs for them. Microseconds until a call returns, median, of 256 tokens of 256

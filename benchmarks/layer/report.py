@@ -153,7 +153,7 @@ def peers(run: Run) -> str:
     """A section about a run beside implementations that the other tables don't have."""
     facts = ", ".join(f"{key} {run.machine[key]}" for key in ("torch", "triton", "commit", "date"))
     lines = [
-        f"### Beside Unsloth and cuBLAS, {run.gpu}",
+        f"## Beside Unsloth and cuBLAS: {run.gpu}",
         "",
         f"`benchmarks/results/{run.path.name}`: {facts}.",
         "",
@@ -179,7 +179,7 @@ def bounds(path: Path) -> str:
         ]
         rows.append(f"| {' | '.join(map(str, cells))} |")
     head = [
-        f"### What bounds them, {machine['gpu']}",
+        f"## What bounds them: {machine['gpu']}",
         "",
         f"`{path.relative_to(path.parents[3])}`: {facts}.",
         "",

@@ -41,7 +41,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--topk", type=_integer(1), default=2, help="experts per token")
     parser.add_argument("--hidden", type=_hidden, default=128, help="hidden size, a multiple of 64")
     parser.add_argument("--layers", type=_integer(2), default=4, help="layers; the first one is dense")
-    parser.add_argument("--layer-tokens", type=_integer(1), default=1024, help="tokens of the layer that is timed")
+    parser.add_argument("--tokens", type=_integer(1), default=1024, help="tokens whose rows are timed")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="directory for the picture")
     parser.add_argument("--threads", type=_integer(1), help="of matrix products; None: the usable cores, 4 at most")
     parser.add_argument("--seed", type=_integer(0), default=0, help="seed of weights, data order and sample")

@@ -1,28 +1,31 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the package is for: Paddle's own pair of functions on this device, this package's pair, and a layer to time."""
+"""What the package is for: Paddle's own pair of functions on this device, this package's pair, and sizes of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 import paddle.nn.functional as F
 
 from paddle_moe_ops import moe_permute, moe_unpermute
-from paddle_moe_ops.nn import MoELayer
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 64, 128, 4, 2
-# Tokens and experts as wide as those of Qwen3-30B, and as many experts as an eighth of a model has.
-LAYER: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 768,
-    "num_experts": 16,
-    "topk": 2,
-    "num_shared_experts": 0,
-}
 PADDLES = "paddle.nn.functional.moe_permute"
+
+
+class Sizes(NamedTuple):
+    """Of the tokens of an MoE layer, and of the choice that its router makes for each."""
+
+    model: str
+    hidden: int
+    experts: int
+    topk: int
+
+
+REAL = Sizes("ERNIE-4.5-21B", hidden=2560, experts=64, topk=6)
 
 
 def what_happens(permute: Callable[..., Any], unpermute: Callable[..., Any]) -> str:
@@ -59,11 +62,6 @@ def paddles_pair() -> str:
 def our_pair() -> str:
     """What happens with this package's."""
     return what_happens(moe_permute, moe_unpermute)
-
-
-def layer() -> MoELayer:
-    """A layer of realistic size, without shared experts."""
-    return MoELayer(**LAYER)
 
 
 def _has_gradient(tensor: paddle.Tensor) -> bool:

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     # Lines stay whole where the output goes to a file.
     console = Console(highlight=False, soft_wrap=True)
     training.use_threads(options.threads)
-    worth_it = _show_purpose(console, options.layer_tokens)
+    worth_it = _show_purpose(console, options.tokens)
     paddle.seed(options.seed)
     rng = np.random.default_rng(options.seed)
     library = load_standard_library()
@@ -73,20 +73,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show_purpose(console: Console, tokens: int) -> bool:
-    """Paddle's own pair beside this package's, and a layer of realistic size beside one of plain operators."""
+    """Paddle's own pair beside this package's, and the rows of a real model's layer beside plain operators."""
     console.print("[bold]what the package is for[/]")
     _report(console, "Paddle's pair", escape(f"{purpose.PADDLES} on {paddle.get_device()}: {purpose.paddles_pair()}"))
     ours = purpose.our_pair()
     gradients = ours == "runs; gradients: tokens and router"
     _report(console, "our pair", f"{escape(f'paddle_moe_ops.moe_permute: {ours}')}: {_verdict(gradients)}")
-    layer = purpose.layer()
-    _report(
-        console,
-        "a layer",
-        f"hidden {layer.hidden_size}, {layer.router.num_experts} experts of {layer.experts.intermediate_size}, "
-        f"{layer.router.topk} for each token",
-    )
-    return _report_speed(console, checks.layer_speed(layer, tokens), tokens) and gradients
+    return _report_speed(console, checks.speed_of_moving(purpose.REAL, tokens), tokens) and gradients
 
 
 def _train(console: Console, model: Decoder, library: StandardLibrary, steps: int, rng: np.random.Generator) -> History:
@@ -140,13 +133,14 @@ def _report_dense(console: Console, check: checks.DenseCheck) -> bool:
 
 
 def _report_speed(console: Console, speed: checks.Speed, tokens: int) -> bool:
+    sizes = purpose.REAL
     _report(
         console,
-        "layer speed",
-        f"forward and backward of {tokens} tokens beside plain argsort, gather and index_add, "
-        f"median of {checks.TIMED_RUNS}",
-        f"whole layer: {_beside(*speed.layer)}",
-        f"rows to the experts and back alone: {_beside(*speed.moving)}",
+        "real sizes",
+        f"{sizes.model}: {tokens} tokens of {sizes.hidden} columns, each to {sizes.topk} of {sizes.experts} experts "
+        "and back, with gradients",
+        f"{speed.ours:.1f} ms; plain argsort, gather and index_add {speed.plain:.1f} ms "
+        f"({speed.plain / speed.ours:.1f} times as long); the least of {checks.TURNS} turns",
         f"outputs differ by at most {speed.difference:.1e}, tolerance {checks.PLAIN_TOLERANCE:.0e}: "
         f"{_verdict(speed.passed)}",
     )
@@ -165,10 +159,6 @@ def _title(model: Decoder) -> str:
         f"ERNIE-type MoE language model: {config.layers} layers, hidden {config.hidden}, "
         f"{config.experts} experts, {config.topk} per token, {size / 1e6:.1f} M parameters"
     )
-
-
-def _beside(ours: float, plain: float) -> str:
-    return f"{ours:.1f} ms, plain {plain:.1f} ms ({plain / ours:.2f}x)"
 
 
 def _loss(nats: float) -> str:

@@ -32,8 +32,8 @@ from .base import (
     TopkSpec,
     Validation,
 )
-from .gradients import connect_experts
 from .joining import joined, lay_side_by_side, shared_memory
+from .product_calls import connect_experts
 
 __all__ = [
     "OPERATORS",

@@ -17,7 +17,6 @@ from paddle import Tensor
 from .._graphs import filled, numbers_of
 from .base import (
     FLOAT8,
-    Backend,
     GemmSpec,
     Kernels,
     Maps,
@@ -25,7 +24,6 @@ from .base import (
     MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
-    QuantizeSpec,
     RouteSpec,
     RowMaps,
     Tensors,
@@ -33,10 +31,11 @@ from .base import (
     Validation,
     constant_if_float8,
 )
-from .joining import destination_of_matrices, joined
+from .joining import joined
 from .nodes import Call, Gradients, connect, first_order_only, linear
+from .product_calls import GroupedGemm, MoeMlp
 
-__all__ = ["WithGradients", "connect_experts"]
+__all__ = ["WithGradients"]
 
 
 def _is_wanted(*inputs: Tensor | None) -> bool:
@@ -317,121 +316,6 @@ class _CalculateTopk(Call):
         return first_order_only(self, (made,), *gradients, *self.saved)
 
 
-class _QuantizedExperts(Call):
-    function = "quantized_experts"
-
-    def __init__(
-        self,
-        kernels: Any,
-        x: Tensor,
-        tensors: Tensors,
-        plan: Any,
-        spec: QuantizeSpec,
-        expert_fn: Callable[..., Tensor],
-        expert_vjp: Callable[..., Tensors],
-    ) -> None:
-        super().__init__(kernels, x, *tensors)
-        self.watch(plan.slot_to_row, plan.token_rows, plan.row_to_token)
-        self.arguments: Any = (x, tensors)
-        self.plan, self.spec = plan, spec
-        self.expert_fn, self.expert_vjp = expert_fn, expert_vjp
-
-    def run(self) -> Tensors:
-        x, tensors = self.arguments
-        self.arguments = None
-        quantized = self.kernels.permute_quantized(x, self.plan, "all", self.spec)
-        self.save(*quantized, *tensors)
-        return (self.expert_fn(*quantized, *tensors),)
-
-    def differentiate(self, *gradients: Tensor) -> Gradients:
-        made = self.expert_vjp(*gradients, *self.saved)
-        d_rows, *d_tensors = (None if each is None else each.detach() for each in made)
-        d_x = self.kernels.unpermute(d_rows, None, self.plan) if self.wanted[0] else None
-        return first_order_only(self, (d_x, *d_tensors), *gradients, *self.saved)
-
-
-class _GroupedGemm(Call):
-    function = "grouped_gemm"
-
-    def __init__(
-        self, kernels: Kernels, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec
-    ) -> None:
-        super().__init__(kernels, x, w, weights, bias)
-        self.watch(*(each for each in (spec.m_sizes, spec.expert_offsets) if isinstance(each, Tensor)))
-        if spec.plan is not None:
-            self.watch(spec.plan.token_rows, spec.plan.row_to_token)
-        self.operands: Any = (x, w, weights, bias)
-        self.is_given = tuple(each is not None for each in self.operands)
-        self.spec = spec
-
-    def run(self) -> Tensors:
-        self.save(*self.operands)
-        out = self.kernels.grouped_gemm(*self.operands, self.spec)
-        self.operands = None
-        return (out,)
-
-    def differentiate(self, *gradients: Tensor) -> Gradients:
-        saved, wanted = iter(self.saved), iter(self.wanted)
-        operands = [next(saved) if given else None for given in self.is_given]
-        all_wanted = tuple(given and next(wanted) for given in self.is_given)
-        made = self.kernels.grouped_gemm_backward(*gradients, *operands, self.spec, all_wanted)
-        made = tuple(each for each, given in zip(made, self.is_given, strict=True) if given)
-        return first_order_only(self, made, *gradients, *operands)
-
-
-class _MoeMlp(Call):
-    function = "moe_mlp"
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        weights: Tensor | None,
-        spec: MlpSpec,
-        parameters: tuple[Matrices, Matrices],
-    ) -> None:
-        super().__init__(kernels, x, gate_up, down, weights)
-        plan = spec.plan
-        self.watch(plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets)
-        self.operands: Any = (x, gate_up, down, weights)
-        self.spec = spec
-        self.parameters = parameters if spec.accumulates else ()
-
-    def run(self) -> Tensors:
-        out, hidden, weights = self.kernels.moe_mlp(*self.operands, self.spec, self.spec.keeps_hidden)
-        self.has_weights = weights is not None
-        self.save(*self.operands[:3], weights, hidden)
-        self.operands = None
-        return (out,)
-
-    def differentiate(self, *gradients: Tensor) -> Gradients:
-        x, gate_up, down, *others = self.saved
-        weights = others.pop(0) if self.has_weights else None
-        hidden = others[0] if others else None
-        destinations: tuple[Any, ...] = (None, None)
-        if self.parameters:
-            wanted = zip(self.wanted[1:3], self.parameters, strict=True)
-            destinations = tuple(destination_of_matrices(each) if want else None for want, each in wanted)
-        self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
-        operands = x, gate_up, down, weights, hidden
-        made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, (*self.wanted, False)[:4], destinations)
-        return first_order_only(self, made[: len(self.wanted)], *gradients, x, gate_up, down, weights)
-
-
-def connect_experts(backend: Backend, x: Tensor, tensors: Tensors, *others: Any) -> Tensor:
-    """What experts make of quantised rows, differentiable in x and the tensors: one node, whichever backend runs it.
-
-    Args:
-        backend: what quantises, permutes and adds rows up.
-        x: tokens [T, H].
-        tensors: what the experts take besides the rows.
-        others: plan, spec, expert_fn and expert_vjp.
-    """
-    return connect(_QuantizedExperts(backend, x, tensors, *others), x, *tensors)[0]
-
-
 class WithGradients:
     """A `Backend` of `Kernels`. The verbs that have no gradient are the kernels' own."""
 
@@ -530,7 +414,7 @@ class WithGradients:
         operands = x, w, weights, bias
         if not _is_wanted(*operands):
             return self.kernels.grouped_gemm(*operands, spec)
-        return connect(_GroupedGemm(self.kernels, *operands, spec), *operands)[0]
+        return connect(GroupedGemm(self.kernels, *operands, spec), *operands)[0]
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         given = gate_up, down
@@ -541,4 +425,4 @@ class WithGradients:
         if not _is_wanted(x, gate_up, down, weights):
             return self.kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
         operands = x, gate_up, down, weights
-        return connect(_MoeMlp(self.kernels, *operands, spec, given), *operands)[0]
+        return connect(MoeMlp(self.kernels, *operands, spec, given), *operands)[0]

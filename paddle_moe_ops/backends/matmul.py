@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import paddle
 from paddle import Tensor
 
-from .._graphs import filled, float32, is_graph_value, is_on_gpu, ready_for_matmul, to_dtype
+from .._graphs import filled, float32, is_graph_value, is_on_gpu, ready_for_matmul, to_dtype, without_autocast
 from . import compiled
 from .base import GemmSpec
 from .host_checks import host_segments
@@ -45,7 +45,7 @@ class MatmulBackend:
         if is_on_gpu(x):
             return _multiply(x, w, weights, bias, groups.segments(), spec.transpose)
         # On the CPU Paddle has no matmul of narrow types, nor the gradients of what goes with it.
-        with paddle.amp.auto_cast(enable=False):
+        with without_autocast():
             rows, bias = float32(x), float32(bias)
             matrices = [float32(each) for each in w] if isinstance(w, Sequence) else float32(w)
             if not isinstance(matrices, Sequence) and _has_operator(x):

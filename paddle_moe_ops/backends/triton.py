@@ -17,8 +17,6 @@ from ..reference.routing import check_ids
 from ..triton import _runtime
 from .arrays import numpy_dtype, to_numpy
 from .base import (
-    GemmSpec,
-    MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -30,25 +28,9 @@ from .base import (
     Validation,
 )
 from .gradients import WithGradients
-from .host_checks import check_chunks, host_chunk_rows, host_route, host_segments
-from .library import loaded_library
-
-_ALIGNMENT = 16
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
-def _dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy unless the elements of each row are neighbours."""
-    return tensor if tensor.is_contiguous() or tensor.strides[1] == 1 else tensor.contiguous()
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and at an address that all widths of access like: the bits of a dot product depend on the width."""
-    dense = _dense(tensor)
-    return dense if dense.data_ptr() % _ALIGNMENT == 0 else dense.clone()
+from .host_checks import check_chunks, host_chunk_rows, host_route
+from .triton_arrays import aligned, dense, dense_rows, device_of
+from .triton_products import ProductKernels
 
 
 def _ascending(slot_to_row: Tensor) -> Tensor:
@@ -58,19 +40,7 @@ def _ascending(slot_to_row: Tensor) -> Tensor:
     return paddle.where(rows == last, none, rows)
 
 
-def _grouped_product() -> Any:
-    """That of the compiled library, if it is there and has one."""
-    from ..triton.hopper_product import grouped_product_of
-
-    library = loaded_library()
-    return None if library is None else grouped_product_of(library)
-
-
-def _device(tensor: Tensor) -> Any:
-    return _runtime.device_of(tensor, _grouped_product)
-
-
-class TritonKernels:
+class TritonKernels(ProductKernels):
     """Calls the launchers of `paddle_moe_ops.triton`, which are imported when they are first needed."""
 
     name = "triton"
@@ -102,8 +72,8 @@ class TritonKernels:
     def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
         from ..triton.topk import topk
 
-        bias = None if correction_bias is None else _dense(correction_bias)
-        return topk(_device(gating), _dense_rows(gating), bias, **spec._asdict())
+        bias = None if correction_bias is None else dense(correction_bias)
+        return topk(device_of(gating), dense_rows(gating), bias, **spec._asdict())
 
     def calculate_topk_backward(
         self, d_weights: Tensor, d_scores: Tensor | None, gating: Tensor, ids: Tensor, spec: TopkSpec
@@ -111,11 +81,11 @@ class TritonKernels:
         from ..triton.topk import topk_backward
 
         return topk_backward(
-            _device(gating),
-            _dense_rows(gating),
-            _dense(ids),
-            _dense(d_weights),
-            None if d_scores is None else _dense(d_scores),
+            device_of(gating),
+            dense_rows(gating),
+            dense(ids),
+            dense(d_weights),
+            None if d_scores is None else dense(d_scores),
             use_sigmoid=spec.use_sigmoid,
             renormalize=spec.renormalize,
             pre_act=spec.pre_act,
@@ -136,7 +106,7 @@ class TritonKernels:
 
         if spec.validation != Validation.OFF:
             host_route(function, routing, probs, counts, spec)
-        routing, probs = _dense(routing), None if probs is None else _dense(probs)
+        routing, probs = dense(routing), None if probs is None else dense(probs)
         is_mask = spec.topk >= 0
         problem = Routing(
             routing,
@@ -155,7 +125,7 @@ class TritonKernels:
             alignment = spec.padding_alignment
             num_rows = sum(-(-count // alignment) * alignment for count in spec.counts)
         try:
-            return route(_device(routing), problem, num_rows, with_rowmap=with_rowmap)
+            return route(device_of(routing), problem, num_rows, with_rowmap=with_rowmap)
         except ValueError as error:
             raise ValueError(f"{function}: {error}") from None
 
@@ -174,8 +144,8 @@ class TritonKernels:
 
         if mask_experts < 0:
             return self.gather_slots(d_row_probs, slot_to_row)
-        values, num_tokens = _dense(d_row_probs), slot_to_row.shape[0]
-        return scatter_mask(_device(values), values, row_to_token, row_to_expert, num_tokens, mask_experts)
+        values, num_tokens = dense(d_row_probs), slot_to_row.shape[0]
+        return scatter_mask(device_of(values), values, row_to_token, row_to_expert, num_tokens, mask_experts)
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
         leaves_out = isinstance(plan, RowMaps) and plan.leaves_out
@@ -187,23 +157,23 @@ class TritonKernels:
     ) -> Tensors:
         from ..triton.permute import permute
 
-        device = _device(token_rows)
-        scale = None if scale is None else _dense_rows(scale)
-        maps = _dense(token_rows), _dense(row_to_token)
-        rows, scales = permute(device, _dense_rows(x), scale, *maps, fill_padding)
+        device = device_of(token_rows)
+        scale = None if scale is None else dense_rows(scale)
+        maps = dense(token_rows), dense(row_to_token)
+        rows, scales = permute(device, dense_rows(x), scale, *maps, fill_padding)
         return rows, device.empty([0], "float32") if scales is None else scales
 
     def permute_backward(self, d_rows: Tensor, token_rows: Tensor) -> Tensor:
         from ..triton.unpermute import unpermute
 
-        return unpermute(_device(token_rows), _dense_rows(d_rows), _dense(token_rows))
+        return unpermute(device_of(token_rows), dense_rows(d_rows), dense(token_rows))
 
     def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
         from ..triton.unpermute import unpermute
 
         by_slot = probs is not None and len(probs.shape) == 2
-        weights, index = None if probs is None else _dense(probs), _dense(plan.row_to_slot) if by_slot else None
-        return unpermute(_device(plan.token_rows), _dense_rows(rows), _dense(plan.token_rows), weights, index)
+        weights, index = None if probs is None else dense(probs), dense(plan.row_to_slot) if by_slot else None
+        return unpermute(device_of(plan.token_rows), dense_rows(rows), dense(plan.token_rows), weights, index)
 
     def unpermute_backward(
         self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any, wanted: tuple[bool, ...]
@@ -213,12 +183,12 @@ class TritonKernels:
         by_slot = probs is not None and len(probs.shape) == 2
         need_probs = probs is not None and wanted[1]
         return unpermute_backward(
-            _device(plan.token_rows),
-            _aligned(d_out),
-            _dense(plan.slot_to_row if by_slot else plan.token_rows),
-            _dense(plan.row_to_token),
-            _aligned(rows) if rows is not None and need_probs else None,
-            None if probs is None else _dense(probs),
+            device_of(plan.token_rows),
+            aligned(d_out),
+            dense(plan.slot_to_row if by_slot else plan.token_rows),
+            dense(plan.row_to_token),
+            aligned(rows) if rows is not None and need_probs else None,
+            None if probs is None else dense(probs),
             weights_by_slot=by_slot,
             need_rows=wanted[0],
         )
@@ -226,18 +196,18 @@ class TritonKernels:
     def quantize_1x128(self, x: Tensor, spec: QuantizeSpec) -> Tensors:
         from ..triton.quantize import quantize
 
-        return quantize(_device(x), _dense_rows(x), **spec._asdict())
+        return quantize(device_of(x), dense_rows(x), **spec._asdict())
 
     def permute_quantized(self, x: Tensor, plan: Any, fill_padding: str, spec: QuantizeSpec) -> Tensors:
         from ..triton.quantize import quantize
 
-        maps = _dense(plan.token_rows), _dense(plan.row_to_token)
-        return quantize(_device(x), _dense_rows(x), *maps, fill_padding=fill_padding, **spec._asdict())
+        maps = dense(plan.token_rows), dense(plan.row_to_token)
+        return quantize(device_of(x), dense_rows(x), *maps, fill_padding=fill_padding, **spec._asdict())
 
     def dequantize_1x128(self, codes: Tensor, scales: Tensor, scale_layout: str, dtype: Any) -> Tensor:
         from ..triton.quantize import dequantize
 
-        return dequantize(_device(codes), _dense_rows(codes), _dense(scales), scale_layout, numpy_dtype(dtype).name)
+        return dequantize(device_of(codes), dense_rows(codes), dense(scales), scale_layout, numpy_dtype(dtype).name)
 
     def moe_permute(
         self,
@@ -249,7 +219,7 @@ class TritonKernels:
         spec: MoePermuteSpec,
     ) -> Tensors:
         maps = self._maps("moe_permute", routemap, probs, counts, spec.route, with_rowmap=True)
-        device = _device(maps.slot_to_row)
+        device = device_of(maps.slot_to_row)
         if spec.do_gather:
             moved = self._permute(hidden_states, scale, maps.token_rows, maps.row_to_token, spec.fill_padding)
         else:
@@ -266,14 +236,14 @@ class TritonKernels:
     def gather_slots(self, row_values: Tensor, slot_to_row: Tensor) -> Tensor:
         from ..triton.rowmap import gather_slots
 
-        return gather_slots(_device(slot_to_row), _dense(row_values), _dense(slot_to_row))
+        return gather_slots(device_of(slot_to_row), dense(row_values), dense(slot_to_row))
 
     def _clean(self, rowmap: Tensor, routemap: Tensor, num_rows: int, spec: MoeUnpermuteSpec) -> Tensors:
         """token_rows [T, E], row_to_token [N] and slot_to_row [T, K] of a user's row map."""
         from ..triton.rowmap import clean_rowmap
 
-        arrays = _dense(rowmap), _dense(routemap)
-        return clean_rowmap(_device(rowmap), *arrays, num_rows, first_duplicate_only=not spec.compat_paddle)
+        arrays = dense(rowmap), dense(routemap)
+        return clean_rowmap(device_of(rowmap), *arrays, num_rows, first_duplicate_only=not spec.compat_paddle)
 
     def moe_unpermute(
         self, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
@@ -285,9 +255,9 @@ class TritonKernels:
             check_ids(to_numpy(routemap), spec.num_experts, "moe_unpermute", "expert_routemap_topk")
             rowmap_to_token_rows(to_numpy(rowmap), num_rows)
         token_rows, _, slot_to_row = self._clean(rowmap, routemap, num_rows, spec)
-        device, probs = _device(token_rows), _dense(probs)
+        device, probs = device_of(token_rows), dense(probs)
         weights = probs if spec.weighted else None
-        hidden = unpermute(device, _dense_rows(rows), token_rows, weights, copy_single_row=spec.compat_paddle)
+        hidden = unpermute(device, dense_rows(rows), token_rows, weights, copy_single_row=spec.compat_paddle)
         return hidden, self.gather_slots(probs, slot_to_row)
 
     def moe_unpermute_backward(
@@ -307,14 +277,14 @@ class TritonKernels:
         need_rows, need_probs = wanted
         num_rows = probs.shape[0]
         token_rows, row_to_token, slot_to_row = self._clean(rowmap, routemap, num_rows, spec)
-        device, weighted = _device(token_rows), spec.weighted
+        device, weighted = device_of(token_rows), spec.weighted
         d_rows, d_probs = unpermute_backward(
             device,
-            _aligned(d_hidden),
+            aligned(d_hidden),
             token_rows,
             row_to_token,
-            _aligned(rows) if rows is not None and need_probs else None,
-            _dense(probs) if weighted else None,
+            aligned(rows) if rows is not None and need_probs else None,
+            dense(probs) if weighted else None,
             need_rows=need_rows,
             copy_single_row=spec.compat_paddle,
         )
@@ -322,7 +292,7 @@ class TritonKernels:
             return d_rows, None
         if d_probs is None:
             d_probs = fill(device, device.empty(probs.shape, "float32"), num_rows, 0)
-        scatter_slots(device, _dense(d_prob_topk), slot_to_row, d_probs, add=weighted)
+        scatter_slots(device, dense(d_prob_topk), slot_to_row, d_probs, add=weighted)
         return d_rows, d_probs
 
     def sort_chunks(
@@ -330,9 +300,9 @@ class TritonKernels:
     ) -> Tensors:
         from ..triton.sort_chunks import sort_chunks
 
-        device = _device(x)
+        device = device_of(x)
         source_to_dest = self._chunk_map("sort_chunks", split_sizes, order, x.shape[0], validation)
-        out, probs_out = sort_chunks(device, _dense_rows(x), None if probs is None else _dense(probs), source_to_dest)
+        out, probs_out = sort_chunks(device, dense_rows(x), None if probs is None else dense(probs), source_to_dest)
         return out, device.empty([0], "float32") if probs_out is None else probs_out, source_to_dest
 
     def _chunk_map(
@@ -342,14 +312,14 @@ class TritonKernels:
 
         if validation != Validation.OFF:
             check_chunks(function, split_sizes, order, num_rows)
-        return chunk_map(_device(split_sizes), _dense(split_sizes), _dense(order), num_rows)
+        return chunk_map(device_of(split_sizes), dense(split_sizes), dense(order), num_rows)
 
     def sort_chunks_backward(self, d_out: Tensor, source_to_dest: Tensor) -> Tensor:
         """The gradient of the rows, or of the probabilities."""
         from ..triton.sort_chunks import sort_chunks_backward
 
-        gradient = _dense(d_out) if len(d_out.shape) == 1 else _dense_rows(d_out)
-        return sort_chunks_backward(_device(d_out), gradient, source_to_dest)
+        gradient = dense(d_out) if len(d_out.shape) == 1 else dense_rows(d_out)
+        return sort_chunks_backward(device_of(d_out), gradient, source_to_dest)
 
     def chunk_sort_map(self, split_sizes: Tensor, order: Tensor, num_rows: int, validation: Validation) -> Tensor:
         name = "chunk_sort_map"
@@ -361,8 +331,8 @@ class TritonKernels:
     ) -> Tensor:
         from ..triton.row_id_map import make_row_id_map
 
-        offsets = None if pad_offsets is None else _dense(pad_offsets)
-        return make_row_id_map(_device(token_rows), _dense(token_rows), _dense(row_to_expert), offsets, num_experts)
+        offsets = None if pad_offsets is None else dense(pad_offsets)
+        return make_row_id_map(device_of(token_rows), dense(token_rows), dense(row_to_expert), offsets, num_experts)
 
     def read_rowmap(
         self, rowmap: Tensor, pad_offsets: Tensor | None, num_rows: Tensor | None, spec: RowmapSpec
@@ -371,159 +341,20 @@ class TritonKernels:
         from ..triton.rowmap import clean_rowmap_by_expert
 
         rows = spec.num_rows if num_rows is None else int(num_rows.item())
-        offsets = None if pad_offsets is None else _dense(pad_offsets)
+        offsets = None if pad_offsets is None else dense(pad_offsets)
         if spec.check_range or spec.check_repeats:
             _check_rowmap(rowmap, offsets, rows, spec)
-        device, dense = _device(rowmap), _dense(rowmap)
-        by_pair = read_row_id_map(device, dense, offsets) if spec.is_row_id_map else dense
+        device, entries = device_of(rowmap), dense(rowmap)
+        by_pair = read_row_id_map(device, entries, offsets) if spec.is_row_id_map else entries
         return RowMaps(*clean_rowmap_by_expert(device, by_pair, rows))
 
     def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
-        arrays = _dense(slot_values), _dense(maps.slot_to_row)
-        return _by_row(_device(slot_values), *arrays, maps.row_to_slot.shape[0])
+        from ..triton.rowmap import slots_to_rows
+
+        return slots_to_rows(device_of(slot_values), *map(dense, (slot_values, maps.slot_to_row, maps.row_to_token)))
 
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         return self.gather_slots(row_values, maps.slot_to_row)
-
-    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
-        from ..triton.grouped_gemm import grouped_gemm
-        from ..triton.recording import facts_of, recorded
-
-        on_host = isinstance(spec.m_sizes, list) and not isinstance(spec.expert_offsets, Tensor)
-        if on_host or spec.validation != Validation.OFF:
-            num_rows = x.shape[0] if spec.plan is None else spec.plan.num_rows
-            host_segments(num_rows, spec.m_sizes, spec.expert_offsets)
-        device, maps = _device(x), _gemm_maps(spec, weights)
-        operands = _dense_rows(x), _dense(w), _gemm_groups(spec, x)
-        bias = None if bias is None else _dense(bias)
-
-        def call(device: Any) -> tuple[Any]:
-            return (grouped_gemm(device, *operands, spec.transpose, **maps, bias=bias),)
-
-        inputs = _operands(operands, maps, bias)
-        return recorded(device, ("grouped_gemm", spec.transpose, *facts_of(device, *inputs)), inputs, call)[0]
-
-    def grouped_gemm_backward(
-        self,
-        d_out: Tensor,
-        x: Tensor,
-        w: Tensor,
-        weights: Tensor | None,
-        bias: Tensor | None,
-        spec: GemmSpec,
-        wanted: tuple[bool, bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        from ..triton.bias_gradient import bias_gradient
-        from ..triton.grouped_gemm import grouped_gemm_backward
-        from ..triton.recording import facts_of, recorded
-        from ..triton.unpermute import unpermute
-
-        device, maps = _device(x), _gemm_maps(spec, weights)
-        d_out, operands = _dense_rows(d_out), (_dense_rows(x), _dense(w), _gemm_groups(spec, x))
-        bias = None if bias is None else _dense(bias)
-
-        def call(device: Any) -> tuple[Any, ...]:
-            d_bias = None
-            d_rows, d_w, d_weights = grouped_gemm_backward(
-                device, d_out, *operands, spec.transpose, **maps, wanted=wanted[:3]
-            )
-            if bias is not None and any(wanted[2:]):
-                d_bias, d_weights = bias_gradient(device, d_out, bias, operands[2], maps["weights"], d_weights)
-            if maps["tokens"] is not None and d_rows is not None:
-                d_rows = unpermute(device, d_rows, maps["tokens"].token_rows)
-            return d_rows, d_w, d_weights, d_bias
-
-        inputs = d_out, *_operands(operands, maps, bias)
-        key = "grouped_gemm_backward", wanted, spec.transpose, *facts_of(device, *inputs)
-        d_x, d_w, d_weights, d_bias = recorded(device, key, inputs, call)
-        return d_x, d_w, d_weights, d_bias
-
-    def moe_mlp(
-        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        from ..triton.moe_mlp import moe_mlp
-        from ..triton.recording import facts_of, recorded
-
-        plan = spec.plan
-        if spec.validation != Validation.OFF:
-            host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
-        device, x = _device(x), _dense_rows(x)
-        maps = _dense(plan.slot_to_row) if spec.weights_by_slot else None
-        layer = _layer(gate_up, down, weights, spec)
-
-        def call(device: Any) -> tuple[Any, Any, Any]:
-            by_row = layer.weights if maps is None else _by_row(device, layer.weights, maps, plan.num_rows)
-            out, hidden = moe_mlp(device, x, layer._replace(weights=by_row), keeps_hidden)
-            return out, hidden, by_row if maps is not None else None
-
-        inputs = _arrays(x, layer, maps)
-        key = "moe_mlp", keeps_hidden, spec.transpose, spec.workspace, *facts_of(device, *inputs)
-        out, hidden, by_row = recorded(device, key, inputs, call)
-        return out, hidden, weights if by_row is None else by_row
-
-    def moe_mlp_backward(
-        self,
-        d_out: Tensor,
-        x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        weights: Tensor | None,
-        hidden: Tensor | None,
-        spec: MlpSpec,
-        wanted: tuple[bool, bool, bool, bool],
-        destinations: tuple[Any, Any],
-    ) -> tuple[Tensor | None, ...]:
-        from ..triton.moe_mlp import moe_mlp_backward
-        from ..triton.recording import facts_of, recorded
-        from ..triton.rowmap import gather_slots
-
-        device, d_out, x = _device(x), _dense_rows(d_out), _dense_rows(x)
-        maps = _dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
-        layer = _layer(gate_up, down, weights, spec)
-
-        def call(device: Any) -> tuple[Any, ...]:
-            made = moe_mlp_backward(device, d_out, x, hidden, layer, wanted, destinations)
-            matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
-            d_weights = made.weights
-            if d_weights is not None and maps is not None:
-                d_weights = gather_slots(device, d_weights, maps)
-            return made.x, *matrices, d_weights
-
-        inputs = d_out, hidden, *(each and each[0] for each in destinations), *_arrays(x, layer, maps)
-        adds = tuple(each and each[1] for each in destinations)
-        key = "moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace, *facts_of(device, *inputs)
-        return tuple(recorded(device, key, inputs, call))
-
-
-def _by_row(device: Any, by_slot: Tensor, slot_to_row: Tensor, num_rows: int) -> Any:
-    """float32 [M] of values [T, K] by slot, 0 in rows of no slot."""
-    from ..triton.rowmap import fill, scatter_slots
-
-    row_values = fill(device, device.empty([num_rows], "float32"), num_rows, 0)
-    scatter_slots(device, by_slot, slot_to_row, row_values, add=False)
-    return row_values
-
-
-def _layer(gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Any:
-    from ..triton.grouped_gemm import Groups, Tokens
-    from ..triton.moe_mlp import Layer
-
-    plan = spec.plan
-    groups = Groups(_dense(plan.tokens_per_expert), _dense(plan.expert_offsets))
-    tokens = Tokens(_dense(plan.row_to_token), _dense(plan.token_rows))
-    weights = None if weights is None else _dense(weights)
-    return Layer(_dense(gate_up), _dense(down), groups, tokens, weights, spec.transpose, spec.workspace)
-
-
-def _operands(operands: tuple, maps: dict[str, Any], bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    """All that the launches of a grouped product read."""
-    x, w, groups = operands
-    return x, w, *groups, *(maps["tokens"] or ()), maps["weights"], bias
-
-
-def _arrays(x: Tensor, layer: Any, maps: Tensor | None) -> tuple[Tensor | None, ...]:
-    """All that a layer's launches read."""
-    return x, layer.gate_up, layer.down, *layer.groups, *layer.tokens, layer.weights, maps
 
 
 def _check_rowmap(rowmap: Tensor, pad_offsets: Tensor | None, num_rows: int, spec: RowmapSpec) -> None:
@@ -532,29 +363,6 @@ def _check_rowmap(rowmap: Tensor, pad_offsets: Tensor | None, num_rows: int, spe
     if spec.is_row_id_map:
         rows = row_id_map_to_rowmap(rows, None if pad_offsets is None else to_numpy(pad_offsets))
     read_rowmap(rows, num_rows, check_range=spec.check_range, check_repeats=spec.check_repeats)
-
-
-def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:
-    """Sizes and offsets as tensors where the operands are."""
-    from ..triton.grouped_gemm import Groups
-
-    def on_device(numbers: list[int] | Tensor) -> Tensor:
-        if isinstance(numbers, Tensor):
-            return _dense(numbers)
-        return paddle.to_tensor(numbers, dtype="int32", place=x.place)
-
-    offsets = None if spec.expert_offsets is None else on_device(spec.expert_offsets)
-    return Groups(on_device(spec.m_sizes), offsets)
-
-
-def _gemm_maps(spec: GemmSpec, weights: Tensor | None) -> dict[str, Any]:
-    from ..triton.grouped_gemm import Tokens
-
-    plan = spec.plan
-    return {
-        "tokens": None if plan is None else Tokens(_dense(plan.row_to_token), _dense(plan.token_rows)),
-        "weights": None if weights is None else _dense(weights),
-    }
 
 
 backend = WithGradients(TritonKernels())

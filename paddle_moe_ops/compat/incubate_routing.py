@@ -13,7 +13,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import beside, numbers_of, public
+from .._graphs import beside, numbers_of, public, without_autocast
 
 __all__ = [
     "build_src_rank_and_local_expert_id",
@@ -77,7 +77,7 @@ def cal_aux_loss(
         tokens_mask=tokens_mask,
         dispatch_tokens_mask=dispatch_tokens_mask,
     )
-    with paddle.amp.auto_cast(enable=False):
+    with without_autocast():
         probs, scale = gate_prob.astype("float32"), None
         if dispatch_tokens_mask is not None:
             seqlen = dispatch_tokens_mask.astype("float32").sum()

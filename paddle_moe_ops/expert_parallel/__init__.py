@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from .fleet import distributed_optimizer
 from .gradients import average_gradients
 from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
 from .parallel import ExpertParallel, Received
@@ -18,6 +19,7 @@ __all__ = [
     "ExpertParallel",
     "Received",
     "average_gradients",
+    "distributed_optimizer",
     "gather_optimizer_state_dict",
     "gather_state_dict",
     "is_expert_parameter",

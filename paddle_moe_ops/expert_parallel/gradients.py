@@ -18,7 +18,7 @@ from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 from .parameters import is_expert_parameter
 from .transports import is_gloo
 
-__all__ = ["average_gradients"]
+__all__ = ["average_gradients", "gradient_of"]
 
 _NAME = "average_gradients"
 _NO_GRADIENT, _NOT_TRAINED = "none", "not trained"
@@ -38,7 +38,9 @@ class _Kinds(NamedTuple):
 
 
 @paddle.no_grad()
-def average_gradients(parameters: Iterable[Tensor], group: Any = None, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
+def average_gradients(
+    parameters: Iterable[Tensor], group: Any = None, *, copies: Any = None, timeout: float = DEFAULT_TIMEOUT_S
+) -> None:
     """Make the gradients of each rank's mean loss those of the mean over all ranks.
 
     Call it after ``backward()`` and before the optimizer's step, on all ranks, in place of `paddle.DataParallel`. The
@@ -46,35 +48,70 @@ def average_gradients(parameters: Iterable[Tensor], group: Any = None, *, timeou
     tokens of all ranks are in them; they are divided by the number of ranks. ``main_grad`` is taken where it is set.
 
     Deterministic as far as ``paddle.distributed.all_reduce`` is. Each call first compares what the ranks have: one
-    all_reduce of five numbers, for which the host waits. A second exchange follows only where a rank lacks gradients
-    that others have, or an error is raised.
+    all_reduce of five numbers, for which the host waits, and another one with ``copies``. A second exchange follows
+    only where a rank lacks gradients that others have, or an error is raised.
 
     Args:
         parameters: the same on all ranks, in the same order.
         group: the ranks that share the experts, as `ExpertParallel` takes it.
+        copies: where several groups of one size train one model: the ranks that have copies of this rank's experts,
+            one of each group. The mean then is over the ranks of all groups, and gradients of experts are added up
+            between copies. None: there is one group.
         timeout: seconds that a rank waits for the others in the first exchange.
 
     Raises:
-        TypeError: a parameter is not a tensor, or the timeout is not a number.
-        ValueError: the timeout is out of range. On every rank, before any gradient changed: the ranks have different
-            numbers of parameters, or train others, or parameters or gradients differ in shape or dtype.
+        TypeError: a parameter is not a tensor, or the timeout is not a number, or a group is none.
+        ValueError: the timeout is out of range; this rank is not one of a group's, or not the only one that its groups
+            have in common. On every rank, before any gradient changed: the ranks have different numbers of parameters,
+            or train others, or parameters or gradients differ in shape or dtype.
         RuntimeError: the arguments of another rank are bad, or it did not come in time; the message names it.
     """
     group = group_of(_NAME, group)
-    error: TypeError | ValueError | None = None
+    others, error = _copies(group, copies), None
     seconds = DEFAULT_TIMEOUT_S
     tensors: list[Tensor] = []
-    kinds = _Kinds([], [])
     try:
         seconds = checked_timeout(_NAME, timeout)
         tensors = _tensors(parameters)
-        kinds = _kinds(tensors)
     except (TypeError, ValueError) as caught:
         error = caught
+    if others is None:
+        _settle(error, tensors, group, seconds)
+    else:
+        _settle_between_groups(error, tensors, group, others, seconds)
+    if group.nranks == 1 and others is None:
+        return
+    for parameter in tensors:
+        gradient = None if parameter.stop_gradient else gradient_of(parameter)
+        if gradient is None:
+            continue
+        if not is_expert_parameter(parameter) and group.nranks > 1:
+            paddle.distributed.all_reduce(gradient, group=group)
+        if others is not None:
+            paddle.distributed.all_reduce(gradient, group=others)
+        gradient.scale_(1.0 / (group.nranks * (1 if others is None else others.nranks)))
+
+
+def _copies(group: Group, copies: Any) -> Group | None:
+    """The several ranks that have copies of this rank's experts, or None."""
+    if copies is None:
+        return None
+    with _checks.renaming(_NAME, _NAME, group="copies"):
+        others = group_of(_NAME, copies)
+    shared = sorted(set(group.ranks) & set(others.ranks))
+    if len(shared) != 1:
+        expected = "ranks of which only this one is in the group"
+        _checks.bad_value(_NAME, "copies", expected, f"ranks {others.ranks} for a group of {group.ranks}")
+    return None if others.nranks == 1 else others
+
+
+def _settle(error: Exception | None, tensors: Sequence[Tensor], group: Group, seconds: float) -> None:
+    """Let all ranks of a group raise if one has an error or other parameters, and add the gradients that some lack."""
     if group.nranks == 1:
         if error is not None:
             raise error
         return
+    kinds = _Kinds([], []) if error is not None else _kinds(tensors)
     some_raised, same_layout, same_gradients = _compared(error is not None, kinds, group, seconds)
     if some_raised:
         with raising_together(_NAME, group):
@@ -84,13 +121,27 @@ def average_gradients(parameters: Iterable[Tensor], group: Any = None, *, timeou
         agree(_NAME, group, {f"parameters[{number}]": each for number, each in enumerate(kinds.layout)})
     if not same_gradients:
         _add_missing(tensors, kinds.gradients, group)
-    for parameter in tensors:
-        gradient = None if parameter.stop_gradient else _gradient(parameter)
-        if gradient is None:
-            continue
-        if not is_expert_parameter(parameter):
-            paddle.distributed.all_reduce(gradient, group=group)
-        gradient.scale_(1.0 / group.nranks)
+
+
+def _settle_between_groups(
+    error: Exception | None, tensors: Sequence[Tensor], group: Group, copies: Group, seconds: float
+) -> None:
+    """The same in a group and then between copies. The ranks of a group raise together, so the others need not ask."""
+    told: Exception | None = None
+    try:
+        _settle(error, tensors, group, seconds)
+    except (TypeError, ValueError, RuntimeError) as caught:
+        told = caught
+    kinds = _Kinds([], []) if told is not None else _kinds(tensors)
+    some_raised, same_layout, same_gradients = _compared(told is not None, kinds, copies, seconds)
+    if told is not None:
+        raise told
+    if some_raised:
+        raise RuntimeError(f"{_NAME}: ranks of another group raised an error in this call, which says more")
+    if not same_layout:
+        agree(_NAME, copies, {f"parameters[{number}]": each for number, each in enumerate(kinds.layout)})
+    if not same_gradients:
+        _add_missing(tensors, kinds.gradients, copies)
 
 
 def _tensors(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -108,7 +159,7 @@ def _kinds(tensors: Sequence[Tensor]) -> _Kinds:
         owner = " of experts" if is_expert_parameter(each) else ""
         kind = f"{_checks.dtype_name(each.dtype)} {list(each.shape)}{owner}"
         layout.append(_NOT_TRAINED if each.stop_gradient else kind)
-        gradient = None if each.stop_gradient else _gradient(each)
+        gradient = None if each.stop_gradient else gradient_of(each)
         if gradient is None:
             gradients.append(_NO_GRADIENT)
         else:
@@ -156,6 +207,7 @@ def _add_missing(tensors: Sequence[Tensor], gradients: Sequence[str], group: Gro
         setattr(parameter, attribute, paddle.zeros_like(parameter, dtype=dtype))
 
 
-def _gradient(parameter: Tensor) -> Tensor | None:
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter, in ``main_grad`` where that is set."""
     main: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main

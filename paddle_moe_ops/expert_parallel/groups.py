@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import paddle
+from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
 
-__all__ = ["agree", "group_of", "raise_for_others", "raising_together"]
+__all__ = ["agree", "expert_group_of", "group_of", "raise_for_others", "raising_together"]
 
 
 def group_of(function: str, group: Any) -> Group:
@@ -37,6 +38,13 @@ def group_of(function: str, group: Any) -> Group:
     if group.rank < 0:
         _checks.bad_value(function, "group", "a group that this rank belongs to", f"one of ranks {group.ranks}")
     return group
+
+
+def expert_group_of(parameter: Tensor) -> Group | None:
+    """The several ranks that share the experts of a parameter, if it is marked as one of them."""
+    number = getattr(parameter, "expert_group_id", None)
+    group = None if number is None or number < 0 else paddle.distributed.get_group(number)
+    return None if group is None or group.nranks == 1 else group
 
 
 def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:

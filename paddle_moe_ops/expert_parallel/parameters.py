@@ -13,6 +13,7 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .groups import agree, group_of
+from .mixing import refuse_to_mix_experts
 
 __all__ = [
     "agree_on_tensors",
@@ -21,14 +22,15 @@ __all__ = [
     "is_expert_parameter",
     "mark_expert_parameters",
     "shard_state_dict",
+    "sharding_color",
     "start_as_one",
 ]
 
 _SHARDING_COLOR = "moe_expert"  # what programs for Fleet call it
 
 
-def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None) -> None:
-    """Mark the parameters of a layer as those of experts of this rank alone.
+def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, group: Any = None) -> None:
+    """Mark the parameters of a layer as those of experts of this rank alone. `MoELayer` does so for its own.
 
     They get the attributes that Paddle looks at: ``no_sync``, so that `paddle.DataParallel` neither broadcasts them nor
     adds up their gradients, ``expert``, by which Fleet knows them, and with a sharding group ``color``.
@@ -36,25 +38,37 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None) -> Non
     Args:
         experts: holds stacked parameters, [E / P, ...].
         sharding_group: the ranks that hold copies of the same experts, between which Fleet's
-            ``DygraphShardingOptimizerV2`` divides their optimizer states and averages their gradients, as
-            ``get_hybrid_communicate_group().get_moe_sharding_parallel_group()`` gives them; one rank, if there are no
-            copies. Without it that optimizer would average them between all ranks of its own sharding group, whose
-            experts differ. Call it before the optimizer is made. None: the attribute stays as it is.
+            ``DygraphShardingOptimizerV2`` divides their optimizer states and averages their gradients. None: the
+            attribute stays as it is, and `distributed_optimizer` sets it where it is needed.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. `distributed_optimizer` needs it. If it
+            has several ranks, optimizers of Fleet that would mix their experts raise a ValueError when they are made.
+            None: it stays as it is.
 
     Raises:
-        TypeError: the layer is none, or the group no group.
-        ValueError: this process is not one of the group's ranks.
+        TypeError: the layer is none, or a group no group.
+        ValueError: this process is not one of a group's ranks.
     """
     function = "mark_expert_parameters"
     _checks.instance(function, "experts", experts, nn.Layer, "a Layer")
-    color = None
+    color = shared_by = None
     if sharding_group is not None:
         with _checks.renaming(function, function, group="sharding_group"):
-            color = {"color": _SHARDING_COLOR, "group": group_of(function, sharding_group)}
+            color = sharding_color(group_of(function, sharding_group))
+    if group is not None:
+        shared_by = group_of(function, group)
+        if shared_by.nranks > 1:
+            refuse_to_mix_experts()
     for parameter in experts.parameters():
         parameter.no_sync = parameter.expert = True
         if color is not None:
             parameter.color = dict(color)
+        if shared_by is not None:  # a number, since parameters are copied with their attributes
+            parameter.expert_group_id = shared_by.id
+
+
+def sharding_color(copies: Group) -> dict[str, Any]:
+    """What tells Fleet's ``DygraphShardingOptimizerV2`` between which ranks to divide experts."""
+    return {"color": _SHARDING_COLOR, "group": copies}
 
 
 def is_expert_parameter(parameter: Tensor) -> bool:

@@ -50,6 +50,12 @@ def check_rows(
     return _checks.tensor(function, argument, x, dtypes, shape, shape_text)
 
 
+def described(weight: Tensor, **settings: Any) -> str:
+    """What print() says of a layer, in the form of Paddle's own layers."""
+    named = (f"{name}={value}" for name, value in settings.items())
+    return ", ".join((*named, f"dtype={_checks.dtype_name(weight.dtype)}"))
+
+
 @public("x", "y")
 def add(x: Tensor, y: Tensor) -> Tensor:
     """The sum of two tensors of one shape."""

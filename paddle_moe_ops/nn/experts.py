@@ -18,7 +18,7 @@ from ..backends import accumulated
 from ..gemm import grouped_gemm
 from ..mlp import check_destinations, check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
-from ._common import Size, check_rows, initial, of_shape, sizes, weight
+from ._common import Size, check_rows, described, initial, of_shape, sizes, weight
 
 
 class SwiGLU(nn.Layer):
@@ -50,6 +50,11 @@ class SwiGLU(nn.Layer):
             ValueError: the last dimension of x is not H.
         """
         return _swiglu_mlp(x, self.gate_up, self.down, self.hidden_size, self.intermediate_size)
+
+    def extra_repr(self) -> str:
+        """Return what ``print(layer)`` says of it."""
+        sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+        return described(self.gate_up, **sizes)
 
 
 class SwiGLUExperts(nn.Layer):
@@ -125,6 +130,12 @@ class SwiGLUExperts(nn.Layer):
                 initial(fan_in)(parameter)
                 kept = parameter.clone() if other == rank else kept
             parameter.set_value(kept)
+
+    def extra_repr(self) -> str:
+        """Return what ``print(layer)`` says of it."""
+        sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+        options = {"activation": self.activation, "bias": self.gate_up_bias is not None}
+        return described(self.gate_up, num_experts=self.num_experts, **sizes, **options)
 
     @not_to_static
     def forward(

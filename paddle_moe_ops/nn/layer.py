@@ -151,7 +151,7 @@ class MoELayer(nn.Layer):
         if self.parallel is not None:
             self.experts.draw_those_of(self.parallel.group.rank, self.parallel.group.nranks)
             start_as_one((self.router, self.shared), self.parallel.group)
-            mark_expert_parameters(self.experts)
+            mark_expert_parameters(self.experts, group=self.parallel.group)
         # Load, dropped slots, scores and logits. A tuple, since Paddle makes buffers of tensors.
         self._last: tuple[Tensor, ...] | _Traced | None = None
 
@@ -215,6 +215,13 @@ class MoELayer(nn.Layer):
             self.aux_loss = loss_of_load(scores, load, self.router.scoring == "sigmoid")  # type: ignore[misc]
             self.z_loss = router_z_loss(logits)  # type: ignore[misc]
         return with_shape_of(out, x)
+
+    def extra_repr(self) -> str:
+        """Return what ``print(layer)`` says of it."""
+        if self.parallel is None:
+            return ""
+        group = self.parallel.group
+        return f"rank={group.rank} of {group.nranks}, combine={self.parallel.combines}"
 
     def _may_drop(self) -> bool:
         """Whether something limits the number of slots."""

@@ -9,7 +9,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import public
+from .._graphs import public, without_autocast
 
 _SMALLEST_SUM = 1e-12  # sigmoids can add up to nothing
 
@@ -50,7 +50,7 @@ def loss_of_load(scores: Tensor, load: Tensor, normalise: bool) -> Tensor:
         load: slots that name each expert, [E].
         normalise: whether to divide the scores of a token by their sum first.
     """
-    with paddle.amp.auto_cast(enable=False):
+    with without_autocast():
         scores, load = scores.astype("float32"), load.astype("float32")
         if normalise:
             scores = scores / scores.sum(axis=-1, keepdim=True).clip(min=_SMALLEST_SUM)
@@ -75,7 +75,7 @@ def router_z_loss(logits: Tensor) -> Tensor:
         ValueError: logits is not [T, E].
     """
     _checks.tensor("router_z_loss", "logits", logits, _checks.SUM_DTYPES, ["T", "E"])
-    with paddle.amp.auto_cast(enable=False):
+    with without_autocast():
         return _mean(paddle.logsumexp(logits.astype("float32"), axis=-1).square())
 
 

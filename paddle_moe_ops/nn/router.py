@@ -16,9 +16,9 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._graphs import filled, public, ready_for_matmul
+from .._graphs import filled, float32, public, ready_for_matmul, without_autocast
 from ..routing import calculate_topk, check_groups
-from ._common import Size, of_shape, sizes, weight
+from ._common import Size, described, of_shape, sizes, weight
 
 SCORING = ("softmax", "sigmoid")
 
@@ -85,10 +85,10 @@ class TopKRouter(nn.Layer):
     ) -> None:
         super().__init__()
         name = "TopKRouter"
+        _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
         self.hidden_size, self.num_experts, self.topk = sizes(
             name, hidden_size=hidden_size, num_experts=num_experts, topk=topk
         )
-        _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
         if topk > num_experts:
             _checks.bad_value(name, "topk", f"at most num_experts={num_experts}", topk)
         groups = check_groups(name, "topk", num_experts, topk, num_groups, topk_groups, scores_per_group)
@@ -106,6 +106,12 @@ class TopKRouter(nn.Layer):
         has_bias = _checks.flag(name, "correction_bias", correction_bias)
         self.register_buffer("correction_bias", paddle.zeros([num_experts], dtype="float32") if has_bias else None)
         self._let_bias_load()
+
+    def extra_repr(self) -> str:
+        """Return what ``print(layer)`` says of it."""
+        sizes = {"hidden_size": self.hidden_size, "num_experts": self.num_experts, "topk": self.topk}
+        options = {"scoring": self.scoring, "capacity_factor": self.capacity_factor}
+        return described(self.weight, **sizes, **options)
 
     @not_to_static
     def forward(self, x: Tensor) -> RouterOutput:
@@ -208,10 +214,10 @@ def _choose(
 ) -> RouterOutput:
     """The router of a weight [H, E] and a bias [E]; the options are those of `calculate_topk`."""
     _checks.tensor("TopKRouter", "x", x, _checks.SUM_DTYPES, ["T", hidden])
-    with paddle.amp.auto_cast(enable=False):
-        wide = of_shape(weight.astype("float32"), [hidden, num_experts])
-        logits = paddle.matmul(ready_for_matmul(x.astype("float32"), wide), wide)
-        bias = None if bias is None else of_shape(bias.astype("float32"), [num_experts])
+    with without_autocast():
+        wide = of_shape(float32(weight), [hidden, num_experts])
+        logits = paddle.matmul(ready_for_matmul(float32(x), wide), wide)
+        bias = None if bias is None else of_shape(float32(bias), [num_experts])
         probs, ids, scores = calculate_topk(logits, correction_bias=bias, return_scores=True, **options)
     return RouterOutput(ids.astype("int32"), probs, scores, logits)
 

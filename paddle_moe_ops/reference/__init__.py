@@ -4,8 +4,7 @@
 
 Scores of routers and matrix products are the exceptions: those modules say so.
 
-It checks data where that is part of the semantics (``validate``), not arguments; those the public functions
-check.
+It checks data where that is part of the semantics (``validate``). Arguments are checked by the public functions.
 """
 
 from __future__ import annotations

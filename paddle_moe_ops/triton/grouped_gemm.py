@@ -467,17 +467,22 @@ def weight_gradient(
         )
 
 
-def row_sums(device: Device, values: Any, row_to_token: Array | None = None) -> Any:
-    """float32 [M], the sums of the rows of values [M, W]; with ``row_to_token`` [M], 0 for rows without a token."""
+def row_sums(device: Device, values: Any, row_to_token: Array | None = None, slot_to_row: Array | None = None) -> Any:
+    """The sums of the rows of values [M, W], float32 [M]; with ``row_to_token`` [M], 0 for rows without a token.
+
+    With ``slot_to_row`` [T, K] instead the sum of each slot's row, [T, K], 0 for slots without one.
+    """
     num_rows, width = values.shape
-    out = device.empty([num_rows], "float32")
-    if num_rows:
+    out = device.empty([num_rows] if slot_to_row is None else slot_to_row.shape, "float32")
+    count = num_rows if slot_to_row is None else slot_to_row.shape[0] * slot_to_row.shape[1]
+    if count:
+        maps = row_to_token if slot_to_row is None else slot_to_row
         device.launch(
             row_sums_kernel,
-            blocks(num_rows, _SUM_ROWS),
-            ("*fp32", "*i32", "*fp32", "i32", "i32"),
-            (*map(address, (values, row_to_token, out)), num_rows, width),
-            (row_to_token is not None, _SUM_ROWS, next_power_of_2(width)),
+            blocks(count, _SUM_ROWS),
+            ("*fp32", "*i32", "*fp32", "i32", "i32", "i32"),
+            (*map(address, (values, maps, out)), count, num_rows, width),
+            (row_to_token is not None, slot_to_row is not None, _SUM_ROWS, next_power_of_2(width)),
             4,
         )
     return out

@@ -412,17 +412,30 @@ def _block_at(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def row_sums_kernel(
-    values, row_to_token, out, num_rows, width, OWNED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+    values,
+    maps,
+    out,
+    count,
+    num_rows,
+    width,
+    OWNED: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """out[r] = sum of values[r, :], float32, or with OWNED 0 if the row has no token.
+    """out[r] = sum of values[r, :], float32; BLOCK_ROWS of ``count`` sums per program, BLOCK covers a row.
 
-    BLOCK_ROWS rows per program, BLOCK covers them.
+    With OWNED ``maps`` is row_to_token, and rows without a token get 0. With BY_SLOT it is slot_to_row, and out[s] is
+    the sum of the slot's row, 0 without one.
     """
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    places = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK)
-    live = rows < num_rows
+    live, rows = places < count, places
     if OWNED:
-        live = live & (tl.load(row_to_token + rows, mask=live, other=-1) >= 0)
+        live = live & (tl.load(maps + places, mask=live, other=-1) >= 0)
+    if BY_SLOT:
+        rows = tl.load(maps + places, mask=live, other=-1)
+        live = live & (rows >= 0) & (rows < num_rows)
     inside = live[:, None] & (columns < width)[None, :]
     entries = tl.load(values + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0.0)
-    tl.store(out + rows, tl.sum(entries, axis=1), mask=rows < num_rows)
+    tl.store(out + places, tl.sum(entries, axis=1), mask=places < count)

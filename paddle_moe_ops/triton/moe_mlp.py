@@ -31,6 +31,7 @@ from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product
 from .hopper_product import GATED, GRADIENT, PLAIN, hopper_product, suits
 from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 from .permute import permute_window
+from .rowmap import gather_slots
 from .swiglu_gradient import swiglu_gradient
 from .unpermute import unpermute_window
 
@@ -54,6 +55,7 @@ class Layer(NamedTuple):
         weights: float32 [M], or None.
         transpose: whether the matrices are stored transposed.
         workspace: bytes of the buffer, at least.
+        slots: int32 [T, K], row of each slot, if the gradient of the weights is wanted by slot; None: by row.
     """
 
     gate_up: Array
@@ -63,6 +65,7 @@ class Layer(NamedTuple):
     weights: Array | None
     transpose: bool
     workspace: int
+    slots: Array | None = None
 
 
 class Gradients(NamedTuple):
@@ -114,6 +117,10 @@ class _Run:
             made = self._tables[config.rows] = schedule(self.device, *arguments, covers_all=False)
             self.rows_end = address(made.first) + ITEM_BYTES["int32"] * self.layer.down.shape[0]
         return self._tables[config.rows]
+
+    def any_tables(self) -> Schedule:
+        """A schedule for a kernel that looks only at where the groups begin and end."""
+        return next(iter(self._tables.values()))
 
     def new(self, columns: int) -> Any:
         return self.device.empty([self.num_rows, columns], self.dtype)
@@ -186,8 +193,8 @@ class _Run:
             )
         return act
 
-    def activation_gradients(self, d_out: Array, hidden: Array, scaled: Array) -> Any:
-        """The gradients of the weights; H becomes the gradient of itself, and ``scaled`` s A."""
+    def activation_gradients(self, d_out: Array, hidden: Array, scaled: Array, need_weights: bool) -> Any:
+        """The gradients of the weights, or None; H becomes the gradient of itself, and ``scaled`` s A."""
         layer, device, out = self.layer, self.device, Target(scaled, 0, self.inner)
         tables, owners = self.tables(self.narrow), layer.tokens.row_to_token
         if not self.gathers and self.suits_library(
@@ -204,12 +211,18 @@ class _Run:
                     window=window,
                     d_weights=tiles,
                 )
-            return None if tiles is None else row_sums(device, tiles, owners)
+            if tiles is None or not need_weights:
+                return None
+            by_slot = layer.slots is not None
+            return row_sums(device, tiles, None if by_slot else owners, layer.slots)
         for window, rows in self.by_rows(d_out):
             arguments = device, rows, layer.down, tables, self.narrow, self.num_rows, out
             product(*arguments, transpose=not layer.transpose, row_to_token=self.owners, window=window)
         vector = sum_vector(self.item, self.inner * self.item, address(hidden), address(scaled))
-        return swiglu_gradient(device, hidden, scaled, layer.weights, owners, self.rows_end, vector)
+        d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, owners, self.rows_end, vector)
+        if d_weights is None or not need_weights:
+            return None
+        return d_weights if layer.slots is None else gather_slots(device, d_weights, layer.slots)
 
     def sums(self, source: Rows, w: Array, transpose: bool, weights: Array | None) -> Any:
         """The sums of each token's rows of a product [M, d]."""
@@ -280,7 +293,7 @@ def moe_mlp_backward(
         scaled = run.activations(x, hidden)
     else:
         scaled = run.new(run.inner)
-    d_weights = run.activation_gradients(d_out, hidden, scaled)
+    d_weights = run.activation_gradients(d_out, hidden, scaled, need_weights)
     d_hidden, scaled_rows = run.packed(hidden, 2 * run.inner), run.packed(scaled, run.inner)
     d_down = d_gate_up = d_x = None
     if need_down:
@@ -289,7 +302,7 @@ def moe_mlp_backward(
         d_gate_up = _matrix_gradient(run, layer.gate_up, x, d_hidden, not layer.transpose, into[0])
     if need_x:
         d_x = run.sums(d_hidden, layer.gate_up, not layer.transpose, None)
-    return Gradients(d_x, d_gate_up, d_down, d_weights if need_weights else None)
+    return Gradients(d_x, d_gate_up, d_down, d_weights)
 
 
 def _matrix_gradient(
@@ -298,9 +311,9 @@ def _matrix_gradient(
     """The sum of each expert's outer products of the rows of tokens and other rows, the former first or last."""
     out, adds = into or (run.device.empty(matrix.shape, run.dtype), False)
     config = weight_gradient_config(run.gpu, *matrix.shape[1:])
+    tables = run.any_tables()
     for first, moved in run.by_columns(tokens):
         p, q = (moved, rows) if tokens_first else (rows, moved)
         window = (first, 0) if tokens_first else (0, first)
-        tables = run.tables(config)
         weight_gradient(run.device, p, q, tables, config, run.num_rows, out, window=window, adds=adds)
     return out

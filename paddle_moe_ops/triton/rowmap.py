@@ -20,9 +20,10 @@ from .launching import Array, Device, address, addresses, blocks, next_power_of_
 from .permute import fill_kernel
 from .sums import minus_zeros
 
-__all__ = ["clean_rowmap", "clean_rowmap_by_expert", "gather_slots", "scatter_mask", "scatter_slots"]
+__all__ = ["clean_rowmap", "clean_rowmap_by_expert", "gather_slots", "scatter_mask", "scatter_slots", "slots_to_rows"]
 
 _BLOCK = 1024
+_ROWS_OF_SLOTS = 128
 _NO_PLACE = 2**31 - 1
 
 
@@ -132,6 +133,27 @@ def scatter_slots_kernel(slot_values, slot_to_row, row_values, num_rows, K, ADD:
     tl.store(row_values + row, total, mask=first)
 
 
+@triton.jit
+def slots_to_rows_kernel(
+    slot_values, slot_to_row, row_to_token, row_values, num_rows, num_tokens, K, BLOCK: tl.constexpr
+):
+    """BLOCK rows per program: row_values[row] = the sum of the slots that read it, in their order; 0 without one.
+
+    All of them are slots of the row's token. Reads 8 K bytes a row, most of them from the caches.
+    """
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(row_to_token + rows, mask=rows < num_rows, other=-1)
+    live = (token >= 0) & (token < num_tokens)
+    slot = token.to(tl.int64) * K
+    total = minus_zeros(BLOCK)
+    found = rows < 0
+    for j in range(K):
+        reads = live & (tl.load(slot_to_row + slot + j, mask=live, other=-1) == rows)
+        total = tl.where(reads, total + tl.load(slot_values + slot + j, mask=reads, other=0.0), total)
+        found = found | reads
+    tl.store(row_values + rows, tl.where(found, total, 0.0), mask=rows < num_rows)
+
+
 def clean_rowmap(
     device: Device, rowmap: Array, ids: Array, num_rows: int, *, first_duplicate_only: bool
 ) -> tuple[Any, Any, Any]:
@@ -217,6 +239,26 @@ def gather_slots(device: Device, row_values: Array, slot_to_row: Array) -> Any:
         arguments = (*arrays, size, row_values.shape[0])
         device.launch(gather_slots_kernel, blocks(size, _BLOCK), types, arguments, (_BLOCK,), 4)
     return slot_values
+
+
+def slots_to_rows(device: Device, slot_values: Array, slot_to_row: Array, row_to_token: Array) -> Any:
+    """float32 [N]: the value [T, K] of the slots that read each row, added up in their order; 0 for rows without one.
+
+    Args:
+        device: where to.
+        slot_values: float32 [T, K].
+        slot_to_row: int32 [T, K].
+        row_to_token: int32 [N]; only slots of a row's token read it.
+    """
+    num_tokens, topk = slot_to_row.shape
+    num_rows = row_to_token.shape[0]
+    row_values = device.empty([num_rows], "float32")
+    if num_rows:
+        arrays = map(address, (slot_values, slot_to_row, row_to_token, row_values))
+        types = ("*fp32", "*i32", "*i32", "*fp32", "i32", "i32", "i32")
+        arguments = (*arrays, num_rows, num_tokens, topk)
+        device.launch(slots_to_rows_kernel, blocks(num_rows, _ROWS_OF_SLOTS), types, arguments, (_ROWS_OF_SLOTS,), 4)
+    return row_values
 
 
 def scatter_mask(

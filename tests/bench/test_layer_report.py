@@ -100,7 +100,7 @@ def test_of_unsloths_configurations_the_fastest_counts(written):
     lines = [line(impl="Unsloth 0", forward=111.0, **slow), line(impl="Unsloth 1", forward=222.0, **fast)]
     failed = {"shape": "ernie-21b", "routing": "even", "impl": "Unsloth 2", "mode": "graph", "error": "no"}
     page = written(**{"a": [MACHINE, line()], "a-layer-peers": [MACHINE, line(), *lines, failed]})
-    section = page[page.index("### Beside Unsloth") :]
+    section = page[page.index("## Beside Unsloth") :]
     assert "| ours | Unsloth |" in section
     assert "| 222 / 500 |" in section
     assert "111" not in section
@@ -111,7 +111,7 @@ def test_counters_of_a_part_become_a_row(written):
     counters["tensor_percent"] = 60.4
     part = {"operation": "layer:dsv3-4k", "pass": "forward", "part": "sums", "launches": 3, "us": 2000.0, "tflop": 0.5}
     page = written(a=[MACHINE, line()], ncu=[MACHINE, {**part, **counters}, {**part, **counters, "tflop": 0.0}])
-    section = page[page.index("### What bounds them, NVIDIA H200") :]
+    section = page[page.index("## What bounds them: NVIDIA H200") :]
     assert "| dsv3-4k | forward | sums | 3 | 2000 | 250 | 2.00 | 75 % | 80 % | 60 % |" in section
     assert "| dsv3-4k | forward | sums | 3 | 2000 |  | 2.00 | 75 % | 80 % | 60 % |" in section
 

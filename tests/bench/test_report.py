@@ -32,6 +32,7 @@ MACHINE = {
 }
 
 
+PAGES = "performance.md", "performance_gpu.md", "performance_cpu.md"
 CPU_MACHINE = {"device": "cpu", "threads": 3, "copy_gbps": 40.0}
 
 
@@ -52,8 +53,8 @@ def timed(us, **changes):
 def make(tmp_path):
     (tmp_path / "docs").mkdir(exist_ok=True)
     status = report.main(["--results", str(tmp_path / "results"), "--docs", str(tmp_path / "docs")])
-    page = tmp_path / "docs" / "performance.md"
-    return status, page.read_text(encoding="utf-8") if page.exists() else None
+    pages = [tmp_path / "docs" / name for name in PAGES]
+    return status, "".join(page.read_text(encoding="utf-8") for page in pages if page.exists()) or None
 
 
 def test_rows_survive_writing_and_reading(tmp_path):
@@ -248,7 +249,7 @@ def test_padding_and_other_routings_are_told_apart(tmp_path):
 
 def test_the_committed_page_and_picture_are_what_the_command_writes(tmp_path):
     assert report.main(["--results", str(ROOT / "benchmarks/results"), "--docs", str(tmp_path)]) == 0
-    for name in ("performance.md", "speed.svg"):
+    for name in (*PAGES, "speed.svg"):
         assert (tmp_path / name).read_text("utf-8") == (ROOT / "docs" / name).read_text("utf-8"), (
             "run `make bench-report`"
         )

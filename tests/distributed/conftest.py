@@ -15,12 +15,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that asks for ``num_processes`` runs between 2 and 4, and on GPUs between as many as there are."""
+    """A test that asks for ``num_processes`` runs between 2, slow tests 4, and on GPUs as many as there are."""
     if "num_processes" in metafunc.fixturenames:
         gpus = metafunc.config.getoption("--gpus")
         on_gpus = metafunc.config.getoption("--device") != "cpu"
         sizes = [gpus] if on_gpus else [2, 4]
-        metafunc.parametrize("num_processes", sizes, ids=[processes.WORDS[size] for size in sizes], scope="module")
+        marks = [] if on_gpus else [pytest.mark.slow]
+        parameters = [pytest.param(size, id=processes.WORDS[size], marks=marks * (size > 2)) for size in sizes]
+        metafunc.parametrize("num_processes", parameters, scope="module")
 
 
 @pytest.fixture(scope="session")

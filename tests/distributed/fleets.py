@@ -4,18 +4,85 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from paddle.distributed import fleet
+import paddle
+import pytest
+from paddle.base import core
+from paddle.distributed import collective, fleet
+from paddle.distributed.fleet.base import topology
+
+_GUIDE = Path(__file__).resolve().parents[2] / "docs" / "expert_parallel.md"
+_DEGREES = ("dp_degree", "sharding_degree", "mp_degree", "pp_degree", "sep_degree")
+_topologies: dict[Any, Any] = {}  # of this process, since groups take time to connect
+_ORDER = ["sharding", "moe_sharding", "pp", "sep", "dp", "ep", "mp"]
 
 
-def expert_parallel_group() -> Any:
-    """Fleet's expert parallel group of two ranks, made by the first call. With gloo there may be no more of them."""
-    if getattr(fleet.fleet, "_hcg", None) is None:
-        strategy = fleet.DistributedStrategy()
-        degrees = {"sharding_degree": 2, "moe_sharding_degree": 1, "ep_degree": 2}
-        ones = dict.fromkeys(("dp_degree", "mp_degree", "pp_degree", "sep_degree"), 1)
-        order = ["sharding", "moe_sharding", "pp", "sep", "dp", "ep", "mp"]
-        strategy.hybrid_configs = {**ones, **degrees, "order": order}
+def start_fleet(sharding: dict[str, Any] | None = None, **degrees: int) -> Any:
+    """Start Fleet, again if need be, and give its topology.
+
+    Args:
+        sharding: what ``sharding_configs`` says.
+        degrees: those of ``hybrid_configs`` that are not 1.
+    """
+    strategy = fleet.DistributedStrategy()
+    with_experts = {"order": _ORDER} if "ep_degree" in degrees else {}
+    strategy.hybrid_configs = {**dict.fromkeys(_DEGREES, 1), **degrees, **with_experts}
+    for name, value in (sharding or {}).items():
+        setattr(strategy.hybrid_configs["sharding_configs"], name, value)
+    key = tuple(sorted(degrees.items()))
+    topology._HYBRID_PARALLEL_GROUP = _topologies.get(key)  # if there is one, Fleet keeps it
+    with groups_one_after_the_other():
         fleet.init(is_collective=True, strategy=strategy)
-    return fleet.get_hybrid_communicate_group().get_expert_parallel_group()
+    made = _topologies.setdefault(key, fleet.fleet._hcg)
+    fleet.fleet._hcg = made
+    return made
+
+
+@contextlib.contextmanager
+def groups_one_after_the_other() -> Iterator[None]:
+    """Let each group meet in a store of its own.
+
+    Gloo keeps all groups' addresses under the same keys of one store, so a rank may find those of the group before.
+    """
+    new_group, stores = paddle.distributed.new_group, []
+
+    def connected(ranks: list[int], **options: Any) -> Any:
+        if len(ranks) > 1:
+            stores.append(_new_store())
+            collective._set_default_store(stores[-1])
+        group = new_group(ranks, **options)
+        paddle.distributed.barrier()
+        return group
+
+    before = collective._default_store
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paddle.distributed, "new_group", connected)
+        yield
+    collective._set_default_store(before)
+
+
+def _new_store() -> Any:
+    """A store of all ranks, at a port that the first of them finds free."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        ports: list[int] = []
+        paddle.distributed.all_gather_object(ports, found.getsockname()[1])
+    is_first = paddle.distributed.get_rank() == 0
+    return core.TCPStore("127.0.0.1", ports[0], is_first, len(ports), 60)
+
+
+def code_of_guide(heading: str) -> list[str]:
+    """Run the program of a section of the guide, which several processes start; gives the names that it defines."""
+    section = _GUIDE.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"^```py\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    topology._HYBRID_PARALLEL_GROUP = None
+    names: dict[str, Any] = {}
+    with groups_one_after_the_other():
+        exec(code, names)
+    return sorted(names)

@@ -23,9 +23,7 @@ from paddle_moe_ops.expert_parallel import (
 )
 from paddle_moe_ops.nn import MoELayer
 
-from . import processes
-from .fleets import expert_parallel_group
-from .processes import Processes, run
+from .processes import run
 
 SIZES = 8, 12, 4, 2  # H, I, E, K
 HIDDEN = SIZES[0]
@@ -220,6 +218,7 @@ def data_parallel() -> Any:
     paddle.seed(1)
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
     net = Net(group)
+    assert f"rank={rank} of 2, combine=exact" in repr(net)
     before = arrays(net.moe.experts.state_dict())
     wrapped = paddle.DataParallel(net)
     x, y = batch((8, 8), rank, 0)
@@ -375,23 +374,3 @@ def test_two_groups_of_four_ranks_are_independent():
     outs = run(two_groups, 4)
     assert [len(out) for out in outs] == [2, 3, 4, 5]
     assert all(np.isfinite(out).all() for out in outs)
-
-
-def with_fleet() -> Any:
-    """What two ranks of Fleet have after a step."""
-    group = expert_parallel_group()
-    paddle.seed(group.ranks[0])
-    net = Net(group)
-    net(batch((2, 5), paddle.distributed.get_rank(), 0)[0]).sum().backward()
-    average_gradients(net.parameters(), group)
-    return group.ranks, net.moe.experts.num_experts, [list(each.grad.shape) for each in net.moe.experts.parameters()]
-
-
-def test_groups_of_fleet_are_taken():
-    ranks = Processes(2, processes.default_backend)  # of their own, since Fleet stays
-    try:
-        results = ranks.call(with_fleet, {})
-    finally:
-        ranks.stop()
-    gradients = [[2, HIDDEN, 2 * SIZES[1]], [2, SIZES[1], HIDDEN]]
-    assert results == [([0, 1], 2, gradients)] * 2

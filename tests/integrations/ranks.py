@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from paddle import nn
 
-from tests.distributed.fleets import expert_parallel_group
+from tests.distributed.fleets import start_fleet
 
 from . import stubs
 
@@ -30,7 +30,7 @@ LENGTHS = 17, 6  # of the sequence that a rank trains on
 
 def prepare() -> None:
     """Give this process Fleet's expert parallel group, and what PaddleFormers needs to build models for it."""
-    expert_parallel_group()
+    start_fleet(sharding_degree=2, moe_sharding_degree=1, ep_degree=2)
     deep_ep.install()  # without DeepEP it builds none
 
 

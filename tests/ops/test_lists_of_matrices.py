@@ -257,7 +257,11 @@ BAD = [
     (lambda w: [*w[:3], w[3].numpy()], TypeError, "W[3] must be a paddle.Tensor, but got ndarray"),
     (lambda w: [*w[:3], w[3][:5]], ValueError, f"W[3] must be of shape [{N}, {D}], but got [5, {D}]"),
     (lambda w: [w[0], w[1].astype("float16"), *w[2:]], TypeError, f"W[1] must be {FLOAT32}"),
-    (lambda w: [each[:, :3] for each in w], ValueError, f"W[0] must be of shape [N, {D}], but got [{N}, 3]"),
+    (
+        lambda w: [each[:, :3] for each in w],
+        ValueError,
+        f"W[0] must be of shape [N, {D}] with transpose=True, but got [{N}, 3]",
+    ),
     (
         lambda w: [each[:0] for each in w],
         ValueError,

@@ -117,6 +117,17 @@ def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("form", FORMS)
+def test_weights_by_slot_take_one_more_launch_each_way(interpreted, form, rng):
+    with use_backend("triton"):
+        Layer(rng, SMALL, np.float16, form=form, sizes=(16, 8)).run("cpu")
+    ends = interpreted.launches.index("unpermute_kernel") + 1  # of the forward pass
+    rows_are_gathered = 4, 9  # where they are moved, it takes five
+    by_slot = form.endswith("by slot")
+    assert (ends, len(interpreted.launches) - ends) == tuple(count + by_slot for count in rows_are_gathered)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("form", FORMS)
 def test_a_second_call_repeats_the_launches_of_the_first_with_its_own_tensors(interpreted, form, rng, monkeypatch):
     layers = [Layer(rng, SMALL, np.float16, form=form, sizes=(16, 8)) for _ in range(2)]
     with use_backend("triton"):

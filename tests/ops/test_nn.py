@@ -352,3 +352,15 @@ def test_hooks_of_the_parts_are_called():
     layer.shared.register_forward_post_hook(lambda _layer, _inputs, output: output * 0)
     layer.experts.register_forward_post_hook(lambda _layer, _inputs, output: output * 0)
     assert not layer(x).numpy().any()
+
+
+def test_printing_a_layer_tells_its_sizes_and_its_dtype():
+    layer = MoELayer(12, 6, 4, 2, capacity_factor=1.5, activation="geglu")
+    layer.to(dtype="bfloat16")
+    assert repr(layer).split("\n")[1:-1] == [
+        "  (router): TopKRouter(hidden_size=12, num_experts=4, topk=2, scoring=softmax, capacity_factor=1.5, "
+        "dtype=bfloat16)",
+        "  (experts): SwiGLUExperts(num_experts=4, hidden_size=12, intermediate_size=6, activation=geglu, bias=False, "
+        "dtype=bfloat16)",
+        "  (shared): SwiGLU(hidden_size=12, intermediate_size=6, dtype=bfloat16)",
+    ]

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("place")
 
 H = 12
 SIZE = "must be from 1 to 2147483647, but got 0"
+EXPERTS = "must be from 1 to 65536, but got 0"  # of layers with a router
 # For each layer: good arguments of its constructor.
 GOOD = {
     TopKRouter: {"hidden_size": H, "num_experts": 4, "topk": 2},
@@ -48,7 +49,11 @@ ROUTING = [
     ({"capacity_factor": float("nan")}, ValueError, "capacity_factor must be finite, but got nan"),
 ]
 BAD_ARGUMENTS = [
-    *((layer, {name: 0}, ValueError, f"{name} {SIZE}") for layer, good in GOOD.items() for name in good),
+    *(
+        (layer, {name: 0}, ValueError, f"{name} {EXPERTS if 'topk' in good and name == 'num_experts' else SIZE}")
+        for layer, good in GOOD.items()
+        for name in good
+    ),
     *(
         (layer, {name: 1.5}, TypeError, f"{name} must be an int, but got float")
         for layer in GOOD

@@ -60,6 +60,11 @@ def test_row_probs_of_a_plan_without_probabilities_raise_instead_of_meaning_no_w
         unpermute(paddle.ones([4, 2]), plan, plan.row_probs)
 
 
+def test_a_plan_prints_as_its_sizes_and_not_as_its_tensors(place, backend):
+    plan = route(paddle.to_tensor([[0, 1], [1, 2]], place=place), num_experts=3, padding_alignment=4)
+    assert str(plan) == "Plan(num_tokens=2, topk=2, num_experts=3, padding_alignment=4, num_rows=12)"
+
+
 def count_forms(counts, place):
     padded = -(-counts // SMALL.A) * SMALL.A
     return {

@@ -41,6 +41,23 @@ def test_all_code_is_found():
     assert sum(map(len, SECTIONS.values())) == written
 
 
+def test_no_code_is_written_in_a_way_that_no_test_runs():
+    """README's programs run in test_readme.py, those for PaddleFormers in tests/integrations/test_page.py.
+
+    Those for several processes are run by tests/distributed.
+    """
+    elsewhere = {"integrations.md": {"py", "text"}, "expert_parallel.md": {"py", "python"}}
+    pages = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+    kinds = {
+        (page.name, kind)
+        for page in pages
+        for kind in re.findall(r"^ *(?:```|~~~)(\S+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert {kind for name, kind in kinds if name not in elsewhere} == {"python", "text", "bibtex"}
+    for page, expected in elsewhere.items():
+        assert {kind for name, kind in kinds if name == page} == expected
+
+
 def test_the_files_that_contributing_names_exist():
     """By the end of their paths: in a table the folder is often that of the name before."""
     section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Adding an operator")[2]

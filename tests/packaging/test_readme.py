@@ -118,10 +118,13 @@ def test_badges_and_requirements_name_the_supported_versions():
 def test_figures_of_speed_are_those_of_the_measurements():
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     section = README.partition("\n## State of version")[2].partition("\n## ")[0]
+    layers = re.findall(r"one NVIDIA H200\*\*: (\S+) times .* forward and (\S+) times backward", page)
+    assert layers == re.findall(r"On one H200 the kernels are (\S+) times as fast forward and (\S+) times\n", README)
     summary = page.partition("### NVIDIA H200\n")[2].partition("\nSmall calls")[0]
     of_copy = [float(cell) for cell in re.findall(r"\| (\d\.\d\d) \|", summary)]
     assert f"{min(of_copy):.2f} to {max(of_copy):.2f} of the speed of a copy" in section
-    measured = page.partition("## NVIDIA H200, set `targets`")[2].partition("\n## ")[0]
+    details = (ROOT / "docs" / "performance_gpu.md").read_text(encoding="utf-8")
+    measured = details.partition("## NVIDIA H200, set `targets`")[2].partition("\n## ")[0]
 
     def row(operation: str, case: str) -> list[str]:
         table = measured.partition(f"### {operation}\n")[2].partition("\n### ")[0]

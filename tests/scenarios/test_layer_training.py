@@ -191,6 +191,16 @@ def test_narrow_layer_saved_is_as_in_dygraph(dtype, tmp_path):
 # ---- mixed precision, as far as Paddle has it on a CPU
 
 
+def test_a_training_step_without_mixed_precision_does_not_enter_it_to_turn_it_off(monkeypatch):
+    """That would take as long on the host as the operators."""
+    layer, x = MoELayer(H, I, E, K, activation="geglu"), paddle.randn([T, H])
+    entered = []
+    monkeypatch.setattr(paddle.amp, "auto_cast", lambda **options: entered.append(options))
+    sum(each.sum() for each in all_of(layer)(x)).backward()
+    assert layer.router.weight.grad.abs().sum() > 0
+    assert not entered
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_automatic_mixed_precision_in_dygraph_changes_nothing(level):
     layer, x = MoELayer(H, I, E, K), paddle.randn([T, H])

@@ -175,7 +175,7 @@ MISTAKES = {
     ),
     "weights of other matrices": (
         lambda g: grouped_gemm(g.rows, paddle.ones([E, 3, 7]), COUNTS),
-        "grouped_gemm: W must be of shape [E, N, 4], but got [5, 3, 7]",
+        "grouped_gemm: W must be of shape [E, N, 4] with transpose=True, but got [5, 3, 7]",
     ),
     "sizes beyond the rows": (
         lambda g: grouped_gemm(g.rows, g.weights, [3, 4, 3, 1, 9]),

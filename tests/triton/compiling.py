@@ -28,7 +28,14 @@ from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weig
 from paddle_moe_ops.triton.permute import permute  # noqa: E402
 from paddle_moe_ops.triton.route import Routing, route  # noqa: E402
 from paddle_moe_ops.triton.row_id_map import make_row_id_map, read_row_id_map  # noqa: E402
-from paddle_moe_ops.triton.rowmap import clean_rowmap, clean_rowmap_by_expert, gather_slots, scatter_mask, scatter_slots  # noqa: E402
+from paddle_moe_ops.triton.rowmap import (  # noqa: E402
+    clean_rowmap,
+    clean_rowmap_by_expert,
+    gather_slots,
+    scatter_mask,
+    scatter_slots,
+    slots_to_rows,
+)
 from paddle_moe_ops.triton.sort_chunks import chunk_map  # noqa: E402
 from paddle_moe_ops.triton.topk import topk as choose_experts  # noqa: E402
 from paddle_moe_ops.triton.topk import topk_backward  # noqa: E402
@@ -86,6 +93,7 @@ def main() -> None:
     gather_slots(gpu, by_row, ids)
     scatter_mask(gpu, by_row, owners, owners, tokens, experts)
     scatter_slots(gpu, by_slot, ids, by_row, add=True)
+    slots_to_rows(gpu, by_slot, ids, owners)
     groups = Groups(gpu.empty([experts], "int32"), gpu.empty([experts + 1], "int64"))
     matrices = gpu.array(np.zeros((experts, 256, hidden), np.float16))
     for transpose, matrix in ((True, matrices), (False, gpu.reshape(matrices, (experts, hidden, 256)))):

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.long
 
 KERNELS = {
     *("route", "mask_to_ids", "count", "prefix", "offsets", "maps", "permute", "unpermute", "unpermute_backward"),
-    *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "chunks", "chunk_map"),
+    *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "slots_to_rows"),
+    *("chunks", "chunk_map"),
     *("topk", "topk_backward"),
     *("make_row_id_map", "read_row_id_map"),
     *("schedule", "product", "weight_gradient", "row_sums", "bias_gradient", "swiglu_gradient"),

@@ -10,7 +10,7 @@ import pytest
 from paddle_moe_ops import reference
 from paddle_moe_ops.reference.paddle_api import _slot_to_row, _usable_rowmap
 from paddle_moe_ops.reference.routing import take_or_zero
-from paddle_moe_ops.triton.rowmap import clean_rowmap, gather_slots, scatter_mask, scatter_slots
+from paddle_moe_ops.triton.rowmap import clean_rowmap, gather_slots, scatter_mask, scatter_slots, slots_to_rows
 from tests.params import MANY_SLOTS, MORE_SLOTS_THAN_EXPERTS, ODD, SMALL
 from tests.reference.cases import assert_same_bits
 
@@ -80,3 +80,23 @@ def test_values_of_slots_that_share_a_row_are_added_in_order(gpu, rng, add):
             total = np.float32(total + value)
         expected[row] = total
     assert_same_bits(gpu.numpy(rows), expected)
+
+
+def test_values_of_slots_come_to_the_rows_of_their_token(gpu, rng):
+    slots = np.array([[3, 3, -1, 3], [0, 1, 0, -1], [-1, -1, -1, -1]], np.int32)
+    row_to_token = np.array([1, 1, -1, 0, 0, 3], np.int32)  # row 4 is read by no slot, and there is no token 3
+    values = rng.standard_normal(slots.shape).astype(np.float32)
+    values[1, 1] = -0.0
+    found = slots_to_rows(gpu, *map(gpu.array, (values, slots, row_to_token)))
+    expected = np.zeros(6, np.float32)
+    expected[3] = values[0, 0] + values[0, 1] + values[0, 3]
+    expected[0], expected[1] = values[1, 0] + values[1, 2], values[1, 1]
+    assert_same_bits(gpu.numpy(found), expected)
+
+
+@pytest.mark.parametrize("shape", [SMALL, SMALL._replace(T=1025, K=1)])
+def test_values_of_slots_come_to_the_rows_of_a_plan(gpu, rng, shape):
+    plan = make_problem(rng, shape).plan
+    values = rng.standard_normal(plan.slot_to_row.shape).astype(np.float32)
+    found = slots_to_rows(gpu, *map(gpu.array, (values, plan.slot_to_row, plan.row_to_token)))
+    assert_same_bits(gpu.numpy(found), reference.slots_to_rows(values, plan.slot_to_row, plan.num_rows))

@@ -49,13 +49,11 @@ made. Every test compares with the NumPy oracle, bit for bit but for the dot pro
 
 {table}
 
-{open}The last column names the sources in `paddle_moe_ops/csrc` that a run uses and that have changed since its commit.
+With {machines}. No test was skipped. The last column counts the sources in
+`paddle_moe_ops/csrc` that a run uses and that are newer than it; [their names](#sources-that-are-newer-than-a-run) are
+below.
 
-Commands:
-
-{commands}
-
-## What this shows, and what it does not
+{open}## What this shows, and what it does not
 
 PyPI has no `paddlepaddle-gpu` of the 3.x series, so **under a 3.x GPU wheel the operators have never run: for
 those they are compile-tested**. `make check-place`, a step of CI, compiles the bindings with `PADDLE_WITH_CUDA`
@@ -71,7 +69,15 @@ On `cuda_rig` the operators of Paddle's own between and beside ours (the router 
 recompute, sums of gradients, inputs made contiguous, export and inference) run on the CPU, with a copy of their
 tensors to the host and back; so those runs show that ours fit in, and nothing about Paddle's own GPU kernels. Left
 out there is what is marked `paddle_kernels` in the sources, with the reason. `cpu_only` are tests about threads,
-instruction sets and host memory. No test was skipped.
+instruction sets and host memory.
+
+## Sources that are newer than a run
+
+{newer}
+
+## Commands
+
+{commands}
 """
 
 
@@ -94,35 +100,46 @@ def open_points(results: list[dict]) -> list[str]:
     return points
 
 
-def changed_since(result: dict) -> str:
+def changed_since(result: dict) -> list[str]:
     """The sources that a run uses and that differ from those of its commit; without Paddle, no bindings."""
     unused = ["cpu"] if result["suite"] in WITH_PADDLE else ["cpu", "paddle"]
     sources = ["paddle_moe_ops/csrc", *(f":!paddle_moe_ops/csrc/{folder}" for folder in unused)]
     command = ["git", "diff", "--name-only", result["commit"], "HEAD", "--", *sources]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    return ", ".join(Path(name).name for name in names) or "none"
+    return [Path(name).name for name in names]
+
+
+def by_runs(newer: dict[str, list[str]]) -> str:
+    """The newer sources of each run; runs that have the same ones share a line."""
+    runs: dict[str, list[str]] = {}
+    for suite, names in newer.items():
+        runs.setdefault(", ".join(f"`{name}`" for name in names) or "none", []).append(suite)
+    return "\n".join(f"* {', '.join(suites)}: {names}" for names, suites in runs.items())
 
 
 def main() -> int:
     results = load()
+    newer = {result["suite"]: changed_since(result) for result in results}
     rows = [
-        "| run | passed | failed | skipped | sanitizer | GPU | driver | CUDA | Python | commit | date | changed since |"
+        "| run | passed | failed | sanitizer | GPU | commit | date | newer sources |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    rows.append("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for result in results:
         cells = [
             SUITES[result["suite"]],
-            *(result[name] for name in ("passed", "failed", "skipped")),
+            *(result[name] for name in ("passed", "failed")),
             "; ".join(result.get("sanitizer", [])) or "-",
-            *(result[name] for name in ("gpu", "driver", "cuda", "python", "commit", "date")),
-            changed_since(result),
+            *(result[name] for name in ("gpu", "commit", "date")),
+            len(newer[result["suite"]]),
         ]
         rows.append("| " + " | ".join(map(str, cells)) + " |")
     commands = "\n".join(f"* {result['suite']}: `{result['command']}`" for result in results)
     points = open_points(results)
     still_open = "".join(f"* {point}\n" for point in points)
     still_open = f"**Open, not as it should be:**\n\n{still_open}\n" if points else ""
-    PAGE.write_text(TEXT.format(table="\n".join(rows), open=still_open, commands=commands), encoding="utf-8")
+    machines = sorted({"driver {driver}, CUDA {cuda}, Python {python}".format(**result) for result in results})
+    facts = {"machines": "; ".join(machines), "newer": by_runs(newer), "commands": commands}
+    PAGE.write_text(TEXT.format(table="\n".join(rows), open=still_open, **facts), encoding="utf-8")
     return 1 if points else 0
 
 

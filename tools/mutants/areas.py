@@ -25,7 +25,9 @@ class Area(NamedTuple):
 
 
 AREAS = {
-    "gradients": Area(("paddle_moe_ops/backends/gradients.py", "paddle_moe_ops/backends/nodes.py"), _OPERATORS),
+    "gradients": Area(
+        tuple(f"paddle_moe_ops/backends/{name}.py" for name in ("gradients", "product_calls", "nodes")), _OPERATORS
+    ),
     "fronts": Area(
         (
             *(f"paddle_moe_ops/{name}.py" for name in ("functional", "routing", "gemm", "indexed", "dispatch")),
@@ -100,7 +102,12 @@ EQUIVALENT = (
     (r"", "", r"is_on_gpu\(|is_cpu_place\(|is_gpu_place\(", "the suites on a GPU see it"),
     (r"backends/gradients\.py", "", r"return both\(", "what is not wanted"),
     (r"gradients\.py", "condition dropped", r"if not paddle\.is_grad_enabled\(\) or value", "a shortcut"),
-    (r"backends/gradients\.py", "method dropped", r"each\.detach\(\) for each in made", "they are results of a node"),
+    (
+        r"backends/product_calls\.py",
+        "method dropped",
+        r"each\.detach\(\) for each in made",
+        "they are results of a node",
+    ),
     (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
     (r"_checks\.py", "method dropped", r"\.item\(\)", "operator.index reads a tensor as well"),
     (r"reference/topk\.py", "comparison", r"topk_groups < num_groups", "a shortcut: all groups are kept"),

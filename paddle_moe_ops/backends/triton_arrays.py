@@ -1,0 +1,44 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Paddle's tensors as the launchers of `paddle_moe_ops.triton` take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddle import Tensor
+
+from ..triton import _runtime
+from .library import loaded_library
+
+__all__ = ["aligned", "dense", "dense_rows", "device_of"]
+
+_ALIGNMENT = 16
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy unless the elements of each row are neighbours."""
+    return tensor if tensor.is_contiguous() or tensor.strides[1] == 1 else tensor.contiguous()
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and at an address that all widths of access like: the bits of a dot product depend on the width."""
+    found = dense(tensor)
+    return found if found.data_ptr() % _ALIGNMENT == 0 else found.clone()
+
+
+def _grouped_product() -> Any:
+    """That of the compiled library, if it is there and has one."""
+    from ..triton.hopper_product import grouped_product_of
+
+    library = loaded_library()
+    return None if library is None else grouped_product_of(library)
+
+
+def device_of(tensor: Tensor) -> Any:
+    """The device that launches there, with the compiled library's product."""
+    return _runtime.device_of(tensor, _grouped_product)

@@ -1,0 +1,173 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products and whole layers on Triton, for `triton.TritonKernels`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from .base import GemmSpec, MlpSpec, Validation
+from .host_checks import host_segments
+from .triton_arrays import dense, dense_rows, device_of
+
+__all__ = ["ProductKernels"]
+
+
+class ProductKernels:
+    """The verbs of `base.Kernels` whose kernels multiply matrices."""
+
+    def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
+        from ..triton.grouped_gemm import grouped_gemm
+        from ..triton.recording import facts_of, recorded
+
+        on_host = isinstance(spec.m_sizes, list) and not isinstance(spec.expert_offsets, Tensor)
+        if on_host or spec.validation != Validation.OFF:
+            num_rows = x.shape[0] if spec.plan is None else spec.plan.num_rows
+            host_segments(num_rows, spec.m_sizes, spec.expert_offsets)
+        device, maps = device_of(x), _gemm_maps(spec, weights)
+        operands = dense_rows(x), dense(w), _gemm_groups(spec, x)
+        bias = None if bias is None else dense(bias)
+
+        def call(device: Any) -> tuple[Any]:
+            return (grouped_gemm(device, *operands, spec.transpose, **maps, bias=bias),)
+
+        inputs = _operands(operands, maps, bias)
+        return recorded(device, ("grouped_gemm", spec.transpose, *facts_of(device, *inputs)), inputs, call)[0]
+
+    def grouped_gemm_backward(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        w: Tensor,
+        weights: Tensor | None,
+        bias: Tensor | None,
+        spec: GemmSpec,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        from ..triton.bias_gradient import bias_gradient
+        from ..triton.grouped_gemm import grouped_gemm_backward
+        from ..triton.recording import facts_of, recorded
+        from ..triton.unpermute import unpermute
+
+        device, maps = device_of(x), _gemm_maps(spec, weights)
+        d_out, operands = dense_rows(d_out), (dense_rows(x), dense(w), _gemm_groups(spec, x))
+        bias = None if bias is None else dense(bias)
+
+        def call(device: Any) -> tuple[Any, ...]:
+            d_bias = None
+            d_rows, d_w, d_weights = grouped_gemm_backward(
+                device, d_out, *operands, spec.transpose, **maps, wanted=wanted[:3]
+            )
+            if bias is not None and any(wanted[2:]):
+                d_bias, d_weights = bias_gradient(device, d_out, bias, operands[2], maps["weights"], d_weights)
+            if maps["tokens"] is not None and d_rows is not None:
+                d_rows = unpermute(device, d_rows, maps["tokens"].token_rows)
+            return d_rows, d_w, d_weights, d_bias
+
+        inputs = d_out, *_operands(operands, maps, bias)
+        key = "grouped_gemm_backward", wanted, spec.transpose, *facts_of(device, *inputs)
+        d_x, d_w, d_weights, d_bias = recorded(device, key, inputs, call)
+        return d_x, d_w, d_weights, d_bias
+
+    def moe_mlp(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        from ..triton.moe_mlp import moe_mlp
+        from ..triton.recording import facts_of, recorded
+        from ..triton.rowmap import slots_to_rows
+
+        plan = spec.plan
+        if spec.validation != Validation.OFF:
+            host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
+        device, x = device_of(x), dense_rows(x)
+        maps = dense(plan.slot_to_row) if spec.weights_by_slot else None
+        layer = _layer(gate_up, down, weights, spec)
+
+        def call(device: Any) -> tuple[Any, Any, Any]:
+            by_row = layer.weights
+            if maps is not None:
+                by_row = slots_to_rows(device, by_row, maps, layer.tokens.row_to_token)
+            out, hidden = moe_mlp(device, x, layer._replace(weights=by_row), keeps_hidden)
+            return out, hidden, by_row if maps is not None else None
+
+        inputs = _arrays(x, layer, maps)
+        key = "moe_mlp", keeps_hidden, spec.transpose, spec.workspace, *facts_of(device, *inputs)
+        out, hidden, by_row = recorded(device, key, inputs, call)
+        return out, hidden, weights if by_row is None else by_row
+
+    def moe_mlp_backward(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        hidden: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool, bool, bool],
+        destinations: tuple[Any, Any],
+    ) -> tuple[Tensor | None, ...]:
+        from ..triton.moe_mlp import moe_mlp_backward
+        from ..triton.recording import facts_of, recorded
+
+        device, d_out, x = device_of(x), dense_rows(d_out), dense_rows(x)
+        maps = dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
+        layer = _layer(gate_up, down, weights, spec)
+
+        def call(device: Any) -> tuple[Any, ...]:
+            made = moe_mlp_backward(device, d_out, x, hidden, layer._replace(slots=maps), wanted, destinations)
+            matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
+            return made.x, *matrices, made.weights
+
+        inputs = d_out, hidden, *(each and each[0] for each in destinations), *_arrays(x, layer, maps)
+        adds = tuple(each and each[1] for each in destinations)
+        key = "moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace, *facts_of(device, *inputs)
+        return tuple(recorded(device, key, inputs, call))
+
+
+def _layer(gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Any:
+    from ..triton.grouped_gemm import Groups, Tokens
+    from ..triton.moe_mlp import Layer
+
+    plan = spec.plan
+    groups = Groups(dense(plan.tokens_per_expert), dense(plan.expert_offsets))
+    tokens = Tokens(dense(plan.row_to_token), dense(plan.token_rows))
+    weights = None if weights is None else dense(weights)
+    return Layer(dense(gate_up), dense(down), groups, tokens, weights, spec.transpose, spec.workspace)
+
+
+def _operands(operands: tuple, maps: dict[str, Any], bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """All that the launches of a grouped product read."""
+    x, w, groups = operands
+    return x, w, *groups, *(maps["tokens"] or ()), maps["weights"], bias
+
+
+def _arrays(x: Tensor, layer: Any, maps: Tensor | None) -> tuple[Tensor | None, ...]:
+    """All that a layer's launches read."""
+    return x, layer.gate_up, layer.down, *layer.groups, *layer.tokens, layer.weights, maps
+
+
+def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:
+    """Sizes and offsets as tensors where the operands are."""
+    from ..triton.grouped_gemm import Groups
+
+    def on_device(numbers: list[int] | Tensor) -> Tensor:
+        if isinstance(numbers, Tensor):
+            return dense(numbers)
+        return paddle.to_tensor(numbers, dtype="int32", place=x.place)
+
+    offsets = None if spec.expert_offsets is None else on_device(spec.expert_offsets)
+    return Groups(on_device(spec.m_sizes), offsets)
+
+
+def _gemm_maps(spec: GemmSpec, weights: Tensor | None) -> dict[str, Any]:
+    from ..triton.grouped_gemm import Tokens
+
+    plan = spec.plan
+    return {
+        "tokens": None if plan is None else Tokens(dense(plan.row_to_token), dense(plan.token_rows)),
+        "weights": None if weights is None else dense(weights),
+    }

@@ -1,0 +1,231 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fleet's optimizers for models whose experts are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import paddle
+from paddle import Tensor, nn
+from paddle.distributed import fleet
+from paddle.distributed.communication.group import Group
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
+    DygraphShardingOptimizer,
+    DygraphShardingOptimizerV2,
+)
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import HybridParallelOptimizer
+from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
+
+from .. import _checks
+from .gradients import gradient_of
+from .groups import expert_group_of
+from .mixing import mixing_prevented
+from .parameters import is_expert_parameter, sharding_color
+
+__all__ = ["distributed_optimizer"]
+
+_NAME = "distributed_optimizer"
+
+
+def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
+    """Make the optimizer that ``fleet.distributed_optimizer`` makes, for a model whose experts are spread over ranks.
+
+    The losses are those of one process: in ``step()`` the gradients become those of the mean over all ranks' losses,
+    those of experts too, which are added up only between ranks that have copies of the same experts. So neither call
+    `average_gradients` nor scale anything. Clipping by the global norm counts each expert once: give the optimizer
+    `paddle.nn.ClipGradByGlobalNorm` or ``ClipGradForMOEByGlobalNorm``; either becomes what the strategy needs. Copies
+    of experts start as the first one. ``step()`` waits for no number. All ranks make the optimizer at the same time.
+
+    Which topologies of ``fleet.init`` work, with all other degrees 1, and whose ranks share the experts:
+
+    * ``dp_degree``: the data parallel group, with the model from ``fleet.distributed_model``;
+    * ``sharding_degree``, with or without ``dp_degree``: the sharding group;
+    * ``sharding_degree = moe_sharding_degree * ep_degree``: the expert parallel group.
+
+    Sharding is stage 1: ``DygraphShardingOptimizer``, without ``tensor_fusion`` and ``comm_overlap``, or with
+    ``split_param`` ``DygraphShardingOptimizerV2``, without ``dp_degree`` and for parameters with ``main_grad``.
+
+    Args:
+        optimizer: of `paddle.optimizer`, with a list of parameters, or Fleet's ``MixPrecisionOptimizer`` of one. What
+            `mark_expert_parameters` marked is known as experts.
+        strategy: see Fleet.
+
+    Returns:
+        Fleet's optimizer.
+
+    Raises:
+        TypeError: the optimizer has no list of parameters.
+        ValueError: Fleet was not started, or its topology or strategy is another one; experts are shared by ranks of
+            several groups, or by others than the topology's.
+    """
+    parameters = getattr(optimizer, "_parameter_list", None)
+    if not parameters or isinstance(parameters[0], dict):
+        expected = "an optimizer of paddle.optimizer with a list of parameters"
+        _checks.bad_type(_NAME, "optimizer", expected, type(optimizer).__name__)
+    experts = [each for each in parameters if expert_group_of(each) is not None]
+    if not experts:
+        return fleet.distributed_optimizer(optimizer, strategy)
+    place, innermost = _place_of(experts, strategy), optimizer
+    while "_inner_opt" in vars(innermost):  # of mix_precision_utils.MixPrecisionOptimizer
+        innermost = innermost._inner_opt
+    innermost._grad_clip = _clip(innermost._grad_clip, place)
+    if place.splits_parameters:
+        if not all(hasattr(each, "main_grad") for each in parameters):
+            expected = (
+                "ones with main_grad with split_param, as Fleet's MixPrecisionLayer makes them: clear_grad() parts"
+            )
+            _checks.bad_value(_NAME, "parameters", f"{expected} other gradients from Fleet's buffers", "ones without")
+        for each in experts:
+            each.color = sharding_color(place.copies)
+    with paddle.no_grad(), mixing_prevented():
+        for group in (place.copies, *place.replicas):
+            for each in experts if group.nranks > 1 else ():
+                paddle.distributed.broadcast(each, src=group.ranks[0], group=group)
+        made = fleet.distributed_optimizer(optimizer, strategy)
+    made.__class__ = _Optimizer
+    made._experts, made._share = experts, 1.0 / place.group.nranks
+    if isinstance(made._inner_opt, DygraphShardingOptimizer):
+        made._inner_opt.__class__ = _Sharding
+        made._inner_opt.keep_apart(experts, place.copies)
+    return made
+
+
+class _Place(NamedTuple):
+    """Where experts are in Fleet's topology.
+
+    Attributes:
+        group: the ranks that share them.
+        copies: within the sharding group, the ranks that have copies of this rank's.
+        replicas: the data parallel group, if its ranks have copies, too.
+        is_sharded: whether there is a sharding group.
+        splits_parameters: whether sharding divides each parameter.
+    """
+
+    group: Group
+    copies: Group
+    replicas: tuple[Group, ...]
+    is_sharded: bool
+    splits_parameters: bool
+
+
+def _place_of(experts: Sequence[Tensor], strategy: Any) -> _Place:
+    """Check that Fleet's topology and strategy are ones that are known to be right."""
+    environment, hcg = fleet.fleet, getattr(fleet.fleet, "_hcg", None)
+    if hcg is None:
+        _checks.bad_value(_NAME, "Fleet", "started by fleet.init", "none")
+    groups = {id(group): group for group in map(expert_group_of, experts) if group is not None}
+    group = next(iter(groups.values()))
+    if len(groups) > 1:
+        given = ", ".join(str(each.ranks) for each in groups.values())
+        _checks.bad_value(_NAME, "experts", "shared by the ranks of one group", f"groups of ranks {given}")
+    strategy = environment._user_defined_strategy if strategy is None else strategy
+    if strategy.heter_ccl_mode:
+        _checks.bad_value(_NAME, "heter_ccl_mode", "False for experts on several ranks", True)
+    configs = strategy.hybrid_configs
+    for name in ("mp_degree", "pp_degree", "sep_degree"):
+        if configs[name] > 1:
+            _checks.bad_value(_NAME, name, "1 for experts on several ranks", configs[name])
+    alone, data = hcg.get_model_parallel_group(), hcg.get_data_parallel_group()
+    sharding = configs["sharding_configs"]
+    if hcg.get_sharding_parallel_world_size() == 1:
+        _check_ranks(group, data, "data parallel")
+        return _Place(group, alone, (), False, False)
+    if sharding.split_param and data.nranks > 1:
+        _checks.bad_value(_NAME, "dp_degree", "1 with split_param", data.nranks)
+    for name in ("tensor_fusion", "comm_overlap"):
+        if getattr(sharding, name) and not sharding.split_param:
+            _checks.bad_value(_NAME, name, "False without split_param", True)
+    copies = hcg.get_moe_sharding_parallel_group() if hasattr(hcg, "get_expert_parallel_group") else alone
+    if copies is alone:
+        _check_ranks(group, hcg.get_sharding_parallel_group(), "sharding")
+    else:
+        _check_ranks(group, hcg.get_expert_parallel_group(), "expert parallel")
+    return _Place(group, copies, (data,), True, bool(sharding.split_param))
+
+
+def _check_ranks(group: Group, expected: Group, name: str) -> None:
+    if sorted(group.ranks) != sorted(expected.ranks):
+        text = f"shared by Fleet's {name} group, ranks {expected.ranks}"
+        _checks.bad_value(_NAME, "experts", text, f"by ranks {group.ranks}")
+
+
+def _clip(clip: Any, place: _Place) -> Any:
+    """How gradients are clipped by the norm over all ranks, where each rank has experts of its own."""
+    if place.is_sharded:  # Fleet adds up the squares of what each rank updates
+        return nn.ClipGradByGlobalNorm(clip.clip_norm) if isinstance(clip, ClipGradForMOEByGlobalNorm) else clip
+    if isinstance(clip, nn.ClipGradByGlobalNorm):
+        return ClipGradForMOEByGlobalNorm(clip.clip_norm, is_expert_parameter, place.group)
+    return clip
+
+
+class _Optimizer(HybridParallelOptimizer):
+    """Fleet's, which divides the gradients of experts by the ranks whose tokens are in them."""
+
+    _experts: Sequence[Tensor]
+    _share: float
+
+    def _hybrid_sync_grad(self, parameter_list: list[Tensor]) -> None:
+        super()._hybrid_sync_grad(parameter_list)
+        if isinstance(self._inner_opt, DygraphShardingOptimizerV2):
+            buffers = [each for each in self._inner_opt._comm_buffer_list if is_expert_parameter(each.params[0])]
+            gradients = [each.grad_storage for each in buffers]
+        else:
+            gradients = [gradient_of(each) for each in self._experts if not each.stop_gradient]
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.scale_(self._share)
+
+
+class _Sharding(DygraphShardingOptimizer):
+    """Fleet's first sharding optimizer, in which experts are divided between the ranks that have copies of them."""
+
+    _owners: dict[str, int]  # by the name of a parameter of experts, the rank of the world that updates it
+    _copies: Group
+    _parameter_list: list[Tensor]
+    _broadcast_order_params: list[Tensor] | None
+
+    def keep_apart(self, experts: Sequence[Tensor], copies: Group) -> None:
+        """Divide the parameters again."""
+        whole, names = self._parameter_list, {each.name for each in experts}
+        self._copies = copies
+        self._owners = {each.name: copies.ranks[number % copies.nranks] for number, each in enumerate(experts)}
+        self._parameter_list = [each for each in whole if each.name not in names]
+        self._rank2params = self._partition_parameters()
+        self._parameter_list = whole
+        if self._broadcast_order_params is not None:
+            self._broadcast_order_params = [each for each in self._broadcast_order_params if each.name not in names]
+        this = paddle.distributed.get_rank()
+        self._rank2experts = [each for each in experts if self._owners[each.name] == this]
+        self._param2rank = self._map_param_to_rank()
+        for each in experts:
+            self._param2rank[each.name] = self._sharding_rank if self._owners[each.name] == this else -1
+        self._rank2params[self._sharding_rank] += self._rank2experts
+        for name in ("_parameter_list", "_param_groups"):
+            self._set_inner_opt_attr(name, self._rank2params[self._sharding_rank])
+
+    def reduce_gradients(self, parameter_list: list[Tensor], hcg: Any) -> None:
+        super().reduce_gradients([each for each in parameter_list if each.name not in self._owners], hcg)
+        if self._copies.nranks == 1:
+            return
+        for each in self._experts_of(parameter_list):
+            gradient = gradient_of(each)
+            if gradient is None:  # of a rank without tokens
+                attribute, dtype = ("main_grad", "float32") if hasattr(each, "main_grad") else ("grad", each.dtype)
+                gradient = paddle.zeros_like(each, dtype=dtype)
+                setattr(each, attribute, gradient)
+            gradient.scale_(1.0 / self._copies.nranks)
+            paddle.distributed.reduce(gradient, dst=self._owners[each.name], group=self._copies)
+
+    def _sharding_sync_parameters(self) -> None:
+        own = self._rank2params[self._sharding_rank]
+        self._rank2params[self._sharding_rank] = [each for each in own if each.name not in self._owners]
+        super()._sharding_sync_parameters()
+        self._rank2params[self._sharding_rank] = own
+        with paddle.no_grad():
+            for each in self._experts_of(self._parameter_list) if self._copies.nranks > 1 else ():
+                paddle.distributed.broadcast(each, src=self._owners[each.name], group=self._copies)
+
+    def _experts_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return [each for each in parameters if each.name in self._owners and not each.stop_gradient]

@@ -1,0 +1,59 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The summary of docs/performance.md: layers, calls and CPUs in words and in tables."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.kernels.overview import page
+from benchmarks.kernels.results import Run
+from benchmarks.layer.report import newest_runs
+
+from .test_report import timed
+
+MIB = 1 << 20
+CPU = {"device": "cpu", "set": "targets", "cpu": "Imagined CPU", "threads": 3}
+
+
+def layer_line(impl, us, kept, shape="ernie-21b", **more):
+    times = {f"{way}_us": float(each) for way, each in zip(("forward", "backward"), us, strict=True)}
+    speeds = {"forward_tflops": 500.0, "backward_tflops": 400.0, "kept": kept * MIB}
+    return {"shape": shape, "routing": "even", "impl": impl, "mode": "graph", **times, **speeds, **more}
+
+
+@pytest.fixture
+def layers(tmp_path):
+    def write(*lines):
+        machine = {"machine": True, "gpu": "Imagined GPU", "date": "2026-01-02"}
+        (tmp_path / "a-layer.jsonl").write_text("\n".join(map(json.dumps, [machine, *lines])), encoding="utf-8")
+        return newest_runs(tmp_path, "layer")
+
+    return write
+
+
+def test_a_layer_has_both_times_and_what_is_kept(layers):
+    text = page([], layers(layer_line("ours", (4000, 8000), 600), layer_line("torch", (6000, 20000), 2000)), [])
+    cells = "ERNIE-4.5-21B | 16384 | 4.00 / 8.00 | 500 / 400 | 6.00 / 20.00 | 1.50 x / 2.50 x | 600 / 2000"
+    assert f"| Imagined GPU | {cells} |" in text
+    assert "1.5 times as fast as PyTorch's grouped product forward and 2.5 times backward" in text
+    assert "geometric mean of 1 shapes" in text
+
+
+def test_layers_without_a_peer_or_with_a_wrong_result_are_left_out(layers):
+    wrong = layer_line("torch", (1, 1), 1, shape="mixtral", error="rows are off")
+    runs = layers(layer_line("ours", (4, 8), 6), layer_line("ours", (4, 8), 6, shape="mixtral"), wrong)
+    text = page([], runs, [])
+    assert "Layers of experts**" not in text
+    assert "Imagined GPU" not in text
+
+
+def test_calls_on_a_cpu_are_set_beside_plain_operators():
+    case = {"op": "permute", "variant": "bf16", "shape": "dsv3", "tokens": 4096, "mode": "cpu", "cold": False}
+    rows = [timed(us, impl=impl, **case) for us, impl in ((2000.0, "public function"), (50000.0, "paddle ops"))]
+    text = page([], [], [Run(CPU, rows)])
+    assert "| Imagined CPU, 3 cores | DeepSeek-V3 | 4096 | permute | 2.0 | 50.0 | 25 x |" in text
+    assert "25 to 25 times as fast as plain operators of Paddle" in text
+    assert "## On a CPU" not in page([], [], [Run(CPU, rows[:1])])

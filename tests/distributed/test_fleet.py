@@ -1,0 +1,348 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models with experts on several ranks, trained with Fleet, give the losses and parameters of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.distributed import fleet
+from paddle.distributed.fleet.utils import mix_precision_utils, tensor_fusion_helper
+from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
+
+from paddle_moe_ops.expert_parallel import (
+    average_gradients,
+    distributed_optimizer,
+    gather_state_dict,
+    is_expert_parameter,
+)
+
+from . import processes
+from .fleets import code_of_guide, start_fleet
+from .processes import Processes
+from .test_expert_parallel_errors import caught
+from .test_expert_parallel_layer import HIDDEN, SIZES, Net, arrays, batch
+
+STEPS = 4
+DATA, SHARDING, EXPERTS = "data parallel", "sharding", "expert parallel"
+TWO = {
+    DATA: {"dp_degree": 2},
+    SHARDING: {"sharding_degree": 2},
+    EXPERTS: {"sharding_degree": 2, "moe_sharding_degree": 1, "ep_degree": 2},
+}
+FOUR = {
+    DATA: {"dp_degree": 4},
+    SHARDING: {"dp_degree": 2, "sharding_degree": 2},
+    EXPERTS: {"sharding_degree": 4, "moe_sharding_degree": 2, "ep_degree": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Any]:
+    """Calls a function between processes of these tests, since Fleet stays in them. Sort tests by their number."""
+    running: dict[int, Processes] = {}
+
+    def call(count: int, function: Any, **arguments: Any) -> list[Any]:
+        if count not in running:
+            processes.stop()
+            for size in list(running):
+                running.pop(size).stop()
+            running[count] = Processes(count, processes.default_backend)
+        try:
+            return running[count].call(function, arguments)
+        except RuntimeError:
+            running.pop(count).kill()
+            raise
+
+    yield call
+    for each in running.values():
+        each.stop()
+
+
+def group_of_experts(topology: Any, kind: str) -> Any:
+    """The ranks that share the experts."""
+    if kind == EXPERTS:
+        return topology.get_expert_parallel_group()
+    return topology.get_sharding_parallel_group() if kind == SHARDING else topology.get_data_parallel_group()
+
+
+def steps(model: Any, optimizer: Any, tokens: tuple[int, ...], rank: int | None, turns: int) -> list[float]:
+    """Train, each step on `turns` batches; the losses are parts of those over all tokens."""
+    losses, parts = [], 1 if rank is None else len(tokens)
+    for step in range(STEPS):
+        total = 0.0
+        for turn in range(turns):
+            x, y = batch(tokens, rank, turns * step + turn)
+            x.stop_gradient = False  # a rank without tokens has gradients of dense layers, too
+            loss = (model(x) - y).square().sum() * (parts / sum(tokens))
+            loss.backward()
+            total += float(loss)
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(total / parts)
+    return losses
+
+
+def optimizer_of(name: str, parameters: Any, clip: Any) -> Any:
+    """Momentum shows a wrong factor of a gradient at once; AdamW has more states."""
+    return {
+        "Momentum": lambda: paddle.optimizer.Momentum(0.3, parameters=parameters, grad_clip=clip),
+        "AdamW": lambda: paddle.optimizer.AdamW(0.02, parameters=parameters, grad_clip=clip),
+    }[name]()
+
+
+def with_fleet(
+    degrees: dict[str, int],
+    kind: str,
+    tokens: tuple[int, ...],
+    *,
+    optimizer: str = "Momentum",
+    sharding: dict[str, Any] | None = None,
+    clips_experts: bool = False,
+    same_seed: bool = True,
+    turns: int = 1,
+    main_grad: bool = False,
+) -> Any:
+    """The whole state before, the losses, and the state after."""
+    topology = start_fleet(sharding, **degrees)
+    group, rank = group_of_experts(topology, kind), paddle.distributed.get_rank()
+    paddle.seed(7 if same_seed else group.ranks[0])
+    net = Net(group)
+    model: Any = mix_precision_utils.MixPrecisionLayer(net, dtype="bfloat16") if main_grad else net
+    model = fleet.distributed_model(model)
+    clip = (
+        ClipGradForMOEByGlobalNorm(0.5, is_expert_parameter, group) if clips_experts else nn.ClipGradByGlobalNorm(0.5)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if sharding is not None:  # what Fleet's second optimizer needs of a GPU, and gloo lacks
+            patch.setattr(tensor_fusion_helper, "__current_device_type__", "gpu")
+            patch.setattr(paddle.distributed, "reduce_scatter", reduced_and_scattered)
+        made = optimizer_of(optimizer, net.parameters(), clip)
+        made = distributed_optimizer(mix_precision_utils.MixPrecisionOptimizer(made) if main_grad else made)
+        start = arrays(gather_state_dict(net, group))
+        losses = steps(model, made, tokens, rank, turns)
+    return start, losses, arrays(gather_state_dict(net, group))
+
+
+class Done:
+    """A task of a collective that has ended."""
+
+    def wait(self) -> None:
+        pass
+
+
+def reduced_and_scattered(out: Any, whole: Any, *, group: Any, **_: Any) -> Done:
+    """What `paddle.distributed.reduce_scatter` does."""
+    if group.nranks > 1:
+        copy = whole.clone()
+        paddle.distributed.all_reduce(copy, group=group)
+        count = copy.shape[0] // group.nranks
+        paddle.assign(copy[group.rank * count : (group.rank + 1) * count], out)
+    return Done()
+
+
+def assert_like_one_process(ranks: Any, degrees: dict[str, int], kind: str, tokens: tuple[int, ...], **options: Any):
+    got = ranks(len(tokens), with_fleet, degrees=degrees, kind=kind, tokens=tokens, **options)
+    start, _, end = got[0]
+    for other_start, _, other in got[1:]:
+        for name, value in other.items():
+            np.testing.assert_array_equal(other_start[name], start[name], err_msg=name)
+            np.testing.assert_array_equal(value, end[name], err_msg=name)
+    net = Net()
+    net.set_state_dict(start)
+    name, turns = options.get("optimizer", "Momentum"), options.get("turns", 1)
+    losses = steps(net, optimizer_of(name, net.parameters(), nn.ClipGradByGlobalNorm(0.5)), tokens, None, turns)
+    np.testing.assert_allclose(np.sum([each for _, each, _ in got], 0), losses, rtol=1e-5)
+    for key, expected in arrays(net.state_dict()).items():
+        np.testing.assert_allclose(end[key], expected, rtol=2e-4, atol=2e-5, err_msg=key)
+    assert any(np.abs(end[key] - start[key]).max() > 0.01 for key in start if "experts" in key)
+
+
+TOKENS = {"even": (8, 8), "one without tokens": (16, 0)}
+
+
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("kind", TWO)
+def test_training_with_fleet_is_that_of_one_process(ranks, kind, tokens):
+    assert_like_one_process(ranks, TWO[kind], kind, tokens)
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_a_clip_that_knows_experts_and_accumulation_work_too(ranks, kind):
+    assert_like_one_process(ranks, TWO[kind], kind, (5, 11), clips_experts=True, turns=2, optimizer="AdamW")
+
+
+@pytest.mark.cpu_only  # Fleet names the devices on which it runs, and a plug-in's is none of them
+@pytest.mark.parametrize("kind", [SHARDING, EXPERTS])
+def test_fleet_may_divide_each_parameter(ranks, kind):
+    assert_like_one_process(ranks, TWO[kind], kind, (8, 8), sharding={"split_param": True}, main_grad=True)
+
+
+@pytest.mark.parametrize("kind", [SHARDING, EXPERTS])  # paddle.DataParallel knows no main_grad
+def test_main_gradients_are_those_of_one_process(ranks, kind):
+    assert_like_one_process(ranks, TWO[kind], kind, (5, 11), main_grad=True, turns=2)
+
+
+def unprepared(kind: str, level: str) -> list[str]:
+    """What a rank is told that gives experts to Fleet's own optimizers, and what a model without them is."""
+    topology = start_fleet({"split_param": level == "second"}, **TWO[kind])
+    net = Net(group_of_experts(topology, kind))
+    texts = []
+    for model in (net, net.last) if level in ("first", "second") else (net,):  # a CPU has no other levels
+        optimizer = paddle.optimizer.SGD(parameters=model.parameters())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tensor_fusion_helper, "__current_device_type__", "gpu")
+            texts.append(caught(lambda model=model, made=optimizer: made_by_fleet(model, made, level)))
+    return texts
+
+
+def made_by_fleet(model: Any, optimizer: Any, level: str) -> None:
+    """As programs without experts make it."""
+    if level in ("first", "second"):
+        fleet.distributed_optimizer(optimizer)
+    else:  # group_sharded_parallel makes one of these; it refuses a CPU before
+        from paddle.distributed.fleet.meta_parallel import sharding
+
+        if level == "os_g":
+            sharding.group_sharded_optimizer_stage2.GroupShardedOptimizerStage2(model.parameters(), optimizer)
+        else:
+            sharding.group_sharded_stage3.GroupShardedStage3(model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("kind", [SHARDING, EXPERTS])
+@pytest.mark.parametrize(
+    ("level", "name", "advice"),
+    [
+        ("first", "DygraphShardingOptimizer", "make the optimizer with"),
+        ("second", "DygraphShardingOptimizerV2", "make the optimizer with"),
+        ("os_g", "GroupShardedOptimizerStage2", "shard a model with experts by stage 1, with"),
+        ("p_g_os", "GroupShardedStage3", "shard a model with experts by stage 1, with"),
+    ],
+    ids=["first", "second", "stage 2", "stage 3"],
+)
+def test_optimizers_that_would_mix_experts_are_refused(ranks, kind, level, name, advice):
+    for text, *without_experts in ranks(2, unprepared, kind=kind, level=level):
+        assert text.startswith(f"ValueError: {name}: parameters must be parameters that all its ranks have; {advice} ")
+        assert "paddle_moe_ops.expert_parallel.distributed_optimizer, but got " in text
+        assert text.endswith(", of experts on ranks [0, 1], each of which has others")
+        assert set(without_experts) <= {"nothing was raised"}
+
+
+def strange_programs() -> list[str]:
+    """What is refused when the optimizer is made."""
+    texts = []
+
+    def told(group: Any, sharding: Any = None, optimizer: Any = None, **degrees: int) -> None:
+        topology = start_fleet(sharding, **degrees)
+        net = Net(group_of_experts(topology, group) if isinstance(group, str) else group)
+        made = optimizer or paddle.optimizer.SGD(parameters=net.parameters())
+        texts.append(caught(lambda: distributed_optimizer(made)))
+
+    everyone = paddle.distributed.get_group(0)
+    told(everyone, mp_degree=2)
+    told(everyone, {"tensor_fusion": True}, sharding_degree=2)
+    told(SHARDING, {"split_param": True}, sharding_degree=2)
+    told(DATA, optimizer=3, dp_degree=2)
+    other = MoEPair(everyone, paddle.distributed.new_group([0, 1]))
+    texts.append(caught(lambda: distributed_optimizer(paddle.optimizer.SGD(parameters=other.parameters()))))
+    return texts
+
+
+class MoEPair(nn.Layer):
+    """Layers whose experts are shared by different groups."""
+
+    def __init__(self, *groups: Any) -> None:
+        super().__init__()
+        self.layers = nn.LayerList([Net(group) for group in groups])
+
+
+def test_what_is_not_known_to_be_right_is_refused(ranks):
+    name = "distributed_optimizer"
+    for degree, fused, split, kind, groups in ranks(2, strange_programs):
+        assert degree == f"ValueError: {name}: mp_degree must be 1 for experts on several ranks, but got 2"
+        assert fused == f"ValueError: {name}: tensor_fusion must be False without split_param, but got True"
+        assert split.startswith(f"ValueError: {name}: parameters must be ones with main_grad with split_param")
+        assert kind.startswith(f"TypeError: {name}: optimizer must be an optimizer of paddle.optimizer with a list")
+        assert groups.startswith(f"ValueError: {name}: experts must be shared by the ranks of one group, but got")
+
+
+def alone_with_fleet() -> bool:
+    """Whether a model without experts on several ranks gets Fleet's optimizer as it is."""
+    start_fleet(dp_degree=2)
+    made = distributed_optimizer(paddle.optimizer.SGD(parameters=nn.Linear(2, 2).parameters()))
+    return type(made) is fleet.meta_optimizers.HybridParallelOptimizer
+
+
+def test_a_model_without_experts_gets_fleets_own_optimizer(ranks):
+    assert ranks(2, alone_with_fleet) == [True, True]
+
+
+def averaged_by_hand() -> Any:
+    """What two ranks have after a backward pass in Fleet's group."""
+    group = group_of_experts(start_fleet(**TWO[EXPERTS]), EXPERTS)
+    paddle.seed(group.ranks[0])
+    net = Net(group)
+    net(batch((2, 5), paddle.distributed.get_rank(), 0)[0]).sum().backward()
+    average_gradients(net.parameters(), group)
+    return group.ranks, net.moe.experts.num_experts, [list(each.grad.shape) for each in net.moe.experts.parameters()]
+
+
+def test_groups_of_fleet_are_taken(ranks):
+    gradients = [[2, HIDDEN, 2 * SIZES[1]], [2, SIZES[1], HIDDEN]]
+    assert ranks(2, averaged_by_hand) == [([0, 1], 2, gradients)] * 2
+
+
+def test_the_guides_program_for_fleet_runs(ranks):
+    for names in ranks(2, code_of_guide, heading="With Fleet"):
+        assert {"model", "optimizer"} <= set(names)
+
+
+# The tests of four processes follow each other, since a start takes seconds.
+
+
+@pytest.mark.parametrize("kind", FOUR)
+def test_four_ranks_with_fleet_train_as_one_process(ranks, kind):
+    assert_like_one_process(ranks, FOUR[kind], kind, (3, 0, 9, 4))
+
+
+@pytest.mark.cpu_only
+def test_four_ranks_may_divide_each_parameter(ranks):
+    options = {"sharding": {"split_param": True}, "main_grad": True, "optimizer": "AdamW"}
+    assert_like_one_process(ranks, FOUR[EXPERTS], EXPERTS, (3, 0, 9, 4), **options)
+
+
+@pytest.mark.parametrize("kind", [SHARDING, EXPERTS])
+def test_copies_of_experts_start_as_one_on_four_ranks(ranks, kind):
+    assert_like_one_process(ranks, FOUR[kind], kind, (4, 4, 4, 4), same_seed=False)
+
+
+def too_few_ranks() -> list[str]:
+    """Experts shared by a part of the ranks that Fleet would average them between."""
+    texts = []
+    for degrees in (FOUR[DATA], {"sharding_degree": 4}, FOUR[SHARDING]):
+        topology = start_fleet(**degrees)
+        halves = []
+        for ranks in ([0, 1], [2, 3]):
+            halves.append(paddle.distributed.new_group(ranks))
+            paddle.distributed.barrier()
+        group = halves[paddle.distributed.get_rank() // 2]
+        net = Net(topology.get_data_parallel_group() if degrees == FOUR[SHARDING] else group)
+        texts.append(caught(lambda net=net: distributed_optimizer(paddle.optimizer.SGD(parameters=net.parameters()))))
+    topology = start_fleet({"split_param": True}, **FOUR[SHARDING])
+    net = Net(topology.get_sharding_parallel_group())
+    texts.append(caught(lambda: distributed_optimizer(paddle.optimizer.SGD(parameters=net.parameters()))))
+    return texts
+
+
+def test_four_ranks_whose_groups_do_not_fit_are_told(ranks):
+    shared = "ValueError: distributed_optimizer: experts must be shared by Fleet's"
+    for data, sharding, copies, split in ranks(4, too_few_ranks):
+        assert data.startswith(f"{shared} data parallel group, ranks [0, 1, 2, 3], but got by ranks [")
+        assert sharding.startswith(f"{shared} sharding group, ranks [0, 1, 2, 3], but got by ranks [")
+        assert copies.startswith(f"{shared} sharding group, ranks [")
+        assert split == "ValueError: distributed_optimizer: dp_degree must be 1 with split_param, but got 2"
