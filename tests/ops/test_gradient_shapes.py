@@ -62,7 +62,6 @@ RANKS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(["route", "route-mask", "slots_to_rows", "moe_permute-maps-only"], (1,)),
     **dict.fromkeys(["permute", "permute-zero-probs", "sort_chunks", "rows_to_slots"], (2,)),
     **dict.fromkeys(["unpermute", "unpermute-by-row", "unpermute-by-slot", "calculate_topk"], (2,)),
-    **dict.fromkeys(["grouped_gemm", "grouped_gemm-transposed"], (2,)),
     **dict.fromkeys(["moe_permute", "sort_chunks-with-probs"], (2, 1)),
     **dict.fromkeys(["moe_unpermute", "moe_unpermute-compat", "calculate_topk-scores"], (2, 2)),
     **dict.fromkeys(["moe_unpermute-weighted", "moe_unpermute-weighted-column"], (2, 2)),

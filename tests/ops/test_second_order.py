@@ -27,7 +27,6 @@ from paddle_moe_ops import (
     use_backend,
 )
 from paddle_moe_ops.backends import resolve
-from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.routing import calculate_topk
 from tests.ops.problems import Problem, make_problem, ordinary, plan_tensors, tensor
 from tests.params import SMALL, Shape
@@ -190,30 +189,6 @@ def chunk_cases(place: Any) -> dict[str, Case]:
     }
 
 
-def product_cases(place: Any) -> dict[str, Case]:
-    """Rows of no group in between, and a group without rows."""
-    rng = np.random.default_rng(6)
-    groups = {"m_sizes": [3, 0, 4], "expert_offsets": [1, 5, 5, 9]}
-    x, w = ordinary(rng, (SHAPE.T, SHAPE.H)), ordinary(rng, (3, SHAPE.H, 2))
-
-    expert_of_row = np.array([-1, 0, 0, 0, -1, 2, 2, 2, 2, -1, -1])
-    of_expert = one_hot(expert_of_row, 3).T.unsqueeze(-1)
-
-    def dense(x: paddle.Tensor, w: paddle.Tensor) -> paddle.Tensor:
-        return paddle.matmul(of_expert * x, w).sum(0)
-
-    return {
-        "grouped_gemm": Case(
-            (x, w), lambda x, w: (grouped_gemm(x, w, transpose=False, **groups),), lambda x, w: (dense(x, w),)
-        ),
-        "grouped_gemm-transposed": Case(
-            (x, w.transpose(0, 2, 1).copy()),
-            lambda x, w: (grouped_gemm(x, w, **groups),),
-            lambda x, w: (dense(x, w.transpose([0, 2, 1])),),
-        ),
-    }
-
-
 def make_cases(place: Any) -> dict[str, Case]:
     problem = make_problem(np.random.default_rng(1), SHAPE)
     return {
@@ -221,7 +196,6 @@ def make_cases(place: Any) -> dict[str, Case]:
         **mask_cases(place),
         **paddle_cases(place, problem),
         **chunk_cases(place),
-        **product_cases(place),
     }
 
 
@@ -336,8 +310,6 @@ NOT_LINEAR = {
     "permute-zero-probs",
     "moe_unpermute-weighted",
     "moe_unpermute-weighted-column",
-    "grouped_gemm",
-    "grouped_gemm-transposed",
 }
 
 
