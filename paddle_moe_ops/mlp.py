@@ -161,15 +161,18 @@ def moe_mlp(
 
 def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: Any, options: tuple) -> Hashable:
     """All that `_check` looks at, but devices, or None for calls out of the ordinary: these are checked each time."""
-    tensors = (x, gate_up, down) if probs is None else (x, gate_up, down, probs)
+    listed_given = [each if isinstance(each, (list, tuple)) else None for each in (gate_up, down)]
+    tensors = [x, *(listed_given[0] or [gate_up]), *(listed_given[1] or [down]), *([] if probs is None else [probs])]
     if (
         type(plan) is not Plan
-        or any(type(each) is not Tensor for each in tensors)
+        or not all(isinstance(each, Tensor) for each in tensors)
         or any(each is not None for each in biases.values())
     ):
         return None
     facts: list[Any] = [tuple(each.shape) for each in tensors]
     facts += [each.dtype for each in tensors]
+    facts += [None if each is None else len(each) for each in listed_given]
+    facts.append(probs is None)
     facts += (plan.num_tokens, plan.topk, plan.num_experts, plan.num_rows, paddle.amp.is_autocast_enabled())
     signature = *facts, *options, *map(type, options)  # True is 1 otherwise
     try:

@@ -23,6 +23,7 @@ STAGES = "routing", "dispatch", "products", "combine"
 # What an operator of the transport "peer" does in its stage.
 _STEPS = {
     "rank_plan": "plan",
+    "rank_rows": "plan",
     "rank_push": "write",
     "rank_put": "write",
     "rank_barrier": "wait",

@@ -20,19 +20,22 @@ _ROUNDING = 4096  # allocators give at most so many bytes more than they are ask
 
 
 def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One tensor in the memory of all, without a gradient; None unless they lie one after the other."""
+    """One tensor in the memory of all, without a gradient; None unless they lie one after the other.
+
+    Args:
+        tensors: of one shape and dtype.
+    """
     first = tensors[0]
-    start, size, shape = first.data_ptr(), first.size * first.element_size(), first.shape
-    for number, each in enumerate(tensors):
-        if each.data_ptr() != start + number * size:
-            return None
-    if not all(each.dtype == first.dtype and each.shape == shape and each.is_contiguous() for each in tensors):
+    start, size = first.data_ptr(), first.size * first.element_size()
+    if [each.data_ptr() for each in tensors] != list(range(start, start + len(tensors) * size, size)):
+        return None
+    if not all(each.is_contiguous() for each in tensors):
         return None
     if first._holder_size() - first._offset() < len(tensors) * size:  # neighbours in allocations of their own
         return None
     view = paddle.base.core.eager.Tensor()  # detach() would change the shape of the first one, too
     first._share_buffer_to(view)
-    view.get_tensor()._set_dims([len(tensors), *shape])
+    view.get_tensor()._set_dims([len(tensors), *first.shape])
     return view
 
 
@@ -151,7 +154,7 @@ def destination_of_matrices(given: Tensor | Sequence[Tensor]) -> Destination | N
         for parameter, part in zip(given, parts_of(whole), strict=True):
             parameter.main_grad = part
         return Destination(whole, False)
-    if len(set(owners)) > 1 or any(each is None for each in held):
+    if len(set(owners)) > 1 or any(each is None for each in held) or len({each.dtype for each in held}) > 1:
         return None
     view = view_of(held)
     return None if view is None else Destination(view, True)

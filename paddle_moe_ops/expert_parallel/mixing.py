@@ -14,6 +14,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
     DygraphShardingOptimizer,
     DygraphShardingOptimizerV2,
 )
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import HybridParallelOptimizer
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
 
@@ -45,13 +46,16 @@ def refuse_to_mix_experts() -> None:
     """Let optimizers that would reduce and broadcast experts of several ranks raise a ValueError when they are made."""
     _check_first(DygraphShardingOptimizer, lambda optimizer, *_, **__: optimizer._parameter_list, _STAGE_1)
     _check_first(DygraphShardingOptimizerV2, _without_color, _STAGE_1)
+    _check_first(HybridParallelOptimizer, _without_color, _STAGE_1)  # which may clip by another norm on each rank
     _check_first(GroupShardedOptimizerStage2, lambda params, *_, **__: params, _OTHERS)
     _check_first(GroupShardedStage3, lambda layer, *_, **__: layer.parameters(), _OTHERS)
 
 
 def _without_color(optimizer: Any, *_: Any, **__: Any) -> list[Tensor]:
     """Those of which the second sharding optimizer does not know which ranks have copies."""
-    return [each for each in optimizer._parameter_list if not isinstance(getattr(each, "color", None), dict)]
+    listed = optimizer._parameter_list or ()
+    groups = [each["params"] if isinstance(each, dict) else [each] for each in listed]
+    return [each for group in groups for each in group if not isinstance(getattr(each, "color", None), dict)]
 
 
 def _check_first(kind: type, parameters_of: Callable[..., Any], expected: str) -> None:

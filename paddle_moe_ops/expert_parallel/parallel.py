@@ -281,14 +281,15 @@ def _dispatch(
         raise
     if ep._peers is not None:
         return _dispatch_to_peers(x, ids, probs, plan, ep, ep._peers, capacity is None, copy)
-    kept = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
+    # without a capacity all that is an id is kept, and what is none goes to no rank; int64 may not fit
+    kept = ids if capacity is None and ids.dtype == paddle.int32 else _kept_ids(ids, plan)
     kept = beside(kept, x)
     to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank)
     if ep.tokens_per_rank is not None:
         return _dispatch_equal_parts(x, probs, kept, plan, spread(to_ranks, ep.tokens_per_rank, like=x), ep)
     tokens, rows, of_experts = _counts(x, probs, plan, to_ranks, ep, validate)
     to_ranks, plan = trimmed(to_ranks, sum(tokens.sent)), trimmed(plan, sum(rows.received))
-    local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts)), x)
+    local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False)), x)
     local = route(local_ids, num_experts=ep.num_local_experts, buffer_size=sum(rows.sent), validate=False)
     common: dict[str, Any] = {
         "plan": local,
@@ -318,6 +319,11 @@ def _plan(
         return route(ids, num_experts=ep.num_experts, buffer_size=slots, capacity=capacity, validate=validate)
 
 
+def _kept_ids(ids: Tensor, plan: Plan) -> Tensor:
+    """The ids as int32, -1 where a slot was dropped."""
+    return paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
+
+
 def _say_that_this_rank_raises(ep: ExpertParallel) -> None:
     """Take part in the exchange of numbers that the other ranks wait for, if there is one."""
     size = ep.group.nranks
@@ -333,7 +339,7 @@ def _dispatch_equal_parts(
     """Send as many lines to every rank, some of which are no token, so that nothing waits for a number."""
     equal = [ep.tokens_per_rank or 0] * ep.group.nranks
     tokens = Counts(ep._transport, equal, equal, ep.payload)
-    sent_ids = local_ids_of(ids, to_ranks, ep.num_local_experts)
+    sent_ids = local_ids_of(ids, to_ranks, ep.num_local_experts, has_gaps=True)
     arrived_ids = beside(tokens.there(sent_ids), x)
     most = arrived_ids.shape[0] * min(arrived_ids.shape[1], ep.num_local_experts)
     local = route(arrived_ids, num_experts=ep.num_local_experts, buffer_size=most, validate=False)
@@ -359,7 +365,7 @@ def _dispatch_to_peers(
 ) -> Received:
     """Write tokens to the ranks of their experts; with `Peers` sizes are the same in every call."""
     if not keeps_all:
-        ids = paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
+        ids = _kept_ids(ids, plan)
     if isinstance(peers, Peers) and ep.combines == "exact":
         made = peers.dispatch_rows(x, ids, probs, plan)
         local, dropped = made.plan, made.dropped

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import paddle
 from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
@@ -273,39 +272,16 @@ class Peers:
         tokens = trip.channel
         if tokens not in _row_channels:
             _row_channels[tokens] = RowChannel(tokens, _like(x))
-        own = _places_of_rows(plan, trip)
-        size, rows = local.slot_to_row.shape[0] * tokens.topk, own.shape[0]
-        window_to_own = filled([size + 1], -1, "int32", like=x)
-        if rows:
-            places = paddle.where(own >= 0, own, paddle.full_like(own, size))  # one more takes those without a place
-            window_to_own = paddle.scatter(window_to_own, places, paddle.arange(rows, dtype="int32"))
-        return _RowTrip(
-            _row_channels[tokens],
-            own.unsqueeze(-1),
-            window_to_own[:size].unsqueeze(-1),
-            local.row_to_slot.unsqueeze(-1),
-            local.slot_to_row.reshape([-1, 1]),
-        )
+        maps = trip.ids, trip.token_rows, trip.row_to_token, plan.slot_to_row, plan.row_to_slot
+        own_to_window, window_to_own = direct("rank_rows", *maps, self._group.nranks, self._experts)
+        slots = local.row_to_slot.reshape([-1, 1]), local.slot_to_row.reshape([-1, 1])
+        return _RowTrip(_row_channels[tokens], own_to_window, window_to_own, *slots)
 
 
 def local_plan(ids: Tensor, num_experts: int) -> Plan:
     """The plan of tokens that arrived; on a GPU, where nothing may wait for a number, with room for all their slots."""
     most = -1 if ids.place.is_cpu_place() else ids.shape[0] * min(ids.shape[1], num_experts)
     return route(ids, num_experts=num_experts, buffer_size=most, validate=False)
-
-
-def _places_of_rows(plan: Plan, trip: _Trip) -> Tensor:
-    """Where the rows of the owner's plan are in a window for rows, -1 = nowhere."""
-    channel, slots = trip.channel, plan.row_to_slot
-    if not plan.num_rows:
-        return slots
-    flat = slots.clip(min=0)
-    ranks = plan.row_to_expert // channel.experts_per_rank
-    rows = paddle.gather(trip.token_rows, flat // channel.topk)
-    is_there = (rows >= 0) & (rows // channel.rows_per_rank == ranks.unsqueeze(-1))
-    row = paddle.where(is_there, rows, paddle.full_like(rows, -1)).max(axis=1)
-    places = row * channel.topk + flat % channel.topk
-    return paddle.where((slots >= 0) & (row >= 0), places, paddle.full_like(places, -1))
 
 
 def _like(x: Tensor) -> Tensor:

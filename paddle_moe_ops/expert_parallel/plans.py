@@ -31,7 +31,7 @@ def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: i
     if num_tokens == 0:
         mask = filled([0, num_ranks], False, "bool", like=ids)
     else:
-        rank = paddle.where(ids >= 0, ids // experts_of_rank, ids)
+        rank = ids // experts_of_rank  # rounds down, so what is below 0 stays there
         mask = (rank.unsqueeze(-1) == paddle.arange(num_ranks, dtype="int32")).any(axis=1)
     return route(mask, buffer_size=num_tokens * min(num_ranks, topk), capacity=capacity, validate=False)
 
@@ -74,13 +74,23 @@ def _moved(rows: Tensor, places: Tensor) -> Tensor:
     return paddle.where(rows >= 0, new, rows)
 
 
-def local_ids_of(ids: Tensor, to_ranks: Plan, experts_of_rank: int) -> Tensor:
-    """The ids [R, K] of the tokens that are sent, counted from the first expert of their rank; -1: on another rank."""
+def local_ids_of(ids: Tensor, to_ranks: Plan, experts_of_rank: int, *, has_gaps: bool) -> Tensor:
+    """The ids [R, K] of the tokens that are sent, counted from the first expert of their rank; -1: on another rank.
+
+    Args:
+        ids: int32 [T, K].
+        to_ranks: their plan of ranks.
+        experts_of_rank: E / P.
+        has_gaps: whether the plan may have rows without a token.
+    """
     if ids.shape[0] == 0 or to_ranks.num_rows == 0:
         return filled([to_ranks.num_rows, ids.shape[1]], -1, "int32", like=ids)
-    of_rows = paddle.gather(ids, to_ranks.row_to_token.clip(min=0))
+    tokens = to_ranks.row_to_token
+    of_rows = paddle.gather(ids, tokens.clip(min=0) if has_gaps else tokens)
     local = of_rows - (to_ranks.row_to_expert * experts_of_rank).unsqueeze(-1)
-    is_here = (local >= 0) & (local < experts_of_rank) & (to_ranks.row_to_token >= 0).unsqueeze(-1)
+    is_here = (local >= 0) & (local < experts_of_rank)
+    if has_gaps:
+        is_here = is_here & (tokens >= 0).unsqueeze(-1)
     return paddle.where(is_here, local, paddle.full_like(local, -1))
 
 

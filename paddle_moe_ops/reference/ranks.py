@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RankPlan", "arrived_records", "rank_plan", "values_of_slots"]
+__all__ = ["RankPlan", "arrived_records", "rank_plan", "rows_in_windows", "values_of_slots"]
 
 
 class RankPlan(NamedTuple):
@@ -106,3 +106,35 @@ def values_of_slots(values: NDArray, ids: NDArray, token_rows: NDArray, experts_
             for place in places[(places >= 0) & (places < rows)][:1]:
                 out[token, slot] = values[rank, place, slot]
     return out
+
+
+def rows_in_windows(
+    ids: NDArray, token_rows: NDArray, row_to_slot: NDArray, experts_per_rank: int, num_ranks: int, rows_per_rank: int
+) -> tuple[NDArray, NDArray]:
+    """Where the rows of a plan over all experts are in a window of S * K rows for each rank.
+
+    Row r * K + k of the window is that of slot k of the token in row r.
+
+    Args:
+        ids: int [T, K].
+        token_rows: int32 [T, min(P, K)], of `rank_plan`.
+        row_to_slot: int32 [N], of the plan, -1 = none.
+        experts_per_rank: of each rank.
+        num_ranks: P.
+        rows_per_rank: S.
+
+    Returns:
+        int32 [N, 1] the place of each row, -1 = none; [P * S * K, 1] the row of each place, -1 = none.
+    """
+    topk = ids.shape[1]
+    places = np.full([len(row_to_slot), 1], -1, np.int32)
+    sources = np.full([num_ranks * rows_per_rank * topk, 1], -1, np.int32)
+    for row, slot in enumerate(row_to_slot):
+        token, k = divmod(int(slot), topk) if slot >= 0 else (0, 0)
+        if slot < 0 or not 0 <= ids[token, k] < num_ranks * experts_per_rank:
+            continue
+        for there in token_rows[token]:
+            if there >= 0 and there // rows_per_rank == ids[token, k] // experts_per_rank:
+                places[row] = there * topk + k
+                sources[places[row]] = row
+    return places, sources

@@ -12,7 +12,7 @@ from paddle_moe_ops.reference import ranks as oracle
 
 from ..reference.cases import assert_same_bits
 from .binding import Core, CoreError
-from .operators.ranks import HEADER, rank_get, rank_plan, rank_put, rank_records, rank_take
+from .operators.ranks import HEADER, rank_get, rank_plan, rank_put, rank_records, rank_rows, rank_take
 from .structs import Bytes, Int32s, Params, Size, fields
 
 # tokens, slots, ranks, experts of a rank, rows of a region, capacity
@@ -81,6 +81,27 @@ def test_values_come_back_to_the_slots(core: Core, case: tuple[int, ...]) -> Non
     assert_same_bits(got, oracle.values_of_slots(values, ids, plan.token_rows, experts))
     if capacity > 0 and tokens > 1:
         assert (got > 0).any()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_of_slots_are_found_in_windows(core: Core, case: tuple[int, ...], dtype: type) -> None:
+    tokens, topk, num_ranks, experts, rows, capacity = case
+    ids, _ = drawn(tokens, topk, num_ranks * experts, dtype)
+    plan = oracle.rank_plan(ids, num_ranks, experts, rows, capacity)
+    flat = ids.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    row_to_slot = order[(flat[order] >= 0) & (flat[order] < num_ranks * experts)].astype(np.int32)
+    slot_to_row = np.full(flat.shape, -1, np.int32)
+    slot_to_row[row_to_slot] = np.arange(len(row_to_slot))
+    row_to_slot = np.append(row_to_slot, np.int32(-1))  # a row of a buffer that no slot has
+    maps = {"token_rows": plan.token_rows, "row_to_token": plan.row_to_token}
+    maps |= {"slot_to_row": slot_to_row.reshape(ids.shape), "row_to_slot": row_to_slot}
+    got = rank_rows(core, ids, maps, num_ranks, experts)
+    expected = oracle.rows_in_windows(ids, plan.token_rows, row_to_slot, experts, num_ranks, rows)
+    for actual, due in zip(got, expected, strict=True):
+        assert_same_bits(actual, due)
+    assert (got[0] >= 0).sum() == (got[1] >= 0).sum() == len(row_to_slot) - 1 - plan.dropped[0]
 
 
 class _BarrierParams(Params):

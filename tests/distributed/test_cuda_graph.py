@@ -84,9 +84,9 @@ def batch(rank: int, number: int) -> dict[str, NDArray]:
 class Program:
     """A dispatch, experts and a combine of tensors that stay where they are; with gradients, or in place without."""
 
-    def __init__(self, experts: str, payload: str | None, trains: bool) -> None:
+    def __init__(self, experts: str, payload: str | None, trains: bool, combine: str) -> None:
         self.rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
-        options = {"combine": "reduced", "tokens_per_rank": ROOM, "transport": "peer", "payload": payload}
+        options = {"combine": combine, "tokens_per_rank": ROOM, "transport": "peer", "payload": payload}
         self.ep = ExpertParallel(EXPERTS, group, **options)
         self.tensors = {name: to_tensor(each) for name, each in batch(self.rank, 0).items()}
         trained = {"x": self.tensors["x"], "probs": self.tensors["probs"]}
@@ -100,6 +100,8 @@ class Program:
 
     def experts(self, received: Received) -> paddle.Tensor:
         """What the experts make of tokens: products, or the tokens' rows themselves."""
+        if received.rows is not None:
+            return received.rows
         if "down" in self.trained:
             matrices = self.trained["gate_up"], self.trained["down"]
             return moe_mlp(received.tokens, received.plan, received.probs, *matrices)
@@ -120,11 +122,11 @@ class Program:
         return {"y": y.detach(), "dropped": received.dropped_slots, **named}
 
 
-def eager_and_replayed(experts: str, payload: str | None, trains: bool) -> Any:
+def eager_and_replayed(experts: str, payload: str | None, trains: bool, combine: str = "reduced") -> Any:
     """What each batch gives as the host calls the program, from a graph of it, and as the host calls it afterwards."""
     from paddle_moe_ops.triton._runtime import device_of
 
-    program = Program(experts, payload, trains)
+    program = Program(experts, payload, trains, combine)
 
     def eager() -> list[dict[str, NDArray]]:
         found = []
@@ -149,7 +151,20 @@ def eager_and_replayed(experts: str, payload: str | None, trains: bool) -> Any:
 @pytest.mark.parametrize("payload", [None, "fp8_1x128"], ids=["bfloat16", "float8"])
 @pytest.mark.parametrize("experts", ["rows", "moe_mlp"])
 def test_a_captured_layer_follows_the_tokens_and_experts_of_the_moment(experts, payload, trains, num_processes):
-    ranks = run(eager_and_replayed, num_processes, experts=experts, payload=payload, trains=trains)
+    assert_replayed(run(eager_and_replayed, num_processes, experts=experts, payload=payload, trains=trains))
+
+
+@pytest.mark.gpu_only
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("trains", [True, False], ids=["both passes", "forward"])
+@pytest.mark.parametrize("payload", [None, "fp8_1x128"], ids=["bfloat16", "float8"])
+def test_captured_rows_that_travel_one_by_one_follow_them_too(payload, trains, num_processes):
+    options = {"experts": "rows", "payload": payload, "trains": trains, "combine": "exact"}
+    assert_replayed(run(eager_and_replayed, num_processes, **options))
+
+
+def assert_replayed(ranks: list[Any]) -> None:
+    """The graph gave what the host's calls gave, before and afterwards."""
     for rank, (nodes, before, replayed, afterwards) in enumerate(ranks):
         assert nodes > 10
         for number, expected in enumerate(before):

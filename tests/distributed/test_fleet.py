@@ -24,7 +24,7 @@ from paddle_moe_ops.expert_parallel import (
 
 from . import processes
 from .fleets import code_of_guide, start_fleet
-from .processes import Processes
+from .processes import Processes, run
 from .test_expert_parallel_errors import caught
 from .test_expert_parallel_layer import HIDDEN, SIZES, Net, arrays, batch
 
@@ -188,49 +188,49 @@ def test_main_gradients_are_those_of_one_process(ranks, kind):
     assert_like_one_process(ranks, TWO[kind], kind, (5, 11), main_grad=True, turns=2)
 
 
-def unprepared(kind: str, level: str) -> list[str]:
+def unprepared(kind: str, splits: bool) -> list[str]:
     """What a rank is told that gives experts to Fleet's own optimizers, and what a model without them is."""
-    topology = start_fleet({"split_param": level == "second"}, **TWO[kind])
+    topology = start_fleet({"split_param": splits}, **TWO[kind])
     net = Net(group_of_experts(topology, kind))
     texts = []
-    for model in (net, net.last) if level in ("first", "second") else (net,):  # a CPU has no other levels
+    for model in (net, net.last):
         optimizer = paddle.optimizer.SGD(parameters=model.parameters())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tensor_fusion_helper, "__current_device_type__", "gpu")
-            texts.append(caught(lambda model=model, made=optimizer: made_by_fleet(model, made, level)))
+            texts.append(caught(lambda made=optimizer: fleet.distributed_optimizer(made)))
+    topology, optimizers = fleet.get_hybrid_communicate_group(), fleet.meta_optimizers.dygraph_optimizer
+    sharding = optimizers.dygraph_sharding_optimizer
+    for kind_of_optimizer in (sharding.DygraphShardingOptimizer, sharding.DygraphShardingOptimizerV2):
+        optimizer = paddle.optimizer.SGD(parameters=net.parameters())
+        texts.append(caught(lambda make=kind_of_optimizer, made=optimizer: make(made, topology)))
     return texts
 
 
-def made_by_fleet(model: Any, optimizer: Any, level: str) -> None:
-    """As programs without experts make it."""
-    if level in ("first", "second"):
-        fleet.distributed_optimizer(optimizer)
-    else:  # group_sharded_parallel makes one of these; it refuses a CPU before
-        from paddle.distributed.fleet.meta_parallel import sharding
+@pytest.mark.parametrize("splits", [False, True], ids=["whole parameters", "divided parameters"])
+@pytest.mark.parametrize("kind", TWO)
+def test_optimizers_that_would_mix_experts_are_refused(ranks, kind, splits):
+    for text, without_experts, *of_sharding in ranks(2, unprepared, kind=kind, splits=splits):
+        names = "HybridParallelOptimizer", "DygraphShardingOptimizer", "DygraphShardingOptimizerV2"
+        for name, each in zip(names, (text, *of_sharding), strict=True):
+            assert each.startswith(f"ValueError: {name}: parameters must be parameters that all its ranks have; make ")
+            assert "paddle_moe_ops.expert_parallel.distributed_optimizer, but got " in each
+            assert each.endswith(", of experts on ranks [0, 1], each of which has others")
+        assert without_experts == "nothing was raised"
 
-        if level == "os_g":
-            sharding.group_sharded_optimizer_stage2.GroupShardedOptimizerStage2(model.parameters(), optimizer)
-        else:
-            sharding.group_sharded_stage3.GroupShardedStage3(model, optimizer=optimizer)
+
+def sharded_by_group(level: str) -> str:
+    """What a rank is told that calls `group_sharded_parallel`."""
+    net = Net(paddle.distributed.get_group(0))
+    optimizer = paddle.optimizer.AdamW(parameters=net.parameters())
+    return caught(lambda: paddle.distributed.sharding.group_sharded_parallel(net, optimizer, level))
 
 
-@pytest.mark.parametrize("kind", [SHARDING, EXPERTS])
-@pytest.mark.parametrize(
-    ("level", "name", "advice"),
-    [
-        ("first", "DygraphShardingOptimizer", "make the optimizer with"),
-        ("second", "DygraphShardingOptimizerV2", "make the optimizer with"),
-        ("os_g", "GroupShardedOptimizerStage2", "shard a model with experts by stage 1, with"),
-        ("p_g_os", "GroupShardedStage3", "shard a model with experts by stage 1, with"),
-    ],
-    ids=["first", "second", "stage 2", "stage 3"],
-)
-def test_optimizers_that_would_mix_experts_are_refused(ranks, kind, level, name, advice):
-    for text, *without_experts in ranks(2, unprepared, kind=kind, level=level):
-        assert text.startswith(f"ValueError: {name}: parameters must be parameters that all its ranks have; {advice} ")
-        assert "paddle_moe_ops.expert_parallel.distributed_optimizer, but got " in text
+@pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
+def test_group_sharded_parallel_refuses_experts(level, custom_backend):
+    name = "GroupShardedStage3" if level == "p_g_os" else "GroupShardedOptimizerStage2"
+    for text in run(sharded_by_group, 2, custom_backend, level=level):
+        assert text.startswith(f"ValueError: {name}: parameters must be parameters that all its ranks have; shard a ")
         assert text.endswith(", of experts on ranks [0, 1], each of which has others")
-        assert set(without_experts) <= {"nothing was raised"}
 
 
 def strange_programs() -> list[str]:

@@ -270,6 +270,17 @@ def test_four_ranks_go_on_where_two_were(saved):
     assert_same(found, end, **CLOSE)
 
 
+def test_one_process_goes_on_after_four_ranks_that_went_on_after_one(tmp_path):
+    one, four, last = str(tmp_path / "one"), str(tmp_path / "four"), range(2 * STEPS, 3 * STEPS)
+    losses, end = trained("AdamW", range(3 * STEPS))
+    trained("AdamW", FIRST, save=one)
+    got, _ = run(trained, 4, optimizer="AdamW", steps=LATER, load=one, save=four, layers_before=1)[0]
+    np.testing.assert_allclose(got, losses[STEPS : 2 * STEPS], rtol=1e-5)
+    got, found = trained("AdamW", last, load=four, layers_before=2)
+    np.testing.assert_allclose(got, losses[2 * STEPS :], rtol=1e-5)
+    assert_same(found, end, **CLOSE)
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "NAdam", "SGD"])
 def test_a_state_goes_through_four_ranks_unchanged(optimizer, saved, tmp_path):
     path, there, _, _ = saved(optimizer)

@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 import pytest
 from paddle import profiler
+from paddle.distributed.communication.group import Group
 
 from paddle_moe_ops import permute, unpermute
 from paddle_moe_ops.backends.arrays import to_tensor
@@ -83,9 +84,9 @@ class Apart:
 class Layer:
     """A dispatch, experts and a combine on this rank."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, group: Any = None, **options: Any) -> None:
         rng = np.random.default_rng(paddle.distributed.get_rank())
-        self.ep = ExpertParallel(EXPERTS, paddle.distributed.get_group(0), **options)
+        self.ep = ExpertParallel(EXPERTS, group or paddle.distributed.get_group(0), **options)
         ids = np.argpartition(rng.random((TOKENS, EXPERTS)), TOPK, 1)[:, :TOPK]
         self.ids = to_tensor(ids.astype(np.int32))
         shapes = {"x": (TOKENS, HIDDEN), "probs": (TOKENS, TOPK)}
@@ -159,6 +160,11 @@ def kernels_of_paddle(**options: Any) -> list[str]:
         paddle.grad([y], list(layer.trained.values()), [d_out])
 
     call()
+    return sorted(set(kernels_in(call)))
+
+
+def kernels_in(call: Callable[[], Any]) -> list[str]:
+    """Those of Paddle that a call runs, each as often as it runs."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         targets = [profiler.ProfilerTarget.CPU]
@@ -166,14 +172,25 @@ def kernels_of_paddle(**options: Any) -> list[str]:
             call()
         events = json.loads(file.read_text())["traceEvents"]
     names = (re.match(r"(\w+) kernel launch", each["name"]) for each in events if each.get("ph") == "X")
-    return sorted({found[1] for found in names if found is not None})
+    return [found[1] for found in names if found is not None]
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("payload", [None, "fp8_1x128"], ids=["float32", "float8"])
-def test_between_peers_paddle_does_nothing_but_allocate(payload):
+@pytest.mark.parametrize(("combine", "views"), [("reduced", set()), ("exact", {"reshape"})], ids=["reduced", "exact"])
+def test_between_peers_paddle_does_nothing_but_allocate(combine, views, payload):
     """So a CUDA graph can hold both passes: all that runs are this package's kernels."""
-    options = {"combine": "reduced", "transport": "peer", "tokens_per_rank": TOKENS, "payload": payload}
+    options = {"combine": combine, "transport": "peer", "tokens_per_rank": TOKENS, "payload": payload}
     for kernels in run(kernels_of_paddle, 2, **options):
         assert "empty" in kernels
-        assert set(kernels) <= {"empty"}
+        assert set(kernels) <= {"empty"} | views
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("combine", ["exact", "reduced"])
+def test_maps_of_a_dispatch_take_few_operators(combine):
+    """Each is a launch on a GPU. The exchange itself is left out: this is one rank alone."""
+    layer = Layer(Group(0, -1, [0], name="alone"), combine=combine)
+    layer.dispatched()
+    kernels = [name for name in kernels_in(layer.dispatched) if name != "empty"]
+    assert 10 < len(kernels) <= 32, kernels

@@ -184,6 +184,18 @@ def mlp_problem(rng, place) -> dict[str, Any]:
     return {"x": tensor(ordinary(rng, (9, D)), place), "plan": plan, "probs": None, "gate_up": up, "down": down}
 
 
+@pytest.mark.parametrize("kind", [list, tuple, parameter_list])
+def test_a_call_like_one_before_is_not_checked_again(rng, place, kind, monkeypatch):
+    given = mlp_problem(rng, place)
+    listed = {name: kind(list(given[name])) for name in ("gate_up", "down")}
+    expected = moe_mlp(**{**given, **listed})
+    monkeypatch.setattr("paddle_moe_ops.mlp._check", None)
+    assert_bits_equal(moe_mlp(**{**given, **listed}), expected)
+    for spoiled in ({"gate_up": list(given["gate_up"])[:3]}, {"down": list(given["down"].astype("float16"))}):
+        with pytest.raises(TypeError, match="NoneType"):  # these are
+            moe_mlp(**{**given, **listed, **spoiled})
+
+
 def test_gradients_are_added_to_what_each_matrix_has(rng, place):
     given = mlp_problem(rng, place)
     moe_mlp(**given).sum().backward()

@@ -26,6 +26,8 @@ REGION = 64 + 8 * S * K
 IDS = np.array([[0, 2], [-1, -1], [1, 0]], np.int32)
 PROBS = np.array([[0.5, 0.25], [1, 2], [3, 4]], np.float32)
 TOKEN_ROWS = np.array([[0], [-1], [1]], np.int32)
+SLOT_TO_ROW = np.array([[0, 3], [-1, -1], [2, 1]], np.int32)
+ROW_TO_SLOT = np.array([0, 5, 4, 1, -1], np.int32)
 X = np.arange(T * H, dtype=np.float32).reshape(T, H)
 
 
@@ -45,6 +47,7 @@ def good_calls() -> dict[str, list[Any]]:
         "rank_put": [np.zeros([S, K], np.float32), region, S],
         "rank_take": [region, S, 1, True],
         "rank_get": [region, IDS, TOKEN_ROWS, E, S],
+        "rank_rows": [IDS, TOKEN_ROWS, row_to_token, SLOT_TO_ROW, ROW_TO_SLOT, 1, E],
         "rank_barrier": [region, region.copy(), np.zeros([1], np.int32), 1000],
     }
 
@@ -78,6 +81,10 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
     assert_bits_equal(taken, values)
     (got,) = direct("rank_get", region, ids, token_rows, E, S)
     assert to_numpy(got).tolist() == [[0, 1], [0, 0], [2, 3]]
+    plan = (tensor(each, place) for each in (SLOT_TO_ROW, ROW_TO_SLOT))
+    places, sources = direct("rank_rows", ids, token_rows, row_to_token, *plan, 1, E)
+    assert to_numpy(places).tolist() == [[0], [3], [2], [1], [-1]]
+    assert to_numpy(sources).tolist() == [[0], [3], [2], [1], [-1], [-1], [-1], [-1]]
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
@@ -142,6 +149,13 @@ BAD_CALLS = [
     ("rank_put", 0, np.zeros([S, K], np.int64), "the values must be float32, but got int64"),
     ("rank_get", 2, TOKEN_ROWS[:2], "token_rows must be of shape [3, 1], but got [2, 1]"),
     ("rank_get", 2, TOKEN_ROWS.astype(np.int64), "token_rows must be int32, but got int64"),
+    ("rank_rows", 0, IDS[0], "ids must be of shape [any, any], but got [2]"),
+    ("rank_rows", 1, TOKEN_ROWS[:2], "token_rows must be of shape [3, 1], but got [2, 1]"),
+    ("rank_rows", 2, np.zeros([4, 1], np.int32), "row_to_token must be of shape [any], but got [4, 1]"),
+    ("rank_rows", 3, SLOT_TO_ROW[:2], "slot_to_row must be of shape [3, 2], but got [2, 2]"),
+    ("rank_rows", 4, ROW_TO_SLOT.astype(np.int64), "a map must be int32, but got int64"),
+    ("rank_rows", 4, np.array(0, np.int32), "row_to_slot must be of shape [any], but got []"),
+    ("rank_rows", 5, 3, "row_to_token must have rows of each rank"),
     ("rank_barrier", 1, np.zeros([1, REGION - 4], np.uint8), HERE),
     ("rank_barrier", 2, np.zeros([2], np.int32), "the state must be of shape [1], but got [2]"),
     ("rank_barrier", 2, np.zeros([1], np.float32), "the state must be int32, but got float32"),

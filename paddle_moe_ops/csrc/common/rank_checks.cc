@@ -10,12 +10,17 @@ namespace {
 
 constexpr int64_t kMaxRanks = 1024;
 
-// Regions of a header and some bytes for each of [S, K] slots.
-int check_regions(int64_t num_ranks, int64_t rows_per_rank, int64_t topk, int64_t region_bytes, int64_t header,
-                  int64_t slot_bytes, const void* regions, const char* name) {
+int check_sizes(int64_t num_ranks, int64_t rows_per_rank, int64_t topk) {
   PMO_REQUIRE(num_ranks >= 1 && num_ranks <= kMaxRanks, "num_ranks", "in [1, 1024]");
   PMO_REQUIRE_COUNT(rows_per_rank, "rows_per_rank");
   PMO_REQUIRE_SLOTS(rows_per_rank * num_ranks, topk, "topk");
+  return PMO_OK;
+}
+
+// Regions of a header and some bytes for each of [S, K] slots.
+int check_regions(int64_t num_ranks, int64_t rows_per_rank, int64_t topk, int64_t region_bytes, int64_t header,
+                  int64_t slot_bytes, const void* regions, const char* name) {
+  if (const int status = check_sizes(num_ranks, rows_per_rank, topk)) return status;
   PMO_REQUIRE(region_bytes % 4 == 0 && region_bytes >= header + rows_per_rank * topk * slot_bytes, "region",
               "a multiple of 4 that holds a region");
   PMO_REQUIRE_ARRAY(static_cast<const int32_t*>(regions), 1, name);
@@ -90,6 +95,24 @@ int check_rank_get(const pmo_rank_values_params& p) {
   PMO_REQUIRE(is_id_array(p.ids, p.ids_kind, p.num_tokens * p.topk), "ids", "an array aligned to its element size");
   PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens * p.topk, "token_rows");
   PMO_REQUIRE_ARRAY(static_cast<int32_t*>(p.slot_values), p.num_tokens * p.topk, "slot_values");
+  return PMO_OK;
+}
+
+int check_rank_rows(const pmo_rank_rows_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_rank_rows_params of this library");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_EXPERTS(p.experts_per_rank, "experts_per_rank");
+  if (const int status = check_sizes(p.num_ranks, p.rows_per_rank, p.topk)) return status;
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  const int64_t slots = p.num_tokens * p.topk, rows = p.num_ranks * p.rows_per_rank;
+  PMO_REQUIRE(is_id_kind(p.ids_kind), "ids_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
+  PMO_REQUIRE(is_id_array(p.ids, p.ids_kind, slots), "ids", "an array aligned to its element size");
+  PMO_REQUIRE_ARRAY(p.token_rows, slots, "token_rows");
+  PMO_REQUIRE_ARRAY(p.row_to_token, rows, "row_to_token");
+  PMO_REQUIRE_ARRAY(p.slot_to_row, slots, "slot_to_row");
+  PMO_REQUIRE_ARRAY(p.row_to_slot, p.num_rows, "row_to_slot");
+  PMO_REQUIRE_ARRAY(p.places, p.num_rows, "places");
+  PMO_REQUIRE_ARRAY(p.sources, rows * p.topk, "sources");
   return PMO_OK;
 }
 

@@ -29,7 +29,8 @@ struct Records {
 };
 
 // The rank of a slot's expert, -1 if it has none. Experts fit 32 bits, in which a GPU divides fast.
-PMO_ANYWHERE inline int32_t rank_of_slot(const pmo_rank_plan_params& p, int64_t slot) {
+template <class Params>
+PMO_ANYWHERE inline int32_t rank_of_slot(const Params& p, int64_t slot) {
   const int64_t id = id_at(p.ids, p.ids_kind, slot);
   if (id < 0 || id >= p.num_ranks * p.experts_per_rank) return -1;
   return static_cast<int32_t>(static_cast<uint32_t>(id) / static_cast<uint32_t>(p.experts_per_rank));
@@ -92,18 +93,47 @@ PMO_ANYWHERE inline void read_record(const pmo_rank_records_params& p, int64_t s
   p.probs[slot] = here ? records.probs[place] : 0.0f;
 }
 
+// The number within its region of the row that a slot's token has at the rank of the slot's expert, -1 if it has none there.
+template <class Params>
+PMO_ANYWHERE inline int64_t place_of_slot(const Params& p, int64_t slot, int32_t rank) {
+  const int64_t token = slot / p.topk, columns = most_rows(p.num_ranks, p.topk);
+  if (rank < 0) return -1;
+  for (int64_t column = 0; column < columns; ++column) {
+    const int64_t place = p.token_rows[token * columns + column] - rank * p.rows_per_rank;
+    if (place >= 0 && place < p.rows_per_rank) return place;
+  }
+  return -1;
+}
+
 // The value of a slot [T, K].
 PMO_ANYWHERE inline float value_of_slot(const pmo_rank_values_params& p, int64_t slot) {
-  const int64_t id = id_at(p.ids, p.ids_kind, slot), token = slot / p.topk, columns = most_rows(p.num_ranks, p.topk);
-  if (id < 0 || id >= p.num_ranks * p.experts_per_rank) return 0.0f;
-  const int64_t first = id / p.experts_per_rank * p.rows_per_rank;
-  for (int64_t column = 0; column < columns; ++column) {
-    const int64_t place = p.token_rows[token * columns + column] - first;
-    if (place < 0 || place >= p.rows_per_rank) continue;
-    const char* region = static_cast<const char*>(p.window) + id / p.experts_per_rank * p.region_bytes;
-    return reinterpret_cast<const float*>(region)[place * p.topk + slot % p.topk];
+  const int32_t rank = rank_of_slot(p, slot);
+  const int64_t place = place_of_slot(p, slot, rank);
+  if (place < 0) return 0.0f;
+  const char* region = static_cast<const char*>(p.window) + rank * p.region_bytes;
+  return reinterpret_cast<const float*>(region)[place * p.topk + slot % p.topk];
+}
+
+// The place of row `number` of the plan, if there is one, and the row of place `number`.
+PMO_ANYWHERE inline void match_row(const pmo_rank_rows_params& p, int64_t number) {
+  const int64_t slots = p.num_tokens * p.topk;
+  if (number < p.num_rows) {
+    const int64_t slot = p.row_to_slot[number];
+    const int32_t rank = slot < 0 || slot >= slots ? -1 : rank_of_slot(p, slot);
+    const int64_t place = rank < 0 ? -1 : place_of_slot(p, slot, rank);
+    p.places[number] = place < 0 ? -1 : static_cast<int32_t>((rank * p.rows_per_rank + place) * p.topk + slot % p.topk);
   }
-  return 0.0f;
+  if (number < p.num_ranks * p.rows_per_rank * p.topk) {
+    const int64_t row = number / p.topk, slot = int64_t{p.row_to_token[row]} * p.topk + number % p.topk;
+    const bool is_here = p.row_to_token[row] >= 0 && slot < slots && rank_of_slot(p, slot) == row / p.rows_per_rank;
+    p.sources[number] = is_here ? p.slot_to_row[slot] : -1;
+  }
+}
+
+// How many numbers `match_row` takes.
+PMO_ANYWHERE inline int64_t rows_to_match(const pmo_rank_rows_params& p) {
+  const int64_t places = p.num_ranks * p.rows_per_rank * p.topk;
+  return p.num_rows > places ? p.num_rows : places;
 }
 
 }  // namespace pmo

@@ -91,6 +91,15 @@ int get(const pmo_rank_values_params& p) {
   return PMO_OK;
 }
 
+int rows(const pmo_rank_rows_params& p) {
+  if (const int status = check_rank_rows(p)) return status;
+  const int64_t count = rows_to_match(p);
+  parallel_ranges(count, count * 24, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t number = begin; number < end; ++number) match_row(p, number);
+  });
+  return PMO_OK;
+}
+
 int barrier(const pmo_rank_barrier_params& p) {
   if (const int status = check_rank_barrier(p)) return status;
   const auto counter = [&](const void* regions, int64_t rank) {
@@ -133,6 +142,10 @@ extern "C" int pmo_rank_take_cpu(const pmo_rank_values_params* params, void* str
 
 extern "C" int pmo_rank_get_cpu(const pmo_rank_values_params* params, void* stream) {
   return pmo::run_cpu(params, stream, pmo::cpu::get);
+}
+
+extern "C" int pmo_rank_rows_cpu(const pmo_rank_rows_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::rows);
 }
 
 extern "C" int pmo_rank_barrier_cpu(const pmo_rank_barrier_params* params, void* stream) {

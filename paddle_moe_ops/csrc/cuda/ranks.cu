@@ -171,6 +171,20 @@ int get(const pmo_rank_values_params& p, cudaStream_t stream) {
   return launch("get_values", get_values, {grid_for(slots, kThreads), kThreads}, stream, p);
 }
 
+__global__ void match_rows(const __grid_constant__ pmo_rank_rows_params p) {
+  const int64_t count = rows_to_match(p);
+  for (int64_t number = blockIdx.x * int64_t{kThreads} + threadIdx.x; number < count; number += int64_t{gridDim.x} * kThreads) {
+    match_row(p, number);
+  }
+}
+
+int rows(const pmo_rank_rows_params& p, cudaStream_t stream) {
+  if (const int status = check_rank_rows(p)) return status;
+  const int64_t count = rows_to_match(p);
+  if (count == 0) return PMO_OK;
+  return launch("match_rows", match_rows, {grid_for(count, kThreads), kThreads}, stream, p);
+}
+
 __device__ uint32_t load_acquire(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -236,6 +250,10 @@ extern "C" int pmo_rank_take_cuda(const pmo_rank_values_params* params, void* st
 
 extern "C" int pmo_rank_get_cuda(const pmo_rank_values_params* params, void* stream) {
   return pmo::cuda::run_cuda(params, stream, pmo::cuda::get);
+}
+
+extern "C" int pmo_rank_rows_cuda(const pmo_rank_rows_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::rows);
 }
 
 extern "C" int pmo_rank_barrier_cuda(const pmo_rank_barrier_params* params, void* stream) {

@@ -201,6 +201,44 @@ Outputs rank_get(const paddle::Tensor& window, const paddle::Tensor& ids, const 
   return {values};
 }
 
+// Maps between the rows of the plan over all experts and a window for the rows of slots: places [N, 1], sources [P * S * K, 1].
+Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                  const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot, int64_t num_ranks,
+                  int64_t experts_per_rank) {
+  const Target target(kFunction, {&ids, &token_rows, &row_to_token, &slot_to_row, &row_to_slot});
+  require_rank(ids, 2, kFunction, "ids");
+  require_rank(row_to_token, 1, kFunction, "row_to_token");
+  require_rank(row_to_slot, 1, kFunction, "row_to_slot");
+  pmo_rank_rows_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_tokens = ids.shape()[0];
+  p.topk = ids.shape()[1];
+  p.num_ranks = num_ranks;
+  p.experts_per_rank = experts_per_rank;
+  p.num_rows = row_to_slot.shape()[0];
+  require(num_ranks > 0 && row_to_token.shape()[0] % num_ranks == 0, kFunction, "row_to_token must have rows of each rank");
+  p.rows_per_rank = row_to_token.shape()[0] / num_ranks;
+  require_shape(token_rows, {p.num_tokens, std::min(num_ranks, p.topk)}, kFunction, "token_rows");
+  require_shape(slot_to_row, ids.shape(), kFunction, "slot_to_row");
+  for (const paddle::Tensor* map : {&token_rows, &row_to_token, &slot_to_row, &row_to_slot}) {
+    require_dtype(*map, paddle::DataType::INT32, kFunction, "a map");
+  }
+  const paddle::Tensor dense_ids = dense(ids), of_tokens = dense(token_rows), tokens = dense(row_to_token);
+  const paddle::Tensor of_slots = dense(slot_to_row), slots = dense(row_to_slot);
+  p.ids = dense_ids.data();
+  p.ids_kind = index_kind(ids, kFunction, "ids");
+  p.token_rows = of_tokens.data<int32_t>();
+  p.row_to_token = tokens.data<int32_t>();
+  p.slot_to_row = of_slots.data<int32_t>();
+  p.row_to_slot = slots.data<int32_t>();
+  paddle::Tensor places = empty_int32({p.num_rows, 1}, ids);
+  paddle::Tensor sources = empty_int32({row_to_token.shape()[0] * p.topk, 1}, ids);
+  p.places = places.data<int32_t>();
+  p.sources = sources.data<int32_t>();
+  check_status(PMO_CALL(target, rank_rows, &p), kFunction);
+  return {places, sources};
+}
+
 Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
                      int64_t timeout_ms) {
   const Target target(kFunction, {&arrived, &peers, &state});
@@ -231,6 +269,7 @@ PMO_DIRECT(rank_sum, rank_sum);
 PMO_DIRECT(rank_put, rank_put);
 PMO_DIRECT(rank_take, rank_take);
 PMO_DIRECT(rank_get, rank_get);
+PMO_DIRECT(rank_rows, rank_rows);
 PMO_DIRECT(rank_barrier, rank_barrier);
 
 #endif

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""`rank_plan`, `rank_records`, `rank_put`, `rank_take` and `rank_get`: what travels between ranks that share memory."""
+"""`rank_plan`, `rank_records`, `rank_put`, `rank_take`, `rank_get`, `rank_rows`: what travels between ranks."""
 
 from __future__ import annotations
 
@@ -61,6 +61,17 @@ class RankValuesParams(Params):
         (Bytes, "row_values ids"),
         (Int32s, "token_rows"),
         (Bytes, "window slot_values"),
+        (Int, "ids_kind num_threads"),
+    )
+
+
+class RankRowsParams(Params):
+    """pmo_rank_rows_params"""
+
+    _fields_ = fields(
+        (Size, "struct_size num_tokens topk num_ranks experts_per_rank rows_per_rank num_rows"),
+        (Bytes, "ids"),
+        (Int32s, "token_rows row_to_token slot_to_row row_to_slot places sources"),
         (Int, "ids_kind num_threads"),
     )
 
@@ -159,6 +170,25 @@ def rank_get(
     return values
 
 
+def rank_rows(
+    core: Core,
+    ids: NDArray,
+    maps: dict[str, NDArray],
+    num_ranks: int,
+    experts_per_rank: int,
+) -> tuple[NDArray, NDArray]:
+    """places, sources; maps are token_rows, row_to_token, slot_to_row and row_to_slot."""
+    (num_tokens, topk), num_rows = ids.shape, len(maps["row_to_slot"])
+    rows = len(maps["row_to_token"]) // num_ranks
+    sizes = {"num_tokens": num_tokens, "topk": topk, "num_ranks": num_ranks, "rows_per_rank": rows}
+    sizes |= {"num_rows": num_rows, "experts_per_rank": experts_per_rank}
+    with guarded_outputs() as output:
+        places, sources = output((num_rows, 1), np.int32), output((num_ranks * rows * topk, 1), np.int32)
+        made = {"places": places, "sources": sources}
+        core.run("rank_rows", RankRowsParams(**sizes, ids=ids, ids_kind=IDS_KINDS[ids.dtype], **maps, **made))
+    return places, sources
+
+
 def _valid_plan(core: Core, output: MakeOutput, s: Small) -> Params:
     ids, probs = np.zeros((s.T, s.K), np.int32), np.zeros((s.T, s.K), np.float32)
     outputs = output((s.T, min(RANKS, s.K)), np.int32), output((RANKS * s.T,), np.int32), output((1,), np.int32)
@@ -217,6 +247,23 @@ def _valid_get(core: Core, output: MakeOutput, s: Small) -> Params:
     )
 
 
+def _valid_rows(core: Core, output: MakeOutput, s: Small) -> Params:
+    maps = {"token_rows": (s.T, min(RANKS, s.K)), "row_to_token": (RANKS * s.T,)}
+    maps |= {"slot_to_row": (s.T, s.K), "row_to_slot": (s.T * s.K,)}
+    return RankRowsParams(
+        num_tokens=s.T,
+        topk=s.K,
+        num_ranks=RANKS,
+        experts_per_rank=s.E,
+        rows_per_rank=s.T,
+        num_rows=s.T * s.K,
+        ids=np.zeros((s.T, s.K), np.int32),
+        **{name: np.full(shape, -1, np.int32) for name, shape in maps.items()},
+        places=output((s.T * s.K, 1), np.int32),
+        sources=output((RANKS * s.T * s.K, 1), np.int32),
+    )
+
+
 _BAD_REGIONS = {
     "num_ranks": (0, 1025),
     "rows_per_rank": (-1, TOO_MANY),
@@ -269,5 +316,18 @@ OPERATORS = (
         },
         required=("ids", "token_rows", "window", "slot_values"),
         aligned=("ids", "token_rows", "window", "slot_values"),
+    ),
+    Operator(
+        name="rank_rows",
+        valid=_valid_rows,
+        bad_fields={
+            **{name: values for name, values in _BAD_REGIONS.items() if name != "region_bytes"},
+            "num_tokens": (-1, TOO_MANY),
+            "num_rows": (-1, TOO_MANY),
+            "experts_per_rank": (0, TOO_MANY_EXPERTS),
+            "ids_kind": (-1, 2),
+        },
+        required=("ids", "token_rows", "row_to_token", "slot_to_row", "row_to_slot", "places", "sources"),
+        aligned=("ids", "token_rows", "row_to_token", "slot_to_row", "row_to_slot", "places", "sources"),
     ),
 )

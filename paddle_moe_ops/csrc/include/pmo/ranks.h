@@ -93,6 +93,30 @@ PMO_API int pmo_rank_take_cuda(const pmo_rank_values_params* params, void* strea
 PMO_API int pmo_rank_get_cpu(const pmo_rank_values_params* params, void* stream);
 PMO_API int pmo_rank_get_cuda(const pmo_rank_values_params* params, void* stream);
 
+typedef struct pmo_rank_rows_params {
+  int64_t struct_size;
+  int64_t num_tokens;  // T
+  int64_t topk;        // K
+  int64_t num_ranks;   // P
+  int64_t experts_per_rank;
+  int64_t rows_per_rank;        // S
+  int64_t num_rows;             // N, of the plan of this rank's tokens over all experts
+  const void* ids;              // [T, K]
+  const int32_t* token_rows;    // [T, min(P, K)], of rank_plan
+  const int32_t* row_to_token;  // [P * S], of rank_plan
+  const int32_t* slot_to_row;   // [T, K], of the plan over all experts
+  const int32_t* row_to_slot;   // [N], of the same
+  int32_t* places;              // [N]
+  int32_t* sources;             // [P * S * K]
+  int32_t ids_kind;
+  int32_t num_threads;
+} pmo_rank_rows_params;
+
+// Where the rows of slots are in a window of S * K rows for each rank, where row r * K + k is that of slot k of the token in row r: the place
+// of each row of the plan, and the row of each place; -1 = none.
+PMO_API int pmo_rank_rows_cpu(const pmo_rank_rows_params* params, void* stream);
+PMO_API int pmo_rank_rows_cuda(const pmo_rank_rows_params* params, void* stream);
+
 typedef struct pmo_rank_barrier_params {
   int64_t struct_size;
   int64_t num_ranks;     // P, at most 1024
