@@ -34,6 +34,7 @@ runs may still be wrong; `make mutants` looks for faults that no test notices.
 # Why lines are left out, by the file or the folder that they are in.
 REASONS = {
     "csrc/common/chunks.cc": "the report of a CUDA run, which the bindings of a CUDA build ask for",
+    "csrc/common/grouped_checks.cc": "the kernel for Hopper, which a CPU has no form of",
     "csrc/common/status.cc": "no memory is left for the text of an error",
     "csrc/common/status.h": "the C++ library throws where nothing is expected to",
     "csrc/cpu/pool.cc": "the system gives no more threads; two threads make the pool at once; exceptions pass",
@@ -43,16 +44,8 @@ REASONS = {
     "csrc/cpu/row_kernels_generic.cc": "choosing AVX-512; what `test_row_kernels.py` tests in a program of its own",
     "csrc/cpu/streaming.cc": "caches that sysconf does not know, as on aarch64",
     "csrc/cpu/unpermute.cc": "clean-up when an exception passes",
-    "__main__.py": "commands, which tests start in processes of their own",
-    "_report.py": "`env`, which tests start in processes of its own",
-    "_build_check.py": "packages that are missing, hidden or not built, in processes of their own",
-    "bench": "`bench`, which tests start in processes of its own",
-    "expert_parallel": "several processes: `tests/distributed`",
+    "backends/library.py": "products of the library on a GPU: `tests/ops/test_library_product.py`",
     "integrations": "PaddleFormers: `tests/integrations`, in an environment of its own",
-    "nn/layer.py": "groups of ranks: `tests/distributed`; static graphs: `tests/scenarios`",
-    "reference": "the oracle of experts over ranks, and of gradients: `tests/reference`, `tests/distributed`",
-    "testing": "`selftest`, which tests start in a process of its own",
-    "triton": "kernels and launchers for GPUs: `tests/triton`, in Triton's interpreter",
 }
 
 
