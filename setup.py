@@ -190,7 +190,7 @@ class BuildOperators(PaddleBuild):
             return
         # An absolute folder keeps the objects out of build_lib, and so out of the wheel.
         self.build_temp = str(OBJECTS)
-        # The objects know by themselves what is up to date; the library is always linked anew.
+        # Objects are made anew where their sources changed; the library is always linked anew.
         self.force = True
 
     def run(self) -> None:

@@ -13,7 +13,7 @@ matrices of SwiGLU experts (H -> 2 I, stored [E, 2 I, H]) and their second ones 
     forward              rows times the first matrices              dx, dw        its gradients
     gathered             the same from tokens, as a call with permute_x does it
     gathered_in_load     the same, rows gathered while they are loaded, whatever the GPU
-    dw_gathered[_in_load] the gradient of the first matrices from tokens, likewise
+    dw_gathered[_in_load] the gradient of the first matrices from tokens, in the same two ways
     second               rows times the second matrices
     weighted             the same, each row of the product times its weight
     weighted_backward    the gradients of rows, matrices and weights; configurations are those of the rows

@@ -115,7 +115,7 @@ class Meeting:
         raise RuntimeError(f"{function}: rank {ranks[self._group.rank]} waited {self._seconds:g} s {reason}")
 
     def _absent(self, is_done: _IsDone, quiet: float) -> list[int] | None:
-        """The ranks that do not say that they wait here; None: nobody can tell.
+        """The ranks that do not say that they wait here; None if that is unknown.
 
         A rank that came a moment ago says so after its quiet time.
         """
@@ -149,7 +149,7 @@ class _Board:
         """Those that wait neither in the last meeting nor in a later one; None: the store does not answer."""
         absent = []
         for rank in ranks:
-            meeting = self._add(rank, 0)  # a counter that nobody made is zero; to get it would wait
+            meeting = self._add(rank, 0)  # a counter that was not made is zero; to get it would wait
             if meeting is None:
                 return None
             if meeting < self._came:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checking before timing, turns, and what stands in a row."""
+"""Checking before timing, turns, and what a row holds."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def text_of_core(function: Callable[..., Any], *args: Any) -> str | None:
 
 
 def text_of_oracle(function: Callable[..., Any], *args: Any, **options: Any) -> str | None:
-    """What the oracle raises, behind the function's name, or None."""
+    """What the oracle raises, after the function's name, or None."""
     try:
         function(*args, **options)
     except ValueError as error:

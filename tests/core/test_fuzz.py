@@ -24,7 +24,7 @@ INVALID_SIZES = (-1, -(2**31), -(2**63), 2**31, 2**40, 2**62, 2**63 - 1)
 
 
 def spoil(rng: np.random.Generator, params: Params, name: str, kind: type) -> None:
-    """Change a field in a way that gives nobody the right to a stray access."""
+    """Change a field in a way that allows no stray access."""
     value = getattr(params, name)
     if kind is ctypes.c_int64:
         smaller = int(rng.integers(0, max(value, 0) + 1))

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerEngine's row_id_map and [T, E] row maps: made from plans, and read back whatever stands in them."""
+"""TransformerEngine's row_id_map and [T, E] row maps: made from plans, and read back whatever their entries are."""
 
 from __future__ import annotations
 

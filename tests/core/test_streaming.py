@@ -52,7 +52,7 @@ def streaming(core: Core) -> Iterator[Core]:
 
 
 class Output:
-    """A poisoned array that begins `offset` bytes behind the beginning of a line, between guard bands."""
+    """A poisoned array that begins `offset` bytes after the beginning of a line, between guard bands."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, offset: int) -> None:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize

@@ -26,7 +26,7 @@ BAD = INT32.min, -7, N, INT32.max
 
 
 def long_tokens(columns: int, seed: int) -> tuple[NDArray, NDArray]:
-    """Maps of [T, columns] with bad entries before, between and behind the rows, and the same rows without them."""
+    """Maps of [T, columns] with bad entries before, between and after the rows, and the same rows without them."""
     rng = np.random.default_rng(seed)
     token_rows, good_rows = np.full((T, columns), -1, np.int32), np.full((T, max(ROWS)), -1, np.int32)
     shapes = itertools.cycle(itertools.product(ROWS, EDGES, EDGES, [False, True]))

@@ -81,7 +81,7 @@ class Processes:
     """Processes that wait for calls."""
 
     def __init__(self, num_processes: int, backend: str):
-        # Bound until the processes end, so that nobody else is given these ports. Paddle can listen on them.
+        # Bound until the processes end, so that no other process is given these ports. Paddle can listen on them.
         self._reserved = [_reserve_port() for _ in range(num_processes + 1)]
         master, *endpoints = (f"127.0.0.1:{each.getsockname()[1]}" for each in self._reserved)
         self._logs = [os.memfd_create(f"rank {rank}") for rank in range(num_processes)]

@@ -178,7 +178,7 @@ def _work(large: Large, core: Core, num_threads: int) -> tuple[NDArray, ...]:
     routing, _, _, plan = large.routed
     rowmap = reference.plan_to_rowmap(plan)
     token_rows, row_to_token, slot_to_row = clean_rowmap(core, rowmap, plan.num_rows, routing, num_threads=num_threads)
-    ends = np.cumsum(token_rows == -1, axis=1) > 0  # what stands behind the first -1 is undefined
+    ends = np.cumsum(token_rows == -1, axis=1) > 0  # what follows the first -1 is undefined
     assert slot_to_row is not None
     return np.where(ends, -1, token_rows), row_to_token, slot_to_row
 
