@@ -271,7 +271,10 @@ def explain(operator: str | None = None) -> str:
     for name in _modules:
         reason = _load(name).unavailable()
         kind = " (dygraph only)" if name in _dygraph_only else "" if _automatic[name] else " (on request only)"
-        lines.append(f"backend {name}{kind}: {'available' if reason is None else 'unavailable: ' + reason}")
+        state = "available" if reason is None else f"unavailable: {reason}"
+        if operator is not None and not _has(name, operator, None):
+            state = f"has no {operator}"
+        lines.append(f"backend {name}{kind}: {state}")
     lines += [f"GPU {gpu} runs on no compiled kernels: {why}" for gpu, why in compiled.gpus_without_kernels().items()]
     return "\n".join([*lines, *filter(None, (note() for note in _notes))])
 

@@ -278,6 +278,12 @@ def test_explain_names_no_backend_for_static_graphs_where_only_triton_runs(witho
     assert explain("unpermute").splitlines()[0] == "unpermute: triton in dygraph, none in static graphs"
 
 
+def test_explain_says_which_backends_do_not_have_the_operator():
+    assert "backend paddle: has no permute" in explain("permute").splitlines()
+    assert "backend paddle: available" in explain("grouped_gemm").splitlines()
+    assert "backend paddle: available" in explain().splitlines()
+
+
 def test_explain_refuses_an_operator_that_does_not_exist():
     with raises(ValueError, f"explain: operator must be one of {', '.join(OPERATORS)}, but got 'sort'"):
         explain("sort")
