@@ -306,17 +306,20 @@ def test_the_guides_program_for_fleet_runs(ranks):
 
 
 @pytest.mark.parametrize("kind", FOUR)
+@pytest.mark.slow
 def test_four_ranks_with_fleet_train_as_one_process(ranks, kind):
     assert_like_one_process(ranks, FOUR[kind], kind, (3, 0, 9, 4))
 
 
 @pytest.mark.cpu_only
+@pytest.mark.slow
 def test_four_ranks_may_divide_each_parameter(ranks):
     options = {"sharding": {"split_param": True}, "main_grad": True, "optimizer": "AdamW"}
     assert_like_one_process(ranks, FOUR[EXPERTS], EXPERTS, (3, 0, 9, 4), **options)
 
 
 @pytest.mark.parametrize("kind", [SHARDING, EXPERTS])
+@pytest.mark.slow
 def test_copies_of_experts_start_as_one_on_four_ranks(ranks, kind):
     assert_like_one_process(ranks, FOUR[kind], kind, (4, 4, 4, 4), same_seed=False)
 
@@ -339,6 +342,7 @@ def too_few_ranks() -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_four_ranks_whose_groups_do_not_fit_are_told(ranks):
     shared = "ValueError: distributed_optimizer: experts must be shared by Fleet's"
     for data, sharding, copies, split in ranks(4, too_few_ranks):
