@@ -131,8 +131,7 @@ def _multiply(
     results = {}
     for i, part in parts.items():
         if i % 2:
-            matrix = None if matrices is None else matrices[i // 2]
-            results[i] = part if matrix is None else _product(part, matrix, transpose)
+            results[i] = part if matrices is None else _product(part, matrices[i // 2], transpose)
     product = next(iter(results.values()))  # which has the dtype that mixed precision gives
     if weights is not None or bias is not None:
         addends = None if bias is None else paddle.unbind(float32(bias))
