@@ -271,7 +271,7 @@ class TritonKernels(ProductKernels):
         spec: MoeUnpermuteSpec,
         wanted: tuple[bool, ...],
     ) -> tuple[Tensor | None, Tensor | None]:
-        from ..triton.rowmap import fill, scatter_slots
+        from ..triton.rowmap import scatter_slots, slots_to_rows
         from ..triton.unpermute_backward import unpermute_backward
 
         need_rows, need_probs = wanted
@@ -291,8 +291,8 @@ class TritonKernels(ProductKernels):
         if not need_probs:
             return d_rows, None
         if d_probs is None:
-            d_probs = fill(device, device.empty(probs.shape, "float32"), num_rows, 0)
-        scatter_slots(device, dense(d_prob_topk), slot_to_row, d_probs, add=weighted)
+            return d_rows, slots_to_rows(device, dense(d_prob_topk), slot_to_row, row_to_token)
+        scatter_slots(device, dense(d_prob_topk), slot_to_row, d_probs)
         return d_rows, d_probs
 
     def sort_chunks(

@@ -112,8 +112,8 @@ def scatter_mask_kernel(
 
 
 @triton.jit
-def scatter_slots_kernel(slot_values, slot_to_row, row_values, num_rows, K, ADD: tl.constexpr, SLOTS: tl.constexpr):
-    """One program per token: row_values[row] (+)= the values of the slots that read the row, in their order.
+def scatter_slots_kernel(slot_values, slot_to_row, row_values, num_rows, K, SLOTS: tl.constexpr):
+    """One program per token: row_values[row] += the values of the slots that read the row, in their order.
 
     Slots of a token may share a row, which is then in one lane; the others store nothing.
     """
@@ -121,10 +121,7 @@ def scatter_slots_kernel(slot_values, slot_to_row, row_values, num_rows, K, ADD:
     k = tl.arange(0, SLOTS)
     row = tl.load(slot_to_row + token * K + k, mask=k < K, other=-1)
     live = (row >= 0) & (row < num_rows)
-    if ADD:
-        total = tl.load(row_values + row, mask=live, other=0.0)
-    else:
-        total = minus_zeros(SLOTS)  # a value that comes alone is then a copy
+    total = tl.load(row_values + row, mask=live, other=0.0)
     first = live
     for j in range(K):
         same = live & (tl.load(slot_to_row + token * K + j) == row)
@@ -145,7 +142,7 @@ def slots_to_rows_kernel(
     token = tl.load(row_to_token + rows, mask=rows < num_rows, other=-1)
     live = (token >= 0) & (token < num_tokens)
     slot = token.to(tl.int64) * K
-    total = minus_zeros(BLOCK)
+    total = minus_zeros(BLOCK)  # a value that comes alone is then a copy
     found = rows < 0
     for j in range(K):
         reads = live & (tl.load(slot_to_row + slot + j, mask=live, other=-1) == rows)
@@ -276,19 +273,18 @@ def scatter_mask(
     return mask_values
 
 
-def scatter_slots(device: Device, slot_values: Array, slot_to_row: Array, row_values: Any, *, add: bool) -> None:
-    """Bring float32 values [T, K] of slots to the rows that they read, in place.
+def scatter_slots(device: Device, slot_values: Array, slot_to_row: Array, row_values: Any) -> None:
+    """Add float32 values [T, K] of slots to the rows that they read, in place.
 
     Args:
         device: where to.
         slot_values: [T, K].
         slot_to_row: int32 [T, K]; a row belongs to one token, but several of its slots may read it.
         row_values: [N]; rows that no slot reads are left alone.
-        add: add to what the rows hold, else replace it.
     """
     num_tokens, topk = slot_to_row.shape
     if num_tokens:
         arrays = map(address, (slot_values, slot_to_row, row_values))
         types = ("*fp32", "*i32", "*fp32", "i32", "i32")
-        constants = (add, next_power_of_2(topk))
-        device.launch(scatter_slots_kernel, num_tokens, types, (*arrays, row_values.shape[0], topk), constants, 1)
+        arguments = (*arrays, row_values.shape[0], topk)
+        device.launch(scatter_slots_kernel, num_tokens, types, arguments, (next_power_of_2(topk),), 1)

@@ -92,7 +92,7 @@ def main() -> None:
     read_row_id_map(gpu, row_id_map, None)
     gather_slots(gpu, by_row, ids)
     scatter_mask(gpu, by_row, owners, owners, tokens, experts)
-    scatter_slots(gpu, by_slot, ids, by_row, add=True)
+    scatter_slots(gpu, by_slot, ids, by_row)
     slots_to_rows(gpu, by_slot, ids, owners)
     groups = Groups(gpu.empty([experts], "int32"), gpu.empty([experts + 1], "int64"))
     matrices = gpu.array(np.zeros((experts, 256, hidden), np.float16))

@@ -71,9 +71,12 @@ def test_values_of_slots_that_share_a_row_are_added_in_order(gpu, rng, add):
     values = rng.standard_normal(slots.shape).astype(np.float32)
     values[0, 4] = values[1, 1] = -0.0
     before = rng.standard_normal(6).astype(np.float32)
-    rows = gpu.array(before)
-    scatter_slots(gpu, gpu.array(values), gpu.array(slots), rows, add=add)
-    expected = before.copy()
+    if add:
+        rows, expected = gpu.array(before), before.copy()
+        scatter_slots(gpu, gpu.array(values), gpu.array(slots), rows)
+    else:
+        row_to_token = np.array([1, 1, -1, 0, -1, 0], np.int32)
+        rows, expected = slots_to_rows(gpu, *map(gpu.array, (values, slots, row_to_token))), np.zeros_like(before)
     for row in (0, 1, 3, 5):
         total = before[row] if add else np.float32(-0.0)
         for value in values[slots == row]:
