@@ -43,7 +43,7 @@ def moe_mlp(
     transpose: bool = False,
     weights_by: str | None = None,
     keep: str = "h",
-    workspace_mb: int = 256,
+    workspace_mb: int = 512,
     accumulate: bool = False,
     gate_up_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
     down_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,

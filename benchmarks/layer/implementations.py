@@ -39,7 +39,7 @@ def _by_slot(inputs: Inputs, by_row: torch.Tensor) -> torch.Tensor:
 def ours(
     inputs: Inputs,
     keeps_hidden: bool = True,
-    workspace_mb: int = 256,
+    workspace_mb: int = 512,
     device: TorchDevice | None = None,
     triton_alone: bool = False,
 ) -> Passes:
@@ -112,6 +112,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours": ours,
     "ours, Triton alone": lambda inputs: ours(inputs, triton_alone=True),
     "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
+    "ours, 256 MiB": lambda inputs: ours(inputs, workspace_mb=256),
     "ours, 1 GiB": lambda inputs: ours(inputs, workspace_mb=1024),
     "torch": torch_grouped,
     "cuBLAS by expert": cublas,

@@ -32,10 +32,10 @@ bfloat16. The router is not included.
 
 * TFLOP/s are those of the matrix products: 6 T K d n operations forward, 12 T K d n backward, by the median time of
   replays of a CUDA graph (eager calls in parentheses, where they were measured) with a cold L2.
-* *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the default `workspace_mb=256`: those in Triton, and
-  on an H200 the compiled library's product where it is faster, which *ours, Triton alone* is without. *ours, 1 GiB* has
-  a larger buffer, *ours, keep x* makes the first product again in the backward pass. *torch* is plain PyTorch around
-  `torch._grouped_mm` with its own gradients.
+* *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the default `workspace_mb=512`: those in Triton, and
+  on an H200 the compiled library's product where it is faster, which *ours, Triton alone* is without. *ours, 256 MiB*
+  has a smaller buffer and *ours, 1 GiB* a larger one; *ours, keep x* makes the first product again in the backward
+  pass. *torch* is plain PyTorch around `torch._grouped_mm` with its own gradients.
 * *kept* is what forward leaves for backward, in MiB, with the tokens: 2 T d + 4 T K n bytes for ours, which the
   benchmark measures to the byte. *peak* is the most that backward has, with what is kept but the tokens, and without
   its results.

@@ -32,7 +32,7 @@ from .base import (
     TopkSpec,
     Validation,
 )
-from .joining import joined, lay_side_by_side, shared_memory
+from .joining import joined, lay_side_by_side, shared_memory, view_of
 from .product_calls import connect_experts
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "resolve",
     "shared_memory",
     "use_backend",
+    "view_of",
     "why_not",
 ]
 

@@ -88,7 +88,7 @@ class SwiGLUExperts(nn.Layer):
         intermediate_size: int,
         *,
         keep: str = "h",
-        workspace_mb: int = 256,
+        workspace_mb: int = 512,
         accumulate: bool = False,
         activation: str = "swiglu",
         bias: bool = False,

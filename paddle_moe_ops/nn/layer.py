@@ -96,7 +96,7 @@ class MoELayer(nn.Layer):
         scaling_factor: float = 1.0,
         capacity_factor: float | None = None,
         keep: str = "h",
-        workspace_mb: int = 256,
+        workspace_mb: int = 512,
         accumulate: bool = False,
         activation: str = "swiglu",
         expert_bias: bool = False,

@@ -70,7 +70,7 @@ def groups_one_after_the_other() -> Iterator[None]:
 def _new_store() -> Any:
     """A store of all ranks, at a port that the first of them finds free."""
     with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+        found.bind(("", 0))  # on all interfaces, as the store is
         ports: list[int] = []
         paddle.distributed.all_gather_object(ports, found.getsockname()[1])
     is_first = paddle.distributed.get_rank() == 0

@@ -175,10 +175,14 @@ class Processes:
 
 
 def _reserve_port() -> socket.socket:
-    """A socket bound to a free port. Paddle can bind another to it: both allow that, and this one does not listen."""
+    """A socket bound to a free port. Paddle can bind another to it: both allow that, and this one does not listen.
+
+    It is bound on all interfaces, as the store of rank 0 is. NCCL listens on another interface than the loopback, and
+    would otherwise be given the same port there.
+    """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
+    reserved.bind(("", 0))
     return reserved
 
 

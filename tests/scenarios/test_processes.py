@@ -26,7 +26,7 @@ from .test_training import BLOCK_TYPES, BLOCKS, assert_close, batch_of, make_net
 def free_ports(count: int) -> list[str]:
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
-        each.bind(("127.0.0.1", 0))
+        each.bind(("", 0))  # on all interfaces, as Paddle's store is
     ports = [str(each.getsockname()[1]) for each in sockets]
     for each in sockets:
         each.close()

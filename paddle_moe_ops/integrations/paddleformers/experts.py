@@ -14,7 +14,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ..._activations import activate
-from ...backends import lay_side_by_side, resolve, shared_memory
+from ...backends import lay_side_by_side, resolve, shared_memory, view_of
 from ...functional import permute, unpermute
 from ...gemm import grouped_gemm
 from ...mlp import moe_mlp
@@ -121,6 +121,8 @@ def _run_linears(linears: _Linears, counts: list[int] | None, x: Tensor, plan: P
 
 def _lay_side_by_side(parameters: list[Tensor]) -> None:
     """Have a list of parameters need no copy, if each has memory of its own, which an optimizer may have taken."""
+    if view_of(parameters) is not None:  # as from the second call on
+        return
     first = parameters[0]
     alike = all(each.shape == first.shape and each.dtype == first.dtype for each in parameters)
     if alike and len(set(map(id, parameters))) == len(parameters) and not any(map(shared_memory, parameters)):
