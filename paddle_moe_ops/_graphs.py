@@ -63,7 +63,9 @@ def public(
                 if result is not None:
                     return result
             for index, argument in enumerate(arguments):
-                if isinstance(argument, _CARRIERS) and min(index, last) not in passed_on and _carries_graph(argument):
+                if (index if index < last else last) in passed_on or not isinstance(argument, _CARRIERS):
+                    continue
+                if _carries_graph(argument):
                     arguments = (*arguments[:index], constant(argument), *arguments[index + 1 :])
             for name, argument in keywords.items():
                 if isinstance(argument, _CARRIERS) and name not in differentiable and _carries_graph(argument):

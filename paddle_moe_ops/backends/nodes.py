@@ -18,6 +18,7 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from .._graphs import filled
+from .._native import native
 from .base import Kernels, Tensors
 
 __all__ = ["Call", "Gradients", "connect", "first_order_only", "linear"]
@@ -53,11 +54,11 @@ class Call:
         self.wanted = tuple(not tensor.stop_gradient for tensor in given)
         self._inputs = [(tensor.shape, tensor.dtype) for tensor in given]
         self._outputs: list[tuple[Any, Any]] = []
-        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
+        self._watched: list[Any] = []
 
     def watch(self, *tensors: Tensor) -> None:
         """Have the backward pass refuse to run once one of these tensors, which it reads, was changed in place."""
-        self._versions += [(weakref.ref(tensor), tensor.inplace_version) for tensor in tensors]
+        self._watched.append(native.watch(*tensors))
 
     def save(self, *tensors: Tensor | None) -> None:
         """Save tensors, and watch them."""
@@ -84,12 +85,10 @@ class Call:
             if gradient.shape != shape or gradient.dtype != dtype:
                 expected, given = f"{dtype} {list(shape)}", f"{gradient.dtype} {list(gradient.shape)}"
                 raise ValueError(f"{self.function}: the gradient of its result must be {expected}, but got {given}")
-        for reference, version in self._versions:
-            tensor = reference()
-            if tensor is not None and tensor.inplace_version != version:
-                raise RuntimeError(
-                    f"{self.function}: a tensor that the backward pass needs was changed in place after the forward"
-                )
+        if any(map(native.was_changed, self._watched)):
+            raise RuntimeError(
+                f"{self.function}: a tensor that the backward pass needs was changed in place after the forward"
+            )
         made = self.differentiate(*gradients)
         # An input that wants a gradient must get one: Paddle's engine would not run what comes before it.
         return tuple(
