@@ -11,11 +11,19 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from paddle import Tensor
+
 __all__ = ["Native", "native"]
 
 
 def _no_facts(*_: Any) -> None:
     return None
+
+
+def _carries_graph(*values: Any) -> bool | None:
+    if any(isinstance(each, Tensor) and not each.stop_gradient for each in values):
+        return True
+    return None if any(isinstance(each, (tuple, list, dict)) for each in values) else False
 
 
 def _watch(*tensors: Any) -> Any:
@@ -35,6 +43,8 @@ class Native:
             None if one is out of the ordinary.
         watch: takes tensors; something for `was_changed`, which does not keep them.
         was_changed: takes what `watch` gave; whether one of the tensors that are still there was changed in place since.
+        carries_graph: takes values of any type; whether one is a tensor that a gradient is wanted for, or None if there
+            is a container among them that would have to be looked through.
         recordings: a `triton.native_recording.Functions`, or None.
     """
 
@@ -42,12 +52,14 @@ class Native:
         self.facts: Callable[..., bytes | None] = _no_facts
         self.watch: Callable[..., Any] = _watch
         self.was_changed: Callable[[Any], bool] = _was_changed
+        self.carries_graph: Callable[..., bool | None] = _carries_graph
         self.recordings: Any = None
 
     def load(self, module: Any) -> None:
         """Take the functions of the library, a Python module; under Paddle 2 it has none."""
         if hasattr(module, "_facts"):
             self.facts, self.watch, self.was_changed = module._facts, module._watch, module._was_changed
+            self.carries_graph = module._carries_graph
             self.recordings = _Recordings(module)
 
 

@@ -125,7 +125,8 @@ def moe_mlp(
     shape, tokens = x.shape, x
     if len(shape) != 2:
         tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
-    by_slot = probs is not None and (probs.ndim == 2 or weights_by == "slot")
+    weights_rank = 0 if probs is None else len(probs.shape)
+    by_slot = weights_rank == 2 or (weights_rank == 1 and weights_by == "slot")
     if accumulate:
         given = {"gate_up": gate_up, "down": down, **biases}
         check_destinations(_NAME, **{name: each for name, each in given.items() if each is not None})
@@ -139,7 +140,7 @@ def moe_mlp(
             accumulate = False
     backend = resolve("grouped_gemm", tokens)
     if backend.runs_moe_mlp and activation == "swiglu" and gate_up_bias is None and down_bias is None:
-        if by_slot and probs is not None and probs.ndim == 1:
+        if by_slot and probs is not None and weights_rank == 1:
             probs = probs.reshape([-1, plan.topk])
         validation = _checks.validation(_NAME, None, tokens)
         spec = MlpSpec(plan, by_slot, transpose, keep == "h", workspace_mb << 20, accumulate, validation)
@@ -161,7 +162,7 @@ def moe_mlp(
 
 def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: Any, options: tuple) -> Hashable:
     """All that `_check` looks at, or None for calls out of the ordinary: these are checked each time."""
-    if type(plan) is not Plan or any(each is not None for each in biases.values()):
+    if type(plan) is not Plan or biases["gate_up_bias"] is not None or biases["down_bias"] is not None:
         return None
     counts, matrices = [], []
     for each in (gate_up, down):

@@ -21,7 +21,7 @@ from .._graphs import filled
 from .._native import native
 from .base import Kernels, Tensors
 
-__all__ = ["Call", "Gradients", "connect", "first_order_only", "linear"]
+__all__ = ["Call", "Gradients", "connect", "first_order_only", "linear", "wants_gradient"]
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -51,7 +51,7 @@ class Call:
         """
         given = [tensor for tensor in inputs if tensor is not None]
         self.kernels: Any = kernels  # with the ``*_backward`` verbs
-        self.wanted = tuple(not tensor.stop_gradient for tensor in given)
+        self.wanted = tuple([not tensor.stop_gradient for tensor in given])
         self._inputs = [(tensor.shape, tensor.dtype) for tensor in given]
         self._outputs: list[tuple[Any, Any]] = []
         self._watched: list[Any] = []
@@ -62,7 +62,7 @@ class Call:
 
     def save(self, *tensors: Tensor | None) -> None:
         """Save tensors, and watch them."""
-        self.saved = tuple(tensor for tensor in tensors if tensor is not None)
+        self.saved = tuple([tensor for tensor in tensors if tensor is not None])
         self.watch(*self.saved)
 
     def run(self) -> Tensors:
@@ -91,12 +91,13 @@ class Call:
             )
         made = self.differentiate(*gradients)
         # An input that wants a gradient must get one: Paddle's engine would not run what comes before it.
-        return tuple(
+        given = [
             None
             if not want or number in self.added
             else (filled(shape, 0, dtype, like=gradients[0]) if gradient is None else gradient)
             for number, (want, gradient, (shape, dtype)) in enumerate(zip(self.wanted, made, self._inputs, strict=True))
-        )
+        ]
+        return tuple(given)
 
 
 class _Context:
@@ -112,7 +113,7 @@ class _Node(PyLayer):
         witness.append(weakref.ref(ctx.context))
         outputs = call.forward()
         # Recomputation drops the strides of what is saved.
-        ctx.save_for_backward(*(each if each.is_contiguous() else each.contiguous() for each in call.saved))
+        ctx.save_for_backward(*[each if each.is_contiguous() else each.contiguous() for each in call.saved])
         call.saved = ()
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -124,8 +125,9 @@ class _Node(PyLayer):
         return made if len(made) > 1 else made[0]
 
 
-def _wants_gradient(*inputs: Tensor | None) -> bool:
-    return paddle.is_grad_enabled() and any(each is not None and not each.stop_gradient for each in inputs)
+def wants_gradient(*inputs: Tensor | None) -> bool:
+    """Whether a gradient of an input is wanted."""
+    return paddle.is_grad_enabled() and bool(native.carries_graph(*inputs))
 
 
 def connect(call: Call, *inputs: Tensor | None) -> Tensors:
@@ -139,7 +141,7 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
         its outputs that have a gradient.
     """
     given = [tensor for tensor in inputs if tensor is not None]
-    if not _wants_gradient(*given):
+    if not wants_gradient(*given):
         with paddle.no_grad():
             return call.run()
     witness: list[weakref.ref[_Context]] = []
@@ -207,7 +209,7 @@ def linear(
         back: the transposed map.
         read: the tensors that the two read. Once one was changed in place, the backward pass refuses to run.
     """
-    if not _wants_gradient(value):
+    if not wants_gradient(value):
         return there(value)
     return connect(_Linear(function, kernels, value, there, back, read), value)[0]
 
@@ -235,7 +237,7 @@ def first_order_only(call: Call, made: Gradients, *inputs: Tensor | None) -> Gra
         inputs: tensors that they were made of.
     """
     given = [gradient for gradient in made if gradient is not None]
-    if not given or not _wants_gradient(*inputs):
+    if not given or not wants_gradient(*inputs):
         return made
     connected = iter(connect(_FirstOrderOnly(call, tuple(given), *inputs), *inputs))
     return tuple(None if gradient is None else next(connected) for gradient in made)

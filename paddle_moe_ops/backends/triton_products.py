@@ -9,6 +9,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
+from ..triton.native_recording import repeated
 from .base import GemmSpec, MlpSpec, Validation
 from .host_checks import host_segments
 from .triton_arrays import dense, dense_rows, device_of
@@ -75,8 +76,6 @@ class ProductKernels:
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        from ..triton.recording import repeated
-
         plan = spec.plan
         if spec.validation != Validation.OFF:
             host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
@@ -99,10 +98,9 @@ class ProductKernels:
         wanted: tuple[bool, bool, bool, bool],
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, ...]:
-        from ..triton.recording import repeated
-
-        adds = tuple(each and each[1] for each in destinations)
-        others = hidden, *(each and each[0] for each in destinations)
+        into_gate_up, into_down = destinations
+        adds = into_gate_up and into_gate_up[1], into_down and into_down[1]
+        others = hidden, into_gate_up and into_gate_up[0], into_down and into_down[0]
         device, options = device_of(x), ("moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace)
         made = repeated(device, options, (d_out, *others, *_given(x, gate_up, down, weights, spec)))
         if made is None:

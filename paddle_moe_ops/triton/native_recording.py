@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import array
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from .hopper_product import LibraryKernel
-from .launching import ITEM_BYTES, blocks
+from .launching import ITEM_BYTES, Array, Device, blocks
 
-__all__ = ["WORKSPACE_ALIGNMENT", "Driver", "Functions", "Native", "native_recording"]
+__all__ = ["WORKSPACE_ALIGNMENT", "Driver", "Functions", "Native", "native_recording", "repeated"]
 
 WORKSPACE_ALIGNMENT = 256  # of what shares the workspace, as of memory from an allocator
 
@@ -66,6 +66,18 @@ class Native(NamedTuple):
 
     functions: Functions
     driver: Driver
+
+
+def repeated(device: Device, options: tuple[Hashable, ...], inputs: Sequence[Array | None]) -> Sequence[Any] | None:
+    """What `recording.recorded` gives for these options and the facts of these inputs, or None if it must be asked.
+
+    The inputs may be arrays of any strides: what the library says of arrays tells whether those of the earlier call had
+    the same.
+    """
+    native = getattr(device, "native", None)
+    facts = None if native is None else native.functions.facts(*inputs)
+    recording = None if facts is None else device.recordings.get((*options, facts))  # type: ignore[attr-defined]
+    return None if recording is None else recording.repeat(device, inputs)
 
 
 class _Target(NamedTuple):

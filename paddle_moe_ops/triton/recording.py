@@ -18,7 +18,7 @@ from .grouped_gemm_configs import ALLOCATOR
 from .launching import CALLS_KEPT, ITEM_BYTES, Array, Device, address, blocks, low_bits
 from .native_recording import WORKSPACE_ALIGNMENT, native_recording
 
-__all__ = ["facts_of", "recorded", "repeated", "scratch_memory"]
+__all__ = ["facts_of", "recorded", "scratch_memory"]
 
 
 def facts_of(device: Device, *arrays: Array | None) -> list[Hashable]:
@@ -63,18 +63,6 @@ def recorded(
         recordings.clear()
     recordings[key] = recorder.recording(made)
     return made
-
-
-def repeated(device: Device, options: tuple[Hashable, ...], inputs: Sequence[Array | None]) -> Sequence[Any] | None:
-    """What `recorded` gives for these options and the facts of these inputs, or None if it must be asked.
-
-    The inputs may be arrays of any strides: what the library says of arrays tells whether those of the earlier call had
-    the same.
-    """
-    native = getattr(device, "native", None)
-    facts = None if native is None else native.functions.facts(*inputs)
-    recording = None if facts is None else device.recordings.get((*options, facts))  # type: ignore[attr-defined]
-    return None if recording is None else recording.repeat(device, inputs)
 
 
 @contextlib.contextmanager

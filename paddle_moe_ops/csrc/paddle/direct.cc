@@ -43,6 +43,13 @@ std::vector<PythonFunction>& python_functions() {
   return functions;
 }
 
+bool stops_gradient(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("stop_gradient");
+  PyObject* stops = PyObject_GetAttr(tensor, name);
+  Py_XDECREF(stops);  // True and False outlive it
+  return stops == Py_True;
+}
+
 PyObject* python_exception() {
   try {
     throw;
@@ -115,13 +122,6 @@ PyObject* call(const DirectOperator& callee, PyObject* const* objects, Py_ssize_
   return results_of(run(callee, read_all(callee, objects, count)));
 }
 
-bool wants_no_gradient(PyObject* tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("stop_gradient");
-  PyObject* stops = PyObject_GetAttr(tensor, name);
-  Py_XDECREF(stops);  // True and False outlive it
-  return stops == Py_True;
-}
-
 // What the environment asks for is looked at by Python.
 bool is_set(const char* variable) {
   const char* value = std::getenv(variable);
@@ -136,7 +136,7 @@ PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_
     bool declines = is_set("PADDLE_MOE_OPS_BACKEND") || is_set("PADDLE_MOE_OPS_VALIDATE");
     for (Py_ssize_t i = 0; i < count && !declines; ++i) {
       if (paddle::pybind::PyCheckTensor(objects[i])) {
-        wants_gradient |= !wants_no_gradient(objects[i]);
+        wants_gradient |= !stops_gradient(objects[i]);
       } else {
         declines = !PyLong_CheckExact(objects[i]) && !PyList_Check(objects[i]);
       }

@@ -46,6 +46,9 @@ PyObject* python_exception();
 
 using PyFunction = PyObject* (*)(PyObject* bound, PyObject* const* objects, Py_ssize_t count);
 
+// Whether no gradient of a tensor is wanted.
+bool stops_gradient(PyObject* tensor);
+
 inline PyObject* none() {
   Py_INCREF(Py_None);
   return Py_None;

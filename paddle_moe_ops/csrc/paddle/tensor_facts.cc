@@ -62,7 +62,21 @@ PyObject* was_changed(PyObject* const* objects, Py_ssize_t count) {
   return python_bool(false);
 }
 
+// carries_graph(*values) -> whether one of them is a tensor that a gradient is wanted for; None if a container would have to be looked through
+PyObject* carries_graph(PyObject* const* objects, Py_ssize_t count) {
+  bool has_container = false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (paddle::pybind::PyCheckTensor(objects[i])) {
+      if (!stops_gradient(objects[i])) return python_bool(true);
+    } else {
+      has_container |= PyTuple_Check(objects[i]) || PyList_Check(objects[i]) || PyDict_Check(objects[i]);
+    }
+  }
+  return has_container ? none() : python_bool(false);
+}
+
 [[maybe_unused]] const bool are_announced = [] {
+  python_functions().push_back({"_carries_graph", for_python<carries_graph>});
   python_functions().push_back({"_facts", for_python<facts>});
   python_functions().push_back({"_watch", for_python<watch>});
   python_functions().push_back({"_was_changed", for_python<was_changed>});
