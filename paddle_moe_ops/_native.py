@@ -42,7 +42,7 @@ class Native:
         facts: takes tensors or None; bytes that differ if their dtypes, shapes, strides, alignments or places do, or
             None if one is out of the ordinary.
         watch: takes tensors; something for `was_changed`, which does not keep them.
-        was_changed: takes what `watch` gave; whether one of the tensors that are still there was changed in place since.
+        was_changed: takes what `watch` gave; whether one of the tensors is still there and was changed in place since.
         carries_graph: takes values of any type; whether one is a tensor that a gradient is wanted for, or None if there
             is a container among them that would have to be looked through.
         recordings: a `triton.native_recording.Functions`, or None.

@@ -164,12 +164,13 @@ def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: A
     """All that `_check` looks at, or None for calls out of the ordinary: these are checked each time."""
     if type(plan) is not Plan or biases["gate_up_bias"] is not None or biases["down_bias"] is not None:
         return None
-    counts, matrices = [], []
+    counts: list[int | None] = []
+    tensors: list[Any] = [x, probs]
     for each in (gate_up, down):
         is_list = isinstance(each, (list, tuple))
         counts.append(len(each) if is_list else None)
-        matrices += each if is_list else [each]
-    facts = native.facts(x, probs, *matrices)
+        tensors += each if is_list else [each]
+    facts = native.facts(*tensors)
     if facts is None:
         return None
     sizes = plan.num_tokens, plan.topk, plan.num_experts, plan.num_rows

@@ -91,13 +91,13 @@ class Call:
             )
         made = self.differentiate(*gradients)
         # An input that wants a gradient must get one: Paddle's engine would not run what comes before it.
-        given = [
+        results = [
             None
             if not want or number in self.added
             else (filled(shape, 0, dtype, like=gradients[0]) if gradient is None else gradient)
             for number, (want, gradient, (shape, dtype)) in enumerate(zip(self.wanted, made, self._inputs, strict=True))
         ]
-        return tuple(given)
+        return tuple(results)
 
 
 class _Context:

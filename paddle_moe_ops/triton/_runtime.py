@@ -145,8 +145,8 @@ class _Cuda:
     def launching(self, device: int) -> Driver:
         """What launches by the library need."""
         functions = self._library.cuCtxGetCurrent, self._library.cuLaunchKernel, self._library.cuGetErrorString
-        addresses = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-        return Driver(*addresses, self._primary(device), self._parameter_sizes)
+        current, launch, text = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+        return Driver(current, launch, text, self._primary(device), self._parameter_sizes)
 
     def _parameter_sizes(self, kernel: int) -> list[int] | None:
         """Bytes of each parameter of a kernel, or None before CUDA 12.4."""

@@ -116,14 +116,19 @@ def native_recording(
         offsets: where these arrays are in the workspace.
         inputs: how many there are.
     """
-    targets = [_target(native.driver, each.compiled, each.types) for each in launches]
-    if None in targets:
-        return None
-    # Launches follow one another, so that they may all use the same scratch.
-    scratch = max((each.scratch_bytes * launch.programs for each, launch in zip(targets, launches, strict=True)), default=0)
+    targets: list[_Target] = []
+    for each in launches:
+        target = _target(native.driver, each.compiled, each.types)
+        if target is None:
+            return None
+        targets.append(target)
     scratch_number = inputs + len(results) + len(offsets)
+    # Launches follow one another, so that they may all use the same scratch.
+    pairs = zip(targets, launches, strict=True)
+    scratch = max((target.scratch_bytes * launch.programs for target, launch in pairs), default=0)
     if scratch:
-        offsets, workspace = [*offsets, workspace], workspace + blocks(scratch, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        offsets = [*offsets, workspace]
+        workspace += blocks(scratch, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     words = [*native.driver[:4], len(results)]
     for result in results:
         words += [-1] if result is None else [_DTYPES[result[1]], *_counted(result[0])]
@@ -181,4 +186,3 @@ def _target(driver: Driver, compiled: Any, types: Sequence[str]) -> _Target | No
     if driver.parameter_sizes(compiled.function) != sizes:
         return None
     return _Target(compiled.function, 0, _WARP * warps, shared_bytes, "", scratch_bytes, sizes)
-

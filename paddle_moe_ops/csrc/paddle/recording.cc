@@ -26,8 +26,9 @@ constexpr paddle::DataType kDtypes[] = {
 
 // Of CUDA's driver, and of an entry of the C core.
 using CurrentContext = int (*)(void** context);
-using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                             unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
+using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                             unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
+                             void** extra);
 using ErrorText = int (*)(int status, const char** text);
 using Entry = int (*)(const void* parameters, void* stream);
 using LastError = const char* (*)();
@@ -130,9 +131,7 @@ std::unique_ptr<Recording> read_recording(Reader& reader) {
   return recording;
 }
 
-extern "C" void delete_recording(PyObject* capsule) {
-  delete static_cast<Recording*>(PyCapsule_GetPointer(capsule, kCapsule));
-}
+extern "C" void delete_recording(PyObject* capsule) { delete static_cast<Recording*>(PyCapsule_GetPointer(capsule, kCapsule)); }
 
 // new_recording(bytes) -> capsule
 PyObject* new_recording(PyObject* const* objects, Py_ssize_t count) {
@@ -161,8 +160,9 @@ void enqueue(const Recording& recording, const Launch& launch, const std::vector
   std::vector<void*> pointers;
   pointers.reserve(launch.positions.size());
   for (const int64_t position : launch.positions) pointers.push_back(bytes + position);
-  const int status = at<LaunchKernel>(recording.launch_kernel)(at<void*>(launch.function), launch.programs, 1, 1, launch.threads, 1, 1,
-                                                               launch.shared_bytes, at<void*>(stream), pointers.data(), nullptr);
+  const int status =
+      at<LaunchKernel>(recording.launch_kernel)(at<void*>(launch.function), launch.programs, 1, 1, launch.threads, 1, 1,
+                                                launch.shared_bytes, at<void*>(stream), pointers.data(), nullptr);
   if (status == 0) return;
   const char* text = nullptr;
   at<ErrorText>(recording.error_text)(status, &text);

@@ -30,7 +30,8 @@ PyObject* facts(PyObject* const* objects, Py_ssize_t count) {
     for (int axis = 0; axis < sizes.size(); ++axis) words.push_back(sizes[axis]);
     for (int axis = 0; axis < sizes.size(); ++axis) words.push_back(strides[axis]);
   }
-  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(words.data()), static_cast<Py_ssize_t>(words.size() * sizeof words[0]));
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(words.data()),
+                                   static_cast<Py_ssize_t>(words.size() * sizeof words[0]));
 }
 
 // watch(*tensors) -> for each a weak reference and how many times it was changed in place
