@@ -321,6 +321,7 @@ class WithGradients:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.name, self.operators, self.dtypes = kernels.name, kernels.operators, kernels.dtypes
+        self.unavailable, self.cannot_run_on = kernels.unavailable, kernels.cannot_run_on
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernels, name)

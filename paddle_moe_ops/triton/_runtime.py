@@ -39,9 +39,8 @@ _NO_CONTEXT = contextlib.nullcontext()
 _lock = threading.RLock()
 
 
-def _is_nvidia_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor lies where these kernels can run."""
-    place = tensor.place
+def _is_nvidia_gpu(place: Any) -> bool:
+    """Whether these kernels can run on tensors there."""
     return place.is_gpu_place() or (place.is_custom_place() and place.custom_device_type() == RIG)
 
 
@@ -52,11 +51,13 @@ def unavailable() -> str | None:
 
 def cannot_run_on(tensor: Tensor) -> str | None:
     """Why no kernel can run on a tensor, where kernels can run in this process, or None."""
-    if _is_nvidia_gpu(tensor):
-        return _unfit_gpu(_index_of(tensor.place))
-    return f"Triton kernels need tensors on an NVIDIA GPU, but these are on {tensor.place}"
+    place = tensor.place
+    if _is_nvidia_gpu(place):
+        return _unfit_gpu(_index_of(place))
+    return f"Triton kernels need tensors on an NVIDIA GPU, but these are on {place}"
 
 
+@functools.cache
 def _no_gpu() -> str | None:
     if paddle.is_compiled_with_cuda():
         return None if paddle.device.cuda.device_count() > 0 else "Paddle finds no NVIDIA GPU"
@@ -146,10 +147,15 @@ class _Cuda:
         """What launches by the library need."""
         functions = self._library.cuCtxGetCurrent, self._library.cuLaunchKernel, self._library.cuGetErrorString
         current, launch, text = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-        return Driver(current, launch, text, self._primary(device), self._parameter_sizes)
+
+        def parameter_sizes(kernel: int) -> list[int] | None:
+            with self.current(device):
+                return self._parameter_sizes(kernel)
+
+        return Driver(current, launch, text, self._primary(device), parameter_sizes)
 
     def _parameter_sizes(self, kernel: int) -> list[int] | None:
-        """Bytes of each parameter of a kernel, or None before CUDA 12.4."""
+        """Bytes of each parameter of a kernel on the current device, or None before CUDA 12.4."""
         try:
             ask = self._library.cuFuncGetParamInfo
         except AttributeError:

@@ -216,7 +216,8 @@ PyObject* repeat(PyObject* const* objects, Py_ssize_t count) {
   if (!is_done) return none();
   PyObject* list = PyTuple_New(static_cast<Py_ssize_t>(results.size()));
   for (size_t i = 0; list != nullptr && i < results.size(); ++i) {
-    PyTuple_SetItem(list, static_cast<Py_ssize_t>(i), paddle::pybind::ToPyObject(results[i], true));
+    PyTuple_SetItem(list, static_cast<Py_ssize_t>(i),
+                    recording->results[i].is_none ? none() : paddle::pybind::ToPyObject(results[i], false));
   }
   return list;
 }
