@@ -46,6 +46,11 @@ PyObject* python_exception();
 
 using PyFunction = PyObject* (*)(PyObject* bound, PyObject* const* objects, Py_ssize_t count);
 
+// For functions that are no operators, which only this package calls.
+inline void expect(bool holds) {
+  if (!holds) fail("an argument is not what the function takes");
+}
+
 // Whether no gradient of a tensor is wanted.
 bool stops_gradient(PyObject* tensor);
 

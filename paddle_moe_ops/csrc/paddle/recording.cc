@@ -137,7 +137,7 @@ extern "C" void delete_recording(PyObject* capsule) { delete static_cast<Recordi
 PyObject* new_recording(PyObject* const* objects, Py_ssize_t count) {
   char* bytes = nullptr;
   Py_ssize_t size = 0;
-  require(count == 1, "new_recording", "the number of arguments is wrong");
+  expect(count == 1);
   if (PyBytes_AsStringAndSize(objects[0], &bytes, &size) != 0) return nullptr;
   Reader reader(bytes, size);
   std::unique_ptr<Recording> recording = read_recording(reader);
@@ -180,7 +180,7 @@ bool run(const Recording& recording, const Tensors& inputs, int64_t stream, Tens
     if (like == nullptr && input.defined()) like = &input;
     starts.push_back(input.defined() ? address_of(input) : 0);
   }
-  require(like != nullptr, "repeat", "there must be an input");
+  expect(like != nullptr);
   for (const Result& result : recording.results) {
     paddle::Tensor made;
     if (!result.is_none) made = paddle::empty(result.shape, kDtypes[result.dtype], like->place());
@@ -199,7 +199,7 @@ bool run(const Recording& recording, const Tensors& inputs, int64_t stream, Tens
 
 // repeat(recording, stream, *inputs) -> results, each a tensor or None; or None
 PyObject* repeat(PyObject* const* objects, Py_ssize_t count) {
-  require(count >= 2, "repeat", "the number of arguments is wrong");
+  expect(count >= 2);
   const auto* recording = static_cast<const Recording*>(PyCapsule_GetPointer(objects[0], kCapsule));
   if (recording == nullptr) return nullptr;
   const auto stream = static_cast<int64_t>(PyLong_AsUnsignedLongLong(objects[1]));

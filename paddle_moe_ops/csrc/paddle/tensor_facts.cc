@@ -52,7 +52,7 @@ PyObject* watch(PyObject* const* objects, Py_ssize_t count) {
 
 // was_changed(what watch gave) -> whether a tensor that is still there was changed since
 PyObject* was_changed(PyObject* const* objects, Py_ssize_t count) {
-  require(count == 1 && PyTuple_Check(objects[0]), "was_changed", "it takes what watch gives");
+  expect(count == 1 && PyTuple_Check(objects[0]));
   for (Py_ssize_t i = 0; i < PyTuple_Size(objects[0]); i += 2) {
     PyObject* tensor = PyWeakref_GetObject(PyTuple_GetItem(objects[0], i));
     if (tensor == nullptr) return nullptr;
