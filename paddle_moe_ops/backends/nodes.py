@@ -145,12 +145,13 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
         with paddle.no_grad():
             return call.run()
     witness: list[weakref.ref[_Context]] = []
-    function, where, instead = call.function, "", ""
-    if call.kernels is not None:
-        where, instead = f"on the backend {call.kernels.name!r} ", "; on the backend 'compiled' it can"
+    function, backend = call.function, None if call.kernels is None else call.kernels.name
 
     def refuse_another_turn(_: Tensor | None) -> None:
         if witness[0]() is None:
+            where, instead = "", ""
+            if backend is not None:
+                where, instead = f"on the backend {backend!r} ", "; on the backend 'compiled' it can"
             raise RuntimeError(
                 f"{function}: backward() has used this graph, and {where}nothing can use it again, "
                 f"even with retain_graph=True{instead}"

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import threading
-import weakref
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -398,49 +396,3 @@ def test_what_is_no_recording_and_no_tensor_is_refused(card, arguments):
 def test_what_is_no_list_of_launches_is_refused(words):
     with pytest.raises((TypeError, RuntimeError)):
         native.recordings.new_recording(words)
-
-
-FACTS = {
-    "dtype": lambda x: x.astype("float16"),
-    "shape": lambda x: x.reshape([3, 4]),
-    "strides": lambda x: paddle.zeros([4, 6])[:, :3],
-    "alignment": lambda x: paddle.zeros([13])[1:].reshape([4, 3]),
-    "nothing": lambda x: None,
-}
-
-
-@pytest.mark.parametrize("other", FACTS)
-def test_facts_differ_where_launches_may(other):
-    x = paddle.zeros([4, 3])
-    assert native.facts(x, None) == native.facts(paddle.ones([4, 3]), None)
-    assert native.facts(x, None) != native.facts(FACTS[other](x), None)
-    assert native.facts(x, None) != native.facts(None, x)
-
-
-@pytest.mark.parametrize(
-    "value", [1, "x", [paddle.zeros([1])], paddle.zeros([0, 3]), np.zeros(3)], ids=lambda v: type(v).__name__
-)
-def test_there_are_no_facts_of_what_is_no_tensor_with_memory(value):
-    assert native.facts(paddle.zeros([1]), value) is None
-
-
-def test_a_change_in_place_is_noticed_while_the_tensor_lives():
-    x, y = paddle.zeros([2]), paddle.zeros([2])
-    watched = native.watch(x, y)
-    assert not native.was_changed(watched)
-    y.add_(paddle.ones([2]))
-    assert native.was_changed(watched)
-    assert not native.was_changed(native.watch(x, y))
-    gone = weakref.ref(y)
-    del y
-    gc.collect()
-    assert gone() is None
-    assert not native.was_changed(watched)
-
-
-def test_a_wanted_gradient_is_found_among_values_of_any_type():
-    constant, leaf = paddle.zeros([2]), paddle.create_parameter([2], "float32")
-    assert native.carries_graph(constant, None, 1, "x", object()) is False
-    assert native.carries_graph(constant, 3, leaf) is True
-    assert native.carries_graph(constant, [leaf]) is None
-    assert native.carries_graph(leaf, [leaf]) is True
