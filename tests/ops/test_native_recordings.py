@@ -392,6 +392,14 @@ def test_what_is_no_recording_and_no_tensor_is_refused(card, arguments):
         native.recordings.repeat(*given)
 
 
+def test_inputs_that_are_missing_are_noticed(card, rng):
+    run(Layer(rng, SHAPE, np.float16))
+    for recording in card.device.recordings.values():
+        with pytest.raises(RuntimeError):
+            native.recordings.repeat(recording.native, STREAM, paddle.zeros([1]))
+    assert card.seen == []
+
+
 @pytest.mark.parametrize("words", [b"", b"\1" * 8, "no bytes", bytes(40)], ids=["empty", "one", "text", "zeros"])
 def test_what_is_no_list_of_launches_is_refused(words):
     with pytest.raises((TypeError, RuntimeError)):

@@ -150,7 +150,7 @@ void enqueue(const Recording& recording, const Launch& launch, const std::vector
   std::vector<int64_t> parameters = launch.parameters;
   char* bytes = reinterpret_cast<char*>(parameters.data());
   for (const Place& place : launch.places) {
-    const int64_t address = starts[static_cast<size_t>(place.array)] + place.offset;
+    const int64_t address = starts.at(static_cast<size_t>(place.array)) + place.offset;
     std::memcpy(bytes + place.position, &address, sizeof address);
   }
   if (launch.last_error != 0) {
