@@ -54,7 +54,14 @@ class Launcher:
     launch_cooperative_grid = launch_pdl = gsan_enabled = False
 
 
-Launcher.__module__ = "triton.backends.nvidia.driver"
+class OlderLauncher:
+    """One of Triton 3.3's."""
+
+    global_scratch_size = global_scratch_align = 0
+    launch_cooperative_grid = False
+
+
+Launcher.__module__ = OlderLauncher.__module__ = "triton.backends.nvidia.driver"
 
 
 class Compiled(tuple):
@@ -337,6 +344,12 @@ def test_so_are_those_of_clusters_and_of_more_shared_memory_than_is_usual(card):
     assert in_the_library(card, (4, 1, 227 << 10))
     assert not in_the_library(card, (4, 1, 228 << 10))
     assert not in_the_library(card, (4, 2, SHARED))
+
+
+@pytest.mark.parametrize(("sizes", "repeats"), [([4, 8], True), ([4, 8, 8], False)])
+def test_kernels_of_older_versions_get_no_scratch_for_profilers(card, sizes, repeats):
+    card.launcher, card.sizes = OlderLauncher(), sizes
+    assert in_the_library(card) == repeats
 
 
 def test_a_layer_of_such_kernels_is_repeated_by_python(card, rng):
