@@ -15,6 +15,8 @@ from paddle import Tensor
 from paddle.base.core import set_eval_frame
 from paddle.jit.marker import unified
 
+from ._native import native
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -63,7 +65,9 @@ def public(
                 if result is not None:
                     return result
             for index, argument in enumerate(arguments):
-                if isinstance(argument, _CARRIERS) and min(index, last) not in passed_on and _carries_graph(argument):
+                if (index if index < last else last) in passed_on or not isinstance(argument, _CARRIERS):
+                    continue
+                if _carries_graph(argument):
                     arguments = (*arguments[:index], constant(argument), *arguments[index + 1 :])
             for name, argument in keywords.items():
                 if isinstance(argument, _CARRIERS) and name not in differentiable and _carries_graph(argument):
@@ -110,13 +114,10 @@ def _carries_graph(value: Any) -> bool:
         value = value.values()
     elif set(map(type, value)) <= _PLAIN:
         return False
-    for item in value:  # a plan is long, and any() of a generator takes twice as long
-        if isinstance(item, Tensor):
-            if not item.stop_gradient:
-                return True
-        elif isinstance(item, _CARRIERS) and _carries_graph(item):
-            return True
-    return False
+    found = native.carries_graph(*value)
+    if found is not None:
+        return found
+    return any(isinstance(item, _CARRIERS) and _carries_graph(item) for item in value)
 
 
 def constant(value: Any) -> Any:

@@ -17,6 +17,7 @@ from . import _checks
 from ._activations import ACTIVATIONS, activate
 from ._graphs import is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
+from ._native import native
 from .backends import MlpSpec, accumulated, accumulated_each, resolve, why_not
 from .functional import unpermute
 from .gemm import grouped_gemm
@@ -113,7 +114,8 @@ def moe_mlp(
     gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate
-    signature = _signature(x, plan, probs, gate_up, down, biases, options)
+    casts = paddle.amp.is_autocast_enabled()
+    signature = _signature(x, plan, probs, gate_up, down, biases, (*options, casts))
     if signature is None or signature not in _passed:
         plan = _check(x, plan, probs, gate_up, down, biases, options)
         if signature is not None:
@@ -123,13 +125,12 @@ def moe_mlp(
     shape, tokens = x.shape, x
     if len(shape) != 2:
         tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
-    by_slot = probs is not None and (probs.ndim == 2 or weights_by == "slot")
-    given = {"gate_up": gate_up, "down": down, **{name: each for name, each in biases.items() if each is not None}}
-    named_tensors = {key: each for name, value in given.items() for key, each in named(name, value).items()}
-    _checks.same_place(_NAME, x=tokens, **named_tensors, probs=probs)
+    weights_rank = 0 if probs is None else len(probs.shape)
+    by_slot = weights_rank == 2 or (weights_rank == 1 and weights_by == "slot")
     if accumulate:
-        check_destinations(_NAME, **given)
-    if paddle.amp.is_autocast_enabled() and is_on_gpu(tokens):
+        given = {"gate_up": gate_up, "down": down, **biases}
+        check_destinations(_NAME, **{name: each for name, each in given.items() if each is not None})
+    if casts and is_on_gpu(tokens):
         dtype = getattr(paddle, paddle.amp.get_autocast_dtype())
         tokens = to_dtype(tokens, dtype)
         backend = resolve("grouped_gemm", tokens)
@@ -139,7 +140,7 @@ def moe_mlp(
             accumulate = False
     backend = resolve("grouped_gemm", tokens)
     if backend.runs_moe_mlp and activation == "swiglu" and gate_up_bias is None and down_bias is None:
-        if by_slot and probs is not None and probs.ndim == 1:
+        if by_slot and probs is not None and weights_rank == 1:
             probs = probs.reshape([-1, plan.topk])
         validation = _checks.validation(_NAME, None, tokens)
         spec = MlpSpec(plan, by_slot, transpose, keep == "h", workspace_mb << 20, accumulate, validation)
@@ -160,21 +161,20 @@ def moe_mlp(
 
 
 def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: Any, options: tuple) -> Hashable:
-    """All that `_check` looks at, but devices, or None for calls out of the ordinary: these are checked each time."""
-    listed_given = [each if isinstance(each, (list, tuple)) else None for each in (gate_up, down)]
-    tensors = [x, *(listed_given[0] or [gate_up]), *(listed_given[1] or [down]), *([] if probs is None else [probs])]
-    if (
-        type(plan) is not Plan
-        or not all(isinstance(each, Tensor) for each in tensors)
-        or any(each is not None for each in biases.values())
-    ):
+    """All that `_check` looks at, or None for calls out of the ordinary: these are checked each time."""
+    if type(plan) is not Plan or biases["gate_up_bias"] is not None or biases["down_bias"] is not None:
         return None
-    facts: list[Any] = [tuple(each.shape) for each in tensors]
-    facts += [each.dtype for each in tensors]
-    facts += [None if each is None else len(each) for each in listed_given]
-    facts.append(probs is None)
-    facts += (plan.num_tokens, plan.topk, plan.num_experts, plan.num_rows, paddle.amp.is_autocast_enabled())
-    signature = *facts, *options, *map(type, options)  # True is 1 otherwise
+    counts: list[int | None] = []
+    tensors: list[Any] = [x, probs]
+    for each in (gate_up, down):
+        is_list = isinstance(each, (list, tuple))
+        counts.append(len(each) if is_list else None)
+        tensors += each if is_list else [each]
+    facts = native.facts(*tensors)
+    if facts is None:
+        return None
+    sizes = plan.num_tokens, plan.topk, plan.num_experts, plan.num_rows
+    signature = facts, *counts, *sizes, *options, *map(type, options)  # True is 1 otherwise
     try:
         hash(signature)
     except TypeError:
@@ -191,7 +191,7 @@ def _check(
     biases: dict[str, Matrices | None],
     options: tuple,
 ) -> Plan:
-    """Check all arguments but the devices; gives the plan."""
+    """Check all arguments; gives the plan."""
     activation, transpose, weights_by, keep, workspace_mb, accumulate = options
     _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
     _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
@@ -204,6 +204,9 @@ def _check(
     by_slot = probs is not None and check_weights(_NAME, "probs", probs, plan, weights_by)
     if by_slot and weights_by == "row":
         _checks.bad_value(_NAME, "weights_by", "'slot' or None with [T, K] probs", repr(weights_by))
+    given = {"gate_up": gate_up, "down": down, **{name: each for name, each in biases.items() if each is not None}}
+    named_tensors = {key: each for name, value in given.items() for key, each in named(name, value).items()}
+    _checks.same_place(_NAME, x=tokens, **named_tensors, probs=probs)
     return plan
 
 

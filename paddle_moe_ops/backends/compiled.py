@@ -16,6 +16,7 @@ from paddle import Tensor
 
 from .. import _build_check, _env
 from .._graphs import filled, is_graph_value
+from .._native import native
 from .base import (
     FLOAT8,
     OPERATORS,
@@ -117,6 +118,7 @@ def _load_direct() -> None:
         raise ImportError(f"it lacks {', '.join(missing)}, so it was built from other sources: {_build_check.INSTALL}")
     for name in QUICK:
         setattr(backend, name, getattr(module, name))
+    native.load(module)
 
 
 def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:

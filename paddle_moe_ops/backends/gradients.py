@@ -32,15 +32,10 @@ from .base import (
     constant_if_float8,
 )
 from .joining import joined
-from .nodes import Call, Gradients, connect, first_order_only, linear
+from .nodes import Call, Gradients, connect, first_order_only, linear, wants_gradient
 from .product_calls import GroupedGemm, MoeMlp
 
 __all__ = ["WithGradients"]
-
-
-def _is_wanted(*inputs: Tensor | None) -> bool:
-    """Whether a gradient of an input is wanted."""
-    return paddle.is_grad_enabled() and any(tensor is not None and not tensor.stop_gradient for tensor in inputs)
 
 
 def _values_of_rows(slot_values: Tensor, row_to_slot: Tensor) -> Tensor:
@@ -326,19 +321,20 @@ class WithGradients:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.name, self.operators, self.dtypes = kernels.name, kernels.operators, kernels.dtypes
+        self.unavailable, self.cannot_run_on = kernels.unavailable, kernels.cannot_run_on
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernels, name)
 
     def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
-        if not _is_wanted(gating):
+        if not wants_gradient(gating):
             return self.kernels.calculate_topk(gating, correction_bias, spec)
         call = _CalculateTopk(self.kernels, gating, correction_bias, spec)
         weights, *scores = connect(call, gating)
         return weights, call.ids, scores[0] if scores else call.no_scores
 
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
-        if probs is None or not _is_wanted(probs):
+        if probs is None or not wants_gradient(probs):
             return self.kernels.route(routing, probs, counts, spec)
         call = _Route(self.kernels, routing, probs, counts, spec)
         (row_probs,) = connect(call, probs)
@@ -346,14 +342,14 @@ class WithGradients:
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
         x = constant_if_float8(x)
-        if not _is_wanted(x):
+        if not wants_gradient(x):
             return self.kernels.permute(x, scale, plan, fill_padding)
         call = _Permute(self.kernels, x, scale, plan, fill_padding)
         (rows,) = connect(call, x)
         return rows, call.scales
 
     def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
-        if not _is_wanted(rows, probs):
+        if not wants_gradient(rows, probs):
             return self.kernels.unpermute(rows, probs, plan)
         return connect(_Unpermute(self.kernels, rows, probs, plan), rows, probs)[0]
 
@@ -367,7 +363,7 @@ class WithGradients:
         spec: MoePermuteSpec,
     ) -> Tensors:
         hidden_states = constant_if_float8(hidden_states)
-        if not _is_wanted(hidden_states, probs):
+        if not wants_gradient(hidden_states, probs):
             return self.kernels.moe_permute(hidden_states, scale, routemap, probs, counts, spec)
         call = _MoePermute(self.kernels, hidden_states, scale, routemap, probs, counts, spec)
         *rows, row_probs = connect(call, hidden_states if call.moves else None, probs)
@@ -376,7 +372,7 @@ class WithGradients:
     def moe_unpermute(
         self, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
     ) -> Tensors:
-        if not _is_wanted(rows, probs):
+        if not wants_gradient(rows, probs):
             return self.kernels.moe_unpermute(rows, rowmap, routemap, probs, spec)
         return connect(_MoeUnpermute(self.kernels, rows, rowmap, routemap, probs, spec), rows, probs)
 
@@ -384,7 +380,7 @@ class WithGradients:
         self, x: Tensor, probs: Tensor | None, split_sizes: Tensor, order: Tensor, validation: Validation
     ) -> Tensors:
         x = constant_if_float8(x)
-        if not _is_wanted(x, probs):
+        if not wants_gradient(x, probs):
             return self.kernels.sort_chunks(x, probs, split_sizes, order, validation)
         call = _SortChunks(self.kernels, x, probs, split_sizes, order, validation)
         made = connect(call, x if call.moves else None, probs)
@@ -412,17 +408,17 @@ class WithGradients:
     ) -> Tensor:
         w, bias = (joined(each, "grouped_gemm") if isinstance(each, Sequence) else each for each in (w, bias))
         operands = x, w, weights, bias
-        if not _is_wanted(*operands):
+        if not wants_gradient(*operands):
             return self.kernels.grouped_gemm(*operands, spec)
         return connect(GroupedGemm(self.kernels, *operands, spec), *operands)[0]
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         given = gate_up, down
-        gate_up, down = (
-            joined(each, "moe_mlp", accumulates=spec.accumulates) if isinstance(each, Sequence) else each
+        gate_up, down = [  # to ask an abstract class, as Sequence is one, takes long
+            each if isinstance(each, Tensor) else joined(each, "moe_mlp", accumulates=spec.accumulates)
             for each in given
-        )
-        if not _is_wanted(x, gate_up, down, weights):
+        ]
+        if not wants_gradient(x, gate_up, down, weights):
             return self.kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
         operands = x, gate_up, down, weights
         return connect(MoeMlp(self.kernels, *operands, spec, given), *operands)[0]

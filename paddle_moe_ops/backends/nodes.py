@@ -18,9 +18,10 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from .._graphs import filled
+from .._native import native
 from .base import Kernels, Tensors
 
-__all__ = ["Call", "Gradients", "connect", "first_order_only", "linear"]
+__all__ = ["Call", "Gradients", "connect", "first_order_only", "linear", "wants_gradient"]
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -50,18 +51,18 @@ class Call:
         """
         given = [tensor for tensor in inputs if tensor is not None]
         self.kernels: Any = kernels  # with the ``*_backward`` verbs
-        self.wanted = tuple(not tensor.stop_gradient for tensor in given)
+        self.wanted = tuple([not tensor.stop_gradient for tensor in given])
         self._inputs = [(tensor.shape, tensor.dtype) for tensor in given]
         self._outputs: list[tuple[Any, Any]] = []
-        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
+        self._watched: list[Any] = []
 
     def watch(self, *tensors: Tensor) -> None:
         """Have the backward pass refuse to run once one of these tensors, which it reads, was changed in place."""
-        self._versions += [(weakref.ref(tensor), tensor.inplace_version) for tensor in tensors]
+        self._watched.append(native.watch(*tensors))
 
     def save(self, *tensors: Tensor | None) -> None:
         """Save tensors, and watch them."""
-        self.saved = tuple(tensor for tensor in tensors if tensor is not None)
+        self.saved = tuple([tensor for tensor in tensors if tensor is not None])
         self.watch(*self.saved)
 
     def run(self) -> Tensors:
@@ -84,20 +85,19 @@ class Call:
             if gradient.shape != shape or gradient.dtype != dtype:
                 expected, given = f"{dtype} {list(shape)}", f"{gradient.dtype} {list(gradient.shape)}"
                 raise ValueError(f"{self.function}: the gradient of its result must be {expected}, but got {given}")
-        for reference, version in self._versions:
-            tensor = reference()
-            if tensor is not None and tensor.inplace_version != version:
-                raise RuntimeError(
-                    f"{self.function}: a tensor that the backward pass needs was changed in place after the forward"
-                )
+        if any(map(native.was_changed, self._watched)):
+            raise RuntimeError(
+                f"{self.function}: a tensor that the backward pass needs was changed in place after the forward"
+            )
         made = self.differentiate(*gradients)
         # An input that wants a gradient must get one: Paddle's engine would not run what comes before it.
-        return tuple(
+        results = [
             None
             if not want or number in self.added
             else (filled(shape, 0, dtype, like=gradients[0]) if gradient is None else gradient)
             for number, (want, gradient, (shape, dtype)) in enumerate(zip(self.wanted, made, self._inputs, strict=True))
-        )
+        ]
+        return tuple(results)
 
 
 class _Context:
@@ -113,7 +113,7 @@ class _Node(PyLayer):
         witness.append(weakref.ref(ctx.context))
         outputs = call.forward()
         # Recomputation drops the strides of what is saved.
-        ctx.save_for_backward(*(each if each.is_contiguous() else each.contiguous() for each in call.saved))
+        ctx.save_for_backward(*[each if each.is_contiguous() else each.contiguous() for each in call.saved])
         call.saved = ()
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -125,8 +125,9 @@ class _Node(PyLayer):
         return made if len(made) > 1 else made[0]
 
 
-def _wants_gradient(*inputs: Tensor | None) -> bool:
-    return paddle.is_grad_enabled() and any(each is not None and not each.stop_gradient for each in inputs)
+def wants_gradient(*inputs: Tensor | None) -> bool:
+    """Whether a gradient of an input is wanted."""
+    return paddle.is_grad_enabled() and bool(native.carries_graph(*inputs))
 
 
 def connect(call: Call, *inputs: Tensor | None) -> Tensors:
@@ -140,16 +141,17 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
         its outputs that have a gradient.
     """
     given = [tensor for tensor in inputs if tensor is not None]
-    if not _wants_gradient(*given):
+    if not wants_gradient(*given):
         with paddle.no_grad():
             return call.run()
     witness: list[weakref.ref[_Context]] = []
-    function, where, instead = call.function, "", ""
-    if call.kernels is not None:
-        where, instead = f"on the backend {call.kernels.name!r} ", "; on the backend 'compiled' it can"
+    function, backend = call.function, None if call.kernels is None else call.kernels.name
 
     def refuse_another_turn(_: Tensor | None) -> None:
         if witness[0]() is None:
+            where, instead = "", ""
+            if backend is not None:
+                where, instead = f"on the backend {backend!r} ", "; on the backend 'compiled' it can"
             raise RuntimeError(
                 f"{function}: backward() has used this graph, and {where}nothing can use it again, "
                 f"even with retain_graph=True{instead}"
@@ -208,7 +210,7 @@ def linear(
         back: the transposed map.
         read: the tensors that the two read. Once one was changed in place, the backward pass refuses to run.
     """
-    if not _wants_gradient(value):
+    if not wants_gradient(value):
         return there(value)
     return connect(_Linear(function, kernels, value, there, back, read), value)[0]
 
@@ -236,7 +238,7 @@ def first_order_only(call: Call, made: Gradients, *inputs: Tensor | None) -> Gra
         inputs: tensors that they were made of.
     """
     given = [gradient for gradient in made if gradient is not None]
-    if not given or not _wants_gradient(*inputs):
+    if not given or not wants_gradient(*inputs):
         return made
     connected = iter(connect(_FirstOrderOnly(call, tuple(given), *inputs), *inputs))
     return tuple(None if gradient is None else next(connected) for gradient in made)

@@ -8,6 +8,7 @@ from typing import Any
 
 from paddle import Tensor
 
+from .._native import native
 from ..triton import _runtime
 from .library import loaded_library
 
@@ -31,14 +32,14 @@ def aligned(tensor: Tensor) -> Tensor:
     return found if found.data_ptr() % _ALIGNMENT == 0 else found.clone()
 
 
-def _grouped_product() -> Any:
-    """That of the compiled library, if it is there and has one."""
+def _library() -> Any:
+    """What the compiled library has for a device, as far as it is there and has it."""
     from ..triton.hopper_product import grouped_product_of
 
     library = loaded_library()
-    return None if library is None else grouped_product_of(library)
+    return _runtime.Library(None if library is None else grouped_product_of(library), native.recordings)
 
 
 def device_of(tensor: Tensor) -> Any:
-    """The device that launches there, with the compiled library's product."""
-    return _runtime.device_of(tensor, _grouped_product)
+    """The device that launches there, with what the compiled library has for it."""
+    return _runtime.device_of(tensor, _library)

@@ -9,6 +9,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
+from ..triton.native_recording import repeated
 from .base import GemmSpec, MlpSpec, Validation
 from .host_checks import host_segments
 from .triton_arrays import dense, dense_rows, device_of
@@ -75,27 +76,14 @@ class ProductKernels:
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        from ..triton.moe_mlp import moe_mlp
-        from ..triton.recording import facts_of, recorded
-        from ..triton.rowmap import slots_to_rows
-
         plan = spec.plan
         if spec.validation != Validation.OFF:
             host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
-        device, x = device_of(x), dense_rows(x)
-        maps = dense(plan.slot_to_row) if spec.weights_by_slot else None
-        layer = _layer(gate_up, down, weights, spec)
-
-        def call(device: Any) -> tuple[Any, Any, Any]:
-            by_row = layer.weights
-            if maps is not None:
-                by_row = slots_to_rows(device, by_row, maps, layer.tokens.row_to_token)
-            out, hidden = moe_mlp(device, x, layer._replace(weights=by_row), keeps_hidden)
-            return out, hidden, by_row if maps is not None else None
-
-        inputs = _arrays(x, layer, maps)
-        key = "moe_mlp", keeps_hidden, spec.transpose, spec.workspace, *facts_of(device, *inputs)
-        out, hidden, by_row = recorded(device, key, inputs, call)
+        device, options = device_of(x), ("moe_mlp", keeps_hidden, spec.transpose, spec.workspace)
+        made = repeated(device, options, _given(x, gate_up, down, weights, spec))
+        if made is None:
+            made = _recorded_mlp(device, options, x, gate_up, down, weights, spec)
+        out, hidden, by_row = made
         return out, hidden, weights if by_row is None else by_row
 
     def moe_mlp_backward(
@@ -110,22 +98,81 @@ class ProductKernels:
         wanted: tuple[bool, bool, bool, bool],
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, ...]:
-        from ..triton.moe_mlp import moe_mlp_backward
-        from ..triton.recording import facts_of, recorded
+        into_gate_up, into_down = destinations
+        adds = into_gate_up and into_gate_up[1], into_down and into_down[1]
+        others = hidden, into_gate_up and into_gate_up[0], into_down and into_down[0]
+        device, options = device_of(x), ("moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace)
+        made = repeated(device, options, (d_out, *others, *_given(x, gate_up, down, weights, spec)))
+        if made is None:
+            operands = x, gate_up, down, weights, spec
+            made = _recorded_mlp_backward(device, options, d_out, others, *operands, wanted, destinations)
+        return tuple(made)
 
-        device, d_out, x = device_of(x), dense_rows(d_out), dense_rows(x)
-        maps = dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
-        layer = _layer(gate_up, down, weights, spec)
 
-        def call(device: Any) -> tuple[Any, ...]:
-            made = moe_mlp_backward(device, d_out, x, hidden, layer._replace(slots=maps), wanted, destinations)
-            matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
-            return made.x, *matrices, made.weights
+def _given(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec
+) -> tuple[Tensor | None, ...]:
+    """What `_arrays` gives where all that it is given is dense."""
+    plan = spec.plan
+    maps = plan.tokens_per_expert, plan.expert_offsets, plan.row_to_token, plan.token_rows
+    return x, gate_up, down, *maps, weights, plan.slot_to_row if spec.weights_by_slot else None
 
-        inputs = d_out, hidden, *(each and each[0] for each in destinations), *_arrays(x, layer, maps)
-        adds = tuple(each and each[1] for each in destinations)
-        key = "moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace, *facts_of(device, *inputs)
-        return tuple(recorded(device, key, inputs, call))
+
+def _recorded_mlp(
+    device: Any,
+    options: tuple[Any, ...],
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor | None,
+    spec: MlpSpec,
+) -> Any:
+    """`ProductKernels.moe_mlp` where the call's launches may have to be found out."""
+    from ..triton.moe_mlp import moe_mlp
+    from ..triton.recording import facts_of, recorded
+    from ..triton.rowmap import slots_to_rows
+
+    x, layer = dense_rows(x), _layer(gate_up, down, weights, spec)
+    maps = dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
+
+    def call(device: Any) -> tuple[Any, Any, Any]:
+        by_row = layer.weights
+        if maps is not None:
+            by_row = slots_to_rows(device, by_row, maps, layer.tokens.row_to_token)
+        out, hidden = moe_mlp(device, x, layer._replace(weights=by_row), keeps_hidden=options[1])
+        return out, hidden, by_row if maps is not None else None
+
+    inputs = _arrays(x, layer, maps)
+    return recorded(device, (*options, *facts_of(device, *inputs)), inputs, call)
+
+
+def _recorded_mlp_backward(
+    device: Any,
+    options: tuple[Any, ...],
+    d_out: Tensor,
+    others: tuple[Any, ...],
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor | None,
+    spec: MlpSpec,
+    wanted: tuple[bool, bool, bool, bool],
+    destinations: tuple[Any, Any],
+) -> Any:
+    """`ProductKernels.moe_mlp_backward` where the call's launches may have to be found out."""
+    from ..triton.moe_mlp import moe_mlp_backward
+    from ..triton.recording import facts_of, recorded
+
+    d_out, x, layer = dense_rows(d_out), dense_rows(x), _layer(gate_up, down, weights, spec)
+    maps = dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
+
+    def call(device: Any) -> tuple[Any, ...]:
+        made = moe_mlp_backward(device, d_out, x, others[0], layer._replace(slots=maps), wanted, destinations)
+        matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
+        return made.x, *matrices, made.weights
+
+    inputs = d_out, *others, *_arrays(x, layer, maps)
+    return recorded(device, (*options, *facts_of(device, *inputs)), inputs, call)
 
 
 def _layer(gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Any:

@@ -20,14 +20,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor
 
 from .handles import Handles
+from .native_recording import Driver, Functions, Native
 
-__all__ = ["PaddleDevice", "cannot_run_on", "device_of", "unavailable"]
+__all__ = ["Library", "PaddleDevice", "cannot_run_on", "device_of", "unavailable"]
 
 _OLDEST_TRITON = (3, 2)
 _OLDEST_CAPABILITY = (8, 0)
@@ -38,9 +39,8 @@ _NO_CONTEXT = contextlib.nullcontext()
 _lock = threading.RLock()
 
 
-def _is_nvidia_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor lies where these kernels can run."""
-    place = tensor.place
+def _is_nvidia_gpu(place: Any) -> bool:
+    """Whether these kernels can run on tensors there."""
     return place.is_gpu_place() or (place.is_custom_place() and place.custom_device_type() == RIG)
 
 
@@ -51,11 +51,13 @@ def unavailable() -> str | None:
 
 def cannot_run_on(tensor: Tensor) -> str | None:
     """Why no kernel can run on a tensor, where kernels can run in this process, or None."""
-    if _is_nvidia_gpu(tensor):
-        return _unfit_gpu(_index_of(tensor.place))
-    return f"Triton kernels need tensors on an NVIDIA GPU, but these are on {tensor.place}"
+    place = tensor.place
+    if _is_nvidia_gpu(place):
+        return _unfit_gpu(_index_of(place))
+    return f"Triton kernels need tensors on an NVIDIA GPU, but these are on {place}"
 
 
+@functools.cache
 def _no_gpu() -> str | None:
     if paddle.is_compiled_with_cuda():
         return None if paddle.device.cuda.device_count() > 0 else "Paddle finds no NVIDIA GPU"
@@ -141,6 +143,29 @@ class _Cuda:
         """Whether launches of this thread go to a device."""
         return self._current() == self._primary(device)
 
+    def launching(self, device: int) -> Driver:
+        """What launches by the library need."""
+        functions = self._library.cuCtxGetCurrent, self._library.cuLaunchKernel, self._library.cuGetErrorString
+        current, launch, text = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+
+        def parameter_sizes(kernel: int) -> list[int] | None:
+            with self.current(device):
+                return self._parameter_sizes(kernel)
+
+        return Driver(current, launch, text, self._primary(device), parameter_sizes)
+
+    def _parameter_sizes(self, kernel: int) -> list[int] | None:
+        """Bytes of each parameter of a kernel on the current device, or None before CUDA 12.4."""
+        try:
+            ask = self._library.cuFuncGetParamInfo
+        except AttributeError:
+            return None
+        sizes: list[int] = []
+        offset, size = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        while not ask(ctypes.c_void_p(kernel), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+            sizes.append(size.value)
+        return sizes
+
     @contextlib.contextmanager
     def current(self, device: int) -> Iterator[None]:
         """Make the primary context of a device the thread's current one."""
@@ -169,6 +194,21 @@ def _make_driver(device: int, stream: Callable[[], int]) -> Any:
     return PaddleDriver()
 
 
+class Library(NamedTuple):
+    """What the compiled library has for a device; None: it does not.
+
+    Attributes:
+        grouped_product: a `hopper_product.LibraryKernel`.
+        functions: what repeats recorded calls.
+    """
+
+    grouped_product: Any = None
+    functions: Functions | None = None
+
+
+_NO_LIBRARY = Library()
+
+
 class PaddleDevice:
     """A `launching.Device`: memory and streams of Paddle on one GPU. Made by `device_of`.
 
@@ -176,13 +216,14 @@ class PaddleDevice:
         place: of the tensors.
         index: of the GPU.
         stream: the handle of Paddle's current stream there.
-        grouped_product: of the compiled library, or None.
+        library: what the compiled library has for it.
 
     Attributes:
         recordings: of `recording.recorded`.
+        native: what repeats them without Python, or None.
     """
 
-    def __init__(self, place: Any, index: int, stream: Callable[[], int], grouped_product: Any = None) -> None:
+    def __init__(self, place: Any, index: int, stream: Callable[[], int], library: Library = _NO_LIBRARY) -> None:
         self._place = place
         self._index = index
         self.stream = stream
@@ -190,7 +231,8 @@ class PaddleDevice:
         self.compiled, self.run = self._handles.compiled, self._handles.run
         self.recordings: dict[Any, Any] = {}
         self._several_gpus = _Cuda.get().device_count > 1
-        self.grouped_product = grouped_product
+        self.grouped_product, functions = library
+        self.native = None if functions is None else Native(functions, _Cuda.get().launching(index))
 
     @functools.cached_property
     def _driver(self) -> Any:
@@ -281,12 +323,12 @@ def _index_of(place: Any) -> int:
     return place.gpu_device_id() if place.is_gpu_place() else place.custom_device_id()
 
 
-def device_of(tensor: Tensor, grouped_product: Callable[[], Any] = lambda: None) -> PaddleDevice:
+def device_of(tensor: Tensor, library: Callable[[], Library] = Library) -> PaddleDevice:
     """The device that a tensor lies on; `cannot_run_on` must give None for it.
 
     Args:
         tensor: any.
-        grouped_product: gives `hopper_product.LibraryKernel`, or None; asked once for each device.
+        library: gives what the compiled library has; asked once for each device.
     """
     place = tensor.place
     is_gpu, index = place.is_gpu_place(), _index_of(place)
@@ -297,5 +339,5 @@ def device_of(tensor: Tensor, grouped_product: Callable[[], Any] = lambda: None)
             stream = lambda: core._get_current_stream(index).cuda_stream  # noqa: E731
         else:
             stream = lambda: core._get_current_custom_device_stream(RIG, index).raw_stream  # noqa: E731
-        device = _devices[is_gpu, index] = PaddleDevice(place, index, stream, grouped_product())
+        device = _devices[is_gpu, index] = PaddleDevice(place, index, stream, library())
     return device

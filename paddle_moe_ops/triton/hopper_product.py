@@ -72,6 +72,11 @@ class LibraryKernel:
         self.__name__ = name
         self._entry, self._params, self._last_error = entry, params, last_error
 
+    def addresses(self) -> tuple[int, int]:
+        """Those of the entry point and of the function that gives the text of the last failure."""
+        entry, last_error = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in (self._entry, self._last_error))
+        return entry, last_error
+
     def run(self, programs: int, rows: int, depth: int, stream: int, *arguments: Any) -> None:
         """Enqueue the kernel; of the arguments, the first five are those of Triton's launches."""
         params = self._params(ctypes.sizeof(self._params), *arguments[5:])

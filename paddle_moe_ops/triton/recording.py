@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 
 from .grouped_gemm_configs import ALLOCATOR
 from .launching import CALLS_KEPT, ITEM_BYTES, Array, Device, address, blocks, low_bits
+from .native_recording import WORKSPACE_ALIGNMENT, native_recording
 
 __all__ = ["facts_of", "recorded", "scratch_memory"]
-
-_ALIGNMENT = 256  # of what shares the workspace, as of memory from an allocator
 
 
 def facts_of(device: Device, *arrays: Array | None) -> list[Hashable]:
     """All that the launchers look at of arrays, for a key of `recorded`."""
+    native = getattr(device, "native", None)
+    if native is not None and (found := native.functions.facts(*arrays)) is not None:
+        return [found]
     facts: list[Hashable] = []
     for array in arrays:
         if array is None:
@@ -76,18 +78,20 @@ def scratch_memory(device: Device) -> Iterator[None]:
         ALLOCATOR.reset(token)
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """One launch.
 
     Attributes:
         compiled: the kernel.
         programs: size of the grid.
+        types: of the arguments that are no constants.
         arguments: with the constants, and 0 for each address.
         places: of each address: its argument, its array and the bytes before it there.
     """
 
     compiled: Any
     programs: int
+    types: tuple[str, ...]
     arguments: list[Any]
     places: list[tuple[int, int, int]]
 
@@ -100,15 +104,21 @@ class _Recording(NamedTuple):
         results: shape and dtype of each array that the call returns, or None.
         workspace: bytes that all others take together.
         offsets: of these in the workspace, in the order in which they are numbered.
+        native: what the compiled library repeats, or None.
     """
 
-    launches: list[_Launch]
+    launches: list[Launch]
     results: list[tuple[Sequence[int], str] | None]
     workspace: int
     offsets: list[int]
+    native: Any = None
 
-    def repeat(self, device: Any, inputs: Sequence[Array | None]) -> list[Any]:
+    def repeat(self, device: Any, inputs: Sequence[Array | None]) -> Sequence[Any]:
         """Arrays are numbered: the inputs, the results, and what lies in the workspace."""
+        if self.native is not None:
+            made = device.native.functions.repeat(self.native, device.stream(), *inputs)
+            if made is not None:  # else launches of this thread go elsewhere
+                return made
         results = [None if each is None else device.empty(*each) for each in self.results]
         starts = [0 if each is None else each.data_ptr() for each in (*inputs, *results)]
         if self.workspace:
@@ -117,7 +127,7 @@ class _Recording(NamedTuple):
             starts += [start + offset for offset in self.offsets]
         with device.ready(), scratch_memory(device):
             stream = device.stream()
-            for compiled, programs, template, places in self.launches:
+            for compiled, programs, _, template, places in self.launches:
                 arguments = template.copy()
                 for position, number, offset in places:
                     arguments[position] = starts[number] + offset
@@ -130,6 +140,7 @@ class _Noted(NamedTuple):
 
     compiled: Any
     programs: int
+    types: tuple[str, ...]
     arguments: list[Any]
     pointers: list[tuple[int, int]]
 
@@ -172,7 +183,7 @@ class Recorder:
         self._device.launch(kernel, programs, types, arguments, constants, warps)
         pointers = [(index, arguments[index]) for index, kind in enumerate(types) if kind.startswith("*")]
         compiled = self._device.compiled(kernel, types, constants, warps)
-        self._launches.append(_Noted(compiled, programs, [*arguments, *constants], pointers))
+        self._launches.append(_Noted(compiled, programs, types, [*arguments, *constants], pointers))
 
     def recording(self, made: Sequence[Array | None]) -> _Recording | None:
         """What `_Recording.repeat` needs to make it all again, or None if that would not be the same call."""
@@ -189,11 +200,11 @@ class Recorder:
             size = ITEM_BYTES[dtype]
             for length in shape:
                 size *= length
-            workspace += blocks(size, _ALIGNMENT) * _ALIGNMENT
+            workspace += blocks(size, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         arrays = [*self._inputs, *made, *(self._made[number][0] for number in others)]
         ranges = [self._range(each) for each in arrays]
         launches = []
-        for compiled, programs, arguments, pointers in self._launches:
+        for compiled, programs, types, arguments, pointers in self._launches:
             places = []
             for position, pointer in pointers:
                 arguments[position] = 0
@@ -203,8 +214,10 @@ class Recorder:
                 if len(owners) != 1:  # in none, or in arrays that share memory in this call and may not in the next
                     return None
                 places.append((position, owners[0], pointer - ranges[owners[0]][0]))
-            launches.append(_Launch(compiled, programs, arguments, places))
-        return _Recording(launches, results, workspace, offsets)
+            launches.append(Launch(compiled, programs, types, arguments, places))
+        what = launches, results, workspace, offsets
+        native = getattr(self._device, "native", None)
+        return _Recording(*what, native and native_recording(native, *what, len(self._inputs)))
 
     def _range(self, array: Array | None) -> tuple[int, int]:
         """The addresses of an array, from the first one on and before the last one."""

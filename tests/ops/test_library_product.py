@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from paddle_moe_ops.backends.triton_arrays import device_of
 from paddle_moe_ops.triton import _runtime, grouped_gemm_configs, hopper_product, moe_mlp
 from paddle_moe_ops.triton.hopper_product import LibraryKernel
 from tests.ops.problems import tensor
@@ -20,8 +21,8 @@ SHAPE = Shape(800, 72, 4, 2, 16, "hundreds of rows for each expert, and padding 
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    """How many launches of the library's product there were, from the moment where it takes layers of any size."""
+def launches(monkeypatch, place):
+    """How many launches of the library's product Python made; it takes layers of any size, and repeats no call."""
     seen = []
     run = LibraryKernel.run
 
@@ -30,6 +31,7 @@ def launches(monkeypatch):
         run(self, *arguments)
 
     monkeypatch.setattr(LibraryKernel, "run", record)
+    monkeypatch.setattr(device_of(tensor(np.zeros(1, np.float32), place)), "native", None)
     monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
     monkeypatch.setattr(hopper_product, "_LEAST_L2", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +119,29 @@ def test_an_error_puts_driver_and_context_back(device, library, monkeypatch):
     with active(None), pytest.raises(RuntimeError, match="out of resources"):
         device.launch(*KERNEL_CALL)
     assert library.context == 100
+
+
+def test_the_driver_is_asked_for_the_parameters_of_a_kernel_until_it_knows_no_more(library):
+    asked = []
+
+    def sizes(kernel, index, offset, size):
+        asked.append((kernel.value, library.context))
+        size._obj.value = (8, 4, 8)[index.value] if index.value < 3 else 0
+        return 0 if index.value < 3 else 1
+
+    library.cuFuncGetParamInfo = sizes
+    library.cuLaunchKernel = library.cuGetErrorString = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+    library.cuCtxGetCurrent, python = library.cuLaunchKernel, library.cuCtxGetCurrent
+    driver = _runtime._Cuda.get().launching(1)
+    library.cuCtxGetCurrent, library.context = python, 100
+    assert driver.parameter_sizes(77) == [8, 4, 8]
+    assert set(asked) == {(77, 101)}
+    assert (driver.context, library.context) == (101, 100)
+    assert driver.launch_kernel == driver.error_text == driver.current_context != 0
+
+
+def test_older_drivers_do_not_tell_them(library):
+    assert _runtime._Cuda.get()._parameter_sizes(77) is None
 
 
 def test_a_driver_that_cannot_be_loaded_is_a_reason_to_run_elsewhere(monkeypatch):

@@ -1,13 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The Python module with the operators of paddle/direct.h. Python's limited interface alone, so that a library runs on later versions too.
-#ifndef PADDLE_NO_PYTHON
-#define PADDLE_NO_PYTHON  // Paddle's headers would bring pybind11, which needs all of Python's
-#endif
-#define Py_LIMITED_API 0x030A0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+// The Python module with the operators of paddle/direct.h.
+#include "paddle/python.h"
 
 #include <cstdlib>
 #include <new>
@@ -17,16 +12,6 @@
 #ifndef PMO_PADDLE_2
 #include "paddle/common/enforce.h"
 #endif
-
-namespace paddle {
-namespace pybind {  // declared as in paddle/utils/pybind.h, which includes pybind11
-
-bool PyCheckTensor(PyObject* object);
-paddle::Tensor& CastPyArg2Tensor(PyObject* object, Py_ssize_t place);
-PyObject* ToPyObject(const paddle::Tensor& value, bool none_if_not_initialized);
-
-}  // namespace pybind
-}  // namespace paddle
 
 namespace pmo {
 namespace binding {
@@ -53,19 +38,35 @@ std::vector<DirectOperator>& direct_operators() {
   return operators;
 }
 
+std::vector<PythonFunction>& python_functions() {
+  static std::vector<PythonFunction> functions;
+  return functions;
+}
+
+bool stops_gradient(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("stop_gradient");
+  PyObject* stops = PyObject_GetAttr(tensor, name);
+  Py_XDECREF(stops);  // True and False outlive it
+  return stops == Py_True;
+}
+
+PyObject* python_exception() {
+  try {
+    throw;
+#ifndef PMO_PADDLE_2
+  } catch (const common::enforce::EnforceNotMet& error) {
+    if (error.code() == common::ErrorCode::INVALID_ARGUMENT) return PyExc_ValueError;
+    if (error.code() == common::ErrorCode::RESOURCE_EXHAUSTED) return PyExc_MemoryError;
+    return PyExc_RuntimeError;
+#endif
+  } catch (const std::bad_alloc&) {
+    return PyExc_MemoryError;
+  } catch (const std::exception&) {
+    return PyExc_RuntimeError;
+  }
+}
+
 namespace {
-
-// Lets other Python threads run.
-class WithoutPython {
- public:
-  WithoutPython() : state_(PyEval_SaveThread()) {}
-  ~WithoutPython() { PyEval_RestoreThread(state_); }
-  WithoutPython(const WithoutPython&) = delete;
-  WithoutPython& operator=(const WithoutPython&) = delete;
-
- private:
-  PyThreadState* state_;
-};
 
 DirectArgument read(PyObject* object) {
   DirectArgument argument;
@@ -121,13 +122,6 @@ PyObject* call(const DirectOperator& callee, PyObject* const* objects, Py_ssize_
   return results_of(run(callee, read_all(callee, objects, count)));
 }
 
-bool wants_no_gradient(PyObject* tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("stop_gradient");
-  PyObject* stops = PyObject_GetAttr(tensor, name);
-  Py_XDECREF(stops);  // True and False outlive it
-  return stops == Py_True;
-}
-
 // What the environment asks for is looked at by Python.
 bool is_set(const char* variable) {
   const char* value = std::getenv(variable);
@@ -142,7 +136,7 @@ PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_
     bool declines = is_set("PADDLE_MOE_OPS_BACKEND") || is_set("PADDLE_MOE_OPS_VALIDATE");
     for (Py_ssize_t i = 0; i < count && !declines; ++i) {
       if (paddle::pybind::PyCheckTensor(objects[i])) {
-        wants_gradient |= !wants_no_gradient(objects[i]);
+        wants_gradient |= !stops_gradient(objects[i]);
       } else {
         declines = !PyLong_CheckExact(objects[i]) && !PyList_Check(objects[i]);
       }
@@ -163,23 +157,6 @@ PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_
   PyObject* answer = fits && wants_gradient ? Py_True : Py_None;
   Py_INCREF(answer);
   return answer;
-}
-
-// Python's exception for the one that is being handled, as Paddle chooses it.
-PyObject* python_exception() {
-  try {
-    throw;
-#ifndef PMO_PADDLE_2
-  } catch (const common::enforce::EnforceNotMet& error) {
-    if (error.code() == common::ErrorCode::INVALID_ARGUMENT) return PyExc_ValueError;
-    if (error.code() == common::ErrorCode::RESOURCE_EXHAUSTED) return PyExc_MemoryError;
-    return PyExc_RuntimeError;
-#endif
-  } catch (const std::bad_alloc&) {
-    return PyExc_MemoryError;
-  } catch (const std::exception&) {
-    return PyExc_RuntimeError;
-  }
 }
 
 extern "C" PyObject* call_from_python(PyObject* capsule, PyObject* const* objects, Py_ssize_t count) {
@@ -203,14 +180,20 @@ PyMODINIT_FUNC PyInit__C_pd_() {
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
   const std::vector<pmo::binding::DirectOperator>& operators = pmo::binding::direct_operators();
-  methods.reserve(operators.size());
+  const std::vector<pmo::binding::PythonFunction>& functions = pmo::binding::python_functions();
+  methods.reserve(operators.size() + functions.size());
+  const auto add = [module](const char* name, pmo::binding::PyFunction call, PyObject* bound) {
+    methods.push_back({name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL, nullptr});
+    PyObject* method = PyCFunction_NewEx(&methods.back(), bound, nullptr);
+    return method != nullptr && PyModule_AddObject(module, name, method) == 0;
+  };
   for (const pmo::binding::DirectOperator& each : operators) {
     PyObject* callee = PyCapsule_New(const_cast<pmo::binding::DirectOperator*>(&each), nullptr, nullptr);
     if (callee == nullptr) return nullptr;
-    const auto function = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pmo::binding::call_from_python));
-    methods.push_back({each.name, function, METH_FASTCALL, nullptr});
-    PyObject* method = PyCFunction_NewEx(&methods.back(), callee, nullptr);
-    if (method == nullptr || PyModule_AddObject(module, each.name, method) != 0) return nullptr;
+    if (!add(each.name, pmo::binding::call_from_python, callee)) return nullptr;
+  }
+  for (const pmo::binding::PythonFunction& each : functions) {
+    if (!add(each.name, each.call, nullptr)) return nullptr;
   }
   return module;
 }

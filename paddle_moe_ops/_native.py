@@ -1,0 +1,71 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiled library does for Python code about tensors (csrc/paddle/tensor_facts.cc); in Python without it.
+
+These functions are called in every call of a layer, and take several times longer in Python.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from paddle import Tensor
+
+__all__ = ["Native", "native"]
+
+
+def _no_facts(*_: Any) -> None:
+    return None
+
+
+def _carries_graph(*values: Any) -> bool | None:
+    if any(isinstance(each, Tensor) and not each.stop_gradient for each in values):
+        return True
+    return None if any(isinstance(each, (tuple, list, dict)) for each in values) else False
+
+
+def _watch(*tensors: Any) -> Any:
+    return [(weakref.ref(tensor), tensor.inplace_version) for tensor in tensors]
+
+
+def _was_changed(watched: Any) -> bool:
+    tensors = ((reference(), version) for reference, version in watched)
+    return any(tensor is not None and tensor.inplace_version != version for tensor, version in tensors)
+
+
+class Native:
+    """The functions, those of the library from when it is loaded.
+
+    Attributes:
+        facts: takes tensors or None; bytes that differ if their dtypes, shapes, strides, alignments or places do, or
+            None if one is out of the ordinary.
+        watch: takes tensors; something for `was_changed`, which does not keep them.
+        was_changed: takes what `watch` gave; whether one of the tensors is still there and was changed in place since.
+        carries_graph: takes values of any type; whether one is a tensor that a gradient is wanted for, or None if there
+            is a container among them that would have to be looked through.
+        recordings: a `triton.native_recording.Functions`, or None.
+    """
+
+    def __init__(self) -> None:
+        self.facts: Callable[..., bytes | None] = _no_facts
+        self.watch: Callable[..., Any] = _watch
+        self.was_changed: Callable[[Any], bool] = _was_changed
+        self.carries_graph: Callable[..., bool | None] = _carries_graph
+        self.recordings: Any = None
+
+    def load(self, module: Any) -> None:
+        """Take the functions of the library, a Python module; under Paddle 2 it has none."""
+        if hasattr(module, "_facts"):
+            self.facts, self.watch, self.was_changed = module._facts, module._watch, module._was_changed
+            self.carries_graph = module._carries_graph
+            self.recordings = _Recordings(module)
+
+
+class _Recordings:
+    def __init__(self, module: Any) -> None:
+        self.facts, self.new_recording, self.repeat = module._facts, module._new_recording, module._repeat
+
+
+native = Native()

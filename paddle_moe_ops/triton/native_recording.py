@@ -1,0 +1,188 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded calls for the compiled library, which repeats them without Python (csrc/paddle/recording.cc).
+
+Triton's launchers parse a call's arguments one by one, some dozens for each launch. The library is given them once, as
+the bytes that a kernel gets, and asks CUDA's driver for the launch. What a kernel gets besides its own arguments is not
+part of Triton's interface. So the driver is asked for each kernel's parameters, and a recording with a kernel that has
+others than expected, or is launched in another way, stays one for Python.
+"""
+
+from __future__ import annotations
+
+import array
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from .hopper_product import LibraryKernel
+from .launching import ITEM_BYTES, Array, Device, blocks
+
+__all__ = ["WORKSPACE_ALIGNMENT", "Driver", "Functions", "Native", "native_recording", "repeated"]
+
+WORKSPACE_ALIGNMENT = 256  # of what shares the workspace, as of memory from an allocator
+
+_LAUNCHERS = "triton.backends.nvidia.driver"
+_WARP = 32
+_MOST_SHARED_BYTES = 227 << 10  # Triton launches kernels with more in a way of their own
+# Attributes of Triton's launchers for what a plain launch does not do.
+_PECULIARITIES = ("profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "gsan_enabled")
+_DTYPES = {name: number for number, name in enumerate(ITEM_BYTES)}
+
+
+class Functions(Protocol):
+    """What the compiled library has for recordings; None where it declines."""
+
+    def facts(self, *arrays: Any) -> bytes | None:
+        """All that launchers look at of arrays."""
+
+    def new_recording(self, words: bytes) -> Any:
+        """A recording, from 64-bit integers."""
+
+    def repeat(self, recording: Any, stream: int, *inputs: Any) -> Sequence[Any] | None:
+        """What a recording makes of these inputs."""
+
+
+class Driver(NamedTuple):
+    """CUDA's driver on one device.
+
+    Attributes:
+        current_context: address of the function that gives a thread's context.
+        launch_kernel: that of the function that launches.
+        error_text: that of the function that gives a status in words.
+        context: the device's.
+        parameter_sizes: bytes of each parameter of a kernel, or None where the driver does not tell.
+    """
+
+    current_context: int
+    launch_kernel: int
+    error_text: int
+    context: int
+    parameter_sizes: Callable[[int], list[int] | None]
+
+
+class Native(NamedTuple):
+    """What repeats recorded calls on a device: functions of the compiled library, and the device's driver."""
+
+    functions: Functions
+    driver: Driver
+
+
+def repeated(device: Device, options: tuple[Hashable, ...], inputs: Sequence[Array | None]) -> Sequence[Any] | None:
+    """What `recording.recorded` gives for these options and the facts of these inputs, or None if it must be asked.
+
+    The inputs may be arrays of any strides: what the library says of arrays tells whether those of the earlier call had
+    the same.
+    """
+    native = getattr(device, "native", None)
+    facts = None if native is None else native.functions.facts(*inputs)
+    recording = None if facts is None else device.recordings.get((*options, facts))  # type: ignore[attr-defined]
+    return None if recording is None else recording.repeat(device, inputs)
+
+
+class _Target(NamedTuple):
+    """Where a launch goes: what `new_recording` wants to know of a kernel.
+
+    Attributes:
+        function: address or handle.
+        last_error: address of the function that gives a failure of an entry of the C core in words; 0 for CUDA's
+            kernels.
+        threads: of a program.
+        shared_bytes: of a program.
+        name: that begins the text of an error.
+        scratch_bytes: memory that each program needs.
+        sizes: bytes of each parameter.
+    """
+
+    function: int
+    last_error: int
+    threads: int
+    shared_bytes: int
+    name: str
+    scratch_bytes: int
+    sizes: list[int]
+
+
+def native_recording(
+    native: Native, launches: Sequence[Any], results: Sequence[Any], workspace: int, offsets: Sequence[int], inputs: int
+) -> Any:
+    """What the library repeats, or None where Python must.
+
+    Args:
+        native: the library and the driver.
+        launches: `recording.Launch` in order.
+        results: shape and dtype of each result, or None.
+        workspace: bytes of what is neither an input nor a result.
+        offsets: where these arrays are in the workspace.
+        inputs: how many there are.
+    """
+    targets: list[_Target] = []
+    for each in launches:
+        target = _target(native.driver, each.compiled, each.types)
+        if target is None:
+            return None
+        targets.append(target)
+    scratch_number = inputs + len(results) + len(offsets)
+    # Launches follow one another, so that they may all use the same scratch.
+    pairs = zip(targets, launches, strict=True)
+    scratch = max((target.scratch_bytes * launch.programs for target, launch in pairs), default=0)
+    if scratch:
+        offsets = [*offsets, workspace]
+        workspace += blocks(scratch, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    words = [*native.driver[:4], len(results)]
+    for result in results:
+        words += [-1] if result is None else [_DTYPES[result[1]], *_counted(result[0])]
+    words += [workspace, *_counted(offsets), len(launches)]
+    for launch, target in zip(launches, targets, strict=True):
+        words += _launch_words(launch, target, scratch_number)
+    return native.functions.new_recording(array.array("q", words).tobytes())
+
+
+def _counted(values: Sequence[int]) -> list[int]:
+    return [len(values), *values]
+
+
+def _launch_words(launch: Any, target: _Target, scratch_number: int) -> list[int]:
+    """One launch, with its parameters as a kernel gets them."""
+    positions, end = [], 0
+    for size in target.sizes:
+        positions.append(blocks(end, size) * size)
+        end = positions[-1] + size
+    parameters = bytearray(blocks(end, 8) * 8)
+    values = launch.arguments[: len(launch.types)]
+    if target.last_error:
+        values = [end, *values]  # the size of the struct
+    for position, size, value in zip(positions, target.sizes, values, strict=False):
+        struct.pack_into("<q" if size == 8 else "<i", parameters, position, value)
+    shift = len(values) - len(launch.types)
+    places = [(positions[index + shift], number, offset) for index, number, offset in launch.places]
+    if target.scratch_bytes:
+        places.append((positions[len(values)], scratch_number, 0))
+    words = [target.function, target.last_error, launch.programs, target.threads, target.shared_bytes]
+    words += _counted(target.name.encode())
+    words += _counted(array.array("q", bytes(parameters)))
+    words += [*_counted(positions), len(places), *(word for place in places for word in place)]
+    return words
+
+
+def _target(driver: Driver, compiled: Any, types: Sequence[str]) -> _Target | None:
+    sizes = [4 if kind == "i32" else 8 for kind in types]
+    if isinstance(compiled, LibraryKernel):
+        entry, last_error = compiled.addresses()
+        return _Target(entry, last_error, 1, 0, compiled.__name__, 0, [8, *sizes])
+    launcher = compiled.run
+    if type(launcher).__module__ != _LAUNCHERS or not hasattr(launcher, "global_scratch_size"):
+        return None
+    if any(getattr(launcher, name, 0) for name in _PECULIARITIES):
+        return None
+    warps, programs_of_cluster, shared_bytes = compiled.packed_metadata[:3]
+    if programs_of_cluster != 1 or shared_bytes > _MOST_SHARED_BYTES:
+        return None
+    scratch_bytes = launcher.global_scratch_size
+    if scratch_bytes and launcher.global_scratch_align > WORKSPACE_ALIGNMENT:
+        return None
+    # After its own arguments a kernel gets scratch, and from Triton 3.5 on another one, for profilers.
+    sizes += [8, 8] if hasattr(launcher, "profile_scratch_size") else [8]
+    if driver.parameter_sizes(compiled.function) != sizes:
+        return None
+    return _Target(compiled.function, 0, _WARP * warps, shared_bytes, "", scratch_bytes, sizes)
