@@ -12,7 +12,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RankPlan", "arrived_records", "rank_plan", "rows_in_windows", "values_of_slots"]
+from .permutation import sum_rows
+
+__all__ = [
+    "RankPlan",
+    "arrived_records",
+    "is_fetched",
+    "rank_plan",
+    "receive_rows",
+    "rows_in_windows",
+    "send_rows",
+    "values_of_slots",
+]
+
+FETCHED_PERIOD = 8
 
 
 class RankPlan(NamedTuple):
@@ -138,3 +151,73 @@ def rows_in_windows(
                 places[row] = there * topk + k
                 sources[places[row]] = row
     return places, sources
+
+
+def is_fetched(places: NDArray, fetched: int) -> NDArray:
+    """Whether their receiver fetches the rows of a region: ``fetched`` of every 8, evenly among the others."""
+    return places % FETCHED_PERIOD * fetched % FETCHED_PERIOD < fetched
+
+
+def send_rows(
+    x: NDArray,
+    token_rows: NDArray,
+    arrived: NDArray,
+    peers: NDArray,
+    own: NDArray | None,
+    *,
+    num_ranks: int,
+    rank: int,
+    fetched: int,
+) -> None:
+    """Write rows to where other ranks get them.
+
+    Args:
+        x: [T, H].
+        token_rows: int32 [T, C], rows of windows; what is outside [0, P * S) is none.
+        arrived: [P * S, H], the regions at this rank, where rows lie that others fetch.
+        peers: [P * S, H], this rank's regions at all ranks, where all other rows go.
+        own: [P * S, H], where those of this rank itself go, or None.
+        num_ranks: P.
+        rank: of this process.
+        fetched: of every 8 rows of a region, those that are fetched.
+    """
+    rows_per_rank = len(arrived) // num_ranks
+    for token, rows in enumerate(token_rows):
+        for row in rows[(rows >= 0) & (rows < len(arrived))]:
+            target = peers
+            if row // rows_per_rank == rank:
+                target = own
+            elif is_fetched(row % rows_per_rank, fetched):
+                target = arrived
+            if target is not None:
+                target[row] = x[token]
+
+
+def receive_rows(
+    token_rows: NDArray,
+    arrived: NDArray,
+    peers: NDArray,
+    own: NDArray,
+    *,
+    num_ranks: int,
+    rank: int,
+    fetched: int,
+) -> NDArray:
+    """The sum [T, H] of each token's rows, as `sum_rows` makes it, from where `send_rows` of all ranks left them.
+
+    Args:
+        token_rows: int32 [T, C], rows of windows; -1 ends a token, and what else is outside [0, P * S) is skipped.
+        arrived: [P * S, H].
+        peers: [P * S, H].
+        own: [P * S, H], where those of this rank itself are.
+        num_ranks: P.
+        rank: of this process.
+        fetched: as it was for `send_rows`.
+    """
+    places = np.arange(len(arrived) // num_ranks)
+    is_own = np.repeat(np.arange(num_ranks) == rank, len(places))[:, None]
+    fetches = np.tile(is_fetched(places, fetched), num_ranks)[:, None]
+    rows = np.where(is_own, own, np.where(fetches, peers, arrived))
+    listed = np.cumsum(token_rows == -1, axis=1) == 0
+    used = listed & (token_rows >= 0) & (token_rows < len(rows))
+    return sum_rows(rows, np.where(used, token_rows, -1))

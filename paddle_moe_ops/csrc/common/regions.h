@@ -130,6 +130,40 @@ PMO_ANYWHERE inline void match_row(const pmo_rank_rows_params& p, int64_t number
   }
 }
 
+// Whether the receiver of row i of a region fetches it; those that it fetches lie evenly among the others.
+PMO_ANYWHERE inline bool is_fetched(uint32_t i, int64_t fetched) {
+  const auto every = static_cast<uint32_t>(fetched);
+  return i % PMO_FETCHED_PERIOD * every % PMO_FETCHED_PERIOD < every;
+}
+
+// A row of a window that there is.
+struct WindowRow {
+  uint32_t rank, place;
+
+  template <class Params>
+  PMO_ANYWHERE WindowRow(const Params& p, int32_t row) {
+    const auto rows = static_cast<uint32_t>(p.rows_per_rank), number = static_cast<uint32_t>(row);
+    rank = number / rows;
+    place = number - rank * rows;
+  }
+};
+
+// Where rank_send puts a row; null: nowhere.
+PMO_ANYWHERE inline char* sent_to(const pmo_rank_send_params& p, int32_t row, int64_t row_bytes) {
+  if (row < 0 || row >= p.num_ranks * p.rows_per_rank) return nullptr;
+  const WindowRow at(p, row);
+  void* const array = at.rank == p.rank ? p.own : is_fetched(at.place, p.fetched) ? p.arrived : p.peers;
+  return array == nullptr ? nullptr : static_cast<char*>(array) + row * row_bytes;
+}
+
+// Where rank_receive finds a row that there is; null: in the output.
+PMO_ANYWHERE inline const char* received_from(const pmo_rank_receive_params& p, int32_t row, int64_t row_bytes,
+                                              int64_t own_stride) {
+  const WindowRow at(p, row);
+  if (at.rank == p.rank) return p.own == nullptr ? nullptr : static_cast<const char*>(p.own) + row * own_stride;
+  return static_cast<const char*>(is_fetched(at.place, p.fetched) ? p.peers : p.arrived) + row * row_bytes;
+}
+
 // How many numbers `match_row` takes.
 PMO_ANYWHERE inline int64_t rows_to_match(const pmo_rank_rows_params& p) {
   const int64_t places = p.num_ranks * p.rows_per_rank * p.topk;

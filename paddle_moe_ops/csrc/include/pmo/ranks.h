@@ -117,6 +117,57 @@ typedef struct pmo_rank_rows_params {
 PMO_API int pmo_rank_rows_cpu(const pmo_rank_rows_params* params, void* stream);
 PMO_API int pmo_rank_rows_cuda(const pmo_rank_rows_params* params, void* stream);
 
+#define PMO_FETCHED_PERIOD 8
+
+typedef struct pmo_rank_send_params {
+  int64_t struct_size;
+  int64_t num_tokens;          // T
+  int64_t max_rows_per_token;  // C
+  int64_t num_ranks;           // P
+  int64_t rank;                // of this process
+  int64_t rows_per_rank;       // S
+  int64_t fetched;             // of every PMO_FETCHED_PERIOD rows of a region, those that their receiver fetches
+  int64_t hidden;              // H
+  const void* x;               // [T, H]
+  int64_t x_row_stride;        // elements
+  const int32_t* token_rows;   // [T, C] rows of windows; what is outside [0, P * S) is none
+  void* arrived;               // [P * S, H] the regions at this rank
+  void* peers;                 // [P * S, H] this rank's regions at all ranks
+  void* own;                   // [P * S, H] rows r * S + i of this rank r go there; NULL: they stay where they are
+  int32_t dtype;               // PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
+  int32_t num_threads;
+} pmo_rank_send_params;
+
+// Rows to where other ranks get them, so that half of an exchange is written and the other half read, while the memory of both has time for
+// something else. Row p * S + i for another rank p goes to that row of `peers`; or, if i is one of those that are fetched, of `arrived`,
+// where rank p reads it. Both are the same memory seen from two ranks, in which row i of a region is of one kind.
+PMO_API int pmo_rank_send_cpu(const pmo_rank_send_params* params, void* stream);
+PMO_API int pmo_rank_send_cuda(const pmo_rank_send_params* params, void* stream);
+
+typedef struct pmo_rank_receive_params {
+  int64_t struct_size;
+  int64_t num_tokens;          // T
+  int64_t max_rows_per_token;  // C
+  int64_t num_ranks;           // P
+  int64_t rank;
+  int64_t rows_per_rank;      // S
+  int64_t fetched;            // as all ranks gave it to rank_send
+  int64_t hidden;             // H
+  const int32_t* token_rows;  // [T, C] rows of windows, -1 ends a token; what is outside [0, P * S) is skipped
+  const void* arrived;        // [P * S, H]
+  const void* peers;          // [P * S, H]
+  const void* own;            // [P * S, H] where rows r * S + i of this rank r are; NULL, only with C <= 1: in out already
+  int64_t own_row_stride;     // elements
+  void* out;                  // [T, H]
+  int32_t dtype;              // as above
+  int32_t num_threads;
+} pmo_rank_receive_params;
+
+// out[t] = the sum of token t's rows, which all ranks sent before a barrier: as pmo_unpermute makes it, without weights. A single row is
+// copied; no row is zeros.
+PMO_API int pmo_rank_receive_cpu(const pmo_rank_receive_params* params, void* stream);
+PMO_API int pmo_rank_receive_cuda(const pmo_rank_receive_params* params, void* stream);
+
 typedef struct pmo_rank_barrier_params {
   int64_t struct_size;
   int64_t num_ranks;     // P, at most 1024
