@@ -24,13 +24,12 @@ STAGES = "routing", "dispatch", "products", "combine"
 _STEPS = {
     "rank_plan": "plan",
     "rank_rows": "plan",
-    "rank_push": "write",
+    "rank_send": "write",
     "rank_put": "write",
     "rank_barrier": "wait",
     "rank_records": "read",
     "rank_get": "read",
-    "rank_copy": "copy",
-    "rank_sum": "sum",
+    "rank_receive": "fetch and sum",
 }
 _WARM_CALLS = 3
 

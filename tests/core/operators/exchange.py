@@ -62,7 +62,13 @@ def send_params(
 
 
 def receive_params(
-    token_rows: NDArray, arrived: NDArray, peers: NDArray, own: NDArray | None, out: NDArray, num_ranks: int, **more: Any
+    token_rows: NDArray,
+    arrived: NDArray,
+    peers: NDArray,
+    own: NDArray | None,
+    out: NDArray,
+    num_ranks: int,
+    **more: Any,
 ) -> RankReceiveParams:
     """Params of "rank_receive". Rows of ``own`` [P * S, H] may lie apart."""
     arrays = {"token_rows": token_rows, "arrived": arrived, "peers": peers, "own": own, "out": out}
@@ -92,18 +98,16 @@ def rank_receive(
     return out
 
 
-def _rows(num_tokens: int) -> NDArray:
-    return np.full((num_tokens, RANKS), -1, np.int32)
-
-
 def _valid_send(core: Core, output: MakeOutput, s: Small) -> Params:
     arrived, peers, own = (output((RANKS * s.T, s.H), np.float32) for _ in range(3))
-    return send_params(s.x, _rows(s.T), arrived, peers, own, RANKS, fetched=3)
+    token_rows = np.arange(s.T * RANKS, dtype=np.int32).reshape(s.T, RANKS)  # some of every kind
+    return send_params(s.x, token_rows, arrived, peers, own, RANKS, fetched=3)
 
 
 def _valid_receive(core: Core, output: MakeOutput, s: Small) -> Params:
     arrived, peers, own = (np.zeros((RANKS * s.T, s.H), np.float32) for _ in range(3))
-    return receive_params(_rows(s.T), arrived, peers, own, output((s.T, s.H), np.float32), RANKS, fetched=3)
+    token_rows = np.full((s.T, RANKS), -1, np.int32)
+    return receive_params(token_rows, arrived, peers, own, output((s.T, s.H), np.float32), RANKS, fetched=3)
 
 
 def _drawn(d: Draw) -> tuple[int, int, NDArray, dict[str, int]]:
