@@ -29,8 +29,8 @@ _DISPATCH = "ExpertParallel.dispatch"
 HEADER = 64  # PMO_RECORDS_HEADER
 _MOST_STEPS = 256  # of pages, in which a region is a whole number of rows
 _GROUP_COLUMNS, _PACKED_SCALES = 128, 4  # of float8
-# Of every 8 rows that cross to another rank, those that it fetches after the barrier, beside what it has to do in its own
-# memory then; the others are written to it before. A link is busy in both halves, and neither is longer than it must be.
+# Of every 8 rows for another rank, those that it fetches after the barrier, beside what it then does in its own memory;
+# the others are written to it before. The link is busy in both halves.
 FETCHED = 3
 
 
@@ -66,19 +66,19 @@ class RowWindow(NamedTuple):
     num_ranks: int
     rank: int
 
-    def send(self, x: Tensor, token_rows: Tensor, own: OwnRows, fetched: int = FETCHED) -> Tensor:
+    def send(self, x: Tensor, token_rows: Tensor, own: OwnRows, *, writes_all: bool = False) -> Tensor:
         """Let other ranks have rows; a barrier has to follow.
 
         Args:
             x: [T, d].
             token_rows: int32 [T, C], the rows of the window that are for each.
             own: where rows go that are for this rank.
-            fetched: of every 8 rows, those that others fetch with `receive`. 0: all are in ``arrived`` then.
+            writes_all: no other rank fetches a row: all that a rank gets is in ``arrived`` after the barrier.
 
         Returns:
             where the rows are that are for this rank, [P * S, d], unless they stay.
         """
-        views = self.arrived, self.peers
+        views, fetched = (self.arrived, self.peers), 0 if writes_all else FETCHED
         (made,) = direct("rank_send", x, token_rows, *views, self.num_ranks, self.rank, fetched, int(own))
         return made
 
@@ -230,4 +230,5 @@ class RowChannel:
 
     def window(self) -> RowWindow:
         """That of the next exchange; row r * K + k is that of slot k of the token in row r."""
-        return RowWindow(*self._turns.next(), self._group.nranks, self._group.rank)
+        arrived, peers = self._turns.next()
+        return RowWindow(arrived, peers, self._group.nranks, self._group.rank)

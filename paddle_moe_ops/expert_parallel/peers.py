@@ -117,7 +117,7 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: 
     elif copies:
         tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY)
     else:
-        tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, fetched=0)
+        tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, writes_all=True)
     channel.wait()
     local_ids, their_probs, arrived = direct(
         "rank_records", slot.beside, channel.topk, channel.rows_per_rank, rank * sizes[0], sizes[0]

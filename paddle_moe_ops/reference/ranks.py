@@ -184,11 +184,9 @@ def send_rows(
     rows_per_rank = len(arrived) // num_ranks
     for token, rows in enumerate(token_rows):
         for row in rows[(rows >= 0) & (rows < len(arrived))]:
-            target = peers
+            target: NDArray | None = arrived if is_fetched(row % rows_per_rank, fetched) else peers
             if row // rows_per_rank == rank:
                 target = own
-            elif is_fetched(row % rows_per_rank, fetched):
-                target = arrived
             if target is not None:
                 target[row] = x[token]
 

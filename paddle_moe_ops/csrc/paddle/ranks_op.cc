@@ -155,10 +155,9 @@ Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
 Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arrived, const paddle::Tensor& peers,
                      const paddle::optional<paddle::Tensor>& own, const paddle::optional<paddle::Tensor>& to, int64_t num_ranks,
                      int64_t rank, int64_t fetched) {
-  const Target target(kFunction, {&token_rows, &arrived, &peers});
+  const Target target(kFunction, {&token_rows, &arrived, &peers}, {own ? &*own : nullptr, to ? &*to : nullptr});
   require(own.is_initialized() != to.is_initialized(), kFunction, kEither);
   const paddle::Tensor& given = own ? *own : *to;
-  const Target beside(kFunction, {&arrived, &given});
   pmo_rank_receive_params p = {};
   set_window(&p, given, token_rows, arrived, peers, num_ranks, rank, fetched);
   require_shape(given, {own ? arrived.shape()[0] : p.num_tokens, p.hidden}, kFunction, "the rows");

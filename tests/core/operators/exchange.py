@@ -81,11 +81,10 @@ def rank_send(
     """arrived, peers, own, which nothing else has written to."""
     shape = (num_ranks * rows_per_rank, x.shape[1])
     with guarded_outputs() as output:
-        made = tuple(output(shape, x.dtype) for _ in range(3))
-        arrived, peers, own = made
+        arrived, peers, own = (output(shape, x.dtype) for _ in range(3))
         params = send_params(x, token_rows, arrived, peers, own if has_own else None, num_ranks, **more)
         core.run("rank_send", params)
-    return made
+    return arrived, peers, own
 
 
 def rank_receive(
