@@ -36,6 +36,7 @@ class ArrivedTokens(NamedTuple):
         ids: int32 [R, K], counted from the first expert of this rank, -1 for those of other ranks.
         probs: float32 [R, K].
         dropped: int32 [1], slots of this rank's tokens that found no room.
+        routed: int32 [E], this rank's tokens that chose each expert.
         trip: what `Peers.combine` needs.
     """
 
@@ -43,6 +44,7 @@ class ArrivedTokens(NamedTuple):
     ids: Tensor
     probs: Tensor
     dropped: Tensor
+    routed: Tensor
     trip: _Trip
 
 
@@ -68,7 +70,6 @@ class _Trip(NamedTuple):
     channel: TokenChannel
     ids: Tensor
     token_rows: Tensor
-    row_to_token: Tensor
     arrived: Tensor  # int32 [R, 1], the row itself where there is a token, else -1
 
 
@@ -94,25 +95,16 @@ class _RowTrip(NamedTuple):
         return window.receive(from_there, own=window.arrived)
 
 
-class _There(NamedTuple):
-    """What arrived."""
-
-    tokens: Tensor
-    ids: Tensor
-    probs: Tensor
-    dropped: Tensor
-    trip: _Trip
-
-
-def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> _There:
+def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> ArrivedTokens:
     """Send tokens to the ranks of their experts, and receive those of others: in the window unless ``copies``."""
     slot, rank = channel.slot(), channel.group.rank
     sizes = channel.experts_per_rank, channel.rows_per_rank
-    token_rows, row_to_token, dropped = direct("rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity)
-    ue8m0 = channel.float8 == _checks.UE8M0
-    if channel.float8 is not None:
-        maps = token_rows, row_to_token
-        (scales,) = direct("rank_quantize", x, *maps, slot.codes_of_peers, ue8m0, _AMAX_MIN)
+    is_float8, ue8m0 = channel.float8 is not None, channel.float8 == _checks.UE8M0
+    token_rows, dropped, routed, *row_to_token = direct(
+        "rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity, is_float8
+    )
+    if is_float8:
+        (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, _AMAX_MIN)
         direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
     elif copies:
         tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY)
@@ -122,13 +114,13 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: 
     local_ids, their_probs, arrived = direct(
         "rank_records", slot.beside, channel.topk, channel.rows_per_rank, rank * sizes[0], sizes[0]
     )
-    if channel.float8 is not None:
+    if is_float8:
         (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)
         (tokens,) = direct("dequantize_1x128", slot.codes, scales, False, x.dtype.value)
     elif copies:
         tokens = slot.rows.receive(arrived, to=tokens)
-    trip = _Trip(channel, ids, token_rows, row_to_token, arrived)
-    return _There(tokens, local_ids, their_probs, dropped, trip)
+    trip = _Trip(channel, ids, token_rows, arrived)
+    return ArrivedTokens(tokens, local_ids, their_probs, dropped, routed, trip)
 
 
 class _Dispatch(Call):
@@ -140,24 +132,24 @@ class _Dispatch(Call):
         super().__init__(None, x, probs)
         self.given: Tensors = (x.detach(), ids, probs.detach())
         self.channel, self.copies = channel, copies
-        self.ids = self.dropped = ids
-        self.trip: Any = None
+        self.arrived: Any = None
 
     def run(self) -> Tensors:
         (x, ids, probs), self.given = self.given, ()
-        there = _sent(x, ids, probs, self.channel, self.copies)
-        self.ids, self.dropped, self.trip = there.ids, there.dropped, there.trip
-        return there.tokens, there.probs
+        self.arrived = _sent(x, ids, probs, self.channel, self.copies)
+        tokens, their_probs = self.arrived.tokens, self.arrived.probs
+        self.arrived = self.arrived._replace(tokens=None, probs=None)  # which connect gives
+        return tokens, their_probs
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         d_tokens, d_probs = (each.detach() for each in gradients)
-        channel, slot = self.channel, self.channel.slot()
-        slot.rows.send(d_tokens, self.trip.arrived, OwnRows.STAY)
+        channel, slot, trip = self.channel, self.channel.slot(), self.arrived.trip
+        slot.rows.send(d_tokens, trip.arrived, OwnRows.STAY)
         direct("rank_put", d_probs, slot.beside_of_peers, channel.rows_per_rank)
         channel.wait()
-        d_x = slot.rows.receive(self.trip.token_rows, own=d_tokens)
+        d_x = slot.rows.receive(trip.token_rows, own=d_tokens)
         sizes = channel.experts_per_rank, channel.rows_per_rank
-        (made,) = direct("rank_get", slot.beside, self.trip.ids, self.trip.token_rows, *sizes)
+        (made,) = direct("rank_get", slot.beside, trip.ids, trip.token_rows, *sizes)
         return first_order_only(self, (d_x, made), *gradients)
 
 
@@ -187,7 +179,8 @@ class Peers:
         """
         call = _Dispatch(x, ids, probs, self._tokens(x, ids), copies)
         tokens, their_probs = connect(call, x, probs)
-        return ArrivedTokens(tokens, call.ids, their_probs, call.dropped, call.trip)
+        arrived: ArrivedTokens = call.arrived
+        return arrived._replace(tokens=tokens, probs=their_probs)
 
     def dispatch_rows(self, x: Tensor, ids: Tensor, probs: Tensor, plan: Plan) -> ArrivedRows:
         """Send tokens to the ranks of their experts, which make rows of them; differentiable in x.
@@ -260,8 +253,8 @@ class Peers:
         tokens = trip.channel
         if tokens not in _row_channels:
             _row_channels[tokens] = RowChannel(tokens, _like(x))
-        maps = trip.ids, trip.token_rows, trip.row_to_token, plan.slot_to_row, plan.row_to_slot
-        own_to_window, _ = direct("rank_rows", *maps, self._group.nranks, self._experts)
+        sizes = self._group.nranks, self._experts, tokens.rows_per_rank
+        (own_to_window,) = direct("rank_rows", trip.ids, trip.token_rows, plan.row_to_slot, *sizes)
         return _RowTrip(_row_channels[tokens], own_to_window, local.row_to_slot.reshape([-1, 1]))
 
 

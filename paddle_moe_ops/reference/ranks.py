@@ -35,11 +35,13 @@ class RankPlan(NamedTuple):
         token_rows: int32 [T, min(P, K)] rows of each token, ascending, -1 last; row p * S + i is number i at rank p.
         row_to_token: int32 [P * S], -1 = none.
         dropped: int32 [1], slots whose token found no room.
+        routed: int32 [E], tokens that chose each expert.
     """
 
     token_rows: NDArray
     row_to_token: NDArray
     dropped: NDArray
+    routed: NDArray
 
 
 def rank_plan(ids: NDArray, num_ranks: int, experts_per_rank: int, rows_per_rank: int, capacity: int) -> RankPlan:
@@ -70,7 +72,9 @@ def rank_plan(ids: NDArray, num_ranks: int, experts_per_rank: int, rows_per_rank
             token_rows[token, made], row_to_token[row] = row, token
             counts[rank] += 1
             made += 1
-    return RankPlan(token_rows, row_to_token, np.array([dropped], np.int32))
+    chosen = np.concatenate([np.unique(each) for each in np.where(ranks >= 0, ids, -1)] or [ids.reshape(-1)])
+    routed = np.bincount(chosen[chosen >= 0], minlength=num_ranks * experts_per_rank).astype(np.int32)
+    return RankPlan(token_rows, row_to_token, np.array([dropped], np.int32), routed)
 
 
 def arrived_records(
@@ -123,7 +127,7 @@ def values_of_slots(values: NDArray, ids: NDArray, token_rows: NDArray, experts_
 
 def rows_in_windows(
     ids: NDArray, token_rows: NDArray, row_to_slot: NDArray, experts_per_rank: int, num_ranks: int, rows_per_rank: int
-) -> tuple[NDArray, NDArray]:
+) -> NDArray:
     """Where the rows of a plan over all experts are in a window of S * K rows for each rank.
 
     Row r * K + k of the window is that of slot k of the token in row r.
@@ -137,11 +141,10 @@ def rows_in_windows(
         rows_per_rank: S.
 
     Returns:
-        int32 [N, 1] the place of each row, -1 = none; [P * S * K, 1] the row of each place, -1 = none.
+        int32 [N, 1] the place of each row, -1 = none.
     """
     topk = ids.shape[1]
     places = np.full([len(row_to_slot), 1], -1, np.int32)
-    sources = np.full([num_ranks * rows_per_rank * topk, 1], -1, np.int32)
     for row, slot in enumerate(row_to_slot):
         token, k = divmod(int(slot), topk) if slot >= 0 else (0, 0)
         if slot < 0 or not 0 <= ids[token, k] < num_ranks * experts_per_rank:
@@ -149,8 +152,7 @@ def rows_in_windows(
         for there in token_rows[token]:
             if there >= 0 and there // rows_per_rank == ids[token, k] // experts_per_rank:
                 places[row] = there * topk + k
-                sources[places[row]] = row
-    return places, sources
+    return places
 
 
 def is_fetched(places: NDArray, fetched: int) -> NDArray:

@@ -28,7 +28,6 @@ REGION = 64 + 8 * S * K
 IDS = np.array([[0, 2], [-1, -1], [1, 0]], np.int32)
 PROBS = np.array([[0.5, 0.25], [1, 2], [3, 4]], np.float32)
 TOKEN_ROWS = np.array([[0], [-1], [1]], np.int32)
-SLOT_TO_ROW = np.array([[0, 3], [-1, -1], [2, 1]], np.int32)
 ROW_TO_SLOT = np.array([0, 5, 4, 1, -1], np.int32)
 STAY, TO_WINDOW, TO_NEW_MEMORY = OwnRows
 X = np.arange(T * H, dtype=np.float32).reshape(T, H)
@@ -40,7 +39,7 @@ def good_calls() -> dict[str, list[Any]]:
     rows, row_to_token = np.zeros([S, H], np.float32), np.array([0, 2, -1, -1], np.int32)
     codes = np.zeros([S, H], ml_dtypes.float8_e4m3fn)
     return {
-        "rank_plan": [IDS, PROBS, region, E, S, S],
+        "rank_plan": [IDS, PROBS, region, E, S, S, True],
         "rank_records": [region, K, S, 0, E],
         "rank_send": [X, TOKEN_ROWS, rows, rows.copy(), 1, 0, 3, TO_WINDOW],
         "rank_receive": [TOKEN_ROWS, rows, rows.copy(), rows.copy(), None, 1, 0, 3],
@@ -48,7 +47,7 @@ def good_calls() -> dict[str, list[Any]]:
         "rank_put": [np.zeros([S, K], np.float32), region, S],
         "rank_take": [region, S, 1, True],
         "rank_get": [region, IDS, TOKEN_ROWS, E, S],
-        "rank_rows": [IDS, TOKEN_ROWS, row_to_token, SLOT_TO_ROW, ROW_TO_SLOT, 1, E],
+        "rank_rows": [IDS, TOKEN_ROWS, ROW_TO_SLOT, 1, E, S],
         "rank_barrier": [region, region.copy(), np.zeros([1], np.int32), 1000],
     }
 
@@ -64,7 +63,10 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
     region = tensor(np.full([1, REGION], 7, np.uint8), place)
     views = [tensor(np.full([S, H], 7, np.float32), place) for _ in range(2)]
     x, ids, probs = (tensor(each, place) for each in (X, IDS, PROBS))
-    token_rows, row_to_token, dropped = direct("rank_plan", ids, probs, region, E, S, S)
+    token_rows, dropped, routed, row_to_token = direct("rank_plan", ids, probs, region, E, S, S, True)
+    assert to_numpy(row_to_token).tolist() == [0, 2, -1, -1]
+    assert to_numpy(routed).tolist() == [2, 1, 1]
+    assert len(direct("rank_plan", ids, probs, region, E, S, S, False)) == 3
     assert to_numpy(token_rows).tolist() == TOKEN_ROWS.tolist()
     assert to_numpy(dropped).tolist() == [0]
     (rows,) = direct("rank_send", x, token_rows, *views, 1, 0, 3, TO_NEW_MEMORY)
@@ -82,10 +84,8 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
     assert_bits_equal(taken, values)
     (got,) = direct("rank_get", region, ids, token_rows, E, S)
     assert to_numpy(got).tolist() == [[0, 1], [0, 0], [2, 3]]
-    plan = (tensor(each, place) for each in (SLOT_TO_ROW, ROW_TO_SLOT))
-    places, sources = direct("rank_rows", ids, token_rows, row_to_token, *plan, 1, E)
+    (places,) = direct("rank_rows", ids, token_rows, tensor(ROW_TO_SLOT, place), 1, E, S)
     assert to_numpy(places).tolist() == [[0], [3], [2], [1], [-1]]
-    assert to_numpy(sources).tolist() == [[0], [3], [2], [1], [-1], [-1], [-1], [-1]]
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
@@ -173,11 +173,9 @@ BAD_CALLS = [
     ("rank_get", 2, TOKEN_ROWS.astype(np.int64), "token_rows must be int32, but got int64"),
     ("rank_rows", 0, IDS[0], "ids must be of shape [any, any], but got [2]"),
     ("rank_rows", 1, TOKEN_ROWS[:2], "token_rows must be of shape [3, 1], but got [2, 1]"),
-    ("rank_rows", 2, np.zeros([4, 1], np.int32), "row_to_token must be of shape [any], but got [4, 1]"),
-    ("rank_rows", 3, SLOT_TO_ROW[:2], "slot_to_row must be of shape [3, 2], but got [2, 2]"),
-    ("rank_rows", 4, ROW_TO_SLOT.astype(np.int64), "a map must be int32, but got int64"),
-    ("rank_rows", 4, np.array(0, np.int32), "row_to_slot must be of shape [any], but got []"),
-    ("rank_rows", 5, 3, "row_to_token must have rows of each rank"),
+    ("rank_rows", 2, ROW_TO_SLOT.astype(np.int64), "a map must be int32, but got int64"),
+    ("rank_rows", 2, np.array(0, np.int32), "row_to_slot must be of shape [any], but got []"),
+    ("rank_rows", 5, -1, "rows_per_rank must be in [0, 2^31)"),
     ("rank_barrier", 1, np.zeros([1, REGION - 4], np.uint8), HERE),
     ("rank_barrier", 2, np.zeros([2], np.int32), "the state must be of shape [1], but got [2]"),
     ("rank_barrier", 2, np.zeros([1], np.float32), "the state must be int32, but got float32"),

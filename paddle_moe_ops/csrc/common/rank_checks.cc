@@ -46,8 +46,9 @@ int check_rank_plan(const pmo_rank_plan_params& p) {
   PMO_REQUIRE(is_id_array(p.ids, p.ids_kind, slots), "ids", "an array aligned to its element size");
   PMO_REQUIRE_ARRAY(p.probs, slots, "probs");
   PMO_REQUIRE_ARRAY(p.token_rows, slots, "token_rows");
-  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_ranks * p.rows_per_rank, "row_to_token");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_token, "row_to_token");
   PMO_REQUIRE_ARRAY(p.dropped, 1, "dropped");
+  PMO_REQUIRE_ARRAY(p.routed, 1, "routed");
   return PMO_OK;
 }
 
@@ -105,15 +106,12 @@ int check_rank_rows(const pmo_rank_rows_params& p) {
   PMO_REQUIRE_EXPERTS(p.experts_per_rank, "experts_per_rank");
   if (const int status = check_sizes(p.num_ranks, p.rows_per_rank, p.topk)) return status;
   PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
-  const int64_t slots = p.num_tokens * p.topk, rows = p.num_ranks * p.rows_per_rank;
+  const int64_t slots = p.num_tokens * p.topk;
   PMO_REQUIRE(is_id_kind(p.ids_kind), "ids_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   PMO_REQUIRE(is_id_array(p.ids, p.ids_kind, slots), "ids", "an array aligned to its element size");
   PMO_REQUIRE_ARRAY(p.token_rows, slots, "token_rows");
-  PMO_REQUIRE_ARRAY(p.row_to_token, rows, "row_to_token");
-  PMO_REQUIRE_ARRAY(p.slot_to_row, slots, "slot_to_row");
   PMO_REQUIRE_ARRAY(p.row_to_slot, p.num_rows, "row_to_slot");
   PMO_REQUIRE_ARRAY(p.places, p.num_rows, "places");
-  PMO_REQUIRE_ARRAY(p.sources, rows * p.topk, "sources");
   return PMO_OK;
 }
 

@@ -43,7 +43,7 @@ int64_t ranks_of(const paddle::Tensor& window) {
 }
 
 Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const paddle::Tensor& records, int64_t experts_per_rank,
-                  int64_t rows_per_rank, int64_t capacity) {
+                  int64_t rows_per_rank, int64_t capacity, bool by_row) {
   const Target target(kFunction, {&ids, &probs, &records});
   require_rank(ids, 2, kFunction, "ids");
   require_shape(probs, ids.shape(), kFunction, "probs");
@@ -62,11 +62,16 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
   p.probs = dense_probs.data<float>();
   p.records = regions(records, p.num_ranks, &p.region_bytes);
   paddle::Tensor token_rows = empty_int32({p.num_tokens, std::min(p.num_ranks, p.topk)}, ids);
-  paddle::Tensor row_to_token = empty_int32({p.num_ranks * rows_per_rank}, ids);
   paddle::Tensor dropped = empty_int32({1}, ids);
+  paddle::Tensor routed = empty_int32({p.num_ranks * experts_per_rank}, ids);
   p.token_rows = token_rows.data<int32_t>();
-  p.row_to_token = row_to_token.data<int32_t>();
   p.dropped = dropped.data<int32_t>();
+  p.routed = routed.data<int32_t>();
+  Outputs made = {token_rows, dropped, routed};
+  if (by_row) {
+    made.push_back(empty_int32({p.num_ranks * rows_per_rank}, ids));
+    p.row_to_token = made.back().data<int32_t>();
+  }
   paddle::Tensor workspace;
 #ifdef PMO_WITH_CUDA
   if (target.is_gpu()) p.workspace_bytes = pmo_rank_plan_cuda_workspace_bytes(&p);
@@ -76,7 +81,7 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
     p.workspace = workspace.data();
   }
   check_status(PMO_CALL(target, rank_plan, &p), kFunction);
-  return {token_rows, row_to_token, dropped};
+  return made;
 }
 
 Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
@@ -248,13 +253,11 @@ Outputs rank_get(const paddle::Tensor& window, const paddle::Tensor& ids, const 
   return {values};
 }
 
-// Maps between the rows of the plan over all experts and a window for the rows of slots: places [N, 1], sources [P * S * K, 1].
-Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
-                  const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot, int64_t num_ranks,
-                  int64_t experts_per_rank) {
-  const Target target(kFunction, {&ids, &token_rows, &row_to_token, &slot_to_row, &row_to_slot});
+// Where rows of the plan over all experts are in a window for the rows of slots: [N, 1].
+Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_slot,
+                  int64_t num_ranks, int64_t experts_per_rank, int64_t rows_per_rank) {
+  const Target target(kFunction, {&ids, &token_rows, &row_to_slot});
   require_rank(ids, 2, kFunction, "ids");
-  require_rank(row_to_token, 1, kFunction, "row_to_token");
   require_rank(row_to_slot, 1, kFunction, "row_to_slot");
   pmo_rank_rows_params p = {};
   p.struct_size = sizeof(p);
@@ -262,28 +265,19 @@ Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, c
   p.topk = ids.shape()[1];
   p.num_ranks = num_ranks;
   p.experts_per_rank = experts_per_rank;
+  p.rows_per_rank = rows_per_rank;
   p.num_rows = row_to_slot.shape()[0];
-  require(num_ranks > 0 && row_to_token.shape()[0] % num_ranks == 0, kFunction, "row_to_token must have rows of each rank");
-  p.rows_per_rank = row_to_token.shape()[0] / num_ranks;
   require_shape(token_rows, {p.num_tokens, std::min(num_ranks, p.topk)}, kFunction, "token_rows");
-  require_shape(slot_to_row, ids.shape(), kFunction, "slot_to_row");
-  for (const paddle::Tensor* map : {&token_rows, &row_to_token, &slot_to_row, &row_to_slot}) {
-    require_dtype(*map, paddle::DataType::INT32, kFunction, "a map");
-  }
-  const paddle::Tensor dense_ids = dense(ids), of_tokens = dense(token_rows), tokens = dense(row_to_token);
-  const paddle::Tensor of_slots = dense(slot_to_row), slots = dense(row_to_slot);
+  for (const paddle::Tensor* map : {&token_rows, &row_to_slot}) require_dtype(*map, paddle::DataType::INT32, kFunction, "a map");
+  const paddle::Tensor dense_ids = dense(ids), of_tokens = dense(token_rows), slots = dense(row_to_slot);
   p.ids = dense_ids.data();
   p.ids_kind = index_kind(ids, kFunction, "ids");
   p.token_rows = of_tokens.data<int32_t>();
-  p.row_to_token = tokens.data<int32_t>();
-  p.slot_to_row = of_slots.data<int32_t>();
   p.row_to_slot = slots.data<int32_t>();
   paddle::Tensor places = empty_int32({p.num_rows, 1}, ids);
-  paddle::Tensor sources = empty_int32({row_to_token.shape()[0] * p.topk, 1}, ids);
   p.places = places.data<int32_t>();
-  p.sources = sources.data<int32_t>();
   check_status(PMO_CALL(target, rank_rows, &p), kFunction);
-  return {places, sources};
+  return {places};
 }
 
 Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,

@@ -32,8 +32,9 @@ typedef struct pmo_rank_plan_params {
   void* records;             // [P, region_bytes]
   int64_t region_bytes;      // a multiple of 4 that holds S records
   int32_t* token_rows;       // [T, min(P, K)] the token's rows, ascending, -1 last
-  int32_t* row_to_token;     // [P * S], -1 = no token
+  int32_t* row_to_token;     // [P * S], -1 = no token; may be NULL
   int32_t* dropped;          // [1] slots whose token found no room
+  int32_t* routed;           // [P * experts_per_rank] tokens that chose the expert, whether they found room or not
   void* workspace;           // CUDA only
   int64_t workspace_bytes;
   int32_t ids_kind;  // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
@@ -99,21 +100,17 @@ typedef struct pmo_rank_rows_params {
   int64_t topk;        // K
   int64_t num_ranks;   // P
   int64_t experts_per_rank;
-  int64_t rows_per_rank;        // S
-  int64_t num_rows;             // N, of the plan of this rank's tokens over all experts
-  const void* ids;              // [T, K]
-  const int32_t* token_rows;    // [T, min(P, K)], of rank_plan
-  const int32_t* row_to_token;  // [P * S], of rank_plan
-  const int32_t* slot_to_row;   // [T, K], of the plan over all experts
-  const int32_t* row_to_slot;   // [N], of the same
-  int32_t* places;              // [N]
-  int32_t* sources;             // [P * S * K]
+  int64_t rows_per_rank;       // S
+  int64_t num_rows;            // N, of the plan of this rank's tokens over all experts
+  const void* ids;             // [T, K]
+  const int32_t* token_rows;   // [T, min(P, K)], of rank_plan
+  const int32_t* row_to_slot;  // [N], of the plan over all experts
+  int32_t* places;             // [N]
   int32_t ids_kind;
   int32_t num_threads;
 } pmo_rank_rows_params;
 
-// Where the rows of slots are in a window of S * K rows for each rank, where row r * K + k is that of slot k of the token in row r: the place
-// of each row of the plan, and the row of each place; -1 = none.
+// Where each row of the plan is in a window of S * K rows for each rank, where row r * K + k is that of slot k of the token in row r; -1 = none.
 PMO_API int pmo_rank_rows_cpu(const pmo_rank_rows_params* params, void* stream);
 PMO_API int pmo_rank_rows_cuda(const pmo_rank_rows_params* params, void* stream);
 
