@@ -14,6 +14,7 @@
 #include "common/checks.h"
 #include "common/regions.h"
 #include "cuda/launch.cuh"
+#include "cuda/vectors.cuh"
 
 namespace pmo {
 namespace cuda {
@@ -147,13 +148,27 @@ int records(const pmo_rank_records_params& p, cudaStream_t stream) {
   return launch("read_records", read_records, {grid_for(slots, kThreads), kThreads}, stream, p);
 }
 
+template <int kBytes>
+__global__ void put_values(const __grid_constant__ pmo_rank_values_params p) {
+  using Access = Vector<kBytes>;
+  const int64_t accesses = p.rows_per_rank * p.topk * kValueBytes / kBytes;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < accesses * p.num_ranks; i += int64_t{gridDim.x} * kThreads) {
+    const int64_t rank = i / accesses;
+    auto* region = reinterpret_cast<Access*>(static_cast<char*>(p.window) + rank * p.region_bytes);
+    region[i - rank * accesses] = static_cast<const Access*>(p.row_values)[i];
+  }
+}
+
+// By a kernel: the driver's copy of two dimensions to another GPU took 14 us.
 int put(const pmo_rank_values_params& p, cudaStream_t stream) {
   if (const int status = check_rank_put(p)) return status;
-  const size_t bytes = p.rows_per_rank * p.topk * kValueBytes;
+  const int64_t bytes = p.rows_per_rank * p.topk * kValueBytes;
   if (bytes == 0) return PMO_OK;
-  PMO_CUDA(
-      cudaMemcpy2DAsync(p.window, p.region_bytes, p.row_values, bytes, bytes, p.num_ranks, cudaMemcpyDeviceToDevice, stream));
-  return PMO_OK;
+  constexpr int kWide = 16;
+  const bool is_wide = widest_access({address(p.window), address(p.row_values), static_cast<uintptr_t>(p.region_bytes),
+                                      static_cast<uintptr_t>(bytes)}) == kWide;
+  const Grid grid = {grid_for(p.num_ranks * bytes / (is_wide ? kWide : kValueBytes), kThreads), kThreads};
+  return launch("put_values", is_wide ? put_values<kWide> : put_values<kValueBytes>, grid, stream, p);
 }
 
 int take(const pmo_rank_values_params& p, cudaStream_t stream) {
