@@ -22,7 +22,7 @@ from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tok
 from .groups import agree, group_of, raise_for_others
 from .meetings import DEFAULT_TIMEOUT_S, checked_timeout
 from .peers import Peers, local_plan
-from .plans import chunks_of, local_ids_of, plan_of_ranks, spread, trimmed
+from .plans import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed
 from .transports import transport_for
 
 __all__ = ["ExpertParallel", "Received", "parallel_of_agreed"]
@@ -286,9 +286,9 @@ def _dispatch(
     # without a capacity all that is an id is kept, and what is none goes to no rank; int64 may not fit
     kept = ids if capacity is None and ids.dtype == paddle.int32 else _kept_ids(ids, plan)
     kept = beside(kept, x)
-    to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank)
     if ep.tokens_per_rank is not None:
-        return _dispatch_equal_parts(x, probs, kept, plan, spread(to_ranks, ep.tokens_per_rank, like=x), ep)
+        return _dispatch_equal_parts(x, probs, kept, plan, ep)
+    to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, None)
     tokens, rows, of_experts = _counts(x, probs, plan, to_ranks, ep, validate)
     to_ranks, plan = trimmed(to_ranks, sum(tokens.sent)), trimmed(plan, sum(rows.received))
     local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False)), x)
@@ -337,24 +337,21 @@ def _say_that_this_rank_raises(ep: ExpertParallel) -> None:
             ep._transport.exchange_numbers(message)
 
 
-def _dispatch_equal_parts(
-    x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, to_ranks: Plan, ep: ExpertParallel
-) -> Received:
+def _dispatch_equal_parts(x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, ep: ExpertParallel) -> Received:
     """Send as many lines to every rank, some of which are no token, so that nothing waits for a number."""
     equal = [ep.tokens_per_rank or 0] * ep.group.nranks
     tokens = Counts(ep._transport, equal, equal, ep.payload)
-    sent_ids = local_ids_of(ids, to_ranks, ep.num_local_experts, has_gaps=True)
-    arrived_ids = beside(tokens.there(sent_ids), x)
+    parts = equal_parts(ids, probs, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank or 0, like=x)
+    arrived_ids = beside(tokens.there(parts.ids), x)
     most = arrived_ids.shape[0] * min(arrived_ids.shape[1], ep.num_local_experts)
     local = route(arrived_ids, num_experts=ep.num_local_experts, buffer_size=most, validate=False)
-    without_room = ((ids >= 0).sum() - (sent_ids >= 0).sum()).astype("int32").reshape([1])
     common: dict[str, Any] = {
         "plan": local,
         "tokens_per_expert": local.tokens_per_expert,
         "routed_per_expert": plan.routed_per_expert,
-        "dropped_slots": plan.overflow + without_room,
+        "dropped_slots": plan.overflow + parts.dropped,
     }
-    return _received_tokens(x, probs, to_ranks, tokens, ep, common)
+    return _received_tokens(x, probs, parts.to_ranks, tokens, ep, common)
 
 
 def _dispatch_to_peers(
