@@ -75,8 +75,7 @@ class Peer:
         gbps: of the kernels that move rows, each way.
         dispatch_us: routing, maps and the barrier of a dispatch, but for what `Local.slot_us` counts.
         combine_us: the barrier and the launches of a combine.
-        sum_gbps: of bytes read and written where the rows of a token are added up; infinite if that takes no time besides
-            the link's.
+        sum_gbps: of bytes read and written where the rows of a token are added up; infinite if the link hides that.
         keep_gbps: the same where what arrived is copied.
     """
 
