@@ -19,6 +19,8 @@ slowest one's: median microseconds of a call on the GPU, with all calls queued; 
     layer            the same with the backward pass
     layer_backward   the difference
 
+With ``--fetched`` the copy, dispatch and combine alone are timed, with several shares of rows that are fetched.
+
 With ``--timeline`` one layer call is recorded instead: for each rank when each step of routing, dispatch, products and
 combine begins and ends, forward and backward, in microseconds from a common start. Of several calls it is the one whose
 time is the median. That runs between processes on a CPU, too:
@@ -38,7 +40,7 @@ from typing import Any
 
 from tests.distributed import processes
 
-from .measure import MODELS, SHAPES, TOKENS, measure
+from .measure import MODELS, SHAPES, TOKENS, measure, measure_shares
 from .timeline import timelines
 
 
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--timeout", type=int, default=300, help="seconds for a shape")
     parser.add_argument("--no-layers", action="store_true")
+    parser.add_argument("--fetched", type=int, nargs="+", choices=range(9), help="of every 8 rows")
     parser.add_argument("--timeline", action="store_true", help="record the steps of a layer instead")
     arguments = parser.parse_args()
     if arguments.backend == "gloo" and not arguments.timeline:
@@ -80,15 +83,12 @@ def machine(commit: str, ranks: int, backend: str) -> dict[str, Any]:
 
 def times_of(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All that is timed of a shape, each by the slowest rank."""
-    of_ranks = processes.run(
-        measure,
-        arguments.ranks,
-        arguments.backend,
-        name=name,
-        tokens=arguments.tokens,
-        samples=arguments.samples,
-        layers=not arguments.no_layers,
-    )
+    options = {"name": name, "tokens": arguments.tokens, "samples": arguments.samples}
+    if arguments.fetched:
+        call, options["fetched"] = measure_shares, arguments.fetched
+    else:
+        call, options["layers"] = measure, not arguments.no_layers
+    of_ranks = processes.run(call, arguments.ranks, arguments.backend, **options)
     slowest = [max(each, key=lambda found: found["us"]) for each in zip(*of_ranks, strict=True)]
     for line in slowest:
         print(json.dumps({"shape": name, **line}), flush=True)

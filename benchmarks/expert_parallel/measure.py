@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -15,12 +16,12 @@ import paddle
 
 from paddle_moe_ops import moe_mlp, permute, route, sort_chunks
 from paddle_moe_ops.backends.arrays import to_tensor
-from paddle_moe_ops.expert_parallel import ExpertParallel
+from paddle_moe_ops.expert_parallel import ExpertParallel, channels
 from paddle_moe_ops.expert_parallel.windows import granularity, share
 
 from .streams import stream_of
 
-__all__ = ["MODELS", "SHAPES", "TOKENS", "Rank", "Shape", "measure"]
+__all__ = ["MODELS", "SHAPES", "TOKENS", "Rank", "Shape", "measure", "measure_shares"]
 
 TOKENS = 8192
 _BLOCK = 1 << 20  # random numbers, again and again in large tensors, which is random enough for a GPU's power
@@ -127,15 +128,19 @@ class Rank:
 
         self.timed("p2p_copy", copy, self.crossing)
 
-    def exchanges(self, ep: ExpertParallel) -> None:
+    def exchanges(self, ep: ExpertParallel, **how: Any) -> None:
         """Dispatch and combine without gradients."""
-        how = {"transport": "peer", "combine": "reduced"}
+        how |= {"transport": "peer", "combine": "reduced"}
         self.timed("dispatch", lambda: ep.dispatch(self.x, self.ids, self.probs), self.crossing, **how)
         lent = lambda: ep.dispatch(self.x, self.ids, self.probs, copy=False)  # noqa: E731
         self.timed("dispatch_without_copy", lent, self.crossing, **how)
         received = ep.dispatch(self.x, self.ids, self.probs)
         out = received.tokens
         self.timed("combine", lambda: ep.combine(out, received), self.crossing, **how)
+
+    def float8(self, ep: ExpertParallel) -> None:
+        """Dispatch of tokens that are float8 on the way."""
+        how = {"transport": "peer", "combine": "reduced"}
         options = {**how, "payload": "fp8_1x128", "tokens_per_rank": ep.tokens_per_rank}
         in_float8 = ExpertParallel(ep.num_experts, ep.group, **options)
         scales = -(-self.shape.hidden // 128) * 4
@@ -216,7 +221,19 @@ def measure(name: str, tokens: int, samples: int, layers: bool) -> list[dict[str
     rank.copies()
     with paddle.no_grad():
         rank.exchanges(ep)
+        rank.float8(ep)
         rank.collectives()
     if layers:
         rank.layer(ep)
+    return rank.found
+
+
+def measure_shares(name: str, tokens: int, samples: int, fetched: list[int]) -> list[dict[str, Any]]:
+    """On one rank: a copy, and dispatch and combine with shares of rows, of every 8, that their receiver fetches."""
+    rank = Rank(name, tokens, samples)
+    ep = ExpertParallel(rank.shape.experts, rank.group, combine="reduced", tokens_per_rank=tokens, transport="peer")
+    rank.copies()
+    for rows in fetched:
+        with paddle.no_grad(), mock.patch.object(channels, "FETCHED", rows):
+            rank.exchanges(ep, fetched=rows)
     return rank.found

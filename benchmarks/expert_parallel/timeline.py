@@ -24,13 +24,12 @@ STAGES = "routing", "dispatch", "products", "combine"
 _STEPS = {
     "rank_plan": "plan",
     "rank_rows": "plan",
-    "rank_push": "write",
+    "rank_send": "send",
     "rank_put": "write",
     "rank_barrier": "wait",
     "rank_records": "read",
     "rank_get": "read",
-    "rank_copy": "copy",
-    "rank_sum": "sum",
+    "rank_receive": "receive",
 }
 _WARM_CALLS = 3
 
@@ -84,9 +83,8 @@ def _watched(recorder: _Recorder) -> Iterator[None]:
         for module in (peers, channels):
             direct = recorder.watching(module.direct, None, lambda name, *_: _STEPS.get(name))
             patches.enter_context(mock.patch.object(module, "direct", direct))
-        for name, step in (("route", "own tokens"), ("local_plan", "arrived tokens")):
-            watched = recorder.watching(getattr(parallel, name), "routing", lambda *_, step=step: step)
-            patches.enter_context(mock.patch.object(parallel, name, watched))
+        plan = recorder.watching(parallel.local_plan, "routing", lambda *_: "arrived tokens")
+        patches.enter_context(mock.patch.object(parallel, "local_plan", plan))
         yield
 
 

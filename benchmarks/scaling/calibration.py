@@ -114,7 +114,7 @@ def calibrated(results: Path, exchanges: Path, *, without: str | None = None) ->
         local=local_of(load_run(operators[-1]).rows),
         forward=products_of(layers[-1][1], backward=False),
         backward=products_of(layers[-1][1], backward=True),
-        peer=Peer(1.0, 0.0, 1.0, 0.0, 0.0, 1.0),
+        peer=Peer(1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0),
         nccl=Nccl(1.0, 0.0),
     )
     return with_exchanges(machine, exchanges_of([line for line in lines if line.shape != without]))
@@ -147,15 +147,17 @@ def _peer(machine: Machine, found: dict[str, list[Exchange]]) -> Peer:
             exchanges = each.on(machine)
             if what == "combine":
                 summed = (combine.lines.sum(0).max() + each.line.tokens) * combine.row_bytes
-                features.append([0, 1, combine.busiest(), summed])
+                features.append([0, 1, combine.busiest(), summed, 0])
                 known.append(0.0)
             else:
                 slots = (each.line.tokens + exchanges.buffer_rows) * each.line.topk
-                features.append([1, 0, dispatch.busiest(), 0])
-                known.append(machine.local.slot_us * slots + (exchanges.keep_us(dispatch) if what == "dispatch" else 0))
+                kept = exchanges.kept_bytes(dispatch) if what == "dispatch" else 0
+                features.append([1, 0, dispatch.busiest(), 0, kept])
+                known.append(machine.local.slot_us * slots)
             us.append(each.line.us)
-    dispatch_us, combine_us, pushed, summed = fitted(features, us, known)
-    return Peer(_gbps(per_byte), float(copy_us), _gbps(pushed), float(dispatch_us), float(combine_us), _gbps(summed))
+    dispatch_us, combine_us, *per_bytes = fitted(features, us, known)
+    moved, summed, kept = map(_gbps, per_bytes)
+    return Peer(_gbps(per_byte), float(copy_us), moved, float(dispatch_us), float(combine_us), summed, kept)
 
 
 def _nccl(machine: Machine, found: dict[str, list[Exchange]]) -> Nccl:

@@ -87,9 +87,13 @@ class Exchanges:
         slots = (self.traffic.tokens_per_rank + self.buffer_rows) * self.traffic.topk
         return self.machine.peer.dispatch_us + self.machine.local.slot_us * slots
 
+    def kept_bytes(self, step: Step) -> float:
+        """Read and written by the copy of what arrived, for all rows that there is room for."""
+        return float((step.lines.sum(0).max() + self.buffer_rows) * step.row_bytes)
+
     def keep_us(self, step: Step) -> float:
-        """The copy of what arrived, for all rows that there is room for."""
-        return self.machine.local.us((step.lines.sum(0).max() + self.buffer_rows) * step.row_bytes)
+        """That copy, as far as the link does not hide it."""
+        return microseconds(self.kept_bytes(step), self.machine.peer.keep_gbps)
 
     def sum_us(self, step: Step) -> float:
         """Adding up the rows of each token."""

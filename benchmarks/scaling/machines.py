@@ -72,10 +72,11 @@ class Peer:
     Attributes:
         copy_gbps: of the driver's copy, each way.
         copy_us: what it takes besides.
-        gbps: of the kernel that writes rows, each way.
+        gbps: of the kernels that move rows, each way.
         dispatch_us: routing, maps and the barrier of a dispatch, but for what `Local.slot_us` counts.
         combine_us: the barrier and the launches of a combine.
-        sum_gbps: of bytes read and written where the rows of a token are added up.
+        sum_gbps: of bytes read and written where the rows of a token are added up; infinite if the link hides that.
+        keep_gbps: the same where what arrived is copied.
     """
 
     copy_gbps: float
@@ -84,6 +85,7 @@ class Peer:
     dispatch_us: float
     combine_us: float
     sum_gbps: float
+    keep_gbps: float
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from .clipping import ClipGradByGlobalNorm
 from .fleet import distributed_optimizer
 from .gradients import average_gradients
 from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
@@ -16,6 +17,7 @@ from .parameters import (
 )
 
 __all__ = [
+    "ClipGradByGlobalNorm",
     "ExpertParallel",
     "Received",
     "average_gradients",

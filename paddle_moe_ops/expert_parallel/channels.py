@@ -8,6 +8,7 @@ the first.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,12 +23,23 @@ from ..backends import direct
 from .groups import agree
 from .windows import granularity, share
 
-__all__ = ["HEADER", "RowChannel", "RowSlot", "TokenChannel", "TokenSlot"]
+__all__ = ["HEADER", "OwnRows", "RowChannel", "RowWindow", "TokenChannel", "TokenSlot"]
 
 _DISPATCH = "ExpertParallel.dispatch"
 HEADER = 64  # PMO_RECORDS_HEADER
 _MOST_STEPS = 256  # of pages, in which a region is a whole number of rows
 _GROUP_COLUMNS, _PACKED_SCALES = 128, 4  # of float8
+# Of every 8 rows for another rank, those that it fetches after the barrier, beside what it then does in its own memory;
+# the others are written to it before. The link is busy in both halves.
+FETCHED = 3
+
+
+class OwnRows(enum.IntEnum):
+    """Where the rows go that a rank sends to itself."""
+
+    STAY = 0  # where they are; they are read there
+    TO_WINDOW = 1
+    TO_NEW_MEMORY = 2
 
 
 class _Window(NamedTuple):
@@ -39,12 +51,55 @@ class _Window(NamedTuple):
     dtype: Any
 
 
-class TokenSlot(NamedTuple):
-    """A pair of views, what arrived and what peers have, of each window for tokens.
+class RowWindow(NamedTuple):
+    """A window for rows; row p * S + i is number i of those that go to, or came from, rank p.
 
     Attributes:
-        rows: [P * S, d].
-        rows_of_peers: the same.
+        arrived: [P * S, d], this rank's memory.
+        peers: [P * S, d], what other ranks have for this one.
+        num_ranks: P.
+        rank: this rank.
+    """
+
+    arrived: Tensor
+    peers: Tensor
+    num_ranks: int
+    rank: int
+
+    def send(self, x: Tensor, token_rows: Tensor, own: OwnRows, *, writes_all: bool = False) -> Tensor:
+        """Let other ranks have rows; a barrier has to follow.
+
+        Args:
+            x: [T, d].
+            token_rows: int32 [T, C], the rows of the window that are for each.
+            own: where rows go that are for this rank.
+            writes_all: no other rank fetches a row: all that a rank gets is in ``arrived`` after the barrier.
+
+        Returns:
+            where the rows are that are for this rank, [P * S, d], unless they stay.
+        """
+        views, fetched = (self.arrived, self.peers), 0 if writes_all else FETCHED
+        (made,) = direct("rank_send", x, token_rows, *views, self.num_ranks, self.rank, fetched, int(own))
+        return made
+
+    def receive(self, token_rows: Tensor, own: Tensor | None = None, to: Tensor | None = None) -> Tensor:
+        """The sums of each token's rows that all ranks sent.
+
+        Args:
+            token_rows: int32 [T, C], the rows of the window that are for each token.
+            own: [P * S, d], where the rows are that are for this rank.
+            to: [T, d], where the sums go, and the rows that are for this rank are already; C is 1 then.
+        """
+        views = self.arrived, self.peers
+        (made,) = direct("rank_receive", token_rows, *views, own, to, self.num_ranks, self.rank, FETCHED)
+        return made
+
+
+class TokenSlot(NamedTuple):
+    """A window for tokens, and a pair of views, what arrived and what peers have, of what travels beside them.
+
+    Attributes:
+        rows: of S rows for each rank.
         beside: uint8 [P, bytes], records or values.
         beside_of_peers: the same.
         codes: float8 [P * S, d], and what follows, with float8 only.
@@ -53,21 +108,13 @@ class TokenSlot(NamedTuple):
         scales_of_peers: the same.
     """
 
-    rows: Tensor
-    rows_of_peers: Tensor
+    rows: RowWindow
     beside: Tensor
     beside_of_peers: Tensor
     codes: Tensor | None = None
     codes_of_peers: Tensor | None = None
     scales: Tensor | None = None
     scales_of_peers: Tensor | None = None
-
-
-class RowSlot(NamedTuple):
-    """The views of a window [P * S * K, d] for rows: row r * K + k is that of slot k of the token in row r."""
-
-    rows: Tensor
-    rows_of_peers: Tensor
 
 
 class _Turns:
@@ -166,19 +213,22 @@ class TokenChannel:
 
     def slot(self) -> TokenSlot:
         """The windows of the next exchange."""
-        return TokenSlot(*self._turns.next())
+        arrived, peers, *beside = self._turns.next()
+        return TokenSlot(RowWindow(arrived, peers, self.group.nranks, self.group.rank), *beside)
 
 
 class RowChannel:
     """The windows for the rows of a channel's tokens, one for each of their K slots."""
 
     def __init__(self, tokens: TokenChannel, like: Tensor) -> None:
+        self._group = tokens.group
         width, rows = like.shape[1], tokens.rows_per_rank * tokens.topk
         window = _Window(rows * width * like.element_size(), tokens.group.nranks * rows, width, like.dtype)
         settings = {"the rows' width": width, "topk": tokens.topk}
         self._turns = _Turns(tokens.group, like, [window], settings, tokens.timeout)
         self.wait = self._turns.wait
 
-    def slot(self) -> RowSlot:
-        """The window of the next exchange."""
-        return RowSlot(*self._turns.next())
+    def window(self) -> RowWindow:
+        """That of the next exchange; row r * K + k is that of slot k of the token in row r."""
+        arrived, peers = self._turns.next()
+        return RowWindow(arrived, peers, self._group.nranks, self._group.rank)

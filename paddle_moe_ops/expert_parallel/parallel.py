@@ -14,6 +14,7 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import beside, filled, is_graph_value, public
+from ..backends.base import Validation
 from ..functional import permute, unpermute
 from ..routing import Plan, route
 from .deep_ep import DeepEP
@@ -21,7 +22,7 @@ from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tok
 from .groups import agree, group_of, raise_for_others
 from .meetings import DEFAULT_TIMEOUT_S, checked_timeout
 from .peers import Peers, local_plan
-from .plans import chunks_of, local_ids_of, plan_of_ranks, spread, trimmed
+from .plans import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed
 from .transports import transport_for
 
 __all__ = ["ExpertParallel", "Received", "parallel_of_agreed"]
@@ -274,19 +275,20 @@ def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> Expert
 def _dispatch(
     x: Tensor, ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None, copy: bool
 ) -> Received:
+    if ep._peers is not None:
+        return _dispatch_to_peers(x, ids, probs, ep, ep._peers, capacity, validate, copy)
     try:
-        plan = _plan(x, ids, probs, ep, capacity, validate)
+        _check_arguments(x, ids, probs)
+        plan = _plan(ids, ep, capacity, validate)
     except (TypeError, ValueError):
         _say_that_this_rank_raises(ep)
         raise
-    if ep._peers is not None:
-        return _dispatch_to_peers(x, ids, probs, plan, ep, ep._peers, capacity is None, copy)
     # without a capacity all that is an id is kept, and what is none goes to no rank; int64 may not fit
     kept = ids if capacity is None and ids.dtype == paddle.int32 else _kept_ids(ids, plan)
     kept = beside(kept, x)
-    to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank)
     if ep.tokens_per_rank is not None:
-        return _dispatch_equal_parts(x, probs, kept, plan, spread(to_ranks, ep.tokens_per_rank, like=x), ep)
+        return _dispatch_equal_parts(x, probs, kept, plan, ep)
+    to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, None)
     tokens, rows, of_experts = _counts(x, probs, plan, to_ranks, ep, validate)
     to_ranks, plan = trimmed(to_ranks, sum(tokens.sent)), trimmed(plan, sum(rows.received))
     local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False)), x)
@@ -304,16 +306,18 @@ def _dispatch(
     return Received(rows=made, tokens=None, probs=None, _way_back=_WayBack(rows, chunks, plan, probs), **common)
 
 
-def _plan(
-    x: Tensor, ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None
-) -> Plan:
-    """Check the arguments of `dispatch` and make the plan of this rank's tokens over all experts."""
+def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor) -> None:
+    """Check the tensors of `dispatch`."""
     _checks.tensor(_DISPATCH, "x", x, _checks.SUM_DTYPES, ["num_tokens", "hidden"])
     if is_graph_value(x):
         _checks.bad_value(_DISPATCH, "x", "a tensor; exchanges run in dygraph only", "a value of a static graph")
     _checks.tensor(_DISPATCH, "ids", ids, _checks.ID_DTYPES, [x.shape[0], "topk"])
     _checks.tensor(_DISPATCH, "probs", probs, (paddle.float32,), ids.shape)
     _checks.same_place(_DISPATCH, x=x, ids=ids, probs=probs)
+
+
+def _plan(ids: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None) -> Plan:
+    """Make the plan of this rank's tokens over all experts."""
     slots = ids.shape[0] * ids.shape[1]
     with _checks.renaming("route", _DISPATCH, routing="ids"):
         return route(ids, num_experts=ep.num_experts, buffer_size=slots, capacity=capacity, validate=validate)
@@ -333,57 +337,75 @@ def _say_that_this_rank_raises(ep: ExpertParallel) -> None:
             ep._transport.exchange_numbers(message)
 
 
-def _dispatch_equal_parts(
-    x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, to_ranks: Plan, ep: ExpertParallel
-) -> Received:
+def _dispatch_equal_parts(x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, ep: ExpertParallel) -> Received:
     """Send as many lines to every rank, some of which are no token, so that nothing waits for a number."""
     equal = [ep.tokens_per_rank or 0] * ep.group.nranks
     tokens = Counts(ep._transport, equal, equal, ep.payload)
-    sent_ids = local_ids_of(ids, to_ranks, ep.num_local_experts, has_gaps=True)
-    arrived_ids = beside(tokens.there(sent_ids), x)
+    parts = equal_parts(ids, probs, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank or 0, like=x)
+    arrived_ids = beside(tokens.there(parts.ids), x)
     most = arrived_ids.shape[0] * min(arrived_ids.shape[1], ep.num_local_experts)
     local = route(arrived_ids, num_experts=ep.num_local_experts, buffer_size=most, validate=False)
-    without_room = ((ids >= 0).sum() - (sent_ids >= 0).sum()).astype("int32").reshape([1])
     common: dict[str, Any] = {
         "plan": local,
         "tokens_per_expert": local.tokens_per_expert,
         "routed_per_expert": plan.routed_per_expert,
-        "dropped_slots": plan.overflow + without_room,
+        "dropped_slots": plan.overflow + parts.dropped,
     }
-    return _received_tokens(x, probs, to_ranks, tokens, ep, common)
+    return _received_tokens(x, probs, parts.to_ranks, tokens, ep, common)
 
 
 def _dispatch_to_peers(
     x: Tensor,
     ids: Tensor,
     probs: Tensor,
-    plan: Plan,
     ep: ExpertParallel,
     peers: Peers | DeepEP,
-    keeps_all: bool,
+    capacity: int | None,
+    validate: bool | None,
     copy: bool,
 ) -> Received:
     """Write tokens to the ranks of their experts; with `Peers` sizes are the same in every call."""
-    if not keeps_all:
+    _check_arguments(x, ids, probs)
+    copies = copy or (paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient))
+    if isinstance(peers, Peers) and ep.combines == "reduced" and capacity is None:
+        if ids.shape[1] == 0 or _checks.validation(_DISPATCH, validate, ids) is not Validation.OFF:
+            _plan(ids, ep, capacity, validate)  # which says what is wrong
+        got = peers.dispatch(x, ids, probs, copies)
+        return _tokens_of_peers(got, peers, ep, got.routed, got.dropped, probs)
+    plan = _plan(ids, ep, capacity, validate)
+    if capacity is not None:
         ids = _kept_ids(ids, plan)
-    if isinstance(peers, Peers) and ep.combines == "exact":
-        made = peers.dispatch_rows(x, ids, probs, plan)
-        local, dropped = made.plan, made.dropped
-        back = _WayBackToPeers(peers, made.trip, local.num_rows, plan, probs)
-        arrived = {"rows": made.rows, "tokens": None, "probs": None}
-    else:
-        wants = paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient)
-        got = peers.dispatch(x, ids, probs, copies=copy or wants)
-        local, dropped = local_plan(got.ids, ep.num_local_experts), got.dropped
-        back = _WayBackToPeers(peers, got.trip, local.num_tokens, None, probs)
-        arrived = {"rows": None, "tokens": got.tokens, "probs": got.probs}
+    if isinstance(peers, DeepEP) or ep.combines == "reduced":
+        arrived = peers.dispatch(x, ids, probs, copies)
+        dropped = arrived.dropped if capacity is None else plan.overflow + arrived.dropped
+        return _tokens_of_peers(arrived, peers, ep, plan.routed_per_expert, dropped, probs)
+    made = peers.dispatch_rows(x, ids, probs, plan)
+    return Received(
+        plan=made.plan,
+        rows=made.rows,
+        tokens=None,
+        probs=None,
+        tokens_per_expert=made.plan.tokens_per_expert,
+        routed_per_expert=plan.routed_per_expert,
+        dropped_slots=made.dropped if capacity is None else plan.overflow + made.dropped,
+        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, probs),
+    )
+
+
+def _tokens_of_peers(
+    got: Any, peers: Peers | DeepEP, ep: ExpertParallel, routed: Tensor, dropped: Tensor, probs: Tensor
+) -> Received:
+    """What arrived as whole tokens."""
+    local = local_plan(got.ids, ep.num_local_experts)
     return Received(
         plan=local,
+        rows=None,
+        tokens=got.tokens,
+        probs=got.probs,
         tokens_per_expert=local.tokens_per_expert,
-        routed_per_expert=plan.routed_per_expert,
-        dropped_slots=dropped if keeps_all else plan.overflow + dropped,
-        _way_back=back,
-        **arrived,
+        routed_per_expert=routed,
+        dropped_slots=dropped,
+        _way_back=_WayBackToPeers(peers, got.trip, local.num_tokens, None, probs),
     )
 
 

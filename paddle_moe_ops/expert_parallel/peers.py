@@ -20,7 +20,7 @@ from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..functional import permute, unpermute
 from ..routing import Plan, route
-from .channels import RowChannel, RowSlot, TokenChannel, TokenSlot
+from .channels import OwnRows, RowChannel, TokenChannel
 
 __all__ = ["ArrivedRows", "ArrivedTokens", "Peers", "local_plan"]
 
@@ -36,6 +36,7 @@ class ArrivedTokens(NamedTuple):
         ids: int32 [R, K], counted from the first expert of this rank, -1 for those of other ranks.
         probs: float32 [R, K].
         dropped: int32 [1], slots of this rank's tokens that found no room.
+        routed: int32 [E], this rank's tokens that chose each expert.
         trip: what `Peers.combine` needs.
     """
 
@@ -43,6 +44,7 @@ class ArrivedTokens(NamedTuple):
     ids: Tensor
     probs: Tensor
     dropped: Tensor
+    routed: Tensor
     trip: _Trip
 
 
@@ -68,7 +70,6 @@ class _Trip(NamedTuple):
     channel: TokenChannel
     ids: Tensor
     token_rows: Tensor
-    row_to_token: Tensor
     arrived: Tensor  # int32 [R, 1], the row itself where there is a token, else -1
 
 
@@ -77,58 +78,49 @@ class _RowTrip(NamedTuple):
 
     channel: RowChannel
     own_to_window: Tensor  # int32 [rows of the owner's plan, 1]
-    window_to_own: Tensor  # int32 [P * S * K, 1]
     local_to_window: Tensor  # int32 [N, 1]
-    window_to_local: Tensor  # int32 [P * S * K, 1]
 
     def to_owners(self, rows: Tensor) -> Tensor:
         """What local rows are at the owners of their tokens."""
-        return self._moved(rows, self.local_to_window, self.window_to_local, self.window_to_own, self.own_to_window)
+        return self._moved(rows, self.local_to_window, self.own_to_window)
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """What rows of the owner's plan are at the ranks of their experts."""
-        return self._moved(rows, self.own_to_window, self.window_to_own, self.window_to_local, self.local_to_window)
+        return self._moved(rows, self.own_to_window, self.local_to_window)
 
-    def _moved(self, rows: Tensor, places: Tensor, sources: Tensor, to_there: Tensor, from_there: Tensor) -> Tensor:
-        slot: RowSlot = self.channel.slot()
-        direct("rank_push", rows.detach(), places, sources, slot.rows_of_peers)
+    def _moved(self, rows: Tensor, places: Tensor, from_there: Tensor) -> Tensor:
+        window = self.channel.window()
+        window.send(rows.detach(), places, OwnRows.TO_WINDOW)
         self.channel.wait()
-        (made,) = direct("rank_copy", slot.rows, to_there, from_there)
-        return made
+        return window.receive(from_there, own=window.arrived)
 
 
-class _There(NamedTuple):
-    """Tokens that arrived and still lie in a window, unless they came as float8."""
-
-    slot: TokenSlot
-    tokens: Tensor
-    ids: Tensor
-    probs: Tensor
-    dropped: Tensor
-    trip: _Trip
-
-
-def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel) -> _There:
-    """Write tokens to the ranks of their experts, and read what the others wrote."""
+def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> ArrivedTokens:
+    """Send tokens to the ranks of their experts, and receive those of others: in the window unless ``copies``."""
     slot, rank = channel.slot(), channel.group.rank
     sizes = channel.experts_per_rank, channel.rows_per_rank
-    token_rows, row_to_token, dropped = direct("rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity)
-    maps, ue8m0 = (token_rows, row_to_token), channel.float8 == _checks.UE8M0
-    if channel.float8 is None:
-        direct("rank_push", x, *maps, slot.rows_of_peers)
-    else:
-        (scales,) = direct("rank_quantize", x, *maps, slot.codes_of_peers, ue8m0, _AMAX_MIN)
+    is_float8, ue8m0 = channel.float8 is not None, channel.float8 == _checks.UE8M0
+    token_rows, dropped, routed, *row_to_token = direct(
+        "rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity, is_float8
+    )
+    if is_float8:
+        (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, _AMAX_MIN)
         direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
+    elif copies:
+        tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY)
+    else:
+        tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, writes_all=True)
     channel.wait()
     local_ids, their_probs, arrived = direct(
         "rank_records", slot.beside, channel.topk, channel.rows_per_rank, rank * sizes[0], sizes[0]
     )
-    tokens = slot.rows
-    if channel.float8 is not None:
+    if is_float8:
         (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)
         (tokens,) = direct("dequantize_1x128", slot.codes, scales, False, x.dtype.value)
-    trip = _Trip(channel, ids, token_rows, row_to_token, arrived)
-    return _There(slot, tokens, local_ids, their_probs, dropped, trip)
+    elif copies:
+        tokens = slot.rows.receive(arrived, to=tokens)
+    trip = _Trip(channel, ids, token_rows, arrived)
+    return ArrivedTokens(tokens, local_ids, their_probs, dropped, routed, trip)
 
 
 class _Dispatch(Call):
@@ -139,37 +131,26 @@ class _Dispatch(Call):
     def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> None:
         super().__init__(None, x, probs)
         self.given: Tensors = (x.detach(), ids, probs.detach())
-        self.channel, self.copies = channel, copies and channel.float8 is None
-        self.ids = self.dropped = ids
-        self.trip: Any = None
+        self.channel, self.copies = channel, copies
+        self.arrived: Any = None
 
     def run(self) -> Tensors:
         (x, ids, probs), self.given = self.given, ()
-        there = _sent(x, ids, probs, self.channel)
-        self.ids, self.dropped, self.trip = there.ids, there.dropped, there.trip
-        return _kept(there.slot, self.trip) if self.copies else there.tokens, there.probs
+        self.arrived = _sent(x, ids, probs, self.channel, self.copies)
+        tokens, their_probs = self.arrived.tokens, self.arrived.probs
+        self.arrived = self.arrived._replace(tokens=None, probs=None)  # which connect gives
+        return tokens, their_probs
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         d_tokens, d_probs = (each.detach() for each in gradients)
-        channel, slot = self.channel, self.channel.slot()
-        _send_back(d_tokens, slot, self.trip)
+        channel, slot, trip = self.channel, self.channel.slot(), self.arrived.trip
+        slot.rows.send(d_tokens, trip.arrived, OwnRows.STAY)
         direct("rank_put", d_probs, slot.beside_of_peers, channel.rows_per_rank)
         channel.wait()
-        (d_x,) = direct("rank_sum", slot.rows, self.trip.token_rows)
+        d_x = slot.rows.receive(trip.token_rows, own=d_tokens)
         sizes = channel.experts_per_rank, channel.rows_per_rank
-        (made,) = direct("rank_get", slot.beside, self.trip.ids, self.trip.token_rows, *sizes)
+        (made,) = direct("rank_get", slot.beside, trip.ids, trip.token_rows, *sizes)
         return first_order_only(self, (d_x, made), *gradients)
-
-
-def _kept(slot: TokenSlot, trip: _Trip) -> Tensor:
-    """A copy of the rows that arrived."""
-    (made,) = direct("rank_copy", slot.rows, trip.arrived, trip.arrived)
-    return made
-
-
-def _send_back(rows: Tensor, slot: TokenSlot, trip: _Trip) -> None:
-    """Rows to the ranks whose tokens they are of. A row is there what it is here: number i of the other rank."""
-    direct("rank_push", rows, trip.arrived, trip.arrived, slot.rows_of_peers)
 
 
 class Peers:
@@ -198,7 +179,8 @@ class Peers:
         """
         call = _Dispatch(x, ids, probs, self._tokens(x, ids), copies)
         tokens, their_probs = connect(call, x, probs)
-        return ArrivedTokens(tokens, call.ids, their_probs, call.dropped, call.trip)
+        arrived: ArrivedTokens = call.arrived
+        return arrived._replace(tokens=tokens, probs=their_probs)
 
     def dispatch_rows(self, x: Tensor, ids: Tensor, probs: Tensor, plan: Plan) -> ArrivedRows:
         """Send tokens to the ranks of their experts, which make rows of them; differentiable in x.
@@ -214,7 +196,7 @@ class Peers:
         found: list[ArrivedRows] = []
 
         def there(x: Tensor) -> Tensor:
-            sent = _sent(x.detach(), ids, probs.detach(), self._tokens(x, ids))
+            sent = _sent(x.detach(), ids, probs.detach(), self._tokens(x, ids), copies=False)
             local = local_plan(sent.ids, self._experts)
             rows = permute(sent.tokens, local)[0]
             found.append(ArrivedRows(rows, local, sent.dropped, self._row_trip(x, plan, local, sent.trip)))
@@ -235,17 +217,16 @@ class Peers:
         """
 
         def there(out: Tensor) -> Tensor:
-            slot = trip.channel.slot()
-            _send_back(out.detach(), slot, trip)
+            rows, parts = trip.channel.slot().rows, out.detach()
+            rows.send(parts, trip.arrived, OwnRows.STAY)
             trip.channel.wait()
-            (made,) = direct("rank_sum", slot.rows, trip.token_rows)
-            return made
+            return rows.receive(trip.token_rows, own=parts)
 
         def back(gradient: Tensor) -> Tensor:
-            slot = trip.channel.slot()
-            direct("rank_push", gradient.detach(), trip.token_rows, trip.row_to_token, slot.rows_of_peers)
+            rows = trip.channel.slot().rows
+            tokens = rows.send(gradient.detach(), trip.token_rows, OwnRows.TO_NEW_MEMORY)
             trip.channel.wait()
-            return _kept(slot, trip)
+            return rows.receive(trip.arrived, to=tokens)
 
         return linear(_COMBINE, None, out, there, back)
 
@@ -272,10 +253,9 @@ class Peers:
         tokens = trip.channel
         if tokens not in _row_channels:
             _row_channels[tokens] = RowChannel(tokens, _like(x))
-        maps = trip.ids, trip.token_rows, trip.row_to_token, plan.slot_to_row, plan.row_to_slot
-        own_to_window, window_to_own = direct("rank_rows", *maps, self._group.nranks, self._experts)
-        slots = local.row_to_slot.reshape([-1, 1]), local.slot_to_row.reshape([-1, 1])
-        return _RowTrip(_row_channels[tokens], own_to_window, window_to_own, *slots)
+        sizes = self._group.nranks, self._experts, tokens.rows_per_rank
+        (own_to_window,) = direct("rank_rows", trip.ids, trip.token_rows, plan.row_to_slot, *sizes)
+        return _RowTrip(_row_channels[tokens], own_to_window, local.row_to_slot.reshape([-1, 1]))
 
 
 def local_plan(ids: Tensor, num_experts: int) -> Plan:

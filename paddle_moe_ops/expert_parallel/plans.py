@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import paddle
 from paddle import Tensor
 
 from .._graphs import beside, filled, numbers_of
+from ..backends import compiled_backend, direct, resolve
 from ..routing import Plan, route
+from .channels import HEADER
 from .exchange import Chunks
 
-__all__ = ["chunks_of", "local_ids_of", "plan_of_ranks", "spread", "trimmed"]
+__all__ = ["EqualParts", "chunks_of", "equal_parts", "local_ids_of", "plan_of_ranks", "trimmed"]
 
 _BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert")
 
@@ -39,6 +43,60 @@ def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: i
 def trimmed(plan: Plan, num_rows: int) -> Plan:
     """A plan with a buffer of the rows that there are."""
     return plan._replace(**{name: getattr(plan, name)[:num_rows] for name in _BY_ROW}, num_rows=num_rows)
+
+
+class EqualParts(NamedTuple):
+    """What ranks send if each sends as many lines to each, S.
+
+    Attributes:
+        to_ranks: a plan for `permute` and `unpermute`, whose row p * S + i is line i for rank p.
+        ids: int32 [P * S, K] of the lines, counted from the first expert of their rank; what is outside is none there.
+        dropped: int32 [1], slots whose token found no room.
+    """
+
+    to_ranks: Plan
+    ids: Tensor
+    dropped: Tensor
+
+
+def equal_parts(
+    ids: Tensor, probs: Tensor, num_ranks: int, experts_of_rank: int, rows_of_rank: int, like: Tensor
+) -> EqualParts:
+    """Spread tokens over ranks.
+
+    Args:
+        ids: int32 [T, K], experts of each token, -1 for none.
+        probs: float32 [T, K].
+        num_ranks: P.
+        experts_of_rank: E / P.
+        rows_of_rank: S.
+        like: a tensor that tells where the maps are to lie.
+    """
+    if resolve("route", ids) is compiled_backend:
+        return _equal_parts_by_operators(ids, probs.detach(), num_ranks, experts_of_rank, rows_of_rank)
+    to_ranks = spread(plan_of_ranks(ids, num_ranks, experts_of_rank, rows_of_rank), rows_of_rank, like)
+    local = local_ids_of(ids, to_ranks, experts_of_rank, has_gaps=True)
+    dropped = ((ids >= 0).sum() - (local >= 0).sum()).astype("int32").reshape([1])
+    return EqualParts(to_ranks, local, dropped)
+
+
+def _equal_parts_by_operators(
+    ids: Tensor, probs: Tensor, num_ranks: int, experts_of_rank: int, rows_of_rank: int
+) -> EqualParts:
+    """The same by the operators of transport="peer", as if this rank were all others."""
+    topk, num_rows, num_experts = ids.shape[1], num_ranks * rows_of_rank, num_ranks * experts_of_rank
+    records = filled([num_ranks, HEADER + 8 * rows_of_rank * topk], 0, "uint8", like=ids)
+    sizes = experts_of_rank, rows_of_rank, rows_of_rank
+    token_rows, dropped, routed, row_to_token = direct("rank_plan", ids, probs, records, *sizes, True)
+    of_lines = direct("rank_records", records, topk, rows_of_rank, 0, num_experts)[0]
+    first = (paddle.arange(num_ranks, dtype="int32") * experts_of_rank).unsqueeze(-1)
+    local = (of_lines.reshape([num_ranks, rows_of_rank * topk]) - first).reshape([num_rows, topk])
+    by_row = dict.fromkeys(_BY_ROW, row_to_token)
+    by_token = {"slot_to_row": token_rows, "token_rows": token_rows}
+    by_expert = dict.fromkeys(("tokens_per_expert", "expert_offsets", "routed_per_expert"), routed)
+    sizes_of_plan = {"num_tokens": ids.shape[0], "topk": token_rows.shape[1], "num_experts": num_ranks}
+    more = {"row_probs": None, "overflow": dropped, "padding_alignment": 1, "num_rows": num_rows}
+    return EqualParts(Plan(**by_token, **by_row, **by_expert, **sizes_of_plan, **more), local, dropped)
 
 
 def spread(plan: Plan, rows_of_rank: int, like: Tensor) -> Plan:

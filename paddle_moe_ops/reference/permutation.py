@@ -103,7 +103,7 @@ def sum_rows(y: NDArray, token_rows: NDArray, row_weights: NDArray | None = None
     row_counts = np.count_nonzero(token_rows >= 0, axis=1)
     out[row_counts == 0] = 0
     if row_weights is None:
-        out[row_counts == 1] = y[token_rows[row_counts == 1].max(axis=1)]
+        out[row_counts == 1] = y[token_rows[row_counts == 1].max(axis=1, initial=-1)]
     return out
 
 

@@ -12,7 +12,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RankPlan", "arrived_records", "rank_plan", "rows_in_windows", "values_of_slots"]
+from .permutation import sum_rows
+
+__all__ = [
+    "RankPlan",
+    "arrived_records",
+    "is_fetched",
+    "rank_plan",
+    "receive_rows",
+    "rows_in_windows",
+    "send_rows",
+    "values_of_slots",
+]
+
+FETCHED_PERIOD = 8
 
 
 class RankPlan(NamedTuple):
@@ -22,11 +35,13 @@ class RankPlan(NamedTuple):
         token_rows: int32 [T, min(P, K)] rows of each token, ascending, -1 last; row p * S + i is number i at rank p.
         row_to_token: int32 [P * S], -1 = none.
         dropped: int32 [1], slots whose token found no room.
+        routed: int32 [E], tokens that chose each expert.
     """
 
     token_rows: NDArray
     row_to_token: NDArray
     dropped: NDArray
+    routed: NDArray
 
 
 def rank_plan(ids: NDArray, num_ranks: int, experts_per_rank: int, rows_per_rank: int, capacity: int) -> RankPlan:
@@ -57,7 +72,9 @@ def rank_plan(ids: NDArray, num_ranks: int, experts_per_rank: int, rows_per_rank
             token_rows[token, made], row_to_token[row] = row, token
             counts[rank] += 1
             made += 1
-    return RankPlan(token_rows, row_to_token, np.array([dropped], np.int32))
+    chosen = np.concatenate([np.unique(each) for each in np.where(ranks >= 0, ids, -1)] or [ids.reshape(-1)])
+    routed = np.bincount(chosen[chosen >= 0], minlength=num_ranks * experts_per_rank).astype(np.int32)
+    return RankPlan(token_rows, row_to_token, np.array([dropped], np.int32), routed)
 
 
 def arrived_records(
@@ -110,7 +127,7 @@ def values_of_slots(values: NDArray, ids: NDArray, token_rows: NDArray, experts_
 
 def rows_in_windows(
     ids: NDArray, token_rows: NDArray, row_to_slot: NDArray, experts_per_rank: int, num_ranks: int, rows_per_rank: int
-) -> tuple[NDArray, NDArray]:
+) -> NDArray:
     """Where the rows of a plan over all experts are in a window of S * K rows for each rank.
 
     Row r * K + k of the window is that of slot k of the token in row r.
@@ -124,11 +141,10 @@ def rows_in_windows(
         rows_per_rank: S.
 
     Returns:
-        int32 [N, 1] the place of each row, -1 = none; [P * S * K, 1] the row of each place, -1 = none.
+        int32 [N, 1] the place of each row, -1 = none.
     """
     topk = ids.shape[1]
     places = np.full([len(row_to_slot), 1], -1, np.int32)
-    sources = np.full([num_ranks * rows_per_rank * topk, 1], -1, np.int32)
     for row, slot in enumerate(row_to_slot):
         token, k = divmod(int(slot), topk) if slot >= 0 else (0, 0)
         if slot < 0 or not 0 <= ids[token, k] < num_ranks * experts_per_rank:
@@ -136,5 +152,72 @@ def rows_in_windows(
         for there in token_rows[token]:
             if there >= 0 and there // rows_per_rank == ids[token, k] // experts_per_rank:
                 places[row] = there * topk + k
-                sources[places[row]] = row
-    return places, sources
+    return places
+
+
+def is_fetched(places: NDArray, fetched: int) -> NDArray:
+    """Whether their receiver fetches the rows of a region: ``fetched`` of every 8, evenly among the others."""
+    return places % FETCHED_PERIOD * fetched % FETCHED_PERIOD < fetched
+
+
+def send_rows(
+    x: NDArray,
+    token_rows: NDArray,
+    arrived: NDArray,
+    peers: NDArray,
+    own: NDArray | None,
+    *,
+    num_ranks: int,
+    rank: int,
+    fetched: int,
+) -> None:
+    """Write rows to where other ranks get them.
+
+    Args:
+        x: [T, H].
+        token_rows: int32 [T, C], rows of windows; what is outside [0, P * S) is none.
+        arrived: [P * S, H], the regions at this rank, where rows lie that others fetch.
+        peers: [P * S, H], this rank's regions at all ranks, where all other rows go.
+        own: [P * S, H], where those of this rank itself go, or None.
+        num_ranks: P.
+        rank: of this process.
+        fetched: of every 8 rows of a region, those that are fetched.
+    """
+    rows_per_rank = len(arrived) // num_ranks
+    for token, rows in enumerate(token_rows):
+        for row in rows[(rows >= 0) & (rows < len(arrived))]:
+            target: NDArray | None = arrived if is_fetched(row % rows_per_rank, fetched) else peers
+            if row // rows_per_rank == rank:
+                target = own
+            if target is not None:
+                target[row] = x[token]
+
+
+def receive_rows(
+    token_rows: NDArray,
+    arrived: NDArray,
+    peers: NDArray,
+    own: NDArray,
+    *,
+    num_ranks: int,
+    rank: int,
+    fetched: int,
+) -> NDArray:
+    """The sum [T, H] of each token's rows, as `sum_rows` makes it, from where `send_rows` of all ranks left them.
+
+    Args:
+        token_rows: int32 [T, C], rows of windows; -1 ends a token, and what else is outside [0, P * S) is skipped.
+        arrived: [P * S, H].
+        peers: [P * S, H].
+        own: [P * S, H], where those of this rank itself are.
+        num_ranks: P.
+        rank: of this process.
+        fetched: as it was for `send_rows`.
+    """
+    places = np.arange(len(arrived) // num_ranks)
+    is_own = np.repeat(np.arange(num_ranks) == rank, len(places))[:, None]
+    fetches = np.tile(is_fetched(places, fetched), num_ranks)[:, None]
+    rows = np.where(is_own, own, np.where(fetches, peers, arrived))
+    listed = np.cumsum(token_rows == -1, axis=1) == 0
+    used = listed & (token_rows >= 0) & (token_rows < len(rows))
+    return sum_rows(rows, np.where(used, token_rows, -1))

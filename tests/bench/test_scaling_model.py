@@ -33,7 +33,7 @@ MACHINE = Machine(
     local=Local(5.0, 4000.0, 1e-5),
     forward=PRODUCTS,
     backward=PRODUCTS,
-    peer=Peer(400.0, 4.0, 350.0, 50.0, 15.0, 2500.0),
+    peer=Peer(400.0, 4.0, 350.0, 50.0, 15.0, 2500.0, 3000.0),
     nccl=Nccl(300.0, 40.0),
 )
 
@@ -54,7 +54,7 @@ def made_up(tmp_path):
     real = calibrated(RESULTS, RESULTS / "h200x2-expert-parallel.jsonl")
     machine = dataclasses.replace(
         real,
-        peer=Peer(411.0, 3.0, 377.0, 61.0, 17.0, 2222.0),
+        peer=Peer(411.0, 3.0, 377.0, 61.0, 17.0, 2222.0, 3333.0),
         nccl=Nccl(299.0, 44.0),
         forward=dataclasses.replace(real.forward, slowdown=1.07, fixed_us=123.0),
         backward=dataclasses.replace(real.backward, slowdown=1.11, fixed_us=321.0),

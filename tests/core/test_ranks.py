@@ -12,7 +12,17 @@ from paddle_moe_ops.reference import ranks as oracle
 
 from ..reference.cases import assert_same_bits
 from .binding import Core, CoreError
-from .operators.ranks import HEADER, rank_get, rank_plan, rank_put, rank_records, rank_rows, rank_take
+from .operators.ranks import (
+    HEADER,
+    rank_get,
+    rank_plan,
+    rank_plan_params,
+    rank_put,
+    rank_records,
+    rank_rows,
+    rank_take,
+    region_bytes,
+)
 from .structs import Bytes, Int32s, Params, Size, fields
 
 # tokens, slots, ranks, experts of a rank, rows of a region, capacity
@@ -92,16 +102,25 @@ def test_rows_of_slots_are_found_in_windows(core: Core, case: tuple[int, ...], d
     flat = ids.reshape(-1)
     order = np.argsort(flat, kind="stable")
     row_to_slot = order[(flat[order] >= 0) & (flat[order] < num_ranks * experts)].astype(np.int32)
-    slot_to_row = np.full(flat.shape, -1, np.int32)
-    slot_to_row[row_to_slot] = np.arange(len(row_to_slot))
     row_to_slot = np.append(row_to_slot, np.int32(-1))  # a row of a buffer that no slot has
-    maps = {"token_rows": plan.token_rows, "row_to_token": plan.row_to_token}
-    maps |= {"slot_to_row": slot_to_row.reshape(ids.shape), "row_to_slot": row_to_slot}
-    got = rank_rows(core, ids, maps, num_ranks, experts)
-    expected = oracle.rows_in_windows(ids, plan.token_rows, row_to_slot, experts, num_ranks, rows)
-    for actual, due in zip(got, expected, strict=True):
-        assert_same_bits(actual, due)
-    assert (got[0] >= 0).sum() == (got[1] >= 0).sum() == len(row_to_slot) - 1 - plan.dropped[0]
+    got = rank_rows(core, ids, plan.token_rows, row_to_slot, num_ranks, experts, rows)
+    assert_same_bits(got, oracle.rows_in_windows(ids, plan.token_rows, row_to_slot, experts, num_ranks, rows))
+    assert (got >= 0).sum() == len(row_to_slot) - 1 - plan.dropped[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_plan_may_do_without_the_tokens_of_rows(core: Core, case: tuple[int, ...]) -> None:
+    tokens, topk, num_ranks, experts, rows, capacity = case
+    ids, probs = drawn(tokens, topk, num_ranks * experts, np.int32)
+    expected = oracle.rank_plan(ids, num_ranks, experts, rows, capacity)
+    records = np.zeros((num_ranks, region_bytes(rows, topk)), np.uint8)
+    made = [np.full_like(each, 7) for each in expected]
+    params = rank_plan_params(ids, probs, records, tuple(made), experts_per_rank=experts, capacity=capacity)
+    params.row_to_token = None
+    core.run("rank_plan", params)
+    for got, due in zip((made[0], *made[2:]), (expected[0], *expected[2:]), strict=True):
+        assert_same_bits(got, due)
+    assert (made[1] == 7).all()
 
 
 class _BarrierParams(Params):

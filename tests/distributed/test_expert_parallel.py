@@ -52,16 +52,19 @@ def made(problem: Problem, combine: str) -> ExpertParallel:
     return ExpertParallel(problem.experts, combine=combine, **options)
 
 
-def check_dropped(problem: Problem, rank: int, received: Received) -> None:
+def check_counts(problem: Problem, rank: int, received: Received) -> None:
     mine = problem.of_rank(rank)
-    assert received.dropped_slots.item() == (problem.arrays()["ids"][mine] != kept_ids(problem)[mine]).sum()
+    ids = problem.arrays()["ids"][mine]
+    assert received.dropped_slots.item() == (ids != kept_ids(problem)[mine]).sum()
+    routed = [int((ids == expert).any(1).sum()) for expert in range(problem.experts)]
+    assert received.routed_per_expert.tolist() == routed
 
 
 def exact(problem: Problem, rank: int) -> dict[str, Any]:
     t = problem.tensors(problem.of_rank(rank))
     ep = made(problem, "exact")
     received = ep.dispatch(t["x"], t["ids"], t["probs"])
-    check_dropped(problem, rank, received)
+    check_counts(problem, rank, received)
     if problem.tokens_per_rank is None:
         assert sum(received.tokens_per_expert) == received.rows.shape[0]
     return results(ep.combine(scaled(received.rows, received.plan.row_to_expert + ep.first_expert), received), t)
@@ -71,7 +74,7 @@ def reduced(problem: Problem, rank: int) -> dict[str, Any]:
     t = problem.tensors(problem.of_rank(rank))
     ep = made(problem, "reduced")
     received = ep.dispatch(t["x"], t["ids"], t["probs"])
-    check_dropped(problem, rank, received)
+    check_counts(problem, rank, received)
     if problem.tokens_per_rank is not None and problem.transport != "peer":
         assert received.tokens.shape[0] == problem.tokens_per_rank * len(problem.tokens)
     rows = scaled(permute(received.tokens, received.plan)[0], received.plan.row_to_expert + ep.first_expert)
@@ -146,6 +149,14 @@ def peers_of(problems: list[Problem], room: int, integers: bool = True) -> list[
 def test_peers_drop_what_has_no_room_and_nothing_else(problems, room):
     check("reduced", peers_of(problems, room))
     check("exact", peers_of(problems, room))
+
+
+@OF_RANKS
+def test_parts_through_memory_of_peers_have_the_bits_of_those_that_are_exchanged(problems):
+    exchanged, through_peers = joined("reduced", problems, None), joined("reduced", peers_of(problems, 80, False), None)
+    for problem, got, expected in zip(problems, through_peers, exchanged, strict=True):
+        for name in expected:
+            assert_bits_equal(got[name], expected[name], what=f"{name} of {problem}")
 
 
 @OF_RANKS

@@ -14,6 +14,7 @@ from paddle import nn
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from paddle_moe_ops.expert_parallel import (
+    ClipGradByGlobalNorm,
     average_gradients,
     gather_state_dict,
     is_expert_parameter,
@@ -106,7 +107,7 @@ class Two(nn.Layer):
         return self.last(x + self.narrow(x))
 
 
-def layers_of_different_groups() -> Any:
+def layers_of_different_groups(clips: bool) -> Any:
     everyone, pair, copies = paddle.distributed.get_group(0), pair_of_this_rank(APART), pair_of_this_rank(NEIGHBOURS)
     paddle.seed(7)
     net = Two(everyone, pair)
@@ -123,11 +124,14 @@ def layers_of_different_groups() -> Any:
         average_gradients(net.narrow.experts.parameters(), pair, copies=copies)
 
     start, rank = whole(), paddle.distributed.get_rank()
-    return start, losses_of(net, momentum(net), rank, average), whole()
+    optimizer = momentum(net, ClipGradByGlobalNorm(0.5) if clips else None)
+    return start, losses_of(net, optimizer, rank, average), whole()
 
 
-def test_layers_of_one_model_may_have_different_groups_of_four_ranks():
-    assert_like_one_process(run(layers_of_different_groups, 4), Two(), None)
+@pytest.mark.parametrize("clips", [False, True])
+def test_layers_of_one_model_may_have_different_groups_of_four_ranks(clips):
+    ranks = run(layers_of_different_groups, 4, clips=clips)
+    assert_like_one_process(ranks, Two(), nn.ClipGradByGlobalNorm(0.5) if clips else None)
 
 
 def unlike_in_a_grid() -> list[str]:

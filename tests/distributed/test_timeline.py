@@ -15,16 +15,15 @@ from benchmarks.expert_parallel.timeline_report import Recorded, picture
 from . import processes
 
 FORWARD = [
-    "routing own tokens",
-    *(f"dispatch {step}" for step in ("plan", "write", "wait", "read", "copy")),
+    *(f"dispatch {step}" for step in ("plan", "send", "wait", "read", "receive")),
     "routing arrived tokens",
     "products products",
-    *(f"combine {step}" for step in ("write", "wait", "sum")),
+    *(f"combine {step}" for step in ("send", "wait", "receive")),
 ]
 BACKWARD = [
-    *(f"combine {step}" for step in ("write", "wait", "copy")),
+    *(f"combine {step}" for step in ("send", "wait", "receive")),
     "products products",
-    *(f"dispatch {step}" for step in ("write", "write", "wait", "sum", "read")),
+    *(f"dispatch {step}" for step in ("send", "write", "wait", "receive", "read")),
 ]
 
 

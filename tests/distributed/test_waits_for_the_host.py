@@ -194,3 +194,11 @@ def test_maps_of_a_dispatch_take_few_operators(combine):
     layer.dispatched()
     kernels = [name for name in kernels_in(layer.dispatched) if name != "empty"]
     assert 10 < len(kernels) <= 32, kernels
+
+
+@pytest.mark.cpu_only
+def test_maps_of_equal_parts_take_fewer():
+    layer = Layer(Group(0, -1, [0], name="alone"), combine="reduced", tokens_per_rank=TOKENS)
+    layer.dispatched()
+    kernels = [name for name in kernels_in(layer.dispatched) if name != "empty"]
+    assert 5 < len(kernels) <= 16, kernels

@@ -14,6 +14,8 @@ import pytest
 from paddle_moe_ops import quantize_1x128
 from paddle_moe_ops.backends import direct, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.expert_parallel.channels import OwnRows
+from paddle_moe_ops.reference.ranks import is_fetched
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import tensor
 from tests.ops.test_operator_arguments import requirements
@@ -26,8 +28,8 @@ REGION = 64 + 8 * S * K
 IDS = np.array([[0, 2], [-1, -1], [1, 0]], np.int32)
 PROBS = np.array([[0.5, 0.25], [1, 2], [3, 4]], np.float32)
 TOKEN_ROWS = np.array([[0], [-1], [1]], np.int32)
-SLOT_TO_ROW = np.array([[0, 3], [-1, -1], [2, 1]], np.int32)
 ROW_TO_SLOT = np.array([0, 5, 4, 1, -1], np.int32)
+STAY, TO_WINDOW, TO_NEW_MEMORY = OwnRows
 X = np.arange(T * H, dtype=np.float32).reshape(T, H)
 
 
@@ -36,18 +38,16 @@ def good_calls() -> dict[str, list[Any]]:
     region = np.zeros([1, REGION], np.uint8)
     rows, row_to_token = np.zeros([S, H], np.float32), np.array([0, 2, -1, -1], np.int32)
     codes = np.zeros([S, H], ml_dtypes.float8_e4m3fn)
-    own = np.array([[0], [1], [-1], [-1]], np.int32)
     return {
-        "rank_plan": [IDS, PROBS, region, E, S, S],
+        "rank_plan": [IDS, PROBS, region, E, S, S, True],
         "rank_records": [region, K, S, 0, E],
-        "rank_push": [X, TOKEN_ROWS, row_to_token, rows],
+        "rank_send": [X, TOKEN_ROWS, rows, rows.copy(), 1, 0, 3, TO_WINDOW],
+        "rank_receive": [TOKEN_ROWS, rows, rows.copy(), rows.copy(), None, 1, 0, 3],
         "rank_quantize": [X, TOKEN_ROWS, row_to_token, codes, False, 1e-4],
-        "rank_copy": [rows, own, own],
-        "rank_sum": [rows, TOKEN_ROWS],
         "rank_put": [np.zeros([S, K], np.float32), region, S],
         "rank_take": [region, S, 1, True],
         "rank_get": [region, IDS, TOKEN_ROWS, E, S],
-        "rank_rows": [IDS, TOKEN_ROWS, row_to_token, SLOT_TO_ROW, ROW_TO_SLOT, 1, E],
+        "rank_rows": [IDS, TOKEN_ROWS, ROW_TO_SLOT, 1, E, S],
         "rank_barrier": [region, region.copy(), np.zeros([1], np.int32), 1000],
     }
 
@@ -60,20 +60,23 @@ def run(place: Any, operator: str, arguments: list[Any]) -> tuple[Any, ...]:
 
 def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
     register_operators()
-    region, rows = (
-        tensor(np.full(shape, 7, dtype), place) for shape, dtype in (([1, REGION], "uint8"), ([S, H], "float32"))
-    )
+    region = tensor(np.full([1, REGION], 7, np.uint8), place)
+    views = [tensor(np.full([S, H], 7, np.float32), place) for _ in range(2)]
     x, ids, probs = (tensor(each, place) for each in (X, IDS, PROBS))
-    token_rows, row_to_token, dropped = direct("rank_plan", ids, probs, region, E, S, S)
+    token_rows, dropped, routed, row_to_token = direct("rank_plan", ids, probs, region, E, S, S, True)
+    assert to_numpy(row_to_token).tolist() == [0, 2, -1, -1]
+    assert to_numpy(routed).tolist() == [2, 1, 1]
+    assert len(direct("rank_plan", ids, probs, region, E, S, S, False)) == 3
     assert to_numpy(token_rows).tolist() == TOKEN_ROWS.tolist()
     assert to_numpy(dropped).tolist() == [0]
-    direct("rank_push", x, token_rows, row_to_token, rows)
+    (rows,) = direct("rank_send", x, token_rows, *views, 1, 0, 3, TO_NEW_MEMORY)
+    assert all((to_numpy(each) == 7).all() for each in views)
     got_ids, got_probs, own = direct("rank_records", region, K, S, 0, E)
     assert to_numpy(got_ids).tolist() == [[0, 2], [1, 0], [-1, -1], [-1, -1]]
     assert to_numpy(got_probs).tolist() == [[0.5, 0.25], [3, 4], [0, 0], [0, 0]]
-    (out,) = direct("rank_copy", rows, own, own)
-    assert to_numpy(out).tolist() == [*X[[0, 2]].tolist(), *np.zeros([2, H]).tolist()]
-    (sums,) = direct("rank_sum", rows, token_rows)
+    (out,) = direct("rank_receive", own, *views, None, rows, 1, 0, 3)
+    assert to_numpy(out).tolist() == to_numpy(rows).tolist() == [*X[[0, 2]].tolist(), *np.zeros([2, H]).tolist()]
+    (sums,) = direct("rank_receive", token_rows, *views, rows, None, 1, 0, 3)
     assert to_numpy(sums).tolist() == [X[0].tolist(), [0.0] * H, X[2].tolist()]
     values = tensor(np.arange(S * K, dtype=np.float32).reshape(S, K), place)
     direct("rank_put", values, region, S)
@@ -81,10 +84,8 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
     assert_bits_equal(taken, values)
     (got,) = direct("rank_get", region, ids, token_rows, E, S)
     assert to_numpy(got).tolist() == [[0, 1], [0, 0], [2, 3]]
-    plan = (tensor(each, place) for each in (SLOT_TO_ROW, ROW_TO_SLOT))
-    places, sources = direct("rank_rows", ids, token_rows, row_to_token, *plan, 1, E)
+    (places,) = direct("rank_rows", ids, token_rows, tensor(ROW_TO_SLOT, place), 1, E, S)
     assert to_numpy(places).tolist() == [[0], [3], [2], [1], [-1]]
-    assert to_numpy(sources).tolist() == [[0], [3], [2], [1], [-1], [-1], [-1], [-1]]
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
@@ -103,12 +104,25 @@ def test_rows_travel_in_float8_and_their_scales_beside_them(place, ue8m0):
     assert not to_numpy(window)[2:].astype(np.float32).any()
 
 
-def test_a_copy_has_the_rows_in_another_order(place):
+@pytest.mark.parametrize("fetched", [0, 3, 8])
+def test_rows_for_another_rank_are_written_there_or_lie_where_it_fetches_them(place, fetched):
     register_operators()
-    places, sources = np.array([[2], [-1], [0], [-1]], np.int32), np.array([2, -1, 0], np.int32)
-    rows = tensor(np.arange(S * H, dtype=np.float32).reshape(S, H), place)
-    (out,) = direct("rank_copy", rows, tensor(places, place), tensor(sources, place))
-    assert to_numpy(out).tolist() == [to_numpy(rows)[2].tolist(), [0.0] * H, to_numpy(rows)[0].tolist()]
+    x = np.arange(1, 2 * S * H + 1, dtype=np.float32).reshape(2 * S, H)
+    lines = tensor(np.arange(2 * S, dtype=np.int32)[:, None], place)
+    arrived, peers = (tensor(np.zeros([2 * S, H], np.float32), place) for _ in range(2))
+    options = 2, 0, fetched  # this is rank 0 of 2
+    direct("rank_send", tensor(x, place), lines, arrived, peers, *options, STAY)
+    stays = is_fetched(np.arange(S), fetched)[:, None]
+    assert_same_bits(to_numpy(arrived)[S:], np.where(stays, x[S:], 0))
+    assert_same_bits(to_numpy(peers)[S:], np.where(stays, 0, x[S:]))
+    assert not to_numpy(arrived)[:S].any()
+    assert not to_numpy(peers)[:S].any()
+    # as if rank 1 had done the same
+    both = tensor(np.array([[0, S + 1], [2, -1]], np.int32), place)
+    theirs = [tensor(x + offset, place) for offset in (100, 200)]
+    (sums,) = direct("rank_receive", both, *theirs, tensor(x, place), None, *options)
+    other = x[S + 1] + (200 if is_fetched(np.array(1), fetched) else 100)
+    assert_same_bits(to_numpy(sums), np.stack([x[0] + other, x[2]]))
 
 
 def test_memory_is_a_tensor_where_it_lies(place):
@@ -120,6 +134,7 @@ def test_memory_is_a_tensor_where_it_lies(place):
 
 
 HERE = "the window must be memory that ranks share"
+EITHER = "either rows of this rank or memory that has them must be given"
 WIDE = np.zeros([2, REGION], np.uint8)
 FLOAT8 = np.zeros([S, H + 1], ml_dtypes.float8_e4m3fn)
 BAD_CALLS = [
@@ -132,18 +147,25 @@ BAD_CALLS = [
     ("rank_plan", 2, WIDE[:1, :100], "region must be a multiple of 4 that holds a region"),
     ("rank_plan", 5, S + 1, "capacity must be from 0 to rows_per_rank"),
     ("rank_records", 4, 0, "num_experts must be in [1, 2^16]"),
-    ("rank_push", 0, X[0], "x must be of shape [any, any], but got [5]"),
-    ("rank_push", 2, np.array(0, np.int32), "the map must have a line for each row"),
-    ("rank_push", 3, np.zeros([S, H], np.int32), "the window must be float32, but got int32"),
-    ("rank_push", 3, np.zeros([S, H + 1], np.float32), "the window must be of shape [4, 5], but got [4, 6]"),
+    ("rank_send", 0, X[0], "x must be of shape [any, any], but got [5]"),
+    ("rank_send", 0, X[:2], "x must be of shape [3, 5], but got [2, 5]"),
+    ("rank_send", 1, TOKEN_ROWS[0], "the map must be of shape [any, any], but got [1]"),
+    ("rank_send", 1, TOKEN_ROWS.astype(np.int64), "the map must be int32, but got int64"),
+    ("rank_send", 2, X[0], "the window must be of shape [any, any], but got [5]"),
+    ("rank_send", 2, np.zeros([S, H], np.int32), "the window must be float32, but got int32"),
+    ("rank_send", 3, np.zeros([S, H], np.int32), "the window must be float32, but got int32"),
+    ("rank_send", 3, np.zeros([S, H + 1], np.float32), "the window must be of shape [4, 5], but got [4, 6]"),
+    ("rank_send", 4, 3, HERE),
+    ("rank_send", 5, 1, "rank must be one of num_ranks"),
+    ("rank_send", 6, 9, "fetched must be from 0 to PMO_FETCHED_PERIOD"),
+    ("rank_receive", 3, None, EITHER),
+    ("rank_receive", 3, X, "the rows must be of shape [4, 5], but got [3, 5]"),
+    ("rank_receive", 4, np.zeros([T, H], np.float32), EITHER),
     ("rank_quantize", 0, X[0], "x must be of shape [any, any], but got [5]"),
     ("rank_quantize", 2, np.array(0, np.int32), "the map must have a line for each row"),
     ("rank_quantize", 3, np.zeros([S, H], np.float32), "the window must be float8_e4m3fn, but got float32"),
     ("rank_quantize", 3, FLOAT8, "the window must be of shape [4, 5], but got [4, 6]"),
     ("rank_take", 1, S * REGION, "region must be a multiple of 4 that holds a region"),
-    ("rank_copy", 0, X[0], "the rows must be of shape [any, any], but got [5]"),
-    ("rank_copy", 1, np.zeros([S, 2], np.int32), "the map must be of shape [4, 1], but got [4, 2]"),
-    ("rank_copy", 2, np.array(0, np.int32), "the map must have a line for each row"),
     ("rank_put", 0, np.zeros([S], np.float32), "the values must be of shape [any, any], but got [4]"),
     ("rank_put", 0, np.zeros([S + 1, K], np.float32), "the values must be of shape [4, 2], but got [5, 2]"),
     ("rank_put", 0, np.zeros([S, K], np.int64), "the values must be float32, but got int64"),
@@ -151,11 +173,9 @@ BAD_CALLS = [
     ("rank_get", 2, TOKEN_ROWS.astype(np.int64), "token_rows must be int32, but got int64"),
     ("rank_rows", 0, IDS[0], "ids must be of shape [any, any], but got [2]"),
     ("rank_rows", 1, TOKEN_ROWS[:2], "token_rows must be of shape [3, 1], but got [2, 1]"),
-    ("rank_rows", 2, np.zeros([4, 1], np.int32), "row_to_token must be of shape [any], but got [4, 1]"),
-    ("rank_rows", 3, SLOT_TO_ROW[:2], "slot_to_row must be of shape [3, 2], but got [2, 2]"),
-    ("rank_rows", 4, ROW_TO_SLOT.astype(np.int64), "a map must be int32, but got int64"),
-    ("rank_rows", 4, np.array(0, np.int32), "row_to_slot must be of shape [any], but got []"),
-    ("rank_rows", 5, 3, "row_to_token must have rows of each rank"),
+    ("rank_rows", 2, ROW_TO_SLOT.astype(np.int64), "a map must be int32, but got int64"),
+    ("rank_rows", 2, np.array(0, np.int32), "row_to_slot must be of shape [any], but got []"),
+    ("rank_rows", 5, -1, "rows_per_rank must be in [0, 2^31)"),
     ("rank_barrier", 1, np.zeros([1, REGION - 4], np.uint8), HERE),
     ("rank_barrier", 2, np.zeros([2], np.int32), "the state must be of shape [1], but got [2]"),
     ("rank_barrier", 2, np.zeros([1], np.float32), "the state must be int32, but got float32"),

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include "common/checks.h"
+#include "common/dtypes.h"
 #include "common/ids.h"
 #include "common/status.h"
 
@@ -45,8 +46,9 @@ int check_rank_plan(const pmo_rank_plan_params& p) {
   PMO_REQUIRE(is_id_array(p.ids, p.ids_kind, slots), "ids", "an array aligned to its element size");
   PMO_REQUIRE_ARRAY(p.probs, slots, "probs");
   PMO_REQUIRE_ARRAY(p.token_rows, slots, "token_rows");
-  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_ranks * p.rows_per_rank, "row_to_token");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_token, "row_to_token");
   PMO_REQUIRE_ARRAY(p.dropped, 1, "dropped");
+  PMO_REQUIRE_ARRAY(p.routed, 1, "routed");
   return PMO_OK;
 }
 
@@ -104,15 +106,46 @@ int check_rank_rows(const pmo_rank_rows_params& p) {
   PMO_REQUIRE_EXPERTS(p.experts_per_rank, "experts_per_rank");
   if (const int status = check_sizes(p.num_ranks, p.rows_per_rank, p.topk)) return status;
   PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
-  const int64_t slots = p.num_tokens * p.topk, rows = p.num_ranks * p.rows_per_rank;
+  const int64_t slots = p.num_tokens * p.topk;
   PMO_REQUIRE(is_id_kind(p.ids_kind), "ids_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   PMO_REQUIRE(is_id_array(p.ids, p.ids_kind, slots), "ids", "an array aligned to its element size");
   PMO_REQUIRE_ARRAY(p.token_rows, slots, "token_rows");
-  PMO_REQUIRE_ARRAY(p.row_to_token, rows, "row_to_token");
-  PMO_REQUIRE_ARRAY(p.slot_to_row, slots, "slot_to_row");
   PMO_REQUIRE_ARRAY(p.row_to_slot, p.num_rows, "row_to_slot");
   PMO_REQUIRE_ARRAY(p.places, p.num_rows, "places");
-  PMO_REQUIRE_ARRAY(p.sources, rows * p.topk, "sources");
+  return PMO_OK;
+}
+
+namespace {
+
+// Checks what sending and receiving share.
+template <typename Params>
+int check_rows(const Params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of the params struct of this library");
+  if (const int status = check_sizes(p.num_ranks, p.rows_per_rank, 1)) return status;
+  PMO_REQUIRE(p.rank >= 0 && p.rank < p.num_ranks, "rank", "one of num_ranks");
+  PMO_REQUIRE(p.fetched >= 0 && p.fetched <= PMO_FETCHED_PERIOD, "fetched", "from 0 to PMO_FETCHED_PERIOD");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.max_rows_per_token, "max_rows_per_token");
+  PMO_REQUIRE_COLUMNS(p.hidden, "hidden");
+  PMO_REQUIRE(is_sum_dtype(p.dtype), "dtype", "float32, float16 or bfloat16");
+  PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens * p.max_rows_per_token, "token_rows");
+  const bool empty = p.num_ranks * p.rows_per_rank * p.hidden == 0;
+  PMO_REQUIRE(empty || p.arrived != nullptr, "arrived", "given");
+  PMO_REQUIRE(empty || p.peers != nullptr, "peers", "given");
+  return PMO_OK;
+}
+
+}  // namespace
+
+int check_rank_send(const pmo_rank_send_params& p) {
+  if (const int status = check_rows(p)) return status;
+  PMO_REQUIRE(p.x != nullptr || p.num_tokens * p.hidden == 0, "x", "given");
+  return PMO_OK;
+}
+
+int check_rank_receive(const pmo_rank_receive_params& p) {
+  if (const int status = check_rows(p)) return status;
+  PMO_REQUIRE(p.own != nullptr || p.max_rows_per_token <= 1, "own", "given where tokens have several rows");
+  PMO_REQUIRE(p.out != nullptr || p.num_tokens * p.hidden == 0, "out", "given");
   return PMO_OK;
 }
 

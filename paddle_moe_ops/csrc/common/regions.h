@@ -43,6 +43,16 @@ PMO_ANYWHERE inline int32_t slots_at_rank(const pmo_rank_plan_params& p, int64_t
   return slots;
 }
 
+// The expert of a slot, counted once for a token; -1 for what is no id or repeats one.
+PMO_ANYWHERE inline int64_t first_choice(const pmo_rank_plan_params& p, int64_t token, int64_t k) {
+  const int64_t id = id_at(p.ids, p.ids_kind, token * p.topk + k);
+  if (id < 0 || id >= p.num_ranks * p.experts_per_rank) return -1;
+  for (int64_t before = 0; before < k; ++before) {
+    if (id_at(p.ids, p.ids_kind, token * p.topk + before) == id) return -1;
+  }
+  return id;
+}
+
 // Columns of token_rows.
 PMO_ANYWHERE inline int64_t most_rows(int64_t num_ranks, int64_t topk) { return num_ranks < topk ? num_ranks : topk; }
 
@@ -114,26 +124,46 @@ PMO_ANYWHERE inline float value_of_slot(const pmo_rank_values_params& p, int64_t
   return reinterpret_cast<const float*>(region)[place * p.topk + slot % p.topk];
 }
 
-// The place of row `number` of the plan, if there is one, and the row of place `number`.
-PMO_ANYWHERE inline void match_row(const pmo_rank_rows_params& p, int64_t number) {
-  const int64_t slots = p.num_tokens * p.topk;
-  if (number < p.num_rows) {
-    const int64_t slot = p.row_to_slot[number];
-    const int32_t rank = slot < 0 || slot >= slots ? -1 : rank_of_slot(p, slot);
-    const int64_t place = rank < 0 ? -1 : place_of_slot(p, slot, rank);
-    p.places[number] = place < 0 ? -1 : static_cast<int32_t>((rank * p.rows_per_rank + place) * p.topk + slot % p.topk);
-  }
-  if (number < p.num_ranks * p.rows_per_rank * p.topk) {
-    const int64_t row = number / p.topk, slot = int64_t{p.row_to_token[row]} * p.topk + number % p.topk;
-    const bool is_here = p.row_to_token[row] >= 0 && slot < slots && rank_of_slot(p, slot) == row / p.rows_per_rank;
-    p.sources[number] = is_here ? p.slot_to_row[slot] : -1;
-  }
+// The place of a row of the plan.
+PMO_ANYWHERE inline int32_t place_of_row(const pmo_rank_rows_params& p, int64_t row) {
+  const int64_t slot = p.row_to_slot[row];
+  const int32_t rank = slot < 0 || slot >= p.num_tokens * p.topk ? -1 : rank_of_slot(p, slot);
+  const int64_t place = rank < 0 ? -1 : place_of_slot(p, slot, rank);
+  return place < 0 ? -1 : static_cast<int32_t>((rank * p.rows_per_rank + place) * p.topk + slot % p.topk);
 }
 
-// How many numbers `match_row` takes.
-PMO_ANYWHERE inline int64_t rows_to_match(const pmo_rank_rows_params& p) {
-  const int64_t places = p.num_ranks * p.rows_per_rank * p.topk;
-  return p.num_rows > places ? p.num_rows : places;
+// Whether the receiver of row i of a region fetches it; those that it fetches lie evenly among the others.
+PMO_ANYWHERE inline bool is_fetched(uint32_t i, int64_t fetched) {
+  const auto every = static_cast<uint32_t>(fetched);
+  return i % PMO_FETCHED_PERIOD * every % PMO_FETCHED_PERIOD < every;
+}
+
+// A row of a window that there is.
+struct WindowRow {
+  uint32_t rank, place;
+
+  template <class Params>
+  PMO_ANYWHERE WindowRow(const Params& p, int32_t row) {
+    const auto rows = static_cast<uint32_t>(p.rows_per_rank), number = static_cast<uint32_t>(row);
+    rank = number / rows;
+    place = number - rank * rows;
+  }
+};
+
+// Where rank_send puts a row; null: nowhere.
+PMO_ANYWHERE inline char* sent_to(const pmo_rank_send_params& p, int32_t row, int64_t row_bytes) {
+  if (row < 0 || row >= p.num_ranks * p.rows_per_rank) return nullptr;
+  const WindowRow at(p, row);
+  void* const array = at.rank == p.rank ? p.own : is_fetched(at.place, p.fetched) ? p.arrived : p.peers;
+  return array == nullptr ? nullptr : static_cast<char*>(array) + row * row_bytes;
+}
+
+// Where rank_receive finds a row that there is; null: in the output.
+PMO_ANYWHERE inline const char* received_from(const pmo_rank_receive_params& p, int32_t row, int64_t row_bytes,
+                                              int64_t own_stride) {
+  const WindowRow at(p, row);
+  if (at.rank == p.rank) return p.own == nullptr ? nullptr : static_cast<const char*>(p.own) + row * own_stride;
+  return static_cast<const char*>(is_fetched(at.place, p.fetched) ? p.peers : p.arrived) + row * row_bytes;
 }
 
 }  // namespace pmo

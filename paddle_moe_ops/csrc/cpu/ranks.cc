@@ -25,7 +25,8 @@ int plan(const pmo_rank_plan_params& p) {
   if (const int status = check_rank_plan(p)) return status;
   const int64_t columns = most_rows(p.num_ranks, p.topk);
   std::vector<int32_t> counts(p.num_ranks, 0);
-  std::fill(p.row_to_token, p.row_to_token + p.num_ranks * p.rows_per_rank, -1);
+  if (p.row_to_token != nullptr) std::fill(p.row_to_token, p.row_to_token + p.num_ranks * p.rows_per_rank, -1);
+  std::fill(p.routed, p.routed + p.num_ranks * p.experts_per_rank, 0);
   int32_t dropped = 0;
   for (int64_t token = 0; token < p.num_tokens; ++token) {
     int32_t* rows = p.token_rows + token * columns;
@@ -40,10 +41,14 @@ int plan(const pmo_rank_plan_params& p) {
       }
       const int64_t row = rank * p.rows_per_rank + place;
       *rows++ = static_cast<int32_t>(row);
-      p.row_to_token[row] = static_cast<int32_t>(token);
+      if (p.row_to_token != nullptr) p.row_to_token[row] = static_cast<int32_t>(token);
       record(p, token, rank, place);
     }
     std::fill(rows, end, -1);
+    for (int64_t k = 0; k < p.topk; ++k) {
+      const int64_t expert = first_choice(p, token, k);
+      if (expert >= 0) ++p.routed[expert];
+    }
   }
   for (int64_t rank = 0; rank < p.num_ranks; ++rank) {
     *Records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk).count =
@@ -93,9 +98,8 @@ int get(const pmo_rank_values_params& p) {
 
 int rows(const pmo_rank_rows_params& p) {
   if (const int status = check_rank_rows(p)) return status;
-  const int64_t count = rows_to_match(p);
-  parallel_ranges(count, count * 24, p.num_threads, [&](int64_t begin, int64_t end) {
-    for (int64_t number = begin; number < end; ++number) match_row(p, number);
+  parallel_ranges(p.num_rows, p.num_rows * 24, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) p.places[row] = place_of_row(p, row);
   });
   return PMO_OK;
 }

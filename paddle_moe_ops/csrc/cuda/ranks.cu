@@ -4,8 +4,8 @@
 // Expert parallelism between GPUs that reach each other's memory; the layout of regions is in pmo/ranks.h.
 //
 // plan: blocks of 128 tokens, a thread each. A first launch counts the tokens of a block for each rank; the second one adds up what the
-// blocks before have, ranks its own tokens by ballots, and writes maps here and records at the other ranks. Bytes moved: ids are read
-// twice (P times as often with more than 64 ranks), maps written once, and 8 * K bytes to another GPU for each of the token's rows.
+// blocks before have, ranks its own tokens by ballots, writes maps here and records at the other ranks, and counts the tokens of each
+// expert by atomic additions. Bytes moved: ids are read twice (P times as often with more than 64 ranks), maps written once, and 8 * K bytes to another GPU for each of the token's rows.
 // barrier: one block, a thread for each rank, which tells it and waits for it.
 #include "pmo/ranks.h"
 
@@ -14,6 +14,7 @@
 #include "common/checks.h"
 #include "common/regions.h"
 #include "cuda/launch.cuh"
+#include "cuda/vectors.cuh"
 
 namespace pmo {
 namespace cuda {
@@ -57,6 +58,9 @@ class Ranks {
 __global__ void __launch_bounds__(kThreads) count_tokens(const __grid_constant__ pmo_rank_plan_params p, PlanBlocks plan) {
   const int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.dropped = 0;
+  for (int64_t expert = token; expert < p.num_ranks * p.experts_per_rank; expert += int64_t{gridDim.x} * kThreads) {
+    p.routed[expert] = 0;
+  }
   const Ranks ranks(p, token);
   for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
     const int count = __syncthreads_count(ranks.has(rank));
@@ -71,6 +75,10 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
   const bool is_last = blockIdx.x + 1 == gridDim.x;
   int32_t* rows = p.token_rows + token * columns;
   int64_t made = 0;
+  for (int64_t k = 0; k < (token < p.num_tokens ? p.topk : 0); ++k) {
+    const int64_t expert = first_choice(p, token, k);
+    if (expert >= 0) atomicAdd(p.routed + expert, 1);  // integers: any order
+  }
   const Ranks ranks(p, token);
   for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
     if (warp == 0) {
@@ -88,10 +96,10 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
     if (has && place < p.capacity) {
       const int64_t row = rank * p.rows_per_rank + place;
       rows[made++] = static_cast<int32_t>(row);
-      p.row_to_token[row] = static_cast<int32_t>(token);
+      if (p.row_to_token != nullptr) p.row_to_token[row] = static_cast<int32_t>(token);
       record(p, token, rank, place);
     } else if (has) {
-      atomicAdd(p.dropped, slots_at_rank(p, token, rank));  // integers: any order
+      atomicAdd(p.dropped, slots_at_rank(p, token, rank));
     }
     if (is_last && threadIdx.x == kThreads - 1) {
       const int64_t all = int64_t{place} + has;
@@ -106,6 +114,7 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
 // No token goes anywhere.
 __global__ void clear_counts(const __grid_constant__ pmo_rank_plan_params p) {
   if (threadIdx.x == 0) *p.dropped = 0;
+  for (int64_t expert = threadIdx.x; expert < p.num_ranks * p.experts_per_rank; expert += kThreads) p.routed[expert] = 0;
   for (int64_t rank = threadIdx.x; rank < p.num_ranks; rank += kThreads) {
     *Records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk).count = 0;
   }
@@ -118,7 +127,7 @@ int plan(const pmo_rank_plan_params& p, cudaStream_t stream) {
       blocks.blocks == 0 || (is_aligned(blocks.counts) && blocks.counts != nullptr && p.workspace_bytes >= blocks.bytes(p)),
       "workspace", "4-byte aligned and as large as pmo_rank_plan_cuda_workspace_bytes says");
   const int64_t rows = p.num_ranks * p.rows_per_rank;
-  if (rows > 0) PMO_CUDA(cudaMemsetAsync(p.row_to_token, 0xFF, rows * sizeof(int32_t), stream));
+  if (rows > 0 && p.row_to_token != nullptr) PMO_CUDA(cudaMemsetAsync(p.row_to_token, 0xFF, rows * sizeof(int32_t), stream));
   if (p.num_tokens * p.topk == 0) return launch("clear_counts", clear_counts, {1, kThreads}, stream, p);
   const Grid grid = {static_cast<unsigned>(blocks.blocks), kThreads};
   if (const int status = launch("count_tokens", count_tokens, grid, stream, p, blocks)) return status;
@@ -139,13 +148,27 @@ int records(const pmo_rank_records_params& p, cudaStream_t stream) {
   return launch("read_records", read_records, {grid_for(slots, kThreads), kThreads}, stream, p);
 }
 
+template <int kBytes>
+__global__ void put_values(const __grid_constant__ pmo_rank_values_params p) {
+  using Access = Vector<kBytes>;
+  const int64_t accesses = p.rows_per_rank * p.topk * kValueBytes / kBytes;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < accesses * p.num_ranks; i += int64_t{gridDim.x} * kThreads) {
+    const int64_t rank = i / accesses;
+    auto* region = reinterpret_cast<Access*>(static_cast<char*>(p.window) + rank * p.region_bytes);
+    region[i - rank * accesses] = static_cast<const Access*>(p.row_values)[i];
+  }
+}
+
+// By a kernel: the driver's copy of two dimensions to another GPU took 14 us.
 int put(const pmo_rank_values_params& p, cudaStream_t stream) {
   if (const int status = check_rank_put(p)) return status;
-  const size_t bytes = p.rows_per_rank * p.topk * kValueBytes;
+  const int64_t bytes = p.rows_per_rank * p.topk * kValueBytes;
   if (bytes == 0) return PMO_OK;
-  PMO_CUDA(
-      cudaMemcpy2DAsync(p.window, p.region_bytes, p.row_values, bytes, bytes, p.num_ranks, cudaMemcpyDeviceToDevice, stream));
-  return PMO_OK;
+  constexpr int kWide = 16;
+  const bool is_wide = widest_access({address(p.window), address(p.row_values), static_cast<uintptr_t>(p.region_bytes),
+                                      static_cast<uintptr_t>(bytes)}) == kWide;
+  const Grid grid = {grid_for(p.num_ranks * bytes / (is_wide ? kWide : kValueBytes), kThreads), kThreads};
+  return launch("put_values", is_wide ? put_values<kWide> : put_values<kValueBytes>, grid, stream, p);
 }
 
 int take(const pmo_rank_values_params& p, cudaStream_t stream) {
@@ -171,18 +194,16 @@ int get(const pmo_rank_values_params& p, cudaStream_t stream) {
   return launch("get_values", get_values, {grid_for(slots, kThreads), kThreads}, stream, p);
 }
 
-__global__ void match_rows(const __grid_constant__ pmo_rank_rows_params p) {
-  const int64_t count = rows_to_match(p);
-  for (int64_t number = blockIdx.x * int64_t{kThreads} + threadIdx.x; number < count; number += int64_t{gridDim.x} * kThreads) {
-    match_row(p, number);
+__global__ void place_rows(const __grid_constant__ pmo_rank_rows_params p) {
+  for (int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x; row < p.num_rows; row += int64_t{gridDim.x} * kThreads) {
+    p.places[row] = place_of_row(p, row);
   }
 }
 
 int rows(const pmo_rank_rows_params& p, cudaStream_t stream) {
   if (const int status = check_rank_rows(p)) return status;
-  const int64_t count = rows_to_match(p);
-  if (count == 0) return PMO_OK;
-  return launch("match_rows", match_rows, {grid_for(count, kThreads), kThreads}, stream, p);
+  if (p.num_rows == 0) return PMO_OK;
+  return launch("place_rows", place_rows, {grid_for(p.num_rows, kThreads), kThreads}, stream, p);
 }
 
 __device__ uint32_t load_acquire(const uint32_t* address) {

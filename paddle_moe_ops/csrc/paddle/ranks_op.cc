@@ -6,6 +6,7 @@
 
 #include "paddle/direct.h"
 #include "paddle/movement.h"
+#include "paddle/pages.h"
 
 #ifndef PMO_PADDLE_2  // Paddle before 3.0 makes no tensors of memory that is there
 
@@ -17,6 +18,7 @@ using namespace pmo::binding;  // NOLINT: this file is the operators' own
 
 constexpr char kFunction[] = "ExpertParallel";
 constexpr char kNoMemory[] = "the window must be memory that ranks share";
+constexpr char kEither[] = "either rows of this rank or memory that has them must be given";
 constexpr char kNoLines[] = "the map must have a line for each row";
 
 // Memory that ranks share as a tensor [rows, columns] on the device of `like`. The memory is never freed.
@@ -41,7 +43,7 @@ int64_t ranks_of(const paddle::Tensor& window) {
 }
 
 Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const paddle::Tensor& records, int64_t experts_per_rank,
-                  int64_t rows_per_rank, int64_t capacity) {
+                  int64_t rows_per_rank, int64_t capacity, bool by_row) {
   const Target target(kFunction, {&ids, &probs, &records});
   require_rank(ids, 2, kFunction, "ids");
   require_shape(probs, ids.shape(), kFunction, "probs");
@@ -60,11 +62,16 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
   p.probs = dense_probs.data<float>();
   p.records = regions(records, p.num_ranks, &p.region_bytes);
   paddle::Tensor token_rows = empty_int32({p.num_tokens, std::min(p.num_ranks, p.topk)}, ids);
-  paddle::Tensor row_to_token = empty_int32({p.num_ranks * rows_per_rank}, ids);
   paddle::Tensor dropped = empty_int32({1}, ids);
+  paddle::Tensor routed = empty_int32({p.num_ranks * experts_per_rank}, ids);
   p.token_rows = token_rows.data<int32_t>();
-  p.row_to_token = row_to_token.data<int32_t>();
   p.dropped = dropped.data<int32_t>();
+  p.routed = routed.data<int32_t>();
+  Outputs made = {token_rows, dropped, routed};
+  if (by_row) {
+    made.push_back(empty_int32({p.num_ranks * rows_per_rank}, ids));
+    p.row_to_token = made.back().data<int32_t>();
+  }
   paddle::Tensor workspace;
 #ifdef PMO_WITH_CUDA
   if (target.is_gpu()) p.workspace_bytes = pmo_rank_plan_cuda_workspace_bytes(&p);
@@ -74,7 +81,7 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
     p.workspace = workspace.data();
   }
   check_status(PMO_CALL(target, rank_plan, &p), kFunction);
-  return {token_rows, row_to_token, dropped};
+  return made;
 }
 
 Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
@@ -98,19 +105,82 @@ Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_p
   return {ids, probs, rows};
 }
 
-// Rows of x to where token_rows says, in the windows of all ranks.
-Outputs rank_push(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
-                  const paddle::Tensor& window) {
-  const Target target(kFunction, {&x, &token_rows, &row_to_token, &window});
+// The rows of a window, and what sending and receiving share.
+template <typename Params>
+void set_window(Params* p, const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
+                const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched) {
+  p->struct_size = sizeof(Params);
+  require_rank(token_rows, 2, kFunction, "the map");
+  require_dtype(token_rows, paddle::DataType::INT32, kFunction, "the map");
+  require_rank(arrived, 2, kFunction, "the window");
+  require_dtype(arrived, rows.dtype(), kFunction, "the window");
+  require_dtype(peers, rows.dtype(), kFunction, "the window");
+  require_shape(peers, arrived.shape(), kFunction, "the window");
+  require(num_ranks > 0 && arrived.shape()[0] % num_ranks == 0 && arrived.is_contiguous() && peers.is_contiguous(), kFunction,
+          kNoMemory);
+  p->num_tokens = token_rows.shape()[0];
+  p->max_rows_per_token = token_rows.shape()[1];
+  p->num_ranks = num_ranks;
+  p->rank = rank;
+  p->rows_per_rank = arrived.shape()[0] / num_ranks;
+  p->fetched = fetched;
+  p->hidden = arrived.shape()[1];
+  p->dtype = dtype_of(arrived, kFunction, "the window");
+}
+
+// Where the rows of this rank's own go: nowhere, since they are read where they are; to the window; to new memory, which is returned.
+enum OwnRows : int64_t { kStay, kToWindow, kToNewMemory };
+
+// Rows of x to where other ranks get them.
+Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
+                  const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched, int64_t own) {
+  const Target target(kFunction, {&x, &token_rows, &arrived, &peers});
   require_rank(x, 2, kFunction, "x");
-  require(!row_to_token.shape().empty(), kFunction, kNoLines);
-  require_dtype(window, x.dtype(), kFunction, "the window");
-  require_shape(window, {row_to_token.shape()[0], x.shape()[1]}, kFunction, "the window");
-  require(window.is_contiguous(), kFunction, kNoMemory);
-  const Scale none(kFunction, {}, false, 0, 0, x);
-  paddle::Tensor rows = window, no_scales;
-  permute_rows(target, kFunction, x, none, token_rows, row_to_token, 0, &rows, &no_scales);
-  return {rows};
+  pmo_rank_send_params p = {};
+  set_window(&p, x, token_rows, arrived, peers, num_ranks, rank, fetched);
+  require_shape(x, {p.num_tokens, p.hidden}, kFunction, "x");
+  const Matrix source(x);
+  const paddle::Tensor rows = dense(token_rows);
+  p.x = source.data;
+  p.x_row_stride = source.row_stride;
+  p.token_rows = rows.data<int32_t>();
+  p.arrived = const_cast<void*>(arrived.data());
+  p.peers = const_cast<void*>(peers.data());
+  paddle::Tensor own_rows = arrived;
+  if (own == kToNewMemory) {
+    own_rows = paddle::empty(arrived.shape(), x.dtype(), x.place());
+    prepare_pages(target, own_rows);
+  }
+  p.own = own == kStay ? nullptr : own_rows.data();
+  check_status(PMO_CALL(target, rank_send, &p), kFunction);
+  return {own_rows};
+}
+
+// The sums of the rows that ranks sent; without `own`, which are the rows of this rank itself, in `to`, where those are already.
+Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arrived, const paddle::Tensor& peers,
+                     const paddle::optional<paddle::Tensor>& own, const paddle::optional<paddle::Tensor>& to, int64_t num_ranks,
+                     int64_t rank, int64_t fetched) {
+  const Target target(kFunction, {&token_rows, &arrived, &peers}, {own ? &*own : nullptr, to ? &*to : nullptr});
+  require(own.is_initialized() != to.is_initialized(), kFunction, kEither);
+  const paddle::Tensor& given = own ? *own : *to;
+  pmo_rank_receive_params p = {};
+  set_window(&p, given, token_rows, arrived, peers, num_ranks, rank, fetched);
+  require_shape(given, {own ? arrived.shape()[0] : p.num_tokens, p.hidden}, kFunction, "the rows");
+  const Matrix source(given);
+  const paddle::Tensor rows = dense(token_rows);
+  paddle::Tensor out = given;
+  if (own) {
+    p.own = source.data;
+    p.own_row_stride = source.row_stride;
+    out = paddle::empty({p.num_tokens, p.hidden}, arrived.dtype(), arrived.place());
+    prepare_pages(target, out);
+  }
+  p.token_rows = rows.data<int32_t>();
+  p.arrived = arrived.data();
+  p.peers = peers.data();
+  p.out = out.data();
+  check_status(PMO_CALL(target, rank_receive, &p), kFunction);
+  return {out};
 }
 
 // Rows of x in float8 to where token_rows says, in the windows of all ranks; their scales are not sent.
@@ -124,24 +194,6 @@ Outputs rank_quantize(const paddle::Tensor& x, const paddle::Tensor& token_rows,
   require(window.is_contiguous(), kFunction, kNoMemory);
   const Outputs made = quantize_rows(target, kFunction, x, {&token_rows, &row_to_token, 0}, {ue8m0, false, amax_min}, &window);
   return {made[1]};
-}
-
-// Rows of a window to new memory: row r to row places[r], if that is not -1. Row i comes from row sources[i]; it is zeros where that is -1.
-Outputs rank_copy(const paddle::Tensor& from, const paddle::Tensor& places, const paddle::Tensor& sources) {
-  const Target target(kFunction, {&from, &places, &sources});
-  require_rank(from, 2, kFunction, "the rows");
-  require_shape(places, {from.shape()[0], 1}, kFunction, "the map");
-  require(!sources.shape().empty(), kFunction, kNoLines);
-  paddle::Tensor copies = paddle::empty({sources.shape()[0], from.shape()[1]}, from.dtype(), from.place()), no_scales;
-  const Scale none(kFunction, {}, false, 0, 0, from);
-  permute_rows(target, kFunction, from, none, places, sources, PMO_FILL_ROWS, &copies, &no_scales);
-  return {copies};
-}
-
-// The sum of each token's rows in a window.
-Outputs rank_sum(const paddle::Tensor& window, const paddle::Tensor& token_rows) {
-  const Target target(kFunction, {&window, &token_rows});
-  return {sum_rows(target, kFunction, window, token_rows, {})};
 }
 
 Outputs rank_put(const paddle::Tensor& row_values, const paddle::Tensor& window, int64_t rows_per_rank) {
@@ -201,13 +253,11 @@ Outputs rank_get(const paddle::Tensor& window, const paddle::Tensor& ids, const 
   return {values};
 }
 
-// Maps between the rows of the plan over all experts and a window for the rows of slots: places [N, 1], sources [P * S * K, 1].
-Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
-                  const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_slot, int64_t num_ranks,
-                  int64_t experts_per_rank) {
-  const Target target(kFunction, {&ids, &token_rows, &row_to_token, &slot_to_row, &row_to_slot});
+// Where rows of the plan over all experts are in a window for the rows of slots: [N, 1].
+Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_slot,
+                  int64_t num_ranks, int64_t experts_per_rank, int64_t rows_per_rank) {
+  const Target target(kFunction, {&ids, &token_rows, &row_to_slot});
   require_rank(ids, 2, kFunction, "ids");
-  require_rank(row_to_token, 1, kFunction, "row_to_token");
   require_rank(row_to_slot, 1, kFunction, "row_to_slot");
   pmo_rank_rows_params p = {};
   p.struct_size = sizeof(p);
@@ -215,28 +265,19 @@ Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, c
   p.topk = ids.shape()[1];
   p.num_ranks = num_ranks;
   p.experts_per_rank = experts_per_rank;
+  p.rows_per_rank = rows_per_rank;
   p.num_rows = row_to_slot.shape()[0];
-  require(num_ranks > 0 && row_to_token.shape()[0] % num_ranks == 0, kFunction, "row_to_token must have rows of each rank");
-  p.rows_per_rank = row_to_token.shape()[0] / num_ranks;
   require_shape(token_rows, {p.num_tokens, std::min(num_ranks, p.topk)}, kFunction, "token_rows");
-  require_shape(slot_to_row, ids.shape(), kFunction, "slot_to_row");
-  for (const paddle::Tensor* map : {&token_rows, &row_to_token, &slot_to_row, &row_to_slot}) {
-    require_dtype(*map, paddle::DataType::INT32, kFunction, "a map");
-  }
-  const paddle::Tensor dense_ids = dense(ids), of_tokens = dense(token_rows), tokens = dense(row_to_token);
-  const paddle::Tensor of_slots = dense(slot_to_row), slots = dense(row_to_slot);
+  for (const paddle::Tensor* map : {&token_rows, &row_to_slot}) require_dtype(*map, paddle::DataType::INT32, kFunction, "a map");
+  const paddle::Tensor dense_ids = dense(ids), of_tokens = dense(token_rows), slots = dense(row_to_slot);
   p.ids = dense_ids.data();
   p.ids_kind = index_kind(ids, kFunction, "ids");
   p.token_rows = of_tokens.data<int32_t>();
-  p.row_to_token = tokens.data<int32_t>();
-  p.slot_to_row = of_slots.data<int32_t>();
   p.row_to_slot = slots.data<int32_t>();
   paddle::Tensor places = empty_int32({p.num_rows, 1}, ids);
-  paddle::Tensor sources = empty_int32({row_to_token.shape()[0] * p.topk, 1}, ids);
   p.places = places.data<int32_t>();
-  p.sources = sources.data<int32_t>();
   check_status(PMO_CALL(target, rank_rows, &p), kFunction);
-  return {places, sources};
+  return {places};
 }
 
 Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
@@ -262,10 +303,9 @@ Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers,
 PMO_DIRECT(window, window);
 PMO_DIRECT(rank_plan, rank_plan);
 PMO_DIRECT(rank_records, rank_records);
-PMO_DIRECT(rank_push, rank_push);
+PMO_DIRECT(rank_send, rank_send);
+PMO_DIRECT(rank_receive, rank_receive);
 PMO_DIRECT(rank_quantize, rank_quantize);
-PMO_DIRECT(rank_copy, rank_copy);
-PMO_DIRECT(rank_sum, rank_sum);
 PMO_DIRECT(rank_put, rank_put);
 PMO_DIRECT(rank_take, rank_take);
 PMO_DIRECT(rank_get, rank_get);

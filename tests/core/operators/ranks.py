@@ -32,7 +32,7 @@ class RankPlanParams(Params):
         (Floats, "probs"),
         (Bytes, "records"),
         (Size, "region_bytes"),
-        (Int32s, "token_rows row_to_token dropped"),
+        (Int32s, "token_rows row_to_token dropped routed"),
         (Bytes, "workspace"),
         (Size, "workspace_bytes"),
         (Int, "ids_kind num_threads"),
@@ -71,7 +71,7 @@ class RankRowsParams(Params):
     _fields_ = fields(
         (Size, "struct_size num_tokens topk num_ranks experts_per_rank rows_per_rank num_rows"),
         (Bytes, "ids"),
-        (Int32s, "token_rows row_to_token slot_to_row row_to_slot places sources"),
+        (Int32s, "token_rows row_to_slot places"),
         (Int, "ids_kind num_threads"),
     )
 
@@ -85,11 +85,11 @@ def rank_plan_params(
     ids: NDArray, probs: NDArray, records: NDArray, outputs: tuple[NDArray, ...], **fields: Any
 ) -> RankPlanParams:
     """Params of "rank_plan"; records is uint8 [P, region_bytes], outputs are those of `reference.ranks.RankPlan`."""
-    token_rows, row_to_token, dropped = outputs
+    token_rows, row_to_token, dropped, routed = outputs
     num_tokens, topk = ids.shape
     sizes = {"num_tokens": num_tokens, "topk": topk, "num_ranks": len(records), "region_bytes": records.shape[1]}
     sizes["rows_per_rank"] = len(row_to_token) // len(records)
-    maps = {"token_rows": token_rows, "row_to_token": row_to_token, "dropped": dropped}
+    maps = {"token_rows": token_rows, "row_to_token": row_to_token, "dropped": dropped, "routed": routed}
     return RankPlanParams(
         **sizes, ids=ids, probs=probs, records=records, ids_kind=IDS_KINDS[ids.dtype], **maps, **fields
     )
@@ -105,11 +105,11 @@ def rank_plan(
     capacity: int,
     odd: int = 0,
 ) -> tuple[NDArray, ...]:
-    """token_rows, row_to_token, dropped, records."""
+    """token_rows, row_to_token, dropped, routed, records."""
     num_tokens, topk = ids.shape
     records = np.full((num_ranks, region_bytes(rows, topk, odd)), 0xA5, np.uint8)
     with guarded_outputs() as output:
-        shapes = (num_tokens, min(num_ranks, topk)), (num_ranks * rows,), (1,)
+        shapes = (num_tokens, min(num_ranks, topk)), (num_ranks * rows,), (1,), (num_ranks * experts_per_rank,)
         outputs = tuple(output(shape, np.int32) for shape in shapes)
         params = rank_plan_params(
             ids, probs, records, outputs, experts_per_rank=experts_per_rank, capacity=capacity, num_threads=0
@@ -173,25 +173,27 @@ def rank_get(
 def rank_rows(
     core: Core,
     ids: NDArray,
-    maps: dict[str, NDArray],
+    token_rows: NDArray,
+    row_to_slot: NDArray,
     num_ranks: int,
     experts_per_rank: int,
-) -> tuple[NDArray, NDArray]:
-    """places, sources; maps are token_rows, row_to_token, slot_to_row and row_to_slot."""
-    (num_tokens, topk), num_rows = ids.shape, len(maps["row_to_slot"])
-    rows = len(maps["row_to_token"]) // num_ranks
+    rows: int,
+) -> NDArray:
+    """The places of rows."""
+    num_tokens, topk = ids.shape
     sizes = {"num_tokens": num_tokens, "topk": topk, "num_ranks": num_ranks, "rows_per_rank": rows}
-    sizes |= {"num_rows": num_rows, "experts_per_rank": experts_per_rank}
+    sizes |= {"num_rows": len(row_to_slot), "experts_per_rank": experts_per_rank, "ids_kind": IDS_KINDS[ids.dtype]}
     with guarded_outputs() as output:
-        places, sources = output((num_rows, 1), np.int32), output((num_ranks * rows * topk, 1), np.int32)
-        made = {"places": places, "sources": sources}
-        core.run("rank_rows", RankRowsParams(**sizes, ids=ids, ids_kind=IDS_KINDS[ids.dtype], **maps, **made))
-    return places, sources
+        places = output((len(row_to_slot), 1), np.int32)
+        maps = {"token_rows": token_rows, "row_to_slot": row_to_slot, "places": places}
+        core.run("rank_rows", RankRowsParams(**sizes, ids=ids, **maps))
+    return places
 
 
 def _valid_plan(core: Core, output: MakeOutput, s: Small) -> Params:
     ids, probs = np.zeros((s.T, s.K), np.int32), np.zeros((s.T, s.K), np.float32)
-    outputs = output((s.T, min(RANKS, s.K)), np.int32), output((RANKS * s.T,), np.int32), output((1,), np.int32)
+    shapes = (s.T, min(RANKS, s.K)), (RANKS * s.T,), (1,), (RANKS * s.E,)
+    outputs = tuple(output(shape, np.int32) for shape in shapes)
     records = output((RANKS, region_bytes(s.T, s.K)), np.uint8)
     return rank_plan_params(ids, probs, records, outputs, experts_per_rank=s.E, capacity=s.T)
 
@@ -248,8 +250,7 @@ def _valid_get(core: Core, output: MakeOutput, s: Small) -> Params:
 
 
 def _valid_rows(core: Core, output: MakeOutput, s: Small) -> Params:
-    maps = {"token_rows": (s.T, min(RANKS, s.K)), "row_to_token": (RANKS * s.T,)}
-    maps |= {"slot_to_row": (s.T, s.K), "row_to_slot": (s.T * s.K,)}
+    maps = {"token_rows": (s.T, min(RANKS, s.K)), "row_to_slot": (s.T * s.K,)}
     return RankRowsParams(
         num_tokens=s.T,
         topk=s.K,
@@ -260,7 +261,6 @@ def _valid_rows(core: Core, output: MakeOutput, s: Small) -> Params:
         ids=np.zeros((s.T, s.K), np.int32),
         **{name: np.full(shape, -1, np.int32) for name, shape in maps.items()},
         places=output((s.T * s.K, 1), np.int32),
-        sources=output((RANKS * s.T * s.K, 1), np.int32),
     )
 
 
@@ -281,8 +281,8 @@ OPERATORS = (
             "capacity": (-1, TOO_MANY),
             "ids_kind": (-1, 2),
         },
-        required=("ids", "probs", "records", "token_rows", "row_to_token", "dropped"),
-        aligned=("ids", "probs", "records", "token_rows", "row_to_token", "dropped"),
+        required=("ids", "probs", "records", "token_rows", "dropped", "routed"),
+        aligned=("ids", "probs", "records", "token_rows", "row_to_token", "dropped", "routed"),
     ),
     Operator(
         name="rank_records",
@@ -327,7 +327,7 @@ OPERATORS = (
             "experts_per_rank": (0, TOO_MANY_EXPERTS),
             "ids_kind": (-1, 2),
         },
-        required=("ids", "token_rows", "row_to_token", "slot_to_row", "row_to_slot", "places", "sources"),
-        aligned=("ids", "token_rows", "row_to_token", "slot_to_row", "row_to_slot", "places", "sources"),
+        required=("ids", "token_rows", "row_to_slot", "places"),
+        aligned=("ids", "token_rows", "row_to_slot", "places"),
     ),
 )

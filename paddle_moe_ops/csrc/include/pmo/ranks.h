@@ -32,8 +32,9 @@ typedef struct pmo_rank_plan_params {
   void* records;             // [P, region_bytes]
   int64_t region_bytes;      // a multiple of 4 that holds S records
   int32_t* token_rows;       // [T, min(P, K)] the token's rows, ascending, -1 last
-  int32_t* row_to_token;     // [P * S], -1 = no token
+  int32_t* row_to_token;     // [P * S], -1 = no token; may be NULL
   int32_t* dropped;          // [1] slots whose token found no room
+  int32_t* routed;           // [P * experts_per_rank] tokens that chose the expert, whether they found room or not
   void* workspace;           // CUDA only
   int64_t workspace_bytes;
   int32_t ids_kind;  // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
@@ -99,23 +100,70 @@ typedef struct pmo_rank_rows_params {
   int64_t topk;        // K
   int64_t num_ranks;   // P
   int64_t experts_per_rank;
-  int64_t rows_per_rank;        // S
-  int64_t num_rows;             // N, of the plan of this rank's tokens over all experts
-  const void* ids;              // [T, K]
-  const int32_t* token_rows;    // [T, min(P, K)], of rank_plan
-  const int32_t* row_to_token;  // [P * S], of rank_plan
-  const int32_t* slot_to_row;   // [T, K], of the plan over all experts
-  const int32_t* row_to_slot;   // [N], of the same
-  int32_t* places;              // [N]
-  int32_t* sources;             // [P * S * K]
+  int64_t rows_per_rank;       // S
+  int64_t num_rows;            // N, of the plan of this rank's tokens over all experts
+  const void* ids;             // [T, K]
+  const int32_t* token_rows;   // [T, min(P, K)], of rank_plan
+  const int32_t* row_to_slot;  // [N], of the plan over all experts
+  int32_t* places;             // [N]
   int32_t ids_kind;
   int32_t num_threads;
 } pmo_rank_rows_params;
 
-// Where the rows of slots are in a window of S * K rows for each rank, where row r * K + k is that of slot k of the token in row r: the place
-// of each row of the plan, and the row of each place; -1 = none.
+// Where each row of the plan is in a window of S * K rows for each rank, where row r * K + k is that of slot k of the token in row r; -1 = none.
 PMO_API int pmo_rank_rows_cpu(const pmo_rank_rows_params* params, void* stream);
 PMO_API int pmo_rank_rows_cuda(const pmo_rank_rows_params* params, void* stream);
+
+#define PMO_FETCHED_PERIOD 8
+
+typedef struct pmo_rank_send_params {
+  int64_t struct_size;
+  int64_t num_tokens;          // T
+  int64_t max_rows_per_token;  // C
+  int64_t num_ranks;           // P
+  int64_t rank;                // of this process
+  int64_t rows_per_rank;       // S
+  int64_t fetched;             // of every PMO_FETCHED_PERIOD rows of a region, those that their receiver fetches
+  int64_t hidden;              // H
+  const void* x;               // [T, H]
+  int64_t x_row_stride;        // elements
+  const int32_t* token_rows;   // [T, C] rows of windows; what is outside [0, P * S) is none
+  void* arrived;               // [P * S, H] the regions at this rank
+  void* peers;                 // [P * S, H] this rank's regions at all ranks
+  void* own;                   // [P * S, H] rows r * S + i of this rank r go there; NULL: they stay where they are
+  int32_t dtype;               // PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
+  int32_t num_threads;
+} pmo_rank_send_params;
+
+// Rows to where other ranks get them, so that half of an exchange is written and the other half read, while the memory of both has time for
+// something else. Row p * S + i for another rank p goes to that row of `peers`; or, if i is one of those that are fetched, of `arrived`,
+// where rank p reads it. Both are the same memory seen from two ranks, in which row i of a region is of one kind.
+PMO_API int pmo_rank_send_cpu(const pmo_rank_send_params* params, void* stream);
+PMO_API int pmo_rank_send_cuda(const pmo_rank_send_params* params, void* stream);
+
+typedef struct pmo_rank_receive_params {
+  int64_t struct_size;
+  int64_t num_tokens;          // T
+  int64_t max_rows_per_token;  // C
+  int64_t num_ranks;           // P
+  int64_t rank;
+  int64_t rows_per_rank;      // S
+  int64_t fetched;            // as all ranks gave it to rank_send
+  int64_t hidden;             // H
+  const int32_t* token_rows;  // [T, C] rows of windows, -1 ends a token; what is outside [0, P * S) is skipped
+  const void* arrived;        // [P * S, H]
+  const void* peers;          // [P * S, H]
+  const void* own;            // [P * S, H] where rows r * S + i of this rank r are; NULL, only with C <= 1: in out already
+  int64_t own_row_stride;     // elements
+  void* out;                  // [T, H]
+  int32_t dtype;              // as above
+  int32_t num_threads;
+} pmo_rank_receive_params;
+
+// out[t] = the sum of token t's rows, which all ranks sent before a barrier: as pmo_unpermute makes it, without weights. A single row is
+// copied; no row is zeros.
+PMO_API int pmo_rank_receive_cpu(const pmo_rank_receive_params* params, void* stream);
+PMO_API int pmo_rank_receive_cuda(const pmo_rank_receive_params* params, void* stream);
 
 typedef struct pmo_rank_barrier_params {
   int64_t struct_size;

@@ -1,0 +1,58 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping by the norm of all gradients, where experts are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import paddle
+from paddle import Tensor
+from paddle.distributed.communication.group import Group
+from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
+
+from .groups import expert_group_of
+
+__all__ = ["ClipGradByGlobalNorm"]
+
+
+class ClipGradByGlobalNorm(ClipGradForMOEByGlobalNorm):
+    """`paddle.nn.ClipGradByGlobalNorm` for a model whose layers have their experts on any groups of ranks.
+
+    The norm is that of one process with all experts: of each layer it has the gradients of the experts on all ranks of
+    that layer's group. Other parameters are those of every rank. Every rank of a group must have gradients of the same
+    parameters, as `average_gradients` sees to. Sums are rounded in another order than in one process; all ranks of a
+    group clip by the same number. No host synchronisation, one all-reduce of a number for each group.
+
+    Args:
+        clip_norm: the norm that gradients have at most.
+    """
+
+    def __init__(self, clip_norm: float) -> None:
+        super().__init__(clip_norm)
+
+    def get_l2_norm_pow(
+        self, params_grads: Iterable[tuple[Tensor, Tensor | None]], sum_dtype: Any = None
+    ) -> tuple[Tensor | None, Any]:
+        """Return the square of the norm, and the dtype of sums, which Paddle's class asks for."""
+        groups: dict[int, Group] = {}
+        of_groups: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
+        for parameter, gradient in params_grads:
+            group = expert_group_of(parameter)
+            number = -1 if group is None else group.id
+            if group is not None:
+                groups[number] = group
+            of_groups.setdefault(number, []).append((parameter, gradient))
+        squares = []
+        for number in sorted(of_groups):  # in the same order on all ranks
+            square, dtype = super().get_l2_norm_pow(of_groups[number], sum_dtype)
+            if square is None:
+                continue
+            if number in groups:
+                paddle.distributed.all_reduce(square, group=groups[number])
+            squares.append(square)
+            sum_dtype = "float64" if "float64" in (sum_dtype, dtype) else dtype
+        if not squares:
+            return None, None
+        return paddle.add_n([each.astype(sum_dtype) for each in squares]), sum_dtype
