@@ -31,14 +31,15 @@ def aligned(tensor: Tensor) -> Tensor:
     return found if found.data_ptr() % _ALIGNMENT == 0 else found.clone()
 
 
-def _grouped_product() -> Any:
-    """That of the compiled library, if it is there and has one."""
+def _library_kernels() -> tuple[Any, Any]:
+    """Those of the compiled library for Hopper, if it is there and has them."""
+    from ..triton.hopper_outer import grouped_outer_of
     from ..triton.hopper_product import grouped_product_of
 
     library = loaded_library()
-    return None if library is None else grouped_product_of(library)
+    return (None, None) if library is None else (grouped_product_of(library), grouped_outer_of(library))
 
 
 def device_of(tensor: Tensor) -> Any:
-    """The device that launches there, with the compiled library's product."""
-    return _runtime.device_of(tensor, _grouped_product)
+    """The device that launches there, with the compiled library's kernels for Hopper."""
+    return _runtime.device_of(tensor, _library_kernels)

@@ -176,13 +176,15 @@ class PaddleDevice:
         place: of the tensors.
         index: of the GPU.
         stream: the handle of Paddle's current stream there.
-        grouped_product: of the compiled library, or None.
+        kernels: of the compiled library, `grouped_product` and `grouped_outer`; None for one that it has not.
 
     Attributes:
         recordings: of `recording.recorded`.
     """
 
-    def __init__(self, place: Any, index: int, stream: Callable[[], int], grouped_product: Any = None) -> None:
+    def __init__(
+        self, place: Any, index: int, stream: Callable[[], int], kernels: tuple[Any, Any] = (None, None)
+    ) -> None:
         self._place = place
         self._index = index
         self.stream = stream
@@ -190,7 +192,7 @@ class PaddleDevice:
         self.compiled, self.run = self._handles.compiled, self._handles.run
         self.recordings: dict[Any, Any] = {}
         self._several_gpus = _Cuda.get().device_count > 1
-        self.grouped_product = grouped_product
+        self.grouped_product, self.grouped_outer = kernels
 
     @functools.cached_property
     def _driver(self) -> Any:
@@ -281,12 +283,12 @@ def _index_of(place: Any) -> int:
     return place.gpu_device_id() if place.is_gpu_place() else place.custom_device_id()
 
 
-def device_of(tensor: Tensor, grouped_product: Callable[[], Any] = lambda: None) -> PaddleDevice:
+def device_of(tensor: Tensor, kernels: Callable[[], tuple[Any, Any]] = lambda: (None, None)) -> PaddleDevice:
     """The device that a tensor lies on; `cannot_run_on` must give None for it.
 
     Args:
         tensor: any.
-        grouped_product: gives `hopper_product.LibraryKernel`, or None; asked once for each device.
+        kernels: gives those that `PaddleDevice` takes; asked once for each device.
     """
     place = tensor.place
     is_gpu, index = place.is_gpu_place(), _index_of(place)
@@ -297,5 +299,5 @@ def device_of(tensor: Tensor, grouped_product: Callable[[], Any] = lambda: None)
             stream = lambda: core._get_current_stream(index).cuda_stream  # noqa: E731
         else:
             stream = lambda: core._get_current_custom_device_stream(RIG, index).raw_stream  # noqa: E731
-        device = _devices[is_gpu, index] = PaddleDevice(place, index, stream, grouped_product())
+        device = _devices[is_gpu, index] = PaddleDevice(place, index, stream, kernels())
     return device

@@ -18,6 +18,7 @@
 
 #include "common/checks.h"
 #include "cuda/grouped_results.cuh"
+#include "cuda/grouped_stages.cuh"
 #include "cuda/hopper_host.h"
 
 namespace pmo {
@@ -25,10 +26,6 @@ namespace cuda {
 namespace {
 
 constexpr int kStages = 6;
-constexpr int kWarpgroup = 128;
-constexpr int kBlockThreads = 3 * kWarpgroup;
-constexpr int kBytesA = kTileRows * kTileDepth * 2, kBytesB = kTileColumns * kTileDepth * 2;
-constexpr int kStageBytes = kBytesA + kBytesB;
 constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // stages begin at a multiple of 1024
 
 template <pmo_grouped_result kResult>
@@ -37,63 +34,13 @@ constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kGatedColumns : kT
 #ifdef PMO_HOPPER_CODE
 
 constexpr int kBand = 8;  // rows of tiles that share their columns in the L2
-constexpr int kPieceBytes = 64 * 128;
-constexpr int kRegistersToLoad = 40, kRegistersToMultiply = 232;
 
-// Row and column of a tile of height x width: in bands of kBand rows, down each column of a band.
-struct TilePlace {
-  int row, column;
-
-  __device__ TilePlace(int tile, int height, int width) {
-    const int band = tile / (kBand * width), inside = tile - band * kBand * width;
-    const int rows = min(height - band * kBand, kBand);
-    column = inside / rows;
-    row = band * kBand + inside - column * rows;
-  }
-};
-
-// A warpgroup's place in the ring.
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ void skip(int steps) {
-    stage += steps;
-    phase ^= stage / kStages & 1;
-    stage %= kStages;
-  }
-
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
-struct Stages {
-  uint32_t first;
-  uint64_t *full, *empty;
-
-  __device__ uint32_t a(int stage) const { return first + stage * kStageBytes; }
-  __device__ uint32_t b(int stage) const { return a(stage) + kBytesA; }
-};
-
-__device__ inline Stages make_stages(uint8_t* shared, uint64_t (&full)[kStages], uint64_t (&empty)[kStages]) {
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&full[stage], 1);
-      init_barrier(&empty[stage], kWarpgroup / kWarpSize);
-    }
-    fence_barrier_init();
-  }
-  __syncthreads();
-  return {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
-}
+using Ring = RingOf<kStages>;
+using Stages = StagesOf<kStages>;
 
 // The expert and the rows of a tile, found by the whole warp.
 __device__ inline GroupedPlace place_of(const GroupedArguments& p, int tile, int first_tile, int last_tile, int columns) {
-  const TilePlace place(tile, last_tile - first_tile, p.column_tiles);
+  const TilePlace place(tile, last_tile - first_tile, p.column_tiles, kBand);
   const int row_tile = first_tile + place.row;
   int expert = 0;
   for (int begin = 0; begin < p.num_experts; begin += kWarpSize) {
@@ -132,12 +79,6 @@ __device__ inline void load_tiles(const GroupedArguments& p, const Stages& stage
       ring.advance();
     }
   }
-}
-
-// The compiler moves no accumulators across this.
-__device__ inline void hold(float (&d)[128]) {
-#pragma unroll
-  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // d = the product of a tile's rows and columns, stage by stage.
@@ -219,10 +160,7 @@ int launch_product(const pmo_grouped_product_params& p, const GroupedArguments& 
   static SharedMemoryLimit limit;
   int device = 0;
   DeviceLimits limits;
-  if (const int status = current_device(&device, &limits)) return status;
-  if (limits.major != 9 || !pmo_grouped_product_cuda_is_built()) {
-    return fail(PMO_INTERNAL, "CUDA: grouped_product needs compute capability 9.0 and a library built with CUDA 12 or newer");
-  }
+  if (const int status = hopper_limits("grouped_product", &device, &limits)) return status;
   auto* kernel = grouped_product<kResult, kTransposed, T>;
   if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
   const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTileRows}) + p.num_experts;
