@@ -25,7 +25,7 @@ _INTEGERS = (
     *("first_p", "first_q", "p_row_stride", "q_row_stride"),
 )
 _ARRAYS = ("p", "q", "first", "stop", "out")
-_OPTIONS = ("dtype", "out_dtype", "adds", "reserved")
+_OPTIONS = ("dtype", "reserved")
 
 # Of an expert, on average.
 _LEAST_ROWS = 1
@@ -51,8 +51,8 @@ def grouped_outer_of(library: Any) -> LibraryKernel | None:
     return library_kernel(library, "grouped_outer", GroupedOuterParams)
 
 
-def suits_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: Array) -> bool:
-    """Whether the gradients of matrices are made by the library's kernel.
+def suits_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: Array, adds: bool) -> bool:
+    """Whether the gradients of matrices are made by the library's kernel, which gives new ones of the rows' dtype.
 
     Args:
         device: where to.
@@ -61,7 +61,10 @@ def suits_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: 
         p: as in `hopper_outer`.
         q: as in `hopper_outer`.
         out: as in `hopper_outer`.
+        adds: whether they are to be added to what ``out`` holds.
     """
+    if adds or device.dtype_name(out) != device.dtype_name(p.array):
+        return False
     if device.grouped_outer is None or gpu.capability != 90 or gpu.l2_bytes < _LEAST_L2:
         return False
     if num_rows < max(1, _LEAST_ROWS * out.shape[0]):
@@ -80,9 +83,8 @@ def hopper_outer(
     out: Array,
     *,
     window: tuple[int, int] = (0, 0),
-    adds: bool = False,
 ) -> None:
-    """Launch the kernel: out[e, i : i + P, j : j + Q] = p^T q of each expert's rows, or added to it.
+    """Launch the kernel: out[e, i : i + P, j : j + Q] = p^T q of each expert's rows.
 
     Args:
         device: where to; it has a kernel.
@@ -90,11 +92,10 @@ def hopper_outer(
         q: [M, Q].
         tables: `schedule` for any tiles.
         num_rows: M.
-        out: [E, ...], dtype of ``p`` or float32.
+        out: [E, ...], dtype of ``p``.
         window: i and j; the latter a multiple of 8.
-        adds: whether to add to what ``out`` holds.
     """
-    dtype, out_dtype = device.dtype_name(p.array), device.dtype_name(out)
+    dtype = device.dtype_name(p.array)
     item = ITEM_BYTES[dtype]
     device.launch(
         device.grouped_outer,
@@ -103,7 +104,7 @@ def hopper_outer(
         (
             *(num_rows, out.shape[0], p.width, q.width, out.shape[1], out.shape[2], *window, p.stride, q.stride),
             *(p.address(item), q.address(item), address(tables.first), address(tables.stop), address(out)),
-            *(LIBRARY_DTYPES[dtype], LIBRARY_DTYPES[out_dtype], int(adds), 0),
+            *(LIBRARY_DTYPES[dtype], 0),
         ),
         (),
         1,

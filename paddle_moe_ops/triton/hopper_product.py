@@ -32,7 +32,7 @@ __all__ = [
 
 PLAIN, GATED, GRADIENT = range(3)  # pmo_grouped_result
 TILE_ROWS, TILE_COLUMNS = 128, 128
-LIBRARY_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # pmo_dtype
+LIBRARY_DTYPES = {"float16": 1, "bfloat16": 2}  # pmo_dtype
 _INTEGERS = (
     *("num_rows", "num_sources", "num_experts", "inner", "outer"),
     *("first_column", "width", "first_row", "window_rows"),

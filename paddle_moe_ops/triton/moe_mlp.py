@@ -316,8 +316,8 @@ def _matrix_gradient(
     for first, moved in run.by_columns(tokens):
         p, q = (moved, rows) if tokens_first else (rows, moved)
         window = (first, 0) if tokens_first else (0, first)
-        if suits_outer(run.device, run.gpu, run.num_rows, p, q, out):
-            hopper_outer(run.device, p, q, tables, run.num_rows, out, window=window, adds=adds)
+        if suits_outer(run.device, run.gpu, run.num_rows, p, q, out, adds):
+            hopper_outer(run.device, p, q, tables, run.num_rows, out, window=window)
             continue
         weight_gradient(run.device, p, q, tables, config, run.num_rows, out, window=window, adds=adds)
     return out

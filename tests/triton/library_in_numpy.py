@@ -28,7 +28,7 @@ from paddle_moe_ops.triton.hopper_product import (
 __all__ = ["fields_in_header", "launches_of", "numpy_grouped_outer", "numpy_grouped_product"]
 
 _HEADER = Path(__file__).parents[2] / "paddle_moe_ops/csrc/include/pmo/grouped.h"
-_DTYPES = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 2: np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = {1: np.dtype(np.float16), 2: np.dtype(ml_dtypes.bfloat16)}
 
 
 def _at(address: int | None, dtype: Any, *shape: int) -> NDArray:
@@ -109,12 +109,11 @@ def _outer_entry(reference: Any, stream: Any) -> int:
     left = _rows_at(p.p, _DTYPES[p.dtype], p.num_rows, p.p_columns, p.p_row_stride)
     right = _rows_at(p.q, _DTYPES[p.dtype], p.num_rows, p.q_columns, p.q_row_stride)
     first, stop = (_at(each, np.int32, p.num_experts) for each in (p.first, p.stop))
-    out = _at(p.out, _DTYPES[p.out_dtype], p.num_experts, p.out_rows, p.out_columns)
+    out = _at(p.out, _DTYPES[p.dtype], p.num_experts, p.out_rows, p.out_columns)
     out = out[:, p.first_p : p.first_p + p.p_columns, p.first_q : p.first_q + p.q_columns]
     for expert in range(p.num_experts):
         rows = slice(first[expert], stop[expert])
-        sums = left[rows].astype(np.float64).T @ right[rows].astype(np.float64)
-        out[expert] = out[expert].astype(np.float64) + sums if p.adds else sums
+        out[expert] = left[rows].astype(np.float64).T @ right[rows].astype(np.float64)
     return 0
 
 

@@ -53,7 +53,6 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
 int check_grouped_outer(const pmo_grouped_outer_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_outer_params of this library");
   PMO_REQUIRE(is_grouped_dtype(p.dtype), "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
-  PMO_REQUIRE(p.out_dtype == p.dtype || p.out_dtype == PMO_FLOAT32, "out_dtype", "dtype or PMO_FLOAT32");
   PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
   PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
   PMO_REQUIRE(is_size(p.p_columns, 8), "p_columns", "a multiple of 8");

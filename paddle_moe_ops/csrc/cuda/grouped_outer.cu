@@ -42,32 +42,34 @@ struct OuterStages : Stages {
 
 __device__ inline int tiles_of_expert(const OuterArguments& a) { return a.p_tiles * a.q_tiles; }
 
-// Rows of the expert of a tile, and its first one.
-__device__ inline int rows_of(const OuterArguments& a, int expert, int* first) {
-  *first = __ldg(a.first + expert);
-  return max(min(__ldg(a.stop + expert), a.num_rows) - *first, 0);
-}
+// The rows of a tile's expert; none after the last tile. They are asked for a tile ahead: to wait for them takes as long as some tiles.
+struct ExpertRows {
+  int first = 0, stop = 0;
 
-__device__ inline OuterPlace place_of(const OuterArguments& a, int tile) {
+  __device__ ExpertRows(const OuterArguments& a, int tile, int tiles) {
+    if (tile >= tiles) return;
+    const int expert = tile / tiles_of_expert(a);
+    first = __ldg(a.first + expert);
+    stop = __ldg(a.stop + expert);
+  }
+
+  __device__ int count(const OuterArguments& a) const { return max(min(stop, a.num_rows) - first, 0); }
+  __device__ int steps(const OuterArguments& a) const { return (count(a) + kTileDepth - 1) / kTileDepth; }
+};
+
+__device__ inline OuterPlace place_of(const OuterArguments& a, int tile, const ExpertRows& rows) {
   const int expert = tile / tiles_of_expert(a);
   const TilePlace place(tile - expert * tiles_of_expert(a), a.p_tiles, a.q_tiles, kBand);
-  OuterPlace found = {expert, 0, 0, place.row * kTileRows, place.column * kTileColumns};
-  found.rows = rows_of(a, expert, &found.first);
-  return found;
-}
-
-__device__ inline int steps_for(int rows) { return (rows + kTileDepth - 1) / kTileDepth; }
-
-__device__ inline int steps_of(const OuterArguments& a, int tile) {
-  int first;
-  return steps_for(rows_of(a, tile / tiles_of_expert(a), &first));
+  return {expert, rows.first, rows.count(a), place.row * kTileRows, place.column * kTileColumns};
 }
 
 // The work of the warp that loads.
 __device__ inline void load_tiles(const OuterArguments& a, const OuterStages& stages, int tiles) {
   Ring ring;
+  ExpertRows next(a, blockIdx.x, tiles);
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const OuterPlace place = place_of(a, tile);
+    const OuterPlace place = place_of(a, tile, next);
+    next = ExpertRows(a, tile + gridDim.x, tiles);
     for (int begin = 0; begin < place.rows; begin += kTileDepth) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
       if (threadIdx.x == 0) {
@@ -91,14 +93,15 @@ __device__ inline void clean_tiles(const OuterArguments& a, const OuterStages& s
   const int lane = threadIdx.x % kWarpSize;
   Ring ring;
   uint32_t phases = 0;  // of `landed`, a bit for each stage
+  ExpertRows next(a, blockIdx.x, tiles);
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    int first;
-    const int rows = rows_of(a, tile / tiles_of_expert(a), &first);
+    const int rows = next.count(a), steps = next.steps(a);
+    next = ExpertRows(a, tile + gridDim.x, tiles);
     if (rows % kProductRows == 0) {
-      ring.skip(steps_for(rows));
+      ring.skip(steps);
       continue;
     }
-    ring.skip(steps_for(rows) - 1);
+    ring.skip(steps - 1);
     wait(&stages.landed[ring.stage], phases >> ring.stage & 1);
     phases ^= 1u << ring.stage;
     // The 32 times 16 bytes of a row: 8 in each of two pieces of both operands, wherever they are swizzled to.
@@ -152,18 +155,23 @@ __device__ inline int multiply_rows(float (&d)[128], const OuterStages& stages, 
 }
 
 // The work of a warpgroup that multiplies: every second tile of the block.
-template <bool kAdds, typename T, typename Out>
+template <typename T>
 __device__ inline void make_tiles(const OuterArguments& a, const OuterStages& stages, int tiles) {
   const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
   const uint32_t buffer = stages.a(kStages) + turn * kOuterResultBytes;
+  const int step = gridDim.x;
+  int tile = blockIdx.x + turn * step;
   Ring ring;
-  if (turn == 1) ring.skip(steps_of(a, blockIdx.x));
+  if (turn == 1) ring.skip(ExpertRows(a, blockIdx.x, tiles).steps(a));
   // A stage's barrier tells odd phases from even ones only, so no warpgroup may wait for stages before the other has seen its own filled.
   constexpr int kTurn = 1, kTogether = 3;
   if (turn == 1) tell(kTurn, 2 * kWarpgroup);
-  for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles; tile += 2 * gridDim.x) {
-    const OuterPlace place = place_of(a, tile);
-    const int next = tile + gridDim.x, skipped = next < tiles ? steps_of(a, next) : 0;
+  ExpertRows next(a, tile, tiles), of_other(a, tile + step, tiles);
+  for (; tile < tiles; tile += 2 * step) {
+    const OuterPlace place = place_of(a, tile, next);
+    const int skipped = of_other.steps(a);
+    next = ExpertRows(a, tile + 2 * step, tiles);
+    of_other = ExpertRows(a, tile + 3 * step, tiles);
     float d[128];
 #pragma unroll
     for (int i = 0; i < 128; ++i) d[i] = 0.0f;
@@ -175,20 +183,14 @@ __device__ inline void make_tiles(const OuterArguments& a, const OuterStages& st
     hold(d);
     if (place.rows > 0 && threadIdx.x % kWarpSize == 0) arrive(&stages.empty[last]);
     ring.skip(skipped);
-    if constexpr (!kAdds && sizeof(Out) == 2) {
-      store_through_shared<Out>(a, d, place, buffer, kTogether + turn);
-    } else {
-      if (kAdds && place.rows == 0) continue;
-      store_from_registers<kAdds, Out>(a, d, place);
-    }
+    store_through_shared<T>(a, d, place, buffer, kTogether + turn);
   }
-  if (!kAdds && sizeof(Out) == 2) stores_wait_read();
+  stores_wait_read();
 }
 
 #endif  // PMO_HOPPER_CODE
 
-// kAdds: to what is there.
-template <bool kAdds, typename T, typename Out>
+template <typename T>
 __global__ void __launch_bounds__(kBlockThreads, 1) grouped_outer(const __grid_constant__ OuterArguments a) {
 #ifdef PMO_HOPPER_CODE
   extern __shared__ uint8_t shared[];
@@ -207,30 +209,22 @@ __global__ void __launch_bounds__(kBlockThreads, 1) grouped_outer(const __grid_c
     }
   } else {
     take_registers<kRegistersToMultiply>();
-    make_tiles<kAdds, T, Out>(a, stages, tiles);
+    make_tiles<T>(a, stages, tiles);
   }
 #endif
 }
 
-template <bool kAdds, typename T, typename Out>
+template <typename T>
 int launch_outer(const OuterArguments& arguments, cudaStream_t stream) {
   static SharedMemoryLimit limit;
   int device = 0;
   DeviceLimits limits;
   if (const int status = hopper_limits("grouped_outer", &device, &limits)) return status;
-  auto* kernel = grouped_outer<kAdds, T, Out>;
+  auto* kernel = grouped_outer<T>;
   if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
   const int tiles = arguments.num_experts * arguments.p_tiles * arguments.q_tiles;
   const Grid grid = {static_cast<unsigned>(std::min(tiles, limits.multiprocessors)), kBlockThreads, kSharedBytes};
   return launch("grouped_outer", kernel, grid, stream, arguments);
-}
-
-template <typename T>
-int launch_dtype(const pmo_grouped_outer_params& p, const OuterArguments& arguments, cudaStream_t stream) {
-  if (p.out_dtype == PMO_FLOAT32) {
-    return p.adds ? launch_outer<true, T, float>(arguments, stream) : launch_outer<false, T, float>(arguments, stream);
-  }
-  return p.adds ? launch_outer<true, T, T>(arguments, stream) : launch_outer<false, T, T>(arguments, stream);
 }
 
 int outer(const pmo_grouped_outer_params& p, cudaStream_t stream) {
@@ -244,24 +238,19 @@ int outer(const pmo_grouped_outer_params& p, cudaStream_t stream) {
     const Tensor rows_q = {p.q, 2, {p.q_columns, p.num_rows}, {p.q_row_stride}, {64, kTileDepth}};
     if (const int status = encode(rows_q, is_bfloat16, &a.q)) return status;
   }
-  const int64_t item = p.out_dtype == PMO_FLOAT32 ? 4 : 2;
-  a.target = static_cast<char*>(p.out) + (p.first_p * p.out_columns + p.first_q) * item;
-  a.row_stride = p.out_columns;
-  a.matrix_stride = p.out_rows * p.out_columns;
-  if (p.out_dtype != PMO_FLOAT32 && !p.adds) {
-    const Tensor results = {
-        a.target, 3, {p.q_columns, p.p_columns, p.num_experts}, {a.row_stride, a.matrix_stride}, {64, kTileRows, 1}};
-    if (const int status = encode(results, is_bfloat16, &a.out)) return status;
-  }
+  const Tensor results = {static_cast<char*>(p.out) + (p.first_p * p.out_columns + p.first_q) * 2,
+                          3,
+                          {p.q_columns, p.p_columns, p.num_experts},
+                          {p.out_columns, p.out_rows * p.out_columns},
+                          {64, kTileRows, 1}};
+  if (const int status = encode(results, is_bfloat16, &a.out)) return status;
   a.first = p.first;
   a.stop = p.stop;
   a.num_rows = static_cast<int>(p.num_rows);
   a.num_experts = static_cast<int>(p.num_experts);
-  a.p_columns = static_cast<int>(p.p_columns);
-  a.q_columns = static_cast<int>(p.q_columns);
   a.p_tiles = static_cast<int>(divide_up(p.p_columns, int64_t{kTileRows}));
   a.q_tiles = static_cast<int>(divide_up(p.q_columns, int64_t{kTileColumns}));
-  return is_bfloat16 ? launch_dtype<__nv_bfloat16>(p, a, stream) : launch_dtype<__half>(p, a, stream);
+  return is_bfloat16 ? launch_outer<__nv_bfloat16>(a, stream) : launch_outer<__half>(a, stream);
 }
 
 }  // namespace

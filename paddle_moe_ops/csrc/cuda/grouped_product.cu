@@ -26,7 +26,9 @@ namespace cuda {
 namespace {
 
 constexpr int kStages = 6;
-constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // stages begin at a multiple of 1024
+constexpr int kHeldExperts = 1024;
+constexpr int kTableBytes = (3 * kHeldExperts + 1) * 4;
+constexpr int kSharedBytes = kStages * kStageBytes + 1024 + kTableBytes;  // stages begin at a multiple of 1024
 
 template <pmo_grouped_result kResult>
 constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kGatedColumns : kTileColumns;
@@ -38,27 +40,46 @@ constexpr int kBand = 8;  // rows of tiles that share their columns in the L2
 using Ring = RingOf<kStages>;
 using Stages = StagesOf<kStages>;
 
+// Those of the arguments, in shared memory unless there are too many experts: to look up a tile's place takes as long as some tiles otherwise.
+struct Tables {
+  const int32_t *tiles, *first, *stop;
+};
+
+// Every thread takes part; a barrier must follow.
+__device__ inline Tables hold_tables(const GroupedArguments& p, int32_t* shared) {
+  if (p.num_experts > kHeldExperts) return {p.tiles, p.first, p.stop};
+  int32_t *tiles = shared, *first = tiles + kHeldExperts + 1, *stop = first + kHeldExperts;
+  for (int i = threadIdx.x; i <= p.num_experts; i += kBlockThreads) {
+    tiles[i] = __ldg(p.tiles + i);
+    if (i == p.num_experts) break;
+    first[i] = __ldg(p.first + i);
+    stop[i] = __ldg(p.stop + i);
+  }
+  return {tiles, first, stop};
+}
+
 // The expert and the rows of a tile, found by the whole warp.
-__device__ inline GroupedPlace place_of(const GroupedArguments& p, int tile, int first_tile, int last_tile, int columns) {
+__device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables& tables, int tile, int first_tile, int last_tile,
+                                        int columns) {
   const TilePlace place(tile, last_tile - first_tile, p.column_tiles, kBand);
   const int row_tile = first_tile + place.row;
   int expert = 0;
   for (int begin = 0; begin < p.num_experts; begin += kWarpSize) {
     const int lane = begin + threadIdx.x % kWarpSize;
-    const bool has_ended = lane < p.num_experts && __ldg(p.tiles + 1 + lane) <= row_tile;
+    const bool has_ended = lane < p.num_experts && tables.tiles[1 + lane] <= row_tile;
     expert += __popc(__ballot_sync(kAllLanes, has_ended));
   }
-  const int row = __ldg(p.first + expert) + (row_tile - __ldg(p.tiles + expert)) * kTileRows;
-  return {expert, row, __ldg(p.stop + expert), place.column * columns};
+  const int row = tables.first[expert] + (row_tile - tables.tiles[expert]) * kTileRows;
+  return {expert, row, tables.stop[expert], place.column * columns};
 }
 
 // The work of the warp that loads.
 template <pmo_grouped_result kResult, bool kTransposed>
-__device__ inline void load_tiles(const GroupedArguments& p, const Stages& stages, int first_tile, int last_tile) {
+__device__ inline void load_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile, int last_tile) {
   const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
   Ring ring;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const GroupedPlace place = place_of(p, tile, first_tile, last_tile, kResultColumns<kResult>);
+    const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
     const int column = p.first_column + place.column, next = column + (kResult == PMO_GROUPED_GATED ? p.to_up : 64);
     for (int step = 0; step < steps; ++step) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
@@ -112,7 +133,7 @@ __device__ inline void multiply_tile(float (&d)[128], const Stages& stages, Ring
 
 // The work of a warpgroup that multiplies: every second tile of the block.
 template <pmo_grouped_result kResult, bool kTransposed, typename T>
-__device__ inline void make_tiles(const GroupedArguments& p, const Stages& stages, int first_tile, int last_tile) {
+__device__ inline void make_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile, int last_tile) {
   const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
   const int row_of_thread = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
   const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
@@ -122,7 +143,7 @@ __device__ inline void make_tiles(const GroupedArguments& p, const Stages& stage
   constexpr int kTurn = 1;
   if (turn == 1) tell(kTurn, 2 * kWarpgroup);
   for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles; tile += 2 * gridDim.x) {
-    const GroupedPlace place = place_of(p, tile, first_tile, last_tile, kResultColumns<kResult>);
+    const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
     float d[128];
     meet(kTurn + turn, 2 * kWarpgroup);
     multiply_tile<!kTransposed, T>(d, stages, ring, steps);
@@ -143,14 +164,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1) grouped_product(const __grid
 #ifdef PMO_HOPPER_CODE
   extern __shared__ uint8_t shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
+  const Tables tables = hold_tables(p, reinterpret_cast<int32_t*>(shared + kSharedBytes - kTableBytes));
   const Stages stages = make_stages(shared, full, empty);
   const int first_tile = __ldg(p.window), last_tile = __ldg(p.window + 1);
   if (threadIdx.x < kWarpgroup) {
     give_registers<kRegistersToLoad>();
-    if (threadIdx.x < kWarpSize) load_tiles<kResult, kTransposed>(p, stages, first_tile, last_tile);
+    if (threadIdx.x < kWarpSize) load_tiles<kResult, kTransposed>(p, tables, stages, first_tile, last_tile);
   } else {
     take_registers<kRegistersToMultiply>();
-    make_tiles<kResult, kTransposed, T>(p, stages, first_tile, last_tile);
+    make_tiles<kResult, kTransposed, T>(p, tables, stages, first_tile, last_tile);
   }
 #endif
 }

@@ -76,10 +76,8 @@ typedef struct pmo_grouped_outer_params {
   const void* q;         // [M, q_columns], at a multiple of 16 bytes
   const int32_t* first;  // [E]
   const int32_t* stop;   // [E]
-  void* out;             // [E, out_rows, out_columns], of `out_dtype`, at a multiple of 16 bytes
-  int32_t dtype;         // of p and q
-  int32_t out_dtype;     // `dtype` or PMO_FLOAT32
-  int32_t adds;
+  void* out;             // [E, out_rows, out_columns], at a multiple of 16 bytes
+  int32_t dtype;
   int32_t reserved;
 } pmo_grouped_outer_params;
 
