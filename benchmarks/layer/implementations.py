@@ -42,9 +42,12 @@ def ours(
     workspace_mb: int = 512,
     device: TorchDevice | None = None,
     triton_alone: bool = False,
+    library_gradients: bool = True,
 ) -> Passes:
     """The launchers of this package's kernels on a GPU, in which everything but tokens and matrices is prepared."""
     device, i = device or TorchDevice(None if triton_alone else inputs.core_library), inputs
+    if not library_gradients:
+        device.grouped_outer = None
     groups, tokens = Groups(i.sizes, i.offsets), Tokens(i.row_to_token, i.token_rows)
     layer = Layer(i.gate_up, i.down, groups, tokens, i.row_probs, False, workspace_mb << 20)
 
@@ -111,6 +114,7 @@ def unsloth(inputs: Inputs, which: int) -> Passes:
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours": ours,
     "ours, Triton alone": lambda inputs: ours(inputs, triton_alone=True),
+    "ours, dW by Triton": lambda inputs: ours(inputs, library_gradients=False),
     "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
     "ours, 256 MiB": lambda inputs: ours(inputs, workspace_mb=256),
     "ours, 1 GiB": lambda inputs: ours(inputs, workspace_mb=1024),

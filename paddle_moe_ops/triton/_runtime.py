@@ -199,10 +199,12 @@ class Library(NamedTuple):
 
     Attributes:
         grouped_product: a `hopper_product.LibraryKernel`.
+        grouped_outer: another one.
         functions: what repeats recorded calls.
     """
 
     grouped_product: Any = None
+    grouped_outer: Any = None
     functions: Functions | None = None
 
 
@@ -231,7 +233,7 @@ class PaddleDevice:
         self.compiled, self.run = self._handles.compiled, self._handles.run
         self.recordings: dict[Any, Any] = {}
         self._several_gpus = _Cuda.get().device_count > 1
-        self.grouped_product, functions = library
+        self.grouped_product, self.grouped_outer, functions = library
         self.native = None if functions is None else Native(functions, _Cuda.get().launching(index))
 
     @functools.cached_property

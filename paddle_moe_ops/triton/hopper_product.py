@@ -18,11 +18,21 @@ if TYPE_CHECKING:  # they import Triton, which must know before whether it inter
     from .grouped_gemm import Rows, Schedule, Target
     from .grouped_gemm_configs import GemmConfig, Gpu
 
-__all__ = ["GATED", "GRADIENT", "PLAIN", "LibraryKernel", "grouped_product_of", "hopper_product", "suits"]
+__all__ = [
+    "GATED",
+    "GRADIENT",
+    "LIBRARY_DTYPES",
+    "PLAIN",
+    "LibraryKernel",
+    "grouped_product_of",
+    "hopper_product",
+    "library_kernel",
+    "suits",
+]
 
 PLAIN, GATED, GRADIENT = range(3)  # pmo_grouped_result
 TILE_ROWS, TILE_COLUMNS = 128, 128
-_DTYPES = {"float16": 1, "bfloat16": 2}
+LIBRARY_DTYPES = {"float16": 1, "bfloat16": 2}  # pmo_dtype
 _INTEGERS = (
     *("num_rows", "num_sources", "num_experts", "inner", "outer"),
     *("first_column", "width", "first_row", "window_rows"),
@@ -84,13 +94,19 @@ class LibraryKernel:
             raise RuntimeError(f"{self.__name__}: {self._last_error().decode()}")
 
 
-def grouped_product_of(library: Any) -> LibraryKernel | None:
-    """The kernel of a library that `ctypes` has loaded, or None where it has none."""
-    if not hasattr(library, "pmo_grouped_product_cuda") or not library.pmo_grouped_product_cuda_is_built():
+def library_kernel(library: Any, name: str, params: type[ctypes.Structure]) -> LibraryKernel | None:
+    """A kernel for Hopper of a library that `ctypes` has loaded, or None where it has none."""
+    entry = f"pmo_{name}_cuda"
+    if not hasattr(library, entry) or not library.pmo_grouped_product_cuda_is_built():
         return None
     last_error = library.pmo_last_error
     last_error.restype = ctypes.c_char_p
-    return LibraryKernel("grouped_product", library.pmo_grouped_product_cuda, GroupedProductParams, last_error)
+    return LibraryKernel(name, getattr(library, entry), params, last_error)
+
+
+def grouped_product_of(library: Any) -> LibraryKernel | None:
+    """The grouped product of a library, or None."""
+    return library_kernel(library, "grouped_product", GroupedProductParams)
 
 
 def suits(
@@ -180,7 +196,7 @@ def hopper_product(
             *(source.address(item), source.stride, *map(address, (w, row_to_token, weights))),
             *(*map(address, (tables.first, tables.stop, tables.tiles)), begin),
             *map(address, (out.array, hidden, d_weights)),
-            *(_DTYPES[dtype], result, int(transpose), 0),
+            *(LIBRARY_DTYPES[dtype], result, int(transpose), 0),
         ),
         (),
         1,

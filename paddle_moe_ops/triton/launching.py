@@ -67,6 +67,10 @@ class Device(Protocol):
     def grouped_product(self) -> Any:
         """What `hopper_product` launches, or None."""
 
+    @property
+    def grouped_outer(self) -> Any:
+        """What `hopper_outer` launches, or None."""
+
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         """A new array, contents undefined; ``dtype`` is a key of `ITEM_BYTES`."""
 

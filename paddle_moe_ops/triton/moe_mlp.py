@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from .grouped_gemm import Groups, Rows, Schedule, Target, Tokens, product, row_sums, schedule, weight_gradient
 from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
+from .hopper_outer import hopper_outer, suits_outer
 from .hopper_product import GATED, GRADIENT, PLAIN, hopper_product, suits
 from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 from .permute import permute_window
@@ -315,5 +316,8 @@ def _matrix_gradient(
     for first, moved in run.by_columns(tokens):
         p, q = (moved, rows) if tokens_first else (rows, moved)
         window = (first, 0) if tokens_first else (0, first)
+        if suits_outer(run.device, run.gpu, run.num_rows, p, q, out, adds):
+            hopper_outer(run.device, p, q, tables, run.num_rows, out, window=window)
+            continue
         weight_gradient(run.device, p, q, tables, config, run.num_rows, out, window=window, adds=adds)
     return out

@@ -159,6 +159,10 @@ class Recorder:
     def grouped_product(self) -> Any:
         return self._device.grouped_product
 
+    @property
+    def grouped_outer(self) -> Any:
+        return self._device.grouped_outer
+
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         made = self._device.empty(shape, dtype)
         self._made.append((made, tuple(shape), dtype))

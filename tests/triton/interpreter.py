@@ -115,6 +115,7 @@ class NumpyDevice:
     """
 
     grouped_product: Any = None
+    grouped_outer: Any = None
 
     def __init__(self) -> None:
         self.launches: list[str] = []

@@ -1,17 +1,21 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What csrc/include/pmo/grouped.h says of the grouped product, in NumPy, for machines without a GPU."""
+"""What csrc/include/pmo/grouped.h says of the kernels for Hopper, in NumPy, for machines without a GPU."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams
 from paddle_moe_ops.triton.hopper_product import (
     GATED,
     PLAIN,
@@ -21,8 +25,9 @@ from paddle_moe_ops.triton.hopper_product import (
     LibraryKernel,
 )
 
-__all__ = ["numpy_grouped_product"]
+__all__ = ["fields_in_header", "launches_of", "numpy_grouped_outer", "numpy_grouped_product"]
 
+_HEADER = Path(__file__).parents[2] / "paddle_moe_ops/csrc/include/pmo/grouped.h"
 _DTYPES = {1: np.dtype(np.float16), 2: np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -31,6 +36,12 @@ def _at(address: int | None, dtype: Any, *shape: int) -> NDArray:
     count = int(np.prod(shape))
     raw = (ctypes.c_uint8 * (count * kind.itemsize)).from_address(address or 0)
     return np.frombuffer(raw, np.uint8).view(kind).reshape(shape)
+
+
+def _rows_at(address: int | None, dtype: Any, height: int, width: int, stride: int) -> NDArray:
+    count = (height - 1) * stride + width if height else 0
+    item = np.dtype(dtype).itemsize
+    return np.lib.stride_tricks.as_strided(_at(address, dtype, count), (height, width), (stride * item, item))
 
 
 def _groups(p: GroupedProductParams) -> Iterator[tuple[int, slice]]:
@@ -58,10 +69,7 @@ def _entry(reference: Any, stream: Any) -> int:
     dtype = _DTYPES[p.dtype]
     shape = (p.outer, p.inner) if p.transpose else (p.inner, p.outer)
     matrices = _at(p.matrix, dtype, p.num_experts, *shape)
-    height = (p.num_sources - 1) * p.x_row_stride + p.inner if p.num_sources else 0
-    x = np.lib.stride_tricks.as_strided(
-        _at(p.x, dtype, height), (p.num_sources, p.inner), (p.x_row_stride * dtype.itemsize, dtype.itemsize)
-    )
+    x = _rows_at(p.x, dtype, p.num_sources, p.inner, p.x_row_stride)
     out = _at(p.out, dtype, p.num_rows, p.width)
     columns = slice(p.first_column, p.first_column + p.outer if p.result == GATED else p.first_column + p.width)
     for expert, rows in _groups(p):
@@ -92,6 +100,49 @@ def _entry(reference: Any, stream: Any) -> int:
             shares = np.add.reduceat(act * sums, np.arange(0, p.width, TILE_COLUMNS), axis=1)
             _at(p.d_weights, np.float32, p.num_rows, tiles)[rows] = shares
     return 0
+
+
+def _outer_entry(reference: Any, stream: Any) -> int:
+    p: GroupedOuterParams = reference._obj
+    if p.struct_size != ctypes.sizeof(p):
+        return 1
+    left = _rows_at(p.p, _DTYPES[p.dtype], p.num_rows, p.p_columns, p.p_row_stride)
+    right = _rows_at(p.q, _DTYPES[p.dtype], p.num_rows, p.q_columns, p.q_row_stride)
+    first, stop = (_at(each, np.int32, p.num_experts) for each in (p.first, p.stop))
+    out = _at(p.out, _DTYPES[p.dtype], p.num_experts, p.out_rows, p.out_columns)
+    out = out[:, p.first_p : p.first_p + p.p_columns, p.first_q : p.first_q + p.q_columns]
+    for expert in range(p.num_experts):
+        rows = slice(first[expert], stop[expert])
+        out[expert] = left[rows].astype(np.float64).T @ right[rows].astype(np.float64)
+    return 0
+
+
+def fields_in_header(struct: str) -> list[tuple[str, Any]]:
+    """Those of a struct of the header, as `ctypes` has them."""
+    body = re.search(rf"typedef struct {struct} \{{(.*?)\}} {struct};", _HEADER.read_text(encoding="utf-8"), re.DOTALL)[
+        1
+    ]
+    fields = re.findall(r"^ +(?:const )?(\w+)( |\* ?)(\w+);", body, re.MULTILINE)
+    types = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
+    return [(name, ctypes.c_void_p if "*" in star else types[kind]) for kind, star, name in fields]
+
+
+def launches_of(name: str, params: type[ctypes.Structure], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    """A list that takes the fields of each launch of a kernel from now on."""
+    seen: list[dict[str, int]] = []
+    run, fields = LibraryKernel.run, [field for field, *_ in params._fields_[1:]]
+
+    def record(self: LibraryKernel, *arguments: Any) -> None:
+        if self.__name__ == name:
+            seen.append(dict(zip(fields, arguments[9:], strict=True)))
+        run(self, *arguments)
+
+    monkeypatch.setattr(LibraryKernel, "run", record)
+    return seen
+
+
+def numpy_grouped_outer() -> LibraryKernel:
+    return LibraryKernel("grouped_outer", _outer_entry, GroupedOuterParams, lambda: b"wrong struct")
 
 
 def numpy_grouped_product() -> LibraryKernel:

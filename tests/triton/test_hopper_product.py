@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
 from paddle_moe_ops.triton.handles import Handles
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
 
-from .library_in_numpy import numpy_grouped_product
+from .library_in_numpy import fields_in_header, launches_of, numpy_grouped_product
 from .test_moe_mlp import BY_LAYOUT, Case, Problem, assert_all_same
 
 HOPPER = Gpu(90, 132, 60 << 20)
@@ -60,19 +59,8 @@ def device(gpu, monkeypatch) -> Any:
 
 
 @pytest.fixture
-def launched(device, monkeypatch) -> list[tuple[int, int]]:
-    """The result and the first row of each launch of the library's product."""
-    seen: list[tuple[int, int]] = []
-    run = LibraryKernel.run
-
-    def record(self: LibraryKernel, *arguments: Any) -> None:
-        names = [name for name, _ in GroupedProductParams._fields_[1:]]
-        fields = dict(zip(names, arguments[9:], strict=True))
-        seen.append((fields["result"], fields["first_row"]))
-        run(self, *arguments)
-
-    monkeypatch.setattr(LibraryKernel, "run", record)
-    return seen
+def launched(device, monkeypatch) -> list[dict[str, int]]:
+    return launches_of("grouped_product", GroupedProductParams, monkeypatch)
 
 
 @BY_LAYOUT
@@ -82,15 +70,15 @@ def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, case, dty
     problem = Problem(rng, case, dtype, transpose)
     assert_all_same(problem.run(device), problem.due())
     results = [hopper_product.GATED, hopper_product.PLAIN, hopper_product.GRADIENT, hopper_product.PLAIN]
-    assert [result for result, _ in launched] == (results if problem.plan.num_rows else [])
+    assert [each["result"] for each in launched] == (results if problem.plan.num_rows else [])
 
 
 def test_windows_change_no_bit(rng, device, launched, monkeypatch):
     monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
     problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
     assert_all_same(problem.run(device, 260 * 32 * 2), problem.due())
-    assert max(first_row for _, first_row in launched) > 0
-    assert sum(result == hopper_product.PLAIN for result, _ in launched) > 2
+    assert max(each["first_row"] for each in launched) > 0
+    assert sum(each["result"] == hopper_product.PLAIN for each in launched) > 2
 
 
 def test_the_first_product_is_made_again_where_it_was_not_kept(rng, device):
@@ -191,12 +179,7 @@ def test_what_the_library_refuses_is_an_error_that_names_the_kernel():
 
 
 def test_the_struct_mirrors_the_header():
-    header = (Path(__file__).parents[2] / "paddle_moe_ops/csrc/include/pmo/grouped.h").read_text(encoding="utf-8")
-    body = re.search(r"typedef struct pmo_grouped_product_params \{(.*?)\} pmo_grouped", header, re.DOTALL)[1]
-    fields = re.findall(r"^ +(?:const )?(\w+)( |\* ?)(\w+);", body, re.MULTILINE)
-    types = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
-    expected = [(name, ctypes.c_void_p if "*" in star else types[kind]) for kind, star, name in fields]
-    assert list(GroupedProductParams._fields_) == expected
+    assert list(GroupedProductParams._fields_) == fields_in_header("pmo_grouped_product_params")
     assert (hopper_product.PLAIN, hopper_product.GATED, hopper_product.GRADIENT) == (0, 1, 2)
 
 

@@ -39,6 +39,7 @@ int check_quantize_sizes(const pmo_quantize_params& p);
 int check_quantize(const pmo_quantize_params& p);
 int check_dequantize(const pmo_dequantize_params& p);
 int check_grouped_product(const pmo_grouped_product_params& p);
+int check_grouped_outer(const pmo_grouped_outer_params& p);
 int check_topk(const pmo_topk_params& p);
 int check_topk_backward(const pmo_topk_backward_params& p);
 

@@ -50,4 +50,32 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
   return PMO_OK;
 }
 
+int check_grouped_outer(const pmo_grouped_outer_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_outer_params of this library");
+  PMO_REQUIRE(is_grouped_dtype(p.dtype), "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
+  PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
+  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
+  PMO_REQUIRE(is_size(p.p_columns, 8), "p_columns", "a multiple of 8");
+  PMO_REQUIRE(is_size(p.q_columns, 8), "q_columns", "a multiple of 8");
+  PMO_REQUIRE(is_size(p.out_rows, 1), "out_rows", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.out_columns, 8), "out_columns", "a multiple of 8");
+  PMO_REQUIRE(is_size(p.first_p, 1) && p.first_p + p.p_columns <= p.out_rows, "first_p",
+              "a row of out with p_columns from there on");
+  PMO_REQUIRE(is_size(p.first_q, 8) && p.first_q + p.q_columns <= p.out_columns, "first_q",
+              "a multiple of 8, and a column of out with q_columns from there on");
+  // tiles are counted in 32 bits
+  PMO_REQUIRE((p.p_columns / 128 + 1) * (p.q_columns / 128 + 1) <= kMost / p.num_experts, "num_experts",
+              "below 2^30 / tiles of 128 x 128 of a matrix");
+  if (p.p_columns == 0 || p.q_columns == 0) return PMO_OK;
+  PMO_REQUIRE(is_16_bytes(p.out), "out", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
+  PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
+  if (p.num_rows == 0) return PMO_OK;
+  PMO_REQUIRE(p.p_row_stride >= p.p_columns && p.p_row_stride % 8 == 0, "p_row_stride", "a multiple of 8 that holds a row");
+  PMO_REQUIRE(p.q_row_stride >= p.q_columns && p.q_row_stride % 8 == 0, "q_row_stride", "a multiple of 8 that holds a row");
+  PMO_REQUIRE(is_16_bytes(p.p), "p", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(is_16_bytes(p.q), "q", "an array at a multiple of 16 bytes");
+  return PMO_OK;
+}
+
 }  // namespace pmo

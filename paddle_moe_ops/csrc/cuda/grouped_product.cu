@@ -18,6 +18,7 @@
 
 #include "common/checks.h"
 #include "cuda/grouped_results.cuh"
+#include "cuda/grouped_stages.cuh"
 #include "cuda/hopper_host.h"
 
 namespace pmo {
@@ -25,11 +26,9 @@ namespace cuda {
 namespace {
 
 constexpr int kStages = 6;
-constexpr int kWarpgroup = 128;
-constexpr int kBlockThreads = 3 * kWarpgroup;
-constexpr int kBytesA = kTileRows * kTileDepth * 2, kBytesB = kTileColumns * kTileDepth * 2;
-constexpr int kStageBytes = kBytesA + kBytesB;
-constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // stages begin at a multiple of 1024
+constexpr int kHeldExperts = 1024;
+constexpr int kTableBytes = (3 * kHeldExperts + 1) * 4;
+constexpr int kSharedBytes = kStages * kStageBytes + 1024 + kTableBytes;  // stages begin at a multiple of 1024
 
 template <pmo_grouped_result kResult>
 constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kGatedColumns : kTileColumns;
@@ -37,81 +36,50 @@ constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kGatedColumns : kT
 #ifdef PMO_HOPPER_CODE
 
 constexpr int kBand = 8;  // rows of tiles that share their columns in the L2
-constexpr int kPieceBytes = 64 * 128;
-constexpr int kRegistersToLoad = 40, kRegistersToMultiply = 232;
 
-// Row and column of a tile of height x width: in bands of kBand rows, down each column of a band.
-struct TilePlace {
-  int row, column;
+using Ring = RingOf<kStages>;
+using Stages = StagesOf<kStages>;
 
-  __device__ TilePlace(int tile, int height, int width) {
-    const int band = tile / (kBand * width), inside = tile - band * kBand * width;
-    const int rows = min(height - band * kBand, kBand);
-    column = inside / rows;
-    row = band * kBand + inside - column * rows;
-  }
+// Those of the arguments, in shared memory unless there are too many experts: to look up a tile's place takes as long as some tiles otherwise.
+struct Tables {
+  const int32_t *tiles, *first, *stop;
 };
 
-// A warpgroup's place in the ring.
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ void skip(int steps) {
-    stage += steps;
-    phase ^= stage / kStages & 1;
-    stage %= kStages;
+// Every thread takes part; a barrier must follow.
+__device__ inline Tables hold_tables(const GroupedArguments& p, int32_t* shared) {
+  if (p.num_experts > kHeldExperts) return {p.tiles, p.first, p.stop};
+  int32_t *tiles = shared, *first = tiles + kHeldExperts + 1, *stop = first + kHeldExperts;
+  for (int i = threadIdx.x; i <= p.num_experts; i += kBlockThreads) {
+    tiles[i] = __ldg(p.tiles + i);
+    if (i == p.num_experts) break;
+    first[i] = __ldg(p.first + i);
+    stop[i] = __ldg(p.stop + i);
   }
-
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
-struct Stages {
-  uint32_t first;
-  uint64_t *full, *empty;
-
-  __device__ uint32_t a(int stage) const { return first + stage * kStageBytes; }
-  __device__ uint32_t b(int stage) const { return a(stage) + kBytesA; }
-};
-
-__device__ inline Stages make_stages(uint8_t* shared, uint64_t (&full)[kStages], uint64_t (&empty)[kStages]) {
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&full[stage], 1);
-      init_barrier(&empty[stage], kWarpgroup / kWarpSize);
-    }
-    fence_barrier_init();
-  }
-  __syncthreads();
-  return {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
+  return {tiles, first, stop};
 }
 
 // The expert and the rows of a tile, found by the whole warp.
-__device__ inline GroupedPlace place_of(const GroupedArguments& p, int tile, int first_tile, int last_tile, int columns) {
-  const TilePlace place(tile, last_tile - first_tile, p.column_tiles);
+__device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables& tables, int tile, int first_tile, int last_tile,
+                                        int columns) {
+  const TilePlace place(tile, last_tile - first_tile, p.column_tiles, kBand);
   const int row_tile = first_tile + place.row;
   int expert = 0;
   for (int begin = 0; begin < p.num_experts; begin += kWarpSize) {
     const int lane = begin + threadIdx.x % kWarpSize;
-    const bool has_ended = lane < p.num_experts && __ldg(p.tiles + 1 + lane) <= row_tile;
+    const bool has_ended = lane < p.num_experts && tables.tiles[1 + lane] <= row_tile;
     expert += __popc(__ballot_sync(kAllLanes, has_ended));
   }
-  const int row = __ldg(p.first + expert) + (row_tile - __ldg(p.tiles + expert)) * kTileRows;
-  return {expert, row, __ldg(p.stop + expert), place.column * columns};
+  const int row = tables.first[expert] + (row_tile - tables.tiles[expert]) * kTileRows;
+  return {expert, row, tables.stop[expert], place.column * columns};
 }
 
 // The work of the warp that loads.
 template <pmo_grouped_result kResult, bool kTransposed>
-__device__ inline void load_tiles(const GroupedArguments& p, const Stages& stages, int first_tile, int last_tile) {
+__device__ inline void load_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile, int last_tile) {
   const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
   Ring ring;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const GroupedPlace place = place_of(p, tile, first_tile, last_tile, kResultColumns<kResult>);
+    const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
     const int column = p.first_column + place.column, next = column + (kResult == PMO_GROUPED_GATED ? p.to_up : 64);
     for (int step = 0; step < steps; ++step) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
@@ -132,12 +100,6 @@ __device__ inline void load_tiles(const GroupedArguments& p, const Stages& stage
       ring.advance();
     }
   }
-}
-
-// The compiler moves no accumulators across this.
-__device__ inline void hold(float (&d)[128]) {
-#pragma unroll
-  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // d = the product of a tile's rows and columns, stage by stage.
@@ -171,7 +133,7 @@ __device__ inline void multiply_tile(float (&d)[128], const Stages& stages, Ring
 
 // The work of a warpgroup that multiplies: every second tile of the block.
 template <pmo_grouped_result kResult, bool kTransposed, typename T>
-__device__ inline void make_tiles(const GroupedArguments& p, const Stages& stages, int first_tile, int last_tile) {
+__device__ inline void make_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile, int last_tile) {
   const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
   const int row_of_thread = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
   const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
@@ -181,7 +143,7 @@ __device__ inline void make_tiles(const GroupedArguments& p, const Stages& stage
   constexpr int kTurn = 1;
   if (turn == 1) tell(kTurn, 2 * kWarpgroup);
   for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles; tile += 2 * gridDim.x) {
-    const GroupedPlace place = place_of(p, tile, first_tile, last_tile, kResultColumns<kResult>);
+    const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
     float d[128];
     meet(kTurn + turn, 2 * kWarpgroup);
     multiply_tile<!kTransposed, T>(d, stages, ring, steps);
@@ -202,14 +164,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1) grouped_product(const __grid
 #ifdef PMO_HOPPER_CODE
   extern __shared__ uint8_t shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
+  const Tables tables = hold_tables(p, reinterpret_cast<int32_t*>(shared + kSharedBytes - kTableBytes));
   const Stages stages = make_stages(shared, full, empty);
   const int first_tile = __ldg(p.window), last_tile = __ldg(p.window + 1);
   if (threadIdx.x < kWarpgroup) {
     give_registers<kRegistersToLoad>();
-    if (threadIdx.x < kWarpSize) load_tiles<kResult, kTransposed>(p, stages, first_tile, last_tile);
+    if (threadIdx.x < kWarpSize) load_tiles<kResult, kTransposed>(p, tables, stages, first_tile, last_tile);
   } else {
     take_registers<kRegistersToMultiply>();
-    make_tiles<kResult, kTransposed, T>(p, stages, first_tile, last_tile);
+    make_tiles<kResult, kTransposed, T>(p, tables, stages, first_tile, last_tile);
   }
 #endif
 }
@@ -219,10 +182,7 @@ int launch_product(const pmo_grouped_product_params& p, const GroupedArguments& 
   static SharedMemoryLimit limit;
   int device = 0;
   DeviceLimits limits;
-  if (const int status = current_device(&device, &limits)) return status;
-  if (limits.major != 9 || !pmo_grouped_product_cuda_is_built()) {
-    return fail(PMO_INTERNAL, "CUDA: grouped_product needs compute capability 9.0 and a library built with CUDA 12 or newer");
-  }
+  if (const int status = hopper_limits("grouped_product", &device, &limits)) return status;
   auto* kernel = grouped_product<kResult, kTransposed, T>;
   if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
   const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTileRows}) + p.num_experts;

@@ -69,6 +69,31 @@ __device__ inline void load_box(uint32_t target, const CUtensorMap* map, uint64_
       : "memory");
 }
 
+// A box of shared memory to a tensor by the copy engine, which leaves out what lies outside the tensor. Whoever wrote the box has called
+// `fence_async_proxy` since. The thread that stores boxes commits them, and waits until the shared memory may be written again.
+__device__ inline void store_box(const CUtensorMap* map, uint32_t source, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(source), "r"(x),
+               "r"(y), "r"(z)
+               : "memory");
+}
+__device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// What this thread wrote to shared memory is there for the copy engine and the tensor cores.
+__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ inline void store_16_bytes(uint32_t target, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// Stores four matrices of 8 x 8 numbers of 16 bits. Of matrix i, lane l holds two in word[i], row l / 4 and column l % 4 * 2, and lane
+// 8 i + r the address of row r.
+__device__ inline void store_matrices(uint32_t address, const uint32_t (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]), "r"(word[1]),
+               "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+
 // One of the block's 15 numbered barriers for `threads` of it: waits for the others, or only tells them.
 __device__ inline void meet(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -102,8 +127,8 @@ __device__ inline void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// d[kFirst ...] += a b: 64 x 128 numbers of a warpgroup from operands of depth 16. kTurnedB: rows of b in shared memory are the
-// contraction. Of lane l of warp w, d[kFirst + 4 i + 2 h + j] is in row 16 w + l / 4 + 8 h and column 8 i + l % 4 * 2 + j.
+// d[kFirst ...] += a b: 64 x 128 numbers of a warpgroup from operands of depth 16. kTurnedA, kTurnedB: rows of that operand in shared
+// memory are the contraction. Of lane l of warp w, d[kFirst + 4 i + 2 h + j] is in row 16 w + l / 4 + 8 h and column 8 i + l % 4 * 2 + j.
 // clang-format off
 #define PMO_MULTIPLY(TYPE, a, b) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" \
@@ -121,15 +146,15 @@ __device__ inline void products_wait() {
         "+f"(d[kFirst + 40]), "+f"(d[kFirst + 41]), "+f"(d[kFirst + 42]), "+f"(d[kFirst + 43]), "+f"(d[kFirst + 44]), "+f"(d[kFirst + 45]), "+f"(d[kFirst + 46]), "+f"(d[kFirst + 47]), \
         "+f"(d[kFirst + 48]), "+f"(d[kFirst + 49]), "+f"(d[kFirst + 50]), "+f"(d[kFirst + 51]), "+f"(d[kFirst + 52]), "+f"(d[kFirst + 53]), "+f"(d[kFirst + 54]), "+f"(d[kFirst + 55]), \
         "+f"(d[kFirst + 56]), "+f"(d[kFirst + 57]), "+f"(d[kFirst + 58]), "+f"(d[kFirst + 59]), "+f"(d[kFirst + 60]), "+f"(d[kFirst + 61]), "+f"(d[kFirst + 62]), "+f"(d[kFirst + 63]) \
-      : "l"(a), "l"(b), "n"(0), "n"(kTurnedB))
+      : "l"(a), "l"(b), "n"(kTurnedA), "n"(kTurnedB))
 // clang-format on
 
-template <int kFirst, int kTurnedB>
+template <int kFirst, int kTurnedB, int kTurnedA = 0>
 __device__ inline void multiply(float (&d)[128], uint64_t a, uint64_t b, __nv_bfloat16) {
   PMO_MULTIPLY("bf16", a, b);
 }
 
-template <int kFirst, int kTurnedB>
+template <int kFirst, int kTurnedB, int kTurnedA = 0>
 __device__ inline void multiply(float (&d)[128], uint64_t a, uint64_t b, __half) {
   PMO_MULTIPLY("f16", a, b);
 }

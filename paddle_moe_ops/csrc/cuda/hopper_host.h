@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Descriptions of tensors for the copy engine of Hopper.
+// Descriptions of tensors for the copy engine of Hopper, and whether a GPU is one.
 #pragma once
 
 #include <cuda.h>
@@ -10,6 +10,14 @@
 
 namespace pmo {
 namespace cuda {
+
+// The limits of the current device, which must be able to run `kernel`.
+inline int hopper_limits(const char* kernel, int* device, DeviceLimits* limits) {
+  if (const int status = current_device(device, limits)) return status;
+  if (limits->major == 9 && CUDART_VERSION >= 12000) return PMO_OK;
+  return fail(PMO_INTERNAL,
+              std::string("CUDA: ") + kernel + " needs compute capability 9.0 and a library built with CUDA 12 or newer");
+}
 
 // Rows of `sizes[0]` numbers of 16 bits; strides, in elements, are those of the other dimensions. A box is swizzled by 128 bytes.
 struct Tensor {

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Products of each expert's rows and its matrix, on GPUs of compute capability 9.0.
+// Products of each expert's rows and its matrix, and the gradients of the matrices, on GPUs of compute capability 9.0.
 //
 // M rows in all, those of expert e from first[e] to stop[e] - 1. All arrays are of `dtype` (float16 or bfloat16) unless their type says
 // otherwise; sums are float32, in ascending order of the contraction. Nothing else depends on how the work is cut, so the bits don't.
@@ -57,6 +57,31 @@ typedef struct pmo_grouped_product_params {
 } pmo_grouped_product_params;
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);
+
+// out[e][first_p + i, first_q + j] = the sum of p[r, i] q[r, j] over the rows r of expert e, or that is added to it: in float32, and
+// rounded once. Without rows it is 0. Rows that no expert has may hold anything.
+typedef struct pmo_grouped_outer_params {
+  int64_t struct_size;
+  int64_t num_rows;     // M
+  int64_t num_experts;  // E
+  int64_t p_columns;    // a multiple of 8
+  int64_t q_columns;    // a multiple of 8
+  int64_t out_rows;
+  int64_t out_columns;   // a multiple of 8
+  int64_t first_p;       // first_p + p_columns is at most out_rows
+  int64_t first_q;       // a multiple of 8; first_q + q_columns is at most out_columns
+  int64_t p_row_stride;  // a multiple of 8
+  int64_t q_row_stride;  // a multiple of 8
+  const void* p;         // [M, p_columns], at a multiple of 16 bytes
+  const void* q;         // [M, q_columns], at a multiple of 16 bytes
+  const int32_t* first;  // [E]
+  const int32_t* stop;   // [E]
+  void* out;             // [E, out_rows, out_columns], at a multiple of 16 bytes
+  int32_t dtype;
+  int32_t reserved;
+} pmo_grouped_outer_params;
+
+PMO_API int pmo_grouped_outer_cuda(const pmo_grouped_outer_params* params, void* stream);
 
 // Whether this library has the kernels: compilers before CUDA 12 cannot make them.
 PMO_API int32_t pmo_grouped_product_cuda_is_built(void);

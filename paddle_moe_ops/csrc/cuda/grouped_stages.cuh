@@ -1,0 +1,86 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// What the grouped products of Hopper share: blocks of three warpgroups, one that loads and two that take turns in making tiles, a ring of
+// stages between them, and the order of tiles.
+#pragma once
+
+#include "cuda/grouped_results.cuh"
+
+namespace pmo {
+namespace cuda {
+
+constexpr int kWarpgroup = 128;
+constexpr int kBlockThreads = 3 * kWarpgroup;
+constexpr int kBytesA = kTileRows * kTileDepth * 2, kBytesB = kTileColumns * kTileDepth * 2;
+constexpr int kStageBytes = kBytesA + kBytesB;
+
+#ifdef PMO_HOPPER_CODE
+
+constexpr int kPieceBytes = 64 * 128;  // 64 rows of 128 bytes, which are swizzled
+constexpr int kRegistersToLoad = 40, kRegistersToMultiply = 232;
+
+// Row and column of a tile of height x width: in bands of so many rows, down each column of a band.
+struct TilePlace {
+  int row, column;
+
+  __device__ TilePlace(int tile, int height, int width, int rows_of_band) {
+    const int band = tile / (rows_of_band * width), inside = tile - band * rows_of_band * width;
+    const int rows = min(height - band * rows_of_band, rows_of_band);
+    column = inside / rows;
+    row = band * rows_of_band + inside - column * rows;
+  }
+};
+
+// A warp's or a warpgroup's place in the ring.
+template <int kStages>
+struct RingOf {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ void skip(int steps) {
+    stage += steps;
+    phase ^= stage / kStages & 1;
+    stage %= kStages;
+  }
+
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <int kStages>
+struct StagesOf {
+  uint32_t first;
+  uint64_t *full, *empty;
+
+  __device__ uint32_t a(int stage) const { return first + stage * kStageBytes; }
+  __device__ uint32_t b(int stage) const { return a(stage) + kBytesA; }
+};
+
+template <int kStages>
+__device__ inline StagesOf<kStages> make_stages(uint8_t* shared, uint64_t (&full)[kStages], uint64_t (&empty)[kStages]) {
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(&full[stage], 1);
+      init_barrier(&empty[stage], kWarpgroup / kWarpSize);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  return {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
+}
+
+// The compiler moves no accumulators across this.
+__device__ inline void hold(float (&d)[128]) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#endif  // PMO_HOPPER_CODE
+
+}  // namespace cuda
+}  // namespace pmo

@@ -1,0 +1,111 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of experts' matrices that the compiled library makes on Hopper, launched as a Triton kernel is.
+
+csrc/cuda/grouped_outer.cu stores a tile while it multiplies the next one. `suits_outer` says where it is faster than
+the Triton kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from .hopper_product import LIBRARY_DTYPES, LibraryKernel, library_kernel
+from .launching import ITEM_BYTES, Array, Device, address, sum_vector
+
+if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
+    from .grouped_gemm import Rows, Schedule
+    from .grouped_gemm_configs import Gpu
+
+__all__ = ["grouped_outer_of", "hopper_outer", "suits_outer"]
+
+_INTEGERS = (
+    *("num_rows", "num_experts", "p_columns", "q_columns", "out_rows", "out_columns"),
+    *("first_p", "first_q", "p_row_stride", "q_row_stride"),
+)
+_ARRAYS = ("p", "q", "first", "stop", "out")
+_OPTIONS = ("dtype", "reserved")
+
+# Of an expert, on average.
+_LEAST_ROWS = 1
+_LEAST_L2 = 0
+
+
+class GroupedOuterParams(ctypes.Structure):
+    """pmo_grouped_outer_params."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        *((name, ctypes.c_int32) for name in _OPTIONS),
+    )
+
+
+_TYPES = (*["i64"] * len(_INTEGERS), *["*i8"] * len(_ARRAYS), *["i32"] * len(_OPTIONS))
+
+
+def grouped_outer_of(library: Any) -> LibraryKernel | None:
+    """The kernel of a library that `ctypes` has loaded, or None where it has none."""
+    return library_kernel(library, "grouped_outer", GroupedOuterParams)
+
+
+def suits_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: Array, adds: bool) -> bool:
+    """Whether the gradients of matrices are made by the library's kernel, which gives new ones of the rows' dtype.
+
+    Args:
+        device: where to.
+        gpu: the GPU there.
+        num_rows: M.
+        p: as in `hopper_outer`.
+        q: as in `hopper_outer`.
+        out: as in `hopper_outer`.
+        adds: whether they are to be added to what ``out`` holds.
+    """
+    if adds or device.dtype_name(out) != device.dtype_name(p.array):
+        return False
+    if device.grouped_outer is None or gpu.capability != 90 or gpu.l2_bytes < _LEAST_L2:
+        return False
+    if num_rows < max(1, _LEAST_ROWS * out.shape[0]):
+        return False
+    item = ITEM_BYTES[device.dtype_name(p.array)]
+    sizes = [size * item for size in (p.width, p.stride, q.width, q.stride, out.shape[-1])]
+    return sum_vector(item, p.address(item), q.address(item), address(out), *sizes) > 1
+
+
+def hopper_outer(
+    device: Device,
+    p: Rows,
+    q: Rows,
+    tables: Schedule,
+    num_rows: int,
+    out: Array,
+    *,
+    window: tuple[int, int] = (0, 0),
+) -> None:
+    """Launch the kernel: out[e, i : i + P, j : j + Q] = p^T q of each expert's rows.
+
+    Args:
+        device: where to; it has a kernel.
+        p: [M, P].
+        q: [M, Q].
+        tables: `schedule` for any tiles.
+        num_rows: M.
+        out: [E, ...], dtype of ``p``.
+        window: i and j; the latter a multiple of 8.
+    """
+    dtype = device.dtype_name(p.array)
+    item = ITEM_BYTES[dtype]
+    device.launch(
+        device.grouped_outer,
+        1,
+        _TYPES,
+        (
+            *(num_rows, out.shape[0], p.width, q.width, out.shape[1], out.shape[2], *window, p.stride, q.stride),
+            *(p.address(item), q.address(item), address(tables.first), address(tables.stop), address(out)),
+            *(LIBRARY_DTYPES[dtype], 0),
+        ),
+        (),
+        1,
+    )
