@@ -29,7 +29,7 @@ import benchmarks.without_paddle  # noqa: F401  before what needs it
 from benchmarks.kernels.cuda_timer import count_launches
 from benchmarks.kernels.torch_device import gpu_facts
 
-from .implementations import IMPLEMENTATIONS, Passes
+from .implementations import IMPLEMENTATIONS, WORKSPACE_MB, Passes
 from .inputs import Inputs
 from .shapes import ROUTINGS, SHAPES
 
@@ -182,7 +182,8 @@ def main() -> int:
             file.write(json.dumps(line) + "\n")
 
         date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        report({"machine": True, **gpu_facts(), "commit": arguments.commit, "date": date})
+        facts = {**gpu_facts(), "commit": arguments.commit, "date": date, "workspace_mb": WORKSPACE_MB}
+        report({"machine": True, **facts})
         for shape in arguments.shapes:
             for routing in arguments.routings:
                 for line in lines(shape, routing, *options):

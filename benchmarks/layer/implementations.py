@@ -17,7 +17,9 @@ from paddle_moe_ops.triton.moe_mlp import Layer, moe_mlp, moe_mlp_backward
 from .inputs import Inputs
 from .peers import UNSLOTH_CONFIGS, ProductByExpert, unsloth_grouped_gemm
 
-__all__ = ["IMPLEMENTATIONS", "Passes"]
+__all__ = ["IMPLEMENTATIONS", "WORKSPACE_MB", "Passes"]
+
+WORKSPACE_MB = 512  # as moe_mlp has by default
 
 
 class Passes(NamedTuple):
@@ -39,7 +41,7 @@ def _by_slot(inputs: Inputs, by_row: torch.Tensor) -> torch.Tensor:
 def ours(
     inputs: Inputs,
     keeps_hidden: bool = True,
-    workspace_mb: int = 512,
+    workspace_mb: int = WORKSPACE_MB,
     device: TorchDevice | None = None,
     triton_alone: bool = False,
     library_gradients: bool = True,
@@ -114,7 +116,7 @@ def unsloth(inputs: Inputs, which: int) -> Passes:
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours": ours,
     "ours, Triton alone": lambda inputs: ours(inputs, triton_alone=True),
-    "ours, dW by Triton": lambda inputs: ours(inputs, library_gradients=False),
+    "ours, gradients of matrices by Triton": lambda inputs: ours(inputs, library_gradients=False),
     "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
     "ours, 256 MiB": lambda inputs: ours(inputs, workspace_mb=256),
     "ours, 1 GiB": lambda inputs: ours(inputs, workspace_mb=1024),

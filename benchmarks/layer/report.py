@@ -32,10 +32,10 @@ bfloat16. The router is not included.
 
 * TFLOP/s are those of the matrix products: 6 T K d n operations forward, 12 T K d n backward, by the median time of
   replays of a CUDA graph (eager calls in parentheses, where they were measured) with a cold L2.
-* *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the default `workspace_mb=512`: those in Triton, and
-  on an H200 the compiled library's product where it is faster, which *ours, Triton alone* is without. *ours, 256 MiB*
-  has a smaller buffer and *ours, 1 GiB* a larger one; *ours, keep x* makes the first product again in the backward
-  pass. *torch* is plain PyTorch around `torch._grouped_mm` with its own gradients.
+* *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the `workspace_mb` that is named above each table (512
+  is the default): those in Triton, and on an H200 the compiled library's products where they are faster, which *ours,
+  Triton alone* is without. *ours, 1 GiB* has a larger buffer; *ours, keep x* makes the first product again in the
+  backward pass. *torch* is plain PyTorch around `torch._grouped_mm` with its own gradients.
 * *kept* is what forward leaves for backward, in MiB, with the tokens: 2 T d + 4 T K n bytes for ours, which the
   benchmark measures to the byte. *peak* is the most that backward has, with what is kept but the tokens, and without
   its results.
@@ -61,6 +61,7 @@ class Run:
         self.machine: dict[str, Any] = next(line for line in lines if line.get("machine"))
         self.lines = _best([line for line in lines if "impl" in line])
         self.gpu: str = self.machine["gpu"].removesuffix(" 80GB HBM3")
+        self.workspace_mb: int = self.machine.get("workspace_mb", 256)  # the default of before it was written there
 
     def found(self, shape: str, routing: str, implementation: str, mode: str = "graph") -> dict[str, Any] | None:
         """The line of one measurement."""
@@ -152,6 +153,7 @@ def table(run: Run, routing: str) -> list[str]:
 def peers(run: Run) -> str:
     """A section about a run beside implementations that the other tables don't have."""
     facts = ", ".join(f"{key} {run.machine[key]}" for key in ("torch", "triton", "commit", "date"))
+    facts += f", workspace_mb {run.workspace_mb}"
     lines = [
         f"## Beside Unsloth and cuBLAS: {run.gpu}",
         "",
@@ -195,7 +197,8 @@ def page(runs: Sequence[Run], further: Sequence[str] = ()) -> str:
             f"{key} {run.machine[key]}" for key in ("driver", "cuda", "torch", "triton", "commit", "date")
         )
         parts.append(
-            f"## {run.gpu}\n\nFrom `benchmarks/results/{run.path.name}`: {facts}. TFLOP/s forward / backward.\n"
+            f"## {run.gpu}\n\nFrom `benchmarks/results/{run.path.name}`: {facts}, workspace_mb {run.workspace_mb}. "
+            "TFLOP/s forward / backward.\n"
         )
         for source in PUBLISHED:
             if source.gpu == run.gpu:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # they import Triton, which must know before whether it inter
 __all__ = [
     "GATED",
     "GRADIENT",
+    "LEAST_L2",
     "LIBRARY_DTYPES",
     "PLAIN",
     "LibraryKernel",
@@ -42,7 +43,7 @@ _OPTIONS = ("dtype", "result", "transpose", "reserved")
 
 # Its tiles are narrow, so it reads more from the L2. On an H200 (60 MB) layers gain from it; on an H100 (50 MB) as many
 # of them lose, up to a tenth.
-_LEAST_L2 = 56 << 20
+LEAST_L2 = 56 << 20
 # Of an expert, on average. With 128 the Triton kernels, whose tiles are wider, read each matrix less often.
 _LEAST_ROWS = 512
 # The longest contraction of each result. With longer ones the Triton kernels take less time, but SwiGLU's gradient,
@@ -133,7 +134,7 @@ def suits(
         outer: columns of the result.
         arrays: operands and results, whose rows follow each other.
     """
-    if device.grouped_product is None or gpu.capability != 90 or gpu.l2_bytes < _LEAST_L2 or config.rows != TILE_ROWS:
+    if device.grouped_product is None or gpu.capability != 90 or gpu.l2_bytes < LEAST_L2 or config.rows != TILE_ROWS:
         return False
     if num_rows < max(1, _LEAST_ROWS * w.shape[0]) or inner > _LONGEST[result] or inner % 8 or outer % 8:
         return False

@@ -33,7 +33,7 @@ def launches(monkeypatch, place):
     monkeypatch.setattr(LibraryKernel, "run", record)
     monkeypatch.setattr(device_of(tensor(np.zeros(1, np.float32), place)), "native", None)
     monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
-    monkeypatch.setattr(hopper_product, "_LEAST_L2", 0)
+    monkeypatch.setattr(hopper_product, "LEAST_L2", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
     yield seen
     for device in _runtime._devices.values():  # what was recorded in the test chose by its sizes
@@ -54,7 +54,7 @@ def test_results_and_gradients_are_those_of_the_oracle_in_each_call(rng, place, 
 
 
 def test_a_gpu_with_a_small_cache_keeps_the_triton_kernels(rng, place, launches, monkeypatch):
-    monkeypatch.setattr(hopper_product, "_LEAST_L2", 1 << 40)
+    monkeypatch.setattr(hopper_product, "LEAST_L2", 1 << 40)
     layer = Layer(rng, SHAPE, ml_dtypes.bfloat16, sizes=(64, 136))
     assert_close(layer.run(place), layer.due(), ml_dtypes.bfloat16)
     assert not launches

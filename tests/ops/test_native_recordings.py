@@ -274,7 +274,7 @@ def library_product(card, monkeypatch):
         monkeypatch.setattr(moe_mlp, name, lambda *_: TILES)
     monkeypatch.setattr(moe_mlp, "gpu_at", lambda _: HOPPER)
     monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
-    monkeypatch.setattr(hopper_product, "_LEAST_L2", 0)
+    monkeypatch.setattr(hopper_product, "LEAST_L2", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED_PER_PASS", 0)
     monkeypatch.setattr(card.device, "grouped_product", kernel)

@@ -44,8 +44,8 @@ def device(gpu, monkeypatch) -> Any:
         kernel = grouped_outer_of(ctypes.CDLL(str(Path(os.environ["PMO_CORE_LIBRARY"]))))
         assert kernel is not None
     monkeypatch.setattr(gpu, "grouped_outer", kernel)
-    monkeypatch.setattr(launchers, "_LEAST_ROWS", 0)
-    monkeypatch.setattr(launchers, "_LEAST_L2", 0)
+    monkeypatch.setattr(launchers, "_MOST_ROWS", 1 << 30)
+    monkeypatch.setattr(launchers, "LEAST_L2", 0)
     return gpu
 
 
@@ -175,7 +175,9 @@ def test_layers_take_their_gradients_from_it_window_by_window(rng, device, launc
 @pytest.mark.parametrize(("dtype", "adds"), [(np.float32, False), (ml_dtypes.bfloat16, True)], ids=["float32", "added"])
 def test_layers_leave_other_gradients_to_triton(rng, device, launched, dtype, adds):
     problem = Problem(rng, Case(60, 40, 8, 3, 2), ml_dtypes.bfloat16, False)
-    problem.run(device, into=tuple((device.array(each.astype(dtype)), adds) for each in (problem.gate_up, problem.down)))
+    problem.run(
+        device, into=tuple((device.array(each.astype(dtype)), adds) for each in (problem.gate_up, problem.down))
+    )
     assert launched == []
 
 
@@ -185,7 +187,9 @@ def test_layers_leave_other_gradients_to_triton(rng, device, launched, dtype, ad
         ({}, True),
         ({"gpu": Gpu(100, 148, 126 << 20)}, False),
         ({"gpu": Gpu(80, 108, 80 << 20)}, False),
+        ({"gpu": Gpu(90, 132, 50 << 20)}, False),
         ({"rows": 0}, False),
+        ({"rows": 2049}, False),
         ({"width": 68}, False),
         ({"stride": 132}, False),
         ({"out": (4, 64, 132)}, False),

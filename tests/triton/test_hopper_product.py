@@ -52,7 +52,7 @@ def device(gpu, monkeypatch) -> Any:
             monkeypatch.setattr(moe_mlp, name, lambda *_: large)
     monkeypatch.setattr(gpu, "grouped_product", kernel)
     monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
-    monkeypatch.setattr(hopper_product, "_LEAST_L2", 0)
+    monkeypatch.setattr(hopper_product, "LEAST_L2", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED_PER_PASS", 0)
     return gpu
