@@ -31,7 +31,8 @@ the GPU, with all calls queued; the router's matrix product is not included.
   `payload="fp8_1x128"`: tokens are quantised on the way, and are bfloat16 again where they arrive.
 * *rows* is what users write by hand, with NCCL: `permute`, `paddle.distributed.alltoall_single` of a row for each slot,
   `sort_chunks`. *all-to-all* is that collective alone, on the bytes of dispatch.
-* The layer is dispatch, `moe_mlp` and combine, forward and backward, in TFLOP/s of the matrix products for each GPU.
+* The layer is dispatch, `moe_mlp` and combine, forward and backward, in TFLOP/s of the matrix products for each GPU; "-"
+  where only exchanges were measured.
 * Published: LigerCute (LiG) and DeepEP (DeE) between two GPUs, read off LigerCute's figures, +-3 TFLOP/s.
 """
 # TFLOP/s a GPU, forward and backward, at 8192 tokens a rank, EP2.
@@ -53,7 +54,8 @@ def _line(shape: str, found: dict[str, dict[str, Any]]) -> list[str]:
     cells += [share("combine"), us("alltoall_single")]
     faster = found["rows_alltoall"]["us"] / found["dispatch"]["us"]
     cells += [us("rows_alltoall"), f"{faster:.1f}"]
-    layer = " / ".join(f"{found[f'layer_{which}']['tflops']:.0f}" for which in ("forward", "backward"))
+    layers = [found.get(f"layer_{which}") for which in ("forward", "backward")]
+    layer = " / ".join("-" if each is None else f"{each['tflops']:.0f}" for each in layers)
     return [*cells, layer, PUBLISHED.get(shape, "-")]
 
 

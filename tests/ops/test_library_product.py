@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops.backends.triton_arrays import device_of
-from paddle_moe_ops.triton import _runtime, grouped_gemm_configs, hopper_product, moe_mlp
+from paddle_moe_ops.triton import _runtime, grouped_gemm_configs, hopper_outer, hopper_product, moe_mlp
 from paddle_moe_ops.triton.hopper_product import LibraryKernel
 from tests.ops.problems import tensor
 from tests.ops.test_moe_mlp import BY_LAYOUT, Layer, assert_close
@@ -33,7 +33,8 @@ def launches(monkeypatch, place):
     monkeypatch.setattr(LibraryKernel, "run", record)
     monkeypatch.setattr(device_of(tensor(np.zeros(1, np.float32), place)), "native", None)
     monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
-    monkeypatch.setattr(hopper_product, "LEAST_L2", 0)
+    for each in (hopper_product, hopper_outer):
+        monkeypatch.setattr(each, "LEAST_L2", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
     yield seen
     for device in _runtime._devices.values():  # what was recorded in the test chose by its sizes
@@ -49,12 +50,14 @@ def test_results_and_gradients_are_those_of_the_oracle_in_each_call(rng, place, 
         layer = Layer(rng, SHAPE, dtype, transpose=transpose, form=form, sizes=(64, 136))
         assert_close(layer.run(place, keep=keep), layer.due(), dtype)
         gpu = grouped_gemm_configs.gpu_at(tensor(np.zeros(1, np.float32), place).data_ptr())
-        expected = (5 if keep == "x" else 4) if gpu.capability == 90 else 0
-        assert len(launches) == expected * call
+        products, outers = (5 if keep == "x" else 4, 2) if gpu.capability == 90 else (0, 0)
+        assert launches.count("grouped_product") == products * call
+        assert launches.count("grouped_outer") == outers * call
 
 
 def test_a_gpu_with_a_small_cache_keeps_the_triton_kernels(rng, place, launches, monkeypatch):
-    monkeypatch.setattr(hopper_product, "LEAST_L2", 1 << 40)
+    for each in (hopper_product, hopper_outer):
+        monkeypatch.setattr(each, "LEAST_L2", 1 << 40)
     layer = Layer(rng, SHAPE, ml_dtypes.bfloat16, sizes=(64, 136))
     assert_close(layer.run(place), layer.due(), ml_dtypes.bfloat16)
     assert not launches
