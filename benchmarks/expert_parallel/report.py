@@ -31,8 +31,8 @@ the GPU, with all calls queued; the router's matrix product is not included.
   `payload="fp8_1x128"`: tokens are quantised on the way, and are bfloat16 again where they arrive.
 * *rows* is what users write by hand, with NCCL: `permute`, `paddle.distributed.alltoall_single` of a row for each slot,
   `sort_chunks`. *all-to-all* is that collective alone, on the bytes of dispatch.
-* The layer is dispatch, `moe_mlp` and combine, forward and backward, in TFLOP/s of the matrix products for each GPU; "-"
-  where only exchanges were measured.
+* The layer is dispatch, `moe_mlp` and combine, forward and backward, in TFLOP/s of the matrix products for each GPU, or
+  "-" where only exchanges were measured.
 * Published: LigerCute (LiG) and DeepEP (DeE) between two GPUs, read off LigerCute's figures, +-3 TFLOP/s.
 """
 # TFLOP/s a GPU, forward and backward, at 8192 tokens a rank, EP2.

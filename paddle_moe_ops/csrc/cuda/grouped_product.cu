@@ -75,7 +75,8 @@ __device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables&
 
 // The work of the warp that loads.
 template <pmo_grouped_result kResult, bool kTransposed>
-__device__ inline void load_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile, int last_tile) {
+__device__ inline void load_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile,
+                                  int last_tile) {
   const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
   Ring ring;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -133,7 +134,8 @@ __device__ inline void multiply_tile(float (&d)[128], const Stages& stages, Ring
 
 // The work of a warpgroup that multiplies: every second tile of the block.
 template <pmo_grouped_result kResult, bool kTransposed, typename T>
-__device__ inline void make_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile, int last_tile) {
+__device__ inline void make_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile,
+                                  int last_tile) {
   const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
   const int row_of_thread = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
   const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
