@@ -98,6 +98,7 @@ def test_page_names_its_source_and_holds_the_measured_figures(tmp_path):
         assert picture.width > 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h200-targets", "cpu-2core-targets"])
 def test_the_labels_of_a_picture_lie_apart_and_name_models(name):
     figure = plot.picture(load_run(RESULTS / f"{name}.jsonl"))

@@ -84,7 +84,9 @@ def reduced(problem: Problem, rank: int) -> dict[str, Any]:
 # Of the module's scope, so that tests of one number of processes follow each other: a start takes seconds.
 MANY = pytest.param(EIGHT, marks=pytest.mark.slow, id="eight")
 OF_RANKS = pytest.mark.parametrize(
-    "problems", [pytest.param(TWO, id="two"), pytest.param(FOUR, id="four"), MANY], scope="module"
+    "problems",
+    [pytest.param(TWO, id="two"), pytest.param(FOUR, marks=pytest.mark.slow, id="four"), MANY],
+    scope="module",
 )
 PROGRAMS = {"exact": exact, "reduced": reduced}
 

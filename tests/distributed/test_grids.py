@@ -88,6 +88,7 @@ def assert_like_one_process(got: list[Any], net: nn.Layer, clip: Any) -> None:
     assert any(np.abs(end[key] - start[key]).max() > 0.001 for key in start if "experts" in key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pairs", "copies"), [(NEIGHBOURS, APART), (APART, NEIGHBOURS)], ids=["neighbours", "apart"])
 def test_two_groups_of_four_ranks_train_one_model(pairs, copies):
     assert_like_one_process(run(in_a_grid, 4, pairs=pairs, pairs_of_copies=copies), Net(), nn.ClipGradByGlobalNorm(0.5))
@@ -128,6 +129,7 @@ def layers_of_different_groups(clips: bool) -> Any:
     return start, losses_of(net, optimizer, rank, average), whole()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clips", [False, True])
 def test_layers_of_one_model_may_have_different_groups_of_four_ranks(clips):
     ranks = run(layers_of_different_groups, 4, clips=clips)
@@ -151,6 +153,7 @@ def unlike_in_a_grid() -> list[str]:
     return [*texts, f"{some.grad.tolist()} {experts.grad.tolist()}"]
 
 
+@pytest.mark.slow
 def test_errors_of_one_group_of_four_ranks_reach_the_other():
     name = "average_gradients"
     elsewhere = f"RuntimeError: {name}: ranks of another group raised an error in this call, which says more"
@@ -185,6 +188,7 @@ def updated_biases() -> list[Any]:
     return [start, biases]
 
 
+@pytest.mark.slow
 def test_biases_of_four_ranks_follow_the_load_of_all():
     ranks = run(updated_biases, 4)
     layer = MoELayer(*SIZES)
@@ -217,6 +221,7 @@ def evaluated(batches: tuple[int, ...]) -> Any:
                 outs.append(out.numpy())
 
 
+@pytest.mark.slow
 def test_four_ranks_evaluate_until_the_last_has_no_batch():
     ranks = run(evaluated, 4, batches=(1, 3, 0, 2))
     net = Net()
@@ -239,6 +244,7 @@ def test_marks_name_a_group():
     assert marked_with(None) == "nothing was raised"
 
 
+@pytest.mark.slow
 def test_the_guides_program_for_four_ranks_runs():
     for names in run(code_of_guide, 4, heading="Several groups in one program"):
         assert {"model", "copies"} <= set(names)

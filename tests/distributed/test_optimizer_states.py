@@ -263,6 +263,7 @@ def test_powers_are_no_numbers_of_experts():
 # The tests of four processes follow each other, since a start takes seconds.
 
 
+@pytest.mark.slow
 def test_four_ranks_go_on_where_two_were(saved):
     path, _, losses, end = saved("AdamW")
     got, found = run(trained, 4, optimizer="AdamW", steps=LATER, load=path)[0]
@@ -270,6 +271,7 @@ def test_four_ranks_go_on_where_two_were(saved):
     assert_same(found, end, **CLOSE)
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_after_four_ranks_that_went_on_after_one(tmp_path):
     one, four, last = str(tmp_path / "one"), str(tmp_path / "four"), range(2 * STEPS, 3 * STEPS)
     losses, end = trained("AdamW", range(3 * STEPS))
@@ -281,6 +283,7 @@ def test_one_process_goes_on_after_four_ranks_that_went_on_after_one(tmp_path):
     assert_same(found, end, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "NAdam", "SGD"])
 def test_a_state_goes_through_four_ranks_unchanged(optimizer, saved, tmp_path):
     path, there, _, _ = saved(optimizer)

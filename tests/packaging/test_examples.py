@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -40,6 +42,7 @@ def test_a_block_made_of_operators_trains_its_router_and_matches_the_dense_formu
     assert float(last) < 0.5 * float(first)
 
 
+@pytest.mark.slow
 def test_a_language_model_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
     whole, half, rest = (
         run(str(EXAMPLES / "train_language_model.py"), "--steps", steps, "--checkpoint", str(tmp_path / name))
@@ -59,6 +62,7 @@ def over_two_processes(tmp_path: Path, *arguments: str) -> list[str]:
     return [line for line in text.splitlines() if "processes" in line or "process " in line or "nats" in line]
 
 
+@pytest.mark.slow
 def test_two_processes_that_share_experts_train_and_go_on_from_a_checkpoint(tmp_path):
     first, whole = over_two_processes(tmp_path, "--steps", "12"), str(tmp_path / "whole.pdparams")
     assert first[0] == "2 processes with 4 of 8 experts each, 12 steps"

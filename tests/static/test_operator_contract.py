@@ -65,6 +65,7 @@ def test_what_has_a_gradient_says_what_the_gradient_of_that_is():
     assert declared("DOUBLE_GRAD_OP") == declared("GRAD_OP")
 
 
+@pytest.mark.slow  # thousands of programs
 @pytest.mark.parametrize("operator", OPERATORS)
 class TestContract:
     @pytest.fixture
