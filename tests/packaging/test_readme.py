@@ -131,10 +131,10 @@ def test_figures_of_speed_are_those_of_the_measurements():
         (line,) = re.findall(rf"^\| {case} \|.*$", table, re.MULTILINE)
         return [cell.strip(" *") for cell in line.split("|")]
 
-    assert f"farthest from it, with {float(row('route_permute:fp8', 'ernie-21b')[9]):.2f}." in section
+    assert f"farthest from it, at {float(row('route_permute:fp8', 'ernie-21b')[9]):.2f}." in section
     tokens = row("moe_permute:bf16", "paddle-production")[2]
     assert f"({tokens} tokens," in section
-    assert f"has {float(row('moe_permute:bf16', 'paddle-production')[9]):.2f} for `moe_permute`" in section
+    assert f"reaches {float(row('moe_permute:bf16', 'paddle-production')[9]):.2f} for `moe_permute`" in section
     weighted = row("unpermute:weighted", "paddle-production")
     assert f"\nand {float(weighted[9]):.2f} for the weighted sum" in section
     assert f"({float(weighted[15]):.0f} us, ours {float(weighted[7]):.0f})" in section
