@@ -4,7 +4,7 @@
 
 Importing the package registers the compiled operators with Paddle, so that programs saved with them load; it compiles
 nothing and imports no Triton. Where Paddle or the library is missing, or too old, the import still works: the first
-function called, and `explain()`, say what is wrong. Submodules are imported when they are first asked for.
+function that is called, and `explain()`, say what is wrong. Submodules are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiled library does for Python code about tensors (csrc/paddle/tensor_facts.cc); in Python without it.
+"""Facts about tensors that Python code asks for, from the compiled library (csrc/paddle/tensor_facts.cc) or in Python.
 
-These functions are called in every call of a layer, and take several times longer in Python.
+Every call of a layer needs these functions, and in Python they take several times longer.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def _was_changed(watched: Any) -> bool:
 
 
 class Native:
-    """The functions, those of the library from when it is loaded.
+    """The functions: those in Python, or those of the library once it is loaded.
 
     Attributes:
-        facts: takes tensors or None; bytes that differ if their dtypes, shapes, strides, alignments or places do, or
-            None if one is out of the ordinary.
-        watch: takes tensors; something for `was_changed`, which does not keep them.
-        was_changed: takes what `watch` gave; whether one of the tensors is still there and was changed in place since.
-        carries_graph: takes values of any type; whether one is a tensor that a gradient is wanted for, or None if there
-            is a container among them that would have to be looked through.
+        facts: takes tensors or None; gives bytes that differ if their dtypes, shapes, strides, alignments or places
+            do, or None if one is out of the ordinary.
+        watch: takes tensors; gives something for `was_changed` that does not keep them alive.
+        was_changed: takes what `watch` gave; whether one of the tensors still exists and was changed in place since.
+        carries_graph: takes values of any type; whether one is a tensor that wants a gradient, or None if there is a
+            container among them that would have to be searched.
         recordings: a `triton.native_recording.Functions`, or None.
     """
 
@@ -56,7 +56,7 @@ class Native:
         self.recordings: Any = None
 
     def load(self, module: Any) -> None:
-        """Take the functions of the library, a Python module; under Paddle 2 it has none."""
+        """Use the functions of the library, a Python module; under Paddle 2 it has none."""
         if hasattr(module, "_facts"):
             self.facts, self.watch, self.was_changed = module._facts, module._watch, module._was_changed
             self.carries_graph = module._carries_graph

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine with static shapes, in the form of ``transformer_engine.jax.permutation``, under its names.
 
-The number of rows is given, so nothing waits for the GPU and every shape is known when a graph is built. T tokens, E
-experts, H hidden size, P ranks that share the experts, each with E / P of them. Sums and copies are those of
+The caller gives the number of rows, so nothing waits for the GPU and every shape is known when a graph is built. T
+tokens, E experts, H hidden size, P ranks that share the experts, each with E / P of them. Sums and copies are those of
 `paddle_moe_ops.masked`: ascending rows in float32, rounded once; bit-exact, deterministic, on CPU and GPU.
 
 The last five functions prepare expert parallelism: what an all-to-all with uneven parts sends and receives, and the
@@ -53,14 +53,14 @@ def token_dispatch(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:
     """Copy tokens, and their probabilities, to expert order.
 
-    Differentiable in ``inp`` (not float8) and ``probs``. No host synchronisation.
+    Differentiable in ``inp`` (not float8) and ``probs``. No host synchronisation unless it validates on a GPU.
 
     Args:
         inp: [T, H] or [B, S, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
         routing_map: bool, integer or float [T, E] or [B, S, E]; what is not 0 is routed.
         num_out_tokens: the most rows before padding; 0: no rows, padded or not.
         probs: bfloat16, float16 or float32 in the shape of ``routing_map``, or None.
-        align_size: every expert's segment is padded to a multiple of so many rows, at least 1; None: no padding.
+        align_size: every expert's segment is padded to a multiple of this many rows, at least 1; None: no padding.
         zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its gradient stays.
         validate: NaN among the probabilities, and dropped rows (True only), raise. None: PADDLE_MOE_OPS_VALIDATE,
             otherwise NaN raises on a CPU, and nothing on a GPU.
@@ -157,13 +157,13 @@ def sort_chunks_by_index(
 ) -> tuple[Tensor, Tensor]:
     """Put the chunks of a buffer into another order, as `paddle_moe_ops.sort_chunks` does.
 
-    Differentiable in ``inp`` (not float8).
+    Differentiable in ``inp`` (not float8). No host synchronisation unless it validates on a GPU.
 
     Args:
         inp: [R, H] or [B, S, H].
         split_sizes: int32 or int64 [C] rows of each chunk.
         sorted_indices: int32 or int64 [C], the chunks in their new order.
-        validate: as there.
+        validate: as in `paddle_moe_ops.sort_chunks`.
 
     Returns:
         rows [R, H] and row_id_map int32 [R], the new place of every row.
@@ -228,7 +228,7 @@ def compute_ragged_all_to_all_params(
 
     Returns:
         input_offsets, send_sizes, output_offsets and recv_sizes, each [P] in the dtype of the counts: for each rank the
-        first row that it is sent and how many, where they begin in its buffer, and how many rows come from it.
+        first row that is sent to it, how many are, where they begin in its buffer, and how many rows come from it.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -243,7 +243,10 @@ def compute_ragged_all_to_all_params(
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the same as `compute_ragged_all_to_all_params` for the way back: ranks send what they received."""
+    """Compute what a rank sends and receives on the way back, when ranks return what they received.
+
+    No host synchronisation, no gradient. Arguments, results and errors are those of `compute_ragged_all_to_all_params`.
+    """
     name = "compute_reverse_ragged_all_to_all_params"
     sends = _sends(name, all_shards_tokens_per_expert, shard_id, num_expert_shards)
     return _params_of(sends.transpose([1, 0]), shard_id)
@@ -253,7 +256,7 @@ def compute_reverse_ragged_all_to_all_params(
 def local_permute_after_a2a(
     x_recv: Tensor, all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sort what a rank received, by rank and inside by expert, into expert order.
+    """Sort the rows that a rank received, which are ordered by rank and then by expert, into expert order.
 
     Differentiable in ``x_recv`` (not float8). No host synchronisation.
 
@@ -264,7 +267,8 @@ def local_permute_after_a2a(
         num_expert_shards: P; it divides E.
 
     Returns:
-        rows [R, H], the rows of each of this rank's experts [E / P], and a state for `local_unpermute_before_a2a`.
+        rows [R, H], the number of rows of each of this rank's experts [E / P], and a state for
+        `local_unpermute_before_a2a`.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -295,7 +299,7 @@ def local_unpermute_before_a2a(expert_outputs: Tensor, state: dict[str, Tensor])
         state: of `local_permute_after_a2a`.
 
     Returns:
-        [R, H] rows by rank and inside by expert.
+        [R, H] rows ordered by rank, then by expert.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

@@ -52,7 +52,7 @@ def permute(
             ``quantize``, which makes the scales.
         quantize: None, or the format of the rows: "fp8_1x128" (float32 scales) or "fp8_1x128_ue8m0" (scales that are
             powers of two, packed four to an int32).
-        scale_layout: of the scales that ``quantize`` makes: "row" or, transposed and filled up, "col".
+        scale_layout: layout of the scales that ``quantize`` makes: "row", or "col", which is transposed and filled up.
         amax_min: with ``quantize``: lower limit of a group's largest magnitude, from 2^-100 to the largest float32.
         fill_padding: what padding rows hold. "all": zeros. "meta": rows undefined, scales zero. "none": both undefined.
 
@@ -89,8 +89,8 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
     """Sum each token's rows, weighted if probabilities are given.
 
     The sum starts at -0.0 in float32 and takes the rows in ascending order, by one addition or one fused multiply-add
-    each; it is rounded once to the dtype of ``y``. A token without rows gives 0, one unweighted row is copied. The same
-    bits on every backend and run.
+    each; it is rounded once to the dtype of ``y``. A token without rows gives 0, one unweighted row is copied.
+    Deterministic: the same bits on every backend and run.
 
     Differentiable in ``y`` and ``probs``. No host synchronisation. Without ``probs`` the backward pass keeps no rows.
 
@@ -133,7 +133,7 @@ def sort_chunks(
         split_sizes: int32 or int64 [C] rows of each chunk, >= 0, adding up to at most R.
         order: int32 or int64 [C], a permutation of [0, C).
         probs: bfloat16, float16 or float32 [R] that travel with the rows, or None.
-        validate: True: other sizes and orders raise. False: negative sizes count as 0, and chunks end at row R. Entries
+        validate: True: bad sizes and orders raise. False: negative sizes count as 0, and chunks end at row R. Entries
             of ``order`` that name no chunk, or one that was named before, are ignored; chunks that are not named
             follow the others, ascending. None: PADDLE_MOE_OPS_VALIDATE, otherwise they raise on a CPU and not on a GPU.
 
@@ -179,9 +179,9 @@ def moe_permute(
 ) -> tuple[Tensor, ...]:
     """Route tokens and copy them to expert order in one operator, as `paddle.nn.functional.moe_permute` does.
 
-    Differentiable in ``hidden_states`` and ``expert_prob_topk``; float8 rows have no gradient. Deterministic: the order
-    inside an expert's segment is ascending token, copies are bit-exact. Host synchronisation: on a GPU one to learn N,
-    unless ``tokens_per_expert`` is a list of ints or there is a static buffer; none on the CPU.
+    Differentiable in ``hidden_states`` and ``expert_prob_topk``; float8 rows have no gradient. Deterministic: inside an
+    expert's segment tokens ascend, and copies are bit-exact. Host synchronisation: on a GPU one to learn N, unless
+    ``tokens_per_expert`` is a list of ints or there is a static buffer, and with ``validate=True``; none on the CPU.
 
     Args:
         hidden_states: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
@@ -280,7 +280,8 @@ def moe_unpermute(
 
     The sum runs over the row map, not over the ids. It starts at -0.0 in float32, takes one addition (or, weighted,
     one fused multiply-add) per row and is rounded once. A token without rows gives 0, one unweighted row is copied.
-    The same bits on every backend and run. No host synchronisation.
+    The same bits on every backend and run. No host synchronisation, except on a GPU with ``validate=True`` or if
+    ``total_zipped_tokens`` is a tensor.
 
     Differentiable in ``hidden_states_unzipped`` and ``token_prob_unzipped`` (through both outputs). Without weights the
     backward pass keeps no rows.
@@ -296,7 +297,7 @@ def moe_unpermute(
         using_weighted_combine: weight every row by its probability.
         name: not used, for Paddle's signature.
         compat: "paddle": a token with exactly one row is not weighted, and every slot that repeats an id gets its
-            probability, as in Paddle. None: every token is weighted, if an id repeats, the first slot gets it.
+            probability, as in Paddle. None: every token is weighted, and if an id repeats, the first slot gets it.
         validate: True: ids outside [-1, E), row map entries outside [-1, N) and repeated rows raise. False: they count
             as -1 (of a repeated row, the first entry stays). None: PADDLE_MOE_OPS_VALIDATE, otherwise they raise on a
             CPU and not on a GPU.
@@ -344,7 +345,7 @@ def moe_unpermute(
 
 
 def _check_row_probs(function: str, probs: Any, rows: Tensor, rowmap: Tensor) -> None:
-    """Check the probabilities of rows, [N] or [N, 1]. If they are more than the rows, the map tells which is wrong."""
+    """Check the probabilities of rows, [N] or [N, 1]. If there are more than rows, the map tells which is wrong."""
     argument, num_rows = "token_prob_unzipped", rows.shape[0]
     given = list(getattr(probs, "shape", [])) or [0]
     if given[0] > num_rows >= 0 and isinstance(rowmap, Tensor) and rowmap.size and int(rowmap.max()) >= num_rows:

@@ -42,7 +42,7 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply each group of rows with the matrix of its expert: ``Y_g = X_g W_g^T + b_g``, or ``X_g W_g + b_g``.
 
-    Rows that belong to no group (padding, and rows after the last group) are not read and give 0, with a bias, too.
+    Rows that belong to no group (padding, and rows after the last group) are not read and give 0, even with a bias.
     With a plan the permutation can be part of the first product of an expert, and the weights part of the second::
 
         rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True))
@@ -55,20 +55,20 @@ def grouped_gemm(
         out = slots.reshape([num_tokens, topk, hidden]).sum(axis=1)
 
     Differentiable in ``X``, ``W``, ``topk_weights`` and ``bias``: rows of no group and experts without rows get a
-    gradient of 0. Accumulation in float32. Deterministic; the order of additions depends on the backend (`explain` says
-    which runs). The bias is added in float32 and multiplied by the weight before the row is rounded. Its gradient is
-    the float32 sum of the rows of the gradient, each times its weight.
+    gradient of 0. Sums accumulate in float32. Deterministic; the order of additions depends on the backend (`explain`
+    says which runs). The bias is added in float32 and multiplied by the weight before the row is rounded. Its gradient
+    is the float32 sum of the rows of the gradient, each times its weight.
 
     On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed, in one launch and a small one. Where the
     GPU copies by descriptors, another launch moves the rows of ``permute_x``; they are not kept for the backward pass.
     Sizes and offsets that are tensors are not read: as in a graph, groups that do not fit are cut, unless
     PADDLE_MOE_OPS_VALIDATE asks for checks. The gradient of ``W`` uses rows that were weighted and then rounded.
 
-    There matrices in a list need no copy if they lie side by side in memory, see
+    Matrices in a list need no copy there if they lie side by side in memory, see
     `paddle_moe_ops.nn.lay_side_by_side`. Others are copied to one tensor in each call. Their gradients are parts of one
     tensor.
 
-    All else runs on Paddle's matmul, group by group, with a host synchronisation for tensors on a GPU. On a CPU,
+    Everything else runs on Paddle's matmul, group by group, with a host synchronisation for tensors on a GPU. On a CPU,
     bfloat16 and float16 operands are widened to float32, and the product is rounded once. On a GPU this path rounds the
     product, and again what bias and weights make of it. Under mixed precision on a GPU all operands but the weights
     take its dtype, as in any matmul.
@@ -86,14 +86,14 @@ def grouped_gemm(
             E + 1 entries, as `Plan.expert_offsets`. None: the groups follow each other from row 0; None with ``plan``.
         plan: where the groups are, in place of ``m_sizes`` and ``expert_offsets``.
         permute_x: whether ``X`` are tokens, whose rows are those of ``plan``. Not together with ``topk_weights``.
-        topk_weights: float32, what the rows of the product are multiplied by before they are rounded: [M] by row
+        topk_weights: float32 factors of the rows of the product, applied before these are rounded: [M] by row
             (``plan.row_probs``), or [T, K] or flat [T*K] by slot of ``plan``. The gradient has this shape; it is 0 at
             rows of no group and at slots without a row.
         weights_by: what flat weights are by, "row" or "slot"; needed for flat weights with ``plan``.
         permute_y: whether the rows are brought back to the order of slots of ``plan``: slot k of token t in row
             t * K + k, zeros for a slot without a row. Moved after they were multiplied, by bit-exact copies. Not
             together with ``permute_x``.
-        bias: [E, N], dtype of ``X``, what is added to the rows of each expert before they are weighted. Or a list of E
+        bias: [E, N], dtype of ``X``, added to the rows of each expert before they are weighted. Or a list of E
             vectors [N]. Slots without a row stay 0.
 
     Returns:

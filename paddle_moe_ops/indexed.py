@@ -3,7 +3,7 @@
 """The family with gather indices, named as in Unsloth's mixture-of-experts kernels.
 
 One flat index stands for each of the T*K (token, slot) pairs: ``gather_indices[i] = t * K + k`` says that row i of
-the expert-ordered buffer belongs to slot k of token t. A permuted buffer has T*K rows here, always.
+the expert-ordered buffer belongs to slot k of token t. A permuted buffer always has T*K rows here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def get_routing_indices(
             more dimensions, [B, S, K]. Slots are numbered in the order of the flat ids.
         num_experts: E, at most 65535.
         return_scatter_indices: also return the inverse permutation.
-        index_dtype: of the indices: int32 or int64, as a Paddle dtype or its name. `permute` and `unpermute` take both.
+        index_dtype: dtype of the indices: int32 or int64, as a Paddle dtype or its name. `permute` and `unpermute` take
+            both.
         validate: True: ids outside [-1, E) raise. False: they count as -1. None: PADDLE_MOE_OPS_VALIDATE,
             otherwise they raise on a CPU and not on a GPU. In a static graph they count as -1.
 
@@ -87,10 +88,10 @@ def permute(X: Tensor, gather_indices: Tensor, topk: int, *, validate: bool | No
     Args:
         X: [T, H], or [..., H] with T rows in all, bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
         gather_indices: int32 or int64 [T*topk], a permutation of the flat slots, as `get_routing_indices` returns it.
-        topk: K. With 1, X may as well be rows in slot order.
-        validate: True: indices that are not a permutation raise. False: they count by rank (of equal ones the first is
-            the lower), which makes them one. None: PADDLE_MOE_OPS_VALIDATE, otherwise they raise on a CPU and not on a
-            GPU. In a static graph they count by their rank.
+        topk: K. With 1, X may also be rows in slot order.
+        validate: True: indices that are not a permutation raise. False: they are replaced by their ranks (of equal
+            ones the first is the lower), which are a permutation. None: PADDLE_MOE_OPS_VALIDATE, otherwise they raise
+            on a CPU and not on a GPU. In a static graph they are replaced by their ranks.
 
     Returns:
         [T*topk, H], dtype of ``X``.
@@ -109,8 +110,8 @@ def permute(X: Tensor, gather_indices: Tensor, topk: int, *, validate: bool | No
 def unpermute(X: Tensor, gather_indices: Tensor, *, validate: bool | None = None) -> Tensor:
     """Bring rows back to slot order: row ``gather_indices[i]`` of the result is row i of ``X``. No sum, no weights.
 
-    Differentiable in ``X``, except for float8 rows; bit-exact copies both ways. No host synchronisation except with
-    ``validate=True`` on a GPU.
+    Differentiable in ``X``, except for float8 rows. Deterministic: bit-exact copies both ways. No host synchronisation
+    except with ``validate=True`` on a GPU.
 
     Args:
         X: [T*K, H], or [..., H] with T*K rows in all, dtypes as in `permute`.

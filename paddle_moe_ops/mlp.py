@@ -52,8 +52,8 @@ def moe_mlp(
     """Give each token to its experts, and add up what they make of it, weighted.
 
     ``out[t] = sum over the slots k of token t of probs[t, k] * (silu(x[t] G) * (x[t] U)) D`` with the matrices G, U
-    (the two halves of ``gate_up``) and D of the expert that slot k is assigned to. These calls give the same, but for
-    the rounding of rows::
+    (the two halves of ``gate_up``) and D of the expert that slot k is assigned to. These calls give the same, except
+    for the rounding of rows::
 
         rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False))
         out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=False), plan, probs)
@@ -70,41 +70,42 @@ def moe_mlp(
     On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed. There SwiGLU without biases keeps
     ``x``, the first product H of each row and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns
     are not kept: the gradient of a weight is the dot product of the row before the second product and the gradient
-    there (SonicMoE, arXiv 2512.14080). A pass makes some of these rows at a time, in a buffer of ``workspace_mb``. A
-    second backward pass through the same graph is refused. Lists of matrices are taken as in `grouped_gemm`.
+    there (SonicMoE, arXiv 2512.14080). Each pass makes only some of these rows at a time, in a buffer of
+    ``workspace_mb``. A second backward pass through the same graph is refused. Lists of matrices are treated as in
+    `grouped_gemm`.
 
-    All else runs on the operators of the lines above: ``keep`` and ``workspace_mb`` make no difference, and more is
-    kept for the backward pass.
+    Everything else runs on the operators of the lines above: ``keep`` and ``workspace_mb`` make no difference there,
+    and more is kept for the backward pass.
 
     Args:
         x: [T, d] bfloat16, float16 or float32 tokens. More dimensions, [..., d], count as T tokens in all.
-        plan: where the rows of tokens are, as `route` says it.
+        plan: where the rows of tokens are, from `route`.
         probs: what each row is multiplied by, float32: [T, K] or flat [T*K] by slot of ``plan``, [N] by row, or None
             for the plain sum. The gradient has this shape; it is 0 at slots without a row.
         gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as Paddle's ``swiglu`` has them.
             With ``transpose`` [E, 2 * n, d]. Or a list or a `paddle.nn.ParameterList` of E matrices, as in
             `grouped_gemm`.
         down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n]. Or a list of E matrices.
-        activation: what is made of the gate's columns g and the others u, in float32. "swiglu": ``silu(g) * u``.
+        activation: the function of the gate's columns g and the others u, in float32. "swiglu": ``silu(g) * u``.
             "geglu": ``gelu(g) * u``; "geglu_tanh" with GELU's approximation by a hyperbolic tangent. "swiglu_oai", of
-            gpt_oss: ``(u + 1) * g * sigmoid(1.702 * g)`` with g cut to at most 7 and u to [-7, 7]; what was cut has no
-            gradient.
+            gpt_oss: ``(u + 1) * g * sigmoid(1.702 * g)`` with g clamped to at most 7 and u to [-7, 7]; clamped values
+            have no gradient.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
         weights_by: what flat ``probs`` are by, "row" or "slot".
         keep: "h", or "x" to keep only the tokens and the maps, and make H again in the backward pass.
-        workspace_mb: MiB of the buffer on Triton, 1 or more; a few columns of all rows are the least that it holds.
-            Layers of many small experts get faster with more.
-        accumulate: whether to add the gradients of the matrices to what is there as they are made, instead of giving
-            them to Paddle, which would pass over all matrices once more: to the attribute ``main_grad``, a float32
-            tensor or one of the matrix's dtype, which is made (float32) if it is None; to ``grad`` without that
-            attribute, if there is one. Hooks on the gradient of the matrix then get None, and paddle.DataParallel does
-            not reduce what is in ``main_grad``: do that before the optimizer's step. The same goes for the biases.
+        workspace_mb: MiB of the buffer on Triton, 1 or more; it always holds at least a few columns of all rows. A
+            larger one makes layers of many small experts faster.
+        accumulate: whether to add the gradients of the matrices to existing ones as they are made, instead of giving
+            them to Paddle, which would pass over all matrices once more. They are added to the attribute ``main_grad``,
+            a tensor of float32 or of the matrix's dtype, which is made (float32) if it is None; without that attribute
+            to ``grad``, if there is one. Hooks on the gradient of the matrix then get None, and paddle.DataParallel
+            does not reduce what is in ``main_grad``: do that before the optimizer's step. The same goes for the biases.
         gate_up_bias: [E, 2 * n], dtype of ``x``, added to the first product: the gate's first, as in ``gate_up``. Or a
             list of E vectors.
         down_bias: [E, d], dtype of ``x``, added to the second product before it is weighted. Or a list of E vectors.
 
     Returns:
-        shape and dtype of ``x``.
+        a tensor with the shape and dtype of ``x``.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -228,7 +229,7 @@ def check_destinations(function: str, **given: Matrices) -> None:
 
 
 def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool) -> None:
-    """Check what `moe_mlp` says of memory."""
+    """Check the options of `moe_mlp` about memory."""
     _checks.choice(function, "keep", keep, ("h", "x"))
     _checks.integer(function, "workspace_mb", workspace_mb, 1)
     _checks.flag(function, "accumulate", accumulate)

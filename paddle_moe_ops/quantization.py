@@ -79,7 +79,7 @@ def dequantize_1x128(
         codes: [N, H] float8_e4m3fn.
         scales: float32, or int32 for packed ue8m0, as `quantize_1x128` and `permute` give them; their dtype says which.
         scale_layout: "row" or "col", the layout that the scales have.
-        dtype: of the result: bfloat16, float16 or float32, as a Paddle dtype or its name.
+        dtype: dtype of the result: bfloat16, float16 or float32, as a Paddle dtype or its name.
 
     Returns:
         [N, H] of ``dtype``.
@@ -116,8 +116,8 @@ def quantized_experts(
     codes, scales and ``tensors`` for the backward pass, not ``x`` and not its rows in 16 bits. The gradient of ``x``
     goes straight through the quantisation: it is the ascending sum of each token's rows of d_rows, as in `permute`.
 
-    Differentiable in ``x`` and ``tensors``. For dygraph and paddle.jit.to_static with full_graph=False; a static graph
-    has no place for the two functions. Deterministic and without host synchronisation as far as they are.
+    Differentiable in ``x`` and ``tensors``. Works in dygraph and under paddle.jit.to_static with full_graph=False; a
+    static graph cannot hold the two functions. Deterministic and without host synchronisation if the two functions are.
 
         def expert_fn(codes, scales, weight):
             return float8_grouped_gemm(codes, scales, weight, plan.expert_offsets)
@@ -135,18 +135,18 @@ def quantized_experts(
             experts' outputs [N, any]. Codes are [N, H]; codes and scales of padding rows are 0. Runs without
             recording gradients.
         expert_vjp: ``expert_vjp(d_out, codes, scales, *tensors)`` -> d_rows [N, H] in the dtype of ``x``, followed by
-            one gradient for each of ``tensors``, or None where it has none. Without ``tensors``, d_rows alone will do.
-            What d_rows holds in padding rows is not read.
-        tensors: what the result depends on besides ``x``: weights, ``plan.row_probs``.
+            one gradient for each of ``tensors``, or None where it has none. Without ``tensors``, d_rows alone is
+            enough. Padding rows of d_rows are not read.
+        tensors: tensors besides ``x`` that the result depends on, such as weights and ``plan.row_probs``.
         quantize: "fp8_1x128" or "fp8_1x128_ue8m0".
         scale_layout: "row" or "col".
         amax_min: as in `quantize_1x128`.
 
     Returns:
-        what expert_fn returned.
+        the tensor that expert_fn returned.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype; a result of expert_fn or expert_vjp that is.
+        TypeError: an argument, or a result of expert_fn or expert_vjp, of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; gradients of the wrong number or shape.
     """
     name = "quantized_experts"

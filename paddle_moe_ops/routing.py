@@ -98,7 +98,7 @@ class Plan(_PlanFields):
         return values
 
     def __repr__(self) -> str:
-        """The sizes. The tensors, which are long, have names of their own."""
+        """The sizes. The tensors are long, and can be printed by name."""
         sizes = ("num_tokens", "topk", "num_experts", "padding_alignment", "num_rows")
         return f"Plan({', '.join(f'{name}={getattr(self, name)}' for name in sizes)})"
 
@@ -168,21 +168,22 @@ def route(
     Expert segments follow each other ascending, each padded to a multiple of ``padding_alignment`` rows; inside a
     segment rows follow ascending token, then slot. Deterministic: the same maps on every backend and run.
 
-    Differentiable: ``plan.row_probs`` in ``probs``; the gradient is 0 at slots without a row.
-    Host synchronisation: on a GPU one, to learn N, unless ``buffer_size`` or host counts are given; none on the CPU.
-    With ``capacity``, a tensor of counts and a static graph that does not know T cost one more.
+    ``plan.row_probs`` is differentiable in ``probs``; the gradient is 0 at slots without a row.
+    Host synchronisation: on a GPU one, to learn N, unless ``buffer_size`` or a list of ints is given, and with
+    ``validate=True``; none on the CPU. With ``capacity``, a tensor of counts, or a static graph that does not know T,
+    costs one more.
 
     Args:
         routing: expert ids, int32 or int64 [T, K] with -1 for an unassigned slot, or a mask, bool [T, E].
         probs: float32 [T, K] for ids, [T, E] for a mask, or None.
-        num_experts: E, at most 65536; needed for ids, read off a mask.
+        num_experts: E, at most 65536; needed for ids. A mask tells it.
         padding_alignment: rows, >= 1.
         tokens_per_expert: the number of routed rows of each expert, if known: a list of ints or of int tensors with one
             element, or a 1-D int array or tensor. Each must be the number before any slot is dropped, with or without
             its segment's padding. None: counted. Ignored with a static buffer.
         buffer_size: N of a static buffer. Rows at or beyond its end are dropped and counted in ``plan.overflow``, the
             others stay where they are. -1: N is the sum of the padded segments.
-        topk: K of a mask, by default E; of more experts in a token, the highest are dropped.
+        topk: K of a mask, by default E. If a token has more experts, the highest are dropped.
         duplicates: "first": if an id repeats in a token, its first slot gets the row. "each": every slot gets one.
         capacity: rows that an expert gets at most, an int or a 0-D int tensor, which stays where it is. The first rows
             of its segment are kept; the slots of the others are dropped and counted in ``plan.overflow``, and the
@@ -253,7 +254,7 @@ def route(
 
 
 def _holds_zeros_and_ones(ids: Tensor) -> bool:
-    """Whether ids are rather a mask in integers."""
+    """Whether ids look like a mask of integers."""
     return isinstance(ids, Tensor) and bool(((ids == 0) | (ids == 1)).all())
 
 
@@ -328,9 +329,9 @@ def calculate_topk(
     What routers add to this: ERNIE 4.5 a correction bias; DeepSeek-V2 groups (``scores_per_group=1``); DeepSeek-V3
     (arXiv:2412.19437, section 2.1.2) sigmoid, bias, groups (of the two best scores) and a scaling factor.
 
-    Differentiable: weights and scores in ``gating``; the choice and ``correction_bias`` get no gradient. Deterministic:
-    the compiled operator gives the same bits on every device and run. On other backends scores differ in the last bits,
-    as exponentials do; so may the choice between scores that are nearly equal. No host synchronisation.
+    Weights and scores are differentiable in ``gating``; the choice and ``correction_bias`` get no gradient.
+    Deterministic: the compiled operator gives the same bits on every device and run. On other backends scores differ in
+    the last bits, as exponentials do; so may the choice between scores that are nearly equal. No host synchronisation.
 
     Args:
         gating: logits [T, E], bfloat16, float16 or float32. As a keyword it may also be called ``gating_output``.
@@ -340,13 +341,13 @@ def calculate_topk(
         pre_act: choose by scores of all experts.
         post_act: choose by logits and score the chosen experts only, so that a softmax runs over K. Exactly one of
             ``pre_act`` and ``post_act`` must be True.
-        correction_bias: float32 [E] that is added to what experts are chosen by, in float32, and to nothing else.
-        num_groups: groups of E / num_groups experts that follow each other.
-        topk_groups: groups of each token that experts may come from, those with the highest sums, the lower group
+        correction_bias: float32 [E], added in float32 to the values that experts are chosen by, and to nothing else.
+        num_groups: number of groups, each of E / num_groups consecutive experts.
+        topk_groups: how many groups a token's experts may come from: those with the highest sums, the lower group
             where sums are equal. None: all.
-        scores_per_group: how many of a group's highest values (with the bias) are added up to its sum.
+        scores_per_group: how many of a group's highest values (with the bias) its sum adds up.
         scaling_factor: what the weights are multiplied by in the end.
-        return_scores: also return the scores of all experts, for auxiliary losses.
+        return_scores: whether to return the scores of all experts too, for auxiliary losses.
 
     Returns:
         weights [T, K] (dtype of ``gating``), best expert first, and ids int64 [T, K], distinct within a token; then as

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of other packages from a plan, and the maps that moving needs back from them.
+"""Maps of other packages, made from a plan, and the maps for moving rows, made from those.
 
 What is read from a map has one slot per expert: slot e of a token is its expert e.
 """

@@ -143,10 +143,10 @@ def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
 def use_backend(name: str) -> Iterator[None]:
     """Run the operators inside the ``with`` block on one backend; their backward passes stay on it.
 
-    Operators that the backend does not have run on the one that is chosen automatically; `explain` tells which.
+    Operators that the backend does not have run on the backend that is chosen automatically; `explain` says which.
 
     Args:
-        name: "compiled", "triton" (NVIDIA GPUs; in static graphs as if it were not asked for), "paddle" (grouped_gemm
+        name: "compiled", "triton" (NVIDIA GPUs; ignored in static graphs), "paddle" (grouped_gemm
             by Paddle's matmul) or "reference".
 
     Raises:

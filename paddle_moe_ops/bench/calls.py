@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One line of the table: our call, and others that do the same, the first that can run counts.
+    """One line of the table: our call, and others that do the same, of which the first that can run counts.
 
     Attributes:
         moved: bytes of rows that must be read and written.
@@ -76,7 +76,7 @@ class Operation(NamedTuple):
 
 
 class Problem:
-    """The inputs of a model with so many tokens on the current device: the same numbers in each run.
+    """The inputs of a model with a given number of tokens on the current device: the same numbers in each run.
 
     Attributes:
         x: bfloat16 [T, H], tokens or the gradient of sums.
@@ -240,7 +240,7 @@ def _forward(side: str, form: Form, inputs: list[Tensor]) -> Call:
 
 
 class _Node(paddle.autograd.PyLayer):
-    """A node of the autograd graph whose gradients come from a function: Paddle copies those that it is given."""
+    """A node of the autograd graph whose gradients come from a function; Paddle copies gradients that it is given."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Callable[[], tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ MEMORY_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 def measure(calls: Sequence[Call], seconds: float) -> list[dict[str, Any]]:
-    """Time calls in turns, each for about so many seconds: microseconds of one call, and the bytes it allocates."""
+    """Time calls in turns, each for about ``seconds``: microseconds of one call, and the bytes that it allocates."""
     peaks = [_peak_bytes(call) for call in calls]  # they warm up, too
     counts = [min(MAX_CALLS, max(1, int(SAMPLE_SECONDS / _sample(call, 1)))) for call in calls]
     samples: list[list[float]] = [[] for _ in calls]
@@ -42,7 +42,7 @@ def _summary(samples: list[float], peak: int | None) -> dict[str, Any]:
 
 
 def _sample(call: Call, count: int) -> float:
-    """Seconds of one of so many calls."""
+    """Seconds of one call, of the given number of calls."""
     states = [call.prepare() for _ in range(count)]
     _synchronize()
     start = time.perf_counter()

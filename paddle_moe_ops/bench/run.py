@@ -195,7 +195,7 @@ def _side(times: Row | None) -> str:
 
 
 def _digits(value: float, decimals: int) -> str:
-    """A number with so many decimals, of which large numbers lose one or two."""
+    """A number with the given number of decimals; large numbers lose one or two."""
     return f"{value:.{decimals - (value >= 10) - (value >= 100)}f}"
 
 

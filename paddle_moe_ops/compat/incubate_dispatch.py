@@ -1,11 +1,13 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""ERNIE's dispatch and combine, the operators behind ``paddle.incubate.nn.functional``, on this package's operators.
+"""ERNIE's dispatch and combine, the operators of ``paddle.incubate.nn.functional``, on this package's operators.
 
-Names, arguments and results are those of Paddle's operators. T tokens, E experts, K slots per token, H hidden size.
+Names, arguments and results are those of Paddle's operators. T tokens, E experts, K slots per token, H hidden size. All
+are deterministic, and raise TypeError or ValueError for arguments of the wrong type, dtype, value or shape.
 
 A capacity is given out slot by slot: all tokens' first choices come before all tokens' second choices. A slot that is
-dropped has weight 0 and index 0, although row 0 is another's. So slots of weight 0 are read as slots without a row.
+dropped has weight 0 and index 0, although row 0 belongs to another slot. So slots of weight 0 are read as slots without
+a row.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def moe_gate_dispatch(
 
     Args:
         x: [T, H] bfloat16, float16 or float32.
-        gate_logits: float32 [T, E], as a rule probabilities.
+        gate_logits: float32 [T, E], usually probabilities.
         corr_bias: float32 [E], added to what experts are chosen by and to nothing else, or None.
         k: K.
         capacity: rows that an expert gets at most.
@@ -76,7 +78,8 @@ def moe_gate_dispatch_permute(
 ) -> tuple[Tensor, ...]:
     """Dispatch as `moe_gate_dispatch` does with padding, into chunks for an all-to-all in a pipeline of experts.
 
-    Expert e is the expert e % (E / world_size) of rank e // (E / world_size).
+    Expert e is expert e % (E / world_size) of rank e // (E / world_size). Differentiable and free of host
+    synchronisation, as `moe_gate_dispatch` is.
 
     Args:
         x: [T, H] bfloat16, float16 or float32.
@@ -202,8 +205,9 @@ def moe_combine(x: Tensor, combine_weights: Tensor, scatter_index: Tensor) -> Te
     Args:
         x: [N, H] bfloat16, float16 or float32.
         combine_weights: [T, K] bfloat16, float16 or float32.
-        scatter_index: int32 or int64 [T, K], the row of each slot. A row is that of one slot only, those of weight 0
-            aside: others raise where data is checked, on the CPU; unchecked, the first slot has the row.
+        scatter_index: int32 or int64 [T, K], the row of each slot. A row belongs to one slot only, apart from
+            slots of weight 0. Slots that share a row raise where data is checked, as on a CPU; unchecked, the first
+            slot has the row.
 
     Returns:
         [T, H], dtype of ``x``.
@@ -237,7 +241,9 @@ def moe_combine_no_weight(x: Tensor, combine_weight: Tensor, scatter_index: Tens
 def moe_combine_grad(
     x: Tensor, combine_weights: Tensor, scatter_index: Tensor, grad_y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `moe_combine`, for those who call them by hand.
+    """Compute the gradients of `moe_combine`, for backward passes written by hand.
+
+    Not differentiable itself. No host synchronisation.
 
     Args:
         x: [N, H] as in `moe_combine`.

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The operator behind ``paddle.incubate.nn.functional.batched_gemm``, on `grouped_gemm`."""
+"""The operator of ``paddle.incubate.nn.functional.batched_gemm``, on `grouped_gemm`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def batched_gemm(
 ) -> Tensor:
     """Multiply each group of rows with its own matrix, or two groups of rows with each other.
 
-    Differentiable in ``lhs`` and ``rhs``.
+    Differentiable in ``lhs`` and ``rhs``. Deterministic. No host synchronisation. Raises TypeError or ValueError for
+    arguments of the wrong type, dtype, value or shape.
 
     Args:
         lhs: [M, D] bfloat16, float16 or float32, rows by group.

@@ -1,8 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What ERNIE's routers compute around the dispatch, the operators behind ``paddle.incubate.nn.functional``.
+"""What ERNIE's routers compute around the dispatch, the operators of ``paddle.incubate.nn.functional``.
 
-Names, arguments and results are those of Paddle's operators. T tokens, E experts, K slots per token.
+Names, arguments and results are those of Paddle's operators. T tokens, E experts, K slots per token. All are
+deterministic, and raise TypeError or ValueError for arguments of the wrong type, dtype, value or shape.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def cal_aux_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the loss against imbalance: ``num_experts * sum_e ce_e * sum_t gate_prob[t, e] / seqlen``.
 
-    Differentiable in ``gate_prob``. Where ``tokens_mask`` and ``dispatch_tokens_mask`` speak of different numbers of
+    Differentiable in ``gate_prob``. Where ``tokens_mask`` and ``dispatch_tokens_mask`` have different numbers of
     tokens, the loss is that of all tokens, and the gradient that of the tokens here. Sums in float32. No host
     synchronisation.
 
@@ -108,7 +109,7 @@ def cal_aux_loss_grad(
     use_group: bool,
     moe_k: int,
 ) -> Tensor:
-    """Compute the gradient of `cal_aux_loss`, for those who call it by hand.
+    """Compute the gradient of `cal_aux_loss`, for backward passes written by hand.
 
     Args:
         gate_prob: [T, E].
@@ -199,7 +200,7 @@ def expand_modality_expert_id(
 def build_src_rank_and_local_expert_id(
     expert_num_global_tensor: Tensor, expert_num_global: Any, num_local_experts: int
 ) -> tuple[Tensor, Tensor]:
-    """Say for each of the rows that ranks receive, ordered by global expert, whose they are.
+    """Tell the rank and the local expert of each row that the ranks receive, ordered by global expert.
 
     Args:
         expert_num_global_tensor: int32 or int64 [E], rows of each expert.

@@ -146,13 +146,13 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
     "permute", ``paddle.nn.functional.moe_permute`` and ``moe_unpermute``: numbers are Paddle's, even where this
     package decides otherwise. A token with exactly one row stays unweighted in the weighted combine, and ids outside
     [0, num_experts) are ignored on a CPU too. As in Paddle's newest version, float8 rows need their scale where
-    they are gathered. The signature stays Paddle's. Gradients, the CPU, more dtypes and widths, and the keyword
-    arguments of this package's functions are new.
+    they are gathered. The signature stays Paddle's. Gradients, running on a CPU, more dtypes and widths, and the
+    keyword arguments of this package's functions are new.
 
     "incubate", the operators of ERNIE's models in ``paddle.incubate.nn.functional``: moe_gate_dispatch,
     moe_gate_dispatch_permute, moe_gate_dispatch_partial_nosoftmaxtopk, moe_combine, moe_combine_no_weight,
     cal_aux_loss, int_bincount, expand_modality_expert_id, build_src_rank_and_local_expert_id, and
-    ``paddle._C_ops.moe_combine_grad`` and ``cal_aux_loss_grad``. "gemm": ``batched_gemm``. The CPU is new to both.
+    ``paddle._C_ops.moe_combine_grad`` and ``cal_aux_loss_grad``. "gemm": ``batched_gemm``. Both are new on a CPU.
     Where Paddle is built for CPUs only, "incubate" also brings ``paddle.base.core.AsyncLoad``, which such a build
     lacks and ERNIE's models ask for: its copies are made at once.
 
@@ -186,7 +186,7 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
 
 
 def unpatch_paddle(families: _Families = _FAMILIES) -> None:
-    """Give Paddle its own functions back; where nothing is patched it changes nothing.
+    """Give Paddle its own functions back; families that are not patched stay as they are.
 
     Args:
         families: names of families, as in `patch_paddle`; by default all.

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of ``transformer_engine.pytorch`` and of its ``triton.permutation``, with their arguments and results.
 
-For code that calls them, an import swap is enough. They are `paddle_moe_ops.masked` underneath; sizes that the tensors
-tell as well are checked against them, and a row whose probability is exactly 0 is 0, as there.
+Code that calls them only needs another import. They run on `paddle_moe_ops.masked`, whose functions of the same names
+say what is differentiable, what synchronises with the host and what raises. Sizes that the tensors tell as well are
+checked against them, and a row whose probability is exactly 0 is 0, as in TransformerEngine.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ def _check_sizes(function: str, row_id_map: Any, num_tokens: Any, num_experts: A
 
 
 def _check_size(function: str, argument: str, given: Any, tensor: Any, axis: int) -> None:
-    """Check a size that a tensor tells too; one that only a graph's run tells is what the tensor says."""
+    """Check a size that a tensor tells too. A size that is unknown until a graph runs is taken from the tensor."""
     size = _size(function, argument, tensor, axis)
     if is_graph_value(given):
         return

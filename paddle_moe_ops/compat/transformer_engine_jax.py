@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of ``transformer_engine.jax.permutation`` with their arguments and results.
 
-For code that calls them, an import swap is enough. They are `paddle_moe_ops.dispatch` underneath, and a row whose
-probability is exactly 0 is 0, as there.
+Code that calls them only needs another import. They run on `paddle_moe_ops.dispatch`, whose functions of the same names
+say what is differentiable, what synchronises with the host and what raises. A row whose probability is exactly 0 is 0,
+as in TransformerEngine.
 """
 
 from __future__ import annotations

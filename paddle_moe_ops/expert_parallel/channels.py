@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows of a group that take turns, and the barrier between their uses.
 
-Between two uses of a window lies a barrier of the other one, which a rank reaches after everything that it does with
-the first.
+Between two uses of a window lies the barrier of the other window, which a rank reaches only after all its work on the
+first.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["HEADER", "OwnRows", "RowChannel", "RowWindow", "TokenChannel", "Toke
 
 _DISPATCH = "ExpertParallel.dispatch"
 HEADER = 64  # PMO_RECORDS_HEADER
-_MOST_STEPS = 256  # of pages, in which a region is a whole number of rows
+_MOST_STEPS = 256  # pages, at most, that hold a whole number of rows
 _GROUP_COLUMNS, _PACKED_SCALES = 128, 4  # of float8
-# Of every 8 rows for another rank, those that it fetches after the barrier, beside what it then does in its own memory;
-# the others are written to it before. The link is busy in both halves.
+# How many of every 8 rows for another rank that rank fetches after the barrier, while it works in its own memory. The
+# others are written to it before the barrier. So the link is busy in both halves.
 FETCHED = 3
 
 
 class OwnRows(enum.IntEnum):
-    """Where the rows go that a rank sends to itself."""
+    """Where rows go that a rank sends to itself."""
 
-    STAY = 0  # where they are; they are read there
+    STAY = 0  # they stay, and are read, where they are
     TO_WINDOW = 1
     TO_NEW_MEMORY = 2
 
@@ -56,7 +56,7 @@ class RowWindow(NamedTuple):
 
     Attributes:
         arrived: [P * S, d], this rank's memory.
-        peers: [P * S, d], what other ranks have for this one.
+        peers: [P * S, d], this rank's regions at all ranks.
         num_ranks: P.
         rank: this rank.
     """
@@ -67,16 +67,17 @@ class RowWindow(NamedTuple):
     rank: int
 
     def send(self, x: Tensor, token_rows: Tensor, own: OwnRows, *, writes_all: bool = False) -> Tensor:
-        """Let other ranks have rows; a barrier has to follow.
+        """Send rows to other ranks; a barrier has to follow.
 
         Args:
             x: [T, d].
-            token_rows: int32 [T, C], the rows of the window that are for each.
-            own: where rows go that are for this rank.
-            writes_all: no other rank fetches a row: all that a rank gets is in ``arrived`` after the barrier.
+            token_rows: int32 [T, C], the rows of the window that each token goes to.
+            own: where rows for this rank go.
+            writes_all: whether all rows are written and none is fetched, so that ``arrived`` is complete after the
+                barrier.
 
         Returns:
-            where the rows are that are for this rank, [P * S, d], unless they stay.
+            the rows for this rank, [P * S, d], unless they stay where they are.
         """
         views, fetched = (self.arrived, self.peers), 0 if writes_all else FETCHED
         (made,) = direct("rank_send", x, token_rows, *views, self.num_ranks, self.rank, fetched, int(own))
@@ -87,8 +88,8 @@ class RowWindow(NamedTuple):
 
         Args:
             token_rows: int32 [T, C], the rows of the window that are for each token.
-            own: [P * S, d], where the rows are that are for this rank.
-            to: [T, d], where the sums go, and the rows that are for this rank are already; C is 1 then.
+            own: [P * S, d], the rows that this rank sent to itself.
+            to: [T, d], where the sums go, and where the rows that this rank sent to itself are already; C is 1 then.
         """
         views = self.arrived, self.peers
         (made,) = direct("rank_receive", token_rows, *views, own, to, self.num_ranks, self.rank, FETCHED)
@@ -96,13 +97,13 @@ class RowWindow(NamedTuple):
 
 
 class TokenSlot(NamedTuple):
-    """A window for tokens, and a pair of views, what arrived and what peers have, of what travels beside them.
+    """A window for tokens, and for everything that travels with them two views: what arrived, and what peers have.
 
     Attributes:
-        rows: of S rows for each rank.
+        rows: S rows for each rank.
         beside: uint8 [P, bytes], records or values.
         beside_of_peers: the same.
-        codes: float8 [P * S, d], and what follows, with float8 only.
+        codes: float8 [P * S, d]; this and what follows with float8 only.
         codes_of_peers: the same.
         scales: uint8 [P, bytes].
         scales_of_peers: the same.
@@ -134,8 +135,8 @@ class _Turns:
             self._slots.append(slot)
         self._flags = [self._tensor(like, each, ranks, page, paddle.uint8) for each in share(group, place, page)]
         self._flags[0].zero_()
-        self._flags[0][:, :1].tolist()  # waits until they are
-        agree(_DISPATCH, group, settings)  # until they are everywhere
+        self._flags[0][:, :1].tolist()  # waits until they are zero
+        agree(_DISPATCH, group, settings)  # waits until they are zero on all ranks
         self._state = filled([1], 0, "int32", like=like)
         self._turn = 0
 
@@ -150,7 +151,7 @@ class _Turns:
         return self._slots[self._turn % 2]
 
     def wait(self) -> None:
-        """Have what follows wait until all ranks have come here."""
+        """Make later work wait until all ranks have come here."""
         direct("rank_barrier", *self._flags, self._state, self._timeout_ms)
 
 
@@ -159,16 +160,16 @@ class TokenChannel:
 
     Args:
         group: the ranks.
-        capacity: tokens that a rank sends to each at most.
+        capacity: the most tokens that a rank sends to each rank.
         experts_per_rank: experts of a rank.
-        like: [1, d], a tensor as tokens are.
+        like: [1, d], a tensor of the dtype and device of tokens.
         topk: K.
         float8: a format of `permute` in which tokens travel, or None.
         timeout: seconds that a rank waits for the others.
 
     Attributes:
         rows_per_rank: S, at least the capacity.
-        scale_columns: of a token's scales, as `quantize_1x128` makes them; 0 without float8.
+        scale_columns: columns of a token's scales, as `quantize_1x128` makes them; 0 without float8.
     """
 
     def __init__(
@@ -229,6 +230,6 @@ class RowChannel:
         self.wait = self._turns.wait
 
     def window(self) -> RowWindow:
-        """That of the next exchange; row r * K + k is that of slot k of the token in row r."""
+        """The window of the next exchange; row r * K + k belongs to slot k of the token in row r."""
         arrived, peers = self._turns.next()
         return RowWindow(arrived, peers, self._group.nranks, self._group.rank)

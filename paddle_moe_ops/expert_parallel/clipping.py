@@ -20,13 +20,14 @@ __all__ = ["ClipGradByGlobalNorm"]
 class ClipGradByGlobalNorm(ClipGradForMOEByGlobalNorm):
     """`paddle.nn.ClipGradByGlobalNorm` for a model whose layers have their experts on any groups of ranks.
 
-    The norm is that of one process with all experts: of each layer it has the gradients of the experts on all ranks of
-    that layer's group. Other parameters are those of every rank. Every rank of a group must have gradients of the same
-    parameters, as `average_gradients` sees to. Sums are rounded in another order than in one process; all ranks of a
-    group clip by the same number. No host synchronisation, one all-reduce of a number for each group.
+    The norm is that of one process with all experts: for each layer it includes the gradients of the experts on all
+    ranks of that layer's group. Other parameters are taken to be the same on every rank, and count once. Every rank of
+    a group must have gradients of the same parameters, which `average_gradients` ensures. Sums are rounded in another
+    order than in one process; all ranks of a group clip by the same number. No host synchronisation; one all-reduce of
+    one number for each group.
 
     Args:
-        clip_norm: the norm that gradients have at most.
+        clip_norm: the largest norm that the gradients may have.
     """
 
     def __init__(self, clip_norm: float) -> None:

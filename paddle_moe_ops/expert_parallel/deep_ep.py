@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine through DeepEP, as Paddle's wheels for GPUs bring it.
 
-Written after the documented interface of that module, and tested with a fake module on a CPU: it has not
+It follows the documented interface of that module, and was tested with a fake module on a CPU. It has not
 run on a GPU.
 """
 
@@ -131,7 +131,7 @@ class DeepEP:
             x: bfloat16 [T, d].
             ids: [T, K], those that count.
             probs: float32 [T, K].
-            copies: of no account, since tokens that arrived are this rank's own.
+            copies: not used, since tokens that arrived are this rank's own.
         """
         needs = "for transport='deepep'"
         if x.dtype != paddle.bfloat16:

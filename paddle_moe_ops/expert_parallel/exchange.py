@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges with gradients. A backward pass sends every line's gradient to where the line came from.
 
-Every rank of a group must run the backward pass of each exchange, also a rank that sent and received nothing: gradients
+Every rank of a group must run the backward pass of each exchange, even a rank that sent and received nothing: gradients
 are exchanged like values.
 """
 

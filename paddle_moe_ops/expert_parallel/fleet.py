@@ -33,12 +33,13 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     """Make the optimizer that ``fleet.distributed_optimizer`` makes, for a model whose experts are spread over ranks.
 
     The losses are those of one process: in ``step()`` the gradients become those of the mean over all ranks' losses,
-    those of experts too, which are added up only between ranks that have copies of the same experts. So neither call
-    `average_gradients` nor scale anything. Clipping by the global norm counts each expert once: give the optimizer
-    `paddle.nn.ClipGradByGlobalNorm` or ``ClipGradForMOEByGlobalNorm``; either becomes what the strategy needs. Copies
-    of experts start as the first one. ``step()`` waits for no number. All ranks make the optimizer at the same time.
+    those of experts too, which are added up only between ranks that have copies of the same experts. So do not call
+    `average_gradients`, and scale nothing. Clipping by the global norm counts each expert once: give the optimizer
+    `paddle.nn.ClipGradByGlobalNorm` or ``ClipGradForMOEByGlobalNorm``; either becomes what the strategy needs. All
+    copies of experts start with the values of the first. ``step()`` does not synchronise with the host. All ranks make
+    the optimizer at the same time.
 
-    Which topologies of ``fleet.init`` work, with all other degrees 1, and whose ranks share the experts:
+    These topologies of ``fleet.init`` work, with all other degrees 1; the group named shares the experts:
 
     * ``dp_degree``: the data parallel group, with the model from ``fleet.distributed_model``;
     * ``sharding_degree``, with or without ``dp_degree``: the sharding group;
@@ -48,8 +49,8 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     ``split_param`` ``DygraphShardingOptimizerV2``, without ``dp_degree`` and for parameters with ``main_grad``.
 
     Args:
-        optimizer: of `paddle.optimizer`, with a list of parameters, or Fleet's ``MixPrecisionOptimizer`` of one. What
-            `mark_expert_parameters` marked is known as experts.
+        optimizer: one of `paddle.optimizer`, with a list of parameters, or Fleet's ``MixPrecisionOptimizer`` of one.
+            Parameters that `mark_expert_parameters` marked are those of experts.
         strategy: see Fleet.
 
     Returns:
@@ -57,8 +58,8 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
 
     Raises:
         TypeError: the optimizer has no list of parameters.
-        ValueError: Fleet was not started, or its topology or strategy is another one; experts are shared by ranks of
-            several groups, or by others than the topology's.
+        ValueError: Fleet was not started, or its topology or strategy is not one of these; experts are shared by ranks
+            of several groups, or by other ranks than the topology's.
     """
     parameters = getattr(optimizer, "_parameter_list", None)
     if not parameters or isinstance(parameters[0], dict):

@@ -41,11 +41,11 @@ class _Kinds(NamedTuple):
 def average_gradients(
     parameters: Iterable[Tensor], group: Any = None, *, copies: Any = None, timeout: float = DEFAULT_TIMEOUT_S
 ) -> None:
-    """Make the gradients of each rank's mean loss those of the mean over all ranks.
+    """Turn the gradients of each rank's mean loss into those of the mean over all ranks.
 
     Call it after ``backward()`` and before the optimizer's step, on all ranks, in place of `paddle.DataParallel`. The
     gradients of parameters that all ranks have are averaged. Those of experts are complete on their rank, since the
-    tokens of all ranks are in them; they are divided by the number of ranks. ``main_grad`` is taken where it is set.
+    tokens of all ranks are in them; they are divided by the number of ranks. ``main_grad`` is used where it is set.
 
     Deterministic as far as ``paddle.distributed.all_reduce`` is. Each call first compares what the ranks have: one
     all_reduce of five numbers, for which the host waits, and another one with ``copies``. A second exchange follows
@@ -60,10 +60,10 @@ def average_gradients(
         timeout: seconds that a rank waits for the others in the first exchange.
 
     Raises:
-        TypeError: a parameter is not a tensor, or the timeout is not a number, or a group is none.
-        ValueError: the timeout is out of range; this rank is not one of a group's, or not the only one that its groups
-            have in common. On every rank, before any gradient changed: the ranks have different numbers of parameters,
-            or train others, or parameters or gradients differ in shape or dtype.
+        TypeError: a parameter is not a tensor, the timeout is not a number, or a group is not a group.
+        ValueError: the timeout is out of range; this rank is not in a group, or not the only one that its groups have
+            in common. On every rank, before any gradient changes: the ranks have different numbers of parameters, or
+            train different ones, or parameters or gradients differ in shape or dtype.
         RuntimeError: the arguments of another rank are bad, or it did not come in time; the message names it.
     """
     group = group_of(_NAME, group)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waiting for the other ranks of a group for a limited time, whatever library connects them.
 
-Nothing travels for it while all ranks come. A rank that has waited for a while says so in the store of
+While all ranks come, this sends nothing. A rank that has waited for a while says so in the store of
 `paddle.distributed`, so those that give up can tell who did not come.
 """
 
@@ -53,7 +53,7 @@ class Meeting:
     def call(self, function: str, work: Callable[[], _Result]) -> _Result:
         """The result of work that blocks until all ranks came.
 
-        It runs in a thread of its own, which stays behind if they do not come.
+        It runs in a thread of its own, which keeps waiting if they do not come.
 
         Args:
             function: name that begins the message.

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers of Fleet that take parameters for the same on all ranks refuse experts, which differ between ranks."""
+"""Optimizers of Fleet that assume the same parameters on all ranks refuse experts, which differ between ranks."""
 
 from __future__ import annotations
 

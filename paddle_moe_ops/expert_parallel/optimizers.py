@@ -66,7 +66,7 @@ def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = No
     Its tensors are copies, so the optimizer may go on.
 
     Args:
-        optimizer: of `paddle.optimizer`; it may have taken no step.
+        optimizer: one of `paddle.optimizer`; it need not have taken a step.
         layer: the model, with all parameters of the optimizer.
         group: the ranks that share the experts, as `ExpertParallel` takes it.
 
@@ -76,9 +76,9 @@ def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = No
         ``layer.named_parameters()`` to the ``.name`` that keys begin with. `shard_optimizer_state_dict` takes it out.
 
     Raises:
-        TypeError: the optimizer has no ``state_dict``, or the layer is none.
-        ValueError: the optimizer has what belongs to none of the layer's parameters, or keeps for an expert's parameter
-            neither a tensor of its shape nor one number; the ranks' states differ in names, dtypes or shapes.
+        TypeError: the optimizer has no ``state_dict``, or the layer is not a layer.
+        ValueError: the optimizer has something that belongs to none of the layer's parameters, or keeps for an expert's
+            parameter neither a tensor of its shape nor one number; the ranks' states differ in names, dtypes or shapes.
         RuntimeError: another rank raised one of these errors.
     """
     function = "gather_optimizer_state_dict"
@@ -108,8 +108,8 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
     so load them into the first optimizer of these parameters.
 
     Args:
-        state: of `gather_optimizer_state_dict`, or the ``state_dict()`` of an optimizer in one process whose parameters
-            have the ``.name`` of the layer's. Tensors, as `paddle.load` gives them.
+        state: from `gather_optimizer_state_dict`, or the ``state_dict()`` of an optimizer in one process whose
+            parameters have the ``.name`` of the layer's. It holds tensors, as `paddle.load` gives them.
         layer: the model that the optimizer is for.
         group: the ranks that share the experts, as `ExpertParallel` takes it.
 

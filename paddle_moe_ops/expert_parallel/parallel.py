@@ -45,7 +45,7 @@ class Received:
         tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`; an int32 tensor with
             ``tokens_per_rank``, where ``rows`` on a GPU has room for more of them.
         routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
-        dropped_slots: int32 [1], those of them that were dropped for the capacity.
+        dropped_slots: int32 [1], those of them that were dropped for the capacity or for lack of room.
     """
 
     plan: Plan
@@ -84,14 +84,14 @@ class ExpertParallel:
 
     A token travels once to each rank that has one of its experts. `dispatch` gives each rank the tokens for its
     experts; `combine` gives every token the sum of what its experts made of it. Both are differentiable, and all ranks
-    must call them, and their backward passes, in the same order, also a rank without tokens: its loss must depend on
-    what `combine` returned. The backward pass runs once.
+    must call them, and their backward passes, in the same order. That includes a rank without tokens: its loss must
+    depend on what `combine` returned. The backward pass runs once.
 
-    Host synchronisation: each `dispatch` waits once, for the numbers of tokens that the others send; with
-    ``tokens_per_rank`` and `paddle.distributed.alltoall_single` it does not.
+    Host synchronisation: each `dispatch` waits once, for the numbers of tokens that the others send. It does not wait
+    with ``tokens_per_rank`` and `paddle.distributed.alltoall_single` or "peer".
 
     Args:
-        num_experts: E of all ranks, a multiple of their number.
+        num_experts: E, the experts of all ranks together, a multiple of the number of ranks.
         group: the ranks, a group of `paddle.distributed`; None: all ranks, or this process alone where
             `paddle.distributed` was not initialised.
         combine: "exact": the rows of the experts travel back one by one, and the owner of a token adds them up, so that
@@ -101,9 +101,10 @@ class ExpertParallel:
         payload: what tokens travel as in `dispatch`: "fp8_1x128" or "fp8_1x128_ue8m0", float8 with a scale for each 128
             columns as `quantize_1x128` makes them, half the bytes; they arrive in their own dtype. Gradients go
             straight through and travel unrounded. None: tokens travel as they are.
-        tokens_per_rank: with ``combine="reduced"`` or ``transport="peer"``, the tokens that each rank sends to each,
-            those without a token included. Sizes then are the same in every call and nothing waits for a number. What
-            has no room is dropped, the last tokens first, and counted in ``dropped_slots``. None: as many as there are.
+        tokens_per_rank: with ``combine="reduced"`` or ``transport="peer"``, the number of lines that each rank sends to
+            each, those without a token included. Sizes are then the same in every call and nothing waits for a number.
+            What has no room is dropped, the last tokens first, and counted in ``dropped_slots``. None: as many as there
+            are.
         transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": one of the two, by
             the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink; nothing waits for
             the host. It needs the compiled operators, and ``tokens_per_rank``, which is rounded up so that parts are
@@ -114,7 +115,7 @@ class ExpertParallel:
         timeout: seconds that a rank waits for the others before it raises a RuntimeError that names the ranks that did
             not come. With "alltoall" a rank waits in `dispatch` only, and there without ``tokens_per_rank``; with
             "gloo" in every exchange; with "peer" too, on a GPU in a kernel, which prints the rank and fails. DeepEP has
-            a limit of its own. Ranks that do not come leave exchanges behind that never end: end the process then.
+            a limit of its own. If a rank does not come, end the process: exchanges that have begun never finish.
 
     Attributes:
         group: the group.
@@ -128,7 +129,7 @@ class ExpertParallel:
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: an argument of the wrong value; other arguments on another rank.
+        ValueError: an argument of the wrong value, or arguments that differ between ranks.
     """
 
     def __init__(
@@ -203,21 +204,21 @@ class ExpertParallel:
         validate: bool | None = None,
         copy: bool = True,
     ) -> Received:
-        """Send this rank's tokens to their experts, and receive those for its own.
+        """Send this rank's tokens to their experts, and receive the tokens for its own experts.
 
-        Differentiable in ``x``, and with ``combine="reduced"`` in ``probs`` (else `combine` is). Deterministic: tokens
-        arrive in the order of ranks, and a rank's in its own order.
+        Differentiable in ``x``, and with ``combine="reduced"`` in ``probs`` (otherwise `combine` is). Deterministic:
+        tokens arrive in the order of ranks, and a rank's in its own order.
 
         Args:
             x: [T, d] bfloat16, float16 or float32; T may differ between ranks, and be 0.
             ids: int32 or int64 [T, K], experts of each token, -1 for none.
             probs: float32 [T, K].
             capacity: slots of this rank's tokens that an expert takes at most; the others are dropped. None: no limit.
-            validate: as `route`. True also raises, on every rank, where a rank's tokens are not finite (without
+            validate: as in `route`. True also raises, on every rank, where a rank's tokens are not finite (without
                 ``tokens_per_rank``, and not with "deepep").
             copy: False: with ``transport="peer"``, and where no gradient is wanted, ``received.tokens`` stay where the
                 others wrote them, until the second dispatch or combine after this one. Rows without a token are not
-                zeros then, nor with ``payload``.
+                zeros then, and not with ``payload`` either.
 
         Returns:
             what arrived, for the local experts and for `combine`.
@@ -234,8 +235,9 @@ class ExpertParallel:
     def combine(self, out: Tensor, received: Received) -> Tensor:
         """Give this rank's tokens the sums, weighted with their probabilities, of what their experts made of them.
 
-        Differentiable in ``out``, and with ``combine="exact"`` in the ``probs`` of `dispatch`. Sums of float32 in the
-        order of experts, rounded once; "reduced": in the order of ranks, over parts that are rounded, too.
+        Differentiable in ``out``, and with ``combine="exact"`` in the ``probs`` of `dispatch`. Deterministic:
+        sums are in float32 in the order of experts, rounded once; with "reduced" in the order of ranks, over parts that
+        are rounded as well. No host synchronisation with "alltoall" and "peer".
 
         Args:
             out: with ``combine="exact"`` [N, d] in the order of ``received.rows``, not weighted; with "reduced" [R, d]
@@ -254,7 +256,7 @@ class ExpertParallel:
         return _combine(out, received)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """A copy of a layer exchanges with the same ranks; connections have no copies."""
+        """A copy of a layer exchanges with the same ranks; connections are not copied."""
         return self
 
     def __repr__(self) -> str:
@@ -265,7 +267,7 @@ class ExpertParallel:
 
 
 def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> ExpertParallel:
-    """Make an `ExpertParallel` of arguments, all of them, that its ranks are known to agree on: they are not asked."""
+    """Make an `ExpertParallel` of arguments that its ranks are known to agree on, without asking them again."""
     made = ExpertParallel.__new__(ExpertParallel)
     made._begin(num_experts, group, **options)
     return made
@@ -338,7 +340,7 @@ def _say_that_this_rank_raises(ep: ExpertParallel) -> None:
 
 
 def _dispatch_equal_parts(x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, ep: ExpertParallel) -> Received:
-    """Send as many lines to every rank, some of which are no token, so that nothing waits for a number."""
+    """Send equally many lines to every rank, some of which hold no token, so that nothing waits for a number."""
     equal = [ep.tokens_per_rank or 0] * ep.group.nranks
     tokens = Counts(ep._transport, equal, equal, ep.payload)
     parts = equal_parts(ids, probs, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank or 0, like=x)

@@ -30,13 +30,13 @@ _SHARDING_COLOR = "moe_expert"  # what programs for Fleet call it
 
 
 def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, group: Any = None) -> None:
-    """Mark the parameters of a layer as those of experts of this rank alone. `MoELayer` does so for its own.
+    """Mark the parameters of a layer as those of experts that only this rank has. `MoELayer` does so for its own.
 
     They get the attributes that Paddle looks at: ``no_sync``, so that `paddle.DataParallel` neither broadcasts them nor
     adds up their gradients, ``expert``, by which Fleet knows them, and with a sharding group ``color``.
 
     Args:
-        experts: holds stacked parameters, [E / P, ...].
+        experts: a layer of stacked parameters, [E / P, ...].
         sharding_group: the ranks that hold copies of the same experts, between which Fleet's
             ``DygraphShardingOptimizerV2`` divides their optimizer states and averages their gradients. None: the
             attribute stays as it is, and `distributed_optimizer` sets it where it is needed.
@@ -45,7 +45,7 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
             None: it stays as it is.
 
     Raises:
-        TypeError: the layer is none, or a group no group.
+        TypeError: the layer is not a layer, or a group is not a group.
         ValueError: this process is not one of a group's ranks.
     """
     function = "mark_expert_parameters"
@@ -140,7 +140,7 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
     """Cut this rank's part out of a whole state, for ``layer.set_state_dict``: a checkpoint fits any number of ranks.
 
     Args:
-        state: of one process, or of `gather_state_dict`.
+        state: that of one process, or from `gather_state_dict`.
         layer: the model that it is for.
         group: the ranks that share the experts, as `ExpertParallel` takes it.
 

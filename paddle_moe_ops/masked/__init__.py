@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Permutation by a mask of experts, in the form of ``transformer_engine.pytorch``: what it offers, under its names.
 
-T tokens, E experts, H hidden size, N rows of the permuted buffer. Rows are in expert order, inside an expert in the
-order of the tokens. Sums run over a token's rows in ascending order in float32, one fused multiply-add each, and are
-rounded once (TransformerEngine takes the experts from the last to the first). Copies are bit-exact. Everything is
+T tokens, E experts, H hidden size, N rows of the permuted buffer. Rows are in expert order, and inside an expert in
+the order of the tokens. Sums run over a token's rows in ascending order in float32, one fused multiply-add each, and
+are rounded once (TransformerEngine takes the experts from the last to the first). Copies are bit-exact. Everything is
 deterministic, runs on CPU and GPU, and works in static graphs and under `paddle.jit.to_static`.
 
 A ``row_id_map`` is int32 [T, 2E + 1]: column 2E holds the number n of rows of the token, columns [0, n) these rows in

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The functions on maps: TransformerEngine's low-level six."""
+"""The functions on maps: TransformerEngine's six low-level ones."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def make_row_id_map(
 ) -> tuple[Tensor, Tensor]:
     """Give every routed pair of token and expert its row.
 
-    No host synchronisation, no gradient.
+    No gradient. No host synchronisation unless it validates on a GPU.
 
     Args:
         routing_map: bool or integer [T, E]; what is not 0 is routed. As a keyword it may also be called ``mask``.
         num_out_tokens: the most rows; those after them are dropped. 0: no limit.
-        num_topK: the most experts of a token; of more, the highest are dropped. It saves memory. None: E.
-        fp8_padding: pad every expert's segment to a multiple of so many rows, inside the map; 0: no padding.
+        num_topK: the most experts of a token; if it has more, the highest are dropped. It saves memory. None: E.
+        fp8_padding: pad every expert's segment to a multiple of this many rows, inside the map; 0: no padding.
         validate: more than num_topK experts, and dropped rows (True only), raise.
 
     Returns:
@@ -80,7 +80,8 @@ def permute_with_mask_map(
 ) -> Any:
     """Copy tokens to their rows, with their probabilities and scales.
 
-    Differentiable in ``inp`` (not float8) and ``probs``. Rows without a token are 0 in every output.
+    Differentiable in ``inp`` (not float8) and ``probs``. Rows without a token are 0 in every output. No host
+    synchronisation unless it validates on a GPU or ``num_out_tokens`` is a tensor there.
 
     Args:
         inp: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
@@ -88,8 +89,8 @@ def permute_with_mask_map(
         num_out_tokens: N; rows at or beyond it are dropped. A 0-D int tensor is read, which synchronises with a GPU.
         probs: bfloat16, float16 or float32 [T, E], or None.
         scale: of float8 rows: float32 or packed int32 [T, S], such as for groups of 128 columns, or uint8 [T, S], such
-            as the e8m0 bytes for groups of 32. A tensor of one element that has not two dimensions is a scale of all
-            rows and is returned as it is. None: no scale.
+            as the e8m0 bytes for groups of 32. A tensor of one element that does not have two dimensions is a
+            scale of all rows and is returned as it is. None: no scale.
         pad_offsets: int32 or int64 [E] rows to add to each expert's, for a map that does not count padding.
         zero_prob_as_padding: a row with probability exactly 0 is 0, as in TransformerEngine; its scale and its gradient
             stay.
@@ -250,14 +251,14 @@ def sort_chunks_by_map(
 ) -> Any:
     """Move row r to ``chunk_map[r]``, or back: `paddle_moe_ops.sort_chunks` is faster and needs no map.
 
-    Differentiable in ``inp`` (not float8) and ``probs``.
+    Differentiable in ``inp`` (not float8) and ``probs``. No host synchronisation unless it validates on a GPU.
 
     Args:
         inp: [R, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
         chunk_map: int32 [R] of `make_chunk_sort_map`.
         probs: bfloat16, float16 or float32 [R] that travel with the rows, or None.
         is_forward: False: the rows go back, row r comes from ``chunk_map[r]``.
-        validate: a map that is not a permutation raises; otherwise rows that none goes to are 0.
+        validate: a map that is not a permutation raises; unvalidated, rows that no row goes to are 0.
 
     Returns:
         [R, H], or, with ``probs``, that and the probabilities [R] in their dtype.
@@ -283,7 +284,7 @@ def sort_chunks_by_map(
 def _check_map(
     function: str, row_id_map: Any, pad_offsets: Any, validate: bool | None, **others: Tensor | None
 ) -> Validation:
-    """Check a map and that the others are tensors where it is; the level of validation there."""
+    """Check a map, and that the others are tensors on its device. Gives the level of validation there."""
     for argument, value in others.items():
         if value is not None and not isinstance(value, Tensor) and not is_graph_value(value):
             _checks.bad_type(function, argument, "a paddle.Tensor", type(value).__name__)

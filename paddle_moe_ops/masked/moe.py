@@ -42,8 +42,8 @@ def moe_permute(
 ) -> tuple[Tensor, ...]:
     """Route tokens and copy them to expert order.
 
-    Differentiable in ``inp`` (not float8). Host synchronisation only to learn N from a mask, and with map_type="index"
-    and no ``num_experts``.
+    Differentiable in ``inp`` (not float8). Host synchronisation on a GPU only to learn N from a mask, with
+    map_type="index" and no ``num_experts``, and when it validates.
 
     Args:
         inp: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
@@ -54,7 +54,8 @@ def moe_permute(
         max_token_num: not used, for TransformerEngine's signature.
         map_type: "mask" or "index".
         scale: of float8 rows, as in `permute_with_mask_map`.
-        num_experts: E for map_type="index". None: the largest id, which is read, and not in a static graph.
+        num_experts: E for map_type="index". None: taken from the largest id, which is read from the device; not in a
+            static graph.
         validate: dropped rows raise if True.
 
     Returns:
@@ -94,7 +95,8 @@ def moe_permute_with_probs(
 ) -> tuple[Tensor, ...]:
     """Route tokens by a mask and copy them and their probabilities to expert order.
 
-    Differentiable in ``inp`` (not float8) and ``probs``. Host synchronisation only to learn N.
+    Differentiable in ``inp`` (not float8) and ``probs``. Host synchronisation on a GPU only to learn N, and when it
+    validates.
 
     Args:
         inp: [T, H], as in `moe_permute`.
@@ -137,7 +139,7 @@ def moe_permute_and_pad_with_probs(
     """Route and copy as `moe_permute_with_probs`, with segments padded to multiples of ``align_size`` rows.
 
     Differentiable in ``inp`` (not float8) and ``probs``. One host synchronisation with a GPU, two if
-    ``tokens_per_expert`` is no list.
+    ``tokens_per_expert`` is not a list; more when it validates.
 
     Args:
         inp: [T, H], as in `moe_permute`.
@@ -197,7 +199,7 @@ def moe_unpermute(
         row_id_map: of `moe_permute` and its relatives.
         merging_probs: bfloat16, float16 or float32 weights, [T, E], or for map_type="index" [T, K]; or None.
         restore_shape: the shape of the result, for instance [batch, sequence, H]. None: [T, H]. With map_type="index"
-            and no weights it says T; without it K is 1.
+            and no weights it says how many tokens there are; without it K is 1.
         map_type: "mask" or "index".
         probs: TransformerEngine's old name of ``merging_probs``.
         pad_offsets: int32 or int64 [E] of `moe_permute_and_pad_with_probs`, or None.
@@ -229,7 +231,7 @@ def moe_sort_chunks_by_index(
 ) -> Tensor:
     """Put chunks of rows in the order ``sorted_index``: the rows of `paddle_moe_ops.sort_chunks`.
 
-    Differentiable in ``inp`` (not float8).
+    Differentiable in ``inp`` (not float8). No host synchronisation unless it validates on a GPU.
 
     Args:
         inp: [R, H].
@@ -254,7 +256,7 @@ def moe_sort_chunks_by_index_with_probs(
 ) -> tuple[Tensor, Tensor]:
     """Put chunks of rows and probabilities in the order ``sorted_index``, as `paddle_moe_ops.sort_chunks` does.
 
-    Differentiable in ``inp`` (not float8) and ``probs``.
+    Differentiable in ``inp`` (not float8) and ``probs``. No host synchronisation unless it validates on a GPU.
 
     Args:
         inp: [R, H].
@@ -288,7 +290,7 @@ def _move_weighted(
 def _route_ids(
     function: str, inp: Tensor, ids: Any, num_out_tokens: int, num_experts: int | None, validate: bool | None
 ) -> Plan:
-    """The plan of slots that each have their own row; those of no expert come after the last one."""
+    """The plan of slots that each have their own row; slots without an expert come after the last expert."""
     _checks.tensor(function, "routing_map", ids, _checks.ID_DTYPES, [inp.shape[0], "topk"])
     num_rows = _checks.integer(function, "num_out_tokens", num_out_tokens, -1)
     if num_experts is None:

@@ -24,6 +24,8 @@ from ._common import Size, check_rows, described, initial, of_shape, sizes, weig
 class SwiGLU(nn.Layer):
     """Gated MLP ``(silu(x W_gate) * x W_up) W_down`` without biases; as a shared expert it sees every token.
 
+    Deterministic as far as Paddle's matmul is. No host synchronisation.
+
     Args:
         hidden_size: H.
         intermediate_size: I.
@@ -43,7 +45,7 @@ class SwiGLU(nn.Layer):
 
     @not_to_static
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP to x [..., H]; the result has the same shape.
+        """Apply the MLP to x [..., H]; the result has the same shape and dtype. Differentiable in x and the weights.
 
         Raises:
             TypeError: x is not a tensor of the weights' dtype.
@@ -64,9 +66,9 @@ class SwiGLUExperts(nn.Layer):
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
-        keep: see `moe_mlp`, which runs calls that combine rows; so is the next.
+        keep: see `moe_mlp`, which runs calls that combine rows.
         workspace_mb: see `moe_mlp`.
-        accumulate: see `moe_mlp`; of all calls.
+        accumulate: see `moe_mlp`; it applies to all calls.
         activation: see `moe_mlp`.
         bias: whether both products have biases, which begin as zeros.
 
@@ -122,7 +124,7 @@ class SwiGLUExperts(nn.Layer):
 
         Args:
             rank: whose experts these are; rank 0 has those that are there.
-            num_ranks: of how many.
+            num_ranks: the number of ranks.
         """
         for parameter, fan_in in ((self.gate_up, self.hidden_size), (self.down, self.intermediate_size)):
             kept = parameter.clone()
@@ -151,7 +153,7 @@ class SwiGLUExperts(nn.Layer):
         """Apply each expert to its segment of rows, or to the tokens that a plan gives it.
 
         Differentiable in the rows and the weights (and probs); an expert without rows gets a zero gradient.
-        Deterministic; no host synchronisation with counts that are ints, else as `grouped_gemm`.
+        Deterministic. No host synchronisation with counts that are ints; otherwise as in `grouped_gemm`.
 
         Args:
             rows: rows in expert order, [N, H], as moe_permute returns them; with a plan tokens [T, H].
@@ -159,7 +161,7 @@ class SwiGLUExperts(nn.Layer):
                 are these counts rounded up to multiples of padding_alignment. A list is part of a static graph's
                 program.
             padding_alignment: the alignment the rows were permuted with. Zero rows give zero rows.
-            plan: in place of tokens_per_expert: where the rows of tokens are, as `route` says it.
+            plan: in place of tokens_per_expert: where the rows of tokens are, from `route`.
             probs: with a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
             combine: with a plan, whether to add up the rows of each token, as `moe_mlp` does.
 
@@ -185,13 +187,14 @@ class SwiGLUExperts(nn.Layer):
 
     @not_to_static
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
-        """Apply to each token its experts, and weight what they give; `unpermute` then adds up each token's rows.
+        """Apply each token's experts to it, and weight the results; `unpermute` then adds up each token's rows.
 
-        What ``forward`` does with a plan, without its hooks.
+        This is what ``forward`` does with a plan, without the layer's hooks. Differentiable, deterministic and
+        synchronising as ``forward`` is.
 
         Args:
             x: tokens [T, H].
-            plan: where their rows are, as `route` says it.
+            plan: where their rows are, from `route`.
             probs: weights of each token's slots, float32 [T, K], or of rows, [N], or None for rows as they are.
 
         Returns:

@@ -28,14 +28,15 @@ from .router import TopKRouter, capacity_of
 class MoELayer(nn.Layer):
     """Mixture-of-experts block: router, permute, experts, weighted unpermute, plus shared experts.
 
-    Deterministic. Where Triton multiplies (see `grouped_gemm`) a forward pass has no host synchronisation.
+    Deterministic. Where Triton multiplies (see `grouped_gemm`) a forward pass has no host synchronisation; with a group
+    it synchronises as `expert_parallel.ExpertParallel` does.
 
     Args:
         hidden_size: H.
         intermediate_size: I of one expert.
         num_experts: E.
         topk: K.
-        num_shared_experts: shared experts, 0 for none; they are one SwiGLU of num_shared_experts * I.
+        num_shared_experts: shared experts, 0 for none; they are one SwiGLU of size num_shared_experts * I.
         scoring: see TopKRouter.
         correction_bias: see TopKRouter.
         norm_topk_prob: see TopKRouter.
@@ -44,19 +45,19 @@ class MoELayer(nn.Layer):
         scores_per_group: see TopKRouter.
         scaling_factor: see TopKRouter.
         capacity_factor: see TopKRouter. The slots beyond an expert's capacity are dropped, the last tokens first: they
-            add nothing to their token, which keeps the other experts' part and the shared experts'.
-        keep: see `moe_mlp`, which runs the experts; so is the next.
+            add nothing to their token, which keeps the output of its other experts and of the shared experts.
+        keep: see `moe_mlp`, which runs the experts.
         workspace_mb: see `moe_mlp`.
         accumulate: see `moe_mlp`.
         activation: of the experts, see `moe_mlp`. Shared experts are SwiGLU.
         expert_bias: whether the experts have biases, which begin as zeros. Shared experts have none.
         group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
-            makes the layer, with the same arguments. The router and the shared experts are the same on all ranks, and
-            start so. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
+            makes the layer, with the same arguments. The router and the shared experts are the same on all ranks, from
+            the start. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
             Gradients: see `expert_parallel.average_gradients`. None: this process has all experts.
-        combine: with a group, how rows come back: see `expert_parallel.ExpertParallel`; so is the next.
-        payload: with a group, what tokens travel as.
-        tokens_per_rank: with a group, the tokens that each rank sends to each, where the number is to be the same in
+        combine: with a group, how rows come back: see `expert_parallel.ExpertParallel`.
+        payload: with a group, what tokens travel as: see `expert_parallel.ExpertParallel`.
+        tokens_per_rank: with a group, the number of tokens that each rank sends to each, if it should be the same in
             every call.
         transport: with a group, what moves tokens: see `expert_parallel.ExpertParallel`.
         timeout: with a group, seconds that a rank waits for the others: see `expert_parallel.ExpertParallel`.
@@ -190,7 +191,7 @@ class MoELayer(nn.Layer):
             x: [T, H] or [B, S, H], dtype of the weights.
 
         Returns:
-            same shape and dtype as x, differentiable in x and all weights.
+            a tensor of the shape and dtype of x, differentiable in x and all weights.
 
         Raises:
             TypeError: x is not a tensor of the weights' dtype (under mixed precision, of bfloat16, float16 or float32).
@@ -244,7 +245,7 @@ _LEFT_BY_FORWARD = frozenset(("tokens_per_expert", "dropped_slots", "aux_loss", 
 
 
 class _Traced:
-    """What a pass left in a program: values that no one may touch once the program is built."""
+    """What a pass left in a program: values that must not be used once the program is built."""
 
     def __init__(self, values: tuple[Tensor, ...]) -> None:
         self._values, self._program = values, weakref.ref(paddle.static.default_main_program())

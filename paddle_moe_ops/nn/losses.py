@@ -18,7 +18,7 @@ _SMALLEST_SUM = 1e-12  # sigmoids can add up to nothing
 def load_balance_loss(scores: Tensor, ids: Tensor) -> Tensor:
     """Compute the auxiliary loss against imbalance, 1 at even load: ``E * sum_e share_e * mean_t scores[t, e]``.
 
-    ``share_e`` is the part of all T*K slots that names expert e; it carries no gradient. Formula: Switch
+    ``share_e`` is the share of all T*K slots that name expert e; it carries no gradient. Formula: Switch
     Transformer (arXiv:2101.03961, equations 4 to 6) for K experts per token. Scores must sum to 1: divide those of a
     sigmoid by their sum over the experts, as DeepSeek-V3 does (arXiv:2412.19437, equations 17 to 20).
     Deterministic; no host synchronisation.

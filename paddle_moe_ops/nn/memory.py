@@ -30,11 +30,11 @@ def lay_side_by_side(parameters: Sequence[Tensor] | nn.ParameterList) -> None:
     Only the memory changes. The parameters stay the same objects with the same names, values, gradients and optimizer
     states, and checkpoints are saved and loaded as before. Call it once, after the layers are on their device and in
     their dtype. Optimizers, `set_value` and `set_state_dict` write to the memory that is there. A change of the dtype
-    or the device, and a deep copy, give parameters memory of their own. Results are right then, too, but lists are
+    or the device, and a deep copy, give parameters memory of their own. Results are still right then, but lists are
     copied in each call until this function is called again.
 
-    Not differentiable. Deterministic. No host synchronisation. For a moment the parameters take their memory twice. On
-    a CPU nothing gets faster: lists are not copied there.
+    Not differentiable. Deterministic. No host synchronisation. While it runs, the parameters take twice their memory.
+    On a CPU nothing gets faster: lists are not copied there.
 
     Args:
         parameters: E tensors of one shape, of any number of dimensions, bfloat16, float16 or float32, on one device, in

@@ -53,12 +53,12 @@ class TopKRouter(nn.Layer):
         num_experts: E, at most 65536.
         topk: K, from 1 to E.
         scoring: ``"softmax"`` over the experts or ``"sigmoid"`` of each logit.
-        correction_bias: whether to keep a correction bias, a buffer [E] that starts at zero. It stays float32 whatever
+        correction_bias: whether to keep a correction bias, a buffer [E] that starts at zero. It stays float32, whatever
             dtype the layer is cast to: steps of 1e-3 would be lost in bfloat16.
         norm_topk_prob: whether the K weights of a token are divided by their sum.
-        num_groups: groups of experts, a divisor of E.
-        topk_groups: groups that a token's experts may come from; None for all.
-        scores_per_group: how many of a group's best scores are added up to rank it: 2 in DeepSeek-V3, 1 in V2.
+        num_groups: number of groups of experts, a divisor of E.
+        topk_groups: how many groups a token's experts may come from; None for all.
+        scores_per_group: how many of a group's best scores are added up in order to rank it: 2 in DeepSeek-V3, 1 in V2.
         scaling_factor: what the weights are multiplied by in the end.
         capacity_factor: how many times the rows of an even load an expert may have, see `capacity`; None: no limit.
 
@@ -121,7 +121,8 @@ class TopKRouter(nn.Layer):
             x: tokens [T, H], bfloat16, float16 or float32.
 
         Returns:
-            ids int32 [T, K], probs float32 [T, K], scores and logits float32 [T, E].
+            ids int32 [T, K], probs float32 [T, K], scores and logits float32 [T, E]; all but ids differentiable in x
+            and the router's weight.
 
         Raises:
             TypeError: x is not a tensor of these dtypes.
@@ -184,7 +185,7 @@ class TopKRouter(nn.Layer):
         self.correction_bias.set_value(self.correction_bias.astype("float32") + step)
 
     def _apply(self, func: Any, device: Any, dtype: Any, blocking: Any, include_sublayers: bool = True) -> None:
-        """What Paddle casts and moves a layer by; the bias is only moved."""
+        """Paddle casts and moves a layer by this method; the bias is only moved."""
 
         def cast(tensor: Tensor, device: Any, dtype: Any, blocking: Any) -> Tensor:
             return func(tensor, device, tensor.dtype if tensor is self.correction_bias else dtype, blocking)

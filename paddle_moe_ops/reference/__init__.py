@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle: what every kernel on every backend must give, bit for bit, in NumPy.
 
-Scores of routers and matrix products are the exceptions: those modules say so.
+Scores of routers and matrix products are the exceptions, as their modules say.
 
 It checks data where that is part of the semantics (``validate``). Arguments are checked by the public functions.
 """

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an expert does between its products, and the gradients of it, in float64.
+"""What an expert does between its products, and its gradients, in float64.
 
-The columns of a first product are the gate's and those that it gates, in this order.
+The columns of a first product are first those of the gate, then those that it gates.
 """
 
 from __future__ import annotations

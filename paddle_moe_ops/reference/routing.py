@@ -83,7 +83,7 @@ def route(
         buffer_size: N when >= 0: rows at or beyond N are dropped, the others stay where they are. Otherwise N
             is the sum of the padded segments.
         topk: K of a mask (default E); ids bring their own K.
-        duplicates: "first": of equal ids in one token only the first slot gets a row. "each": all of them
+        duplicates: "first": of equal ids in one token only the first slot gets a row. "each": all of them do.
         capacity: rows that an expert gets at most, the first of its rows; the others are dropped. None: no limit.
         validate: False: bad ids count as -1, the first duplicate wins, NaN is copied. None: these raise.
             True: slots dropped for lack of room in the buffer raise too.

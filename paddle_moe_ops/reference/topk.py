@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a router's logits to the experts of each token and their weights.
 
-The choice is exact: equal values go to the lower expert, NaN is above all numbers. Scores and weights hold an
-exponential, so a backend meets them within a tolerance.
+The choice is exact: of equal values the lower expert is chosen, and NaN ranks above all numbers. Scores and weights
+hold an exponential, so a backend meets them within a tolerance.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def calculate_topk_backward(
 ) -> NDArray:
     """Return the gradient of the logits, float64 [T, E], from those of the weights and (optionally) of the scores.
 
-    The choice itself has no gradient, nor has a rounding: it is computed in float64 throughout. But weights that are
+    Neither the choice nor a rounding has a gradient; all is computed in float64. But weights that are
     all 0 in float32, in which backends make them, count as 0, unless the logits are float64.
     """
     d_weights = d_weights.astype(np.float64) * scaling_factor

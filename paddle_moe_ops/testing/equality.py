@@ -21,12 +21,13 @@ def assert_bits_equal(actual: Any, expected: Any, *, any_nan: bool = False, what
 
     Args:
         actual: Paddle tensor or NumPy array (or scalar).
-        expected: the same; synchronises with the device of a tensor.
-        any_nan: any NaN equals any NaN, for results of arithmetic; copies keep the bits of a NaN.
+        expected: the same. Tensors are copied to the host, which synchronises with their device.
+        any_nan: whether any NaN equals any NaN, for results of arithmetic; copies keep the bits of a NaN.
         what: name that starts the message.
 
     Raises:
-        AssertionError: they differ; says in how many elements, where first, and both values with their bits.
+        AssertionError: they differ. The message says in how many elements, where first, and both values with their
+            bits.
     """
     got, wanted = _as_array(actual), _as_array(expected)
     if got.dtype != wanted.dtype:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m paddle_moe_ops selftest``: the compiled operators against the NumPy reference, in seconds.
 
-A handful of shapes and dtypes, forward and backward. Everything must agree bit for bit, but for the gradients of
+A handful of shapes and dtypes, forward and backward. Everything must agree bit for bit, except for the gradients of
 probabilities that weight a sum: those are dot products, whose order of summation differs.
 """
 

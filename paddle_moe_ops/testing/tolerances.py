@@ -33,8 +33,8 @@ def dtype_tols(dtype: DTypeLike, chain: int) -> Tolerance:
 
     It is a proved bound, not a guess: after n roundings in a row, a float32 sum is off by at most n * 2**-24 (to first
     order) of the sum of the absolute values of its terms (Higham, "Accuracy and Stability of Numerical Algorithms",
-    section 4.2). Relative to that sum, a term that is left out or taken twice shows, whatever cancels; relative to the
-    result it would not. Both sides round to the dtype in the end, so its unit roundoff counts twice.
+    section 4.2). Relative to that sum, a term that is left out or taken twice shows, even if terms cancel; relative to
+    the result it would not. Both sides round to the dtype in the end, so its unit roundoff counts twice.
 
     Used for
       * the gradient of a probability, a dot product in float32: `dot_chain` roundings;
@@ -88,7 +88,7 @@ def assert_close_sums(actual: Any, expected: Any, magnitude: Any, tolerance: Tol
         what: name that starts the message.
 
     Raises:
-        AssertionError: they differ by more; says where the excess is largest.
+        AssertionError: they differ by more. The message says where the excess is largest.
     """
     got, wanted = _as_array(actual), _as_array(expected)
     if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):

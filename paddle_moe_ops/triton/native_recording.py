@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded calls for the compiled library, which repeats them without Python (csrc/paddle/recording.cc).
 
-Triton's launchers parse a call's arguments one by one, some dozens for each launch. The library is given them once, as
+Triton's launchers parse a call's arguments one by one, several dozen for each launch. The library gets them once, as
 the bytes that a kernel gets, and asks CUDA's driver for the launch. What a kernel gets besides its own arguments is not
-part of Triton's interface. So the driver is asked for each kernel's parameters, and a recording with a kernel that has
-others than expected, or is launched in another way, stays one for Python.
+part of Triton's interface. So the driver is asked for each kernel's parameters. If a kernel has other parameters than
+expected, or is launched in another way, Python repeats the recording.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from .launching import ITEM_BYTES, Array, Device, blocks
 
 __all__ = ["WORKSPACE_ALIGNMENT", "Driver", "Functions", "Native", "native_recording", "repeated"]
 
-WORKSPACE_ALIGNMENT = 256  # of what shares the workspace, as of memory from an allocator
+WORKSPACE_ALIGNMENT = 256  # of arrays in the workspace, as of memory from an allocator
 
 _LAUNCHERS = "triton.backends.nvidia.driver"
 _WARP = 32
-_MOST_SHARED_BYTES = 227 << 10  # Triton launches kernels with more in a way of their own
-# Attributes of Triton's launchers for what a plain launch does not do.
+_MOST_SHARED_BYTES = 227 << 10  # Triton launches kernels with more in another way
+# Attributes of Triton's launchers that are set if a launch is more than a plain one.
 _PECULIARITIES = ("profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "gsan_enabled")
 _DTYPES = {name: number for number, name in enumerate(ITEM_BYTES)}
 
 
 class Functions(Protocol):
-    """What the compiled library has for recordings; None where it declines."""
+    """The library's functions for recordings. They give None where it declines."""
 
     def facts(self, *arrays: Any) -> bytes | None:
-        """All that launchers look at of arrays."""
+        """Everything about arrays that launchers look at."""
 
     def new_recording(self, words: bytes) -> Any:
-        """A recording, from 64-bit integers."""
+        """Make a recording from 64-bit integers."""
 
     def repeat(self, recording: Any, stream: int, *inputs: Any) -> Sequence[Any] | None:
-        """What a recording makes of these inputs."""
+        """The results of a recording for these inputs."""
 
 
 class Driver(NamedTuple):
@@ -48,9 +48,9 @@ class Driver(NamedTuple):
 
     Attributes:
         current_context: address of the function that gives a thread's context.
-        launch_kernel: that of the function that launches.
-        error_text: that of the function that gives a status in words.
-        context: the device's.
+        launch_kernel: address of the function that launches.
+        error_text: address of the function that gives a status in words.
+        context: the device's context.
         parameter_sizes: bytes of each parameter of a kernel, or None where the driver does not tell.
     """
 
@@ -69,10 +69,10 @@ class Native(NamedTuple):
 
 
 def repeated(device: Device, options: tuple[Hashable, ...], inputs: Sequence[Array | None]) -> Sequence[Any] | None:
-    """What `recording.recorded` gives for these options and the facts of these inputs, or None if it must be asked.
+    """What `recording.recorded` would give for these options and inputs, or None if it must be called.
 
-    The inputs may be arrays of any strides: what the library says of arrays tells whether those of the earlier call had
-    the same.
+    The inputs may be arrays of any strides: the library's facts about arrays tell whether those of the earlier call had
+    the same strides.
     """
     native = getattr(device, "native", None)
     facts = None if native is None else native.functions.facts(*inputs)
@@ -81,15 +81,14 @@ def repeated(device: Device, options: tuple[Hashable, ...], inputs: Sequence[Arr
 
 
 class _Target(NamedTuple):
-    """Where a launch goes: what `new_recording` wants to know of a kernel.
+    """Where a launch goes: what `new_recording` needs to know about a kernel.
 
     Attributes:
         function: address or handle.
-        last_error: address of the function that gives a failure of an entry of the C core in words; 0 for CUDA's
-            kernels.
-        threads: of a program.
-        shared_bytes: of a program.
-        name: that begins the text of an error.
+        last_error: address of the function that says why an entry of the C core failed; 0 for CUDA's kernels.
+        threads: threads of a program.
+        shared_bytes: shared memory of a program.
+        name: begins the text of an error.
         scratch_bytes: memory that each program needs.
         sizes: bytes of each parameter.
     """
@@ -106,15 +105,15 @@ class _Target(NamedTuple):
 def native_recording(
     native: Native, launches: Sequence[Any], results: Sequence[Any], workspace: int, offsets: Sequence[int], inputs: int
 ) -> Any:
-    """What the library repeats, or None where Python must.
+    """The recording that the library repeats, or None where Python must repeat it.
 
     Args:
         native: the library and the driver.
         launches: `recording.Launch` in order.
         results: shape and dtype of each result, or None.
-        workspace: bytes of what is neither an input nor a result.
+        workspace: bytes of arrays that are neither inputs nor results.
         offsets: where these arrays are in the workspace.
-        inputs: how many there are.
+        inputs: number of inputs.
     """
     targets: list[_Target] = []
     for each in launches:
@@ -123,7 +122,7 @@ def native_recording(
             return None
         targets.append(target)
     scratch_number = inputs + len(results) + len(offsets)
-    # Launches follow one another, so that they may all use the same scratch.
+    # Launches run one after the other, so they may all use the same scratch.
     pairs = zip(targets, launches, strict=True)
     scratch = max((target.scratch_bytes * launch.programs for target, launch in pairs), default=0)
     if scratch:

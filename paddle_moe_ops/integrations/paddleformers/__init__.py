@@ -9,8 +9,8 @@
     pf.apply("ernie4_5_moe")  # every model of this type
     pf.apply(model)           # this model only
 
-Parameters, their names, constructors and checkpoints stay PaddleFormers' own. PaddleFormers is imported by these calls
-only.
+Parameters, their names, constructors and checkpoints stay PaddleFormers' own. Only these calls import
+PaddleFormers.
 """
 
 from .api import Supported, applied, apply, remove, supported

@@ -36,7 +36,7 @@ class Supported:
 
 
 def supported() -> dict[str, Supported]:
-    """List the types of models that `apply` knows; PaddleFormers need not be there.
+    """List the types of models that `apply` knows; PaddleFormers need not be installed.
 
     Returns:
         what is replaced, by the name that `apply` takes, which is PaddleFormers' ``model_type``.
@@ -47,7 +47,7 @@ def supported() -> dict[str, Supported]:
 def apply(name_or_model: str | nn.Layer) -> Report:
     """Let the Mixture-of-Experts blocks of a type of model, or of one model, run on these operators.
 
-    With a name the methods of PaddleFormers' classes are replaced, for models that are there and for later ones. Types
+    With a name the methods of PaddleFormers' classes are replaced, for models that exist and for later ones. Types
     that share a class are patched together: glm4v_moe has the classes of glm4_moe, and qwen3_next those of qwen2_moe.
     With a model its own blocks get other methods, and no other model changes. Calling it again changes nothing.
 
@@ -63,9 +63,9 @@ def apply(name_or_model: str | nn.Layer) -> Report:
 
     Raises:
         TypeError: neither a name nor a layer.
-        ValueError: a name that is not listed; a model without blocks that are known, or with one that cannot be run.
+        ValueError: a name that is not listed; a model without a known block, or with one that cannot be run.
         RuntimeError: PaddleFormers, or something it needs for this type, cannot be imported; the code that would be
-            replaced is not the code of a version that was tested; tensor or expert parallelism.
+            replaced is not the code of a version that was tested; a tensor parallel group of more than one member.
     """
     report, _ = _apply(name_or_model)
     return report

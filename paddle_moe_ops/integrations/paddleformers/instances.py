@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Giving the blocks of one model other methods, and taking them away."""
+"""Giving the blocks of one model other methods, and removing them again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bind(model: nn.Layer) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...],
 
     Raises:
         ValueError: there are no blocks that are known, or one cannot be run.
-        RuntimeError: the code of a block is unknown, or the process has parallel groups.
+        RuntimeError: the code of a block is unknown, or the process has a tensor parallel group.
     """
     reason = process_problem()
     if reason is not None:
