@@ -3,17 +3,17 @@
 
 // Rows between GPUs that reach each other's memory; which row is where is in pmo/ranks.h.
 //
-// A warp takes a piece of a token's row, in accesses of up to 16 bytes, as wide as pointers and lengths allow. Blocks of four warps take
-// the pieces in order, from the tokens on that are the next rank's where tokens are in the order of ranks: no two ranks write to, or read
-// from, the same one at a time.
+// A warp takes a piece of a token's row, in accesses of up to 16 bytes, as wide as pointers and lengths allow. Blocks of four warps
+// take the pieces in order, starting with the tokens of the next rank where tokens are in the order of ranks. So no two ranks write
+// to, or read from, the same rank at the same time.
 //
-// send: the piece is loaded into registers and stored to each place that the token's rows have: on another GPU, here for another one to
-// fetch, or for this rank itself. receive: rows are loaded here, or from another GPU, and added up in the order of ranks, or copied where
-// a token has one at most. Both kinds of rows alternate, so that a launch keeps the link busy, which takes longest, and does what is
-// local in its shadow.
+// send: the piece is loaded into registers and stored to each place that the token's rows have: on another GPU, here for another GPU
+// to fetch, or here for this rank itself. receive: rows are loaded from here or from another GPU, and added up in the order of ranks,
+// or copied where a token has at most one. Both kinds of rows alternate, so that a launch keeps the link busy, which takes longest,
+// and does its local work meanwhile.
 //
-// Bytes moved, for X bytes of rows that cross to other ranks, and as many from there, a share f of them fetched, and Y bytes of rows of
-// the rank's own (T tokens to two ranks each: X = Y = T * H elements):
+// Bytes moved, for X bytes of rows that cross to other ranks and as many that come from there, a share f of them fetched, and Y bytes
+// of the rank's own rows (T tokens to two ranks each: X = Y = T * H elements):
 //   send of tokens:  link (1 - f) X each way; memory X read, Y written, f X written, (1 - f) X that arrives
 //   receive, copied: link f X each way; memory (1 - f) X read, X written, f X read by others
 //   send of parts:   link (1 - f) X each way; memory X read, f X written, (1 - f) X that arrives
@@ -33,13 +33,13 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kMinBlocks = 8;  // of a multiprocessor, which bounds registers
+constexpr int kMinBlocks = 8;  // on a multiprocessor, which limits registers
 constexpr int kHeld = 4;       // accesses of a row that a lane moves
 constexpr int kSummed = 2;     // accesses of a row that a lane adds up, of two rows at a time
 
 // The piece of a row that a warp has, in accesses.
 struct Piece {
-  int64_t token, first, end;  // of the lane: first, and then every 32nd
+  int64_t token, first, end;  // a lane takes `first`, and then every 32nd access up to `end`
 
   template <typename Params>
   __device__ Piece(const Params& p, int64_t tokens_before, int parts, int held, int64_t accesses) : end(accesses) {
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int lane = threadIdx.x % kWarpSize;
   const auto* source = reinterpret_cast<const Access*>(static_cast<const char*>(p.x) + piece.token * stride) + piece.first;
   Access held[kHeld];
-  bool loaded = false;  // not before there is a place for it
+  bool loaded = false;  // nothing is loaded before there is a place for it
 #pragma unroll 1
   for (int64_t begin = 0; begin < p.max_rows_per_token; begin += kWarpSize) {
     const int64_t entry = begin + lane;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
 }
 
-// Of tokens with one row at most.
+// Copies the rows of tokens with one row at most.
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     copy_pieces(const __grid_constant__ pmo_rank_receive_params p, int64_t tokens_before, int parts, int64_t row_bytes,

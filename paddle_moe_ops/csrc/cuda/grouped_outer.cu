@@ -6,11 +6,11 @@
 // A block stays for the whole launch and takes every gridDim.x-th tile: 128 x 128 numbers of one expert's result. Of its three warpgroups
 // the first loads: 64 rows of both operands at a time, into a ring of kStages stages, in pieces of 64 columns that are swizzled. The other
 // two take turns: while one multiplies a tile, the other stores the one before it (outer_results.cuh). Tiles have as many steps as their
-// expert has rows for, even none, so each warpgroup skips in the ring what the other one takes.
+// expert has rows for, possibly none, so each warpgroup skips the stages of the ring that the other one takes.
 //
-// The rows of an expert may end inside a step. What comes after them belongs to the next expert or to nobody, and may be NaN. Products
-// take 16 rows, so the last step of a tile makes only those that it has rows for; what is missing to a multiple of 16 is set to zero in
-// shared memory, in both operands, by a warp of the first warpgroup that is there for it: the others need not wait for that.
+// The rows of an expert may end inside a step. What comes after them belongs to the next expert or to none, and may be NaN. A
+// product takes 16 rows, so the last step of a tile makes only the products that it has rows for. Rows up to the next multiple of 16
+// are set to zero in shared memory, in both operands. A warp of the first warpgroup does only this, so the others need not wait for it.
 //
 // Moved: both operands once from memory and, per tile, from the L2; the results once.
 #include <algorithm>
@@ -35,14 +35,14 @@ constexpr int kProductRows = 16;
 using Ring = RingOf<kStages>;
 using Stages = StagesOf<kStages>;
 
-// Steps that end inside 16 rows: the copy engine arrives at `landed`, the warp that cleans at `full`.
+// In steps that end inside 16 rows, the copy engine arrives at `landed` and the warp that cleans arrives at `full`.
 struct OuterStages : Stages {
   uint64_t* landed;
 };
 
 __device__ inline int tiles_of_expert(const OuterArguments& a) { return a.p_tiles * a.q_tiles; }
 
-// The rows of a tile's expert; none after the last tile. They are asked for a tile ahead: to wait for them takes as long as some tiles.
+// The rows of a tile's expert; none after the last tile. They are loaded a tile ahead: waiting for them can take as long as a tile.
 struct ExpertRows {
   int first = 0, stop = 0;
 
@@ -92,7 +92,7 @@ __device__ inline void load_tiles(const OuterArguments& a, const OuterStages& st
 __device__ inline void clean_tiles(const OuterArguments& a, const OuterStages& stages, int tiles) {
   const int lane = threadIdx.x % kWarpSize;
   Ring ring;
-  uint32_t phases = 0;  // of `landed`, a bit for each stage
+  uint32_t phases = 0;  // phases of `landed`, a bit for each stage
   ExpertRows next(a, blockIdx.x, tiles);
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int rows = next.count(a), steps = next.steps(a);
@@ -104,7 +104,7 @@ __device__ inline void clean_tiles(const OuterArguments& a, const OuterStages& s
     ring.skip(steps - 1);
     wait(&stages.landed[ring.stage], phases >> ring.stage & 1);
     phases ^= 1u << ring.stage;
-    // The 32 times 16 bytes of a row: 8 in each of two pieces of both operands, wherever they are swizzled to.
+    // A row is 32 times 16 bytes: 8 in each of two pieces of both operands, wherever swizzling puts them.
     const uint32_t target = stages.a(ring.stage) + lane / 8 * kPieceBytes + lane % 8 * 16;
     const int begin = rows % kTileDepth, end = (begin + kProductRows - 1) / kProductRows * kProductRows;
     for (int row = begin; row < end; ++row) store_16_bytes(target + row * 128, 0, 0, 0, 0);
@@ -115,7 +115,7 @@ __device__ inline void clean_tiles(const OuterArguments& a, const OuterStages& s
   }
 }
 
-// d += the products of the first 16 * kProducts rows of a step, which are being made after this.
+// d += the products of the first 16 * kProducts rows of a step. They are still running after the call.
 template <int kProducts, typename T>
 __device__ inline void multiply_step(float (&d)[128], uint32_t stage_a, uint32_t stage_b) {
   const uint64_t p = describe(stage_a, kPieceBytes, 1024), q = describe(stage_b, kPieceBytes, 1024);
@@ -129,7 +129,7 @@ __device__ inline void multiply_step(float (&d)[128], uint32_t stage_a, uint32_t
   products_commit();
 }
 
-// d += the products of a tile's rows. Those of the last step are still being made, from the stage that this returns.
+// d += the products of a tile's rows. Those of the last step are still running after the call, from the stage that it returns.
 template <typename T>
 __device__ inline int multiply_rows(float (&d)[128], const OuterStages& stages, Ring& ring, int rows) {
   const bool signals = threadIdx.x % kWarpSize == 0;

@@ -3,8 +3,8 @@
 
 // How the sums of a tile of grouped_outer.cu get to memory.
 //
-// They go through shared memory and the copy engine: lines of memory are written whole, no lane works out addresses or exchanges words, and
-// the warpgroup goes on while they are on their way.
+// They go through shared memory and the copy engine: lines of memory are written whole, no lane computes addresses or exchanges words,
+// and the warpgroup continues while they are on their way.
 #pragma once
 
 #include "cuda/grouped_results.cuh"
@@ -21,14 +21,14 @@ struct OuterArguments {
   int num_rows, num_experts, p_tiles, q_tiles;
 };
 
-// A tile: its expert, the expert's first row and how many, and the tile's row and column in the result.
+// A tile: its expert, the expert's first row and number of rows, and the tile's row and column in the result.
 struct OuterPlace {
   int expert, first, rows, row, column;
 };
 
 #ifdef PMO_HOPPER_CODE
 
-// `buffer` takes a tile, and `together` is a barrier of the warpgroup.
+// `buffer` has room for a tile, and `together` is a barrier of the warpgroup.
 template <typename T>
 __device__ inline void store_through_shared(const OuterArguments& a, const float (&d)[128], const OuterPlace& place,
                                             uint32_t buffer, int together) {

@@ -1,9 +1,9 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Recorded calls of triton/recording.py, made again without Python: memory for what they make, addresses, launches.
+// Repeats recorded calls of triton/recording.py without Python: memory for the results, addresses, launches.
 //
-// A GPU's driver is known by the addresses of its functions, so that no CUDA is needed here, and tests can launch nothing.
+// The GPU's driver is given by the addresses of its functions. So this needs no CUDA, and tests can run it without launching anything.
 #include "paddle/python.h"
 
 #ifndef PMO_PADDLE_2  // where tensors have no strides
@@ -24,7 +24,7 @@ constexpr paddle::DataType kDtypes[] = {
     paddle::DataType::FLOAT32,     paddle::DataType::FLOAT16, paddle::DataType::BFLOAT16, paddle::DataType::FLOAT8_E4M3FN,
     paddle::DataType::FLOAT8_E5M2, paddle::DataType::INT32,   paddle::DataType::INT64,    paddle::DataType::BOOL};
 
-// Of CUDA's driver, and of an entry of the C core.
+// Functions of CUDA's driver, and an entry of the C core.
 using CurrentContext = int (*)(void** context);
 using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                              unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
@@ -33,18 +33,18 @@ using ErrorText = int (*)(int status, const char** text);
 using Entry = int (*)(const void* parameters, void* stream);
 using LastError = const char* (*)();
 
-// An address among a launch's parameters: where it is, and what it is that of.
+// An address among a launch's parameters: its position, the array that it points into, and the offset there.
 struct Place {
   int64_t position, array, offset;
 };
 
 struct Launch {
   int64_t function;
-  int64_t last_error;  // of an entry of the C core, whose parameters are one struct; else 0
+  int64_t last_error;  // for an entry of the C core, whose parameters are one struct; otherwise 0
   unsigned programs, threads, shared_bytes;
   std::string name;
   std::vector<int64_t> parameters;  // each at a multiple of its size, as in a struct
-  std::vector<int64_t> positions;   // of each, in bytes
+  std::vector<int64_t> positions;   // of each parameter, in bytes
   std::vector<Place> places;
 };
 
@@ -59,7 +59,7 @@ struct Recording {
   int64_t context;
   std::vector<Result> results;
   int64_t workspace_bytes;
-  std::vector<int64_t> offsets;  // of arrays in the workspace
+  std::vector<int64_t> offsets;  // where arrays are in the workspace
   std::vector<Launch> launches;
 };
 
@@ -68,7 +68,7 @@ Type at(int64_t address) {
   return reinterpret_cast<Type>(static_cast<uintptr_t>(address));
 }
 
-// Reads what triton/native_recording.py writes: 64-bit integers, with its length before each list.
+// Reads what triton/native_recording.py writes: 64-bit integers, and before each list its length.
 class Reader {
  public:
   Reader(const char* bytes, Py_ssize_t size) : bytes_(bytes), count_(static_cast<size_t>(size) / sizeof(int64_t)) {}
@@ -169,7 +169,7 @@ void enqueue(const Recording& recording, const Launch& launch, const std::vector
   throw std::runtime_error(std::string("Triton Error [CUDA]: ") + (text == nullptr ? "unknown error" : text));
 }
 
-// The results, or nothing where launches of this thread would go to another device.
+// Makes the results. False if launches of this thread would go to another device.
 bool run(const Recording& recording, const Tensors& inputs, int64_t stream, Tensors* results) {
   void* context = nullptr;
   if (at<CurrentContext>(recording.current_context)(&context) != 0 || context != at<void*>(recording.context)) return false;
@@ -204,7 +204,7 @@ PyObject* repeat(PyObject* const* objects, Py_ssize_t count) {
   if (recording == nullptr) return nullptr;
   const auto stream = static_cast<int64_t>(PyLong_AsUnsignedLongLong(objects[1]));
   if (PyErr_Occurred() != nullptr) return nullptr;
-  Tensors inputs(static_cast<size_t>(count) - 2), results;  // owners: other threads may change the objects
+  Tensors inputs(static_cast<size_t>(count) - 2), results;  // these own the tensors: other threads may change the objects
   for (Py_ssize_t i = 2; i < count; ++i) {
     if (objects[i] != Py_None) inputs[static_cast<size_t>(i) - 2] = paddle::pybind::CastPyArg2Tensor(objects[i], i);
   }
