@@ -41,18 +41,18 @@ class Counts(NamedTuple):
     float8: str | None = None
 
     def there(self, payload: Tensor) -> Tensor:
-        """What arrives of lines [sum(sent), ...]."""
+        """The lines that arrive when lines [sum(sent), ...] are sent."""
         return self.transport.exchange(payload, self.sent, self.received)
 
     def tokens_there(self, tokens: Tensor) -> Tensor:
-        """What arrives of tokens [sum(sent), d], which may travel as float8."""
+        """The tokens that arrive when tokens [sum(sent), d] are sent, which may travel as float8."""
         if self.float8 is None:
             return self.there(tokens)
         codes, scales = quantize_1x128(tokens, ue8m0=self.float8 == _checks.UE8M0)
         return dequantize_1x128(self.there(codes), self.there(scales), dtype=tokens.dtype)
 
     def back(self, payload: Tensor) -> Tensor:
-        """What arrives of lines [sum(received), ...] that go the other way."""
+        """The lines that arrive when lines [sum(received), ...] go the other way."""
         return self.transport.exchange(payload, self.received, self.sent)
 
 
@@ -91,12 +91,12 @@ class _TokensAndProbs(Call):
 
 
 def exchange(rows: Tensor, counts: Counts) -> Tensor:
-    """Rows at the ranks that they are for; differentiable."""
+    """Send rows to their ranks; differentiable."""
     return linear(_COMBINE, None, rows, counts.there, counts.back)
 
 
 def exchange_with_probs(tokens: Tensor, probs: Tensor, counts: Counts) -> Tensors:
-    """Tokens [R, d] and probabilities [R, K] at the ranks that they are for; differentiable."""
+    """Send tokens [R, d] and probabilities [R, K] to their ranks; differentiable."""
     return connect(_TokensAndProbs(tokens, probs, counts), tokens, probs)
 
 
@@ -110,11 +110,11 @@ def rows_of_tokens(
 
     Args:
         x: [T, d], this rank's tokens.
-        plan: of them over all experts.
-        to_ranks: which of them go to which rank.
-        tokens: how many.
-        local: of the tokens that arrive, over the local experts.
-        chunks: its rows by rank.
+        plan: their plan over all experts.
+        to_ranks: which tokens go to which rank.
+        tokens: how many tokens travel.
+        local: the plan of the tokens that arrive, over the local experts.
+        chunks: the rows of that plan by rank.
         rows: how many rows go back to each rank, and come from there.
     """
 

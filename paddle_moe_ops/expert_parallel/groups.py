@@ -48,7 +48,7 @@ def expert_group_of(parameter: Tensor) -> Group | None:
 
 
 def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:
-    """Check that all ranks of a group were given the same; every rank must call it.
+    """Check that all ranks of a group were given the same settings; every rank must call it.
 
     Raises:
         ValueError: on every rank, if the settings differ, or some ranks lack one.
@@ -66,7 +66,7 @@ def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def raising_together(function: str, group: Group) -> Iterator[None]:
-    """Let bad arguments of one rank be an error on every rank; every rank must come here.
+    """Make bad arguments of one rank an error on every rank; every rank must come here.
 
     Raises:
         TypeError, ValueError: what this rank raised inside.
@@ -87,6 +87,6 @@ def raising_together(function: str, group: Group) -> Iterator[None]:
 
 
 def raise_for_others(function: str, ranks: Sequence[int], raised: Sequence[int]) -> None:
-    """Raise the RuntimeError of ranks whose own arguments are good, if there are ranks that raised."""
+    """Raise a RuntimeError on a rank whose own arguments are good, if other ranks raised."""
     if raised:
         raise RuntimeError(f"{function}: ranks {raised} of {ranks} raised an error in this call, which says more")

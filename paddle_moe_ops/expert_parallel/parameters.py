@@ -92,6 +92,8 @@ def start_as_one(layers: Iterable[nn.Layer | None], group: Group) -> None:
 def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
     """Gather the state that a model would have in one process, with the experts of all ranks. All ranks must call it.
 
+    Not differentiable. Bit-exact copies; the host waits for the other ranks.
+
     Args:
         layer: the model; what `mark_expert_parameters` marked is gathered.
         group: the ranks that share the experts, as `ExpertParallel` takes it.
@@ -100,7 +102,9 @@ def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
         on every rank ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...].
 
     Raises:
-        ValueError: on every rank, if the ranks have different parameters of experts.
+        TypeError: the group is not a group.
+        ValueError: this process is not one of its ranks; on every rank, if the ranks have different parameters of
+            experts.
     """
     function = "gather_state_dict"
     group = group_of(function, group)
@@ -139,6 +143,8 @@ def gather_experts(parts: Mapping[str, Tensor], group: Group) -> dict[str, Tenso
 def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
     """Cut this rank's part out of a whole state, for ``layer.set_state_dict``: a checkpoint fits any number of ranks.
 
+    Ranks do not communicate. Bit-exact copies of experts; all other tensors are those of ``state``.
+
     Args:
         state: that of one process, or from `gather_state_dict`.
         layer: the model that it is for.
@@ -148,7 +154,8 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
         ``state``, in which each stacked parameter [E, ...] of experts is [E / P, ...].
 
     Raises:
-        ValueError: a parameter does not have the experts of all ranks.
+        TypeError: the group is not a group.
+        ValueError: a parameter does not have the experts of all ranks; this process is not one of the group's ranks.
     """
     name = "shard_state_dict"
     group = group_of(name, group)

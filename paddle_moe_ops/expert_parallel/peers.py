@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine between ranks of one machine that write to each other's memory.
 
-A rank writes its tokens where they are needed, in the order of the plan, and what it made of others' tokens where they
-came from. Nothing is gathered first, and nothing waits for the host.
+A rank writes its tokens to where they are needed, in the order of the plan, and its results for others' tokens to where
+these came from. Nothing is gathered first, and nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ArrivedTokens(NamedTuple):
     """What a rank received; R rows, some of which are no token.
 
     Attributes:
-        tokens: [R, d], zeros where there is no token, but for float8, where they may be anything.
-        ids: int32 [R, K], counted from the first expert of this rank, -1 for those of other ranks.
+        tokens: [R, d], zeros where there is no token; with float8 these rows may be anything.
+        ids: int32 [R, K], counted from the first expert of this rank, -1 for experts of other ranks.
         probs: float32 [R, K].
         dropped: int32 [1], slots of this rank's tokens that found no room.
         routed: int32 [E], this rank's tokens that chose each expert.
@@ -49,7 +49,7 @@ class ArrivedTokens(NamedTuple):
 
 
 class ArrivedRows(NamedTuple):
-    """What a rank received, one by one for its experts.
+    """The rows that a rank received for its experts, one by one.
 
     Attributes:
         rows: [N, d] in the order of the local plan.
@@ -74,18 +74,18 @@ class _Trip(NamedTuple):
 
 
 class _RowTrip(NamedTuple):
-    """Where the rows of slots are: here as the owner's plan has them, there as the local plan has them."""
+    """Where the rows of slots are: at the owner in the order of its plan, at the experts in that of the local plan."""
 
     channel: RowChannel
     own_to_window: Tensor  # int32 [rows of the owner's plan, 1]
     local_to_window: Tensor  # int32 [N, 1]
 
     def to_owners(self, rows: Tensor) -> Tensor:
-        """What local rows are at the owners of their tokens."""
+        """Bring local rows to the owners of their tokens."""
         return self._moved(rows, self.local_to_window, self.own_to_window)
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """What rows of the owner's plan are at the ranks of their experts."""
+        """Bring rows of the owner's plan to the ranks of their experts."""
         return self._moved(rows, self.own_to_window, self.local_to_window)
 
     def _moved(self, rows: Tensor, places: Tensor, from_there: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class _RowTrip(NamedTuple):
 
 
 def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> ArrivedTokens:
-    """Send tokens to the ranks of their experts, and receive those of others: in the window unless ``copies``."""
+    """Send tokens to the ranks of their experts, and receive those of others, in the window unless ``copies``."""
     slot, rank = channel.slot(), channel.group.rank
     sizes = channel.experts_per_rank, channel.rows_per_rank
     is_float8, ue8m0 = channel.float8 is not None, channel.float8 == _checks.UE8M0
@@ -158,7 +158,7 @@ class Peers:
 
     Args:
         group: the ranks, on one machine.
-        capacity: tokens that a rank sends to each at most.
+        capacity: the most tokens that a rank sends to each rank.
         experts_per_rank: experts of a rank.
         float8: a format of `permute` in which tokens travel, or None.
         timeout: seconds that a rank waits for the others.
@@ -173,9 +173,9 @@ class Peers:
 
         Args:
             x: [T, d].
-            ids: [T, K], those that count.
+            ids: [T, K], -1 where a slot does not count.
             probs: float32 [T, K].
-            copies: False: let the tokens lie where they arrived, which the second exchange after this one overwrites.
+            copies: False: leave the tokens where they arrived; the second exchange after this one overwrites them.
         """
         call = _Dispatch(x, ids, probs, self._tokens(x, ids), copies)
         tokens, their_probs = connect(call, x, probs)
@@ -189,8 +189,8 @@ class Peers:
 
         Args:
             x: [T, d].
-            ids: [T, K], those that count.
-            probs: float32 [T, K], which travel, too, and are not used there.
+            ids: [T, K], -1 where a slot does not count.
+            probs: float32 [T, K], which travel as well, but are not used there.
             plan: of the T tokens over all experts.
         """
         found: list[ArrivedRows] = []
@@ -259,13 +259,13 @@ class Peers:
 
 
 def local_plan(ids: Tensor, num_experts: int) -> Plan:
-    """The plan of tokens that arrived; on a GPU, where nothing may wait for a number, with room for all their slots."""
+    """The plan of tokens that arrived; on a GPU it has room for all their slots, so that nothing waits for a number."""
     most = -1 if ids.place.is_cpu_place() else ids.shape[0] * min(ids.shape[1], num_experts)
     return route(ids, num_experts=num_experts, buffer_size=most, validate=False)
 
 
 def _like(x: Tensor) -> Tensor:
-    """A tensor as tokens are, which keeps none of them."""
+    """A tensor of the dtype and device of tokens, which keeps none of them alive."""
     return filled([1, x.shape[1]], 0, x.dtype, like=x)
 
 

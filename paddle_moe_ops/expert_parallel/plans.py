@@ -21,15 +21,15 @@ _BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert")
 
 
 def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: int | None) -> Plan:
-    """A plan in which ranks take the place of experts: a token has one row for each rank that has one of its experts.
+    """A plan over ranks instead of experts: a token has one row for each rank that has one of its experts.
 
-    Nothing waits for the number of rows: the plan has as many as there may be.
+    Nothing waits for the number of rows: the plan has room for the most that there can be.
 
     Args:
         ids: int32 [T, K], experts of each token, -1 for none.
         num_ranks: P.
         experts_of_rank: E / P.
-        capacity: tokens that a rank gets at most, or None.
+        capacity: the most tokens that a rank gets, or None.
     """
     num_tokens, topk = ids.shape
     if num_tokens == 0:
@@ -41,16 +41,17 @@ def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: i
 
 
 def trimmed(plan: Plan, num_rows: int) -> Plan:
-    """A plan with a buffer of the rows that there are."""
+    """The plan with a buffer of just the rows that exist."""
     return plan._replace(**{name: getattr(plan, name)[:num_rows] for name in _BY_ROW}, num_rows=num_rows)
 
 
 class EqualParts(NamedTuple):
-    """What ranks send if each sends as many lines to each, S.
+    """What ranks send if each sends the same number of lines, S, to each.
 
     Attributes:
         to_ranks: a plan for `permute` and `unpermute`, whose row p * S + i is line i for rank p.
-        ids: int32 [P * S, K] of the lines, counted from the first expert of their rank; what is outside is none there.
+        ids: int32 [P * S, K] of the lines, counted from the first expert of their rank; ids outside its range are not
+            experts of that rank.
         dropped: int32 [1], slots whose token found no room.
     """
 
@@ -83,7 +84,7 @@ def equal_parts(
 def _equal_parts_by_operators(
     ids: Tensor, probs: Tensor, num_ranks: int, experts_of_rank: int, rows_of_rank: int
 ) -> EqualParts:
-    """The same by the operators of transport="peer", as if this rank were all others."""
+    """The same by the operators of transport="peer", as if this rank were every other rank."""
     topk, num_rows, num_experts = ids.shape[1], num_ranks * rows_of_rank, num_ranks * experts_of_rank
     records = filled([num_ranks, HEADER + 8 * rows_of_rank * topk], 0, "uint8", like=ids)
     sizes = experts_of_rank, rows_of_rank, rows_of_rank
@@ -100,7 +101,7 @@ def _equal_parts_by_operators(
 
 
 def spread(plan: Plan, rows_of_rank: int, like: Tensor) -> Plan:
-    """A plan of ranks in whose buffer each rank has the same number of rows, the last of them without a token.
+    """A plan of ranks in which each rank has the same number of rows; rows without a token come last.
 
     Args:
         plan: a plan of ranks.

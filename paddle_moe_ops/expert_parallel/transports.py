@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How rows get from one rank to the others: an all-to-all with uneven parts.
+"""How rows get from each rank to the others: an all-to-all with uneven parts.
 
 A transport moves the lines of a tensor as bits, so any dtype travels, float8 too. The parts that go to each rank follow
 each other in the order of the ranks, and so do those that arrive. All ranks of a group make the same exchanges in the
@@ -114,9 +114,9 @@ class AllToAll:
 class Scatters:
     """A scatter from each rank in turn, for gloo, which has no all-to-all.
 
-    The parts of one scatter have one size, so smaller ones are padded. Sends and receives would not do: gloo matches
-    them by a number that each rank counts for itself, which works between two ranks only. Gloo lets the host wait in
-    every exchange, so each of them ends in a limited time.
+    The parts of one scatter have one size, so smaller ones are padded. Sends and receives do not work here: gloo
+    matches them by a number that each rank counts for itself, which works between two ranks only. With gloo the host
+    waits in every exchange, so each of them ends in a limited time.
 
     Args:
         group: whose ranks take part.
@@ -147,7 +147,7 @@ class Scatters:
         return _from_bytes(paddle.concat(arrived), payload)
 
     def _counts_of_all(self, sent: Sequence[int]) -> list[list[int]]:
-        """What each rank sends to each."""
+        """How many lines each rank sends to each."""
         counts: list[Tensor] = []
         paddle.distributed.all_gather(counts, paddle.to_tensor(list(sent), dtype="int64"), group=self._group)
         return [each.tolist() for each in counts]
@@ -172,7 +172,7 @@ def transport_for(name: str, group: Group, timeout: float) -> Transport:
     """The transport of a group by its name.
 
     Args:
-        name: "alltoall", "gloo" or "auto": the second where gloo connects the ranks, else the first.
+        name: "alltoall", "gloo" or "auto", which is "gloo" where gloo connects the ranks and "alltoall" elsewhere.
         group: whose ranks take part.
         timeout: seconds that the host waits for the others.
     """
@@ -185,7 +185,7 @@ def transport_for(name: str, group: Group, timeout: float) -> Transport:
 
 @contextlib.contextmanager
 def _naming_the_group(group: Group) -> Iterator[None]:
-    """Turns the error of a transfer into one that says between which ranks it failed."""
+    """Turn the error of a transfer into one that says between which ranks it failed."""
     try:
         yield
     except (RuntimeError, OSError, ValueError) as error:  # what backends of paddle.distributed raise

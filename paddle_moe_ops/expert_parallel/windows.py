@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that the ranks of one machine share.
 
-A window is P regions of each rank, one for each rank that writes there. It has two views: what arrived here, and what
-this rank writes to, whose part p is this rank's region at rank p. Both are one range of addresses, so kernels that know
-nothing of ranks write to and read from all of them. On a CPU regions are files in memory, on a GPU memory of the
-driver that other processes map; either way a file descriptor travels to the rank that maps it.
+A window has P regions at each rank, one for each rank that writes there. It has two views: what arrived here, and what
+this rank writes to, whose part p is this rank's region at rank p. Each view is one range of addresses, so kernels that
+know nothing about ranks can write to and read from all regions. On a CPU regions are files in memory, on a GPU memory
+of the driver that other processes map; either way a file descriptor travels to the rank that maps it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Views(NamedTuple):
 
 
 def granularity(place: Any) -> int:
-    """Bytes of which regions are multiples."""
+    """The bytes that the size of a region must be a multiple of."""
     return _PAGE if place.is_cpu_place() else _Driver.get().granularity(_device_of(place))
 
 
@@ -62,7 +62,7 @@ def share(group: Group, place: Any, region_bytes: int) -> Views:
 
     Args:
         group: the ranks.
-        place: of the tensors that will be written there.
+        place: the place of the tensors that will be written there.
         region_bytes: a multiple of `granularity`.
 
     Raises:
@@ -117,13 +117,13 @@ def _swapped(group: Group, descriptors: Sequence[int]) -> list[int]:
 
 
 def _machine() -> str:
-    """What processes that can share memory have in common: the machine, and the network that Unix sockets are of."""
+    """What processes that can share memory have in common: the machine and the network namespace."""
     network = os.readlink("/proc/self/ns/net")
     return f"{_BOOT.read_text().strip()} {network}"
 
 
 class _Files:
-    """Memory of the host, as files without a name."""
+    """Memory of the host, as unnamed files."""
 
     def __init__(self, region_bytes: int) -> None:
         self._bytes = region_bytes
@@ -253,7 +253,7 @@ class _DeviceMemory:
         return handle.value
 
     def map(self, regions: Sequence[int]) -> int:
-        """Map regions next to each other, for the own device."""
+        """Map regions next to each other, for this rank's device."""
         zero, size = ctypes.c_uint64(0), ctypes.c_size_t(self._bytes)
         base, total = ctypes.c_uint64(), ctypes.c_size_t(self._bytes * len(regions))
         self._driver.call("cuMemAddressReserve", ctypes.byref(base), total, ctypes.c_size_t(0), zero, zero)
