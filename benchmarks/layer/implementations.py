@@ -118,7 +118,6 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours, Triton alone": lambda inputs: ours(inputs, triton_alone=True),
     "ours, gradients of matrices by Triton": lambda inputs: ours(inputs, library_gradients=False),
     "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
-    "ours, 256 MiB": lambda inputs: ours(inputs, workspace_mb=256),
     "ours, 1 GiB": lambda inputs: ours(inputs, workspace_mb=1024),
     "torch": torch_grouped,
     "cuBLAS by expert": cublas,

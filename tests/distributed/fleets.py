@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import pytest
 from paddle.base import core
 from paddle.distributed import collective, fleet
 from paddle.distributed.fleet.base import topology
+
+from tests.distributed.processes import reserve_port
 
 _GUIDE = Path(__file__).resolve().parents[2] / "docs" / "expert_parallel.md"
 _DEGREES = ("dp_degree", "sharding_degree", "mp_degree", "pp_degree", "sep_degree")
@@ -69,8 +70,7 @@ def groups_one_after_the_other() -> Iterator[None]:
 
 def _new_store() -> Any:
     """A store of all ranks, at a port that the first of them finds free."""
-    with socket.socket() as found:
-        found.bind(("", 0))  # on all interfaces, as the store is
+    with reserve_port() as found:
         ports: list[int] = []
         paddle.distributed.all_gather_object(ports, found.getsockname()[1])
     is_first = paddle.distributed.get_rank() == 0

@@ -82,7 +82,7 @@ class Processes:
 
     def __init__(self, num_processes: int, backend: str):
         # Bound until the processes end, so that no other process is given these ports. Paddle can listen on them.
-        self._reserved = [_reserve_port() for _ in range(num_processes + 1)]
+        self._reserved = [reserve_port() for _ in range(num_processes + 1)]
         master, *endpoints = (f"127.0.0.1:{each.getsockname()[1]}" for each in self._reserved)
         self._logs = [os.memfd_create(f"rank {rank}") for rank in range(num_processes)]
         self._log_starts = [0] * num_processes
@@ -174,7 +174,7 @@ class Processes:
             os.close(log)
 
 
-def _reserve_port() -> socket.socket:
+def reserve_port() -> socket.socket:
     """A socket bound to a free port. Paddle can bind another to it: both allow that, and this one does not listen.
 
     It is bound on all interfaces, as the store of rank 0 is. NCCL listens on another interface than the loopback, and

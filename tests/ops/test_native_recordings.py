@@ -24,7 +24,6 @@ from tests.ops.problems import tensor
 from tests.ops.test_moe_mlp import Layer, assert_close
 from tests.params import PADDED
 from tests.triton import library_in_numpy
-from tests.triton.test_hopper_product import HOPPER, TILES
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.compiled_only]
 
@@ -270,9 +269,7 @@ def library_product(card, monkeypatch):
     addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in functions]
     kernel = LibraryKernel("grouped_product", functions[0], GroupedProductParams, lambda: text.value)
     control.functions, kernel.addresses = functions, lambda: addresses
-    for name in ("gated_config", "product_config", "weight_gradient_config"):
-        monkeypatch.setattr(moe_mlp, name, lambda *_: TILES)
-    monkeypatch.setattr(moe_mlp, "gpu_at", lambda _: HOPPER)
+    library_in_numpy.choose_small_tiles(monkeypatch)
     monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
     monkeypatch.setattr(hopper_product, "LEAST_L2", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,15 +17,14 @@ import pytest
 
 from paddle_moe_ops import permute, reference, route
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.distributed.processes import reserve_port
 
 from .data_parallel import PARTS, gradients
 from .test_training import BLOCK_TYPES, BLOCKS, assert_close, batch_of, make_net
 
 
 def free_ports(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("", 0))  # on all interfaces, as Paddle's store is
+    sockets = [reserve_port() for _ in range(count)]
     ports = [str(each.getsockname()[1]) for each in sockets]
     for each in sockets:
         each.close()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paddle_moe_ops.triton import moe_mlp
+from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
 from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams
 from paddle_moe_ops.triton.hopper_product import (
     GATED,
@@ -25,7 +28,19 @@ from paddle_moe_ops.triton.hopper_product import (
     LibraryKernel,
 )
 
-__all__ = ["fields_in_header", "launches_of", "numpy_grouped_outer", "numpy_grouped_product"]
+__all__ = [
+    "HOPPER",
+    "TILES",
+    "choose_small_tiles",
+    "fields_in_header",
+    "kernel_for",
+    "launches_of",
+    "numpy_grouped_outer",
+    "numpy_grouped_product",
+]
+
+HOPPER = Gpu(90, 132, 60 << 20)
+TILES = GemmConfig(128, 16, 16, 2, 2, 4, 1, tma=False)
 
 _HEADER = Path(__file__).parents[2] / "paddle_moe_ops/csrc/include/pmo/grouped.h"
 _DTYPES = {1: np.dtype(np.float16), 2: np.dtype(ml_dtypes.bfloat16)}
@@ -139,6 +154,32 @@ def launches_of(name: str, params: type[ctypes.Structure], monkeypatch: pytest.M
 
     monkeypatch.setattr(LibraryKernel, "run", record)
     return seen
+
+
+def choose_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have layers run as on a Hopper GPU, in small tiles."""
+    for name in ("gated_config", "product_config", "weight_gradient_config"):
+        monkeypatch.setattr(moe_mlp, name, lambda *_: TILES)
+    monkeypatch.setattr(moe_mlp, "gpu_at", lambda _: HOPPER)
+
+
+def kernel_for(gpu: Any, monkeypatch: pytest.MonkeyPatch, in_numpy: LibraryKernel, of_library: Any) -> LibraryKernel:
+    """What a device launches in a test: the library's kernel on a GPU, elsewhere that in NumPy, in small tiles.
+
+    Args:
+        gpu: the device.
+        monkeypatch: for what chooses the tiles.
+        in_numpy: the kernel in NumPy.
+        of_library: gives the kernel of a library that `ctypes` has loaded.
+    """
+    from .interpreter import NumpyDevice
+
+    if isinstance(gpu, NumpyDevice):
+        choose_small_tiles(monkeypatch)
+        return in_numpy
+    kernel = of_library(ctypes.CDLL(os.environ["PMO_CORE_LIBRARY"]))
+    assert kernel is not None
+    return kernel
 
 
 def numpy_grouped_outer() -> LibraryKernel:

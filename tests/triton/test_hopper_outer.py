@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -18,31 +17,20 @@ from paddle_moe_ops import reference
 from paddle_moe_ops.triton import hopper_outer as launchers
 from paddle_moe_ops.triton import moe_mlp
 from paddle_moe_ops.triton.grouped_gemm import Rows, Schedule
-from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
+from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
 from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams, grouped_outer_of, hopper_outer, suits_outer
 from tests.reference.cases import assert_same_bits
 
-from .library_in_numpy import fields_in_header, launches_of, numpy_grouped_outer
+from .library_in_numpy import HOPPER, fields_in_header, kernel_for, launches_of, numpy_grouped_outer
 from .test_moe_mlp import Case, Problem, assert_all_same, without_sign_of_zero
 
-HOPPER = Gpu(90, 132, 60 << 20)
-TILES = GemmConfig(128, 16, 16, 2, 2, 4, 1, tma=False)
 BY_DTYPE = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
 
 
 @pytest.fixture
 def device(gpu, monkeypatch) -> Any:
     """The device of the kernels, with the library's kernel wherever it can take one."""
-    from .interpreter import NumpyDevice
-
-    if isinstance(gpu, NumpyDevice):
-        kernel = numpy_grouped_outer()
-        for name in ("gated_config", "product_config", "weight_gradient_config"):
-            monkeypatch.setattr(moe_mlp, name, lambda *_: TILES)
-        monkeypatch.setattr(moe_mlp, "gpu_at", lambda _: HOPPER)
-    else:
-        kernel = grouped_outer_of(ctypes.CDLL(str(Path(os.environ["PMO_CORE_LIBRARY"]))))
-        assert kernel is not None
+    kernel = kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of)
     monkeypatch.setattr(gpu, "grouped_outer", kernel)
     monkeypatch.setattr(launchers, "_MOST_ROWS", 1 << 30)
     monkeypatch.setattr(launchers, "LEAST_L2", 0)

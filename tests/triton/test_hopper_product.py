@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -18,11 +17,9 @@ from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
 from paddle_moe_ops.triton.handles import Handles
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
 
-from .library_in_numpy import fields_in_header, launches_of, numpy_grouped_product
+from .library_in_numpy import HOPPER, TILES, fields_in_header, kernel_for, launches_of, numpy_grouped_product
 from .test_moe_mlp import BY_LAYOUT, Case, Problem, assert_all_same
 
-HOPPER = Gpu(90, 132, 60 << 20)
-TILES = GemmConfig(128, 16, 16, 2, 2, 4, 1, tma=False)
 CASES = {
     "several tiles of an expert": Case(170, 24, 8, 2, 2, unassigned=0.1),
     "a few rows": Case(13, 32, 8, 5, 2),
@@ -38,15 +35,8 @@ def device(gpu, monkeypatch) -> Any:
     """The device of the kernels, with the library's product wherever it can take one."""
     from .interpreter import NumpyDevice
 
-    if isinstance(gpu, NumpyDevice):
-        kernel = numpy_grouped_product()
-        for name in ("gated_config", "product_config", "weight_gradient_config"):
-            monkeypatch.setattr(moe_mlp, name, lambda *_: TILES)
-        monkeypatch.setattr(moe_mlp, "gpu_at", lambda _: HOPPER)
-    else:
-        library = Path(os.environ["PMO_CORE_LIBRARY"])
-        kernel = grouped_product_of(ctypes.CDLL(str(library)))
-        assert kernel is not None
+    kernel = kernel_for(gpu, monkeypatch, numpy_grouped_product(), grouped_product_of)
+    if not isinstance(gpu, NumpyDevice):
         large = GemmConfig(128, 128, 64, 8, 4, 8, 1, tma=True)
         for name in ("gated_config", "product_config"):
             monkeypatch.setattr(moe_mlp, name, lambda *_: large)

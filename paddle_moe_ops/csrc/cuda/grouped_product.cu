@@ -40,7 +40,7 @@ constexpr int kBand = 8;  // rows of tiles that share their columns in the L2
 using Ring = RingOf<kStages>;
 using Stages = StagesOf<kStages>;
 
-// Those of the arguments, in shared memory unless there are too many experts: to look up a tile's place takes as long as some tiles otherwise.
+// Those of the arguments, in shared memory unless there are too many experts.
 struct Tables {
   const int32_t *tiles, *first, *stop;
 };
