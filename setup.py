@@ -56,6 +56,8 @@ LIBRARY_FILES = ("_C.so", CHECK["LIBRARY_NAME"], "_C.py", CHECK["INFO_NAME"], "v
 
 # Sums are the same bits everywhere: an FMA only where the source says so, and no fast math.
 CXX_FLAGS = ["-O3", "-g0", "-std=c++17", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+# Paddle's headers then leave out pybind11, which nothing here uses and which takes half of the time to compile.
+PADDLE_FLAGS = ["-DPADDLE_NO_PYTHON"]
 NVCC_FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-ffp-contract=off"]
 
 # Device code per architecture, and the first nvcc that knows it. Code for sm_XY also runs on later sm_X*.
@@ -289,7 +291,7 @@ def operators_extension() -> setuptools.Extension:
     arguments: dict[str, Any] = {
         "include_dirs": [f"{CSRC}/include", f"{CSRC}"],
         "depends": sources_in("**/*.h", "**/*.cuh"),
-        "extra_compile_args": {"cxx": [*CXX_FLAGS, *relative_paths], "nvcc": []},
+        "extra_compile_args": {"cxx": [*CXX_FLAGS, *PADDLE_FLAGS, *relative_paths], "nvcc": []},
         "extra_link_args": ["-pthread"],
     }
     if not USE_CUDA:
