@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--core-device", default="cpu", choices=["cpu", "cuda"], help="whose entry points tests/core call")
     parser.addoption("--gpus", type=int, default=1, help="GPUs of the machine, of which tests may use two")
     parser.addoption(
-        "--fuzz-cases", type=int, default=2000, help="params structs per operator in tests/core/test_fuzz.py"
+        "--fuzz-cases", type=int, default=500, help="params structs per operator in tests/core/test_fuzz.py"
     )
 
 

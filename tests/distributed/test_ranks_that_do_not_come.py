@@ -182,17 +182,20 @@ def test_a_dispatch_names_the_rank_that_raised(nccl):
     assert texts == [*expected("ExpertParallel.dispatch", size_with(nccl)), "did not come"]
 
 
+@pytest.mark.slow
 def test_average_gradients_names_the_rank_that_hangs(custom_backend):
     texts = texts_of(custom_backend, rank=size_with(custom_backend) - 1, how="hangs", call="average_gradients")
     assert texts == [*expected("average_gradients", size_with(custom_backend)), "did not come"]
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only
 def test_a_combine_over_gloo_names_the_rank_that_hangs():
     texts = texts_of("gloo", rank=2, how="hangs", call="combine")
     assert texts == [*expected("ExpertParallel", 3), "did not come"]
 
 
+@pytest.mark.slow
 def test_a_dispatch_names_the_rank_that_ended(nccl):
     """Over gloo the connection tells so at once: see test_expert_parallel_errors."""
     last = size_with(nccl) - 1
@@ -202,6 +205,7 @@ def test_a_dispatch_names_the_rank_that_ended(nccl):
         assert f"AssertionError: {text}" in texts
 
 
+@pytest.mark.slow
 def test_the_rank_that_ended_may_be_the_one_that_keeps_the_store(nccl):
     texts = texts_of(nccl, rank=0, how="ended", call="dispatch")
     ranks = list(range(size_with(nccl)))

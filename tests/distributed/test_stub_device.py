@@ -49,8 +49,14 @@ def with_one_that_ended():
     ("function", "message"),
     [
         (of_other_sizes, "all_reduce: rank 0: expected 8 bytes of all_reduce from rank 1, got 12 of all_reduce"),
-        (of_other_splits, "all_to_all: rank 0: expected 8 bytes of all_to_all from rank 1, got 4 of all_to_all"),
-        (other_collectives, "all_reduce: rank 0: expected 8 bytes of all_reduce from rank 1, got 8 of broadcast"),
+        pytest.param(
+            *(of_other_splits, "all_to_all: rank 0: expected 8 bytes of all_to_all from rank 1, got 4 of all_to_all"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(other_collectives, "all_reduce: rank 0: expected 8 bytes of all_reduce from rank 1, got 8 of broadcast"),
+            marks=pytest.mark.slow,
+        ),
         (with_one_that_ended, "recv: rank 0: rank 1 has ended"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -90,7 +96,12 @@ def sends_in_two_groups():
 
 
 @pytest.mark.parametrize(
-    ("function", "count"), [(all_send_first, 3), (batch, 3), (all_send_first, 2), (batch, 2), (sends_in_two_groups, 2)]
+    ("function", "count"),
+    [
+        pytest.param(all_send_first, 3, marks=pytest.mark.slow),
+        pytest.param(batch, 3, marks=pytest.mark.slow),
+        *((all_send_first, 2), (batch, 2), (sends_in_two_groups, 2)),
+    ],
 )
 def test_all_ranks_may_send_first(function, count):
     assert run(function, count, "stub") == [[float((rank - 1) % count)] for rank in range(count)]
