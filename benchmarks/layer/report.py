@@ -37,8 +37,8 @@ bfloat16. The router is not included.
   Triton alone* is without. *ours, 1 GiB* has a larger buffer; *ours, keep x* makes the first product again in the
   backward pass. *torch* is plain PyTorch around `torch._grouped_mm` with its own gradients.
 * *kept* is what forward leaves for backward, in MiB, with the tokens: 2 T d + 4 T K n bytes for ours, which the
-  benchmark measures to the byte. *peak* is the most that backward has, with what is kept but the tokens, and without
-  its results.
+  benchmark measures to the byte. *peak* is the most memory that the backward pass holds at any time. It includes what
+  is kept, without the tokens, and leaves out the gradients that the pass returns.
 """
 
 PEERS = """*cuBLAS by expert* is a product of cuBLAS for each expert, on four streams, and plain PyTorch around them;
