@@ -267,8 +267,8 @@ def _wrong(predictor: Predictor, found: list[Comparison]) -> str:
   [what was measured](expert_parallel_performance.md) has dispatch in float8.
 * **Whole layers were measured with `peer` alone.** Of `alltoall` the collective was measured, and rows by hand. `exact`
   and float8 are put together from such parts.
-* **The network between machines was not measured.** DeepEP reaches this bandwidth; whether NCCL's all-to-all does is not
-  known. Collisions in switches are left out. The latencies are guesses. The last table shows how much that matters.
+* **The network between machines was not measured.** DeepEP reaches this bandwidth; whether NCCL's all-to-all does is
+  not known. Collisions in switches are left out. The latencies are guesses. The last table shows how much that matters.
 * **A domain of 72 has H200s here.** Machines that have such domains have faster GPUs and links.
 * **`peer` has room for as many tokens as travel.** With room for all {TOKENS} from each rank, which never drops one, a
   layer of {_LARGEST} takes {longer(_MACHINE)} longer on 8 ranks, and would take {longer(_IN_72)} longer on 64.
