@@ -64,10 +64,10 @@ CASES = (
     ("route_permute:fp8", "ernie-21b", "move_pieces"),
     ("moe_permute:bf16", "paddle-production", "move_pieces"),
     ("permute_quantized:row", "ernie-300b", "quantize_rows"),
-    ("unpermute:weighted", "tileops-32", "sum_rows_by_warps"),
-    ("unpermute:weighted", "tileops-128", "sum_rows_by_warps"),
-    ("unpermute:weighted", "tileops-512", "sum_rows_by_warps"),
-    ("unpermute:plain", "ernie-21b", "sum_rows_by_warps"),
+    ("unpermute:weighted", "tileops-32", "sum_window"),
+    ("unpermute:weighted", "tileops-128", "sum_window"),
+    ("unpermute:weighted", "tileops-512", "sum_window"),
+    ("unpermute:plain", "ernie-21b", "sum_window"),
     ("unpermute:weighted", "paddle-production", "sum_rows_by_tiles"),
     ("moe_unpermute:weighted", "paddle-production", "keep_winners"),
     ("unpermute_backward:weighted", "ernie-300b", "row_backward"),
@@ -81,7 +81,7 @@ ADDED = ("us", "dram_read_mb", "dram_write_mb")
 
 LAYER = "layer:"
 LAYER_SHAPES = ("ernie-21b", "ernie-300b-4k", "dsv3-4k", "qwen3-30b")
-LAYER_KERNELS = "^(schedule|permute|product|unpermute|swiglu_gradient|weight_gradient)_kernel"
+LAYER_KERNELS = "^(schedule|permute|permute_and_sum|product|unpermute|swiglu_gradient|weight_gradient)_kernel"
 
 GEMM = "gemm:"
 GEMM_SHAPE = "dsv3"

@@ -53,8 +53,8 @@ def ours(
     groups, tokens = Groups(i.sizes, i.offsets), Tokens(i.row_to_token, i.token_rows)
     layer = Layer(i.gate_up, i.down, groups, tokens, i.row_probs, False, workspace_mb << 20)
 
-    def backward(hidden: Any) -> tuple[torch.Tensor, ...]:
-        made = moe_mlp_backward(device, i.d_out, i.x, hidden, layer, (True,) * 4)
+    def backward(kept: Any) -> tuple[torch.Tensor, ...]:
+        made = moe_mlp_backward(device, i.d_out, i.x, kept, layer, (True,) * 4)
         return made.x, made.weights, made.gate_up, made.down
 
     return Passes(lambda: moe_mlp(device, i.x, layer, keeps_hidden), backward)

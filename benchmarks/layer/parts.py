@@ -13,6 +13,7 @@ __all__ = ["flops_of", "parts_of"]
 _SIMPLE = {
     "schedule_kernel": "tiles of experts",
     "permute_kernel": "rows moved",
+    "permute_and_sum_kernel": "rows moved",
     "unpermute_kernel": "sums",
     "swiglu_gradient_kernel": "gradient of SwiGLU",
 }

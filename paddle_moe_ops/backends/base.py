@@ -339,11 +339,13 @@ class Kernels(Verbs, Protocol):
         """The gradients of `grouped_gemm`: of the rows or tokens, the matrices, the weights and the bias."""
 
     def moe_mlp(
-        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The sums of what the experts of each token make of it, the first product if that is kept, and the weights.
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The sums of what the experts of each token make of it, the first product, the weights, and tables.
 
-        These are by row, float32 [M], or None without weights. Kernels need not have this verb, nor its gradient.
+        The first product is None unless ``keeps`` and the spec say that it is kept, the tables, a few numbers for each
+        expert that the backward pass takes, may be None. The weights are by row, float32 [M], or None without weights.
+        Kernels need not have this verb, nor its gradient.
         """
 
     def moe_mlp_backward(
@@ -354,6 +356,7 @@ class Kernels(Verbs, Protocol):
         down: Tensor,
         weights: Tensor | None,
         hidden: Tensor | None,
+        tables: Tensor | None,
         spec: MlpSpec,
         wanted: tuple[bool, bool, bool, bool],
         destinations: tuple[Any, Any],

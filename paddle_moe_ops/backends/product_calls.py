@@ -99,7 +99,7 @@ class MoeMlp(Call):
         self.parameters = parameters if spec.accumulates else ()
 
     def run(self) -> Tensors:
-        out, hidden, weights = self.kernels.moe_mlp(*self.operands, self.spec, self.spec.keeps_hidden)
+        out, hidden, weights, self.tables = self.kernels.moe_mlp(*self.operands, self.spec, True)
         self.has_weights = weights is not None
         self.save(*self.operands[:3], weights, hidden)
         self.operands = None
@@ -114,7 +114,7 @@ class MoeMlp(Call):
             wanted = zip(self.wanted[1:3], self.parameters, strict=True)
             destinations = tuple(destination_of_matrices(each) if want else None for want, each in wanted)
         self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
-        operands = x, gate_up, down, weights, hidden
+        operands = x, gate_up, down, weights, hidden, self.tables
         made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, (*self.wanted, False)[:4], destinations)
         return first_order_only(self, made[: len(self.wanted)], *gradients, x, gate_up, down, weights)
 

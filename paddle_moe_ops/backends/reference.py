@@ -287,12 +287,13 @@ class ReferenceKernels:
         return d_x, d_w, d_weights, others[0] if others else None
 
     def moe_mlp(
-        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         if spec.weights_by_slot:
             weights = self.slots_to_rows(weights, spec.plan)
         out, hidden = reference.moe_mlp(*_layer(x, gate_up, down, weights, spec), transpose=spec.transpose)
-        return to_tensor(out, x.place), to_tensor(hidden, x.place) if keeps_hidden else None, weights
+        keeps_hidden = keeps and spec.keeps_hidden
+        return to_tensor(out, x.place), to_tensor(hidden, x.place) if keeps_hidden else None, weights, None
 
     def moe_mlp_backward(
         self,
@@ -302,6 +303,7 @@ class ReferenceKernels:
         down: Tensor,
         weights: Tensor | None,
         hidden: Tensor | None,
+        tables: Tensor | None,
         spec: MlpSpec,
         wanted: tuple[bool, bool, bool, bool],
         destinations: tuple[Any, Any],

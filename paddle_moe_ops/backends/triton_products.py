@@ -74,17 +74,18 @@ class ProductKernels:
         return d_x, d_w, d_weights, d_bias
 
     def moe_mlp(
-        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps_hidden: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         plan = spec.plan
         if spec.validation != Validation.OFF:
             host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
-        device, options = device_of(x), ("moe_mlp", keeps_hidden, spec.transpose, spec.workspace)
+        options = "moe_mlp", keeps, keeps and spec.keeps_hidden, spec.transpose, spec.workspace
+        device = device_of(x)
         made = repeated(device, options, _given(x, gate_up, down, weights, spec))
         if made is None:
             made = _recorded_mlp(device, options, x, gate_up, down, weights, spec)
-        out, hidden, by_row = made
-        return out, hidden, weights if by_row is None else by_row
+        out, hidden, by_row, tables = made
+        return out, hidden, weights if by_row is None else by_row, tables
 
     def moe_mlp_backward(
         self,
@@ -94,13 +95,14 @@ class ProductKernels:
         down: Tensor,
         weights: Tensor | None,
         hidden: Tensor | None,
+        tables: Tensor | None,
         spec: MlpSpec,
         wanted: tuple[bool, bool, bool, bool],
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, ...]:
         into_gate_up, into_down = destinations
         adds = into_gate_up and into_gate_up[1], into_down and into_down[1]
-        others = hidden, into_gate_up and into_gate_up[0], into_down and into_down[0]
+        others = hidden, tables, into_gate_up and into_gate_up[0], into_down and into_down[0]
         device, options = device_of(x), ("moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace)
         made = repeated(device, options, (d_out, *others, *_given(x, gate_up, down, weights, spec)))
         if made is None:
@@ -135,12 +137,12 @@ def _recorded_mlp(
     x, layer = dense_rows(x), _layer(gate_up, down, weights, spec)
     maps = dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
 
-    def call(device: Any) -> tuple[Any, Any, Any]:
+    def call(device: Any) -> tuple[Any, ...]:
         by_row = layer.weights
         if maps is not None:
             by_row = slots_to_rows(device, by_row, maps, layer.tokens.row_to_token)
-        out, hidden = moe_mlp(device, x, layer._replace(weights=by_row), keeps_hidden=options[1])
-        return out, hidden, by_row if maps is not None else None
+        out, kept = moe_mlp(device, x, layer._replace(weights=by_row), keeps_hidden=options[2])
+        return out, kept.hidden, by_row if maps is not None else None, kept.tables if options[1] else None
 
     inputs = _arrays(x, layer, maps)
     return recorded(device, (*options, *facts_of(device, *inputs)), inputs, call)
@@ -160,14 +162,15 @@ def _recorded_mlp_backward(
     destinations: tuple[Any, Any],
 ) -> Any:
     """`ProductKernels.moe_mlp_backward` where the call's launches may have to be found out."""
-    from ..triton.moe_mlp import moe_mlp_backward
+    from ..triton.moe_mlp import Kept, moe_mlp_backward
     from ..triton.recording import facts_of, recorded
 
     d_out, x, layer = dense_rows(d_out), dense_rows(x), _layer(gate_up, down, weights, spec)
     maps = dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
 
     def call(device: Any) -> tuple[Any, ...]:
-        made = moe_mlp_backward(device, d_out, x, others[0], layer._replace(slots=maps), wanted, destinations)
+        kept = Kept(*others[:2])
+        made = moe_mlp_backward(device, d_out, x, kept, layer._replace(slots=maps), wanted, destinations)
         matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
         return made.x, *matrices, made.weights
 

@@ -19,8 +19,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .grouped_gemm import Groups, row_sums, schedule
+from .grouped_gemm import Groups, schedule
 from .launching import Array, Device, address, blocks, next_power_of_2
+from .row_sums import row_sums
 from .rowmap import fill
 
 __all__ = ["bias_gradient"]

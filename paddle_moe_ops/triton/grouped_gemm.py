@@ -8,25 +8,28 @@ M rows, D the inner and N the outer size of a matrix, E experts. Sizes and offse
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any, NamedTuple
 
 from .grouped_gemm_configs import ALLOCATOR, GemmConfig, gpu_at, product_config, weight_gradient_config
-from .grouped_gemm_kernels import product_kernel, row_sums_kernel, schedule_kernel
-from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
+from .grouped_gemm_kernels import product_kernel, schedule_kernel
+from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 from .permute import permute
 from .recording import scratch_memory
+from .row_sums import row_sums
 from .weight_gradient_kernel import weight_gradient_kernel
 
 __all__ = [
     "Groups",
     "Rows",
     "Schedule",
+    "Table",
     "Target",
     "Tokens",
+    "fill_schedule",
     "grouped_gemm",
     "grouped_gemm_backward",
     "product",
-    "row_sums",
     "schedule",
     "weight_gradient",
 ]
@@ -34,7 +37,6 @@ __all__ = [
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "int64": "*i64"}
 # Of the table of experts: few sizes, since each is compiled for.
 _EXPERTS_AT_ONCE, _MOST_EXPERTS_AT_ONCE = 256, 1024
-_SUM_ROWS = 32
 
 
 class Groups(NamedTuple):
@@ -61,6 +63,17 @@ class Tokens(NamedTuple):
     token_rows: Array
 
 
+class Table(NamedTuple):
+    """One of the tables of int32 that lie in an array, one after the other."""
+
+    array: Array
+    offset: int
+    shape: tuple[int, ...]
+
+    def data_ptr(self) -> int:
+        return self.array.data_ptr() + ITEM_BYTES["int32"] * self.offset
+
+
 class Schedule(NamedTuple):
     """The tables of `grouped_gemm_kernels.schedule_kernel`, for tiles of so many rows."""
 
@@ -70,10 +83,36 @@ class Schedule(NamedTuple):
     spare: Array
     windows: Array
 
+    @staticmethod
+    def lengths(num_experts: int, num_windows: int) -> tuple[int, ...]:
+        """Of the tables."""
+        return num_experts + 1, num_experts, num_experts + 1, num_experts + 2, num_windows + 3
 
-def schedule(
-    device: Device, groups: Groups, num_rows: int, block_rows: int, window_rows: int = 0, covers_all: bool = True
-) -> Schedule:
+    @staticmethod
+    def within(array: Array, num_experts: int, num_windows: int, number: int = 0) -> Schedule:
+        """One of the schedules whose tables are in an int32 array."""
+        lengths = Schedule.lengths(num_experts, num_windows)
+        offsets = itertools.accumulate(lengths, initial=number * sum(lengths))
+        return Schedule(*(Table(array, offset, (length,)) for offset, length in zip(offsets, lengths, strict=False)))
+
+
+def schedule(device: Device, groups: Groups, num_rows: int, block_rows: int) -> Schedule:
+    """Which tiles each expert has."""
+    experts = groups.sizes.shape[0]
+    tables = Schedule.within(device.empty([sum(Schedule.lengths(experts, 0))], "int32"), experts, 0)
+    fill_schedule(device, tables, groups, num_rows, block_rows)
+    return tables
+
+
+def fill_schedule(
+    device: Device,
+    tables: Schedule,
+    groups: Groups,
+    num_rows: int,
+    block_rows: int,
+    window_rows: int = 0,
+    covers_all: bool = True,
+) -> None:
     """Which tiles each expert has, and each window of so many rows, if there are windows.
 
     Without ``covers_all``, products leave the rows after the last group as they are.
@@ -81,8 +120,6 @@ def schedule(
     sizes, offsets = groups
     experts = sizes.shape[0]
     windows = blocks(num_rows, window_rows) if window_rows else 0
-    lengths = experts + 1, experts, experts + 1, experts + 2, windows + 3
-    tables = [device.empty([length], "int32") for length in lengths]
     pointers = [_POINTERS[device.dtype_name(sizes if each is None else each)] for each in groups]
     device.launch(
         schedule_kernel,
@@ -92,7 +129,6 @@ def schedule(
         (offsets is not None, covers_all, block_rows, _experts_at_once(experts)),
         4,
     )
-    return Schedule(*tables)
 
 
 def _experts_at_once(num_experts: int) -> int:
@@ -465,24 +501,3 @@ def weight_gradient(
             ),
             config.warps,
         )
-
-
-def row_sums(device: Device, values: Any, row_to_token: Array | None = None, slot_to_row: Array | None = None) -> Any:
-    """The sums of the rows of values [M, W], float32 [M]; with ``row_to_token`` [M], 0 for rows without a token.
-
-    With ``slot_to_row`` [T, K] instead the sum of each slot's row, [T, K], 0 for slots without one.
-    """
-    num_rows, width = values.shape
-    out = device.empty([num_rows] if slot_to_row is None else slot_to_row.shape, "float32")
-    count = num_rows if slot_to_row is None else slot_to_row.shape[0] * slot_to_row.shape[1]
-    if count:
-        maps = row_to_token if slot_to_row is None else slot_to_row
-        device.launch(
-            row_sums_kernel,
-            blocks(count, _SUM_ROWS),
-            ("*fp32", "*i32", "*fp32", "i32", "i32", "i32"),
-            (*map(address, (values, maps, out)), count, num_rows, width),
-            (row_to_token is not None, slot_to_row is not None, _SUM_ROWS, next_power_of_2(width)),
-            4,
-        )
-    return out

@@ -31,7 +31,7 @@ can gather rows. Moved from memory, at least: each operand and each result once.
 import triton
 import triton.language as tl
 
-__all__ = ["in_bands", "product_kernel", "row_sums_kernel", "schedule_kernel", "swiglu", "tokens_of"]
+__all__ = ["in_bands", "product_kernel", "schedule_kernel", "swiglu", "tokens_of"]
 
 
 @triton.jit
@@ -408,34 +408,3 @@ def _block_at(pointers, inside, EVEN: tl.constexpr):
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=inside, other=0.0)
-
-
-@triton.jit
-def row_sums_kernel(
-    values,
-    maps,
-    out,
-    count,
-    num_rows,
-    width,
-    OWNED: tl.constexpr,
-    BY_SLOT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out[r] = sum of values[r, :], float32; BLOCK_ROWS of ``count`` sums per program, BLOCK covers a row.
-
-    With OWNED ``maps`` is row_to_token, and rows without a token get 0. With BY_SLOT it is slot_to_row, and out[s] is
-    the sum of the slot's row, 0 without one.
-    """
-    places = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = tl.arange(0, BLOCK)
-    live, rows = places < count, places
-    if OWNED:
-        live = live & (tl.load(maps + places, mask=live, other=-1) >= 0)
-    if BY_SLOT:
-        rows = tl.load(maps + places, mask=live, other=-1)
-        live = live & (rows >= 0) & (rows < num_rows)
-    inside = live[:, None] & (columns < width)[None, :]
-    entries = tl.load(values + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0.0)
-    tl.store(out + places, tl.sum(entries, axis=1), mask=places < count)

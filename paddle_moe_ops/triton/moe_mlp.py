@@ -17,8 +17,8 @@ Backward, with dA' the gradient of the weighted A, s A:
 Whatever has M x d elements exists one window at a time, in one buffer of ``workspace`` bytes. Where the rows of tokens
 would take many windows, products gather them from the tokens instead. Each element is the same sum either way, so the
 bits don't depend on the size of the buffer. On Hopper the compiled library's product takes rows that were moved, where
-it is faster (`hopper_product`). H alone is kept between the passes; without it the backward pass makes it again. Rows
-after the last expert's, which a static buffer has, are neither written nor read.
+it is faster (`hopper_product`). H and the tables of tiles are kept between the passes; without H the backward pass
+makes it again. Rows after the last expert's, which a static buffer has, are neither written nor read.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .grouped_gemm import Groups, Rows, Schedule, Target, Tokens, product, row_sums, schedule, weight_gradient
+from .grouped_gemm import Groups, Rows, Schedule, Target, Tokens, fill_schedule, product, weight_gradient
 from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
 from .hopper_outer import hopper_outer, suits_outer
 from .hopper_product import GATED, GRADIENT, PLAIN, hopper_product, suits
 from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 from .permute import permute_window
-from .rowmap import gather_slots
+from .row_sums import RowSums, sums_of_rows
 from .swiglu_gradient import swiglu_gradient
 from .unpermute import unpermute_window
 
-__all__ = ["Gradients", "Layer", "moe_mlp", "moe_mlp_backward"]
+__all__ = ["Gradients", "Kept", "Layer", "moe_mlp", "moe_mlp_backward"]
 
 _COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles
 # The largest n at which a product that gathers its rows beats one of rows that were moved. Moving reads and writes all
@@ -69,6 +69,18 @@ class Layer(NamedTuple):
     slots: Array | None = None
 
 
+class Kept(NamedTuple):
+    """What the forward pass leaves for the backward pass, which makes anew what is None.
+
+    Attributes:
+        hidden: H [M, 2n].
+        tables: int32, which tiles each expert and each window has.
+    """
+
+    hidden: Any = None
+    tables: Any = None
+
+
 class Gradients(NamedTuple):
     """Those that were wanted; the others are None."""
 
@@ -81,7 +93,7 @@ class Gradients(NamedTuple):
 class _Run:
     """One pass: sizes, configurations, tables and the buffer; ``moves_twice`` if two products take rows of tokens."""
 
-    def __init__(self, device: Device, layer: Layer, x: Array, moves_twice: bool) -> None:
+    def __init__(self, device: Device, layer: Layer, x: Array, moves_twice: bool, tables: Array | None = None) -> None:
         self.device, self.layer, self.dtype = device, layer, device.dtype_name(x)
         self.item = ITEM_BYTES[self.dtype]
         self.num_tokens, self.hidden = x.shape
@@ -98,30 +110,57 @@ class _Run:
         if rows < self.num_rows:
             rows = max(rows - self.tile_rows, self.tile_rows)
         self.window_rows = max(min(rows, self.num_rows), 1)
-        windows = blocks(self.num_rows, self.window_rows)
-        self.gathers = gathers(self.num_tokens, self.num_rows, self.inner, windows, moves_twice)
+        self.num_windows = blocks(self.num_rows, self.window_rows)
+        self.gathers = gathers(self.num_tokens, self.num_rows, self.inner, self.num_windows, moves_twice)
         columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP
         self.window_columns = min(max(columns, _COLUMN_STEP), self.hidden)
         self.owners = layer.tokens.row_to_token if self.gathers else None
-        self._tables: dict[int, Schedule] = {}
         held = 0 if self.gathers else (self.window_rows + self.tile_rows) * self.hidden
         held = max(held, self.num_rows * self.window_columns)
         self.buffer = device.empty([min(held, self.num_rows * self.hidden)], self.dtype)
         self._in_buffer: tuple | None = None  # which window of which rows the buffer holds
-        self.rows_end = 0  # address of the end of the last group
+        self._pending: RowSums | None = None  # what the next launch that moves rows makes as well
+        self.kept_tables, self._schedules = self._schedule(tables)
+
+    def _schedule(self, tables: Array | None) -> tuple[Array, dict[int, Schedule]]:
+        """Schedules by the height of tiles, and the array that they are in; a launch for each if it is not given."""
+        heights = sorted({self.gated.rows, self.plain.rows, self.narrow.rows})
+        experts = self.layer.down.shape[0]
+        # Both passes have as many: where there are several windows, either both gather or none does.
+        windows = 0 if self.gathers or self.num_windows == 1 else self.num_windows
+        array = tables
+        if array is None:
+            array = self.device.empty([len(heights) * sum(Schedule.lengths(experts, windows))], "int32")
+        found = {height: Schedule.within(array, experts, windows, number) for number, height in enumerate(heights)}
+        if tables is None:
+            for height, made in found.items():
+                arguments = made, self.layer.groups, self.num_rows, height, self.window_rows if windows else 0
+                fill_schedule(self.device, *arguments, covers_all=False)
+        return array, found
 
     def tables(self, config: GemmConfig) -> Schedule:
-        """The schedule for tiles of a configuration; one launch for each height of tiles."""
-        if config.rows not in self._tables:
-            windows = 0 if self.gathers else self.window_rows
-            arguments = self.layer.groups, self.num_rows, config.rows, windows
-            made = self._tables[config.rows] = schedule(self.device, *arguments, covers_all=False)
-            self.rows_end = address(made.first) + ITEM_BYTES["int32"] * self.layer.down.shape[0]
-        return self._tables[config.rows]
+        """The schedule for tiles of a configuration."""
+        return self._schedules[config.rows]
 
     def any_tables(self) -> Schedule:
         """A schedule for a kernel that looks only at where the groups begin and end."""
-        return next(iter(self._tables.values()))
+        return next(iter(self._schedules.values()))
+
+    @property
+    def rows_end(self) -> int:
+        """The address of the end of the last group."""
+        return address(self.any_tables().first) + ITEM_BYTES["int32"] * self.layer.down.shape[0]
+
+    def add_up_later(self, values: Any, row_to_token: Array | None) -> Any:
+        """The sums of rows by what the layer's weights are by, once `finish` is called."""
+        slots = self.layer.slots
+        self._pending = sums_of_rows(self.device, values, None if slots is not None else row_to_token, slots)
+        return self._pending.out
+
+    def finish(self) -> None:
+        """Make what no launch has made."""
+        if self._pending is not None:
+            self._pending.launch(self.device)
 
     def new(self, columns: int) -> Any:
         return self.device.empty([self.num_rows, columns], self.dtype)
@@ -135,8 +174,8 @@ class _Run:
         tokens, moved = self.layer.tokens, (address(x), rows, columns)
         if moved != self._in_buffer:
             maps = tokens.token_rows, tokens.row_to_token
-            permute_window(self.device, x, *maps, self.buffer, rows, columns, self.rows_end)
-            self._in_buffer = moved
+            permute_window(self.device, x, *maps, self.buffer, rows, columns, self.rows_end, self._pending)
+            self._in_buffer, self._pending = moved, None
         width = columns[1] - columns[0]
         return Rows(self.buffer, rows[1] - rows[0], width, width, first_row=rows[0])
 
@@ -145,7 +184,10 @@ class _Run:
         if self.gathers:
             yield None, Rows(x, self.num_tokens, self.hidden, self.device.row_stride(x))
             return
-        for window in range(blocks(self.num_rows, self.window_rows)):
+        if self.num_windows == 1:
+            yield None, self._moved(x, (0, self.num_rows), (0, self.hidden))
+            return
+        for window in range(self.num_windows):
             first = window * self.window_rows
             end = min(first + self.window_rows + self.tile_rows, self.num_rows)
             yield window, self._moved(x, (first, end), (0, self.hidden))
@@ -170,7 +212,7 @@ class _Run:
         act = self.new(self.inner)
         out = Target(act, 0, self.inner)
         layer, config = self.layer, self.gated
-        tables = self.tables(config)  # before rows are moved, which must know where they end
+        tables = self.tables(config)
         operands = config, GATED, layer.gate_up, self.hidden, self.inner, act, hidden
         on_library = not self.gathers and self.suits_library(*operands)
         for window, rows in self.by_rows(x):
@@ -212,10 +254,7 @@ class _Run:
                     window=window,
                     d_weights=tiles,
                 )
-            if tiles is None or not need_weights:
-                return None
-            by_slot = layer.slots is not None
-            return row_sums(device, tiles, None if by_slot else owners, layer.slots)
+            return None if tiles is None or not need_weights else self.add_up_later(tiles, owners)
         for window, rows in self.by_rows(d_out):
             arguments = device, rows, layer.down, tables, self.narrow, self.num_rows, out
             product(*arguments, transpose=not layer.transpose, row_to_token=self.owners, window=window)
@@ -223,7 +262,7 @@ class _Run:
         d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, owners, self.rows_end, vector)
         if d_weights is None or not need_weights:
             return None
-        return d_weights if layer.slots is None else gather_slots(device, d_weights, layer.slots)
+        return d_weights if layer.slots is None else self.add_up_later(d_weights, None)
 
     def sums(self, source: Rows, w: Array, transpose: bool, weights: Array | None) -> Any:
         """The sums of each token's rows of a product [M, d]."""
@@ -251,26 +290,27 @@ def gathers(num_tokens: int, num_rows: int, inner: int, windows: int, moves_twic
     return inner <= (2 + windows * num_tokens / num_rows) * _LARGEST_GATHERED_PER_PASS
 
 
-def moe_mlp(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -> tuple[Any, Any]:
-    """The sums [T, d], and H [M, 2n] or None.
+def moe_mlp(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -> tuple[Any, Kept]:
+    """The sums [T, d], and what the backward pass needs.
 
     Args:
         device: where to.
         x: [T, d] float16 or bfloat16.
         layer: the rest.
-        keeps_hidden: whether to return H.
+        keeps_hidden: whether to keep H.
     """
     run = _Run(device, layer, x, moves_twice=False)
     hidden = run.new(2 * run.inner) if keeps_hidden else None
     act = run.activations(x, hidden)
-    return run.sums(run.packed(act, run.inner), layer.down, layer.transpose, layer.weights), hidden
+    out = run.sums(run.packed(act, run.inner), layer.down, layer.transpose, layer.weights)
+    return out, Kept(hidden, run.kept_tables)
 
 
 def moe_mlp_backward(
     device: Device,
     d_out: Array,
     x: Array,
-    hidden: Array | None,
+    kept: Kept,
     layer: Layer,
     wanted: tuple[bool, bool, bool, bool],
     into: tuple[tuple[Array, bool] | None, tuple[Array, bool] | None] = (None, None),
@@ -281,14 +321,15 @@ def moe_mlp_backward(
         device: where to.
         d_out: [T, d].
         x: as in `moe_mlp`.
-        hidden: H, which the call overwrites, or None.
+        kept: what the forward pass left; the call overwrites H.
         layer: as in `moe_mlp`.
         wanted: which gradients are made.
         into: for the matrices, where their gradients go, float32 or the dtype of ``x``, and whether they are added to
             what is there; None: to new arrays.
     """
-    run = _Run(device, layer, x, moves_twice=True)
+    run = _Run(device, layer, x, moves_twice=True, tables=kept.tables)
     need_x, need_gate_up, need_down, need_weights = wanted
+    hidden = kept.hidden
     if hidden is None:
         hidden = run.new(2 * run.inner)
         scaled = run.activations(x, hidden)
@@ -303,6 +344,7 @@ def moe_mlp_backward(
         d_gate_up = _matrix_gradient(run, layer.gate_up, x, d_hidden, not layer.transpose, into[0])
     if need_x:
         d_x = run.sums(d_hidden, layer.gate_up, not layer.transpose, None)
+    run.finish()
     return Gradients(d_x, d_gate_up, d_down, d_weights)
 
 

@@ -5,7 +5,8 @@
 rows[token_rows[t, :]] = x[t], scales alike; rows without a token (row_to_token < 0) are zeroed by further programs of
 the same launch. A launch may make a window of the rows, or a window of their columns, in a buffer of that size. One
 program moves BLOCK words of one token; a word is an integer as wide as address and row size allow, so bits survive
-whatever the dtype. It moves (T + N) * H * itemsize bytes, and 4 * (T * K + N) of maps.
+whatever the dtype. It moves (T + N) * H * itemsize bytes, and 4 * (T * K + N) of maps. A launch for a window can make
+`row_sums` as well.
 """
 
 import functools
@@ -27,6 +28,7 @@ from .launching import (
     next_power_of_2,
     words_of,
 )
+from .row_sums import RowSums, sum_rows
 from .sums import load_indices
 
 __all__ = ["FILL_BLOCK", "fill_kernel", "permute", "permute_window", "zero_rows"]
@@ -119,6 +121,82 @@ def permute_kernel(
 
 
 @triton.jit
+def permute_and_sum_kernel(
+    x,
+    scale,
+    token_rows,
+    row_to_token,
+    rows,
+    row_scales,
+    rows_end,
+    num_tokens,
+    first_row,
+    num_rows,
+    row_slots,
+    groups,
+    x_stride_groups,
+    scale_groups,
+    scale_stride_groups,
+    values,
+    maps,
+    sums,
+    count,
+    num_values,
+    value_width,
+    move_programs,
+    HAS_SCALE: tl.constexpr,
+    FILL_ROWS: tl.constexpr,
+    FILL_SCALES: tl.constexpr,
+    HAS_END: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    SCALE_VECTOR: tl.constexpr,
+    FILL: tl.constexpr,
+    OWNED: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_BLOCK: tl.constexpr,
+):
+    """The programs of `permute_kernel`, and one per SUM_ROWS sums of `row_sums`."""
+    program = tl.program_id(0)
+    if program < move_programs:
+        permute_kernel(
+            x,
+            scale,
+            token_rows,
+            row_to_token,
+            rows,
+            row_scales,
+            rows_end,
+            num_tokens,
+            first_row,
+            num_rows,
+            row_slots,
+            groups,
+            x_stride_groups,
+            scale_groups,
+            scale_stride_groups,
+            HAS_SCALE,
+            FILL_ROWS,
+            FILL_SCALES,
+            HAS_END,
+            AT_ONCE,
+            COLUMN_BLOCKS,
+            BLOCK,
+            VECTOR,
+            SCALE_BLOCK,
+            SCALE_VECTOR,
+            FILL,
+        )
+    else:
+        first = program - move_programs
+        sum_rows(first, values, maps, sums, count, num_values, value_width, OWNED, BY_SLOT, SUM_ROWS, SUM_BLOCK)
+
+
+@triton.jit
 def fill_kernel(out, size, value, BLOCK: tl.constexpr):
     """out[:size] = value, 32-bit integers."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -180,6 +258,7 @@ def permute_window(
     rows: tuple[int, int],
     columns: tuple[int, int],
     rows_end: int,
+    sums: RowSums | None = None,
 ) -> None:
     """out[:] = rows[first:end, first:end] of all rows in expert order, packed; rows without a token are zeros.
 
@@ -192,6 +271,7 @@ def permute_window(
         rows: the first row and the end.
         columns: the first column and the end.
         rows_end: address of an int32 on the device; rows from that one on stay as they are unless a token has them.
+        sums: what the launch makes as well.
     """
     num_tokens, row_slots = token_rows.shape
     item = ITEM_BYTES[device.dtype_name(x)]
@@ -200,11 +280,23 @@ def permute_window(
     stride = device.row_stride(x) * item if x.shape[0] > 1 else 0
     layout = (column_end - first_column) * item, stride, low_bits(source, out.data_ptr())
     call = _call(num_tokens, row_slots, end - first_row, layout, None, "all", True, None)
-    if call.programs:
-        owners = row_to_token.data_ptr() + ITEM_BYTES["int32"] * first_row
-        arrays = source, 0, token_rows.data_ptr(), owners, out.data_ptr(), 0, rows_end
-        sizes = (num_tokens, first_row, *call.sizes[2:])
-        device.launch(permute_kernel, call.programs, call.types, (*arrays, *sizes), call.constants, call.warps)
+    owners = row_to_token.data_ptr() + ITEM_BYTES["int32"] * first_row
+    arrays = source, 0, token_rows.data_ptr(), owners, out.data_ptr(), 0, rows_end
+    arguments = (*arrays, num_tokens, first_row, *call.sizes[2:])
+    if sums is None:
+        if call.programs:
+            device.launch(permute_kernel, call.programs, call.types, arguments, call.constants, call.warps)
+    elif call.programs:
+        device.launch(
+            permute_and_sum_kernel,
+            call.programs + sums.programs,
+            (*call.types, *sums.types, "i32"),
+            (*arguments, *sums.arguments, call.programs),
+            (*call.constants, *sums.constants),
+            sums.warps(call.warps),
+        )
+    else:
+        sums.launch(device)
 
 
 def _target(device: Device, source: Array, num_rows: int) -> tuple[Any, _Layout]:

@@ -10,8 +10,8 @@ from benchmarks.layer.shapes import Shape
 SCHEDULE, MOVE, PRODUCT, SUM = "schedule_kernel", "permute_kernel", "product_kernel", "unpermute_kernel"
 FORWARD = [SCHEDULE, MOVE, PRODUCT, MOVE, PRODUCT, PRODUCT, SUM, PRODUCT, SUM]
 BACKWARD = [
-    *(SCHEDULE, MOVE, PRODUCT, MOVE, PRODUCT, "swiglu_gradient_kernel"),
-    *(MOVE, "weight_gradient_kernel", MOVE, "weight_gradient_kernel"),
+    *(MOVE, PRODUCT, MOVE, PRODUCT, "swiglu_gradient_kernel"),
+    *("permute_and_sum_kernel", "weight_gradient_kernel", MOVE, "weight_gradient_kernel"),
     *(MOVE, "weight_gradient_kernel", MOVE, "weight_gradient_kernel", PRODUCT, SUM),
 ]
 

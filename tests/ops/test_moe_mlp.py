@@ -14,6 +14,7 @@ import pytest
 from paddle_moe_ops import moe_mlp, reference, route, use_backend
 from paddle_moe_ops.backends import gradients as adapter
 from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.backends.product_calls import MoeMlp
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import make_problem, ordinary, plan_tensors, tensor
 from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL, SUM_DTYPES
@@ -116,14 +117,33 @@ def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, 
 
 
 @pytest.mark.cpu_only
+@pytest.mark.parametrize("keep", ["h", "x"])
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_by_slot_take_one_more_launch_each_way(interpreted, form, rng):
+def test_weights_by_slot_take_one_more_launch_forward_and_none_backward(interpreted, form, keep, rng):
+    """Without kernels for Hopper, whose product makes SwiGLU's gradient and so saves the eighth."""
     with use_backend("triton"):
-        Layer(rng, SMALL, np.float16, form=form, sizes=(16, 8)).run("cpu")
+        Layer(rng, SMALL, np.float16, form=form, sizes=(16, 8)).run("cpu", keep=keep)
     ends = interpreted.launches.index("unpermute_kernel") + 1  # of the forward pass
-    rows_are_gathered = 4, 9  # where they are moved, it takes five
-    by_slot = form.endswith("by slot")
-    assert (ends, len(interpreted.launches) - ends) == tuple(count + by_slot for count in rows_are_gathered)
+    rows_are_gathered, made_again = 4, 0 if keep == "h" else 2  # where they are moved, it takes five
+    backward = interpreted.launches[ends:]
+    assert (ends, len(backward)) == (rows_are_gathered + form.endswith("by slot"), 8 + made_again)
+    assert ("permute_and_sum_kernel" in backward) == form.endswith("by slot")
+    assert interpreted.launches.count("schedule_kernel") == 1
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("wanted", ["x", "gate_up", "down", "probs"])
+def test_one_gradient_alone_by_interpreted_kernels(interpreted, wanted, rng):
+    """Of the probabilities, too, where no launch moves rows that could add them up."""
+    layer = Layer(rng, SMALL, np.float16, sizes=(16, 8))
+    with use_backend("triton"):
+        expected, leaves = layer.run("cpu"), layer.leaves("cpu")
+        for each, leaf in leaves.items():
+            leaf.stop_gradient = each != wanted
+        before = len(interpreted.launches)
+        paddle.autograd.backward([layer.call(leaves, "cpu")], [tensor(layer.d_out, "cpu")])
+    assert_bits_equal(leaves[wanted].grad, expected[wanted], what=wanted)
+    assert ("row_sums_kernel" in interpreted.launches[before:]) == (wanted == "probs")
 
 
 @pytest.mark.cpu_only
@@ -196,6 +216,29 @@ def test_kept_are_the_tokens_the_first_product_and_the_weights(keep, rng, place,
     matrices = sum(layer.arrays[name].nbytes for name in ("gate_up", "down"))
     given = 4 * tokens * D + 4 * rows + matrices
     assert sum(each.size * 4 for each in kept) == given + (8 * rows * N if keep == "h" else 0)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("workspace_mb", [1, 4096])
+@pytest.mark.parametrize("keep", ["h", "x"])
+def test_triton_keeps_tables_of_tiles_as_well(interpreted, keep, workspace_mb, rng, monkeypatch):
+    """2 T d + 4 N n bytes of 16-bit numbers, 4 N of weights, and 4 E + 7 integers that say where tiles are."""
+    kept = []
+    run = MoeMlp.run
+
+    def record(call):
+        made = run(call)
+        kept.extend([*call.saved, call.tables])
+        return made
+
+    monkeypatch.setattr(MoeMlp, "run", record)
+    layer = Layer(rng, SMALL, np.float16, sizes=(16, 8))
+    with use_backend("triton"):
+        layer.call(layer.leaves("cpu"), "cpu", keep=keep, workspace_mb=workspace_mb)
+    rows, tokens = layer.plan.num_rows, len(layer.arrays["x"])
+    matrices = sum(layer.arrays[name].nbytes for name in ("gate_up", "down"))
+    given = 2 * tokens * 16 + 4 * rows + matrices + 4 * (4 * SMALL.E + 7)
+    assert sum(each.size * each.element_size() for each in kept) == given + (4 * rows * 8 if keep == "h" else 0)
 
 
 def test_nothing_is_kept_where_no_one_wants_a_gradient(rng, place, monkeypatch):

@@ -291,6 +291,13 @@ def test_the_librarys_product_is_launched_too(card, library_product, rng):
     assert "grouped_product" in {name for name, *_ in card.in_python}
 
 
+@pytest.mark.parametrize("form", ["by slot", "by row", "none"])
+def test_with_the_librarys_product_a_pass_has_six_launches_and_seven(card, library_product, form, rng):
+    run(Layer(rng, SHAPE, ml_dtypes.bfloat16, form=form, sizes=(64, 24)))
+    forward, backward = (len(each.launches) for each in card.device.recordings.values())
+    assert (forward, backward) == (5 + (form == "by slot"), 7)
+
+
 def test_an_error_of_the_librarys_product_is_the_one_that_python_raises(card, library_product, rng):
     layer = Layer(rng, SHAPE, ml_dtypes.bfloat16, sizes=(64, 24))
     run(layer)

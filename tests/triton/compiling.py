@@ -118,7 +118,8 @@ def layers(gpu: CompilingDevice, tokens: Tokens, groups: Groups, inner: int) -> 
     hidden = 256
     x = gpu.empty([num_tokens, hidden], "float16")
     gate_up, down = gpu.empty([experts, hidden, 2 * inner], "float16"), gpu.empty([experts, inner, hidden], "float16")
-    layer = moe_mlp.Layer(gate_up, down, groups, tokens, gpu.empty([num_rows], "float32"), False, 1 << 28)
+    weights, slots = gpu.empty([num_rows], "float32"), gpu.empty([num_tokens, num_rows // num_tokens], "int32")
+    layer = moe_mlp.Layer(gate_up, down, groups, tokens, weights, False, 1 << 28, slots)
     out, kept = moe_mlp.moe_mlp(gpu, x, layer, True)
     into = ((gpu.empty(gate_up.shape, "float32"), True), None)
     moe_mlp.moe_mlp_backward(gpu, out, x, kept, layer, (True,) * 4, into)

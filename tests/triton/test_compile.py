@@ -17,7 +17,8 @@ from tests.bare_package import ROOT
 pytestmark = pytest.mark.long
 
 KERNELS = {
-    *("route", "mask_to_ids", "count", "prefix", "offsets", "maps", "permute", "unpermute", "unpermute_backward"),
+    *("route", "mask_to_ids", "count", "prefix", "offsets", "maps", "unpermute", "unpermute_backward"),
+    *("permute", "permute_and_sum"),
     *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "slots_to_rows"),
     *("chunks", "chunk_map"),
     *("topk", "topk_backward"),

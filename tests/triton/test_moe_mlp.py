@@ -103,9 +103,9 @@ class Problem:
     def run(self, gpu: Any, workspace: int = LARGE, *, keeps: bool = True, into: tuple = (None, None)) -> list[NDArray]:
         """The result, the halves of the first product up to the last expert's rows, and all gradients."""
         layer, x = self.layer(gpu, workspace), gpu.array(self.x)
-        out, hidden = moe_mlp(gpu, x, layer, keeps)
-        found = [gpu.numpy(out).copy()] + ([gpu.numpy(hidden)[: self.end].copy()] if keeps else [])
-        gradients = moe_mlp_backward(gpu, gpu.array(self.d_out), x, hidden, layer, ALL, into)
+        out, kept = moe_mlp(gpu, x, layer, keeps)
+        found = [gpu.numpy(out).copy()] + ([gpu.numpy(kept.hidden)[: self.end].copy()] if keeps else [])
+        gradients = moe_mlp_backward(gpu, gpu.array(self.d_out), x, kept, layer, ALL, into)
         return found + [gpu.numpy(each).copy() for each in gradients if each is not None]
 
     def in_float64(self) -> list[NDArray]:
@@ -207,13 +207,13 @@ def test_gradients_that_no_one_wants_are_not_made(rng, gpu, tiles, left_out):
     tiles(SMALL_TILES)
     problem = Problem(rng, Case(), ml_dtypes.bfloat16, False)
     layer, x = problem.layer(gpu, LARGE), gpu.array(problem.x)
-    _, hidden = moe_mlp(gpu, x, layer, True)
+    _, kept = moe_mlp(gpu, x, layer, True)
     wanted = tuple(index != left_out for index in range(4))
-    made = moe_mlp_backward(gpu, gpu.array(problem.d_out), x, hidden, layer, wanted)
+    made = moe_mlp_backward(gpu, gpu.array(problem.d_out), x, kept, layer, wanted)
     assert made[left_out] is None
     due = problem.due()[2:]
-    kept = [index for index in range(4) if index != left_out]
-    assert_all_same([gpu.numpy(made[index]) for index in kept], [due[index] for index in kept])
+    others = [index for index in range(4) if index != left_out]
+    assert_all_same([gpu.numpy(made[index]) for index in others], [due[index] for index in others])
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])

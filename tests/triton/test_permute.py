@@ -9,11 +9,12 @@ import pytest
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.triton.configs import Config
-from paddle_moe_ops.triton.permute import permute
+from paddle_moe_ops.triton.permute import permute, permute_window
+from paddle_moe_ops.triton.row_sums import row_sums, sums_of_rows
 from tests.params import FLOAT8_DTYPES, PADDED, ROW_DTYPES, SMALL, WIDE
 from tests.reference.cases import assert_same_bits
 
-from .problems import LONG_ROW_SHAPES, ROW_SHAPES, every_kind, fitting, make_problem
+from .problems import LONG_ROW_SHAPES, ROW_SHAPES, every_kind, fitting, make_problem, ordinary
 
 LONG_ROWS = list(zip(LONG_ROW_SHAPES, ROW_DTYPES, strict=False))
 
@@ -107,3 +108,33 @@ def test_a_map_that_leads_out_of_the_buffer_writes_nothing_there(gpu, rng):
     slots = np.array([[5, -7], [2**31 - 1, 1], [0, 2]], np.int32)
     rows, _ = permute(gpu, gpu.array(x), None, gpu.array(slots), gpu.array(np.array([2, 1, 2], np.int32)), "none")
     assert_same_bits(gpu.numpy(rows), x[[2, 1, 2]])
+
+
+@pytest.mark.parametrize("width", [1, 7, 12, 33, 130])
+@pytest.mark.parametrize("by", ["slot", "row", "row with a token"])
+def test_sums_made_by_a_launch_that_moves_rows_have_the_bits_of_their_own_launch(gpu, rng, by, width):
+    problem = make_problem(rng, fitting(gpu, PADDED))
+    plan, x = problem.plan, ordinary(rng, (problem.shape.T, problem.shape.H), "float16")
+    values = rng.standard_normal((plan.num_rows, width)).astype(np.float32)
+    values = gpu.array(values if width > 1 else values[:, 0])
+    owners, slots = gpu.array(plan.row_to_token), gpu.array(plan.slot_to_row)
+    maps = {"slot": (None, slots), "row": (None, None), "row with a token": (owners, None)}[by]
+    apart, sums = row_sums(gpu, values, *maps), sums_of_rows(gpu, values, *maps)
+    out, end = gpu.empty([plan.num_rows, problem.shape.H], "float16"), gpu.array(np.array([plan.num_rows], np.int32))
+    arguments = (0, plan.num_rows), (0, problem.shape.H), end.data_ptr(), sums
+    permute_window(gpu, gpu.array(x), gpu.array(plan.token_rows), owners, out, *arguments)
+    assert_same_bits(gpu.numpy(out), reference.permute(x, plan)[0])
+    assert_same_bits(gpu.numpy(sums.out), gpu.numpy(apart))
+    found, by_row = gpu.numpy(apart), gpu.numpy(values).astype(np.float64).reshape(plan.num_rows, width).sum(1)
+    due = {"slot": np.append(by_row, 0)[plan.slot_to_row], "row": by_row}.get(by, by_row * (plan.row_to_token >= 0))
+    np.testing.assert_allclose(found, due, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_are_made_where_no_rows_are_moved(gpu):
+    """A token without rows, whose slots get 0."""
+    slots = gpu.array(np.full((1, 3), -1, np.int32))
+    sums = sums_of_rows(gpu, gpu.empty([0, 4], "float32"), None, slots)
+    x, out, none = (gpu.empty(shape, "float16") for shape in ([1, 8], [1], [1]))
+    maps = slots, gpu.empty([0], "int32")
+    permute_window(gpu, x, *maps, out, (0, 0), (0, 8), none.data_ptr(), sums)
+    assert_same_bits(gpu.numpy(sums.out), np.zeros((1, 3), np.float32))

@@ -16,7 +16,7 @@ namespace cuda {
 
 // The padding rows of a given routing, by the threads that do not load.
 __device__ inline void zero_padding_rows(const FusedWork& work) {
-  PaddingRows(work.row_to_token, work.num_rows, kFusedWarps).each([&](int64_t row) { zero_padding_row(work, row); });
+  PaddingRows(work.row_to_token, work.num_rows, gridDim.x, kFusedWarps).each([&](int64_t row) { zero_padding_row(work, row); });
 }
 
 // One stage of a block: pieces [first, first + count) of its rows in shared memory, then their tokens' scales.

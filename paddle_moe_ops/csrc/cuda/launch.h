@@ -143,10 +143,11 @@ inline unsigned grid_for(int64_t items, int64_t items_per_block, int64_t limit =
 constexpr int64_t kMaxBlocksOfGrid = INT32_MAX;
 
 // Calls run(first, count) for ranges of [0, tokens), for kernels without a loop over a grid's stride: one range, unless the blocks of all
-// tokens are too many for a grid. Also calls it for no tokens, once. `warps_of_token` is at most the warps of such a grid.
+// tokens are too many for a grid. Also calls it for no tokens, once. `warps_of_token` is at most the warps of such a grid, in which
+// `other_blocks` have no token.
 template <typename Run>
-int in_grids(int64_t tokens, int64_t warps_of_token, int64_t warps_of_block, Run run) {
-  const int64_t most = kMaxBlocksOfGrid * warps_of_block / warps_of_token;
+int in_grids(int64_t tokens, int64_t warps_of_token, int64_t warps_of_block, Run run, int64_t other_blocks = 0) {
+  const int64_t most = (kMaxBlocksOfGrid - other_blocks) * warps_of_block / warps_of_token;
   for (int64_t first = 0;; first += most) {
     const int64_t rest = tokens - first;
     if (const int status = run(first, rest < most ? rest : most)) return status;

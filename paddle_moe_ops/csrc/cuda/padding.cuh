@@ -4,6 +4,7 @@
 // Rows without a token become zero.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/padding.h"
@@ -13,34 +14,39 @@
 namespace pmo {
 namespace cuda {
 
-// The rows without a token, divided among all warps of the grid, or the first `warps` of every block; blocks have one dimension. A lane
-// starts with the load for its first row: made before anything that waits, it costs no trip to memory.
+// Most blocks that a grid has for rows without a token.
+constexpr int64_t kMaxPaddingBlocks = 1024;
+
+// Blocks of so many threads for the rows without a token, in front of a grid's other ones. Other warps then need not wait for the tokens of
+// these rows after their own work, and in front they end before the others do.
+inline unsigned padding_blocks(int64_t num_rows, int64_t threads) {
+  return static_cast<unsigned>(std::min(divide_up(num_rows, threads), kMaxPaddingBlocks));
+}
+
+// The rows without a token, divided among the first `warps` of each of the first `blocks` of the grid; blocks have one dimension.
 struct PaddingRows {
   const int32_t* row_to_token;
   int64_t num_rows;
+  unsigned blocks;
   int warps;
-  int32_t first_token;  // of the lane's first row
 
-  __device__ PaddingRows(const int32_t* row_to_token, int64_t num_rows, int warps = static_cast<int>(blockDim.x) / kWarpSize)
-      : row_to_token(row_to_token), num_rows(num_rows), warps(warps), first_token(token_of(first_row())) {}
+  __device__ PaddingRows(const int32_t* row_to_token, int64_t num_rows, unsigned blocks,
+                         int warps = static_cast<int>(blockDim.x) / kWarpSize)
+      : row_to_token(row_to_token), num_rows(num_rows), blocks(blocks), warps(warps) {}
 
   // Calls zero(row), which all lanes of a warp take part in, for every row without a token.
   template <typename Zero>
   __device__ void each(Zero zero) const {
-    const int64_t step = int64_t{gridDim.x} * warps * kWarpSize;
-    int32_t token = first_token;
+    const int64_t step = int64_t{blocks} * warps * kWarpSize;
 #pragma unroll 1
-    for (int64_t first = first_row(); first < num_rows;) {
+    for (int64_t first = (int64_t{threadIdx.x / kWarpSize} * blocks + blockIdx.x) * kWarpSize; first < num_rows; first += step) {
 #pragma unroll 1
-      for (unsigned left = __ballot_sync(kAllLanes, is_padding(token)); left != 0; left &= left - 1)
+      for (unsigned left = __ballot_sync(kAllLanes, is_padding(token_of(first))); left != 0; left &= left - 1)
         zero(first + __ffs(left) - 1);
-      first += step;
-      token = token_of(first);
     }
   }
 
  private:
-  __device__ int64_t first_row() const { return (int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x) * kWarpSize; }
   __device__ int32_t token_of(int64_t first) const {
     const int64_t row = first + threadIdx.x % kWarpSize;
     return row < num_rows ? row_to_token[row] : 0;

@@ -150,6 +150,68 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   sum.store(out, 0);
 }
 
+// 16 bytes, or zeros. Written out, so that all loads of a window stand before what is done with the first.
+__device__ Vector<16> load_or_zeros(const void* source, bool is_there) {
+  Vector<16> loaded;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.u32 there, %5, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "mov.u32 %1, 0;\n"
+      "mov.u32 %2, 0;\n"
+      "mov.u32 %3, 0;\n"
+      "@there ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=&r"(loaded.x), "=&r"(loaded.y), "=&r"(loaded.z), "=&r"(loaded.w)
+      : "l"(__cvta_generic_to_global(source)), "r"(static_cast<unsigned>(is_there)));
+  return loaded;
+}
+
+// The same for tokens with no more entries than the window, and rows less than 4 GB apart: no loops, and few instructions, which come from
+// memory at every launch.
+template <typename Rows, int kWidth, int kWindow>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
+    sum_window(const __grid_constant__ pmo_unpermute_params p, uint32_t entries, uint32_t stride) {
+  using Element = typename Rows::Element;
+  using Access = Vector<kWidth * sizeof(Element)>;
+  static_assert(kWindow <= kWarpSize, "a lane for each entry");
+  const int64_t token = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * blockDim.y + threadIdx.y;
+  if (token >= p.num_tokens) return;
+  const uint32_t lane = threadIdx.x % kWarpSize, vector = blockIdx.x * blockDim.x + threadIdx.x;
+  const int32_t row = lane < entries ? __ldg(p.token_rows + token * entries + lane) : -1;
+  const unsigned ends = __ballot_sync(kAllLanes, row == -1);
+  const unsigned used = __ballot_sync(kAllLanes, row >= 0 && row < p.num_rows) & ((ends & -ends) - 1);
+  const bool inside = vector < static_cast<uint32_t>(p.hidden / kWidth);
+  const char* rows = static_cast<const char*>(p.rows) + vector * sizeof(Access);
+  const unsigned here = inside ? used : 0;
+  Access accesses[kWindow];
+#pragma unroll
+  for (int i = 0; i < kWindow; ++i) {
+    const auto of_entry = static_cast<uint32_t>(__shfl_sync(kAllLanes, row, i));
+    accesses[i] = load_or_zeros(rows + uint64_t{of_entry} * stride, (here >> i & 1) != 0);
+  }
+  // What is no row adds 0 * -1, which is -0 and changes nothing: no branches.
+  const float own_weight = (used >> lane & 1) != 0 ? weight_of(p, row) : -1.0f;
+  Elements<Rows, kWidth> sum;
+  sum.fill(-0.0f);
+#pragma unroll
+  for (int i = 0; i < kWindow; ++i) {
+    Elements<Rows, kWidth> loaded;
+    loaded.set(accesses[i]);
+    sum.add(loaded, __shfl_sync(kAllLanes, own_weight, i));
+  }
+  const auto last = static_cast<uint32_t>(__shfl_sync(kAllLanes, row, used == 0 ? 0 : kWarpSize - 1 - __clz(used)));
+  if (!inside) return;
+  Element* out = static_cast<Element*>(p.out) + token * p.hidden + vector * kWidth;
+  if (__popc(used) == 1 && (p.weights == nullptr || p.copy_single_row != 0)) {
+    *reinterpret_cast<Access*>(out) = *reinterpret_cast<const Access*>(rows + uint64_t{last} * stride);
+    return;
+  }
+  if (used == 0) sum.fill(0.0f);
+  sum.store(out, 0);
+}
+
 template <typename Rows, int kWidth, int kWindow>
 int launch_warps(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t parts = divide_up(p.hidden / kWidth, kWarpSize);
@@ -161,6 +223,14 @@ int launch_warps(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t groups = divide_up(p.num_tokens, block.y), layers = divide_up(groups, kMaxGridY);
   const dim3 grid(grid_for(parts, warps, INT32_MAX), static_cast<unsigned>(divide_up(groups, layers)),
                   static_cast<unsigned>(layers));
+  const int64_t stride = p.rows_row_stride * static_cast<int64_t>(sizeof(typename Rows::Element));
+  if constexpr (kWidth * sizeof(typename Rows::Element) == 16) {
+    if (p.max_rows_per_token <= kWindow && stride <= UINT32_MAX && p.hidden <= INT32_MAX) {
+      const auto entries = static_cast<uint32_t>(p.max_rows_per_token);
+      return launch("sum_window", sum_window<Rows, kWidth, kWindow>, {grid, block}, stream, p, entries,
+                    static_cast<uint32_t>(stride));
+    }
+  }
   return launch("sum_rows_by_warps", sum_rows_by_warps<Rows, kWidth, kWindow>, {grid, block}, stream, p);
 }
 

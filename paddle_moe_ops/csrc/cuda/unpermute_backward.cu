@@ -7,8 +7,8 @@
 // (scatter_rows). With d_weights a block takes a row and its token's row of d_out, which the L2 holds for the token's other rows
 // (row_backward), and writes the weighted gradient along with the dot product. Many tokens with few rows each get a warp per token
 // instead (token_backward): a block for each entry of the map would mostly find none. Either loads a row's weight, two loads one after
-// the other, when the row's data are on their way. The rows without a token, whose gradient is zero, are shared out over all warps. Bytes
-// moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H alone).
+// the other, when the row's data are on their way. The rows without a token, whose gradient is zero, have blocks of their own, the first
+// of the grid. Bytes moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H alone).
 //
 // A dot product is summed over 256 lanes for any number of threads: access a of a row belongs to lane a % 256, a lane adds its
 // products in order, and the lanes are added up by halves, lane l + 128 to lane l and so on. A thread with several lanes has a sum for
@@ -35,7 +35,7 @@ constexpr int64_t kFewRows = 4;               // per token
 constexpr int64_t kManyTokens = 4096;         // from here on they may have a warp each
 constexpr int64_t kSomeRows = 512;            // from here on a row has 128 threads, not 256
 constexpr int64_t kManyRows = 16384;          // from here on 64
-constexpr int64_t kPaddingBlocks = 1024;      // to share the rows without a token when there are few tokens
+constexpr int64_t kManyDots = 2048;           // or from here on without d_rows
 
 // The weight of a row and its index (-1: there is none, the weight is 0).
 struct RowWeight {
@@ -63,14 +63,13 @@ __host__ __device__ bool has_weights_by_row(const pmo_unpermute_backward_params&
   return p.d_weights != nullptr && p.weight_index == nullptr;
 }
 
-// The rows of d_rows that no token has.
+// The rows of d_rows that no token has, by the first `blocks` of the grid.
 template <typename Rows, int kWidth>
-__device__ void zero_padding_rows(const pmo_unpermute_backward_params& p) {
+__device__ void zero_padding_rows(const pmo_unpermute_backward_params& p, unsigned blocks) {
   const bool by_row = has_weights_by_row(p);
-  if (p.d_rows == nullptr && !by_row) return;
   constexpr int kElement = sizeof(typename Rows::Element);
   const int64_t bytes = p.hidden * kElement;
-  PaddingRows(p.row_to_token, p.num_rows).each([&](int64_t row) {
+  PaddingRows(p.row_to_token, p.num_rows, blocks).each([&](int64_t row) {
     if (by_row && row < p.num_weights && threadIdx.x % kWarpSize == 0) p.d_weights[row] = 0.0f;
     if (p.d_rows != nullptr) zero_row<kWidth * kElement>(static_cast<char*>(p.d_rows) + row * bytes, bytes);
   });
@@ -79,48 +78,47 @@ __device__ void zero_padding_rows(const pmo_unpermute_backward_params& p) {
 // A lane has kHere accesses of its token.
 template <typename Rows, int kWidth, int kHere>
 __global__ void __launch_bounds__(kScatterThreads)
-    scatter_rows(const __grid_constant__ pmo_unpermute_backward_params p, int parts) {
+    scatter_rows(const __grid_constant__ pmo_unpermute_backward_params p, unsigned padding, int parts) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
+  if (blockIdx.x < padding) return zero_padding_rows<Rows, kWidth>(p, padding);
   const int64_t vectors = p.hidden / kWidth;
-  const WarpShare share(parts);
+  const WarpShare share(parts, padding);
   const int64_t token = share.item;
-  if (token < p.num_tokens) {
-    const int64_t vector = int64_t{share.part} * kHere * kWarpSize + threadIdx.x % kWarpSize;
-    const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
-    Access given[kHere];
+  if (token >= p.num_tokens) return;
+  const int64_t vector = int64_t{share.part} * kHere * kWarpSize + threadIdx.x % kWarpSize;
+  const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
+  Access given[kHere];
 #pragma unroll
-    for (int i = 0; i < kHere; ++i) {
-      if (vector + i * kWarpSize < vectors) given[i] = d_out[vector + i * kWarpSize];
-    }
-    WarpRows listed(p, token, 0);
-    const bool copy = copies(p, token, listed);
-    for (int64_t segment = 0;;) {
-      RowWeight own;
-      own.load(p, listed, copy);
-      for (unsigned left = listed.used; left != 0;) {
-        const int lane = WarpRows::take(&left);
-        Element* d_row = static_cast<Element*>(p.d_rows) + __shfl_sync(kAllLanes, listed.row, lane) * p.hidden;
-        const float weight = __shfl_sync(kAllLanes, own.weight, lane);
+  for (int i = 0; i < kHere; ++i) {
+    if (vector + i * kWarpSize < vectors) given[i] = d_out[vector + i * kWarpSize];
+  }
+  WarpRows listed(p, token, 0);
+  const bool copy = copies(p, token, listed);
+  for (int64_t segment = 0;;) {
+    RowWeight own;
+    own.load(p, listed, copy);
+    for (unsigned left = listed.used; left != 0;) {
+      const int lane = WarpRows::take(&left);
+      Element* d_row = static_cast<Element*>(p.d_rows) + __shfl_sync(kAllLanes, listed.row, lane) * p.hidden;
+      const float weight = __shfl_sync(kAllLanes, own.weight, lane);
 #pragma unroll
-        for (int i = 0; i < kHere; ++i) {
-          const int64_t here = vector + i * kWarpSize;
-          if (here >= vectors) break;
-          if (copy) {
-            reinterpret_cast<Access*>(d_row)[here] = given[i];
-          } else {
-            Elements<Rows, kWidth> gradient;
-            gradient.set(given[i]);
-            gradient.scaled(weight).store(d_row, here);
-          }
+      for (int i = 0; i < kHere; ++i) {
+        const int64_t here = vector + i * kWarpSize;
+        if (here >= vectors) break;
+        if (copy) {
+          reinterpret_cast<Access*>(d_row)[here] = given[i];
+        } else {
+          Elements<Rows, kWidth> gradient;
+          gradient.set(given[i]);
+          gradient.scaled(weight).store(d_row, here);
         }
       }
-      if (listed.ended) break;
-      segment += kWarpSize;
-      listed = WarpRows(p, token, segment);
     }
+    if (listed.ended) break;
+    segment += kWarpSize;
+    listed = WarpRows(p, token, segment);
   }
-  zero_padding_rows<Rows, kWidth>(p);
 }
 
 // One access of a row: its part of d_rows, and of the dot product, which is added to `dot`.
@@ -169,19 +167,19 @@ __device__ void zero_slots_without_row(const pmo_unpermute_backward_params& p, i
 }
 
 // Both gradients, a block per row: it reads d_out's row again for each of the token's rows, from the L2. A thread has kSums of the dot
-// product's lanes; with one, there are 256 threads or as many as the row has accesses. `slots` is the number of a token's weights if the
-// block of its first entry zeros those without a row, else 0.
-template <typename Rows, int kWidth, int kSums>
+// product's lanes; with one, there are 256 threads or as many as the row has accesses. It loads kAtOnce accesses of d_out and of the row
+// at a time: with many rows, blocks that need fewer registers are faster. `slots` is the number of a token's weights if the block of its
+// first entry zeros those without a row, else 0. The first `padding` blocks have the rows without a token.
+template <typename Rows, int kWidth, int kSums, int kAtOnce>
 __global__ void __launch_bounds__(kDotLanes / kSums)
-    row_backward(const __grid_constant__ pmo_unpermute_backward_params p, unsigned entries, unsigned slots) {
+    row_backward(const __grid_constant__ pmo_unpermute_backward_params p, unsigned padding, unsigned entries, unsigned slots) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
   constexpr int kWarps = kDotLanes / kSums / kWarpSize;
-  // Accesses of d_out and of the row that a thread loads at a time. With many rows, blocks that need fewer registers are faster.
-  constexpr int kAtOnce = kSums < 4 ? 4 : 2;
   constexpr int kUnrolled = 4;
   __shared__ float partial[kWarps * kWarpSize];
-  const unsigned token = blockIdx.x / entries, entry = blockIdx.x - token * entries;
+  if (blockIdx.x < padding) return zero_padding_rows<Rows, kWidth>(p, padding);
+  const unsigned block = blockIdx.x - padding, token = block / entries, entry = block - token * entries;
   const int32_t row = token < p.num_tokens ? row_of_entry(p, token, entry) : -1;
   if (row >= 0) {
     const bool copy = copies(p, token, WarpRows(p, token, 0));
@@ -225,18 +223,19 @@ __global__ void __launch_bounds__(kDotLanes / kSums)
     }
   }
   if (slots != 0 && entry == 0 && token < p.num_tokens && threadIdx.x < kWarpSize) zero_slots_without_row(p, token, slots);
-  zero_padding_rows<Rows, kWidth>(p);
 }
 
 // Both gradients, a warp per token, which goes through the token's rows. A lane has eight of the dot product's lanes, and loads kAtOnce
 // of their accesses together; if that is all of them, and all there is of d_out, it holds d_out from row to row.
 template <typename Rows, int kWidth, int kAtOnce>
-__global__ void __launch_bounds__(kWarpThreads) token_backward(const __grid_constant__ pmo_unpermute_backward_params p) {
+__global__ void __launch_bounds__(kWarpThreads)
+    token_backward(const __grid_constant__ pmo_unpermute_backward_params p, unsigned padding) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
+  if (blockIdx.x < padding) return zero_padding_rows<Rows, kWidth>(p, padding);
   const int lane = threadIdx.x % kWarpSize;
   const int64_t vectors = p.hidden / kWidth;
-  const int64_t token = int64_t{blockIdx.x} * (kWarpThreads / kWarpSize) + threadIdx.x / kWarpSize;
+  const int64_t token = int64_t{blockIdx.x - padding} * (kWarpThreads / kWarpSize) + threadIdx.x / kWarpSize;
   if (token < p.num_tokens) {
     const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
     WarpRows listed(p, token, 0);
@@ -289,8 +288,9 @@ __global__ void __launch_bounds__(kWarpThreads) token_backward(const __grid_cons
       listed = WarpRows(p, token, segment);
     }
   }
-  zero_padding_rows<Rows, kWidth>(p);
 }
+
+Grid grid_of(int64_t blocks, int64_t threads) { return {grid_for(blocks, 1, kMaxBlocksOfGrid), static_cast<unsigned>(threads)}; }
 
 // The gradient of some tokens.
 pmo_unpermute_backward_params of_tokens(const pmo_unpermute_backward_params& p, int64_t first, int64_t count) {
@@ -306,7 +306,7 @@ bool has_many_tokens(const pmo_unpermute_backward_params& p) {
 }
 
 bool has_blocks_for_rows(const pmo_unpermute_backward_params& p) {
-  return !has_many_tokens(p) && p.num_tokens * p.max_rows_per_token <= kMaxBlocksOfGrid - kWarpSize;
+  return !has_many_tokens(p) && p.num_tokens * p.max_rows_per_token <= kMaxBlocksOfGrid - kMaxPaddingBlocks;
 }
 
 // The number of a token's weights if row_backward zeros the gradients of those without a row, else 0.
@@ -324,43 +324,46 @@ bool kernels_write_all_weights(const pmo_unpermute_backward_params& p) {
 }
 
 // A row has up to kDotLanes / kSums threads.
-template <typename Rows, int kWidth, int kSums, typename GridOf>
-int launch_rows(const pmo_unpermute_backward_params& p, GridOf grid_of, cudaStream_t stream) {
+template <typename Rows, int kWidth, int kSums, int kAtOnce>
+int launch_rows(const pmo_unpermute_backward_params& p, bool has_padding, cudaStream_t stream) {
   const unsigned entries = static_cast<unsigned>(std::max<int64_t>(p.max_rows_per_token, 1));  // 0: only padding is left
   const int64_t threads = std::min<int64_t>(round_up(p.hidden / kWidth, kWarpSize), kDotLanes / kSums);
-  const Grid grid = grid_of(p.num_tokens * p.max_rows_per_token, threads);
-  return launch("row_backward", row_backward<Rows, kWidth, kSums>, grid, stream, p, entries, slots_to_zero(p));
+  const unsigned padding = has_padding ? padding_blocks(p.num_rows, threads) : 0;
+  const Grid grid = grid_of(padding + p.num_tokens * p.max_rows_per_token, threads);
+  return launch("row_backward", row_backward<Rows, kWidth, kSums, kAtOnce>, grid, stream, p, padding, entries, slots_to_zero(p));
 }
 
 template <typename Rows, int kWidth>
 int launch_gradients(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
   const bool has_padding = p.d_rows != nullptr || has_weights_by_row(p);
-  const int64_t padding_blocks = has_padding ? std::min(p.num_rows, kPaddingBlocks) : 0;
+  const auto padding_of = [&](int64_t threads) { return has_padding ? padding_blocks(p.num_rows, threads) : 0; };
   const int64_t row_blocks = p.num_tokens * p.max_rows_per_token;
-  if (std::max(row_blocks, padding_blocks) == 0) return PMO_OK;
-  const auto grid_of = [&](int64_t blocks, int64_t threads) {
-    return Grid{grid_for(std::max(blocks, padding_blocks), 1, kMaxBlocksOfGrid), static_cast<unsigned>(threads)};
-  };
+  if (row_blocks == 0 && !has_padding) return PMO_OK;
   const bool many_tokens = has_many_tokens(p);
   if (p.d_weights == nullptr) {
     constexpr int64_t kWarps = kScatterThreads / kWarpSize;
     // With few rows per token a warp mostly waits for their numbers and weights: it then has more to write.
     const auto kernel = many_tokens ? scatter_rows<Rows, kWidth, 2> : scatter_rows<Rows, kWidth, 1>;
     const int64_t parts = divide_up(vectors, many_tokens ? 2 * kWarpSize : kWarpSize);
-    return in_grids(p.num_tokens, parts, kWarps, [&](int64_t first, int64_t count) {
-      const Grid grid = grid_of(divide_up(count * parts, kWarps), kScatterThreads);
-      return launch("scatter_rows", kernel, grid, stream, of_tokens(p, first, count), static_cast<int>(parts));
-    });
+    const unsigned padding = padding_of(kScatterThreads);
+    const auto run = [&](int64_t first, int64_t count) {
+      const unsigned others = first == 0 ? padding : 0;
+      const Grid grid = grid_of(others + divide_up(count * parts, kWarps), kScatterThreads);
+      return launch("scatter_rows", kernel, grid, stream, of_tokens(p, first, count), others, static_cast<int>(parts));
+    };
+    return in_grids(p.num_tokens, parts, kWarps, run, padding);
   }
   if (!has_blocks_for_rows(p)) {
-    const Grid grid = grid_of(divide_up(p.num_tokens * kWarpSize, kWarpThreads), kWarpThreads);
+    const unsigned padding = padding_of(kWarpThreads);
+    const Grid grid = grid_of(padding + divide_up(p.num_tokens * kWarpSize, kWarpThreads), kWarpThreads);
     const auto kernel = p.d_rows == nullptr ? token_backward<Rows, kWidth, kHeld / 2> : token_backward<Rows, kWidth, kHeld>;
-    return launch("token_backward", kernel, grid, stream, p);
+    return launch("token_backward", kernel, grid, stream, p, padding);
   }
-  if (row_blocks >= kManyRows) return launch_rows<Rows, kWidth, 4>(p, grid_of, stream);
-  if (row_blocks >= kSomeRows) return launch_rows<Rows, kWidth, 2>(p, grid_of, stream);
-  return launch_rows<Rows, kWidth, 1>(p, grid_of, stream);
+  if (p.d_rows == nullptr && row_blocks >= kManyDots) return launch_rows<Rows, kWidth, 4, 4>(p, has_padding, stream);
+  if (row_blocks >= kManyRows) return launch_rows<Rows, kWidth, 4, 2>(p, has_padding, stream);
+  if (row_blocks >= kSomeRows) return launch_rows<Rows, kWidth, 2, 4>(p, has_padding, stream);
+  return launch_rows<Rows, kWidth, 1, 4>(p, has_padding, stream);
 }
 
 int unpermute_backward(const pmo_unpermute_backward_params& p, cudaStream_t stream) {
