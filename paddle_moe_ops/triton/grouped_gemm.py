@@ -69,6 +69,11 @@ class Schedule(NamedTuple):
     tiles: Array
     spare: Array
     windows: Array
+    counters: Array
+
+    @property
+    def num_windows(self) -> int:
+        return self.windows.shape[0] - 3
 
 
 def schedule(
@@ -81,13 +86,13 @@ def schedule(
     sizes, offsets = groups
     experts = sizes.shape[0]
     windows = blocks(num_rows, window_rows) if window_rows else 0
-    lengths = experts + 1, experts, experts + 1, experts + 2, windows + 3
+    lengths = experts + 1, experts, experts + 1, experts + 2, windows + 3, 2
     tables = [device.empty([length], "int32") for length in lengths]
     pointers = [_POINTERS[device.dtype_name(sizes if each is None else each)] for each in groups]
     device.launch(
         schedule_kernel,
         1,
-        (*pointers, *["*i32"] * 5, *["i32"] * 4),
+        (*pointers, *["*i32"] * 6, *["i32"] * 4),
         (*map(address, (sizes, offsets, *tables)), experts, num_rows, windows, window_rows),
         (offsets is not None, covers_all, block_rows, _experts_at_once(experts)),
         4,
@@ -225,7 +230,7 @@ def product(
     if not num_rows:
         return made
     gpu = gpu_at(address(w))
-    windows = tables.windows.shape[0] - 3
+    windows = tables.num_windows
     rows_here = num_rows if window is None else min(num_rows, source.height)
     pointer = _POINTERS[dtype] + (":16" if vector > 1 else "")
     pointers = (pointer, pointer, "*i32", "*fp32", _POINTERS[dtype], *[pointer] * 3, "*fp32", pointer, *["*i32"] * 5)

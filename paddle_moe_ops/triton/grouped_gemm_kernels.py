@@ -11,6 +11,7 @@
     spare [E + 2]   blocks of BLOCK_M rows of no group before those in front of the first group, and before those after
                     the tiles of each; all
     windows [P + 3] tiles that begin before each window of rows; all, 0 and all, as if for one window
+    counters [2]    zeros, with which launches that hand out tiles begin and end
 
 A tile ends where the next group begins, so the tiles and the spare blocks cover all rows: 0 in rows of no group.
 Without COVERS_ALL, rows after the last group are not touched. Groups that overlap or leave [0, M) are cut.
@@ -48,6 +49,7 @@ def schedule_kernel(
     tiles,
     spare,
     windows,
+    counters,
     num_experts,
     num_rows,
     num_windows,
@@ -101,6 +103,8 @@ def schedule_kernel(
         spare_before += tl.sum(blocks, axis=0)
     tl.store(tiles + num_experts, before)
     tl.store(spare + 1 + num_experts, spare_before)
+    tl.store(counters, 0)
+    tl.store(counters + 1, 0)
     tl.store(windows + num_windows, before)
     tl.store(windows + num_windows + 1, 0)
     tl.store(windows + num_windows + 2, before)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from .grouped_gemm import Groups, Rows, Schedule, Target, Tokens, product, row_sums, schedule, weight_gradient
 from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
 from .hopper_outer import hopper_outer, suits_outer
-from .hopper_product import GATED, GRADIENT, PLAIN, hopper_product, suits
+from .hopper_product import GATED, GRADIENT, PLAIN, hopper_product, library_rows, most_library_rows
 from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 from .permute import permute_window
 from .rowmap import gather_slots
@@ -90,10 +90,10 @@ class _Run:
         self.gpu: Gpu = gpu_at(address(layer.down))
         experts = layer.down.shape[0]
         self.gated = gated_config(self.gpu, self.num_rows, experts, self.inner)
-        self.plain = product_config(self.gpu, self.num_rows, experts, self.inner, self.hidden)
+        self.wide = product_config(self.gpu, self.num_rows, experts, self.inner, self.hidden)
         self.narrow = product_config(self.gpu, self.num_rows, experts, self.hidden, self.inner)
         # A window's last tile may end after it.
-        self.tile_rows = max(self.gated.rows, self.narrow.rows)
+        self.tile_rows = max(self.gated.rows, self.narrow.rows, most_library_rows(device, self.gpu))
         rows = layer.workspace // (self.hidden * self.item)
         if rows < self.num_rows:
             rows = max(rows - self.tile_rows, self.tile_rows)
@@ -110,14 +110,14 @@ class _Run:
         self._in_buffer: tuple | None = None  # which window of which rows the buffer holds
         self.rows_end = 0  # address of the end of the last group
 
-    def tables(self, config: GemmConfig) -> Schedule:
-        """The schedule for tiles of a configuration; one launch for each height of tiles."""
-        if config.rows not in self._tables:
+    def tables(self, tile_rows: int) -> Schedule:
+        """The schedule for tiles of so many rows; one launch for each height of tiles."""
+        if tile_rows not in self._tables:
             windows = 0 if self.gathers else self.window_rows
-            arguments = self.layer.groups, self.num_rows, config.rows, windows
-            made = self._tables[config.rows] = schedule(self.device, *arguments, covers_all=False)
+            arguments = self.layer.groups, self.num_rows, tile_rows, windows
+            made = self._tables[tile_rows] = schedule(self.device, *arguments, covers_all=False)
             self.rows_end = address(made.first) + ITEM_BYTES["int32"] * self.layer.down.shape[0]
-        return self._tables[config.rows]
+        return self._tables[tile_rows]
 
     def any_tables(self) -> Schedule:
         """A schedule for a kernel that looks only at where the groups begin and end."""
@@ -159,24 +159,66 @@ class _Run:
         for columns in self.columns():
             yield columns[0], self._moved(x, (0, self.num_rows), columns)
 
-    def suits_library(self, config: GemmConfig, result: int, w: Array, inner: int, outer: int, *arrays: Any) -> bool:
-        """Whether a product runs on the library's kernel."""
+    def library_rows(self, result: int, w: Array, inner: int, outer: int, *arrays: Any) -> int:
+        """Rows of the tiles of the library's kernel that makes a product; 0: the Triton kernel does."""
         there = [each for each in arrays if each is not None]
         sizes = self.num_rows, w, inner, outer
-        return suits(self.device, self.gpu, config, result, *sizes, (self.buffer, *there))
+        return library_rows(self.device, self.gpu, result, *sizes, (self.buffer, *there))
+
+    def plain(
+        self,
+        source: Rows,
+        w: Array,
+        config: GemmConfig,
+        tile_rows: int,
+        out: Target,
+        transpose: bool,
+        weights: Array | None = None,
+        owners: Array | None = None,
+        window: int | None = None,
+    ) -> None:
+        """A product, by the library in tiles of so many rows, or with 0 by the Triton kernel, which can gather."""
+        arguments = self.device, source, w, self.tables(tile_rows or config.rows)
+        if tile_rows:
+            hopper_product(
+                *arguments,
+                self.num_rows,
+                out,
+                PLAIN,
+                transpose=transpose,
+                tile_rows=tile_rows,
+                weights=weights,
+                window=window,
+            )
+            return
+        product(
+            *arguments,
+            config,
+            self.num_rows,
+            out,
+            transpose=transpose,
+            row_to_token=owners,
+            weights=weights,
+            window=window,
+        )
 
     def activations(self, x: Array, hidden: Array | None) -> Any:
         """A, and H in ``hidden``."""
         act = self.new(self.inner)
         out = Target(act, 0, self.inner)
         layer, config = self.layer, self.gated
-        tables = self.tables(config)  # before rows are moved, which must know where they end
-        operands = config, GATED, layer.gate_up, self.hidden, self.inner, act, hidden
-        on_library = not self.gathers and self.suits_library(*operands)
+        operands = GATED, layer.gate_up, self.hidden, self.inner, act, hidden
+        tile_rows = 0 if self.gathers else self.library_rows(*operands)
+        tables = self.tables(tile_rows or config.rows)  # before rows are moved, which must know where they end
         for window, rows in self.by_rows(x):
-            if on_library:
-                arguments = self.device, rows, layer.gate_up, tables, self.num_rows, out, GATED
-                hopper_product(*arguments, transpose=layer.transpose, hidden=hidden, window=window)
+            if tile_rows:
+                hopper_product(
+                    *(self.device, rows, layer.gate_up, tables, self.num_rows, out, GATED),
+                    transpose=layer.transpose,
+                    tile_rows=tile_rows,
+                    hidden=hidden,
+                    window=window,
+                )
                 continue
             product(
                 self.device,
@@ -197,11 +239,10 @@ class _Run:
     def activation_gradients(self, d_out: Array, hidden: Array, scaled: Array, need_weights: bool) -> Any:
         """The gradients of the weights, or None; H becomes the gradient of itself, and ``scaled`` s A."""
         layer, device, out = self.layer, self.device, Target(scaled, 0, self.inner)
-        tables, owners = self.tables(self.narrow), layer.tokens.row_to_token
-        if not self.gathers and self.suits_library(
-            self.narrow, GRADIENT, layer.down, self.hidden, self.inner, hidden, scaled
-        ):
-            tiles = None
+        owners, operands = layer.tokens.row_to_token, (layer.down, self.hidden, self.inner, scaled)
+        tile_rows = 0 if self.gathers else self.library_rows(GRADIENT, *operands, hidden)
+        if tile_rows:
+            tables, tiles = self.tables(tile_rows), None
             for window, rows in self.by_rows(d_out):
                 tiles = hopper_product(
                     *(device, rows, layer.down, tables, self.num_rows, out, GRADIENT),
@@ -216,9 +257,11 @@ class _Run:
                 return None
             by_slot = layer.slots is not None
             return row_sums(device, tiles, None if by_slot else owners, layer.slots)
+        tile_rows = 0 if self.gathers else self.library_rows(PLAIN, *operands)
+        self.tables(tile_rows or self.narrow.rows)  # before rows are moved, which must know where they end
         for window, rows in self.by_rows(d_out):
-            arguments = device, rows, layer.down, tables, self.narrow, self.num_rows, out
-            product(*arguments, transpose=not layer.transpose, row_to_token=self.owners, window=window)
+            arguments = rows, layer.down, self.narrow, tile_rows, out, not layer.transpose
+            self.plain(*arguments, owners=self.owners, window=window)
         vector = sum_vector(self.item, self.inner * self.item, address(hidden), address(scaled))
         d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, owners, self.rows_end, vector)
         if d_weights is None or not need_weights:
@@ -229,16 +272,10 @@ class _Run:
         """The sums of each token's rows of a product [M, d]."""
         out = self.device.empty([self.num_tokens, self.hidden], self.dtype)
         self._in_buffer = None
-        on_library = self.suits_library(self.plain, PLAIN, w, source.width, self.hidden, source.array)
+        tile_rows = self.library_rows(PLAIN, w, source.width, self.hidden, source.array)
         for first, end in self.columns():
             target = Target(self.buffer, first, end - first)
-            tables = self.tables(self.plain)
-            if on_library:
-                operands = self.device, source, w, tables, self.num_rows, target, PLAIN
-                hopper_product(*operands, transpose=transpose, weights=weights)
-            else:
-                arguments = self.device, source, w, tables, self.plain, self.num_rows, target
-                product(*arguments, transpose=transpose, weights=weights)
+            self.plain(source, w, self.wide, tile_rows, target, transpose, weights=weights)
             token_rows = self.layer.tokens.token_rows
             unpermute_window(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
         return out
