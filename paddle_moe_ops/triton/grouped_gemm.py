@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .grouped_gemm_configs import ALLOCATOR, GemmConfig, gpu_at, product_config, weight_gradient_config
@@ -26,7 +27,7 @@ __all__ = [
     "Table",
     "Target",
     "Tokens",
-    "fill_schedule",
+    "fill_schedules",
     "grouped_gemm",
     "grouped_gemm_backward",
     "product",
@@ -37,6 +38,7 @@ __all__ = [
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "int64": "*i64"}
 # Of the table of experts: few sizes, since each is compiled for.
 _EXPERTS_AT_ONCE, _MOST_EXPERTS_AT_ONCE = 256, 1024
+_HEIGHTS_AT_ONCE = 3  # of `schedule_kernel`
 
 
 class Groups(NamedTuple):
@@ -82,11 +84,16 @@ class Schedule(NamedTuple):
     tiles: Array
     spare: Array
     windows: Array
+    counters: Array
+
+    @property
+    def num_windows(self) -> int:
+        return self.windows.shape[0] - 3
 
     @staticmethod
     def lengths(num_experts: int, num_windows: int) -> tuple[int, ...]:
         """Of the tables."""
-        return num_experts + 1, num_experts, num_experts + 1, num_experts + 2, num_windows + 3
+        return num_experts + 1, num_experts, num_experts + 1, num_experts + 2, num_windows + 3, 2
 
     @staticmethod
     def within(array: Array, num_experts: int, num_windows: int, number: int = 0) -> Schedule:
@@ -99,36 +106,41 @@ class Schedule(NamedTuple):
 def schedule(device: Device, groups: Groups, num_rows: int, block_rows: int) -> Schedule:
     """Which tiles each expert has."""
     experts = groups.sizes.shape[0]
-    tables = Schedule.within(device.empty([sum(Schedule.lengths(experts, 0))], "int32"), experts, 0)
-    fill_schedule(device, tables, groups, num_rows, block_rows)
-    return tables
+    array = device.empty([sum(Schedule.lengths(experts, 0))], "int32")
+    fill_schedules(device, array, groups, num_rows, [block_rows])
+    return Schedule.within(array, experts, 0)
 
 
-def fill_schedule(
+def fill_schedules(
     device: Device,
-    tables: Schedule,
+    array: Array,
     groups: Groups,
     num_rows: int,
-    block_rows: int,
+    heights: Sequence[int],
     window_rows: int = 0,
     covers_all: bool = True,
 ) -> None:
-    """Which tiles each expert has, and each window of so many rows, if there are windows.
+    """For tiles of each of these heights, which of them each expert has, and each window of so many rows, if there are.
 
     Without ``covers_all``, products leave the rows after the last group as they are.
     """
     sizes, offsets = groups
     experts = sizes.shape[0]
     windows = blocks(num_rows, window_rows) if window_rows else 0
+    stride = sum(Schedule.lengths(experts, windows))
     pointers = [_POINTERS[device.dtype_name(sizes if each is None else each)] for each in groups]
-    device.launch(
-        schedule_kernel,
-        1,
-        (*pointers, *["*i32"] * 5, *["i32"] * 4),
-        (*map(address, (sizes, offsets, *tables)), experts, num_rows, windows, window_rows),
-        (offsets is not None, covers_all, block_rows, _experts_at_once(experts)),
-        4,
-    )
+    for number in range(0, len(heights), _HEIGHTS_AT_ONCE):
+        at_once = heights[number : number + _HEIGHTS_AT_ONCE]
+        tables = Schedule.within(array, experts, windows, number)
+        padded = (*at_once, *[1] * (_HEIGHTS_AT_ONCE - len(at_once)))
+        device.launch(
+            schedule_kernel,
+            len(at_once),
+            (*pointers, *["*i32"] * 6, *["i32"] * (5 + _HEIGHTS_AT_ONCE)),
+            (*map(address, (sizes, offsets, *tables)), stride, experts, num_rows, windows, window_rows, *padded),
+            (offsets is not None, covers_all, _experts_at_once(experts)),
+            4,
+        )
 
 
 def _experts_at_once(num_experts: int) -> int:
@@ -261,7 +273,7 @@ def product(
     if not num_rows:
         return made
     gpu = gpu_at(address(w))
-    windows = tables.windows.shape[0] - 3
+    windows = tables.num_windows
     rows_here = num_rows if window is None else min(num_rows, source.height)
     pointer = _POINTERS[dtype] + (":16" if vector > 1 else "")
     pointers = (pointer, pointer, "*i32", "*fp32", _POINTERS[dtype], *[pointer] * 3, "*fp32", pointer, *["*i32"] * 5)

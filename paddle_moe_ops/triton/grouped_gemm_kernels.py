@@ -3,14 +3,15 @@
 # mypy: disable-error-code="assignment"
 """Kernels of the grouped product: a matrix per expert over its own rows, whose numbers only the device knows.
 
-`schedule_kernel` (one program) turns sizes and offsets into tables, int32:
+`schedule_kernel` turns sizes and offsets into tables, int32, for tiles of H rows. A program makes those for one H:
 
     first [E + 1]   first row of each group; M, or without COVERS_ALL the end of the last group
     stop [E]        end of each group
-    tiles [E + 1]   tiles of BLOCK_M rows before each group's; all
-    spare [E + 2]   blocks of BLOCK_M rows of no group before those in front of the first group, and before those after
+    tiles [E + 1]   tiles of H rows before each group's; all
+    spare [E + 2]   blocks of H rows of no group before those in front of the first group, and before those after
                     the tiles of each; all
     windows [P + 3] tiles that begin before each window of rows; all, 0 and all, as if for one window
+    counters [2]    zeros, with which launches that hand out tiles begin and end
 
 A tile ends where the next group begins, so the tiles and the spare blocks cover all rows: 0 in rows of no group.
 Without COVERS_ALL, rows after the last group are not touched. Groups that overlap or leave [0, M) are cut.
@@ -48,16 +49,28 @@ def schedule_kernel(
     tiles,
     spare,
     windows,
+    counters,
+    stride,
     num_experts,
     num_rows,
     num_windows,
     window_rows,
+    height_0,
+    height_1,
+    height_2,
     HAS_OFFSETS: tl.constexpr,
     COVERS_ALL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program, BLOCK experts at a time."""
+    """BLOCK experts at a time. The tables of each height begin ``stride`` numbers after those of the one before it."""
+    program = tl.program_id(0)
+    height = tl.where(program == 0, height_0, tl.where(program == 1, height_1, height_2))
+    first += program * stride
+    stop += program * stride
+    tiles += program * stride
+    spare += program * stride
+    windows += program * stride
+    counters += program * stride
     index = tl.arange(0, BLOCK)
     limit = num_rows.to(tl.int64)
     rows_before, end_before = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
@@ -85,22 +98,24 @@ def schedule_kernel(
     else:
         tl.store(first + num_experts, end_before.to(tl.int32))
     tl.debug_barrier()
-    in_front = (tl.load(first) + (BLOCK_M - 1)) // BLOCK_M
+    in_front = (tl.load(first) + (height - 1)) // height
     tl.store(spare, 0)
     before, spare_before = 0, in_front
     for chunk in range(0, num_experts, BLOCK):
         expert, inside = chunk + index, chunk + index < num_experts
         origin = tl.load(first + expert, mask=inside, other=0)
         rows = tl.load(stop + expert, mask=inside, other=0) - origin
-        count = tl.where(inside, (tl.maximum(rows, 0) + (BLOCK_M - 1)) // BLOCK_M, 0)
-        after = tl.load(first + expert + 1, mask=inside, other=0) - origin - count * BLOCK_M
-        blocks = tl.where(inside, (tl.maximum(after, 0) + (BLOCK_M - 1)) // BLOCK_M, 0)
+        count = tl.where(inside, (tl.maximum(rows, 0) + (height - 1)) // height, 0)
+        after = tl.load(first + expert + 1, mask=inside, other=0) - origin - count * height
+        blocks = tl.where(inside, (tl.maximum(after, 0) + (height - 1)) // height, 0)
         tl.store(tiles + expert, before + tl.cumsum(count, axis=0) - count, mask=inside)
         tl.store(spare + 1 + expert, spare_before + tl.cumsum(blocks, axis=0) - blocks, mask=inside)
         before += tl.sum(count, axis=0)
         spare_before += tl.sum(blocks, axis=0)
     tl.store(tiles + num_experts, before)
     tl.store(spare + 1 + num_experts, spare_before)
+    tl.store(counters, 0)
+    tl.store(counters + 1, 0)
     tl.store(windows + num_windows, before)
     tl.store(windows + num_windows + 1, 0)
     tl.store(windows + num_windows + 2, before)
@@ -112,7 +127,7 @@ def schedule_kernel(
             origin = tl.load(first + expert, mask=inside, other=0)
             earlier = tl.load(tiles + expert, mask=inside, other=0)
             count = tl.load(tiles + expert + 1, mask=inside, other=0) - earlier
-            begun = (tl.maximum(window * window_rows - origin, 0) + (BLOCK_M - 1)) // BLOCK_M
+            begun = (tl.maximum(window * window_rows - origin, 0) + (height - 1)) // height
             before += tl.sum(tl.minimum(begun, count), axis=0)
         tl.store(windows + window, before)
 

@@ -1,9 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped product that the compiled library has for Hopper, launched as a Triton kernel is.
+"""The grouped products that the compiled library has for Hopper, launched as a Triton kernel is.
 
-csrc/cuda/grouped_product.cu takes rows that lie in expert order, makes the last step of a product while the next tile
-is multiplied, and has SwiGLU's gradient as such a step. `suits` says where it is faster than the Triton kernels.
+Both kernels take rows that lie in expert order. csrc/cuda/grouped_product.cu makes the last step of a product while the
+next tile is multiplied, and has SwiGLU's gradient as such a step. csrc/cuda/grouped_turned.cu multiplies hardly any
+rows that are not there. `chosen_rows` says where each is faster than the Triton kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 
 if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
     from .grouped_gemm import Rows, Schedule, Target
-    from .grouped_gemm_configs import GemmConfig, Gpu
+    from .grouped_gemm_configs import Gpu
 
 __all__ = [
     "GATED",
@@ -24,31 +25,43 @@ __all__ = [
     "LEAST_L2",
     "LIBRARY_DTYPES",
     "PLAIN",
+    "TILE_ROWS",
+    "TURNED_ROWS",
     "LibraryKernel",
+    "chosen_rows",
     "grouped_product_of",
     "hopper_product",
     "library_kernel",
-    "suits",
+    "library_rows",
+    "most_library_rows",
 ]
 
 PLAIN, GATED, GRADIENT = range(3)  # pmo_grouped_result
 TILE_ROWS, TILE_COLUMNS = 128, 128
+TURNED_ROWS = 160  # of csrc/cuda/grouped_turned.cu
 LIBRARY_DTYPES = {"float16": 1, "bfloat16": 2}  # pmo_dtype
 _INTEGERS = (
     *("num_rows", "num_sources", "num_experts", "inner", "outer"),
     *("first_column", "width", "first_row", "window_rows"),
 )
-_ARRAYS = ("matrix", "row_to_token", "weights", "first", "stop", "tiles", "window", "out", "hidden", "d_weights")
-_OPTIONS = ("dtype", "result", "transpose", "reserved")
+_ARRAYS = (
+    *("matrix", "row_to_token", "weights", "first", "stop", "tiles", "window"),
+    *("out", "hidden", "counters", "d_weights"),
+)
+_OPTIONS = ("dtype", "result", "transpose", "tile_rows")
 
-# Its tiles are narrow, so it reads more from the L2. On an H200 (60 MB) layers gain from it; on an H100 (50 MB) as many
-# of them lose, up to a tenth.
+# Where the kernel with tiles of 160 rows is chosen: rows of an expert on average, and the length of the contraction. A
+# tile of a shorter one takes about as long to store as to multiply, and nothing is multiplied meanwhile.
+_LEAST_TURNED_ROWS, _LEAST_TURNED_INNER = 128, 768
+
+# The kernel with tiles of 128 rows reads more from the L2. On an H200 (60 MB) layers gain from it; on an H100 (50 MB)
+# as many of them lose, up to a tenth.
 LEAST_L2 = 56 << 20
 # Of an expert, on average. With 128 the Triton kernels, whose tiles are wider, read each matrix less often.
 _LEAST_ROWS = 512
-# The longest contraction of each result. With longer ones the Triton kernels take less time, but SwiGLU's gradient,
-# which saves a launch that reads and writes the hidden rows, is ahead for longer.
-_LONGEST = {PLAIN: 3072, GATED: 3072, GRADIENT: 4096}
+# The longest contraction. With longer ones the Triton kernels take less time, though SwiGLU's gradient by the library
+# saves a launch that reads and writes the hidden rows.
+_LONGEST = 4096
 
 
 class GroupedProductParams(ctypes.Structure):
@@ -110,23 +123,35 @@ def grouped_product_of(library: Any) -> LibraryKernel | None:
     return library_kernel(library, "grouped_product", GroupedProductParams)
 
 
-def suits(
+def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int) -> int:
+    """The rows of the tiles of the fastest kernel of the library; 0: a Triton kernel is faster.
+
+    Args:
+        gpu: of compute capability 9.0.
+        result: PLAIN, GATED or GRADIENT.
+        mean_rows: of an expert, on average.
+        inner: length of the contraction.
+    """
+    if result != GRADIENT and mean_rows >= _LEAST_TURNED_ROWS and inner >= _LEAST_TURNED_INNER:
+        return TURNED_ROWS
+    return TILE_ROWS if gpu.l2_bytes >= LEAST_L2 and mean_rows >= _LEAST_ROWS and inner <= _LONGEST else 0
+
+
+def library_rows(
     device: Device,
     gpu: Gpu,
-    config: GemmConfig,
     result: int,
     num_rows: int,
     w: Array,
     inner: int,
     outer: int,
     arrays: Sequence[Array],
-) -> bool:
-    """Whether a product runs on the library's kernel.
+) -> int:
+    """The rows of the tiles of the library's kernel that makes a product; 0: the Triton kernel does.
 
     Args:
         device: where to.
         gpu: the GPU there.
-        config: of the Triton kernel that would take it, whose tables of tiles are used.
         result: PLAIN, GATED or GRADIENT.
         num_rows: M.
         w: the matrices.
@@ -134,12 +159,17 @@ def suits(
         outer: columns of the result.
         arrays: operands and results, whose rows follow each other.
     """
-    if device.grouped_product is None or gpu.capability != 90 or gpu.l2_bytes < LEAST_L2 or config.rows != TILE_ROWS:
-        return False
-    if num_rows < max(1, _LEAST_ROWS * w.shape[0]) or inner > _LONGEST[result] or inner % 8 or outer % 8:
-        return False
+    if not most_library_rows(device, gpu) or not num_rows or inner % 8 or outer % 8:
+        return 0
     item = ITEM_BYTES[device.dtype_name(w)]
-    return sum_vector(item, *(address(each) for each in (w, *arrays))) > 1
+    if sum_vector(item, *(address(each) for each in (w, *arrays))) == 1:
+        return 0
+    return chosen_rows(gpu, result, num_rows // w.shape[0], inner)
+
+
+def most_library_rows(device: Device, gpu: Gpu) -> int:
+    """The most rows that a tile of the library's kernels has, where it has kernels for the GPU; else 0."""
+    return 0 if device.grouped_product is None or gpu.capability != 90 else TURNED_ROWS
 
 
 def hopper_product(
@@ -152,6 +182,7 @@ def hopper_product(
     result: int,
     *,
     transpose: bool,
+    tile_rows: int = TILE_ROWS,
     weights: Array | None = None,
     hidden: Array | None = None,
     row_to_token: Array | None = None,
@@ -164,11 +195,12 @@ def hopper_product(
         device: where to; it has a kernel.
         source: the rows to multiply.
         w: [E, N, D], or [E, D, N] without ``transpose``.
-        tables: `schedule` of tiles of 128 rows.
+        tables: `schedule` of tiles of ``tile_rows`` rows.
         num_rows: M, rows in all.
         out: [M, width] elements at least.
         result: PLAIN, GATED or GRADIENT.
         transpose: whether the matrices are stored transposed.
+        tile_rows: TILE_ROWS, or TURNED_ROWS for the other kernel, which makes no gradients.
         weights: float32 [M] or None.
         hidden: [M, 2 width] or None.
         row_to_token: int32 [M], for a gradient.
@@ -185,7 +217,7 @@ def hopper_product(
     inner, outer = matrix[::-1] if transpose else matrix
     if result == GRADIENT and weights is not None and d_weights is None:
         d_weights = device.empty([num_rows, blocks(out.width, TILE_COLUMNS)], "float32")
-    windows = tables.windows.shape[0] - 3
+    windows = tables.num_windows
     rows_here = num_rows if window is None else min(num_rows, source.height)
     begin = address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
     device.launch(
@@ -196,8 +228,8 @@ def hopper_product(
             *(num_rows, source.height, experts, inner, outer, out.first_column, out.width, source.first_row, rows_here),
             *(source.address(item), source.stride, *map(address, (w, row_to_token, weights))),
             *(*map(address, (tables.first, tables.stop, tables.tiles)), begin),
-            *map(address, (out.array, hidden, d_weights)),
-            *(LIBRARY_DTYPES[dtype], result, int(transpose), 0),
+            *map(address, (out.array, hidden, tables.counters, d_weights)),
+            *(LIBRARY_DTYPES[dtype], result, int(transpose), tile_rows),
         ),
         (),
         1,

@@ -26,10 +26,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .grouped_gemm import Groups, Rows, Schedule, Target, Tokens, fill_schedule, product, weight_gradient
+from .grouped_gemm import Groups, Rows, Schedule, Target, Tokens, fill_schedules, product, weight_gradient
 from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
 from .hopper_outer import hopper_outer, suits_outer
-from .hopper_product import GATED, GRADIENT, PLAIN, hopper_product, suits
+from .hopper_product import GATED, GRADIENT, PLAIN, chosen_rows, hopper_product, library_rows, most_library_rows
 from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 from .permute import permute_window
 from .row_sums import RowSums, sums_of_rows
@@ -102,10 +102,10 @@ class _Run:
         self.gpu: Gpu = gpu_at(address(layer.down))
         experts = layer.down.shape[0]
         self.gated = gated_config(self.gpu, self.num_rows, experts, self.inner)
-        self.plain = product_config(self.gpu, self.num_rows, experts, self.inner, self.hidden)
+        self.wide = product_config(self.gpu, self.num_rows, experts, self.inner, self.hidden)
         self.narrow = product_config(self.gpu, self.num_rows, experts, self.hidden, self.inner)
         # A window's last tile may end after it.
-        self.tile_rows = max(self.gated.rows, self.narrow.rows)
+        self.tile_rows = max(self.gated.rows, self.narrow.rows, most_library_rows(device, self.gpu))
         rows = layer.workspace // (self.hidden * self.item)
         if rows < self.num_rows:
             rows = max(rows - self.tile_rows, self.tile_rows)
@@ -122,25 +122,46 @@ class _Run:
         self._pending: RowSums | None = None  # what the next launch that moves rows makes as well
         self.kept_tables, self._schedules = self._schedule(tables)
 
-    def _schedule(self, tables: Array | None) -> tuple[Array, dict[int, Schedule]]:
-        """Schedules by the height of tiles, and the array that they are in; a launch for each if it is not given."""
-        heights = sorted({self.gated.rows, self.plain.rows, self.narrow.rows})
-        experts = self.layer.down.shape[0]
-        # Both passes have as many: where there are several windows, either both gather or none does.
-        windows = 0 if self.gathers or self.num_windows == 1 else self.num_windows
-        array = tables
-        if array is None:
-            array = self.device.empty([len(heights) * sum(Schedule.lengths(experts, windows))], "int32")
-        found = {height: Schedule.within(array, experts, windows, number) for number, height in enumerate(heights)}
-        if tables is None:
-            for height, made in found.items():
-                arguments = made, self.layer.groups, self.num_rows, height, self.window_rows if windows else 0
-                fill_schedule(self.device, *arguments, covers_all=False)
-        return array, found
+    def _heights(self) -> list[int]:
+        """Rows of the tiles of the products of both passes."""
+        mean_rows = self.num_rows // self.layer.down.shape[0]
+        there = most_library_rows(self.device, self.gpu) and self.num_rows
 
-    def tables(self, config: GemmConfig) -> Schedule:
-        """The schedule for tiles of a configuration."""
-        return self._schedules[config.rows]
+        def chosen(result: int, inner: int) -> int:
+            return chosen_rows(self.gpu, result, mean_rows, inner) if there else 0
+
+        sizes = self.num_tokens, self.num_rows, self.inner, self.num_windows
+        up = 0 if gathers(*sizes, moves_twice=False) else chosen(GATED, self.hidden)
+        back = 0 if gathers(*sizes, moves_twice=True) else chosen(GRADIENT, self.hidden) or chosen(PLAIN, self.hidden)
+        sums = {chosen(PLAIN, inner) or self.wide.rows for inner in (self.inner, 2 * self.inner)}
+        return sorted({up or self.gated.rows, back or self.narrow.rows, *sums})
+
+    def _schedule(self, tables: Array | None) -> tuple[Array, dict[int, Schedule]]:
+        """Schedules by the height of tiles, and the array that they are in; one launch if it is not given."""
+        heights = self._heights()
+        array = self._fill(heights) if tables is None else tables
+        return array, {height: self._within(array, number) for number, height in enumerate(heights)}
+
+    def _fill(self, heights: list[int]) -> Any:
+        lengths = Schedule.lengths(self.layer.down.shape[0], self._scheduled_windows)
+        array = self.device.empty([len(heights) * sum(lengths)], "int32")
+        window_rows = self.window_rows if self._scheduled_windows else 0
+        fill_schedules(self.device, array, self.layer.groups, self.num_rows, heights, window_rows, covers_all=False)
+        return array
+
+    def _within(self, array: Array, number: int) -> Schedule:
+        return Schedule.within(array, self.layer.down.shape[0], self._scheduled_windows, number)
+
+    @property
+    def _scheduled_windows(self) -> int:
+        """Both passes have as many: where there are several windows, either both gather or none does."""
+        return 0 if self.gathers or self.num_windows == 1 else self.num_windows
+
+    def tables(self, tile_rows: int) -> Schedule:
+        """The schedule for tiles of so many rows; a launch for rows that were not expected, as of unaligned arrays."""
+        if tile_rows not in self._schedules:
+            self._schedules[tile_rows] = self._within(self._fill([tile_rows]), 0)
+        return self._schedules[tile_rows]
 
     def any_tables(self) -> Schedule:
         """A schedule for a kernel that looks only at where the groups begin and end."""
@@ -201,24 +222,66 @@ class _Run:
         for columns in self.columns():
             yield columns[0], self._moved(x, (0, self.num_rows), columns)
 
-    def suits_library(self, config: GemmConfig, result: int, w: Array, inner: int, outer: int, *arrays: Any) -> bool:
-        """Whether a product runs on the library's kernel."""
+    def library_rows(self, result: int, w: Array, inner: int, outer: int, *arrays: Any) -> int:
+        """Rows of the tiles of the library's kernel that makes a product; 0: the Triton kernel does."""
         there = [each for each in arrays if each is not None]
         sizes = self.num_rows, w, inner, outer
-        return suits(self.device, self.gpu, config, result, *sizes, (self.buffer, *there))
+        return library_rows(self.device, self.gpu, result, *sizes, (self.buffer, *there))
+
+    def plain(
+        self,
+        source: Rows,
+        w: Array,
+        config: GemmConfig,
+        tile_rows: int,
+        out: Target,
+        transpose: bool,
+        weights: Array | None = None,
+        owners: Array | None = None,
+        window: int | None = None,
+    ) -> None:
+        """A product, by the library in tiles of so many rows, or with 0 by the Triton kernel, which can gather."""
+        arguments = self.device, source, w, self.tables(tile_rows or config.rows)
+        if tile_rows:
+            hopper_product(
+                *arguments,
+                self.num_rows,
+                out,
+                PLAIN,
+                transpose=transpose,
+                tile_rows=tile_rows,
+                weights=weights,
+                window=window,
+            )
+            return
+        product(
+            *arguments,
+            config,
+            self.num_rows,
+            out,
+            transpose=transpose,
+            row_to_token=owners,
+            weights=weights,
+            window=window,
+        )
 
     def activations(self, x: Array, hidden: Array | None) -> Any:
         """A, and H in ``hidden``."""
         act = self.new(self.inner)
         out = Target(act, 0, self.inner)
         layer, config = self.layer, self.gated
-        tables = self.tables(config)
-        operands = config, GATED, layer.gate_up, self.hidden, self.inner, act, hidden
-        on_library = not self.gathers and self.suits_library(*operands)
+        operands = GATED, layer.gate_up, self.hidden, self.inner, act, hidden
+        tile_rows = 0 if self.gathers else self.library_rows(*operands)
+        tables = self.tables(tile_rows or config.rows)
         for window, rows in self.by_rows(x):
-            if on_library:
-                arguments = self.device, rows, layer.gate_up, tables, self.num_rows, out, GATED
-                hopper_product(*arguments, transpose=layer.transpose, hidden=hidden, window=window)
+            if tile_rows:
+                hopper_product(
+                    *(self.device, rows, layer.gate_up, tables, self.num_rows, out, GATED),
+                    transpose=layer.transpose,
+                    tile_rows=tile_rows,
+                    hidden=hidden,
+                    window=window,
+                )
                 continue
             product(
                 self.device,
@@ -239,11 +302,10 @@ class _Run:
     def activation_gradients(self, d_out: Array, hidden: Array, scaled: Array, need_weights: bool) -> Any:
         """The gradients of the weights, or None; H becomes the gradient of itself, and ``scaled`` s A."""
         layer, device, out = self.layer, self.device, Target(scaled, 0, self.inner)
-        tables, owners = self.tables(self.narrow), layer.tokens.row_to_token
-        if not self.gathers and self.suits_library(
-            self.narrow, GRADIENT, layer.down, self.hidden, self.inner, hidden, scaled
-        ):
-            tiles = None
+        owners, operands = layer.tokens.row_to_token, (layer.down, self.hidden, self.inner, scaled)
+        tile_rows = 0 if self.gathers else self.library_rows(GRADIENT, *operands, hidden)
+        if tile_rows:
+            tables, tiles = self.tables(tile_rows), None
             for window, rows in self.by_rows(d_out):
                 tiles = hopper_product(
                     *(device, rows, layer.down, tables, self.num_rows, out, GRADIENT),
@@ -255,9 +317,10 @@ class _Run:
                     d_weights=tiles,
                 )
             return None if tiles is None or not need_weights else self.add_up_later(tiles, owners)
+        tile_rows = 0 if self.gathers else self.library_rows(PLAIN, *operands)
         for window, rows in self.by_rows(d_out):
-            arguments = device, rows, layer.down, tables, self.narrow, self.num_rows, out
-            product(*arguments, transpose=not layer.transpose, row_to_token=self.owners, window=window)
+            arguments = rows, layer.down, self.narrow, tile_rows, out, not layer.transpose
+            self.plain(*arguments, owners=self.owners, window=window)
         vector = sum_vector(self.item, self.inner * self.item, address(hidden), address(scaled))
         d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, owners, self.rows_end, vector)
         if d_weights is None or not need_weights:
@@ -268,16 +331,10 @@ class _Run:
         """The sums of each token's rows of a product [M, d]."""
         out = self.device.empty([self.num_tokens, self.hidden], self.dtype)
         self._in_buffer = None
-        on_library = self.suits_library(self.plain, PLAIN, w, source.width, self.hidden, source.array)
+        tile_rows = self.library_rows(PLAIN, w, source.width, self.hidden, source.array)
         for first, end in self.columns():
             target = Target(self.buffer, first, end - first)
-            tables = self.tables(self.plain)
-            if on_library:
-                operands = self.device, source, w, tables, self.num_rows, target, PLAIN
-                hopper_product(*operands, transpose=transpose, weights=weights)
-            else:
-                arguments = self.device, source, w, tables, self.plain, self.num_rows, target
-                product(*arguments, transpose=transpose, weights=weights)
+            self.plain(source, w, self.wide, tile_rows, target, transpose, weights=weights)
             token_rows = self.layer.tokens.token_rows
             unpermute_window(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
         return out

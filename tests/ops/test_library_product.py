@@ -20,8 +20,14 @@ pytestmark = pytest.mark.gpu_only
 SHAPE = Shape(800, 72, 4, 2, 16, "hundreds of rows for each expert, and padding between them")
 
 
+@pytest.fixture(params=[hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS])
+def tile_rows(request):
+    """Of the kernel in question."""
+    return request.param
+
+
 @pytest.fixture
-def launches(monkeypatch, place):
+def launches(monkeypatch, place, tile_rows):
     """How many launches of the library's product Python made; it takes layers of any size, and repeats no call."""
     seen = []
     run = LibraryKernel.run
@@ -32,13 +38,17 @@ def launches(monkeypatch, place):
 
     monkeypatch.setattr(LibraryKernel, "run", record)
     monkeypatch.setattr(device_of(tensor(np.zeros(1, np.float32), place)), "native", None)
-    monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
-    for each in (hopper_product, hopper_outer):
-        monkeypatch.setattr(each, "LEAST_L2", 0)
+    monkeypatch.setattr(hopper_product, "chosen_rows", lambda _, result, *sizes: chosen(tile_rows, result))
+    monkeypatch.setattr(hopper_outer, "LEAST_L2", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
     yield seen
     for device in _runtime._devices.values():  # what was recorded in the test chose by its sizes
         device.recordings.clear()
+
+
+def chosen(tile_rows, result):
+    """Tiles of the kernel, or 0 where it does not make the result."""
+    return 0 if (tile_rows, result) == (hopper_product.TURNED_ROWS, hopper_product.GRADIENT) else tile_rows
 
 
 @pytest.mark.parametrize("form", ["by slot", "by row", "none"])
@@ -55,9 +65,9 @@ def test_results_and_gradients_are_those_of_the_oracle_in_each_call(rng, place, 
         assert launches.count("grouped_outer") == outers * call
 
 
-def test_a_gpu_with_a_small_cache_keeps_the_triton_kernels(rng, place, launches, monkeypatch):
-    for each in (hopper_product, hopper_outer):
-        monkeypatch.setattr(each, "LEAST_L2", 1 << 40)
+def test_where_no_kernel_is_chosen_triton_keeps_the_products(rng, place, launches, monkeypatch):
+    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: 0)
+    monkeypatch.setattr(hopper_outer, "LEAST_L2", 1 << 40)
     layer = Layer(rng, SHAPE, ml_dtypes.bfloat16, sizes=(64, 136))
     assert_close(layer.run(place), layer.due(), ml_dtypes.bfloat16)
     assert not launches

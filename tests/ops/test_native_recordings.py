@@ -270,8 +270,7 @@ def library_product(card, monkeypatch):
     kernel = LibraryKernel("grouped_product", functions[0], GroupedProductParams, lambda: text.value)
     control.functions, kernel.addresses = functions, lambda: addresses
     library_in_numpy.choose_small_tiles(monkeypatch)
-    monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
-    monkeypatch.setattr(hopper_product, "LEAST_L2", 0)
+    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: hopper_product.TILE_ROWS)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED_PER_PASS", 0)
     monkeypatch.setattr(card.device, "grouped_product", kernel)

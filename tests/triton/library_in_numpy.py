@@ -23,7 +23,6 @@ from paddle_moe_ops.triton.hopper_product import (
     GATED,
     PLAIN,
     TILE_COLUMNS,
-    TILE_ROWS,
     GroupedProductParams,
     LibraryKernel,
 )
@@ -66,8 +65,8 @@ def _groups(p: GroupedProductParams) -> Iterator[tuple[int, slice]]:
     tiles, window = _at(p.tiles, np.int32, experts + 1), _at(p.window, np.int32, 2)
     for expert in range(experts):
         for tile in range(max(tiles[expert], window[0]), min(tiles[expert + 1], window[1])):
-            begin = first[expert] + (tile - tiles[expert]) * TILE_ROWS
-            yield expert, slice(begin, min(begin + TILE_ROWS, stop[expert]))
+            begin = first[expert] + (tile - tiles[expert]) * p.tile_rows
+            yield expert, slice(begin, min(begin + p.tile_rows, stop[expert]))
 
 
 def _swiglu(hidden: NDArray) -> tuple[NDArray, NDArray, NDArray]:

@@ -99,7 +99,7 @@ def due(sums: Sums, p: NDArray, q: NDArray) -> NDArray:
 def tables(device: Any, sums: Sums) -> Schedule:
     first = np.array(sums.starts, np.int32)
     first, stop = (device.array(each) for each in (first, first + np.array(sums.sizes, np.int32)))
-    return Schedule(first, stop, None, None, None)
+    return Schedule(first, stop, None, None, None, None)
 
 
 def packed(device: Any, values: NDArray) -> Rows:

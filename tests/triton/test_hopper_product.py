@@ -17,7 +17,7 @@ from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
 from paddle_moe_ops.triton.handles import Handles
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
 
-from .library_in_numpy import HOPPER, TILES, fields_in_header, kernel_for, launches_of, numpy_grouped_product
+from .library_in_numpy import HOPPER, fields_in_header, kernel_for, launches_of, numpy_grouped_product
 from .test_moe_mlp import BY_LAYOUT, Case, Problem, assert_all_same
 
 CASES = {
@@ -30,8 +30,14 @@ CASES = {
 }
 
 
+@pytest.fixture(params=[hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS])
+def tile_rows(request) -> int:
+    """Of the kernel in question."""
+    return request.param
+
+
 @pytest.fixture
-def device(gpu, monkeypatch) -> Any:
+def device(gpu, monkeypatch, tile_rows) -> Any:
     """The device of the kernels, with the library's product wherever it can take one."""
     from .interpreter import NumpyDevice
 
@@ -41,8 +47,8 @@ def device(gpu, monkeypatch) -> Any:
         for name in ("gated_config", "product_config"):
             monkeypatch.setattr(moe_mlp, name, lambda *_: large)
     monkeypatch.setattr(gpu, "grouped_product", kernel)
-    monkeypatch.setattr(hopper_product, "_LEAST_ROWS", 0)
-    monkeypatch.setattr(hopper_product, "LEAST_L2", 0)
+    rows_of = [tile_rows, tile_rows, tile_rows if tile_rows == hopper_product.TILE_ROWS else 0]
+    monkeypatch.setattr(hopper_product, "chosen_rows", lambda _, result, *sizes: rows_of[result])
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED_PER_PASS", 0)
     return gpu
@@ -56,11 +62,13 @@ def launched(device, monkeypatch) -> list[dict[str, int]]:
 @BY_LAYOUT
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, case, dtype, transpose):
+def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows, case, dtype, transpose):
     problem = Problem(rng, case, dtype, transpose)
     assert_all_same(problem.run(device), problem.due())
-    results = [hopper_product.GATED, hopper_product.PLAIN, hopper_product.GRADIENT, hopper_product.PLAIN]
+    gradient = hopper_product.GRADIENT if tile_rows == hopper_product.TILE_ROWS else hopper_product.PLAIN
+    results = [hopper_product.GATED, hopper_product.PLAIN, gradient, hopper_product.PLAIN]
     assert [each["result"] for each in launched] == (results if problem.plan.num_rows else [])
+    assert {each["tile_rows"] for each in launched} <= {tile_rows}
 
 
 def test_windows_change_no_bit(rng, device, launched, monkeypatch):
@@ -121,38 +129,49 @@ def test_nan_of_one_expert_stays_with_its_rows(rng, device):
         ({}, True),
         ({"gpu": Gpu(100, 148, 126 << 20)}, False),
         ({"gpu": Gpu(80, 108, 80 << 20)}, False),
-        ({"gpu": HOPPER._replace(l2_bytes=50 << 20)}, False),
-        ({"rows": 511 * 4}, False),
-        ({"inner": 3080}, False),
-        ({"inner": 4096, "result": hopper_product.GRADIENT}, True),
-        ({"inner": 4104, "result": hopper_product.GRADIENT}, False),
+        ({"rows": 0}, False),
         ({"inner": 68}, False),
         ({"outer": 132}, False),
-        ({"config": TILES._replace(rows=64)}, False),
         ({"offset": 2}, False),
         ({"kernel": None}, False),
     ],
 )
-def test_the_kernel_is_used_where_it_is_faster_and_can_be(changes, expected):
+def test_the_kernel_is_used_where_it_can_be(monkeypatch, changes, expected):
     from .interpreter import NumpyDevice
 
-    options = {
-        "result": hopper_product.PLAIN,
-        "gpu": HOPPER,
-        "rows": 512 * 4,
-        "inner": 64,
-        "outer": 136,
-        "config": TILES,
-        "offset": 0,
-        "kernel": object(),
-    }
+    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *sizes: sizes)
+    options = {"gpu": HOPPER, "rows": 512 * 4, "inner": 64, "outer": 136, "offset": 0, "kernel": object()}
     options |= changes
     device = NumpyDevice()
     device.grouped_product = options["kernel"]
     w = device.array(np.zeros((4, 64, 136), ml_dtypes.bfloat16))
     array = device.array(np.zeros(8, ml_dtypes.bfloat16), offset=options["offset"])
     sizes = options["rows"], w, options["inner"], options["outer"], [array]
-    assert hopper_product.suits(device, *(options[name] for name in ("gpu", "config", "result")), *sizes) == expected
+    made = hopper_product.library_rows(device, options["gpu"], hopper_product.PLAIN, *sizes)
+    assert made == ((HOPPER, hopper_product.PLAIN, 512, 64) if expected else 0)
+
+
+H100 = HOPPER._replace(l2_bytes=50 << 20)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "result", "mean_rows", "inner", "expected"),
+    [
+        (HOPPER, hopper_product.PLAIN, 128, 768, hopper_product.TURNED_ROWS),
+        (H100, hopper_product.PLAIN, 2048, 14336, hopper_product.TURNED_ROWS),
+        (H100, hopper_product.GATED, 128, 7168, hopper_product.TURNED_ROWS),
+        (HOPPER, hopper_product.GATED, 127, 7168, 0),
+        (HOPPER, hopper_product.PLAIN, 511, 760, 0),
+        (HOPPER, hopper_product.PLAIN, 512, 760, hopper_product.TILE_ROWS),
+        (H100, hopper_product.PLAIN, 512, 760, 0),
+        (HOPPER, hopper_product.GRADIENT, 512, 4096, hopper_product.TILE_ROWS),
+        (HOPPER, hopper_product.GRADIENT, 512, 4104, 0),
+        (HOPPER, hopper_product.GRADIENT, 511, 4096, 0),
+        (H100, hopper_product.GRADIENT, 512, 4096, 0),
+    ],
+)
+def test_the_choice_of_a_kernel_depends_on_rows_and_terms(gpu, result, mean_rows, inner, expected):
+    assert hopper_product.chosen_rows(gpu, result, mean_rows, inner) == expected
 
 
 def test_a_library_without_the_kernel_has_none():
@@ -188,6 +207,8 @@ def test_the_struct_mirrors_the_header():
         ("num_rows", -1, "num_rows must be in"),
         ("window_rows", -1, "window_rows must be in"),
         ("tiles", 0, "tiles"),
+        ("tile_rows", 0, "tile_rows must be PMO_GROUPED_TILE_ROWS"),
+        ("counters", 0, "counters"),
         ("struct_size", 8, "struct_size must be the size of pmo_grouped_product_params"),
     ],
 )
@@ -203,8 +224,9 @@ def test_bad_params_are_refused_before_anything_is_launched(field, value, messag
         "width": 128,
         "window_rows": 4,
     }
-    arrays = dict.fromkeys(("x", "matrix", "first", "stop", "tiles", "window", "out"), 1 << 20)
-    params = GroupedProductParams(ctypes.sizeof(GroupedProductParams), **sizes, **arrays, x_row_stride=64, dtype=2)
+    arrays = dict.fromkeys(("x", "matrix", "first", "stop", "tiles", "window", "out", "counters"), 1 << 20)
+    options = {"x_row_stride": 64, "dtype": 2, "tile_rows": hopper_product.TURNED_ROWS}
+    params = GroupedProductParams(ctypes.sizeof(GroupedProductParams), **sizes, **arrays, **options)
     setattr(params, field, value)
     assert library.pmo_grouped_product_cuda(ctypes.byref(params), None) == 1
     assert message in library.pmo_last_error().decode()

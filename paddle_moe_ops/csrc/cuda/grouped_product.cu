@@ -19,6 +19,7 @@
 #include "common/checks.h"
 #include "cuda/grouped_results.cuh"
 #include "cuda/grouped_stages.cuh"
+#include "cuda/grouped_turned.h"
 #include "cuda/hopper_host.h"
 
 namespace pmo {
@@ -206,6 +207,7 @@ int launch_result(const pmo_grouped_product_params& p, const GroupedArguments& a
 int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (const int status = check_grouped_product(p)) return status;
   if (p.num_rows == 0 || p.width == 0) return PMO_OK;
+  if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) return turned_product(p, stream);
   GroupedArguments a = {};
   const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;
   const Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, kTileRows}};

@@ -75,9 +75,10 @@ __device__ inline StagesOf<kStages> make_stages(uint8_t* shared, uint64_t (&full
 }
 
 // The compiler moves no accumulators across this.
-__device__ inline void hold(float (&d)[128]) {
+template <int kCount>
+__device__ inline void hold(float (&d)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 #endif  // PMO_HOPPER_CODE

@@ -42,7 +42,8 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-inline int encode(const Tensor& tensor, bool is_bfloat16, CUtensorMap* map) {
+inline int encode(const Tensor& tensor, bool is_bfloat16, CUtensorMap* map,
+                  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
   const auto encoder = tensor_map_encoder();
   if (encoder == nullptr) return fail(PMO_INTERNAL, "CUDA: the driver has no cuTensorMapEncodeTiled");
   cuuint64_t sizes[3], strides[2];
@@ -53,10 +54,10 @@ inline int encode(const Tensor& tensor, bool is_bfloat16, CUtensorMap* map) {
     steps[i] = 1;
   }
   for (int i = 0; i + 1 < tensor.rank; ++i) strides[i] = static_cast<cuuint64_t>(tensor.strides[i]) * 2;
-  const CUresult result = encoder(map, is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                                  static_cast<cuuint32_t>(tensor.rank), const_cast<void*>(tensor.address), sizes, strides, box,
-                                  steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder(map, is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+              static_cast<cuuint32_t>(tensor.rank), const_cast<void*>(tensor.address), sizes, strides, box, steps,
+              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return fail(PMO_INTERNAL, "CUDA: cuTensorMapEncodeTiled: error " + std::to_string(result));
   return PMO_OK;
 }

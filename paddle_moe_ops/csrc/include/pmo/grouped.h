@@ -6,7 +6,7 @@
 // M rows in all, those of expert e from first[e] to stop[e] - 1. All arrays are of `dtype` (float16 or bfloat16) unless their type says
 // otherwise; sums are float32, in ascending order of the contraction. Nothing else depends on how the work is cut, so the bits don't.
 //
-// Tiles of 128 rows are listed expert by expert: tiles[e] come before those of expert e, tiles[E] are all. A launch makes those from
+// Tiles of `tile_rows` rows are listed expert by expert: tiles[e] come before those of expert e, tiles[E] are all. A launch makes those from
 // window[0] to window[1] - 1. These tables are read on the device, so the host needs no numbers of rows.
 #pragma once
 
@@ -17,6 +17,7 @@ extern "C" {
 #endif
 
 #define PMO_GROUPED_TILE_ROWS 128
+#define PMO_GROUPED_TURNED_ROWS 160
 
 typedef enum pmo_grouped_result {
   PMO_GROUPED_PLAIN = 0,     // out [M, width] = weights[r] * the sums
@@ -48,12 +49,13 @@ typedef struct pmo_grouped_product_params {
   const int32_t* tiles;         // [E + 1]
   const int32_t* window;        // [2]
   void* out;
-  void* hidden;      // [M, 2 * width] or NULL
-  float* d_weights;  // [M, width / 128, rounded up] or NULL; their sums by row are the gradients of the weights
+  void* hidden;       // [M, 2 * width] or NULL
+  int32_t* counters;  // [2], zeros, which they are again after the launch; not read in tiles of PMO_GROUPED_TILE_ROWS rows
+  float* d_weights;   // [M, width / 128, rounded up] or NULL; their sums by row are the gradients of the weights
   int32_t dtype;
   int32_t result;
   int32_t transpose;
-  int32_t reserved;
+  int32_t tile_rows;  // PMO_GROUPED_TILE_ROWS, or PMO_GROUPED_TURNED_ROWS for another kernel, which makes no gradients
 } pmo_grouped_product_params;
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);

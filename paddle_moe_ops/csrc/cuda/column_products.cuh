@@ -1,0 +1,96 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Products of Hopper's tensor cores whose second operand has a multiple of 16 columns, up to 160.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/hopper.cuh"
+
+namespace pmo {
+namespace cuda {
+
+#ifdef PMO_HOPPER_CODE
+
+// d[kFirst ...] += a b: 64 x kColumns numbers of a warpgroup from operands of depth 16, that of b in its rows. kTurnedA: rows of a in shared
+// memory are the contraction. Of lane l of warp w, d[kFirst + 4 i + 2 h + j] is in row 16 w + l / 4 + 8 h and column 8 i + l % 4 * 2 + j.
+// clang-format off
+#define PMO_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define PMO_NAMES_32 PMO_NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PMO_NAMES_48 PMO_NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define PMO_NAMES_64 PMO_NAMES_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define PMO_NAMES_80 PMO_NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define PMO_NAMES_96 PMO_NAMES_80 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define PMO_NAMES_112 PMO_NAMES_96 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define PMO_NAMES_128 PMO_NAMES_112 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define PMO_NAMES_144 PMO_NAMES_128 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define PMO_NAMES_160 PMO_NAMES_144 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define PMO_8(at) "+f"(d[kFirst + at + 0]), "+f"(d[kFirst + at + 1]), "+f"(d[kFirst + at + 2]), "+f"(d[kFirst + at + 3]), "+f"(d[kFirst + at + 4]), "+f"(d[kFirst + at + 5]), "+f"(d[kFirst + at + 6]), "+f"(d[kFirst + at + 7])
+#define PMO_SUMS_16 PMO_8(0)
+#define PMO_SUMS_32 PMO_SUMS_16, PMO_8(8)
+#define PMO_SUMS_48 PMO_SUMS_32, PMO_8(16)
+#define PMO_SUMS_64 PMO_SUMS_48, PMO_8(24)
+#define PMO_SUMS_80 PMO_SUMS_64, PMO_8(32)
+#define PMO_SUMS_96 PMO_SUMS_80, PMO_8(40)
+#define PMO_SUMS_112 PMO_SUMS_96, PMO_8(48)
+#define PMO_SUMS_128 PMO_SUMS_112, PMO_8(56)
+#define PMO_SUMS_144 PMO_SUMS_128, PMO_8(64)
+#define PMO_SUMS_160 PMO_SUMS_144, PMO_8(72)
+#define PMO_MULTIPLY(COLUMNS, TYPE, A, B, TURNED) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" PMO_NAMES_##COLUMNS \
+               "}, %" #A ", %" #B ", 1, 1, 1, %" #TURNED ", 0;" \
+               : PMO_SUMS_##COLUMNS : "l"(a), "l"(b), "n"(kTurnedA))
+#define PMO_COLUMNS(COLUMNS, A, B, TURNED) \
+  if constexpr (kColumns == COLUMNS) { \
+    if constexpr (std::is_same_v<T, __half>) { \
+      PMO_MULTIPLY(COLUMNS, "f16", A, B, TURNED); \
+    } else { \
+      PMO_MULTIPLY(COLUMNS, "bf16", A, B, TURNED); \
+    } \
+  }
+// clang-format on
+
+template <int kColumns, int kFirst, int kTurnedA, typename T, int kCount>
+__device__ inline void multiply_columns(float (&d)[kCount], uint64_t a, uint64_t b) {
+  static_assert(kColumns % 16 == 0 && kColumns <= 160 && kFirst + kColumns / 2 <= kCount);
+  PMO_COLUMNS(16, 8, 9, 10)
+  PMO_COLUMNS(32, 16, 17, 18)
+  PMO_COLUMNS(48, 24, 25, 26)
+  PMO_COLUMNS(64, 32, 33, 34)
+  PMO_COLUMNS(80, 40, 41, 42)
+  PMO_COLUMNS(96, 48, 49, 50)
+  PMO_COLUMNS(112, 56, 57, 58)
+  PMO_COLUMNS(128, 64, 65, 66)
+  PMO_COLUMNS(144, 72, 73, 74)
+  PMO_COLUMNS(160, 80, 81, 82)
+}
+
+#undef PMO_COLUMNS
+#undef PMO_MULTIPLY
+#undef PMO_8
+#undef PMO_NAMES_16
+#undef PMO_SUMS_16
+#undef PMO_NAMES_32
+#undef PMO_SUMS_32
+#undef PMO_NAMES_48
+#undef PMO_SUMS_48
+#undef PMO_NAMES_64
+#undef PMO_SUMS_64
+#undef PMO_NAMES_80
+#undef PMO_SUMS_80
+#undef PMO_NAMES_96
+#undef PMO_SUMS_96
+#undef PMO_NAMES_112
+#undef PMO_SUMS_112
+#undef PMO_NAMES_128
+#undef PMO_SUMS_128
+#undef PMO_NAMES_144
+#undef PMO_SUMS_144
+#undef PMO_NAMES_160
+#undef PMO_SUMS_160
+
+#endif  // PMO_HOPPER_CODE
+
+}  // namespace cuda
+}  // namespace pmo

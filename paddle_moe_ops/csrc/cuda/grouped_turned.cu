@@ -1,0 +1,331 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The grouped product with the matrix on the side of the tensor cores' products that takes 64 at a time, and the rows on the side that
+// takes 16: result^T = matrix^T rows^T. So an expert's last tile has at most 15 rows too many, where that of grouped_product.cu may have
+// 127, and an expert of up to 160 rows reads its matrix once.
+//
+// A tile has up to 160 rows of one expert and 256 columns, or 128 pairs of gates and what they gate. A launch for all tiles cuts the
+// rows of an expert evenly, one for a window of them as the tables say. Blocks stay for the whole launch and ask for a tile when the
+// one before is nearly loaded. So those that read the same columns of a matrix begin one right after the other, and find them in the
+// L2. A block that took every gridDim.x-th tile would drift away from the others, since tiles take different times.
+//
+// Of a block's three warpgroups two multiply the same tile, 128 columns each: in two blocks of 64 columns, of which the second one, if the
+// result is gated, is what the first one gates. In the other warpgroup, a warp asks for tiles and finds their places, and a warp has the
+// copy engine bring 64 of the contraction at a time, in a ring of kStages stages: pieces of 64 columns of the matrix, as they lie in
+// memory, and boxes of 32 and 16 rows. All are swizzled, with zeros after the end of the contraction. Rows after those of a tile may be
+// another expert's; what they give is not stored (turned_results.cuh).
+//
+// Moved: the matrix and the rows once from memory and, per tile, from the L2; the results once.
+#include "cuda/grouped_turned.h"
+
+#include <algorithm>
+
+#include "common/checks.h"
+#include "cuda/column_products.cuh"
+#include "cuda/hopper_host.h"
+#include "cuda/turned_results.cuh"
+
+namespace pmo {
+namespace cuda {
+namespace {
+
+constexpr int kStages = 4, kPlaces = 2;
+constexpr int kFewRows = 256;  // of an expert, on average
+constexpr int kMatrixBytes = kTurnedColumns * kTileDepth * 2;
+constexpr int kTurnedStageBytes = kMatrixBytes + kTurnedRows * kTileDepth * 2;
+constexpr int kSharedBytes = kStages * kTurnedStageBytes + 2 * kTurnedResultBytes + 1024;  // stages begin at a multiple of 1024
+
+template <pmo_grouped_result kResult>
+constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns;
+
+#ifdef PMO_HOPPER_CODE
+
+constexpr int kBand = 8;  // rows of tiles, at most, that share their columns in the L2
+constexpr int kAhead =
+    4;  // how many steps before the end of a tile the next one is asked for: as many as finding its place takes
+constexpr int kMultiplyingWarps = 2 * kWarpgroup / kWarpSize;
+
+using Ring = RingOf<kStages>;
+using PlaceRing = RingOf<kPlaces>;
+
+// What the roles of a block share: stages that are full and empty, places that are given and taken.
+struct Shared {
+  uint64_t full[kStages], empty[kStages], given[kPlaces], taken[kPlaces], wanted;
+  TurnedPlace places[kPlaces];
+};
+
+struct Stages {
+  uint32_t first;
+
+  __device__ uint32_t matrix(int stage) const { return first + stage * kTurnedStageBytes; }
+  __device__ uint32_t rows(int stage) const { return matrix(stage) + kMatrixBytes; }
+  __device__ uint32_t results(int warpgroup) const { return matrix(kStages) + warpgroup * kTurnedResultBytes; }
+};
+
+__device__ inline void init_barriers(Shared& shared) {
+  if (threadIdx.x == 0) {
+    for (uint64_t& each : shared.full) init_barrier(&each, 1);
+    for (uint64_t& each : shared.empty) init_barrier(&each, kMultiplyingWarps);
+    for (uint64_t& each : shared.given) init_barrier(&each, 1);
+    for (uint64_t& each : shared.taken) init_barrier(&each, kMultiplyingWarps + 1);
+    init_barrier(&shared.wanted, 1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+}
+
+// The place of a tile of the launch's list, by all lanes of a warp: none has rows after the last one.
+template <pmo_grouped_result kResult>
+__device__ inline TurnedPlace place_of(const TurnedArguments& p, int tile, int first_tile, int last_tile, bool is_whole) {
+  TurnedPlace place = {0, 0, 0, 0};
+  const int some_row_tile = first_tile + tile / p.column_tiles;  // of the same expert
+  if (some_row_tile >= last_tile) return place;
+  for (int begin = 0; begin < p.num_experts; begin += kWarpSize) {
+    const int lane = begin + threadIdx.x % kWarpSize;
+    const bool has_ended = lane < p.num_experts && __ldg(p.tiles + 1 + lane) <= some_row_tile;
+    place.expert += __popc(__ballot_sync(kAllLanes, has_ended));
+  }
+  const int begin = __ldg(p.tiles + place.expert), end = __ldg(p.tiles + place.expert + 1);
+  const int first = __ldg(p.first + place.expert), rows = __ldg(p.stop + place.expert) - first;
+  const int begin_here = max(begin, first_tile), height = min(end, last_tile) - begin_here;
+  const int bands = (height + kBand - 1) / kBand;
+  const TilePlace at(tile - (begin_here - first_tile) * p.column_tiles, height, p.column_tiles, (height + bands - 1) / bands);
+  const int even = ((rows + end - begin - 1) / (end - begin) + kStripRows - 1) / kStripRows * kStripRows;
+  const int rows_of_tile = is_whole ? even : kTurnedRows, skipped = (begin_here + at.row - begin) * rows_of_tile;
+  place.row = first + skipped;
+  place.rows = min(rows - skipped, rows_of_tile);
+  place.column = at.column * kResultColumns<kResult>;
+  return place;
+}
+
+// The work of the warp that finds places: the first tile of a block is that of its number, the others are handed out in their order.
+template <pmo_grouped_result kResult>
+__device__ inline void find_places(const TurnedArguments& p, Shared& shared) {
+  const int first_tile = __ldg(p.window), last_tile = __ldg(p.window + 1);
+  const bool is_whole = first_tile == 0 && last_tile == __ldg(p.tiles + p.num_experts), is_first = threadIdx.x % kWarpSize == 0;
+  PlaceRing ring;
+  uint32_t phase = 0;
+  for (int tile = blockIdx.x;;) {
+    const TurnedPlace place = place_of<kResult>(p, tile, first_tile, last_tile, is_whole);
+    wait(&shared.taken[ring.stage], ring.phase ^ 1);
+    if (is_first) {
+      shared.places[ring.stage] = place;
+      arrive(&shared.given[ring.stage]);
+    }
+    ring.advance();
+    if (place.rows == 0) break;
+    wait(&shared.wanted, phase);
+    phase ^= 1;
+    if (is_first) tile = gridDim.x + atomicAdd(p.counters, 1);
+    tile = __shfl_sync(kAllLanes, tile, 0);
+  }
+  if (!is_first) return;
+  __threadfence();
+  if (atomicAdd(p.counters + 1, 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;  // no block will look at them any more
+}
+
+// The next tile, for a warp.
+__device__ inline TurnedPlace take_place(Shared& shared, PlaceRing& ring) {
+  wait(&shared.given[ring.stage], ring.phase);
+  const TurnedPlace place = shared.places[ring.stage];
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) arrive(&shared.taken[ring.stage]);
+  ring.advance();
+  return place;
+}
+
+// The work of the warp that loads.
+template <pmo_grouped_result kResult, bool kTransposed>
+__device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, const Stages& stages) {
+  Ring ring;
+  PlaceRing places;
+  for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
+    const int strips = (place.rows + 15) / 16;
+    const uint32_t bytes = kMatrixBytes + strips * 16 * kTileDepth * 2;
+    const int asks_at = max((p.inner - 1) / kTileDepth - kAhead, 0) * kTileDepth;
+    for (int depth = 0; depth < p.inner; depth += kTileDepth) {
+      wait(&shared.empty[ring.stage], ring.phase ^ 1);
+      if (threadIdx.x % kWarpSize == 0) {
+        if (depth == asks_at) arrive(&shared.wanted);
+        uint64_t* full = &shared.full[ring.stage];
+        arrive_expecting(full, bytes);
+#pragma unroll
+        for (int piece = 0; piece < 4; ++piece) {
+          const int to_piece = kResult == PMO_GROUPED_GATED ? piece / 2 * 64 + piece % 2 * p.to_up : piece * 64;
+          const int column = p.first_column + place.column + to_piece;
+          load_box(stages.matrix(ring.stage) + piece * kPieceBytes, &p.matrix, full, kTransposed ? depth : column,
+                   kTransposed ? column : depth, place.expert);
+        }
+        const int row = place.row - p.first_row;
+        // With a loop of strips / 2 passes, as nvcc 13.0 compiles it, the rows from 128 on were wrong.
+#pragma unroll
+        for (int strip = 0; strip < kTurnedRows / kStripRows; strip += 2) {
+          const uint32_t target = stages.rows(ring.stage) + strip * kStripBytes;
+          if (strip + 1 < strips) {
+            load_box(target, &p.rows_32, full, depth, row + strip * kStripRows);
+          } else if (strip < strips) {
+            load_box(target, &p.rows_16, full, depth, row + strip * kStripRows);
+          }
+        }
+      }
+      ring.advance();
+    }
+  }
+}
+
+// d = the product of a warpgroup's columns and the rows of a tile, of which kRows are multiplied, stage by stage.
+template <int kRows, bool kTurned, typename T>
+__device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, const Stages& stages, Ring& ring, int warpgroup,
+                                     int inner) {
+  const bool signals = threadIdx.x % kWarpSize == 0;
+#pragma unroll
+  for (int i = 0; i < kTurnedSums; ++i) d[i] = 0.0f;
+  int last = 0;
+#pragma unroll 1
+  for (int depth = 0; depth < inner; depth += kTileDepth) {
+    wait(&shared.full[ring.stage], ring.phase);
+    products_begin();
+    const uint64_t a = describe(stages.matrix(ring.stage) + warpgroup * 2 * kPieceBytes, kPieceBytes, 1024);
+    const uint64_t b = describe(stages.rows(ring.stage), kPieceBytes, 1024);
+#pragma unroll
+    for (int k = 0; k < kTileDepth / 16; ++k) {
+      // 16 numbers of a row are 32 bytes; 16 rows, where they are the contraction, are 2048.
+      const uint64_t at_a = a + k * ((kTurned ? 2048 : 32) >> 4), at_b = b + k * (32 >> 4);
+      multiply_columns<kRows, 0, kTurned, T>(d, at_a, at_b);
+      multiply_columns<kRows, kTurnedSums / 2, kTurned, T>(d, at_a + (kPieceBytes >> 4), at_b);
+    }
+    products_commit();
+    products_wait<1>();
+    if (depth > 0 && signals) arrive(&shared.empty[last]);
+    last = ring.stage;
+    ring.advance();
+  }
+  products_wait<0>();
+  hold(d);
+  if (signals) arrive(&shared.empty[last]);
+}
+
+// The work of the warpgroups that multiply.
+template <pmo_grouped_result kResult, bool kTransposed, typename T>
+__device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, const Stages& stages) {
+  const int warpgroup =
+      __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
+  const uint32_t buffer = stages.results(warpgroup);
+  const int together = 1 + warpgroup;
+  int turn = 0;
+  Ring ring;
+  PlaceRing places;
+  for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
+    const TurnedWeights weights(kResult == PMO_GROUPED_PLAIN ? p.weights : nullptr, place);
+    float d[kTurnedSums];
+#define PMO_STRIPS(STRIPS)                                                                    \
+  case STRIPS:                                                                                \
+    multiply_tile<STRIPS * 16, !kTransposed, T>(d, shared, stages, ring, warpgroup, p.inner); \
+    break
+    switch ((place.rows + 15) / 16) {
+      PMO_STRIPS(1);
+      PMO_STRIPS(2);
+      PMO_STRIPS(3);
+      PMO_STRIPS(4);
+      PMO_STRIPS(5);
+      PMO_STRIPS(6);
+      PMO_STRIPS(7);
+      PMO_STRIPS(8);
+      PMO_STRIPS(9);
+      default:
+        PMO_STRIPS(10);
+    }
+#undef PMO_STRIPS
+    const int column = place.column + warpgroup * kResultColumns<kResult> / 2;
+    if constexpr (kResult == PMO_GROUPED_GATED) {
+      store_turned_gated<T>(p, d, place, column, buffer, together);
+    } else {
+      store_turned_plain<T>(p, d, place, weights, column, buffer, together, turn);
+    }
+  }
+}
+
+#endif  // PMO_HOPPER_CODE
+
+template <pmo_grouped_result kResult, bool kTransposed, typename T>
+__global__ void __launch_bounds__(kBlockThreads, 1) grouped_turned(const __grid_constant__ TurnedArguments p) {
+#ifdef PMO_HOPPER_CODE
+  extern __shared__ uint8_t dynamic[];
+  __shared__ Shared shared;
+  init_barriers(shared);
+  const Stages stages = {(shared_address(dynamic) + 1023) / 1024 * 1024};
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    const int warp = threadIdx.x / kWarpSize;
+    if (warp == 0) load_tiles<kResult, kTransposed>(p, shared, stages);
+    if (warp == 1) find_places<kResult>(p, shared);
+  } else {
+    take_registers<240>();
+    make_tiles<kResult, kTransposed, T>(p, shared, stages);
+  }
+#endif
+}
+
+template <pmo_grouped_result kResult, bool kTransposed, typename T>
+int launch_turned(const pmo_grouped_product_params& p, const TurnedArguments& arguments, cudaStream_t stream) {
+  static SharedMemoryLimit limit;
+  int device = 0;
+  DeviceLimits limits;
+  if (const int status = hopper_limits("grouped_product", &device, &limits)) return status;
+  auto* kernel = grouped_turned<kResult, kTransposed, T>;
+  if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
+  const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTurnedRows}) + p.num_experts;
+  const int64_t blocks = std::min<int64_t>(row_tiles * arguments.column_tiles, limits.multiprocessors);
+  const Grid grid = {static_cast<unsigned>(blocks), kBlockThreads, kSharedBytes};
+  return launch("grouped_product", kernel, grid, stream, arguments);
+}
+
+template <pmo_grouped_result kResult>
+int launch_result(const pmo_grouped_product_params& p, const TurnedArguments& arguments, cudaStream_t stream) {
+  if (p.dtype == PMO_BFLOAT16) {
+    return p.transpose ? launch_turned<kResult, true, __nv_bfloat16>(p, arguments, stream)
+                       : launch_turned<kResult, false, __nv_bfloat16>(p, arguments, stream);
+  }
+  return p.transpose ? launch_turned<kResult, true, __half>(p, arguments, stream)
+                     : launch_turned<kResult, false, __half>(p, arguments, stream);
+}
+
+}  // namespace
+
+int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
+  const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;
+  TurnedArguments a = {};
+  Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, 32}};
+  if (const int status = encode(rows, is_bfloat16, &a.rows_32)) return status;
+  rows.box[1] = 16;
+  if (const int status = encode(rows, is_bfloat16, &a.rows_16)) return status;
+  Tensor matrix = {p.matrix, 3, {p.outer, p.inner, p.num_experts}, {p.outer, p.outer * p.inner}, {64, kTileDepth, 1}};
+  if (p.transpose) std::swap(matrix.sizes[0], matrix.sizes[1]);
+  matrix.strides[0] = matrix.sizes[0];
+  // With few rows an expert memory decides, and a transposed matrix comes faster if the next step's lines come along.
+  const bool has_few_rows = p.num_rows <= kFewRows * p.num_experts;
+  const auto promotion = has_few_rows ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  if (const int status = encode(matrix, is_bfloat16, &a.matrix, promotion)) return status;
+  a.weights = p.weights;
+  a.first = p.first;
+  a.stop = p.stop;
+  a.tiles = p.tiles;
+  a.window = p.window;
+  a.out = p.out;
+  a.hidden = p.hidden;
+  a.counters = p.counters;
+  a.num_experts = static_cast<int>(p.num_experts);
+  a.inner = static_cast<int>(p.inner);
+  a.first_column = static_cast<int>(p.first_column);
+  a.width = static_cast<int>(p.width);
+  a.to_up = static_cast<int>(p.outer / 2);
+  a.first_row = static_cast<int>(p.first_row);
+  const int columns = p.result == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns;
+  a.column_tiles = static_cast<int>(divide_up(p.width, int64_t{columns}));
+  return p.result == PMO_GROUPED_GATED ? launch_result<PMO_GROUPED_GATED>(p, a, stream)
+                                       : launch_result<PMO_GROUPED_PLAIN>(p, a, stream);
+}
+
+}  // namespace cuda
+}  // namespace pmo
