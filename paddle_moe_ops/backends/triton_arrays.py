@@ -34,12 +34,13 @@ def aligned(tensor: Tensor) -> Tensor:
 
 def _library() -> Any:
     """What the compiled library has for a device, as far as it is there and has it."""
+    from ..triton.hopper_float8 import float8_kernels_of
     from ..triton.hopper_outer import grouped_outer_of
     from ..triton.hopper_product import grouped_product_of
 
     library = loaded_library()
-    kernels = (None, None) if library is None else (grouped_product_of(library), grouped_outer_of(library))
-    return _runtime.Library(*kernels, native.recordings)
+    made = grouped_product_of, grouped_outer_of, float8_kernels_of
+    return _runtime.Library(*(None if library is None else of(library) for of in made), native.recordings)
 
 
 def device_of(tensor: Tensor) -> Any:
