@@ -12,11 +12,11 @@ namespace cuda {
 #ifdef PMO_HOPPER_CODE
 
 // As load_box, to the same place in every block of the cluster that has its bit in `blocks`; each block's barrier gets its bytes.
-__device__ inline void load_box_to_all(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int x, int y, int blocks) {
+__device__ inline void load_box_to_all(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z, int blocks) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], "
-      "%5;" ::"r"(target),
-      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(static_cast<uint16_t>(blocks))
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], "
+      "[%2], %6;" ::"r"(target),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(static_cast<uint16_t>(blocks))
       : "memory");
 }
 
@@ -26,7 +26,7 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t block) {
       "{\n"
       ".reg .b32 place;\n"
       "mapa.shared::cluster.u32 place, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [place];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [place];\n"
       "}" ::"r"(shared_address(barrier)),
       "r"(block)
       : "memory");
@@ -35,11 +35,6 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t block) {
 // Waits for all threads of the cluster.
 __device__ inline void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// Has the L2 read so many bytes, a multiple of 16, from a multiple of 16 on.
-__device__ inline void prefetch(const void* address, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
 
 // part = a b, or part += a b unless kBegins: 64 x 128 numbers of a warpgroup from operands of depth 32, both with rows along the

@@ -22,7 +22,6 @@ struct Float8Arguments {
   float* scales;
   float amax_min;
   int num_sources, depth_blocks, column_blocks;
-  bool in_pairs;  // blocks of two that share their rows
 };
 
 #ifdef PMO_HOPPER_CODE

@@ -8,7 +8,8 @@
 // kStages stages, in rows of 128 bytes that are swizzled, with zeros after the end. The other two multiply 64 rows each, first with 128
 // of the columns, then with the other 128: the products of a stage are added up in the tensor cores, whose sums are short of bits,
 // and then multiplied by their scales and added to sums in float32. While one warpgroup does that, the other keeps the tensor cores busy.
-// Both have sums of their own and meet nowhere, so one can also store the results of a tile while the other still multiplies.
+// Both have sums of their own and meet nowhere, so one can also store the results of a tile while the other still multiplies. Two blocks
+// of a cluster take tiles that follow each other down a column: where both are of one expert, each loads half of the columns for both.
 //
 //   gated     the tile has 128 columns of gates and 128 of what they gate, so that a lane has both of each
 //   gradient  the 128 columns that share a scale are half a tile
@@ -37,6 +38,10 @@ constexpr int kSharedBytes = kStages * kBytesOfStage + 1024 + kTableBytes;  // s
 
 template <pmo_grouped_result kResult>
 constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kColumns / 2 : kColumns;
+
+// Blocks of a cluster, which has as many multiprocessors. Two share the columns that both read.
+template <pmo_grouped_result kResult>
+constexpr int kBlocksOf = kResult == PMO_GROUPED_GATED ? 1 : 2;
 
 #ifdef PMO_HOPPER_CODE
 
@@ -71,12 +76,20 @@ __device__ inline Tables hold_tables(const GroupedArguments& p, int32_t* shared)
   return {tiles, first, stop};
 }
 
-// The expert and the rows of a tile, found by the whole warp. The blocks of a cluster have columns that follow each other.
+// Where a tile is, and whether the other block of a cluster has rows of the same expert in the same columns.
+struct Float8Place : GroupedPlace {
+  bool shares_matrix;
+};
+
+// A tile, found by the whole warp. The blocks of a cluster have tiles that follow each other down a column. Where there is one tile
+// left for two of them, both make it, and the second keeps nothing.
 template <int kCluster>
-__device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables& tables, int tile, int first_tile, int last_tile,
-                                        int columns) {
-  const TilePlace place(tile, last_tile - first_tile, p.column_tiles / kCluster, kBand);
-  const int row_tile = first_tile + place.row;
+__device__ inline Float8Place place_of(const GroupedArguments& p, const Tables& tables, int tile, int first_tile, int last_tile,
+                                       int columns) {
+  const int rank = blockIdx.x % kCluster, height = (last_tile - first_tile + kCluster - 1) / kCluster;
+  const TilePlace place(tile, height, p.column_tiles, kBand / kCluster);
+  const int first_of_cluster = first_tile + place.row * kCluster, wanted = first_of_cluster + rank;
+  const int row_tile = min(wanted, last_tile - 1);
   int expert = 0;
   for (int begin = 0; begin < p.num_experts; begin += kWarpSize) {
     const int lane = begin + threadIdx.x % kWarpSize;
@@ -84,7 +97,15 @@ __device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables&
     expert += __popc(__ballot_sync(kAllLanes, has_ended));
   }
   const int row = tables.first[expert] + (row_tile - tables.tiles[expert]) * kTileRows;
-  return {expert, row, tables.stop[expert], (place.column * kCluster + static_cast<int>(blockIdx.x % kCluster)) * columns};
+  const int end = wanted == row_tile ? tables.stop[expert] : 0;
+  const bool shares = tables.tiles[expert] <= first_of_cluster && first_of_cluster + kCluster <= tables.tiles[expert + 1];
+  return {{expert, row, end, place.column * columns}, shares};
+}
+
+// How many tiles a cluster, or a block without one, finds.
+template <int kCluster>
+__device__ inline int tiles_of(const GroupedArguments& p, int first_tile, int last_tile) {
+  return (last_tile - first_tile + kCluster - 1) / kCluster * p.column_tiles;
 }
 
 // The first column of the second half of a tile.
@@ -93,28 +114,17 @@ __device__ inline int second_half(const GroupedArguments& p, int column) {
   return column + (kResult == PMO_GROUPED_GATED ? p.to_up : kColumns / 2);
 }
 
-// Has the L2 read what the last step of a tile needs.
-__device__ inline void prefetch_hidden(const GroupedArguments& p, const GroupedPlace& place) {
-  const int columns = min(kColumns, p.width - place.column);
-  for (int i = threadIdx.x; i < 2 * kTileRows; i += kWarpSize) {
-    const int row = place.row + i / 2;
-    if (row >= place.end) break;
-    const int64_t at = (int64_t{2} * row + i % 2) * p.width + place.column;
-    prefetch(static_cast<const __nv_bfloat16*>(p.hidden) + at, 2 * columns);
-  }
-}
-
 // The work of the warp that loads.
-template <pmo_grouped_result kResult, int kCluster>
+template <pmo_grouped_result kResult>
 __device__ inline void load_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile,
                                   int last_tile) {
-  const int tiles = (last_tile - first_tile) * p.column_tiles / kCluster, steps = (p.inner + kDepth - 1) / kDepth;
+  constexpr int kCluster = kBlocksOf<kResult>;
+  const int tiles = tiles_of<kCluster>(p, first_tile, last_tile), steps = (p.inner + kDepth - 1) / kDepth;
   const int rank = blockIdx.x % kCluster;
   Ring ring;
   for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
-    const GroupedPlace place = place_of<kCluster>(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
+    const Float8Place place = place_of<kCluster>(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
     const int column = p.first_column + place.column, next = second_half<kResult>(p, column);
-    if constexpr (kResult == PMO_GROUPED_GRADIENT) prefetch_hidden(p, place);
     for (int step = 0; step < steps; ++step) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
       if (threadIdx.x == 0) {
@@ -122,15 +132,13 @@ __device__ inline void load_tiles(const GroupedArguments& p, const Tables& table
         const uint32_t columns = stages.columns(ring.stage);
         const int depth = step * kDepth;
         arrive_expecting(full, kBytesOfStage);
-        if constexpr (kCluster == 1) {
-          load_box(stages.rows(ring.stage), &p.rows, full, depth, place.row - p.first_row);
+        load_box(stages.rows(ring.stage), &p.rows, full, depth, place.row - p.first_row);
+        if (kCluster == 2 && place.shares_matrix) {
+          load_box_to_all(columns + rank * kBytesOfHalf, &p.matrix, full, depth, rank == 0 ? column : next, place.expert, 0b11);
         } else {
-          constexpr int kRows = kTileRows / kCluster;
-          load_box_to_all(stages.rows(ring.stage) + rank * kRows * kDepth, &p.rows, full, depth,
-                          place.row - p.first_row + rank * kRows, (1 << kCluster) - 1);
+          load_box(columns, &p.matrix, full, depth, column, place.expert);
+          load_box(columns + kBytesOfHalf, &p.matrix, full, depth, next, place.expert);
         }
-        load_box(columns, &p.matrix, full, depth, column, place.expert);
-        load_box(columns + kBytesOfHalf, &p.matrix, full, depth, next, place.expert);
       }
       ring.advance();
     }
@@ -187,14 +195,15 @@ __device__ inline void multiply_stage(float (&part)[64], uint32_t rows, uint32_t
 }
 
 // The work of a warpgroup that multiplies: 64 rows of every tile of the block.
-template <pmo_grouped_result kResult, int kCluster>
+template <pmo_grouped_result kResult>
 __device__ inline void make_tiles(const Float8Arguments& p, const Tables& tables, const Stages& stages, int first_tile,
                                   int last_tile) {
+  constexpr int kCluster = kBlocksOf<kResult>;
   const GroupedArguments& g = p.grouped;
   const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
   const int row_of_thread = 64 * turn + threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
   const bool signals = threadIdx.x % kWarpSize < kCluster;  // each to a block of the cluster
-  const int tiles = (last_tile - first_tile) * g.column_tiles / kCluster, steps = (g.inner + kDepth - 1) / kDepth;
+  const int tiles = tiles_of<kCluster>(g, first_tile, last_tile), steps = (g.inner + kDepth - 1) / kDepth;
   Ring ring;
   float part[64] = {};
   for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
@@ -222,8 +231,13 @@ __device__ inline void make_tiles(const Float8Arguments& p, const Tables& tables
   }
 }
 
-template <pmo_grouped_result kResult, int kCluster>
-__device__ inline void run_block(const Float8Arguments& p) {
+#endif  // PMO_HOPPER_CODE
+
+template <pmo_grouped_result kResult>
+__global__ void __cluster_dims__(kBlocksOf<kResult>, 1, 1) __launch_bounds__(kBlockThreads, 1)
+    grouped_float8(const __grid_constant__ Float8Arguments p) {
+#ifdef PMO_HOPPER_CODE
+  constexpr int kCluster = kBlocksOf<kResult>;
   extern __shared__ uint8_t shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   const Tables tables = hold_tables(p.grouped, reinterpret_cast<int32_t*>(shared + kSharedBytes - kTableBytes));
@@ -240,43 +254,27 @@ __device__ inline void run_block(const Float8Arguments& p) {
   const int first_tile = __ldg(p.grouped.window), last_tile = __ldg(p.grouped.window + 1);
   if (threadIdx.x < kWarpgroup) {
     give_registers<kRegistersToLoad>();
-    if (threadIdx.x < kWarpSize) load_tiles<kResult, kCluster>(p.grouped, tables, stages, first_tile, last_tile);
+    if (threadIdx.x < kWarpSize) load_tiles<kResult>(p.grouped, tables, stages, first_tile, last_tile);
   } else {
     take_registers<kRegistersToMultiply>();
-    make_tiles<kResult, kCluster>(p, tables, stages, first_tile, last_tile);
+    make_tiles<kResult>(p, tables, stages, first_tile, last_tile);
   }
   if constexpr (kCluster > 1) meet_cluster();  // none may end while the other sends to its memory
-}
-
-#endif  // PMO_HOPPER_CODE
-
-template <pmo_grouped_result kResult>
-__global__ void __launch_bounds__(kBlockThreads, 1) grouped_float8(const __grid_constant__ Float8Arguments p) {
-#ifdef PMO_HOPPER_CODE
-  run_block<kResult, 1>(p);
-#endif
-}
-
-template <pmo_grouped_result kResult>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBlockThreads, 1)
-    grouped_float8_in_pairs(const __grid_constant__ Float8Arguments p) {
-#ifdef PMO_HOPPER_CODE
-  run_block<kResult, 2>(p);
 #endif
 }
 
 template <pmo_grouped_result kResult>
 int launch_product(const pmo_grouped_float8_params& p, const Float8Arguments& arguments, cudaStream_t stream) {
-  static SharedMemoryLimit limits_of[2];
+  static SharedMemoryLimit limit;
   int device = 0;
   DeviceLimits limits;
   if (const int status = hopper_limits("grouped_float8", &device, &limits)) return status;
-  const bool in_pairs = arguments.in_pairs;
-  auto* kernel = in_pairs ? grouped_float8_in_pairs<kResult> : grouped_float8<kResult>;
-  if (const int status = limits_of[in_pairs].raise(kernel, device, kSharedBytes)) return status;
+  auto* kernel = grouped_float8<kResult>;
+  if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
+  constexpr int kCluster = kBlocksOf<kResult>;
   const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTileRows}) + p.num_experts;
-  const int64_t most = in_pairs ? limits.multiprocessors / 2 * 2 : limits.multiprocessors;
-  const int64_t blocks = std::min<int64_t>(row_tiles * arguments.grouped.column_tiles, most);
+  const int64_t clusters = divide_up(row_tiles, int64_t{kCluster}) * arguments.grouped.column_tiles;
+  const int64_t blocks = kCluster * std::min<int64_t>(clusters, limits.multiprocessors / kCluster);
   const Grid grid = {static_cast<unsigned>(blocks), kBlockThreads, kSharedBytes};
   return launch("grouped_float8", kernel, grid, stream, arguments);
 }
@@ -288,8 +286,7 @@ int product(const pmo_grouped_float8_params& p, cudaStream_t stream) {
   GroupedArguments& g = a.grouped;
   const int columns = p.result == PMO_GROUPED_GATED ? kColumns / 2 : kColumns;
   g.column_tiles = static_cast<int>(divide_up(p.width, int64_t{columns}));
-  a.in_pairs = g.column_tiles % 2 == 0;
-  const Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.inner}, {kDepth, a.in_pairs ? kTileRows / 2 : kTileRows}};
+  const Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.inner}, {kDepth, kTileRows}};
   if (const int status = encode(rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, &g.rows)) return status;
   const Tensor matrix = {
       p.matrix, 3, {p.inner, p.outer, p.num_experts}, {p.inner, p.inner * p.outer}, {kDepth, kColumns / 2, 1}};
