@@ -241,7 +241,9 @@ def check_destinations(function: str, **given: Matrices) -> None:
                 _checks.bad_value(function, name, *problem)
 
 
-def check_compute(function: str, compute: str | None, activation: str, has_biases: bool, in_graph: bool = False) -> None:
+def check_compute(
+    function: str, compute: str | None, activation: str, has_biases: bool, in_graph: bool = False
+) -> None:
     """Check what `moe_mlp` multiplies."""
     _checks.choice(function, "compute", compute, COMPUTE)
     if compute is None:

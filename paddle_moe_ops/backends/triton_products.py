@@ -11,8 +11,8 @@ from paddle import Tensor
 
 from ..triton.native_recording import repeated
 from .base import GemmSpec, MlpSpec, Validation
-from .host_checks import host_segments
 from .float8_mlp import COMPOSED
+from .host_checks import host_segments
 from .triton_arrays import dense, dense_rows, device_of
 
 __all__ = ["ProductKernels"]

@@ -26,11 +26,11 @@ from .paddle_api import (
 )
 from .permutation import permute, permute_backward, sum_rows, unpermute, unpermute_backward
 from .quantization import (
-    dequantize_128x128,
     dequantize_1x128,
+    dequantize_128x128,
     permute_quantized,
-    quantize_128x128,
     quantize_1x128,
+    quantize_128x128,
 )
 from .routing import Plan, route, route_backward
 from .row_id_map import (
@@ -55,8 +55,8 @@ __all__ = [
     "calculate_topk",
     "calculate_topk_backward",
     "chunk_sort_map",
-    "dequantize_128x128",
     "dequantize_1x128",
+    "dequantize_128x128",
     "fma32",
     "get_routing_indices",
     "grouped_gemm",
@@ -76,8 +76,8 @@ __all__ = [
     "permute_indexed_backward",
     "permute_quantized",
     "plan_to_rowmap",
-    "quantize_128x128",
     "quantize_1x128",
+    "quantize_128x128",
     "read_rowmap",
     "round_to",
     "route",

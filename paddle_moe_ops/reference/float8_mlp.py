@@ -20,7 +20,7 @@ from .arithmetic import round_float64
 from .gemm import grouped_gemm, grouped_gemm_backward
 from .mlp import MlpGradients
 from .permutation import sum_rows
-from .quantization import dequantize_128x128, dequantize_1x128, quantize_128x128, quantize_1x128
+from .quantization import dequantize_1x128, dequantize_128x128, quantize_1x128, quantize_128x128
 from .routing import Plan, take_or_zero
 
 __all__ = ["FLOAT8_AMAX_MIN", "moe_mlp_float8", "moe_mlp_float8_backward"]

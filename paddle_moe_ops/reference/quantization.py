@@ -18,11 +18,11 @@ from .routing import Plan, take_or_zero
 
 __all__ = [
     "GROUP",
-    "dequantize_128x128",
     "dequantize_1x128",
+    "dequantize_128x128",
     "permute_quantized",
-    "quantize_128x128",
     "quantize_1x128",
+    "quantize_128x128",
 ]
 
 GROUP = 128
@@ -71,7 +71,7 @@ def dequantize_1x128(
 
 
 def quantize_128x128(w: NDArray, *, amax_min: float = 1e-4) -> tuple[NDArray, NDArray]:
-    """Return codes and scales of stacked matrices, with 128 x 128 elements for a group; the last of each side is smaller.
+    """Return codes and scales of stacked matrices, with 128 x 128 elements for a group, fewer at the ends.
 
     Transposed matrices have the transposed codes and scales.
 

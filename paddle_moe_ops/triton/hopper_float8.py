@@ -149,7 +149,7 @@ def float8_product(
         made: where a gated result goes in float8, or the gradient of ``hidden``; or None.
         row_to_token: int32 [M], for a gradient.
         window: of rows, which one ``source`` holds; None: all.
-        d_weights: float32 [M, width / 128], whose sums by row are the gradients of the weights, for a gradient, or None.
+        d_weights: float32 [M, width / 128] or None; of a gradient, the sums by row are the gradients of the weights.
     """
     experts, outer, inner = matrix.codes.shape
     windows = tables.windows.shape[0] - 3

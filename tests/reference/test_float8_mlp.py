@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.reference import dequantize_128x128, dequantize_1x128, quantize_128x128, quantize_1x128
+from paddle_moe_ops.reference import dequantize_1x128, dequantize_128x128, quantize_1x128, quantize_128x128
 
 from .cases import SUM_DTYPES, assert_same_bits, floats_of_every_kind, ordinary_floats
 

@@ -27,8 +27,10 @@ int check_grouped_float8(const pmo_grouped_float8_params& p) {
   PMO_REQUIRE(is_size(p.num_sources, 1), "num_sources", "in [0, 2^30)");
   PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
   PMO_REQUIRE(is_size(p.inner, 16), "inner", "a multiple of 16");
-  PMO_REQUIRE(is_size(p.outer, is_plain ? 8 : is_gated ? 256 : 128), "outer",
-              "a multiple of 8; of 256 if the result is gated, of 128 if it is a gradient");
+  PMO_REQUIRE(is_size(p.outer, is_plain   ? 8
+                               : is_gated ? 256
+                                          : 128),
+              "outer", "a multiple of 8; of 256 if the result is gated, of 128 if it is a gradient");
   PMO_REQUIRE(is_size(p.width, 8), "width", "a multiple of 8");
   PMO_REQUIRE(is_size(p.first_column, 128) && p.first_column + p.width <= p.outer, "first_column",
               "a multiple of 128 in the matrix");

@@ -12,7 +12,8 @@ namespace cuda {
 #ifdef PMO_HOPPER_CODE
 
 // As load_box, to the same place in every block of the cluster that has its bit in `blocks`; each block's barrier gets its bytes.
-__device__ inline void load_box_to_all(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z, int blocks) {
+__device__ inline void load_box_to_all(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z,
+                                       int blocks) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], "
       "[%2], %6;" ::"r"(target),
@@ -41,7 +42,7 @@ __device__ inline void meet_cluster() {
 // contraction. Of lane l of warp w, part[4 i + 2 h + j] is in row 16 w + l / 4 + 8 h and column 8 i + l % 4 * 2 + j.
 template <bool kBegins>
 __device__ inline void multiply_float8(float (&part)[64], uint64_t a, uint64_t b) {
-// clang-format off
+  // clang-format off
 #define PMO_EIGHT(i) "+f"(part[i]), "+f"(part[i + 1]), "+f"(part[i + 2]), "+f"(part[i + 3]), \
                      "+f"(part[i + 4]), "+f"(part[i + 5]), "+f"(part[i + 6]), "+f"(part[i + 7])
   asm volatile(

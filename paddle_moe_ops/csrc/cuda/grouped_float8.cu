@@ -45,7 +45,7 @@ constexpr int kBlocksOf = kResult == PMO_GROUPED_GATED ? 1 : 2;
 
 #ifdef PMO_HOPPER_CODE
 
-constexpr int kBand = 16;                 // rows of tiles that share their columns in the L2
+constexpr int kBand = 16;                   // rows of tiles that share their columns in the L2
 constexpr int kBytesOfHalf = 128 * kDepth;  // of a stage's columns
 
 using Ring = RingOf<kStages>;
@@ -233,8 +233,15 @@ __device__ inline void make_tiles(const Float8Arguments& p, const Tables& tables
 
 #endif  // PMO_HOPPER_CODE
 
+// Older architectures, where kernels are empty, do not know of clusters.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define PMO_CLUSTER(blocks)
+#else
+#define PMO_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+#endif
+
 template <pmo_grouped_result kResult>
-__global__ void __cluster_dims__(kBlocksOf<kResult>, 1, 1) __launch_bounds__(kBlockThreads, 1)
+__global__ void PMO_CLUSTER(kBlocksOf<kResult>) __launch_bounds__(kBlockThreads, 1)
     grouped_float8(const __grid_constant__ Float8Arguments p) {
 #ifdef PMO_HOPPER_CODE
   constexpr int kCluster = kBlocksOf<kResult>;
@@ -288,8 +295,7 @@ int product(const pmo_grouped_float8_params& p, cudaStream_t stream) {
   g.column_tiles = static_cast<int>(divide_up(p.width, int64_t{columns}));
   const Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.inner}, {kDepth, kTileRows}};
   if (const int status = encode(rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, &g.rows)) return status;
-  const Tensor matrix = {
-      p.matrix, 3, {p.inner, p.outer, p.num_experts}, {p.inner, p.inner * p.outer}, {kDepth, kColumns / 2, 1}};
+  const Tensor matrix = {p.matrix, 3, {p.inner, p.outer, p.num_experts}, {p.inner, p.inner * p.outer}, {kDepth, kColumns / 2, 1}};
   if (const int status = encode(matrix, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, &g.matrix)) return status;
   g.row_to_token = p.row_to_token;
   g.weights = p.weights;

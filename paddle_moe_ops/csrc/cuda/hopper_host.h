@@ -53,10 +53,9 @@ inline int encode(const Tensor& tensor, CUtensorMapDataType type, int bytes, CUt
     steps[i] = 1;
   }
   for (int i = 0; i + 1 < tensor.rank; ++i) strides[i] = static_cast<cuuint64_t>(tensor.strides[i]) * bytes;
-  const CUresult result =
-      encoder(map, type, static_cast<cuuint32_t>(tensor.rank), const_cast<void*>(tensor.address), sizes, strides, box, steps,
-              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encoder(map, type, static_cast<cuuint32_t>(tensor.rank), const_cast<void*>(tensor.address), sizes,
+                                  strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return fail(PMO_INTERNAL, "CUDA: cuTensorMapEncodeTiled: error " + std::to_string(result));
   return PMO_OK;
 }

@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Rows>) quantize_blocks
         store_codes<kSide>(straight, straight.codes + first + int64_t{i} * straight.columns, codes[i], columns_left);
       }
     }
-    if (threadIdx.x == 0 && straight.codes != nullptr) straight.scales[matrix * of_matrix + int64_t{row_block} * work.column_blocks + column_block] = scale;
+    if (threadIdx.x == 0 && straight.codes != nullptr)
+      straight.scales[matrix * of_matrix + int64_t{row_block} * work.column_blocks + column_block] = scale;
     if (across.codes == nullptr) continue;
     if (threadIdx.x == 0) across.scales[matrix * of_matrix + int64_t{column_block} * work.row_blocks + row_block] = scale;
 #pragma unroll
@@ -211,9 +212,8 @@ int quantize(const pmo_quantize_blocks_params& p, cudaStream_t stream) {
   work.in_vectors = address(p.x) % 16 == 0 && columns % kSide == 0;
   PMO_REQUIRE(address(p.x) % dtype_size(p.dtype) == 0, "x", "aligned to its element size");
   const Grid grid = {grid_for(work.blocks, 1), kThreads};
-  return with_rows(p.dtype, [&](auto rows_of) {
-    return launch("quantize_blocks", quantize_blocks<decltype(rows_of)>, grid, stream, work);
-  });
+  return with_rows(
+      p.dtype, [&](auto rows_of) { return launch("quantize_blocks", quantize_blocks<decltype(rows_of)>, grid, stream, work); });
 }
 
 }  // namespace

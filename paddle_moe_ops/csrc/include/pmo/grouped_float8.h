@@ -19,32 +19,32 @@ extern "C" {
 // pmo_quantize_params.
 typedef struct pmo_grouped_float8_params {
   int64_t struct_size;
-  int64_t num_rows;      // M
-  int64_t num_sources;   // rows of x
-  int64_t num_experts;   // E
-  int64_t inner;         // length of the contraction, a multiple of 16
-  int64_t outer;         // columns of a matrix, a multiple of 8; of 256 if the result is gated, of 128 if it is a gradient
-  int64_t first_column;  // a multiple of 128; 0 unless the result is plain
-  int64_t width;         // columns of the sums, half of them if the result is gated, a multiple of 8
-  int64_t first_row;     // x begins with this row
-  int64_t window_rows;   // the most rows that tiles of the window begin in
-  const void* x;         // codes [num_sources, inner], at a multiple of 16 bytes
-  const float* x_scales;       // [num_sources, inner / 128, rounded up]
-  const void* matrix;          // codes [E, outer, inner], at a multiple of 16 bytes
-  const float* matrix_scales;  // [E, outer / 128, rounded up, inner / 128, rounded up]
+  int64_t num_rows;             // M
+  int64_t num_sources;          // rows of x
+  int64_t num_experts;          // E
+  int64_t inner;                // length of the contraction, a multiple of 16
+  int64_t outer;                // columns of a matrix, a multiple of 8; of 256 if the result is gated, of 128 if it is a gradient
+  int64_t first_column;         // a multiple of 128; 0 unless the result is plain
+  int64_t width;                // columns of the sums, half of them if the result is gated, a multiple of 8
+  int64_t first_row;            // x begins with this row
+  int64_t window_rows;          // the most rows that tiles of the window begin in
+  const void* x;                // codes [num_sources, inner], at a multiple of 16 bytes
+  const float* x_scales;        // [num_sources, inner / 128, rounded up]
+  const void* matrix;           // codes [E, outer, inner], at a multiple of 16 bytes
+  const float* matrix_scales;   // [E, outer / 128, rounded up, inner / 128, rounded up]
   const int32_t* row_to_token;  // [M] or NULL: in a gradient, the results of rows with a negative one are zeros
   const float* weights;         // [M] or NULL
   const int32_t* first;         // [E]
   const int32_t* stop;          // [E]
   const int32_t* tiles;         // [E + 1]
   const int32_t* window;        // [2]
-  void* out;         // bfloat16 [M, width]; of a gated result it may be NULL
-  void* hidden;      // bfloat16 [M, 2 * width]; of a gated result it may be NULL
-  void* codes;       // of out if the result is gated, of the new hidden if it is a gradient, or NULL
-  float* scales;     // [M, columns of codes / 128], with codes
-  float* d_weights;  // [M, width / 128] or NULL
-  float amax_min;    // of codes, as in pmo_quantize_params
-  int32_t result;    // of pmo_grouped_result
+  void* out;                    // bfloat16 [M, width]; of a gated result it may be NULL
+  void* hidden;                 // bfloat16 [M, 2 * width]; of a gated result it may be NULL
+  void* codes;                  // of out if the result is gated, of the new hidden if it is a gradient, or NULL
+  float* scales;                // [M, columns of codes / 128], with codes
+  float* d_weights;             // [M, width / 128] or NULL
+  float amax_min;               // of codes, as in pmo_quantize_params
+  int32_t result;               // of pmo_grouped_result
 } pmo_grouped_float8_params;
 
 PMO_API int pmo_grouped_float8_cuda(const pmo_grouped_float8_params* params, void* stream);
