@@ -39,8 +39,10 @@ def _library() -> Any:
     from ..triton.hopper_product import grouped_product_of
 
     library = loaded_library()
-    made = grouped_product_of, grouped_outer_of, float8_kernels_of
-    return _runtime.Library(*(None if library is None else of(library) for of in made), native.recordings)
+    if library is None:
+        return _runtime.Library(functions=native.recordings)
+    kernels = grouped_product_of(library), grouped_outer_of(library), float8_kernels_of(library)
+    return _runtime.Library(*kernels, native.recordings)
 
 
 def device_of(tensor: Tensor) -> Any:

@@ -106,8 +106,8 @@ class ProductKernels:
         others = hidden, into_gate_up and into_gate_up[0], into_down and into_down[0]
         device = device_of(x)
         if not _runs_here(device, x, down, spec):
-            operands = d_out, x, gate_up, down, weights, hidden
-            return COMPOSED.moe_mlp_backward(*operands, spec, wanted, destinations)
+            given = d_out, x, gate_up, down, weights, hidden
+            return COMPOSED.moe_mlp_backward(*given, spec, wanted, destinations)
         options = "moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace, spec.compute
         made = repeated(device, options, (d_out, *others, *_given(x, gate_up, down, weights, spec)))
         if made is None:
