@@ -70,15 +70,14 @@ class _Float8Run(_Run):
                 permute_window(self.device, tokens, *maps, rows, (first, end), columns, self.rows_end)
             yield _Window(number, (first, end - first), self.moved)
 
-    def activations_in_float8(self, x: Array, hidden: Array | None, act: Array | None = None) -> Codes | None:
-        """Q(A), and H in ``hidden``; with ``act`` A goes there instead."""
-        layer, made = self.layer, None if act is not None else self.new_codes(self.inner)
+    def activations_in_float8(self, x: Array, hidden: Array | None, made: Codes | None, act: Any = None) -> None:
+        """Q(A) in ``made``, H in ``hidden`` and A in ``act``, where they are given."""
+        layer = self.layer
         matrix = quantize_blocks(self.device, layer.gate_up, turned=not layer.transpose)
         for window in self.windows_of(x):
             operands = window.source, window.rows, matrix, self.float8_tables, self.num_rows
             out = Target(act, 0, self.inner)
             float8_product(self.device, *operands, out, GATED, hidden=hidden, made=made, window=window.number)
-        return made
 
     def gradients_in_float8(self, d_out: Array, hidden: Array, scaled: Array, need_weights: bool) -> tuple[Codes, Any]:
         """Q(dH) and the gradients of the weights, or None; H becomes dH, and ``scaled`` s A."""
@@ -120,7 +119,8 @@ def moe_mlp_float8(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -
     """As `moe_mlp`, where `suits_float8`."""
     run = _Float8Run(device, layer, x)
     hidden = run.new(2 * run.inner) if keeps_hidden else None
-    act = run.activations_in_float8(x, hidden)
+    act = run.new_codes(run.inner)
+    run.activations_in_float8(x, hidden, act)
     return run.sums_in_float8(act, layer.down, not layer.transpose, layer.weights), hidden
 
 
@@ -139,7 +139,7 @@ def moe_mlp_float8_backward(
     scaled = run.new(run.inner)
     if hidden is None:
         hidden = run.new(2 * run.inner)
-        run.activations_in_float8(x, hidden, scaled)
+        run.activations_in_float8(x, hidden, None, scaled)
     codes, d_weights = run.gradients_in_float8(d_out, hidden, scaled, need_weights)
     d_hidden, scaled_rows = run.packed(hidden, 2 * run.inner), run.packed(scaled, run.inner)
     d_down = d_gate_up = d_x = None
