@@ -15,10 +15,11 @@ from paddle import Tensor, nn
 
 from . import _checks
 from ._activations import ACTIVATIONS, activate
-from ._graphs import is_on_gpu, public, to_dtype
+from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
 from .backends import MlpSpec, accumulated, accumulated_each, resolve, why_not
+from .backends.float8_mlp import composed_float8
 from .functional import unpermute
 from .gemm import grouped_gemm
 from .routing import Plan, as_plan, check_weights, tokens_of
@@ -26,6 +27,7 @@ from .routing import Plan, as_plan, check_weights, tokens_of
 __all__ = ["moe_mlp"]
 
 _NAME = "moe_mlp"
+COMPUTE = (None, "fp8_1x128")
 
 # Signatures of calls whose arguments passed the checks, which take longer than all launches of a call.
 _passed: set[Hashable] = set()
@@ -48,6 +50,7 @@ def moe_mlp(
     accumulate: bool = False,
     gate_up_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
     down_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
+    compute: str | None = None,
 ) -> Tensor:
     """Give each token to its experts, and add up what they make of it, weighted.
 
@@ -103,6 +106,11 @@ def moe_mlp(
         gate_up_bias: [E, 2 * n], dtype of ``x``, added to the first product: the gate's first, as in ``gate_up``. Or a
             list of E vectors.
         down_bias: [E, d], dtype of ``x``, added to the second product before it is weighted. Or a list of E vectors.
+        compute: "fp8_1x128" to multiply float8 operands, see docs/float8.md: tokens, gradients and the rows between the
+            products are quantised with a scale for each 128 columns, matrices in each pass with one for each 128 x 128
+            elements. Gradients of matrices are made of operands in the dtype of ``x``. SwiGLU without biases, in
+            dygraph. GPUs of compute capability 9.0 have kernels for bfloat16, d a multiple of 16 and n one of 128;
+            elsewhere quantised values are multiplied in float32, which takes longer than ``None``.
 
     Returns:
         a tensor with the shape and dtype of ``x``.
@@ -110,11 +118,12 @@ def moe_mlp(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
-            bias that is not a leaf or whose ``main_grad`` does not fit.
+            bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` in a static graph, with biases or
+            with another activation.
     """
     gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    options = activation, transpose, weights_by, keep, workspace_mb, accumulate
+    options = activation, transpose, weights_by, keep, workspace_mb, accumulate, compute
     casts = paddle.amp.is_autocast_enabled()
     signature = _signature(x, plan, probs, gate_up, down, biases, (*options, casts))
     if signature is None or signature not in _passed:
@@ -140,12 +149,14 @@ def moe_mlp(
             gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
             accumulate = False
     backend = resolve("grouped_gemm", tokens)
-    if backend.runs_moe_mlp and activation == "swiglu" and gate_up_bias is None and down_bias is None:
+    runs = backend.runs_moe_mlp and activation == "swiglu" and gate_up_bias is None and down_bias is None
+    if runs or compute is not None:
         if by_slot and probs is not None and weights_rank == 1:
             probs = probs.reshape([-1, plan.topk])
         validation = _checks.validation(_NAME, None, tokens)
-        spec = MlpSpec(plan, by_slot, transpose, keep == "h", workspace_mb << 20, accumulate, validation)
-        out = backend.moe_mlp(tokens, gate_up, down, probs, spec)
+        spec = MlpSpec(plan, by_slot, transpose, keep == "h", workspace_mb << 20, accumulate, validation, compute)
+        run = backend.moe_mlp if runs else composed_float8
+        out = run(tokens, gate_up, down, probs, spec)
     else:
         if accumulate:
             gate_up, down = (_accumulated_matrices(each, backend.takes_lists) for each in (gate_up, down))
@@ -193,11 +204,13 @@ def _check(
     options: tuple,
 ) -> Plan:
     """Check all arguments; gives the plan."""
-    activation, transpose, weights_by, keep, workspace_mb, accumulate = options
+    activation, transpose, weights_by, keep, workspace_mb, accumulate, compute = options
     _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
     _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
     _checks.flag(_NAME, "transpose", transpose)
     check_memory_options(_NAME, keep, workspace_mb, accumulate)
+    has_biases = any(each is not None for each in biases.values())
+    check_compute(_NAME, compute, activation, has_biases, is_graph_value(x))
     plan = as_plan(_NAME, plan)
     tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
     _checks.rows(_NAME, "x", tokens, _checks.SUM_DTYPES, *tokens_of(plan), getattr(x, "shape", []))
@@ -226,6 +239,19 @@ def check_destinations(function: str, **given: Matrices) -> None:
             problem = why_not(each)
             if problem is not None:
                 _checks.bad_value(function, name, *problem)
+
+
+def check_compute(
+    function: str, compute: str | None, activation: str, has_biases: bool, in_graph: bool = False
+) -> None:
+    """Check what `moe_mlp` multiplies."""
+    _checks.choice(function, "compute", compute, COMPUTE)
+    if compute is None:
+        return
+    conditions = ("in a static graph", in_graph), ("with biases", has_biases)
+    for where, holds in (*conditions, (f"with the activation {activation!r}", activation != "swiglu")):
+        if holds:
+            _checks.bad_value(function, "compute", f"None {where}", repr(compute))
 
 
 def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool) -> None:

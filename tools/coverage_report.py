@@ -34,6 +34,7 @@ runs may still be wrong; `make mutants` looks for faults that no test notices.
 # Why lines are left out, by the file or the folder that they are in.
 REASONS = {
     "csrc/common/chunks.cc": "the report of a CUDA run, which the bindings of a CUDA build ask for",
+    "csrc/common/float8_checks.cc": "kernels for GPUs, which a CPU has no form of",
     "csrc/common/grouped_checks.cc": "the kernel for Hopper, which a CPU has no form of",
     "csrc/common/status.cc": "no memory is left for the text of an error",
     "csrc/common/status.h": "the C++ library throws where nothing is expected to",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paddle_moe_ops.triton.handles import Handles
+from paddle_moe_ops.triton.hopper_float8 import float8_kernels_of
 from paddle_moe_ops.triton.hopper_outer import grouped_outer_of
 from paddle_moe_ops.triton.hopper_product import grouped_product_of
 
@@ -32,6 +33,7 @@ class TorchDevice:
         library = None if core_library is None else ctypes.CDLL(str(core_library))
         self.grouped_product = None if library is None else grouped_product_of(library)
         self.grouped_outer = None if library is None else grouped_outer_of(library)
+        self.grouped_float8 = None if library is None else float8_kernels_of(library)
 
     def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="cuda")

@@ -157,6 +157,7 @@ class MlpSpec(NamedTuple):
     workspace: int  # bytes
     accumulates: bool  # whether gradients of the matrices go where `accumulation` says it
     validation: Validation  # as in GemmSpec
+    compute: str | None = None  # "fp8_1x128": products take float8 operands
 
 
 class Verbs(Protocol):

@@ -35,7 +35,7 @@ from .joining import joined
 from .nodes import Call, Gradients, connect, first_order_only, linear, wants_gradient
 from .product_calls import GroupedGemm, MoeMlp
 
-__all__ = ["WithGradients"]
+__all__ = ["WithGradients", "connected_mlp"]
 
 
 def _values_of_rows(slot_values: Tensor, row_to_slot: Tensor) -> Tensor:
@@ -413,12 +413,18 @@ class WithGradients:
         return connect(GroupedGemm(self.kernels, *operands, spec), *operands)[0]
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
-        given = gate_up, down
-        gate_up, down = [  # to ask an abstract class, as Sequence is one, takes long
-            each if isinstance(each, Tensor) else joined(each, "moe_mlp", accumulates=spec.accumulates)
-            for each in given
-        ]
-        if not wants_gradient(x, gate_up, down, weights):
-            return self.kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
-        operands = x, gate_up, down, weights
-        return connect(MoeMlp(self.kernels, *operands, spec, given), *operands)[0]
+        return connected_mlp(self.kernels, x, gate_up, down, weights, spec)
+
+
+def connected_mlp(
+    kernels: Any, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec
+) -> Tensor:
+    """`Backend.moe_mlp` by kernels that have it and its gradient."""
+    given = gate_up, down
+    gate_up, down = [  # to ask an abstract class, as Sequence is one, takes long
+        each if isinstance(each, Tensor) else joined(each, "moe_mlp", accumulates=spec.accumulates) for each in given
+    ]
+    if not wants_gradient(x, gate_up, down, weights):
+        return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
+    operands = x, gate_up, down, weights
+    return connect(MoeMlp(kernels, *operands, spec, given), *operands)[0]

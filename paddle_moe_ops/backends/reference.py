@@ -291,7 +291,8 @@ class ReferenceKernels:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         if spec.weights_by_slot:
             weights = self.slots_to_rows(weights, spec.plan)
-        out, hidden = reference.moe_mlp(*_layer(x, gate_up, down, weights, spec), transpose=spec.transpose)
+        forward = reference.moe_mlp if spec.compute is None else reference.moe_mlp_float8
+        out, hidden = forward(*_layer(x, gate_up, down, weights, spec), transpose=spec.transpose)
         keeps_hidden = keeps and spec.keeps_hidden
         return to_tensor(out, x.place), to_tensor(hidden, x.place) if keeps_hidden else None, weights, None
 
@@ -309,7 +310,8 @@ class ReferenceKernels:
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, ...]:
         layer = _layer(x, gate_up, down, weights, spec)
-        made = reference.moe_mlp_backward(to_numpy(d_out), *layer, transpose=spec.transpose)
+        backward = reference.moe_mlp_backward if spec.compute is None else reference.moe_mlp_float8_backward
+        made = backward(to_numpy(d_out), *layer, transpose=spec.transpose)
         gradients = [None if each is None else to_tensor(each, x.place) for each in made[:4]]  # biases have none here
         for index, destination in enumerate(destinations, 1):
             if destination is not None:

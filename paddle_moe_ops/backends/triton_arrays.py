@@ -34,11 +34,14 @@ def aligned(tensor: Tensor) -> Tensor:
 
 def _library() -> Any:
     """What the compiled library has for a device, as far as it is there and has it."""
+    from ..triton.hopper_float8 import float8_kernels_of
     from ..triton.hopper_outer import grouped_outer_of
     from ..triton.hopper_product import grouped_product_of
 
     library = loaded_library()
-    kernels = (None, None) if library is None else (grouped_product_of(library), grouped_outer_of(library))
+    if library is None:
+        return _runtime.Library(functions=native.recordings)
+    kernels = grouped_product_of(library), grouped_outer_of(library), float8_kernels_of(library)
     return _runtime.Library(*kernels, native.recordings)
 
 

@@ -11,6 +11,7 @@ from paddle import Tensor
 
 from ..triton.native_recording import repeated
 from .base import GemmSpec, MlpSpec, Validation
+from .float8_mlp import COMPOSED
 from .host_checks import host_segments
 from .triton_arrays import dense, dense_rows, device_of
 
@@ -76,11 +77,12 @@ class ProductKernels:
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        plan = spec.plan
+        plan, device = spec.plan, device_of(x)
         if spec.validation != Validation.OFF:
             host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
-        options = "moe_mlp", keeps, keeps and spec.keeps_hidden, spec.transpose, spec.workspace
-        device = device_of(x)
+        if not _runs_here(device, x, down, spec):
+            return COMPOSED.moe_mlp(x, gate_up, down, weights, spec, keeps)
+        options = "moe_mlp", keeps, keeps and spec.keeps_hidden, spec.transpose, spec.workspace, spec.compute
         made = repeated(device, options, _given(x, gate_up, down, weights, spec))
         if made is None:
             made = _recorded_mlp(device, options, x, gate_up, down, weights, spec)
@@ -103,12 +105,27 @@ class ProductKernels:
         into_gate_up, into_down = destinations
         adds = into_gate_up and into_gate_up[1], into_down and into_down[1]
         others = hidden, tables, into_gate_up and into_gate_up[0], into_down and into_down[0]
-        device, options = device_of(x), ("moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace)
+        device = device_of(x)
+        if not _runs_here(device, x, down, spec):
+            given = d_out, x, gate_up, down, weights, hidden, None
+            return COMPOSED.moe_mlp_backward(*given, spec, wanted, destinations)
+        options = "moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace, spec.compute
         made = repeated(device, options, (d_out, *others, *_given(x, gate_up, down, weights, spec)))
         if made is None:
             operands = x, gate_up, down, weights, spec
             made = _recorded_mlp_backward(device, options, d_out, others, *operands, wanted, destinations)
         return tuple(made)
+
+
+def _runs_here(device: Any, x: Tensor, down: Tensor, spec: MlpSpec) -> bool:
+    """Whether the launchers have kernels for what a layer multiplies."""
+    from ..triton.grouped_gemm_configs import gpu_at
+    from ..triton.hopper_float8 import suits_float8
+
+    if spec.compute is None:
+        return True
+    inner = down.shape[2 if spec.transpose else 1]
+    return suits_float8(device, gpu_at(down.data_ptr()), device.dtype_name(x), x.shape[1], inner)
 
 
 def _given(
@@ -130,6 +147,7 @@ def _recorded_mlp(
     spec: MlpSpec,
 ) -> Any:
     """`ProductKernels.moe_mlp` where the call's launches may have to be found out."""
+    from ..triton.float8_mlp import moe_mlp_float8
     from ..triton.moe_mlp import moe_mlp
     from ..triton.recording import facts_of, recorded
     from ..triton.rowmap import slots_to_rows
@@ -141,7 +159,8 @@ def _recorded_mlp(
         by_row = layer.weights
         if maps is not None:
             by_row = slots_to_rows(device, by_row, maps, layer.tokens.row_to_token)
-        out, kept = moe_mlp(device, x, layer._replace(weights=by_row), keeps_hidden=options[2])
+        run = moe_mlp if spec.compute is None else moe_mlp_float8
+        out, kept = run(device, x, layer._replace(weights=by_row), keeps_hidden=options[2])
         return out, kept.hidden, by_row if maps is not None else None, kept.tables if options[1] else None
 
     inputs = _arrays(x, layer, maps)
@@ -162,6 +181,7 @@ def _recorded_mlp_backward(
     destinations: tuple[Any, Any],
 ) -> Any:
     """`ProductKernels.moe_mlp_backward` where the call's launches may have to be found out."""
+    from ..triton.float8_mlp import moe_mlp_float8_backward
     from ..triton.moe_mlp import Kept, moe_mlp_backward
     from ..triton.recording import facts_of, recorded
 
@@ -169,8 +189,8 @@ def _recorded_mlp_backward(
     maps = dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
 
     def call(device: Any) -> tuple[Any, ...]:
-        kept = Kept(*others[:2])
-        made = moe_mlp_backward(device, d_out, x, kept, layer._replace(slots=maps), wanted, destinations)
+        run = moe_mlp_backward if spec.compute is None else moe_mlp_float8_backward
+        made = run(device, d_out, x, Kept(*others[:2]), layer._replace(slots=maps), wanted, destinations)
         matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
         return made.x, *matrices, made.weights
 

@@ -16,7 +16,7 @@ from .._activations import ACTIVATIONS, activate, swiglu
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import accumulated
 from ..gemm import grouped_gemm
-from ..mlp import check_destinations, check_memory_options, moe_mlp
+from ..mlp import check_compute, check_destinations, check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
 from ._common import Size, check_rows, described, initial, of_shape, sizes, weight
 
@@ -71,6 +71,7 @@ class SwiGLUExperts(nn.Layer):
         accumulate: see `moe_mlp`; it applies to all calls.
         activation: see `moe_mlp`.
         bias: whether both products have biases, which begin as zeros.
+        compute: see `moe_mlp`. Calls that do not combine rows are refused with it.
 
     Attributes:
         gate_up: weights [E, H, 2*I], the gate's columns first.
@@ -80,7 +81,7 @@ class SwiGLUExperts(nn.Layer):
 
     Raises:
         TypeError: a size is not an int, or a flag is not a bool.
-        ValueError: a size below 1, or an unknown activation.
+        ValueError: a size below 1, or an unknown activation; ``compute`` with biases or another activation.
     """
 
     def __init__(
@@ -94,11 +95,14 @@ class SwiGLUExperts(nn.Layer):
         accumulate: bool = False,
         activation: str = "swiglu",
         bias: bool = False,
+        compute: str | None = None,
     ) -> None:
         super().__init__()
         self.activation = _checks.choice("SwiGLUExperts", "activation", activation, ACTIVATIONS)
         _checks.flag("SwiGLUExperts", "bias", bias)
         check_memory_options("SwiGLUExperts", keep, workspace_mb, accumulate)
+        check_compute("SwiGLUExperts", compute, activation, bias)
+        self.compute = compute
         self.memory_options: dict[str, Any] = {
             "keep": keep,
             "workspace_mb": Size(workspace_mb),
@@ -137,6 +141,7 @@ class SwiGLUExperts(nn.Layer):
         """Return what ``print(layer)`` says of it."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         options = {"activation": self.activation, "bias": self.gate_up_bias is not None}
+        options |= {} if self.compute is None else {"compute": self.compute}
         return described(self.gate_up, num_experts=self.num_experts, **sizes, **options)
 
     @not_to_static
@@ -178,7 +183,8 @@ class SwiGLUExperts(nn.Layer):
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         if combine:
             experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-            return _combined(rows, experts, sizes_of, self.activation, plan, probs, **self.memory_options)
+            options = {**self.memory_options, "compute": self.compute}
+            return _combined(rows, experts, sizes_of, self.activation, plan, probs, **options)
         if plan is not None:
             return self.weighted_rows(rows, plan, probs)
         return _by_counts(
@@ -209,6 +215,8 @@ class SwiGLUExperts(nn.Layer):
 
     def _parameters_of_rows(self) -> _Parameters:
         """Those for calls that `moe_mlp` does not run."""
+        if self.compute is not None:
+            _checks.bad_value("SwiGLUExperts", "combine", f"True with compute={self.compute!r}", False)
         given = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         if not self.memory_options["accumulate"]:
             return given
@@ -289,6 +297,7 @@ def _combined(
     keep: str,
     workspace_mb: int,
     accumulate: bool,
+    compute: str | None,
 ) -> Tensor:
     """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I."""
     name = "SwiGLUExperts"
@@ -296,7 +305,7 @@ def _combined(
     check_rows(name, "rows", x, gate_up, ["T", gate_up.shape[1]])
     plan = _plan_of(name, plan, gate_up.shape[0])
     options: dict[str, Any] = {"keep": keep, "workspace_mb": int(workspace_mb), "accumulate": accumulate}
-    options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias, "compute": compute}
     with _checks.renaming("moe_mlp", name, x="rows"):
         return moe_mlp(x, plan, probs, gate_up, down, **options)
 

@@ -51,6 +51,7 @@ class MoELayer(nn.Layer):
         accumulate: see `moe_mlp`.
         activation: of the experts, see `moe_mlp`. Shared experts are SwiGLU.
         expert_bias: whether the experts have biases, which begin as zeros. Shared experts have none.
+        compute: of the experts, see `moe_mlp`; only without a group. Shared experts multiply in the tokens' dtype.
         group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
             makes the layer, with the same arguments. The router and the shared experts are the same on all ranks, from
             the start. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
@@ -77,7 +78,8 @@ class MoELayer(nn.Layer):
 
     Raises:
         TypeError: a size is not an int, a flag is not a bool, or a factor is not a number.
-        ValueError: a size out of range (see TopKRouter, SwiGLUExperts) or num_shared_experts below 0.
+        ValueError: a size out of range (see TopKRouter, SwiGLUExperts) or num_shared_experts below 0; ``compute`` with
+            a group, with biases or with another activation.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class MoELayer(nn.Layer):
         accumulate: bool = False,
         activation: str = "swiglu",
         expert_bias: bool = False,
+        compute: str | None = None,
         group: Any = None,
         combine: str = "exact",
         payload: str | None = None,
@@ -121,7 +124,10 @@ class MoELayer(nn.Layer):
             settings |= {"num_groups": num_groups, "topk_groups": topk_groups, "scores_per_group": scores_per_group}
             settings |= {"scaling_factor": scaling_factor, "capacity_factor": capacity_factor}
             settings |= {"accumulate": accumulate, "activation": activation, "expert_bias": expert_bias}
+            settings |= {"compute": compute}
             agree(name, group, settings | travels)
+            if compute is not None:
+                _checks.bad_value(name, "compute", "None with a group", repr(compute))
         _checks.flag(name, "expert_bias", expert_bias)
         num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
         with _checks.renaming("TopKRouter", name):
@@ -141,7 +147,7 @@ class MoELayer(nn.Layer):
         self.hidden_size = self.router.hidden_size
         with _checks.renaming("SwiGLUExperts", name):
             options: dict[str, Any] = {"keep": keep, "workspace_mb": workspace_mb, "accumulate": accumulate}
-            options |= {"activation": activation, "bias": expert_bias}
+            options |= {"activation": activation, "bias": expert_bias, "compute": compute}
             self.parallel: ExpertParallel | None = None
             if group is not None:
                 with _checks.renaming("ExpertParallel", name):

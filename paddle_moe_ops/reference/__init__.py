@@ -12,6 +12,7 @@ from __future__ import annotations
 from .activations import ACTIVATIONS, activate, activation_factors, swiglu
 from .arithmetic import add32, fma32, round_to, to_float32
 from .chunks import chunk_sort_map, sort_chunks, sort_chunks_backward
+from .float8_mlp import FLOAT8_AMAX_MIN, moe_mlp_float8, moe_mlp_float8_backward
 from .gemm import grouped_gemm, grouped_gemm_backward
 from .indexed import get_routing_indices, permute_indexed, permute_indexed_backward, unpermute_indexed
 from .mlp import MlpGradients, moe_mlp, moe_mlp_backward
@@ -24,7 +25,13 @@ from .paddle_api import (
     rowmap_to_token_rows,
 )
 from .permutation import permute, permute_backward, sum_rows, unpermute, unpermute_backward
-from .quantization import dequantize_1x128, permute_quantized, quantize_1x128
+from .quantization import (
+    dequantize_1x128,
+    dequantize_128x128,
+    permute_quantized,
+    quantize_1x128,
+    quantize_128x128,
+)
 from .routing import Plan, route, route_backward
 from .row_id_map import (
     RowMaps,
@@ -38,6 +45,7 @@ from .topk import calculate_topk, calculate_topk_backward, select_experts
 
 __all__ = [
     "ACTIVATIONS",
+    "FLOAT8_AMAX_MIN",
     "MlpGradients",
     "Plan",
     "RowMaps",
@@ -48,6 +56,7 @@ __all__ = [
     "calculate_topk_backward",
     "chunk_sort_map",
     "dequantize_1x128",
+    "dequantize_128x128",
     "fma32",
     "get_routing_indices",
     "grouped_gemm",
@@ -55,6 +64,8 @@ __all__ = [
     "make_row_id_map",
     "moe_mlp",
     "moe_mlp_backward",
+    "moe_mlp_float8",
+    "moe_mlp_float8_backward",
     "moe_permute",
     "moe_permute_backward",
     "moe_unpermute",
@@ -66,6 +77,7 @@ __all__ = [
     "permute_quantized",
     "plan_to_rowmap",
     "quantize_1x128",
+    "quantize_128x128",
     "read_rowmap",
     "round_to",
     "route",

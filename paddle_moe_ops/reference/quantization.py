@@ -16,7 +16,14 @@ from numpy.typing import DTypeLike, NDArray
 from .arithmetic import round_to, to_float32
 from .routing import Plan, take_or_zero
 
-__all__ = ["GROUP", "dequantize_1x128", "permute_quantized", "quantize_1x128"]
+__all__ = [
+    "GROUP",
+    "dequantize_1x128",
+    "dequantize_128x128",
+    "permute_quantized",
+    "quantize_1x128",
+    "quantize_128x128",
+]
 
 GROUP = 128
 E4M3_MAX = 448
@@ -63,16 +70,53 @@ def dequantize_1x128(
         return round_to(to_float32(codes) * factors, dtype)
 
 
+def quantize_128x128(w: NDArray, *, amax_min: float = 1e-4) -> tuple[NDArray, NDArray]:
+    """Return codes and scales of stacked matrices, with 128 x 128 elements for a group, fewer at the ends.
+
+    Transposed matrices have the transposed codes and scales.
+
+    Args:
+        w: [E, a, b] bfloat16, float16 or float32.
+        amax_min: as in `quantize_1x128`.
+
+    Returns:
+        codes float8_e4m3fn [E, a, b], and scales float32 [E, ceil(a / 128), ceil(b / 128)].
+    """
+    experts, height, width = w.shape
+    high, wide = -(-height // GROUP), -(-width // GROUP)
+    filled = np.zeros((experts, high * GROUP, wide * GROUP), np.float32)
+    filled[:, :height, :width] = to_float32(w)
+    blocks = filled.reshape(experts, high, GROUP, wide, GROUP).swapaxes(2, 3)
+    codes, scales, _ = _quantize_groups(blocks.reshape(experts * high, wide, GROUP * GROUP), False, amax_min)
+    codes = codes.reshape(blocks.shape).swapaxes(2, 3).reshape(filled.shape)
+    return codes[:, :height, :width].copy(), scales.reshape(experts, high, wide)
+
+
+def dequantize_128x128(codes: NDArray, scales: NDArray, *, dtype: DTypeLike = ml_dtypes.bfloat16) -> NDArray:
+    """Return RN(code * scale) in float32, rounded to ``dtype`` [E, a, b]."""
+    _, height, width = codes.shape
+    factors = np.repeat(np.repeat(scales, GROUP, axis=1)[:, :height], GROUP, axis=2)[:, :, :width]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return round_to(to_float32(codes) * factors, dtype)
+
+
 def _quantize(x: NDArray, ue8m0: bool, amax_min: float) -> tuple[NDArray, NDArray]:
     """Codes, and scales by row."""
     num_rows, hidden = x.shape
     num_groups = -(-hidden // GROUP)
     groups = np.zeros((num_rows, num_groups * GROUP), np.float32)
     groups[:, :hidden] = to_float32(x)
-    groups = groups.reshape(num_rows, num_groups, GROUP)
+    codes, scales, exponents = _quantize_groups(groups.reshape(num_rows, num_groups, GROUP), ue8m0, amax_min)
+    codes = codes.reshape(num_rows, num_groups * GROUP)[:, :hidden].copy()
+    return codes, scales if exponents is None else _packed(exponents)
+
+
+def _quantize_groups(groups: NDArray, ue8m0: bool, amax_min: float) -> tuple[NDArray, NDArray, NDArray | None]:
+    """Codes of float32 [M, S, elements of a group], the scales [M, S], and for ue8m0 their exponents."""
     magnitudes = np.where(np.isnan(groups), np.float32(0), np.abs(groups))
-    amax = np.clip(magnitudes.max(axis=2), np.float32(amax_min), np.finfo(np.float32).max)
+    amax = np.clip(magnitudes.max(axis=2, initial=0), np.float32(amax_min), np.finfo(np.float32).max)
     scales = amax / np.float32(E4M3_MAX)
+    exponents = None
     if ue8m0:
         exponents = (scales.view(np.uint32) + 0x7FFFFF) >> 23
         scales = (exponents << 23).view(np.float32)
@@ -81,8 +125,7 @@ def _quantize(x: NDArray, ue8m0: bool, amax_min: float) -> tuple[NDArray, NDArra
         # Clipping before rounding saturates: what lies beyond 448 would round to 448 or further.
         codes = np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
     bits = np.where(np.isnan(scaled), np.uint8(E4M3_NAN), codes.view(np.uint8))
-    codes = bits.reshape(num_rows, num_groups * GROUP)[:, :hidden].copy().view(ml_dtypes.float8_e4m3fn)
-    return codes, _packed(exponents) if ue8m0 else scales
+    return bits.view(ml_dtypes.float8_e4m3fn), scales, exponents
 
 
 def _packed(exponents: NDArray) -> NDArray:

@@ -200,11 +200,13 @@ class Library(NamedTuple):
     Attributes:
         grouped_product: a `hopper_product.LibraryKernel`.
         grouped_outer: another one.
+        grouped_float8: two more, those of `hopper_float8`.
         functions: what repeats recorded calls.
     """
 
     grouped_product: Any = None
     grouped_outer: Any = None
+    grouped_float8: Any = None
     functions: Functions | None = None
 
 
@@ -233,7 +235,7 @@ class PaddleDevice:
         self.compiled, self.run = self._handles.compiled, self._handles.run
         self.recordings: dict[Any, Any] = {}
         self._several_gpus = _Cuda.get().device_count > 1
-        self.grouped_product, self.grouped_outer, functions = library
+        self.grouped_product, self.grouped_outer, self.grouped_float8, functions = library
         self.native = None if functions is None else Native(functions, _Cuda.get().launching(index))
 
     @functools.cached_property

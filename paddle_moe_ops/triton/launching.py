@@ -71,6 +71,10 @@ class Device(Protocol):
     def grouped_outer(self) -> Any:
         """What `hopper_outer` launches, or None."""
 
+    @property
+    def grouped_float8(self) -> Any:
+        """What `hopper_float8` launches, two kernels, or None."""
+
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         """A new array, contents undefined; ``dtype`` is a key of `ITEM_BYTES`."""
 

@@ -93,7 +93,15 @@ class Gradients(NamedTuple):
 class _Run:
     """One pass: sizes, configurations, tables and the buffer; ``moves_twice`` if two products take rows of tokens."""
 
-    def __init__(self, device: Device, layer: Layer, x: Array, moves_twice: bool, tables: Array | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        layer: Layer,
+        x: Array,
+        moves_twice: bool,
+        may_gather: bool = True,
+        tables: Array | None = None,
+    ) -> None:
         self.device, self.layer, self.dtype = device, layer, device.dtype_name(x)
         self.item = ITEM_BYTES[self.dtype]
         self.num_tokens, self.hidden = x.shape
@@ -111,7 +119,8 @@ class _Run:
             rows = max(rows - self.tile_rows, self.tile_rows)
         self.window_rows = max(min(rows, self.num_rows), 1)
         self.num_windows = blocks(self.num_rows, self.window_rows)
-        self.gathers = gathers(self.num_tokens, self.num_rows, self.inner, self.num_windows, moves_twice)
+        sizes = self.num_tokens, self.num_rows, self.inner, self.num_windows
+        self.gathers = may_gather and gathers(*sizes, moves_twice)
         columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP
         self.window_columns = min(max(columns, _COLUMN_STEP), self.hidden)
         self.owners = layer.tokens.row_to_token if self.gathers else None

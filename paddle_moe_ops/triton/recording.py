@@ -163,6 +163,10 @@ class Recorder:
     def grouped_outer(self) -> Any:
         return self._device.grouped_outer
 
+    @property
+    def grouped_float8(self) -> Any:
+        return self._device.grouped_float8
+
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         made = self._device.empty(shape, dtype)
         self._made.append((made, tuple(shape), dtype))

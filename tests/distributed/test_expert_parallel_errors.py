@@ -43,6 +43,7 @@ UNLIKE: dict[str, tuple[Any, Any]] = {
     "activation": ("swiglu", "geglu"),
     "expert_bias": (False, True),
     "accumulate": (False, True),
+    "compute": (None, "fp8_1x128"),
     "payload": (None, "fp8_1x128"),
 }
 

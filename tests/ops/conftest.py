@@ -64,7 +64,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
             self._place = paddle.CPUPlace()
             self.launches = []
             self.recordings = {}
-            self.grouped_product = self.grouped_outer = None
+            self.grouped_product = self.grouped_outer = self.grouped_float8 = None
 
         launch, compiled, run = NumpyDevice.launch, NumpyDevice.compiled, NumpyDevice.run
         ready, stream = NumpyDevice.ready, NumpyDevice.stream

@@ -226,6 +226,7 @@ CALLS = [
             "accumulate": False,
             "gate_up_bias": ones(E, 6),
             "down_bias": ones(E, H),
+            "compute": None,
         },
     ),
     Call(

@@ -116,6 +116,7 @@ class NumpyDevice:
 
     grouped_product: Any = None
     grouped_outer: Any = None
+    grouped_float8: Any = None
 
     def __init__(self) -> None:
         self.launches: list[str] = []

@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paddle_moe_ops import reference
 from paddle_moe_ops.triton import moe_mlp
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
+from paddle_moe_ops.triton.hopper_float8 import AMAX_MIN, GroupedFloat8Params, QuantizeBlocksParams, bits_of
 from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams
 from paddle_moe_ops.triton.hopper_product import (
     GATED,
     PLAIN,
     TILE_COLUMNS,
+    TILE_ROWS,
     GroupedProductParams,
     LibraryKernel,
 )
@@ -34,6 +37,7 @@ __all__ = [
     "fields_in_header",
     "kernel_for",
     "launches_of",
+    "numpy_float8_kernels",
     "numpy_grouped_outer",
     "numpy_grouped_product",
 ]
@@ -41,7 +45,8 @@ __all__ = [
 HOPPER = Gpu(90, 132, 60 << 20)
 TILES = GemmConfig(128, 16, 16, 2, 2, 4, 1, tma=False)
 
-_HEADER = Path(__file__).parents[2] / "paddle_moe_ops/csrc/include/pmo/grouped.h"
+_HEADERS = Path(__file__).parents[2] / "paddle_moe_ops/csrc/include/pmo"
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _DTYPES = {1: np.dtype(np.float16), 2: np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -58,15 +63,15 @@ def _rows_at(address: int | None, dtype: Any, height: int, width: int, stride: i
     return np.lib.stride_tricks.as_strided(_at(address, dtype, count), (height, width), (stride * item, item))
 
 
-def _groups(p: GroupedProductParams) -> Iterator[tuple[int, slice]]:
+def _groups(p: GroupedProductParams | GroupedFloat8Params, tile_rows: int) -> Iterator[tuple[int, slice]]:
     """Each tile of the window: its expert and rows."""
     experts = p.num_experts
     first, stop = (_at(each, np.int32, experts) for each in (p.first, p.stop))
     tiles, window = _at(p.tiles, np.int32, experts + 1), _at(p.window, np.int32, 2)
     for expert in range(experts):
         for tile in range(max(tiles[expert], window[0]), min(tiles[expert + 1], window[1])):
-            begin = first[expert] + (tile - tiles[expert]) * p.tile_rows
-            yield expert, slice(begin, min(begin + p.tile_rows, stop[expert]))
+            begin = first[expert] + (tile - tiles[expert]) * tile_rows
+            yield expert, slice(begin, min(begin + tile_rows, stop[expert]))
 
 
 def _swiglu(hidden: NDArray) -> tuple[NDArray, NDArray, NDArray]:
@@ -86,7 +91,7 @@ def _entry(reference: Any, stream: Any) -> int:
     x = _rows_at(p.x, dtype, p.num_sources, p.inner, p.x_row_stride)
     out = _at(p.out, dtype, p.num_rows, p.width)
     columns = slice(p.first_column, p.first_column + p.outer if p.result == GATED else p.first_column + p.width)
-    for expert, rows in _groups(p):
+    for expert, rows in _groups(p, p.tile_rows):
         matrix = matrices[expert].T if p.transpose else matrices[expert]
         taken = x[rows.start - p.first_row : rows.stop - p.first_row]
         sums = taken.astype(np.float64) @ matrix[:, columns].astype(np.float64)
@@ -131,13 +136,73 @@ def _outer_entry(reference: Any, stream: Any) -> int:
     return 0
 
 
-def fields_in_header(struct: str) -> list[tuple[str, Any]]:
-    """Those of a struct of the header, as `ctypes` has them."""
-    body = re.search(rf"typedef struct {struct} \{{(.*?)\}} {struct};", _HEADER.read_text(encoding="utf-8"), re.DOTALL)[
-        1
-    ]
+def _float8_entry(reference_to: Any, stream: Any) -> int:
+    p: GroupedFloat8Params = reference_to._obj
+    if p.struct_size != ctypes.sizeof(p) or p.amax_min != bits_of(AMAX_MIN):
+        return 1
+    bf16, depth, height = _DTYPES[2], -(-p.inner // 128), -(-p.outer // 128)
+    codes = _at(p.matrix, _FLOAT8, p.num_experts, p.outer, p.inner)
+    scales = _at(p.matrix_scales, np.float32, p.num_experts, height, depth)
+    matrices = reference.dequantize_128x128(codes, scales, dtype=np.float32)
+    x = _at(p.x, _FLOAT8, p.num_sources, p.inner)
+    x = reference.dequantize_1x128(x, _at(p.x_scales, np.float32, p.num_sources, depth), dtype=np.float32)
+    columns = slice(p.first_column, p.first_column + (p.outer if p.result == GATED else p.width))
+    for expert, rows in _groups(p, TILE_ROWS):
+        taken = x[rows.start - p.first_row : rows.stop - p.first_row].astype(np.float64)
+        sums = taken @ matrices[expert, columns].T.astype(np.float64)
+        weights = _at(p.weights, np.float32, p.num_rows)[rows, None] if p.weights else 1.0
+        if p.result == PLAIN:
+            _at(p.out, bf16, p.num_rows, p.width)[rows] = sums * weights
+        elif p.result == GATED:
+            halves = sums.astype(bf16)
+            if p.hidden:
+                _at(p.hidden, bf16, p.num_rows, p.outer)[rows] = halves
+            act = _swiglu(halves)[0].astype(bf16)
+            if p.out:
+                _at(p.out, bf16, p.num_rows, p.width)[rows] = act
+            _quantize_to(p, rows, act)
+        else:
+            hidden = _at(p.hidden, bf16, p.num_rows, 2 * p.width)[rows]
+            live = _at(p.row_to_token, np.int32, p.num_rows)[rows, None] >= 0
+            act, by_gate, by_up = _swiglu(np.where(live, hidden, 0))
+            act, sums = act.astype(bf16).astype(np.float64), np.where(live, sums, 0)
+            d_act = sums * np.where(live, weights, 0)
+            hidden[...] = np.concatenate([d_act * by_gate, d_act * by_up], axis=1)
+            _at(p.out, bf16, p.num_rows, p.width)[rows] = act * np.where(live, weights, 0)
+            _quantize_to(p, rows, hidden)
+            if p.d_weights:
+                shares = np.add.reduceat(act * sums, np.arange(0, p.width, TILE_COLUMNS), axis=1)
+                _at(p.d_weights, np.float32, p.num_rows, p.width // TILE_COLUMNS)[rows] = shares
+    return 0
+
+
+def _quantize_to(p: GroupedFloat8Params, rows: slice, values: NDArray) -> None:
+    if p.codes:
+        columns = values.shape[1]
+        codes, scales = reference.quantize_1x128(values, amax_min=AMAX_MIN)
+        _at(p.codes, _FLOAT8, p.num_rows, columns)[rows] = codes
+        _at(p.scales, np.float32, p.num_rows, columns // 128)[rows] = scales
+
+
+def _blocks_entry(reference_to: Any, stream: Any) -> int:
+    p: QuantizeBlocksParams = reference_to._obj
+    if p.struct_size != ctypes.sizeof(p) or p.amax_min != bits_of(AMAX_MIN):
+        return 1
+    x = _at(p.x, {0: np.dtype(np.float32), **_DTYPES}[p.dtype], p.num_matrices, p.num_rows, p.num_columns)
+    for turned, to_codes, to_scales in ((False, p.codes, p.scales), (True, p.turned_codes, p.turned_scales)):
+        if to_codes:
+            codes, scales = reference.quantize_128x128(x.swapaxes(1, 2) if turned else x, amax_min=AMAX_MIN)
+            _at(to_codes, _FLOAT8, *codes.shape)[...] = codes
+            _at(to_scales, np.float32, *scales.shape)[...] = scales
+    return 0
+
+
+def fields_in_header(struct: str, header: str = "grouped.h") -> list[tuple[str, Any]]:
+    """Those of a struct of a header, as `ctypes` has them; numbers of 32 bits count as integers."""
+    text = (_HEADERS / header).read_text(encoding="utf-8")
+    body = re.search(rf"typedef struct {struct} \{{(.*?)\}} {struct};", text, re.DOTALL)[1]
     fields = re.findall(r"^ +(?:const )?(\w+)( |\* ?)(\w+);", body, re.MULTILINE)
-    types = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
+    types = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_int32}
     return [(name, ctypes.c_void_p if "*" in star else types[kind]) for kind, star, name in fields]
 
 
@@ -187,3 +252,9 @@ def numpy_grouped_outer() -> LibraryKernel:
 
 def numpy_grouped_product() -> LibraryKernel:
     return LibraryKernel("grouped_product", _entry, GroupedProductParams, lambda: b"wrong struct")
+
+
+def numpy_float8_kernels() -> tuple[LibraryKernel, LibraryKernel]:
+    wrong = lambda: b"wrong struct"  # noqa: E731
+    product = LibraryKernel("grouped_float8", _float8_entry, GroupedFloat8Params, wrong)
+    return product, LibraryKernel("quantize_blocks", _blocks_entry, QuantizeBlocksParams, wrong)

@@ -19,7 +19,7 @@ inline int hopper_limits(const char* kernel, int* device, DeviceLimits* limits) 
               std::string("CUDA: ") + kernel + " needs compute capability 9.0 and a library built with CUDA 12 or newer");
 }
 
-// Rows of `sizes[0]` numbers of 16 bits; strides, in elements, are those of the other dimensions. A box is swizzled by 128 bytes.
+// Rows of `sizes[0]` numbers; strides, in elements, are those of the other dimensions. A box is swizzled by 128 bytes.
 struct Tensor {
   const void* address;
   int rank;
@@ -42,7 +42,7 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-inline int encode(const Tensor& tensor, bool is_bfloat16, CUtensorMap* map,
+inline int encode(const Tensor& tensor, CUtensorMapDataType type, int bytes, CUtensorMap* map,
                   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
   const auto encoder = tensor_map_encoder();
   if (encoder == nullptr) return fail(PMO_INTERNAL, "CUDA: the driver has no cuTensorMapEncodeTiled");
@@ -53,13 +53,19 @@ inline int encode(const Tensor& tensor, bool is_bfloat16, CUtensorMap* map,
     box[i] = static_cast<cuuint32_t>(tensor.box[i]);
     steps[i] = 1;
   }
-  for (int i = 0; i + 1 < tensor.rank; ++i) strides[i] = static_cast<cuuint64_t>(tensor.strides[i]) * 2;
+  for (int i = 0; i + 1 < tensor.rank; ++i) strides[i] = static_cast<cuuint64_t>(tensor.strides[i]) * bytes;
   const CUresult result =
-      encoder(map, is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-              static_cast<cuuint32_t>(tensor.rank), const_cast<void*>(tensor.address), sizes, strides, box, steps,
+      encoder(map, type, static_cast<cuuint32_t>(tensor.rank), const_cast<void*>(tensor.address), sizes, strides, box, steps,
               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return fail(PMO_INTERNAL, "CUDA: cuTensorMapEncodeTiled: error " + std::to_string(result));
   return PMO_OK;
+}
+
+// Of numbers of 16 bits.
+inline int encode(const Tensor& tensor, bool is_bfloat16, CUtensorMap* map,
+                  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
+  const CUtensorMapDataType type = is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  return encode(tensor, type, 2, map, promotion);
 }
 
 }  // namespace cuda

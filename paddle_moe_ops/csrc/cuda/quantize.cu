@@ -15,15 +15,13 @@
 //
 // A block holds one token, or several with short rows; blocks after the last token zero padding, 32 rows each.
 // Bytes moved: T * H elements (of tokens that have a row) and N * (H + 4 C).
-#include <cuda_fp8.h>
-
-#include <cfloat>
 #include <cstdint>
 
 #include "common/checks.h"
 #include "common/dtypes.h"
 #include "common/padding.h"
 #include "common/scales.h"
+#include "cuda/float8.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/quantize_plan.h"
 #include "cuda/vectors.cuh"
@@ -90,20 +88,17 @@ __device__ float group_scale(const float* values, float amax_min, bool ue8m0) {
   for (int i = 0; i < kLaneColumns; ++i) amax = fmaxf(amax, fabsf(values[i]));  // of a number and NaN, the number
 #pragma unroll
   for (int lanes = 1; lanes < kGroupLanes; lanes *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
-  const float scale = __fdiv_rn(fminf(fmaxf(amax, amax_min), FLT_MAX), 448.0f);
+  const float scale = float8_scale(amax, amax_min);
   return ue8m0 ? __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) >> 23 << 23) : scale;
 }
 
-// The codes of the lane's elements. The conversion rounds to nearest even, saturates and makes 0x7F of NaN.
+// The codes of the lane's elements.
 __device__ uint4 codes_of(const float* values, float inverse) {
   uint32_t words[kLaneColumns / 4];
 #pragma unroll
   for (int i = 0; i < kLaneColumns / 4; ++i) {
     const float* v = values + 4 * i;
-    const float2 low = {__fmul_rn(v[0], inverse), __fmul_rn(v[1], inverse)};
-    const float2 high = {__fmul_rn(v[2], inverse), __fmul_rn(v[3], inverse)};
-    words[i] = __nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3) |
-               static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, __NV_E4M3)) << 16;
+    words[i] = float8_pair(v[0], v[1], inverse) | float8_pair(v[2], v[3], inverse) << 16;
   }
   return {words[0], words[1], words[2], words[3]};
 }

@@ -1,0 +1,81 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include <cfloat>
+
+#include "common/arithmetic.h"
+#include "common/checks.h"
+#include "common/status.h"
+
+namespace pmo {
+namespace {
+
+// Places in rows and columns are 32-bit integers on the device.
+constexpr int64_t kMost = INT32_MAX / 2;
+
+bool is_size(int64_t value, int64_t multiple) { return value >= 0 && value <= kMost && value % multiple == 0; }
+
+bool is_16_bytes(const void* array) { return array != nullptr && reinterpret_cast<uintptr_t>(array) % 16 == 0; }
+
+}  // namespace
+
+int check_grouped_float8(const pmo_grouped_float8_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_float8_params of this library");
+  PMO_REQUIRE(p.result >= PMO_GROUPED_PLAIN && p.result <= PMO_GROUPED_GRADIENT, "result", "one of pmo_grouped_result");
+  const bool is_plain = p.result == PMO_GROUPED_PLAIN, is_gated = p.result == PMO_GROUPED_GATED;
+  PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.num_sources, 1), "num_sources", "in [0, 2^30)");
+  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
+  PMO_REQUIRE(is_size(p.inner, 16), "inner", "a multiple of 16");
+  PMO_REQUIRE(is_size(p.outer, is_plain   ? 8
+                               : is_gated ? 256
+                                          : 128),
+              "outer", "a multiple of 8; of 256 if the result is gated, of 128 if it is a gradient");
+  PMO_REQUIRE(is_size(p.width, 8), "width", "a multiple of 8");
+  PMO_REQUIRE(is_size(p.first_column, 128) && p.first_column + p.width <= p.outer, "first_column",
+              "a multiple of 128 in the matrix");
+  if (!is_plain) {
+    PMO_REQUIRE(p.first_column == 0 && (is_gated ? 2 : 1) * p.width == p.outer, "width", "all columns of the result");
+  }
+  PMO_REQUIRE(is_size(p.first_row, 1), "first_row", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.window_rows, 1), "window_rows", "in [0, 2^30)");
+  PMO_REQUIRE(p.codes == nullptr || !is_plain, "codes", "NULL if the result is plain");
+  if (p.codes != nullptr) PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  if (p.num_rows == 0) return PMO_OK;
+  PMO_REQUIRE(p.num_sources > 0 && p.inner > 0 && p.outer > 0, "inner", "positive where there are rows");
+  PMO_REQUIRE(is_16_bytes(p.x), "x", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(is_16_bytes(p.matrix), "matrix", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(p.out == nullptr ? is_gated : is_16_bytes(p.out), "out", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(p.hidden == nullptr ? p.result != PMO_GROUPED_GRADIENT : is_16_bytes(p.hidden), "hidden",
+              "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(p.codes == nullptr || is_16_bytes(p.codes), "codes", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE_ARRAY(p.scales, p.codes == nullptr ? 0 : 1, "scales");
+  PMO_REQUIRE_ARRAY(p.x_scales, 1, "x_scales");
+  PMO_REQUIRE_ARRAY(p.matrix_scales, 1, "matrix_scales");
+  PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
+  PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
+  PMO_REQUIRE_ARRAY(p.tiles, p.num_experts + 1, "tiles");
+  PMO_REQUIRE_ARRAY(p.window, 2, "window");
+  return PMO_OK;
+}
+
+int check_quantize_blocks(const pmo_quantize_blocks_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_quantize_blocks_params of this library");
+  const bool is_known = p.dtype == PMO_FLOAT32 || p.dtype == PMO_FLOAT16 || p.dtype == PMO_BFLOAT16;
+  PMO_REQUIRE(is_known, "dtype", "PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16");
+  PMO_REQUIRE(p.num_matrices >= 0 && p.num_matrices <= kMaxExperts, "num_matrices", "in [0, 2^16]");
+  PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.num_columns, 1), "num_columns", "in [0, 2^30)");
+  const int64_t tiles = divide_up(p.num_rows, int64_t{128}) * divide_up(p.num_columns, int64_t{128});
+  PMO_REQUIRE(p.num_matrices == 0 || tiles <= kMost / p.num_matrices, "num_matrices", "below 2^30 / blocks of a matrix");
+  PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  if (p.num_matrices == 0 || p.num_rows == 0 || p.num_columns == 0) return PMO_OK;
+  PMO_REQUIRE(p.x != nullptr, "x", "an array");
+  PMO_REQUIRE((p.codes == nullptr) == (p.scales == nullptr), "scales", "given with codes");
+  PMO_REQUIRE((p.turned_codes == nullptr) == (p.turned_scales == nullptr), "turned_scales", "given with turned_codes");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.scales, "scales");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.turned_scales, "turned_scales");
+  return PMO_OK;
+}
+
+}  // namespace pmo

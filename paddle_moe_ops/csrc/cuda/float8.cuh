@@ -1,0 +1,26 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The rule that makes numbers float8_e4m3fn, in pmo/quantize.h.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <cfloat>
+#include <cstdint>
+
+namespace pmo {
+namespace cuda {
+
+// The scale of numbers whose largest magnitude is `amax`.
+__device__ inline float float8_scale(float amax, float amax_min) {
+  return __fdiv_rn(fminf(fmaxf(amax, amax_min), FLT_MAX), 448.0f);
+}
+
+// Two codes, the first in the low byte. The conversion rounds to nearest even, saturates and makes 0x7F of NaN.
+__device__ inline uint32_t float8_pair(float first, float second, float inverse) {
+  return __nv_cvt_float2_to_fp8x2({__fmul_rn(first, inverse), __fmul_rn(second, inverse)}, __NV_SATFINITE, __NV_E4M3);
+}
+
+}  // namespace cuda
+}  // namespace pmo

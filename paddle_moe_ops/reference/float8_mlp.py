@@ -1,0 +1,102 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of SwiGLU experts whose products take float8 operands, with gradients.
+
+Rows are quantised for each 128 columns, matrices for each 128 x 128 elements. Both products of the forward pass, and
+those that give gradients of activations, multiply quantised values. The gradients of the matrices are products of
+numbers in the tokens' dtype, as in `mlp`. What a backend keeps in memory is rounded to that dtype first, and is
+quantised from there. The derivative of quantising counts as 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .activations import activate, activation_factors
+from .arithmetic import round_float64
+from .gemm import grouped_gemm, grouped_gemm_backward
+from .mlp import MlpGradients
+from .permutation import sum_rows
+from .quantization import dequantize_1x128, dequantize_128x128, quantize_1x128, quantize_128x128
+from .routing import Plan, take_or_zero
+
+__all__ = ["FLOAT8_AMAX_MIN", "moe_mlp_float8", "moe_mlp_float8_backward"]
+
+# The least that `quantize_1x128` takes, since gradients may be small.
+FLOAT8_AMAX_MIN = 2.0**-100
+
+
+def moe_mlp_float8(
+    x: NDArray,
+    plan: Plan,
+    gate_up: NDArray,
+    down: NDArray,
+    weights: NDArray | None = None,
+    *,
+    transpose: bool = False,
+) -> tuple[NDArray, NDArray]:
+    """Return what the experts of each token make of it, weighted and added up, and the first product.
+
+    Args:
+        x: [T, d] tokens, bfloat16, float16 or float32.
+        plan: where their rows are.
+        gate_up: [E, d, 2n], the gate's columns first, or [E, 2n, d] with ``transpose``.
+        down: [E, n, d], or [E, d, n].
+        weights: float32 [M] by row, or None.
+        transpose: whether the matrices are stored transposed.
+
+    Returns:
+        [T, d], and the rows before SwiGLU, [M, 2n], 0 in rows of no token.
+    """
+    groups = _groups(plan)
+    hidden = grouped_gemm(_rows(x), _matrices(gate_up), transpose=transpose, row_to_token=plan.row_to_token, **groups)
+    hidden = round_float64(hidden, x.dtype)
+    rows = grouped_gemm(
+        _rows(activate(hidden, "swiglu")), _matrices(down), transpose=transpose, weights=weights, **groups
+    )
+    return sum_rows(round_float64(rows, x.dtype), plan.token_rows), hidden
+
+
+def moe_mlp_float8_backward(
+    d_out: NDArray,
+    x: NDArray,
+    plan: Plan,
+    gate_up: NDArray,
+    down: NDArray,
+    weights: NDArray | None = None,
+    *,
+    transpose: bool = False,
+) -> MlpGradients:
+    """Return the gradients of `moe_mlp_float8`, by the products that a backend makes."""
+    groups, owners, dtype = _groups(plan), plan.row_to_token, x.dtype
+    _, hidden = moe_mlp_float8(x, plan, gate_up, down, weights, transpose=transpose)
+    act = activate(hidden, "swiglu").astype(np.float64)
+    d_scaled = grouped_gemm(_rows(d_out), _matrices(down), transpose=not transpose, row_to_token=owners, **groups)
+    factors = np.where(owners >= 0, 1.0 if weights is None else weights, 0.0)[:, None]
+    to_gate, to_up = activation_factors(hidden, "swiglu")
+    d_hidden = np.concatenate([d_scaled * factors * to_gate, d_scaled * factors * to_up], axis=1)
+    d_hidden = round_float64(d_hidden, dtype)
+    scaled = round_float64(act * factors, dtype)
+    options: dict[str, Any] = {"transpose": transpose, **groups}
+    _, d_down = grouped_gemm_backward(take_or_zero(d_out, owners), scaled, down, **options)
+    _, d_gate_up = grouped_gemm_backward(d_hidden, take_or_zero(x, owners), gate_up, **options)
+    d_rows = grouped_gemm(_rows(d_hidden), _matrices(gate_up), transpose=not transpose, **groups)
+    d_x = sum_rows(round_float64(d_rows, dtype), plan.token_rows)
+    d_weights = None if weights is None else round_float64((act * d_scaled).sum(axis=1), weights.dtype)
+    return MlpGradients(d_x, d_gate_up, d_down, d_weights, None, None)
+
+
+def _groups(plan: Plan) -> dict[str, Any]:
+    return {"m_sizes": list(plan.tokens_per_expert), "expert_offsets": list(plan.expert_offsets)}
+
+
+def _rows(x: NDArray) -> NDArray:
+    """Quantised values, in float64."""
+    return dequantize_1x128(*quantize_1x128(x, amax_min=FLOAT8_AMAX_MIN), dtype=np.float32).astype(np.float64)
+
+
+def _matrices(w: NDArray) -> NDArray:
+    return dequantize_128x128(*quantize_128x128(w, amax_min=FLOAT8_AMAX_MIN), dtype=np.float32).astype(np.float64)

@@ -1,0 +1,156 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""A whole layer of SwiGLU experts whose products take float8 operands, on the compiled library's kernels for Hopper.
+
+As `moe_mlp`, in whose letters this is written, with these differences. Q is quantising: rows with a scale for each 128
+columns, matrices with one for each 128 x 128 elements.
+
+    Q of tokens, Q of W1 and W2         once in each call
+    rows of Q(X) -> H, Q(A)             H in the tokens' dtype, if it is kept
+    Q(A) Q(W2), weighted -> Y -> sums
+
+    rows of Q(dO) -> dA' = Q(dO) Q(W2)^T
+    H, dA' -> dH, Q(dH), s A and the gradients of s     in the same launch
+    dW2 = (s A)^T dO, dW1 = X^T dH                      of numbers in the tokens' dtype
+    Q(dH) Q(W1)^T -> rows of dX -> sums
+
+Codes and scales of rows of tokens exist one window at a time. Those of A, of dH and of the matrices
+exist whole: each pass needs one form of each matrix, whose rows are the contraction's, and the forms differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .grouped_gemm import Target
+from .hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product, quantize_blocks
+from .hopper_product import GATED, GRADIENT, PLAIN, TILE_ROWS
+from .launching import Array, Device, blocks
+from .moe_mlp import Gradients, Kept, Layer, _matrix_gradient, _Run
+from .permute import permute_window
+from .quantize import quantize
+from .unpermute import unpermute_window
+
+__all__ = ["moe_mlp_float8", "moe_mlp_float8_backward"]
+
+
+class _Window(NamedTuple):
+    """Rows of quantised tokens: their number, the first one, how many there are, and memory that begins with them."""
+
+    number: int | None
+    rows: tuple[int, int]
+    source: Codes
+
+
+class _Float8Run(_Run):
+    """One pass."""
+
+    def __init__(self, device: Device, layer: Layer, x: Array, tables: Array | None = None) -> None:
+        super().__init__(device, layer, x, moves_twice=False, may_gather=False, tables=tables)
+        held = min(self.window_rows + TILE_ROWS, self.num_rows)
+        codes = device.empty([held, self.hidden], "float8_e4m3fn")
+        self.moved = Codes(codes, device.empty([held, blocks(self.hidden, GROUP)], "float32"))
+        self.float8_tables = self.tables(TILE_ROWS)
+
+    def _heights(self) -> list[int]:
+        return [TILE_ROWS]
+
+    def new_codes(self, columns: int) -> Codes:
+        device, groups = self.device, blocks(columns, GROUP)
+        codes = device.empty([self.num_rows, columns], "float8_e4m3fn")
+        return Codes(codes, device.empty([self.num_rows, groups], "float32"))
+
+    def windows_of(self, x: Array) -> Iterator[_Window]:
+        """The rows of tokens in float8, window by window."""
+        codes = quantize(self.device, x, ue8m0=False, scale_layout="row", amax_min=AMAX_MIN)
+        for number in range(self.num_windows):
+            first = number * self.window_rows
+            end = min(first + self.window_rows + TILE_ROWS, self.num_rows)
+            for tokens, rows in zip(codes, self.moved, strict=True):
+                columns = 0, tokens.shape[1]
+                maps = self.layer.tokens.token_rows, self.layer.tokens.row_to_token
+                permute_window(self.device, tokens, *maps, rows, (first, end), columns, self.rows_end)
+            yield _Window(number if self.num_windows > 1 else None, (first, end - first), self.moved)
+
+    def activations_in_float8(self, x: Array, hidden: Array | None, made: Codes | None, act: Any = None) -> None:
+        """Q(A) in ``made``, H in ``hidden`` and A in ``act``, where they are given."""
+        layer = self.layer
+        matrix = quantize_blocks(self.device, layer.gate_up, turned=not layer.transpose)
+        for window in self.windows_of(x):
+            operands = window.source, window.rows, matrix, self.float8_tables, self.num_rows
+            out = Target(act, 0, self.inner)
+            float8_product(self.device, *operands, out, GATED, hidden=hidden, made=made, window=window.number)
+
+    def gradients_in_float8(self, d_out: Array, hidden: Array, scaled: Array, need_weights: bool) -> tuple[Codes, Any]:
+        """Q(dH) and the gradients of the weights, or None; H becomes dH, and ``scaled`` s A."""
+        layer, device, made, tiles = self.layer, self.device, self.new_codes(2 * self.inner), None
+        if need_weights and layer.weights is not None:
+            tiles = device.empty([self.num_rows, self.inner // GROUP], "float32")
+        matrix, out = quantize_blocks(self.device, layer.down, turned=layer.transpose), Target(scaled, 0, self.inner)
+        for window in self.windows_of(d_out):
+            operands = window.source, window.rows, matrix, self.float8_tables, self.num_rows
+            float8_product(
+                *(device, *operands, out, GRADIENT),
+                weights=layer.weights,
+                hidden=hidden,
+                made=made,
+                row_to_token=layer.tokens.row_to_token,
+                window=window.number,
+                d_weights=tiles,
+            )
+        if tiles is None:
+            return made, None
+        return made, self.add_up_later(tiles, layer.tokens.row_to_token)
+
+    def sums_in_float8(self, rows: Codes, w: Array, turned: bool, weights: Array | None) -> Any:
+        """The sums of each token's rows of a product [M, d]."""
+        out = self.device.empty([self.num_tokens, self.hidden], self.dtype)
+        matrix = quantize_blocks(self.device, w, turned)
+        self._in_buffer = None
+        for first, end in self.columns():
+            target = Target(self.buffer, first, end - first)
+            operands = rows, (0, self.num_rows), matrix, self.float8_tables, self.num_rows
+            float8_product(self.device, *operands, target, PLAIN, weights=weights)
+            token_rows = self.layer.tokens.token_rows
+            unpermute_window(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
+        return out
+
+
+def moe_mlp_float8(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -> tuple[Any, Kept]:
+    """As `moe_mlp`, where `suits_float8`."""
+    run = _Float8Run(device, layer, x)
+    hidden = run.new(2 * run.inner) if keeps_hidden else None
+    act = run.new_codes(run.inner)
+    run.activations_in_float8(x, hidden, act)
+    out = run.sums_in_float8(act, layer.down, not layer.transpose, layer.weights)
+    return out, Kept(hidden, run.kept_tables)
+
+
+def moe_mlp_float8_backward(
+    device: Device,
+    d_out: Array,
+    x: Array,
+    kept: Kept,
+    layer: Layer,
+    wanted: tuple[bool, bool, bool, bool],
+    into: tuple[tuple[Array, bool] | None, tuple[Array, bool] | None] = (None, None),
+) -> Gradients:
+    """As `moe_mlp_backward`, where `suits_float8`."""
+    run = _Float8Run(device, layer, x, kept.tables)
+    need_x, need_gate_up, need_down, need_weights = wanted
+    hidden, scaled = kept.hidden, run.new(run.inner)
+    if hidden is None:
+        hidden = run.new(2 * run.inner)
+        run.activations_in_float8(x, hidden, None, scaled)
+    codes, d_weights = run.gradients_in_float8(d_out, hidden, scaled, need_weights)
+    d_hidden, scaled_rows = run.packed(hidden, 2 * run.inner), run.packed(scaled, run.inner)
+    d_down = d_gate_up = d_x = None
+    if need_down:
+        d_down = _matrix_gradient(run, layer.down, d_out, scaled_rows, layer.transpose, into[1])
+    if need_gate_up:
+        d_gate_up = _matrix_gradient(run, layer.gate_up, x, d_hidden, not layer.transpose, into[0])
+    if need_x:
+        d_x = run.sums_in_float8(codes, layer.gate_up, layer.transpose, None)
+    run.finish()
+    return Gradients(d_x, d_gate_up, d_down, d_weights)

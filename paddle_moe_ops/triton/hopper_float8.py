@@ -1,0 +1,166 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The float8 kernels that the compiled library has for Hopper, launched as Triton kernels are.
+
+csrc/include/pmo/grouped_float8.h says what they make.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .hopper_product import LibraryKernel, library_kernel
+from .launching import ITEM_BYTES, Array, Device, address, blocks
+
+if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
+    from .grouped_gemm import Schedule, Target
+    from .grouped_gemm_configs import Gpu
+
+__all__ = [
+    "AMAX_MIN",
+    "Codes",
+    "GroupedFloat8Params",
+    "QuantizeBlocksParams",
+    "float8_kernels_of",
+    "float8_product",
+    "quantize_blocks",
+    "suits_float8",
+]
+
+# The least that kernels take, since gradients may be small.
+AMAX_MIN = 2.0**-100
+GROUP = 128
+_ALIGNMENT = 16  # of rows of codes
+
+_INTEGERS = (
+    *("num_rows", "num_sources", "num_experts", "inner", "outer"),
+    *("first_column", "width", "first_row", "window_rows"),
+)
+_ARRAYS = (
+    *("x", "x_scales", "matrix", "matrix_scales", "row_to_token", "weights", "first", "stop", "tiles", "window"),
+    *("out", "hidden", "codes", "scales", "d_weights"),
+)
+
+
+class GroupedFloat8Params(ctypes.Structure):
+    """pmo_grouped_float8_params; ``amax_min`` by its bits."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        ("amax_min", ctypes.c_int32),
+        ("result", ctypes.c_int32),
+    )
+
+
+_TYPES = (*["i64"] * len(_INTEGERS), *["*i8"] * len(_ARRAYS), "i32", "i32")
+
+_BLOCK_INTEGERS = ("num_matrices", "num_rows", "num_columns")
+_BLOCK_ARRAYS = ("x", "codes", "scales", "turned_codes", "turned_scales")
+_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # pmo_dtype
+
+
+class QuantizeBlocksParams(ctypes.Structure):
+    """pmo_quantize_blocks_params; ``amax_min`` by its bits."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in _BLOCK_INTEGERS),
+        *((name, ctypes.c_void_p) for name in _BLOCK_ARRAYS),
+        ("dtype", ctypes.c_int32),
+        ("amax_min", ctypes.c_int32),
+    )
+
+
+_BLOCK_TYPES = (*["i64"] * len(_BLOCK_INTEGERS), *["*i8"] * len(_BLOCK_ARRAYS), "i32", "i32")
+
+
+class Codes(NamedTuple):
+    """Numbers in float8.
+
+    Attributes:
+        codes: float8_e4m3fn [M, columns], or [E, rows, columns].
+        scales: float32 [M, columns / 128], or [E, rows / 128, columns / 128], rounded up.
+    """
+
+    codes: Array
+    scales: Array
+
+
+def float8_kernels_of(library: Any) -> tuple[LibraryKernel, LibraryKernel] | None:
+    """The product and the quantisation of matrices of a library that `ctypes` has loaded, or None."""
+    product = library_kernel(library, "grouped_float8", GroupedFloat8Params)
+    matrices = library_kernel(library, "quantize_blocks", QuantizeBlocksParams)
+    return None if product is None or matrices is None else (product, matrices)
+
+
+def suits_float8(device: Device, gpu: Gpu, dtype: str, hidden: int, inner: int) -> bool:
+    """Whether layers of d columns and experts of inner size n run on the library's kernels."""
+    if device.grouped_float8 is None or gpu.capability != 90 or dtype != "bfloat16":
+        return False
+    return hidden % _ALIGNMENT == 0 and inner % GROUP == 0 and hidden > 0 and inner > 0
+
+
+def quantize_blocks(device: Device, w: Array, turned: bool) -> Codes:
+    """Matrices [E, A, B] in float8 with a scale for each 128 x 128 elements, or with ``turned`` their transposes."""
+    experts, height, width = w.shape
+    sides = (width, height) if turned else (height, width)
+    codes = device.empty([experts, *sides], "float8_e4m3fn")
+    scales = device.empty([experts, *(blocks(side, GROUP) for side in sides)], "float32")
+    made = (None, None, codes, scales) if turned else (codes, scales, None, None)
+    arguments = experts, height, width, *map(address, (w, *made)), _DTYPES[device.dtype_name(w)], bits_of(AMAX_MIN)
+    device.launch(device.grouped_float8[1], 1, _BLOCK_TYPES, arguments, (), 1)
+    return Codes(codes, scales)
+
+
+def float8_product(
+    device: Device,
+    source: Codes,
+    rows: tuple[int, int],
+    matrix: Codes,
+    tables: Schedule,
+    num_rows: int,
+    out: Target,
+    result: int,
+    *,
+    weights: Array | None = None,
+    hidden: Array | None = None,
+    made: Codes | None = None,
+    row_to_token: Array | None = None,
+    window: int | None = None,
+    d_weights: Array | None = None,
+) -> None:
+    """Launch the product.
+
+    Args:
+        device: where to; it has the kernel.
+        source: memory that begins with the rows to multiply and their scales.
+        rows: the first of these rows, and how many there are.
+        matrix: [E, N, D], where D is the length of the contraction.
+        tables: `schedule` of tiles of 128 rows.
+        num_rows: M, rows in all.
+        out: [M, width] elements at least; its array is None if a gated result is wanted in float8 alone.
+        result: PLAIN, GATED or GRADIENT.
+        weights: float32 [M] or None.
+        hidden: [M, 2 width] or None.
+        made: where a gated result goes in float8, or the gradient of ``hidden``; or None.
+        row_to_token: int32 [M], for a gradient.
+        window: of rows, which one ``source`` holds; None: all.
+        d_weights: float32 [M, width / 128] or None; of a gradient, the sums by row are the gradients of the weights.
+    """
+    experts, outer, inner = matrix.codes.shape
+    windows = tables.windows.shape[0] - 3
+    begin = address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
+    sizes = num_rows, rows[1], experts, inner, outer, out.first_column, out.width, rows[0], min(num_rows, rows[1])
+    arrays = (*source, *matrix, row_to_token, weights, tables.first, tables.stop, tables.tiles)
+    results = out.array, hidden, *(made or (None, None)), d_weights
+    arguments = (*sizes, *map(address, arrays), begin, *map(address, results), bits_of(AMAX_MIN), result)
+    device.launch(device.grouped_float8[0], 1, _TYPES, arguments, (), 1)
+
+
+def bits_of(value: float) -> int:
+    """The bits of a number that is rounded to float32."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]

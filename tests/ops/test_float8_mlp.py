@@ -1,0 +1,243 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""moe_mlp on float8 operands: with gradients on every backend, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import ml_dtypes
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import moe_mlp, reference, route, use_backend
+from paddle_moe_ops.backends import float8_mlp
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
+from paddle_moe_ops.testing.equality import assert_bits_equal
+from paddle_moe_ops.triton import grouped_gemm_configs
+from tests.ops.problems import ordinary, plan_tensors, tensor
+from tests.ops.test_moe_mlp import BACKENDS, BY_DTYPE, BY_FORM, BY_LAYOUT, Layer
+from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL
+from tests.triton.library_in_numpy import HOPPER, choose_small_tiles, numpy_float8_kernels
+
+FLOAT8 = "fp8_1x128"
+BF16 = ml_dtypes.bfloat16
+
+
+class Float8Layer(Layer):
+    """Rows and matrices of more than a group of 128, and a gradient so small that a common limit would make it 0."""
+
+    def __init__(self, rng, shape, dtype=np.float32, *, sizes=(136, 130), **options):
+        super().__init__(rng, shape, dtype, sizes=sizes, **options)
+        d, n = sizes
+        small = 1e-3 if np.dtype(dtype) == np.float16 else 1e-6
+        scales = {"gate_up": d**-0.5, "down": n**-0.5}
+        self.arrays |= {name: self._scaled(self.arrays[name], scale) for name, scale in scales.items()}
+        self.d_out = self._scaled(self.d_out, small)
+
+    @staticmethod
+    def _scaled(array, factor):
+        return (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
+
+    def call(self, leaves, place, **options):
+        return super().call(leaves, place, **{"compute": FLOAT8, **options})
+
+    def due(self):
+        arrays = self.arrays
+        weights = None if self.form == "none" else self.plan.row_probs
+        arguments = arrays["x"], self.plan, arrays["gate_up"], arrays["down"], weights
+        out, _ = reference.moe_mlp_float8(*arguments, transpose=self.transpose)
+        made = reference.moe_mlp_float8_backward(self.d_out, *arguments, transpose=self.transpose)
+        due = {"out": out, "x": made.x, "gate_up": made.gate_up, "down": made.down, "probs": made.weights}
+        if "slot" in self.form:
+            rows = self.plan.slot_to_row
+            due["probs"] = np.where(rows >= 0, np.append(made.weights, 0)[rows], 0).reshape(arrays["probs"].shape)
+        return due
+
+
+def assert_near(made, due):
+    """Relative to the norm: a sum in another order may round, and be quantised, to the neighbour."""
+    for name, got in made.items():
+        got, expected = to_numpy(got).astype(np.float64), due[name].astype(np.float64)
+        assert got.shape == expected.shape, name
+        assert np.linalg.norm(got - expected) <= 0.01 * np.linalg.norm(expected), name
+
+
+@BACKENDS
+@BY_DTYPE
+@BY_LAYOUT
+@BY_FORM
+def test_result_and_gradients(form, transpose, dtype, name, rng, place):
+    layer = Float8Layer(rng, PADDED, dtype, transpose=transpose, form=form)
+    with use_backend(name) if name else contextlib.nullcontext():
+        made = layer.run(place)
+    assert_near(made, layer.due())
+    assert np.abs(to_numpy(made["x"]).astype(np.float64)).max() > 0
+
+
+@pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
+@pytest.mark.parametrize("shape", [EMPTY, ONE_TOKEN, ODD, MANY_EXPERTS], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 3), (72, 16)], ids=str)
+def test_any_routing_and_sizes(sizes, shape, buffer_size, rng, place):
+    layer = Float8Layer(rng, shape, sizes=sizes, buffer_size=buffer_size)
+    assert_near(layer.run(place), layer.due())
+
+
+def test_results_are_near_those_of_float32_and_differ_from_them(rng, place):
+    layer = Float8Layer(rng, PADDED)
+    exact = layer.run(place, compute=None)
+    for name, got in layer.run(place).items():
+        a, b = (to_numpy(each).astype(np.float64).ravel() for each in (got, exact[name]))
+        cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+        assert 0.997 < cosine < 0.99999, name
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("form", ["by slot", "none"])
+@pytest.mark.parametrize("keep", ["h", "x"])
+@BY_LAYOUT
+def test_kernels_for_hopper_run_where_they_can(interpreted, transpose, keep, form, rng, monkeypatch):
+    choose_small_tiles(monkeypatch)
+    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
+    interpreted.grouped_float8 = numpy_float8_kernels()
+    layer = Float8Layer(rng, SMALL, BF16, transpose=transpose, form=form, sizes=(16, 128))
+    products = 4 if keep == "h" else 5
+    for call in range(1, 3):  # the second repeats what the first launched
+        with use_backend("triton"):
+            made = layer.run("cpu", keep=keep)
+        assert_near(made, layer.due())
+        assert interpreted.launches.count("grouped_float8") == products * call
+        assert interpreted.launches.count("quantize_blocks") == products * call
+
+
+@pytest.mark.cpu_only
+def test_triton_without_these_kernels_composes_the_layer(interpreted, rng):
+    layer = Float8Layer(rng, SMALL, np.float16, sizes=(16, 24))
+    with use_backend("triton"):
+        assert_near(layer.run("cpu"), layer.due())
+    assert "quantize_kernel" in interpreted.launches
+    assert "grouped_float8" not in interpreted.launches
+
+
+def test_matrices_become_the_values_of_the_oracle(rng, place):
+    w = ordinary(rng, (3, 200, 130))
+    w[0, :3, 0] = np.nan, np.inf, -np.inf
+    w[1] = 0
+    w[2] *= 1e-20
+    due = reference.dequantize_128x128(*reference.quantize_128x128(w, amax_min=2.0**-100), dtype=np.float32)
+    np.testing.assert_array_equal(to_numpy(float8_mlp._near_matrices(tensor(w, place))), due)
+
+
+@pytest.mark.parametrize("options", [{"keep": "x"}, {"workspace_mb": 1}], ids=str)
+def test_what_is_kept_and_how_much_memory_there_is_change_no_bit(options, rng, place):
+    layer = Float8Layer(rng, ODD)
+    before, made = layer.run(place), layer.run(place, **options)
+    for each, expected in before.items():
+        assert_bits_equal(made[each], expected, what=each)
+
+
+@pytest.mark.parametrize("wanted", ["x", "gate_up", "down", "probs"])
+def test_one_gradient_alone(wanted, rng, place):
+    layer = Float8Layer(rng, ODD)
+    expected, leaves = layer.run(place), layer.leaves(place)
+    for each, leaf in leaves.items():
+        leaf.stop_gradient = each != wanted
+    paddle.autograd.backward([layer.call(leaves, place)], [tensor(layer.d_out, place)])
+    assert_bits_equal(leaves[wanted].grad, expected[wanted], what=wanted)
+
+
+def test_lists_of_matrices(rng, place):
+    layer = Float8Layer(rng, ODD)
+    expected, leaves = layer.run(place), layer.leaves(place)
+    lists = {name: [tensor(each, place, gradient=True) for each in layer.arrays[name]] for name in ("gate_up", "down")}
+    out = layer.call({**leaves, **lists}, place)
+    paddle.autograd.backward([out], [tensor(layer.d_out, place)])
+    assert_bits_equal(out, expected["out"], what="out")
+    for name, each in lists.items():
+        assert_bits_equal(paddle.stack([matrix.grad for matrix in each]), expected[name], what=name)
+
+
+def test_gradients_of_matrices_are_added_to_main_grad(rng, place):
+    layer = Float8Layer(rng, ODD)
+    expected, leaves = layer.run(place), layer.leaves(place)
+    for matrix in ("gate_up", "down"):
+        leaves[matrix].main_grad = None
+    for _ in range(2):
+        out = layer.call(leaves, place, accumulate=True)
+        paddle.autograd.backward([out], [tensor(layer.d_out, place)])
+    for matrix in ("gate_up", "down"):
+        assert leaves[matrix].grad is None
+        due = 2 * to_numpy(expected[matrix])
+        np.testing.assert_allclose(to_numpy(leaves[matrix].main_grad), due, rtol=1e-6, atol=1e-6 * np.abs(due).max())
+
+
+def test_nan_of_a_token_stays_with_it(rng, place):
+    layer = Float8Layer(rng, ODD)
+    expected = layer.run(place)
+    routed = np.flatnonzero((layer.plan.slot_to_row >= 0).any(axis=1))
+    layer.arrays["x"][routed[0], 3] = np.nan
+    made = layer.run(place)
+    others = np.arange(ODD.T) != routed[0]
+    for name in ("out", "x"):
+        assert np.isnan(to_numpy(made[name])[routed[0]]).all()
+        assert_bits_equal(made[name].numpy()[others], expected[name].numpy()[others], what=name)
+
+
+BAD = {
+    "another word": ({"compute": "fp8"}, "one of None, 'fp8_1x128', but got 'fp8'"),
+    "a number": ({"compute": 8}, "one of None, 'fp8_1x128', but got 8"),
+    "an activation": ({"activation": "geglu"}, "None with the activation 'geglu', but got 'fp8_1x128'"),
+    "biases": ({"down_bias": paddle.zeros([7, 10])}, "None with biases, but got 'fp8_1x128'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "text"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments_are_named(changes, text, rng):
+    layer = Float8Layer(rng, ODD, sizes=(10, 6))
+    with pytest.raises(ValueError, match=f"^moe_mlp: compute must be {re.escape(text)}$"):
+        layer.call(layer.leaves("cpu"), "cpu", **changes)
+
+
+def test_a_static_graph_is_refused(rng):
+    layer = Float8Layer(rng, ODD, sizes=(10, 6))
+    leaves, plan = layer.leaves("cpu"), plan_tensors(layer.plan, "cpu")
+    gate_up, down = leaves["gate_up"].detach(), leaves["down"].detach()
+
+    def call(x):
+        return moe_mlp(x, plan, None, gate_up, down, compute=FLOAT8)
+
+    traced = paddle.jit.to_static(call, full_graph=True)
+    with pytest.raises(ValueError, match=r"moe_mlp: compute must be None in a static graph, but got 'fp8_1x128'"):
+        traced(leaves["x"].detach())
+
+
+def test_layers_pass_the_option_on(rng, place):
+    paddle.seed(3)
+    layer = MoELayer(72, 24, 5, 2, compute=FLOAT8)
+    assert "compute=fp8_1x128" in repr(layer)
+    assert "compute" not in repr(MoELayer(72, 24, 5, 2))
+    x = tensor(ordinary(rng, (20, 72)), place, gradient=True)
+    out = layer(x)
+    out.sum().backward()
+    assert float(layer.router.weight.grad.abs().max()) > 0
+    experts, ids = layer.experts, layer.router(x.detach())[0]
+    probs = layer.router(x.detach())[1]
+    plan = route(ids, num_experts=5)
+    with paddle.no_grad():
+        due = moe_mlp(x, plan, probs, experts.gate_up, experts.down, compute=FLOAT8) + layer.shared(x)
+        exact = moe_mlp(x, plan, probs, experts.gate_up, experts.down) + layer.shared(x)
+    np.testing.assert_allclose(to_numpy(out), to_numpy(due), rtol=1e-5, atol=1e-5)
+    assert np.abs(to_numpy(out) - to_numpy(exact)).max() > 1e-3 * np.abs(to_numpy(exact)).max()
+
+
+def test_bad_arguments_of_layers_are_named(rng):
+    with pytest.raises(ValueError, match=r"^MoELayer: compute must be None with biases, but got 'fp8_1x128'$"):
+        MoELayer(8, 8, 4, 2, compute=FLOAT8, expert_bias=True)
+    with pytest.raises(ValueError, match=r"^SwiGLUExperts: compute must be one of None, 'fp8_1x128', but got 'fp8'$"):
+        SwiGLUExperts(4, 8, 8, compute="fp8")
+    experts = SwiGLUExperts(2, 8, 8, compute=FLOAT8)
+    with pytest.raises(ValueError, match=r"^SwiGLUExperts: combine must be True with compute='fp8_1x128'"):
+        experts(paddle.zeros([3, 8]), [1, 2])

@@ -1,0 +1,242 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of experts on the library's float8 kernels: these on a GPU, elsewhere what their header says in NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paddle_moe_ops import reference
+from paddle_moe_ops.triton import hopper_float8
+from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_backward
+from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
+from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
+from paddle_moe_ops.triton.hopper_float8 import GroupedFloat8Params, QuantizeBlocksParams, float8_kernels_of
+from paddle_moe_ops.triton.moe_mlp import Layer
+from tests.reference.cases import assert_same_bits
+
+from .library_in_numpy import HOPPER, fields_in_header, kernel_for, launches_of, numpy_float8_kernels
+
+BY_LAYOUT = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+BF16 = ml_dtypes.bfloat16
+LARGE = 1 << 28
+
+
+class Case(NamedTuple):
+    """T tokens of d columns, K slots, E experts of inner size n."""
+
+    tokens: int
+    hidden: int = 16
+    inner: int = 128
+    experts: int = 3
+    topk: int = 2
+    alignment: int = 1
+    buffer: int = -1
+    unassigned: float = 0.2
+
+
+CASES = {
+    "several tiles of an expert": Case(160, 144, 128, 1, unassigned=0.1),
+    "a few rows": Case(7),
+    "no tokens": Case(0),
+    "nothing assigned": Case(9, unassigned=1.0),
+    "padding": Case(40, alignment=16),
+    "a static buffer with room": Case(20, buffer=100),
+    "a static buffer that drops rows": Case(40, buffer=21),
+    "more experts than a warp has lanes": Case(20, experts=40),
+    "one expert": Case(50, 16, 256, 1, 1, unassigned=0.0),
+}
+
+
+class Problem:
+    def __init__(self, rng: np.random.Generator, case: Case, transpose: bool = False, weighted: bool = True) -> None:
+        tokens, d, n, experts, topk = case[:5]
+        ids = rng.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :topk]
+        ids = np.where(rng.random(ids.shape) < case.unassigned, -1, ids).astype(np.int32)
+        options = {"buffer_size": case.buffer} if case.buffer >= 0 else {}
+        self.plan = reference.route(ids, num_experts=experts, padding_alignment=case.alignment, **options)
+        self.transpose = transpose
+        shapes = ((experts, 2 * n, d), (experts, d, n)) if transpose else ((experts, d, 2 * n), (experts, n, d))
+        self.gate_up, self.down = ((rng.standard_normal(shape) * d**-0.5).astype(BF16) for shape in shapes)
+        self.x = rng.standard_normal((tokens, d)).astype(BF16)
+        self.d_out = (rng.standard_normal((tokens, d)) * 1e-7).astype(BF16)
+        live = self.plan.row_to_token >= 0
+        self.weights = np.where(live, rng.random(live.shape), np.nan).astype(np.float32) if weighted else None
+
+    @property
+    def end(self) -> int:
+        """Of the rows of the last expert; nothing else is read."""
+        return max(np.flatnonzero(self.plan.row_to_token >= 0), default=-1) + 1
+
+    def layer(self, gpu: Any, workspace: int) -> Layer:
+        plan = self.plan
+        groups = Groups(*(gpu.array(each.astype(np.int32)) for each in (plan.tokens_per_expert, plan.expert_offsets)))
+        tokens = Tokens(gpu.array(plan.row_to_token), gpu.array(plan.token_rows))
+        weights = None if self.weights is None else gpu.array(self.weights)
+        return Layer(gpu.array(self.gate_up), gpu.array(self.down), groups, tokens, weights, self.transpose, workspace)
+
+    def run(self, gpu: Any, workspace: int = LARGE, *, keeps: bool = True, wanted: tuple = (True,) * 4) -> dict:
+        layer, x = self.layer(gpu, workspace), gpu.array(self.x)
+        out, kept = moe_mlp_float8(gpu, x, layer, keeps)
+        found = {"out": gpu.numpy(out).copy()}
+        if keeps:
+            found["hidden"] = np.where(self.live, gpu.numpy(kept.hidden)[: self.end], 0)
+        made = moe_mlp_float8_backward(gpu, gpu.array(self.d_out), x, kept, layer, wanted)
+        names = ("x", "gate_up", "down", "weights")
+        return found | {
+            name: gpu.numpy(getattr(made, name)).copy() for name in names if getattr(made, name) is not None
+        }
+
+    @property
+    def live(self) -> NDArray:
+        return self.plan.row_to_token[: self.end, None] >= 0
+
+    def due(self) -> dict:
+        arguments = self.x, self.plan, self.gate_up, self.down, self.weights
+        out, hidden = reference.moe_mlp_float8(*arguments, transpose=self.transpose)
+        made = reference.moe_mlp_float8_backward(self.d_out, *arguments, transpose=self.transpose)
+        found = {"out": out, "hidden": hidden[: self.end], "x": made.x, "gate_up": made.gate_up, "down": made.down}
+        return found if made.weights is None else found | {"weights": made.weights}
+
+
+def assert_near(made: dict, due: dict) -> None:
+    """Relative to the norm: a sum in another order may round, and be quantised, to the neighbour."""
+    for name, value in made.items():
+        got, expected = value.astype(np.float64), due[name].astype(np.float64)
+        assert got.shape == expected.shape, name
+        assert np.linalg.norm(got - expected) <= 0.01 * np.linalg.norm(expected), name
+
+
+@pytest.fixture
+def device(gpu, monkeypatch) -> Any:
+    """The device of the kernels, with the library's for float8."""
+    monkeypatch.setattr(gpu, "grouped_float8", kernel_for(gpu, monkeypatch, numpy_float8_kernels(), float8_kernels_of))
+    return gpu
+
+
+@BY_LAYOUT
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_results_and_gradients_are_those_of_the_oracle(rng, device, case, transpose):
+    problem = Problem(rng, case, transpose)
+    made, due = problem.run(device), problem.due()
+    assert made.keys() == due.keys()
+    assert_near(made, due)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_without_weights_rows_are_added_up_as_they_are(rng, device, topk):
+    problem = Problem(rng, Case(60, topk=topk), weighted=False)
+    made = problem.run(device)
+    assert "weights" not in made
+    assert_near(made, problem.due())
+
+
+def test_windows_change_no_bit(rng, device, monkeypatch):
+    launched = launches_of("grouped_float8", GroupedFloat8Params, monkeypatch)
+    problem = Problem(rng, Case(160, 528, 128, 2, 1, unassigned=0.0))
+    whole = problem.run(device)
+    assert max(each["first_row"] + each["first_column"] for each in launched) == 0
+    launched.clear()
+    in_parts = problem.run(device, 140 * 528 * 2)
+    assert max(each["first_row"] for each in launched) > 0
+    assert max(each["first_column"] for each in launched) > 0
+    for name, value in whole.items():
+        assert_same_bits(in_parts[name], value)
+
+
+def test_the_first_product_is_made_again_where_it_was_not_kept(rng, device):
+    problem = Problem(rng, Case(60))
+    whole, again = problem.run(device), problem.run(device, keeps=False)
+    for name, value in again.items():
+        assert_same_bits(value, whole[name])
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_only_what_is_wanted_is_made(rng, device, number):
+    problem = Problem(rng, Case(30))
+    wanted = tuple(each == number for each in range(4))
+    made = problem.run(device, wanted=wanted)
+    assert list(made) == ["out", "hidden", ("x", "gate_up", "down", "weights")[number]]
+    assert_near(made, problem.due())
+
+
+def test_nan_of_one_expert_stays_with_its_rows(rng, device):
+    problem = Problem(rng, Case(90, topk=1, unassigned=0.0))
+    problem.gate_up[1] = np.nan
+    made = problem.run(device)
+    first = problem.plan.expert_offsets[1]
+    bad = np.zeros(90, bool)
+    bad[problem.plan.row_to_token[first : first + problem.plan.tokens_per_expert[1]]] = True
+    assert np.isnan(made["out"][bad].astype(np.float32)).all()
+    for each in (made["out"][~bad], made["x"][~bad], made["gate_up"][[0, 2]], made["down"][[0, 2]]):
+        assert np.isfinite(each.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"gpu": Gpu(100, 148, 126 << 20)}, False),
+        ({"gpu": Gpu(80, 108, 80 << 20)}, False),
+        ({"dtype": "float16"}, False),
+        ({"hidden": 136}, False),
+        ({"inner": 192}, False),
+        ({"hidden": 0}, False),
+        ({"kernels": None}, False),
+    ],
+)
+def test_the_kernels_are_used_where_they_can_be(changes, expected):
+    from .interpreter import NumpyDevice
+
+    options = {"gpu": HOPPER, "dtype": "bfloat16", "hidden": 144, "inner": 128, "kernels": (object(), object())}
+    options |= changes
+    device = NumpyDevice()
+    device.grouped_float8 = options.pop("kernels")
+    assert hopper_float8.suits_float8(device, *options.values()) == expected
+
+
+def test_a_library_without_the_kernels_has_none():
+    assert float8_kernels_of(object()) is None
+
+
+def test_the_structs_mirror_the_header():
+    for name, params in (("grouped_float8", GroupedFloat8Params), ("quantize_blocks", QuantizeBlocksParams)):
+        assert list(params._fields_) == fields_in_header(f"pmo_{name}_params", "grouped_float8.h")
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("inner", 72, "inner must be a multiple of 16"),
+        ("outer", 12, "outer must be a multiple of 8"),
+        ("width", 300, "width must be a multiple of 8"),
+        ("first_column", 64, "first_column must be a multiple of 128 in the matrix"),
+        ("result", 3, "result must be one of pmo_grouped_result"),
+        ("result", 1, "outer must be a multiple of 8; of 256 if the result is gated"),
+        ("x", 8, "x must be an array at a multiple of 16 bytes"),
+        ("x_scales", 0, "x_scales must be an array"),
+        ("codes", 1 << 20, "codes must be NULL if the result is plain"),
+        ("num_rows", -1, "num_rows must be in"),
+        ("window_rows", -1, "window_rows must be in"),
+        ("tiles", 0, "tiles"),
+        ("struct_size", 8, "struct_size must be the size of pmo_grouped_float8_params"),
+    ],
+)
+def test_bad_params_are_refused_before_anything_is_launched(field, value, message):
+    library = ctypes.CDLL(os.environ["PMO_CORE_LIBRARY"])
+    library.pmo_last_error.restype = ctypes.c_char_p
+    sizes = {"num_rows": 4, "num_sources": 4, "num_experts": 1, "inner": 64, "outer": 128, "width": 128}
+    names = ("x", "x_scales", "matrix", "matrix_scales", "first", "stop", "tiles", "window", "out")
+    arrays = dict.fromkeys(names, 1 << 20)
+    params = GroupedFloat8Params(ctypes.sizeof(GroupedFloat8Params), **sizes, **arrays, window_rows=4)
+    setattr(params, field, value)
+    assert library.pmo_grouped_float8_cuda(ctypes.byref(params), None) == 1
+    assert message in library.pmo_last_error().decode()
