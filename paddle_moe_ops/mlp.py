@@ -140,7 +140,8 @@ def moe_mlp(
             gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
             accumulate = False
     backend = resolve("grouped_gemm", tokens)
-    if backend.runs_moe_mlp and activation == "swiglu" and gate_up_bias is None and down_bias is None:
+    is_plain = activation == "swiglu" and gate_up_bias is None and down_bias is None
+    if is_plain and backend.runs_moe_mlp(tokens, gate_up, down, accumulate):
         if by_slot and probs is not None and weights_rank == 1:
             probs = probs.reshape([-1, plan.topk])
         validation = _checks.validation(_NAME, None, tokens)

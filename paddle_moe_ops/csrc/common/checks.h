@@ -6,6 +6,7 @@
 
 #include "common/status.h"
 #include "pmo/grouped.h"
+#include "pmo/grouped_rows.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
 #include "pmo/ranks.h"
@@ -40,6 +41,11 @@ int check_quantize(const pmo_quantize_params& p);
 int check_dequantize(const pmo_dequantize_params& p);
 int check_grouped_product(const pmo_grouped_product_params& p);
 int check_grouped_outer(const pmo_grouped_outer_params& p);
+int check_grouped_tables(const pmo_grouped_tables_params& p);
+int check_grouped_clear(const pmo_grouped_clear_params& p);
+int check_grouped_sums(const pmo_grouped_sums_params& p);
+int check_swiglu(const pmo_swiglu_params& p);
+int check_swiglu_backward(const pmo_swiglu_backward_params& p);
 int check_topk(const pmo_topk_params& p);
 int check_topk_backward(const pmo_topk_backward_params& p);
 
