@@ -199,9 +199,15 @@ def _valid_swiglu_backward(core: Core, output: MakeOutput, s: Small) -> Params:
 
 
 def _fuzzed_tables(core: Core, output: MakeOutput, s: Draw) -> Params:
-    dtypes = [(np.int32, np.int64)[s.below(2)] for _ in range(2)]
-    sizes, offsets = (s.ints((s.E,), s.N + 3, dtype) for dtype in dtypes)
-    return tables_params(sizes, offsets if s.below(2) else None, s.N, empty_tables(output, s.E))
+    sizes, offsets = (s.ints((2 * s.E,), s.N + 3) for _ in range(2))  # room for int64
+    return TablesParams(
+        num_rows=s.N,
+        num_experts=s.E,
+        sizes=sizes,
+        offsets=offsets if s.below(2) else None,
+        **s.choices(sizes_kind=2, offsets_kind=2),
+        **empty_tables(output, s.E)._asdict(),
+    )
 
 
 def _fuzzed_clear(core: Core, output: MakeOutput, s: Draw) -> Params:
