@@ -68,10 +68,14 @@ def grouped_gemm(
     `paddle_moe_ops.nn.lay_side_by_side`. Others are copied to one tensor in each call. Their gradients are parts of one
     tensor.
 
-    Everything else runs on Paddle's matmul, group by group, with a host synchronisation for tensors on a GPU. On a CPU,
-    bfloat16 and float16 operands are widened to float32, and the product is rounded once. On a GPU this path rounds the
-    product, and again what bias and weights make of it. Under mixed precision on a GPU all operands but the weights
-    take its dtype, as in any matmul.
+    Graphs, and dygraph where Triton does not run, have an operator of the compiled library instead, the same one on
+    every device. On an NVIDIA GPU of compute capability 9.0 its kernels multiply bfloat16 and float16 if D and N are
+    multiples of 8, without a host synchronisation and without anything to compile at the first call. In all other
+    cases it calls Paddle's matmul, group by group, with a host synchronisation on a GPU. On a CPU, bfloat16 and
+    float16 operands are widened to float32, and the product is rounded once. On a GPU the product is rounded, and again
+    what bias and weights make of it: they are applied group by group, with a host synchronisation. Matrices in a list
+    are multiplied one by one by Paddle's matmul, in the same way. Under mixed precision on a GPU all operands but the
+    weights take its dtype, as in any matmul.
 
     Args:
         X: [M, D] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, D] tokens. More dimensions,

@@ -67,8 +67,8 @@ def moe_mlp(
         out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=False, bias=down_bias), plan, probs)
 
     Differentiable in ``x``, ``probs``, the matrices and the biases. Deterministic, and the bits do not depend on
-    ``workspace_mb``. No host synchronisation on a GPU with Triton; a plan with a static buffer makes all shapes static,
-    and CUDA graphs can capture both passes.
+    ``workspace_mb``. No host synchronisation on a GPU with Triton, nor in a graph on one of compute capability 9.0; a
+    plan with a static buffer makes all shapes static, and CUDA graphs can capture both passes.
 
     On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed. There SwiGLU without biases keeps
     ``x``, the first product H of each row and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns
@@ -76,6 +76,13 @@ def moe_mlp(
     there (SonicMoE, arXiv 2512.14080). Each pass makes only some of these rows at a time, in a buffer of
     ``workspace_mb``. A second backward pass through the same graph is refused. Lists of matrices are treated as in
     `grouped_gemm`.
+
+    In a graph, and in dygraph on a GPU without Triton, SwiGLU without biases is one operator of the compiled library if
+    each of ``gate_up`` and ``down`` is one tensor. So a program that was saved on one device runs on another. It keeps
+    the same, and ``keep`` holds; ``workspace_mb`` does not: all rows of d columns exist for a while. A second backward
+    pass may follow, a gradient of a gradient may not. On a GPU of compute capability 9.0 its kernels make bfloat16 and
+    float16 layers whose d and n are multiples of 8, with no host synchronisation. In all other cases its products are
+    Paddle's matmul, expert by expert, with a host synchronisation on a GPU.
 
     Everything else runs on the operators of the lines above: ``keep`` and ``workspace_mb`` make no difference there,
     and more is kept for the backward pass.
@@ -149,7 +156,8 @@ def moe_mlp(
             gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
             accumulate = False
     backend = resolve("grouped_gemm", tokens)
-    runs = backend.runs_moe_mlp and activation == "swiglu" and gate_up_bias is None and down_bias is None
+    is_plain = activation == "swiglu" and gate_up_bias is None and down_bias is None
+    runs = is_plain and backend.runs_moe_mlp(tokens, gate_up, down, accumulate, compute)
     if runs or compute is not None:
         if by_slot and probs is not None and weights_rank == 1:
             probs = probs.reshape([-1, plan.topk])

@@ -271,9 +271,10 @@ class Backend(Verbs, Protocol):
     def takes_lists(self) -> bool:
         """Whether grouped_gemm runs on the matrices of a list as they are. Others need one tensor, which they make."""
 
-    @property
-    def runs_moe_mlp(self) -> bool:
-        """Whether it has `moe_mlp`."""
+    def runs_moe_mlp(
+        self, x: Tensor, gate_up: Matrices, down: Matrices, accumulates: bool, compute: str | None
+    ) -> bool:
+        """Whether `moe_mlp` takes these operands, and adds the gradients of the matrices to existing ones if asked."""
 
     def grouped_gemm(
         self, x: Tensor, w: Matrices, weights: Tensor | None, bias: Matrices | None, spec: GemmSpec

@@ -126,17 +126,47 @@ def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
     return _direct[operator](*arguments)
 
 
-def grouped_product(x: Tensor, matrices: Tensor, borders: Tensor, transpose: bool) -> Tensor:
-    """The rows of each group times its matrix, zeros in rows of none; in host memory, differentiable.
+def grouped_product(
+    x: Tensor, matrices: Tensor, sizes: Tensor, offsets: Tensor | None, transpose: bool, *, wide: bool = False
+) -> Tensor:
+    """The rows of each group times its matrix, zeros in rows of none; differentiable.
+
+    Groups that overlap or end after the last row are cut.
 
     Args:
-        x: float32 [M, D].
-        matrices: float32 [E, N, D], or [E, D, N] without ``transpose``.
-        borders: int64 [E, 2], ascending: the first row of each group and the one after its last.
+        x: float32, float16 or bfloat16 [M, D].
+        matrices: [E, N, D], or [E, D, N] without ``transpose``; dtype of ``x``.
+        sizes: int32 or int64 [E], the rows of each group.
+        offsets: int32 or int64 [E] or longer, the first row of each; None: the groups follow each other.
         transpose: whether the matrices are stored transposed.
+        wide: whether the product is float32, for those who go on with it. On a CPU it is not rounded then.
     """
     wanted = not x.stop_gradient, not matrices.stop_gradient
-    return _run("grouped_product", x, matrices, borders, transpose, *wanted)[0]
+    given = (sizes, True) if offsets is None else (offsets, False)
+    return _run("grouped_product", x, matrices, sizes, given[0], transpose, given[1], wide, *wanted)[0]
+
+
+def moe_mlp(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, plan: Any, *, transpose: bool, keeps_hidden: bool
+) -> Tensor:
+    """The sums of what the SwiGLU experts of each token make of it, weighted; differentiable, once.
+
+    Args:
+        x: float32, float16 or bfloat16 [T, d].
+        gate_up: [E, d, 2n], or [E, 2n, d] with ``transpose``; dtype of ``x``.
+        down: [E, n, d], or [E, d, n].
+        weights: float32 [N], by row.
+        plan: where the rows of tokens are.
+        transpose: whether the matrices are stored transposed.
+        keeps_hidden: whether the first product is kept where a gradient is wanted, or made again.
+    """
+    operands = x, gate_up, down, weights
+    wanted = [not each.stop_gradient for each in operands]
+    keeps = keeps_hidden and any(wanted) and paddle.is_grad_enabled()
+    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
+    out, hidden = _run("moe_mlp", *operands, *maps, transpose, keeps, *wanted)
+    _stop_gradients(hidden)
+    return out
 
 
 def _declines(*_: Any) -> Any:

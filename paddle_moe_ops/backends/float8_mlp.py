@@ -20,7 +20,7 @@ from .._graphs import filled, float32, to_dtype, without_autocast
 from . import resolve
 from .accumulation import put
 from .base import GemmSpec, Matrices, MlpSpec, QuantizeSpec
-from .gradients import connected_mlp
+from .gradients import WithGradients, connected_mlp
 from .host_checks import host_segments
 
 __all__ = ["COMPOSED", "composed_float8"]
@@ -129,9 +129,9 @@ def _product(rows: Tensor, matrices: Tensor, spec: MlpSpec, transpose: bool) -> 
 def _matrix_gradient(rows: Tensor, d_out: Tensor, matrices: Tensor, spec: MlpSpec) -> Tensor:
     """The gradient of the matrices of a product of these rows, given that of its result."""
     backend, gemm_spec = resolve("grouped_gemm", rows), _gemm_spec(spec, spec.transpose)
-    if backend.runs_moe_mlp:
+    if isinstance(backend, WithGradients):
         operands: Any = d_out, rows, matrices, None, None
-        return backend.grouped_gemm_backward(*operands, gemm_spec, (False, True, False, False))[1]  # type: ignore[attr-defined]
+        return backend.grouped_gemm_backward(*operands, gemm_spec, (False, True, False, False))[1]
     segments = host_segments(rows.shape[0], gemm_spec.m_sizes, gemm_spec.expert_offsets)
     ends = list(itertools.accumulate(segments))
     p, q = (d_out, rows) if spec.transpose else (rows, d_out)

@@ -316,7 +316,6 @@ class WithGradients:
 
     gathers_rows = True
     takes_lists = False
-    runs_moe_mlp = True
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -411,6 +410,11 @@ class WithGradients:
         if not wants_gradient(*operands):
             return self.kernels.grouped_gemm(*operands, spec)
         return connect(GroupedGemm(self.kernels, *operands, spec), *operands)[0]
+
+    def runs_moe_mlp(
+        self, x: Tensor, gate_up: Matrices, down: Matrices, accumulates: bool, compute: str | None
+    ) -> bool:
+        return True
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         return connected_mlp(self.kernels, x, gate_up, down, weights, spec)

@@ -1,29 +1,41 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped product by Paddle's matmul, group by group, everywhere and in graphs; differentiable itself."""
+"""Grouped products where Triton does not run, and in graphs: by operators of the library, or by Paddle's matmul."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import paddle
 from paddle import Tensor
 
-from .._graphs import filled, float32, is_graph_value, is_on_gpu, ready_for_matmul, to_dtype, without_autocast
+from .._graphs import (
+    beside,
+    filled,
+    float32,
+    is_graph_value,
+    is_on_gpu,
+    ready_for_matmul,
+    to_dtype,
+    without_autocast,
+)
+from ..triton._runtime import RIG
 from . import compiled
-from .base import GemmSpec
+from .base import GemmSpec, Matrices, MlpSpec, Validation
 from .host_checks import host_segments
 
 
 class MatmulBackend:
-    """Splits the rows by group. Sizes and offsets that are tensors are brought to the host, but in a graph."""
+    """Rows and one tensor of matrices are an operator's; it chooses between kernels and Paddle's matmul where it runs.
+
+    For a list of matrices the rows are split by group here. Sizes and offsets that are tensors are brought to the host
+    then, but in a graph.
+    """
 
     name = "paddle"
     gathers_rows = False
     takes_lists = True
-    runs_moe_mlp = False
     operators = frozenset({"grouped_gemm"})
     dtypes: ClassVar[dict[str, Any]] = {}
 
@@ -41,44 +53,99 @@ class MatmulBackend:
         bias: Tensor | None,
         spec: GemmSpec,
     ) -> Tensor:
-        groups = _Groups(x, spec)
+        if not isinstance(w, Sequence) and _has_operators(x):
+            with without_autocast():
+                return _by_operator(x, w, weights, bias, spec)
+        segments = _segments(x, spec)
         if is_on_gpu(x):
-            return _multiply(x, w, weights, bias, groups.segments(), spec.transpose)
+            return _multiply(x, w, weights, bias, segments, spec.transpose)
         # On the CPU Paddle has no matmul of narrow types, nor the gradients of what goes with it.
         with without_autocast():
-            rows, bias = float32(x), float32(bias)
             matrices = [float32(each) for each in w] if isinstance(w, Sequence) else float32(w)
-            if not isinstance(matrices, Sequence) and _has_operator(x):
-                rows, matrices = compiled.grouped_product(rows, matrices, groups.borders(), spec.transpose), None
-                if weights is None and bias is None:
-                    return to_dtype(rows, x.dtype)
-            return to_dtype(_multiply(rows, matrices, weights, bias, groups.segments(), spec.transpose), x.dtype)
+            made = _multiply(float32(x), matrices, weights, float32(bias), segments, spec.transpose)
+            return to_dtype(made, x.dtype)
+
+    def runs_moe_mlp(
+        self, x: Tensor, gate_up: Matrices, down: Matrices, accumulates: bool, compute: str | None
+    ) -> bool:
+        if (
+            accumulates
+            or compute is not None
+            or any(isinstance(each, Sequence) or each.dtype != x.dtype for each in (gate_up, down))
+        ):
+            return False
+        # In dygraph on a CPU the parts of the operator, one by one, have gradients of gradients as well.
+        return _has_operators(x) and (is_graph_value(x) or not x.place.is_cpu_place())
+
+    def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
+        plan = spec.plan
+        if spec.validation != Validation.OFF and not is_graph_value(x):
+            host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
+        with without_autocast():
+            if weights is None:
+                weights = paddle.ones_like(plan.row_to_token, dtype="float32")
+            elif spec.weights_by_slot:
+                weights = compiled.backend.slots_to_rows(weights, plan)
+            options = {"transpose": spec.transpose, "keeps_hidden": spec.keeps_hidden}
+            return compiled.moe_mlp(x, gate_up, down, weights, plan, **options)
 
 
-class _Groups:
-    """Where the groups of a product are, in two forms; in a graph whose sizes are tensors, as tensors of it."""
+def _has_operators(x: Tensor) -> bool:
+    """Whether the compiled library has operators where a tensor lies, or will if it is a value of a graph."""
+    if compiled.backend.unavailable() is not None:
+        return False
+    if is_graph_value(x):
+        kind, _, number = paddle.device.get_device().partition(":")
+        return kind == "cpu" or (kind == "gpu" and int(number) not in compiled.gpus_without_kernels()) or kind == RIG
+    is_on_rig = x.place.is_custom_place() and x.place.custom_device_type() == RIG
+    if x.place.is_cpu_place() or is_on_rig:
+        return True
+    return x.place.is_gpu_place() and compiled.backend.cannot_run_on(x) is None
 
-    def __init__(self, x: Tensor, spec: GemmSpec) -> None:
-        sizes, offsets = spec.m_sizes, spec.expert_offsets
-        self._x = x
-        known = x.shape[0] >= 0 and all(each is None or isinstance(each, (list, Tensor)) for each in (sizes, offsets))
-        self._segments = host_segments(x.shape[0], sizes, offsets) if known else None
-        self._borders = None if known else _borders_in_graph(x, sizes, offsets)
 
-    def segments(self) -> Sequence[int | Tensor]:
-        """The rows from the start of x: of no group, of group 0, of none, of group 1, ... of none."""
-        if self._segments is not None:
-            return self._segments
-        num_rows = paddle.shape(self._x)[:1].astype("int64")
-        lengths = paddle.diff(self._borders, prepend=paddle.zeros_like(num_rows), append=num_rows)
-        return [lengths[i] for i in range(lengths.shape[0])]
+def _by_operator(x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
+    """The product of one tensor of matrices; bias and weights go to its rows one group after another."""
+    _check_groups(x, spec)
+    sizes, offsets = (None if each is None else _on_device(each, x) for each in (spec.m_sizes, spec.expert_offsets))
+    operands = (x, w) if x.dtype == w.dtype else (float32(x), float32(w))
+    is_whole = weights is None and bias is None
+    rows = compiled.grouped_product(*operands, sizes, offsets, spec.transpose, wide=not is_whole)
+    if not is_whole:
+        rows = _multiply(rows, None, weights, float32(bias), _segments(x, spec), spec.transpose)
+    return to_dtype(rows, x.dtype)
 
-    def borders(self) -> Tensor:
-        """int64 [E, 2], the first row of each group and the one after its last."""
-        borders: Any = self._borders
-        if self._segments is not None:
-            borders = paddle.to_tensor(list(itertools.accumulate(self._segments[:-1])), "int64", paddle.CPUPlace())
-        return borders.reshape([-1, 2])
+
+def _knows_groups(x: Tensor, spec: GemmSpec) -> bool:
+    numbers = spec.m_sizes, spec.expert_offsets
+    return x.shape[0] >= 0 and all(each is None or isinstance(each, (list, Tensor)) for each in numbers)
+
+
+def _check_groups(x: Tensor, spec: GemmSpec) -> None:
+    """Refuse groups that overlap or end after the last row, where their sizes can be read without waiting."""
+    waits = any(
+        isinstance(each, Tensor) and not each.place.is_cpu_place() for each in (spec.m_sizes, spec.expert_offsets)
+    )
+    if _knows_groups(x, spec) and (not waits or spec.validation != Validation.OFF):
+        host_segments(x.shape[0], spec.m_sizes, spec.expert_offsets)
+
+
+def _on_device(numbers: list[int] | Tensor, x: Tensor) -> Tensor:
+    if not isinstance(numbers, list):
+        return beside(numbers, x) if isinstance(numbers, Tensor) else numbers
+    return paddle.to_tensor(numbers, "int64", None if is_graph_value(x) else x.place)
+
+
+def _segments(x: Tensor, spec: GemmSpec) -> Sequence[int | Tensor]:
+    """The rows from the start of x: of no group, of group 0, of none, of group 1, ... of none.
+
+    In a graph whose sizes are tensors, tensors of it.
+    """
+    if _knows_groups(x, spec):
+        return host_segments(x.shape[0], spec.m_sizes, spec.expert_offsets)
+    num_rows = paddle.shape(x)[:1].astype("int64")
+    borders = _borders_in_graph(x, spec.m_sizes, spec.expert_offsets)
+    lengths = paddle.diff(borders, prepend=paddle.zeros_like(num_rows), append=num_rows)
+    return [lengths[i] for i in range(lengths.shape[0])]
 
 
 def _borders_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] | Tensor | None) -> Tensor:
@@ -92,15 +159,6 @@ def _borders_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] |
         starts = (paddle.to_tensor(offsets) if isinstance(offsets, list) else offsets).astype("int64")[:-1]
     borders = paddle.stack([starts, starts + sizes], axis=1).reshape([-1])
     return paddle.minimum(paddle.cummax(borders.clip(min=0), axis=0)[0], num_rows)
-
-
-def _has_operator(x: Tensor) -> bool:
-    """Whether the compiled library multiplies rows, those in host memory, by one tensor that has all matrices.
-
-    It writes the gradient of each matrix where it belongs. Paddle's own graph would join E of them to one.
-    """
-    in_host_memory = paddle.device.get_device() == "cpu" if is_graph_value(x) else x.place.is_cpu_place()
-    return in_host_memory and compiled.backend.unavailable() is None
 
 
 def _multiply(

@@ -28,8 +28,8 @@ from .router import TopKRouter, capacity_of
 class MoELayer(nn.Layer):
     """Mixture-of-experts block: router, permute, experts, weighted unpermute, plus shared experts.
 
-    Deterministic. Where Triton multiplies (see `grouped_gemm`) a forward pass has no host synchronisation; with a group
-    it synchronises as `expert_parallel.ExpertParallel` does.
+    Deterministic. Where kernels multiply (see `moe_mlp`) a forward pass has no host synchronisation; with a group it
+    synchronises as `expert_parallel.ExpertParallel` does.
 
     Args:
         hidden_size: H.

@@ -206,3 +206,36 @@ def test_operators_called_without_paddles_machinery_give_the_same_bits(run: Any,
     assert_same_bits(on_host(scales, np.dtype(np.float32)), expected_scales)
     with pytest.raises(RuntimeError, match="all tensors must be on one device"):
         direct.unpermute(rows, outputs[1].cpu(), outputs[2], *described)
+
+
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=lambda shape: "T{}-K{}-E{}-H{}".format(*shape), indirect=True)
+def test_experts_and_their_gradients(
+    run: Any, shape: tuple[int, int, int, int], dtype: np.dtype, transpose: bool
+) -> None:
+    """On the kernels for compute capability 9.0: elsewhere Paddle's own device code multiplies."""
+    problem, inner = Problem(shape, dtype), 16
+    plan, scale = problem.plan, problem.H**-0.5
+    sizes = (problem.E, problem.H, 2 * inner), (problem.E, inner, problem.H)
+    matrices = [ordinary_floats(size, np.float32, seed=12) * scale for size in sizes]
+    gate_up, down = (
+        np.ascontiguousarray(each.swapaxes(1, 2) if transpose else each).astype(dtype) for each in matrices
+    )
+    given = problem.x, gate_up, down, plan.row_probs
+    leaves = [on_gpu(each, gradient=True) for each in given]
+    maps = plan_tensors(run, problem, on_gpu(problem.probs))
+    attributes = transpose, True, True, True, True, True
+    out, _ = run("pmo_moe_mlp", *leaves, maps[1], maps[2], maps[6], maps[7], *attributes)
+    d_out = problem.floats(problem.T, 13)
+    backward([out], [on_gpu(d_out)])
+
+    x, gate_up, down = (each.astype(np.float64) for each in given[:3])
+    operands = x, plan, gate_up, down, plan.row_probs
+    expected, _ = reference.moe_mlp(*operands, transpose=transpose)
+    due = reference.moe_mlp_backward(d_out.astype(np.float64), *operands, transpose=transpose)
+    made = [on_host(each, dtype) for each in (out, *(leaf.grad for leaf in leaves[:3]))]
+    made.append(on_host(leaves[3].grad, np.dtype(np.float32)))
+    for got, wanted in zip(made, (expected, due.x, due.gate_up, due.down, due.weights), strict=True):
+        error = np.linalg.norm(got.astype(np.float64) - wanted)
+        assert error <= (3e-2 if dtype == BFLOAT16 else 4e-3) * np.linalg.norm(wanted)

@@ -13,7 +13,7 @@ import paddle
 
 from paddle_moe_ops import reference
 from tests.ops.bad_arguments import array, zeros
-from tests.ops.operator_calls import GOOD_CALLS, MAPS, PLAN, PROBS, E, H, K, N, S, T, on_host
+from tests.ops.operator_calls import GOOD_CALLS, MAPS, PLAN, PROBS, E, H, K, N, S, T
 
 BFLOAT16, INT32 = paddle.bfloat16.value, paddle.int32.value
 LARGE = 2**31 - 1
@@ -57,7 +57,8 @@ NO_LINES = "the map must have one line per token"
 NO_TENSOR = "a required tensor is missing"
 NOT_MOVED = "has a dtype that this operator does not move: float64"
 ONE_LINE_PER_TOKEN = "expert_routemap_topk must have one line per token"
-NOT_ASCENDING = "borders must ascend from 0 to the number of rows"
+SHORT_OFFSETS = "offsets must have one entry for each expert at least"
+SUMMED = "x must be float32, float16 or bfloat16"
 FLOAT64 = np.float64
 
 
@@ -320,21 +321,30 @@ BAD_CALLS = [
     bad("read_rowmap", wrong_dtype("the number of rows", INTEGERS, "float32"), buffer_size=-1, num_rows=zeros(1)),
     bad("read_rowmap", "the buffer must have 0 to 2^31 - 1 rows", buffer_size=-1, num_rows=array(-1)),
     bad("read_rowmap", "the buffer must have 0 to 2^31 - 1 rows", buffer_size=-1, num_rows=array(2**31)),
-    *(
-        bad("grouped_product", message, **{name: on_host(value)})
-        for message, name, value in (
-            (wrong_shape("x", ANY_MATRIX, [T]), "x", zeros(T)),
-            (wrong_shape("x", f"[{T}, {H}]", [T, H + 1]), "x", zeros(T, H + 1)),
-            (wrong_dtype("x", "float32", "float64"), "x", zeros(T, H, dtype=FLOAT64)),
-            (wrong_shape("matrices", "[any, any, any]", [S, H]), "matrices", zeros(S, H)),
-            (wrong_dtype("matrices", "float32", "float64"), "matrices", zeros(E, S, H, dtype=FLOAT64)),
-            (wrong_shape("borders", f"[{E}, 2]", [E + 1, 2]), "borders", int64(E + 1, 2)),
-            (wrong_dtype("borders", INTEGERS, "float32"), "borders", zeros(E, 2)),
-            (NOT_ASCENDING, "borders", array([[-1, 0], [0, 0], [0, 0]])),
-            (NOT_ASCENDING, "borders", array([[0, 2], [1, 2], [3, 4]])),
-            (NOT_ASCENDING, "borders", array([[0, 2], [2, 2], [3, T + 1]])),
-        )
-    ),
+    bad("grouped_product", wrong_shape("x", f"[any, {H}]", [T]), x=zeros(T)),
+    bad("grouped_product", wrong_shape("x", f"[any, {H}]", [T, H + 1]), x=zeros(T, H + 1)),
+    bad("grouped_product", SUMMED, x=zeros(T, H, dtype=FLOAT64)),
+    bad("grouped_product", wrong_shape("matrices", "[any, any, any]", [S, H]), matrices=zeros(S, H)),
+    bad("grouped_product", wrong_dtype("matrices", "float32", "float64"), matrices=zeros(E, S, H, dtype=FLOAT64)),
+    bad("grouped_product", wrong_shape("sizes", f"[{E}]", [E + 1]), sizes=int64(E + 1)),
+    bad("grouped_product", wrong_dtype("sizes", INTEGERS, "float32"), sizes=zeros(E)),
+    bad("grouped_product", wrong_shape("offsets", ANY_VECTOR, [E, 1]), offsets=int64(E, 1)),
+    bad("grouped_product", wrong_dtype("offsets", INTEGERS, "float32"), offsets=zeros(E)),
+    bad("grouped_product", SHORT_OFFSETS, offsets=int64(E - 1)),
+    bad("moe_mlp", SUMMED, x=zeros(T, H, dtype=FLOAT64)),
+    bad("moe_mlp", wrong_shape("x", ANY_MATRIX, [T]), x=zeros(T)),
+    bad("moe_mlp", wrong_dtype("gate_up", "float32", "float64"), gate_up=zeros(E, H, 2 * S, dtype=FLOAT64)),
+    bad("moe_mlp", wrong_shape("gate_up", f"[{E}, {H}, {2 * S}]", [E, H, S]), gate_up=zeros(E, H, S)),
+    bad("moe_mlp", wrong_dtype("down", "float32", "float64"), down=zeros(E, S, H, dtype=FLOAT64)),
+    bad("moe_mlp", wrong_shape("down", "[any, any, any]", [S, H]), down=zeros(S, H)),
+    bad("moe_mlp", wrong_shape("down", f"[{E}, {S}, {H}]", [E, S, H + 1]), down=zeros(E, S, H + 1)),
+    bad("moe_mlp", wrong_shape("weights", f"[{N}]", [N + 1]), weights=zeros(N + 1)),
+    bad("moe_mlp", wrong_dtype("weights", "float32", "float64"), weights=zeros(N, dtype=FLOAT64)),
+    bad("moe_mlp", wrong_shape("token_rows", f"[{T}, any]", [T - 1, K]), token_rows=int32(T - 1, K)),
+    bad("moe_mlp", wrong_dtype("row_to_token", "int32", "int64"), row_to_token=int64(N)),
+    bad("moe_mlp", wrong_shape("row_to_token", ANY_VECTOR, [N, 1]), row_to_token=int32(N, 1)),
+    bad("moe_mlp", wrong_shape("sizes", f"[{E}]", [E - 1]), sizes=int64(E - 1)),
+    bad("moe_mlp", SHORT_OFFSETS, offsets=int64(E - 1)),
     bad("slots_to_rows", wrong_shape("the values of the slots", SLOTS, [T - 1, K]), slot_values=zeros(T - 1, K)),
     bad(
         "slots_to_rows",

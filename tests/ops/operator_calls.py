@@ -59,11 +59,6 @@ WEIGHTED = {
 }
 
 
-def on_host(value: Any) -> Any:
-    """For operators of host memory alone."""
-    return lambda _: value("cpu")
-
-
 # operator -> arguments that it takes, in their order
 GOOD_CALLS: dict[str, dict[str, Any]] = {
     "route": {"routing": array(IDS), **ROUTE},
@@ -134,12 +129,31 @@ GOOD_CALLS: dict[str, dict[str, Any]] = {
         "return_scores": False,
     },
     "grouped_product": {
-        "x": on_host(zeros(T, H)),
-        "matrices": on_host(zeros(E, S, H)),
-        "borders": on_host(array([[0, 2], [2, 2], [3, 4]])),
+        "x": zeros(T, H),
+        "matrices": zeros(E, S, H),
+        "sizes": array([2, 0, 1]),
+        "offsets": array([0, 2, 3, 4]),
         "transpose": True,
+        "follow": False,
+        "wide": False,
         "need_x_grad": True,
         "need_w_grad": True,
+    },
+    "moe_mlp": {
+        "x": zeros(T, H),
+        "gate_up": zeros(E, H, 2 * S),
+        "down": zeros(E, S, H),
+        "weights": zeros(N),
+        "token_rows": MAPS["token_rows"],
+        **ROW_TO_TOKEN,
+        "sizes": array(PLAN.tokens_per_expert),
+        "offsets": array(PLAN.expert_offsets),
+        "transpose": False,
+        "keep_hidden": True,
+        "need_x_grad": True,
+        "need_gate_up_grad": True,
+        "need_down_grad": True,
+        "need_weights_grad": True,
     },
     "quantize_1x128": {"x": zeros(T, H), "ue8m0": False, "by_column": False, "amax_min": 1e-4},
     "permute_quantized": {

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import Plan, reference
+from paddle_moe_ops.backends import resolve
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.routing import GENERATORS, random_probs
@@ -159,3 +160,8 @@ def products_in_graphs_are(dtype: Any) -> bool:
     with paddle.static.program_guard(paddle.static.Program()):
         value = paddle.static.data("value", [2, 2])
         return paddle.matmul(value, value).dtype == dtype
+
+
+def rounds_before_weights(x: Any) -> bool:
+    """Whether `grouped_gemm` of a tensor rounds its product, and again what weights and a bias make of it."""
+    return not x.place.is_cpu_place() and resolve("grouped_gemm", x).name == "paddle"

@@ -18,7 +18,7 @@ from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
-from tests.ops.problems import backward, make_problem, ordinary, plan_tensors, tensor
+from tests.ops.problems import backward, make_problem, ordinary, plan_tensors, rounds_before_weights, tensor
 from tests.params import SMALL, SUM_DTYPES
 from tests.static.modes import plain_errors
 
@@ -56,6 +56,7 @@ class Product:
             given |= {name: [each * 1 for each in paddle.unbind(leaves[name])] for name in ("W", "bias")}
         options = {"permute_x": self.form == "gathered", "permute_y": "slots" in self.form}
         options |= {"weights_by": "row" if self.form == "by row" else None, "transpose": self.transpose}
+        self.rounds = rounds_before_weights(leaves["X"])
         out = grouped_gemm(**given, plan=plan_tensors(self.plan, place), **options)
         backward([out], [self.d_out])
         return {"out": out, **{name: leaf.grad for name, leaf in leaves.items()}}
@@ -93,7 +94,8 @@ class Product:
             dtype = to_numpy(got).dtype
             tolerance = dtype_tols(dtype, longest)
             # Rows of W that are weighted, and rows of X that are added up, may be rounded before.
-            tolerance = tolerance._replace(of_magnitude=tolerance.of_magnitude + tolerance.of_result)
+            roundings = dtype_tols(self.arrays["X"].dtype if self.rounds else dtype, longest).of_result
+            tolerance = tolerance._replace(of_magnitude=tolerance.of_magnitude + roundings)
             assert_close_sums(got, expected[name].astype(dtype), magnitudes[name], tolerance, what=name)
 
 

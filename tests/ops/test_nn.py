@@ -137,6 +137,7 @@ def test_layer_whose_experts_are_one_call_equals_the_dense_formulation(tokens, c
     assert made == [keep == "h"]
 
 
+@pytest.mark.cpu_only
 def test_layer_weights_rows_in_the_sum_where_paddle_multiplies(monkeypatch):
     given = []
     backend = resolve("grouped_gemm", paddle.ones([1, 1]))

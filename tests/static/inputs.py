@@ -14,6 +14,7 @@ from paddle_moe_ops import reference
 from paddle_moe_ops.testing.routing import half_unassigned, random_probs
 
 H, E, K, A = 20, 5, 3, 4
+INNER = 6
 SCALES = 2
 BUFFER = 260  # more rows than 60 tokens need
 SMALL_BUFFER = 19  # fewer rows than 30 tokens need
@@ -112,6 +113,11 @@ def gating_inputs(dtype: DTypeLike = np.float32, with_bias: bool = True) -> Call
         return {"gating": gating.astype(dtype), **bias}
 
     return make
+
+
+def stacked(dtype: DTypeLike, height: int, width: int) -> Callable[..., NDArray]:
+    """A matrix for each expert."""
+    return lambda rng, ids: rng.standard_normal((E, height, width)).astype(dtype)
 
 
 def expert_weights(rng: np.random.Generator, ids: NDArray) -> NDArray:

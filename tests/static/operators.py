@@ -16,7 +16,7 @@ from paddle_moe_ops import _C, moe_permute, route
 from paddle_moe_ops.backends import compiled
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
 from tests.static.cases import CASES, Case
-from tests.static.inputs import A, E, token_inputs
+from tests.static.inputs import BFLOAT16, INNER, A, E, H, stacked, token_inputs
 
 FLOAT8 = (paddle.float8_e4m3fn, paddle.float8_e5m2)
 FLOATS = (paddle.float32, paddle.bfloat16, paddle.float16)
@@ -97,10 +97,26 @@ def _list_of_counts(ids: paddle.Tensor) -> list[int]:
     return paddle.bincount(ids[ids >= 0], minlength=E).tolist()
 
 
-# A list is part of a program, so these are no cases for any number of tokens.
+def _experts_as_one_operator(x, ids, probs, gate_up, down):
+    plan = route(ids, probs, num_experts=E, padding_alignment=A)
+    options = {"transpose": False, "keeps_hidden": True}
+    return (compiled.moe_mlp(x, gate_up, down, plan.row_probs, plan, **options),)
+
+
+# A list is part of a program, so these are no cases for any number of tokens. Nor is a layer, which on a CPU is several
+# operators in dygraph.
 LISTS = (
     Case("moe_permute-list", _permute_with_list, token_inputs(), ("x", "probs")),
     Case("route-list", _route_with_list, token_inputs(), ("probs",)),
+    *(
+        Case(
+            f"moe_mlp-{np.dtype(dtype).name}",
+            _experts_as_one_operator,
+            token_inputs(dtype, gate_up=stacked(dtype, H, 2 * INNER), down=stacked(dtype, INNER, H)),
+            ("x", "probs", "gate_up", "down"),
+        )
+        for dtype in (np.float32, BFLOAT16)
+    ),
 )
 
 

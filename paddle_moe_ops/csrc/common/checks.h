@@ -7,6 +7,7 @@
 #include "common/status.h"
 #include "pmo/grouped.h"
 #include "pmo/grouped_float8.h"
+#include "pmo/grouped_rows.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
 #include "pmo/ranks.h"
@@ -43,6 +44,10 @@ int check_grouped_product(const pmo_grouped_product_params& p);
 int check_grouped_outer(const pmo_grouped_outer_params& p);
 int check_grouped_float8(const pmo_grouped_float8_params& p);
 int check_quantize_blocks(const pmo_quantize_blocks_params& p);
+int check_grouped_tables(const pmo_grouped_tables_params& p);
+int check_grouped_clear(const pmo_grouped_clear_params& p);
+int check_swiglu(const pmo_swiglu_params& p);
+int check_swiglu_backward(const pmo_swiglu_backward_params& p);
 int check_topk(const pmo_topk_params& p);
 int check_topk_backward(const pmo_topk_backward_params& p);
 

@@ -135,14 +135,33 @@ paddle::Tensor Target::zeros(const std::vector<int64_t>& shape, paddle::DataType
   paddle::Tensor tensor = paddle::empty(shape, dtype, place_);
   const size_t bytes = static_cast<size_t>(tensor.numel()) * phi::SizeOf(dtype);
   if (bytes == 0) return tensor;
+  if (is_gpu_) {
+    clear(tensor.data(), static_cast<int64_t>(bytes));
+  } else {
+    fill_with_zeros(static_cast<char*>(tensor.data()), bytes);
+  }
+  return tensor;
+}
+
+void Target::clear(void* memory, int64_t bytes) const {
 #ifdef PMO_WITH_CUDA
   if (is_gpu_) {
-    check_cuda(cudaMemsetAsync(tensor.data(), 0, bytes, static_cast<cudaStream_t>(stream_)), function_);
-    return tensor;
+    check_cuda(cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream_)), function_);
+    return;
   }
 #endif
-  fill_with_zeros(static_cast<char*>(tensor.data()), bytes);
-  return tensor;
+  std::memset(memory, 0, static_cast<size_t>(bytes));
+}
+
+void Target::copy(const void* source, int64_t bytes, void* target) const {
+#ifdef PMO_WITH_CUDA
+  if (is_gpu_) {
+    const auto stream = static_cast<cudaStream_t>(stream_);
+    check_cuda(cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream), function_);
+    return;
+  }
+#endif
+  std::memcpy(target, source, static_cast<size_t>(bytes));
 }
 
 void Target::copy_to_host(const void* source, int64_t bytes, void* target) const {
@@ -163,9 +182,7 @@ paddle::Tensor Target::aligned(const paddle::Tensor& tensor) const {
   constexpr uintptr_t kWidestAccess = 16;
   if (!is_gpu_ || reinterpret_cast<uintptr_t>(tensor.data()) % kWidestAccess == 0) return tensor;
   paddle::Tensor copy = paddle::empty(tensor.shape(), tensor.dtype(), place_);
-  const size_t bytes = static_cast<size_t>(tensor.numel()) * phi::SizeOf(tensor.dtype());
-  const auto stream = static_cast<cudaStream_t>(stream_);
-  check_cuda(cudaMemcpyAsync(copy.data(), tensor.data(), bytes, cudaMemcpyDeviceToDevice, stream), function_);
+  this->copy(tensor.data(), tensor.numel() * static_cast<int64_t>(phi::SizeOf(tensor.dtype())), copy.data());
   return copy;
 }
 #else

@@ -49,6 +49,10 @@ class Target {
   // and shall depend on shape and dtype alone.
   paddle::Tensor aligned(const paddle::Tensor& tensor) const;
 
+  // Writes zeros to memory of the device, and copies from one place there to another.
+  void clear(void* memory, int64_t bytes) const;
+  void copy(const void* source, int64_t bytes, void* target) const;
+
   // Copies from the device to host memory and waits for it: on a GPU a synchronisation with the stream.
   void copy_to_host(const void* source, int64_t bytes, void* target) const;
 

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "common/status.h"
+#include "pmo/grouped_rows.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
 #include "pmo/ranks.h"
@@ -158,6 +159,8 @@ int pmo_route_permute_cuda(const pmo_route_params* route, const pmo_permute_para
   }
 RUN_ON_CPU(dequantize, pmo_dequantize_params)
 RUN_ON_CPU(gather_slots, pmo_slots_params)
+RUN_ON_CPU(grouped_clear, pmo_grouped_clear_params)
+RUN_ON_CPU(grouped_tables, pmo_grouped_tables_params)
 RUN_ON_CPU(make_row_id_map, pmo_row_id_map_params)
 RUN_ON_CPU(permute, pmo_permute_params)
 RUN_ON_CPU(quantize, pmo_quantize_params)
@@ -173,6 +176,8 @@ RUN_ON_CPU(rank_take, pmo_rank_values_params)
 RUN_ON_CPU(read_row_id_map, pmo_row_id_map_params)
 RUN_ON_CPU(scatter_slots, pmo_slots_params)
 RUN_ON_CPU(sort_chunks, pmo_sort_chunks_params)
+RUN_ON_CPU(swiglu, pmo_swiglu_params)
+RUN_ON_CPU(swiglu_backward, pmo_swiglu_backward_params)
 RUN_ON_CPU(topk, pmo_topk_params)
 RUN_ON_CPU(topk_backward, pmo_topk_backward_params)
 RUN_ON_CPU(unpermute, pmo_unpermute_params)

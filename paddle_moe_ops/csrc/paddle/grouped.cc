@@ -1,0 +1,243 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "paddle/grouped.h"
+
+#include <algorithm>
+
+#include "paddle/pages.h"
+#include "pmo/grouped_rows.h"
+
+namespace pmo {
+namespace binding {
+namespace {
+
+int64_t bytes_of(const paddle::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(phi::SizeOf(tensor.dtype())); }
+
+// Paddle's matmul, written to memory that is there; releases that cannot do that make a tensor.
+template <typename Tensor>
+auto matmul_into(const Tensor& x, const Tensor& y, bool transpose_x, bool transpose_y, Tensor* out, int)
+    -> decltype(paddle::matmul(x, y, transpose_x, transpose_y, paddle::optional<Tensor*>(out)), void()) {
+  paddle::matmul(x, y, transpose_x, transpose_y, paddle::optional<Tensor*>(out));
+}
+template <typename Tensor>
+void matmul_into(const Tensor& x, const Tensor& y, bool transpose_x, bool transpose_y, Tensor* out, long) {
+  *out = paddle::matmul(x, y, transpose_x, transpose_y);
+}
+
+int32_t capability_here([[maybe_unused]] const Target& target) {
+#ifdef PMO_WITH_CUDA
+  if (target.is_gpu()) return pmo_grouped_capability_cuda();
+#endif
+  return 0;
+}
+
+// Dense, and on the device: sizes that a program has as constants may be in host memory.
+paddle::Tensor numbers_on(const Target& target, const paddle::Tensor& numbers) {
+  const paddle::Tensor made = dense(numbers);
+  return made.place() == target.place() ? made : made.copy_to(target.place(), true);
+}
+
+}  // namespace
+
+paddle::Tensor in_dtype(const paddle::Tensor& tensor, paddle::DataType dtype) {
+  if (tensor.dtype() == dtype) return tensor;
+  if (tensor.numel() == 0) return paddle::empty(tensor.shape(), dtype, tensor.place());
+  return tensor.cast(dtype);
+}
+
+Grouped::Grouped(const Target& target, const char* function, const paddle::Tensor& sizes, const paddle::Tensor* offsets,
+                 int64_t num_rows)
+    : target_(target), function_(function), num_rows_(num_rows), experts_(sizes.shape()[0]) {
+  const paddle::Tensor dense_sizes = numbers_on(target, sizes);
+  paddle::Tensor dense_offsets;
+  pmo_grouped_tables_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_rows = num_rows;
+  p.num_experts = experts_;
+  p.sizes = dense_sizes.data();
+  p.sizes_kind = p.offsets_kind = index_kind(sizes, function, "sizes");
+  if (offsets != nullptr) {
+    require_rank(*offsets, 1, function, "offsets");
+    require(offsets->shape()[0] >= experts_, function, "offsets must have one entry for each expert at least");
+    dense_offsets = numbers_on(target, *offsets);
+    p.offsets = dense_offsets.data();
+    p.offsets_kind = index_kind(*offsets, function, "offsets");
+  }
+  tables_ = paddle::empty({3 * experts_ + 5}, paddle::DataType::INT32, target.place());
+  p.first = tables_.data<int32_t>();
+  p.stop = p.first + experts_;
+  p.tiles = p.stop + experts_;
+  p.window = p.tiles + experts_ + 1;
+  check_status(PMO_CALL(target, grouped_tables, &p), function);
+}
+
+bool Grouped::has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) const {
+  pmo_grouped_facts facts = {};
+  facts.struct_size = sizeof(facts);
+  facts.num_rows = num_rows_;
+  facts.num_experts = experts_;
+  facts.inner = inner;
+  facts.outer = outer;
+  facts.dtype = dtype == paddle::DataType::FLOAT16    ? PMO_FLOAT16
+                : dtype == paddle::DataType::BFLOAT16 ? PMO_BFLOAT16
+                                                      : PMO_FLOAT32;
+  facts.capability = capability_here(target_);
+  return pmo_grouped_takes(&facts) != 0;
+}
+
+paddle::Tensor Grouped::product(const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose,
+                                paddle::DataType dtype) const {
+  const MatrixSizes sizes(matrices.shape(), transpose);
+  if (has_kernels(matrices.dtype(), sizes.inner, sizes.outer)) {
+    paddle::Tensor out = paddle::empty({num_rows_, sizes.outer}, matrices.dtype(), target_.place());
+    launch({}, rows, matrices, transpose, &out);
+#ifdef PMO_WITH_CUDA
+    pmo_grouped_clear_params p = {};
+    p.struct_size = sizeof(p);
+    p.num_rows = num_rows_;
+    p.num_experts = experts_;
+    p.row_size = sizes.outer * static_cast<int64_t>(phi::SizeOf(out.dtype()));
+    p.first = table(0);
+    p.stop = table(experts_);
+    p.rows = out.data();
+    check_status(pmo_grouped_clear_cuda(&p, target_.stream()), function_);
+#endif
+    return in_dtype(out, dtype);
+  }
+  const paddle::DataType summed = summed_dtype(matrices.dtype());
+  const paddle::Tensor source = dense(in_dtype(rows, summed)), factors = dense(in_dtype(matrices, summed));
+  paddle::Tensor out = paddle::empty({num_rows_, sizes.outer}, summed, target_.place());
+  prepare_pages(target_, out);
+  const int64_t height = transpose ? sizes.outer : sizes.inner, width = transpose ? sizes.inner : sizes.outer;
+  int64_t made = 0;
+  each([&](int64_t expert, int64_t begin, int64_t end) {
+    clear_rows(&out, made, sizes.inner == 0 ? end : begin);
+    made = end;
+    if (begin == end || sizes.inner == 0) return;
+    multiply(view(source, begin, end - begin, sizes.inner), view(factors, expert * height, height, width), false, transpose,
+             view(out, begin, end - begin, sizes.outer));
+  });
+  clear_rows(&out, made, num_rows_);
+  return in_dtype(out, dtype);
+}
+
+paddle::Tensor Grouped::outer(const paddle::Tensor& p, const paddle::Tensor& q, paddle::DataType dtype) const {
+  const int64_t height = p.shape()[1], width = q.shape()[1];
+#ifdef PMO_WITH_CUDA
+  if (has_kernels(dtype, height, width)) {
+    paddle::Tensor out = paddle::empty({experts_, height, width}, dtype, target_.place());
+    const Matrix rows_of_p = readable(in_dtype(p, dtype)), rows_of_q = readable(in_dtype(q, dtype));
+    pmo_grouped_outer_params params = {};
+    params.struct_size = sizeof(params);
+    params.num_rows = num_rows_;
+    params.num_experts = experts_;
+    params.p_columns = params.out_rows = height;
+    params.q_columns = params.out_columns = width;
+    params.p_row_stride = rows_of_p.row_stride;
+    params.q_row_stride = rows_of_q.row_stride;
+    params.p = rows_of_p.data;
+    params.q = rows_of_q.data;
+    params.first = table(0);
+    params.stop = table(experts_);
+    params.out = out.data();
+    params.dtype = dtype_of(out, function_, "the matrices");
+    check_status(pmo_grouped_outer_cuda(&params, target_.stream()), function_);
+    return out;
+  }
+#endif
+  const paddle::DataType summed = summed_dtype(dtype);
+  const paddle::Tensor of_p = dense(in_dtype(p, summed)), of_q = dense(in_dtype(q, summed));
+  paddle::Tensor out = paddle::empty({experts_, height, width}, summed, target_.place());
+  prepare_pages(target_, out);
+  each([&](int64_t expert, int64_t begin, int64_t end) {
+    if (begin == end) clear_rows(&out, expert * height, (expert + 1) * height);
+    if (begin == end || height * width == 0) return;
+    multiply(view(of_p, begin, end - begin, height), view(of_q, begin, end - begin, width), true, false,
+             view(out, expert * height, height, width));
+  });
+  return in_dtype(out, dtype);
+}
+
+void Grouped::launch([[maybe_unused]] pmo_grouped_product_params params, [[maybe_unused]] const paddle::Tensor& rows,
+                     [[maybe_unused]] const paddle::Tensor& matrices, [[maybe_unused]] bool transpose,
+                     [[maybe_unused]] paddle::Tensor* out) const {
+#ifdef PMO_WITH_CUDA
+  const MatrixSizes sizes(matrices.shape(), transpose);
+  const Matrix source = readable(in_dtype(rows, matrices.dtype()));
+  const paddle::Tensor factors = target_.aligned(dense(matrices));
+  params.struct_size = sizeof(params);
+  params.num_rows = params.num_sources = params.window_rows = num_rows_;
+  params.num_experts = experts_;
+  params.inner = sizes.inner;
+  params.outer = sizes.outer;
+  params.width = out->shape()[1];
+  params.x = source.data;
+  params.x_row_stride = source.row_stride;
+  params.matrix = factors.data();
+  params.first = table(0);
+  params.stop = table(experts_);
+  params.tiles = table(2 * experts_);
+  params.window = table(3 * experts_ + 1);
+  params.counters = const_cast<int32_t*>(table(3 * experts_ + 3));
+  params.tile_rows = PMO_GROUPED_TURNED_ROWS;
+  params.out = out->data();
+  params.dtype = dtype_of(matrices, function_, "the matrices");
+  params.transpose = transpose;
+  check_status(pmo_grouped_product_cuda(&params, target_.stream()), function_);
+#endif
+}
+
+const std::vector<int32_t>& Grouped::on_host() const {
+  if (host_.empty()) {
+    host_.resize(static_cast<size_t>(2 * experts_));
+    target_.copy_to_host(tables_.data(), 2 * experts_ * static_cast<int64_t>(sizeof(int32_t)), host_.data());
+  }
+  return host_;
+}
+
+// function(expert, first row, row after the last one)
+template <typename Function>
+void Grouped::each(const Function& function) const {
+  const std::vector<int32_t>& groups = on_host();
+  for (int64_t expert = 0; expert < experts_; ++expert) {
+    function(expert, int64_t{groups[static_cast<size_t>(expert)]}, int64_t{groups[static_cast<size_t>(experts_ + expert)]});
+  }
+}
+
+// Paddle's CPU kernels have no products of 16-bit floats.
+paddle::DataType Grouped::summed_dtype(paddle::DataType dtype) const {
+  return target_.is_gpu() ? dtype : paddle::DataType::FLOAT32;
+}
+
+// Rows of a dense tensor, taken for one of `columns` columns.
+paddle::Tensor Grouped::view(const paddle::Tensor& tensor, int64_t first, int64_t rows, int64_t columns) const {
+  const int64_t offset = first * columns * static_cast<int64_t>(phi::SizeOf(tensor.dtype()));
+  auto* data = const_cast<char*>(static_cast<const char*>(tensor.data())) + offset;
+  return paddle::from_blob(data, {rows, columns}, tensor.dtype(), phi::DataLayout::NCHW, target_.place());
+}
+
+void Grouped::multiply(const paddle::Tensor& x, const paddle::Tensor& y, bool transpose_x, bool transpose_y,
+                       paddle::Tensor part) const {
+  void* const memory = part.data();
+  const int64_t bytes = bytes_of(part);
+  matmul_into(x, y, transpose_x, transpose_y, &part, 0);
+  if (part.data() != memory) target_.copy(part.data(), bytes, memory);
+}
+
+// Of a tensor whose last dimension is that of its rows.
+void Grouped::clear_rows(paddle::Tensor* out, int64_t begin, int64_t end) const {
+  const int64_t row_bytes = out->shape().back() * static_cast<int64_t>(phi::SizeOf(out->dtype()));
+  if (begin < end && row_bytes > 0) target_.clear(static_cast<char*>(out->data()) + begin * row_bytes, (end - begin) * row_bytes);
+}
+
+// Rows that the GPU's copy engine can take: at multiples of 16 bytes.
+Matrix Grouped::readable(const paddle::Tensor& rows) const {
+  Matrix given(rows);
+  const int64_t row_bytes = given.row_stride * static_cast<int64_t>(phi::SizeOf(rows.dtype()));
+  if (row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(given.data) % 16 == 0) return given;
+  return Matrix(target_.aligned(dense(rows)));
+}
+
+}  // namespace binding
+}  // namespace pmo

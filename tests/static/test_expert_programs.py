@@ -1,0 +1,140 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in programs: operators of the library on every device, so a program saved on one runs on another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import paddle
+import pytest
+from paddle.static import InputSpec
+
+from paddle_moe_ops import moe_mlp, route
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.gemm import grouped_gemm
+from tests.ops.problems import tensor
+from tests.static.modes import predictor_of, static_mode
+
+E, K, D, N = 6, 2, 64, 40  # sizes that the kernels for Hopper take
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+LIMITS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+# Paddle's remarks about its own full_like, and about models without parameters.
+pytestmark = [
+    pytest.mark.compiled_only,
+    pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
+    pytest.mark.filterwarnings("ignore:no variable in your model"),
+]
+
+
+def layer(x, scores, gate_up, down):
+    """float32 in and out; the experts are of the matrices' dtype."""
+    probs, ids = paddle.topk(scores, K)
+    plan = route(ids, num_experts=E)
+    return moe_mlp(x.astype(gate_up.dtype), plan, probs, gate_up, down).astype("float32")
+
+
+def products(x, scores, gate_up, down):
+    plan = route(paddle.topk(scores, K)[1], num_experts=E)
+    rows = grouped_gemm(x.astype(gate_up.dtype), gate_up, plan=plan, permute_x=True, transpose=False)
+    return grouped_gemm(rows[:, :N], down, plan=plan, transpose=False, permute_y=True).astype("float32")
+
+
+def arrays(rng: np.random.Generator, tokens: int, dtype: str) -> dict[str, np.ndarray]:
+    shapes = {"x": (tokens, D), "scores": (tokens, E), "gate_up": (E, D, 2 * N), "down": (E, N, D)}
+    made = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    kind = DTYPES[dtype]
+    return made | {name: (made[name] / 8).astype(kind) for name in ("gate_up", "down")}
+
+
+def specs(dtype: str) -> list[InputSpec]:
+    matrices = [InputSpec([E, D, 2 * N], dtype, "gate_up"), InputSpec([E, N, D], dtype, "down")]
+    return [InputSpec([None, D], "float32", "x"), InputSpec([None, E], "float32", "scores"), *matrices]
+
+
+def run(function, given: dict[str, np.ndarray], place: Any) -> dict[str, np.ndarray]:
+    """The result, and the gradient of each input."""
+    leaves = {name: tensor(array, place, gradient=True) for name, array in given.items()}
+    out = function(*leaves.values())
+    (out * paddle.linspace(-1, 1, out.shape[1])).sum().backward()
+    found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {"out": to_numpy(out), **{name: to_numpy(gradient) for name, gradient in found.items()}}
+
+
+def assert_close(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], dtype: str) -> None:
+    assert got.keys() >= expected.keys()  # a program gives zeros where dygraph gives no gradient
+    for name, due in expected.items():
+        one, other = (array.astype(np.float64) for array in (got[name], due))
+        assert one.shape == other.shape, name
+        assert np.linalg.norm(one - other) <= LIMITS[dtype] * np.linalg.norm(other), name
+
+
+@BY_DTYPE
+@pytest.mark.parametrize("function", [layer, products], ids=lambda function: function.__name__)
+def test_a_traced_program_has_the_results_and_gradients_of_dygraph(function, dtype, rng, place):
+    traced = paddle.jit.to_static(function, input_spec=specs(dtype), full_graph=True)
+    for tokens in (1, 63, 300):
+        given = arrays(rng, tokens, dtype)
+        assert_close(run(traced, given, place), run(function, given, place), dtype)
+
+
+def operators_of(function, dtype: str) -> list[str]:
+    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
+        inputs = [paddle.static.data(each.name, list(each.shape), each.dtype) for each in specs(dtype)]
+        for each in inputs:
+            each.stop_gradient = False
+        out = function(*inputs)
+        paddle.static.gradients([out.sum()], inputs)
+        program = str(paddle.static.default_main_program())
+    return re.findall(r'"(?:custom_op|pd_op)\.(\w+)"', program)
+
+
+@BY_DTYPE
+def test_a_program_has_one_operator_for_a_layer_and_none_that_reads_sizes(dtype, place):
+    for function, operator, count in ((layer, "pmo_moe_mlp", 1), (products, "pmo_grouped_product", 2)):
+        found = operators_of(function, dtype)
+        assert found.count(operator) == found.count(f"{operator}_grad") == count
+        assert not {"matmul", "split", "concat", "memcpy_d2h", "unbind"} & {*found}
+        assert found.count("full_like") == 1  # where the backward pass begins, and none for what is kept
+
+
+def save(folder: Path, dtype: str) -> str:
+    holder = paddle.nn.Layer()
+    holder.forward = layer
+    traced = paddle.jit.to_static(holder, input_spec=specs(dtype), full_graph=True)
+    paddle.jit.save(traced, str(folder / "model"))
+    return str(folder / "model")
+
+
+@BY_DTYPE
+@pytest.mark.parametrize("saved_on", ["cpu", "device"])
+def test_a_program_runs_on_another_device_than_it_was_saved_on(saved_on, dtype, rng, place, tmp_path):
+    here, there = (place, paddle.CPUPlace()) if saved_on == "device" else (paddle.CPUPlace(), place)
+    given = arrays(rng, 63, dtype)
+    try:
+        paddle.set_device(here)
+        model = save(tmp_path, dtype)
+        expected = run(layer, given, here)["out"]
+        paddle.set_device(there)
+        loaded = paddle.jit.load(model)
+        made = loaded(*(tensor(array, there) for array in given.values()))
+    finally:
+        paddle.set_device(place)
+    assert_close({"out": to_numpy(made)}, {"out": expected}, dtype)
+
+
+def test_the_inference_engine_serves_batches_of_other_sizes(rng, place, tmp_path):
+    predictor = predictor_of(save(tmp_path, "float32"))
+    for tokens in (1, 7, 200):
+        given = arrays(rng, tokens, "float32")
+        for name in predictor.get_input_names():
+            predictor.get_input_handle(name).copy_from_cpu(given[name])
+        predictor.run()
+        (made,) = (predictor.get_output_handle(name).copy_to_cpu() for name in predictor.get_output_names())
+        expected = run(layer, given, place)["out"]
+        np.testing.assert_allclose(made, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,122 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The products of experts' rows on the stand-in for a GPU, which passes for one of Hopper's generation: what pmo/grouped.h says, in loops.
+// Rows of no expert are neither read nor written.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "common/checks.h"
+#include "cpu/float_rows.h"
+#include "pmo/grouped.h"
+#include "pmo/grouped_rows.h"
+
+namespace {
+
+using pmo::cpu::BFloat16Rows;
+using pmo::cpu::Float16Rows;
+
+template <typename Rows>
+struct Product {
+  const pmo_grouped_product_params& p;
+
+  static float load(const void* array, int64_t place) { return Rows::load(static_cast<const uint16_t*>(array)[place]); }
+  static void store(void* array, int64_t place, float value) { static_cast<uint16_t*>(array)[place] = Rows::store(value); }
+  static float rounded(float value) { return Rows::load(Rows::store(value)); }
+
+  float sum(int64_t expert, int64_t row, int64_t column) const {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < p.inner; ++i) {
+      const int64_t place = p.transpose ? (expert * p.outer + column) * p.inner + i : (expert * p.inner + i) * p.outer + column;
+      sum += load(p.x, (row - p.first_row) * p.x_row_stride + i) * load(p.matrix, place);
+    }
+    return sum;
+  }
+
+  void plain(int64_t expert, int64_t row) const {
+    const float weight = p.weights == nullptr ? 1.0f : p.weights[row];
+    for (int64_t i = 0; i < p.width; ++i) store(p.out, row * p.width + i, weight * sum(expert, row, p.first_column + i));
+  }
+
+  void gated(int64_t expert, int64_t row) const {
+    for (int64_t i = 0; i < p.width; ++i) {
+      const float gate = rounded(sum(expert, row, i)), up = rounded(sum(expert, row, p.width + i));
+      if (p.hidden != nullptr) {
+        store(p.hidden, row * 2 * p.width + i, gate);
+        store(p.hidden, row * 2 * p.width + p.width + i, up);
+      }
+      store(p.out, row * p.width + i, gate / (1.0f + std::exp(-gate)) * up);
+    }
+  }
+
+  void gradient(int64_t expert, int64_t row) const {
+    const int64_t tiles = (p.width + 127) / 128;
+    const bool is_live = p.row_to_token == nullptr || p.row_to_token[row] >= 0;
+    const float weight = !is_live ? 0.0f : p.weights == nullptr ? 1.0f : p.weights[row];
+    std::vector<float> parts(static_cast<size_t>(tiles), 0.0f);
+    for (int64_t i = 0; i < p.width; ++i) {
+      const int64_t at_gate = row * 2 * p.width + i, at_up = at_gate + p.width;
+      const float gate = is_live ? load(p.hidden, at_gate) : 0.0f, up = is_live ? load(p.hidden, at_up) : 0.0f;
+      const float d_scaled = is_live ? sum(expert, row, i) : 0.0f, share = 1.0f / (1.0f + std::exp(-gate)), silu = gate * share;
+      const float act = rounded(silu * up);
+      parts[static_cast<size_t>(i / 128)] += act * d_scaled;
+      store(p.hidden, at_gate, d_scaled * weight * up * (share + silu * (1.0f - share)));
+      store(p.hidden, at_up, d_scaled * weight * silu);
+      store(p.out, row * p.width + i, act * weight);
+    }
+    if (p.d_weights != nullptr) std::copy(parts.begin(), parts.end(), p.d_weights + row * tiles);
+  }
+
+  int run() const {
+    for (int64_t expert = 0; expert < p.num_experts; ++expert) {
+      for (int32_t tile = std::max(p.tiles[expert], p.window[0]); tile < std::min(p.tiles[expert + 1], p.window[1]); ++tile) {
+        const int64_t begin = p.first[expert] + int64_t{tile - p.tiles[expert]} * p.tile_rows;
+        for (int64_t row = begin; row < std::min<int64_t>(begin + p.tile_rows, p.stop[expert]); ++row) {
+          if (p.result == PMO_GROUPED_PLAIN) plain(expert, row);
+          if (p.result == PMO_GROUPED_GATED) gated(expert, row);
+          if (p.result == PMO_GROUPED_GRADIENT) gradient(expert, row);
+        }
+      }
+    }
+    return PMO_OK;
+  }
+};
+
+template <typename Rows>
+int outer(const pmo_grouped_outer_params& p) {
+  const auto *left = static_cast<const uint16_t*>(p.p), *right = static_cast<const uint16_t*>(p.q);
+  for (int64_t expert = 0; expert < p.num_experts; ++expert) {
+    for (int64_t i = 0; i < p.p_columns; ++i) {
+      for (int64_t j = 0; j < p.q_columns; ++j) {
+        float sum = 0.0f;
+        for (int64_t row = p.first[expert]; row < p.stop[expert]; ++row) {
+          sum += Rows::load(left[row * p.p_row_stride + i]) * Rows::load(right[row * p.q_row_stride + j]);
+        }
+        auto* to = static_cast<uint16_t*>(p.out) + (expert * p.out_rows + p.first_p + i) * p.out_columns + p.first_q + j;
+        *to = Rows::store(sum);
+      }
+    }
+  }
+  return PMO_OK;
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t pmo_grouped_product_cuda_is_built(void) { return 1; }
+int32_t pmo_grouped_capability_cuda(void) { return 90; }
+
+int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void*) {
+  if (const int status = pmo::check_grouped_product(*params)) return status;
+  if (params->num_rows == 0) return PMO_OK;
+  return params->dtype == PMO_BFLOAT16 ? Product<BFloat16Rows>{*params}.run() : Product<Float16Rows>{*params}.run();
+}
+
+int pmo_grouped_outer_cuda(const pmo_grouped_outer_params* params, void*) {
+  if (const int status = pmo::check_grouped_outer(*params)) return status;
+  return params->dtype == PMO_BFLOAT16 ? outer<BFloat16Rows>(*params) : outer<Float16Rows>(*params);
+}
+
+}  // extern "C"
