@@ -19,7 +19,6 @@ from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
 from .backends import MlpSpec, accumulated, accumulated_each, resolve, why_not
-from .backends.float8_mlp import composed_float8
 from .functional import unpermute
 from .gemm import grouped_gemm
 from .routing import Plan, as_plan, check_weights, tokens_of
@@ -157,13 +156,15 @@ def moe_mlp(
             accumulate = False
     backend = resolve("grouped_gemm", tokens)
     is_plain = activation == "swiglu" and gate_up_bias is None and down_bias is None
-    runs = is_plain and backend.runs_moe_mlp(tokens, gate_up, down, accumulate, compute)
+    validation = _checks.validation(_NAME, None, tokens)
+    spec = MlpSpec(plan, by_slot, transpose, keep == "h", workspace_mb << 20, accumulate, validation, compute)
+    runs = is_plain and backend.runs_moe_mlp(tokens, gate_up, down, spec)
     if runs or compute is not None:
         if by_slot and probs is not None and weights_rank == 1:
             probs = probs.reshape([-1, plan.topk])
-        validation = _checks.validation(_NAME, None, tokens)
-        spec = MlpSpec(plan, by_slot, transpose, keep == "h", workspace_mb << 20, accumulate, validation, compute)
-        run = backend.moe_mlp if runs else composed_float8
+        run = backend.moe_mlp
+        if not runs:
+            from ._float8_mlp import composed_float8 as run  # needs ml_dtypes, which a report of what is missing lacks
         out = run(tokens, gate_up, down, probs, spec)
     else:
         if accumulate:

@@ -271,10 +271,8 @@ class Backend(Verbs, Protocol):
     def takes_lists(self) -> bool:
         """Whether grouped_gemm runs on the matrices of a list as they are. Others need one tensor, which they make."""
 
-    def runs_moe_mlp(
-        self, x: Tensor, gate_up: Matrices, down: Matrices, accumulates: bool, compute: str | None
-    ) -> bool:
-        """Whether `moe_mlp` takes these operands, and adds the gradients of the matrices to existing ones if asked."""
+    def runs_moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> bool:
+        """Whether `moe_mlp` takes these operands and this spec."""
 
     def grouped_gemm(
         self, x: Tensor, w: Matrices, weights: Tensor | None, bias: Matrices | None, spec: GemmSpec
@@ -349,6 +347,9 @@ class Kernels(Verbs, Protocol):
         expert that the backward pass takes, may be None. The weights are by row, float32 [M], or None without weights.
         Kernels need not have this verb, nor its gradient.
         """
+
+    def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
+        """Whether `moe_mlp` can compute on float8 operands here; for kernels that have that verb."""
 
     def moe_mlp_backward(
         self,

@@ -411,10 +411,8 @@ class WithGradients:
             return self.kernels.grouped_gemm(*operands, spec)
         return connect(GroupedGemm(self.kernels, *operands, spec), *operands)[0]
 
-    def runs_moe_mlp(
-        self, x: Tensor, gate_up: Matrices, down: Matrices, accumulates: bool, compute: str | None
-    ) -> bool:
-        return True
+    def runs_moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> bool:
+        return spec.compute is None or self.kernels.multiplies_float8(x, down, spec.transpose)
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         return connected_mlp(self.kernels, x, gate_up, down, weights, spec)

@@ -65,12 +65,10 @@ class MatmulBackend:
             made = _multiply(float32(x), matrices, weights, float32(bias), segments, spec.transpose)
             return to_dtype(made, x.dtype)
 
-    def runs_moe_mlp(
-        self, x: Tensor, gate_up: Matrices, down: Matrices, accumulates: bool, compute: str | None
-    ) -> bool:
+    def runs_moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> bool:
         if (
-            accumulates
-            or compute is not None
+            spec.accumulates
+            or spec.compute is not None
             or any(isinstance(each, Sequence) or each.dtype != x.dtype for each in (gate_up, down))
         ):
             return False

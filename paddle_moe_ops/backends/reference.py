@@ -16,6 +16,7 @@ from .accumulation import put
 from .arrays import numpy_dtype, to_numpy, to_tensor
 from .base import (
     GemmSpec,
+    Matrices,
     MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
@@ -285,6 +286,9 @@ class ReferenceKernels:
         d_x, d_w, *others = _tensors(x, d_rows, *gradients)
         d_weights = None if weights is None else others.pop(0)
         return d_x, d_w, d_weights, others[0] if others else None
+
+    def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
+        return True
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool

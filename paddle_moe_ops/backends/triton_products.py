@@ -10,8 +10,7 @@ import paddle
 from paddle import Tensor
 
 from ..triton.native_recording import repeated
-from .base import GemmSpec, MlpSpec, Validation
-from .float8_mlp import COMPOSED
+from .base import GemmSpec, Matrices, MlpSpec, Validation
 from .host_checks import host_segments
 from .triton_arrays import dense, dense_rows, device_of
 
@@ -74,14 +73,20 @@ class ProductKernels:
         d_x, d_w, d_weights, d_bias = recorded(device, key, inputs, call)
         return d_x, d_w, d_weights, d_bias
 
+    def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
+        from ..triton.grouped_gemm_configs import gpu_at
+        from ..triton.hopper_float8 import suits_float8
+
+        matrix = down if isinstance(down, Tensor) else down[0]
+        device, inner = device_of(x), matrix.shape[-1 if transpose else -2]
+        return suits_float8(device, gpu_at(matrix.data_ptr()), device.dtype_name(x), x.shape[1], inner)
+
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         plan, device = spec.plan, device_of(x)
         if spec.validation != Validation.OFF:
             host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
-        if not _runs_here(device, x, down, spec):
-            return COMPOSED.moe_mlp(x, gate_up, down, weights, spec, keeps)
         options = "moe_mlp", keeps, keeps and spec.keeps_hidden, spec.transpose, spec.workspace, spec.compute
         made = repeated(device, options, _given(x, gate_up, down, weights, spec))
         if made is None:
@@ -106,26 +111,12 @@ class ProductKernels:
         adds = into_gate_up and into_gate_up[1], into_down and into_down[1]
         others = hidden, tables, into_gate_up and into_gate_up[0], into_down and into_down[0]
         device = device_of(x)
-        if not _runs_here(device, x, down, spec):
-            given = d_out, x, gate_up, down, weights, hidden, None
-            return COMPOSED.moe_mlp_backward(*given, spec, wanted, destinations)
         options = "moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace, spec.compute
         made = repeated(device, options, (d_out, *others, *_given(x, gate_up, down, weights, spec)))
         if made is None:
             operands = x, gate_up, down, weights, spec
             made = _recorded_mlp_backward(device, options, d_out, others, *operands, wanted, destinations)
         return tuple(made)
-
-
-def _runs_here(device: Any, x: Tensor, down: Tensor, spec: MlpSpec) -> bool:
-    """Whether the launchers have kernels for what a layer multiplies."""
-    from ..triton.grouped_gemm_configs import gpu_at
-    from ..triton.hopper_float8 import suits_float8
-
-    if spec.compute is None:
-        return True
-    inner = down.shape[2 if spec.transpose else 1]
-    return suits_float8(device, gpu_at(down.data_ptr()), device.dtype_name(x), x.shape[1], inner)
 
 
 def _given(

@@ -12,8 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import moe_mlp, reference, route, use_backend
-from paddle_moe_ops.backends import float8_mlp
+from paddle_moe_ops import _float8_mlp, moe_mlp, reference, route, use_backend
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -128,7 +127,7 @@ def test_matrices_become_the_values_of_the_oracle(rng, place):
     w[1] = 0
     w[2] *= 1e-20
     due = reference.dequantize_128x128(*reference.quantize_128x128(w, amax_min=2.0**-100), dtype=np.float32)
-    np.testing.assert_array_equal(to_numpy(float8_mlp._near_matrices(tensor(w, place))), due)
+    np.testing.assert_array_equal(to_numpy(_float8_mlp._near_matrices(tensor(w, place))), due)
 
 
 @pytest.mark.parametrize("options", [{"keep": "x"}, {"workspace_mb": 1}], ids=str)

@@ -127,7 +127,7 @@ def test_layer_whose_experts_are_one_call_equals_the_dense_formulation(tokens, c
     with use_backend("reference"):
         kernels = resolve("grouped_gemm", paddle.ones([1, 1])).kernels
         original = kernels.moe_mlp
-        monkeypatch.setattr(kernels, "moe_mlp", lambda *given: made.append(given[-1]) or original(*given))
+        monkeypatch.setattr(kernels, "moe_mlp", lambda *given: made.append(given[-2].keeps_hidden) or original(*given))
         layer = MoELayer(H, I, E, K, capacity_factor=None if capacity is None else 0.75, keep=keep)
         x = paddle.randn([tokens, H])
         if tokens:

@@ -22,7 +22,10 @@ LAYERS = (
     {"expert_parallel"},
     {"mlp"},
     {"gemm"},
-    {"_activations", "_checks", "_matrices", "_quick", "functional", "quantization", "routing", "rowmaps"},
+    {
+        *("_activations", "_checks", "_float8_mlp", "_matrices", "_quick"),
+        *("functional", "quantization", "routing", "rowmaps"),
+    },
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
     {

@@ -15,15 +15,15 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-from .._activations import activate
-from .._graphs import filled, float32, to_dtype, without_autocast
-from . import resolve
-from .accumulation import put
-from .base import GemmSpec, Matrices, MlpSpec, QuantizeSpec
-from .gradients import WithGradients, connected_mlp
-from .host_checks import host_segments
+from ._activations import activate
+from ._graphs import filled, float32, to_dtype, without_autocast
+from .backends import resolve
+from .backends.accumulation import put
+from .backends.base import GemmSpec, Matrices, MlpSpec, QuantizeSpec
+from .backends.gradients import WithGradients, connected_mlp
+from .backends.host_checks import host_segments
 
-__all__ = ["COMPOSED", "composed_float8"]
+__all__ = ["composed_float8"]
 
 _GROUP = 128
 _E4M3_MAX = 448.0
@@ -33,7 +33,7 @@ _SPEC = QuantizeSpec(False, "row", _AMAX_MIN)
 
 
 class ComposedFloat8:
-    """`moe_mlp` and its gradient, of `base.Kernels`."""
+    """`moe_mlp` and its gradient, of `backends.base.Kernels`."""
 
     name = "paddle"
 
@@ -89,12 +89,9 @@ class ComposedFloat8:
         return d_x, *gradients, d_weights
 
 
-COMPOSED = ComposedFloat8()
-
-
 def composed_float8(x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
-    """`base.Backend.moe_mlp`."""
-    return connected_mlp(COMPOSED, x, gate_up, down, weights, spec)
+    """`backends.base.Backend.moe_mlp`."""
+    return connected_mlp(ComposedFloat8(), x, gate_up, down, weights, spec)
 
 
 def _hidden(x: Tensor, gate_up: Tensor, spec: MlpSpec) -> Tensor:
