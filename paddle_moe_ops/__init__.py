@@ -38,13 +38,14 @@ if _build_check.paddle_problem() is None:
     from .backends import explain, register_operators, use_backend
     from .compat.paddle import patch_paddle, patched_paddle, unpatch_paddle
     from .functional import moe_permute, moe_unpermute, permute, sort_chunks, unpermute
-    from .mlp import moe_mlp
+    from .mlp import Float8Matrices, moe_mlp
     from .quantization import dequantize_1x128, quantize_1x128, quantized_experts
     from .routing import Plan, route
 
     register_operators()
 
 __all__ = [
+    "Float8Matrices",
     "Plan",
     "__version__",
     "dequantize_1x128",

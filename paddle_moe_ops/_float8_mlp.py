@@ -37,14 +37,18 @@ class ComposedFloat8:
 
     name = "paddle"
 
+    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+        return _near_matrices(gate_up), _near_matrices(down)
+
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         with paddle.no_grad(), without_autocast():
             if weights is not None and spec.weights_by_slot:
                 weights = resolve("unpermute", weights).slots_to_rows(weights, spec.plan)
-            hidden = _hidden(x, gate_up, spec)
-            rows = _product(_near_rows(activate(hidden, "swiglu")), _near_matrices(down), spec, spec.transpose)
+            near_gate_up, near_down = spec.quantized or self.quantize_experts(gate_up, down, spec.transpose)
+            hidden = _hidden(x, near_gate_up, spec)
+            rows = _product(_near_rows(activate(hidden, "swiglu")), near_down, spec, spec.transpose)
             out = _sums(_weighted(rows, weights), x, spec)
             return out, hidden if keeps and spec.keeps_hidden else None, weights, None
 
@@ -62,11 +66,12 @@ class ComposedFloat8:
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, ...]:
         with paddle.no_grad(), without_autocast():
+            near_gate_up, near_down = spec.quantized or self.quantize_experts(gate_up, down, spec.transpose)
             if hidden is None:
-                hidden = _hidden(x, gate_up, spec)
+                hidden = _hidden(x, near_gate_up, spec)
             need_x, need_gate_up, need_down, need_weights = wanted
             d_rows = _moved(_near_rows(d_out), spec)
-            d_scaled = _product(d_rows, _near_matrices(down), spec, not spec.transpose)
+            d_scaled = _product(d_rows, near_down, spec, not spec.transpose)
             act = activate(hidden, "swiglu")
             d_hidden = to_dtype(_through_swiglu(_weighted(d_scaled, weights), hidden), x.dtype)
             d_x = d_weights = None
@@ -77,7 +82,7 @@ class ComposedFloat8:
                 scaled = to_dtype(_weighted(float32(act), weights), x.dtype)
                 gradients[1] = _matrix_gradient(scaled, _moved(d_out, spec), down, spec)
             if need_x:
-                d_x = _sums(_product(_near_rows(d_hidden), _near_matrices(gate_up), spec, not spec.transpose), x, spec)
+                d_x = _sums(_product(_near_rows(d_hidden), near_gate_up, spec, not spec.transpose), x, spec)
             if need_weights:
                 d_weights = (float32(act) * d_scaled).sum(axis=1)
                 if spec.weights_by_slot:
@@ -94,10 +99,10 @@ def composed_float8(x: Tensor, gate_up: Matrices, down: Matrices, weights: Tenso
     return connected_mlp(ComposedFloat8(), x, gate_up, down, weights, spec)
 
 
-def _hidden(x: Tensor, gate_up: Tensor, spec: MlpSpec) -> Tensor:
+def _hidden(x: Tensor, near_gate_up: Tensor, spec: MlpSpec) -> Tensor:
     """The first product, in the tokens' dtype."""
     rows = _moved(_near_rows(x), spec)
-    return to_dtype(_product(rows, _near_matrices(gate_up), spec, spec.transpose), x.dtype)
+    return to_dtype(_product(rows, near_gate_up, spec, spec.transpose), x.dtype)
 
 
 def _moved(x: Tensor, spec: MlpSpec) -> Tensor:

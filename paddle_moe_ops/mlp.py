@@ -18,12 +18,13 @@ from ._activations import ACTIVATIONS, activate
 from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
-from .backends import MlpSpec, accumulated, accumulated_each, resolve, why_not
+from .backends import Float8Matrices, MlpSpec, accumulated, accumulated_each, resolve, why_not
+from .backends.float8_matrices import holds_others
 from .functional import unpermute
 from .gemm import grouped_gemm
 from .routing import Plan, as_plan, check_weights, tokens_of
 
-__all__ = ["moe_mlp"]
+__all__ = ["Float8Matrices", "moe_mlp"]
 
 _NAME = "moe_mlp"
 COMPUTE = (None, "fp8_1x128")
@@ -50,6 +51,7 @@ def moe_mlp(
     gate_up_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
     down_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
     compute: str | None = None,
+    float8_matrices: Float8Matrices | None = None,
 ) -> Tensor:
     """Give each token to its experts, and add up what they make of it, weighted.
 
@@ -117,6 +119,8 @@ def moe_mlp(
             elements. Gradients of matrices are made of operands in the dtype of ``x``. SwiGLU without biases, in
             dygraph. GPUs of compute capability 9.0 have kernels for bfloat16, d a multiple of 16 and n one of 128;
             elsewhere quantised values are multiplied in float32, which takes longer than ``None``.
+        float8_matrices: with ``compute``, where quantised matrices are kept from one call to the next, see
+            `Float8Matrices`; None: each pass quantises those it needs.
 
     Returns:
         a tensor with the shape and dtype of ``x``.
@@ -125,7 +129,7 @@ def moe_mlp(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
             bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` in a static graph, with biases or
-            with another activation.
+            with another activation; ``float8_matrices`` without ``compute``, or made of other matrices.
     """
     gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
@@ -138,6 +142,8 @@ def moe_mlp(
             if len(_passed) >= _PASSED_KEPT:
                 _passed.clear()
             _passed.add(signature)
+    if float8_matrices is not None:
+        _check_float8_matrices(float8_matrices, gate_up, down, transpose, compute)
     shape, tokens = x.shape, x
     if len(shape) != 2:
         tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
@@ -157,7 +163,8 @@ def moe_mlp(
     backend = resolve("grouped_gemm", tokens)
     is_plain = activation == "swiglu" and gate_up_bias is None and down_bias is None
     validation = _checks.validation(_NAME, None, tokens)
-    spec = MlpSpec(plan, by_slot, transpose, keep == "h", workspace_mb << 20, accumulate, validation, compute)
+    how = validation, compute, float8_matrices
+    spec = MlpSpec(plan, by_slot, transpose, keep == "h", workspace_mb << 20, accumulate, *how)
     runs = is_plain and backend.runs_moe_mlp(tokens, gate_up, down, spec)
     if runs or compute is not None:
         if by_slot and probs is not None and weights_rank == 1:
@@ -261,6 +268,16 @@ def check_compute(
     for where, holds in (*conditions, (f"with the activation {activation!r}", activation != "swiglu")):
         if holds:
             _checks.bad_value(function, "compute", f"None {where}", repr(compute))
+
+
+def _check_float8_matrices(
+    given: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool, compute: str | None
+) -> None:
+    _checks.instance(_NAME, "float8_matrices", given, Float8Matrices, "a Float8Matrices or None")
+    if compute is None:
+        _checks.bad_value(_NAME, "float8_matrices", "None without compute", given)
+    if holds_others(given, gate_up, down, transpose):
+        _checks.bad_value(_NAME, "float8_matrices", "empty or made of these matrices", "one that keeps others")
 
 
 def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernels.torch_device import TorchDevice
-from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_backward
+from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_backward, quantize_experts
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
 from paddle_moe_ops.triton.moe_mlp import Layer, moe_mlp, moe_mlp_backward
 
@@ -48,6 +48,7 @@ def ours(
     triton_alone: bool = False,
     library_gradients: bool = True,
     float8: bool = False,
+    keeps_matrices: bool = False,
 ) -> Passes:
     """The launchers of this package's kernels on a GPU, in which everything but tokens and matrices is prepared."""
     device, i = device or TorchDevice(None if triton_alone else inputs.core_library), inputs
@@ -56,12 +57,13 @@ def ours(
     groups, tokens = Groups(i.sizes, i.offsets), Tokens(i.row_to_token, i.token_rows)
     layer = Layer(i.gate_up, i.down, groups, tokens, i.row_probs, False, workspace_mb << 20)
     there, back = (moe_mlp_float8, moe_mlp_float8_backward) if float8 else (moe_mlp, moe_mlp_backward)
+    matrices = {"quantized": quantize_experts(device, i.gate_up, i.down, False)} if keeps_matrices else {}
 
     def backward(kept: Any) -> tuple[torch.Tensor, ...]:
-        made = back(device, i.d_out, i.x, kept, layer, (True,) * 4)
+        made = back(device, i.d_out, i.x, kept, layer, (True,) * 4, **matrices)
         return made.x, made.weights, made.gate_up, made.down
 
-    return Passes(lambda: there(device, i.x, layer, keeps_hidden), backward)
+    return Passes(lambda: there(device, i.x, layer, keeps_hidden, **matrices), backward)
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -122,6 +124,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours, Triton alone": lambda inputs: ours(inputs, triton_alone=True),
     "ours, gradients of matrices by Triton": lambda inputs: ours(inputs, library_gradients=False),
     FLOAT8: lambda inputs: ours(inputs, float8=True),
+    f"{FLOAT8}, matrices kept": lambda inputs: ours(inputs, float8=True, keeps_matrices=True),
     "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
     "ours, 1 GiB": lambda inputs: ours(inputs, workspace_mb=1024),
     "torch": torch_grouped,

@@ -32,12 +32,14 @@ from .base import (
     TopkSpec,
     Validation,
 )
+from .float8_matrices import Float8Matrices
 from .joining import joined, lay_side_by_side, shared_memory, view_of
 from .product_calls import connect_experts
 
 __all__ = [
     "OPERATORS",
     "Backend",
+    "Float8Matrices",
     "GemmSpec",
     "Maps",
     "Matrices",

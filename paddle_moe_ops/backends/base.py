@@ -158,6 +158,9 @@ class MlpSpec(NamedTuple):
     accumulates: bool  # whether gradients of the matrices go where `accumulation` says it
     validation: Validation  # as in GemmSpec
     compute: str | None = None  # "fp8_1x128": products take float8 operands
+    quantized: Any = (
+        None  # for kernels, what `quantize_experts` made; for a backend, the `Float8Matrices` it is kept in
+    )
 
 
 class Verbs(Protocol):
@@ -350,6 +353,9 @@ class Kernels(Verbs, Protocol):
 
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
         """Whether `moe_mlp` can compute on float8 operands here; for kernels that have that verb."""
+
+    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool) -> Any:
+        """The matrices as `moe_mlp` and its gradient take them from a spec, for kernels that multiply float8."""
 
     def moe_mlp_backward(
         self,

@@ -31,6 +31,7 @@ from .base import (
     Validation,
     constant_if_float8,
 )
+from .float8_matrices import made_by
 from .joining import joined
 from .nodes import Call, Gradients, connect, first_order_only, linear, wants_gradient
 from .product_calls import GroupedGemm, MoeMlp
@@ -426,6 +427,11 @@ def connected_mlp(
     gate_up, down = [  # to ask an abstract class, as Sequence is one, takes long
         each if isinstance(each, Tensor) else joined(each, "moe_mlp", accumulates=spec.accumulates) for each in given
     ]
+    if spec.quantized is not None:
+        with paddle.no_grad():
+            matrices = gate_up.detach(), down.detach(), spec.transpose
+            made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices))
+        spec = spec._replace(quantized=made)
     if not wants_gradient(x, gate_up, down, weights):
         return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
     operands = x, gate_up, down, weights

@@ -290,6 +290,9 @@ class ReferenceKernels:
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
         return True
 
+    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+        return gate_up.clone(), down.clone()  # the oracle quantises in each call
+
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
@@ -331,6 +334,7 @@ def _layer(
 ) -> tuple[NDArray, reference.Plan, NDArray, NDArray, NDArray | None]:
     if spec.validation != Validation.OFF:
         host_segments(spec.plan.num_rows, spec.plan.tokens_per_expert, spec.plan.expert_offsets)
+    gate_up, down = spec.quantized or (gate_up, down)
     return to_numpy(x), _plan(spec.plan), to_numpy(gate_up), to_numpy(down), _optional(weights)
 
 

@@ -81,13 +81,19 @@ class ProductKernels:
         device, inner = device_of(x), matrix.shape[-1 if transpose else -2]
         return suits_float8(device, gpu_at(matrix.data_ptr()), device.dtype_name(x), x.shape[1], inner)
 
+    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool) -> tuple[Tensor, ...]:
+        from ..triton.float8_mlp import quantize_experts
+
+        made = quantize_experts(device_of(gate_up), dense(gate_up), dense(down), transpose)
+        return tuple(each for codes in made for each in codes)
+
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         plan, device = spec.plan, device_of(x)
         if spec.validation != Validation.OFF:
             host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
-        options = "moe_mlp", keeps, keeps and spec.keeps_hidden, spec.transpose, spec.workspace, spec.compute
+        options = "moe_mlp", keeps, keeps and spec.keeps_hidden, *_options(spec)
         made = repeated(device, options, _given(x, gate_up, down, weights, spec))
         if made is None:
             made = _recorded_mlp(device, options, x, gate_up, down, weights, spec)
@@ -111,12 +117,17 @@ class ProductKernels:
         adds = into_gate_up and into_gate_up[1], into_down and into_down[1]
         others = hidden, tables, into_gate_up and into_gate_up[0], into_down and into_down[0]
         device = device_of(x)
-        options = "moe_mlp_backward", wanted, adds, spec.transpose, spec.workspace, spec.compute
+        options = "moe_mlp_backward", wanted, adds, *_options(spec)
         made = repeated(device, options, (d_out, *others, *_given(x, gate_up, down, weights, spec)))
         if made is None:
             operands = x, gate_up, down, weights, spec
             made = _recorded_mlp_backward(device, options, d_out, others, *operands, wanted, destinations)
         return tuple(made)
+
+
+def _options(spec: MlpSpec) -> tuple[Any, ...]:
+    """What launches depend on besides arrays."""
+    return spec.transpose, spec.workspace, spec.compute, spec.quantized is not None
 
 
 def _given(
@@ -125,7 +136,8 @@ def _given(
     """What `_arrays` gives where all that it is given is dense."""
     plan = spec.plan
     maps = plan.tokens_per_expert, plan.expert_offsets, plan.row_to_token, plan.token_rows
-    return x, gate_up, down, *maps, weights, plan.slot_to_row if spec.weights_by_slot else None
+    by_slot = plan.slot_to_row if spec.weights_by_slot else None
+    return x, gate_up, down, *maps, weights, by_slot, *(spec.quantized or ())
 
 
 def _recorded_mlp(
@@ -150,11 +162,14 @@ def _recorded_mlp(
         by_row = layer.weights
         if maps is not None:
             by_row = slots_to_rows(device, by_row, maps, layer.tokens.row_to_token)
-        run = moe_mlp if spec.compute is None else moe_mlp_float8
-        out, kept = run(device, x, layer._replace(weights=by_row), keeps_hidden=options[2])
+        own = layer._replace(weights=by_row)
+        if spec.compute is None:
+            out, kept = moe_mlp(device, x, own, keeps_hidden=options[2])
+        else:
+            out, kept = moe_mlp_float8(device, x, own, keeps_hidden=options[2], quantized=_quantized(spec))
         return out, kept.hidden, by_row if maps is not None else None, kept.tables if options[1] else None
 
-    inputs = _arrays(x, layer, maps)
+    inputs = _arrays(x, layer, maps, spec)
     return recorded(device, (*options, *facts_of(device, *inputs)), inputs, call)
 
 
@@ -180,12 +195,12 @@ def _recorded_mlp_backward(
     maps = dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
 
     def call(device: Any) -> tuple[Any, ...]:
-        run = moe_mlp_backward if spec.compute is None else moe_mlp_float8_backward
-        made = run(device, d_out, x, Kept(*others[:2]), layer._replace(slots=maps), wanted, destinations)
+        given = device, d_out, x, Kept(*others[:2]), layer._replace(slots=maps), wanted, destinations
+        made = moe_mlp_backward(*given) if spec.compute is None else moe_mlp_float8_backward(*given, _quantized(spec))
         matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
         return made.x, *matrices, made.weights
 
-    inputs = d_out, *others, *_arrays(x, layer, maps)
+    inputs = d_out, *others, *_arrays(x, layer, maps, spec)
     return recorded(device, (*options, *facts_of(device, *inputs)), inputs, call)
 
 
@@ -206,9 +221,19 @@ def _operands(operands: tuple, maps: dict[str, Any], bias: Tensor | None) -> tup
     return x, w, *groups, *(maps["tokens"] or ()), maps["weights"], bias
 
 
-def _arrays(x: Tensor, layer: Any, maps: Tensor | None) -> tuple[Tensor | None, ...]:
+def _arrays(x: Tensor, layer: Any, maps: Tensor | None, spec: MlpSpec) -> tuple[Tensor | None, ...]:
     """All that a layer's launches read."""
-    return x, layer.gate_up, layer.down, *layer.groups, *layer.tokens, layer.weights, maps
+    matrices = layer.gate_up, layer.down
+    return x, *matrices, *layer.groups, *layer.tokens, layer.weights, maps, *(spec.quantized or ())
+
+
+def _quantized(spec: MlpSpec) -> Any:
+    """What `ProductKernels.quantize_experts` made, in pairs of codes and scales, or None."""
+    from ..triton.float8_mlp import QuantizedExperts
+    from ..triton.hopper_float8 import Codes
+
+    made = spec.quantized
+    return made and QuantizedExperts(*(Codes(*made[start : start + 2]) for start in range(0, len(made), 2)))
 
 
 def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:

@@ -14,7 +14,7 @@ from paddle.jit import not_to_static
 from .. import _checks
 from .._activations import ACTIVATIONS, activate, swiglu
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
-from ..backends import accumulated
+from ..backends import Float8Matrices, accumulated
 from ..gemm import grouped_gemm
 from ..mlp import check_compute, check_destinations, check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
@@ -103,6 +103,7 @@ class SwiGLUExperts(nn.Layer):
         check_memory_options("SwiGLUExperts", keep, workspace_mb, accumulate)
         check_compute("SwiGLUExperts", compute, activation, bias)
         self.compute = compute
+        self._float8_matrices = Float8Matrices()
         self.memory_options: dict[str, Any] = {
             "keep": keep,
             "workspace_mb": Size(workspace_mb),
@@ -154,6 +155,7 @@ class SwiGLUExperts(nn.Layer):
         plan: Plan | None = None,
         probs: Tensor | None = None,
         combine: bool = False,
+        is_first_microbatch: bool | None = None,
     ) -> Tensor:
         """Apply each expert to its segment of rows, or to the tokens that a plan gives it.
 
@@ -169,6 +171,9 @@ class SwiGLUExperts(nn.Layer):
             plan: in place of tokens_per_expert: where the rows of tokens are, from `route`.
             probs: with a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
             combine: with a plan, whether to add up the rows of each token, as `moe_mlp` does.
+            is_first_microbatch: with ``compute``, whether the matrices have changed since the last call: True quantises
+                them and keeps the codes, 2 bytes for each element; False takes these codes; None quantises the
+                matrices in each pass and keeps nothing. Without ``compute`` it makes no difference.
 
         Returns:
             [N, H], in expert order; with ``combine`` [T, H].
@@ -177,19 +182,34 @@ class SwiGLUExperts(nn.Layer):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape; a plan of another number of experts; padding_alignment is below
                 1, or the counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a
-                device or in a graph are not looked at.
+                device or in a graph are not looked at. Also ``is_first_microbatch=False`` before anything is kept.
         """
         _checks.flag("SwiGLUExperts", "combine", combine)
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         if combine:
             experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             options = {**self.memory_options, "compute": self.compute}
+            options |= {"float8_matrices": self._kept_matrices(is_first_microbatch)}
             return _combined(rows, experts, sizes_of, self.activation, plan, probs, **options)
         if plan is not None:
             return self.weighted_rows(rows, plan, probs)
         return _by_counts(
             rows, self._parameters_of_rows(), sizes_of, self.activation, tokens_per_expert, padding_alignment
         )
+
+    def _kept_matrices(self, is_first_microbatch: bool | None) -> Float8Matrices | None:
+        """Where this call keeps, or finds, its matrices in float8; None where it keeps nothing."""
+        if is_first_microbatch is None:
+            return None
+        _checks.flag("SwiGLUExperts", "is_first_microbatch", is_first_microbatch)
+        if self.compute is None:
+            return None
+        if is_first_microbatch:
+            self._float8_matrices.clear()
+        elif self._float8_matrices.is_empty:
+            expected = "True or None before anything is kept"
+            _checks.bad_value("SwiGLUExperts", "is_first_microbatch", expected, is_first_microbatch)
+        return self._float8_matrices
 
     @not_to_static
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
@@ -298,6 +318,7 @@ def _combined(
     workspace_mb: int,
     accumulate: bool,
     compute: str | None,
+    float8_matrices: Float8Matrices | None,
 ) -> Tensor:
     """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I."""
     name = "SwiGLUExperts"
@@ -305,7 +326,8 @@ def _combined(
     check_rows(name, "rows", x, gate_up, ["T", gate_up.shape[1]])
     plan = _plan_of(name, plan, gate_up.shape[0])
     options: dict[str, Any] = {"keep": keep, "workspace_mb": int(workspace_mb), "accumulate": accumulate}
-    options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias, "compute": compute}
+    options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    options |= {"compute": compute, "float8_matrices": float8_matrices}
     with _checks.renaming("moe_mlp", name, x="rows"):
         return moe_mlp(x, plan, probs, gate_up, down, **options)
 

@@ -190,24 +190,27 @@ class MoELayer(nn.Layer):
         return None if last is None else router_z_loss(last[3])
 
     @not_to_static
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Run the block.
 
         Args:
             x: [T, H] or [B, S, H], dtype of the weights.
+            is_first_microbatch: with ``compute``, whether the weights have changed since the last call, see
+                `SwiGLUExperts`; TransformerEngine's layers have this argument as well.
 
         Returns:
             a tensor of the shape and dtype of x, differentiable in x and all weights.
 
         Raises:
             TypeError: x is not a tensor of the weights' dtype (under mixed precision, of bfloat16, float16 or float32).
-            ValueError: x has another shape.
+            ValueError: x has another shape; ``is_first_microbatch=False`` in the first call.
         """
         tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
         ids, probs, scores, logits = self.router(tokens)
         if self.parallel is None:
             plan = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
-            out = self.experts(tokens, plan=plan, probs=probs, combine=True)
+            options = {"combine": True, "is_first_microbatch": is_first_microbatch}
+            out = self.experts(tokens, plan=plan, probs=probs, **options)
             load, dropped = plan.routed_per_expert, plan.overflow
         else:
             capacity = capacity_of(ids.shape[0], ids.shape[1], self.router.num_experts, self.router.capacity_factor)

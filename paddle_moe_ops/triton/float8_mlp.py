@@ -16,6 +16,7 @@ columns, matrices with one for each 128 x 128 elements.
 
 Codes and scales of rows of tokens exist one window at a time. Those of A, of dH and of the matrices
 exist whole: each pass needs one form of each matrix, whose rows are the contraction's, and the forms differ.
+With `quantize_experts` both forms are made once for many calls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .grouped_gemm import Target
-from .hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product, quantize_blocks
+from .hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product, quantize_blocks, quantize_both_forms
 from .hopper_product import GATED, GRADIENT, PLAIN, TILE_ROWS
 from .launching import Array, Device, blocks
 from .moe_mlp import Gradients, Kept, Layer, _matrix_gradient, _Run
@@ -32,7 +33,23 @@ from .permute import permute_window
 from .quantize import quantize
 from .unpermute import unpermute_window
 
-__all__ = ["moe_mlp_float8", "moe_mlp_float8_backward"]
+__all__ = ["QuantizedExperts", "moe_mlp_float8", "moe_mlp_float8_backward", "quantize_experts"]
+
+
+class QuantizedExperts(NamedTuple):
+    """Q of the matrices, each with the contraction's numbers side by side: those of the forward pass come first."""
+
+    gate_up: Codes
+    down: Codes
+    turned_gate_up: Codes
+    turned_down: Codes
+
+
+def quantize_experts(device: Device, gate_up: Array, down: Array, transpose: bool) -> QuantizedExperts:
+    """What both passes multiply, by one launch for each of the two."""
+    pairs = [quantize_both_forms(device, each)[:: 1 if transpose else -1] for each in (gate_up, down)]
+    (gate_up_codes, turned_gate_up), (down_codes, turned_down) = pairs
+    return QuantizedExperts(gate_up_codes, down_codes, turned_gate_up, turned_down)
 
 
 class _Window(NamedTuple):
@@ -46,7 +63,10 @@ class _Window(NamedTuple):
 class _Float8Run(_Run):
     """One pass."""
 
-    def __init__(self, device: Device, layer: Layer, x: Array, tables: Array | None = None) -> None:
+    def __init__(
+        self, device: Device, layer: Layer, x: Array, quantized: QuantizedExperts | None, tables: Array | None = None
+    ) -> None:
+        self.quantized = quantized
         super().__init__(device, layer, x, moves_twice=False, may_gather=False, tables=tables)
         held = min(self.window_rows + TILE_ROWS, self.num_rows)
         codes = device.empty([held, self.hidden], "float8_e4m3fn")
@@ -55,6 +75,12 @@ class _Float8Run(_Run):
 
     def _heights(self) -> list[int]:
         return [TILE_ROWS]
+
+    def matrix(self, name: str, w: Array) -> Codes:
+        """A field of `QuantizedExperts`, made of w if it is not given."""
+        if self.quantized is not None:
+            return getattr(self.quantized, name)
+        return quantize_blocks(self.device, w, turned=name.startswith("turned_") == self.layer.transpose)
 
     def new_codes(self, columns: int) -> Codes:
         device, groups = self.device, blocks(columns, GROUP)
@@ -76,7 +102,7 @@ class _Float8Run(_Run):
     def activations_in_float8(self, x: Array, hidden: Array | None, made: Codes | None, act: Any = None) -> None:
         """Q(A) in ``made``, H in ``hidden`` and A in ``act``, where they are given."""
         layer = self.layer
-        matrix = quantize_blocks(self.device, layer.gate_up, turned=not layer.transpose)
+        matrix = self.matrix("gate_up", layer.gate_up)
         for window in self.windows_of(x):
             operands = window.source, window.rows, matrix, self.float8_tables, self.num_rows
             out = Target(act, 0, self.inner)
@@ -87,7 +113,7 @@ class _Float8Run(_Run):
         layer, device, made, tiles = self.layer, self.device, self.new_codes(2 * self.inner), None
         if need_weights and layer.weights is not None:
             tiles = device.empty([self.num_rows, self.inner // GROUP], "float32")
-        matrix, out = quantize_blocks(self.device, layer.down, turned=layer.transpose), Target(scaled, 0, self.inner)
+        matrix, out = self.matrix("turned_down", layer.down), Target(scaled, 0, self.inner)
         for window in self.windows_of(d_out):
             operands = window.source, window.rows, matrix, self.float8_tables, self.num_rows
             float8_product(
@@ -103,10 +129,9 @@ class _Float8Run(_Run):
             return made, None
         return made, self.add_up_later(tiles, layer.tokens.row_to_token)
 
-    def sums_in_float8(self, rows: Codes, w: Array, turned: bool, weights: Array | None) -> Any:
+    def sums_in_float8(self, rows: Codes, matrix: Codes, weights: Array | None) -> Any:
         """The sums of each token's rows of a product [M, d]."""
         out = self.device.empty([self.num_tokens, self.hidden], self.dtype)
-        matrix = quantize_blocks(self.device, w, turned)
         self._in_buffer = None
         for first, end in self.columns():
             target = Target(self.buffer, first, end - first)
@@ -117,13 +142,15 @@ class _Float8Run(_Run):
         return out
 
 
-def moe_mlp_float8(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -> tuple[Any, Kept]:
-    """As `moe_mlp`, where `suits_float8`."""
-    run = _Float8Run(device, layer, x)
+def moe_mlp_float8(
+    device: Device, x: Array, layer: Layer, keeps_hidden: bool, quantized: QuantizedExperts | None = None
+) -> tuple[Any, Kept]:
+    """As `moe_mlp`, where `suits_float8`; matrices are quantised here if they are not given so."""
+    run = _Float8Run(device, layer, x, quantized)
     hidden = run.new(2 * run.inner) if keeps_hidden else None
     act = run.new_codes(run.inner)
     run.activations_in_float8(x, hidden, act)
-    out = run.sums_in_float8(act, layer.down, not layer.transpose, layer.weights)
+    out = run.sums_in_float8(act, run.matrix("down", layer.down), layer.weights)
     return out, Kept(hidden, run.kept_tables)
 
 
@@ -135,9 +162,10 @@ def moe_mlp_float8_backward(
     layer: Layer,
     wanted: tuple[bool, bool, bool, bool],
     into: tuple[tuple[Array, bool] | None, tuple[Array, bool] | None] = (None, None),
+    quantized: QuantizedExperts | None = None,
 ) -> Gradients:
     """As `moe_mlp_backward`, where `suits_float8`."""
-    run = _Float8Run(device, layer, x, kept.tables)
+    run = _Float8Run(device, layer, x, quantized, kept.tables)
     need_x, need_gate_up, need_down, need_weights = wanted
     hidden, scaled = kept.hidden, run.new(run.inner)
     if hidden is None:
@@ -151,6 +179,6 @@ def moe_mlp_float8_backward(
     if need_gate_up:
         d_gate_up = _matrix_gradient(run, layer.gate_up, x, d_hidden, not layer.transpose, into[0])
     if need_x:
-        d_x = run.sums_in_float8(codes, layer.gate_up, layer.transpose, None)
+        d_x = run.sums_in_float8(codes, run.matrix("turned_gate_up", layer.gate_up), None)
     run.finish()
     return Gradients(d_x, d_gate_up, d_down, d_weights)

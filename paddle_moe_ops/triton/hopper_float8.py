@@ -26,6 +26,7 @@ __all__ = [
     "float8_kernels_of",
     "float8_product",
     "quantize_blocks",
+    "quantize_both_forms",
     "suits_float8",
 ]
 
@@ -106,14 +107,27 @@ def suits_float8(device: Device, gpu: Gpu, dtype: str, hidden: int, inner: int) 
 
 def quantize_blocks(device: Device, w: Array, turned: bool) -> Codes:
     """Matrices [E, A, B] in float8 with a scale for each 128 x 128 elements, or with ``turned`` their transposes."""
+    return _quantize_blocks(device, w, (turned,))[0]
+
+
+def quantize_both_forms(device: Device, w: Array) -> tuple[Codes, Codes]:
+    """Matrices and their transposes, by one launch, which reads them once."""
+    straight, turned = _quantize_blocks(device, w, (False, True))
+    return straight, turned
+
+
+def _quantize_blocks(device: Device, w: Array, forms: tuple[bool, ...]) -> list[Codes]:
     experts, height, width = w.shape
-    sides = (width, height) if turned else (height, width)
-    codes = device.empty([experts, *sides], "float8_e4m3fn")
-    scales = device.empty([experts, *(blocks(side, GROUP) for side in sides)], "float32")
-    made = (None, None, codes, scales) if turned else (codes, scales, None, None)
-    arguments = experts, height, width, *map(address, (w, *made)), _DTYPES[device.dtype_name(w)], bits_of(AMAX_MIN)
+    made, results = [], [None, None, None, None]
+    for turned in forms:
+        sides = (width, height) if turned else (height, width)
+        codes = device.empty([experts, *sides], "float8_e4m3fn")
+        scales = device.empty([experts, *(blocks(side, GROUP) for side in sides)], "float32")
+        made.append(Codes(codes, scales))
+        results[2 * turned : 2 * turned + 2] = codes, scales
+    arguments = experts, height, width, *map(address, (w, *results)), _DTYPES[device.dtype_name(w)], bits_of(AMAX_MIN)
     device.launch(device.grouped_float8[1], 1, _BLOCK_TYPES, arguments, (), 1)
-    return Codes(codes, scales)
+    return made
 
 
 def float8_product(

@@ -12,7 +12,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import _float8_mlp, moe_mlp, reference, route, use_backend
+from paddle_moe_ops import Float8Matrices, _float8_mlp, moe_mlp, reference, route, use_backend
+from paddle_moe_ops.backends import gradients
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -211,6 +212,81 @@ def test_a_static_graph_is_refused(rng):
     traced = paddle.jit.to_static(call, full_graph=True)
     with pytest.raises(ValueError, match=r"moe_mlp: compute must be None in a static graph, but got 'fp8_1x128'"):
         traced(leaves["x"].detach())
+
+
+def test_kept_matrices_change_no_bit_and_are_quantised_once(rng, place, monkeypatch):
+    layer, kept, made = Float8Layer(rng, ODD), Float8Matrices(), []
+    expected = layer.run(place)
+    fill = gradients.made_by
+    monkeypatch.setattr(
+        gradients, "made_by", lambda kept, name, make: fill(kept, name, lambda: made.append(name) or make())
+    )
+    leaves = layer.leaves(place)
+    for number in range(3):
+        for leaf in leaves.values():
+            leaf.clear_gradient(False)
+        out = layer.call(leaves, place, float8_matrices=kept)
+        paddle.autograd.backward([out], [tensor(layer.d_out, place)])
+        assert len(made) == 1
+        assert_bits_equal(out, expected["out"], what=f"out {number}")
+        for name, leaf in leaves.items():
+            assert_bits_equal(leaf.grad, expected[name], what=f"{name} {number}")
+    kept.clear()
+    layer.call(leaves, place, float8_matrices=kept)
+    assert len(made) == 2
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("keep", ["h", "x"])
+@BY_LAYOUT
+def test_kernels_for_hopper_take_kept_matrices(interpreted, transpose, keep, rng, monkeypatch):
+    choose_small_tiles(monkeypatch)
+    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
+    interpreted.grouped_float8 = numpy_float8_kernels()
+    layer, kept = Float8Layer(rng, SMALL, BF16, transpose=transpose, form="by slot", sizes=(16, 128)), Float8Matrices()
+    leaves = layer.leaves("cpu")
+    with use_backend("triton"):
+        expected = layer.run("cpu", keep=keep)
+        before = interpreted.launches.count("quantize_blocks")
+        for _ in range(2):  # the second repeats what the first launched
+            for leaf in leaves.values():
+                leaf.clear_gradient(False)
+            out = layer.call(leaves, "cpu", keep=keep, float8_matrices=kept)
+            paddle.autograd.backward([out], [tensor(layer.d_out, "cpu")])
+            assert_bits_equal(out, expected["out"], what="out")
+            for name, leaf in leaves.items():
+                assert_bits_equal(leaf.grad, expected[name], what=name)
+    assert interpreted.launches.count("quantize_blocks") == before + 2
+
+
+@pytest.mark.parametrize("other", ["gate_up", "down", "transpose"])
+def test_kept_matrices_of_others_are_refused(other, rng):
+    layer, kept = Float8Layer(rng, ODD, sizes=(128, 64)), Float8Matrices()
+    leaves = layer.leaves("cpu")
+    layer.call(leaves, "cpu", float8_matrices=kept)
+    options = {}
+    if other == "transpose":
+        options["transpose"] = True
+        shapes = [ODD.E, 128, 128], [ODD.E, 128, 64]
+        leaves |= {name: paddle.zeros(shape) for name, shape in zip(("gate_up", "down"), shapes, strict=True)}
+    else:
+        leaves[other] = leaves[other].clone()
+    text = "moe_mlp: float8_matrices must be empty or made of these matrices, but got one that keeps others"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        layer.call(leaves, "cpu", float8_matrices=kept, **options)
+    kept.clear()
+    layer.call(leaves, "cpu", float8_matrices=kept, **options)
+
+
+def test_kept_matrices_are_bad_arguments_elsewhere(rng):
+    layer = Float8Layer(rng, ODD, sizes=(10, 6))
+    with pytest.raises(ValueError, match=r"^moe_mlp: float8_matrices must be None without compute, but got "):
+        layer.call(layer.leaves("cpu"), "cpu", compute=None, float8_matrices=Float8Matrices())
+    with pytest.raises(TypeError, match=r"^moe_mlp: float8_matrices must be a Float8Matrices or None, but got "):
+        layer.call(layer.leaves("cpu"), "cpu", float8_matrices=True)
+    experts = SwiGLUExperts(2, 8, 8, compute=FLOAT8)
+    with pytest.raises(TypeError, match=r"^SwiGLUExperts: is_first_microbatch must be a bool, but got 1 of type int$"):
+        experts(paddle.zeros([0, 8]), plan=None, combine=True, is_first_microbatch=1)
 
 
 def test_layers_pass_the_option_on(rng, place):

@@ -33,6 +33,7 @@ LAYERS = (
             "backends.arrays",
             "backends.accumulation",
             "backends.base",
+            "backends.float8_matrices",
             "backends.host_checks",
             "backends.library",
             "backends.gradients",

@@ -1,0 +1,75 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices of experts in float8 that are kept from one call to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from paddle import Tensor
+
+from .base import Matrices
+
+__all__ = ["Float8Matrices", "holds_others", "made_by"]
+
+
+class Float8Matrices:
+    """What `moe_mlp` keeps of a layer's matrices in float8, so that calls with the same matrices quantise them once.
+
+    The first call with an empty one quantises both matrices, in the forms that both passes take, and keeps them: 2
+    bytes for each element. Later calls, and their backward passes, take what is kept, whatever the matrices hold by
+    then. So call `clear` after each step of the optimizer, and after anything else that changes the matrices::
+
+        kept = Float8Matrices()
+        for step in range(steps):
+            for x, target in micro_batches:
+                out = moe_mlp(x, plan_of(x), probs_of(x), gate_up, down, compute="fp8_1x128", float8_matrices=kept)
+                loss(out, target).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+            kept.clear()
+
+    A backward pass takes the matrices of its forward pass, also if this was cleared in between. Results have the bits
+    of calls that quantise anew. A copy of one, and one that was pickled, is empty.
+
+    Attributes:
+        is_empty: whether the next call quantises its matrices.
+    """
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._made: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._made is None
+
+    def clear(self) -> None:
+        """Forget what is kept; its memory is free when no backward pass needs it."""
+        self._key = self._made = None
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return Float8Matrices, ()
+
+
+def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool) -> bool:
+    """Whether what is kept was not made of these matrices; if nothing is, they are noted for `made_by`."""
+    key = transpose, *_facts_of(gate_up), *_facts_of(down)
+    if kept._made is None:
+        kept._key = key
+    return key != kept._key
+
+
+def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
+    """What is kept, which ``make`` makes if there is nothing, or nothing of the backend of this name."""
+    if kept._made is None or kept._made[0] != name:
+        kept._made = name, make()
+    return kept._made[1]
+
+
+def _facts_of(matrices: Matrices) -> tuple:
+    """What tells matrices from others, short of their values."""
+    if isinstance(matrices, Tensor):
+        return matrices.data_ptr(), matrices.dtype, *matrices.shape
+    return len(matrices), *_facts_of(matrices[0]), matrices[-1].data_ptr()
