@@ -51,7 +51,8 @@ class MoELayer(nn.Layer):
         accumulate: see `moe_mlp`.
         activation: of the experts, see `moe_mlp`. Shared experts are SwiGLU.
         expert_bias: whether the experts have biases, which begin as zeros. Shared experts have none.
-        compute: of the experts, see `moe_mlp`; only without a group. Shared experts multiply in the tokens' dtype.
+        compute: of the experts, see `moe_mlp`; with a group only where ``combine="reduced"``. Shared experts multiply in
+            the tokens' dtype.
         group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
             makes the layer, with the same arguments. The router and the shared experts are the same on all ranks, from
             the start. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
@@ -79,7 +80,7 @@ class MoELayer(nn.Layer):
     Raises:
         TypeError: a size is not an int, a flag is not a bool, or a factor is not a number.
         ValueError: a size out of range (see TopKRouter, SwiGLUExperts) or num_shared_experts below 0; ``compute`` with
-            a group, with biases or with another activation.
+            biases, with another activation, or with a group whose rows come back one by one.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class MoELayer(nn.Layer):
             settings |= {"accumulate": accumulate, "activation": activation, "expert_bias": expert_bias}
             settings |= {"compute": compute}
             agree(name, group, settings | travels)
-            if compute is not None:
-                _checks.bad_value(name, "compute", "None with a group", repr(compute))
+            if compute is not None and combine != "reduced":
+                _checks.bad_value(name, "compute", 'None with combine="exact" between ranks', repr(compute))
         _checks.flag(name, "expert_bias", expert_bias)
         num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
         with _checks.renaming("TopKRouter", name):
@@ -214,7 +215,8 @@ class MoELayer(nn.Layer):
             load, dropped = plan.routed_per_expert, plan.overflow
         else:
             capacity = capacity_of(ids.shape[0], ids.shape[1], self.router.num_experts, self.router.capacity_factor)
-            out, load, dropped = _over_ranks(self.parallel, self.experts, tokens, ids, probs, capacity)
+            given = tokens, ids, probs, capacity, is_first_microbatch
+            out, load, dropped = _over_ranks(self.parallel, self.experts, *given)
         if self.shared is not None:
             out = add(out, self.shared(tokens))
         last = load, dropped, scores, logits
@@ -284,6 +286,7 @@ def _over_ranks(
     ids: Tensor,
     probs: Tensor,
     capacity: int | None,
+    is_first_microbatch: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the experts of all ranks make of this rank's tokens, their load and the slots dropped."""
     with _checks.renaming("ExpertParallel.dispatch", "MoELayer"):
@@ -291,7 +294,8 @@ def _over_ranks(
     if received.rows is not None:
         out = experts(received.rows, received.tokens_per_expert)
     else:
-        out = experts(received.tokens, plan=received.plan, probs=received.probs, combine=True)
+        options = {"combine": True, "is_first_microbatch": is_first_microbatch}
+        out = experts(received.tokens, plan=received.plan, probs=received.probs, **options)
     return parallel.combine(out, received), received.routed_per_expert, received.dropped_slots
 
 

@@ -100,6 +100,7 @@ def bad_arguments() -> list[str]:
         caught(lambda: ep.dispatch(x, ids, probs.astype("float64"))),
         caught(lambda: ep.combine(received.rows, None)),
         caught(lambda: ep.combine(received.rows[1:], received)),
+        caught(lambda: MoELayer(2, 3, 4, 1, group=paddle.distributed.get_group(0), compute="fp8_1x128")),
         caught(lambda: shard_state_dict({"experts.down": paddle.zeros([3, 3, 2])}, layer)),
     ]
 
@@ -122,6 +123,7 @@ def test_bad_arguments_raise_what_is_wrong():
         "TypeError: ExpertParallel.dispatch: probs must be of dtype float32, but got float64",
         "TypeError: ExpertParallel.combine: received must be what dispatch returned, but got NoneType",
         "ValueError: ExpertParallel.combine: out must be of shape [4, hidden], the rows of received, but got [3, 2]",
+        "ValueError: MoELayer: compute must be None with combine=\"exact\" between ranks, but got 'fp8_1x128'",
         "ValueError: shard_state_dict: state['experts.down'] must be of shape [4, 3, 2], the experts of 2 ranks, "
         "but got [3, 3, 2]",
     ]

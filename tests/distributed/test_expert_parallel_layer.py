@@ -126,6 +126,45 @@ def test_recompute_and_accumulation_through_windows(combine):
     assert_like_one_process((5, 11), turns=2, recomputes=True, **options)
 
 
+FLOAT8_SIZES = 144, 128, 4, 2  # more than a group of 128 columns
+
+
+def on_float8_operands(layer: MoELayer, x: NDArray) -> list[NDArray]:
+    """The results and gradients of two micro-batches that share quantised matrices."""
+    found = []
+    for number in range(2):
+        tokens = paddle.to_tensor(x * (1 + number))
+        tokens.stop_gradient = False
+        out = layer(tokens, is_first_microbatch=number == 0)
+        (out * paddle.cos(tokens.detach())).sum().backward()
+        found += [out.numpy(), tokens.grad.numpy()]
+    return found
+
+
+def float8_over_ranks(x: NDArray, tokens: tuple[int, ...], **options: Any) -> tuple[Any, Any, Any]:
+    paddle.seed(5)
+    group, rank = paddle.distributed.get_group(0), paddle.distributed.get_rank()
+    layer = MoELayer(*FLOAT8_SIZES, group=group, combine="reduced", compute="fp8_1x128", **options)
+    found = on_float8_operands(layer, np.split(x, np.cumsum(tokens)[:-1])[rank])
+    gradient = layer.experts.gate_up.grad
+    return arrays(gather_state_dict(layer, group)), found, None if gradient is None else gradient.numpy()
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens_per_rank": 16, "transport": "peer"}], ids=["auto", "peer"])
+@pytest.mark.parametrize("tokens", [(5, 11), (16, 0)], ids=["uneven", "one without tokens"])
+def test_experts_on_float8_operands_are_those_of_one_process(tokens, options):
+    x = np.random.default_rng(2).standard_normal([sum(tokens), FLOAT8_SIZES[0]]).astype(np.float32)
+    of_ranks = run(float8_over_ranks, len(tokens), x=x, tokens=tokens, **options)
+    layer = MoELayer(*FLOAT8_SIZES, compute="fp8_1x128")
+    layer.set_state_dict({name: paddle.to_tensor(value) for name, value in of_ranks[0][0].items()})
+    due = on_float8_operands(layer, x)
+    made = [np.concatenate(parts) for parts in zip(*(found for _, found, _ in of_ranks), strict=True)]
+    made.append(np.concatenate([gradient for _, _, gradient in of_ranks]))
+    # a sum in another order may be quantised to the neighbour
+    for got, expected in zip(made, [*due, layer.experts.gate_up.grad.numpy()], strict=True):
+        assert np.linalg.norm(got - expected) <= 0.01 * np.linalg.norm(expected)
+
+
 def gradients_in(accumulate: bool) -> Any:
     """The averaged gradients of the experts, in `grad` or in `main_grad`."""
     paddle.seed(4)
