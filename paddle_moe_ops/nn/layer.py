@@ -51,8 +51,8 @@ class MoELayer(nn.Layer):
         accumulate: see `moe_mlp`.
         activation: of the experts, see `moe_mlp`. Shared experts are SwiGLU.
         expert_bias: whether the experts have biases, which begin as zeros. Shared experts have none.
-        compute: of the experts, see `moe_mlp`; with a group only where ``combine="reduced"``. Shared experts multiply in
-            the tokens' dtype.
+        compute: of the experts, see `moe_mlp`; with a group only where ``combine="reduced"``. Shared experts multiply
+            in the tokens' dtype.
         group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
             makes the layer, with the same arguments. The router and the shared experts are the same on all ranks, from
             the start. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
