@@ -37,7 +37,7 @@ _FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU of today
 _CHECKED_TOKENS = 3
 # Of bfloat16 operands and results: rounding H, A, rows and sums, relative to the norm.
 _MOST_ERROR = 2e-2
-_MOST_ERROR_OF_FLOAT8 = 1e-1
+_MOST_ERROR_OF_FLOAT8 = 2e-1  # of a few tokens; tests compare with the oracle
 
 
 def wrong(inputs: Inputs, passes: Passes, most_error: float) -> str | None:
