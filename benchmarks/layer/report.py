@@ -33,11 +33,11 @@ bfloat16, but for the columns that say float8. The router is not included.
 * TFLOP/s are those of the matrix products: 6 T K d n operations forward, 12 T K d n backward, by the median time of
   replays of a CUDA graph (eager calls in parentheses, where they were measured) with a cold L2.
 * *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the `workspace_mb` that is named above each table (512
-  is the default): those in Triton, and on an H100 and an H200 the compiled library's products where they are faster, which *ours,
-  Triton alone* is without. *ours, 1 GiB* has a larger buffer; *ours, keep x* makes the first product again in the
-  backward pass. *ours, float8* multiplies float8 operands and quantises its matrices in each pass; *matrices kept*
-  finds them quantised, as micro-batches after the first do. *torch* is plain PyTorch around `torch._grouped_mm` with
-  its own gradients.
+  is the default): those in Triton, and on an H100 and an H200 the compiled library's products where they are faster,
+  which *ours, Triton alone* is without. *ours, 1 GiB* has a larger buffer; *ours, keep x* makes the first product again
+  in the backward pass. *ours, float8* multiplies float8 operands and quantises its matrices in each pass; *matrices
+  kept* finds them quantised, as micro-batches after the first do. *torch* is plain PyTorch around `torch._grouped_mm`
+  with its own gradients.
 * *kept* is what forward leaves for backward, in MiB, with the tokens: 2 T d + 4 T K n bytes for ours, which the
   benchmark measures to the byte. *peak* is the most memory that the backward pass holds at any time. It includes what
   is kept, without the tokens, and leaves out the gradients that the pass returns.
