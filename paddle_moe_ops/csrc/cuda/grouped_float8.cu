@@ -32,8 +32,6 @@ namespace {
 constexpr int kStages = 4;
 constexpr int kDepth = 128, kColumns = 256;
 constexpr int kBytesOfRows = kTileRows * kDepth, kBytesOfStage = kBytesOfRows + kColumns * kDepth;
-constexpr int kHeldExperts = 1024;
-constexpr int kTableBytes = (3 * kHeldExperts + 1) * 4;
 constexpr int kSharedBytes = kStages * kBytesOfStage + 1024 + kTableBytes;  // stages begin at a multiple of 1024
 
 template <pmo_grouped_result kResult>
@@ -57,24 +55,6 @@ struct Stages {
   __device__ uint32_t rows(int stage) const { return first + stage * kBytesOfStage; }
   __device__ uint32_t columns(int stage) const { return rows(stage) + kBytesOfRows; }
 };
-
-// Those of the arguments, in shared memory unless there are too many experts.
-struct Tables {
-  const int32_t *tiles, *first, *stop;
-};
-
-// Every thread takes part; a barrier must follow.
-__device__ inline Tables hold_tables(const GroupedArguments& p, int32_t* shared) {
-  if (p.num_experts > kHeldExperts) return {p.tiles, p.first, p.stop};
-  int32_t *tiles = shared, *first = tiles + kHeldExperts + 1, *stop = first + kHeldExperts;
-  for (int i = threadIdx.x; i <= p.num_experts; i += kBlockThreads) {
-    tiles[i] = __ldg(p.tiles + i);
-    if (i == p.num_experts) break;
-    first[i] = __ldg(p.first + i);
-    stop[i] = __ldg(p.stop + i);
-  }
-  return {tiles, first, stop};
-}
 
 // Where a tile is, and whether the other block of a cluster has rows of the same expert in the same columns.
 struct Float8Place : GroupedPlace {

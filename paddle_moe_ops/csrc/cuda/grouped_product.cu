@@ -27,8 +27,6 @@ namespace cuda {
 namespace {
 
 constexpr int kStages = 6;
-constexpr int kHeldExperts = 1024;
-constexpr int kTableBytes = (3 * kHeldExperts + 1) * 4;
 constexpr int kSharedBytes = kStages * kStageBytes + 1024 + kTableBytes;  // stages begin at a multiple of 1024
 
 template <pmo_grouped_result kResult>
@@ -40,24 +38,6 @@ constexpr int kBand = 8;  // rows of tiles that share their columns in the L2
 
 using Ring = RingOf<kStages>;
 using Stages = StagesOf<kStages>;
-
-// Those of the arguments, in shared memory unless there are too many experts.
-struct Tables {
-  const int32_t *tiles, *first, *stop;
-};
-
-// Every thread takes part; a barrier must follow.
-__device__ inline Tables hold_tables(const GroupedArguments& p, int32_t* shared) {
-  if (p.num_experts > kHeldExperts) return {p.tiles, p.first, p.stop};
-  int32_t *tiles = shared, *first = tiles + kHeldExperts + 1, *stop = first + kHeldExperts;
-  for (int i = threadIdx.x; i <= p.num_experts; i += kBlockThreads) {
-    tiles[i] = __ldg(p.tiles + i);
-    if (i == p.num_experts) break;
-    first[i] = __ldg(p.first + i);
-    stop[i] = __ldg(p.stop + i);
-  }
-  return {tiles, first, stop};
-}
 
 // The expert and the rows of a tile, found by the whole warp.
 __device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables& tables, int tile, int first_tile, int last_tile,

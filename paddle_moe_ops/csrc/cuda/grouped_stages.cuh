@@ -14,6 +14,9 @@ constexpr int kWarpgroup = 128;
 constexpr int kBlockThreads = 3 * kWarpgroup;
 constexpr int kBytesA = kTileRows * kTileDepth * 2, kBytesB = kTileColumns * kTileDepth * 2;
 constexpr int kStageBytes = kBytesA + kBytesB;
+// Experts whose tables a block holds in shared memory.
+constexpr int kHeldExperts = 1024;
+constexpr int kTableBytes = (3 * kHeldExperts + 1) * 4;
 
 #ifdef PMO_HOPPER_CODE
 
@@ -72,6 +75,24 @@ __device__ inline StagesOf<kStages> make_stages(uint8_t* shared, uint64_t (&full
   }
   __syncthreads();
   return {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
+}
+
+// Those of the arguments, in shared memory unless there are too many experts.
+struct Tables {
+  const int32_t *tiles, *first, *stop;
+};
+
+// Every thread takes part; a barrier must follow.
+__device__ inline Tables hold_tables(const GroupedArguments& p, int32_t* shared) {
+  if (p.num_experts > kHeldExperts) return {p.tiles, p.first, p.stop};
+  int32_t *tiles = shared, *first = tiles + kHeldExperts + 1, *stop = first + kHeldExperts;
+  for (int i = threadIdx.x; i <= p.num_experts; i += kBlockThreads) {
+    tiles[i] = __ldg(p.tiles + i);
+    if (i == p.num_experts) break;
+    first[i] = __ldg(p.first + i);
+    stop[i] = __ldg(p.stop + i);
+  }
+  return {tiles, first, stop};
 }
 
 // The compiler moves no accumulators across this.
