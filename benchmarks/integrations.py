@@ -18,7 +18,6 @@ result that is there.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -31,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from . import pages
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 512, 512, 256, 64, 8
 SIZES = {
@@ -49,7 +50,6 @@ ROUNDS = 7  # samples of each block, before and after
 TRAINED_STEPS = 20
 RESULTS = Path(__file__).resolve().parent / "results" / "integrations"
 EXAMPLE = "examples/pretrain_ernie45_moe.py"
-END = "<!-- end -->"
 
 
 def step(block: Any, x: Any, weights: Any) -> Any:
@@ -153,21 +153,14 @@ def run_example() -> Iterator[dict[str, Any]]:
         yield {"command": command, "lines": [line for line in done.stdout.splitlines() if line.startswith(own)]}
 
 
-def machine(commit: str) -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """Where and when it ran."""
-    import paddle
-
     import paddle_moe_ops.integrations.paddleformers as pf
 
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "machine": True,
-        "cpu": names[0].partition(": ")[2] if names else "unknown",
-        "cores": len(os.sched_getaffinity(0)),
-        "paddle": paddle.__version__,
+        **pages.facts(),
         "paddleformers": pf.supported()["qwen3_moe"].versions[-1],
-        "commit": commit,
-        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
         "tokens": TOKENS,  # of blocks; so are the next
         "hidden": HIDDEN,
         "inner": INNER,
@@ -230,13 +223,12 @@ def text_of_example(lines: list[dict[str, Any]]) -> str:
 def with_part(page: str, part: str, lines: list[dict[str, Any]]) -> str:
     """The page with the text of a part between its marks."""
     begin = f"<!-- benchmarks.integrations {part} -->"
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n{PARTS[part][1](lines)}\n{END}{rest.partition(END)[2]}"
+    return pages.with_part(page, begin, PARTS[part][1](lines))
 
 
 def load(part: str) -> list[dict[str, Any]]:
     """The lines of the result of a part."""
-    return [json.loads(line) for line in result_of(part).read_text(encoding="utf-8").splitlines()]
+    return pages.load(result_of(part))
 
 
 def result_of(part: str) -> Path:
@@ -276,8 +268,7 @@ PARTS: dict[str, tuple[Callable[[], Iterator[dict[str, Any]]], Callable[[list[di
 
 def run(part: str) -> None:
     """Measure, and write the result."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    lines = [machine(commit.strip())]
+    lines = [machine()]
     for line in PARTS[part][0]():
         lines.append(line)
         print(json.dumps(line), flush=True)

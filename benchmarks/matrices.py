@@ -24,9 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from .pages import facts, load, with_part
+
 TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 512, 512, 256, 64, 8
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-BEGIN, END = "<!-- benchmarks.matrices -->", "<!-- end -->"
+BEGIN = "<!-- benchmarks.matrices -->"
 FORMS = {
     "loop": "a loop over experts, `paddle.matmul` and `swiglu`",
     "list": "`moe_mlp`, lists of matrices",
@@ -97,17 +99,9 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 
 def run(out: Path, rounds: int) -> None:
     """Measure in two processes, and write the result."""
-    import paddle
-
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    facts = {"cpu": names[0].partition(": ")[2] if names else "unknown", "cores": len(os.sched_getaffinity(0))}
     lines: list[dict[str, Any]] = [
         {
-            **facts,
-            "paddle": paddle.__version__,
-            "commit": commit.strip(),
-            "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            **facts(),
             "rounds": rounds,
             "tokens": TOKENS,
             "hidden": HIDDEN,
@@ -147,13 +141,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def with_table(page: str, lines: list[dict[str, Any]]) -> str:
     """The page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(lines)}\n{END}{rest.partition(END)[2]}"
-
-
-def load(path: Path) -> list[dict[str, Any]]:
-    """The lines of a result."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return with_part(page, BEGIN, table(lines))
 
 
 def main() -> None:

@@ -21,7 +21,10 @@ HEAD_DIM = 32
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the decoder; hidden is a multiple of 2 * HEAD_DIM, because two heads share keys and values."""
+    """Sizes of the decoder; hidden is a multiple of 2 * HEAD_DIM, because two heads share keys and values.
+
+    ``compute`` is that of the experts, see `MoELayer`.
+    """
 
     hidden: int
     layers: int
@@ -29,6 +32,7 @@ class ModelConfig:
     topk: int
     context: int
     vocabulary: int = 256
+    compute: str | None = None
 
     @property
     def heads(self) -> int:
@@ -101,7 +105,8 @@ class Block(nn.Layer):
         if dense:
             self.mlp = SwiGLU(config.hidden, 2 * config.hidden)
         else:
-            self.mlp = MoELayer(config.hidden, config.expert_intermediate, config.experts, config.topk, group=group)
+            sizes = config.hidden, config.expert_intermediate, config.experts, config.topk
+            self.mlp = MoELayer(*sizes, compute=config.compute, group=group)
 
     def forward(self, x: Tensor, moe_forward: MoEForward) -> Tensor:
         x = x + self.attention(self.attention_norm(x))

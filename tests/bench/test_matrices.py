@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import matrices as benchmark
+from benchmarks.pages import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
@@ -17,7 +18,7 @@ RESULT = ROOT / "benchmarks" / "results" / "integrations" / "cpu-2core-matrices.
 
 
 def test_the_table_is_what_was_measured():
-    lines = benchmark.load(RESULT)
+    lines = load(RESULT)
     assert benchmark.with_table(PAGE, lines) == PAGE
     assert [line["form"] for line in lines[1:]] == 2 * list(benchmark.FORMS)
 
