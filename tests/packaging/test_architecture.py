@@ -197,3 +197,10 @@ def test_core_headers_do_not_depend_on_kernels_or_bindings():
     for path in (CSRC / "common").iterdir():
         ours = [name for name in included(path) if name.split("/")[0] in {"cpu", "cuda"}]
         assert not ours, path
+
+
+@pytest.mark.parametrize("suffix", ["cc", "cu"])
+def test_sources_have_different_names(suffix):
+    """Paddle 3.2 builds all objects into one folder."""
+    names = sorted(path.name for path in CSRC.rglob(f"*.{suffix}"))
+    assert names == sorted(set(names))
