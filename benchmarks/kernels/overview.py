@@ -27,7 +27,8 @@ LAYERS = """
 The kernels of `moe_mlp` (both products, SwiGLU, the weights and the sums), without the router, in bfloat16, forward /
 backward. Tokens are routed evenly. Times are those of a GPU that replays a CUDA graph, on PyTorch's tensors. *PyTorch*
 is plain PyTorch around `torch._grouped_mm`, with its own gradients. *kept* is what the forward pass leaves in memory
-for the backward pass, ours / PyTorch's.
+for the backward pass, ours / PyTorch's. *float8* is how much faster experts on float8 operands are than these, as
+micro-batches that find their matrices quantised.
 
 """
 # A model each, with as many tokens as were measured.
@@ -74,7 +75,7 @@ def page(calls: Sequence[summary.Calls], layer_runs: Sequence[layers.Run], runs:
     if expected:
         parts.append("## What to expect\n\n" + "".join(f"* {line}\n" for line in expected))
     if layer_cells:
-        columns = "GPU", "model", "tokens", "ms", "TFLOP/s", "PyTorch ms", "faster", "kept, MiB"
+        columns = "GPU", "model", "tokens", "ms", "TFLOP/s", "PyTorch ms", "faster", "kept, MiB", "float8"
         parts.append(LAYERS + markdown(columns, layer_cells))
     parts.append(summary.section(calls))
     if cpu_cells:
@@ -86,18 +87,19 @@ def _both(values: Iterable[float], digits: int) -> str:
     return " / ".join(f"{value:.{digits}f}" for value in values)
 
 
-def _layer_times(run: layers.Run, shape: str) -> tuple[tuple[float, float], tuple[float, float]] | None:
-    """Microseconds forward and backward, ours and PyTorch's, of a shape that both have a result for."""
-    found = [run.found(shape, "even", each) for each in (layers.OURS, "torch")]
+def _layer_times(run: layers.Run, shape: str, other: str) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    """Microseconds forward and backward, ours and those of another, of a shape that both have a result for."""
+    found = [run.found(shape, "even", each) for each in (layers.OURS, other)]
     times = [(line["forward_us"], line["backward_us"]) for line in found if line is not None and "error" not in line]
     return (times[0], times[1]) if len(times) == 2 else None
 
 
 def _layer_rows(run: layers.Run) -> Iterable[tuple[str, ...]]:
     for shape in LAYER_SHAPES:
-        times = _layer_times(run, shape)
+        times = _layer_times(run, shape, "torch")
         if times is None:
             continue
+        float8 = _layer_times(run, shape, layers.FLOAT8_KEPT)
         ours, torch = (run.found(shape, "even", each) or {} for each in (layers.OURS, "torch"))
         model, tokens = layers.label(shape).rsplit(", ", 1)
         yield (
@@ -107,17 +109,26 @@ def _layer_rows(run: layers.Run) -> Iterable[tuple[str, ...]]:
             _both((us / 1e3 for us in times[1]), 2),
             " / ".join(f"{torch_us / our_us:.2f} x" for our_us, torch_us in zip(*times, strict=True)),
             _both((line["kept"] / layers.MIB for line in (ours, torch)), 0),
+            "" if float8 is None else " / ".join(f"{us / less:.2f} x" for us, less in zip(*float8, strict=True)),
         )
 
 
 def _layers_in_words(runs: Iterable[layers.Run]) -> Iterable[str]:
     for run in runs:
-        times = [each for shape in SHAPES if (each := _layer_times(run, shape)) is not None]
+        times = [each for shape in SHAPES if (each := _layer_times(run, shape, "torch")) is not None]
+        float8 = [each for shape in SHAPES if (each := _layer_times(run, shape, layers.FLOAT8_KEPT)) is not None]
         if times:
             faster = [layers.geometric_mean(torch[way] / ours[way] for ours, torch in times) for way in (0, 1)]
             yield (
                 f"**A layer of experts on one {run.gpu}**: {faster[0]:.1f} times as fast as PyTorch's grouped product "
                 f"forward and {faster[1]:.1f} times backward, geometric mean of {len(times)} shapes."
+            )
+        if float8:
+            faster = [layers.geometric_mean(ours[way] / other[way] for ours, other in float8) for way in (0, 1)]
+            yield (
+                f"**Experts on float8 operands on one {run.gpu}**, whose matrices are quantised once for many "
+                f"micro-batches: {faster[0]:.2f} times as fast as in bfloat16 forward and {faster[1]:.2f} times backward, "
+                f"geometric mean of {len(float8)} shapes."
             )
 
 

@@ -124,7 +124,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours, Triton alone": lambda inputs: ours(inputs, triton_alone=True),
     "ours, gradients of matrices by Triton": lambda inputs: ours(inputs, library_gradients=False),
     FLOAT8: lambda inputs: ours(inputs, float8=True),
-    f"{FLOAT8}, matrices kept": lambda inputs: ours(inputs, float8=True, keeps_matrices=True),
+    "ours, float8, matrices kept": lambda inputs: ours(inputs, float8=True, keeps_matrices=True),
     "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
     "ours, 1 GiB": lambda inputs: ours(inputs, workspace_mb=1024),
     "torch": torch_grouped,

@@ -20,6 +20,7 @@ from .shapes import MODELS, SHAPES
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE, PICTURE = ROOT / "benchmarks/results", ROOT / "docs/layer_performance.md", "layer_performance.png"
 OURS = "ours"
+FLOAT8_KEPT = "ours, float8, matrices kept"
 UNSLOTH = "Unsloth "  # and the number of a configuration
 MIB = 1 << 20
 _PASSES = "forward", "backward"

@@ -42,6 +42,15 @@ def test_a_layer_has_both_times_and_what_is_kept(layers):
     assert "geometric mean of 1 shapes" in text
 
 
+def test_experts_on_float8_operands_are_set_beside_ours(layers):
+    ours, torch = layer_line("ours", (4000, 8000), 600), layer_line("torch", (6000, 20000), 2000)
+    float8 = layer_line("ours, float8, matrices kept", (2000, 6400), 600)
+    text = page([], layers(ours, torch, float8), [])
+    assert "| 1.50 x / 2.50 x | 600 / 2000 | 2.00 x / 1.25 x |" in text
+    assert "2.00 times as fast as in bfloat16 forward and 1.25 times backward, geometric mean of 1 shapes" in text
+    assert "float8 operands" not in page([], layers(ours, torch), [])
+
+
 def test_layers_without_a_peer_or_with_a_wrong_result_are_left_out(layers):
     wrong = layer_line("torch", (1, 1), 1, shape="mixtral", error="rows are off")
     runs = layers(layer_line("ours", (4, 8), 6), layer_line("ours", (4, 8), 6, shape="mixtral"), wrong)
