@@ -127,8 +127,8 @@ def _layers_in_words(runs: Iterable[layers.Run]) -> Iterable[str]:
             faster = [layers.geometric_mean(ours[way] / other[way] for ours, other in float8) for way in (0, 1)]
             yield (
                 f"**Experts on float8 operands on one {run.gpu}**, whose matrices are quantised once for many "
-                f"micro-batches: {faster[0]:.2f} times as fast as in bfloat16 forward and {faster[1]:.2f} times backward, "
-                f"geometric mean of {len(float8)} shapes."
+                f"micro-batches: {faster[0]:.2f} times as fast as in bfloat16 forward and {faster[1]:.2f} times "
+                f"backward, geometric mean of {len(float8)} shapes."
             )
 
 
