@@ -18,8 +18,9 @@ class Float8Matrices:
     """What `moe_mlp` keeps of a layer's matrices in float8, so that calls with the same matrices quantise them once.
 
     The first call with an empty one quantises both matrices, in the forms that both passes take, and keeps them: 2
-    bytes for each element. Later calls, and their backward passes, take what is kept, whatever the matrices hold by
-    then. So call `clear` after each step of the optimizer, and after anything else that changes the matrices::
+    bytes for each element, or 4 where they are multiplied in float32. Later calls, and their backward passes, take what
+    is kept, whatever the matrices hold by then. So call `clear` after each step of the optimizer, and after anything
+    else that changes the matrices::
 
         kept = Float8Matrices()
         for step in range(steps):
