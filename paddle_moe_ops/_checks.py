@@ -233,7 +233,9 @@ def token_count(function: str, argument: str, value: Any, like: Tensor) -> int:
 def flag(function: str, argument: str, value: Any) -> bool:
     """Check a bool."""
     if not isinstance(value, bool):
-        bad_type(function, argument, "a bool", f"{value!r} of type {type(value).__name__}")
+        kind = type(value)
+        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        bad_type(function, argument, "a bool", f"{value!r} of type {name}")
     return value
 
 

@@ -110,7 +110,8 @@ def moe_mlp(
             them to Paddle, which would pass over all matrices once more. They are added to the attribute ``main_grad``,
             a tensor of float32 or of the matrix's dtype, which is made (float32) if it is None; without that attribute
             to ``grad``, if there is one. Hooks on the gradient of the matrix then get None, and paddle.DataParallel
-            does not reduce what is in ``main_grad``: do that before the optimizer's step. The same goes for the biases.
+            does not reduce what is in ``main_grad``: do that before the optimizer's step. ``main_grad`` is what Fleet's
+            `MixPrecisionOptimizer` takes; `paddle.optimizer.AdamW` alone ignores it. The same goes for the biases.
         gate_up_bias: [E, 2 * n], dtype of ``x``, added to the first product: the gate's first, as in ``gate_up``. Or a
             list of E vectors.
         down_bias: [E, d], dtype of ``x``, added to the second product before it is weighted. Or a list of E vectors.
@@ -120,7 +121,7 @@ def moe_mlp(
             dygraph. GPUs of compute capability 9.0 have kernels for bfloat16, d a multiple of 16 and n one of 128;
             elsewhere quantised values are multiplied in float32, which takes longer than ``None``.
         float8_matrices: with ``compute``, where quantised matrices are kept from one call to the next, see
-            `Float8Matrices`; None: each pass quantises those it needs.
+            `Float8Matrices`; None: each pass quantises those that it needs.
 
     Returns:
         a tensor with the shape and dtype of ``x``.
@@ -264,7 +265,8 @@ def check_compute(
     _checks.choice(function, "compute", compute, COMPUTE)
     if compute is None:
         return
-    conditions = ("in a static graph", in_graph), ("with biases", has_biases)
+    in_words = "in a static graph, where a layer without it can load the same state_dict"
+    conditions = (in_words, in_graph), ("with biases", has_biases)
     for where, holds in (*conditions, (f"with the activation {activation!r}", activation != "swiglu")):
         if holds:
             _checks.bad_value(function, "compute", f"None {where}", repr(compute))
@@ -277,7 +279,9 @@ def _check_float8_matrices(
     if compute is None:
         _checks.bad_value(_NAME, "float8_matrices", "None without compute", given)
     if holds_others(given, gate_up, down, transpose):
-        _checks.bad_value(_NAME, "float8_matrices", "empty or made of these matrices", "one that keeps others")
+        _checks.bad_value(
+            _NAME, "float8_matrices", "empty or made of these matrices, in the same memory", "one of others"
+        )
 
 
 def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool) -> None:

@@ -31,15 +31,17 @@ class Float8Matrices:
             optimizer.clear_grad()
             kept.clear()
 
-    A backward pass takes the matrices of its forward pass, also if this was cleared in between. Results have the bits
-    of calls that quantise anew. A copy of one, and one that was pickled, is empty.
+    Each layer needs one of its own, and matrices that stay in the same memory: parameters, not tensors that are cast or
+    stacked for each call. Other matrices are refused until `clear`. A backward pass takes the matrices of its forward
+    pass, also if they have changed or this was cleared in between. Results have the bits of calls that quantise anew. A
+    copy of one, and one that was pickled, is empty.
 
     Attributes:
         is_empty: whether the next call quantises its matrices.
     """
 
     def __init__(self) -> None:
-        self._key: Any = None
+        self._of: Any = None  # what was given, so that nothing else gets its memory, and facts about it
         self._made: Any = None
 
     @property
@@ -48,18 +50,18 @@ class Float8Matrices:
 
     def clear(self) -> None:
         """Forget what is kept; its memory is free when no backward pass needs it."""
-        self._key = self._made = None
+        self._of = self._made = None
 
     def __reduce__(self) -> tuple[type, tuple]:
         return Float8Matrices, ()
 
 
 def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool) -> bool:
-    """Whether what is kept was not made of these matrices; if nothing is, they are noted for `made_by`."""
-    key = transpose, *_facts_of(gate_up), *_facts_of(down)
+    """Whether what is kept was made of other matrices; if nothing is kept, these are noted for `made_by`."""
+    facts = transpose, _facts_of(gate_up), _facts_of(down)
     if kept._made is None:
-        kept._key = key
-    return key != kept._key
+        kept._of = gate_up, down, facts
+    return facts != kept._of[2]
 
 
 def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
@@ -69,8 +71,7 @@ def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
     return kept._made[1]
 
 
-def _facts_of(matrices: Matrices) -> tuple:
+def _facts_of(matrices: Matrices) -> list[tuple]:
     """What tells matrices from others, short of their values."""
-    if isinstance(matrices, Tensor):
-        return matrices.data_ptr(), matrices.dtype, *matrices.shape
-    return len(matrices), *_facts_of(matrices[0]), matrices[-1].data_ptr()
+    each = [matrices] if isinstance(matrices, Tensor) else matrices
+    return [(matrix.data_ptr(), matrix.dtype, *matrix.shape) for matrix in each]

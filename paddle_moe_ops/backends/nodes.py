@@ -60,10 +60,12 @@ class Call:
         """Have the backward pass refuse to run once one of these tensors, which it reads, was changed in place."""
         self._watched.append(native.watch(*tensors))
 
-    def save(self, *tensors: Tensor | None) -> None:
-        """Save tensors, and watch them."""
+    def save(self, *tensors: Tensor | None, unread: Tensors = ()) -> None:
+        """Save tensors, and watch them, but for those whose values the backward pass does not read."""
         self.saved = tuple([tensor for tensor in tensors if tensor is not None])
-        self.watch(*self.saved)
+        self.watch(
+            *[each for each in self.saved if not any(each is other for other in unread)] if unread else self.saved
+        )
 
     def run(self) -> Tensors:
         """The outputs that have a gradient. The others are attributes of the call."""
@@ -150,7 +152,7 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
     def refuse_another_turn(_: Tensor | None) -> None:
         if witness[0]() is None:
             where, instead = "", ""
-            if backend is not None:
+            if backend not in (None, "paddle"):
                 where, instead = f"on the backend {backend!r} ", "; on the backend 'compiled' it can"
             raise RuntimeError(
                 f"{function}: backward() has used this graph, and {where}nothing can use it again, "

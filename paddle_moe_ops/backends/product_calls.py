@@ -101,7 +101,8 @@ class MoeMlp(Call):
     def run(self) -> Tensors:
         out, hidden, weights, self.tables = self.kernels.moe_mlp(*self.operands, self.spec, True)
         self.has_weights = weights is not None
-        self.save(*self.operands[:3], weights, hidden)
+        unread = () if self.spec.quantized is None else self.operands[1:3]
+        self.save(*self.operands[:3], weights, hidden, unread=unread)
         self.operands = None
         return (out,)
 

@@ -15,6 +15,7 @@ from .. import _checks
 from .._activations import ACTIVATIONS, activate, swiglu
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import Float8Matrices, accumulated
+from ..backends.float8_matrices import holds_others
 from ..gemm import grouped_gemm
 from ..mlp import check_compute, check_destinations, check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
@@ -78,6 +79,7 @@ class SwiGLUExperts(nn.Layer):
         down: weights [E, I, H].
         gate_up_bias: [E, 2*I], or None.
         down_bias: [E, H], or None.
+        float8_matrices: with ``compute``, what ``is_first_microbatch`` keeps; ``float8_matrices.clear()`` frees it.
 
     Raises:
         TypeError: a size is not an int, or a flag is not a bool.
@@ -103,7 +105,7 @@ class SwiGLUExperts(nn.Layer):
         check_memory_options("SwiGLUExperts", keep, workspace_mb, accumulate)
         check_compute("SwiGLUExperts", compute, activation, bias)
         self.compute = compute
-        self._float8_matrices = Float8Matrices()
+        self.float8_matrices = None if compute is None else Float8Matrices()
         self.memory_options: dict[str, Any] = {
             "keep": keep,
             "workspace_mb": Size(workspace_mb),
@@ -173,7 +175,7 @@ class SwiGLUExperts(nn.Layer):
             combine: with a plan, whether to add up the rows of each token, as `moe_mlp` does.
             is_first_microbatch: with ``compute``, whether the matrices have changed since the last call: True quantises
                 them and keeps the codes, 2 bytes for each element; False takes these codes; None quantises the
-                matrices in each pass and keeps nothing. Without ``compute`` it makes no difference.
+                matrices in each pass and leaves what is kept as it is. Without ``compute`` it makes no difference.
 
         Returns:
             [N, H], in expert order; with ``combine`` [T, H].
@@ -182,7 +184,8 @@ class SwiGLUExperts(nn.Layer):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape; a plan of another number of experts; padding_alignment is below
                 1, or the counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a
-                device or in a graph are not looked at. Also ``is_first_microbatch=False`` before anything is kept.
+                device or in a graph are not looked at. Also ``is_first_microbatch=False`` before
+                anything is kept, or after the matrices have moved.
         """
         _checks.flag("SwiGLUExperts", "combine", combine)
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
@@ -202,14 +205,20 @@ class SwiGLUExperts(nn.Layer):
         if is_first_microbatch is None:
             return None
         _checks.flag("SwiGLUExperts", "is_first_microbatch", is_first_microbatch)
-        if self.compute is None:
+        kept = self.float8_matrices
+        if kept is None:
             return None
         if is_first_microbatch:
-            self._float8_matrices.clear()
-        elif self._float8_matrices.is_empty:
+            kept.clear()
+            return kept
+        expected = None
+        if kept.is_empty:
             expected = "True or None before anything is kept"
+        elif holds_others(kept, self.gate_up, self.down, False):
+            expected = "True or None once the matrices have moved or changed their dtype"
+        if expected is not None:
             _checks.bad_value("SwiGLUExperts", "is_first_microbatch", expected, is_first_microbatch)
-        return self._float8_matrices
+        return kept
 
     @not_to_static
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:

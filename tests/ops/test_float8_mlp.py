@@ -210,7 +210,8 @@ def test_a_static_graph_is_refused(rng):
         return moe_mlp(x, plan, None, gate_up, down, compute=FLOAT8)
 
     traced = paddle.jit.to_static(call, full_graph=True)
-    with pytest.raises(ValueError, match=r"moe_mlp: compute must be None in a static graph, but got 'fp8_1x128'"):
+    text = "None in a static graph, where a layer without it can load the same state_dict, but got 'fp8_1x128'"
+    with pytest.raises(ValueError, match=f"moe_mlp: compute must be {text}"):
         traced(leaves["x"].detach())
 
 
@@ -271,7 +272,7 @@ def test_kept_matrices_of_others_are_refused(other, rng):
         leaves |= {name: paddle.zeros(shape) for name, shape in zip(("gate_up", "down"), shapes, strict=True)}
     else:
         leaves[other] = leaves[other].clone()
-    text = "moe_mlp: float8_matrices must be empty or made of these matrices, but got one that keeps others"
+    text = "moe_mlp: float8_matrices must be empty or made of these matrices, in the same memory, but got one of others"
     with pytest.raises(ValueError, match=f"^{text}$"):
         layer.call(leaves, "cpu", float8_matrices=kept, **options)
     kept.clear()
@@ -285,8 +286,32 @@ def test_kept_matrices_are_bad_arguments_elsewhere(rng):
     with pytest.raises(TypeError, match=r"^moe_mlp: float8_matrices must be a Float8Matrices or None, but got "):
         layer.call(layer.leaves("cpu"), "cpu", float8_matrices=True)
     experts = SwiGLUExperts(2, 8, 8, compute=FLOAT8)
-    with pytest.raises(TypeError, match=r"^SwiGLUExperts: is_first_microbatch must be a bool, but got 1 of type int$"):
-        experts(paddle.zeros([0, 8]), plan=None, combine=True, is_first_microbatch=1)
+    for given, text in ((1, "1 of type int"), (np.bool_(True), "np.True_ of type numpy.bool")):
+        with pytest.raises(TypeError, match=f"^SwiGLUExperts: is_first_microbatch must be a bool, but got {text}$"):
+            experts(paddle.zeros([0, 8]), plan=None, combine=True, is_first_microbatch=given)
+
+
+def test_kept_matrices_of_a_list_in_another_order_are_refused(rng):
+    layer, kept = Float8Layer(rng, ODD), Float8Matrices()
+    leaves = layer.leaves("cpu")
+    lists = {name: [tensor(each, "cpu") for each in layer.arrays[name]] for name in ("gate_up", "down")}
+    layer.call({**leaves, **lists}, "cpu", float8_matrices=kept)
+    swapped = {name: [each[0], each[2], each[1], *each[3:]] for name, each in lists.items()}
+    with pytest.raises(ValueError, match=r"^moe_mlp: float8_matrices must be empty or made of these matrices"):
+        layer.call({**leaves, **swapped}, "cpu", float8_matrices=kept)
+
+
+def test_kept_matrices_hold_the_memory_of_what_they_were_made_of(rng):
+    """Else the next tensors could get it, and pass for the same ones."""
+    layer, kept = Float8Layer(rng, ODD), Float8Matrices()
+    leaves = layer.leaves("cpu")
+    for number in range(20):
+        casts = {name: leaves[name].clone() for name in ("gate_up", "down")}
+        if number == 0:
+            layer.call({**leaves, **casts}, "cpu", float8_matrices=kept)
+        else:
+            with pytest.raises(ValueError, match="must be empty or made of these matrices"):
+                layer.call({**leaves, **casts}, "cpu", float8_matrices=kept)
 
 
 def test_layers_pass_the_option_on(rng, place):

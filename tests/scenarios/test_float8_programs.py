@@ -96,17 +96,19 @@ def test_a_backward_pass_takes_the_matrices_of_its_forward_pass():
     ids, probs, *_ = layer.router(x)
     plan, probs, experts = route(ids, num_experts=E), probs.detach(), layer.experts
 
-    def gradient(cleared):
+    def gradient(changed):
         tokens = x.detach()
         tokens.stop_gradient = False
         out = moe_mlp(tokens, plan, probs, experts.gate_up, experts.down, compute=FLOAT8, float8_matrices=kept)
-        if cleared:
+        if changed:
             kept.clear()
+            with paddle.no_grad():
+                experts.down.scale_(2.0)
         (out * target).sum().backward()
         return tokens.grad
 
     due = gradient(False).numpy()
-    assert_bits_equal(gradient(True), due, what="cleared between the passes")
+    assert_bits_equal(gradient(True), due, what="cleared and changed between the passes")
     assert kept.is_empty
 
 
@@ -183,6 +185,24 @@ def test_a_copy_of_a_layer_begins_without_codes():
     with pytest.raises(ValueError, match="is_first_microbatch must be True or None before anything is kept"):
         twin(x, is_first_microbatch=False)
     assert_bits_equal(twin(x, is_first_microbatch=True), layer(x).numpy(), what="out")
+
+
+def test_matrices_that_have_moved_are_quantised_again():
+    layer, x, _ = layer_and_data()
+    layer(x, is_first_microbatch=True)
+    layer.to(dtype="bfloat16")
+    text = "SwiGLUExperts: is_first_microbatch must be True or None once the matrices have moved or changed their dtype"
+    with pytest.raises(ValueError, match=text):
+        layer(x.astype("bfloat16"), is_first_microbatch=False)
+    assert layer(x.astype("bfloat16"), is_first_microbatch=True).dtype == paddle.bfloat16
+
+
+def test_what_a_layer_keeps_can_be_freed():
+    layer, x, _ = layer_and_data()
+    layer(x, is_first_microbatch=True)
+    assert not layer.experts.float8_matrices.is_empty
+    layer.experts.float8_matrices.clear()
+    assert layer.experts.float8_matrices.is_empty
 
 
 def test_the_argument_changes_nothing_without_float8():

@@ -12,6 +12,7 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 from paddle.distributed.fleet.utils import recompute
+from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
 
 from paddle_moe_ops import moe_mlp, permute, route
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
@@ -123,6 +124,31 @@ def assert_same(made, due):
     assert made.keys() == due.keys()
     for name, expected in due.items():
         np.testing.assert_allclose(made[name], expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Momentum", "AdamW"])
+@pytest.mark.parametrize("form", ["grad", "MixPrecisionLayer"])
+def test_training_with_accumulation_is_that_without(form, optimizer):
+    """As docs/training.md shows it: every parameter moves, by as much."""
+
+    def changes(accumulates):
+        paddle.seed(8)
+        layer = MoELayer(H, I, E, K, accumulate=accumulates)
+        before = {name: each.numpy() for name, each in layer.named_parameters()}
+        model, steps = layer, getattr(paddle.optimizer, optimizer)(0.01, parameters=layer.parameters())
+        if accumulates and form == "MixPrecisionLayer":
+            model, steps = MixPrecisionLayer(layer, dtype="bfloat16"), MixPrecisionOptimizer(steps)
+        for _ in range(2):
+            for _ in range(2):
+                model(paddle.randn([11, H])).square().sum().backward()
+            steps.step()
+            steps.clear_grad()
+        return {name: each.numpy() - before[name] for name, each in layer.named_parameters()}
+
+    made, due = changes(True), changes(False)
+    for name, change in due.items():
+        assert np.abs(change).max() > 0, name
+        np.testing.assert_allclose(made[name], change, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
 @pytest.mark.parametrize("accumulates", ["main_grad", "grad"])
