@@ -19,9 +19,9 @@ from ._activations import activate
 from ._graphs import filled, float32, to_dtype, without_autocast
 from .backends import resolve
 from .backends.accumulation import put
-from .backends.base import GemmSpec, Matrices, MlpSpec, QuantizeSpec
+from .backends.base import GemmSpec, Matrices, MlpSpec, QuantizeSpec, Validation
 from .backends.gradients import WithGradients, connected_mlp
-from .backends.host_checks import host_segments
+from .backends.host_checks import check_plan_groups, host_segments
 
 __all__ = ["composed_float8"]
 
@@ -43,6 +43,8 @@ class ComposedFloat8:
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        if spec.validation != Validation.OFF:
+            check_plan_groups(spec.plan)
         with paddle.no_grad(), without_autocast():
             if weights is not None and spec.weights_by_slot:
                 weights = resolve("unpermute", weights).slots_to_rows(weights, spec.plan)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import paddle
 from paddle import Tensor
 
 from .base import Matrices
@@ -58,7 +59,8 @@ class Float8Matrices:
 
 def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool) -> bool:
     """Whether what is kept was made of other matrices; if nothing is kept, these are noted for `made_by`."""
-    facts = transpose, _facts_of(gate_up), _facts_of(down)
+    casts_to = paddle.amp.get_autocast_dtype() if paddle.amp.is_autocast_enabled() else None
+    facts = transpose, casts_to, _facts_of(gate_up), _facts_of(down)
     if kept._made is None:
         kept._of = gate_up, down, facts
     return facts != kept._of[2]
@@ -74,4 +76,4 @@ def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
 def _facts_of(matrices: Matrices) -> list[tuple]:
     """What tells matrices from others, short of their values."""
     each = [matrices] if isinstance(matrices, Tensor) else matrices
-    return [(matrix.data_ptr(), matrix.dtype, *matrix.shape) for matrix in each]
+    return [(matrix.data_ptr(), matrix.dtype, *matrix.shape, *matrix.strides) for matrix in each]

@@ -14,7 +14,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .._graphs import filled, numbers_of
+from .._graphs import filled, numbers_of, without_autocast
 from .base import (
     FLOAT8,
     GemmSpec,
@@ -428,7 +428,7 @@ def connected_mlp(
         each if isinstance(each, Tensor) else joined(each, "moe_mlp", accumulates=spec.accumulates) for each in given
     ]
     if spec.quantized is not None:
-        with paddle.no_grad():
+        with paddle.no_grad(), without_autocast():
             matrices = gate_up.detach(), down.detach(), spec.transpose
             made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices))
         spec = spec._replace(quantized=made)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from paddle import Tensor
 
@@ -76,41 +76,63 @@ def host_chunk_rows(function: str, split_sizes: Tensor) -> int:
     return rows
 
 
-def host_segments(num_rows: int, m_sizes: list[int] | Tensor, expert_offsets: list[int] | Tensor | None) -> list[int]:
+class Names(NamedTuple):
+    """What an error says of groups of rows."""
+
+    function: str
+    sizes: str
+    offsets: str
+    rows: str
+
+
+_OF_GEMM = Names("grouped_gemm", "m_sizes", "expert_offsets", "X")
+_OF_MLP = Names("moe_mlp", "plan.tokens_per_expert", "plan.expert_offsets", "the plan")
+
+
+def check_plan_groups(plan: Any) -> None:
+    """Check the groups of rows of a plan that was given to `moe_mlp`."""
+    host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets, _OF_MLP)
+
+
+def host_segments(
+    num_rows: int, m_sizes: list[int] | Tensor, expert_offsets: list[int] | Tensor | None, names: Names = _OF_GEMM
+) -> list[int]:
     """The rows of a grouped product from its start: of no group, of group 0, of none, of group 1, ... of none.
 
     Raises:
         ValueError: a negative number; groups that overlap or end after row ``num_rows``.
     """
-    sizes = _host_numbers("m_sizes", m_sizes)
+    sizes = _host_numbers(names.function, names.sizes, m_sizes)
     if expert_offsets is None:
         offsets = list(itertools.accumulate(sizes, initial=0))
         if offsets[-1] > num_rows:
-            expected = f"sizes that add up to at most {num_rows}, the rows of X"
-            _refuse("m_sizes", expected, f"{sizes}, which add up to {offsets[-1]}")
+            expected = f"sizes that add up to at most {num_rows}, the rows of {names.rows}"
+            _refuse(names.function, names.sizes, expected, f"{sizes}, which add up to {offsets[-1]}")
     else:
-        offsets = _host_numbers("expert_offsets", expert_offsets)
+        offsets = _host_numbers(names.function, names.offsets, expert_offsets)
         if offsets[-1] > num_rows:
-            _refuse(f"expert_offsets[{len(sizes)}]", f"at most {num_rows}, the rows of X", offsets[-1])
+            expected = f"at most {num_rows}, the rows of {names.rows}"
+            _refuse(names.function, f"{names.offsets}[{len(sizes)}]", expected, offsets[-1])
     segments, end = [], 0
     for expert, (first, size, next_first) in enumerate(zip(offsets[:-1], sizes, offsets[1:], strict=True)):
         segments += [first - end, size]
         end = first + size
         if end > next_first:
-            _refuse(f"expert_offsets[{expert + 1}]", f"at least {end}, the end of group {expert}", next_first)
+            expected = f"at least {end}, the end of group {expert}"
+            _refuse(names.function, f"{names.offsets}[{expert + 1}]", expected, next_first)
     return [*segments, num_rows - end]
 
 
-def _host_numbers(argument: str, numbers: list[int] | Tensor) -> list[int]:
+def _host_numbers(function: str, argument: str, numbers: list[int] | Tensor) -> list[int]:
     """Those of a tensor are looked at here, those of a list have been."""
     if isinstance(numbers, list):
         return numbers
     found = numbers.tolist()
     for i, number in enumerate(found):
         if not 0 <= number < 2**31:
-            _refuse(f"{argument}[{i}]", f"from 0 to {2**31 - 1}", number)
+            _refuse(function, f"{argument}[{i}]", f"from 0 to {2**31 - 1}", number)
     return found
 
 
-def _refuse(argument: str, expected: str, given: object) -> NoReturn:
-    raise ValueError(f"grouped_gemm: {argument} must be {expected}, but got {given}")
+def _refuse(function: str, argument: str, expected: str, given: object) -> NoReturn:
+    raise ValueError(f"{function}: {argument} must be {expected}, but got {given}")

@@ -23,7 +23,10 @@ from .._graphs import (
 from ..triton._runtime import RIG
 from . import compiled
 from .base import GemmSpec, Matrices, MlpSpec, Validation
-from .host_checks import host_segments
+from .host_checks import check_plan_groups, host_segments
+
+
+_MOST_EXPERTS = 2**16  # that the operator takes
 
 
 class MatmulBackend:
@@ -53,7 +56,7 @@ class MatmulBackend:
         bias: Tensor | None,
         spec: GemmSpec,
     ) -> Tensor:
-        if not isinstance(w, Sequence) and _has_operators(x):
+        if not isinstance(w, Sequence) and w.shape[0] <= _MOST_EXPERTS and _has_operators(x):
             with without_autocast():
                 return _by_operator(x, w, weights, bias, spec)
         segments = _segments(x, spec)
@@ -78,7 +81,7 @@ class MatmulBackend:
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         plan = spec.plan
         if spec.validation != Validation.OFF and not is_graph_value(x):
-            host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
+            check_plan_groups(plan)
         with without_autocast():
             if weights is None:
                 weights = paddle.ones_like(plan.row_to_token, dtype="float32")
@@ -154,7 +157,7 @@ def _borders_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] |
     if offsets is None:
         starts = paddle.cumsum(sizes) - sizes
     else:
-        starts = (paddle.to_tensor(offsets) if isinstance(offsets, list) else offsets).astype("int64")[:-1]
+        starts = (paddle.to_tensor(offsets) if isinstance(offsets, list) else offsets).astype("int64")[:-1].clip(min=0)
     borders = paddle.stack([starts, starts + sizes], axis=1).reshape([-1])
     return paddle.minimum(paddle.cummax(borders.clip(min=0), axis=0)[0], num_rows)
 

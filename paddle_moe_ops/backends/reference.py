@@ -29,7 +29,7 @@ from .base import (
     Validation,
 )
 from .gradients import WithGradients
-from .host_checks import host_route, host_segments
+from .host_checks import check_plan_groups, host_route, host_segments
 
 _NO_PROBS = np.zeros(0, np.float32)
 
@@ -333,7 +333,7 @@ def _layer(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec
 ) -> tuple[NDArray, reference.Plan, NDArray, NDArray, NDArray | None]:
     if spec.validation != Validation.OFF:
-        host_segments(spec.plan.num_rows, spec.plan.tokens_per_expert, spec.plan.expert_offsets)
+        check_plan_groups(spec.plan)
     gate_up, down = spec.quantized or (gate_up, down)
     return to_numpy(x), _plan(spec.plan), to_numpy(gate_up), to_numpy(down), _optional(weights)
 

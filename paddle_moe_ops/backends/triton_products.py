@@ -11,7 +11,7 @@ from paddle import Tensor
 
 from ..triton.native_recording import repeated
 from .base import GemmSpec, Matrices, MlpSpec, Validation
-from .host_checks import host_segments
+from .host_checks import check_plan_groups, host_segments
 from .triton_arrays import dense, dense_rows, device_of
 
 __all__ = ["ProductKernels"]
@@ -92,7 +92,7 @@ class ProductKernels:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         plan, device = spec.plan, device_of(x)
         if spec.validation != Validation.OFF:
-            host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets)
+            check_plan_groups(plan)
         options = "moe_mlp", keeps, keeps and spec.keeps_hidden, *_options(spec)
         made = repeated(device, options, _given(x, gate_up, down, weights, spec))
         if made is None:

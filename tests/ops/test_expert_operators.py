@@ -186,3 +186,40 @@ def test_groups_that_overlap_or_end_after_the_last_row_are_cut(dtype, rng, place
     made = product([9, 9, -4, 99], [0, 5, 2, 16])
     assert_bits_equal(made, product([9, 5, 0, 4], [0, 9, 14, 16]))
     assert not to_numpy(made)[14:16].astype(np.float32).any()
+
+
+def test_rows_that_lie_over_each_other_in_memory(rng, place):
+    """In the result of an unfold, and in the gradient of a sum over columns."""
+    dtype = ml_dtypes.bfloat16
+    rows = paddle.as_strided(tensor(ordinary(rng, (64,), dtype), place), [7, 16], [8, 1])
+    d_out = paddle.as_strided(tensor(ordinary(rng, (7,), dtype), place), [7, 8], [1, 0])
+    w, sizes = tensor(ordinary(rng, (2, 16, 8), dtype), place, gradient=True), tensor(np.int32([3, 4]), place)
+
+    def run(rows, d_out):
+        leaf = w.detach()
+        leaf.stop_gradient = False
+        out = compiled.grouped_product(rows, leaf, sizes, None, False)
+        paddle.autograd.backward([out], [d_out])
+        return out, leaf.grad
+
+    for made, due in zip(run(rows, d_out), run(rows.clone(), d_out.clone()), strict=True):
+        assert_bits_equal(made, due)
+
+
+def test_matrices_without_columns_give_rows_without_columns(place):
+    sizes = tensor(np.int32([1, 1]), place)
+    made = compiled.grouped_product(paddle.ones([2, 8]), paddle.ones([2, 8, 0]), sizes, None, False)
+    assert made.shape == [2, 0]
+
+
+def test_what_is_kept_of_rows_of_no_expert_is_zero(rng, place):
+    """Paddle may look at every value that an operator gives, such as for NaN."""
+    layer = Layer(rng, PADDED, ml_dtypes.bfloat16, form="by row", sizes=(64, 136), buffer_size=4000)
+    leaves, plan = layer.leaves(place), plan_tensors(layer.plan, place)
+    operands = leaves["x"], leaves["gate_up"], leaves["down"], leaves["probs"]
+    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
+    with paddle.no_grad():
+        _, hidden = compiled.direct("moe_mlp", *operands, *maps, False, True, *[False] * 4)
+    unused = np.flatnonzero(layer.plan.row_to_token < 0)
+    assert len(unused) > 1000
+    assert not to_numpy(hidden)[unused].astype(np.float32).any()

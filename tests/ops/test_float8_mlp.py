@@ -301,6 +301,52 @@ def test_kept_matrices_of_a_list_in_another_order_are_refused(rng):
         layer.call({**leaves, **swapped}, "cpu", float8_matrices=kept)
 
 
+def test_kept_matrices_of_a_transposed_view_are_refused(rng):
+    layer, kept = Float8Layer(rng, ODD, sizes=(128, 128)), Float8Matrices()
+    leaves = layer.leaves("cpu")
+    layer.call(leaves, "cpu", float8_matrices=kept)
+    with pytest.raises(ValueError, match="must be empty or made of these matrices"):
+        layer.call({**leaves, "down": leaves["down"].transpose([0, 2, 1])}, "cpu", float8_matrices=kept)
+
+
+def test_kept_matrices_are_quantised_outside_of_mixed_precision(rng, monkeypatch):
+    """O2 would round what scales are computed from."""
+    seen, quantise = [], _float8_mlp._near_matrices
+
+    def watched(w):
+        seen.append(paddle.amp.is_autocast_enabled())
+        return quantise(w)
+
+    monkeypatch.setattr(_float8_mlp, "_near_matrices", watched)
+    layer, tracer = Float8Layer(rng, ODD), paddle.base.framework._dygraph_tracer()
+    for kept in (None, Float8Matrices()):
+        before = tracer._amp_level
+        tracer._amp_level = paddle.base.core.AmpLevel.O2  # auto_cast does nothing on a CPU
+        try:
+            assert paddle.amp.is_autocast_enabled()
+            layer.call(layer.leaves("cpu"), "cpu", float8_matrices=kept)
+        finally:
+            tracer._amp_level = before
+    assert seen == [False] * 4
+
+
+def test_a_plan_with_groups_that_overlap_is_named(rng):
+    layer = Float8Layer(rng, ODD)
+    plan = plan_tensors(layer.plan, "cpu")
+    offsets = plan.expert_offsets.clone()
+    offsets[1] = 10**6
+    leaves = layer.leaves("cpu")
+    wrong = plan._replace(expert_offsets=offsets)
+    for compute in (FLOAT8, None):
+        with (
+            use_backend("reference"),
+            pytest.raises(ValueError, match=r"^moe_mlp: plan\.expert_offsets\[2\] must be at"),
+        ):
+            moe_mlp(leaves["x"], wrong, None, leaves["gate_up"], leaves["down"], compute=compute)
+    with pytest.raises(ValueError, match=r"^moe_mlp: plan\.expert_offsets\[2\] must be at least"):
+        moe_mlp(leaves["x"], wrong, None, leaves["gate_up"], leaves["down"], compute=FLOAT8)
+
+
 def test_kept_matrices_hold_the_memory_of_what_they_were_made_of(rng):
     """Else the next tensors could get it, and pass for the same ones."""
     layer, kept = Float8Layer(rng, ODD), Float8Matrices()

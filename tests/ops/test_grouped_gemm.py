@@ -465,3 +465,24 @@ BAD = {
 def test_bad_arguments_are_named(changes, error, text, place):
     with pytest.raises(error, match=f"^grouped_gemm: {re.escape(text)}$"):
         grouped_gemm(**{"X": X, "W": W, "m_sizes": [2, 2], **changes})
+
+
+def test_more_experts_than_an_operator_takes():
+    x, w = paddle.ones([2, 1]), paddle.full([70000, 1, 1], 3.0)
+    sizes = paddle.zeros([70000], "int32")
+    sizes[69999] = 2
+    assert grouped_gemm(x, w, sizes).tolist() == [[3.0], [3.0]]
+
+
+def test_a_graph_adds_the_bias_to_the_rows_that_it_multiplies():
+    """Also where an offset is bad, which a graph does not look at."""
+    x, w, bias = paddle.ones([6, 1]), paddle.full([2, 1, 1], 3.0), paddle.to_tensor([[10.0], [20.0]])
+
+    def product(x, sizes, offsets):
+        return grouped_gemm(x, w, sizes, expert_offsets=offsets, bias=bias)
+
+    specs = [paddle.static.InputSpec([-1, 1], "float32")]
+    specs += [paddle.static.InputSpec([count], "int32") for count in (2, 3)]
+    traced = paddle.jit.to_static(product, input_spec=specs, full_graph=True)
+    out = traced(x, paddle.to_tensor([3, 2], "int32"), paddle.to_tensor([-2, 4, 6], "int32"))
+    assert out.flatten().tolist() == [13.0, 13.0, 13.0, 0.0, 23.0, 23.0]

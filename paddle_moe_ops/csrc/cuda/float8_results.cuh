@@ -112,7 +112,7 @@ __device__ inline void store_gated_float8(const Float8Arguments& p, const float 
       gate[i] = Bfloat16Pair::pack(d[at], d[at + 1]);
       up[i] = Bfloat16Pair::pack(d[at + 64], d[at + 65]);
       const float2 g = Bfloat16Pair::unpack(gate[i]), u = Bfloat16Pair::unpack(up[i]);
-      act[8 * piece + i] = Bfloat16Pair::pack(g.x * u.x * sigmoid(g.x), g.y * u.y * sigmoid(g.y));
+      act[8 * piece + i] = Bfloat16Pair::pack(g.x * sigmoid(g.x) * u.x, g.y * sigmoid(g.y) * u.y);
     }
     if (p.grouped.hidden != nullptr) {
       store_64(hidden, place.column + 64 * piece, gate, is_live);

@@ -121,7 +121,7 @@ __device__ inline void store_gated(const GroupedArguments& p, const float (&d)[1
         gate[part][i] = Pair<T>::pack(d[at], d[at + 1]);
         up[part][i] = Pair<T>::pack(d[at + 32], d[at + 33]);
         const float2 g = Pair<T>::unpack(gate[part][i]), u = Pair<T>::unpack(up[part][i]);
-        act[part][i] = Pair<T>::pack(g.x * u.x * sigmoid(g.x), g.y * u.y * sigmoid(g.y));
+        act[part][i] = Pair<T>::pack(g.x * sigmoid(g.x) * u.x, g.y * sigmoid(g.y) * u.y);
       }
       turn_in_quad(act[part]);
       if (p.hidden != nullptr) {

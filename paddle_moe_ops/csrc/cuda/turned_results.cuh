@@ -134,7 +134,7 @@ __device__ inline void store_turned_gated(const TurnedArguments& p, const float 
       gate[i] = Pair<T>::pack(d[at], d[at + 1]);
       up[i] = Pair<T>::pack(d[at + kTurnedSums / 2], d[at + kTurnedSums / 2 + 1]);
       const float2 g = Pair<T>::unpack(gate[i]), u = Pair<T>::unpack(up[i]);
-      act[i] = Pair<T>::pack(g.x * u.x * sigmoid(g.x), g.y * u.y * sigmoid(g.y));
+      act[i] = Pair<T>::pack(g.x * sigmoid(g.x) * u.x, g.y * sigmoid(g.y) * u.y);
     }
     meet(together, kWarpgroup);  // the strip before has been read
     store_turned_matrices(lane.to_write, act);

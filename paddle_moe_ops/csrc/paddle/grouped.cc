@@ -92,17 +92,7 @@ paddle::Tensor Grouped::product(const paddle::Tensor& rows, const paddle::Tensor
   if (has_kernels(matrices.dtype(), sizes.inner, sizes.outer)) {
     paddle::Tensor out = paddle::empty({num_rows_, sizes.outer}, matrices.dtype(), target_.place());
     launch({}, rows, matrices, transpose, &out);
-#ifdef PMO_WITH_CUDA
-    pmo_grouped_clear_params p = {};
-    p.struct_size = sizeof(p);
-    p.num_rows = num_rows_;
-    p.num_experts = experts_;
-    p.row_size = sizes.outer * static_cast<int64_t>(phi::SizeOf(out.dtype()));
-    p.first = table(0);
-    p.stop = table(experts_);
-    p.rows = out.data();
-    check_status(pmo_grouped_clear_cuda(&p, target_.stream()), function_);
-#endif
+    clear_others(&out);
     return in_dtype(out, dtype);
   }
   const paddle::DataType summed = summed_dtype(matrices.dtype());
@@ -114,7 +104,7 @@ paddle::Tensor Grouped::product(const paddle::Tensor& rows, const paddle::Tensor
   each([&](int64_t expert, int64_t begin, int64_t end) {
     clear_rows(&out, made, sizes.inner == 0 ? end : begin);
     made = end;
-    if (begin == end || sizes.inner == 0) return;
+    if (begin == end || sizes.inner == 0 || sizes.outer == 0) return;
     multiply(view(source, begin, end - begin, sizes.inner), view(factors, expert * height, height, width), false, transpose,
              view(out, begin, end - begin, sizes.outer));
   });
@@ -231,11 +221,26 @@ void Grouped::clear_rows(paddle::Tensor* out, int64_t begin, int64_t end) const 
   if (begin < end && row_bytes > 0) target_.clear(static_cast<char*>(out->data()) + begin * row_bytes, (end - begin) * row_bytes);
 }
 
-// Rows that the GPU's copy engine can take: at multiples of 16 bytes.
+void Grouped::clear_others(paddle::Tensor* out) const {
+#ifdef PMO_WITH_CUDA
+  pmo_grouped_clear_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_rows = num_rows_;
+  p.num_experts = experts_;
+  p.row_size = out->shape().back() * static_cast<int64_t>(phi::SizeOf(out->dtype()));
+  p.first = table(0);
+  p.stop = table(experts_);
+  p.rows = out->data();
+  check_status(pmo_grouped_clear_cuda(&p, target_.stream()), function_);
+#endif
+}
+
+// Rows that the GPU's copy engine can take: at multiples of 16 bytes, and none over another.
 Matrix Grouped::readable(const paddle::Tensor& rows) const {
   Matrix given(rows);
   const int64_t row_bytes = given.row_stride * static_cast<int64_t>(phi::SizeOf(rows.dtype()));
-  if (row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(given.data) % 16 == 0) return given;
+  const bool is_aligned = row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(given.data) % 16 == 0;
+  if (is_aligned && given.row_stride >= rows.shape()[1]) return given;
   return Matrix(target_.aligned(dense(rows)));
 }
 

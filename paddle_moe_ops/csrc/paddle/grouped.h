@@ -48,6 +48,9 @@ class Grouped {
   void launch(pmo_grouped_product_params params, const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose,
               paddle::Tensor* out) const;
 
+  // Zeros in what `launch` leaves as it is.
+  void clear_others(paddle::Tensor* out) const;
+
   int64_t num_rows() const { return num_rows_; }
   int64_t experts() const { return experts_; }
 

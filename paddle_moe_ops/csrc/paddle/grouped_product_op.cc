@@ -26,8 +26,8 @@ class Product {
         a_(a),
         x_(x),
         matrices_(matrices),
-        groups_(checked(target_, a, x, matrices, sizes, offsets), kFunction, sizes, a.follow ? nullptr : &offsets, x.shape()[0]) {
-  }
+        groups_(checked(target_, a, x, matrices, sizes, offsets), kFunction, sizes, a.follow ? nullptr : &offsets,
+                dim(x.shape(), 0)) {}
 
   // of rows [M, D] with matrices like those of the call; `back` is of rows [M, N], with transposed matrices
   paddle::Tensor product(const paddle::Tensor& rows, const paddle::Tensor& matrices, paddle::DataType dtype,
@@ -49,11 +49,11 @@ class Product {
   static const Target& checked(const Target& target, const Attributes& a, const paddle::Tensor& x, const paddle::Tensor& matrices,
                                const paddle::Tensor& sizes, const paddle::Tensor& offsets) {
     require(sizes.defined() && offsets.defined(), kFunction, "a required tensor is missing");
-    require(is_summed(x), kFunction, "x must be float32, float16 or bfloat16");
-    require_dtype(matrices, x.dtype(), kFunction, "matrices");
-    require_rank(matrices, 3, kFunction, "matrices");
-    require_shape(x, {-1, MatrixSizes(matrices.shape(), a.transpose).inner}, kFunction, "x");
-    require_shape(sizes, {matrices.shape()[0]}, kFunction, "sizes");
+    require(is_summed(x), kFunction, "X must be float32, float16 or bfloat16");
+    require_dtype(matrices, x.dtype(), kFunction, "W");
+    require_rank(matrices, 3, kFunction, "W");
+    require_shape(x, {-1, MatrixSizes(matrices.shape(), a.transpose).inner}, kFunction, "X");
+    require_shape(sizes, {matrices.shape()[0]}, kFunction, "m_sizes");
     return target;
   }
 

@@ -46,7 +46,7 @@ class Layer {
         token_rows_(token_rows),
         row_to_token_(row_to_token),
         groups_(checked(target_, a, x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets), kFunction, sizes,
-                &offsets, row_to_token.shape()[0]),
+                &offsets, dim(row_to_token.shape(), 0)),
         owners_(dense(row_to_token)),
         factors_(dense(weights)),
         hidden_size(x.shape()[1]),
@@ -57,6 +57,7 @@ class Layer {
 
   int64_t num_rows() const { return groups_.num_rows(); }
   const Target& target() const { return target_; }
+  const Grouped& groups() const { return groups_; }
 
   paddle::Tensor new_rows(int64_t columns) const {
     paddle::Tensor rows = paddle::empty({num_rows(), columns}, x_.dtype(), target_.place());
@@ -170,6 +171,7 @@ class Layer {
     require_shape(gate_up, a.transpose ? Shape{experts, 2 * inner, columns} : Shape{experts, columns, 2 * inner}, kFunction,
                   "gate_up");
     require_shape(token_rows, {x.shape()[0], -1}, kFunction, "token_rows");
+    require_dtype(token_rows, paddle::DataType::INT32, kFunction, "token_rows");
     require_rank(row_to_token, 1, kFunction, "row_to_token");
     require_dtype(row_to_token, paddle::DataType::INT32, kFunction, "row_to_token");
     require_shape(weights, row_to_token.shape(), kFunction, "weights");
@@ -199,6 +201,7 @@ Outputs moe_mlp(const Attributes& a, const paddle::Tensor& x, const paddle::Tens
   paddle::Tensor hidden;
   if (layer.has_kernels) hidden = layer.new_rows(2 * layer.inner);
   const paddle::Tensor act = layer.activations(&hidden);
+  if (layer.has_kernels) layer.groups().clear_others(&hidden);  // Paddle may look at the values of what an operator gives
   return {layer.outputs(act), hidden};
 }
 
