@@ -25,7 +25,6 @@ from . import compiled
 from .base import GemmSpec, Matrices, MlpSpec, Validation
 from .host_checks import check_plan_groups, host_segments
 
-
 _MOST_EXPERTS = 2**16  # that the operator takes
 
 
