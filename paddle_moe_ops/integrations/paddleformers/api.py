@@ -14,6 +14,7 @@ from paddle import nn
 
 from ... import _checks
 from ...backends import register_note
+from ...mlp import COMPUTE
 from . import classes, instances
 from .report import Report
 from .targets import MODELS, VERSIONS
@@ -44,12 +45,13 @@ def supported() -> dict[str, Supported]:
     return {name: Supported(tuple(target.path for target in model.targets), VERSIONS) for name, model in MODELS.items()}
 
 
-def apply(name_or_model: str | nn.Layer) -> Report:
+def apply(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Report:
     """Let the Mixture-of-Experts blocks of a type of model, or of one model, run on these operators.
 
     With a name the methods of PaddleFormers' classes are replaced, for models that exist and for later ones. Types
     that share a class are patched together: glm4v_moe has the classes of glm4_moe, and qwen3_next those of qwen2_moe.
-    With a model its own blocks get other methods, and no other model changes. Calling it again changes nothing.
+    With a model its own blocks get other methods, and no other model changes. Calling it again changes nothing but
+    ``compute``.
 
     Either everything that can be patched is patched, or an error is raised and nothing is. Where a class is patched and
     one of its layers cannot be run, the first call of that layer raises a RuntimeError that says why.
@@ -57,26 +59,30 @@ def apply(name_or_model: str | nn.Layer) -> Report:
     Args:
         name_or_model: a name that `supported` lists, "all" for every type that can be imported, or a model or a part
             of one.
+        compute: with a model, what its experts multiply, see `moe_mlp`. ``"fp8_1x128"`` is for experts that are SwiGLU
+            without biases, in stacked matrices or in plain linear layers with the gate in that of the up projection.
 
     Returns:
         what was patched, and what was left and why.
 
     Raises:
         TypeError: neither a name nor a layer.
-        ValueError: a name that is not listed; a model without a known block, or with one that cannot be run.
+        ValueError: a name that is not listed; a model without a known block, or with one that cannot be run, or not
+            with ``compute``; ``compute`` with a name.
         RuntimeError: PaddleFormers, or something it needs for this type, cannot be imported; the code that would be
             replaced is not the code of a version that was tested; a tensor parallel group of more than one member.
     """
-    report, _ = _apply(name_or_model)
+    report, _ = _apply(name_or_model, compute)
     return report
 
 
 @contextlib.contextmanager
-def applied(name_or_model: str | nn.Layer) -> Iterator[Report]:
+def applied(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Iterator[Report]:
     """Apply inside a ``with`` block; afterwards the state is what it was before.
 
     Args:
         name_or_model: as for `apply`.
+        compute: as for `apply`.
 
     Yields:
         what `apply` returns.
@@ -86,7 +92,7 @@ def applied(name_or_model: str | nn.Layer) -> Iterator[Report]:
         ValueError: see `apply`.
         RuntimeError: see `apply`.
     """
-    report, undo = _apply(name_or_model)
+    report, undo = _apply(name_or_model, compute)
     try:
         yield report
     finally:
@@ -112,14 +118,17 @@ def remove(name_or_model: str | nn.Layer = ALL) -> None:
         instances.unbind(instances.bound(name_or_model))
 
 
-def _apply(name_or_model: str | nn.Layer) -> tuple[Report, Callable[[], None]]:
+def _apply(name_or_model: str | nn.Layer, compute: str | None) -> tuple[Report, Callable[[], None]]:
     """The report, and what undoes this call."""
+    _checks.choice("apply", "compute", compute, COMPUTE)
     if isinstance(_checked("apply", name_or_model), str):
+        if compute is not None:
+            _checks.bad_value("apply", "compute", "None with a name", repr(compute))
         names = _names("apply", name_or_model)
         patched, left, new_names = classes.apply(names, skip_missing=name_or_model == ALL)
         return Report(name_or_model, _version(), patched, left), partial(classes.remove, new_names)
-    patched, left, new_blocks = instances.bind(name_or_model)
-    return Report(type(name_or_model).__name__, _version(), patched, left), partial(instances.unbind, new_blocks)
+    patched, left, undo = instances.bind(name_or_model, compute)
+    return Report(type(name_or_model).__name__, _version(), patched, left), undo
 
 
 def _checked(function: str, name_or_model: str | nn.Layer) -> str | nn.Layer:

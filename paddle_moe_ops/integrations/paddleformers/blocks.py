@@ -13,7 +13,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ...routing import route
-from .experts import run_interleaved, run_modules, run_stacked
+from .experts import compute_of, float8_problem, run_interleaved, run_modules, run_stacked
 
 Problem = Callable[[Any], "str | None"]
 
@@ -56,6 +56,16 @@ def parallel_problem(block: Any) -> str | None:
     return "sequence_parallel is set" if get("sequence_parallel", False) else None
 
 
+def compute_problem(block: Any) -> str | None:
+    """Why the experts of a block cannot multiply float8 operands, or None."""
+    if getattr(block, "gate_up_proj_bias", None) is not None:
+        return "its experts have biases"
+    experts = getattr(block, "experts", None)
+    if not isinstance(experts, (nn.LayerList, list)):  # in stacked matrices
+        return None
+    return float8_problem([each for each in experts if each is not None])
+
+
 def stacked_problem(experts: Any) -> str | None:
     """Why experts in stacked matrices are refused, or None."""
     if type(experts.act_fn) is not nn.Silu:
@@ -67,7 +77,7 @@ def stacked_problem(experts: Any) -> str | None:
 def stacked_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """MoeExperts.forward."""
     plan = route(top_k_index, num_experts=self.num_experts)
-    return run_stacked(hidden_states, plan, top_k_weights, self.gate_up_proj, self.down_proj)
+    return run_stacked(hidden_states, plan, top_k_weights, self.gate_up_proj, self.down_proj, compute_of(self))
 
 
 def gpt_oss_problem(experts: Any) -> str | None:
@@ -95,15 +105,15 @@ def gpt_oss_experts(
 @replacement(parallel_problem)
 def deepseek_moe(self: Any, hidden_states: Tensor, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """DeepseekV3MoE.moe: experts without tokens get gradients of 0."""
-    plan = route(topk_indices, num_experts=len(self.experts))
-    return run_modules(self.experts, hidden_states, plan, topk_weights, idle_gradients=True)
+    plan, options = route(topk_indices, num_experts=len(self.experts)), {"compute": compute_of(self)}
+    return run_modules(self.experts, hidden_states, plan, topk_weights, idle_gradients=True, **options)
 
 
 @replacement(parallel_problem)
 def glm4_moe(self: Any, hidden_states: Tensor, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """Glm4MoeMoE.moe: experts without tokens get no gradients."""
-    plan = route(topk_indices, num_experts=len(self.experts))
-    return run_modules(self.experts, hidden_states, plan, topk_weights, idle_gradients=False)
+    plan, options = route(topk_indices, num_experts=len(self.experts)), {"compute": compute_of(self)}
+    return run_modules(self.experts, hidden_states, plan, topk_weights, idle_gradients=False, **options)
 
 
 @replacement(parallel_problem)
@@ -131,5 +141,5 @@ def _qwen_experts(block: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     weights = weights.astype(tokens.dtype)
     if block.fd_fallback:
         return block.experts(tokens, ids, weights), logits
-    plan = route(ids, num_experts=block.num_experts)
-    return run_modules(block.experts, tokens, plan, weights, idle_gradients=block.training), logits
+    plan, options = route(ids, num_experts=block.num_experts), {"compute": compute_of(block)}
+    return run_modules(block.experts, tokens, plan, weights, idle_gradients=block.training, **options), logits

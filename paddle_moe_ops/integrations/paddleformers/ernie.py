@@ -19,7 +19,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from ...routing import Plan, calculate_topk, route
 from .blocks import parallel_problem, replacement
-from .experts import run_modules
+from .experts import compute_of, run_modules
 from .over_ranks import experts_of_rank, parallel_of
 
 
@@ -92,7 +92,7 @@ def _run(block: Any, experts: Sequence[nn.Layer], tokens: Tensor, plan: Plan, we
     """The experts of this rank, recomputed in the backward pass where the block is told so."""
 
     def run(tokens: Tensor, weights: Tensor) -> Tensor:
-        return run_modules(experts, tokens, plan, weights, idle_gradients=True)
+        return run_modules(experts, tokens, plan, weights, idle_gradients=True, compute=compute_of(block))
 
     return recompute(run, tokens, weights) if block.recompute and block.training else run(tokens, weights)
 

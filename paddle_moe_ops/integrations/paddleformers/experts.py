@@ -8,6 +8,7 @@ T tokens of H columns, K slots each, N rows, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import paddle
 import paddle.nn.functional as F
@@ -27,9 +28,20 @@ _KNOWN = {
 }
 
 
-def run_stacked(x: Tensor, plan: Plan, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+# What `apply` leaves at a block whose experts compute otherwise; copies of the block have it, too.
+ATTRIBUTE = "compute_of_paddle_moe_ops"
+
+
+def compute_of(block: nn.Layer) -> str | None:
+    """The argument of `moe_mlp` for the experts of a block."""
+    return vars(block).get(ATTRIBUTE)
+
+
+def run_stacked(
+    x: Tensor, plan: Plan, weights: Tensor, gate_up: Tensor, down: Tensor, compute: str | None = None
+) -> Tensor:
     """Give each token [T, H] to its experts, whose matrices are stacked, and add up what they make of it."""
-    return moe_mlp(x, plan, weights.astype("float32"), gate_up, down).astype(x.dtype)
+    return moe_mlp(x, plan, weights.astype("float32"), gate_up, down, compute=compute).astype(x.dtype)
 
 
 def run_interleaved(
@@ -48,7 +60,27 @@ def run_interleaved(
 _Linears = dict[str, list[nn.Linear]]  # those of all experts, by the name that they have there
 
 
-def run_modules(experts: Sequence[nn.Layer], x: Tensor, plan: Plan, weights: Tensor, *, idle_gradients: bool) -> Tensor:
+def float8_problem(experts: Sequence[nn.Layer]) -> str | None:
+    """Why experts that are layers cannot multiply float8 operands, or None."""
+    linears = _linears_of(experts)
+    if linears is None:
+        return "its experts are not SwiGLU of plain linear layers"
+    if "up_gate_proj" not in linears:
+        return "the gate of its experts is a layer of its own"
+    if any(layers[0].bias is not None for layers in linears.values()):
+        return "its experts have biases"
+    return None
+
+
+def run_modules(
+    experts: Sequence[nn.Layer],
+    x: Tensor,
+    plan: Plan,
+    weights: Tensor,
+    *,
+    idle_gradients: bool,
+    compute: str | None = None,
+) -> Tensor:
     """Give each token to its experts, which are layers, and add up what they make of it.
 
     Where all are SwiGLU of plain linear layers, their weights go to the operators as lists, and on a GPU no size is
@@ -62,16 +94,25 @@ def run_modules(experts: Sequence[nn.Layer], x: Tensor, plan: Plan, weights: Ten
         plan: where their rows are.
         weights: of each slot, [T, K].
         idle_gradients: whether the parameters of an expert without tokens get a gradient, which is 0, or none.
+        compute: see `moe_mlp`.
 
     Returns:
         [T, H], dtype of ``x``.
+
+    Raises:
+        RuntimeError: the experts have been changed since `apply`, and cannot compute so any more.
     """
+    if compute is not None and (problem := float8_problem(experts)) is not None:
+        raise RuntimeError(
+            f"apply: compute={compute!r} was given, but now {problem}; remove(...) undoes it, and apply(...) without "
+            "compute runs these layers"
+        )
     weights = weights.astype("float32")
     linears = _linears_of(experts)
     if linears is not None:
         without_gradients = not idle_gradients and paddle.is_grad_enabled()
         counts = plan.tokens_per_expert.tolist() if without_gradients else None
-        return _run_linears(linears, counts, x, plan, weights).astype(x.dtype)
+        return _run_linears(linears, counts, x, plan, weights, compute).astype(x.dtype)
     counts = plan.tokens_per_expert.tolist()
     rows, _ = permute(x, plan)
     if rows.shape[0] > 0:
@@ -89,7 +130,9 @@ def run_modules(experts: Sequence[nn.Layer], x: Tensor, plan: Plan, weights: Ten
     return unpermute(paddle.concat(outputs), plan, weights).astype(x.dtype)
 
 
-def _run_linears(linears: _Linears, counts: list[int] | None, x: Tensor, plan: Plan, weights: Tensor) -> Tensor:
+def _run_linears(
+    linears: _Linears, counts: list[int] | None, x: Tensor, plan: Plan, weights: Tensor, compute: str | None
+) -> Tensor:
     """What the experts make of tokens. Those whose count is 0 get no gradient; without counts, one of 0."""
     if not x.place.is_cpu_place() or not resolve("grouped_gemm", x).takes_lists:
         for layers in linears.values():
@@ -109,7 +152,12 @@ def _run_linears(linears: _Linears, counts: list[int] | None, x: Tensor, plan: P
     }
     if "up_gate_proj" in linears:
         given = matrices["up_gate_proj"], matrices["down_proj"]
-        return moe_mlp(x, plan, weights, *given, gate_up_bias=biases["up_gate_proj"], down_bias=biases["down_proj"])
+        options: dict[str, Any] = {
+            "gate_up_bias": biases["up_gate_proj"],
+            "down_bias": biases["down_proj"],
+            "compute": compute,
+        }
+        return moe_mlp(x, plan, weights, *given, **options)
 
     def product(rows: Tensor, name: str) -> Tensor:
         return grouped_gemm(rows, matrices[name], plan=plan, transpose=False, bias=biases[name])

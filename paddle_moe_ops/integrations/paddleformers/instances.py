@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 from paddle import nn
 
+from .blocks import compute_problem
 from .classes import process_problem, unknown_code
+from .experts import ATTRIBUTE, compute_of
 from .targets import MODELS, Target
 
 Bound = tuple[nn.Layer, Target]
@@ -22,11 +25,17 @@ def _loaded_targets() -> dict[Target, type]:
     return {target: target.load() for target in targets if target.module in sys.modules}
 
 
-def bind(model: nn.Layer) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], list[Bound]]:
+def bind(
+    model: nn.Layer, compute: str | None = None
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], Callable[[], None]]:
     """Replace the methods of all blocks of a model, or of none.
 
+    Args:
+        model: that model.
+        compute: of the experts of all its blocks, see `moe_mlp`.
+
     Returns:
-        the blocks that are patched now; what was left, each with the reason; those that were not patched before.
+        the blocks that are patched now; what was left, each with the reason; what undoes this call.
 
     Raises:
         ValueError: there are no blocks that are known, or one cannot be run.
@@ -52,6 +61,9 @@ def bind(model: nn.Layer) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...],
             reason = target.replacement.problem(layer)  # type: ignore[attr-defined]
             if reason is not None:
                 raise ValueError(f"apply: {where}: {reason}, which is not supported")
+            reason = None if compute is None else compute_problem(layer)
+            if reason is not None:
+                raise ValueError(f"apply: {where}: {reason}, so compute must be None, but got {compute!r}")
             found[where] = layer, target
     if not found:
         reasons = "".join(f"; {name}: {reason}" for name, reason in left)
@@ -59,7 +71,16 @@ def bind(model: nn.Layer) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...],
     added = [each for each in found.values() if not _is_bound(*each)]
     for layer, target in added:
         setattr(layer, target.method, MethodType(target.replacement, layer))
-    return tuple(found), tuple(left), added
+    before = [(layer, compute_of(layer)) for layer, _ in found.values()]
+    for layer, _ in before:
+        _set_compute(layer, compute)
+
+    def undo() -> None:
+        for layer, earlier in before:
+            _set_compute(layer, earlier)
+        unbind(added)
+
+    return tuple(found), tuple(left), undo
 
 
 def bound(model: nn.Layer) -> list[Bound]:
@@ -73,6 +94,14 @@ def unbind(blocks: list[Bound]) -> None:
     for layer, target in blocks:
         if _is_bound(layer, target):
             delattr(layer, target.method)
+            _set_compute(layer, None)
+
+
+def _set_compute(layer: nn.Layer, compute: str | None) -> None:
+    if compute is not None:
+        setattr(layer, ATTRIBUTE, compute)
+    elif ATTRIBUTE in vars(layer):
+        delattr(layer, ATTRIBUTE)
 
 
 def _is_bound(layer: Any, target: Target) -> bool:

@@ -19,7 +19,7 @@ from paddle.distributed.communication.group import Group
 
 from ...expert_parallel import ExpertParallel
 from .blocks import parallel_problem, replacement
-from .experts import run_modules
+from .experts import compute_of, run_modules
 
 
 @functools.cache
@@ -34,16 +34,16 @@ def experts_of_rank(experts: Sequence[nn.Layer | None], parallel: ExpertParallel
     return [experts[place] for place in places]
 
 
-def run_over_ranks(experts: Sequence[nn.Layer | None], x: Tensor, ids: Tensor, weights: Tensor, group: Group) -> Tensor:
+def run_over_ranks(block: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Give each token [T, H] to its experts on all ranks, and add up what they make of it.
 
     A rank's sum for a token is rounded to the dtype of ``x`` and travels. An expert without tokens from any rank gets a
     gradient of 0: without one, a rank without tokens would have no part in the exchange of gradients.
     """
-    parallel = parallel_of(group, len(experts))
+    parallel = parallel_of(block.moe_group, len(block.experts))
     received = parallel.dispatch(x, ids, weights.astype("float32"))
-    own = experts_of_rank(experts, parallel)
-    out = run_modules(own, received.tokens, received.plan, received.probs, idle_gradients=True)
+    given = experts_of_rank(block.experts, parallel), received.tokens, received.plan, received.probs
+    out = run_modules(*given, idle_gradients=True, compute=compute_of(block))
     return parallel.combine(out, received)
 
 
@@ -60,7 +60,7 @@ def modular_experts(
     """ModularMoELayer._forward_with_ep_parallel: the weights are those of the masked gates [T, E], as there."""
     tokens = hidden_states.reshape([-1, self.hidden_size])
     weights = paddle.take_along_axis(gates_masked, topk_indices.detach(), axis=-1)
-    return run_over_ranks(self.experts, tokens, topk_indices, weights, self.moe_group).reshape(hidden_states.shape)
+    return run_over_ranks(self, tokens, topk_indices, weights).reshape(hidden_states.shape)
 
 
 @replacement(parallel_problem)
@@ -81,7 +81,7 @@ def _flex_experts(block: Any, hidden_states: Tensor, loss_factor: float) -> Tens
     gates, _, loss, _ = block.gate(hidden_states)  # [T, E], 0 but for the experts that were chosen
     weights, ids = paddle.topk(gates.reshape([-1, block.moe_num_experts]), block.moe_router_topk, axis=-1)
     tokens = hidden_states.reshape([-1, hidden_states.shape[-1]])
-    out = run_over_ranks(block.experts, tokens, ids, weights, block.moe_group).reshape(hidden_states.shape)
+    out = run_over_ranks(block, tokens, ids, weights).reshape(hidden_states.shape)
     if block.training and loss_factor > 0.0:
         losses = importlib.import_module("paddleformers.nn.moe_deepep.moe_loss")
         out = losses.AddAuxiliaryLoss.apply(out, loss * loss_factor)
