@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor
@@ -94,9 +94,10 @@ class ProductKernels:
         if spec.validation != Validation.OFF:
             check_plan_groups(plan)
         options = "moe_mlp", keeps, keeps and spec.keeps_hidden, *_options(spec)
-        made = repeated(device, options, _given(x, gate_up, down, weights, spec))
+        operands = _operands_of_layer(x, gate_up, down, weights, spec)
+        made = repeated(device, options, (*operands, *(spec.quantized or ())))
         if made is None:
-            made = _recorded_mlp(device, options, x, gate_up, down, weights, spec)
+            made = _recorded_mlp(device, options, _dense(operands), spec)
         out, hidden, by_row, tables = made
         return out, hidden, weights if by_row is None else by_row, tables
 
@@ -118,10 +119,11 @@ class ProductKernels:
         others = hidden, tables, into_gate_up and into_gate_up[0], into_down and into_down[0]
         device = device_of(x)
         options = "moe_mlp_backward", wanted, adds, *_options(spec)
-        made = repeated(device, options, (d_out, *others, *_given(x, gate_up, down, weights, spec)))
+        operands = _operands_of_layer(x, gate_up, down, weights, spec)
+        made = repeated(device, options, (d_out, *others, *operands, *(spec.quantized or ())))
         if made is None:
-            operands = x, gate_up, down, weights, spec
-            made = _recorded_mlp_backward(device, options, d_out, others, *operands, wanted, destinations)
+            given = dense_rows(d_out), others, _dense(operands), spec
+            made = _recorded_mlp_backward(device, options, *given, wanted, destinations)
         return tuple(made)
 
 
@@ -130,46 +132,52 @@ def _options(spec: MlpSpec) -> tuple[Any, ...]:
     return spec.transpose, spec.workspace, spec.compute, spec.quantized is not None
 
 
-def _given(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec
-) -> tuple[Tensor | None, ...]:
-    """What `_arrays` gives where all that it is given is dense."""
+class _Operands(NamedTuple):
+    """All that a layer's launches read, but for quantised matrices; ``slots`` is slot_to_row of weights by slot."""
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    sizes: Tensor
+    offsets: Tensor
+    row_to_token: Tensor
+    token_rows: Tensor
+    weights: Tensor | None
+    slots: Tensor | None
+
+
+def _operands_of_layer(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> _Operands:
     plan = spec.plan
     maps = plan.tokens_per_expert, plan.expert_offsets, plan.row_to_token, plan.token_rows
-    by_slot = plan.slot_to_row if spec.weights_by_slot else None
-    return x, gate_up, down, *maps, weights, by_slot, *(spec.quantized or ())
+    return _Operands(x, gate_up, down, *maps, weights, plan.slot_to_row if spec.weights_by_slot else None)
 
 
-def _recorded_mlp(
-    device: Any,
-    options: tuple[Any, ...],
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor | None,
-    spec: MlpSpec,
-) -> Any:
+def _dense(operands: _Operands) -> _Operands:
+    x, *others = operands
+    return _Operands(dense_rows(x), *(None if each is None else dense(each) for each in others))
+
+
+def _recorded_mlp(device: Any, options: tuple[Any, ...], operands: _Operands, spec: MlpSpec) -> Any:
     """`ProductKernels.moe_mlp` where the call's launches may have to be found out."""
     from ..triton.float8_mlp import moe_mlp_float8
     from ..triton.moe_mlp import moe_mlp
     from ..triton.recording import facts_of, recorded
     from ..triton.rowmap import slots_to_rows
 
-    x, layer = dense_rows(x), _layer(gate_up, down, weights, spec)
-    maps = dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
+    x, slots, layer = operands.x, operands.slots, _layer(operands, spec)
 
     def call(device: Any) -> tuple[Any, ...]:
         by_row = layer.weights
-        if maps is not None:
-            by_row = slots_to_rows(device, by_row, maps, layer.tokens.row_to_token)
+        if slots is not None:
+            by_row = slots_to_rows(device, by_row, slots, layer.tokens.row_to_token)
         own = layer._replace(weights=by_row)
         if spec.compute is None:
             out, kept = moe_mlp(device, x, own, keeps_hidden=options[2])
         else:
             out, kept = moe_mlp_float8(device, x, own, keeps_hidden=options[2], quantized=_quantized(spec))
-        return out, kept.hidden, by_row if maps is not None else None, kept.tables if options[1] else None
+        return out, kept.hidden, None if slots is None else by_row, kept.tables if options[1] else None
 
-    inputs = _arrays(x, layer, maps, spec)
+    inputs = *operands, *(spec.quantized or ())
     return recorded(device, (*options, *facts_of(device, *inputs)), inputs, call)
 
 
@@ -178,10 +186,7 @@ def _recorded_mlp_backward(
     options: tuple[Any, ...],
     d_out: Tensor,
     others: tuple[Any, ...],
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor | None,
+    operands: _Operands,
     spec: MlpSpec,
     wanted: tuple[bool, bool, bool, bool],
     destinations: tuple[Any, Any],
@@ -191,40 +196,31 @@ def _recorded_mlp_backward(
     from ..triton.moe_mlp import Kept, moe_mlp_backward
     from ..triton.recording import facts_of, recorded
 
-    d_out, x, layer = dense_rows(d_out), dense_rows(x), _layer(gate_up, down, weights, spec)
-    maps = dense(spec.plan.slot_to_row) if spec.weights_by_slot else None
+    layer = _layer(operands, spec)._replace(slots=operands.slots)
 
     def call(device: Any) -> tuple[Any, ...]:
-        given = device, d_out, x, Kept(*others[:2]), layer._replace(slots=maps), wanted, destinations
+        given = device, d_out, operands.x, Kept(*others[:2]), layer, wanted, destinations
         made = moe_mlp_backward(*given) if spec.compute is None else moe_mlp_float8_backward(*given, _quantized(spec))
         matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
         return made.x, *matrices, made.weights
 
-    inputs = d_out, *others, *_arrays(x, layer, maps, spec)
+    inputs = d_out, *others, *operands, *(spec.quantized or ())
     return recorded(device, (*options, *facts_of(device, *inputs)), inputs, call)
 
 
-def _layer(gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> Any:
+def _layer(operands: _Operands, spec: MlpSpec) -> Any:
     from ..triton.grouped_gemm import Groups, Tokens
     from ..triton.moe_mlp import Layer
 
-    plan = spec.plan
-    groups = Groups(dense(plan.tokens_per_expert), dense(plan.expert_offsets))
-    tokens = Tokens(dense(plan.row_to_token), dense(plan.token_rows))
-    weights = None if weights is None else dense(weights)
-    return Layer(dense(gate_up), dense(down), groups, tokens, weights, spec.transpose, spec.workspace)
+    groups, tokens = Groups(operands.sizes, operands.offsets), Tokens(operands.row_to_token, operands.token_rows)
+    matrices = operands.gate_up, operands.down
+    return Layer(*matrices, groups, tokens, operands.weights, spec.transpose, spec.workspace)
 
 
 def _operands(operands: tuple, maps: dict[str, Any], bias: Tensor | None) -> tuple[Tensor | None, ...]:
     """All that the launches of a grouped product read."""
     x, w, groups = operands
     return x, w, *groups, *(maps["tokens"] or ()), maps["weights"], bias
-
-
-def _arrays(x: Tensor, layer: Any, maps: Tensor | None, spec: MlpSpec) -> tuple[Tensor | None, ...]:
-    """All that a layer's launches read."""
-    matrices = layer.gate_up, layer.down
-    return x, *matrices, *layer.groups, *layer.tokens, layer.weights, maps, *(spec.quantized or ())
 
 
 def _quantized(spec: MlpSpec) -> Any:

@@ -204,8 +204,8 @@ def test_kept_are_the_tokens_the_first_product_and_the_weights(keep, rng, place,
     kept = []
     save = adapter.Call.save
 
-    def record(call, *tensors):
-        save(call, *tensors)
+    def record(call, *tensors, **options):
+        save(call, *tensors, **options)
         kept.extend(call.saved)
 
     monkeypatch.setattr(adapter.Call, "save", record)
