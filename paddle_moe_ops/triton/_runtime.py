@@ -26,7 +26,7 @@ import paddle
 from paddle import Tensor
 
 from .handles import Handles
-from .native_recording import Driver, Functions, Native
+from .native_recording import Driver, Functions, Repeater
 
 __all__ = ["Library", "PaddleDevice", "cannot_run_on", "device_of", "unavailable"]
 
@@ -236,7 +236,7 @@ class PaddleDevice:
         self.recordings: dict[Any, Any] = {}
         self._several_gpus = _Cuda.get().device_count > 1
         self.grouped_product, self.grouped_outer, self.grouped_float8, functions = library
-        self.native = None if functions is None else Native(functions, _Cuda.get().launching(index))
+        self.native = None if functions is None else Repeater(functions, _Cuda.get().launching(index))
 
     @functools.cached_property
     def _driver(self) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from .hopper_product import LibraryKernel
 from .launching import ITEM_BYTES, Array, Device, blocks
 
-__all__ = ["WORKSPACE_ALIGNMENT", "Driver", "Functions", "Native", "native_recording", "repeated"]
+__all__ = ["WORKSPACE_ALIGNMENT", "Driver", "Functions", "Repeater", "native_recording", "repeated"]
 
 WORKSPACE_ALIGNMENT = 256  # of arrays in the workspace, as of memory from an allocator
 
@@ -61,7 +61,7 @@ class Driver(NamedTuple):
     parameter_sizes: Callable[[int], list[int] | None]
 
 
-class Native(NamedTuple):
+class Repeater(NamedTuple):
     """What repeats recorded calls on a device: functions of the compiled library, and the device's driver."""
 
     functions: Functions
@@ -103,7 +103,12 @@ class _Target(NamedTuple):
 
 
 def native_recording(
-    native: Native, launches: Sequence[Any], results: Sequence[Any], workspace: int, offsets: Sequence[int], inputs: int
+    native: Repeater,
+    launches: Sequence[Any],
+    results: Sequence[Any],
+    workspace: int,
+    offsets: Sequence[int],
+    inputs: int,
 ) -> Any:
     """The recording that the library repeats, or None where Python must repeat it.
 

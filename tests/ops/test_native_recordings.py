@@ -18,7 +18,7 @@ from paddle_moe_ops._native import native
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.triton import hopper_product, moe_mlp
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel
-from paddle_moe_ops.triton.native_recording import Driver, Native, native_recording
+from paddle_moe_ops.triton.native_recording import Driver, Repeater, native_recording
 from paddle_moe_ops.triton.recording import recorded
 from tests.ops.problems import tensor
 from tests.ops.test_moe_mlp import Layer, assert_close
@@ -97,7 +97,7 @@ class Card:
             run(compiled, stream, programs, arguments)
 
         device.run, device.compiled, device.stream = run_in_python, self.compiled, lambda: STREAM
-        device.native = Native(native.recordings, self.driver)
+        device.native = Repeater(native.recordings, self.driver)
 
     def compiled(self, kernel, types, constants, warps):
         if isinstance(kernel, LibraryKernel):
