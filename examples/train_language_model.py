@@ -4,15 +4,18 @@
 
     python examples/train_language_model.py --steps 40 --checkpoint lm.pdparams
     python examples/train_language_model.py --steps 80 --checkpoint lm.pdparams
+    python examples/train_language_model.py --steps 120 --checkpoint lm.pdparams --float8
 
 The second call does steps 41 to 80, with the losses that one call of 80 steps would have had, to the last bit. The
 checkpoint holds the model, the optimizer with its schedule, and the number of steps. The router's correction bias is a
-buffer of the model and is saved with it. examples/expert_parallel.py does the same with several processes.
+buffer of the model and is saved with it. With --float8 the experts multiply float8 operands, and the checkpoint is the
+same. examples/expert_parallel.py does this with several processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,10 +36,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help="in all, those before the checkpoint included")
     parser.add_argument("--checkpoint", type=Path, help="where to begin, if it exists, and to save")
+    parser.add_argument("--float8", action="store_true", help="have the experts multiply float8 operands")
     arguments = parser.parse_args()
 
     paddle.seed(0)
-    model, library = Decoder(CONFIG), load_standard_library()
+    config = dataclasses.replace(CONFIG, compute="fp8_1x128") if arguments.float8 else CONFIG
+    model, library = Decoder(config), load_standard_library()
     held_out = paddle.to_tensor(even_windows(library.held_out, 8, CONFIG.context + 1))
     schedule = paddle.optimizer.lr.LinearWarmup(3e-3, warmup_steps=10, start_lr=3e-4, end_lr=3e-3)
     clip = paddle.nn.ClipGradByGlobalNorm(1.0)

@@ -48,11 +48,15 @@ def test_a_language_model_goes_on_from_its_checkpoint_with_the_same_bits(tmp_pat
         run(str(EXAMPLES / "train_language_model.py"), "--steps", steps, "--checkpoint", str(tmp_path / name))
         for steps, name in (("8", "whole"), ("4", "half"), ("8", "half"))
     )
-    losses = [re.findall(r"([0-9.]+) after (\d+)", text) for text in (whole, half, rest)]
-    assert [[steps for _, steps in each] for each in losses] == [["0", "8"], ["0", "4"], ["4", "8"]]
+    float8 = ("--steps", "12", "--checkpoint", str(tmp_path / "half"), "--float8")
+    texts = whole, half, rest, run(str(EXAMPLES / "train_language_model.py"), *float8)
+    losses = [re.findall(r"([0-9.]+) after (\d+)", text) for text in texts]
+    assert [[steps for _, steps in each] for each in losses] == [["0", "8"], ["0", "4"], ["4", "8"], ["8", "12"]]
     assert losses[1][1] == losses[2][0]
     assert losses[2][1] == losses[0][1]
-    assert all(text.splitlines()[-1] == "PASSED" for text in (whole, half, rest))
+    assert losses[3][0] != losses[2][1]
+    assert float(losses[3][0][0]) == pytest.approx(float(losses[2][1][0]), rel=0.01)
+    assert all(text.splitlines()[-1] == "PASSED" for text in texts)
 
 
 def over_two_processes(tmp_path: Path, *arguments: str) -> list[str]:
