@@ -12,7 +12,7 @@ from paddle import Tensor
 
 from .base import Matrices
 
-__all__ = ["Float8Matrices", "holds_others", "made_by"]
+__all__ = ["Float8Matrices", "holds_others", "is_default", "made_by", "make_default"]
 
 
 class Float8Matrices:
@@ -44,6 +44,7 @@ class Float8Matrices:
     def __init__(self) -> None:
         self._of: Any = None  # what was given, so that nothing else gets its memory, and facts about it
         self._made: Any = None
+        self._is_default = False
 
     @property
     def is_empty(self) -> bool:
@@ -55,6 +56,17 @@ class Float8Matrices:
 
     def __reduce__(self) -> tuple[type, tuple]:
         return Float8Matrices, ()
+
+
+def make_default(kept: Float8Matrices) -> None:
+    """Have the layer that has it use it from the next call on, which quantises; see `nn.set_is_first_microbatch`."""
+    kept.clear()
+    kept._is_default = True
+
+
+def is_default(kept: Float8Matrices | None) -> bool:
+    """Whether calls that do not say otherwise use what is kept."""
+    return kept is not None and kept._is_default
 
 
 def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool) -> bool:

@@ -13,6 +13,7 @@ from .experts import SwiGLU, SwiGLUExperts
 from .layer import MoELayer
 from .losses import load_balance_loss, router_z_loss
 from .memory import lay_side_by_side
+from .microbatches import set_is_first_microbatch
 from .router import RouterOutput, TopKRouter
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "lay_side_by_side",
     "load_balance_loss",
     "router_z_loss",
+    "set_is_first_microbatch",
 ]

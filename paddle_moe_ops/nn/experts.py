@@ -15,7 +15,7 @@ from .. import _checks
 from .._activations import ACTIVATIONS, activate, swiglu
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import Float8Matrices, accumulated
-from ..backends.float8_matrices import holds_others
+from ..backends.float8_matrices import holds_others, is_default
 from ..gemm import grouped_gemm
 from ..mlp import check_compute, check_destinations, check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
@@ -175,7 +175,8 @@ class SwiGLUExperts(nn.Layer):
             combine: with a plan, whether to add up the rows of each token, as `moe_mlp` does.
             is_first_microbatch: with ``compute``, whether the matrices have changed since the last call: True quantises
                 them and keeps the codes, 2 bytes for each element; False takes these codes; None quantises the
-                matrices in each pass and leaves what is kept as it is. Without ``compute`` it makes no difference.
+                matrices in each pass and leaves what is kept as it is, unless `set_is_first_microbatch` was called.
+                Without ``compute`` it makes no difference.
 
         Returns:
             [N, H], in expert order; with ``combine`` [T, H].
@@ -202,10 +203,11 @@ class SwiGLUExperts(nn.Layer):
 
     def _kept_matrices(self, is_first_microbatch: bool | None) -> Float8Matrices | None:
         """Where this call keeps, or finds, its matrices in float8; None where it keeps nothing."""
-        if is_first_microbatch is None:
-            return None
-        _checks.flag("SwiGLUExperts", "is_first_microbatch", is_first_microbatch)
         kept = self.float8_matrices
+        if is_first_microbatch is not None:
+            _checks.flag("SwiGLUExperts", "is_first_microbatch", is_first_microbatch)
+        elif not is_default(kept):
+            return None
         if kept is None:
             return None
         if is_first_microbatch:
@@ -213,9 +215,9 @@ class SwiGLUExperts(nn.Layer):
             return kept
         expected = None
         if kept.is_empty:
-            expected = "True or None before anything is kept"
+            expected = None if is_first_microbatch is None else "True or None before anything is kept"
         elif holds_others(kept, self.gate_up, self.down, False):
-            expected = "True or None once the matrices have moved or changed their dtype"
+            expected = "True once the matrices have moved or changed their dtype"
         if expected is not None:
             _checks.bad_value("SwiGLUExperts", "is_first_microbatch", expected, is_first_microbatch)
         return kept

@@ -13,6 +13,7 @@ import pytest
 from paddle.distributed.fleet.utils import recompute
 
 import paddle_moe_ops.integrations.paddleformers as pf
+from paddle_moe_ops.nn import set_is_first_microbatch
 
 from .models import CASES, assert_close, assert_same_bits, batch, build, loss_of
 from .test_blocks import block_of, outputs
@@ -84,6 +85,24 @@ def test_the_option_of_a_model_is_changed_and_undone():
     pf.remove(block)
     pf.apply(block)
     assert_same_bits(run(block), exact)
+
+
+@EACH
+def test_blocks_keep_quantised_matrices_until_they_are_told(case):
+    model = build(case)
+    report = pf.apply(model, compute=FLOAT8)
+    block = model.model.layers[1].mlp
+    due = run(block)
+    assert set_is_first_microbatch(model) == len(report.patched)
+    for _ in range(2):
+        assert_same_bits(run(block), due)
+    matrix = next(p for name, p in block.named_parameters() if name.startswith("experts.") and "down_proj" in name)
+    matrix.set_value(2 * matrix)
+    np.testing.assert_array_equal(run(block)["output"], due["output"])
+    set_is_first_microbatch(model)
+    assert np.abs(run(block)["output"] - due["output"]).max() > 0
+    pf.remove(model)
+    assert set_is_first_microbatch(model) == 0
 
 
 def test_another_model_does_not_change():

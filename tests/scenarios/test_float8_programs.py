@@ -15,7 +15,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import Float8Matrices, moe_mlp, route
 from paddle_moe_ops.backends.arrays import to_numpy
-from paddle_moe_ops.nn import MoELayer
+from paddle_moe_ops.nn import MoELayer, set_is_first_microbatch
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 H, INNER, E, K, T = 160, 128, 6, 2, 48
@@ -191,7 +191,7 @@ def test_matrices_that_have_moved_are_quantised_again():
     layer, x, _ = layer_and_data()
     layer(x, is_first_microbatch=True)
     layer.to(dtype="bfloat16")
-    text = "SwiGLUExperts: is_first_microbatch must be True or None once the matrices have moved or changed their dtype"
+    text = "SwiGLUExperts: is_first_microbatch must be True once the matrices have moved or changed their dtype"
     with pytest.raises(ValueError, match=text):
         layer(x.astype("bfloat16"), is_first_microbatch=False)
     assert layer(x.astype("bfloat16"), is_first_microbatch=True).dtype == paddle.bfloat16
@@ -203,6 +203,48 @@ def test_what_a_layer_keeps_can_be_freed():
     assert not layer.experts.float8_matrices.is_empty
     layer.experts.float8_matrices.clear()
     assert layer.experts.float8_matrices.is_empty
+
+
+def test_a_model_whose_blocks_pass_no_argument_on_keeps_matrices_for_a_step():
+    """As in a sequence of layers."""
+    layers = [MoELayer(H, INNER, E, K, compute=FLOAT8) for _ in range(2)]
+    model, twin = paddle.nn.Sequential(*layers, paddle.nn.Linear(H, H)), None
+    twin = copy.deepcopy(model)
+    x, target = paddle.randn([T, H]), paddle.randn([T, H])
+    quantised, states = [], []
+    for each, keeps in ((model, True), (twin, False)):
+        optimizer = paddle.optimizer.AdamW(3e-3, parameters=each.parameters())
+        for _ in range(3):
+            if keeps:
+                assert set_is_first_microbatch(each) == 2
+                quantised.append([layer.experts.float8_matrices.is_empty for layer in layers])
+            for tokens, due in zip(x.split(2), target.split(2), strict=True):
+                (each(tokens) - due).square().mean().backward()
+            if keeps:
+                quantised.append([layer.experts.float8_matrices.is_empty for layer in layers])
+            optimizer.step()
+            optimizer.clear_grad()
+        states.append(each.state_dict())
+    assert quantised == [[True] * 2, [False] * 2] * 3
+    for name, value in states[0].items():
+        assert_bits_equal(value, states[1][name].numpy(), what=name)
+    assert set_is_first_microbatch(MoELayer(H, INNER, E, K)) == 0
+    with pytest.raises(TypeError, match=r"^set_is_first_microbatch: model must be a paddle\.nn\.Layer, but got list$"):
+        set_is_first_microbatch(layers)
+
+
+def test_a_model_that_is_recomputed_finds_its_matrices_quantised():
+    layer, x, target = layer_and_data()
+    x.stop_gradient = False
+    (layer(x) - target).square().mean().backward()
+    due = layer.experts.gate_up.grad.numpy()
+    layer.clear_gradients()
+    set_is_first_microbatch(layer)
+    out = recompute(layer, x)
+    kept = layer.experts.float8_matrices._made
+    (out - target).square().mean().backward()
+    assert layer.experts.float8_matrices._made is kept
+    assert_bits_equal(layer.experts.gate_up.grad, due, what="gate_up")
 
 
 def test_the_argument_changes_nothing_without_float8():

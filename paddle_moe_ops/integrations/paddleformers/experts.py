@@ -8,14 +8,15 @@ T tokens of H columns, K slots each, N rows, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ..._activations import activate
-from ...backends import lay_side_by_side, resolve, shared_memory, view_of
+from ...backends import Float8Matrices, lay_side_by_side, resolve, shared_memory, view_of
+from ...backends.float8_matrices import is_default
 from ...functional import permute, unpermute
 from ...gemm import grouped_gemm
 from ...mlp import moe_mlp
@@ -29,19 +30,25 @@ _KNOWN = {
 
 
 # What `apply` leaves at a block whose experts compute otherwise; copies of the block have it, too.
-ATTRIBUTE = "compute_of_paddle_moe_ops"
+COMPUTE, KEPT = "compute_of_paddle_moe_ops", "float8_matrices"
 
 
-def compute_of(block: nn.Layer) -> str | None:
-    """The argument of `moe_mlp` for the experts of a block."""
-    return vars(block).get(ATTRIBUTE)
+class Compute(NamedTuple):
+    """Arguments of `moe_mlp` for the experts of a block."""
+
+    compute: str | None = None
+    float8_matrices: Float8Matrices | None = None
 
 
-def run_stacked(
-    x: Tensor, plan: Plan, weights: Tensor, gate_up: Tensor, down: Tensor, compute: str | None = None
-) -> Tensor:
+def compute_of(block: nn.Layer) -> Compute:
+    """What `apply` was told about a block."""
+    kept = vars(block).get(KEPT)
+    return Compute(vars(block).get(COMPUTE), kept if is_default(kept) else None)
+
+
+def run_stacked(x: Tensor, plan: Plan, weights: Tensor, gate_up: Tensor, down: Tensor, compute: Compute) -> Tensor:
     """Give each token [T, H] to its experts, whose matrices are stacked, and add up what they make of it."""
-    return moe_mlp(x, plan, weights.astype("float32"), gate_up, down, compute=compute).astype(x.dtype)
+    return moe_mlp(x, plan, weights.astype("float32"), gate_up, down, **compute._asdict()).astype(x.dtype)
 
 
 def run_interleaved(
@@ -79,7 +86,7 @@ def run_modules(
     weights: Tensor,
     *,
     idle_gradients: bool,
-    compute: str | None = None,
+    compute: Compute,
 ) -> Tensor:
     """Give each token to its experts, which are layers, and add up what they make of it.
 
@@ -94,7 +101,7 @@ def run_modules(
         plan: where their rows are.
         weights: of each slot, [T, K].
         idle_gradients: whether the parameters of an expert without tokens get a gradient, which is 0, or none.
-        compute: see `moe_mlp`.
+        compute: what `apply` was told.
 
     Returns:
         [T, H], dtype of ``x``.
@@ -102,10 +109,10 @@ def run_modules(
     Raises:
         RuntimeError: the experts have been changed since `apply`, and cannot compute so any more.
     """
-    if compute is not None and (problem := float8_problem(experts)) is not None:
+    if compute.compute is not None and (problem := float8_problem(experts)) is not None:
         raise RuntimeError(
-            f"apply: compute={compute!r} was given, but now {problem}; remove(...) undoes it, and apply(...) without "
-            "compute runs these layers"
+            f"apply: compute={compute.compute!r} was given, but now {problem}; remove(...) undoes it, and apply(...) "
+            "without compute runs these layers"
         )
     weights = weights.astype("float32")
     linears = _linears_of(experts)
@@ -131,7 +138,7 @@ def run_modules(
 
 
 def _run_linears(
-    linears: _Linears, counts: list[int] | None, x: Tensor, plan: Plan, weights: Tensor, compute: str | None
+    linears: _Linears, counts: list[int] | None, x: Tensor, plan: Plan, weights: Tensor, compute: Compute
 ) -> Tensor:
     """What the experts make of tokens. Those whose count is 0 get no gradient; without counts, one of 0."""
     if not x.place.is_cpu_place() or not resolve("grouped_gemm", x).takes_lists:
@@ -155,7 +162,7 @@ def _run_linears(
         options: dict[str, Any] = {
             "gate_up_bias": biases["up_gate_proj"],
             "down_bias": biases["down_proj"],
-            "compute": compute,
+            **compute._asdict(),
         }
         return moe_mlp(x, plan, weights, *given, **options)
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from paddle import nn
 
+from ...backends import Float8Matrices
 from .blocks import compute_problem
 from .classes import process_problem, unknown_code
-from .experts import ATTRIBUTE, compute_of
+from .experts import COMPUTE, KEPT, compute_of
 from .targets import MODELS, Target
 
 Bound = tuple[nn.Layer, Target]
@@ -71,7 +72,7 @@ def bind(
     added = [each for each in found.values() if not _is_bound(*each)]
     for layer, target in added:
         setattr(layer, target.method, MethodType(target.replacement, layer))
-    before = [(layer, compute_of(layer)) for layer, _ in found.values()]
+    before = [(layer, compute_of(layer).compute) for layer, _ in found.values()]
     for layer, _ in before:
         _set_compute(layer, compute)
 
@@ -99,9 +100,11 @@ def unbind(blocks: list[Bound]) -> None:
 
 def _set_compute(layer: nn.Layer, compute: str | None) -> None:
     if compute is not None:
-        setattr(layer, ATTRIBUTE, compute)
-    elif ATTRIBUTE in vars(layer):
-        delattr(layer, ATTRIBUTE)
+        setattr(layer, COMPUTE, compute)
+        setattr(layer, KEPT, Float8Matrices())
+    elif COMPUTE in vars(layer):
+        delattr(layer, COMPUTE)
+        delattr(layer, KEPT)
 
 
 def _is_bound(layer: Any, target: Target) -> bool:

@@ -1,0 +1,46 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised matrices that all layers of a model keep from one micro-batch to the next."""
+
+from __future__ import annotations
+
+from paddle import nn
+
+from .. import _checks
+from ..backends import Float8Matrices
+from ..backends.float8_matrices import make_default
+
+
+def set_is_first_microbatch(model: nn.Layer) -> int:
+    """Have the layers of a model quantise their experts' matrices in their next call, and keep them until told again.
+
+    For layers whose ``compute`` is ``"fp8_1x128"``, and for blocks of PaddleFormers after ``apply(model,
+    compute="fp8_1x128")``, which have no argument for it. Call it at the start of each step of the optimizer, and after
+    anything else that changes parameters: calls in between take what the layers have kept, whatever the parameters hold
+    by then. Megatron-LM has a function of this name for the layers of TransformerEngine::
+
+        for batch in batches:
+            set_is_first_microbatch(model)
+            for micro_batch in batch:
+                loss_of(model(micro_batch)).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+
+    Calls with ``is_first_microbatch`` do what it says. A copy of a model keeps nothing until this is called for it. No
+    host synchronisation.
+
+    Args:
+        model: any layer.
+
+    Returns:
+        the number of layers that keep matrices.
+
+    Raises:
+        TypeError: not a `paddle.nn.Layer`.
+    """
+    _checks.instance("set_is_first_microbatch", "model", model, nn.Layer, "a paddle.nn.Layer")
+    found = [vars(layer).get("float8_matrices") for layer in model.sublayers(include_self=True)]
+    keeping = [each for each in found if isinstance(each, Float8Matrices)]
+    for each in keeping:
+        make_default(each)
+    return len(keeping)
