@@ -227,6 +227,7 @@ CALLS = [
             "gate_up_bias": ones(E, 6),
             "down_bias": ones(E, H),
             "compute": None,
+            "float8_matrices": None,
         },
     ),
     Call(

@@ -54,6 +54,13 @@ class Product {
     require_rank(matrices, 3, kFunction, "W");
     require_shape(x, {-1, MatrixSizes(matrices.shape(), a.transpose).inner}, kFunction, "X");
     require_shape(sizes, {matrices.shape()[0]}, kFunction, "m_sizes");
+    index_kind(sizes, kFunction, "m_sizes");
+    if (!a.follow) {
+      require_rank(offsets, 1, kFunction, "expert_offsets");
+      index_kind(offsets, kFunction, "expert_offsets");
+      require(offsets.shape()[0] >= matrices.shape()[0], kFunction,
+              "expert_offsets must have one entry for each expert at least");
+    }
     return target;
   }
 
