@@ -171,7 +171,7 @@ def tokens_of(row_to_token, rows, live, num_tokens):
 @triton.jit
 def swiglu(gate, up):
     """silu(gate) * up, float32."""
-    return gate * up / (1.0 + tl.exp(-gate))
+    return gate * (1.0 / (1.0 + tl.exp(-gate))) * up
 
 
 @triton.jit

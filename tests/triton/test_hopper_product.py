@@ -109,6 +109,17 @@ def test_random_numbers_are_within_the_bound_of_what_is_rounded(rng, device, dty
         assert error <= 4 * float(ml_dtypes.finfo(dtype).eps) * np.linalg.norm(expected.astype(np.float64))
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_a_gate_far_below_zero_closes_whatever_it_gates(rng, device):
+    """Also where the product of the two is not a number of float32."""
+    problem = Problem(rng, Case(20, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
+    problem.gate_up[:] = 0
+    problem.gate_up[:, 0] = np.where(np.arange(32) < 16, -1e20, 1e20)
+    out, kept = moe_mlp.moe_mlp(device, device.array(problem.x), problem.layer(device, 1 << 28), True)
+    assert np.abs(device.numpy(kept.hidden)[: problem.end].astype(np.float32)).max() > 9e19
+    assert not device.numpy(out).astype(np.float32).any()
+
+
 def test_nan_of_one_expert_stays_with_its_rows(rng, device):
     problem = Problem(rng, Case(90, 64, 16, 3, 1, unassigned=0.0), ml_dtypes.bfloat16, False)
     problem.gate_up[1] = np.nan

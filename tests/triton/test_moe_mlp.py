@@ -295,6 +295,17 @@ def test_rows_after_the_last_expert_are_not_touched(rng, gpu, tiles, config, gat
         assert_same_bits(each[problem.end :], untouched)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_a_gate_far_below_zero_closes_whatever_it_gates(rng, gpu, tiles):
+    """Also where the product of the two is not a number of float32."""
+    tiles(SMALL_TILES)
+    problem = Problem(rng, Case(20, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
+    problem.gate_up[:] = 0
+    problem.gate_up[:, 0] = np.where(np.arange(32) < 16, -1e20, 1e20)
+    out, _ = moe_mlp(gpu, gpu.array(problem.x), problem.layer(gpu, LARGE), True)
+    assert not gpu.numpy(out).astype(np.float32).any()
+
+
 def test_rows_of_no_token_may_hold_anything(rng, gpu, tiles):
     """Weights are NaN there, and so is what the buffer holds before it is filled."""
     tiles(SMALL_TILES)
