@@ -185,42 +185,21 @@ class SwiGLUExperts(nn.Layer):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape; a plan of another number of experts; padding_alignment is below
                 1, or the counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a
-                device or in a graph are not looked at. Also ``is_first_microbatch=False`` before
-                anything is kept, or after the matrices have moved.
+                device or in a graph are not looked at. Also ``is_first_microbatch=False`` before anything is kept, or
+                after the matrices have moved.
         """
         _checks.flag("SwiGLUExperts", "combine", combine)
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         if combine:
             experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-            options = {**self.memory_options, "compute": self.compute}
-            options |= {"float8_matrices": self._kept_matrices(is_first_microbatch)}
-            return _combined(rows, experts, sizes_of, self.activation, plan, probs, **options)
+            # Arguments without `|=` on a dictionary, at which tracing by bytecode stops.
+            float8 = self.compute, self.float8_matrices, is_first_microbatch
+            return _combined(rows, experts, sizes_of, self.activation, plan, probs, *float8, **self.memory_options)
         if plan is not None:
             return self.weighted_rows(rows, plan, probs)
         return _by_counts(
             rows, self._parameters_of_rows(), sizes_of, self.activation, tokens_per_expert, padding_alignment
         )
-
-    def _kept_matrices(self, is_first_microbatch: bool | None) -> Float8Matrices | None:
-        """Where this call keeps, or finds, its matrices in float8; None where it keeps nothing."""
-        kept = self.float8_matrices
-        if is_first_microbatch is not None:
-            _checks.flag("SwiGLUExperts", "is_first_microbatch", is_first_microbatch)
-        elif not is_default(kept):
-            return None
-        if kept is None:
-            return None
-        if is_first_microbatch:
-            kept.clear()
-            return kept
-        expected = None
-        if kept.is_empty:
-            expected = None if is_first_microbatch is None else "True or None before anything is kept"
-        elif holds_others(kept, self.gate_up, self.down, False):
-            expected = "True once the matrices have moved or changed their dtype"
-        if expected is not None:
-            _checks.bad_value("SwiGLUExperts", "is_first_microbatch", expected, is_first_microbatch)
-        return kept
 
     @not_to_static
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
@@ -325,11 +304,13 @@ def _combined(
     activation: str,
     plan: Plan | None,
     probs: Tensor | None,
+    compute: str | None,
+    kept: Float8Matrices | None,
+    is_first_microbatch: bool | None,
+    *,
     keep: str,
     workspace_mb: int,
     accumulate: bool,
-    compute: str | None,
-    float8_matrices: Float8Matrices | None,
 ) -> Tensor:
     """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I."""
     name = "SwiGLUExperts"
@@ -338,9 +319,32 @@ def _combined(
     plan = _plan_of(name, plan, gate_up.shape[0])
     options: dict[str, Any] = {"keep": keep, "workspace_mb": int(workspace_mb), "accumulate": accumulate}
     options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    options |= {"compute": compute, "float8_matrices": float8_matrices}
+    options |= {"compute": compute, "float8_matrices": _matrices_of_call(kept, gate_up, down, is_first_microbatch)}
     with _checks.renaming("moe_mlp", name, x="rows"):
         return moe_mlp(x, plan, probs, gate_up, down, **options)
+
+
+def _matrices_of_call(
+    kept: Float8Matrices | None, gate_up: Tensor, down: Tensor, is_first_microbatch: bool | None
+) -> Float8Matrices | None:
+    """Where a call keeps, or finds, its matrices in float8; None where it keeps nothing."""
+    if is_first_microbatch is not None:
+        _checks.flag("SwiGLUExperts", "is_first_microbatch", is_first_microbatch)
+    elif not is_default(kept):
+        return None
+    if kept is None:
+        return None
+    if is_first_microbatch:
+        kept.clear()
+        return kept
+    expected = None
+    if kept.is_empty:
+        expected = None if is_first_microbatch is None else "True or None before anything is kept"
+    elif holds_others(kept, gate_up, down, False):
+        expected = "True once the matrices have moved or changed their dtype"
+    if expected is not None:
+        _checks.bad_value("SwiGLUExperts", "is_first_microbatch", expected, is_first_microbatch)
+    return kept
 
 
 def _plan_of(function: str, plan: Plan | None, num_experts: int) -> Plan:

@@ -286,9 +286,10 @@ def test_kept_matrices_are_bad_arguments_elsewhere(rng):
     with pytest.raises(TypeError, match=r"^moe_mlp: float8_matrices must be a Float8Matrices or None, but got "):
         layer.call(layer.leaves("cpu"), "cpu", float8_matrices=True)
     experts = SwiGLUExperts(2, 8, 8, compute=FLOAT8)
+    empty = route(paddle.zeros([0, 1], "int32"), num_experts=2)
     for given, text in ((1, "1 of type int"), (np.bool_(True), "np.True_ of type numpy.bool")):
         with pytest.raises(TypeError, match=f"^SwiGLUExperts: is_first_microbatch must be a bool, but got {text}$"):
-            experts(paddle.zeros([0, 8]), plan=None, combine=True, is_first_microbatch=given)
+            experts(paddle.zeros([0, 8]), plan=empty, combine=True, is_first_microbatch=given)
 
 
 def test_kept_matrices_of_a_list_in_another_order_are_refused(rng):
