@@ -22,14 +22,12 @@ from .backends.accumulation import put
 from .backends.base import GemmSpec, Matrices, MlpSpec, QuantizeSpec, Validation
 from .backends.gradients import WithGradients, connected_mlp
 from .backends.host_checks import check_plan_groups, host_segments
+from .reference import FLOAT8_AMAX_MIN
+from .reference.quantization import E4M3_MAX, GROUP
 
 __all__ = ["composed_float8"]
 
-_GROUP = 128
-_E4M3_MAX = 448.0
-# The least that `quantize_1x128` takes, since gradients may be small.
-_AMAX_MIN = 2.0**-100
-_SPEC = QuantizeSpec(False, "row", _AMAX_MIN)
+_SPEC = QuantizeSpec(False, "row", FLOAT8_AMAX_MIN)
 
 
 class ComposedFloat8:
@@ -166,14 +164,14 @@ def _near_rows(x: Tensor) -> Tensor:
 def _near_matrices(w: Tensor) -> Tensor:
     """Quantised values of matrices, with a scale for each 128 x 128 elements, in float32."""
     experts, height, width = w.shape
-    high, wide = -(-height // _GROUP), -(-width // _GROUP)
-    filled_up = F.pad(float32(w), [0, 0, 0, high * _GROUP - height, 0, wide * _GROUP - width])
-    blocks = filled_up.reshape([experts, high, _GROUP, wide, _GROUP])
+    high, wide = -(-height // GROUP), -(-width // GROUP)
+    filled_up = F.pad(float32(w), [0, 0, 0, high * GROUP - height, 0, wide * GROUP - width])
+    blocks = filled_up.reshape([experts, high, GROUP, wide, GROUP])
     is_nan = paddle.isnan(blocks)
     magnitudes = paddle.where(is_nan, paddle.zeros_like(blocks), blocks.abs())
     largest = float(paddle.finfo(paddle.float32).max)
-    scales = magnitudes.max(axis=[2, 4], keepdim=True).clip(_AMAX_MIN, largest) / _E4M3_MAX
-    codes = (blocks * (1.0 / scales)).clip(-_E4M3_MAX, _E4M3_MAX)
+    scales = magnitudes.max(axis=[2, 4], keepdim=True).clip(FLOAT8_AMAX_MIN, largest) / E4M3_MAX
+    codes = (blocks * (1.0 / scales)).clip(-E4M3_MAX, E4M3_MAX)
     near = codes.astype("float8_e4m3fn").astype("float32") * scales
     near = paddle.where(is_nan, blocks, near).reshape(filled_up.shape)
     return near[:, :height, :width]

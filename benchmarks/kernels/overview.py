@@ -87,6 +87,10 @@ def _both(values: Iterable[float], digits: int) -> str:
     return " / ".join(f"{value:.{digits}f}" for value in values)
 
 
+def _faster(ours: Iterable[float], others: Iterable[float]) -> str:
+    return " / ".join(f"{other_us / our_us:.2f} x" for our_us, other_us in zip(ours, others, strict=True))
+
+
 def _layer_times(run: layers.Run, shape: str, other: str) -> tuple[tuple[float, float], tuple[float, float]] | None:
     """Microseconds forward and backward, ours and those of another, of a shape that both have a result for."""
     found = [run.found(shape, "even", each) for each in (layers.OURS, other)]
@@ -107,9 +111,9 @@ def _layer_rows(run: layers.Run) -> Iterable[tuple[str, ...]]:
             _both((us / 1e3 for us in times[0]), 2),
             _both((ours["forward_tflops"], ours["backward_tflops"]), 0),
             _both((us / 1e3 for us in times[1]), 2),
-            " / ".join(f"{torch_us / our_us:.2f} x" for our_us, torch_us in zip(*times, strict=True)),
+            _faster(*times),
             _both((line["kept"] / layers.MIB for line in (ours, torch)), 0),
-            "" if float8 is None else " / ".join(f"{us / less:.2f} x" for us, less in zip(*float8, strict=True)),
+            "" if float8 is None else _faster(*float8[::-1]),
         )
 
 

@@ -210,8 +210,7 @@ class MoELayer(nn.Layer):
         ids, probs, scores, logits = self.router(tokens)
         if self.parallel is None:
             plan = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
-            routed = {"plan": plan, "probs": probs, "combine": True, "is_first_microbatch": is_first_microbatch}
-            out = self.experts(tokens, **routed)
+            out = self.experts(tokens, plan=plan, probs=probs, combine=True, is_first_microbatch=is_first_microbatch)
             load, dropped = plan.routed_per_expert, plan.overflow
         else:
             capacity = capacity_of(ids.shape[0], ids.shape[1], self.router.num_experts, self.router.capacity_factor)

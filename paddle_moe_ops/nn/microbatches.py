@@ -39,8 +39,8 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
         TypeError: not a `paddle.nn.Layer`.
     """
     _checks.instance("set_is_first_microbatch", "model", model, nn.Layer, "a paddle.nn.Layer")
-    found = [vars(layer).get("float8_matrices") for layer in model.sublayers(include_self=True)]
-    keeping = [each for each in found if isinstance(each, Float8Matrices)]
+    attributes = [each for layer in model.sublayers(include_self=True) for each in vars(layer).values()]
+    keeping = [each for each in attributes if isinstance(each, Float8Matrices)]
     for each in keeping:
         make_default(each)
     return len(keeping)

@@ -28,7 +28,7 @@ from .grouped_gemm import Target
 from .hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product, quantize_blocks, quantize_both_forms
 from .hopper_product import GATED, GRADIENT, PLAIN, TILE_ROWS
 from .launching import Array, Device, blocks
-from .moe_mlp import Gradients, Kept, Layer, _matrix_gradient, _Run
+from .moe_mlp import Gradients, Kept, Layer, Run
 from .permute import permute_window
 from .quantize import quantize
 from .unpermute import unpermute_window
@@ -60,7 +60,7 @@ class _Window(NamedTuple):
     source: Codes
 
 
-class _Float8Run(_Run):
+class _Float8Run(Run):
     """One pass."""
 
     def __init__(
@@ -166,19 +166,15 @@ def moe_mlp_float8_backward(
 ) -> Gradients:
     """As `moe_mlp_backward`, where `suits_float8`."""
     run = _Float8Run(device, layer, x, quantized, kept.tables)
-    need_x, need_gate_up, need_down, need_weights = wanted
+    need_x, *_, need_weights = wanted
     hidden, scaled = kept.hidden, run.new(run.inner)
     if hidden is None:
         hidden = run.new(2 * run.inner)
         run.activations_in_float8(x, hidden, None, scaled)
     codes, d_weights = run.gradients_in_float8(d_out, hidden, scaled, need_weights)
-    d_hidden, scaled_rows = run.packed(hidden, 2 * run.inner), run.packed(scaled, run.inner)
-    d_down = d_gate_up = d_x = None
-    if need_down:
-        d_down = _matrix_gradient(run, layer.down, d_out, scaled_rows, layer.transpose, into[1])
-    if need_gate_up:
-        d_gate_up = _matrix_gradient(run, layer.gate_up, x, d_hidden, not layer.transpose, into[0])
+    matrices = run.matrix_gradients(x, d_out, hidden, scaled, wanted, into)
+    d_x = None
     if need_x:
         d_x = run.sums_in_float8(codes, run.matrix("turned_gate_up", layer.gate_up), None)
     run.finish()
-    return Gradients(d_x, d_gate_up, d_down, d_weights)
+    return Gradients(d_x, *matrices, d_weights)

@@ -8,7 +8,6 @@ M rows, D the inner and N the outer size of a matrix, E experts. Sizes and offse
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,13 +17,12 @@ from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 from .permute import permute
 from .recording import scratch_memory
 from .row_sums import row_sums
+from .schedules import Schedule
 from .weight_gradient_kernel import weight_gradient_kernel
 
 __all__ = [
     "Groups",
     "Rows",
-    "Schedule",
-    "Table",
     "Target",
     "Tokens",
     "fill_schedules",
@@ -63,44 +61,6 @@ class Tokens(NamedTuple):
 
     row_to_token: Array
     token_rows: Array
-
-
-class Table(NamedTuple):
-    """One of the tables of int32 that lie in an array, one after the other."""
-
-    array: Array
-    offset: int
-    shape: tuple[int, ...]
-
-    def data_ptr(self) -> int:
-        return self.array.data_ptr() + ITEM_BYTES["int32"] * self.offset
-
-
-class Schedule(NamedTuple):
-    """The tables of `grouped_gemm_kernels.schedule_kernel`, for tiles of so many rows."""
-
-    first: Array
-    stop: Array
-    tiles: Array
-    spare: Array
-    windows: Array
-    counters: Array
-
-    @property
-    def num_windows(self) -> int:
-        return self.windows.shape[0] - 3
-
-    @staticmethod
-    def lengths(num_experts: int, num_windows: int) -> tuple[int, ...]:
-        """Of the tables."""
-        return num_experts + 1, num_experts, num_experts + 1, num_experts + 2, num_windows + 3, 2
-
-    @staticmethod
-    def within(array: Array, num_experts: int, num_windows: int, number: int = 0) -> Schedule:
-        """One of the schedules whose tables are in an int32 array."""
-        lengths = Schedule.lengths(num_experts, num_windows)
-        offsets = itertools.accumulate(lengths, initial=number * sum(lengths))
-        return Schedule(*(Table(array, offset, (length,)) for offset, length in zip(offsets, lengths, strict=False)))
 
 
 def schedule(device: Device, groups: Groups, num_rows: int, block_rows: int) -> Schedule:

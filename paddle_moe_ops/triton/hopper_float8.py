@@ -15,8 +15,9 @@ from .hopper_product import LibraryKernel, library_kernel
 from .launching import ITEM_BYTES, Array, Device, address, blocks
 
 if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
-    from .grouped_gemm import Schedule, Target
+    from .grouped_gemm import Target
     from .grouped_gemm_configs import Gpu
+    from .schedules import Schedule
 
 __all__ = [
     "AMAX_MIN",

@@ -15,8 +15,9 @@ from .hopper_product import LEAST_L2, LIBRARY_DTYPES, LibraryKernel, library_ker
 from .launching import ITEM_BYTES, Array, Device, address, sum_vector
 
 if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
-    from .grouped_gemm import Rows, Schedule
+    from .grouped_gemm import Rows
     from .grouped_gemm_configs import Gpu
+    from .schedules import Schedule
 
 __all__ = ["grouped_outer_of", "hopper_outer", "suits_outer"]
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 
 if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
-    from .grouped_gemm import Rows, Schedule, Target
+    from .grouped_gemm import Rows, Target
     from .grouped_gemm_configs import Gpu
+    from .schedules import Schedule
 
 __all__ = [
     "GATED",

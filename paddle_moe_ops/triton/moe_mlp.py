@@ -26,17 +26,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .grouped_gemm import Groups, Rows, Schedule, Target, Tokens, fill_schedules, product, weight_gradient
+from .grouped_gemm import Groups, Rows, Target, Tokens, fill_schedules, product, weight_gradient
 from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
 from .hopper_outer import hopper_outer, suits_outer
 from .hopper_product import GATED, GRADIENT, PLAIN, chosen_rows, hopper_product, library_rows, most_library_rows
 from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 from .permute import permute_window
 from .row_sums import RowSums, sums_of_rows
+from .schedules import Schedule
 from .swiglu_gradient import swiglu_gradient
 from .unpermute import unpermute_window
 
-__all__ = ["Gradients", "Kept", "Layer", "moe_mlp", "moe_mlp_backward"]
+__all__ = ["Gradients", "Kept", "Layer", "Run", "moe_mlp", "moe_mlp_backward"]
 
 _COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles
 # The largest n at which a product that gathers its rows beats one of rows that were moved. Moving reads and writes all
@@ -90,7 +91,7 @@ class Gradients(NamedTuple):
     weights: Any
 
 
-class _Run:
+class Run:
     """One pass: sizes, configurations, tables and the buffer; ``moves_twice`` if two products take rows of tokens."""
 
     def __init__(
@@ -348,6 +349,41 @@ class _Run:
             unpermute_window(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
         return out
 
+    def matrix_gradients(
+        self,
+        x: Array,
+        d_out: Array,
+        d_hidden: Array,
+        scaled: Array,
+        wanted: tuple[bool, bool, bool, bool],
+        into: tuple[tuple[Array, bool] | None, tuple[Array, bool] | None],
+    ) -> tuple[Any, Any]:
+        """dW1 and dW2, None where they are not wanted."""
+        layer, d_gate_up, d_down = self.layer, None, None
+        if wanted[2]:
+            rows = self.packed(scaled, self.inner)
+            d_down = self._matrix_gradient(layer.down, d_out, rows, layer.transpose, into[1])
+        if wanted[1]:
+            rows = self.packed(d_hidden, 2 * self.inner)
+            d_gate_up = self._matrix_gradient(layer.gate_up, x, rows, not layer.transpose, into[0])
+        return d_gate_up, d_down
+
+    def _matrix_gradient(
+        self, matrix: Array, tokens: Array, rows: Rows, tokens_first: bool, into: tuple[Array, bool] | None
+    ) -> Any:
+        """The sum of each expert's outer products of the rows of tokens and other rows, the former first or last."""
+        out, adds = into or (self.device.empty(matrix.shape, self.dtype), False)
+        config = weight_gradient_config(self.gpu, *matrix.shape[1:])
+        tables = self.any_tables()
+        for first, moved in self.by_columns(tokens):
+            p, q = (moved, rows) if tokens_first else (rows, moved)
+            window = (first, 0) if tokens_first else (0, first)
+            if suits_outer(self.device, self.gpu, self.num_rows, p, q, out, adds):
+                hopper_outer(self.device, p, q, tables, self.num_rows, out, window=window)
+                continue
+            weight_gradient(self.device, p, q, tables, config, self.num_rows, out, window=window, adds=adds)
+        return out
+
 
 def gathers(num_tokens: int, num_rows: int, inner: int, windows: int, moves_twice: bool) -> bool:
     """Whether products gather the rows of tokens, instead of having them moved window by window."""
@@ -365,7 +401,7 @@ def moe_mlp(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -> tuple
         layer: the rest.
         keeps_hidden: whether to keep H.
     """
-    run = _Run(device, layer, x, moves_twice=False)
+    run = Run(device, layer, x, moves_twice=False)
     hidden = run.new(2 * run.inner) if keeps_hidden else None
     act = run.activations(x, hidden)
     out = run.sums(run.packed(act, run.inner), layer.down, layer.transpose, layer.weights)
@@ -393,8 +429,8 @@ def moe_mlp_backward(
         into: for the matrices, where their gradients go, float32 or the dtype of ``x``, and whether they are added to
             what is there; None: to new arrays.
     """
-    run = _Run(device, layer, x, moves_twice=True, tables=kept.tables)
-    need_x, need_gate_up, need_down, need_weights = wanted
+    run = Run(device, layer, x, moves_twice=True, tables=kept.tables)
+    need_x, *_, need_weights = wanted
     hidden = kept.hidden
     if hidden is None:
         hidden = run.new(2 * run.inner)
@@ -402,30 +438,9 @@ def moe_mlp_backward(
     else:
         scaled = run.new(run.inner)
     d_weights = run.activation_gradients(d_out, hidden, scaled, need_weights)
-    d_hidden, scaled_rows = run.packed(hidden, 2 * run.inner), run.packed(scaled, run.inner)
-    d_down = d_gate_up = d_x = None
-    if need_down:
-        d_down = _matrix_gradient(run, layer.down, d_out, scaled_rows, layer.transpose, into[1])
-    if need_gate_up:
-        d_gate_up = _matrix_gradient(run, layer.gate_up, x, d_hidden, not layer.transpose, into[0])
+    matrices = run.matrix_gradients(x, d_out, hidden, scaled, wanted, into)
+    d_x = None
     if need_x:
-        d_x = run.sums(d_hidden, layer.gate_up, not layer.transpose, None)
+        d_x = run.sums(run.packed(hidden, 2 * run.inner), layer.gate_up, not layer.transpose, None)
     run.finish()
-    return Gradients(d_x, d_gate_up, d_down, d_weights)
-
-
-def _matrix_gradient(
-    run: _Run, matrix: Array, tokens: Array, rows: Rows, tokens_first: bool, into: tuple[Array, bool] | None
-) -> Any:
-    """The sum of each expert's outer products of the rows of tokens and other rows, the former first or last."""
-    out, adds = into or (run.device.empty(matrix.shape, run.dtype), False)
-    config = weight_gradient_config(run.gpu, *matrix.shape[1:])
-    tables = run.any_tables()
-    for first, moved in run.by_columns(tokens):
-        p, q = (moved, rows) if tokens_first else (rows, moved)
-        window = (first, 0) if tokens_first else (0, first)
-        if suits_outer(run.device, run.gpu, run.num_rows, p, q, out, adds):
-            hopper_outer(run.device, p, q, tables, run.num_rows, out, window=window)
-            continue
-        weight_gradient(run.device, p, q, tables, config, run.num_rows, out, window=window, adds=adds)
-    return out
+    return Gradients(d_x, *matrices, d_weights)

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from paddle_moe_ops import reference
 from paddle_moe_ops.triton import hopper_outer as launchers
 from paddle_moe_ops.triton import moe_mlp
-from paddle_moe_ops.triton.grouped_gemm import Rows, Schedule
+from paddle_moe_ops.triton.grouped_gemm import Rows
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
 from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams, grouped_outer_of, hopper_outer, suits_outer
+from paddle_moe_ops.triton.schedules import Schedule
 from tests.reference.cases import assert_same_bits
 
 from .library_in_numpy import HOPPER, fields_in_header, kernel_for, launches_of, numpy_grouped_outer

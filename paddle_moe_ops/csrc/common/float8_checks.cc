@@ -5,19 +5,10 @@
 
 #include "common/arithmetic.h"
 #include "common/checks.h"
+#include "common/grouped_sizes.h"
 #include "common/status.h"
 
 namespace pmo {
-namespace {
-
-// Places in rows and columns are 32-bit integers on the device.
-constexpr int64_t kMost = INT32_MAX / 2;
-
-bool is_size(int64_t value, int64_t multiple) { return value >= 0 && value <= kMost && value % multiple == 0; }
-
-bool is_16_bytes(const void* array) { return array != nullptr && reinterpret_cast<uintptr_t>(array) % 16 == 0; }
-
-}  // namespace
 
 int check_grouped_float8(const pmo_grouped_float8_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_float8_params of this library");
@@ -67,7 +58,7 @@ int check_quantize_blocks(const pmo_quantize_blocks_params& p) {
   PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
   PMO_REQUIRE(is_size(p.num_columns, 1), "num_columns", "in [0, 2^30)");
   const int64_t tiles = divide_up(p.num_rows, int64_t{128}) * divide_up(p.num_columns, int64_t{128});
-  PMO_REQUIRE(p.num_matrices == 0 || tiles <= kMost / p.num_matrices, "num_matrices", "below 2^30 / blocks of a matrix");
+  PMO_REQUIRE(p.num_matrices == 0 || tiles <= kMostPlaces / p.num_matrices, "num_matrices", "below 2^30 / blocks of a matrix");
   PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
   if (p.num_matrices == 0 || p.num_rows == 0 || p.num_columns == 0) return PMO_OK;
   PMO_REQUIRE(p.x != nullptr, "x", "an array");

@@ -2,17 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include "common/checks.h"
+#include "common/grouped_sizes.h"
 #include "common/status.h"
 
 namespace pmo {
 namespace {
-
-// Places in rows and columns are 32-bit integers on the device.
-constexpr int64_t kMost = INT32_MAX / 2;
-
-bool is_size(int64_t value, int64_t multiple) { return value >= 0 && value <= kMost && value % multiple == 0; }
-
-bool is_16_bytes(const void* array) { return array != nullptr && reinterpret_cast<uintptr_t>(array) % 16 == 0; }
 
 bool is_grouped_dtype(int32_t dtype) { return dtype == PMO_FLOAT16 || dtype == PMO_BFLOAT16; }
 
@@ -68,7 +62,7 @@ int check_grouped_outer(const pmo_grouped_outer_params& p) {
   PMO_REQUIRE(is_size(p.first_q, 8) && p.first_q + p.q_columns <= p.out_columns, "first_q",
               "a multiple of 8, and a column of out with q_columns from there on");
   // tiles are counted in 32 bits
-  PMO_REQUIRE((p.p_columns / 128 + 1) * (p.q_columns / 128 + 1) <= kMost / p.num_experts, "num_experts",
+  PMO_REQUIRE((p.p_columns / 128 + 1) * (p.q_columns / 128 + 1) <= kMostPlaces / p.num_experts, "num_experts",
               "below 2^30 / tiles of 128 x 128 of a matrix");
   if (p.p_columns == 0 || p.q_columns == 0) return PMO_OK;
   PMO_REQUIRE(is_16_bytes(p.out), "out", "an array at a multiple of 16 bytes");

@@ -5,6 +5,7 @@
 
 #include "common/checks.h"
 #include "common/dtypes.h"
+#include "common/grouped_sizes.h"
 #include "common/ids.h"
 #include "common/status.h"
 #include "pmo/grouped_rows.h"
@@ -23,11 +24,7 @@ constexpr Choice kChoices[] = {
     {90, PMO_BFLOAT16, 8},
 };
 
-// Places in rows and columns, and tiles of all matrices, are counted in 32 bits.
-constexpr int64_t kMost = INT32_MAX / 2;
 constexpr int64_t kTileSide = 128;
-
-bool is_16_bytes(const void* array) { return array != nullptr && reinterpret_cast<uintptr_t>(array) % 16 == 0; }
 
 // Rows of elements that are read and written one by one.
 bool is_rows(const void* rows, int32_t dtype, int64_t elements) {
@@ -94,11 +91,11 @@ extern "C" int32_t pmo_grouped_takes(const pmo_grouped_facts* facts) {
   if (facts == nullptr || facts->struct_size != sizeof *facts) return 0;
   const pmo_grouped_facts& f = *facts;
   for (const int64_t size : {f.num_rows, f.inner, f.outer}) {
-    if (size < 0 || size > pmo::kMost) return 0;
+    if (size < 0 || size > pmo::kMostPlaces) return 0;
   }
   if (f.inner == 0 || f.outer == 0 || f.num_experts < 1 || f.num_experts > pmo::kMaxExperts) return 0;
   const int64_t tiles_of_matrix = (f.inner / pmo::kTileSide + 1) * (f.outer / pmo::kTileSide + 1);
-  if (tiles_of_matrix > pmo::kMost / f.num_experts) return 0;
+  if (tiles_of_matrix > pmo::kMostPlaces / f.num_experts) return 0;
   for (const pmo::Choice& each : pmo::kChoices) {
     if (each.capability == f.capability && each.dtype == f.dtype) {
       return f.inner % each.multiple == 0 && f.outer % each.multiple == 0;

@@ -188,7 +188,7 @@ int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (const int status = check_grouped_product(p)) return status;
   if (p.num_rows == 0 || p.width == 0) return PMO_OK;
   if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) return turned_product(p, stream);
-  GroupedArguments a = {};
+  GroupedArguments a = arguments_of(p, p.result == PMO_GROUPED_GATED ? kGatedColumns : kTileColumns);
   const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;
   const Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, kTileRows}};
   if (const int status = encode(rows, is_bfloat16, &a.rows)) return status;
@@ -196,23 +196,6 @@ int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (p.transpose) std::swap(matrix.sizes[0], matrix.sizes[1]);
   matrix.strides[0] = matrix.sizes[0];
   if (const int status = encode(matrix, is_bfloat16, &a.matrix)) return status;
-  a.row_to_token = p.row_to_token;
-  a.weights = p.weights;
-  a.first = p.first;
-  a.stop = p.stop;
-  a.tiles = p.tiles;
-  a.window = p.window;
-  a.out = p.out;
-  a.hidden = p.hidden;
-  a.d_weights = p.d_weights;
-  a.num_experts = static_cast<int>(p.num_experts);
-  a.inner = static_cast<int>(p.inner);
-  a.first_column = static_cast<int>(p.first_column);
-  a.width = static_cast<int>(p.width);
-  a.to_up = static_cast<int>(p.outer / 2);
-  a.first_row = static_cast<int>(p.first_row);
-  const int columns = p.result == PMO_GROUPED_GATED ? kGatedColumns : kTileColumns;
-  a.column_tiles = static_cast<int>(divide_up(p.width, int64_t{columns}));
   switch (p.result) {
     case PMO_GROUPED_GATED:
       return launch_result<PMO_GROUPED_GATED>(p, a, stream);

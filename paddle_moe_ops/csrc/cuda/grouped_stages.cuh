@@ -18,6 +18,29 @@ constexpr int kStageBytes = kBytesA + kBytesB;
 constexpr int kHeldExperts = 1024;
 constexpr int kTableBytes = (3 * kHeldExperts + 1) * 4;
 
+// What kernels get of params, but for descriptors; tiles have so many columns of the result.
+template <typename Params>
+GroupedArguments arguments_of(const Params& p, int columns) {
+  GroupedArguments a = {};
+  a.row_to_token = p.row_to_token;
+  a.weights = p.weights;
+  a.first = p.first;
+  a.stop = p.stop;
+  a.tiles = p.tiles;
+  a.window = p.window;
+  a.out = p.out;
+  a.hidden = p.hidden;
+  a.d_weights = p.d_weights;
+  a.num_experts = static_cast<int>(p.num_experts);
+  a.inner = static_cast<int>(p.inner);
+  a.first_column = static_cast<int>(p.first_column);
+  a.width = static_cast<int>(p.width);
+  a.to_up = static_cast<int>(p.outer / 2);
+  a.first_row = static_cast<int>(p.first_row);
+  a.column_tiles = static_cast<int>(divide_up(p.width, int64_t{columns}));
+  return a;
+}
+
 #ifdef PMO_HOPPER_CODE
 
 constexpr int kPieceBytes = 64 * 128;  // 64 rows of 128 bytes, which are swizzled

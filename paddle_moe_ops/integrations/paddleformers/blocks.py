@@ -105,15 +105,15 @@ def gpt_oss_experts(
 @replacement(parallel_problem)
 def deepseek_moe(self: Any, hidden_states: Tensor, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """DeepseekV3MoE.moe: experts without tokens get gradients of 0."""
-    plan, options = route(topk_indices, num_experts=len(self.experts)), {"compute": compute_of(self)}
-    return run_modules(self.experts, hidden_states, plan, topk_weights, idle_gradients=True, **options)
+    operands = hidden_states, route(topk_indices, num_experts=len(self.experts)), topk_weights
+    return run_modules(self.experts, *operands, idle_gradients=True, compute=compute_of(self))
 
 
 @replacement(parallel_problem)
 def glm4_moe(self: Any, hidden_states: Tensor, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """Glm4MoeMoE.moe: experts without tokens get no gradients."""
-    plan, options = route(topk_indices, num_experts=len(self.experts)), {"compute": compute_of(self)}
-    return run_modules(self.experts, hidden_states, plan, topk_weights, idle_gradients=False, **options)
+    operands = hidden_states, route(topk_indices, num_experts=len(self.experts)), topk_weights
+    return run_modules(self.experts, *operands, idle_gradients=False, compute=compute_of(self))
 
 
 @replacement(parallel_problem)
@@ -141,5 +141,6 @@ def _qwen_experts(block: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     weights = weights.astype(tokens.dtype)
     if block.fd_fallback:
         return block.experts(tokens, ids, weights), logits
-    plan, options = route(ids, num_experts=block.num_experts), {"compute": compute_of(block)}
-    return run_modules(block.experts, tokens, plan, weights, idle_gradients=block.training, **options), logits
+    operands = tokens, route(ids, num_experts=block.num_experts), weights
+    options = {"idle_gradients": block.training, "compute": compute_of(block)}
+    return run_modules(block.experts, *operands, **options), logits
