@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What bounds the kernels: hardware counters of single launches, read by Nsight Compute (`ncu`).
+r"""What bounds the kernels: hardware counters of single launches, read by Nsight Compute (`ncu`).
 
     python3 -m benchmarks.ncu --core-library libpmo_core.so --out benchmarks/results/ncu/h200.jsonl
     python3 -m benchmarks.ncu --ops 'gemm:*' --out benchmarks/results/ncu/h200-grouped-gemm.jsonl
-    python3 -m benchmarks.ncu --ops 'layer:*' --out benchmarks/results/ncu/h200-layer.jsonl
+    python3 -m benchmarks.ncu --core-library libpmo_core.so --ops 'layer:*' \
+        --out benchmarks/results/ncu/h200-layer.jsonl
 
 Every case is one eager call of the benchmark under `ncu`, whose caches are emptied before each pass; those of `gemm:*`
 are calls of `benchmarks/sweeps/grouped_gemm.py`, in one process, and those of `layer:*` both passes of a layer, by
-`benchmarks/layer/launches.py`; these need no library. A line per kernel, in layers per part of a pass:
+`benchmarks/layer/launches.py`. `gemm:*` needs no library, and layers run without one, too. A line per kernel, in
+layers per part of a pass:
 time, bytes that DRAM read and wrote, the least bytes of the operation, throughputs in percent of the peak, and
 what its warps waited for, in cycles per issued instruction.
 """
@@ -80,8 +82,12 @@ CASES = (
 ADDED = ("us", "dram_read_mb", "dram_write_mb")
 
 LAYER = "layer:"
-LAYER_SHAPES = ("ernie-21b", "ernie-300b-4k", "dsv3-4k", "qwen3-30b")
-LAYER_KERNELS = "^(schedule|permute|permute_and_sum|product|unpermute|swiglu_gradient|weight_gradient)_kernel"
+FLOAT8 = "-float8"  # after the name of a shape
+LAYER_SHAPES = ("ernie-21b", "ernie-300b-4k", "dsv3-4k", "qwen3-30b", "ernie-21b" + FLOAT8)
+LAYER_KERNELS = (
+    "^(schedule|permute|permute_and_sum|product|unpermute|swiglu_gradient|weight_gradient|quantize)_kernel"
+    "|^(grouped_(turned|product|outer|float8)|quantize_blocks)"
+)
 
 GEMM = "gemm:"
 GEMM_SHAPE = "dsv3"
@@ -134,11 +140,13 @@ def profile_gemm(names: list[str], folder: Path) -> tuple[dict, list[dict]]:
     return machine, lines
 
 
-def profile_layer(shape: str, folder: Path) -> tuple[dict, list[dict]]:
+def profile_layer(shape: str, core_library: Path | None, folder: Path) -> tuple[dict, list[dict]]:
     """The machine line, and what the launches of each part of both passes did, added up, or averaged over the time."""
-    (machine, *rows), launches = counters(
-        ["-m", "benchmarks.layer.launches", "--shape", shape], LAYER_KERNELS, slice(None), GEMM_METRICS, folder
-    )
+    command = ["-m", "benchmarks.layer.launches", "--shape", shape.removesuffix(FLOAT8)]
+    command += ["--float8"] * shape.endswith(FLOAT8)
+    if core_library is not None:
+        command += ["--core-library", str(core_library)]
+    (machine, *rows), launches = counters(command, LAYER_KERNELS, slice(None), GEMM_METRICS, folder)
     parts: dict[tuple[str, str], list[tuple[dict, dict]]] = {}
     for row, found in zip(rows, launches, strict=True):
         parts.setdefault((row["pass"], row["part"]), []).append((row, found))
@@ -158,7 +166,7 @@ def profile_layer(shape: str, folder: Path) -> tuple[dict, list[dict]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--core-library", type=Path, help="not needed for gemm:* and layer:*")
+    parser.add_argument("--core-library", type=Path, help="not needed for gemm:*")
     parser.add_argument("--commit", default="unknown", help="commit of the sources")
     parser.add_argument("--ops", nargs="+", default=["*"], metavar="PATTERN", help="operations to look at")
     parser.add_argument("--out", type=Path, required=True, help="result file; it is replaced")
@@ -178,7 +186,7 @@ def main() -> int:
         profiles = [functools.partial(profile, *case, arguments.core_library, folder) for case in cases]
         if products:
             profiles.append(functools.partial(profile_gemm, products, folder))
-        profiles += [functools.partial(profile_layer, shape, folder) for shape in layers]
+        profiles += [functools.partial(profile_layer, shape, arguments.core_library, folder) for shape in layers]
         for index, run in enumerate(profiles):
             machine, lines = run()
             if index == 0:

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both passes of one layer, once, and what each launch of theirs is for; `benchmarks/ncu.py` reads counters meanwhile.
 
-    python3 -m benchmarks.layer.launches --shape dsv3-4k --out launches.jsonl
+    python3 -m benchmarks.layer.launches --shape dsv3-4k --core-library libpmo_core.so --out launches.jsonl
 
-A line for each launch, in their order: the pass, the part of it, and the operations of its matrix product.
+Without a library, Triton makes all products. A line for each launch, in their order: the pass, the part of it, and the
+operations of its matrix product.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ __all__ = ["Recorder"]
 class Recorder(TorchDevice):
     """A device that writes down which kernels are launched."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, core_library: Path | None) -> None:
+        super().__init__(core_library)
         self.launched: list[str] = []
 
     def launch(
@@ -46,10 +47,12 @@ class Recorder(TorchDevice):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True, choices=list(SHAPES))
+    parser.add_argument("--core-library", type=Path)
+    parser.add_argument("--float8", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    shape, device = SHAPES[arguments.shape], Recorder()
-    passes = ours(Inputs(shape, "even"), device=device)
+    shape, device = SHAPES[arguments.shape], Recorder(arguments.core_library)
+    passes = ours(Inputs(shape, "even"), device=device, float8=arguments.float8)
     _, kept = passes.forward()
     count = len(device.launched)
     passes.backward(kept)

@@ -16,7 +16,11 @@ _SIMPLE = {
     "permute_and_sum_kernel": "rows moved",
     "unpermute_kernel": "sums",
     "swiglu_gradient_kernel": "gradient of SwiGLU",
+    "quantize_kernel": "tokens in float8",
+    "quantize_blocks": "matrices in float8",
 }
+_PRODUCTS = "product_kernel", "grouped_product", "grouped_float8"  # of Triton, and of the compiled library
+_OUTER_PRODUCTS = "weight_gradient_kernel", "grouped_outer"
 # The products of a pass: those before the sums of which a window is made, and the others. Each with its share of the
 # operations, in T K d n.
 _FIRST = {"forward": ("X W1, SwiGLU", 4), "backward": ("dO W2^T", 2)}
@@ -26,13 +30,13 @@ _MATRICES = ("dW2", 2), ("dW1", 4)
 
 def parts_of(which: str, launched: Sequence[str]) -> list[str]:
     """What each launch of a pass is for."""
-    gradients = [index for index, name in enumerate(launched) if name == "weight_gradient_kernel"]
+    gradients = [index for index, name in enumerate(launched) if name in _OUTER_PRODUCTS]
     parts = []
     for index, name in enumerate(launched):
-        if name == "product_kernel":
+        if name in _PRODUCTS:
             is_summed = launched[index + 1 : index + 2] == ["unpermute_kernel"]
             parts.append((_LAST if is_summed else _FIRST)[which][0])
-        elif name == "weight_gradient_kernel":  # of the second matrices first, in as many windows as those of the first
+        elif name in _OUTER_PRODUCTS:  # of the second matrices first, in as many windows as those of the first
             parts.append(_MATRICES[2 * gradients.index(index) >= len(gradients)][0])
         else:
             parts.append(_SIMPLE[name])

@@ -3,8 +3,8 @@
 """The grouped products that the compiled library has for Hopper, launched as a Triton kernel is.
 
 Both kernels take rows that lie in expert order. csrc/cuda/grouped_product.cu makes the last step of a product while the
-next tile is multiplied, and has SwiGLU's gradient as such a step. csrc/cuda/grouped_turned.cu multiplies hardly any
-rows that are not there. `chosen_rows` says where each is faster than the Triton kernels.
+next tile is multiplied. csrc/cuda/grouped_turned.cu multiplies hardly any rows that are not there. `chosen_rows` says
+where each is faster than the Triton kernels.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int) -> int:
         mean_rows: of an expert, on average.
         inner: length of the contraction.
     """
-    if result != GRADIENT and mean_rows >= _LEAST_TURNED_ROWS and inner >= _LEAST_TURNED_INNER:
+    if mean_rows >= _LEAST_TURNED_ROWS and inner >= _LEAST_TURNED_INNER:
         return TURNED_ROWS
     return TILE_ROWS if gpu.l2_bytes >= LEAST_L2 and mean_rows >= _LEAST_ROWS and inner <= _LONGEST else 0
 
@@ -201,7 +201,7 @@ def hopper_product(
         out: [M, width] elements at least.
         result: PLAIN, GATED or GRADIENT.
         transpose: whether the matrices are stored transposed.
-        tile_rows: TILE_ROWS, or TURNED_ROWS for the other kernel, which makes no gradients.
+        tile_rows: TILE_ROWS, or TURNED_ROWS for the other kernel.
         weights: float32 [M] or None.
         hidden: [M, 2 width] or None.
         row_to_token: int32 [M], for a gradient.

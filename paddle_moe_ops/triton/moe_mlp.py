@@ -320,6 +320,7 @@ class Run:
                 tiles = hopper_product(
                     *(device, rows, layer.down, tables, self.num_rows, out, GRADIENT),
                     transpose=not layer.transpose,
+                    tile_rows=tile_rows,
                     weights=layer.weights,
                     hidden=hidden,
                     row_to_token=owners,

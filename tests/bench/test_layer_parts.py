@@ -34,6 +34,12 @@ def test_gradients_of_the_second_matrices_come_first():
     assert parts == ["dW2", "dW2", "dW1", "dW1"]
 
 
+def test_products_of_the_library_are_told_apart_in_the_same_way():
+    names = {PRODUCT: "grouped_product", "weight_gradient_kernel": "grouped_outer"}
+    for which, launched in (("forward", FORWARD), ("backward", BACKWARD)):
+        assert parts_of(which, [names.get(each, each) for each in launched]) == parts_of(which, launched)
+
+
 def test_operations_of_all_launches_are_those_of_the_pass():
     shape = Shape(tokens=24, hidden=16, inner=32, experts=4, topk=2)
     for which, launched in (("forward", FORWARD), ("backward", BACKWARD)):

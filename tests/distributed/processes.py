@@ -240,5 +240,6 @@ def _connect() -> None:
 
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.enable()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a parent that is killed leaves nothing behind
     _serve(connection.Connection(int(sys.argv[1])))

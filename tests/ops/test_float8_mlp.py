@@ -269,7 +269,8 @@ def test_kept_matrices_of_others_are_refused(other, rng):
     if other == "transpose":
         options["transpose"] = True
         shapes = [ODD.E, 128, 128], [ODD.E, 128, 64]
-        leaves |= {name: paddle.zeros(shape) for name, shape in zip(("gate_up", "down"), shapes, strict=True)}
+        zeros = [tensor(np.zeros(shape, np.float32), "cpu") for shape in shapes]
+        leaves |= dict(zip(("gate_up", "down"), zeros, strict=True))
     else:
         leaves[other] = leaves[other].clone()
     text = "moe_mlp: float8_matrices must be empty or made of these matrices, in the same memory, but got one of others"

@@ -38,17 +38,12 @@ def launches(monkeypatch, place, tile_rows):
 
     monkeypatch.setattr(LibraryKernel, "run", record)
     monkeypatch.setattr(device_of(tensor(np.zeros(1, np.float32), place)), "native", None)
-    monkeypatch.setattr(hopper_product, "chosen_rows", lambda _, result, *sizes: chosen(tile_rows, result))
+    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: tile_rows)
     monkeypatch.setattr(hopper_outer, "LEAST_L2", 0)
     monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
     yield seen
     for device in _runtime._devices.values():  # what was recorded in the test chose by its sizes
         device.recordings.clear()
-
-
-def chosen(tile_rows, result):
-    """Tiles of the kernel, or 0 where it does not make the result."""
-    return 0 if (tile_rows, result) == (hopper_product.TURNED_ROWS, hopper_product.GRADIENT) else tile_rows
 
 
 @pytest.mark.parametrize("form", ["by slot", "by row", "none"])

@@ -159,6 +159,7 @@ def test_explain_names_the_families():
     assert "the family" not in explain()
 
 
+@pytest.mark.cpu_only
 @pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="Paddle has its own AsyncLoad")
 def test_a_build_for_cpus_gets_copies_that_are_made_at_once():
     manipulation = importlib.import_module("paddle.incubate.tensor.manipulation")

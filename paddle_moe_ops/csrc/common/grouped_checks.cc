@@ -15,9 +15,8 @@ bool is_grouped_dtype(int32_t dtype) { return dtype == PMO_FLOAT16 || dtype == P
 int check_grouped_product(const pmo_grouped_product_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_product_params of this library");
   PMO_REQUIRE(p.result >= PMO_GROUPED_PLAIN && p.result <= PMO_GROUPED_GRADIENT, "result", "one of pmo_grouped_result");
-  PMO_REQUIRE(
-      p.tile_rows == PMO_GROUPED_TILE_ROWS || (p.tile_rows == PMO_GROUPED_TURNED_ROWS && p.result != PMO_GROUPED_GRADIENT),
-      "tile_rows", "PMO_GROUPED_TILE_ROWS, or PMO_GROUPED_TURNED_ROWS where the result is no gradient");
+  PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TILE_ROWS || p.tile_rows == PMO_GROUPED_TURNED_ROWS, "tile_rows",
+              "PMO_GROUPED_TILE_ROWS or PMO_GROUPED_TURNED_ROWS");
   PMO_REQUIRE(is_grouped_dtype(p.dtype), "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
   PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
   PMO_REQUIRE(is_size(p.num_sources, 1), "num_sources", "in [0, 2^30)");

@@ -164,21 +164,28 @@ struct HiddenPiece {
   }
 };
 
-// The results of two columns from their sums, in `low` and `high`; the dot product is added to `sum`.
+// The results of two numbers from their sums, in `low` and `high`, and from the weights of their rows. Returns SwiGLU.
 template <typename T>
-__device__ inline void gradient_of_pair(uint32_t& gates, uint32_t& ups, float low, float high, float weight, float& sum,
-                                        uint32_t& scaled) {
+__device__ inline float2 gradient_of_two(uint32_t& gates, uint32_t& ups, float low, float high, float2 weight, uint32_t& scaled) {
   const float2 gate = Pair<T>::unpack(gates), up = Pair<T>::unpack(ups);
   const float share_low = sigmoid(gate.x), share_high = sigmoid(gate.y);
   const float silu_low = gate.x * share_low, silu_high = gate.y * share_high;
   const float2 act = Pair<T>::unpack(Pair<T>::pack(silu_low * up.x, silu_high * up.y));
-  sum = fmaf(act.y, high, fmaf(act.x, low, sum));
-  low *= weight;
-  high *= weight;
+  low *= weight.x;
+  high *= weight.y;
   gates = Pair<T>::pack(low * up.x * fmaf(silu_low, 1.0f - share_low, share_low),
                         high * up.y * fmaf(silu_high, 1.0f - share_high, share_high));
   ups = Pair<T>::pack(low * silu_low, high * silu_high);
-  scaled = Pair<T>::pack(act.x * weight, act.y * weight);
+  scaled = Pair<T>::pack(act.x * weight.x, act.y * weight.y);
+  return act;
+}
+
+// The same of two columns of a row; the dot product is added to `sum`.
+template <typename T>
+__device__ inline void gradient_of_pair(uint32_t& gates, uint32_t& ups, float low, float high, float weight, float& sum,
+                                        uint32_t& scaled) {
+  const float2 act = gradient_of_two<T>(gates, ups, low, high, make_float2(weight, weight), scaled);
+  sum = fmaf(act.y, high, fmaf(act.x, low, sum));
 }
 
 template <typename T>

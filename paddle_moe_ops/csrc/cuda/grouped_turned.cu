@@ -14,9 +14,10 @@
 // result is gated, is what the first one gates. In the other warpgroup, a warp asks for tiles and finds their places, and a warp has the
 // copy engine bring 64 of the contraction at a time, in a ring of kStages stages: pieces of 64 columns of the matrix, as they lie in
 // memory, and boxes of 32 and 16 rows. All are swizzled, with zeros after the end of the contraction. Rows after those of a tile may be
-// another expert's; what they give is not stored (turned_results.cuh).
+// another expert's; what they give is not stored (turned_results.cuh). For SwiGLU's gradient, stages after a tile's last ones bring its
+// hidden rows, two strips of 16 at a time. Gradients take their place there before they go to memory.
 //
-// Moved: the matrix and the rows once from memory and, per tile, from the L2; the results once.
+// Moved: the matrix and the rows once from memory and, per tile, from the L2; the results once, and hidden once more in a gradient.
 #include "cuda/grouped_turned.h"
 
 #include <algorithm>
@@ -35,6 +36,8 @@ constexpr int kFewRows = 256;  // of an expert, on average
 constexpr int kMatrixBytes = kTurnedColumns * kTileDepth * 2;
 constexpr int kTurnedStageBytes = kMatrixBytes + kTurnedRows * kTileDepth * 2;
 constexpr int kSharedBytes = kStages * kTurnedStageBytes + 2 * kTurnedResultBytes + 1024;  // stages begin at a multiple of 1024
+
+static_assert(kHiddenStrips * (kHiddenStripBytes + kHiddenStripBytes / 2) <= kTurnedStageBytes, "hidden and results fit a stage");
 
 template <pmo_grouped_result kResult>
 constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns;
@@ -60,6 +63,12 @@ struct Stages {
 
   __device__ uint32_t matrix(int stage) const { return first + stage * kTurnedStageBytes; }
   __device__ uint32_t rows(int stage) const { return matrix(stage) + kMatrixBytes; }
+  __device__ uint32_t hidden(int stage, int strip, int piece) const {
+    return matrix(stage) + strip * kHiddenStripBytes + piece * 2 * kStripBytes;
+  }
+  __device__ uint32_t scaled(int stage, int strip, int piece) const {
+    return hidden(stage, kHiddenStrips, 0) + strip * kHiddenStripBytes / 2 + piece * kStripBytes;
+  }
   __device__ uint32_t results(int warpgroup) const { return matrix(kStages) + warpgroup * kTurnedResultBytes; }
 };
 
@@ -135,6 +144,32 @@ __device__ inline TurnedPlace take_place(Shared& shared, PlaceRing& ring) {
   return place;
 }
 
+// Of a gradient: hidden of a tile, in the stages that follow those of its operands.
+__device__ inline void load_hidden(const TurnedArguments& p, Shared& shared, const Stages& stages, Ring& ring,
+                                   const TurnedPlace& place) {
+  const int strips = (place.rows + kStripRows - 1) / kStripRows;
+  for (int first = 0; first < strips; first += kHiddenStrips) {
+    wait(&shared.empty[ring.stage], ring.phase ^ 1);
+    if (threadIdx.x % kWarpSize == 0) {
+      const int count = min(strips - first, kHiddenStrips);
+      uint64_t* full = &shared.full[ring.stage];
+      arrive_expecting(full, count * kHiddenStripBytes);
+#pragma unroll
+      for (int strip = 0; strip < kHiddenStrips; ++strip) {
+        if (strip >= count) break;
+        const int row = place.row + (first + strip) * kStripRows;
+#pragma unroll
+        for (int piece = 0; piece < kTurnedColumns / 64; ++piece) {
+          const uint32_t target = stages.hidden(ring.stage, strip, piece);
+          load_box(target, &p.hidden_16, full, place.column + 64 * piece, row);
+          load_box(target + kStripBytes, &p.hidden_16, full, p.width + place.column + 64 * piece, row);
+        }
+      }
+    }
+    ring.advance();
+  }
+}
+
 // The work of the warp that loads.
 template <pmo_grouped_result kResult, bool kTransposed>
 __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, const Stages& stages) {
@@ -171,6 +206,7 @@ __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, cons
       }
       ring.advance();
     }
+    if (kResult == PMO_GROUPED_GRADIENT) load_hidden(p, shared, stages, ring, place);
   }
 }
 
@@ -206,6 +242,42 @@ __device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, co
   if (signals) arrive(&shared.empty[last]);
 }
 
+// A gradient from the sums of a tile; each stage with strips of hidden is given back once they are in memory.
+template <typename T>
+__device__ inline void store_gradients(const TurnedArguments& p, const float (&d)[kTurnedSums], Shared& shared,
+                                       const Stages& stages, Ring& ring, const TurnedPlace& place, const TurnedWeights& weights,
+                                       int column, int warpgroup, int& turn) {
+  extern __shared__ uint8_t dynamic[];
+  constexpr int kSumsOfStrip = kWarpgroup / kWarpSize * kStripRows;
+  float* sums = reinterpret_cast<float*>(dynamic + (stages.results(warpgroup) - shared_address(dynamic)));
+  const int piece = 2 * warpgroup;
+  const TurnedTokens tokens(p.row_to_token, place);
+#pragma unroll
+  for (int first = 0; first < kTurnedRows / kStripRows; first += kHiddenStrips) {
+    if (first * kStripRows >= place.rows) break;
+    const int strips = (place.rows + kStripRows - 1) / kStripRows - first;
+    wait(&shared.full[ring.stage], ring.phase);
+#pragma unroll
+    for (int i = 0; i < kHiddenStrips; ++i) {
+      if (i >= strips) break;
+      make_turned_gradient<T>(p, d, weights, tokens, first + i, column, stages.hidden(ring.stage, i, piece),
+                              stages.scaled(ring.stage, i, piece), sums + (turn * kHiddenStrips + i) * kSumsOfStrip);
+    }
+    meet(1 + warpgroup, kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kHiddenStrips; ++i) {
+      if (i >= strips) break;
+      store_turned_gradient<T>(p, place, first + i, column, stages.hidden(ring.stage, i, piece),
+                               stages.scaled(ring.stage, i, piece), sums + (turn * kHiddenStrips + i) * kSumsOfStrip);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) arrive(&shared.empty[ring.stage]);
+    ring.advance();
+    turn ^= 1;
+  }
+}
+
 // The work of the warpgroups that multiply.
 template <pmo_grouped_result kResult, bool kTransposed, typename T>
 __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, const Stages& stages) {
@@ -217,7 +289,7 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
   Ring ring;
   PlaceRing places;
   for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
-    const TurnedWeights weights(kResult == PMO_GROUPED_PLAIN ? p.weights : nullptr, place);
+    const TurnedWeights weights(kResult == PMO_GROUPED_GATED ? nullptr : p.weights, place);
     float d[kTurnedSums];
 #define PMO_STRIPS(STRIPS)                                                                    \
   case STRIPS:                                                                                \
@@ -240,6 +312,8 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
     const int column = place.column + warpgroup * kResultColumns<kResult> / 2;
     if constexpr (kResult == PMO_GROUPED_GATED) {
       store_turned_gated<T>(p, d, place, column, buffer, together);
+    } else if constexpr (kResult == PMO_GROUPED_GRADIENT) {
+      store_gradients<T>(p, d, shared, stages, ring, place, weights, column, warpgroup, turn);
     } else {
       store_turned_plain<T>(p, d, place, weights, column, buffer, together, turn);
     }
@@ -307,7 +381,13 @@ int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   const bool has_few_rows = p.num_rows <= kFewRows * p.num_experts;
   const auto promotion = has_few_rows ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   if (const int status = encode(matrix, is_bfloat16, &a.matrix, promotion)) return status;
+  if (p.result == PMO_GROUPED_GRADIENT) {
+    const Tensor hidden = {p.hidden, 2, {2 * p.width, p.num_rows}, {2 * p.width}, {64, kStripRows}};
+    if (const int status = encode(hidden, is_bfloat16, &a.hidden_16)) return status;
+  }
+  a.row_to_token = p.row_to_token;
   a.weights = p.weights;
+  a.d_weights = p.d_weights;
   a.first = p.first;
   a.stop = p.stop;
   a.tiles = p.tiles;
@@ -323,8 +403,14 @@ int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   a.first_row = static_cast<int>(p.first_row);
   const int columns = p.result == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns;
   a.column_tiles = static_cast<int>(divide_up(p.width, int64_t{columns}));
-  return p.result == PMO_GROUPED_GATED ? launch_result<PMO_GROUPED_GATED>(p, a, stream)
-                                       : launch_result<PMO_GROUPED_PLAIN>(p, a, stream);
+  switch (p.result) {
+    case PMO_GROUPED_GATED:
+      return launch_result<PMO_GROUPED_GATED>(p, a, stream);
+    case PMO_GROUPED_GRADIENT:
+      return launch_result<PMO_GROUPED_GRADIENT>(p, a, stream);
+    default:
+      return launch_result<PMO_GROUPED_PLAIN>(p, a, stream);
+  }
 }
 
 }  // namespace cuda

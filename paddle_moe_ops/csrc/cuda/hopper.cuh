@@ -101,6 +101,14 @@ __device__ inline void store_turned_matrices(uint32_t address, const uint32_t (&
                : "memory");
 }
 
+// Loads the matrices that `store_turned_matrices` stores, from the same addresses to the same words.
+__device__ inline void load_turned_matrices(uint32_t address, uint32_t (&word)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(address)
+               : "memory");
+}
+
 // One of the block's 15 numbered barriers for `threads` of it: waits for the others, or only tells them.
 __device__ inline void meet(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

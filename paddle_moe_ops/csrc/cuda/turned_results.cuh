@@ -4,7 +4,8 @@
 // How the sums of a tile of grouped_turned.cu become results.
 //
 // A tile's sums are turned: their rows are columns of the result. 16 rows of the result at a time go through shared memory, where
-// a row has 64 columns in 128 bytes that are swizzled. So each store writes whole lines of memory.
+// a row has 64 columns in 128 bytes that are swizzled. So each store writes whole lines of memory. For a gradient the copy engine has
+// brought the hidden rows in the same form.
 #pragma once
 
 #include "cuda/grouped_results.cuh"
@@ -17,12 +18,17 @@ constexpr int kTurnedRows = PMO_GROUPED_TURNED_ROWS, kTurnedColumns = 256;  // o
 constexpr int kTurnedSums = kTurnedRows;                                    // of a lane: two blocks of 64 columns
 constexpr int kStripRows = 16, kStripBytes = kStripRows * 128;
 constexpr int kTurnedResultBytes = 4 * kStripBytes;  // of a warpgroup
+// Of a strip of hidden, 64 columns of gates and those that they gate in turn. A stage of operands has room for so many strips, and for the
+// results that take their place.
+constexpr int kHiddenStripBytes = 8 * kStripBytes, kHiddenStrips = 2;
 
 struct TurnedArguments {
-  CUtensorMap matrix, rows_32, rows_16;
+  CUtensorMap matrix, rows_32, rows_16, hidden_16;
+  const int32_t* row_to_token;
   const float* weights;
   const int32_t *first, *stop, *tiles, *window;
   void *out, *hidden;
+  float* d_weights;
   int32_t* counters;
   int num_experts, inner, first_column, width, to_up, first_row, column_tiles;
 };
@@ -48,6 +54,22 @@ struct TurnedWeights {
 
   // That of a row of a strip, by all lanes together.
   __device__ float of(int strip, int row) const { return __shfl_sync(kAllLanes, held[strip / 2], strip % 2 * kStripRows + row); }
+};
+
+// Which rows of a tile have a token.
+struct TurnedTokens {
+  uint32_t held[kTurnedRows / kWarpSize];
+
+  __device__ TurnedTokens(const int32_t* row_to_token, const TurnedPlace& place) {
+#pragma unroll
+    for (int i = 0; i < kTurnedRows / kWarpSize; ++i) {
+      const int row = i * kWarpSize + threadIdx.x % kWarpSize;
+      const bool has = row < place.rows && (row_to_token == nullptr || __ldg(row_to_token + place.row + row) >= 0);
+      held[i] = __ballot_sync(kAllLanes, has);
+    }
+  }
+
+  __device__ bool has(int strip, int row) const { return held[strip / 2] >> (strip % 2 * kStripRows + row) & 1; }
 };
 
 // Where a lane is in the strips of its warpgroup.
@@ -151,6 +173,80 @@ __device__ inline void store_turned_gated(const TurnedArguments& p, const float 
       store_from_strip<T>(p.hidden, width, place.row + row, at, lane.to_read + kStripBytes);
       store_from_strip<T>(p.hidden, width, place.row + row, at + p.width, lane.to_read + 2 * kStripBytes);
     }
+  }
+}
+
+// The gradient of SwiGLU in a strip: `hidden`, where the warpgroup's part of the strip is, becomes the gradient of itself, and `scaled` the
+// result. `sums` gets 16 numbers of each warp of the warpgroup.
+template <typename T>
+__device__ inline void make_turned_gradient(const TurnedArguments& p, const float (&d)[kTurnedSums], const TurnedWeights& weights,
+                                            const TurnedTokens& tokens, int strip, int column, uint32_t hidden, uint32_t scaled,
+                                            float* sums) {
+  const StripLane lane(0);
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / kWarpSize, quad = thread % 4 * 2;
+  bool has[4];
+  float weight[4], dots[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of four rows
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = i / 2 * 8 + quad + i % 2;
+    const float given = weights.of(strip, row);
+    has[i] = tokens.has(strip, row);
+    weight[i] = has[i] ? given : 0.0f;
+  }
+#pragma unroll
+  for (int block = 0; block < 2; ++block) {
+    const uint32_t gates = hidden + 2 * block * kStripBytes + lane.to_write, ups = gates + kStripBytes;
+    uint32_t gate[4], up[4], act[4];
+    load_turned_matrices(gates, gate);
+    load_turned_matrices(ups, up);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = block * kTurnedSums / 2 + strip * 8 + 2 * i, row = i / 2 * 2;
+      const bool is_inside = column + 64 * block + 16 * warp + i % 2 * 8 < p.width;
+      const bool has_low = is_inside && has[row], has_high = is_inside && has[row + 1];
+      const float low = has_low ? d[at] : 0.0f, high = has_high ? d[at + 1] : 0.0f;
+      const uint32_t kept = (has_low ? 0x0000FFFFu : 0) | (has_high ? 0xFFFF0000u : 0);
+      gate[i] &= kept;
+      up[i] &= kept;
+      const float2 made = gradient_of_two<T>(gate[i], up[i], low, high, make_float2(weight[row], weight[row + 1]), act[i]);
+      dots[row] = fmaf(made.x, low, dots[row]);
+      dots[row + 1] = fmaf(made.y, high, dots[row + 1]);
+    }
+    store_turned_matrices(gates, gate);
+    store_turned_matrices(ups, up);
+    store_turned_matrices(scaled + block * kStripBytes + lane.to_write, act);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int apart = 4; apart < kWarpSize; apart *= 2) dots[i] = __fadd_rn(dots[i], __shfl_xor_sync(kAllLanes, dots[i], apart));
+    if (thread % kWarpSize < 4) sums[warp * kStripRows + i / 2 * 8 + quad + i % 2] = dots[i];
+  }
+}
+
+// What `make_turned_gradient` made, to memory.
+template <typename T>
+__device__ inline void store_turned_gradient(const TurnedArguments& p, const TurnedPlace& place, int strip, int column,
+                                             uint32_t hidden, uint32_t scaled, const float* sums) {
+  const StripLane lane(0);
+  const int thread = threadIdx.x % kWarpgroup, row = strip * kStripRows + lane.row;
+#pragma unroll
+  for (int block = 0; block < 2; ++block) {
+    const int at = column + 64 * block + lane.column;
+    if (row >= place.rows || at >= p.width) continue;
+    const int64_t of_row = place.row + row, width = int64_t{p.width} * 2;
+    const uint32_t gates = hidden + 2 * block * kStripBytes + lane.to_read;
+    store_from_strip<T>(p.hidden, width, of_row, at, gates);
+    store_from_strip<T>(p.hidden, width, of_row, at + p.width, gates + kStripBytes);
+    store_from_strip<T>(p.out, p.width, of_row, at, scaled + block * kStripBytes + lane.to_read);
+  }
+  const int row_of_sum = strip * kStripRows + thread;
+  if (p.d_weights != nullptr && thread < kStripRows && row_of_sum < place.rows && column < p.width) {
+    float sum = sums[thread];
+#pragma unroll
+    for (int i = 1; i < kWarpgroup / kWarpSize; ++i) sum = __fadd_rn(sum, sums[i * kStripRows + thread]);
+    const int tiles = (p.width + kTileColumns - 1) / kTileColumns;
+    p.d_weights[int64_t{place.row + row_of_sum} * tiles + column / kTileColumns] = sum;
   }
 }
 

@@ -55,7 +55,7 @@ typedef struct pmo_grouped_product_params {
   int32_t dtype;
   int32_t result;
   int32_t transpose;
-  int32_t tile_rows;  // PMO_GROUPED_TILE_ROWS, or PMO_GROUPED_TURNED_ROWS for another kernel, which makes no gradients
+  int32_t tile_rows;  // PMO_GROUPED_TILE_ROWS, or PMO_GROUPED_TURNED_ROWS for another kernel
 } pmo_grouped_product_params;
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);
