@@ -103,13 +103,18 @@ class _Float8Run(Run):
         self, x: Array, hidden: Array | Codes | None, made: Codes | None, act: Any = None
     ) -> None:
         """Q(A) in ``made``, H or Q(H) in ``hidden`` and A in ``act``, where they are given."""
-        layer = self.layer
-        matrix = self.matrix("gate_up", layer.gate_up)
+        matrix = self.matrix("gate_up", self.layer.gate_up)
+        wide, codes = _by_kind(hidden)
         for window in self.windows_of(x):
             operands = window.source, window.rows, matrix, self.float8_tables, self.num_rows
             out = Target(act, 0, self.inner)
-            options = {"made": made, "window": window.number, _argument_of(hidden): hidden}
-            float8_product(self.device, *operands, out, GATED, **options)
+            float8_product(
+                *(self.device, *operands, out, GATED),
+                hidden=wide,
+                hidden_codes=codes,
+                made=made,
+                window=window.number,
+            )
 
     def gradients_in_float8(
         self, d_out: Array, hidden: Array, kept: Codes | None, scaled: Array, need_weights: bool
@@ -151,6 +156,11 @@ class _Float8Run(Run):
         return out
 
 
+def _by_kind(hidden: Array | Codes | None) -> tuple[Array | None, Codes | None]:
+    """H in the tokens' dtype, or in float8."""
+    return (None, hidden) if isinstance(hidden, Codes) else (hidden, None)
+
+
 def moe_mlp_float8(
     device: Device,
     x: Array,
@@ -186,12 +196,12 @@ def moe_mlp_float8_backward(
     """As `moe_mlp_backward`, where `suits_float8`."""
     run = _Float8Run(device, layer, x, quantized, kept.tables)
     need_x, *_, need_weights = wanted
-    hidden, hidden_codes, scaled = kept.hidden, None, run.new(run.inner)
+    hidden, hidden_codes = _by_kind(kept.hidden)
+    scaled = run.new(run.inner)
     if hidden is None:
         hidden = run.new(2 * run.inner)
-        run.activations_in_float8(x, hidden, None, scaled)
-    elif isinstance(hidden, Codes):
-        hidden, hidden_codes = run.new(2 * run.inner), hidden
+        if hidden_codes is None:
+            run.activations_in_float8(x, hidden, None, scaled)
     codes, d_weights = run.gradients_in_float8(d_out, hidden, hidden_codes, scaled, need_weights)
     matrices = run.matrix_gradients(x, d_out, hidden, scaled, wanted, into)
     d_x = None

@@ -41,7 +41,7 @@ typedef struct pmo_grouped_float8_params {
   const int32_t* window;        // [2]
   void* out;                    // bfloat16 [M, width]; of a gated result it may be NULL
   void* hidden;                 // bfloat16 [M, 2 * width]; of a gated result it may be NULL, and is with hidden_codes
-  void* hidden_codes;           // hidden in float8, [M, 2 * width], or NULL: made by a gated result, read by a gradient in place of hidden
+  void* hidden_codes;           // [M, 2 * width] or NULL: hidden that a gated result makes and a gradient reads
   float* hidden_scales;         // [M, 2 * width / 128], with hidden_codes
   void* codes;                  // of out if the result is gated, of the new hidden if it is a gradient, or NULL
   float* scales;                // [M, columns of codes / 128], with codes
