@@ -18,7 +18,8 @@ from paddle_moe_ops.triton import hopper_float8
 from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_backward
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
-from paddle_moe_ops.triton.hopper_float8 import GroupedFloat8Params, QuantizeBlocksParams, float8_kernels_of
+from paddle_moe_ops.triton.hopper_float8 import GroupedFloat8Params, QuantizeBlocksParams, bits_of, float8_kernels_of
+from paddle_moe_ops.triton.hopper_product import GATED, GRADIENT
 from paddle_moe_ops.triton.moe_mlp import Layer
 from tests.reference.cases import assert_same_bits
 
@@ -307,12 +308,34 @@ def test_the_structs_mirror_the_header():
     ],
 )
 def test_bad_params_are_refused_before_anything_is_launched(field, value, message):
+    assert message in error_of({field: value})
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 1 << 20}, "hidden must be NULL if a gated result has hidden_codes"),
+        ({"hidden_scales": 0}, "hidden_scales must be an array"),
+        ({"hidden_codes": 8}, "hidden_codes must be an array at a multiple of 16 bytes"),
+        ({"amax_min": 0}, "amax_min must be in [2^-100, FLT_MAX]"),
+        ({"result": GRADIENT, "width": 256}, "hidden must be an array at a multiple of 16 bytes"),
+    ],
+)
+def test_bad_params_of_a_first_product_in_float8_are_refused(changes, message):
+    sizes = {"outer": 256, "result": GATED, "amax_min": bits_of(hopper_float8.AMAX_MIN)}
+    assert message in error_of({**sizes, "hidden_codes": 1 << 20, "hidden_scales": 1 << 20, **changes})
+
+
+def error_of(changes: dict[str, int]) -> str:
+    """What the library says of the params of a plain product with these changes."""
     library = ctypes.CDLL(os.environ["PMO_CORE_LIBRARY"])
     library.pmo_last_error.restype = ctypes.c_char_p
     sizes = {"num_rows": 4, "num_sources": 4, "num_experts": 1, "inner": 64, "outer": 128, "width": 128}
     names = ("x", "x_scales", "matrix", "matrix_scales", "first", "stop", "tiles", "window", "out")
     arrays = dict.fromkeys(names, 1 << 20)
     params = GroupedFloat8Params(ctypes.sizeof(GroupedFloat8Params), **sizes, **arrays, window_rows=4)
-    setattr(params, field, value)
+    for field, value in changes.items():
+        setattr(params, field, value)
     assert library.pmo_grouped_float8_cuda(ctypes.byref(params), None) == 1
-    assert message in library.pmo_last_error().decode()
+    return library.pmo_last_error().decode()
