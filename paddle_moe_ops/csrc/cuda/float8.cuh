@@ -4,7 +4,6 @@
 // The rule that makes numbers float8_e4m3fn, in pmo/quantize.h.
 #pragma once
 
-#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <cfloat>
@@ -21,13 +20,6 @@ __device__ inline float float8_scale(float amax, float amax_min) {
 // Two codes, the first in the low byte. The conversion rounds to nearest even, saturates and makes 0x7F of NaN.
 __device__ inline uint32_t float8_pair(float first, float second, float inverse) {
   return __nv_cvt_float2_to_fp8x2({__fmul_rn(first, inverse), __fmul_rn(second, inverse)}, __NV_SATFINITE, __NV_E4M3);
-}
-
-// The numbers of two codes, the first in the low byte; a half holds every code's exactly.
-__device__ inline float2 numbers_of_pair(uint32_t codes, float scale) {
-  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3);
-  const float2 both = __half22float2(raw);
-  return {__fmul_rn(both.x, scale), __fmul_rn(both.y, scale)};
 }
 
 }  // namespace cuda

@@ -67,6 +67,13 @@ __device__ inline uint32_t codes_of_pair(uint32_t word, float inverse) {
   return float8_pair(both.x, both.y, inverse);
 }
 
+// The way back; a half holds the number of every code.
+__device__ inline uint32_t pair_of_codes(uint32_t codes, float scale) {
+  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3);
+  const float2 both = __half22float2(raw);
+  return Bfloat16Pair::pack(__fmul_rn(both.x, scale), __fmul_rn(both.y, scale));
+}
+
 // Codes of 64 numbers of a row, 16 of each of four lanes. Word i of lane q has columns 8 i + 2 q.
 __device__ inline void store_64_codes(uint8_t* target, const uint32_t* word, float inverse, bool is_live) {
   uint32_t pairs[4];
@@ -130,7 +137,7 @@ __device__ inline void store_gated_float8(const Float8Arguments& p, const float 
   const int width = p.grouped.width;
   __nv_bfloat16* hidden = static_cast<__nv_bfloat16*>(p.grouped.hidden) + int64_t{row} * 2 * width;
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.grouped.out) + int64_t{row} * width;
-  float of_gates = 0.0f, of_ups = 0.0f;  // 1 / scale
+  float of_gates = 0.0f, of_ups = 0.0f;  // the inverses of scales
   if constexpr (kKeepsCodes) {
     const float gates = scale_of_sums<0>(d, half, p.amax_min), ups = scale_of_sums<64>(d, half, p.amax_min);
     of_gates = __frcp_rn(gates);
@@ -218,10 +225,7 @@ struct HiddenRow<true> {
 
   static __device__ void unpack(uint2 codes, float scale, uint32_t* words) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 both = numbers_of_pair((i < 2 ? codes.x : codes.y) >> i % 2 * 16 & 0xFFFF, scale);
-      words[i] = Bfloat16Pair::pack(both.x, both.y);
-    }
+    for (int i = 0; i < 4; ++i) words[i] = pair_of_codes((i < 2 ? codes.x : codes.y) >> i % 2 * 16 & 0xFFFF, scale);
   }
 };
 
