@@ -19,7 +19,7 @@ from ._activations import activate
 from ._graphs import filled, float32, to_dtype, without_autocast
 from .backends import resolve
 from .backends.accumulation import put
-from .backends.base import GemmSpec, Matrices, MlpSpec, QuantizeSpec, Validation
+from .backends.base import GemmSpec, Matrices, MlpSpec, QuantizeSpec, Tensors, Validation
 from .backends.gradients import WithGradients, connected_mlp
 from .backends.host_checks import check_plan_groups, host_segments
 from .reference import FLOAT8_AMAX_MIN
@@ -40,7 +40,7 @@ class ComposedFloat8:
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor, Tensors, Tensor | None, None]:
         if spec.validation != Validation.OFF:
             check_plan_groups(spec.plan)
         with paddle.no_grad(), without_autocast():
@@ -50,7 +50,7 @@ class ComposedFloat8:
             hidden = _hidden(x, near_gate_up, spec)
             rows = _product(_near_rows(activate(hidden, "swiglu")), near_down, spec, spec.transpose)
             out = _sums(_weighted(rows, weights), x, spec)
-            return out, hidden if keeps and spec.keeps_hidden else None, weights, None
+            return out, _kept(hidden, spec) if keeps and spec.keeps_hidden else (), weights, None
 
     def moe_mlp_backward(
         self,
@@ -59,7 +59,7 @@ class ComposedFloat8:
         gate_up: Tensor,
         down: Tensor,
         weights: Tensor | None,
-        hidden: Tensor | None,
+        hidden: Tensors,
         tables: None,
         spec: MlpSpec,
         wanted: tuple[bool, bool, bool, bool],
@@ -67,8 +67,7 @@ class ComposedFloat8:
     ) -> tuple[Tensor | None, ...]:
         with paddle.no_grad(), without_autocast():
             near_gate_up, near_down = spec.quantized or self.quantize_experts(gate_up, down, spec.transpose)
-            if hidden is None:
-                hidden = _hidden(x, near_gate_up, spec)
+            hidden = _read(hidden, x.dtype) if hidden else _hidden(x, near_gate_up, spec)
             need_x, need_gate_up, need_down, need_weights = wanted
             d_rows = _moved(_near_rows(d_out), spec)
             d_scaled = _product(d_rows, near_down, spec, not spec.transpose)
@@ -103,6 +102,16 @@ def _hidden(x: Tensor, near_gate_up: Tensor, spec: MlpSpec) -> Tensor:
     """The first product, in the tokens' dtype."""
     rows = _moved(_near_rows(x), spec)
     return to_dtype(_product(rows, near_gate_up, spec, spec.transpose), x.dtype)
+
+
+def _kept(hidden: Tensor, spec: MlpSpec) -> Tensors:
+    """What is kept of the first product, by `base.Kernels.moe_mlp`."""
+    return _quantized_rows(hidden) if spec.hidden_in_float8 else (hidden,)
+
+
+def _read(kept: Tensors, dtype: Any) -> Tensor:
+    """The first product from what is kept of it."""
+    return kept[0] if len(kept) == 1 else _dequantized(kept, dtype)
 
 
 def _moved(x: Tensor, spec: MlpSpec) -> Tensor:
@@ -156,9 +165,17 @@ def _through_swiglu(d_act: Tensor, hidden: Tensor) -> Tensor:
 
 def _near_rows(x: Tensor) -> Tensor:
     """Quantised values of rows, with a scale for each 128 columns, in float32."""
-    backend = resolve("quantize_1x128", x)
-    codes, scales = backend.quantize_1x128(x, _SPEC)
-    return resolve("dequantize_1x128", codes).dequantize_1x128(codes, scales, "row", paddle.float32)
+    return _dequantized(_quantized_rows(x), paddle.float32)
+
+
+def _quantized_rows(x: Tensor) -> Tensors:
+    """Codes and scales."""
+    return resolve("quantize_1x128", x).quantize_1x128(x, _SPEC)
+
+
+def _dequantized(quantized: Tensors, dtype: Any) -> Tensor:
+    codes, scales = quantized
+    return resolve("dequantize_1x128", codes).dequantize_1x128(codes, scales, "row", dtype)
 
 
 def _near_matrices(w: Tensor) -> Tensor:

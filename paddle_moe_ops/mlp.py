@@ -103,7 +103,8 @@ def moe_mlp(
             have no gradient.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
         weights_by: what flat ``probs`` are by, "row" or "slot".
-        keep: "h", or "x" to keep only the tokens and the maps, and make H again in the backward pass.
+        keep: "h", or "x" to keep only the tokens and the maps, and make H again in the backward pass; with ``compute``
+            also "h_fp8" to keep H as float8 codes, with a scale for each 128 columns.
         workspace_mb: MiB of the buffer on Triton, 1 or more; it always holds at least a few columns of all rows. A
             larger one makes layers of many small experts faster.
         accumulate: whether to add the gradients of the matrices to existing ones as they are made, instead of giving
@@ -130,7 +131,8 @@ def moe_mlp(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
             bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` in a static graph, with biases or
-            with another activation; ``float8_matrices`` without ``compute``, or made of other matrices.
+            with another activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter made of
+            other matrices.
     """
     gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
@@ -164,8 +166,8 @@ def moe_mlp(
     backend = resolve("grouped_gemm", tokens)
     is_plain = activation == "swiglu" and gate_up_bias is None and down_bias is None
     validation = _checks.validation(_NAME, None, tokens)
-    how = validation, compute, float8_matrices
-    spec = MlpSpec(plan, by_slot, transpose, keep == "h", workspace_mb << 20, accumulate, *how)
+    how = validation, compute, float8_matrices, keep == "h_fp8"
+    spec = MlpSpec(plan, by_slot, transpose, keep != "x", workspace_mb << 20, accumulate, *how)
     runs = is_plain and backend.runs_moe_mlp(tokens, gate_up, down, spec)
     if runs or compute is not None:
         if by_slot and probs is not None and weights_rank == 1:
@@ -225,7 +227,7 @@ def _check(
     _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
     _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
     _checks.flag(_NAME, "transpose", transpose)
-    check_memory_options(_NAME, keep, workspace_mb, accumulate)
+    check_memory_options(_NAME, keep, workspace_mb, accumulate, compute)
     has_biases = any(each is not None for each in biases.values())
     check_compute(_NAME, compute, activation, has_biases, is_graph_value(x))
     plan = as_plan(_NAME, plan)
@@ -284,9 +286,11 @@ def _check_float8_matrices(
         )
 
 
-def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool) -> None:
+def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool, compute: str | None) -> None:
     """Check the options of `moe_mlp` about memory."""
-    _checks.choice(function, "keep", keep, ("h", "x"))
+    _checks.choice(function, "keep", keep, ("h", "x", "h_fp8"))
+    if keep == "h_fp8" and compute is None:
+        _checks.bad_value(function, "keep", "'h' or 'x' without compute", repr(keep))
     _checks.integer(function, "workspace_mb", workspace_mb, 1)
     _checks.flag(function, "accumulate", accumulate)
 

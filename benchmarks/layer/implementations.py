@@ -49,6 +49,7 @@ def ours(
     library_gradients: bool = True,
     float8: bool = False,
     keeps_matrices: bool = False,
+    hidden_in_float8: bool = False,
 ) -> Passes:
     """The launchers of this package's kernels on a GPU, in which everything but tokens and matrices is prepared."""
     device, i = device or TorchDevice(None if triton_alone else inputs.core_library), inputs
@@ -63,7 +64,8 @@ def ours(
         made = back(device, i.d_out, i.x, kept, layer, (True,) * 4, **matrices)
         return made.x, made.weights, made.gate_up, made.down
 
-    return Passes(lambda: there(device, i.x, layer, keeps_hidden, **matrices), backward)
+    options = {**matrices, "hidden_in_float8": True} if hidden_in_float8 else matrices
+    return Passes(lambda: there(device, i.x, layer, keeps_hidden, **options), backward)
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -125,6 +127,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours, gradients of matrices by Triton": lambda inputs: ours(inputs, library_gradients=False),
     FLOAT8: lambda inputs: ours(inputs, float8=True),
     "ours, float8, matrices kept": lambda inputs: ours(inputs, float8=True, keeps_matrices=True),
+    "ours, float8, first product in float8": lambda inputs: ours(inputs, float8=True, hidden_in_float8=True),
     "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
     "ours, 1 GiB": lambda inputs: ours(inputs, workspace_mb=1024),
     "torch": torch_grouped,

@@ -161,6 +161,7 @@ class MlpSpec(NamedTuple):
     quantized: Any = (
         None  # for kernels, what `quantize_experts` made; for a backend, the `Float8Matrices` it is kept in
     )
+    hidden_in_float8: bool = False  # with compute, whether what is kept of the first product is codes and scales
 
 
 class Verbs(Protocol):
@@ -343,12 +344,12 @@ class Kernels(Verbs, Protocol):
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensors, Tensor | None, Tensor | None]:
         """The sums of what the experts of each token make of it, the first product, the weights, and tables.
 
-        The first product is None unless ``keeps`` and the spec say that it is kept, the tables, a few numbers for each
-        expert that the backward pass takes, may be None. The weights are by row, float32 [M], or None without weights.
-        Kernels need not have this verb, nor its gradient.
+        The first product is what ``keeps`` and the spec say that is kept of it: nothing, itself, or its codes and
+        scales. The tables, a few numbers for each expert that the backward pass takes, may be None. The weights are by
+        row, float32 [M], or None without weights. Kernels need not have this verb, nor its gradient.
         """
 
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
@@ -364,7 +365,7 @@ class Kernels(Verbs, Protocol):
         gate_up: Tensor,
         down: Tensor,
         weights: Tensor | None,
-        hidden: Tensor | None,
+        hidden: Tensors,
         tables: Tensor | None,
         spec: MlpSpec,
         wanted: tuple[bool, bool, bool, bool],

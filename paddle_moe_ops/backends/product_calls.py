@@ -102,20 +102,19 @@ class MoeMlp(Call):
         out, hidden, weights, self.tables = self.kernels.moe_mlp(*self.operands, self.spec, True)
         self.has_weights = weights is not None
         unread = () if self.spec.quantized is None else self.operands[1:3]
-        self.save(*self.operands[:3], weights, hidden, unread=unread)
+        self.save(*self.operands[:3], weights, *hidden, unread=unread)
         self.operands = None
         return (out,)
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         x, gate_up, down, *others = self.saved
         weights = others.pop(0) if self.has_weights else None
-        hidden = others[0] if others else None
         destinations: tuple[Any, ...] = (None, None)
         if self.parameters:
             wanted = zip(self.wanted[1:3], self.parameters, strict=True)
             destinations = tuple(destination_of_matrices(each) if want else None for want, each in wanted)
         self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
-        operands = x, gate_up, down, weights, hidden, self.tables
+        operands = x, gate_up, down, weights, tuple(others), self.tables
         made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, (*self.wanted, False)[:4], destinations)
         return first_order_only(self, made[: len(self.wanted)], *gradients, x, gate_up, down, weights)
 

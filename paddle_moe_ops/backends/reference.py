@@ -295,13 +295,17 @@ class ReferenceKernels:
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor, Tensors, Tensor | None, None]:
         if spec.weights_by_slot:
             weights = self.slots_to_rows(weights, spec.plan)
         forward = reference.moe_mlp if spec.compute is None else reference.moe_mlp_float8
         out, hidden = forward(*_layer(x, gate_up, down, weights, spec), transpose=spec.transpose)
-        keeps_hidden = keeps and spec.keeps_hidden
-        return to_tensor(out, x.place), to_tensor(hidden, x.place) if keeps_hidden else None, weights, None
+        kept: tuple[Any, ...] = ()
+        if keeps and spec.keeps_hidden:
+            kept = (hidden,)
+            if spec.hidden_in_float8:
+                kept = reference.quantize_1x128(hidden, amax_min=reference.FLOAT8_AMAX_MIN)
+        return to_tensor(out, x.place), tuple(to_tensor(each, x.place) for each in kept), weights, None
 
     def moe_mlp_backward(
         self,
@@ -310,15 +314,19 @@ class ReferenceKernels:
         gate_up: Tensor,
         down: Tensor,
         weights: Tensor | None,
-        hidden: Tensor | None,
+        hidden: Tensors,
         tables: Tensor | None,
         spec: MlpSpec,
         wanted: tuple[bool, bool, bool, bool],
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, ...]:
         layer = _layer(x, gate_up, down, weights, spec)
-        backward = reference.moe_mlp_backward if spec.compute is None else reference.moe_mlp_float8_backward
-        made = backward(to_numpy(d_out), *layer, transpose=spec.transpose)
+        options: dict[str, Any] = {"transpose": spec.transpose}
+        if spec.compute is None:
+            made = reference.moe_mlp_backward(to_numpy(d_out), *layer, **options)
+        else:
+            options["hidden_in_float8"] = spec.hidden_in_float8
+            made = reference.moe_mlp_float8_backward(to_numpy(d_out), *layer, **options)
         gradients = [None if each is None else to_tensor(each, x.place) for each in made[:4]]  # biases have none here
         for index, destination in enumerate(destinations, 1):
             if destination is not None:

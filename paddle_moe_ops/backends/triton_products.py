@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 
 from ..triton.native_recording import repeated
-from .base import GemmSpec, Matrices, MlpSpec, Validation
+from .base import GemmSpec, Matrices, MlpSpec, Tensors, Validation
 from .host_checks import check_plan_groups, host_segments
 from .triton_arrays import dense, dense_rows, device_of
 
@@ -89,7 +89,7 @@ class ProductKernels:
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensors, Tensor | None, Tensor | None]:
         plan, device = spec.plan, device_of(x)
         if spec.validation != Validation.OFF:
             check_plan_groups(plan)
@@ -98,8 +98,8 @@ class ProductKernels:
         made = repeated(device, options, (*operands, *(spec.quantized or ())))
         if made is None:
             made = _recorded_mlp(device, options, _dense(operands), spec)
-        out, hidden, by_row, tables = made
-        return out, hidden, weights if by_row is None else by_row, tables
+        out, *hidden, by_row, tables = made
+        return out, tuple(each for each in hidden if each is not None), weights if by_row is None else by_row, tables
 
     def moe_mlp_backward(
         self,
@@ -108,7 +108,7 @@ class ProductKernels:
         gate_up: Tensor,
         down: Tensor,
         weights: Tensor | None,
-        hidden: Tensor | None,
+        hidden: Tensors,
         tables: Tensor | None,
         spec: MlpSpec,
         wanted: tuple[bool, bool, bool, bool],
@@ -116,7 +116,8 @@ class ProductKernels:
     ) -> tuple[Tensor | None, ...]:
         into_gate_up, into_down = destinations
         adds = into_gate_up and into_gate_up[1], into_down and into_down[1]
-        others = hidden, tables, into_gate_up and into_gate_up[0], into_down and into_down[0]
+        kept = (*hidden, None, None)[:2]
+        others = *kept, tables, into_gate_up and into_gate_up[0], into_down and into_down[0]
         device = device_of(x)
         options = "moe_mlp_backward", wanted, adds, *_options(spec)
         operands = _operands_of_layer(x, gate_up, down, weights, spec)
@@ -129,7 +130,7 @@ class ProductKernels:
 
 def _options(spec: MlpSpec) -> tuple[Any, ...]:
     """What launches depend on besides arrays."""
-    return spec.transpose, spec.workspace, spec.compute, spec.quantized is not None
+    return spec.transpose, spec.workspace, spec.compute, spec.quantized is not None, spec.hidden_in_float8
 
 
 class _Operands(NamedTuple):
@@ -160,6 +161,7 @@ def _dense(operands: _Operands) -> _Operands:
 def _recorded_mlp(device: Any, options: tuple[Any, ...], operands: _Operands, spec: MlpSpec) -> Any:
     """`ProductKernels.moe_mlp` where the call's launches may have to be found out."""
     from ..triton.float8_mlp import moe_mlp_float8
+    from ..triton.hopper_float8 import Codes
     from ..triton.moe_mlp import moe_mlp
     from ..triton.recording import facts_of, recorded
     from ..triton.rowmap import slots_to_rows
@@ -174,8 +176,10 @@ def _recorded_mlp(device: Any, options: tuple[Any, ...], operands: _Operands, sp
         if spec.compute is None:
             out, kept = moe_mlp(device, x, own, keeps_hidden=options[2])
         else:
-            out, kept = moe_mlp_float8(device, x, own, keeps_hidden=options[2], quantized=_quantized(spec))
-        return out, kept.hidden, None if slots is None else by_row, kept.tables if options[1] else None
+            how = {"quantized": _quantized(spec), "hidden_in_float8": spec.hidden_in_float8}
+            out, kept = moe_mlp_float8(device, x, own, keeps_hidden=options[2], **how)
+        hidden = kept.hidden if isinstance(kept.hidden, Codes) else (kept.hidden, None)
+        return out, *hidden, None if slots is None else by_row, kept.tables if options[1] else None
 
     inputs = *operands, *(spec.quantized or ())
     return recorded(device, (*options, *facts_of(device, *inputs)), inputs, call)
@@ -193,13 +197,16 @@ def _recorded_mlp_backward(
 ) -> Any:
     """`ProductKernels.moe_mlp_backward` where the call's launches may have to be found out."""
     from ..triton.float8_mlp import moe_mlp_float8_backward
+    from ..triton.hopper_float8 import Codes
     from ..triton.moe_mlp import Kept, moe_mlp_backward
     from ..triton.recording import facts_of, recorded
 
     layer = _layer(operands, spec)._replace(slots=operands.slots)
 
     def call(device: Any) -> tuple[Any, ...]:
-        given = device, d_out, operands.x, Kept(*others[:2]), layer, wanted, destinations
+        hidden, scales, tables, *_ = others
+        kept = Kept(hidden if scales is None else Codes(hidden, scales), tables)
+        given = device, d_out, operands.x, kept, layer, wanted, destinations
         made = moe_mlp_backward(*given) if spec.compute is None else moe_mlp_float8_backward(*given, _quantized(spec))
         matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
         return made.x, *matrices, made.weights

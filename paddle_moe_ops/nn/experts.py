@@ -83,7 +83,8 @@ class SwiGLUExperts(nn.Layer):
 
     Raises:
         TypeError: a size is not an int, or a flag is not a bool.
-        ValueError: a size below 1, or an unknown activation; ``compute`` with biases or another activation.
+        ValueError: a size below 1, or an unknown activation; ``compute`` with biases or another activation;
+            ``keep="h_fp8"`` without ``compute``.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class SwiGLUExperts(nn.Layer):
         super().__init__()
         self.activation = _checks.choice("SwiGLUExperts", "activation", activation, ACTIVATIONS)
         _checks.flag("SwiGLUExperts", "bias", bias)
-        check_memory_options("SwiGLUExperts", keep, workspace_mb, accumulate)
+        check_memory_options("SwiGLUExperts", keep, workspace_mb, accumulate, compute)
         check_compute("SwiGLUExperts", compute, activation, bias)
         self.compute = compute
         self.float8_matrices = None if compute is None else Float8Matrices()

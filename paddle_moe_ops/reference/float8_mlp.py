@@ -69,10 +69,17 @@ def moe_mlp_float8_backward(
     weights: NDArray | None = None,
     *,
     transpose: bool = False,
+    hidden_in_float8: bool = False,
 ) -> MlpGradients:
-    """Return the gradients of `moe_mlp_float8`, by the products that a backend makes."""
+    """Return the gradients of `moe_mlp_float8`, by the products that a backend makes.
+
+    With ``hidden_in_float8`` a backend has kept the first product in float8: its rows are quantised, and codes times
+    scales are rounded to the tokens' dtype.
+    """
     groups, owners, dtype = _groups(plan), plan.row_to_token, x.dtype
     _, hidden = moe_mlp_float8(x, plan, gate_up, down, weights, transpose=transpose)
+    if hidden_in_float8:
+        hidden = dequantize_1x128(*quantize_1x128(hidden, amax_min=FLOAT8_AMAX_MIN), dtype=dtype)
     act = activate(hidden, "swiglu").astype(np.float64)
     d_scaled = grouped_gemm(_rows(d_out), _matrices(down), transpose=not transpose, row_to_token=owners, **groups)
     factors = np.where(owners >= 0, 1.0 if weights is None else weights, 0.0)[:, None]

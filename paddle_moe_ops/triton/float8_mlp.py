@@ -6,11 +6,11 @@ As `moe_mlp`, in whose letters this is written, with these differences. Q is qua
 columns, matrices with one for each 128 x 128 elements.
 
     Q of tokens, Q of W1 and W2         once in each call
-    rows of Q(X) -> H, Q(A)             H in the tokens' dtype, if it is kept
+    rows of Q(X) -> H, Q(A)             H in the tokens' dtype or in float8, if it is kept
     Q(A) Q(W2), weighted -> Y -> sums
 
     rows of Q(dO) -> dA' = Q(dO) Q(W2)^T
-    H, dA' -> dH, Q(dH), s A and the gradients of s     in the same launch
+    H, dA' -> dH, Q(dH), s A and the gradients of s     in the same launch; H, or Q(H), is overwritten
     dW2 = (s A)^T dO, dW1 = X^T dH                      of numbers in the tokens' dtype
     Q(dH) Q(W1)^T -> rows of dX -> sums
 
@@ -99,18 +99,31 @@ class _Float8Run(Run):
                 permute_window(self.device, tokens, *maps, rows, (first, end), columns, self.rows_end)
             yield _Window(number if self.num_windows > 1 else None, (first, end - first), self.moved)
 
-    def activations_in_float8(self, x: Array, hidden: Array | None, made: Codes | None, act: Any = None) -> None:
-        """Q(A) in ``made``, H in ``hidden`` and A in ``act``, where they are given."""
-        layer = self.layer
-        matrix = self.matrix("gate_up", layer.gate_up)
+    def activations_in_float8(
+        self, x: Array, hidden: Array | Codes | None, made: Codes | None, act: Any = None
+    ) -> None:
+        """Q(A) in ``made``, H or Q(H) in ``hidden`` and A in ``act``, where they are given."""
+        matrix = self.matrix("gate_up", self.layer.gate_up)
+        wide, codes = _by_kind(hidden)
         for window in self.windows_of(x):
             operands = window.source, window.rows, matrix, self.float8_tables, self.num_rows
             out = Target(act, 0, self.inner)
-            float8_product(self.device, *operands, out, GATED, hidden=hidden, made=made, window=window.number)
+            float8_product(
+                *(self.device, *operands, out, GATED),
+                hidden=wide,
+                hidden_codes=codes,
+                made=made,
+                window=window.number,
+            )
 
-    def gradients_in_float8(self, d_out: Array, hidden: Array, scaled: Array, need_weights: bool) -> tuple[Codes, Any]:
-        """Q(dH) and the gradients of the weights, or None; H becomes dH, and ``scaled`` s A."""
-        layer, device, made, tiles = self.layer, self.device, self.new_codes(2 * self.inner), None
+    def gradients_in_float8(
+        self, d_out: Array, hidden: Array, kept: Codes | None, scaled: Array, need_weights: bool
+    ) -> tuple[Codes, Any]:
+        """Q(dH) and the gradients of the weights, or None.
+
+        ``hidden`` becomes dH; it holds H, unless ``kept`` is Q(H), which becomes Q(dH). ``scaled`` becomes s A.
+        """
+        layer, device, made, tiles = self.layer, self.device, kept or self.new_codes(2 * self.inner), None
         if need_weights and layer.weights is not None:
             tiles = device.empty([self.num_rows, self.inner // GROUP], "float32")
         matrix, out = self.matrix("turned_down", layer.down), Target(scaled, 0, self.inner)
@@ -120,6 +133,7 @@ class _Float8Run(Run):
                 *(device, *operands, out, GRADIENT),
                 weights=layer.weights,
                 hidden=hidden,
+                hidden_codes=kept,
                 made=made,
                 row_to_token=layer.tokens.row_to_token,
                 window=window.number,
@@ -142,12 +156,27 @@ class _Float8Run(Run):
         return out
 
 
+def _by_kind(hidden: Array | Codes | None) -> tuple[Array | None, Codes | None]:
+    """H in the tokens' dtype, or in float8."""
+    return (None, hidden) if isinstance(hidden, Codes) else (hidden, None)
+
+
 def moe_mlp_float8(
-    device: Device, x: Array, layer: Layer, keeps_hidden: bool, quantized: QuantizedExperts | None = None
+    device: Device,
+    x: Array,
+    layer: Layer,
+    keeps_hidden: bool,
+    quantized: QuantizedExperts | None = None,
+    hidden_in_float8: bool = False,
 ) -> tuple[Any, Kept]:
-    """As `moe_mlp`, where `suits_float8`; matrices are quantised here if they are not given so."""
+    """As `moe_mlp`, where `suits_float8`; matrices are quantised here if they are not given so.
+
+    With ``hidden_in_float8`` what is kept of H are `Codes`.
+    """
     run = _Float8Run(device, layer, x, quantized)
-    hidden = run.new(2 * run.inner) if keeps_hidden else None
+    hidden: Any = None
+    if keeps_hidden:
+        hidden = run.new_codes(2 * run.inner) if hidden_in_float8 else run.new(2 * run.inner)
     act = run.new_codes(run.inner)
     run.activations_in_float8(x, hidden, act)
     out = run.sums_in_float8(act, run.matrix("down", layer.down), layer.weights)
@@ -167,11 +196,13 @@ def moe_mlp_float8_backward(
     """As `moe_mlp_backward`, where `suits_float8`."""
     run = _Float8Run(device, layer, x, quantized, kept.tables)
     need_x, *_, need_weights = wanted
-    hidden, scaled = kept.hidden, run.new(run.inner)
+    hidden, hidden_codes = _by_kind(kept.hidden)
+    scaled = run.new(run.inner)
     if hidden is None:
         hidden = run.new(2 * run.inner)
-        run.activations_in_float8(x, hidden, None, scaled)
-    codes, d_weights = run.gradients_in_float8(d_out, hidden, scaled, need_weights)
+        if hidden_codes is None:
+            run.activations_in_float8(x, hidden, None, scaled)
+    codes, d_weights = run.gradients_in_float8(d_out, hidden, hidden_codes, scaled, need_weights)
     matrices = run.matrix_gradients(x, d_out, hidden, scaled, wanted, into)
     d_x = None
     if need_x:

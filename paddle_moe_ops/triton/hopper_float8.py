@@ -42,7 +42,7 @@ _INTEGERS = (
 )
 _ARRAYS = (
     *("x", "x_scales", "matrix", "matrix_scales", "row_to_token", "weights", "first", "stop", "tiles", "window"),
-    *("out", "hidden", "codes", "scales", "d_weights"),
+    *("out", "hidden", "hidden_codes", "hidden_scales", "codes", "scales", "d_weights"),
 )
 
 
@@ -143,6 +143,7 @@ def float8_product(
     *,
     weights: Array | None = None,
     hidden: Array | None = None,
+    hidden_codes: Codes | None = None,
     made: Codes | None = None,
     row_to_token: Array | None = None,
     window: int | None = None,
@@ -161,7 +162,9 @@ def float8_product(
         result: PLAIN, GATED or GRADIENT.
         weights: float32 [M] or None.
         hidden: [M, 2 width] or None.
-        made: where a gated result goes in float8, or the gradient of ``hidden``; or None.
+        hidden_codes: [M, 2 width] or None. A gated result puts ``hidden`` there instead; a gradient reads it there.
+        made: where a gated result goes in float8, or the gradient of ``hidden``; or None. The latter may be
+            ``hidden_codes``.
         row_to_token: int32 [M], for a gradient.
         window: of rows, which one ``source`` holds; None: all.
         d_weights: float32 [M, width / 128] or None; of a gradient, the sums by row are the gradients of the weights.
@@ -171,7 +174,7 @@ def float8_product(
     begin = address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
     sizes = num_rows, rows[1], experts, inner, outer, out.first_column, out.width, rows[0], min(num_rows, rows[1])
     arrays = (*source, *matrix, row_to_token, weights, tables.first, tables.stop, tables.tiles)
-    results = out.array, hidden, *(made or (None, None)), d_weights
+    results = out.array, hidden, *(hidden_codes or (None, None)), *(made or (None, None)), d_weights
     arguments = (*sizes, *map(address, arrays), begin, *map(address, results), bits_of(AMAX_MIN), result)
     device.launch(device.grouped_float8[0], 1, _TYPES, arguments, (), 1)
 

@@ -74,7 +74,7 @@ class Kept(NamedTuple):
     """What the forward pass leaves for the backward pass, which makes anew what is None.
 
     Attributes:
-        hidden: H [M, 2n].
+        hidden: H [M, 2n], or its `Codes`.
         tables: int32, which tiles each expert and each window has.
     """
 

@@ -150,12 +150,16 @@ def float8_over_ranks(x: NDArray, tokens: tuple[int, ...], **options: Any) -> tu
     return arrays(gather_state_dict(layer, group)), found, None if gradient is None else gradient.numpy()
 
 
-@pytest.mark.parametrize("options", [{}, {"tokens_per_rank": 16, "transport": "peer"}], ids=["auto", "peer"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tokens_per_rank": 16, "transport": "peer"}, {"keep": "h_fp8"}],
+    ids=["auto", "peer", "first product in float8"],
+)
 @pytest.mark.parametrize("tokens", [(5, 11), (16, 0)], ids=["uneven", "one without tokens"])
 def test_experts_on_float8_operands_are_those_of_one_process(tokens, options):
     x = np.random.default_rng(2).standard_normal([sum(tokens), FLOAT8_SIZES[0]]).astype(np.float32)
     of_ranks = run(float8_over_ranks, len(tokens), x=x, tokens=tokens, **options)
-    layer = MoELayer(*FLOAT8_SIZES, compute="fp8_1x128")
+    layer = MoELayer(*FLOAT8_SIZES, compute="fp8_1x128", keep=options.get("keep", "h"))
     layer.set_state_dict({name: paddle.to_tensor(value) for name, value in of_ranks[0][0].items()})
     due = on_float8_operands(layer, x)
     made = [np.concatenate(parts) for parts in zip(*(found for _, found, _ in of_ranks), strict=True)]

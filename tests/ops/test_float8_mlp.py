@@ -45,12 +45,13 @@ class Float8Layer(Layer):
     def call(self, leaves, place, **options):
         return super().call(leaves, place, **{"compute": FLOAT8, **options})
 
-    def due(self):
+    def due(self, hidden_in_float8=False):
         arrays = self.arrays
         weights = None if self.form == "none" else self.plan.row_probs
         arguments = arrays["x"], self.plan, arrays["gate_up"], arrays["down"], weights
         out, _ = reference.moe_mlp_float8(*arguments, transpose=self.transpose)
-        made = reference.moe_mlp_float8_backward(self.d_out, *arguments, transpose=self.transpose)
+        options = {"transpose": self.transpose, "hidden_in_float8": hidden_in_float8}
+        made = reference.moe_mlp_float8_backward(self.d_out, *arguments, **options)
         due = {"out": out, "x": made.x, "gate_up": made.gate_up, "down": made.down, "probs": made.weights}
         if "slot" in self.form:
             rows = self.plan.slot_to_row

@@ -335,7 +335,7 @@ BAD = {
         {"activation": "gelu"},
         "activation must be one of 'swiglu', 'geglu', 'geglu_tanh', 'swiglu_oai', but got 'gelu'",
     ),
-    "another thing to keep": ({"keep": "a"}, "keep must be one of 'h', 'x', but got 'a'"),
+    "another thing to keep": ({"keep": "a"}, "keep must be one of 'h', 'x', 'h_fp8', but got 'a'"),
     "no workspace": ({"workspace_mb": 0}, "workspace_mb must be from 1 to 2147483647, but got 0"),
     "flat weights": (
         {"probs": lambda leaves: leaves["probs"].flatten()},

@@ -89,7 +89,25 @@ def near_matrix(w: NDArray) -> NDArray:
     return dequantize_128x128(codes, scales, dtype=np.float32)[0].astype(np.float64)
 
 
-def loops(layer: Layer) -> dict[str, NDArray]:
+def swiglu(hidden: NDArray) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+    """The row in the dtype of what it is made of; and the gate, its sigmoid and what it gates, in float64."""
+    gate, up = np.split(hidden.astype(np.float64), 2)
+    share = 1 / (1 + np.exp(-gate))
+    return (gate * share * up).astype(np.float32).astype(hidden.dtype), gate, share, up
+
+
+def kept_in_float8(hidden: NDArray) -> NDArray:
+    """A row of the first product as it comes back, group by group."""
+    found = hidden.astype(np.float32)
+    for first in range(0, len(hidden), 128):
+        group = found[first : first + 128]
+        scale = np.maximum(np.abs(group).max(), np.float32(2.0**-100)) / np.float32(448)
+        codes = (group * (np.float32(1) / scale)).astype(ml_dtypes.float8_e4m3fn)
+        found[first : first + 128] = codes.astype(np.float32) * scale
+    return found.astype(hidden.dtype)
+
+
+def loops(layer: Layer, hidden_in_float8: bool = False) -> dict[str, NDArray]:
     """The result and all gradients, row by row."""
     plan, dtype = layer.plan, layer.x.dtype
     x, d_out = near_rows(layer.x), near_rows(layer.d_out)
@@ -105,10 +123,9 @@ def loops(layer: Layer) -> dict[str, NDArray]:
             continue
         expert, weight = plan.row_to_expert[row], 1.0 if layer.weights is None else float(layer.weights[row])
         w1, w2 = near_matrix(layer.gate_up[expert]), near_matrix(layer.down[expert])
-        gate, up = np.split((x[token] @ w1).astype(np.float32).astype(dtype).astype(np.float64), 2)
-        share = 1 / (1 + np.exp(-gate))
-        act = (gate * share * up).astype(np.float32).astype(dtype)
-        sums["out"][token] += weight * (near_rows(act[None])[0] @ w2)
+        hidden = (x[token] @ w1).astype(np.float32).astype(dtype)
+        sums["out"][token] += weight * (near_rows(swiglu(hidden)[0][None])[0] @ w2)
+        act, gate, share, up = swiglu(kept_in_float8(hidden) if hidden_in_float8 else hidden)
         d_act = w2 @ d_out[token]
         sums["weights"][row] = d_act @ act.astype(np.float64)
         d_hidden = np.concatenate([up * share * (1 + gate * (1 - share)), gate * share]) * np.tile(weight * d_act, 2)
@@ -119,14 +136,16 @@ def loops(layer: Layer) -> dict[str, NDArray]:
     return sums
 
 
+@pytest.mark.parametrize("in_float8", [False, True], ids=["hidden", "hidden in float8"])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_layer_and_gradients_equal_loops(dtype: DTypeLike, weighted: bool, transpose: bool) -> None:
+def test_layer_and_gradients_equal_loops(dtype: DTypeLike, weighted: bool, transpose: bool, in_float8: bool) -> None:
     layer = Layer(dtype, weighted=weighted, transpose=transpose)
-    arguments, due = layer.arguments(), loops(layer)
+    arguments, due = layer.arguments(), loops(layer, in_float8)
     out, hidden = reference.moe_mlp_float8(*arguments, transpose=transpose)
-    made = reference.moe_mlp_float8_backward(layer.d_out, *arguments, transpose=transpose)
+    options = {"transpose": transpose, "hidden_in_float8": in_float8}
+    made = reference.moe_mlp_float8_backward(layer.d_out, *arguments, **options)
     assert not hidden[layer.plan.row_to_token < 0].any()
     matrices = made.gate_up, made.down
     if transpose:
@@ -146,15 +165,16 @@ def cosine(a: NDArray, b: NDArray) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_directions_are_those_of_the_layer_in_float32() -> None:
+@pytest.mark.parametrize(("in_float8", "least"), [(False, 0.997), (True, 0.996)])
+def test_directions_are_those_of_the_layer_in_float32(in_float8: bool, least: float) -> None:
     layer = Layer(ml_dtypes.bfloat16, weighted=True, transpose=False, d=256, n=128)
     arguments = layer.arguments()
     wide = [np.asarray(each, np.float32) if isinstance(each, np.ndarray) else each for each in arguments]
     out, _ = reference.moe_mlp_float8(*arguments)
-    made = reference.moe_mlp_float8_backward(layer.d_out, *arguments)
+    made = reference.moe_mlp_float8_backward(layer.d_out, *arguments, hidden_in_float8=in_float8)
     due_out, _ = reference.moe_mlp(*wide)
     due = reference.moe_mlp_backward(layer.d_out.astype(np.float32), *wide)
     assert 0.9975 <= cosine(out, due_out) < 0.99999
-    assert 0.9975 <= cosine(made.x, due.x) < 0.99999
+    assert least <= cosine(made.x, due.x) < 0.99999
     for name in ("gate_up", "down", "weights"):
-        assert cosine(getattr(made, name), getattr(due, name)) >= 0.997, name
+        assert cosine(getattr(made, name), getattr(due, name)) >= least, name

@@ -160,28 +160,36 @@ def _float8_entry(reference_to: Any, stream: Any) -> int:
             act = _swiglu(halves)[0].astype(bf16)
             if p.out:
                 _at(p.out, bf16, p.num_rows, p.width)[rows] = act
-            _quantize_to(p, rows, act)
+            _quantize_to(p.codes, p.scales, p.num_rows, rows, act)
+            _quantize_to(p.hidden_codes, p.hidden_scales, p.num_rows, rows, halves)
         else:
             hidden = _at(p.hidden, bf16, p.num_rows, 2 * p.width)[rows]
             live = _at(p.row_to_token, np.int32, p.num_rows)[rows, None] >= 0
-            act, by_gate, by_up = _swiglu(np.where(live, hidden, 0))
+            act, by_gate, by_up = _swiglu(np.where(live, _dequantized(p, rows) if p.hidden_codes else hidden, 0))
             act, sums = act.astype(bf16).astype(np.float64), np.where(live, sums, 0)
             d_act = sums * np.where(live, weights, 0)
             hidden[...] = np.concatenate([d_act * by_gate, d_act * by_up], axis=1)
             _at(p.out, bf16, p.num_rows, p.width)[rows] = act * np.where(live, weights, 0)
-            _quantize_to(p, rows, hidden)
+            _quantize_to(p.codes, p.scales, p.num_rows, rows, hidden)
             if p.d_weights:
                 shares = np.add.reduceat(act * sums, np.arange(0, p.width, TILE_COLUMNS), axis=1)
                 _at(p.d_weights, np.float32, p.num_rows, p.width // TILE_COLUMNS)[rows] = shares
     return 0
 
 
-def _quantize_to(p: GroupedFloat8Params, rows: slice, values: NDArray) -> None:
-    if p.codes:
+def _quantize_to(to_codes: int | None, to_scales: int | None, num_rows: int, rows: slice, values: NDArray) -> None:
+    if to_codes:
         columns = values.shape[1]
         codes, scales = reference.quantize_1x128(values, amax_min=AMAX_MIN)
-        _at(p.codes, _FLOAT8, p.num_rows, columns)[rows] = codes
-        _at(p.scales, np.float32, p.num_rows, columns // 128)[rows] = scales
+        _at(to_codes, _FLOAT8, num_rows, columns)[rows] = codes
+        _at(to_scales, np.float32, num_rows, columns // 128)[rows] = scales
+
+
+def _dequantized(p: GroupedFloat8Params, rows: slice) -> NDArray:
+    """What a gradient reads of hidden that was kept in float8."""
+    codes = _at(p.hidden_codes, _FLOAT8, p.num_rows, 2 * p.width)[rows]
+    scales = _at(p.hidden_scales, np.float32, p.num_rows, 2 * p.width // 128)[rows]
+    return reference.dequantize_1x128(codes, scales, dtype=_DTYPES[2])
 
 
 def _blocks_entry(reference_to: Any, stream: Any) -> int:

@@ -18,7 +18,8 @@ from paddle_moe_ops.triton import hopper_float8
 from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_backward
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
-from paddle_moe_ops.triton.hopper_float8 import GroupedFloat8Params, QuantizeBlocksParams, float8_kernels_of
+from paddle_moe_ops.triton.hopper_float8 import GroupedFloat8Params, QuantizeBlocksParams, bits_of, float8_kernels_of
+from paddle_moe_ops.triton.hopper_product import GATED, GRADIENT
 from paddle_moe_ops.triton.moe_mlp import Layer
 from tests.reference.cases import assert_same_bits
 
@@ -82,11 +83,22 @@ class Problem:
         weights = None if self.weights is None else gpu.array(self.weights)
         return Layer(gpu.array(self.gate_up), gpu.array(self.down), groups, tokens, weights, self.transpose, workspace)
 
-    def run(self, gpu: Any, workspace: int = LARGE, *, keeps: bool = True, wanted: tuple = (True,) * 4) -> dict:
+    def run(
+        self,
+        gpu: Any,
+        workspace: int = LARGE,
+        *,
+        keeps: bool = True,
+        wanted: tuple = (True,) * 4,
+        in_float8: bool = False,
+    ) -> dict:
         layer, x = self.layer(gpu, workspace), gpu.array(self.x)
-        out, kept = moe_mlp_float8(gpu, x, layer, keeps)
+        out, kept = moe_mlp_float8(gpu, x, layer, keeps, hidden_in_float8=in_float8)
         found = {"out": gpu.numpy(out).copy()}
-        if keeps:
+        if keeps and in_float8:
+            names = ("hidden codes", "hidden scales")
+            found |= {name: gpu.numpy(each)[: self.end].copy() for name, each in zip(names, kept.hidden, strict=True)}
+        elif keeps:
             found["hidden"] = np.where(self.live, gpu.numpy(kept.hidden)[: self.end], 0)
         made = moe_mlp_float8_backward(gpu, gpu.array(self.d_out), x, kept, layer, wanted)
         names = ("x", "gate_up", "down", "weights")
@@ -98,10 +110,11 @@ class Problem:
     def live(self) -> NDArray:
         return self.plan.row_to_token[: self.end, None] >= 0
 
-    def due(self) -> dict:
+    def due(self, in_float8: bool = False) -> dict:
         arguments = self.x, self.plan, self.gate_up, self.down, self.weights
         out, hidden = reference.moe_mlp_float8(*arguments, transpose=self.transpose)
-        made = reference.moe_mlp_float8_backward(self.d_out, *arguments, transpose=self.transpose)
+        options = {"transpose": self.transpose, "hidden_in_float8": in_float8}
+        made = reference.moe_mlp_float8_backward(self.d_out, *arguments, **options)
         found = {"out": out, "hidden": hidden[: self.end], "x": made.x, "gate_up": made.gate_up, "down": made.down}
         return found if made.weights is None else found | {"weights": made.weights}
 
@@ -156,6 +169,69 @@ def test_the_first_product_is_made_again_where_it_was_not_kept(rng, device):
     whole, again = problem.run(device), problem.run(device, keeps=False)
     for name, value in again.items():
         assert_same_bits(value, whole[name])
+
+
+@BY_LAYOUT
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_gradients_where_the_first_product_was_kept_in_float8_are_those_of_the_oracle(rng, device, case, transpose):
+    problem = Problem(rng, case, transpose)
+    made, due = problem.run(device, in_float8=True), problem.due(in_float8=True)
+    assert_near({name: each for name, each in made.items() if not name.startswith("hidden")}, due)
+
+
+@pytest.mark.parametrize("case", ["several tiles of an expert", "padding", "one expert"])
+def test_what_is_kept_in_float8_is_the_first_product_by_the_rule_bit_for_bit(rng, device, case):
+    problem = Problem(rng, CASES[case])
+    gates = problem.gate_up[..., : CASES[case].inner]
+    gates[0] *= BF16(2.0**-110)  # below the least that scales are made of
+    wide, made = problem.run(device), problem.run(device, in_float8=True)
+    assert_same_bits(made["out"], wide["out"])
+    live = problem.live[:, 0]
+    codes, scales = reference.quantize_1x128(wide["hidden"][live], amax_min=hopper_float8.AMAX_MIN)
+    assert_same_bits(made["hidden codes"][live], codes)
+    assert_same_bits(made["hidden scales"][live], scales)
+
+
+def test_gradients_are_those_of_codes_times_scales_bit_for_bit(rng, device):
+    """Numbers that float8 holds exactly come back as they were."""
+    problem = Problem(rng, Case(150, 144, 256, 2, 1, unassigned=0.0))
+    problem.x = np.zeros_like(problem.x)
+    problem.x[np.arange(150), np.arange(150) % 144] = BF16(1)
+    grid = rng.integers(-15, 16, problem.gate_up.shape) * 2.0 ** rng.integers(-4, 1, problem.gate_up.shape)
+    grid[:, :, ::128] = 28  # the scale is 1/16, of matrices and of rows
+    problem.gate_up = grid.astype(BF16)
+    wide, made = problem.run(device), problem.run(device, in_float8=True)
+    assert np.unique(made["hidden scales"]).tolist() == [1 / 16]
+    for name in ("out", "x", "gate_up", "down", "weights"):
+        assert_same_bits(made[name], wide[name])
+
+
+def test_windows_change_no_bit_where_the_first_product_is_kept_in_float8(rng, device):
+    problem = Problem(rng, Case(160, 528, 128, 2, 1, unassigned=0.0))
+    whole, in_parts = problem.run(device, in_float8=True), problem.run(device, 140 * 528 * 2, in_float8=True)
+    for name, value in whole.items():
+        assert_same_bits(in_parts[name], value)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_only_what_is_wanted_is_made_of_a_first_product_in_float8(rng, device, number):
+    problem = Problem(rng, Case(30))
+    made = problem.run(device, wanted=tuple(each == number for each in range(4)), in_float8=True)
+    assert_near({name: each for name, each in made.items() if not name.startswith("hidden")}, problem.due(True))
+
+
+def test_rows_of_no_token_have_no_gradient_whatever_was_kept_of_them(rng, device):
+    """Codes of padding may be NaN, and so may scales."""
+    problem = Problem(rng, Case(40, alignment=16))
+    layer, x = problem.layer(device, LARGE), device.array(problem.x)
+    _, kept = moe_mlp_float8(device, x, layer, True, hidden_in_float8=True)
+    codes, scales = (device.numpy(each).copy() for each in kept.hidden)
+    empty = problem.plan.row_to_token < 0
+    codes.view(np.uint8)[empty], scales[empty] = 0x7F, np.nan
+    kept = kept._replace(hidden=hopper_float8.Codes(device.array(codes), device.array(scales)))
+    made = moe_mlp_float8_backward(device, device.array(problem.d_out), x, kept, layer, (True,) * 4)
+    names = ("x", "gate_up", "down", "weights")
+    assert_near({name: device.numpy(getattr(made, name)) for name in names}, problem.due(True))
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -224,6 +300,7 @@ def test_the_structs_mirror_the_header():
         ("x", 8, "x must be an array at a multiple of 16 bytes"),
         ("x_scales", 0, "x_scales must be an array"),
         ("codes", 1 << 20, "codes must be NULL if the result is plain"),
+        ("hidden_codes", 1 << 20, "hidden_codes must be NULL if the result is plain"),
         ("num_rows", -1, "num_rows must be in"),
         ("window_rows", -1, "window_rows must be in"),
         ("tiles", 0, "tiles"),
@@ -231,12 +308,34 @@ def test_the_structs_mirror_the_header():
     ],
 )
 def test_bad_params_are_refused_before_anything_is_launched(field, value, message):
+    assert message in error_of({field: value})
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 1 << 20}, "hidden must be NULL if a gated result has hidden_codes"),
+        ({"hidden_scales": 0}, "hidden_scales must be an array"),
+        ({"hidden_codes": 8}, "hidden_codes must be an array at a multiple of 16 bytes"),
+        ({"amax_min": 0}, "amax_min must be in [2^-100, FLT_MAX]"),
+        ({"result": GRADIENT, "width": 256}, "hidden must be an array at a multiple of 16 bytes"),
+    ],
+)
+def test_bad_params_of_a_first_product_in_float8_are_refused(changes, message):
+    sizes = {"outer": 256, "result": GATED, "amax_min": bits_of(hopper_float8.AMAX_MIN)}
+    assert message in error_of({**sizes, "hidden_codes": 1 << 20, "hidden_scales": 1 << 20, **changes})
+
+
+def error_of(changes: dict[str, int]) -> str:
+    """What the library says of the params of a plain product with these changes."""
     library = ctypes.CDLL(os.environ["PMO_CORE_LIBRARY"])
     library.pmo_last_error.restype = ctypes.c_char_p
     sizes = {"num_rows": 4, "num_sources": 4, "num_experts": 1, "inner": 64, "outer": 128, "width": 128}
     names = ("x", "x_scales", "matrix", "matrix_scales", "first", "stop", "tiles", "window", "out")
     arrays = dict.fromkeys(names, 1 << 20)
     params = GroupedFloat8Params(ctypes.sizeof(GroupedFloat8Params), **sizes, **arrays, window_rows=4)
-    setattr(params, field, value)
+    for field, value in changes.items():
+        setattr(params, field, value)
     assert library.pmo_grouped_float8_cuda(ctypes.byref(params), None) == 1
-    assert message in library.pmo_last_error().decode()
+    return library.pmo_last_error().decode()

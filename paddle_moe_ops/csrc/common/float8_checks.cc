@@ -31,7 +31,10 @@ int check_grouped_float8(const pmo_grouped_float8_params& p) {
   PMO_REQUIRE(is_size(p.first_row, 1), "first_row", "in [0, 2^30)");
   PMO_REQUIRE(is_size(p.window_rows, 1), "window_rows", "in [0, 2^30)");
   PMO_REQUIRE(p.codes == nullptr || !is_plain, "codes", "NULL if the result is plain");
-  if (p.codes != nullptr) PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  PMO_REQUIRE(p.hidden_codes == nullptr || !is_plain, "hidden_codes", "NULL if the result is plain");
+  PMO_REQUIRE(p.hidden_codes == nullptr || !is_gated || p.hidden == nullptr, "hidden", "NULL if a gated result has hidden_codes");
+  const bool makes_codes = p.codes != nullptr || (is_gated && p.hidden_codes != nullptr);
+  if (makes_codes) PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
   if (p.num_rows == 0) return PMO_OK;
   PMO_REQUIRE(p.num_sources > 0 && p.inner > 0 && p.outer > 0, "inner", "positive where there are rows");
   PMO_REQUIRE(is_16_bytes(p.x), "x", "an array at a multiple of 16 bytes");
@@ -39,6 +42,8 @@ int check_grouped_float8(const pmo_grouped_float8_params& p) {
   PMO_REQUIRE(p.out == nullptr ? is_gated : is_16_bytes(p.out), "out", "an array at a multiple of 16 bytes");
   PMO_REQUIRE(p.hidden == nullptr ? p.result != PMO_GROUPED_GRADIENT : is_16_bytes(p.hidden), "hidden",
               "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(p.hidden_codes == nullptr || is_16_bytes(p.hidden_codes), "hidden_codes", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE_ARRAY(p.hidden_scales, p.hidden_codes == nullptr ? 0 : 1, "hidden_scales");
   PMO_REQUIRE(p.codes == nullptr || is_16_bytes(p.codes), "codes", "an array at a multiple of 16 bytes");
   PMO_REQUIRE_ARRAY(p.scales, p.codes == nullptr ? 0 : 1, "scales");
   PMO_REQUIRE_ARRAY(p.x_scales, 1, "x_scales");

@@ -22,11 +22,20 @@ struct Float8Arguments {
   float* scales;
   float amax_min;
   int num_sources, depth_blocks, column_blocks;
+  uint8_t* hidden_codes;
+  float* hidden_scales;
 };
 
 #ifdef PMO_HOPPER_CODE
 
 using Bfloat16Pair = Pair<__nv_bfloat16>;
+
+// The scale of numbers of which each of four lanes has some, with their largest magnitude.
+__device__ inline float scale_of_lanes(float amax, float amax_min) {
+  amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+  amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+  return float8_scale(amax, amax_min);
+}
 
 // The scale of 128 numbers of a row, of which each of four lanes has 32 in words of two.
 template <int kWords>
@@ -38,9 +47,19 @@ __device__ inline float scale_in_quad(const uint32_t (&word)[kWords], float amax
     const float2 both = Bfloat16Pair::unpack(word[i]);
     amax = fmaxf(amax, fmaxf(fabsf(both.x), fabsf(both.y)));  // of a number and NaN, the number
   }
-  amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 1));
-  amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 2));
-  return float8_scale(amax, amax_min);
+  return scale_of_lanes(amax, amax_min);
+}
+
+// As above of a lane's 32 sums from kFirst on, once they are rounded. To round the largest gives the largest of what is rounded.
+template <int kFirst>
+__device__ inline float scale_of_sums(const float (&d)[128], int half, float amax_min) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int at = kFirst + 4 * i + 2 * half;
+    amax = fmaxf(amax, fmaxf(fabsf(d[at]), fabsf(d[at + 1])));
+  }
+  return scale_of_lanes(__bfloat162float(__float2bfloat16_rn(amax)), amax_min);
 }
 
 __device__ inline uint32_t codes_of_pair(uint32_t word, float inverse) {
@@ -48,25 +67,32 @@ __device__ inline uint32_t codes_of_pair(uint32_t word, float inverse) {
   return float8_pair(both.x, both.y, inverse);
 }
 
-// Codes and the scale of 128 numbers of a row. Word i of lane q of four has columns 8 i + 2 q.
+// The way back; a half holds the number of every code.
+__device__ inline uint32_t pair_of_codes(uint32_t codes, float scale) {
+  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3);
+  const float2 both = __half22float2(raw);
+  return Bfloat16Pair::pack(__fmul_rn(both.x, scale), __fmul_rn(both.y, scale));
+}
+
+// Codes of 64 numbers of a row, 16 of each of four lanes. Word i of lane q has columns 8 i + 2 q.
+__device__ inline void store_64_codes(uint8_t* target, const uint32_t* word, float inverse, bool is_live) {
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] = codes_of_pair(word[2 * i], inverse) | codes_of_pair(word[2 * i + 1], inverse) << 16;
+  turn_in_quad(pairs);  // low halves: columns 16 q + 2 i; high halves: those 8 further
+  const uint4 codes = {__byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[2], pairs[3], 0x5410),
+                       __byte_perm(pairs[0], pairs[1], 0x7632), __byte_perm(pairs[2], pairs[3], 0x7632)};
+  if (is_live) *reinterpret_cast<uint4*>(target + threadIdx.x % 4 * 16) = codes;
+}
+
+// Codes and the scale of 128 numbers of a row, in words as above.
 __device__ inline void store_interleaved_codes(const Float8Arguments& p, const uint32_t (&word)[16], int row, int column,
                                                int columns, bool is_live) {
   const float scale = scale_in_quad(word, p.amax_min), inverse = __frcp_rn(scale);
   const int lane = threadIdx.x % 4;
-  uint8_t* target = p.codes + int64_t{row} * columns + column + 16 * lane;
+  uint8_t* target = p.codes + int64_t{row} * columns + column;
 #pragma unroll
-  for (int piece = 0; piece < 2; ++piece) {
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = 8 * piece + 2 * i;
-      pairs[i] = codes_of_pair(word[at], inverse) | codes_of_pair(word[at + 1], inverse) << 16;
-    }
-    turn_in_quad(pairs);  // low halves: columns 16 q + 2 i; high halves: those 8 further
-    const uint4 codes = {__byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[2], pairs[3], 0x5410),
-                         __byte_perm(pairs[0], pairs[1], 0x7632), __byte_perm(pairs[2], pairs[3], 0x7632)};
-    if (is_live) *reinterpret_cast<uint4*>(target + 64 * piece) = codes;
-  }
+  for (int piece = 0; piece < 2; ++piece) store_64_codes(target + 64 * piece, word + 8 * piece, inverse, is_live);
   if (is_live && lane == 0) p.scales[int64_t{row} * (columns / kGroupOfScale) + column / kGroupOfScale] = scale;
 }
 
@@ -95,13 +121,33 @@ __device__ inline void store_64(void* row, int column, const uint32_t* word, boo
   }
 }
 
+// Where the codes of a row of hidden begin, and their scales.
+__device__ inline uint8_t* hidden_codes_of(const Float8Arguments& p, int row) {
+  return p.hidden_codes + int64_t{row} * 2 * p.grouped.width;
+}
+__device__ inline float* hidden_scales_of(const Float8Arguments& p, int row) {
+  return p.hidden_scales + int64_t{row} * (2 * p.grouped.width / kGroupOfScale);
+}
+
 // Gates are in the first half of the sums, what they gate in the second.
+template <bool kKeepsCodes>
 __device__ inline void store_gated_float8(const Float8Arguments& p, const float (&d)[128], const GroupedPlace& place, int row,
                                           int half) {
   const bool is_live = row < place.end;
   const int width = p.grouped.width;
   __nv_bfloat16* hidden = static_cast<__nv_bfloat16*>(p.grouped.hidden) + int64_t{row} * 2 * width;
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.grouped.out) + int64_t{row} * width;
+  float of_gates = 0.0f, of_ups = 0.0f;  // the inverses of scales
+  if constexpr (kKeepsCodes) {
+    const float gates = scale_of_sums<0>(d, half, p.amax_min), ups = scale_of_sums<64>(d, half, p.amax_min);
+    of_gates = __frcp_rn(gates);
+    of_ups = __frcp_rn(ups);
+    if (is_live && threadIdx.x % 4 == 0) {
+      float* scales = hidden_scales_of(p, row) + place.column / kGroupOfScale;
+      scales[0] = gates;
+      scales[width / kGroupOfScale] = ups;
+    }
+  }
   uint32_t act[16];
 #pragma unroll
   for (int piece = 0; piece < 2; ++piece) {
@@ -114,7 +160,11 @@ __device__ inline void store_gated_float8(const Float8Arguments& p, const float 
       const float2 g = Bfloat16Pair::unpack(gate[i]), u = Bfloat16Pair::unpack(up[i]);
       act[8 * piece + i] = Bfloat16Pair::pack(g.x * sigmoid(g.x) * u.x, g.y * sigmoid(g.y) * u.y);
     }
-    if (p.grouped.hidden != nullptr) {
+    if constexpr (kKeepsCodes) {
+      uint8_t* codes = hidden_codes_of(p, row) + place.column + 64 * piece;
+      store_64_codes(codes, gate, of_gates, is_live);
+      store_64_codes(codes + width, up, of_ups, is_live);
+    } else if (p.grouped.hidden != nullptr) {
       store_64(hidden, place.column + 64 * piece, gate, is_live);
       store_64(hidden + width, place.column + 64 * piece, up, is_live);
     }
@@ -123,8 +173,64 @@ __device__ inline void store_gated_float8(const Float8Arguments& p, const float 
   if (p.codes != nullptr) store_interleaved_codes(p, act, row, place.column, width, is_live);
 }
 
+// Of 128 columns of a row of hidden, a lane's four times eight: the gates, and what they gate.
+template <bool kKeepsCodes>
+struct HiddenRow {
+  HiddenPiece pieces[2];
+
+  __device__ void load(const Float8Arguments& p, int row, int column, bool found) {
+    const int64_t to_up = int64_t{p.grouped.width} * 2;
+    const __nv_bfloat16* hidden = static_cast<const __nv_bfloat16*>(p.grouped.hidden) + row * to_up;
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      const int at = column + 64 * piece;
+      pieces[piece].load(hidden + at, to_up, found ? p.grouped.width - at : 0);
+    }
+  }
+
+  __device__ void words(int part, uint32_t* gates, uint32_t* ups) const {
+    const uint4 gate = pieces[part / 2].gates[part % 2], up = pieces[part / 2].ups[part % 2];
+    const uint32_t gate_words[4] = {gate.x, gate.y, gate.z, gate.w}, up_words[4] = {up.x, up.y, up.z, up.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      gates[i] = gate_words[i];
+      ups[i] = up_words[i];
+    }
+  }
+};
+
+template <>
+struct HiddenRow<true> {
+  uint2 gates[4], ups[4];
+  float of_gates, of_ups;  // scales
+
+  // No load through the read-only cache: the codes of the gradient may be stored over these.
+  __device__ void load(const Float8Arguments& p, int row, int column, bool found) {
+    const int width = p.grouped.width;
+    const uint8_t* codes = hidden_codes_of(p, row) + column;
+    const float* scales = hidden_scales_of(p, row) + column / kGroupOfScale;
+    of_gates = found ? scales[0] : 0.0f;
+    of_ups = found ? scales[width / kGroupOfScale] : 0.0f;
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      gates[part] = found ? *reinterpret_cast<const uint2*>(codes + 32 * part) : make_uint2(0, 0);
+      ups[part] = found ? *reinterpret_cast<const uint2*>(codes + width + 32 * part) : make_uint2(0, 0);
+    }
+  }
+
+  __device__ void words(int part, uint32_t* to_gates, uint32_t* to_ups) const {
+    unpack(gates[part], of_gates, to_gates);
+    unpack(ups[part], of_ups, to_ups);
+  }
+
+  static __device__ void unpack(uint2 codes, float scale, uint32_t* words) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = pair_of_codes((i < 2 ? codes.x : codes.y) >> i % 2 * 16 & 0xFFFF, scale);
+  }
+};
+
 // As in grouped_results.cuh, for 128 columns of one row; their new hidden numbers are kept until their scale is known.
-template <int kFirst>
+template <int kFirst, bool kKeepsCodes>
 __device__ inline void store_gradient_float8(const Float8Arguments& p, const float (&d)[128], int first_column, int row, int half,
                                              bool is_live, bool found, float weight) {
   const GroupedArguments& g = p.grouped;
@@ -134,12 +240,8 @@ __device__ inline void store_gradient_float8(const Float8Arguments& p, const flo
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(g.out) + int64_t{row} * g.width;
   uint32_t gates[16], ups[16];
   float sum = 0.0f;
-  HiddenPiece pieces[2];
-#pragma unroll
-  for (int piece = 0; piece < 2; ++piece) {
-    const int column = first_column + 64 * piece + lane_column;
-    pieces[piece].load(hidden + column, to_up, found ? g.width - column : 0);
-  }
+  HiddenRow<kKeepsCodes> old;
+  old.load(p, row, first_column + lane_column, found);
 #pragma unroll
   for (int part = 0; part < 4; ++part) {
     // Of the sums, each lane of a quad has two of every eight columns; now each gets eight that follow each other.
@@ -152,13 +254,10 @@ __device__ inline void store_gradient_float8(const Float8Arguments& p, const flo
     }
     turn_in_quad(low);
     turn_in_quad(high);
-    const uint4 gate = pieces[part / 2].gates[part % 2], up = pieces[part / 2].ups[part % 2];
-    const uint32_t gate_words[4] = {gate.x, gate.y, gate.z, gate.w}, up_words[4] = {up.x, up.y, up.z, up.w};
+    old.words(part, gates + 4 * part, ups + 4 * part);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float from_low = found ? __uint_as_float(low[i]) : 0.0f, from_high = found ? __uint_as_float(high[i]) : 0.0f;
-      gates[4 * part + i] = gate_words[i];
-      ups[4 * part + i] = up_words[i];
       gradient_of_pair<__nv_bfloat16>(gates[4 * part + i], ups[4 * part + i], from_low, from_high, weight, sum, scaled[i]);
     }
     const int column = first_column + 32 * part + lane_column;
@@ -183,7 +282,7 @@ __device__ inline void store_gradient_float8(const Float8Arguments& p, const flo
 }
 
 // Of a lane's sums, which are in rows `row` and `row` + 8.
-template <pmo_grouped_result kResult>
+template <pmo_grouped_result kResult, bool kKeepsCodes>
 __device__ inline void store_float8(const Float8Arguments& p, const float (&d)[128], const GroupedPlace& place, int row) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -193,14 +292,14 @@ __device__ inline void store_float8(const Float8Arguments& p, const float (&d)[1
       const GroupedPlace next = {place.expert, place.row, place.end, place.column + kTileColumns};
       store_plain<__nv_bfloat16>(p.grouped, d, next, of_row, half, 64);
     } else if constexpr (kResult == PMO_GROUPED_GATED) {
-      store_gated_float8(p, d, place, of_row, half);
+      store_gated_float8<kKeepsCodes>(p, d, place, of_row, half);
     } else {
       const bool is_live = of_row < place.end;
       const bool found = is_live && (p.grouped.row_to_token == nullptr || __ldg(p.grouped.row_to_token + of_row) >= 0);
       const float weight = !found ? 0.0f : p.grouped.weights == nullptr ? 1.0f : __ldg(p.grouped.weights + of_row);
-      store_gradient_float8<0>(p, d, place.column, of_row, half, is_live, found, weight);
+      store_gradient_float8<0, kKeepsCodes>(p, d, place.column, of_row, half, is_live, found, weight);
       if (place.column + kTileColumns < p.grouped.width) {
-        store_gradient_float8<64>(p, d, place.column + kTileColumns, of_row, half, is_live, found, weight);
+        store_gradient_float8<64, kKeepsCodes>(p, d, place.column + kTileColumns, of_row, half, is_live, found, weight);
       }
     }
   }

@@ -175,7 +175,7 @@ __device__ inline void multiply_stage(float (&part)[64], uint32_t rows, uint32_t
 }
 
 // The work of a warpgroup that multiplies: 64 rows of every tile of the block.
-template <pmo_grouped_result kResult>
+template <pmo_grouped_result kResult, bool kKeepsCodes>
 __device__ inline void make_tiles(const Float8Arguments& p, const Tables& tables, const Stages& stages, int first_tile,
                                   int last_tile) {
   constexpr int kCluster = kBlocksOf<kResult>;
@@ -207,7 +207,7 @@ __device__ inline void make_tiles(const Float8Arguments& p, const Tables& tables
       add_products<64>(d, part, scales);
       ring.advance();
     }
-    store_float8<kResult>(p, d, place, row);
+    store_float8<kResult, kKeepsCodes>(p, d, place, row);
   }
 }
 
@@ -220,7 +220,8 @@ __device__ inline void make_tiles(const Float8Arguments& p, const Tables& tables
 #define PMO_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
 #endif
 
-template <pmo_grouped_result kResult>
+// kKeepsCodes: hidden is kept in float8.
+template <pmo_grouped_result kResult, bool kKeepsCodes>
 __global__ void PMO_CLUSTER(kBlocksOf<kResult>) __launch_bounds__(kBlockThreads, 1)
     grouped_float8(const __grid_constant__ Float8Arguments p) {
 #ifdef PMO_HOPPER_CODE
@@ -244,19 +245,19 @@ __global__ void PMO_CLUSTER(kBlocksOf<kResult>) __launch_bounds__(kBlockThreads,
     if (threadIdx.x < kWarpSize) load_tiles<kResult>(p.grouped, tables, stages, first_tile, last_tile);
   } else {
     take_registers<kRegistersToMultiply>();
-    make_tiles<kResult>(p, tables, stages, first_tile, last_tile);
+    make_tiles<kResult, kKeepsCodes>(p, tables, stages, first_tile, last_tile);
   }
   if constexpr (kCluster > 1) meet_cluster();  // none may end while the other sends to its memory
 #endif
 }
 
-template <pmo_grouped_result kResult>
+template <pmo_grouped_result kResult, bool kKeepsCodes>
 int launch_product(const pmo_grouped_float8_params& p, const Float8Arguments& arguments, cudaStream_t stream) {
   static SharedMemoryLimit limit;
   int device = 0;
   DeviceLimits limits;
   if (const int status = hopper_limits("grouped_float8", &device, &limits)) return status;
-  auto* kernel = grouped_float8<kResult>;
+  auto* kernel = grouped_float8<kResult, kKeepsCodes>;
   if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
   constexpr int kCluster = kBlocksOf<kResult>;
   const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTileRows}) + p.num_experts;
@@ -279,17 +280,22 @@ int product(const pmo_grouped_float8_params& p, cudaStream_t stream) {
   a.matrix_scales = p.matrix_scales;
   a.codes = static_cast<uint8_t*>(p.codes);
   a.scales = p.scales;
+  a.hidden_codes = static_cast<uint8_t*>(p.hidden_codes);
+  a.hidden_scales = p.hidden_scales;
   a.amax_min = p.amax_min;
   a.num_sources = static_cast<int>(p.num_sources);
   a.depth_blocks = static_cast<int>(divide_up(p.inner, int64_t{kDepth}));
   a.column_blocks = static_cast<int>(divide_up(p.outer, int64_t{kGroupOfScale}));
+  const bool keeps_codes = p.hidden_codes != nullptr;
   switch (p.result) {
     case PMO_GROUPED_GATED:
-      return launch_product<PMO_GROUPED_GATED>(p, a, stream);
+      return keeps_codes ? launch_product<PMO_GROUPED_GATED, true>(p, a, stream)
+                         : launch_product<PMO_GROUPED_GATED, false>(p, a, stream);
     case PMO_GROUPED_GRADIENT:
-      return launch_product<PMO_GROUPED_GRADIENT>(p, a, stream);
+      return keeps_codes ? launch_product<PMO_GROUPED_GRADIENT, true>(p, a, stream)
+                         : launch_product<PMO_GROUPED_GRADIENT, false>(p, a, stream);
     default:
-      return launch_product<PMO_GROUPED_PLAIN>(p, a, stream);
+      return launch_product<PMO_GROUPED_PLAIN, false>(p, a, stream);
   }
 }
 

@@ -16,7 +16,8 @@ extern "C" {
 // The sums are those of row r of x times the expert's matrix, columns from first_column on: the products of codes are added up in float32
 // for each 128 of the contraction, multiplied by both scales, and added to the rest in float32, in ascending order. All other arithmetic
 // is that of pmo_grouped_product_params, from numbers that were rounded to bfloat16; so are codes and scales of results, by the rule of
-// pmo_quantize_params.
+// pmo_quantize_params. Where a gradient reads hidden_codes, it takes code times scale, rounded to bfloat16, for a number of hidden, and its
+// own codes and scales may be written over those.
 typedef struct pmo_grouped_float8_params {
   int64_t struct_size;
   int64_t num_rows;             // M
@@ -39,7 +40,9 @@ typedef struct pmo_grouped_float8_params {
   const int32_t* tiles;         // [E + 1]
   const int32_t* window;        // [2]
   void* out;                    // bfloat16 [M, width]; of a gated result it may be NULL
-  void* hidden;                 // bfloat16 [M, 2 * width]; of a gated result it may be NULL
+  void* hidden;                 // bfloat16 [M, 2 * width]; of a gated result it may be NULL, and is with hidden_codes
+  void* hidden_codes;           // [M, 2 * width] or NULL: hidden that a gated result makes and a gradient reads
+  float* hidden_scales;         // [M, 2 * width / 128], with hidden_codes
   void* codes;                  // of out if the result is gated, of the new hidden if it is a gradient, or NULL
   float* scales;                // [M, columns of codes / 128], with codes
   float* d_weights;             // [M, width / 128] or NULL
