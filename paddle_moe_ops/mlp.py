@@ -46,7 +46,7 @@ def moe_mlp(
     transpose: bool = False,
     weights_by: str | None = None,
     keep: str = "h",
-    workspace_mb: int = 512,
+    workspace_mb: int = 1024,
     accumulate: bool = False,
     gate_up_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
     down_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,

@@ -21,7 +21,7 @@ from .peers import UNSLOTH_CONFIGS, ProductByExpert, unsloth_grouped_gemm
 __all__ = ["FLOAT8", "IMPLEMENTATIONS", "WORKSPACE_MB", "Passes"]
 
 FLOAT8 = "ours, float8"
-WORKSPACE_MB = 512  # as moe_mlp has by default
+WORKSPACE_MB = 1024  # as moe_mlp has by default
 
 
 class Passes(NamedTuple):
@@ -129,7 +129,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours, float8, matrices kept": lambda inputs: ours(inputs, float8=True, keeps_matrices=True),
     "ours, float8, first product in float8": lambda inputs: ours(inputs, float8=True, hidden_in_float8=True),
     "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
-    "ours, 1 GiB": lambda inputs: ours(inputs, workspace_mb=1024),
+    "ours, 256 MiB": lambda inputs: ours(inputs, workspace_mb=256),
     "torch": torch_grouped,
     "cuBLAS by expert": cublas,
     **{f"Unsloth {which}": functools.partial(unsloth, which=which) for which in range(len(UNSLOTH_CONFIGS))},

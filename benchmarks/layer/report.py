@@ -33,12 +33,12 @@ bfloat16, but for the columns that say float8. The router is not included.
 
 * TFLOP/s are those of the matrix products: 6 T K d n operations forward, 12 T K d n backward, by the median time of
   replays of a CUDA graph (eager calls in parentheses, where they were measured) with a cold L2.
-* *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the `workspace_mb` that is named above each table (512
-  is the default): those in Triton, and on an H100 and an H200 the compiled library's products where they are faster,
-  which *ours, Triton alone* is without. *ours, 1 GiB* has a larger buffer; *ours, keep x* makes the first product again
-  in the backward pass. *ours, float8* multiplies float8 operands and quantises its matrices in each pass; *matrices
-  kept* finds them quantised, as micro-batches after the first do. *torch* is plain PyTorch around `torch._grouped_mm`
-  with its own gradients.
+* *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the `workspace_mb` that is named above each table
+  (1024 is the default): those in Triton, and on an H100 and an H200 the compiled library's products where they are
+  faster, which *ours, Triton alone* is without. *ours, 256 MiB* and *ours, 1 GiB* have other buffers; *ours, keep x*
+  makes the first product again in the backward pass. *ours, float8* multiplies float8 operands and quantises its
+  matrices in each pass; *matrices kept* finds them quantised, as micro-batches after the first do; *first product in
+  float8* is with `keep="h_fp8"`. *torch* is plain PyTorch around `torch._grouped_mm` with its own gradients.
 * *kept* is what forward leaves for backward, in MiB, with the tokens: 2 T d + 4 T K n bytes for ours, which the
   benchmark measures to the byte. *peak* is the most memory that the backward pass holds at any time. It includes what
   is kept, without the tokens, and leaves out the gradients that the pass returns.
@@ -210,7 +210,7 @@ def page(runs: Sequence[Run], further: Sequence[str] = ()) -> str:
             how = "Tokens routed evenly" if routing == "even" else "Expert e is chosen with a weight of 1 / (e + 1)"
             parts.append("\n".join([f"{how}:\n", *table(run, routing), ""]))
         for source in PUBLISHED:
-            for implementation in (OURS, "ours, 1 GiB"):
+            for implementation in (OURS, "ours, 1 GiB", "ours, 256 MiB"):
                 pairs = ratios(run, source, implementation) if source.gpu == run.gpu else []
                 if pairs:
                     forward, backward = (geometric_mean(each) for each in zip(*pairs, strict=True))
@@ -233,14 +233,14 @@ def picture(runs: Sequence[Run]) -> Any:
     """A panel for each GPU and pass: TFLOP/s by shape."""
     from matplotlib.figure import Figure
 
-    colours = {OURS: "#1f77b4", "ours, 1 GiB": "#6baed6", "torch": "#9a9a9a", "SonicMoE": "#e6872f"}
+    colours = {OURS: "#1f77b4", "ours, 256 MiB": "#6baed6", "torch": "#9a9a9a", "SonicMoE": "#e6872f"}
     top = 1.1 * max(line.get(f"{which}_tflops", 0) for run in runs for line in run.lines for which in _PASSES)
     figure = Figure(figsize=(15, 5.8 * len(runs)), facecolor="white", layout="tight")
     panels = figure.subplots(len(runs), 2, sharey=True, squeeze=False)
     for row, run in zip(panels, runs, strict=True):
         shapes = [shape for shape in run.values("shape") if run.found(shape, "even", OURS)]
         for panel, index, which in zip(row, range(2), _PASSES, strict=True):
-            for name in (OURS, "ours, 1 GiB", "torch"):
+            for name in (OURS, "ours, 256 MiB", "torch"):
                 lines = [run.found(shape, "even", name) or {} for shape in shapes]
                 heights = [line.get(f"{which}_tflops", math.nan) for line in lines]
                 panel.plot(range(len(shapes)), heights, "o", label=name, color=colours[name])

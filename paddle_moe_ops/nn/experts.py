@@ -94,7 +94,7 @@ class SwiGLUExperts(nn.Layer):
         intermediate_size: int,
         *,
         keep: str = "h",
-        workspace_mb: int = 512,
+        workspace_mb: int = 1024,
         accumulate: bool = False,
         activation: str = "swiglu",
         bias: bool = False,

@@ -101,7 +101,7 @@ class MoELayer(nn.Layer):
         scaling_factor: float = 1.0,
         capacity_factor: float | None = None,
         keep: str = "h",
-        workspace_mb: int = 512,
+        workspace_mb: int = 1024,
         accumulate: bool = False,
         activation: str = "swiglu",
         expert_bias: bool = False,

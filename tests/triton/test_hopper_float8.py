@@ -120,11 +120,11 @@ class Problem:
 
 
 def assert_near(made: dict, due: dict) -> None:
-    """Relative to the norm: a sum in another order may round, and be quantised, to the neighbour."""
+    """Relative to the norm: a sum in another order may round, and be quantised, to a neighbour up to 1/8 away."""
     for name, value in made.items():
         got, expected = value.astype(np.float64), due[name].astype(np.float64)
         assert got.shape == expected.shape, name
-        assert np.linalg.norm(got - expected) <= 0.01 * np.linalg.norm(expected), name
+        assert np.linalg.norm(got - expected) <= 0.03 * np.linalg.norm(expected), name
 
 
 @pytest.fixture
