@@ -24,6 +24,7 @@ SUITES = {
     "memcheck": "the core tests under compute-sanitizer memcheck",
     "racecheck": "the core tests under compute-sanitizer racecheck",
     "initcheck": "the core tests under compute-sanitizer initcheck",
+    "memcheck_hopper": "tests of the CUDA products for Hopper on PyTorch tensors, under compute-sanitizer memcheck",
     "place": "operators and Triton kernels on `GPUPlace` under paddlepaddle-gpu 2.6.2",
     "two_gpus": "tensors on either of two GPUs while the other is the current one, on `cuda_rig`",
     "distributed": "collectives and expert parallelism over NCCL and through memory of peers, on two GPUs",

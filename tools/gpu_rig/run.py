@@ -46,6 +46,10 @@ SUITES = {
     "memcheck": CORE_TESTS,
     "racecheck": CORE_TESTS,
     "initcheck": CORE_TESTS,
+    "memcheck_hopper": [
+        *(f"tests/triton/test_hopper_{name}.py" for name in ("product", "outer", "float8")),
+        *("--core-device=cuda", "-p", "no:cacheprovider", "-m", ""),
+    ],
     "place": ["tests/gpuplace", "--device=gpu:0"],
     "two_gpus": ["tests/ops/test_two_gpus.py", f"--device={DEVICE}", "--gpus=2"],
     # NCCL waits for a rank that ended; three and four ranks need as many GPUs
@@ -63,7 +67,7 @@ SUITES = {
 # Those that run on Paddle with the plug-in, and on Paddle 2.6.2.
 RIG_SUITES = ("ops", "scenarios", "triton", "two_gpus", "distributed", "distributed_four", "distributed_eight")
 PLACE_SUITES = ("place", "place_two_gpus")
-SANITIZERS = ("memcheck", "racecheck", "initcheck")
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "memcheck_hopper")
 
 
 def unpack(parts: list[Path]) -> None:
@@ -91,6 +95,8 @@ def environment(suite: str) -> dict[str, str]:
     env = dict(os.environ, CI="1", PYTHONPATH=str(ROOT))
     if suite not in RIG_SUITES:  # tests that load parts of the package without its Paddle side
         env["PMO_CORE_LIBRARY"] = str(RIG / "libpmo_core.so")
+    if suite in SANITIZERS:  # each of PyTorch's tensors is memory of its own then, whose ends are watched
+        env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     if suite in (*RIG_SUITES, *PLACE_SUITES):
         env["PYTHONPATH"] = f"{SITE}:{ROOT}"
         env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{RIG}:{env.get('LD_LIBRARY_PATH', '')}"
@@ -143,7 +149,7 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
     report = out / f"{suite}.xml"
     command = [sys.executable, "-m", "pytest", *SUITES[suite], "-q", f"--junitxml={report}", *extra]
     if suite in SANITIZERS:
-        command = ["compute-sanitizer", f"--tool={suite}", "--error-exitcode=99", "--target-processes=all", *command]
+        command = ["compute-sanitizer", f"--tool={suite.partition('_')[0]}", "--error-exitcode=99", "--target-processes=all", *command]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(suite), text=True, capture_output=suite in SANITIZERS, check=False
     )
