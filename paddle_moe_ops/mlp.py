@@ -19,7 +19,7 @@ from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
 from .backends import Float8Matrices, MlpSpec, accumulated, accumulated_each, resolve, why_not
-from .backends.float8_matrices import holds_others
+from .backends.float8_matrices import holds_others, is_default
 from .functional import unpermute
 from .gemm import grouped_gemm
 from .routing import Plan, as_plan, check_weights, tokens_of
@@ -28,6 +28,7 @@ __all__ = ["Float8Matrices", "moe_mlp"]
 
 _NAME = "moe_mlp"
 COMPUTE = (None, "fp8_1x128")
+IN_GRAPH = "in a static graph, whose passes quantise the matrices each time"
 
 # Signatures of calls whose arguments passed the checks, which take longer than all launches of a call.
 _passed: set[Hashable] = set()
@@ -144,7 +145,7 @@ def moe_mlp(
                 _passed.clear()
             _passed.add(signature)
     if float8_matrices is not None:
-        _check_float8_matrices(float8_matrices, gate_up, down, transpose, compute)
+        float8_matrices = _checked_float8_matrices(float8_matrices, x, gate_up, down, transpose, compute)
     shape, tokens = x.shape, x
     if len(shape) != 2:
         tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
@@ -172,6 +173,8 @@ def moe_mlp(
             probs = probs.reshape([-1, plan.topk])
         run = backend.moe_mlp
         if not runs:
+            if is_graph_value(tokens):
+                _checks.bad_value(_NAME, "compute", "None in a graph without the compiled library", repr(compute))
             from ._float8_mlp import composed_float8 as run  # needs ml_dtypes, which a report of what is missing lacks
         out = run(tokens, gate_up, down, probs, spec)
     else:
@@ -227,7 +230,7 @@ def _check(
     _checks.flag(_NAME, "transpose", transpose)
     check_memory_options(_NAME, keep, workspace_mb, accumulate)
     has_biases = any(each is not None for each in biases.values())
-    check_compute(_NAME, compute, activation, has_biases, is_graph_value(x))
+    check_compute(_NAME, compute, activation, has_biases)
     plan = as_plan(_NAME, plan)
     tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
     _checks.rows(_NAME, "x", tokens, _checks.SUM_DTYPES, *tokens_of(plan), getattr(x, "shape", []))
@@ -258,30 +261,33 @@ def check_destinations(function: str, **given: Matrices) -> None:
                 _checks.bad_value(function, name, *problem)
 
 
-def check_compute(
-    function: str, compute: str | None, activation: str, has_biases: bool, in_graph: bool = False
-) -> None:
+def check_compute(function: str, compute: str | None, activation: str, has_biases: bool) -> None:
     """Check what `moe_mlp` multiplies."""
     _checks.choice(function, "compute", compute, COMPUTE)
     if compute is None:
         return
-    in_words = "in a static graph, where a layer without it can load the same state_dict"
-    conditions = (in_words, in_graph), ("with biases", has_biases)
-    for where, holds in (*conditions, (f"with the activation {activation!r}", activation != "swiglu")):
+    conditions = ("with biases", has_biases), (f"with the activation {activation!r}", activation != "swiglu")
+    for where, holds in conditions:
         if holds:
             _checks.bad_value(function, "compute", f"None {where}", repr(compute))
 
 
-def _check_float8_matrices(
-    given: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool, compute: str | None
-) -> None:
+def _checked_float8_matrices(
+    given: Float8Matrices, x: Tensor, gate_up: Matrices, down: Matrices, transpose: bool, compute: str | None
+) -> Float8Matrices | None:
+    """What a call takes its matrices from, or None if it quantises them itself, as every pass of a graph does."""
     _checks.instance(_NAME, "float8_matrices", given, Float8Matrices, "a Float8Matrices or None")
     if compute is None:
         _checks.bad_value(_NAME, "float8_matrices", "None without compute", given)
+    if is_graph_value(x):
+        if not is_default(given):  # else no one asked for it in this call
+            _checks.bad_value(_NAME, "float8_matrices", f"None {IN_GRAPH}", given)
+        return None
     if holds_others(given, gate_up, down, transpose):
         _checks.bad_value(
             _NAME, "float8_matrices", "empty or made of these matrices, in the same memory", "one of others"
         )
+    return given
 
 
 def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool) -> None:

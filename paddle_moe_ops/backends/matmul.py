@@ -68,11 +68,10 @@ class MatmulBackend:
             return to_dtype(made, x.dtype)
 
     def runs_moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> bool:
-        if (
-            spec.accumulates
-            or spec.compute is not None
-            or any(isinstance(each, Sequence) or each.dtype != x.dtype for each in (gate_up, down))
-        ):
+        if spec.compute is not None:  # in dygraph matrices may be kept, and the gradients of a list are its own
+            return is_graph_value(x) and _has_operators(x)
+        given = gate_up, down
+        if spec.accumulates or any(isinstance(each, Sequence) or each.dtype != x.dtype for each in given):
             return False
         # In dygraph on a CPU the parts of the operator, one by one, have gradients of gradients as well.
         return _has_operators(x) and (is_graph_value(x) or not x.place.is_cpu_place())
@@ -86,8 +85,12 @@ class MatmulBackend:
                 weights = paddle.ones_like(plan.row_to_token, dtype="float32")
             elif spec.weights_by_slot:
                 weights = compiled.backend.slots_to_rows(weights, plan)
+            operands = [paddle.stack(each) if isinstance(each, Sequence) else each for each in (x, gate_up, down)]
+            if len({each.dtype for each in operands}) > 1:
+                operands = [float32(each) for each in operands]
             options = {"transpose": spec.transpose, "keeps_hidden": spec.keeps_hidden}
-            return compiled.moe_mlp(x, gate_up, down, weights, plan, **options)
+            out = compiled.moe_mlp(*operands, weights, plan, **options, float8=spec.compute is not None)
+            return to_dtype(out, x.dtype)
 
 
 def _has_operators(x: Tensor) -> bool:
