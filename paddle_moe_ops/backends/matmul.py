@@ -85,12 +85,13 @@ class MatmulBackend:
                 weights = paddle.ones_like(plan.row_to_token, dtype="float32")
             elif spec.weights_by_slot:
                 weights = compiled.backend.slots_to_rows(weights, plan)
-            operands = [paddle.stack(each) if isinstance(each, Sequence) else each for each in (x, gate_up, down)]
-            if len({each.dtype for each in operands}) > 1:
-                operands = [float32(each) for each in operands]
+            tokens = x
+            gate_up, down = (paddle.stack(each) if isinstance(each, Sequence) else each for each in (gate_up, down))
+            if gate_up.dtype != x.dtype or down.dtype != x.dtype:
+                tokens, gate_up, down = float32(x), float32(gate_up), float32(down)
             options = {"transpose": spec.transpose, "keeps_hidden": spec.keeps_hidden}
-            out = compiled.moe_mlp(*operands, weights, plan, **options, float8=spec.compute is not None)
-            return to_dtype(out, x.dtype)
+            float8 = spec.compute is not None
+            return to_dtype(compiled.moe_mlp(tokens, gate_up, down, weights, plan, **options, float8=float8), x.dtype)
 
 
 def _has_operators(x: Tensor) -> bool:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of experts' rows, zeros in rows of no expert, sums, SwiGLU and its gradient, and which products have kernels."""
+"""Tables of experts' rows, zeros in those of no expert, sums, SwiGLU and its gradient, which products have kernels."""
 
 from __future__ import annotations
 

@@ -201,20 +201,6 @@ def test_bad_arguments_are_named(changes, text, rng):
         layer.call(layer.leaves("cpu"), "cpu", **changes)
 
 
-def test_a_static_graph_is_refused(rng):
-    layer = Float8Layer(rng, ODD, sizes=(10, 6))
-    leaves, plan = layer.leaves("cpu"), plan_tensors(layer.plan, "cpu")
-    gate_up, down = leaves["gate_up"].detach(), leaves["down"].detach()
-
-    def call(x):
-        return moe_mlp(x, plan, None, gate_up, down, compute=FLOAT8)
-
-    traced = paddle.jit.to_static(call, full_graph=True)
-    text = "None in a static graph, where a layer without it can load the same state_dict, but got 'fp8_1x128'"
-    with pytest.raises(ValueError, match=f"moe_mlp: compute must be {text}"):
-        traced(leaves["x"].detach())
-
-
 def test_kept_matrices_change_no_bit_and_are_quantised_once(rng, place, monkeypatch):
     layer, kept, made = Float8Layer(rng, ODD), Float8Matrices(), []
     expected = layer.run(place)

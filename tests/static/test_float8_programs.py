@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Float8 experts in programs: one operator of the library on every device, so a program saved on one runs on another."""
+"""Float8 experts in programs: one operator on every device, so a program saved on one runs on another."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_traced_program_has_the_results_and_gradients_of_dygraph(dtype, sizes,
         assert_near(made, due)
         if tokens:
             exact = run(layer_with(), given, place)
-            assert 1e-3 < distance(made["out"], exact["out"]) < 0.1
+            assert 1e-3 < distance(made["out"], exact["out"]) < 0.2
 
 
 @pytest.mark.parametrize("options", [{"keep": "x"}, {"workspace_mb": 1}], ids=str)
