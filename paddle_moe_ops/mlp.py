@@ -118,10 +118,11 @@ def moe_mlp(
         down_bias: [E, d], dtype of ``x``, added to the second product before it is weighted. Or a list of E vectors.
         compute: "fp8_1x128" to multiply float8 operands, see docs/float8.md: tokens, gradients and the rows between the
             products are quantised with a scale for each 128 columns, matrices in each pass with one for each 128 x 128
-            elements. Gradients of matrices are made of operands in the dtype of ``x``. SwiGLU without biases, in
-            dygraph. GPUs of compute capability 9.0 have kernels for bfloat16, d a multiple of 16 and n one of 128;
-            elsewhere quantised values are multiplied in float32, which takes longer than ``None``.
-        float8_matrices: with ``compute``, where quantised matrices are kept from one call to the next, see
+            elements. Gradients of matrices are made of operands in the dtype of ``x``. SwiGLU without biases. GPUs of
+            compute capability 9.0 have kernels for bfloat16, d a multiple of 16 and n one of 128; elsewhere quantised
+            values are multiplied in float32, which takes longer than ``None``. In a graph it is an operator of the
+            compiled library, which stacks lists of matrices.
+        float8_matrices: with ``compute`` in dygraph, where quantised matrices are kept from one call to the next, see
             `Float8Matrices`; None: each pass quantises those that it needs.
 
     Returns:
@@ -130,8 +131,8 @@ def moe_mlp(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
-            bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` in a static graph, with biases or
-            with another activation; ``float8_matrices`` without ``compute``, or made of other matrices.
+            bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` with biases or with another
+            activation; ``float8_matrices`` without ``compute``, in a static graph, or made of other matrices.
     """
     gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}

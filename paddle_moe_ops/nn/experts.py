@@ -176,7 +176,8 @@ class SwiGLUExperts(nn.Layer):
             is_first_microbatch: with ``compute``, whether the matrices have changed since the last call: True quantises
                 them and keeps the codes, 2 bytes for each element; False takes these codes; None quantises the
                 matrices in each pass and leaves what is kept as it is, unless `set_is_first_microbatch` was called.
-                Without ``compute`` it makes no difference.
+                Without ``compute`` it makes no difference. In a static graph each pass quantises the matrices, whatever
+                `set_is_first_microbatch` said, and the argument must be None.
 
         Returns:
             [N, H], in expert order; with ``combine`` [T, H].
@@ -186,7 +187,7 @@ class SwiGLUExperts(nn.Layer):
             ValueError: an argument of the wrong shape; a plan of another number of experts; padding_alignment is below
                 1, or the counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a
                 device or in a graph are not looked at. Also ``is_first_microbatch=False`` before anything is kept, or
-                after the matrices have moved.
+                after the matrices have moved, or ``is_first_microbatch`` in a static graph with ``compute``.
         """
         _checks.flag("SwiGLUExperts", "combine", combine)
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
