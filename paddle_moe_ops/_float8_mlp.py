@@ -19,7 +19,7 @@ from ._activations import activate
 from ._graphs import filled, float32, to_dtype, without_autocast
 from .backends import resolve
 from .backends.accumulation import put
-from .backends.base import GemmSpec, Matrices, MlpSpec, QuantizeSpec, Validation
+from .backends.base import GemmSpec, Matrices, MlpSpec, QuantizeSpec, Tensors, Validation
 from .backends.gradients import WithGradients, connected_mlp
 from .backends.host_checks import check_plan_groups, host_segments
 from .reference import FLOAT8_AMAX_MIN
@@ -35,8 +35,11 @@ class ComposedFloat8:
 
     name = "paddle"
 
-    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool = True) -> Tensors:
         return _near_matrices(gate_up), _near_matrices(down)
+
+    def for_both_passes(self, quantized: Tensors) -> Tensors:
+        return quantized
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool

@@ -174,10 +174,10 @@ class SwiGLUExperts(nn.Layer):
             probs: with a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
             combine: with a plan, whether to add up the rows of each token, as `moe_mlp` does.
             is_first_microbatch: with ``compute``, whether the matrices have changed since the last call: True quantises
-                them and keeps the codes, 2 bytes for each element; False takes these codes; None quantises the
-                matrices in each pass and leaves what is kept as it is, unless `set_is_first_microbatch` was called.
-                Without ``compute`` it makes no difference. In a static graph each pass quantises the matrices, whatever
-                `set_is_first_microbatch` said, and the argument must be None.
+                them and keeps the codes, 2 bytes for each element, or 1 if no gradient is wanted; False takes these
+                codes; None quantises the matrices in each pass and leaves what is kept as it is, unless
+                `set_is_first_microbatch` was called. Without ``compute`` it makes no difference. In a static graph each
+                pass quantises the matrices, whatever `set_is_first_microbatch` said, and the argument must be None.
 
         Returns:
             [N, H], in expert order; with ``combine`` [T, H].

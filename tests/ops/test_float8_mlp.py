@@ -246,6 +246,41 @@ def test_kernels_for_hopper_take_kept_matrices(interpreted, transpose, keep, rng
     assert interpreted.launches.count("quantize_blocks") == before + 2
 
 
+@pytest.mark.cpu_only
+@BY_LAYOUT
+def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(
+    interpreted, transpose, rng, monkeypatch
+):
+    choose_small_tiles(monkeypatch)
+    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
+    interpreted.grouped_float8 = numpy_float8_kernels()
+    layer, kept = Float8Layer(rng, SMALL, BF16, transpose=transpose, form="by slot", sizes=(144, 128)), Float8Matrices()
+    leaves, elements = layer.leaves("cpu"), 3 * 144 * 128 * SMALL.E
+
+    def bytes_of_codes():
+        return sum(each.size for each in kept._made[1] if each.dtype == paddle.float8_e4m3fn)
+
+    with use_backend("triton"):
+        expected = layer.run("cpu")
+        before = interpreted.launches.count("quantize_blocks")
+        with paddle.no_grad():
+            for _ in range(2):
+                assert_bits_equal(layer.call(leaves, "cpu", float8_matrices=kept), expected["out"], what="served")
+        assert bytes_of_codes() == elements
+        with paddle.no_grad():
+            for name in ("gate_up", "down"):  # what is kept counts, in the backward pass too
+                leaves[name].scale_(2.0)
+        out = layer.call(leaves, "cpu", float8_matrices=kept)
+        assert bytes_of_codes() == 2 * elements
+        paddle.autograd.backward([out], [tensor(layer.d_out, "cpu")])
+        with paddle.no_grad():
+            assert_bits_equal(layer.call(leaves, "cpu", float8_matrices=kept), expected["out"], what="served again")
+    assert_bits_equal(out, expected["out"], what="out")
+    for name, leaf in leaves.items():
+        assert_bits_equal(leaf.grad, expected[name], what=name)
+    assert interpreted.launches.count("quantize_blocks") == before + 2
+
+
 @pytest.mark.parametrize("other", ["gate_up", "down", "transpose"])
 def test_kept_matrices_of_others_are_refused(other, rng):
     layer, kept = Float8Layer(rng, ODD, sizes=(128, 64)), Float8Matrices()
