@@ -14,9 +14,11 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_moe_ops import use_backend
 from paddle_moe_ops.backends import compiled, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from paddle_moe_ops.triton import grouped_gemm_configs
 from tests.ops.problems import plan_tensors, tensor
 from tests.ops.test_float8_mlp import Float8Layer, assert_near
 from tests.ops.test_gradient_shapes import SHAPES, go_back
@@ -81,6 +83,21 @@ def test_what_is_multiplied_has_the_bits_of_the_composition(dtype, rng, place):
     layer = Float8Layer(rng, Shape(9, 1, 1, 1, 1, "one expert"), dtype, form="none", sizes=(1, 130))
     made, due = of_operator(layer, place, wanted=()), layer.run(place)
     np.testing.assert_allclose(to_numpy(made["out"]), to_numpy(due["out"]), rtol=1e-6 if dtype == np.float32 else 2e-3)
+
+
+@pytest.mark.gpu_only
+@KEEPS
+@BY_LAYOUT
+def test_on_hopper_it_has_the_bits_of_the_launches_in_dygraph(transpose, keeps, rng, place):
+    """Of the same kernels, from the same tables; gradients of matrices and of weights are added up otherwise."""
+    layer = Float8Layer(rng, MANY_ROWS, BF16, transpose=transpose, form="by row", sizes=(160, 256))
+    with use_backend("triton"):
+        due = layer.run(place, keep="h" if keeps else "x")
+    made = of_operator(layer, place, keeps=keeps)
+    assert_near(made, {name: to_numpy(each) for name, each in due.items()})
+    if grouped_gemm_configs.gpu_at(tensor(np.zeros(1, np.float32), place).data_ptr()).capability == 90:
+        for name in ("out", "x"):
+            assert_bits_equal(made[name], due[name], what=name)
 
 
 @BY_DTYPE
