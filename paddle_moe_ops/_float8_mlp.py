@@ -35,8 +35,11 @@ class ComposedFloat8:
 
     name = "paddle"
 
-    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool = True) -> Tensors:
         return _near_matrices(gate_up), _near_matrices(down)
+
+    def for_both_passes(self, quantized: Tensors) -> Tensors:
+        return quantized
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool

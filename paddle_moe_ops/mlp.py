@@ -19,7 +19,7 @@ from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
 from .backends import Float8Matrices, MlpSpec, accumulated, accumulated_each, resolve, why_not
-from .backends.float8_matrices import holds_others
+from .backends.float8_matrices import holds_others, is_default
 from .functional import unpermute
 from .gemm import grouped_gemm
 from .routing import Plan, as_plan, check_weights, tokens_of
@@ -28,6 +28,7 @@ __all__ = ["Float8Matrices", "moe_mlp"]
 
 _NAME = "moe_mlp"
 COMPUTE = (None, "fp8_1x128")
+IN_GRAPH = "in a static graph, whose passes quantise the matrices each time"
 
 # Signatures of calls whose arguments passed the checks, which take longer than all launches of a call.
 _passed: set[Hashable] = set()
@@ -104,7 +105,7 @@ def moe_mlp(
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
         weights_by: what flat ``probs`` are by, "row" or "slot".
         keep: "h", or "x" to keep only the tokens and the maps, and make H again in the backward pass; with ``compute``
-            also "h_fp8" to keep H as float8 codes, with a scale for each 128 columns.
+            also "h_fp8" to keep H as float8 codes, with a scale for each 128 columns. In a graph that is "h".
         workspace_mb: MiB of the buffer on Triton, 1 or more; it always holds at least a few columns of all rows. A
             larger one makes layers of many small experts faster.
         accumulate: whether to add the gradients of the matrices to existing ones as they are made, instead of giving
@@ -118,10 +119,11 @@ def moe_mlp(
         down_bias: [E, d], dtype of ``x``, added to the second product before it is weighted. Or a list of E vectors.
         compute: "fp8_1x128" to multiply float8 operands, see docs/float8.md: tokens, gradients and the rows between the
             products are quantised with a scale for each 128 columns, matrices in each pass with one for each 128 x 128
-            elements. Gradients of matrices are made of operands in the dtype of ``x``. SwiGLU without biases, in
-            dygraph. GPUs of compute capability 9.0 have kernels for bfloat16, d a multiple of 16 and n one of 128;
-            elsewhere quantised values are multiplied in float32, which takes longer than ``None``.
-        float8_matrices: with ``compute``, where quantised matrices are kept from one call to the next, see
+            elements. Gradients of matrices are made of operands in the dtype of ``x``. SwiGLU without biases. GPUs of
+            compute capability 9.0 have kernels for bfloat16, d a multiple of 16 and n one of 128; elsewhere quantised
+            values are multiplied in float32, which takes longer than ``None``. In a graph it is an operator of the
+            compiled library, which stacks lists of matrices.
+        float8_matrices: with ``compute`` in dygraph, where quantised matrices are kept from one call to the next, see
             `Float8Matrices`; None: each pass quantises those that it needs.
 
     Returns:
@@ -130,9 +132,9 @@ def moe_mlp(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
-            bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` in a static graph, with biases or
-            with another activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter made of
-            other matrices.
+            bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` with biases or with another
+            activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter in a static graph or
+            made of other matrices.
     """
     gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
@@ -146,7 +148,7 @@ def moe_mlp(
                 _passed.clear()
             _passed.add(signature)
     if float8_matrices is not None:
-        _check_float8_matrices(float8_matrices, gate_up, down, transpose, compute)
+        float8_matrices = _checked_float8_matrices(float8_matrices, x, gate_up, down, transpose, compute)
     shape, tokens = x.shape, x
     if len(shape) != 2:
         tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
@@ -174,6 +176,8 @@ def moe_mlp(
             probs = probs.reshape([-1, plan.topk])
         run = backend.moe_mlp
         if not runs:
+            if is_graph_value(tokens):
+                _checks.bad_value(_NAME, "compute", "None in a graph without the compiled library", repr(compute))
             from ._float8_mlp import composed_float8 as run  # needs ml_dtypes, which a report of what is missing lacks
         out = run(tokens, gate_up, down, probs, spec)
     else:
@@ -229,7 +233,7 @@ def _check(
     _checks.flag(_NAME, "transpose", transpose)
     check_memory_options(_NAME, keep, workspace_mb, accumulate, compute)
     has_biases = any(each is not None for each in biases.values())
-    check_compute(_NAME, compute, activation, has_biases, is_graph_value(x))
+    check_compute(_NAME, compute, activation, has_biases)
     plan = as_plan(_NAME, plan)
     tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
     _checks.rows(_NAME, "x", tokens, _checks.SUM_DTYPES, *tokens_of(plan), getattr(x, "shape", []))
@@ -260,30 +264,33 @@ def check_destinations(function: str, **given: Matrices) -> None:
                 _checks.bad_value(function, name, *problem)
 
 
-def check_compute(
-    function: str, compute: str | None, activation: str, has_biases: bool, in_graph: bool = False
-) -> None:
+def check_compute(function: str, compute: str | None, activation: str, has_biases: bool) -> None:
     """Check what `moe_mlp` multiplies."""
     _checks.choice(function, "compute", compute, COMPUTE)
     if compute is None:
         return
-    in_words = "in a static graph, where a layer without it can load the same state_dict"
-    conditions = (in_words, in_graph), ("with biases", has_biases)
-    for where, holds in (*conditions, (f"with the activation {activation!r}", activation != "swiglu")):
+    conditions = ("with biases", has_biases), (f"with the activation {activation!r}", activation != "swiglu")
+    for where, holds in conditions:
         if holds:
             _checks.bad_value(function, "compute", f"None {where}", repr(compute))
 
 
-def _check_float8_matrices(
-    given: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool, compute: str | None
-) -> None:
+def _checked_float8_matrices(
+    given: Float8Matrices, x: Tensor, gate_up: Matrices, down: Matrices, transpose: bool, compute: str | None
+) -> Float8Matrices | None:
+    """What a call takes its matrices from, or None if it quantises them itself, as every pass of a graph does."""
     _checks.instance(_NAME, "float8_matrices", given, Float8Matrices, "a Float8Matrices or None")
     if compute is None:
         _checks.bad_value(_NAME, "float8_matrices", "None without compute", given)
+    if is_graph_value(x):
+        if not is_default(given):  # else no one asked for it in this call
+            _checks.bad_value(_NAME, "float8_matrices", f"None {IN_GRAPH}", given)
+        return None
     if holds_others(given, gate_up, down, transpose):
         _checks.bad_value(
             _NAME, "float8_matrices", "empty or made of these matrices, in the same memory", "one of others"
         )
+    return given
 
 
 def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool, compute: str | None) -> None:

@@ -355,8 +355,11 @@ class Kernels(Verbs, Protocol):
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
         """Whether `moe_mlp` can compute on float8 operands here; for kernels that have that verb."""
 
-    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool) -> Any:
-        """The matrices as `moe_mlp` and its gradient take them from a spec, for kernels that multiply float8."""
+    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> Any:
+        """The matrices as `moe_mlp` takes them from a spec, and its gradient with ``both``; of kernels for float8."""
+
+    def for_both_passes(self, quantized: Any) -> Any:
+        """What `quantize_experts` makes with ``both`` of what it made, maybe without."""
 
     def moe_mlp_backward(
         self,

@@ -147,7 +147,15 @@ def grouped_product(
 
 
 def moe_mlp(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, plan: Any, *, transpose: bool, keeps_hidden: bool
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    plan: Any,
+    *,
+    transpose: bool,
+    keeps_hidden: bool,
+    float8: bool = False,
 ) -> Tensor:
     """The sums of what the SwiGLU experts of each token make of it, weighted; differentiable, once.
 
@@ -159,12 +167,13 @@ def moe_mlp(
         plan: where the rows of tokens are.
         transpose: whether the matrices are stored transposed.
         keeps_hidden: whether the first product is kept where a gradient is wanted, or made again.
+        float8: whether operands are multiplied in float8, or quantised values in float32 where nothing can do that.
     """
     operands = x, gate_up, down, weights
     wanted = [not each.stop_gradient for each in operands]
     keeps = keeps_hidden and any(wanted) and paddle.is_grad_enabled()
     maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
-    out, hidden = _run("moe_mlp", *operands, *maps, transpose, keeps, *wanted)
+    out, hidden = _run("moe_mlp_float8" if float8 else "moe_mlp", *operands, *maps, transpose, keeps, *wanted)
     _stop_gradients(hidden)
     return out
 

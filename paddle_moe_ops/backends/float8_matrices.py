@@ -12,16 +12,17 @@ from paddle import Tensor
 
 from .base import Matrices
 
-__all__ = ["Float8Matrices", "holds_others", "is_default", "made_by", "make_default"]
+__all__ = ["Float8Matrices", "holds_others", "is_default", "made_by", "make_default", "replaced_by"]
 
 
 class Float8Matrices:
     """What `moe_mlp` keeps of a layer's matrices in float8, so that calls with the same matrices quantise them once.
 
-    The first call with an empty one quantises both matrices, in the forms that both passes take, and keeps them: 2
-    bytes for each element, or 4 where they are multiplied in float32. Later calls, and their backward passes, take what
-    is kept, whatever the matrices hold by then. So call `clear` after each step of the optimizer, and after anything
-    else that changes the matrices::
+    The first call with an empty one quantises both matrices and keeps them, in the forms that its passes take: 2 bytes
+    for each element, 1 where no gradient is wanted, or 4 where they are multiplied in float32. If a later call wants a
+    gradient, the codes of the forward pass are turned for it. Later calls, and their backward passes, take what is
+    kept, whatever the matrices hold by then. So call `clear` after each step of the optimizer, and after anything else
+    that changes the matrices::
 
         kept = Float8Matrices()
         for step in range(steps):
@@ -83,6 +84,13 @@ def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
     if kept._made is None or kept._made[0] != name:
         kept._made = name, make()
     return kept._made[1]
+
+
+def replaced_by(kept: Float8Matrices, made: Any) -> Any:
+    """Keep this instead, which the same backend made of what was kept."""
+    if made is not kept._made[1]:
+        kept._made = kept._made[0], made
+    return made
 
 
 def _facts_of(matrices: Matrices) -> list[tuple]:

@@ -31,7 +31,7 @@ from .base import (
     Validation,
     constant_if_float8,
 )
-from .float8_matrices import made_by
+from .float8_matrices import made_by, replaced_by
 from .joining import joined
 from .nodes import Call, Gradients, connect, first_order_only, linear, wants_gradient
 from .product_calls import GroupedGemm, MoeMlp
@@ -427,12 +427,15 @@ def connected_mlp(
     gate_up, down = [  # to ask an abstract class, as Sequence is one, takes long
         each if isinstance(each, Tensor) else joined(each, "moe_mlp", accumulates=spec.accumulates) for each in given
     ]
+    trains = wants_gradient(x, gate_up, down, weights)
     if spec.quantized is not None:
         with paddle.no_grad(), without_autocast():
-            matrices = gate_up.detach(), down.detach(), spec.transpose
+            matrices = gate_up.detach(), down.detach(), spec.transpose, trains
             made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices))
+            if trains:
+                made = replaced_by(spec.quantized, kernels.for_both_passes(made))
         spec = spec._replace(quantized=made)
-    if not wants_gradient(x, gate_up, down, weights):
+    if not trains:
         return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
     operands = x, gate_up, down, weights
     return connect(MoeMlp(kernels, *operands, spec, given), *operands)[0]

@@ -68,11 +68,10 @@ class MatmulBackend:
             return to_dtype(made, x.dtype)
 
     def runs_moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> bool:
-        if (
-            spec.accumulates
-            or spec.compute is not None
-            or any(isinstance(each, Sequence) or each.dtype != x.dtype for each in (gate_up, down))
-        ):
+        if spec.compute is not None:  # in dygraph matrices may be kept, and the gradients of a list are its own
+            return is_graph_value(x) and _has_operators(x)
+        given = gate_up, down
+        if spec.accumulates or any(isinstance(each, Sequence) or each.dtype != x.dtype for each in given):
             return False
         # In dygraph on a CPU the parts of the operator, one by one, have gradients of gradients as well.
         return _has_operators(x) and (is_graph_value(x) or not x.place.is_cpu_place())
@@ -86,8 +85,13 @@ class MatmulBackend:
                 weights = paddle.ones_like(plan.row_to_token, dtype="float32")
             elif spec.weights_by_slot:
                 weights = compiled.backend.slots_to_rows(weights, plan)
+            tokens = x
+            gate_up, down = (paddle.stack(each) if isinstance(each, Sequence) else each for each in (gate_up, down))
+            if gate_up.dtype != x.dtype or down.dtype != x.dtype:
+                tokens, gate_up, down = float32(x), float32(gate_up), float32(down)
             options = {"transpose": spec.transpose, "keeps_hidden": spec.keeps_hidden}
-            return compiled.moe_mlp(x, gate_up, down, weights, plan, **options)
+            float8 = spec.compute is not None
+            return to_dtype(compiled.moe_mlp(tokens, gate_up, down, weights, plan, **options, float8=float8), x.dtype)
 
 
 def _has_operators(x: Tensor) -> bool:

@@ -290,8 +290,11 @@ class ReferenceKernels:
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
         return True
 
-    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> tuple[Tensor, Tensor]:
         return gate_up.clone(), down.clone()  # the oracle quantises in each call
+
+    def for_both_passes(self, quantized: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return quantized
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool

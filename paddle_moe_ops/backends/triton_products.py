@@ -81,11 +81,16 @@ class ProductKernels:
         device, inner = device_of(x), matrix.shape[-1 if transpose else -2]
         return suits_float8(device, gpu_at(matrix.data_ptr()), device.dtype_name(x), x.shape[1], inner)
 
-    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool) -> tuple[Tensor, ...]:
+    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> tuple[Tensor, ...]:
         from ..triton.float8_mlp import quantize_experts
 
-        made = quantize_experts(device_of(gate_up), dense(gate_up), dense(down), transpose)
-        return tuple(each for codes in made for each in codes)
+        made = quantize_experts(device_of(gate_up), dense(gate_up), dense(down), transpose, both)
+        return tuple(each for codes in made if codes is not None for each in codes)
+
+    def for_both_passes(self, quantized: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if len(quantized) > _FORWARD:
+            return quantized
+        return (*quantized, *map(_turned, quantized))
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
@@ -126,6 +131,16 @@ class ProductKernels:
             given = dense_rows(d_out), others, _dense(operands), spec
             made = _recorded_mlp_backward(device, options, *given, wanted, destinations)
         return tuple(made)
+
+
+_FORWARD = 4  # codes and scales of two matrices
+
+
+def _turned(codes_or_scales: Tensor) -> Tensor:
+    """Of transposed matrices, which have the transposed codes and scales."""
+    dtype = codes_or_scales.dtype
+    numbers = codes_or_scales.view("uint8") if dtype == paddle.float8_e4m3fn else codes_or_scales
+    return numbers.transpose([0, 2, 1]).contiguous().view(dtype)
 
 
 def _options(spec: MlpSpec) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import Float8Matrices, accumulated
 from ..backends.float8_matrices import holds_others, is_default
 from ..gemm import grouped_gemm
-from ..mlp import check_compute, check_destinations, check_memory_options, moe_mlp
+from ..mlp import IN_GRAPH, check_compute, check_destinations, check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
 from ._common import Size, check_rows, described, initial, of_shape, sizes, weight
 
@@ -175,9 +175,10 @@ class SwiGLUExperts(nn.Layer):
             probs: with a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
             combine: with a plan, whether to add up the rows of each token, as `moe_mlp` does.
             is_first_microbatch: with ``compute``, whether the matrices have changed since the last call: True quantises
-                them and keeps the codes, 2 bytes for each element; False takes these codes; None quantises the
-                matrices in each pass and leaves what is kept as it is, unless `set_is_first_microbatch` was called.
-                Without ``compute`` it makes no difference.
+                them and keeps the codes, 2 bytes for each element, or 1 if no gradient is wanted; False takes these
+                codes; None quantises the matrices in each pass and leaves what is kept as it is, unless
+                `set_is_first_microbatch` was called. Without ``compute`` it makes no difference. In a static graph each
+                pass quantises the matrices, whatever `set_is_first_microbatch` said, and the argument must be None.
 
         Returns:
             [N, H], in expert order; with ``combine`` [T, H].
@@ -187,7 +188,7 @@ class SwiGLUExperts(nn.Layer):
             ValueError: an argument of the wrong shape; a plan of another number of experts; padding_alignment is below
                 1, or the counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a
                 device or in a graph are not looked at. Also ``is_first_microbatch=False`` before anything is kept, or
-                after the matrices have moved.
+                after the matrices have moved, or ``is_first_microbatch`` in a static graph with ``compute``.
         """
         _checks.flag("SwiGLUExperts", "combine", combine)
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
@@ -320,13 +321,13 @@ def _combined(
     plan = _plan_of(name, plan, gate_up.shape[0])
     options: dict[str, Any] = {"keep": keep, "workspace_mb": int(workspace_mb), "accumulate": accumulate}
     options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    options |= {"compute": compute, "float8_matrices": _matrices_of_call(kept, gate_up, down, is_first_microbatch)}
+    options |= {"compute": compute, "float8_matrices": _matrices_of_call(kept, x, gate_up, down, is_first_microbatch)}
     with _checks.renaming("moe_mlp", name, x="rows"):
         return moe_mlp(x, plan, probs, gate_up, down, **options)
 
 
 def _matrices_of_call(
-    kept: Float8Matrices | None, gate_up: Tensor, down: Tensor, is_first_microbatch: bool | None
+    kept: Float8Matrices | None, x: Tensor, gate_up: Tensor, down: Tensor, is_first_microbatch: bool | None
 ) -> Float8Matrices | None:
     """Where a call keeps, or finds, its matrices in float8; None where it keeps nothing."""
     if is_first_microbatch is not None:
@@ -334,6 +335,10 @@ def _matrices_of_call(
     elif not is_default(kept):
         return None
     if kept is None:
+        return None
+    if is_graph_value(x):  # what `set_is_first_microbatch` asked for is for the calls in dygraph
+        if is_first_microbatch is not None:
+            _checks.bad_value("SwiGLUExperts", "is_first_microbatch", f"None {IN_GRAPH}", is_first_microbatch)
         return None
     if is_first_microbatch:
         kept.clear()

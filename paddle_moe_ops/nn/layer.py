@@ -205,7 +205,8 @@ class MoELayer(nn.Layer):
 
         Raises:
             TypeError: x is not a tensor of the weights' dtype (under mixed precision, of bfloat16, float16 or float32).
-            ValueError: x has another shape; ``is_first_microbatch=False`` in the first call.
+            ValueError: x has another shape; ``is_first_microbatch=False`` in the first call, or either of its values in
+                a static graph with ``compute``.
         """
         tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
         ids, probs, scores, logits = self.router(tokens)

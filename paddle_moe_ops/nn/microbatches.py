@@ -26,8 +26,8 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
             optimizer.step()
             optimizer.clear_grad()
 
-    Calls with ``is_first_microbatch`` do what it says. A copy of a model keeps nothing until this is called for it. No
-    host synchronisation.
+    Calls with ``is_first_microbatch`` do what it says. Programs quantise matrices in each pass. A copy of a model keeps
+    nothing until this is called for it. No host synchronisation.
 
     Args:
         model: any layer.

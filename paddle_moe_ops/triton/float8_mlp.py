@@ -16,7 +16,7 @@ columns, matrices with one for each 128 x 128 elements.
 
 Codes and scales of rows of tokens exist one window at a time. Those of A, of dH and of the matrices
 exist whole: each pass needs one form of each matrix, whose rows are the contraction's, and the forms differ.
-With `quantize_experts` both forms are made once for many calls.
+With `quantize_experts` both forms, or those of the forward pass, are made once for many calls.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ class QuantizedExperts(NamedTuple):
 
     gate_up: Codes
     down: Codes
-    turned_gate_up: Codes
-    turned_down: Codes
+    turned_gate_up: Codes | None = None
+    turned_down: Codes | None = None
 
 
-def quantize_experts(device: Device, gate_up: Array, down: Array, transpose: bool) -> QuantizedExperts:
-    """What both passes multiply, by one launch for each of the two."""
+def quantize_experts(
+    device: Device, gate_up: Array, down: Array, transpose: bool, both: bool = True
+) -> QuantizedExperts:
+    """What both passes multiply, or the forward pass alone, by one launch for each of the two."""
+    if not both:
+        return QuantizedExperts(*(quantize_blocks(device, each, turned=not transpose) for each in (gate_up, down)))
     pairs = [quantize_both_forms(device, each)[:: 1 if transpose else -1] for each in (gate_up, down)]
     (gate_up_codes, turned_gate_up), (down_codes, turned_down) = pairs
     return QuantizedExperts(gate_up_codes, down_codes, turned_gate_up, turned_down)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of experts' rows, zeros in rows of no expert, SwiGLU and its gradient, and which products have kernels."""
+"""Tables of experts' rows, zeros in those of no expert, sums, SwiGLU and its gradient, which products have kernels."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from .operators.grouped_rows import (
     TILE_ROWS,
     clear_params,
     grouped_tables,
+    row_sums,
     swiglu,
     swiglu_backward,
 )
@@ -36,7 +37,9 @@ SHAPES = pytest.mark.parametrize("shape", [(0, 5), (1, 0), (1, 1), (63, 7), (300
 LIMITS = {np.dtype(np.float32): 1e-5, np.dtype(np.float16): 2e-3, np.dtype(ml_dtypes.bfloat16): 1.6e-2}
 
 
-def tables_by_loops(sizes: list[int], offsets: list[int] | None, num_rows: int) -> tuple[list[int], ...]:
+def tables_by_loops(
+    sizes: list[int], offsets: list[int] | None, num_rows: int, tile_rows: int = TILE_ROWS
+) -> tuple[list[int], ...]:
     first, stop, tiles, rows, end = [], [], [0], 0, 0
     for expert, size in enumerate(sizes):
         size = max(size, 0)
@@ -45,7 +48,7 @@ def tables_by_loops(sizes: list[int], offsets: list[int] | None, num_rows: int) 
         begin, end = max(begin, end), max(min(begin + size, num_rows), end)
         first.append(begin)
         stop.append(end)
-        tiles.append(tiles[-1] + -(-(end - begin) // TILE_ROWS))
+        tiles.append(tiles[-1] + -(-(end - begin) // tile_rows))
     return first, stop, tiles, [0, tiles[-1], 0, 0]
 
 
@@ -58,14 +61,20 @@ NUMBERS = st.one_of(st.integers(0, 300), st.integers(-5, 5), st.sampled_from([-(
     num_rows=st.integers(0, 900),
     has_offsets=st.booleans(),
     dtypes=st.tuples(*[st.sampled_from([np.int32, np.int64])] * 2),
+    tile_rows=st.sampled_from([TILE_ROWS, 128, 1]),
 )
 def test_tables_of_any_sizes_at_any_offsets(
-    core: Core, experts: list[tuple[int, int]], num_rows: int, has_offsets: bool, dtypes: tuple[type, type]
+    core: Core,
+    experts: list[tuple[int, int]],
+    num_rows: int,
+    has_offsets: bool,
+    dtypes: tuple[type, type],
+    tile_rows: int,
 ) -> None:
     sizes, offsets = [size for size, _ in experts], [offset for _, offset in experts] if has_offsets else None
     starts = None if offsets is None else np.array(offsets, dtypes[1])
-    made = grouped_tables(core, np.array(sizes, dtypes[0]), starts, num_rows)
-    assert tuple(each.tolist() for each in made) == tables_by_loops(sizes, offsets, num_rows)
+    made = grouped_tables(core, np.array(sizes, dtypes[0]), starts, num_rows, tile_rows)
+    assert tuple(each.tolist() for each in made) == tables_by_loops(sizes, offsets, num_rows, tile_rows)
 
 
 @pytest.mark.parametrize("num_experts", [1, 255, 256, 257, 1025, 65536])
@@ -102,6 +111,17 @@ def test_rows_of_no_expert_become_zeros_and_others_stay(core: Core, first: list,
     for begin, end in zip(first, stop, strict=True):
         expected[begin:end] = 1
     np.testing.assert_array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 0), (1, 1), (700, 16)], ids=str)
+def test_sums_of_rows_leave_out_rows_of_no_token(core: Core, shape: tuple[int, int]) -> None:
+    values = ordinary_floats(shape, np.float32, seed=shape[0])
+    tokens = np.where(np.arange(shape[0]) % 3 == 1, -1, np.arange(shape[0])).astype(np.int32)
+    values[tokens < 0] = np.nan
+    due = np.zeros(shape[0], np.float32)
+    for column in range(shape[1]):
+        due += np.where(tokens >= 0, values[:, column], 0)
+    np.testing.assert_array_equal(row_sums(core, values, tokens), due)
 
 
 def assert_close(got: NDArray, due: NDArray, dtype: DTypeLike) -> None:
@@ -164,6 +184,10 @@ HOPPER = {"num_rows": 4096, "num_experts": 8, "inner": 64, "outer": 1024, "dtype
         ({}, 1),
         ({"dtype": "float16"}, 1),
         ({"dtype": "float32"}, 0),
+        ({"dtype": "float8_e4m3fn"}, 1),
+        ({"dtype": "float8_e4m3fn", "inner": 16, "outer": 128}, 1),
+        ({"dtype": "float8_e4m3fn", "inner": 8}, 0),
+        ({"dtype": "float8_e4m3fn", "capability": 89}, 0),
         ({"inner": 8, "outer": 8}, 1),
         ({"inner": 12}, 0),
         ({"outer": 1020}, 0),
@@ -186,7 +210,7 @@ HOPPER = {"num_rows": 4096, "num_experts": 8, "inner": 64, "outer": 1024, "dtype
 )
 def test_which_products_the_kernels_for_hopper_take(core: Core, changes: dict, expected: int) -> None:
     facts = {"struct_size": ctypes.sizeof(Facts), **HOPPER, **changes}
-    facts["dtype"] = DTYPES[np.dtype(ml_dtypes.bfloat16 if facts["dtype"] == "bfloat16" else facts["dtype"])]
+    facts["dtype"] = DTYPES[np.dtype(getattr(ml_dtypes, facts["dtype"], facts["dtype"]))]
     takes = core.function("pmo_grouped_takes", ctypes.c_int32, ctypes.c_void_p)
     assert takes(ctypes.byref(Facts(**facts))) == expected
     assert takes(None) == 0

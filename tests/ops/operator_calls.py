@@ -59,6 +59,23 @@ WEIGHTED = {
 }
 
 
+# A layer of experts.
+EXPERTS = {
+    "x": zeros(T, H),
+    "gate_up": zeros(E, H, 2 * S),
+    "down": zeros(E, S, H),
+    "weights": zeros(N),
+    "token_rows": MAPS["token_rows"],
+    **ROW_TO_TOKEN,
+    "sizes": array(PLAN.tokens_per_expert),
+    "offsets": array(PLAN.expert_offsets),
+    "transpose": False,
+    "keep_hidden": True,
+    "need_x_grad": True,
+    "need_gate_up_grad": True,
+    "need_down_grad": True,
+    "need_weights_grad": True,
+}
 # operator -> arguments that it takes, in their order
 GOOD_CALLS: dict[str, dict[str, Any]] = {
     "route": {"routing": array(IDS), **ROUTE},
@@ -139,22 +156,7 @@ GOOD_CALLS: dict[str, dict[str, Any]] = {
         "need_x_grad": True,
         "need_w_grad": True,
     },
-    "moe_mlp": {
-        "x": zeros(T, H),
-        "gate_up": zeros(E, H, 2 * S),
-        "down": zeros(E, S, H),
-        "weights": zeros(N),
-        "token_rows": MAPS["token_rows"],
-        **ROW_TO_TOKEN,
-        "sizes": array(PLAN.tokens_per_expert),
-        "offsets": array(PLAN.expert_offsets),
-        "transpose": False,
-        "keep_hidden": True,
-        "need_x_grad": True,
-        "need_gate_up_grad": True,
-        "need_down_grad": True,
-        "need_weights_grad": True,
-    },
+    **dict.fromkeys(("moe_mlp", "moe_mlp_float8"), EXPERTS),
     "quantize_1x128": {"x": zeros(T, H), "ue8m0": False, "by_column": False, "amax_min": 1e-4},
     "permute_quantized": {
         "x": zeros(T, H),

@@ -202,20 +202,6 @@ def test_bad_arguments_are_named(changes, text, rng):
         layer.call(layer.leaves("cpu"), "cpu", **changes)
 
 
-def test_a_static_graph_is_refused(rng):
-    layer = Float8Layer(rng, ODD, sizes=(10, 6))
-    leaves, plan = layer.leaves("cpu"), plan_tensors(layer.plan, "cpu")
-    gate_up, down = leaves["gate_up"].detach(), leaves["down"].detach()
-
-    def call(x):
-        return moe_mlp(x, plan, None, gate_up, down, compute=FLOAT8)
-
-    traced = paddle.jit.to_static(call, full_graph=True)
-    text = "None in a static graph, where a layer without it can load the same state_dict, but got 'fp8_1x128'"
-    with pytest.raises(ValueError, match=f"moe_mlp: compute must be {text}"):
-        traced(leaves["x"].detach())
-
-
 def test_kept_matrices_change_no_bit_and_are_quantised_once(rng, place, monkeypatch):
     layer, kept, made = Float8Layer(rng, ODD), Float8Matrices(), []
     expected = layer.run(place)
@@ -258,6 +244,41 @@ def test_kernels_for_hopper_take_kept_matrices(interpreted, transpose, keep, rng
             assert_bits_equal(out, expected["out"], what="out")
             for name, leaf in leaves.items():
                 assert_bits_equal(leaf.grad, expected[name], what=name)
+    assert interpreted.launches.count("quantize_blocks") == before + 2
+
+
+@pytest.mark.cpu_only
+@BY_LAYOUT
+def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(
+    interpreted, transpose, rng, monkeypatch
+):
+    choose_small_tiles(monkeypatch)
+    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
+    interpreted.grouped_float8 = numpy_float8_kernels()
+    layer, kept = Float8Layer(rng, SMALL, BF16, transpose=transpose, form="by slot", sizes=(144, 128)), Float8Matrices()
+    leaves, elements = layer.leaves("cpu"), 3 * 144 * 128 * SMALL.E
+
+    def bytes_of_codes():
+        return sum(each.size for each in kept._made[1] if each.dtype == paddle.float8_e4m3fn)
+
+    with use_backend("triton"):
+        expected = layer.run("cpu")
+        before = interpreted.launches.count("quantize_blocks")
+        with paddle.no_grad():
+            for _ in range(2):
+                assert_bits_equal(layer.call(leaves, "cpu", float8_matrices=kept), expected["out"], what="served")
+        assert bytes_of_codes() == elements
+        with paddle.no_grad():
+            for name in ("gate_up", "down"):  # what is kept counts, in the backward pass too
+                leaves[name].scale_(2.0)
+        out = layer.call(leaves, "cpu", float8_matrices=kept)
+        assert bytes_of_codes() == 2 * elements
+        paddle.autograd.backward([out], [tensor(layer.d_out, "cpu")])
+        with paddle.no_grad():
+            assert_bits_equal(layer.call(leaves, "cpu", float8_matrices=kept), expected["out"], what="served again")
+    assert_bits_equal(out, expected["out"], what="out")
+    for name, leaf in leaves.items():
+        assert_bits_equal(leaf.grad, expected[name], what=name)
     assert interpreted.launches.count("quantize_blocks") == before + 2
 
 

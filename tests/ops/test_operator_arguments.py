@@ -41,7 +41,8 @@ def arguments_of(operator: str, place: Any, changes: dict[str, Any]) -> list[Any
 
 def public_name(operator: str) -> str:
     name = re.sub("(_weighted)?(_backward)?(_with_probs)?$", "", operator)
-    return {"permute_quantized": "permute", "grouped_product": "grouped_gemm"}.get(name, name)
+    names = {"permute_quantized": "permute", "grouped_product": "grouped_gemm", "moe_mlp_float8": "moe_mlp"}
+    return names.get(name, name)
 
 
 @pytest.fixture(params=["direct", "paddle"])

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -97,10 +98,13 @@ def _list_of_counts(ids: paddle.Tensor) -> list[int]:
     return paddle.bincount(ids[ids >= 0], minlength=E).tolist()
 
 
-def _experts_as_one_operator(x, ids, probs, gate_up, down):
+def _experts_as_one_operator(x, ids, probs, gate_up, down, float8=False):
     plan = route(ids, probs, num_experts=E, padding_alignment=A)
-    options = {"transpose": False, "keeps_hidden": True}
+    options = {"transpose": False, "keeps_hidden": True, "float8": float8}
     return (compiled.moe_mlp(x, gate_up, down, plan.row_probs, plan, **options),)
+
+
+_float8_experts = partial(_experts_as_one_operator, float8=True)
 
 
 # A list is part of a program, so these are no cases for any number of tokens. Nor is a layer, which on a CPU is several
@@ -110,11 +114,12 @@ LISTS = (
     Case("route-list", _route_with_list, token_inputs(), ("probs",)),
     *(
         Case(
-            f"moe_mlp-{np.dtype(dtype).name}",
-            _experts_as_one_operator,
+            f"{name}-{np.dtype(dtype).name}",
+            function,
             token_inputs(dtype, gate_up=stacked(dtype, H, 2 * INNER), down=stacked(dtype, INNER, H)),
             ("x", "probs", "gate_up", "down"),
         )
+        for name, function in (("moe_mlp", _experts_as_one_operator), ("moe_mlp_float8", _float8_experts))
         for dtype in (np.float32, BFLOAT16)
     ),
 )

@@ -2,13 +2,32 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <cfloat>
+#include <cstdint>
 
 #include "common/arithmetic.h"
 #include "common/checks.h"
+#include "common/dtypes.h"
 #include "common/grouped_sizes.h"
 #include "common/status.h"
 
 namespace pmo {
+namespace {
+
+// Of stacked matrices that are read in blocks of 128 x 128 elements.
+template <typename Params>
+int check_blocks(const Params& p) {
+  const bool is_known = p.dtype == PMO_FLOAT32 || p.dtype == PMO_FLOAT16 || p.dtype == PMO_BFLOAT16;
+  PMO_REQUIRE(is_known, "dtype", "PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16");
+  PMO_REQUIRE(p.num_matrices >= 0 && p.num_matrices <= kMaxExperts, "num_matrices", "in [0, 2^16]");
+  PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.num_columns, 1), "num_columns", "in [0, 2^30)");
+  const int64_t tiles = divide_up(p.num_rows, int64_t{128}) * divide_up(p.num_columns, int64_t{128});
+  PMO_REQUIRE(p.num_matrices == 0 || tiles <= kMostPlaces / p.num_matrices, "num_matrices", "below 2^30 / blocks of a matrix");
+  PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  return PMO_OK;
+}
+
+}  // namespace
 
 int check_grouped_float8(const pmo_grouped_float8_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_float8_params of this library");
@@ -57,20 +76,23 @@ int check_grouped_float8(const pmo_grouped_float8_params& p) {
 
 int check_quantize_blocks(const pmo_quantize_blocks_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_quantize_blocks_params of this library");
-  const bool is_known = p.dtype == PMO_FLOAT32 || p.dtype == PMO_FLOAT16 || p.dtype == PMO_BFLOAT16;
-  PMO_REQUIRE(is_known, "dtype", "PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16");
-  PMO_REQUIRE(p.num_matrices >= 0 && p.num_matrices <= kMaxExperts, "num_matrices", "in [0, 2^16]");
-  PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
-  PMO_REQUIRE(is_size(p.num_columns, 1), "num_columns", "in [0, 2^30)");
-  const int64_t tiles = divide_up(p.num_rows, int64_t{128}) * divide_up(p.num_columns, int64_t{128});
-  PMO_REQUIRE(p.num_matrices == 0 || tiles <= kMostPlaces / p.num_matrices, "num_matrices", "below 2^30 / blocks of a matrix");
-  PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  if (const int status = check_blocks(p)) return status;
   if (p.num_matrices == 0 || p.num_rows == 0 || p.num_columns == 0) return PMO_OK;
   PMO_REQUIRE(p.x != nullptr, "x", "an array");
   PMO_REQUIRE((p.codes == nullptr) == (p.scales == nullptr), "scales", "given with codes");
   PMO_REQUIRE((p.turned_codes == nullptr) == (p.turned_scales == nullptr), "turned_scales", "given with turned_codes");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.scales, "scales");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.turned_scales, "turned_scales");
+  return PMO_OK;
+}
+
+int check_near_blocks(const pmo_near_blocks_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_near_blocks_params of this library");
+  if (const int status = check_blocks(p)) return status;
+  if (p.num_matrices == 0 || p.num_rows == 0 || p.num_columns == 0) return PMO_OK;
+  PMO_REQUIRE(p.x != nullptr && reinterpret_cast<uintptr_t>(p.x) % dtype_size(p.dtype) == 0, "x",
+              "an array aligned to its element size");
+  PMO_REQUIRE_ARRAY(p.out, 1, "out");
   return PMO_OK;
 }
 

@@ -22,6 +22,7 @@ struct Choice {
 constexpr Choice kChoices[] = {
     {90, PMO_FLOAT16, 8},
     {90, PMO_BFLOAT16, 8},
+    {90, PMO_FLOAT8_E4M3FN, 16},
 };
 
 constexpr int64_t kTileSide = 128;
@@ -39,6 +40,7 @@ int check_grouped_tables(const pmo_grouped_tables_params& p) {
   PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
   PMO_REQUIRE(is_id_kind(p.sizes_kind), "sizes_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   PMO_REQUIRE(is_id_kind(p.offsets_kind), "offsets_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
+  PMO_REQUIRE(p.tile_rows >= 1, "tile_rows", "1 or more");
   PMO_REQUIRE(is_id_array(p.sizes, p.sizes_kind, p.num_experts), "sizes", "an array aligned to its element size");
   PMO_REQUIRE(p.offsets == nullptr || is_id_array(p.offsets, p.offsets_kind, p.num_experts), "offsets",
               "NULL or an array aligned to its element size");
@@ -58,6 +60,16 @@ int check_grouped_clear(const pmo_grouped_clear_params& p) {
   PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
   PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
   PMO_REQUIRE(p.num_rows * p.row_size == 0 || is_16_bytes(p.rows), "rows", "an array at a multiple of 16 bytes");
+  return PMO_OK;
+}
+
+int check_row_sums(const pmo_row_sums_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_row_sums_params of this library");
+  PMO_REQUIRE_COUNT(p.num_rows, "num_rows");
+  PMO_REQUIRE_COLUMNS(p.width, "width");
+  PMO_REQUIRE_ARRAY(p.values, p.num_rows * p.width, "values");
+  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
+  PMO_REQUIRE_ARRAY(p.out, p.num_rows, "out");
   return PMO_OK;
 }
 

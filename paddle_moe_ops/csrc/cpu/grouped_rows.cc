@@ -32,7 +32,7 @@ int tables(const pmo_grouped_tables_params& p) {
     p.first[expert] = static_cast<int32_t>(first);
     p.stop[expert] = static_cast<int32_t>(end);
     p.tiles[expert] = static_cast<int32_t>(tiles);
-    tiles += divide_up(end - first, int64_t{PMO_GROUPED_TURNED_ROWS});
+    tiles += divide_up(end - first, int64_t{p.tile_rows});
     rows_before = std::min(rows_before + size, p.num_rows);
     end_before = end;
   }
@@ -56,6 +56,18 @@ int clear(const pmo_grouped_clear_params& p) {
     made = std::max<int64_t>(p.stop[expert], made);
   }
   fill(made, p.num_rows);
+  return PMO_OK;
+}
+
+int row_sums(const pmo_row_sums_params& p) {
+  if (const int status = check_row_sums(p)) return status;
+  for (int64_t row = 0; row < p.num_rows; ++row) {
+    float sum = 0.0f;
+    if (p.row_to_token[row] >= 0) {
+      for (int64_t i = 0; i < p.width; ++i) sum += p.values[row * p.width + i];
+    }
+    p.out[row] = sum;
+  }
   return PMO_OK;
 }
 
@@ -130,6 +142,10 @@ extern "C" int pmo_grouped_tables_cpu(const pmo_grouped_tables_params* params, v
 
 extern "C" int pmo_grouped_clear_cpu(const pmo_grouped_clear_params* params, void* stream) {
   return pmo::run_cpu(params, stream, pmo::cpu::clear);
+}
+
+extern "C" int pmo_row_sums_cpu(const pmo_row_sums_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::row_sums);
 }
 
 extern "C" int pmo_swiglu_cpu(const pmo_swiglu_params* params, void* stream) {

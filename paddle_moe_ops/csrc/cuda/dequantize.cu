@@ -3,13 +3,12 @@
 
 // dequantize on the GPU: a block per row, a thread for 16 neighbouring elements, which share a scale.
 // Bytes moved: N * (H + 4 C) and N * H elements.
-#include <cuda_fp8.h>
-
 #include <cstdint>
 
 #include "common/checks.h"
 #include "common/dtypes.h"
 #include "common/scales.h"
+#include "cuda/float8.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vectors.cuh"
 #include "pmo/quantize.h"
@@ -26,11 +25,6 @@ __device__ float scale_at(const pmo_dequantize_params& p, const ScaleLayout& lay
   uint32_t bits = __ldg(static_cast<const uint32_t*>(p.scales) + row * layout.row_step + word * layout.word_step);
   if (p.ue8m0 != 0) bits = (bits >> (8 * (group % kPackedScales)) & 0xFFu) << 23;
   return __uint_as_float(bits);
-}
-
-// Exact: a half holds every float8.
-__device__ float from_e4m3(uint32_t code) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), __NV_E4M3)));
 }
 
 template <typename Rows, bool kVectors>
@@ -60,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
         Elements<Rows, kWidth> elements;
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          elements.values[j] = __fmul_rn(from_e4m3(words[(i + j) / 4] >> (8 * ((i + j) % 4)) & 0xFFu), scale);
+          elements.values[j] = __fmul_rn(float8_value(words[(i + j) / 4] >> (8 * ((i + j) % 4)) & 0xFFu), scale);
         }
         if (column + i < p.hidden) elements.store(out + column, i / kWidth);
       }

@@ -1,10 +1,11 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Tables of experts' rows, zeros in rows of no expert, and SwiGLU with its gradient.
+// Tables of experts' rows, zeros in rows of no expert, sums of rows, and SwiGLU with its gradient.
 //
 // tables: one block, a thread for each of 256 experts at a time, with running sums and the running end of the groups. 16 E bytes written.
 // clear: a warp for each row, which finds by bisection of `stop` whether an expert has it. Writes the rows of no expert.
+// row_sums: a thread for each row, for rows are short. Reads M W numbers and writes M.
 // swiglu: a thread for each vector of columns; reads 2 n numbers of a row and writes n.
 // swiglu_backward: a warp for each row; reads 3 n numbers and writes 3 n. The dot product is added up lane by lane, then halves onto halves.
 #include "common/checks.h"
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) grouped_tables(pmo_grouped_tables_pa
     const int64_t own_end = is_expert ? limited(begin + size) : 0;
     const Scanned ends = scan(own_end, of_warps, larger);
     const int64_t earlier = larger(ends.before, end_before), end = larger(own_end, earlier), first = larger(begin, earlier);
-    const int64_t count = is_expert ? divide_up(end - first, int64_t{PMO_GROUPED_TURNED_ROWS}) : 0;
+    const int64_t count = is_expert ? divide_up(end - first, int64_t{p.tile_rows}) : 0;
     const Scanned tiles = scan(count, of_warps, sum);
     if (is_expert) {
       p.first[expert] = static_cast<int32_t>(first);
@@ -98,6 +99,16 @@ __global__ void __launch_bounds__(kThreads) grouped_clear(pmo_grouped_clear_para
     if (low < p.num_experts && row >= __ldg(p.first + low)) continue;
     uint4* vectors = reinterpret_cast<uint4*>(static_cast<char*>(p.rows) + row * p.row_size);
     for (int64_t i = lane; i < p.row_size / 16; i += kWarpSize) vectors[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) row_sums(pmo_row_sums_params p) {
+  for (int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x; row < p.num_rows; row += int64_t{gridDim.x} * kThreads) {
+    float sum = 0.0f;
+    if (__ldg(p.row_to_token + row) >= 0) {
+      for (int64_t i = 0; i < p.width; ++i) sum = __fadd_rn(sum, __ldg(p.values + row * p.width + i));
+    }
+    p.out[row] = sum;
   }
 }
 
@@ -168,6 +179,12 @@ int run_clear(const pmo_grouped_clear_params& p, cudaStream_t stream) {
   return launch("grouped_clear", grouped_clear, {grid_for(p.num_rows, kWarps), kThreads}, stream, p);
 }
 
+int run_row_sums(const pmo_row_sums_params& p, cudaStream_t stream) {
+  if (const int status = check_row_sums(p)) return status;
+  if (p.num_rows == 0) return PMO_OK;
+  return launch("row_sums", row_sums, {grid_for(p.num_rows, kThreads), kThreads}, stream, p);
+}
+
 // Calls run(Rows(), width in elements) for a width that checked rows of `columns` columns have.
 template <typename Run>
 int in_vectors(int32_t dtype, int64_t columns, std::initializer_list<const void*> arrays, Run run) {
@@ -211,6 +228,10 @@ extern "C" int pmo_grouped_tables_cuda(const pmo_grouped_tables_params* params, 
 
 extern "C" int pmo_grouped_clear_cuda(const pmo_grouped_clear_params* params, void* stream) {
   return pmo::cuda::run_cuda(params, stream, pmo::cuda::run_clear);
+}
+
+extern "C" int pmo_row_sums_cuda(const pmo_row_sums_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::run_row_sums);
 }
 
 extern "C" int pmo_swiglu_cuda(const pmo_swiglu_params* params, void* stream) {

@@ -47,8 +47,8 @@ paddle::Tensor in_dtype(const paddle::Tensor& tensor, paddle::DataType dtype) {
 }
 
 Grouped::Grouped(const Target& target, const char* function, const paddle::Tensor& sizes, const paddle::Tensor* offsets,
-                 int64_t num_rows)
-    : target_(target), function_(function), num_rows_(num_rows), experts_(sizes.shape()[0]) {
+                 int64_t num_rows, int32_t tile_rows)
+    : target_(target), function_(function), num_rows_(num_rows), experts_(sizes.shape()[0]), tile_rows_(tile_rows) {
   const paddle::Tensor dense_sizes = numbers_on(target, sizes);
   paddle::Tensor dense_offsets;
   pmo_grouped_tables_params p = {};
@@ -69,19 +69,27 @@ Grouped::Grouped(const Target& target, const char* function, const paddle::Tenso
   p.stop = p.first + experts_;
   p.tiles = p.stop + experts_;
   p.window = p.tiles + experts_ + 1;
+  p.tile_rows = tile_rows;
   check_status(PMO_CALL(target, grouped_tables, &p), function);
 }
 
 bool Grouped::has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) const {
+  return takes(dtype == paddle::DataType::FLOAT16    ? PMO_FLOAT16
+               : dtype == paddle::DataType::BFLOAT16 ? PMO_BFLOAT16
+                                                     : PMO_FLOAT32,
+               inner, outer);
+}
+
+bool Grouped::has_float8_kernels(int64_t inner, int64_t outer) const { return takes(PMO_FLOAT8_E4M3FN, inner, outer); }
+
+bool Grouped::takes(int32_t dtype, int64_t inner, int64_t outer) const {
   pmo_grouped_facts facts = {};
   facts.struct_size = sizeof(facts);
   facts.num_rows = num_rows_;
   facts.num_experts = experts_;
   facts.inner = inner;
   facts.outer = outer;
-  facts.dtype = dtype == paddle::DataType::FLOAT16    ? PMO_FLOAT16
-                : dtype == paddle::DataType::BFLOAT16 ? PMO_BFLOAT16
-                                                      : PMO_FLOAT32;
+  facts.dtype = dtype;
   facts.capability = capability_here(target_);
   return pmo_grouped_takes(&facts) != 0;
 }
@@ -157,25 +165,48 @@ void Grouped::launch([[maybe_unused]] pmo_grouped_product_params params, [[maybe
   const Matrix source = readable(in_dtype(rows, matrices.dtype()));
   const paddle::Tensor factors = target_.aligned(dense(matrices));
   params.struct_size = sizeof(params);
-  params.num_rows = params.num_sources = params.window_rows = num_rows_;
-  params.num_experts = experts_;
+  set_tables(&params);
   params.inner = sizes.inner;
   params.outer = sizes.outer;
   params.width = out->shape()[1];
   params.x = source.data;
   params.x_row_stride = source.row_stride;
   params.matrix = factors.data();
-  params.first = table(0);
-  params.stop = table(experts_);
-  params.tiles = table(2 * experts_);
-  params.window = table(3 * experts_ + 1);
   params.counters = const_cast<int32_t*>(table(3 * experts_ + 3));
-  params.tile_rows = PMO_GROUPED_TURNED_ROWS;
+  params.tile_rows = tile_rows_;
   params.out = out->data();
   params.dtype = dtype_of(matrices, function_, "the matrices");
   params.transpose = transpose;
   check_status(pmo_grouped_product_cuda(&params, target_.stream()), function_);
 #endif
+}
+
+void Grouped::launch_float8([[maybe_unused]] pmo_grouped_float8_params params, [[maybe_unused]] const Float8& rows,
+                            [[maybe_unused]] const Float8& matrices, [[maybe_unused]] paddle::Tensor* out) const {
+#ifdef PMO_WITH_CUDA
+  params.struct_size = sizeof(params);
+  set_tables(&params);
+  params.inner = matrices.codes.shape()[2];
+  params.outer = matrices.codes.shape()[1];
+  params.width = params.result == PMO_GROUPED_GATED ? params.outer / 2 : params.outer;
+  params.x = rows.codes.data();
+  params.x_scales = rows.scales.data<float>();
+  params.matrix = matrices.codes.data();
+  params.matrix_scales = matrices.scales.data<float>();
+  params.out = out == nullptr ? nullptr : out->data();
+  check_status(pmo_grouped_float8_cuda(&params, target_.stream()), function_);
+#endif
+}
+
+// Where all rows are, to a launch of a product of all of them.
+template <typename Params>
+void Grouped::set_tables(Params* params) const {
+  params->num_rows = params->num_sources = params->window_rows = num_rows_;
+  params->num_experts = experts_;
+  params->first = table(0);
+  params->stop = table(experts_);
+  params->tiles = table(2 * experts_);
+  params->window = table(3 * experts_ + 1);
 }
 
 const std::vector<int32_t>& Grouped::on_host() const {

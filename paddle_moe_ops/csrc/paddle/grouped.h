@@ -10,6 +10,7 @@
 
 #include "paddle/binding.h"
 #include "pmo/grouped.h"
+#include "pmo/grouped_float8.h"
 
 namespace pmo {
 namespace binding {
@@ -25,15 +26,22 @@ struct MatrixSizes {
 // A tensor in a dtype; no copy if it has it.
 paddle::Tensor in_dtype(const paddle::Tensor& tensor, paddle::DataType dtype);
 
+// Numbers in float8: codes of rows [M, columns] with a scale for each 128 columns, or of matrices with one for each 128 x 128 elements.
+struct Float8 {
+  paddle::Tensor codes, scales;
+};
+
 class Grouped {
  public:
   // sizes [E], which the caller has checked, and offsets [E] or longer, or null where the groups follow each other; either may be in host
-  // memory. Groups are cut so that all rows are among the `num_rows`.
+  // memory. Groups are cut so that all rows are among the `num_rows`. Kernels make `tile_rows` of them at once.
   Grouped(const Target& target, const char* function, const paddle::Tensor& sizes, const paddle::Tensor* offsets,
-          int64_t num_rows);
+          int64_t num_rows, int32_t tile_rows = PMO_GROUPED_TURNED_ROWS);
 
   // Whether the kernels make products of this dtype and these sizes here.
   bool has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) const;
+  // The same of float8 operands, for which tiles must have PMO_GROUPED_TILE_ROWS rows.
+  bool has_float8_kernels(int64_t inner, int64_t outer) const;
 
   // rows [M, D] times the matrix of each row's group -> [M, N] of `dtype`, zeros in rows of no group. The sums are rounded to the dtype of
   // the matrices first, but on a CPU, where they are float32.
@@ -48,7 +56,10 @@ class Grouped {
   void launch(pmo_grouped_product_params params, const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose,
               paddle::Tensor* out) const;
 
-  // Zeros in what `launch` leaves as it is.
+  // The same of float8 operands: rows, and matrices [E, N, D], where D is the length of the contraction. A gated result need not have `out`.
+  void launch_float8(pmo_grouped_float8_params params, const Float8& rows, const Float8& matrices, paddle::Tensor* out) const;
+
+  // Zeros in what launches leave as it is.
   void clear_others(paddle::Tensor* out) const;
 
   int64_t num_rows() const { return num_rows_; }
@@ -56,6 +67,9 @@ class Grouped {
 
  private:
   const int32_t* table(int64_t place) const { return tables_.data<int32_t>() + place; }
+  template <typename Params>
+  void set_tables(Params* params) const;
+  bool takes(int32_t dtype, int64_t inner, int64_t outer) const;
   const std::vector<int32_t>& on_host() const;
   template <typename Function>
   void each(const Function& function) const;
@@ -68,6 +82,7 @@ class Grouped {
   const Target& target_;
   const char* function_;
   int64_t num_rows_, experts_;
+  int32_t tile_rows_;
   paddle::Tensor tables_;  // first [E], stop [E], tiles [E + 1], window [4]
   mutable std::vector<int32_t> host_;
 };

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What goes with products of experts' rows: `grouped_tables`, `grouped_clear`, `swiglu` and its gradient."""
+"""What goes with products of experts' rows: `grouped_tables`, `grouped_clear`, `row_sums`, `swiglu`, its gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TablesParams(Params):
         (Size, "struct_size num_rows num_experts"),
         (Bytes, "sizes offsets"),
         (Int32s, "first stop tiles window"),
-        (Int, "sizes_kind offsets_kind"),
+        (Int, "sizes_kind offsets_kind tile_rows reserved"),
     )
 
 
@@ -39,6 +39,17 @@ class ClearParams(Params):
         (Size, "struct_size num_rows num_experts row_size"),
         (Int32s, "first stop"),
         (Bytes, "rows"),
+    )
+
+
+class RowSumsParams(Params):
+    """pmo_row_sums_params"""
+
+    _fields_ = fields(
+        (Size, "struct_size num_rows width"),
+        (Floats, "values"),
+        (Int32s, "row_to_token"),
+        (Floats, "out"),
     )
 
 
@@ -75,7 +86,9 @@ class Tables(NamedTuple):
     window: NDArray
 
 
-def tables_params(sizes: NDArray, offsets: NDArray | None, num_rows: int, tables: Tables) -> TablesParams:
+def tables_params(
+    sizes: NDArray, offsets: NDArray | None, num_rows: int, tables: Tables, tile_rows: int = TILE_ROWS
+) -> TablesParams:
     return TablesParams(
         num_rows=num_rows,
         num_experts=len(sizes),
@@ -83,6 +96,7 @@ def tables_params(sizes: NDArray, offsets: NDArray | None, num_rows: int, tables
         offsets=offsets,
         sizes_kind=IDS_KINDS[sizes.dtype],
         offsets_kind=IDS_KINDS[(sizes if offsets is None else offsets).dtype],
+        tile_rows=tile_rows,
         **tables._asdict(),
     )
 
@@ -91,16 +105,30 @@ def empty_tables(output: MakeOutput, num_experts: int) -> Tables:
     return Tables(*(output(length, np.int32) for length in (num_experts, num_experts, num_experts + 1, 4)))
 
 
-def grouped_tables(core: Core, sizes: NDArray, offsets: NDArray | None, num_rows: int) -> Tables:
+def grouped_tables(
+    core: Core, sizes: NDArray, offsets: NDArray | None, num_rows: int, tile_rows: int = TILE_ROWS
+) -> Tables:
     with guarded_outputs() as output:
         tables = empty_tables(output, len(sizes))
-        core.run("grouped_tables", tables_params(sizes, offsets, num_rows, tables))
+        core.run("grouped_tables", tables_params(sizes, offsets, num_rows, tables, tile_rows))
     return tables
 
 
 def clear_params(rows: NDArray, first: NDArray, stop: NDArray) -> ClearParams:
     row_size = rows.shape[1] * rows.itemsize
     return ClearParams(num_rows=len(rows), num_experts=len(first), row_size=row_size, first=first, stop=stop, rows=rows)
+
+
+def row_sums_params(values: NDArray, row_to_token: NDArray, out: NDArray) -> RowSumsParams:
+    num_rows, width = values.shape
+    return RowSumsParams(num_rows=num_rows, width=width, values=values, row_to_token=row_to_token, out=out)
+
+
+def row_sums(core: Core, values: NDArray, row_to_token: NDArray) -> NDArray:
+    with guarded_outputs() as output:
+        out = output(len(values), np.float32)
+        core.run("row_sums", row_sums_params(values, row_to_token, out))
+    return out
 
 
 def swiglu_params(hidden: NDArray, act: NDArray, num_threads: int = 0) -> SwigluParams:
@@ -168,6 +196,10 @@ def _valid_clear(core: Core, output: MakeOutput, s: Small) -> Params:
     return clear_params(output((s.N, 8), np.float32), first, first + s.plan.tokens_per_expert.astype(np.int32))
 
 
+def _valid_row_sums(core: Core, output: MakeOutput, s: Small) -> Params:
+    return row_sums_params(s.rows, s.plan.row_to_token, output(s.N, np.float32))
+
+
 def _valid_swiglu(core: Core, output: MakeOutput, s: Small) -> Params:
     return swiglu_params(s.rows, output((s.N, s.H // 2), np.float32))
 
@@ -185,6 +217,7 @@ def _fuzzed_tables(core: Core, output: MakeOutput, s: Draw) -> Params:
         sizes=sizes,
         offsets=offsets if s.below(2) else None,
         **s.choices(sizes_kind=2, offsets_kind=2),
+        tile_rows=1 + s.below(200),
         **empty_tables(output, s.E)._asdict(),
     )
 
@@ -192,6 +225,10 @@ def _fuzzed_tables(core: Core, output: MakeOutput, s: Draw) -> Params:
 def _fuzzed_clear(core: Core, output: MakeOutput, s: Draw) -> Params:
     rows = output((s.N, 4 * s.below(6)), np.float32)
     return clear_params(rows, s.ints((s.E,), s.N), s.ints((s.E,), s.N))
+
+
+def _fuzzed_row_sums(core: Core, output: MakeOutput, s: Draw) -> Params:
+    return row_sums_params(s.data(s.N, s.H), s.ints((s.N,), s.T), output(s.N, np.float32))
 
 
 def _fuzzed_swiglu(core: Core, output: MakeOutput, s: Draw) -> Params:
@@ -236,6 +273,7 @@ OPERATORS = (
             "num_experts": (0, TOO_MANY_EXPERTS),
             "sizes_kind": (-1, 2),
             "offsets_kind": (-1, 2),
+            "tile_rows": (-1, 0),
         },
         required=("sizes", *_TABLES, "tiles", "window"),
         aligned=("sizes", "offsets", *_TABLES, "tiles", "window"),
@@ -248,6 +286,14 @@ OPERATORS = (
         required=(*_TABLES, "rows"),
         aligned=(*_TABLES, "rows"),
         fuzzed=_fuzzed_clear,
+    ),
+    Operator(
+        name="row_sums",
+        valid=_valid_row_sums,
+        bad_fields={**_ROWS, "width": (-1, TOO_WIDE)},
+        required=("values", "row_to_token", "out"),
+        aligned=("values", "row_to_token", "out"),
+        fuzzed=_fuzzed_row_sums,
     ),
     Operator(
         name="swiglu",

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "common/status.h"
+#include "pmo/grouped_float8.h"
 #include "pmo/grouped_rows.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
@@ -162,6 +163,7 @@ RUN_ON_CPU(gather_slots, pmo_slots_params)
 RUN_ON_CPU(grouped_clear, pmo_grouped_clear_params)
 RUN_ON_CPU(grouped_tables, pmo_grouped_tables_params)
 RUN_ON_CPU(make_row_id_map, pmo_row_id_map_params)
+RUN_ON_CPU(near_blocks, pmo_near_blocks_params)
 RUN_ON_CPU(permute, pmo_permute_params)
 RUN_ON_CPU(quantize, pmo_quantize_params)
 RUN_ON_CPU(rank_barrier, pmo_rank_barrier_params)
@@ -174,6 +176,7 @@ RUN_ON_CPU(rank_rows, pmo_rank_rows_params)
 RUN_ON_CPU(rank_send, pmo_rank_send_params)
 RUN_ON_CPU(rank_take, pmo_rank_values_params)
 RUN_ON_CPU(read_row_id_map, pmo_row_id_map_params)
+RUN_ON_CPU(row_sums, pmo_row_sums_params)
 RUN_ON_CPU(scatter_slots, pmo_slots_params)
 RUN_ON_CPU(sort_chunks, pmo_sort_chunks_params)
 RUN_ON_CPU(swiglu, pmo_swiglu_params)

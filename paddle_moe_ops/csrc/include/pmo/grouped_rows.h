@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-// Which rows and which tiles of PMO_GROUPED_TURNED_ROWS rows each expert has. A group begins at its offset, or where the one before it
+// Which rows and which tiles of `tile_rows` rows each expert has. A group begins at its offset, or where the one before it
 // ended; it is cut where it overlaps those before it, and at row M. A negative size counts as 0.
 typedef struct pmo_grouped_tables_params {
   int64_t struct_size;
@@ -26,6 +26,8 @@ typedef struct pmo_grouped_tables_params {
   int32_t* window;      // [4] 0, and all tiles; two zeros, which are the counters of products
   int32_t sizes_kind;
   int32_t offsets_kind;
+  int32_t tile_rows;  // 1 or more
+  int32_t reserved;
 } pmo_grouped_tables_params;
 
 PMO_API int pmo_grouped_tables_cpu(const pmo_grouped_tables_params* params, void* stream);
@@ -77,6 +79,19 @@ typedef struct pmo_swiglu_backward_params {
 PMO_API int pmo_swiglu_backward_cpu(const pmo_swiglu_backward_params* params, void* stream);
 PMO_API int pmo_swiglu_backward_cuda(const pmo_swiglu_backward_params* params, void* stream);
 
+// out[r] = the sum of the numbers of row r, 0 for a row of no token, which is not read. Always in the same order.
+typedef struct pmo_row_sums_params {
+  int64_t struct_size;
+  int64_t num_rows;             // M
+  int64_t width;                // W
+  const float* values;          // [M, W]
+  const int32_t* row_to_token;  // [M], negative for none
+  float* out;                   // [M]
+} pmo_row_sums_params;
+
+PMO_API int pmo_row_sums_cpu(const pmo_row_sums_params* params, void* stream);
+PMO_API int pmo_row_sums_cuda(const pmo_row_sums_params* params, void* stream);
+
 // What decides whether the products of pmo/grouped.h make a product, and the gradient of its matrices.
 typedef struct pmo_grouped_facts {
   int64_t struct_size;
@@ -84,7 +99,7 @@ typedef struct pmo_grouped_facts {
   int64_t num_experts;  // E
   int64_t inner;        // length of the contraction
   int64_t outer;        // columns of the result
-  int32_t dtype;        // pmo_dtype
+  int32_t dtype;        // of what is multiplied, a pmo_dtype; PMO_FLOAT8_E4M3FN for the products of pmo/grouped_float8.h
   int32_t capability;   // as pmo_grouped_capability_cuda gives it
 } pmo_grouped_facts;
 

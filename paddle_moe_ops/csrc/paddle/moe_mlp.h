@@ -1,0 +1,131 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// What the operators of a layer of SwiGLU experts share, whose rows are weighted and added up by token.
+//
+// T tokens of d columns, M rows, E experts of inner size n. Forward, with H = X W1 by rows:
+//
+//   rows of X -> H [M, 2n], A = swiglu(H) -> weighted A W2 -> sums of each token's rows
+//
+// Backward, with dA' the gradient of the weighted A, s A:
+//
+//   rows of dO -> dA' = dO W2^T;  H, dA' -> dH, s A and ds;  dW2 = (s A)^T dO;  rows of X -> dW1 = X^T dH;  dH W1^T -> sums
+//
+// x, the matrices, the weights, the maps and H are kept between the passes; without H the backward pass makes it again. Rows of d columns
+// exist for a while, all of them: M d elements.
+#pragma once
+
+#include "paddle/attributes.h"
+#include "paddle/binding.h"
+#include "paddle/grouped.h"
+
+namespace pmo {
+namespace binding {
+
+constexpr char kMoeMlp[] = "moe_mlp";  // what errors call the function
+
+PMO_ATTRIBUTES(MlpAttributes, (bool, transpose, transpose), (bool, keep_hidden, keep), (bool, need_x_grad, x_grad),
+               (bool, need_gate_up_grad, gate_up_grad), (bool, need_down_grad, down_grad),
+               (bool, need_weights_grad, weight_grad));
+
+struct MlpOperands {
+  const paddle::Tensor &x, &gate_up, &down, &weights, &token_rows, &row_to_token, &sizes, &offsets;
+};
+
+// What SwiGLU's gradient makes, by rows.
+struct ActivationGradients {
+  paddle::Tensor d_hidden, scaled, d_weights;  // dH, s A and ds, which may be undefined if no one wants it
+  paddle::Tensor d_out;                        // the rows of dO, if they were made
+  Float8 codes;                                // of dH, if they were made
+};
+
+// The operands of both passes, checked, and what does not depend on how products are made.
+class ExpertLayer {
+ public:
+  ExpertLayer(const MlpAttributes& attributes, const MlpOperands& operands, int32_t tile_rows, const paddle::Tensor* hidden,
+              const paddle::Tensor* d_out);
+  virtual ~ExpertLayer() = default;
+
+  // The result, and H if it is wanted, zeros in rows of no expert.
+  virtual paddle::Tensor outputs(paddle::Tensor* hidden) const = 0;
+  // `kept` is H, or null where it was not kept.
+  virtual ActivationGradients activation_gradients(const paddle::Tensor* kept, const paddle::Tensor& d_out,
+                                                   bool need_weights) const = 0;
+  virtual paddle::Tensor d_x(const ActivationGradients& gradients) const = 0;
+
+  paddle::Tensor d_down(const ActivationGradients& gradients, const paddle::Tensor& d_out) const;
+  paddle::Tensor d_gate_up(const ActivationGradients& gradients) const;
+
+  int64_t num_rows() const { return groups_.num_rows(); }
+  const Target& target() const { return target_; }
+
+ protected:
+  const MlpOperands& operands() const { return operands_; }
+  bool transpose() const { return transpose_; }
+  const Grouped& groups() const { return groups_; }
+  paddle::DataType dtype() const { return operands_.x.dtype(); }
+  // Of each row, dense.
+  const paddle::Tensor& owners() const { return owners_; }
+  const paddle::Tensor& factors() const { return factors_; }
+
+  paddle::Tensor new_rows(int64_t columns, paddle::DataType dtype) const;
+  paddle::Tensor new_rows(int64_t columns) const { return new_rows(columns, dtype()); }
+  // The rows of tokens; zeros in rows of none.
+  paddle::Tensor rows_of(const paddle::Tensor& tokens) const;
+  paddle::Tensor sums_of(const paddle::Tensor& rows, bool weighted = false) const;
+  // A in a pass of its own, and its gradient, of which `scaled` is given dA'. All are of one dtype.
+  paddle::Tensor swiglu(const paddle::Tensor& hidden) const;
+  ActivationGradients swiglu_backward(const paddle::Tensor& hidden, paddle::Tensor scaled) const;
+
+ private:
+  const Target target_;
+  const bool transpose_;
+  const MlpOperands operands_;
+  const Grouped groups_;
+  const paddle::Tensor owners_, factors_;
+
+ public:
+  const int64_t hidden_size, inner;
+};
+
+// The passes of an operator.
+Outputs mlp_forward(const MlpAttributes& attributes, const ExpertLayer& layer, const MlpOperands& operands);
+Outputs mlp_backward(const MlpAttributes& attributes, const ExpertLayer& layer, const MlpOperands& operands,
+                     const paddle::Tensor& hidden, const paddle::Tensor& d_out);
+
+// What is the same in all operators, as Paddle takes it: x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets -> out, hidden.
+std::vector<Shape> mlp_shapes(const MlpAttributes& a, const Shape& x, const Shape& gate_up, const Shape& down,
+                              const Shape& weights, const Shape& token_rows, const Shape& row_to_token, const Shape& sizes,
+                              const Shape& offsets);
+std::vector<paddle::DataType> mlp_dtypes(const paddle::DataType& x, const paddle::DataType&, const paddle::DataType&,
+                                         const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
+                                         const paddle::DataType&, const paddle::DataType&);
+std::vector<Shape> mlp_backward_shapes(const MlpAttributes& a, const Shape& x, const Shape& gate_up, const Shape& down,
+                                       const Shape& weights, const Shape& token_rows, const Shape& row_to_token,
+                                       const Shape& sizes, const Shape& offsets, const Shape& hidden, const Shape& d_out);
+std::vector<paddle::DataType> mlp_backward_dtypes(const paddle::DataType& x, const paddle::DataType& gate_up,
+                                                  const paddle::DataType& down, const paddle::DataType& weights,
+                                                  const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
+                                                  const paddle::DataType&, const paddle::DataType&, const paddle::DataType&);
+
+// Refused when it runs.
+Outputs mlp_double_backward(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up,
+                            const paddle::Tensor& down, const paddle::Tensor& weights, const paddle::Tensor& token_rows,
+                            const paddle::Tensor& row_to_token, const paddle::Tensor& sizes, const paddle::Tensor& offsets,
+                            const paddle::Tensor& hidden, const paddle::Tensor& d_out, const paddle::Tensor& dd_x,
+                            const paddle::Tensor& dd_gate_up, const paddle::Tensor& dd_down, const paddle::Tensor& dd_weights);
+std::vector<Shape> mlp_double_backward_shapes(const MlpAttributes& a, const Shape& x, const Shape& gate_up, const Shape& down,
+                                              const Shape& weights, const Shape& token_rows, const Shape& row_to_token,
+                                              const Shape& sizes, const Shape& offsets, const Shape& hidden, const Shape& d_out,
+                                              const Shape& dd_x, const Shape& dd_gate_up, const Shape& dd_down,
+                                              const Shape& dd_weights);
+std::vector<paddle::DataType> mlp_double_backward_dtypes(const paddle::DataType& x, const paddle::DataType& gate_up,
+                                                         const paddle::DataType& down, const paddle::DataType& weights,
+                                                         const paddle::DataType&, const paddle::DataType&,
+                                                         const paddle::DataType&, const paddle::DataType&,
+                                                         const paddle::DataType&, const paddle::DataType& d_out,
+                                                         const paddle::DataType&, const paddle::DataType&,
+                                                         const paddle::DataType&, const paddle::DataType&);
+
+}  // namespace binding
+}  // namespace pmo

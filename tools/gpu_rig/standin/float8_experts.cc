@@ -1,0 +1,173 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The float8 products of experts' rows on the stand-in for a GPU: what pmo/grouped_float8.h says, in loops. Rows of no expert are neither read
+// nor written.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "common/arithmetic.h"
+#include "common/checks.h"
+#include "cpu/float_rows.h"
+#include "cpu/row_kernels.h"
+#include "pmo/grouped_float8.h"
+
+namespace {
+
+using pmo::cpu::BFloat16Rows;
+
+constexpr int64_t kGroup = 128;
+
+int64_t groups_in(int64_t size) { return pmo::divide_up(size, kGroup); }
+
+// The value of a code, as the CPU core has it.
+float value_of(uint8_t code) {
+  const float one = 1.0f;
+  float value;
+  pmo::cpu::row_kernels(PMO_FLOAT32).dequantize(&code, &one, 1, false, &value);
+  return value;
+}
+
+const std::vector<float>& values() {
+  static const std::vector<float> all = [] {
+    std::vector<float> made;
+    for (int code = 0; code < 256; ++code) made.push_back(value_of(static_cast<uint8_t>(code)));
+    return made;
+  }();
+  return all;
+}
+
+struct Product {
+  const pmo_grouped_float8_params& p;
+
+  static float load(const void* array, int64_t place) { return BFloat16Rows::load(static_cast<const uint16_t*>(array)[place]); }
+  static void store(void* array, int64_t place, float value) {
+    static_cast<uint16_t*>(array)[place] = BFloat16Rows::store(value);
+  }
+  static float rounded(float value) { return BFloat16Rows::load(BFloat16Rows::store(value)); }
+
+  float sum(int64_t expert, int64_t row, int64_t column) const {
+    const int64_t depth = groups_in(p.inner), source = row - p.first_row;
+    const auto* x = static_cast<const uint8_t*>(p.x) + source * p.inner;
+    const auto* matrix = static_cast<const uint8_t*>(p.matrix) + (expert * p.outer + column) * p.inner;
+    const float* x_scales = p.x_scales + source * depth;
+    const float* matrix_scales = p.matrix_scales + (expert * groups_in(p.outer) + column / kGroup) * depth;
+    float sum = 0.0f;
+    for (int64_t group = 0; group < depth; ++group) {
+      float part = 0.0f;
+      for (int64_t i = group * kGroup; i < std::min(p.inner, (group + 1) * kGroup); ++i)
+        part += values()[x[i]] * values()[matrix[i]];
+      sum = std::fma(part, x_scales[group] * matrix_scales[group], sum);
+    }
+    return sum;
+  }
+
+  // Codes and scales of a row of numbers, columns a multiple of 128.
+  void quantize(const std::vector<uint16_t>& numbers, int64_t row) const {
+    if (p.codes == nullptr) return;
+    const auto columns = static_cast<int64_t>(numbers.size());
+    pmo::cpu::row_kernels(PMO_BFLOAT16)
+        .quantize(numbers.data(), columns, p.amax_min, false, static_cast<uint8_t*>(p.codes) + row * columns,
+                  p.scales + row * groups_in(columns));
+  }
+
+  void plain(int64_t expert, int64_t row) const {
+    const float weight = p.weights == nullptr ? 1.0f : p.weights[row];
+    for (int64_t i = 0; i < p.width; ++i) store(p.out, row * p.width + i, weight * sum(expert, row, p.first_column + i));
+  }
+
+  void gated(int64_t expert, int64_t row) const {
+    std::vector<uint16_t> act(static_cast<size_t>(p.width));
+    for (int64_t i = 0; i < p.width; ++i) {
+      const float gate = rounded(sum(expert, row, i)), up = rounded(sum(expert, row, p.width + i));
+      if (p.hidden != nullptr) {
+        store(p.hidden, row * 2 * p.width + i, gate);
+        store(p.hidden, row * 2 * p.width + p.width + i, up);
+      }
+      store(act.data(), i, gate / (1.0f + std::exp(-gate)) * up);
+      if (p.out != nullptr) static_cast<uint16_t*>(p.out)[row * p.width + i] = act[static_cast<size_t>(i)];
+    }
+    quantize(act, row);
+  }
+
+  void gradient(int64_t expert, int64_t row) const {
+    const int64_t tiles = p.width / kGroup;
+    const bool is_live = p.row_to_token == nullptr || p.row_to_token[row] >= 0;
+    const float weight = !is_live ? 0.0f : p.weights == nullptr ? 1.0f : p.weights[row];
+    std::vector<float> parts(static_cast<size_t>(tiles), 0.0f);
+    auto* hidden = static_cast<uint16_t*>(p.hidden) + row * 2 * p.width;
+    for (int64_t i = 0; i < p.width; ++i) {
+      const float gate = is_live ? load(hidden, i) : 0.0f, up = is_live ? load(hidden, p.width + i) : 0.0f;
+      const float d_scaled = is_live ? sum(expert, row, i) : 0.0f, share = 1.0f / (1.0f + std::exp(-gate)), silu = gate * share;
+      const float act = rounded(silu * up);
+      parts[static_cast<size_t>(i / kGroup)] += act * d_scaled;
+      store(hidden, i, d_scaled * weight * up * (share + silu * (1.0f - share)));
+      store(hidden, p.width + i, d_scaled * weight * silu);
+      store(p.out, row * p.width + i, act * weight);
+    }
+    if (p.d_weights != nullptr) std::copy(parts.begin(), parts.end(), p.d_weights + row * tiles);
+    quantize({hidden, hidden + 2 * p.width}, row);
+  }
+
+  int run() const {
+    for (int64_t expert = 0; expert < p.num_experts; ++expert) {
+      for (int32_t tile = std::max(p.tiles[expert], p.window[0]); tile < std::min(p.tiles[expert + 1], p.window[1]); ++tile) {
+        const int64_t begin = p.first[expert] + int64_t{tile - p.tiles[expert]} * PMO_GROUPED_TILE_ROWS;
+        for (int64_t row = begin; row < std::min<int64_t>(begin + PMO_GROUPED_TILE_ROWS, p.stop[expert]); ++row) {
+          if (p.result == PMO_GROUPED_PLAIN) plain(expert, row);
+          if (p.result == PMO_GROUPED_GATED) gated(expert, row);
+          if (p.result == PMO_GROUPED_GRADIENT) gradient(expert, row);
+        }
+      }
+    }
+    return PMO_OK;
+  }
+};
+
+template <typename Rows>
+int quantize_blocks(const pmo_quantize_blocks_params& p) {
+  const int64_t size = p.num_rows * p.num_columns, heights = groups_in(p.num_rows), widths = groups_in(p.num_columns);
+  const auto quantize = pmo::cpu::row_kernels(p.dtype).quantize;
+  for (int64_t block = 0; block < p.num_matrices * heights * widths; ++block) {
+    const int64_t matrix = block / (heights * widths), down = block / widths % heights, across = block % widths;
+    const int64_t first = down * kGroup, rows = std::min(p.num_rows - first, kGroup);
+    const int64_t left = across * kGroup, columns = std::min(p.num_columns - left, kGroup);
+    const auto* x = static_cast<const typename Rows::Element*>(p.x) + matrix * size + first * p.num_columns + left;
+    float amax = p.amax_min, scale = 0.0f;
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t i = 0; i < columns; ++i) {
+        const float magnitude = std::fabs(Rows::load(x[row * p.num_columns + i]));
+        amax = magnitude > amax ? magnitude : amax;  // never for NaN
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      uint8_t codes[kGroup];
+      quantize(x + row * p.num_columns, columns, amax, false, codes, &scale);
+      for (int64_t i = 0; i < columns; ++i) {
+        const int64_t place = (first + row) * p.num_columns + left + i, turned = (left + i) * p.num_rows + first + row;
+        if (p.codes != nullptr) static_cast<uint8_t*>(p.codes)[matrix * size + place] = codes[i];
+        if (p.turned_codes != nullptr) static_cast<uint8_t*>(p.turned_codes)[matrix * size + turned] = codes[i];
+      }
+    }
+    if (p.scales != nullptr) p.scales[block] = scale;
+    if (p.turned_scales != nullptr) p.turned_scales[(matrix * widths + across) * heights + down] = scale;
+  }
+  return PMO_OK;
+}
+
+}  // namespace
+
+extern "C" {
+
+int pmo_grouped_float8_cuda(const pmo_grouped_float8_params* params, void*) {
+  if (const int status = pmo::check_grouped_float8(*params)) return status;
+  return params->num_rows == 0 ? static_cast<int>(PMO_OK) : Product{*params}.run();
+}
+
+int pmo_quantize_blocks_cuda(const pmo_quantize_blocks_params* params, void*) {
+  if (const int status = pmo::check_quantize_blocks(*params)) return status;
+  return pmo::cpu::with_rows(params->dtype, [&](auto rows) { return quantize_blocks<decltype(rows)>(*params); });
+}
+
+}  // extern "C"
