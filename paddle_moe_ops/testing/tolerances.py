@@ -9,7 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Tolerance", "assert_close_sums", "dot_chain", "dtype_tols", "score_tols"]
+__all__ = [
+    "FLOAT8_ERROR",
+    "Tolerance",
+    "assert_close_float8",
+    "assert_close_sums",
+    "dot_chain",
+    "dtype_tols",
+    "score_tols",
+]
+
+# Of a float8 layer beside one that adds up in another order, relative to the norm. A sum that rounds otherwise may be
+# quantised to the neighbour, up to 1/8 away. Few terms, as in tests, do not average that out.
+FLOAT8_ERROR = 0.03
 
 # Rounding to nearest is off by at most this much, relative to the exact value.
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -112,3 +124,12 @@ def _as_array(value: Any) -> NDArray:
     from ..backends.arrays import to_numpy  # here: arrays are compared where Paddle is missing, too
 
     return to_numpy(value)
+
+
+def assert_close_float8(got: NDArray, expected: NDArray, what: str = "") -> None:
+    """Assert that results or gradients of a float8 layer are within `FLOAT8_ERROR` of others, as a whole."""
+    np.testing.assert_array_equal(got.shape, expected.shape, what)
+    got, expected = got.astype(np.float64), expected.astype(np.float64)
+    error, norm = np.linalg.norm(got - expected), np.linalg.norm(expected)
+    if not error <= FLOAT8_ERROR * norm:
+        raise AssertionError(f"{what}: {error:.3g} off, of a norm of {norm:.3g}")

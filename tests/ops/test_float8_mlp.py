@@ -17,6 +17,7 @@ from paddle_moe_ops.backends import gradients
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from paddle_moe_ops.testing.tolerances import assert_close_float8
 from paddle_moe_ops.triton import grouped_gemm_configs
 from tests.ops.problems import ordinary, plan_tensors, tensor
 from tests.ops.test_moe_mlp import BACKENDS, BY_DTYPE, BY_FORM, BY_LAYOUT, Layer
@@ -60,11 +61,8 @@ class Float8Layer(Layer):
 
 
 def assert_near(made, due):
-    """Relative to the norm: a sum in another order may round, and be quantised, to the neighbour."""
     for name, got in made.items():
-        got, expected = to_numpy(got).astype(np.float64), due[name].astype(np.float64)
-        assert got.shape == expected.shape, name
-        assert np.linalg.norm(got - expected) <= 0.01 * np.linalg.norm(expected), name
+        assert_close_float8(to_numpy(got), due[name], name)
 
 
 @BACKENDS

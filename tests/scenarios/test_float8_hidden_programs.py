@@ -16,6 +16,7 @@ from paddle_moe_ops import Float8Matrices, moe_mlp, reference, route
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, set_is_first_microbatch
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from paddle_moe_ops.testing.tolerances import assert_close_float8
 from tests.scenarios.test_float8_programs import FLOAT8, INNER, E, H, K, T, losses_of
 
 OPTIONS = {"compute": FLOAT8, "keep": "h_fp8"}
@@ -42,9 +43,7 @@ def experts_of(inner=INNER):
 
 
 def assert_near(got, expected):
-    got, expected = to_numpy(got).astype(np.float64), np.asarray(expected, np.float64)
-    assert got.shape == expected.shape
-    assert np.linalg.norm(got - expected) <= 0.01 * np.linalg.norm(expected)
+    assert_close_float8(to_numpy(got), np.asarray(expected))
 
 
 def oracle(x, plan, probs, gate_up, down, d_out):

@@ -16,6 +16,7 @@ from paddle.static import InputSpec
 
 from paddle_moe_ops import Float8Matrices, moe_mlp, route
 from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.testing.tolerances import assert_close_float8
 from tests.ops.problems import tensor
 from tests.static.modes import plain_errors, predictor_of, static_mode
 from tests.static.test_expert_programs import DTYPES, run
@@ -76,10 +77,9 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def assert_near(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """A sum in another order may round, and be quantised, to the neighbour."""
     assert got.keys() >= expected.keys()  # a program gives zeros where dygraph gives no gradient
     for name, due in expected.items():
-        assert distance(got[name], due) <= 0.01, name
+        assert_close_float8(got[name], due, name)
 
 
 def traced(function: Callable[..., Any], dtype: str, sizes: tuple[int, int]) -> Any:

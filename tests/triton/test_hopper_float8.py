@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
+from paddle_moe_ops.testing.tolerances import assert_close_float8
 from paddle_moe_ops.triton import hopper_float8
 from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_backward
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
@@ -120,11 +121,8 @@ class Problem:
 
 
 def assert_near(made: dict, due: dict) -> None:
-    """Relative to the norm: a sum in another order may round, and be quantised, to a neighbour up to 1/8 away."""
     for name, value in made.items():
-        got, expected = value.astype(np.float64), due[name].astype(np.float64)
-        assert got.shape == expected.shape, name
-        assert np.linalg.norm(got - expected) <= 0.03 * np.linalg.norm(expected), name
+        assert_close_float8(value, due[name], name)
 
 
 @pytest.fixture

@@ -149,7 +149,13 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
     report = out / f"{suite}.xml"
     command = [sys.executable, "-m", "pytest", *SUITES[suite], "-q", f"--junitxml={report}", *extra]
     if suite in SANITIZERS:
-        command = ["compute-sanitizer", f"--tool={suite.partition('_')[0]}", "--error-exitcode=99", "--target-processes=all", *command]
+        command = [
+            "compute-sanitizer",
+            f"--tool={suite.partition('_')[0]}",
+            "--error-exitcode=99",
+            "--target-processes=all",
+            *command,
+        ]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(suite), text=True, capture_output=suite in SANITIZERS, check=False
     )
