@@ -34,6 +34,7 @@ class ComposedFloat8:
     """`moe_mlp` and its gradient, of `backends.base.Kernels`."""
 
     name = "paddle"
+    overwrites_hidden = False
 
     def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool = True) -> Tensors:
         return _near_matrices(gate_up), _near_matrices(down)

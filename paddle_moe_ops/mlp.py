@@ -87,7 +87,7 @@ def moe_mlp(
     Paddle's matmul, expert by expert, with a host synchronisation on a GPU.
 
     Everything else runs on the operators of the lines above: ``keep`` and ``workspace_mb`` make no difference there,
-    and more is kept for the backward pass.
+    and more is kept for the backward pass. With ``compute``, ``keep`` holds everywhere.
 
     Args:
         x: [T, d] bfloat16, float16 or float32 tokens. More dimensions, [..., d], count as T tokens in all.
@@ -134,7 +134,7 @@ def moe_mlp(
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
             bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` with biases or with another
             activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter in a static graph or
-            made of other matrices.
+            made of other matrices; ``compute`` in a graph where the compiled library has no operators.
     """
     gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}

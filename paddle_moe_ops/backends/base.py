@@ -349,7 +349,8 @@ class Kernels(Verbs, Protocol):
 
         The first product is what ``keeps`` and the spec say that is kept of it: nothing, itself, or its codes and
         scales. The tables, a few numbers for each expert that the backward pass takes, may be None. The weights are by
-        row, float32 [M], or None without weights. Kernels need not have this verb, nor its gradient.
+        row, float32 [M], or None without weights. Kernels need not have this verb, nor its gradient. Those that have
+        it say with ``overwrites_hidden`` whether the gradient overwrites what was kept of the first product.
         """
 
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:

@@ -86,10 +86,11 @@ def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
     return kept._made[1]
 
 
-def replaced_by(kept: Float8Matrices, made: Any) -> Any:
-    """Keep this instead, which the same backend made of what was kept."""
-    if made is not kept._made[1]:
-        kept._made = kept._made[0], made
+def replaced_by(kept: Float8Matrices, before: Any, made: Any) -> Any:
+    """Keep this instead of what `made_by` gave before, unless another thread has cleared that meanwhile."""
+    found = kept._made
+    if made is not before and found is not None and found[1] is before:
+        kept._made = found[0], made
     return made
 
 

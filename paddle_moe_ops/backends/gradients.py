@@ -433,7 +433,7 @@ def connected_mlp(
             matrices = gate_up.detach(), down.detach(), spec.transpose, trains
             made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices))
             if trains:
-                made = replaced_by(spec.quantized, kernels.for_both_passes(made))
+                made = replaced_by(spec.quantized, made, kernels.for_both_passes(made))
         spec = spec._replace(quantized=made)
     if not trains:
         return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]

@@ -97,6 +97,7 @@ class MoeMlp(Call):
         self.operands: Any = (x, gate_up, down, weights)
         self.spec = spec
         self.parameters = parameters if spec.accumulates else ()
+        self.is_spent = False
 
     def run(self) -> Tensors:
         out, hidden, weights, self.tables = self.kernels.moe_mlp(*self.operands, self.spec, True)
@@ -109,6 +110,12 @@ class MoeMlp(Call):
     def differentiate(self, *gradients: Tensor) -> Gradients:
         x, gate_up, down, *others = self.saved
         weights = others.pop(0) if self.has_weights else None
+        if self.is_spent:
+            raise RuntimeError(
+                f"moe_mlp: a backward pass on the backend {self.kernels.name!r} has overwritten the first product of "
+                "this call, so nothing can use it again, even with retain_graph=True; with keep='x' it can"
+            )
+        self.is_spent = bool(others) and self.kernels.overwrites_hidden
         destinations: tuple[Any, ...] = (None, None)
         if self.parameters:
             wanted = zip(self.wanted[1:3], self.parameters, strict=True)

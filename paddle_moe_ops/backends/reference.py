@@ -60,6 +60,7 @@ class ReferenceKernels:
     """Calls the oracle on copies in host memory. Every verb synchronises with the device."""
 
     name = "reference"
+    overwrites_hidden = False
     operators = None
     dtypes: ClassVar[dict[str, Any]] = {}
 

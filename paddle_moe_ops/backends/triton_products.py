@@ -20,6 +20,8 @@ __all__ = ["ProductKernels"]
 class ProductKernels:
     """The verbs of `base.Kernels` whose kernels multiply matrices."""
 
+    overwrites_hidden = True
+
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
         from ..triton.grouped_gemm import grouped_gemm
         from ..triton.recording import facts_of, recorded

@@ -28,6 +28,11 @@ from .transports import transport_for
 __all__ = ["ExpertParallel", "Received", "parallel_of_agreed"]
 
 _NAME = "ExpertParallel"
+_TRAVEL = {
+    "combine": ("exact", "reduced"),
+    "payload": (None, *_checks.QUANTIZE_FORMATS[1:]),
+    "transport": ("auto", "alltoall", "gloo", "peer", "deepep"),
+}
 _DISPATCH = f"{_NAME}.dispatch"
 _OF_TOKENS, _OF_ROWS = "the tokens of received", "the rows of received"
 _WANTS_GRADIENT, _NOT_FINITE, _RAISED = 1, 2, 4  # what a rank says of itself
@@ -163,15 +168,14 @@ class ExpertParallel:
     ) -> None:
         self.group = group
         self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
-        self.combines = _checks.choice(_NAME, "combine", combine, ("exact", "reduced"))
-        self.payload = _checks.choice(_NAME, "payload", payload, (None, *_checks.QUANTIZE_FORMATS[1:]))
+        check_travel(_NAME, combine=combine, payload=payload, transport=transport)
+        self.combines, self.payload = combine, payload
         self.tokens_per_rank = tokens_per_rank
         if tokens_per_rank is not None:
             self.tokens_per_rank = _checks.integer(_NAME, "tokens_per_rank", tokens_per_rank, 1)
             if combine != "reduced" and transport != "peer":
                 expected = 'None with combine="exact", but for transport="peer"'
                 _checks.bad_value(_NAME, "tokens_per_rank", expected, tokens_per_rank)
-        _checks.choice(_NAME, "transport", transport, ("auto", "alltoall", "gloo", "peer", "deepep"))
         if transport == "peer" and tokens_per_rank is None:
             _checks.bad_value(_NAME, "tokens_per_rank", 'given with transport="peer"', None)
         if transport == "deepep":
@@ -264,6 +268,12 @@ class ExpertParallel:
             f"ExpertParallel({self.num_experts} experts on ranks {self.group.ranks}, combine={self.combines!r}, "
             f"{type(self._transport).__name__})"
         )
+
+
+def check_travel(function: str, **given: str | None) -> None:
+    """Check by what tokens and their results travel, with a group or without."""
+    for argument, choices in _TRAVEL.items():
+        _checks.choice(function, argument, given[argument], choices)
 
 
 def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> ExpertParallel:

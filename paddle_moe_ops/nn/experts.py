@@ -107,6 +107,7 @@ class SwiGLUExperts(nn.Layer):
         check_compute("SwiGLUExperts", compute, activation, bias)
         self.compute = compute
         self.float8_matrices = None if compute is None else Float8Matrices()
+        self._name_in_errors = "SwiGLUExperts"  # of what the user called
         self.memory_options: dict[str, Any] = {
             "keep": keep,
             "workspace_mb": Size(workspace_mb),
@@ -146,6 +147,7 @@ class SwiGLUExperts(nn.Layer):
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         options = {"activation": self.activation, "bias": self.gate_up_bias is not None}
         options |= {} if self.compute is None else {"compute": self.compute}
+        options |= {} if self.memory_options["keep"] == "h" else {"keep": self.memory_options["keep"]}
         return described(self.gate_up, num_experts=self.num_experts, **sizes, **options)
 
     @not_to_static
@@ -195,7 +197,7 @@ class SwiGLUExperts(nn.Layer):
         if combine:
             experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             # Arguments without `|=` on a dictionary, at which tracing by bytecode stops.
-            float8 = self.compute, self.float8_matrices, is_first_microbatch
+            float8 = self.compute, self.float8_matrices, is_first_microbatch, self._name_in_errors
             return _combined(rows, experts, sizes_of, self.activation, plan, probs, *float8, **self.memory_options)
         if plan is not None:
             return self.weighted_rows(rows, plan, probs)
@@ -309,36 +311,37 @@ def _combined(
     compute: str | None,
     kept: Float8Matrices | None,
     is_first_microbatch: bool | None,
+    name: str,
     *,
     keep: str,
     workspace_mb: int,
     accumulate: bool,
 ) -> Tensor:
-    """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I."""
-    name = "SwiGLUExperts"
+    """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I, ``name`` begins errors."""
     gate_up, down, gate_up_bias, down_bias = _of_shapes(experts, *sizes_of)
     check_rows(name, "rows", x, gate_up, ["T", gate_up.shape[1]])
     plan = _plan_of(name, plan, gate_up.shape[0])
     options: dict[str, Any] = {"keep": keep, "workspace_mb": int(workspace_mb), "accumulate": accumulate}
     options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    options |= {"compute": compute, "float8_matrices": _matrices_of_call(kept, x, gate_up, down, is_first_microbatch)}
+    matrices = _matrices_of_call(name, kept, x, gate_up, down, is_first_microbatch)
+    options |= {"compute": compute, "float8_matrices": matrices}
     with _checks.renaming("moe_mlp", name, x="rows"):
         return moe_mlp(x, plan, probs, gate_up, down, **options)
 
 
 def _matrices_of_call(
-    kept: Float8Matrices | None, x: Tensor, gate_up: Tensor, down: Tensor, is_first_microbatch: bool | None
+    name: str, kept: Float8Matrices | None, x: Tensor, gate_up: Tensor, down: Tensor, is_first_microbatch: bool | None
 ) -> Float8Matrices | None:
     """Where a call keeps, or finds, its matrices in float8; None where it keeps nothing."""
     if is_first_microbatch is not None:
-        _checks.flag("SwiGLUExperts", "is_first_microbatch", is_first_microbatch)
+        _checks.flag(name, "is_first_microbatch", is_first_microbatch)
     elif not is_default(kept):
         return None
     if kept is None:
         return None
     if is_graph_value(x):  # what `set_is_first_microbatch` asked for is for the calls in dygraph
         if is_first_microbatch is not None:
-            _checks.bad_value("SwiGLUExperts", "is_first_microbatch", f"None {IN_GRAPH}", is_first_microbatch)
+            _checks.bad_value(name, "is_first_microbatch", f"None {IN_GRAPH}", is_first_microbatch)
         return None
     if is_first_microbatch:
         kept.clear()
@@ -347,9 +350,10 @@ def _matrices_of_call(
     if kept.is_empty:
         expected = None if is_first_microbatch is None else "True or None before anything is kept"
     elif holds_others(kept, gate_up, down, False):
-        expected = "True once the matrices have moved or changed their dtype"
+        by_model = ", or set_is_first_microbatch called again," if is_first_microbatch is None else ""
+        expected = f"True{by_model} once the matrices have moved or changed their dtype"
     if expected is not None:
-        _checks.bad_value("SwiGLUExperts", "is_first_microbatch", expected, is_first_microbatch)
+        _checks.bad_value(name, "is_first_microbatch", expected, is_first_microbatch)
     return kept
 
 

@@ -16,7 +16,7 @@ from .. import _checks
 from .._graphs import is_graph_value, public
 from ..expert_parallel.groups import agree, group_of
 from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
-from ..expert_parallel.parallel import ExpertParallel, parallel_of_agreed
+from ..expert_parallel.parallel import ExpertParallel, check_travel, parallel_of_agreed
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..routing import Plan, route
 from ._common import add, check_rows, with_shape_of
@@ -117,6 +117,7 @@ class MoELayer(nn.Layer):
         name = "MoELayer"
         travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
         travels |= {"transport": transport, "timeout": timeout}
+        check_travel(name, combine=combine, payload=payload, transport=transport)
         if group is not None:  # before a check that fails on one rank makes the others wait for it
             group = group_of(name, group)
             settings: dict[str, Any] = {"hidden_size": hidden_size, "num_experts": num_experts}
@@ -156,6 +157,7 @@ class MoELayer(nn.Layer):
                     self.parallel = parallel_of_agreed(num_experts, group, **travels)
             own_experts = num_experts if self.parallel is None else self.parallel.num_local_experts
             self.experts = SwiGLUExperts(own_experts, hidden_size, intermediate_size, **options)
+        self.experts._name_in_errors = name
         self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
         if self.parallel is not None:
             self.experts.draw_those_of(self.parallel.group.rank, self.parallel.group.nranks)

@@ -17,7 +17,8 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
     For layers whose ``compute`` is ``"fp8_1x128"``, and for blocks of PaddleFormers after ``apply(model,
     compute="fp8_1x128")``, which have no argument for it. Call it at the start of each step of the optimizer, and after
     anything else that changes parameters: calls in between take what the layers have kept, whatever the parameters hold
-    by then. Megatron-LM has a function of this name for the layers of TransformerEngine::
+    by then, so call it before an evaluation as well. Megatron-LM has a function of this name for the layers of
+    TransformerEngine::
 
         for batch in batches:
             set_is_first_microbatch(model)

@@ -104,8 +104,19 @@ class TopKRouter(nn.Layer):
                 _checks.bad_value(name, "capacity_factor", "above 0 or None", capacity_factor)
         self.weight = weight(self, [hidden_size, num_experts], fan_in=hidden_size)
         has_bias = _checks.flag(name, "correction_bias", correction_bias)
-        self.register_buffer("correction_bias", paddle.zeros([num_experts], dtype="float32") if has_bias else None)
+        self._make_correction_bias(num_experts if has_bias else 0)
         self._let_bias_load()
+
+    def _make_correction_bias(self, num_experts: int) -> None:
+        if not num_experts:
+            self.register_buffer("correction_bias", None)
+        elif paddle.in_dynamic_mode():
+            self.register_buffer("correction_bias", paddle.zeros([num_experts], dtype="float32"))
+        else:  # a program has no buffers that are values
+            zeros = {"dtype": "float32", "default_initializer": nn.initializer.Constant(0.0)}
+            bias = self.create_parameter([num_experts], paddle.ParamAttr(trainable=False), **zeros)
+            bias.stop_gradient = True
+            self.add_parameter("correction_bias", bias)
 
     def extra_repr(self) -> str:
         """Return what ``print(layer)`` says of it."""
@@ -198,7 +209,7 @@ class TopKRouter(nn.Layer):
 
     def _let_bias_load(self) -> None:
         """Make the bias take values of any float dtype, as checkpoints of cast layers used to hold them."""
-        if self.correction_bias is not None:
+        if isinstance(self.correction_bias, Tensor):
             self.correction_bias.set_value = functools.partial(_set_float32, weakref.ref(self.correction_bias))
 
 

@@ -56,12 +56,11 @@ _OPTIONS = ("dtype", "result", "transpose", "tile_rows")
 _LEAST_TURNED_ROWS, _LEAST_TURNED_INNER = 128, 768
 
 # The kernel with tiles of 128 rows reads more from the L2. On an H200 (60 MB) layers gain from it; on an H100 (50 MB)
-# as many of them lose, up to a tenth.
+# as many of them lose, up to a tenth. It makes SwiGLU's gradient while the next tile is multiplied.
 LEAST_L2 = 56 << 20
 # Of an expert, on average. With 128 the Triton kernels, whose tiles are wider, read each matrix less often.
 _LEAST_ROWS = 512
-# The longest contraction. With longer ones the Triton kernels take less time, though SwiGLU's gradient by the library
-# saves a launch that reads and writes the hidden rows.
+# The longest contraction: with longer ones Triton's wider tiles took less time.
 _LONGEST = 4096
 
 
@@ -133,9 +132,12 @@ def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int) -> int:
         mean_rows: of an expert, on average.
         inner: length of the contraction.
     """
+    has_tiles = gpu.l2_bytes >= LEAST_L2 and mean_rows >= _LEAST_ROWS and inner <= _LONGEST
+    if result == GRADIENT and has_tiles:
+        return TILE_ROWS
     if mean_rows >= _LEAST_TURNED_ROWS and inner >= _LEAST_TURNED_INNER:
         return TURNED_ROWS
-    return TILE_ROWS if gpu.l2_bytes >= LEAST_L2 and mean_rows >= _LEAST_ROWS and inner <= _LONGEST else 0
+    return TILE_ROWS if has_tiles else 0
 
 
 def library_rows(

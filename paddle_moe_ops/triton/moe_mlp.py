@@ -142,7 +142,7 @@ class Run:
 
         sizes = self.num_tokens, self.num_rows, self.inner, self.num_windows
         up = 0 if gathers(*sizes, moves_twice=False) else chosen(GATED, self.hidden)
-        back = 0 if gathers(*sizes, moves_twice=True) else chosen(GRADIENT, self.hidden) or chosen(PLAIN, self.hidden)
+        back = 0 if gathers(*sizes, moves_twice=True) else chosen(GRADIENT, self.hidden)
         sums = {chosen(PLAIN, inner) or self.wide.rows for inner in (self.inner, 2 * self.inner)}
         return sorted({up or self.gated.rows, back or self.narrow.rows, *sums})
 

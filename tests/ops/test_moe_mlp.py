@@ -241,6 +241,24 @@ def test_triton_keeps_tables_of_tiles_as_well(interpreted, keep, workspace_mb, r
     assert sum(each.size * each.element_size() for each in kept) == given + (4 * rows * 8 if keep == "h" else 0)
 
 
+@pytest.mark.cpu_only
+def test_a_first_product_that_was_overwritten_is_not_used_again(interpreted, rng):
+    layer = Layer(rng, SMALL, np.float16, sizes=(16, 8))
+    for keep in ("h", "x"):
+        leaves = layer.leaves("cpu")
+        inputs = list(leaves.values())
+        with use_backend("triton"):
+            loss = layer.call(leaves, "cpu", keep=keep).sum()
+            first = paddle.grad([loss], inputs, retain_graph=True)
+            if keep == "h":
+                text = "moe_mlp: a backward pass on the backend 'triton' has overwritten the first product"
+                with pytest.raises((RuntimeError, OSError), match=text):  # the latter is Paddle's, around ours
+                    paddle.grad([loss], inputs)
+                continue
+            for got, expected in zip(paddle.grad([loss], inputs), first, strict=True):
+                assert_bits_equal(got, expected)
+
+
 def test_nothing_is_kept_where_no_one_wants_a_gradient(rng, place, monkeypatch):
     seen = []
     layer = Layer(rng, ODD)

@@ -191,7 +191,7 @@ def test_matrices_that_have_moved_are_quantised_again():
     layer, x, _ = layer_and_data()
     layer(x, is_first_microbatch=True)
     layer.to(dtype="bfloat16")
-    text = "SwiGLUExperts: is_first_microbatch must be True once the matrices have moved or changed their dtype"
+    text = "MoELayer: is_first_microbatch must be True once the matrices have moved or changed their dtype"
     with pytest.raises(ValueError, match=text):
         layer(x.astype("bfloat16"), is_first_microbatch=False)
     assert layer(x.astype("bfloat16"), is_first_microbatch=True).dtype == paddle.bfloat16

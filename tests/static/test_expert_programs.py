@@ -17,6 +17,7 @@ from paddle.static import InputSpec
 from paddle_moe_ops import moe_mlp, route
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.gemm import grouped_gemm
+from paddle_moe_ops.nn import MoELayer
 from tests.ops.problems import tensor
 from tests.static.modes import predictor_of, static_mode
 
@@ -138,3 +139,21 @@ def test_the_inference_engine_serves_batches_of_other_sizes(rng, place, tmp_path
         (made,) = (predictor.get_output_handle(name).copy_to_cpu() for name in predictor.get_output_names())
         expected = run(layer, given, place)["out"]
         np.testing.assert_allclose(made, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cpu_only  # on the rig's device optimizers of programs change no parameter
+@pytest.mark.parametrize("compute", [None, "fp8_1x128"])
+def test_a_layer_that_is_made_in_a_program_is_trained_there(compute):
+    x = np.random.default_rng(3).standard_normal([63, 32]).astype(np.float32)
+    with static_mode(), paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()):
+        paddle.seed(5)
+        tokens = paddle.static.data("x", [None, 32], "float32")
+        layer = MoELayer(32, 16, num_experts=8, topk=2, compute=compute)
+        loss = (layer(tokens) - tokens).square().mean()
+        paddle.optimizer.SGD(1.0, parameters=layer.parameters()).minimize(loss)
+        executor = paddle.static.Executor()
+        executor.run(paddle.static.default_startup_program())
+        fetched = [loss, layer.router.correction_bias]
+        losses, biases = zip(*(executor.run(feed={"x": x}, fetch_list=fetched) for _ in range(10)), strict=True)
+    assert losses[-1] < losses[0] - 0.05
+    assert not np.any(biases)

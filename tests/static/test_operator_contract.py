@@ -29,9 +29,10 @@ SOURCES = Path(paddle_moe_ops.__file__).parent / "csrc" / "paddle"
 
 
 def declared(kind: str) -> list[str]:
-    """The operators that the sources declare."""
+    """The operators that the sources declare; PMO_MLP_OPERATOR declares one with its gradients."""
     texts = [source.read_text("utf-8") for source in SOURCES.glob("*.cc")]
-    return sorted(name for text in texts for name in re.findall(rf"PD_BUILD_{kind}\((\w+)\)", text))
+    pattern = rf"(?:PD_BUILD_{kind}\(|PMO_MLP_OPERATOR\()(\w+)"
+    return sorted(name for text in texts for name in re.findall(pattern, text))
 
 
 OPERATORS = declared("OP")

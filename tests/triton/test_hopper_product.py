@@ -180,6 +180,8 @@ H100 = HOPPER._replace(l2_bytes=50 << 20)
         (HOPPER, hopper_product.PLAIN, 512, 760, hopper_product.TILE_ROWS),
         (H100, hopper_product.PLAIN, 512, 760, 0),
         (H100, hopper_product.GRADIENT, 128, 768, hopper_product.TURNED_ROWS),
+        (HOPPER, hopper_product.GRADIENT, 512, 4096, hopper_product.TILE_ROWS),
+        (HOPPER, hopper_product.GRADIENT, 512, 4104, hopper_product.TURNED_ROWS),
         (HOPPER, hopper_product.GRADIENT, 512, 760, hopper_product.TILE_ROWS),
         (HOPPER, hopper_product.GRADIENT, 511, 760, 0),
         (H100, hopper_product.GRADIENT, 512, 760, 0),

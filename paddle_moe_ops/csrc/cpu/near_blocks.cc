@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// near_blocks on the CPU. A row of a block is quantised as any row is, where the least amax is that of the block, and comes back at once.
+// near_blocks on the CPU. Each row of a block is quantised with the block's amax as its least amax, and dequantised at once.
 // Threads own rows of blocks. Bytes moved: E * A * B * (2 itemsize + 4).
 #include <algorithm>
 #include <cfloat>

@@ -50,7 +50,7 @@ __device__ inline float scale_in_quad(const uint32_t (&word)[kWords], float amax
   return scale_of_lanes(amax, amax_min);
 }
 
-// As above of a lane's 32 sums from kFirst on, once they are rounded. To round the largest gives the largest of what is rounded.
+// As above of a lane's 32 sums from kFirst on, once they are rounded. Rounding keeps the order, so the largest may be found before.
 template <int kFirst>
 __device__ inline float scale_of_sums(const float (&d)[128], int half, float amax_min) {
   float amax = 0.0f;

@@ -18,7 +18,7 @@ constexpr int kTurnedRows = PMO_GROUPED_TURNED_ROWS, kTurnedColumns = 256;  // o
 constexpr int kTurnedSums = kTurnedRows;                                    // of a lane: two blocks of 64 columns
 constexpr int kStripRows = 16, kStripBytes = kStripRows * 128;
 constexpr int kTurnedResultBytes = 4 * kStripBytes;  // of a warpgroup
-// Of a strip of hidden, 64 columns of gates and those that they gate in turn. A stage of operands has room for so many strips, and for the
+// Of a strip of hidden: 64 columns of gates, then the 64 that they gate, and so on. A stage of operands has room for so many strips, and for the
 // results that take their place.
 constexpr int kHiddenStripBytes = 8 * kStripBytes, kHiddenStrips = 2;
 

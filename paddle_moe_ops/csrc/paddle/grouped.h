@@ -63,7 +63,6 @@ class Grouped {
   void clear_others(paddle::Tensor* out) const;
 
   int64_t num_rows() const { return num_rows_; }
-  int64_t experts() const { return experts_; }
 
  private:
   const int32_t* table(int64_t place) const { return tables_.data<int32_t>() + place; }

@@ -210,49 +210,9 @@ class Float8Layer : public ExpertLayer {
   const bool has_kernels_;
 };
 
-Outputs moe_mlp_float8(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up, const paddle::Tensor& down,
-                       const paddle::Tensor& weights, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
-                       const paddle::Tensor& sizes, const paddle::Tensor& offsets) {
-  const MlpOperands operands = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets};
-  return mlp_forward(a, Float8Layer(a, operands), operands);
-}
-
-Outputs moe_mlp_float8_backward(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up,
-                                const paddle::Tensor& down, const paddle::Tensor& weights, const paddle::Tensor& token_rows,
-                                const paddle::Tensor& row_to_token, const paddle::Tensor& sizes, const paddle::Tensor& offsets,
-                                const paddle::Tensor& hidden, const paddle::Tensor& d_out) {
-  const MlpOperands operands = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets};
-  return mlp_backward(a, Float8Layer(a, operands, &hidden, &d_out), operands, hidden, d_out);
-}
-
 }  // namespace
 
-PD_BUILD_OP(pmo_moe_mlp_float8)
-    .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets"})
-    .Outputs({"out", "hidden"})
-    .Attrs(MlpAttributes::names())
-    .SetKernelFn(PMO_KERNEL(moe_mlp_float8))
-    .SetInferShapeFn(PMO_INFER_SHAPE(mlp_shapes))
-    .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_dtypes));
-PMO_DIRECT(moe_mlp_float8, moe_mlp_float8);
-
-PD_BUILD_GRAD_OP(pmo_moe_mlp_float8)
-    .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "hidden", paddle::Grad("out")})
-    .Outputs({paddle::Grad("x"), paddle::Grad("gate_up"), paddle::Grad("down"), paddle::Grad("weights")})
-    .Attrs(MlpAttributes::names())
-    .SetKernelFn(PMO_KERNEL(moe_mlp_float8_backward))
-    .SetInferShapeFn(PMO_INFER_SHAPE(mlp_backward_shapes))
-    .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_backward_dtypes));
-
-PD_BUILD_DOUBLE_GRAD_OP(pmo_moe_mlp_float8)
-    .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "hidden", paddle::Grad("out"),
-             paddle::Grad(paddle::Grad("x")), paddle::Grad(paddle::Grad("gate_up")), paddle::Grad(paddle::Grad("down")),
-             paddle::Grad(paddle::Grad("weights"))})
-    .Outputs({paddle::Grad("x"), paddle::Grad("gate_up"), paddle::Grad("down"), paddle::Grad("weights"),
-              paddle::Grad(paddle::Grad("out"))})
-    .Attrs(MlpAttributes::names())
-    .SetKernelFn(PMO_KERNEL(mlp_double_backward))
-    .SetInferShapeFn(PMO_INFER_SHAPE(mlp_double_backward_shapes))
-    .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_double_backward_dtypes));
+PMO_MLP_OPERATOR(pmo_moe_mlp_float8, Float8Layer);
+PMO_DIRECT(moe_mlp_float8, run_mlp<Float8Layer>);
 
 #endif
