@@ -76,7 +76,17 @@ def test_gradients_are_those_of_the_oracle(form, transpose, dtype, name, rng, pl
 
 
 @pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
-@pytest.mark.parametrize("shape", [EMPTY, ONE_TOKEN, ODD, MANY_EXPERTS, MORE_SLOTS_THAN_EXPERTS], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        EMPTY,
+        ONE_TOKEN,
+        ODD,
+        pytest.param(MANY_EXPERTS, marks=pytest.mark.slow, id=str(MANY_EXPERTS)),
+        MORE_SLOTS_THAN_EXPERTS,
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("sizes", [(1, 1), (7, 3), (72, 130)], ids=str)
 def test_any_routing_and_sizes(sizes, shape, buffer_size, rng, place):
     layer = Float8Layer(rng, shape, sizes=sizes, buffer_size=buffer_size)

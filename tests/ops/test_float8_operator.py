@@ -67,7 +67,11 @@ def test_a_layer_is_that_of_the_oracle(sizes, transpose, dtype, keeps, rng, plac
 
 @KEEPS
 @pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
-@pytest.mark.parametrize("shape", [EMPTY, ONE_TOKEN, ODD, MANY_EXPERTS, MANY_ROWS], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [EMPTY, ONE_TOKEN, ODD, pytest.param(MANY_EXPERTS, marks=pytest.mark.slow, id=str(MANY_EXPERTS)), MANY_ROWS],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["float32", "bfloat16"])
 def test_a_layer_of_any_routing(shape, buffer_size, dtype, keeps, rng, place):
     layer = Float8Layer(rng, shape, dtype, form="by row", sizes=(48, 128), buffer_size=buffer_size)
