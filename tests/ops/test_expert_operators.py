@@ -7,6 +7,8 @@ Sizes that are multiples of 8 are for the kernels, others never are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import paddle
@@ -34,17 +36,22 @@ def operators(place):
     register_operators()
 
 
-def of_operator(layer: Layer, place, *, keeps=True, wanted=("x", "gate_up", "down", "probs"), passes=1) -> dict:
+def operands_of(layer: Layer, place, leaves: dict[str, Any]) -> tuple[list[Any], Any]:
+    """What the operators take: the operands, weights of one where the layer has none, and the plan."""
+    plan = plan_tensors(layer.plan, place)
+    weights = leaves.get("probs", paddle.ones_like(plan.row_to_token, dtype="float32"))
+    return [leaves["x"], leaves["gate_up"], leaves["down"], weights], plan
+
+
+def of_operator(
+    layer: Layer, place, *, keeps=True, wanted=("x", "gate_up", "down", "probs"), passes=1, float8=False
+) -> dict:
     """The result of the operator, and the gradient of each leaf that wants one."""
     leaves = layer.leaves(place)
     for name, leaf in leaves.items():
         leaf.stop_gradient = name not in wanted
-    plan = plan_tensors(layer.plan, place)
-    weights = leaves.get("probs", None)
-    if weights is None:
-        weights = paddle.ones_like(plan.row_to_token, dtype="float32")
-    operands = leaves["x"], leaves["gate_up"], leaves["down"], weights
-    out = compiled.moe_mlp(*operands, plan, transpose=layer.transpose, keeps_hidden=keeps)
+    operands, plan = operands_of(layer, place, leaves)
+    out = compiled.moe_mlp(*operands, plan, transpose=layer.transpose, keeps_hidden=keeps, float8=float8)
     for left in range(passes - 1, -1, -1):
         paddle.autograd.backward([out], [tensor(layer.d_out, place)], retain_graph=left > 0)
     return {"out": out, **{name: leaves[name].grad for name in leaves if name in wanted}}

@@ -19,7 +19,9 @@ from paddle_moe_ops.backends import compiled, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.triton import grouped_gemm_configs
-from tests.ops.problems import plan_tensors, tensor
+from tests.ops import test_expert_operators as experts
+from tests.ops.problems import tensor
+from tests.ops.test_expert_operators import operands_of
 from tests.ops.test_float8_mlp import Float8Layer, assert_near
 from tests.ops.test_gradient_shapes import SHAPES, go_back
 from tests.ops.test_moe_mlp import BY_DTYPE, BY_LAYOUT
@@ -38,22 +40,8 @@ def operators(place):
     register_operators()
 
 
-def operands_of(layer: Float8Layer, place, leaves: dict[str, Any]) -> tuple[list[Any], Any]:
-    plan = plan_tensors(layer.plan, place)
-    weights = leaves.get("probs", paddle.ones_like(plan.row_to_token, dtype="float32"))
-    return [leaves["x"], leaves["gate_up"], leaves["down"], weights], plan
-
-
-def of_operator(layer: Float8Layer, place, *, keeps=True, wanted=("x", "gate_up", "down", "probs"), passes=1) -> dict:
-    """The result of the operator, and the gradient of each leaf that wants one."""
-    leaves = layer.leaves(place)
-    for name, leaf in leaves.items():
-        leaf.stop_gradient = name not in wanted
-    operands, plan = operands_of(layer, place, leaves)
-    out = compiled.moe_mlp(*operands, plan, transpose=layer.transpose, keeps_hidden=keeps, float8=True)
-    for left in range(passes - 1, -1, -1):
-        paddle.autograd.backward([out], [tensor(layer.d_out, place)], retain_graph=left > 0)
-    return {"out": out, **{name: leaves[name].grad for name in leaves if name in wanted}}
+def of_operator(layer: Float8Layer, place, **options: Any) -> dict:
+    return experts.of_operator(layer, place, float8=True, **options)
 
 
 @KEEPS
