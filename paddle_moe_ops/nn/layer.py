@@ -117,8 +117,9 @@ class MoELayer(nn.Layer):
         name = "MoELayer"
         travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
         travels |= {"transport": transport, "timeout": timeout}
-        check_travel(name, combine=combine, payload=payload, transport=transport)
-        if group is not None:  # before a check that fails on one rank makes the others wait for it
+        if group is None:
+            check_travel(name, combine=combine, payload=payload, transport=transport)
+        else:  # before a check that fails on one rank makes the others wait for it
             group = group_of(name, group)
             settings: dict[str, Any] = {"hidden_size": hidden_size, "num_experts": num_experts}
             settings |= {"intermediate_size": intermediate_size}

@@ -56,6 +56,7 @@ def different_arguments() -> list[str]:
         caught(lambda: ExpertParallel((4, "four")[rank])),
         caught(lambda: MoELayer(2, 3, 4, 1 + rank, group=group)),
         caught(lambda: MoELayer(2, 3, 4, 1, group=group, transport=("auto", "gloo")[rank])),
+        caught(lambda: MoELayer(2, 3, 4, 1, group=group, combine=("exact", "sum")[rank])),
         caught(lambda: MoELayer(2, 3, 4, 1, group=group, combine="sum")),
         *(
             caught(lambda name=name, values=values: MoELayer(2, 3, 4, 1, group=group, **{name: values[rank]}))
@@ -72,6 +73,7 @@ def test_different_arguments_raise_on_every_rank():
         f"ValueError: ExpertParallel: num_experts must be {same} 4 on rank 0, 'four' on rank 1",
         f"ValueError: MoELayer: topk must be {same} 1 on rank 0, 2 on rank 1",
         f"ValueError: MoELayer: transport must be {same} 'auto' on rank 0, 'gloo' on rank 1",
+        f"ValueError: MoELayer: combine must be {same} 'exact' on rank 0, 'sum' on rank 1",
         "ValueError: MoELayer: combine must be one of 'exact', 'reduced', but got 'sum'",
         *(
             f"ValueError: MoELayer: {name} must be {same} {a!r} on rank 0, {b!r} on rank 1"

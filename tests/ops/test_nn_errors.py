@@ -63,6 +63,7 @@ BAD_ARGUMENTS = [
     (MoELayer, {"num_shared_experts": -1}, ValueError, "num_shared_experts must be from 0 to 2147483647, but got -1"),
     (MoELayer, {"num_shared_experts": 1.0}, TypeError, "num_shared_experts must be an int, but got float"),
     (MoELayer, {"num_shared_experts": True}, TypeError, "num_shared_experts must be an int, but got a bool"),
+    (MoELayer, {"combine": "sum"}, ValueError, "combine must be one of 'exact', 'reduced', but got 'sum'"),
 ]
 
 
