@@ -11,9 +11,8 @@ r"""What bounds the kernels: hardware counters of single launches, read by Nsigh
 Every case is one eager call of the benchmark under `ncu`, whose caches are emptied before each pass; those of `gemm:*`
 are calls of `benchmarks/sweeps/grouped_gemm.py`, in one process, and those of `layer:*` both passes of a layer, by
 `benchmarks/layer/launches.py`. `gemm:*` needs no library, and layers run without one, too. A line per kernel, in
-layers per part of a pass:
-time, bytes that DRAM read and wrote, the least bytes of the operation, throughputs in percent of the peak, and
-what its warps waited for, in cycles per issued instruction.
+layers per part of a pass: time, bytes that DRAM read and wrote, the least bytes of the operation, throughputs in
+percent of the peak, and what its warps waited for, in cycles per issued instruction.
 """
 
 from __future__ import annotations

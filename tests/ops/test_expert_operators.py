@@ -78,24 +78,32 @@ def test_a_layer_of_any_routing(shape, buffer_size, dtype, keeps, rng, place):
     assert_close(made, layer.due(), dtype)
 
 
-@BY_DTYPE
-def test_a_second_backward_pass_and_a_second_call_give_the_same_bits(dtype, rng, place):
-    layer = Layer(rng, ODD, dtype, form="by row", sizes=(64, 136))
-    once, again, twice = (of_operator(layer, place, passes=passes) for passes in (1, 1, 2))
+def assert_same_bits_in_each_pass(layer, place, **options):
+    """Of a second call, and of two backward passes, whose gradients are added up."""
+    once, again, twice = (of_operator(layer, place, passes=passes, **options) for passes in (1, 1, 2))
     for name, made in once.items():
         assert_bits_equal(again[name], made, what=name)
         if name != "out":
             assert_bits_equal(twice[name], to_numpy(made) * to_numpy(made).dtype.type(2), what=name)
 
 
-@BY_DTYPE
-@pytest.mark.parametrize("wanted", ["x", "gate_up", "down", "probs"])
-def test_a_gradient_alone_has_the_bits_that_it_has_beside_others(wanted, dtype, rng, place):
-    layer = Layer(rng, ODD, dtype, form="by row", sizes=(16, 24))
-    alone, together = of_operator(layer, place, wanted=(wanted,)), of_operator(layer, place)
+def assert_same_bits_alone(layer, place, wanted, **options):
+    """Of a gradient that nothing else is made with."""
+    alone, together = of_operator(layer, place, wanted=(wanted,), **options), of_operator(layer, place, **options)
     assert alone.keys() == {"out", wanted}
     for name, made in alone.items():
         assert_bits_equal(made, together[name], what=name)
+
+
+@BY_DTYPE
+def test_a_second_backward_pass_and_a_second_call_give_the_same_bits(dtype, rng, place):
+    assert_same_bits_in_each_pass(Layer(rng, ODD, dtype, form="by row", sizes=(64, 136)), place)
+
+
+@BY_DTYPE
+@pytest.mark.parametrize("wanted", ["x", "gate_up", "down", "probs"])
+def test_a_gradient_alone_has_the_bits_that_it_has_beside_others(wanted, dtype, rng, place):
+    assert_same_bits_alone(Layer(rng, ODD, dtype, form="by row", sizes=(16, 24)), place, wanted)
 
 
 @BY_DTYPE

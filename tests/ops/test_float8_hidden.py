@@ -196,20 +196,6 @@ def test_one_gradient_alone(wanted, rng, place):
     assert_bits_equal(leaves[wanted].grad, expected[wanted], what=wanted)
 
 
-def test_gradients_of_matrices_are_added_to_main_grad(rng, place):
-    layer = Float8Layer(rng, ODD)
-    expected, leaves = layer.run(place, keep=IN_FLOAT8), layer.leaves(place)
-    for matrix in ("gate_up", "down"):
-        leaves[matrix].main_grad = None
-    for _ in range(2):
-        out = layer.call(leaves, place, accumulate=True, keep=IN_FLOAT8)
-        paddle.autograd.backward([out], [tensor(layer.d_out, place)])
-    for matrix in ("gate_up", "down"):
-        assert leaves[matrix].grad is None
-        due = 2 * to_numpy(expected[matrix])
-        np.testing.assert_allclose(to_numpy(leaves[matrix].main_grad), due, rtol=1e-6, atol=1e-6 * np.abs(due).max())
-
-
 def test_lists_of_matrices_and_kept_matrices(rng, place):
     layer, matrices = Float8Layer(rng, ODD), Float8Matrices()
     expected, leaves = layer.run(place, keep=IN_FLOAT8), layer.leaves(place)

@@ -159,13 +159,14 @@ def test_lists_of_matrices(rng, place):
         assert_bits_equal(paddle.stack([matrix.grad for matrix in each]), expected[name], what=name)
 
 
-def test_gradients_of_matrices_are_added_to_main_grad(rng, place):
+@pytest.mark.parametrize("keep", ["h", "h_fp8"])
+def test_gradients_of_matrices_are_added_to_main_grad(keep, rng, place):
     layer = Float8Layer(rng, ODD)
-    expected, leaves = layer.run(place), layer.leaves(place)
+    expected, leaves = layer.run(place, keep=keep), layer.leaves(place)
     for matrix in ("gate_up", "down"):
         leaves[matrix].main_grad = None
     for _ in range(2):
-        out = layer.call(leaves, place, accumulate=True)
+        out = layer.call(leaves, place, accumulate=True, keep=keep)
         paddle.autograd.backward([out], [tensor(layer.d_out, place)])
     for matrix in ("gate_up", "down"):
         assert leaves[matrix].grad is None

@@ -96,11 +96,7 @@ def test_on_hopper_it_has_the_bits_of_the_launches_in_dygraph(transpose, keeps, 
 @pytest.mark.parametrize("sizes", [(48, 128), (24, 40)], ids=str)
 def test_a_second_backward_pass_and_a_second_call_give_the_same_bits(sizes, dtype, rng, place):
     layer = Float8Layer(rng, ODD, dtype, form="by row", sizes=sizes)
-    once, again, twice = (of_operator(layer, place, passes=passes) for passes in (1, 1, 2))
-    for name, made in once.items():
-        assert_bits_equal(again[name], made, what=name)
-        if name != "out":
-            assert_bits_equal(twice[name], to_numpy(made) * to_numpy(made).dtype.type(2), what=name)
+    experts.assert_same_bits_in_each_pass(layer, place, float8=True)
 
 
 @BY_DTYPE
@@ -108,10 +104,7 @@ def test_a_second_backward_pass_and_a_second_call_give_the_same_bits(sizes, dtyp
 @pytest.mark.parametrize("wanted", ["x", "gate_up", "down", "probs"])
 def test_a_gradient_alone_has_the_bits_that_it_has_beside_others(wanted, sizes, dtype, rng, place):
     layer = Float8Layer(rng, ODD, dtype, form="by row", sizes=sizes)
-    alone, together = of_operator(layer, place, wanted=(wanted,)), of_operator(layer, place)
-    assert alone.keys() == {"out", wanted}
-    for name, made in alone.items():
-        assert_bits_equal(made, together[name], what=name)
+    experts.assert_same_bits_alone(layer, place, wanted, float8=True)
 
 
 @BY_DTYPE

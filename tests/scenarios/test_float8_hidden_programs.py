@@ -17,6 +17,7 @@ from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, set_is_first_microbatch
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_float8
+from tests.scenarios import test_float8_programs
 from tests.scenarios.test_float8_programs import FLOAT8, INNER, E, H, K, T, losses_of
 
 OPTIONS = {"compute": FLOAT8, "keep": "h_fp8"}
@@ -28,9 +29,7 @@ def seeded():
 
 
 def layer_and_data(**options):
-    layer = MoELayer(H, INNER, E, K, **OPTIONS, **options)
-    x = paddle.randn([T, H])
-    return layer, x, paddle.tanh(x @ paddle.randn([H, H]) / H**0.5)
+    return test_float8_programs.layer_and_data(keep="h_fp8", **options)
 
 
 def gradients_of(layer):
@@ -68,15 +67,6 @@ def test_training_follows_that_which_keeps_the_first_product_as_it_is():
     assert made[-1] < 0.7 * made[0]
     np.testing.assert_allclose(made, due, rtol=0, atol=0.01 * due[0])
     assert made != due
-
-
-def test_micro_batches_that_share_quantised_matrices_have_the_bits_of_those_that_do_not():
-    layer, x, target = layer_and_data()
-    twin = copy.deepcopy(layer)
-    made = losses_of(layer, x, target, 4, micro_batches=3, keeps=True)
-    assert made == losses_of(twin, x, target, 4, micro_batches=3)
-    for name, each in layer.state_dict().items():
-        assert_bits_equal(each, twin.state_dict()[name].numpy(), what=name)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])

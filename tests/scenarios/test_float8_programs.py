@@ -69,8 +69,9 @@ def test_a_router_from_topk_gets_gradients():
     assert float(router.weight.grad.abs().max()) > 0
 
 
-def test_micro_batches_that_share_quantised_matrices_have_the_bits_of_those_that_do_not():
-    layer, x, target = layer_and_data()
+@pytest.mark.parametrize("keep", ["h", "h_fp8"])
+def test_micro_batches_that_share_quantised_matrices_have_the_bits_of_those_that_do_not(keep):
+    layer, x, target = layer_and_data(keep=keep)
     twin = copy.deepcopy(layer)
     made = losses_of(layer, x, target, 4, micro_batches=3, keeps=True)
     assert made == losses_of(twin, x, target, 4, micro_batches=3)

@@ -174,16 +174,6 @@ int launch_product(const pmo_grouped_product_params& p, const GroupedArguments& 
   return launch("grouped_product", kernel, grid, stream, arguments);
 }
 
-template <pmo_grouped_result kResult>
-int launch_result(const pmo_grouped_product_params& p, const GroupedArguments& arguments, cudaStream_t stream) {
-  if (p.dtype == PMO_BFLOAT16) {
-    return p.transpose ? launch_product<kResult, true, __nv_bfloat16>(p, arguments, stream)
-                       : launch_product<kResult, false, __nv_bfloat16>(p, arguments, stream);
-  }
-  return p.transpose ? launch_product<kResult, true, __half>(p, arguments, stream)
-                     : launch_product<kResult, false, __half>(p, arguments, stream);
-}
-
 int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (const int status = check_grouped_product(p)) return status;
   if (p.num_rows == 0 || p.width == 0) return PMO_OK;
@@ -196,14 +186,9 @@ int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (p.transpose) std::swap(matrix.sizes[0], matrix.sizes[1]);
   matrix.strides[0] = matrix.sizes[0];
   if (const int status = encode(matrix, is_bfloat16, &a.matrix)) return status;
-  switch (p.result) {
-    case PMO_GROUPED_GATED:
-      return launch_result<PMO_GROUPED_GATED>(p, a, stream);
-    case PMO_GROUPED_GRADIENT:
-      return launch_result<PMO_GROUPED_GRADIENT>(p, a, stream);
-    default:
-      return launch_result<PMO_GROUPED_PLAIN>(p, a, stream);
-  }
+  return with_kind(p, [&](auto result, auto is_transposed, auto element) {
+    return launch_product<result(), is_transposed(), decltype(element)>(p, a, stream);
+  });
 }
 
 }  // namespace

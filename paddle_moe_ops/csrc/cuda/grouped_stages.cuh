@@ -5,6 +5,8 @@
 // stages between them, and the order of tiles.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/grouped_results.cuh"
 
 namespace pmo {
@@ -39,6 +41,28 @@ GroupedArguments arguments_of(const Params& p, int columns) {
   a.first_row = static_cast<int>(p.first_row);
   a.column_tiles = static_cast<int>(divide_up(p.width, int64_t{columns}));
   return a;
+}
+
+// Calls run(result, whether matrices are transposed, a number of the dtype) for a product; the first two are std::integral_constant.
+template <pmo_grouped_result kResult, typename Run>
+int with_result(const pmo_grouped_product_params& p, Run run) {
+  const std::integral_constant<pmo_grouped_result, kResult> result;
+  if (p.dtype == PMO_BFLOAT16) {
+    return p.transpose ? run(result, std::true_type(), __nv_bfloat16()) : run(result, std::false_type(), __nv_bfloat16());
+  }
+  return p.transpose ? run(result, std::true_type(), __half()) : run(result, std::false_type(), __half());
+}
+
+template <typename Run>
+int with_kind(const pmo_grouped_product_params& p, Run run) {
+  switch (p.result) {
+    case PMO_GROUPED_GATED:
+      return with_result<PMO_GROUPED_GATED>(p, run);
+    case PMO_GROUPED_GRADIENT:
+      return with_result<PMO_GROUPED_GRADIENT>(p, run);
+    default:
+      return with_result<PMO_GROUPED_PLAIN>(p, run);
+  }
 }
 
 #ifdef PMO_HOPPER_CODE

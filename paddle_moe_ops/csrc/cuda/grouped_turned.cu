@@ -198,7 +198,7 @@ __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, cons
         for (int strip = 0; strip < kTurnedRows / kStripRows; strip += 2) {
           const uint32_t target = stages.rows(ring.stage) + strip * kStripBytes;
           if (strip + 1 < strips) {
-            load_box(target, &p.rows_32, full, depth, row + strip * kStripRows);
+            load_box(target, &p.rows, full, depth, row + strip * kStripRows);
           } else if (strip < strips) {
             load_box(target, &p.rows_16, full, depth, row + strip * kStripRows);
           }
@@ -355,23 +355,15 @@ int launch_turned(const pmo_grouped_product_params& p, const TurnedArguments& ar
   return launch("grouped_product", kernel, grid, stream, arguments);
 }
 
-template <pmo_grouped_result kResult>
-int launch_result(const pmo_grouped_product_params& p, const TurnedArguments& arguments, cudaStream_t stream) {
-  if (p.dtype == PMO_BFLOAT16) {
-    return p.transpose ? launch_turned<kResult, true, __nv_bfloat16>(p, arguments, stream)
-                       : launch_turned<kResult, false, __nv_bfloat16>(p, arguments, stream);
-  }
-  return p.transpose ? launch_turned<kResult, true, __half>(p, arguments, stream)
-                     : launch_turned<kResult, false, __half>(p, arguments, stream);
-}
-
 }  // namespace
 
 int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;
   TurnedArguments a = {};
+  static_cast<GroupedArguments&>(a) = arguments_of(p, p.result == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns);
+  a.counters = p.counters;
   Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, 32}};
-  if (const int status = encode(rows, is_bfloat16, &a.rows_32)) return status;
+  if (const int status = encode(rows, is_bfloat16, &a.rows)) return status;
   rows.box[1] = 16;
   if (const int status = encode(rows, is_bfloat16, &a.rows_16)) return status;
   Tensor matrix = {p.matrix, 3, {p.outer, p.inner, p.num_experts}, {p.outer, p.outer * p.inner}, {64, kTileDepth, 1}};
@@ -385,32 +377,9 @@ int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
     const Tensor hidden = {p.hidden, 2, {2 * p.width, p.num_rows}, {2 * p.width}, {64, kStripRows}};
     if (const int status = encode(hidden, is_bfloat16, &a.hidden_16)) return status;
   }
-  a.row_to_token = p.row_to_token;
-  a.weights = p.weights;
-  a.d_weights = p.d_weights;
-  a.first = p.first;
-  a.stop = p.stop;
-  a.tiles = p.tiles;
-  a.window = p.window;
-  a.out = p.out;
-  a.hidden = p.hidden;
-  a.counters = p.counters;
-  a.num_experts = static_cast<int>(p.num_experts);
-  a.inner = static_cast<int>(p.inner);
-  a.first_column = static_cast<int>(p.first_column);
-  a.width = static_cast<int>(p.width);
-  a.to_up = static_cast<int>(p.outer / 2);
-  a.first_row = static_cast<int>(p.first_row);
-  const int columns = p.result == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns;
-  a.column_tiles = static_cast<int>(divide_up(p.width, int64_t{columns}));
-  switch (p.result) {
-    case PMO_GROUPED_GATED:
-      return launch_result<PMO_GROUPED_GATED>(p, a, stream);
-    case PMO_GROUPED_GRADIENT:
-      return launch_result<PMO_GROUPED_GRADIENT>(p, a, stream);
-    default:
-      return launch_result<PMO_GROUPED_PLAIN>(p, a, stream);
-  }
+  return with_kind(p, [&](auto result, auto is_transposed, auto element) {
+    return launch_turned<result(), is_transposed(), decltype(element)>(p, a, stream);
+  });
 }
 
 }  // namespace cuda

@@ -22,15 +22,10 @@ constexpr int kTurnedResultBytes = 4 * kStripBytes;  // of a warpgroup
 // results that take their place.
 constexpr int kHiddenStripBytes = 8 * kStripBytes, kHiddenStrips = 2;
 
-struct TurnedArguments {
-  CUtensorMap matrix, rows_32, rows_16, hidden_16;
-  const int32_t* row_to_token;
-  const float* weights;
-  const int32_t *first, *stop, *tiles, *window;
-  void *out, *hidden;
-  float* d_weights;
+// `rows` comes in boxes of 32 rows.
+struct TurnedArguments : GroupedArguments {
+  CUtensorMap rows_16, hidden_16;
   int32_t* counters;
-  int num_experts, inner, first_column, width, to_up, first_row, column_tiles;
 };
 
 // A tile: its expert, its first row, how many rows it has (0 after the last tile), its first column.
