@@ -291,7 +291,8 @@ class TritonKernels(ProductKernels):
         if not need_probs:
             return d_rows, None
         if d_probs is None:
-            return d_rows, slots_to_rows(device, dense(d_prob_topk), slot_to_row, row_to_token)
+            made = slots_to_rows(device, dense(d_prob_topk), slot_to_row, row_to_token)
+            return d_rows, made.reshape(probs.shape)  # which may be a column
         scatter_slots(device, dense(d_prob_topk), slot_to_row, d_probs)
         return d_rows, d_probs
 

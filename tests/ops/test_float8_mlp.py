@@ -281,6 +281,7 @@ def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(
     assert interpreted.launches.count("quantize_blocks") == before + 2
 
 
+@pytest.mark.compiled_only
 @pytest.mark.parametrize("other", ["gate_up", "down", "transpose"])
 def test_kept_matrices_of_others_are_refused(other, rng):
     layer, kept = Float8Layer(rng, ODD, sizes=(128, 64)), Float8Matrices()
@@ -314,6 +315,7 @@ def test_kept_matrices_are_bad_arguments_elsewhere(rng):
             experts(paddle.zeros([0, 8]), plan=empty, combine=True, is_first_microbatch=given)
 
 
+@pytest.mark.compiled_only
 def test_kept_matrices_of_a_list_in_another_order_are_refused(rng):
     layer, kept = Float8Layer(rng, ODD), Float8Matrices()
     leaves = layer.leaves("cpu")
@@ -324,6 +326,7 @@ def test_kept_matrices_of_a_list_in_another_order_are_refused(rng):
         layer.call({**leaves, **swapped}, "cpu", float8_matrices=kept)
 
 
+@pytest.mark.compiled_only
 def test_kept_matrices_of_a_transposed_view_are_refused(rng):
     layer, kept = Float8Layer(rng, ODD, sizes=(128, 128)), Float8Matrices()
     leaves = layer.leaves("cpu")
@@ -332,6 +335,7 @@ def test_kept_matrices_of_a_transposed_view_are_refused(rng):
         layer.call({**leaves, "down": leaves["down"].transpose([0, 2, 1])}, "cpu", float8_matrices=kept)
 
 
+@pytest.mark.compiled_only
 def test_kept_matrices_are_quantised_outside_of_mixed_precision(rng, monkeypatch):
     """O2 would round what scales are computed from."""
     seen, quantise = [], _float8_mlp._near_matrices
@@ -370,6 +374,7 @@ def test_a_plan_with_groups_that_overlap_is_named(rng):
         moe_mlp(leaves["x"], wrong, None, leaves["gate_up"], leaves["down"], compute=FLOAT8)
 
 
+@pytest.mark.compiled_only
 def test_kept_matrices_hold_the_memory_of_what_they_were_made_of(rng):
     """Else the next tensors could get it, and pass for the same ones."""
     layer, kept = Float8Layer(rng, ODD), Float8Matrices()

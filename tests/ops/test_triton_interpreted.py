@@ -179,11 +179,11 @@ def test_moe_permute_with_gradients(interpreted, problem, rng):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("compat", [None, "paddle"])
-def test_moe_unpermute_with_gradients(interpreted, problem, rng, weighted, compat):
+@pytest.mark.parametrize(("compat", "column"), [(None, False), (None, True), ("paddle", False)])
+def test_moe_unpermute_with_gradients(interpreted, problem, rng, weighted, compat, column):
     plan, shape = problem.plan(), problem.shape
     rowmap, ids = tensor(reference.plan_to_rowmap(plan), "cpu"), tensor(problem.ids, "cpu")
-    arrays = ordinary(rng, (plan.num_rows, shape.H)), plan.row_probs
+    arrays = ordinary(rng, (plan.num_rows, shape.H)), plan.row_probs[:, None] if column else plan.row_probs
 
     def call(y, p):
         options = {"using_weighted_combine": weighted, "compat": compat}
