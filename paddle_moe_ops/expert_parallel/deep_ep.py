@@ -19,6 +19,7 @@ from .. import _checks
 from .._graphs import filled
 from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
+from ..routing import Plan, route
 
 __all__ = ["ArrivedTokens", "DeepEP"]
 
@@ -33,14 +34,14 @@ class ArrivedTokens(NamedTuple):
 
     Attributes:
         tokens: bfloat16 [R, d].
-        ids: int32 [R, K], counted from the first expert of this rank, -1 for those of other ranks.
+        plan: the local plan of the R tokens, with room for all their slots, so that nothing waits for a number.
         probs: float32 [R, K].
         dropped: int32 [1], zero.
         trip: what `DeepEP.combine` needs.
     """
 
     tokens: Tensor
-    ids: Tensor
+    plan: Plan
     probs: Tensor
     dropped: Tensor
     trip: _Trip
@@ -140,7 +141,10 @@ class DeepEP:
             _checks.bad_value(_DISPATCH, "x", f"of a multiple of {_COLUMNS} columns {needs}", list(x.shape))
         call = _Dispatch(x, ids, probs, self._num_experts, self._buffer(x.shape[1] * x.element_size()))
         tokens, their_probs = connect(call, x, probs)
-        return ArrivedTokens(tokens, call.ids, their_probs, filled([1], 0, "int32", like=x), call.trip)
+        ids, experts = call.ids, self._num_experts // self._group.nranks
+        most = -1 if ids.place.is_cpu_place() else ids.shape[0] * min(ids.shape[1], experts)
+        plan = route(ids, num_experts=experts, buffer_size=most, validate=False)
+        return ArrivedTokens(tokens, plan, their_probs, filled([1], 0, "int32", like=x), call.trip)
 
     def combine(self, out: Tensor, trip: _Trip) -> Tensor:
         """The sums of each token's rows of all ranks; differentiable.

@@ -21,7 +21,7 @@ from .deep_ep import DeepEP
 from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
 from .groups import agree, group_of, raise_for_others
 from .meetings import DEFAULT_TIMEOUT_S, checked_timeout
-from .peers import Peers, local_plan
+from .peers import Peers
 from .plans import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed
 from .transports import transport_for
 
@@ -408,7 +408,7 @@ def _tokens_of_peers(
     got: Any, peers: Peers | DeepEP, ep: ExpertParallel, routed: Tensor, dropped: Tensor, probs: Tensor
 ) -> Received:
     """What arrived as whole tokens."""
-    local = local_plan(got.ids, ep.num_local_experts)
+    local = got.plan
     return Received(
         plan=local,
         rows=None,

@@ -19,10 +19,10 @@ from ..backends import direct
 from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..functional import permute, unpermute
-from ..routing import Plan, route
+from ..routing import Plan
 from .channels import OwnRows, RowChannel, TokenChannel
 
-__all__ = ["ArrivedRows", "ArrivedTokens", "Peers", "local_plan"]
+__all__ = ["ArrivedRows", "ArrivedTokens", "Peers"]
 
 _DISPATCH, _COMBINE = "ExpertParallel.dispatch", "ExpertParallel.combine"
 _AMAX_MIN = 1e-4  # of `quantize_1x128`
@@ -33,7 +33,7 @@ class ArrivedTokens(NamedTuple):
 
     Attributes:
         tokens: [R, d], zeros where there is no token; with float8 these rows may be anything.
-        ids: int32 [R, K], counted from the first expert of this rank, -1 for experts of other ranks.
+        plan: the local plan of the R tokens.
         probs: float32 [R, K].
         dropped: int32 [1], slots of this rank's tokens that found no room.
         routed: int32 [E], this rank's tokens that chose each expert.
@@ -41,7 +41,7 @@ class ArrivedTokens(NamedTuple):
     """
 
     tokens: Tensor
-    ids: Tensor
+    plan: Plan
     probs: Tensor
     dropped: Tensor
     routed: Tensor
@@ -96,31 +96,34 @@ class _RowTrip(NamedTuple):
 
 
 def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> ArrivedTokens:
-    """Send tokens to the ranks of their experts, and receive those of others, in the window unless ``copies``."""
-    slot, rank = channel.slot(), channel.group.rank
-    sizes = channel.experts_per_rank, channel.rows_per_rank
+    """Send tokens to the ranks of their experts, and receive those of others, in the window unless ``copies``.
+
+    Ids and probabilities arrive first, and are routed while the tokens travel.
+    """
+    slot, sizes = channel.slot(), (channel.experts_per_rank, channel.rows_per_rank)
     is_float8, ue8m0 = channel.float8 is not None, channel.float8 == _checks.UE8M0
     token_rows, dropped, routed, *row_to_token = direct(
         "rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity, is_float8
     )
-    if is_float8:
-        (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, _AMAX_MIN)
-        direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
-    elif copies:
-        tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY)
-    else:
-        tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, writes_all=True)
+    arrivals = channel.arrivals(slot.beside)
+    try:
+        if is_float8:
+            (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, _AMAX_MIN)
+            direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
+        elif copies:
+            tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY)
+        else:
+            tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, writes_all=True)
+    finally:
+        direct("rank_join", ids)
     channel.wait()
-    local_ids, their_probs, arrived = direct(
-        "rank_records", slot.beside, channel.topk, channel.rows_per_rank, rank * sizes[0], sizes[0]
-    )
     if is_float8:
         (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)
         (tokens,) = direct("dequantize_1x128", slot.codes, scales, False, x.dtype.value)
     elif copies:
-        tokens = slot.rows.receive(arrived, to=tokens)
-    trip = _Trip(channel, ids, token_rows, arrived)
-    return ArrivedTokens(tokens, local_ids, their_probs, dropped, routed, trip)
+        tokens = slot.rows.receive(arrivals.rows, to=tokens)
+    trip = _Trip(channel, ids, token_rows, arrivals.rows)
+    return ArrivedTokens(tokens, arrivals.plan, arrivals.probs, dropped, routed, trip)
 
 
 class _Dispatch(Call):
@@ -197,7 +200,7 @@ class Peers:
 
         def there(x: Tensor) -> Tensor:
             sent = _sent(x.detach(), ids, probs.detach(), self._tokens(x, ids), copies=False)
-            local = local_plan(sent.ids, self._experts)
+            local = sent.plan
             rows = permute(sent.tokens, local)[0]
             found.append(ArrivedRows(rows, local, sent.dropped, self._row_trip(x, plan, local, sent.trip)))
             return rows
@@ -256,12 +259,6 @@ class Peers:
         sizes = self._group.nranks, self._experts, tokens.rows_per_rank
         (own_to_window,) = direct("rank_rows", trip.ids, trip.token_rows, plan.row_to_slot, *sizes)
         return _RowTrip(_row_channels[tokens], own_to_window, local.row_to_slot.reshape([-1, 1]))
-
-
-def local_plan(ids: Tensor, num_experts: int) -> Plan:
-    """The plan of tokens that arrived; on a GPU it has room for all their slots, so that nothing waits for a number."""
-    most = -1 if ids.place.is_cpu_place() else ids.shape[0] * min(ids.shape[1], num_experts)
-    return route(ids, num_experts=num_experts, buffer_size=most, validate=False)
 
 
 def _like(x: Tensor) -> Tensor:

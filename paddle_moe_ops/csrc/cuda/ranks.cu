@@ -5,7 +5,7 @@
 //
 // plan: blocks of 128 tokens, a thread each. A first launch counts the tokens of a block for each rank; the second one adds up what the
 // blocks before have, ranks its own tokens by ballots, writes maps here and records at the other ranks, and counts the tokens of each
-// expert by atomic additions. Bytes moved: ids are read twice (P times as often with more than 64 ranks), maps written once, and 8 * K bytes to another GPU for each of the token's rows.
+// expert by atomic additions, in shared memory first. Bytes moved: ids are read twice (P times as often with more than 64 ranks), maps written once, and 8 * K bytes to another GPU for each of the token's rows.
 // barrier: one block, a thread for each rank, which tells it and waits for it.
 #include "pmo/ranks.h"
 
@@ -22,6 +22,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
+constexpr int64_t kMostCounted = 4096;  // experts whose tokens a block counts in shared memory
 
 struct PlanBlocks {
   int64_t blocks;
@@ -70,14 +71,26 @@ __global__ void __launch_bounds__(kThreads) count_tokens(const __grid_constant__
 
 __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__ pmo_rank_plan_params p, PlanBlocks plan) {
   __shared__ int32_t before_block, of_warps[kWarps];
+  extern __shared__ int32_t of_experts[];  // this block's tokens of each expert, with up to kMostCounted experts
   const int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x, columns = most_rows(p.num_ranks, p.topk);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const bool is_last = blockIdx.x + 1 == gridDim.x;
   int32_t* rows = p.token_rows + token * columns;
   int64_t made = 0;
+  const int64_t experts = p.num_ranks * p.experts_per_rank;
+  const bool counts_here = experts <= kMostCounted;
+  if (counts_here) {
+    for (int64_t expert = threadIdx.x; expert < experts; expert += kThreads) of_experts[expert] = 0;
+    __syncthreads();
+  }
   for (int64_t k = 0; k < (token < p.num_tokens ? p.topk : 0); ++k) {
     const int64_t expert = first_choice(p, token, k);
-    if (expert >= 0) atomicAdd(p.routed + expert, 1);  // integers: any order
+    if (expert < 0) continue;
+    if (counts_here) {  // integers: any order
+      atomicAdd(of_experts + expert, 1);
+    } else {
+      atomicAdd(p.routed + expert, 1);
+    }
   }
   const Ranks ranks(p, token);
   for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
@@ -107,6 +120,9 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
     }
     __syncthreads();
   }
+  for (int64_t expert = threadIdx.x; expert < (counts_here ? experts : 0); expert += kThreads) {
+    if (of_experts[expert] > 0) atomicAdd(p.routed + expert, of_experts[expert]);
+  }
   if (token >= p.num_tokens) return;
   for (; made < columns; ++made) rows[made] = -1;
 }
@@ -129,8 +145,10 @@ int plan(const pmo_rank_plan_params& p, cudaStream_t stream) {
   const int64_t rows = p.num_ranks * p.rows_per_rank;
   if (rows > 0 && p.row_to_token != nullptr) PMO_CUDA(cudaMemsetAsync(p.row_to_token, 0xFF, rows * sizeof(int32_t), stream));
   if (p.num_tokens * p.topk == 0) return launch("clear_counts", clear_counts, {1, kThreads}, stream, p);
-  const Grid grid = {static_cast<unsigned>(blocks.blocks), kThreads};
+  Grid grid = {static_cast<unsigned>(blocks.blocks), kThreads};
   if (const int status = launch("count_tokens", count_tokens, grid, stream, p, blocks)) return status;
+  const int64_t experts = p.num_ranks * p.experts_per_rank;
+  if (experts <= kMostCounted) grid.shared_bytes = experts * sizeof(int32_t);
   return launch("place_tokens", place_tokens, grid, stream, p, blocks);
 }
 

@@ -9,7 +9,9 @@
 #endif
 
 #include <cstring>
+#include <mutex>
 #include <string>
+#include <unordered_map>
 
 #include "paddle/binding.h"
 
@@ -86,6 +88,33 @@ void check_cuda(cudaError_t error, const char* function) {
   if (error != cudaSuccess) fail_internally(std::string(function) + ": CUDA: " + cudaGetErrorString(error));
 }
 
+// A GPU's stream beside those of its targets. It stays until the process ends.
+struct Beside {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t event = nullptr;
+
+  // Makes one stream wait for the other's work so far. An event may be recorded again as soon as that is asked for.
+  void wait(cudaStream_t waits, cudaStream_t works, const char* function) const {
+    check_cuda(cudaEventRecord(event, works), function);
+    check_cuda(cudaStreamWaitEvent(waits, event, 0), function);
+  }
+};
+
+std::mutex beside_mutex;  // held while an event is in use
+
+// For the current device.
+const Beside& beside(int device, const char* function) {
+  static std::unordered_map<int, Beside> of_devices;
+  Beside& made = of_devices[device];
+  if (made.event == nullptr) {
+    int lowest = 0, highest = 0;
+    check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), function);
+    check_cuda(cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, highest), function);
+    check_cuda(cudaEventCreateWithFlags(&made.event, cudaEventDisableTiming), function);
+  }
+  return made;
+}
+
 #endif
 
 }  // namespace
@@ -129,6 +158,28 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
   if (!is_gpu_) return;
   current_device_.set(place_.GetDeviceId(), function);
   stream_ = stream_of(*first);  // GPUPlace: that of the current device
+}
+
+Target Target::fork() const {
+#ifdef PMO_WITH_CUDA
+  if (is_gpu_) {
+    const std::lock_guard<std::mutex> lock(beside_mutex);
+    const Beside& made = beside(place_.GetDeviceId(), function_);
+    made.wait(made.stream, static_cast<cudaStream_t>(stream_), function_);
+    return {*this, made.stream};
+  }
+#endif
+  return {*this, stream_};
+}
+
+void Target::join() const {
+#ifdef PMO_WITH_CUDA
+  if (is_gpu_) {
+    const std::lock_guard<std::mutex> lock(beside_mutex);
+    const Beside& made = beside(place_.GetDeviceId(), function_);
+    made.wait(static_cast<cudaStream_t>(stream_), made.stream, function_);
+  }
+#endif
 }
 
 paddle::Tensor Target::zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const {

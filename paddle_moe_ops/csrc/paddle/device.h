@@ -38,6 +38,11 @@ class Target {
   Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
          std::initializer_list<const paddle::Tensor*> optional = {});
 
+  // A target whose work runs beside this one's, after all that was asked for before, until `join` makes this one wait for it. It is for
+  // small kernels: its stream has the highest priority. What they use must live until then. On a CPU it is the same target.
+  Target fork() const;
+  void join() const;
+
   bool is_gpu() const { return is_gpu_; }
   void* stream() const { return stream_; }
   const paddle::Place& place() const { return place_; }
@@ -57,6 +62,8 @@ class Target {
   void copy_to_host(const void* source, int64_t bytes, void* target) const;
 
  private:
+  Target(const Target& of, void* stream) : function_(of.function_), place_(of.place_), is_gpu_(of.is_gpu_), stream_(stream) {}
+
   const char* function_;
   paddle::Place place_ = paddle::CPUPlace();
   bool is_gpu_ = false;
