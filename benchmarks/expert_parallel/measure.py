@@ -234,6 +234,6 @@ def measure_shares(name: str, tokens: int, samples: int, fetched: list[int]) -> 
     ep = ExpertParallel(rank.shape.experts, rank.group, combine="reduced", tokens_per_rank=tokens, transport="peer")
     rank.copies()
     for rows in fetched:
-        with paddle.no_grad(), mock.patch.object(channels, "FETCHED", rows):
+        with paddle.no_grad(), mock.patch.multiple(channels, FETCHED_COPIES=rows, FETCHED_SUMS=rows):
             rank.exchanges(ep, fetched=rows)
     return rank.found
