@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["UNSLOTH_CONFIGS", "ProductByExpert", "unsloth_grouped_gemm"]
+__all__ = ["UNSLOTH_CONFIGS", "PaddedRows", "ProductByExpert", "deep_gemm", "unsloth_grouped_gemm"]
 
 _STREAMS = 4  # as TransformerEngine's GroupedLinear has, which makes its products in this way on Hopper
 
@@ -75,6 +75,46 @@ class ProductByExpert(torch.autograd.Function):
             calls.append(lambda x=x, d_y=d_y, d_w=d_w: torch.mm(x.t(), d_y, out=d_w))
         ProductByExpert._run(calls)
         return d_rows, d_matrices, None
+
+
+def deep_gemm() -> Any:
+    """DeepGEMM's package, which compiles its kernels with nvcc when they are first called.
+
+    Raises:
+        ImportError: it is not on the path, or was built for another PyTorch.
+    """
+    try:
+        return importlib.import_module("deep_gemm")
+    except Exception as failure:  # of many kinds, where its library does not fit PyTorch's or CUDA's
+        raise ImportError(f"deep_gemm cannot be imported: {type(failure).__name__}: {failure}") from failure
+
+
+class PaddedRows:
+    """Where rows in expert order go if each expert's rows are filled up to a multiple of ``alignment``.
+
+    Args:
+        sizes: int32 [E], rows of each expert.
+        alignment: of the first row of each expert.
+
+    Attributes:
+        places: int64 [M], the place of each row.
+        experts: int32 [places in all], whose place it is, -1 where no row is.
+    """
+
+    def __init__(self, sizes: torch.Tensor, alignment: int) -> None:
+        sizes = sizes.long()
+        held = (sizes + alignment - 1) // alignment * alignment
+        owners = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+        moved = (held.cumsum(0) - held) - (sizes.cumsum(0) - sizes)  # how far an expert's rows move
+        self.places = torch.arange(len(owners), device=sizes.device) + moved[owners]
+        self.experts = torch.full([int(held.sum())], -1, dtype=torch.int32, device=sizes.device)
+        self.experts[self.places] = owners.int()
+
+    def put(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows in their places, and zeros in all others."""
+        held = rows.new_zeros(len(self.experts), *rows.shape[1:])
+        held[self.places] = rows
+        return held
 
 
 def unsloth_grouped_gemm() -> tuple[Callable[..., torch.Tensor], list[dict[str, Any]]]:

@@ -22,8 +22,10 @@ RESULTS, PAGE, PICTURE = ROOT / "benchmarks/results", ROOT / "docs/layer_perform
 OURS = "ours"
 FLOAT8_KEPT = "ours, float8, matrices kept"
 UNSLOTH = "Unsloth "  # and the number of a configuration
+DEEP_GEMM = "DeepGEMM"
 MIB = 1 << 20
 _PASSES = "forward", "backward"
+_PRODUCTS = "first", "second"
 
 INTRODUCTION = """# Layers of experts
 
@@ -48,6 +50,14 @@ PEERS = """*cuBLAS by expert* is a product of cuBLAS for each expert, on four st
 the host knows the numbers of rows. *Unsloth* is the grouped product of its package (2026.10.9) as its block calls it.
 Its own tuning takes minutes for a shape, so of three configurations, one of them its choice without tuning, the fastest
 counts.
+"""
+
+PRODUCTS = """The products of a forward pass alone: TFLOP/s of the first (4 T K d n operations) / the second (2 T K d
+n), by the median time of replays of a CUDA graph with a cold L2. Codes and scales are the same for all. *ours* and
+*DeepGEMM* (`m_grouped_fp8_gemm_nt_contiguous`, for which each expert's rows are padded to a multiple of 128) only
+multiply rows that are in place, and results are bfloat16. *in a layer*: the first product comes with SwiGLU, whose
+result goes into float8, and the second with each row's weight. *with gather*: the first product again, with the
+launches that bring the rows of tokens into expert order. Operations of padding don't count.
 """
 
 BOUNDS = """Counters of Nsight Compute for each part of a pass, launches added up. Percentages are of the hardware's
@@ -167,6 +177,45 @@ def peers(run: Run) -> str:
     return "\n".join([*lines, *table(run, "even"), ""])
 
 
+def product_cell(line: dict[str, Any] | None) -> str:
+    """TFLOP/s of the products that an implementation has."""
+    if line is None:
+        return ""
+    if "error" in line:
+        return f"failed: {line['error'][:60]}"
+    return " / ".join(f"{line[f'{which}_tflops']:.0f}" for which in _PRODUCTS if f"{which}_tflops" in line)
+
+
+def products(run: Run) -> str:
+    """A section about float8 products beside DeepGEMM's."""
+    facts = ", ".join(f"{key} {run.machine[key]}" for key in ("driver", "cuda", "torch", "deep_gemm", "commit", "date"))
+    names = ["shape", "T", "d", "n", "E", "K", *run.values("impl"), "ours / DeepGEMM"]
+    rows = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    over: dict[str, list[float]] = {which: [] for which in _PRODUCTS}
+    for shape in run.values("shape"):
+        lines = {each: run.found(shape, "even", each) for each in run.values("impl")}
+        ours, theirs = (lines.get(each) or {"error": ""} for each in (OURS, DEEP_GEMM))
+        both = "error" not in ours and "error" not in theirs
+        speeds = [ours[f"{which}_tflops"] / theirs[f"{which}_tflops"] for which in _PRODUCTS] if both else []
+        for which, speed in zip(_PRODUCTS, speeds, strict=False):
+            over[which].append(speed)
+        cells = [shape, *map(str, SHAPES[shape]), *map(product_cell, lines.values())]
+        rows.append(f"| {' | '.join([*cells, ' / '.join(f'{speed:.2f}' for speed in speeds)])} |")
+    head = [
+        f"## Float8 products beside DeepGEMM: {run.gpu}",
+        "",
+        f"`benchmarks/results/{run.path.name}`: {facts}.",
+        "",
+        PRODUCTS,
+    ]
+    tail = [""]
+    if all(over.values()):
+        first, second = (geometric_mean(each) for each in over.values())
+        count = len(over[_PRODUCTS[0]])
+        tail += [f"*ours* over DeepGEMM, geometric mean of {count} shapes: {first:.2f} / {second:.2f}.", ""]
+    return "\n".join([*head, *rows, *tail])
+
+
 def bounds(path: Path) -> str:
     """A section about the hardware counters of both passes of some layers."""
     machine, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -264,6 +313,7 @@ def main(results: Path = RESULTS, target: Path = PAGE) -> int:
         return 1
     further = [
         *map(peers, newest_runs(results, "layer-peers")),
+        *map(products, newest_runs(results, "deepgemm")),
         *map(bounds, sorted(results.glob("ncu/*-layer.jsonl"))),
     ]
     target.write_text(page(runs, further), encoding="utf-8")

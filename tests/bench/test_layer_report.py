@@ -43,7 +43,8 @@ def written(tmp_path):
         (tmp_path / "ncu").mkdir(exist_ok=True)
         for name, lines in files.items():
             text = "\n".join(json.dumps(each) for each in lines)
-            path = "ncu/h200-layer" if name == "ncu" else name if name.endswith("-peers") else f"{name}-layer"
+            as_named = name.endswith(("-peers", "-deepgemm"))
+            path = "ncu/h200-layer" if name == "ncu" else name if as_named else f"{name}-layer"
             (tmp_path / f"{path}.jsonl").write_text(text + "\n")
         page = tmp_path / "page.md"
         assert report.main(tmp_path, page) == 0
@@ -104,6 +105,30 @@ def test_of_unsloths_configurations_the_fastest_counts(written):
     assert "| ours | Unsloth |" in section
     assert "| 222 / 500 |" in section
     assert "111" not in section
+
+
+def products_line(impl, first, second=None, **others):
+    figures = {"first_tflops": first} if second is None else {"first_tflops": first, "second_tflops": second}
+    return {"shape": "ernie-21b", "routing": "even", "impl": impl, "mode": "graph", **figures, **others}
+
+
+def test_float8_products_have_a_section_beside_deep_gemm(written):
+    lines = [products_line("ours", 1100.0, 990.0), products_line("ours, with gather", 850.4)]
+    lines += [products_line("DeepGEMM", 1000.0, 1100.0)]
+    page = written(**{"a": [MACHINE, line()], "a-deepgemm": [{**MACHINE, "deep_gemm": "0.1.5"}, *lines]})
+    section = page[page.index("## Float8 products beside DeepGEMM: NVIDIA H200") :]
+    assert "`benchmarks/results/a-deepgemm.jsonl`: driver 1, cuda 1, torch 1, deep_gemm 0.1.5," in section
+    assert "| ours | ours, with gather | DeepGEMM | ours / DeepGEMM |" in section
+    assert row_of(section, "ernie-21b").endswith("| 1100 / 990 | 850 | 1000 / 1100 | 1.10 / 0.90 |")
+    assert "*ours* over DeepGEMM, geometric mean of 1 shapes: 1.10 / 0.90." in section
+
+
+def test_without_deep_gemm_the_section_has_our_figures(written):
+    lines = [products_line("ours", 1100.0, 990.0), {**products_line("DeepGEMM", 0.0), "error": "ImportError: no"}]
+    page = written(**{"a": [MACHINE, line()], "a-deepgemm": [{**MACHINE, "deep_gemm": None}, *lines]})
+    section = page[page.index("## Float8 products") :]
+    assert row_of(section, "ernie-21b").endswith("| 1100 / 990 | failed: ImportError: no |  |")
+    assert "geometric mean" not in section
 
 
 def test_counters_of_a_part_become_a_row(written):

@@ -1,0 +1,277 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+r"""Checks and times the float8 products of layers beside DeepGEMM's on a GPU of compute capability 9.0.
+
+    python3 -m benchmarks.layer.float8_products --core-library libpmo_core.so --commit COMMIT \
+        --out benchmarks/results/h100-deepgemm.jsonl [--shapes ernie-21b ...]
+
+DeepGEMM is the package deep_gemm, which has to be on the path; without it the figures are ours alone, and the exit
+status is 1. All implementations multiply the same codes and scales:
+
+    first    [M, d] times [E, 2n, d], the rows of tokens in expert order
+    second   [M, n] times [E, d, n]
+
+    ours               products alone: rows in expert order, results in bfloat16
+    ours, in a layer   the first with SwiGLU, whose result goes into float8, and the first product in bfloat16; the
+                       second with each row's weight
+    ours, with gather  the first again, after the launches that bring the rows of tokens into expert order
+    DeepGEMM           m_grouped_fp8_gemm_nt_contiguous: as ours, but each expert's rows are padded as it asks for,
+                       and the rows' scales are transposed beforehand
+
+A line of the result is one implementation of one shape: for each product the median of replays of a CUDA graph with a
+cold L2 in microseconds, and TFLOP/s (4 T K d n and 2 T K d n operations; those of padding don't count).
+Implementations take turns. One whose results are wrong gets a line with "error" and is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import benchmarks.without_paddle  # noqa: F401  before what needs it
+from benchmarks.kernels.cuda_timer import CudaTimer
+from benchmarks.kernels.device import Body, Captured
+from benchmarks.kernels.timing import stats_of
+from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
+from paddle_moe_ops.triton.float8_mlp import quantize_experts
+from paddle_moe_ops.triton.grouped_gemm import Groups, Target, schedule
+from paddle_moe_ops.triton.hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product
+from paddle_moe_ops.triton.hopper_product import GATED, PLAIN, TILE_ROWS
+from paddle_moe_ops.triton.launching import ITEM_BYTES, address
+from paddle_moe_ops.triton.permute import permute_window
+from paddle_moe_ops.triton.quantize import quantize
+
+from .inputs import Inputs
+from .peers import PaddedRows, deep_gemm
+from .shapes import SHAPES, Shape
+
+PRODUCTS = {"first": 4, "second": 2}  # and their operations, in T K d n
+_DEFAULT = ["ernie-300b-16k", "ernie-300b-4k", "ernie-21b", "dsv3-4k", "qwen3-30b"]
+_CHECKED_ROWS = 24
+_LEAST_COSINE = 0.99
+_ROUNDS = 3
+
+
+class Operands:
+    """The operands of both products of a layer in float8.
+
+    Attributes:
+        device: where our kernels are launched.
+        sizes: int32 [E], rows of each expert.
+        weights: float32 [M], of the rows.
+        rows: codes and scales of the rows of each product, in expert order.
+        matrices: those of its matrices, [E, N, D].
+    """
+
+    def __init__(self, shape: Shape, core_library: Path | None) -> None:
+        i, self.shape, self.device = Inputs(shape, "even"), shape, TorchDevice(core_library)
+        if self.device.grouped_float8 is None:
+            raise SystemExit("the products need --core-library, a libpmo_core.so with kernels for Hopper")
+        self.sizes, self.weights = i.sizes, i.row_probs
+        self._maps = i.token_rows, i.row_to_token
+        self.tables = schedule(self.device, Groups(i.sizes, i.offsets), self.num_rows, TILE_ROWS)
+        self._tokens = self._quantized(i.x)
+        act = torch.randn(self.num_rows, shape.inner, device="cuda").bfloat16()
+        moved = Codes(*(each.new_empty(self.num_rows, each.shape[1]) for each in self._tokens))
+        self.rows = {"first": moved, "second": self._quantized(act)}
+        self.gather()
+        quantized = quantize_experts(self.device, i.gate_up, i.down, transpose=False, both=False)
+        self.matrices = {"first": quantized.gate_up, "second": quantized.down}
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.weights)
+
+    def _quantized(self, x: torch.Tensor) -> Codes:
+        return Codes(*quantize(self.device, x, ue8m0=False, scale_layout="row", amax_min=AMAX_MIN))
+
+    def gather(self) -> None:
+        """Bring codes and scales of the tokens into expert order, as a layer does."""
+        end = address(self.tables.first) + ITEM_BYTES["int32"] * self.shape.experts
+        for tokens, rows in zip(self._tokens, self.rows["first"], strict=True):
+            options = (0, self.num_rows), (0, tokens.shape[1]), end
+            permute_window(self.device, tokens, *self._maps, rows, *options)
+
+    def new(self, columns: int) -> torch.Tensor:
+        return self.device.empty([self.num_rows, columns], "bfloat16")
+
+    def multiply(self, which: str, out: Target, result: int, **options: Any) -> None:
+        """Launch our product."""
+        rows, matrix, all_rows = self.rows[which], self.matrices[which], (0, self.num_rows)
+        float8_product(self.device, rows, all_rows, matrix, self.tables, self.num_rows, out, result, **options)
+
+    def due(self, which: str, chosen: torch.Tensor) -> torch.Tensor:
+        """The chosen rows of a product, in float32 from the codes."""
+        rows, matrices, stops = self.rows[which], self.matrices[which], self.sizes.cumsum(0)
+        made = []
+        for row in chosen.tolist():
+            expert = int((stops <= row).sum())
+            matrix = values(matrices.codes[expert], matrices.scales[expert].repeat_interleave(GROUP, 0))
+            made.append(matrix @ values(rows.codes[row], rows.scales[row]))
+        return torch.stack(made)
+
+
+def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Numbers in float32, with a scale for each 128 columns of each row; scales after the last row are left out."""
+    scales = scales.repeat_interleave(GROUP, -1)
+    return codes.float() * scales[tuple(slice(length) for length in codes.shape)]
+
+
+class Way(NamedTuple):
+    """A product that can be timed.
+
+    Attributes:
+        run: enqueues it.
+        out: [M or more, N], which it writes.
+        places: int64 [M], where the rows are in there; None: in their order.
+        weights: float32 [M], which rows are multiplied with, or None.
+    """
+
+    run: Callable[[], None]
+    out: torch.Tensor
+    places: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+
+def ours(operands: Operands, which: str) -> Way:
+    width = operands.matrices[which].codes.shape[1]
+    out = operands.new(width)
+    return Way(functools.partial(operands.multiply, which, Target(out, 0, width), PLAIN), out)
+
+
+def in_a_layer(operands: Operands, which: str, gathers: bool = False) -> Way | None:
+    inner, hidden = operands.shape.inner, operands.shape.hidden
+    if which == "second":
+        if gathers:
+            return None
+        out, weights = operands.new(hidden), operands.weights
+        run = functools.partial(operands.multiply, which, Target(out, 0, hidden), PLAIN, weights=weights)
+        return Way(run, out, weights=weights)
+    out, device, num_rows = operands.new(2 * inner), operands.device, operands.num_rows
+    codes = device.empty([num_rows, inner], "float8_e4m3fn")
+    made = Codes(codes, device.empty([num_rows, inner // GROUP], "float32"))
+
+    def first() -> None:
+        if gathers:
+            operands.gather()
+        operands.multiply(which, Target(None, 0, inner), GATED, hidden=out, made=made)
+
+    return Way(first, out)
+
+
+def deep_gemm_grouped(operands: Operands, which: str) -> Way:
+    package = deep_gemm()
+    rows, matrix = operands.rows[which], operands.matrices[which]
+    padded = PaddedRows(operands.sizes, package.get_mk_alignment_for_contiguous_layout())
+    codes = padded.put(rows.codes.view(torch.uint8)).view(rows.codes.dtype)
+    scales = padded.put(rows.scales).T.contiguous().T  # what its kernel reads: nothing is launched to transpose them
+    out = torch.empty(len(codes), matrix.codes.shape[1], dtype=torch.bfloat16, device="cuda")
+
+    def run() -> None:
+        package.m_grouped_fp8_gemm_nt_contiguous((codes, scales), tuple(matrix), out, padded.experts)
+
+    return Way(run, out, padded.places)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Operands, str], Way | None]] = {
+    "ours": ours,
+    "ours, in a layer": in_a_layer,
+    "ours, with gather": functools.partial(in_a_layer, gathers=True),
+    "DeepGEMM": deep_gemm_grouped,
+}
+
+
+def wrong(operands: Operands, which: str, way: Way) -> str | None:
+    """What is wrong with some rows of a product, or None."""
+    way.out.fill_(torch.nan)
+    way.run()
+    chosen = torch.linspace(0, operands.num_rows - 1, _CHECKED_ROWS, device="cuda").long()
+    made = way.out[chosen if way.places is None else way.places[chosen]].float()
+    due = operands.due(which, chosen)
+    if way.weights is not None:
+        due *= way.weights[chosen, None]
+    cosine = torch.nn.functional.cosine_similarity(made, due, dim=1).min().item()
+    return None if cosine > _LEAST_COSINE else f"the cosine of a row of the {which} product is {cosine:.3g}"
+
+
+def lines(name: str, chosen: list[str], samples: int, core_library: Path | None) -> Iterator[dict[str, Any]]:
+    operands, timer = Operands(SHAPES[name], core_library), CudaTimer()
+    unit = operands.shape.flops(False) / 6
+    found = {each: {"shape": name, "routing": "even", "impl": each, "mode": "graph"} for each in chosen}
+    for which, operations in PRODUCTS.items():
+        ready: dict[str, tuple[Way, Captured, list[float]]] = {}  # ways are kept: graphs don't hold their operands
+        for implementation, line in found.items():
+            if "error" in line:
+                continue
+            try:
+                way = IMPLEMENTATIONS[implementation](operands, which)
+                if way is None:
+                    continue
+                error = wrong(operands, which, way)
+                if error is None:
+                    ready[implementation] = way, captured(timer, way), []
+            except Exception as failure:  # what a peer asks for differs between versions, and so does the memory
+                error = f"{type(failure).__name__}: {failure}"[:300]
+            if error is not None:
+                line["error"] = error
+        for _ in range(_ROUNDS):
+            for _, call, times in ready.values():
+                times += timer.sample(call.launch, samples, cold=True)
+        for implementation, (_, call, times) in ready.items():
+            us = stats_of(times).median
+            figures = {"us": round(us, 1), "tflops": round(operations * unit / us / 1e6, 1), "launches": call.launches}
+            found[implementation] |= {f"{which}_{key}": value for key, value in figures.items()}
+    yield from found.values()
+
+
+def captured(timer: CudaTimer, way: Way) -> Captured:
+    def run() -> dict[str, torch.Tensor]:
+        way.run()
+        return {"out": way.out}
+
+    return timer.capture(Body(run), "graph")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shapes", nargs="+", default=_DEFAULT, choices=list(SHAPES))
+    parser.add_argument("--impl", nargs="+", default=list(IMPLEMENTATIONS), choices=list(IMPLEMENTATIONS))
+    parser.add_argument("--samples", type=int, default=9, help="calls of each product in each of three rounds")
+    parser.add_argument("--core-library", type=Path, required=True, help="libpmo_core.so with kernels for Hopper")
+    parser.add_argument("--commit", default="unknown", help="commit of the sources")
+    arguments = parser.parse_args()
+    version = None
+    if "DeepGEMM" in arguments.impl:
+        try:
+            version = deep_gemm().__version__
+        except ImportError as failure:
+            print(f"{failure}; the figures are ours alone", file=sys.stderr)
+    failed = False
+    with arguments.out.open("w", encoding="utf-8") as file:
+
+        def report(line: dict[str, Any]) -> None:
+            print(json.dumps(line), flush=True)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+        date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        report({"machine": True, **gpu_facts(), "commit": arguments.commit, "date": date, "deep_gemm": version})
+        for shape in arguments.shapes:
+            for line in lines(shape, arguments.impl, arguments.samples, arguments.core_library):
+                failed |= "error" in line
+                report(line)
+            torch.cuda.empty_cache()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
