@@ -19,7 +19,8 @@ from .. import _checks
 from .._graphs import filled
 from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
-from ..routing import Plan, route
+from ..routing import Plan
+from .plans import local_plan
 
 __all__ = ["ArrivedTokens", "DeepEP"]
 
@@ -34,7 +35,7 @@ class ArrivedTokens(NamedTuple):
 
     Attributes:
         tokens: bfloat16 [R, d].
-        plan: the local plan of the R tokens, with room for all their slots, so that nothing waits for a number.
+        plan: the local plan of the R tokens.
         probs: float32 [R, K].
         dropped: int32 [1], zero.
         trip: what `DeepEP.combine` needs.
@@ -141,9 +142,7 @@ class DeepEP:
             _checks.bad_value(_DISPATCH, "x", f"of a multiple of {_COLUMNS} columns {needs}", list(x.shape))
         call = _Dispatch(x, ids, probs, self._num_experts, self._buffer(x.shape[1] * x.element_size()))
         tokens, their_probs = connect(call, x, probs)
-        ids, experts = call.ids, self._num_experts // self._group.nranks
-        most = -1 if ids.place.is_cpu_place() else ids.shape[0] * min(ids.shape[1], experts)
-        plan = route(ids, num_experts=experts, buffer_size=most, validate=False)
+        plan = local_plan(call.ids, self._num_experts // self._group.nranks)
         return ArrivedTokens(tokens, plan, their_probs, filled([1], 0, "int32", like=x), call.trip)
 
     def combine(self, out: Tensor, trip: _Trip) -> Tensor:

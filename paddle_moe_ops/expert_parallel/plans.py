@@ -15,9 +15,20 @@ from ..routing import Plan, route
 from .channels import HEADER
 from .exchange import Chunks
 
-__all__ = ["EqualParts", "chunks_of", "equal_parts", "local_ids_of", "plan_of_ranks", "trimmed"]
+__all__ = ["EqualParts", "chunks_of", "equal_parts", "local_ids_of", "local_plan", "plan_of_ranks", "trimmed"]
 
 _BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert")
+
+
+def local_plan(ids: Tensor, num_experts: int) -> Plan:
+    """The plan of tokens that arrived; on a GPU it has room for all their slots, so that nothing waits for a number.
+
+    Args:
+        ids: int32 [R, K], counted from the first expert of this rank, -1 for experts of other ranks.
+        num_experts: of this rank.
+    """
+    most = -1 if ids.place.is_cpu_place() else ids.shape[0] * min(ids.shape[1], num_experts)
+    return route(ids, num_experts=num_experts, buffer_size=most, validate=False)
 
 
 def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: int | None) -> Plan:

@@ -15,7 +15,8 @@ from benchmarks.expert_parallel.timeline_report import Recorded, picture
 from . import processes
 
 FORWARD = [
-    *("dispatch plan", "dispatch send", "routing route", "dispatch wait", "dispatch receive"),
+    *(f"dispatch {step}" for step in ("plan", "send", "wait", "read", "receive")),
+    "routing arrived tokens",
     "products products",
     *(f"combine {step}" for step in ("send", "wait", "receive")),
 ]

@@ -186,11 +186,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 // Launches a kernel of pieces of `held` accesses, `accesses` to a row.
 template <typename Params>
 int launch_pieces(const char* name, void (*kernel)(Params, int64_t, int, int64_t, int64_t), const Params& p, int64_t accesses,
-                  int held, int64_t row_bytes, int64_t stride, cudaStream_t stream, size_t shared_bytes = 0) {
+                  int held, int64_t row_bytes, int64_t stride, cudaStream_t stream) {
   const auto parts = static_cast<int>(divide_up(accesses, int64_t{held} * kWarpSize));
   return in_grids(p.num_tokens, parts, kWarps, [&](int64_t first, int64_t count) {
-    Grid grid = {grid_for(count * parts, kWarps, kMaxBlocksOfGrid), kThreads};
-    grid.shared_bytes = shared_bytes;
+    const Grid grid = {grid_for(count * parts, kWarps, kMaxBlocksOfGrid), kThreads};
     return launch(name, kernel, grid, stream, p, first, parts, row_bytes, stride);
   });
 }
@@ -204,16 +203,7 @@ int send(const pmo_rank_send_params& p, cudaStream_t stream) {
       {address(p.x), address(p.arrived), address(p.peers), address(p.own), static_cast<uintptr_t>(row_bytes), between});
   return with_width(width, [&](auto bytes) {
     constexpr int kBytes = decltype(bytes)::value;
-    size_t shared = 0;
-    if (const char* n = getenv("PMO_SEND_BLOCKS")) {
-      int device = 0;
-      DeviceLimits limits;
-      if (const int status = current_device(&device, &limits)) return status;
-      if (atoi(n) > 0) shared = limits.shared_per_multiprocessor / (atoi(n) + 1);
-      cudaFuncSetAttribute(send_pieces<kBytes>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-      cudaFuncSetAttribute(send_pieces<kBytes>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    }
-    return launch_pieces("send_pieces", send_pieces<kBytes>, p, row_bytes / kBytes, kHeld, row_bytes, stride, stream, shared);
+    return launch_pieces("send_pieces", send_pieces<kBytes>, p, row_bytes / kBytes, kHeld, row_bytes, stride, stream);
   });
 }
 
