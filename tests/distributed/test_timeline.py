@@ -17,6 +17,7 @@ from . import processes
 FORWARD = [
     *(f"dispatch {step}" for step in ("plan", "send", "wait", "read", "receive")),
     "routing arrived tokens",
+    "dispatch receive",
     "products products",
     *(f"combine {step}" for step in ("send", "wait", "receive")),
 ]
