@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -248,9 +249,23 @@ def route(
         if not is_mask and columns == num_experts and _holds_zeros_and_ones(routing):
             raise ValueError(f"{error}; a mask [num_tokens, num_experts] must be of dtype bool") from None
         raise
-    if probs is None:
-        maps = (*maps[:5], None, *maps[6:])  # row_probs
-    return Plan._make((*maps, num_tokens, topk, num_experts, padding_alignment, maps[2].shape[0]))
+    return plan_of(maps, num_tokens, topk, num_experts, padding_alignment, has_probs=probs is not None)
+
+
+def plan_of(
+    maps: Sequence[Tensor],
+    num_tokens: int,
+    topk: int,
+    num_experts: int,
+    padding_alignment: int = 1,
+    *,
+    has_probs: bool = False,
+) -> Plan:
+    """A plan of the ten tensors that the operator `route` makes."""
+    row_probs = maps[5] if has_probs else None
+    return Plan._make(
+        (*maps[:5], row_probs, *maps[6:], num_tokens, topk, num_experts, padding_alignment, maps[2].shape[0])
+    )
 
 
 def _holds_zeros_and_ones(ids: Tensor) -> bool:

@@ -20,6 +20,7 @@ from .measure import Rank
 __all__ = ["STAGES", "timelines"]
 
 STAGES = "routing", "dispatch", "products", "combine"
+_ROUTE = "route"  # the step in which all waits until the tokens that arrive are routed
 # What an operator of the transport "peer" does in its stage.
 _STEPS = {
     "rank_plan": "plan",
@@ -27,10 +28,9 @@ _STEPS = {
     "rank_send": "send",
     "rank_put": "write",
     "rank_barrier": "wait",
-    "rank_records": "read",
+    "rank_join": _ROUTE,
     "rank_get": "read",
     "rank_receive": "receive",
-    "rank_join": "receive",
 }
 _WARM_CALLS = 3
 
@@ -55,15 +55,15 @@ class _Recorder:
     def end(self) -> None:
         self._marks.append(self._stream.mark())
 
-    def watching(self, call: Callable[..., Any], stage: str | None, step: Callable[..., str | None]) -> Any:
-        """A function that is marked as a step, if it is one, whenever it is called."""
+    def watching(self, direct: Callable[..., Any]) -> Any:
+        """The function that calls operators; those that are steps are marked as such."""
 
-        def watched(*arguments: Any, **options: Any) -> Any:
-            name = step(*arguments)
-            if name is None:
-                return call(*arguments, **options)
-            self.begin(stage, name)
-            made = call(*arguments, **options)
+        def watched(name: str, *arguments: Any) -> Any:
+            step = _STEPS.get(name)
+            if step is None:
+                return direct(name, *arguments)
+            self.begin("routing" if step == _ROUTE else None, step)
+            made = direct(name, *arguments)
             self.end()
             return made
 
@@ -79,13 +79,10 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _watched(recorder: _Recorder) -> Iterator[None]:
-    """Have a recorder mark the steps of exchanges and of routing."""
+    """Have a recorder mark the steps of exchanges, and where they wait for routing."""
     with contextlib.ExitStack() as patches:
         for module in (peers, channels):
-            direct = recorder.watching(module.direct, None, lambda name, *_: _STEPS.get(name))
-            patches.enter_context(mock.patch.object(module, "direct", direct))
-        plan = recorder.watching(peers.local_plan, "routing", lambda *_: "arrived tokens")
-        patches.enter_context(mock.patch.object(peers, "local_plan", plan))
+            patches.enter_context(mock.patch.object(module, "direct", recorder.watching(module.direct)))
         yield
 
 

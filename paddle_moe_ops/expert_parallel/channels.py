@@ -20,10 +20,11 @@ from paddle.distributed.communication.group import Group
 from .. import _checks
 from .._graphs import filled
 from ..backends import direct
+from ..routing import Plan, plan_of
 from .groups import agree
 from .windows import granularity, share
 
-__all__ = ["HEADER", "OwnRows", "RowChannel", "RowWindow", "TokenChannel", "TokenSlot"]
+__all__ = ["HEADER", "Arrivals", "OwnRows", "RowChannel", "RowWindow", "TokenChannel", "TokenSlot"]
 
 _DISPATCH = "ExpertParallel.dispatch"
 HEADER = 64  # PMO_RECORDS_HEADER
@@ -67,7 +68,9 @@ class RowWindow(NamedTuple):
     num_ranks: int
     rank: int
 
-    def send(self, x: Tensor, token_rows: Tensor, own: OwnRows, *, writes_all: bool = False) -> Tensor:
+    def send(
+        self, x: Tensor, token_rows: Tensor, own: OwnRows, *, writes_all: bool = False, leaves_room: bool = False
+    ) -> Tensor:
         """Send rows to other ranks; a barrier has to follow.
 
         Args:
@@ -76,6 +79,7 @@ class RowWindow(NamedTuple):
             own: where rows for this rank go.
             writes_all: whether all rows are written and none is fetched, so that ``arrived`` is complete after the
                 barrier.
+            leaves_room: whether other operators are to run at the same time.
 
         Returns:
             the rows for this rank, [P * S, d], unless they stay where they are.
@@ -83,22 +87,20 @@ class RowWindow(NamedTuple):
         views, fetched = (self.arrived, self.peers), FETCHED_COPIES if own == OwnRows.TO_NEW_MEMORY else FETCHED_SUMS
         if writes_all:
             fetched = 0
-        (made,) = direct("rank_send", x, token_rows, *views, self.num_ranks, self.rank, fetched, int(own))
+        options = self.num_ranks, self.rank, fetched, int(own), leaves_room
+        (made,) = direct("rank_send", x, token_rows, *views, *options)
         return made
 
-    def receive(
-        self, token_rows: Tensor, own: Tensor | None = None, to: Tensor | None = None, *, beside: bool = False
-    ) -> Tensor:
+    def receive(self, token_rows: Tensor, own: Tensor | None = None, to: Tensor | None = None) -> Tensor:
         """The sums of each token's rows that all ranks sent.
 
         Args:
             token_rows: int32 [T, C], the rows of the window that are for each token.
             own: [P * S, d], the rows that this rank sent to itself.
             to: [T, d], where the sums go, and where the rows that this rank sent to itself are already; C is 1 then.
-            beside: whether what is called before the operator rank_join may run at the same time.
         """
         views, fetched = (self.arrived, self.peers), FETCHED_COPIES if own is None else FETCHED_SUMS
-        (made,) = direct("rank_receive", token_rows, *views, own, to, self.num_ranks, self.rank, fetched, beside)
+        (made,) = direct("rank_receive", token_rows, *views, own, to, self.num_ranks, self.rank, fetched)
         return made
 
 
@@ -122,6 +124,24 @@ class TokenSlot(NamedTuple):
     codes_of_peers: Tensor | None = None
     scales: Tensor | None = None
     scales_of_peers: Tensor | None = None
+
+
+class Arrivals(NamedTuple):
+    """The tokens that arrive at a rank, R rows, some of which are no token.
+
+    Attributes:
+        ids: int32 [R, K], counted from the first expert of this rank, -1 for experts of other ranks.
+        probs: float32 [R, K], 0 where there is no id.
+        rows: int32 [R, 1], the row itself where there is a token, else -1.
+        plan: of the ids. On a GPU it has room for all of them, so that nothing waits for a number.
+        workspace: what they are made with.
+    """
+
+    ids: Tensor
+    probs: Tensor
+    rows: Tensor
+    plan: Plan
+    workspace: Tensor
 
 
 class _Turns:
@@ -159,6 +179,10 @@ class _Turns:
     def wait(self) -> None:
         """Make later work wait until all ranks have come here."""
         direct("rank_barrier", *self._flags, self._state, self._timeout_ms)
+
+    def arrivals(self, records: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """What all ranks told this one; beside what is called next, up to the operator rank_join."""
+        return direct("rank_arrivals", records, *self._flags, self._state, self._timeout_ms, *sizes)
 
 
 class TokenChannel:
@@ -217,6 +241,19 @@ class TokenChannel:
         self.timeout = timeout
         self._turns = _Turns(group, like, windows, settings, timeout)
         self.wait = self._turns.wait
+
+    def arrivals(self, beside: Tensor) -> Arrivals:
+        """Wait for the ranks, read what they told this one, and route it.
+
+        All of this runs beside what is called next. It may be used, and given back, after the operator rank_join.
+
+        Args:
+            beside: where they tell it.
+        """
+        experts, sizes = self.experts_per_rank, (self.topk, self.rows_per_rank)
+        made = self._turns.arrivals(beside, *sizes, self.group.rank * experts, experts)
+        ids, probs, rows, *maps, workspace = made
+        return Arrivals(ids, probs, rows, plan_of(maps, ids.shape[0], self.topk, experts), workspace)
 
     def slot(self) -> TokenSlot:
         """The windows of the next exchange."""

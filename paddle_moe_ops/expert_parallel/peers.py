@@ -21,7 +21,6 @@ from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..functional import permute, unpermute
 from ..routing import Plan
 from .channels import OwnRows, RowChannel, TokenChannel
-from .plans import local_plan
 
 __all__ = ["ArrivedRows", "ArrivedTokens", "Peers"]
 
@@ -99,36 +98,32 @@ class _RowTrip(NamedTuple):
 def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> ArrivedTokens:
     """Send tokens to the ranks of their experts, and receive those of others, in the window unless ``copies``.
 
-    They are routed while they are copied.
+    Ids and probabilities arrive first, and are routed while the tokens travel.
     """
-    slot, rank = channel.slot(), channel.group.rank
-    sizes = channel.experts_per_rank, channel.rows_per_rank
+    slot, sizes = channel.slot(), (channel.experts_per_rank, channel.rows_per_rank)
     is_float8, ue8m0 = channel.float8 is not None, channel.float8 == _checks.UE8M0
     token_rows, dropped, routed, *row_to_token = direct(
         "rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity, is_float8
     )
-    if is_float8:
-        (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, _AMAX_MIN)
-        direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
-    elif copies:
-        tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY)
-    else:
-        tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, writes_all=True)
+    arrivals = channel.arrivals(slot.beside)
+    try:
+        if is_float8:
+            (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, _AMAX_MIN)
+            direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
+        elif copies:
+            tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY, leaves_room=True)
+        else:
+            tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, writes_all=True, leaves_room=True)
+    finally:
+        direct("rank_join", ids)
     channel.wait()
-    local_ids, their_probs, arrived = direct(
-        "rank_records", slot.beside, channel.topk, channel.rows_per_rank, rank * sizes[0], sizes[0]
-    )
     if is_float8:
         (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)
         (tokens,) = direct("dequantize_1x128", slot.codes, scales, False, x.dtype.value)
     elif copies:
-        tokens = slot.rows.receive(arrived, to=tokens, beside=True)
-    try:
-        plan = local_plan(local_ids, channel.experts_per_rank)
-    finally:
-        direct("rank_join", ids)
-    trip = _Trip(channel, ids, token_rows, arrived)
-    return ArrivedTokens(tokens, plan, their_probs, dropped, routed, trip)
+        tokens = slot.rows.receive(arrivals.rows, to=tokens)
+    trip = _Trip(channel, ids, token_rows, arrivals.rows)
+    return ArrivedTokens(tokens, arrivals.plan, arrivals.probs, dropped, routed, trip)
 
 
 class _Dispatch(Call):

@@ -79,7 +79,9 @@ def test_tokens_travel_there_and_their_sums_come_back(core: Core, case: Case, dt
     sizes = [{"rank": rank, "fetched": fetched} for rank in range(case.ranks)]
     x = [floats_of_every_kind((case.tokens, case.hidden), dtype, seed=rank) for rank in range(case.ranks)]
     sent = [
-        rank_send(core, x[r], of_ranks[r].token_rows, case.ranks, case.rows, has_own=True, **sizes[r])
+        rank_send(
+            core, x[r], of_ranks[r].token_rows, case.ranks, case.rows, has_own=True, leaves_room=r % 2, **sizes[r]
+        )
         for r in range(case.ranks)
     ]
     memory = Memory([each[:2] for each in sent], fetched)

@@ -15,9 +15,7 @@ from benchmarks.expert_parallel.timeline_report import Recorded, picture
 from . import processes
 
 FORWARD = [
-    *(f"dispatch {step}" for step in ("plan", "send", "wait", "read", "receive")),
-    "routing arrived tokens",
-    "dispatch receive",
+    *("dispatch plan", "dispatch send", "routing route", "dispatch wait", "dispatch receive"),
     "products products",
     *(f"combine {step}" for step in ("send", "wait", "receive")),
 ]

@@ -36,6 +36,9 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kMinBlocks = 8;  // on a multiprocessor, which limits registers
 constexpr int kHeld = 4;       // accesses of a row that a lane moves
 constexpr int kSummed = 2;     // accesses of a row that a lane adds up, of two rows at a time
+// Blocks of a multiprocessor that send tokens, so that those that arrive can be routed there at the same time: all blocks of that kernel
+// start together. The more there are, the longer it waits; with fewer, the link does.
+constexpr int kSendingBlocks = 4;
 
 // The piece of a row that a warp has, in accesses.
 struct Piece {
@@ -186,10 +189,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 // Launches a kernel of pieces of `held` accesses, `accesses` to a row.
 template <typename Params>
 int launch_pieces(const char* name, void (*kernel)(Params, int64_t, int, int64_t, int64_t), const Params& p, int64_t accesses,
-                  int held, int64_t row_bytes, int64_t stride, cudaStream_t stream) {
+                  int held, int64_t row_bytes, int64_t stride, cudaStream_t stream, size_t shared_bytes = 0) {
   const auto parts = static_cast<int>(divide_up(accesses, int64_t{held} * kWarpSize));
   return in_grids(p.num_tokens, parts, kWarps, [&](int64_t first, int64_t count) {
-    const Grid grid = {grid_for(count * parts, kWarps, kMaxBlocksOfGrid), kThreads};
+    const Grid grid = {grid_for(count * parts, kWarps, kMaxBlocksOfGrid), kThreads, shared_bytes};
     return launch(name, kernel, grid, stream, p, first, parts, row_bytes, stride);
   });
 }
@@ -198,12 +201,30 @@ int send(const pmo_rank_send_params& p, cudaStream_t stream) {
   if (const int status = check_rank_send(p)) return status;
   const int64_t row_bytes = p.hidden * dtype_size(p.dtype), stride = p.x_row_stride * dtype_size(p.dtype);
   if (row_bytes * p.num_tokens * p.max_rows_per_token == 0) return PMO_OK;
+  size_t shared_bytes = 0;
+  int device = 0;
+  if (p.leaves_room != 0) {  // memory that nothing uses: there is none for one more block
+    DeviceLimits limits;
+    if (const int status = current_device(&device, &limits)) return status;
+    shared_bytes = limits.shared_per_multiprocessor / (kSendingBlocks + 1);
+  }
   const uintptr_t between = p.num_tokens > 1 ? static_cast<uintptr_t>(stride) : 0;
   const int width = widest_access(
       {address(p.x), address(p.arrived), address(p.peers), address(p.own), static_cast<uintptr_t>(row_bytes), between});
   return with_width(width, [&](auto bytes) {
     constexpr int kBytes = decltype(bytes)::value;
-    return launch_pieces("send_pieces", send_pieces<kBytes>, p, row_bytes / kBytes, kHeld, row_bytes, stride, stream);
+    if (shared_bytes > 0) {  // all of it, so that the routing kernel finds some
+      static OncePerDevice<bool> preferences;
+      bool is_set = false;
+      const int status = preferences.get(device, &is_set, [](bool* set) {
+        *set = true;
+        return cuda_status(cudaFuncSetAttribute(send_pieces<kBytes>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                cudaSharedmemCarveoutMaxShared),
+                           "cudaFuncSetAttribute");
+      });
+      if (status != PMO_OK) return status;
+    }
+    return launch_pieces("send_pieces", send_pieces<kBytes>, p, row_bytes / kBytes, kHeld, row_bytes, stride, stream, shared_bytes);
   });
 }
 

@@ -107,9 +107,9 @@ const Beside& beside(int device, const char* function) {
   static std::unordered_map<int, Beside> of_devices;
   Beside& made = of_devices[device];
   if (made.event == nullptr) {
-    int lowest = 0, highest = 0;  // what is on the other stream goes first
+    int lowest = 0, highest = 0;
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), function);
-    check_cuda(cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, lowest), function);
+    check_cuda(cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, highest), function);
     check_cuda(cudaEventCreateWithFlags(&made.event, cudaEventDisableTiming), function);
   }
   return made;
@@ -160,9 +160,9 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
   stream_ = stream_of(*first);  // GPUPlace: that of the current device
 }
 
-Target Target::fork([[maybe_unused]] bool wanted) const {
+Target Target::fork() const {
 #ifdef PMO_WITH_CUDA
-  if (is_gpu_ && wanted) {
+  if (is_gpu_) {
     const std::lock_guard<std::mutex> lock(beside_mutex);
     const Beside& made = beside(place_.GetDeviceId(), function_);
     made.wait(made.stream, static_cast<cudaStream_t>(stream_), function_);

@@ -7,6 +7,7 @@
 #include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/pages.h"
+#include "paddle/routing.h"
 
 #ifndef PMO_PADDLE_2  // Paddle before 3.0 makes no tensors of memory that is there
 
@@ -84,9 +85,8 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
   return made;
 }
 
-Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
-                     int64_t num_experts) {
-  const Target target(kFunction, {&records});
+Outputs read_records(const Target& target, const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank,
+                     int64_t first_expert, int64_t num_experts) {
   pmo_rank_records_params p = {};
   p.struct_size = sizeof(p);
   p.num_ranks = ranks_of(records);
@@ -103,6 +103,64 @@ Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_p
   p.rows = rows.data<int32_t>();
   check_status(PMO_CALL(target, rank_records, &p), kFunction);
   return {ids, probs, rows};
+}
+
+Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
+                     int64_t num_experts) {
+  return read_records(Target(kFunction, {&records}), records, topk, rows_per_rank, first_expert, num_experts);
+}
+
+void wait_for_ranks(const Target& target, const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
+                    int64_t timeout_ms) {
+  require_dtype(state, paddle::DataType::INT32, kFunction, "the state");
+  require_shape(state, {1}, kFunction, "the state");
+  pmo_rank_barrier_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_ranks = ranks_of(arrived);
+  p.timeout_ms = timeout_ms;
+  int64_t of_peers = 0;
+  p.arrived = regions(arrived, p.num_ranks, &p.region_bytes);
+  p.peers = regions(peers, p.num_ranks, &of_peers);
+  require(of_peers == p.region_bytes, kFunction, kNoMemory);
+  p.state = const_cast<int32_t*>(state.data<int32_t>());
+  check_status(PMO_CALL(target, rank_barrier, &p), kFunction);
+}
+
+Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
+                     int64_t timeout_ms) {
+  wait_for_ranks(Target(kFunction, {&arrived, &peers, &state}), arrived, peers, state, timeout_ms);
+  return {state};
+}
+
+// What rank_records makes, once all ranks have written their records, and the ten tensors of a plan of the ids; on a GPU it has room for
+// all slots. There all of this, and one more tensor, must live until rank_join: what is called until then runs at the same time.
+Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arrived, const paddle::Tensor& peers,
+                      const paddle::Tensor& state, int64_t timeout_ms, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
+                      int64_t num_experts) {
+  static const std::vector<int> kNoCounts;
+  const Target target(kFunction, {&records, &arrived, &peers, &state});
+  const Target aside = target.fork();
+  try {
+    wait_for_ranks(aside, arrived, peers, state, timeout_ms);
+    Outputs made = read_records(aside, records, topk, rows_per_rank, first_expert, num_experts);
+    const paddle::Tensor& ids = made[0];
+    const int64_t room = target.is_gpu() ? ids.shape()[0] * std::min(topk, num_experts) : -1;
+    paddle::Tensor workspace;
+    const RouteAttributes attributes = {kFunction, {},        -1,  num_experts, 1, room, kCountsFromRouting,
+                                        kNoCounts, PMO_DUPLICATES_FIRST, 0};
+    const Outputs plan = make_plan(aside, attributes, ids, nullptr, nullptr, &workspace);
+    made.insert(made.end(), plan.begin(), plan.end());
+    made.push_back(workspace);
+    return made;
+  } catch (...) {
+    target.join();  // before memory is given back
+    throw;
+  }
+}
+
+Outputs rank_join(const paddle::Tensor& like) {
+  Target(kFunction, {&like}).join();
+  return {like};
 }
 
 // The rows of a window, and what sending and receiving share.
@@ -133,11 +191,12 @@ enum OwnRows : int64_t { kStay, kToWindow, kToNewMemory };
 
 // Rows of x to where other ranks get them.
 Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
-                  const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched, int64_t own) {
+                  const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched, int64_t own, bool leaves_room) {
   const Target target(kFunction, {&x, &token_rows, &arrived, &peers});
   require_rank(x, 2, kFunction, "x");
   pmo_rank_send_params p = {};
   set_window(&p, x, token_rows, arrived, peers, num_ranks, rank, fetched);
+  p.leaves_room = leaves_room;
   require_shape(x, {p.num_tokens, p.hidden}, kFunction, "x");
   const Matrix source(x);
   const paddle::Tensor rows = dense(token_rows);
@@ -156,11 +215,10 @@ Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
   return {own_rows};
 }
 
-// The sums of the rows that ranks sent; without `own`, which are the rows of this rank itself, in `to`, where those are already. What is
-// called until rank_join may run at the same time if that is wanted, and all tensors must live until then.
+// The sums of the rows that ranks sent; without `own`, which are the rows of this rank itself, in `to`, where those are already.
 Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arrived, const paddle::Tensor& peers,
                      const paddle::optional<paddle::Tensor>& own, const paddle::optional<paddle::Tensor>& to, int64_t num_ranks,
-                     int64_t rank, int64_t fetched, bool beside) {
+                     int64_t rank, int64_t fetched) {
   const Target target(kFunction, {&token_rows, &arrived, &peers}, {own ? &*own : nullptr, to ? &*to : nullptr});
   require(own.is_initialized() != to.is_initialized(), kFunction, kEither);
   const paddle::Tensor& given = own ? *own : *to;
@@ -180,15 +238,8 @@ Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arr
   p.arrived = arrived.data();
   p.peers = peers.data();
   p.out = out.data();
-  // Copies of what is not dense would not live so long.
-  const Target runs = target.fork(beside && token_rows.is_contiguous() && given.is_contiguous());
-  check_status(PMO_CALL(runs, rank_receive, &p), kFunction);
+  check_status(PMO_CALL(target, rank_receive, &p), kFunction);
   return {out};
-}
-
-Outputs rank_join(const paddle::Tensor& like) {
-  Target(kFunction, {&like}).join();
-  return {like};
 }
 
 // Rows of x in float8 to where token_rows says, in the windows of all ranks; their scales are not sent.
@@ -288,32 +339,15 @@ Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, c
   return {places};
 }
 
-Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
-                     int64_t timeout_ms) {
-  const Target target(kFunction, {&arrived, &peers, &state});
-  require_dtype(state, paddle::DataType::INT32, kFunction, "the state");
-  require_shape(state, {1}, kFunction, "the state");
-  pmo_rank_barrier_params p = {};
-  p.struct_size = sizeof(p);
-  p.num_ranks = ranks_of(arrived);
-  p.timeout_ms = timeout_ms;
-  int64_t of_peers = 0;
-  p.arrived = regions(arrived, p.num_ranks, &p.region_bytes);
-  p.peers = regions(peers, p.num_ranks, &of_peers);
-  require(of_peers == p.region_bytes, kFunction, kNoMemory);
-  p.state = const_cast<int32_t*>(state.data<int32_t>());
-  check_status(PMO_CALL(target, rank_barrier, &p), kFunction);
-  return {state};
-}
-
 }  // namespace
 
 PMO_DIRECT(window, window);
 PMO_DIRECT(rank_plan, rank_plan);
 PMO_DIRECT(rank_records, rank_records);
+PMO_DIRECT(rank_arrivals, rank_arrivals);
+PMO_DIRECT(rank_join, rank_join);
 PMO_DIRECT(rank_send, rank_send);
 PMO_DIRECT(rank_receive, rank_receive);
-PMO_DIRECT(rank_join, rank_join);
 PMO_DIRECT(rank_quantize, rank_quantize);
 PMO_DIRECT(rank_put, rank_put);
 PMO_DIRECT(rank_take, rank_take);

@@ -17,58 +17,33 @@ PMO_ATTRIBUTES(Attributes, (int64_t, num_experts, num_experts), (int64_t, topk, 
                (int, counts_source, source), (std::vector<int>, tokens_per_expert, list), (int64_t, buffer_size, buffer),
                (int, duplicates, duplicates), (int, checks, checks));
 
-Outputs make_plan(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor* probs,
+Outputs plan_of(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor* probs,
                   const paddle::optional<paddle::Tensor>& counts) {
   const Target target(kFunction, {&routing}, {probs, counts ? &*counts : nullptr});
   require((routing.dtype() == paddle::DataType::BOOL) == (a.topk >= 0), kFunction,
           "topk must be given with a mask, and only there");
-  Routing step(target,
-               {kFunction,
-                {},
-                a.topk,
-                a.num_experts,
-                a.padding_alignment,
-                a.buffer_size,
-                a.counts_source,
-                a.tokens_per_expert,
-                a.duplicates,
-                a.checks},
-               routing, probs, counts ? &*counts : nullptr);
-  pmo_route_params& p = step.params;
-  const int64_t rows = step.num_rows();
-  paddle::Tensor slot_to_row = empty_int32({p.num_tokens, p.topk}, routing);
-  paddle::Tensor token_rows = empty_int32({p.num_tokens, p.topk}, routing);
-  paddle::Tensor row_to_token = empty_int32({rows}, routing);
-  paddle::Tensor row_to_slot = empty_int32({rows}, routing);
-  paddle::Tensor row_to_expert = empty_int32({rows}, routing);
-  paddle::Tensor row_probs = empty_float32({probs != nullptr ? rows : 0}, routing);
-  paddle::Tensor clamped_counts = empty_int32({a.num_experts}, routing);
-  paddle::Tensor expert_offsets = empty_int32({a.num_experts + 1}, routing);
-  paddle::Tensor overflow = empty_int32({1}, routing);
-  p.slot_to_row = slot_to_row.data<int32_t>();
-  p.token_rows = token_rows.data<int32_t>();
-  p.row_to_token = row_to_token.data<int32_t>();
-  p.row_to_slot = row_to_slot.data<int32_t>();
-  p.row_to_expert = row_to_expert.data<int32_t>();
-  p.row_probs = probs != nullptr ? row_probs.data<float>() : nullptr;
-  p.tokens_per_expert = clamped_counts.data<int32_t>();
-  p.expert_offsets = expert_offsets.data<int32_t>();
-  p.overflow = overflow.data<int32_t>();
-  step.run();
-  return {slot_to_row,    token_rows,     row_to_token,
-          row_to_slot,    row_to_expert,  row_probs,
-          clamped_counts, expert_offsets, step.routed_per_expert(),
-          overflow};
+  return make_plan(target,
+                   {kFunction,
+                    {},
+                    a.topk,
+                    a.num_experts,
+                    a.padding_alignment,
+                    a.buffer_size,
+                    a.counts_source,
+                    a.tokens_per_expert,
+                    a.duplicates,
+                    a.checks},
+                   routing, probs, counts ? &*counts : nullptr);
 }
 
 Outputs route(const Attributes& a, const paddle::Tensor& routing, const paddle::optional<paddle::Tensor>& counts) {
-  return make_plan(a, routing, nullptr, counts);
+  return plan_of(a, routing, nullptr, counts);
 }
 
 Outputs route_with_probs(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor& probs,
                          const paddle::optional<paddle::Tensor>& counts) {
   require(probs.defined(), kFunction, "a required tensor is missing");
-  return make_plan(a, routing, &probs, counts);
+  return plan_of(a, routing, &probs, counts);
 }
 
 std::vector<Shape> plan_shapes(const Attributes& a, const Shape& routing, bool has_probs) {

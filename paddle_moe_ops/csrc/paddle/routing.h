@@ -53,6 +53,7 @@ class Routing {
   void run(const pmo_permute_params* permute = nullptr);
 
   int64_t num_rows() const { return params.num_rows; }
+  const paddle::Tensor& workspace() const { return workspace_; }
   const paddle::Tensor& routed_per_expert() const { return routed_per_expert_; }
 
   pmo_route_params params = {};
@@ -65,6 +66,10 @@ class Routing {
   paddle::Tensor routing_, probs_, workspace_, routed_per_expert_;
   std::vector<int32_t> expected_;
 };
+
+// The ten tensors of a plan. Kernels use the workspace, if it is asked for, as long as they run.
+Outputs make_plan(const Target& target, const RouteAttributes& attributes, const paddle::Tensor& routing,
+                  const paddle::Tensor* probs, const paddle::Tensor* counts, paddle::Tensor* workspace = nullptr);
 
 }  // namespace binding
 }  // namespace pmo

@@ -30,7 +30,7 @@ class RankSendParams(Params):
         (Size, "x_row_stride"),
         (Int32s, "token_rows"),
         (Bytes, "arrived peers own"),
-        (Int, "dtype num_threads"),
+        (Int, "dtype num_threads leaves_room"),
     )
 
 

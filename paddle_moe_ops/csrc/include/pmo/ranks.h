@@ -133,6 +133,7 @@ typedef struct pmo_rank_send_params {
   void* own;                   // [P * S, H] rows r * S + i of this rank r go there; NULL: they stay where they are
   int32_t dtype;               // PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
   int32_t num_threads;
+  int32_t leaves_room;  // CUDA: not 0: another kernel of the library is to run at the same time
 } pmo_rank_send_params;
 
 // Rows to where other ranks get them, so that half of an exchange is written and the other half read, while the memory of both has time for
