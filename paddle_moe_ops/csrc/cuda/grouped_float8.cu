@@ -37,9 +37,7 @@ constexpr int kSharedBytes = kStages * kBytesOfStage + 1024 + kTableBytes;  // s
 template <pmo_grouped_result kResult>
 constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kColumns / 2 : kColumns;
 
-// Blocks of a cluster, which has as many multiprocessors. Two share the columns that both read.
-template <pmo_grouped_result kResult>
-constexpr int kBlocksOf = kResult == PMO_GROUPED_GATED ? 1 : 2;
+constexpr int kCluster = 2;  // blocks, of as many multiprocessors
 
 #ifdef PMO_HOPPER_CODE
 
@@ -63,7 +61,6 @@ struct Float8Place : GroupedPlace {
 
 // A tile, found by the whole warp. The blocks of a cluster have tiles that follow each other down a column. Where there is one tile
 // left for two of them, both make it, and the second keeps nothing.
-template <int kCluster>
 __device__ inline Float8Place place_of(const GroupedArguments& p, const Tables& tables, int tile, int first_tile, int last_tile,
                                        int columns) {
   const int rank = blockIdx.x % kCluster, height = (last_tile - first_tile + kCluster - 1) / kCluster;
@@ -82,8 +79,7 @@ __device__ inline Float8Place place_of(const GroupedArguments& p, const Tables& 
   return {{expert, row, end, place.column * columns}, shares};
 }
 
-// How many tiles a cluster, or a block without one, finds.
-template <int kCluster>
+// How many tiles a cluster finds.
 __device__ inline int tiles_of(const GroupedArguments& p, int first_tile, int last_tile) {
   return (last_tile - first_tile + kCluster - 1) / kCluster * p.column_tiles;
 }
@@ -98,12 +94,11 @@ __device__ inline int second_half(const GroupedArguments& p, int column) {
 template <pmo_grouped_result kResult>
 __device__ inline void load_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile,
                                   int last_tile) {
-  constexpr int kCluster = kBlocksOf<kResult>;
-  const int tiles = tiles_of<kCluster>(p, first_tile, last_tile), steps = (p.inner + kDepth - 1) / kDepth;
+  const int tiles = tiles_of(p, first_tile, last_tile), steps = (p.inner + kDepth - 1) / kDepth;
   const int rank = blockIdx.x % kCluster;
   Ring ring;
   for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
-    const Float8Place place = place_of<kCluster>(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
+    const Float8Place place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
     const int column = p.first_column + place.column, next = second_half<kResult>(p, column);
     for (int step = 0; step < steps; ++step) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
@@ -113,7 +108,7 @@ __device__ inline void load_tiles(const GroupedArguments& p, const Tables& table
         const int depth = step * kDepth;
         arrive_expecting(full, kBytesOfStage);
         load_box(stages.rows(ring.stage), &p.rows, full, depth, place.row - p.first_row);
-        if (kCluster == 2 && place.shares_matrix) {
+        if (place.shares_matrix) {
           load_box_to_all(columns + rank * kBytesOfHalf, &p.matrix, full, depth, rank == 0 ? column : next, place.expert, 0b11);
         } else {
           load_box(columns, &p.matrix, full, depth, column, place.expert);
@@ -178,16 +173,15 @@ __device__ inline void multiply_stage(float (&part)[64], uint32_t rows, uint32_t
 template <pmo_grouped_result kResult, bool kKeepsCodes>
 __device__ inline void make_tiles(const Float8Arguments& p, const Tables& tables, const Stages& stages, int first_tile,
                                   int last_tile) {
-  constexpr int kCluster = kBlocksOf<kResult>;
   const GroupedArguments& g = p.grouped;
   const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
   const int row_of_thread = 64 * turn + threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
   const bool signals = threadIdx.x % kWarpSize < kCluster;  // each to a block of the cluster
-  const int tiles = tiles_of<kCluster>(g, first_tile, last_tile), steps = (g.inner + kDepth - 1) / kDepth;
+  const int tiles = tiles_of(g, first_tile, last_tile), steps = (g.inner + kDepth - 1) / kDepth;
   Ring ring;
   float part[64] = {};
   for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
-    const GroupedPlace place = place_of<kCluster>(g, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
+    const GroupedPlace place = place_of(g, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
     const int row = place.row + row_of_thread;
     const ScaleReader reader = scales_of<kResult>(p, place, row);
     float d[128] = {};
@@ -200,10 +194,7 @@ __device__ inline void make_tiles(const Float8Arguments& p, const Tables& tables
       multiply_stage(part, rows, columns);
       add_products<0>(d, part, scales);
       multiply_stage(part, rows, columns + kBytesOfHalf);
-      if (signals) {
-        if constexpr (kCluster == 1) arrive(&stages.empty[ring.stage]);
-        if constexpr (kCluster > 1) arrive_at(&stages.empty[ring.stage], threadIdx.x % kWarpSize);
-      }
+      if (signals) arrive_at(&stages.empty[ring.stage], threadIdx.x % kWarpSize);
       add_products<64>(d, part, scales);
       ring.advance();
     }
@@ -222,10 +213,9 @@ __device__ inline void make_tiles(const Float8Arguments& p, const Tables& tables
 
 // kKeepsCodes: hidden is kept in float8.
 template <pmo_grouped_result kResult, bool kKeepsCodes>
-__global__ void PMO_CLUSTER(kBlocksOf<kResult>) __launch_bounds__(kBlockThreads, 1)
+__global__ void PMO_CLUSTER(kCluster) __launch_bounds__(kBlockThreads, 1)
     grouped_float8(const __grid_constant__ Float8Arguments p) {
 #ifdef PMO_HOPPER_CODE
-  constexpr int kCluster = kBlocksOf<kResult>;
   extern __shared__ uint8_t shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   const Tables tables = hold_tables(p.grouped, reinterpret_cast<int32_t*>(shared + kSharedBytes - kTableBytes));
@@ -237,7 +227,7 @@ __global__ void PMO_CLUSTER(kBlocksOf<kResult>) __launch_bounds__(kBlockThreads,
     fence_barrier_init();
   }
   __syncthreads();
-  if constexpr (kCluster > 1) meet_cluster();
+  meet_cluster();
   const Stages stages = {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
   const int first_tile = __ldg(p.grouped.window), last_tile = __ldg(p.grouped.window + 1);
   if (threadIdx.x < kWarpgroup) {
@@ -247,7 +237,7 @@ __global__ void PMO_CLUSTER(kBlocksOf<kResult>) __launch_bounds__(kBlockThreads,
     take_registers<kRegistersToMultiply>();
     make_tiles<kResult, kKeepsCodes>(p, tables, stages, first_tile, last_tile);
   }
-  if constexpr (kCluster > 1) meet_cluster();  // none may end while the other sends to its memory
+  meet_cluster();  // none may end while the other sends to its memory
 #endif
 }
 
@@ -259,7 +249,6 @@ int launch_product(const pmo_grouped_float8_params& p, const Float8Arguments& ar
   if (const int status = hopper_limits("grouped_float8", &device, &limits)) return status;
   auto* kernel = grouped_float8<kResult, kKeepsCodes>;
   if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
-  constexpr int kCluster = kBlocksOf<kResult>;
   const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTileRows}) + p.num_experts;
   const int64_t clusters = divide_up(row_tiles, int64_t{kCluster}) * arguments.grouped.column_tiles;
   const int64_t blocks = kCluster * std::min<int64_t>(clusters, limits.multiprocessors / kCluster);
