@@ -35,8 +35,9 @@ def __dir__() -> list[str]:
 
 
 if _build_check.paddle_problem() is None:
-    from .backends import explain, register_operators, use_backend
+    from .backends import register_operators, use_backend
     from .compat.paddle import patch_paddle, patched_paddle, unpatch_paddle
+    from .explaining import explain
     from .functional import moe_permute, moe_unpermute, permute, sort_chunks, unpermute
     from .mlp import Float8Matrices, moe_mlp
     from .quantization import dequantize_1x128, quantize_1x128, quantized_experts

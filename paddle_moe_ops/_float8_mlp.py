@@ -17,7 +17,7 @@ from paddle import Tensor
 
 from ._activations import activate
 from ._graphs import filled, float32, to_dtype, without_autocast
-from .backends import resolve
+from .backends import compiled_backend, direct, resolve
 from .backends.accumulation import put
 from .backends.base import GemmSpec, Matrices, MlpSpec, QuantizeSpec, Tensors, Validation
 from .backends.gradients import WithGradients, connected_mlp
@@ -183,7 +183,16 @@ def _dequantized(quantized: Tensors, dtype: Any) -> Tensor:
 
 
 def _near_matrices(w: Tensor) -> Tensor:
-    """Quantised values of matrices, with a scale for each 128 x 128 elements, in float32."""
+    """Quantised values of matrices, with a scale for each 128 x 128 elements, in float32.
+
+    The library makes them where it quantises rows. On Triton, which has no kernel for them, Paddle's operators do.
+    """
+    if resolve("quantize_1x128", w) is compiled_backend:
+        return direct("near_blocks", w)[0]
+    return _near_matrices_by_paddle(w)
+
+
+def _near_matrices_by_paddle(w: Tensor) -> Tensor:
     experts, height, width = w.shape
     high, wide = -(-height // GROUP), -(-width // GROUP)
     filled_up = F.pad(float32(w), [0, 0, 0, high * GROUP - height, 0, wide * GROUP - width])

@@ -8,7 +8,7 @@ T tokens of d columns, K slots each, N rows, E experts of inner size n.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor, nn
@@ -18,7 +18,7 @@ from ._activations import ACTIVATIONS, activate
 from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
-from .backends import Float8Matrices, MlpSpec, accumulated, accumulated_each, resolve, why_not
+from .backends import Backend, Float8Matrices, MlpSpec, accumulated, accumulated_each, resolve, why_not
 from .backends.float8_matrices import holds_others, is_default
 from .functional import unpermute
 from .gemm import grouped_gemm
@@ -136,6 +136,63 @@ def moe_mlp(
             activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter in a static graph or
             made of other matrices; ``compute`` in a graph where the compiled library has no operators.
     """
+    options = activation, transpose, weights_by, keep, workspace_mb, accumulate
+    call = prepared(x, plan, probs, gate_up, down, *options, gate_up_bias, down_bias, compute, float8_matrices)
+    tokens, gate_up, down, weights, gate_up_bias, down_bias = call.operands
+    backend, spec, plan = call.backend, call.spec, call.spec.plan
+    if call.why_composed is None or compute is not None:
+        run = backend.moe_mlp
+        if call.why_composed is not None:
+            from ._float8_mlp import composed_float8 as run  # needs ml_dtypes, which a report of what is missing lacks
+        out = run(tokens, gate_up, down, weights, spec)
+    else:
+        if spec.accumulates:
+            gate_up, down = (_accumulated_matrices(each, backend.takes_lists) for each in (gate_up, down))
+            gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
+        hidden = grouped_gemm(tokens, gate_up, plan=plan, permute_x=True, transpose=transpose, bias=gate_up_bias)
+        rows = activate(hidden, activation)
+        out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=transpose, bias=down_bias), plan, weights)
+    shape = x.shape
+    if len(shape) == 2:
+        return out
+    return out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(shape)])
+
+
+class Prepared(NamedTuple):
+    """A call of `moe_mlp` whose arguments are checked.
+
+    Attributes:
+        backend: what multiplies.
+        operands: tokens [T, d], gate_up, down, weights as the spec says, and the biases. Under mixed precision on a GPU
+            tokens and matrices have its dtype.
+        spec: all that has no gradient.
+        why_composed: why the backend does not make the layer as one, or None if it does.
+    """
+
+    backend: Backend
+    operands: tuple[Tensor, Matrices, Matrices, Tensor | None, Matrices | None, Matrices | None]
+    spec: MlpSpec
+    why_composed: str | None
+
+
+def prepared(
+    x: Tensor,
+    plan: Plan,
+    probs: Tensor | None,
+    gate_up: Any,
+    down: Any,
+    activation: str,
+    transpose: bool,
+    weights_by: str | None,
+    keep: str,
+    workspace_mb: int,
+    accumulate: bool,
+    gate_up_bias: Any,
+    down_bias: Any,
+    compute: str | None,
+    float8_matrices: Float8Matrices | None,
+) -> Prepared:
+    """Check the arguments of `moe_mlp`, and choose what makes the layer."""
     gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate, compute
@@ -149,8 +206,8 @@ def moe_mlp(
             _passed.add(signature)
     if float8_matrices is not None:
         float8_matrices = _checked_float8_matrices(float8_matrices, x, gate_up, down, transpose, compute)
-    shape, tokens = x.shape, x
-    if len(shape) != 2:
+    tokens = x
+    if len(x.shape) != 2:
         tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
     weights_rank = 0 if probs is None else len(probs.shape)
     by_slot = weights_rank == 2 or (weights_rank == 1 and weights_by == "slot")
@@ -166,33 +223,20 @@ def moe_mlp(
             gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
             accumulate = False
     backend = resolve("grouped_gemm", tokens)
-    is_plain = activation == "swiglu" and gate_up_bias is None and down_bias is None
     validation = _checks.validation(_NAME, None, tokens)
     how = validation, compute, float8_matrices, keep == "h_fp8"
     spec = MlpSpec(plan, by_slot, transpose, keep != "x", workspace_mb << 20, accumulate, *how)
-    runs = is_plain and backend.runs_moe_mlp(tokens, gate_up, down, spec)
-    if runs or compute is not None:
-        if by_slot and probs is not None and weights_rank == 1:
-            probs = probs.reshape([-1, plan.topk])
-        run = backend.moe_mlp
-        if not runs:
-            if is_graph_value(tokens):
-                _checks.bad_value(_NAME, "compute", "None in a graph without the compiled library", repr(compute))
-            from ._float8_mlp import composed_float8 as run  # needs ml_dtypes, which a report of what is missing lacks
-        out = run(tokens, gate_up, down, probs, spec)
+    if activation != "swiglu" or gate_up_bias is not None or down_bias is not None:
+        why_composed: str | None = "only SwiGLU without biases is one layer"
     else:
-        if accumulate:
-            gate_up, down = (_accumulated_matrices(each, backend.takes_lists) for each in (gate_up, down))
-            gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
-        weights = probs
-        if probs is not None and weights_by == "slot":
-            weights = probs.reshape([-1, plan.topk])
-        hidden = grouped_gemm(tokens, gate_up, plan=plan, permute_x=True, transpose=transpose, bias=gate_up_bias)
-        rows = activate(hidden, activation)
-        out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=transpose, bias=down_bias), plan, weights)
-    if len(shape) == 2:
-        return out
-    return out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(shape)])
+        why_composed = backend.why_composed(tokens, gate_up, down, spec)
+    if compute is not None and why_composed is not None and is_graph_value(tokens):
+        _checks.bad_value(_NAME, "compute", "None in a graph without the compiled library", repr(compute))
+    weights = probs
+    if probs is not None and by_slot and weights_rank == 1:
+        weights = probs.reshape([-1, spec.plan.topk])
+    operands = tokens, gate_up, down, weights, gate_up_bias, down_bias
+    return Prepared(backend, operands, spec, why_composed)
 
 
 def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: Any, options: tuple) -> Hashable:

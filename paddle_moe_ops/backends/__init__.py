@@ -58,7 +58,7 @@ __all__ = [
     "compiled_backend",
     "connect_experts",
     "direct",
-    "explain",
+    "explain_operators",
     "joined",
     "lay_side_by_side",
     "register",
@@ -248,20 +248,8 @@ def _alternatives(name: str, operator: str) -> str:
     return f". Backends that can: {', '.join(others)}" if others else ""
 
 
-def explain(operator: str | None = None) -> str:
-    """Say which backend runs each operator here, and why the others do not.
-
-    Args:
-        operator: one of `OPERATORS`, or None for all.
-
-    Returns:
-        one line per operator and one per backend, then whose functions paddle.nn.functional calls.
-
-    Raises:
-        ValueError: there is no such operator.
-    """
-    if operator is not None and operator not in OPERATORS:
-        raise ValueError(f"explain: operator must be one of {', '.join(OPERATORS)}, but got {operator!r}")
+def explain_operators(operator: str | None = None) -> str:
+    """Which backend runs each operator here, or one of them, and why the others do not."""
     lines = []
     for each in OPERATORS if operator is None else (operator,):
         try:

@@ -275,8 +275,8 @@ class Backend(Verbs, Protocol):
     def takes_lists(self) -> bool:
         """Whether grouped_gemm runs on the matrices of a list as they are. Others need one tensor, which they make."""
 
-    def runs_moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> bool:
-        """Whether `moe_mlp` takes these operands and this spec."""
+    def why_composed(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> str | None:
+        """Why `moe_mlp` does not take these operands and this spec, or None if it does."""
 
     def grouped_gemm(
         self, x: Tensor, w: Matrices, weights: Tensor | None, bias: Matrices | None, spec: GemmSpec
@@ -285,6 +285,17 @@ class Backend(Verbs, Protocol):
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         """The sums of what the experts of each token make of it; the spec says what the weights are by."""
+
+    def explain_moe_mlp(
+        self,
+        x: Tensor,
+        gate_up: Matrices,
+        down: Matrices,
+        weights: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> list[str]:
+        """Lines on what `moe_mlp` would run for these gradients, without running it."""
 
 
 class Kernels(Verbs, Protocol):
@@ -352,6 +363,17 @@ class Kernels(Verbs, Protocol):
         row, float32 [M], or None without weights. Kernels need not have this verb, nor its gradient. Those that have
         it say with ``overwrites_hidden`` whether the gradient overwrites what was kept of the first product.
         """
+
+    def explain_moe_mlp(
+        self,
+        x: Tensor,
+        gate_up: Matrices,
+        down: Matrices,
+        weights: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> list[str]:
+        """As `Backend.explain_moe_mlp`, for kernels that have `moe_mlp`."""
 
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
         """Whether `moe_mlp` can compute on float8 operands here; for kernels that have that verb."""

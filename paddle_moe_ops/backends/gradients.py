@@ -412,8 +412,13 @@ class WithGradients:
             return self.kernels.grouped_gemm(*operands, spec)
         return connect(GroupedGemm(self.kernels, *operands, spec), *operands)[0]
 
-    def runs_moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> bool:
-        return spec.compute is None or self.kernels.multiplies_float8(x, down, spec.transpose)
+    def why_composed(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> str | None:
+        if spec.compute is None or self.kernels.multiplies_float8(x, down, spec.transpose):
+            return None
+        return "the library's float8 kernels are for compute capability 9.0, bfloat16, d a multiple of 16, n one of 128"
+
+    def explain_moe_mlp(self, *call: Any) -> list[str]:
+        return self.kernels.explain_moe_mlp(*call)
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         return connected_mlp(self.kernels, x, gate_up, down, weights, spec)

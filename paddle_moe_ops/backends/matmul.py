@@ -67,14 +67,23 @@ class MatmulBackend:
             made = _multiply(float32(x), matrices, weights, float32(bias), segments, spec.transpose)
             return to_dtype(made, x.dtype)
 
-    def runs_moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> bool:
-        if spec.compute is not None:  # in dygraph matrices may be kept, and the gradients of a list are its own
-            return is_graph_value(x) and _has_operators(x)
-        given = gate_up, down
-        if spec.accumulates or any(isinstance(each, Sequence) or each.dtype != x.dtype for each in given):
-            return False
-        # In dygraph on a CPU the parts of the operator, one by one, have gradients of gradients as well.
-        return _has_operators(x) and (is_graph_value(x) or not x.place.is_cpu_place())
+    def why_composed(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> str | None:
+        in_graph = is_graph_value(x)
+        if not _has_operators(x):
+            return "the compiled library has no operators there"
+        if spec.compute is not None:
+            # In dygraph matrices may be kept, and the gradients of a list are its own.
+            return None if in_graph else "float8 layers are the library's operator in graphs alone"
+        if spec.accumulates:
+            return "the library's operator does not accumulate"
+        if any(isinstance(each, Sequence) or each.dtype != x.dtype for each in (gate_up, down)):
+            return "the library's operator takes one tensor each of gate_up and down, of the tokens' dtype"
+        if in_graph or not x.place.is_cpu_place():
+            return None
+        return "in dygraph on a CPU its parts, one by one, have gradients of gradients as well"
+
+    def explain_moe_mlp(self, *call: Any) -> list[str]:
+        return ["products: the library's kernels or Paddle's matmul, by the table in docs/backends.md"]
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         plan = spec.plan

@@ -288,6 +288,9 @@ class ReferenceKernels:
         d_weights = None if weights is None else others.pop(0)
         return d_x, d_w, d_weights, others[0] if others else None
 
+    def explain_moe_mlp(self, *call: Any) -> list[str]:
+        return []
+
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
         return True
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import paddle
@@ -83,11 +84,41 @@ class ProductKernels:
         device, inner = device_of(x), matrix.shape[-1 if transpose else -2]
         return suits_float8(device, gpu_at(matrix.data_ptr()), device.dtype_name(x), x.shape[1], inner)
 
+    def explain_moe_mlp(
+        self,
+        x: Tensor,
+        gate_up: Matrices,
+        down: Matrices,
+        weights: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> list[str]:
+        from ..triton.float8_mlp import quantize_experts
+        from ..triton.outline import Outline
+
+        device, sources = Outline(device_of(x)), (_side_by_side(gate_up), _side_by_side(down))
+        if spec.quantized is not None:  # another device: the launches that make them are no part of every call
+            spec = spec._replace(quantized=_flat(quantize_experts(Outline(device), *sources, spec.transpose)))
+        options = "moe_mlp", any(wanted), any(wanted) and spec.keeps_hidden, *_options(spec)
+        out, *hidden, by_row, tables = _recorded_mlp(
+            device, options, _operands_of_layer(x, *sources, weights, spec), spec
+        )
+        lines = [_windows(Outline(device), x, *sources, spec), f"forward: {_counted(device.launches)}"]
+        if any(wanted):
+            device.launches.clear()
+            into: Any = [None, None]
+            if spec.accumulates:  # as in all calls but a first one that finds nothing to add to
+                into = [(device.empty(each.shape, "float32"), True) for each in sources]
+            others = *hidden, tables, *(each and each[0] for each in into)
+            operands = _operands_of_layer(x, *sources, weights if by_row is None else by_row, spec)
+            _recorded_mlp_backward(device, options, out, others, operands, spec, wanted, tuple(into))
+            lines.append(f"backward: {_counted(device.launches)}")
+        return lines
+
     def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> tuple[Tensor, ...]:
         from ..triton.float8_mlp import quantize_experts
 
-        made = quantize_experts(device_of(gate_up), dense(gate_up), dense(down), transpose, both)
-        return tuple(each for codes in made if codes is not None for each in codes)
+        return _flat(quantize_experts(device_of(gate_up), dense(gate_up), dense(down), transpose, both))
 
     def for_both_passes(self, quantized: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if len(quantized) > _FORWARD:
@@ -136,6 +167,36 @@ class ProductKernels:
 
 
 _FORWARD = 4  # codes and scales of two matrices
+
+
+def _flat(quantized: Any) -> tuple[Any, ...]:
+    """Codes and scales of all forms that there are; `_quantized` takes them back."""
+    return tuple(each for codes in quantized if codes is not None for each in codes)
+
+
+def _side_by_side(given: Matrices) -> Any:
+    """Matrices as an array at the place of the first one, which is on the GPU where they would be joined."""
+    from ..triton.outline import StandIn
+
+    first, shape = (given, given.shape) if isinstance(given, Tensor) else (given[0], [len(given), *given[0].shape])
+    return StandIn(shape, device_of(first).dtype_name(first), first.data_ptr())
+
+
+def _windows(device: Any, x: Tensor, gate_up: Any, down: Any, spec: MlpSpec) -> str:
+    """How a layer's rows of d columns are cut."""
+    from ..triton.launching import blocks
+    from ..triton.moe_mlp import Run
+
+    layer = _layer(_operands_of_layer(x, gate_up, down, None, spec), spec)
+    run = Run(device, layer, x, moves_twice=False, may_gather=spec.compute is None)
+    rows = "none, products gather them" if run.gathers else run.num_windows
+    columns, size = blocks(run.hidden, run.window_columns), run.buffer.shape[0] * run.item / 2**20
+    return f"workspace: {size:.1f} MiB; windows of rows: {rows}; windows of columns: {columns}"
+
+
+def _counted(launches: list[str]) -> str:
+    """Each kernel once, in the order of their first launches."""
+    return ", ".join(name if times == 1 else f"{name} x {times}" for name, times in Counter(launches).items())
 
 
 def _turned(codes_or_scales: Tensor) -> Tensor:

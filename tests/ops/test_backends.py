@@ -285,7 +285,7 @@ def test_explain_says_which_backends_do_not_have_the_operator():
 
 
 def test_explain_refuses_an_operator_that_does_not_exist():
-    with raises(ValueError, f"explain: operator must be one of {', '.join(OPERATORS)}, but got 'sort'"):
+    with raises(ValueError, f"explain: operator must be one of {', '.join(OPERATORS)}, moe_mlp, but got 'sort'"):
         explain("sort")
 
 

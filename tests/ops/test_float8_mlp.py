@@ -121,13 +121,28 @@ def test_triton_without_these_kernels_composes_the_layer(interpreted, rng):
     assert "grouped_float8" not in interpreted.launches
 
 
-def test_matrices_become_the_values_of_the_oracle(rng, place):
+@BACKENDS
+@BY_DTYPE
+@BY_LAYOUT
+def test_matrices_become_the_values_of_the_oracle(transpose, dtype, name, rng, place):
     w = ordinary(rng, (3, 200, 130))
     w[0, :3, 0] = np.nan, np.inf, -np.inf
     w[1] = 0
     w[2] *= 1e-20
+    w = w.astype(dtype)
+    given = tensor(w, place)
+    if transpose:  # a view
+        w, given = w.swapaxes(1, 2), given.transpose([0, 2, 1])
     due = reference.dequantize_128x128(*reference.quantize_128x128(w, amax_min=2.0**-100), dtype=np.float32)
-    np.testing.assert_array_equal(to_numpy(_float8_mlp._near_matrices(tensor(w, place))), due)
+    with use_backend(name) if name else contextlib.nullcontext():
+        np.testing.assert_array_equal(to_numpy(_float8_mlp._near_matrices(given)), due)
+
+
+@pytest.mark.compiled_only
+def test_the_library_makes_these_values_where_it_quantises_rows(rng, place, monkeypatch):
+    monkeypatch.delattr(_float8_mlp, "_near_matrices_by_paddle")
+    layer = Float8Layer(rng, ODD)
+    assert_near(layer.run(place), layer.due())
 
 
 @pytest.mark.parametrize("options", [{"keep": "x"}, {"workspace_mb": 1}], ids=str)

@@ -13,6 +13,7 @@ from paddle_moe_ops import use_backend
 from paddle_moe_ops.backends.triton_arrays import device_of
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import tensor
+from tests.ops.test_explain_layer import arguments_of, launches_in, said_of
 from tests.ops.test_moe_mlp import Layer
 from tests.params import Shape
 
@@ -56,6 +57,17 @@ def test_layers_and_their_gradients(gpu, rng, place, monkeypatch, sizes, transpo
         assert_same(run(), expected)
     natively = [each for each in gpu.recordings.values() if each is not None and each.native is not None]
     assert len(natively) == 2
+
+
+@pytest.mark.parametrize("sizes", [(128, 192), (40, 24)], ids=str)
+def test_explain_counts_the_launches_that_were_written_down(gpu, rng, place, sizes):
+    layer = Layer(rng, SHAPE, ml_dtypes.bfloat16, sizes=sizes)
+    layer.run(place)
+    written = [len(each.launches) for each in gpu.recordings.values()]
+    operands, options = arguments_of(layer, layer.leaves(place), place)
+    said = said_of(operands, **options)
+    assert [sum(launches_in(said[each]).values()) for each in ("forward", "backward")] == written
+    assert len(gpu.recordings) == 2
 
 
 def test_on_a_stream_of_the_user(gpu, device, rng, place, monkeypatch):

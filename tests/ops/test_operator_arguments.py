@@ -21,8 +21,9 @@ import paddle_moe_ops
 from paddle_moe_ops.backends import compiled, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from tests.ops.bad_operator_calls import BAD_CALLS, NO_TENSOR
-from tests.ops.operator_calls import GOOD_CALLS, MAPS, T, by_position
+from tests.ops.bad_arguments import zeros
+from tests.ops.bad_operator_calls import BAD_CALLS, NO_TENSOR, NOT_MOVED, wrong_shape
+from tests.ops.operator_calls import GOOD_CALLS, MAPS, E, H, S, T, by_position
 from tests.ops.problems import tensor
 from tests.static.operators import operator_names
 
@@ -115,8 +116,24 @@ def test_a_tensor_that_is_missing_raises(operator, name, call, place):
     assert str(caught.value) in given
 
 
+@pytest.mark.parametrize(
+    ("matrices", "message"),
+    [
+        (zeros(S, H), wrong_shape("the matrices", "[any, any, any]", [S, H])),
+        (zeros(E, S, H, dtype=np.float64), f"the matrices {NOT_MOVED}"),
+        (zeros(E, S, H, dtype=np.int32), "dtype must be PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16"),
+    ],
+)
+def test_matrices_that_have_no_values_in_float8_raise(matrices, message, place):
+    """The operator is called directly alone, so it is none of `BAD_CALLS`."""
+    register_operators()
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        compiled.direct("near_blocks", matrices(place))
+    assert str(caught.value) == f"moe_mlp: {message}"
+
+
 # Requirements that have a test of their own, here or where there are two devices.
-ELSEWHERE = {"all tensors must be on one device", ": every tensor must be ", NO_TENSOR}
+ELSEWHERE = {"all tensors must be on one device", ": every tensor must be ", NO_TENSOR, "the matrices must be "}
 
 
 def requirements(files: str = "*.cc") -> dict[str, str]:

@@ -20,6 +20,7 @@ LAYERS = (
     {"integrations"},
     {"nn", "masked", "dispatch", "indexed", "compat"},
     {"expert_parallel"},
+    {"explaining"},
     {"mlp"},
     {"gemm"},
     {

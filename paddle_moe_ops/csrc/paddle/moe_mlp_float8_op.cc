@@ -27,6 +27,31 @@ constexpr float kAmaxMin = 0x1p-100f;  // the least that kernels take, since gra
 constexpr auto kFloat8 = paddle::DataType::FLOAT8_E4M3FN;
 constexpr auto kFloat32 = paddle::DataType::FLOAT32;
 
+// The values that matrices [E, A, B] have in float8.
+paddle::Tensor near_matrices(const Target& target, const paddle::Tensor& matrices) {
+  const paddle::Tensor source = dense(matrices);
+  paddle::Tensor values = paddle::empty(source.shape(), kFloat32, target.place());
+  prepare_pages(target, values);
+  pmo_near_blocks_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_matrices = source.shape()[0];
+  p.num_rows = source.shape()[1];
+  p.num_columns = source.shape()[2];
+  p.x = source.data();
+  p.out = values.data<float>();
+  p.dtype = dtype_of(source, kMoeMlp, "the matrices");
+  p.amax_min = kAmaxMin;
+  check_status(PMO_CALL(target, near_blocks, &p), kMoeMlp);
+  return values;
+}
+
+// The same for paddle_moe_ops/_float8_mlp.py, which multiplies them itself.
+Outputs near_blocks(const paddle::Tensor& matrices) {
+  const Target target(kMoeMlp, {&matrices});
+  require_rank(matrices, 3, kMoeMlp, "the matrices");
+  return {near_matrices(target, matrices)};
+}
+
 class Float8Layer : public ExpertLayer {
  public:
   Float8Layer(const MlpAttributes& a, const MlpOperands& o, const paddle::Tensor* hidden = nullptr,
@@ -180,23 +205,7 @@ class Float8Layer : public ExpertLayer {
     return values_of({made[0], made[1]});
   }
 
-  // The values that matrices have in float8.
-  paddle::Tensor near(const paddle::Tensor& matrices) const {
-    const paddle::Tensor source = dense(matrices);
-    paddle::Tensor values = paddle::empty(source.shape(), kFloat32, target().place());
-    prepare_pages(target(), values);
-    pmo_near_blocks_params p = {};
-    p.struct_size = sizeof(p);
-    p.num_matrices = source.shape()[0];
-    p.num_rows = source.shape()[1];
-    p.num_columns = source.shape()[2];
-    p.x = source.data();
-    p.out = values.data<float>();
-    p.dtype = dtype_of(source, kMoeMlp, "x");
-    p.amax_min = kAmaxMin;
-    check_status(PMO_CALL(target(), near_blocks, &p), kMoeMlp);
-    return values;
-  }
+  paddle::Tensor near(const paddle::Tensor& matrices) const { return near_matrices(target(), matrices); }
 
   // ---- either way
 
@@ -214,5 +223,6 @@ class Float8Layer : public ExpertLayer {
 
 PMO_MLP_OPERATOR(pmo_moe_mlp_float8, Float8Layer);
 PMO_DIRECT(moe_mlp_float8, run_mlp<Float8Layer>);
+PMO_DIRECT(near_blocks, near_blocks);
 
 #endif

@@ -1,0 +1,124 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""What runs a call, for those who want to know why it is slow, or why its bits changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from ._graphs import filled, is_graph_value
+from ._matrices import listed
+from .backends import OPERATORS, explain_operators, resolve
+from .backends.nodes import wants_gradient
+from .mlp import Prepared, moe_mlp, prepared
+
+__all__ = ["explain"]
+
+_LAYER = "moe_mlp"
+_NAMES = (*OPERATORS, _LAYER)
+
+
+def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str:
+    """Say which backend runs each operator here, and why the others do not.
+
+    Of `moe_mlp` the arguments decide. With them, say what makes the layer and why, what is kept for the backward pass,
+    and on Triton which kernels both passes launch and how they use ``workspace_mb``. Nothing is multiplied::
+
+        print(explain("moe_mlp", x, plan, probs, gate_up, down, keep="x"))
+
+    Args:
+        operator: one of `OPERATORS`, "moe_mlp", or None for all of the former.
+        arguments: those of `moe_mlp`.
+        options: its keyword arguments.
+
+    Returns:
+        one line per operator, or several on the layer, and one per backend; then whose functions paddle.nn.functional
+        calls.
+
+    Raises:
+        TypeError: arguments that `moe_mlp` does not take.
+        ValueError: there is no such operator, or arguments for another one than "moe_mlp"; what `moe_mlp` raises.
+    """
+    if operator is not None and operator not in _NAMES:
+        raise ValueError(f"explain: operator must be one of {', '.join(_NAMES)}, but got {operator!r}")
+    if operator != _LAYER:
+        if arguments or options:
+            raise ValueError(f"explain: operator must be {_LAYER!r} with further arguments, but got {operator!r}")
+        return explain_operators(operator)
+    if not arguments and not options:
+        text = "the backend of grouped_gemm, and the arguments: explain('moe_mlp', x, plan, probs, gate_up, down)"
+        lines = [f"{_LAYER}: decided by {text}"]
+    else:
+        lines = _lines_of_layer(arguments, options)
+    return "\n".join([*lines, explain_operators("grouped_gemm")])
+
+
+def _lines_of_layer(arguments: tuple[Any, ...], options: dict[str, Any]) -> list[str]:
+    """What is to be said of a call."""
+    try:
+        bound = inspect.signature(moe_mlp).bind(*arguments, **options)
+    except TypeError as error:
+        raise TypeError(f"explain: arguments must be those of {_LAYER}, but {error}") from None
+    bound.apply_defaults()
+    given = bound.arguments
+    try:
+        with paddle.no_grad():  # mixed precision casts operands here, as in the call
+            call = prepared(**given)
+    except RuntimeError as error:
+        return [f"{_LAYER}: none ({error})"]
+    wanted: Any = tuple(_wants_gradient(given[name]) for name in ("x", "gate_up", "down", "probs"))
+    name, tokens = call.backend.name, call.operands[0]
+    if call.why_composed is None:
+        return [
+            f"{_LAYER}: {name}, as one layer",
+            f"why: grouped_gemm of these tokens runs on {name}, and SwiGLU without biases is one layer there",
+            _kept(call, any(wanted)),
+            *call.backend.explain_moe_mlp(*call.operands[:4], call.spec, wanted),
+        ]
+    if call.spec.compute is None:
+        what = f"grouped_gemm, {given['activation']}, grouped_gemm and unpermute"
+        parts: tuple[str, ...] = ("grouped_gemm", "unpermute")
+        kept = "kept: what each of these calls keeps; keep and workspace_mb make no difference"
+    else:
+        what = "quantised values, which grouped_gemm multiplies in float32"
+        parts, kept = ("quantize_1x128", "permute", "grouped_gemm", "unpermute"), _kept(call, any(wanted))
+        tokens = filled([0, 0], 0, "float32", like=tokens)
+    runs = ", ".join(f"{each} on {_backend_of(each, tokens)}" for each in parts)
+    return [f"{_LAYER}: {what}", f"why: {call.why_composed}", f"parts: {runs}", kept]
+
+
+def _wants_gradient(given: Any) -> bool:
+    given = listed(given)
+    return wants_gradient(*(given if isinstance(given, Sequence) else (given,)))
+
+
+def _backend_of(operator: str, like: Tensor) -> str:
+    try:
+        return resolve(operator, like).name
+    except RuntimeError as error:
+        return f"none ({error})"
+
+
+def _kept(call: Prepared, wants_any: bool) -> str:
+    """What a layer keeps for its backward pass."""
+    tokens, _, down, *_ = call.operands
+    spec, in_graph = call.spec, is_graph_value(tokens)
+    if not wants_any and not in_graph:
+        return "kept: nothing, since no gradient is wanted"
+    matrix = down[0] if isinstance(down, Sequence) else down
+    rows, columns = spec.plan.num_rows, 2 * matrix.shape[-1 if spec.transpose else -2]
+    item = 4 if tokens.dtype == paddle.float32 else 2
+    what, size = "the tokens", tokens.shape[0] * tokens.shape[1] * item
+    if spec.keeps_hidden and spec.hidden_in_float8 and not in_graph:
+        from .reference.quantization import GROUP  # needs ml_dtypes, which a report of what is missing lacks
+
+        what, size = "the tokens and the first product in float8", size + rows * (columns + 4 * -(-columns // GROUP))
+    elif spec.keeps_hidden:
+        what, size = "the tokens and the first product", size + rows * columns * item
+    known = min(*tokens.shape, rows, columns) >= 0
+    return f"kept: {what}, {f'{size} bytes' if known else 'of sizes that the graph finds out'}, and the maps"

@@ -1,0 +1,269 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""`explain` of a layer: what it says runs, is kept and is launched is what the call itself does."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+
+import ml_dtypes
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import Float8Matrices, explain, moe_mlp, route, use_backend
+from paddle_moe_ops.backends import OPERATORS, product_calls
+from paddle_moe_ops.triton import grouped_gemm_configs, hopper_product
+from paddle_moe_ops.triton import moe_mlp as triton_moe_mlp
+from tests.ops.problems import plan_tensors, tensor
+from tests.ops.test_float8_mlp import FLOAT8
+from tests.ops.test_moe_mlp import BACKENDS, BY_FORM, BY_LAYOUT, Layer
+from tests.params import ODD, PADDED, SMALL, Shape
+from tests.triton.library_in_numpy import (
+    HOPPER,
+    choose_small_tiles,
+    numpy_float8_kernels,
+    numpy_grouped_outer,
+    numpy_grouped_product,
+)
+
+pytestmark = [pytest.mark.compiled_only, pytest.mark.cpu_only]
+
+BF16 = ml_dtypes.bfloat16
+
+
+def arguments_of(layer, leaves, place="cpu"):
+    """Of `moe_mlp`, and its options."""
+    operands = leaves["x"], plan_tensors(layer.plan, place), leaves.get("probs"), leaves["gate_up"], leaves["down"]
+    order = {"by row": "row", "flat by slot": "slot"}.get(layer.form)
+    return operands, {"transpose": layer.transpose, "weights_by": order}
+
+
+def said_of(operands, **options):
+    """The lines on the layer, by what stands before the colon."""
+    lines = explain("moe_mlp", *operands, **options).split("\ngrouped_gemm: ")[0].splitlines()
+    return dict(line.split(": ", 1) for line in lines)
+
+
+def launches_in(line):
+    """How often each kernel is launched."""
+    names = (name.partition(" x ") for name in line.replace(" of the library", "").split(", "))
+    return {name: int(times or 1) for name, _, times in names}
+
+
+@pytest.fixture
+def on_hopper(interpreted, monkeypatch):
+    """The device of the kernels, with the library's and in small tiles."""
+    choose_small_tiles(monkeypatch)
+    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
+    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: hopper_product.TILE_ROWS)
+    interpreted.grouped_product, interpreted.grouped_outer = numpy_grouped_product(), numpy_grouped_outer()
+    interpreted.grouped_float8 = numpy_float8_kernels()
+    return interpreted
+
+
+def assert_launches_are_said(device, layer, **options):
+    """Of both passes of a call that has been made once, so that what is kept between calls is there."""
+    leaves = layer.leaves("cpu")
+    operands, own = arguments_of(layer, leaves)
+    options |= own
+    with use_backend("triton"):
+        moe_mlp(*operands, **options).sum().backward()
+        device.launches.clear()
+        said = said_of(operands, **options)
+        assert device.launches == []
+        out = moe_mlp(*operands, **options)
+        assert launches_in(said["forward"]) == Counter(device.launches)
+        device.launches.clear()
+        out.backward(tensor(layer.d_out, "cpu"))
+        assert launches_in(said["backward"]) == Counter(device.launches)
+    assert said["moe_mlp"] == "triton, as one layer"
+    return said
+
+
+@BY_LAYOUT
+@BY_FORM
+@pytest.mark.parametrize("keep", ["h", "x"])
+def test_on_triton_it_names_the_kernels_that_a_call_launches(keep, form, transpose, interpreted, rng):
+    layer = Layer(rng, SMALL, np.float16, transpose=transpose, form=form)
+    said = assert_launches_are_said(interpreted, layer, keep=keep)
+    assert "of the library" not in said["forward"] + said["backward"]
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": "x"}, {"accumulate": True}], ids=str)
+def test_it_names_the_kernels_of_the_library(options, on_hopper, rng, monkeypatch):
+    monkeypatch.setattr(triton_moe_mlp, "_LARGEST_GATHERED", 0)
+    layer = Layer(rng, SMALL, BF16, sizes=(16, 24))
+    leaves = layer.leaves
+    monkeypatch.setattr(layer, "leaves", lambda place: with_main_grad(leaves(place)))
+    said = assert_launches_are_said(on_hopper, layer, **options)
+    assert "grouped_product of the library x 2" in said["forward"]
+    assert f"grouped_product of the library x {3 if 'keep' in options else 2}" in said["backward"]
+    assert ("grouped_outer of the library x 2" in said["backward"]) == ("accumulate" not in options)
+
+
+def with_main_grad(leaves):
+    for name in ("gate_up", "down"):
+        leaves[name].main_grad = None
+    return leaves
+
+
+@pytest.mark.parametrize("keep", ["h", "x", "h_fp8"])
+@pytest.mark.parametrize("is_kept", [False, True], ids=["quantised in each pass", "kept matrices"])
+def test_it_names_the_kernels_for_float8(is_kept, keep, on_hopper, rng):
+    layer = Layer(rng, SMALL, BF16, sizes=(16, 128))
+    options = {"float8_matrices": Float8Matrices()} if is_kept else {}
+    said = assert_launches_are_said(on_hopper, layer, compute=FLOAT8, keep=keep, **options)
+    assert "grouped_float8 of the library x 2" in said["forward"]
+    assert ("quantize_blocks of the library x 2" in said["forward"]) != is_kept
+
+
+@pytest.mark.parametrize("form", ["lists", "lists side by side"])
+def test_lists_of_matrices_are_joined_in_the_call_alone(form, interpreted, rng):
+    layer = Layer(rng, SMALL, np.float16)
+    leaves = layer.leaves("cpu")
+    for name in ("gate_up", "down"):
+        each = paddle.unbind(leaves[name].detach()) if form == "lists side by side" else layer.arrays[name]
+        leaves[name] = [part if isinstance(part, paddle.Tensor) else tensor(part, "cpu") for part in each]
+    operands, options = arguments_of(layer, leaves)
+    with use_backend("triton"):
+        said = said_of(operands, **options)
+        moe_mlp(*operands, **options)
+    assert launches_in(said["forward"]) == Counter(interpreted.launches)
+
+
+def test_nothing_is_made_or_changed(on_hopper, rng):
+    leaves = with_main_grad(Layer(rng, SMALL, BF16).leaves("cpu"))
+    operands, options = arguments_of(Layer(rng, SMALL, BF16), leaves)
+    with use_backend("triton"):
+        said_of(operands, accumulate=True, **options)
+    assert on_hopper.launches == []
+    assert leaves["gate_up"].main_grad is None
+    assert all(leaf.grad is None for leaf in leaves.values())
+
+
+@pytest.mark.parametrize(
+    ("workspace_mb", "rows", "columns"), [(1, "none, products gather them", 4), (16, "1", 1)], ids=["1 MiB", "16 MiB"]
+)
+def test_it_says_how_the_workspace_is_used(workspace_mb, rows, columns, on_hopper, rng):
+    layer = Layer(rng, Shape(4096, 1024, 2, 2, 1, "4 to 8 MiB of rows"), BF16, sizes=(1024, 2048))
+    operands, options = arguments_of(layer, layer.leaves("cpu"))
+    with use_backend("triton"):
+        said = said_of(operands, workspace_mb=workspace_mb, **options)
+    assert said["workspace"].endswith(f"; windows of rows: {rows}; windows of columns: {columns}")
+    size = float(said["workspace"].split()[0])
+    assert size <= 2 if workspace_mb == 1 else 4 < size <= 16
+
+
+@BACKENDS
+@pytest.mark.parametrize("keep", ["h", "x", "h_fp8"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+def test_what_is_kept_takes_as_many_bytes_as_it_says(dtype, keep, name, rng, monkeypatch):
+    kept, run = [], product_calls.MoeMlp.run
+
+    def record(call):
+        made = run(call)
+        x, *others = call.saved
+        kept.extend([x, *others[2 + call.has_weights :]])
+        return made
+
+    monkeypatch.setattr(product_calls.MoeMlp, "run", record)
+    layer = Layer(rng, PADDED, dtype, transpose=True, form="by row", sizes=(72, 66))
+    operands, options = arguments_of(layer, layer.leaves("cpu"))
+    with use_backend(name) if name else contextlib.nullcontext():
+        said = said_of(operands, keep=keep, compute=FLOAT8, **options)
+        moe_mlp(*operands, keep=keep, compute=FLOAT8, **options)
+    assert re.findall(r"(\d+) bytes", said["kept"]) == [str(sum(each.size * each.element_size() for each in kept))]
+
+
+def test_without_a_gradient_nothing_is_kept(interpreted, rng):
+    layer = Layer(rng, SMALL, np.float16)
+    operands, options = arguments_of(layer, layer.leaves("cpu"))
+    with use_backend("triton"), paddle.no_grad():
+        said = said_of(operands, **options)
+        moe_mlp(*operands, **options)
+    assert said["kept"] == "nothing, since no gradient is wanted"
+    assert "backward" not in said
+    assert launches_in(said["forward"]) == Counter(interpreted.launches)
+
+
+CALLS = {
+    "on a CPU": ({}, "in dygraph on a CPU its parts, one by one, have gradients of gradients as well"),
+    "another activation": ({"activation": "geglu"}, "only SwiGLU without biases is one layer"),
+    "a bias": ({"down_bias": paddle.zeros([ODD.E, 72])}, "only SwiGLU without biases is one layer"),
+}
+
+
+@pytest.mark.parametrize(("changes", "why"), CALLS.values(), ids=CALLS)
+def test_a_layer_that_is_made_of_calls_says_why_and_what_runs_them(changes, why, rng):
+    operands, options = arguments_of(layer := Layer(rng, ODD, sizes=(72, 16)), layer.leaves("cpu"))
+    said = said_of(operands, **options, **changes)
+    assert said == {
+        "moe_mlp": f"grouped_gemm, {changes.get('activation', 'swiglu')}, grouped_gemm and unpermute",
+        "why": why,
+        "parts": "grouped_gemm on paddle, unpermute on compiled",
+        "kept": "what each of these calls keeps; keep and workspace_mb make no difference",
+    }
+
+
+def test_a_layer_on_float8_operands_without_kernels_says_what_its_parts_are(rng):
+    operands, options = arguments_of(layer := Layer(rng, ODD, BF16, sizes=(72, 16)), layer.leaves("cpu"))
+    said = said_of(operands, compute=FLOAT8, **options)
+    assert said["moe_mlp"] == "quantised values, which grouped_gemm multiplies in float32"
+    assert said["why"] == "float8 layers are the library's operator in graphs alone"
+    parts = "quantize_1x128 on compiled, permute on compiled, grouped_gemm on paddle, unpermute on compiled"
+    assert said["parts"] == parts
+
+
+def test_in_a_graph_it_is_the_operator(rng):
+    layer = Layer(rng, ODD, form="none", sizes=(72, 16))
+    paddle.enable_static()
+    try:
+        with paddle.static.program_guard(paddle.static.Program()):
+            leaves = {name: paddle.static.data(name, array.shape) for name, array in layer.arrays.items()}
+            ids = paddle.static.data("ids", [ODD.T, ODD.K], "int32")
+            plan = route(ids, num_experts=ODD.E)
+            said = said_of((leaves["x"], plan, None, leaves["gate_up"], leaves["down"]))
+    finally:
+        paddle.disable_static()
+    assert said["moe_mlp"] == "paddle, as one layer"
+    assert said["kept"] == "the tokens and the first product, of sizes that the graph finds out, and the maps"
+    assert said["products"] == "the library's kernels or Paddle's matmul, by the table in docs/backends.md"
+
+
+def test_a_backend_that_cannot_run_is_no_error(rng):
+    operands, options = arguments_of(layer := Layer(rng, ODD, np.float16), layer.leaves("cpu"))
+    with use_backend("triton"):
+        said = said_of(operands, **options)
+    assert said.keys() == {"moe_mlp"}
+    assert said["moe_mlp"].startswith(
+        "none (grouped_gemm: the backend 'triton' chosen by use_backend cannot run here: "
+    )
+
+
+def test_without_arguments_it_says_what_decides():
+    lines = explain("moe_mlp").splitlines()
+    assert lines[0].startswith("moe_mlp: decided by the backend of grouped_gemm, and the arguments: ")
+    assert lines[1:] == explain("grouped_gemm").splitlines()
+
+
+@pytest.mark.parametrize("operator", [None, *OPERATORS])
+def test_arguments_of_other_operators_are_refused(operator):
+    text = f"^explain: operator must be 'moe_mlp' with further arguments, but got {operator!r}$"
+    with pytest.raises(ValueError, match=text):
+        explain(operator, 1)
+    with pytest.raises(ValueError, match=text):
+        explain(operator, keep="x")
+
+
+def test_arguments_that_the_layer_does_not_take_are_refused(rng):
+    operands, options = arguments_of(layer := Layer(rng, ODD), layer.leaves("cpu"))
+    text = "^explain: arguments must be those of moe_mlp, but "
+    with pytest.raises(TypeError, match=f"{text}missing a required argument: 'down'$"):
+        explain("moe_mlp", *operands[:-1])
+    with pytest.raises(TypeError, match=f"{text}got an unexpected keyword argument 'kept'$"):
+        explain("moe_mlp", *operands, kept="x")
+    with pytest.raises(ValueError, match=r"^moe_mlp: keep must be one of 'h', 'x', 'h_fp8', but got 'y'$"):
+        explain("moe_mlp", *operands, keep="y", **options)
