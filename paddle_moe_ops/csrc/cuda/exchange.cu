@@ -224,7 +224,8 @@ int send(const pmo_rank_send_params& p, cudaStream_t stream) {
       });
       if (status != PMO_OK) return status;
     }
-    return launch_pieces("send_pieces", send_pieces<kBytes>, p, row_bytes / kBytes, kHeld, row_bytes, stride, stream, shared_bytes);
+    return launch_pieces("send_pieces", send_pieces<kBytes>, p, row_bytes / kBytes, kHeld, row_bytes, stride, stream,
+                         shared_bytes);
   });
 }
 

@@ -146,8 +146,8 @@ Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arriv
     const paddle::Tensor& ids = made[0];
     const int64_t room = target.is_gpu() ? ids.shape()[0] * std::min(topk, num_experts) : -1;
     paddle::Tensor workspace;
-    const RouteAttributes attributes = {kFunction, {},        -1,  num_experts, 1, room, kCountsFromRouting,
-                                        kNoCounts, PMO_DUPLICATES_FIRST, 0};
+    const RouteAttributes attributes = {
+        kFunction, {}, -1, num_experts, 1, room, kCountsFromRouting, kNoCounts, PMO_DUPLICATES_FIRST, 0};
     const Outputs plan = make_plan(aside, attributes, ids, nullptr, nullptr, &workspace);
     made.insert(made.end(), plan.begin(), plan.end());
     made.push_back(workspace);

@@ -18,7 +18,7 @@ PMO_ATTRIBUTES(Attributes, (int64_t, num_experts, num_experts), (int64_t, topk, 
                (int, duplicates, duplicates), (int, checks, checks));
 
 Outputs plan_of(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor* probs,
-                  const paddle::optional<paddle::Tensor>& counts) {
+                const paddle::optional<paddle::Tensor>& counts) {
   const Target target(kFunction, {&routing}, {probs, counts ? &*counts : nullptr});
   require((routing.dtype() == paddle::DataType::BOOL) == (a.topk >= 0), kFunction,
           "topk must be given with a mask, and only there");
