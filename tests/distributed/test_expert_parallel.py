@@ -140,10 +140,21 @@ def test_so_it_is_on_a_custom_device(problems, custom_backend):
     check("reduced", [problem._replace(integers=True, tokens_per_rank=3) for problem in problems], custom_backend)
 
 
+def for_windows(problems: list[Problem]) -> list[Problem]:
+    """Problems of other widths on GPUs: a page has 2 MiB there, which takes a million rows of some widths to fill."""
+    if processes.default_backend == "gloo":
+        return problems
+    odd = 72, None  # which stays
+    return [
+        each if (each.hidden, each.float8) == odd else each._replace(hidden=-(-each.hidden // 64) * 64)
+        for each in problems
+    ]
+
+
 def peers_of(problems: list[Problem], room: int, integers: bool = True) -> list[Problem]:
     """Problems for windows; of integers sums are exact, so that parts may be rounded."""
     of_peers = {"tokens_per_rank": room, "transport": "peer", "integers": integers}
-    return [problem._replace(**of_peers) for problem in problems]
+    return [problem._replace(**of_peers) for problem in for_windows(problems)]
 
 
 @OF_RANKS
@@ -155,6 +166,7 @@ def test_peers_drop_what_has_no_room_and_nothing_else(problems, room):
 
 @OF_RANKS
 def test_parts_through_memory_of_peers_have_the_bits_of_those_that_are_exchanged(problems):
+    problems = for_windows(problems)
     exchanged, through_peers = joined("reduced", problems, None), joined("reduced", peers_of(problems, 80, False), None)
     for problem, got, expected in zip(problems, through_peers, exchanged, strict=True):
         for name in expected:
