@@ -10,10 +10,12 @@ from typing import Any
 
 import paddle
 from paddle import Tensor
+from paddle.jit.marker import unified
 
-from ._graphs import filled, is_graph_value
-from ._matrices import listed
+from ._graphs import filled, is_graph_value, untraced
+from ._matrices import Matrices, listed
 from .backends import OPERATORS, explain_operators, resolve
+from .backends.joining import view_of
 from .backends.nodes import wants_gradient
 from .mlp import Prepared, moe_mlp, prepared
 
@@ -23,6 +25,7 @@ _LAYER = "moe_mlp"
 _NAMES = (*OPERATORS, _LAYER)
 
 
+@unified
 def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str:
     """Say which backend runs each operator here, and why the others do not.
 
@@ -30,6 +33,10 @@ def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str
     and on Triton which kernels both passes launch and how they use ``workspace_mb``. Nothing is multiplied::
 
         print(explain("moe_mlp", x, plan, probs, gate_up, down, keep="x"))
+
+    Arguments are brought into the form that the products take, as in the call. In a graph that may add a reshape or a
+    cast which nothing uses; under mixed precision on a GPU it copies the matrices for the time of the call. Under
+    `paddle.jit.to_static(full_graph=False)` it tells of a call in dygraph.
 
     Args:
         operator: one of `OPERATORS`, "moe_mlp", or None for all of the former.
@@ -44,6 +51,10 @@ def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str
         TypeError: arguments that `moe_mlp` does not take.
         ValueError: there is no such operator, or arguments for another one than "moe_mlp"; what `moe_mlp` raises.
     """
+    return untraced(_explained, operator, arguments, options)
+
+
+def _explained(operator: str | None, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
     if operator is not None and operator not in _NAMES:
         raise ValueError(f"explain: operator must be one of {', '.join(_NAMES)}, but got {operator!r}")
     if operator != _LAYER:
@@ -69,15 +80,18 @@ def _lines_of_layer(arguments: tuple[Any, ...], options: dict[str, Any]) -> list
     try:
         with paddle.no_grad():  # mixed precision casts operands here, as in the call
             call = prepared(**given)
+        if given["float8_matrices"] is not None and given["float8_matrices"].is_empty:
+            given["float8_matrices"].clear()  # of what was noted for the call
     except RuntimeError as error:
         return [f"{_LAYER}: none ({error})"]
     wanted: Any = tuple(_wants_gradient(given[name]) for name in ("x", "gate_up", "down", "probs"))
+    matrices = [listed(given[name]) for name in ("gate_up", "down")]
     name, tokens = call.backend.name, call.operands[0]
     if call.why_composed is None:
         return [
             f"{_LAYER}: {name}, as one layer",
             f"why: grouped_gemm of these tokens runs on {name}, and SwiGLU without biases is one layer there",
-            _kept(call, any(wanted)),
+            _kept(call, matrices, any(wanted)),
             *call.backend.explain_moe_mlp(*call.operands[:4], call.spec, wanted),
         ]
     if call.spec.compute is None:
@@ -86,7 +100,7 @@ def _lines_of_layer(arguments: tuple[Any, ...], options: dict[str, Any]) -> list
         kept = "kept: what each of these calls keeps; keep and workspace_mb make no difference"
     else:
         what = "quantised values, which grouped_gemm multiplies in float32"
-        parts, kept = ("quantize_1x128", "permute", "grouped_gemm", "unpermute"), _kept(call, any(wanted))
+        parts, kept = ("quantize_1x128", "permute", "grouped_gemm", "unpermute"), _kept(call, matrices, any(wanted))
         tokens = filled([0, 0], 0, "float32", like=tokens)
     runs = ", ".join(f"{each} on {_backend_of(each, tokens)}" for each in parts)
     return [f"{_LAYER}: {what}", f"why: {call.why_composed}", f"parts: {runs}", kept]
@@ -104,7 +118,7 @@ def _backend_of(operator: str, like: Tensor) -> str:
         return f"none ({error})"
 
 
-def _kept(call: Prepared, wants_any: bool) -> str:
+def _kept(call: Prepared, given: list[Matrices], wants_any: bool) -> str:
     """What a layer keeps for its backward pass."""
     tokens, _, down, *_ = call.operands
     spec, in_graph = call.spec, is_graph_value(tokens)
@@ -121,4 +135,13 @@ def _kept(call: Prepared, wants_any: bool) -> str:
     elif spec.keeps_hidden:
         what, size = "the tokens and the first product", size + rows * columns * item
     known = min(*tokens.shape, rows, columns) >= 0
-    return f"kept: {what}, {f'{size} bytes' if known else 'of sizes that the graph finds out'}, and the maps"
+    said = f"kept: {what}, {f'{size} bytes' if known else 'of sizes that the graph finds out'}, and the maps"
+    copied = 0 if in_graph else sum(map(_bytes_of_copies, given, call.operands[1:3]))
+    return f"{said}; and copies of matrices, {copied} bytes" if copied else said
+
+
+def _bytes_of_copies(given: Matrices, taken: Matrices) -> int:
+    """Of matrices that a layer brings together, or has in another dtype than their own."""
+    own, each = (list(one) if isinstance(one, Sequence) else [one] for one in (given, taken))
+    is_copied = own[0].dtype != each[0].dtype or (len(each) > 1 and view_of(each) is None)
+    return sum(one.size * one.element_size() for one in each) if is_copied else 0

@@ -74,13 +74,13 @@ class MatmulBackend:
         if spec.compute is not None:
             # In dygraph matrices may be kept, and the gradients of a list are its own.
             return None if in_graph else "float8 layers are the library's operator in graphs alone"
+        if not in_graph and x.place.is_cpu_place():
+            return "in dygraph on a CPU its parts, one by one, have gradients of gradients as well"
         if spec.accumulates:
             return "the library's operator does not accumulate"
         if any(isinstance(each, Sequence) or each.dtype != x.dtype for each in (gate_up, down)):
             return "the library's operator takes one tensor each of gate_up and down, of the tokens' dtype"
-        if in_graph or not x.place.is_cpu_place():
-            return None
-        return "in dygraph on a CPU its parts, one by one, have gradients of gradients as well"
+        return None
 
     def explain_moe_mlp(self, *call: Any) -> list[str]:
         return ["products: the library's kernels or Paddle's matmul, by the table in docs/backends.md"]

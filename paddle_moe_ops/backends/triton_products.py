@@ -191,7 +191,7 @@ def _windows(device: Any, x: Tensor, gate_up: Any, down: Any, spec: MlpSpec) -> 
     run = Run(device, layer, x, moves_twice=False, may_gather=spec.compute is None)
     rows = "none, products gather them" if run.gathers else run.num_windows
     columns, size = blocks(run.hidden, run.window_columns), run.buffer.shape[0] * run.item / 2**20
-    return f"workspace: {size:.1f} MiB; windows of rows: {rows}; windows of columns: {columns}"
+    return f"workspace: {size:.1f} MiB; windows of rows in the forward pass: {rows}; windows of columns: {columns}"
 
 
 def _counted(launches: list[str]) -> str:

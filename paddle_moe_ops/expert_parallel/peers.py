@@ -105,8 +105,8 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: 
     token_rows, dropped, routed, *row_to_token = direct(
         "rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity, is_float8
     )
-    arrivals = channel.arrivals(slot.beside)
     try:
+        arrivals = channel.arrivals(slot.beside)
         if is_float8:
             (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, _AMAX_MIN)
             direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
@@ -115,7 +115,7 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: 
         else:
             tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, writes_all=True, leaves_room=True)
     finally:
-        direct("rank_join", ids)
+        direct("rank_join", slot.beside)
     channel.wait()
     if is_float8:
         (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)

@@ -34,6 +34,10 @@ CASES = [
     (300, 4, 7, 5, 128, 127),
     (257, 5, 70, 1, 16, 9),
     (40, 3, 3, 2, 8, 0),
+    # experts that threads share, the most that are counted in shared memory on a GPU, and one more for each rank
+    (300, 4, 2, 150, 300, 300),
+    (40, 3, 2, 2048, 40, 40),
+    (40, 3, 2, 2049, 40, 40),
 ]
 
 

@@ -152,7 +152,7 @@ def test_it_says_how_the_workspace_is_used(workspace_mb, rows, columns, on_hoppe
     operands, options = arguments_of(layer, layer.leaves("cpu"))
     with use_backend("triton"):
         said = said_of(operands, workspace_mb=workspace_mb, **options)
-    assert said["workspace"].endswith(f"; windows of rows: {rows}; windows of columns: {columns}")
+    assert said["workspace"].endswith(f"; windows of rows in the forward pass: {rows}; windows of columns: {columns}")
     size = float(said["workspace"].split()[0])
     assert size <= 2 if workspace_mb == 1 else 4 < size <= 16
 
@@ -231,6 +231,43 @@ def test_in_a_graph_it_is_the_operator(rng):
     assert said["moe_mlp"] == "paddle, as one layer"
     assert said["kept"] == "the tokens and the first product, of sizes that the graph finds out, and the maps"
     assert said["products"] == "the library's kernels or Paddle's matmul, by the table in docs/backends.md"
+
+
+@pytest.mark.parametrize("full_graph", [True, False])
+def test_to_static_calls_it_while_it_traces(rng, full_graph):
+    layer, said = Layer(rng, ODD, form="none", sizes=(72, 16)), []
+    leaves = layer.leaves("cpu")
+
+    def called(x, ids):
+        operands = x, route(ids, num_experts=ODD.E), None, leaves["gate_up"], leaves["down"]
+        said.append(explain("moe_mlp", *operands))
+        return moe_mlp(*operands)
+
+    ids = paddle.arange(ODD.K, dtype="int32").expand([ODD.T, ODD.K])
+    out = paddle.jit.to_static(called, full_graph=full_graph)(leaves["x"], ids)
+    assert out.shape == [ODD.T, 72]
+    assert len(said) == 1
+    assert said[0].startswith("moe_mlp: paddle, as one layer" if full_graph else "moe_mlp: grouped_gemm, swiglu")
+
+
+def test_copies_that_bring_lists_together_are_counted(rng):
+    layer = Layer(rng, ODD, BF16, sizes=(72, 16))
+    operands, options = arguments_of(layer, layer.leaves("cpu"))
+    x, plan, probs, gate_up, down = operands
+    apart = [[each.clone() for each in matrices] for matrices in (gate_up, down)]
+    size = sum(each.size * each.element_size() for each in (gate_up, down))
+    together = said_of(operands, compute=FLOAT8, **options)["kept"]
+    assert said_of((x, plan, probs, *apart), compute=FLOAT8, **options)["kept"] == (
+        f"{together}; and copies of matrices, {size} bytes"
+    )
+
+
+def test_float8_matrices_that_hold_nothing_still_hold_nothing_afterwards(rng):
+    layer, kept = Layer(rng, ODD, BF16, sizes=(72, 16)), Float8Matrices()
+    operands, options = arguments_of(layer, layer.leaves("cpu"))
+    said_of(operands, compute=FLOAT8, float8_matrices=kept, **options)
+    assert kept.is_empty
+    assert kept._of is None
 
 
 def test_a_backend_that_cannot_run_is_no_error(rng):

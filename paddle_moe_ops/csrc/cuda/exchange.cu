@@ -206,7 +206,8 @@ int send(const pmo_rank_send_params& p, cudaStream_t stream) {
   if (p.leaves_room != 0) {  // memory that nothing uses: there is none for one more block
     DeviceLimits limits;
     if (const int status = current_device(&device, &limits)) return status;
-    shared_bytes = limits.shared_per_multiprocessor / (kSendingBlocks + 1);
+    constexpr int kWithoutAsking = 48 << 10;  // which every kernel may have
+    shared_bytes = std::min(limits.shared_per_multiprocessor / (kSendingBlocks + 1), kWithoutAsking);
   }
   const uintptr_t between = p.num_tokens > 1 ? static_cast<uintptr_t>(stride) : 0;
   const int width = widest_access(

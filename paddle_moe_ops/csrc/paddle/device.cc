@@ -92,24 +92,28 @@ void check_cuda(cudaError_t error, const char* function) {
 struct Beside {
   cudaStream_t stream = nullptr;
   cudaEvent_t event = nullptr;
+  mutable std::mutex mutex;  // held while the event is in use
 
-  // Makes one stream wait for the other's work so far. An event may be recorded again as soon as that is asked for.
+  // Makes one stream wait for the other's work so far. The event may be recorded again as soon as that is asked for.
   void wait(cudaStream_t waits, cudaStream_t works, const char* function) const {
+    const std::lock_guard<std::mutex> lock(mutex);
     check_cuda(cudaEventRecord(event, works), function);
     check_cuda(cudaStreamWaitEvent(waits, event, 0), function);
   }
 };
 
-std::mutex beside_mutex;  // held while an event is in use
-
 // For the current device.
-const Beside& beside(int device, const char* function) {
-  static std::unordered_map<int, Beside> of_devices;
+const Beside& beside_gpu(int device, const char* function) {
+  static std::mutex mutex;
+  static std::unordered_map<int, Beside> of_devices;  // whose elements stay where they are
+  const std::lock_guard<std::mutex> lock(mutex);
   Beside& made = of_devices[device];
   if (made.event == nullptr) {
     int lowest = 0, highest = 0;
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), function);
-    check_cuda(cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, highest), function);
+    if (made.stream == nullptr) {
+      check_cuda(cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, highest), function);
+    }
     check_cuda(cudaEventCreateWithFlags(&made.event, cudaEventDisableTiming), function);
   }
   return made;
@@ -160,25 +164,26 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
   stream_ = stream_of(*first);  // GPUPlace: that of the current device
 }
 
-Target Target::fork() const {
+Target Target::beside() const {
 #ifdef PMO_WITH_CUDA
-  if (is_gpu_) {
-    const std::lock_guard<std::mutex> lock(beside_mutex);
-    const Beside& made = beside(place_.GetDeviceId(), function_);
-    made.wait(made.stream, static_cast<cudaStream_t>(stream_), function_);
-    return {*this, made.stream};
-  }
+  if (is_gpu_) return {*this, beside_gpu(place_.GetDeviceId(), function_).stream};
 #endif
   return {*this, stream_};
 }
 
+void Target::fork() const {
+#ifdef PMO_WITH_CUDA
+  if (!is_gpu_) return;
+  const Beside& made = beside_gpu(place_.GetDeviceId(), function_);
+  made.wait(made.stream, static_cast<cudaStream_t>(stream_), function_);
+#endif
+}
+
 void Target::join() const {
 #ifdef PMO_WITH_CUDA
-  if (is_gpu_) {
-    const std::lock_guard<std::mutex> lock(beside_mutex);
-    const Beside& made = beside(place_.GetDeviceId(), function_);
-    made.wait(static_cast<cudaStream_t>(stream_), made.stream, function_);
-  }
+  if (!is_gpu_) return;
+  const Beside& made = beside_gpu(place_.GetDeviceId(), function_);
+  made.wait(static_cast<cudaStream_t>(stream_), made.stream, function_);
 #endif
 }
 

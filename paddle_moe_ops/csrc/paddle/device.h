@@ -38,9 +38,10 @@ class Target {
   Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
          std::initializer_list<const paddle::Tensor*> optional = {});
 
-  // A target whose work runs beside this one's, after all that was asked for before, until `join` makes this one wait for it. It is for
-  // small kernels: its stream has the highest priority. What they use must live until then. On a CPU it is the same target.
-  Target fork() const;
+  // A target whose work runs beside this one's: after all that was asked for before `fork`, and until `join` makes this one wait for it. It
+  // is for small kernels: its stream has the highest priority. What they use must live from fork to join. On a CPU it is the same target.
+  Target beside() const;
+  void fork() const;
   void join() const;
 
   bool is_gpu() const { return is_gpu_; }

@@ -4,6 +4,8 @@
 // Expert parallelism through shared memory (pmo/ranks.h). Python calls these directly, in dygraph only; gradients are connected there.
 #include "pmo/ranks.h"
 
+#include <optional>
+
 #include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/pages.h"
@@ -85,29 +87,32 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
   return made;
 }
 
-Outputs read_records(const Target& target, const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank,
-                     int64_t first_expert, int64_t num_experts) {
-  pmo_rank_records_params p = {};
-  p.struct_size = sizeof(p);
-  p.num_ranks = ranks_of(records);
-  p.rows_per_rank = rows_per_rank;
-  p.topk = topk;
-  p.first_expert = first_expert;
-  p.num_experts = num_experts;
-  p.records = regions(records, p.num_ranks, &p.region_bytes);
-  paddle::Tensor ids = empty_int32({p.num_ranks * rows_per_rank, topk}, records);
-  paddle::Tensor probs = empty_float32({p.num_ranks * rows_per_rank, topk}, records);
-  paddle::Tensor rows = empty_int32({p.num_ranks * rows_per_rank, 1}, records);
-  p.ids = ids.data<int32_t>();
-  p.probs = probs.data<float>();
-  p.rows = rows.data<int32_t>();
-  check_status(PMO_CALL(target, rank_records, &p), kFunction);
+// Memory for what rank_records makes, and all that its call takes.
+Outputs prepare_records(const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
+                        int64_t num_experts, pmo_rank_records_params* p) {
+  p->struct_size = sizeof(*p);
+  p->num_ranks = ranks_of(records);
+  p->rows_per_rank = rows_per_rank;
+  p->topk = topk;
+  p->first_expert = first_expert;
+  p->num_experts = num_experts;
+  p->records = regions(records, p->num_ranks, &p->region_bytes);
+  paddle::Tensor ids = empty_int32({p->num_ranks * rows_per_rank, topk}, records);
+  paddle::Tensor probs = empty_float32({p->num_ranks * rows_per_rank, topk}, records);
+  paddle::Tensor rows = empty_int32({p->num_ranks * rows_per_rank, 1}, records);
+  p->ids = ids.data<int32_t>();
+  p->probs = probs.data<float>();
+  p->rows = rows.data<int32_t>();
   return {ids, probs, rows};
 }
 
 Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
                      int64_t num_experts) {
-  return read_records(Target(kFunction, {&records}), records, topk, rows_per_rank, first_expert, num_experts);
+  const Target target(kFunction, {&records});
+  pmo_rank_records_params p = {};
+  const Outputs made = prepare_records(records, topk, rows_per_rank, first_expert, num_experts, &p);
+  check_status(PMO_CALL(target, rank_records, &p), kFunction);
+  return made;
 }
 
 void wait_for_ranks(const Target& target, const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
@@ -139,23 +144,31 @@ Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arriv
                       int64_t num_experts) {
   static const std::vector<int> kNoCounts;
   const Target target(kFunction, {&records, &arrived, &peers, &state});
-  const Target aside = target.fork();
-  try {
-    wait_for_ranks(aside, arrived, peers, state, timeout_ms);
-    Outputs made = read_records(aside, records, topk, rows_per_rank, first_expert, num_experts);
-    const paddle::Tensor& ids = made[0];
-    const int64_t room = target.is_gpu() ? ids.shape()[0] * std::min(topk, num_experts) : -1;
-    paddle::Tensor workspace;
+  const Target aside = target.beside();
+  pmo_rank_records_params p = {};
+  Outputs made = prepare_records(records, topk, rows_per_rank, first_expert, num_experts, &p);
+  std::optional<Routing> routing;
+  const auto prepare_plan = [&] {
+    const int64_t room = target.is_gpu() ? p.num_ranks * rows_per_rank * std::min(topk, num_experts) : -1;
     const RouteAttributes attributes = {
         kFunction, {}, -1, num_experts, 1, room, kCountsFromRouting, kNoCounts, PMO_DUPLICATES_FIRST, 0};
-    const Outputs plan = make_plan(aside, attributes, ids, nullptr, nullptr, &workspace);
+    const Outputs plan = routing.emplace(aside, attributes, made[0], nullptr, nullptr).outputs();
     made.insert(made.end(), plan.begin(), plan.end());
-    made.push_back(workspace);
-    return made;
+  };
+  // Memory that was in use before the fork may be given out, but none that is given back after it.
+  if (target.is_gpu()) prepare_plan();
+  target.fork();
+  try {
+    wait_for_ranks(aside, arrived, peers, state, timeout_ms);
+    check_status(PMO_CALL(aside, rank_records, &p), kFunction);
+    if (!target.is_gpu()) prepare_plan();  // which counts the ids
+    routing->run();
   } catch (...) {
-    target.join();  // before memory is given back
+    target.join();
     throw;
   }
+  made.push_back(routing->workspace());
+  return made;
 }
 
 Outputs rank_join(const paddle::Tensor& like) {

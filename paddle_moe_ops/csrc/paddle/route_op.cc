@@ -22,18 +22,21 @@ Outputs plan_of(const Attributes& a, const paddle::Tensor& routing, const paddle
   const Target target(kFunction, {&routing}, {probs, counts ? &*counts : nullptr});
   require((routing.dtype() == paddle::DataType::BOOL) == (a.topk >= 0), kFunction,
           "topk must be given with a mask, and only there");
-  return make_plan(target,
-                   {kFunction,
-                    {},
-                    a.topk,
-                    a.num_experts,
-                    a.padding_alignment,
-                    a.buffer_size,
-                    a.counts_source,
-                    a.tokens_per_expert,
-                    a.duplicates,
-                    a.checks},
-                   routing, probs, counts ? &*counts : nullptr);
+  Routing step(target,
+               {kFunction,
+                {},
+                a.topk,
+                a.num_experts,
+                a.padding_alignment,
+                a.buffer_size,
+                a.counts_source,
+                a.tokens_per_expert,
+                a.duplicates,
+                a.checks},
+               routing, probs, counts ? &*counts : nullptr);
+  const Outputs made = step.outputs();
+  step.run();
+  return made;
 }
 
 Outputs route(const Attributes& a, const paddle::Tensor& routing, const paddle::optional<paddle::Tensor>& counts) {

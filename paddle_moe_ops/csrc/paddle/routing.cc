@@ -122,35 +122,28 @@ void Routing::run(const pmo_permute_params* permute) {
   if (permute != nullptr) check_status(pmo_permute_cpu(permute, nullptr), attributes_.function, attributes_.names);
 }
 
-Outputs make_plan(const Target& target, const RouteAttributes& attributes, const paddle::Tensor& routing,
-                  const paddle::Tensor* probs, const paddle::Tensor* counts, paddle::Tensor* workspace) {
-  Routing step(target, attributes, routing, probs, counts);
-  pmo_route_params& p = step.params;
-  const int64_t rows = step.num_rows();
-  paddle::Tensor slot_to_row = empty_int32({p.num_tokens, p.topk}, routing);
-  paddle::Tensor token_rows = empty_int32({p.num_tokens, p.topk}, routing);
-  paddle::Tensor row_to_token = empty_int32({rows}, routing);
-  paddle::Tensor row_to_slot = empty_int32({rows}, routing);
-  paddle::Tensor row_to_expert = empty_int32({rows}, routing);
-  paddle::Tensor row_probs = empty_float32({probs != nullptr ? rows : 0}, routing);
-  paddle::Tensor clamped_counts = empty_int32({attributes.num_experts}, routing);
-  paddle::Tensor expert_offsets = empty_int32({attributes.num_experts + 1}, routing);
-  paddle::Tensor overflow = empty_int32({1}, routing);
-  p.slot_to_row = slot_to_row.data<int32_t>();
-  p.token_rows = token_rows.data<int32_t>();
-  p.row_to_token = row_to_token.data<int32_t>();
-  p.row_to_slot = row_to_slot.data<int32_t>();
-  p.row_to_expert = row_to_expert.data<int32_t>();
-  p.row_probs = probs != nullptr ? row_probs.data<float>() : nullptr;
-  p.tokens_per_expert = clamped_counts.data<int32_t>();
-  p.expert_offsets = expert_offsets.data<int32_t>();
-  p.overflow = overflow.data<int32_t>();
-  step.run();
-  if (workspace != nullptr) *workspace = step.workspace();
-  return {slot_to_row,    token_rows,     row_to_token,
-          row_to_slot,    row_to_expert,  row_probs,
-          clamped_counts, expert_offsets, step.routed_per_expert(),
-          overflow};
+Outputs Routing::outputs() {
+  const int64_t rows = num_rows(), experts = attributes_.num_experts;
+  paddle::Tensor slot_to_row = empty_int32({params.num_tokens, params.topk}, routing_);
+  paddle::Tensor token_rows = empty_int32({params.num_tokens, params.topk}, routing_);
+  paddle::Tensor row_to_token = empty_int32({rows}, routing_);
+  paddle::Tensor row_to_slot = empty_int32({rows}, routing_);
+  paddle::Tensor row_to_expert = empty_int32({rows}, routing_);
+  paddle::Tensor row_probs = empty_float32({probs_.defined() ? rows : 0}, routing_);
+  paddle::Tensor clamped_counts = empty_int32({experts}, routing_);
+  paddle::Tensor expert_offsets = empty_int32({experts + 1}, routing_);
+  paddle::Tensor overflow = empty_int32({1}, routing_);
+  params.slot_to_row = slot_to_row.data<int32_t>();
+  params.token_rows = token_rows.data<int32_t>();
+  params.row_to_token = row_to_token.data<int32_t>();
+  params.row_to_slot = row_to_slot.data<int32_t>();
+  params.row_to_expert = row_to_expert.data<int32_t>();
+  params.row_probs = probs_.defined() ? row_probs.data<float>() : nullptr;
+  params.tokens_per_expert = clamped_counts.data<int32_t>();
+  params.expert_offsets = expert_offsets.data<int32_t>();
+  params.overflow = overflow.data<int32_t>();
+  return {slot_to_row, token_rows,     row_to_token,   row_to_slot,        row_to_expert,
+          row_probs,   clamped_counts, expert_offsets, routed_per_expert_, overflow};
 }
 
 }  // namespace binding

@@ -49,6 +49,9 @@ class Routing {
   Routing(const Target& target, const RouteAttributes& attributes, const paddle::Tensor& routing, const paddle::Tensor* probs,
           const paddle::Tensor* counts);
 
+  // Memory for the ten tensors of a plan, which run() writes.
+  Outputs outputs();
+
   // Writes the maps and, if there is a permutation that follows them, moves its rows.
   void run(const pmo_permute_params* permute = nullptr);
 
@@ -66,10 +69,6 @@ class Routing {
   paddle::Tensor routing_, probs_, workspace_, routed_per_expert_;
   std::vector<int32_t> expected_;
 };
-
-// The ten tensors of a plan. Kernels use the workspace, if it is asked for, as long as they run.
-Outputs make_plan(const Target& target, const RouteAttributes& attributes, const paddle::Tensor& routing,
-                  const paddle::Tensor* probs, const paddle::Tensor* counts, paddle::Tensor* workspace = nullptr);
 
 }  // namespace binding
 }  // namespace pmo
