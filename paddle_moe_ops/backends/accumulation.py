@@ -58,7 +58,7 @@ def put(destination: Destination, gradient: Tensor) -> None:
     """Add a gradient to its destination, in float32 and rounded once.
 
     A destination that holds nothing to add to is new, float32 and zero. It may be part of another tensor: then `add_`
-    leaves it there, while `paddle.assign` gives it memory of its own on some devices.
+    and `copy_` leave it there, while `paddle.assign` gives it memory of its own on some devices.
     """
     into = destination.tensor
     with paddle.no_grad():
@@ -66,7 +66,7 @@ def put(destination: Destination, gradient: Tensor) -> None:
         if into.dtype == paddle.float32:
             into.add_(wide)
         else:
-            paddle.assign(to_dtype(wide + to_dtype(into, paddle.float32), into.dtype), output=into)
+            into.copy_(to_dtype(wide + to_dtype(into, paddle.float32), into.dtype), False)
 
 
 class _Accumulated(PyLayer):
