@@ -263,6 +263,17 @@ class Verbs(Protocol):
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
         """Each expert's matrix times its own rows, plus its bias, times the weights; of tokens with a plan."""
 
+    def explain_moe_mlp(
+        self,
+        x: Tensor,
+        gate_up: Matrices,
+        down: Matrices,
+        weights: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool, bool, bool],
+    ) -> list[str]:
+        """Lines on what `moe_mlp` would run for these gradients, without running it; of what has that verb."""
+
 
 class Backend(Verbs, Protocol):
     """Verbs whose results have the gradients that the public functions promise; float8 rows have none."""
@@ -285,17 +296,6 @@ class Backend(Verbs, Protocol):
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         """The sums of what the experts of each token make of it; the spec says what the weights are by."""
-
-    def explain_moe_mlp(
-        self,
-        x: Tensor,
-        gate_up: Matrices,
-        down: Matrices,
-        weights: Tensor | None,
-        spec: MlpSpec,
-        wanted: tuple[bool, bool, bool, bool],
-    ) -> list[str]:
-        """Lines on what `moe_mlp` would run for these gradients, without running it."""
 
 
 class Kernels(Verbs, Protocol):
@@ -363,17 +363,6 @@ class Kernels(Verbs, Protocol):
         row, float32 [M], or None without weights. Kernels need not have this verb, nor its gradient. Those that have
         it say with ``overwrites_hidden`` whether the gradient overwrites what was kept of the first product.
         """
-
-    def explain_moe_mlp(
-        self,
-        x: Tensor,
-        gate_up: Matrices,
-        down: Matrices,
-        weights: Tensor | None,
-        spec: MlpSpec,
-        wanted: tuple[bool, bool, bool, bool],
-    ) -> list[str]:
-        """As `Backend.explain_moe_mlp`, for kernels that have `moe_mlp`."""
 
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
         """Whether `moe_mlp` can compute on float8 operands here; for kernels that have that verb."""

@@ -215,15 +215,8 @@ int send(const pmo_rank_send_params& p, cudaStream_t stream) {
   return with_width(width, [&](auto bytes) {
     constexpr int kBytes = decltype(bytes)::value;
     if (shared_bytes > 0) {  // all of it, so that the routing kernel finds some
-      static OncePerDevice<bool> preferences;
-      bool is_set = false;
-      const int status = preferences.get(device, &is_set, [](bool* set) {
-        *set = true;
-        return cuda_status(cudaFuncSetAttribute(send_pieces<kBytes>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                                cudaSharedmemCarveoutMaxShared),
-                           "cudaFuncSetAttribute");
-      });
-      if (status != PMO_OK) return status;
+      static KernelAttribute<cudaFuncAttributePreferredSharedMemoryCarveout> carveout;
+      if (const int status = carveout.set(send_pieces<kBytes>, device, cudaSharedmemCarveoutMaxShared)) return status;
     }
     return launch_pieces("send_pieces", send_pieces<kBytes>, p, row_bytes / kBytes, kHeld, row_bytes, stride, stream,
                          shared_bytes);

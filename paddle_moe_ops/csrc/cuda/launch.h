@@ -87,23 +87,31 @@ inline int current_device(int* device, DeviceLimits* limits) {
   });
 }
 
-// Kernels of one kind may have `bytes` of dynamic shared memory on a device from now on. Set once and as high as it will ever be needed:
-// set to what each launch needs, another thread could lower it between this and the launch.
-class SharedMemoryLimit {
+// An attribute of kernels of one kind, which is set once on each device and stays.
+template <cudaFuncAttribute kAttribute>
+class KernelAttribute {
  public:
   template <typename... Parameters>
-  int raise(void (*kernel)(Parameters...), int device, int bytes) {
-    bool is_raised = false;
-    return raised_.get(device, &is_raised, [&](bool* raised) {
-      *raised = true;
-      const auto* function = reinterpret_cast<const void*>(kernel);
-      return cuda_status(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-                         "cudaFuncSetAttribute");
+  int set(void (*kernel)(Parameters...), int device, int value) {
+    bool found = false;
+    return is_set_.get(device, &found, [&](bool* is_set) {
+      *is_set = true;
+      return cuda_status(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), kAttribute, value), "cudaFuncSetAttribute");
     });
   }
 
  private:
-  OncePerDevice<bool> raised_;
+  OncePerDevice<bool> is_set_;
+};
+
+// Kernels of one kind may have `bytes` of dynamic shared memory on a device from now on. Set once and as high as it will ever be needed:
+// set to what each launch needs, another thread could lower it between this and the launch.
+class SharedMemoryLimit : KernelAttribute<cudaFuncAttributeMaxDynamicSharedMemorySize> {
+ public:
+  template <typename... Parameters>
+  int raise(void (*kernel)(Parameters...), int device, int bytes) {
+    return set(kernel, device, bytes);
+  }
 };
 
 // The shape of a launch. In a cooperative one all blocks are resident and may wait for each other.
