@@ -21,13 +21,13 @@ __all__ = ["STAGES", "timelines"]
 
 STAGES = "routing", "dispatch", "products", "combine"
 _ROUTE = "route"  # the step in which all waits until the tokens that arrive are routed
-# What an operator of the transport "peer" does in its stage.
+_WAIT = "wait"  # for what the other ranks say of their tokens
+# What an operator of the transport "peer" does in its stage. One that receives waits first until the others have sent.
 _STEPS = {
     "rank_plan": "plan",
     "rank_rows": "plan",
     "rank_send": "send",
     "rank_put": "write",
-    "rank_barrier": "wait",
     "rank_join": _ROUTE,
     "rank_get": "read",
     "rank_receive": "receive",
@@ -60,6 +60,8 @@ class _Recorder:
 
         def watched(name: str, *arguments: Any) -> Any:
             step = _STEPS.get(name)
+            if step == _ROUTE and arguments[-1] is False:
+                step = _WAIT
             if step is None:
                 return direct(name, *arguments)
             self.begin("routing" if step == _ROUTE else None, step)

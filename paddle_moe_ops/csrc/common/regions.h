@@ -56,35 +56,12 @@ PMO_ANYWHERE inline int64_t first_choice(const pmo_rank_plan_params& p, int64_t 
 // Columns of token_rows.
 PMO_ANYWHERE inline int64_t most_rows(int64_t num_ranks, int64_t topk) { return num_ranks < topk ? num_ranks : topk; }
 
-// Four numbers that are stored at once.
-struct alignas(16) FourInts {
-  int32_t values[4];
-};
-struct alignas(16) FourFloats {
-  float values[4];
-};
-
-// Records a token as number `place` of a region, in stores of 16 bytes where K allows: the region may be on another GPU.
-PMO_ANYWHERE inline void record(const pmo_rank_plan_params& p, int64_t token, int64_t rank, int64_t place) {
+// Records a slot of the token that is number `place` of a region, which may be on another GPU.
+PMO_ANYWHERE inline void record_slot(const pmo_rank_plan_params& p, int64_t token, int64_t k, int64_t rank, int64_t place) {
   const Records records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk);
-  const auto id_of = [&](int64_t k) {
-    const int64_t id = id_at(p.ids, p.ids_kind, token * p.topk + k);
-    return id >= 0 && id <= INT32_MAX ? static_cast<int32_t>(id) : -1;
-  };
-  const float* probs = p.probs + token * p.topk;
-  int32_t* const to_ids = records.ids + place * p.topk;
-  float* const to_probs = records.probs + place * p.topk;
-  if (p.topk % 4 != 0 || reinterpret_cast<uintptr_t>(records.count) % 16 != 0) {
-    for (int64_t k = 0; k < p.topk; ++k) {
-      to_ids[k] = id_of(k);
-      to_probs[k] = probs[k];
-    }
-    return;
-  }
-  for (int64_t k = 0; k < p.topk; k += 4) {
-    *reinterpret_cast<FourInts*>(to_ids + k) = {id_of(k), id_of(k + 1), id_of(k + 2), id_of(k + 3)};
-    *reinterpret_cast<FourFloats*>(to_probs + k) = {probs[k], probs[k + 1], probs[k + 2], probs[k + 3]};
-  }
+  const int64_t id = id_at(p.ids, p.ids_kind, token * p.topk + k);
+  records.ids[place * p.topk + k] = id >= 0 && id <= INT32_MAX ? static_cast<int32_t>(id) : -1;
+  records.probs[place * p.topk + k] = p.probs[token * p.topk + k];
 }
 
 // Element `slot` of what arrived, [P * S, K]: its id and probability, and with a row's first its row.
@@ -94,13 +71,16 @@ PMO_ANYWHERE inline void read_record(const pmo_rank_records_params& p, int64_t s
   const uint32_t row = number / topk, rank = row / static_cast<uint32_t>(p.rows_per_rank);
   const uint32_t row_of_rank = row - rank * static_cast<uint32_t>(p.rows_per_rank), k = number - row * topk;
   const Records records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk);
-  const bool is_token = row_of_rank < static_cast<uint32_t>(*records.count);
   const int64_t place = int64_t{row_of_rank} * p.topk + k;
-  const int64_t id = is_token ? int64_t{records.ids[place]} - p.first_expert : -1;
+  // All three are asked for at once. What follows the last record means nothing.
+  const int32_t count = *records.count, stored = records.ids[place];
+  const float prob = records.probs[place];
+  const bool is_token = row_of_rank < static_cast<uint32_t>(count);
+  const int64_t id = is_token ? int64_t{stored} - p.first_expert : -1;
   if (k == 0) p.rows[row] = is_token ? static_cast<int32_t>(row) : -1;
   const bool here = id >= 0 && id < p.num_experts;
   p.ids[slot] = here ? static_cast<int32_t>(id) : -1;
-  p.probs[slot] = here ? records.probs[place] : 0.0f;
+  p.probs[slot] = here ? prob : 0.0f;
 }
 
 // The number within its region of the row that a slot's token has at the rank of the slot's expert, -1 if it has none there.

@@ -3,16 +3,17 @@
 
 // Expert parallelism between GPUs that reach each other's memory; the layout of regions is in pmo/ranks.h.
 //
-// plan: blocks of 128 tokens, a thread each. A first launch counts the tokens of a block for each rank; the second one adds up what the
-// blocks before have, ranks its own tokens by ballots, writes maps here and records at the other ranks, and counts the tokens of each
-// expert by atomic additions, in shared memory first. Bytes moved: ids are read twice (P times as often with more than 64 ranks), maps written once, and 8 * K bytes to another GPU for each of the token's rows.
-// barrier: one block, a thread for each rank, which tells it and waits for it.
+// plan: a lane for each slot, up to 32 lanes for each token. A first launch counts the tokens of a block for each rank; the second one adds
+// up what the blocks before have, ranks its own tokens by ballots, writes maps here and records at the other ranks, and counts the tokens
+// of each expert by atomic additions, in shared memory first. Its last block tells the other ranks, if asked to: a barrier that begins
+// later has to wait in line with the rows that are sent by then. Bytes moved: ids are read twice (P times as often with more than 32
+// slots), maps written once, and 8 * K bytes to another GPU for each of the token's rows.
+// barrier: one block, a thread for each rank, which tells it, unless that has been done, and waits for it.
 #include "pmo/ranks.h"
-
-#include <cstdio>
 
 #include "common/checks.h"
 #include "common/regions.h"
+#include "cuda/flags.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vectors.cuh"
 
@@ -21,131 +22,211 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int64_t kMostCounted = 4096;  // experts whose tokens a block counts in shared memory
+constexpr int kPlanThreads = 256;
+constexpr int kPlanWarps = kPlanThreads / kWarpSize;
+constexpr int kRanksAtOnce = kPlanWarps;  // a warp adds up what the blocks before have for one of them
+constexpr int64_t kMostCounted = 4096;    // experts whose tokens a block counts in shared memory
 
+// A token has as many lanes of a warp as it has slots, rounded up to a power of two, but at most 32.
 struct PlanBlocks {
-  int64_t blocks;
-  int32_t* counts;  // [blocks, P] tokens of the block that go to the rank
+  int lanes;
+  int64_t tokens, blocks;  // tokens of a block
+  int32_t* counts;         // [P, blocks] tokens of the block that go to the rank
+  int32_t* finished;       // [1] blocks that have written what they had to write
 
-  explicit PlanBlocks(const pmo_rank_plan_params& p) : blocks(divide_up(p.num_tokens, int64_t{kThreads})) {
+  explicit PlanBlocks(const pmo_rank_plan_params& p) : lanes(1) {
+    while (lanes < p.topk && lanes < kWarpSize) lanes *= 2;
+    tokens = kPlanThreads / lanes;
+    blocks = divide_up(p.num_tokens, tokens);
     counts = static_cast<int32_t*>(p.workspace);
+    finished = counts + blocks * p.num_ranks;
   }
-  int64_t bytes(const pmo_rank_plan_params& p) const { return blocks * p.num_ranks * static_cast<int64_t>(sizeof(int32_t)); }
+  int64_t bytes(const pmo_rank_plan_params& p) const {
+    return (blocks * p.num_ranks + 1) * static_cast<int64_t>(sizeof(int32_t));
+  }
 };
 
-// Which ranks a token goes to: a bit for each of up to 64, so that its ids are read once.
-class Ranks {
+// One lane of a token, which has the token's slots from number `slot` on, every `lanes`th.
+class TokenLane {
  public:
-  __device__ Ranks(const pmo_rank_plan_params& p, int64_t token) : p_(p), token_(token) {
-    if (token >= p.num_tokens || p.num_ranks > 64) return;
-    for (int64_t k = 0; k < p.topk; ++k) {
-      const int32_t rank = rank_of_slot(p, token * p.topk + k);
-      if (rank >= 0) bits_ |= uint64_t{1} << rank;
-    }
+  __device__ TokenLane(const pmo_rank_plan_params& p, const PlanBlocks& plan)
+      : token(blockIdx.x * plan.tokens + threadIdx.x / plan.lanes), slot(threadIdx.x % plan.lanes), p_(p), lanes_(plan.lanes) {
+    begin_ = static_cast<int>(threadIdx.x) % kWarpSize / lanes_ * lanes_;
+    mine_ = (lanes_ == kWarpSize ? kAllLanes : (1u << lanes_) - 1) << begin_;
+    if (token < p.num_tokens && slot < p.topk) rank_ = rank_of_slot(p, token * p.topk + slot);
   }
 
-  __device__ bool has(int32_t rank) const {
-    if (token_ >= p_.num_tokens) return false;
-    return p_.num_ranks > 64 ? slots_at_rank(p_, token_, rank) > 0 : (bits_ >> rank & 1) != 0;
+  const int64_t token;
+  const int64_t slot;
+
+  __device__ bool is_first() const { return slot == 0; }
+
+  // The tokens of this warp that go to a rank, as bits of their first lanes. All lanes of the warp call it.
+  __device__ unsigned going(int64_t rank) const {
+    bool has = rank_ == rank;
+    each_more([&](int64_t k) { has |= rank_of_slot(p_, token * p_.topk + k) == rank; });
+    const unsigned slots = __ballot_sync(kAllLanes, has);
+    return __ballot_sync(kAllLanes, is_first() && (slots & mine_) != 0);
+  }
+  __device__ bool is_among(unsigned tokens) const { return (tokens >> begin_ & 1) != 0; }
+  __device__ int before(unsigned tokens) const { return __popc(tokens & ((1u << begin_) - 1)); }
+
+  // The expert of the lane's first slot, counted once for a token; -1 if it is none. All lanes of the warp call it.
+  __device__ int64_t first_expert() const {
+    const bool is_slot = token < p_.num_tokens && slot < p_.topk;
+    const int64_t id = is_slot ? id_at(p_.ids, p_.ids_kind, token * p_.topk + slot) : -1;
+    const int64_t expert = id >= 0 && id < p_.num_ranks * p_.experts_per_rank ? id : -1;
+    // Experts fit 32 bits. The same expert in another token is another number.
+    const auto number = static_cast<unsigned long long>(begin_) << 32 | static_cast<uint32_t>(expert);
+    const unsigned same = __match_any_sync(kAllLanes, number);
+    return __ffs(static_cast<int>(same)) - 1 == static_cast<int>(threadIdx.x) % kWarpSize ? expert : -1;
+  }
+
+  // Calls back with the lane's slots, all or all but the first.
+  template <class Visit>
+  __device__ void each(const Visit& visit) const {
+    if (token < p_.num_tokens && slot < p_.topk) visit(slot);
+    each_more(visit);
+  }
+  template <class Visit>
+  __device__ void each_more(const Visit& visit) const {
+    if (token >= p_.num_tokens) return;
+    for (int64_t k = slot + lanes_; k < p_.topk; k += lanes_) visit(k);
   }
 
  private:
   const pmo_rank_plan_params& p_;
-  const int64_t token_;
-  uint64_t bits_ = 0;
+  const int lanes_;
+  int begin_;          // the token's first lane
+  unsigned mine_;      // the token's lanes
+  int32_t rank_ = -1;  // of the first slot
 };
 
-__global__ void __launch_bounds__(kThreads) count_tokens(const __grid_constant__ pmo_rank_plan_params p, PlanBlocks plan) {
-  const int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.dropped = 0;
-  for (int64_t expert = token; expert < p.num_ranks * p.experts_per_rank; expert += int64_t{gridDim.x} * kThreads) {
+__global__ void __launch_bounds__(kPlanThreads) count_tokens(const __grid_constant__ pmo_rank_plan_params p, PlanBlocks plan) {
+  __shared__ int32_t of_warps[kRanksAtOnce][kPlanWarps];
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.dropped = *plan.finished = 0;
+  for (int64_t expert = blockIdx.x * int64_t{kPlanThreads} + threadIdx.x; expert < p.num_ranks * p.experts_per_rank;
+       expert += int64_t{gridDim.x} * kPlanThreads) {
     p.routed[expert] = 0;
   }
-  const Ranks ranks(p, token);
-  for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
-    const int count = __syncthreads_count(ranks.has(rank));
-    if (threadIdx.x == 0) plan.counts[blockIdx.x * p.num_ranks + rank] = count;
+  const TokenLane lane(p, plan);
+  const int warp = threadIdx.x / kWarpSize;
+  for (int64_t begin = 0; begin < p.num_ranks; begin += kRanksAtOnce) {
+    for (int i = 0; i < kRanksAtOnce && begin + i < p.num_ranks; ++i) {
+      const unsigned goes = lane.going(begin + i);
+      if (threadIdx.x % kWarpSize == 0) of_warps[i][warp] = __popc(goes);
+    }
+    __syncthreads();
+    if (threadIdx.x < kRanksAtOnce && begin + threadIdx.x < p.num_ranks) {
+      int32_t count = 0;
+      for (int i = 0; i < kPlanWarps; ++i) count += of_warps[threadIdx.x][i];
+      plan.counts[(begin + threadIdx.x) * plan.blocks + blockIdx.x] = count;
+    }
+    __syncthreads();
   }
 }
 
-__global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__ pmo_rank_plan_params p, PlanBlocks plan) {
-  __shared__ int32_t before_block, of_warps[kWarps];
+// Tells all ranks that this one has come so far, after all blocks have. The last block to come here does it.
+__device__ void announce(const pmo_rank_plan_params& p, int32_t* finished) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (atomicAdd(finished, 1) + 1 < static_cast<int32_t>(gridDim.x)) return;
+  __threadfence_system();
+  const uint32_t turn = static_cast<uint32_t>(*p.state) + 1;
+  for (int64_t rank = 0; rank < p.num_ranks; ++rank) tell_rank(p.flags, p.flag_bytes, rank, turn);
+}
+
+__global__ void __launch_bounds__(kPlanThreads) place_tokens(const __grid_constant__ pmo_rank_plan_params p, PlanBlocks plan) {
+  __shared__ int32_t before_block[kRanksAtOnce], of_warps[kRanksAtOnce][kPlanWarps];
   extern __shared__ int32_t of_experts[];  // this block's tokens of each expert, with up to kMostCounted experts
-  const int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x, columns = most_rows(p.num_ranks, p.topk);
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const bool is_last = blockIdx.x + 1 == gridDim.x;
-  int32_t* rows = p.token_rows + token * columns;
-  int64_t made = 0;
-  const int64_t experts = p.num_ranks * p.experts_per_rank;
+  const int64_t columns = most_rows(p.num_ranks, p.topk), experts = p.num_ranks * p.experts_per_rank;
+  const int warp = threadIdx.x / kWarpSize;
   const bool counts_here = experts <= kMostCounted;
   if (counts_here) {
-    for (int64_t expert = threadIdx.x; expert < experts; expert += kThreads) of_experts[expert] = 0;
+    for (int64_t expert = threadIdx.x; expert < experts; expert += kPlanThreads) of_experts[expert] = 0;
     __syncthreads();
   }
-  for (int64_t k = 0; k < (token < p.num_tokens ? p.topk : 0); ++k) {
-    const int64_t expert = first_choice(p, token, k);
-    if (expert < 0) continue;
-    if (counts_here) {  // integers: any order
-      atomicAdd(of_experts + expert, 1);
-    } else {
-      atomicAdd(p.routed + expert, 1);
+  const TokenLane lane(p, plan);
+  const auto count_expert = [&](int64_t expert) {  // integers: any order
+    if (expert >= 0) atomicAdd((counts_here ? of_experts : p.routed) + expert, 1);
+  };
+  count_expert(lane.first_expert());
+  lane.each_more([&](int64_t k) { count_expert(first_choice(p, lane.token, k)); });
+  int32_t* const rows = p.token_rows + lane.token * columns;
+  int64_t made = 0;
+  for (int64_t begin = 0; begin < p.num_ranks; begin += kRanksAtOnce) {
+    unsigned going[kRanksAtOnce];
+#pragma unroll
+    for (int i = 0; i < kRanksAtOnce; ++i) {
+      if (begin + i >= p.num_ranks) break;
+      going[i] = lane.going(begin + i);
+      if (threadIdx.x % kWarpSize == 0) of_warps[i][warp] = __popc(going[i]);
     }
-  }
-  const Ranks ranks(p, token);
-  for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
-    if (warp == 0) {
+    if (const int64_t rank = begin + warp; rank < p.num_ranks) {
       int32_t sum = 0;
-      for (int64_t block = lane; block < blockIdx.x; block += kWarpSize) sum += plan.counts[block * p.num_ranks + rank];
+#pragma unroll 8
+      for (int64_t block = threadIdx.x % kWarpSize; block < blockIdx.x; block += kWarpSize) {
+        sum += plan.counts[rank * plan.blocks + block];
+      }
       sum = sum_over_warp(sum);
-      if (lane == 0) before_block = sum;
+      if (threadIdx.x % kWarpSize == 0) before_block[warp] = sum;
     }
-    const bool has = ranks.has(rank);
-    const unsigned goes = __ballot_sync(kAllLanes, has);
-    if (lane == 0) of_warps[warp] = __popc(goes);
     __syncthreads();
-    int32_t place = before_block + __popc(goes & ((1u << lane) - 1));
-    for (int other = 0; other < warp; ++other) place += of_warps[other];
-    if (has && place < p.capacity) {
-      const int64_t row = rank * p.rows_per_rank + place;
-      rows[made++] = static_cast<int32_t>(row);
-      if (p.row_to_token != nullptr) p.row_to_token[row] = static_cast<int32_t>(token);
-      record(p, token, rank, place);
-    } else if (has) {
-      atomicAdd(p.dropped, slots_at_rank(p, token, rank));
-    }
-    if (is_last && threadIdx.x == kThreads - 1) {
-      const int64_t all = int64_t{place} + has;
-      *Records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk).count = static_cast<int32_t>(min(all, p.capacity));
+#pragma unroll
+    for (int i = 0; i < kRanksAtOnce; ++i) {
+      const int64_t rank = begin + i;
+      if (rank >= p.num_ranks) break;
+      int32_t place = before_block[i] + lane.before(going[i]);
+      for (int other = 0; other < warp; ++other) place += of_warps[i][other];
+      if (lane.is_among(going[i])) {
+        if (place < p.capacity) {
+          const int64_t row = rank * p.rows_per_rank + place;
+          if (lane.is_first()) {
+            rows[made++] = static_cast<int32_t>(row);
+            if (p.row_to_token != nullptr) p.row_to_token[row] = static_cast<int32_t>(lane.token);
+          }
+          lane.each([&](int64_t k) { record_slot(p, lane.token, k, rank, place); });
+        } else if (lane.is_first()) {
+          atomicAdd(p.dropped, slots_at_rank(p, lane.token, rank));
+        }
+      }
+      if (blockIdx.x + 1 == gridDim.x && threadIdx.x == 0) {
+        int64_t all = before_block[i];
+        for (int each = 0; each < kPlanWarps; ++each) all += of_warps[i][each];
+        *Records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk).count = static_cast<int32_t>(min(all, p.capacity));
+      }
     }
     __syncthreads();
   }
-  for (int64_t expert = threadIdx.x; expert < (counts_here ? experts : 0); expert += kThreads) {
+  for (int64_t expert = threadIdx.x; expert < (counts_here ? experts : 0); expert += kPlanThreads) {
     if (of_experts[expert] > 0) atomicAdd(p.routed + expert, of_experts[expert]);
   }
-  if (token >= p.num_tokens) return;
-  for (; made < columns; ++made) rows[made] = -1;
+  if (lane.token < p.num_tokens && lane.is_first()) {
+    for (; made < columns; ++made) rows[made] = -1;
+  }
+  if (p.flags != nullptr) announce(p, plan.finished);
 }
 
 // No token goes anywhere.
-__global__ void clear_counts(const __grid_constant__ pmo_rank_plan_params p) {
-  if (threadIdx.x == 0) *p.dropped = 0;
-  for (int64_t expert = threadIdx.x; expert < p.num_ranks * p.experts_per_rank; expert += kThreads) p.routed[expert] = 0;
-  for (int64_t rank = threadIdx.x; rank < p.num_ranks; rank += kThreads) {
+__global__ void clear_counts(const __grid_constant__ pmo_rank_plan_params p, int32_t* finished) {
+  if (threadIdx.x == 0) *p.dropped = *finished = 0;
+  for (int64_t expert = threadIdx.x; expert < p.num_ranks * p.experts_per_rank; expert += kPlanThreads) p.routed[expert] = 0;
+  for (int64_t rank = threadIdx.x; rank < p.num_ranks; rank += kPlanThreads) {
     *Records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk).count = 0;
   }
+  if (p.flags != nullptr) announce(p, finished);
 }
 
 int plan(const pmo_rank_plan_params& p, cudaStream_t stream) {
   if (const int status = check_rank_plan(p)) return status;
   const PlanBlocks blocks(p);
-  PMO_REQUIRE(
-      blocks.blocks == 0 || (is_aligned(blocks.counts) && blocks.counts != nullptr && p.workspace_bytes >= blocks.bytes(p)),
-      "workspace", "4-byte aligned and as large as pmo_rank_plan_cuda_workspace_bytes says");
+  PMO_REQUIRE(is_aligned(blocks.counts) && blocks.counts != nullptr && p.workspace_bytes >= blocks.bytes(p), "workspace",
+              "4-byte aligned and as large as pmo_rank_plan_cuda_workspace_bytes says");
   const int64_t rows = p.num_ranks * p.rows_per_rank;
   if (rows > 0 && p.row_to_token != nullptr) PMO_CUDA(cudaMemsetAsync(p.row_to_token, 0xFF, rows * sizeof(int32_t), stream));
-  if (p.num_tokens * p.topk == 0) return launch("clear_counts", clear_counts, {1, kThreads}, stream, p);
-  Grid grid = {static_cast<unsigned>(blocks.blocks), kThreads};
+  if (p.num_tokens * p.topk == 0) return launch("clear_counts", clear_counts, {1, kPlanThreads}, stream, p, blocks.finished);
+  Grid grid = {static_cast<unsigned>(blocks.blocks), kPlanThreads};
   if (const int status = launch("count_tokens", count_tokens, grid, stream, p, blocks)) return status;
   const int64_t experts = p.num_ranks * p.experts_per_rank;
   if (experts <= kMostCounted) grid.shared_bytes = experts * sizeof(int32_t);
@@ -224,36 +305,13 @@ int rows(const pmo_rank_rows_params& p, cudaStream_t stream) {
   return launch("place_rows", place_rows, {grid_for(p.num_rows, kThreads), kThreads}, stream, p);
 }
 
-__device__ uint32_t load_acquire(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ void store_release(uint32_t* address, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
 __global__ void wait_for_ranks(const __grid_constant__ pmo_rank_barrier_params p) {
-  const int64_t region = int64_t{threadIdx.x} * p.region_bytes;
   const uint32_t turn = static_cast<uint32_t>(p.state[0]) + 1;
-  __threadfence_system();  // what kernels before this one wrote
-  store_release(reinterpret_cast<uint32_t*>(static_cast<char*>(p.peers) + region), turn);
-  const auto* arrived = reinterpret_cast<const uint32_t*>(static_cast<const char*>(p.arrived) + region);
-  const uint64_t begin = nanoseconds(), most = static_cast<uint64_t>(p.timeout_ms) * 1000000;
-  while (static_cast<int32_t>(load_acquire(arrived) - turn) < 0) {
-    if (nanoseconds() - begin > most) {
-      printf("paddle_moe_ops: ExpertParallel: rank %d of the group did not answer\n", static_cast<int>(threadIdx.x));
-      __trap();
-    }
-    __nanosleep(40);
+  if (p.announced == 0) {
+    __threadfence_system();  // what kernels before this one wrote
+    tell_rank(p.peers, p.region_bytes, threadIdx.x, turn);
   }
+  await_rank(p.arrived, p.region_bytes, threadIdx.x, turn, p.timeout_ms);
   __syncthreads();
   if (threadIdx.x == 0) p.state[0] = static_cast<int32_t>(turn);
 }

@@ -91,8 +91,8 @@ void check_cuda(cudaError_t error, const char* function) {
 // A GPU's stream beside those of its targets. It stays until the process ends.
 struct Beside {
   cudaStream_t stream = nullptr;
-  cudaEvent_t event = nullptr;
-  mutable std::mutex mutex;  // held while the event is in use
+  cudaEvent_t event = nullptr, mark = nullptr;  // another thread's mark comes later on the same stream
+  mutable std::mutex mutex;                     // held while the event is in use
 
   // Makes one stream wait for the other's work so far. The event may be recorded again as soon as that is asked for.
   void wait(cudaStream_t waits, cudaStream_t works, const char* function) const {
@@ -114,6 +114,7 @@ const Beside& beside_gpu(int device, const char* function) {
     if (made.stream == nullptr) {
       check_cuda(cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, highest), function);
     }
+    if (made.mark == nullptr) check_cuda(cudaEventCreateWithFlags(&made.mark, cudaEventDisableTiming), function);
     check_cuda(cudaEventCreateWithFlags(&made.event, cudaEventDisableTiming), function);
   }
   return made;
@@ -184,6 +185,22 @@ void Target::join() const {
   if (!is_gpu_) return;
   const Beside& made = beside_gpu(place_.GetDeviceId(), function_);
   made.wait(static_cast<cudaStream_t>(stream_), made.stream, function_);
+#endif
+}
+
+void Target::mark() const {
+#ifdef PMO_WITH_CUDA
+  if (!is_gpu_) return;
+  const Beside& made = beside_gpu(place_.GetDeviceId(), function_);
+  check_cuda(cudaEventRecord(made.mark, made.stream), function_);
+#endif
+}
+
+void Target::join_mark() const {
+#ifdef PMO_WITH_CUDA
+  if (!is_gpu_) return;
+  const Beside& made = beside_gpu(place_.GetDeviceId(), function_);
+  check_cuda(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream_), made.mark, 0), function_);
 #endif
 }
 

@@ -44,6 +44,10 @@ class Target {
   void fork() const;
   void join() const;
 
+  // Marks how far the work beside this target's has come; `join_mark` waits for that alone.
+  void mark() const;
+  void join_mark() const;
+
   bool is_gpu() const { return is_gpu_; }
   void* stream() const { return stream_; }
   const paddle::Place& place() const { return place_; }

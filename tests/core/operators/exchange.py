@@ -31,6 +31,7 @@ class RankSendParams(Params):
         (Int32s, "token_rows"),
         (Bytes, "arrived peers own"),
         (Int, "dtype num_threads leaves_room"),
+        (Int32s, "state"),
     )
 
 
@@ -44,6 +45,10 @@ class RankReceiveParams(Params):
         (Size, "own_row_stride"),
         (Bytes, "out"),
         (Int, "dtype num_threads"),
+        (Bytes, "flags flags_of_peers"),
+        (Size, "flag_bytes"),
+        (Int32s, "state"),
+        (Size, "timeout_ms"),
     )
 
 
