@@ -21,13 +21,14 @@ __all__ = ["STAGES", "timelines"]
 
 STAGES = "routing", "dispatch", "products", "combine"
 _ROUTE = "route"  # the step in which all waits until the tokens that arrive are routed
-_WAIT = "wait"  # for what the other ranks say of their tokens
-# What an operator of the transport "peer" does in its stage. One that receives waits first until the others have sent.
+_WAIT = "wait"  # for other ranks
+# What an operator of the transport "peer" does in its stage.
 _STEPS = {
     "rank_plan": "plan",
     "rank_rows": "plan",
     "rank_send": "send",
     "rank_put": "write",
+    "rank_barrier": _WAIT,
     "rank_join": _ROUTE,
     "rank_get": "read",
     "rank_receive": "receive",

@@ -80,9 +80,8 @@ together, and all of it is queued before.
 
 ![When routing, dispatch, products and combine begin and end on each rank, forward and backward]({PICTURE})
 
-Microseconds of the rank that ended last. In parentheses are those of them in which it waited until the others had said
-which tokens they send; waiting for the tokens themselves is part of receiving them. *between* is what lies between the
-steps, *exchanges* the share of dispatch and combine.
+Microseconds of the rank that ended last. In parentheses are those of them in which it waited for the others, whose
+tokens arrive until then. *between* is what lies between the steps, *exchanges* the share of dispatch and combine.
 
 """
     head = ["layer", "pass", *STAGES, "between", "all", "exchanges"]

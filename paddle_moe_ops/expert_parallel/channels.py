@@ -53,47 +53,25 @@ class _Window(NamedTuple):
     dtype: Any
 
 
-class _Barrier(NamedTuple):
-    """What a barrier of the ranks needs.
-
-    Attributes:
-        arrived: uint8 [P, bytes], each rank's counter here.
-        peers: uint8 [P, bytes], this rank's counter at each rank.
-        state: int32 [1], how often this rank has come here.
-        timeout_ms: how long it waits for the others.
-    """
-
-    arrived: Tensor
-    peers: Tensor
-    state: Tensor
-    timeout_ms: int
-
-    def wait(self) -> None:
-        """Make later work wait until all ranks have come here."""
-        direct("rank_barrier", *self)
-
-
 class RowWindow(NamedTuple):
     """A window for rows; row p * S + i is number i of those that go to, or came from, rank p.
 
     Attributes:
         arrived: [P * S, d], this rank's memory.
         peers: [P * S, d], this rank's regions at all ranks.
-        barrier: between sending and receiving.
         num_ranks: P.
         rank: this rank.
     """
 
     arrived: Tensor
     peers: Tensor
-    barrier: _Barrier
     num_ranks: int
     rank: int
 
     def send(
         self, x: Tensor, token_rows: Tensor, own: OwnRows, *, writes_all: bool = False, leaves_room: bool = False
     ) -> Tensor:
-        """Send rows to other ranks. `receive` has to follow, or a barrier if all rows are written.
+        """Send rows to other ranks; a barrier has to follow.
 
         Args:
             x: [T, d].
@@ -110,12 +88,11 @@ class RowWindow(NamedTuple):
         if writes_all:
             fetched = 0
         options = self.num_ranks, self.rank, fetched, int(own), leaves_room
-        state = None if writes_all else self.barrier.state
-        (made,) = direct("rank_send", x, token_rows, *views, state, *options)
+        (made,) = direct("rank_send", x, token_rows, *views, *options)
         return made
 
     def receive(self, token_rows: Tensor, own: Tensor | None = None, to: Tensor | None = None) -> Tensor:
-        """The sums of each token's rows that all ranks sent, after they have.
+        """The sums of each token's rows that all ranks sent.
 
         Args:
             token_rows: int32 [T, C], the rows of the window that are for each token.
@@ -123,9 +100,7 @@ class RowWindow(NamedTuple):
             to: [T, d], where the sums go, and where the rows that this rank sent to itself are already; C is 1 then.
         """
         views, fetched = (self.arrived, self.peers), FETCHED_COPIES if own is None else FETCHED_SUMS
-        *flags, timeout_ms = self.barrier
-        options = timeout_ms, self.num_ranks, self.rank, fetched
-        (made,) = direct("rank_receive", token_rows, *views, *flags, own, to, *options)
+        (made,) = direct("rank_receive", token_rows, *views, own, to, self.num_ranks, self.rank, fetched)
         return made
 
 
@@ -170,17 +145,12 @@ class Arrivals(NamedTuple):
 
 
 class _Turns:
-    """Two windows of each kind, and barriers."""
+    """Two windows of each kind."""
 
     def __init__(
-        self,
-        group: Group,
-        like: Tensor,
-        windows: Sequence[_Window],
-        settings: dict[str, Any],
-        timeout: float,
-        barriers: int = 1,
+        self, group: Group, like: Tensor, windows: Sequence[_Window], settings: dict[str, Any], timeout: float
     ) -> None:
+        self._timeout_ms = math.ceil(timeout * 1000)
         place, ranks, page = like.place, group.nranks, granularity(like.place)
         self._slots: list[list[Tensor]] = []
         for _ in range(2):
@@ -189,14 +159,11 @@ class _Turns:
                 views = share(group, place, region_bytes)
                 slot += [self._tensor(like, address, rows, columns, dtype) for address in views]
             self._slots.append(slot)
-        self.barriers: list[_Barrier] = []
-        for _ in range(barriers):
-            arrived, peers = (self._tensor(like, each, ranks, page, paddle.uint8) for each in share(group, place, page))
-            arrived.zero_()
-            arrived[:, :1].tolist()  # waits until they are zero
-            state = filled([1], 0, "int32", like=like)
-            self.barriers.append(_Barrier(arrived, peers, state, math.ceil(timeout * 1000)))
+        self._flags = [self._tensor(like, each, ranks, page, paddle.uint8) for each in share(group, place, page)]
+        self._flags[0].zero_()
+        self._flags[0][:, :1].tolist()  # waits until they are zero
         agree(_DISPATCH, group, settings)  # waits until they are zero on all ranks
+        self._state = filled([1], 0, "int32", like=like)
         self._turn = 0
 
     @staticmethod
@@ -208,6 +175,14 @@ class _Turns:
         """The windows of the next exchange."""
         self._turn += 1
         return self._slots[self._turn % 2]
+
+    def wait(self) -> None:
+        """Make later work wait until all ranks have come here."""
+        direct("rank_barrier", *self._flags, self._state, self._timeout_ms)
+
+    def arrivals(self, records: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """What all ranks told this one; beside what is called next, up to the operator rank_join."""
+        return direct("rank_arrivals", records, *self._flags, self._state, self._timeout_ms, *sizes)
 
 
 class TokenChannel:
@@ -225,8 +200,6 @@ class TokenChannel:
     Attributes:
         rows_per_rank: S, at least the capacity.
         scale_columns: columns of a token's scales, as `quantize_1x128` makes them; 0 without float8.
-        barrier: after tokens are sent.
-        of_plans: the barrier that the operator rank_plan begins, and `arrivals` ends.
     """
 
     def __init__(
@@ -266,27 +239,27 @@ class TokenChannel:
                 _Window(scales, ranks, scales, paddle.uint8),
             ]
         self.timeout = timeout
-        self._turns = _Turns(group, like, windows, settings, timeout, barriers=2)
-        self.barrier, self.of_plans = self._turns.barriers
+        self._turns = _Turns(group, like, windows, settings, timeout)
+        self.wait = self._turns.wait
 
     def arrivals(self, beside: Tensor) -> Arrivals:
-        """Wait until all ranks have made their plans, read what they told this one, and route it.
+        """Wait for the ranks, read what they told this one, and route it.
 
-        All of this runs beside what is called next. It may be used, and given back, after the operator rank_join; what
-        was read may be used earlier, after that operator has waited for it alone.
+        All of this runs beside what is called next. It may be used, and given back, after the operator rank_join. What
+        was read may be used earlier, and another barrier may begin, after that operator has waited for it alone.
 
         Args:
             beside: where they tell it.
         """
         experts, sizes = self.experts_per_rank, (self.topk, self.rows_per_rank)
-        made = direct("rank_arrivals", beside, *self.of_plans, *sizes, self.group.rank * experts, experts)
+        made = self._turns.arrivals(beside, *sizes, self.group.rank * experts, experts)
         ids, probs, rows, *maps, workspace = made
         return Arrivals(ids, probs, rows, plan_of(maps, ids.shape[0], self.topk, experts), workspace)
 
     def slot(self) -> TokenSlot:
         """The windows of the next exchange."""
         arrived, peers, *beside = self._turns.next()
-        return TokenSlot(RowWindow(arrived, peers, self.barrier, self.group.nranks, self.group.rank), *beside)
+        return TokenSlot(RowWindow(arrived, peers, self.group.nranks, self.group.rank), *beside)
 
 
 class RowChannel:
@@ -298,8 +271,9 @@ class RowChannel:
         window = _Window(rows * width * like.element_size(), tokens.group.nranks * rows, width, like.dtype)
         settings = {"the rows' width": width, "topk": tokens.topk}
         self._turns = _Turns(tokens.group, like, [window], settings, tokens.timeout)
+        self.wait = self._turns.wait
 
     def window(self) -> RowWindow:
         """The window of the next exchange; row r * K + k belongs to slot k of the token in row r."""
         arrived, peers = self._turns.next()
-        return RowWindow(arrived, peers, self._turns.barriers[0], self._group.nranks, self._group.rank)
+        return RowWindow(arrived, peers, self._group.nranks, self._group.rank)

@@ -91,6 +91,7 @@ class _RowTrip(NamedTuple):
     def _moved(self, rows: Tensor, places: Tensor, from_there: Tensor) -> Tensor:
         window = self.channel.window()
         window.send(rows.detach(), places, OwnRows.TO_WINDOW)
+        self.channel.wait()
         return window.receive(from_there, own=window.arrived)
 
 
@@ -101,9 +102,8 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: 
     """
     slot, sizes = channel.slot(), (channel.experts_per_rank, channel.rows_per_rank)
     is_float8, ue8m0 = channel.float8 is not None, channel.float8 == _checks.UE8M0
-    to_peers = slot.beside_of_peers, channel.of_plans.peers, channel.of_plans.state
     token_rows, dropped, routed, *row_to_token = direct(
-        "rank_plan", ids, probs, *to_peers, *sizes, channel.capacity, is_float8
+        "rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity, is_float8
     )
     try:
         arrivals = channel.arrivals(slot.beside)
@@ -114,15 +114,13 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: 
             tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY, leaves_room=True)
         else:
             tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, writes_all=True, leaves_room=True)
+        direct("rank_join", slot.beside, False)
+        channel.wait()
         if is_float8:
-            channel.barrier.wait()
             (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)
             (tokens,) = direct("dequantize_1x128", slot.codes, scales, False, x.dtype.value)
         elif copies:
-            direct("rank_join", slot.beside, False)
             tokens = slot.rows.receive(arrivals.rows, to=tokens)
-        else:
-            channel.barrier.wait()
     finally:
         direct("rank_join", slot.beside, True)
     trip = _Trip(channel, ids, token_rows, arrivals.rows)
@@ -152,6 +150,7 @@ class _Dispatch(Call):
         channel, slot, trip = self.channel, self.channel.slot(), self.arrived.trip
         slot.rows.send(d_tokens, trip.arrived, OwnRows.STAY)
         direct("rank_put", d_probs, slot.beside_of_peers, channel.rows_per_rank)
+        channel.wait()
         d_x = slot.rows.receive(trip.token_rows, own=d_tokens)
         sizes = channel.experts_per_rank, channel.rows_per_rank
         (made,) = direct("rank_get", slot.beside, trip.ids, trip.token_rows, *sizes)
@@ -224,11 +223,13 @@ class Peers:
         def there(out: Tensor) -> Tensor:
             rows, parts = trip.channel.slot().rows, out.detach()
             rows.send(parts, trip.arrived, OwnRows.STAY)
+            trip.channel.wait()
             return rows.receive(trip.token_rows, own=parts)
 
         def back(gradient: Tensor) -> Tensor:
             rows = trip.channel.slot().rows
             tokens = rows.send(gradient.detach(), trip.token_rows, OwnRows.TO_NEW_MEMORY)
+            trip.channel.wait()
             return rows.receive(trip.arrived, to=tokens)
 
         return linear(_COMBINE, None, out, there, back)

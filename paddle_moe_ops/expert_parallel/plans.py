@@ -99,7 +99,7 @@ def _equal_parts_by_operators(
     topk, num_rows, num_experts = ids.shape[1], num_ranks * rows_of_rank, num_ranks * experts_of_rank
     records = filled([num_ranks, HEADER + 8 * rows_of_rank * topk], 0, "uint8", like=ids)
     sizes = experts_of_rank, rows_of_rank, rows_of_rank
-    token_rows, dropped, routed, row_to_token = direct("rank_plan", ids, probs, records, None, None, *sizes, True)
+    token_rows, dropped, routed, row_to_token = direct("rank_plan", ids, probs, records, *sizes, True)
     of_lines = direct("rank_records", records, topk, rows_of_rank, 0, num_experts)[0]
     first = (paddle.arange(num_ranks, dtype="int32") * experts_of_rank).unsqueeze(-1)
     local = (of_lines.reshape([num_ranks, rows_of_rank * topk]) - first).reshape([num_rows, topk])

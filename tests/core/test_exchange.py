@@ -15,7 +15,7 @@ from paddle_moe_ops.reference.permutation import sum_rows
 
 from ..params import SUM_DTYPES
 from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
-from .binding import Core, CoreError
+from .binding import Core
 from .guards import at_odd_address, is_poison, with_row_gaps
 from .operators.exchange import PERIOD, rank_receive, rank_send, receive_params, send_params
 
@@ -144,39 +144,3 @@ def test_maps_of_any_kind_equal_the_oracle(
     got = rank_receive(core, token_rows, *views, own, num_ranks, num_threads=num_threads, **options)
     due = oracle.receive_rows(token_rows, *views, own, num_ranks=num_ranks, **options)
     assert_same_numbers(got, due)
-
-
-def exchange(core: Core, tokens: int, columns: int, turn: int, missing: int | None = None) -> tuple[NDArray, ...]:
-    """What a rank has counted and told 40 ranks, after tokens were sent and received."""
-    num_ranks, rows = 40, 2
-    rng = np.random.default_rng([tokens, columns])
-    token_rows = rng.integers(-1, num_ranks * rows, (tokens, columns)).astype(np.int32)
-    views = [ordinary_floats((num_ranks * rows, 72), np.float32, seed=seed) for seed in range(3)]
-    state, counters = np.array([turn], np.int32), np.full((num_ranks, 5), -7, np.int32)
-    told = np.full((num_ranks, 5), np.int64(turn + 1).astype(np.int32))
-    if missing is not None:
-        told[missing, 0] = turn
-    sizes = {"rank": 3, "fetched": 3}
-    x = ordinary_floats((tokens, 72), np.float32, seed=5)
-    nowhere = [np.zeros_like(each) for each in views[:2]]
-    core.run("rank_send", send_params(x, token_rows, *nowhere, None, num_ranks, state=state, **sizes))
-    flags = {"flags": told.view(np.uint8), "flags_of_peers": counters.view(np.uint8), "flag_bytes": 20, "state": state}
-    sums = rank_receive(core, token_rows, *views, num_ranks, timeout_ms=20, **flags, **sizes)
-    assert_same_bits(sums, oracle.receive_rows(token_rows, *views, num_ranks=num_ranks, **sizes))
-    return state, counters
-
-
-@pytest.mark.parametrize("turn", [0, 7, 2**31 - 1])
-@pytest.mark.parametrize("columns", [0, 1, 3])
-@pytest.mark.parametrize("tokens", [0, 1, 70])
-def test_sending_counts_the_barrier_that_receiving_makes(core: Core, tokens: int, columns: int, turn: int) -> None:
-    state, counters = exchange(core, tokens, columns, turn)
-    assert state.tolist() == [np.int64(turn + 1).astype(np.int32)]
-    assert (counters[:, 0] == state).all()
-    assert (counters[:, 1:] == -7).all()
-
-
-@pytest.mark.cpu_only  # on a GPU it ends the context
-def test_receiving_names_the_rank_that_does_not_come(core: Core) -> None:
-    with pytest.raises(CoreError, match="rank 39 of the group did not answer"):
-        exchange(core, 9, 1, 4, missing=39)

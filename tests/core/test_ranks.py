@@ -23,7 +23,7 @@ from .operators.ranks import (
     rank_take,
     region_bytes,
 )
-from .structs import Bytes, Int, Int32s, Params, Size, fields
+from .structs import Bytes, Int32s, Params, Size, fields
 
 # tokens, slots, ranks, experts of a rank, rows of a region, capacity
 CASES = [
@@ -135,23 +135,20 @@ class _BarrierParams(Params):
     """pmo_rank_barrier_params"""
 
     _fields_ = fields(
-        (Size, "struct_size num_ranks region_bytes timeout_ms"),
-        (Bytes, "arrived peers"),
-        (Int32s, "state"),
-        (Int, "announced"),
+        (Size, "struct_size num_ranks region_bytes timeout_ms"), (Bytes, "arrived peers"), (Int32s, "state")
     )
 
 
-def barrier(
-    core: Core, turns_of_others: list[int], turn: int, timeout_ms: int, announced: bool = False
-) -> tuple[NDArray, NDArray]:
+def barrier(core: Core, turns_of_others: list[int], turn: int, timeout_ms: int) -> tuple[NDArray, NDArray]:
     """What the first of some ranks tells the others, and its state."""
     arrived = np.zeros((1 + len(turns_of_others), 16), np.int32)
     arrived[1:, 0] = turns_of_others
     arrived[0, 0] = np.int64(turn + 1).astype(np.int32)  # its own message
     peers, state = np.zeros_like(arrived), np.array([turn], np.int32)
-    sizes = {"num_ranks": len(arrived), "region_bytes": 64, "timeout_ms": timeout_ms, "announced": announced}
-    core.run("rank_barrier", _BarrierParams(**sizes, arrived=arrived, peers=peers, state=state))
+    params = _BarrierParams(
+        num_ranks=len(arrived), region_bytes=64, timeout_ms=timeout_ms, arrived=arrived, peers=peers, state=state
+    )
+    core.run("rank_barrier", params)
     return peers, state
 
 
@@ -163,26 +160,6 @@ def test_a_barrier_lets_pass_who_is_not_ahead(core: Core, turn: int) -> None:
         assert state.tolist() == [coming]
         assert (peers[:, 0] == coming).all()
         assert not peers[:, 1:].any()
-        peers, state = barrier(core, others, turn, 60_000, announced=True)
-        assert state.tolist() == [coming]
-        assert not peers.any()
-
-
-@pytest.mark.parametrize("turn", [0, 7, 2**31 - 1])
-@pytest.mark.parametrize("tokens", [0, 1, 300])
-def test_a_plan_tells_all_ranks_that_its_records_are_there(core: Core, tokens: int, turn: int) -> None:
-    ids, probs = drawn(tokens, 4, 3 * 5, np.int32)
-    expected = oracle.rank_plan(ids, 3, 5, 300, 300)
-    records = np.zeros((3, region_bytes(300, 4)), np.uint8)
-    flags, state = np.full((3, 5), -7, np.int32), np.array([turn], np.int32)
-    flag = {"flags": flags.view(np.uint8), "flag_bytes": 20, "state": state}
-    made = tuple(np.full_like(each, 7) for each in expected)
-    core.run("rank_plan", rank_plan_params(ids, probs, records, made, experts_per_rank=5, capacity=300, **flag))
-    for got, due in zip(made, expected, strict=True):
-        assert_same_bits(got, due)
-    assert (flags[:, 0] == np.int64(turn + 1).astype(np.int32)).all()
-    assert (flags[:, 1:] == -7).all()
-    assert state.tolist() == [turn]
 
 
 @pytest.mark.cpu_only  # on a GPU it ends the context

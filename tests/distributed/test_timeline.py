@@ -15,14 +15,14 @@ from benchmarks.expert_parallel.timeline_report import Recorded, picture
 from . import processes
 
 FORWARD = [
-    *("dispatch plan", "dispatch send", "dispatch wait", "dispatch receive", "routing route"),
+    *("dispatch plan", "dispatch send", "dispatch wait", "dispatch wait", "dispatch receive", "routing route"),
     "products products",
-    *(f"combine {step}" for step in ("send", "receive")),
+    *(f"combine {step}" for step in ("send", "wait", "receive")),
 ]
 BACKWARD = [
-    *(f"combine {step}" for step in ("send", "receive")),
+    *(f"combine {step}" for step in ("send", "wait", "receive")),
     "products products",
-    *(f"dispatch {step}" for step in ("send", "write", "receive", "read")),
+    *(f"dispatch {step}" for step in ("send", "write", "wait", "receive", "read")),
 ]
 
 

@@ -42,12 +42,12 @@ def good_calls() -> dict[str, list[Any]]:
     rows, row_to_token = np.zeros([S, H], np.float32), np.array([0, 2, -1, -1], np.int32)
     codes = np.zeros([S, H], ml_dtypes.float8_e4m3fn)
     return {
-        "rank_plan": [IDS, PROBS, region, *FLAGS[1:], E, S, S, True],
+        "rank_plan": [IDS, PROBS, region, E, S, S, True],
         "rank_records": [region, K, S, 0, E],
         "rank_arrivals": [region, *FLAGS, 1000, K, S, 0, E],
         "rank_join": [region, True],
-        "rank_send": [X, TOKEN_ROWS, rows, rows.copy(), FLAGS[2], 1, 0, 3, TO_WINDOW, False],
-        "rank_receive": [TOKEN_ROWS, rows, rows.copy(), *FLAGS, rows.copy(), None, 1000, 1, 0, 3],
+        "rank_send": [X, TOKEN_ROWS, rows, rows.copy(), 1, 0, 3, TO_WINDOW, False],
+        "rank_receive": [TOKEN_ROWS, rows, rows.copy(), rows.copy(), None, 1, 0, 3],
         "rank_quantize": [X, TOKEN_ROWS, row_to_token, codes, False, 1e-4],
         "rank_put": [np.zeros([S, K], np.float32), region, S],
         "rank_take": [region, S, 1, True],
@@ -68,20 +68,19 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
     region = tensor(np.full([1, REGION], 7, np.uint8), place)
     views = [tensor(np.full([S, H], 7, np.float32), place) for _ in range(2)]
     x, ids, probs = (tensor(each, place) for each in (X, IDS, PROBS))
-    token_rows, dropped, routed, row_to_token = direct("rank_plan", ids, probs, region, None, None, E, S, S, True)
+    token_rows, dropped, routed, row_to_token = direct("rank_plan", ids, probs, region, E, S, S, True)
     assert to_numpy(row_to_token).tolist() == [0, 2, -1, -1]
     assert to_numpy(routed).tolist() == [2, 1, 1]
+    assert len(direct("rank_plan", ids, probs, region, E, S, S, False)) == 3
     assert to_numpy(token_rows).tolist() == TOKEN_ROWS.tolist()
     assert to_numpy(dropped).tolist() == [0]
-    (rows,) = direct("rank_send", x, token_rows, *views, None, 1, 0, 3, TO_NEW_MEMORY, True)
+    (rows,) = direct("rank_send", x, token_rows, *views, 1, 0, 3, TO_NEW_MEMORY, True)
     assert all((to_numpy(each) == 7).all() for each in views)
     got_ids, got_probs, own = direct("rank_records", region, K, S, 0, E)
     assert to_numpy(got_ids).tolist() == [[0, 2], [1, 0], [-1, -1], [-1, -1]]
     assert to_numpy(got_probs).tolist() == [[0.5, 0.25], [3, 4], [0, 0], [0, 0]]
     flags = tensor(np.zeros([1, 64], np.uint8), place)
     state = tensor(np.zeros([1], np.int32), place)
-    assert len(direct("rank_plan", ids, probs, region, flags, state, E, S, S, False)) == 3
-    assert to_numpy(flags).view(np.int32)[0].tolist() == [1] + [0] * 15
     made = direct("rank_arrivals", region, flags, flags, state, 1000, K, S, 0, E)
     for waits_for_routing in (False, True):
         direct("rank_join", region, waits_for_routing)
@@ -104,10 +103,9 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
         if name != "row_probs":
             assert_bits_equal(each, getattr(due, name), what=name)
     assert to_numpy(state).tolist() == to_numpy(flags)[0, :1].tolist() == [1]
-    barrier = flags, flags, state
-    (out,) = direct("rank_receive", own, *views, *barrier, None, rows, 1000, 1, 0, 3)
+    (out,) = direct("rank_receive", own, *views, None, rows, 1, 0, 3)
     assert to_numpy(out).tolist() == to_numpy(rows).tolist() == [*X[[0, 2]].tolist(), *np.zeros([2, H]).tolist()]
-    (sums,) = direct("rank_receive", token_rows, *views, *barrier, rows, None, 1000, 1, 0, 3)
+    (sums,) = direct("rank_receive", token_rows, *views, rows, None, 1, 0, 3)
     assert to_numpy(sums).tolist() == [X[0].tolist(), [0.0] * H, X[2].tolist()]
     values = tensor(np.arange(S * K, dtype=np.float32).reshape(S, K), place)
     direct("rank_put", values, region, S)
@@ -142,20 +140,16 @@ def test_rows_for_another_rank_are_written_there_or_lie_where_it_fetches_them(pl
     lines = tensor(np.arange(2 * S, dtype=np.int32)[:, None], place)
     arrived, peers = (tensor(np.zeros([2 * S, H], np.float32), place) for _ in range(2))
     options = 2, 0, fetched  # this is rank 0 of 2
-    state = tensor(np.zeros([1], np.int32), place)
-    direct("rank_send", tensor(x, place), lines, arrived, peers, state, *options, STAY, False)
-    assert to_numpy(state).tolist() == [1]
+    direct("rank_send", tensor(x, place), lines, arrived, peers, *options, STAY, False)
     stays = is_fetched(np.arange(S), fetched)[:, None]
     assert_same_bits(to_numpy(arrived)[S:], np.where(stays, x[S:], 0))
     assert_same_bits(to_numpy(peers)[S:], np.where(stays, 0, x[S:]))
     assert not to_numpy(arrived)[:S].any()
     assert not to_numpy(peers)[:S].any()
     # as if rank 1 had done the same
-    flags = [tensor(np.ones([2, 64], np.uint8), place) for _ in range(2)]
     both = tensor(np.array([[0, S + 1], [2, -1]], np.int32), place)
     theirs = [tensor(x + offset, place) for offset in (100, 200)]
-    (sums,) = direct("rank_receive", both, *theirs, *flags, state, tensor(x, place), None, 1000, *options)
-    assert to_numpy(flags[1]).view(np.int32)[:, 0].tolist() == [1, 1]
+    (sums,) = direct("rank_receive", both, *theirs, tensor(x, place), None, *options)
     other = x[S + 1] + (200 if is_fetched(np.array(1), fetched) else 100)
     assert_same_bits(to_numpy(sums), np.stack([x[0] + other, x[2]]))
 
@@ -180,11 +174,7 @@ BAD_CALLS = [
     ("rank_plan", 2, WIDE[0], "the window must be of shape [any, any], but got [128]"),
     ("rank_plan", 2, WIDE.astype(np.int32), "the window must be uint8, but got int32"),
     ("rank_plan", 2, WIDE[:1, :100], "region must be a multiple of 4 that holds a region"),
-    ("rank_plan", 3, WIDE.astype(np.int32), "the window must be uint8, but got int32"),
-    ("rank_plan", 3, None, "flags and their state must be given together"),
-    ("rank_plan", 4, np.zeros([2], np.int32), "the state must be of shape [1], but got [2]"),
-    ("rank_plan", 4, np.zeros([1], np.float32), "the state must be int32, but got float32"),
-    ("rank_plan", 7, S + 1, "capacity must be from 0 to rows_per_rank"),
+    ("rank_plan", 5, S + 1, "capacity must be from 0 to rows_per_rank"),
     ("rank_records", 4, 0, "num_experts must be in [1, 2^16]"),
     ("rank_arrivals", 1, WIDE, HERE),
     ("rank_arrivals", 3, np.zeros([2], np.int32), "the state must be of shape [1], but got [2]"),
@@ -197,16 +187,12 @@ BAD_CALLS = [
     ("rank_send", 2, np.zeros([S, H], np.int32), "the window must be float32, but got int32"),
     ("rank_send", 3, np.zeros([S, H], np.int32), "the window must be float32, but got int32"),
     ("rank_send", 3, np.zeros([S, H + 1], np.float32), "the window must be of shape [4, 5], but got [4, 6]"),
-    ("rank_send", 4, np.zeros([2], np.int32), "the state must be of shape [1], but got [2]"),
-    ("rank_send", 5, 3, HERE),
-    ("rank_send", 6, 1, "rank must be one of num_ranks"),
-    ("rank_send", 7, 9, "fetched must be from 0 to PMO_FETCHED_PERIOD"),
-    ("rank_receive", 3, WIDE, HERE),
-    ("rank_receive", 4, np.zeros([1, 60], np.uint8), HERE),
-    ("rank_receive", 5, np.zeros([2], np.int32), "the state must be of shape [1], but got [2]"),
-    ("rank_receive", 6, None, EITHER),
-    ("rank_receive", 6, X, "the rows must be of shape [4, 5], but got [3, 5]"),
-    ("rank_receive", 7, np.zeros([T, H], np.float32), EITHER),
+    ("rank_send", 4, 3, HERE),
+    ("rank_send", 5, 1, "rank must be one of num_ranks"),
+    ("rank_send", 6, 9, "fetched must be from 0 to PMO_FETCHED_PERIOD"),
+    ("rank_receive", 3, None, EITHER),
+    ("rank_receive", 3, X, "the rows must be of shape [4, 5], but got [3, 5]"),
+    ("rank_receive", 4, np.zeros([T, H], np.float32), EITHER),
     ("rank_quantize", 0, X[0], "x must be of shape [any, any], but got [5]"),
     ("rank_quantize", 2, np.array(0, np.int32), "the map must have a line for each row"),
     ("rank_quantize", 3, np.zeros([S, H], np.float32), "the window must be float8_e4m3fn, but got float32"),

@@ -30,13 +30,6 @@ int check_regions(int64_t num_ranks, int64_t rows_per_rank, int64_t topk, int64_
 
 constexpr int64_t kRecordBytes = 8;
 
-int check_flags(const void* flags, int64_t flag_bytes, const int32_t* state) {
-  PMO_REQUIRE(flag_bytes % 4 == 0 && flag_bytes >= 4, "flag_bytes", "a multiple of 4, at least 4");
-  PMO_REQUIRE_ARRAY(static_cast<const int32_t*>(flags), 1, "flags");
-  PMO_REQUIRE_ARRAY(state, 1, "state");
-  return PMO_OK;
-}
-
 }  // namespace
 
 int check_rank_plan(const pmo_rank_plan_params& p) {
@@ -56,7 +49,7 @@ int check_rank_plan(const pmo_rank_plan_params& p) {
   PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_token, "row_to_token");
   PMO_REQUIRE_ARRAY(p.dropped, 1, "dropped");
   PMO_REQUIRE_ARRAY(p.routed, 1, "routed");
-  return p.flags == nullptr ? PMO_OK : check_flags(p.flags, p.flag_bytes, p.state);
+  return PMO_OK;
 }
 
 int check_rank_records(const pmo_rank_records_params& p) {
@@ -146,7 +139,6 @@ int check_rows(const Params& p) {
 int check_rank_send(const pmo_rank_send_params& p) {
   if (const int status = check_rows(p)) return status;
   PMO_REQUIRE(p.x != nullptr || p.num_tokens * p.hidden == 0, "x", "given");
-  PMO_REQUIRE_OPTIONAL_ARRAY(p.state, "state");
   return PMO_OK;
 }
 
@@ -154,10 +146,7 @@ int check_rank_receive(const pmo_rank_receive_params& p) {
   if (const int status = check_rows(p)) return status;
   PMO_REQUIRE(p.own != nullptr || p.max_rows_per_token <= 1, "own", "given where tokens have several rows");
   PMO_REQUIRE(p.out != nullptr || p.num_tokens * p.hidden == 0, "out", "given");
-  if (p.flags == nullptr) return PMO_OK;
-  PMO_REQUIRE(p.timeout_ms >= 0, "timeout_ms", ">= 0");
-  if (const int status = check_flags(p.flags, p.flag_bytes, p.state)) return status;
-  return check_flags(p.flags_of_peers, p.flag_bytes, p.state);
+  return PMO_OK;
 }
 
 int check_rank_barrier(const pmo_rank_barrier_params& p) {

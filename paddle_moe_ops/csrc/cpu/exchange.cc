@@ -12,7 +12,6 @@
 #include "common/dtypes.h"
 #include "common/regions.h"
 #include "common/status.h"
-#include "cpu/flags.h"
 #include "cpu/pool.h"
 #include "cpu/row_kernels.h"
 #include "cpu/streaming.h"
@@ -24,7 +23,6 @@ namespace {
 
 int send(const pmo_rank_send_params& p) {
   if (const int status = check_rank_send(p)) return status;
-  if (p.state != nullptr) *p.state = static_cast<int32_t>(static_cast<uint32_t>(*p.state) + 1);
   const int64_t row_bytes = p.hidden * dtype_size(p.dtype), stride = p.x_row_stride * dtype_size(p.dtype);
   if (row_bytes == 0) return PMO_OK;
   const int64_t bytes = p.num_tokens * (1 + p.max_rows_per_token) * row_bytes;
@@ -44,11 +42,6 @@ int send(const pmo_rank_send_params& p) {
 
 int receive(const pmo_rank_receive_params& p) {
   if (const int status = check_rank_receive(p)) return status;
-  if (p.flags != nullptr) {
-    const auto turn = static_cast<uint32_t>(*p.state);
-    tell_ranks(p.flags_of_peers, p.flag_bytes, p.num_ranks, turn);
-    if (const int status = await_ranks(p.flags, p.flag_bytes, p.num_ranks, turn, p.timeout_ms)) return status;
-  }
   const int64_t row_bytes = p.hidden * dtype_size(p.dtype), own_stride = p.own_row_stride * dtype_size(p.dtype);
   if (row_bytes == 0) return PMO_OK;
   const RowKernels& kernels = row_kernels(p.dtype);

@@ -5,13 +5,15 @@
 #include "pmo/ranks.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "common/checks.h"
 #include "common/regions.h"
 #include "common/status.h"
-#include "cpu/flags.h"
 #include "cpu/pool.h"
 
 namespace pmo {
@@ -53,7 +55,6 @@ int plan(const pmo_rank_plan_params& p) {
         static_cast<int32_t>(std::min<int64_t>(counts[rank], p.capacity));
   }
   *p.dropped = dropped;
-  if (p.flags != nullptr) tell_ranks(p.flags, p.flag_bytes, p.num_ranks, static_cast<uint32_t>(*p.state) + 1);
   return PMO_OK;
 }
 
@@ -105,10 +106,22 @@ int rows(const pmo_rank_rows_params& p) {
 
 int barrier(const pmo_rank_barrier_params& p) {
   if (const int status = check_rank_barrier(p)) return status;
+  const auto counter = [&](const void* regions, int64_t rank) {
+    return reinterpret_cast<uint32_t*>(const_cast<char*>(static_cast<const char*>(regions)) + rank * p.region_bytes);
+  };
   const uint32_t turn = static_cast<uint32_t>(p.state[0]) + 1;
   p.state[0] = static_cast<int32_t>(turn);
-  if (p.announced == 0) tell_ranks(p.peers, p.region_bytes, p.num_ranks, turn);
-  return await_ranks(p.arrived, p.region_bytes, p.num_ranks, turn, p.timeout_ms);
+  for (int64_t rank = 0; rank < p.num_ranks; ++rank) __atomic_store_n(counter(p.peers, rank), turn, __ATOMIC_RELEASE);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(p.timeout_ms);
+  for (int64_t rank = 0; rank < p.num_ranks; ++rank) {
+    while (static_cast<int32_t>(__atomic_load_n(counter(p.arrived, rank), __ATOMIC_ACQUIRE) - turn) < 0) {
+      if (std::chrono::steady_clock::now() > deadline) {
+        return fail(PMO_INTERNAL, "rank " + std::to_string(rank) + " of the group did not answer");
+      }
+      std::this_thread::yield();
+    }
+  }
+  return PMO_OK;
 }
 
 }  // namespace

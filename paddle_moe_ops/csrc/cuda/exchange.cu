@@ -23,7 +23,6 @@
 #include "common/checks.h"
 #include "common/dtypes.h"
 #include "common/regions.h"
-#include "cuda/flags.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vectors.cuh"
 #include "cuda/warp_rows.cuh"
@@ -64,37 +63,11 @@ __device__ Pointer of_lane(Pointer pointer, int lane) {
   return reinterpret_cast<Pointer>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
-// A barrier of all ranks, which a launch of pieces makes before it takes what they sent: each warp waits by itself, and the first block
-// tells the others. That saves a launch and a boundary between kernels.
-__device__ void meet(const pmo_rank_receive_params& p, int64_t tokens_before) {
-  if (p.flags == nullptr || tokens_before > 0) return;
-  const auto turn = static_cast<uint32_t>(*p.state);
-  if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
-    __threadfence_system();  // what kernels before this one wrote
-    for (int64_t rank = threadIdx.x; rank < p.num_ranks; rank += kWarpSize) {
-      tell_rank(p.flags_of_peers, p.flag_bytes, rank, turn);
-    }
-  }
-  for (int64_t rank = threadIdx.x % kWarpSize; rank < p.num_ranks; rank += kWarpSize) {
-    await_rank(p.flags, p.flag_bytes, rank, turn, p.timeout_ms);
-  }
-  __syncwarp();
-}
-
-__device__ void count_exchange(const pmo_rank_send_params& p) {
-  if (p.state != nullptr) *p.state = static_cast<int32_t>(static_cast<uint32_t>(*p.state) + 1);
-}
-
-// What remains of a launch where there are no rows.
-__global__ void send_nothing(const __grid_constant__ pmo_rank_send_params p) { count_exchange(p); }
-__global__ void receive_nothing(const __grid_constant__ pmo_rank_receive_params p) { meet(p, 0); }
-
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     send_pieces(const __grid_constant__ pmo_rank_send_params p, int64_t tokens_before, int parts, int64_t row_bytes,
                 int64_t stride) {
   using Access = Vector<kBytes>;
-  if (tokens_before == 0 && blockIdx.x == 0 && threadIdx.x == 0) count_exchange(p);
   const Piece piece(p, tokens_before, parts, kHeld, row_bytes / kBytes);
   if (piece.token < 0) return;
   const int lane = threadIdx.x % kWarpSize;
@@ -134,7 +107,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const Piece piece(p, tokens_before, parts, kHeld, row_bytes / kBytes);
   if (piece.token < 0) return;
   const int32_t row = p.max_rows_per_token == 0 ? -1 : __ldg(p.token_rows + piece.token);
-  meet(p, tokens_before);
   const bool is_row = row >= 0 && row < p.num_ranks * p.rows_per_rank;
   const char* from = is_row ? received_from(p, row, row_bytes, own_stride) : nullptr;
   if (is_row && from == nullptr) return;
@@ -173,7 +145,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
   for (int64_t begin = 0;; begin += kWarpSize) {
     const WarpRows listed(all, piece.token, begin);
-    if (begin == 0) meet(p, tokens_before);
     const char* own_source = listed.is_used() ? received_from(p, listed.row, row_bytes, own_stride) : nullptr;
     count += __popc(listed.used);
 #pragma unroll 1
@@ -229,9 +200,7 @@ int launch_pieces(const char* name, void (*kernel)(Params, int64_t, int, int64_t
 int send(const pmo_rank_send_params& p, cudaStream_t stream) {
   if (const int status = check_rank_send(p)) return status;
   const int64_t row_bytes = p.hidden * dtype_size(p.dtype), stride = p.x_row_stride * dtype_size(p.dtype);
-  if (row_bytes * p.num_tokens * p.max_rows_per_token == 0) {
-    return p.state == nullptr ? PMO_OK : launch("send_nothing", send_nothing, {1, 1}, stream, p);
-  }
+  if (row_bytes * p.num_tokens * p.max_rows_per_token == 0) return PMO_OK;
   size_t shared_bytes = 0;
   int device = 0;
   if (p.leaves_room != 0) {  // memory that nothing uses: there is none for one more block
@@ -257,9 +226,7 @@ int send(const pmo_rank_send_params& p, cudaStream_t stream) {
 int receive(const pmo_rank_receive_params& p, cudaStream_t stream) {
   if (const int status = check_rank_receive(p)) return status;
   const int64_t row_bytes = p.hidden * dtype_size(p.dtype), stride = p.own_row_stride * dtype_size(p.dtype);
-  if (row_bytes * p.num_tokens == 0) {
-    return p.flags == nullptr ? PMO_OK : launch("receive_nothing", receive_nothing, {1, kWarpSize}, stream, p);
-  }
+  if (row_bytes * p.num_tokens == 0) return PMO_OK;
   const uintptr_t between = p.own != nullptr && p.num_ranks * p.rows_per_rank > 1 ? static_cast<uintptr_t>(stride) : 0;
   const std::initializer_list<uintptr_t> values = {
       address(p.arrived), address(p.peers), address(p.own), address(p.out), static_cast<uintptr_t>(row_bytes), between};

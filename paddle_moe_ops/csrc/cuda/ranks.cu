@@ -5,15 +5,15 @@
 //
 // plan: a lane for each slot, up to 32 lanes for each token. A first launch counts the tokens of a block for each rank; the second one adds
 // up what the blocks before have, ranks its own tokens by ballots, writes maps here and records at the other ranks, and counts the tokens
-// of each expert by atomic additions, in shared memory first. Its last block tells the other ranks, if asked to: a barrier that begins
-// later has to wait in line with the rows that are sent by then. Bytes moved: ids are read twice (P times as often with more than 32
-// slots), maps written once, and 8 * K bytes to another GPU for each of the token's rows.
-// barrier: one block, a thread for each rank, which tells it, unless that has been done, and waits for it.
+// of each expert by atomic additions, in shared memory first. Bytes moved: ids are read twice (P times as often with more than 32 slots),
+// maps written once, and 8 * K bytes to another GPU for each of the token's rows.
+// barrier: one block, a thread for each rank, which tells it and waits for it.
 #include "pmo/ranks.h"
+
+#include <cstdio>
 
 #include "common/checks.h"
 #include "common/regions.h"
-#include "cuda/flags.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vectors.cuh"
 
@@ -32,18 +32,14 @@ struct PlanBlocks {
   int lanes;
   int64_t tokens, blocks;  // tokens of a block
   int32_t* counts;         // [P, blocks] tokens of the block that go to the rank
-  int32_t* finished;       // [1] blocks that have written what they had to write
 
   explicit PlanBlocks(const pmo_rank_plan_params& p) : lanes(1) {
     while (lanes < p.topk && lanes < kWarpSize) lanes *= 2;
     tokens = kPlanThreads / lanes;
     blocks = divide_up(p.num_tokens, tokens);
     counts = static_cast<int32_t*>(p.workspace);
-    finished = counts + blocks * p.num_ranks;
   }
-  int64_t bytes(const pmo_rank_plan_params& p) const {
-    return (blocks * p.num_ranks + 1) * static_cast<int64_t>(sizeof(int32_t));
-  }
+  int64_t bytes(const pmo_rank_plan_params& p) const { return blocks * p.num_ranks * static_cast<int64_t>(sizeof(int32_t)); }
 };
 
 // One lane of a token, which has the token's slots from number `slot` on, every `lanes`th.
@@ -104,7 +100,7 @@ class TokenLane {
 
 __global__ void __launch_bounds__(kPlanThreads) count_tokens(const __grid_constant__ pmo_rank_plan_params p, PlanBlocks plan) {
   __shared__ int32_t of_warps[kRanksAtOnce][kPlanWarps];
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.dropped = *plan.finished = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.dropped = 0;
   for (int64_t expert = blockIdx.x * int64_t{kPlanThreads} + threadIdx.x; expert < p.num_ranks * p.experts_per_rank;
        expert += int64_t{gridDim.x} * kPlanThreads) {
     p.routed[expert] = 0;
@@ -124,17 +120,6 @@ __global__ void __launch_bounds__(kPlanThreads) count_tokens(const __grid_consta
     }
     __syncthreads();
   }
-}
-
-// Tells all ranks that this one has come so far, after all blocks have. The last block to come here does it.
-__device__ void announce(const pmo_rank_plan_params& p, int32_t* finished) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  if (atomicAdd(finished, 1) + 1 < static_cast<int32_t>(gridDim.x)) return;
-  __threadfence_system();
-  const uint32_t turn = static_cast<uint32_t>(*p.state) + 1;
-  for (int64_t rank = 0; rank < p.num_ranks; ++rank) tell_rank(p.flags, p.flag_bytes, rank, turn);
 }
 
 __global__ void __launch_bounds__(kPlanThreads) place_tokens(const __grid_constant__ pmo_rank_plan_params p, PlanBlocks plan) {
@@ -205,27 +190,26 @@ __global__ void __launch_bounds__(kPlanThreads) place_tokens(const __grid_consta
   if (lane.token < p.num_tokens && lane.is_first()) {
     for (; made < columns; ++made) rows[made] = -1;
   }
-  if (p.flags != nullptr) announce(p, plan.finished);
 }
 
 // No token goes anywhere.
-__global__ void clear_counts(const __grid_constant__ pmo_rank_plan_params p, int32_t* finished) {
-  if (threadIdx.x == 0) *p.dropped = *finished = 0;
+__global__ void clear_counts(const __grid_constant__ pmo_rank_plan_params p) {
+  if (threadIdx.x == 0) *p.dropped = 0;
   for (int64_t expert = threadIdx.x; expert < p.num_ranks * p.experts_per_rank; expert += kPlanThreads) p.routed[expert] = 0;
   for (int64_t rank = threadIdx.x; rank < p.num_ranks; rank += kPlanThreads) {
     *Records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk).count = 0;
   }
-  if (p.flags != nullptr) announce(p, finished);
 }
 
 int plan(const pmo_rank_plan_params& p, cudaStream_t stream) {
   if (const int status = check_rank_plan(p)) return status;
   const PlanBlocks blocks(p);
-  PMO_REQUIRE(is_aligned(blocks.counts) && blocks.counts != nullptr && p.workspace_bytes >= blocks.bytes(p), "workspace",
-              "4-byte aligned and as large as pmo_rank_plan_cuda_workspace_bytes says");
+  PMO_REQUIRE(
+      blocks.blocks == 0 || (is_aligned(blocks.counts) && blocks.counts != nullptr && p.workspace_bytes >= blocks.bytes(p)),
+      "workspace", "4-byte aligned and as large as pmo_rank_plan_cuda_workspace_bytes says");
   const int64_t rows = p.num_ranks * p.rows_per_rank;
   if (rows > 0 && p.row_to_token != nullptr) PMO_CUDA(cudaMemsetAsync(p.row_to_token, 0xFF, rows * sizeof(int32_t), stream));
-  if (p.num_tokens * p.topk == 0) return launch("clear_counts", clear_counts, {1, kPlanThreads}, stream, p, blocks.finished);
+  if (p.num_tokens * p.topk == 0) return launch("clear_counts", clear_counts, {1, kPlanThreads}, stream, p);
   Grid grid = {static_cast<unsigned>(blocks.blocks), kPlanThreads};
   if (const int status = launch("count_tokens", count_tokens, grid, stream, p, blocks)) return status;
   const int64_t experts = p.num_ranks * p.experts_per_rank;
@@ -305,13 +289,36 @@ int rows(const pmo_rank_rows_params& p, cudaStream_t stream) {
   return launch("place_rows", place_rows, {grid_for(p.num_rows, kThreads), kThreads}, stream, p);
 }
 
+__device__ uint32_t load_acquire(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ void store_release(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
 __global__ void wait_for_ranks(const __grid_constant__ pmo_rank_barrier_params p) {
+  const int64_t region = int64_t{threadIdx.x} * p.region_bytes;
   const uint32_t turn = static_cast<uint32_t>(p.state[0]) + 1;
-  if (p.announced == 0) {
-    __threadfence_system();  // what kernels before this one wrote
-    tell_rank(p.peers, p.region_bytes, threadIdx.x, turn);
+  __threadfence_system();  // what kernels before this one wrote
+  store_release(reinterpret_cast<uint32_t*>(static_cast<char*>(p.peers) + region), turn);
+  const auto* arrived = reinterpret_cast<const uint32_t*>(static_cast<const char*>(p.arrived) + region);
+  const uint64_t begin = nanoseconds(), most = static_cast<uint64_t>(p.timeout_ms) * 1000000;
+  while (static_cast<int32_t>(load_acquire(arrived) - turn) < 0) {
+    if (nanoseconds() - begin > most) {
+      printf("paddle_moe_ops: ExpertParallel: rank %d of the group did not answer\n", static_cast<int>(threadIdx.x));
+      __trap();
+    }
+    __nanosleep(40);
   }
-  await_rank(p.arrived, p.region_bytes, threadIdx.x, turn, p.timeout_ms);
   __syncthreads();
   if (threadIdx.x == 0) p.state[0] = static_cast<int32_t>(turn);
 }

@@ -22,7 +22,6 @@ using namespace pmo::binding;  // NOLINT: this file is the operators' own
 constexpr char kFunction[] = "ExpertParallel";
 constexpr char kNoMemory[] = "the window must be memory that ranks share";
 constexpr char kEither[] = "either rows of this rank or memory that has them must be given";
-constexpr char kFlagsAndState[] = "flags and their state must be given together";
 constexpr char kNoLines[] = "the map must have a line for each row";
 
 // Memory that ranks share as a tensor [rows, columns] on the device of `like`. The memory is never freed.
@@ -46,18 +45,9 @@ int64_t ranks_of(const paddle::Tensor& window) {
   return window.shape()[0];
 }
 
-int32_t* state_of(const paddle::Tensor& state) {
-  require_dtype(state, paddle::DataType::INT32, kFunction, "the state");
-  require_shape(state, {1}, kFunction, "the state");
-  return const_cast<int32_t*>(state.data<int32_t>());
-}
-
-// With `peers` and `state`, those of the next barrier, all ranks are told that the records are there.
-Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const paddle::Tensor& records,
-                  const paddle::optional<paddle::Tensor>& peers, const paddle::optional<paddle::Tensor>& state,
-                  int64_t experts_per_rank, int64_t rows_per_rank, int64_t capacity, bool by_row) {
-  const Target target(kFunction, {&ids, &probs, &records}, {peers ? &*peers : nullptr, state ? &*state : nullptr});
-  require(peers.is_initialized() == state.is_initialized(), kFunction, kFlagsAndState);
+Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const paddle::Tensor& records, int64_t experts_per_rank,
+                  int64_t rows_per_rank, int64_t capacity, bool by_row) {
+  const Target target(kFunction, {&ids, &probs, &records});
   require_rank(ids, 2, kFunction, "ids");
   require_shape(probs, ids.shape(), kFunction, "probs");
   require_dtype(probs, paddle::DataType::FLOAT32, kFunction, "probs");
@@ -74,10 +64,6 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
   p.ids_kind = index_kind(ids, kFunction, "ids");
   p.probs = dense_probs.data<float>();
   p.records = regions(records, p.num_ranks, &p.region_bytes);
-  if (peers) {
-    p.flags = regions(*peers, p.num_ranks, &p.flag_bytes);
-    p.state = state_of(*state);
-  }
   paddle::Tensor token_rows = empty_int32({p.num_tokens, std::min(p.num_ranks, p.topk)}, ids);
   paddle::Tensor dropped = empty_int32({1}, ids);
   paddle::Tensor routed = empty_int32({p.num_ranks * experts_per_rank}, ids);
@@ -130,7 +116,9 @@ Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_p
 }
 
 void wait_for_ranks(const Target& target, const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
-                    int64_t timeout_ms, bool announced) {
+                    int64_t timeout_ms) {
+  require_dtype(state, paddle::DataType::INT32, kFunction, "the state");
+  require_shape(state, {1}, kFunction, "the state");
   pmo_rank_barrier_params p = {};
   p.struct_size = sizeof(p);
   p.num_ranks = ranks_of(arrived);
@@ -139,20 +127,19 @@ void wait_for_ranks(const Target& target, const paddle::Tensor& arrived, const p
   p.arrived = regions(arrived, p.num_ranks, &p.region_bytes);
   p.peers = regions(peers, p.num_ranks, &of_peers);
   require(of_peers == p.region_bytes, kFunction, kNoMemory);
-  p.state = state_of(state);
-  p.announced = announced;
+  p.state = const_cast<int32_t*>(state.data<int32_t>());
   check_status(PMO_CALL(target, rank_barrier, &p), kFunction);
 }
 
 Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
                      int64_t timeout_ms) {
-  wait_for_ranks(Target(kFunction, {&arrived, &peers, &state}), arrived, peers, state, timeout_ms, false);
+  wait_for_ranks(Target(kFunction, {&arrived, &peers, &state}), arrived, peers, state, timeout_ms);
   return {state};
 }
 
-// What rank_records makes, once all ranks have told this one that their records are there (rank_plan), and the ten tensors of a plan of the
-// ids; on a GPU it has room for all slots. There all of this, and one more tensor, must live until rank_join: what is called until then
-// runs at the same time. rank_join waits for all of this, or for what rank_records makes, which is also when the next barrier may begin.
+// What rank_records makes, once all ranks have written their records, and the ten tensors of a plan of the ids; on a GPU it has room for
+// all slots. There all of this, and one more tensor, must live until rank_join: what is called until then runs at the same time.
+// rank_join waits for all of it, or only for what rank_records makes: other barriers may follow, and rows be received, while all is routed.
 Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arrived, const paddle::Tensor& peers,
                       const paddle::Tensor& state, int64_t timeout_ms, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
                       int64_t num_experts) {
@@ -173,7 +160,7 @@ Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arriv
   if (target.is_gpu()) prepare_plan();
   target.fork();
   try {
-    wait_for_ranks(aside, arrived, peers, state, timeout_ms, true);
+    wait_for_ranks(aside, arrived, peers, state, timeout_ms);
     check_status(PMO_CALL(aside, rank_records, &p), kFunction);
     target.mark();
     if (!target.is_gpu()) prepare_plan();  // which counts the ids
@@ -222,16 +209,14 @@ void set_window(Params* p, const paddle::Tensor& rows, const paddle::Tensor& tok
 // Where the rows of this rank's own go: nowhere, since they are read where they are; to the window; to new memory, which is returned.
 enum OwnRows : int64_t { kStay, kToWindow, kToNewMemory };
 
-// Rows of x to where other ranks get them. With `state` rank_receive makes the barrier, else rank_barrier.
+// Rows of x to where other ranks get them.
 Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
-                  const paddle::Tensor& peers, const paddle::optional<paddle::Tensor>& state, int64_t num_ranks, int64_t rank,
-                  int64_t fetched, int64_t own, bool leaves_room) {
-  const Target target(kFunction, {&x, &token_rows, &arrived, &peers}, {state ? &*state : nullptr});
+                  const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched, int64_t own, bool leaves_room) {
+  const Target target(kFunction, {&x, &token_rows, &arrived, &peers});
   require_rank(x, 2, kFunction, "x");
   pmo_rank_send_params p = {};
   set_window(&p, x, token_rows, arrived, peers, num_ranks, rank, fetched);
   p.leaves_room = leaves_room;
-  if (state) p.state = state_of(*state);
   require_shape(x, {p.num_tokens, p.hidden}, kFunction, "x");
   const Matrix source(x);
   const paddle::Tensor rows = dense(token_rows);
@@ -250,24 +235,15 @@ Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
   return {own_rows};
 }
 
-// The sums of the rows that ranks sent; without `own`, which are the rows of this rank itself, in `to`, where those are already. `state` is
-// what rank_send was given, and the flags are those of that barrier.
+// The sums of the rows that ranks sent; without `own`, which are the rows of this rank itself, in `to`, where those are already.
 Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arrived, const paddle::Tensor& peers,
-                     const paddle::Tensor& flags, const paddle::Tensor& flags_of_peers, const paddle::Tensor& state,
-                     const paddle::optional<paddle::Tensor>& own, const paddle::optional<paddle::Tensor>& to, int64_t timeout_ms,
-                     int64_t num_ranks, int64_t rank, int64_t fetched) {
-  const Target target(kFunction, {&token_rows, &arrived, &peers, &flags, &flags_of_peers, &state},
-                      {own ? &*own : nullptr, to ? &*to : nullptr});
+                     const paddle::optional<paddle::Tensor>& own, const paddle::optional<paddle::Tensor>& to, int64_t num_ranks,
+                     int64_t rank, int64_t fetched) {
+  const Target target(kFunction, {&token_rows, &arrived, &peers}, {own ? &*own : nullptr, to ? &*to : nullptr});
   require(own.is_initialized() != to.is_initialized(), kFunction, kEither);
   const paddle::Tensor& given = own ? *own : *to;
   pmo_rank_receive_params p = {};
   set_window(&p, given, token_rows, arrived, peers, num_ranks, rank, fetched);
-  int64_t of_peers = 0;
-  p.flags = regions(flags, num_ranks, &p.flag_bytes);
-  p.flags_of_peers = regions(flags_of_peers, num_ranks, &of_peers);
-  require(of_peers == p.flag_bytes, kFunction, kNoMemory);
-  p.state = state_of(state);
-  p.timeout_ms = timeout_ms;
   require_shape(given, {own ? arrived.shape()[0] : p.num_tokens, p.hidden}, kFunction, "the rows");
   const Matrix source(given);
   const paddle::Tensor rows = dense(token_rows);

@@ -31,7 +31,6 @@ class RankSendParams(Params):
         (Int32s, "token_rows"),
         (Bytes, "arrived peers own"),
         (Int, "dtype num_threads leaves_room"),
-        (Int32s, "state"),
     )
 
 
@@ -45,10 +44,6 @@ class RankReceiveParams(Params):
         (Size, "own_row_stride"),
         (Bytes, "out"),
         (Int, "dtype num_threads"),
-        (Bytes, "flags flags_of_peers"),
-        (Size, "flag_bytes"),
-        (Int32s, "state"),
-        (Size, "timeout_ms"),
     )
 
 

@@ -35,9 +35,6 @@ typedef struct pmo_rank_plan_params {
   int32_t* row_to_token;     // [P * S], -1 = no token; may be NULL
   int32_t* dropped;          // [1] slots whose token found no room
   int32_t* routed;           // [P * experts_per_rank] tokens that chose the expert, whether they found room or not
-  void* flags;               // [P, flag_bytes] this rank's counter at each rank, as pmo_rank_barrier has it; may be NULL
-  int64_t flag_bytes;        // a multiple of 4
-  const int32_t* state;      // [1] of that barrier
   void* workspace;           // CUDA only
   int64_t workspace_bytes;
   int32_t ids_kind;  // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
@@ -45,8 +42,7 @@ typedef struct pmo_rank_plan_params {
 } pmo_rank_plan_params;
 
 // A token has one row for each rank that has one of its experts; a region's rows follow ascending token. The token's ids and probabilities
-// are recorded there. With flags, all ranks are told so: the first half of the next barrier, of which an announced pmo_rank_barrier makes
-// the second.
+// are recorded there.
 PMO_API int64_t pmo_rank_plan_cuda_workspace_bytes(const pmo_rank_plan_params* params);
 PMO_API int pmo_rank_plan_cpu(const pmo_rank_plan_params* params, void* stream);
 PMO_API int pmo_rank_plan_cuda(const pmo_rank_plan_params* params, void* stream);
@@ -138,7 +134,6 @@ typedef struct pmo_rank_send_params {
   int32_t dtype;               // PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
   int32_t num_threads;
   int32_t leaves_room;  // CUDA: not 0: another kernel of the library is to run at the same time
-  int32_t* state;       // [1] of a barrier that pmo_rank_receive makes, which is counted here; may be NULL
 } pmo_rank_send_params;
 
 // Rows to where other ranks get them, so that half of an exchange is written and the other half read, while the memory of both has time for
@@ -164,15 +159,10 @@ typedef struct pmo_rank_receive_params {
   void* out;                  // [T, H]
   int32_t dtype;              // as above
   int32_t num_threads;
-  const void* flags;     // [P, flag_bytes] as `arrived` of pmo_rank_barrier; NULL: there has been a barrier
-  void* flags_of_peers;  // [P, flag_bytes] as its `peers`
-  int64_t flag_bytes;    // a multiple of 4
-  const int32_t* state;  // [1] as pmo_rank_send left it
-  int64_t timeout_ms;
 } pmo_rank_receive_params;
 
 // out[t] = the sum of token t's rows, which all ranks sent before a barrier: as pmo_unpermute makes it, without weights. A single row is
-// copied; no row is zeros. With flags the barrier is made here.
+// copied; no row is zeros.
 PMO_API int pmo_rank_receive_cpu(const pmo_rank_receive_params* params, void* stream);
 PMO_API int pmo_rank_receive_cuda(const pmo_rank_receive_params* params, void* stream);
 
@@ -184,7 +174,6 @@ typedef struct pmo_rank_barrier_params {
   const void* arrived;  // [P, region_bytes] a counter of 32 bits at the beginning of each region, written by that rank
   void* peers;          // [P, region_bytes] this rank's counter at each rank
   int32_t* state;       // [1] how often this rank has come here
-  int32_t announced;    // not 0: pmo_rank_plan has told the others
 } pmo_rank_barrier_params;
 
 // Waits until all ranks have come here as often as this one. What any rank wrote before is visible afterwards. Where a rank does not come within
