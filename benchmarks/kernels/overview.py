@@ -59,18 +59,25 @@ On your own machine, `python -m paddle_moe_ops bench` times the functions beside
 """
 
 
-def page(calls: Sequence[summary.Calls], layer_runs: Sequence[layers.Run], runs: Iterable[Run]) -> str:
+def page(
+    calls: Sequence[summary.Calls],
+    layer_runs: Sequence[layers.Run],
+    runs: Iterable[Run],
+    sonic_moe_runs: Sequence[layers.Run] = (),
+) -> str:
     """The text of the page.
 
     Args:
         calls: public calls on each GPU.
         layer_runs: whole layers on each GPU.
         runs: operators; those on CPUs count here.
+        sonic_moe_runs: whole layers beside SonicMoE's.
     """
     on_cpus = [run for run in runs if run.machine["device"] == "cpu"]
     layer_cells = [cells for run in layer_runs for cells in _layer_rows(run)]
     cpu_cells = [cells for run in on_cpus for cells in _cpu_rows(run)]
-    expected = [*_layers_in_words(layer_runs), *_calls_in_words(calls), *_cpus_in_words(on_cpus)]
+    in_words = [*_layers_in_words(layer_runs), *_sonic_moe_in_words(sonic_moe_runs)]
+    expected = [*in_words, *_calls_in_words(calls), *_cpus_in_words(on_cpus)]
     parts = [INTRODUCTION]
     if expected:
         parts.append("## What to expect\n\n" + "".join(f"* {line}\n" for line in expected))
@@ -133,6 +140,17 @@ def _layers_in_words(runs: Iterable[layers.Run]) -> Iterable[str]:
                 f"**Experts on float8 operands on one {run.gpu}**, whose matrices are quantised once for many "
                 f"micro-batches: {faster[0]:.2f} times as fast as in bfloat16 forward and {faster[1]:.2f} times "
                 f"backward, geometric mean of {len(float8)} shapes."
+            )
+
+
+def _sonic_moe_in_words(runs: Iterable[layers.Run]) -> Iterable[str]:
+    for run in runs:
+        over = layers.over_sonic_moe(run).values()
+        if over:
+            forward, backward = (layers.geometric_mean(each) for each in zip(*over, strict=True))
+            yield (
+                f"**Beside SonicMoE on one {run.gpu}**, tuned for each shape: a layer has {forward:.2f} of its speed "
+                f"forward and {backward:.2f} backward, geometric mean of {len(over)} shapes."
             )
 
 

@@ -88,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         (arguments.docs / summary.PICTURE).write_text(summary.picture(calls[0]), encoding="utf-8")
     on_gpus = [run for run in runs if run.machine["device"] == "cuda"]
     on_cpus = [run for run in runs if run not in on_gpus]
+    layers, beside_sonic_moe = (newest_layers(arguments.results, kind) for kind in ("layer", "layer-sonic"))
     pages = {
-        "performance.md": overview.page(calls, newest_layers(arguments.results, "layer"), runs),
+        "performance.md": overview.page(calls, layers, runs, beside_sonic_moe),
         GPU_PAGE: page("GPUs", on_gpus, pictures) + products + counters,
         CPU_PAGE: page("CPUs", on_cpus, pictures),
     }

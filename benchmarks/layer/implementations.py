@@ -17,6 +17,7 @@ from paddle_moe_ops.triton.moe_mlp import Layer, moe_mlp, moe_mlp_backward
 
 from .inputs import Inputs
 from .peers import UNSLOTH_CONFIGS, ProductByExpert, unsloth_grouped_gemm
+from .sonic import sonic_layer
 
 __all__ = ["FLOAT8", "IMPLEMENTATIONS", "WORKSPACE_MB", "Passes"]
 
@@ -121,6 +122,17 @@ def unsloth(inputs: Inputs, which: int) -> Passes:
     return Passes(forward, _gradients(leaves, i.d_out))
 
 
+def sonic(inputs: Inputs, tuned: bool = True) -> Passes:
+    """SonicMoE's projections: matrices are brought into its layout before, and their gradients stay in it."""
+    layer, leaves = sonic_layer(inputs, tuned)
+
+    def forward() -> tuple[torch.Tensor, Any]:
+        out = layer()
+        return out.detach(), out
+
+    return Passes(forward, _gradients(leaves, inputs.d_out))
+
+
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours": ours,
     "ours, Triton alone": lambda inputs: ours(inputs, triton_alone=True),
@@ -133,4 +145,6 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "torch": torch_grouped,
     "cuBLAS by expert": cublas,
     **{f"Unsloth {which}": functools.partial(unsloth, which=which) for which in range(len(UNSLOTH_CONFIGS))},
+    "SonicMoE, here": sonic,
+    "SonicMoE, here, untuned": functools.partial(sonic, tuned=False),
 }

@@ -22,10 +22,12 @@ RESULTS, PAGE, PICTURE = ROOT / "benchmarks/results", ROOT / "docs/layer_perform
 OURS = "ours"
 FLOAT8_KEPT = "ours, float8, matrices kept"
 UNSLOTH = "Unsloth "  # and the number of a configuration
+SONIC_MOE = "SonicMoE, here"  # measured beside ours, unlike the figures in published.py
 DEEP_GEMM = "DeepGEMM"
 MIB = 1 << 20
 _PASSES = "forward", "backward"
 _PRODUCTS = "first", "second"
+_NARROW = 512  # columns of an expert
 
 INTRODUCTION = """# Layers of experts
 
@@ -50,6 +52,14 @@ PEERS = """*cuBLAS by expert* is a product of cuBLAS for each expert, on four st
 the host knows the numbers of rows. *Unsloth* is the grouped product of its package (2026.10.9) as its block calls it.
 Its own tuning takes minutes for a shape, so of three configurations, one of them its choice without tuning, the fastest
 counts.
+"""
+
+BESIDE_SONIC_MOE = """SonicMoE's two autograd functions are called with our index maps, so neither side has a router
+or a sort, and matrices are brought into SonicMoE's layout before. Its own tuner chooses among all its configurations
+for each shape, and on both sides gradients are written to fresh memory.
+
+TFLOP/s are forward / backward, by the median time of replays of a CUDA graph with a cold L2 (eager calls in
+parentheses). Clocks are not fixed, so a difference of a few per cent may be chance.
 """
 
 PRODUCTS = """The products of a forward pass alone: TFLOP/s of the first (4 T K d n operations) / the second (2 T K d
@@ -129,15 +139,14 @@ def ratios(run: Run, source: Source, implementation: str) -> list[tuple[float, f
 
 
 def cell(run: Run, shape: str, routing: str, implementation: str) -> str:
+    """TFLOP/s by a CUDA graph, and in parentheses those of eager calls."""
     line, eager = (run.found(shape, routing, implementation, mode) for mode in ("graph", "eager"))
-    if line is None:
-        return ""
-    if "error" in line:
+    if line is not None and "error" in line:
         return f"wrong: {line['error'][:60]}"
-    text = f"{line['forward_tflops']:.0f} / {line['backward_tflops']:.0f}"
-    if eager is None or "error" in eager:
-        return text
-    return f"{text} ({eager['forward_tflops']:.0f} / {eager['backward_tflops']:.0f})"
+    texts = [] if line is None else [f"{line['forward_tflops']:.0f} / {line['backward_tflops']:.0f}"]
+    if eager is not None and "error" not in eager:
+        texts.append(f"({eager['forward_tflops']:.0f} / {eager['backward_tflops']:.0f})")
+    return " ".join(texts)
 
 
 def table(run: Run, routing: str) -> list[str]:
@@ -175,6 +184,67 @@ def peers(run: Run) -> str:
         PEERS,
     ]
     return "\n".join([*lines, *table(run, "even"), ""])
+
+
+def over_sonic_moe(run: Run) -> dict[str, tuple[float, float]]:
+    """Our speed over SonicMoE's by shape, forward and backward in CUDA graphs, where both were measured."""
+    found = {}
+    for shape in SHAPES:
+        lines = [run.found(shape, "even", each) for each in (OURS, SONIC_MOE)]
+        speeds = [[line[f"{which}_tflops"] for which in _PASSES] for line in lines if line and "error" not in line]
+        if len(speeds) == len(lines):
+            ours, theirs = speeds
+            found[shape] = ours[0] / theirs[0], ours[1] / theirs[1]
+    return found
+
+
+def sonic_moe(run: Run) -> str:
+    """A section about SonicMoE, called as ours is."""
+    keys = "driver", "cuda", "torch", "triton", "sonic_moe", "quack_kernels", "cutlass_dsl", "commit", "date"
+    facts = ", ".join(f"{key} {run.machine[key]}" for key in keys)
+    names = ["shape", "T", "d", "n", "E", "K", "ours", "SonicMoE", "ours / SonicMoE"]
+    rows = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    over = over_sonic_moe(run)
+    measured = run.values("shape")
+    for shape in (each for each in SHAPES if each in measured):
+        cells = [shape, *map(str, SHAPES[shape]), *(cell(run, shape, "even", each) for each in (OURS, SONIC_MOE))]
+        rows.append(f"| {' | '.join([*cells, ' / '.join(f'{each:.2f}' for each in over.get(shape, ()))])} |")
+    head = [
+        f"## Beside SonicMoE: {run.gpu}",
+        "",
+        f"`benchmarks/results/{run.path.name}`: {facts}, workspace_mb {run.workspace_mb}.",
+        "",
+        BESIDE_SONIC_MOE,
+    ]
+    return "\n".join([*head, *rows, "", *(_sonic_moe_in_words(over) if over else [])])
+
+
+def _sonic_moe_in_words(over: dict[str, tuple[float, float]]) -> list[str]:
+    of_its_figure = next(source.figures for source in PUBLISHED if source.name == "SonicMoE (published)")
+    narrow = [shape for shape in over if SHAPES[shape].inner <= _NARROW]
+    groups = {
+        "that have both": list(over),
+        "of SonicMoE's own figure": [shape for shape in over if shape in of_its_figure],
+        f"with n up to {_NARROW}": narrow,
+        f"with n above {_NARROW}": [shape for shape in over if shape not in narrow],
+    }
+    lines = ["*ours* over SonicMoE in CUDA graphs, geometric means:", ""]
+    for which, shapes in groups.items():
+        if shapes:
+            means = (geometric_mean(over[shape][index] for shape in shapes) for index in range(2))
+            lines.append("* {} shapes {}: {:.2f} forward, {:.2f} backward".format(len(shapes), which, *means))
+    theirs = [{shape for shape, speeds in over.items() if speeds[index] < 1} for index in range(2)]
+    faster = [[shape for shape, speeds in over.items() if speeds[index] > 1] for index in range(2)]
+    forward, backward = map(len, theirs)
+    narrow_forward, narrow_backward = (len(each & set(narrow)) for each in theirs)
+    our_forward, our_backward = (", ".join(each) or "none" for each in faster)
+    lines += [
+        "",
+        f"SonicMoE is faster forward in {forward} of {len(over)} shapes and backward in {backward} (of the "
+        f"{len(narrow)} with n up to {_NARROW}: {narrow_forward} and {narrow_backward}); *ours* is faster forward in "
+        f"{our_forward}, and backward in {our_backward}.",
+    ]
+    return [*lines, ""]
 
 
 def product_cell(line: dict[str, Any] | None) -> str:
@@ -312,6 +382,7 @@ def main(results: Path = RESULTS, target: Path = PAGE) -> int:
         print(f"there are no {results}/*-layer.jsonl; make them with python3 -m benchmarks.layer", file=sys.stderr)
         return 1
     further = [
+        *map(sonic_moe, newest_runs(results, "layer-sonic")),
         *map(peers, newest_runs(results, "layer-peers")),
         *map(products, newest_runs(results, "deepgemm")),
         *map(bounds, sorted(results.glob("ncu/*-layer.jsonl"))),

@@ -43,7 +43,7 @@ def written(tmp_path):
         (tmp_path / "ncu").mkdir(exist_ok=True)
         for name, lines in files.items():
             text = "\n".join(json.dumps(each) for each in lines)
-            as_named = name.endswith(("-peers", "-deepgemm"))
+            as_named = name.endswith(("-peers", "-sonic", "-deepgemm"))
             path = "ncu/h200-layer" if name == "ncu" else name if as_named else f"{name}-layer"
             (tmp_path / f"{path}.jsonl").write_text(text + "\n")
         page = tmp_path / "page.md"
@@ -83,11 +83,11 @@ def test_the_newest_run_of_each_gpu_counts(written):
 
 
 def test_ratios_are_geometric_means_over_the_shapes_of_both(written):
-    sonic = next(source for source in PUBLISHED if source.name == "SonicMoE").figures
+    sonic = next(source for source in PUBLISHED if source.name == "SonicMoE (eager, with router)").figures
     twice = line(forward=2 * sonic["ernie-21b"][0], backward=sonic["ernie-21b"][1])
     half = line("dsv3-4k", forward=sonic["dsv3-4k"][0] / 8, backward=4 * sonic["dsv3-4k"][1])
     page = written(a=[MACHINE, twice, half, line("olmoe")])
-    assert "*ours* over SonicMoE, geometric mean of 2 shapes: 0.50 forward, 2.00 backward." in page
+    assert "*ours* over SonicMoE (eager, with router), geometric mean of 2 shapes: 0.50 forward, 2.00 backward." in page
 
 
 def test_without_results_the_command_says_how_to_make_them(tmp_path, capsys):
@@ -105,6 +105,68 @@ def test_of_unsloths_configurations_the_fastest_counts(written):
     assert "| ours | Unsloth |" in section
     assert "| 222 / 500 |" in section
     assert "111" not in section
+
+
+SONIC = {**MACHINE, "sonic_moe": "0.1", "quack_kernels": "0.3", "cutlass_dsl": "4.4"}
+
+
+def beside_sonic_moe(written, *lines):
+    """The section about SonicMoE of a page with these lines."""
+    page = written(**{"a": [MACHINE, line()], "a-layer-sonic": [SONIC, *lines]})
+    return page[page.index("## Beside SonicMoE: NVIDIA H200") :]
+
+
+def sonic_line(shape="ernie-21b", **others):
+    return line(shape, impl="SonicMoE, here", **others)
+
+
+def test_beside_sonic_moe_ratios_are_ours_over_theirs(written):
+    lines = [line(forward=300.0, backward=660.0), line(mode="eager", forward=290.0, backward=640.0)]
+    lines += [sonic_line(forward=400.0, backward=600.0), sonic_line(mode="eager", forward=200.0, backward=100.0)]
+    section = beside_sonic_moe(written, *lines)
+    assert "`benchmarks/results/a-layer-sonic.jsonl`: driver 1, cuda 1, torch 1, triton 1, sonic_moe 0.1," in section
+    assert "| shape | T | d | n | E | K | ours | SonicMoE | ours / SonicMoE |" in section
+    assert row_of(section, "ernie-21b").endswith("| 6 | 300 / 660 (290 / 640) | 400 / 600 (200 / 100) | 0.75 / 1.10 |")
+
+
+def test_beside_sonic_moe_a_shape_without_one_side_is_left_out_of_the_means(written):
+    lines = [line(forward=100.0, backward=400.0), sonic_line(forward=200.0, backward=100.0)]
+    lines += [line("7b-256", forward=800.0, backward=100.0), sonic_line("7b-256", forward=100.0, backward=100.0)]
+    lines += [line("mixtral"), sonic_line("mixtral", mode="eager", forward=5.0, backward=6.0)]
+    lines += [sonic_line("olmoe", forward=1.0)]
+    lines += [line("dsv3-4k"), {**sonic_line("dsv3-4k"), "error": "out is off"}]
+    section = beside_sonic_moe(written, *lines)
+    assert "* 2 shapes that have both: 2.00 forward, 2.00 backward" in section
+    assert "* 1 shapes of SonicMoE's own figure: 8.00 forward, 1.00 backward" in section
+    assert "* 1 shapes with n up to 512: 8.00 forward, 1.00 backward" in section
+    assert "* 1 shapes with n above 512: 0.50 forward, 4.00 backward" in section
+    assert row_of(section, "mixtral").endswith("| 600 / 500 | (5 / 6) |  |")
+    assert row_of(section, "olmoe").endswith("|  | 1 / 500 |  |")
+    assert row_of(section, "dsv3-4k").endswith("| 600 / 500 | wrong: out is off |  |")
+
+
+def test_beside_sonic_moe_it_is_said_who_is_faster_where(written):
+    lines = [line("7b-256", forward=100.0, backward=100.0), sonic_line("7b-256", forward=200.0, backward=100.0)]
+    lines += [line("mixtral", forward=300.0, backward=200.0), sonic_line("mixtral", forward=200.0, backward=300.0)]
+    section = beside_sonic_moe(written, *lines)
+    assert (
+        "SonicMoE is faster forward in 1 of 2 shapes and backward in 1 (of the 1 with n up to 512: 1 and 0); "
+        "*ours* is faster forward in mixtral, and backward in none."
+    ) in section
+
+
+def test_beside_sonic_moe_nothing_is_said_of_speed_without_a_shape_of_both(written):
+    section = beside_sonic_moe(written, line(), {**sonic_line(), "error": "ImportError: no"})
+    assert row_of(section, "ernie-21b").endswith("| 600 / 500 | wrong: ImportError: no |  |")
+    assert "geometric mean" not in section
+    assert "faster" not in section
+
+
+def test_sonic_moes_run_is_no_run_of_the_main_tables(written):
+    newer = {**SONIC, "date": "2027-01-01"}
+    page = written(**{"a": [MACHINE, line()], "a-layer-sonic": [newer, line(forward=1.0), sonic_line()]})
+    assert "From `benchmarks/results/a-layer.jsonl`" in page
+    assert "From `benchmarks/results/a-layer-sonic.jsonl`" not in page
 
 
 def products_line(impl, first, second=None, **others):

@@ -51,6 +51,15 @@ def test_experts_on_float8_operands_are_set_beside_ours(layers):
     assert "Experts on float8" not in page([], layers(ours, torch), [])
 
 
+def test_the_means_beside_sonic_moe_are_of_the_shapes_of_both(layers):
+    theirs = {"forward_tflops": 1000.0, "backward_tflops": 200.0}
+    both = [layer_line("ours", (4, 8), 6), layer_line("SonicMoE, here", (2, 16), 6, **theirs)]
+    runs = layers(*both, layer_line("ours", (4, 8), 6, shape="mixtral"))
+    said = "a layer has 0.50 of its speed forward and 2.00 backward, geometric mean of 1 shapes."
+    assert f"* **Beside SonicMoE on one Imagined GPU**, tuned for each shape: {said}" in page([], [], [], runs)
+    assert "**Beside SonicMoE" not in page([], [], [], layers(both[0]))
+
+
 def test_layers_without_a_peer_or_with_a_wrong_result_are_left_out(layers):
     wrong = layer_line("torch", (1, 1), 1, shape="mixtral", error="rows are off")
     runs = layers(layer_line("ours", (4, 8), 6), layer_line("ours", (4, 8), 6, shape="mixtral"), wrong)
