@@ -49,7 +49,7 @@ _ARRAYS = (
     *("matrix", "row_to_token", "weights", "first", "stop", "tiles", "window"),
     *("out", "hidden", "counters", "d_weights"),
 )
-_OPTIONS = ("dtype", "result", "transpose", "tile_rows")
+_OPTIONS = ("dtype", "result", "transpose", "tile_rows", "gathers", "reserved")
 
 # Where the kernel with tiles of 160 rows is chosen: rows of an expert on average, and the length of the contraction. A
 # tile of a shorter one takes about as long to store as to multiply, and nothing is multiplied meanwhile.
@@ -189,6 +189,7 @@ def hopper_product(
     weights: Array | None = None,
     hidden: Array | None = None,
     row_to_token: Array | None = None,
+    gathers: bool = False,
     window: int | None = None,
     d_weights: Array | None = None,
 ) -> Any:
@@ -206,7 +207,8 @@ def hopper_product(
         tile_rows: TILE_ROWS, or TURNED_ROWS for the other kernel.
         weights: float32 [M] or None.
         hidden: [M, 2 width] or None.
-        row_to_token: int32 [M], for a gradient.
+        row_to_token: int32 [M], for a gradient, and to gather.
+        gathers: whether ``source`` has the rows of tokens; in tiles of TURNED_ROWS rows, for results that are not PLAIN.
         window: of rows, which one ``source`` holds; None: all.
         d_weights: what the call for another window returned.
 
@@ -232,7 +234,7 @@ def hopper_product(
             *(source.address(item), source.stride, *map(address, (w, row_to_token, weights))),
             *(*map(address, (tables.first, tables.stop, tables.tiles)), begin),
             *map(address, (out.array, hidden, tables.counters, d_weights)),
-            *(LIBRARY_DTYPES[dtype], result, int(transpose), tile_rows),
+            *(LIBRARY_DTYPES[dtype], result, int(transpose), tile_rows, int(gathers), 0),
         ),
         (),
         1,

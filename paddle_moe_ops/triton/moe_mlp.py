@@ -29,7 +29,16 @@ from typing import Any, NamedTuple
 from .grouped_gemm import Groups, Rows, Target, Tokens, fill_schedules, product, weight_gradient
 from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
 from .hopper_outer import hopper_outer, suits_outer
-from .hopper_product import GATED, GRADIENT, PLAIN, chosen_rows, hopper_product, library_rows, most_library_rows
+from .hopper_product import (
+    GATED,
+    GRADIENT,
+    PLAIN,
+    TURNED_ROWS,
+    chosen_rows,
+    hopper_product,
+    library_rows,
+    most_library_rows,
+)
 from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 from .permute import permute_window
 from .row_sums import RowSums, sums_of_rows
@@ -141,8 +150,8 @@ class Run:
             return chosen_rows(self.gpu, result, mean_rows, inner) if there else 0
 
         sizes = self.num_tokens, self.num_rows, self.inner, self.num_windows
-        up = 0 if gathers(*sizes, moves_twice=False) else chosen(GATED, self.hidden)
-        back = 0 if gathers(*sizes, moves_twice=True) else chosen(GRADIENT, self.hidden)
+        up = _made_by(chosen(GATED, self.hidden), gathers(*sizes, moves_twice=False))
+        back = _made_by(chosen(GRADIENT, self.hidden), gathers(*sizes, moves_twice=True))
         sums = {chosen(PLAIN, inner) or self.wide.rows for inner in (self.inner, 2 * self.inner)}
         return sorted({up or self.gated.rows, back or self.narrow.rows, *sums})
 
@@ -238,6 +247,12 @@ class Run:
         sizes = self.num_rows, w, inner, outer
         return library_rows(self.device, self.gpu, result, *sizes, (self.buffer, *there))
 
+    def library_rows_of_tokens(self, result: int, w: Array, outer: int, x: Array, *arrays: Any) -> int:
+        """The same of a product of the rows of tokens, which may be gathered."""
+        if self.gathers and sum_vector(self.item, self.device.row_stride(x) * self.item, address(x)) == 1:
+            return 0
+        return _made_by(self.library_rows(result, w, self.hidden, outer, *arrays), self.gathers)
+
     def plain(
         self,
         source: Rows,
@@ -280,8 +295,7 @@ class Run:
         act = self.new(self.inner)
         out = Target(act, 0, self.inner)
         layer, config = self.layer, self.gated
-        operands = GATED, layer.gate_up, self.hidden, self.inner, act, hidden
-        tile_rows = 0 if self.gathers else self.library_rows(*operands)
+        tile_rows = self.library_rows_of_tokens(GATED, layer.gate_up, self.inner, x, act, hidden)
         tables = self.tables(tile_rows or config.rows)
         for window, rows in self.by_rows(x):
             if tile_rows:
@@ -290,6 +304,8 @@ class Run:
                     transpose=layer.transpose,
                     tile_rows=tile_rows,
                     hidden=hidden,
+                    row_to_token=self.owners,
+                    gathers=self.gathers,
                     window=window,
                 )
                 continue
@@ -313,7 +329,7 @@ class Run:
         """The gradients of the weights, or None; H becomes the gradient of itself, and ``scaled`` s A."""
         layer, device, out = self.layer, self.device, Target(scaled, 0, self.inner)
         owners, operands = layer.tokens.row_to_token, (layer.down, self.hidden, self.inner, scaled)
-        tile_rows = 0 if self.gathers else self.library_rows(GRADIENT, *operands, hidden)
+        tile_rows = self.library_rows_of_tokens(GRADIENT, layer.down, self.inner, d_out, scaled, hidden)
         if tile_rows:
             tables, tiles = self.tables(tile_rows), None
             for window, rows in self.by_rows(d_out):
@@ -324,6 +340,7 @@ class Run:
                     weights=layer.weights,
                     hidden=hidden,
                     row_to_token=owners,
+                    gathers=self.gathers,
                     window=window,
                     d_weights=tiles,
                 )
@@ -391,6 +408,11 @@ def gathers(num_tokens: int, num_rows: int, inner: int, windows: int, moves_twic
     if windows <= 1:
         return not moves_twice and inner <= _LARGEST_GATHERED
     return inner <= (2 + windows * num_tokens / num_rows) * _LARGEST_GATHERED_PER_PASS
+
+
+def _made_by(tile_rows: int, gathers: bool) -> int:
+    """Rows of the tiles of the library's kernel that was chosen; 0 if it had to gather and cannot."""
+    return 0 if gathers and tile_rows != TURNED_ROWS else tile_rows
 
 
 def moe_mlp(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -> tuple[Any, Kept]:

@@ -93,7 +93,12 @@ def _entry(reference: Any, stream: Any) -> int:
     columns = slice(p.first_column, p.first_column + p.outer if p.result == GATED else p.first_column + p.width)
     for expert, rows in _groups(p, p.tile_rows):
         matrix = matrices[expert].T if p.transpose else matrices[expert]
-        taken = x[rows.start - p.first_row : rows.stop - p.first_row]
+        if p.gathers:
+            tokens = _at(p.row_to_token, np.int32, p.num_rows)[rows]
+            is_there = (tokens >= 0) & (tokens < p.num_sources)
+            taken = np.where(is_there[:, None], x[np.where(is_there, tokens, 0)], 0)
+        else:
+            taken = x[rows.start - p.first_row : rows.stop - p.first_row]
         sums = taken.astype(np.float64) @ matrix[:, columns].astype(np.float64)
         weights = _at(p.weights, np.float32, p.num_rows)[rows, None] if p.weights else 1.0
         if p.result == PLAIN:

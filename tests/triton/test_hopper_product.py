@@ -69,6 +69,63 @@ def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows
     assert {each["tile_rows"] for each in launched} <= {tile_rows}
 
 
+@pytest.fixture
+def gathered(launched, monkeypatch) -> list[dict[str, int]]:
+    """Has products gather the rows of tokens, whatever their sizes; the launches of the library's product."""
+    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: True)
+    return launched
+
+
+ONE_THAT_GATHERS = pytest.mark.parametrize("tile_rows", [hopper_product.TURNED_ROWS], indirect=True)
+GATHERED_CASES = {
+    **CASES,
+    "padding rows": Case(60, 64, 16, 3, 2, alignment=16),
+    "columns that fill no line": Case(90, 72, 328, 2, 2),
+    "several tiles of many experts": Case(900, 136, 128, 40, 4),
+}
+
+
+@ONE_THAT_GATHERS
+@BY_LAYOUT
+@pytest.mark.parametrize("case", GATHERED_CASES.values(), ids=GATHERED_CASES.keys())
+def test_rows_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathered, case, transpose):
+    problem = Problem(rng, case, ml_dtypes.bfloat16, transpose)
+    made, due = problem.run(device), problem.due()
+    live = problem.plan.row_to_token[: problem.end] >= 0
+    made[1], due[1] = made[1][live], due[1][live]
+    assert_all_same(made, due)
+    wide = [hopper_product.GATED, hopper_product.GRADIENT]
+    assert all(each["gathers"] == (each["result"] in wide) for each in gathered)
+    assert len(gathered) == (4 if problem.plan.num_rows else 0)
+
+
+@ONE_THAT_GATHERS
+def test_the_buffer_of_gathered_rows_holds_columns_alone(rng, device, gathered, monkeypatch):
+    monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
+    problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), np.float16, False)
+    assert_all_same(problem.run(device, 340 * 16 * 2), problem.due())
+    assert {each["first_row"] for each in gathered} == {0}
+
+
+@ONE_THAT_GATHERS
+def test_tokens_that_lie_apart_are_gathered(rng, device, gathered):
+    problem = Problem(rng, Case(90, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
+    wide = np.full((90, 72), np.nan, ml_dtypes.bfloat16)
+    wide[:, :64] = problem.x
+    layer, x = problem.layer(device, 1 << 28), device.columns(device.array(wide), 64)
+    out, kept = moe_mlp.moe_mlp(device, x, layer, True)
+    made = [device.numpy(out), device.numpy(kept.hidden)[: problem.end]]
+    assert_all_same(made, problem.due()[:2])
+    assert [each["x_row_stride"] for each in gathered][:1] == [72]
+
+
+@pytest.mark.parametrize("tile_rows", [hopper_product.TILE_ROWS], indirect=True)
+def test_the_kernel_with_small_tiles_gathers_nothing(rng, device, gathered):
+    problem = Problem(rng, Case(90, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device), problem.due())
+    assert {each["result"] for each in gathered} == {hopper_product.PLAIN}
+
+
 @BY_LAYOUT
 def test_tiles_of_columns_may_be_half_empty(rng, device, transpose):
     problem = Problem(rng, Case(90, 72, 328, 2, 2), ml_dtypes.bfloat16, transpose)  # beyond what float16 has
@@ -226,6 +283,7 @@ def test_the_struct_mirrors_the_header():
         ("tiles", 0, "tiles"),
         ("tile_rows", 0, "tile_rows must be PMO_GROUPED_TILE_ROWS"),
         ("counters", 0, "counters"),
+        ("gathers", 1, "gathers must be 0 for a plain result"),
         ("struct_size", 8, "struct_size must be the size of pmo_grouped_product_params"),
     ],
 )

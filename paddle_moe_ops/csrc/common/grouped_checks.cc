@@ -44,6 +44,10 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
   PMO_REQUIRE_ARRAY(p.tiles, p.num_experts + 1, "tiles");
   PMO_REQUIRE_ARRAY(p.window, 2, "window");
   if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) PMO_REQUIRE_ARRAY(p.counters, 2, "counters");
+  if (p.gathers == 0) return PMO_OK;
+  PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TURNED_ROWS && p.result != PMO_GROUPED_PLAIN, "gathers",
+              "0 for a plain result and for tiles of PMO_GROUPED_TILE_ROWS rows");
+  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
   return PMO_OK;
 }
 

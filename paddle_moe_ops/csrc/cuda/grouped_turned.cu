@@ -17,6 +17,9 @@
 // another expert's; what they give is not stored (turned_results.cuh). For SwiGLU's gradient, stages after a tile's last ones bring its
 // hidden rows, two strips of 16 at a time. Gradients take their place there before they go to memory.
 //
+// Rows of tokens may be gathered where they are: two more warps copy them 16 bytes at a time, with the same swizzle, and signal a stage once
+// their copies are there. They hold the tokens of a tile in shared memory.
+//
 // Moved: the matrix and the rows once from memory and, per tile, from the L2; the results once, and hidden once more in a gradient.
 #include "cuda/grouped_turned.h"
 
@@ -48,6 +51,7 @@ constexpr int kBand = 8;  // rows of tiles, at most, that share their columns in
 constexpr int kAhead =
     4;  // how many steps before the end of a tile the next one is asked for: as many as finding its place takes
 constexpr int kMultiplyingWarps = 2 * kWarpgroup / kWarpSize;
+constexpr int kGatheringLanes = 2 * kWarpSize, kGathering = 3;  // of the warps that gather, and the number of their barrier
 
 using Ring = RingOf<kStages>;
 using PlaceRing = RingOf<kPlaces>;
@@ -56,6 +60,7 @@ using PlaceRing = RingOf<kPlaces>;
 struct Shared {
   uint64_t full[kStages], empty[kStages], given[kPlaces], taken[kPlaces], wanted;
   TurnedPlace places[kPlaces];
+  int32_t tokens[kTurnedRows];  // of the tile whose rows are gathered
 };
 
 struct Stages {
@@ -72,12 +77,13 @@ struct Stages {
   __device__ uint32_t results(int warpgroup) const { return matrix(kStages) + warpgroup * kTurnedResultBytes; }
 };
 
+template <bool kGathers>
 __device__ inline void init_barriers(Shared& shared) {
   if (threadIdx.x == 0) {
-    for (uint64_t& each : shared.full) init_barrier(&each, 1);
+    for (uint64_t& each : shared.full) init_barrier(&each, kGathers ? 1 + kGatheringLanes : 1);
     for (uint64_t& each : shared.empty) init_barrier(&each, kMultiplyingWarps);
     for (uint64_t& each : shared.given) init_barrier(&each, 1);
-    for (uint64_t& each : shared.taken) init_barrier(&each, kMultiplyingWarps + 1);
+    for (uint64_t& each : shared.taken) init_barrier(&each, kMultiplyingWarps + 1 + (kGathers ? kGatheringLanes / kWarpSize : 0));
     init_barrier(&shared.wanted, 1);
     fence_barrier_init();
   }
@@ -170,14 +176,50 @@ __device__ inline void load_hidden(const TurnedArguments& p, Shared& shared, con
   }
 }
 
+// The work of the warps that gather.
+template <pmo_grouped_result kResult>
+__device__ inline void gather_rows(const TurnedArguments& p, Shared& shared, const Stages& stages) {
+  // Eight lanes take 128 bytes of a row, so all of them have eight rows at a time.
+  const int lane = threadIdx.x % kGatheringLanes, row_of_8 = lane / 8, piece = lane % 8;
+  const uint32_t to_write = row_of_8 * 128 + (piece ^ row_of_8) * 16;
+  const char* const x = static_cast<const char*>(p.x) + piece * 16;
+  Ring ring;
+  PlaceRing places;
+  for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
+    meet(kGathering, kGatheringLanes);  // nobody reads the tokens of the tile before any more
+    for (int row = lane; row < place.rows; row += kGatheringLanes) shared.tokens[row] = __ldg(p.row_to_token + place.row + row);
+    meet(kGathering, kGatheringLanes);
+    for (int depth = 0; depth < p.inner; depth += kTileDepth) {
+      const bool is_inside = depth + piece * 8 < p.inner;
+      wait(&shared.empty[ring.stage], ring.phase ^ 1);
+      uint32_t target = stages.rows(ring.stage) + to_write;
+#pragma unroll 4
+      for (int row = row_of_8; row < place.rows; row += 8) {
+        const int token = shared.tokens[row];
+        const bool is_there = is_inside && static_cast<unsigned>(token) < static_cast<unsigned>(p.num_sources);
+        copy_16_bytes(target, x + (is_there ? token * p.x_stride + depth * 2 : 0), is_there);
+        target += 1024;
+      }
+      arrive_after_copies(&shared.full[ring.stage]);
+      ring.advance();
+    }
+    if (kResult != PMO_GROUPED_GRADIENT) continue;
+    for (int row = 0; row < place.rows; row += kHiddenStrips * kStripRows) {  // stages of hidden rows
+      wait(&shared.empty[ring.stage], ring.phase ^ 1);
+      arrive(&shared.full[ring.stage]);
+      ring.advance();
+    }
+  }
+}
+
 // The work of the warp that loads.
-template <pmo_grouped_result kResult, bool kTransposed>
+template <pmo_grouped_result kResult, bool kTransposed, bool kGathers>
 __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, const Stages& stages) {
   Ring ring;
   PlaceRing places;
   for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
     const int strips = (place.rows + 15) / 16;
-    const uint32_t bytes = kMatrixBytes + strips * 16 * kTileDepth * 2;
+    const uint32_t bytes = kMatrixBytes + (kGathers ? 0 : strips * 16 * kTileDepth * 2);
     const int asks_at = max((p.inner - 1) / kTileDepth - kAhead, 0) * kTileDepth;
     for (int depth = 0; depth < p.inner; depth += kTileDepth) {
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
@@ -195,7 +237,7 @@ __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, cons
         const int row = place.row - p.first_row;
         // With a loop of strips / 2 passes, as nvcc 13.0 compiles it, the rows from 128 on were wrong.
 #pragma unroll
-        for (int strip = 0; strip < kTurnedRows / kStripRows; strip += 2) {
+        for (int strip = 0; strip < (kGathers ? 0 : kTurnedRows / kStripRows); strip += 2) {
           const uint32_t target = stages.rows(ring.stage) + strip * kStripBytes;
           if (strip + 1 < strips) {
             load_box(target, &p.rows, full, depth, row + strip * kStripRows);
@@ -211,7 +253,7 @@ __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, cons
 }
 
 // d = the product of a warpgroup's columns and the rows of a tile, of which kRows are multiplied, stage by stage.
-template <int kRows, bool kTurned, typename T>
+template <int kRows, bool kTurned, bool kGathers, typename T>
 __device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, const Stages& stages, Ring& ring, int warpgroup,
                                      int inner) {
   const bool signals = threadIdx.x % kWarpSize == 0;
@@ -221,6 +263,7 @@ __device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, co
 #pragma unroll 1
   for (int depth = 0; depth < inner; depth += kTileDepth) {
     wait(&shared.full[ring.stage], ring.phase);
+    if (kGathers) fence_async_proxy();
     products_begin();
     const uint64_t a = describe(stages.matrix(ring.stage) + warpgroup * 2 * kPieceBytes, kPieceBytes, 1024);
     const uint64_t b = describe(stages.rows(ring.stage), kPieceBytes, 1024);
@@ -279,7 +322,7 @@ __device__ inline void store_gradients(const TurnedArguments& p, const float (&d
 }
 
 // The work of the warpgroups that multiply.
-template <pmo_grouped_result kResult, bool kTransposed, typename T>
+template <pmo_grouped_result kResult, bool kTransposed, bool kGathers, typename T>
 __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, const Stages& stages) {
   const int warpgroup =
       __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
@@ -291,9 +334,9 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
   for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
     const TurnedWeights weights(kResult == PMO_GROUPED_GATED ? nullptr : p.weights, place);
     float d[kTurnedSums];
-#define PMO_STRIPS(STRIPS)                                                                    \
-  case STRIPS:                                                                                \
-    multiply_tile<STRIPS * 16, !kTransposed, T>(d, shared, stages, ring, warpgroup, p.inner); \
+#define PMO_STRIPS(STRIPS)                                                                              \
+  case STRIPS:                                                                                          \
+    multiply_tile<STRIPS * 16, !kTransposed, kGathers, T>(d, shared, stages, ring, warpgroup, p.inner); \
     break
     switch ((place.rows + 15) / 16) {
       PMO_STRIPS(1);
@@ -322,32 +365,33 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
 
 #endif  // PMO_HOPPER_CODE
 
-template <pmo_grouped_result kResult, bool kTransposed, typename T>
+template <pmo_grouped_result kResult, bool kTransposed, bool kGathers, typename T>
 __global__ void __launch_bounds__(kBlockThreads, 1) grouped_turned(const __grid_constant__ TurnedArguments p) {
 #ifdef PMO_HOPPER_CODE
   extern __shared__ uint8_t dynamic[];
   __shared__ Shared shared;
-  init_barriers(shared);
+  init_barriers<kGathers>(shared);
   const Stages stages = {(shared_address(dynamic) + 1023) / 1024 * 1024};
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
     const int warp = threadIdx.x / kWarpSize;
-    if (warp == 0) load_tiles<kResult, kTransposed>(p, shared, stages);
+    if (warp == 0) load_tiles<kResult, kTransposed, kGathers>(p, shared, stages);
     if (warp == 1) find_places<kResult>(p, shared);
+    if (kGathers && warp >= 2) gather_rows<kResult>(p, shared, stages);
   } else {
     take_registers<240>();
-    make_tiles<kResult, kTransposed, T>(p, shared, stages);
+    make_tiles<kResult, kTransposed, kGathers, T>(p, shared, stages);
   }
 #endif
 }
 
-template <pmo_grouped_result kResult, bool kTransposed, typename T>
+template <pmo_grouped_result kResult, bool kTransposed, bool kGathers, typename T>
 int launch_turned(const pmo_grouped_product_params& p, const TurnedArguments& arguments, cudaStream_t stream) {
   static SharedMemoryLimit limit;
   int device = 0;
   DeviceLimits limits;
   if (const int status = hopper_limits("grouped_product", &device, &limits)) return status;
-  auto* kernel = grouped_turned<kResult, kTransposed, T>;
+  auto* kernel = grouped_turned<kResult, kTransposed, kGathers, T>;
   if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
   const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTurnedRows}) + p.num_experts;
   const int64_t blocks = std::min<int64_t>(row_tiles * arguments.column_tiles, limits.multiprocessors);
@@ -362,10 +406,16 @@ int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   TurnedArguments a = {};
   static_cast<GroupedArguments&>(a) = arguments_of(p, p.result == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns);
   a.counters = p.counters;
-  Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, 32}};
-  if (const int status = encode(rows, is_bfloat16, &a.rows)) return status;
-  rows.box[1] = 16;
-  if (const int status = encode(rows, is_bfloat16, &a.rows_16)) return status;
+  if (p.gathers != 0) {
+    a.x = p.x;
+    a.x_stride = p.x_row_stride * 2;
+    a.num_sources = static_cast<int>(p.num_sources);
+  } else {
+    Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, 32}};
+    if (const int status = encode(rows, is_bfloat16, &a.rows)) return status;
+    rows.box[1] = 16;
+    if (const int status = encode(rows, is_bfloat16, &a.rows_16)) return status;
+  }
   Tensor matrix = {p.matrix, 3, {p.outer, p.inner, p.num_experts}, {p.outer, p.outer * p.inner}, {64, kTileDepth, 1}};
   if (p.transpose) std::swap(matrix.sizes[0], matrix.sizes[1]);
   matrix.strides[0] = matrix.sizes[0];
@@ -378,7 +428,11 @@ int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
     if (const int status = encode(hidden, is_bfloat16, &a.hidden_16)) return status;
   }
   return with_kind(p, [&](auto result, auto is_transposed, auto element) {
-    return launch_turned<result(), is_transposed(), decltype(element)>(p, a, stream);
+    using T = decltype(element);
+    if constexpr (result() != PMO_GROUPED_PLAIN) {
+      if (p.gathers != 0) return launch_turned<result(), is_transposed(), true, T>(p, a, stream);
+    }
+    return launch_turned<result(), is_transposed(), false, T>(p, a, stream);
   });
 }
 

@@ -79,7 +79,15 @@ __device__ inline void store_box(const CUtensorMap* map, uint32_t source, int x,
 __device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ inline void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// What this thread wrote to shared memory is there for the copy engine and the tensor cores.
+// 16 bytes to shared memory, or zeros. `arrive_after_copies` arrives at a barrier once all that this thread has copied so far is there.
+__device__ inline void copy_16_bytes(uint32_t target, const void* source, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(is_there ? 16 : 0) : "memory");
+}
+__device__ inline void arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// What this thread wrote to shared memory, or knows that others wrote, is there for the copy engine and the tensor cores.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline void store_16_bytes(uint32_t target, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {

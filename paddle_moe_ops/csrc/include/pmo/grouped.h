@@ -37,7 +37,7 @@ typedef struct pmo_grouped_product_params {
   int64_t outer;                // columns of a matrix, a multiple of 8
   int64_t first_column;         // 0 unless the result is plain
   int64_t width;                // columns of out, a multiple of 8
-  int64_t first_row;            // x begins with this row
+  int64_t first_row;            // x begins with this row, unless rows are gathered
   int64_t window_rows;          // the most rows that tiles of the window begin in
   const void* x;                // [num_sources, inner], at a multiple of 16 bytes
   int64_t x_row_stride;         // a multiple of 8
@@ -56,6 +56,8 @@ typedef struct pmo_grouped_product_params {
   int32_t result;
   int32_t transpose;
   int32_t tile_rows;  // PMO_GROUPED_TILE_ROWS, or PMO_GROUPED_TURNED_ROWS for another kernel
+  int32_t gathers;    // not 0: row r is x[row_to_token[r]], zeros where x has no such row; not plain, and in larger tiles
+  int32_t reserved;
 } pmo_grouped_product_params;
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);
