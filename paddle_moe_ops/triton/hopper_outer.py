@@ -26,7 +26,8 @@ _INTEGERS = (
     *("first_p", "first_q", "p_row_stride", "q_row_stride"),
 )
 _ARRAYS = ("p", "q", "first", "stop", "out")
-_OPTIONS = ("dtype", "reserved")
+_OPTIONS = ("dtype", "gathered")
+_P_IS_GATHERED, _Q_IS_GATHERED = 1, 2  # pmo_grouped_gathered
 
 # Of an expert, on average. With more, the Triton kernel's wider tiles take less time.
 _MOST_ROWS = 512
@@ -39,11 +40,13 @@ class GroupedOuterParams(ctypes.Structure):
         ("struct_size", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in _INTEGERS),
         *((name, ctypes.c_void_p) for name in _ARRAYS),
+        ("num_sources", ctypes.c_int64),
+        ("row_to_token", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in _OPTIONS),
     )
 
 
-_TYPES = (*["i64"] * len(_INTEGERS), *["*i8"] * len(_ARRAYS), *["i32"] * len(_OPTIONS))
+_TYPES = (*["i64"] * len(_INTEGERS), *["*i8"] * len(_ARRAYS), "i64", "*i8", *["i32"] * len(_OPTIONS))
 
 
 def grouped_outer_of(library: Any) -> LibraryKernel | None:
@@ -51,7 +54,9 @@ def grouped_outer_of(library: Any) -> LibraryKernel | None:
     return library_kernel(library, "grouped_outer", GroupedOuterParams)
 
 
-def suits_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: Array, adds: bool) -> bool:
+def suits_outer(
+    device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: Array, adds: bool, gathers: bool = False
+) -> bool:
     """Whether the gradients of matrices are made by the library's kernel, which gives new ones of the rows' dtype.
 
     Args:
@@ -62,12 +67,13 @@ def suits_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: 
         q: as in `hopper_outer`.
         out: as in `hopper_outer`.
         adds: whether they are to be added to what ``out`` holds.
+        gathers: whether rows of tokens are to be gathered, which the Triton kernel is worse at.
     """
-    if adds or device.dtype_name(out) != device.dtype_name(p.array):
+    if adds or device.dtype_name(out) != device.dtype_name(p.array) or num_rows == 0:
         return False
-    if device.grouped_outer is None or gpu.capability != 90 or gpu.l2_bytes < LEAST_L2:
+    if device.grouped_outer is None or gpu.capability != 90:
         return False
-    if not 0 < num_rows <= _MOST_ROWS * out.shape[0]:
+    if not gathers and (gpu.l2_bytes < LEAST_L2 or num_rows > _MOST_ROWS * out.shape[0]):
         return False
     item = ITEM_BYTES[device.dtype_name(p.array)]
     sizes = [size * item for size in (p.width, p.stride, q.width, q.stride, out.shape[-1])]
@@ -83,18 +89,23 @@ def hopper_outer(
     out: Array,
     *,
     window: tuple[int, int] = (0, 0),
+    gathered: tuple[Array, bool] | None = None,
 ) -> None:
     """Launch the kernel: out[e, i : i + P, j : j + Q] = p^T q of each expert's rows.
 
     Args:
         device: where to; it has a kernel.
-        p: [M, P].
-        q: [M, Q].
+        p: [M, P], or the rows of tokens.
+        q: [M, Q], or the rows of tokens.
         tables: `schedule` for any tiles.
         num_rows: M.
         out: [E, ...], dtype of ``p``.
         window: i and j; the latter a multiple of 8.
+        gathered: row_to_token and whether q has the rows of tokens, else p has them; None: neither.
     """
+    row_to_token, q_is_gathered = gathered or (None, False)
+    which = 0 if gathered is None else _Q_IS_GATHERED if q_is_gathered else _P_IS_GATHERED
+    sources = q.height if q_is_gathered else p.height
     dtype = device.dtype_name(p.array)
     item = ITEM_BYTES[dtype]
     device.launch(
@@ -104,7 +115,7 @@ def hopper_outer(
         (
             *(num_rows, out.shape[0], p.width, q.width, out.shape[1], out.shape[2], *window, p.stride, q.stride),
             *(p.address(item), q.address(item), address(tables.first), address(tables.stop), address(out)),
-            *(LIBRARY_DTYPES[dtype], 0),
+            *(sources, address(row_to_token), LIBRARY_DTYPES[dtype], which),
         ),
         (),
         1,

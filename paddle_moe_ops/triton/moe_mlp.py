@@ -391,6 +391,13 @@ class Run:
     ) -> Any:
         """The sum of each expert's outer products of the rows of tokens and other rows, the former first or last."""
         out, adds = into or (self.device.empty(matrix.shape, self.dtype), False)
+        if self.gathers:
+            source = Rows(tokens, self.num_tokens, self.hidden, self.device.row_stride(tokens))
+            p, q = (source, rows) if tokens_first else (rows, source)
+            if suits_outer(self.device, self.gpu, self.num_rows, p, q, out, adds, gathers=True):
+                gathered = self.layer.tokens.row_to_token, not tokens_first
+                hopper_outer(self.device, p, q, self.any_tables(), self.num_rows, out, gathered=gathered)
+                return out
         config = weight_gradient_config(self.gpu, *matrix.shape[1:])
         tables = self.any_tables()
         for first, moved in self.by_columns(tokens):

@@ -74,6 +74,13 @@ def _groups(p: GroupedProductParams | GroupedFloat8Params, tile_rows: int) -> It
             yield expert, slice(begin, min(begin + tile_rows, stop[expert]))
 
 
+def _gathered(x: NDArray, p: GroupedProductParams | GroupedOuterParams) -> NDArray:
+    """The rows of tokens."""
+    tokens = _at(p.row_to_token, np.int32, p.num_rows)
+    is_there = (tokens >= 0) & (tokens < p.num_sources)
+    return np.where(is_there[:, None], x[np.where(is_there, tokens, 0)], 0).astype(x.dtype)
+
+
 def _swiglu(hidden: NDArray) -> tuple[NDArray, NDArray, NDArray]:
     """SwiGLU and its derivatives by the gate and by what it gates."""
     gate, up = np.split(hidden.astype(np.float64), 2, axis=1)
@@ -93,12 +100,8 @@ def _entry(reference: Any, stream: Any) -> int:
     columns = slice(p.first_column, p.first_column + p.outer if p.result == GATED else p.first_column + p.width)
     for expert, rows in _groups(p, p.tile_rows):
         matrix = matrices[expert].T if p.transpose else matrices[expert]
-        if p.gathers:
-            tokens = _at(p.row_to_token, np.int32, p.num_rows)[rows]
-            is_there = (tokens >= 0) & (tokens < p.num_sources)
-            taken = np.where(is_there[:, None], x[np.where(is_there, tokens, 0)], 0)
-        else:
-            taken = x[rows.start - p.first_row : rows.stop - p.first_row]
+        begin = 0 if p.gathers else p.first_row
+        taken = (_gathered(x, p) if p.gathers else x)[rows.start - begin : rows.stop - begin]
         sums = taken.astype(np.float64) @ matrix[:, columns].astype(np.float64)
         weights = _at(p.weights, np.float32, p.num_rows)[rows, None] if p.weights else 1.0
         if p.result == PLAIN:
@@ -130,8 +133,13 @@ def _outer_entry(reference: Any, stream: Any) -> int:
     p: GroupedOuterParams = reference._obj
     if p.struct_size != ctypes.sizeof(p):
         return 1
-    left = _rows_at(p.p, _DTYPES[p.dtype], p.num_rows, p.p_columns, p.p_row_stride)
-    right = _rows_at(p.q, _DTYPES[p.dtype], p.num_rows, p.q_columns, p.q_row_stride)
+    heights = [p.num_sources if p.gathered == number else p.num_rows for number in (1, 2)]
+    left = _rows_at(p.p, _DTYPES[p.dtype], heights[0], p.p_columns, p.p_row_stride)
+    right = _rows_at(p.q, _DTYPES[p.dtype], heights[1], p.q_columns, p.q_row_stride)
+    if p.gathered == 1:
+        left = _gathered(left, p)
+    elif p.gathered == 2:
+        right = _gathered(right, p)
     first, stop = (_at(each, np.int32, p.num_experts) for each in (p.first, p.stop))
     out = _at(p.out, _DTYPES[p.dtype], p.num_experts, p.out_rows, p.out_columns)
     out = out[:, p.first_p : p.first_p + p.p_columns, p.first_q : p.first_q + p.q_columns]

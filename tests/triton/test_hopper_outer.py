@@ -117,6 +117,27 @@ def test_exact_sums_have_the_bits_of_the_oracle(rng, device, sums, dtype):
 
 
 @BY_DTYPE
+@pytest.mark.parametrize("gathers_q", [False, True], ids=["p gathered", "q gathered"])
+@BY_SUMS
+def test_rows_of_tokens_that_are_gathered_give_the_bits_of_the_oracle(rng, device, sums, dtype, gathers_q):
+    """Rows without a token are zeros, whatever the number that says so; tokens lie apart."""
+    given = list(operands(rng, sums, dtype))
+    columns = sums.columns[gathers_q]
+    tokens = rng.integers(-2, 3, (37, columns + 8)).astype(dtype)
+    tokens[:, columns:] = np.nan
+    row_to_token = rng.integers(-1, 38, sums.rows).astype(np.int32)
+    row_to_token[::7] = 1 << 30
+    is_there = (row_to_token >= 0) & (row_to_token < 37)
+    given[gathers_q] = np.where(is_there[:, None], tokens[np.where(is_there, row_to_token, 0), :columns], 0).astype(dtype)
+    rows = [packed(device, each) for each in given]
+    rows[gathers_q] = Rows(device.array(tokens), 37, columns, columns + 8)
+    out = device.empty([len(sums.sizes), *sums.columns], np.dtype(dtype).name)
+    gathered = device.array(row_to_token), gathers_q
+    hopper_outer(device, *rows, tables(device, sums), sums.rows, out, gathered=gathered)
+    assert_same_bits(without_sign_of_zero(device.numpy(out)), due(sums, *given).astype(dtype))
+
+
+@BY_DTYPE
 def test_operands_and_results_may_be_windows_of_columns(rng, device, dtype):
     sums = Sums([70, 0, 33], columns=(40, 136))
     p, q = operands(rng, sums, dtype)

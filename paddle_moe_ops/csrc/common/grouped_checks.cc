@@ -12,6 +12,18 @@ bool is_grouped_dtype(int32_t dtype) { return dtype == PMO_FLOAT16 || dtype == P
 
 }  // namespace
 
+namespace {
+
+// Kernels hold the bytes between rows of what they gather in 32 bits.
+int check_gathered(int64_t num_sources, int64_t row_stride, const int32_t* row_to_token, int64_t num_rows) {
+  PMO_REQUIRE(is_size(num_sources, 1), "num_sources", "in [0, 2^30)");
+  PMO_REQUIRE(row_stride <= INT32_MAX, "x_row_stride", "below 2^31 where rows are gathered");
+  PMO_REQUIRE_ARRAY(row_to_token, num_rows, "row_to_token");
+  return PMO_OK;
+}
+
+}  // namespace
+
 int check_grouped_product(const pmo_grouped_product_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_product_params of this library");
   PMO_REQUIRE(p.result >= PMO_GROUPED_PLAIN && p.result <= PMO_GROUPED_GRADIENT, "result", "one of pmo_grouped_result");
@@ -47,8 +59,7 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
   if (p.gathers == 0) return PMO_OK;
   PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TURNED_ROWS && p.result != PMO_GROUPED_PLAIN, "gathers",
               "0 for a plain result and for tiles of PMO_GROUPED_TILE_ROWS rows");
-  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
-  return PMO_OK;
+  return check_gathered(p.num_sources, p.x_row_stride, p.row_to_token, p.num_rows);
 }
 
 int check_grouped_outer(const pmo_grouped_outer_params& p) {
@@ -56,6 +67,8 @@ int check_grouped_outer(const pmo_grouped_outer_params& p) {
   PMO_REQUIRE(is_grouped_dtype(p.dtype), "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
   PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
   PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
+  PMO_REQUIRE(p.gathered >= PMO_GROUPED_GATHERS_NONE && p.gathered <= PMO_GROUPED_GATHERS_Q, "gathered",
+              "one of pmo_grouped_gathered");
   PMO_REQUIRE(is_size(p.p_columns, 8), "p_columns", "a multiple of 8");
   PMO_REQUIRE(is_size(p.q_columns, 8), "q_columns", "a multiple of 8");
   PMO_REQUIRE(is_size(p.out_rows, 1), "out_rows", "in [0, 2^30)");
@@ -76,7 +89,9 @@ int check_grouped_outer(const pmo_grouped_outer_params& p) {
   PMO_REQUIRE(p.q_row_stride >= p.q_columns && p.q_row_stride % 8 == 0, "q_row_stride", "a multiple of 8 that holds a row");
   PMO_REQUIRE(is_16_bytes(p.p), "p", "an array at a multiple of 16 bytes");
   PMO_REQUIRE(is_16_bytes(p.q), "q", "an array at a multiple of 16 bytes");
-  return PMO_OK;
+  if (p.gathered == PMO_GROUPED_GATHERS_NONE) return PMO_OK;
+  return check_gathered(p.num_sources, p.gathered == PMO_GROUPED_GATHERS_P ? p.p_row_stride : p.q_row_stride, p.row_to_token,
+                        p.num_rows);
 }
 
 }  // namespace pmo

@@ -12,6 +12,10 @@
 // product takes 16 rows, so the last step of a tile makes only the products that it has rows for. Rows up to the next multiple of 16
 // are set to zero in shared memory, in both operands. A warp of the first warpgroup does only this, so the others need not wait for it.
 //
+// One operand may be rows of tokens, which the other two warps of the first warpgroup gather where they are: 16 bytes a lane, swizzled as
+// the copy engine does it, with zeros after an expert's rows. They look up where the rows of the next step begin while they copy one, and
+// hold that in shared memory, so that no copy waits for the one before.
+//
 // Moved: both operands once from memory and, per tile, from the L2; the results once.
 #include <algorithm>
 
@@ -31,6 +35,7 @@ constexpr int kSharedBytes = kStages * kStageBytes + 2 * kOuterResultBytes + 102
 
 constexpr int kBand = 8;  // rows of tiles that share their columns in the L2
 constexpr int kProductRows = 16;
+constexpr int kGathering = 5;  // the barrier of the warps that gather
 
 using Ring = RingOf<kStages>;
 using Stages = StagesOf<kStages>;
@@ -38,6 +43,11 @@ using Stages = StagesOf<kStages>;
 // In steps that end inside 16 rows, the copy engine arrives at `landed` and the warp that cleans arrives at `full`.
 struct OuterStages : Stages {
   uint64_t* landed;
+};
+
+// Which rows of tokens two steps gather: row 4 i + r of a step is [r][i].
+struct Sources {
+  alignas(16) uint32_t of_steps[2][4][kTileDepth / 4];
 };
 
 __device__ inline int tiles_of_expert(const OuterArguments& a) { return a.p_tiles * a.q_tiles; }
@@ -64,6 +74,7 @@ __device__ inline OuterPlace place_of(const OuterArguments& a, int tile, const E
 }
 
 // The work of the warp that loads.
+template <bool kGathers>
 __device__ inline void load_tiles(const OuterArguments& a, const OuterStages& stages, int tiles) {
   Ring ring;
   ExpertRows next(a, blockIdx.x, tiles);
@@ -75,14 +86,60 @@ __device__ inline void load_tiles(const OuterArguments& a, const OuterStages& st
       if (threadIdx.x == 0) {
         const int left = place.rows - begin;
         uint64_t* here = left < kTileDepth && left % kProductRows != 0 ? &stages.landed[ring.stage] : &stages.full[ring.stage];
-        arrive_expecting(here, kStageBytes);
+        arrive_expecting(here, kGathers ? kStageBytes / 2 : kStageBytes);
         const int row = place.first + begin;
 #pragma unroll
         for (int piece = 0; piece < 2; ++piece) {
-          load_box(stages.a(ring.stage) + piece * kPieceBytes, &a.p, here, place.row + 64 * piece, row);
-          load_box(stages.b(ring.stage) + piece * kPieceBytes, &a.q, here, place.column + 64 * piece, row);
+          if (!kGathers || a.gathers_q) {
+            load_box(stages.a(ring.stage) + piece * kPieceBytes, &a.p, here, place.row + 64 * piece, row);
+          }
+          if (!kGathers || !a.gathers_q) {
+            load_box(stages.b(ring.stage) + piece * kPieceBytes, &a.q, here, place.column + 64 * piece, row);
+          }
         }
       }
+      ring.advance();
+    }
+  }
+}
+
+// The work of the warps that gather.
+__device__ inline void gather_tiles(const OuterArguments& a, const OuterStages& stages, Sources& sources, int tiles) {
+  // 16 lanes take the 256 bytes of a row that a tile needs, so all of them have four rows at a time.
+  const int lane = threadIdx.x % kGatheringLanes, row_of_4 = lane / 16, piece = lane % 16;
+  const uint32_t in_piece = piece / 8 * kPieceBytes + row_of_4 * 128;
+  const uint32_t even = in_piece + (piece % 8 ^ row_of_4) * 16, odd = in_piece + 512 + (piece % 8 ^ (row_of_4 + 4)) * 16;
+  Ring ring;
+  int turn = 0;
+  ExpertRows next(a, blockIdx.x, tiles);
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const OuterPlace place = place_of(a, tile, next);
+    next = ExpertRows(a, tile + gridDim.x, tiles);
+    const int column = (a.gathers_q ? place.column : place.row) + piece * 8;
+    const bool is_inside = column < a.gathered_columns;
+    const char* const first = a.gathered.first_row(column * 2);
+    const auto source_of = [&](int row) {
+      return row < place.rows ? a.gathered.source_of(place.first + row) : GatheredRows::kNone;
+    };
+    uint32_t source = place.rows > 0 ? source_of(lane) : 0;
+    for (int begin = 0; begin < place.rows; begin += kTileDepth) {
+      // Whoever passes has read the step before the last one, whose places are taken now.
+      sources.of_steps[turn][lane % 4][lane / 4] = source;
+      meet(kGathering, kGatheringLanes);
+      const auto* const of_lane = reinterpret_cast<const uint4*>(sources.of_steps[turn][row_of_4]);
+      turn ^= 1;
+      uint4 now = of_lane[0];
+      source = source_of(begin + kTileDepth + lane);
+      wait(&stages.empty[ring.stage], ring.phase ^ 1);
+      const uint32_t target = a.gathers_q ? stages.b(ring.stage) : stages.a(ring.stage);
+#pragma unroll
+      for (int i = 0; i < kTileDepth / 16; ++i) {
+        const uint4 after = of_lane[min(i + 1, kTileDepth / 16 - 1)];  // before the copies, which nothing moves across
+        const uint32_t here = target + i * 2048, next_8 = here + 1024;
+        a.gathered.copy({here + even, here + odd, next_8 + even, next_8 + odd}, first, now, is_inside);
+        now = after;
+      }
+      arrive_after_copies(&stages.full[ring.stage]);
       ring.advance();
     }
   }
@@ -130,12 +187,13 @@ __device__ inline void multiply_step(float (&d)[128], uint32_t stage_a, uint32_t
 }
 
 // d += the products of a tile's rows. Those of the last step are still running after the call, from the stage that it returns.
-template <typename T>
+template <bool kGathers, typename T>
 __device__ inline int multiply_rows(float (&d)[128], const OuterStages& stages, Ring& ring, int rows) {
   const bool signals = threadIdx.x % kWarpSize == 0;
   int last = 0;
   for (int left = rows; left > 0; left -= kTileDepth) {
     wait(&stages.full[ring.stage], ring.phase);
+    if (kGathers) fence_async_proxy();
     const uint32_t a = stages.a(ring.stage), b = stages.b(ring.stage);
     if (left > 3 * kProductRows) {
       multiply_step<4, T>(d, a, b);
@@ -155,7 +213,7 @@ __device__ inline int multiply_rows(float (&d)[128], const OuterStages& stages, 
 }
 
 // The work of a warpgroup that multiplies: every second tile of the block.
-template <typename T>
+template <bool kGathers, typename T>
 __device__ inline void make_tiles(const OuterArguments& a, const OuterStages& stages, int tiles) {
   const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
   const uint32_t buffer = stages.a(kStages) + turn * kOuterResultBytes;
@@ -177,7 +235,7 @@ __device__ inline void make_tiles(const OuterArguments& a, const OuterStages& st
     for (int i = 0; i < 128; ++i) d[i] = 0.0f;
     hold(d);
     meet(kTurn + turn, 2 * kWarpgroup);
-    const int last = multiply_rows<T>(d, stages, ring, place.rows);
+    const int last = multiply_rows<kGathers, T>(d, stages, ring, place.rows);
     tell(kTurn + 1 - turn, 2 * kWarpgroup);
     products_wait<0>();
     hold(d);
@@ -190,7 +248,7 @@ __device__ inline void make_tiles(const OuterArguments& a, const OuterStages& st
 
 #endif  // PMO_HOPPER_CODE
 
-template <typename T>
+template <bool kGathers, typename T>
 __global__ void __launch_bounds__(kBlockThreads, 1) grouped_outer(const __grid_constant__ OuterArguments a) {
 #ifdef PMO_HOPPER_CODE
   extern __shared__ uint8_t shared[];
@@ -198,29 +256,32 @@ __global__ void __launch_bounds__(kBlockThreads, 1) grouped_outer(const __grid_c
   if (threadIdx.x == 0) {
     for (uint64_t& each : landed) init_barrier(&each, 1);
   }
-  const OuterStages stages = {make_stages(shared, full, empty), landed};
+  const OuterStages stages = {make_stages(shared, full, empty, kGathers ? 1 + kGatheringLanes : 1), landed};
   const int tiles = a.num_experts * tiles_of_expert(a);
   if (threadIdx.x < kWarpgroup) {
     give_registers<kRegistersToLoad>();
     if (threadIdx.x < kWarpSize) {
-      load_tiles(a, stages, tiles);
+      load_tiles<kGathers>(a, stages, tiles);
     } else if (threadIdx.x < 2 * kWarpSize) {
       clean_tiles(a, stages, tiles);
+    } else if constexpr (kGathers) {
+      __shared__ Sources sources;
+      gather_tiles(a, stages, sources, tiles);
     }
   } else {
     take_registers<kRegistersToMultiply>();
-    make_tiles<T>(a, stages, tiles);
+    make_tiles<kGathers, T>(a, stages, tiles);
   }
 #endif
 }
 
-template <typename T>
+template <bool kGathers, typename T>
 int launch_outer(const OuterArguments& arguments, cudaStream_t stream) {
   static SharedMemoryLimit limit;
   int device = 0;
   DeviceLimits limits;
   if (const int status = hopper_limits("grouped_outer", &device, &limits)) return status;
-  auto* kernel = grouped_outer<T>;
+  auto* kernel = grouped_outer<kGathers, T>;
   if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
   const int tiles = arguments.num_experts * arguments.p_tiles * arguments.q_tiles;
   const Grid grid = {static_cast<unsigned>(std::min(tiles, limits.multiprocessors)), kBlockThreads, kSharedBytes};
@@ -232,12 +293,17 @@ int outer(const pmo_grouped_outer_params& p, cudaStream_t stream) {
   if (p.p_columns == 0 || p.q_columns == 0) return PMO_OK;
   const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;
   OuterArguments a = {};
+  const bool gathers_p = p.gathered == PMO_GROUPED_GATHERS_P, gathers_q = p.gathered == PMO_GROUPED_GATHERS_Q;
   if (p.num_rows > 0) {
     const Tensor rows_p = {p.p, 2, {p.p_columns, p.num_rows}, {p.p_row_stride}, {64, kTileDepth}};
-    if (const int status = encode(rows_p, is_bfloat16, &a.p)) return status;
+    if (const int status = gathers_p ? PMO_OK : encode(rows_p, is_bfloat16, &a.p)) return status;
     const Tensor rows_q = {p.q, 2, {p.q_columns, p.num_rows}, {p.q_row_stride}, {64, kTileDepth}};
-    if (const int status = encode(rows_q, is_bfloat16, &a.q)) return status;
+    if (const int status = gathers_q ? PMO_OK : encode(rows_q, is_bfloat16, &a.q)) return status;
   }
+  a.gathers_q = gathers_q;
+  a.gathered = {gathers_q ? p.q : p.p, p.row_to_token, static_cast<uint32_t>((gathers_q ? p.q_row_stride : p.p_row_stride) * 2),
+                static_cast<int>(p.num_sources)};
+  a.gathered_columns = static_cast<int>(gathers_q ? p.q_columns : p.p_columns);
   const Tensor results = {static_cast<char*>(p.out) + (p.first_p * p.out_columns + p.first_q) * 2,
                           3,
                           {p.q_columns, p.p_columns, p.num_experts},
@@ -250,7 +316,10 @@ int outer(const pmo_grouped_outer_params& p, cudaStream_t stream) {
   a.num_experts = static_cast<int>(p.num_experts);
   a.p_tiles = static_cast<int>(divide_up(p.p_columns, int64_t{kTileRows}));
   a.q_tiles = static_cast<int>(divide_up(p.q_columns, int64_t{kTileColumns}));
-  return is_bfloat16 ? launch_outer<__nv_bfloat16>(a, stream) : launch_outer<__half>(a, stream);
+  if (gathers_p || gathers_q) {
+    return is_bfloat16 ? launch_outer<true, __nv_bfloat16>(a, stream) : launch_outer<true, __half>(a, stream);
+  }
+  return is_bfloat16 ? launch_outer<false, __nv_bfloat16>(a, stream) : launch_outer<false, __half>(a, stream);
 }
 
 }  // namespace

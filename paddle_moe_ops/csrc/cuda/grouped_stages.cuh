@@ -43,6 +43,39 @@ GroupedArguments arguments_of(const Params& p, int columns) {
   return a;
 }
 
+// Rows of tokens that warps gather, 16 bytes a lane.
+struct GatheredRows {
+  const void* x;
+  const int32_t* row_to_token;
+  uint32_t row_bytes;  // from one row of x to the next one
+  int num_sources;
+
+#ifdef PMO_HOPPER_CODE
+  static constexpr uint32_t kNone = 0xFFFFFFFFu;  // a row of zeros
+
+  __device__ uint32_t source_of(int row) const {
+    const auto token = static_cast<uint32_t>(__ldg(row_to_token + row));
+    return token < static_cast<uint32_t>(num_sources) ? token : kNone;
+  }
+
+  // Where the lane's bytes of the first row of x are. In registers, so that one instruction gives those of any row.
+  __device__ const char* first_row(int byte) const {
+    const char* first = static_cast<const char*>(x) + byte;
+    asm volatile("" : "+l"(first));
+    return first;
+  }
+
+  // 16 bytes of each of four rows, `first` being those of the first row of x.
+  __device__ void copy(const uint32_t (&targets)[4], const char* first, const uint4& sources, bool is_inside) const {
+    const uint32_t source[4] = {sources.x, sources.y, sources.z, sources.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      copy_16_bytes(targets[i], first + uint64_t{source[i]} * row_bytes, is_inside && source[i] != kNone);
+    }
+  }
+#endif
+};
+
 // Calls run(result, whether matrices are transposed, a number of the dtype) for a product; the first two are std::integral_constant.
 template <pmo_grouped_result kResult, typename Run>
 int with_result(const pmo_grouped_product_params& p, Run run) {
@@ -69,6 +102,7 @@ int with_kind(const pmo_grouped_product_params& p, Run run) {
 
 constexpr int kPieceBytes = 64 * 128;  // 64 rows of 128 bytes, which are swizzled
 constexpr int kRegistersToLoad = 40, kRegistersToMultiply = 232;
+constexpr int kGatheringLanes = 2 * kWarpSize;  // the last two warps of the first warpgroup
 
 // Row and column of a tile of height x width: in bands of so many rows, down each column of a band.
 struct TilePlace {
@@ -111,11 +145,13 @@ struct StagesOf {
   __device__ uint32_t b(int stage) const { return a(stage) + kBytesA; }
 };
 
+// So many arrivals fill a stage.
 template <int kStages>
-__device__ inline StagesOf<kStages> make_stages(uint8_t* shared, uint64_t (&full)[kStages], uint64_t (&empty)[kStages]) {
+__device__ inline StagesOf<kStages> make_stages(uint8_t* shared, uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
+                                                int arrivals = 1) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&full[stage], 1);
+      init_barrier(&full[stage], arrivals);
       init_barrier(&empty[stage], kWarpgroup / kWarpSize);
     }
     fence_barrier_init();

@@ -18,7 +18,7 @@
 // hidden rows, two strips of 16 at a time. Gradients take their place there before they go to memory.
 //
 // Rows of tokens may be gathered where they are: two more warps copy them 16 bytes at a time, with the same swizzle, and signal a stage once
-// their copies are there. They hold the tokens of a tile in shared memory.
+// their copies are there. Where a tile's rows begin is in shared memory, so that no copy waits for the one before.
 //
 // Moved: the matrix and the rows once from memory and, per tile, from the L2; the results once, and hidden once more in a gradient.
 #include "cuda/grouped_turned.h"
@@ -51,7 +51,7 @@ constexpr int kBand = 8;  // rows of tiles, at most, that share their columns in
 constexpr int kAhead =
     4;  // how many steps before the end of a tile the next one is asked for: as many as finding its place takes
 constexpr int kMultiplyingWarps = 2 * kWarpgroup / kWarpSize;
-constexpr int kGatheringLanes = 2 * kWarpSize, kGathering = 3;  // of the warps that gather, and the number of their barrier
+constexpr int kGathering = 3;  // the barrier of the warps that gather
 
 using Ring = RingOf<kStages>;
 using PlaceRing = RingOf<kPlaces>;
@@ -60,7 +60,8 @@ using PlaceRing = RingOf<kPlaces>;
 struct Shared {
   uint64_t full[kStages], empty[kStages], given[kPlaces], taken[kPlaces], wanted;
   TurnedPlace places[kPlaces];
-  int32_t tokens[kTurnedRows];  // of the tile whose rows are gathered
+  alignas(
+      16) uint32_t sources[8][kTurnedRows / 8];  // where rows that are gathered begin in x, in 16 bytes; row 8 i + r is [r][i]
 };
 
 struct Stages {
@@ -182,23 +183,26 @@ __device__ inline void gather_rows(const TurnedArguments& p, Shared& shared, con
   // Eight lanes take 128 bytes of a row, so all of them have eight rows at a time.
   const int lane = threadIdx.x % kGatheringLanes, row_of_8 = lane / 8, piece = lane % 8;
   const uint32_t to_write = row_of_8 * 128 + (piece ^ row_of_8) * 16;
-  const char* const x = static_cast<const char*>(p.x) + piece * 16;
+  const auto* const places_of_lane = reinterpret_cast<const uint4*>(shared.sources[row_of_8]);
   Ring ring;
   PlaceRing places;
   for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
-    meet(kGathering, kGatheringLanes);  // nobody reads the tokens of the tile before any more
-    for (int row = lane; row < place.rows; row += kGatheringLanes) shared.tokens[row] = __ldg(p.row_to_token + place.row + row);
+    meet(kGathering, kGatheringLanes);  // nobody reads the table of the tile before any more
+    for (int row = lane; row < kTurnedRows; row += kGatheringLanes) {
+      shared.sources[row % 8][row / 8] = row < place.rows ? p.gathered.source_of(place.row + row) : GatheredRows::kNone;
+    }
     meet(kGathering, kGatheringLanes);
     for (int depth = 0; depth < p.inner; depth += kTileDepth) {
       const bool is_inside = depth + piece * 8 < p.inner;
+      const char* const first = p.gathered.first_row(depth * 2 + piece * 16);
+      uint4 next = places_of_lane[0];
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
       uint32_t target = stages.rows(ring.stage) + to_write;
-#pragma unroll 4
-      for (int row = row_of_8; row < place.rows; row += 8) {
-        const int token = shared.tokens[row];
-        const bool is_there = is_inside && static_cast<unsigned>(token) < static_cast<unsigned>(p.num_sources);
-        copy_16_bytes(target, x + (is_there ? token * p.x_stride + depth * 2 : 0), is_there);
-        target += 1024;
+      for (int row = 0; row < place.rows; row += 32) {
+        const uint4 now = next;
+        next = places_of_lane[min(row / 32 + 1, kTurnedRows / 32 - 1)];  // before the copies, which nothing moves across
+        p.gathered.copy({target, target + 1024, target + 2048, target + 3072}, first, now, is_inside);
+        target += 4096;
       }
       arrive_after_copies(&shared.full[ring.stage]);
       ring.advance();
@@ -234,15 +238,17 @@ __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, cons
           load_box(stages.matrix(ring.stage) + piece * kPieceBytes, &p.matrix, full, kTransposed ? depth : column,
                    kTransposed ? column : depth, place.expert);
         }
-        const int row = place.row - p.first_row;
-        // With a loop of strips / 2 passes, as nvcc 13.0 compiles it, the rows from 128 on were wrong.
+        if constexpr (!kGathers) {
+          const int row = place.row - p.first_row;
+          // With a loop of strips / 2 passes, as nvcc 13.0 compiles it, the rows from 128 on were wrong.
 #pragma unroll
-        for (int strip = 0; strip < (kGathers ? 0 : kTurnedRows / kStripRows); strip += 2) {
-          const uint32_t target = stages.rows(ring.stage) + strip * kStripBytes;
-          if (strip + 1 < strips) {
-            load_box(target, &p.rows, full, depth, row + strip * kStripRows);
-          } else if (strip < strips) {
-            load_box(target, &p.rows_16, full, depth, row + strip * kStripRows);
+          for (int strip = 0; strip < kTurnedRows / kStripRows; strip += 2) {
+            const uint32_t target = stages.rows(ring.stage) + strip * kStripBytes;
+            if (strip + 1 < strips) {
+              load_box(target, &p.rows, full, depth, row + strip * kStripRows);
+            } else if (strip < strips) {
+              load_box(target, &p.rows_16, full, depth, row + strip * kStripRows);
+            }
           }
         }
       }
@@ -373,13 +379,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1) grouped_turned(const __grid_
   init_barriers<kGathers>(shared);
   const Stages stages = {(shared_address(dynamic) + 1023) / 1024 * 1024};
   if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
+    give_registers<kRegistersToLoad>();
     const int warp = threadIdx.x / kWarpSize;
     if (warp == 0) load_tiles<kResult, kTransposed, kGathers>(p, shared, stages);
     if (warp == 1) find_places<kResult>(p, shared);
     if (kGathers && warp >= 2) gather_rows<kResult>(p, shared, stages);
   } else {
-    take_registers<240>();
+    take_registers<kRegistersToMultiply>();
     make_tiles<kResult, kTransposed, kGathers, T>(p, shared, stages);
   }
 #endif
@@ -407,9 +413,7 @@ int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   static_cast<GroupedArguments&>(a) = arguments_of(p, p.result == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns);
   a.counters = p.counters;
   if (p.gathers != 0) {
-    a.x = p.x;
-    a.x_stride = p.x_row_stride * 2;
-    a.num_sources = static_cast<int>(p.num_sources);
+    a.gathered = {p.x, p.row_to_token, static_cast<uint32_t>(p.x_row_stride * 2), static_cast<int>(p.num_sources)};
   } else {
     Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, 32}};
     if (const int status = encode(rows, is_bfloat16, &a.rows)) return status;

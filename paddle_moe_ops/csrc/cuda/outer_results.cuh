@@ -19,6 +19,9 @@ struct OuterArguments {
   CUtensorMap p, q, out;
   const int32_t *first, *stop;
   int num_rows, num_experts, p_tiles, q_tiles;
+  GatheredRows gathered;
+  bool gathers_q;  // not p
+  int gathered_columns;
 };
 
 // A tile: its expert, the expert's first row and number of rows, and the tile's row and column in the result.

@@ -26,9 +26,7 @@ constexpr int kHiddenStripBytes = 8 * kStripBytes, kHiddenStrips = 2;
 struct TurnedArguments : GroupedArguments {
   CUtensorMap rows_16, hidden_16;
   int32_t* counters;
-  const void* x;  // what rows are gathered from, and the bytes between its rows
-  int64_t x_stride;
-  int num_sources;
+  GatheredRows gathered;
 };
 
 // A tile: its expert, its first row, how many rows it has (0 after the last tile), its first column.

@@ -62,8 +62,15 @@ typedef struct pmo_grouped_product_params {
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);
 
+typedef enum pmo_grouped_gathered {
+  PMO_GROUPED_GATHERS_NONE = 0,
+  PMO_GROUPED_GATHERS_P = 1,
+  PMO_GROUPED_GATHERS_Q = 2,
+} pmo_grouped_gathered;
+
 // out[e][first_p + i, first_q + j] = the sum of p[r, i] q[r, j] over the rows r of expert e, or that is added to it: in float32, and
-// rounded once. Without rows it is 0. Rows that no expert has may hold anything.
+// rounded once. Without rows it is 0. Rows that no expert has may hold anything. An operand that is gathered has the rows of tokens: its row
+// r is number row_to_token[r], or zeros where that is none.
 typedef struct pmo_grouped_outer_params {
   int64_t struct_size;
   int64_t num_rows;     // M
@@ -71,18 +78,20 @@ typedef struct pmo_grouped_outer_params {
   int64_t p_columns;    // a multiple of 8
   int64_t q_columns;    // a multiple of 8
   int64_t out_rows;
-  int64_t out_columns;   // a multiple of 8
-  int64_t first_p;       // first_p + p_columns is at most out_rows
-  int64_t first_q;       // a multiple of 8; first_q + q_columns is at most out_columns
-  int64_t p_row_stride;  // a multiple of 8
-  int64_t q_row_stride;  // a multiple of 8
-  const void* p;         // [M, p_columns], at a multiple of 16 bytes
-  const void* q;         // [M, q_columns], at a multiple of 16 bytes
-  const int32_t* first;  // [E]
-  const int32_t* stop;   // [E]
-  void* out;             // [E, out_rows, out_columns], at a multiple of 16 bytes
+  int64_t out_columns;          // a multiple of 8
+  int64_t first_p;              // first_p + p_columns is at most out_rows
+  int64_t first_q;              // a multiple of 8; first_q + q_columns is at most out_columns
+  int64_t p_row_stride;         // a multiple of 8
+  int64_t q_row_stride;         // a multiple of 8
+  const void* p;                // [M, p_columns], at a multiple of 16 bytes
+  const void* q;                // [M, q_columns], at a multiple of 16 bytes
+  const int32_t* first;         // [E]
+  const int32_t* stop;          // [E]
+  void* out;                    // [E, out_rows, out_columns], at a multiple of 16 bytes
+  int64_t num_sources;          // rows of what is gathered
+  const int32_t* row_to_token;  // [M], if something is gathered
   int32_t dtype;
-  int32_t reserved;
+  int32_t gathered;  // pmo_grouped_gathered
 } pmo_grouped_outer_params;
 
 PMO_API int pmo_grouped_outer_cuda(const pmo_grouped_outer_params* params, void* stream);
