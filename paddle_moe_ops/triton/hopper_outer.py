@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of experts' matrices that the compiled library makes on Hopper, launched as a Triton kernel is.
 
-csrc/cuda/grouped_outer.cu stores a tile while it multiplies the next one. `suits_outer` says where it is faster than
-the Triton kernel.
+csrc/cuda/grouped_outer.cu stores a tile while it multiplies the next one, and can gather the rows of tokens.
+`suits_outer` says where it is faster than the Triton kernel.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _P_IS_GATHERED, _Q_IS_GATHERED = 1, 2  # pmo_grouped_gathered
 
 # Of an expert, on average. With more, the Triton kernel's wider tiles take less time.
 _MOST_ROWS = 512
+_MOST_ROWS_TO_GATHER = 128  # with more, moving the rows of tokens and the Triton kernel take less time together
 
 
 class GroupedOuterParams(ctypes.Structure):
@@ -67,13 +68,15 @@ def suits_outer(
         q: as in `hopper_outer`.
         out: as in `hopper_outer`.
         adds: whether they are to be added to what ``out`` holds.
-        gathers: whether rows of tokens are to be gathered, which the Triton kernel is worse at.
+        gathers: whether the rows of tokens are to be gathered.
     """
     if adds or device.dtype_name(out) != device.dtype_name(p.array) or num_rows == 0:
         return False
     if device.grouped_outer is None or gpu.capability != 90:
         return False
-    if not gathers and (gpu.l2_bytes < LEAST_L2 or num_rows > _MOST_ROWS * out.shape[0]):
+    if num_rows > (_MOST_ROWS_TO_GATHER if gathers else _MOST_ROWS) * out.shape[0]:
+        return False
+    if not gathers and gpu.l2_bytes < LEAST_L2:
         return False
     item = ITEM_BYTES[device.dtype_name(p.array)]
     sizes = [size * item for size in (p.width, p.stride, q.width, q.stride, out.shape[-1])]

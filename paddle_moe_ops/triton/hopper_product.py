@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped products that the compiled library has for Hopper, launched as a Triton kernel is.
 
-Both kernels take rows that lie in expert order. csrc/cuda/grouped_product.cu makes the last step of a product while the
-next tile is multiplied. csrc/cuda/grouped_turned.cu multiplies hardly any rows that are not there. `chosen_rows` says
-where each is faster than the Triton kernels.
+csrc/cuda/grouped_product.cu makes the last step of a product while the next tile is multiplied, and takes rows that lie
+in expert order. csrc/cuda/grouped_turned.cu multiplies hardly any rows that are not there, and can gather the rows of
+tokens. `chosen_rows` says where each is faster than the Triton kernels.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ _OPTIONS = ("dtype", "result", "transpose", "tile_rows", "gathers", "reserved")
 _LEAST_TURNED_ROWS, _LEAST_TURNED_INNER = 128, 768
 
 # The kernel with tiles of 128 rows reads more from the L2. On an H200 (60 MB) layers gain from it; on an H100 (50 MB)
-# as many of them lose, up to a tenth. It makes SwiGLU's gradient while the next tile is multiplied.
+# as many of them lose, up to a tenth, but not with short plain products. It stores a tile, and makes SwiGLU's gradient,
+# while the next one is multiplied.
 LEAST_L2 = 56 << 20
 # Of an expert, on average. With 128 the Triton kernels, whose tiles are wider, read each matrix less often.
 _LEAST_ROWS = 512
@@ -132,7 +133,8 @@ def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int) -> int:
         mean_rows: of an expert, on average.
         inner: length of the contraction.
     """
-    has_tiles = gpu.l2_bytes >= LEAST_L2 and mean_rows >= _LEAST_ROWS and inner <= _LONGEST
+    is_short = result == PLAIN and inner < _LEAST_TURNED_INNER
+    has_tiles = (gpu.l2_bytes >= LEAST_L2 or is_short) and mean_rows >= _LEAST_ROWS and inner <= _LONGEST
     if result == GRADIENT and has_tiles:
         return TILE_ROWS
     if mean_rows >= _LEAST_TURNED_ROWS and inner >= _LEAST_TURNED_INNER:
@@ -208,7 +210,7 @@ def hopper_product(
         weights: float32 [M] or None.
         hidden: [M, 2 width] or None.
         row_to_token: int32 [M], for a gradient, and to gather.
-        gathers: whether ``source`` has the rows of tokens; in tiles of TURNED_ROWS rows, for results that are not PLAIN.
+        gathers: whether ``source`` has the rows of tokens; in tiles of TURNED_ROWS rows, not for a PLAIN result.
         window: of rows, which one ``source`` holds; None: all.
         d_weights: what the call for another window returned.
 

@@ -15,10 +15,10 @@ Backward, with dA' the gradient of the weighted A, s A:
     dH W1^T -> rows of dX -> sums                       by windows of columns
 
 Whatever has M x d elements exists one window at a time, in one buffer of ``workspace`` bytes. Where the rows of tokens
-would take many windows, products gather them from the tokens instead. Each element is the same sum either way, so the
-bits don't depend on the size of the buffer. On Hopper the compiled library's product takes rows that were moved, where
-it is faster (`hopper_product`). H and the tables of tiles are kept between the passes; without H the backward pass
-makes it again. Rows after the last expert's, which a static buffer has, are neither written nor read.
+would take many windows, or moving them takes long beside a product, products gather them from the tokens instead. Each
+element is the same sum either way, so the bits don't depend on the size of the buffer. On Hopper the compiled library
+makes products where it is faster (`hopper_product`). H and the tables of tiles are kept between the passes; without H
+the backward pass makes it again. Rows after the last expert's, which a static buffer has, are neither written nor read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ _COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles
 # The largest n at which a product that gathers its rows beats one of rows that were moved. Moving reads and writes all
 # rows, and reads all tokens once for each window; gathering slows the product, which grows with n, by about a tenth.
 _LARGEST_GATHERED = 512  # with one window, whose rows serve two products in the backward pass
+_LARGEST_GATHERED_BY_LIBRARY = 768
 _LARGEST_GATHERED_PER_PASS = 640  # with several, for each pass over rows of d columns
+# With so many rows for each expert, at most, memory decides the time of all products. The library gathers faster than
+# rows are moved, for the gradients of the matrices as well.
+_FEW_ROWS = 128
 
 
 class Layer(NamedTuple):
@@ -129,8 +133,7 @@ class Run:
             rows = max(rows - self.tile_rows, self.tile_rows)
         self.window_rows = max(min(rows, self.num_rows), 1)
         self.num_windows = blocks(self.num_rows, self.window_rows)
-        sizes = self.num_tokens, self.num_rows, self.inner, self.num_windows
-        self.gathers = may_gather and gathers(*sizes, moves_twice)
+        self.gathers = may_gather and self._gathers(moves_twice)
         columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP
         self.window_columns = min(max(columns, _COLUMN_STEP), self.hidden)
         self.owners = layer.tokens.row_to_token if self.gathers else None
@@ -141,18 +144,23 @@ class Run:
         self._pending: RowSums | None = None  # what the next launch that moves rows makes as well
         self.kept_tables, self._schedules = self._schedule(tables)
 
+    def _chosen(self, result: int, inner: int) -> int:
+        """Rows of the tiles of the library's kernel for a product, if it has one; 0: the Triton kernel makes it."""
+        if not most_library_rows(self.device, self.gpu) or not self.num_rows:
+            return 0
+        return chosen_rows(self.gpu, result, self.num_rows // self.layer.down.shape[0], inner)
+
+    def _gathers(self, moves_twice: bool) -> bool:
+        """Whether a pass gathers the rows of tokens."""
+        by_library = self._chosen(GRADIENT if moves_twice else GATED, self.hidden) == TURNED_ROWS
+        sizes = self.num_tokens, self.num_rows, self.layer.down.shape[0], self.inner, self.num_windows
+        return gathers(*sizes, moves_twice, by_library)
+
     def _heights(self) -> list[int]:
         """Rows of the tiles of the products of both passes."""
-        mean_rows = self.num_rows // self.layer.down.shape[0]
-        there = most_library_rows(self.device, self.gpu) and self.num_rows
-
-        def chosen(result: int, inner: int) -> int:
-            return chosen_rows(self.gpu, result, mean_rows, inner) if there else 0
-
-        sizes = self.num_tokens, self.num_rows, self.inner, self.num_windows
-        up = _made_by(chosen(GATED, self.hidden), gathers(*sizes, moves_twice=False))
-        back = _made_by(chosen(GRADIENT, self.hidden), gathers(*sizes, moves_twice=True))
-        sums = {chosen(PLAIN, inner) or self.wide.rows for inner in (self.inner, 2 * self.inner)}
+        up = _made_by(self._chosen(GATED, self.hidden), self._gathers(moves_twice=False))
+        back = _made_by(self._chosen(GRADIENT, self.hidden), self._gathers(moves_twice=True))
+        sums = {self._chosen(PLAIN, inner) or self.wide.rows for inner in (self.inner, 2 * self.inner)}
         return sorted({up or self.gated.rows, back or self.narrow.rows, *sums})
 
     def _schedule(self, tables: Array | None) -> tuple[Array, dict[int, Schedule]]:
@@ -410,10 +418,14 @@ class Run:
         return out
 
 
-def gathers(num_tokens: int, num_rows: int, inner: int, windows: int, moves_twice: bool) -> bool:
+def gathers(
+    num_tokens: int, num_rows: int, experts: int, inner: int, windows: int, moves_twice: bool, by_library: bool
+) -> bool:
     """Whether products gather the rows of tokens, instead of having them moved window by window."""
+    if by_library and num_rows <= _FEW_ROWS * experts:
+        return True
     if windows <= 1:
-        return not moves_twice and inner <= _LARGEST_GATHERED
+        return not moves_twice and inner <= (_LARGEST_GATHERED_BY_LIBRARY if by_library else _LARGEST_GATHERED)
     return inner <= (2 + windows * num_tokens / num_rows) * _LARGEST_GATHERED_PER_PASS
 
 

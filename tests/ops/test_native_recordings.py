@@ -271,8 +271,7 @@ def library_product(card, monkeypatch):
     control.functions, kernel.addresses = functions, lambda: addresses
     library_in_numpy.choose_small_tiles(monkeypatch)
     monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: hopper_product.TILE_ROWS)
-    monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
-    monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED_PER_PASS", 0)
+    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
     monkeypatch.setattr(card.device, "grouped_product", kernel)
     return control
 

@@ -34,6 +34,8 @@ def device(gpu, monkeypatch) -> Any:
     kernel = kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of)
     monkeypatch.setattr(gpu, "grouped_outer", kernel)
     monkeypatch.setattr(launchers, "_MOST_ROWS", 1 << 30)
+    monkeypatch.setattr(launchers, "_MOST_ROWS_TO_GATHER", 1 << 30)
+    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
     monkeypatch.setattr(launchers, "LEAST_L2", 0)
     return gpu
 
@@ -128,7 +130,8 @@ def test_rows_of_tokens_that_are_gathered_give_the_bits_of_the_oracle(rng, devic
     row_to_token = rng.integers(-1, 38, sums.rows).astype(np.int32)
     row_to_token[::7] = 1 << 30
     is_there = (row_to_token >= 0) & (row_to_token < 37)
-    given[gathers_q] = np.where(is_there[:, None], tokens[np.where(is_there, row_to_token, 0), :columns], 0).astype(dtype)
+    found = tokens[np.where(is_there, row_to_token, 0), :columns]
+    given[gathers_q] = np.where(is_there[:, None], found, 0).astype(dtype)
     rows = [packed(device, each) for each in given]
     rows[gathers_q] = Rows(device.array(tokens), 37, columns, columns + 8)
     out = device.empty([len(sums.sizes), *sums.columns], np.dtype(dtype).name)
@@ -175,6 +178,18 @@ def test_layers_take_their_gradients_from_it(rng, device, launched, dtype, trans
     assert {each["num_rows"] for each in launched} == {problem.plan.num_rows}
 
 
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+def test_layers_that_gather_make_their_gradients_from_tokens(rng, device, launched, monkeypatch, transpose):
+    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: True)
+    problem = Problem(rng, Case(170, 24, 8, 3, 2, unassigned=0.1, alignment=8), ml_dtypes.bfloat16, transpose)
+    made, due_ = problem.run(device), problem.due()
+    live = problem.plan.row_to_token[: problem.end] >= 0
+    made[1], due_[1] = made[1][live], due_[1][live]
+    assert_all_same(made, due_)
+    assert [each["gathered"] for each in launched] == ([1, 2] if transpose else [2, 1])
+    assert {each["num_sources"] for each in launched} == {170}
+
+
 def test_layers_take_their_gradients_from_it_window_by_window(rng, device, launched, monkeypatch):
     monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
     problem = Problem(rng, Case(60, 40, 8, 3, 2), ml_dtypes.bfloat16, False)
@@ -207,19 +222,25 @@ def test_layers_leave_other_gradients_to_triton(rng, device, launched, dtype, ad
         ({"kernel": None}, False),
         ({"adds": True}, False),
         ({"dtype": np.float32}, False),
+        ({"gathers": True}, False),
+        ({"gathers": True, "rows": 512}, True),
+        ({"gathers": True, "rows": 513}, False),
+        ({"gathers": True, "rows": 512, "gpu": Gpu(90, 132, 50 << 20)}, True),
+        ({"gathers": True, "rows": 512, "gpu": Gpu(80, 108, 80 << 20)}, False),
     ],
 )
 def test_the_kernel_is_used_where_it_is_faster_and_can_be(changes, expected):
     from .interpreter import NumpyDevice
 
     options = {"gpu": HOPPER, "rows": 2048, "width": 64, "stride": 128, "out": (4, 64, 136), "offset": 0}
-    options |= {"kernel": object(), "adds": False, "dtype": ml_dtypes.bfloat16, **changes}
+    options |= {"kernel": object(), "adds": False, "gathers": False, "dtype": ml_dtypes.bfloat16, **changes}
     device = NumpyDevice()
     device.grouped_outer = options["kernel"]
     array = device.array(np.zeros(8, ml_dtypes.bfloat16), offset=options["offset"])
     rows = Rows(array, options["rows"], options["width"], options["stride"])
     out = device.array(np.zeros(options["out"], options["dtype"]))
-    assert suits_outer(device, options["gpu"], options["rows"], rows, rows, out, options["adds"]) == expected
+    how = options["adds"], options["gathers"]
+    assert suits_outer(device, options["gpu"], options["rows"], rows, rows, out, *how) == expected
 
 
 def test_a_library_without_the_kernel_has_none():
@@ -253,6 +274,9 @@ def test_the_struct_mirrors_the_header():
         ("out", 8, "out must be an array at a multiple of 16 bytes"),
         ("first", 0, "first"),
         ("stop", 0, "stop"),
+        ("gathered", 3, "gathered must be one of pmo_grouped_gathered"),
+        ("gathered", 1, "row_to_token"),
+        ("gathered", 2, "row_to_token"),
     ],
 )
 def test_bad_params_are_refused_before_anything_is_launched(field, value, message):

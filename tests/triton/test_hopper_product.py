@@ -48,8 +48,7 @@ def device(gpu, monkeypatch, tile_rows) -> Any:
             monkeypatch.setattr(moe_mlp, name, lambda *_: large)
     monkeypatch.setattr(gpu, "grouped_product", kernel)
     monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: tile_rows)
-    monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
-    monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED_PER_PASS", 0)
+    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
     return gpu
 
 
@@ -235,7 +234,9 @@ H100 = HOPPER._replace(l2_bytes=50 << 20)
         (HOPPER, hopper_product.GATED, 127, 7168, 0),
         (HOPPER, hopper_product.PLAIN, 511, 760, 0),
         (HOPPER, hopper_product.PLAIN, 512, 760, hopper_product.TILE_ROWS),
-        (H100, hopper_product.PLAIN, 512, 760, 0),
+        (H100, hopper_product.PLAIN, 512, 760, hopper_product.TILE_ROWS),
+        (H100, hopper_product.PLAIN, 511, 760, 0),
+        (H100, hopper_product.GATED, 512, 760, 0),
         (H100, hopper_product.GRADIENT, 128, 768, hopper_product.TURNED_ROWS),
         (HOPPER, hopper_product.GRADIENT, 512, 4096, hopper_product.TILE_ROWS),
         (HOPPER, hopper_product.GRADIENT, 512, 4104, hopper_product.TURNED_ROWS),

@@ -253,20 +253,29 @@ def test_no_array_has_the_rows_of_all_tokens(rng, gpu, tiles, monkeypatch, gathe
 
 
 @pytest.mark.parametrize(
-    ("topk", "inner", "windows", "moves_twice", "expected"),
+    ("topk", "experts", "inner", "windows", "moves_twice", "by_library", "expected"),
     [
-        (8, 256, 1, False, True),
-        (8, 256, 1, True, False),
-        (8, 768, 1, False, False),
-        (8, 256, 3, True, True),
-        (16, 256, 17, True, True),
-        (8, 2048, 2, False, False),
-        (8, 3584, 9, False, False),
-        (8, 1024, 9, False, True),
+        (8, 64, 256, 1, False, False, True),
+        (8, 64, 256, 1, True, False, False),
+        (8, 64, 768, 1, False, False, False),
+        (8, 64, 768, 1, False, True, True),
+        (8, 64, 776, 1, False, True, False),
+        (8, 64, 256, 1, True, True, False),
+        (8, 255, 2048, 1, True, True, False),
+        (8, 256, 2048, 1, True, True, True),
+        (8, 256, 2048, 3, False, True, True),
+        (8, 256, 2048, 1, False, False, False),
+        (8, 64, 256, 3, True, False, True),
+        (16, 64, 256, 17, True, False, True),
+        (8, 64, 2048, 2, False, True, False),
+        (8, 64, 3584, 9, False, False, False),
+        (8, 64, 1024, 9, False, False, True),
     ],
 )
-def test_rows_are_gathered_where_moving_them_costs_more(topk, inner, windows, moves_twice, expected):
-    assert launchers.gathers(4096, 4096 * topk, inner, windows, moves_twice) == expected
+def test_rows_are_gathered_where_moving_them_costs_more(
+    topk, experts, inner, windows, moves_twice, by_library, expected
+):
+    assert launchers.gathers(4096, 4096 * topk, experts, inner, windows, moves_twice, by_library) == expected
 
 
 @BY_COPY

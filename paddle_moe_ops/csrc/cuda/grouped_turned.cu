@@ -18,7 +18,7 @@
 // hidden rows, two strips of 16 at a time. Gradients take their place there before they go to memory.
 //
 // Rows of tokens may be gathered where they are: two more warps copy them 16 bytes at a time, with the same swizzle, and signal a stage once
-// their copies are there. Where a tile's rows begin is in shared memory, so that no copy waits for the one before.
+// their copies are there. Which rows a tile has is in shared memory, so that no copy waits for the one before.
 //
 // Moved: the matrix and the rows once from memory and, per tile, from the L2; the results once, and hidden once more in a gradient.
 #include "cuda/grouped_turned.h"
@@ -60,8 +60,7 @@ using PlaceRing = RingOf<kPlaces>;
 struct Shared {
   uint64_t full[kStages], empty[kStages], given[kPlaces], taken[kPlaces], wanted;
   TurnedPlace places[kPlaces];
-  alignas(
-      16) uint32_t sources[8][kTurnedRows / 8];  // where rows that are gathered begin in x, in 16 bytes; row 8 i + r is [r][i]
+  alignas(16) uint32_t sources[8][kTurnedRows / 8];  // rows of tokens that a tile gathers: row 8 i + r is [r][i]
 };
 
 struct Stages {
@@ -183,7 +182,7 @@ __device__ inline void gather_rows(const TurnedArguments& p, Shared& shared, con
   // Eight lanes take 128 bytes of a row, so all of them have eight rows at a time.
   const int lane = threadIdx.x % kGatheringLanes, row_of_8 = lane / 8, piece = lane % 8;
   const uint32_t to_write = row_of_8 * 128 + (piece ^ row_of_8) * 16;
-  const auto* const places_of_lane = reinterpret_cast<const uint4*>(shared.sources[row_of_8]);
+  const auto* const sources_of_lane = reinterpret_cast<const uint4*>(shared.sources[row_of_8]);
   Ring ring;
   PlaceRing places;
   for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
@@ -195,20 +194,20 @@ __device__ inline void gather_rows(const TurnedArguments& p, Shared& shared, con
     for (int depth = 0; depth < p.inner; depth += kTileDepth) {
       const bool is_inside = depth + piece * 8 < p.inner;
       const char* const first = p.gathered.first_row(depth * 2 + piece * 16);
-      uint4 next = places_of_lane[0];
+      uint4 next = sources_of_lane[0];
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
       uint32_t target = stages.rows(ring.stage) + to_write;
       for (int row = 0; row < place.rows; row += 32) {
         const uint4 now = next;
-        next = places_of_lane[min(row / 32 + 1, kTurnedRows / 32 - 1)];  // before the copies, which nothing moves across
+        next = sources_of_lane[min(row / 32 + 1, kTurnedRows / 32 - 1)];  // before the copies, which nothing moves across
         p.gathered.copy({target, target + 1024, target + 2048, target + 3072}, first, now, is_inside);
         target += 4096;
       }
       arrive_after_copies(&shared.full[ring.stage]);
       ring.advance();
     }
-    if (kResult != PMO_GROUPED_GRADIENT) continue;
-    for (int row = 0; row < place.rows; row += kHiddenStrips * kStripRows) {  // stages of hidden rows
+    for (int row = 0; kResult == PMO_GROUPED_GRADIENT && row < place.rows;
+         row += kHiddenStrips * kStripRows) {  // stages of hidden rows
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
       arrive(&shared.full[ring.stage]);
       ring.advance();
