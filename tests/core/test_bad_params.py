@@ -209,4 +209,6 @@ def test_enumerations_mirror_the_headers() -> None:
         assert values.pop(f"CPU_{name.upper()}") == code
     for code, name in enumerate(("PLAIN", "GATED", "GRADIENT")):
         assert values.pop(f"GROUPED_{name}") == code
+    for code, name in enumerate(("NONE", "P", "Q")):
+        assert values.pop(f"GROUPED_GATHERS_{name}") == code
     assert values == {name.upper(): code for name, code in ((dtype.name, code) for dtype, code in DTYPES.items())}
