@@ -245,8 +245,9 @@ class TokenChannel:
     def arrivals(self, beside: Tensor) -> Arrivals:
         """Wait for the ranks, read what they told this one, and route it.
 
-        All of this runs beside what is called next. It may be used, and given back, after the operator rank_join. What
-        was read may be used earlier, and another barrier may begin, after that operator has waited for it alone.
+        All of this runs beside what is called next. It may be used, and given back, after the operator rank_join has
+        waited for all of it. What was read may be used earlier, and another barrier may begin, after that operator has
+        waited for that alone.
 
         Args:
             beside: where they tell it.

@@ -31,7 +31,7 @@ _P_IS_GATHERED, _Q_IS_GATHERED = 1, 2  # pmo_grouped_gathered
 
 # Of an expert, on average. With more, the Triton kernel's wider tiles take less time.
 _MOST_ROWS = 512
-_MOST_ROWS_TO_GATHER = 128  # with more, moving the rows of tokens and the Triton kernel take less time together
+_MOST_ROWS_TO_GATHER = 160  # with more, moving the rows of tokens and the Triton kernel take less time together
 
 
 class GroupedOuterParams(ctypes.Structure):
@@ -98,13 +98,13 @@ def hopper_outer(
 
     Args:
         device: where to; it has a kernel.
-        p: [M, P], or the rows of tokens.
-        q: [M, Q], or the rows of tokens.
+        p: [M, P]; if it is gathered, the tokens [T, P].
+        q: [M, Q]; if it is gathered, the tokens [T, Q].
         tables: `schedule` for any tiles.
         num_rows: M.
         out: [E, ...], dtype of ``p``.
         window: i and j; the latter a multiple of 8.
-        gathered: row_to_token and whether q has the rows of tokens, else p has them; None: neither.
+        gathered: row_to_token and whether q holds the tokens, else p does; None: neither.
     """
     row_to_token, q_is_gathered = gathered or (None, False)
     which = 0 if gathered is None else _Q_IS_GATHERED if q_is_gathered else _P_IS_GATHERED

@@ -210,7 +210,7 @@ def hopper_product(
         weights: float32 [M] or None.
         hidden: [M, 2 width] or None.
         row_to_token: int32 [M], for a gradient, and to gather.
-        gathers: whether ``source`` has the rows of tokens; in tiles of TURNED_ROWS rows, not for a PLAIN result.
+        gathers: whether ``source`` holds the tokens; in tiles of TURNED_ROWS rows, not for a PLAIN result.
         window: of rows, which one ``source`` holds; None: all.
         d_weights: what the call for another window returned.
 

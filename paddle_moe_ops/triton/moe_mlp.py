@@ -52,11 +52,11 @@ _COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles
 # The largest n at which a product that gathers its rows beats one of rows that were moved. Moving reads and writes all
 # rows, and reads all tokens once for each window; gathering slows the product, which grows with n, by about a tenth.
 _LARGEST_GATHERED = 512  # with one window, whose rows serve two products in the backward pass
-_LARGEST_GATHERED_BY_LIBRARY = 768
+_LARGEST_GATHERED_BY_LIBRARY = 768  # likewise, where the library makes the product, which gathers at less cost
 _LARGEST_GATHERED_PER_PASS = 640  # with several, for each pass over rows of d columns
-# With so many rows for each expert, at most, memory decides the time of all products. The library gathers faster than
-# rows are moved, for the gradients of the matrices as well.
-_FEW_ROWS = 128
+# With so many rows for each expert, at most, which are one tile, memory decides the time of all products. The library
+# gathers faster than rows are moved then, also for new gradients of the matrices.
+_FEW_ROWS = TURNED_ROWS
 
 
 class Layer(NamedTuple):
@@ -105,7 +105,17 @@ class Gradients(NamedTuple):
 
 
 class Run:
-    """One pass: sizes, configurations, tables and the buffer; ``moves_twice`` if two products take rows of tokens."""
+    """One pass: sizes, configurations, tables and the buffer.
+
+    Args:
+        device: where to.
+        layer: the layer.
+        x: [T, d], whose sizes and dtype count.
+        moves_twice: whether two products take the same rows of tokens.
+        may_gather: whether rows may be gathered.
+        gradients_move: whether gradients of the matrices are made of moved rows in any case.
+        tables: what the other pass kept.
+    """
 
     def __init__(
         self,
@@ -114,6 +124,7 @@ class Run:
         x: Array,
         moves_twice: bool,
         may_gather: bool = True,
+        gradients_move: bool = False,
         tables: Array | None = None,
     ) -> None:
         self.device, self.layer, self.dtype = device, layer, device.dtype_name(x)
@@ -133,7 +144,7 @@ class Run:
             rows = max(rows - self.tile_rows, self.tile_rows)
         self.window_rows = max(min(rows, self.num_rows), 1)
         self.num_windows = blocks(self.num_rows, self.window_rows)
-        self.gathers = may_gather and self._gathers(moves_twice)
+        self.gathers = may_gather and self._gathers(moves_twice, gradients_move)
         columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP
         self.window_columns = min(max(columns, _COLUMN_STEP), self.hidden)
         self.owners = layer.tokens.row_to_token if self.gathers else None
@@ -150,16 +161,17 @@ class Run:
             return 0
         return chosen_rows(self.gpu, result, self.num_rows // self.layer.down.shape[0], inner)
 
-    def _gathers(self, moves_twice: bool) -> bool:
+    def _gathers(self, moves_twice: bool, gradients_move: bool = False) -> bool:
         """Whether a pass gathers the rows of tokens."""
         by_library = self._chosen(GRADIENT if moves_twice else GATED, self.hidden) == TURNED_ROWS
+        by_library = by_library and self.num_tokens > 0 and not gradients_move
         sizes = self.num_tokens, self.num_rows, self.layer.down.shape[0], self.inner, self.num_windows
         return gathers(*sizes, moves_twice, by_library)
 
     def _heights(self) -> list[int]:
         """Rows of the tiles of the products of both passes."""
-        up = _made_by(self._chosen(GATED, self.hidden), self._gathers(moves_twice=False))
-        back = _made_by(self._chosen(GRADIENT, self.hidden), self._gathers(moves_twice=True))
+        up = _usable_rows(self._chosen(GATED, self.hidden), self._gathers(moves_twice=False))
+        back = _usable_rows(self._chosen(GRADIENT, self.hidden), self._gathers(moves_twice=True))
         sums = {self._chosen(PLAIN, inner) or self.wide.rows for inner in (self.inner, 2 * self.inner)}
         return sorted({up or self.gated.rows, back or self.narrow.rows, *sums})
 
@@ -255,11 +267,17 @@ class Run:
         sizes = self.num_rows, w, inner, outer
         return library_rows(self.device, self.gpu, result, *sizes, (self.buffer, *there))
 
+    def _library_can_gather(self, x: Array) -> bool:
+        """Whether there are tokens, in rows that don't overlap and whose bytes can be taken 16 at a time."""
+        stride = self.device.row_stride(x)
+        is_aligned = sum_vector(self.item, stride * self.item, address(x)) > 1
+        return self.num_tokens > 0 and stride >= self.hidden and is_aligned
+
     def library_rows_of_tokens(self, result: int, w: Array, outer: int, x: Array, *arrays: Any) -> int:
         """The same of a product of the rows of tokens, which may be gathered."""
-        if self.gathers and sum_vector(self.item, self.device.row_stride(x) * self.item, address(x)) == 1:
+        if self.gathers and not self._library_can_gather(x):
             return 0
-        return _made_by(self.library_rows(result, w, self.hidden, outer, *arrays), self.gathers)
+        return _usable_rows(self.library_rows(result, w, self.hidden, outer, *arrays), self.gathers)
 
     def plain(
         self,
@@ -399,7 +417,7 @@ class Run:
     ) -> Any:
         """The sum of each expert's outer products of the rows of tokens and other rows, the former first or last."""
         out, adds = into or (self.device.empty(matrix.shape, self.dtype), False)
-        if self.gathers:
+        if self.gathers and self._library_can_gather(tokens):
             source = Rows(tokens, self.num_tokens, self.hidden, self.device.row_stride(tokens))
             p, q = (source, rows) if tokens_first else (rows, source)
             if suits_outer(self.device, self.gpu, self.num_rows, p, q, out, adds, gathers=True):
@@ -429,7 +447,7 @@ def gathers(
     return inner <= (2 + windows * num_tokens / num_rows) * _LARGEST_GATHERED_PER_PASS
 
 
-def _made_by(tile_rows: int, gathers: bool) -> int:
+def _usable_rows(tile_rows: int, gathers: bool) -> int:
     """Rows of the tiles of the library's kernel that was chosen; 0 if it had to gather and cannot."""
     return 0 if gathers and tile_rows != TURNED_ROWS else tile_rows
 
@@ -471,7 +489,7 @@ def moe_mlp_backward(
         into: for the matrices, where their gradients go, float32 or the dtype of ``x``, and whether they are added to
             what is there; None: to new arrays.
     """
-    run = Run(device, layer, x, moves_twice=True, tables=kept.tables)
+    run = Run(device, layer, x, moves_twice=True, gradients_move=any(into), tables=kept.tables)
     need_x, *_, need_weights = wanted
     hidden = kept.hidden
     if hidden is None:

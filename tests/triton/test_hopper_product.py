@@ -68,6 +68,9 @@ def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows
     assert {each["tile_rows"] for each in launched} <= {tile_rows}
 
 
+GATHERS = moe_mlp.gathers
+
+
 @pytest.fixture
 def gathered(launched, monkeypatch) -> list[dict[str, int]]:
     """Has products gather the rows of tokens, whatever their sizes; the launches of the library's product."""
@@ -104,6 +107,29 @@ def test_the_buffer_of_gathered_rows_holds_columns_alone(rng, device, gathered, 
     problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), np.float16, False)
     assert_all_same(problem.run(device, 340 * 16 * 2), problem.due())
     assert {each["first_row"] for each in gathered} == {0}
+
+
+@ONE_THAT_GATHERS
+def test_without_tokens_the_library_gathers_nothing(rng, device, gathered):
+    problem = Problem(rng, Case(0, 64, 16, 3, 2, buffer=40), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device), problem.due())
+    assert not any(each["gathers"] for each in gathered)
+
+
+@ONE_THAT_GATHERS
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_with_few_rows_both_passes_gather_unless_gradients_are_accumulated(
+    rng, device, launched, monkeypatch, accumulates
+):
+    monkeypatch.setattr(moe_mlp, "gathers", GATHERS)
+    monkeypatch.setattr(moe_mlp, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
+    problem = Problem(rng, Case(90, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
+    zeros = [np.zeros(each.shape, np.float32) for each in (problem.gate_up, problem.down)]
+    into = tuple((device.array(each), True) for each in zeros) if accumulates else (None, None)
+    problem.run(device, into=into)
+    flags = {each["result"]: each["gathers"] for each in launched}
+    expected = {hopper_product.GATED: 1, hopper_product.GRADIENT: int(not accumulates), hopper_product.PLAIN: 0}
+    assert flags == expected
 
 
 @ONE_THAT_GATHERS

@@ -44,7 +44,7 @@ class Target {
   void fork() const;
   void join() const;
 
-  // Marks how far the work beside this target's has come; `join_mark` waits for that alone.
+  // Marks how far the work beside this target's has come; `join_mark` waits for that alone. `join` must still follow.
   void mark() const;
   void join_mark() const;
 

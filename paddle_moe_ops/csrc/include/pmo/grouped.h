@@ -69,8 +69,8 @@ typedef enum pmo_grouped_gathered {
 } pmo_grouped_gathered;
 
 // out[e][first_p + i, first_q + j] = the sum of p[r, i] q[r, j] over the rows r of expert e, or that is added to it: in float32, and
-// rounded once. Without rows it is 0. Rows that no expert has may hold anything. An operand that is gathered has the rows of tokens: its row
-// r is number row_to_token[r], or zeros where that is none.
+// rounded once. Without rows it is 0. Rows that no expert has may hold anything. An operand that is gathered holds the tokens, num_sources of
+// them: its row r is token row_to_token[r], or zeros where that is none.
 typedef struct pmo_grouped_outer_params {
   int64_t struct_size;
   int64_t num_rows;     // M
