@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from .hopper_product import LEAST_L2, LIBRARY_DTYPES, LibraryKernel, library_kernel
+from .hopper_product import FEW_ROWS, LEAST_L2, LIBRARY_DTYPES, LibraryKernel, library_kernel
 from .launching import ITEM_BYTES, Array, Device, address, sum_vector
 
 if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
@@ -31,7 +31,6 @@ _P_IS_GATHERED, _Q_IS_GATHERED = 1, 2  # pmo_grouped_gathered
 
 # Of an expert, on average. With more, the Triton kernel's wider tiles take less time.
 _MOST_ROWS = 512
-_MOST_ROWS_TO_GATHER = 160  # with more, moving the rows of tokens and the Triton kernel take less time together
 
 
 class GroupedOuterParams(ctypes.Structure):
@@ -74,7 +73,7 @@ def suits_outer(
         return False
     if device.grouped_outer is None or gpu.capability != 90:
         return False
-    if num_rows > (_MOST_ROWS_TO_GATHER if gathers else _MOST_ROWS) * out.shape[0]:
+    if num_rows > (FEW_ROWS if gathers else _MOST_ROWS) * out.shape[0]:
         return False
     if not gathers and gpu.l2_bytes < LEAST_L2:
         return False

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # they import Triton, which must know before whether it inter
     from .schedules import Schedule
 
 __all__ = [
+    "FEW_ROWS",
     "GATED",
     "GRADIENT",
     "LEAST_L2",
@@ -40,6 +41,9 @@ __all__ = [
 PLAIN, GATED, GRADIENT = range(3)  # pmo_grouped_result
 TILE_ROWS, TILE_COLUMNS = 128, 128
 TURNED_ROWS = 160  # of csrc/cuda/grouped_turned.cu
+# Of an expert, at most, on average: with one tile each, memory decides the time of all products. The library gathers
+# the rows of tokens faster than they are moved then, also for new gradients of the matrices.
+FEW_ROWS = TURNED_ROWS
 LIBRARY_DTYPES = {"float16": 1, "bfloat16": 2}  # pmo_dtype
 _INTEGERS = (
     *("num_rows", "num_sources", "num_experts", "inner", "outer"),

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from .gathering import gathers
 from .grouped_gemm import Groups, Rows, Target, Tokens, fill_schedules, product, weight_gradient
 from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
 from .hopper_outer import hopper_outer, suits_outer
@@ -49,14 +50,6 @@ from .unpermute import unpermute_window
 __all__ = ["Gradients", "Kept", "Layer", "Run", "moe_mlp", "moe_mlp_backward"]
 
 _COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles
-# The largest n at which a product that gathers its rows beats one of rows that were moved. Moving reads and writes all
-# rows, and reads all tokens once for each window; gathering slows the product, which grows with n, by about a tenth.
-_LARGEST_GATHERED = 512  # with one window, whose rows serve two products in the backward pass
-_LARGEST_GATHERED_BY_LIBRARY = 768  # likewise, where the library makes the product, which gathers at less cost
-_LARGEST_GATHERED_PER_PASS = 640  # with several, for each pass over rows of d columns
-# With so many rows for each expert, at most, which are one tile, memory decides the time of all products. The library
-# gathers faster than rows are moved then, also for new gradients of the matrices.
-_FEW_ROWS = TURNED_ROWS
 
 
 class Layer(NamedTuple):
@@ -229,6 +222,10 @@ class Run:
         """All rows of a matrix of its own."""
         return Rows(array, self.num_rows, columns, columns)
 
+    def _tokens(self, x: Array) -> Rows:
+        """All tokens, to gather."""
+        return Rows(x, self.num_tokens, self.hidden, self.device.row_stride(x))
+
     def _moved(self, x: Array, rows: tuple[int, int], columns: tuple[int, int]) -> Rows:
         """A window of the rows of tokens, in the buffer."""
         tokens, moved = self.layer.tokens, (address(x), rows, columns)
@@ -242,7 +239,7 @@ class Run:
     def by_rows(self, x: Array) -> Iterator[tuple[int | None, Rows]]:
         """Windows of the rows of tokens, with those after each that its last tile reads; or all tokens, to gather."""
         if self.gathers:
-            yield None, Rows(x, self.num_tokens, self.hidden, self.device.row_stride(x))
+            yield None, self._tokens(x)
             return
         if self.num_windows == 1:
             yield None, self._moved(x, (0, self.num_rows), (0, self.hidden))
@@ -418,7 +415,7 @@ class Run:
         """The sum of each expert's outer products of the rows of tokens and other rows, the former first or last."""
         out, adds = into or (self.device.empty(matrix.shape, self.dtype), False)
         if self.gathers and self._library_can_gather(tokens):
-            source = Rows(tokens, self.num_tokens, self.hidden, self.device.row_stride(tokens))
+            source = self._tokens(tokens)
             p, q = (source, rows) if tokens_first else (rows, source)
             if suits_outer(self.device, self.gpu, self.num_rows, p, q, out, adds, gathers=True):
                 gathered = self.layer.tokens.row_to_token, not tokens_first
@@ -434,17 +431,6 @@ class Run:
                 continue
             weight_gradient(self.device, p, q, tables, config, self.num_rows, out, window=window, adds=adds)
         return out
-
-
-def gathers(
-    num_tokens: int, num_rows: int, experts: int, inner: int, windows: int, moves_twice: bool, by_library: bool
-) -> bool:
-    """Whether products gather the rows of tokens, instead of having them moved window by window."""
-    if by_library and num_rows <= _FEW_ROWS * experts:
-        return True
-    if windows <= 1:
-        return not moves_twice and inner <= (_LARGEST_GATHERED_BY_LIBRARY if by_library else _LARGEST_GATHERED)
-    return inner <= (2 + windows * num_tokens / num_rows) * _LARGEST_GATHERED_PER_PASS
 
 
 def _usable_rows(tile_rows: int, gathers: bool) -> int:

@@ -15,8 +15,7 @@ import pytest
 
 from paddle_moe_ops import Float8Matrices, explain, moe_mlp, route, use_backend
 from paddle_moe_ops.backends import OPERATORS, product_calls
-from paddle_moe_ops.triton import grouped_gemm_configs, hopper_product
-from paddle_moe_ops.triton import moe_mlp as triton_moe_mlp
+from paddle_moe_ops.triton import gathering, grouped_gemm_configs, hopper_product
 from tests.ops.problems import plan_tensors, tensor
 from tests.ops.test_float8_mlp import FLOAT8
 from tests.ops.test_moe_mlp import BACKENDS, BY_FORM, BY_LAYOUT, Layer
@@ -94,7 +93,7 @@ def test_on_triton_it_names_the_kernels_that_a_call_launches(keep, form, transpo
 
 @pytest.mark.parametrize("options", [{}, {"keep": "x"}, {"accumulate": True}], ids=str)
 def test_it_names_the_kernels_of_the_library(options, on_hopper, rng, monkeypatch):
-    monkeypatch.setattr(triton_moe_mlp, "_LARGEST_GATHERED", 0)
+    monkeypatch.setattr(gathering, "_LARGEST_GATHERED", 0)
     layer = Layer(rng, SMALL, BF16, sizes=(16, 24))
     leaves = layer.leaves
     monkeypatch.setattr(layer, "leaves", lambda place: with_main_grad(leaves(place)))

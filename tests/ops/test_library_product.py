@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops.backends.triton_arrays import device_of
-from paddle_moe_ops.triton import _runtime, grouped_gemm_configs, hopper_outer, hopper_product, moe_mlp
+from paddle_moe_ops.triton import _runtime, gathering, grouped_gemm_configs, hopper_outer, hopper_product
 from paddle_moe_ops.triton.hopper_product import LibraryKernel
 from tests.ops.problems import tensor
 from tests.ops.test_moe_mlp import BY_LAYOUT, Layer, assert_close
@@ -40,7 +40,7 @@ def launches(monkeypatch, place, tile_rows):
     monkeypatch.setattr(device_of(tensor(np.zeros(1, np.float32), place)), "native", None)
     monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: tile_rows)
     monkeypatch.setattr(hopper_outer, "LEAST_L2", 0)
-    monkeypatch.setattr(moe_mlp, "_LARGEST_GATHERED", 0)
+    monkeypatch.setattr(gathering, "_LARGEST_GATHERED", 0)
     yield seen
     for device in _runtime._devices.values():  # what was recorded in the test chose by its sizes
         device.recordings.clear()

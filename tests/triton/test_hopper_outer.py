@@ -34,7 +34,7 @@ def device(gpu, monkeypatch) -> Any:
     kernel = kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of)
     monkeypatch.setattr(gpu, "grouped_outer", kernel)
     monkeypatch.setattr(launchers, "_MOST_ROWS", 1 << 30)
-    monkeypatch.setattr(launchers, "_MOST_ROWS_TO_GATHER", 1 << 30)
+    monkeypatch.setattr(launchers, "FEW_ROWS", 1 << 30)
     monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
     monkeypatch.setattr(launchers, "LEAST_L2", 0)
     return gpu

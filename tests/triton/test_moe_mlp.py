@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
+from paddle_moe_ops.triton import gathering
 from paddle_moe_ops.triton import moe_mlp as launchers
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
@@ -131,8 +132,8 @@ def tiles(monkeypatch):
         for name in ("gated_config", "product_config", "weight_gradient_config"):
             monkeypatch.setattr(launchers, name, lambda *_: config)
         most = 1 << 30 if gathers else 0
-        monkeypatch.setattr(launchers, "_LARGEST_GATHERED", most)
-        monkeypatch.setattr(launchers, "_LARGEST_GATHERED_PER_PASS", most)
+        monkeypatch.setattr(gathering, "_LARGEST_GATHERED", most)
+        monkeypatch.setattr(gathering, "_LARGEST_GATHERED_PER_PASS", most)
 
     return use
 
