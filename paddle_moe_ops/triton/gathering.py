@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from .hopper_product import FEW_ROWS
 
-__all__ = ["gathers"]
+__all__ = ["gathers", "gathers_for_matrix"]
 
 # The largest n at which a product that gathers its rows beats one of rows that were moved. Moving reads and writes all
 # rows, and reads all tokens once for each window; gathering slows the product, which grows with n, by about a tenth.
-_LARGEST_GATHERED = 512  # with one window, whose rows serve two products in the backward pass
-_LARGEST_GATHERED_BY_LIBRARY = 768  # the same for products that the library makes: it gathers faster than Triton
+_LARGEST_GATHERED = 512  # with one window, by Triton, and not in the backward pass, whose rows serve two products
+_LARGEST_GATHERED_BY_LIBRARY = 1536  # the same by the library, which gathers faster
+_LARGEST_GATHERED_TWICE = 1024  # by the library in the backward pass
 _LARGEST_GATHERED_PER_PASS = 640  # with several windows, for each pass over rows of d columns
+# In gradients of the matrices, gathering slows the product by about a seventh. The product grows with these columns.
+_MOST_COLUMNS_BESIDE_GATHERED = 2048
 
 
 def gathers(
@@ -31,6 +34,18 @@ def gathers(
     """
     if by_library and num_rows <= FEW_ROWS * experts:
         return True
+    if windows <= 1 and by_library:
+        return inner <= (_LARGEST_GATHERED_TWICE if moves_twice else _LARGEST_GATHERED_BY_LIBRARY)
     if windows <= 1:
-        return not moves_twice and inner <= (_LARGEST_GATHERED_BY_LIBRARY if by_library else _LARGEST_GATHERED)
+        return not moves_twice and inner <= _LARGEST_GATHERED
     return inner <= (2 + windows * num_tokens / num_rows) * _LARGEST_GATHERED_PER_PASS
+
+
+def gathers_for_matrix(columns: int, is_moved: bool) -> bool:
+    """Whether the library's gradient of a matrix gathers the rows of tokens, in a pass that moves rows otherwise.
+
+    Args:
+        columns: of the other rows.
+        is_moved: whether the rows of tokens are in the buffer.
+    """
+    return not is_moved and columns <= _MOST_COLUMNS_BESIDE_GATHERED

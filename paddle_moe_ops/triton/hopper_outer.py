@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of experts' matrices that the compiled library makes on Hopper, launched as a Triton kernel is.
 
-csrc/cuda/grouped_outer.cu stores a tile while it multiplies the next one, and can gather the rows of tokens.
-`suits_outer` says where it is faster than the Triton kernel.
+csrc/cuda/grouped_outer.cu has wide tiles, and smaller ones that it stores while it multiplies the next one. It can
+gather the rows of tokens. `outer_columns` says where it is faster than the Triton kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from .hopper_product import FEW_ROWS, LEAST_L2, LIBRARY_DTYPES, LibraryKernel, library_kernel
+from .hopper_product import FEW_ROWS, LEAST_L2, LIBRARY_DTYPES, TILE_COLUMNS, LibraryKernel, library_kernel
 from .launching import ITEM_BYTES, Array, Device, address, sum_vector
 
 if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
@@ -19,18 +19,17 @@ if TYPE_CHECKING:  # they import Triton, which must know before whether it inter
     from .grouped_gemm_configs import Gpu
     from .schedules import Schedule
 
-__all__ = ["grouped_outer_of", "hopper_outer", "suits_outer"]
+__all__ = ["WIDE_COLUMNS", "grouped_outer_of", "hopper_outer", "outer_columns"]
 
 _INTEGERS = (
     *("num_rows", "num_experts", "p_columns", "q_columns", "out_rows", "out_columns"),
     *("first_p", "first_q", "p_row_stride", "q_row_stride"),
 )
 _ARRAYS = ("p", "q", "first", "stop", "out")
-_OPTIONS = ("dtype", "gathered")
-_P_IS_GATHERED, _Q_IS_GATHERED = 1, 2  # pmo_grouped_gathered
+_OPTIONS = ("dtype", "gathered", "wide", "reserved")
+_NONE, _P, _Q = range(3)  # pmo_grouped_gathered
 
-# Of an expert, on average. With more, the Triton kernel's wider tiles take less time.
-_MOST_ROWS = 512
+WIDE_COLUMNS = 256
 
 
 class GroupedOuterParams(ctypes.Structure):
@@ -54,10 +53,10 @@ def grouped_outer_of(library: Any) -> LibraryKernel | None:
     return library_kernel(library, "grouped_outer", GroupedOuterParams)
 
 
-def suits_outer(
+def outer_columns(
     device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: Array, adds: bool, gathers: bool = False
-) -> bool:
-    """Whether the gradients of matrices are made by the library's kernel, which gives new ones of the rows' dtype.
+) -> int:
+    """The columns of the tiles of the library's kernel, which gives new gradients of the rows' dtype; 0: Triton's does.
 
     Args:
         device: where to.
@@ -70,16 +69,16 @@ def suits_outer(
         gathers: whether the rows of tokens are to be gathered.
     """
     if adds or device.dtype_name(out) != device.dtype_name(p.array) or num_rows == 0:
-        return False
+        return 0
     if device.grouped_outer is None or gpu.capability != 90:
-        return False
-    if num_rows > (FEW_ROWS if gathers else _MOST_ROWS) * out.shape[0]:
-        return False
-    if not gathers and gpu.l2_bytes < LEAST_L2:
-        return False
+        return 0
     item = ITEM_BYTES[device.dtype_name(p.array)]
     sizes = [size * item for size in (p.width, p.stride, q.width, q.stride, out.shape[-1])]
-    return sum_vector(item, p.address(item), q.address(item), address(out), *sizes) > 1
+    if sum_vector(item, p.address(item), q.address(item), address(out), *sizes) == 1:
+        return 0
+    if num_rows > FEW_ROWS * out.shape[0]:
+        return WIDE_COLUMNS
+    return TILE_COLUMNS if gathers or gpu.l2_bytes >= LEAST_L2 else 0
 
 
 def hopper_outer(
@@ -92,6 +91,7 @@ def hopper_outer(
     *,
     window: tuple[int, int] = (0, 0),
     gathered: tuple[Array, bool] | None = None,
+    columns: int = TILE_COLUMNS,
 ) -> None:
     """Launch the kernel: out[e, i : i + P, j : j + Q] = p^T q of each expert's rows.
 
@@ -104,9 +104,10 @@ def hopper_outer(
         out: [E, ...], dtype of ``p``.
         window: i and j; the latter a multiple of 8.
         gathered: row_to_token and whether q holds the tokens, else p does; None: neither.
+        columns: TILE_COLUMNS of tiles for both operands, or WIDE_COLUMNS for one that is not gathered.
     """
     row_to_token, q_is_gathered = gathered or (None, False)
-    which = 0 if gathered is None else _Q_IS_GATHERED if q_is_gathered else _P_IS_GATHERED
+    which = _NONE if gathered is None else _Q if q_is_gathered else _P
     sources = q.height if q_is_gathered else p.height
     dtype = device.dtype_name(p.array)
     item = ITEM_BYTES[dtype]
@@ -117,7 +118,7 @@ def hopper_outer(
         (
             *(num_rows, out.shape[0], p.width, q.width, out.shape[1], out.shape[2], *window, p.stride, q.stride),
             *(p.address(item), q.address(item), address(tables.first), address(tables.stop), address(out)),
-            *(sources, address(row_to_token), LIBRARY_DTYPES[dtype], which),
+            *(sources, address(row_to_token), LIBRARY_DTYPES[dtype], which, int(columns == WIDE_COLUMNS), 0),
         ),
         (),
         1,

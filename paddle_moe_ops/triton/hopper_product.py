@@ -27,6 +27,7 @@ __all__ = [
     "LEAST_L2",
     "LIBRARY_DTYPES",
     "PLAIN",
+    "TILE_COLUMNS",
     "TILE_ROWS",
     "TURNED_ROWS",
     "LibraryKernel",

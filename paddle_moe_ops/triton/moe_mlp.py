@@ -26,10 +26,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .gathering import gathers
+from .gathering import gathers, gathers_for_matrix
 from .grouped_gemm import Groups, Rows, Target, Tokens, fill_schedules, product, weight_gradient
 from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
-from .hopper_outer import hopper_outer, suits_outer
+from .hopper_outer import hopper_outer, outer_columns
 from .hopper_product import (
     GATED,
     GRADIENT,
@@ -414,20 +414,24 @@ class Run:
     ) -> Any:
         """The sum of each expert's outer products of the rows of tokens and other rows, the former first or last."""
         out, adds = into or (self.device.empty(matrix.shape, self.dtype), False)
-        if self.gathers and self._library_can_gather(tokens):
+        is_moved = self._in_buffer == (address(tokens), (0, self.num_rows), (0, self.hidden))
+        if (self.gathers or gathers_for_matrix(rows.width, is_moved)) and self._library_can_gather(tokens):
             source = self._tokens(tokens)
             p, q = (source, rows) if tokens_first else (rows, source)
-            if suits_outer(self.device, self.gpu, self.num_rows, p, q, out, adds, gathers=True):
+            columns = outer_columns(self.device, self.gpu, self.num_rows, p, q, out, adds, gathers=True)
+            if columns:
                 gathered = self.layer.tokens.row_to_token, not tokens_first
-                hopper_outer(self.device, p, q, self.any_tables(), self.num_rows, out, gathered=gathered)
+                arguments = self.device, p, q, self.any_tables(), self.num_rows, out
+                hopper_outer(*arguments, columns=columns, gathered=gathered)
                 return out
         config = weight_gradient_config(self.gpu, *matrix.shape[1:])
         tables = self.any_tables()
         for first, moved in self.by_columns(tokens):
             p, q = (moved, rows) if tokens_first else (rows, moved)
             window = (first, 0) if tokens_first else (0, first)
-            if suits_outer(self.device, self.gpu, self.num_rows, p, q, out, adds):
-                hopper_outer(self.device, p, q, tables, self.num_rows, out, window=window)
+            columns = outer_columns(self.device, self.gpu, self.num_rows, p, q, out, adds)
+            if columns:
+                hopper_outer(self.device, p, q, tables, self.num_rows, out, columns=columns, window=window)
                 continue
             weight_gradient(self.device, p, q, tables, config, self.num_rows, out, window=window, adds=adds)
         return out

@@ -14,11 +14,11 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
+from paddle_moe_ops.triton import gathering, moe_mlp
 from paddle_moe_ops.triton import hopper_outer as launchers
-from paddle_moe_ops.triton import moe_mlp
 from paddle_moe_ops.triton.grouped_gemm import Rows
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
-from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams, grouped_outer_of, hopper_outer, suits_outer
+from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams, grouped_outer_of, hopper_outer, outer_columns
 from paddle_moe_ops.triton.schedules import Schedule
 from tests.reference.cases import assert_same_bits
 
@@ -33,8 +33,6 @@ def device(gpu, monkeypatch) -> Any:
     """The device of the kernels, with the library's kernel wherever it can take one."""
     kernel = kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of)
     monkeypatch.setattr(gpu, "grouped_outer", kernel)
-    monkeypatch.setattr(launchers, "_MOST_ROWS", 1 << 30)
-    monkeypatch.setattr(launchers, "FEW_ROWS", 1 << 30)
     monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
     monkeypatch.setattr(launchers, "LEAST_L2", 0)
     return gpu
@@ -70,11 +68,13 @@ SUMS = {
     "several bands of tiles": Sums([70, 0, 200], columns=(1160, 264)),
     "more steps than stages": Sums([1000, 0, 0, 711, 3], columns=(128, 264)),
     "more tiles than blocks": Sums([(7 * expert) % 150 for expert in range(700)], columns=(24, 40)),
+    "many tiles of one or two steps": Sums([(37 * expert) % 100 for expert in range(300)], columns=(128, 512)),
     "no rows": Sums([0, 0, 0]),
     "no rows, but memory for some": Sums([0, 0], num_rows=40),
     "gaps between experts, and rows after them": Sums([7, 0, 60, 31], [0, 16, 32, 112], 200),
     "experts that are not in order": Sums([40, 30, 20], [50, 0, 30]),
 }
+BY_WIDTH = pytest.mark.parametrize("tile", [128, 256], ids=["square tiles", "wide tiles"])
 BY_SUMS = pytest.mark.parametrize("sums", SUMS.values(), ids=SUMS.keys())
 
 
@@ -110,18 +110,20 @@ def packed(device: Any, values: NDArray) -> Rows:
 
 
 @BY_DTYPE
+@BY_WIDTH
 @BY_SUMS
-def test_exact_sums_have_the_bits_of_the_oracle(rng, device, sums, dtype):
+def test_exact_sums_have_the_bits_of_the_oracle(rng, device, sums, tile, dtype):
     p, q = operands(rng, sums, dtype)
     out = device.empty([len(sums.sizes), *sums.columns], np.dtype(dtype).name)
-    hopper_outer(device, packed(device, p), packed(device, q), tables(device, sums), sums.rows, out)
+    hopper_outer(device, packed(device, p), packed(device, q), tables(device, sums), sums.rows, out, columns=tile)
     assert_same_bits(without_sign_of_zero(device.numpy(out)), due(sums, p, q).astype(dtype))
 
 
 @BY_DTYPE
 @pytest.mark.parametrize("gathers_q", [False, True], ids=["p gathered", "q gathered"])
+@BY_WIDTH
 @BY_SUMS
-def test_rows_of_tokens_that_are_gathered_give_the_bits_of_the_oracle(rng, device, sums, dtype, gathers_q):
+def test_rows_of_tokens_that_are_gathered_give_the_bits_of_the_oracle(rng, device, sums, tile, dtype, gathers_q):
     """Rows without a token are zeros, whatever the number that says so; tokens lie apart."""
     given = list(operands(rng, sums, dtype))
     columns = sums.columns[gathers_q]
@@ -136,34 +138,37 @@ def test_rows_of_tokens_that_are_gathered_give_the_bits_of_the_oracle(rng, devic
     rows[gathers_q] = Rows(device.array(tokens), 37, columns, columns + 8)
     out = device.empty([len(sums.sizes), *sums.columns], np.dtype(dtype).name)
     gathered = device.array(row_to_token), gathers_q
-    hopper_outer(device, *rows, tables(device, sums), sums.rows, out, gathered=gathered)
+    hopper_outer(device, *rows, tables(device, sums), sums.rows, out, gathered=gathered, columns=tile)
     assert_same_bits(without_sign_of_zero(device.numpy(out)), due(sums, *given).astype(dtype))
 
 
 @BY_DTYPE
-def test_operands_and_results_may_be_windows_of_columns(rng, device, dtype):
-    sums = Sums([70, 0, 33], columns=(40, 136))
+@pytest.mark.parametrize("columns", [(40, 136), (200, 136)], ids=["as they are", "turned where they are wide"])
+@BY_WIDTH
+def test_operands_and_results_may_be_windows_of_columns(rng, device, tile, columns, dtype):
+    sums = Sums([70, 0, 33], columns=columns)
     p, q = operands(rng, sums, dtype)
-    wide = []
+    rows = []
     for values, left, right in ((p, 16, 8), (q, 8, 24)):
         height, width = values.shape
         array = np.full((height, left + width + right), np.nan, values.dtype)
         array[:, left : left + width] = values
-        wide.append(Rows(device.array(array), height, width, array.shape[1], left))
-    before = rng.integers(-9, 9, (3, 60, 176)).astype(dtype)
+        rows.append(Rows(device.array(array), height, width, array.shape[1], left))
+    before = rng.integers(-9, 9, (3, 20 + columns[0], 176)).astype(dtype)
     out = device.array(before)
-    hopper_outer(device, *wide, tables(device, sums), sums.rows, out, window=(5, 24))
-    expected, inside = before.copy(), (slice(None), slice(5, 45), slice(24, 160))
+    hopper_outer(device, *rows, tables(device, sums), sums.rows, out, window=(5, 24), columns=tile)
+    expected, inside = before.copy(), (slice(None), slice(5, 5 + columns[0]), slice(24, 160))
     expected[inside] = due(sums, p, q)
     assert_same_bits(without_sign_of_zero(device.numpy(out)), without_sign_of_zero(expected))
 
 
 @BY_DTYPE
-def test_random_numbers_are_within_the_bound_of_what_is_rounded(rng, device, dtype):
+@BY_WIDTH
+def test_random_numbers_are_within_the_bound_of_what_is_rounded(rng, device, tile, dtype):
     sums = Sums([200, 70, 0, 129], columns=(264, 392))
     p, q = operands(rng, sums, dtype, random=True)
     out = device.empty([4, *sums.columns], np.dtype(dtype).name)
-    hopper_outer(device, packed(device, p), packed(device, q), tables(device, sums), sums.rows, out)
+    hopper_outer(device, packed(device, p), packed(device, q), tables(device, sums), sums.rows, out, columns=tile)
     expected = due(sums, p, q)
     error = np.linalg.norm(device.numpy(out).astype(np.float64) - expected)
     assert error <= float(ml_dtypes.finfo(dtype).eps) * np.linalg.norm(expected)
@@ -192,9 +197,33 @@ def test_layers_that_gather_make_their_gradients_from_tokens(rng, device, launch
 
 def test_layers_take_their_gradients_from_it_window_by_window(rng, device, launched, monkeypatch):
     monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
+    monkeypatch.setattr(moe_mlp, "gathers_for_matrix", lambda *_: False)
     problem = Problem(rng, Case(60, 40, 8, 3, 2), ml_dtypes.bfloat16, False)
     assert_all_same(problem.run(device, 1 << 12), problem.due())
     assert {each["first_p"] for each in launched} == {each["first_q"] for each in launched} == {0, 16, 32}
+
+
+@pytest.mark.parametrize(
+    ("most", "gathered"), [(16, [0, 2]), (15, [0, 0])], ids=["few other columns", "many other columns"]
+)
+def test_rows_that_no_other_product_takes_are_gathered_beside_few_columns(
+    rng, device, launched, monkeypatch, most, gathered
+):
+    """Those of the gradient of W1, 2n = 16 columns; the gradient of W2 takes the rows that were moved before it."""
+    monkeypatch.setattr(gathering, "_MOST_COLUMNS_BESIDE_GATHERED", most)
+    problem = Problem(rng, Case(170, 24, 8, 3, 2), ml_dtypes.bfloat16, True)
+    assert_all_same(problem.run(device), problem.due())
+    assert [each["gathered"] for each in launched] == gathered
+
+
+@pytest.mark.parametrize("columns", [128, 256])
+@pytest.mark.parametrize("gathers", [False, True], ids=["rows moved", "rows gathered"])
+def test_layers_of_any_width_of_tiles_give_the_same_bits(rng, device, launched, monkeypatch, gathers, columns):
+    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: gathers)
+    monkeypatch.setattr(launchers, "FEW_ROWS", 1 << 20 if columns == 128 else 0)
+    problem = Problem(rng, Case(170, 24, 8, 3, 2), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device), problem.due())
+    assert [each["wide"] for each in launched] == [int(columns == 256)] * 2
 
 
 @pytest.mark.parametrize(("dtype", "adds"), [(np.float32, False), (ml_dtypes.bfloat16, True)], ids=["float32", "added"])
@@ -209,27 +238,28 @@ def test_layers_leave_other_gradients_to_triton(rng, device, launched, dtype, ad
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, True),
-        ({"gpu": Gpu(100, 148, 126 << 20)}, False),
-        ({"gpu": Gpu(80, 108, 80 << 20)}, False),
-        ({"gpu": Gpu(90, 132, 50 << 20)}, False),
-        ({"rows": 0}, False),
-        ({"rows": 2049}, False),
-        ({"width": 68}, False),
-        ({"stride": 132}, False),
-        ({"out": (4, 64, 132)}, False),
-        ({"offset": 2}, False),
-        ({"kernel": None}, False),
-        ({"adds": True}, False),
-        ({"dtype": np.float32}, False),
-        ({"gathers": True}, False),
-        ({"gathers": True, "rows": 640}, True),
-        ({"gathers": True, "rows": 641}, False),
-        ({"gathers": True, "rows": 512, "gpu": Gpu(90, 132, 50 << 20)}, True),
-        ({"gathers": True, "rows": 512, "gpu": Gpu(80, 108, 80 << 20)}, False),
+        ({}, 256),
+        ({"gpu": Gpu(100, 148, 126 << 20)}, 0),
+        ({"gpu": Gpu(80, 108, 80 << 20)}, 0),
+        ({"gpu": Gpu(90, 132, 50 << 20)}, 256),
+        ({"rows": 0}, 0),
+        ({"rows": 641}, 256),
+        ({"rows": 640}, 128),
+        ({"rows": 640, "gpu": Gpu(90, 132, 50 << 20)}, 0),
+        ({"width": 68}, 0),
+        ({"stride": 132}, 0),
+        ({"out": (4, 64, 132)}, 0),
+        ({"offset": 2}, 0),
+        ({"kernel": None}, 0),
+        ({"adds": True}, 0),
+        ({"dtype": np.float32}, 0),
+        ({"gathers": True}, 256),
+        ({"gathers": True, "rows": 641}, 256),
+        ({"gathers": True, "rows": 640, "gpu": Gpu(90, 132, 50 << 20)}, 128),
+        ({"gathers": True, "gpu": Gpu(80, 108, 80 << 20)}, 0),
     ],
 )
-def test_the_kernel_is_used_where_it_is_faster_and_can_be(changes, expected):
+def test_tiles_are_those_of_the_fastest_kernel_that_can_take_the_rows(changes, expected):
     from .interpreter import NumpyDevice
 
     options = {"gpu": HOPPER, "rows": 2048, "width": 64, "stride": 128, "out": (4, 64, 136), "offset": 0}
@@ -240,7 +270,7 @@ def test_the_kernel_is_used_where_it_is_faster_and_can_be(changes, expected):
     rows = Rows(array, options["rows"], options["width"], options["stride"])
     out = device.array(np.zeros(options["out"], options["dtype"]))
     how = options["adds"], options["gathers"]
-    assert suits_outer(device, options["gpu"], options["rows"], rows, rows, out, *how) == expected
+    assert outer_columns(device, options["gpu"], options["rows"], rows, rows, out, *how) == expected
 
 
 def test_a_library_without_the_kernel_has_none():

@@ -10,14 +10,10 @@ namespace {
 
 bool is_grouped_dtype(int32_t dtype) { return dtype == PMO_FLOAT16 || dtype == PMO_BFLOAT16; }
 
-}  // namespace
-
-namespace {
-
 // Kernels hold the bytes between rows of what they gather in 32 bits.
-int check_gathered(int64_t num_sources, int64_t row_stride, const int32_t* row_to_token, int64_t num_rows) {
+int check_gathered(int64_t num_sources, int64_t row_stride, const char* name, const int32_t* row_to_token, int64_t num_rows) {
   PMO_REQUIRE(is_size(num_sources, 1), "num_sources", "in [0, 2^30)");
-  PMO_REQUIRE(row_stride <= INT32_MAX, "x_row_stride", "below 2^31 where rows are gathered");
+  PMO_REQUIRE(row_stride <= INT32_MAX, name, "below 2^31 where rows are gathered");
   PMO_REQUIRE_ARRAY(row_to_token, num_rows, "row_to_token");
   return PMO_OK;
 }
@@ -59,7 +55,7 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
   if (p.gathers == 0) return PMO_OK;
   PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TURNED_ROWS && p.result != PMO_GROUPED_PLAIN, "gathers",
               "0 for a plain result and for tiles of PMO_GROUPED_TILE_ROWS rows");
-  return check_gathered(p.num_sources, p.x_row_stride, p.row_to_token, p.num_rows);
+  return check_gathered(p.num_sources, p.x_row_stride, "x_row_stride", p.row_to_token, p.num_rows);
 }
 
 int check_grouped_outer(const pmo_grouped_outer_params& p) {
@@ -90,8 +86,10 @@ int check_grouped_outer(const pmo_grouped_outer_params& p) {
   PMO_REQUIRE(is_16_bytes(p.p), "p", "an array at a multiple of 16 bytes");
   PMO_REQUIRE(is_16_bytes(p.q), "q", "an array at a multiple of 16 bytes");
   if (p.gathered == PMO_GROUPED_GATHERS_NONE) return PMO_OK;
-  return check_gathered(p.num_sources, p.gathered == PMO_GROUPED_GATHERS_P ? p.p_row_stride : p.q_row_stride, p.row_to_token,
-                        p.num_rows);
+  if (p.gathered == PMO_GROUPED_GATHERS_P) {
+    return check_gathered(p.num_sources, p.p_row_stride, "p_row_stride", p.row_to_token, p.num_rows);
+  }
+  return check_gathered(p.num_sources, p.q_row_stride, "q_row_stride", p.row_to_token, p.num_rows);
 }
 
 }  // namespace pmo

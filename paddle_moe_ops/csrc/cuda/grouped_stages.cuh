@@ -16,6 +16,7 @@ constexpr int kWarpgroup = 128;
 constexpr int kBlockThreads = 3 * kWarpgroup;
 constexpr int kBytesA = kTileRows * kTileDepth * 2, kBytesB = kTileColumns * kTileDepth * 2;
 constexpr int kStageBytes = kBytesA + kBytesB;
+constexpr int kPieceBytes = 64 * 128;  // 64 rows of 128 bytes, which are swizzled
 // Experts whose tables a block holds in shared memory.
 constexpr int kHeldExperts = 1024;
 constexpr int kTableBytes = (3 * kHeldExperts + 1) * 4;
@@ -65,12 +66,12 @@ struct GatheredRows {
     return first;
   }
 
-  // 16 bytes of each of four rows, `first` being those of the first row of x.
-  __device__ void copy(const uint32_t (&targets)[4], const char* first, const uint4& sources, bool is_inside) const {
-    const uint32_t source[4] = {sources.x, sources.y, sources.z, sources.w};
+  // 16 bytes of each of four rows, `first` being those of the first row of x; target_of(i) is where those of the i-th one go.
+  template <typename TargetOf>
+  __device__ void copy(const uint32_t* sources, const char* first, bool is_inside, TargetOf target_of) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      copy_16_bytes(targets[i], first + uint64_t{source[i]} * row_bytes, is_inside && source[i] != kNone);
+      copy_16_bytes(target_of(i), first + uint64_t{sources[i]} * row_bytes, is_inside && sources[i] != kNone);
     }
   }
 #endif
@@ -100,8 +101,8 @@ int with_kind(const pmo_grouped_product_params& p, Run run) {
 
 #ifdef PMO_HOPPER_CODE
 
-constexpr int kPieceBytes = 64 * 128;  // 64 rows of 128 bytes, which are swizzled
 constexpr int kRegistersToLoad = 40, kRegistersToMultiply = 232;
+constexpr int kRegistersToGather = 88, kRegistersBesideGathering = 208;
 constexpr int kGatheringLanes = 2 * kWarpSize;  // the last two warps of the first warpgroup
 
 // Row and column of a tile of height x width: in bands of so many rows, down each column of a band.
@@ -136,23 +137,23 @@ struct RingOf {
   }
 };
 
-template <int kStages>
+template <int kStages, int kBytes = kStageBytes>
 struct StagesOf {
   uint32_t first;
   uint64_t *full, *empty;
 
-  __device__ uint32_t a(int stage) const { return first + stage * kStageBytes; }
+  __device__ uint32_t a(int stage) const { return first + stage * kBytes; }
   __device__ uint32_t b(int stage) const { return a(stage) + kBytesA; }
 };
 
-// So many arrivals fill a stage.
-template <int kStages>
-__device__ inline StagesOf<kStages> make_stages(uint8_t* shared, uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
-                                                int arrivals = 1) {
+// So many arrivals fill a stage, and each of `readers` warpgroups reads it.
+template <int kStages, int kBytes = kStageBytes>
+__device__ inline StagesOf<kStages, kBytes> make_stages(uint8_t* shared, uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
+                                                        int arrivals = 1, int readers = 1) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       init_barrier(&full[stage], arrivals);
-      init_barrier(&empty[stage], kWarpgroup / kWarpSize);
+      init_barrier(&empty[stage], readers * kWarpgroup / kWarpSize);
     }
     fence_barrier_init();
   }

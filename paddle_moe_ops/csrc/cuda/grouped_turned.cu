@@ -177,6 +177,9 @@ __device__ inline void load_hidden(const TurnedArguments& p, Shared& shared, con
 }
 
 // The work of the warps that gather.
+//
+// What a load gives, from global or from shared memory, is there only after all copies that the warp began before it. So the rows of a tile
+// are looked up once, and stay in registers.
 template <pmo_grouped_result kResult>
 __device__ inline void gather_rows(const TurnedArguments& p, Shared& shared, const Stages& stages) {
   // Eight lanes take 128 bytes of a row, so all of them have eight rows at a time.
@@ -191,17 +194,21 @@ __device__ inline void gather_rows(const TurnedArguments& p, Shared& shared, con
       shared.sources[row % 8][row / 8] = row < place.rows ? p.gathered.source_of(place.row + row) : GatheredRows::kNone;
     }
     meet(kGathering, kGatheringLanes);
+    uint32_t source[kTurnedRows / 8];
+#pragma unroll
+    for (int i = 0; i < kTurnedRows / 32; ++i) {
+      const uint4 four = sources_of_lane[i];
+      source[4 * i] = four.x, source[4 * i + 1] = four.y, source[4 * i + 2] = four.z, source[4 * i + 3] = four.w;
+    }
     for (int depth = 0; depth < p.inner; depth += kTileDepth) {
       const bool is_inside = depth + piece * 8 < p.inner;
       const char* const first = p.gathered.first_row(depth * 2 + piece * 16);
-      uint4 next = sources_of_lane[0];
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
-      uint32_t target = stages.rows(ring.stage) + to_write;
-      for (int row = 0; row < place.rows; row += 32) {
-        const uint4 now = next;
-        next = sources_of_lane[min(row / 32 + 1, kTurnedRows / 32 - 1)];  // before the copies, which nothing moves across
-        p.gathered.copy({target, target + 1024, target + 2048, target + 3072}, first, now, is_inside);
-        target += 4096;
+      const uint32_t target = stages.rows(ring.stage) + to_write;
+#pragma unroll
+      for (int i = 0; i < kTurnedRows / 8; i += 4) {
+        if (8 * i >= place.rows) break;
+        p.gathered.copy(&source[i], first, is_inside, [&](int each) { return target + (i + each) * 1024; });
       }
       arrive_after_copies(&shared.full[ring.stage]);
       ring.advance();
@@ -378,13 +385,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1) grouped_turned(const __grid_
   init_barriers<kGathers>(shared);
   const Stages stages = {(shared_address(dynamic) + 1023) / 1024 * 1024};
   if (threadIdx.x < kWarpgroup) {
-    give_registers<kRegistersToLoad>();
+    give_registers<kGathers ? kRegistersToGather : kRegistersToLoad>();
     const int warp = threadIdx.x / kWarpSize;
     if (warp == 0) load_tiles<kResult, kTransposed, kGathers>(p, shared, stages);
     if (warp == 1) find_places<kResult>(p, shared);
     if (kGathers && warp >= 2) gather_rows<kResult>(p, shared, stages);
   } else {
-    take_registers<kRegistersToMultiply>();
+    take_registers<kGathers ? kRegistersBesideGathering : kRegistersToMultiply>();
     make_tiles<kResult, kTransposed, kGathers, T>(p, shared, stages);
   }
 #endif

@@ -3,60 +3,67 @@
 
 // How the sums of a tile of grouped_outer.cu get to memory.
 //
-// They go through shared memory and the copy engine: lines of memory are written whole, no lane computes addresses or exchanges words,
-// and the warpgroup continues while they are on their way.
+// They go through shared memory and the copy engine, in pieces of 64 x 64: lines of memory are written whole, no lane computes addresses or
+// exchanges words, and the warpgroup continues while they are on their way.
 #pragma once
 
-#include "cuda/grouped_results.cuh"
-#include "cuda/grouped_stages.cuh"
+#include "cuda/outer_tiles.cuh"
 
 namespace pmo {
 namespace cuda {
 
-constexpr int kOuterResultBytes = kTileRows * kTileColumns * 2;
-
-struct OuterArguments {
-  CUtensorMap p, q, out;
-  const int32_t *first, *stop;
-  int num_rows, num_experts, p_tiles, q_tiles;
-  GatheredRows gathered;
-  bool gathers_q;  // not p
-  int gathered_columns;
-};
-
-// A tile: its expert, the expert's first row and number of rows, and the tile's row and column in the result.
-struct OuterPlace {
-  int expert, first, rows, row, column;
-};
-
 #ifdef PMO_HOPPER_CODE
 
-// `buffer` has room for a tile, and `together` is a barrier of the warpgroup.
+// The sums d[first ...] of 64 x 64 to shared memory, as rows of the result.
 template <typename T>
-__device__ inline void store_through_shared(const OuterArguments& a, const float (&d)[128], const OuterPlace& place,
-                                            uint32_t buffer, int together) {
-  constexpr int kHalfBytes = kTileRows * 128;  // 64 columns of a tile
-  const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % kWarpSize;
-  if (thread == 0) stores_wait_read();
-  meet(together, kWarpgroup);
-  // Of each 16 rows and columns: lanes 0 to 15 have the addresses of the rows' first eight columns, the others those of the last eight.
-  const uint32_t row = buffer + (thread / kWarpSize * 16 + lane % 16) * 128;
+__device__ inline void hold_piece(const float (&d)[128], int first, bool turned, uint32_t buffer) {
+  const int warp = threadIdx.x % kWarpgroup / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const auto words_of = [&](int group, uint32_t (&word)[4]) {
+    const int at = first + 8 * group;
 #pragma unroll
-  for (int block = 0; block < 2; ++block) {
+    for (int i = 0; i < 4; ++i) word[i] = Pair<T>::pack(d[at + 2 * i], d[at + 2 * i + 1]);
+  };
+  uint32_t word[4];
+  if (turned) {
+    // Of each 16 columns of sums, which are rows now: lanes 0 to 15 have the addresses of the first eight, in two groups of eight numbers.
+    const uint32_t row = buffer + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
 #pragma unroll
-    for (int group = 0; group < kTileColumns / 16; ++group) {
-      const int at = 64 * block + 8 * group;
-      const uint32_t word[4] = {Pair<T>::pack(d[at], d[at + 1]), Pair<T>::pack(d[at + 2], d[at + 3]),
-                                Pair<T>::pack(d[at + 4], d[at + 5]), Pair<T>::pack(d[at + 6], d[at + 7])};
-      const int swizzled = (group % 4 * 2 + lane / 16) ^ lane % 8;
-      store_matrices(row + block * 64 * 128 + group / 4 * kHalfBytes + swizzled * 16, word);
+    for (int group = 0; group < 4; ++group) {
+      words_of(group, word);
+      store_turned_matrices(row + group * 16 * 128, word);
     }
+    return;
   }
-  fence_async_proxy();
-  meet(together, kWarpgroup);
-  if (thread == 0) {
-    store_box(&a.out, buffer, place.column, place.row, place.expert);
-    store_box(&a.out, buffer + kHalfBytes, place.column + 64, place.row, place.expert);
+  // Of each 16 rows and columns: lanes 0 to 15 have the addresses of the rows' first eight columns, the others those of the last eight.
+  const uint32_t row = buffer + (16 * warp + lane % 16) * 128;
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    words_of(group, word);
+    store_matrices(row + ((2 * group + lane / 16) ^ lane % 8) * 16, word);
+  }
+}
+
+// Stores the four pieces of a warpgroup's sums. `buffer` has room for so many of them, and `meeting` is a barrier of the warpgroup.
+template <int kHeld, bool kWide, typename T>
+__device__ inline void store_pieces(const OuterArguments& a, const float (&d)[128], const OuterPlace& place, uint32_t buffer,
+                                    int meeting) {
+  const bool stores = threadIdx.x % kWarpgroup == 0;
+#pragma unroll
+  for (int piece = 0; piece < 4; ++piece) {
+    if (piece == 0 || kHeld < 4) {  // the room for this piece is free again
+      if (stores) stores_wait_read<kHeld == 4 ? 0 : kHeld - 1>();
+      meet(meeting, kWarpgroup);
+    }
+    hold_piece<T>(d, 32 * piece, a.turned, buffer + piece % kHeld * kPieceBytes);
+    if (kHeld == 4 && piece < 3) continue;
+    fence_async_proxy();
+    meet(meeting, kWarpgroup);
+    if (!stores) continue;
+#pragma unroll
+    for (int each = kHeld == 4 ? 0 : piece; each <= piece; ++each) {
+      const int of_a = place.of_a + (kWide ? 0 : each / 2 * 64), of_b = place.of_b + (kWide ? each : each % 2) * 64;
+      store_box(&a.out, buffer + each % kHeld * kPieceBytes, a.turned ? of_a : of_b, a.turned ? of_b : of_a, place.expert);
+    }
     stores_commit();
   }
 }

@@ -140,6 +140,7 @@ paddle::Tensor Grouped::outer(const paddle::Tensor& p, const paddle::Tensor& q, 
     params.stop = table(experts_);
     params.out = out.data();
     params.dtype = dtype_of(out, function_, "the matrices");
+    params.wide = num_rows_ > experts_ * PMO_GROUPED_TURNED_ROWS;
     check_status(pmo_grouped_outer_cuda(&params, target_.stream()), function_);
     return out;
   }

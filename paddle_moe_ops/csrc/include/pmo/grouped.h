@@ -70,7 +70,8 @@ typedef enum pmo_grouped_gathered {
 
 // out[e][first_p + i, first_q + j] = the sum of p[r, i] q[r, j] over the rows r of expert e, or that is added to it: in float32, and
 // rounded once. Without rows it is 0. Rows that no expert has may hold anything. An operand that is gathered holds the tokens, num_sources of
-// them: its row r is token row_to_token[r], or zeros where that is none.
+// them: its row r is token row_to_token[r], or zeros where that is none. Tiles have 128 columns of
+// both operands, or 256 of one that is not gathered.
 typedef struct pmo_grouped_outer_params {
   int64_t struct_size;
   int64_t num_rows;     // M
@@ -92,6 +93,8 @@ typedef struct pmo_grouped_outer_params {
   const int32_t* row_to_token;  // [M], if something is gathered
   int32_t dtype;
   int32_t gathered;  // pmo_grouped_gathered
+  int32_t wide;      // not 0: tiles with 256 columns of an operand
+  int32_t reserved;
 } pmo_grouped_outer_params;
 
 PMO_API int pmo_grouped_outer_cuda(const pmo_grouped_outer_params* params, void* stream);
