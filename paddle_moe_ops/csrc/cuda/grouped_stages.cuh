@@ -102,7 +102,6 @@ int with_kind(const pmo_grouped_product_params& p, Run run) {
 #ifdef PMO_HOPPER_CODE
 
 constexpr int kRegistersToLoad = 40, kRegistersToMultiply = 232;
-constexpr int kRegistersToGather = 88, kRegistersBesideGathering = 208;
 constexpr int kGatheringLanes = 2 * kWarpSize;  // the last two warps of the first warpgroup
 
 // Row and column of a tile of height x width: in bands of so many rows, down each column of a band.

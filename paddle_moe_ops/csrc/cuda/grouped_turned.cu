@@ -52,6 +52,10 @@ constexpr int kAhead =
     4;  // how many steps before the end of a tile the next one is asked for: as many as finding its place takes
 constexpr int kMultiplyingWarps = 2 * kWarpgroup / kWarpSize;
 constexpr int kGathering = 3;  // the barrier of the warps that gather
+constexpr int kRegistersToGather = 72, kRegistersBesideGathering = 216;
+
+static_assert(2 * kHiddenStrips * kSumsOfStrip * 4 <= kTurnedResultBytes / 2, "the sums of two stages fit");
+static_assert(kTilesOfRows * sizeof(TurnedRows) <= kTurnedResultBytes / 2, "what is known of rows fits");
 
 using Ring = RingOf<kStages>;
 using PlaceRing = RingOf<kPlaces>;
@@ -75,6 +79,17 @@ struct Stages {
     return hidden(stage, kHiddenStrips, 0) + strip * kHiddenStripBytes / 2 + piece * kStripBytes;
   }
   __device__ uint32_t results(int warpgroup) const { return matrix(kStages) + warpgroup * kTurnedResultBytes; }
+  // Of a gradient, whose results need no room of their own: sums of dot products, and what is known of the rows of tiles.
+  __device__ float* sums(int warpgroup) const { return static_cast<float*>(pointer(results(warpgroup))); }
+  __device__ TurnedRows& rows_of_tile(int tile) const {
+    return static_cast<TurnedRows*>(pointer(results(0) + kTurnedResultBytes / 2))[tile % kTilesOfRows];
+  }
+
+ private:
+  __device__ static void* pointer(uint32_t address) {
+    extern __shared__ uint8_t dynamic[];
+    return dynamic + (address - shared_address(dynamic));
+  }
 };
 
 template <bool kGathers>
@@ -116,14 +131,15 @@ __device__ inline TurnedPlace place_of(const TurnedArguments& p, int tile, int f
 
 // The work of the warp that finds places: the first tile of a block is that of its number, the others are handed out in their order.
 template <pmo_grouped_result kResult>
-__device__ inline void find_places(const TurnedArguments& p, Shared& shared) {
+__device__ inline void find_places(const TurnedArguments& p, Shared& shared, const Stages& stages) {
   const int first_tile = __ldg(p.window), last_tile = __ldg(p.window + 1);
   const bool is_whole = first_tile == 0 && last_tile == __ldg(p.tiles + p.num_experts), is_first = threadIdx.x % kWarpSize == 0;
   PlaceRing ring;
   uint32_t phase = 0;
-  for (int tile = blockIdx.x;;) {
+  for (int tile = blockIdx.x, count = 0;; ++count) {
     const TurnedPlace place = place_of<kResult>(p, tile, first_tile, last_tile, is_whole);
     wait(&shared.taken[ring.stage], ring.phase ^ 1);
+    if (kResult == PMO_GROUPED_GRADIENT) stages.rows_of_tile(count).fill(p, place);
     if (is_first) {
       shared.places[ring.stage] = place;
       arrive(&shared.given[ring.stage]);
@@ -167,8 +183,8 @@ __device__ inline void load_hidden(const TurnedArguments& p, Shared& shared, con
 #pragma unroll
         for (int piece = 0; piece < kTurnedColumns / 64; ++piece) {
           const uint32_t target = stages.hidden(ring.stage, strip, piece);
-          load_box(target, &p.hidden_16, full, place.column + 64 * piece, row);
-          load_box(target + kStripBytes, &p.hidden_16, full, p.width + place.column + 64 * piece, row);
+          load_box(target, &p.hidden_16, full, place.column + 64 * piece, 0, row);
+          load_box(target + kStripBytes, &p.hidden_16, full, place.column + 64 * piece, 1, row);
         }
       }
     }
@@ -264,10 +280,21 @@ __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, cons
   }
 }
 
-// d = the product of a warpgroup's columns and the rows of a tile, of which kRows are multiplied, stage by stage.
+// A stage that a warpgroup still has, since the copy engine may not have read its results there; negative: none.
+constexpr int kNoStage = -1;
+
+// Gives back a stage, by the lane of each warp that signals, once its boxes but those of the last kPending groups have been read.
+template <int kPending>
+__device__ inline void give_back(Shared& shared, int stage) {
+  stores_wait_read<kPending>();
+  arrive(&shared.empty[stage]);
+}
+
+// d = the product of a warpgroup's columns and the rows of a tile, of which kRows are multiplied, stage by stage. `results` is the stage that
+// has the last results of the tile before: it is given back while the first products are made.
 template <int kRows, bool kTurned, bool kGathers, typename T>
 __device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, const Stages& stages, Ring& ring, int warpgroup,
-                                     int inner) {
+                                     int inner, int results) {
   const bool signals = threadIdx.x % kWarpSize == 0;
 #pragma unroll
   for (int i = 0; i < kTurnedSums; ++i) d[i] = 0.0f;
@@ -289,6 +316,7 @@ __device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, co
     products_commit();
     products_wait<1>();
     if (depth > 0 && signals) arrive(&shared.empty[last]);
+    if (depth == 0 && results != kNoStage && signals) give_back<0>(shared, results);
     last = ring.stage;
     ring.advance();
   }
@@ -297,40 +325,39 @@ __device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, co
   if (signals) arrive(&shared.empty[last]);
 }
 
-// A gradient from the sums of a tile; each stage with strips of hidden is given back once they are in memory.
+// A gradient from the sums of a tile. A stage with strips of hidden is given back after the next one is made; returns the last, which is not.
 template <typename T>
-__device__ inline void store_gradients(const TurnedArguments& p, const float (&d)[kTurnedSums], Shared& shared,
-                                       const Stages& stages, Ring& ring, const TurnedPlace& place, const TurnedWeights& weights,
-                                       int column, int warpgroup, int& turn) {
-  extern __shared__ uint8_t dynamic[];
-  constexpr int kSumsOfStrip = kWarpgroup / kWarpSize * kStripRows;
-  float* sums = reinterpret_cast<float*>(dynamic + (stages.results(warpgroup) - shared_address(dynamic)));
-  const int piece = 2 * warpgroup;
-  const TurnedTokens tokens(p.row_to_token, place);
-#pragma unroll
-  for (int first = 0; first < kTurnedRows / kStripRows; first += kHiddenStrips) {
-    if (first * kStripRows >= place.rows) break;
-    const int strips = (place.rows + kStripRows - 1) / kStripRows - first;
+__device__ inline int store_gradients(const TurnedArguments& p, const float (&d)[kTurnedSums], Shared& shared, const Stages& stages,
+                                      Ring& ring, const TurnedPlace& place, const TurnedRows& rows, int column, int warpgroup,
+                                      int& turn) {
+  const int piece = 2 * warpgroup, together = 1 + warpgroup;
+  int before = kNoStage;
+#pragma unroll 1
+  for (int first = 0; first * kStripRows < place.rows; first += kHiddenStrips) {
+    float* const sums = stages.sums(warpgroup) + turn * kHiddenStrips * kSumsOfStrip;
+    const uint32_t hidden = stages.hidden(ring.stage, 0, piece), scaled = stages.scaled(ring.stage, 0, piece);
     wait(&shared.full[ring.stage], ring.phase);
-#pragma unroll
-    for (int i = 0; i < kHiddenStrips; ++i) {
-      if (i >= strips) break;
-      make_turned_gradient<T>(p, d, weights, tokens, first + i, column, stages.hidden(ring.stage, i, piece),
-                              stages.scaled(ring.stage, i, piece), sums + (turn * kHiddenStrips + i) * kSumsOfStrip);
-    }
-    meet(1 + warpgroup, kWarpgroup);
-#pragma unroll
-    for (int i = 0; i < kHiddenStrips; ++i) {
-      if (i >= strips) break;
-      store_turned_gradient<T>(p, place, first + i, column, stages.hidden(ring.stage, i, piece),
-                               stages.scaled(ring.stage, i, piece), sums + (turn * kHiddenStrips + i) * kSumsOfStrip);
+#pragma unroll 1
+    for (int i = 0; i < kHiddenStrips && (first + i) * kStripRows < place.rows; ++i) {
+      make_turned_gradient<T>(d, rows, first + i, p.width - column, hidden + i * kHiddenStripBytes,
+                              scaled + i * kHiddenStripBytes / 2, sums + i * kSumsOfStrip);
     }
     fence_async_proxy();
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) arrive(&shared.empty[ring.stage]);
+    meet(together, kWarpgroup);
+    store_turned_gradient<T>(p, place, first, column, hidden, scaled, sums);
+    if (threadIdx.x % kWarpSize == 0) {
+      stores_commit();
+      if (before != kNoStage) give_back<1>(shared, before);
+    }
+    before = ring.stage;
     ring.advance();
     turn ^= 1;
   }
+  if (place.rows % kStripRows != 0) {  // lanes have read the last strip
+    fence_async_proxy();
+    meet(together, kWarpgroup);
+  }
+  return before;
 }
 
 // The work of the warpgroups that multiply.
@@ -340,15 +367,15 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
       __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
   const uint32_t buffer = stages.results(warpgroup);
   const int together = 1 + warpgroup;
-  int turn = 0;
+  int turn = 0, results = kNoStage, tile = 0;
   Ring ring;
   PlaceRing places;
-  for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
-    const TurnedWeights weights(kResult == PMO_GROUPED_GATED ? nullptr : p.weights, place);
+  for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places), ++tile) {
+    const TurnedWeights weights(kResult == PMO_GROUPED_PLAIN ? p.weights : nullptr, place);
     float d[kTurnedSums];
-#define PMO_STRIPS(STRIPS)                                                                              \
-  case STRIPS:                                                                                          \
-    multiply_tile<STRIPS * 16, !kTransposed, kGathers, T>(d, shared, stages, ring, warpgroup, p.inner); \
+#define PMO_STRIPS(STRIPS)                                                                                       \
+  case STRIPS:                                                                                                   \
+    multiply_tile<STRIPS * 16, !kTransposed, kGathers, T>(d, shared, stages, ring, warpgroup, p.inner, results); \
     break
     switch ((place.rows + 15) / 16) {
       PMO_STRIPS(1);
@@ -368,11 +395,13 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
     if constexpr (kResult == PMO_GROUPED_GATED) {
       store_turned_gated<T>(p, d, place, column, buffer, together);
     } else if constexpr (kResult == PMO_GROUPED_GRADIENT) {
-      store_gradients<T>(p, d, shared, stages, ring, place, weights, column, warpgroup, turn);
+      const TurnedRows& rows = stages.rows_of_tile(tile);
+      results = store_gradients<T>(p, d, shared, stages, ring, place, rows, column, warpgroup, turn);
     } else {
       store_turned_plain<T>(p, d, place, weights, column, buffer, together, turn);
     }
   }
+  if (threadIdx.x % kWarpSize == 0) stores_wait_read();  // shared memory has to stay until then
 }
 
 #endif  // PMO_HOPPER_CODE
@@ -388,7 +417,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) grouped_turned(const __grid_
     give_registers<kGathers ? kRegistersToGather : kRegistersToLoad>();
     const int warp = threadIdx.x / kWarpSize;
     if (warp == 0) load_tiles<kResult, kTransposed, kGathers>(p, shared, stages);
-    if (warp == 1) find_places<kResult>(p, shared);
+    if (warp == 1) find_places<kResult>(p, shared, stages);
     if (kGathers && warp >= 2) gather_rows<kResult>(p, shared, stages);
   } else {
     take_registers<kGathers ? kRegistersBesideGathering : kRegistersToMultiply>();
@@ -434,7 +463,9 @@ int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   const auto promotion = has_few_rows ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   if (const int status = encode(matrix, is_bfloat16, &a.matrix, promotion)) return status;
   if (p.result == PMO_GROUPED_GRADIENT) {
-    const Tensor hidden = {p.hidden, 2, {2 * p.width, p.num_rows}, {2 * p.width}, {64, kStripRows}};
+    const Tensor out = {p.out, 3, {p.width, 1, p.num_rows}, {p.width, p.width}, {64, 1, kStripRows}};
+    const Tensor hidden = {p.hidden, 3, {p.width, 2, p.num_rows}, {p.width, 2 * p.width}, {64, 1, kStripRows}};
+    if (const int status = encode(out, is_bfloat16, &a.out_16)) return status;
     if (const int status = encode(hidden, is_bfloat16, &a.hidden_16)) return status;
   }
   return with_kind(p, [&](auto result, auto is_transposed, auto element) {

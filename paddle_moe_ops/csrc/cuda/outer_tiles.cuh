@@ -44,6 +44,7 @@ constexpr int kBand = 8;  // rows of tiles that share their columns in the L2
 constexpr int kProductRows = 16;
 constexpr int kGathering = 5;      // the barrier of the warps that gather
 constexpr int kRowsOfBatch = 256;  // whose tokens are looked up together
+constexpr int kRegistersToGather = 88, kRegistersBesideGathering = 208;
 
 template <bool kWide>
 struct OuterStages : StagesOf<OuterShape<kWide>::kStages, OuterShape<kWide>::kBytes> {

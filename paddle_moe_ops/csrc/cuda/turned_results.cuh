@@ -3,9 +3,9 @@
 
 // How the sums of a tile of grouped_turned.cu become results.
 //
-// A tile's sums are turned: their rows are columns of the result. 16 rows of the result at a time go through shared memory, where
+// A tile's sums are turned: their rows are columns of the result. They go through shared memory in strips of 16 rows of the result, where
 // a row has 64 columns in 128 bytes that are swizzled. So each store writes whole lines of memory. For a gradient the copy engine has
-// brought the hidden rows in the same form.
+// brought the hidden rows in the same form, and takes the results from there while the next ones are made.
 #pragma once
 
 #include "cuda/grouped_results.cuh"
@@ -17,14 +17,15 @@ namespace cuda {
 constexpr int kTurnedRows = PMO_GROUPED_TURNED_ROWS, kTurnedColumns = 256;  // of a tile; the latter in pairs of gate and up
 constexpr int kTurnedSums = kTurnedRows;                                    // of a lane: two blocks of 64 columns
 constexpr int kStripRows = 16, kStripBytes = kStripRows * 128;
-constexpr int kTurnedResultBytes = 4 * kStripBytes;  // of a warpgroup
+constexpr int kTurnedResultBytes = 4 * kStripBytes;                         // of a warpgroup
+constexpr int kSumsOfStrip = kWarpgroup / kWarpSize * kStripRows;           // of the dot products of a gradient
 // Of a strip of hidden: 64 columns of gates, then the 64 that they gate, and so on. A stage of operands has room for so many strips, and for the
 // results that take their place.
 constexpr int kHiddenStripBytes = 8 * kStripBytes, kHiddenStrips = 2;
 
-// `rows` comes in boxes of 32 rows.
+// `rows` comes in boxes of 32 rows, `hidden_16` and `out_16` in strips. The second of their three coordinates tells gates from what they gate.
 struct TurnedArguments : GroupedArguments {
-  CUtensorMap rows_16, hidden_16;
+  CUtensorMap rows_16, hidden_16, out_16;
   int32_t* counters;
   GatheredRows gathered;
 };
@@ -52,20 +53,38 @@ struct TurnedWeights {
   __device__ float of(int strip, int row) const { return __shfl_sync(kAllLanes, held[strip / 2], strip % 2 * kStripRows + row); }
 };
 
-// Which rows of a tile have a token.
-struct TurnedTokens {
-  uint32_t held[kTurnedRows / kWarpSize];
+// Of a gradient: the weights of a tile's rows, 0 without a token, and which rows have one. They are in shared memory, and so many tiles' are
+// there at a time: the warp that finds places writes those of a tile after both warpgroups have begun the last tile but one.
+constexpr int kTilesOfRows = 4;
 
-  __device__ TurnedTokens(const int32_t* row_to_token, const TurnedPlace& place) {
+struct alignas(16) TurnedRows {
+  float weights[kTurnedRows];
+  uint32_t has[kTurnedRows / kWarpSize];
+  bool all;
+
+  // By a warp. Rows after the tile's last one count as if they had a token: what becomes of them is not stored.
+  __device__ void fill(const GroupedArguments& p, const TurnedPlace& place) {
+    const int lane = threadIdx.x % kWarpSize;
+    bool has_all = true;
 #pragma unroll
     for (int i = 0; i < kTurnedRows / kWarpSize; ++i) {
-      const int row = i * kWarpSize + threadIdx.x % kWarpSize;
-      const bool has = row < place.rows && (row_to_token == nullptr || __ldg(row_to_token + place.row + row) >= 0);
-      held[i] = __ballot_sync(kAllLanes, has);
+      const int row = i * kWarpSize + lane;
+      const bool is_there = row < place.rows;
+      const bool has_token = !is_there || p.row_to_token == nullptr || __ldg(p.row_to_token + place.row + row) >= 0;
+      weights[row] = !has_token ? 0.0f : is_there && p.weights != nullptr ? __ldg(p.weights + place.row + row) : 1.0f;
+      const uint32_t found = __ballot_sync(kAllLanes, has_token);
+      if (lane == 0) has[i] = found;
+      has_all = has_all && found == kAllLanes;
     }
+    if (lane == 0) all = has_all;
+    __syncwarp();
   }
 
-  __device__ bool has(int strip, int row) const { return held[strip / 2] >> (strip % 2 * kStripRows + row) & 1; }
+  // Of rows `row` and `row` + 1, an even number, 16 bits each.
+  __device__ uint32_t mask(int row) const {
+    const uint32_t bits = has[row / kWarpSize] >> row % kWarpSize;
+    return (bits & 1 ? 0x0000FFFFu : 0) | (bits & 2 ? 0xFFFF0000u : 0);
+  }
 };
 
 // Where a lane is in the strips of its warpgroup.
@@ -172,77 +191,151 @@ __device__ inline void store_turned_gated(const TurnedArguments& p, const float 
   }
 }
 
+// A lane's sums of a strip: eight of each block of 64 columns.
+//
+// Gradients are made in loops, whose code stays in the caches of the multiprocessor. Unrolled, 100 KB of it came from the L2 for every tile,
+// while other warps load the next one, and took up to four times as long. Registers can't be indexed, so the sums are moved first.
+struct StripSums {
+  float of[2][8];
+
+  __device__ StripSums(const float (&d)[kTurnedSums], int strip) {
+    switch (strip) {
+#define PMO_STRIP(STRIP) \
+  case STRIP:            \
+    take<STRIP>(d);      \
+    break
+      PMO_STRIP(0);
+      PMO_STRIP(1);
+      PMO_STRIP(2);
+      PMO_STRIP(3);
+      PMO_STRIP(4);
+      PMO_STRIP(5);
+      PMO_STRIP(6);
+      PMO_STRIP(7);
+      PMO_STRIP(8);
+      PMO_STRIP(9);
+#undef PMO_STRIP
+    }
+  }
+
+  template <int kStrip>
+  __device__ void take(const float (&d)[kTurnedSums]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      float& sum = of[i / 8][i % 8];
+      sum = d[i / 8 * kTurnedSums / 2 + kStrip * 8 + i % 8];
+      asm volatile("" : "+f"(sum));  // moved here, not chosen where it is used
+    }
+  }
+};
+
+// Adds up numbers of four rows over the lanes that have the same rows, those 4, 8 and 16 apart. Lanes 0 to 15 get a row each: that with number
+// lane / 4 of the four.
+__device__ inline float sum_of_row(const float (&dots)[4]) {
+  const bool is_high = threadIdx.x & 4, is_odd = threadIdx.x & 8;
+  float kept[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float given = __shfl_xor_sync(kAllLanes, is_high ? dots[i] : dots[2 + i], 4);
+    kept[i] = __fadd_rn(is_high ? dots[2 + i] : dots[i], given);
+  }
+  const float given = __shfl_xor_sync(kAllLanes, is_odd ? kept[0] : kept[1], 8);
+  const float sum = __fadd_rn(is_odd ? kept[1] : kept[0], given);
+  return __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, 16));
+}
+
 // The gradient of SwiGLU in a strip: `hidden`, where the warpgroup's part of the strip is, becomes the gradient of itself, and `scaled` the
-// result. `sums` gets 16 numbers of each warp of the warpgroup.
+// result. `sums` gets 16 numbers of each warp of the warpgroup. The warpgroup's first `columns` columns are the result's; hidden has zeros in
+// the others.
 template <typename T>
-__device__ inline void make_turned_gradient(const TurnedArguments& p, const float (&d)[kTurnedSums], const TurnedWeights& weights,
-                                            const TurnedTokens& tokens, int strip, int column, uint32_t hidden, uint32_t scaled,
-                                            float* sums) {
+__device__ inline void make_turned_gradient(const float (&d)[kTurnedSums], const TurnedRows& rows, int strip, int columns,
+                                            uint32_t hidden, uint32_t scaled, float* sums) {
   const StripLane lane(0);
   const int thread = threadIdx.x % kWarpgroup, warp = thread / kWarpSize, quad = thread % 4 * 2;
-  bool has[4];
-  float weight[4], dots[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of four rows
+  const bool is_whole = rows.all && columns >= kTileColumns;
+  float dots[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of four rows
+  float2 weight[2];
+  uint32_t mask[2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = i / 2 * 8 + quad + i % 2;
-    const float given = weights.of(strip, row);
-    has[i] = tokens.has(strip, row);
-    weight[i] = has[i] ? given : 0.0f;
+  for (int half = 0; half < 2; ++half) {
+    const int row = strip * kStripRows + half * 8 + quad;
+    weight[half] = *reinterpret_cast<const float2*>(&rows.weights[row]);
+    mask[half] = rows.all ? 0xFFFFFFFFu : rows.mask(row);
   }
+  const uint32_t gates = hidden + lane.to_write, ups = gates + kStripBytes;
+  StripSums given(d, strip);
+  uint32_t gate[2][4], up[2][4];
+  load_turned_matrices(gates, gate[0]);
+  load_turned_matrices(ups, up[0]);
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
-    const uint32_t gates = hidden + 2 * block * kStripBytes + lane.to_write, ups = gates + kStripBytes;
-    uint32_t gate[4], up[4], act[4];
-    load_turned_matrices(gates, gate);
-    load_turned_matrices(ups, up);
+    if (!is_whole) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t kept = 64 * block + 16 * warp + i % 2 * 8 < columns ? mask[i / 2] : 0;
+        gate[block][i] &= kept;
+        up[block][i] &= kept;
+        if (!(kept & 1)) given.of[block][2 * i] = 0.0f;
+        if (!(kept >> 16)) given.of[block][2 * i + 1] = 0.0f;
+      }
+    }
+    uint32_t act[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int at = block * kTurnedSums / 2 + strip * 8 + 2 * i, row = i / 2 * 2;
-      const bool is_inside = column + 64 * block + 16 * warp + i % 2 * 8 < p.width;
-      const bool has_low = is_inside && has[row], has_high = is_inside && has[row + 1];
-      const float low = has_low ? d[at] : 0.0f, high = has_high ? d[at + 1] : 0.0f;
-      const uint32_t kept = (has_low ? 0x0000FFFFu : 0) | (has_high ? 0xFFFF0000u : 0);
-      gate[i] &= kept;
-      up[i] &= kept;
-      const float2 made = gradient_of_two<T>(gate[i], up[i], low, high, make_float2(weight[row], weight[row + 1]), act[i]);
+      const int row = i / 2 * 2;
+      const float low = given.of[block][2 * i], high = given.of[block][2 * i + 1];
+      const float2 made = gradient_of_two<T>(gate[block][i], up[block][i], low, high, weight[i / 2], act[i]);
       dots[row] = fmaf(made.x, low, dots[row]);
       dots[row + 1] = fmaf(made.y, high, dots[row + 1]);
     }
-    store_turned_matrices(gates, gate);
-    store_turned_matrices(ups, up);
+    if (block == 0) {
+      load_turned_matrices(gates + 2 * kStripBytes, gate[1]);
+      load_turned_matrices(ups + 2 * kStripBytes, up[1]);
+    }
+    store_turned_matrices(gates + 2 * block * kStripBytes, gate[block]);
+    store_turned_matrices(ups + 2 * block * kStripBytes, up[block]);
     store_turned_matrices(scaled + block * kStripBytes + lane.to_write, act);
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int apart = 4; apart < kWarpSize; apart *= 2) dots[i] = __fadd_rn(dots[i], __shfl_xor_sync(kAllLanes, dots[i], apart));
-    if (thread % kWarpSize < 4) sums[warp * kStripRows + i / 2 * 8 + quad + i % 2] = dots[i];
-  }
+  const float sum = sum_of_row(dots);
+  const int of_four = thread % kWarpSize / 4;
+  if (of_four < 4) sums[warp * kStripRows + of_four % 2 * 8 + quad + of_four / 2] = sum;
 }
 
-// What `make_turned_gradient` made, to memory.
+// What `make_turned_gradient` made of a stage, to memory: the copy engine takes strips whose rows are all the expert's, those of a strip and 64
+// columns for each warp, whose first lane commits them. Lanes store the rows of a last strip. They have read it after the next barrier.
 template <typename T>
-__device__ inline void store_turned_gradient(const TurnedArguments& p, const TurnedPlace& place, int strip, int column,
+__device__ inline void store_turned_gradient(const TurnedArguments& p, const TurnedPlace& place, int first_strip, int column,
                                              uint32_t hidden, uint32_t scaled, const float* sums) {
-  const StripLane lane(0);
-  const int thread = threadIdx.x % kWarpgroup, row = strip * kStripRows + lane.row;
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / kWarpSize, lane = thread % kWarpSize;
+  const int strip = first_strip + warp / 2, rows = place.rows - strip * kStripRows, row = place.row + strip * kStripRows;
+  const auto gates_of = [&](int i, int block) { return hidden + i * kHiddenStripBytes + 2 * block * kStripBytes; };
+  const auto scaled_of = [&](int i, int block) { return scaled + i * kHiddenStripBytes / 2 + block * kStripBytes; };
+  if (const int first = column + warp % 2 * 64; lane == 0 && rows >= kStripRows && first < p.width) {
+    const uint32_t gates = gates_of(warp / 2, warp % 2);
+    store_box(&p.hidden_16, gates, first, 0, row);
+    store_box(&p.hidden_16, gates + kStripBytes, first, 1, row);
+    store_box(&p.out_16, scaled_of(warp / 2, warp % 2), first, 0, row);
+  }
+  if (p.d_weights != nullptr && warp % 2 == 0 && lane < kStripRows && lane < rows && column < p.width) {
+    const float* const of_row = sums + warp / 2 * kSumsOfStrip + lane;
+    float sum = of_row[0];
 #pragma unroll
+    for (int i = 1; i < kWarpgroup / kWarpSize; ++i) sum = __fadd_rn(sum, of_row[i * kStripRows]);
+    const int tiles = (p.width + kTileColumns - 1) / kTileColumns;
+    p.d_weights[int64_t{row + lane} * tiles + column / kTileColumns] = sum;
+  }
+  const int last = place.rows / kStripRows - first_strip;  // a strip that is not whole
+  if (place.rows % kStripRows == 0 || last >= kHiddenStrips) return;
+  const StripLane part(0);
+  const int64_t of_row = place.row + (first_strip + last) * kStripRows + part.row, width = int64_t{p.width} * 2;
+#pragma unroll 1
   for (int block = 0; block < 2; ++block) {
-    const int at = column + 64 * block + lane.column;
-    if (row >= place.rows || at >= p.width) continue;
-    const int64_t of_row = place.row + row, width = int64_t{p.width} * 2;
-    const uint32_t gates = hidden + 2 * block * kStripBytes + lane.to_read;
+    const int at = column + 64 * block + part.column;
+    if (part.row >= place.rows % kStripRows || at >= p.width) break;
+    const uint32_t gates = gates_of(last, block) + part.to_read;
     store_from_strip<T>(p.hidden, width, of_row, at, gates);
     store_from_strip<T>(p.hidden, width, of_row, at + p.width, gates + kStripBytes);
-    store_from_strip<T>(p.out, p.width, of_row, at, scaled + block * kStripBytes + lane.to_read);
-  }
-  const int row_of_sum = strip * kStripRows + thread;
-  if (p.d_weights != nullptr && thread < kStripRows && row_of_sum < place.rows && column < p.width) {
-    float sum = sums[thread];
-#pragma unroll
-    for (int i = 1; i < kWarpgroup / kWarpSize; ++i) sum = __fadd_rn(sum, sums[i * kStripRows + thread]);
-    const int tiles = (p.width + kTileColumns - 1) / kTileColumns;
-    p.d_weights[int64_t{place.row + row_of_sum} * tiles + column / kTileColumns] = sum;
+    store_from_strip<T>(p.out, p.width, of_row, at, scaled_of(last, block) + part.to_read);
   }
 }
 

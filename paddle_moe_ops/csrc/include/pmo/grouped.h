@@ -68,10 +68,9 @@ typedef enum pmo_grouped_gathered {
   PMO_GROUPED_GATHERS_Q = 2,
 } pmo_grouped_gathered;
 
-// out[e][first_p + i, first_q + j] = the sum of p[r, i] q[r, j] over the rows r of expert e, or that is added to it: in float32, and
-// rounded once. Without rows it is 0. Rows that no expert has may hold anything. An operand that is gathered holds the tokens, num_sources of
-// them: its row r is token row_to_token[r], or zeros where that is none. Tiles have 128 columns of
-// both operands, or 256 of one that is not gathered.
+// out[e][first_p + i, first_q + j] = the sum of p[r, i] q[r, j] over the rows r of expert e, in float32, rounded once. Without rows it is 0.
+// Rows that no expert has may hold anything. An operand that is gathered holds the tokens, num_sources of them: its row r is token
+// row_to_token[r], or zeros where that is none. Tiles have 128 columns of both operands, or 256 of one that is not gathered.
 typedef struct pmo_grouped_outer_params {
   int64_t struct_size;
   int64_t num_rows;     // M
@@ -86,7 +85,7 @@ typedef struct pmo_grouped_outer_params {
   int64_t q_row_stride;         // a multiple of 8
   const void* p;                // [M, p_columns], at a multiple of 16 bytes
   const void* q;                // [M, q_columns], at a multiple of 16 bytes
-  const int32_t* first;         // [E]
+  const int32_t* first;         // [E], not negative
   const int32_t* stop;          // [E]
   void* out;                    // [E, out_rows, out_columns], at a multiple of 16 bytes
   int64_t num_sources;          // rows of what is gathered
