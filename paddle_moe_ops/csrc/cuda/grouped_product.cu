@@ -34,7 +34,8 @@ constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kGatedColumns : kT
 
 #ifdef PMO_HOPPER_CODE
 
-constexpr int kBand = 8;  // rows of tiles that share their columns in the L2
+constexpr int kBand = 8;      // rows of tiles that share their columns in the L2
+constexpr int kFewSteps = 4;  // of a tile
 
 using Ring = RingOf<kStages>;
 using Stages = StagesOf<kStages>;
@@ -84,12 +85,10 @@ __device__ inline void load_tiles(const GroupedArguments& p, const Tables& table
   }
 }
 
-// d = the product of a tile's rows and columns, stage by stage.
+// d += the product of a tile's rows and columns, stage by stage. The products of the last stage are still running after the call; returns it.
 template <bool kTurned, typename T>
-__device__ inline void multiply_tile(float (&d)[128], const Stages& stages, Ring& ring, int steps) {
+__device__ inline int multiply_tile(float (&d)[128], const Stages& stages, Ring& ring, int steps) {
   const bool signals = threadIdx.x % kWarpSize == 0;
-#pragma unroll
-  for (int i = 0; i < 128; ++i) d[i] = 0.0f;
   int last = 0;
   for (int step = 0; step < steps; ++step) {
     wait(&stages.full[ring.stage], ring.phase);
@@ -108,9 +107,7 @@ __device__ inline void multiply_tile(float (&d)[128], const Stages& stages, Ring
     last = ring.stage;
     ring.advance();
   }
-  products_wait<0>();
-  hold(d);
-  if (signals) arrive(&stages.empty[last]);
+  return last;
 }
 
 // The work of a warpgroup that multiplies: every second tile of the block.
@@ -122,15 +119,23 @@ __device__ inline void make_tiles(const GroupedArguments& p, const Tables& table
   const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
   Ring ring;
   ring.skip(turn * steps);
-  // A stage's barrier tells odd phases from even ones only, so no warpgroup may wait for stages before the other has left its own.
+  // A stage's barrier tells odd phases from even ones only, so no warpgroup may wait for stages before the other has seen its own filled.
   constexpr int kTurn = 1;
   if (turn == 1) tell(kTurn, 2 * kWarpgroup);
   for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles; tile += 2 * gridDim.x) {
     const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
     float d[128];
+#pragma unroll
+    for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+    hold(d);
     meet(kTurn + turn, 2 * kWarpgroup);
-    multiply_tile<!kTransposed, T>(d, stages, ring, steps);
-    tell(kTurn + 1 - turn, 2 * kWarpgroup);
+    const int last = multiply_tile<!kTransposed, T>(d, stages, ring, steps);
+    // With few steps it matters that the other warpgroup's products follow at once. With more, that took longer.
+    if (steps <= kFewSteps) tell(kTurn + 1 - turn, 2 * kWarpgroup);
+    products_wait<0>();
+    hold(d);
+    if (threadIdx.x % kWarpSize == 0) arrive(&stages.empty[last]);
+    if (steps > kFewSteps) tell(kTurn + 1 - turn, 2 * kWarpgroup);
     ring.skip(steps);
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
