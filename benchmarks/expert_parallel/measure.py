@@ -117,7 +117,8 @@ class Rank:
     def copies(self) -> None:
         """The driver's own copy of as many bytes to the next rank."""
         page, group = granularity(self.ids.place), self.group
-        region = -(-self.crossing // page) * page
+        most = self._bytes([self.tokens] * group.nranks)  # the ranks' own bytes differ, but not the size of a window
+        region = -(-most // page) * page
         views = share(group, self.ids.place, region)
         target = views.peers + (group.rank + 1) % group.nranks * region
         whole = 2 * self.x.size

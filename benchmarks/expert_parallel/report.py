@@ -33,12 +33,13 @@ the GPU, with all calls queued; the router's matrix product is not included.
   `sort_chunks`. *all-to-all* is that collective alone, on the bytes of dispatch.
 * The layer is dispatch, `moe_mlp` and combine, forward and backward, in TFLOP/s of the matrix products for each GPU, or
   "-" where only exchanges were measured.
-* Published: LigerCute (LiG) and DeepEP (DeE) between two GPUs, read off LigerCute's figures, +-3 TFLOP/s.
+* Published: LigerCute (LiG) and DeepEP (DeE) between as many GPUs, read off LigerCute's figures, +-3 TFLOP/s.
 """
-# TFLOP/s a GPU, forward and backward, at 8192 tokens a rank, EP2.
+# TFLOP/s a GPU, forward and backward, at 8192 tokens a rank, by the number of ranks.
 PUBLISHED = {
-    "qwen3-30b": "LiG 307 / 215, DeE 124 / 152",
-    "mixtral": "LiG 534 / 384, DeE 500 / 442",
+    2: {"qwen3-30b": "LiG 307 / 215, DeE 124 / 152", "mixtral": "LiG 534 / 384, DeE 500 / 442"},
+    4: {"qwen3-30b": "LiG 274 / 207", "mixtral": "LiG 548 / 398"},
+    8: {"qwen3-30b": "LiG 238 / 211", "mixtral": "LiG 533 / 400"},
 }
 
 
@@ -56,7 +57,8 @@ def _line(shape: str, found: dict[str, dict[str, Any]]) -> list[str]:
     cells += [us("rows_alltoall"), f"{faster:.1f}"]
     layers = [found.get(f"layer_{which}") for which in ("forward", "backward")]
     layer = " / ".join("-" if each is None else f"{each['tflops']:.0f}" for each in layers)
-    return [*cells, layer, PUBLISHED.get(shape, "-")]
+    published = PUBLISHED.get(found["p2p_copy"]["ranks"], {})
+    return [*cells, layer, published.get(shape, "-")]
 
 
 def page(paths: list[Path]) -> str:

@@ -31,7 +31,7 @@ from benchmarks.kernels.torch_device import gpu_facts
 
 from .implementations import FLOAT8, IMPLEMENTATIONS, WORKSPACE_MB, Passes
 from .inputs import Inputs
-from .shapes import ROUTINGS, SHAPES
+from .shapes import ROUTINGS, SHAPES, Shape
 
 _FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU of today
 _CHECKED_TOKENS = 3
@@ -110,57 +110,82 @@ def captured(passes: Passes) -> Calls:
     return Calls(graphs[0].replay, graphs[1].replay, (first, second))
 
 
-def times(calls: Calls, samples: int) -> dict[str, float]:
-    """Medians in microseconds of both passes. The GPU reads 512 MB before each, and the host is ahead of it."""
+def times(all_calls: list[Calls], samples: int) -> list[dict[str, float]]:
+    """Medians in microseconds of both passes of all, which take turns.
+
+    The GPU reads 512 MB before each pass, and the host is ahead of it.
+    """
     scratch = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
     events = []
-    for _ in range(samples + 1):
-        for which, call in (("forward", calls.forward), ("backward", calls.backward)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.sum(scratch)
-            start.record()
-            call()
-            end.record()
-            events.append((which, start, end))
+    for sample in range(samples + 1):
+        for i, calls in enumerate(all_calls):
+            for which, call in (("forward", calls.forward), ("backward", calls.backward)):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.sum(scratch)
+                start.record()
+                call()
+                end.record()
+                if sample > 0:
+                    events.append((i, which, start, end))
     torch.cuda.synchronize()
-    found: dict[str, list[float]] = {"forward": [], "backward": []}
-    for which, start, end in events[2:]:
-        found[which].append(1000 * start.elapsed_time(end))
-    return {which: round(statistics.median(each), 1) for which, each in found.items()}
+    found: list[dict[str, list[float]]] = [{"forward": [], "backward": []} for _ in all_calls]
+    for i, which, start, end in events:
+        found[i][which].append(1000 * start.elapsed_time(end))
+    return [{which: round(statistics.median(each), 1) for which, each in one.items()} for one in found]
+
+
+def text_of(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"[:300]
 
 
 def lines(
-    name: str, routing: str, chosen: list[str], modes: list[str], samples: int, core_library: Path | None
+    name: str, routing: str, groups: list[list[str]], modes: list[str], samples: int, core_library: Path | None
 ) -> Iterator[dict[str, Any]]:
+    """Those of a shape; the implementations of a group take turns."""
     shape = SHAPES[name]
     inputs = Inputs(shape, routing, core_library)
-    for implementation in chosen:
-        line: dict[str, Any] = {"shape": name, "routing": routing, "impl": implementation}
-        try:
-            passes = IMPLEMENTATIONS[implementation](inputs)
-            error = wrong(inputs, passes, _MOST_ERROR_OF_FLOAT8 if implementation.startswith(FLOAT8) else _MOST_ERROR)
-            if error is None:
-                line |= memory(passes, shape.row_bytes() // shape.topk)
-        except Exception as failure:  # what a peer asks for differs between versions, and so does the memory
-            error = f"{type(failure).__name__}: {failure}"[:300]
-        if error is not None:
-            yield {**line, "error": error}
-            continue
-        for mode in modes:
+    for group in groups:
+        right: list[tuple[dict[str, Any], Passes]] = []
+        for implementation in group:
+            line: dict[str, Any] = {"shape": name, "routing": routing, "impl": implementation}
+            most_error = _MOST_ERROR_OF_FLOAT8 if implementation.startswith(FLOAT8) else _MOST_ERROR
             try:
-                calls = (captured if mode == "graph" else eager)(passes)
-                found = times(calls, samples)
-            except Exception as failure:
-                yield {**line, "mode": mode, "error": f"{type(failure).__name__}: {failure}"[:300]}
-                continue
-            timed: dict[str, Any] = {"mode": mode, "launches": calls.launches}
-            for which, us in found.items():
-                timed[f"{which}_us"] = us
-                timed[f"{which}_tflops"] = round(shape.flops(which == "backward") / us / 1e6, 1)
-            yield {**line, **timed}
-            del calls
+                passes = IMPLEMENTATIONS[implementation](inputs)
+                error = wrong(inputs, passes, most_error)
+                if error is None:
+                    line |= memory(passes, shape.row_bytes() // shape.topk)
+            except Exception as failure:  # what a peer asks for differs between versions, and so does the memory
+                error = text_of(failure)
+            if error is not None:
+                yield {**line, "error": error}
+            else:
+                right.append((line, passes))
+        for mode in modes:
+            yield from timed_lines(shape, right, mode, samples)
             gc.collect()
             torch.cuda.empty_cache()
+
+
+def timed_lines(
+    shape: Shape, right: list[tuple[dict[str, Any], Passes]], mode: str, samples: int
+) -> Iterator[dict[str, Any]]:
+    ready: list[tuple[dict[str, Any], Calls]] = []
+    for line, passes in right:
+        try:
+            ready.append((line, (captured if mode == "graph" else eager)(passes)))
+        except Exception as failure:
+            yield {**line, "mode": mode, "error": text_of(failure)}
+    try:
+        all_found = times([calls for _, calls in ready], samples)
+    except Exception as failure:
+        yield from ({**line, "mode": mode, "error": text_of(failure)} for line, _ in ready)
+        return
+    for (line, calls), found in zip(ready, all_found, strict=True):
+        timed: dict[str, Any] = {"mode": mode, "launches": calls.launches}
+        for which, us in found.items():
+            timed[f"{which}_us"] = us
+            timed[f"{which}_tflops"] = round(shape.flops(which == "backward") / us / 1e6, 1)
+        yield {**line, **timed}
 
 
 def main() -> int:
@@ -171,11 +196,17 @@ def main() -> int:
     parser.add_argument("--impl", nargs="+", default=["ours", "torch"], choices=list(IMPLEMENTATIONS))
     parser.add_argument("--modes", nargs="+", default=["eager", "graph"], choices=["eager", "graph"])
     parser.add_argument("--samples", type=int, default=9, help="calls of each pass")
+    parser.add_argument(
+        "--in-turns",
+        action="store_true",
+        help="implementations are called in turns, so that the GPU's clock is the same for all; needs memory for all",
+    )
     parser.add_argument("--core-library", type=Path, help="libpmo_core.so, for its kernels on Hopper")
     parser.add_argument("--commit", default="unknown", help="commit of the sources")
     arguments = parser.parse_args()
     failed = False
-    options = arguments.impl, arguments.modes, arguments.samples, arguments.core_library
+    groups = [arguments.impl] if arguments.in_turns else [[each] for each in arguments.impl]
+    options = groups, arguments.modes, arguments.samples, arguments.core_library
     with arguments.out.open("w", encoding="utf-8") as file:
 
         def report(line: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 """Predicts layers of experts on many GPUs. Neither a GPU nor Paddle is needed, but for `record`.
 
     python -m benchmarks.scaling check benchmarks/results/h200x2-expert-parallel.jsonl
+    python -m benchmarks.scaling check benchmarks/results/h200x4-expert-parallel.jsonl \
+        --calibrated-by benchmarks/results/h200x2-expert-parallel.jsonl
     python -m benchmarks.scaling predict dsv3-4k --ranks 8 64 --tokens 8192
     python -m benchmarks.scaling record --out benchmarks/results/scaling/demo-traces.jsonl --commit COMMIT
 
@@ -22,7 +24,7 @@ from benchmarks.kernels.table import print_table
 from benchmarks.layer.shapes import SHAPES
 
 from .calibration import calibrated
-from .check import MOST_ERROR, compared
+from .check import MOST_ERROR, compared, foretold
 from .layers import predict
 from .traces import KINDS, drawn, load, write
 from .traffic import COMBINES, PAYLOADS, Layout, count
@@ -40,7 +42,10 @@ def _percent(value: float | None) -> str:
 
 def check(arguments: argparse.Namespace) -> int:
     """Predicted beside measured; 1 if they differ too much."""
-    _, found = compared(arguments.results, arguments.exchanges)
+    if arguments.calibrated_by is None:
+        _, found = compared(arguments.results, arguments.exchanges)
+    else:
+        found = foretold(calibrated(arguments.results, arguments.calibrated_by), arguments.exchanges)
     columns = ("layer", "what", "measured us", "predicted us", "error", "without this layer", "bytes", "")
     rows = []
     for each in found:
@@ -122,6 +127,7 @@ def main(argv: list[str] | None = None) -> int:
 
     checking = command("check", check)
     checking.add_argument("exchanges", type=Path)
+    checking.add_argument("--calibrated-by", type=Path, help="another file, of fewer ranks; without: the same")
     predicting = command("predict", predictions)
     predicting.add_argument("shape", choices=SHAPES)
     predicting.add_argument("--ranks", nargs="+", type=int, default=[2, 8, 16, 64])

@@ -12,7 +12,7 @@ from .layers import predict
 from .machines import Machine, microseconds
 from .measured import load_exchanges
 
-__all__ = ["MOST_ERROR", "Comparison", "compare", "compared", "predicted_us"]
+__all__ = ["MOST_ERROR", "Comparison", "compare", "compared", "foretold", "predicted_us"]
 
 MOST_ERROR = 0.10
 
@@ -79,6 +79,11 @@ def compare(machine: Machine, each: Exchange, held_out: Machine | None) -> Compa
     line = each.line
     other = None if held_out is None else predicted_us(held_out, each)
     return Comparison(line.shape, line.what, line.us, predicted_us(machine, each), other, _bytes_match(each))
+
+
+def foretold(machine: Machine, exchanges: Path) -> list[Comparison]:
+    """All lines of a file, predicted by a machine that other measurements calibrate."""
+    return [compare(machine, each, None) for each in exchanges_of(load_exchanges(exchanges)[1])]
 
 
 def compared(results: Path, exchanges: Path) -> tuple[Machine, list[Comparison]]:

@@ -38,6 +38,7 @@ __all__ = [
     "checked",
     "decision",
     "few_tokens",
+    "foretold",
     "label",
     "of_model",
     "other_machines",
@@ -215,6 +216,15 @@ def checked(found: Sequence[Comparison]) -> str:
         between = f"{min(each.measured_us for each in lines):.0f} to {max(each.measured_us for each in lines):.0f}"
         rows.append([f"`{what}`", str(len(lines)), between, f"{100 * worst:+.1f} %", f"{100 * held_out:+.1f} %"])
     return markdown(["what", "layers", "measured, us", "largest error", "largest error, layer left out"], rows)
+
+
+def foretold(found: Sequence[Comparison]) -> str:
+    """Each line beside its prediction."""
+    rows = []
+    for each in found:
+        times = [f"{us:.0f}" for us in (each.measured_us, each.predicted_us)]
+        rows.append([each.shape, f"`{each.what}`", *times, f"{100 * each.error:+.1f} %"])
+    return markdown(["layer", "what", "measured, us", "predicted, us", "error"], rows)
 
 
 def assumed(machine: Machine) -> str:

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.layer.shapes import Shape
 from benchmarks.scaling.__main__ import main
 from benchmarks.scaling.calibration import calibrated, exchanges_of
-from benchmarks.scaling.check import compared, predicted_us
+from benchmarks.scaling.check import compared, foretold, predicted_us
 from benchmarks.scaling.exchanges import Exchanges, rows_per_rank
 from benchmarks.scaling.fitting import fitted
 from benchmarks.scaling.layers import gradient_us, overlapped, pipeline, predict
@@ -308,3 +308,14 @@ def test_predict_prints_each_transport(capsys):
         for ranks, first in (("2", "peer"), ("16", "by_domain"))
         for each in (first, "alltoall", "rows")
     ]
+
+
+def test_four_ranks_are_predicted_by_what_two_took(capsys):
+    of_two, of_four = (RESULTS / f"h200x{ranks}-expert-parallel.jsonl" for ranks in (2, 4))
+    assert {each.ranks for each in load_exchanges(of_four)[1]} == {4}
+    found = foretold(calibrated(RESULTS, of_two), of_four)
+    assert all(each.bytes_match and abs(each.error) < 0.15 for each in found)
+    passed = sum(each.passed for each in found)
+    assert passed >= 0.9 * len(found)
+    assert main(["check", str(of_four), "--calibrated-by", str(of_two)]) == (passed < len(found))
+    assert f"{passed} of {len(found)} lines are within 10%" in capsys.readouterr().out

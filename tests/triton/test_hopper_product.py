@@ -245,34 +245,36 @@ def test_the_kernel_is_used_where_it_can_be(monkeypatch, changes, expected):
     array = device.array(np.zeros(8, ml_dtypes.bfloat16), offset=options["offset"])
     sizes = options["rows"], w, options["inner"], options["outer"], [array]
     made = hopper_product.library_rows(device, options["gpu"], hopper_product.PLAIN, *sizes)
-    assert made == ((HOPPER, hopper_product.PLAIN, 512, 64) if expected else 0)
+    assert made == ((HOPPER, hopper_product.PLAIN, 512, 64, 136) if expected else 0)
 
 
 H100 = HOPPER._replace(l2_bytes=50 << 20)
 
 
 @pytest.mark.parametrize(
-    ("gpu", "result", "mean_rows", "inner", "expected"),
+    ("gpu", "result", "mean_rows", "inner", "outer", "expected"),
     [
-        (HOPPER, hopper_product.PLAIN, 128, 768, hopper_product.TURNED_ROWS),
-        (H100, hopper_product.PLAIN, 2048, 14336, hopper_product.TURNED_ROWS),
-        (H100, hopper_product.GATED, 128, 7168, hopper_product.TURNED_ROWS),
-        (HOPPER, hopper_product.GATED, 127, 7168, 0),
-        (HOPPER, hopper_product.PLAIN, 511, 760, 0),
-        (HOPPER, hopper_product.PLAIN, 512, 760, hopper_product.TILE_ROWS),
-        (H100, hopper_product.PLAIN, 512, 760, hopper_product.TILE_ROWS),
-        (H100, hopper_product.PLAIN, 511, 760, 0),
-        (H100, hopper_product.GATED, 512, 760, 0),
-        (H100, hopper_product.GRADIENT, 128, 768, hopper_product.TURNED_ROWS),
-        (HOPPER, hopper_product.GRADIENT, 512, 4096, hopper_product.TILE_ROWS),
-        (HOPPER, hopper_product.GRADIENT, 512, 4104, hopper_product.TURNED_ROWS),
-        (HOPPER, hopper_product.GRADIENT, 512, 760, hopper_product.TILE_ROWS),
-        (HOPPER, hopper_product.GRADIENT, 511, 760, 0),
-        (H100, hopper_product.GRADIENT, 512, 760, 0),
+        (HOPPER, hopper_product.PLAIN, 128, 768, 1024, hopper_product.TURNED_ROWS),
+        (H100, hopper_product.PLAIN, 2048, 14336, 1024, hopper_product.TURNED_ROWS),
+        (H100, hopper_product.GATED, 128, 7168, 1024, hopper_product.TURNED_ROWS),
+        (HOPPER, hopper_product.GATED, 127, 7168, 1024, 0),
+        (HOPPER, hopper_product.PLAIN, 511, 760, 1024, 0),
+        (HOPPER, hopper_product.PLAIN, 512, 760, 1024, hopper_product.TILE_ROWS),
+        (H100, hopper_product.PLAIN, 512, 760, 1024, hopper_product.TILE_ROWS),
+        (H100, hopper_product.PLAIN, 511, 760, 1024, 0),
+        (H100, hopper_product.GATED, 512, 760, 1024, 0),
+        (H100, hopper_product.GRADIENT, 128, 768, 520, hopper_product.TURNED_ROWS),
+        (HOPPER, hopper_product.GRADIENT, 512, 4096, 520, hopper_product.TILE_ROWS),
+        (HOPPER, hopper_product.GRADIENT, 512, 4096, 512, hopper_product.TURNED_ROWS),
+        (HOPPER, hopper_product.GRADIENT, 512, 760, 512, hopper_product.TILE_ROWS),
+        (HOPPER, hopper_product.GRADIENT, 512, 4104, 520, hopper_product.TURNED_ROWS),
+        (HOPPER, hopper_product.GRADIENT, 512, 760, 520, hopper_product.TILE_ROWS),
+        (HOPPER, hopper_product.GRADIENT, 511, 760, 520, 0),
+        (H100, hopper_product.GRADIENT, 512, 760, 520, 0),
     ],
 )
-def test_the_choice_of_a_kernel_depends_on_rows_and_terms(gpu, result, mean_rows, inner, expected):
-    assert hopper_product.chosen_rows(gpu, result, mean_rows, inner) == expected
+def test_the_choice_of_a_kernel_depends_on_rows_terms_and_columns(gpu, result, mean_rows, inner, outer, expected):
+    assert hopper_product.chosen_rows(gpu, result, mean_rows, inner, outer) == expected
 
 
 def test_a_library_without_the_kernel_has_none():
