@@ -59,7 +59,8 @@ or a sort, and matrices are brought into SonicMoE's layout before. Its own tuner
 for each shape, and on both sides gradients are written to fresh memory.
 
 TFLOP/s are forward / backward, by the median time of replays of a CUDA graph with a cold L2 (eager calls in
-parentheses). Clocks are not fixed, so a difference of a few per cent may be chance.
+parentheses, where they were measured). Both sides are called in turns, so that the GPU's clock, which is not fixed, is
+the same for both; where a GPU has no memory for both, SonicMoE is left out.
 """
 
 PRODUCTS = """The products of a forward pass alone: TFLOP/s of the first (4 T K d n operations) / the second (2 T K d
@@ -142,7 +143,8 @@ def cell(run: Run, shape: str, routing: str, implementation: str) -> str:
     """TFLOP/s by a CUDA graph, and in parentheses those of eager calls."""
     line, eager = (run.found(shape, routing, implementation, mode) for mode in ("graph", "eager"))
     if line is not None and "error" in line:
-        return f"wrong: {line['error'][:60]}"
+        error = line["error"]
+        return "out of memory" if error.startswith("OutOfMemoryError") else f"wrong: {error[:60]}"
     texts = [] if line is None else [f"{line['forward_tflops']:.0f} / {line['backward_tflops']:.0f}"]
     if eager is not None and "error" not in eager:
         texts.append(f"({eager['forward_tflops']:.0f} / {eager['backward_tflops']:.0f})")

@@ -135,6 +135,7 @@ def test_beside_sonic_moe_a_shape_without_one_side_is_left_out_of_the_means(writ
     lines += [line("mixtral"), sonic_line("mixtral", mode="eager", forward=5.0, backward=6.0)]
     lines += [sonic_line("olmoe", forward=1.0)]
     lines += [line("dsv3-4k"), {**sonic_line("dsv3-4k"), "error": "out is off"}]
+    lines += [line("dsv3-16k"), {**sonic_line("dsv3-16k"), "error": "OutOfMemoryError: CUDA out of memory"}]
     section = beside_sonic_moe(written, *lines)
     assert "* 2 shapes that have both: 2.00 forward, 2.00 backward" in section
     assert "* 1 shapes of SonicMoE's own figure: 8.00 forward, 1.00 backward" in section
@@ -143,6 +144,7 @@ def test_beside_sonic_moe_a_shape_without_one_side_is_left_out_of_the_means(writ
     assert row_of(section, "mixtral").endswith("| 600 / 500 | (5 / 6) |  |")
     assert row_of(section, "olmoe").endswith("|  | 1 / 500 |  |")
     assert row_of(section, "dsv3-4k").endswith("| 600 / 500 | wrong: out is off |  |")
+    assert row_of(section, "dsv3-16k").endswith("| 600 / 500 | out of memory |  |")
 
 
 def test_beside_sonic_moe_it_is_said_who_is_faster_where(written):
