@@ -327,9 +327,9 @@ __device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, co
 
 // A gradient from the sums of a tile. A stage with strips of hidden is given back after the next one is made; returns the last, which is not.
 template <typename T>
-__device__ inline int store_gradients(const TurnedArguments& p, const float (&d)[kTurnedSums], Shared& shared, const Stages& stages,
-                                      Ring& ring, const TurnedPlace& place, const TurnedRows& rows, int column, int warpgroup,
-                                      int& turn) {
+__device__ inline int store_gradients(const TurnedArguments& p, const float (&d)[kTurnedSums], Shared& shared,
+                                      const Stages& stages, Ring& ring, const TurnedPlace& place, const TurnedRows& rows,
+                                      int column, int warpgroup, int& turn) {
   const int piece = 2 * warpgroup, together = 1 + warpgroup;
   int before = kNoStage;
 #pragma unroll 1

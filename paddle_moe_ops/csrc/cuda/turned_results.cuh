@@ -17,8 +17,8 @@ namespace cuda {
 constexpr int kTurnedRows = PMO_GROUPED_TURNED_ROWS, kTurnedColumns = 256;  // of a tile; the latter in pairs of gate and up
 constexpr int kTurnedSums = kTurnedRows;                                    // of a lane: two blocks of 64 columns
 constexpr int kStripRows = 16, kStripBytes = kStripRows * 128;
-constexpr int kTurnedResultBytes = 4 * kStripBytes;                         // of a warpgroup
-constexpr int kSumsOfStrip = kWarpgroup / kWarpSize * kStripRows;           // of the dot products of a gradient
+constexpr int kTurnedResultBytes = 4 * kStripBytes;                // of a warpgroup
+constexpr int kSumsOfStrip = kWarpgroup / kWarpSize * kStripRows;  // of the dot products of a gradient
 // Of a strip of hidden: 64 columns of gates, then the 64 that they gate, and so on. A stage of operands has room for so many strips, and for the
 // results that take their place.
 constexpr int kHiddenStripBytes = 8 * kStripBytes, kHiddenStrips = 2;
