@@ -39,10 +39,10 @@ bfloat16, but for the columns that say float8. The router is not included.
   replays of a CUDA graph (eager calls in parentheses, where they were measured) with a cold L2.
 * *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the `workspace_mb` that is named above each table
   (1024 is the default): those in Triton, and on an H100 and an H200 the compiled library's products where they are
-  faster, which *ours, Triton alone* is without. *ours, 256 MiB* and *ours, 1 GiB* have other buffers; *ours, keep x*
-  makes the first product again in the backward pass. *ours, float8* multiplies float8 operands and quantises its
-  matrices in each pass; *matrices kept* finds them quantised, as micro-batches after the first do; *first product in
-  float8* is with `keep="h_fp8"`. *torch* is plain PyTorch around `torch._grouped_mm` with its own gradients.
+  faster, which *ours, Triton alone* is without. *ours, 256 MiB* has another buffer; *ours, keep x* makes the first
+  product again in the backward pass. *ours, float8* multiplies float8 operands and quantises its matrices in each
+  pass; *matrices kept* finds them quantised, as micro-batches after the first do; *first product in float8* is with
+  `keep="h_fp8"`. *torch* is plain PyTorch around `torch._grouped_mm` with its own gradients.
 * *kept* is what forward leaves for backward, in MiB, with the tokens: 2 T d + 4 T K n bytes for ours, which the
   benchmark measures to the byte. *peak* is the most memory that the backward pass holds at any time. It includes what
   is kept, without the tokens, and leaves out the gradients that the pass returns.
@@ -331,7 +331,7 @@ def page(runs: Sequence[Run], further: Sequence[str] = ()) -> str:
             how = "Tokens routed evenly" if routing == "even" else "Expert e is chosen with a weight of 1 / (e + 1)"
             parts.append("\n".join([f"{how}:\n", *table(run, routing), ""]))
         for source in PUBLISHED:
-            for implementation in (OURS, "ours, 1 GiB", "ours, 256 MiB"):
+            for implementation in (OURS, "ours, 256 MiB"):
                 pairs = ratios(run, source, implementation) if source.gpu == run.gpu else []
                 if pairs:
                     forward, backward = (geometric_mean(each) for each in zip(*pairs, strict=True))

@@ -23,7 +23,7 @@ from .traffic import Layout, Traffic, count, steps
 
 __all__ = ["Exchange", "calibrated", "exchanges_of", "local_of", "products_of"]
 
-_LAYER = {"impl": "ours", "mode": "graph", "routing": "even"}
+_LAYER = {"impl": "ours", "mode": "graph", "routing": "even"}  # with the buffer that layers between GPUs have
 _MOVING = ("permute:bf16", "unpermute:plain", "sort_chunks:forward", "sort_chunks:backward")
 _ROUTING = "route:maps"
 _OURS = "core"

@@ -268,8 +268,7 @@ def _wrong(predictor: Predictor, found: list[Comparison]) -> str:
 
 * **Two GPUs were measured, and four with two models; not more.** It is assumed that eight GPUs behind NVLink switches
   keep the speed of two, and that all ranks begin together. Predicted from the other models, the worst line was
-  {100 * worst:+.1f} % off: a
-  difference of a few percent between two ways says nothing.
+  {100 * worst:+.1f} % off: a difference of a few percent between two ways says nothing.
 * **`peer` with float8 tokens or `exact` is not in the model.** The package has both;
   [what was measured](expert_parallel_performance.md) has dispatch in float8.
 * **Whole layers were measured with `peer` alone.** Of `alltoall` the collective was measured, and rows by hand. `exact`

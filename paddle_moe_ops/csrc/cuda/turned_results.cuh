@@ -229,8 +229,8 @@ struct StripSums {
   }
 };
 
-// Adds up numbers of four rows over the lanes that have the same rows, those 4, 8 and 16 apart. Lanes 0 to 15 get a row each: that with number
-// lane / 4 of the four.
+// Adds up numbers of four rows over the lanes that have the same rows, those 4, 8 and 16 apart. Lanes 0 to 15 get a row each: lanes
+// 0 to 3 the first of the four, 4 to 7 the third, 8 to 11 the second, 12 to 15 the last.
 __device__ inline float sum_of_row(const float (&dots)[4]) {
   const bool is_high = threadIdx.x & 4, is_odd = threadIdx.x & 8;
   float kept[2];
