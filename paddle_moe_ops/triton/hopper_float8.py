@@ -42,7 +42,7 @@ _INTEGERS = (
 )
 _ARRAYS = (
     *("x", "x_scales", "matrix", "matrix_scales", "row_to_token", "weights", "first", "stop", "tiles", "window"),
-    *("out", "hidden", "hidden_codes", "hidden_scales", "codes", "scales", "d_weights"),
+    *("out", "hidden", "hidden_codes", "hidden_scales", "codes", "scales", "d_weights", "counters"),
 )
 
 
@@ -156,7 +156,7 @@ def float8_product(
         source: memory that begins with the rows to multiply and their scales.
         rows: the first of these rows, and how many there are.
         matrix: [E, N, D], where D is the length of the contraction.
-        tables: `schedule` of tiles of 128 rows.
+        tables: `schedule` of tiles of 128 rows; no other launch may use its counters meanwhile.
         num_rows: M, rows in all.
         out: [M, width] elements at least; its array is None if a gated result is wanted in float8 alone.
         result: PLAIN, GATED or GRADIENT.
@@ -174,7 +174,7 @@ def float8_product(
     begin = address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
     sizes = num_rows, rows[1], experts, inner, outer, out.first_column, out.width, rows[0], min(num_rows, rows[1])
     arrays = (*source, *matrix, row_to_token, weights, tables.first, tables.stop, tables.tiles)
-    results = out.array, hidden, *(hidden_codes or (None, None)), *(made or (None, None)), d_weights
+    results = out.array, hidden, *(hidden_codes or (None, None)), *(made or (None, None)), d_weights, tables.counters
     arguments = (*sizes, *map(address, arrays), begin, *map(address, results), bits_of(AMAX_MIN), result)
     device.launch(device.grouped_float8[0], 1, _TYPES, arguments, (), 1)
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of experts' matrices that the compiled library makes on Hopper, launched as a Triton kernel is.
 
-csrc/cuda/grouped_outer.cu has wide tiles, and smaller ones that it stores while it multiplies the next one. It can
-gather the rows of tokens. `outer_columns` says where it is faster than the Triton kernel.
+csrc/cuda/grouped_outer.cu can gather the rows of tokens. `takes_outer` says where it takes the place of the Triton
+kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from .hopper_product import FEW_ROWS, LEAST_L2, LIBRARY_DTYPES, TILE_COLUMNS, LibraryKernel, library_kernel
+from .hopper_product import LIBRARY_DTYPES, LibraryKernel, library_kernel
 from .launching import ITEM_BYTES, Array, Device, address, sum_vector
 
 if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
@@ -19,17 +19,15 @@ if TYPE_CHECKING:  # they import Triton, which must know before whether it inter
     from .grouped_gemm_configs import Gpu
     from .schedules import Schedule
 
-__all__ = ["WIDE_COLUMNS", "grouped_outer_of", "hopper_outer", "outer_columns"]
+__all__ = ["grouped_outer_of", "hopper_outer", "takes_outer"]
 
 _INTEGERS = (
     *("num_rows", "num_experts", "p_columns", "q_columns", "out_rows", "out_columns"),
     *("first_p", "first_q", "p_row_stride", "q_row_stride"),
 )
 _ARRAYS = ("p", "q", "first", "stop", "out")
-_OPTIONS = ("dtype", "gathered", "wide", "reserved")
+_OPTIONS = ("dtype", "gathered")
 _NONE, _P, _Q = range(3)  # pmo_grouped_gathered
-
-WIDE_COLUMNS = 256
 
 
 class GroupedOuterParams(ctypes.Structure):
@@ -41,11 +39,12 @@ class GroupedOuterParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _ARRAYS),
         ("num_sources", ctypes.c_int64),
         ("row_to_token", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in _OPTIONS),
     )
 
 
-_TYPES = (*["i64"] * len(_INTEGERS), *["*i8"] * len(_ARRAYS), "i64", "*i8", *["i32"] * len(_OPTIONS))
+_TYPES = (*["i64"] * len(_INTEGERS), *["*i8"] * len(_ARRAYS), "i64", "*i8", "*i8", *["i32"] * len(_OPTIONS))
 
 
 def grouped_outer_of(library: Any) -> LibraryKernel | None:
@@ -53,10 +52,8 @@ def grouped_outer_of(library: Any) -> LibraryKernel | None:
     return library_kernel(library, "grouped_outer", GroupedOuterParams)
 
 
-def outer_columns(
-    device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: Array, adds: bool, gathers: bool = False
-) -> int:
-    """The columns of the tiles of the library's kernel, which gives new gradients of the rows' dtype; 0: Triton's does.
+def takes_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: Array, adds: bool) -> bool:
+    """Whether the library's kernel, which gives new gradients of the rows' dtype, can make those of the matrices.
 
     Args:
         device: where to.
@@ -66,19 +63,14 @@ def outer_columns(
         q: as in `hopper_outer`.
         out: as in `hopper_outer`.
         adds: whether they are to be added to what ``out`` holds.
-        gathers: whether the rows of tokens are to be gathered.
     """
     if adds or device.dtype_name(out) != device.dtype_name(p.array) or num_rows == 0:
-        return 0
+        return False
     if device.grouped_outer is None or gpu.capability != 90:
-        return 0
+        return False
     item = ITEM_BYTES[device.dtype_name(p.array)]
     sizes = [size * item for size in (p.width, p.stride, q.width, q.stride, out.shape[-1])]
-    if sum_vector(item, p.address(item), q.address(item), address(out), *sizes) == 1:
-        return 0
-    if num_rows > FEW_ROWS * out.shape[0]:
-        return WIDE_COLUMNS
-    return TILE_COLUMNS if gathers or gpu.l2_bytes >= LEAST_L2 else 0
+    return sum_vector(item, p.address(item), q.address(item), address(out), *sizes) != 1
 
 
 def hopper_outer(
@@ -91,7 +83,6 @@ def hopper_outer(
     *,
     window: tuple[int, int] = (0, 0),
     gathered: tuple[Array, bool] | None = None,
-    columns: int = TILE_COLUMNS,
 ) -> None:
     """Launch the kernel: out[e, i : i + P, j : j + Q] = p^T q of each expert's rows.
 
@@ -99,12 +90,11 @@ def hopper_outer(
         device: where to; it has a kernel.
         p: [M, P]; if it is gathered, the tokens [T, P].
         q: [M, Q]; if it is gathered, the tokens [T, Q].
-        tables: `schedule` for any tiles.
+        tables: `schedule` for any tiles; no other launch may use its counters meanwhile.
         num_rows: M.
         out: [E, ...], dtype of ``p``.
         window: i and j; the latter a multiple of 8.
         gathered: row_to_token and whether q holds the tokens, else p does; None: neither.
-        columns: TILE_COLUMNS of tiles for both operands, or WIDE_COLUMNS for one that is not gathered.
     """
     row_to_token, q_is_gathered = gathered or (None, False)
     which = _NONE if gathered is None else _Q if q_is_gathered else _P
@@ -118,7 +108,7 @@ def hopper_outer(
         (
             *(num_rows, out.shape[0], p.width, q.width, out.shape[1], out.shape[2], *window, p.stride, q.stride),
             *(p.address(item), q.address(item), address(tables.first), address(tables.stop), address(out)),
-            *(sources, address(row_to_token), LIBRARY_DTYPES[dtype], which, int(columns == WIDE_COLUMNS), 0),
+            *(sources, address(row_to_token), address(tables.counters), LIBRARY_DTYPES[dtype], which),
         ),
         (),
         1,

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped products that the compiled library has for Hopper, launched as a Triton kernel is.
 
-csrc/cuda/grouped_product.cu makes the last step of a product while the next tile is multiplied, and takes rows that lie
-in expert order. csrc/cuda/grouped_turned.cu multiplies hardly any rows that are not there, and can gather the rows of
-tokens. `chosen_rows` says where each is faster than the Triton kernels.
+csrc/cuda/grouped_turned.cu multiplies hardly any rows that are not there, and can gather the rows of tokens.
+csrc/cuda/grouped_product.cu makes plain products, and stores a tile while the next one is multiplied. `chosen_rows`
+says where each is faster than the Triton kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ __all__ = [
     "FEW_ROWS",
     "GATED",
     "GRADIENT",
-    "LEAST_L2",
     "LIBRARY_DTYPES",
     "PLAIN",
     "TILE_COLUMNS",
@@ -59,18 +58,9 @@ _OPTIONS = ("dtype", "result", "transpose", "tile_rows", "gathers", "reserved")
 # Where the kernel with tiles of 160 rows is chosen: rows of an expert on average, and the length of the contraction. A
 # tile of a shorter one takes about as long to store as to multiply, and nothing is multiplied meanwhile.
 _LEAST_TURNED_ROWS, _LEAST_TURNED_INNER = 128, 768
-
-# The kernel with tiles of 128 rows reads more from the L2. On an H200 (60 MB) layers gain from it; on an H100 (50 MB)
-# as many of them lose, up to a tenth, but not with short plain products. It stores a tile, and makes SwiGLU's gradient,
-# while the next one is multiplied.
-LEAST_L2 = 56 << 20
-# Of an expert, on average. With 128 the Triton kernels, whose tiles are wider, read each matrix less often.
+# Of an expert, on average, for the kernel with tiles of 128 rows, which makes short plain products. With 128 the Triton
+# kernels, whose tiles are wider, read each matrix less often.
 _LEAST_ROWS = 512
-# The longest contraction: with longer ones Triton's wider tiles took less time.
-_LONGEST = 4096
-# The most columns of SwiGLU's gradient for which the kernel with tiles of 160 rows makes it on an H200 as well. It can
-# gather, which whole backward passes gain up to 7 per cent from there; with more columns they lost up to 3.
-_MOST_GRADIENT_COLUMNS = 512
 
 
 class GroupedProductParams(ctypes.Structure):
@@ -132,23 +122,17 @@ def grouped_product_of(library: Any) -> LibraryKernel | None:
     return library_kernel(library, "grouped_product", GroupedProductParams)
 
 
-def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int, outer: int) -> int:
+def chosen_rows(result: int, mean_rows: int, inner: int) -> int:
     """The rows of the tiles of the fastest kernel of the library; 0: a Triton kernel is faster.
 
     Args:
-        gpu: of compute capability 9.0.
         result: PLAIN, GATED or GRADIENT.
         mean_rows: of an expert, on average.
         inner: length of the contraction.
-        outer: columns of the sums.
     """
-    is_short = result == PLAIN and inner < _LEAST_TURNED_INNER
-    has_tiles = (gpu.l2_bytes >= LEAST_L2 or is_short) and mean_rows >= _LEAST_ROWS and inner <= _LONGEST
-    if result == GRADIENT and has_tiles and outer > _MOST_GRADIENT_COLUMNS:
-        return TILE_ROWS
-    if mean_rows >= _LEAST_TURNED_ROWS and inner >= _LEAST_TURNED_INNER:
-        return TURNED_ROWS
-    return TILE_ROWS if has_tiles else 0
+    if inner >= _LEAST_TURNED_INNER:
+        return TURNED_ROWS if mean_rows >= _LEAST_TURNED_ROWS else 0
+    return TILE_ROWS if result == PLAIN and mean_rows >= _LEAST_ROWS else 0
 
 
 def library_rows(
@@ -178,7 +162,7 @@ def library_rows(
     item = ITEM_BYTES[device.dtype_name(w)]
     if sum_vector(item, *(address(each) for each in (w, *arrays))) == 1:
         return 0
-    return chosen_rows(gpu, result, num_rows // w.shape[0], inner, outer)
+    return chosen_rows(result, num_rows // w.shape[0], inner)
 
 
 def most_library_rows(device: Device, gpu: Gpu) -> int:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from .gathering import gathers, gathers_for_matrix
 from .grouped_gemm import Groups, Rows, Target, Tokens, fill_schedules, product, weight_gradient
 from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
-from .hopper_outer import hopper_outer, outer_columns
+from .hopper_outer import hopper_outer, takes_outer
 from .hopper_product import (
     GATED,
     GRADIENT,
@@ -152,8 +152,7 @@ class Run:
         """Rows of the tiles of the library's kernel for a product, if it has one; 0: the Triton kernel makes it."""
         if not most_library_rows(self.device, self.gpu) or not self.num_rows:
             return 0
-        outer = {GATED: 2 * self.inner, GRADIENT: self.inner, PLAIN: self.hidden}[result]
-        return chosen_rows(self.gpu, result, self.num_rows // self.layer.down.shape[0], inner, outer)
+        return chosen_rows(result, self.num_rows // self.layer.down.shape[0], inner)
 
     def _gathers(self, moves_twice: bool, gradients_move: bool = False) -> bool:
         """Whether a pass gathers the rows of tokens."""
@@ -419,20 +418,17 @@ class Run:
         if (self.gathers or gathers_for_matrix(rows.width, is_moved)) and self._library_can_gather(tokens):
             source = self._tokens(tokens)
             p, q = (source, rows) if tokens_first else (rows, source)
-            columns = outer_columns(self.device, self.gpu, self.num_rows, p, q, out, adds, gathers=True)
-            if columns:
+            if takes_outer(self.device, self.gpu, self.num_rows, p, q, out, adds):
                 gathered = self.layer.tokens.row_to_token, not tokens_first
-                arguments = self.device, p, q, self.any_tables(), self.num_rows, out
-                hopper_outer(*arguments, columns=columns, gathered=gathered)
+                hopper_outer(self.device, p, q, self.any_tables(), self.num_rows, out, gathered=gathered)
                 return out
         config = weight_gradient_config(self.gpu, *matrix.shape[1:])
         tables = self.any_tables()
         for first, moved in self.by_columns(tokens):
             p, q = (moved, rows) if tokens_first else (rows, moved)
             window = (first, 0) if tokens_first else (0, first)
-            columns = outer_columns(self.device, self.gpu, self.num_rows, p, q, out, adds)
-            if columns:
-                hopper_outer(self.device, p, q, tables, self.num_rows, out, columns=columns, window=window)
+            if takes_outer(self.device, self.gpu, self.num_rows, p, q, out, adds):
+                hopper_outer(self.device, p, q, tables, self.num_rows, out, window=window)
                 continue
             weight_gradient(self.device, p, q, tables, config, self.num_rows, out, window=window, adds=adds)
         return out

@@ -57,7 +57,7 @@ def on_hopper(interpreted, monkeypatch):
     """The device of the kernels, with the library's and in small tiles."""
     choose_small_tiles(monkeypatch)
     monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
-    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: hopper_product.TILE_ROWS)
+    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
     interpreted.grouped_product, interpreted.grouped_outer = numpy_grouped_product(), numpy_grouped_outer()
     interpreted.grouped_float8 = numpy_float8_kernels()
     return interpreted

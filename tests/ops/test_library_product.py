@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops.backends.triton_arrays import device_of
-from paddle_moe_ops.triton import _runtime, gathering, grouped_gemm_configs, hopper_outer, hopper_product
+from paddle_moe_ops.triton import _runtime, gathering, grouped_gemm_configs, hopper_product
 from paddle_moe_ops.triton.hopper_product import LibraryKernel
 from tests.ops.problems import tensor
 from tests.ops.test_moe_mlp import BY_LAYOUT, Layer, assert_close
@@ -22,7 +22,7 @@ SHAPE = Shape(800, 72, 4, 2, 16, "hundreds of rows for each expert, and padding 
 
 @pytest.fixture(params=[hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS])
 def tile_rows(request):
-    """Of the kernel in question."""
+    """Of the kernel that makes plain products."""
     return request.param
 
 
@@ -38,8 +38,9 @@ def launches(monkeypatch, place, tile_rows):
 
     monkeypatch.setattr(LibraryKernel, "run", record)
     monkeypatch.setattr(device_of(tensor(np.zeros(1, np.float32), place)), "native", None)
-    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: tile_rows)
-    monkeypatch.setattr(hopper_outer, "LEAST_L2", 0)
+    rows = {hopper_product.PLAIN: tile_rows}
+    chosen = lambda result, *_: rows.get(result, hopper_product.TURNED_ROWS)  # noqa: E731
+    monkeypatch.setattr(hopper_product, "chosen_rows", chosen)
     monkeypatch.setattr(gathering, "_LARGEST_GATHERED", 0)
     yield seen
     for device in _runtime._devices.values():  # what was recorded in the test chose by its sizes

@@ -330,7 +330,7 @@ def error_of(changes: dict[str, int]) -> str:
     library = ctypes.CDLL(os.environ["PMO_CORE_LIBRARY"])
     library.pmo_last_error.restype = ctypes.c_char_p
     sizes = {"num_rows": 4, "num_sources": 4, "num_experts": 1, "inner": 64, "outer": 128, "width": 128}
-    names = ("x", "x_scales", "matrix", "matrix_scales", "first", "stop", "tiles", "window", "out")
+    names = ("x", "x_scales", "matrix", "matrix_scales", "first", "stop", "tiles", "window", "out", "counters")
     arrays = dict.fromkeys(names, 1 << 20)
     params = GroupedFloat8Params(ctypes.sizeof(GroupedFloat8Params), **sizes, **arrays, window_rows=4)
     for field, value in changes.items():

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.triton import gathering, moe_mlp
-from paddle_moe_ops.triton import hopper_outer as launchers
 from paddle_moe_ops.triton.grouped_gemm import Rows
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
-from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams, grouped_outer_of, hopper_outer, outer_columns
+from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams, grouped_outer_of, hopper_outer, takes_outer
 from paddle_moe_ops.triton.schedules import Schedule
 from tests.reference.cases import assert_same_bits
 
@@ -34,7 +33,6 @@ def device(gpu, monkeypatch) -> Any:
     kernel = kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of)
     monkeypatch.setattr(gpu, "grouped_outer", kernel)
     monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
-    monkeypatch.setattr(launchers, "LEAST_L2", 0)
     return gpu
 
 
@@ -74,7 +72,6 @@ SUMS = {
     "gaps between experts, and rows after them": Sums([7, 0, 60, 31], [0, 16, 32, 112], 200),
     "experts that are not in order": Sums([40, 30, 20], [50, 0, 30]),
 }
-BY_WIDTH = pytest.mark.parametrize("tile", [128, 256], ids=["square tiles", "wide tiles"])
 BY_SUMS = pytest.mark.parametrize("sums", SUMS.values(), ids=SUMS.keys())
 
 
@@ -102,7 +99,7 @@ def due(sums: Sums, p: NDArray, q: NDArray) -> NDArray:
 def tables(device: Any, sums: Sums) -> Schedule:
     first = np.array(sums.starts, np.int32)
     first, stop = (device.array(each) for each in (first, first + np.array(sums.sizes, np.int32)))
-    return Schedule(first, stop, None, None, None, None)
+    return Schedule(first, stop, None, None, None, device.array(np.zeros(2, np.int32)))
 
 
 def packed(device: Any, values: NDArray) -> Rows:
@@ -110,20 +107,18 @@ def packed(device: Any, values: NDArray) -> Rows:
 
 
 @BY_DTYPE
-@BY_WIDTH
 @BY_SUMS
-def test_exact_sums_have_the_bits_of_the_oracle(rng, device, sums, tile, dtype):
+def test_exact_sums_have_the_bits_of_the_oracle(rng, device, sums, dtype):
     p, q = operands(rng, sums, dtype)
     out = device.empty([len(sums.sizes), *sums.columns], np.dtype(dtype).name)
-    hopper_outer(device, packed(device, p), packed(device, q), tables(device, sums), sums.rows, out, columns=tile)
+    hopper_outer(device, packed(device, p), packed(device, q), tables(device, sums), sums.rows, out)
     assert_same_bits(without_sign_of_zero(device.numpy(out)), due(sums, p, q).astype(dtype))
 
 
 @BY_DTYPE
 @pytest.mark.parametrize("gathers_q", [False, True], ids=["p gathered", "q gathered"])
-@BY_WIDTH
 @BY_SUMS
-def test_rows_of_tokens_that_are_gathered_give_the_bits_of_the_oracle(rng, device, sums, tile, dtype, gathers_q):
+def test_rows_of_tokens_that_are_gathered_give_the_bits_of_the_oracle(rng, device, sums, dtype, gathers_q):
     """Rows without a token are zeros, whatever the number that says so; tokens lie apart."""
     given = list(operands(rng, sums, dtype))
     columns = sums.columns[gathers_q]
@@ -138,14 +133,13 @@ def test_rows_of_tokens_that_are_gathered_give_the_bits_of_the_oracle(rng, devic
     rows[gathers_q] = Rows(device.array(tokens), 37, columns, columns + 8)
     out = device.empty([len(sums.sizes), *sums.columns], np.dtype(dtype).name)
     gathered = device.array(row_to_token), gathers_q
-    hopper_outer(device, *rows, tables(device, sums), sums.rows, out, gathered=gathered, columns=tile)
+    hopper_outer(device, *rows, tables(device, sums), sums.rows, out, gathered=gathered)
     assert_same_bits(without_sign_of_zero(device.numpy(out)), due(sums, *given).astype(dtype))
 
 
 @BY_DTYPE
 @pytest.mark.parametrize("columns", [(40, 136), (200, 136)], ids=["as they are", "turned where they are wide"])
-@BY_WIDTH
-def test_operands_and_results_may_be_windows_of_columns(rng, device, tile, columns, dtype):
+def test_operands_and_results_may_be_windows_of_columns(rng, device, columns, dtype):
     sums = Sums([70, 0, 33], columns=columns)
     p, q = operands(rng, sums, dtype)
     rows = []
@@ -156,19 +150,18 @@ def test_operands_and_results_may_be_windows_of_columns(rng, device, tile, colum
         rows.append(Rows(device.array(array), height, width, array.shape[1], left))
     before = rng.integers(-9, 9, (3, 20 + columns[0], 176)).astype(dtype)
     out = device.array(before)
-    hopper_outer(device, *rows, tables(device, sums), sums.rows, out, window=(5, 24), columns=tile)
+    hopper_outer(device, *rows, tables(device, sums), sums.rows, out, window=(5, 24))
     expected, inside = before.copy(), (slice(None), slice(5, 5 + columns[0]), slice(24, 160))
     expected[inside] = due(sums, p, q)
     assert_same_bits(without_sign_of_zero(device.numpy(out)), without_sign_of_zero(expected))
 
 
 @BY_DTYPE
-@BY_WIDTH
-def test_random_numbers_are_within_the_bound_of_what_is_rounded(rng, device, tile, dtype):
+def test_random_numbers_are_within_the_bound_of_what_is_rounded(rng, device, dtype):
     sums = Sums([200, 70, 0, 129], columns=(264, 392))
     p, q = operands(rng, sums, dtype, random=True)
     out = device.empty([4, *sums.columns], np.dtype(dtype).name)
-    hopper_outer(device, packed(device, p), packed(device, q), tables(device, sums), sums.rows, out, columns=tile)
+    hopper_outer(device, packed(device, p), packed(device, q), tables(device, sums), sums.rows, out)
     expected = due(sums, p, q)
     error = np.linalg.norm(device.numpy(out).astype(np.float64) - expected)
     assert error <= float(ml_dtypes.finfo(dtype).eps) * np.linalg.norm(expected)
@@ -216,16 +209,6 @@ def test_rows_that_no_other_product_takes_are_gathered_beside_few_columns(
     assert [each["gathered"] for each in launched] == gathered
 
 
-@pytest.mark.parametrize("columns", [128, 256])
-@pytest.mark.parametrize("gathers", [False, True], ids=["rows moved", "rows gathered"])
-def test_layers_of_any_width_of_tiles_give_the_same_bits(rng, device, launched, monkeypatch, gathers, columns):
-    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: gathers)
-    monkeypatch.setattr(launchers, "FEW_ROWS", 1 << 20 if columns == 128 else 0)
-    problem = Problem(rng, Case(170, 24, 8, 3, 2), ml_dtypes.bfloat16, False)
-    assert_all_same(problem.run(device), problem.due())
-    assert [each["wide"] for each in launched] == [int(columns == 256)] * 2
-
-
 @pytest.mark.parametrize(("dtype", "adds"), [(np.float32, False), (ml_dtypes.bfloat16, True)], ids=["float32", "added"])
 def test_layers_leave_other_gradients_to_triton(rng, device, launched, dtype, adds):
     problem = Problem(rng, Case(60, 40, 8, 3, 2), ml_dtypes.bfloat16, False)
@@ -238,39 +221,31 @@ def test_layers_leave_other_gradients_to_triton(rng, device, launched, dtype, ad
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, 256),
-        ({"gpu": Gpu(100, 148, 126 << 20)}, 0),
-        ({"gpu": Gpu(80, 108, 80 << 20)}, 0),
-        ({"gpu": Gpu(90, 132, 50 << 20)}, 256),
-        ({"rows": 0}, 0),
-        ({"rows": 641}, 256),
-        ({"rows": 640}, 128),
-        ({"rows": 640, "gpu": Gpu(90, 132, 50 << 20)}, 0),
-        ({"width": 68}, 0),
-        ({"stride": 132}, 0),
-        ({"out": (4, 64, 132)}, 0),
-        ({"offset": 2}, 0),
-        ({"kernel": None}, 0),
-        ({"adds": True}, 0),
-        ({"dtype": np.float32}, 0),
-        ({"gathers": True}, 256),
-        ({"gathers": True, "rows": 641}, 256),
-        ({"gathers": True, "rows": 640, "gpu": Gpu(90, 132, 50 << 20)}, 128),
-        ({"gathers": True, "gpu": Gpu(80, 108, 80 << 20)}, 0),
+        ({}, True),
+        ({"gpu": Gpu(100, 148, 126 << 20)}, False),
+        ({"gpu": Gpu(80, 108, 80 << 20)}, False),
+        ({"rows": 0}, False),
+        ({"rows": 4}, True),
+        ({"width": 68}, False),
+        ({"stride": 132}, False),
+        ({"out": (4, 64, 132)}, False),
+        ({"offset": 2}, False),
+        ({"kernel": None}, False),
+        ({"adds": True}, False),
+        ({"dtype": np.float32}, False),
     ],
 )
-def test_tiles_are_those_of_the_fastest_kernel_that_can_take_the_rows(changes, expected):
+def test_the_kernel_is_used_where_it_can_be(changes, expected):
     from .interpreter import NumpyDevice
 
     options = {"gpu": HOPPER, "rows": 2048, "width": 64, "stride": 128, "out": (4, 64, 136), "offset": 0}
-    options |= {"kernel": object(), "adds": False, "gathers": False, "dtype": ml_dtypes.bfloat16, **changes}
+    options |= {"kernel": object(), "adds": False, "dtype": ml_dtypes.bfloat16, **changes}
     device = NumpyDevice()
     device.grouped_outer = options["kernel"]
     array = device.array(np.zeros(8, ml_dtypes.bfloat16), offset=options["offset"])
     rows = Rows(array, options["rows"], options["width"], options["stride"])
     out = device.array(np.zeros(options["out"], options["dtype"]))
-    how = options["adds"], options["gathers"]
-    assert outer_columns(device, options["gpu"], options["rows"], rows, rows, out, *how) == expected
+    assert takes_outer(device, options["gpu"], options["rows"], rows, rows, out, options["adds"]) == expected
 
 
 def test_a_library_without_the_kernel_has_none():
@@ -304,6 +279,7 @@ def test_the_struct_mirrors_the_header():
         ("out", 8, "out must be an array at a multiple of 16 bytes"),
         ("first", 0, "first"),
         ("stop", 0, "stop"),
+        ("counters", 0, "counters"),
         ("gathered", 3, "gathered must be one of pmo_grouped_gathered"),
         ("gathered", 1, "row_to_token"),
         ("gathered", 2, "row_to_token"),
@@ -315,7 +291,7 @@ def test_bad_params_are_refused_before_anything_is_launched(field, value, messag
     high, wide = 1 << 16, 1 << 17
     sizes = {"num_rows": 4, "num_experts": 1, "p_columns": high, "q_columns": wide, "out_rows": high}
     sizes |= {"out_columns": wide, "p_row_stride": high, "q_row_stride": wide}
-    arrays = dict.fromkeys(("p", "q", "first", "stop", "out"), 1 << 20)
+    arrays = dict.fromkeys(("p", "q", "first", "stop", "out", "counters"), 1 << 20)
     params = GroupedOuterParams(ctypes.sizeof(GroupedOuterParams), **sizes, **arrays, dtype=2)
     setattr(params, field, value)
     assert library.pmo_grouped_outer_cuda(ctypes.byref(params), None) == 1

@@ -71,6 +71,7 @@ int check_grouped_float8(const pmo_grouped_float8_params& p) {
   PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
   PMO_REQUIRE_ARRAY(p.tiles, p.num_experts + 1, "tiles");
   PMO_REQUIRE_ARRAY(p.window, 2, "window");
+  PMO_REQUIRE_ARRAY(p.counters, 2, "counters");
   return PMO_OK;
 }
 

@@ -25,6 +25,8 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
   PMO_REQUIRE(p.result >= PMO_GROUPED_PLAIN && p.result <= PMO_GROUPED_GRADIENT, "result", "one of pmo_grouped_result");
   PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TILE_ROWS || p.tile_rows == PMO_GROUPED_TURNED_ROWS, "tile_rows",
               "PMO_GROUPED_TILE_ROWS or PMO_GROUPED_TURNED_ROWS");
+  PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TURNED_ROWS || p.result == PMO_GROUPED_PLAIN, "tile_rows",
+              "PMO_GROUPED_TURNED_ROWS unless the result is plain");
   PMO_REQUIRE(is_grouped_dtype(p.dtype), "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
   PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
   PMO_REQUIRE(is_size(p.num_sources, 1), "num_sources", "in [0, 2^30)");
@@ -53,8 +55,7 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
   PMO_REQUIRE_ARRAY(p.window, 2, "window");
   if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) PMO_REQUIRE_ARRAY(p.counters, 2, "counters");
   if (p.gathers == 0) return PMO_OK;
-  PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TURNED_ROWS && p.result != PMO_GROUPED_PLAIN, "gathers",
-              "0 for a plain result and for tiles of PMO_GROUPED_TILE_ROWS rows");
+  PMO_REQUIRE(p.result != PMO_GROUPED_PLAIN, "gathers", "0 for a plain result");
   return check_gathered(p.num_sources, p.x_row_stride, "x_row_stride", p.row_to_token, p.num_rows);
 }
 
@@ -80,6 +81,7 @@ int check_grouped_outer(const pmo_grouped_outer_params& p) {
   PMO_REQUIRE(is_16_bytes(p.out), "out", "an array at a multiple of 16 bytes");
   PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
   PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
+  PMO_REQUIRE_ARRAY(p.counters, 2, "counters");
   if (p.num_rows == 0) return PMO_OK;
   PMO_REQUIRE(p.p_row_stride >= p.p_columns && p.p_row_stride % 8 == 0, "p_row_stride", "a multiple of 8 that holds a row");
   PMO_REQUIRE(p.q_row_stride >= p.q_columns && p.q_row_stride % 8 == 0, "q_row_stride", "a multiple of 8 that holds a row");

@@ -33,6 +33,34 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t block) {
       : "memory");
 }
 
+// Leaves a number in the same place of another block of the cluster, and arrives at a barrier there, for which `wait_for_cluster` waits.
+__device__ inline void leave_at(const volatile int* place, int number, uint64_t* barrier, uint32_t block) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 place;\n"
+      "mapa.shared::cluster.u32 place, %0, %3;\n"
+      "st.shared::cluster.b32 [place], %1;\n"
+      "mapa.shared::cluster.u32 place, %2, %3;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [place];\n"
+      "}" ::"r"(shared_address(const_cast<const int*>(place))),
+      "r"(number), "r"(shared_address(barrier)), "r"(block)
+      : "memory");
+}
+
+__device__ inline void wait_for_cluster(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready;\n"
+      "bra again;\n"
+      "ready:\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
 // Waits for all threads of the cluster.
 __device__ inline void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

@@ -173,6 +173,31 @@ __device__ inline void store_gated_float8(const Float8Arguments& p, const float 
   if (p.codes != nullptr) store_interleaved_codes(p, act, row, place.column, width, is_live);
 }
 
+// Of 64 columns of a row of hidden, a lane's two times eight: the gates, and what they gate.
+struct HiddenPiece {
+  uint4 gates[2], ups[2];
+
+  __device__ void load(const void* gate, int64_t to_up, int columns_left) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      gates[i] = ups[i] = make_uint4(0, 0, 0, 0);
+      const char* at = static_cast<const char*>(gate) + 64 * i;
+      if (32 * i < columns_left) {
+        gates[i] = *reinterpret_cast<const uint4*>(at);
+        ups[i] = *reinterpret_cast<const uint4*>(at + to_up);
+      }
+    }
+  }
+};
+
+// The same of two columns of a row; the dot product is added to `sum`.
+template <typename T>
+__device__ inline void gradient_of_pair(uint32_t& gates, uint32_t& ups, float low, float high, float weight, float& sum,
+                                        uint32_t& scaled) {
+  const float2 act = gradient_of_two<T>(gates, ups, low, high, make_float2(weight, weight), scaled);
+  sum = fmaf(act.y, high, fmaf(act.x, low, sum));
+}
+
 // Of 128 columns of a row of hidden, a lane's four times eight: the gates, and what they gate.
 template <bool kKeepsCodes>
 struct HiddenRow {
@@ -229,9 +254,43 @@ struct HiddenRow<true> {
   }
 };
 
-// As in grouped_results.cuh, for 128 columns of one row; their new hidden numbers are kept until their scale is known.
-template <int kFirst, bool kKeepsCodes>
-__device__ inline void store_gradient_float8(const Float8Arguments& p, const float (&d)[128], int first_column, int row, int half,
+// Of a lane's sums, the two in each of four groups of eight columns. Passes are the two rows of each half of a tile, in a loop, whose code
+// stays in the caches of the multiprocessor. Registers can't be indexed, so sums are moved by a jump.
+struct SumsOfPass {
+  uint32_t low[4], high[4];
+
+  __device__ SumsOfPass(const float (&d)[128], int pass, int part) {
+    switch (pass) {
+      case 0:
+        take<0>(d, part);
+        break;
+      case 1:
+        take<1>(d, part);
+        break;
+      case 2:
+        take<2>(d, part);
+        break;
+      default:
+        take<3>(d, part);
+    }
+  }
+
+ private:
+  template <int kPass>
+  __device__ void take(const float (&d)[128], int part) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = kPass % 2 * 64 + (4 * part + i) * 4 + kPass / 2 * 2;
+      low[i] = __float_as_uint(d[at]);
+      high[i] = __float_as_uint(d[at + 1]);
+      asm volatile("" : "+r"(low[i]), "+r"(high[i]));  // moved here, not chosen where they are used
+    }
+  }
+};
+
+// SwiGLU's gradient of 128 columns of a row, in place of hidden; its numbers are kept until their scale is known.
+template <bool kKeepsCodes>
+__device__ inline void store_gradient_float8(const Float8Arguments& p, const float (&d)[128], int pass, int first_column, int row,
                                              bool is_live, bool found, float weight) {
   const GroupedArguments& g = p.grouped;
   const int lane_column = threadIdx.x % 4 * 8;
@@ -245,19 +304,15 @@ __device__ inline void store_gradient_float8(const Float8Arguments& p, const flo
 #pragma unroll
   for (int part = 0; part < 4; ++part) {
     // Of the sums, each lane of a quad has two of every eight columns; now each gets eight that follow each other.
-    uint32_t low[4], high[4], scaled[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = kFirst + (4 * part + i) * 4 + 2 * half;
-      low[i] = __float_as_uint(d[at]);
-      high[i] = __float_as_uint(d[at + 1]);
-    }
-    turn_in_quad(low);
-    turn_in_quad(high);
+    uint32_t scaled[4];
+    SumsOfPass sums(d, pass, part);
+    turn_in_quad(sums.low);
+    turn_in_quad(sums.high);
     old.words(part, gates + 4 * part, ups + 4 * part);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float from_low = found ? __uint_as_float(low[i]) : 0.0f, from_high = found ? __uint_as_float(high[i]) : 0.0f;
+      const float from_low = found ? __uint_as_float(sums.low[i]) : 0.0f;
+      const float from_high = found ? __uint_as_float(sums.high[i]) : 0.0f;
       gradient_of_pair<__nv_bfloat16>(gates[4 * part + i], ups[4 * part + i], from_low, from_high, weight, sum, scaled[i]);
     }
     const int column = first_column + 32 * part + lane_column;
@@ -284,22 +339,26 @@ __device__ inline void store_gradient_float8(const Float8Arguments& p, const flo
 // Of a lane's sums, which are in rows `row` and `row` + 8.
 template <pmo_grouped_result kResult, bool kKeepsCodes>
 __device__ inline void store_float8(const Float8Arguments& p, const float (&d)[128], const GroupedPlace& place, int row) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int of_row = row + 8 * half;
-    if constexpr (kResult == PMO_GROUPED_PLAIN) {
-      store_plain<__nv_bfloat16>(p.grouped, d, place, of_row, half, 0);
-      const GroupedPlace next = {place.expert, place.row, place.end, place.column + kTileColumns};
-      store_plain<__nv_bfloat16>(p.grouped, d, next, of_row, half, 64);
-    } else if constexpr (kResult == PMO_GROUPED_GATED) {
-      store_gated_float8<kKeepsCodes>(p, d, place, of_row, half);
-    } else {
+  if constexpr (kResult == PMO_GROUPED_GRADIENT) {
+#pragma unroll 1
+    for (int pass = 0; pass < 4; ++pass) {
+      const int of_row = row + pass / 2 * 8, column = place.column + pass % 2 * kTileColumns;
+      if (column >= p.grouped.width) continue;
       const bool is_live = of_row < place.end;
       const bool found = is_live && (p.grouped.row_to_token == nullptr || __ldg(p.grouped.row_to_token + of_row) >= 0);
       const float weight = !found ? 0.0f : p.grouped.weights == nullptr ? 1.0f : __ldg(p.grouped.weights + of_row);
-      store_gradient_float8<0, kKeepsCodes>(p, d, place.column, of_row, half, is_live, found, weight);
-      if (place.column + kTileColumns < p.grouped.width) {
-        store_gradient_float8<64, kKeepsCodes>(p, d, place.column + kTileColumns, of_row, half, is_live, found, weight);
+      store_gradient_float8<kKeepsCodes>(p, d, pass, column, of_row, is_live, found, weight);
+    }
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int of_row = row + 8 * half;
+      if constexpr (kResult == PMO_GROUPED_PLAIN) {
+        store_plain<__nv_bfloat16>(p.grouped, d, place, of_row, half, 0);
+        const GroupedPlace next = {place.expert, place.row, place.end, place.column + kTileColumns};
+        store_plain<__nv_bfloat16>(p.grouped, d, next, of_row, half, 64);
+      } else {
+        store_gated_float8<kKeepsCodes>(p, d, place, of_row, half);
       }
     }
   }

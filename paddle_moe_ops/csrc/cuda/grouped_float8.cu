@@ -3,8 +3,8 @@
 
 // Products of each expert's float8 rows and its float8 matrix on Hopper's tensor cores; results are those of grouped_product.cu.
 //
-// A block stays for the whole launch and takes every gridDim.x-th tile of the list that pmo/grouped.h describes: 128 rows of one expert
-// and 256 columns. It has three warpgroups. The first loads: 128 of the contraction at a time, through the copy engine, into a ring of
+// A block stays for the whole launch and makes tiles of the list that pmo/grouped.h describes, which are handed out in bands: 128 rows of one
+// expert and 256 columns. It has three warpgroups. The first loads, and finds the places of tiles: 128 of the contraction at a time, through the copy engine, into a ring of
 // kStages stages, in rows of 128 bytes that are swizzled, with zeros after the end. The other two multiply 64 rows each, first with 128
 // of the columns, then with the other 128: the products of a stage are added up in the tensor cores, whose sums are short of bits,
 // and then multiplied by their scales and added to sums in float32. While one warpgroup does that, the other keeps the tensor cores busy.
@@ -59,6 +59,14 @@ struct Float8Place : GroupedPlace {
   bool shares_matrix;
 };
 
+using Float8Places = PlacesOf<Float8Place, 2>;
+
+// The number of a cluster's next tile, from the first block to the second.
+struct HandedTile {
+  uint64_t sent, read;
+  volatile int tile;
+};
+
 // A tile, found by the whole warp. The blocks of a cluster have tiles that follow each other down a column. Where there is one tile
 // left for two of them, both make it, and the second keeps nothing.
 __device__ inline Float8Place place_of(const GroupedArguments& p, const Tables& tables, int tile, int first_tile, int last_tile,
@@ -79,30 +87,54 @@ __device__ inline Float8Place place_of(const GroupedArguments& p, const Tables& 
   return {{expert, row, end, place.column * columns}, shares};
 }
 
-// How many tiles a cluster finds.
-__device__ inline int tiles_of(const GroupedArguments& p, int first_tile, int last_tile) {
-  return (last_tile - first_tile + kCluster - 1) / kCluster * p.column_tiles;
-}
-
 // The first column of the second half of a tile.
 template <pmo_grouped_result kResult>
 __device__ inline int second_half(const GroupedArguments& p, int column) {
   return column + (kResult == PMO_GROUPED_GATED ? p.to_up : kColumns / 2);
 }
 
+// The work of the warp that finds places. That of the first block of a cluster asks for tiles, and tells the second.
+template <pmo_grouped_result kResult>
+__device__ inline void find_places(const GroupedArguments& p, const Tables& tables, Float8Places& places, HandedTile& handed) {
+  const int first_tile = __ldg(p.window), last_tile = __ldg(p.window + 1), clusters = gridDim.x / kCluster;
+  const int tiles = (last_tile - first_tile + kCluster - 1) / kCluster * p.column_tiles;
+  const bool is_first = threadIdx.x % kWarpSize == 0, asks = blockIdx.x % kCluster == 0;
+  Float8Places::Ring ring;
+  uint32_t phase = 0;
+  for (int tile = blockIdx.x / kCluster;; ring.advance(), phase ^= 1) {
+    Float8Place place = {{GroupedPlace::kNoTile, 0, 0, 0}, false};
+    if (tile < tiles) place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
+    places.wait_for_room(ring);
+    if (is_first) places.give(ring, place);
+    if (tile >= tiles) break;
+    if (asks) {
+      if (is_first) {
+        tile = p.counter.next(clusters);
+        wait(&handed.read, phase ^ 1);
+        leave_at(&handed.tile, tile, &handed.sent, 1);
+      }
+      tile = __shfl_sync(kAllLanes, tile, 0);
+    } else {
+      wait_for_cluster(&handed.sent, phase);
+      tile = handed.tile;
+      __syncwarp();
+      if (is_first) arrive_at(&handed.read, 0);
+    }
+  }
+  if (asks && is_first) p.counter.leave(clusters);
+}
+
 // The work of the warp that loads.
 template <pmo_grouped_result kResult>
-__device__ inline void load_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile,
-                                  int last_tile) {
-  const int tiles = tiles_of(p, first_tile, last_tile), steps = (p.inner + kDepth - 1) / kDepth;
-  const int rank = blockIdx.x % kCluster;
+__device__ inline void load_tiles(const GroupedArguments& p, const Stages& stages, Float8Places& places) {
+  const int steps = (p.inner + kDepth - 1) / kDepth, rank = blockIdx.x % kCluster;
   Ring ring;
-  for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
-    const Float8Place place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
+  Float8Places::Ring at;
+  for (Float8Place place = places.take(at); place.expert != GroupedPlace::kNoTile; place = places.take(at)) {
     const int column = p.first_column + place.column, next = second_half<kResult>(p, column);
     for (int step = 0; step < steps; ++step) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
-      if (threadIdx.x == 0) {
+      if (is_elected()) {
         uint64_t* full = &stages.full[ring.stage];
         const uint32_t columns = stages.columns(ring.stage);
         const int depth = step * kDepth;
@@ -171,17 +203,16 @@ __device__ inline void multiply_stage(float (&part)[64], uint32_t rows, uint32_t
 
 // The work of a warpgroup that multiplies: 64 rows of every tile of the block.
 template <pmo_grouped_result kResult, bool kKeepsCodes>
-__device__ inline void make_tiles(const Float8Arguments& p, const Tables& tables, const Stages& stages, int first_tile,
-                                  int last_tile) {
+__device__ inline void make_tiles(const Float8Arguments& p, const Stages& stages, Float8Places& places) {
   const GroupedArguments& g = p.grouped;
   const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
   const int row_of_thread = 64 * turn + threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
   const bool signals = threadIdx.x % kWarpSize < kCluster;  // each to a block of the cluster
-  const int tiles = tiles_of(g, first_tile, last_tile), steps = (g.inner + kDepth - 1) / kDepth;
+  const int steps = (g.inner + kDepth - 1) / kDepth;
   Ring ring;
+  Float8Places::Ring at;
   float part[64] = {};
-  for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
-    const GroupedPlace place = place_of(g, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
+  for (GroupedPlace place = places.take(at); place.expert != GroupedPlace::kNoTile; place = places.take(at)) {
     const int row = place.row + row_of_thread;
     const ScaleReader reader = scales_of<kResult>(p, place, row);
     float d[128] = {};
@@ -218,24 +249,30 @@ __global__ void PMO_CLUSTER(kCluster) __launch_bounds__(kBlockThreads, 1)
 #ifdef PMO_HOPPER_CODE
   extern __shared__ uint8_t shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
+  __shared__ Float8Places places;
+  __shared__ HandedTile handed;
   const Tables tables = hold_tables(p.grouped, reinterpret_cast<int32_t*>(shared + kSharedBytes - kTableBytes));
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       init_barrier(&full[stage], 1);
       init_barrier(&empty[stage], kCluster * 2 * kWarpgroup / kWarpSize);
     }
+    places.init(1 + 2 * kWarpgroup / kWarpSize);
+    init_barrier(&handed.sent, 1);
+    init_barrier(&handed.read, 1);
     fence_barrier_init();
   }
   __syncthreads();
   meet_cluster();
   const Stages stages = {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
-  const int first_tile = __ldg(p.grouped.window), last_tile = __ldg(p.grouped.window + 1);
   if (threadIdx.x < kWarpgroup) {
     give_registers<kRegistersToLoad>();
-    if (threadIdx.x < kWarpSize) load_tiles<kResult>(p.grouped, tables, stages, first_tile, last_tile);
+    const int warp = threadIdx.x / kWarpSize;
+    if (warp == 0) load_tiles<kResult>(p.grouped, stages, places);
+    if (warp == 1) find_places<kResult>(p.grouped, tables, places, handed);
   } else {
     take_registers<kRegistersToMultiply>();
-    make_tiles<kResult, kKeepsCodes>(p, tables, stages, first_tile, last_tile);
+    make_tiles<kResult, kKeepsCodes>(p, stages, places);
   }
   meet_cluster();  // none may end while the other sends to its memory
 #endif
@@ -261,6 +298,7 @@ int product(const pmo_grouped_float8_params& p, cudaStream_t stream) {
   if (p.num_rows == 0 || p.width == 0) return PMO_OK;
   Float8Arguments a = {};
   a.grouped = arguments_of(p, p.result == PMO_GROUPED_GATED ? kColumns / 2 : kColumns);
+  a.grouped.counter = {p.counters};
   const Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.inner}, {kDepth, kTileRows}};
   if (const int status = encode(rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, &a.grouped.rows)) return status;
   const Tensor matrix = {p.matrix, 3, {p.inner, p.outer, p.num_experts}, {p.inner, p.inner * p.outer}, {kDepth, kColumns / 2, 1}};

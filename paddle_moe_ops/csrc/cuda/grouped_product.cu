@@ -1,19 +1,15 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Products of each expert's rows and its matrix on Hopper's tensor cores.
+// Plain products of each expert's rows and its matrix on Hopper's tensor cores, for contractions so short that a tile of grouped_turned.cu
+// takes about as long to store as to multiply.
 //
 // A block stays for the whole launch and takes every gridDim.x-th tile of the list that pmo/grouped.h describes: 128 rows of one expert
 // and 128 columns. It has three warpgroups. The first loads: rows and matrix come through the copy engine, 64 of the contraction at a
-// time, into a ring of kStages stages, in pieces of 64 rows of 128 bytes that are swizzled, with zeros after its end. The other two take turns: while one
-// multiplies a tile, the other turns the sums of the tile before it into results (grouped_results.cuh):
+// time, into a ring of kStages stages, in pieces of 64 rows of 128 bytes that are swizzled, with zeros after its end. The other two take
+// turns: while one multiplies a tile, the other turns the sums of the tile before it into results.
 //
-//   plain     out = weight * sum
-//   gated     the tile has 64 columns of gates and 64 of what they gate; hidden = both, out = SwiGLU of them
-//   gradient  sum is the gradient of weight * SwiGLU(hidden): hidden becomes the gradient of itself, out = weight * SwiGLU, and
-//             d_weights is a tile's share of the dot product of SwiGLU and sum
-//
-// Moved: the matrix and the rows once from memory and, per tile, from the L2; the results once, and hidden once more in a gradient.
+// Moved: the matrix and the rows once from memory and, per tile, from the L2; the results once.
 #include <algorithm>
 
 #include "common/checks.h"
@@ -29,9 +25,6 @@ namespace {
 constexpr int kStages = 6;
 constexpr int kSharedBytes = kStages * kStageBytes + 1024 + kTableBytes;  // stages begin at a multiple of 1024
 
-template <pmo_grouped_result kResult>
-constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kGatedColumns : kTileColumns;
-
 #ifdef PMO_HOPPER_CODE
 
 constexpr int kBand = 8;      // rows of tiles that share their columns in the L2
@@ -41,8 +34,8 @@ using Ring = RingOf<kStages>;
 using Stages = StagesOf<kStages>;
 
 // The expert and the rows of a tile, found by the whole warp.
-__device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables& tables, int tile, int first_tile, int last_tile,
-                                        int columns) {
+__device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables& tables, int tile, int first_tile,
+                                        int last_tile) {
   const TilePlace place(tile, last_tile - first_tile, p.column_tiles, kBand);
   const int row_tile = first_tile + place.row;
   int expert = 0;
@@ -52,32 +45,31 @@ __device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables&
     expert += __popc(__ballot_sync(kAllLanes, has_ended));
   }
   const int row = tables.first[expert] + (row_tile - tables.tiles[expert]) * kTileRows;
-  return {expert, row, tables.stop[expert], place.column * columns};
+  return {expert, row, tables.stop[expert], place.column * kTileColumns};
 }
 
 // The work of the warp that loads.
-template <pmo_grouped_result kResult, bool kTransposed>
+template <bool kTransposed>
 __device__ inline void load_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile,
                                   int last_tile) {
   const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
   Ring ring;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
-    const int column = p.first_column + place.column, next = column + (kResult == PMO_GROUPED_GATED ? p.to_up : 64);
+    const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile);
+    const int column = p.first_column + place.column;
     for (int step = 0; step < steps; ++step) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
-      if (threadIdx.x == 0) {
+      if (is_elected()) {
         uint64_t* full = &stages.full[ring.stage];
         const uint32_t b = stages.b(ring.stage);
         const int depth = step * kTileDepth;
         arrive_expecting(full, kStageBytes);
         load_box(stages.a(ring.stage), &p.rows, full, depth, place.row - p.first_row);
-        if (kTransposed) {
-          load_box(b, &p.matrix, full, depth, column, place.expert);
-          load_box(b + kPieceBytes, &p.matrix, full, depth, next, place.expert);
-        } else {
-          load_box(b, &p.matrix, full, column, depth, place.expert);
-          load_box(b + kPieceBytes, &p.matrix, full, next, depth, place.expert);
+#pragma unroll
+        for (int piece = 0; piece < kTileColumns / 64; ++piece) {
+          const int at_column = column + 64 * piece;
+          load_box(b + piece * kPieceBytes, &p.matrix, full, kTransposed ? depth : at_column, kTransposed ? at_column : depth,
+                   place.expert);
         }
       }
       ring.advance();
@@ -111,7 +103,7 @@ __device__ inline int multiply_tile(float (&d)[128], const Stages& stages, Ring&
 }
 
 // The work of a warpgroup that multiplies: every second tile of the block.
-template <pmo_grouped_result kResult, bool kTransposed, typename T>
+template <bool kTransposed, typename T>
 __device__ inline void make_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile,
                                   int last_tile) {
   const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
@@ -123,7 +115,7 @@ __device__ inline void make_tiles(const GroupedArguments& p, const Tables& table
   constexpr int kTurn = 1;
   if (turn == 1) tell(kTurn, 2 * kWarpgroup);
   for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles; tile += 2 * gridDim.x) {
-    const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
+    const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile);
     float d[128];
 #pragma unroll
     for (int i = 0; i < 128; ++i) d[i] = 0.0f;
@@ -139,15 +131,17 @@ __device__ inline void make_tiles(const GroupedArguments& p, const Tables& table
     ring.skip(steps);
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
-      const int row = place.row + row_of_thread + 64 * block;
-      store_block<kResult, T>(p, d, place, row, 64 * block);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        store_plain<T>(p, d, place, place.row + row_of_thread + 64 * block + 8 * half, half, 64 * block);
+      }
     }
   }
 }
 
 #endif  // PMO_HOPPER_CODE
 
-template <pmo_grouped_result kResult, bool kTransposed, typename T>
+template <bool kTransposed, typename T>
 __global__ void __launch_bounds__(kBlockThreads, 1) grouped_product(const __grid_constant__ GroupedArguments p) {
 #ifdef PMO_HOPPER_CODE
   extern __shared__ uint8_t shared[];
@@ -157,21 +151,21 @@ __global__ void __launch_bounds__(kBlockThreads, 1) grouped_product(const __grid
   const int first_tile = __ldg(p.window), last_tile = __ldg(p.window + 1);
   if (threadIdx.x < kWarpgroup) {
     give_registers<kRegistersToLoad>();
-    if (threadIdx.x < kWarpSize) load_tiles<kResult, kTransposed>(p, tables, stages, first_tile, last_tile);
+    if (threadIdx.x < kWarpSize) load_tiles<kTransposed>(p, tables, stages, first_tile, last_tile);
   } else {
     take_registers<kRegistersToMultiply>();
-    make_tiles<kResult, kTransposed, T>(p, tables, stages, first_tile, last_tile);
+    make_tiles<kTransposed, T>(p, tables, stages, first_tile, last_tile);
   }
 #endif
 }
 
-template <pmo_grouped_result kResult, bool kTransposed, typename T>
+template <bool kTransposed, typename T>
 int launch_product(const pmo_grouped_product_params& p, const GroupedArguments& arguments, cudaStream_t stream) {
   static SharedMemoryLimit limit;
   int device = 0;
   DeviceLimits limits;
   if (const int status = hopper_limits("grouped_product", &device, &limits)) return status;
-  auto* kernel = grouped_product<kResult, kTransposed, T>;
+  auto* kernel = grouped_product<kTransposed, T>;
   if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
   const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTileRows}) + p.num_experts;
   const int64_t blocks = std::min<int64_t>(row_tiles * arguments.column_tiles, limits.multiprocessors);
@@ -183,7 +177,7 @@ int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (const int status = check_grouped_product(p)) return status;
   if (p.num_rows == 0 || p.width == 0) return PMO_OK;
   if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) return turned_product(p, stream);
-  GroupedArguments a = arguments_of(p, p.result == PMO_GROUPED_GATED ? kGatedColumns : kTileColumns);
+  GroupedArguments a = arguments_of(p, kTileColumns);
   const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;
   const Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, kTileRows}};
   if (const int status = encode(rows, is_bfloat16, &a.rows)) return status;
@@ -191,8 +185,8 @@ int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (p.transpose) std::swap(matrix.sizes[0], matrix.sizes[1]);
   matrix.strides[0] = matrix.sizes[0];
   if (const int status = encode(matrix, is_bfloat16, &a.matrix)) return status;
-  return with_kind(p, [&](auto result, auto is_transposed, auto element) {
-    return launch_product<result(), is_transposed(), decltype(element)>(p, a, stream);
+  return with_result<PMO_GROUPED_PLAIN>(p, [&](auto, auto is_transposed, auto element) {
+    return launch_product<is_transposed(), decltype(element)>(p, a, stream);
   });
 }
 

@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the grouped products of Hopper share: blocks of three warpgroups, one that loads and two that take turns in making tiles, a ring of
-// stages between them, and the order of tiles.
+// What the grouped products of Hopper share: blocks of three warpgroups, one that loads and two that make tiles, and a ring of stages between
+// them.
 #pragma once
 
 #include <type_traits>
@@ -103,38 +103,6 @@ int with_kind(const pmo_grouped_product_params& p, Run run) {
 
 constexpr int kRegistersToLoad = 40, kRegistersToMultiply = 232;
 constexpr int kGatheringLanes = 2 * kWarpSize;  // the last two warps of the first warpgroup
-
-// Row and column of a tile of height x width: in bands of so many rows, down each column of a band.
-struct TilePlace {
-  int row, column;
-
-  __device__ TilePlace(int tile, int height, int width, int rows_of_band) {
-    const int band = tile / (rows_of_band * width), inside = tile - band * rows_of_band * width;
-    const int rows = min(height - band * rows_of_band, rows_of_band);
-    column = inside / rows;
-    row = band * rows_of_band + inside - column * rows;
-  }
-};
-
-// A warp's or a warpgroup's place in the ring.
-template <int kStages>
-struct RingOf {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ void skip(int steps) {
-    stage += steps;
-    phase ^= stage / kStages & 1;
-    stage %= kStages;
-  }
-
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 template <int kStages, int kBytes = kStageBytes>
 struct StagesOf {

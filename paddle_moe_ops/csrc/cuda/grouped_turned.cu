@@ -35,7 +35,7 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kStages = 4, kPlaces = 2;
+constexpr int kStages = 4;
 constexpr int kFewRows = 256;  // of an expert, on average
 constexpr int kMatrixBytes = kTurnedColumns * kTileDepth * 2;
 constexpr int kTurnedStageBytes = kMatrixBytes + kTurnedRows * kTileDepth * 2;
@@ -59,12 +59,12 @@ static_assert(2 * kHiddenStrips * kSumsOfStrip * 4 <= kTurnedResultBytes / 2, "t
 static_assert(kTilesOfRows * sizeof(TurnedRows) <= kTurnedResultBytes / 2, "what is known of rows fits");
 
 using Ring = RingOf<kStages>;
-using PlaceRing = RingOf<kPlaces>;
+using Places = PlacesOf<TurnedPlace, 2>;
 
-// What the roles of a block share: stages that are full and empty, places that are given and taken.
+// What the roles of a block share: stages that are full and empty, the places of tiles, and whether another one is wanted.
 struct Shared {
-  uint64_t full[kStages], empty[kStages], given[kPlaces], taken[kPlaces], wanted;
-  TurnedPlace places[kPlaces];
+  uint64_t full[kStages], empty[kStages], wanted;
+  Places places;
   alignas(16) uint32_t sources[8][kTurnedRows / 8];  // rows of tokens that a tile gathers: row 8 i + r is [r][i]
 };
 
@@ -98,8 +98,7 @@ __device__ inline void init_barriers(Shared& shared) {
   if (threadIdx.x == 0) {
     for (uint64_t& each : shared.full) init_barrier(&each, kGathers ? 1 + kGatheringLanes : 1);
     for (uint64_t& each : shared.empty) init_barrier(&each, kMultiplyingWarps);
-    for (uint64_t& each : shared.given) init_barrier(&each, 1);
-    for (uint64_t& each : shared.taken) init_barrier(&each, kMultiplyingWarps + 1 + (kGathers ? kGatheringLanes / kWarpSize : 0));
+    shared.places.init(kMultiplyingWarps + 1 + (kGathers ? kGatheringLanes / kWarpSize : 0));
     init_barrier(&shared.wanted, 1);
     fence_barrier_init();
   }
@@ -135,36 +134,21 @@ template <pmo_grouped_result kResult>
 __device__ inline void find_places(const TurnedArguments& p, Shared& shared, const Stages& stages) {
   const int first_tile = __ldg(p.window), last_tile = __ldg(p.window + 1);
   const bool is_whole = first_tile == 0 && last_tile == __ldg(p.tiles + p.num_experts), is_first = threadIdx.x % kWarpSize == 0;
-  PlaceRing ring;
+  Places::Ring ring;
   uint32_t phase = 0;
   for (int tile = blockIdx.x, count = 0;; ++count) {
     const TurnedPlace place = place_of<kResult>(p, tile, first_tile, last_tile, is_whole);
-    wait(&shared.taken[ring.stage], ring.phase ^ 1);
+    shared.places.wait_for_room(ring);
     if (kResult == PMO_GROUPED_GRADIENT) stages.rows_of_tile(count).fill(p, place);
-    if (is_first) {
-      shared.places[ring.stage] = place;
-      arrive(&shared.given[ring.stage]);
-    }
+    if (is_first) shared.places.give(ring, place);
     ring.advance();
     if (place.rows == 0) break;
     wait(&shared.wanted, phase);
     phase ^= 1;
-    if (is_first) tile = gridDim.x + atomicAdd(p.counters, 1);
+    if (is_first) tile = p.counter.next(gridDim.x);
     tile = __shfl_sync(kAllLanes, tile, 0);
   }
-  if (!is_first) return;
-  __threadfence();
-  if (atomicAdd(p.counters + 1, 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;  // no block will look at them any more
-}
-
-// The next tile, for a warp.
-__device__ inline TurnedPlace take_place(Shared& shared, PlaceRing& ring) {
-  wait(&shared.given[ring.stage], ring.phase);
-  const TurnedPlace place = shared.places[ring.stage];
-  __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) arrive(&shared.taken[ring.stage]);
-  ring.advance();
-  return place;
+  if (is_first) p.counter.leave(gridDim.x);
 }
 
 // Of a gradient: hidden of a tile, in the stages that follow those of its operands.
@@ -204,8 +188,8 @@ __device__ inline void gather_rows(const TurnedArguments& p, Shared& shared, con
   const uint32_t to_write = row_of_8 * 128 + (piece ^ row_of_8) * 16;
   const auto* const sources_of_lane = reinterpret_cast<const uint4*>(shared.sources[row_of_8]);
   Ring ring;
-  PlaceRing places;
-  for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
+  Places::Ring places;
+  for (TurnedPlace place = shared.places.take(places); place.rows > 0; place = shared.places.take(places)) {
     meet(kGathering, kGatheringLanes);  // nobody reads the table of the tile before any more
     for (int row = lane; row < kTurnedRows; row += kGatheringLanes) {
       shared.sources[row % 8][row / 8] = row < place.rows ? p.gathered.source_of(place.row + row) : GatheredRows::kNone;
@@ -243,8 +227,8 @@ __device__ inline void gather_rows(const TurnedArguments& p, Shared& shared, con
 template <pmo_grouped_result kResult, bool kTransposed, bool kGathers>
 __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, const Stages& stages) {
   Ring ring;
-  PlaceRing places;
-  for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places)) {
+  Places::Ring places;
+  for (TurnedPlace place = shared.places.take(places); place.rows > 0; place = shared.places.take(places)) {
     const int strips = (place.rows + 15) / 16;
     const uint32_t bytes = kMatrixBytes + (kGathers ? 0 : strips * 16 * kTileDepth * 2);
     const int asks_at = max((p.inner - 1) / kTileDepth - kAhead, 0) * kTileDepth;
@@ -370,8 +354,8 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
   const int together = 1 + warpgroup;
   int turn = 0, results = kNoStage, tile = 0;
   Ring ring;
-  PlaceRing places;
-  for (TurnedPlace place = take_place(shared, places); place.rows > 0; place = take_place(shared, places), ++tile) {
+  Places::Ring places;
+  for (TurnedPlace place = shared.places.take(places); place.rows > 0; place = shared.places.take(places), ++tile) {
     const TurnedWeights weights(kResult == PMO_GROUPED_PLAIN ? p.weights : nullptr, place);
     float d[kTurnedSums];
 #define PMO_STRIPS(STRIPS)                                                                                       \
@@ -447,7 +431,7 @@ int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;
   TurnedArguments a = {};
   static_cast<GroupedArguments&>(a) = arguments_of(p, p.result == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns);
-  a.counters = p.counters;
+  a.counter = {p.counters};
   if (p.gathers != 0) {
     a.gathered = {p.x, p.row_to_token, static_cast<uint32_t>(p.x_row_stride * 2), static_cast<int>(p.num_sources)};
   } else {

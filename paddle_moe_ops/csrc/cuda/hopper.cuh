@@ -71,6 +71,14 @@ __device__ inline void load_box(uint32_t target, const CUtensorMap* map, uint64_
 
 // A box of shared memory to a tensor by the copy engine, which leaves out what lies outside the tensor. Whoever wrote the box has called
 // `fence_async_proxy` since. The thread that stores boxes commits them, and waits until the shared memory may be written again.
+// `store_box_past_l2` lets the L2 give up the box first.
+__device__ inline void store_box_past_l2(const CUtensorMap* map, uint32_t source, int x, int y, int z) {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;" ::"l"(map),
+               "r"(source), "r"(x), "r"(y), "r"(z), "l"(policy)
+               : "memory");
+}
 __device__ inline void store_box(const CUtensorMap* map, uint32_t source, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(source), "r"(x),
                "r"(y), "r"(z)
@@ -128,6 +136,19 @@ __device__ inline void tell(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// True in one lane of a warp, all of whose lanes take part. Where boxes are loaded by such a lane, the compiler needs no loop over lanes.
+__device__ inline bool is_elected() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 template <int kRegisters>
 __device__ inline void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -153,7 +174,7 @@ __device__ inline void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// d[kFirst ...] += a b: 64 x 128 numbers of a warpgroup, or 64 x 256 by `multiply_wide`, from operands of depth 16. kTurnedA, kTurnedB:
+// d[kFirst ...] += a b: 64 x 128 numbers of a warpgroup, or 64 x 256 by `multiply_wide`, which only adds if it is told to, from operands of depth 16. kTurnedA, kTurnedB:
 // rows of that operand in shared memory are the contraction. Of lane l of warp w, d[kFirst + 4 i + 2 h + j] is in row 16 w + l / 4 + 8 h and
 // column 8 i + l % 4 * 2 + j.
 // clang-format off
@@ -175,9 +196,10 @@ __device__ inline void products_wait() {
 #define PMO_MULTIPLY(TYPE, a, b) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" PMO_64_NAMES "}, %64, %65, 1, 1, 1, %66, %67;" \
       : PMO_64_SUMS(kFirst) : "l"(a), "l"(b), "n"(kTurnedA), "n"(kTurnedB))
-#define PMO_MULTIPLY_WIDE(TYPE, a, b) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" PMO_128_NAMES "}, %128, %129, 1, 1, 1, %130, %131;" \
-      : PMO_64_SUMS(0), PMO_64_SUMS(64) : "l"(a), "l"(b), "n"(kTurnedA), "n"(kTurnedB))
+#define PMO_MULTIPLY_WIDE(TYPE, a, b, adds) \
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n" \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" PMO_128_NAMES "}, %128, %129, adds, 1, 1, %131, %132;\n}" \
+      : PMO_64_SUMS(0), PMO_64_SUMS(64) : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(kTurnedA), "n"(kTurnedB))
 // clang-format on
 
 template <int kFirst, int kTurnedB, int kTurnedA = 0>
@@ -191,13 +213,13 @@ __device__ inline void multiply(float (&d)[128], uint64_t a, uint64_t b, __half)
 }
 
 template <int kTurnedB, int kTurnedA>
-__device__ inline void multiply_wide(float (&d)[128], uint64_t a, uint64_t b, __nv_bfloat16) {
-  PMO_MULTIPLY_WIDE("bf16", a, b);
+__device__ inline void multiply_wide(float (&d)[128], uint64_t a, uint64_t b, bool adds, __nv_bfloat16) {
+  PMO_MULTIPLY_WIDE("bf16", a, b, adds);
 }
 
 template <int kTurnedB, int kTurnedA>
-__device__ inline void multiply_wide(float (&d)[128], uint64_t a, uint64_t b, __half) {
-  PMO_MULTIPLY_WIDE("f16", a, b);
+__device__ inline void multiply_wide(float (&d)[128], uint64_t a, uint64_t b, bool adds, __half) {
+  PMO_MULTIPLY_WIDE("f16", a, b, adds);
 }
 
 #undef PMO_8_SUMS

@@ -43,29 +43,26 @@ __device__ inline void hold_piece(const float (&d)[128], int first, bool turned,
   }
 }
 
-// Stores the four pieces of a warpgroup's sums. `buffer` has room for so many of them, and `meeting` is a barrier of the warpgroup.
-template <int kHeld, bool kWide, typename T>
+// Stores the four pieces of a warpgroup's sums, which are zeros if the tile has no rows. `buffer` has room for them, and `meeting` is a barrier of the warpgroup.
+template <typename T>
 __device__ inline void store_pieces(const OuterArguments& a, const float (&d)[128], const OuterPlace& place, uint32_t buffer,
                                     int meeting) {
-  const bool stores = threadIdx.x % kWarpgroup == 0;
+  const bool stores = threadIdx.x % kWarpSize == 0;  // a warp stores one piece
+  if (stores) stores_wait_read();                    // of the tile before
+  meet(meeting, kWarpgroup);
+  if (place.rows == 0) {
+    for (int i = threadIdx.x % kWarpgroup * 16; i < kBytesOfResults; i += kWarpgroup * 16) store_16_bytes(buffer + i, 0, 0, 0, 0);
+  } else {
 #pragma unroll
-  for (int piece = 0; piece < 4; ++piece) {
-    if (piece == 0 || kHeld < 4) {  // the room for this piece is free again
-      if (stores) stores_wait_read<kHeld == 4 ? 0 : kHeld - 1>();
-      meet(meeting, kWarpgroup);
-    }
-    hold_piece<T>(d, 32 * piece, a.turned, buffer + piece % kHeld * kPieceBytes);
-    if (kHeld == 4 && piece < 3) continue;
-    fence_async_proxy();
-    meet(meeting, kWarpgroup);
-    if (!stores) continue;
-#pragma unroll
-    for (int each = kHeld == 4 ? 0 : piece; each <= piece; ++each) {
-      const int of_a = place.of_a + (kWide ? 0 : each / 2 * 64), of_b = place.of_b + (kWide ? each : each % 2) * 64;
-      store_box(&a.out, buffer + each % kHeld * kPieceBytes, a.turned ? of_a : of_b, a.turned ? of_b : of_a, place.expert);
-    }
-    stores_commit();
+    for (int piece = 0; piece < 4; ++piece) hold_piece<T>(d, 32 * piece, a.turned, buffer + piece * kPieceBytes);
   }
+  fence_async_proxy();
+  meet(meeting, kWarpgroup);
+  if (!stores) return;
+  const int piece = threadIdx.x % kWarpgroup / kWarpSize, of_b = place.of_b + piece * 64;
+  store_box_past_l2(&a.out, buffer + piece * kPieceBytes, a.turned ? place.of_a : of_b, a.turned ? of_b : place.of_a,
+                    place.expert);
+  stores_commit();
 }
 
 #endif  // PMO_HOPPER_CODE

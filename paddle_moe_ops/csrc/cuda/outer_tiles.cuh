@@ -3,7 +3,7 @@
 
 // The tiles of grouped_outer.cu, and how their operands get to shared memory.
 //
-// A stage holds 64 rows of operand a, 128 columns, then those of operand b, 128 or 256, in pieces of 64 columns that are swizzled.
+// A stage holds 32 rows of operand a, 128 columns, then those of operand b, 256, in pieces of 64 columns that are swizzled.
 #pragma once
 
 #include "cuda/grouped_stages.cuh"
@@ -19,24 +19,23 @@ struct OuterArguments {
   bool turned;
   GatheredRows gathered;  // operand a, if it is gathered
   int gathered_columns;
+  TileCounter counter;
 };
 
-// A tile: its expert, the expert's first row and number of rows, and its first columns of both operands.
+// A tile: its expert, or kNoTile, the expert's first row and number of rows, and its first columns of both operands.
 struct OuterPlace {
   int expert, first, rows, of_a, of_b;
+
+  static constexpr int kNoTile = -1;
 };
 
-// 128 columns of operand a, and 128 or 256 of operand b.
-template <bool kWide>
-struct OuterShape {
-  static constexpr int kColumnsB = kWide ? 256 : 128;
-  static constexpr int kPieces = 2 + kColumnsB / 64;
-  static constexpr int kBytes = kPieces * kPieceBytes;  // of a stage
-  static constexpr int kStages = kWide ? 4 : 5;
-  static constexpr int kHeldPieces = kWide ? 2 : 4;  // of results, which each of two warpgroups has room for
-  static constexpr int kSharedBytes =
-      kStages * kBytes + 2 * kHeldPieces * kPieceBytes + 1024;  // stages begin at a multiple of 1024
-};
+constexpr int kColumnsA = 128, kColumnsB = 256, kStepRows = 32;
+constexpr int kStepPieces = (kColumnsA + kColumnsB) / 64;  // the first two of operand a
+constexpr int kStepPieceBytes = kStepRows * 128;
+constexpr int kOuterStageBytes = kStepPieces * kStepPieceBytes;
+constexpr int kOuterStages = 6;
+constexpr int kBytesOfResults = 4 * kPieceBytes;                                           // of a warpgroup's part of a tile
+constexpr int kOuterBytes = kOuterStages * kOuterStageBytes + 2 * kBytesOfResults + 1024;  // stages begin at a multiple of 1024
 
 #ifdef PMO_HOPPER_CODE
 
@@ -46,64 +45,57 @@ constexpr int kGathering = 5;      // the barrier of the warps that gather
 constexpr int kRowsOfBatch = 256;  // whose tokens are looked up together
 constexpr int kRegistersToGather = 88, kRegistersBesideGathering = 208;
 
-template <bool kWide>
-struct OuterStages : StagesOf<OuterShape<kWide>::kStages, OuterShape<kWide>::kBytes> {
-  __device__ uint32_t b(int stage) const { return this->a(stage) + 2 * kPieceBytes; }
+struct OuterStages : StagesOf<kOuterStages, kOuterStageBytes> {
+  __device__ uint32_t b(int stage) const { return a(stage) + 2 * kStepPieceBytes; }
 };
 
-template <bool kWide>
-using OuterRing = RingOf<OuterShape<kWide>::kStages>;
+using OuterRing = RingOf<kOuterStages>;
+using OuterPlaces = PlacesOf<OuterPlace, 2>;
 
 // Which rows of tokens the steps of a batch gather: row 4 i + r of a step is [r][i] of it.
 struct Sources {
-  alignas(16) uint32_t of_steps[kRowsOfBatch / kTileDepth][4][kTileDepth / 4];
+  alignas(16) uint32_t of_steps[kRowsOfBatch / kStepRows][4][kStepRows / 4];
 };
 
-__device__ inline int tiles_of_expert(const OuterArguments& a) { return a.a_tiles * a.b_tiles; }
-
-// The rows of a tile's expert; none after the last tile. They are loaded a tile ahead: waiting for them can take as long as a tile.
-struct ExpertRows {
-  int first = 0, stop = 0;
-
-  __device__ ExpertRows(const OuterArguments& a, int tile, int tiles) {
-    if (tile >= tiles) return;
-    const int expert = tile / tiles_of_expert(a);
-    first = __ldg(a.first + expert);
-    stop = __ldg(a.stop + expert);
+// The work of the warp that finds places; the first tile of a block is that of its number.
+__device__ inline void find_places(const OuterArguments& a, OuterPlaces& places) {
+  const int tiles_of_expert = a.a_tiles * a.b_tiles;
+  const bool is_first = threadIdx.x % kWarpSize == 0;
+  OuterPlaces::Ring ring;
+  for (int tile = blockIdx.x;; ring.advance()) {
+    const int expert = tile / tiles_of_expert;
+    OuterPlace place = {OuterPlace::kNoTile, 0, 0, 0, 0};
+    if (expert < a.num_experts) {
+      const int first = __ldg(a.first + expert);
+      const TilePlace at(tile - expert * tiles_of_expert, a.a_tiles, a.b_tiles, kBand);
+      place = {expert, first, max(min(__ldg(a.stop + expert), a.num_rows) - first, 0), at.row * kColumnsA, at.column * kColumnsB};
+    }
+    places.wait_for_room(ring);
+    if (is_first) places.give(ring, place);
+    if (place.expert == OuterPlace::kNoTile) break;
+    if (is_first) tile = a.counter.next(gridDim.x);
+    tile = __shfl_sync(kAllLanes, tile, 0);
   }
-
-  __device__ int count(const OuterArguments& a) const { return max(min(stop, a.num_rows) - first, 0); }
-};
-
-__device__ inline int steps_of(int rows) { return (rows + kTileDepth - 1) / kTileDepth; }
-
-template <bool kWide>
-__device__ inline OuterPlace place_of(const OuterArguments& a, int tile, const ExpertRows& rows) {
-  const int expert = tile / tiles_of_expert(a);
-  const TilePlace place(tile - expert * tiles_of_expert(a), a.a_tiles, a.b_tiles, kBand);
-  return {expert, rows.first, rows.count(a), place.row * kTileRows, place.column * OuterShape<kWide>::kColumnsB};
+  if (is_first) a.counter.leave(gridDim.x);
 }
 
 // The work of the warp that loads.
-template <bool kGathers, bool kWide>
-__device__ inline void load_tiles(const OuterArguments& a, const OuterStages<kWide>& stages, int tiles) {
-  using Shape = OuterShape<kWide>;
+template <bool kGathers>
+__device__ inline void load_tiles(const OuterArguments& a, const OuterStages& stages, OuterPlaces& places) {
   constexpr int kFirstPiece = kGathers ? 2 : 0;
-  OuterRing<kWide> ring;
-  ExpertRows next(a, blockIdx.x, tiles);
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const OuterPlace place = place_of<kWide>(a, tile, next);
-    next = ExpertRows(a, tile + gridDim.x, tiles);
-    for (int begin = 0; begin < place.rows; begin += kTileDepth) {
+  OuterRing ring;
+  OuterPlaces::Ring at;
+  for (OuterPlace place = places.take(at); place.expert != OuterPlace::kNoTile; place = places.take(at)) {
+    for (int begin = 0; begin < place.rows; begin += kStepRows) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
-      if (threadIdx.x == 0) {
+      if (is_elected()) {
         uint64_t* full = &stages.full[ring.stage];
-        arrive_expecting(full, (Shape::kPieces - kFirstPiece) * kPieceBytes);
+        arrive_expecting(full, (kStepPieces - kFirstPiece) * kStepPieceBytes);
 #pragma unroll
-        for (int piece = kFirstPiece; piece < Shape::kPieces; ++piece) {
+        for (int piece = kFirstPiece; piece < kStepPieces; ++piece) {
           const bool is_a = piece < 2;
           const int column = is_a ? place.of_a + 64 * piece : place.of_b + 64 * (piece - 2);
-          load_box(stages.a(ring.stage) + piece * kPieceBytes, is_a ? &a.a : &a.b, full, column, place.first + begin);
+          load_box(stages.a(ring.stage) + piece * kStepPieceBytes, is_a ? &a.a : &a.b, full, column, place.first + begin);
         }
       }
       ring.advance();
@@ -115,12 +107,11 @@ __device__ inline void load_tiles(const OuterArguments& a, const OuterStages<kWi
 //
 // What a load gives, from global or from shared memory, is there only after all copies that the warp began before it. So rows are looked up
 // 256 at a time, a batch ahead, and each lane loads all that a step needs before its copies.
-template <bool kWide>
-__device__ inline void gather_tiles(const OuterArguments& a, const OuterStages<kWide>& stages, Sources& sources, int tiles) {
-  constexpr int kRowsOfLane = kTileDepth / 4, kFound = kRowsOfBatch / kGatheringLanes;
+__device__ inline void gather_tiles(const OuterArguments& a, const OuterStages& stages, OuterPlaces& places, Sources& sources) {
+  constexpr int kRowsOfLane = kStepRows / 4, kFound = kRowsOfBatch / kGatheringLanes;
   // 16 lanes take the 256 bytes of a row that a tile needs, so all of them have four rows at a time.
   const int lane = threadIdx.x % kGatheringLanes, row_of_4 = lane / 16, piece = lane % 16;
-  const uint32_t in_piece = piece / 8 * kPieceBytes + row_of_4 * 128;
+  const uint32_t in_piece = piece / 8 * kStepPieceBytes + row_of_4 * 128;
   const uint32_t even = in_piece + (piece % 8 ^ row_of_4) * 16, odd = in_piece + 512 + (piece % 8 ^ (row_of_4 + 4)) * 16;
   uint32_t found[kFound];
   const auto look_up = [&](int first, int count, int begin) {
@@ -130,27 +121,28 @@ __device__ inline void gather_tiles(const OuterArguments& a, const OuterStages<k
       found[i] = row < count ? a.gathered.source_of(first + row) : GatheredRows::kNone;
     }
   };
-  OuterRing<kWide> ring;
-  ExpertRows rows(a, blockIdx.x, tiles), next(a, blockIdx.x + gridDim.x, tiles);
-  look_up(rows.first, rows.count(a), 0);
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const OuterPlace place = place_of<kWide>(a, tile, rows);
-    const ExpertRows after(a, tile + 2 * gridDim.x, tiles);
+  OuterRing ring;
+  OuterPlaces::Ring at;
+  OuterPlace next = places.take(at);
+  look_up(next.first, next.rows, 0);
+  while (next.expert != OuterPlace::kNoTile) {
+    const OuterPlace place = next;
+    next = places.take(at);
     const int column = place.of_a + piece * 8;
     const bool is_inside = column < a.gathered_columns;
     const char* const first = a.gathered.first_row(column * 2);
-    if (place.rows == 0) look_up(next.first, next.count(a), 0);
+    if (place.rows == 0) look_up(next.first, next.rows, 0);
     for (int begin = 0; begin < place.rows; begin += kRowsOfBatch) {
       meet(kGathering, kGatheringLanes);  // both warps have read the batch before
 #pragma unroll
       for (int i = 0; i < kFound; ++i) {
         const int row = i * kGatheringLanes + lane;
-        sources.of_steps[row / kTileDepth][row % 4][row % kTileDepth / 4] = found[i];
+        sources.of_steps[row / kStepRows][row % 4][row % kStepRows / 4] = found[i];
       }
       meet(kGathering, kGatheringLanes);
       const bool is_last = begin + kRowsOfBatch >= place.rows;
-      look_up(is_last ? next.first : place.first, is_last ? next.count(a) : place.rows, is_last ? 0 : begin + kRowsOfBatch);
-      const int steps = steps_of(min(place.rows - begin, kRowsOfBatch));
+      look_up(is_last ? next.first : place.first, is_last ? next.rows : place.rows, is_last ? 0 : begin + kRowsOfBatch);
+      const int steps = (min(place.rows - begin, kRowsOfBatch) + kStepRows - 1) / kStepRows;
       for (int step = 0; step < steps; ++step) {
         uint32_t source[kRowsOfLane];
 #pragma unroll
@@ -169,20 +161,17 @@ __device__ inline void gather_tiles(const OuterArguments& a, const OuterStages<k
         ring.advance();
       }
     }
-    rows = next;
-    next = after;
   }
 }
 
 // Sets the rows of a stage from `begin` on to zero, up to the next multiple of 16. The warpgroup does it, and `meeting` is a barrier of it.
-template <bool kWide>
 __device__ inline void clean_stage(uint32_t stage, int begin, int meeting) {
   const int end = (begin + kProductRows - 1) / kProductRows * kProductRows;
   // A row is 8 times 16 bytes of each piece, wherever swizzling puts them.
   const int at = threadIdx.x % kWarpgroup;
-  if (at < 8 * OuterShape<kWide>::kPieces) {
+  if (at < 8 * kStepPieces) {
     for (int row = begin; row < end; ++row) {
-      store_16_bytes(stage + at / 8 * kPieceBytes + row * 128 + at % 8 * 16, 0, 0, 0, 0);
+      store_16_bytes(stage + at / 8 * kStepPieceBytes + row * 128 + at % 8 * 16, 0, 0, 0, 0);
     }
   }
   fence_async_proxy();

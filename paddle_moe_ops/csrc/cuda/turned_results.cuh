@@ -26,7 +26,6 @@ constexpr int kHiddenStripBytes = 8 * kStripBytes, kHiddenStrips = 2;
 // `rows` comes in boxes of 32 rows, `hidden_16` and `out_16` in strips. The second of their three coordinates tells gates from what they gate.
 struct TurnedArguments : GroupedArguments {
   CUtensorMap rows_16, hidden_16, out_16;
-  int32_t* counters;
   GatheredRows gathered;
 };
 

@@ -140,7 +140,7 @@ paddle::Tensor Grouped::outer(const paddle::Tensor& p, const paddle::Tensor& q, 
     params.stop = table(experts_);
     params.out = out.data();
     params.dtype = dtype_of(out, function_, "the matrices");
-    params.wide = num_rows_ > experts_ * PMO_GROUPED_TURNED_ROWS;
+    params.counters = const_cast<int32_t*>(table(3 * experts_ + 3));
     check_status(pmo_grouped_outer_cuda(&params, target_.stream()), function_);
     return out;
   }
@@ -173,7 +173,6 @@ void Grouped::launch([[maybe_unused]] pmo_grouped_product_params params, [[maybe
   params.x = source.data;
   params.x_row_stride = source.row_stride;
   params.matrix = factors.data();
-  params.counters = const_cast<int32_t*>(table(3 * experts_ + 3));
   params.tile_rows = tile_rows_;
   params.out = out->data();
   params.dtype = dtype_of(matrices, function_, "the matrices");
@@ -208,6 +207,7 @@ void Grouped::set_tables(Params* params) const {
   params->stop = table(experts_);
   params->tiles = table(2 * experts_);
   params->window = table(3 * experts_ + 1);
+  params->counters = const_cast<int32_t*>(table(3 * experts_ + 3));
 }
 
 const std::vector<int32_t>& Grouped::on_host() const {

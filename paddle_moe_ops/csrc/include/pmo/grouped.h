@@ -55,8 +55,8 @@ typedef struct pmo_grouped_product_params {
   int32_t dtype;
   int32_t result;
   int32_t transpose;
-  int32_t tile_rows;  // PMO_GROUPED_TILE_ROWS, or PMO_GROUPED_TURNED_ROWS for another kernel
-  int32_t gathers;    // not 0: row r is x[row_to_token[r]], zeros where x has no such row; not plain, and in larger tiles
+  int32_t tile_rows;  // PMO_GROUPED_TURNED_ROWS, or PMO_GROUPED_TILE_ROWS for another kernel, whose results are plain
+  int32_t gathers;    // not 0: row r is x[row_to_token[r]], zeros where x has no such row; not plain
   int32_t reserved;
 } pmo_grouped_product_params;
 
@@ -70,7 +70,7 @@ typedef enum pmo_grouped_gathered {
 
 // out[e][first_p + i, first_q + j] = the sum of p[r, i] q[r, j] over the rows r of expert e, in float32, rounded once. Without rows it is 0.
 // Rows that no expert has may hold anything. An operand that is gathered holds the tokens, num_sources of them: its row r is token
-// row_to_token[r], or zeros where that is none. Tiles have 128 columns of both operands, or 256 of one that is not gathered.
+// row_to_token[r], or zeros where that is none.
 typedef struct pmo_grouped_outer_params {
   int64_t struct_size;
   int64_t num_rows;     // M
@@ -90,10 +90,9 @@ typedef struct pmo_grouped_outer_params {
   void* out;                    // [E, out_rows, out_columns], at a multiple of 16 bytes
   int64_t num_sources;          // rows of what is gathered
   const int32_t* row_to_token;  // [M], if something is gathered
+  int32_t* counters;            // [2], zeros, which they are again after the launch
   int32_t dtype;
   int32_t gathered;  // pmo_grouped_gathered
-  int32_t wide;      // not 0: tiles with 256 columns of an operand
-  int32_t reserved;
 } pmo_grouped_outer_params;
 
 PMO_API int pmo_grouped_outer_cuda(const pmo_grouped_outer_params* params, void* stream);

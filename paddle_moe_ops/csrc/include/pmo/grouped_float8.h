@@ -46,6 +46,7 @@ typedef struct pmo_grouped_float8_params {
   void* codes;                  // of out if the result is gated, of the new hidden if it is a gradient, or NULL
   float* scales;                // [M, columns of codes / 128], with codes
   float* d_weights;             // [M, width / 128] or NULL
+  int32_t* counters;            // [2], zeros, which they are again after the launch
   float amax_min;               // of codes, as in pmo_quantize_params
   int32_t result;               // of pmo_grouped_result
 } pmo_grouped_float8_params;
