@@ -270,7 +270,8 @@ def library_product(card, monkeypatch):
     kernel = LibraryKernel("grouped_product", functions[0], GroupedProductParams, lambda: text.value)
     control.functions, kernel.addresses = functions, lambda: addresses
     library_in_numpy.choose_small_tiles(monkeypatch)
-    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
+    for module in (hopper_product, moe_mlp):
+        monkeypatch.setattr(module, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
     monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
     monkeypatch.setattr(card.device, "grouped_product", kernel)
     return control
