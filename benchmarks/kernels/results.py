@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["PRODUCTS", "Row", "Run", "load_run", "processor", "run_paths", "write_line"]
+__all__ = ["PRODUCTS", "Row", "Run", "load_run", "processor", "run_paths", "text_of", "write_line"]
 
 PRODUCTS = "*grouped-gemm*.jsonl"  # results of benchmarks/sweeps/grouped_gemm.py, which have other fields
 
@@ -107,6 +107,11 @@ class Run:
     machine: dict[str, Any]
     rows: list[Row]
     path: Path | None = None
+
+
+def text_of(failure: Exception) -> str:
+    """What the line of a result says of a failure."""
+    return f"{type(failure).__name__}: {failure}"[:300]
 
 
 def write_line(file: TextIO, record: Row | dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ import torch
 
 import benchmarks.without_paddle  # noqa: F401  before what needs it
 from benchmarks.kernels.cuda_timer import count_launches
+from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import gpu_facts
 
 from .implementations import FLOAT8, IMPLEMENTATIONS, WORKSPACE_MB, Passes
@@ -132,10 +133,6 @@ def times(all_calls: list[Calls], samples: int) -> list[dict[str, float]]:
     for i, which, start, end in events:
         found[i][which].append(1000 * start.elapsed_time(end))
     return [{which: round(statistics.median(each), 1) for which, each in one.items()} for one in found]
-
-
-def text_of(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}"[:300]
 
 
 def lines(

@@ -39,6 +39,7 @@ import torch
 import benchmarks.without_paddle  # noqa: F401  before what needs it
 from benchmarks.kernels.cuda_timer import CudaTimer
 from benchmarks.kernels.device import Body, Captured
+from benchmarks.kernels.results import text_of
 from benchmarks.kernels.timing import stats_of
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
 from paddle_moe_ops.triton.float8_mlp import quantize_experts
@@ -219,7 +220,7 @@ def lines(name: str, chosen: list[str], samples: int, core_library: Path | None)
                 if error is None:
                     ready[implementation] = way, captured(timer, way), []
             except Exception as failure:  # what a peer asks for differs between versions, and so does the memory
-                error = f"{type(failure).__name__}: {failure}"[:300]
+                error = text_of(failure)
             if error is not None:
                 line["error"] = error
         for _ in range(_ROUNDS):

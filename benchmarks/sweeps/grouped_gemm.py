@@ -43,6 +43,7 @@ import torch
 
 import benchmarks.without_paddle  # noqa: F401  before what needs it
 from benchmarks.kernels.cuda_timer import CudaTimer
+from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
@@ -301,7 +302,7 @@ def wrong_result(inputs: Inputs, operation: Operation, config: GemmConfig | None
         if wrong is None and not all(torch.equal(made[each], again[each]) for each in made):
             wrong = "another run gives other bits"
     except Exception as error:  # a configuration that asks for too much of the GPU
-        wrong = f"{type(error).__name__}: {error}"[:300]
+        wrong = text_of(error)
     return wrong
 
 
@@ -318,7 +319,7 @@ def lines(shape: str, names: list[str], everything: bool, samples: int) -> Itera
             operation.torchs()
             measured.append((line, operation.torchs))
         except Exception as error:  # what it asks of strides differs between versions
-            yield {**line, "error": f"{type(error).__name__}: {error}"[:300]}
+            yield {**line, "error": text_of(error)}
         for config in configs_of(name, everything):
             line = {"op": name, "shape": shape, "impl": "triton", "config": config and list(config)}
             wrong = wrong_result(inputs, operation, config)
