@@ -47,20 +47,6 @@ __device__ inline void leave_at(const volatile int* place, int number, uint64_t*
       : "memory");
 }
 
-__device__ inline void wait_for_cluster(uint64_t* barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra ready;\n"
-      "bra again;\n"
-      "ready:\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
 // Waits for all threads of the cluster.
 __device__ inline void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

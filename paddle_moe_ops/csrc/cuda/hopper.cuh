@@ -40,19 +40,26 @@ __device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-__device__ inline void wait(uint64_t* barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra ready;\n"
-      "bra again;\n"
-      "ready:\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
+#define PMO_WAIT(ORDER)                    \
+  asm volatile(                            \
+      "{\n"                                \
+      ".reg .pred done;\n"                 \
+      "again:\n"                           \
+      "mbarrier.try_wait.parity" ORDER     \
+      ".shared::cta.b64 done, [%0], %1;\n" \
+      "@done bra ready;\n"                 \
+      "bra again;\n"                       \
+      "ready:\n"                           \
+      "}" ::"r"(shared_address(barrier)),  \
+      "r"(parity)                          \
+      : "memory")
+
+__device__ inline void wait(uint64_t* barrier, uint32_t parity) { PMO_WAIT(""); }
+
+// The same for what other blocks of the cluster wrote before they arrived.
+__device__ inline void wait_for_cluster(uint64_t* barrier, uint32_t parity) { PMO_WAIT(".acquire.cluster"); }
+
+#undef PMO_WAIT
 
 // A box of a tensor to shared memory by the copy engine, which gives zeros for what lies outside the tensor.
 __device__ inline void load_box(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int x, int y) {
