@@ -115,6 +115,17 @@ def test_exact_sums_have_the_bits_of_the_oracle(rng, device, sums, dtype):
     assert_same_bits(without_sign_of_zero(device.numpy(out)), due(sums, p, q).astype(dtype))
 
 
+def test_the_counters_of_one_launch_serve_the_next(rng, device):
+    sums = SUMS["more tiles than blocks"]
+    p, q = operands(rng, sums, ml_dtypes.bfloat16)
+    rows, used = (packed(device, p), packed(device, q)), tables(device, sums)
+    for _ in range(2):
+        out = device.empty([len(sums.sizes), *sums.columns], "bfloat16")
+        hopper_outer(device, *rows, used, sums.rows, out)
+        assert_same_bits(without_sign_of_zero(device.numpy(out)), due(sums, p, q).astype(ml_dtypes.bfloat16))
+        assert not device.numpy(used.counters).any()
+
+
 @BY_DTYPE
 @pytest.mark.parametrize("gathers_q", [False, True], ids=["p gathered", "q gathered"])
 @BY_SUMS
