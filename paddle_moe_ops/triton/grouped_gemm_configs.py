@@ -35,17 +35,16 @@ ALLOCATOR = _allocator()
 
 
 class Gpu(NamedTuple):
-    """What a configuration depends on: compute capability (90 for 9.0), number of multiprocessors, size of the L2."""
+    """What a configuration depends on: compute capability (90 for 9.0), number of multiprocessors."""
 
     capability: int
     multiprocessors: int
-    l2_bytes: int = 0
 
 
 # What is not on a GPU is interpreted: few programs with several tiles each.
 _INTERPRETED = Gpu(80, 3)
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-_MULTIPROCESSORS, _L2_BYTES, _MAJOR, _MINOR = 16, 38, 75, 76  # CU_DEVICE_ATTRIBUTE_...
+_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
 
 
 class GemmConfig(NamedTuple):
@@ -103,7 +102,7 @@ def _facts(ordinal: int) -> Gpu:
             raise RuntimeError(f"the CUDA driver must answer 0, but its status is {status}")
         return value.value
 
-    return Gpu(10 * attribute(_MAJOR) + attribute(_MINOR), attribute(_MULTIPROCESSORS), attribute(_L2_BYTES))
+    return Gpu(10 * attribute(_MAJOR) + attribute(_MINOR), attribute(_MULTIPROCESSORS))
 
 
 def gpu_at(address: int) -> Gpu:

@@ -180,7 +180,7 @@ def hopper_product(
     result: int,
     *,
     transpose: bool,
-    tile_rows: int = TILE_ROWS,
+    tile_rows: int,
     weights: Array | None = None,
     hidden: Array | None = None,
     row_to_token: Array | None = None,
@@ -194,16 +194,16 @@ def hopper_product(
         device: where to; it has a kernel.
         source: the rows to multiply.
         w: [E, N, D], or [E, D, N] without ``transpose``.
-        tables: `schedule` of tiles of ``tile_rows`` rows.
+        tables: `schedule` of tiles of ``tile_rows`` rows; no other launch may use its counters meanwhile.
         num_rows: M, rows in all.
         out: [M, width] elements at least.
         result: PLAIN, GATED or GRADIENT.
         transpose: whether the matrices are stored transposed.
-        tile_rows: TILE_ROWS, or TURNED_ROWS for the other kernel.
+        tile_rows: TURNED_ROWS, or TILE_ROWS for the other kernel, whose results are PLAIN.
         weights: float32 [M] or None.
         hidden: [M, 2 width] or None.
         row_to_token: int32 [M], for a gradient, and to gather.
-        gathers: whether ``source`` holds the tokens; in tiles of TURNED_ROWS rows, not for a PLAIN result.
+        gathers: whether ``source`` holds the tokens; not for a PLAIN result.
         window: of rows, which one ``source`` holds; None: all.
         d_weights: what the call for another window returned.
 

@@ -81,7 +81,8 @@ class Kept(NamedTuple):
 
     Attributes:
         hidden: H [M, 2n], or its `Codes`.
-        tables: int32, which tiles each expert and each window has.
+        tables: int32, which tiles each expert and each window has, and counters that launches change: passes that share
+            them follow each other.
     """
 
     hidden: Any = None
@@ -163,8 +164,7 @@ class Run:
 
     def _heights(self) -> list[int]:
         """Rows of the tiles of the products of both passes."""
-        up = _usable_rows(self._chosen(GATED, self.hidden), self._gathers(moves_twice=False))
-        back = _usable_rows(self._chosen(GRADIENT, self.hidden), self._gathers(moves_twice=True))
+        up, back = (self._chosen(result, self.hidden) for result in (GATED, GRADIENT))
         sums = {self._chosen(PLAIN, inner) or self.wide.rows for inner in (self.inner, 2 * self.inner)}
         return sorted({up or self.gated.rows, back or self.narrow.rows, *sums})
 
@@ -274,7 +274,7 @@ class Run:
         """The same of a product of the rows of tokens, which may be gathered."""
         if self.gathers and not self._library_can_gather(x):
             return 0
-        return _usable_rows(self.library_rows(result, w, self.hidden, outer, *arrays), self.gathers)
+        return self.library_rows(result, w, self.hidden, outer, *arrays)
 
     def plain(
         self,
@@ -432,11 +432,6 @@ class Run:
                 continue
             weight_gradient(self.device, p, q, tables, config, self.num_rows, out, window=window, adds=adds)
         return out
-
-
-def _usable_rows(tile_rows: int, gathers: bool) -> int:
-    """Rows of the tiles of the library's kernel that was chosen; 0 if it had to gather and cannot."""
-    return 0 if gathers and tile_rows != TURNED_ROWS else tile_rows
 
 
 def moe_mlp(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -> tuple[Any, Kept]:

@@ -26,6 +26,7 @@ from paddle_moe_ops.triton.hopper_product import (
     PLAIN,
     TILE_COLUMNS,
     TILE_ROWS,
+    TURNED_ROWS,
     GroupedProductParams,
     LibraryKernel,
 )
@@ -42,7 +43,7 @@ __all__ = [
     "numpy_grouped_product",
 ]
 
-HOPPER = Gpu(90, 132, 60 << 20)
+HOPPER = Gpu(90, 132)
 TILES = GemmConfig(128, 16, 16, 2, 2, 4, 1, tma=False)
 
 _HEADERS = Path(__file__).parents[2] / "paddle_moe_ops/csrc/include/pmo"
@@ -90,7 +91,7 @@ def _swiglu(hidden: NDArray) -> tuple[NDArray, NDArray, NDArray]:
 
 def _entry(reference: Any, stream: Any) -> int:
     p: GroupedProductParams = reference._obj
-    if p.struct_size != ctypes.sizeof(p):
+    if p.struct_size != ctypes.sizeof(p) or (p.tile_rows != TURNED_ROWS and p.result != PLAIN):
         return 1
     dtype = _DTYPES[p.dtype]
     shape = (p.outer, p.inner) if p.transpose else (p.inner, p.outer)

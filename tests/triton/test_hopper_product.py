@@ -28,6 +28,8 @@ CASES = {
     "nothing assigned": Case(9, 64, 16, 4, 2, unassigned=1.0),
     "more experts than a warp has lanes": Case(20, 32, 8, 40, 2),
 }
+# So that blocks are handed tiles after their first ones. Interpreted, it takes long.
+MANY_TILES = pytest.param(Case(1200, 24, 8, 700, 2), id="more tiles than multiprocessors", marks=pytest.mark.slow)
 
 
 @pytest.fixture(params=[hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS])
@@ -62,7 +64,7 @@ def launched(device, monkeypatch) -> list[dict[str, int]]:
 
 @BY_LAYOUT
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in CASES.items()), MANY_TILES])
 def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows, case, dtype, transpose):
     problem = Problem(rng, case, dtype, transpose)
     assert_all_same(problem.run(device), problem.due())
@@ -94,7 +96,7 @@ GATHERED_CASES = {
 
 @ONE_THAT_GATHERS
 @BY_LAYOUT
-@pytest.mark.parametrize("case", GATHERED_CASES.values(), ids=GATHERED_CASES.keys())
+@pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in GATHERED_CASES.items()), MANY_TILES])
 def test_rows_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathered, case, transpose):
     problem = Problem(rng, case, ml_dtypes.bfloat16, transpose)
     made, due = problem.run(device), problem.due()
@@ -222,8 +224,8 @@ def test_nan_of_one_expert_stays_with_its_rows(rng, device):
     ("changes", "expected"),
     [
         ({}, True),
-        ({"gpu": Gpu(100, 148, 126 << 20)}, False),
-        ({"gpu": Gpu(80, 108, 80 << 20)}, False),
+        ({"gpu": Gpu(100, 148)}, False),
+        ({"gpu": Gpu(80, 108)}, False),
         ({"rows": 0}, False),
         ({"inner": 68}, False),
         ({"outer": 132}, False),

@@ -76,7 +76,7 @@ int check_grouped_outer(const pmo_grouped_outer_params& p) {
               "a multiple of 8, and a column of out with q_columns from there on");
   // tiles are counted in 32 bits
   PMO_REQUIRE((p.p_columns / 128 + 1) * (p.q_columns / 128 + 1) <= kMostPlaces / p.num_experts, "num_experts",
-              "below 2^30 / tiles of 128 x 128 of a matrix");
+              "below 2^30 / blocks of 128 x 128 of a matrix");
   if (p.p_columns == 0 || p.q_columns == 0) return PMO_OK;
   PMO_REQUIRE(is_16_bytes(p.out), "out", "an array at a multiple of 16 bytes");
   PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");

@@ -190,11 +190,10 @@ struct HiddenPiece {
   }
 };
 
-// The same of two columns of a row; the dot product is added to `sum`.
-template <typename T>
+// `gradient_of_two` of two columns of a row; the dot product is added to `sum`.
 __device__ inline void gradient_of_pair(uint32_t& gates, uint32_t& ups, float low, float high, float weight, float& sum,
                                         uint32_t& scaled) {
-  const float2 act = gradient_of_two<T>(gates, ups, low, high, make_float2(weight, weight), scaled);
+  const float2 act = gradient_of_two<__nv_bfloat16>(gates, ups, low, high, make_float2(weight, weight), scaled);
   sum = fmaf(act.y, high, fmaf(act.x, low, sum));
 }
 
@@ -313,7 +312,7 @@ __device__ inline void store_gradient_float8(const Float8Arguments& p, const flo
     for (int i = 0; i < 4; ++i) {
       const float from_low = found ? __uint_as_float(sums.low[i]) : 0.0f;
       const float from_high = found ? __uint_as_float(sums.high[i]) : 0.0f;
-      gradient_of_pair<__nv_bfloat16>(gates[4 * part + i], ups[4 * part + i], from_low, from_high, weight, sum, scaled[i]);
+      gradient_of_pair(gates[4 * part + i], ups[4 * part + i], from_low, from_high, weight, sum, scaled[i]);
     }
     const int column = first_column + 32 * part + lane_column;
     if (is_live) {

@@ -1,11 +1,11 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Products of each expert's float8 rows and its float8 matrix on Hopper's tensor cores; results are those of grouped_product.cu.
+// Products of each expert's float8 rows and its float8 matrix on Hopper's tensor cores; results are those that pmo/grouped.h describes.
 //
-// A block stays for the whole launch and makes tiles of the list that pmo/grouped.h describes, which are handed out in bands: 128 rows of one
-// expert and 256 columns. It has three warpgroups. The first loads, and finds the places of tiles: 128 of the contraction at a time, through the copy engine, into a ring of
-// kStages stages, in rows of 128 bytes that are swizzled, with zeros after the end. The other two multiply 64 rows each, first with 128
+// A block stays for the whole launch and makes tiles of the list that pmo/grouped.h describes, which are handed out in bands: 128 rows of
+// one expert and 256 columns. It has three warpgroups. The first finds the places of tiles, and loads 128 of the contraction at a time,
+// through the copy engine, into a ring of kStages stages, in rows of 128 bytes that are swizzled, with zeros after the end. The other two multiply 64 rows each, first with 128
 // of the columns, then with the other 128: the products of a stage are added up in the tensor cores, whose sums are short of bits,
 // and then multiplied by their scales and added to sums in float32. While one warpgroup does that, the other keeps the tensor cores busy.
 // Both have sums of their own and meet nowhere, so one can also store the results of a tile while the other still multiplies. Two blocks

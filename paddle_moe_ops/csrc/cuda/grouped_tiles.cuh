@@ -62,7 +62,7 @@ struct TilePlace {
   }
 };
 
-// A warp's or a warpgroup's place in the ring.
+// A warp's or a warpgroup's place in a ring.
 template <int kStages>
 struct RingOf {
   int stage = 0;
@@ -82,7 +82,7 @@ struct RingOf {
   }
 };
 
-// Places of a block's tiles. One warp finds them, up to kCount ahead of the others: divisions take long, and nothing is multiplied
+// Places of a block's tiles. One warp finds them, ahead of the others: divisions take long, and nothing is multiplied
 // meanwhile where a warpgroup makes them.
 template <typename Place, int kCount>
 struct PlacesOf {

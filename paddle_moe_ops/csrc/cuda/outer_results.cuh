@@ -43,7 +43,8 @@ __device__ inline void hold_piece(const float (&d)[128], int first, bool turned,
   }
 }
 
-// Stores the four pieces of a warpgroup's sums, which are zeros if the tile has no rows. `buffer` has room for them, and `meeting` is a barrier of the warpgroup.
+// Stores the four pieces of a warpgroup's sums, which are zeros if the tile has no rows. `buffer` has room for them, and `meeting` is a
+// barrier of the warpgroup.
 template <typename T>
 __device__ inline void store_pieces(const OuterArguments& a, const float (&d)[128], const OuterPlace& place, uint32_t buffer,
                                     int meeting) {
