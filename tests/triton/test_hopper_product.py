@@ -32,6 +32,11 @@ CASES = {
 MANY_TILES = pytest.param(Case(1200, 24, 8, 700, 2), id="more tiles than multiprocessors", marks=pytest.mark.slow)
 
 
+def by_case(cases: dict[str, Case]) -> pytest.MarkDecorator:
+    """Runs a test with each case, and with many tiles."""
+    return pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in cases.items()), MANY_TILES])
+
+
 @pytest.fixture(params=[hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS])
 def tile_rows(request) -> int:
     """Of the kernel that makes plain products."""
@@ -64,7 +69,7 @@ def launched(device, monkeypatch) -> list[dict[str, int]]:
 
 @BY_LAYOUT
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in CASES.items()), MANY_TILES])
+@by_case(CASES)
 def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows, case, dtype, transpose):
     problem = Problem(rng, case, dtype, transpose)
     assert_all_same(problem.run(device), problem.due())
@@ -96,7 +101,7 @@ GATHERED_CASES = {
 
 @ONE_THAT_GATHERS
 @BY_LAYOUT
-@pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in GATHERED_CASES.items()), MANY_TILES])
+@by_case(GATHERED_CASES)
 def test_rows_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathered, case, transpose):
     problem = Problem(rng, case, ml_dtypes.bfloat16, transpose)
     made, due = problem.run(device), problem.due()

@@ -102,7 +102,7 @@ __device__ inline void find_places(const GroupedArguments& p, const Tables& tabl
   Float8Places::Ring ring;
   uint32_t phase = 0;
   for (int tile = blockIdx.x / kCluster;; ring.advance(), phase ^= 1) {
-    Float8Place place = {{GroupedPlace::kNoTile, 0, 0, 0}, false};
+    Float8Place place = {{kNoTile, 0, 0, 0}, false};
     if (tile < tiles) place = place_of(p, tables, tile, first_tile, last_tile, kResultColumns<kResult>);
     places.wait_for_room(ring);
     if (is_first) places.give(ring, place);
@@ -130,7 +130,7 @@ __device__ inline void load_tiles(const GroupedArguments& p, const Stages& stage
   const int steps = (p.inner + kDepth - 1) / kDepth, rank = blockIdx.x % kCluster;
   Ring ring;
   Float8Places::Ring at;
-  for (Float8Place place = places.take(at); place.expert != GroupedPlace::kNoTile; place = places.take(at)) {
+  for (Float8Place place = places.take(at); place.expert != kNoTile; place = places.take(at)) {
     const int column = p.first_column + place.column, next = second_half<kResult>(p, column);
     for (int step = 0; step < steps; ++step) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
@@ -212,7 +212,7 @@ __device__ inline void make_tiles(const Float8Arguments& p, const Stages& stages
   Ring ring;
   Float8Places::Ring at;
   float part[64] = {};
-  for (GroupedPlace place = places.take(at); place.expert != GroupedPlace::kNoTile; place = places.take(at)) {
+  for (GroupedPlace place = places.take(at); place.expert != kNoTile; place = places.take(at)) {
     const int row = place.row + row_of_thread;
     const ScaleReader reader = scales_of<kResult>(p, place, row);
     float d[128] = {};

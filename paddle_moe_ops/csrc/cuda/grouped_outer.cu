@@ -83,7 +83,7 @@ __device__ inline void make_tiles(const OuterArguments& a, const OuterStages& st
   OuterRing ring;
   OuterPlaces::Ring at;
   OuterPlace next = places.take(at);
-  while (next.expert != OuterPlace::kNoTile) {
+  while (next.expert != kNoTile) {
     OuterPlace place = next;
     place.of_a += 64 * number;
     float d[128];  // the first products give it its values

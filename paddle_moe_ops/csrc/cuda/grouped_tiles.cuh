@@ -13,8 +13,11 @@ namespace cuda {
 
 constexpr int kTileRows = PMO_GROUPED_TILE_ROWS, kTileColumns = 128, kTileDepth = 64;
 
-// Hands out the tiles of a launch in their order, after one for each of its makers: blocks, or clusters of them. Makers that take tiles by their
-// number drift apart, until the L2 has lost what the first of them have read. `counters` are two zeros, which they are again after the launch.
+constexpr int kNoTile = -1;  // in place of a tile's expert, after the last tile
+
+// Hands out the tiles of a launch in their order, after one for each of its makers: blocks, or clusters of them. Makers that take tiles by
+// their number drift apart, until the L2 has lost what the first of them have read. `counters` are two zeros, which they are again after the
+// launch.
 struct TileCounter {
   int32_t* counters;
 
@@ -44,8 +47,6 @@ struct GroupedArguments {
 // Where a tile is: its expert, its first row, the end of the expert's rows, its first column.
 struct GroupedPlace {
   int expert, row, end, column;
-
-  static constexpr int kNoTile = -1;  // in place of the expert, after the last one
 };
 
 #ifdef PMO_HOPPER_CODE

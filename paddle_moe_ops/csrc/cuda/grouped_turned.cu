@@ -15,8 +15,8 @@
 // copy engine bring 64 of the contraction at a time, in a ring of kStages stages: pieces of 64 columns of the matrix, as they lie in
 // memory, and boxes of 32 and 16 rows. All are swizzled, with zeros after the end of the contraction. Rows after those of a tile may be
 // another expert's; what they give is not stored (turned_results.cuh). For SwiGLU's gradient, stages after a tile's last ones bring its
-// hidden rows, two strips of 16 at a time. Gradients take their place there before the copy engine takes them to memory. What is known of the rows of
-// a gradient's tile, weights and missing tokens, is in shared memory, too: the warp that finds the tile's place leaves it there.
+// hidden rows, two strips of 16 at a time. Gradients take their place there before the copy engine takes them to memory. What is known of
+// the rows of a gradient's tile, weights and missing tokens, is in shared memory, too: the warp that finds the tile's place leaves it there.
 //
 // Rows of tokens may be gathered where they are: two more warps copy them 16 bytes at a time, with the same swizzle, and signal a stage once
 // their copies are there. Which rows a tile has is in shared memory, so that no copy waits for the one before.

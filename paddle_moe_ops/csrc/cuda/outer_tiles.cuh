@@ -25,8 +25,6 @@ struct OuterArguments {
 // A tile: its expert, or kNoTile, the expert's first row and number of rows, and its first columns of both operands.
 struct OuterPlace {
   int expert, first, rows, of_a, of_b;
-
-  static constexpr int kNoTile = -1;
 };
 
 constexpr int kColumnsA = 128, kColumnsB = 256, kStepRows = 32;
@@ -64,7 +62,7 @@ __device__ inline void find_places(const OuterArguments& a, OuterPlaces& places)
   OuterPlaces::Ring ring;
   for (int tile = blockIdx.x;; ring.advance()) {
     const int expert = tile / tiles_of_expert;
-    OuterPlace place = {OuterPlace::kNoTile, 0, 0, 0, 0};
+    OuterPlace place = {kNoTile, 0, 0, 0, 0};
     if (expert < a.num_experts) {
       const int first = __ldg(a.first + expert);
       const TilePlace at(tile - expert * tiles_of_expert, a.a_tiles, a.b_tiles, kBand);
@@ -72,7 +70,7 @@ __device__ inline void find_places(const OuterArguments& a, OuterPlaces& places)
     }
     places.wait_for_room(ring);
     if (is_first) places.give(ring, place);
-    if (place.expert == OuterPlace::kNoTile) break;
+    if (place.expert == kNoTile) break;
     if (is_first) tile = a.counter.next(gridDim.x);
     tile = __shfl_sync(kAllLanes, tile, 0);
   }
@@ -85,7 +83,7 @@ __device__ inline void load_tiles(const OuterArguments& a, const OuterStages& st
   constexpr int kFirstPiece = kGathers ? 2 : 0;
   OuterRing ring;
   OuterPlaces::Ring at;
-  for (OuterPlace place = places.take(at); place.expert != OuterPlace::kNoTile; place = places.take(at)) {
+  for (OuterPlace place = places.take(at); place.expert != kNoTile; place = places.take(at)) {
     for (int begin = 0; begin < place.rows; begin += kStepRows) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
       if (is_elected()) {
@@ -125,7 +123,7 @@ __device__ inline void gather_tiles(const OuterArguments& a, const OuterStages& 
   OuterPlaces::Ring at;
   OuterPlace next = places.take(at);
   look_up(next.first, next.rows, 0);
-  while (next.expert != OuterPlace::kNoTile) {
+  while (next.expert != kNoTile) {
     const OuterPlace place = next;
     next = places.take(at);
     const int column = place.of_a + piece * 8;
