@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.distributed.processes import reserve_port
 _GUIDE = Path(__file__).resolve().parents[2] / "docs" / "expert_parallel.md"
 _DEGREES = ("dp_degree", "sharding_degree", "mp_degree", "pp_degree", "sep_degree")
 _topologies: dict[Any, Any] = {}  # of this process, since groups take time to connect
+_stores: list[Any] = []  # kept, since a group on a GPU connects at its first exchange, and rank 0 keeps the store of each
 _ORDER = ["sharding", "moe_sharding", "pp", "sep", "dp", "ep", "mp"]
 
 
@@ -51,12 +53,12 @@ def groups_one_after_the_other() -> Iterator[None]:
 
     Gloo keeps all groups' addresses under the same keys of one store, so a rank may find those of the group before.
     """
-    new_group, stores = paddle.distributed.new_group, []
+    new_group = paddle.distributed.new_group
 
     def connected(ranks: list[int], **options: Any) -> Any:
         if len(ranks) > 1:
-            stores.append(_new_store())
-            collective._set_default_store(stores[-1])
+            _stores.append(_new_store())
+            collective._set_default_store(_stores[-1])
         group = new_group(ranks, **options)
         paddle.distributed.barrier()
         return group
@@ -74,6 +76,8 @@ def _new_store() -> Any:
         ports: list[int] = []
         paddle.distributed.all_gather_object(ports, found.getsockname()[1])
     is_first = paddle.distributed.get_rank() == 0
+    if not is_first:
+        time.sleep(0.2)  # who comes before the first rank listens tries again 3 s later
     return core.TCPStore("127.0.0.1", ports[0], is_first, len(ports), 60)
 
 

@@ -311,6 +311,26 @@ def test_four_ranks_with_fleet_train_as_one_process(ranks, kind):
     assert_like_one_process(ranks, FOUR[kind], kind, (3, 0, 9, 4))
 
 
+def sums_between_some_ranks() -> list[float]:
+    """First exchanges of groups, when their start is over."""
+    topology = start_fleet(**FOUR[SHARDING])
+    found = []
+    for group in (topology.get_sharding_parallel_group(), topology.get_data_parallel_group()):
+        mine = paddle.to_tensor([float(paddle.distributed.get_rank())])
+        paddle.distributed.all_reduce(mine, group=group)
+        found.append(mine.item())
+    return found
+
+
+@pytest.mark.slow
+def test_groups_of_four_ranks_connect_at_their_first_exchange(custom_backend):
+    started = Processes(4, custom_backend)
+    try:
+        assert started.call(sums_between_some_ranks, {}) == [[1.0, 2.0], [1.0, 4.0], [5.0, 2.0], [5.0, 4.0]]
+    finally:
+        started.kill()
+
+
 @pytest.mark.cpu_only
 @pytest.mark.slow
 def test_four_ranks_may_divide_each_parameter(ranks):
