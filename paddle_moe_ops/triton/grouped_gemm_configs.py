@@ -35,16 +35,18 @@ ALLOCATOR = _allocator()
 
 
 class Gpu(NamedTuple):
-    """What a configuration depends on: compute capability (90 for 9.0), number of multiprocessors."""
+    """What choices depend on: compute capability (90 for 9.0), number of multiprocessors, GB/s of its memory."""
 
     capability: int
     multiprocessors: int
+    memory: int = 0
 
 
 # What is not on a GPU is interpreted: few programs with several tiles each.
 _INTERPRETED = Gpu(80, 3)
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
+_MEMORY_CLOCK_RATE, _MEMORY_BUS_WIDTH = 36, 37  # the same, in kHz, with two transfers a cycle, and in bits
 
 
 class GemmConfig(NamedTuple):
@@ -102,7 +104,8 @@ def _facts(ordinal: int) -> Gpu:
             raise RuntimeError(f"the CUDA driver must answer 0, but its status is {status}")
         return value.value
 
-    return Gpu(10 * attribute(_MAJOR) + attribute(_MINOR), attribute(_MULTIPROCESSORS))
+    memory = 2 * attribute(_MEMORY_CLOCK_RATE) * attribute(_MEMORY_BUS_WIDTH) // 8_000_000
+    return Gpu(10 * attribute(_MAJOR) + attribute(_MINOR), attribute(_MULTIPROCESSORS), memory)
 
 
 def gpu_at(address: int) -> Gpu:

@@ -61,6 +61,9 @@ _LEAST_TURNED_ROWS, _LEAST_TURNED_INNER = 128, 768
 # Of an expert, on average, for the kernel with tiles of 128 rows, which makes short plain products. With 128 the Triton
 # kernels, whose tiles are wider, read each matrix less often.
 _LEAST_ROWS = 512
+# From so many on it makes all plain products, if memory has so many GB/s (an H200 has 4900, an H100 3350): it reads
+# operands half as often again, and loses no time between tiles.
+_LEAST_ROWS_WITH_FAST_MEMORY, _FAST_MEMORY = 1024, 4000
 
 
 class GroupedProductParams(ctypes.Structure):
@@ -122,14 +125,17 @@ def grouped_product_of(library: Any) -> LibraryKernel | None:
     return library_kernel(library, "grouped_product", GroupedProductParams)
 
 
-def chosen_rows(result: int, mean_rows: int, inner: int) -> int:
+def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int) -> int:
     """The rows of the tiles of the fastest kernel of the library; 0: a Triton kernel is faster.
 
     Args:
+        gpu: the GPU.
         result: PLAIN, GATED or GRADIENT.
         mean_rows: of an expert, on average.
         inner: length of the contraction.
     """
+    if result == PLAIN and mean_rows >= _LEAST_ROWS_WITH_FAST_MEMORY and gpu.memory >= _FAST_MEMORY:
+        return TILE_ROWS
     if inner >= _LEAST_TURNED_INNER:
         return TURNED_ROWS if mean_rows >= _LEAST_TURNED_ROWS else 0
     return TILE_ROWS if result == PLAIN and mean_rows >= _LEAST_ROWS else 0
@@ -162,7 +168,7 @@ def library_rows(
     item = ITEM_BYTES[device.dtype_name(w)]
     if sum_vector(item, *(address(each) for each in (w, *arrays))) == 1:
         return 0
-    return chosen_rows(result, num_rows // w.shape[0], inner)
+    return chosen_rows(gpu, result, num_rows // w.shape[0], inner)
 
 
 def most_library_rows(device: Device, gpu: Gpu) -> int:

@@ -153,7 +153,7 @@ class Run:
         """Rows of the tiles of the library's kernel for a product, if it has one; 0: the Triton kernel makes it."""
         if not most_library_rows(self.device, self.gpu) or not self.num_rows:
             return 0
-        return chosen_rows(result, self.num_rows // self.layer.down.shape[0], inner)
+        return chosen_rows(self.gpu, result, self.num_rows // self.layer.down.shape[0], inner)
 
     def _gathers(self, moves_twice: bool, gradients_move: bool = False) -> bool:
         """Whether a pass gathers the rows of tokens."""

@@ -39,7 +39,7 @@ def launches(monkeypatch, place, tile_rows):
     monkeypatch.setattr(LibraryKernel, "run", record)
     monkeypatch.setattr(device_of(tensor(np.zeros(1, np.float32), place)), "native", None)
     rows = {hopper_product.PLAIN: tile_rows}
-    chosen = lambda result, *_: rows.get(result, hopper_product.TURNED_ROWS)  # noqa: E731
+    chosen = lambda gpu, result, *_: rows.get(result, hopper_product.TURNED_ROWS)  # noqa: E731
     monkeypatch.setattr(hopper_product, "chosen_rows", chosen)
     monkeypatch.setattr(gathering, "_LARGEST_GATHERED", 0)
     yield seen

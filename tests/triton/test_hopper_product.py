@@ -55,7 +55,7 @@ def device(gpu, monkeypatch, tile_rows) -> Any:
             monkeypatch.setattr(moe_mlp, name, lambda *_: large)
     monkeypatch.setattr(gpu, "grouped_product", kernel)
     rows = {hopper_product.PLAIN: tile_rows}
-    chosen = lambda result, *_: rows.get(result, hopper_product.TURNED_ROWS)  # noqa: E731
+    chosen = lambda gpu, result, *_: rows.get(result, hopper_product.TURNED_ROWS)  # noqa: E731
     for module in (hopper_product, moe_mlp):
         monkeypatch.setattr(module, "chosen_rows", chosen)
     monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
@@ -250,7 +250,7 @@ def test_the_kernel_is_used_where_it_can_be(monkeypatch, changes, expected):
     array = device.array(np.zeros(8, ml_dtypes.bfloat16), offset=options["offset"])
     sizes = options["rows"], w, options["inner"], options["outer"], [array]
     made = hopper_product.library_rows(device, options["gpu"], hopper_product.PLAIN, *sizes)
-    assert made == ((hopper_product.PLAIN, 512, 64) if expected else 0)
+    assert made == ((HOPPER, hopper_product.PLAIN, 512, 64) if expected else 0)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,21 @@ def test_the_kernel_is_used_where_it_can_be(monkeypatch, changes, expected):
     ],
 )
 def test_the_choice_of_a_kernel_depends_on_rows_and_terms(result, mean_rows, inner, expected):
-    assert hopper_product.chosen_rows(result, mean_rows, inner) == expected
+    assert hopper_product.chosen_rows(HOPPER, result, mean_rows, inner) == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "result", "mean_rows", "expected"),
+    [
+        (4917, hopper_product.PLAIN, 1024, hopper_product.TILE_ROWS),
+        (4917, hopper_product.PLAIN, 1023, hopper_product.TURNED_ROWS),
+        (3352, hopper_product.PLAIN, 1024, hopper_product.TURNED_ROWS),
+        (4917, hopper_product.GATED, 1024, hopper_product.TURNED_ROWS),
+        (4917, hopper_product.GRADIENT, 1024, hopper_product.TURNED_ROWS),
+    ],
+)
+def test_with_fast_memory_plain_products_of_many_rows_have_small_tiles(memory, result, mean_rows, expected):
+    assert hopper_product.chosen_rows(Gpu(90, 132, memory), result, mean_rows, 2048) == expected
 
 
 def test_a_library_without_the_kernel_has_none():

@@ -13,7 +13,7 @@ namespace cuda {
 
 #ifdef PMO_HOPPER_CODE
 
-// d[kFirst ...] += a b: 64 x kColumns numbers of a warpgroup from operands of depth 16, that of b in its rows. kTurnedA: rows of a in shared
+// d[kFirst ...] += a b, or = a b unless it adds: 64 x kColumns numbers of a warpgroup from operands of depth 16, that of b in its rows. kTurnedA: rows of a in shared
 // memory are the contraction. Of lane l of warp w, d[kFirst + 4 i + 2 h + j] is in row 16 w + l / 4 + 8 h and column 8 i + l % 4 * 2 + j.
 // clang-format off
 #define PMO_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -37,33 +37,34 @@ namespace cuda {
 #define PMO_SUMS_128 PMO_SUMS_112, PMO_8(56)
 #define PMO_SUMS_144 PMO_SUMS_128, PMO_8(64)
 #define PMO_SUMS_160 PMO_SUMS_144, PMO_8(72)
-#define PMO_MULTIPLY(COLUMNS, TYPE, A, B, TURNED) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" PMO_NAMES_##COLUMNS \
-               "}, %" #A ", %" #B ", 1, 1, 1, %" #TURNED ", 0;" \
-               : PMO_SUMS_##COLUMNS : "l"(a), "l"(b), "n"(kTurnedA))
-#define PMO_COLUMNS(COLUMNS, A, B, TURNED) \
+#define PMO_MULTIPLY(COLUMNS, TYPE, A, B, TURNED, ADDS) \
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #ADDS ", 0;\n" \
+               "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" PMO_NAMES_##COLUMNS \
+               "}, %" #A ", %" #B ", adds, 1, 1, %" #TURNED ", 0;\n}" \
+               : PMO_SUMS_##COLUMNS : "l"(a), "l"(b), "n"(kTurnedA), "r"(static_cast<int>(adds)))
+#define PMO_COLUMNS(COLUMNS, A, B, TURNED, ADDS) \
   if constexpr (kColumns == COLUMNS) { \
     if constexpr (std::is_same_v<T, __half>) { \
-      PMO_MULTIPLY(COLUMNS, "f16", A, B, TURNED); \
+      PMO_MULTIPLY(COLUMNS, "f16", A, B, TURNED, ADDS); \
     } else { \
-      PMO_MULTIPLY(COLUMNS, "bf16", A, B, TURNED); \
+      PMO_MULTIPLY(COLUMNS, "bf16", A, B, TURNED, ADDS); \
     } \
   }
 // clang-format on
 
 template <int kColumns, int kFirst, int kTurnedA, typename T, int kCount>
-__device__ inline void multiply_columns(float (&d)[kCount], uint64_t a, uint64_t b) {
+__device__ inline void multiply_columns(float (&d)[kCount], uint64_t a, uint64_t b, bool adds) {
   static_assert(kColumns % 16 == 0 && kColumns <= 160 && kFirst + kColumns / 2 <= kCount);
-  PMO_COLUMNS(16, 8, 9, 10)
-  PMO_COLUMNS(32, 16, 17, 18)
-  PMO_COLUMNS(48, 24, 25, 26)
-  PMO_COLUMNS(64, 32, 33, 34)
-  PMO_COLUMNS(80, 40, 41, 42)
-  PMO_COLUMNS(96, 48, 49, 50)
-  PMO_COLUMNS(112, 56, 57, 58)
-  PMO_COLUMNS(128, 64, 65, 66)
-  PMO_COLUMNS(144, 72, 73, 74)
-  PMO_COLUMNS(160, 80, 81, 82)
+  PMO_COLUMNS(16, 8, 9, 10, 11)
+  PMO_COLUMNS(32, 16, 17, 18, 19)
+  PMO_COLUMNS(48, 24, 25, 26, 27)
+  PMO_COLUMNS(64, 32, 33, 34, 35)
+  PMO_COLUMNS(80, 40, 41, 42, 43)
+  PMO_COLUMNS(96, 48, 49, 50, 51)
+  PMO_COLUMNS(112, 56, 57, 58, 59)
+  PMO_COLUMNS(128, 64, 65, 66, 67)
+  PMO_COLUMNS(144, 72, 73, 74, 75)
+  PMO_COLUMNS(160, 80, 81, 82, 83)
 }
 
 #undef PMO_COLUMNS

@@ -276,13 +276,13 @@ __device__ inline void give_back(Shared& shared, int stage) {
 }
 
 // d = the product of a warpgroup's columns and the rows of a tile, of which kRows are multiplied, stage by stage. `results` is the stage that
-// has the last results of the tile before: it is given back while the first products are made.
+// has the last results of the tile before: it is given back while the first products are made. The products of the last stage are still
+// running after the call; returns it. The first products don't add, so no sum is set to zero.
 template <int kRows, bool kTurned, bool kGathers, typename T>
-__device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, const Stages& stages, Ring& ring, int warpgroup,
-                                     int inner, int results) {
+__device__ inline int multiply_tile(float (&d)[kTurnedSums], Shared& shared, const Stages& stages, Ring& ring, int warpgroup,
+                                    int inner, int results) {
   const bool signals = threadIdx.x % kWarpSize == 0;
-#pragma unroll
-  for (int i = 0; i < kTurnedSums; ++i) d[i] = 0.0f;
+  hold(d);
   int last = 0;
 #pragma unroll 1
   for (int depth = 0; depth < inner; depth += kTileDepth) {
@@ -295,8 +295,8 @@ __device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, co
     for (int k = 0; k < kTileDepth / 16; ++k) {
       // 16 numbers of a row are 32 bytes; 16 rows, where they are the contraction, are 2048.
       const uint64_t at_a = a + k * ((kTurned ? 2048 : 32) >> 4), at_b = b + k * (32 >> 4);
-      multiply_columns<kRows, 0, kTurned, T>(d, at_a, at_b);
-      multiply_columns<kRows, kTurnedSums / 2, kTurned, T>(d, at_a + (kPieceBytes >> 4), at_b);
+      multiply_columns<kRows, 0, kTurned, T>(d, at_a, at_b, k > 0 || depth > 0);
+      multiply_columns<kRows, kTurnedSums / 2, kTurned, T>(d, at_a + (kPieceBytes >> 4), at_b, k > 0 || depth > 0);
     }
     products_commit();
     products_wait<1>();
@@ -305,9 +305,7 @@ __device__ inline void multiply_tile(float (&d)[kTurnedSums], Shared& shared, co
     last = ring.stage;
     ring.advance();
   }
-  products_wait<0>();
-  hold(d);
-  if (signals) arrive(&shared.empty[last]);
+  return last;
 }
 
 // A gradient from the sums of a tile. A stage with strips of hidden is given back after the next one is made; returns the last, which is not.
@@ -355,12 +353,14 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
   int turn = 0, results = kNoStage, tile = 0;
   Ring ring;
   Places::Ring places;
-  for (TurnedPlace place = shared.places.take(places); place.rows > 0; place = shared.places.take(places), ++tile) {
+  for (TurnedPlace next = shared.places.take(places); next.rows > 0; ++tile) {
+    const TurnedPlace place = next;
     const TurnedWeights weights(kResult == PMO_GROUPED_PLAIN ? p.weights : nullptr, place);
     float d[kTurnedSums];
-#define PMO_STRIPS(STRIPS)                                                                                       \
-  case STRIPS:                                                                                                   \
-    multiply_tile<STRIPS * 16, !kTransposed, kGathers, T>(d, shared, stages, ring, warpgroup, p.inner, results); \
+    int last = 0;
+#define PMO_STRIPS(STRIPS)                                                                                              \
+  case STRIPS:                                                                                                          \
+    last = multiply_tile<STRIPS * 16, !kTransposed, kGathers, T>(d, shared, stages, ring, warpgroup, p.inner, results); \
     break
     switch ((place.rows + 15) / 16) {
       PMO_STRIPS(1);
@@ -376,6 +376,11 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
         PMO_STRIPS(10);
     }
 #undef PMO_STRIPS
+    // The next place is taken while the last products are made; a gradient has no registers for it.
+    if (kResult != PMO_GROUPED_GRADIENT) next = shared.places.take(places);
+    products_wait<0>();
+    hold(d);
+    if (threadIdx.x % kWarpSize == 0) arrive(&shared.empty[last]);
     const int column = place.column + warpgroup * kResultColumns<kResult> / 2;
     if constexpr (kResult == PMO_GROUPED_GATED) {
       store_turned_gated<T>(p, d, place, column, buffer, together);
@@ -385,6 +390,7 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
     } else {
       store_turned_plain<T>(p, d, place, weights, column, buffer, together, turn);
     }
+    if (kResult == PMO_GROUPED_GRADIENT) next = shared.places.take(places);
   }
   if (threadIdx.x % kWarpSize == 0) stores_wait_read();  // shared memory has to stay until then
 }
