@@ -4,7 +4,7 @@
 
     python -m benchmarks.scaling check benchmarks/results/h200x2-expert-parallel.jsonl
     python -m benchmarks.scaling check benchmarks/results/h200x4-expert-parallel.jsonl \
-        --calibrated-by benchmarks/results/h200x2-expert-parallel.jsonl
+        --calibrated-by benchmarks/results/h200x2-expert-parallel.jsonl --corrected
     python -m benchmarks.scaling predict dsv3-4k --ranks 8 64 --tokens 8192
     python -m benchmarks.scaling record --out benchmarks/results/scaling/demo-traces.jsonl --commit COMMIT
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.kernels.table import print_table
 from benchmarks.layer.shapes import SHAPES
 
-from .calibration import calibrated
+from .calibration import calibrated, corrected
 from .check import MOST_ERROR, compared, foretold
 from .layers import predict
 from .traces import KINDS, drawn, load, write
@@ -45,7 +45,9 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.calibrated_by is None:
         _, found = compared(arguments.results, arguments.exchanges)
     else:
-        found = foretold(calibrated(arguments.results, arguments.calibrated_by), arguments.exchanges)
+        machine = calibrated(arguments.results, arguments.calibrated_by)
+        machine = corrected(machine, arguments.exchanges) if arguments.corrected else machine
+        found = foretold(machine, arguments.exchanges)
     columns = ("layer", "what", "measured us", "predicted us", "error", "without this layer", "bytes", "")
     rows = []
     for each in found:
@@ -128,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     checking = command("check", check)
     checking.add_argument("exchanges", type=Path)
     checking.add_argument("--calibrated-by", type=Path, help="another file, of fewer ranks; without: the same")
+    checking.add_argument("--corrected", action="store_true", help="with the speed to several ranks that the file has")
     predicting = command("predict", predictions)
     predicting.add_argument("shape", choices=SHAPES)
     predicting.add_argument("--ranks", nargs="+", type=int, default=[2, 8, 16, 64])

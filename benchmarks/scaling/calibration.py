@@ -21,8 +21,9 @@ from .measured import Measured, load_exchanges, load_lines
 from .traces import Trace, uniform_ids
 from .traffic import Layout, Traffic, count, steps
 
-__all__ = ["Exchange", "calibrated", "exchanges_of", "local_of", "products_of"]
+__all__ = ["PEER_WHATS", "Exchange", "calibrated", "corrected", "exchanges_of", "local_of", "peer_us", "products_of"]
 
+PEER_WHATS = ("dispatch", "dispatch_without_copy", "combine")  # measurements of ranks that write to each other's memory
 _LAYER = {"impl": "ours", "mode": "graph", "routing": "even"}  # with the buffer that layers between GPUs have
 _MOVING = ("permute:bf16", "unpermute:plain", "sort_chunks:forward", "sort_chunks:backward")
 _ROUTING = "route:maps"
@@ -120,6 +121,28 @@ def calibrated(results: Path, exchanges: Path, *, without: str | None = None) ->
     return with_exchanges(machine, exchanges_of([line for line in lines if line.shape != without]))
 
 
+def corrected(machine: Machine, exchanges: Path) -> Machine:
+    """The machine with the speed at which ranks write to several others, by a file of more than two ranks."""
+    features, known, us = [], [], []
+    for each in exchanges_of(load_exchanges(exchanges)[1]):
+        if each.line.what in PEER_WHATS:
+            step = each.steps[each.line.what == "combine"]
+            link_us = machine.peer.link_us(step.busiest(), each.line.ranks)
+            features.append([link_us])
+            known.append(peer_us(machine, each) - link_us)
+            us.append(each.line.us)
+    return replace(machine, peer=replace(machine.peer, several=1 / float(fitted(features, us, known)[0])))
+
+
+def peer_us(machine: Machine, each: Exchange) -> float:
+    """What the model says about a dispatch or a combine by memory of peers."""
+    dispatch, combine = each.steps[:2]
+    peer = each.on(machine)
+    if each.line.what == "combine":
+        return peer.us(combine)
+    return peer.us(dispatch) - (peer.keep_us(dispatch) if each.line.what == "dispatch_without_copy" else 0)
+
+
 def with_exchanges(machine: Machine, found: Sequence[Exchange]) -> Machine:
     """The machine with the numbers that follow from exchanges between GPUs."""
     by_what: dict[str, list[Exchange]] = {}
@@ -141,7 +164,7 @@ def _peer(machine: Machine, found: dict[str, list[Exchange]]) -> Peer:
     copies = found["p2p_copy"]
     copy_us, per_byte = fitted([[1, each.line.size] for each in copies], _us(copies))
     features, known, us = [], [], []
-    for what in ("dispatch", "dispatch_without_copy", "combine"):
+    for what in PEER_WHATS:
         for each in found[what]:
             dispatch, combine = each.steps[:2]
             exchanges = each.on(machine)

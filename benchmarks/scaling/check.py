@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from .calibration import Exchange, calibrated, exchanges_of
+from .calibration import PEER_WHATS, Exchange, calibrated, exchanges_of, peer_us
 from .layers import predict
 from .machines import Machine, microseconds
 from .measured import load_exchanges
@@ -51,18 +51,15 @@ class Comparison(NamedTuple):
 
 def predicted_us(machine: Machine, each: Exchange) -> float:
     """What the model says about a line."""
-    line, (dispatch, combine) = each.line, each.steps[:2]
+    line, dispatch = each.line, each.steps[0]
     if line.what == "p2p_copy":
         return machine.peer.copy_us + microseconds(line.size, machine.peer.copy_gbps)
     if line.what == "alltoall_single":  # of the tokens alone
         return each.on(machine, "alltoall").all_to_all_us(dispatch._replace(line_bytes=dispatch.row_bytes))
     if line.what == "rows_alltoall":
         return each.on(machine, "rows").rows_us(each.by_hand[0])
-    peer = each.on(machine)
-    if line.what == "combine":
-        return peer.us(combine)
-    if line.what.startswith("dispatch"):
-        return peer.us(dispatch) - (peer.keep_us(dispatch) if line.what == "dispatch_without_copy" else 0)
+    if line.what in PEER_WHATS:
+        return peer_us(machine, each)
     layer = predict(machine, each.shape, each.traffic, transport="peer", capacity=line.tokens)
     return {"layer_forward": layer.forward.us, "layer_backward": layer.backward.us, "layer": layer.us}[line.what]
 

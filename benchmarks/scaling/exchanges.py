@@ -79,7 +79,7 @@ class Exchanges:
         """The kernel that writes rows to other ranks, or the memory, whichever takes longer."""
         read = self.traffic.tokens_per_rank if step.from_owner else step.lines.sum(1).max()
         moved = (read + np.diag(step.lines).max()) * step.row_bytes + step.bytes_received().max()
-        link = microseconds(step.busiest(), self.machine.peer.gbps)
+        link = self.machine.peer.link_us(step.busiest(), self.traffic.layout.ranks)
         return max(link, microseconds(moved, self.machine.local.gbps))
 
     def plan_us(self) -> float:
@@ -128,7 +128,7 @@ class Exchanges:
         forwarder = rank // layout.domain * layout.domain + (rank % layout.domain)[:, None]
         np.add.at(forwards, forwarder, handed_on)
         by_nvlink = max(forwards.max(), handed_on.sum(0).max()) * step.line_bytes
-        slower = max(microseconds(crossing, network.gbps), microseconds(by_nvlink, self.machine.peer.gbps))
+        slower = max(microseconds(crossing, network.gbps), self.machine.peer.link_us(by_nvlink, layout.domain))
         return slower + network.us + network.message_us * (layout.domains - 1)
 
     # ---- collectives

@@ -77,6 +77,7 @@ class Peer:
         combine_us: the barrier and the launches of a combine.
         sum_gbps: of bytes read and written where the rows of a token are added up; infinite if the link hides that.
         keep_gbps: the same where what arrived is copied.
+        several: the share of ``gbps`` that is left where a rank writes to more than one other.
     """
 
     copy_gbps: float
@@ -86,6 +87,11 @@ class Peer:
     combine_us: float
     sum_gbps: float
     keep_gbps: float
+    several: float = 1.0
+
+    def link_us(self, size: float, ranks: int) -> float:
+        """The time of so many bytes between so many ranks."""
+        return microseconds(size, self.gbps * (self.several if ranks > 2 else 1.0))
 
 
 @dataclass(frozen=True)

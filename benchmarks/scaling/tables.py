@@ -218,13 +218,14 @@ def checked(found: Sequence[Comparison]) -> str:
     return markdown(["what", "layers", "measured, us", "largest error", "largest error, layer left out"], rows)
 
 
-def foretold(found: Sequence[Comparison]) -> str:
-    """Each line beside its prediction."""
+def foretold(found: Sequence[Comparison], again: Sequence[Comparison]) -> str:
+    """Each line beside its prediction, and the error of another one."""
     rows = []
-    for each in found:
+    for each, other in zip(found, again, strict=True):
         times = [f"{us:.0f}" for us in (each.measured_us, each.predicted_us)]
-        rows.append([each.shape, f"`{each.what}`", *times, f"{100 * each.error:+.1f} %"])
-    return markdown(["layer", "what", "measured, us", "predicted, us", "error"], rows)
+        errors = [f"{100 * error:+.1f} %" for error in (each.error, other.error)]
+        rows.append([each.shape, f"`{each.what}`", *times, *errors])
+    return markdown(["layer", "what", "measured, us", "predicted, us", "error", "corrected"], rows)
 
 
 def assumed(machine: Machine) -> str:
@@ -233,7 +234,8 @@ def assumed(machine: Machine) -> str:
     measured = "measured"
     rows = [
         ["rows moved within a GPU, read and written", f"{local.gbps:.0f} GB/s", measured],
-        ["`peer`: rows written to other GPUs", f"{peer.gbps:.0f} GB/s each way", measured],
+        ["`peer`: rows written to another GPU", f"{peer.gbps:.0f} GB/s each way", measured],
+        ["`peer`: rows written to several", f"{peer.several * peer.gbps:.0f} GB/s each way", measured],
         ["`peer`: fixed time of dispatch, combine", f"{peer.dispatch_us:.0f}, {peer.combine_us:.0f} us", measured],
         ["`alltoall_single` over NVLink", f"{nccl.gbps:.0f} GB/s each way", measured],
         ["one call of `alltoall_single`", f"{nccl.us:.0f} us", measured],

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.layer.shapes import Shape
 from benchmarks.scaling.__main__ import main
-from benchmarks.scaling.calibration import calibrated, exchanges_of
+from benchmarks.scaling.calibration import calibrated, corrected, exchanges_of
 from benchmarks.scaling.check import compared, foretold, predicted_us
 from benchmarks.scaling.exchanges import Exchanges, rows_per_rank
 from benchmarks.scaling.fitting import fitted
@@ -319,3 +319,18 @@ def test_four_ranks_are_predicted_by_what_two_took(capsys):
     assert passed >= 0.9 * len(found)
     assert main(["check", str(of_four), "--calibrated-by", str(of_two)]) == (passed < len(found))
     assert f"{passed} of {len(found)} lines are within 10%" in capsys.readouterr().out
+    assert main(["check", str(of_four), "--calibrated-by", str(of_two), "--corrected"]) == 0
+    assert f"{len(found)} of {len(found)} lines are within 10%" in capsys.readouterr().out
+
+
+def test_the_correction_finds_the_speed_to_several_ranks(tmp_path):
+    of_two, of_four = (RESULTS / f"h200x{ranks}-expert-parallel.jsonl" for ranks in (2, 4))
+    machine = calibrated(RESULTS, of_two)
+    slower = dataclasses.replace(machine, peer=dataclasses.replace(machine.peer, several=0.8))
+    about, *lines = of_four.read_text().splitlines()
+    made = [each for each in map(json.loads, lines) if each["what"] in WHATS]
+    for each, exchange in zip(made, exchanges_of(load_exchanges(of_four)[1]), strict=True):
+        each["us"] = predicted_us(slower, exchange)
+    path = tmp_path / "four.jsonl"
+    path.write_text("\n".join([about, *map(json.dumps, made)]))
+    assert corrected(machine, path).peer.several == pytest.approx(0.8, rel=1e-3)
