@@ -148,6 +148,8 @@ def main(argv: list[str] | None = None) -> int:
     recording.add_argument("--steps", type=int, default=300)
     recording.add_argument("--commit", default="unknown")
     arguments = parser.parse_args(argv)
+    if getattr(arguments, "corrected", False) and arguments.calibrated_by is None:
+        parser.error("--corrected needs --calibrated-by")
     try:
         return int(arguments.run(arguments))
     except ValueError as error:

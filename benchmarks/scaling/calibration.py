@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,23 @@ from .fitting import fitted
 from .machines import Local, Machine, Nccl, Peer, Products
 from .measured import Measured, load_exchanges, load_lines
 from .traces import Trace, uniform_ids
-from .traffic import Layout, Traffic, count, steps
+from .traffic import Layout, Step, Traffic, count, steps
 
-__all__ = ["PEER_WHATS", "Exchange", "calibrated", "corrected", "exchanges_of", "local_of", "peer_us", "products_of"]
+__all__ = [
+    "COLLECTIVE_WHATS",
+    "PEER_WHATS",
+    "Exchange",
+    "calibrated",
+    "collective_us",
+    "corrected",
+    "exchanges_of",
+    "local_of",
+    "peer_us",
+    "products_of",
+]
 
 PEER_WHATS = ("dispatch", "dispatch_without_copy", "combine")  # measurements of ranks that write to each other's memory
+COLLECTIVE_WHATS = ("alltoall_single", "rows_alltoall")
 _LAYER = {"impl": "ours", "mode": "graph", "routing": "even"}  # with the buffer that layers between GPUs have
 _MOVING = ("permute:bf16", "unpermute:plain", "sort_chunks:forward", "sort_chunks:backward")
 _ROUTING = "route:maps"
@@ -122,25 +134,51 @@ def calibrated(results: Path, exchanges: Path, *, without: str | None = None) ->
 
 
 def corrected(machine: Machine, exchanges: Path) -> Machine:
-    """The machine with the speed at which ranks write to several others, by a file of more than two ranks."""
-    features, known, us = [], [], []
-    for each in exchanges_of(load_exchanges(exchanges)[1]):
-        if each.line.what in PEER_WHATS:
-            step = each.steps[each.line.what == "combine"]
-            link_us = machine.peer.link_us(step.busiest(), each.line.ranks)
-            features.append([link_us])
-            known.append(peer_us(machine, each) - link_us)
-            us.append(each.line.us)
-    return replace(machine, peer=replace(machine.peer, several=1 / float(fitted(features, us, known)[0])))
+    """The machine with the speeds at which ranks send to several others.
+
+    Args:
+        machine: what two ranks calibrate.
+        exchanges: a file of more ranks.
+
+    Raises:
+        ValueError: the file has no exchanges between more than two ranks.
+    """
+    found = [each for each in exchanges_of(load_exchanges(exchanges)[1]) if each.line.ranks > 2]
+    if not {each.line.what for each in found} >= {*PEER_WHATS, *COLLECTIVE_WHATS}:
+        raise ValueError(f"corrected: {exchanges} must have all exchanges between more than two ranks, but has not")
+    peer, nccl = replace(machine.peer, several=1.0), replace(machine.nccl, several=1.0)
+    machine = replace(machine, peer=peer, nccl=nccl)
+
+    def several(whats: Sequence[str], links: Peer | Nccl, predict: Callable[[Machine, Exchange], float]) -> float:
+        lines = [each for each in found if each.line.what in whats]
+        link_us = [links.link_us(_step_of(each).busiest(), each.line.ranks) for each in lines]
+        known = [predict(machine, each) - us for each, us in zip(lines, link_us, strict=True)]
+        return 1 / float(fitted([[us] for us in link_us], _us(lines), known)[0])
+
+    peer = replace(peer, several=several(PEER_WHATS, peer, peer_us))
+    return replace(machine, peer=peer, nccl=replace(nccl, several=several(COLLECTIVE_WHATS, nccl, collective_us)))
+
+
+def _step_of(each: Exchange) -> Step:
+    """What a measured exchange sends."""
+    if each.line.what == "rows_alltoall":
+        return each.by_hand[0]
+    step = each.steps[each.line.what == "combine"]
+    # the benchmark sends the tokens alone
+    return step._replace(line_bytes=step.row_bytes) if each.line.what == "alltoall_single" else step
 
 
 def peer_us(machine: Machine, each: Exchange) -> float:
     """What the model says about a dispatch or a combine by memory of peers."""
-    dispatch, combine = each.steps[:2]
-    peer = each.on(machine)
-    if each.line.what == "combine":
-        return peer.us(combine)
-    return peer.us(dispatch) - (peer.keep_us(dispatch) if each.line.what == "dispatch_without_copy" else 0)
+    step, peer = _step_of(each), each.on(machine)
+    return peer.us(step) - (peer.keep_us(step) if each.line.what == "dispatch_without_copy" else 0)
+
+
+def collective_us(machine: Machine, each: Exchange) -> float:
+    """What the model says about an all-to-all, alone or by hand."""
+    if each.line.what == "rows_alltoall":
+        return each.on(machine, "rows").rows_us(_step_of(each))
+    return each.on(machine, "alltoall").all_to_all_us(_step_of(each))
 
 
 def with_exchanges(machine: Machine, found: Sequence[Exchange]) -> Machine:
@@ -186,13 +224,9 @@ def _peer(machine: Machine, found: dict[str, list[Exchange]]) -> Peer:
 def _nccl(machine: Machine, found: dict[str, list[Exchange]]) -> Nccl:
     features, known, us = [], [], []
     free = replace(machine, nccl=Nccl(float("inf"), 0.0))
-    for each in found["alltoall_single"] + found["rows_alltoall"]:
-        by_hand = each.line.what == "rows_alltoall"
-        step = (each.by_hand if by_hand else each.steps)[0]
-        exchanges = each.on(free, "rows" if by_hand else "alltoall")
-        step = step if by_hand else step._replace(line_bytes=step.row_bytes)  # the benchmark sends the tokens alone
-        known.append(exchanges.rows_us(step) if by_hand else exchanges.all_to_all_us(step))
-        features.append([1, step.busiest()])
+    for each in [one for what in COLLECTIVE_WHATS for one in found[what]]:
+        known.append(collective_us(free, each))
+        features.append([1, _step_of(each).busiest()])
         us.append(each.line.us)
     call_us, per_byte = fitted(features, us, known)
     return Nccl(_gbps(per_byte), float(call_us))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from .calibration import PEER_WHATS, Exchange, calibrated, exchanges_of, peer_us
+from .calibration import COLLECTIVE_WHATS, PEER_WHATS, Exchange, calibrated, collective_us, exchanges_of, peer_us
 from .layers import predict
 from .machines import Machine, microseconds
 from .measured import load_exchanges
@@ -51,13 +51,11 @@ class Comparison(NamedTuple):
 
 def predicted_us(machine: Machine, each: Exchange) -> float:
     """What the model says about a line."""
-    line, dispatch = each.line, each.steps[0]
+    line = each.line
     if line.what == "p2p_copy":
         return machine.peer.copy_us + microseconds(line.size, machine.peer.copy_gbps)
-    if line.what == "alltoall_single":  # of the tokens alone
-        return each.on(machine, "alltoall").all_to_all_us(dispatch._replace(line_bytes=dispatch.row_bytes))
-    if line.what == "rows_alltoall":
-        return each.on(machine, "rows").rows_us(each.by_hand[0])
+    if line.what in COLLECTIVE_WHATS:
+        return collective_us(machine, each)
     if line.what in PEER_WHATS:
         return peer_us(machine, each)
     layer = predict(machine, each.shape, each.traffic, transport="peer", capacity=line.tokens)

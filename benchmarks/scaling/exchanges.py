@@ -137,7 +137,7 @@ class Exchanges:
         """One `alltoall_single`; what goes by NVLink and what crosses the network travel at once."""
         machine, network = self.machine, self.machine.network
         own = microseconds(2 * np.diag(step.lines).max() * step.line_bytes, machine.local.gbps)
-        close = microseconds(step.busiest(self.near), machine.nccl.gbps)
+        close = machine.nccl.link_us(step.busiest(self.near), self.traffic.layout.domain)
         if self.traffic.layout.domains == 1:
             return machine.nccl.us + own + close
         far = microseconds(step.busiest(~self.near), network.gbps)

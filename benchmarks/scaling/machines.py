@@ -65,8 +65,19 @@ class Local:
         return self.launch_us + microseconds(size, self.gbps)
 
 
+class _Links:
+    """Links of a rank to the others of its domain."""
+
+    gbps: float
+    several: float
+
+    def link_us(self, size: float, ranks: int) -> float:
+        """The time of so many bytes between so many ranks."""
+        return microseconds(size, self.gbps * (self.several if ranks > 2 else 1.0))
+
+
 @dataclass(frozen=True)
-class Peer:
+class Peer(_Links):
     """Ranks that write to each other's memory.
 
     Attributes:
@@ -89,22 +100,20 @@ class Peer:
     keep_gbps: float
     several: float = 1.0
 
-    def link_us(self, size: float, ranks: int) -> float:
-        """The time of so many bytes between so many ranks."""
-        return microseconds(size, self.gbps * (self.several if ranks > 2 else 1.0))
-
 
 @dataclass(frozen=True)
-class Nccl:
+class Nccl(_Links):
     """`alltoall_single` in one NVLink domain.
 
     Attributes:
         gbps: each way.
         us: of one call.
+        several: the share of ``gbps`` that is left between more than two ranks.
     """
 
     gbps: float
     us: float
+    several: float = 1.0
 
 
 @dataclass(frozen=True)

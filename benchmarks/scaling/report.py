@@ -256,10 +256,10 @@ model's. For the last column each model's lines were predicted by a machine that
 {tables.checked(found)}
 Four GPUs of one machine were measured with two models, after the model of cost was made. Calibrated with two GPUs
 alone, it predicts {of_four_passed} of {len(of_four)} lines within {_percent(MOST_ERROR)}, and their bytes exactly
-(`check benchmarks/results/{MORE_RANKS} --calibrated-by benchmarks/results/{EXCHANGES}`). All exchanges took a little
-longer than predicted. So one number was added, fitted to these lines: the speed of ranks that write to more than one
-other. With it {again_passed} of {len(again)} lines are within {_percent(MOST_ERROR)} (`--corrected`), and all
-predictions of this page have it.
+(`check benchmarks/results/{MORE_RANKS} --calibrated-by benchmarks/results/{EXCHANGES}`). All exchanges took longer than
+predicted. So two numbers were added, fitted to these lines: the speeds at which ranks send to more than one other, by
+`peer` and by `alltoall_single`. With them {again_passed} of {len(again)} lines are within {_percent(MOST_ERROR)}
+(`--corrected`), and all predictions of this page have them.
 
 {tables.foretold(of_four, again)}"""
 
@@ -276,7 +276,7 @@ def _wrong(predictor: Predictor, found: list[Comparison]) -> str:
     return f"""## Where it would be wrong
 
 * **Two GPUs were measured, and four with two models; not more.** It is assumed that eight GPUs behind NVLink switches
-  keep the speed of two, and that all ranks begin together. Predicted from the other models, the worst line was
+  keep the speed of four, and that all ranks begin together. Predicted from the other models, the worst line was
   {100 * worst:+.1f} % off: a difference of a few percent between two ways says nothing.
 * **`peer` with float8 tokens or `exact` is not in the model.** The package has both;
   [what was measured](expert_parallel_performance.md) has dispatch in float8.

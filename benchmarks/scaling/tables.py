@@ -237,7 +237,8 @@ def assumed(machine: Machine) -> str:
         ["`peer`: rows written to another GPU", f"{peer.gbps:.0f} GB/s each way", measured],
         ["`peer`: rows written to several", f"{peer.several * peer.gbps:.0f} GB/s each way", measured],
         ["`peer`: fixed time of dispatch, combine", f"{peer.dispatch_us:.0f}, {peer.combine_us:.0f} us", measured],
-        ["`alltoall_single` over NVLink", f"{nccl.gbps:.0f} GB/s each way", measured],
+        ["`alltoall_single` over NVLink, two ranks", f"{nccl.gbps:.0f} GB/s each way", measured],
+        ["`alltoall_single` over NVLink, more ranks", f"{nccl.several * nccl.gbps:.0f} GB/s each way", measured],
         ["one call of `alltoall_single`", f"{nccl.us:.0f} us", measured],
     ]
     for name, products in (("forward", machine.forward), ("backward", machine.backward)):

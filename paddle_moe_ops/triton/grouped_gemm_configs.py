@@ -35,7 +35,7 @@ ALLOCATOR = _allocator()
 
 
 class Gpu(NamedTuple):
-    """What choices depend on: compute capability (90 for 9.0), number of multiprocessors, GB/s of its memory."""
+    """What choices depend on: compute capability (90 for 9.0), multiprocessors, GB/s of memory (0: not known)."""
 
     capability: int
     multiprocessors: int
@@ -97,14 +97,14 @@ def _library() -> Any:
 
 @functools.cache
 def _facts(ordinal: int) -> Gpu:
-    def attribute(number: int) -> int:
+    def attribute(number: int, unknown: int | None = None) -> int:
         value = ctypes.c_int(0)
         status = _library().cuDeviceGetAttribute(ctypes.byref(value), number, ordinal)
-        if status:
+        if status and unknown is None:
             raise RuntimeError(f"the CUDA driver must answer 0, but its status is {status}")
-        return value.value
+        return unknown if status else value.value
 
-    memory = 2 * attribute(_MEMORY_CLOCK_RATE) * attribute(_MEMORY_BUS_WIDTH) // 8_000_000
+    memory = 2 * attribute(_MEMORY_CLOCK_RATE, 0) * attribute(_MEMORY_BUS_WIDTH, 0) // 8_000_000
     return Gpu(10 * attribute(_MAJOR) + attribute(_MINOR), attribute(_MULTIPROCESSORS), memory)
 
 

@@ -58,12 +58,12 @@ _OPTIONS = ("dtype", "result", "transpose", "tile_rows", "gathers", "reserved")
 # Where the kernel with tiles of 160 rows is chosen: rows of an expert on average, and the length of the contraction. A
 # tile of a shorter one takes about as long to store as to multiply, and nothing is multiplied meanwhile.
 _LEAST_TURNED_ROWS, _LEAST_TURNED_INNER = 128, 768
-# Of an expert, on average, for the kernel with tiles of 128 rows, which makes short plain products. With 128 the Triton
+# Of an expert, on average, for the kernel with tiles of 128 rows to make short plain products. With 128 the Triton
 # kernels, whose tiles are wider, read each matrix less often.
 _LEAST_ROWS = 512
-# From so many on it makes all plain products, if memory has so many GB/s (an H200 has 4900, an H100 3350): it reads
-# operands half as often again, and loses no time between tiles.
-_LEAST_ROWS_WITH_FAST_MEMORY, _FAST_MEMORY = 1024, 4000
+# From so many on it makes all plain products, if memory has so many GB/s for each multiprocessor (an H200 has 37, an
+# H100 25; no other GPU was measured): it reads operands half as often again, and loses no time between tiles.
+_LEAST_ROWS_WITH_FAST_MEMORY, _FAST_MEMORY = 1024, 35
 
 
 class GroupedProductParams(ctypes.Structure):
@@ -134,7 +134,8 @@ def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int) -> int:
         mean_rows: of an expert, on average.
         inner: length of the contraction.
     """
-    if result == PLAIN and mean_rows >= _LEAST_ROWS_WITH_FAST_MEMORY and gpu.memory >= _FAST_MEMORY:
+    has_fast_memory = gpu.memory >= _FAST_MEMORY * gpu.multiprocessors
+    if result == PLAIN and has_fast_memory and mean_rows >= _LEAST_ROWS_WITH_FAST_MEMORY:
         return TILE_ROWS
     if inner >= _LEAST_TURNED_INNER:
         return TURNED_ROWS if mean_rows >= _LEAST_TURNED_ROWS else 0

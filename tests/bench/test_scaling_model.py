@@ -323,14 +323,27 @@ def test_four_ranks_are_predicted_by_what_two_took(capsys):
     assert f"{len(found)} of {len(found)} lines are within 10%" in capsys.readouterr().out
 
 
+def test_a_correction_needs_more_ranks_than_two_and_another_calibration(capsys):
+    of_two = str(RESULTS / "h200x2-expert-parallel.jsonl")
+    assert main(["check", of_two, "--calibrated-by", of_two, "--corrected"]) == 1
+    assert "must have all exchanges between more than two ranks" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["check", of_two, "--corrected"])
+    assert "--corrected needs --calibrated-by" in capsys.readouterr().err
+
+
 def test_the_correction_finds_the_speed_to_several_ranks(tmp_path):
     of_two, of_four = (RESULTS / f"h200x{ranks}-expert-parallel.jsonl" for ranks in (2, 4))
     machine = calibrated(RESULTS, of_two)
-    slower = dataclasses.replace(machine, peer=dataclasses.replace(machine.peer, several=0.8))
+    several = {"peer": 0.8, "nccl": 0.7}
+    slower = {name: dataclasses.replace(getattr(machine, name), several=share) for name, share in several.items()}
+    slower = dataclasses.replace(machine, **slower)
     about, *lines = of_four.read_text().splitlines()
     made = [each for each in map(json.loads, lines) if each["what"] in WHATS]
     for each, exchange in zip(made, exchanges_of(load_exchanges(of_four)[1]), strict=True):
         each["us"] = predicted_us(slower, exchange)
     path = tmp_path / "four.jsonl"
     path.write_text("\n".join([about, *map(json.dumps, made)]))
-    assert corrected(machine, path).peer.several == pytest.approx(0.8, rel=1e-3)
+    found = corrected(machine, path)
+    assert (found.peer.several, found.nccl.several) == pytest.approx((0.8, 0.7), rel=1e-3)
+    assert corrected(found, path) == found

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_moe_ops.triton import hopper_product, moe_mlp
+from paddle_moe_ops.triton import grouped_gemm_configs, hopper_product, moe_mlp
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
 from paddle_moe_ops.triton.handles import Handles
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
@@ -273,17 +273,38 @@ def test_the_choice_of_a_kernel_depends_on_rows_and_terms(result, mean_rows, inn
 
 
 @pytest.mark.parametrize(
-    ("memory", "result", "mean_rows", "expected"),
+    ("multiprocessors", "memory", "result", "mean_rows", "inner", "expected"),
     [
-        (4917, hopper_product.PLAIN, 1024, hopper_product.TILE_ROWS),
-        (4917, hopper_product.PLAIN, 1023, hopper_product.TURNED_ROWS),
-        (3352, hopper_product.PLAIN, 1024, hopper_product.TURNED_ROWS),
-        (4917, hopper_product.GATED, 1024, hopper_product.TURNED_ROWS),
-        (4917, hopper_product.GRADIENT, 1024, hopper_product.TURNED_ROWS),
+        (132, 4916, hopper_product.PLAIN, 1024, 2048, hopper_product.TILE_ROWS),
+        (132, 4916, hopper_product.PLAIN, 1023, 2048, hopper_product.TURNED_ROWS),
+        (132, 3352, hopper_product.PLAIN, 1024, 2048, hopper_product.TURNED_ROWS),
+        (132, 3352, hopper_product.PLAIN, 1024, 512, hopper_product.TILE_ROWS),
+        (132, 35 * 132 - 1, hopper_product.PLAIN, 1024, 2048, hopper_product.TURNED_ROWS),
+        (66, 35 * 66, hopper_product.PLAIN, 1024, 2048, hopper_product.TILE_ROWS),
+        (132, 0, hopper_product.PLAIN, 1024, 2048, hopper_product.TURNED_ROWS),
+        (132, 4916, hopper_product.GATED, 1024, 2048, hopper_product.TURNED_ROWS),
+        (132, 4916, hopper_product.GRADIENT, 1024, 2048, hopper_product.TURNED_ROWS),
     ],
 )
-def test_with_fast_memory_plain_products_of_many_rows_have_small_tiles(memory, result, mean_rows, expected):
-    assert hopper_product.chosen_rows(Gpu(90, 132, memory), result, mean_rows, 2048) == expected
+def test_with_fast_memory_plain_products_of_many_rows_have_small_tiles(
+    multiprocessors, memory, result, mean_rows, inner, expected
+):
+    gpu = Gpu(90, multiprocessors, memory)
+    assert hopper_product.chosen_rows(gpu, result, mean_rows, inner) == expected
+
+
+@pytest.mark.parametrize(("knows_its_memory", "memory"), [(True, 4916), (False, 0)])
+def test_the_driver_says_how_fast_memory_is(monkeypatch, knows_its_memory, memory):
+    facts = {16: 132, 75: 9, 76: 0}
+    facts |= {36: 3_201_000, 37: 6144} if knows_its_memory else {}
+
+    class Driver:
+        def cuDeviceGetAttribute(self, value, number, ordinal):  # noqa: N802
+            value._obj.value = facts.get(number, -1)
+            return 0 if number in facts else 1
+
+    monkeypatch.setattr(grouped_gemm_configs, "_library", Driver)
+    assert grouped_gemm_configs._facts.__wrapped__(0) == Gpu(90, 132, memory)
 
 
 def test_a_library_without_the_kernel_has_none():

@@ -276,8 +276,8 @@ __device__ inline void give_back(Shared& shared, int stage) {
 }
 
 // d = the product of a warpgroup's columns and the rows of a tile, of which kRows are multiplied, stage by stage. `results` is the stage that
-// has the last results of the tile before: it is given back while the first products are made. The products of the last stage are still
-// running after the call; returns it. The first products don't add, so no sum is set to zero.
+// has the last results of the tile before: it is given back while the first products are made. Returns the last stage, whose
+// products are still running, for the caller to give back. The first products don't add, so no sum is set to zero.
 template <int kRows, bool kTurned, bool kGathers, typename T>
 __device__ inline int multiply_tile(float (&d)[kTurnedSums], Shared& shared, const Stages& stages, Ring& ring, int warpgroup,
                                     int inner, int results) {
@@ -376,7 +376,8 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
         PMO_STRIPS(10);
     }
 #undef PMO_STRIPS
-    // The next place is taken while the last products are made; a gradient has no registers for it.
+    // The next place is taken while the last products are made; a gradient has no registers for it. It comes without them: the warp that loads
+    // asked for it before it loaded their stage.
     if (kResult != PMO_GROUPED_GRADIENT) next = shared.places.take(places);
     products_wait<0>();
     hold(d);

@@ -174,8 +174,8 @@ struct GatedStrip {
   }
 };
 
-// The same of SwiGLU: the first block of sums are 64 columns of gates, the second one what they gate. A strip is made while the one before is
-// stored.
+// The same of SwiGLU: the first block of sums are 64 columns of gates, the second one what they gate. A strip is made before the barrier after
+// which the one before it goes to memory. One more than the tile has may be made, of any numbers; it is not stored.
 template <typename T>
 __device__ inline void store_turned_gated(const TurnedArguments& p, const float (&d)[kTurnedSums], const TurnedPlace& place,
                                           int column, uint32_t buffer, int together) {
