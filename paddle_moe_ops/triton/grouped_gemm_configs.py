@@ -100,9 +100,11 @@ def _facts(ordinal: int) -> Gpu:
     def attribute(number: int, unknown: int | None = None) -> int:
         value = ctypes.c_int(0)
         status = _library().cuDeviceGetAttribute(ctypes.byref(value), number, ordinal)
-        if status and unknown is None:
+        if not status:
+            return value.value
+        if unknown is None:
             raise RuntimeError(f"the CUDA driver must answer 0, but its status is {status}")
-        return unknown if status else value.value
+        return unknown
 
     memory = 2 * attribute(_MEMORY_CLOCK_RATE, 0) * attribute(_MEMORY_BUS_WIDTH, 0) // 8_000_000
     return Gpu(10 * attribute(_MAJOR) + attribute(_MINOR), attribute(_MULTIPROCESSORS), memory)
