@@ -8,7 +8,7 @@ On a CPU, where Paddle connects the processes with gloo:
 
 Each process has a part of the experts, and texts of its own. At the end model and optimizer are gathered into one
 checkpoint, and a model of one process loads it. With ``--checkpoint FILE`` it stays, and a run that finds it goes on
-from there, in any number of processes that divides the number of experts.
+from there up to ``--steps``, in any number of processes that divides the number of experts.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ WINDOWS = 4  # of each process and step
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30, help="in all, those before the checkpoint included")
+    parser.add_argument("--steps", type=int, default=30, help="in all, so a run that goes on needs more of them")
     parser.add_argument("--checkpoint", type=Path, help="where to begin, if it exists, and to save")
     arguments = parser.parse_args()
 
     paddle.set_device("cpu")
     paddle.distributed.init_parallel_env()
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+    if group is None:
+        parser.error("start it with python -m paddle.distributed.launch, as the first lines of this file do")
     paddle.seed(0)  # what is no expert starts the same in all processes
     model = Decoder(CONFIG, group)
     library = load_standard_library()
@@ -61,6 +63,8 @@ def main() -> int:
         model.set_state_dict(shard_state_dict(saved["model"], model, group))
         optimizer.set_state_dict(shard_optimizer_state_dict(saved["optimizer"], model, group))
         done = saved["steps"]
+    if done >= arguments.steps:
+        parser.error(f"the checkpoint has {done} steps, so --steps must be more, but is {arguments.steps}")
     before = loss_of(model, held_out)
     for step in range(done, arguments.steps):
         texts = random_windows(library.train, WINDOWS, CONFIG.context + 1, np.random.default_rng([step, rank]))

@@ -177,7 +177,12 @@ def _compared(raises: bool, kinds: _Kinds, group: Group, seconds: float) -> tupl
     numbers = paddle.to_tensor([int(raises), layout, -layout, gradients, -gradients], dtype="int64")
     meeting, how = Meeting(group, seconds), {"op": paddle.distributed.ReduceOp.MAX, "group": group}
     if is_gloo(group):  # whose collectives always block
-        meeting.call(_NAME, lambda: paddle.distributed.all_reduce(numbers, **how))
+
+        def reduce() -> None:
+            with meeting.naming_ranks(_NAME):
+                paddle.distributed.all_reduce(numbers, **how)
+
+        meeting.call(_NAME, reduce)
     else:
         meeting.wait(_NAME, paddle.distributed.all_reduce(numbers, **how, sync_op=False))
     some_raise, most, least, most_gradients, least_gradients = numbers.tolist()

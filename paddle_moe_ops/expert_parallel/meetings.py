@@ -8,9 +8,10 @@ While all ranks come, this sends nothing. A rank that has waited for a while say
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from paddle.base import core
@@ -91,6 +92,30 @@ class Meeting:
         self._wait(function, is_done)
         task.wait()
 
+    @contextlib.contextmanager
+    def naming_ranks(self, function: str) -> Iterator[None]:
+        """Turn the error of a transfer into one that names the ranks that ended.
+
+        The others fail as well, or wait, and say so in the store.
+
+        Args:
+            function: name that begins the message.
+
+        Raises:
+            RuntimeError: the transfer failed.
+        """
+        try:
+            yield
+        except (RuntimeError, OSError, ValueError) as error:  # what backends of paddle.distributed raise
+            lines = str(error).strip().splitlines() or ["no reason given"]
+            self._board.tell()
+            absent = self._absent(_nap, min(_QUIET_S, self._seconds / 4))
+            ranks, rank = self._group.ranks, self._group.ranks[self._group.rank]
+            others = f"the other ranks of {ranks}, one of which may have ended or failed"
+            if absent:
+                others = f"ranks {absent} of {ranks}, which ended or do something else"
+            raise RuntimeError(f"{function}: rank {rank} could not exchange rows with {others}: {lines[-1]}") from error
+
     def _wait(self, function: str, is_done: _IsDone) -> None:
         begin, quiet = time.monotonic(), min(_QUIET_S, self._seconds / 4)
         self._board.come()
@@ -126,6 +151,12 @@ class Meeting:
             if time.monotonic() > end or is_done(quiet / 4):
                 break
         return None if absent is None else [group.ranks[rank] for rank in absent]
+
+
+def _nap(seconds: float) -> bool:
+    """Nothing is ever done, but time passes."""
+    time.sleep(seconds)
+    return False
 
 
 class _Board:

@@ -18,7 +18,7 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .groups import group_of, raising_together
-from .parameters import agree_on_tensors, gather_experts, is_expert_parameter
+from .parameters import agree_on_tensors, gather_experts, is_expert_parameter, without_wrapper
 
 __all__ = ["gather_optimizer_state_dict", "shard_optimizer_state_dict"]
 
@@ -67,7 +67,7 @@ def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = No
 
     Args:
         optimizer: one of `paddle.optimizer`; it need not have taken a step.
-        layer: the model, with all parameters of the optimizer.
+        layer: the model, wrapped or not, with all parameters of the optimizer.
         group: the ranks that share the experts, as `ExpertParallel` takes it.
 
     Returns:
@@ -85,6 +85,7 @@ def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = No
     group = group_of(function, group)
     with raising_together(function, group):
         _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
+        layer = without_wrapper(layer)
         if not callable(getattr(optimizer, "state_dict", None)):
             _checks.bad_type(function, "optimizer", "an optimizer of paddle.optimizer", type(optimizer).__name__)
         source, state = "optimizer.state_dict()", optimizer.state_dict()
@@ -126,6 +127,7 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
     group = group_of(function, group)
     _checks.instance(function, "state", state, Mapping, "a dict, as gather_optimizer_state_dict returns it")
     _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
+    layer = without_wrapper(layer)
     names = _names_in(layer)
     entries = _entries(function, "state", state, state.get(_NAMES, names), layer)
     stacked = _stacked(function, entries, layer, group.nranks)

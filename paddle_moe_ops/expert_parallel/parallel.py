@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,14 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import beside, filled, is_graph_value, public
+from .._graphs import beside, is_graph_value, public
 from ..backends.base import Validation
 from ..functional import permute, unpermute
 from ..routing import Plan, route
+from .counting import counts_of_ranks, say_that_this_rank_raises
 from .deep_ep import DeepEP
 from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
-from .groups import agree, group_of, raise_for_others
+from .groups import agree, group_of
 from .meetings import DEFAULT_TIMEOUT_S, checked_timeout
 from .peers import Peers
 from .plans import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed
@@ -35,7 +37,6 @@ _TRAVEL = {
 }
 _DISPATCH = f"{_NAME}.dispatch"
 _OF_TOKENS, _OF_ROWS = "the tokens of received", "the rows of received"
-_WANTS_GRADIENT, _NOT_FINITE, _RAISED = 1, 2, 4  # what a rank says of itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +175,7 @@ class ExpertParallel:
         if tokens_per_rank is not None:
             self.tokens_per_rank = _checks.integer(_NAME, "tokens_per_rank", tokens_per_rank, 1)
             if combine != "reduced" and transport != "peer":
-                expected = 'None with combine="exact", but for transport="peer"'
+                expected = 'None; with it, combine must be "reduced" or transport "peer"'
                 _checks.bad_value(_NAME, "tokens_per_rank", expected, tokens_per_rank)
         if transport == "peer" and tokens_per_rank is None:
             _checks.bad_value(_NAME, "tokens_per_rank", 'given with transport="peer"', None)
@@ -259,6 +260,16 @@ class ExpertParallel:
         _checks.instance(f"{_NAME}.combine", "received", received, Received, "what dispatch returned")
         return _combine(out, received)
 
+    @contextlib.contextmanager
+    def telling_of_errors(self) -> Iterator[None]:
+        """Tell the ranks that wait for numbers of tokens, if any do, of an error that this rank raises inside."""
+        try:
+            yield
+        except (TypeError, ValueError):
+            if self._peers is None and self.tokens_per_rank is None and paddle.in_dynamic_mode():
+                say_that_this_rank_raises(self)
+            raise
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """A copy of a layer exchanges with the same ranks; connections are not copied."""
         return self
@@ -289,19 +300,16 @@ def _dispatch(
 ) -> Received:
     if ep._peers is not None:
         return _dispatch_to_peers(x, ids, probs, ep, ep._peers, capacity, validate, copy)
-    try:
+    with ep.telling_of_errors():
         _check_arguments(x, ids, probs)
-        plan = _plan(ids, ep, capacity, validate)
-    except (TypeError, ValueError):
-        _say_that_this_rank_raises(ep)
-        raise
+        plan = _plan(ids, probs, ep, capacity, validate)
     # without a capacity all that is an id is kept, and what is none goes to no rank; int64 may not fit
     kept = ids if capacity is None and ids.dtype == paddle.int32 else _kept_ids(ids, plan)
     kept = beside(kept, x)
     if ep.tokens_per_rank is not None:
         return _dispatch_equal_parts(x, probs, kept, plan, ep)
     to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, None)
-    tokens, rows, of_experts = _counts(x, probs, plan, to_ranks, ep, validate)
+    tokens, rows, of_experts = counts_of_ranks(x, probs, plan, to_ranks, ep, validate)
     to_ranks, plan = trimmed(to_ranks, sum(tokens.sent)), trimmed(plan, sum(rows.received))
     local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False)), x)
     local = route(local_ids, num_experts=ep.num_local_experts, buffer_size=sum(rows.sent), validate=False)
@@ -328,25 +336,23 @@ def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor) -> None:
     _checks.same_place(_DISPATCH, x=x, ids=ids, probs=probs)
 
 
-def _plan(ids: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None) -> Plan:
+def _plan(ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None) -> Plan:
     """Make the plan of this rank's tokens over all experts."""
     slots = ids.shape[0] * ids.shape[1]
     with _checks.renaming("route", _DISPATCH, routing="ids"):
-        return route(ids, num_experts=ep.num_experts, buffer_size=slots, capacity=capacity, validate=validate)
+        return route(
+            ids,
+            probs.detach() if validate is True else None,  # only to look at them
+            num_experts=ep.num_experts,
+            buffer_size=slots,
+            capacity=capacity,
+            validate=validate,
+        )
 
 
 def _kept_ids(ids: Tensor, plan: Plan) -> Tensor:
     """The ids as int32, -1 where a slot was dropped."""
     return paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
-
-
-def _say_that_this_rank_raises(ep: ExpertParallel) -> None:
-    """Take part in the exchange of numbers that the other ranks wait for, if there is one."""
-    size = ep.group.nranks
-    if ep._peers is None and ep.tokens_per_rank is None and paddle.in_dynamic_mode():
-        message = paddle.full([size, 2 + ep.num_local_experts], _RAISED, "int32")
-        with contextlib.suppress(RuntimeError):  # this rank has an error of its own to raise
-            ep._transport.exchange_numbers(message)
 
 
 def _dispatch_equal_parts(x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, ep: ExpertParallel) -> Received:
@@ -381,10 +387,10 @@ def _dispatch_to_peers(
     copies = copy or (paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient))
     if isinstance(peers, Peers) and ep.combines == "reduced" and capacity is None:
         if ids.shape[1] == 0 or _checks.validation(_DISPATCH, validate, ids) is not Validation.OFF:
-            _plan(ids, ep, capacity, validate)  # which says what is wrong
+            _plan(ids, probs, ep, capacity, validate)  # which says what is wrong
         got = peers.dispatch(x, ids, probs, copies)
         return _tokens_of_peers(got, peers, ep, got.routed, got.dropped, probs)
-    plan = _plan(ids, ep, capacity, validate)
+    plan = _plan(ids, probs, ep, capacity, validate)
     if capacity is not None:
         ids = _kept_ids(ids, plan)
     if isinstance(peers, DeepEP) or ep.combines == "reduced":
@@ -444,40 +450,3 @@ def _combine(out: Tensor, received: Received) -> Tensor:
     _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
     travelling = out if back.chunks is None else back.chunks.by_rank(out)
     return unpermute(exchange(travelling, back.counts), back.plan, back.probs)
-
-
-def _counts(
-    x: Tensor, probs: Tensor, plan: Plan, to_ranks: Plan, ep: ExpertParallel, validate: bool | None
-) -> tuple[Counts, Counts, list[list[int]]]:
-    """Tokens that go from rank to rank, the rows that come back for them, and the rows of [rank, local expert].
-
-    One exchange of a few numbers: tokens, whether gradients are wanted and all is finite, and rows of each expert.
-    """
-    size, transport = ep.group.nranks, ep._transport
-    wants = paddle.is_grad_enabled() and not x.stop_gradient
-    if ep.combines == "reduced":
-        wants = paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient)
-    rows = plan.tokens_per_expert.reshape([size, ep.num_local_experts])
-    states = filled([size, 1], _WANTS_GRADIENT * wants, "int32", like=rows)
-    if validate is True:
-        states += _NOT_FINITE * beside((~paddle.isfinite(x).all()).astype("int32"), states)
-    message = paddle.concat([to_ranks.tokens_per_expert.unsqueeze(-1), states, rows], axis=1)
-    both = paddle.stack([message, transport.exchange_numbers(message)]).tolist()  # the host waits here
-    own, told = both
-    _check_states([each[1] for each in told], ep)
-    of_experts = [each[2:] for each in told]
-    of_tokens = Counts(transport, [each[0] for each in own], [each[0] for each in told], ep.payload)
-    of_rows = Counts(transport, [sum(each) for each in of_experts], [sum(each[2:]) for each in own])
-    return of_tokens, of_rows, of_experts
-
-
-def _check_states(states: list[int], ep: ExpertParallel) -> None:
-    ranks = ep.group.ranks
-    raise_for_others(_DISPATCH, ranks, [rank for rank, state in zip(ranks, states, strict=True) if state & _RAISED])
-    bad = [rank for rank, state in zip(ranks, states, strict=True) if state & _NOT_FINITE]
-    if bad:
-        _checks.bad_value(_DISPATCH, "x", "finite on all ranks", f"NaN or infinity on ranks {bad}")
-    wanting = [rank for rank, state in zip(ranks, states, strict=True) if state & _WANTS_GRADIENT]
-    if wanting and len(wanting) < len(ranks):
-        expected = "a tensor that wants a gradient on all ranks of the group or on none"
-        _checks.bad_value(_DISPATCH, "x", expected, f"one that does on ranks {wanting} of {ranks}")

@@ -10,6 +10,7 @@ from typing import Any
 import paddle
 from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
+from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 from .. import _checks
 from .groups import agree, group_of
@@ -17,6 +18,7 @@ from .mixing import refuse_to_mix_experts
 
 __all__ = [
     "agree_on_tensors",
+    "copy_marks",
     "gather_experts",
     "gather_state_dict",
     "is_expert_parameter",
@@ -24,6 +26,7 @@ __all__ = [
     "shard_state_dict",
     "sharding_color",
     "start_as_one",
+    "without_wrapper",
 ]
 
 _SHARDING_COLOR = "moe_expert"  # what programs for Fleet call it
@@ -66,6 +69,21 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
             parameter.expert_group_id = shared_by.id
 
 
+def copy_marks(source: nn.Layer, target: nn.Layer) -> None:
+    """Mark the parameters of a copy as those of the layer are: Paddle copies parameters without attributes."""
+    for mine, other in zip(source.parameters(), target.parameters(), strict=True):
+        for name in ("no_sync", "expert", "color", "expert_group_id"):
+            if hasattr(mine, name):
+                setattr(other, name, getattr(mine, name))
+
+
+def without_wrapper(layer: nn.Layer) -> nn.Layer:
+    """The model that `paddle.DataParallel` or ``fleet.distributed_model`` wrapped, whose states have its names."""
+    while isinstance(layer, (paddle.DataParallel, MetaParallelBase)):
+        layer = layer._layers
+    return layer
+
+
 def sharding_color(copies: Group) -> dict[str, Any]:
     """What tells Fleet's ``DygraphShardingOptimizerV2`` between which ranks to divide experts."""
     return {"color": _SHARDING_COLOR, "group": copies}
@@ -95,7 +113,8 @@ def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
     Not differentiable. Bit-exact copies; the host waits for the other ranks.
 
     Args:
-        layer: the model; what `mark_expert_parameters` marked is gathered.
+        layer: the model, or what `paddle.DataParallel` or ``fleet.distributed_model`` made of it; what
+            `mark_expert_parameters` marked is gathered.
         group: the ranks that share the experts, as `ExpertParallel` takes it.
 
     Returns:
@@ -106,7 +125,7 @@ def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
         ValueError: this process is not one of its ranks; on every rank, if the ranks have different parameters of
             experts.
     """
-    function = "gather_state_dict"
+    function, layer = "gather_state_dict", without_wrapper(layer)
     group = group_of(function, group)
     state = dict(layer.state_dict())
     own = {name: state[name] for name in _expert_names(layer)}
@@ -147,7 +166,7 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
 
     Args:
         state: that of one process, or from `gather_state_dict`.
-        layer: the model that it is for.
+        layer: the model that it is for, wrapped or not.
         group: the ranks that share the experts, as `ExpertParallel` takes it.
 
     Returns:
@@ -157,7 +176,7 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
         TypeError: the group is not a group.
         ValueError: a parameter does not have the experts of all ranks; this process is not one of the group's ranks.
     """
-    name = "shard_state_dict"
+    name, layer = "shard_state_dict", without_wrapper(layer)
     group = group_of(name, group)
     part, own = dict(state), layer.state_dict()
     for key in set(_expert_names(layer)) & part.keys():

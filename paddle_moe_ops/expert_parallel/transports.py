@@ -9,15 +9,15 @@ same order.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import paddle
 from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
+from .. import _checks
 from .._graphs import filled
 from .meetings import Meeting
 
@@ -93,7 +93,7 @@ class AllToAll:
             lines = paddle.concat([each for each in (lines[:before], own, lines[before:]) if each.shape[0]])
             sent[rank], received[rank] = sent[rank] + 1, received[rank] + 1
         out = paddle.zeros([sum(received), width], lines.dtype)
-        with _naming_the_group(self._group):
+        with self._meeting.naming_ranks("expert_parallel"):
             paddle.distributed.alltoall_single(
                 out, lines, in_split_sizes=sent, out_split_sizes=received, group=self._group
             )
@@ -105,7 +105,7 @@ class AllToAll:
 
     def exchange_numbers(self, numbers: Tensor) -> Tensor:
         out = paddle.empty_like(numbers)
-        with _naming_the_group(self._group):
+        with self._meeting.naming_ranks("expert_parallel"):
             task = paddle.distributed.alltoall_single(out, numbers, group=self._group, sync_op=False)
         self._meeting.wait(_DISPATCH, task)
         return out
@@ -136,8 +136,13 @@ class Scatters:
     def _exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         lines, arrived = _as_bytes(payload), []
         width = lines.shape[1]
-        with _naming_the_group(self._group):
-            for source, counts in enumerate(self._counts_of_all(sent)):
+        with self._meeting.naming_ranks("expert_parallel"):
+            counts_of_all, widths = self._counts_of_all(sent, width)
+        if len(set(widths)) > 1:  # gloo would end the process
+            given = ", ".join(f"{each} on rank {rank}" for rank, each in zip(self._group.ranks, widths, strict=True))
+            _checks.bad_value(_NAME, "a line's bytes", "as many on all ranks: d, K and dtypes must be the same", given)
+        with self._meeting.naming_ranks("expert_parallel"):
+            for source, counts in enumerate(counts_of_all):
                 most = max(counts)
                 part = filled([most, width], 0, lines.dtype, like=lines)
                 if most * width:
@@ -146,11 +151,11 @@ class Scatters:
                 arrived.append(part[: received[source]])
         return _from_bytes(paddle.concat(arrived), payload)
 
-    def _counts_of_all(self, sent: Sequence[int]) -> list[list[int]]:
-        """How many lines each rank sends to each."""
+    def _counts_of_all(self, sent: Sequence[int], width: int) -> tuple[list[list[int]], list[int]]:
+        """How many lines each rank sends to each, and the bytes of its lines."""
         counts: list[Tensor] = []
-        paddle.distributed.all_gather(counts, paddle.to_tensor(list(sent), dtype="int64"), group=self._group)
-        return [each.tolist() for each in counts]
+        paddle.distributed.all_gather(counts, paddle.to_tensor([*sent, width], dtype="int64"), group=self._group)
+        return [each[:-1].tolist() for each in counts], [int(each[-1]) for each in counts]
 
 
 def is_gloo(group: Group) -> bool:
@@ -181,19 +186,6 @@ def transport_for(name: str, group: Group, timeout: float) -> Transport:
     if name == "auto":
         name = "gloo" if is_gloo(group) else "alltoall"
     return Scatters(group, timeout) if name == "gloo" else AllToAll(group, timeout)
-
-
-@contextlib.contextmanager
-def _naming_the_group(group: Group) -> Iterator[None]:
-    """Turn the error of a transfer into one that says between which ranks it failed."""
-    try:
-        yield
-    except (RuntimeError, OSError, ValueError) as error:  # what backends of paddle.distributed raise
-        reason = (str(error).strip().splitlines() or ["no reason given"])[-1]
-        raise RuntimeError(
-            f"expert_parallel: rank {group.ranks[group.rank]} could not exchange rows with the other ranks of "
-            f"{group.ranks}, one of which may have ended or failed: {reason}"
-        ) from error
 
 
 def _as_bytes(payload: Tensor) -> Tensor:

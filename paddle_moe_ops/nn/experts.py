@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from .._activations import ACTIVATIONS, activate, swiglu
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import Float8Matrices, accumulated
 from ..backends.float8_matrices import holds_others, is_default
+from ..expert_parallel.parameters import copy_marks
 from ..gemm import grouped_gemm
 from ..mlp import IN_GRAPH, check_compute, check_destinations, check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
@@ -125,6 +127,14 @@ class SwiGLUExperts(nn.Layer):
         if bias:
             self.gate_up_bias = self.create_parameter([num_experts, 2 * intermediate_size], is_bias=True)
             self.down_bias = self.create_parameter([num_experts, hidden_size], is_bias=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SwiGLUExperts:
+        """A copy whose parameters are marked as these are, see `expert_parallel.mark_expert_parameters`."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copy_marks(self, made)
+        return made
 
     def draw_those_of(self, rank: int, num_ranks: int) -> None:
         """Draw the weights of every rank's experts and keep those of one, for ranks that started with one seed.

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -211,8 +212,9 @@ class MoELayer(nn.Layer):
             ValueError: x has another shape; ``is_first_microbatch=False`` in the first call, or either of its values in
                 a static graph with ``compute``.
         """
-        tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
-        ids, probs, scores, logits = self.router(tokens)
+        with contextlib.nullcontext() if self.parallel is None else self.parallel.telling_of_errors():
+            tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
+            ids, probs, scores, logits = self.router(tokens)
         if self.parallel is None:
             plan = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
             out = self.experts(tokens, plan=plan, probs=probs, combine=True, is_first_microbatch=is_first_microbatch)

@@ -1,0 +1,166 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Copies and wrappers of layers, and ranks whose arguments differ or are bad: programs as people write them."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops.expert_parallel import (
+    ExpertParallel,
+    average_gradients,
+    gather_optimizer_state_dict,
+    gather_state_dict,
+    is_expert_parameter,
+    mark_expert_parameters,
+    shard_optimizer_state_dict,
+    shard_state_dict,
+)
+from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
+
+from .processes import run
+from .test_expert_parallel_errors import caught
+
+SIZES = 16, 8, 4, 2
+
+
+def made_layer() -> MoELayer:
+    paddle.seed(3)
+    return MoELayer(*SIZES, group=paddle.distributed.get_group(0))
+
+
+def shapes(state: dict[str, Any]) -> dict[str, list[int]]:
+    return {name: list(each.shape) for name, each in state.items()}
+
+
+def of_a_copy() -> list[bool]:
+    layer, group = made_layer(), paddle.distributed.get_group(0)
+    twin = copy.deepcopy(layer)
+    whole, of_twin = gather_state_dict(layer, group), gather_state_dict(twin, group)
+    return [
+        all(is_expert_parameter(each) for each in twin.experts.parameters()),
+        not any(is_expert_parameter(each) for each in twin.router.parameters()),
+        shapes(whole) == shapes(of_twin),
+        all(np.array_equal(whole[name].numpy(), of_twin[name].numpy()) for name in whole),
+        shapes(shard_state_dict(whole, twin, group)) == shapes(twin.state_dict()),
+    ]
+
+
+def test_a_copy_of_a_layer_has_the_marks_of_its_experts():
+    for found in run(of_a_copy, 2):
+        assert found == [True] * 5
+
+
+def test_a_copy_of_experts_without_marks_has_none():
+    experts = SwiGLUExperts(2, 8, 4)
+    assert not any(map(is_expert_parameter, copy.deepcopy(experts).parameters()))
+    mark_expert_parameters(experts)
+    twin = copy.deepcopy(experts)
+    assert all(each.no_sync and is_expert_parameter(each) for each in twin.parameters())
+    assert all(a is not b for a, b in zip(experts.parameters(), twin.parameters(), strict=True))
+
+
+def of_a_wrapped_model() -> list[bool]:
+    layer, group = made_layer(), paddle.distributed.get_group(0)
+    wrapped = paddle.DataParallel(layer)
+    optimizer = paddle.optimizer.AdamW(parameters=wrapped.parameters())
+    wrapped(paddle.randn([5, SIZES[0]])).sum().backward()
+    optimizer.step()
+    whole, of_optimizer = gather_state_dict(wrapped, group), gather_optimizer_state_dict(optimizer, wrapped, group)
+    part = shard_state_dict(whole, wrapped, group)
+    part_of_optimizer = shard_optimizer_state_dict(of_optimizer, wrapped, group)
+    return [
+        shapes(whole) == shapes(gather_state_dict(layer, group)),
+        list(whole["experts.down"].shape) == [SIZES[2], SIZES[1], SIZES[0]],
+        shapes(part) == shapes(layer.state_dict()) == shapes(wrapped.state_dict()),
+        set(of_optimizer["parameter_names"]) == {name for name, _ in layer.named_parameters()},
+        set(part_of_optimizer) == set(optimizer.state_dict()),
+    ]
+
+
+def test_states_of_a_wrapped_model_are_those_of_the_model():
+    for found in run(of_a_wrapped_model, 2):
+        assert found == [True] * 5
+
+
+def arguments(width: int = 8, topk: int = 2, dtype: str = "float32") -> list[Any]:
+    ids = paddle.to_tensor(np.tile(np.arange(topk, dtype=np.int32), (3, 1)))
+    return [paddle.ones([3, width], dtype), ids, paddle.ones([3, topk])]
+
+
+def dispatched(kind: str, options: dict[str, Any]) -> str:
+    ep, other = ExpertParallel(4, **options), paddle.distributed.get_rank() == 1
+    changed = {"width": {"width": 4}, "topk": {"topk": 1}, "dtype": {"dtype": "bfloat16"}}[kind]
+    return caught(lambda: ep.dispatch(*arguments(**(changed if other else {}))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("width", "x must be as wide on all ranks, but got 8 on rank 0, 4 on rank 1"),
+        ("topk", "ids must be of as many slots a token on all ranks, but got 2 on rank 0, 1 on rank 1"),
+        ("dtype", "x must be of one dtype, but got float32 on rank 0, bfloat16 on rank 1"),
+    ],
+)
+@pytest.mark.parametrize("combine", ["exact", "reduced"])
+def test_ranks_whose_tokens_differ_in_form_are_told(kind, expected, combine):
+    assert run(dispatched, 2, kind=kind, options={"combine": combine}) == [
+        f"ValueError: ExpertParallel.dispatch: {expected}"
+    ] * 2
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("kind", ["width", "topk", "dtype"])
+def test_with_parts_of_one_size_gloo_refuses_lines_that_differ(kind):
+    texts = run(dispatched, 2, kind=kind, options={"combine": "reduced", "tokens_per_rank": 3})
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("ValueError: ExpertParallel: a line's bytes must be as many on all ranks: ")
+
+
+def a_bad_input() -> str:
+    layer, rank = made_layer(), paddle.distributed.get_rank()
+    return caught(lambda: layer(paddle.ones([3, SIZES[0] if rank == 0 else 5])))
+
+
+def test_a_bad_input_of_one_rank_is_told_to_the_others():
+    good, bad = run(a_bad_input, 2)
+    assert good == (
+        "RuntimeError: ExpertParallel.dispatch: ranks [1] of [0, 1] raised an error in this call, which says more"
+    )
+    assert bad.startswith("ValueError: MoELayer: x must be")
+
+
+def probabilities_that_are_none() -> str:
+    ep, (x, ids, probs) = ExpertParallel(4), arguments()
+    if paddle.distributed.get_rank() == 1:
+        probs[1, 0] = float("nan")
+    return caught(lambda: ep.dispatch(x, ids, probs, validate=True))
+
+
+def test_with_validation_probabilities_are_looked_at():
+    good, bad = run(probabilities_that_are_none, 2)
+    assert "ranks [1] of [0, 1] raised an error" in good
+    assert bad == "ValueError: ExpertParallel.dispatch: probs must not hold NaN, but token 1, slot 0 does"
+
+
+def end_before_gradients() -> None:
+    layer = paddle.nn.Linear(2, 2)
+    layer(paddle.ones([1, 2])).sum().backward()
+    average_gradients(layer.parameters())
+    if paddle.distributed.get_rank() == 1:
+        os._exit(3)
+    raise AssertionError(caught(lambda: average_gradients(layer.parameters())))
+
+
+@pytest.mark.cpu_only
+def test_averaging_names_a_rank_that_ended():
+    with pytest.raises(RuntimeError) as failed:
+        run(end_before_gradients, 2)
+    expected = "RuntimeError: average_gradients: rank 0 could not exchange rows with ranks [1] of [0, 1], which ended"
+    assert expected in str(failed.value)
