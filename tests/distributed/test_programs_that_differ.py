@@ -110,9 +110,10 @@ def dispatched(kind: str, options: dict[str, Any]) -> str:
 )
 @pytest.mark.parametrize("combine", ["exact", "reduced"])
 def test_ranks_whose_tokens_differ_in_form_are_told(kind, expected, combine):
-    assert run(dispatched, 2, kind=kind, options={"combine": combine}) == [
-        f"ValueError: ExpertParallel.dispatch: {expected}"
-    ] * 2
+    assert (
+        run(dispatched, 2, kind=kind, options={"combine": combine})
+        == [f"ValueError: ExpertParallel.dispatch: {expected}"] * 2
+    )
 
 
 @pytest.mark.cpu_only
