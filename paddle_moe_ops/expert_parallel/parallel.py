@@ -27,7 +27,7 @@ from .peers import Peers
 from .plans import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed
 from .transports import transport_for
 
-__all__ = ["ExpertParallel", "Received", "parallel_of_agreed"]
+__all__ = ["ExpertParallel", "Received", "parallel_of_agreed", "telling_of_errors"]
 
 _NAME = "ExpertParallel"
 _TRAVEL = {
@@ -260,16 +260,6 @@ class ExpertParallel:
         _checks.instance(f"{_NAME}.combine", "received", received, Received, "what dispatch returned")
         return _combine(out, received)
 
-    @contextlib.contextmanager
-    def telling_of_errors(self) -> Iterator[None]:
-        """Tell the ranks that wait for numbers of tokens, if any do, of an error that this rank raises inside."""
-        try:
-            yield
-        except (TypeError, ValueError):
-            if self._peers is None and self.tokens_per_rank is None and paddle.in_dynamic_mode():
-                say_that_this_rank_raises(self)
-            raise
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """A copy of a layer exchanges with the same ranks; connections are not copied."""
         return self
@@ -294,13 +284,24 @@ def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> Expert
     return made
 
 
+@contextlib.contextmanager
+def telling_of_errors(ep: ExpertParallel) -> Iterator[None]:
+    """Tell the ranks that wait for numbers of tokens, if any do, of an error that this rank raises inside."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        if ep._peers is None and ep.tokens_per_rank is None and paddle.in_dynamic_mode():
+            say_that_this_rank_raises(ep)
+        raise
+
+
 @public("x", "probs")
 def _dispatch(
     x: Tensor, ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None, copy: bool
 ) -> Received:
     if ep._peers is not None:
         return _dispatch_to_peers(x, ids, probs, ep, ep._peers, capacity, validate, copy)
-    with ep.telling_of_errors():
+    with telling_of_errors(ep):
         _check_arguments(x, ids, probs)
         plan = _plan(ids, probs, ep, capacity, validate)
     # without a capacity all that is an id is kept, and what is none goes to no rank; int64 may not fit

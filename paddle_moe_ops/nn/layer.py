@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from typing import Any
 
@@ -17,7 +16,7 @@ from .. import _checks
 from .._graphs import is_graph_value, public
 from ..expert_parallel.groups import agree, group_of
 from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
-from ..expert_parallel.parallel import ExpertParallel, check_travel, parallel_of_agreed
+from ..expert_parallel.parallel import ExpertParallel, check_travel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..routing import Plan, route
 from ._common import add, check_rows, with_shape_of
@@ -212,9 +211,13 @@ class MoELayer(nn.Layer):
             ValueError: x has another shape; ``is_first_microbatch=False`` in the first call, or either of its values in
                 a static graph with ``compute``.
         """
-        with contextlib.nullcontext() if self.parallel is None else self.parallel.telling_of_errors():
+        if self.parallel is None:
             tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
             ids, probs, scores, logits = self.router(tokens)
+        else:
+            with telling_of_errors(self.parallel):
+                tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
+                ids, probs, scores, logits = self.router(tokens)
         if self.parallel is None:
             plan = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
             out = self.experts(tokens, plan=plan, probs=probs, combine=True, is_first_microbatch=is_first_microbatch)
