@@ -37,6 +37,7 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
 
     They get the attributes that Paddle looks at: ``no_sync``, so that `paddle.DataParallel` neither broadcasts them nor
     adds up their gradients, ``expert``, by which Fleet knows them, and with a sharding group ``color``.
+    Paddle's deep copies of parameters lose attributes: mark a copy again, unless its experts are `nn.SwiGLUExperts`.
 
     Args:
         experts: a layer of stacked parameters, [E / P, ...].
