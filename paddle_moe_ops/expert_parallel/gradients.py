@@ -86,10 +86,15 @@ def average_gradients(
         if gradient is None:
             continue
         if not is_expert_parameter(parameter) and group.nranks > 1:
-            paddle.distributed.all_reduce(gradient, group=group)
+            _add_up(gradient, group, seconds)
         if others is not None:
-            paddle.distributed.all_reduce(gradient, group=others)
+            _add_up(gradient, others, seconds)
         gradient.scale_(1.0 / (group.nranks * (1 if others is None else others.nranks)))
+
+
+def _add_up(gradient: Tensor, group: Group, seconds: float) -> None:
+    with Meeting(group, seconds).naming_ranks(_NAME, counts=True):
+        paddle.distributed.all_reduce(gradient, group=group)
 
 
 def _copies(group: Group, copies: Any) -> Group | None:
@@ -177,12 +182,7 @@ def _compared(raises: bool, kinds: _Kinds, group: Group, seconds: float) -> tupl
     numbers = paddle.to_tensor([int(raises), layout, -layout, gradients, -gradients], dtype="int64")
     meeting, how = Meeting(group, seconds), {"op": paddle.distributed.ReduceOp.MAX, "group": group}
     if is_gloo(group):  # whose collectives always block
-
-        def reduce() -> None:
-            with meeting.naming_ranks(_NAME):
-                paddle.distributed.all_reduce(numbers, **how)
-
-        meeting.call(_NAME, reduce)
+        meeting.call(_NAME, lambda: paddle.distributed.all_reduce(numbers, **how))
     else:
         meeting.wait(_NAME, paddle.distributed.all_reduce(numbers, **how, sync_op=False))
     some_raise, most, least, most_gradients, least_gradients = numbers.tolist()

@@ -58,14 +58,15 @@ class Meeting:
 
         Args:
             function: name that begins the message.
-            work: what to do; it raises what it raises here.
+            work: what to do.
 
         Raises:
-            RuntimeError: it took too long.
+            RuntimeError: it took too long, or failed.
         """
         job = _Job(work)
         self._wait(function, job.is_done)
-        return job.result()
+        with self.naming_ranks(function):  # here, since the store serves one thread at a time
+            return job.result()
 
     def wait(self, function: str, task: Any) -> None:
         """Wait for a task of `paddle.distributed` that does not block.
@@ -93,17 +94,21 @@ class Meeting:
         task.wait()
 
     @contextlib.contextmanager
-    def naming_ranks(self, function: str) -> Iterator[None]:
+    def naming_ranks(self, function: str, *, counts: bool = False) -> Iterator[None]:
         """Turn the error of a transfer into one that names the ranks that ended.
 
         The others fail as well, or wait, and say so in the store.
 
         Args:
             function: name that begins the message.
+            counts: whether the transfer is a meeting of its own, and not a part of a `call`. What a rank said of a
+                meeting before says nothing about this one then.
 
         Raises:
             RuntimeError: the transfer failed.
         """
+        if counts:
+            self._board.come()
         try:
             yield
         except (RuntimeError, OSError, ValueError) as error:  # what backends of paddle.distributed raise
@@ -114,7 +119,7 @@ class Meeting:
             others = f"the other ranks of {ranks}, one of which may have ended or failed"
             if absent:
                 others = f"ranks {absent} of {ranks}, which ended or do something else"
-            raise RuntimeError(f"{function}: rank {rank} could not exchange rows with {others}: {lines[-1]}") from error
+            raise RuntimeError(f"{function}: rank {rank} could not exchange data with {others}: {lines[-1]}") from error
 
     def _wait(self, function: str, is_done: _IsDone) -> None:
         begin, quiet = time.monotonic(), min(_QUIET_S, self._seconds / 4)

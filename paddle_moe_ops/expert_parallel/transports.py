@@ -93,7 +93,7 @@ class AllToAll:
             lines = paddle.concat([each for each in (lines[:before], own, lines[before:]) if each.shape[0]])
             sent[rank], received[rank] = sent[rank] + 1, received[rank] + 1
         out = paddle.zeros([sum(received), width], lines.dtype)
-        with self._meeting.naming_ranks("expert_parallel"):
+        with self._meeting.naming_ranks(_NAME):
             paddle.distributed.alltoall_single(
                 out, lines, in_split_sizes=sent, out_split_sizes=received, group=self._group
             )
@@ -105,7 +105,7 @@ class AllToAll:
 
     def exchange_numbers(self, numbers: Tensor) -> Tensor:
         out = paddle.empty_like(numbers)
-        with self._meeting.naming_ranks("expert_parallel"):
+        with self._meeting.naming_ranks(_NAME):
             task = paddle.distributed.alltoall_single(out, numbers, group=self._group, sync_op=False)
         self._meeting.wait(_DISPATCH, task)
         return out
@@ -127,29 +127,34 @@ class Scatters:
         self._group, self._meeting = group, Meeting(group, timeout)
 
     def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        return self._meeting.call(_NAME, lambda: self._exchange(payload, sent, received))
+        return self._exchange(_NAME, payload, sent, received)
 
     def exchange_numbers(self, numbers: Tensor) -> Tensor:
         ones = [1] * self._group.nranks
-        return self._meeting.call(_DISPATCH, lambda: self._exchange(numbers, ones, ones))
+        return self._exchange(_DISPATCH, numbers, ones, ones)
 
-    def _exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        lines, arrived = _as_bytes(payload), []
-        width = lines.shape[1]
-        with self._meeting.naming_ranks("expert_parallel"):
-            counts_of_all, widths = self._counts_of_all(sent, width)
+    def _exchange(self, function: str, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        lines = _as_bytes(payload)
+        counts, widths = self._meeting.call(function, lambda: self._counts_of_all(sent, lines.shape[1]))
         if len(set(widths)) > 1:  # gloo would end the process
             given = ", ".join(f"{each} on rank {rank}" for rank, each in zip(self._group.ranks, widths, strict=True))
             _checks.bad_value(_NAME, "a line's bytes", "as many on all ranks: d, K and dtypes must be the same", given)
-        with self._meeting.naming_ranks("expert_parallel"):
-            for source, counts in enumerate(counts_of_all):
-                most = max(counts)
-                part = filled([most, width], 0, lines.dtype, like=lines)
-                if most * width:
-                    parts = _padded_parts(lines, sent, most) if source == self._group.rank else None
-                    paddle.distributed.scatter(part, parts, src=self._group.ranks[source], group=self._group)
-                arrived.append(part[: received[source]])
+        arrived = self._meeting.call(function, lambda: self._scattered(lines, sent, received, counts))
         return _from_bytes(paddle.concat(arrived), payload)
+
+    def _scattered(
+        self, lines: Tensor, sent: Sequence[int], received: Sequence[int], counts_of_all: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """The lines from each rank."""
+        arrived, width = [], lines.shape[1]
+        for source, counts in enumerate(counts_of_all):
+            most = max(counts)
+            part = filled([most, width], 0, lines.dtype, like=lines)
+            if most * width:
+                parts = _padded_parts(lines, sent, most) if source == self._group.rank else None
+                paddle.distributed.scatter(part, parts, src=self._group.ranks[source], group=self._group)
+            arrived.append(part[: received[source]])
+        return arrived
 
     def _counts_of_all(self, sent: Sequence[int], width: int) -> tuple[list[list[int]], list[int]]:
         """How many lines each rank sends to each, and the bytes of its lines."""

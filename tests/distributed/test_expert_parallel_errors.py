@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import paddle
 import pytest
+from paddle.base import core
 
 from paddle_moe_ops.expert_parallel import ExpertParallel, average_gradients, shard_state_dict
 from paddle_moe_ops.nn import MoELayer
@@ -169,11 +171,21 @@ def test_the_others_are_told_of_a_rank_that_raises():
     assert raised[1] == "ValueError: ExpertParallel.dispatch: ids must be of shape [2, topk], but got [4]"
 
 
+def end_rank_1() -> None:
+    """Once rank 0 is here, too: before, it would find the connection broken in what both did."""
+    store = core.create_or_get_global_tcp_store()
+    if paddle.distributed.get_rank() == 0:
+        store.add("tests/rank 0 is here", 1)
+        return
+    while store.add("tests/rank 0 is here", 0) < 1:
+        time.sleep(0.01)
+    os._exit(3)
+
+
 def end_of_a_rank() -> str:
     ep, (x, ids, probs) = ExpertParallel(4), inputs(0)
     ep.dispatch(x, ids, probs)
-    if paddle.distributed.get_rank() == 1:
-        os._exit(3)
+    end_rank_1()
     raise AssertionError(caught(lambda: ep.dispatch(x, ids, probs)))
 
 
@@ -182,8 +194,8 @@ def test_the_others_are_told_of_a_rank_that_ended():
         run(end_of_a_rank, 2)
     text = str(failed.value)
     assert "rank 1 died: exit code 3" in text
-    expected = "rank 0 could not exchange rows with ranks [1] of [0, 1], which ended or do something else: "
-    assert f"RuntimeError: expert_parallel: {expected}" in text
+    expected = "rank 0 could not exchange data with ranks [1] of [0, 1], which ended or do something else: "
+    assert f"RuntimeError: ExpertParallel.dispatch: {expected}" in text
 
 
 def end_of_a_rank_that_others_write_to() -> str:

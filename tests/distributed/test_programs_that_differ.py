@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from paddle_moe_ops.expert_parallel import (
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 
 from .processes import run
-from .test_expert_parallel_errors import caught
+from .test_expert_parallel_errors import caught, end_rank_1
 
 SIZES = 16, 8, 4, 2
 
@@ -154,8 +153,7 @@ def end_before_gradients() -> None:
     layer = paddle.nn.Linear(2, 2)
     layer(paddle.ones([1, 2])).sum().backward()
     average_gradients(layer.parameters())
-    if paddle.distributed.get_rank() == 1:
-        os._exit(3)
+    end_rank_1()
     raise AssertionError(caught(lambda: average_gradients(layer.parameters())))
 
 
@@ -163,5 +161,5 @@ def end_before_gradients() -> None:
 def test_averaging_names_a_rank_that_ended():
     with pytest.raises(RuntimeError) as failed:
         run(end_before_gradients, 2)
-    expected = "RuntimeError: average_gradients: rank 0 could not exchange rows with ranks [1] of [0, 1], which ended"
+    expected = "RuntimeError: average_gradients: rank 0 could not exchange data with ranks [1] of [0, 1], which ended"
     assert expected in str(failed.value)
