@@ -212,17 +212,13 @@ class MoELayer(nn.Layer):
                 a static graph with ``compute``.
         """
         if self.parallel is None:
-            tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
-            ids, probs, scores, logits = self.router(tokens)
-        else:
-            with telling_of_errors(self.parallel):
-                tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
-                ids, probs, scores, logits = self.router(tokens)
-        if self.parallel is None:
+            tokens, ids, probs, scores, logits = self._routed(x)
             plan = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
             out = self.experts(tokens, plan=plan, probs=probs, combine=True, is_first_microbatch=is_first_microbatch)
             load, dropped = plan.routed_per_expert, plan.overflow
         else:
+            with telling_of_errors(self.parallel):
+                tokens, ids, probs, scores, logits = self._routed(x)
             capacity = capacity_of(ids.shape[0], ids.shape[1], self.router.num_experts, self.router.capacity_factor)
             given = tokens, ids, probs, capacity, is_first_microbatch
             out, load, dropped = _over_ranks(self.parallel, self.experts, *given)
@@ -236,6 +232,11 @@ class MoELayer(nn.Layer):
             self.aux_loss = loss_of_load(scores, load, self.router.scoring == "sigmoid")  # type: ignore[misc]
             self.z_loss = router_z_loss(logits)  # type: ignore[misc]
         return with_shape_of(out, x)
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The tokens, and what the router says of them."""
+        tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
+        return tokens, *self.router(tokens)
 
     def extra_repr(self) -> str:
         """Return what ``print(layer)`` says of it."""
