@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paddle import Tensor
 
 from . import _env
-from ._graphs import is_graph_value
+from ._graphs import dtype_name, is_graph_value
 from .backends import QuantizeSpec, Validation
 
 MAX_EXPERTS = 2**16
@@ -64,11 +64,6 @@ def renaming(function: str, caller: str, **arguments: str) -> Iterator[None]:
             raise
         argument, _, rest = text.partition(" ")
         raise type(error)(f"{caller}: {arguments.get(argument, argument)} {rest}") from None
-
-
-def dtype_name(dtype: Any) -> str:
-    """The name of a Paddle dtype without the module."""
-    return str(dtype).rpartition(".")[2]
 
 
 def tensor(
@@ -340,3 +335,16 @@ def validation(function: str, value: bool | None, like: Tensor) -> Validation:
         on_cpu = is_graph_value(like) or like.place.is_cpu_place()
         return Validation.DATA if on_cpu else Validation.OFF
     return Validation.ALL if value else Validation.OFF
+
+
+def of_its_shape(function: str, out: Tensor) -> Tensor:
+    """A result whose gradient must have its shape, which Paddle's own operators don't look at in `paddle.grad`."""
+    if not is_graph_value(out) and not out.stop_gradient:
+        shape = out.shape
+
+        def check(gradient: Tensor | None) -> None:
+            if gradient is not None and gradient.shape != shape:
+                bad_value(function, "the gradient of the result", f"of shape {list(shape)}", list(gradient.shape))
+
+        out.register_hook(check)
+    return out

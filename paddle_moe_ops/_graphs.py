@@ -174,6 +174,11 @@ def float32(tensor: Any) -> Any:
     return tensor if tensor is None or tensor.dtype == paddle.float32 else tensor.astype("float32")
 
 
+def dtype_name(dtype: Any) -> str:
+    """The name of a Paddle dtype without the module."""
+    return str(dtype).rpartition(".")[2]
+
+
 def to_dtype(tensor: Any, dtype: Any) -> Any:
     """The tensor in a dtype; no copy if it has it."""
     return tensor if tensor.dtype == dtype else tensor.astype(dtype)

@@ -103,7 +103,7 @@ def moe_mlp(
             gpt_oss: ``(u + 1) * g * sigmoid(1.702 * g)`` with g clamped to at most 7 and u to [-7, 7]; clamped values
             have no gradient.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
-        weights_by: what flat ``probs`` are by, "row" or "slot".
+        weights_by: what flat ``probs`` are by, "row" or "slot"; needed for flat ``probs``, as ``plan.row_probs`` are.
         keep: "h", or "x" to keep only the tokens and the maps, and make H again in the backward pass; with ``compute``
             also "h_fp8" to keep H as float8 codes, with a scale for each 128 columns. In a graph that is "h".
         workspace_mb: MiB of the buffer on Triton, 1 or more; it always holds at least a few columns of all rows. A
@@ -111,8 +111,9 @@ def moe_mlp(
         accumulate: whether to add the gradients of the matrices to existing ones as they are made, instead of giving
             them to Paddle, which would pass over all matrices once more. They are added to the attribute ``main_grad``,
             a tensor of float32 or of the matrix's dtype, which is made (float32) if it is None; without that attribute
-            to ``grad``, if there is one. Hooks on the gradient of the matrix then get None, and paddle.DataParallel
-            does not reduce what is in ``main_grad``: do that before the optimizer's step. ``main_grad`` is what Fleet's
+            to ``grad``, if there is one. Use ``backward()``: hooks on the gradient of the matrix, and `paddle.grad`,
+            then get None. A second backward pass through the same graph raises. paddle.DataParallel does not reduce
+            what is in ``main_grad``: do that before the optimizer's step. ``main_grad`` is what Fleet's
             `MixPrecisionOptimizer` takes; `paddle.optimizer.AdamW` alone ignores it. The same goes for the biases.
         gate_up_bias: [E, 2 * n], dtype of ``x``, added to the first product: the gate's first, as in ``gate_up``. Or a
             list of E vectors.
@@ -151,7 +152,8 @@ def moe_mlp(
             gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
         hidden = grouped_gemm(tokens, gate_up, plan=plan, permute_x=True, transpose=transpose, bias=gate_up_bias)
         rows = activate(hidden, activation)
-        out = unpermute(grouped_gemm(rows, down, plan=plan, transpose=transpose, bias=down_bias), plan, weights)
+        rows = grouped_gemm(rows, down, plan=plan, transpose=transpose, bias=down_bias)
+        out = _checks.of_its_shape(_NAME, unpermute(rows, plan, weights))
     shape = x.shape
     if len(shape) == 2:
         return out

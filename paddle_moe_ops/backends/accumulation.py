@@ -10,9 +10,10 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from .._graphs import filled, is_graph_value, to_dtype
+from .._graphs import dtype_name, filled, is_graph_value, to_dtype
+from .turns import OneTurn
 
-__all__ = ["Destination", "accumulated", "accumulated_each", "destination_of", "put", "why_not"]
+__all__ = ["Destination", "accumulated", "accumulated_each", "destination_of", "put", "refuse_others", "why_not"]
 
 
 class Destination(NamedTuple):
@@ -33,25 +34,46 @@ def why_not(parameter: Tensor) -> tuple[str, str] | None:
         return "a tensor, outside static graphs, with accumulate", "a value of a static graph"
     if not parameter.stop_gradient and not parameter.is_leaf:
         return "a leaf, such as a parameter, with accumulate", "the result of another operator"
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is None:
+    return _why_not("main_grad", parameter, getattr(parameter, "main_grad", None))
+
+
+def _why_not(name: str, parameter: Tensor, held: Tensor | None) -> tuple[str, str] | None:
+    """The same of the attribute to whose tensor gradients are added."""
+    if held is None:
         return None
-    fits = main_grad.dtype in (paddle.float32, parameter.dtype) and main_grad.shape == parameter.shape
-    if fits and main_grad.is_contiguous() and main_grad.place == parameter.place:
+    dtypes = " or ".join(dict.fromkeys(("float32", dtype_name(parameter.dtype))))
+    expected = f"a parameter whose {name} is contiguous, {dtypes}, of its shape and place"
+    if not isinstance(held, Tensor):
+        return expected, f"one whose {name} is a {type(held).__name__}"
+    fits = held.dtype in (paddle.float32, parameter.dtype) and held.shape == parameter.shape
+    if fits and held.is_contiguous() and held.place == parameter.place:
         return None
-    expected = f"a parameter whose main_grad is contiguous, float32 or {parameter.dtype}, of its shape and place"
-    return expected, f"one whose main_grad is {main_grad.dtype} {main_grad.shape} on {main_grad.place}"
+    return expected, f"one whose {name} is {dtype_name(held.dtype)} {list(held.shape)} on {held.place}"
 
 
 def destination_of(parameter: Tensor) -> Destination | None:
-    """Where to put the gradient of a parameter, which is made if need be. None: give the gradient to Paddle."""
-    if hasattr(parameter, "main_grad"):
-        if parameter.main_grad is not None:
-            return Destination(parameter.main_grad, True)
-        with paddle.no_grad():
-            parameter.main_grad = filled(parameter.shape, 0, "float32", like=parameter)
-        return Destination(parameter.main_grad, False)
-    return None if parameter.grad is None else Destination(parameter.grad, True)
+    """Where to put the gradient of a parameter, which is made if need be. None: give the gradient to Paddle.
+
+    Raises:
+        ValueError: what is there does not fit; it may have been replaced since the forward pass.
+    """
+    name = "main_grad" if hasattr(parameter, "main_grad") else "grad"
+    held = getattr(parameter, name)
+    refuse_others(name, parameter, held)
+    if held is not None:
+        return Destination(held, True)
+    if name == "grad":
+        return None
+    with paddle.no_grad():
+        parameter.main_grad = filled(parameter.shape, 0, "float32", like=parameter)
+    return Destination(parameter.main_grad, False)
+
+
+def refuse_others(name: str, parameter: Tensor, held: Tensor | None) -> None:
+    """Raise a ValueError if gradients of a parameter cannot be added to what its attribute of that name holds."""
+    problem = _why_not(name, parameter, held)
+    if problem is not None:
+        raise ValueError(f"accumulate: expected {problem[0]}, but got {problem[1]}")
 
 
 def put(destination: Destination, gradient: Tensor) -> None:
@@ -73,7 +95,8 @@ class _Accumulated(PyLayer):
     """A copy of a parameter, since Paddle takes none that shares memory with a leaf; its gradient is put in place."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+    def forward(ctx: Any, turn: OneTurn, parameter: Tensor) -> Tensor:
+        turn.watch(ctx)
         ctx.parameter = parameter
         return parameter.clone()
 
@@ -88,7 +111,16 @@ class _Accumulated(PyLayer):
 
 def accumulated(parameter: Tensor) -> Tensor:
     """A parameter for operators that know nothing of accumulation."""
-    return parameter if parameter.stop_gradient or not paddle.is_grad_enabled() else _Accumulated.apply(parameter)
+    if parameter.stop_gradient or not paddle.is_grad_enabled():
+        return parameter
+    return _guarded(_Accumulated, parameter)
+
+
+def _guarded(layer: type[PyLayer], parameter: Tensor) -> Any:
+    turn = OneTurn()
+    made = layer.apply(turn, parameter)
+    turn.guard(*(made if isinstance(made, tuple) else (made,)), where="with accumulate=True ")
+    return made
 
 
 class _AccumulatedEach(PyLayer):
@@ -98,7 +130,8 @@ class _AccumulatedEach(PyLayer):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, turn: OneTurn, parameter: Tensor) -> tuple[Tensor, ...]:
+        turn.watch(ctx)
         ctx.parameter = parameter
         return tuple(paddle.unbind(parameter.detach()))
 
@@ -116,4 +149,4 @@ def accumulated_each(parameter: Tensor) -> Tensor | list[Tensor]:
     """As `accumulated`, the matrices of a parameter as a list, for operators that take lists."""
     if parameter.stop_gradient or not paddle.is_grad_enabled():
         return parameter
-    return list(_AccumulatedEach.apply(parameter))
+    return list(_guarded(_AccumulatedEach, parameter))

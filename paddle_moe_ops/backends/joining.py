@@ -12,7 +12,8 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from .._graphs import filled
-from .accumulation import Destination, destination_of, put
+from .accumulation import Destination, destination_of, put, refuse_others
+from .turns import OneTurn
 
 __all__ = ["destination_of_matrices", "joined", "lay_side_by_side", "parts_of", "shared_memory", "view_of"]
 
@@ -82,7 +83,7 @@ def lay_side_by_side(parameters: Sequence[Tensor]) -> None:
 def joined(matrices: Sequence[Tensor], function: str, *, accumulates: bool = False) -> Tensor:
     """The matrices as one tensor. Each gets a part of its gradient, not a copy.
 
-    The gradient has one use: what runs before this node must refuse a second backward pass.
+    The graph can be used once: a second backward pass raises.
 
     Args:
         matrices: of one shape and dtype.
@@ -91,7 +92,10 @@ def joined(matrices: Sequence[Tensor], function: str, *, accumulates: bool = Fal
     """
     if not paddle.is_grad_enabled() or all(each.stop_gradient for each in matrices):
         return _in_one(matrices)[0]
-    return _Joined.apply(function, accumulates, *matrices)
+    turn = OneTurn()
+    made = _Joined.apply(function, accumulates, turn, *matrices)
+    turn.guard(made, function=function, where="with lists of matrices ")
+    return made
 
 
 def _in_one(matrices: Sequence[Tensor]) -> tuple[Tensor, bool]:
@@ -105,7 +109,8 @@ def _in_one(matrices: Sequence[Tensor]) -> tuple[Tensor, bool]:
 
 class _Joined(PyLayer):
     @staticmethod
-    def forward(ctx: Any, function: str, accumulates: bool, *matrices: Tensor) -> Tensor:
+    def forward(ctx: Any, function: str, accumulates: bool, turn: OneTurn, *matrices: Tensor) -> Tensor:
+        turn.watch(ctx)
         ctx.set_materialize_grads(False)  # no gradient comes where `destination_of_matrices` took it
         ctx.function, ctx.accumulates, ctx.matrices = function, accumulates, matrices
         ctx.wanted = [not each.stop_gradient for each in matrices]
@@ -157,4 +162,7 @@ def destination_of_matrices(given: Tensor | Sequence[Tensor]) -> Destination | N
     if len(set(owners)) > 1 or any(each is None for each in held) or len({each.dtype for each in held}) > 1:
         return None
     view = view_of(held)
-    return None if view is None else Destination(view, True)
+    if view is None:
+        return None
+    refuse_others("main_grad" if owners[0] else "grad", given[0], held[0])
+    return Destination(view, True)

@@ -75,7 +75,7 @@ class MatmulBackend:
             # In dygraph matrices may be kept, and the gradients of a list are its own.
             return None if in_graph else "float8 layers are the library's operator in graphs alone"
         if not in_graph and x.place.is_cpu_place():
-            return "in dygraph on a CPU its parts, one by one, have gradients of gradients as well"
+            return "in dygraph on a CPU it runs as its parts, one by one"
         if spec.accumulates:
             return "the library's operator does not accumulate"
         if any(isinstance(each, Sequence) or each.dtype != x.dtype for each in (gate_up, down)):

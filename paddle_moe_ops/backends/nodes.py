@@ -9,7 +9,6 @@ gradients of every order; the others refuse a second one.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from paddle.autograd import PyLayer
 from .._graphs import filled
 from .._native import native
 from .base import Kernels, Tensors
+from .turns import OneTurn
 
 __all__ = ["Call", "Gradients", "connect", "first_order_only", "linear", "wants_gradient"]
 
@@ -102,17 +102,13 @@ class Call:
         return tuple(results)
 
 
-class _Context:
-    """Lives as long as the context of a node, which is Paddle's own."""
-
-
 class _Node(PyLayer):
     """A call in the autograd graph. Its inputs are the differentiable ones, its outputs those with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, witness: list[weakref.ref[_Context]], *inputs: Tensor) -> Any:
-        ctx.call, ctx.context = call, _Context()
-        witness.append(weakref.ref(ctx.context))
+    def forward(ctx: Any, call: Call, turn: OneTurn, *inputs: Tensor) -> Any:
+        ctx.call = call
+        turn.watch(ctx)
         outputs = call.forward()
         # Recomputation drops the strides of what is saved.
         ctx.save_for_backward(*[each if each.is_contiguous() else each.contiguous() for each in call.saved])
@@ -146,26 +142,14 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
     if not wants_gradient(*given):
         with paddle.no_grad():
             return call.run()
-    witness: list[weakref.ref[_Context]] = []
-    function, backend = call.function, None if call.kernels is None else call.kernels.name
-
-    def refuse_another_turn(_: Tensor | None) -> None:
-        if witness[0]() is None:
-            where, instead = "", ""
-            if backend not in (None, "paddle"):
-                where, instead = f"on the backend {backend!r} ", "; on the backend 'compiled' it can"
-            raise RuntimeError(
-                f"{function}: backward() has used this graph, and {where}nothing can use it again, "
-                f"even with retain_graph=True{instead}"
-            )
-
-    outputs = _Node.apply(call, witness, *given)
+    turn = OneTurn()
+    outputs = _Node.apply(call, turn, *given)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    for output in outputs:
-        if not output.stop_gradient:
-            # In Paddle 3.3 backward() frees the context of a PyLayer, whatever retain_graph says, and the next call of
-            # backward() reads it. A hook runs before that.
-            output.register_hook(refuse_another_turn)
+    backend = None if call.kernels is None else call.kernels.name
+    texts = {}
+    if backend not in (None, "paddle"):
+        texts = {"where": f"on the backend {backend!r} ", "instead": "; on the backend 'compiled' it can"}
+    turn.guard(*outputs, function=call.function, **texts)
     return outputs
 
 

@@ -71,7 +71,8 @@ class SwiGLUExperts(nn.Layer):
         intermediate_size: I.
         keep: see `moe_mlp`, which runs calls that combine rows.
         workspace_mb: see `moe_mlp`.
-        accumulate: see `moe_mlp`; it applies to all calls.
+        accumulate: see `moe_mlp`; it applies to all calls. A layer in ``eval()`` mode can be traced and saved with it:
+            in a graph its gradients go to Paddle. In ``train()`` mode that is refused.
         activation: see `moe_mlp`.
         bias: whether both products have biases, which begin as zeros.
         compute: see `moe_mlp`. Calls that do not combine rows are refused with it.
@@ -185,6 +186,7 @@ class SwiGLUExperts(nn.Layer):
             padding_alignment: the alignment the rows were permuted with. Zero rows give zero rows.
             plan: in place of tokens_per_expert: where the rows of tokens are, from `route`.
             probs: with a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
+                Without a plan it must be None.
             combine: with a plan, whether to add up the rows of each token, as `moe_mlp` does.
             is_first_microbatch: with ``compute``, whether the matrices have changed since the last call: True quantises
                 them and keeps the codes, 2 bytes for each element, or 1 if no gradient is wanted; False takes these
@@ -197,22 +199,32 @@ class SwiGLUExperts(nn.Layer):
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
-            ValueError: an argument of the wrong shape; a plan of another number of experts; padding_alignment is below
-                1, or the counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a
-                device or in a graph are not looked at. Also ``is_first_microbatch=False`` before anything is kept, or
-                after the matrices have moved, or ``is_first_microbatch`` in a static graph with ``compute``.
+            ValueError: an argument of the wrong shape; a plan of another number of experts, or one together with
+                tokens_per_expert or a padding_alignment; probs without a plan; padding_alignment is below 1, or the
+                counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a device or in
+                a graph are not looked at. Also ``is_first_microbatch=False`` before anything is kept, or after the
+                matrices have moved, or ``is_first_microbatch`` in a static graph with ``compute``.
         """
-        _checks.flag("SwiGLUExperts", "combine", combine)
+        name = "SwiGLUExperts"
+        _checks.flag(name, "combine", combine)
+        if is_first_microbatch is not None:
+            _checks.flag(self._name_in_errors, "is_first_microbatch", is_first_microbatch)
+        if plan is None and probs is not None:
+            _checks.bad_value(name, "probs", "None without a plan", type(probs).__name__)
+        if plan is not None and tokens_per_expert is not None:
+            _checks.bad_value(name, "tokens_per_expert", "None with a plan", type(tokens_per_expert).__name__)
+        if plan is not None and padding_alignment != 1:
+            _checks.bad_value(name, "padding_alignment", "1 with a plan", padding_alignment)
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         if combine:
             experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             # Arguments without `|=` on a dictionary, at which tracing by bytecode stops.
-            float8 = self.compute, self.float8_matrices, is_first_microbatch, self._name_in_errors
-            return _combined(rows, experts, sizes_of, self.activation, plan, probs, *float8, **self.memory_options)
+            rest = self.compute, self.float8_matrices, is_first_microbatch, self._name_in_errors, self.training
+            return _combined(rows, experts, sizes_of, self.activation, plan, probs, *rest, **self.memory_options)
         if plan is not None:
-            return self.weighted_rows(rows, plan, probs)
+            return _by_plan(rows, self._parameters_of_rows(rows), sizes_of, self.activation, plan, probs, "rows")
         return _by_counts(
-            rows, self._parameters_of_rows(), sizes_of, self.activation, tokens_per_expert, padding_alignment
+            rows, self._parameters_of_rows(rows), sizes_of, self.activation, tokens_per_expert, padding_alignment
         )
 
     @not_to_static
@@ -235,14 +247,14 @@ class SwiGLUExperts(nn.Layer):
             ValueError: an argument of the wrong shape; a plan of another number of experts.
         """
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
-        return _by_plan(x, self._parameters_of_rows(), sizes_of, self.activation, plan, probs)
+        return _by_plan(x, self._parameters_of_rows(x), sizes_of, self.activation, plan, probs, "x")
 
-    def _parameters_of_rows(self) -> _Parameters:
+    def _parameters_of_rows(self, rows: Tensor) -> _Parameters:
         """Those for calls that `moe_mlp` does not run."""
         if self.compute is not None:
             _checks.bad_value("SwiGLUExperts", "combine", f"True with compute={self.compute!r}", False)
         given = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        if not self.memory_options["accumulate"]:
+        if not _accumulates("SwiGLUExperts", rows, self.training, accumulate=self.memory_options["accumulate"]):
             return given
         check_destinations(
             "SwiGLUExperts", **{name: each for name, each in given._asdict().items() if each is not None}
@@ -257,6 +269,13 @@ class _Parameters(NamedTuple):
     down: Tensor
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+
+
+def _accumulates(name: str, rows: Tensor, training: bool, *, accumulate: bool) -> bool:
+    """Whether the gradients of this call are added to what there is. In a graph nothing can do that."""
+    if accumulate and training and is_graph_value(rows):
+        _checks.bad_value(name, "accumulate", f"False, or the layer in eval() mode, {IN_GRAPH}", True)
+    return accumulate and not is_graph_value(rows)
 
 
 @public("x", "gate_up", "down")
@@ -297,14 +316,15 @@ def _by_plan(
     activation: str,
     plan: Plan,
     probs: Tensor | None,
+    argument: str,
 ) -> Tensor:
-    """Each expert on its tokens; the sizes are E, H and I."""
+    """Each expert on its tokens; the sizes are E, H and I, ``argument`` is what the caller knows x by."""
     gate_up, down, first_bias, second_bias = _of_shapes(experts, *sizes_of)
     name = "SwiGLUExperts"
-    check_rows(name, "x", x, gate_up, ["T", gate_up.shape[1]])
+    check_rows(name, argument, x, gate_up, ["T", gate_up.shape[1]])
     plan = _plan_of(name, plan, gate_up.shape[0])
     by_slot = probs is None or check_weights(name, "probs", probs, plan)
-    with _checks.renaming("grouped_gemm", name, X="x", topk_weights="probs"):
+    with _checks.renaming("grouped_gemm", name, X=argument, topk_weights="probs"):
         hidden = grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False, bias=first_bias)
         options: dict[str, Any] = {"topk_weights": probs, "weights_by": "slot" if by_slot else "row"}
         return grouped_gemm(activate(hidden, activation), down, plan=plan, transpose=False, bias=second_bias, **options)
@@ -322,12 +342,14 @@ def _combined(
     kept: Float8Matrices | None,
     is_first_microbatch: bool | None,
     name: str,
+    training: bool,
     *,
     keep: str,
     workspace_mb: int,
     accumulate: bool,
 ) -> Tensor:
     """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I, ``name`` begins errors."""
+    accumulate = _accumulates(name, x, training, accumulate=accumulate)
     gate_up, down, gate_up_bias, down_bias = _of_shapes(experts, *sizes_of)
     check_rows(name, "rows", x, gate_up, ["T", gate_up.shape[1]])
     plan = _plan_of(name, plan, gate_up.shape[0])
@@ -343,11 +365,7 @@ def _matrices_of_call(
     name: str, kept: Float8Matrices | None, x: Tensor, gate_up: Tensor, down: Tensor, is_first_microbatch: bool | None
 ) -> Float8Matrices | None:
     """Where a call keeps, or finds, its matrices in float8; None where it keeps nothing."""
-    if is_first_microbatch is not None:
-        _checks.flag(name, "is_first_microbatch", is_first_microbatch)
-    elif not is_default(kept):
-        return None
-    if kept is None:
+    if kept is None or (is_first_microbatch is None and not is_default(kept)):
         return None
     if is_graph_value(x):  # what `set_is_first_microbatch` asked for is for the calls in dygraph
         if is_first_microbatch is not None:

@@ -48,7 +48,7 @@ class MoELayer(nn.Layer):
             add nothing to their token, which keeps the output of its other experts and of the shared experts.
         keep: see `moe_mlp`, which runs the experts.
         workspace_mb: see `moe_mlp`.
-        accumulate: see `moe_mlp`.
+        accumulate: see `moe_mlp`, and `SwiGLUExperts` for traced layers.
         activation: of the experts, see `moe_mlp`. Shared experts are SwiGLU.
         expert_bias: whether the experts have biases, which begin as zeros. Shared experts have none.
         compute: of the experts, see `moe_mlp`; with a group only where ``combine="reduced"``. Shared experts multiply
@@ -69,8 +69,9 @@ class MoELayer(nn.Layer):
     losses under ``recompute(..., use_reentrant=True)`` inside the recomputed function: outside they have no gradient.
 
     Attributes:
-        tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU an
-            int32 tensor [E]. With a group those of this rank's tokens: add up the ranks' before the update.
+        tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU and
+            in graphs an int32 tensor [E]. With a group those of this rank's tokens: add up the ranks' before the
+            update.
         dropped_slots: slots dropped for the capacity or for ``tokens_per_rank``, an int32 tensor [1]; 0 without either.
             With a group those of this rank's tokens.
         aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts where the
@@ -231,7 +232,7 @@ class MoELayer(nn.Layer):
             self.dropped_slots = dropped if self._may_drop() else 0  # type: ignore[misc]
             self.aux_loss = loss_of_load(scores, load, self.router.scoring == "sigmoid")  # type: ignore[misc]
             self.z_loss = router_z_loss(logits)  # type: ignore[misc]
-        return with_shape_of(out, x)
+        return _result(out, x)
 
     def _routed(self, x: Tensor) -> tuple[Tensor, ...]:
         """The tokens, and what the router says of them."""
@@ -274,6 +275,11 @@ class _Traced:
     def values_in_graph(self) -> tuple[Tensor, ...] | None:
         """The values if their program is being built, else None."""
         return self._values if self._program() is paddle.static.default_main_program() else None
+
+
+@public("out", "x")
+def _result(out: Tensor, x: Tensor) -> Tensor:
+    return _checks.of_its_shape("MoELayer", with_shape_of(out, x))
 
 
 @public("x", "weights")

@@ -9,7 +9,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import public, without_autocast
+from .._graphs import is_graph_value, public, without_autocast
 
 _SMALLEST_SUM = 1e-12  # sigmoids can add up to nothing
 
@@ -25,19 +25,25 @@ def load_balance_loss(scores: Tensor, ids: Tensor) -> Tensor:
 
     Args:
         scores: scores of the router, [T, E], bfloat16, float16 or float32, differentiable.
-        ids: chosen experts, int32 or int64 [T, K].
+        ids: chosen experts, int32 or int64 [T, K], -1 for an empty slot, which is not counted. On a CPU they are looked
+            at.
 
     Returns:
         scalar, float32; 0 without tokens.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong shape.
+        ValueError: an argument of the wrong shape; on a CPU, an id outside [-1, E).
     """
     name = "load_balance_loss"
     _checks.tensor(name, "scores", scores, _checks.SUM_DTYPES, ["T", "E"])
     _checks.tensor(name, "ids", ids, _checks.ID_DTYPES, [scores.shape[0], "K"])
-    load = F.one_hot(ids.astype("int64"), scores.shape[1]).sum(axis=[0, 1])
+    num_experts = scores.shape[1]
+    if not is_graph_value(ids) and ids.place.is_cpu_place() and ids.size > 0:
+        least, most = int(ids.min()), int(ids.max())
+        if least < -1 or most >= num_experts:
+            _checks.bad_value(name, "ids", f"in [-1, {num_experts})", least if least < -1 else most)
+    load = F.one_hot(ids.astype("int64") + 1, num_experts + 1).sum(axis=[0, 1])[1:]  # the first are empty slots
     return loss_of_load(scores, load, False)
 
 

@@ -16,7 +16,7 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._graphs import filled, float32, public, ready_for_matmul, without_autocast
+from .._graphs import filled, float32, is_graph_value, public, ready_for_matmul, without_autocast
 from ..routing import calculate_topk, check_groups
 from ._common import Size, described, of_shape, sizes, weight
 
@@ -59,6 +59,7 @@ class TopKRouter(nn.Layer):
         num_groups: number of groups of experts, a divisor of E.
         topk_groups: how many groups a token's experts may come from; None for all.
         scores_per_group: how many of a group's best scores are added up in order to rank it: 2 in DeepSeek-V3, 1 in V2.
+            Above E / num_groups all of them are.
         scaling_factor: what the weights are multiplied by in the end.
         capacity_factor: how many times the rows of an even load an expert may have, see `capacity`; None: no limit.
 
@@ -163,7 +164,13 @@ class TopKRouter(nn.Layer):
         Returns:
             ``ceil(capacity_factor * T * K / E)``, at least 1, as an int or a 0-D int64 tensor like T; None without a
             capacity factor.
+
+        Raises:
+            TypeError: T is neither an int nor a tensor.
+            ValueError: T is below 0.
         """
+        if not isinstance(num_tokens, Tensor) and not is_graph_value(num_tokens):
+            num_tokens = _checks.integer("capacity", "num_tokens", num_tokens, 0)
         return capacity_of(num_tokens, self.topk, self.num_experts, self.capacity_factor)
 
     @paddle.no_grad()
@@ -178,18 +185,18 @@ class TopKRouter(nn.Layer):
             rate: size of the step.
 
         Raises:
-            TypeError: the load is neither a sequence nor a tensor, or the rate is not a number.
-            ValueError: the router has no correction bias, or the load does not have E entries.
+            TypeError: the load is neither a sequence of numbers nor a tensor, or the rate is not a number.
+            ValueError: the router has no correction bias, or the load does not have E entries; a sequence with an entry
+                that is not finite.
         """
         name = "update_correction_bias"
         if self.correction_bias is None:
             _checks.bad_value(name, "the router", "one with a correction bias", "one without")
         rate = _checks.number(name, "rate", rate)
         load = tokens_per_expert
-        if not isinstance(load, (Tensor, Sequence, np.ndarray)):
-            _checks.bad_type(name, "tokens_per_expert", "a sequence of numbers or a tensor", type(load).__name__)
-        place = self.correction_bias.place
-        load = (load if isinstance(load, Tensor) else paddle.to_tensor(load, place=place)).astype("float32")
+        if not isinstance(load, Tensor):
+            load = paddle.to_tensor(_numbers(name, "tokens_per_expert", load), place=self.correction_bias.place)
+        load = load.astype("float32")
         if list(load.shape) != [self.num_experts]:
             _checks.bad_value(name, "tokens_per_expert", f"of shape [{self.num_experts}]", list(load.shape))
         step = rate * paddle.sign(load.mean() - load)
@@ -211,6 +218,20 @@ class TopKRouter(nn.Layer):
         """Make the bias take values of any float dtype, as checkpoints of cast layers used to hold them."""
         if isinstance(self.correction_bias, Tensor):
             self.correction_bias.set_value = functools.partial(_set_float32, weakref.ref(self.correction_bias))
+
+
+def _numbers(function: str, argument: str, given: Any) -> Any:
+    """A sequence of finite numbers as an array."""
+    expected = "a sequence of numbers or a tensor"
+    if not isinstance(given, (Sequence, np.ndarray)) or isinstance(given, str):
+        _checks.bad_type(function, argument, expected, type(given).__name__)
+    try:
+        numbers = np.asarray(given, dtype="float32")
+    except (TypeError, ValueError):
+        _checks.bad_type(function, argument, expected, repr(given))
+    if not np.isfinite(numbers).all():
+        _checks.bad_value(function, argument, "finite numbers", given)
+    return numbers
 
 
 def _set_float32(bias: Callable[[], Tensor], value: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter
+from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter, load_balance_loss
 from paddle_moe_ops.routing import route
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -151,6 +151,42 @@ BAD_CALLS = {
         TypeError,
         "update_correction_bias: rate must be a number, but got str",
     ),
+    "update load of words": (
+        lambda: router().update_correction_bias(["a", "b", "c", "d"]),
+        TypeError,
+        "update_correction_bias: tokens_per_expert must be a sequence of numbers or a tensor, "
+        "but got ['a', 'b', 'c', 'd']",
+    ),
+    "update load of a word": (
+        lambda: router().update_correction_bias("1234"),
+        TypeError,
+        "update_correction_bias: tokens_per_expert must be a sequence of numbers or a tensor, but got str",
+    ),
+    "update load of NaN": (
+        lambda: router().update_correction_bias([1.0, float("nan"), 1.0, 1.0]),
+        ValueError,
+        "update_correction_bias: tokens_per_expert must be finite numbers, but got [1.0, nan, 1.0, 1.0]",
+    ),
+    "capacity of a word": (
+        lambda: router().capacity("3"),
+        TypeError,
+        "capacity: num_tokens must be an int, but got str",
+    ),
+    "capacity of less than no tokens": (
+        lambda: router().capacity(-5),
+        ValueError,
+        "capacity: num_tokens must be from 0 to 2147483647, but got -5",
+    ),
+    "loss of an expert too many": (
+        lambda: load_balance_loss(paddle.ones([1, 3]), paddle.to_tensor([[0, 3]], place=paddle.CPUPlace())),
+        ValueError,
+        "load_balance_loss: ids must be in [-1, 3), but got 3",
+    ),
+    "loss of a negative expert": (
+        lambda: load_balance_loss(paddle.ones([1, 3]), paddle.to_tensor([[0, -2]], place=paddle.CPUPlace())),
+        ValueError,
+        "load_balance_loss: ids must be in [-1, 3), but got -2",
+    ),
     "shared array": (lambda: shared()([1.0]), TypeError, "SwiGLU: x must be a paddle.Tensor, but got list"),
     "shared dtype": (
         lambda: shared()(paddle.zeros([2, H], "bfloat16")),
@@ -222,12 +258,12 @@ BAD_CALLS = {
     "experts by a plan dtype": (
         lambda: experts()(paddle.zeros([1, H], "float16"), plan=plan_of([[0, 1]])),
         TypeError,
-        'SwiGLUExperts: x must be of dtype float32, but got float16; convert it with .astype("float32")',
+        'SwiGLUExperts: rows must be of dtype float32, but got float16; convert it with .astype("float32")',
     ),
     "experts by a plan tokens": (
         lambda: experts()(paddle.zeros([2, H]), plan=plan_of([[0, 1]])),
         ValueError,
-        "SwiGLUExperts: x must be of shape [1, hidden], the tokens of plan, but got [2, 12]",
+        "SwiGLUExperts: rows must be of shape [1, hidden], the tokens of plan, but got [2, 12]",
     ),
     "experts by a plan probs": (
         lambda: experts()(paddle.zeros([1, H]), plan=plan_of([[0, 1]]), probs=paddle.zeros([1, 3])),
@@ -238,6 +274,26 @@ BAD_CALLS = {
         lambda: SwiGLUExperts(3, H, 6).weighted_rows(paddle.zeros([1, H]), plan_of([[0, 1]]), paddle.zeros([1, 2])),
         ValueError,
         "SwiGLUExperts: plan must be one of 3 experts, but got one of 2",
+    ),
+    "experts probs without a plan": (
+        lambda: experts()(paddle.zeros([3, H]), [1, 2], probs=paddle.ones([3])),
+        ValueError,
+        "SwiGLUExperts: probs must be None without a plan, but got Tensor",
+    ),
+    "experts counts and a plan": (
+        lambda: experts()(paddle.zeros([1, H]), [1, 1], plan=plan_of([[0, 1]])),
+        ValueError,
+        "SwiGLUExperts: tokens_per_expert must be None with a plan, but got list",
+    ),
+    "experts alignment and a plan": (
+        lambda: experts()(paddle.zeros([1, H]), padding_alignment=8, plan=plan_of([[0, 1]])),
+        ValueError,
+        "SwiGLUExperts: padding_alignment must be 1 with a plan, but got 8",
+    ),
+    "experts micro-batch": (
+        lambda: experts()(paddle.zeros([1, H]), plan=plan_of([[0, 1]]), is_first_microbatch=5),
+        TypeError,
+        "SwiGLUExperts: is_first_microbatch must be a bool, but got 5 of type int",
     ),
     "experts no plan": (
         lambda: experts()(paddle.zeros([1, H]), plan=[1]),
@@ -277,3 +333,14 @@ BAD_CALLS = {
 def test_bad_calls_are_named(bad_call, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         bad_call()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_shared_experts": 0}, {"compute": "fp8_1x128"}], ids=str)
+@pytest.mark.parametrize("shape", [[3, H + 1], [2, H], [1], [3, H, 1]])
+def test_a_gradient_of_another_shape_is_refused(options, shape):
+    layer, x = MoELayer(**GOOD[MoELayer], **options), paddle.zeros([3, H])
+    x.stop_gradient = False
+    name = "MoELayer" if layer.shared is not None else "(MoELayer|moe_mlp)"
+    expected = re.escape(f": the gradient of the result must be of shape [3, {H}]")
+    with pytest.raises((ValueError, OSError), match=name + expected):
+        paddle.grad(layer(x), [x, *layer.experts.parameters()], grad_outputs=[paddle.ones(shape)])

@@ -281,6 +281,12 @@ class TestLoadBalanceLoss:
         assert got.dtype == paddle.float32
         assert got.item() == expected.item()
 
+    def test_does_not_count_empty_slots(self):
+        scores = paddle.nn.functional.softmax(paddle.randn([3, 4]), axis=-1)
+        with_empty = load_balance_loss(scores, paddle.to_tensor([[0, -1], [-1, -1], [2, 1]]))
+        load = paddle.to_tensor([1.0, 1.0, 1.0, 0.0]) / 3
+        assert with_empty.item() == pytest.approx((4 * load * scores.mean(axis=0)).sum().item(), rel=1e-6)
+
     def test_is_zero_without_tokens(self):
         scores = paddle.zeros([0, 4])
         scores.stop_gradient = False

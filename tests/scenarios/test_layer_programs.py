@@ -12,6 +12,7 @@ import paddle
 import pytest
 from paddle.static import InputSpec
 
+from paddle_moe_ops import route
 from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter
 from tests.ops.dense import Options, assert_close, assert_same, dense_layer, parameters_and_bias, results
 from tests.params import COPIES
@@ -388,3 +389,29 @@ def test_saved_parts_have_the_results_of_dygraph(kind, tmp_path):
         got, expected = (each if isinstance(each, (list, tuple)) else [each] for each in (got, expected))
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "geglu", "expert_bias": True}], ids=["swiglu", "geglu"])
+def test_a_trained_layer_is_saved_in_eval_mode(tmp_path, options):
+    layer = MoELayer(H, I, E, K, accumulate=True, **options)
+    x = paddle.randn([7, H])
+    for _ in range(2):
+        layer(x).square().mean().backward()
+    layer.eval()
+    expected = layer(x)
+    path = str(tmp_path / "layer")
+    paddle.jit.save(layer, path, input_spec=[InputSpec([None, H], "float32", "x")])
+    np.testing.assert_allclose(paddle.jit.load(path)(x).numpy(), expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("combine", [False, True], ids=["rows", "sums"])
+def test_a_layer_that_trains_is_not_traced(combine):
+    experts = SwiGLUExperts(E, H, I, accumulate=True)
+    plan = route(paddle.to_tensor(np.arange(14, dtype=np.int32).reshape(7, 2) % E), num_experts=E)
+
+    @paddle.jit.to_static(full_graph=True)
+    def traced(x):
+        return experts(x, plan=plan, combine=combine)
+
+    with pytest.raises(ValueError, match=r"accumulate must be False, or the layer in eval\(\) mode, in a static graph"):
+        traced(paddle.randn([7, H]))

@@ -244,24 +244,41 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
     keys[i] = expert < num_experts ? scored_key<Rows>(p, scoring, token, expert, values[i]) : 0;
   }
 
+  // A lane's candidates from the highest down, of equal keys the lower expert's first.
+  int32_t places[kKeys];
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) places[i] = i * kWarpSize + lane;
+#pragma unroll
+  for (int round = 0; round < kKeys; ++round) {
+#pragma unroll
+    for (int i = round % 2; i + 1 < kKeys; i += 2) {
+      if (keys[i + 1] > keys[i]) {
+        const uint32_t key = keys[i];
+        const int32_t place = places[i];
+        keys[i] = keys[i + 1], places[i] = places[i + 1];
+        keys[i + 1] = key, places[i + 1] = place;
+      }
+    }
+  }
+
   int32_t chosen = 0;  // lane k handles slot k
 #pragma unroll 1
   for (int32_t slot = 0; slot < topk; ++slot) {
-    uint32_t best = keys[0];
-    int32_t place = lane;
-#pragma unroll
-    for (int i = 1; i < kKeys; ++i) {
-      if (keys[i] > best) {  // of equal keys the lower expert's
-        best = keys[i];
-        place = i * kWarpSize + lane;
-      }
+    const uint32_t highest = max_over_warp(keys[0]);
+    bool wins = keys[0] == highest;
+    unsigned winners = __ballot_sync(kAllLanes, wins);
+    if ((winners & (winners - 1)) != 0) {  // of equal keys the lower expert's
+      const uint32_t lowest = ~max_over_warp(wins ? ~static_cast<uint32_t>(places[0]) : 0u);
+      wins = static_cast<uint32_t>(places[0]) == lowest;
+      winners = __ballot_sync(kAllLanes, wins);
     }
-    const uint32_t highest = max_over_warp(best);
-    const auto winner = static_cast<int32_t>(~max_over_warp(best == highest ? ~static_cast<uint32_t>(place) : 0u));
+    const int32_t winner = __shfl_sync(kAllLanes, places[0], __ffs(winners) - 1);
     if (lane == slot) chosen = winner;
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
-      if (i * kWarpSize + lane == winner) keys[i] = 0;
+      if (!wins) break;
+      keys[i] = i + 1 < kKeys ? keys[i + 1] : 0;
+      places[i] = i + 1 < kKeys ? places[i + 1] : places[i];
     }
   }
   const bool is_slot = lane < topk;
@@ -367,6 +384,9 @@ int topk(const pmo_topk_params& p, cudaStream_t stream) {
     };
     if (is_small && p.num_experts <= 64) {
       return start(choose_few_experts<Rows, 2>, grid_for(p.num_tokens, kWarps, kMaxBlocksOfGrid));
+    }
+    if (is_small && p.num_experts <= 128) {
+      return start(choose_few_experts<Rows, 4>, grid_for(p.num_tokens, kWarps, kMaxBlocksOfGrid));
     }
     if (is_small && p.num_experts <= 256) {
       return start(choose_few_experts<Rows, 8>, grid_for(p.num_tokens, kWarps, kMaxBlocksOfGrid));
