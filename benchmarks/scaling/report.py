@@ -11,11 +11,13 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 from . import tables
 from .calibration import corrected
 from .check import MOST_ERROR, Comparison, compared, foretold
 from .layers import predict
+from .machines import Machine
 from .picture import draw, points
 from .traces import load
 from .traffic import Layout
@@ -38,27 +40,44 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE, PICTURE = ROOT / "benchmarks/results", ROOT / "docs/scaling.md", "scaling.svg"
 EXCHANGES, TRACES = "h200x2-expert-parallel.jsonl", "scaling/demo-traces.jsonl"
 MORE_RANKS = "h200x4-expert-parallel.jsonl"
+OTHER_MACHINE = "h100x2-expert-parallel.jsonl", "h100x4-expert-parallel.jsonl"
 _MACHINE, _TWO, _EIGHT = Layout.of(8, 8), Layout.of(16, 8), Layout.of(64, 8)
 _IN_72 = Layout.of(64, 72)
 _LARGEST = "DeepSeek-V3"
 _POINT = re.compile(r"(\*|\d\.) ")
 
 
-def predictor_of(results: Path) -> tuple[Predictor, list[Comparison], list[Comparison], list[Comparison]]:
-    """The predictions that follow from a folder of results, and how they compare with what was measured.
+class Checked(NamedTuple):
+    """How predictions compare with what was measured.
 
-    That is what two ranks took, and what four took, by the machine of two and by the corrected one.
+    Attributes:
+        two: what two ranks took.
+        four: what four took, by the machine of two.
+        corrected: the same by the corrected machine.
     """
-    machine, found = compared(results, results / EXCHANGES)
-    final = corrected(machine, results / MORE_RANKS)
-    of_four, again = (foretold(each, results / MORE_RANKS) for each in (machine, final))
-    return Predictor(final, load(results / TRACES)), found, of_four, again
+
+    two: list[Comparison]
+    four: list[Comparison]
+    corrected: list[Comparison]
 
 
-def page(predictor: Predictor, found: list[Comparison], of_four: list[Comparison], again: list[Comparison]) -> str:
+def checked(results: Path, of_two: str, of_four: str) -> tuple[Machine, Checked]:
+    """The corrected machine that follows from a folder of results, and how it compares with them."""
+    machine, found = compared(results, results / of_two)
+    final = corrected(machine, results / of_four)
+    return final, Checked(found, *(foretold(each, results / of_four) for each in (machine, final)))
+
+
+def predictor_of(results: Path) -> tuple[Predictor, Checked, Checked]:
+    """The predictions that follow from a folder of results, and two comparisons, the second of another machine."""
+    machine, found = checked(results, EXCHANGES, MORE_RANKS)
+    return Predictor(machine, load(results / TRACES)), found, checked(results, *OTHER_MACHINE)[1]
+
+
+def page(predictor: Predictor, found: Checked, elsewhere: Checked) -> str:
     """The text of the page."""
     parts = [_choose(predictor), _models(predictor), _routing(predictor), _few(predictor), _many(predictor)]
-    parts += [_bytes(predictor), _model(predictor), _checked(found, of_four, again), _wrong(predictor, found)]
+    parts += [_bytes(predictor), _model(predictor), _checked(found, elsewhere), _wrong(predictor, found.two)]
     return _wrapped("\n".join(parts))
 
 
@@ -245,23 +264,37 @@ are not ours:
 """
 
 
-def _checked(found: list[Comparison], of_four: list[Comparison], again: list[Comparison]) -> str:
-    passed, of_four_passed, again_passed = (sum(each.passed for each in some) for some in (found, of_four, again))
+def _passed(found: list[Comparison]) -> str:
+    return f"{sum(each.passed for each in found)} of {len(found)}"
+
+
+def _failed(found: list[Comparison]) -> str:
+    return (
+        ", ".join(f"{each.shape} `{each.what}` ({100 * each.error:+.0f} %)" for each in found if not each.passed)
+        or "none"
+    )
+
+
+def _checked(found: Checked, elsewhere: Checked) -> str:
+    models = len({each.shape for each in found.four})
     return f"""## How it was checked
 
 `python -m benchmarks.scaling check benchmarks/results/{EXCHANGES}` predicts every line that was
-measured. {passed} of {len(found)} are within {_percent(MOST_ERROR)}, and the bytes that crossed are exactly the
+measured. {_passed(found.two)} are within {_percent(MOST_ERROR)}, and the bytes that crossed are exactly the
 model's. For the last column each model's lines were predicted by a machine that was calibrated without them.
 
-{tables.checked(found)}
-Four GPUs of one machine were measured with two models, after the model of cost was made. Calibrated with two GPUs
-alone, it predicts {of_four_passed} of {len(of_four)} lines within {_percent(MOST_ERROR)}, and their bytes exactly
+{tables.checked(found.two)}
+Four GPUs of one machine were measured, with {models} models, after the model of cost was made. Calibrated with two GPUs
+alone, it predicts {_passed(found.four)} lines within {_percent(MOST_ERROR)}, and their bytes exactly
 (`check benchmarks/results/{MORE_RANKS} --calibrated-by benchmarks/results/{EXCHANGES}`). All exchanges took longer than
 predicted. So two numbers were added, fitted to these lines: the speeds at which ranks send to more than one other, by
-`peer` and by `alltoall_single`. With them {again_passed} of {len(again)} lines are within {_percent(MOST_ERROR)}
-(`--corrected`), and all predictions of this page have them.
+`peer` and by `alltoall_single`. With them {_passed(found.corrected)} lines are within {_percent(MOST_ERROR)}
+(`--corrected`), and all predictions of this page have them. Not within: {_failed(found.corrected)}.
 
-{tables.foretold(of_four, again)}"""
+Between four H100s, {_passed(elsewhere.four)} lines are within {_percent(MOST_ERROR)} by the machine of two H100s alone,
+and {_passed(elsewhere.corrected)} by the corrected one. Not within: {_failed(elsewhere.corrected)}.
+
+{tables.foretold(found.four, found.corrected)}"""
 
 
 def _wrong(predictor: Predictor, found: list[Comparison]) -> str:
@@ -275,7 +308,7 @@ def _wrong(predictor: Predictor, found: list[Comparison]) -> str:
 
     return f"""## Where it would be wrong
 
-* **Two GPUs were measured, and four with two models; not more.** It is assumed that eight GPUs behind NVLink switches
+* **Two and four GPUs were measured, not more.** It is assumed that eight GPUs behind NVLink switches
   keep the speed of four, and that all ranks begin together. Predicted from the other models, the worst line was
   {100 * worst:+.1f} % off: a difference of a few percent between two ways says nothing.
 * **`peer` with float8 tokens or `exact` is not in the model.** The package has both;
@@ -299,12 +332,12 @@ def _wrong(predictor: Predictor, found: list[Comparison]) -> str:
 
 def main(results: Path = RESULTS, target: Path = PAGE) -> int:
     try:
-        predictor, found, *of_four = predictor_of(results)
+        predictor, *found = predictor_of(results)
     except (OSError, ValueError) as error:
         print(f"scaling report: {error}; nothing was written", file=sys.stderr)
         return 1
-    target.write_text(page(predictor, found, *of_four), encoding="utf-8")
-    draw(points(predictor, found), target.with_name(PICTURE))
+    target.write_text(page(predictor, *found), encoding="utf-8")
+    draw(points(predictor, found[0].two), target.with_name(PICTURE))
     print(f"wrote {target} and {PICTURE}")
     return 0
 

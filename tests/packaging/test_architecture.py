@@ -40,6 +40,7 @@ LAYERS = (
             "backends.gradients",
             "backends.joining",
             "backends.nodes",
+            "backends.turns",
             "backends.product_calls",
             "backends.triton_arrays",
             "backends.triton_products",
