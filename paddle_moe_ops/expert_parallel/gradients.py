@@ -13,7 +13,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .groups import agree, group_of, raising_together
+from .groups import agree, check_group_of_experts, group_of, raising_together
 from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 from .parameters import is_expert_parameter
 from .transports import is_gloo
@@ -62,8 +62,9 @@ def average_gradients(
     Raises:
         TypeError: a parameter is not a tensor, the timeout is not a number, or a group is not a group.
         ValueError: the timeout is out of range; this rank is not in a group, or not the only one that its groups have
-            in common. On every rank, before any gradient changes: the ranks have different numbers of parameters, or
-            train different ones, or parameters or gradients differ in shape or dtype.
+            in common; other ranks than the group's share the experts of a parameter. On every rank, before any gradient
+            changes: the ranks have different numbers of parameters, or train different ones, or parameters or gradients
+            differ in shape or dtype.
         RuntimeError: the arguments of another rank are bad, or it did not come in time; the message names it.
     """
     group = group_of(_NAME, group)
@@ -73,6 +74,7 @@ def average_gradients(
     try:
         seconds = checked_timeout(_NAME, timeout)
         tensors = _tensors(parameters)
+        check_group_of_experts(_NAME, "parameters[{!r}]", dict(enumerate(tensors)), group)
     except (TypeError, ValueError) as caught:
         error = caught
     if others is None:

@@ -14,7 +14,7 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 
-__all__ = ["agree", "expert_group_of", "group_of", "raise_for_others", "raising_together"]
+__all__ = ["agree", "check_group_of_experts", "expert_group_of", "group_of", "raise_for_others", "raising_together"]
 
 
 def group_of(function: str, group: Any) -> Group:
@@ -35,6 +35,8 @@ def group_of(function: str, group: Any) -> Group:
             return Group(0, -1, [0], name="expert_parallel_alone")
         group = paddle.distributed.get_group(0)
     _checks.instance(function, "group", group, Group, "a group of paddle.distributed, or None")
+    if group.rank < 0 and group.ranks == [paddle.distributed.get_rank()]:  # Paddle says so of groups of one rank
+        return Group(0, -1, group.ranks, name="expert_parallel_alone")
     if group.rank < 0:
         _checks.bad_value(function, "group", "a group that this rank belongs to", f"one of ranks {group.ranks}")
     return group
@@ -45,6 +47,25 @@ def expert_group_of(parameter: Tensor) -> Group | None:
     number = getattr(parameter, "expert_group_id", None)
     group = None if number is None or number < 0 else paddle.distributed.get_group(number)
     return None if group is None or group.nranks == 1 else group
+
+
+def check_group_of_experts(function: str, label: str, parameters: Mapping[Any, Tensor], group: Group) -> None:
+    """Check that a group is the one whose ranks share the experts.
+
+    Args:
+        function: name that begins the message.
+        label: what a parameter is called, with {!r} in place of its key.
+        parameters: any.
+        group: what the caller gave.
+
+    Raises:
+        ValueError: a parameter is marked as that of experts which other ranks share.
+    """
+    for key, parameter in parameters.items():
+        own = expert_group_of(parameter)
+        if own is not None and own.ranks != group.ranks:
+            expected = f"the group that shares the experts of {label.format(key)}, ranks {own.ranks}"
+            _checks.bad_value(function, "group", expected, f"ranks {group.ranks}")
 
 
 def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .groups import group_of, raising_together
+from .groups import check_group_of_experts, group_of, raising_together
 from .parameters import agree_on_tensors, gather_experts, is_expert_parameter, without_wrapper
 
 __all__ = ["gather_optimizer_state_dict", "shard_optimizer_state_dict"]
@@ -78,7 +78,8 @@ def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = No
     Raises:
         TypeError: the optimizer has no ``state_dict``, or the layer is not a layer.
         ValueError: the optimizer has something that belongs to none of the layer's parameters, or keeps for an expert's
-            parameter neither a tensor of its shape nor one number; the ranks' states differ in names, dtypes or shapes.
+            parameter neither a tensor of its shape nor one number; other ranks than the group's share the experts; the
+            ranks' states differ in names, dtypes or shapes.
         RuntimeError: another rank raised one of these errors.
     """
     function = "gather_optimizer_state_dict"
@@ -92,6 +93,7 @@ def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = No
         names = _names_in(layer)
         entries = {each.name: each for each in _entries(function, source, state, names, layer)}
         stacked = _stacked(function, entries.values(), layer, 1)
+        check_group_of_experts(function, "layer.named_parameters() {!r}", dict(layer.named_parameters()), group)
     tensors = {name: each.value for name, each in entries.items()}
     agree_on_tensors(function, source + " of {!r}", tensors, group)
     tensors |= gather_experts({name: tensors[name] for name in stacked}, group)

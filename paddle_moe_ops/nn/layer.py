@@ -75,7 +75,8 @@ class MoELayer(nn.Layer):
         dropped_slots: slots dropped for the capacity or for ``tokens_per_rank``, an int32 tensor [1]; 0 without either.
             With a group those of this rank's tokens.
         aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts where the
-            scoring is ``"sigmoid"``; None before the first pass. It is computed when it is read.
+            scoring is ``"sigmoid"``; None before the first pass. It is computed when it is read. With a group it is
+            that of this rank's tokens.
         z_loss: `router_z_loss` of the router's logits; None before the first pass. It is computed when it is read.
 
     Raises:

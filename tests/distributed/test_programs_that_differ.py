@@ -163,3 +163,56 @@ def test_averaging_names_a_rank_that_ended():
         run(end_before_gradients, 2)
     expected = "RuntimeError: average_gradients: rank 0 could not exchange data with ranks [1] of [0, 1], which ended"
     assert expected in str(failed.value)
+
+
+def helpers_with_another_group() -> list[str]:
+    """The group of all three ranks, for a layer whose experts two of them share; rank 2 shares with nobody."""
+    groups = []
+    for ranks in ([0, 1], [2]):
+        groups.append(paddle.distributed.new_group(ranks))
+        paddle.distributed.barrier()
+    rank = paddle.distributed.get_rank()
+    layer = MoELayer(SIZES[0], SIZES[1], 4, 2, group=groups[rank // 2])
+    layer(paddle.ones([3, SIZES[0]])).sum().backward()
+    optimizer = paddle.optimizer.SGD(parameters=layer.parameters())
+    if rank == 2:
+        return [
+            str(layer.experts.gate_up.shape[0]),
+            str(gather_state_dict(layer, groups[1])["experts.gate_up"].shape[0]),
+        ]
+    return [
+        caught(lambda: average_gradients(layer.experts.parameters(), groups[0])),
+        caught(lambda: gather_state_dict(layer, None)),
+        caught(lambda: gather_optimizer_state_dict(optimizer, layer, groups[0])),
+    ]
+
+
+def test_helpers_refuse_a_group_that_does_not_share_the_experts():
+    first, second, alone = run(helpers_with_another_group, 3)
+    assert first == second
+    assert alone == ["4", "4"]
+    averaged, gathered, of_optimizer = first
+    assert averaged == of_optimizer == "nothing was raised"
+    expected = "ValueError: gather_state_dict: group must be the group that shares the experts of layer.state_dict()"
+    assert gathered.startswith(expected)
+    assert gathered.endswith("ranks [0, 1], but got ranks [0, 1, 2]")
+
+
+def averaged_over_all() -> str:
+    groups = []
+    for ranks in ([0, 1], [2, 3]):
+        groups.append(paddle.distributed.new_group(ranks))
+        paddle.distributed.barrier()
+    layer = MoELayer(SIZES[0], SIZES[1], 4, 2, group=groups[paddle.distributed.get_rank() // 2])
+    layer(paddle.ones([3, SIZES[0]])).sum().backward()
+    return caught(lambda: average_gradients(layer.parameters()))
+
+
+@pytest.mark.slow
+def test_averaging_over_all_of_four_ranks_is_refused_where_two_share_the_experts():
+    for rank, text in enumerate(run(averaged_over_all, 4)):
+        own = "[0, 1]" if rank < 2 else "[2, 3]"
+        assert text.startswith(
+            "ValueError: average_gradients: group must be the group that shares the experts of parameters["
+        )
+        assert text.endswith(f"ranks {own}, but got ranks [0, 1, 2, 3]")
