@@ -11,9 +11,12 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from .._graphs import dtype_name, filled, is_graph_value, to_dtype
-from .turns import OneTurn
+from .turns import OneTurn, applied_once
 
 __all__ = ["Destination", "accumulated", "accumulated_each", "destination_of", "put", "refuse_others", "why_not"]
+
+
+_WHERE = "with accumulate=True "
 
 
 class Destination(NamedTuple):
@@ -41,14 +44,14 @@ def _why_not(name: str, parameter: Tensor, held: Tensor | None) -> tuple[str, st
     """The same of the attribute to whose tensor gradients are added."""
     if held is None:
         return None
+    given = f"a {type(held).__name__}"
+    if isinstance(held, Tensor):
+        fits = held.dtype in (paddle.float32, parameter.dtype) and held.shape == parameter.shape
+        if fits and held.is_contiguous() and held.place == parameter.place:
+            return None
+        given = f"{dtype_name(held.dtype)} {list(held.shape)} on {held.place}"
     dtypes = " or ".join(dict.fromkeys(("float32", dtype_name(parameter.dtype))))
-    expected = f"a parameter whose {name} is contiguous, {dtypes}, of its shape and place"
-    if not isinstance(held, Tensor):
-        return expected, f"one whose {name} is a {type(held).__name__}"
-    fits = held.dtype in (paddle.float32, parameter.dtype) and held.shape == parameter.shape
-    if fits and held.is_contiguous() and held.place == parameter.place:
-        return None
-    return expected, f"one whose {name} is {dtype_name(held.dtype)} {list(held.shape)} on {held.place}"
+    return f"a parameter whose {name} is contiguous, {dtypes}, of its shape and place", f"one whose {name} is {given}"
 
 
 def destination_of(parameter: Tensor) -> Destination | None:
@@ -95,7 +98,7 @@ class _Accumulated(PyLayer):
     """A copy of a parameter, since Paddle takes none that shares memory with a leaf; its gradient is put in place."""
 
     @staticmethod
-    def forward(ctx: Any, turn: OneTurn, parameter: Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, *, turn: OneTurn) -> Tensor:
         turn.watch(ctx)
         ctx.parameter = parameter
         return parameter.clone()
@@ -113,14 +116,7 @@ def accumulated(parameter: Tensor) -> Tensor:
     """A parameter for operators that know nothing of accumulation."""
     if parameter.stop_gradient or not paddle.is_grad_enabled():
         return parameter
-    return _guarded(_Accumulated, parameter)
-
-
-def _guarded(layer: type[PyLayer], parameter: Tensor) -> Any:
-    turn = OneTurn()
-    made = layer.apply(turn, parameter)
-    turn.guard(*(made if isinstance(made, tuple) else (made,)), where="with accumulate=True ")
-    return made
+    return applied_once(_Accumulated, parameter, where=_WHERE)[0]
 
 
 class _AccumulatedEach(PyLayer):
@@ -130,7 +126,7 @@ class _AccumulatedEach(PyLayer):
     """
 
     @staticmethod
-    def forward(ctx: Any, turn: OneTurn, parameter: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, parameter: Tensor, *, turn: OneTurn) -> tuple[Tensor, ...]:
         turn.watch(ctx)
         ctx.parameter = parameter
         return tuple(paddle.unbind(parameter.detach()))
@@ -149,4 +145,4 @@ def accumulated_each(parameter: Tensor) -> Tensor | list[Tensor]:
     """As `accumulated`, the matrices of a parameter as a list, for operators that take lists."""
     if parameter.stop_gradient or not paddle.is_grad_enabled():
         return parameter
-    return list(_guarded(_AccumulatedEach, parameter))
+    return list(applied_once(_AccumulatedEach, parameter, where=_WHERE))

@@ -13,7 +13,7 @@ from paddle.autograd import PyLayer
 
 from .._graphs import filled
 from .accumulation import Destination, destination_of, put, refuse_others
-from .turns import OneTurn
+from .turns import OneTurn, applied_once
 
 __all__ = ["destination_of_matrices", "joined", "lay_side_by_side", "parts_of", "shared_memory", "view_of"]
 
@@ -92,10 +92,9 @@ def joined(matrices: Sequence[Tensor], function: str, *, accumulates: bool = Fal
     """
     if not paddle.is_grad_enabled() or all(each.stop_gradient for each in matrices):
         return _in_one(matrices)[0]
-    turn = OneTurn()
-    made = _Joined.apply(function, accumulates, turn, *matrices)
-    turn.guard(made, function=function, where="with lists of matrices ")
-    return made
+    return applied_once(_Joined, function, accumulates, *matrices, function=function, where="with lists of matrices ")[
+        0
+    ]
 
 
 def _in_one(matrices: Sequence[Tensor]) -> tuple[Tensor, bool]:
@@ -109,7 +108,7 @@ def _in_one(matrices: Sequence[Tensor]) -> tuple[Tensor, bool]:
 
 class _Joined(PyLayer):
     @staticmethod
-    def forward(ctx: Any, function: str, accumulates: bool, turn: OneTurn, *matrices: Tensor) -> Tensor:
+    def forward(ctx: Any, function: str, accumulates: bool, *matrices: Tensor, turn: OneTurn) -> Tensor:
         turn.watch(ctx)
         ctx.set_materialize_grads(False)  # no gradient comes where `destination_of_matrices` took it
         ctx.function, ctx.accumulates, ctx.matrices = function, accumulates, matrices

@@ -19,7 +19,7 @@ from paddle.autograd import PyLayer
 from .._graphs import filled
 from .._native import native
 from .base import Kernels, Tensors
-from .turns import OneTurn
+from .turns import OneTurn, applied_once
 
 __all__ = ["Call", "Gradients", "connect", "first_order_only", "linear", "wants_gradient"]
 
@@ -106,7 +106,7 @@ class _Node(PyLayer):
     """A call in the autograd graph. Its inputs are the differentiable ones, its outputs those with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, turn: OneTurn, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, call: Call, *inputs: Tensor, turn: OneTurn) -> Any:
         ctx.call = call
         turn.watch(ctx)
         outputs = call.forward()
@@ -142,15 +142,11 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
     if not wants_gradient(*given):
         with paddle.no_grad():
             return call.run()
-    turn = OneTurn()
-    outputs = _Node.apply(call, turn, *given)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     backend = None if call.kernels is None else call.kernels.name
     texts = {}
     if backend not in (None, "paddle"):
         texts = {"where": f"on the backend {backend!r} ", "instead": "; on the backend 'compiled' it can"}
-    turn.guard(*outputs, function=call.function, **texts)
-    return outputs
+    return applied_once(_Node, call, *given, function=call.function, **texts)
 
 
 class _Linear(Call):

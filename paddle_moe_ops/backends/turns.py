@@ -12,8 +12,9 @@ import weakref
 from typing import Any
 
 from paddle import Tensor
+from paddle.autograd import PyLayer
 
-__all__ = ["OneTurn"]
+__all__ = ["OneTurn", "applied_once"]
 
 
 class _Witness:
@@ -21,7 +22,7 @@ class _Witness:
 
 
 class OneTurn:
-    """Makes a second backward() through a node of a PyLayer raise."""
+    """Knows whether backward() has used a node of a PyLayer."""
 
     def __init__(self) -> None:
         self._witness: weakref.ref[_Witness] | None = None
@@ -31,24 +32,35 @@ class OneTurn:
         ctx.witness = _Witness()
         self._witness = weakref.ref(ctx.witness)
 
-    def guard(self, *outputs: Tensor, function: str = "", where: str = "", instead: str = "") -> None:
-        """Guard the node's outputs.
+    def is_over(self) -> bool:
+        """Whether the context is gone."""
+        return self._witness is not None and self._witness() is None
 
-        Args:
-            *outputs: of the node.
-            function: the name that begins the error text, if there is one.
-            where: under which circumstances the graph can be used once, for the text.
-            instead: what to do instead, for its end.
-        """
-        begin = f"{function}: " if function else ""
 
-        def refuse_another_turn(_: Tensor | None) -> None:
-            if self._witness is not None and self._witness() is None:
-                raise RuntimeError(
-                    f"{begin}backward() has used this graph, and {where}nothing can use it again, "
-                    f"even with retain_graph=True{instead}"
-                )
+def applied_once(
+    layer: type[PyLayer], *arguments: Any, function: str = "", where: str = "", instead: str = ""
+) -> tuple[Tensor, ...]:
+    """The outputs of a PyLayer; a second backward() through them raises.
 
-        for output in outputs:
-            if not output.stop_gradient:
-                output.register_hook(refuse_another_turn)
+    Args:
+        layer: what to apply. Its forward function takes a `OneTurn` as ``turn``, and lets it watch the context.
+        *arguments: the others that it takes.
+        function: the name that begins the error text, if there is one.
+        where: under which circumstances the graph can be used once, for the text.
+        instead: what to do instead, for its end.
+    """
+    turn, begin = OneTurn(), f"{function}: " if function else ""
+    made = layer.apply(*arguments, turn=turn)
+    outputs = made if isinstance(made, tuple) else (made,)
+
+    def refuse_another_turn(_: Tensor | None) -> None:
+        if turn.is_over():
+            raise RuntimeError(
+                f"{begin}backward() has used this graph, and {where}nothing can use it again, "
+                f"even with retain_graph=True{instead}"
+            )
+
+    for output in outputs:
+        if not output.stop_gradient:
+            output.register_hook(refuse_another_turn)
+    return outputs

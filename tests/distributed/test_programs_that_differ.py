@@ -25,6 +25,7 @@ from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 
 from .processes import run
 from .test_expert_parallel_errors import caught, end_rank_1
+from .test_grids import NEIGHBOURS, pair_of_this_rank
 
 SIZES = 16, 8, 4, 2
 
@@ -167,23 +168,19 @@ def test_averaging_names_a_rank_that_ended():
 
 def helpers_with_another_group() -> list[str]:
     """The group of all three ranks, for a layer whose experts two of them share; rank 2 shares with nobody."""
-    groups = []
-    for ranks in ([0, 1], [2]):
-        groups.append(paddle.distributed.new_group(ranks))
-        paddle.distributed.barrier()
-    rank = paddle.distributed.get_rank()
-    layer = MoELayer(SIZES[0], SIZES[1], 4, 2, group=groups[rank // 2])
+    group = pair_of_this_rank(((0, 1), (2,)))
+    layer = MoELayer(*SIZES, group=group)
     layer(paddle.ones([3, SIZES[0]])).sum().backward()
     optimizer = paddle.optimizer.SGD(parameters=layer.parameters())
-    if rank == 2:
+    if paddle.distributed.get_rank() == 2:
         return [
             str(layer.experts.gate_up.shape[0]),
-            str(gather_state_dict(layer, groups[1])["experts.gate_up"].shape[0]),
+            str(gather_state_dict(layer, group)["experts.gate_up"].shape[0]),
         ]
     return [
-        caught(lambda: average_gradients(layer.experts.parameters(), groups[0])),
+        caught(lambda: average_gradients(layer.experts.parameters(), group)),
         caught(lambda: gather_state_dict(layer, None)),
-        caught(lambda: gather_optimizer_state_dict(optimizer, layer, groups[0])),
+        caught(lambda: gather_optimizer_state_dict(optimizer, layer, group)),
     ]
 
 
@@ -198,21 +195,22 @@ def test_helpers_refuse_a_group_that_does_not_share_the_experts():
     assert gathered.endswith("ranks [0, 1], but got ranks [0, 1, 2]")
 
 
-def averaged_over_all() -> str:
-    groups = []
-    for ranks in ([0, 1], [2, 3]):
-        groups.append(paddle.distributed.new_group(ranks))
-        paddle.distributed.barrier()
-    layer = MoELayer(SIZES[0], SIZES[1], 4, 2, group=groups[paddle.distributed.get_rank() // 2])
+def helpers_over_all() -> list[str]:
+    layer = MoELayer(*SIZES, group=pair_of_this_rank(NEIGHBOURS))
     layer(paddle.ones([3, SIZES[0]])).sum().backward()
-    return caught(lambda: average_gradients(layer.parameters()))
+    optimizer = paddle.optimizer.SGD(parameters=layer.parameters())
+    return [
+        caught(lambda: average_gradients(layer.parameters())),
+        caught(lambda: gather_optimizer_state_dict(optimizer, layer)),
+    ]
 
 
 @pytest.mark.slow
-def test_averaging_over_all_of_four_ranks_is_refused_where_two_share_the_experts():
-    for rank, text in enumerate(run(averaged_over_all, 4)):
+def test_all_of_four_ranks_are_refused_where_two_share_the_experts():
+    expected = "group must be the group that shares the experts of"
+    for rank, (averaged, gathered) in enumerate(run(helpers_over_all, 4)):
+        assert averaged.startswith(f"ValueError: average_gradients: {expected} parameters[")
+        assert gathered.startswith(f"ValueError: gather_optimizer_state_dict: {expected} layer.named_parameters() '")
         own = "[0, 1]" if rank < 2 else "[2, 3]"
-        assert text.startswith(
-            "ValueError: average_gradients: group must be the group that shares the experts of parameters["
-        )
-        assert text.endswith(f"ranks {own}, but got ranks [0, 1, 2, 3]")
+        assert averaged.endswith(f"ranks {own}, but got ranks [0, 1, 2, 3]")
+        assert gathered.endswith(f"ranks {own}, but got ranks [0, 1, 2, 3]")

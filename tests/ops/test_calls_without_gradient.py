@@ -20,9 +20,9 @@ def nodes_built(monkeypatch):
     """The calls that became nodes."""
     built, apply = [], nodes._Node.apply
 
-    def record(call, *arguments):
+    def record(call, *arguments, **options):
         built.append(call.function)
-        return apply(call, *arguments)
+        return apply(call, *arguments, **options)
 
     monkeypatch.setattr(nodes._Node, "apply", record)
     return built
