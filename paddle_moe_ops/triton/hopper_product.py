@@ -59,11 +59,12 @@ _OPTIONS = ("dtype", "result", "transpose", "tile_rows", "gathers", "reserved")
 # tile of a shorter one takes about as long to store as to multiply, and nothing is multiplied meanwhile.
 _LEAST_TURNED_ROWS, _LEAST_TURNED_INNER = 128, 768
 # Of an expert, on average, for the kernel with tiles of 128 rows to make short plain products. With 128 the Triton
-# kernels, whose tiles are wider, read each matrix less often.
-_LEAST_ROWS = 512
-# From so many on it makes all plain products, if memory has so many GB/s for each multiprocessor (an H200 has 37, an
-# H100 25; no other GPU was measured): it reads operands half as often again, and loses no time between tiles.
-_LEAST_ROWS_WITH_FAST_MEMORY, _FAST_MEMORY = 1024, 35
+# kernels, whose tiles are wider, read each matrix less often. From this length on, tiles of 160 rows are faster.
+_LEAST_ROWS, _LEAST_INNER_OF_PLAIN = 512, 512
+# From so many rows and up to this length the kernel with tiles of 128 rows makes plain products, if memory has so many
+# GB/s for each multiprocessor (an H200 has 37, an H100 25; no other GPU was measured): it reads operands half as often
+# again, and loses no time between tiles.
+_LEAST_ROWS_WITH_FAST_MEMORY, _MOST_INNER_WITH_FAST_MEMORY, _FAST_MEMORY = 2048, 2048, 35
 
 
 class GroupedProductParams(ctypes.Structure):
@@ -134,12 +135,12 @@ def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int) -> int:
         mean_rows: of an expert, on average.
         inner: length of the contraction.
     """
-    has_fast_memory = gpu.memory >= _FAST_MEMORY * gpu.multiprocessors
-    if result == PLAIN and has_fast_memory and mean_rows >= _LEAST_ROWS_WITH_FAST_MEMORY:
-        return TILE_ROWS
-    if inner >= _LEAST_TURNED_INNER:
-        return TURNED_ROWS if mean_rows >= _LEAST_TURNED_ROWS else 0
-    return TILE_ROWS if result == PLAIN and mean_rows >= _LEAST_ROWS else 0
+    if result == PLAIN and mean_rows >= _LEAST_ROWS:
+        has_fast_memory = gpu.memory >= _FAST_MEMORY * gpu.multiprocessors
+        stores_beside = mean_rows >= _LEAST_ROWS_WITH_FAST_MEMORY and inner <= _MOST_INNER_WITH_FAST_MEMORY
+        is_short = inner < _LEAST_INNER_OF_PLAIN
+        return TILE_ROWS if is_short or (has_fast_memory and stores_beside) else TURNED_ROWS
+    return TURNED_ROWS if inner >= _LEAST_TURNED_INNER and mean_rows >= _LEAST_TURNED_ROWS else 0
 
 
 def library_rows(

@@ -66,11 +66,11 @@ struct GatheredRows {
     return first;
   }
 
-  // 16 bytes of each of four rows, `first` being those of the first row of x; target_of(i) is where those of the i-th one go.
-  template <typename TargetOf>
+  // 16 bytes of each of kCount rows, `first` being those of the first row of x; target_of(i) is where those of the i-th one go.
+  template <int kCount, typename TargetOf>
   __device__ void copy(const uint32_t* sources, const char* first, bool is_inside, TargetOf target_of) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       copy_16_bytes(target_of(i), first + uint64_t{sources[i]} * row_bytes, is_inside && sources[i] != kNone);
     }
   }
@@ -102,7 +102,6 @@ int with_kind(const pmo_grouped_product_params& p, Run run) {
 #ifdef PMO_HOPPER_CODE
 
 constexpr int kRegistersToLoad = 40, kRegistersToMultiply = 232;
-constexpr int kGatheringLanes = 2 * kWarpSize;  // the last two warps of the first warpgroup
 
 template <int kStages, int kBytes = kStageBytes>
 struct StagesOf {

@@ -10,21 +10,26 @@
 // one before is nearly loaded. So those that read the same columns of a matrix begin one right after the other, and find them in the
 // L2. A block that took every gridDim.x-th tile would drift away from the others, since tiles take different times.
 //
-// Of a block's three warpgroups two multiply the same tile, 128 columns each: in two blocks of 64 columns, of which the second one, if the
-// result is gated, is what the first one gates. In the other warpgroup, a warp asks for tiles and finds their places, and a warp has the
-// copy engine bring 64 of the contraction at a time, in a ring of kStages stages: pieces of 64 columns of the matrix, as they lie in
-// memory, and boxes of 32 and 16 rows. All are swizzled, with zeros after the end of the contraction. Rows after those of a tile may be
-// another expert's; what they give is not stored (turned_results.cuh). For SwiGLU's gradient, stages after a tile's last ones bring its
-// hidden rows, two strips of 16 at a time. Gradients take their place there before the copy engine takes them to memory. What is known of
-// the rows of a gradient's tile, weights and missing tokens, is in shared memory, too: the warp that finds the tile's place leaves it there.
+// Of a block's warpgroups two multiply the same tile, 128 columns each: in two blocks of 64 columns, of which the second one, if the result is
+// gated, is what the first one gates. In another one, a warp asks for tiles and finds their places, and a warp has the copy engine bring 64 of
+// the contraction at a time, in a ring of kStages stages: the columns of the matrix in pieces of 64, as they lie in memory, and boxes of 128,
+// 32 and 16 rows. All are swizzled, with zeros after the end of the contraction. Rows after those of a tile may be another expert's; what they
+// give is not stored (turned_results.cuh).
 //
-// Rows of tokens may be gathered where they are: two more warps copy them 16 bytes at a time, with the same swizzle, and signal a stage once
-// their copies are there. Which rows a tile has is in shared memory, so that no copy waits for the one before.
+// Nothing is multiplied while a tile's sums become results, so this must be short. A warpgroup writes two strips of 16 rows at a time to
+// shared memory, where the copy engine takes them from while the next ones are made. Their room is what the warpgroup read of the tile's last
+// stage, which is given back during the second step of the next tile. For SwiGLU's gradient, stages after a tile's last ones bring its
+// hidden rows, two strips at a time, and gradients take their place there. What is known of the rows of a gradient's tile, weights and missing
+// tokens, is in shared memory, too: the warp that finds the tile's place leaves it there.
+//
+// Rows of tokens may be gathered where they are: one more warpgroup copies them 16 bytes a lane, with the same swizzle, and its lanes signal a
+// stage once their copies are there. Which rows a tile has is looked up once, so that no copy waits for the one before.
 //
 // Moved: the matrix and the rows once from memory and, per tile, from the L2; the results once, and hidden once more in a gradient.
 #include "cuda/grouped_turned.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "common/checks.h"
 #include "cuda/column_products.cuh"
@@ -41,10 +46,21 @@ constexpr int kMatrixBytes = kTurnedColumns * kTileDepth * 2;
 constexpr int kTurnedStageBytes = kMatrixBytes + kTurnedRows * kTileDepth * 2;
 constexpr int kSharedBytes = kStages * kTurnedStageBytes + 2 * kTurnedResultBytes + 1024;  // stages begin at a multiple of 1024
 
-static_assert(kHiddenStrips * (kHiddenStripBytes + kHiddenStripBytes / 2) <= kTurnedStageBytes, "hidden and results fit a stage");
+static_assert(kHiddenBytes + kHiddenBytes / 2 <= kTurnedStageBytes, "hidden and results fit a stage");
+
+constexpr int kLargeBoxRows = 128;  // of rows
+
+// Whether a step's columns of a matrix are one box of the copy engine.
+template <pmo_grouped_result kResult, bool kTransposed>
+constexpr bool kHasOneBox = kTransposed && kResult != PMO_GROUPED_GATED;
 
 template <pmo_grouped_result kResult>
 constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns;
+
+// Where rows are gathered, one more warpgroup does it: a warp on each quarter of the multiprocessor, so that none of the warps that multiply
+// waits longer for its products than the others.
+template <bool kGathers>
+constexpr int kTurnedThreads = kBlockThreads + (kGathers ? kWarpgroup : 0);
 
 #ifdef PMO_HOPPER_CODE
 
@@ -53,9 +69,10 @@ constexpr int kAhead =
     4;  // how many steps before the end of a tile the next one is asked for: as many as finding its place takes
 constexpr int kMultiplyingWarps = 2 * kWarpgroup / kWarpSize;
 constexpr int kGathering = 3;  // the barrier of the warps that gather
-constexpr int kRegistersToGather = 72, kRegistersBesideGathering = 216;
+constexpr int kRegistersToGather = 40, kRegistersBesideGathering = 216;
+constexpr int kRowsAtOnce = kWarpgroup / 8;  // that the warps gather: eight lanes take 128 bytes of a row
 
-static_assert(2 * kHiddenStrips * kSumsOfStrip * 4 <= kTurnedResultBytes / 2, "the sums of two stages fit");
+static_assert(4 * kSumsOfStrip * 4 <= kTurnedResultBytes / 2, "the sums of two stages fit");
 static_assert(kTilesOfRows * sizeof(TurnedRows) <= kTurnedResultBytes / 2, "what is known of rows fits");
 
 using Ring = RingOf<kStages>;
@@ -65,7 +82,7 @@ using Places = PlacesOf<TurnedPlace, 2>;
 struct Shared {
   uint64_t full[kStages], empty[kStages], wanted;
   Places places;
-  alignas(16) uint32_t sources[8][kTurnedRows / 8];  // rows of tokens that a tile gathers: row 8 i + r is [r][i]
+  uint32_t sources[kRowsAtOnce][kTurnedRows / kRowsAtOnce];  // rows of tokens that a tile gathers: row 16 i + r is [r][i]
 };
 
 struct Stages {
@@ -73,12 +90,8 @@ struct Stages {
 
   __device__ uint32_t matrix(int stage) const { return first + stage * kTurnedStageBytes; }
   __device__ uint32_t rows(int stage) const { return matrix(stage) + kMatrixBytes; }
-  __device__ uint32_t hidden(int stage, int strip, int piece) const {
-    return matrix(stage) + strip * kHiddenStripBytes + piece * 2 * kStripBytes;
-  }
-  __device__ uint32_t scaled(int stage, int strip, int piece) const {
-    return hidden(stage, kHiddenStrips, 0) + strip * kHiddenStripBytes / 2 + piece * kStripBytes;
-  }
+  __device__ uint32_t hidden(int stage, int block) const { return matrix(stage) + block * 2 * kPairBytes; }
+  __device__ uint32_t scaled(int stage, int block) const { return matrix(stage) + kHiddenBytes + block * kPairBytes; }
   __device__ uint32_t results(int warpgroup) const { return matrix(kStages) + warpgroup * kTurnedResultBytes; }
   // Of a gradient, whose results need no room of their own: sums of dot products, and what is known of the rows of tiles.
   __device__ float* sums(int warpgroup) const { return static_cast<float*>(pointer(results(warpgroup))); }
@@ -96,9 +109,9 @@ struct Stages {
 template <bool kGathers>
 __device__ inline void init_barriers(Shared& shared) {
   if (threadIdx.x == 0) {
-    for (uint64_t& each : shared.full) init_barrier(&each, kGathers ? 1 + kGatheringLanes : 1);
+    for (uint64_t& each : shared.full) init_barrier(&each, kGathers ? 1 + kWarpgroup : 1);
     for (uint64_t& each : shared.empty) init_barrier(&each, kMultiplyingWarps);
-    shared.places.init(kMultiplyingWarps + 1 + (kGathers ? kGatheringLanes / kWarpSize : 0));
+    shared.places.init(kMultiplyingWarps + 1 + (kGathers ? kWarpgroup / kWarpSize : 0));
     init_barrier(&shared.wanted, 1);
     fence_barrier_init();
   }
@@ -154,23 +167,14 @@ __device__ inline void find_places(const TurnedArguments& p, Shared& shared, con
 // Of a gradient: hidden of a tile, in the stages that follow those of its operands.
 __device__ inline void load_hidden(const TurnedArguments& p, Shared& shared, const Stages& stages, Ring& ring,
                                    const TurnedPlace& place) {
-  const int strips = (place.rows + kStripRows - 1) / kStripRows;
-  for (int first = 0; first < strips; first += kHiddenStrips) {
+  for (int row = 0; row < place.rows; row += 2 * kStripRows) {
     wait(&shared.empty[ring.stage], ring.phase ^ 1);
-    if (threadIdx.x % kWarpSize == 0) {
-      const int count = min(strips - first, kHiddenStrips);
+    if (is_elected()) {
       uint64_t* full = &shared.full[ring.stage];
-      arrive_expecting(full, count * kHiddenStripBytes);
+      arrive_expecting(full, kHiddenBytes);
 #pragma unroll
-      for (int strip = 0; strip < kHiddenStrips; ++strip) {
-        if (strip >= count) break;
-        const int row = place.row + (first + strip) * kStripRows;
-#pragma unroll
-        for (int piece = 0; piece < kTurnedColumns / 64; ++piece) {
-          const uint32_t target = stages.hidden(ring.stage, strip, piece);
-          load_box(target, &p.hidden_16, full, place.column + 64 * piece, 0, row);
-          load_box(target + kStripBytes, &p.hidden_16, full, place.column + 64 * piece, 1, row);
-        }
+      for (int block = 0; block < kTurnedColumns / 64; ++block) {
+        load_box(stages.hidden(ring.stage, block), &p.hidden_32, full, place.column + 64 * block, place.row + row, 0);
       }
     }
     ring.advance();
@@ -183,39 +187,35 @@ __device__ inline void load_hidden(const TurnedArguments& p, Shared& shared, con
 // are looked up once, and stay in registers.
 template <pmo_grouped_result kResult>
 __device__ inline void gather_rows(const TurnedArguments& p, Shared& shared, const Stages& stages) {
-  // Eight lanes take 128 bytes of a row, so all of them have eight rows at a time.
-  const int lane = threadIdx.x % kGatheringLanes, row_of_8 = lane / 8, piece = lane % 8;
-  const uint32_t to_write = row_of_8 * 128 + (piece ^ row_of_8) * 16;
-  const auto* const sources_of_lane = reinterpret_cast<const uint4*>(shared.sources[row_of_8]);
+  constexpr int kRowsOfLane = kTurnedRows / kRowsAtOnce;
+  const int lane = threadIdx.x % kWarpgroup, first_row = lane / 8, piece = lane % 8;
+  const uint32_t to_write = first_row * 128 + (piece ^ first_row % 8) * 16;
   Ring ring;
   Places::Ring places;
   for (TurnedPlace place = shared.places.take(places); place.rows > 0; place = shared.places.take(places)) {
-    meet(kGathering, kGatheringLanes);  // nobody reads the table of the tile before any more
-    for (int row = lane; row < kTurnedRows; row += kGatheringLanes) {
-      shared.sources[row % 8][row / 8] = row < place.rows ? p.gathered.source_of(place.row + row) : GatheredRows::kNone;
+    meet(kGathering, kWarpgroup);  // nobody reads the table of the tile before any more
+    for (int row = lane; row < kTurnedRows; row += kWarpgroup) {
+      shared.sources[row % kRowsAtOnce][row / kRowsAtOnce] =
+          row < place.rows ? p.gathered.source_of(place.row + row) : GatheredRows::kNone;
     }
-    meet(kGathering, kGatheringLanes);
-    uint32_t source[kTurnedRows / 8];
+    meet(kGathering, kWarpgroup);
+    uint32_t source[kRowsOfLane];
 #pragma unroll
-    for (int i = 0; i < kTurnedRows / 32; ++i) {
-      const uint4 four = sources_of_lane[i];
-      source[4 * i] = four.x, source[4 * i + 1] = four.y, source[4 * i + 2] = four.z, source[4 * i + 3] = four.w;
-    }
+    for (int i = 0; i < kRowsOfLane; ++i) source[i] = shared.sources[first_row][i];
     for (int depth = 0; depth < p.inner; depth += kTileDepth) {
       const bool is_inside = depth + piece * 8 < p.inner;
       const char* const first = p.gathered.first_row(depth * 2 + piece * 16);
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
       const uint32_t target = stages.rows(ring.stage) + to_write;
 #pragma unroll
-      for (int i = 0; i < kTurnedRows / 8; i += 4) {
-        if (8 * i >= place.rows) break;
-        p.gathered.copy(&source[i], first, is_inside, [&](int each) { return target + (i + each) * 1024; });
+      for (int i = 0; i < kRowsOfLane; i += 2) {
+        if (kRowsAtOnce * i >= place.rows) break;
+        p.gathered.copy<2>(&source[i], first, is_inside, [&](int each) { return target + (i + each) * kRowsAtOnce * 128; });
       }
       arrive_after_copies(&shared.full[ring.stage]);
       ring.advance();
     }
-    for (int row = 0; kResult == PMO_GROUPED_GRADIENT && row < place.rows;
-         row += kHiddenStrips * kStripRows) {  // stages of hidden rows
+    for (int row = 0; kResult == PMO_GROUPED_GRADIENT && row < place.rows; row += 2 * kStripRows) {  // stages of hidden rows
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
       arrive(&shared.full[ring.stage]);
       ring.advance();
@@ -234,22 +234,25 @@ __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, cons
     const int asks_at = max((p.inner - 1) / kTileDepth - kAhead, 0) * kTileDepth;
     for (int depth = 0; depth < p.inner; depth += kTileDepth) {
       wait(&shared.empty[ring.stage], ring.phase ^ 1);
-      if (threadIdx.x % kWarpSize == 0) {
+      if (is_elected()) {
         if (depth == asks_at) arrive(&shared.wanted);
         uint64_t* full = &shared.full[ring.stage];
         arrive_expecting(full, bytes);
+        constexpr int kPieces = kHasOneBox<kResult, kTransposed> ? 1 : 4;
 #pragma unroll
-        for (int piece = 0; piece < 4; ++piece) {
+        for (int piece = 0; piece < kPieces; ++piece) {
           const int to_piece = kResult == PMO_GROUPED_GATED ? piece / 2 * 64 + piece % 2 * p.to_up : piece * 64;
           const int column = p.first_column + place.column + to_piece;
           load_box(stages.matrix(ring.stage) + piece * kPieceBytes, &p.matrix, full, kTransposed ? depth : column,
                    kTransposed ? column : depth, place.expert);
         }
         if constexpr (!kGathers) {
-          const int row = place.row - p.first_row;
+          const int row = place.row - p.first_row, whole = strips >= kLargeBoxRows / kStripRows ? kLargeBoxRows / kStripRows : 0;
+          if (whole > 0) load_box(stages.rows(ring.stage), &p.rows_128, full, depth, row);
           // With a loop of strips / 2 passes, as nvcc 13.0 compiles it, the rows from 128 on were wrong.
 #pragma unroll
           for (int strip = 0; strip < kTurnedRows / kStripRows; strip += 2) {
+            if (strip < whole) continue;
             const uint32_t target = stages.rows(ring.stage) + strip * kStripBytes;
             if (strip + 1 < strips) {
               load_box(target, &p.rows, full, depth, row + strip * kStripRows);
@@ -281,7 +284,8 @@ __device__ inline void give_back(Shared& shared, int stage) {
 template <int kRows, bool kTurned, bool kGathers, typename T>
 __device__ inline int multiply_tile(float (&d)[kTurnedSums], Shared& shared, const Stages& stages, Ring& ring, int warpgroup,
                                     int inner, int results) {
-  const bool signals = threadIdx.x % kWarpSize == 0;
+  const bool signals = is_elected();
+  const int gives_back_at = inner > kTileDepth ? kTileDepth : 0;
   hold(d);
   int last = 0;
 #pragma unroll 1
@@ -301,7 +305,7 @@ __device__ inline int multiply_tile(float (&d)[kTurnedSums], Shared& shared, con
     products_commit();
     products_wait<1>();
     if (depth > 0 && signals) arrive(&shared.empty[last]);
-    if (depth == 0 && results != kNoStage && signals) give_back<0>(shared, results);
+    if (depth == gives_back_at && results != kNoStage && signals) give_back<0>(shared, results);
     last = ring.stage;
     ring.advance();
   }
@@ -313,22 +317,22 @@ template <typename T>
 __device__ inline int store_gradients(const TurnedArguments& p, const float (&d)[kTurnedSums], Shared& shared,
                                       const Stages& stages, Ring& ring, const TurnedPlace& place, const TurnedRows& rows,
                                       int column, int warpgroup, int& turn) {
-  const int piece = 2 * warpgroup, together = 1 + warpgroup;
+  const int together = 1 + warpgroup;
   int before = kNoStage;
 #pragma unroll 1
-  for (int first = 0; first * kStripRows < place.rows; first += kHiddenStrips) {
-    float* const sums = stages.sums(warpgroup) + turn * kHiddenStrips * kSumsOfStrip;
-    const uint32_t hidden = stages.hidden(ring.stage, 0, piece), scaled = stages.scaled(ring.stage, 0, piece);
+  for (int first = 0; first * kStripRows < place.rows; first += 2) {
+    float* const sums = stages.sums(warpgroup) + turn * 2 * kSumsOfStrip;
+    const uint32_t hidden = stages.hidden(ring.stage, 2 * warpgroup), scaled = stages.scaled(ring.stage, 2 * warpgroup);
     wait(&shared.full[ring.stage], ring.phase);
 #pragma unroll 1
-    for (int i = 0; i < kHiddenStrips && (first + i) * kStripRows < place.rows; ++i) {
-      make_turned_gradient<T>(d, rows, first + i, p.width - column, hidden + i * kHiddenStripBytes,
-                              scaled + i * kHiddenStripBytes / 2, sums + i * kSumsOfStrip);
+    for (int i = 0; i < 2 && (first + i) * kStripRows < place.rows; ++i) {
+      make_turned_gradient<T>(d, rows, first + i, p.width - column, hidden + i * kStripBytes, scaled + i * kStripBytes,
+                              sums + i * kSumsOfStrip);
     }
     fence_async_proxy();
     meet(together, kWarpgroup);
     store_turned_gradient<T>(p, place, first, column, hidden, scaled, sums);
-    if (threadIdx.x % kWarpSize == 0) {
+    if (is_elected()) {
       stores_commit();
       if (before != kNoStage) give_back<1>(shared, before);
     }
@@ -348,8 +352,7 @@ template <pmo_grouped_result kResult, bool kTransposed, bool kGathers, typename 
 __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, const Stages& stages) {
   const int warpgroup =
       __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
-  const uint32_t buffer = stages.results(warpgroup);
-  const int together = 1 + warpgroup;
+  const int together = 1 + warpgroup, warp = __shfl_sync(kAllLanes, threadIdx.x % kWarpgroup / kWarpSize, 0);
   int turn = 0, results = kNoStage, tile = 0;
   Ring ring;
   Places::Ring places;
@@ -381,36 +384,42 @@ __device__ inline void make_tiles(const TurnedArguments& p, Shared& shared, cons
     if (kResult != PMO_GROUPED_GRADIENT) next = shared.places.take(places);
     products_wait<0>();
     hold(d);
-    if (threadIdx.x % kWarpSize == 0) arrive(&shared.empty[last]);
+    if (kResult == PMO_GROUPED_GRADIENT && is_elected()) arrive(&shared.empty[last]);
     const int column = place.column + warpgroup * kResultColumns<kResult> / 2;
-    if constexpr (kResult == PMO_GROUPED_GATED) {
-      store_turned_gated<T>(p, d, place, column, buffer, together);
-    } else if constexpr (kResult == PMO_GROUPED_GRADIENT) {
+    if constexpr (kResult == PMO_GROUPED_GRADIENT) {
       const TurnedRows& rows = stages.rows_of_tile(tile);
       results = store_gradients<T>(p, d, shared, stages, ring, place, rows, column, warpgroup, turn);
     } else {
-      store_turned_plain<T>(p, d, place, weights, column, buffer, together, turn);
+      const uint32_t in_stage = stages.matrix(last) + warpgroup * 2 * kPieceBytes, buffer = stages.results(warpgroup);
+      if constexpr (kResult == PMO_GROUPED_GATED) {
+        store_turned_gated<T>(p, d, place, column, {in_stage, buffer, warp}, together);
+      } else {
+        store_turned_plain<T>(p, d, place, weights, column, {in_stage, buffer, warp}, together);
+      }
+      results = last;
     }
     if (kResult == PMO_GROUPED_GRADIENT) next = shared.places.take(places);
   }
-  if (threadIdx.x % kWarpSize == 0) stores_wait_read();  // shared memory has to stay until then
+  if (is_elected()) stores_wait_read();  // shared memory has to stay until then
 }
 
 #endif  // PMO_HOPPER_CODE
 
 template <pmo_grouped_result kResult, bool kTransposed, bool kGathers, typename T>
-__global__ void __launch_bounds__(kBlockThreads, 1) grouped_turned(const __grid_constant__ TurnedArguments p) {
+__global__ void __launch_bounds__(kTurnedThreads<kGathers>, 1) grouped_turned(const __grid_constant__ TurnedArguments p) {
 #ifdef PMO_HOPPER_CODE
   extern __shared__ uint8_t dynamic[];
   __shared__ Shared shared;
   init_barriers<kGathers>(shared);
   const Stages stages = {(shared_address(dynamic) + 1023) / 1024 * 1024};
   if (threadIdx.x < kWarpgroup) {
-    give_registers<kGathers ? kRegistersToGather : kRegistersToLoad>();
+    give_registers<kRegistersToLoad>();
     const int warp = threadIdx.x / kWarpSize;
     if (warp == 0) load_tiles<kResult, kTransposed, kGathers>(p, shared, stages);
     if (warp == 1) find_places<kResult>(p, shared, stages);
-    if (kGathers && warp >= 2) gather_rows<kResult>(p, shared, stages);
+  } else if (kGathers && threadIdx.x >= kBlockThreads) {
+    give_registers<kRegistersToGather>();
+    gather_rows<kResult>(p, shared, stages);
   } else {
     take_registers<kGathers ? kRegistersBesideGathering : kRegistersToMultiply>();
     make_tiles<kResult, kTransposed, kGathers, T>(p, shared, stages);
@@ -428,7 +437,7 @@ int launch_turned(const pmo_grouped_product_params& p, const TurnedArguments& ar
   if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
   const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTurnedRows}) + p.num_experts;
   const int64_t blocks = std::min<int64_t>(row_tiles * arguments.column_tiles, limits.multiprocessors);
-  const Grid grid = {static_cast<unsigned>(blocks), kBlockThreads, kSharedBytes};
+  const Grid grid = {static_cast<unsigned>(blocks), kTurnedThreads<kGathers>, kSharedBytes};
   return launch("grouped_product", kernel, grid, stream, arguments);
 }
 
@@ -442,22 +451,29 @@ int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (p.gathers != 0) {
     a.gathered = {p.x, p.row_to_token, static_cast<uint32_t>(p.x_row_stride * 2), static_cast<int>(p.num_sources)};
   } else {
-    Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, 32}};
-    if (const int status = encode(rows, is_bfloat16, &a.rows)) return status;
-    rows.box[1] = 16;
-    if (const int status = encode(rows, is_bfloat16, &a.rows_16)) return status;
+    Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth}};
+    for (auto [box, map] : {std::pair{kLargeBoxRows, &a.rows_128}, {2 * kStripRows, &a.rows}, {kStripRows, &a.rows_16}}) {
+      rows.box[1] = box;
+      if (const int status = encode(rows, is_bfloat16, map)) return status;
+    }
   }
+  const bool has_one_box = p.transpose && p.result != PMO_GROUPED_GATED;
   Tensor matrix = {p.matrix, 3, {p.outer, p.inner, p.num_experts}, {p.outer, p.outer * p.inner}, {64, kTileDepth, 1}};
   if (p.transpose) std::swap(matrix.sizes[0], matrix.sizes[1]);
+  if (has_one_box) matrix.box[1] = kTurnedColumns;
   matrix.strides[0] = matrix.sizes[0];
   // With few rows an expert memory decides, and a transposed matrix comes faster if the next step's lines come along.
   const bool has_few_rows = p.num_rows <= kFewRows * p.num_experts;
   const auto promotion = has_few_rows ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   if (const int status = encode(matrix, is_bfloat16, &a.matrix, promotion)) return status;
-  if (p.result == PMO_GROUPED_GRADIENT) {
-    const Tensor out = {p.out, 3, {p.width, 1, p.num_rows}, {p.width, p.width}, {64, 1, kStripRows}};
-    const Tensor hidden = {p.hidden, 3, {p.width, 2, p.num_rows}, {p.width, 2 * p.width}, {64, 1, kStripRows}};
-    if (const int status = encode(out, is_bfloat16, &a.out_16)) return status;
+  Tensor out = {p.out, 3, {p.width, p.num_rows, 1}, {p.width, p.width}, {64, 2 * kStripRows, 1}};
+  if (const int status = encode(out, is_bfloat16, &a.out_32)) return status;
+  out.box[1] = kStripRows;
+  if (const int status = encode(out, is_bfloat16, &a.out_16)) return status;
+  if (p.hidden != nullptr) {
+    Tensor hidden = {p.hidden, 3, {p.width, p.num_rows, 2}, {2 * p.width, p.width}, {64, 2 * kStripRows, 2}};
+    if (const int status = encode(hidden, is_bfloat16, &a.hidden_32)) return status;
+    hidden.box[1] = kStripRows, hidden.box[2] = 1;
     if (const int status = encode(hidden, is_bfloat16, &a.hidden_16)) return status;
   }
   return with_kind(p, [&](auto result, auto is_transposed, auto element) {

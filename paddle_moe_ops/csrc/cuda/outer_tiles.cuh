@@ -39,8 +39,9 @@ constexpr int kOuterBytes = kOuterStages * kOuterStageBytes + 2 * kBytesOfResult
 
 constexpr int kBand = 8;  // rows of tiles that share their columns in the L2
 constexpr int kProductRows = 16;
-constexpr int kGathering = 5;      // the barrier of the warps that gather
-constexpr int kRowsOfBatch = 256;  // whose tokens are looked up together
+constexpr int kGathering = 5;                   // the barrier of the warps that gather
+constexpr int kRowsOfBatch = 256;               // whose tokens are looked up together
+constexpr int kGatheringLanes = 2 * kWarpSize;  // the last two warps of the first warpgroup
 constexpr int kRegistersToGather = 88, kRegistersBesideGathering = 208;
 
 struct OuterStages : StagesOf<kOuterStages, kOuterStageBytes> {
@@ -153,7 +154,7 @@ __device__ inline void gather_tiles(const OuterArguments& a, const OuterStages& 
 #pragma unroll
         for (int i = 0; i < kRowsOfLane; i += 4) {
           const auto target_of = [&](int each) { return target + (each % 2 ? odd : even) + (i + each) / 2 * 1024; };
-          a.gathered.copy(&source[i], first, is_inside, target_of);
+          a.gathered.copy<4>(&source[i], first, is_inside, target_of);
         }
         arrive_after_copies(&stages.full[ring.stage]);
         ring.advance();

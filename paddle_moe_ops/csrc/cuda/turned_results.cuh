@@ -16,16 +16,18 @@ namespace cuda {
 
 constexpr int kTurnedRows = PMO_GROUPED_TURNED_ROWS, kTurnedColumns = 256;  // of a tile; the latter in pairs of gate and up
 constexpr int kTurnedSums = kTurnedRows;                                    // of a lane: two blocks of 64 columns
-constexpr int kStripRows = 16, kStripBytes = kStripRows * 128;
+constexpr int kStripRows = 16, kStripBytes = kStripRows * 128, kPairBytes = 2 * kStripBytes;
 constexpr int kTurnedResultBytes = 4 * kStripBytes;                // of a warpgroup
 constexpr int kSumsOfStrip = kWarpgroup / kWarpSize * kStripRows;  // of the dot products of a gradient
-// Of a strip of hidden: 64 columns of gates, then the 64 that they gate, and so on. A stage of operands has room for so many strips, and for the
-// results that take their place.
-constexpr int kHiddenStripBytes = 8 * kStripBytes, kHiddenStrips = 2;
+// Of hidden, a stage of operands has room for two strips and for the results that take their place: 64 columns of gates, the 64 that they
+// gate, and so on.
+constexpr int kHiddenBytes = 8 * kPairBytes;
 
-// `rows` comes in boxes of 32 rows, `hidden_16` and `out_16` in strips. The second of their three coordinates tells gates from what they gate.
+// The copy engine takes some 100 cycles for a box, whatever its size, so boxes are as large as they can be. `rows` comes in boxes of 128, 32
+// and 16 rows; hidden and results in boxes of two strips or one, the former gates and what they gate together. The last of their three
+// coordinates tells the two apart.
 struct TurnedArguments : GroupedArguments {
-  CUtensorMap rows_16, hidden_16, out_16;
+  CUtensorMap rows_128, rows_16, hidden_32, hidden_16, out_32, out_16;
   GatheredRows gathered;
 };
 
@@ -118,89 +120,126 @@ __device__ inline void store_from_strip(void* target, int64_t width, int64_t row
   *reinterpret_cast<uint4*>(static_cast<T*>(target) + row * width + column) = got;
 }
 
-// The results of a warpgroup: 128 columns of a tile, from `column` on. `buffer` is the warpgroup's, and `together` a barrier of its own.
-template <typename T>
-__device__ inline void store_turned_plain(const TurnedArguments& p, const float (&d)[kTurnedSums], const TurnedPlace& place,
-                                          const TurnedWeights& weights, int column, uint32_t buffer, int together, int& turn) {
-  const StripLane lane(buffer);
-  const int quad = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int strip = 0; strip < kTurnedRows / kStripRows; ++strip) {
-    if (strip * kStripRows >= place.rows) break;
-    // Strips take turns in two buffers, so whoever passes the barrier has read the one that is written next.
-    const uint32_t here = turn * 2 * kStripBytes;
-    turn ^= 1;
-    float weight[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) weight[i] = weights.of(strip, i / 2 * 8 + quad + i % 2);
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = block * kTurnedSums / 2 + strip * 8 + 2 * i;
-        word[i] = Pair<T>::pack(d[at] * weight[i / 2 * 2], d[at + 1] * weight[i / 2 * 2 + 1]);
-      }
-      store_turned_matrices(lane.to_write + here + block * kStripBytes, word);
-    }
-    meet(together, kWarpgroup);
-    const int row = strip * kStripRows + lane.row;
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      const int at = column + 64 * block + lane.column;
-      if (row < place.rows && at < p.width) {
-        store_from_strip<T>(p.out, p.width, place.row + row, at, lane.to_read + here + block * kStripBytes);
-      }
-    }
+// Two strips at a time wait for the copy engine in a warpgroup's part of the matrix, in the stage that was multiplied last, and in its buffer:
+// kKinds results of 64 columns each. Warp i stores those of kind i while the next strips are made.
+template <int kKinds>
+struct StripPairs {
+  static constexpr int kInStage = 2 * 64 * 128 / kStripBytes, kPieces = kInStage + kTurnedResultBytes / kStripBytes;
+  static constexpr int kBuffers = kPieces / (2 * kKinds);
+  uint32_t in_stage, buffer;
+  int warp;  // of the warpgroup
+
+  __device__ uint32_t piece(int strip, int kind) const {
+    const int i = (strip / 2 % kBuffers * kKinds + kind) * 2 + strip % 2;
+    return i < kInStage ? in_stage + i * kStripBytes : buffer + (i - kInStage) * kStripBytes;
   }
-}
 
-// A lane's numbers of a strip of SwiGLU: gates, what they gate, and the results.
-template <typename T>
-struct GatedStrip {
-  uint32_t gate[4], up[4], act[4];
-
-  __device__ GatedStrip(const float (&d)[kTurnedSums], int strip) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = strip * 8 + 2 * i;
-      gate[i] = Pair<T>::pack(d[at], d[at + 1]);
-      up[i] = Pair<T>::pack(d[at + kTurnedSums / 2], d[at + kTurnedSums / 2 + 1]);
-      const float2 g = Pair<T>::unpack(gate[i]), u = Pair<T>::unpack(up[i]);
-      act[i] = Pair<T>::pack(g.x * sigmoid(g.x) * u.x, g.y * sigmoid(g.y) * u.y);
+  // What all lanes wrote goes to memory, by store(the first row, how many) in the first `kinds` warps. Whoever has passed the barrier may write
+  // the next two strips: those that were there before have been read.
+  template <typename Store>
+  __device__ void send(int together, int strip, const TurnedPlace& place, int kinds, Store store) const {
+    fence_async_proxy();
+    if (is_elected()) stores_wait_read<kBuffers - 2>();
+    meet(together, kWarpgroup);
+    const int rows = place.rows - strip * kStripRows;
+    if (is_elected()) {
+      if (warp < kinds && rows >= kStripRows) store(place.row + strip * kStripRows, rows >= 2 * kStripRows);
+      stores_commit();
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(gate[i]), "+r"(up[i]), "+r"(act[i]));  // made here
   }
 };
 
-// The same of SwiGLU: the first block of sums are 64 columns of gates, the second one what they gate. A strip is made before the barrier after
-// which the one before it goes to memory. One more than the tile has may be made, of any numbers; it is not stored.
+// The results of a warpgroup: 128 columns of a tile, from `column` on. `together` is a barrier of its own.
+template <typename T>
+__device__ inline void store_turned_plain(const TurnedArguments& p, const float (&d)[kTurnedSums], const TurnedPlace& place,
+                                          const TurnedWeights& weights, int column, const StripPairs<2>& pairs, int together) {
+  const StripLane lane(0);
+  const int quad = threadIdx.x % 4 * 2, first_column = column + 64 * pairs.warp;
+  const int blocks = column + 64 < p.width ? 2 : column < p.width ? 1 : 0;
+#pragma unroll
+  for (int first = 0; first < kTurnedRows / kStripRows; first += 2) {
+    if (first * kStripRows >= place.rows) break;
+#pragma unroll
+    for (int strip = first; strip < first + 2; ++strip) {
+      float weight[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weight[i] = weights.of(strip, i / 2 * 8 + quad + i % 2);
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        uint32_t word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = block * kTurnedSums / 2 + strip * 8 + 2 * i;
+          word[i] = Pair<T>::pack(d[at] * weight[i / 2 * 2], d[at + 1] * weight[i / 2 * 2 + 1]);
+        }
+        store_turned_matrices(pairs.piece(strip, block) + lane.to_write, word);
+      }
+    }
+    pairs.send(together, first, place, blocks, [&](int row, bool has_two) {
+      store_box(has_two ? &p.out_32 : &p.out_16, pairs.piece(first, pairs.warp), first_column, row, 0);
+    });
+  }
+  if (place.rows % kStripRows == 0) return;
+  const int strip = place.rows / kStripRows;
+  for (int block = 0; block < blocks; ++block) {
+    const int at = column + 64 * block + lane.column;
+    if (lane.row >= place.rows % kStripRows || at >= p.width) break;
+    store_from_strip<T>(p.out, p.width, place.row + strip * kStripRows + lane.row, at, pairs.piece(strip, block) + lane.to_read);
+  }
+  fence_async_proxy();
+  meet(together, kWarpgroup);
+}
+
+// The same of SwiGLU: the first block of sums are 64 columns of gates, the second one what they gate.
 template <typename T>
 __device__ inline void store_turned_gated(const TurnedArguments& p, const float (&d)[kTurnedSums], const TurnedPlace& place,
-                                          int column, uint32_t buffer, int together) {
-  const StripLane lane(buffer);
-  GatedStrip<T> made(d, 0);
+                                          int column, const StripPairs<3>& pairs, int together) {
+  const StripLane lane(0);
+  const bool keeps = p.hidden != nullptr;
+  const int kinds = column >= p.width ? 0 : keeps ? 2 : 1;
 #pragma unroll
-  for (int strip = 0; strip < kTurnedRows / kStripRows; ++strip) {
-    if (strip * kStripRows >= place.rows) break;
-    meet(together, kWarpgroup);  // the strip before has been read
-    store_turned_matrices(lane.to_write, made.act);
-    if (p.hidden != nullptr) {
-      store_turned_matrices(lane.to_write + kStripBytes, made.gate);
-      store_turned_matrices(lane.to_write + 2 * kStripBytes, made.up);
+  for (int first = 0; first < kTurnedRows / kStripRows; first += 2) {
+    if (first * kStripRows >= place.rows) break;
+#pragma unroll
+    for (int strip = first; strip < first + 2; ++strip) {
+      uint32_t gate[4], up[4], act[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = strip * 8 + 2 * i;
+        gate[i] = Pair<T>::pack(d[at], d[at + 1]);
+        up[i] = Pair<T>::pack(d[at + kTurnedSums / 2], d[at + kTurnedSums / 2 + 1]);
+        const float2 g = Pair<T>::unpack(gate[i]), u = Pair<T>::unpack(up[i]);
+        act[i] = Pair<T>::pack(g.x * sigmoid(g.x) * u.x, g.y * sigmoid(g.y) * u.y);
+      }
+      store_turned_matrices(pairs.piece(strip, 0) + lane.to_write, act);
+      if (keeps) {
+        store_turned_matrices(pairs.piece(strip, 1) + lane.to_write, gate);
+        store_turned_matrices(pairs.piece(strip, 2) + lane.to_write, up);
+      }
     }
-    if (strip + 1 < kTurnedRows / kStripRows) made = GatedStrip<T>(d, strip + 1);
-    meet(together, kWarpgroup);
-    const int row = strip * kStripRows + lane.row, at = column + lane.column;
-    if (row < place.rows && at < p.width) {
-      store_from_strip<T>(p.out, p.width, place.row + row, at, lane.to_read);
-      if (p.hidden == nullptr) continue;
-      const int64_t width = int64_t{p.width} * 2;
-      store_from_strip<T>(p.hidden, width, place.row + row, at, lane.to_read + kStripBytes);
-      store_from_strip<T>(p.hidden, width, place.row + row, at + p.width, lane.to_read + 2 * kStripBytes);
+    pairs.send(together, first, place, kinds, [&](int row, bool has_two) {
+      if (pairs.warp == 0) {
+        store_box(has_two ? &p.out_32 : &p.out_16, pairs.piece(first, 0), column, row, 0);
+      } else if (has_two) {
+        store_box(&p.hidden_32, pairs.piece(first, 1), column, row, 0);
+      } else {
+        store_box(&p.hidden_16, pairs.piece(first, 1), column, row, 0);
+        store_box(&p.hidden_16, pairs.piece(first, 2), column, row, 1);
+      }
+    });
+  }
+  if (place.rows % kStripRows == 0) return;
+  const int strip = place.rows / kStripRows, at = column + lane.column;
+  const int64_t row = place.row + strip * kStripRows + lane.row, width = int64_t{p.width} * 2;
+  if (lane.row < place.rows % kStripRows && at < p.width) {
+    store_from_strip<T>(p.out, p.width, row, at, pairs.piece(strip, 0) + lane.to_read);
+    if (keeps) {
+      store_from_strip<T>(p.hidden, width, row, at, pairs.piece(strip, 1) + lane.to_read);
+      store_from_strip<T>(p.hidden, width, row, at + p.width, pairs.piece(strip, 2) + lane.to_read);
     }
   }
+  fence_async_proxy();
+  meet(together, kWarpgroup);
 }
 
 // A lane's sums of a strip: eight of each block of 64 columns.
@@ -274,7 +313,7 @@ __device__ inline void make_turned_gradient(const float (&d)[kTurnedSums], const
     weight[half] = *reinterpret_cast<const float2*>(&rows.weights[row]);
     mask[half] = rows.all ? 0xFFFFFFFFu : rows.mask(row);
   }
-  const uint32_t gates = hidden + lane.to_write, ups = gates + kStripBytes;
+  const uint32_t gates = hidden + lane.to_write, ups = gates + kPairBytes;
   StripSums given(d, strip);
   uint32_t gate[2][4], up[2][4];
   load_turned_matrices(gates, gate[0]);
@@ -301,53 +340,59 @@ __device__ inline void make_turned_gradient(const float (&d)[kTurnedSums], const
       dots[row + 1] = fmaf(made.y, high, dots[row + 1]);
     }
     if (block == 0) {
-      load_turned_matrices(gates + 2 * kStripBytes, gate[1]);
-      load_turned_matrices(ups + 2 * kStripBytes, up[1]);
+      load_turned_matrices(gates + 2 * kPairBytes, gate[1]);
+      load_turned_matrices(ups + 2 * kPairBytes, up[1]);
     }
-    store_turned_matrices(gates + 2 * block * kStripBytes, gate[block]);
-    store_turned_matrices(ups + 2 * block * kStripBytes, up[block]);
-    store_turned_matrices(scaled + block * kStripBytes + lane.to_write, act);
+    store_turned_matrices(gates + 2 * block * kPairBytes, gate[block]);
+    store_turned_matrices(ups + 2 * block * kPairBytes, up[block]);
+    store_turned_matrices(scaled + block * kPairBytes + lane.to_write, act);
   }
   const float sum = sum_of_row(dots);
   const int of_four = thread % kWarpSize / 4;
   if (of_four < 4) sums[warp * kStripRows + of_four % 2 * 8 + quad + of_four / 2] = sum;
 }
 
-// What `make_turned_gradient` made of a stage, to memory: the copy engine takes strips whose rows are all the expert's, those of a strip and 64
-// columns for each warp, whose first lane commits them. Lanes store the rows of a last strip. They have read it after the next barrier.
+// What `make_turned_gradient` made of a stage, to memory: the copy engine takes strips whose rows are all the expert's, 64 columns of hidden or
+// of results for each warp, one of whose lanes commits them. Lanes store the rows of a last strip. They have read it after the next barrier.
 template <typename T>
 __device__ inline void store_turned_gradient(const TurnedArguments& p, const TurnedPlace& place, int first_strip, int column,
                                              uint32_t hidden, uint32_t scaled, const float* sums) {
-  const int thread = threadIdx.x % kWarpgroup, warp = thread / kWarpSize, lane = thread % kWarpSize;
-  const int strip = first_strip + warp / 2, rows = place.rows - strip * kStripRows, row = place.row + strip * kStripRows;
-  const auto gates_of = [&](int i, int block) { return hidden + i * kHiddenStripBytes + 2 * block * kStripBytes; };
-  const auto scaled_of = [&](int i, int block) { return scaled + i * kHiddenStripBytes / 2 + block * kStripBytes; };
-  if (const int first = column + warp % 2 * 64; lane == 0 && rows >= kStripRows && first < p.width) {
-    const uint32_t gates = gates_of(warp / 2, warp % 2);
-    store_box(&p.hidden_16, gates, first, 0, row);
-    store_box(&p.hidden_16, gates + kStripBytes, first, 1, row);
-    store_box(&p.out_16, scaled_of(warp / 2, warp % 2), first, 0, row);
+  const int thread = threadIdx.x % kWarpgroup, warp = __shfl_sync(kAllLanes, thread / kWarpSize, 0), lane = thread % kWarpSize;
+  const int rows = place.rows - first_strip * kStripRows, row = place.row + first_strip * kStripRows;
+  const auto gates_of = [&](int block) { return hidden + 2 * block * kPairBytes; };
+  const auto scaled_of = [&](int block) { return scaled + block * kPairBytes; };
+  if (const int block = warp % 2, first = column + block * 64; is_elected() && rows >= kStripRows && first < p.width) {
+    const bool has_two = rows >= 2 * kStripRows;
+    if (warp >= 2) {
+      store_box(has_two ? &p.out_32 : &p.out_16, scaled_of(block), first, row, 0);
+    } else if (has_two) {
+      store_box(&p.hidden_32, gates_of(block), first, row, 0);
+    } else {
+      store_box(&p.hidden_16, gates_of(block), first, row, 0);
+      store_box(&p.hidden_16, gates_of(block) + kPairBytes, first, row, 1);
+    }
   }
-  if (p.d_weights != nullptr && warp % 2 == 0 && lane < kStripRows && lane < rows && column < p.width) {
+  const int here = warp / 2 * kStripRows + lane;  // of the stage's rows
+  if (p.d_weights != nullptr && warp % 2 == 0 && lane < kStripRows && here < rows && column < p.width) {
     const float* const of_row = sums + warp / 2 * kSumsOfStrip + lane;
     float sum = of_row[0];
 #pragma unroll
     for (int i = 1; i < kWarpgroup / kWarpSize; ++i) sum = __fadd_rn(sum, of_row[i * kStripRows]);
     const int tiles = (p.width + kTileColumns - 1) / kTileColumns;
-    p.d_weights[int64_t{row + lane} * tiles + column / kTileColumns] = sum;
+    p.d_weights[int64_t{row + here} * tiles + column / kTileColumns] = sum;
   }
   const int last = place.rows / kStripRows - first_strip;  // a strip that is not whole
-  if (place.rows % kStripRows == 0 || last >= kHiddenStrips) return;
+  if (place.rows % kStripRows == 0 || last >= 2) return;
   const StripLane part(0);
-  const int64_t of_row = place.row + (first_strip + last) * kStripRows + part.row, width = int64_t{p.width} * 2;
+  const int64_t of_row = row + last * kStripRows + part.row, width = int64_t{p.width} * 2;
 #pragma unroll 1
   for (int block = 0; block < 2; ++block) {
     const int at = column + 64 * block + part.column;
     if (part.row >= place.rows % kStripRows || at >= p.width) break;
-    const uint32_t gates = gates_of(last, block) + part.to_read;
+    const uint32_t gates = gates_of(block) + last * kStripBytes + part.to_read;
     store_from_strip<T>(p.hidden, width, of_row, at, gates);
-    store_from_strip<T>(p.hidden, width, of_row, at + p.width, gates + kStripBytes);
-    store_from_strip<T>(p.out, p.width, of_row, at, scaled_of(last, block) + part.to_read);
+    store_from_strip<T>(p.hidden, width, of_row, at + p.width, gates + kPairBytes);
+    store_from_strip<T>(p.out, p.width, of_row, at, scaled_of(block) + last * kStripBytes + part.to_read);
   }
 }
 
