@@ -61,10 +61,12 @@ _LEAST_TURNED_ROWS, _LEAST_TURNED_INNER = 128, 768
 # Of an expert, on average, for the kernel with tiles of 128 rows to make short plain products. With 128 the Triton
 # kernels, whose tiles are wider, read each matrix less often. From this length on, tiles of 160 rows are faster.
 _LEAST_ROWS, _LEAST_INNER_OF_PLAIN = 512, 512
-# From so many rows and up to this length the kernel with tiles of 128 rows makes plain products, if memory has so many
-# GB/s for each multiprocessor (an H200 has 37, an H100 25; no other GPU was measured): it reads operands half as often
-# again, and loses no time between tiles.
-_LEAST_ROWS_WITH_FAST_MEMORY, _MOST_INNER_WITH_FAST_MEMORY, _FAST_MEMORY = 2048, 2048, 35
+# With many rows it makes longer ones, too, since it loses no time between tiles. But it reads operands more often than
+# tiles of 160 x 256 do: up to this length if it has tiles of 192 columns (as csrc/cuda/grouped_product.cu decides), up
+# to that one if they have 128 and memory has so many GB/s for each multiprocessor (an H200 has 37, an H100 25; no other
+# GPU was measured).
+_MANY_ROWS, _MOST_INNER_OF_WIDE, _MOST_INNER_OF_NARROW, _FAST_MEMORY = 1024, 3072, 2048, 35
+_WIDE_COLUMNS, _MOST_INNER_WITH_WASTE = 192, 1024
 
 
 class GroupedProductParams(ctypes.Structure):
@@ -126,7 +128,13 @@ def grouped_product_of(library: Any) -> LibraryKernel | None:
     return library_kernel(library, "grouped_product", GroupedProductParams)
 
 
-def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int) -> int:
+def _has_wide_tiles(inner: int, columns: int) -> bool:
+    """Whether the kernel with tiles of 128 rows makes them 192 columns wide."""
+    wasted = -columns % _WIDE_COLUMNS
+    return not wasted or (wasted <= columns // 16 and inner <= _MOST_INNER_WITH_WASTE)
+
+
+def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int, columns: int) -> int:
     """The rows of the tiles of the fastest kernel of the library; 0: a Triton kernel is faster.
 
     Args:
@@ -134,12 +142,15 @@ def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int) -> int:
         result: PLAIN, GATED or GRADIENT.
         mean_rows: of an expert, on average.
         inner: length of the contraction.
+        columns: of the result, or of a window of them.
     """
     if result == PLAIN and mean_rows >= _LEAST_ROWS:
-        has_fast_memory = gpu.memory >= _FAST_MEMORY * gpu.multiprocessors
-        stores_beside = mean_rows >= _LEAST_ROWS_WITH_FAST_MEMORY and inner <= _MOST_INNER_WITH_FAST_MEMORY
-        is_short = inner < _LEAST_INNER_OF_PLAIN
-        return TILE_ROWS if is_short or (has_fast_memory and stores_beside) else TURNED_ROWS
+        most = _LEAST_INNER_OF_PLAIN - 1
+        if mean_rows >= _MANY_ROWS and _has_wide_tiles(inner, columns):
+            most = _MOST_INNER_OF_WIDE
+        elif mean_rows >= _MANY_ROWS and gpu.memory >= _FAST_MEMORY * gpu.multiprocessors:
+            most = _MOST_INNER_OF_NARROW
+        return TILE_ROWS if inner <= most else TURNED_ROWS
     return TURNED_ROWS if inner >= _LEAST_TURNED_INNER and mean_rows >= _LEAST_TURNED_ROWS else 0
 
 
@@ -152,6 +163,7 @@ def library_rows(
     inner: int,
     outer: int,
     arrays: Sequence[Array],
+    columns: int | None = None,
 ) -> int:
     """The rows of the tiles of the library's kernel that makes a product; 0: the Triton kernel does.
 
@@ -164,13 +176,14 @@ def library_rows(
         inner: length of the contraction.
         outer: columns of the result.
         arrays: operands and results, whose rows follow each other.
+        columns: of a window of the result; None: all.
     """
     if not most_library_rows(device, gpu) or not num_rows or inner % 8 or outer % 8:
         return 0
     item = ITEM_BYTES[device.dtype_name(w)]
     if sum_vector(item, *(address(each) for each in (w, *arrays))) == 1:
         return 0
-    return chosen_rows(gpu, result, num_rows // w.shape[0], inner)
+    return chosen_rows(gpu, result, num_rows // w.shape[0], inner, columns or outer)
 
 
 def most_library_rows(device: Device, gpu: Gpu) -> int:

@@ -149,23 +149,24 @@ class Run:
         self._pending: RowSums | None = None  # what the next launch that moves rows makes as well
         self.kept_tables, self._schedules = self._schedule(tables)
 
-    def _chosen(self, result: int, inner: int) -> int:
+    def _chosen(self, result: int, inner: int, columns: int) -> int:
         """Rows of the tiles of the library's kernel for a product, if it has one; 0: the Triton kernel makes it."""
         if not most_library_rows(self.device, self.gpu) or not self.num_rows:
             return 0
-        return chosen_rows(self.gpu, result, self.num_rows // self.layer.down.shape[0], inner)
+        return chosen_rows(self.gpu, result, self.num_rows // self.layer.down.shape[0], inner, columns)
 
     def _gathers(self, moves_twice: bool, gradients_move: bool = False) -> bool:
         """Whether a pass gathers the rows of tokens."""
-        by_library = self._chosen(GRADIENT if moves_twice else GATED, self.hidden) == TURNED_ROWS
+        by_library = self._chosen(GRADIENT if moves_twice else GATED, self.hidden, self.inner) == TURNED_ROWS
         by_library = by_library and self.num_tokens > 0 and not gradients_move
         sizes = self.num_tokens, self.num_rows, self.layer.down.shape[0], self.inner, self.num_windows
         return gathers(*sizes, moves_twice, by_library)
 
     def _heights(self) -> list[int]:
         """Rows of the tiles of the products of both passes."""
-        up, back = (self._chosen(result, self.hidden) for result in (GATED, GRADIENT))
-        sums = {self._chosen(PLAIN, inner) or self.wide.rows for inner in (self.inner, 2 * self.inner)}
+        up, back = (self._chosen(result, self.hidden, self.inner) for result in (GATED, GRADIENT))
+        of_sums = [self._chosen(PLAIN, inner, self.window_columns) for inner in (self.inner, 2 * self.inner)]
+        sums = {rows or self.wide.rows for rows in of_sums}
         return sorted({up or self.gated.rows, back or self.narrow.rows, *sums})
 
     def _schedule(self, tables: Array | None) -> tuple[Array, dict[int, Schedule]]:
@@ -258,11 +259,13 @@ class Run:
         for columns in self.columns():
             yield columns[0], self._moved(x, (0, self.num_rows), columns)
 
-    def library_rows(self, result: int, w: Array, inner: int, outer: int, *arrays: Any) -> int:
+    def library_rows(
+        self, result: int, w: Array, inner: int, outer: int, *arrays: Any, columns: int | None = None
+    ) -> int:
         """Rows of the tiles of the library's kernel that makes a product; 0: the Triton kernel does."""
         there = [each for each in arrays if each is not None]
         sizes = self.num_rows, w, inner, outer
-        return library_rows(self.device, self.gpu, result, *sizes, (self.buffer, *there))
+        return library_rows(self.device, self.gpu, result, *sizes, (self.buffer, *there), columns)
 
     def _library_can_gather(self, x: Array) -> bool:
         """Whether there are tokens, in rows that don't overlap and whose bytes can be taken 16 at a time."""
@@ -382,7 +385,7 @@ class Run:
         """The sums of each token's rows of a product [M, d]."""
         out = self.device.empty([self.num_tokens, self.hidden], self.dtype)
         self._in_buffer = None
-        tile_rows = self.library_rows(PLAIN, w, source.width, self.hidden, source.array)
+        tile_rows = self.library_rows(PLAIN, w, source.width, self.hidden, source.array, columns=self.window_columns)
         for first, end in self.columns():
             target = Target(self.buffer, first, end - first)
             self.plain(source, w, self.wide, tile_rows, target, transpose, weights=weights)

@@ -27,6 +27,9 @@ CASES = {
     "a static buffer that drops rows": Case(40, 64, 16, 4, 2, buffer=21),
     "nothing assigned": Case(9, 64, 16, 4, 2, unassigned=1.0),
     "more experts than a warp has lanes": Case(20, 32, 8, 40, 2),
+    "tiles of 192 columns": Case(150, 384, 40, 2, 2, unassigned=0.1),
+    "tiles of 192 columns, of which a few are not there": Case(90, 376, 24, 2, 2),
+    "two tiles of 128 columns": Case(90, 136, 24, 2, 2),
 }
 # So that blocks are handed tiles after their first ones. Interpreted, it takes long.
 MANY_TILES = pytest.param(Case(1200, 24, 8, 700, 2), id="more tiles than multiprocessors", marks=pytest.mark.slow)
@@ -250,7 +253,7 @@ def test_the_kernel_is_used_where_it_can_be(monkeypatch, changes, expected):
     array = device.array(np.zeros(8, ml_dtypes.bfloat16), offset=options["offset"])
     sizes = options["rows"], w, options["inner"], options["outer"], [array]
     made = hopper_product.library_rows(device, options["gpu"], hopper_product.PLAIN, *sizes)
-    assert made == ((HOPPER, hopper_product.PLAIN, 512, 64) if expected else 0)
+    assert made == ((HOPPER, hopper_product.PLAIN, 512, 64, 136) if expected else 0)
 
 
 @pytest.mark.parametrize(
@@ -271,30 +274,48 @@ def test_the_kernel_is_used_where_it_can_be(monkeypatch, changes, expected):
     ],
 )
 def test_the_choice_of_a_kernel_depends_on_rows_and_terms(result, mean_rows, inner, expected):
-    assert hopper_product.chosen_rows(HOPPER, result, mean_rows, inner) == expected
+    assert hopper_product.chosen_rows(HOPPER, result, mean_rows, inner, 2560) == expected
 
 
 @pytest.mark.parametrize(
     ("multiprocessors", "memory", "result", "mean_rows", "inner", "expected"),
     [
-        (132, 4916, hopper_product.PLAIN, 2048, 2048, hopper_product.TILE_ROWS),
-        (132, 4916, hopper_product.PLAIN, 2047, 2048, hopper_product.TURNED_ROWS),
-        (132, 4916, hopper_product.PLAIN, 2048, 2056, hopper_product.TURNED_ROWS),
+        (132, 4916, hopper_product.PLAIN, 1024, 2048, hopper_product.TILE_ROWS),
+        (132, 4916, hopper_product.PLAIN, 1023, 2048, hopper_product.TURNED_ROWS),
+        (132, 4916, hopper_product.PLAIN, 1024, 2056, hopper_product.TURNED_ROWS),
         (132, 4916, hopper_product.PLAIN, 512, 256, hopper_product.TILE_ROWS),
-        (132, 3352, hopper_product.PLAIN, 2048, 2048, hopper_product.TURNED_ROWS),
-        (132, 3352, hopper_product.PLAIN, 2048, 504, hopper_product.TILE_ROWS),
-        (132, 35 * 132 - 1, hopper_product.PLAIN, 2048, 2048, hopper_product.TURNED_ROWS),
-        (66, 35 * 66, hopper_product.PLAIN, 2048, 2048, hopper_product.TILE_ROWS),
-        (132, 0, hopper_product.PLAIN, 2048, 2048, hopper_product.TURNED_ROWS),
-        (132, 4916, hopper_product.GATED, 2048, 2048, hopper_product.TURNED_ROWS),
-        (132, 4916, hopper_product.GRADIENT, 2048, 2048, hopper_product.TURNED_ROWS),
+        (132, 3352, hopper_product.PLAIN, 1024, 2048, hopper_product.TURNED_ROWS),
+        (132, 3352, hopper_product.PLAIN, 1024, 504, hopper_product.TILE_ROWS),
+        (132, 35 * 132 - 1, hopper_product.PLAIN, 1024, 2048, hopper_product.TURNED_ROWS),
+        (66, 35 * 66, hopper_product.PLAIN, 1024, 2048, hopper_product.TILE_ROWS),
+        (132, 0, hopper_product.PLAIN, 1024, 2048, hopper_product.TURNED_ROWS),
+        (132, 4916, hopper_product.GATED, 1024, 2048, hopper_product.TURNED_ROWS),
+        (132, 4916, hopper_product.GRADIENT, 1024, 2048, hopper_product.TURNED_ROWS),
     ],
 )
 def test_with_fast_memory_plain_products_of_many_rows_have_small_tiles(
     multiprocessors, memory, result, mean_rows, inner, expected
 ):
     gpu = Gpu(90, multiprocessors, memory)
-    assert hopper_product.chosen_rows(gpu, result, mean_rows, inner) == expected
+    assert hopper_product.chosen_rows(gpu, result, mean_rows, inner, 2560) == expected
+
+
+@pytest.mark.parametrize(
+    ("mean_rows", "inner", "columns", "expected"),
+    [
+        (1024, 3072, 768, hopper_product.TILE_ROWS),
+        (1024, 3080, 768, hopper_product.TURNED_ROWS),
+        (1023, 3072, 768, hopper_product.TURNED_ROWS),
+        (1024, 1024, 4096, hopper_product.TILE_ROWS),
+        (1024, 1032, 4096, hopper_product.TURNED_ROWS),
+        (1024, 1024, 1024, hopper_product.TURNED_ROWS),
+        (1024, 1024, 184, hopper_product.TILE_ROWS),
+        (1024, 1024, 72, hopper_product.TURNED_ROWS),
+    ],
+)
+def test_plain_products_of_many_rows_have_small_tiles_if_columns_fit(mean_rows, inner, columns, expected):
+    gpu = Gpu(90, 132, 3352)
+    assert hopper_product.chosen_rows(gpu, hopper_product.PLAIN, mean_rows, inner, columns) == expected
 
 
 @pytest.mark.parametrize(("knows_its_memory", "memory"), [(True, 4916), (False, 0)])

@@ -5,7 +5,7 @@
 // takes about as long to store as to multiply, and for longer ones where memory is fast.
 //
 // A block stays for the whole launch and takes every gridDim.x-th tile of the list that pmo/grouped.h describes: 128 rows of one expert
-// and 128 columns. It has three warpgroups. The first loads: rows and matrix come through the copy engine, 64 of the contraction at a
+// and 128 or 192 columns. It has three warpgroups. The first loads: rows and matrix come through the copy engine, 64 of the contraction at a
 // time, into a ring of kStages stages, in pieces of 64 rows of 128 bytes that are swizzled, with zeros after its end. The other two take
 // turns: while one multiplies a tile, the other turns the sums of the tile before it into results.
 //
@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "common/checks.h"
+#include "cuda/column_products.cuh"
 #include "cuda/grouped_results.cuh"
 #include "cuda/grouped_stages.cuh"
 #include "cuda/grouped_turned.h"
@@ -22,18 +23,29 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kStages = 6;
-constexpr int kSharedBytes = kStages * kStageBytes + 1024 + kTableBytes;  // stages begin at a multiple of 1024
+// Tiles have 128 columns, or 192, with which operands are read less often.
+constexpr int kWideColumns = 192;
+constexpr int kMostInnerWithWaste = 1024;
+
+template <int kColumns>
+constexpr int kBytes = kBytesA + kColumns * kTileDepth * 2;  // of a stage
+template <int kColumns>
+constexpr int kStages = kColumns == kTileColumns ? 6 : 5;
+template <int kColumns>
+constexpr int kSharedBytes = kStages<kColumns> * kBytes<kColumns> + 1024 + kTableBytes;  // stages begin at a multiple of 1024
 
 #ifdef PMO_HOPPER_CODE
 
 constexpr int kBand = 8;      // rows of tiles that share their columns in the L2
 constexpr int kFewSteps = 4;  // of a tile
 
-using Ring = RingOf<kStages>;
-using Stages = StagesOf<kStages>;
+template <int kColumns>
+using Ring = RingOf<kStages<kColumns>>;
+template <int kColumns>
+using Stages = StagesOf<kStages<kColumns>, kBytes<kColumns>>;
 
 // The expert and the rows of a tile, found by the whole warp.
+template <int kColumns>
 __device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables& tables, int tile, int first_tile,
                                         int last_tile) {
   const TilePlace place(tile, last_tile - first_tile, p.column_tiles, kBand);
@@ -45,17 +57,17 @@ __device__ inline GroupedPlace place_of(const GroupedArguments& p, const Tables&
     expert += __popc(__ballot_sync(kAllLanes, has_ended));
   }
   const int row = tables.first[expert] + (row_tile - tables.tiles[expert]) * kTileRows;
-  return {expert, row, tables.stop[expert], place.column * kTileColumns};
+  return {expert, row, tables.stop[expert], place.column * kColumns};
 }
 
 // The work of the warp that loads.
-template <bool kTransposed>
-__device__ inline void load_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile,
+template <bool kTransposed, int kColumns>
+__device__ inline void load_tiles(const GroupedArguments& p, const Tables& tables, const Stages<kColumns>& stages, int first_tile,
                                   int last_tile) {
   const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
-  Ring ring;
+  Ring<kColumns> ring;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile);
+    const GroupedPlace place = place_of<kColumns>(p, tables, tile, first_tile, last_tile);
     const int column = p.first_column + place.column;
     for (int step = 0; step < steps; ++step) {
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
@@ -63,10 +75,10 @@ __device__ inline void load_tiles(const GroupedArguments& p, const Tables& table
         uint64_t* full = &stages.full[ring.stage];
         const uint32_t b = stages.b(ring.stage);
         const int depth = step * kTileDepth;
-        arrive_expecting(full, kStageBytes);
+        arrive_expecting(full, kBytes<kColumns>);
         load_box(stages.a(ring.stage), &p.rows, full, depth, place.row - p.first_row);
 #pragma unroll
-        for (int piece = 0; piece < kTileColumns / 64; ++piece) {
+        for (int piece = 0; piece < kColumns / 64; ++piece) {
           const int at_column = column + 64 * piece;
           load_box(b + piece * kPieceBytes, &p.matrix, full, kTransposed ? depth : at_column, kTransposed ? at_column : depth,
                    place.expert);
@@ -77,9 +89,9 @@ __device__ inline void load_tiles(const GroupedArguments& p, const Tables& table
   }
 }
 
-// d += the product of a tile's rows and columns, stage by stage. The products of the last stage are still running after the call; returns it.
-template <bool kTurned, typename T>
-__device__ inline int multiply_tile(float (&d)[128], const Stages& stages, Ring& ring, int steps) {
+// d = the product of a tile's rows and columns, stage by stage. The products of the last stage are still running after the call; returns it.
+template <bool kTurned, int kColumns, typename T>
+__device__ inline int multiply_tile(float (&d)[kColumns], const Stages<kColumns>& stages, Ring<kColumns>& ring, int steps) {
   const bool signals = threadIdx.x % kWarpSize == 0;
   int last = 0;
   for (int step = 0; step < steps; ++step) {
@@ -90,8 +102,8 @@ __device__ inline int multiply_tile(float (&d)[128], const Stages& stages, Ring&
     for (int k = 0; k < kTileDepth / 16; ++k) {
       // 16 numbers of a row are 32 bytes; 16 rows, where they are the contraction, are 2048.
       const uint64_t at_a = a + k * (32 >> 4), at_b = b + k * ((kTurned ? 2048 : 32) >> 4);
-      multiply<0, kTurned>(d, at_a, at_b, T());
-      multiply<64, kTurned>(d, at_a + (kPieceBytes >> 4), at_b, T());
+      multiply_columns<kColumns, 0, false, kTurned, T>(d, at_a, at_b, step > 0 || k > 0);
+      multiply_columns<kColumns, kColumns / 2, false, kTurned, T>(d, at_a + (kPieceBytes >> 4), at_b, step > 0 || k > 0);
     }
     products_commit();
     products_wait<1>();
@@ -103,25 +115,23 @@ __device__ inline int multiply_tile(float (&d)[128], const Stages& stages, Ring&
 }
 
 // The work of a warpgroup that multiplies: every second tile of the block.
-template <bool kTransposed, typename T>
-__device__ inline void make_tiles(const GroupedArguments& p, const Tables& tables, const Stages& stages, int first_tile,
+template <bool kTransposed, int kColumns, typename T>
+__device__ inline void make_tiles(const GroupedArguments& p, const Tables& tables, const Stages<kColumns>& stages, int first_tile,
                                   int last_tile) {
   const int turn = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0) - 1;  // the compiler can see that all lanes have the same
   const int row_of_thread = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
   const int tiles = (last_tile - first_tile) * p.column_tiles, steps = (p.inner + kTileDepth - 1) / kTileDepth;
-  Ring ring;
+  Ring<kColumns> ring;
   ring.skip(turn * steps);
   // A stage's barrier tells odd phases from even ones only, so no warpgroup may wait for stages before the other has seen its own filled.
   constexpr int kTurn = 1;
   if (turn == 1) tell(kTurn, 2 * kWarpgroup);
   for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles; tile += 2 * gridDim.x) {
-    const GroupedPlace place = place_of(p, tables, tile, first_tile, last_tile);
-    float d[128];
-#pragma unroll
-    for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+    const GroupedPlace place = place_of<kColumns>(p, tables, tile, first_tile, last_tile);
+    float d[kColumns];  // the first products give it its values
     hold(d);
     meet(kTurn + turn, 2 * kWarpgroup);
-    const int last = multiply_tile<!kTransposed, T>(d, stages, ring, steps);
+    const int last = multiply_tile<!kTransposed, kColumns, T>(d, stages, ring, steps);
     // With few steps it matters that the other warpgroup's products follow at once. With more, that took longer.
     if (steps <= kFewSteps) tell(kTurn + 1 - turn, 2 * kWarpgroup);
     products_wait<0>();
@@ -133,7 +143,7 @@ __device__ inline void make_tiles(const GroupedArguments& p, const Tables& table
     for (int block = 0; block < 2; ++block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        store_plain<T>(p, d, place, place.row + row_of_thread + 64 * block + 8 * half, half, 64 * block);
+        store_plain<T, kColumns>(p, d, place, place.row + row_of_thread + 64 * block + 8 * half, half, kColumns / 2 * block);
       }
     }
   }
@@ -141,43 +151,50 @@ __device__ inline void make_tiles(const GroupedArguments& p, const Tables& table
 
 #endif  // PMO_HOPPER_CODE
 
-template <bool kTransposed, typename T>
+template <bool kTransposed, int kColumns, typename T>
 __global__ void __launch_bounds__(kBlockThreads, 1) grouped_product(const __grid_constant__ GroupedArguments p) {
 #ifdef PMO_HOPPER_CODE
   extern __shared__ uint8_t shared[];
-  __shared__ uint64_t full[kStages], empty[kStages];
-  const Tables tables = hold_tables(p, reinterpret_cast<int32_t*>(shared + kSharedBytes - kTableBytes));
-  const Stages stages = make_stages(shared, full, empty);
+  __shared__ uint64_t full[kStages<kColumns>], empty[kStages<kColumns>];
+  const Tables tables = hold_tables(p, reinterpret_cast<int32_t*>(shared + kSharedBytes<kColumns> - kTableBytes));
+  const Stages<kColumns> stages = make_stages<kStages<kColumns>, kBytes<kColumns>>(shared, full, empty);
   const int first_tile = __ldg(p.window), last_tile = __ldg(p.window + 1);
   if (threadIdx.x < kWarpgroup) {
     give_registers<kRegistersToLoad>();
-    if (threadIdx.x < kWarpSize) load_tiles<kTransposed>(p, tables, stages, first_tile, last_tile);
+    if (threadIdx.x < kWarpSize) load_tiles<kTransposed, kColumns>(p, tables, stages, first_tile, last_tile);
   } else {
     take_registers<kRegistersToMultiply>();
-    make_tiles<kTransposed, T>(p, tables, stages, first_tile, last_tile);
+    make_tiles<kTransposed, kColumns, T>(p, tables, stages, first_tile, last_tile);
   }
 #endif
 }
 
-template <bool kTransposed, typename T>
+template <bool kTransposed, int kColumns, typename T>
 int launch_product(const pmo_grouped_product_params& p, const GroupedArguments& arguments, cudaStream_t stream) {
   static SharedMemoryLimit limit;
   int device = 0;
   DeviceLimits limits;
   if (const int status = hopper_limits("grouped_product", &device, &limits)) return status;
-  auto* kernel = grouped_product<kTransposed, T>;
-  if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
+  auto* kernel = grouped_product<kTransposed, kColumns, T>;
+  if (const int status = limit.raise(kernel, device, kSharedBytes<kColumns>)) return status;
   const int64_t row_tiles = divide_up(std::min(p.num_rows, p.window_rows), int64_t{kTileRows}) + p.num_experts;
   const int64_t blocks = std::min<int64_t>(row_tiles * arguments.column_tiles, limits.multiprocessors);
-  const Grid grid = {static_cast<unsigned>(blocks), kBlockThreads, kSharedBytes};
+  const Grid grid = {static_cast<unsigned>(blocks), kBlockThreads, kSharedBytes<kColumns>};
   return launch("grouped_product", kernel, grid, stream, arguments);
+}
+
+// Whether tiles of 192 columns are faster: where they fit, and for short contractions if hardly any of their columns are outside the result.
+bool has_wide_tiles(const pmo_grouped_product_params& p) {
+  const int64_t wasted = round_up(p.width, int64_t{kWideColumns}) - p.width;
+  return wasted == 0 || (wasted <= p.width / 16 && p.inner <= kMostInnerWithWaste);
 }
 
 int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (const int status = check_grouped_product(p)) return status;
   if (p.num_rows == 0 || p.width == 0) return PMO_OK;
   if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) return turned_product(p, stream);
-  GroupedArguments a = arguments_of(p, kTileColumns);
+  const bool is_wide = has_wide_tiles(p);
+  GroupedArguments a = arguments_of(p, is_wide ? kWideColumns : kTileColumns);
   const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;
   const Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, kTileRows}};
   if (const int status = encode(rows, is_bfloat16, &a.rows)) return status;
@@ -186,7 +203,9 @@ int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   matrix.strides[0] = matrix.sizes[0];
   if (const int status = encode(matrix, is_bfloat16, &a.matrix)) return status;
   return with_result<PMO_GROUPED_PLAIN>(p, [&](auto, auto is_transposed, auto element) {
-    return launch_product<is_transposed(), decltype(element)>(p, a, stream);
+    using T = decltype(element);
+    return is_wide ? launch_product<is_transposed(), kWideColumns, T>(p, a, stream)
+                   : launch_product<is_transposed(), kTileColumns, T>(p, a, stream);
   });
 }
 

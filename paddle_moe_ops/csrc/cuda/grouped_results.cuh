@@ -66,14 +66,14 @@ __device__ inline void store_eight(void* row, int column, const uint32_t (&word)
   *reinterpret_cast<uint4*>(static_cast<char*>(row) + int64_t{column} * 2) = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-template <typename T>
-__device__ inline void store_plain(const GroupedArguments& p, const float (&d)[128], const GroupedPlace& place, int row, int half,
+template <typename T, int kColumns = kTileColumns, int kCount>
+__device__ inline void store_plain(const GroupedArguments& p, const float (&d)[kCount], const GroupedPlace& place, int row, int half,
                                    int first) {
   const bool is_live = row < place.end;
   const float weight = p.weights != nullptr && is_live ? __ldg(p.weights + row) : 1.0f;
   T* target = static_cast<T*>(p.out) + int64_t{row} * p.width;
 #pragma unroll
-  for (int group = 0; group < kTileColumns / 32; ++group) {
+  for (int group = 0; group < kColumns / 32; ++group) {
     uint32_t word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -12,8 +12,8 @@
 //
 // Of a block's warpgroups two multiply the same tile, 128 columns each: in two blocks of 64 columns, of which the second one, if the result is
 // gated, is what the first one gates. In another one, a warp asks for tiles and finds their places, and a warp has the copy engine bring 64 of
-// the contraction at a time, in a ring of kStages stages: the columns of the matrix in pieces of 64, as they lie in memory, and boxes of 128,
-// 32 and 16 rows. All are swizzled, with zeros after the end of the contraction. Rows after those of a tile may be another expert's; what they
+// the contraction at a time, in a ring of kStages stages: the columns of the matrix in pieces of 64, as they lie in memory, and boxes of 32 and
+// 16 rows. All are swizzled, with zeros after the end of the contraction. Rows after those of a tile may be another expert's; what they
 // give is not stored (turned_results.cuh).
 //
 // Nothing is multiplied while a tile's sums become results, so this must be short. A warpgroup writes two strips of 16 rows at a time to
@@ -29,7 +29,6 @@
 #include "cuda/grouped_turned.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "common/checks.h"
 #include "cuda/column_products.cuh"
@@ -47,12 +46,6 @@ constexpr int kTurnedStageBytes = kMatrixBytes + kTurnedRows * kTileDepth * 2;
 constexpr int kSharedBytes = kStages * kTurnedStageBytes + 2 * kTurnedResultBytes + 1024;  // stages begin at a multiple of 1024
 
 static_assert(kHiddenBytes + kHiddenBytes / 2 <= kTurnedStageBytes, "hidden and results fit a stage");
-
-constexpr int kLargeBoxRows = 128;  // of rows
-
-// Whether a step's columns of a matrix are one box of the copy engine.
-template <pmo_grouped_result kResult, bool kTransposed>
-constexpr bool kHasOneBox = kTransposed && kResult != PMO_GROUPED_GATED;
 
 template <pmo_grouped_result kResult>
 constexpr int kResultColumns = kResult == PMO_GROUPED_GATED ? kTurnedColumns / 2 : kTurnedColumns;
@@ -238,21 +231,18 @@ __device__ inline void load_tiles(const TurnedArguments& p, Shared& shared, cons
         if (depth == asks_at) arrive(&shared.wanted);
         uint64_t* full = &shared.full[ring.stage];
         arrive_expecting(full, bytes);
-        constexpr int kPieces = kHasOneBox<kResult, kTransposed> ? 1 : 4;
 #pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) {
+        for (int piece = 0; piece < 4; ++piece) {
           const int to_piece = kResult == PMO_GROUPED_GATED ? piece / 2 * 64 + piece % 2 * p.to_up : piece * 64;
           const int column = p.first_column + place.column + to_piece;
           load_box(stages.matrix(ring.stage) + piece * kPieceBytes, &p.matrix, full, kTransposed ? depth : column,
                    kTransposed ? column : depth, place.expert);
         }
         if constexpr (!kGathers) {
-          const int row = place.row - p.first_row, whole = strips >= kLargeBoxRows / kStripRows ? kLargeBoxRows / kStripRows : 0;
-          if (whole > 0) load_box(stages.rows(ring.stage), &p.rows_128, full, depth, row);
+          const int row = place.row - p.first_row;
           // With a loop of strips / 2 passes, as nvcc 13.0 compiles it, the rows from 128 on were wrong.
 #pragma unroll
           for (int strip = 0; strip < kTurnedRows / kStripRows; strip += 2) {
-            if (strip < whole) continue;
             const uint32_t target = stages.rows(ring.stage) + strip * kStripBytes;
             if (strip + 1 < strips) {
               load_box(target, &p.rows, full, depth, row + strip * kStripRows);
@@ -299,8 +289,8 @@ __device__ inline int multiply_tile(float (&d)[kTurnedSums], Shared& shared, con
     for (int k = 0; k < kTileDepth / 16; ++k) {
       // 16 numbers of a row are 32 bytes; 16 rows, where they are the contraction, are 2048.
       const uint64_t at_a = a + k * ((kTurned ? 2048 : 32) >> 4), at_b = b + k * (32 >> 4);
-      multiply_columns<kRows, 0, kTurned, T>(d, at_a, at_b, k > 0 || depth > 0);
-      multiply_columns<kRows, kTurnedSums / 2, kTurned, T>(d, at_a + (kPieceBytes >> 4), at_b, k > 0 || depth > 0);
+      multiply_columns<kRows, 0, kTurned, false, T>(d, at_a, at_b, k > 0 || depth > 0);
+      multiply_columns<kRows, kTurnedSums / 2, kTurned, false, T>(d, at_a + (kPieceBytes >> 4), at_b, k > 0 || depth > 0);
     }
     products_commit();
     products_wait<1>();
@@ -451,16 +441,13 @@ int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (p.gathers != 0) {
     a.gathered = {p.x, p.row_to_token, static_cast<uint32_t>(p.x_row_stride * 2), static_cast<int>(p.num_sources)};
   } else {
-    Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth}};
-    for (auto [box, map] : {std::pair{kLargeBoxRows, &a.rows_128}, {2 * kStripRows, &a.rows}, {kStripRows, &a.rows_16}}) {
-      rows.box[1] = box;
-      if (const int status = encode(rows, is_bfloat16, map)) return status;
-    }
+    Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, 2 * kStripRows}};
+    if (const int status = encode(rows, is_bfloat16, &a.rows)) return status;
+    rows.box[1] = kStripRows;
+    if (const int status = encode(rows, is_bfloat16, &a.rows_16)) return status;
   }
-  const bool has_one_box = p.transpose && p.result != PMO_GROUPED_GATED;
   Tensor matrix = {p.matrix, 3, {p.outer, p.inner, p.num_experts}, {p.outer, p.outer * p.inner}, {64, kTileDepth, 1}};
   if (p.transpose) std::swap(matrix.sizes[0], matrix.sizes[1]);
-  if (has_one_box) matrix.box[1] = kTurnedColumns;
   matrix.strides[0] = matrix.sizes[0];
   // With few rows an expert memory decides, and a transposed matrix comes faster if the next step's lines come along.
   const bool has_few_rows = p.num_rows <= kFewRows * p.num_experts;

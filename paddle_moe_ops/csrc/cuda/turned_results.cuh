@@ -23,11 +23,10 @@ constexpr int kSumsOfStrip = kWarpgroup / kWarpSize * kStripRows;  // of the dot
 // gate, and so on.
 constexpr int kHiddenBytes = 8 * kPairBytes;
 
-// The copy engine takes some 100 cycles for a box, whatever its size, so boxes are as large as they can be. `rows` comes in boxes of 128, 32
-// and 16 rows; hidden and results in boxes of two strips or one, the former gates and what they gate together. The last of their three
-// coordinates tells the two apart.
+// `rows` comes in boxes of 32 and 16 rows; hidden and results in boxes of two strips or one, the former gates and what they gate together.
+// The last of their three coordinates tells the two apart.
 struct TurnedArguments : GroupedArguments {
-  CUtensorMap rows_128, rows_16, hidden_32, hidden_16, out_32, out_16;
+  CUtensorMap rows_16, hidden_32, hidden_16, out_32, out_16;
   GatheredRows gathered;
 };
 
