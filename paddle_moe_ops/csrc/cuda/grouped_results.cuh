@@ -67,8 +67,8 @@ __device__ inline void store_eight(void* row, int column, const uint32_t (&word)
 }
 
 template <typename T, int kColumns = kTileColumns, int kCount>
-__device__ inline void store_plain(const GroupedArguments& p, const float (&d)[kCount], const GroupedPlace& place, int row, int half,
-                                   int first) {
+__device__ inline void store_plain(const GroupedArguments& p, const float (&d)[kCount], const GroupedPlace& place, int row,
+                                   int half, int first) {
   const bool is_live = row < place.end;
   const float weight = p.weights != nullptr && is_live ? __ldg(p.weights + row) : 1.0f;
   T* target = static_cast<T*>(p.out) + int64_t{row} * p.width;
