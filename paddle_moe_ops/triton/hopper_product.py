@@ -31,6 +31,7 @@ __all__ = [
     "TURNED_ROWS",
     "LibraryKernel",
     "chosen_rows",
+    "fitting_columns",
     "grouped_product_of",
     "hopper_product",
     "library_kernel",
@@ -132,6 +133,13 @@ def _has_wide_tiles(inner: int, columns: int) -> bool:
     """Whether the kernel with tiles of 128 rows makes them 192 columns wide."""
     wasted = -columns % _WIDE_COLUMNS
     return not wasted or (wasted <= columns // 16 and inner <= _MOST_INNER_WITH_WASTE)
+
+
+def fitting_columns(inner: int, most: int) -> int:
+    """Columns of a window of a plain product, so many at most, that are a multiple of wide tiles; 0: there is no need."""
+    if inner > _MOST_INNER_WITH_WASTE or _has_wide_tiles(inner, most):
+        return 0
+    return most // _WIDE_COLUMNS * _WIDE_COLUMNS
 
 
 def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int, columns: int) -> int:

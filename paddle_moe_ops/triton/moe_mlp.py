@@ -34,8 +34,10 @@ from .hopper_product import (
     GATED,
     GRADIENT,
     PLAIN,
+    TILE_ROWS,
     TURNED_ROWS,
     chosen_rows,
+    fitting_columns,
     hopper_product,
     library_rows,
     most_library_rows,
@@ -49,7 +51,7 @@ from .unpermute import unpermute_window
 
 __all__ = ["Gradients", "Kept", "Layer", "Run", "moe_mlp", "moe_mlp_backward"]
 
-_COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles
+_COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles, unless tiles of 192 columns fit better
 
 
 class Layer(NamedTuple):
@@ -140,7 +142,7 @@ class Run:
         self.num_windows = blocks(self.num_rows, self.window_rows)
         self.gathers = may_gather and self._gathers(moves_twice, gradients_move)
         columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP
-        self.window_columns = min(max(columns, _COLUMN_STEP), self.hidden)
+        self.window_columns = self._window_columns(min(max(columns, _COLUMN_STEP), self.hidden))
         self.owners = layer.tokens.row_to_token if self.gathers else None
         held = 0 if self.gathers else (self.window_rows + self.tile_rows) * self.hidden
         held = max(held, self.num_rows * self.window_columns)
@@ -154,6 +156,13 @@ class Run:
         if not most_library_rows(self.device, self.gpu) or not self.num_rows:
             return 0
         return chosen_rows(self.gpu, result, self.num_rows // self.layer.down.shape[0], inner, columns)
+
+    def _window_columns(self, most: int) -> int:
+        """Columns of a window of the rows that are summed, so many at most: as many as the library's tiles fit."""
+        fitting = fitting_columns(self.inner, most)
+        if most == self.hidden or not fitting or self._chosen(PLAIN, self.inner, fitting) != TILE_ROWS:
+            return most
+        return fitting
 
     def _gathers(self, moves_twice: bool, gradients_move: bool = False) -> bool:
         """Whether a pass gathers the rows of tokens."""

@@ -185,6 +185,14 @@ def test_windows_change_no_bit(rng, device, launched, monkeypatch):
     assert sum(each["result"] == hopper_product.PLAIN for each in launched) > 2
 
 
+def test_windows_are_as_wide_as_tiles_where_they_can_be(rng, device, launched, tile_rows):
+    """A window of 256 columns has one tile of 192 instead of two of 128."""
+    problem = Problem(rng, Case(60, 384, 8, 2, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device, 120 * 256 * 2), problem.due())
+    widths = [192, 192] if tile_rows == hopper_product.TILE_ROWS else [256, 128]
+    assert [each["width"] for each in launched if each["result"] == hopper_product.PLAIN] == 2 * widths
+
+
 def test_the_first_product_is_made_again_where_it_was_not_kept(rng, device):
     problem = Problem(rng, Case(60, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
     out, _, *gradients = problem.due()
@@ -328,6 +336,14 @@ def test_with_fast_memory_plain_products_of_many_rows_have_small_tiles(
 def test_plain_products_of_many_rows_have_small_tiles_if_columns_fit(mean_rows, inner, columns, expected):
     gpu = Gpu(90, 132, 3352)
     assert hopper_product.chosen_rows(gpu, hopper_product.PLAIN, mean_rows, inner, columns) == expected
+
+
+@pytest.mark.parametrize(
+    ("inner", "most", "expected"),
+    [(512, 1024, 960), (1032, 1024, 0), (1024, 2048, 0), (512, 768, 0), (512, 256, 192), (512, 128, 0)],
+)
+def test_windows_have_columns_that_fit_tiles(inner, most, expected):
+    assert hopper_product.fitting_columns(inner, most) == expected
 
 
 @pytest.mark.parametrize(("knows_its_memory", "memory"), [(True, 4916), (False, 0)])
