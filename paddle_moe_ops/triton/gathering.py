@@ -11,11 +11,13 @@ __all__ = ["gathers", "gathers_for_matrix"]
 # The largest n at which a product that gathers its rows beats one of rows that were moved. Moving reads and writes all
 # rows, and reads all tokens once for each window; gathering slows the product, which grows with n, by about a tenth.
 _LARGEST_GATHERED = 512  # with one window, by Triton, and not in the backward pass, whose rows serve two products
-_LARGEST_GATHERED_BY_LIBRARY = 1536  # with one window, by the library
-_LARGEST_GATHERED_BY_LIBRARY_TWICE = 1024  # the same in the backward pass
 _LARGEST_GATHERED_PER_PASS = 680  # with several windows, for each pass over rows of d columns
+# The same where the library makes the products: in the forward pass, and in the backward pass, where three products of
+# the moved rows, two of them gradients of the matrices, are faster.
+_LARGEST_GATHERED_BY_LIBRARY = {False: 1536, True: 768}
+_LARGEST_GATHERED_PER_PASS_BY_LIBRARY = {False: 680, True: 340}
 # In gradients of the matrices, gathering slows the product by about a seventh. The product grows with these columns.
-_MOST_COLUMNS_BESIDE_GATHERED = 2048
+_MOST_COLUMNS_BESIDE_GATHERED = 1536
 
 
 def gathers(
@@ -35,10 +37,11 @@ def gathers(
     if by_library and num_rows <= FEW_ROWS * experts:
         return True
     if windows <= 1 and by_library:
-        return inner <= (_LARGEST_GATHERED_BY_LIBRARY_TWICE if moves_twice else _LARGEST_GATHERED_BY_LIBRARY)
+        return inner <= _LARGEST_GATHERED_BY_LIBRARY[moves_twice]
     if windows <= 1:
         return not moves_twice and inner <= _LARGEST_GATHERED
-    return inner <= (2 + windows * num_tokens / num_rows) * _LARGEST_GATHERED_PER_PASS
+    each = _LARGEST_GATHERED_PER_PASS_BY_LIBRARY[moves_twice] if by_library else _LARGEST_GATHERED_PER_PASS
+    return inner <= (2 + windows * num_tokens / num_rows) * each
 
 
 def gathers_for_matrix(columns: int, is_moved: bool) -> bool:

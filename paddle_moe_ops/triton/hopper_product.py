@@ -136,7 +136,7 @@ def _has_wide_tiles(inner: int, columns: int) -> bool:
 
 
 def fitting_columns(inner: int, most: int) -> int:
-    """Columns of a window of a plain product, so many at most, that are a multiple of wide tiles; 0: there is no need."""
+    """Columns of a window of a plain product, so many at most, that fill wide tiles; 0: there is no need."""
     if inner > _MOST_INNER_WITH_WASTE or _has_wide_tiles(inner, most):
         return 0
     return most // _WIDE_COLUMNS * _WIDE_COLUMNS

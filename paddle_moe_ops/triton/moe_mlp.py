@@ -179,9 +179,10 @@ class Run:
         return sorted({up or self.gated.rows, back or self.narrow.rows, *sums})
 
     def _schedule(self, tables: Array | None) -> tuple[Array, dict[int, Schedule]]:
-        """Schedules by the height of tiles, and the array that they are in; one launch if it is not given."""
+        """Schedules by the height of tiles, and the array that they are in; one launch unless one is given that fits."""
         heights = self._heights()
-        array = self._fill(heights) if tables is None else tables
+        length = len(heights) * sum(Schedule.lengths(self.layer.down.shape[0], self._scheduled_windows))
+        array = self._fill(heights) if tables is None or tables.shape[0] != length else tables
         return array, {height: self._within(array, number) for number, height in enumerate(heights)}
 
     def _fill(self, heights: list[int]) -> Any:
@@ -196,7 +197,7 @@ class Run:
 
     @property
     def _scheduled_windows(self) -> int:
-        """Both passes have as many: where there are several windows, either both gather or none does."""
+        """How many windows have tables of their own; a pass that gathers has none."""
         return 0 if self.gathers or self.num_windows == 1 else self.num_windows
 
     def tables(self, tile_rows: int) -> Schedule:

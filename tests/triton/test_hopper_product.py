@@ -185,6 +185,17 @@ def test_windows_change_no_bit(rng, device, launched, monkeypatch):
     assert sum(each["result"] == hopper_product.PLAIN for each in launched) > 2
 
 
+@ONE_THAT_GATHERS
+@pytest.mark.parametrize("backward", [False, True])
+def test_one_pass_may_gather_where_the_other_one_moves_windows(rng, device, launched, monkeypatch, backward):
+    monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
+    monkeypatch.setattr(moe_mlp, "gathers", lambda *sizes: sizes[-2] == backward)  # whether rows are moved twice
+    problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device, 260 * 32 * 2), problem.due())
+    moves = hopper_product.GATED if backward else hopper_product.GRADIENT
+    assert {each["result"] for each in launched if each["first_row"] > 0} == {moves}
+
+
 def test_windows_are_as_wide_as_tiles_where_they_can_be(rng, device, launched, tile_rows):
     """A window of 256 columns has one tile of 192 instead of two of 128."""
     problem = Problem(rng, Case(60, 384, 8, 2, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
