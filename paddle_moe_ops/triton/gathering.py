@@ -15,7 +15,7 @@ _LARGEST_GATHERED_PER_PASS = 680  # with several windows, for each pass over row
 # The same where the library makes the products: in the forward pass, and in the backward pass, where three products of
 # the moved rows, two of them gradients of the matrices, are faster.
 _LARGEST_GATHERED_BY_LIBRARY = {False: 1536, True: 768}
-_LARGEST_GATHERED_PER_PASS_BY_LIBRARY = {False: 680, True: 340}
+_LARGEST_GATHERED_PER_PASS_BY_LIBRARY = {False: 680, True: 500}
 # In gradients of the matrices, gathering slows the product by about a seventh. The product grows with these columns.
 _MOST_COLUMNS_BESIDE_GATHERED = 1536
 

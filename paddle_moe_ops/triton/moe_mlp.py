@@ -179,7 +179,7 @@ class Run:
         return sorted({up or self.gated.rows, back or self.narrow.rows, *sums})
 
     def _schedule(self, tables: Array | None) -> tuple[Array, dict[int, Schedule]]:
-        """Schedules by the height of tiles, and the array that they are in; one launch unless one is given that fits."""
+        """Schedules by the height of tiles, and the array that they are in; one launch unless they are given."""
         heights = self._heights()
         length = len(heights) * sum(Schedule.lengths(self.layer.down.shape[0], self._scheduled_windows))
         array = self._fill(heights) if tables is None or tables.shape[0] != length else tables
