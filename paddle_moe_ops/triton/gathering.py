@@ -13,15 +13,23 @@ __all__ = ["gathers", "gathers_for_matrix"]
 _LARGEST_GATHERED = 512  # with one window, by Triton, and not in the backward pass, whose rows serve two products
 _LARGEST_GATHERED_PER_PASS = 680  # with several windows, for each pass over rows of d columns
 # The same where the library makes the products: in the forward pass, and in the backward pass, where three products of
-# the moved rows, two of them gradients of the matrices, are faster.
-_LARGEST_GATHERED_BY_LIBRARY = {False: 1536, True: 768}
+# the moved rows, two of them gradients of the matrices, are faster. What moving costs depends on memory, too.
+_LARGEST_GATHERED_BY_LIBRARY = {False: 1536, True: 1024}
 _LARGEST_GATHERED_PER_PASS_BY_LIBRARY = {False: 680, True: 500}
+_LARGEST_GATHERED_TWICE_WITH_FAST_MEMORY = 768
 # In gradients of the matrices, gathering slows the product by about a seventh. The product grows with these columns.
 _MOST_COLUMNS_BESIDE_GATHERED = 1536
 
 
 def gathers(
-    num_tokens: int, num_rows: int, experts: int, inner: int, windows: int, moves_twice: bool, by_library: bool
+    num_tokens: int,
+    num_rows: int,
+    experts: int,
+    inner: int,
+    windows: int,
+    moves_twice: bool,
+    by_library: bool,
+    is_memory_fast: bool,
 ) -> bool:
     """Whether products gather the rows of tokens, instead of having them moved window by window.
 
@@ -33,11 +41,13 @@ def gathers(
         windows: how many windows the rows would be moved in.
         moves_twice: whether two products take the same rows of tokens.
         by_library: whether the library's kernel that can gather makes the product.
+        is_memory_fast: `hopper_product.has_fast_memory`.
     """
     if by_library and num_rows <= FEW_ROWS * experts:
         return True
     if windows <= 1 and by_library:
-        return inner <= _LARGEST_GATHERED_BY_LIBRARY[moves_twice]
+        is_short = inner <= _LARGEST_GATHERED_TWICE_WITH_FAST_MEMORY
+        return inner <= _LARGEST_GATHERED_BY_LIBRARY[moves_twice] and (is_short or not (moves_twice and is_memory_fast))
     if windows <= 1:
         return not moves_twice and inner <= _LARGEST_GATHERED
     each = _LARGEST_GATHERED_PER_PASS_BY_LIBRARY[moves_twice] if by_library else _LARGEST_GATHERED_PER_PASS

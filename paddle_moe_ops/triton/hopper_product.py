@@ -33,6 +33,7 @@ __all__ = [
     "chosen_rows",
     "fitting_columns",
     "grouped_product_of",
+    "has_fast_memory",
     "hopper_product",
     "library_kernel",
     "library_rows",
@@ -129,6 +130,11 @@ def grouped_product_of(library: Any) -> LibraryKernel | None:
     return library_kernel(library, "grouped_product", GroupedProductParams)
 
 
+def has_fast_memory(gpu: Gpu) -> bool:
+    """Whether memory is fast beside the multiprocessors, as that of an H200 is and that of an H100 is not."""
+    return gpu.memory >= _FAST_MEMORY * gpu.multiprocessors
+
+
 def _has_wide_tiles(inner: int, columns: int) -> bool:
     """Whether the kernel with tiles of 128 rows makes them 192 columns wide."""
     wasted = -columns % _WIDE_COLUMNS
@@ -156,7 +162,7 @@ def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int, columns: int)
         most = _LEAST_INNER_OF_PLAIN - 1
         if mean_rows >= _MANY_ROWS and _has_wide_tiles(inner, columns):
             most = _MOST_INNER_OF_WIDE
-        elif mean_rows >= _MANY_ROWS and gpu.memory >= _FAST_MEMORY * gpu.multiprocessors:
+        elif mean_rows >= _MANY_ROWS and has_fast_memory(gpu):
             most = _MOST_INNER_OF_NARROW
         return TILE_ROWS if inner <= most else TURNED_ROWS
     return TURNED_ROWS if inner >= _LEAST_TURNED_INNER and mean_rows >= _LEAST_TURNED_ROWS else 0

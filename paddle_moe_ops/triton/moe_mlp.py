@@ -38,6 +38,7 @@ from .hopper_product import (
     TURNED_ROWS,
     chosen_rows,
     fitting_columns,
+    has_fast_memory,
     hopper_product,
     library_rows,
     most_library_rows,
@@ -169,7 +170,7 @@ class Run:
         by_library = self._chosen(GRADIENT if moves_twice else GATED, self.hidden, self.inner) == TURNED_ROWS
         by_library = by_library and self.num_tokens > 0 and not gradients_move
         sizes = self.num_tokens, self.num_rows, self.layer.down.shape[0], self.inner, self.num_windows
-        return gathers(*sizes, moves_twice, by_library)
+        return gathers(*sizes, moves_twice, by_library, has_fast_memory(self.gpu))
 
     def _heights(self) -> list[int]:
         """Rows of the tiles of the products of both passes."""

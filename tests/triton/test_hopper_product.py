@@ -189,7 +189,7 @@ def test_windows_change_no_bit(rng, device, launched, monkeypatch):
 @pytest.mark.parametrize("backward", [False, True])
 def test_one_pass_may_gather_where_the_other_one_moves_windows(rng, device, launched, monkeypatch, backward):
     monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
-    monkeypatch.setattr(moe_mlp, "gathers", lambda *sizes: sizes[-2] == backward)  # whether rows are moved twice
+    monkeypatch.setattr(moe_mlp, "gathers", lambda *sizes: sizes[5] == backward)  # whether rows are moved twice
     problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
     assert_all_same(problem.run(device, 260 * 32 * 2), problem.due())
     moves = hopper_product.GATED if backward else hopper_product.GRADIENT

@@ -281,7 +281,15 @@ def test_no_array_has_the_rows_of_all_tokens(rng, gpu, tiles, monkeypatch, gathe
 def test_rows_are_gathered_where_moving_them_costs_more(
     topk, experts, inner, windows, moves_twice, by_library, expected
 ):
-    assert launchers.gathers(4096, 4096 * topk, experts, inner, windows, moves_twice, by_library) == expected
+    sizes = 4096, 4096 * topk, experts, inner, windows
+    assert launchers.gathers(*sizes, moves_twice, by_library, is_memory_fast=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("inner", "moves_twice", "expected"), [(1536, False, True), (1024, True, True), (1032, True, False)]
+)
+def test_the_backward_pass_moves_fewer_rows_where_memory_is_slow(inner, moves_twice, expected):
+    assert launchers.gathers(4096, 32768, 64, inner, 1, moves_twice, by_library=True, is_memory_fast=False) == expected
 
 
 @BY_COPY
