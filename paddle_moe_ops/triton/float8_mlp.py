@@ -80,6 +80,9 @@ class _Float8Run(Run):
     def _heights(self) -> list[int]:
         return [TILE_ROWS]
 
+    def _window_columns(self, most: int) -> int:
+        return most  # a multiple of the matrices' blocks, of which each has a scale
+
     def matrix(self, name: str, w: Array) -> Codes:
         """A field of `QuantizedExperts`, made of w if it is not given."""
         if self.quantized is not None:

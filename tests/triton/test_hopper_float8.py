@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.tolerances import assert_close_float8
-from paddle_moe_ops.triton import hopper_float8
+from paddle_moe_ops.triton import hopper_float8, moe_mlp
 from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_backward
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
 from paddle_moe_ops.triton.hopper_float8 import GroupedFloat8Params, QuantizeBlocksParams, bits_of, float8_kernels_of
-from paddle_moe_ops.triton.hopper_product import GATED, GRADIENT
+from paddle_moe_ops.triton.hopper_product import GATED, GRADIENT, TILE_ROWS
 from paddle_moe_ops.triton.moe_mlp import Layer
 from tests.reference.cases import assert_same_bits
 
@@ -165,6 +165,16 @@ def test_windows_change_no_bit(rng, device, monkeypatch):
     assert max(each["first_column"] for each in launched) > 0
     for name, value in whole.items():
         assert_same_bits(in_parts[name], value)
+
+
+def test_windows_of_columns_begin_where_scales_do(rng, device, monkeypatch):
+    """Also where layers of 16-bit numbers would take windows that fit tiles of 192 columns."""
+    monkeypatch.setattr(device, "grouped_product", object())
+    monkeypatch.setattr(moe_mlp, "chosen_rows", lambda *_: TILE_ROWS)
+    launched = launches_of("grouped_float8", GroupedFloat8Params, monkeypatch)
+    problem = Problem(rng, Case(160, 528, 128, 2, 1, unassigned=0.0))
+    problem.run(device, 140 * 528 * 2)
+    assert {each["first_column"] for each in launched} == {0, 256, 512}
 
 
 def test_the_first_product_is_made_again_where_it_was_not_kept(rng, device):
