@@ -269,7 +269,7 @@ __device__ inline void give_back(Shared& shared, int stage) {
 }
 
 // d = the product of a warpgroup's columns and the rows of a tile, of which kRows are multiplied, stage by stage. `results` is the stage that
-// has the last results of the tile before: it is given back while the first products are made. Returns the last stage, whose
+// has the last results of the tile before: it is given back while the products of the second step are made. Returns the last stage, whose
 // products are still running, for the caller to give back. The first products don't add, so no sum is set to zero.
 template <int kRows, bool kTurned, bool kGathers, typename T>
 __device__ inline int multiply_tile(float (&d)[kTurnedSums], Shared& shared, const Stages& stages, Ring& ring, int warpgroup,

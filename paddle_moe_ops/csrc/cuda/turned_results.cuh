@@ -125,6 +125,7 @@ template <int kKinds>
 struct StripPairs {
   static constexpr int kInStage = 2 * 64 * 128 / kStripBytes, kPieces = kInStage + kTurnedResultBytes / kStripBytes;
   static constexpr int kBuffers = kPieces / (2 * kKinds);
+  static_assert(kBuffers >= 2, "two strips are written while the ones before are read");
   uint32_t in_stage, buffer;
   int warp;  // of the warpgroup
 
@@ -133,8 +134,8 @@ struct StripPairs {
     return i < kInStage ? in_stage + i * kStripBytes : buffer + (i - kInStage) * kStripBytes;
   }
 
-  // What all lanes wrote goes to memory, by store(the first row, how many) in the first `kinds` warps. Whoever has passed the barrier may write
-  // the next two strips: those that were there before have been read.
+  // What all lanes wrote goes to memory, by store(the first row, whether both strips are whole) in the first `kinds` warps. Whoever has passed
+  // the barrier may write the next two strips: those that were there before have been read.
   template <typename Store>
   __device__ void send(int together, int strip, const TurnedPlace& place, int kinds, Store store) const {
     fence_async_proxy();
