@@ -11,12 +11,10 @@ __all__ = ["gathers", "gathers_for_matrix"]
 # The largest n at which a product that gathers its rows beats one of rows that were moved. Moving reads and writes all
 # rows, and reads all tokens once for each window; gathering slows the product, which grows with n, by about a tenth.
 _LARGEST_GATHERED = 512  # with one window, by Triton, and not in the backward pass, whose rows serve two products
-_LARGEST_GATHERED_PER_PASS = 680  # with several windows, for each pass over rows of d columns
-# The same where the library makes the products: in the forward pass, and in the backward pass, where three products of
-# the moved rows, two of them gradients of the matrices, are faster. What moving costs depends on memory, too.
-_LARGEST_GATHERED_BY_LIBRARY = {False: 1536, True: 1024}
-_LARGEST_GATHERED_PER_PASS_BY_LIBRARY = {False: 680, True: 500}
-_LARGEST_GATHERED_TWICE_WITH_FAST_MEMORY = 768
+_LARGEST_GATHERED_PER_PASS = 640  # with several windows, for each pass over rows of d columns
+# Both where the library makes the products. In the backward pass three products of the moved rows are faster, two of
+# them gradients of the matrices. What moving costs depends on memory, too.
+_BY_LIBRARY_FORWARD, _BY_LIBRARY_BACKWARD, _BY_LIBRARY_BACKWARD_WITH_FAST_MEMORY = (1536, 680), (1024, 500), (768, 500)
 # In gradients of the matrices, gathering slows the product by about a seventh. The product grows with these columns.
 _MOST_COLUMNS_BESIDE_GATHERED = 1536
 
@@ -45,13 +43,12 @@ def gathers(
     """
     if by_library and num_rows <= FEW_ROWS * experts:
         return True
-    if windows <= 1 and by_library:
-        is_short = inner <= _LARGEST_GATHERED_TWICE_WITH_FAST_MEMORY
-        return inner <= _LARGEST_GATHERED_BY_LIBRARY[moves_twice] and (is_short or not (moves_twice and is_memory_fast))
-    if windows <= 1:
-        return not moves_twice and inner <= _LARGEST_GATHERED
-    each = _LARGEST_GATHERED_PER_PASS_BY_LIBRARY[moves_twice] if by_library else _LARGEST_GATHERED_PER_PASS
-    return inner <= (2 + windows * num_tokens / num_rows) * each
+    with_one_window, per_pass = -1 if moves_twice else _LARGEST_GATHERED, _LARGEST_GATHERED_PER_PASS
+    if by_library and not moves_twice:
+        with_one_window, per_pass = _BY_LIBRARY_FORWARD
+    elif by_library:
+        with_one_window, per_pass = _BY_LIBRARY_BACKWARD_WITH_FAST_MEMORY if is_memory_fast else _BY_LIBRARY_BACKWARD
+    return inner <= (with_one_window if windows <= 1 else (2 + windows * num_tokens / num_rows) * per_pass)
 
 
 def gathers_for_matrix(columns: int, is_moved: bool) -> bool:

@@ -177,7 +177,7 @@ def library_rows(
     inner: int,
     outer: int,
     arrays: Sequence[Array],
-    columns: int | None = None,
+    columns: int = 0,
 ) -> int:
     """The rows of the tiles of the library's kernel that makes a product; 0: the Triton kernel does.
 
@@ -190,7 +190,7 @@ def library_rows(
         inner: length of the contraction.
         outer: columns of the result.
         arrays: operands and results, whose rows follow each other.
-        columns: of a window of the result; None: all.
+        columns: of a window of the result; 0: all.
     """
     if not most_library_rows(device, gpu) or not num_rows or inner % 8 or outer % 8:
         return 0

@@ -175,20 +175,20 @@ class Run:
     def _heights(self) -> list[int]:
         """Rows of the tiles of the products of both passes."""
         up, back = (self._chosen(result, self.hidden, self.inner) for result in (GATED, GRADIENT))
-        of_sums = [self._chosen(PLAIN, inner, self.window_columns) for inner in (self.inner, 2 * self.inner)]
-        sums = {rows or self.wide.rows for rows in of_sums}
-        return sorted({up or self.gated.rows, back or self.narrow.rows, *sums})
+        sums = (self._chosen(PLAIN, inner, self.window_columns) for inner in (self.inner, 2 * self.inner))
+        return sorted({up or self.gated.rows, back or self.narrow.rows, *(rows or self.wide.rows for rows in sums)})
 
     def _schedule(self, tables: Array | None) -> tuple[Array, dict[int, Schedule]]:
         """Schedules by the height of tiles, and the array that they are in; one launch unless they are given."""
         heights = self._heights()
-        length = len(heights) * sum(Schedule.lengths(self.layer.down.shape[0], self._scheduled_windows))
-        array = self._fill(heights) if tables is None or tables.shape[0] != length else tables
+        array = self._fill(heights) if tables is None or tables.shape[0] != self._length(heights) else tables
         return array, {height: self._within(array, number) for number, height in enumerate(heights)}
 
+    def _length(self, heights: list[int]) -> int:
+        return len(heights) * sum(Schedule.lengths(self.layer.down.shape[0], self._scheduled_windows))
+
     def _fill(self, heights: list[int]) -> Any:
-        lengths = Schedule.lengths(self.layer.down.shape[0], self._scheduled_windows)
-        array = self.device.empty([len(heights) * sum(lengths)], "int32")
+        array = self.device.empty([self._length(heights)], "int32")
         window_rows = self.window_rows if self._scheduled_windows else 0
         fill_schedules(self.device, array, self.layer.groups, self.num_rows, heights, window_rows, covers_all=False)
         return array
@@ -270,9 +270,7 @@ class Run:
         for columns in self.columns():
             yield columns[0], self._moved(x, (0, self.num_rows), columns)
 
-    def library_rows(
-        self, result: int, w: Array, inner: int, outer: int, *arrays: Any, columns: int | None = None
-    ) -> int:
+    def library_rows(self, result: int, w: Array, inner: int, outer: int, *arrays: Any, columns: int = 0) -> int:
         """Rows of the tiles of the library's kernel that makes a product; 0: the Triton kernel does."""
         there = [each for each in arrays if each is not None]
         sizes = self.num_rows, w, inner, outer

@@ -26,6 +26,7 @@
 #include <utility>
 
 #include "common/checks.h"
+#include "cuda/column_products.cuh"
 #include "cuda/hopper_host.h"
 #include "cuda/outer_results.cuh"
 
@@ -43,7 +44,7 @@ __device__ inline void multiply_step(float (&d)[128], uint32_t stage_a, uint32_t
 #pragma unroll
   for (int k = 0; k < kProducts; ++k) {
     constexpr int kNext = kProductRows * 128 >> 4;
-    multiply_wide<true, true>(d, a + k * kNext, b + k * kNext, k > 0 || !is_first, T());
+    multiply_columns<kColumnsB, 0, true, true, T>(d, a + k * kNext, b + k * kNext, k > 0 || !is_first);
   }
   products_commit();
 }

@@ -14,8 +14,7 @@ namespace cuda {
 
 constexpr int kWarpgroup = 128;
 constexpr int kBlockThreads = 3 * kWarpgroup;
-constexpr int kBytesA = kTileRows * kTileDepth * 2, kBytesB = kTileColumns * kTileDepth * 2;
-constexpr int kStageBytes = kBytesA + kBytesB;
+constexpr int kBytesA = kTileRows * kTileDepth * 2;
 constexpr int kPieceBytes = 64 * 128;  // 64 rows of 128 bytes, which are swizzled
 // Experts whose tables a block holds in shared memory.
 constexpr int kHeldExperts = 1024;
@@ -103,7 +102,7 @@ int with_kind(const pmo_grouped_product_params& p, Run run) {
 
 constexpr int kRegistersToLoad = 40, kRegistersToMultiply = 232;
 
-template <int kStages, int kBytes = kStageBytes>
+template <int kStages, int kBytes>
 struct StagesOf {
   uint32_t first;
   uint64_t *full, *empty;
@@ -113,7 +112,7 @@ struct StagesOf {
 };
 
 // So many arrivals fill a stage, and each of `readers` warpgroups reads it.
-template <int kStages, int kBytes = kStageBytes>
+template <int kStages, int kBytes>
 __device__ inline StagesOf<kStages, kBytes> make_stages(uint8_t* shared, uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
                                                         int arrivals = 1, int readers = 1) {
   if (threadIdx.x == 0) {

@@ -181,61 +181,6 @@ __device__ inline void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// d[kFirst ...] += a b: 64 x 128 numbers of a warpgroup from operands of depth 16, or 64 x 256 by `multiply_wide`, which adds only if it is
-// told to. kTurnedA, kTurnedB: rows of that operand in shared memory are the contraction. Of lane l of warp w, d[kFirst + 4 i + 2 h + j] is
-// in row 16 w + l / 4 + 8 h and column 8 i + l % 4 * 2 + j.
-// clang-format off
-#define PMO_8_SUMS(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define PMO_64_SUMS(i) \
-  PMO_8_SUMS(i), PMO_8_SUMS(i + 8), PMO_8_SUMS(i + 16), PMO_8_SUMS(i + 24), PMO_8_SUMS(i + 32), PMO_8_SUMS(i + 40), \
-  PMO_8_SUMS(i + 48), PMO_8_SUMS(i + 56)
-#define PMO_64_NAMES \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define PMO_128_NAMES PMO_64_NAMES ", " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define PMO_MULTIPLY(TYPE, a, b) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" PMO_64_NAMES "}, %64, %65, 1, 1, 1, 0, %66;" \
-      : PMO_64_SUMS(kFirst) : "l"(a), "l"(b), "n"(kTurnedB))
-#define PMO_MULTIPLY_WIDE(TYPE, a, b, adds) \
-  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n" \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" PMO_128_NAMES "}, %128, %129, adds, 1, 1, %131, %132;\n}" \
-      : PMO_64_SUMS(0), PMO_64_SUMS(64) : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(kTurnedA), "n"(kTurnedB))
-// clang-format on
-
-template <int kFirst, int kTurnedB>
-__device__ inline void multiply(float (&d)[128], uint64_t a, uint64_t b, __nv_bfloat16) {
-  PMO_MULTIPLY("bf16", a, b);
-}
-
-template <int kFirst, int kTurnedB>
-__device__ inline void multiply(float (&d)[128], uint64_t a, uint64_t b, __half) {
-  PMO_MULTIPLY("f16", a, b);
-}
-
-template <int kTurnedB, int kTurnedA>
-__device__ inline void multiply_wide(float (&d)[128], uint64_t a, uint64_t b, bool adds, __nv_bfloat16) {
-  PMO_MULTIPLY_WIDE("bf16", a, b, adds);
-}
-
-template <int kTurnedB, int kTurnedA>
-__device__ inline void multiply_wide(float (&d)[128], uint64_t a, uint64_t b, bool adds, __half) {
-  PMO_MULTIPLY_WIDE("f16", a, b, adds);
-}
-
-#undef PMO_8_SUMS
-#undef PMO_64_SUMS
-#undef PMO_64_NAMES
-#undef PMO_128_NAMES
-#undef PMO_MULTIPLY
-#undef PMO_MULTIPLY_WIDE
-
 #endif  // PMO_HOPPER_CODE
 
 }  // namespace cuda

@@ -87,19 +87,19 @@ struct alignas(16) TurnedRows {
   }
 };
 
-// Where a lane is in the strips of its warpgroup.
+// Where a lane is in a strip.
 struct StripLane {
   uint32_t to_write, to_read;
   int row, column;  // of what it stores: 8 columns
 
-  __device__ explicit StripLane(uint32_t buffer) {
+  __device__ StripLane() {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarpSize, warp = thread / kWarpSize;
     // A warp has 16 columns: lanes 0 to 7 and 16 to 23 have the addresses of rows of the first eight, the others of the last.
     const int piece = 2 * warp + lane / 8 % 2;
-    to_write = buffer + (lane / 16 * 8 + lane % 8) * 128 + (piece ^ lane % 8) * 16;
+    to_write = (lane / 16 * 8 + lane % 8) * 128 + (piece ^ lane % 8) * 16;
     row = thread / 8;
     column = thread % 8 * 8;
-    to_read = buffer + row * 128 + (thread % 8 ^ row % 8) * 16;
+    to_read = row * 128 + (thread % 8 ^ row % 8) * 16;
   }
 };
 
@@ -117,6 +117,19 @@ template <typename T>
 __device__ inline void store_from_strip(void* target, int64_t width, int64_t row, int column, uint32_t source) {
   const uint4 got = load_16_bytes(source);
   *reinterpret_cast<uint4*>(static_cast<T*>(target) + row * width + column) = got;
+}
+
+// By one lane: the first strip of a pair, or both, to memory from 64 columns on. Of hidden, gates and then what they gate.
+__device__ inline void store_out(const TurnedArguments& p, uint32_t source, int column, int row, bool has_two) {
+  store_box(has_two ? &p.out_32 : &p.out_16, source, column, row, 0);
+}
+__device__ inline void store_hidden(const TurnedArguments& p, uint32_t source, int column, int row, bool has_two) {
+  if (has_two) {
+    store_box(&p.hidden_32, source, column, row, 0);
+  } else {
+    store_box(&p.hidden_16, source, column, row, 0);
+    store_box(&p.hidden_16, source + kPairBytes, column, row, 1);
+  }
 }
 
 // Two strips at a time wait for the copy engine in a warpgroup's part of the matrix, in the stage that was multiplied last, and in its buffer:
@@ -153,7 +166,7 @@ struct StripPairs {
 template <typename T>
 __device__ inline void store_turned_plain(const TurnedArguments& p, const float (&d)[kTurnedSums], const TurnedPlace& place,
                                           const TurnedWeights& weights, int column, const StripPairs<2>& pairs, int together) {
-  const StripLane lane(0);
+  const StripLane lane;
   const int quad = threadIdx.x % 4 * 2, first_column = column + 64 * pairs.warp;
   const int blocks = column + 64 < p.width ? 2 : column < p.width ? 1 : 0;
 #pragma unroll
@@ -175,9 +188,8 @@ __device__ inline void store_turned_plain(const TurnedArguments& p, const float 
         store_turned_matrices(pairs.piece(strip, block) + lane.to_write, word);
       }
     }
-    pairs.send(together, first, place, blocks, [&](int row, bool has_two) {
-      store_box(has_two ? &p.out_32 : &p.out_16, pairs.piece(first, pairs.warp), first_column, row, 0);
-    });
+    pairs.send(together, first, place, blocks,
+               [&](int row, bool has_two) { store_out(p, pairs.piece(first, pairs.warp), first_column, row, has_two); });
   }
   if (place.rows % kStripRows == 0) return;
   const int strip = place.rows / kStripRows;
@@ -194,7 +206,7 @@ __device__ inline void store_turned_plain(const TurnedArguments& p, const float 
 template <typename T>
 __device__ inline void store_turned_gated(const TurnedArguments& p, const float (&d)[kTurnedSums], const TurnedPlace& place,
                                           int column, const StripPairs<3>& pairs, int together) {
-  const StripLane lane(0);
+  const StripLane lane;
   const bool keeps = p.hidden != nullptr;
   const int kinds = column >= p.width ? 0 : keeps ? 2 : 1;
 #pragma unroll
@@ -219,12 +231,9 @@ __device__ inline void store_turned_gated(const TurnedArguments& p, const float 
     }
     pairs.send(together, first, place, kinds, [&](int row, bool has_two) {
       if (pairs.warp == 0) {
-        store_box(has_two ? &p.out_32 : &p.out_16, pairs.piece(first, 0), column, row, 0);
-      } else if (has_two) {
-        store_box(&p.hidden_32, pairs.piece(first, 1), column, row, 0);
+        store_out(p, pairs.piece(first, 0), column, row, has_two);
       } else {
-        store_box(&p.hidden_16, pairs.piece(first, 1), column, row, 0);
-        store_box(&p.hidden_16, pairs.piece(first, 2), column, row, 1);
+        store_hidden(p, pairs.piece(first, 1), column, row, has_two);
       }
     });
   }
@@ -301,7 +310,7 @@ __device__ inline float sum_of_row(const float (&dots)[4]) {
 template <typename T>
 __device__ inline void make_turned_gradient(const float (&d)[kTurnedSums], const TurnedRows& rows, int strip, int columns,
                                             uint32_t hidden, uint32_t scaled, float* sums) {
-  const StripLane lane(0);
+  const StripLane lane;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / kWarpSize, quad = thread % 4 * 2;
   const bool is_whole = rows.all && columns >= kTileColumns;
   float dots[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of four rows
@@ -364,12 +373,9 @@ __device__ inline void store_turned_gradient(const TurnedArguments& p, const Tur
   if (const int block = warp % 2, first = column + block * 64; is_elected() && rows >= kStripRows && first < p.width) {
     const bool has_two = rows >= 2 * kStripRows;
     if (warp >= 2) {
-      store_box(has_two ? &p.out_32 : &p.out_16, scaled_of(block), first, row, 0);
-    } else if (has_two) {
-      store_box(&p.hidden_32, gates_of(block), first, row, 0);
+      store_out(p, scaled_of(block), first, row, has_two);
     } else {
-      store_box(&p.hidden_16, gates_of(block), first, row, 0);
-      store_box(&p.hidden_16, gates_of(block) + kPairBytes, first, row, 1);
+      store_hidden(p, gates_of(block), first, row, has_two);
     }
   }
   const int here = warp / 2 * kStripRows + lane;  // of the stage's rows
@@ -383,7 +389,7 @@ __device__ inline void store_turned_gradient(const TurnedArguments& p, const Tur
   }
   const int last = place.rows / kStripRows - first_strip;  // a strip that is not whole
   if (place.rows % kStripRows == 0 || last >= 2) return;
-  const StripLane part(0);
+  const StripLane part;
   const int64_t of_row = row + last * kStripRows + part.row, width = int64_t{p.width} * 2;
 #pragma unroll 1
   for (int block = 0; block < 2; ++block) {
