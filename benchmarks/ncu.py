@@ -51,6 +51,9 @@ GEMM_METRICS = {
     **METRICS,
     "tensor_percent": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed", 1),
     "stall_gmma": (STALL.format("gmma"), 1),
+    "bank_read_percent": ("l1tex__data_bank_reads.avg.pct_of_peak_sustained_elapsed", 1),
+    "bank_write_percent": ("l1tex__data_bank_writes.avg.pct_of_peak_sustained_elapsed", 1),
+    "mhz": ("sm__cycles_elapsed.avg.per_second", 1e-6),
 }
 # Operation, shape, kernel: what misses its target, and what reaches it, to compare with.
 CASES = (

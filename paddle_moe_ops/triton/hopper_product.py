@@ -29,6 +29,7 @@ __all__ = [
     "TILE_COLUMNS",
     "TILE_ROWS",
     "TURNED_ROWS",
+    "WIDE_COLUMNS",
     "LibraryKernel",
     "chosen_rows",
     "fitting_columns",
@@ -38,10 +39,11 @@ __all__ = [
     "library_kernel",
     "library_rows",
     "most_library_rows",
+    "tile_columns",
 ]
 
 PLAIN, GATED, GRADIENT = range(3)  # pmo_grouped_result
-TILE_ROWS, TILE_COLUMNS = 128, 128
+TILE_ROWS, TILE_COLUMNS, WIDE_COLUMNS = 128, 128, 192
 TURNED_ROWS = 160  # of csrc/cuda/grouped_turned.cu
 # Of an expert, at most, on average: with one tile each, memory decides the time of all products. The library gathers
 # the rows of tokens faster than they are moved then, also for new gradients of the matrices.
@@ -55,7 +57,7 @@ _ARRAYS = (
     *("matrix", "row_to_token", "weights", "first", "stop", "tiles", "window"),
     *("out", "hidden", "counters", "d_weights"),
 )
-_OPTIONS = ("dtype", "result", "transpose", "tile_rows", "gathers", "reserved")
+_OPTIONS = ("dtype", "result", "transpose", "tile_rows", "gathers", "tile_columns")
 
 # Where the kernel with tiles of 160 rows is chosen: rows of an expert on average, and the length of the contraction. A
 # tile of a shorter one takes about as long to store as to multiply, and nothing is multiplied meanwhile.
@@ -64,11 +66,11 @@ _LEAST_TURNED_ROWS, _LEAST_TURNED_INNER = 128, 768
 # kernels, whose tiles are wider, read each matrix less often. From this length on, tiles of 160 rows are faster.
 _LEAST_ROWS, _LEAST_INNER_OF_PLAIN = 512, 512
 # With many rows it makes longer ones, too, since it loses no time between tiles. But it reads operands more often than
-# tiles of 160 x 256 do: up to this length if it has tiles of 192 columns (as csrc/cuda/grouped_product.cu decides), up
-# to that one if they have 128 and memory has so many GB/s for each multiprocessor (an H200 has 37, an H100 25; no other
-# GPU was measured).
+# tiles of 160 x 256 do: up to this length if it has tiles of 192 columns, up to that one if they have 128 and memory
+# has so many GB/s for each multiprocessor (an H200 has 37, an H100 25; no other GPU was measured).
 _MANY_ROWS, _MOST_INNER_OF_WIDE, _MOST_INNER_OF_NARROW, _FAST_MEMORY = 1024, 3072, 2048, 35
-_WIDE_COLUMNS, _MOST_INNER_WITH_WASTE = 192, 1024
+# Tiles of 192 columns are faster where they fit, and up to this length if hardly any of their columns are outside.
+_MOST_INNER_WITH_WASTE = 1024
 
 
 class GroupedProductParams(ctypes.Structure):
@@ -135,17 +137,23 @@ def has_fast_memory(gpu: Gpu) -> bool:
     return gpu.memory >= _FAST_MEMORY * gpu.multiprocessors
 
 
-def _has_wide_tiles(inner: int, columns: int) -> bool:
-    """Whether the kernel with tiles of 128 rows makes them 192 columns wide."""
-    wasted = -columns % _WIDE_COLUMNS
-    return not wasted or (wasted <= columns // 16 and inner <= _MOST_INNER_WITH_WASTE)
+def tile_columns(inner: int, columns: int) -> int:
+    """How wide the kernel with tiles of 128 rows makes them.
+
+    Args:
+        inner: length of the contraction.
+        columns: of the result, or of a window of them.
+    """
+    wasted = -columns % WIDE_COLUMNS
+    is_wide = not wasted or (wasted <= columns // 16 and inner <= _MOST_INNER_WITH_WASTE)
+    return WIDE_COLUMNS if is_wide else TILE_COLUMNS
 
 
 def fitting_columns(inner: int, most: int) -> int:
     """Columns of a window of a plain product, so many at most, that fill wide tiles; 0: there is no need."""
-    if inner > _MOST_INNER_WITH_WASTE or _has_wide_tiles(inner, most):
+    if inner > _MOST_INNER_WITH_WASTE or tile_columns(inner, most) == WIDE_COLUMNS:
         return 0
-    return most // _WIDE_COLUMNS * _WIDE_COLUMNS
+    return most // WIDE_COLUMNS * WIDE_COLUMNS
 
 
 def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int, columns: int) -> int:
@@ -160,7 +168,7 @@ def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int, columns: int)
     """
     if result == PLAIN and mean_rows >= _LEAST_ROWS:
         most = _LEAST_INNER_OF_PLAIN - 1
-        if mean_rows >= _MANY_ROWS and _has_wide_tiles(inner, columns):
+        if mean_rows >= _MANY_ROWS and tile_columns(inner, columns) == WIDE_COLUMNS:
             most = _MOST_INNER_OF_WIDE
         elif mean_rows >= _MANY_ROWS and has_fast_memory(gpu):
             most = _MOST_INNER_OF_NARROW
@@ -264,7 +272,7 @@ def hopper_product(
             *(source.address(item), source.stride, *map(address, (w, row_to_token, weights))),
             *(*map(address, (tables.first, tables.stop, tables.tiles)), begin),
             *map(address, (out.array, hidden, tables.counters, d_weights)),
-            *(LIBRARY_DTYPES[dtype], result, int(transpose), tile_rows, int(gathers), 0),
+            *(LIBRARY_DTYPES[dtype], result, int(transpose), tile_rows, int(gathers), tile_columns(inner, out.width)),
         ),
         (),
         1,

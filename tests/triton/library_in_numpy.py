@@ -27,6 +27,7 @@ from paddle_moe_ops.triton.hopper_product import (
     TILE_COLUMNS,
     TILE_ROWS,
     TURNED_ROWS,
+    WIDE_COLUMNS,
     GroupedProductParams,
     LibraryKernel,
 )
@@ -92,6 +93,8 @@ def _swiglu(hidden: NDArray) -> tuple[NDArray, NDArray, NDArray]:
 def _entry(reference: Any, stream: Any) -> int:
     p: GroupedProductParams = reference._obj
     if p.struct_size != ctypes.sizeof(p) or (p.tile_rows != TURNED_ROWS and p.result != PLAIN):
+        return 1
+    if p.tile_rows != TURNED_ROWS and p.tile_columns not in (TILE_COLUMNS, WIDE_COLUMNS):
         return 1
     dtype = _DTYPES[p.dtype]
     shape = (p.outer, p.inner) if p.transpose else (p.inner, p.outer)

@@ -421,6 +421,12 @@ def test_small_tiles_are_refused_unless_the_result_is_plain(result):
     assert "tile_rows must be PMO_GROUPED_TURNED_ROWS unless the result is plain" in message
 
 
+@pytest.mark.cuda_only
+def test_tiles_of_other_widths_are_refused():
+    message = refusal({"tile_rows": hopper_product.TILE_ROWS, "tile_columns": 160})
+    assert "tile_columns must be PMO_GROUPED_TILE_COLUMNS or PMO_GROUPED_WIDE_COLUMNS" in message
+
+
 def refusal(changes: dict[str, int]) -> str:
     """What the library says of params that would be fine without the changes."""
     library = ctypes.CDLL(os.environ["PMO_CORE_LIBRARY"])

@@ -27,6 +27,9 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
               "PMO_GROUPED_TILE_ROWS or PMO_GROUPED_TURNED_ROWS");
   PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TURNED_ROWS || p.result == PMO_GROUPED_PLAIN, "tile_rows",
               "PMO_GROUPED_TURNED_ROWS unless the result is plain");
+  PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TURNED_ROWS || p.tile_columns == PMO_GROUPED_TILE_COLUMNS ||
+                  p.tile_columns == PMO_GROUPED_WIDE_COLUMNS,
+              "tile_columns", "PMO_GROUPED_TILE_COLUMNS or PMO_GROUPED_WIDE_COLUMNS");
   PMO_REQUIRE(is_grouped_dtype(p.dtype), "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
   PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
   PMO_REQUIRE(is_size(p.num_sources, 1), "num_sources", "in [0, 2^30)");

@@ -24,8 +24,7 @@ namespace cuda {
 namespace {
 
 // Tiles have 128 columns, or 192, with which operands are read less often.
-constexpr int kWideColumns = 192;
-constexpr int kMostInnerWithWaste = 1024;
+constexpr int kWideColumns = PMO_GROUPED_WIDE_COLUMNS;
 
 template <int kColumns>
 constexpr int kBytes = kBytesA + kColumns * kTileDepth * 2;  // of a stage
@@ -183,17 +182,11 @@ int launch_product(const pmo_grouped_product_params& p, const GroupedArguments& 
   return launch("grouped_product", kernel, grid, stream, arguments);
 }
 
-// Whether tiles of 192 columns are faster: where they fit, and for short contractions if hardly any of their columns are outside the result.
-bool has_wide_tiles(const pmo_grouped_product_params& p) {
-  const int64_t wasted = round_up(p.width, int64_t{kWideColumns}) - p.width;
-  return wasted == 0 || (wasted <= p.width / 16 && p.inner <= kMostInnerWithWaste);
-}
-
 int product(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (const int status = check_grouped_product(p)) return status;
   if (p.num_rows == 0 || p.width == 0) return PMO_OK;
   if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) return turned_product(p, stream);
-  const bool is_wide = has_wide_tiles(p);
+  const bool is_wide = p.tile_columns == kWideColumns;
   GroupedArguments a = arguments_of(p, is_wide ? kWideColumns : kTileColumns);
   const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;
   const Tensor rows = {p.x, 2, {p.inner, p.num_sources}, {p.x_row_stride}, {kTileDepth, kTileRows}};

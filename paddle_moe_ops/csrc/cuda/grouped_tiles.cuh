@@ -11,7 +11,7 @@
 namespace pmo {
 namespace cuda {
 
-constexpr int kTileRows = PMO_GROUPED_TILE_ROWS, kTileColumns = 128, kTileDepth = 64;
+constexpr int kTileRows = PMO_GROUPED_TILE_ROWS, kTileColumns = PMO_GROUPED_TILE_COLUMNS, kTileDepth = 64;
 
 constexpr int kNoTile = -1;  // in place of a tile's expert, after the last tile
 

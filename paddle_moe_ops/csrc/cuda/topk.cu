@@ -71,12 +71,21 @@ __device__ float rounded(float value) {
   return Rows::load(Rows::store(value));
 }
 
-// What turns logits of a token into scores: with a softmax, their highest and the sum of their exponentials.
+// What turns logits of a token into scores: with a softmax, their highest and the sum of their exponentials. Softmax and sigmoid are quotients
+// of the same form, so there is one copy of the code for both: it comes from memory at every launch.
 struct Scoring {
   bool use_sigmoid;
   float highest = 0.0f, sum = 1.0f;
 
-  __device__ float operator()(float logit) const { return use_sigmoid ? sigmoid(logit) : exp_minus(highest - logit) / sum; }
+  __device__ float exponential(float logit) const { return exp_minus(use_sigmoid ? logit : highest - logit); }
+
+  // The score of a logit whose exponential is known.
+  __device__ float quotient(float logit, float exponential) const {
+    const float over = use_sigmoid && !signbit(logit) ? 1.0f : exponential;
+    return over / (use_sigmoid ? 1.0f + exponential : sum);
+  }
+
+  __device__ float operator()(float logit) const { return quotient(logit, exponential(logit)); }
 
   // Over logit(i) for i in [0, count), by all lanes of a warp.
   template <typename Logit>
@@ -221,29 +230,44 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
   const int lane = lane_id();
   const int64_t token = warp_id();
   if (token >= p.num_tokens) return;
+  const auto is_expert = [&](int i) { return i * kWarpSize + lane < num_experts; };
   const auto logit = [&](int64_t expert) { return element<Rows>(p.gating, token * p.gating_row_stride + expert); };
-  float values[kKeys];
+  float logits[kKeys], bias[kKeys];  // which are on their way together
 #pragma unroll
-  for (int i = 0; i < kKeys; ++i) values[i] = i * kWarpSize + lane < num_experts ? logit(i * kWarpSize + lane) : -INFINITY;
+  for (int i = 0; i < kKeys; ++i) {
+    logits[i] = is_expert(i) ? logit(i * kWarpSize + lane) : -INFINITY;
+    bias[i] = p.correction_bias != nullptr && is_expert(i) ? p.correction_bias[i * kWarpSize + lane] : 0.0f;
+  }
   Scoring scoring = {p.use_sigmoid != 0};
-  if ((pre_act || p.scores != nullptr) && !scoring.use_sigmoid) {
-    scoring.highest = -INFINITY;
+  float values[kKeys];  // by which experts are chosen
 #pragma unroll
-    for (int i = 0; i < kKeys; ++i) scoring.highest = fmaxf(scoring.highest, values[i]);
-    scoring.highest = warp_max(scoring.highest);
-    scoring.sum = 0.0f;
+  for (int i = 0; i < kKeys; ++i) values[i] = logits[i];
+  if (pre_act || p.scores != nullptr) {
+    if (!scoring.use_sigmoid) {
+      scoring.highest = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) scoring.highest = fmaxf(scoring.highest, logits[i]);
+      scoring.highest = warp_max(scoring.highest);
+    }
+    float exponentials[kKeys];
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) exponentials[i] = scoring.exponential(logits[i]);
+    if (!scoring.use_sigmoid) {
+      scoring.sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) scoring.sum += is_expert(i) ? exponentials[i] : 0.0f;
+      scoring.sum = sum_over_warp_by_halves(scoring.sum);
+    }
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
-      if (i * kWarpSize + lane < num_experts) scoring.sum += exp_minus(scoring.highest - values[i]);
+      const float score = rounded<Rows>(scoring.quotient(logits[i], exponentials[i]));
+      if (pre_act) values[i] = score;
+      if (p.scores != nullptr && is_expert(i)) put<Rows>(p.scores, token * num_experts + i * kWarpSize + lane, score);
     }
-    scoring.sum = sum_over_warp_by_halves(scoring.sum);
   }
   uint32_t keys[kKeys];
 #pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-    const int32_t expert = i * kWarpSize + lane;
-    keys[i] = expert < num_experts ? scored_key<Rows>(p, scoring, token, expert, values[i]) : 0;
-  }
+  for (int i = 0; i < kKeys; ++i) keys[i] = is_expert(i) ? key_of(values[i] + bias[i]) : 0;
 
   // A lane's candidates from the highest down, of equal keys the lower expert's first.
   int32_t places[kKeys];
@@ -286,9 +310,12 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
   const int64_t own_slot = token * topk + lane;
   if (is_slot) p.ids[own_slot] = chosen;
   const float own = is_slot ? logit(chosen) : -INFINITY;
-  if (!pre_act) scoring.run_over(topk, [&](int32_t) { return own; });
-  const float score = rounded<Rows>(scoring(own));
-  const float divisor = p.renormalize == 0 ? 1.0f : divisor_of(rounded<Rows>(lane_sum(topk, [&](int32_t) { return score; })));
+  if (!pre_act && !scoring.use_sigmoid) scoring.highest = warp_max(own);
+  const float exponential = scoring.exponential(own);
+  if (!pre_act && !scoring.use_sigmoid) scoring.sum = sum_over_warp_by_halves(is_slot ? exponential : 0.0f);
+  const float score = rounded<Rows>(scoring.quotient(own, exponential));
+  const float total = p.renormalize == 0 ? 0.0f : sum_over_warp_by_halves(is_slot ? score : 0.0f);
+  const float divisor = p.renormalize == 0 ? 1.0f : divisor_of(rounded<Rows>(total));
   if (is_slot) put<Rows>(p.weights, own_slot, score / divisor * p.scaling_factor);
 }
 

@@ -17,6 +17,8 @@ extern "C" {
 #endif
 
 #define PMO_GROUPED_TILE_ROWS 128
+#define PMO_GROUPED_TILE_COLUMNS 128
+#define PMO_GROUPED_WIDE_COLUMNS 192
 #define PMO_GROUPED_TURNED_ROWS 160
 
 typedef enum pmo_grouped_result {
@@ -55,9 +57,9 @@ typedef struct pmo_grouped_product_params {
   int32_t dtype;
   int32_t result;
   int32_t transpose;
-  int32_t tile_rows;  // PMO_GROUPED_TURNED_ROWS, or PMO_GROUPED_TILE_ROWS for another kernel, whose results are plain
-  int32_t gathers;    // not 0: row r is x[row_to_token[r]], zeros where x has no such row; not plain
-  int32_t reserved;
+  int32_t tile_rows;     // PMO_GROUPED_TURNED_ROWS, or PMO_GROUPED_TILE_ROWS for another kernel, whose results are plain
+  int32_t gathers;       // not 0: row r is x[row_to_token[r]], zeros where x has no such row; not plain
+  int32_t tile_columns;  // PMO_GROUPED_TILE_COLUMNS or PMO_GROUPED_WIDE_COLUMNS, in tiles of PMO_GROUPED_TILE_ROWS rows
 } pmo_grouped_product_params;
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);
