@@ -28,6 +28,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from .layer.parts import KERNELS
+
 ROOT = Path(__file__).resolve().parents[1]
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = {
@@ -86,10 +88,7 @@ ADDED = ("us", "dram_read_mb", "dram_write_mb")
 LAYER = "layer:"
 FLOAT8 = "-float8"  # after the name of a shape
 LAYER_SHAPES = ("ernie-21b", "ernie-300b-4k", "dsv3-4k", "qwen3-30b", "ernie-21b" + FLOAT8)
-LAYER_KERNELS = (
-    "^(schedule|permute|permute_and_sum|product|unpermute|swiglu_gradient|weight_gradient|quantize)_kernel"
-    "|^(grouped_(turned|product|outer|float8)|quantize_blocks)"
-)
+LAYER_KERNELS = f"^({'|'.join(KERNELS)}|grouped_turned)"  # the latter is launched as a grouped_product
 
 GEMM = "gemm:"
 GEMM_SHAPE = "dsv3"

@@ -8,19 +8,21 @@ from collections.abc import Sequence
 
 from .shapes import Shape
 
-__all__ = ["flops_of", "parts_of"]
+__all__ = ["KERNELS", "flops_of", "parts_of"]
 
 _SIMPLE = {
     "schedule_kernel": "tiles of experts",
     "permute_kernel": "rows moved",
     "permute_and_sum_kernel": "rows moved",
     "unpermute_kernel": "sums",
+    "row_sums_kernel": "gradients of weights",
     "swiglu_gradient_kernel": "gradient of SwiGLU",
     "quantize_kernel": "tokens in float8",
     "quantize_blocks": "matrices in float8",
 }
 _PRODUCTS = "product_kernel", "grouped_product", "grouped_float8"  # of Triton, and of the compiled library
 _OUTER_PRODUCTS = "weight_gradient_kernel", "grouped_outer"
+KERNELS = *_SIMPLE, *_PRODUCTS, *_OUTER_PRODUCTS
 # The products of a pass: those before the sums of which a window is made, and the others. Each with its share of the
 # operations, in T K d n.
 _FIRST = {"forward": ("X W1, SwiGLU", 4), "backward": ("dO W2^T", 2)}

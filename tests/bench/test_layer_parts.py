@@ -14,6 +14,7 @@ BACKWARD = [
     *("permute_and_sum_kernel", "weight_gradient_kernel", MOVE, "weight_gradient_kernel"),
     *(MOVE, "weight_gradient_kernel", MOVE, "weight_gradient_kernel", PRODUCT, SUM),
 ]
+GATHERING = ["grouped_product", "grouped_outer", "grouped_outer", "grouped_product", SUM, "row_sums_kernel"]
 
 
 def test_products_of_a_pass_are_told_apart_by_the_sums_after_them():
@@ -38,6 +39,10 @@ def test_products_of_the_library_are_told_apart_in_the_same_way():
     names = {PRODUCT: "grouped_product", "weight_gradient_kernel": "grouped_outer"}
     for which, launched in (("forward", FORWARD), ("backward", BACKWARD)):
         assert parts_of(which, [names.get(each, each) for each in launched]) == parts_of(which, launched)
+
+
+def test_a_pass_that_gathers_adds_up_gradients_of_weights_last():
+    assert parts_of("backward", GATHERING) == ["dO W2^T", "dW2", "dW1", "dH W1^T", "sums", "gradients of weights"]
 
 
 def test_operations_of_all_launches_are_those_of_the_pass():

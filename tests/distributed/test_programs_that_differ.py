@@ -184,7 +184,7 @@ def helpers_with_another_group() -> list[str]:
     ]
 
 
-def test_helpers_refuse_a_group_that_does_not_share_the_experts():
+def test_helpers_of_three_ranks_refuse_a_group_that_does_not_share_the_experts():
     first, second, alone = run(helpers_with_another_group, 3)
     assert first == second
     assert alone == ["4", "4"]
