@@ -15,10 +15,12 @@ from .parameters import (
     mark_expert_parameters,
     shard_state_dict,
 )
+from .scaling import GradScaler
 
 __all__ = [
     "ClipGradByGlobalNorm",
     "ExpertParallel",
+    "GradScaler",
     "Received",
     "average_gradients",
     "distributed_optimizer",

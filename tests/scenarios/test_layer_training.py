@@ -247,6 +247,8 @@ def test_automatic_mixed_precision_in_a_program_leaves_the_layer_in_float32(full
 def test_loss_scaling_trains_as_without():
     layer, x = MoELayer(H, I, E, K), paddle.randn([T, H])
     twin = copy.deepcopy(layer)
+    with paddle.amp.auto_cast(dtype="float16"):
+        pass  # after float32 Paddle turns loss scaling off
     scaler = paddle.amp.GradScaler(init_loss_scaling=1024.0)
     optimizers = [paddle.optimizer.SGD(0.1, parameters=each.parameters()) for each in (layer, twin)]
     for _ in range(3):
