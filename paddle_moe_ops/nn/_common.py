@@ -46,7 +46,8 @@ def check_rows(
     function: str, argument: str, x: Any, like: Tensor, shape: Sequence[int | str], shape_text: str | None = None
 ) -> Tensor:
     """Check a tensor that is to be multiplied with a weight: its dtype, but under mixed precision, and its shape."""
-    dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (like.dtype,)
+    takes_any = paddle.amp.is_autocast_enabled() or like.dtype not in _checks.SUM_DTYPES
+    dtypes = _checks.SUM_DTYPES if takes_any else (like.dtype,)
     return _checks.tensor(function, argument, x, dtypes, shape, shape_text)
 
 

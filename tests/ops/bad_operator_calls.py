@@ -336,7 +336,8 @@ BAD_CALLS = [
         for operator in ("moe_mlp", "moe_mlp_float8")
         for fault in (
             bad(operator, SUMMED, x=zeros(T, H, dtype=FLOAT64)),
-            bad(operator, wrong_shape("x", ANY_MATRIX, [T]), x=zeros(T)),
+            bad(operator, wrong_shape("x", f"[{T}, any]", [T]), x=zeros(T)),
+            bad(operator, wrong_shape("x", f"[{T}, any]", [T + 1, H]), x=zeros(T + 1, H)),
             bad(operator, wrong_dtype("gate_up", "float32", "float64"), gate_up=zeros(E, H, 2 * S, dtype=FLOAT64)),
             bad(operator, wrong_shape("gate_up", f"[{E}, {H}, {2 * S}]", [E, H, S]), gate_up=zeros(E, H, S)),
             bad(operator, wrong_dtype("down", "float32", "float64"), down=zeros(E, S, H, dtype=FLOAT64)),
@@ -344,7 +345,7 @@ BAD_CALLS = [
             bad(operator, wrong_shape("down", f"[{E}, {S}, {H}]", [E, S, H + 1]), down=zeros(E, S, H + 1)),
             bad(operator, wrong_shape("weights", f"[{N}]", [N + 1]), weights=zeros(N + 1)),
             bad(operator, wrong_dtype("weights", "float32", "float64"), weights=zeros(N, dtype=FLOAT64)),
-            bad(operator, wrong_shape("token_rows", f"[{T}, any]", [T - 1, K]), token_rows=int32(T - 1, K)),
+            bad(operator, wrong_shape("token_rows", ANY_MATRIX, [T]), token_rows=int32(T)),
             bad(operator, wrong_dtype("token_rows", "int32", "int64"), token_rows=int64(T, K)),
             bad(operator, wrong_dtype("row_to_token", "int32", "int64"), row_to_token=int64(N)),
             bad(operator, wrong_shape("row_to_token", ANY_VECTOR, [N, 1]), row_to_token=int32(N, 1)),

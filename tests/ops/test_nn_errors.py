@@ -110,6 +110,18 @@ def plan_of(ids):
 ANY = "must be of dtype bfloat16, float16 or float32, but got"
 SEGMENTS = "SwiGLUExperts: tokens_per_expert must be 2 counts whose segments have 3 rows in all"
 BAD_CALLS = {
+    **{
+        f"{name} in float64": (
+            lambda make=make, rest=rest: make().to(dtype="float64")(paddle.zeros([3, H], "float64"), *rest()),
+            TypeError,
+            f"{name}: {argument} {ANY} float64",
+        )
+        for name, argument, make, rest in (
+            ("SwiGLUExperts", "rows", experts, lambda: [paddle.to_tensor([1, 2])]),
+            ("MoELayer", "x", moe, list),
+            ("SwiGLU", "x", shared, list),
+        )
+    },
     "router array": (
         lambda: router()(np.zeros((2, H), np.float32)),
         TypeError,

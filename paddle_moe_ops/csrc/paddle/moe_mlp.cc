@@ -16,7 +16,8 @@ namespace {
 const Target& checked(const Target& target, const MlpAttributes& a, const MlpOperands& o) {
   require(o.sizes.defined() && o.offsets.defined(), kMoeMlp, "a required tensor is missing");
   require(is_summed(o.x), kMoeMlp, "x must be float32, float16 or bfloat16");
-  require_rank(o.x, 2, kMoeMlp, "x");
+  require_rank(o.token_rows, 2, kMoeMlp, "token_rows");
+  require_shape(o.x, {o.token_rows.shape()[0], -1}, kMoeMlp, "x");
   require_rank(o.down, 3, kMoeMlp, "down");
   require_dtype(o.gate_up, o.x.dtype(), kMoeMlp, "gate_up");
   require_dtype(o.down, o.x.dtype(), kMoeMlp, "down");
@@ -24,7 +25,6 @@ const Target& checked(const Target& target, const MlpAttributes& a, const MlpOpe
   require_shape(o.down, a.transpose ? Shape{experts, columns, inner} : Shape{experts, inner, columns}, kMoeMlp, "down");
   require_shape(o.gate_up, a.transpose ? Shape{experts, 2 * inner, columns} : Shape{experts, columns, 2 * inner}, kMoeMlp,
                 "gate_up");
-  require_shape(o.token_rows, {o.x.shape()[0], -1}, kMoeMlp, "token_rows");
   require_dtype(o.token_rows, paddle::DataType::INT32, kMoeMlp, "token_rows");
   require_rank(o.row_to_token, 1, kMoeMlp, "row_to_token");
   require_dtype(o.row_to_token, paddle::DataType::INT32, kMoeMlp, "row_to_token");
