@@ -13,7 +13,7 @@ from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 from .. import _checks
-from .groups import agree, check_group_of_experts, group_of
+from .groups import agree, check_group_of_experts, group_of, raising_together
 from .mixing import refuse_to_mix_experts
 
 __all__ = [
@@ -125,12 +125,14 @@ def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
         TypeError: the group is not a group.
         ValueError: this process is not one of its ranks, or other ranks share the experts; on every rank, if the ranks
             have different parameters of experts.
+        RuntimeError: another rank raised an error.
     """
     function, layer = "gather_state_dict", without_wrapper(layer)
     group = group_of(function, group)
     state = dict(layer.state_dict())
     own = {name: state[name] for name in _expert_names(layer)}
-    check_group_of_experts(function, "layer.state_dict()[{!r}]", own, group)
+    with raising_together(function, group):
+        check_group_of_experts(function, "layer.state_dict()[{!r}]", own, group)
     agree_on_tensors(function, "layer.state_dict()[{!r}]", own, group)
     return state | gather_experts(own, group)
 
