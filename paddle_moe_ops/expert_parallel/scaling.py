@@ -27,7 +27,7 @@ class GradScaler(paddle.amp.GradScaler):
 
     Args:
         *arguments: as those of `paddle.amp.GradScaler`.
-        group: the ranks that skip a step together; None: all ranks, as a model needs that they train together.
+        group: the ranks that skip a step together; None: all ranks, which is right if they train one model.
         **options: as those of `paddle.amp.GradScaler`.
 
     Raises:
