@@ -11,6 +11,7 @@ import pytest
 
 from paddle_moe_ops.expert_parallel import GradScaler, average_gradients, mark_expert_parameters
 from tests.distributed.processes import run
+from tests.distributed.test_expert_parallel_errors import caught
 
 H = 8
 SCALE = 1024.0
@@ -115,22 +116,16 @@ def test_without_infinity_training_is_that_without_scaling(custom_backend):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
-def on_its_own(group: str) -> list[float]:
+def with_bad_groups() -> list[str]:
     alone = dist.new_group([0]), dist.new_group([1])
-    try:
-        scaler = GradScaler(init_loss_scaling=SCALE, group=alone[1 - dist.get_rank()] if group == "other" else group)
-    except (TypeError, ValueError) as error:
-        return [type(error).__name__, str(error)]
-    return [float(scaler.state_dict()["scale"][0])]
+    return [caught(lambda: GradScaler(group=group)) for group in (alone[1 - dist.get_rank()], "all")]
 
 
 def test_bad_groups_are_refused(custom_backend):
-    expected = "GradScaler: group must be a group that this rank belongs to, but got one of ranks"
-    for rank, (name, message) in enumerate(run(on_its_own, 2, custom_backend, group="other")):
-        assert (name, message) == ("ValueError", f"{expected} [{1 - rank}]")
-    name, message = run(on_its_own, 2, custom_backend, group="all")[0]
-    assert name == "TypeError"
-    assert message.startswith("GradScaler: group must be a group of paddle.distributed, or None, but got")
+    for rank, (of_the_other, no_group) in enumerate(run(with_bad_groups, 2, custom_backend)):
+        expected = f"a group that this rank belongs to, but got one of ranks [{1 - rank}]"
+        assert of_the_other == f"ValueError: GradScaler: group must be {expected}"
+        assert no_group.startswith("TypeError: GradScaler: group must be a group of paddle.distributed, or None, but got")
 
 
 def test_in_one_process_it_is_the_scaler_of_paddle():

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Plain products of each expert's rows and its matrix on Hopper's tensor cores, for contractions so short that a tile of grouped_turned.cu
-// takes about as long to store as to multiply, and for longer ones where memory is fast.
+// takes about as long to store as to multiply, and for longer ones of many rows where tiles of 192 columns fit or memory is fast.
 //
 // A block stays for the whole launch and takes every gridDim.x-th tile of the list that pmo/grouped.h describes: 128 rows of one expert
 // and 128 or 192 columns. It has three warpgroups. The first loads: rows and matrix come through the copy engine, 64 of the contraction at a
