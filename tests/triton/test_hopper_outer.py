@@ -67,6 +67,7 @@ SUMS = {
     "more steps than stages": Sums([1000, 0, 0, 711, 3], columns=(128, 264)),
     "more tiles than blocks": Sums([(7 * expert) % 150 for expert in range(700)], columns=(24, 40)),
     "many tiles of one or two steps": Sums([(37 * expert) % 100 for expert in range(300)], columns=(128, 512)),
+    "an expert of many rows among experts of few": Sums([40, 300, 0, 31, 225, 224, 16], columns=(1160, 264)),
     "no rows": Sums([0, 0, 0]),
     "no rows, but memory for some": Sums([0, 0], num_rows=40),
     "gaps between experts, and rows after them": Sums([7, 0, 60, 31], [0, 16, 32, 112], 200),

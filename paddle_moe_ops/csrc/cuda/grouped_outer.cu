@@ -5,9 +5,9 @@
 //
 // A block stays for the whole launch and makes tiles of 128 columns of one operand and 256 of the other, which are handed out expert by
 // expert, in bands. They can be wide in either operand: results are turned as they are stored. Of the block's three warpgroups the first
-// loads, 32 rows of both operands at a time, into a ring of stages (outer_tiles.cuh); one of its warps finds the places of tiles. The other
-// two multiply, 64 of the 128 columns each, and store (outer_results.cuh). Tiles have as many steps as their expert has rows for, possibly
-// none.
+// loads, 32 rows of both operands at a time, into a ring of stages (outer_tiles.cuh): a warp for each operand, and one that finds the places
+// of tiles. The other two multiply, 64 of the 128 columns each, and store (outer_results.cuh). Tiles have as many steps as their expert has
+// rows for, possibly none.
 //
 // Nothing is multiplied while a tile is stored. So whatever can be done before is: the place of the next tile is found by another warp and
 // taken while the last products run, the first products of a tile give the sums their values, and what a tile's results are stored through is
@@ -17,8 +17,8 @@
 // product takes 16 rows, so the last step of a tile makes only the products that it has rows for. Rows up to the next multiple of 16
 // are set to zero in shared memory first, in both operands.
 //
-// One operand may be rows of tokens, which the other two warps of the first warpgroup gather where they are: 16 bytes a lane, swizzled as
-// the copy engine does it, with zeros after an expert's rows.
+// One operand may be rows of tokens, which two warps of the first warpgroup gather where they are: 16 bytes a lane, swizzled as the copy
+// engine does it, with zeros after an expert's rows.
 //
 // Moved: both operands once from memory and, per tile, from the L2; the results once. The L2 may give up results first, since it is needed for
 // the operands.
@@ -107,17 +107,19 @@ __global__ void __launch_bounds__(kBlockThreads, 1) grouped_outer(const __grid_c
   extern __shared__ uint8_t shared[];
   __shared__ uint64_t full[kOuterStages], empty[kOuterStages];
   __shared__ OuterPlaces places;
-  if (threadIdx.x == 0) places.init(2 * kWarpgroup / kWarpSize + 1 + (kGathers ? kGatheringLanes / kWarpSize : 0));
+  if (threadIdx.x == 0) places.init(2 * kWarpgroup / kWarpSize + 1 + (kGathers ? kGatheringLanes / kWarpSize : 1));
   const OuterStages stages = {
-      make_stages<kOuterStages, kOuterStageBytes>(shared, full, empty, kGathers ? 1 + kGatheringLanes : 1, 2)};
+      make_stages<kOuterStages, kOuterStageBytes>(shared, full, empty, 1 + (kGathers ? kGatheringLanes : 1), 2)};
   if (threadIdx.x < kWarpgroup) {
     give_registers<kGathers ? kRegistersToGather : kRegistersToLoad>();
     const int warp = threadIdx.x / kWarpSize;
-    if (warp == 0) load_tiles<kGathers>(a, stages, places);
+    if (warp == 0) load_pieces<kPiecesA, kStepPieces>(a, stages, places);
     if (warp == 1) find_places(a, places);
     if constexpr (kGathers) {
       __shared__ Sources sources;
       if (warp >= 2) gather_tiles(a, stages, places, sources);
+    } else {
+      if (warp == 2) load_pieces<0, kPiecesA>(a, stages, places);
     }
   } else {
     take_registers<kGathers ? kRegistersBesideGathering : kRegistersToMultiply>();

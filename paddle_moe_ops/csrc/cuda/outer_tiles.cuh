@@ -28,7 +28,7 @@ struct OuterPlace {
 };
 
 constexpr int kColumnsA = 128, kColumnsB = 256, kStepRows = 32;
-constexpr int kStepPieces = (kColumnsA + kColumnsB) / 64;  // the first two of operand a
+constexpr int kPiecesA = kColumnsA / 64, kStepPieces = kPiecesA + kColumnsB / 64;  // the first ones of operand a
 constexpr int kStepPieceBytes = kStepRows * 128;
 constexpr int kOuterStageBytes = kStepPieces * kStepPieceBytes;
 constexpr int kOuterStages = 6;
@@ -45,7 +45,7 @@ constexpr int kGatheringLanes = 2 * kWarpSize;  // the last two warps of the fir
 constexpr int kRegistersToGather = 88, kRegistersBesideGathering = 208;
 
 struct OuterStages : StagesOf<kOuterStages, kOuterStageBytes> {
-  __device__ uint32_t b(int stage) const { return a(stage) + 2 * kStepPieceBytes; }
+  __device__ uint32_t b(int stage) const { return a(stage) + kPiecesA * kStepPieceBytes; }
 };
 
 using OuterRing = RingOf<kOuterStages>;
@@ -78,10 +78,10 @@ __device__ inline void find_places(const OuterArguments& a, OuterPlaces& places)
   if (is_first) a.counter.leave(gridDim.x);
 }
 
-// The work of the warp that loads.
-template <bool kGathers>
-__device__ inline void load_tiles(const OuterArguments& a, const OuterStages& stages, OuterPlaces& places) {
-  constexpr int kFirstPiece = kGathers ? 2 : 0;
+// The work of a warp that loads these pieces of each stage. Each operand has a warp: one alone would take as long for a step's six boxes as
+// the products of the step take.
+template <int kFirstPiece, int kStopPiece>
+__device__ inline void load_pieces(const OuterArguments& a, const OuterStages& stages, OuterPlaces& places) {
   OuterRing ring;
   OuterPlaces::Ring at;
   for (OuterPlace place = places.take(at); place.expert != kNoTile; place = places.take(at)) {
@@ -89,11 +89,11 @@ __device__ inline void load_tiles(const OuterArguments& a, const OuterStages& st
       wait(&stages.empty[ring.stage], ring.phase ^ 1);
       if (is_elected()) {
         uint64_t* full = &stages.full[ring.stage];
-        arrive_expecting(full, (kStepPieces - kFirstPiece) * kStepPieceBytes);
+        arrive_expecting(full, (kStopPiece - kFirstPiece) * kStepPieceBytes);
 #pragma unroll
-        for (int piece = kFirstPiece; piece < kStepPieces; ++piece) {
-          const bool is_a = piece < 2;
-          const int column = is_a ? place.of_a + 64 * piece : place.of_b + 64 * (piece - 2);
+        for (int piece = kFirstPiece; piece < kStopPiece; ++piece) {
+          const bool is_a = piece < kPiecesA;
+          const int column = is_a ? place.of_a + 64 * piece : place.of_b + 64 * (piece - kPiecesA);
           load_box(stages.a(ring.stage) + piece * kStepPieceBytes, is_a ? &a.a : &a.b, full, column, place.first + begin);
         }
       }

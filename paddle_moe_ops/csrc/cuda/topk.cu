@@ -232,26 +232,24 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
   if (token >= p.num_tokens) return;
   const auto is_expert = [&](int i) { return i * kWarpSize + lane < num_experts; };
   const auto logit = [&](int64_t expert) { return element<Rows>(p.gating, token * p.gating_row_stride + expert); };
-  float logits[kKeys], bias[kKeys];  // which are on their way together
+  // Logits, and then what experts are chosen by; both arrays are on their way together.
+  float values[kKeys], bias[kKeys];
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
-    logits[i] = is_expert(i) ? logit(i * kWarpSize + lane) : -INFINITY;
+    values[i] = is_expert(i) ? logit(i * kWarpSize + lane) : -INFINITY;
     bias[i] = p.correction_bias != nullptr && is_expert(i) ? p.correction_bias[i * kWarpSize + lane] : 0.0f;
   }
   Scoring scoring = {p.use_sigmoid != 0};
-  float values[kKeys];  // by which experts are chosen
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) values[i] = logits[i];
   if (pre_act || p.scores != nullptr) {
     if (!scoring.use_sigmoid) {
       scoring.highest = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) scoring.highest = fmaxf(scoring.highest, logits[i]);
+      for (int i = 0; i < kKeys; ++i) scoring.highest = fmaxf(scoring.highest, values[i]);
       scoring.highest = warp_max(scoring.highest);
     }
     float exponentials[kKeys];
 #pragma unroll
-    for (int i = 0; i < kKeys; ++i) exponentials[i] = scoring.exponential(logits[i]);
+    for (int i = 0; i < kKeys; ++i) exponentials[i] = scoring.exponential(values[i]);
     if (!scoring.use_sigmoid) {
       scoring.sum = 0.0f;
 #pragma unroll
@@ -260,7 +258,7 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
     }
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
-      const float score = rounded<Rows>(scoring.quotient(logits[i], exponentials[i]));
+      const float score = rounded<Rows>(scoring.quotient(values[i], exponentials[i]));
       if (pre_act) values[i] = score;
       if (p.scores != nullptr && is_expert(i)) put<Rows>(p.scores, token * num_experts + i * kWarpSize + lane, score);
     }
@@ -314,8 +312,8 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
   const float exponential = scoring.exponential(own);
   if (!pre_act && !scoring.use_sigmoid) scoring.sum = sum_over_warp_by_halves(is_slot ? exponential : 0.0f);
   const float score = rounded<Rows>(scoring.quotient(own, exponential));
-  const float total = p.renormalize == 0 ? 0.0f : sum_over_warp_by_halves(is_slot ? score : 0.0f);
-  const float divisor = p.renormalize == 0 ? 1.0f : divisor_of(rounded<Rows>(total));
+  const auto total = [&] { return rounded<Rows>(sum_over_warp_by_halves(is_slot ? score : 0.0f)); };
+  const float divisor = p.renormalize == 0 ? 1.0f : divisor_of(total());
   if (is_slot) put<Rows>(p.weights, own_slot, score / divisor * p.scaling_factor);
 }
 
