@@ -65,6 +65,8 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     if not parameters or isinstance(parameters[0], dict):
         expected = "an optimizer of paddle.optimizer with a list of parameters"
         _checks.bad_type(_NAME, "optimizer", expected, type(optimizer).__name__)
+    if getattr(fleet.fleet, "_role_maker", None) is None:
+        _checks.bad_value(_NAME, "Fleet", "started by fleet.init", "none")
     experts = [each for each in parameters if expert_group_of(each) is not None]
     if not experts:
         return fleet.distributed_optimizer(optimizer, strategy)

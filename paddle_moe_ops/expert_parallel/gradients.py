@@ -16,7 +16,6 @@ from .. import _checks
 from .groups import agree, check_group_of_experts, group_of, raising_together
 from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 from .parameters import is_expert_parameter
-from .transports import is_gloo
 
 __all__ = ["average_gradients", "gradient_of"]
 
@@ -52,7 +51,7 @@ def average_gradients(
     only where a rank lacks gradients that others have, or an error is raised.
 
     Args:
-        parameters: the same on all ranks, in the same order.
+        parameters: the same on all ranks, in the same order; what is named twice counts once.
         group: the ranks that share the experts, as `ExpertParallel` takes it.
         copies: where several groups of one size train one model: the ranks that have copies of this rank's experts,
             one of each group. The mean then is over the ranks of all groups, and gradients of experts are added up
@@ -157,7 +156,7 @@ def _tensors(parameters: Iterable[Tensor]) -> list[Tensor]:
     tensors = list(parameters)
     for number, each in enumerate(tensors):
         _checks.instance(_NAME, f"parameters[{number}]", each, Tensor, "a paddle.Tensor")
-    return tensors
+    return list({id(each): each for each in tensors}.values())
 
 
 def _kinds(tensors: Sequence[Tensor]) -> _Kinds:
@@ -182,11 +181,7 @@ def _compared(raises: bool, kinds: _Kinds, group: Group, seconds: float) -> tupl
     """
     layout, gradients = _number(kinds.layout), _number(kinds.gradients)
     numbers = paddle.to_tensor([int(raises), layout, -layout, gradients, -gradients], dtype="int64")
-    meeting, how = Meeting(group, seconds), {"op": paddle.distributed.ReduceOp.MAX, "group": group}
-    if is_gloo(group):  # whose collectives always block
-        meeting.call(_NAME, lambda: paddle.distributed.all_reduce(numbers, **how))
-    else:
-        meeting.wait(_NAME, paddle.distributed.all_reduce(numbers, **how, sync_op=False))
+    Meeting(group, seconds).largest(_NAME, numbers)
     some_raise, most, least, most_gradients, least_gradients = numbers.tolist()
     return bool(some_raise), most == -least, most_gradients == -least_gradients
 

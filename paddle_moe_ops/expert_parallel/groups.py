@@ -14,7 +14,15 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 
-__all__ = ["agree", "check_group_of_experts", "expert_group_of", "group_of", "raise_for_others", "raising_together"]
+__all__ = [
+    "agree",
+    "check_group_of_experts",
+    "expert_group_of",
+    "group_of",
+    "is_gloo",
+    "raise_for_others",
+    "raising_together",
+]
 
 
 def group_of(function: str, group: Any) -> Group:
@@ -40,6 +48,11 @@ def group_of(function: str, group: Any) -> Group:
     if group.rank < 0:
         _checks.bad_value(function, "group", "a group that this rank belongs to", f"one of ranks {group.ranks}")
     return group
+
+
+def is_gloo(group: Group) -> bool:
+    """Whether gloo connects the ranks."""
+    return str(group.backend).lower() == "gloo"
 
 
 def expert_group_of(parameter: Tensor) -> Group | None:

@@ -14,10 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+import paddle
+from paddle import Tensor
 from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
+from .groups import is_gloo
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Meeting", "checked_timeout"]
 
@@ -92,6 +95,22 @@ class Meeting:
 
         self._wait(function, is_done)
         task.wait()
+
+    def largest(self, function: str, numbers: Tensor) -> None:
+        """Replace each number by the largest one that a rank has in its place.
+
+        Args:
+            function: name that begins the message.
+            numbers: of one shape and dtype on all ranks.
+
+        Raises:
+            RuntimeError: it took too long, or failed.
+        """
+        how: dict[str, Any] = {"op": paddle.distributed.ReduceOp.MAX, "group": self._group}
+        if is_gloo(self._group):  # whose collectives always block
+            self.call(function, lambda: paddle.distributed.all_reduce(numbers, **how))
+        else:
+            self.wait(function, paddle.distributed.all_reduce(numbers, **how, sync_op=False))
 
     @contextlib.contextmanager
     def naming_ranks(self, function: str, *, counts: bool = False) -> Iterator[None]:

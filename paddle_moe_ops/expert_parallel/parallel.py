@@ -169,14 +169,14 @@ class ExpertParallel:
     ) -> None:
         self.group = group
         self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
-        check_travel(_NAME, combine=combine, payload=payload, transport=transport)
+        numbers = {"tokens_per_rank": tokens_per_rank, "timeout": timeout}
+        self.tokens_per_rank, self.timeout = check_travel(
+            _NAME, combine=combine, payload=payload, transport=transport, **numbers
+        )
         self.combines, self.payload = combine, payload
-        self.tokens_per_rank = tokens_per_rank
-        if tokens_per_rank is not None:
-            self.tokens_per_rank = _checks.integer(_NAME, "tokens_per_rank", tokens_per_rank, 1)
-            if combine != "reduced" and transport != "peer":
-                expected = 'None; with it, combine must be "reduced" or transport "peer"'
-                _checks.bad_value(_NAME, "tokens_per_rank", expected, tokens_per_rank)
+        if tokens_per_rank is not None and combine != "reduced" and transport != "peer":
+            expected = 'None; with it, combine must be "reduced" or transport "peer"'
+            _checks.bad_value(_NAME, "tokens_per_rank", expected, tokens_per_rank)
         if transport == "peer" and tokens_per_rank is None:
             _checks.bad_value(_NAME, "tokens_per_rank", 'given with transport="peer"', None)
         if transport == "deepep":
@@ -185,7 +185,6 @@ class ExpertParallel:
             for name, value in only.items():
                 if given[name] != value:
                     _checks.bad_value(_NAME, name, f'{value!r} with transport="deepep"', repr(given[name]))
-        self.timeout = checked_timeout(_NAME, timeout)
         if self.num_experts % self.group.nranks:
             expected = f"a multiple of {self.group.nranks}, the ranks of the group"
             _checks.bad_value(_NAME, "num_experts", expected, num_experts)
@@ -271,10 +270,13 @@ class ExpertParallel:
         )
 
 
-def check_travel(function: str, **given: str | None) -> None:
-    """Check by what tokens and their results travel, with a group or without."""
+def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: Any) -> tuple[int | None, float]:
+    """Check by what tokens and their results travel, with a group or without; gives the first two as numbers."""
     for argument, choices in _TRAVEL.items():
         _checks.choice(function, argument, given[argument], choices)
+    if tokens_per_rank is not None:
+        tokens_per_rank = _checks.integer(function, "tokens_per_rank", tokens_per_rank, 1)
+    return tokens_per_rank, checked_timeout(function, timeout)
 
 
 def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> ExpertParallel:

@@ -122,19 +122,21 @@ def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
         on every rank ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...].
 
     Raises:
-        TypeError: the group is not a group.
+        TypeError: the layer is not a layer, or the group not a group.
         ValueError: this process is not one of its ranks, or other ranks share the experts; on every rank, if the ranks
             have different parameters of experts.
         RuntimeError: another rank raised an error.
     """
-    function, layer = "gather_state_dict", without_wrapper(layer)
+    function = "gather_state_dict"
     group = group_of(function, group)
-    state = dict(layer.state_dict())
-    own = {name: state[name] for name in _expert_names(layer)}
     with raising_together(function, group):
+        layer = _layer_in(function, layer)
+        state = dict(layer.state_dict())
+        own = {name: state[name] for name in _expert_names(layer)}
         check_group_of_experts(function, "layer.state_dict()[{!r}]", own, group)
     agree_on_tensors(function, "layer.state_dict()[{!r}]", own, group)
-    return state | gather_experts(own, group)
+    gathered = gather_experts(own, group) if group.nranks > 1 else {}
+    return {name: gathered[name] if name in gathered else value.clone() for name, value in state.items()}
 
 
 def agree_on_tensors(function: str, label: str, tensors: Mapping[str, Tensor], group: Group) -> None:
@@ -177,11 +179,12 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
         ``state``, in which each stacked parameter [E, ...] of experts is [E / P, ...].
 
     Raises:
-        TypeError: the group is not a group.
+        TypeError: the state is not a dict, the layer not a layer, or the group not a group.
         ValueError: a parameter does not have the experts of all ranks; this process is not one of the group's ranks.
     """
-    name, layer = "shard_state_dict", without_wrapper(layer)
-    group = group_of(name, group)
+    name = "shard_state_dict"
+    group, layer = group_of(name, group), _layer_in(name, layer)
+    _checks.instance(name, "state", state, Mapping, "a dict of tensors, as gather_state_dict gives it")
     part, own = dict(state), layer.state_dict()
     for key in set(_expert_names(layer)) & part.keys():
         count = own[key].shape[0]
@@ -190,6 +193,12 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
             _checks.bad_value(name, f"state[{key!r}]", expected, list(part[key].shape))
         part[key] = part[key][group.rank * count : (group.rank + 1) * count]
     return part
+
+
+def _layer_in(function: str, layer: Any) -> nn.Layer:
+    """The model that a caller means, without a wrapper."""
+    _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
+    return without_wrapper(layer)
 
 
 def _expert_names(layer: nn.Layer) -> Sequence[str]:

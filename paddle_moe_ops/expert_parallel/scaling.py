@@ -10,9 +10,13 @@ import paddle
 from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
+from .. import _checks
 from .groups import group_of
+from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 
 __all__ = ["GradScaler"]
+
+_NAME = "GradScaler"
 
 
 class GradScaler(paddle.amp.GradScaler):
@@ -22,32 +26,54 @@ class GradScaler(paddle.amp.GradScaler):
     skips the step and lowers its scale: then other parameters differ between ranks, and so do the scales of gradients
     that `average_gradients` adds up. Here all ranks skip the step, and have the same scale.
 
-    Every rank must call `unscale_`, `step` and `minimize` alike. One all-reduce of one number for each optimizer and
-    step; no host synchronisation but that of Paddle's class. On a CPU it has no effect, as Paddle's class has none.
+    Every rank must call `unscale_`, `step`, `minimize` and `load_state_dict` alike. One all-reduce of three numbers for
+    each optimizer and step, for which the host waits. On a CPU it has no effect, as Paddle's class has none.
 
     Args:
         *arguments: as those of `paddle.amp.GradScaler`.
         group: the ranks that skip a step together; None: all ranks, which is right if they train one model.
+        timeout: seconds that a rank waits for the others.
         **options: as those of `paddle.amp.GradScaler`.
 
     Raises:
-        TypeError: ``group`` is not a group of `paddle.distributed`.
-        ValueError: this rank does not belong to it.
+        TypeError: ``group`` is not a group of `paddle.distributed`, or ``timeout`` not a number.
+        ValueError: this rank does not belong to the group; ``timeout`` is out of range.
     """
 
     _found_inf: Tensor  # of Paddle's class: one bool, which decides on the step
+    _scale: Tensor  # [1]
 
-    def __init__(self, *arguments: Any, group: Group | None = None, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, group: Group | None = None, timeout: float = DEFAULT_TIMEOUT_S, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
-        self._group = group_of("GradScaler", group)
+        self._group, self._seconds = group_of(_NAME, group), checked_timeout(_NAME, timeout)
 
     def unscale_(self, optimizer: paddle.optimizer.Optimizer) -> None:
-        """Divide the gradients of the optimizer's parameters by the scale, once before its step."""
+        """Divide the gradients of the optimizer's parameters by the scale, once before its step.
+
+        Raises:
+            ValueError: on every rank, if their scales differ, as after `load_state_dict` on some of them.
+            RuntimeError: another rank did not come in time; the message names it.
+        """
         self._unscale(optimizer)
 
     def _unscale(self, optimizer: paddle.optimizer.Optimizer) -> None:  # which `step` and `minimize` of Paddle call
         super()._unscale(optimizer)
-        if self.is_enable() and self._group.nranks > 1:
-            found = self._found_inf.astype("int32")
-            paddle.distributed.all_reduce(found, op=paddle.distributed.ReduceOp.MAX, group=self._group)
-            self._found_inf = found.astype("bool")
+        if not self.is_enable() or self._group.nranks == 1:
+            return
+        scale = self._scale.reshape([1])
+        numbers = paddle.concat([self._found_inf.astype("float32"), scale, -scale])
+        Meeting(self._group, self._seconds).largest(_NAME, numbers)
+        found, most, least = numbers.tolist()
+        if most != -least:
+            expected = "the same on all ranks, as after load_state_dict on each of them"
+            _checks.bad_value(_NAME, "the scale", expected, f"{-least:g} to {most:g}")
+        self._found_inf = paddle.full_like(self._found_inf, found > 0)
+
+    def _update(self) -> None:  # which `update` and `minimize` of Paddle call
+        # When Paddle 3.3.1 lowers the scale it prints float(scale), which NumPy 2.4 refuses for [1] but not for [].
+        if self.is_enable():
+            self._scale = self._scale.reshape([])
+            super()._update()
+            self._scale = self._scale.reshape([1])

@@ -19,9 +19,10 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import filled
+from .groups import is_gloo
 from .meetings import Meeting
 
-__all__ = ["AllToAll", "Alone", "Scatters", "Transport", "is_gloo", "transport_for"]
+__all__ = ["AllToAll", "Alone", "Scatters", "Transport", "transport_for"]
 
 _NAME = "ExpertParallel"
 _DISPATCH = f"{_NAME}.dispatch"
@@ -161,11 +162,6 @@ class Scatters:
         counts: list[Tensor] = []
         paddle.distributed.all_gather(counts, paddle.to_tensor([*sent, width], dtype="int64"), group=self._group)
         return [each[:-1].tolist() for each in counts], [int(each[-1]) for each in counts]
-
-
-def is_gloo(group: Group) -> bool:
-    """Whether gloo connects the ranks."""
-    return str(group.backend).lower() == "gloo"
 
 
 def _padded_parts(lines: Tensor, sent: Sequence[int], most: int) -> list[Tensor]:

@@ -120,7 +120,7 @@ class MoELayer(nn.Layer):
         travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
         travels |= {"transport": transport, "timeout": timeout}
         if group is None:
-            check_travel(name, combine=combine, payload=payload, transport=transport)
+            check_travel(name, **travels)
         else:  # before a check that fails on one rank makes the others wait for it
             group = group_of(name, group)
             settings: dict[str, Any] = {"hidden_size": hidden_size, "num_experts": num_experts}

@@ -38,6 +38,17 @@ def of_experts(shape: list[int], **options: Any) -> Any:
     return layer.weight
 
 
+def named_twice() -> list[list[float]]:
+    """Gradients of what all ranks have and of experts, each of which is named twice."""
+    given = [parameter([1], gradient=1.0 + 2 * paddle.distributed.get_rank()), of_experts([1], gradient=4.0)]
+    average_gradients([*given, *given])
+    return [each.grad.tolist() for each in given]
+
+
+def test_what_is_named_twice_counts_once():
+    assert run(named_twice, 2) == [[[2.0], [2.0]]] * 2
+
+
 def unlike_parameters() -> list[str]:
     """What is raised on this rank, and in the end what a good call gives, in which all ranks must still meet."""
     rank = paddle.distributed.get_rank()

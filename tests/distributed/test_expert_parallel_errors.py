@@ -13,7 +13,13 @@ import paddle
 import pytest
 from paddle.base import core
 
-from paddle_moe_ops.expert_parallel import ExpertParallel, average_gradients, shard_state_dict
+from paddle_moe_ops.expert_parallel import (
+    ExpertParallel,
+    average_gradients,
+    distributed_optimizer,
+    gather_state_dict,
+    shard_state_dict,
+)
 from paddle_moe_ops.nn import MoELayer
 
 from .processes import run
@@ -132,6 +138,39 @@ def test_bad_arguments_raise_what_is_wrong():
         "but got [3, 3, 2]",
     ]
     assert len(others) == len(texts)
+
+
+def test_calls_without_a_group_name_bad_arguments():
+    layer = MoELayer(2, 3, 4, 1)
+    optimizer = paddle.optimizer.SGD(parameters=layer.parameters())
+    texts = [
+        caught(lambda: MoELayer(2, 3, 4, 1, timeout="a")),
+        caught(lambda: MoELayer(2, 3, 4, 1, timeout=-1)),
+        caught(lambda: MoELayer(2, 3, 4, 1, tokens_per_rank=-4)),
+        caught(lambda: gather_state_dict(optimizer)),
+        caught(lambda: shard_state_dict(layer.state_dict(), None)),
+        caught(lambda: shard_state_dict(layer, layer)),
+        caught(lambda: distributed_optimizer(optimizer)),
+    ]
+    assert texts == [
+        "TypeError: MoELayer: timeout must be a number, but got str",
+        "ValueError: MoELayer: timeout must be a number of seconds from 0.001 to 1e+06, but got -1",
+        "ValueError: MoELayer: tokens_per_rank must be from 1 to 2147483647, but got -4",
+        "TypeError: gather_state_dict: layer must be a Layer, but got SGD",
+        "TypeError: shard_state_dict: layer must be a Layer, but got NoneType",
+        "TypeError: shard_state_dict: state must be a dict of tensors, as gather_state_dict gives it, but got MoELayer",
+        "ValueError: distributed_optimizer: Fleet must be started by fleet.init, but got none",
+    ]
+
+
+def bad_layer_on_one_rank() -> str:
+    return caught(lambda: gather_state_dict(None if paddle.distributed.get_rank() else MoELayer(2, 3, 4, 1)))
+
+
+def test_a_rank_without_a_layer_is_told_to_the_others():
+    told = "RuntimeError: gather_state_dict: ranks [1] of [0, 1] raised an error in this call, which says more"
+    raised = "TypeError: gather_state_dict: layer must be a Layer, but got NoneType"
+    assert run(bad_layer_on_one_rank, 2) == [told, raised]
 
 
 def unlike_tensors() -> list[str]:

@@ -278,6 +278,25 @@ def test_data_parallel_leaves_experts_to_their_rank():
         assert np.array_equal(gradient, two[name]) != ("experts" in name), name
 
 
+def gathered_before_a_step(ranks: int) -> bool:
+    """Whether a state that was gathered stays as it is while its model is trained."""
+    group = paddle.distributed.get_group(0) if ranks > 1 else None
+    layer = MoELayer(*SIZES, group=group, combine="reduced", num_shared_experts=1)
+    state = gather_state_dict(layer, group)
+    before = arrays(state)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=layer.parameters())
+    layer(paddle.ones([5, SIZES[0]])).sum().backward()
+    optimizer.step()
+    moved = arrays(gather_state_dict(layer, group))
+    assert all(not np.array_equal(moved[name], before[name]) for name in ("router.weight", "shared.down"))
+    return all(np.array_equal(each.numpy(), before[name]) for name, each in state.items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gathered_states_are_copies(ranks):
+    assert all(run(gathered_before_a_step, ranks, ranks=ranks))
+
+
 def of_rank_alone(options: dict[str, Any], tokens: tuple[int, ...]) -> Any:
     """What a layer gives for this rank's tokens, over the ranks and with all experts here, and its dropped slots."""
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import paddle
@@ -54,7 +55,6 @@ def overflow_on_one_rank(own: bool, how: str) -> tuple[list[int], bool, list[np.
     In the second step an expert of the last rank has an infinite gradient.
     """
     model, optimizer = model_and_optimizer()
-    # When the scale is lowered, Paddle 3.3.1 prints it in a way that NumPy 2.4 refuses. So it stays.
     scaler = (GradScaler if own else paddle.amp.GradScaler)(init_loss_scaling=SCALE, decr_every_n_nan_or_inf=3)
     assert scaler.is_enable()
     counts, shared, moved = [], [], False
@@ -100,6 +100,49 @@ def test_with_the_scaler_of_paddle_ranks_differ_after_it(custom_backend):
     assert not np.array_equal(shared[1], other_shared[1])
 
 
+def scale_after_infinity() -> tuple[float, float]:
+    """The scale after a step that was skipped and after a good one; Paddle's class fails there with NumPy 2.4."""
+    model, optimizer = model_and_optimizer()
+    scaler = GradScaler(init_loss_scaling=SCALE, decr_every_n_nan_or_inf=1, incr_every_n_steps=1)
+    scales = []
+    for step in range(2):
+        scaled_backward(model, scaler, step)
+        if step == 0:
+            with paddle.no_grad():
+                model.expert.weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.clear_grad()
+        scales.append(float(scaler.state_dict()["scale"].item()))
+    assert scaler.state_dict()["scale"].shape == (1,)
+    return scales[0], scales[1]
+
+
+def test_infinity_halves_the_scale_and_good_steps_raise_it(custom_backend):
+    assert run(scale_after_infinity, 2, custom_backend) == [(SCALE / 2, SCALE)] * 2
+
+
+def unlike_scales() -> list[str]:
+    """What is raised on this rank after one rank loaded a state, and after all did."""
+    model, optimizer = model_and_optimizer()
+    scaler, texts = GradScaler(init_loss_scaling=SCALE), []
+    state = GradScaler(init_loss_scaling=8.0).state_dict()
+    for ranks in ([0], [0, 1]):
+        if dist.get_rank() in ranks:
+            scaler.load_state_dict(state)
+        scaled_backward(model, scaler, 0)
+        texts.append(caught(partial(scaler.unscale_, optimizer)))
+        scaler.update()
+        optimizer.clear_grad()
+    return texts
+
+
+def test_ranks_with_other_scales_get_an_error(custom_backend):
+    expected = "the same on all ranks, as after load_state_dict on each of them, but got 8 to 1024"
+    texts = [f"ValueError: GradScaler: the scale must be {expected}", "nothing was raised"]
+    assert run(unlike_scales, 2, custom_backend) == [texts, texts]
+
+
 def trained(scales: bool) -> list[np.ndarray]:
     model, optimizer = model_and_optimizer()
     scaler = GradScaler(enable=scales, init_loss_scaling=SCALE)
@@ -120,15 +163,18 @@ def test_without_infinity_training_is_that_without_scaling(custom_backend):
 
 def with_bad_groups() -> list[str]:
     alone = dist.new_group([0]), dist.new_group([1])
-    return [caught(partial(GradScaler, group=group)) for group in (alone[1 - dist.get_rank()], "all")]
+    given: list[dict[str, Any]] = [{"group": alone[1 - dist.get_rank()]}, {"group": "all"}, {"timeout": 0}]
+    return [caught(partial(GradScaler, **each)) for each in given]
 
 
-def test_bad_groups_are_refused(custom_backend):
-    for rank, (of_the_other, no_group) in enumerate(run(with_bad_groups, 2, custom_backend)):
+def test_bad_groups_and_times_are_refused(custom_backend):
+    for rank, (of_the_other, no_group, no_time) in enumerate(run(with_bad_groups, 2, custom_backend)):
         expected = f"a group that this rank belongs to, but got one of ranks [{1 - rank}]"
         assert of_the_other == f"ValueError: GradScaler: group must be {expected}"
         expected = "a group of paddle.distributed, or None, but got"
         assert no_group.startswith(f"TypeError: GradScaler: group must be {expected}")
+        expected = "a number of seconds from 0.001 to 1e+06, but got 0"
+        assert no_time == f"ValueError: GradScaler: timeout must be {expected}"
 
 
 def test_in_one_process_it_is_the_scaler_of_paddle():

@@ -14,7 +14,7 @@ import paddle
 import pytest
 from paddle.base import core
 
-from paddle_moe_ops.expert_parallel import ExpertParallel, average_gradients
+from paddle_moe_ops.expert_parallel import ExpertParallel, GradScaler, average_gradients
 from paddle_moe_ops.expert_parallel.meetings import Meeting
 from paddle_moe_ops.expert_parallel.transports import Scatters
 
@@ -22,6 +22,7 @@ from . import processes
 from .processes import Processes
 from .test_average_gradients import parameter
 from .test_expert_parallel_errors import caught, inputs
+from .test_grad_scaler import model_and_optimizer, scaled_backward
 
 TIMEOUT_S = 3.0  # enough for ranks that come
 GRACE_S = 60.0  # for the others to raise; ends a hang and judges nothing
@@ -82,6 +83,11 @@ def missing(rank: int, how: str, call: str, backend: str) -> str:
     if call == "average_gradients":
         average_gradients([parameter([2])])
         calls[call] = lambda: average_gradients([parameter([2])], timeout=TIMEOUT_S)
+    elif call == "GradScaler":
+        model, optimizer = model_and_optimizer()
+        scaler = GradScaler(timeout=TIMEOUT_S)
+        scaled_backward(model, scaler, 0)
+        calls[call] = lambda: scaler.step(optimizer)
     else:
         options = {"transport": transport} | ({"tokens_per_rank": 2} if transport == "peer" else {})
         dispatch(ExpertParallel(24, **options))
@@ -186,6 +192,12 @@ def test_a_dispatch_names_the_rank_that_raised(nccl):
 def test_average_gradients_names_the_rank_that_hangs(custom_backend):
     texts = texts_of(custom_backend, rank=size_with(custom_backend) - 1, how="hangs", call="average_gradients")
     assert texts == [*expected("average_gradients", size_with(custom_backend)), "did not come"]
+
+
+@pytest.mark.slow
+def test_loss_scaling_names_the_rank_that_takes_no_step(custom_backend):
+    texts = texts_of(custom_backend, rank=size_with(custom_backend) - 1, how="hangs", call="GradScaler")
+    assert texts == [*expected("GradScaler", size_with(custom_backend)), "did not come"]
 
 
 @pytest.mark.slow
