@@ -65,9 +65,9 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     if not parameters or isinstance(parameters[0], dict):
         expected = "an optimizer of paddle.optimizer with a list of parameters"
         _checks.bad_type(_NAME, "optimizer", expected, type(optimizer).__name__)
-    if getattr(fleet.fleet, "_role_maker", None) is None:
-        _checks.bad_value(_NAME, "Fleet", "started by fleet.init", "none")
     experts = [each for each in parameters if expert_group_of(each) is not None]
+    if getattr(fleet.fleet, "_hcg" if experts else "_role_maker", None) is None:
+        _checks.bad_value(_NAME, "Fleet", "started by fleet.init", "none")
     if not experts:
         return fleet.distributed_optimizer(optimizer, strategy)
     place, innermost = _place_of(experts, strategy), optimizer
@@ -115,9 +115,7 @@ class _Place(NamedTuple):
 
 def _place_of(experts: Sequence[Tensor], strategy: Any) -> _Place:
     """Check that Fleet's topology and strategy are ones that are known to be right."""
-    environment, hcg = fleet.fleet, getattr(fleet.fleet, "_hcg", None)
-    if hcg is None:
-        _checks.bad_value(_NAME, "Fleet", "started by fleet.init", "none")
+    environment, hcg = fleet.fleet, fleet.fleet._hcg
     groups = {id(group): group for group in map(expert_group_of, experts) if group is not None}
     group = next(iter(groups.values()))
     if len(groups) > 1:

@@ -85,8 +85,7 @@ def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = No
     function = "gather_optimizer_state_dict"
     group = group_of(function, group)
     with raising_together(function, group):
-        _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
-        layer = without_wrapper(layer)
+        layer = without_wrapper(function, layer)
         if not callable(getattr(optimizer, "state_dict", None)):
             _checks.bad_type(function, "optimizer", "an optimizer of paddle.optimizer", type(optimizer).__name__)
         source, state = "optimizer.state_dict()", optimizer.state_dict()
@@ -128,8 +127,7 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
     function = "shard_optimizer_state_dict"
     group = group_of(function, group)
     _checks.instance(function, "state", state, Mapping, "a dict, as gather_optimizer_state_dict returns it")
-    _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
-    layer = without_wrapper(layer)
+    layer = without_wrapper(function, layer)
     names = _names_in(layer)
     entries = _entries(function, "state", state, state.get(_NAMES, names), layer)
     stacked = _stacked(function, entries, layer, group.nranks)

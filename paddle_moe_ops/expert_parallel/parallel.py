@@ -169,9 +169,13 @@ class ExpertParallel:
     ) -> None:
         self.group = group
         self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
-        numbers = {"tokens_per_rank": tokens_per_rank, "timeout": timeout}
         self.tokens_per_rank, self.timeout = check_travel(
-            _NAME, combine=combine, payload=payload, transport=transport, **numbers
+            _NAME,
+            tokens_per_rank=tokens_per_rank,
+            timeout=timeout,
+            combine=combine,
+            payload=payload,
+            transport=transport,
         )
         self.combines, self.payload = combine, payload
         if tokens_per_rank is not None and combine != "reduced" and transport != "peer":

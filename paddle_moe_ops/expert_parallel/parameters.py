@@ -78,8 +78,13 @@ def copy_marks(source: nn.Layer, target: nn.Layer) -> None:
                 setattr(other, name, getattr(mine, name))
 
 
-def without_wrapper(layer: nn.Layer) -> nn.Layer:
-    """The model that `paddle.DataParallel` or ``fleet.distributed_model`` wrapped, whose states have its names."""
+def without_wrapper(function: str, layer: Any) -> nn.Layer:
+    """The model that `paddle.DataParallel` or ``fleet.distributed_model`` wrapped, whose states have its names.
+
+    Raises:
+        TypeError: it is not a layer; the message begins with the function's name.
+    """
+    _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
     while isinstance(layer, (paddle.DataParallel, MetaParallelBase)):
         layer = layer._layers
     return layer
@@ -130,13 +135,13 @@ def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
     function = "gather_state_dict"
     group = group_of(function, group)
     with raising_together(function, group):
-        layer = _layer_in(function, layer)
+        layer = without_wrapper(function, layer)
         state = dict(layer.state_dict())
         own = {name: state[name] for name in _expert_names(layer)}
         check_group_of_experts(function, "layer.state_dict()[{!r}]", own, group)
     agree_on_tensors(function, "layer.state_dict()[{!r}]", own, group)
-    gathered = gather_experts(own, group) if group.nranks > 1 else {}
-    return {name: gathered[name] if name in gathered else value.clone() for name, value in state.items()}
+    whole = state | gather_experts(own, group)
+    return {name: value.clone() if value is state[name] else value for name, value in whole.items()}
 
 
 def agree_on_tensors(function: str, label: str, tensors: Mapping[str, Tensor], group: Group) -> None:
@@ -183,7 +188,7 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
         ValueError: a parameter does not have the experts of all ranks; this process is not one of the group's ranks.
     """
     name = "shard_state_dict"
-    group, layer = group_of(name, group), _layer_in(name, layer)
+    group, layer = group_of(name, group), without_wrapper(name, layer)
     _checks.instance(name, "state", state, Mapping, "a dict of tensors, as gather_state_dict gives it")
     part, own = dict(state), layer.state_dict()
     for key in set(_expert_names(layer)) & part.keys():
@@ -193,12 +198,6 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
             _checks.bad_value(name, f"state[{key!r}]", expected, list(part[key].shape))
         part[key] = part[key][group.rank * count : (group.rank + 1) * count]
     return part
-
-
-def _layer_in(function: str, layer: Any) -> nn.Layer:
-    """The model that a caller means, without a wrapper."""
-    _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
-    return without_wrapper(layer)
 
 
 def _expert_names(layer: nn.Layer) -> Sequence[str]:

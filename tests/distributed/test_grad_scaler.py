@@ -49,6 +49,12 @@ def scaled_backward(model: Model, scaler: paddle.amp.GradScaler, step: int) -> p
     return loss
 
 
+def overflow(model: Model) -> None:
+    """Give the expert an infinite gradient."""
+    with paddle.no_grad():
+        model.expert.weight.grad[0, 0] = float("inf")
+
+
 def overflow_on_one_rank(own: bool, how: str) -> tuple[list[int], bool, list[np.ndarray]]:
     """Steps with infinity so far, after each; whether the second step moved the expert; what is shared, after each.
 
@@ -61,8 +67,7 @@ def overflow_on_one_rank(own: bool, how: str) -> tuple[list[int], bool, list[np.
     for step in range(3):
         loss = scaled_backward(model, scaler, step)
         if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
-            with paddle.no_grad():
-                model.expert.weight.grad[0, 0] = float("inf")
+            overflow(model)
         before = model.expert.weight.numpy()
         if how == "minimize":
             scaler.minimize(optimizer, loss)
@@ -108,8 +113,7 @@ def scale_after_infinity() -> tuple[float, float]:
     for step in range(2):
         scaled_backward(model, scaler, step)
         if step == 0:
-            with paddle.no_grad():
-                model.expert.weight.grad[0, 0] = float("inf")
+            overflow(model)
         scaler.step(optimizer)
         scaler.update()
         optimizer.clear_grad()
