@@ -54,8 +54,10 @@ $(VENV)/stamp-built: $(VENV)/stamp-deps $(BUILD_INPUTS)
 demo: $(VENV)/stamp-built ## train a small MoE language model and show that it is right; options in DEMO_ARGS
 	$(PY) -m examples.demo $(DEMO_ARGS)
 
-# A file stays with one worker: some have fixtures that take long.
-WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
+# A file stays with one worker: some have fixtures that take long. A worker that dies, or a test of half an hour, ends the run:
+# with a new worker in the old one's place, those that have no work left may wait for more forever (pytest-xdist 3.8).
+WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile --max-worker-restart=0 \
+  -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
 
 test: $(VENV)/stamp-built core ## the test suite; options in PYTEST_ARGS
 	$(PY) -m pytest tests $(WORKERS) $(PYTEST_ARGS)

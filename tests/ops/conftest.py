@@ -75,3 +75,19 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(_runtime, "cannot_run_on", lambda _: None)
     monkeypatch.setattr(_runtime, "device_of", lambda *_: device)
     return device
+
+
+@pytest.fixture
+def on_hopper(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The device of `interpreted` as a Hopper GPU: with the library's kernels, in small tiles."""
+    from paddle_moe_ops.triton import grouped_gemm_configs, hopper_product
+
+    from ..triton import library_in_numpy
+
+    library_in_numpy.choose_small_tiles(monkeypatch)
+    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: library_in_numpy.HOPPER)
+    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
+    interpreted.grouped_product = library_in_numpy.numpy_grouped_product()
+    interpreted.grouped_outer = library_in_numpy.numpy_grouped_outer()
+    interpreted.grouped_float8 = library_in_numpy.numpy_float8_kernels()
+    return interpreted

@@ -15,18 +15,11 @@ import pytest
 
 from paddle_moe_ops import Float8Matrices, explain, moe_mlp, route, use_backend
 from paddle_moe_ops.backends import OPERATORS, product_calls
-from paddle_moe_ops.triton import gathering, grouped_gemm_configs, hopper_product
+from paddle_moe_ops.triton import gathering
 from tests.ops.problems import plan_tensors, tensor
 from tests.ops.test_float8_mlp import FLOAT8
 from tests.ops.test_moe_mlp import BACKENDS, BY_FORM, BY_LAYOUT, Layer
 from tests.params import ODD, PADDED, SMALL, Shape
-from tests.triton.library_in_numpy import (
-    HOPPER,
-    choose_small_tiles,
-    numpy_float8_kernels,
-    numpy_grouped_outer,
-    numpy_grouped_product,
-)
 
 pytestmark = [pytest.mark.compiled_only, pytest.mark.cpu_only]
 
@@ -50,17 +43,6 @@ def launches_in(line):
     """How often each kernel is launched."""
     names = (name.partition(" x ") for name in line.replace(" of the library", "").split(", "))
     return {name: int(times or 1) for name, _, times in names}
-
-
-@pytest.fixture
-def on_hopper(interpreted, monkeypatch):
-    """The device of the kernels, with the library's and in small tiles."""
-    choose_small_tiles(monkeypatch)
-    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
-    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
-    interpreted.grouped_product, interpreted.grouped_outer = numpy_grouped_product(), numpy_grouped_outer()
-    interpreted.grouped_float8 = numpy_float8_kernels()
-    return interpreted
 
 
 def assert_launches_are_said(device, layer, **options):

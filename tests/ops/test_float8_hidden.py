@@ -17,12 +17,10 @@ from paddle_moe_ops.backends import product_calls
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from paddle_moe_ops.triton import grouped_gemm_configs
 from tests.ops.problems import tensor
 from tests.ops.test_float8_mlp import FLOAT8, Float8Layer, assert_near
 from tests.ops.test_moe_mlp import BACKENDS, BY_DTYPE, BY_FORM, BY_LAYOUT
 from tests.params import EMPTY, MANY_EXPERTS, MORE_SLOTS_THAN_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL
-from tests.triton.library_in_numpy import HOPPER, choose_small_tiles, numpy_float8_kernels
 
 BF16 = ml_dtypes.bfloat16
 IN_FLOAT8 = "h_fp8"
@@ -55,13 +53,10 @@ def kept(monkeypatch):
 
 
 @pytest.fixture
-def on_hopper(interpreted, monkeypatch):
-    """The device of the kernels, whose GPU counts as one of Hopper."""
-    choose_small_tiles(monkeypatch)
-    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
-    interpreted.grouped_float8 = numpy_float8_kernels()
+def on_hopper(on_hopper):
+    """The device of the kernels, where Triton is used."""
     with use_backend("triton"):
-        yield interpreted
+        yield on_hopper
 
 
 @BACKENDS

@@ -18,11 +18,9 @@ from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_float8
-from paddle_moe_ops.triton import grouped_gemm_configs
 from tests.ops.problems import ordinary, plan_tensors, tensor
 from tests.ops.test_moe_mlp import BACKENDS, BY_DTYPE, BY_FORM, BY_LAYOUT, Layer
 from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL
-from tests.triton.library_in_numpy import HOPPER, choose_small_tiles, numpy_float8_kernels
 
 FLOAT8 = "fp8_1x128"
 BF16 = ml_dtypes.bfloat16
@@ -98,18 +96,15 @@ def test_results_are_near_those_of_float32_and_differ_from_them(rng, place):
 @pytest.mark.parametrize("form", ["by slot", "none"])
 @pytest.mark.parametrize("keep", ["h", "x"])
 @BY_LAYOUT
-def test_kernels_for_hopper_run_where_they_can(interpreted, transpose, keep, form, rng, monkeypatch):
-    choose_small_tiles(monkeypatch)
-    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
-    interpreted.grouped_float8 = numpy_float8_kernels()
+def test_kernels_for_hopper_run_where_they_can(on_hopper, transpose, keep, form, rng):
     layer = Float8Layer(rng, SMALL, BF16, transpose=transpose, form=form, sizes=(16, 128))
     products = 4 if keep == "h" else 5
     for call in range(1, 3):  # the second repeats what the first launched
         with use_backend("triton"):
             made = layer.run("cpu", keep=keep)
         assert_near(made, layer.due())
-        assert interpreted.launches.count("grouped_float8") == products * call
-        assert interpreted.launches.count("quantize_blocks") == products * call
+        assert on_hopper.launches.count("grouped_float8") == products * call
+        assert on_hopper.launches.count("quantize_blocks") == products * call
 
 
 @pytest.mark.cpu_only
@@ -241,15 +236,12 @@ def test_kept_matrices_change_no_bit_and_are_quantised_once(rng, place, monkeypa
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("keep", ["h", "x"])
 @BY_LAYOUT
-def test_kernels_for_hopper_take_kept_matrices(interpreted, transpose, keep, rng, monkeypatch):
-    choose_small_tiles(monkeypatch)
-    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
-    interpreted.grouped_float8 = numpy_float8_kernels()
+def test_kernels_for_hopper_take_kept_matrices(on_hopper, transpose, keep, rng):
     layer, kept = Float8Layer(rng, SMALL, BF16, transpose=transpose, form="by slot", sizes=(16, 128)), Float8Matrices()
     leaves = layer.leaves("cpu")
     with use_backend("triton"):
         expected = layer.run("cpu", keep=keep)
-        before = interpreted.launches.count("quantize_blocks")
+        before = on_hopper.launches.count("quantize_blocks")
         for _ in range(2):  # the second repeats what the first launched
             for leaf in leaves.values():
                 leaf.clear_gradient(False)
@@ -258,17 +250,12 @@ def test_kernels_for_hopper_take_kept_matrices(interpreted, transpose, keep, rng
             assert_bits_equal(out, expected["out"], what="out")
             for name, leaf in leaves.items():
                 assert_bits_equal(leaf.grad, expected[name], what=name)
-    assert interpreted.launches.count("quantize_blocks") == before + 2
+    assert on_hopper.launches.count("quantize_blocks") == before + 2
 
 
 @pytest.mark.cpu_only
 @BY_LAYOUT
-def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(
-    interpreted, transpose, rng, monkeypatch
-):
-    choose_small_tiles(monkeypatch)
-    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: HOPPER)
-    interpreted.grouped_float8 = numpy_float8_kernels()
+def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(on_hopper, transpose, rng):
     layer, kept = Float8Layer(rng, SMALL, BF16, transpose=transpose, form="by slot", sizes=(144, 128)), Float8Matrices()
     leaves, elements = layer.leaves("cpu"), 3 * 144 * 128 * SMALL.E
 
@@ -277,7 +264,7 @@ def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(
 
     with use_backend("triton"):
         expected = layer.run("cpu")
-        before = interpreted.launches.count("quantize_blocks")
+        before = on_hopper.launches.count("quantize_blocks")
         with paddle.no_grad():
             for _ in range(2):
                 assert_bits_equal(layer.call(leaves, "cpu", float8_matrices=kept), expected["out"], what="served")
@@ -293,7 +280,7 @@ def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(
     assert_bits_equal(out, expected["out"], what="out")
     for name, leaf in leaves.items():
         assert_bits_equal(leaf.grad, expected[name], what=name)
-    assert interpreted.launches.count("quantize_blocks") == before + 2
+    assert on_hopper.launches.count("quantize_blocks") == before + 2
 
 
 @pytest.mark.compiled_only

@@ -20,11 +20,19 @@ from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_back
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
 from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
 from paddle_moe_ops.triton.hopper_float8 import GroupedFloat8Params, QuantizeBlocksParams, bits_of, float8_kernels_of
+from paddle_moe_ops.triton.hopper_outer import grouped_outer_of
 from paddle_moe_ops.triton.hopper_product import GATED, GRADIENT, TILE_ROWS
 from paddle_moe_ops.triton.moe_mlp import Layer
 from tests.reference.cases import assert_same_bits
 
-from .library_in_numpy import HOPPER, fields_in_header, kernel_for, launches_of, numpy_float8_kernels
+from .library_in_numpy import (
+    HOPPER,
+    fields_in_header,
+    kernel_for,
+    launches_of,
+    numpy_float8_kernels,
+    numpy_grouped_outer,
+)
 
 BY_LAYOUT = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 BF16 = ml_dtypes.bfloat16
@@ -132,7 +140,8 @@ def assert_near(made: dict, due: dict) -> None:
 
 @pytest.fixture
 def device(gpu, monkeypatch) -> Any:
-    """The device of the kernels, with the library's for float8."""
+    """The device of the kernels, with the library's for float8 and for gradients of matrices."""
+    monkeypatch.setattr(gpu, "grouped_outer", kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of))
     monkeypatch.setattr(gpu, "grouped_float8", kernel_for(gpu, monkeypatch, numpy_float8_kernels(), float8_kernels_of))
     return gpu
 
@@ -219,6 +228,7 @@ def test_gradients_are_those_of_codes_times_scales_bit_for_bit(rng, device):
         assert_same_bits(made[name], wide[name])
 
 
+@pytest.mark.slow
 def test_windows_change_no_bit_where_the_first_product_is_kept_in_float8(rng, device):
     problem = Problem(rng, Case(160, 528, 128, 2, 1, unassigned=0.0))
     whole, in_parts = problem.run(device, in_float8=True), problem.run(device, 140 * 528 * 2, in_float8=True)

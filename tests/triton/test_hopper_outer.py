@@ -73,7 +73,11 @@ SUMS = {
     "gaps between experts, and rows after them": Sums([7, 0, 60, 31], [0, 16, 32, 112], 200),
     "experts that are not in order": Sums([40, 30, 20], [50, 0, 30]),
 }
-BY_SUMS = pytest.mark.parametrize("sums", SUMS.values(), ids=SUMS.keys())
+# Elsewhere no block takes one tile after another.
+SLOW = dict.fromkeys(("more tiles than blocks", "many tiles of one or two steps"), pytest.mark.slow)
+BY_SUMS = pytest.mark.parametrize(
+    "sums", [pytest.param(sums, id=name, marks=SLOW.get(name, ())) for name, sums in SUMS.items()]
+)
 
 
 def operands(rng: np.random.Generator, sums: Sums, dtype: Any, random: bool = False) -> tuple[NDArray, NDArray]:

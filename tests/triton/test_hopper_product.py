@@ -15,9 +15,17 @@ import pytest
 from paddle_moe_ops.triton import grouped_gemm_configs, hopper_product, moe_mlp
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
 from paddle_moe_ops.triton.handles import Handles
+from paddle_moe_ops.triton.hopper_outer import grouped_outer_of
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
 
-from .library_in_numpy import HOPPER, fields_in_header, kernel_for, launches_of, numpy_grouped_product
+from .library_in_numpy import (
+    HOPPER,
+    fields_in_header,
+    kernel_for,
+    launches_of,
+    numpy_grouped_outer,
+    numpy_grouped_product,
+)
 from .test_moe_mlp import BY_LAYOUT, Case, Problem, assert_all_same
 
 CASES = {
@@ -28,13 +36,17 @@ CASES = {
     "nothing assigned": Case(9, 64, 16, 4, 2, unassigned=1.0),
     "more experts than a warp has lanes": Case(20, 32, 8, 40, 2),
 }
-# So that blocks are handed tiles after their first ones. Interpreted, it takes long.
-MANY_TILES = pytest.param(Case(1200, 24, 8, 700, 2), id="more tiles than multiprocessors", marks=pytest.mark.slow)
+# So that blocks are handed tiles after their first ones. Interpreted, they take long.
+MANY_TILES = {
+    "more tiles than multiprocessors": Case(1200, 24, 8, 700, 2),
+    "several tiles of many experts": Case(900, 136, 128, 40, 4),
+}
 
 
 def by_case(cases: dict[str, Case]) -> pytest.MarkDecorator:
-    """Runs a test with each case, and with many tiles."""
-    return pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in cases.items()), MANY_TILES])
+    """Runs a test with each case, and with those of many tiles."""
+    slow = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in MANY_TILES.items()]
+    return pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in cases.items()), *slow])
 
 
 @pytest.fixture(params=[hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS])
@@ -45,7 +57,7 @@ def tile_rows(request) -> int:
 
 @pytest.fixture
 def device(gpu, monkeypatch, tile_rows) -> Any:
-    """The device of the kernels, with the library's product wherever it can take one."""
+    """The device of the kernels, with the library's products wherever it can take them."""
     from .interpreter import NumpyDevice
 
     kernel = kernel_for(gpu, monkeypatch, numpy_grouped_product(), grouped_product_of)
@@ -54,6 +66,7 @@ def device(gpu, monkeypatch, tile_rows) -> Any:
         for name in ("gated_config", "product_config"):
             monkeypatch.setattr(moe_mlp, name, lambda *_: large)
     monkeypatch.setattr(gpu, "grouped_product", kernel)
+    monkeypatch.setattr(gpu, "grouped_outer", kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of))
     rows = {hopper_product.PLAIN: tile_rows}
     chosen = lambda gpu, result, *_: rows.get(result, hopper_product.TURNED_ROWS)  # noqa: E731
     for module in (hopper_product, moe_mlp):
@@ -110,7 +123,6 @@ GATHERED_CASES = {
     **CASES,
     "padding rows": Case(60, 64, 16, 3, 2, alignment=16),
     "columns that fill no line": Case(90, 72, 328, 2, 2),
-    "several tiles of many experts": Case(900, 136, 128, 40, 4),
 }
 
 
