@@ -27,7 +27,7 @@ COUNTS = {
     4: np.zeros((4, 4), np.int64),
     8: np.where(np.arange(64) % 3 == 1, np.arange(64), 0).reshape(8, 8),
 }
-SIZES_OF_GROUPS = [pytest.param(size, id=WORDS[size], marks=[pytest.mark.slow] * (size > 3)) for size in COUNTS]
+SIZES_OF_GROUPS = [pytest.param(size, id=WORDS[size], marks=[pytest.mark.slow] * (size > 2)) for size in COUNTS]
 
 
 def lines(source: int, target: int, count: int, shape: tuple[int, ...]) -> NDArray:
