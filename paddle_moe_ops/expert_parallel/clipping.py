@@ -12,6 +12,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
+from .. import _checks
 from .groups import expert_group_of
 
 __all__ = ["ClipGradByGlobalNorm"]
@@ -27,11 +28,18 @@ class ClipGradByGlobalNorm(ClipGradForMOEByGlobalNorm):
     one number for each group.
 
     Args:
-        clip_norm: the largest norm that the gradients may have.
+        clip_norm: the largest norm that the gradients may have, 0 or more.
+
+    Raises:
+        TypeError: ``clip_norm`` is not a number.
+        ValueError: it is negative or not finite.
     """
 
     def __init__(self, clip_norm: float) -> None:
-        super().__init__(clip_norm)
+        norm = _checks.number("ClipGradByGlobalNorm", "clip_norm", clip_norm)
+        if norm < 0:  # which would turn all gradients around
+            _checks.bad_value("ClipGradByGlobalNorm", "clip_norm", "0 or more", clip_norm)
+        super().__init__(norm)
 
     def get_l2_norm_pow(
         self, params_grads: Iterable[tuple[Tensor, Tensor | None]], sum_dtype: Any = None

@@ -178,17 +178,6 @@ class ExpertParallel:
             transport=transport,
         )
         self.combines, self.payload = combine, payload
-        if tokens_per_rank is not None and combine != "reduced" and transport != "peer":
-            expected = 'None; with it, combine must be "reduced" or transport "peer"'
-            _checks.bad_value(_NAME, "tokens_per_rank", expected, tokens_per_rank)
-        if transport == "peer" and tokens_per_rank is None:
-            _checks.bad_value(_NAME, "tokens_per_rank", 'given with transport="peer"', None)
-        if transport == "deepep":
-            only = {"combine": "reduced", "payload": None, "tokens_per_rank": None}
-            given = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
-            for name, value in only.items():
-                if given[name] != value:
-                    _checks.bad_value(_NAME, name, f'{value!r} with transport="deepep"', repr(given[name]))
         if self.num_experts % self.group.nranks:
             expected = f"a multiple of {self.group.nranks}, the ranks of the group"
             _checks.bad_value(_NAME, "num_experts", expected, num_experts)
@@ -280,6 +269,17 @@ def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: 
         _checks.choice(function, argument, given[argument], choices)
     if tokens_per_rank is not None:
         tokens_per_rank = _checks.integer(function, "tokens_per_rank", tokens_per_rank, 1)
+    combine, transport = given["combine"], given["transport"]
+    if tokens_per_rank is not None and combine != "reduced" and transport != "peer":
+        expected = 'None; with it, combine must be "reduced" or transport "peer"'
+        _checks.bad_value(function, "tokens_per_rank", expected, tokens_per_rank)
+    if transport == "peer" and tokens_per_rank is None:
+        _checks.bad_value(function, "tokens_per_rank", 'given with transport="peer"', None)
+    if transport == "deepep":
+        only = {"combine": (combine, "reduced"), "payload": (given["payload"], None)}
+        for name, (value, wanted) in (only | {"tokens_per_rank": (tokens_per_rank, None)}).items():
+            if value != wanted:
+                _checks.bad_value(function, name, f'{wanted!r} with transport="deepep"', repr(value))
     return tokens_per_rank, checked_timeout(function, timeout)
 
 

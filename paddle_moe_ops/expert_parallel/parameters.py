@@ -185,18 +185,23 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
 
     Raises:
         TypeError: the state is not a dict, the layer not a layer, or the group not a group.
-        ValueError: a parameter does not have the experts of all ranks; this process is not one of the group's ranks.
+        ValueError: a tensor does not have the shape that the layer's has, or a parameter of experts not those of all
+            ranks; this process is not one of the group's ranks.
     """
     name = "shard_state_dict"
     group, layer = group_of(name, group), without_wrapper(name, layer)
     _checks.instance(name, "state", state, Mapping, "a dict of tensors, as gather_state_dict gives it")
-    part, own = dict(state), layer.state_dict()
-    for key in set(_expert_names(layer)) & part.keys():
-        count = own[key].shape[0]
-        if list(part[key].shape) != [count * group.nranks, *own[key].shape[1:]]:
-            expected = f"of shape {[count * group.nranks, *own[key].shape[1:]]}, the experts of {group.nranks} ranks"
-            _checks.bad_value(name, f"state[{key!r}]", expected, list(part[key].shape))
-        part[key] = part[key][group.rank * count : (group.rank + 1) * count]
+    part, own, of_experts = dict(state), layer.state_dict(), set(_expert_names(layer))
+    for key in sorted(own.keys() & part.keys()):
+        expected, of_whom = list(own[key].shape), ""
+        if key in of_experts:
+            count = expected[0]
+            expected[0] *= group.nranks
+            of_whom = f", the experts of {group.nranks} ranks"
+        if list(part[key].shape) != expected:
+            _checks.bad_value(name, f"state[{key!r}]", f"of shape {expected}{of_whom}", list(part[key].shape))
+        if key in of_experts:
+            part[key] = part[key][group.rank * count : (group.rank + 1) * count]
     return part
 
 

@@ -14,6 +14,7 @@ import pytest
 from paddle.base import core
 
 from paddle_moe_ops.expert_parallel import (
+    ClipGradByGlobalNorm,
     ExpertParallel,
     average_gradients,
     distributed_optimizer,
@@ -147,6 +148,12 @@ def test_calls_without_a_group_name_bad_arguments():
         caught(lambda: MoELayer(2, 3, 4, 1, timeout="a")),
         caught(lambda: MoELayer(2, 3, 4, 1, timeout=-1)),
         caught(lambda: MoELayer(2, 3, 4, 1, tokens_per_rank=-4)),
+        caught(lambda: MoELayer(2, 3, 4, 1, tokens_per_rank=4)),
+        caught(lambda: MoELayer(2, 3, 4, 1, transport="peer")),
+        caught(lambda: MoELayer(2, 3, 4, 1, transport="deepep")),
+        caught(lambda: ClipGradByGlobalNorm(-1)),
+        caught(lambda: ClipGradByGlobalNorm(None)),
+        caught(lambda: shard_state_dict(MoELayer(2, 3, 8, 1).state_dict(), layer)),
         caught(lambda: gather_state_dict(optimizer)),
         caught(lambda: shard_state_dict(layer.state_dict(), None)),
         caught(lambda: shard_state_dict(layer, layer)),
@@ -156,6 +163,13 @@ def test_calls_without_a_group_name_bad_arguments():
         "TypeError: MoELayer: timeout must be a number, but got str",
         "ValueError: MoELayer: timeout must be a number of seconds from 0.001 to 1e+06, but got -1",
         "ValueError: MoELayer: tokens_per_rank must be from 1 to 2147483647, but got -4",
+        'ValueError: MoELayer: tokens_per_rank must be None; with it, combine must be "reduced" or transport "peer", '
+        "but got 4",
+        'ValueError: MoELayer: tokens_per_rank must be given with transport="peer", but got None',
+        "ValueError: MoELayer: combine must be 'reduced' with transport=\"deepep\", but got 'exact'",
+        "ValueError: ClipGradByGlobalNorm: clip_norm must be 0 or more, but got -1",
+        "TypeError: ClipGradByGlobalNorm: clip_norm must be a number, but got NoneType",
+        "ValueError: shard_state_dict: state['experts.down'] must be of shape [4, 3, 2], but got [8, 3, 2]",
         "TypeError: gather_state_dict: layer must be a Layer, but got SGD",
         "TypeError: shard_state_dict: layer must be a Layer, but got NoneType",
         "TypeError: shard_state_dict: state must be a dict of tensors, as gather_state_dict gives it, but got MoELayer",
