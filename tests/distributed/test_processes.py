@@ -14,7 +14,8 @@ import pytest
 
 from tests.distributed import processes
 
-pytestmark = pytest.mark.cpu_only
+# Slow: each failure ends the processes, so that new ones start.
+pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
 
 
 def rank_and_sum(start):

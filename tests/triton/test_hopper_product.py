@@ -81,7 +81,10 @@ def launched(device, monkeypatch) -> list[dict[str, int]]:
 
 
 @BY_LAYOUT
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(ml_dtypes.bfloat16, id="bfloat16"), pytest.param(np.float16, id="float16", marks=pytest.mark.slow)],
+)
 @by_case(CASES)
 def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows, case, dtype, transpose):
     problem = Problem(rng, case, dtype, transpose)
