@@ -276,10 +276,11 @@ def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: 
     if transport == "peer" and tokens_per_rank is None:
         _checks.bad_value(function, "tokens_per_rank", 'given with transport="peer"', None)
     if transport == "deepep":
-        only = {"combine": (combine, "reduced"), "payload": (given["payload"], None)}
-        for name, (value, wanted) in (only | {"tokens_per_rank": (tokens_per_rank, None)}).items():
-            if value != wanted:
-                _checks.bad_value(function, name, f'{wanted!r} with transport="deepep"', repr(value))
+        for name, only in (("combine", "reduced"), ("payload", None)):
+            if given[name] != only:
+                _checks.bad_value(function, name, f'{only!r} with transport="deepep"', repr(given[name]))
+        if tokens_per_rank is not None:
+            _checks.bad_value(function, "tokens_per_rank", 'None with transport="deepep"', tokens_per_rank)
     return tokens_per_rank, checked_timeout(function, timeout)
 
 

@@ -193,15 +193,16 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
     _checks.instance(name, "state", state, Mapping, "a dict of tensors, as gather_state_dict gives it")
     part, own, of_experts = dict(state), layer.state_dict(), set(_expert_names(layer))
     for key in sorted(own.keys() & part.keys()):
-        expected, of_whom = list(own[key].shape), ""
-        if key in of_experts:
-            count = expected[0]
-            expected[0] *= group.nranks
-            of_whom = f", the experts of {group.nranks} ranks"
-        if list(part[key].shape) != expected:
-            _checks.bad_value(name, f"state[{key!r}]", f"of shape {expected}{of_whom}", list(part[key].shape))
-        if key in of_experts:
-            part[key] = part[key][group.rank * count : (group.rank + 1) * count]
+        given, shape = list(part[key].shape), list(own[key].shape)
+        if key not in of_experts:
+            if given != shape:
+                _checks.bad_value(name, f"state[{key!r}]", f"of shape {shape}", given)
+            continue
+        count, *others = shape
+        whole = [count * group.nranks, *others]
+        if given != whole:
+            _checks.bad_value(name, f"state[{key!r}]", f"of shape {whole}, the experts of {group.nranks} ranks", given)
+        part[key] = part[key][group.rank * count : (group.rank + 1) * count]
     return part
 
 

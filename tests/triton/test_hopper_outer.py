@@ -73,7 +73,7 @@ SUMS = {
     "gaps between experts, and rows after them": Sums([7, 0, 60, 31], [0, 16, 32, 112], 200),
     "experts that are not in order": Sums([40, 30, 20], [50, 0, 30]),
 }
-# Elsewhere no block takes one tile after another.
+# For blocks of a GPU, which take one tile after another; in NumPy they only take long.
 SLOW = dict.fromkeys(("more tiles than blocks", "many tiles of one or two steps"), pytest.mark.slow)
 BY_SUMS = pytest.mark.parametrize(
     "sums", [pytest.param(sums, id=name, marks=SLOW.get(name, ())) for name, sums in SUMS.items()]

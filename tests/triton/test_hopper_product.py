@@ -37,16 +37,16 @@ CASES = {
     "more experts than a warp has lanes": Case(20, 32, 8, 40, 2),
 }
 # So that blocks are handed tiles after their first ones. Interpreted, they take long.
-MANY_TILES = {
-    "more tiles than multiprocessors": Case(1200, 24, 8, 700, 2),
-    "several tiles of many experts": Case(900, 136, 128, 40, 4),
-}
+MANY_TILES = {"more tiles than multiprocessors": Case(1200, 24, 8, 700, 2)}
 
 
-def by_case(cases: dict[str, Case]) -> pytest.MarkDecorator:
-    """Runs a test with each case, and with those of many tiles."""
-    slow = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in MANY_TILES.items()]
-    return pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in cases.items()), *slow])
+def by_case(cases: dict[str, Case], slow: dict[str, Case]) -> pytest.MarkDecorator:
+    """Runs a test with each case; with the slow ones as slow tests."""
+    parameters = [
+        *(pytest.param(case, id=name) for name, case in cases.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in slow.items()),
+    ]
+    return pytest.mark.parametrize("case", parameters)
 
 
 @pytest.fixture(params=[hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS])
@@ -85,7 +85,7 @@ def launched(device, monkeypatch) -> list[dict[str, int]]:
     "dtype",
     [pytest.param(ml_dtypes.bfloat16, id="bfloat16"), pytest.param(np.float16, id="float16", marks=pytest.mark.slow)],
 )
-@by_case(CASES)
+@by_case(CASES, MANY_TILES)
 def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows, case, dtype, transpose):
     problem = Problem(rng, case, dtype, transpose)
     assert_all_same(problem.run(device), problem.due())
@@ -131,7 +131,7 @@ GATHERED_CASES = {
 
 @ONE_THAT_GATHERS
 @BY_LAYOUT
-@by_case(GATHERED_CASES)
+@by_case(GATHERED_CASES, MANY_TILES | {"several tiles of many experts": Case(900, 136, 128, 40, 4)})
 def test_rows_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathered, case, transpose):
     problem = Problem(rng, case, ml_dtypes.bfloat16, transpose)
     made, due = problem.run(device), problem.due()
