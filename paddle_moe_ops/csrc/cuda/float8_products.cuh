@@ -21,7 +21,8 @@ __device__ inline void load_box_to_all(uint32_t target, const CUtensorMap* map, 
       : "memory");
 }
 
-// Arrives at the barrier in the same place of another block of the cluster, or of this one.
+// Arrives at the barrier in the same place of another block of the cluster, or of this one. Orders nothing before it across blocks: for
+// stages that wgmma has read, whose completion the thread has waited for.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t block) {
   asm volatile(
       "{\n"
@@ -33,17 +34,27 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t block) {
       : "memory");
 }
 
-// Leaves a number in the same place of another block of the cluster, and arrives at a barrier there, for which `wait_for_cluster` waits.
-__device__ inline void leave_at(const volatile int* place, int number, uint64_t* barrier, uint32_t block) {
+// As `arrive_at`, after all loads and stores of this thread: a release at cluster scope, for which `wait_for_cluster` waits.
+__device__ inline void release_at(uint64_t* barrier, uint32_t block) {
   asm volatile(
       "{\n"
       ".reg .b32 place;\n"
-      "mapa.shared::cluster.u32 place, %0, %3;\n"
-      "st.shared::cluster.b32 [place], %1;\n"
-      "mapa.shared::cluster.u32 place, %2, %3;\n"
+      "mapa.shared::cluster.u32 place, %0, %1;\n"
       "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [place];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(block)
+      : "memory");
+}
+
+// Stores a number in the same place of another block of the cluster.
+__device__ inline void store_at(const volatile int* place, int number, uint32_t block) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 place;\n"
+      "mapa.shared::cluster.u32 place, %0, %2;\n"
+      "st.shared::cluster.b32 [place], %1;\n"
       "}" ::"r"(shared_address(const_cast<const int*>(place))),
-      "r"(number), "r"(shared_address(barrier)), "r"(block)
+      "r"(number), "r"(block)
       : "memory");
 }
 

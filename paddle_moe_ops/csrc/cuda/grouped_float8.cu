@@ -61,7 +61,8 @@ struct Float8Place : GroupedPlace {
 
 using Float8Places = PlacesOf<Float8Place, 2>;
 
-// The number of a cluster's next tile, from the first block to the second.
+// The number of a cluster's next tile, from the first block to the second. Both barriers synchronise at cluster scope: a plain remote arrive
+// at `read` can overtake the load of `tile`, and the first block then overwrites a number that the second has not read.
 struct HandedTile {
   uint64_t sent, read;
   volatile int tile;
@@ -107,19 +108,19 @@ __device__ inline void find_places(const GroupedArguments& p, const Tables& tabl
     places.wait_for_room(ring);
     if (is_first) places.give(ring, place);
     if (tile >= tiles) break;
-    if (asks) {
-      if (is_first) {
+    if (is_first) {
+      if (asks) {
         tile = p.counter.next(clusters);
-        wait(&handed.read, phase ^ 1);
-        leave_at(&handed.tile, tile, &handed.sent, 1);
+        wait_for_cluster(&handed.read, phase ^ 1);
+        store_at(&handed.tile, tile, 1);
+        release_at(&handed.sent, 1);
+      } else {
+        wait_for_cluster(&handed.sent, phase);
+        tile = handed.tile;
+        release_at(&handed.read, 0);
       }
-      tile = __shfl_sync(kAllLanes, tile, 0);
-    } else {
-      wait_for_cluster(&handed.sent, phase);
-      tile = handed.tile;
-      __syncwarp();
-      if (is_first) arrive_at(&handed.read, 0);
     }
+    tile = __shfl_sync(kAllLanes, tile, 0);
   }
   if (asks && is_first) p.counter.leave(clusters);
 }

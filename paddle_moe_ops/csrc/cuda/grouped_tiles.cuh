@@ -51,6 +51,17 @@ struct GroupedPlace {
 
 #ifdef PMO_HOPPER_CODE
 
+// Of a test build with PMO_SCHEDULER_JITTER, a power of two: half of the calls delay the warp by up to that many cycles, so the scheduler
+// warp may fall behind the warps that wait for its tiles, or run ahead of them. Nothing in other builds.
+__device__ inline void jitter() {
+#ifdef PMO_SCHEDULER_JITTER
+  const uint32_t begin = static_cast<uint32_t>(clock64()), random = (begin ^ blockIdx.x << 16) * 2654435769u;
+  const uint32_t cycles = random >> 31 ? random >> 8 & (PMO_SCHEDULER_JITTER - 1) : 0;
+  while (static_cast<uint32_t>(clock64()) - begin < cycles) {
+  }
+#endif
+}
+
 // Row and column of a tile of height x width: in bands of so many rows, down each column of a band.
 struct TilePlace {
   int row, column;
@@ -99,7 +110,10 @@ struct PlacesOf {
   }
 
   // All lanes of the warp that finds places: waits until the next one may be given.
-  __device__ void wait_for_room(const Ring& ring) { wait(&taken[ring.stage], ring.phase ^ 1); }
+  __device__ void wait_for_room(const Ring& ring) {
+    jitter();
+    wait(&taken[ring.stage], ring.phase ^ 1);
+  }
 
   // One lane of it after that.
   __device__ void give(const Ring& ring, const Place& place) {
@@ -109,6 +123,7 @@ struct PlacesOf {
 
   // The next place, for all lanes of a warp.
   __device__ Place take(Ring& ring) {
+    jitter();
     wait(&given[ring.stage], ring.phase);
     const Place place = places[ring.stage];
     __syncwarp();
