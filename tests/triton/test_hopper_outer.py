@@ -22,6 +22,7 @@ from paddle_moe_ops.triton.schedules import Schedule
 from tests.reference.cases import assert_same_bits
 
 from .library_in_numpy import HOPPER, fields_in_header, kernel_for, launches_of, numpy_grouped_outer
+from .problems import EXPERTS_AT_LIMITS
 from .test_moe_mlp import Case, Problem, assert_all_same, without_sign_of_zero
 
 BY_DTYPE = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
@@ -118,6 +119,16 @@ def test_exact_sums_have_the_bits_of_the_oracle(rng, device, sums, dtype):
     out = device.empty([len(sums.sizes), *sums.columns], np.dtype(dtype).name)
     hopper_outer(device, packed(device, p), packed(device, q), tables(device, sums), sums.rows, out)
     assert_same_bits(without_sign_of_zero(device.numpy(out)), due(sums, p, q).astype(dtype))
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("experts", EXPERTS_AT_LIMITS)
+def test_exact_sums_of_many_experts_have_the_bits_of_the_oracle(rng, device, experts):
+    sums = Sums([(11 * expert) % 29 for expert in range(experts)], columns=(24, 40))
+    p, q = operands(rng, sums, ml_dtypes.bfloat16)
+    out = device.empty([experts, *sums.columns], "bfloat16")
+    hopper_outer(device, packed(device, p), packed(device, q), tables(device, sums), sums.rows, out)
+    assert_same_bits(without_sign_of_zero(device.numpy(out)), due(sums, p, q).astype(ml_dtypes.bfloat16))
 
 
 def test_the_counters_of_one_launch_serve_the_next(rng, device):

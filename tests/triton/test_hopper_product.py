@@ -26,6 +26,7 @@ from .library_in_numpy import (
     numpy_grouped_outer,
     numpy_grouped_product,
 )
+from .problems import EXPERTS_AT_LIMITS
 from .test_moe_mlp import BY_LAYOUT, Case, Problem, assert_all_same
 
 CASES = {
@@ -94,6 +95,14 @@ def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows
     rows = {each["result"]: each["tile_rows"] for each in launched}
     others = dict.fromkeys((hopper_product.GATED, hopper_product.GRADIENT), hopper_product.TURNED_ROWS)
     assert rows == ({hopper_product.PLAIN: tile_rows, **others} if problem.plan.num_rows else {})
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("experts", EXPERTS_AT_LIMITS)
+def test_exact_sums_of_many_experts_have_the_bits_of_the_oracle(rng, device, launched, experts):
+    problem = Problem(rng, Case(min(experts, 600) + 1, 24, 8, experts, 4), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device), problem.due())
+    assert len(launched) == 4
 
 
 WIDE_CASES = {  # numbers of float16 would overflow

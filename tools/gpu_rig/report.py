@@ -24,7 +24,11 @@ SUITES = {
     "memcheck": "the core tests under compute-sanitizer memcheck",
     "racecheck": "the core tests under compute-sanitizer racecheck",
     "initcheck": "the core tests under compute-sanitizer initcheck",
-    "memcheck_hopper": "tests of the CUDA products for Hopper on PyTorch tensors, under compute-sanitizer memcheck",
+    **{
+        f"{tool}_hopper": f"tests of the CUDA GEMMs for Hopper on PyTorch tensors, under compute-sanitizer {tool}"
+        for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
+    },
+    "jitter": "tests of the CUDA GEMMs for Hopper, whose tile schedulers are delayed at random in a test build",
     "place": "operators and Triton kernels on `GPUPlace` under paddlepaddle-gpu 2.6.2",
     "two_gpus": "tensors on either of two GPUs while the other is the current one, on `cuda_rig`",
     "distributed": "collectives and expert parallelism over NCCL and through memory of peers, on two GPUs",
