@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..routing import Plan, route
 from ._common import add, check_rows, with_shape_of
 from .experts import SwiGLU, SwiGLUExperts
-from .losses import loss_of_load, router_z_loss
+from .losses import loss_of_load, normalised, router_z_loss
 from .router import TopKRouter, capacity_of
 
 
@@ -76,8 +77,9 @@ class MoELayer(nn.Layer):
             With a group those of this rank's tokens.
         aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts where the
             scoring is ``"sigmoid"``; None before the first pass. It is computed when it is read. With a group it is
-            that of this rank's tokens.
+            that of this rank's tokens. Tokens that a mask leaves out do not count.
         z_loss: `router_z_loss` of the router's logits; None before the first pass. It is computed when it is read.
+            Tokens that a mask leaves out do not count.
 
     Raises:
         TypeError: a size is not an int, a flag is not a bool, or a factor is not a number.
@@ -166,8 +168,8 @@ class MoELayer(nn.Layer):
             self.experts.draw_those_of(self.parallel.group.rank, self.parallel.group.nranks)
             start_as_one((self.router, self.shared), self.parallel.group)
             mark_expert_parameters(self.experts, group=self.parallel.group)
-        # Load, dropped slots, scores and logits. A tuple, since Paddle makes buffers of tensors.
-        self._last: tuple[Tensor, ...] | _Traced | None = None
+        # Load, dropped slots, scores, logits and mask. A tuple, since Paddle makes buffers of tensors.
+        self._last: tuple[Any, ...] | _Traced | None = None
 
     @property
     def tokens_per_expert(self) -> list[int] | Tensor | None:
@@ -189,21 +191,45 @@ class MoELayer(nn.Layer):
     @property
     def aux_loss(self) -> Tensor | None:
         last = self._last_pass()
-        return None if last is None else loss_of_load(last[2], last[0], self.router.scoring == "sigmoid")
+        if last is None:
+            return None
+        self._warn_of_lost_graph("aux_loss", last)
+        return self._balance(*last)
 
     @property
     def z_loss(self) -> Tensor | None:
         last = self._last_pass()
-        return None if last is None else router_z_loss(last[3])
+        if last is None:
+            return None
+        self._warn_of_lost_graph("z_loss", last)
+        return router_z_loss(last[3], last[4])
+
+    def _balance(self, load: Tensor, dropped: Tensor, scores: Tensor, logits: Tensor, mask: Tensor | None) -> Tensor:
+        return loss_of_load(normalised(scores, logits, self.router.scoring == "sigmoid"), load, mask)
+
+    def _warn_of_lost_graph(self, name: str, last: tuple[Any, ...]) -> None:
+        """Where a loss is read to train the router, but the pass it belongs to has recorded no graph."""
+        logits = last[3]
+        if is_graph_value(logits) or not logits.stop_gradient or not (self.training and paddle.is_grad_enabled()):
+            return
+        if not self.router.weight.stop_gradient:
+            warnings.warn(
+                f"MoELayer: {name} has no gradient, since the pass it belongs to recorded none; under "
+                "recompute(..., use_reentrant=True) read it inside the recomputed function, or use use_reentrant=False",
+                stacklevel=3,
+            )
 
     @not_to_static
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, mask: Tensor | None = None) -> Tensor:
         """Run the block.
 
         Args:
             x: [T, H] or [B, S, H], dtype of the weights.
             is_first_microbatch: with ``compute``, whether the weights have changed since the last call, see
                 `SwiGLUExperts`; TransformerEngine's layers have this argument as well.
+            mask: bool [T] or [B, S], False for tokens that go to no expert, such as padding. They count in no load,
+                capacity or loss, and get the output of the shared experts, or zeros. None: all tokens are routed. With
+                a group and a capacity the host waits for their number.
 
         Returns:
             a tensor of the shape and dtype of x, differentiable in x and all weights.
@@ -214,31 +240,35 @@ class MoELayer(nn.Layer):
                 a static graph with ``compute``.
         """
         if self.parallel is None:
-            tokens, ids, probs, scores, logits = self._routed(x)
-            plan = _plan(tokens, ids, self.router.num_experts, self.router.capacity_factor)
+            tokens, kept, ids, probs, scores, logits = self._routed(x, mask)
+            plan = _plan(tokens, ids, kept, self.router.num_experts, self.router.capacity_factor)
             out = self.experts(tokens, plan=plan, probs=probs, combine=True, is_first_microbatch=is_first_microbatch)
             load, dropped = plan.routed_per_expert, plan.overflow
         else:
             with telling_of_errors(self.parallel):
-                tokens, ids, probs, scores, logits = self._routed(x)
-            capacity = capacity_of(ids.shape[0], ids.shape[1], self.router.num_experts, self.router.capacity_factor)
+                tokens, kept, ids, probs, scores, logits = self._routed(x, mask)
+            count = ids.shape[0]
+            if kept is not None and self.router.capacity_factor is not None:
+                count = int(kept.sum())
+            capacity = capacity_of(count, ids.shape[1], self.router.num_experts, self.router.capacity_factor)
             given = tokens, ids, probs, capacity, is_first_microbatch
             out, load, dropped = _over_ranks(self.parallel, self.experts, *given)
         if self.shared is not None:
             out = add(out, self.shared(tokens))
-        last = load, dropped, scores, logits
+        last = load, dropped, scores, logits, kept
         self._last = _Traced(last) if is_graph_value(load) else last
         if in_sot():  # tracing reads a property off the layer as it is, which tells of the pass before
             self.tokens_per_expert = load  # type: ignore[misc]
             self.dropped_slots = dropped if self._may_drop() else 0  # type: ignore[misc]
-            self.aux_loss = loss_of_load(scores, load, self.router.scoring == "sigmoid")  # type: ignore[misc]
-            self.z_loss = router_z_loss(logits)  # type: ignore[misc]
+            self.aux_loss = self._balance(*last)  # type: ignore[misc]
+            self.z_loss = router_z_loss(logits, kept)  # type: ignore[misc]
         return _result(out, x)
 
-    def _routed(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The tokens, and what the router says of them."""
+    def _routed(self, x: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
+        """The tokens [T, H], their mask [T], and the router's output."""
         tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
-        return tokens, *self.router(tokens)
+        kept = None if mask is None else _mask(mask, x)
+        return tokens, kept, *self.router(tokens, kept)
 
     def extra_repr(self) -> str:
         """Return what ``print(layer)`` says of it."""
@@ -252,7 +282,7 @@ class MoELayer(nn.Layer):
         has_room_for_all = self.parallel is None or self.parallel.tokens_per_rank is None
         return self.router.capacity_factor is not None or not has_room_for_all
 
-    def _last_pass(self) -> tuple[Tensor, ...] | None:
+    def _last_pass(self) -> tuple[Any, ...] | None:
         """What the last forward pass left, unless it belongs to a program that is finished."""
         return self._last.values_in_graph() if isinstance(self._last, _Traced) else self._last
 
@@ -270,10 +300,10 @@ _LEFT_BY_FORWARD = frozenset(("tokens_per_expert", "dropped_slots", "aux_loss", 
 class _Traced:
     """What a pass left in a program: values that must not be used once the program is built."""
 
-    def __init__(self, values: tuple[Tensor, ...]) -> None:
+    def __init__(self, values: tuple[Any, ...]) -> None:
         self._values, self._program = values, weakref.ref(paddle.static.default_main_program())
 
-    def values_in_graph(self) -> tuple[Tensor, ...] | None:
+    def values_in_graph(self) -> tuple[Any, ...] | None:
         """The values if their program is being built, else None."""
         return self._values if self._program() is paddle.static.default_main_program() else None
 
@@ -294,6 +324,13 @@ def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
     if x.shape[-1] < 0:  # traced by bytecode after inputs of another rank; fails to run if the width is another
         x = x.reshape([*(paddle.shape(x)[axis] for axis in range(rank - 1)), hidden])
     return x if rank == 2 else x.reshape([-1, hidden])
+
+
+@public()
+def _mask(mask: Tensor, x: Tensor) -> Tensor:
+    """A mask [T] of tokens [T, H] or [B, S, H]."""
+    _checks.tensor("MoELayer", "mask", mask, (paddle.bool,), x.shape[:-1])
+    return mask if mask.ndim == 1 else mask.reshape([-1])
 
 
 def _over_ranks(
@@ -317,8 +354,8 @@ def _over_ranks(
 
 
 @public("tokens")
-def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float | None) -> Plan:
-    """Where each slot's row is.
+def _plan(tokens: Tensor, ids: Tensor, mask: Tensor | None, num_experts: int, capacity_factor: float | None) -> Plan:
+    """The row of each slot.
 
     On a GPU the rows are in a buffer that holds all slots, so nothing waits for their number.
     """
@@ -326,5 +363,7 @@ def _plan(tokens: Tensor, ids: Tensor, num_experts: int, capacity_factor: float 
     stays_here = is_graph_value(ids) or ids.place.is_cpu_place()
     buffer_size = -1 if stays_here else num_tokens * topk
     count = num_tokens if num_tokens >= 0 else paddle.shape(ids)[0]
+    if mask is not None and capacity_factor is not None:
+        count = mask.astype("int64").sum()
     capacity = capacity_of(count, topk, num_experts, capacity_factor)
     return route(ids, num_experts=num_experts, buffer_size=buffer_size, capacity=capacity)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,14 +22,16 @@ from ..routing import calculate_topk, check_groups
 from ._common import Size, described, of_shape, sizes, weight
 
 SCORING = ("softmax", "sigmoid")
+_INTEGERS = (paddle.int32, paddle.int64, paddle.int16, paddle.int8, paddle.uint8, paddle.bool)
 
 
 class RouterOutput(NamedTuple):
     """What a router decides.
 
     Attributes:
-        ids: experts of each token, int32 [T, K], best first, distinct within a token, no gradient.
-        probs: weights of these experts, float32 [T, K], differentiable.
+        ids: experts of each token, int32 [T, K], best first, distinct within a token, no gradient; -1 for tokens that a
+            mask leaves out.
+        probs: weights of these experts, float32 [T, K], differentiable; 0 for tokens that a mask leaves out.
         scores: scores of all experts without the correction bias, float32 [T, E], differentiable.
         logits: what the scores are made of, float32 [T, E], differentiable.
     """
@@ -55,7 +58,9 @@ class TopKRouter(nn.Layer):
         scoring: ``"softmax"`` over the experts or ``"sigmoid"`` of each logit.
         correction_bias: whether to keep a correction bias, a buffer [E] that starts at zero. It stays float32, whatever
             dtype the layer is cast to: steps of 1e-3 would be lost in bfloat16.
-        norm_topk_prob: whether the K weights of a token are divided by their sum.
+        norm_topk_prob: whether the K weights of a token are divided by their sum. With ``topk=1`` the weight is then 1
+            whatever the router computes, so the experts' output gives the router no gradient, only auxiliary losses
+            do; making such a router warns, except under ``paddle.no_grad()``.
         num_groups: number of groups of experts, a divisor of E.
         topk_groups: how many groups a token's experts may come from; None for all.
         scores_per_group: how many of a group's best scores are added up in order to rank it: 2 in DeepSeek-V3, 1 in V2.
@@ -96,6 +101,12 @@ class TopKRouter(nn.Layer):
         self.num_groups, self.topk_groups = map(Size, groups)
         self.scoring = _checks.choice(name, "scoring", scoring, SCORING)
         self.norm_topk_prob = _checks.flag(name, "norm_topk_prob", norm_topk_prob)
+        if topk == 1 and norm_topk_prob and paddle.is_grad_enabled():
+            warnings.warn(
+                "TopKRouter: with topk=1 and norm_topk_prob=True the weight of the chosen expert is always 1, so the "
+                "output gives the router no gradient; set norm_topk_prob=False, or train it by aux_loss alone",
+                stacklevel=2,
+            )
         self.scores_per_group = Size(scores_per_group)
         self.scaling_factor = _checks.number(name, "scaling_factor", scaling_factor)
         self.capacity_factor = None
@@ -126,22 +137,24 @@ class TopKRouter(nn.Layer):
         return described(self.weight, **sizes, **options)
 
     @not_to_static
-    def forward(self, x: Tensor) -> RouterOutput:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> RouterOutput:
         """Route tokens.
 
         Args:
             x: tokens [T, H], bfloat16, float16 or float32.
+            mask: bool [T], False for tokens that go to no expert, such as padding. None: all tokens are routed.
 
         Returns:
             ids int32 [T, K], probs float32 [T, K], scores and logits float32 [T, E]; all but ids differentiable in x
             and the router's weight.
 
         Raises:
-            TypeError: x is not a tensor of these dtypes.
-            ValueError: x is not [T, H].
+            TypeError: x or mask is not a tensor of these dtypes.
+            ValueError: x is not [T, H], or mask not [T].
         """
         return _choose(
             x,
+            mask,
             self.weight,
             self.correction_bias,
             self.hidden_size,
@@ -177,8 +190,8 @@ class TopKRouter(nn.Layer):
     def update_correction_bias(self, tokens_per_expert: Sequence[int] | Tensor, rate: float = 1e-3) -> None:
         """Move each expert's bias a step towards an even load: ``bias += rate * sign(mean(load) - load)``.
 
-        The rule is that of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). With data parallelism, sum the
-        loads over all ranks first, so that the bias stays the same everywhere.
+        The rule is that of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). Integer loads are compared exactly. With data
+        parallelism, sum the loads over all ranks first, so that the bias stays the same everywhere.
 
         Args:
             tokens_per_expert: the load, [E]: tokens that each expert got since the last update.
@@ -196,10 +209,10 @@ class TopKRouter(nn.Layer):
         load = tokens_per_expert
         if not isinstance(load, Tensor):
             load = paddle.to_tensor(_numbers(name, "tokens_per_expert", load), place=self.correction_bias.place)
-        load = load.astype("float32")
         if list(load.shape) != [self.num_experts]:
             _checks.bad_value(name, "tokens_per_expert", f"of shape [{self.num_experts}]", list(load.shape))
-        step = rate * paddle.sign(load.mean() - load)
+        load = load.astype("int64" if load.dtype in _INTEGERS else "float64")
+        step = rate * paddle.sign(load.sum() - self.num_experts * load).astype("float32")
         self.correction_bias.set_value(self.correction_bias.astype("float32") + step)
 
     def _apply(self, func: Any, device: Any, dtype: Any, blocking: Any, include_sublayers: bool = True) -> None:
@@ -226,8 +239,9 @@ def _numbers(function: str, argument: str, given: Any) -> Any:
     if not isinstance(given, (Sequence, np.ndarray)) or isinstance(given, str):
         _checks.bad_type(function, argument, expected, type(given).__name__)
     try:
-        numbers = np.asarray(given, dtype="float32")
-    except (TypeError, ValueError):
+        numbers = np.asarray(given)
+        numbers = numbers.astype("int64" if numbers.dtype.kind in "biu" else "float64")
+    except (TypeError, ValueError, OverflowError):
         _checks.bad_type(function, argument, expected, repr(given))
     if not np.isfinite(numbers).all():
         _checks.bad_value(function, argument, "finite numbers", given)
@@ -243,16 +257,29 @@ def _set_float32(bias: Callable[[], Tensor], value: Any) -> None:
 
 @public("x", "weight")
 def _choose(
-    x: Tensor, weight: Tensor, bias: Tensor | None, hidden: int, num_experts: int, **options: Any
+    x: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    hidden: int,
+    num_experts: int,
+    **options: Any,
 ) -> RouterOutput:
     """The router of a weight [H, E] and a bias [E]; the options are those of `calculate_topk`."""
     _checks.tensor("TopKRouter", "x", x, _checks.SUM_DTYPES, ["T", hidden])
+    if mask is not None:
+        _checks.tensor("TopKRouter", "mask", mask, (paddle.bool,), [x.shape[0]])
     with without_autocast():
         wide = of_shape(float32(weight), [hidden, num_experts])
         logits = paddle.matmul(ready_for_matmul(float32(x), wide), wide)
         bias = None if bias is None else of_shape(float32(bias), [num_experts])
         probs, ids, scores = calculate_topk(logits, correction_bias=bias, return_scores=True, **options)
-    return RouterOutput(ids.astype("int32"), probs, scores, logits)
+        ids = ids.astype("int32")
+        if mask is not None:
+            counts = mask.unsqueeze(-1)
+            ids = paddle.where(counts, ids, paddle.full_like(ids, -1))
+            probs = paddle.where(counts, probs, paddle.zeros_like(probs))
+    return RouterOutput(ids, probs, scores, logits)
 
 
 @public()

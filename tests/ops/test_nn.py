@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 
 import numpy as np
 import paddle
 import pytest
+from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import use_backend
 from paddle_moe_ops.backends import resolve
@@ -274,11 +276,64 @@ class TestWhatAPassLeaves:
         assert ([*layer.state_dict()], [*dict(layer.named_buffers())]) == names
 
     def test_a_pass_without_gradients_leaves_losses_without(self):
-        layer = MoELayer(H, I, E, K)
+        layer = MoELayer(H, I, E, K).eval()
         with paddle.no_grad():
             layer(paddle.randn([T, H]))
         assert layer.aux_loss.stop_gradient
         assert layer.z_loss.stop_gradient
+
+    @pytest.mark.parametrize("name", ["aux_loss", "z_loss"])
+    def test_losses_that_recompute_left_without_a_graph_warn_when_they_are_read(self, name):
+        layer, x = MoELayer(H, I, E, K), paddle.randn([T, H])
+        x.stop_gradient = False
+        out = recompute(layer, x, use_reentrant=True)
+        with pytest.warns(UserWarning, match=f"MoELayer: {name} has no gradient"):
+            assert getattr(layer, name).stop_gradient
+        out.sum().backward()
+        recompute(layer, x, use_reentrant=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not getattr(layer, name).stop_gradient
+            with paddle.no_grad():
+                layer(x)
+                assert getattr(layer, name).stop_gradient
+
+    @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+    @pytest.mark.parametrize("capacity_factor", [None, 0.75])
+    def test_tokens_that_a_mask_leaves_out_change_nothing_for_the_others(self, capacity_factor, scoring):
+        layer = MoELayer(H, I, E, K, scoring=scoring, capacity_factor=capacity_factor)
+        x, mask = paddle.randn([3, 13, H]), paddle.arange(39).reshape([3, 13]) % 4 != 2
+
+        def of_all(x):
+            return layer(x, mask=mask)[mask], layer.aux_loss, layer.z_loss
+
+        def of_real(x):
+            return layer(x[mask]), layer.aux_loss, layer.z_loss
+
+        assert_close(results(layer, x, of_all), results(layer, x, of_real))
+        counts = []
+        for tokens, kept in ((x[mask], None), (x, mask)):
+            out = layer(tokens, mask=kept)
+            counts.append((list(layer.tokens_per_expert), np.sum(layer.dropped_slots)))
+        assert counts[0] == counts[1]
+        left_out = paddle.logical_not(mask)
+        assert_same(out[left_out].numpy(), layer.shared(x[left_out]).numpy())
+
+    def test_without_any_token_that_counts_losses_are_zero(self):
+        layer = MoELayer(H, I, E, K, 0)
+        out = layer(paddle.randn([T, H]), mask=paddle.zeros([T], "bool"))
+        assert not out.numpy().any()
+        assert (layer.aux_loss.item(), layer.z_loss.item(), sum(layer.tokens_per_expert)) == (0, 0, 0)
+
+    @pytest.mark.parametrize("level", [-30.0, -60.0, -100.0])
+    def test_tiny_sigmoids_are_balanced_as_any_others(self, level):
+        layer = MoELayer(E, I, E, 2, 0, scoring="sigmoid")
+        layer.router.weight.set_value(paddle.eye(E))
+        raised = np.full((E, E), level, np.float32)
+        for token in range(E):
+            raised[token, [token, (token + 1) % E]] += 0.5
+        layer(paddle.to_tensor(raised))
+        assert layer.aux_loss.item() == pytest.approx(1, rel=1e-5)
 
     @pytest.mark.parametrize("make_copy", COPIES)
     def test_a_copy_has_parameters_of_its_own_and_has_not_run(self, make_copy):

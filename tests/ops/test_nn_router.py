@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 
 import numpy as np
 import paddle
@@ -110,6 +111,31 @@ def test_router_without_tokens(wants_gradient):
     assert not router.weight.grad.numpy().any()
 
 
+def test_a_mask_leaves_tokens_without_experts():
+    router, x = TopKRouter(H, E, K), paddle.randn([T, H])
+    mask = paddle.arange(T) % 3 != 1
+    masked, all_of_them = router(x, mask), router(x)
+    kept = mask.numpy()
+    np.testing.assert_array_equal(masked.ids.numpy()[kept], all_of_them.ids.numpy()[kept])
+    np.testing.assert_array_equal(masked.probs.numpy()[kept], all_of_them.probs.numpy()[kept])
+    assert (masked.ids.numpy()[~kept] == -1).all()
+    assert not masked.probs.numpy()[~kept].any()
+    np.testing.assert_array_equal(masked.scores.numpy(), all_of_them.scores.numpy())
+
+
+def test_a_router_whose_weight_is_always_one_warns_once():
+    with pytest.warns(UserWarning, match="topk=1 and norm_topk_prob=True"):
+        router = TopKRouter(H, E, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        router(paddle.randn([T, H])).probs.sum().backward()
+        assert not router.weight.grad.numpy().any()
+        TopKRouter(H, E, 1, norm_topk_prob=False)
+        TopKRouter(H, E, 2)
+        with paddle.no_grad():
+            TopKRouter(H, E, 1)
+
+
 CASTS = {
     "to": lambda layer, dtype: layer.to(dtype=dtype),
     "to, as part of a model": lambda layer, dtype: paddle.nn.Sequential(layer).to(dtype=dtype),
@@ -151,6 +177,12 @@ class TestCorrectionBias:
         router = TopKRouter(H, 2, 1)
         router.update_correction_bias([3, 1])
         np.testing.assert_allclose(router.correction_bias.numpy(), [-1e-3, 1e-3], rtol=1e-6)
+
+    @pytest.mark.parametrize("given", ["list", "tensor"])
+    def test_counts_beyond_float32_are_compared_exactly(self, given):
+        router, load = TopKRouter(H, 3, 2), [2**24 + 1, 2**24, 2**24 - 1]
+        router.update_correction_bias(load if given == "list" else paddle.to_tensor(load), rate=0.5)
+        np.testing.assert_array_equal(router.correction_bias.numpy(), [-0.5, 0, 0.5])
 
     def test_an_update_leaves_no_graph(self):
         router = TopKRouter(H, 4, 2)
@@ -281,11 +313,47 @@ class TestLoadBalanceLoss:
         assert got.dtype == paddle.float32
         assert got.item() == expected.item()
 
-    def test_does_not_count_empty_slots(self):
+    def test_counts_neither_empty_slots_nor_tokens_without_another_slot(self):
         scores = paddle.nn.functional.softmax(paddle.randn([3, 4]), axis=-1)
         with_empty = load_balance_loss(scores, paddle.to_tensor([[0, -1], [-1, -1], [2, 1]]))
         load = paddle.to_tensor([1.0, 1.0, 1.0, 0.0]) / 3
-        assert with_empty.item() == pytest.approx((4 * load * scores.mean(axis=0)).sum().item(), rel=1e-6)
+        assert with_empty.item() == pytest.approx((4 * load * scores[::2].mean(axis=0)).sum().item(), rel=1e-6)
+
+    def test_of_a_mask_is_that_of_the_tokens_that_count(self):
+        scores = paddle.nn.functional.softmax(paddle.randn([9, 4]), axis=-1)
+        scores.stop_gradient = False
+        ids, mask = paddle.randint(0, 4, [9, 2]), paddle.to_tensor([True, False, True] * 3)
+        loss = load_balance_loss(scores, ids, mask=mask)
+        loss.backward()
+        kept = scores.detach()[mask]
+        kept.stop_gradient = False
+        alone = load_balance_loss(kept, ids[mask])
+        alone.backward()
+        assert loss.item() == pytest.approx(alone.item(), rel=1e-6)
+        np.testing.assert_allclose(scores.grad.numpy()[mask.numpy()], kept.grad.numpy(), rtol=1e-6)
+        assert not scores.grad.numpy()[~mask.numpy()].any()
+        assert load_balance_loss(scores, ids, mask=paddle.zeros([9], "bool")).item() == 0
+
+    def test_of_counts_takes_those_of_a_larger_batch(self):
+        scores, ids = paddle.nn.functional.softmax(paddle.randn([6, 4]), axis=-1), paddle.randint(0, 4, [30, 2])
+        here = np.bincount(ids.numpy()[:6].ravel(), minlength=4)
+        assert load_balance_loss(scores, load=paddle.to_tensor(here)).item() == pytest.approx(
+            load_balance_loss(scores, ids[:6]).item(), rel=1e-6
+        )
+        everywhere = np.bincount(ids.numpy().ravel(), minlength=4)
+        expected = 4 * (everywhere / 60 * scores.numpy().mean(axis=0)).sum()
+        for dtype in ("int32", "int64", "float32"):
+            load = paddle.to_tensor(everywhere, dtype=dtype)
+            assert load_balance_loss(scores, load=load).item() == pytest.approx(expected, rel=1e-6)
+
+    def test_of_sequences_is_the_mean_of_the_losses_of_each(self):
+        scores, ids = paddle.nn.functional.softmax(paddle.randn([3, 5, 4]), axis=-1), paddle.randint(0, 4, [3, 5, 2])
+        mask = paddle.to_tensor([[True] * 5, [True, False, True, True, False], [False, True] * 2 + [True]])
+        each = [load_balance_loss(scores[i], ids[i], mask=mask[i]).item() for i in range(3)]
+        assert load_balance_loss(scores, ids, mask=mask).item() == pytest.approx(np.mean(each), rel=1e-6)
+        load = paddle.nn.functional.one_hot(ids, 4).sum(axis=[1, 2])
+        each = [load_balance_loss(scores[i], load=load[i]).item() for i in range(3)]
+        assert load_balance_loss(scores, load=load).item() == pytest.approx(np.mean(each), rel=1e-6)
 
     def test_is_zero_without_tokens(self):
         scores = paddle.zeros([0, 4])
@@ -332,7 +400,32 @@ BAD_CALLS = {
     "scores": (
         lambda: load_balance_loss(paddle.zeros([4]), paddle.zeros([4, 1], "int32")),
         ValueError,
-        "load_balance_loss: scores must be of shape [T, E], but got [4]",
+        "load_balance_loss: scores must be of shape [T, E] or [B, S, E], but got [4]",
+    ),
+    "a mask of other tokens": (
+        lambda: load_balance_loss(paddle.zeros([4, 2]), paddle.zeros([4, 1], "int32"), mask=paddle.ones([3], "bool")),
+        ValueError,
+        "load_balance_loss: mask must be of shape [4], but got [3]",
+    ),
+    "ids and load": (
+        lambda: load_balance_loss(paddle.zeros([4, 2])),
+        TypeError,
+        "load_balance_loss: exactly one of ids and load must be given, but got neither",
+    ),
+    "load of other experts": (
+        lambda: load_balance_loss(paddle.zeros([4, 2]), load=paddle.zeros([3], "int32")),
+        ValueError,
+        "load_balance_loss: load must be of shape [2], but got [3]",
+    ),
+    "a mask of floats": (
+        lambda: router_z_loss(paddle.zeros([4, 2]), paddle.ones([4])),
+        TypeError,
+        "router_z_loss: mask must be of dtype bool, but got float32",
+    ),
+    "a mask of the router": (
+        lambda: TopKRouter(H, 4, 2)(paddle.zeros([4, H]), paddle.ones([4, 1], "bool")),
+        ValueError,
+        "TopKRouter: mask must be of shape [4], but got [4, 1]",
     ),
     "ids of other tokens": (
         lambda: load_balance_loss(paddle.zeros([4, 2]), paddle.zeros([3, 1], "int32")),

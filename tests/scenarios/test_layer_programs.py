@@ -149,6 +149,22 @@ def test_losses_and_counts_inside_of_a_traced_function(scoring, full_graph):
         assert np.array(load).tolist() == np.bincount(found.ids.ravel(), minlength=E).tolist()
 
 
+@BOTH_WAYS
+@pytest.mark.parametrize("capacity_factor", [None, 0.75])
+def test_padding_tokens_of_a_traced_layer_are_left_out(capacity_factor, full_graph):
+    layer = MoELayer(H, I, E, K, capacity_factor=capacity_factor)
+
+    def step(x, mask):
+        out = layer(x, mask=mask)
+        return out, layer.aux_loss, layer.z_loss
+
+    traced = paddle.jit.to_static(step, full_graph=full_graph)
+    for tokens in (7, 40):
+        x, mask = paddle.randn([tokens, H]), paddle.arange(tokens) % 3 != 1
+        found = results(layer, x, lambda x, mask=mask: step(x, mask))
+        assert_close(traced_results(layer, x, lambda x, mask=mask: traced(x, mask)), found)
+
+
 def test_losses_in_a_program_for_any_number_of_tokens():
     layer = MoELayer(H, I, E, K, scoring="sigmoid", capacity_factor=0.75)
 
