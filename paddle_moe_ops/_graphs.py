@@ -184,6 +184,15 @@ def to_dtype(tensor: Any, dtype: Any) -> Any:
     return tensor if tensor.dtype == dtype else tensor.astype(dtype)
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor if it is contiguous, otherwise a contiguous copy; the tensor itself keeps its memory and strides.
+
+    Paddle's `Tensor.contiguous` gives the tensor that it is called on, and all that `detach` made of it, memory of
+    their own: a caller's view of a buffer would stop being one.
+    """
+    return tensor if tensor.is_contiguous() else tensor.clone()
+
+
 def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
     """The rows, such that their matmul with a weight has a backward pass even if there are none.
 

@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from .._graphs import filled
+from .._graphs import dense, filled
 from .accumulation import Destination, destination_of, put, refuse_others
 from .turns import OneTurn, applied_once
 
@@ -42,7 +42,7 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def parts_of(whole: Tensor) -> list[Tensor]:
     """whole[0], whole[1], ... in its memory on every device, without gradients."""
-    whole = whole.detach() if whole.is_contiguous() else whole.detach().contiguous()
+    whole = dense(whole.detach())
     with paddle.no_grad():
         parts = paddle.unbind(whole)
     last = (len(parts) - 1) * parts[0].size * whole.element_size()

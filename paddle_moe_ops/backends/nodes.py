@@ -16,7 +16,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from .._graphs import filled
+from .._graphs import dense, filled
 from .._native import native
 from .base import Kernels, Tensors
 from .turns import OneTurn, applied_once
@@ -36,11 +36,13 @@ class Call:
             kept for the backward pass no longer tells.
         added: numbers of the inputs given whose gradient the call itself puts where it belongs.
         saved: large tensors for the backward pass. Paddle keeps them, so that `recompute` can make them anew.
+        is_node: whether the call runs as a node of the graph.
     """
 
     function = ""
     added: frozenset[int] = frozenset()
     saved: tuple[Tensor, ...] = ()
+    is_node = False
 
     def __init__(self, kernels: Kernels | None, *inputs: Tensor | None) -> None:
         """Begin a call.
@@ -61,11 +63,24 @@ class Call:
         self._watched.append(native.watch(*tensors))
 
     def save(self, *tensors: Tensor | None, unread: Tensors = ()) -> None:
-        """Save tensors, and watch them, but for those whose values the backward pass does not read."""
-        self.saved = tuple([tensor for tensor in tensors if tensor is not None])
-        self.watch(
-            *[each for each in self.saved if not any(each is other for other in unread)] if unread else self.saved
-        )
+        """Save tensors for the backward pass of a node, and watch those whose values it reads.
+
+        Contiguous copies replace tensors that are not contiguous, because recomputation drops strides. No one else can
+        change a copy.
+
+        Args:
+            *tensors: what to save; None is left out.
+            unread: those of them whose values the backward pass does not read.
+        """
+        if not self.is_node:
+            return
+        given = [tensor for tensor in tensors if tensor is not None]
+        self.saved = tuple([each if each.is_contiguous() else dense(each) for each in given])
+        if not unread:
+            self.watch(*self.saved)
+            return
+        pairs = zip(given, self.saved, strict=True)
+        self.watch(*[saved for each, saved in pairs if not any(each is other for other in unread)])
 
     def run(self) -> Tensors:
         """The outputs that have a gradient. The others are attributes of the call."""
@@ -109,9 +124,9 @@ class _Node(PyLayer):
     def forward(ctx: Any, call: Call, *inputs: Tensor, turn: OneTurn) -> Any:
         ctx.call = call
         turn.watch(ctx)
+        call.is_node = True
         outputs = call.forward()
-        # Recomputation drops the strides of what is saved.
-        ctx.save_for_backward(*[each if each.is_contiguous() else each.contiguous() for each in call.saved])
+        ctx.save_for_backward(*call.saved)
         call.saved = ()
         return outputs if len(outputs) > 1 else outputs[0]
 

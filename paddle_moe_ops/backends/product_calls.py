@@ -9,6 +9,7 @@ from typing import Any
 
 from paddle import Tensor
 
+from .._graphs import dense
 from .base import Backend, GemmSpec, Kernels, Matrices, MlpSpec, QuantizeSpec, Tensors
 from .joining import destination_of_matrices
 from .nodes import Call, Gradients, connect, first_order_only
@@ -49,6 +50,11 @@ class _QuantizedExperts(Call):
         return first_order_only(self, (d_x, *d_tensors), *gradients, *self.saved)
 
 
+def _contiguous(operands: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Operands of which kernels and `Call.save` need one copy, not one each."""
+    return tuple([each if each is None or each.is_contiguous() else dense(each) for each in operands])
+
+
 class GroupedGemm(Call):
     function = "grouped_gemm"
 
@@ -64,9 +70,9 @@ class GroupedGemm(Call):
         self.spec = spec
 
     def run(self) -> Tensors:
-        self.save(*self.operands)
-        out = self.kernels.grouped_gemm(*self.operands, self.spec)
-        self.operands = None
+        operands, self.operands = _contiguous(self.operands), None
+        self.save(*operands)
+        out = self.kernels.grouped_gemm(*operands, self.spec)
         return (out,)
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
@@ -100,11 +106,11 @@ class MoeMlp(Call):
         self.is_spent = False
 
     def run(self) -> Tensors:
-        out, hidden, weights, self.tables = self.kernels.moe_mlp(*self.operands, self.spec, True)
+        operands, self.operands = _contiguous(self.operands), None
+        out, hidden, weights, self.tables = self.kernels.moe_mlp(*operands, self.spec, True)
         self.has_weights = weights is not None
-        unread = () if self.spec.quantized is None else self.operands[1:3]
-        self.save(*self.operands[:3], weights, *hidden, unread=unread)
-        self.operands = None
+        unread = () if self.spec.quantized is None else operands[1:3]
+        self.save(*operands[:3], weights, *hidden, unread=unread)
         return (out,)
 
     def differentiate(self, *gradients: Tensor) -> Gradients:

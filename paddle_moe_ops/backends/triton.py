@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import paddle
 from paddle import Tensor
 
+from .._graphs import dense
 from ..reference import read_rowmap, row_id_map_to_rowmap, rowmap_to_token_rows
 from ..reference.routing import check_ids
 from ..triton import _runtime
@@ -29,7 +30,7 @@ from .base import (
 )
 from .gradients import WithGradients
 from .host_checks import check_chunks, host_chunk_rows, host_route
-from .triton_arrays import aligned, dense, dense_rows, device_of
+from .triton_arrays import aligned, dense_rows, device_of
 from .triton_products import ProductKernels
 
 

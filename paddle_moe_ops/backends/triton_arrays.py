@@ -8,22 +8,19 @@ from typing import Any
 
 from paddle import Tensor
 
+from .._graphs import dense
 from .._native import native
 from ..triton import _runtime
 from .library import loaded_library
 
-__all__ = ["aligned", "dense", "dense_rows", "device_of"]
+__all__ = ["aligned", "dense_rows", "device_of"]
 
 _ALIGNMENT = 16
 
 
-def dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
 def dense_rows(tensor: Tensor) -> Tensor:
     """The tensor, or a copy unless the elements of each row are neighbours."""
-    return tensor if tensor.is_contiguous() or tensor.strides[1] == 1 else tensor.contiguous()
+    return tensor if tensor.is_contiguous() or tensor.strides[1] == 1 else dense(tensor)
 
 
 def aligned(tensor: Tensor) -> Tensor:

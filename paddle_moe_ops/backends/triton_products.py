@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import paddle
 from paddle import Tensor
 
+from .._graphs import dense
 from ..triton.native_recording import repeated
 from .base import GemmSpec, Matrices, MlpSpec, Tensors, Validation
 from .host_checks import check_plan_groups, host_segments
-from .triton_arrays import dense, dense_rows, device_of
+from .triton_arrays import dense_rows, device_of
 
 __all__ = ["ProductKernels"]
 
@@ -203,7 +204,7 @@ def _turned(codes_or_scales: Tensor) -> Tensor:
     """Of transposed matrices, which have the transposed codes and scales."""
     dtype = codes_or_scales.dtype
     numbers = codes_or_scales.view("uint8") if dtype == paddle.float8_e4m3fn else codes_or_scales
-    return numbers.transpose([0, 2, 1]).contiguous().view(dtype)
+    return dense(numbers.transpose([0, 2, 1])).view(dtype)
 
 
 def _options(spec: MlpSpec) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import constant, is_graph_value, public, to_dtype
+from .._graphs import constant, dense, is_graph_value, public, to_dtype
 from ..backends import RowMaps, Validation, resolve
 from ..routing import calculate_topk, route
 from ..rowmaps import num_rows_of, read_index_map
@@ -329,7 +329,7 @@ def _rows(name: str, x: Tensor, slot_rows: Tensor, num_rows: int | Tensor) -> Te
 def _results(weights: Tensor, is_kept: Tensor, slot_rows: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [T, K] and scatter_index [K, T], both 0 in slots that are not kept."""
     rows = paddle.where(is_kept, slot_rows, paddle.zeros_like(slot_rows)).transpose([1, 0])
-    scatter_index = rows if is_graph_value(rows) else rows.contiguous()
+    scatter_index = rows if is_graph_value(rows) else dense(rows)
     return paddle.where(is_kept, weights, paddle.zeros_like(weights)), scatter_index
 
 

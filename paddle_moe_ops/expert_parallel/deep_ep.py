@@ -16,7 +16,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import filled
+from .._graphs import dense, filled
 from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..routing import Plan
@@ -56,15 +56,15 @@ class _Trip(NamedTuple):
 
     def there(self, rows: Tensor) -> Tensor:
         """A row of each token at the ranks that it went to."""
-        return self.buffer.dispatch(rows.detach().contiguous(), handle=self.handle)[0]
+        return self.buffer.dispatch(dense(rows.detach()), handle=self.handle)[0]
 
     def back(self, rows: Tensor) -> Tensor:
         """The sum of each token's rows of all ranks."""
-        return self.buffer.combine(rows.detach().contiguous(), self.handle)[0]
+        return self.buffer.combine(dense(rows.detach()), self.handle)[0]
 
     def back_with_probs(self, rows: Tensor, probs: Tensor) -> Tensors:
         """The same, and the sums of what belongs to their probabilities."""
-        rows, probs = rows.detach().contiguous(), probs.detach().contiguous()
+        rows, probs = dense(rows.detach()), dense(probs.detach())
         sums, of_probs, _ = self.buffer.combine(rows, self.handle, topk_weights=probs)
         return sums, of_probs
 
@@ -76,14 +76,14 @@ class _Dispatch(Call):
 
     def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, num_experts: int, buffer: Any) -> None:
         super().__init__(None, x, probs)
-        self.given: Tensors = (x.detach().contiguous(), ids, probs.detach().contiguous())
+        self.given: Tensors = (dense(x.detach()), ids, dense(probs.detach()))
         self.num_experts, self.buffer = num_experts, buffer
         self.ids = ids
         self.trip: Any = None
 
     def run(self) -> Tensors:
         (x, ids, probs), self.given = self.given, ()
-        ids = ids.astype("int64").contiguous()
+        ids = dense(ids.astype("int64"))
         per_rank, per_node, per_expert, goes_there, _ = self.buffer.get_dispatch_layout(ids, self.num_experts)
         tokens, local_ids, their_probs, _, handle, _ = self.buffer.dispatch(
             x,

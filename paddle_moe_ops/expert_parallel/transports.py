@@ -18,7 +18,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import filled
+from .._graphs import dense, filled
 from .groups import is_gloo
 from .meetings import Meeting
 
@@ -194,7 +194,7 @@ def _as_bytes(payload: Tensor) -> Tensor:
     lines, width = payload.shape[0], math.prod(payload.shape[1:])
     if lines * width == 0:
         return filled([lines, width * payload.element_size()], 0, paddle.uint8, like=payload)
-    flat = payload.detach().contiguous().reshape([lines, width])
+    flat = dense(payload.detach()).reshape([lines, width])
     return flat if flat.dtype == paddle.uint8 else flat.view(paddle.uint8)
 
 

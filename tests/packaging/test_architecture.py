@@ -181,6 +181,17 @@ def test_only_env_reads_the_environment():
     assert readers == {"_env"}
 
 
+def test_only_graphs_makes_tensors_contiguous():
+    """Paddle's `Tensor.contiguous` moves the caller's own tensor to other memory: `_graphs.dense` copies."""
+    users = {
+        name
+        for name, path in MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("contiguous", "contiguous_")
+    }
+    assert users == set()
+
+
 def included(path: Path) -> list[str]:
     return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(encoding="utf-8"), re.MULTILINE)
 
