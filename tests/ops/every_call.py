@@ -10,20 +10,52 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_moe_ops import reference
+from paddle_moe_ops import Plan, reference
 from tests.ops.problems import plan_tensors, tensor
 from tests.params import FLOAT8_DTYPES
 
 T, H, E, K, A, S = 5, 6, 3, 2, 4, 2
 IDS = np.array([[0, 1], [2, -1], [1, 0], [-1, -1], [2, 0]], np.int32)
 PROBS = np.linspace(0.1, 0.9, T * K, dtype=np.float32).reshape(T, K)
-PLAN = reference.route(IDS, PROBS, num_experts=E, padding_alignment=A)
-N = PLAN.num_rows
-ROWMAP = reference.plan_to_rowmap(PLAN).astype(np.int32)
-MASK = ROWMAP >= 0
-ROUTED = int(MASK.sum())
-COUNTS = MASK.sum(axis=0).astype(np.int32)
-ROW_ID_MAP = reference.make_row_id_map(PLAN.token_rows, PLAN.row_to_expert, E).astype(np.int32)
+
+
+class Maps(NamedTuple):
+    """Ids and what follows from them; ids of the same number give maps of the same shapes."""
+
+    ids: NDArray
+    plan: reference.Plan
+    row_probs: NDArray
+    tokens_per_expert: NDArray
+    expert_offsets: NDArray
+    rowmap: NDArray
+    mask: NDArray
+    counts: NDArray
+    row_id_map: NDArray
+    slot_rows: NDArray
+    slot_weights: NDArray
+
+
+def maps_of(ids: NDArray) -> Maps:
+    plan = reference.route(ids, PROBS, num_experts=E, padding_alignment=A)
+    rowmap = reference.plan_to_rowmap(plan).astype(np.int32)
+    return Maps(
+        ids,
+        plan,
+        plan.row_probs,
+        plan.tokens_per_expert,
+        plan.expert_offsets,
+        rowmap,
+        rowmap >= 0,
+        (rowmap >= 0).sum(axis=0).astype(np.int32),
+        reference.make_row_id_map(plan.token_rows, plan.row_to_expert, E).astype(np.int32),
+        np.maximum(plan.slot_to_row, 0),
+        np.where(ids >= 0, PROBS, np.float32(0)),
+    )
+
+
+MAPS = maps_of(IDS)
+PLAN, ROWMAP, MASK, COUNTS, ROW_ID_MAP = MAPS.plan, MAPS.rowmap, MAPS.mask, MAPS.counts, MAPS.row_id_map
+N, ROUTED = PLAN.num_rows, int(MASK.sum())
 SIZES, ORDER = np.array([1, 0, 3], np.int32), np.array([2, 0, 1], np.int32)
 SHARDS = np.array([[1, 0, 2, 1], [0, 3, 1, 1]], np.int32)
 CODES = np.ones((N, 200), np.float32).astype(FLOAT8_DTYPES[0])
@@ -73,7 +105,7 @@ def made_of(value: Any, place: object) -> Any:
         return tensor(value, place)
     if isinstance(value, reference.Plan):
         return plan_tensors(value, place)
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not isinstance(value, Plan):
         return tuple(made_of(item, place) for item in value)
     if isinstance(value, dict):
         return {key: made_of(item, place) for key, item in value.items()}
@@ -187,7 +219,10 @@ CALLS = [
             "x": ones(T, H),
             "plan": PLAN,
             "expert_fn": lambda codes, scales, factor: codes.astype("float32") * factor,
-            "expert_vjp": lambda d_out, codes, scales, factor: (d_out * factor, d_out),
+            "expert_vjp": lambda d_out, codes, scales, factor: (
+                d_out * factor,
+                (d_out * codes.astype("float32")).sum().reshape([1]),
+            ),
             "*tensors": (ones(1),),
             "quantize": "fp8_1x128",
             "scale_layout": "row",
