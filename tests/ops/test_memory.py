@@ -19,6 +19,7 @@ from paddle_moe_ops import (
     route,
     sort_chunks,
     unpermute,
+    use_backend,
 )
 from paddle_moe_ops.testing.routing import uniform
 from tests.ops.problems import tensor
@@ -113,6 +114,15 @@ def test_plain_moe_unpermute_keeps_no_rows(ids, probs, place):
     _, rowmap, row_probs, _ = moe_permute(leaf(T, place), None, ids, probs, E, None, 1, do_gather=False)
     kept = kept_for_backward(leaf(T * K, place), lambda y: moe_unpermute(y, rowmap, ids, row_probs, T, E)[0])
     assert kept < SLACK
+
+
+@pytest.mark.parametrize("columns", [H, H // 2], ids=["contiguous rows", "columns of a buffer"])
+def test_nodes_keep_the_rows_that_they_are_given_or_one_copy_of_a_part(columns, ids, probs, place):
+    plan = route(ids, probs.detach(), num_experts=E)
+    with use_backend("reference"):
+        kept = kept_for_backward(leaf(T * K, place), lambda y: unpermute(y[:, :columns], plan, probs))
+    expected = ROW_BYTES * columns // H
+    assert expected <= kept < expected + SLACK
 
 
 def test_weighted_unpermute_keeps_its_rows_once(ids, probs, place):
