@@ -207,4 +207,6 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
 
 
 def _expert_names(layer: nn.Layer) -> Sequence[str]:
-    return sorted(name for name, parameter in layer.named_parameters() if is_expert_parameter(parameter))
+    """The keys of parameters of experts in a state, in which layers used twice are twice."""
+    own = nn.Layer.state_dict(layer, use_hook=False)  # hooks may return other tensors, without marks
+    return sorted(name for name, value in own.items() if is_expert_parameter(value))

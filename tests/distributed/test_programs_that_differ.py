@@ -89,6 +89,26 @@ def test_states_of_a_wrapped_model_are_those_of_the_model():
         assert found == [True] * 5
 
 
+def of_a_layer_used_twice() -> list[bool]:
+    group = paddle.distributed.get_group(0)
+    layer, other = made_layer(), made_layer()
+    model, twin = paddle.nn.Sequential(layer, layer), paddle.nn.Sequential(other, other)
+    for parameter in twin.parameters():
+        parameter.set_value(paddle.zeros_like(parameter))
+    whole = gather_state_dict(model, group)
+    twin.set_state_dict(shard_state_dict(whole, twin, group))
+    loaded = gather_state_dict(twin, group)
+    return [
+        all(list(whole[f"{number}.experts.down"].shape) == [SIZES[2], SIZES[1], SIZES[0]] for number in range(2)),
+        all(np.array_equal(whole[name].numpy(), loaded[name].numpy()) for name in whole),
+    ]
+
+
+def test_a_layer_that_is_used_twice_is_whole_under_both_names():
+    for found in run(of_a_layer_used_twice, 2):
+        assert found == [True] * 2
+
+
 def arguments(width: int = 8, topk: int = 2, dtype: str = "float32") -> list[Any]:
     ids = paddle.to_tensor(np.tile(np.arange(topk, dtype=np.int32), (3, 1)))
     return [paddle.ones([3, width], dtype), ids, paddle.ones([3, topk])]
