@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ import paddle
 from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight, shard_weight
 
 from .. import _checks
-from .groups import agree, check_group_of_experts, group_of, raising_together
+from .groups import agree, check_group_of_experts, expert_group_of, group_of, raising_together
 from .mixing import refuse_to_mix_experts
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "is_expert_parameter",
     "mark_expert_parameters",
     "shard_state_dict",
+    "sharded_state_of_experts",
     "sharding_color",
     "start_as_one",
     "without_wrapper",
@@ -39,14 +42,18 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
     adds up their gradients, ``expert``, by which Fleet knows them, and with a sharding group ``color``.
     Paddle's deep copies of parameters lose attributes: mark a copy again, unless its experts are `nn.SwiGLUExperts`.
 
+    With a group, ``sharded_state_dict()`` of the layer, and of a model that contains it, has the shapes of the experts
+    of all ranks and the offsets of this rank's, for `paddle.distributed.save_state_dict`. A class that defines
+    ``sharded_state_dict`` keeps its own.
+
     Args:
         experts: a layer of stacked parameters, [E / P, ...].
         sharding_group: the ranks that hold copies of the same experts, between which Fleet's
             ``DygraphShardingOptimizerV2`` divides their optimizer states and averages their gradients. None: the
             attribute stays as it is, and `distributed_optimizer` sets it where it is needed.
-        group: the ranks that share the experts, as `ExpertParallel` takes it. `distributed_optimizer` needs it. If it
-            has several ranks, optimizers of Fleet that would mix their experts raise a ValueError when they are made.
-            None: it stays as it is.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. `distributed_optimizer` and
+            ``sharded_state_dict()`` need it. If it has several ranks, optimizers of Fleet that would mix their experts
+            raise a ValueError when they are made. None: it stays as it is.
 
     Raises:
         TypeError: the layer is not a layer, or a group is not a group.
@@ -68,6 +75,9 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
             parameter.color = dict(color)
         if shared_by is not None:  # a number, since parameters are copied with their attributes
             parameter.expert_group_id = shared_by.id
+    for each in experts.sublayers(include_self=True):
+        if type(each).sharded_state_dict is nn.Layer.sharded_state_dict:
+            each.sharded_state_dict = types.MethodType(_sharded_state_of_marked, each)
 
 
 def copy_marks(source: nn.Layer, target: nn.Layer) -> None:
@@ -76,6 +86,43 @@ def copy_marks(source: nn.Layer, target: nn.Layer) -> None:
         for name in ("no_sync", "expert", "color", "expert_group_id"):
             if hasattr(mine, name):
                 setattr(other, name, getattr(mine, name))
+
+
+def sharded_state_of_experts(layer: nn.Layer, structured_name_prefix: str = "") -> dict[str, ShardedWeight]:
+    """Return Paddle's ``sharded_state_dict()`` of a layer, with global shapes and offsets of marked parameters.
+
+    Args:
+        layer: has stacked parameters of experts, [E / P, ...].
+        structured_name_prefix: begins all keys.
+
+    Raises:
+        ValueError: a parameter was marked without a group.
+    """
+    state: dict[str, ShardedWeight] = nn.Layer.sharded_state_dict(layer, structured_name_prefix)
+    own = nn.Layer.state_dict(layer, include_sublayers=False, use_hook=False)
+    for name, parameter in own.items():
+        if not is_expert_parameter(parameter):
+            continue
+        group, key = expert_group_of(parameter), structured_name_prefix + name
+        if group is not None:
+            state[key] = shard_weight(key, state[key].local_tensor, 0, group)
+        elif not hasattr(parameter, "expert_group_id") and paddle.distributed.get_world_size() > 1:
+            expected = f"the ranks that share the experts of {key!r}"
+            _checks.bad_value("sharded_state_dict", "group of mark_expert_parameters", expected, None)
+    return state
+
+
+def _sharded_state_of_marked(layer: nn.Layer, structured_name_prefix: str = "") -> dict[str, ShardedWeight]:
+    """Return `sharded_state_of_experts` of a layer that `mark_expert_parameters` marked.
+
+    Raises:
+        ValueError: a parameter has no mark, as in a deep copy; its experts would be lost.
+    """
+    for name, parameter in layer.named_parameters(include_sublayers=False):
+        if not is_expert_parameter(parameter):
+            expected = "one that mark_expert_parameters marked, again after a deep copy"
+            _checks.bad_value("sharded_state_dict", f"parameter {structured_name_prefix + name!r}", expected, "no mark")
+    return sharded_state_of_experts(layer, structured_name_prefix)
 
 
 def without_wrapper(function: str, layer: Any) -> nn.Layer:

@@ -17,7 +17,7 @@ from .._activations import ACTIVATIONS, activate, swiglu
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import Float8Matrices, accumulated
 from ..backends.float8_matrices import holds_others, is_default
-from ..expert_parallel.parameters import copy_marks
+from ..expert_parallel.parameters import copy_marks, sharded_state_of_experts
 from ..gemm import grouped_gemm
 from ..mlp import IN_GRAPH, check_compute, check_destinations, check_memory_options, moe_mlp
 from ..routing import Plan, as_plan, check_weights
@@ -136,6 +136,23 @@ class SwiGLUExperts(nn.Layer):
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         copy_marks(self, made)
         return made
+
+    def sharded_state_dict(self, structured_name_prefix: str = "") -> dict[str, Any]:
+        """Return the state for `paddle.distributed.save_state_dict` and `paddle.distributed.load_state_dict`.
+
+        If several ranks share the experts, parameters have the shapes of the experts of all ranks and the offsets of
+        this rank's. Experts that you mark by `expert_parallel.mark_expert_parameters` need its ``group`` for this.
+
+        Args:
+            structured_name_prefix: begins all keys, which otherwise are those of ``state_dict()``.
+
+        Returns:
+            a dict of Paddle's ``ShardedWeight``, which contain the parameters themselves.
+
+        Raises:
+            ValueError: the experts were marked without a group in a program of several ranks.
+        """
+        return sharded_state_of_experts(self, structured_name_prefix)
 
     def draw_those_of(self, rank: int, num_ranks: int) -> None:
         """Draw the weights of every rank's experts and keep those of one, for ranks that started with one seed.

@@ -107,8 +107,9 @@ def with_fleet(
     same_seed: bool = True,
     turns: int = 1,
     main_grad: bool = False,
+    save: str = "",
 ) -> Any:
-    """The whole state before, the losses, and the state after."""
+    """The whole state before, the losses, and the state after, which is saved where ``save`` says."""
     topology = start_fleet(sharding, **degrees)
     group, rank = group_of_experts(topology, kind), paddle.distributed.get_rank()
     paddle.seed(7 if same_seed else group.ranks[0])
@@ -126,6 +127,9 @@ def with_fleet(
         made = distributed_optimizer(mix_precision_utils.MixPrecisionOptimizer(made) if main_grad else made)
         start = arrays(gather_state_dict(net, group))
         losses = steps(model, made, tokens, rank, turns)
+        if save:
+            of_net = net.sharded_state_dict()
+            paddle.distributed.save_state_dict(of_net | made.sharded_state_dict(of_net), save)
     return start, losses, arrays(gather_state_dict(net, group))
 
 
@@ -156,8 +160,16 @@ def assert_like_one_process(ranks: Any, degrees: dict[str, int], kind: str, toke
     net = Net()
     net.set_state_dict(start)
     name, turns = options.get("optimizer", "Momentum"), options.get("turns", 1)
-    losses = steps(net, optimizer_of(name, net.parameters(), nn.ClipGradByGlobalNorm(0.5)), tokens, None, turns)
+    optimizer = optimizer_of(name, net.parameters(), nn.ClipGradByGlobalNorm(0.5))
+    losses = steps(net, optimizer, tokens, None, turns)
     np.testing.assert_allclose(np.sum([each for _, each, _ in got], 0), losses, rtol=1e-5)
+    if "save" in options:
+        of_net = net.sharded_state_dict()
+        expected = {key: each.local_tensor for key, each in (of_net | optimizer.sharded_state_dict(of_net)).items()}
+        found = paddle.distributed.load_merged_state_dict(options["save"])
+        assert found.keys() == expected.keys()
+        for key, value in found.items():
+            np.testing.assert_allclose(value.numpy(), expected[key].numpy(), rtol=2e-3, atol=2e-5, err_msg=key)
     for key, expected in arrays(net.state_dict()).items():
         np.testing.assert_allclose(end[key], expected, rtol=2e-4, atol=2e-5, err_msg=key)
     assert any(np.abs(end[key] - start[key]).max() > 0.01 for key in start if "experts" in key)
@@ -186,6 +198,17 @@ def test_fleet_may_divide_each_parameter(ranks, kind):
 @pytest.mark.parametrize("kind", [SHARDING, EXPERTS])  # paddle.DataParallel knows no main_grad
 def test_main_gradients_are_those_of_one_process(ranks, kind):
     assert_like_one_process(ranks, TWO[kind], kind, (5, 11), main_grad=True, turns=2)
+
+
+DIVIDED = {"sharding": {"split_param": True}, "main_grad": True}
+WAYS = [(DATA, {}), (SHARDING, {}), (EXPERTS, {}), (SHARDING, DIVIDED), (EXPERTS, DIVIDED)]
+NAMES_OF_WAYS = [f"{kind}, divided" if options else kind for kind, options in WAYS]
+
+
+@pytest.mark.cpu_only  # Paddle moves checkpoints to GPUs, and a plug-in's are none
+@pytest.mark.parametrize(("kind", "options"), WAYS, ids=NAMES_OF_WAYS)
+def test_checkpoints_of_paddle_have_all_experts_and_what_optimizers_keep(ranks, kind, options, tmp_path):
+    assert_like_one_process(ranks, TWO[kind], kind, (8, 8), optimizer="AdamW", save=str(tmp_path / "flex"), **options)
 
 
 def unprepared(kind: str, splits: bool) -> list[str]:
@@ -336,6 +359,14 @@ def test_groups_of_four_ranks_connect_at_their_first_exchange(custom_backend):
 def test_four_ranks_may_divide_each_parameter(ranks):
     options = {"sharding": {"split_param": True}, "main_grad": True, "optimizer": "AdamW"}
     assert_like_one_process(ranks, FOUR[EXPERTS], EXPERTS, (3, 0, 9, 4), **options)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "options"), [(SHARDING, {}), (EXPERTS, {}), (EXPERTS, DIVIDED)])
+def test_checkpoints_of_paddle_have_each_expert_of_several_copies_once(ranks, kind, options, tmp_path):
+    path = str(tmp_path / "flex")
+    assert_like_one_process(ranks, FOUR[kind], kind, (3, 0, 9, 4), optimizer="AdamW", save=path, **options)
 
 
 @pytest.mark.parametrize("kind", [SHARDING, EXPERTS])

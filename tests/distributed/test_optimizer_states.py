@@ -56,6 +56,8 @@ class Net(nn.Layer):
 class Run:
     """A model and its optimizer on this rank of a group, or alone; training is the same over any number of ranks."""
 
+    model: type[Net] = Net
+
     def __init__(self, optimizer: str = "AdamW", *, layers_before: int = 0, **options: Any) -> None:
         alone = not paddle.distributed.is_initialized()
         self.group = None if alone else paddle.distributed.get_group(0)
@@ -63,7 +65,7 @@ class Run:
         for _ in range(layers_before):  # so that parameters get other names
             nn.Linear(1, 1)
         paddle.seed(5)
-        self.net = Net(self.group)
+        self.net = self.model(self.group)
         self.rate = paddle.optimizer.lr.StepDecay(0.01, step_size=3)
         arguments = {"learning_rate": self.rate, **OPTIMIZERS[optimizer], **options}
         if "multi_precision" in arguments:
