@@ -19,7 +19,8 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
-from .gradients import gradient_of
+from .clipping import ClipGradByGlobalNorm
+from .gradients import gradient_of, rounded_once
 from .groups import expert_group_of
 from .mixing import mixing_prevented
 from .parameters import is_expert_parameter, sharding_color
@@ -91,7 +92,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     made._experts, made._share = experts, 1.0 / place.group.nranks
     if isinstance(made._inner_opt, DygraphShardingOptimizer):
         made._inner_opt.__class__ = _Sharding
-        made._inner_opt.keep_apart(experts, place.copies)
+        made._inner_opt.keep_apart(experts, place.copies, made._share)
     return made
 
 
@@ -156,8 +157,8 @@ def _clip(clip: Any, place: _Place) -> Any:
     """How gradients are clipped by the norm over all ranks, where each rank has experts of its own."""
     if place.is_sharded:  # Fleet adds up the squares of what each rank updates
         return nn.ClipGradByGlobalNorm(clip.clip_norm) if isinstance(clip, ClipGradForMOEByGlobalNorm) else clip
-    if isinstance(clip, nn.ClipGradByGlobalNorm):
-        return ClipGradForMOEByGlobalNorm(clip.clip_norm, is_expert_parameter, place.group)
+    if isinstance(clip, (nn.ClipGradByGlobalNorm, ClipGradForMOEByGlobalNorm)):
+        return ClipGradByGlobalNorm(clip.clip_norm)
     return clip
 
 
@@ -169,6 +170,8 @@ class _Optimizer(HybridParallelOptimizer):
 
     def _hybrid_sync_grad(self, parameter_list: list[Tensor]) -> None:
         super()._hybrid_sync_grad(parameter_list)
+        if isinstance(self._inner_opt, _Sharding):
+            return  # `_Sharding.reduce_gradients` scales them
         if isinstance(self._inner_opt, DygraphShardingOptimizerV2):
             buffers = [each for each in self._inner_opt._comm_buffer_list if is_expert_parameter(each.params[0])]
             gradients = [each.grad_storage for each in buffers]
@@ -176,7 +179,8 @@ class _Optimizer(HybridParallelOptimizer):
             gradients = [gradient_of(each) for each in self._experts if not each.stop_gradient]
         for gradient in gradients:
             if gradient is not None:
-                gradient.scale_(self._share)
+                with rounded_once(gradient) as quotient:
+                    quotient.scale_(self._share)
 
 
 class _Sharding(DygraphShardingOptimizer):
@@ -184,13 +188,20 @@ class _Sharding(DygraphShardingOptimizer):
 
     _owners: dict[str, int]  # by the name of a parameter of experts, the rank of the world that updates it
     _copies: Group
+    _share: float
     _parameter_list: list[Tensor]
     _broadcast_order_params: list[Tensor] | None
 
-    def keep_apart(self, experts: Sequence[Tensor], copies: Group) -> None:
-        """Divide the parameters again."""
+    def keep_apart(self, experts: Sequence[Tensor], copies: Group, share: float) -> None:
+        """Divide the parameters again.
+
+        Args:
+            experts: the parameters of experts.
+            copies: the ranks that have copies of this rank's.
+            share: factor of their gradients, 1 / number of ranks that share the experts.
+        """
         whole, names = self._parameter_list, {each.name for each in experts}
-        self._copies = copies
+        self._copies, self._share = copies, share
         self._owners = {each.name: copies.ranks[number % copies.nranks] for number, each in enumerate(experts)}
         self._parameter_list = [each for each in whole if each.name not in names]
         self._rank2params = self._partition_parameters()
@@ -208,16 +219,18 @@ class _Sharding(DygraphShardingOptimizer):
 
     def reduce_gradients(self, parameter_list: list[Tensor], hcg: Any) -> None:
         super().reduce_gradients([each for each in parameter_list if each.name not in self._owners], hcg)
-        if self._copies.nranks == 1:
-            return
         for each in self._experts_of(parameter_list):
             gradient = gradient_of(each)
+            if gradient is None and self._copies.nranks == 1:
+                continue
             if gradient is None:  # of a rank without tokens
                 attribute, dtype = ("main_grad", "float32") if hasattr(each, "main_grad") else ("grad", each.dtype)
                 gradient = paddle.zeros_like(each, dtype=dtype)
                 setattr(each, attribute, gradient)
-            gradient.scale_(1.0 / self._copies.nranks)
-            paddle.distributed.reduce(gradient, dst=self._owners[each.name], group=self._copies)
+            with rounded_once(gradient) as total:
+                total.scale_(self._share / self._copies.nranks)
+                if self._copies.nranks > 1:
+                    paddle.distributed.reduce(total, dst=self._owners[each.name], group=self._copies)
 
     def _sharding_sync_parameters(self) -> None:
         own = self._rank2params[self._sharding_rank]

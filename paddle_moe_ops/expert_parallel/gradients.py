@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -17,7 +18,7 @@ from .groups import agree, check_group_of_experts, group_of, raising_together
 from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 from .parameters import is_expert_parameter
 
-__all__ = ["average_gradients", "gradient_of"]
+__all__ = ["average_gradients", "gradient_of", "rounded_once", "widened"]
 
 _NAME = "average_gradients"
 _NO_GRADIENT, _NOT_TRAINED = "none", "not trained"
@@ -45,6 +46,8 @@ def average_gradients(
     Call it after ``backward()`` and before the optimizer's step, on all ranks, in place of `paddle.DataParallel`. The
     gradients of parameters that all ranks have are averaged. Those of experts are complete on their rank, since the
     tokens of all ranks are in them; they are divided by the number of ranks. ``main_grad`` is used where it is set.
+    Gradients of float16 and bfloat16 are summed and divided in float32 and rounded once: the mean of finite gradients
+    is finite. This needs room for one gradient at a time in float32.
 
     Deterministic as far as ``paddle.distributed.all_reduce`` is. Each call first compares what the ranks have: one
     all_reduce of five numbers, for which the host waits, and another one with ``copies``. A second exchange follows
@@ -82,15 +85,17 @@ def average_gradients(
         _settle_between_groups(error, tensors, group, others, seconds)
     if group.nranks == 1 and others is None:
         return
+    share = 1.0 / (group.nranks * (1 if others is None else others.nranks))
     for parameter in tensors:
         gradient = None if parameter.stop_gradient else gradient_of(parameter)
         if gradient is None:
             continue
-        if not is_expert_parameter(parameter) and group.nranks > 1:
-            _add_up(gradient, group, seconds)
-        if others is not None:
-            _add_up(gradient, others, seconds)
-        gradient.scale_(1.0 / (group.nranks * (1 if others is None else others.nranks)))
+        with rounded_once(gradient) as total:
+            if not is_expert_parameter(parameter) and group.nranks > 1:
+                _add_up(total, group, seconds)
+            if others is not None:
+                _add_up(total, others, seconds)
+            total.scale_(share)
 
 
 def _add_up(gradient: Tensor, group: Group, seconds: float) -> None:
@@ -213,3 +218,18 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     """The gradient of a parameter, in ``main_grad`` where that is set."""
     main: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
+
+
+def widened(gradient: Tensor) -> Tensor:
+    """Return a float32 copy of a dense gradient of 16 bits, or any other gradient itself."""
+    is_narrow = gradient.dtype in (paddle.float16, paddle.bfloat16) and gradient.is_dense()
+    return gradient.astype("float32") if is_narrow else gradient
+
+
+@contextlib.contextmanager
+def rounded_once(gradient: Tensor) -> Iterator[Tensor]:
+    """Yield the tensor to reduce and scale in place; afterwards the gradient has its values, in its own dtype."""
+    total = widened(gradient)
+    yield total
+    if total is not gradient:
+        paddle.assign(total.astype(gradient.dtype), gradient)

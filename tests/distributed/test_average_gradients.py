@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops.expert_parallel import average_gradients, mark_expert_parameters
+from paddle_moe_ops.expert_parallel import ClipGradByGlobalNorm, average_gradients, mark_expert_parameters
 
 from .processes import run
 from .test_expert_parallel_errors import caught
@@ -132,6 +133,53 @@ def collectives_of_a_call() -> list[str]:
 
 def test_ranks_that_fit_together_exchange_five_numbers_more_than_gradients():
     assert run(collectives_of_a_call, 2) == [["all_reduce of 5", "all_reduce of 70"]] * 2
+
+
+def large_integers(rank: int) -> np.ndarray:
+    """Integers of one rank, which float16 and bfloat16 round."""
+    return np.random.default_rng(rank).integers(-60000, 60000, [101]).astype(np.float32)
+
+
+def narrow_gradients(dtype: str) -> tuple[list[np.ndarray], list[Any]]:
+    """Averaged gradients of a dense parameter and of experts, and whether each keeps its dtype."""
+    given = [parameter([101], dtype, gradient=None), of_experts([101], dtype=dtype, gradient=None)]
+    for each in given:
+        each.grad = paddle.to_tensor(large_integers(paddle.distributed.get_rank())).astype(dtype)
+    kept = [each.grad for each in given]
+    average_gradients(given)
+    return [each.astype("float32").numpy() for each in kept], [each.grad.dtype == kept[0].dtype for each in given]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_sixteen_bits_are_averaged_in_float32_and_rounded_once(dtype):
+    def rounded(values: np.ndarray) -> np.ndarray:
+        return paddle.to_tensor(values).astype(dtype).astype("float32").numpy()
+
+    given = [rounded(large_integers(rank)) for rank in range(3)]
+    third, total = np.float32(1 / 3), np.sum(given, 0)
+    assert np.abs(total).max() > np.finfo(np.float16).max
+    for own, ((dense, experts), same_dtype) in zip(given, run(narrow_gradients, 3, dtype=dtype), strict=True):
+        np.testing.assert_array_equal(dense, rounded(total * third))
+        np.testing.assert_array_equal(experts, rounded(own * third))
+        assert same_dtype == [True, True]
+
+
+def clipped(dtype: str) -> list[tuple[str, float]]:
+    """Dtype and value of the gradients of a dense parameter and of experts, after clipping."""
+    layer = paddle.nn.Layer()
+    layer.weight = parameter([7], dtype, gradient=(300.0, 600.0)[paddle.distributed.get_rank()])
+    mark_expert_parameters(layer, group=paddle.distributed.get_group(0))
+    both = [parameter([5], dtype, gradient=30.0), layer.weight]
+    results = ClipGradByGlobalNorm(8.0)([(each, each.grad) for each in both])
+    return [(str(each.dtype), float(each.astype("float32").max())) for _, each in results]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_sixteen_bits_are_clipped_by_the_norm_in_float32(dtype):
+    factor = 8 / np.sqrt(5 * 30.0**2 + 7 * 300.0**2 + 7 * 600.0**2)
+    for own, found in zip((300.0, 600.0), run(clipped, 2, dtype=dtype), strict=True):
+        expected = [paddle.to_tensor(each * factor, "float32").astype(dtype) for each in (30.0, own)]
+        assert found == [(str(each.dtype), float(each.astype("float32"))) for each in expected]
 
 
 def test_alone_a_process_checks_what_it_is_given():

@@ -375,6 +375,26 @@ def test_copies_of_experts_start_as_one_on_four_ranks(ranks, kind):
     assert_like_one_process(ranks, FOUR[kind], kind, (4, 4, 4, 4), same_seed=False)
 
 
+def reduced_float16(kind: str) -> float | None:
+    """The gradient of experts that Fleet's optimizer applies on this rank; None if another rank updates them."""
+    group = group_of_experts(start_fleet(**FOUR[kind]), kind)
+    net = Net(group)
+    net.moe.experts.to(dtype="float16")
+    optimizer = distributed_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
+    down = net.moe.experts.down
+    down.grad = paddle.full(down.shape, 60000.0 + 32 * paddle.distributed.get_rank(), "float16")
+    optimizer._hybrid_sync_grad(list(net.parameters()))
+    own = optimizer._inner_opt._rank2params[optimizer._inner_opt._sharding_rank]
+    return float(down.grad.astype("float32").max()) if any(each is down for each in own) else None
+
+
+@pytest.mark.slow
+def test_gradients_of_float16_are_added_up_between_copies_in_float32(ranks):
+    """Ranks [0, 1] share the experts and [2, 3] have copies: sums over two ranks, divided by four."""
+    found = ranks(4, reduced_float16, kind=EXPERTS)
+    assert sorted(each for each in found if each is not None) == [30016.0, 30032.0]
+
+
 def too_few_ranks() -> list[str]:
     """Experts shared by a part of the ranks that Fleet would average them between."""
     texts = []
