@@ -48,8 +48,8 @@ def permute(
         x: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2 (not with ``quantize``); any H >= 1, rows may
             be strided.
         plan: where the rows go.
-        scale: [T, S] float32, or int32 (four packed ue8m0 exponents each), or None. Not differentiable. None with
-            ``quantize``, which makes the scales.
+        scale: [T, S] float32, int32 (four packed ue8m0 exponents each), uint8 (e8m0 bytes, as of MXFP8), or None. Not
+            differentiable. None with ``quantize``, which makes the scales.
         quantize: None, or the format of the rows: "fp8_1x128" (float32 scales) or "fp8_1x128_ue8m0" (scales that are
             powers of two, packed four to an int32).
         scale_layout: layout of the scales that ``quantize`` makes: "row", or "col", which is transposed and filled up.
@@ -74,14 +74,20 @@ def permute(
     if quantize is not None and scale is not None:
         _checks.bad_value(name, "scale", "None with quantize, which makes the scales", type(scale).__name__)
     if scale is not None:
-        _checks.tensor(name, "scale", scale, (paddle.float32, paddle.int32), [plan.num_tokens, "num_scales"])
+        dtypes = paddle.float32, paddle.int32, paddle.uint8
+        _checks.tensor(name, "scale", scale, dtypes, [plan.num_tokens, "num_scales"])
     _checks.choice(name, "fill_padding", fill_padding, FILL_PADDING)
     _checks.same_place(name, x=x, plan=plan.slot_to_row, scale=scale)
     if quantize is not None:
         codes, scales = resolve("permute_quantized", x).permute_quantized(x, plan, fill_padding, spec)
         return codes, scales
-    rows, scales = resolve(name, x).permute(x, scale, plan, fill_padding)
-    return rows, None if scale is None else scales
+    rows, scales = resolve(name, x).permute(x, movable_scale(scale), plan, fill_padding)
+    return rows, None if scale is None else to_dtype(scales, scale.dtype)
+
+
+def movable_scale(scale: Tensor | None) -> Any:
+    """Scales of a dtype that backends move: bytes as int32."""
+    return scale.astype("int32") if scale is not None and scale.dtype == paddle.uint8 else scale
 
 
 @public("y", "probs", quick=quick_unpermute)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks
-from ._graphs import constant, is_graph_value, public
+from ._graphs import constant, float32, is_graph_value, public
 from .backends import Backend, RouteSpec, TopkSpec, Validation, resolve
 from .backends.base import Tensors
 
@@ -334,12 +335,15 @@ def calculate_topk(
     scores_per_group: int = 2,
     scaling_factor: float = 1.0,
     return_scores: bool = False,
+    score_dtype: str | None = None,
 ) -> tuple[Tensor, ...]:
     """Choose the experts of each token from a router's logits, and weight them.
 
     Scores are the sigmoid of each logit or the softmax over a token's logits, in float32, rounded to the dtype of
-    the logits. The K experts with the highest values are chosen; where values are equal, the lower id; NaN ranks
-    above all numbers. Weights are the scores of the chosen experts, divided by their sum and scaled if asked for.
+    the logits, as in Unsloth. With ``score_dtype="float32"`` they stay in float32, as in FastDeploy, vLLM, Megatron and
+    TransformerEngine; of bfloat16 logits that chooses otherwise between scores that are nearly equal. The K experts
+    with the highest values are chosen; where values are equal, the lower id; NaN ranks above all numbers. Weights are
+    the scores of the chosen experts, divided by their sum and scaled if asked for.
 
     What routers add to this: ERNIE 4.5 a correction bias; DeepSeek-V2 groups (``scores_per_group=1``); DeepSeek-V3
     (arXiv:2412.19437, section 2.1.2) sigmoid, bias, groups (of the two best scores) and a scaling factor.
@@ -349,36 +353,40 @@ def calculate_topk(
     the last bits, as exponentials do; so may the choice between scores that are nearly equal. No host synchronisation.
 
     Args:
-        gating: logits [T, E], bfloat16, float16 or float32. As a keyword it may also be called ``gating_output``.
+        gating: logits [T, E], or [..., E] with any other dimensions in front, bfloat16, float16 or float32. As a
+            keyword it may also be called ``gating_output``.
         top_k: K, from 1 to the experts of the kept groups.
         use_sigmoid: sigmoid instead of softmax.
         renormalize: divide a token's weights by their sum, however small. Weights that are all 0 stay 0.
         pre_act: choose by scores of all experts.
         post_act: choose by logits and score the chosen experts only, so that a softmax runs over K. Exactly one of
             ``pre_act`` and ``post_act`` must be True.
-        correction_bias: float32 [E], added in float32 to the values that experts are chosen by, and to nothing else.
+        correction_bias: float32 [E] or [1, E], added in float32 to the values that experts are chosen by, and to
+            nothing else.
         num_groups: number of groups, each of E / num_groups consecutive experts.
         topk_groups: how many groups a token's experts may come from: those with the highest sums, the lower group
             where sums are equal. None: all.
         scores_per_group: how many of a group's highest values (with the bias) its sum adds up.
         scaling_factor: what the weights are multiplied by in the end.
         return_scores: whether to return the scores of all experts too, for auxiliary losses.
+        score_dtype: None, the dtype of ``gating``, or ``"float32"``: that of scores and weights, in which experts are
+            chosen.
 
     Returns:
-        weights [T, K] (dtype of ``gating``), best expert first, and ids int64 [T, K], distinct within a token; then as
-        asked for scores [T, E] (dtype of ``gating``).
+        weights [T, K] (dtype of the scores), best expert first, and ids int64 [T, K], distinct within a token; then as
+        asked for scores [T, E]. [..., K] and [..., E] for logits [..., E].
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
     """
     name = "calculate_topk"
-    _checks.tensor(name, "gating", gating, _checks.SUM_DTYPES, ["num_tokens", "num_experts"])
-    num_experts = gating.shape[1]
+    _checks.instance(name, "gating", gating, Tensor, "a paddle.Tensor")
+    of_each = ["size"] * max(gating.ndim - 1, 0)
+    _checks.tensor(name, "gating", gating, _checks.SUM_DTYPES, [*of_each, "num_experts"], "[..., num_experts]")
+    num_experts = gating.shape[-1]
     if num_experts == 0:
-        _checks.bad_value(
-            name, "gating", "of shape [num_tokens, num_experts] with num_experts >= 1", list(gating.shape)
-        )
+        _checks.bad_value(name, "gating", "of shape [..., num_experts] with num_experts >= 1", list(gating.shape))
     for argument, value in (
         ("use_sigmoid", use_sigmoid),
         ("renormalize", renormalize),
@@ -390,8 +398,16 @@ def calculate_topk(
     if pre_act == post_act:
         _checks.bad_value(name, "exactly one of pre_act and post_act", "True", "both" if pre_act else "neither")
     num_groups, topk_groups = check_groups(name, "top_k", num_experts, top_k, num_groups, topk_groups, scores_per_group)
+    if score_dtype is not None:
+        if score_dtype != "float32":
+            _checks.bad_value(name, "score_dtype", "'float32' or None", repr(score_dtype))
+        gating = float32(gating)
     if correction_bias is not None:
-        _checks.tensor(name, "correction_bias", correction_bias, (paddle.float32,), [num_experts])
+        ranks = {1: [num_experts], 2: [1, num_experts]}
+        shape = ranks.get(getattr(correction_bias, "ndim", 1), [num_experts])
+        text = f"[{num_experts}] or [1, {num_experts}]"
+        _checks.tensor(name, "correction_bias", correction_bias, (paddle.float32,), shape, text)
+        correction_bias = correction_bias if len(shape) == 1 else correction_bias.reshape([num_experts])
     scaling_factor = _checks.number(name, "scaling_factor", scaling_factor)
     _checks.same_place(name, gating=gating, correction_bias=correction_bias)
 
@@ -406,8 +422,18 @@ def calculate_topk(
         scaling_factor,
         return_scores,
     )
-    outputs = resolve(name, gating).calculate_topk(gating, correction_bias, spec)
-    return outputs if return_scores else outputs[:2]
+    lines = gating if gating.ndim == 2 else gating.reshape([_product(gating.shape[:-1]), num_experts])
+    outputs = resolve(name, gating).calculate_topk(lines, correction_bias, spec)
+    outputs = outputs if return_scores else outputs[:2]
+    if gating.ndim == 2:
+        return outputs
+    front = [size if size >= 0 else paddle.shape(gating)[axis] for axis, size in enumerate(gating.shape[:-1])]
+    return tuple(each.reshape([*front, each.shape[-1]]) for each in outputs)
+
+
+def _product(sizes: Sequence[int]) -> int:
+    """The product of sizes, or -1 if one is unknown."""
+    return -1 if min(sizes, default=1) < 0 else math.prod(sizes)
 
 
 def check_groups(

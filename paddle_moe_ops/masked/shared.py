@@ -13,6 +13,7 @@ from paddle import Tensor
 from .. import _checks, rowmaps
 from .._graphs import constant, float32, to_dtype
 from ..backends import RowMaps, resolve
+from ..functional import movable_scale
 from ..routing import Plan, route
 
 __all__ = ["ROUTE_NAMES", "check_scale", "mask_of", "move", "route_mask", "without_zero_probs"]
@@ -71,7 +72,7 @@ def move(inp: Tensor, maps: Any, scale: Tensor | None, rows_by: RowMaps | None =
     backend = resolve("permute", inp)
     if scale is None or _is_of_whole_tensor(scale):
         return backend.permute(inp, None, maps if rows_by is None else rows_by, "all")[0], scale
-    carried = scale.astype("int32") if scale.dtype == paddle.uint8 else scale
+    carried = movable_scale(scale)
     if rows_by is None:
         rows, scales = backend.permute(inp, carried, maps, "all")
     else:

@@ -298,7 +298,7 @@ PERMUTE_AND_UNPERMUTE = [
     _value("permute", "no hidden columns", {"x": zeros(T, 0)},
            "x must be of shape [4, hidden] with hidden >= 1, but got [4, 0]"),
     _type("permute", "scale of float16", {"scale": zeros(T, 1, dtype=np.float16)},
-          "scale must be of dtype float32 or int32, but got float16"),
+          "scale must be of dtype float32, int32 or uint8, but got float16"),
     _value("permute", "scale of another token count", {"scale": zeros(N, 1)},
            "scale must be of shape [4, num_scales], but got [6, 1]"),
     _value("permute", "unknown fill_padding", {"fill_padding": "some"},

@@ -235,6 +235,40 @@ def test_narrow_scores_are_rounded_before_the_choice(place, backend):
     assert calculate_topk(gating, 1, True, False, False, True)[1].tolist() == [[1]]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scores_in_float32_choose_and_weigh_as_wide_logits_do(dtype, rng, place, backend):
+    gating = tensor(rng.standard_normal((33, 64)).astype(np.float32), place, gradient=True).astype(dtype)
+    made = calculate_topk(gating, 6, True, True, score_dtype="float32", return_scores=True)
+    expected = calculate_topk(gating.astype("float32"), 6, True, True, return_scores=True)
+    for got, wanted in zip(made, expected, strict=True):
+        assert_bits_equal(got, wanted)
+    assert (made[0].dtype, made[2].dtype) == (paddle.float32, paddle.float32)
+    near = paddle.to_tensor([[5.0, 5.03125]], dtype="bfloat16")
+    assert calculate_topk(near, 1, True, False, score_dtype="float32")[1].tolist() == [[1]]
+    (gradient,) = paddle.grad((made[0] ** 2).sum(), gating)
+    (due,) = paddle.grad((expected[0] ** 2).sum(), gating)
+    assert gradient.dtype == gating.dtype
+    assert_bits_equal(gradient, due)
+
+
+@pytest.mark.parametrize("front", [[], [0], [2, 3], [2, 0, 3], [1, 2, 2]], ids=str)
+def test_logits_may_have_any_dimensions_in_front(front, rng, place, backend):
+    lines = int(np.prod(front))
+    router = deepseek_v3(np.float32, lines, rng)
+    flat = call(router, place)
+    gating = tensor(router.gating, place).reshape([*front, 256])
+    for got, wanted in zip(call(router, place, gating), flat, strict=True):
+        assert got.shape == [*front, wanted.shape[1]]
+        assert_bits_equal(got.reshape(wanted.shape), wanted)
+
+
+def test_a_bias_may_be_a_row(rng, place, backend):
+    router = deepseek_v3(np.float32, 7, rng)
+    row = router._replace(correction_bias=router.correction_bias[None])
+    for got, wanted in zip(call(row, place), call(router, place), strict=True):
+        assert_bits_equal(got, wanted)
+
+
 @pytest.mark.parametrize("with_scores", [False, True], ids=["weights", "weights and scores"])
 @pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "normed"])
 @BY_ACTIVATION
@@ -284,14 +318,14 @@ def test_a_bias_that_wants_a_gradient_gets_none(rng, place, backend):
 
 BAD = {
     "rank": (
-        {"gating": paddle.zeros([4])},
+        {"gating": paddle.zeros([])},
         ValueError,
-        "gating must be of shape [num_tokens, num_experts], but got [4]",
+        "gating must be of shape [..., num_experts], but got []",
     ),
     "no_experts": (
         {"gating": paddle.zeros([4, 0])},
         ValueError,
-        "gating must be of shape [num_tokens, num_experts] with num_experts >= 1, but got [4, 0]",
+        "gating must be of shape [..., num_experts] with num_experts >= 1, but got [4, 0]",
     ),
     "dtype": (
         {"gating": paddle.zeros([4, 6], "int32")},
@@ -330,7 +364,17 @@ BAD = {
     "bias": (
         {"correction_bias": paddle.zeros([5])},
         ValueError,
-        "correction_bias must be of shape [6], but got [5]",
+        "correction_bias must be of shape [6] or [1, 6], but got [5]",
+    ),
+    "bias_of_rows": (
+        {"correction_bias": paddle.zeros([2, 6])},
+        ValueError,
+        "correction_bias must be of shape [6] or [1, 6], but got [2, 6]",
+    ),
+    "score_dtype": (
+        {"score_dtype": "bfloat16"},
+        ValueError,
+        "score_dtype must be 'float32' or None, but got 'bfloat16'",
     ),
     "bias_dtype": (
         {"correction_bias": paddle.zeros([6], "bfloat16")},

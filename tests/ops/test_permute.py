@@ -28,14 +28,16 @@ from tests.params import HIDDEN_SIZES, ROW_DTYPES, SHAPES, SMALL
 
 
 def draw_scale(rng: np.random.Generator, kind: str, num_tokens: int, num_scales: int) -> NDArray | None:
-    """Scales as they are, or the bits of any int32, which is what four packed exponents are."""
+    """Scales in float32, the bits of any int32 (four packed exponents), or any bytes (exponents)."""
     if kind == "no scale":
         return None
+    if kind == "uint8 scale":
+        return rng.integers(0, 256, (num_tokens, num_scales), np.uint8)
     scale = every_kind(rng, (num_tokens, num_scales), np.float32)
     return scale.view(np.int32) if kind == "int32 scale" else scale
 
 
-scale_kinds = st.sampled_from(["no scale", "float32 scale", "int32 scale"])
+scale_kinds = st.sampled_from(["no scale", "float32 scale", "int32 scale", "uint8 scale"])
 
 
 @given(
