@@ -92,9 +92,9 @@ def tensor(
         the value.
     """
     if isinstance(value, Tensor):
-        if value.is_dist():
-            expected = "a distributed tensor (auto parallel), which is not supported"
-            bad_type(function, argument, "a dense tensor", expected)
+        if not value.is_dense():
+            kind = "a distributed tensor (auto parallel)" if value.is_dist() else "a sparse tensor"
+            bad_type(function, argument, "a dense tensor", f"{kind}, which is not supported")
     elif not is_graph_value(value):
         bad_type(function, argument, "a paddle.Tensor", type(value).__name__)
     if value.dtype not in dtypes:

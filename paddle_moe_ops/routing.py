@@ -320,7 +320,7 @@ def _route_up_to(
     return (*maps[:8], routed, maps[9] + dropped)
 
 
-@public("gating", aliases={"gating_output": "gating"})
+@public("gating", aliases={"gating_output": "gating", "topk": "top_k"})
 def calculate_topk(
     gating: Tensor,
     top_k: int,
@@ -355,7 +355,7 @@ def calculate_topk(
     Args:
         gating: logits [T, E], or [..., E] with any other dimensions in front, bfloat16, float16 or float32. As a
             keyword it may also be called ``gating_output``.
-        top_k: K, from 1 to the experts of the kept groups.
+        top_k: K, from 1 to the experts of the kept groups. As a keyword it may also be called ``topk``.
         use_sigmoid: sigmoid instead of softmax.
         renormalize: divide a token's weights by their sum, however small. Weights that are all 0 stay 0.
         pre_act: choose by scores of all experts.

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -22,6 +23,21 @@ def initial(fan_in: int) -> Any:
 def weight(layer: nn.Layer, shape: list[int], fan_in: int) -> Tensor:
     """A parameter that starts with those values."""
     return layer.create_parameter(shape, default_initializer=initial(fan_in))
+
+
+def misnamed(**names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of constructors: a keyword that other packages use raises and names the argument here."""
+
+    def decorate(construct: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(construct)
+        def call(self: Any, *arguments: Any, **keywords: Any) -> None:
+            for given in names.keys() & keywords.keys():
+                raise TypeError(f"{type(self).__name__}: the argument is called {names[given]}, but got {given}")
+            construct(self, *arguments, **keywords)
+
+        return call
+
+    return decorate
 
 
 class Size(int):

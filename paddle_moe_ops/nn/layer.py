@@ -20,7 +20,7 @@ from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
 from ..expert_parallel.parallel import ExpertParallel, check_travel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..routing import Plan, route
-from ._common import add, check_rows, with_shape_of
+from ._common import add, check_rows, misnamed, with_shape_of
 from .experts import SwiGLU, SwiGLUExperts
 from .losses import loss_of_load, normalised, router_z_loss
 from .router import TopKRouter, capacity_of
@@ -88,6 +88,7 @@ class MoELayer(nn.Layer):
             ``compute``.
     """
 
+    @misnamed(top_k="topk")
     def __init__(
         self,
         hidden_size: int,

@@ -19,7 +19,7 @@ from paddle.jit import not_to_static
 from .. import _checks
 from .._graphs import filled, float32, is_graph_value, public, ready_for_matmul, without_autocast
 from ..routing import calculate_topk, check_groups
-from ._common import Size, described, of_shape, sizes, weight
+from ._common import Size, described, misnamed, of_shape, sizes, weight
 
 SCORING = ("softmax", "sigmoid")
 _INTEGERS = (paddle.int32, paddle.int64, paddle.int16, paddle.int8, paddle.uint8, paddle.bool)
@@ -74,6 +74,7 @@ class TopKRouter(nn.Layer):
             an unknown scoring, or a capacity factor that is not above 0.
     """
 
+    @misnamed(top_k="topk")
     def __init__(
         self,
         hidden_size: int,

@@ -69,7 +69,7 @@ def _no_gpu() -> str | None:
 @functools.cache
 def _no_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; install it with: pip install 'paddle_moe_ops[triton]'"
+        return "Triton is not installed; install it with: pip install 'triton>=3.2'"
     version = metadata.version("triton")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST_TRITON:
         return f"Triton must be at least {'.'.join(map(str, _OLDEST_TRITON))}, but is {version}"

@@ -214,3 +214,19 @@ def test_an_error_leaves_the_operator_usable(place, backend):
     for case in itertools.islice(BAD_DATA["data"], 3):
         assert_raises(case, place, validate=True)
     assert call("moe_permute", {}, place)[0].shape == [6, 6]
+
+
+@pytest.mark.parametrize("form", ["coo", "csr"])
+def test_a_sparse_tensor_is_refused_by_the_name_of_its_argument(form):
+    rows = paddle.ones([3, 4])
+    sparse = rows.to_sparse_coo(2) if form == "coo" else rows.to_sparse_csr()
+    plan = ops.route(paddle.to_tensor([[0, 1]] * 3, dtype="int32"), num_experts=2)
+    for name, argument, call in (
+        ("permute", "x", lambda: ops.permute(sparse, plan)),
+        ("unpermute", "y", lambda: ops.unpermute(sparse, plan)),
+        ("route", "routing", lambda: ops.route(sparse, num_experts=2)),
+        ("calculate_topk", "gating", lambda: routing.calculate_topk(sparse, 1, False, True)),
+    ):
+        text = f"{name}: {argument} must be a dense tensor, but got a sparse tensor, which is not supported"
+        with pytest.raises(TypeError, match=re.escape(text)):
+            call()

@@ -47,6 +47,7 @@ ROUTING = [
     ({"capacity_factor": True}, TypeError, "capacity_factor must be a number, but got bool"),
     ({"capacity_factor": 0}, ValueError, "capacity_factor must be above 0 or None, but got 0"),
     ({"capacity_factor": float("nan")}, ValueError, "capacity_factor must be finite, but got nan"),
+    ({"top_k": 2}, TypeError, "the argument is called topk, but got top_k"),
 ]
 BAD_ARGUMENTS = [
     *(

@@ -49,11 +49,12 @@ def bind(
     found: dict[str, Bound] = {}
     left: list[tuple[str, str]] = []
     for path, layer in model.named_sublayers(include_self=True):
+        place = path or "the model itself"
         matching = [target for target, cls in targets.items() if isinstance(layer, cls)]
         if not matching and getattr(layer, "experts", None) is not None:
-            left.append((f"{path} ({type(layer).__name__})", "no replacement for this class"))
+            left.append((f"{place} ({type(layer).__name__})", "no replacement for this class"))
         for target in matching:
-            where = f"{path} ({type(layer).__name__}.{target.method})"
+            where = f"{place} ({type(layer).__name__}.{target.method})"
             reason = unknown_code(target, type(layer))
             if target.method in vars(layer) and not _is_bound(layer, target):
                 reason = "the method of this layer was replaced by something else"
