@@ -29,6 +29,7 @@ MAX_EXPERTS = 2**16
 SUM_DTYPES = (paddle.bfloat16, paddle.float16, paddle.float32)
 ROW_DTYPES = (*SUM_DTYPES, paddle.float8_e4m3fn, paddle.float8_e5m2)
 ID_DTYPES = (paddle.int32, paddle.int64)
+_NO_PLACE = paddle.base.core.Place()  # of tensors without elements that recompute by hooks unpacked
 _WIDENED = (paddle.bfloat16, paddle.float16)  # what float32 holds exactly
 
 UE8M0 = "fp8_1x128_ue8m0"
@@ -179,6 +180,8 @@ def same_place(function: str, **tensors: Tensor | None) -> None:
         if value is None or is_graph_value(value):
             continue
         place = value.place
+        if place == _NO_PLACE:
+            continue
         if first_place is None:
             first_name, first_place = name, place
         elif place != first_place:

@@ -159,6 +159,14 @@ def beside(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor
 
 
+def unpacked(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that a backward pass saved, on the device of another.
+
+    Recompute by hooks unpacks tensors without elements as tensors without a place.
+    """
+    return tensor if tensor.size > 0 else beside(paddle.empty(tensor.shape, tensor.dtype), like)
+
+
 def numbers_of(like: Tensor) -> Tensor:
     """0, 1, 2, ... for the entries of an integer vector: of its dtype and where it lies, unlike `paddle.arange`."""
     return paddle.cumsum(paddle.ones_like(like), dtype=like.dtype) - 1

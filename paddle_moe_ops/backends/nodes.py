@@ -16,7 +16,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from .._graphs import dense, filled
+from .._graphs import dense, filled, unpacked
 from .._native import native
 from .base import Kernels, Tensors
 from .turns import OneTurn, applied_once
@@ -132,7 +132,7 @@ class _Node(PyLayer):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.call.saved = ctx.saved_tensor() or ()
+        ctx.call.saved = tuple([unpacked(each, gradients[0]) for each in ctx.saved_tensor() or ()])
         made = ctx.call.backward(*gradients)
         ctx.call.saved = ()
         return made if len(made) > 1 else made[0]

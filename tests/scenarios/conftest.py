@@ -4,6 +4,6 @@
 
 from __future__ import annotations
 
-from tests.ops.conftest import backend, chosen_backend, poison, pytest_generate_tests
+from tests.ops.conftest import backend, chosen_backend, interpreted, poison, pytest_generate_tests
 
-__all__ = ["backend", "chosen_backend", "poison", "pytest_generate_tests"]
+__all__ = ["backend", "chosen_backend", "interpreted", "poison", "pytest_generate_tests"]

@@ -37,7 +37,9 @@ PLAN_MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_to_slot", "tokens
 Inputs = dict[str, Any]
 
 
-def make_inputs(place: Any, *, graphs: bool = False) -> tuple[Inputs, dict[str, Tensor]]:
+def make_inputs(
+    place: Any, *, graphs: bool = False, tokens: int = T, routed: bool = True
+) -> tuple[Inputs, dict[str, Tensor]]:
     """Everything that the operations read, and the leaves of what has a gradient.
 
     Numbers have few bits: sums of their products, in Paddle's own matmul too, are exact in any order.
@@ -45,25 +47,32 @@ def make_inputs(place: Any, *, graphs: bool = False) -> tuple[Inputs, dict[str, 
     Args:
         place: where to make the tensors.
         graphs: whether integers and bools carry a graph as well.
+        tokens: number of tokens.
+        routed: whether every slot has an expert; otherwise none has.
     """
     rng = np.random.default_rng(3)
-    ids = np.stack([rng.permutation(E)[:K] for _ in range(T)]).astype(np.int32)
-    probs = exact(rng, (T, K), 1)
-    gates = np.zeros((T, E), np.float32)
-    np.put_along_axis(gates, ids, probs, 1)
+    ids = np.array([rng.permutation(E)[:K] for _ in range(tokens)], np.int32).reshape(tokens, K)
+    probs = exact(rng, (tokens, K), 1)
+    gates = np.zeros((tokens, E), np.float32)
+    if routed:
+        np.put_along_axis(gates, ids, probs, 1)
+    else:
+        ids = np.full_like(ids, -1)
     plan = reference.route(ids, probs, num_experts=E)
     arrays = {
-        "x": exact(rng, (T, H)),
-        "rows": exact(rng, (T * K, H)),
+        "x": exact(rng, (tokens, H)),
+        "rows": exact(rng, (plan.num_rows, H)),
+        "slots": exact(rng, (tokens * K, H)),
         "probs": probs,
         "row_probs": plan.row_probs,
-        "token_probs": exact(rng, T, 1),
+        "token_probs": exact(rng, tokens, 1),
         "gates": gates,
         "weights": exact(rng, (E, H, H)),
     }
     leaves = {name: tensor(array, place, gradient=True) for name, array in arrays.items()}
     tensors: Inputs = {name: leaf * 1.0 for name, leaf in leaves.items()}
-    sizes, order = tensor(np.array([2, 0, 4]), place), tensor(np.array([2, 0, 1]), place)
+    sizes = tensor(np.array([2, 0, 4]) if tokens else np.zeros(3, np.int64), place)
+    order = tensor(np.array([2, 0, 1]), place)
     constants = {
         **{name: getattr(plan_tensors(plan, place), name) for name in PLAN_MAPS},
         "ids": tensor(ids, place),
@@ -73,7 +82,7 @@ def make_inputs(place: Any, *, graphs: bool = False) -> tuple[Inputs, dict[str, 
         "gather": indexed.get_routing_indices(tensor(ids, place), E)[1],
         "sizes": sizes,
         "order": order,
-        "chunk_map": masked.make_chunk_sort_map(sizes, order, T),
+        "chunk_map": masked.make_chunk_sort_map(sizes, order, tokens),
     }
     if graphs:
         zero = leaves["x"].sum() * 0
@@ -115,7 +124,7 @@ def _moe_permute(i: Inputs) -> tuple[Tensor, ...]:
 
 
 def _moe_unpermute(i: Inputs, weighted: bool = False) -> tuple[Tensor, ...]:
-    arguments = i["rows"], i["rowmap"], i["ids"], i["row_probs"], T, E
+    arguments = i["rows"], i["rowmap"], i["ids"], i["row_probs"], i["x"].shape[0], E
     return moe_unpermute(*arguments, using_weighted_combine=weighted)
 
 
@@ -166,7 +175,7 @@ OPERATIONS = (
     ),
     Operation(
         "permute_with_mask_map",
-        lambda i: masked.permute_with_mask_map(i["x"], i["row_id_map"], T * K, i["gates"])[:2],
+        lambda i: masked.permute_with_mask_map(i["x"], i["row_id_map"], i["rows"].shape[0], i["gates"])[:2],
         ("x", "gates"),
         ("row_id_map",),
     ),
@@ -184,13 +193,15 @@ OPERATIONS = (
     ),
     Operation(
         "masked.moe_permute_with_probs",
-        lambda i: masked.moe_permute_with_probs(i["x"], i["gates"], i["mask"], T * K, zero_prob_as_padding=True)[:2],
+        lambda i: masked.moe_permute_with_probs(
+            i["x"], i["gates"], i["mask"], i["rows"].shape[0], zero_prob_as_padding=True
+        )[:2],
         ("x", "gates"),
         ("mask",),
     ),
     Operation(
         "token_dispatch",
-        lambda i: dispatch.token_dispatch(i["x"], i["mask"], T * K, i["gates"], 3)[:2],
+        lambda i: dispatch.token_dispatch(i["x"], i["mask"], i["rows"].shape[0], i["gates"], 3)[:2],
         ("x", "gates"),
         ("mask",),
     ),
@@ -207,7 +218,7 @@ OPERATIONS = (
         ("row_id_map",),
     ),
     Operation("indexed.permute", lambda i: (indexed.permute(i["x"], i["gather"], K),), ("x",), ("gather",)),
-    Operation("indexed.unpermute", lambda i: (indexed.unpermute(i["rows"], i["gather"]),), ("rows",), ("gather",)),
+    Operation("indexed.unpermute", lambda i: (indexed.unpermute(i["slots"], i["gather"]),), ("slots",), ("gather",)),
     Operation(
         "grouped_gemm",
         lambda i: (grouped_gemm(i["rows"], i["weights"], i["tokens_per_expert"], topk_weights=i["row_probs"]),),

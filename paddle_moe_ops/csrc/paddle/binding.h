@@ -65,11 +65,16 @@ void require_described(const paddle::Tensor& rows, int64_t hidden, int hidden_dt
 // that made them: with create_graph=True its engine would wait for ever for a gradient along that edge, and silently lose all others.
 void without_gradient(std::initializer_list<const paddle::Tensor*> saved);
 
+// The tensor, or one that has memory if it has none and therefore no elements.
+inline paddle::Tensor with_memory(const paddle::Tensor& tensor) {
+  return has_place(tensor) ? tensor : paddle::empty(tensor.shape(), tensor.dtype());
+}
+
 inline paddle::Tensor dense(const paddle::Tensor& tensor) {
 #ifdef PMO_PADDLE_2  // operators get contiguous tensors there, and there is no access to strides
   return tensor;
 #else
-  return tensor.is_contiguous() ? tensor : tensor.contiguous();
+  return tensor.is_contiguous() ? with_memory(tensor) : tensor.contiguous();
 #endif
 }
 
@@ -79,7 +84,7 @@ struct Matrix {
   const void* data;
   int64_t row_stride;
 
-  explicit Matrix(const paddle::Tensor& source) : tensor(source) {
+  explicit Matrix(const paddle::Tensor& source) : tensor(with_memory(source)) {
     const Shape shape = source.shape();
 #ifdef PMO_PADDLE_2
     row_stride = shape[1];
@@ -90,14 +95,6 @@ struct Matrix {
     data = tensor.data();
   }
 };
-
-inline paddle::Tensor empty_int32(const Shape& shape, const paddle::Tensor& like) {
-  return paddle::empty(shape, paddle::DataType::INT32, like.place());
-}
-
-inline paddle::Tensor empty_float32(const Shape& shape, const paddle::Tensor& like) {
-  return paddle::empty(shape, paddle::DataType::FLOAT32, like.place());
-}
 
 // A dimension of a shape inference input: -1 where the shape has no such dimension (inference must never throw).
 inline int64_t dim(const Shape& shape, size_t axis) { return axis < shape.size() ? shape[axis] : -1; }

@@ -75,14 +75,6 @@ void fill_with_zeros(char* data, size_t bytes) {
   std::memset(data, 0, bytes);
 }
 
-bool has_memory(const paddle::Tensor& tensor) {
-#ifdef PMO_PADDLE_2
-  return tensor.initialized();
-#else
-  return tensor.has_allocation();
-#endif
-}
-
 #ifdef PMO_WITH_CUDA
 void check_cuda(cudaError_t error, const char* function) {
   if (error != cudaSuccess) fail_internally(std::string(function) + ": CUDA: " + cudaGetErrorString(error));
@@ -124,6 +116,14 @@ const Beside& beside_gpu(int device, const char* function) {
 
 }  // namespace
 
+bool has_place(const paddle::Tensor& tensor) {
+#ifdef PMO_PADDLE_2
+  return tensor.initialized();
+#else
+  return tensor.has_allocation() && tensor.place().GetType() != phi::AllocationType::UNDEFINED;
+#endif
+}
+
 CurrentDevice::~CurrentDevice() {
 #ifdef PMO_WITH_CUDA
   if (before_ >= 0) cudaSetDevice(before_);
@@ -145,7 +145,7 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
     : function_(function) {
   const paddle::Tensor* first = nullptr;
   const auto visit = [&](const paddle::Tensor* tensor) {
-    if (!has_memory(*tensor)) return;
+    if (!has_place(*tensor)) return;
     if (first == nullptr) first = tensor;
     require(tensor->place() == first->place(), function, "all tensors must be on one device");
   };
@@ -156,7 +156,7 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
   for (const paddle::Tensor* tensor : optional) {
     if (tensor != nullptr && tensor->defined()) visit(tensor);
   }
-  if (first == nullptr) return;  // nothing has elements
+  if (first == nullptr) return;
   place_ = first->place();
   is_gpu_ = is_nvidia_gpu(*first);
   if (!is_gpu_ && !first->is_cpu()) fail(std::string(function) + ": every tensor must be " + kDevices);
@@ -205,7 +205,7 @@ void Target::join_mark() const {
 }
 
 paddle::Tensor Target::zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const {
-  paddle::Tensor tensor = paddle::empty(shape, dtype, place_);
+  paddle::Tensor tensor = empty(shape, dtype);
   const size_t bytes = static_cast<size_t>(tensor.numel()) * phi::SizeOf(dtype);
   if (bytes == 0) return tensor;
   if (is_gpu_) {
@@ -254,7 +254,7 @@ void Target::copy_to_host(const void* source, int64_t bytes, void* target) const
 paddle::Tensor Target::aligned(const paddle::Tensor& tensor) const {
   constexpr uintptr_t kWidestAccess = 16;
   if (!is_gpu_ || reinterpret_cast<uintptr_t>(tensor.data()) % kWidestAccess == 0) return tensor;
-  paddle::Tensor copy = paddle::empty(tensor.shape(), tensor.dtype(), place_);
+  paddle::Tensor copy = empty(tensor.shape(), tensor.dtype());
   this->copy(tensor.data(), tensor.numel() * static_cast<int64_t>(phi::SizeOf(tensor.dtype())), copy.data());
   return copy;
 }

@@ -15,6 +15,9 @@
 namespace pmo {
 namespace binding {
 
+// False for tensors without elements that recompute by hooks unpacked: they have no memory, and `data()` throws.
+bool has_place(const paddle::Tensor& tensor);
+
 // Which GPU is the thread's current one.
 class CurrentDevice {
  public:
@@ -32,7 +35,7 @@ class CurrentDevice {
 
 class Target {
  public:
-  // The device that all tensors are on; a GPU is the thread's current one until the end of this object, for kernels go to the current one
+  // The device that all tensors with a place are on, or the CPU if none has one; a GPU is the thread's current one until the end of this object, for kernels go to the current one
   // whatever their stream. Throws if they are on several or on one without kernels, and if a required one is undefined; optional ones may be
   // null or undefined.
   Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
@@ -52,7 +55,12 @@ class Target {
   void* stream() const { return stream_; }
   const paddle::Place& place() const { return place_; }
 
-  // A tensor of zeros on the device.
+  // Tensors on the device: not written, and of zeros.
+  paddle::Tensor empty(const std::vector<int64_t>& shape, paddle::DataType dtype) const {
+    return paddle::empty(shape, dtype, place_);
+  }
+  paddle::Tensor empty_int32(const std::vector<int64_t>& shape) const { return empty(shape, paddle::DataType::INT32); }
+  paddle::Tensor empty_float32(const std::vector<int64_t>& shape) const { return empty(shape, paddle::DataType::FLOAT32); }
   paddle::Tensor zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const;
 
   // On a GPU, contiguous rows at an odd address are copied: the order in which a dot product is added up follows the width of accesses,

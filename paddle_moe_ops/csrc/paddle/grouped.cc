@@ -40,9 +40,9 @@ paddle::Tensor numbers_on(const Target& target, const paddle::Tensor& numbers) {
 
 }  // namespace
 
-paddle::Tensor in_dtype(const paddle::Tensor& tensor, paddle::DataType dtype) {
+paddle::Tensor in_dtype(const Target& target, const paddle::Tensor& tensor, paddle::DataType dtype) {
   if (tensor.dtype() == dtype) return tensor;
-  if (tensor.numel() == 0) return paddle::empty(tensor.shape(), dtype, tensor.place());
+  if (tensor.numel() == 0) return target.empty(tensor.shape(), dtype);
   return tensor.cast(dtype);
 }
 
@@ -64,7 +64,7 @@ Grouped::Grouped(const Target& target, const char* function, const paddle::Tenso
     p.offsets = dense_offsets.data();
     p.offsets_kind = index_kind(*offsets, function, "offsets");
   }
-  tables_ = paddle::empty({3 * experts_ + 5}, paddle::DataType::INT32, target.place());
+  tables_ = target_.empty({3 * experts_ + 5}, paddle::DataType::INT32);
   p.first = tables_.data<int32_t>();
   p.stop = p.first + experts_;
   p.tiles = p.stop + experts_;
@@ -98,14 +98,14 @@ paddle::Tensor Grouped::product(const paddle::Tensor& rows, const paddle::Tensor
                                 paddle::DataType dtype) const {
   const MatrixSizes sizes(matrices.shape(), transpose);
   if (has_kernels(matrices.dtype(), sizes.inner, sizes.outer)) {
-    paddle::Tensor out = paddle::empty({num_rows_, sizes.outer}, matrices.dtype(), target_.place());
+    paddle::Tensor out = target_.empty({num_rows_, sizes.outer}, matrices.dtype());
     launch({}, rows, matrices, transpose, &out);
     clear_others(&out);
-    return in_dtype(out, dtype);
+    return in_dtype(target_, out, dtype);
   }
   const paddle::DataType summed = summed_dtype(matrices.dtype());
-  const paddle::Tensor source = dense(in_dtype(rows, summed)), factors = dense(in_dtype(matrices, summed));
-  paddle::Tensor out = paddle::empty({num_rows_, sizes.outer}, summed, target_.place());
+  const paddle::Tensor source = dense(in_dtype(target_, rows, summed)), factors = dense(in_dtype(target_, matrices, summed));
+  paddle::Tensor out = target_.empty({num_rows_, sizes.outer}, summed);
   prepare_pages(target_, out);
   const int64_t height = transpose ? sizes.outer : sizes.inner, width = transpose ? sizes.inner : sizes.outer;
   int64_t made = 0;
@@ -117,15 +117,15 @@ paddle::Tensor Grouped::product(const paddle::Tensor& rows, const paddle::Tensor
              view(out, begin, end - begin, sizes.outer));
   });
   clear_rows(&out, made, num_rows_);
-  return in_dtype(out, dtype);
+  return in_dtype(target_, out, dtype);
 }
 
 paddle::Tensor Grouped::outer(const paddle::Tensor& p, const paddle::Tensor& q, paddle::DataType dtype) const {
   const int64_t height = p.shape()[1], width = q.shape()[1];
 #ifdef PMO_WITH_CUDA
   if (has_kernels(dtype, height, width)) {
-    paddle::Tensor out = paddle::empty({experts_, height, width}, dtype, target_.place());
-    const Matrix rows_of_p = readable(in_dtype(p, dtype)), rows_of_q = readable(in_dtype(q, dtype));
+    paddle::Tensor out = target_.empty({experts_, height, width}, dtype);
+    const Matrix rows_of_p = readable(in_dtype(target_, p, dtype)), rows_of_q = readable(in_dtype(target_, q, dtype));
     pmo_grouped_outer_params params = {};
     params.struct_size = sizeof(params);
     params.num_rows = num_rows_;
@@ -146,8 +146,8 @@ paddle::Tensor Grouped::outer(const paddle::Tensor& p, const paddle::Tensor& q, 
   }
 #endif
   const paddle::DataType summed = summed_dtype(dtype);
-  const paddle::Tensor of_p = dense(in_dtype(p, summed)), of_q = dense(in_dtype(q, summed));
-  paddle::Tensor out = paddle::empty({experts_, height, width}, summed, target_.place());
+  const paddle::Tensor of_p = dense(in_dtype(target_, p, summed)), of_q = dense(in_dtype(target_, q, summed));
+  paddle::Tensor out = target_.empty({experts_, height, width}, summed);
   prepare_pages(target_, out);
   each([&](int64_t expert, int64_t begin, int64_t end) {
     if (begin == end) clear_rows(&out, expert * height, (expert + 1) * height);
@@ -155,7 +155,7 @@ paddle::Tensor Grouped::outer(const paddle::Tensor& p, const paddle::Tensor& q, 
     multiply(view(of_p, begin, end - begin, height), view(of_q, begin, end - begin, width), true, false,
              view(out, expert * height, height, width));
   });
-  return in_dtype(out, dtype);
+  return in_dtype(target_, out, dtype);
 }
 
 void Grouped::launch([[maybe_unused]] pmo_grouped_product_params params, [[maybe_unused]] const paddle::Tensor& rows,
@@ -163,7 +163,7 @@ void Grouped::launch([[maybe_unused]] pmo_grouped_product_params params, [[maybe
                      [[maybe_unused]] paddle::Tensor* out) const {
 #ifdef PMO_WITH_CUDA
   const MatrixSizes sizes(matrices.shape(), transpose);
-  const Matrix source = readable(in_dtype(rows, matrices.dtype()));
+  const Matrix source = readable(in_dtype(target_, rows, matrices.dtype()));
   const paddle::Tensor factors = target_.aligned(dense(matrices));
   params.struct_size = sizeof(params);
   set_tables(&params);

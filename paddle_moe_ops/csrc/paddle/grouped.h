@@ -23,8 +23,8 @@ struct MatrixSizes {
       : inner(dim(matrices, transpose ? 2 : 1)), outer(dim(matrices, transpose ? 1 : 2)) {}
 };
 
-// A tensor in a dtype; no copy if it has it.
-paddle::Tensor in_dtype(const paddle::Tensor& tensor, paddle::DataType dtype);
+// A tensor of the target in a dtype; no copy if it has it.
+paddle::Tensor in_dtype(const Target& target, const paddle::Tensor& tensor, paddle::DataType dtype);
 
 // Numbers in float8: codes of rows [M, columns] with a scale for each 128 columns, or of matrices with one for each 128 x 128 elements.
 struct Float8 {

@@ -40,6 +40,7 @@ class Product {
     return a_.transpose ? groups_.outer(gradients, rows, matrices_.dtype()) : groups_.outer(rows, gradients, matrices_.dtype());
   }
 
+  const Target& target() const { return target_; }
   paddle::DataType dtype() const { return product_dtype(a_, x_.dtype()); }
   Shape shape() const { return {groups_.num_rows(), MatrixSizes(matrices_.shape(), a_.transpose).outer}; }
   paddle::Tensor zeros_like(const paddle::Tensor& tensor) const { return target_.zeros(tensor.shape(), tensor.dtype()); }
@@ -123,7 +124,8 @@ Outputs grouped_product_double_backward(const Attributes& a, const paddle::Tenso
   if (!by_w) return {d_x, d_w, call.product(dd_x, matrices, call.dtype())};
   // Paddle's add knows no 16-bit floats on the CPU.
   const auto wide = paddle::DataType::FLOAT32;
-  return {d_x, d_w, in_dtype(paddle::add(call.product(dd_x, matrices, wide), call.product(x, dd_w, wide)), call.dtype())};
+  const paddle::Tensor d_out_sum = paddle::add(call.product(dd_x, matrices, wide), call.product(x, dd_w, wide));
+  return {d_x, d_w, in_dtype(call.target(), d_out_sum, call.dtype())};
 }
 
 std::vector<Shape> grouped_product_double_backward_shapes(const Attributes&, const Shape& x, const Shape& matrices, const Shape&,

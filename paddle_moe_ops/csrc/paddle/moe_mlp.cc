@@ -51,13 +51,13 @@ ExpertLayer::ExpertLayer(const MlpAttributes& attributes, const MlpOperands& ope
       inner(MatrixSizes(operands.down.shape(), attributes.transpose).inner) {}
 
 paddle::Tensor ExpertLayer::new_rows(int64_t columns, paddle::DataType dtype) const {
-  paddle::Tensor rows = paddle::empty({num_rows(), columns}, dtype, target_.place());
+  paddle::Tensor rows = target_.empty({num_rows(), columns}, dtype);
   prepare_pages(target_, rows);
   return rows;
 }
 
 paddle::Tensor ExpertLayer::rows_of(const paddle::Tensor& tokens) const {
-  paddle::Tensor rows = paddle::empty({num_rows(), hidden_size}, dtype(), target_.place());
+  paddle::Tensor rows = target_.empty({num_rows(), hidden_size}, dtype());
   permute_rows(target_, kMoeMlp, tokens, operands_.token_rows, operands_.row_to_token, &rows);
   return rows;
 }
@@ -83,7 +83,7 @@ paddle::Tensor ExpertLayer::swiglu(const paddle::Tensor& hidden) const {
 
 ActivationGradients ExpertLayer::swiglu_backward(const paddle::Tensor& hidden, paddle::Tensor scaled) const {
   ActivationGradients made;
-  made.d_weights = empty_float32({num_rows()}, owners_);
+  made.d_weights = target_.empty_float32({num_rows()});
   made.d_hidden = new_rows(2 * inner, hidden.dtype());
   pmo_swiglu_backward_params p = {};
   p.struct_size = sizeof(p);
@@ -114,7 +114,7 @@ paddle::Tensor ExpertLayer::d_gate_up(const ActivationGradients& gradients) cons
 Outputs mlp_forward(const MlpAttributes& a, const ExpertLayer& layer, const MlpOperands& o) {
   paddle::Tensor hidden;
   const paddle::Tensor out = layer.outputs(a.keep_hidden ? &hidden : nullptr);
-  if (!a.keep_hidden) hidden = paddle::empty({0, 2 * layer.inner}, o.x.dtype(), layer.target().place());
+  if (!a.keep_hidden) hidden = layer.target().empty({0, 2 * layer.inner}, o.x.dtype());
   return {out, hidden};
 }
 

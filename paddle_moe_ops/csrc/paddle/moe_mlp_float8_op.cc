@@ -30,7 +30,7 @@ constexpr auto kFloat32 = paddle::DataType::FLOAT32;
 // The values that matrices [E, A, B] have in float8.
 paddle::Tensor near_matrices(const Target& target, const paddle::Tensor& matrices) {
   const paddle::Tensor source = dense(matrices);
-  paddle::Tensor values = paddle::empty(source.shape(), kFloat32, target.place());
+  paddle::Tensor values = target.empty(source.shape(), kFloat32);
   prepare_pages(target, values);
   pmo_near_blocks_params p = {};
   p.struct_size = sizeof(p);
@@ -66,7 +66,7 @@ class Float8Layer : public ExpertLayer {
       const paddle::Tensor made = first_product();
       if (hidden != nullptr) *hidden = made;
       const paddle::Tensor rows = groups().product(near_rows(swiglu(made)), near(operands().down), transpose(), kFloat32);
-      return in_dtype(sums_of(rows, true), dtype());
+      return in_dtype(target(), sums_of(rows, true), dtype());
     }
     const Float8 act = new_codes(inner);
     gated(hidden, &act);
@@ -81,12 +81,12 @@ class Float8Layer : public ExpertLayer {
   ActivationGradients activation_gradients(const paddle::Tensor* kept, const paddle::Tensor& d_out,
                                            bool need_weights) const override {
     if (!has_kernels_) {
-      const paddle::Tensor hidden = in_dtype(kept != nullptr ? *kept : first_product(), kFloat32);
+      const paddle::Tensor hidden = in_dtype(target(), kept != nullptr ? *kept : first_product(), kFloat32);
       const paddle::Tensor d_scaled =
           groups().product(values_of(rows_in_float8(d_out)), near(operands().down), !transpose(), kFloat32);
       ActivationGradients made = swiglu_backward(hidden, d_scaled);
-      made.d_hidden = in_dtype(made.d_hidden, dtype());
-      made.scaled = in_dtype(made.scaled, dtype());
+      made.d_hidden = in_dtype(target(), made.d_hidden, dtype());
+      made.scaled = in_dtype(target(), made.scaled, dtype());
       return made;
     }
     ActivationGradients made;
@@ -99,7 +99,7 @@ class Float8Layer : public ExpertLayer {
     made.codes = new_codes(2 * inner);
     made.scaled = new_rows(inner);
     paddle::Tensor tiles;
-    if (need_weights) tiles = empty_float32({num_rows(), inner / kGroup}, owners());
+    if (need_weights) tiles = target().empty_float32({num_rows(), inner / kGroup});
     pmo_grouped_float8_params p = {};
     p.result = PMO_GROUPED_GRADIENT;
     p.row_to_token = owners().data<int32_t>();
@@ -116,7 +116,7 @@ class Float8Layer : public ExpertLayer {
     if (!has_kernels_) {
       const paddle::Tensor rows =
           groups().product(near_rows(gradients.d_hidden), near(operands().gate_up), !transpose(), kFloat32);
-      return in_dtype(sums_of(rows), dtype());
+      return in_dtype(target(), sums_of(rows), dtype());
     }
     paddle::Tensor rows = new_rows(hidden_size);
     groups().launch_float8({}, gradients.codes, quantised(operands().gate_up, true), &rows);
@@ -127,7 +127,7 @@ class Float8Layer : public ExpertLayer {
   // ---- with kernels
 
   Float8 new_codes(int64_t columns) const {
-    return {new_rows(columns, kFloat8), empty_float32({num_rows(), columns / kGroup}, owners())};
+    return {new_rows(columns, kFloat8), target().empty_float32({num_rows(), columns / kGroup})};
   }
 
   static void set_codes(const Float8& made, pmo_grouped_float8_params* p) {
@@ -156,8 +156,8 @@ class Float8Layer : public ExpertLayer {
     const Shape shape = source.shape();
     const bool turned = transpose() == back;
     const int64_t rows = shape[turned ? 2 : 1], columns = shape[turned ? 1 : 2];
-    made.codes = paddle::empty({shape[0], rows, columns}, kFloat8, target().place());
-    made.scales = empty_float32({shape[0], groups_in(rows), groups_in(columns)}, owners());
+    made.codes = target().empty({shape[0], rows, columns}, kFloat8);
+    made.scales = target().empty_float32({shape[0], groups_in(rows), groups_in(columns)});
     pmo_quantize_blocks_params p = {};
     p.struct_size = sizeof(p);
     p.num_matrices = shape[0];
@@ -176,7 +176,7 @@ class Float8Layer : public ExpertLayer {
   static int64_t groups_in(int64_t size) { return (size + kGroup - 1) / kGroup; }
 
   paddle::Tensor sums_of_tiles(const paddle::Tensor& tiles) const {
-    paddle::Tensor sums = empty_float32({num_rows()}, owners());
+    paddle::Tensor sums = target().empty_float32({num_rows()});
     pmo_row_sums_params p = {};
     p.struct_size = sizeof(p);
     p.num_rows = num_rows();

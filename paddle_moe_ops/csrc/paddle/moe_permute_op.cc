@@ -66,13 +66,13 @@ Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<
   pmo_route_params& p = step.params;
   const int64_t rows = step.num_rows();
   const Shape slots = {p.num_tokens, p.topk};
-  paddle::Tensor slot_to_row = empty_int32(slots, routemap);
-  paddle::Tensor token_rows = empty_int32(slots, routemap);
-  paddle::Tensor row_to_token = empty_int32({rows}, routemap);
-  paddle::Tensor rowmap = empty_int32({p.num_tokens, spec.num_experts}, routemap);
-  paddle::Tensor row_probs = empty_float32({rows}, routemap);
-  paddle::Tensor expert_indices = empty_int32({spec.return_expert_indices ? rows : 0}, routemap);
-  paddle::Tensor overflow = empty_int32({1}, routemap);
+  paddle::Tensor slot_to_row = target.empty_int32(slots);
+  paddle::Tensor token_rows = target.empty_int32(slots);
+  paddle::Tensor row_to_token = target.empty_int32({rows});
+  paddle::Tensor rowmap = target.empty_int32({p.num_tokens, spec.num_experts});
+  paddle::Tensor row_probs = target.empty_float32({rows});
+  paddle::Tensor expert_indices = target.empty_int32({spec.return_expert_indices ? rows : 0});
+  paddle::Tensor overflow = target.empty_int32({1});
   p.slot_to_row = slot_to_row.data<int32_t>();
   p.token_rows = token_rows.data<int32_t>();
   p.row_to_token = row_to_token.data<int32_t>();
@@ -81,9 +81,9 @@ Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<
   p.overflow = overflow.data<int32_t>();
   p.rowmap = rowmap.data<int32_t>();
 
-  const Scale scales(kFunction, scale, spec.has_scale, spec.scale_cols, spec.scale_dtype, hidden_states);
+  const Scale scales(target, kFunction, scale, spec.has_scale, spec.scale_cols, spec.scale_dtype, hidden_states);
   paddle::Tensor row_scales = scales.empty_rows(rows, spec.do_gather);
-  paddle::Tensor unzipped = paddle::empty({spec.do_gather ? rows : 0, spec.hidden}, hidden_states.dtype(), routemap.place());
+  paddle::Tensor unzipped = target.empty({spec.do_gather ? rows : 0, spec.hidden}, hidden_states.dtype());
   if (spec.do_gather) {
     step.run(&Permutation(target, kFunction, hidden_states, scales, slot_to_row, row_to_token, spec.fill, &unzipped, &row_scales)
                   .params());
@@ -125,17 +125,17 @@ Outputs quick_moe_permute(const paddle::Tensor& hidden_states, const paddle::Ten
                routemap, &probs, nullptr);
   pmo_route_params& p = step.params;
   const int64_t rows = step.num_rows();
-  paddle::Tensor slot_to_row = empty_int32({p.num_tokens, p.topk}, routemap);
-  paddle::Tensor row_to_token = empty_int32({rows}, routemap);
-  paddle::Tensor rowmap = empty_int32({p.num_tokens, num_experts}, routemap);
-  paddle::Tensor row_probs = empty_float32({rows}, routemap);
+  paddle::Tensor slot_to_row = target.empty_int32({p.num_tokens, p.topk});
+  paddle::Tensor row_to_token = target.empty_int32({rows});
+  paddle::Tensor rowmap = target.empty_int32({p.num_tokens, num_experts});
+  paddle::Tensor row_probs = target.empty_float32({rows});
   p.slot_to_row = slot_to_row.data<int32_t>();
   p.row_to_token = row_to_token.data<int32_t>();
   p.row_probs = row_probs.data<float>();
   p.rowmap = rowmap.data<int32_t>();
-  const Scale no_scale(kFunction, {}, false, -1, 0, hidden_states);
+  const Scale no_scale(target, kFunction, {}, false, -1, 0, hidden_states);
   paddle::Tensor row_scales = no_scale.empty_rows(rows, true);
-  paddle::Tensor unzipped = paddle::empty({rows, hidden_states.shape()[1]}, hidden_states.dtype(), routemap.place());
+  paddle::Tensor unzipped = target.empty({rows, hidden_states.shape()[1]}, hidden_states.dtype());
   step.run(&Permutation(target, kFunction, hidden_states, no_scale, slot_to_row, row_to_token, PMO_FILL_ROWS | PMO_FILL_SCALES,
                         &unzipped, &row_scales)
                 .params());

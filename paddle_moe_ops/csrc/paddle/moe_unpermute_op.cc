@@ -35,9 +35,9 @@ struct CleanMaps {
     require(rowmap.shape()[0] == routemap.shape()[0], kFunction, "expert_routemap_topk must have one line per token");
     const paddle::Tensor dense_rowmap = dense(rowmap);
     const paddle::Tensor ids = dense(routemap);
-    token_rows = empty_int32(rowmap.shape(), rowmap);
+    token_rows = target.empty_int32(rowmap.shape());
     const int64_t num_rows = row_values.numel();
-    row_to_token = empty_int32({num_rows}, rowmap);
+    row_to_token = target.empty_int32({num_rows});
     pmo_clean_rowmap_params p = {};
     p.struct_size = sizeof(p);
     p.num_tokens = rowmap.shape()[0];
@@ -53,11 +53,11 @@ struct CleanMaps {
     p.row_to_token = row_to_token.data<int32_t>();
     const paddle::Tensor values = dense(row_values);
     if (slot_values == nullptr) {
-      slot_to_row = empty_int32(routemap.shape(), rowmap);
+      slot_to_row = target.empty_int32(routemap.shape());
       p.slot_to_row = slot_to_row.data<int32_t>();
     } else {
       require_dtype(row_values, paddle::DataType::FLOAT32, kFunction, "token_prob_unzipped");
-      *slot_values = empty_float32(routemap.shape(), rowmap);
+      *slot_values = target.empty_float32(routemap.shape());
       p.row_values = values.data<float>();
       p.slot_values = slot_values->data<float>();
     }
@@ -103,7 +103,7 @@ Outputs combine_backward(const Attributes& a, const paddle::Tensor* rows, const 
   }
   if (!make_d_rows) d_rows = target.zeros({probs.numel(), a.hidden}, dtype);
   if (a.need_prob_grad && d_prob_topk.initialized()) {
-    if (!make_d_weights) d_probs = empty_float32(probs.shape(), rowmap);
+    if (!make_d_weights) d_probs = target.empty_float32(probs.shape());
     scatter_slots(target, kFunction, maps.slot_to_row, d_prob_topk, make_d_weights, &d_probs);
   } else if (!make_d_weights) {
     d_probs = target.zeros(probs.shape(), paddle::DataType::FLOAT32);

@@ -12,16 +12,11 @@ namespace pmo {
 namespace binding {
 namespace {
 
-// The data of a map; of a dense copy, which is then among `kept`, if it is not dense.
+// The data of a dense map, which is then among `kept`.
 const int32_t* map_data(const paddle::Tensor& map, const char* function, const char* name, Tensors* kept) {
   require_dtype(map, paddle::DataType::INT32, function, name);
-#ifndef PMO_PADDLE_2
-  if (!map.is_contiguous()) {
-    kept->push_back(map.contiguous());
-    return kept->back().data<int32_t>();
-  }
-#endif
-  return map.data<int32_t>();
+  kept->push_back(dense(map));
+  return kept->back().data<int32_t>();
 }
 
 // The fields that the sum and its gradient share. `kept` keeps dense copies alive where they are needed.
@@ -66,9 +61,9 @@ pmo_slots_params slots_params(const char* function, const paddle::Tensor& slot_t
 
 }  // namespace
 
-Scale::Scale(const char* function, const paddle::optional<paddle::Tensor>& scale, bool has_scale, int64_t columns, int dtype,
-             const paddle::Tensor& x)
-    : given(has_scale), place(x.place()) {
+Scale::Scale(const Target& target, const char* function, const paddle::optional<paddle::Tensor>& scale, bool has_scale,
+             int64_t columns, int dtype, const paddle::Tensor& x)
+    : target(target), given(has_scale) {
   require(has_scale || !scale, function, "has_scale must be true with a scale");
   if (!has_scale) return;
   if (scale) {
@@ -81,12 +76,12 @@ Scale::Scale(const char* function, const paddle::optional<paddle::Tensor>& scale
   require(columns >= 0 && (columns == 0 || x.shape()[0] == 0), function, "scale is missing");
   require(scale_dtype == paddle::DataType::FLOAT32 || scale_dtype == paddle::DataType::INT32, function,
           "scale must be float32 or int32");
-  tensor = paddle::empty({x.shape()[0], columns}, scale_dtype, x.place());
+  tensor = target.empty({x.shape()[0], columns}, scale_dtype);
 }
 
 paddle::Tensor Scale::empty_rows(int64_t num_rows, bool moved) const {
-  if (!given) return paddle::empty({0}, paddle::DataType::FLOAT32, place);
-  return paddle::empty(moved ? Shape{num_rows, tensor.shape()[1]} : Shape{0}, tensor.dtype(), place);
+  if (!given) return target.empty_float32({0});
+  return target.empty(moved ? Shape{num_rows, tensor.shape()[1]} : Shape{0}, tensor.dtype());
 }
 
 Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int64_t columns, int64_t num_rows, bool moved) {
@@ -139,13 +134,13 @@ void permute_rows(const Target& target, const char* function, const paddle::Tens
 
 void permute_rows(const Target& target, const char* function, const paddle::Tensor& x, const paddle::Tensor& slot_to_row,
                   const paddle::Tensor& row_to_token, paddle::Tensor* rows) {
-  const Scale none(function, {}, false, -1, 0, x);
+  const Scale none(target, function, {}, false, -1, 0, x);
   permute_rows(target, function, x, none, slot_to_row, row_to_token, PMO_FILL_ROWS, rows, nullptr);
 }
 
 paddle::Tensor spread_rows(const Target& target, const char* function, const paddle::Tensor& x, const paddle::Tensor& token_rows,
                            const paddle::Tensor& row_to_token) {
-  const Scale none(function, {}, false, -1, 0, x);
+  const Scale none(target, function, {}, false, -1, 0, x);
   // row_to_token may leave out rows that token_rows has, so it cannot tell which to fill
   paddle::Tensor rows = target.zeros({row_to_token.shape()[0], x.shape()[1]}, x.dtype());
   permute_rows(target, function, x, none, token_rows, row_to_token, 0, &rows, nullptr);
@@ -189,10 +184,8 @@ Outputs quantize_rows(const Target& target, const char* function, const paddle::
     p.slot_to_row = map_data(*maps.slot_to_row, function, "slot_to_row", &kept);
     p.row_to_token = map_data(*maps.row_to_token, function, "row_to_token", &kept);
   }
-  paddle::Tensor codes =
-      given != nullptr ? *given : paddle::empty({p.num_rows, p.hidden}, paddle::DataType::FLOAT8_E4M3FN, x.place());
-  paddle::Tensor scales =
-      paddle::empty(scales_shape(quantization, p.num_rows, p.hidden), scales_dtype(quantization.ue8m0), x.place());
+  paddle::Tensor codes = given != nullptr ? *given : target.empty({p.num_rows, p.hidden}, paddle::DataType::FLOAT8_E4M3FN);
+  paddle::Tensor scales = target.empty(scales_shape(quantization, p.num_rows, p.hidden), scales_dtype(quantization.ue8m0));
   if (given == nullptr) prepare_pages(target, codes);
   p.codes = codes.data();
   p.scales = scales.data();
@@ -201,7 +194,7 @@ Outputs quantize_rows(const Target& target, const char* function, const paddle::
   if (target.is_gpu()) p.workspace_bytes = pmo_quantize_cuda_workspace_bytes(&p);
 #endif
   if (p.workspace_bytes > 0) {
-    workspace = paddle::empty({p.workspace_bytes}, paddle::DataType::UINT8, x.place());
+    workspace = target.empty({p.workspace_bytes}, paddle::DataType::UINT8);
     p.workspace = workspace.data();
   }
   check_status(PMO_CALL(target, quantize, &p), function);
@@ -223,7 +216,7 @@ paddle::Tensor dequantize_rows(const Target& target, const char* function, const
   p.num_rows = codes.shape()[0];
   p.hidden = codes.shape()[1];
   require_shape(scales, scales_shape({ue8m0, by_column, 0}, p.num_rows, p.hidden), function, "scales");
-  paddle::Tensor out = paddle::empty(codes.shape(), dtype, codes.place());
+  paddle::Tensor out = target.empty(codes.shape(), dtype);
   prepare_pages(target, out);
   p.codes = source.data;
   p.codes_row_stride = source.row_stride;
@@ -247,7 +240,7 @@ paddle::Tensor sum_rows(const Target& target, const char* function, const paddle
   const Matrix source(rows);
   p.rows = source.data;
   p.rows_row_stride = source.row_stride;
-  paddle::Tensor out = paddle::empty({p.num_tokens, p.hidden}, rows.dtype(), rows.place());
+  paddle::Tensor out = target.empty({p.num_tokens, p.hidden}, rows.dtype());
   prepare_pages(target, out);
   p.out = out.data();
   check_status(PMO_CALL(target, unpermute, &p), function);
@@ -257,7 +250,7 @@ paddle::Tensor sum_rows(const Target& target, const char* function, const paddle
 void sum_rows_backward(const Target& target, const char* function, const paddle::Tensor& d_out, const paddle::Tensor* rows,
                        const paddle::Tensor& token_rows, LineEnd line_end, const paddle::Tensor& row_to_token,
                        const Weights& weights, paddle::Tensor* d_rows, paddle::Tensor* d_weights) {
-  if (d_rows != nullptr) *d_rows = paddle::empty({row_to_token.shape()[0], d_out.shape()[1]}, d_out.dtype(), target.place());
+  if (d_rows != nullptr) *d_rows = target.empty({row_to_token.shape()[0], d_out.shape()[1]}, d_out.dtype());
   if (weights.values == nullptr && line_end == LineEnd::kNones) {  // every row is a copy, and all of the map may be followed
     permute_rows(target, function, d_out, token_rows, row_to_token, d_rows);
     return;
@@ -275,7 +268,7 @@ void sum_rows_backward(const Target& target, const char* function, const paddle:
     inputs = Matrix(target.aligned(dense(*rows)));
     p.rows = inputs->data;
     p.rows_row_stride = inputs->row_stride;
-    *d_weights = empty_float32(weights.values->shape(), row_to_token);
+    *d_weights = target.empty_float32(weights.values->shape());
     p.d_weights = d_weights->data<float>();
   }
   if (d_rows != nullptr) {
@@ -311,7 +304,7 @@ void clean_rowmap(const Target& target, const char* function, const Names& names
 #ifdef PMO_WITH_CUDA
   if (target.is_gpu()) params->workspace_bytes = pmo_clean_rowmap_cuda_workspace_bytes(params);
 #endif
-  paddle::Tensor workspace = paddle::empty({params->workspace_bytes}, paddle::DataType::UINT8, target.place());
+  paddle::Tensor workspace = target.empty({params->workspace_bytes}, paddle::DataType::UINT8);
   params->workspace = workspace.data();
   check_status(PMO_CALL(target, clean_rowmap, params), function, names);
   if (!target.is_gpu() || params->checks == 0) return;
@@ -326,7 +319,7 @@ paddle::Tensor gather_slots(const Target& target, const char* function, const pa
   Tensors kept;
   pmo_slots_params p = slots_params(function, slot_to_row, row_values.numel(), row_to_expert, num_experts, &kept);
   const paddle::Tensor values = dense(row_values);
-  paddle::Tensor slots = empty_float32({p.num_tokens, row_to_expert == nullptr ? p.topk : num_experts}, slot_to_row);
+  paddle::Tensor slots = target.empty_float32({p.num_tokens, row_to_expert == nullptr ? p.topk : num_experts});
   p.row_values = const_cast<float*>(values.data<float>());  // the gather only reads it
   p.slot_values = slots.data<float>();
   check_status(PMO_CALL(target, gather_slots, &p), function);

@@ -15,12 +15,12 @@ namespace binding {
 // A scale as an operator gets it. Paddle takes an optional input without elements for a missing one, so whether there is one, and
 // what it looks like, travels as attributes.
 struct Scale {
+  const Target& target;
   bool given;
-  paddle::Place place;
   paddle::Tensor tensor;  // [T, S] if given
 
-  Scale(const char* function, const paddle::optional<paddle::Tensor>& scale, bool has_scale, int64_t columns, int dtype,
-        const paddle::Tensor& x);
+  Scale(const Target& target, const char* function, const paddle::optional<paddle::Tensor>& scale, bool has_scale,
+        int64_t columns, int dtype, const paddle::Tensor& x);
   // The scales in expert order: [num_rows, S], or [0] if there is no scale or it is not moved.
   paddle::Tensor empty_rows(int64_t num_rows, bool moved) const;
 };

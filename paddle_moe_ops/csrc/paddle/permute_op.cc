@@ -24,8 +24,8 @@ Outputs permute(const Attributes& a, const paddle::Tensor& x, const paddle::opti
   require_shape(token_rows, slot_to_row.shape(), kFunction, "token_rows");
   require_dtype(token_rows, paddle::DataType::INT32, kFunction, "token_rows");
   const int64_t num_rows = row_to_token.shape()[0];
-  const Scale scales(kFunction, scale, a.has_scale, a.scale_cols, a.scale_dtype, x);
-  paddle::Tensor rows = paddle::empty({num_rows, x.shape()[1]}, x.dtype(), x.place());
+  const Scale scales(target, kFunction, scale, a.has_scale, a.scale_cols, a.scale_dtype, x);
+  paddle::Tensor rows = target.empty({num_rows, x.shape()[1]}, x.dtype());
   paddle::Tensor row_scales = scales.empty_rows(num_rows, true);
   permute_rows(target, kFunction, x, scales, slot_to_row, row_to_token, a.fill, &rows, &row_scales);
   return {rows, row_scales};
@@ -42,7 +42,7 @@ Outputs quick_permute(const paddle::Tensor& x, const paddle::Tensor& slot_to_row
                       const paddle::Tensor& row_to_token) {
   const Target target(kFunction, {&x, &slot_to_row, &token_rows, &row_to_token});
   require_rank(row_to_token, 1, kFunction, "row_to_token");
-  paddle::Tensor rows = paddle::empty({row_to_token.shape()[0], x.shape()[1]}, x.dtype(), x.place());
+  paddle::Tensor rows = target.empty({row_to_token.shape()[0], x.shape()[1]}, x.dtype());
   permute_rows(target, kFunction, x, slot_to_row, row_to_token, &rows);
   return {rows};
 }

@@ -64,15 +64,15 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
   p.ids_kind = index_kind(ids, kFunction, "ids");
   p.probs = dense_probs.data<float>();
   p.records = regions(records, p.num_ranks, &p.region_bytes);
-  paddle::Tensor token_rows = empty_int32({p.num_tokens, std::min(p.num_ranks, p.topk)}, ids);
-  paddle::Tensor dropped = empty_int32({1}, ids);
-  paddle::Tensor routed = empty_int32({p.num_ranks * experts_per_rank}, ids);
+  paddle::Tensor token_rows = target.empty_int32({p.num_tokens, std::min(p.num_ranks, p.topk)});
+  paddle::Tensor dropped = target.empty_int32({1});
+  paddle::Tensor routed = target.empty_int32({p.num_ranks * experts_per_rank});
   p.token_rows = token_rows.data<int32_t>();
   p.dropped = dropped.data<int32_t>();
   p.routed = routed.data<int32_t>();
   Outputs made = {token_rows, dropped, routed};
   if (by_row) {
-    made.push_back(empty_int32({p.num_ranks * rows_per_rank}, ids));
+    made.push_back(target.empty_int32({p.num_ranks * rows_per_rank}));
     p.row_to_token = made.back().data<int32_t>();
   }
   paddle::Tensor workspace;
@@ -80,7 +80,7 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
   if (target.is_gpu()) p.workspace_bytes = pmo_rank_plan_cuda_workspace_bytes(&p);
 #endif
   if (p.workspace_bytes > 0) {
-    workspace = paddle::empty({p.workspace_bytes}, paddle::DataType::UINT8, ids.place());
+    workspace = target.empty({p.workspace_bytes}, paddle::DataType::UINT8);
     p.workspace = workspace.data();
   }
   check_status(PMO_CALL(target, rank_plan, &p), kFunction);
@@ -88,8 +88,8 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
 }
 
 // Memory for what rank_records makes, and all that its call takes.
-Outputs prepare_records(const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
-                        int64_t num_experts, pmo_rank_records_params* p) {
+Outputs prepare_records(const Target& target, const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank,
+                        int64_t first_expert, int64_t num_experts, pmo_rank_records_params* p) {
   p->struct_size = sizeof(*p);
   p->num_ranks = ranks_of(records);
   p->rows_per_rank = rows_per_rank;
@@ -97,9 +97,9 @@ Outputs prepare_records(const paddle::Tensor& records, int64_t topk, int64_t row
   p->first_expert = first_expert;
   p->num_experts = num_experts;
   p->records = regions(records, p->num_ranks, &p->region_bytes);
-  paddle::Tensor ids = empty_int32({p->num_ranks * rows_per_rank, topk}, records);
-  paddle::Tensor probs = empty_float32({p->num_ranks * rows_per_rank, topk}, records);
-  paddle::Tensor rows = empty_int32({p->num_ranks * rows_per_rank, 1}, records);
+  paddle::Tensor ids = target.empty_int32({p->num_ranks * rows_per_rank, topk});
+  paddle::Tensor probs = target.empty_float32({p->num_ranks * rows_per_rank, topk});
+  paddle::Tensor rows = target.empty_int32({p->num_ranks * rows_per_rank, 1});
   p->ids = ids.data<int32_t>();
   p->probs = probs.data<float>();
   p->rows = rows.data<int32_t>();
@@ -110,7 +110,7 @@ Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_p
                      int64_t num_experts) {
   const Target target(kFunction, {&records});
   pmo_rank_records_params p = {};
-  const Outputs made = prepare_records(records, topk, rows_per_rank, first_expert, num_experts, &p);
+  const Outputs made = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
   check_status(PMO_CALL(target, rank_records, &p), kFunction);
   return made;
 }
@@ -147,7 +147,7 @@ Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arriv
   const Target target(kFunction, {&records, &arrived, &peers, &state});
   const Target aside = target.beside();
   pmo_rank_records_params p = {};
-  Outputs made = prepare_records(records, topk, rows_per_rank, first_expert, num_experts, &p);
+  Outputs made = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
   std::optional<Routing> routing;
   const auto prepare_plan = [&] {
     const int64_t room = target.is_gpu() ? p.num_ranks * rows_per_rank * std::min(topk, num_experts) : -1;
@@ -227,7 +227,7 @@ Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
   p.peers = const_cast<void*>(peers.data());
   paddle::Tensor own_rows = arrived;
   if (own == kToNewMemory) {
-    own_rows = paddle::empty(arrived.shape(), x.dtype(), x.place());
+    own_rows = target.empty(arrived.shape(), x.dtype());
     prepare_pages(target, own_rows);
   }
   p.own = own == kStay ? nullptr : own_rows.data();
@@ -251,7 +251,7 @@ Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arr
   if (own) {
     p.own = source.data;
     p.own_row_stride = source.row_stride;
-    out = paddle::empty({p.num_tokens, p.hidden}, arrived.dtype(), arrived.place());
+    out = target.empty({p.num_tokens, p.hidden}, arrived.dtype());
     prepare_pages(target, out);
   }
   p.token_rows = rows.data<int32_t>();
@@ -302,7 +302,7 @@ Outputs rank_take(const paddle::Tensor& window, int64_t rows_per_rank, int64_t c
   p.rows_per_rank = rows_per_rank;
   p.topk = columns;
   p.window = regions(window, p.num_ranks, &p.region_bytes);
-  paddle::Tensor values = paddle::empty({p.num_ranks * rows_per_rank, columns}, scales_dtype(ue8m0), window.place());
+  paddle::Tensor values = target.empty({p.num_ranks * rows_per_rank, columns}, scales_dtype(ue8m0));
   p.slot_values = values.data();
   check_status(PMO_CALL(target, rank_take, &p), kFunction);
   return {values};
@@ -326,7 +326,7 @@ Outputs rank_get(const paddle::Tensor& window, const paddle::Tensor& ids, const 
   p.ids_kind = index_kind(ids, kFunction, "ids");
   p.token_rows = rows.data<int32_t>();
   p.window = regions(window, p.num_ranks, &p.region_bytes);
-  paddle::Tensor values = empty_float32(ids.shape(), ids);
+  paddle::Tensor values = target.empty_float32(ids.shape());
   p.slot_values = values.data<float>();
   check_status(PMO_CALL(target, rank_get, &p), kFunction);
   return {values};
@@ -353,7 +353,7 @@ Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, c
   p.ids_kind = index_kind(ids, kFunction, "ids");
   p.token_rows = of_tokens.data<int32_t>();
   p.row_to_slot = slots.data<int32_t>();
-  paddle::Tensor places = empty_int32({p.num_rows, 1}, ids);
+  paddle::Tensor places = target.empty_int32({p.num_rows, 1});
   p.places = places.data<int32_t>();
   check_status(PMO_CALL(target, rank_rows, &p), kFunction);
   return {places};

@@ -107,7 +107,7 @@ Outputs route_with_probs_double_backward(const Attributes& a, const paddle::Tens
   const Target target(kFunction, {&slot_to_row, &row_to_expert, &dd_probs});
   const Shape shape = {slot_to_row.shape()[0], is_mask ? a.num_experts : slot_to_row.shape()[1]};
   require_gradient(dd_probs, shape, paddle::DataType::FLOAT32, kFunction, "the gradient of the gradient of probs");
-  paddle::Tensor d_row_probs = empty_float32(row_to_expert.shape(), row_to_expert);
+  paddle::Tensor d_row_probs = target.empty_float32(row_to_expert.shape());
   scatter_slots(target, kFunction, slot_to_row, dd_probs, false, &d_row_probs, is_mask ? &row_to_expert : nullptr, a.num_experts);
   return {d_row_probs};
 }

@@ -80,9 +80,9 @@ Routing::Routing(const Target& target, const RouteAttributes& attributes, const 
     params.expected_per_expert = expected_.data();
     params.checks |= PMO_CHECK_COUNTS;
   }
-  workspace_ = paddle::empty({params.workspace_bytes}, paddle::DataType::UINT8, routing.place());
+  workspace_ = target_.empty({params.workspace_bytes}, paddle::DataType::UINT8);
   params.workspace = workspace_.data();
-  routed_per_expert_ = empty_int32({attributes.num_experts}, routing);
+  routed_per_expert_ = target_.empty_int32({attributes.num_experts});
   params.routed_per_expert = routed_per_expert_.data<int32_t>();
 
   params.num_rows =
@@ -124,15 +124,15 @@ void Routing::run(const pmo_permute_params* permute) {
 
 Outputs Routing::outputs() {
   const int64_t rows = num_rows(), experts = attributes_.num_experts;
-  paddle::Tensor slot_to_row = empty_int32({params.num_tokens, params.topk}, routing_);
-  paddle::Tensor token_rows = empty_int32({params.num_tokens, params.topk}, routing_);
-  paddle::Tensor row_to_token = empty_int32({rows}, routing_);
-  paddle::Tensor row_to_slot = empty_int32({rows}, routing_);
-  paddle::Tensor row_to_expert = empty_int32({rows}, routing_);
-  paddle::Tensor row_probs = empty_float32({probs_.defined() ? rows : 0}, routing_);
-  paddle::Tensor clamped_counts = empty_int32({experts}, routing_);
-  paddle::Tensor expert_offsets = empty_int32({experts + 1}, routing_);
-  paddle::Tensor overflow = empty_int32({1}, routing_);
+  paddle::Tensor slot_to_row = target_.empty_int32({params.num_tokens, params.topk});
+  paddle::Tensor token_rows = target_.empty_int32({params.num_tokens, params.topk});
+  paddle::Tensor row_to_token = target_.empty_int32({rows});
+  paddle::Tensor row_to_slot = target_.empty_int32({rows});
+  paddle::Tensor row_to_expert = target_.empty_int32({rows});
+  paddle::Tensor row_probs = target_.empty_float32({probs_.defined() ? rows : 0});
+  paddle::Tensor clamped_counts = target_.empty_int32({experts});
+  paddle::Tensor expert_offsets = target_.empty_int32({experts + 1});
+  paddle::Tensor overflow = target_.empty_int32({1});
   params.slot_to_row = slot_to_row.data<int32_t>();
   params.token_rows = token_rows.data<int32_t>();
   params.row_to_token = row_to_token.data<int32_t>();

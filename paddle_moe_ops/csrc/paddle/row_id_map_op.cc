@@ -38,7 +38,7 @@ Outputs make_row_id_map(const MakeAttributes& a, const paddle::Tensor& token_row
   require(a.num_experts >= 1 && a.num_experts <= (int64_t{1} << 16), kMake, "num_experts must be in [1, 2^16]");
   const paddle::Tensor rows = dense(token_rows), experts = dense(row_to_expert);
   const paddle::Tensor offsets = dense_offsets(pad_offsets, a.num_experts, kMake);
-  paddle::Tensor row_id_map = empty_int32({token_rows.shape()[0], 2 * a.num_experts + 1}, token_rows);
+  paddle::Tensor row_id_map = target.empty_int32({token_rows.shape()[0], 2 * a.num_experts + 1});
   pmo_row_id_map_params p = {};
   p.struct_size = sizeof(p);
   p.num_tokens = token_rows.shape()[0];
@@ -70,7 +70,7 @@ paddle::Tensor rowmap_of(const Target& target, const paddle::Tensor& row_id_map,
   require(columns % 2 == 1 && columns > 1, kRead, "the map must have 2 * num_experts + 1 columns");
   const int64_t num_experts = columns / 2;
   const paddle::Tensor offsets = dense_offsets(pad_offsets, num_experts, kRead);
-  paddle::Tensor rowmap = empty_int32({row_id_map.shape()[0], num_experts}, row_id_map);
+  paddle::Tensor rowmap = target.empty_int32({row_id_map.shape()[0], num_experts});
   pmo_row_id_map_params p = {};
   p.struct_size = sizeof(p);
   p.num_tokens = row_id_map.shape()[0];
@@ -103,11 +103,11 @@ Outputs read_rowmap(const ReadAttributes& a, const paddle::Tensor& map, const pa
   const paddle::Tensor dense_map = dense(map);
   const paddle::Tensor rowmap = a.is_row_id_map ? rowmap_of(target, dense_map, pad_offsets) : dense_map;
   const int64_t rows = rows_of_buffer(num_rows, a.buffer_size);
-  paddle::Tensor slot_to_row = empty_int32(rowmap.shape(), map);
-  paddle::Tensor token_rows = empty_int32(rowmap.shape(), map);
-  paddle::Tensor row_to_token = empty_int32({rows}, map);
-  paddle::Tensor row_to_slot = empty_int32({rows}, map);
-  paddle::Tensor row_to_expert = empty_int32({rows}, map);
+  paddle::Tensor slot_to_row = target.empty_int32(rowmap.shape());
+  paddle::Tensor token_rows = target.empty_int32(rowmap.shape());
+  paddle::Tensor row_to_token = target.empty_int32({rows});
+  paddle::Tensor row_to_slot = target.empty_int32({rows});
+  paddle::Tensor row_to_expert = target.empty_int32({rows});
   pmo_clean_rowmap_params p = {};
   p.struct_size = sizeof(p);
   p.num_tokens = rowmap.shape()[0];
@@ -145,7 +145,7 @@ int64_t num_rows_of(const paddle::Tensor& row_to_slot, const char* function) {
 
 Outputs values_of_rows(const Target& target, const paddle::Tensor& slot_values, const paddle::Tensor& slot_to_row,
                        const paddle::Tensor& row_to_slot, const char* function) {
-  paddle::Tensor row_values = empty_float32({num_rows_of(row_to_slot, function)}, slot_to_row);
+  paddle::Tensor row_values = target.empty_float32({num_rows_of(row_to_slot, function)});
   scatter_slots(target, function, slot_to_row, slot_values, false, &row_values);
   return {row_values};
 }

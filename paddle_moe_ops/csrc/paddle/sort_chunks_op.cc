@@ -54,7 +54,7 @@ class Chunks {
       params.workspace_bytes = pmo_sort_chunks_cuda_workspace_bytes(&params);
     }
 #endif
-    paddle::Tensor workspace = paddle::empty({params.workspace_bytes}, paddle::DataType::UINT8, target_.place());
+    paddle::Tensor workspace = target_.empty({params.workspace_bytes}, paddle::DataType::UINT8);
     params.workspace = workspace.data();
     check_status(PMO_CALL(target_, sort_chunks, &params), function_);
   }
@@ -113,14 +113,14 @@ Outputs sort_rows(const RowAttributes& a, const paddle::Tensor& x, const paddle:
   require_described(x, a.hidden, a.hidden_dtype, kFunction);
   if (probs != nullptr) require_shape(*probs, {x.shape()[0]}, kFunction, "probs");
   Chunks chunks(target, kFunction, split_sizes, order, a.checks);
-  paddle::Tensor out = paddle::empty(x.shape(), x.dtype(), x.place());
-  paddle::Tensor source_to_dest = empty_int32({x.shape()[0]}, x);
+  paddle::Tensor out = target.empty(x.shape(), x.dtype());
+  paddle::Tensor source_to_dest = target.empty_int32({x.shape()[0]});
   chunks.params.source_to_dest = source_to_dest.data<int32_t>();
   if (probs == nullptr) {
     move_rows(target, &chunks, &x, &out, nullptr, nullptr, false);
     return {out, source_to_dest};
   }
-  paddle::Tensor probs_out = empty_float32(probs->shape(), x);
+  paddle::Tensor probs_out = target.empty_float32(probs->shape());
   move_rows(target, &chunks, &x, &out, probs, &probs_out, false);
   return {out, probs_out, source_to_dest};
 }
@@ -167,9 +167,8 @@ Outputs move_gradients(const paddle::Tensor& split_sizes, const paddle::Tensor& 
   without_gradient({&split_sizes, &order, &source_to_dest});
   const bool moves_rows = need_x_grad && d_out.initialized();
   const bool moves_probs = need_probs_grad && d_probs_out != nullptr && d_probs_out->initialized();
-  paddle::Tensor d_x = moves_rows ? paddle::empty(shape, dtype, target.place()) : target.zeros(shape, dtype);
-  paddle::Tensor d_probs =
-      moves_probs ? empty_float32({num_rows}, source_to_dest) : target.zeros({num_rows}, paddle::DataType::FLOAT32);
+  paddle::Tensor d_x = moves_rows ? target.empty(shape, dtype) : target.zeros(shape, dtype);
+  paddle::Tensor d_probs = moves_probs ? target.empty_float32({num_rows}) : target.zeros({num_rows}, paddle::DataType::FLOAT32);
   if (moves_rows || moves_probs) {
     Chunks chunks(target, kFunction, split_sizes, order, 0);
     move_rows(target, &chunks, moves_rows ? &d_out : nullptr, &d_x, moves_probs ? d_probs_out : nullptr, &d_probs, inverse);
@@ -245,7 +244,7 @@ Outputs chunk_sort_map(const MapAttributes& a, const paddle::Tensor& split_sizes
   require(a.buffer_size >= -1 && a.buffer_size <= INT32_MAX, kMapFunction,
           "the number of rows must be -1 (the chunks') or below 2^31");
   chunks.params.num_rows = a.buffer_size >= 0 ? a.buffer_size : chunks.num_rows();
-  paddle::Tensor source_to_dest = empty_int32({chunks.params.num_rows}, split_sizes);
+  paddle::Tensor source_to_dest = target.empty_int32({chunks.params.num_rows});
   chunks.params.source_to_dest = source_to_dest.data<int32_t>();
   chunks.run();
   return {source_to_dest};

@@ -56,16 +56,16 @@ Outputs topk(const Attributes& a, const paddle::Tensor& gating, const paddle::op
     p.correction_bias = bias_values.data<float>();
   }
   const Shape slots = {p.num_tokens, a.top_k};
-  paddle::Tensor weights = paddle::empty(slots, gating.dtype(), target.place());
-  paddle::Tensor ids = paddle::empty(slots, paddle::DataType::INT64, target.place());
-  paddle::Tensor scores = paddle::empty(a.return_scores ? gating.shape() : Shape{0}, gating.dtype(), target.place());
+  paddle::Tensor weights = target.empty(slots, gating.dtype());
+  paddle::Tensor ids = target.empty(slots, paddle::DataType::INT64);
+  paddle::Tensor scores = target.empty(a.return_scores ? gating.shape() : Shape{0}, gating.dtype());
   p.weights = weights.data();
   p.ids = ids.data<int64_t>();
   p.scores = a.return_scores ? scores.data() : nullptr;
 #ifdef PMO_WITH_CUDA
   if (target.is_gpu()) p.workspace_bytes = pmo_topk_cuda_workspace_bytes(&p);
 #endif
-  paddle::Tensor workspace = paddle::empty({p.workspace_bytes}, paddle::DataType::UINT8, target.place());
+  paddle::Tensor workspace = target.empty({p.workspace_bytes}, paddle::DataType::UINT8);
   p.workspace = workspace.data();
   check_status(PMO_CALL(target, topk, &p), kFunction, kNames);
   return {weights, ids, scores};
@@ -98,7 +98,7 @@ Outputs topk_backward(const Attributes& a, const paddle::Tensor& gating, const p
   auto p = params_of<pmo_topk_backward_params>(a, logits);
   const paddle::Tensor dense_ids = dense(ids);
   paddle::Tensor weight_values, score_values;
-  paddle::Tensor d_gating = paddle::empty(gating.shape(), gating.dtype(), target.place());
+  paddle::Tensor d_gating = target.empty(gating.shape(), gating.dtype());
   p.ids = dense_ids.data<int64_t>();
   p.d_weights = gradient_data(d_weights, &weight_values);
   p.d_scores = gradient_data(d_scores, &score_values);
