@@ -129,8 +129,9 @@ def _by_operator(x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | No
 
 
 def _knows_groups(x: Tensor, spec: GemmSpec) -> bool:
+    readable = (list,) if is_graph_value(x) else (list, Tensor)  # while a graph is built, no tensor can be read
     numbers = spec.m_sizes, spec.expert_offsets
-    return x.shape[0] >= 0 and all(each is None or isinstance(each, (list, Tensor)) for each in numbers)
+    return x.shape[0] >= 0 and all(each is None or isinstance(each, readable) for each in numbers)
 
 
 def _check_groups(x: Tensor, spec: GemmSpec) -> None:

@@ -84,6 +84,18 @@ def test_a_traced_program_has_the_results_and_gradients_of_dygraph(function, dty
         assert_close(run(traced, given, place), run(function, given, place), dtype)
 
 
+def test_a_traced_program_takes_a_plan_of_dygraph(rng, place):
+    """Of a tensor from outside no value can be read while a program is built."""
+    rows, w, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 7), (2, 7, 5), (2, 5)))
+    plan = route(tensor(np.int32([[0], [1], [1], [0], [1]]), place), num_experts=2, padding_alignment=4, buffer_size=12)
+
+    def product(rows, w, bias):
+        return grouped_gemm(rows, w, plan=plan, transpose=False, bias=bias)
+
+    traced, given = paddle.jit.to_static(product, full_graph=True), {"rows": rows, "w": w, "bias": bias}
+    assert_close(run(traced, given, place), run(product, given, place), "float32")
+
+
 def operators_of(function, dtype: str) -> list[str]:
     with static_mode(), paddle.static.program_guard(paddle.static.Program()):
         inputs = [paddle.static.data(each.name, list(each.shape), each.dtype) for each in specs(dtype)]
