@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -197,10 +198,12 @@ class SwiGLUExperts(nn.Layer):
 
         Args:
             rows: rows in expert order, [N, H], as moe_permute returns them; with a plan tokens [T, H].
-            tokens_per_expert: tokens of each expert, E ints in a list or an array, or an int tensor [E]; the segments
-                are these counts rounded up to multiples of padding_alignment. A list is part of a static graph's
-                program.
-            padding_alignment: the alignment the rows were permuted with. Zero rows give zero rows.
+            tokens_per_expert: tokens of each expert, E ints in a list or an array, or an int tensor [E], as
+                ``plan.tokens_per_expert``. A list is part of a static graph's program.
+            padding_alignment: the alignment the rows were permuted with. Segments are the counts rounded up to
+                multiples of it. Padding rows are not read: they give 0 and get a gradient of 0, whatever they hold.
+                Counts that include the padding name the same segments, but make padding rows of tokens, so these must
+                be defined.
             plan: in place of tokens_per_expert: where the rows of tokens are, from `route`.
             probs: with a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
                 Without a plan it must be None.
@@ -320,9 +323,10 @@ def _by_counts(
     (alignment,) = sizes("SwiGLUExperts", padding_alignment=padding_alignment)
     gate_up, down, first_bias, second_bias = _of_shapes(experts, *sizes_of)
     check_rows("SwiGLUExperts", "rows", rows, gate_up, ["N", gate_up.shape[1]])
-    segments = _segments(counts, gate_up.shape[0], rows, alignment)
-    hidden = activate(grouped_gemm(rows, gate_up, segments, transpose=False, bias=first_bias), activation)
-    return grouped_gemm(hidden, down, segments, transpose=False, bias=second_bias)
+    tokens, offsets = _groups(counts, gate_up.shape[0], rows, alignment)
+    options: dict[str, Any] = {"transpose": False, "expert_offsets": offsets}
+    hidden = activate(grouped_gemm(rows, gate_up, tokens, bias=first_bias, **options), activation)
+    return grouped_gemm(hidden, down, tokens, bias=second_bias, **options)
 
 
 @public("x", "experts", "probs")
@@ -420,13 +424,17 @@ def _of_shapes(experts: _Parameters, num_experts: int, hidden: int, intermediate
     return _Parameters(*(None if each is None else of_shape(each, shape) for each, shape in found))
 
 
-def _segments(counts: Any, num_experts: int, rows: Tensor, alignment: int) -> list[int] | Tensor:
-    """The rows of each expert's segment: its tokens and its padding."""
+def _groups(counts: Any, num_experts: int, rows: Tensor, alignment: int) -> tuple[Any, Any]:
+    """`m_sizes` and `expert_offsets` of `grouped_gemm`: rows of padding are between the groups."""
     name, argument, expected = "SwiGLUExperts", "tokens_per_expert", "a list of ints or a 1-D int array or tensor"
     if isinstance(counts, Tensor) or is_graph_value(counts):
         _checks.tensor(name, argument, counts, _checks.ID_DTYPES, [num_experts])
-        if is_graph_value(counts) or not counts.place.is_cpu_place():
-            return (counts + (alignment - 1)) // alignment * alignment
+        if is_graph_value(counts) or is_graph_value(rows) or not counts.place.is_cpu_place():
+            if alignment == 1:
+                return counts, None
+            segments = (counts + (alignment - 1)) // alignment * alignment
+            ends = paddle.cumsum(segments, dtype=segments.dtype)
+            return counts, paddle.concat([ends - segments, ends[-1:]])
         counts = counts.tolist()
     elif counts is None:
         _checks.bad_value(name, "tokens_per_expert or plan", "given", "neither")
@@ -439,4 +447,4 @@ def _segments(counts: Any, num_experts: int, rows: Tensor, alignment: int) -> li
     if len(numbers) != num_experts or num_rows not in (-1, sum(segments)):
         expected = f"{num_experts} counts whose segments have {num_rows} rows in all"
         _checks.bad_value(name, argument, expected, numbers)
-    return segments
+    return numbers, list(itertools.accumulate(segments, initial=0)) if alignment > 1 else None

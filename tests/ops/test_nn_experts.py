@@ -10,6 +10,7 @@ import pytest
 
 from paddle_moe_ops.nn import SwiGLU, SwiGLUExperts
 from paddle_moe_ops.routing import route
+from paddle_moe_ops.testing.equality import assert_bits_equal
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -77,6 +78,66 @@ def test_experts_give_gradients_of_rows_and_weights():
     for gradient, each in zip(got, (rows, experts.gate_up, experts.down), strict=True):
         np.testing.assert_allclose(gradient, each.grad.numpy(), rtol=1e-4, atol=1e-5)
     assert not got[1][1].any()
+
+
+def by_list(experts, counts):
+    return lambda rows: experts(rows, counts, padding_alignment=4)
+
+
+def by_tensor(experts, counts):
+    return by_list(experts, paddle.to_tensor(counts))
+
+
+def in_a_graph(experts, counts):
+    def run(rows, counts):
+        return experts(rows, counts, padding_alignment=4)
+
+    graph, given = paddle.jit.to_static(run, full_graph=True), paddle.to_tensor(counts, dtype="int32")
+    return lambda rows: graph(rows, given)
+
+
+def in_a_graph_with_counts_outside(experts, counts):
+    counts = paddle.to_tensor(counts)
+
+    def run(rows):
+        return experts(rows, counts, padding_alignment=4)
+
+    return paddle.jit.to_static(run, full_graph=True)
+
+
+def results_with_padding_of(experts, run, value):
+    counts = [3, 0, 5, 1]
+    rows, starts = segments_of_rows(counts, 4)
+    is_padding = np.ones(len(rows), np.bool_)
+    for start, count in zip(starts[:-1], counts, strict=True):
+        is_padding[start : start + count] = False
+    rows[is_padding] = value
+    given = paddle.to_tensor(rows, stop_gradient=False)
+    experts.clear_gradients()
+    out = run(experts, counts)(given)
+    assert not out.numpy()[is_padding].any()
+    d_out = np.where(is_padding[:, None], value, np.ones_like(rows)).astype(np.float32)
+    paddle.autograd.backward([out], [paddle.to_tensor(d_out)])
+    assert not given.grad.numpy()[is_padding].any()
+    return [out, given.grad, *(each.grad for each in experts.parameters())]
+
+
+@pytest.mark.parametrize("run", [by_list, by_tensor, in_a_graph, in_a_graph_with_counts_outside])
+def test_no_gradient_reads_padding_rows(run):
+    experts = SwiGLUExperts(4, H, I, bias=True)
+    for bias in (experts.gate_up_bias, experts.down_bias):
+        bias.set_value(paddle.randn(bias.shape))
+    expected = [each.numpy() for each in results_with_padding_of(experts, run, 0)]
+    assert np.abs(expected[2]).max() > 0
+    for got, wanted in zip(results_with_padding_of(experts, run, np.nan), expected, strict=True):
+        assert_bits_equal(got, wanted)
+
+
+def test_counts_that_include_padding_make_it_rows():
+    experts = SwiGLUExperts(4, H, I, bias=True)
+    rows = segments_of_rows([3, 0, 5, 1], 4)[0]
+    expected = experts(paddle.to_tensor(rows), [4, 0, 8, 4])
+    assert_bits_equal(experts(paddle.to_tensor(rows), [4, 0, 8, 4], padding_alignment=4), expected)
 
 
 def test_experts_without_rows():
