@@ -111,11 +111,16 @@ def num_rows_of(tensor: Tensor) -> int | Tensor:
     return tensor.shape[0] if tensor.shape[0] >= 0 else paddle.shape(tensor)[0]
 
 
-def read_index_map(function: str, slot_to_row: Tensor, num_rows: int | Tensor, validation: Validation) -> RowMaps:
-    """The maps of the rows of slots, int32 [T, K]; token_rows are ascending whatever the order of the slots."""
+def read_index_map(
+    function: str, slot_to_row: Tensor, num_rows: int | Tensor, validation: Validation, *, check_repeats: bool = True
+) -> RowMaps:
+    """The maps of the rows of slots, int32 [T, K]; token_rows are ascending whatever the order of the slots.
+
+    Of slots that share a row, if they do not raise, the first one has it.
+    """
     checks = validation > Validation.OFF
     try:
-        maps = _read(function, slot_to_row, None, num_rows, False, checks, checks)
+        maps = _read(function, slot_to_row, None, num_rows, False, checks, checks and check_repeats)
     except ValueError as error:
         raise ValueError(str(error).replace(", expert ", ", slot ")) from None
     rows = paddle.where(maps.slot_to_row < 0, paddle.full_like(maps.slot_to_row, _NO_ROW), maps.slot_to_row).sort(-1)

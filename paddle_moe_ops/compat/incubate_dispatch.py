@@ -18,7 +18,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import constant, dense, is_graph_value, public, to_dtype
+from .._graphs import constant, dense, is_graph_value, numbers_of, public, to_dtype
 from ..backends import RowMaps, Validation, resolve
 from ..routing import calculate_topk, route
 from ..rowmaps import num_rows_of, read_index_map
@@ -200,28 +200,29 @@ def moe_combine(x: Tensor, combine_weights: Tensor, scatter_index: Tensor) -> Te
     """Sum the rows of each token, weighted; in float32, rounded once.
 
     Differentiable in ``x`` and ``combine_weights``, whose gradient has their own shape. Slots of weight 0 take no part:
-    neither they nor their rows get a gradient. No host synchronisation.
+    neither they nor their rows get a gradient. Slots may share a row, whose gradient is the sum over them; where three
+    or more do, a GPU adds these gradients in no fixed order. Host synchronisation: on a GPU one outside of graphs, to
+    learn whether slots share rows. In that case, and in a graph, rows are copied for each slot in float32.
 
     Args:
         x: [N, H] bfloat16, float16 or float32.
         combine_weights: [T, K] bfloat16, float16 or float32.
-        scatter_index: int32 or int64 [T, K], the row of each slot. A row belongs to one slot only, apart from
-            slots of weight 0. Slots that share a row raise where data is checked, as on a CPU; unchecked, the first
-            slot has the row.
+        scatter_index: int32 or int64 [T, K], the row of each slot.
 
     Returns:
         [T, H], dtype of ``x``.
     """
     name = "moe_combine"
-    maps = _weighted_maps(name, x, combine_weights, scatter_index, 0.0)
-    return resolve("unpermute", x).unpermute(x, combine_weights.astype("float32"), maps)
+    rows, maps, _ = _rows_and_maps(name, x, combine_weights, scatter_index, 0.0)
+    out = resolve("unpermute", rows).unpermute(rows, combine_weights.astype("float32"), maps)
+    return to_dtype(out, x.dtype)
 
 
 @public("x")
 def moe_combine_no_weight(x: Tensor, combine_weight: Tensor, scatter_index: Tensor, epsilon: float = 1.0e-15) -> Tensor:
     """Sum the rows of each token whose weight is not 0, in float32, rounded once.
 
-    Differentiable in ``x``. No host synchronisation.
+    Differentiable in ``x``. Slots share rows, and the host waits, as in `moe_combine`.
 
     Args:
         x: [N, H] bfloat16, float16 or float32, rows that are weighted already.
@@ -233,8 +234,8 @@ def moe_combine_no_weight(x: Tensor, combine_weight: Tensor, scatter_index: Tens
         [T, H], dtype of ``x``.
     """
     name = "moe_combine_no_weight"
-    maps = _weighted_maps(name, x, combine_weight, scatter_index, _checks.number(name, "epsilon", epsilon))
-    return resolve("unpermute", x).unpermute(x, None, maps)
+    rows, maps, _ = _rows_and_maps(name, x, combine_weight, scatter_index, _checks.number(name, "epsilon", epsilon))
+    return to_dtype(resolve("unpermute", rows).unpermute(rows, None, maps), x.dtype)
 
 
 @public()
@@ -243,7 +244,7 @@ def moe_combine_grad(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of `moe_combine`, for backward passes written by hand.
 
-    Not differentiable itself. No host synchronisation.
+    Not differentiable itself. Slots share rows, and the host waits, as in `moe_combine`.
 
     Args:
         x: [N, H] as in `moe_combine`.
@@ -256,16 +257,18 @@ def moe_combine_grad(
         are made for every slot, also where the weight is 0. Dtype of ``x``.
     """
     name = "moe_combine_grad"
-    maps = _weighted_maps(name, x, combine_weights, scatter_index, 0.0)
+    rows, maps, sources = _rows_and_maps(name, x, combine_weights, scatter_index, 0.0)
     num_tokens, topk = combine_weights.shape
     _checks.tensor(name, "grad_y", grad_y, (x.dtype,), [num_tokens, x.shape[1]])
     _checks.same_place(name, x=x, grad_y=grad_y)
     weights = combine_weights.astype("float32")
-    d_x, _ = resolve("unpermute", x).unpermute_backward(grad_y, x, weights, maps, (True, False))
-    # Paddle gathers no float16 on a CPU.
-    rows = paddle.gather(x.astype("float32"), scatter_index.flatten()).reshape([num_tokens, topk, x.shape[1]])
-    products = rows * grad_y.astype("float32").unsqueeze(1)
-    return d_x, products.astype(x.dtype)
+    d_out = to_dtype(grad_y, rows.dtype)
+    d_rows, _ = resolve("unpermute", rows).unpermute_backward(d_out, rows, weights, maps, (True, False))
+    if sources is not None:
+        d_rows = paddle.scatter_nd_add(paddle.zeros_like(x.astype("float32")), sources.unsqueeze(-1), d_rows)
+    copies = _copies(x, scatter_index.flatten()).reshape([num_tokens, topk, x.shape[1]])
+    products = copies * grad_y.astype("float32").unsqueeze(1)
+    return to_dtype(d_rows, x.dtype), products.astype(x.dtype)
 
 
 def _gate(name: str, x: Tensor, gate_logits: Tensor, corr_bias: Tensor | None, k: Any) -> tuple[Tensor, Tensor]:
@@ -333,8 +336,17 @@ def _results(weights: Tensor, is_kept: Tensor, slot_rows: Tensor) -> tuple[Tenso
     return paddle.where(is_kept, weights, paddle.zeros_like(weights)), scatter_index
 
 
-def _weighted_maps(name: str, x: Tensor, weights: Tensor, scatter_index: Tensor, epsilon: float) -> RowMaps:
-    """Check the arguments of a combine; the maps of the slots whose weight is more than epsilon."""
+def _rows_and_maps(
+    name: str, x: Tensor, weights: Tensor, scatter_index: Tensor, epsilon: float
+) -> tuple[Tensor, RowMaps, Tensor | None]:
+    """Check the arguments of a combine; rows and their maps for the slots whose weight is more than epsilon.
+
+    Maps have one slot for each row. Where slots share a row, and in a graph, which cannot tell, the rows are copies in
+    float32, one for each slot, ascending for each token.
+
+    Returns:
+        the rows, their maps, and the row of ``x`` that each is a copy of, or None if they are those of ``x``.
+    """
     argument = "combine_weight" if name == "moe_combine_no_weight" else "combine_weights"
     _checks.rows(name, "x", x, _checks.SUM_DTYPES, "num_rows")
     _checks.tensor(name, argument, weights, _checks.SUM_DTYPES, ["num_tokens", "topk"])
@@ -343,5 +355,21 @@ def _weighted_maps(name: str, x: Tensor, weights: Tensor, scatter_index: Tensor,
     takes_part = ~(constant(weights).astype("float32").abs() <= epsilon)
     slot_rows = _kept(takes_part, to_dtype(scatter_index, paddle.int32))
     validation = Validation.OFF if is_graph_value(x) else _checks.validation(name, None, x)
+    num_rows = num_rows_of(x)
     with _checks.renaming(name, name, row_id_map="scatter_index"):
-        return read_index_map(name, slot_rows, num_rows_of(x), validation)
+        maps = read_index_map(name, slot_rows, num_rows, validation, check_repeats=False)
+    is_row = (slot_rows >= 0) & (slot_rows < num_rows)
+    if not is_graph_value(x) and not bool((is_row & (maps.slot_to_row < 0)).any()):
+        return x, maps, None
+    slot_rows = _kept(is_row, slot_rows)
+    order = slot_rows.argsort(-1, stable=True)
+    slots = numbers_of(slot_rows.flatten()).reshape(slot_rows.shape)
+    copies = slots - slots % slots.shape[1] + order.argsort(-1).astype("int32")
+    sources = slot_rows.sort(-1).flatten().clip(min=0)
+    maps = read_index_map(name, _kept(is_row, copies), _slots_of(slots), Validation.OFF)
+    return _copies(x, sources), maps, sources
+
+
+def _copies(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of x, in float32: Paddle gathers no float16 on a CPU."""
+    return paddle.gather(x.astype("float32"), rows)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +13,7 @@ import paddle.incubate.nn.functional as F
 import pytest
 from paddle import _C_ops
 
-from paddle_moe_ops import patched_paddle
+from paddle_moe_ops import patched_paddle, use_backend
 from paddle_moe_ops.reference import incubate as oracle
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dot_chain, dtype_tols
@@ -175,6 +176,48 @@ def test_combine_without_weights(dtype, rng, place, backend):
     assert not few.astype("float32").numpy().any()
 
 
+def shared_rows_problem(rng, dtype):
+    """Slots of one token and of several that share rows, and dropped ones, of weight and index 0."""
+    x, weights, d_out = (ordinary(rng, shape, dtype) for shape in ((6, H), (T, K), (T, H)))
+    weights[weights == 0] = 1
+    index = rng.integers(0, 6, (T, K)).astype(np.int32)
+    index[1] = index[2] = 4
+    weights[3, 0] = index[3, 0] = 0
+    return x, weights, index, d_out
+
+
+@pytest.mark.parametrize("validate", ["0", "1"])
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
+def test_slots_that_share_a_row_add_it(dtype, weighted, traced, validate, rng, place, backend, monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", validate)
+    x, weights, index, d_out = shared_rows_problem(rng, dtype)
+    factors = weights if weighted else (weights != 0).astype(np.float32)
+    leaves = tensor(x, place, gradient=True), tensor(weights, place, gradient=weighted)
+
+    def combine(x, weights, index):
+        return F.moe_combine(x, weights, index) if weighted else F.moe_combine_no_weight(x, weights, index)
+
+    with use_backend("compiled") if traced else contextlib.nullcontext():  # others need values
+        run = paddle.jit.to_static(combine, full_graph=True) if traced else combine
+        out = run(*leaves, tensor(index, place))
+    assert_sums(out, oracle.combine_rows(x, factors, index), oracle.combine_rows(abs(x), abs(factors), index), K, "sum")
+    backward([out], [d_out])
+    d_x, products = oracle.combine_rows_backward(d_out, x, factors, index)
+    terms, all_products = oracle.combine_rows_backward(abs(d_out), abs(x), abs(factors), index)
+    assert_sums(leaves[0].grad, d_x, terms, index.size, "the gradient of x")
+    if not weighted:
+        return
+    exact = oracle.combine_rows_backward(d_out.astype(np.float64), x.astype(np.float64), weights, index)[1].sum(axis=-1)
+    d_weights = np.where(weights == 0, 0, exact).astype(np.float32).astype(dtype)
+    assert_sums(leaves[1].grad, d_weights, all_products.astype(np.float64).sum(axis=-1), dot_chain(H), "weights")
+    by_hand = _C_ops.moe_combine_grad(*leaves, tensor(index, place), tensor(d_out, place))
+    assert_bits_equal(by_hand[0], leaves[0].grad)
+    assert_sums(by_hand[1], products, np.abs(products.astype(np.float64)), 1, "products")
+
+
 def test_a_layer_of_dispatch_and_combine_against_finite_differences(rng, place, backend):
     x, matrix = ordinary(rng, (5, 3)), ordinary(rng, (3, 3))
     gate = (1 + rng.permutation(20).reshape(5, 4)).astype(np.float32) / 32
@@ -317,13 +360,6 @@ BAD = [
         "reverse_token_drop must be False with use_pad",
     ),
     ("moe_combine", "combine_weights", lambda: paddle.ones([4, 3]), ValueError, "scatter_index must be of shape"),
-    (
-        "moe_combine",
-        "scatter_index",
-        lambda: paddle.full([4, 2], 3, "int32"),
-        ValueError,
-        "scatter_index must name a row at most once",
-    ),
     (
         "moe_combine",
         "scatter_index",
