@@ -238,9 +238,13 @@ class Run:
         """All tokens, to gather."""
         return Rows(x, self.num_tokens, self.hidden, self.device.row_stride(x))
 
+    def _window_of(self, x: Array, rows: tuple[int, int], columns: tuple[int, int]) -> tuple:
+        """A key of a window of the rows of tokens [T, d]; views of one address may have other strides."""
+        return address(x), self.device.row_stride(x), rows, columns
+
     def _moved(self, x: Array, rows: tuple[int, int], columns: tuple[int, int]) -> Rows:
         """A window of the rows of tokens, in the buffer."""
-        tokens, moved = self.layer.tokens, (address(x), rows, columns)
+        tokens, moved = self.layer.tokens, self._window_of(x, rows, columns)
         if moved != self._in_buffer:
             maps = tokens.token_rows, tokens.row_to_token
             permute_window(self.device, x, *maps, self.buffer, rows, columns, self.rows_end, self._pending)
@@ -426,7 +430,7 @@ class Run:
     ) -> Any:
         """The sum of each expert's outer products of the rows of tokens and other rows, the former first or last."""
         out, adds = into or (self.device.empty(matrix.shape, self.dtype), False)
-        is_moved = self._in_buffer == (address(tokens), (0, self.num_rows), (0, self.hidden))
+        is_moved = self._in_buffer == self._window_of(tokens, (0, self.num_rows), (0, self.hidden))
         if (self.gathers or gathers_for_matrix(rows.width, is_moved)) and self._library_can_gather(tokens):
             source = self._tokens(tokens)
             p, q = (source, rows) if tokens_first else (rows, source)

@@ -329,6 +329,23 @@ def test_a_gate_far_below_zero_closes_whatever_it_gates(rng, gpu, tiles):
     assert not gpu.numpy(out).astype(np.float32).any()
 
 
+@pytest.mark.cpu_only
+def test_tokens_and_their_gradient_may_share_an_address(rng, gpu, tiles):
+    """With strides of their own: the buffer holds rows of one of them."""
+    tiles(SMALL_TILES)
+    case = Case(hidden=23, inner=9)
+    problem = Problem(rng, case, np.float16, False)
+    wide = gpu.array(np.zeros((case.tokens, 2 * case.hidden), np.float16))
+    d_out = wide.values.reshape(2 * case.tokens, case.hidden)[: case.tokens]
+    x = gpu.columns(wide, case.hidden)
+    x.values[...] = problem.x
+    problem.d_out = d_out.copy()
+    layer = problem.layer(gpu, LARGE)
+    _, kept = moe_mlp(gpu, x, layer, True)
+    gradients = moe_mlp_backward(gpu, type(x)(d_out), x, kept, layer, ALL)
+    assert_all_same([gpu.numpy(each) for each in gradients], problem.due()[2:])
+
+
 def test_rows_of_no_token_may_hold_anything(rng, gpu, tiles):
     """Weights are NaN there, and so is what the buffer holds before it is filled."""
     tiles(SMALL_TILES)
