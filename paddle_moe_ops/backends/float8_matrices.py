@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
 from paddle import Tensor
 
 from .base import Matrices
+from .joining import alias_of
 
 __all__ = ["Float8Matrices", "holds_others", "is_default", "made_by", "make_default", "replaced_by"]
 
@@ -43,7 +44,7 @@ class Float8Matrices:
     """
 
     def __init__(self) -> None:
-        self._of: Any = None  # what was given, so that nothing else gets its memory, and facts about it
+        self._of: Any = None  # aliases of what was given, so that nothing else gets its memory, and facts about it
         self._made: Any = None
         self._is_default = False
 
@@ -75,8 +76,9 @@ def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transp
     casts_to = paddle.amp.get_autocast_dtype() if paddle.amp.is_autocast_enabled() else None
     facts = transpose, casts_to, _facts_of(gate_up), _facts_of(down)
     if kept._made is None:
-        kept._of = gate_up, down, facts
-    return facts != kept._of[2]
+        # A parameter may be moved to other memory, so to keep the parameter itself would not do.
+        kept._of = [alias_of(matrix) for matrix in (*_listed(gate_up), *_listed(down))], facts
+    return facts != kept._of[1]
 
 
 def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
@@ -96,5 +98,8 @@ def replaced_by(kept: Float8Matrices, before: Any, made: Any) -> Any:
 
 def _facts_of(matrices: Matrices) -> list[tuple]:
     """What tells matrices from others, short of their values."""
-    each = [matrices] if isinstance(matrices, Tensor) else matrices
-    return [(matrix.data_ptr(), matrix.dtype, *matrix.shape, *matrix.strides) for matrix in each]
+    return [(matrix.data_ptr(), matrix.dtype, *matrix.shape, *matrix.strides) for matrix in _listed(matrices)]
+
+
+def _listed(matrices: Matrices) -> Sequence[Tensor]:
+    return [matrices] if isinstance(matrices, Tensor) else matrices

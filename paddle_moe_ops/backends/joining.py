@@ -15,9 +15,16 @@ from .._graphs import dense, filled
 from .accumulation import Destination, destination_of, put, refuse_others
 from .turns import OneTurn, applied_once
 
-__all__ = ["destination_of_matrices", "joined", "lay_side_by_side", "parts_of", "shared_memory", "view_of"]
+__all__ = ["alias_of", "destination_of_matrices", "joined", "lay_side_by_side", "parts_of", "shared_memory", "view_of"]
 
 _ROUNDING = 4096  # allocators give at most so many bytes more than they are asked for
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Another tensor in the memory of one. Unlike that of `detach`, it stays there when the first one moves."""
+    alias = paddle.base.core.eager.Tensor()
+    tensor._share_buffer_to(alias)
+    return alias
 
 
 def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -34,8 +41,7 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
         return None
     if first._holder_size() - first._offset() < len(tensors) * size:  # neighbours in allocations of their own
         return None
-    view = paddle.base.core.eager.Tensor()  # detach() would change the shape of the first one, too
-    first._share_buffer_to(view)
+    view = alias_of(first)
     view.get_tensor()._set_dims([len(tensors), *first.shape])
     return view
 
@@ -57,7 +63,7 @@ def parts_of(whole: Tensor) -> list[Tensor]:
 
 def shared_memory(tensor: Tensor) -> str | None:
     """What shares a tensor's memory, if something does that `lay_side_by_side` did not put there; else None."""
-    if tensor.data_ptr() == getattr(tensor, "laid_at", None):
+    if _location(tensor) == getattr(tensor, "laid_at", None):
         return None
     own = tensor.size * tensor.element_size()
     if tensor._offset() == 0 and tensor._holder_size() - own <= _ROUNDING:
@@ -77,7 +83,12 @@ def lay_side_by_side(parameters: Sequence[Tensor]) -> None:
         whole = paddle.stack([each.detach() for each in parameters])
     for parameter, part in zip(parameters, parts_of(whole), strict=True):
         part._share_buffer_to(parameter)
-        parameter.laid_at = part.data_ptr()
+        parameter.laid_at = _location(parameter)
+
+
+def _location(tensor: Tensor) -> tuple[int, ...]:
+    """Where a tensor lies, and in what: a buffer that fuses parameters may get the address of one that was freed."""
+    return tensor.data_ptr(), tensor._offset(), tensor._holder_size()
 
 
 def joined(matrices: Sequence[Tensor], function: str, *, accumulates: bool = False) -> Tensor:

@@ -394,6 +394,20 @@ def test_kept_matrices_hold_the_memory_of_what_they_were_made_of(rng):
                 layer.call({**leaves, **casts}, "cpu", float8_matrices=kept)
 
 
+@pytest.mark.compiled_only
+def test_kept_matrices_hold_the_memory_that_a_parameter_has_left(rng):
+    layer, kept = Float8Layer(rng, ODD), Float8Matrices()
+    leaves = layer.leaves("cpu")
+    with paddle.no_grad():
+        layer.call(leaves, "cpu", float8_matrices=kept)
+    copy = leaves["gate_up"].clone()
+    before = paddle.base.core.host_memory_stat_current_value("Allocated", 0)
+    copy._share_buffer_to(leaves["gate_up"])
+    assert paddle.base.core.host_memory_stat_current_value("Allocated", 0) == before
+    with pytest.raises(ValueError, match="must be empty or made of these matrices"):
+        layer.call(leaves, "cpu", float8_matrices=kept)
+
+
 def test_layers_pass_the_option_on(rng, place):
     paddle.seed(3)
     layer = MoELayer(72, 24, 5, 2, compute=FLOAT8)

@@ -15,7 +15,7 @@ from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import moe_mlp, route, use_backend
-from paddle_moe_ops.backends.joining import parts_of, view_of
+from paddle_moe_ops.backends.joining import parts_of, shared_memory, view_of
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.nn import lay_side_by_side
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -370,6 +370,19 @@ BAD = [
 def test_what_cannot_be_laid_side_by_side_is_named(make, error, text):
     with pytest.raises(error, match=f"^lay_side_by_side: {re.escape(text)}$"):
         lay_side_by_side(make())
+
+
+@pytest.mark.cpu_only
+def test_parameters_of_a_buffer_are_not_taken_for_those_that_were_laid_at_its_address():
+    """Buffers of sharding optimizers may get the memory that parameters have left."""
+    parameters = [paddle.create_parameter([2100, 2100], "float32") for _ in range(2)]
+    lay_side_by_side(parameters)
+    for each in parameters:
+        each.clone()._share_buffer_to(each)
+    buffers = [paddle.empty([2 * 2100 * 2100 + 64]) for _ in range(3)]
+    for buffer in buffers:  # large enough to get the addresses that the parameters had
+        buffer._slice(0, 2100 * 2100)._share_buffer_to(parameters[0])
+        assert shared_memory(parameters[0]) == f"a part of {buffer._holder_size()} bytes"
 
 
 @pytest.mark.cpu_only
