@@ -8,7 +8,6 @@ checks it at run time.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from paddle import Tensor
 
 from . import _env
-from ._graphs import dtype_name, is_graph_value
+from ._graphs import context_manager, dtype_name, is_graph_value
 from .backends import QuantizeSpec, Validation
 
 MAX_EXPERTS = 2**16
@@ -48,7 +47,7 @@ def bad_type(function: str, argument: str, expected: str, given: object) -> NoRe
     raise TypeError(f"{function}: {argument} must be {expected}, but got {given}")
 
 
-@contextlib.contextmanager
+@context_manager
 def renaming(function: str, caller: str, **arguments: str) -> Iterator[None]:
     """Let errors that ``function`` raises inside name ``caller`` and its arguments instead.
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import paddle
 from paddle import Tensor
 from paddle.base.core import set_eval_frame
+from paddle.jit import ignore_module, not_to_static
 from paddle.jit.marker import unified
 
 from ._native import native
@@ -22,6 +25,12 @@ _Result = TypeVar("_Result")
 
 _CARRIERS = (Tensor, tuple, list, dict)
 _PLAIN = {int}  # lists of counts may be long
+
+# paddle.jit.to_static(full_graph=True) leaves the source of functions in the folder of an ignored module as it is. A
+# module without members stands for the package: Paddle looks through all members, and the modules among them.
+_FOLDER = ModuleType("paddle_moe_ops")
+_FOLDER.__file__ = str(Path(__file__).with_name("__init__.py"))
+ignore_module([_FOLDER])
 
 
 def public(
@@ -79,6 +88,18 @@ def public(
         return unified(call)
 
     return decorate
+
+
+def context_manager(
+    function: Callable[_Arguments, Iterator[_Result]],
+) -> Callable[_Arguments, AbstractContextManager[_Result]]:
+    """`contextlib.contextmanager`, whose wrapper's code lies outside of the ignored folder."""
+    return not_to_static(contextmanager(function))
+
+
+def without_gradients(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`paddle.no_grad` as a decorator, whose wrapper's code lies outside of the ignored folder."""
+    return not_to_static(paddle.no_grad()(function))
 
 
 def untraced(function: Callable[..., _Result], *arguments: Any, **keywords: Any) -> _Result:

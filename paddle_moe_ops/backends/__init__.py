@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import importlib
@@ -14,6 +13,7 @@ from typing import Any
 from paddle import Tensor
 
 from .. import _env
+from .._graphs import context_manager
 from . import compiled
 from .accumulation import accumulated, accumulated_each, why_not
 from .base import (
@@ -141,7 +141,7 @@ def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
     return compiled.direct(operator, *arguments)
 
 
-@contextlib.contextmanager
+@context_manager
 def use_backend(name: str) -> Iterator[None]:
     """Run the operators inside the ``with`` block on one backend; their backward passes stay on it.
 

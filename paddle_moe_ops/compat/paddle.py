@@ -14,7 +14,6 @@ signatures; callers that imported them earlier are routed here too, and so are c
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
@@ -25,6 +24,7 @@ from paddle import _C_ops
 from paddle.base import core
 
 from .. import _checks, functional
+from .._graphs import context_manager
 from ..backends import register_note
 from ..backends.base import FLOAT8
 from . import _async_load, incubate_dispatch, incubate_gemm, incubate_routing
@@ -207,7 +207,7 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
         delattr(core, _LOADER)
 
 
-@contextlib.contextmanager
+@context_manager
 def patched_paddle(families: _Families = ("permute",)) -> Iterator[None]:
     """Apply `patch_paddle` inside a ``with`` block; afterwards the state is what it was before.
 

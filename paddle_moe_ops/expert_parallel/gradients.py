@@ -14,6 +14,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
+from .._graphs import without_gradients
 from .groups import agree, check_group_of_experts, group_of, raising_together
 from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 from .parameters import is_expert_parameter
@@ -37,7 +38,7 @@ class _Kinds(NamedTuple):
     gradients: list[str]
 
 
-@paddle.no_grad()
+@without_gradients
 def average_gradients(
     parameters: Iterable[Tensor], group: Any = None, *, copies: Any = None, timeout: float = DEFAULT_TIMEOUT_S
 ) -> None:

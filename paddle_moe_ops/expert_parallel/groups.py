@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
+from .._graphs import context_manager
 
 __all__ = [
     "agree",
@@ -98,7 +98,7 @@ def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:
             _checks.bad_value(function, name, "the same on all ranks of the group", given)
 
 
-@contextlib.contextmanager
+@context_manager
 def raising_together(function: str, group: Group) -> Iterator[None]:
     """Make bad arguments of one rank an error on every rank; every rank must come here.
 

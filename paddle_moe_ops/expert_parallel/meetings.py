@@ -8,7 +8,6 @@ While all ranks come, this sends nothing. A rank that has waited for a while say
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
+from .._graphs import context_manager
 from .groups import is_gloo
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Meeting", "checked_timeout"]
@@ -112,7 +112,7 @@ class Meeting:
         else:
             self.wait(function, paddle.distributed.all_reduce(numbers, **how, sync_op=False))
 
-    @contextlib.contextmanager
+    @context_manager
     def naming_ranks(self, function: str, *, counts: bool = False) -> Iterator[None]:
         """Turn the error of a transfer into one that names the ranks that ended.
 

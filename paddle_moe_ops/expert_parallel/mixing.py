@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_sta
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
 
 from .. import _checks
+from .._graphs import context_manager
 from .groups import expert_group_of
 
 __all__ = ["mixing_prevented", "refuse_to_mix_experts"]
@@ -30,7 +30,7 @@ _OTHERS = f"parameters that all its ranks have; shard a model with experts by st
 _is_prevented = False
 
 
-@contextlib.contextmanager
+@context_manager
 def mixing_prevented() -> Iterator[None]:
     """Let optimizers be made whose maker sees to it that no experts are mixed."""
     global _is_prevented

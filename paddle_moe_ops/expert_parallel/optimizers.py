@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import paddle
 from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
+from .._graphs import without_gradients
 from .groups import check_group_of_experts, group_of, raising_together
 from .parameters import agree_on_tensors, gather_experts, is_expert_parameter, without_wrapper
 
@@ -59,7 +59,7 @@ class _Entry(NamedTuple):
         return self._replace(value=value.clone() if value is self.value else value)
 
 
-@paddle.no_grad()
+@without_gradients
 def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = None) -> dict[str, Any]:
     """Gather the state that an optimizer would have in one process. All ranks must call it.
 
@@ -101,7 +101,7 @@ def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = No
     return {**whole, _NAMES: names}
 
 
-@paddle.no_grad()
+@without_gradients
 def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group: Any = None) -> dict[str, Any]:
     """Cut this rank's part out of an optimizer's whole state, for ``optimizer.set_state_dict``.
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import beside, is_graph_value, public
+from .._graphs import beside, context_manager, is_graph_value, public
 from ..backends.base import Validation
 from ..functional import permute, unpermute
 from ..routing import Plan, route
@@ -291,7 +290,7 @@ def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> Expert
     return made
 
 
-@contextlib.contextmanager
+@context_manager
 def telling_of_errors(ep: ExpertParallel) -> Iterator[None]:
     """Tell the ranks that wait for numbers of tokens, if any do, of an error that this rank raises inside."""
     try:

@@ -15,6 +15,7 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight, shard_weight
 
 from .. import _checks
+from .._graphs import without_gradients
 from .groups import agree, check_group_of_experts, expert_group_of, group_of, raising_together
 from .mixing import refuse_to_mix_experts
 
@@ -159,7 +160,7 @@ def start_as_one(layers: Iterable[nn.Layer | None], group: Group) -> None:
             paddle.distributed.broadcast(value, src=group.ranks[0], group=group)
 
 
-@paddle.no_grad()
+@without_gradients
 def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
     """Gather the state that a model would have in one process, with the experts of all ranks. All ranks must call it.
 

@@ -17,7 +17,15 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._graphs import filled, float32, is_graph_value, public, ready_for_matmul, without_autocast
+from .._graphs import (
+    filled,
+    float32,
+    is_graph_value,
+    public,
+    ready_for_matmul,
+    without_autocast,
+    without_gradients,
+)
 from ..routing import calculate_topk, check_groups
 from ._common import Size, described, misnamed, of_shape, sizes, weight
 
@@ -187,7 +195,7 @@ class TopKRouter(nn.Layer):
             num_tokens = _checks.integer("capacity", "num_tokens", num_tokens, 0)
         return capacity_of(num_tokens, self.topk, self.num_experts, self.capacity_factor)
 
-    @paddle.no_grad()
+    @without_gradients
     def update_correction_bias(self, tokens_per_expert: Sequence[int] | Tensor, rate: float = 1e-3) -> None:
         """Move each expert's bias a step towards an even load: ``bias += rate * sign(mean(load) - load)``.
 

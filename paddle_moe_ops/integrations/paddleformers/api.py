@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from functools import partial
 from paddle import nn
 
 from ... import _checks
+from ..._graphs import context_manager
 from ...backends import register_note
 from ...mlp import COMPUTE
 from . import classes, instances
@@ -76,7 +76,7 @@ def apply(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Repor
     return report
 
 
-@contextlib.contextmanager
+@context_manager
 def applied(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Iterator[Report]:
     """Apply inside a ``with`` block; afterwards the state is what it was before.
 
