@@ -56,6 +56,9 @@ class Float8Matrices:
         """Forget what is kept; its memory is free when no backward pass needs it."""
         self._of = self._made = None
 
+    def __repr__(self) -> str:
+        return f"Float8Matrices({'empty' if self.is_empty else f'of {len(self._of[0])} tensors'})"
+
     def __reduce__(self) -> tuple[type, tuple]:
         return Float8Matrices, ()
 

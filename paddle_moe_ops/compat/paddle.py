@@ -107,7 +107,7 @@ _OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
 NAMES_OF_FAMILIES = {"permute": tuple(_STAND_INS), **{family: tuple(names) for family, names in _OPERATORS.items()}}
 _FAMILIES = tuple(NAMES_OF_FAMILIES)
 _LOADER = "AsyncLoad"  # a class of paddle.base.core in builds for GPUs
-_Families = Sequence[str]
+_Families = Sequence[str] | str
 
 
 def _paddle_function(name: str) -> FunctionType:
@@ -128,6 +128,7 @@ def _paddle_operator(name: str) -> Any:
 
 def _checked(function: str, families: Any) -> tuple[str, ...]:
     """The families, each once."""
+    families = (families,) if isinstance(families, str) else families
     if not isinstance(families, (tuple, list, set, frozenset)):
         _checks.bad_type(function, "families", f"a tuple or list of names out of {_FAMILIES}", repr(families))
     for family in families:
@@ -159,7 +160,7 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
     Families that are patched already stay so.
 
     Args:
-        families: names of families.
+        families: names of families, or one name.
 
     Raises:
         TypeError: families is not a list of names.

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import paddle
@@ -36,8 +37,9 @@ class GradScaler(paddle.amp.GradScaler):
         **options: as those of `paddle.amp.GradScaler`.
 
     Raises:
-        TypeError: ``group`` is not a group of `paddle.distributed`, or ``timeout`` not a number.
-        ValueError: this rank does not belong to the group; ``timeout`` is out of range.
+        TypeError: ``group`` is not a group of `paddle.distributed`; ``timeout``, a scale or a ratio is not a number.
+        ValueError: this rank does not belong to the group; ``timeout`` is out of range; a scale or a ratio is not above
+            0.
     """
 
     _found_inf: Tensor  # of Paddle's class: one bool, which decides on the step
@@ -46,8 +48,16 @@ class GradScaler(paddle.amp.GradScaler):
     def __init__(
         self, *arguments: Any, group: Group | None = None, timeout: float = DEFAULT_TIMEOUT_S, **options: Any
     ) -> None:
+        given = inspect.signature(paddle.amp.GradScaler.__init__).bind(self, *arguments, **options).arguments
+        for name in ("init_loss_scaling", "incr_ratio", "decr_ratio"):
+            if _checks.number(_NAME, name, given.get(name, 1.0)) <= 0:
+                _checks.bad_value(_NAME, name, "above 0", given[name])
         super().__init__(*arguments, **options)
         self._group, self._seconds = group_of(_NAME, group), checked_timeout(_NAME, timeout)
+
+    def __repr__(self) -> str:
+        state = "enabled" if self.is_enable() else "disabled"
+        return f"GradScaler({state}, rank={self._group.rank} of {self._group.nranks})"
 
     def unscale_(self, optimizer: paddle.optimizer.Optimizer) -> None:
         """Divide the gradients of the optimizer's parameters by the scale, once before its step.

@@ -191,3 +191,16 @@ def test_in_one_process_it_is_the_scaler_of_paddle():
     scaler.step(optimizer)
     scaler.update()
     np.testing.assert_allclose(layer.weight.numpy(), before - 0.2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"init_loss_scaling": "a"}, TypeError, "init_loss_scaling must be a number, but got str"),
+        ({"init_loss_scaling": 0.0}, ValueError, "init_loss_scaling must be above 0, but got 0.0"),
+        ({"decr_ratio": -1}, ValueError, "decr_ratio must be above 0, but got -1"),
+    ],
+)
+def test_bad_scales_are_refused_where_scaling_has_no_effect_too(options, error, text):
+    with pytest.raises(error, match=f"^GradScaler: {text}$"):
+        GradScaler(**options)

@@ -112,7 +112,7 @@ def test_a_block_leaves_the_families_as_they_were():
     ("families", "error", "text"),
     [
         (("incubate", "fp8"), ValueError, "families must be one of 'permute', 'incubate', 'gemm', but got 'fp8'"),
-        ("incubate", TypeError, "families must be a tuple or list of names out of"),
+        ("fp8", ValueError, "families must be one of 'permute', 'incubate', 'gemm', but got 'fp8'"),
         (None, TypeError, "families must be a tuple or list of names out of"),
     ],
     ids=str,
