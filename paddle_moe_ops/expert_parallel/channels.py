@@ -260,6 +260,7 @@ class TokenChannel:
     def slot(self) -> TokenSlot:
         """The windows of the next exchange."""
         arrived, peers, *beside = self._turns.next()
+        arrived._bump_inplace_version()  # so that a backward pass refuses to read tokens of an earlier exchange there
         return TokenSlot(RowWindow(arrived, peers, self.group.nranks, self.group.rank), *beside)
 
 

@@ -212,9 +212,9 @@ class ExpertParallel:
             capacity: slots of this rank's tokens that an expert takes at most; the others are dropped. None: no limit.
             validate: as in `route`. True also raises, on every rank, where a rank's tokens are not finite (without
                 ``tokens_per_rank``, and not with "deepep").
-            copy: False: with ``transport="peer"``, and where no gradient is wanted, ``received.tokens`` stay where the
-                others wrote them, until the second dispatch or combine after this one. Rows without a token are not
-                zeros then, and not with ``payload`` either.
+            copy: False: with ``transport="peer"`` under ``paddle.no_grad``, ``received.tokens`` is a view of memory
+                that the second dispatch or combine after this one overwrites; a backward pass that would read it after
+                that raises a RuntimeError. Rows without a token are not zeros then, and not with ``payload`` either.
 
         Returns:
             what arrived, for the local experts and for `combine`.
@@ -391,7 +391,7 @@ def _dispatch_to_peers(
 ) -> Received:
     """Write tokens to the ranks of their experts; with `Peers` sizes are the same in every call."""
     _check_arguments(x, ids, probs)
-    copies = copy or (paddle.is_grad_enabled() and not (x.stop_gradient and probs.stop_gradient))
+    copies = copy or paddle.is_grad_enabled()  # the experts' backward pass may read them
     if isinstance(peers, Peers) and ep.combines == "reduced" and capacity is None:
         if ids.shape[1] == 0 or _checks.validation(_DISPATCH, validate, ids) is not Validation.OFF:
             _plan(ids, probs, ep, capacity, validate)  # which says what is wrong

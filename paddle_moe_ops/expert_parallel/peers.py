@@ -134,6 +134,7 @@ class _Dispatch(Call):
 
     def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> None:
         super().__init__(None, x, probs)
+        self.watch(ids)
         self.given: Tensors = (x.detach(), ids, probs.detach())
         self.channel, self.copies = channel, copies
         self.arrived: Any = None
