@@ -1,10 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of a group that take turns, and the barrier between their uses.
-
-Between two uses of a window lies the barrier of the other window, which a rank reaches only after all its work on the
-first.
-"""
+"""Windows of a group for tokens and rows, two of each kind, which exchanges use by turns: see `rendezvous`."""
 
 from __future__ import annotations
 
@@ -18,11 +14,11 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import filled
 from ..backends import direct
 from ..routing import Plan, plan_of
-from .groups import agree
-from .windows import granularity, share
+from .calls import Step
+from .rendezvous import rendezvous_of
+from .windows import granularity, share, tensor_at
 
 __all__ = ["HEADER", "Arrivals", "OwnRows", "RowChannel", "RowWindow", "TokenChannel", "TokenSlot"]
 
@@ -61,15 +57,17 @@ class RowWindow(NamedTuple):
         peers: [P * S, d], this rank's regions at all ranks.
         num_ranks: P.
         rank: this rank.
+        state: of the rendezvous.
     """
 
     arrived: Tensor
     peers: Tensor
     num_ranks: int
     rank: int
+    state: Tensor
 
     def send(
-        self, x: Tensor, token_rows: Tensor, own: OwnRows, *, writes_all: bool = False, leaves_room: bool = False
+        self, x: Tensor, token_rows: Tensor, own: OwnRows, *, fetched: int | None = None, leaves_room: bool = False
     ) -> Tensor:
         """Send rows to other ranks; a barrier has to follow.
 
@@ -77,30 +75,35 @@ class RowWindow(NamedTuple):
             x: [T, d].
             token_rows: int32 [T, C], the rows of the window that each token goes to.
             own: where rows for this rank go.
-            writes_all: whether all rows are written and none is fetched, so that ``arrived`` is complete after the
-                barrier.
+            fetched: how many of every 8 rows their receiver fetches; None: by where rows for this rank go.
             leaves_room: whether other operators are to run at the same time.
 
         Returns:
             the rows for this rank, [P * S, d], unless they stay where they are.
         """
-        views, fetched = (self.arrived, self.peers), FETCHED_COPIES if own == OwnRows.TO_NEW_MEMORY else FETCHED_SUMS
-        if writes_all:
-            fetched = 0
+        views = self.arrived, self.peers
+        if fetched is None:
+            fetched = FETCHED_COPIES if own == OwnRows.TO_NEW_MEMORY else FETCHED_SUMS
         options = self.num_ranks, self.rank, fetched, int(own), leaves_room
         (made,) = direct("rank_send", x, token_rows, *views, *options)
         return made
 
-    def receive(self, token_rows: Tensor, own: Tensor | None = None, to: Tensor | None = None) -> Tensor:
+    def receive(
+        self, token_rows: Tensor, own: Tensor | None = None, to: Tensor | None = None, *, fetched: int | None = None
+    ) -> Tensor:
         """The sums of each token's rows that all ranks sent.
 
         Args:
             token_rows: int32 [T, C], the rows of the window that are for each token.
             own: [P * S, d], the rows that this rank sent to itself.
             to: [T, d], where the sums go, and where the rows that this rank sent to itself are already; C is 1 then.
+            fetched: as all ranks gave it to `send`; None: by where rows of this rank are.
         """
-        views, fetched = (self.arrived, self.peers), FETCHED_COPIES if own is None else FETCHED_SUMS
-        (made,) = direct("rank_receive", token_rows, *views, own, to, self.num_ranks, self.rank, fetched)
+        views = self.arrived, self.peers
+        if fetched is None:
+            fetched = FETCHED_COPIES if own is None else FETCHED_SUMS
+        options = self.state, self.num_ranks, self.rank, fetched
+        (made,) = direct("rank_receive", token_rows, *views, own, to, *options)
         return made
 
 
@@ -134,6 +137,7 @@ class Arrivals(NamedTuple):
         probs: float32 [R, K], 0 where there is no id.
         rows: int32 [R, 1], the row itself where there is a token, else -1.
         plan: of the ids. On a GPU it has room for all of them, so that nothing waits for a number.
+        calls: int32 [P, CALL_WORDS], the calls that all ranks are in.
         workspace: what they are made with.
     """
 
@@ -141,48 +145,17 @@ class Arrivals(NamedTuple):
     probs: Tensor
     rows: Tensor
     plan: Plan
+    calls: Tensor
     workspace: Tensor
 
 
-class _Turns:
-    """Two windows of each kind."""
-
-    def __init__(
-        self, group: Group, like: Tensor, windows: Sequence[_Window], settings: dict[str, Any], timeout: float
-    ) -> None:
-        self._timeout_ms = math.ceil(timeout * 1000)
-        place, ranks, page = like.place, group.nranks, granularity(like.place)
-        self._slots: list[list[Tensor]] = []
-        for _ in range(2):
-            slot: list[Tensor] = []
-            for region_bytes, rows, columns, dtype in windows:
-                views = share(group, place, region_bytes)
-                slot += [self._tensor(like, address, rows, columns, dtype) for address in views]
-            self._slots.append(slot)
-        self._flags = [self._tensor(like, each, ranks, page, paddle.uint8) for each in share(group, place, page)]
-        self._flags[0].zero_()
-        self._flags[0][:, :1].tolist()  # waits until they are zero
-        agree(_DISPATCH, group, settings)  # waits until they are zero on all ranks
-        self._state = filled([1], 0, "int32", like=like)
-        self._turn = 0
-
-    @staticmethod
-    def _tensor(like: Tensor, address: int, rows: int, columns: int, dtype: Any) -> Tensor:
-        (made,) = direct("window", like, address, rows, columns, dtype.value)
-        return made
-
-    def next(self) -> list[Tensor]:
-        """The windows of the next exchange."""
-        self._turn += 1
-        return self._slots[self._turn % 2]
-
-    def wait(self) -> None:
-        """Make later work wait until all ranks have come here."""
-        direct("rank_barrier", *self._flags, self._state, self._timeout_ms)
-
-    def arrivals(self, records: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-        """What all ranks told this one; beside what is called next, up to the operator rank_join."""
-        return direct("rank_arrivals", records, *self._flags, self._state, self._timeout_ms, *sizes)
+def _pairs(group: Group, like: Tensor, windows: Sequence[_Window]) -> list[list[Tensor]]:
+    """Two windows of each kind; all ranks come here."""
+    pairs = []
+    for _ in range(2):
+        views = [(window, share(group, like.place, window.region_bytes)) for window in windows]
+        pairs.append([tensor_at(at, like, *window[1:]) for window, addresses in views for at in addresses])
+    return pairs
 
 
 class TokenChannel:
@@ -196,6 +169,7 @@ class TokenChannel:
         topk: K.
         float8: a format of `permute` in which tokens travel, or None.
         timeout: seconds that a rank waits for the others.
+        step: in which all ranks make them.
 
     Attributes:
         rows_per_rank: S, at least the capacity.
@@ -211,18 +185,19 @@ class TokenChannel:
         topk: int,
         float8: str | None,
         timeout: float,
+        step: Step,
     ) -> None:
         width, ranks = like.shape[1], group.nranks
-        settings = {"the tokens' width": width, "their dtype": str(like.dtype), "topk": topk}
-        agree(_DISPATCH, group, settings)
+        self.timeout, self._rendezvous = timeout, rendezvous_of(group, like)
+        self.meet(step)
         page, row_bytes = granularity(like.place), width * like.element_size()
-        step = page // math.gcd(page, row_bytes)
+        multiple = page // math.gcd(page, row_bytes)
         if float8 is not None:
-            step = max(step, page // math.gcd(page, width))  # of powers of 2
-        if step * row_bytes > _MOST_STEPS * page:
+            multiple = max(multiple, page // math.gcd(page, width))  # of powers of 2
+        if multiple * row_bytes > _MOST_STEPS * page:
             expected = f"a width in which {_MOST_STEPS} pages of {page} bytes hold a whole number of rows"
             _checks.bad_value(_DISPATCH, "x", expected + ", for transport='peer'", f"{row_bytes} bytes a row")
-        self.rows_per_rank = rows = -(-capacity // step) * step
+        self.rows_per_rank = rows = -(-capacity // multiple) * multiple
         self.capacity, self.experts_per_rank, self.topk, self.group = capacity, experts_per_rank, topk, group
         self.float8, self.scale_columns = float8, 0
         beside = -(-(HEADER + rows * topk * 8) // page) * page
@@ -238,11 +213,17 @@ class TokenChannel:
                 _Window(rows * width, ranks * rows, width, paddle.float8_e4m3fn),
                 _Window(scales, ranks, scales, paddle.uint8),
             ]
-        self.timeout = timeout
-        self._turns = _Turns(group, like, windows, settings, timeout)
-        self.wait = self._turns.wait
+        self._pairs = _pairs(group, like, windows)
 
-    def arrivals(self, beside: Tensor) -> Arrivals:
+    def meet(self, step: Step) -> None:
+        """Wait on the host for all ranks, before they make windows together."""
+        self._rendezvous.meet(step, self.timeout)
+
+    def wait(self, step: Step, forward_calls: Tensor | None = None) -> Tensor:
+        """Make later work wait until all ranks have come here: see `Rendezvous.wait`."""
+        return self._rendezvous.wait(step, self.timeout, forward_calls)
+
+    def arrivals(self, beside: Tensor, step: Step) -> Arrivals:
         """Wait for the ranks, read what they told this one, and route it.
 
         All of this runs beside what is called next. It may be used, and given back, after the operator rank_join has
@@ -251,31 +232,44 @@ class TokenChannel:
 
         Args:
             beside: where they tell it.
+            step: the dispatch.
         """
         experts, sizes = self.experts_per_rank, (self.topk, self.rows_per_rank)
-        made = self._turns.arrivals(beside, *sizes, self.group.rank * experts, experts)
-        ids, probs, rows, *maps, workspace = made
-        return Arrivals(ids, probs, rows, plan_of(maps, ids.shape[0], self.topk, experts), workspace)
+        first = self.group.rank * experts
+        made = self._rendezvous.arrivals(step, self.timeout, beside, *sizes, first, experts)
+        calls, ids, probs, rows, *maps, workspace = made
+        return Arrivals(ids, probs, rows, plan_of(maps, ids.shape[0], self.topk, experts), calls, workspace)
 
     def slot(self) -> TokenSlot:
         """The windows of the next exchange."""
-        arrived, peers, *beside = self._turns.next()
+        arrived, peers, *beside = self._pairs[self._rendezvous.next()]
         arrived._bump_inplace_version()  # so that a backward pass refuses to read tokens of an earlier exchange there
-        return TokenSlot(RowWindow(arrived, peers, self.group.nranks, self.group.rank), *beside)
+        return TokenSlot(self._rows(arrived, peers), *beside)
+
+    def row_slot(self, pairs: Sequence[Sequence[Tensor]]) -> RowWindow:
+        """The window for rows of the next exchange, of two pairs of views."""
+        return self._rows(*pairs[self._rendezvous.next()])
+
+    def _rows(self, arrived: Tensor, peers: Tensor) -> RowWindow:
+        return RowWindow(arrived, peers, self.group.nranks, self.group.rank, self._rendezvous.state)
+
+    @property
+    def state(self) -> Tensor:
+        """Of the rendezvous."""
+        return self._rendezvous.state
 
 
 class RowChannel:
     """The windows for the rows of a channel's tokens, one for each of their K slots."""
 
-    def __init__(self, tokens: TokenChannel, like: Tensor) -> None:
-        self._group = tokens.group
+    def __init__(self, tokens: TokenChannel, like: Tensor, step: Step) -> None:
+        tokens.meet(step)
         width, rows = like.shape[1], tokens.rows_per_rank * tokens.topk
-        window = _Window(rows * width * like.element_size(), tokens.group.nranks * rows, width, like.dtype)
-        settings = {"the rows' width": width, "topk": tokens.topk}
-        self._turns = _Turns(tokens.group, like, [window], settings, tokens.timeout)
-        self.wait = self._turns.wait
+        region_bytes = rows * width * like.element_size()
+        window = _Window(region_bytes, tokens.group.nranks * rows, width, like.dtype)
+        self._tokens, self._pairs = tokens, _pairs(tokens.group, like, [window])
+        self.wait = tokens.wait
 
     def window(self) -> RowWindow:
         """The window of the next exchange; row r * K + k belongs to slot k of the token in row r."""
-        arrived, peers = self._turns.next()
-        return RowWindow(arrived, peers, self._group.nranks, self._group.rank)
+        return self._tokens.row_slot(self._pairs)

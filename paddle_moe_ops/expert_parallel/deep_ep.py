@@ -20,6 +20,7 @@ from .._graphs import dense, filled
 from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..routing import Plan
+from .calls import Step
 from .plans import local_plan
 
 __all__ = ["ArrivedTokens", "DeepEP"]
@@ -126,14 +127,14 @@ class DeepEP:
             expected = "of a number of ranks that DeepEP has settings for, with transport='deepep'"
             _checks.bad_value(_NAME, "group", expected, group.nranks)
 
-    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, copies: bool) -> ArrivedTokens:
+    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, step: Step) -> ArrivedTokens:
         """Send tokens to the ranks of their experts; differentiable in x and probs.
 
         Args:
             x: bfloat16 [T, d].
             ids: [T, K], those that count.
             probs: float32 [T, K].
-            copies: not used, since tokens that arrived are this rank's own.
+            step: not used: nothing but tokens travels.
         """
         needs = "for transport='deepep'"
         if x.dtype != paddle.bfloat16:

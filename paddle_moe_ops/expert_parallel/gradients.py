@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import without_gradients
+from .._graphs import context_manager, without_gradients
 from .groups import agree, check_group_of_experts, group_of, raising_together
 from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 from .parameters import is_expert_parameter
@@ -227,7 +226,7 @@ def widened(gradient: Tensor) -> Tensor:
     return gradient.astype("float32") if is_narrow else gradient
 
 
-@contextlib.contextmanager
+@context_manager
 def rounded_once(gradient: Tensor) -> Iterator[Tensor]:
     """Yield the tensor to reduce and scale in place; afterwards the gradient has its values, in its own dtype."""
     total = widened(gradient)

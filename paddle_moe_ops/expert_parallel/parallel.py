@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,13 @@ from paddle.distributed.communication.group import Group
 from .. import _checks
 from .._graphs import beside, context_manager, is_graph_value, public
 from ..backends.base import Validation
+from ..backends.nodes import wants_gradient
 from ..functional import permute, unpermute
 from ..routing import Plan, route
+from .calls import Kind, LayerCall, Mode, Step, number_of_layer
 from .counting import counts_of_ranks, say_that_this_rank_raises
 from .deep_ep import DeepEP
-from .exchange import Chunks, Counts, exchange, exchange_with_probs, rows_of_tokens
+from .exchange import Chunks, Counts, combine_step, exchange, exchange_with_probs, rows_of_tokens
 from .groups import agree, group_of
 from .meetings import DEFAULT_TIMEOUT_S, checked_timeout
 from .peers import Peers
@@ -71,6 +74,7 @@ class _WayBack:
     chunks: Chunks | None
     plan: Plan  # of the rows, or parts, that come back to this rank's tokens
     probs: Tensor | None
+    call: LayerCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +193,9 @@ class ExpertParallel:
             sizes = self.tokens_per_rank, self.num_local_experts
             self._peers = Peers(self.group, *sizes, self.payload, self.timeout)
         self._transport = transport_for(transport if self._peers is None else "auto", self.group, self.timeout)
+        self._layer = number_of_layer(self.group, self.num_local_experts)
+        self._calls = 0
+        self._unread: list[tuple[Step, Tensor]] | None = [] if self.tokens_per_rank is None else None
 
     def dispatch(
         self,
@@ -215,6 +222,7 @@ class ExpertParallel:
             copy: False: with ``transport="peer"`` under ``paddle.no_grad``, ``received.tokens`` is a view of memory
                 that the second dispatch or combine after this one overwrites; a backward pass that would read it after
                 that raises a RuntimeError. Rows without a token are not zeros then, and not with ``payload`` either.
+                The same on all ranks, whether gradients are enabled there or not.
 
         Returns:
             what arrived, for the local experts and for `combine`.
@@ -253,12 +261,27 @@ class ExpertParallel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """A copy of a layer exchanges with the same ranks; connections are not copied."""
-        return self
+        made = copying.copy(self)
+        made._layer, made._calls = self._layer.of_copy(), 0
+        made._unread = None if self._unread is None else []
+        return made
+
+    def _dispatch_step(self, x: Tensor, ids: Tensor, probs: Tensor, copies: bool = True) -> Step:
+        """The step of the next dispatch."""
+        form = x.shape[1], ids.shape[1], _checks.SUM_DTYPES.index(x.dtype)
+        mode = Mode.COMBINE_BACKWARD if paddle.is_grad_enabled() else Mode.NONE
+        if wants_gradient(x) or (self.combines == "reduced" and wants_gradient(probs)):
+            mode |= Mode.DISPATCH_BACKWARD
+        return self._step((*form, copies), mode)
+
+    def _step(self, form: tuple[int, int, int, bool], mode: Mode) -> Step:
+        call = LayerCall(self.group.ranks, self._layer, self._calls, *form, modes={}, unread=self._unread)
+        return Step(call, Kind.DISPATCH, mode)
 
     def __repr__(self) -> str:
         return (
             f"ExpertParallel({self.num_experts} experts on ranks {self.group.ranks}, combine={self.combines!r}, "
-            f"{type(self._transport).__name__})"
+            f"{type(self._transport).__name__}, layer {self._layer})"
         )
 
 
@@ -297,7 +320,7 @@ def telling_of_errors(ep: ExpertParallel) -> Iterator[None]:
         yield
     except (TypeError, ValueError):
         if ep._peers is None and ep.tokens_per_rank is None and paddle.in_dynamic_mode():
-            say_that_this_rank_raises(ep)
+            say_that_this_rank_raises(ep, ep._step((0, 0, 0, True), Mode.RAISED))
         raise
 
 
@@ -312,13 +335,14 @@ def _dispatch(
         plan = _plan(ids, probs, ep, capacity, validate)
     # without a capacity all that is an id is kept, and what is none goes to no rank; int64 may not fit
     kept = ids if capacity is None and ids.dtype == paddle.int32 else _kept_ids(ids, plan)
-    kept = beside(kept, x)
+    kept, step = beside(kept, x), ep._dispatch_step(x, ids, probs)
     if ep.tokens_per_rank is not None:
-        return _dispatch_equal_parts(x, probs, kept, plan, ep)
+        return _dispatch_equal_parts(x, probs, kept, plan, ep, step)
     to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, None)
-    tokens, rows, of_experts = counts_of_ranks(x, probs, plan, to_ranks, ep, validate)
+    tokens, rows, of_experts = counts_of_ranks(x, plan, to_ranks, ep, step, validate)
+    ep._calls += 1
     to_ranks, plan = trimmed(to_ranks, sum(tokens.sent)), trimmed(plan, sum(rows.received))
-    local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False)), x)
+    local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False), step), x)
     local = route(local_ids, num_experts=ep.num_local_experts, buffer_size=sum(rows.sent), validate=False)
     common: dict[str, Any] = {
         "plan": local,
@@ -327,10 +351,11 @@ def _dispatch(
         "dropped_slots": plan.overflow,
     }
     if ep.combines == "reduced":
-        return _received_tokens(x, probs, to_ranks, tokens, ep, common)
+        return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
     chunks = chunks_of(of_experts, like=x)
-    made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows)
-    return Received(rows=made, tokens=None, probs=None, _way_back=_WayBack(rows, chunks, plan, probs), **common)
+    made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
+    back = _WayBack(rows, chunks, plan, probs, step.call)
+    return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
 
 
 def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor) -> None:
@@ -362,12 +387,15 @@ def _kept_ids(ids: Tensor, plan: Plan) -> Tensor:
     return paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
 
 
-def _dispatch_equal_parts(x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, ep: ExpertParallel) -> Received:
+def _dispatch_equal_parts(
+    x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, ep: ExpertParallel, step: Step
+) -> Received:
     """Send equally many lines to every rank, some of which hold no token, so that nothing waits for a number."""
     equal = [ep.tokens_per_rank or 0] * ep.group.nranks
     tokens = Counts(ep._transport, equal, equal, ep.payload)
     parts = equal_parts(ids, probs, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank or 0, like=x)
-    arrived_ids = beside(tokens.there(parts.ids), x)
+    arrived_ids = beside(tokens.there(parts.ids, step), x)
+    ep._calls += 1
     most = arrived_ids.shape[0] * min(arrived_ids.shape[1], ep.num_local_experts)
     local = route(arrived_ids, num_experts=ep.num_local_experts, buffer_size=most, validate=False)
     common: dict[str, Any] = {
@@ -376,7 +404,7 @@ def _dispatch_equal_parts(x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, ep:
         "routed_per_expert": plan.routed_per_expert,
         "dropped_slots": plan.overflow + parts.dropped,
     }
-    return _received_tokens(x, probs, parts.to_ranks, tokens, ep, common)
+    return _received_tokens(x, probs, parts.to_ranks, tokens, ep, step, common)
 
 
 def _dispatch_to_peers(
@@ -391,20 +419,23 @@ def _dispatch_to_peers(
 ) -> Received:
     """Write tokens to the ranks of their experts; with `Peers` sizes are the same in every call."""
     _check_arguments(x, ids, probs)
-    copies = copy or paddle.is_grad_enabled()  # the experts' backward pass may read them
+    step = ep._dispatch_step(x, ids, probs, copy)
     if isinstance(peers, Peers) and ep.combines == "reduced" and capacity is None:
         if ids.shape[1] == 0 or _checks.validation(_DISPATCH, validate, ids) is not Validation.OFF:
             _plan(ids, probs, ep, capacity, validate)  # which says what is wrong
-        got = peers.dispatch(x, ids, probs, copies)
+        got = peers.dispatch(x, ids, probs, step)
+        ep._calls += 1
         return _tokens_of_peers(got, peers, ep, got.routed, got.dropped, probs)
     plan = _plan(ids, probs, ep, capacity, validate)
     if capacity is not None:
         ids = _kept_ids(ids, plan)
     if isinstance(peers, DeepEP) or ep.combines == "reduced":
-        arrived = peers.dispatch(x, ids, probs, copies)
+        arrived = peers.dispatch(x, ids, probs, step)
+        ep._calls += 1
         dropped = arrived.dropped if capacity is None else plan.overflow + arrived.dropped
         return _tokens_of_peers(arrived, peers, ep, plan.routed_per_expert, dropped, probs)
-    made = peers.dispatch_rows(x, ids, probs, plan)
+    made = peers.dispatch_rows(x, ids, probs, plan, step)
+    ep._calls += 1
     return Received(
         plan=made.plan,
         rows=made.rows,
@@ -435,11 +466,11 @@ def _tokens_of_peers(
 
 
 def _received_tokens(
-    x: Tensor, probs: Tensor, to_ranks: Plan, tokens: Counts, ep: ExpertParallel, common: dict[str, Any]
+    x: Tensor, probs: Tensor, to_ranks: Plan, tokens: Counts, ep: ExpertParallel, step: Step, common: dict[str, Any]
 ) -> Received:
     sent = permute(x, to_ranks)[0], permute(probs, to_ranks)[0]
-    arrived, their_probs = exchange_with_probs(*sent, tokens)
-    back = _WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None)
+    arrived, their_probs = exchange_with_probs(*sent, tokens, step)
+    back = _WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None, step.call)
     return Received(rows=None, tokens=arrived, probs=their_probs, _way_back=back, **common)
 
 
@@ -456,4 +487,4 @@ def _combine(out: Tensor, received: Received) -> Tensor:
     what = _OF_ROWS if back.chunks is not None else _OF_TOKENS
     _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
     travelling = out if back.chunks is None else back.chunks.by_rank(out)
-    return unpermute(exchange(travelling, back.counts), back.plan, back.probs)
+    return unpermute(exchange(travelling, back.counts, combine_step(back.call, out)), back.plan, back.probs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import paddle
 from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
@@ -20,7 +21,9 @@ from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..functional import permute, unpermute
 from ..routing import Plan
+from .calls import Kind, LayerCall, Step
 from .channels import OwnRows, RowChannel, TokenChannel
+from .exchange import backward_step, combine_step
 
 __all__ = ["ArrivedRows", "ArrivedTokens", "Peers"]
 
@@ -68,37 +71,44 @@ class _Trip(NamedTuple):
     """Where tokens went, and where what arrived lies."""
 
     channel: TokenChannel
+    call: LayerCall
     ids: Tensor
     token_rows: Tensor
     arrived: Tensor  # int32 [R, 1], the row itself where there is a token, else -1
+    calls: Tensor  # of all ranks in dispatch
 
 
 class _RowTrip(NamedTuple):
     """Where the rows of slots are: at the owner in the order of its plan, at the experts in that of the local plan."""
 
     channel: RowChannel
+    call: LayerCall
     own_to_window: Tensor  # int32 [rows of the owner's plan, 1]
     local_to_window: Tensor  # int32 [N, 1]
+    calls: Tensor  # of all ranks in dispatch
 
-    def to_owners(self, rows: Tensor) -> Tensor:
-        """Bring local rows to the owners of their tokens."""
-        return self._moved(rows, self.local_to_window, self.own_to_window)
+    def to_owners(self, rows: Tensor, step: Step, forward_calls: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Send local rows to the owners of their tokens. Returns those that arrived, and the calls of all ranks."""
+        return self._moved(rows, self.local_to_window, self.own_to_window, step, forward_calls)
 
-    def to_experts(self, rows: Tensor) -> Tensor:
-        """Bring rows of the owner's plan to the ranks of their experts."""
-        return self._moved(rows, self.own_to_window, self.local_to_window)
+    def to_experts(self, rows: Tensor, step: Step, forward_calls: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Send rows of the owner's plan to the ranks of their experts. Returns the same."""
+        return self._moved(rows, self.own_to_window, self.local_to_window, step, forward_calls)
 
-    def _moved(self, rows: Tensor, places: Tensor, from_there: Tensor) -> Tensor:
+    def _moved(
+        self, rows: Tensor, places: Tensor, from_there: Tensor, step: Step, forward_calls: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         window = self.channel.window()
         window.send(rows.detach(), places, OwnRows.TO_WINDOW)
-        self.channel.wait()
-        return window.receive(from_there, own=window.arrived)
+        calls = self.channel.wait(step, forward_calls)
+        return window.receive(from_there, own=window.arrived), calls
 
 
-def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> ArrivedTokens:
-    """Send tokens to the ranks of their experts, and receive those of others, in the window unless ``copies``.
+def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step, stay: bool) -> ArrivedTokens:
+    """Send tokens to the ranks of their experts, and receive those of others, which may ``stay`` in the window.
 
-    Ids and probabilities arrive first, and are routed while the tokens travel and are copied.
+    Ids and probabilities arrive first, and are routed while the tokens travel and are copied. Which rows are fetched
+    depends on the call, never on gradients, since both ranks of a pair write to the same region.
     """
     slot, sizes = channel.slot(), (channel.experts_per_rank, channel.rows_per_rank)
     is_float8, ue8m0 = channel.float8 is not None, channel.float8 == _checks.UE8M0
@@ -106,24 +116,26 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: 
         "rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity, is_float8
     )
     try:
-        arrivals = channel.arrivals(slot.beside)
+        arrivals = channel.arrivals(slot.beside, step)
         if is_float8:
             (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, _AMAX_MIN)
             direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
-        elif copies:
+        elif step.call.copies:
             tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY, leaves_room=True)
         else:
-            tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, writes_all=True, leaves_room=True)
+            tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, fetched=0, leaves_room=True)
         direct("rank_join", slot.beside, False)
-        channel.wait()
+        channel.wait(step)
         if is_float8:
             (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)
             (tokens,) = direct("dequantize_1x128", slot.codes, scales, False, x.dtype.value)
-        elif copies:
+        elif step.call.copies:
             tokens = slot.rows.receive(arrivals.rows, to=tokens)
+        elif not stay:
+            tokens = slot.rows.receive(arrivals.rows, own=tokens, fetched=0)
     finally:
         direct("rank_join", slot.beside, True)
-    trip = _Trip(channel, ids, token_rows, arrivals.rows)
+    trip = _Trip(channel, step.call, ids, token_rows, arrivals.rows, arrivals.calls)
     return ArrivedTokens(tokens, arrivals.plan, arrivals.probs, dropped, routed, trip)
 
 
@@ -132,29 +144,31 @@ class _Dispatch(Call):
 
     function = _DISPATCH
 
-    def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, copies: bool) -> None:
+    def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step) -> None:
         super().__init__(None, x, probs)
         self.watch(ids)
         self.given: Tensors = (x.detach(), ids, probs.detach())
-        self.channel, self.copies = channel, copies
+        self.channel, self.step = channel, step
+        self.stay = not paddle.is_grad_enabled()  # otherwise the experts' backward pass may read them
         self.arrived: Any = None
 
     def run(self) -> Tensors:
         (x, ids, probs), self.given = self.given, ()
-        self.arrived = _sent(x, ids, probs, self.channel, self.copies)
+        self.arrived = _sent(x, ids, probs, self.channel, self.step, self.stay)
         tokens, their_probs = self.arrived.tokens, self.arrived.probs
         self.arrived = self.arrived._replace(tokens=None, probs=None)  # which connect gives
         return tokens, their_probs
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         d_tokens, d_probs = (each.detach() for each in gradients)
+        step = backward_step(self.step.call, Kind.DISPATCH_BACKWARD)
         channel, slot, trip = self.channel, self.channel.slot(), self.arrived.trip
         slot.rows.send(d_tokens, trip.arrived, OwnRows.STAY)
         direct("rank_put", d_probs, slot.beside_of_peers, channel.rows_per_rank)
-        channel.wait()
+        channel.wait(step, trip.calls)
         d_x = slot.rows.receive(trip.token_rows, own=d_tokens)
         sizes = channel.experts_per_rank, channel.rows_per_rank
-        (made,) = direct("rank_get", slot.beside, trip.ids, trip.token_rows, *sizes)
+        (made,) = direct("rank_get", slot.beside, trip.ids, trip.token_rows, channel.state, *sizes)
         return first_order_only(self, (d_x, made), *gradients)
 
 
@@ -173,21 +187,21 @@ class Peers:
         self._group, self._capacity, self._experts = group, capacity, experts_per_rank
         self._float8, self._timeout = float8, timeout
 
-    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, copies: bool) -> ArrivedTokens:
+    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, step: Step) -> ArrivedTokens:
         """Send tokens to the ranks of their experts; differentiable in x and probs.
 
         Args:
             x: [T, d].
             ids: [T, K], -1 where a slot does not count.
             probs: float32 [T, K].
-            copies: False: leave the tokens where they arrived; the second exchange after this one overwrites them.
+            step: the dispatch.
         """
-        call = _Dispatch(x, ids, probs, self._tokens(x, ids), copies)
+        call = _Dispatch(x, ids, probs, self._tokens(x, ids, step), step)
         tokens, their_probs = connect(call, x, probs)
         arrived: ArrivedTokens = call.arrived
         return arrived._replace(tokens=tokens, probs=their_probs)
 
-    def dispatch_rows(self, x: Tensor, ids: Tensor, probs: Tensor, plan: Plan) -> ArrivedRows:
+    def dispatch_rows(self, x: Tensor, ids: Tensor, probs: Tensor, plan: Plan, step: Step) -> ArrivedRows:
         """Send tokens to the ranks of their experts, which make rows of them; differentiable in x.
 
         In the backward pass every row's gradient travels, so that a token's gradient is one sum over its rows.
@@ -197,18 +211,22 @@ class Peers:
             ids: [T, K], -1 where a slot does not count.
             probs: float32 [T, K], which travel as well, but are not used there.
             plan: of the T tokens over all experts.
+            step: the dispatch.
         """
         found: list[ArrivedRows] = []
 
         def there(x: Tensor) -> Tensor:
-            sent = _sent(x.detach(), ids, probs.detach(), self._tokens(x, ids), copies=False)
+            channel = self._tokens(x, ids, step)
+            sent = _sent(x.detach(), ids, probs.detach(), channel, step, stay=True)
             local = sent.plan
             rows = permute(sent.tokens, local)[0]
-            found.append(ArrivedRows(rows, local, sent.dropped, self._row_trip(x, plan, local, sent.trip)))
+            found.append(ArrivedRows(rows, local, sent.dropped, self._row_trip(x, plan, local, sent.trip, step)))
             return rows
 
         def back(gradient: Tensor) -> Tensor:
-            return unpermute(found[0].trip.to_owners(gradient), plan)
+            trip = found[0].trip
+            rows, _ = trip.to_owners(gradient, backward_step(step.call, Kind.DISPATCH_BACKWARD), trip.calls)
+            return unpermute(rows, plan)
 
         rows = linear(_DISPATCH, None, x, there, back)
         return found[0]._replace(rows=rows)
@@ -221,16 +239,19 @@ class Peers:
             trip: what `dispatch` gave.
         """
 
+        step, calls = combine_step(trip.call, out), []
+
         def there(out: Tensor) -> Tensor:
             rows, parts = trip.channel.slot().rows, out.detach()
             rows.send(parts, trip.arrived, OwnRows.STAY)
-            trip.channel.wait()
+            calls.append(trip.channel.wait(step))
             return rows.receive(trip.token_rows, own=parts)
 
         def back(gradient: Tensor) -> Tensor:
+            back_step = backward_step(step.call, Kind.COMBINE_BACKWARD)
             rows = trip.channel.slot().rows
             tokens = rows.send(gradient.detach(), trip.token_rows, OwnRows.TO_NEW_MEMORY)
-            trip.channel.wait()
+            trip.channel.wait(back_step, calls[0])
             return rows.receive(trip.arrived, to=tokens)
 
         return linear(_COMBINE, None, out, there, back)
@@ -242,25 +263,36 @@ class Peers:
             out: [N, d] in the order of the local plan.
             trip: what `dispatch_rows` gave.
         """
-        return linear(_COMBINE, None, out, trip.to_owners, trip.to_experts)
+        step, calls = combine_step(trip.call, out), []
 
-    def _tokens(self, x: Tensor, ids: Tensor) -> TokenChannel:
+        def there(out: Tensor) -> Tensor:
+            rows, of_ranks = trip.to_owners(out, step)
+            calls.append(of_ranks)
+            return rows
+
+        def back(gradient: Tensor) -> Tensor:
+            return trip.to_experts(gradient, backward_step(step.call, Kind.COMBINE_BACKWARD), calls[0])[0]
+
+        return linear(_COMBINE, None, out, there, back)
+
+    def _tokens(self, x: Tensor, ids: Tensor, step: Step) -> TokenChannel:
         """The windows for tokens; layers of one kind share them."""
         topk, float8, timeout = ids.shape[1], self._float8, self._timeout
         settings = self._capacity, self._experts, topk, float8, timeout
         key = (self._group.id, tuple(self._group.ranks), x.shape[1], x.dtype, str(x.place), *settings)
         if key not in _channels:
             sizes = self._capacity, self._experts
-            _channels[key] = TokenChannel(self._group, *sizes, _like(x), topk, float8, timeout)
+            _channels[key] = TokenChannel(self._group, *sizes, _like(x), topk, float8, timeout, step)
         return _channels[key]
 
-    def _row_trip(self, x: Tensor, plan: Plan, local: Plan, trip: _Trip) -> _RowTrip:
+    def _row_trip(self, x: Tensor, plan: Plan, local: Plan, trip: _Trip, step: Step) -> _RowTrip:
         tokens = trip.channel
         if tokens not in _row_channels:
-            _row_channels[tokens] = RowChannel(tokens, _like(x))
+            _row_channels[tokens] = RowChannel(tokens, _like(x), step)
         sizes = self._group.nranks, self._experts, tokens.rows_per_rank
         (own_to_window,) = direct("rank_rows", trip.ids, trip.token_rows, plan.row_to_slot, *sizes)
-        return _RowTrip(_row_channels[tokens], own_to_window, local.row_to_slot.reshape([-1, 1]))
+        places = own_to_window, local.row_to_slot.reshape([-1, 1])
+        return _RowTrip(_row_channels[tokens], trip.call, *places, trip.calls)
 
 
 def _like(x: Tensor) -> Tensor:

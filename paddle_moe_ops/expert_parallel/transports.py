@@ -19,6 +19,8 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import dense, filled
+from ..backends import compiled_backend, direct, resolve
+from .calls import Step
 from .groups import is_gloo
 from .meetings import Meeting
 
@@ -31,26 +33,29 @@ _DISPATCH = f"{_NAME}.dispatch"
 class Transport(Protocol):
     """What moves lines between the ranks of one group."""
 
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
         """Send each rank its lines, and receive those for this rank.
 
         Args:
             payload: [sum(sent), ...], contiguous; the lines for rank 0, those for rank 1, ...
             sent: lines for each rank, this one included.
             received: lines from each rank, this one included.
+            step: the pass that the exchange belongs to, which is compared between ranks.
 
         Returns:
-            [sum(received), ...] in the order of the ranks, dtype and place of the payload.
+            [sum(received), ...] in the order of the ranks, dtype and place of the payload. Floating-point numbers are
+            NaN where the device finds that ranks are in different calls.
 
         Raises:
-            RuntimeError: a rank did not answer.
+            RuntimeError: a rank did not answer, or the host finds that ranks are in different calls.
         """
 
-    def exchange_numbers(self, numbers: Tensor) -> Tensor:
+    def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
         """Send each rank its line, and receive those for this rank; the host waits, for a limited time.
 
         Args:
             numbers: int32 [P, ...], contiguous.
+            step: as above; where the host compares it only later it is among the numbers.
 
         Returns:
             the same shape.
@@ -63,15 +68,18 @@ class Transport(Protocol):
 class Alone:
     """The transport of a group of one rank."""
 
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
         return payload.detach().clone()
 
-    def exchange_numbers(self, numbers: Tensor) -> Tensor:
+    def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
         return numbers.clone()
 
 
 class AllToAll:
     """`paddle.distributed.alltoall_single`, for NCCL and every other backend that has it.
+
+    Nothing is read on the host but numbers. So ranks send each other a code of the pass before its first lines, which
+    the device compares. A line of these for the code would be a copy of all of them.
 
     Args:
         group: whose ranks take part.
@@ -81,8 +89,9 @@ class AllToAll:
     def __init__(self, group: Group, timeout: float) -> None:
         self._group, self._meeting = group, Meeting(group, timeout)
 
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
         lines, rank = _as_bytes(payload), self._group.rank
+        codes = self._codes_of(step)
         width = lines.shape[1]
         if width == 0:
             return _from_bytes(filled([sum(received), 0], 0, lines.dtype, like=lines), payload)
@@ -102,9 +111,22 @@ class AllToAll:
             before = sum(received[:rank])
             parts = [each for each in (out[:before], out[before + 1 :]) if each.shape[0]]
             out = paddle.concat(parts) if parts else filled([0, width], 0, out.dtype, like=out)
-        return _from_bytes(out, payload)
+        arrived = _from_bytes(out, payload)
+        return arrived if codes is None else _spoiled(arrived, codes, step.code())
 
-    def exchange_numbers(self, numbers: Tensor) -> Tensor:
+    def _codes_of(self, step: Step) -> Tensor | None:
+        """The codes of all ranks, on the device; None where the host knows that they are the same."""
+        if step.is_checked or step.codes is not None:
+            return step.codes
+        own = paddle.full([self._group.nranks], step.code(), "int64")
+        step.codes = paddle.empty_like(own)
+        with self._meeting.naming_ranks(_NAME):
+            paddle.distributed.alltoall_single(step.codes, own, group=self._group)
+        if step.call.unread is not None:
+            step.call.unread.append((step, step.codes))
+        return step.codes
+
+    def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
         out = paddle.empty_like(numbers)
         with self._meeting.naming_ranks(_NAME):
             task = paddle.distributed.alltoall_single(out, numbers, group=self._group, sync_op=False)
@@ -127,19 +149,19 @@ class Scatters:
     def __init__(self, group: Group, timeout: float) -> None:
         self._group, self._meeting = group, Meeting(group, timeout)
 
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        return self._exchange(_NAME, payload, sent, received)
+    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
+        return self._exchange(_NAME, payload, sent, received, step)
 
-    def exchange_numbers(self, numbers: Tensor) -> Tensor:
+    def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
         ones = [1] * self._group.nranks
-        return self._exchange(_DISPATCH, numbers, ones, ones)
+        return self._exchange(_DISPATCH, numbers, ones, ones, step)
 
-    def _exchange(self, function: str, payload: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def _exchange(
+        self, function: str, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step
+    ) -> Tensor:
         lines = _as_bytes(payload)
-        counts, widths = self._meeting.call(function, lambda: self._counts_of_all(sent, lines.shape[1]))
-        if len(set(widths)) > 1:  # gloo would end the process
-            given = ", ".join(f"{each} on rank {rank}" for rank, each in zip(self._group.ranks, widths, strict=True))
-            _checks.bad_value(_NAME, "a line's bytes", "as many on all ranks: d, K and dtypes must be the same", given)
+        counts, words = self._meeting.call(function, lambda: self._counts_of_all(sent, step))
+        step.check(words)  # gloo would end a process whose lines are longer than others
         arrived = self._meeting.call(function, lambda: self._scattered(lines, sent, received, counts))
         return _from_bytes(paddle.concat(arrived), payload)
 
@@ -157,11 +179,13 @@ class Scatters:
             arrived.append(part[: received[source]])
         return arrived
 
-    def _counts_of_all(self, sent: Sequence[int], width: int) -> tuple[list[list[int]], list[int]]:
-        """How many lines each rank sends to each, and the bytes of its lines."""
-        counts: list[Tensor] = []
-        paddle.distributed.all_gather(counts, paddle.to_tensor([*sent, width], dtype="int64"), group=self._group)
-        return [each[:-1].tolist() for each in counts], [int(each[-1]) for each in counts]
+    def _counts_of_all(self, sent: Sequence[int], step: Step) -> tuple[list[list[int]], list[list[int]]]:
+        """How many lines each rank sends to each, and the words of its step."""
+        told: list[Tensor] = []
+        own, ranks = paddle.to_tensor([*sent, *step.words()], dtype="int64"), len(sent)
+        paddle.distributed.all_gather(told, own, group=self._group)
+        numbers = [each.tolist() for each in told]
+        return [each[:ranks] for each in numbers], [each[ranks:] for each in numbers]
 
 
 def _padded_parts(lines: Tensor, sent: Sequence[int], most: int) -> list[Tensor]:
@@ -187,6 +211,16 @@ def transport_for(name: str, group: Group, timeout: float) -> Transport:
     if name == "auto":
         name = "gloo" if is_gloo(group) else "alltoall"
     return Scatters(group, timeout) if name == "gloo" else AllToAll(group, timeout)
+
+
+def _spoiled(arrived: Tensor, codes: Tensor, code: int) -> Tensor:
+    """What arrived, NaN if ranks were in different calls. Ids stay, and so do float8 codes, whose scales are NaN."""
+    if arrived.dtype not in _checks.SUM_DTYPES or arrived.size == 0:
+        return arrived
+    if resolve("permute", arrived) is compiled_backend:
+        return direct("rank_spoil", arrived, codes, code)[0]
+    nan = filled([1], float("nan"), arrived.dtype, like=arrived)
+    return paddle.where((codes != code).any(), nan, arrived)
 
 
 def _as_bytes(payload: Tensor) -> Tensor:

@@ -21,12 +21,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import paddle
+from numpy.typing import NDArray
+from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
+from ..backends import direct
 
-__all__ = ["Views", "granularity", "share"]
+__all__ = ["Views", "granularity", "host_words", "share", "tensor_at"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TIMEOUT_S = 120.0  # for ranks to send what they share
@@ -36,6 +40,7 @@ _NO_ACCESS, _IN_PLACE = 0, 0x10  # PROT_NONE and MAP_FIXED, which Python does no
 # The driver's names for what is asked of it.
 _PINNED, _ON_DEVICE, _FILE_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
 _RECOMMENDED_GRANULARITY = 1
+_PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTALLOC_*
 
 
 class Views(NamedTuple):
@@ -53,6 +58,31 @@ class Views(NamedTuple):
 def granularity(place: Any) -> int:
     """The bytes that the size of a region must be a multiple of."""
     return _PAGE if place.is_cpu_place() else _Driver.get().granularity(_device_of(place))
+
+
+def tensor_at(address: int, like: Tensor, rows: int, columns: int, dtype: Any) -> Tensor:
+    """Memory as a tensor [rows, columns] on the device of another one."""
+    (made,) = direct("window", like, address, rows, columns, dtype.value)
+    return made
+
+
+def host_words(place: Any, count: int) -> tuple[NDArray, int]:
+    """Numbers in memory of the host that a device writes to, zeros at first, and their address for both.
+
+    They stay until the process ends.
+
+    Args:
+        place: of the device.
+        count: how many int32 numbers.
+    """
+    if place.is_cpu_place():
+        words = np.zeros(count, np.int32)
+        return words, words.ctypes.data
+    address = ctypes.c_void_p()
+    _Driver.get().call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(4 * count), _PORTABLE | _MAPPED)
+    words = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int32)), [count])
+    words[:] = 0
+    return words, address.value or 0
 
 
 def share(group: Group, place: Any, region_bytes: int) -> Views:

@@ -276,7 +276,7 @@ class MoELayer(nn.Layer):
         if self.parallel is None:
             return ""
         group = self.parallel.group
-        return f"rank={group.rank} of {group.nranks}, combine={self.parallel.combines}"
+        return f"rank={group.rank} of {group.nranks}, combine={self.parallel.combines}, layer={self.parallel._layer}"
 
     def _may_drop(self) -> bool:
         """Whether something limits the number of slots."""
@@ -345,7 +345,7 @@ def _over_ranks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the experts of all ranks make of this rank's tokens, their load and the slots dropped."""
     with _checks.renaming("ExpertParallel.dispatch", "MoELayer"):
-        received = parallel.dispatch(tokens, ids, probs, capacity=capacity, copy=False)
+        received = parallel.dispatch(tokens, ids, probs, capacity=capacity)
     if received.rows is not None:
         out = experts(received.rows, received.tokens_per_expert)
     else:

@@ -15,9 +15,14 @@ from numpy.typing import NDArray
 from .permutation import sum_rows
 
 __all__ = [
+    "CALLS_DIFFER",
+    "CALL_WORDS",
+    "GRADIENT_MODES_DIFFER",
     "RankPlan",
     "arrived_records",
+    "call_difference",
     "is_fetched",
+    "nan_bytes",
     "rank_plan",
     "receive_rows",
     "rows_in_windows",
@@ -26,6 +31,8 @@ __all__ = [
 ]
 
 FETCHED_PERIOD = 8
+CALL_WORDS = 8
+CALLS_DIFFER, GRADIENT_MODES_DIFFER = 1, 2
 
 
 class RankPlan(NamedTuple):
@@ -103,6 +110,26 @@ def arrived_records(
         np.where(here, probs, np.float32(0)).reshape(-1, topk),
         np.where(is_token, numbers, -1).astype(np.int32).reshape(-1, 1),
     )
+
+
+def call_difference(own: NDArray, calls: NDArray, forward_calls: NDArray | None = None, gradient: int = 0) -> int:
+    """What a rank finds where ranks meet: `CALLS_DIFFER`, `GRADIENT_MODES_DIFFER` or 0.
+
+    Args:
+        own: int32 [CALL_WORDS], the call that this rank is in; all ranks must agree on all words but the last.
+        calls: int32 [P, CALL_WORDS], those of all ranks.
+        forward_calls: int32 [P, CALL_WORDS], those of the forward pass of which this is the backward pass, or None. If
+            a rank does not run the backward pass, this rank does not wait, and compares nothing.
+        gradient: the bit in their last words that says that a rank runs this backward pass.
+    """
+    if forward_calls is not None and not (forward_calls[:, -1] & gradient).all():
+        return GRADIENT_MODES_DIFFER
+    return CALLS_DIFFER if (calls[:, :-1] != own[:-1]).any() else 0
+
+
+def nan_bytes(like: NDArray) -> NDArray:
+    """Floating-point numbers where ranks were in different calls: NaN, of bytes 0xFF."""
+    return np.full((*like.shape, like.itemsize), 0xFF, np.uint8).view(like.dtype)[..., 0]
 
 
 def values_of_slots(values: NDArray, ids: NDArray, token_rows: NDArray, experts_per_rank: int) -> NDArray:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from .binding import Core
 from .structs import Params
 
-# Read on the host by the reports, never by a kernel.
-HOST_ARRAYS = ("expected_per_expert",)
+# Read on the host, never by a kernel.
+HOST_ARRAYS = ("expected_per_expert", "call")
 
 
 def memory_of(array: NDArray) -> NDArray:

@@ -144,3 +144,7 @@ def test_maps_of_any_kind_equal_the_oracle(
     got = rank_receive(core, token_rows, *views, own, num_ranks, num_threads=num_threads, **options)
     due = oracle.receive_rows(token_rows, *views, own, num_ranks=num_ranks, **options)
     assert_same_numbers(got, due)
+    for mark in (0, 1):  # once ranks differed, what arrived means nothing
+        marked = {"mark": np.array([mark], np.int32), "num_threads": num_threads}
+        got = rank_receive(core, token_rows, *views, own, num_ranks, **marked, **options)
+        assert_same_bits(got, oracle.nan_bytes(due) if mark else due) if mark else assert_same_numbers(got, due)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ from ..reference.cases import assert_same_bits
 from .binding import Core, CoreError
 from .operators.ranks import (
     HEADER,
+    RankSpoilParams,
     rank_get,
     rank_plan,
     rank_plan_params,
@@ -23,7 +26,7 @@ from .operators.ranks import (
     rank_take,
     region_bytes,
 )
-from .structs import Bytes, Int32s, Params, Size, fields
+from .structs import Bytes, Int, Int32s, Params, Size, fields
 
 # tokens, slots, ranks, experts of a rank, rows of a region, capacity
 CASES = [
@@ -135,31 +138,141 @@ class _BarrierParams(Params):
     """pmo_rank_barrier_params"""
 
     _fields_ = fields(
-        (Size, "struct_size num_ranks region_bytes timeout_ms"), (Bytes, "arrived peers"), (Int32s, "state")
+        (Size, "struct_size num_ranks region_bytes timeout_ms"),
+        (Bytes, "arrived peers"),
+        (Int32s, "state call calls report forward_calls"),
+        (Int, "gradient"),
     )
 
 
-def barrier(core: Core, turns_of_others: list[int], turn: int, timeout_ms: int) -> tuple[NDArray, NDArray]:
-    """What the first of some ranks tells the others, and its state."""
-    arrived = np.zeros((1 + len(turns_of_others), 16), np.int32)
-    arrived[1:, 0] = turns_of_others
-    arrived[0, 0] = np.int64(turn + 1).astype(np.int32)  # its own message
-    peers, state = np.zeros_like(arrived), np.array([turn], np.int32)
+class Meeting(NamedTuple):
+    """What the first of some ranks did where ranks meet."""
+
+    peers: NDArray  # int32 [P, 32], its regions at all ranks
+    state: NDArray
+    calls: NDArray
+    report: NDArray
+
+
+def call_of(rank: int = 0) -> NDArray:
+    """A call, the last word of which is another one on each rank."""
+    return np.array([3, 2, 0, 1234567, 7, 4096, 12, 1 + rank], np.int32)
+
+
+def barrier(
+    core: Core,
+    turns_of_others: list[int],
+    turn: int,
+    timeout_ms: int,
+    calls: NDArray | None = None,
+    forward_calls: NDArray | None = None,
+    reported: int = 0,
+) -> Meeting:
+    """The first of some ranks meets the others, whose counters and calls have arrived."""
+    num_ranks = 1 + len(turns_of_others)
+    calls = np.stack([call_of(rank) for rank in range(num_ranks)]) if calls is None else calls
+    coming, arrived = np.int64(turn + 1).astype(np.int32), np.zeros((num_ranks, 32), np.int32)
+    arrived[:, 0] = coming, *turns_of_others
+    first = 16 + int(coming) % 2 * oracle.CALL_WORDS
+    arrived[:, first : first + oracle.CALL_WORDS] = calls
+    report = np.full(1 + calls.size, 7, np.int32)
+    report[0] = reported
+    made = Meeting(np.zeros_like(arrived), np.array([turn, 0], np.int32), np.zeros_like(calls), report)
+    memory = {"peers": made.peers, "state": made.state, "calls": made.calls, "report": made.report}
     params = _BarrierParams(
-        num_ranks=len(arrived), region_bytes=64, timeout_ms=timeout_ms, arrived=arrived, peers=peers, state=state
+        num_ranks=num_ranks,
+        region_bytes=128,
+        timeout_ms=timeout_ms,
+        arrived=arrived,
+        forward_calls=forward_calls,
+        gradient=2,
+        call=np.ascontiguousarray(calls[0]),
+        **memory,
     )
     core.run("rank_barrier", params)
-    return peers, state
+    return made
 
 
 @pytest.mark.parametrize("turn", [0, 7, 2**31 - 1])
 def test_a_barrier_lets_pass_who_is_not_ahead(core: Core, turn: int) -> None:
     coming = int(np.int64(turn + 1).astype(np.int32))
     for others in ([coming], [coming, int(np.int64(turn + 2).astype(np.int32)), coming]):
-        peers, state = barrier(core, others, turn, 60_000)
-        assert state.tolist() == [coming]
-        assert (peers[:, 0] == coming).all()
-        assert not peers[:, 1:].any()
+        made = barrier(core, others, turn, 60_000)
+        assert made.state.tolist() == [coming, 0]
+        first = 16 + coming % 2 * oracle.CALL_WORDS
+        expected = np.zeros(32, np.int32)
+        expected[0], expected[first : first + oracle.CALL_WORDS] = coming, call_of()
+        for region in made.peers:
+            assert_same_bits(region, expected)
+        assert_same_bits(made.calls, np.stack([call_of(rank) for rank in range(1 + len(others))]))
+        assert made.report[0] == 0
+        assert (made.report[1:] == 7).all()
+
+
+@pytest.mark.parametrize("word", range(oracle.CALL_WORDS))
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_barrier_marks_another_call_and_reports_the_first_time(core: Core, rank: int, word: int) -> None:
+    calls = np.stack([call_of(each) for each in range(3)])
+    calls[rank, word] += 5
+    reason = oracle.call_difference(calls[0], calls)
+    assert reason == (0 if word == oracle.CALL_WORDS - 1 else oracle.CALLS_DIFFER)
+    for reported in (0, oracle.GRADIENT_MODES_DIFFER):
+        made = barrier(core, [6, 6], 5, 60_000, calls, reported=reported)
+        assert made.state.tolist() == [6, int(reason != 0)]
+        assert_same_bits(made.calls, calls)
+        assert made.report[0] == (reported or reason)
+        expected = np.full_like(calls, 7) if reported or not reason else calls
+        assert_same_bits(made.report[1:], expected.reshape(-1))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_backward_pass_that_a_rank_does_not_run_is_not_waited_for(core: Core, rank: int) -> None:
+    calls = np.stack([call_of(each) for each in range(3)])
+    forward = calls.copy()
+    forward[:, -1] = 3
+    made = barrier(core, [6, 6], 5, 60_000, calls, forward)
+    assert made.state.tolist() == [6, 0]
+    forward[rank, -1] = 1
+    assert oracle.call_difference(calls[0], calls, forward, 2) == oracle.GRADIENT_MODES_DIFFER
+    made = barrier(core, [0, 0], 5, 60_000, calls, forward)  # nobody comes
+    assert made.state.tolist() == [5, 1]
+    assert not made.peers.any()
+    assert_same_bits(made.report, np.array([oracle.GRADIENT_MODES_DIFFER, *forward.reshape(-1)], np.int32))
+
+
+def test_records_and_values_are_nan_once_ranks_differed(core: Core) -> None:
+    tokens, topk, num_ranks, experts, rows, capacity = CASES[2]
+    ids, probs = drawn(tokens, topk, num_ranks * experts, np.int32)
+    token_rows, *_, records = rank_plan(core, ids, probs, num_ranks, experts, rows, capacity)
+    window = np.zeros((num_ranks, 4 * rows * topk), np.uint8)
+    for mark in (0, 1):
+        marked = np.array([mark], np.int32)
+        got_ids, got_probs, own = rank_records(core, records, rows, topk, 0, experts, marked)
+        due_ids, due_probs, due_own = rank_records(core, records, rows, topk, 0, experts)
+        assert_same_bits(got_ids, due_ids)
+        assert_same_bits(own, due_own)
+        values = rank_get(core, window, ids, token_rows, rows, experts, marked)
+        if mark:
+            assert np.isnan(got_probs).all()
+            assert np.isnan(values).all()
+        else:
+            assert_same_bits(got_probs, due_probs)
+            assert not values.any()
+
+
+@pytest.mark.parametrize("code", [7, -3, (1 << 40) + 1])
+def test_what_arrived_from_ranks_in_other_calls_is_nan(core: Core, code: int) -> None:
+    data = np.random.default_rng(1).random(100003).astype(np.float32)
+    for rank, other in ((0, code), (68, code), (68, code + 1), (0, code ^ 1 << 33)):
+        codes, got = np.full(69, code), data.copy()
+        codes[rank] = other
+        core.run(
+            "rank_spoil", RankSpoilParams(num_ranks=69, data_bytes=got.nbytes - 4, code=code, codes=codes, data=got)
+        )
+        expected = data.copy()
+        if other != code:
+            expected[:-1] = oracle.nan_bytes(data[:-1])
+        assert_same_bits(got, expected)
 
 
 @pytest.mark.cpu_only  # on a GPU it ends the context

@@ -14,6 +14,8 @@ from paddle.distributed.communication.group import Group
 
 from paddle_moe_ops.expert_parallel.transports import Scatters
 
+from .problems import step_of
+
 NAME = "paddle.distributed.communication.deep_ep"
 
 
@@ -103,12 +105,12 @@ class Buffer:
         tokens, counts, received, _ = handle
         chosen = paddle.to_tensor(np.concatenate(tokens).astype(np.int64))
         sent = paddle.gather(lines, chosen) if chosen.shape[0] else lines[:0]
-        return self._moves.exchange(sent, counts, received)
+        return self._moves.exchange(sent, counts, received, step_of(self._group))
 
     def _summed(self, lines: paddle.Tensor, handle: Any) -> paddle.Tensor:
         tokens, counts, received, num_tokens = handle
         assert lines.shape[0] == sum(received)
-        back = self._moves.exchange(lines, received, counts).astype("float32").numpy()
+        back = self._moves.exchange(lines, received, counts, step_of(self._group)).astype("float32").numpy()
         sums = np.zeros([num_tokens, lines.shape[1]], np.float32)
         for rank, part in enumerate(np.split(back, np.cumsum(counts)[:-1])):
             sums[tokens[rank]] += part

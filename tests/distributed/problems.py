@@ -4,14 +4,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 from numpy.typing import NDArray
+from paddle.distributed.communication.group import Group
 
-from paddle_moe_ops import dequantize_1x128, permute, quantize_1x128, route, unpermute
+from paddle_moe_ops import dequantize_1x128, permute, quantize_1x128, route, unpermute, use_backend
 from paddle_moe_ops.backends.arrays import to_tensor
+from paddle_moe_ops.expert_parallel.calls import Kind, LayerCall, LayerNumber, Step
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 
@@ -75,6 +78,18 @@ class Problem(NamedTuple):
         made = {name: to_tensor(each) for name, each in arrays.items()}
         made["x"].stop_gradient = made["probs"].stop_gradient = False
         return made
+
+
+def on_this_device() -> AbstractContextManager:
+    """The backend that runs everything on the current device: the stub has no operators of its own."""
+    return use_backend("reference") if paddle.get_device().startswith("stub") else nullcontext()
+
+
+def step_of(group: Group) -> Step:
+    """A pass that is the same on all ranks, for exchanges without a layer."""
+    form = {"width": 1, "topk": 1, "dtype": 0, "copies": True}
+    call = LayerCall(group.ranks, LayerNumber(0, [0], [1]), 0, **form, modes={}, unread=None)
+    return Step(call, Kind.COMBINE)
 
 
 def bits(tensor: paddle.Tensor) -> NDArray:

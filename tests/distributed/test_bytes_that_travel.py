@@ -29,14 +29,14 @@ class Counting:
     def __init__(self, transport):
         self.transport, self.sent = transport, []
 
-    def exchange(self, payload, sent, received):
+    def exchange(self, payload, sent, received, step):
         line = payload.element_size() * int(np.prod(payload.shape[1:]))
         self.sent.append([line * lines for lines in sent])
-        return self.transport.exchange(payload, sent, received)
+        return self.transport.exchange(payload, sent, received, step)
 
-    def exchange_numbers(self, numbers):
+    def exchange_numbers(self, numbers, step):
         """What the model does not count."""
-        return self.transport.exchange_numbers(numbers)
+        return self.transport.exchange_numbers(numbers, step)
 
 
 def sent_by_a_layer(combine, payload):

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,12 @@ import paddle
 import pytest
 from numpy.typing import NDArray
 
-from paddle_moe_ops import permute, unpermute, use_backend
+from paddle_moe_ops import permute, unpermute
 from paddle_moe_ops.expert_parallel import ExpertParallel, Received
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 from . import processes
-from .problems import Problem, alone, kept_ids, results, scaled
+from .problems import Problem, alone, kept_ids, on_this_device, results, scaled
 from .processes import run
 
 pytestmark = pytest.mark.long
@@ -93,9 +92,7 @@ PROGRAMS = {"exact": exact, "reduced": reduced}
 
 def of_rank(program: str, problems: list[Problem]) -> list[dict[str, Any]]:
     rank = paddle.distributed.get_rank()
-    # all that runs on the stub
-    on_device = use_backend("reference") if paddle.get_device().startswith("stub") else contextlib.nullcontext()
-    with on_device:
+    with on_this_device():
         return [PROGRAMS[program](problem, rank) for problem in problems]
 
 

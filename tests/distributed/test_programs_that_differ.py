@@ -128,20 +128,38 @@ def dispatched(kind: str, options: dict[str, Any]) -> str:
         ("dtype", "x must be of one dtype, but got float32 on rank 0, bfloat16 on rank 1"),
     ],
 )
-@pytest.mark.parametrize("combine", ["exact", "reduced"])
-def test_ranks_whose_tokens_differ_in_form_are_told(kind, expected, combine):
-    assert (
-        run(dispatched, 2, kind=kind, options={"combine": combine})
-        == [f"ValueError: ExpertParallel.dispatch: {expected}"] * 2
-    )
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"combine": "exact"},
+        {"combine": "reduced"},
+        pytest.param({"combine": "reduced", "tokens_per_rank": 3}, marks=pytest.mark.cpu_only),
+    ],
+    ids=["exact", "reduced", "parts of one size"],
+)
+def test_ranks_whose_tokens_differ_in_form_are_told(kind, expected, options):
+    assert run(dispatched, 2, kind=kind, options=options) == [f"ValueError: ExpertParallel.dispatch: {expected}"] * 2
 
 
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("kind", ["width", "topk", "dtype"])
-def test_with_parts_of_one_size_gloo_refuses_lines_that_differ(kind):
-    texts = run(dispatched, 2, kind=kind, options={"combine": "reduced", "tokens_per_rank": 3})
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("ValueError: ExpertParallel: a line's bytes must be as many on all ranks: ")
+def combined(changed: dict[str, Any]) -> str:
+    """Expert outputs that differ on rank 1."""
+    ep = ExpertParallel(4)
+    received = ep.dispatch(*arguments())
+    form = {"width": 8, "dtype": "float32"} | (changed if paddle.distributed.get_rank() else {})
+    return caught(lambda: ep.combine(paddle.ones([received.rows.shape[0], form["width"]], form["dtype"]), received))
+
+
+@pytest.mark.cpu_only  # a device reads nothing in combine
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"width": 5}, "out must be as wide on all ranks, but got 8 on rank 0, 5 on rank 1"),
+        ({"dtype": "bfloat16"}, "out must be of one dtype, but got float32 on rank 0, bfloat16 on rank 1"),
+    ],
+    ids=["width", "dtype"],
+)
+def test_ranks_whose_expert_outputs_differ_in_form_are_told(changed, expected):
+    assert run(combined, 2, changed=changed) == [f"ValueError: ExpertParallel.combine: {expected}"] * 2
 
 
 def a_bad_input() -> str:

@@ -19,6 +19,7 @@ from paddle_moe_ops.expert_parallel.meetings import Meeting
 from paddle_moe_ops.expert_parallel.transports import Scatters
 
 from . import processes
+from .problems import step_of
 from .processes import Processes
 from .test_average_gradients import parameter
 from .test_expert_parallel_errors import caught, inputs
@@ -60,7 +61,7 @@ def stand_in_for_nccl() -> None:
         splits = (options.get(name, even) for name in ("in_split_sizes", "out_split_sizes"))
 
         def exchange() -> None:
-            arrived = Scatters(group, GRACE_S).exchange(lines, *splits)
+            arrived = Scatters(group, GRACE_S).exchange(lines, *splits, step_of(group))
             paddle.assign(arrived, out)
 
         return exchange() if options.get("sync_op", True) else Later(exchange)

@@ -11,12 +11,14 @@ import numpy as np
 import paddle
 import pytest
 from numpy.typing import NDArray
+from paddle.distributed.communication.group import Group
 
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
 from paddle_moe_ops.expert_parallel.transports import AllToAll, Alone, Scatters, transport_for
 from paddle_moe_ops.expert_parallel.windows import granularity, share
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
+from .problems import on_this_device, step_of
 from .processes import WORDS, run
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8"]
@@ -37,14 +39,17 @@ def lines(source: int, target: int, count: int, shape: tuple[int, ...]) -> NDArr
 
 def exchanged(counts: NDArray) -> list[NDArray]:
     rank, size = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
-    transport = transport_for("auto", paddle.distributed.get_group(0), 60.0)
+    group = paddle.distributed.get_group(0)
+    transport = transport_for("auto", group, 60.0)
     assert isinstance(transport, Scatters if paddle.get_device() == "cpu" else AllToAll)
     arrived = []
     for dtype in DTYPES:
         for shape in SHAPES:
             parts = [lines(rank, other, counts[rank, other], shape) for other in range(size)]
             payload = paddle.to_tensor(np.concatenate(parts).astype(np.float32)).astype(dtype)
-            arrived.append(to_numpy(transport.exchange(payload, counts[rank].tolist(), counts[:, rank].tolist())))
+            splits = counts[rank].tolist(), counts[:, rank].tolist()
+            with on_this_device():
+                arrived.append(to_numpy(transport.exchange(payload, *splits, step_of(group))))
     return arrived
 
 
@@ -64,7 +69,7 @@ def test_lines_arrive_in_the_order_of_ranks(size, backend, custom_backend):
 
 def test_alone_the_payload_is_copied():
     payload = paddle.ones([2, 3])
-    copy = Alone().exchange(payload, [2], [2])
+    copy = Alone().exchange(payload, [2], [2], step_of(Group(0, -1, [0])))
     payload.zero_()
     assert copy.sum() == 6
 

@@ -76,9 +76,9 @@ class Apart:
         with self._reads.apart():
             return self._transport.exchange(*arguments)
 
-    def exchange_numbers(self, numbers: paddle.Tensor) -> paddle.Tensor:
+    def exchange_numbers(self, *arguments: Any) -> paddle.Tensor:
         with self._reads.apart():
-            return self._transport.exchange_numbers(numbers)
+            return self._transport.exchange_numbers(*arguments)
 
 
 class Layer:

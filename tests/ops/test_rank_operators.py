@@ -32,8 +32,13 @@ BY_ROW = "row_to_token", "row_to_slot", "row_to_expert"
 ROW_TO_SLOT = np.array([0, 5, 4, 1, -1], np.int32)
 STAY, TO_WINDOW, TO_NEW_MEMORY = OwnRows
 X = np.arange(T * H, dtype=np.float32).reshape(T, H)
-NEXT_TURN = np.ones([1, 64], np.uint8)  # flags of a rank that is ahead
-FLAGS = [NEXT_TURN, NEXT_TURN, np.zeros([1], np.int32)]
+WORDS = 8  # of a call
+CALL = [*range(WORDS)]
+REPORT = np.zeros([1, 1 + WORDS], np.int32)
+STATE = np.zeros([2], np.int32)
+NEXT_TURN = np.ones([1, 128], np.uint8)  # flags of a rank that is ahead
+PLACES = [NEXT_TURN, NEXT_TURN, STATE, REPORT]
+CALLS = np.ones([1, WORDS], np.int32)
 
 
 def good_calls() -> dict[str, list[Any]]:
@@ -44,16 +49,17 @@ def good_calls() -> dict[str, list[Any]]:
     return {
         "rank_plan": [IDS, PROBS, region, E, S, S, True],
         "rank_records": [region, K, S, 0, E],
-        "rank_arrivals": [region, *FLAGS, 1000, K, S, 0, E],
+        "rank_arrivals": [region, *PLACES, CALL, 1000, K, S, 0, E],
         "rank_join": [region, True],
         "rank_send": [X, TOKEN_ROWS, rows, rows.copy(), 1, 0, 3, TO_WINDOW, False],
-        "rank_receive": [TOKEN_ROWS, rows, rows.copy(), rows.copy(), None, 1, 0, 3],
+        "rank_receive": [TOKEN_ROWS, rows, rows.copy(), rows.copy(), None, STATE, 1, 0, 3],
         "rank_quantize": [X, TOKEN_ROWS, row_to_token, codes, False, 1e-4],
         "rank_put": [np.zeros([S, K], np.float32), region, S],
         "rank_take": [region, S, 1, True],
-        "rank_get": [region, IDS, TOKEN_ROWS, E, S],
+        "rank_get": [region, IDS, TOKEN_ROWS, STATE, E, S],
         "rank_rows": [IDS, TOKEN_ROWS, ROW_TO_SLOT, 1, E, S],
-        "rank_barrier": [*FLAGS, 1000],
+        "rank_spoil": [rows, np.zeros([2], np.int64), 0],
+        "rank_barrier": [*PLACES, CALL, CALLS, 1, 1000],
     }
 
 
@@ -79,9 +85,8 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
     got_ids, got_probs, own = direct("rank_records", region, K, S, 0, E)
     assert to_numpy(got_ids).tolist() == [[0, 2], [1, 0], [-1, -1], [-1, -1]]
     assert to_numpy(got_probs).tolist() == [[0.5, 0.25], [3, 4], [0, 0], [0, 0]]
-    flags = tensor(np.zeros([1, 64], np.uint8), place)
-    state = tensor(np.zeros([1], np.int32), place)
-    made = direct("rank_arrivals", region, flags, flags, state, 1000, K, S, 0, E)
+    flags, state, report = (tensor(np.zeros_like(each), place) for each in (NEXT_TURN, STATE, REPORT))
+    calls, *made = direct("rank_arrivals", region, flags, flags, state, report, CALL, 1000, K, S, 0, E)
     for waits_for_routing in (False, True):
         direct("rank_join", region, waits_for_routing)
     due = reference.route(to_numpy(got_ids), num_experts=E)
@@ -102,16 +107,19 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
             each = each[: due.num_rows]
         if name != "row_probs":
             assert_bits_equal(each, getattr(due, name), what=name)
-    assert to_numpy(state).tolist() == to_numpy(flags)[0, :1].tolist() == [1]
-    (out,) = direct("rank_receive", own, *views, None, rows, 1, 0, 3)
+    assert to_numpy(state).tolist() == [1, 0]
+    assert to_numpy(flags)[0, :1].tolist() == [1]
+    assert to_numpy(calls).tolist() == [CALL]
+    assert not to_numpy(report).any()
+    (out,) = direct("rank_receive", own, *views, None, rows, state, 1, 0, 3)
     assert to_numpy(out).tolist() == to_numpy(rows).tolist() == [*X[[0, 2]].tolist(), *np.zeros([2, H]).tolist()]
-    (sums,) = direct("rank_receive", token_rows, *views, rows, None, 1, 0, 3)
+    (sums,) = direct("rank_receive", token_rows, *views, rows, None, state, 1, 0, 3)
     assert to_numpy(sums).tolist() == [X[0].tolist(), [0.0] * H, X[2].tolist()]
     values = tensor(np.arange(S * K, dtype=np.float32).reshape(S, K), place)
     direct("rank_put", values, region, S)
     (taken,) = direct("rank_take", region, S, K, False)
     assert_bits_equal(taken, values)
-    (got,) = direct("rank_get", region, ids, token_rows, E, S)
+    (got,) = direct("rank_get", region, ids, token_rows, state, E, S)
     assert to_numpy(got).tolist() == [[0, 1], [0, 0], [2, 3]]
     (places,) = direct("rank_rows", ids, token_rows, tensor(ROW_TO_SLOT, place), 1, E, S)
     assert to_numpy(places).tolist() == [[0], [3], [2], [1], [-1]]
@@ -149,9 +157,52 @@ def test_rows_for_another_rank_are_written_there_or_lie_where_it_fetches_them(pl
     # as if rank 1 had done the same
     both = tensor(np.array([[0, S + 1], [2, -1]], np.int32), place)
     theirs = [tensor(x + offset, place) for offset in (100, 200)]
-    (sums,) = direct("rank_receive", both, *theirs, tensor(x, place), None, *options)
+    given = both, *theirs, tensor(x, place), None
+    (sums,) = direct("rank_receive", *given, tensor(STATE, place), *options)
     other = x[S + 1] + (200 if is_fetched(np.array(1), fetched) else 100)
     assert_same_bits(to_numpy(sums), np.stack([x[0] + other, x[2]]))
+
+
+def test_a_marked_state_makes_what_arrives_nan(place):
+    register_operators()
+    state = tensor(np.array([3, 1], np.int32), place)
+    lines, rows = tensor(np.arange(S, dtype=np.int32)[:, None], place), np.zeros([S, H], np.float32)
+    views = [tensor(rows, place) for _ in range(2)]
+    given = tensor(rows, place), None, state, 1, 0, 3
+    assert np.isnan(to_numpy(direct("rank_receive", lines, *views, *given)[0])).all()
+    region, ids, token_rows = (
+        tensor(np.zeros([1, REGION], np.uint8), place),
+        tensor(IDS, place),
+        tensor(TOKEN_ROWS, place),
+    )
+    assert np.isnan(to_numpy(direct("rank_get", region, ids, token_rows, state, E, S)[0])).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+def test_what_ranks_in_other_calls_exchanged_becomes_nan(place, dtype):
+    register_operators()
+    codes = tensor(np.array([5, 5, 6], np.int64), place)
+    rows = tensor(np.ones([3, 7], np.float32).astype(dtype), place)
+    direct("rank_spoil", rows, codes[:2], 5)
+    assert (to_numpy(rows).astype(np.float32) == 1).all()
+    direct("rank_spoil", rows, codes, 5)
+    assert np.isnan(to_numpy(rows).astype(np.float32)).all()
+
+
+def test_ranks_in_other_calls_mark_the_state_and_probabilities_are_nan(place):
+    register_operators()
+    peers = tensor(np.zeros([2, 128], np.uint8), place)
+    ahead = np.zeros([2, 128], np.uint8)
+    ahead[:, 0] = 1
+    arrived = tensor(ahead, place)
+    state, report = tensor(STATE, place), tensor(np.zeros([1, 1 + 2 * WORDS], np.int32), place)
+    region = tensor(np.zeros([2, REGION], np.uint8), place)
+    calls, _, probs, *_ = direct("rank_arrivals", region, arrived, peers, state, report, CALL, 1000, K, S, 0, E)
+    direct("rank_join", region, True)
+    assert to_numpy(state).tolist() == [1, 1]
+    assert to_numpy(report).tolist() == [[1, *to_numpy(calls).reshape(-1).tolist()]]
+    assert to_numpy(calls).tolist() == [[0] * WORDS] * 2
+    assert np.isnan(to_numpy(probs)).all()
 
 
 def test_memory_is_a_tensor_where_it_lies(place):
@@ -177,8 +228,8 @@ BAD_CALLS = [
     ("rank_plan", 5, S + 1, "capacity must be from 0 to rows_per_rank"),
     ("rank_records", 4, 0, "num_experts must be in [1, 2^16]"),
     ("rank_arrivals", 1, WIDE, HERE),
-    ("rank_arrivals", 3, np.zeros([2], np.int32), "the state must be of shape [1], but got [2]"),
-    ("rank_arrivals", 8, 0, "num_experts must be in [1, 2^16]"),
+    ("rank_arrivals", 3, np.zeros([1], np.int32), "the state must be of shape [2], but got [1]"),
+    ("rank_arrivals", 10, 0, "num_experts must be in [1, 2^16]"),
     ("rank_send", 0, X[0], "x must be of shape [any, any], but got [5]"),
     ("rank_send", 0, X[:2], "x must be of shape [3, 5], but got [2, 5]"),
     ("rank_send", 1, TOKEN_ROWS[0], "the map must be of shape [any, any], but got [1]"),
@@ -208,9 +259,20 @@ BAD_CALLS = [
     ("rank_rows", 2, ROW_TO_SLOT.astype(np.int64), "a map must be int32, but got int64"),
     ("rank_rows", 2, np.array(0, np.int32), "row_to_slot must be of shape [any], but got []"),
     ("rank_rows", 5, -1, "rows_per_rank must be in [0, 2^31)"),
+    ("rank_receive", 5, np.zeros([2], np.float32), "the state must be int32, but got float32"),
+    ("rank_get", 3, np.zeros([3], np.int32), "the state must be of shape [2], but got [3]"),
+    ("rank_spoil", 1, np.zeros([2], np.int32), "the codes must be int64, but got int32"),
+    ("rank_spoil", 1, np.array(0, np.int64), "the codes must be of shape [any], but got []"),
+    ("rank_spoil", 1, np.zeros([0], np.int64), "num_ranks must be in [1, 1024]"),
+    ("rank_barrier", 0, np.zeros([1, 64], np.uint8), HERE),
     ("rank_barrier", 1, np.zeros([1, 60], np.uint8), HERE),
-    ("rank_barrier", 2, np.zeros([2], np.int32), "the state must be of shape [1], but got [2]"),
-    ("rank_barrier", 2, np.zeros([1], np.float32), "the state must be int32, but got float32"),
+    ("rank_barrier", 2, np.zeros([1], np.int32), "the state must be of shape [2], but got [1]"),
+    ("rank_barrier", 2, np.zeros([2], np.float32), "the state must be int32, but got float32"),
+    ("rank_barrier", 3, np.zeros([1, 8], np.int32), "the report must have a word and a call for each rank"),
+    ("rank_barrier", 3, np.zeros([1, 9], np.float32), "the report must be int32, but got float32"),
+    ("rank_barrier", 4, CALL[1:], "a call must have 8 words"),
+    ("rank_barrier", 5, np.zeros([2, 8], np.int32), "the calls must be of shape [1, 8], but got [2, 8]"),
+    ("rank_barrier", 5, np.zeros([1, 8], np.float32), "the calls must be int32, but got float32"),
 ]
 
 

@@ -152,9 +152,23 @@ int check_rank_receive(const pmo_rank_receive_params& p) {
 int check_rank_barrier(const pmo_rank_barrier_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_rank_barrier_params of this library");
   PMO_REQUIRE(p.timeout_ms >= 0, "timeout_ms", ">= 0");
-  if (const int status = check_regions(p.num_ranks, 0, 0, p.region_bytes, 4, 0, p.arrived, "arrived")) return status;
+  if (const int status = check_regions(p.num_ranks, 0, 0, p.region_bytes, PMO_BARRIER_REGION, 0, p.arrived, "arrived"))
+    return status;
   PMO_REQUIRE_ARRAY(static_cast<const int32_t*>(p.peers), 1, "peers");
-  PMO_REQUIRE_ARRAY(p.state, 1, "state");
+  PMO_REQUIRE_ARRAY(p.state, 2, "state");
+  PMO_REQUIRE_ARRAY(p.call, PMO_CALL_WORDS, "call");
+  PMO_REQUIRE_ARRAY(p.calls, p.num_ranks * PMO_CALL_WORDS, "calls");
+  PMO_REQUIRE_ARRAY(p.report, 1 + p.num_ranks * PMO_CALL_WORDS, "report");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.forward_calls, "forward_calls");
+  return PMO_OK;
+}
+
+int check_rank_spoil(const pmo_rank_spoil_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_rank_spoil_params of this library");
+  PMO_REQUIRE(p.num_ranks >= 1 && p.num_ranks <= kMaxRanks, "num_ranks", "in [1, 1024]");
+  PMO_REQUIRE(p.data_bytes >= 0, "data", "of >= 0 bytes");
+  PMO_REQUIRE_ARRAY(p.codes, p.num_ranks, "codes");
+  PMO_REQUIRE(p.data != nullptr || p.data_bytes == 0, "data", "given");
   return PMO_OK;
 }
 

@@ -4,6 +4,7 @@
 // Where things are in the regions of pmo/ranks.h, on hosts and GPUs.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "common/arithmetic.h"
@@ -27,6 +28,9 @@ struct Records {
     probs = reinterpret_cast<float*>(ids + rows_per_rank * topk);
   }
 };
+
+// Whether ranks made different calls.
+PMO_ANYWHERE inline bool is_marked(const int32_t* mark) { return mark != nullptr && *mark != 0; }
 
 // The rank of a slot's expert, -1 if it has none. Experts fit 32 bits, in which a GPU divides fast.
 template <class Params>
@@ -80,7 +84,7 @@ PMO_ANYWHERE inline void read_record(const pmo_rank_records_params& p, int64_t s
   if (k == 0) p.rows[row] = is_token ? static_cast<int32_t>(row) : -1;
   const bool here = id >= 0 && id < p.num_experts;
   p.ids[slot] = here ? static_cast<int32_t>(id) : -1;
-  p.probs[slot] = here ? prob : 0.0f;
+  p.probs[slot] = is_marked(p.mark) ? NAN : here ? prob : 0.0f;
 }
 
 // The number within its region of the row that a slot's token has at the rank of the slot's expert, -1 if it has none there.
@@ -97,6 +101,7 @@ PMO_ANYWHERE inline int64_t place_of_slot(const Params& p, int64_t slot, int32_t
 
 // The value of a slot [T, K].
 PMO_ANYWHERE inline float value_of_slot(const pmo_rank_values_params& p, int64_t slot) {
+  if (is_marked(p.mark)) return NAN;
   const int32_t rank = rank_of_slot(p, slot);
   const int64_t place = place_of_slot(p, slot, rank);
   if (place < 0) return 0.0f;
@@ -116,6 +121,17 @@ PMO_ANYWHERE inline int32_t place_of_row(const pmo_rank_rows_params& p, int64_t 
 PMO_ANYWHERE inline bool is_fetched(uint32_t i, int64_t fetched) {
   const auto every = static_cast<uint32_t>(fetched);
   return i % PMO_FETCHED_PERIOD * every % PMO_FETCHED_PERIOD < every;
+}
+
+// Whether a rank runs the backward pass that a barrier belongs to.
+PMO_ANYWHERE inline bool runs_backward(const pmo_rank_barrier_params& p, int64_t rank) {
+  return (p.forward_calls[rank * PMO_CALL_WORDS + PMO_CALL_WORDS - 1] & p.gradient) != 0;
+}
+
+// Word `i` of the call in a region of the barrier, which holds one for each of two turns: a rank may be one turn ahead.
+PMO_ANYWHERE inline int32_t* call_word(const void* regions, int64_t region_bytes, int64_t rank, uint32_t turn, int i) {
+  char* region = const_cast<char*>(static_cast<const char*>(regions)) + rank * region_bytes;
+  return reinterpret_cast<int32_t*>(region + 64) + turn % 2 * PMO_CALL_WORDS + i;
 }
 
 // A row of a window that there is.

@@ -46,6 +46,10 @@ int receive(const pmo_rank_receive_params& p) {
   if (row_bytes == 0) return PMO_OK;
   const RowKernels& kernels = row_kernels(p.dtype);
   const int64_t bytes = p.num_tokens * (1 + p.max_rows_per_token) * row_bytes;
+  if (is_marked(p.mark)) {
+    std::memset(p.out, 0xFF, p.num_tokens * row_bytes);
+    return PMO_OK;
+  }
   const bool streams = beyond_caches(bytes);
   parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
     const RowWriter writer(streams);

@@ -104,14 +104,32 @@ int rows(const pmo_rank_rows_params& p) {
   return PMO_OK;
 }
 
+constexpr int64_t kCallBytes = PMO_CALL_WORDS * sizeof(int32_t);
+
+// Marks the state, and reports the calls of all ranks unless others were reported before.
+void mark(const pmo_rank_barrier_params& p, const int32_t* calls, int32_t reason) {
+  p.state[1] = 1;
+  if (p.report[0] != 0) return;
+  std::memcpy(p.report + 1, calls, p.num_ranks * kCallBytes);
+  p.report[0] = reason;
+}
+
 int barrier(const pmo_rank_barrier_params& p) {
   if (const int status = check_rank_barrier(p)) return status;
   const auto counter = [&](const void* regions, int64_t rank) {
     return reinterpret_cast<uint32_t*>(const_cast<char*>(static_cast<const char*>(regions)) + rank * p.region_bytes);
   };
+  for (int64_t rank = 0; rank < (p.forward_calls == nullptr ? 0 : p.num_ranks); ++rank) {
+    if (runs_backward(p, rank)) continue;
+    mark(p, p.forward_calls, PMO_GRADIENT_MODES_DIFFER);
+    return PMO_OK;
+  }
   const uint32_t turn = static_cast<uint32_t>(p.state[0]) + 1;
   p.state[0] = static_cast<int32_t>(turn);
-  for (int64_t rank = 0; rank < p.num_ranks; ++rank) __atomic_store_n(counter(p.peers, rank), turn, __ATOMIC_RELEASE);
+  for (int64_t rank = 0; rank < p.num_ranks; ++rank) {
+    std::memcpy(call_word(p.peers, p.region_bytes, rank, turn, 0), p.call, kCallBytes);
+    __atomic_store_n(counter(p.peers, rank), turn, __ATOMIC_RELEASE);
+  }
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(p.timeout_ms);
   for (int64_t rank = 0; rank < p.num_ranks; ++rank) {
     while (static_cast<int32_t>(__atomic_load_n(counter(p.arrived, rank), __ATOMIC_ACQUIRE) - turn) < 0) {
@@ -121,6 +139,20 @@ int barrier(const pmo_rank_barrier_params& p) {
       std::this_thread::yield();
     }
   }
+  bool differ = false;
+  for (int64_t rank = 0; rank < p.num_ranks; ++rank) {
+    int32_t* const call = p.calls + rank * PMO_CALL_WORDS;
+    std::memcpy(call, call_word(p.arrived, p.region_bytes, rank, turn, 0), kCallBytes);
+    differ |= !std::equal(call, call + PMO_CALL_WORDS - 1, p.call);
+  }
+  if (differ) mark(p, p.calls, PMO_CALLS_DIFFER);
+  return PMO_OK;
+}
+
+int spoil(const pmo_rank_spoil_params& p) {
+  if (const int status = check_rank_spoil(p)) return status;
+  const bool differ = std::any_of(p.codes, p.codes + p.num_ranks, [&](int64_t code) { return code != p.code; });
+  if (differ && p.data_bytes > 0) std::memset(p.data, 0xFF, p.data_bytes);
   return PMO_OK;
 }
 
@@ -154,4 +186,8 @@ extern "C" int pmo_rank_rows_cpu(const pmo_rank_rows_params* params, void* strea
 
 extern "C" int pmo_rank_barrier_cpu(const pmo_rank_barrier_params* params, void* stream) {
   return pmo::run_cpu(params, stream, pmo::cpu::barrier);
+}
+
+extern "C" int pmo_rank_spoil_cpu(const pmo_rank_spoil_params* params, void* stream) {
+  return pmo::run_cpu(params, stream, pmo::cpu::spoil);
 }

@@ -58,6 +58,16 @@ struct Piece {
   }
 };
 
+// Makes the piece of an output NaN.
+template <typename Access>
+__device__ void spoil(const Piece& piece, int held, Access* out) {
+  Access all_ones;
+  memset(&all_ones, 0xFF, sizeof all_ones);
+  for (int i = 0; i < held; ++i) {
+    if (piece.first + i * kWarpSize < piece.end) out[i * kWarpSize] = all_ones;
+  }
+}
+
 template <typename Pointer>
 __device__ Pointer of_lane(Pointer pointer, int lane) {
   return reinterpret_cast<Pointer>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
@@ -106,12 +116,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   using Access = Vector<kBytes>;
   const Piece piece(p, tokens_before, parts, kHeld, row_bytes / kBytes);
   if (piece.token < 0) return;
+  auto* out = reinterpret_cast<Access*>(static_cast<char*>(p.out) + piece.token * row_bytes) + piece.first;
+  if (is_marked(p.mark)) return spoil(piece, kHeld, out);
   const int32_t row = p.max_rows_per_token == 0 ? -1 : __ldg(p.token_rows + piece.token);
   const bool is_row = row >= 0 && row < p.num_ranks * p.rows_per_rank;
   const char* from = is_row ? received_from(p, row, row_bytes, own_stride) : nullptr;
   if (is_row && from == nullptr) return;
   const auto* source = reinterpret_cast<const Access*>(from) + piece.first;
-  auto* out = reinterpret_cast<Access*>(static_cast<char*>(p.out) + piece.token * row_bytes) + piece.first;
   Access held[kHeld] = {};
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -136,6 +147,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   using Access = Vector<kWidth * sizeof(typename Rows::Element)>;
   const Piece piece(p, tokens_before, parts, kSummed, p.hidden / kWidth);
   if (piece.token < 0) return;
+  auto* out = reinterpret_cast<Access*>(static_cast<char*>(p.out) + piece.token * row_bytes) + piece.first;
+  if (is_marked(p.mark)) return spoil(piece, kSummed, out);
   const ListedRows all = {p.max_rows_per_token, p.num_ranks * p.rows_per_rank, p.token_rows};
   Elements<Rows, kWidth> sums[kSummed];
 #pragma unroll
@@ -173,7 +186,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     if (listed.ended) break;
   }
-  auto* out = reinterpret_cast<Access*>(static_cast<char*>(p.out) + piece.token * row_bytes) + piece.first;
 #pragma unroll
   for (int i = 0; i < kSummed; ++i) {
     if (piece.first + i * kWarpSize >= piece.end) continue;

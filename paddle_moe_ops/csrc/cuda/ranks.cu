@@ -7,9 +7,11 @@
 // up what the blocks before have, ranks its own tokens by ballots, writes maps here and records at the other ranks, and counts the tokens
 // of each expert by atomic additions, in shared memory first. Bytes moved: ids are read twice (P times as often with more than 32 slots),
 // maps written once, and 8 * K bytes to another GPU for each of the token's rows.
-// barrier: one block, a thread for each rank, which tells it and waits for it.
+// barrier: one block, a thread for each rank, which writes this rank's call and counter there, waits for those of the other rank, and
+// compares the calls.
 #include "pmo/ranks.h"
 
+#include <algorithm>
 #include <cstdio>
 
 #include "common/checks.h"
@@ -305,27 +307,83 @@ __device__ uint64_t nanoseconds() {
   return now;
 }
 
-__global__ void wait_for_ranks(const __grid_constant__ pmo_rank_barrier_params p) {
+// Marks the state, and reports the calls of all ranks unless others were reported before. All threads call it, one for each rank.
+__device__ void mark(const pmo_rank_barrier_params& p, const int32_t* calls, int32_t reason) {
+  const bool is_first = *static_cast<volatile int32_t*>(p.report) == 0;
+  __syncthreads();
+  if (is_first) {
+    for (int i = 0; i < PMO_CALL_WORDS; ++i) {
+      const int word = static_cast<int>(threadIdx.x) * PMO_CALL_WORDS + i;
+      p.report[1 + word] = calls[word];
+    }
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  p.state[1] = 1;
+  if (is_first) *static_cast<volatile int32_t*>(p.report) = reason;
+}
+
+// The call of this rank, which the host gave.
+struct Call {
+  int32_t words[PMO_CALL_WORDS];
+};
+
+__global__ void wait_for_ranks(const __grid_constant__ pmo_rank_barrier_params p, const __grid_constant__ Call own) {
+  const int rank = static_cast<int>(threadIdx.x);
+  if (p.forward_calls != nullptr && __syncthreads_or(!runs_backward(p, rank))) {
+    mark(p, p.forward_calls, PMO_GRADIENT_MODES_DIFFER);
+    return;
+  }
   const int64_t region = int64_t{threadIdx.x} * p.region_bytes;
   const uint32_t turn = static_cast<uint32_t>(p.state[0]) + 1;
-  __threadfence_system();  // what kernels before this one wrote
+#pragma unroll
+  for (int i = 0; i < PMO_CALL_WORDS; ++i) *call_word(p.peers, p.region_bytes, rank, turn, i) = own.words[i];
+  __threadfence_system();  // what this kernel and those before it wrote
   store_release(reinterpret_cast<uint32_t*>(static_cast<char*>(p.peers) + region), turn);
   const auto* arrived = reinterpret_cast<const uint32_t*>(static_cast<const char*>(p.arrived) + region);
   const uint64_t begin = nanoseconds(), most = static_cast<uint64_t>(p.timeout_ms) * 1000000;
   while (static_cast<int32_t>(load_acquire(arrived) - turn) < 0) {
     if (nanoseconds() - begin > most) {
-      printf("paddle_moe_ops: ExpertParallel: rank %d of the group did not answer\n", static_cast<int>(threadIdx.x));
+      printf("paddle_moe_ops: ExpertParallel: rank %d of the group did not answer\n", rank);
       __trap();
     }
     __nanosleep(40);
   }
-  __syncthreads();
+  bool differs = false;
+#pragma unroll
+  for (int i = 0; i < PMO_CALL_WORDS; ++i) {
+    const int32_t word = *static_cast<volatile int32_t*>(call_word(p.arrived, p.region_bytes, rank, turn, i));
+    p.calls[rank * PMO_CALL_WORDS + i] = word;
+    differs |= i + 1 < PMO_CALL_WORDS && word != own.words[i];
+  }
+  if (__syncthreads_or(differs)) mark(p, p.calls, PMO_CALLS_DIFFER);
   if (threadIdx.x == 0) p.state[0] = static_cast<int32_t>(turn);
 }
 
 int barrier(const pmo_rank_barrier_params& p, cudaStream_t stream) {
   if (const int status = check_rank_barrier(p)) return status;
-  return launch("wait_for_ranks", wait_for_ranks, {1, static_cast<unsigned>(p.num_ranks)}, stream, p);
+  Call own;
+  std::copy(p.call, p.call + PMO_CALL_WORDS, own.words);
+  return launch("wait_for_ranks", wait_for_ranks, {1, static_cast<unsigned>(p.num_ranks)}, stream, p, own);
+}
+
+__global__ void spoil_data(const __grid_constant__ pmo_rank_spoil_params p) {
+  bool differs = false;
+  for (int64_t rank = threadIdx.x; rank < p.num_ranks; rank += kThreads) differs |= p.codes[rank] != p.code;
+  if (!__syncthreads_or(differs)) return;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < p.data_bytes; i += int64_t{gridDim.x} * kThreads) {
+    static_cast<unsigned char*>(p.data)[i] = 0xFF;
+  }
+}
+
+// Few blocks: nearly always there is nothing to do.
+int spoil(const pmo_rank_spoil_params& p, cudaStream_t stream) {
+  if (const int status = check_rank_spoil(p)) return status;
+  if (p.data_bytes == 0) return PMO_OK;
+  constexpr int64_t kMostBlocks = 128;
+  const auto blocks = static_cast<unsigned>(std::min(divide_up(p.data_bytes, int64_t{kThreads}), kMostBlocks));
+  return launch("spoil_data", spoil_data, {blocks, kThreads}, stream, p);
 }
 
 }  // namespace
@@ -362,4 +420,8 @@ extern "C" int pmo_rank_rows_cuda(const pmo_rank_rows_params* params, void* stre
 
 extern "C" int pmo_rank_barrier_cuda(const pmo_rank_barrier_params* params, void* stream) {
   return pmo::cuda::run_cuda(params, stream, pmo::cuda::barrier);
+}
+
+extern "C" int pmo_rank_spoil_cuda(const pmo_rank_spoil_params* params, void* stream) {
+  return pmo::cuda::run_cuda(params, stream, pmo::cuda::spoil);
 }

@@ -21,6 +21,9 @@ using namespace pmo::binding;  // NOLINT: this file is the operators' own
 
 constexpr char kFunction[] = "ExpertParallel";
 constexpr char kNoMemory[] = "the window must be memory that ranks share";
+constexpr char kNoReport[] = "the report must have a word and a call for each rank";
+constexpr char kNotDense[] = "the rows must be contiguous";
+constexpr char kNoCall[] = "a call must have 8 words";
 constexpr char kEither[] = "either rows of this rank or memory that has them must be given";
 constexpr char kNoLines[] = "the map must have a line for each row";
 
@@ -115,52 +118,91 @@ Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_p
   return made;
 }
 
-void wait_for_ranks(const Target& target, const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
-                    int64_t timeout_ms) {
+// The mark in the state of the barrier.
+const int32_t* mark_in(const paddle::Tensor& state) {
   require_dtype(state, paddle::DataType::INT32, kFunction, "the state");
-  require_shape(state, {1}, kFunction, "the state");
-  pmo_rank_barrier_params p = {};
-  p.struct_size = sizeof(p);
-  p.num_ranks = ranks_of(arrived);
-  p.timeout_ms = timeout_ms;
+  require_shape(state, {2}, kFunction, "the state");
+  return state.data<int32_t>() + 1;
+}
+
+// Where ranks meet, and what a rank says there of its call.
+struct Meeting {
+  const paddle::Tensor& arrived;
+  const paddle::Tensor& peers;
+  const paddle::Tensor& state;
+  const paddle::Tensor& report;
+  const std::vector<int>& call;
+  int64_t timeout_ms;
+};
+
+// Memory for the calls of all ranks, and the parameters of the barrier.
+paddle::Tensor prepare_barrier(const Target& target, const Meeting& meeting, const paddle::Tensor* forward_calls, int gradient,
+                               pmo_rank_barrier_params* p) {
+  p->struct_size = sizeof(*p);
+  p->num_ranks = ranks_of(meeting.arrived);
+  p->timeout_ms = meeting.timeout_ms;
   int64_t of_peers = 0;
-  p.arrived = regions(arrived, p.num_ranks, &p.region_bytes);
-  p.peers = regions(peers, p.num_ranks, &of_peers);
-  require(of_peers == p.region_bytes, kFunction, kNoMemory);
-  p.state = const_cast<int32_t*>(state.data<int32_t>());
-  check_status(PMO_CALL(target, rank_barrier, &p), kFunction);
+  p->arrived = regions(meeting.arrived, p->num_ranks, &p->region_bytes);
+  p->peers = regions(meeting.peers, p->num_ranks, &of_peers);
+  require(of_peers == p->region_bytes, kFunction, kNoMemory);
+  p->state = const_cast<int32_t*>(mark_in(meeting.state)) - 1;
+  const int64_t words = p->num_ranks * PMO_CALL_WORDS;
+  require_dtype(meeting.report, paddle::DataType::INT32, kFunction, "the report");
+  require(meeting.report.numel() == 1 + words, kFunction, kNoReport);
+  p->report = const_cast<int32_t*>(meeting.report.data<int32_t>());
+  require(meeting.call.size() == PMO_CALL_WORDS, kFunction, kNoCall);
+  p->call = meeting.call.data();
+  if (forward_calls != nullptr) {
+    require_dtype(*forward_calls, paddle::DataType::INT32, kFunction, "the calls");
+    require_shape(*forward_calls, {p->num_ranks, PMO_CALL_WORDS}, kFunction, "the calls");
+    p->forward_calls = forward_calls->data<int32_t>();
+  }
+  p->gradient = gradient;
+  paddle::Tensor calls = target.empty_int32({p->num_ranks, PMO_CALL_WORDS});
+  p->calls = calls.data<int32_t>();
+  return calls;
 }
 
+// The calls of all ranks, int32 [P, PMO_CALL_WORDS].
 Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
-                     int64_t timeout_ms) {
-  wait_for_ranks(Target(kFunction, {&arrived, &peers, &state}), arrived, peers, state, timeout_ms);
-  return {state};
+                     const paddle::Tensor& report, const std::vector<int>& call,
+                     const paddle::optional<paddle::Tensor>& forward_calls, int gradient, int64_t timeout_ms) {
+  const Target target(kFunction, {&arrived, &peers, &state, &report}, {forward_calls ? &*forward_calls : nullptr});
+  pmo_rank_barrier_params p = {};
+  const Meeting meeting = {arrived, peers, state, report, call, timeout_ms};
+  const Outputs calls = {prepare_barrier(target, meeting, forward_calls ? &*forward_calls : nullptr, gradient, &p)};
+  check_status(PMO_CALL(target, rank_barrier, &p), kFunction);
+  return calls;
 }
 
-// What rank_records makes, once all ranks have written their records, and the ten tensors of a plan of the ids; on a GPU it has room for
+// The calls of all ranks, then what rank_records makes, once all ranks have written their records, and the ten tensors of a plan of the ids; on a GPU it has room for
 // all slots. There all of this, and one more tensor, must live until rank_join: what is called until then runs at the same time.
 // rank_join waits for all of it, or only for what rank_records makes: other barriers may follow, and rows be received, while all is routed.
 Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arrived, const paddle::Tensor& peers,
-                      const paddle::Tensor& state, int64_t timeout_ms, int64_t topk, int64_t rows_per_rank, int64_t first_expert,
-                      int64_t num_experts) {
+                      const paddle::Tensor& state, const paddle::Tensor& report, const std::vector<int>& call, int64_t timeout_ms,
+                      int64_t topk, int64_t rows_per_rank, int64_t first_expert, int64_t num_experts) {
   static const std::vector<int> kNoCounts;
-  const Target target(kFunction, {&records, &arrived, &peers, &state});
+  const Target target(kFunction, {&records, &arrived, &peers, &state, &report});
   const Target aside = target.beside();
+  pmo_rank_barrier_params meets = {};
+  Outputs made = {prepare_barrier(target, {arrived, peers, state, report, call, timeout_ms}, nullptr, 0, &meets)};
   pmo_rank_records_params p = {};
-  Outputs made = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
+  const Outputs of_records = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
+  p.mark = meets.state + 1;
+  made.insert(made.end(), of_records.begin(), of_records.end());
   std::optional<Routing> routing;
   const auto prepare_plan = [&] {
     const int64_t room = target.is_gpu() ? p.num_ranks * rows_per_rank * std::min(topk, num_experts) : -1;
     const RouteAttributes attributes = {
         kFunction, {}, -1, num_experts, 1, room, kCountsFromRouting, kNoCounts, PMO_DUPLICATES_FIRST, 0};
-    const Outputs plan = routing.emplace(aside, attributes, made[0], nullptr, nullptr).outputs();
+    const Outputs plan = routing.emplace(aside, attributes, of_records[0], nullptr, nullptr).outputs();
     made.insert(made.end(), plan.begin(), plan.end());
   };
   // Memory that was in use before the fork may be given out, but none that is given back after it.
   if (target.is_gpu()) prepare_plan();
   target.fork();
   try {
-    wait_for_ranks(aside, arrived, peers, state, timeout_ms);
+    check_status(PMO_CALL(aside, rank_barrier, &meets), kFunction);
     check_status(PMO_CALL(aside, rank_records, &p), kFunction);
     target.mark();
     if (!target.is_gpu()) prepare_plan();  // which counts the ids
@@ -235,11 +277,12 @@ Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
   return {own_rows};
 }
 
-// The sums of the rows that ranks sent; without `own`, which are the rows of this rank itself, in `to`, where those are already.
+// The sums of the rows that ranks sent; without `own`, which are the rows of this rank itself, in `to`, where those are already. NaN
+// where `state` is marked.
 Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arrived, const paddle::Tensor& peers,
-                     const paddle::optional<paddle::Tensor>& own, const paddle::optional<paddle::Tensor>& to, int64_t num_ranks,
-                     int64_t rank, int64_t fetched) {
-  const Target target(kFunction, {&token_rows, &arrived, &peers}, {own ? &*own : nullptr, to ? &*to : nullptr});
+                     const paddle::optional<paddle::Tensor>& own, const paddle::optional<paddle::Tensor>& to,
+                     const paddle::Tensor& state, int64_t num_ranks, int64_t rank, int64_t fetched) {
+  const Target target(kFunction, {&token_rows, &arrived, &peers, &state}, {own ? &*own : nullptr, to ? &*to : nullptr});
   require(own.is_initialized() != to.is_initialized(), kFunction, kEither);
   const paddle::Tensor& given = own ? *own : *to;
   pmo_rank_receive_params p = {};
@@ -254,6 +297,7 @@ Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arr
     out = target.empty({p.num_tokens, p.hidden}, arrived.dtype());
     prepare_pages(target, out);
   }
+  p.mark = mark_in(state);
   p.token_rows = rows.data<int32_t>();
   p.arrived = arrived.data();
   p.peers = peers.data();
@@ -309,10 +353,11 @@ Outputs rank_take(const paddle::Tensor& window, int64_t rows_per_rank, int64_t c
 }
 
 Outputs rank_get(const paddle::Tensor& window, const paddle::Tensor& ids, const paddle::Tensor& token_rows,
-                 int64_t experts_per_rank, int64_t rows_per_rank) {
-  const Target target(kFunction, {&window, &ids, &token_rows});
+                 const paddle::Tensor& state, int64_t experts_per_rank, int64_t rows_per_rank) {
+  const Target target(kFunction, {&window, &ids, &token_rows, &state});
   require_rank(ids, 2, kFunction, "ids");
   pmo_rank_values_params p = {};
+  p.mark = mark_in(state);
   p.struct_size = sizeof(p);
   p.num_ranks = ranks_of(window);
   p.rows_per_rank = rows_per_rank;
@@ -359,8 +404,26 @@ Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, c
   return {places};
 }
 
+// Makes rows NaN where the codes of ranks differ from this rank's own; the rows are contiguous.
+Outputs rank_spoil(const paddle::Tensor& rows, const paddle::Tensor& codes, int64_t code) {
+  const Target target(kFunction, {&rows, &codes});
+  require_rank(codes, 1, kFunction, "the codes");
+  require_dtype(codes, paddle::DataType::INT64, kFunction, "the codes");
+  require(rows.is_contiguous(), kFunction, kNotDense);
+  pmo_rank_spoil_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_ranks = codes.shape()[0];
+  p.data_bytes = rows.numel() * static_cast<int64_t>(phi::SizeOf(rows.dtype()));
+  p.code = code;
+  p.codes = codes.data<int64_t>();
+  p.data = const_cast<void*>(rows.data());
+  check_status(PMO_CALL(target, rank_spoil, &p), kFunction);
+  return {rows};
+}
+
 }  // namespace
 
+PMO_DIRECT(rank_spoil, rank_spoil);
 PMO_DIRECT(window, window);
 PMO_DIRECT(rank_plan, rank_plan);
 PMO_DIRECT(rank_records, rank_records);

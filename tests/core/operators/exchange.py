@@ -42,6 +42,7 @@ class RankReceiveParams(Params):
         (Int32s, "token_rows"),
         (Bytes, "arrived peers own"),
         (Size, "own_row_stride"),
+        (Int32s, "mark"),
         (Bytes, "out"),
         (Int, "dtype num_threads"),
     )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..guards import MakeOutput, guarded_outputs
-from ..structs import IDS_KINDS, Bytes, Floats, Int, Int32s, Params, Size, fields
+from ..structs import IDS_KINDS, Bytes, Floats, Int, Int32s, Int64s, Params, Size, fields
 from .base import TOO_MANY, TOO_MANY_EXPERTS, Operator
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class RankRecordsParams(Params):
         (Size, "struct_size num_ranks rows_per_rank topk first_expert num_experts"),
         (Bytes, "records"),
         (Size, "region_bytes"),
-        (Int32s, "ids"),
+        (Int32s, "mark ids"),
         (Floats, "probs"),
         (Int32s, "rows"),
         (Int, "num_threads"),
@@ -61,6 +61,7 @@ class RankValuesParams(Params):
         (Bytes, "row_values ids"),
         (Int32s, "token_rows"),
         (Bytes, "window slot_values"),
+        (Int32s, "mark"),
         (Int, "ids_kind num_threads"),
     )
 
@@ -74,6 +75,12 @@ class RankRowsParams(Params):
         (Int32s, "token_rows row_to_slot places"),
         (Int, "ids_kind num_threads"),
     )
+
+
+class RankSpoilParams(Params):
+    """pmo_rank_spoil_params"""
+
+    _fields_ = fields((Size, "struct_size num_ranks data_bytes code"), (Int64s, "codes"), (Bytes, "data"))
 
 
 def region_bytes(rows: int, topk: int, odd: int = 0) -> int:
@@ -119,7 +126,7 @@ def rank_plan(
 
 
 def rank_records(
-    core: Core, records: NDArray, rows: int, topk: int, first_expert: int, num_experts: int
+    core: Core, records: NDArray, rows: int, topk: int, first_expert: int, num_experts: int, mark: NDArray | None = None
 ) -> tuple[NDArray, ...]:
     """ids, probabilities, rows."""
     num_ranks = len(records)
@@ -127,7 +134,7 @@ def rank_records(
         ids = output((num_ranks * rows, topk), np.int32)
         probs, own = output((num_ranks * rows, topk), np.float32), output((num_ranks * rows, 1), np.int32)
         sizes = {"num_ranks": num_ranks, "rows_per_rank": rows, "topk": topk, "region_bytes": records.shape[1]}
-        experts = {"first_expert": first_expert, "num_experts": num_experts}
+        experts = {"first_expert": first_expert, "num_experts": num_experts, "mark": mark}
         core.run("rank_records", RankRecordsParams(**sizes, **experts, records=records, ids=ids, probs=probs, rows=own))
     return ids, probs, own
 
@@ -149,7 +156,13 @@ def rank_take(core: Core, window: NDArray, rows: int, columns: int) -> NDArray:
 
 
 def rank_get(
-    core: Core, window: NDArray, ids: NDArray, token_rows: NDArray, rows: int, experts_per_rank: int
+    core: Core,
+    window: NDArray,
+    ids: NDArray,
+    token_rows: NDArray,
+    rows: int,
+    experts_per_rank: int,
+    mark: NDArray | None = None,
 ) -> NDArray:
     """The values of slots [T, K]."""
     num_tokens, topk = ids.shape
@@ -165,6 +178,7 @@ def rank_get(
             token_rows=token_rows,
             window=window,
             slot_values=values,
+            mark=mark,
         )
         core.run("rank_get", params)
     return values
@@ -264,6 +278,11 @@ def _valid_rows(core: Core, output: MakeOutput, s: Small) -> Params:
     )
 
 
+def _valid_spoil(core: Core, output: MakeOutput, s: Small) -> Params:
+    data, codes = output((s.T, s.H), np.int32), np.arange(RANKS)  # whose bytes are other ones before
+    return RankSpoilParams(num_ranks=RANKS, data_bytes=data.nbytes, codes=codes, data=data)
+
+
 _BAD_REGIONS = {
     "num_ranks": (0, 1025),
     "rows_per_rank": (-1, TOO_MANY),
@@ -329,5 +348,12 @@ OPERATORS = (
         },
         required=("ids", "token_rows", "row_to_slot", "places"),
         aligned=("ids", "token_rows", "row_to_slot", "places"),
+    ),
+    Operator(
+        name="rank_spoil",
+        valid=_valid_spoil,
+        bad_fields={"num_ranks": (0, 1025), "data_bytes": (-1,)},
+        required=("codes", "data"),
+        aligned=("codes",),
     ),
 )

@@ -19,6 +19,14 @@ extern "C" {
 
 #define PMO_RECORDS_HEADER 64
 
+// A call of a rank in words: all but the last must be the same on all ranks; the last one has a bit for each gradient that the rank computes.
+// Where ranks differ, the barrier marks its state, and operators that are given the mark write 0xFF to each byte of their floating-point
+// outputs, which is NaN in every dtype.
+#define PMO_CALL_WORDS 8
+#define PMO_BARRIER_REGION (64 + 2 * 4 * PMO_CALL_WORDS)
+#define PMO_CALLS_DIFFER 1
+#define PMO_GRADIENT_MODES_DIFFER 2
+
 typedef struct pmo_rank_plan_params {
   int64_t struct_size;
   int64_t num_tokens;        // T
@@ -56,9 +64,10 @@ typedef struct pmo_rank_records_params {
   int64_t num_experts;  // of this rank
   const void* records;  // [P, region_bytes], what arrived
   int64_t region_bytes;
-  int32_t* ids;   // [P * S, K] counted from first_expert; -1 = an expert of another rank, or no token
-  float* probs;   // [P * S, K], 0 where the id is -1
-  int32_t* rows;  // [P * S] the row itself where there is a token, else -1
+  const int32_t* mark;  // [1] not 0: probabilities become NaN; may be NULL
+  int32_t* ids;         // [P * S, K] counted from first_expert; -1 = an expert of another rank, or no token
+  float* probs;         // [P * S, K], 0 where the id is -1
+  int32_t* rows;        // [P * S] the row itself where there is a token, else -1
   int32_t num_threads;
 } pmo_rank_records_params;
 
@@ -78,6 +87,7 @@ typedef struct pmo_rank_values_params {
   const int32_t* token_rows;  // get: [T, min(P, K)]
   void* window;               // [P, region_bytes]
   void* slot_values;          // get: [T, K]; take: [P * S, K]
+  const int32_t* mark;        // get: [1] not 0: values become NaN; may be NULL
   int32_t ids_kind;
   int32_t num_threads;
 } pmo_rank_values_params;
@@ -156,6 +166,7 @@ typedef struct pmo_rank_receive_params {
   const void* peers;          // [P * S, H]
   const void* own;            // [P * S, H] where rows r * S + i of this rank r are; NULL, only with C <= 1: in out already
   int64_t own_row_stride;     // elements
+  const int32_t* mark;        // [1] not 0: out becomes NaN; may be NULL
   void* out;                  // [T, H]
   int32_t dtype;              // as above
   int32_t num_threads;
@@ -169,17 +180,37 @@ PMO_API int pmo_rank_receive_cuda(const pmo_rank_receive_params* params, void* s
 typedef struct pmo_rank_barrier_params {
   int64_t struct_size;
   int64_t num_ranks;     // P, at most 1024
-  int64_t region_bytes;  // a multiple of 4
+  int64_t region_bytes;  // a multiple of 4, at least PMO_BARRIER_REGION
   int64_t timeout_ms;
-  const void* arrived;  // [P, region_bytes] a counter of 32 bits at the beginning of each region, written by that rank
-  void* peers;          // [P, region_bytes] this rank's counter at each rank
-  int32_t* state;       // [1] how often this rank has come here
+  const void* arrived;  // [P, region_bytes] a counter of 32 bits at the beginning of each region, and two calls, of that rank
+  void* peers;          // [P, region_bytes] this rank's regions at all ranks
+  int32_t* state;       // [2] how often this rank has come here, and the mark: not 0 once ranks differed
+  const int32_t* call;  // [PMO_CALL_WORDS] the call of this rank, on the host
+  int32_t* calls;       // [P, PMO_CALL_WORDS] the calls of all ranks
+  // [1 + P * PMO_CALL_WORDS] in memory that the host reads: the reason and the calls, where ranks differ and the first word is 0
+  int32_t* report;
+  const int32_t* forward_calls;  // [P, PMO_CALL_WORDS], `calls` of the forward pass of which this is the backward pass; or NULL
+  int32_t gradient;              // the bit in their last words that says whether a rank runs this backward pass
 } pmo_rank_barrier_params;
 
 // Waits until all ranks have come here as often as this one. What any rank wrote before is visible afterwards. Where a rank does not come within
-// timeout_ms, it is an error that names the rank: on CUDA one of the kernel, which ends the context.
+// timeout_ms, it is an error that names the rank: on CUDA one of the kernel, which ends the context. The calls of the ranks are compared. If
+// a rank does not run this backward pass, nothing is waited for, and the state counts no barrier.
 PMO_API int pmo_rank_barrier_cpu(const pmo_rank_barrier_params* params, void* stream);
 PMO_API int pmo_rank_barrier_cuda(const pmo_rank_barrier_params* params, void* stream);
+
+typedef struct pmo_rank_spoil_params {
+  int64_t struct_size;
+  int64_t num_ranks;     // P
+  int64_t data_bytes;    // of data
+  int64_t code;          // of the call that this rank is in
+  const int64_t* codes;  // [P] those of all ranks
+  void* data;            // floating-point numbers that arrived
+} pmo_rank_spoil_params;
+
+// Makes data NaN where ranks are in different calls; else it is neither read nor written.
+PMO_API int pmo_rank_spoil_cpu(const pmo_rank_spoil_params* params, void* stream);
+PMO_API int pmo_rank_spoil_cuda(const pmo_rank_spoil_params* params, void* stream);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,242 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which call of which layer a rank is in. It travels with each exchange, and ranks that are in different calls raise.
+
+Layers are numbered per group in the order in which they are made, calls per layer. A rank in another gradient mode than
+the others is in the same call: all ranks get their values, and the backward pass of the others raises before it waits.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from paddle import Tensor
+from paddle.distributed.communication.group import Group
+
+from .. import _checks
+from .groups import raise_for_others
+
+__all__ = ["CALL_WORDS", "Kind", "LayerCall", "LayerNumber", "Mode", "Step", "number_of_layer", "raise_for_modes"]
+
+CALL_WORDS = 8  # PMO_CALL_WORDS
+_NAME = "ExpertParallel"
+_DISPATCH = f"{_NAME}.dispatch"
+_CALLS, _COPIES = 1 << 20, 1 << 10  # numbers in a code; higher ones begin at 0 again
+
+
+class Kind(enum.IntEnum):
+    """A pass of a call."""
+
+    DISPATCH = 0
+    COMBINE = 1
+    COMBINE_BACKWARD = 2
+    DISPATCH_BACKWARD = 3
+
+    @property
+    def text(self) -> str:
+        return ("dispatch", "combine", "the backward pass of combine", "the backward pass of dispatch")[self]
+
+
+class Mode(enum.IntFlag):
+    """What a rank says of its call that may differ between ranks."""
+
+    NONE = 0
+    DISPATCH_BACKWARD = 1  # it runs the backward pass of dispatch
+    COMBINE_BACKWARD = 2  # it runs the backward pass of combine; said in dispatch: it may run it
+    RAISED = 4  # its arguments are bad
+
+
+class LayerNumber:
+    """The number of a layer within its group, and of the copy if it is one.
+
+    Attributes:
+        layer: counted from 0.
+        copy: counted from 1; 0: the layer itself.
+    """
+
+    def __init__(self, layer: int, copies: list[int], group_experts: list[int]) -> None:
+        self.layer, self.copy = layer, copies[0]
+        self._copies, self._group_experts = copies, group_experts
+
+    @property
+    def most_experts(self) -> int:
+        """The most experts that a rank has in a layer of the group."""
+        return max(self._group_experts)
+
+    def __str__(self) -> str:
+        return _number_text(self.layer, self.copy)
+
+    def of_copy(self) -> LayerNumber:
+        """The number of a new copy of the layer."""
+        self._copies[0] += 1
+        return LayerNumber(self.layer, self._copies, self._group_experts)
+
+
+def _number_text(layer: int, copy: int) -> str:
+    return f"{layer}, copy {copy}" if copy else str(layer)
+
+
+_experts_of_layers: dict[tuple[int, ...], list[int]] = {}  # of a rank, by group
+
+
+def number_of_layer(group: Group, num_local_experts: int) -> LayerNumber:
+    """Number a new layer of a group. All ranks make their layers in the same order."""
+    layers = _experts_of_layers.setdefault((group.id, *group.ranks), [])
+    layers.append(num_local_experts)
+    return LayerNumber(len(layers) - 1, [0], layers)
+
+
+class LayerCall(NamedTuple):
+    """A call of a layer, from dispatch to the backward passes.
+
+    Attributes:
+        ranks: of the group.
+        layer: which layer.
+        number: of the call, counted from 0.
+        width: d.
+        topk: K.
+        dtype: of tokens, its place in `_checks.SUM_DTYPES`.
+        copies: whether tokens leave the memory that ranks share, the argument ``copy``.
+        modes: of all ranks in a pass, where the host knows them.
+        unread: passes that the device has compared, and the codes of all ranks there; None: nobody reads them.
+    """
+
+    ranks: list[int]
+    layer: LayerNumber
+    number: int
+    width: int
+    topk: int
+    dtype: int
+    copies: bool
+    modes: dict[Kind, list[Mode]]
+    unread: list[tuple[Step, Tensor]] | None
+
+
+class Step:
+    """A pass of a call on this rank.
+
+    Attributes:
+        call: which call.
+        kind: which pass.
+        mode: what this rank says of it.
+        is_checked: whether the host has compared it with that of the other ranks.
+        codes: of all ranks, on the device; None where nobody has asked.
+    """
+
+    def __init__(self, call: LayerCall, kind: Kind, mode: Mode = Mode.NONE) -> None:
+        self.call, self.kind, self.mode = call, kind, mode
+        self.is_checked = False
+        self.codes: Tensor | None = None
+
+    def words(self, exchange: int = 0) -> list[int]:
+        """The step in `CALL_WORDS` numbers; all but the last must be the same on all ranks.
+
+        Args:
+            exchange: number of the exchange of the group, where ranks take turns.
+        """
+        call, layer = self.call, (self.call.layer.layer, self.call.layer.copy)
+        form = (call.topk * len(_checks.SUM_DTYPES) + call.dtype) * 2 + call.copies
+        return [int(self.kind), *layer, call.number, exchange, call.width, form, int(self.mode)]
+
+    def code(self) -> int:
+        """The step, without d, K, the dtype and the mode, in one number."""
+        call = self.call
+        made = (call.layer.layer * _COPIES + call.layer.copy % _COPIES) * _CALLS + call.number % _CALLS
+        return made * len(Kind) + self.kind
+
+    def check(self, told: Sequence[Sequence[int]]) -> None:
+        """Compare the words of all ranks, and keep their modes.
+
+        Raises:
+            ValueError: d, K or the dtype differ.
+            RuntimeError: ranks are in different calls, or others raised.
+        """
+        check_calls(told, self.call.ranks)
+        self.call.modes[self.kind] = [Mode(words[-1]) for words in told]
+        self.is_checked = True
+
+    def check_codes(self, told: Sequence[int]) -> None:
+        """Compare the codes of all ranks.
+
+        Raises:
+            RuntimeError: ranks were in different calls.
+        """
+        if any(code != self.code() for code in told):
+            places = []
+            for code in told:
+                rest, kind = divmod(code, len(Kind))
+                rest, number = divmod(rest, _CALLS)
+                places.append((kind, *divmod(rest, _COPIES), number))
+            _raise_for_places(places, self.call.ranks)
+
+    def check_modes(self) -> None:
+        """Check that all ranks run this backward pass, as far as the host knows.
+
+        Raises:
+            RuntimeError: some ranks do not.
+        """
+        is_combine = self.kind == Kind.COMBINE_BACKWARD
+        forward = Kind.COMBINE if is_combine and Kind.COMBINE in self.call.modes else Kind.DISPATCH
+        gradient = Mode.COMBINE_BACKWARD if is_combine else Mode.DISPATCH_BACKWARD
+        modes = self.call.modes.get(forward, [])
+        if not all(mode & gradient for mode in modes):
+            raise_for_modes(self.kind, modes, self.words(), self.call.ranks)
+
+
+def check_calls(told: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    """Compare the words of all ranks.
+
+    Raises:
+        ValueError: d, K or the dtype differ.
+        RuntimeError: ranks are in different calls, or others raised.
+    """
+    raised = [rank for rank, words in zip(ranks, told, strict=True) if words[-1] & Mode.RAISED]
+    raise_for_others(_DISPATCH, ranks, raised)
+    if len({tuple(words[:4]) for words in told}) > 1:
+        _raise_for_places([words[:4] for words in told], ranks)
+    dtypes = [_checks.dtype_name(each) for each in _checks.SUM_DTYPES]
+    forms = [divmod(words[6] // 2, len(dtypes)) for words in told]
+    names = ("combine", "out") if told[0][0] in (Kind.COMBINE, Kind.COMBINE_BACKWARD) else ("dispatch", "x")
+    _check_same(*names, "as wide on all ranks", [words[5] for words in told], ranks)
+    _check_same("dispatch", "ids", "of as many slots a token on all ranks", [topk for topk, _ in forms], ranks)
+    _check_same(*names, "of one dtype", [dtypes[dtype] for _, dtype in forms], ranks)
+    _check_same("dispatch", "copy", "the same on all ranks", [bool(words[6] % 2) for words in told], ranks)
+    if len({words[4] for words in told}) > 1:
+        _raise_for_places([words[:5] for words in told], ranks)
+
+
+def _check_same(function: str, argument: str, expected: str, values: Sequence[Any], ranks: Sequence[int]) -> None:
+    if len(set(values)) > 1:
+        given = ", ".join(f"{each} on rank {rank}" for rank, each in zip(ranks, values, strict=True))
+        _checks.bad_value(f"{_NAME}.{function}", argument, expected, given)
+
+
+def _raise_for_places(places: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    """Raise an error that says where each rank is, by (kind, layer, copy, call[, exchange]) of each."""
+    texts = [", exchange ".join([_place(*each[:4]), *map(str, each[4:])]) for each in places]
+    given = ", ".join(f"rank {rank} is in {text}" for rank, text in zip(ranks, texts, strict=True))
+    raise RuntimeError(f"{_NAME}: all ranks must make the same calls in the same order, but {given}")
+
+
+def _place(kind: int, layer: int, copy: int, number: int) -> str:
+    return f"{Kind(kind).text} of layer {_number_text(layer, copy)}, call {number}"
+
+
+def raise_for_modes(kind: Kind, modes: Sequence[int], words: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raise an error that says which ranks do not run a backward pass.
+
+    Args:
+        kind: the backward pass.
+        modes: of all ranks in the forward pass.
+        words: of a rank in this call.
+        ranks: of the group.
+    """
+    gradient = Mode.COMBINE_BACKWARD if kind == Kind.COMBINE_BACKWARD else Mode.DISPATCH_BACKWARD
+    runs = [rank for rank, mode in zip(ranks, modes, strict=True) if mode & gradient]
+    others = [rank for rank in ranks if rank not in runs]
+    raise RuntimeError(
+        f"{_NAME}: {_place(kind, *words[1:4])}, needs all ranks, but only ranks {runs} of {list(ranks)} run it: the "
+        f"forward pass of ranks {others} was under no_grad, or nothing that wants a gradient was in it"
+    )

@@ -1,0 +1,124 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where ranks that share memory wait for each other, and compare the calls that they are in."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor
+from paddle.distributed.communication.group import Group
+
+from .._graphs import filled
+from ..backends import direct
+from .calls import CALL_WORDS, Kind, Mode, Step, check_calls, raise_for_modes
+from .groups import agree
+from .windows import granularity, host_words, share, tensor_at
+
+__all__ = ["Rendezvous", "rendezvous_of"]
+
+_MODES_DIFFER = 2  # PMO_GRADIENT_MODES_DIFFER
+_EXCHANGE = 4  # the word of a call that is the number of the exchange
+
+
+class Rendezvous:
+    """The barrier of a group on one kind of device, which all its buffers share.
+
+    Each exchange has a number. Buffers come in pairs: those of one parity are used again two exchanges later, and
+    between the two uses lies the barrier of the exchange between, which a rank reaches only after all its work on the
+    first.
+
+    Ranks that are in different calls raise: on a CPU in the barrier. A GPU marks the state, from which on what it
+    receives is NaN; the host raises when it comes to an exchange next and the mark has reached its memory.
+    """
+
+    def __init__(self, group: Group, like: Tensor) -> None:
+        page, self._group = granularity(like.place), group
+        flags = [tensor_at(each, like, group.nranks, page, paddle.uint8) for each in share(group, like.place, page)]
+        flags[0].zero_()
+        flags[0][:, :1].tolist()  # waits until they are zero
+        agree("ExpertParallel.dispatch", group, {})  # waits until they are zero on all ranks
+        self._state = filled([2], 0, "int32", like=like)
+        self._report, address = host_words(like.place, 1 + group.nranks * CALL_WORDS)
+        report = tensor_at(address, like, 1, len(self._report), paddle.int32)
+        self._places = *flags, self._state, report
+        self._exchange = 0
+
+    @property
+    def state(self) -> Tensor:
+        """int32 [2], the second one the mark."""
+        return self._state
+
+    def next(self) -> int:
+        """Begin an exchange, and say which of two buffers it uses."""
+        self._raise_if_marked()
+        self._exchange += 1
+        return self._exchange % 2
+
+    def wait(self, step: Step, timeout: float, forward_calls: Tensor | None = None) -> Tensor:
+        """Make later work wait until all ranks have come here.
+
+        Args:
+            step: the pass of the call that this rank is in.
+            timeout: seconds to wait for.
+            forward_calls: in a backward pass, the calls of all ranks in the forward pass. If a rank does not run the
+                backward pass, this one does not wait for it.
+
+        Returns:
+            int32 [P, CALL_WORDS], the calls of all ranks.
+        """
+        words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
+        gradient = Mode.COMBINE_BACKWARD if step.kind == Kind.COMBINE_BACKWARD else Mode.DISPATCH_BACKWARD
+        (calls,) = direct("rank_barrier", *self._places, words, forward_calls, int(gradient), waits)
+        self._raise_if_marked()
+        self._keep_modes(step, calls)
+        return calls
+
+    def arrivals(self, step: Step, timeout: float, records: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """The calls of all ranks and what they told this one; beside what is called next, up to operator rank_join."""
+        words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
+        made = direct("rank_arrivals", records, *self._places, words, waits, *sizes)
+        self._raise_if_marked()
+        self._keep_modes(step, made[0])
+        return made
+
+    def meet(self, step: Step, timeout: float) -> None:
+        """Wait for all ranks on the host, before they make buffers together."""
+        self.wait(step, timeout)
+        self._state.tolist()
+        self._raise_if_marked()
+
+    def _keep_modes(self, step: Step, calls: Tensor) -> None:
+        """Let the host know the modes of all ranks, if it need not wait for them."""
+        if calls.place.is_cpu_place():
+            words = (ctypes.c_int32 * calls.size).from_address(calls.data_ptr())
+            step.check(np.ctypeslib.as_array(words).reshape(calls.shape).tolist())
+
+    def _raise_if_marked(self) -> None:
+        reason, ranks = int(self._report[0]), self._group.ranks
+        if reason == 0:
+            return
+        told = self._report[1:].reshape([len(ranks), CALL_WORDS]).tolist()
+        self._report[0] = 0
+        self._state[1:].zero_()
+        if reason == _MODES_DIFFER:
+            forward = Kind(told[0][0])
+            kind = Kind.COMBINE_BACKWARD if forward == Kind.COMBINE else Kind.DISPATCH_BACKWARD
+            raise_for_modes(kind, [words[-1] for words in told], told[0], ranks)
+        self._exchange = max(words[_EXCHANGE] for words in told)  # ranks may go on together
+        check_calls(told, ranks)
+
+
+_made: dict[tuple[Any, ...], Rendezvous] = {}
+
+
+def rendezvous_of(group: Group, like: Tensor) -> Rendezvous:
+    """That of a group; the first time all its ranks come here."""
+    key = (group.id, tuple(group.ranks), str(like.place))
+    if key not in _made:
+        _made[key] = Rendezvous(group, like)
+    return _made[key]
