@@ -398,9 +398,7 @@ def calculate_topk(
     if pre_act == post_act:
         _checks.bad_value(name, "exactly one of pre_act and post_act", "True", "both" if pre_act else "neither")
     num_groups, topk_groups = check_groups(name, "top_k", num_experts, top_k, num_groups, topk_groups, scores_per_group)
-    if score_dtype is not None:
-        if score_dtype != "float32":
-            _checks.bad_value(name, "score_dtype", "'float32' or None", repr(score_dtype))
+    if _checks.choice(name, "score_dtype", score_dtype, (None, "float32")) is not None:
         gating = float32(gating)
     if correction_bias is not None:
         ranks = {1: [num_experts], 2: [1, num_experts]}

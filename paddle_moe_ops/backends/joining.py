@@ -21,7 +21,9 @@ _ROUNDING = 4096  # allocators give at most so many bytes more than they are ask
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """Another tensor in the memory of one. Unlike that of `detach`, it stays there when the first one moves."""
+    """Another tensor in the memory of one. If that is contiguous, it stays there when the first one moves."""
+    if not tensor.is_contiguous():
+        return tensor.detach()
     alias = paddle.base.core.eager.Tensor()
     tensor._share_buffer_to(alias)
     return alias

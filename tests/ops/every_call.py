@@ -200,6 +200,7 @@ CALLS = [
             "scores_per_group": 1,
             "scaling_factor": 2.0,
             "return_scores": False,
+            "score_dtype": "float32",
         },
         free=(("gating", 0),),
     ),

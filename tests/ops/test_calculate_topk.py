@@ -374,7 +374,7 @@ BAD = {
     "score_dtype": (
         {"score_dtype": "bfloat16"},
         ValueError,
-        "score_dtype must be 'float32' or None, but got 'bfloat16'",
+        "score_dtype must be one of None, 'float32', but got 'bfloat16'",
     ),
     "bias_dtype": (
         {"correction_bias": paddle.zeros([6], "bfloat16")},

@@ -122,7 +122,6 @@ def test_figures_of_speed_are_those_of_the_measurements():
     assert layers == re.findall(r"On one H200 the kernels are (\S+) times as fast forward and (\S+) times\n", README)
     summary = page.partition("### NVIDIA H200\n")[2].partition("\nSmall calls")[0]
     of_copy = [float(cell) for cell in re.findall(r"\| (\d\.\d\d) \|", summary)]
-    assert f"{min(of_copy):.2f} to {max(of_copy):.2f} of the speed of a copy" in section
     details = (ROOT / "docs" / "performance_gpu.md").read_text(encoding="utf-8")
     measured = details.partition("## NVIDIA H200, set `targets`")[2].partition("\n## ")[0]
 
@@ -131,7 +130,10 @@ def test_figures_of_speed_are_those_of_the_measurements():
         (line,) = re.findall(rf"^\| {case} \|.*$", table, re.MULTILINE)
         return [cell.strip(" *") for cell in line.split("|")]
 
-    assert f"farthest from it, at {float(row('route_permute:fp8', 'ernie-21b')[9]):.2f}." in section
+    slowest = float(row("route_permute:fp8", "ernie-21b")[9])
+    assert slowest <= min(of_copy)
+    span = f"reach {slowest:.2f} (float8 rows of 2560 columns) to {max(of_copy):.2f} of the speed of a copy"
+    assert span in " ".join(section.split())
     tokens = row("moe_permute:bf16", "paddle-production")[2]
     assert f"({tokens} tokens," in section
     assert f"reaches {float(row('moe_permute:bf16', 'paddle-production')[9]):.2f} for `moe_permute`" in section
