@@ -143,9 +143,13 @@ void CurrentDevice::set([[maybe_unused]] int device, [[maybe_unused]] const char
 Target::Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
                std::initializer_list<const paddle::Tensor*> optional)
     : function_(function) {
-  const paddle::Tensor* first = nullptr;
+  const paddle::Tensor *first = nullptr, *without_elements = nullptr;
   const auto visit = [&](const paddle::Tensor* tensor) {
     if (!has_place(*tensor)) return;
+    if (tensor->numel() == 0) {  // Paddle may have left it on the host
+      without_elements = tensor;
+      return;
+    }
     if (first == nullptr) first = tensor;
     require(tensor->place() == first->place(), function, "all tensors must be on one device");
   };
@@ -156,6 +160,7 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
   for (const paddle::Tensor* tensor : optional) {
     if (tensor != nullptr && tensor->defined()) visit(tensor);
   }
+  if (first == nullptr) first = without_elements;
   if (first == nullptr) return;
   place_ = first->place();
   is_gpu_ = is_nvidia_gpu(*first);

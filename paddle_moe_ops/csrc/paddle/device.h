@@ -35,9 +35,9 @@ class CurrentDevice {
 
 class Target {
  public:
-  // The device that all tensors with a place are on, or the CPU if none has one; a GPU is the thread's current one until the end of this object, for kernels go to the current one
-  // whatever their stream. Throws if they are on several or on one without kernels, and if a required one is undefined; optional ones may be
-  // null or undefined.
+  // The device that all tensors with elements are on. If none has elements, that of one with a place; if none has a place, the CPU. A GPU is
+  // the thread's current one until the end of this object, for kernels go to the current one whatever their stream. Throws if tensors with
+  // elements are on several devices or on one without kernels, and if a required one is undefined; optional ones may be null or undefined.
   Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
          std::initializer_list<const paddle::Tensor*> optional = {});
 
