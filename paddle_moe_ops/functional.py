@@ -214,7 +214,7 @@ def moe_permute(
     Returns:
         hidden_states_unzipped [N, H] ([0, H] without gather), zipped_expertwise_rowmap int32 [T, E] (-1 = none),
         token_prob_unzipped float32 [N] (0 in padding), scale_unzipped [N, S] ([0] without gather or without a scale),
-        then as asked for: expert_indices int32 [N] (-1 in padding), overflow int32 [1].
+        then as asked for: expert_indices int32 [N] (-1 in padding), overflow 0-D int32.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

@@ -57,7 +57,7 @@ class Plan(_PlanFields):
         tokens_per_expert: [E] routed rows of each expert that were not dropped, without padding.
         expert_offsets: [E + 1] first row of each expert's segment, clamped to the buffer; the last is its end.
         routed_per_expert: [E] routed rows of each expert, dropped ones included.
-        overflow: [1] slots dropped because their expert's capacity or a static buffer had no room.
+        overflow: 0-D, slots dropped because their expert's capacity or a static buffer had no room.
         num_tokens: T.
         topk: K.
         num_experts: E, at most 65536.
@@ -316,7 +316,7 @@ def _route_up_to(
         validation=Validation.ALL if spec.validation == Validation.ALL else Validation.OFF,
     )
     maps = backend.route(ids, probs, None, left)
-    dropped = (routed - maps[8]).sum().astype("int32").reshape([1])
+    dropped = (routed - maps[8]).sum().astype("int32")
     return (*maps[:8], routed, maps[9] + dropped)
 
 

@@ -90,7 +90,8 @@ class Check(ABC):
             return None
         place = self.nonzero(differs)[0].tolist()
         got, due = (value[tuple(place)].item() for value in (actual, expected))
-        place[0] += offset
+        if place:
+            place[0] += offset
         return f"{name}: {got!r} instead of {due!r} at {place}, one of {int(differs.sum())} that differ"
 
     def unlike_array(self, name: str, actual: Any, expected: NDArray) -> str | None:

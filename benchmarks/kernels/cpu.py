@@ -105,7 +105,7 @@ class CpuDevice:
     def check(self, operation: Operation, inputs: ArrayInputs, captured: Captured, body: Body) -> str | None:
         for array in captured.outputs().values():
             if isinstance(array, np.ndarray):
-                array.view(np.uint8)[...] = _POISON
+                np.atleast_1d(array).view(np.uint8)[...] = _POISON
         outputs, compare = body.results(captured.outputs()), ArrayCheck(inputs, body.exactness)
         if "copy" in outputs:
             return compare.unequal("copy", outputs["copy"], np.ones_like(outputs["copy"]))

@@ -69,7 +69,7 @@ class ArrayInputs(Inputs):
     def empty(self, *shape: int, dtype: Any = "int32") -> NDArray:
         """Its pages are there."""
         array = empty(shape, dtype)
-        array.view(np.uint8)[...] = _POISON
+        np.atleast_1d(array).view(np.uint8)[...] = _POISON
         return array
 
     def from_numpy(self, array: NDArray) -> NDArray:

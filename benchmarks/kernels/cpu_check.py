@@ -20,7 +20,7 @@ class ArrayCheck(Check):
     inputs: ArrayInputs
 
     def bits(self, array: NDArray) -> NDArray:
-        return np.ascontiguousarray(array).view(f"u{array.itemsize}")
+        return np.ascontiguousarray(array).view(f"u{array.itemsize}").reshape(array.shape)
 
     def places(self, index: NDArray) -> NDArray:
         return np.maximum(index, 0)

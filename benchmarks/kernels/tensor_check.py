@@ -91,7 +91,7 @@ class TensorCheck(Check):
 def poison(outputs: Outputs) -> None:
     """Overwrite outputs with a pattern that no operator writes: NaN as floats, -1515870811 as int32."""
     for tensor in outputs.values():
-        bits = tensor.view(torch.uint8) if tensor.is_contiguous() else tensor
+        bits = torch.atleast_1d(tensor).view(torch.uint8) if tensor.is_contiguous() else tensor
         bits.fill_(0xA5)
 
 

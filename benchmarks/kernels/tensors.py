@@ -74,7 +74,7 @@ class TensorInputs(Inputs):
         return torch.empty(shape, dtype=chosen, device=self.device)
 
     def from_numpy(self, array: NDArray) -> torch.Tensor:
-        return from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return from_numpy(np.require(array, requirements="C")).to(self.device)
 
     def to_numpy(self, array: torch.Tensor) -> NDArray:
         return to_numpy(array)

@@ -69,7 +69,7 @@ def moe_permute(
     Returns:
         hidden_states_unzipped [N, H] ([0, H] without gather), zipped_expertwise_rowmap int32 [T, E],
         token_prob_unzipped [N], scale_unzipped [N, S] ([0] without gather, [0] float32 without scale), then,
-        when asked for, expert_indices int32 [N] (-1 in padding) and overflow int32 [1].
+        when asked for, expert_indices int32 [N] (-1 in padding) and overflow 0-D int32.
 
     Raises:
         ValueError: as `route`.

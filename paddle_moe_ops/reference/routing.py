@@ -26,7 +26,7 @@ class Plan(NamedTuple):
         tokens_per_expert: [E] rows of each expert that were kept and lie inside the buffer.
         expert_offsets: [E + 1] padded start of each expert's segment, at most N.
         routed_per_expert: [E] rows routed to each expert, whether they were kept or not.
-        overflow: [1] slots dropped because their expert was full or their row would lie at or beyond N.
+        overflow: 0-D, slots dropped because their expert was full or their row would lie at or beyond N.
         num_tokens: T.
         topk: K, the slots of a token.
         num_experts: E.
@@ -172,7 +172,7 @@ def route(
         tokens_per_expert=np.clip(num_rows - starts[:-1], 0, kept).astype(np.int32),
         expert_offsets=np.minimum(starts, num_rows).astype(np.int32),
         routed_per_expert=routed.astype(np.int32),
-        overflow=np.array([overflow + np.sum(routed - kept)], np.int32),
+        overflow=np.array(overflow + np.sum(routed - kept), np.int32),
         num_tokens=num_tokens,
         topk=topk,
         num_experts=num_experts,

@@ -162,7 +162,7 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
     dedupe = problem.first_duplicate_only and not problem.is_mask and topk > 1
     flags = problem.probs is not None, problem.is_mask, with_rowmap
     call = _call(ids_type, tokens, topk, experts, problem.alignment, dedupe, flags)
-    sizes = [device.empty(shape, "int32") for shape in ([experts], [experts + 1], [experts], [1])]
+    sizes = [device.empty(shape, "int32") for shape in ([experts], [experts + 1], [experts], [])]
     rowmap = device.empty([tokens, experts], "int32") if with_rowmap else None
     if call.in_one_program and num_rows is not None and num_rows <= _ONE_PROGRAM_ROWS:
         workspace = device.empty([call.workspace], "int64")  # which lives until after the launch

@@ -102,7 +102,7 @@ def places(shape: tuple[int, ...], plan: reference.Plan) -> dict[str, tuple[int,
     padding = np.flatnonzero(plan.row_to_token < 0)
     empty = np.flatnonzero((plan.slot_to_row < 0).all(axis=1))
     for name, lines, count in (("padding", padding, plan.num_rows), ("empty", empty, plan.num_tokens)):
-        if len(lines) and shape[0] == count:
+        if len(lines) and shape[:1] == (count,):
             found[name] = int(lines[0]) * (size // count)
     return {name: tuple(map(int, np.unravel_index(place, shape))) for name, place in found.items()}
 

@@ -94,9 +94,11 @@ def test_outputs_of_another_type_or_shape_or_none_are_refused(core, padded, oper
     assert difference(operation, ArrayCheck(padded, BITS), {}) == "there are no outputs to check"
     for name, array in outputs.items():
         other = np.float64 if array.dtype.kind not in "iu" else np.uint32
-        longer = np.concatenate([array, array[-1:]])
-        wider = np.concatenate([array, np.zeros_like(array[..., :1])], axis=-1)
-        for wrong in (array.astype(other), array[:-1], longer, wider, array[..., None]):
+        wrongs = [array.astype(other), array[..., None]]
+        if array.ndim:
+            wider = np.concatenate([array, np.zeros_like(array[..., :1])], axis=-1)
+            wrongs += [array[:-1], np.concatenate([array, array[-1:]]), wider]
+        for wrong in wrongs:
             found = difference(operation, ArrayCheck(padded, BITS), {**outputs, name: wrong})
             assert found is not None, name
             assert found.startswith(f"{name}: "), found

@@ -33,7 +33,7 @@ def guarded_outputs() -> Iterator[MakeOutput]:
         shape = (shape,) if isinstance(shape, int) else shape
         dtype = np.dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        band = 64 * (4 + shape[-1] * dtype.itemsize // 64)
+        band = 64 * (4 + (shape[-1] if shape else 1) * dtype.itemsize // 64)
         buffer = np.full(band + offset + size + band, GUARD, np.uint8)
         start = band + offset
         payload = buffer[start : start + size]

@@ -60,7 +60,7 @@ def test_padding_and_drops_are_those_of_the_plans():
     np.testing.assert_array_equal(padded.expert_offsets.numpy(), names["PADDED_OFFSETS"])
     buffer = route(ids, num_experts=experts, buffer_size=names["BUFFER_SIZE"])
     np.testing.assert_array_equal(buffer.row_to_token.numpy(), names["BUFFER_ROW_TO_TOKEN"])
-    assert buffer.overflow.tolist() == [names["OVERFLOW"]]
+    assert buffer.overflow.tolist() == names["OVERFLOW"]
 
 
 def test_the_mask_says_what_the_ids_say_and_its_map_is_the_packages():

@@ -74,7 +74,7 @@ class Routing(NamedTuple):
     tokens_per_expert: list[int]
     expert_offsets: list[int]
     routed_per_expert: list[int]
-    overflow: list[int]
+    overflow: int
     num_tokens: int
     topk: int
     num_experts: int
@@ -147,7 +147,7 @@ def route(
         tokens_per_expert=kept,
         expert_offsets=[min(offset, num_rows) for offset in offsets],
         routed_per_expert=[len(segment) for segment in segments],
-        overflow=[len(dropped) + too_many],
+        overflow=len(dropped) + too_many,
         num_tokens=len(ids),
         topk=topk,
         num_experts=num_experts,

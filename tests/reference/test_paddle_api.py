@@ -108,9 +108,9 @@ def test_optional_outputs_come_in_order() -> None:
     indices = permute_example(x, return_expert_indices=True)[4:]
     overflow = permute_example(x, return_overflow=True, override_buffer_size=4)[4:]
     assert [(out.dtype, out.tolist()) for out in indices] == [(np.int32, [0, -1, 1, 1, 2, -1])]
-    assert [(out.dtype, out.tolist()) for out in overflow] == [(np.int32, [1])]
+    assert [(out.dtype, out.tolist()) for out in overflow] == [(np.int32, 1)]
     both = permute_example(x, return_expert_indices=True, return_overflow=True)[4:]
-    assert [out.tolist() for out in both] == [[0, -1, 1, 1, 2, -1], [0]]
+    assert [out.tolist() for out in both] == [[0, -1, 1, 1, 2, -1], 0]
 
 
 @pytest.mark.parametrize("buffer_size", [-1, 0, 5])
@@ -139,7 +139,7 @@ def test_no_tokens_give_defined_outputs(buffer_size: int) -> None:
     assert not rows.any()
     assert not token_prob.any()
     assert not scales.any()
-    assert (indices.tolist(), overflow.tolist()) == ([-1] * num_rows, [0])
+    assert (indices.tolist(), overflow.tolist()) == ([-1] * num_rows, 0)
     hidden, prob_topk = moe_unpermute(rows, rowmap, ids, token_prob, 0, 3)
     assert (hidden.shape, prob_topk.shape) == ((0, 4), (0, 2))
 

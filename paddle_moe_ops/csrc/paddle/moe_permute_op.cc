@@ -72,7 +72,7 @@ Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<
   paddle::Tensor rowmap = target.empty_int32({p.num_tokens, spec.num_experts});
   paddle::Tensor row_probs = target.empty_float32({rows});
   paddle::Tensor expert_indices = target.empty_int32({spec.return_expert_indices ? rows : 0});
-  paddle::Tensor overflow = target.empty_int32({1});
+  paddle::Tensor overflow = target.empty_int32({});
   p.slot_to_row = slot_to_row.data<int32_t>();
   p.token_rows = token_rows.data<int32_t>();
   p.row_to_token = row_to_token.data<int32_t>();
@@ -152,7 +152,7 @@ std::vector<Shape> moe_permute_shapes(const Shape& hidden_states, const paddle::
           {rows},
           scale_rows_shape(scale, spec.has_scale, spec.scale_cols, rows, spec.do_gather),
           {spec.return_expert_indices ? rows : 0},
-          {1},
+          {},
           slots,
           slots,
           {rows}};

@@ -53,7 +53,7 @@ std::vector<Shape> plan_shapes(const Attributes& a, const Shape& routing, bool h
   const int64_t rows = static_num_rows(a.counts_source, a.tokens_per_expert, a.padding_alignment, a.buffer_size);
   const Shape slots = {dim(routing, 0), a.topk >= 0 ? a.topk : dim(routing, 1)};
   const Shape experts = {a.num_experts};
-  return {slots, slots, {rows}, {rows}, {rows}, {has_probs ? rows : 0}, experts, {a.num_experts + 1}, experts, {1}};
+  return {slots, slots, {rows}, {rows}, {rows}, {has_probs ? rows : 0}, experts, {a.num_experts + 1}, experts, {}};
 }
 
 std::vector<Shape> route_shapes(const Attributes& a, const Shape& routing, const paddle::optional<Shape>&) {

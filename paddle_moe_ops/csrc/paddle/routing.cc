@@ -132,7 +132,7 @@ Outputs Routing::outputs() {
   paddle::Tensor row_probs = target_.empty_float32({probs_.defined() ? rows : 0});
   paddle::Tensor clamped_counts = target_.empty_int32({experts});
   paddle::Tensor expert_offsets = target_.empty_int32({experts + 1});
-  paddle::Tensor overflow = target_.empty_int32({1});
+  paddle::Tensor overflow = target_.empty_int32({});
   params.slot_to_row = slot_to_row.data<int32_t>();
   params.token_rows = token_rows.data<int32_t>();
   params.row_to_token = row_to_token.data<int32_t>();

@@ -136,7 +136,7 @@ def make_maps(
         "token_rows": (num_tokens, topk),
         "tokens_per_expert": num_experts,
         "expert_offsets": num_experts + 1,
-        "overflow": 1,
+        "overflow": (),
         "rowmap": (num_tokens, num_experts),
     }
     return {
