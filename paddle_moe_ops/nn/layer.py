@@ -14,7 +14,7 @@ from paddle.jit import not_to_static
 from paddle.jit.sot.psdb import in_sot
 
 from .. import _checks
-from .._graphs import is_graph_value, public
+from .._graphs import filled, is_graph_value, public
 from ..expert_parallel.groups import agree, group_of
 from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
 from ..expert_parallel.parallel import ExpertParallel, check_travel, parallel_of_agreed, telling_of_errors
@@ -73,7 +73,7 @@ class MoELayer(nn.Layer):
         tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU and
             in graphs an int32 tensor [E]. With a group those of this rank's tokens: add up the ranks' before the
             update.
-        dropped_slots: slots dropped for the capacity or for ``tokens_per_rank``, an int32 tensor [1]; 0 without either.
+        dropped_slots: slots dropped for the capacity or for ``tokens_per_rank``, a 0-D int32 tensor; 0 without either.
             With a group those of this rank's tokens.
         aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts where the
             scoring is ``"sigmoid"``; None before the first pass. It is computed when it is read. With a group it is
@@ -183,9 +183,9 @@ class MoELayer(nn.Layer):
         return load if is_graph_value(load) or not load.place.is_cpu_place() else load.tolist()
 
     @property
-    def dropped_slots(self) -> int | Tensor | None:
+    def dropped_slots(self) -> Tensor | None:
         if self._last is None or not self._may_drop():
-            return 0
+            return filled([], 0, "int32", like=self.router.weight)
         last = self._last_pass()
         return None if last is None else last[1]
 
@@ -260,7 +260,7 @@ class MoELayer(nn.Layer):
         self._last = _Traced(last) if is_graph_value(load) else last
         if in_sot():  # tracing reads a property off the layer as it is, which tells of the pass before
             self.tokens_per_expert = load  # type: ignore[misc]
-            self.dropped_slots = dropped if self._may_drop() else 0  # type: ignore[misc]
+            self.dropped_slots = dropped  # type: ignore[misc]
             self.aux_loss = self._balance(*last)  # type: ignore[misc]
             self.z_loss = router_z_loss(logits, kept)  # type: ignore[misc]
         return _result(out, x)
@@ -351,7 +351,7 @@ def _over_ranks(
     else:
         options = {"combine": True, "is_first_microbatch": is_first_microbatch}
         out = experts(received.tokens, plan=received.plan, probs=received.probs, **options)
-    return parallel.combine(out, received), received.routed_per_expert, received.dropped_slots
+    return parallel.combine(out, received), received.routed_per_expert, received.dropped_slots.reshape([])
 
 
 @public("tokens")
