@@ -110,7 +110,9 @@ class Meeting:
         if is_gloo(self._group):  # whose collectives always block
             self.call(function, lambda: paddle.distributed.all_reduce(numbers, **how))
         else:
-            self.wait(function, paddle.distributed.all_reduce(numbers, **how, sync_op=False))
+            with self.naming_ranks(function, counts=True):  # devices that are not asynchronous fail here
+                task = paddle.distributed.all_reduce(numbers, **how, sync_op=False)
+            self.wait(function, task)
 
     @context_manager
     def naming_ranks(self, function: str, *, counts: bool = False) -> Iterator[None]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from paddle_moe_ops.expert_parallel import ClipGradByGlobalNorm, average_gradients, mark_expert_parameters
 
 from .processes import run
-from .test_expert_parallel_errors import caught
+from .test_expert_parallel_errors import caught, end_rank_1
 
 
 def parameter(shape: list[int], dtype: str = "float32", gradient: float | None = 1.0, main: bool = False) -> Any:
@@ -187,3 +188,28 @@ def test_alone_a_process_checks_what_it_is_given():
     single = parameter([2], gradient=3.0)
     average_gradients([single])
     assert single.grad.tolist() == [3.0, 3.0]
+
+
+def end_in_the_middle(collective: int) -> None:
+    """Rank 1 ends when it comes to one of the collectives: the first compares ranks, the second adds up gradients."""
+    average_gradients([parameter([2])])
+    if paddle.distributed.get_rank() == 0:
+        end_rank_1()
+        raise AssertionError(caught(lambda: average_gradients([parameter([2]), parameter([3])])))
+    all_reduce, calls = paddle.distributed.all_reduce, itertools.count()
+
+    def ending(*given: Any, **options: Any) -> Any:
+        return end_rank_1() if next(calls) == collective else all_reduce(*given, **options)
+
+    paddle.distributed.all_reduce = ending
+    average_gradients([parameter([2]), parameter([3])])
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("collective", [0, 1], ids=["comparing", "adding up"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("stub", marks=pytest.mark.slow)])
+def test_a_rank_that_ends_is_named(backend, collective):
+    with pytest.raises(RuntimeError) as failed:
+        run(end_in_the_middle, 2, backend, collective=collective)
+    expected = "RuntimeError: average_gradients: rank 0 could not exchange data with ranks [1] of [0, 1], which ended"
+    assert f"AssertionError: {expected}" in str(failed.value)

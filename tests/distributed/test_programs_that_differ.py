@@ -24,7 +24,7 @@ from paddle_moe_ops.expert_parallel import (
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 
 from .processes import run
-from .test_expert_parallel_errors import caught, end_rank_1
+from .test_expert_parallel_errors import caught
 from .test_grids import NEIGHBOURS, pair_of_this_rank
 
 SIZES = 16, 8, 4, 2
@@ -186,22 +186,6 @@ def test_with_validation_probabilities_are_looked_at():
     good, bad = run(probabilities_that_are_none, 2)
     assert "ranks [1] of [0, 1] raised an error" in good
     assert bad == "ValueError: ExpertParallel.dispatch: probs must not hold NaN, but token 1, slot 0 does"
-
-
-def end_before_gradients() -> None:
-    layer = paddle.nn.Linear(2, 2)
-    layer(paddle.ones([1, 2])).sum().backward()
-    average_gradients(layer.parameters())
-    end_rank_1()
-    raise AssertionError(caught(lambda: average_gradients(layer.parameters())))
-
-
-@pytest.mark.cpu_only
-def test_averaging_names_a_rank_that_ended():
-    with pytest.raises(RuntimeError) as failed:
-        run(end_before_gradients, 2)
-    expected = "RuntimeError: average_gradients: rank 0 could not exchange data with ranks [1] of [0, 1], which ended"
-    assert expected in str(failed.value)
 
 
 def helpers_with_another_group() -> list[str]:
