@@ -13,7 +13,7 @@ from paddle.distributed.communication.group import Group
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
-from .gradients import widened
+from .buckets import widened
 from .groups import expert_group_of
 
 __all__ = ["ClipGradByGlobalNorm"]

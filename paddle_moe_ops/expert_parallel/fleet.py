@@ -19,8 +19,9 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
+from .buckets import rounded_once
 from .clipping import ClipGradByGlobalNorm
-from .gradients import gradient_of, rounded_once
+from .gradients import gradient_of
 from .groups import expert_group_of
 from .mixing import mixing_prevented
 from .parameters import is_expert_parameter, sharding_color

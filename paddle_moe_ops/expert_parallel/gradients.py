@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -13,12 +13,13 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import context_manager, without_gradients
+from .._graphs import without_gradients
+from .buckets import reduce_in_buckets
 from .groups import agree, check_group_of_experts, group_of, raising_together
 from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 from .parameters import is_expert_parameter
 
-__all__ = ["average_gradients", "gradient_of", "rounded_once", "widened"]
+__all__ = ["average_gradients", "gradient_of"]
 
 _NAME = "average_gradients"
 _NO_GRADIENT, _NOT_TRAINED = "none", "not trained"
@@ -47,11 +48,16 @@ def average_gradients(
     gradients of parameters that all ranks have are averaged. Those of experts are complete on their rank, since the
     tokens of all ranks are in them; they are divided by the number of ranks. ``main_grad`` is used where it is set.
     Gradients of float16 and bfloat16 are summed and divided in float32 and rounded once: the mean of finite gradients
-    is finite. This needs room for one gradient at a time in float32.
+    is finite.
 
-    Deterministic as far as ``paddle.distributed.all_reduce`` is. Each call first compares what the ranks have: one
-    all_reduce of five numbers, for which the host waits, and another one with ``copies``. A second exchange follows
-    only where a rank lacks gradients that others have, or an error is raised.
+    Gradients of one dtype are copied into buckets of 25 MiB of their sums, and one all_reduce adds up a bucket. This
+    needs memory for one bucket and a half; a larger gradient of float32 is reduced where it is.
+
+    Deterministic as far as ``paddle.distributed.all_reduce`` is. From three ranks on, the order in which it adds up
+    ranks may depend on an element's place in the bucket, so the last bit may differ from an all_reduce of the gradient
+    alone. Each call first compares what the ranks have: one all_reduce of five numbers, for which the host waits, and
+    another one with ``copies``. A second exchange follows only where a rank lacks gradients that others have, or an
+    error is raised.
 
     Args:
         parameters: the same on all ranks, in the same order; what is named twice counts once.
@@ -66,7 +72,7 @@ def average_gradients(
         ValueError: the timeout is out of range; this rank is not in a group, or not the only one that its groups have
             in common; other ranks than the group's share the experts of a parameter. On every rank, before any gradient
             changes: the ranks have different numbers of parameters, or train different ones, or parameters or gradients
-            differ in shape or dtype.
+            differ in shape or dtype; on several ranks a gradient is not dense.
         RuntimeError: the arguments of another rank are bad, or it did not come in time; the message names it.
     """
     group = group_of(_NAME, group)
@@ -77,6 +83,8 @@ def average_gradients(
         seconds = checked_timeout(_NAME, timeout)
         tensors = _tensors(parameters)
         check_group_of_experts(_NAME, "parameters[{!r}]", dict(enumerate(tensors)), group)
+        if group.nranks > 1 or others is not None:
+            _check_dense(tensors)
     except (TypeError, ValueError) as caught:
         error = caught
     if others is None:
@@ -86,21 +94,32 @@ def average_gradients(
     if group.nranks == 1 and others is None:
         return
     share = 1.0 / (group.nranks * (1 if others is None else others.nranks))
-    for parameter in tensors:
-        gradient = None if parameter.stop_gradient else gradient_of(parameter)
-        if gradient is None:
-            continue
-        with rounded_once(gradient) as total:
-            if not is_expert_parameter(parameter) and group.nranks > 1:
-                _add_up(total, group, seconds)
-            if others is not None:
-                _add_up(total, others, seconds)
+    for sums, gradients in _by_sums(tensors, group, others):
+
+        def reduce(total: Tensor, sums: Sequence[Group] = sums) -> None:
+            for each in sums:
+                with Meeting(each, seconds).naming_ranks(_NAME, counts=True):
+                    paddle.distributed.all_reduce(total, group=each)
             total.scale_(share)
 
+        reduce_in_buckets(gradients, reduce)
 
-def _add_up(gradient: Tensor, group: Group, seconds: float) -> None:
-    with Meeting(group, seconds).naming_ranks(_NAME, counts=True):
-        paddle.distributed.all_reduce(gradient, group=group)
+
+def _by_sums(
+    tensors: Sequence[Tensor], group: Group, others: Group | None
+) -> list[tuple[Sequence[Group], list[Tensor]]]:
+    """Gradients of one dtype and device, and the groups over which they are added up; alike on all ranks."""
+    found: dict[tuple[Any, ...], tuple[Sequence[Group], list[Tensor]]] = {}
+    for parameter in tensors:
+        gradient = None if parameter.stop_gradient else gradient_of(parameter)
+        if gradient is None or 0 in gradient.shape:
+            continue
+        sums = [group] if group.nranks > 1 and not is_expert_parameter(parameter) else []
+        if others is not None:
+            sums.append(others)
+        key = (*(each.id for each in sums), gradient.dtype, str(gradient.place))
+        found.setdefault(key, (sums, []))[1].append(gradient)
+    return list(found.values())
 
 
 def _copies(group: Group, copies: Any) -> Group | None:
@@ -164,6 +183,14 @@ def _tensors(parameters: Iterable[Tensor]) -> list[Tensor]:
     return list({id(each): each for each in tensors}.values())
 
 
+def _check_dense(tensors: Sequence[Tensor]) -> None:
+    for number, each in enumerate(tensors):
+        gradient = None if each.stop_gradient else gradient_of(each)
+        if gradient is not None and not gradient.is_dense():
+            expected = "dense on several ranks, as that of Embedding(sparse=False) is"
+            _checks.bad_value(_NAME, f"the gradient of parameters[{number}]", expected, "SelectedRows")
+
+
 def _kinds(tensors: Sequence[Tensor]) -> _Kinds:
     layout, gradients = [], []
     for each in tensors:
@@ -218,18 +245,3 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     """The gradient of a parameter, in ``main_grad`` where that is set."""
     main: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
-
-
-def widened(gradient: Tensor) -> Tensor:
-    """Return a float32 copy of a dense gradient of 16 bits, or any other gradient itself."""
-    is_narrow = gradient.dtype in (paddle.float16, paddle.bfloat16) and gradient.is_dense()
-    return gradient.astype("float32") if is_narrow else gradient
-
-
-@context_manager
-def rounded_once(gradient: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor to reduce and scale in place; afterwards the gradient has its values, in its own dtype."""
-    total = widened(gradient)
-    yield total
-    if total is not gradient:
-        paddle.assign(total.astype(gradient.dtype), gradient)

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from numpy.typing import NDArray
 
-from paddle_moe_ops.expert_parallel import ClipGradByGlobalNorm, average_gradients, mark_expert_parameters
+from paddle_moe_ops.expert_parallel import ClipGradByGlobalNorm, average_gradients, buckets, mark_expert_parameters
+from paddle_moe_ops.expert_parallel.gradients import gradient_of
 
 from .processes import run
 from .test_expert_parallel_errors import caught, end_rank_1
@@ -134,6 +136,106 @@ def collectives_of_a_call() -> list[str]:
 
 def test_ranks_that_fit_together_exchange_five_numbers_more_than_gradients():
     assert run(collectives_of_a_call, 2) == [["all_reduce of 5", "all_reduce of 70"]] * 2
+
+
+BUCKETED = {
+    "float32": ((3,), (2, 5), (), (0, 4), (41, 3), (1,)),
+    "float64": ((7,), (5, 1)),
+    "bfloat16": ((3, 1), (53,), (2,)),
+}
+
+
+def integers(rank: int, number: int, shape: tuple[int, ...]) -> NDArray:
+    return np.random.default_rng([rank, number]).integers(-50, 50, shape).astype(np.float32)
+
+
+def in_buckets(bucket_bytes: int) -> tuple[list[NDArray], list[str]]:
+    """Averaged gradients of odd sizes, in the caller's tensors, and the collectives."""
+    rank, parameters, asked = paddle.distributed.get_rank(), [], []
+    for dtype, shapes in BUCKETED.items():
+        for number, shape in enumerate(shapes):
+            parameters.append(parameter(list(shape), dtype, gradient=None))
+            parameters[-1].grad = paddle.to_tensor(integers(rank, number, shape)).astype(dtype)
+    parameters.append(parameter([5, 2], "bfloat16", gradient=None))
+    # with the strides of a transposed matrix
+    parameters[-1].main_grad = paddle.to_tensor(integers(rank, 10, (5, 2)).T).t()
+    kept = [gradient_of(each) for each in parameters]
+    all_reduce = paddle.distributed.all_reduce
+
+    def counted(tensor: paddle.Tensor, *given: Any, **options: Any) -> Any:
+        asked.append(f"{tensor.size} of {str(tensor.dtype).removeprefix('paddle.')}")
+        return all_reduce(tensor, *given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paddle.distributed, "all_reduce", counted)
+        patch.setattr(buckets, "BUCKET_BYTES", bucket_bytes)
+        average_gradients(parameters)
+    return [each.astype("float32").numpy() for each in kept], asked
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "sizes"),
+    [
+        (100, [14, 123, 11, 12, 3, 25, 25, 3, 2]),
+        (1 << 20, [148, 12, 58]),
+    ],
+    ids=["many", "one of each dtype"],
+)
+def test_gradients_are_added_up_in_buckets_in_float32_at_least(bucket_bytes, sizes):
+    shapes = [(number, shape) for shapes in BUCKETED.values() for number, shape in enumerate(shapes)]
+    shapes.append((10, (5, 2)))
+    for found, asked in run(in_buckets, 2, bucket_bytes=bucket_bytes):
+        means = [(integers(0, *each) + integers(1, *each)) / 2 for each in shapes]
+        for got, mean in zip(found, means, strict=True):
+            np.testing.assert_array_equal(got, mean, strict=True)
+        dtypes = ["float64" if size == 12 else "float32" for size in sizes]
+        assert asked == ["5 of int64", *(f"{size} of {dtype}" for size, dtype in zip(sizes, dtypes, strict=True))]
+
+
+def in_a_buffer_of_the_caller() -> list[list[float]]:
+    buffer = paddle.arange(9, dtype="float32").reshape([3, 3]) * (1 + 2 * paddle.distributed.get_rank())
+    parameters = [parameter([3], gradient=None), parameter([2], gradient=None)]
+    parameters[0].main_grad, parameters[1].main_grad = buffer[0], buffer[2][1:]
+    average_gradients(parameters)
+    return buffer.tolist()
+
+
+@pytest.mark.cpu_only  # a custom device may lack the operator that writes to a view
+def test_gradients_stay_in_a_buffer_of_the_caller():
+    for rank, rows in enumerate(run(in_a_buffer_of_the_caller, 2)):
+        other = 1 + 2 * rank
+        assert rows == [[0.0, 2.0, 4.0], [3.0 * other, 4.0 * other, 5.0 * other], [6.0 * other, 14.0, 16.0]]
+
+
+def with_sparse_gradients() -> list[str]:
+    """What is raised where the rows of an embedding have gradients, on one rank or on both."""
+    rank, dense = paddle.distributed.get_rank(), parameter([1])
+    texts = []
+    for is_sparse in (True, rank == 1):
+        rows = paddle.nn.Embedding(5, 3, sparse=is_sparse)
+        rows(paddle.to_tensor([1, 2 + rank])).sum().backward()
+        texts.append(caught(lambda rows=rows: average_gradients([dense, *rows.parameters()])))
+    assert dense.grad.tolist() == [1.0]
+    return texts
+
+
+def test_sparse_gradients_are_refused_on_every_rank():
+    expected = (
+        "ValueError: average_gradients: the gradient of parameters[1] must be dense on several ranks, as that of "
+        "Embedding(sparse=False) is, but got SelectedRows"
+    )
+    told = "RuntimeError: average_gradients: ranks [1] of [0, 1] raised an error in this call, which says more"
+    assert run(with_sparse_gradients, 2) == [[expected, told], [expected, expected]]
+
+
+def without_parameters() -> int:
+    average_gradients([])
+    average_gradients([frozen([3])])
+    return 1
+
+
+def test_there_may_be_nothing_to_average():
+    assert run(without_parameters, 2) == [1, 1]
 
 
 def large_integers(rank: int) -> np.ndarray:
