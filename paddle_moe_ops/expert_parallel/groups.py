@@ -19,6 +19,8 @@ __all__ = [
     "check_group_of_experts",
     "expert_group_of",
     "group_of",
+    "group_of_experts",
+    "groups_of_experts",
     "is_gloo",
     "raise_for_others",
     "raising_together",
@@ -55,11 +57,20 @@ def is_gloo(group: Group) -> bool:
     return str(group.backend).lower() == "gloo"
 
 
+def group_of_experts(parameter: Tensor, otherwise: Group) -> Group:
+    """The ranks that share the experts of a parameter, by its mark; another group if that names none."""
+    number = getattr(parameter, "expert_group_id", None)
+    if number is None:
+        return otherwise
+    if number < 0:  # this rank alone, which `group_of` returns as such
+        return Group(0, -1, [paddle.distributed.get_rank()], name="expert_parallel_alone")
+    return paddle.distributed.get_group(number) or otherwise
+
+
 def expert_group_of(parameter: Tensor) -> Group | None:
     """The several ranks that share the experts of a parameter, if it is marked as one of them."""
-    number = getattr(parameter, "expert_group_id", None)
-    group = None if number is None or number < 0 else paddle.distributed.get_group(number)
-    return None if group is None or group.nranks == 1 else group
+    group = group_of_experts(parameter, Group(0, -1, [0]))
+    return None if group.nranks == 1 else group
 
 
 def check_group_of_experts(function: str, label: str, parameters: Mapping[Any, Tensor], group: Group) -> None:
@@ -75,10 +86,30 @@ def check_group_of_experts(function: str, label: str, parameters: Mapping[Any, T
         ValueError: a parameter is marked as that of experts which other ranks share.
     """
     for key, parameter in parameters.items():
-        own = expert_group_of(parameter)
-        if own is not None and own.ranks != group.ranks:
+        own = group_of_experts(parameter, group)
+        if own.ranks != group.ranks:
             expected = f"the group that shares the experts of {label.format(key)}, ranks {own.ranks}"
             _checks.bad_value(function, "group", expected, f"ranks {group.ranks}")
+
+
+def groups_of_experts(
+    function: str, label: str, parameters: Mapping[Any, Tensor], group: Group, *, is_given: bool
+) -> dict[Any, Group]:
+    """The ranks that share the experts of each parameter.
+
+    Args:
+        function: name that begins the message.
+        label: what a parameter is called, with {!r} in place of its key.
+        parameters: those of experts.
+        group: of a parameter whose mark names none.
+        is_given: whether the caller chose the group, so that it must be that of each mark.
+
+    Raises:
+        ValueError: a parameter is marked as that of experts which other ranks share.
+    """
+    if is_given:
+        check_group_of_experts(function, label, parameters, group)
+    return {key: group_of_experts(each, group) for key, each in parameters.items()}
 
 
 def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:

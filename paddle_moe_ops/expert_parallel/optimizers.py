@@ -14,11 +14,17 @@ from typing import Any, NamedTuple
 
 from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
+    DygraphShardingOptimizer,
+    DygraphShardingOptimizerV2,
+)
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 
 from .. import _checks
 from .._graphs import without_gradients
-from .groups import check_group_of_experts, group_of, raising_together
-from .parameters import agree_on_tensors, gather_experts, is_expert_parameter, without_wrapper
+from .gathering import Part, agree_on_parts, copied, destination_of, gather_parts
+from .groups import group_of, groups_of_experts, raising_together
+from .parameters import is_expert_parameter, without_wrapper
 
 __all__ = ["gather_optimizer_state_dict", "shard_optimizer_state_dict"]
 
@@ -54,51 +60,62 @@ class _Entry(NamedTuple):
         """The same on all ranks."""
         return self.parameter + self.ending
 
-    def of(self, value: Tensor) -> _Entry:
-        """The entry with another tensor, or with a copy of its own."""
-        return self._replace(value=value.clone() if value is self.value else value)
-
 
 @without_gradients
-def gather_optimizer_state_dict(optimizer: Any, layer: nn.Layer, group: Any = None) -> dict[str, Any]:
+def gather_optimizer_state_dict(
+    optimizer: Any, layer: nn.Layer, group: Any = None, *, dst: int | None = None, to_cpu: bool = False
+) -> dict[str, Any]:
     """Gather the state that an optimizer would have in one process. All ranks must call it.
 
-    Its tensors are copies, so the optimizer may go on.
+    Its tensors are copies, so the optimizer may go on. Those of experts are gathered one after the other.
 
     Args:
         optimizer: one of `paddle.optimizer`; it need not have taken a step.
         layer: the model, wrapped or not, with all parameters of the optimizer.
-        group: the ranks that share the experts, as `ExpertParallel` takes it.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
+            it was marked with, so layers may have different groups, and all ranks if it has none; then all ranks must
+            call this.
+        dst: the only rank that gets the state, see `gather_state_dict`.
+        to_cpu: whether the tensors are returned in the host's memory, see `gather_state_dict`.
 
     Returns:
-        on every rank ``optimizer.state_dict()``, in which what the optimizer keeps for stacked parameters [E / P, ...]
-        of experts is [E, ...], with one more entry: ``"parameter_names"``, a dict from the names of
-        ``layer.named_parameters()`` to the ``.name`` that keys begin with. `shard_optimizer_state_dict` takes it out.
+        ``optimizer.state_dict()``, in which what the optimizer keeps for stacked parameters [E / P, ...] of experts is
+        [E, ...], with one more entry: ``"parameter_names"``, a dict from the names of ``layer.named_parameters()`` to
+        the ``.name`` that keys begin with. `shard_optimizer_state_dict` takes it out. On other ranks than ``dst`` an
+        empty dict.
 
     Raises:
-        TypeError: the optimizer has no ``state_dict``, or the layer is not a layer.
-        ValueError: the optimizer has something that belongs to none of the layer's parameters, or keeps for an expert's
-            parameter neither a tensor of its shape nor one number; other ranks than the group's share the experts; the
-            ranks' states differ in names, dtypes or shapes.
+        TypeError: the optimizer has no ``state_dict``, the layer is not a layer, ``dst`` not an int, or ``to_cpu`` not
+            a bool.
+        ValueError: the optimizer is one of Fleet's that keep parts of states on each rank, or has something that
+            belongs to none of the layer's parameters, or keeps for an expert's parameter neither a tensor of its shape
+            nor one number; other ranks than the group's share the experts; ``dst`` is not one of the ranks; the ranks'
+            states or their ``dst`` differ.
         RuntimeError: another rank raised one of these errors.
     """
     function = "gather_optimizer_state_dict"
-    group = group_of(function, group)
-    with raising_together(function, group):
+    everyone = group_of(function, group)
+    with raising_together(function, everyone):
+        destination = destination_of(function, everyone, dst, to_cpu)
         layer = without_wrapper(function, layer)
         if not callable(getattr(optimizer, "state_dict", None)):
             _checks.bad_type(function, "optimizer", "an optimizer of paddle.optimizer", type(optimizer).__name__)
+        _refuse_parts_of_fleet(function, optimizer)
         source, state = "optimizer.state_dict()", optimizer.state_dict()
         names = _names_in(layer)
         entries = {each.name: each for each in _entries(function, source, state, names, layer)}
-        stacked = _stacked(function, entries.values(), layer, 1)
-        check_group_of_experts(function, "layer.named_parameters() {!r}", dict(layer.named_parameters()), group)
-    tensors = {name: each.value for name, each in entries.items()}
-    agree_on_tensors(function, source + " of {!r}", tensors, group)
-    tensors |= gather_experts({name: tensors[name] for name in stacked}, group)
-    made = [each.of(tensors[name]) for name, each in entries.items()]
-    whole = _state(made, state, names)
-    return {**whole, _NAMES: names}
+        shared_by = _groups_of_experts(function, layer, everyone, group is not None)
+        stacked = _stacked(function, entries.values(), layer, {})
+        parts = {name: Part(each.value, shared_by.get(each.parameter, everyone)) for name, each in entries.items()}
+    agree_on_parts(function, everyone, source + " of {!r}", parts, destination)
+    whole = gather_parts({name: parts[name] for name in stacked}, destination)
+    if not destination.is_here:
+        return {}
+    made = [
+        each._replace(value=whole[name] if name in whole else copied(each.value, destination))
+        for name, each in entries.items()
+    ]
+    return {**_state(made, state, names), _NAMES: names}
 
 
 @without_gradients
@@ -107,13 +124,14 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
 
     A checkpoint fits any number of ranks, one process too. Ranks do not communicate. The optimizer's tensors get the
     names that the layer's parameters have now, whatever they had when the state was gathered; they keep their numbers,
-    so load them into the first optimizer of these parameters.
+    so load them into the first optimizer of these parameters. Master weights go to the device of their parameter.
 
     Args:
         state: from `gather_optimizer_state_dict`, or the ``state_dict()`` of an optimizer in one process whose
             parameters have the ``.name`` of the layer's. It holds tensors, as `paddle.load` gives them.
         layer: the model that the optimizer is for.
-        group: the ranks that share the experts, as `ExpertParallel` takes it.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
+            it was marked with, or all ranks if it has none.
 
     Returns:
         the state, in which what belongs to stacked parameters of experts is [E / P, ...] instead of [E, ...]. Its
@@ -122,17 +140,44 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
     Raises:
         TypeError: the state is not a mapping or has values that are not tensors; the layer is not a layer.
         ValueError: a key belongs to none of the layer's parameters; a tensor of an expert's parameter has neither the
-            parameter's shape with the experts of all ranks nor one number.
+            parameter's shape with the experts of all ranks nor one number; other ranks than the group's share the
+            experts.
     """
     function = "shard_optimizer_state_dict"
-    group = group_of(function, group)
+    everyone = group_of(function, group)
     _checks.instance(function, "state", state, Mapping, "a dict, as gather_optimizer_state_dict returns it")
     layer = without_wrapper(function, layer)
     names = _names_in(layer)
     entries = _entries(function, "state", state, state.get(_NAMES, names), layer)
-    stacked = _stacked(function, entries, layer, group.nranks)
-    parts = [each.of(_part(each.value, group) if each.name in stacked else each.value) for each in entries]
+    shared_by = _groups_of_experts(function, layer, everyone, group is not None)
+    stacked = _stacked(function, entries, layer, {name: each.nranks for name, each in shared_by.items()})
+    places, parts = {name: each.place for name, each in layer.named_parameters()}, []
+    for each in entries:
+        value = each.value
+        if each.name in stacked:
+            value = _part(value, shared_by[each.parameter])
+        value = value.clone()
+        # Paddle's set_state_dict keeps the tensor itself
+        parts.append(each._replace(value=value.to(places[each.parameter]) if each.is_master else value))
     return _state(parts, state, names)
+
+
+def _refuse_parts_of_fleet(function: str, optimizer: Any) -> None:
+    """Refuse an optimizer that keeps a part of each state, or states of a part of the parameters, on each rank."""
+    each = optimizer
+    while each is not None:
+        if isinstance(each, (DygraphShardingOptimizer, DygraphShardingOptimizerV2, GroupShardedOptimizerStage2)):
+            expected = (
+                "one that keeps whole states on every rank; save those that Fleet's sharding spreads over ranks with "
+                "paddle.distributed.save_state_dict, from sharded_state_dict() of the model and of the optimizer"
+            )
+            _checks.bad_value(function, "optimizer", expected, type(each).__name__)
+        each = getattr(each, "__dict__", {}).get("_inner_opt")
+
+
+def _groups_of_experts(function: str, layer: nn.Layer, group: Group, is_given: bool) -> dict[str, Group]:
+    parameters = {name: each for name, each in layer.named_parameters() if is_expert_parameter(each)}
+    return groups_of_experts(function, "layer.named_parameters() {!r}", parameters, group, is_given=is_given)
 
 
 def _names_in(layer: nn.Layer) -> dict[str, str]:
@@ -191,14 +236,14 @@ def _owner(key: str, owners: Mapping[str, str]) -> str | None:
     return None
 
 
-def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_parts: int) -> set[str]:
+def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_parts: Mapping[str, int]) -> set[str]:
     """The names of those that have a row for each expert, by their shape; others of experts must be one number.
 
     Args:
         function: name that begins the messages.
         entries: of a state.
         layer: the model.
-        num_parts: how many times as many experts as this rank's they have.
+        num_parts: how many times as many experts as this rank's they have, by the name of the parameter; 1 by default.
     """
     parameters = {name: each for name, each in layer.named_parameters() if is_expert_parameter(each)}
     found = set()
@@ -206,7 +251,7 @@ def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_part
         if entry.parameter not in parameters:
             continue
         count, *others = parameters[entry.parameter].shape
-        shape, whole = list(entry.value.shape), [count * num_parts, *others]
+        shape, whole = list(entry.value.shape), [count * num_parts.get(entry.parameter, 1), *others]
         is_power = shape == [1] and _POWER.fullmatch(entry.ending) is not None
         if shape == whole and not is_power:
             found.add(entry.name)
@@ -218,7 +263,7 @@ def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_part
 
 def _part(whole: Tensor, group: Group) -> Tensor:
     count = whole.shape[0] // group.nranks
-    return whole[group.rank * count : (group.rank + 1) * count].clone()  # a slice may be a view
+    return whole[group.rank * count : (group.rank + 1) * count]
 
 
 def _state(entries: Iterable[_Entry], state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import paddle
@@ -16,13 +16,12 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight,
 
 from .. import _checks
 from .._graphs import without_gradients
-from .groups import agree, check_group_of_experts, expert_group_of, group_of, raising_together
+from .gathering import Part, agree_on_parts, copied, destination_of, gather_parts
+from .groups import expert_group_of, group_of, groups_of_experts, raising_together
 from .mixing import refuse_to_mix_experts
 
 __all__ = [
-    "agree_on_tensors",
     "copy_marks",
-    "gather_experts",
     "gather_state_dict",
     "is_expert_parameter",
     "mark_expert_parameters",
@@ -161,61 +160,51 @@ def start_as_one(layers: Iterable[nn.Layer | None], group: Group) -> None:
 
 
 @without_gradients
-def gather_state_dict(layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
+def gather_state_dict(
+    layer: nn.Layer, group: Any = None, *, dst: int | None = None, to_cpu: bool = False
+) -> dict[str, Tensor]:
     """Gather the state that a model would have in one process, with the experts of all ranks. All ranks must call it.
 
-    Not differentiable. Bit-exact copies; the host waits for the other ranks.
+    Not differentiable. Bit-exact copies; the host waits for the other ranks. Parameters of experts are gathered one
+    after the other.
 
     Args:
         layer: the model, or what `paddle.DataParallel` or ``fleet.distributed_model`` made of it; what
             `mark_expert_parameters` marked is gathered.
-        group: the ranks that share the experts, as `ExpertParallel` takes it.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. None: each parameter is gathered from the
+            group that it was marked with, so layers may have different groups, and from all ranks if it has none; then
+            all ranks must call this.
+        dst: the only rank that gets the state, a number of `paddle.distributed`, as in `paddle.distributed.gather`.
+            None: all ranks get it.
+        to_cpu: whether the tensors are returned in the host's memory. Each goes there before the next one is gathered,
+            so a GPU has one whole parameter of experts at a time.
 
     Returns:
-        on every rank ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...].
+        ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...]; on other ranks than
+        ``dst`` an empty dict.
 
     Raises:
-        TypeError: the layer is not a layer, or the group not a group.
-        ValueError: this process is not one of its ranks, or other ranks share the experts; on every rank, if the ranks
-            have different parameters of experts.
+        TypeError: the layer is not a layer, the group not a group, ``dst`` not an int, or ``to_cpu`` not a bool.
+        ValueError: this process is not one of the group's ranks, other ranks share the experts, or ``dst`` is not one
+            of the ranks; on every rank, if ranks that share experts have different parameters of them, or ``dst``
+            differs.
         RuntimeError: another rank raised an error.
     """
     function = "gather_state_dict"
-    group = group_of(function, group)
-    with raising_together(function, group):
+    everyone = group_of(function, group)
+    with raising_together(function, everyone):
+        destination = destination_of(function, everyone, dst, to_cpu)
         layer = without_wrapper(function, layer)
         state = dict(layer.state_dict())
-        own = {name: state[name] for name in _expert_names(layer)}
-        check_group_of_experts(function, "layer.state_dict()[{!r}]", own, group)
-    agree_on_tensors(function, "layer.state_dict()[{!r}]", own, group)
-    whole = state | gather_experts(own, group)
-    return {name: value.clone() if value is state[name] else value for name, value in whole.items()}
-
-
-def agree_on_tensors(function: str, label: str, tensors: Mapping[str, Tensor], group: Group) -> None:
-    """Check that all ranks have tensors of the same names, dtypes and shapes; every rank must call it.
-
-    Args:
-        function: name that begins the message.
-        label: what the message calls a tensor, with a place for its name.
-        tensors: of this rank.
-        group: the ranks.
-
-    Raises:
-        ValueError: on every rank, if they differ.
-    """
-    layout = {name: f"{_checks.dtype_name(each.dtype)} {list(each.shape)}" for name, each in tensors.items()}
-    agree(function, group, {label.format(name): each for name, each in layout.items()})
-
-
-def gather_experts(parts: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """Gather stacked tensors [E / P, ...], which all ranks have, as [E, ...]; every rank must call it."""
-    whole = dict(parts)
-    for name in sorted(parts) if group.nranks > 1 else ():
-        of_ranks: list[Tensor] = []
-        paddle.distributed.all_gather(of_ranks, parts[name], group=group)
-        whole[name] = paddle.concat(of_ranks)
-    return whole
+        marked = _marked(layer)
+        label = "layer.state_dict()[{!r}]"
+        shared_by = groups_of_experts(function, label, marked, everyone, is_given=group is not None)
+        parts = {name: Part(state[name], shared_by[name]) for name in marked}
+    agree_on_parts(function, everyone, label, parts, destination)
+    whole = gather_parts(parts, destination)
+    if not destination.is_here:
+        return {}
+    return {name: whole[name] if name in whole else copied(value, destination) for name, value in state.items()}
 
 
 def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
@@ -224,37 +213,60 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
     Ranks do not communicate. Bit-exact copies of experts; all other tensors are those of ``state``.
 
     Args:
-        state: that of one process, or from `gather_state_dict`.
+        state: that of one process, or from `gather_state_dict`. It has all experts of the layer; other tensors may be
+            missing.
         layer: the model that it is for, wrapped or not.
-        group: the ranks that share the experts, as `ExpertParallel` takes it.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
+            it was marked with, or all ranks if it has none.
 
     Returns:
         ``state``, in which each stacked parameter [E, ...] of experts is [E / P, ...].
 
     Raises:
         TypeError: the state is not a dict, the layer not a layer, or the group not a group.
-        ValueError: a tensor does not have the shape that the layer's has, or a parameter of experts not those of all
-            ranks; this process is not one of the group's ranks.
+        ValueError: the state lacks experts of the layer, or its keys have a prefix such as ``_layers.``; a tensor does
+            not have the shape that the layer's has, or a parameter of experts not those of all ranks; other ranks than
+            the group's share the experts; this process is not one of the group's ranks.
     """
     name = "shard_state_dict"
-    group, layer = group_of(name, group), without_wrapper(name, layer)
+    everyone, layer = group_of(name, group), without_wrapper(name, layer)
     _checks.instance(name, "state", state, Mapping, "a dict of tensors, as gather_state_dict gives it")
-    part, own, of_experts = dict(state), layer.state_dict(), set(_expert_names(layer))
+    part, own, marked = dict(state), layer.state_dict(), _marked(layer)
+    groups = groups_of_experts(name, "layer.state_dict()[{!r}]", marked, everyone, is_given=group is not None)
+    _check_keys(name, part, own, marked)
     for key in sorted(own.keys() & part.keys()):
         given, shape = list(part[key].shape), list(own[key].shape)
-        if key not in of_experts:
+        if key not in marked:
             if given != shape:
                 _checks.bad_value(name, f"state[{key!r}]", f"of shape {shape}", given)
             continue
         count, *others = shape
-        whole = [count * group.nranks, *others]
+        shared_by = groups[key]
+        whole = [count * shared_by.nranks, *others]
         if given != whole:
-            _checks.bad_value(name, f"state[{key!r}]", f"of shape {whole}, the experts of {group.nranks} ranks", given)
-        part[key] = part[key][group.rank * count : (group.rank + 1) * count]
+            expected = f"of shape {whole}, the experts of {shared_by.nranks} ranks"
+            _checks.bad_value(name, f"state[{key!r}]", expected, given)
+        part[key] = part[key][shared_by.rank * count : (shared_by.rank + 1) * count]
     return part
 
 
-def _expert_names(layer: nn.Layer) -> Sequence[str]:
-    """The keys of parameters of experts in a state, in which layers used twice are twice."""
+def _check_keys(
+    function: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], experts: Mapping[str, Tensor]
+) -> None:
+    """Refuse a state of which ``layer.set_state_dict`` would load no experts, or nothing, with a warning at most."""
+    missing = [key for key in experts if key not in state]
+    if not missing and (not own or not own.keys().isdisjoint(state)):
+        return
+    key = next(iter(missing or own))
+    for other in state:
+        if other.endswith(f".{key}") and other not in own:
+            expected, prefix = f"with keys of layer.state_dict(), such as {key!r}", other.removesuffix(key)
+            _checks.bad_value(function, "state", expected, f"{other!r}, which has the prefix {prefix!r}")
+    of_what = "all experts of the layer" if missing else "tensors of the layer"
+    _checks.bad_value(function, "state", f"one with {of_what}", f"one without {key!r}")
+
+
+def _marked(layer: nn.Layer) -> dict[str, Tensor]:
+    """The parameters of experts by their keys in a state, in which layers used twice are twice."""
     own = nn.Layer.state_dict(layer, use_hook=False)  # hooks may return other tensors, without marks
-    return sorted(name for name, value in own.items() if is_expert_parameter(value))
+    return {name: own[name] for name in sorted(own) if is_expert_parameter(own[name])}

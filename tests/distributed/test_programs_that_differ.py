@@ -198,11 +198,13 @@ def helpers_with_another_group() -> list[str]:
         return [
             str(layer.experts.gate_up.shape[0]),
             str(gather_state_dict(layer, group)["experts.gate_up"].shape[0]),
-            caught(lambda: gather_state_dict(layer, None)),
+            caught(lambda: gather_state_dict(layer, paddle.distributed.get_group(0))),
+            str(gather_state_dict(layer)["experts.gate_up"].shape[0]),
         ]
     return [
         caught(lambda: average_gradients(layer.experts.parameters(), group)),
-        caught(lambda: gather_state_dict(layer, None)),
+        caught(lambda: gather_state_dict(layer, paddle.distributed.get_group(0))),
+        str(gather_state_dict(layer)["experts.gate_up"].shape[0]),
         caught(lambda: gather_optimizer_state_dict(optimizer, layer, group)),
     ]
 
@@ -211,30 +213,35 @@ def test_helpers_of_three_ranks_refuse_a_group_that_does_not_share_the_experts()
     first, second, alone = run(helpers_with_another_group, 3)
     assert first == second
     assert alone[:2] == ["4", "4"]
-    assert alone[2].startswith("RuntimeError: gather_state_dict: ranks [0, 1] of [0, 1, 2] raised an error")
-    averaged, gathered, of_optimizer = first
+    averaged, gathered, by_marks, of_optimizer = first
     assert averaged == of_optimizer == "nothing was raised"
+    assert by_marks == alone[3] == "4"
     expected = "ValueError: gather_state_dict: group must be the group that shares the experts of layer.state_dict()"
-    assert gathered.startswith(expected)
-    assert gathered.endswith("ranks [0, 1], but got ranks [0, 1, 2]")
+    for text, ranks in ((gathered, "[0, 1]"), (alone[2], "[2]")):
+        assert text.startswith(expected)
+        assert text.endswith(f"ranks {ranks}, but got ranks [0, 1, 2]")
 
 
 def helpers_over_all() -> list[str]:
-    layer = MoELayer(*SIZES, group=pair_of_this_rank(NEIGHBOURS))
+    layer, everyone = MoELayer(*SIZES, group=pair_of_this_rank(NEIGHBOURS)), paddle.distributed.get_group(0)
     layer(paddle.ones([3, SIZES[0]])).sum().backward()
     optimizer = paddle.optimizer.SGD(parameters=layer.parameters())
     return [
-        caught(lambda: average_gradients(layer.parameters())),
-        caught(lambda: gather_optimizer_state_dict(optimizer, layer)),
+        caught(lambda: average_gradients(layer.parameters(), everyone)),
+        caught(lambda: gather_optimizer_state_dict(optimizer, layer, everyone)),
+        caught(lambda: shard_state_dict(layer.state_dict(), layer, everyone)),
+        caught(lambda: shard_optimizer_state_dict({}, layer, everyone)),
     ]
 
 
 @pytest.mark.slow
 def test_all_of_four_ranks_are_refused_where_two_share_the_experts():
     expected = "group must be the group that shares the experts of"
-    for rank, (averaged, gathered) in enumerate(run(helpers_over_all, 4)):
+    for rank, (averaged, gathered, part, part_of_optimizer) in enumerate(run(helpers_over_all, 4)):
         assert averaged.startswith(f"ValueError: average_gradients: {expected} parameters[")
         assert gathered.startswith(f"ValueError: gather_optimizer_state_dict: {expected} layer.named_parameters() '")
+        assert part.startswith(f"ValueError: shard_state_dict: {expected} layer.state_dict()['experts.")
+        assert part_of_optimizer.startswith(f"ValueError: shard_optimizer_state_dict: {expected} layer.named_param")
         own = "[0, 1]" if rank < 2 else "[2, 3]"
-        assert averaged.endswith(f"ranks {own}, but got ranks [0, 1, 2, 3]")
-        assert gathered.endswith(f"ranks {own}, but got ranks [0, 1, 2, 3]")
+        for text in (averaged, gathered, part, part_of_optimizer):
+            assert text.endswith(f"ranks {own}, but got ranks [0, 1, 2, 3]")
