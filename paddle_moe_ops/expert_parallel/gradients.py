@@ -15,7 +15,8 @@ from paddle.distributed.communication.group import Group
 from .. import _checks
 from .._graphs import without_gradients
 from .buckets import reduce_in_buckets
-from .groups import agree, check_group_of_experts, group_of, raising_together
+from .copies import are_copies_connected, connect_copies, copies_of
+from .groups import agree, group_of, group_of_experts, groups_of_experts, raising_together
 from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 from .parameters import is_expert_parameter
 
@@ -23,6 +24,7 @@ __all__ = ["average_gradients", "gradient_of"]
 
 _NAME = "average_gradients"
 _NO_GRADIENT, _NOT_TRAINED = "none", "not trained"
+_READY, _LACKS_COPIES, _RAISES = range(3)  # what a rank says of itself
 _HASH_BYTES = 7  # of a positive int64
 
 
@@ -57,14 +59,17 @@ def average_gradients(
     ranks may depend on an element's place in the bucket, so the last bit may differ from an all_reduce of the gradient
     alone. Each call first compares what the ranks have: one all_reduce of five numbers, for which the host waits, and
     another one with ``copies``. A second exchange follows only where a rank lacks gradients that others have, or an
-    error is raised.
+    error is raised, and in the first call for a parameter whose experts have copies.
 
     Args:
         parameters: the same on all ranks, in the same order; what is named twice counts once.
-        group: the ranks that share the experts, as `ExpertParallel` takes it.
-        copies: where several groups of one size train one model: the ranks that have copies of this rank's experts,
-            one of each group. The mean then is over the ranks of all groups, and gradients of experts are added up
-            between copies. None: there is one group.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
+            it was marked with, or all ranks if it has none. The mean then is over all ranks, and gradients of experts
+            are added up between those of the same place in their groups, which have copies. The first call connects
+            them.
+        copies: with a group, where several of one size train one model: the ranks that have copies of this rank's
+            experts, one of each group. The mean then is over the ranks of all groups, and gradients of experts are
+            added up between copies. None: there is one group.
         timeout: seconds that a rank waits for the others in the first exchange.
 
     Raises:
@@ -72,17 +77,17 @@ def average_gradients(
         ValueError: the timeout is out of range; this rank is not in a group, or not the only one that its groups have
             in common; other ranks than the group's share the experts of a parameter. On every rank, before any gradient
             changes: the ranks have different numbers of parameters, or train different ones, or parameters or gradients
-            differ in shape or dtype; on several ranks a gradient is not dense.
+            differ in shape or dtype; on several ranks a gradient is not dense; the groups of a parameter overlap.
         RuntimeError: the arguments of another rank are bad, or it did not come in time; the message names it.
     """
-    group = group_of(_NAME, group)
+    is_given, group = group is not None, group_of(_NAME, group)
     others, error = _copies(group, copies), None
     seconds = DEFAULT_TIMEOUT_S
     tensors: list[Tensor] = []
     try:
         seconds = checked_timeout(_NAME, timeout)
         tensors = _tensors(parameters)
-        check_group_of_experts(_NAME, "parameters[{!r}]", dict(enumerate(tensors)), group)
+        groups_of_experts(_NAME, "parameters[{!r}]", dict(enumerate(tensors)), group, is_given=is_given)
         if group.nranks > 1 or others is not None:
             _check_dense(tensors)
     except (TypeError, ValueError) as caught:
@@ -114,9 +119,8 @@ def _by_sums(
         gradient = None if parameter.stop_gradient else gradient_of(parameter)
         if gradient is None or 0 in gradient.shape:
             continue
-        sums = [group] if group.nranks > 1 and not is_expert_parameter(parameter) else []
-        if others is not None:
-            sums.append(others)
+        same = copies_of(parameter, group) if is_expert_parameter(parameter) else group
+        sums = [each for each in (same, others) if each is not None and each.nranks > 1]
         key = (*(each.id for each in sums), gradient.dtype, str(gradient.place))
         found.setdefault(key, (sums, []))[1].append(gradient)
     return list(found.values())
@@ -141,16 +145,20 @@ def _settle(error: Exception | None, tensors: Sequence[Tensor], group: Group, se
         if error is not None:
             raise error
         return
-    kinds = _Kinds([], []) if error is not None else _kinds(tensors)
-    some_raised, same_layout, same_gradients = _compared(error is not None, kinds, group, seconds)
-    if some_raised:
+    apart = {} if error is not None else _experts_apart(tensors, group)
+    kinds = _Kinds([], []) if error is not None else _kinds(tensors, group)
+    state = _READY if all(are_copies_connected(each, group) for each in apart.values()) else _LACKS_COPIES
+    state, same_layout, same_gradients = _compared(_RAISES if error is not None else state, kinds, group, seconds)
+    if state == _RAISES:
         with raising_together(_NAME, group):
             if error is not None:
                 raise error
     if not same_layout:
         agree(_NAME, group, {f"parameters[{number}]": each for number, each in enumerate(kinds.layout)})
+    if state == _LACKS_COPIES:
+        connect_copies(_NAME, apart, group)
     if not same_gradients:
-        _add_missing(tensors, kinds.gradients, group)
+        _add_missing(tensors, kinds.gradients, group, group)
 
 
 def _settle_between_groups(
@@ -162,16 +170,17 @@ def _settle_between_groups(
         _settle(error, tensors, group, seconds)
     except (TypeError, ValueError, RuntimeError) as caught:
         told = caught
-    kinds = _Kinds([], []) if told is not None else _kinds(tensors)
-    some_raised, same_layout, same_gradients = _compared(told is not None, kinds, copies, seconds)
+    kinds = _Kinds([], []) if told is not None else _kinds(tensors, group)
+    state = _READY if told is None else _RAISES
+    state, same_layout, same_gradients = _compared(state, kinds, copies, seconds)
     if told is not None:
         raise told
-    if some_raised:
+    if state == _RAISES:
         raise RuntimeError(f"{_NAME}: ranks of another group raised an error in this call, which says more")
     if not same_layout:
         agree(_NAME, copies, {f"parameters[{number}]": each for number, each in enumerate(kinds.layout)})
     if not same_gradients:
-        _add_missing(tensors, kinds.gradients, copies)
+        _add_missing(tensors, kinds.gradients, copies, group)
 
 
 def _tensors(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -191,10 +200,26 @@ def _check_dense(tensors: Sequence[Tensor]) -> None:
             _checks.bad_value(_NAME, f"the gradient of parameters[{number}]", expected, "SelectedRows")
 
 
-def _kinds(tensors: Sequence[Tensor]) -> _Kinds:
+def _experts_apart(tensors: Sequence[Tensor], group: Group) -> dict[str, Tensor]:
+    """The trained parameters whose experts are shared by other ranks than the group's, by what messages call them."""
+    return {
+        f"parameters[{number}]": each
+        for number, each in enumerate(tensors)
+        if is_expert_parameter(each) and not each.stop_gradient and not _is_shared_by(each, group, group)
+    }
+
+
+def _is_shared_by(parameter: Tensor, group: Group, otherwise: Group) -> bool:
+    return group_of_experts(parameter, otherwise).ranks == group.ranks
+
+
+def _kinds(tensors: Sequence[Tensor], group: Group) -> _Kinds:
     layout, gradients = [], []
     for each in tensors:
-        owner = " of experts" if is_expert_parameter(each) else ""
+        owner = ""
+        if is_expert_parameter(each):
+            own = group_of_experts(each, group)
+            owner = " of experts" if own.ranks == group.ranks else f" of experts on {own.nranks} ranks"
         kind = f"{_checks.dtype_name(each.dtype)} {list(each.shape)}{owner}"
         layout.append(_NOT_TRAINED if each.stop_gradient else kind)
         gradient = None if each.stop_gradient else gradient_of(each)
@@ -206,31 +231,39 @@ def _kinds(tensors: Sequence[Tensor]) -> _Kinds:
     return _Kinds(layout, gradients)
 
 
-def _compared(raises: bool, kinds: _Kinds, group: Group, seconds: float) -> tuple[bool, bool, bool]:
-    """Whether some rank raises, and whether all have the same layout and the same gradients; one exchange.
+def _compared(state: int, kinds: _Kinds, group: Group, seconds: float) -> tuple[int, bool, bool]:
+    """The largest state of a rank, and whether all have the same layout and the same gradients; one exchange.
 
     Its size depends on nothing, since ranks that exchange different sizes do not get an error but end, or wait.
     """
     layout, gradients = _number(kinds.layout), _number(kinds.gradients)
-    numbers = paddle.to_tensor([int(raises), layout, -layout, gradients, -gradients], dtype="int64")
+    numbers = paddle.to_tensor([state, layout, -layout, gradients, -gradients], dtype="int64")
     Meeting(group, seconds).largest(_NAME, numbers)
-    some_raise, most, least, most_gradients, least_gradients = numbers.tolist()
-    return bool(some_raise), most == -least, most_gradients == -least_gradients
+    state, most, least, most_gradients, least_gradients = numbers.tolist()
+    return state, most == -least, most_gradients == -least_gradients
 
 
 def _number(texts: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:_HASH_BYTES], "little")
 
 
-def _add_missing(tensors: Sequence[Tensor], gradients: Sequence[str], group: Group) -> None:
-    """Give parameters gradients of zeros where another rank has one; every rank must call it."""
+def _add_missing(tensors: Sequence[Tensor], gradients: Sequence[str], group: Group, experts: Group) -> None:
+    """Give parameters gradients of zeros where another rank has one; every rank must call it.
+
+    Args:
+        tensors: the parameters.
+        gradients: of this rank, see `_Kinds`.
+        group: the ranks that compare them.
+        experts: the ranks that share experts whose mark names none.
+    """
     of_ranks: list[list[str]] = []
     paddle.distributed.all_gather_object(of_ranks, list(gradients), group=group)
     missing: list[tuple[Tensor, str]] = []
     for number, (parameter, own) in enumerate(zip(tensors, gradients, strict=True)):
         found = {each[number]: rank for rank, each in zip(group.ranks, of_ranks, strict=True)}
         found.pop(_NO_GRADIENT, None)
-        if len(found) > 1 and not is_expert_parameter(parameter):
+        is_added_up = not is_expert_parameter(parameter) or not _is_shared_by(parameter, group, experts)
+        if len(found) > 1 and is_added_up:
             given = ", ".join(f"{each!r} on rank {rank}" for each, rank in found.items())
             expected = "one that all ranks keep in the same attribute and dtype"
             _checks.bad_value(_NAME, f"the gradient of parameters[{number}]", expected, given)

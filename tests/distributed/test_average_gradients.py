@@ -292,6 +292,50 @@ def test_alone_a_process_checks_what_it_is_given():
     assert single.grad.tolist() == [3.0, 3.0]
 
 
+def with_experts_of_each_rank() -> list[Any]:
+    """Experts that are all on each rank, so ranks have copies of them, before experts that the ranks share."""
+    rank = paddle.distributed.get_rank()
+    alone = [paddle.distributed.new_group([each]) for each in range(2)][rank]
+    layers = [paddle.nn.Layer() for _ in range(2)]
+    for layer, group in zip(layers, (alone, None), strict=True):
+        layer.weight = parameter([2], gradient=1.0 + 2 * rank)
+        mark_expert_parameters(layer, group=group)
+    given = [layers[0].weight, parameter([2], gradient=2.0 + 2 * rank), layers[1].weight]
+    average_gradients(given)
+    found = [each.grad.tolist() for each in given]
+    with pytest.MonkeyPatch.context() as patch:  # the copies are connected
+        patch.setattr(paddle.distributed, "all_gather_object", None)
+        patch.setattr(paddle.distributed, "new_group", None)
+        average_gradients(given)
+    mark_expert_parameters(layers[0], group=paddle.distributed.get_group(0) if rank else None)
+    return [found, caught(lambda: average_gradients(given, paddle.distributed.get_group(0) if rank else None))]
+
+
+def test_experts_that_each_rank_has_are_averaged():
+    for rank, (found, text) in enumerate(run(with_experts_of_each_rank, 2)):
+        assert found == [[2.0, 2.0], [3.0, 3.0], [0.5 + rank, 0.5 + rank]]
+        assert text == (
+            "ValueError: average_gradients: parameters[0] must be the same on all ranks of the group, but got "
+            "'float32 [2] of experts on 1 ranks' on rank 0, 'float32 [2] of experts' on rank 1"
+        )
+
+
+def with_groups_that_overlap() -> str:
+    pairs = []
+    for ranks in ((0, 1), (1, 2)):
+        pairs.append(paddle.distributed.new_group(list(ranks)))
+        paddle.distributed.barrier()
+    layer = paddle.nn.Layer()
+    layer.weight = parameter([2])
+    mark_expert_parameters(layer, group=pairs[min(paddle.distributed.get_rank(), 1)])
+    return caught(lambda: average_gradients(layer.parameters()))
+
+
+def test_groups_of_experts_that_overlap_are_refused_on_every_rank():
+    expected = "shared by groups that have each rank once, but got groups of ranks [[0, 1], [1, 2]]"
+    assert run(with_groups_that_overlap, 3) == [f"ValueError: average_gradients: parameters[0] must be {expected}"] * 3
+
+
 def end_in_the_middle(collective: int) -> None:
     """Rank 1 ends when it comes to one of the collectives: the first compares ranks, the second adds up gradients."""
     average_gradients([parameter([2])])

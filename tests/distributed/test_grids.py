@@ -108,18 +108,23 @@ class Two(nn.Layer):
         return self.last(x + self.narrow(x))
 
 
-def layers_of_different_groups(clips: bool) -> Any:
+def layers_of_different_groups(clips: bool, names_groups: bool) -> Any:
     everyone, pair, copies = paddle.distributed.get_group(0), pair_of_this_rank(APART), pair_of_this_rank(NEIGHBOURS)
     paddle.seed(7)
     net = Two(everyone, pair)
 
     def whole() -> dict[str, NDArray]:
+        if not names_groups:
+            return arrays(gather_state_dict(net))
         state = arrays(net.state_dict())
         for name, layer, group in (("wide", net.wide, everyone), ("narrow", net.narrow, pair)):
             state |= {f"{name}.{key}": each for key, each in arrays(gather_state_dict(layer, group)).items()}
         return state
 
     def average() -> None:
+        if not names_groups:
+            average_gradients(net.parameters())
+            return
         narrow = set(map(id, net.narrow.experts.parameters()))
         average_gradients([each for each in net.parameters() if id(each) not in narrow], everyone)
         average_gradients(net.narrow.experts.parameters(), pair, copies=copies)
@@ -130,9 +135,10 @@ def layers_of_different_groups(clips: bool) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("names_groups", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
-def test_layers_of_one_model_may_have_different_groups_of_four_ranks(clips):
-    ranks = run(layers_of_different_groups, 4, clips=clips)
+def test_layers_of_one_model_may_have_different_groups_of_four_ranks(clips, names_groups):
+    ranks = run(layers_of_different_groups, 4, clips=clips, names_groups=names_groups)
     assert_like_one_process(ranks, Two(), nn.ClipGradByGlobalNorm(0.5) if clips else None)
 
 

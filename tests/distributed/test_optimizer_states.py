@@ -25,6 +25,7 @@ from paddle_moe_ops.nn import MoELayer
 
 from .processes import run
 from .test_expert_parallel_errors import caught
+from .test_grids import NEIGHBOURS, pair_of_this_rank
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOKENS, STEPS = 6, 10, 4, 12, 5
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -123,10 +124,37 @@ class Run:
         return found
 
 
-def trained(optimizer: str, steps: range, load: str = "", save: str = "", **options: Any) -> Any:
+class NetOfTwoGroups(Net):
+    """The same layers, one with experts on two of four ranks and copies on the others."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self.moe = MoELayer(HIDDEN, INTERMEDIATE, EXPERTS, 2, group=pair_of_this_rank(NEIGHBOURS))
+
+
+class RunOfTwoGroups(Run):
+    """All functions find the groups by themselves; the last rank alone writes the checkpoints."""
+
+    model = NetOfTwoGroups
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.group = None
+
+    def save(self, path: str) -> None:
+        last = {"dst": self.ranks - 1, "to_cpu": True}
+        states = gather_state_dict(self.net, **last), gather_optimizer_state_dict(self.optimizer, self.net, **last)
+        if self.rank < self.ranks - 1:
+            assert states == ({}, {})
+        else:
+            paddle.save(states[0], f"{path}.pdparams")
+            paddle.save(states[1], f"{path}.pdopt")
+
+
+def trained(optimizer: str, steps: range, load: str = "", save: str = "", groups: int = 1, **options: Any) -> Any:
     """Losses, and what there is after these steps."""
     with unique_name.guard():
-        program = Run(optimizer, **options)
+        program = (Run if groups == 1 else RunOfTwoGroups)(optimizer, **options)
         if load:
             program.load(load)
         losses = program.train(steps)
@@ -281,6 +309,20 @@ def test_one_process_goes_on_after_four_ranks_that_went_on_after_one(tmp_path):
     got, _ = run(trained, 4, optimizer="AdamW", steps=LATER, load=one, save=four, layers_before=1)[0]
     np.testing.assert_allclose(got, losses[STEPS : 2 * STEPS], rtol=1e-5)
     got, found = trained("AdamW", last, load=four, layers_before=2)
+    np.testing.assert_allclose(got, losses[2 * STEPS :], rtol=1e-5)
+    assert_same(found, end, **CLOSE)
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_after_four_ranks_with_experts_on_two_groups(tmp_path):
+    one, four, last = str(tmp_path / "one"), str(tmp_path / "four"), range(2 * STEPS, 3 * STEPS)
+    losses, end = trained("AdamW", range(3 * STEPS))
+    trained("AdamW", FIRST, save=one)
+    ranks = run(trained, 4, optimizer="AdamW", steps=LATER, load=one, save=four, layers_before=1, groups=2)
+    for got, found in ranks:
+        np.testing.assert_allclose(got, losses[STEPS : 2 * STEPS], rtol=1e-5)
+        assert_same(found, ranks[0][1])
+    got, found = trained("AdamW", last, load=four)
     np.testing.assert_allclose(got, losses[2 * STEPS :], rtol=1e-5)
     assert_same(found, end, **CLOSE)
 
