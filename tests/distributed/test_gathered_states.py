@@ -27,6 +27,7 @@ from paddle_moe_ops.nn import SwiGLUExperts
 
 from .processes import run
 from .test_expert_parallel_errors import caught
+from .test_grids import pair_of_this_rank
 
 EXPERTS, HIDDEN, INTERMEDIATE = 2, 3, 5  # of a rank
 
@@ -137,6 +138,35 @@ def test_a_destination_is_one_rank_of_the_group_on_all_ranks():
     assert first[5] == f"RuntimeError: {name}: ranks [1] of [0, 1] raised an error in this call, which says more"
     assert second[5] == f"ValueError: {name}: dst must be one of the ranks [0, 1], or None, but got -1"
     assert first[6] == second[6] == "nothing was raised"
+
+
+def where_one_group_differs() -> list[str]:
+    """Experts on ranks 0 and 1, which differ, and on rank 2 alone, whose experts may have any shape."""
+    rank = paddle.distributed.get_rank()
+    experts, group = SwiGLUExperts(EXPERTS, HIDDEN, INTERMEDIATE + rank), pair_of_this_rank(((0, 1), (2,)))
+    mark_expert_parameters(experts, group=group)
+    optimizer = paddle.optimizer.Momentum(0.5, parameters=experts.parameters())
+    for parameter in experts.parameters():
+        parameter.grad = paddle.ones_like(parameter)
+    optimizer.step()
+    return [
+        caught(lambda: gather_state_dict(experts, dst=2)),
+        caught(lambda: gather_optimizer_state_dict(optimizer, experts)),
+        caught(lambda: gather_state_dict(experts if rank else None)),
+    ]
+
+
+def test_where_one_group_of_three_ranks_differs_all_groups_are_told():
+    ranks = run(where_one_group_differs, 3)
+    shapes = "'float32 [2, 5, 3] of ranks [0, 1]' on rank 0, 'float32 [2, 6, 3] of ranks [0, 1]' on rank 1"
+    different = f"must be the same on all ranks of the group, but got {shapes}"
+    for of_model, of_optimizer, told in ranks:
+        assert of_model == f"ValueError: gather_state_dict: layer.state_dict()['down'] {different}"
+        assert of_optimizer.startswith("ValueError: gather_optimizer_state_dict: optimizer.state_dict() of '")
+        assert "must be the same on all ranks of the group, but got " in of_optimizer
+        assert told.startswith(
+            "TypeError: " if told is ranks[0][2] else "RuntimeError: gather_state_dict: ranks [0] of"
+        )
 
 
 def with_fleets_optimizer() -> list[str]:
