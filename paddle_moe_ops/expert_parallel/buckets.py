@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 import paddle
 from paddle import Tensor
+
+from .._graphs import context_manager
 
 __all__ = ["reduce_in_buckets", "rounded_once", "widened"]
 

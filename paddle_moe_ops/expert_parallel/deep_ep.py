@@ -38,7 +38,7 @@ class ArrivedTokens(NamedTuple):
         tokens: bfloat16 [R, d].
         plan: the local plan of the R tokens.
         probs: float32 [R, K].
-        dropped: int32 [1], zero.
+        dropped: 0-D int32, zero.
         trip: what `DeepEP.combine` needs.
     """
 
@@ -144,7 +144,7 @@ class DeepEP:
         call = _Dispatch(x, ids, probs, self._num_experts, self._buffer(x.shape[1] * x.element_size()))
         tokens, their_probs = connect(call, x, probs)
         plan = local_plan(call.ids, self._num_experts // self._group.nranks)
-        return ArrivedTokens(tokens, plan, their_probs, filled([1], 0, "int32", like=x), call.trip)
+        return ArrivedTokens(tokens, plan, their_probs, filled([], 0, "int32", like=x), call.trip)
 
     def combine(self, out: Tensor, trip: _Trip) -> Tensor:
         """The sums of each token's rows of all ranks; differentiable.

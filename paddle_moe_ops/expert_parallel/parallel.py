@@ -53,7 +53,7 @@ class Received:
         tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`; an int32 tensor with
             ``tokens_per_rank``, where ``rows`` on a GPU has room for more of them.
         routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
-        dropped_slots: int32 [1], those of them that were dropped for the capacity or for lack of room.
+        dropped_slots: 0-D int32, those of them that were dropped for the capacity or for lack of room.
     """
 
     plan: Plan

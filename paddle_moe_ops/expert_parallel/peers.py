@@ -38,7 +38,7 @@ class ArrivedTokens(NamedTuple):
         tokens: [R, d], zeros where there is no token; with float8 these rows may be anything.
         plan: the local plan of the R tokens.
         probs: float32 [R, K].
-        dropped: int32 [1], slots of this rank's tokens that found no room.
+        dropped: 0-D int32, slots of this rank's tokens that found no room.
         routed: int32 [E], this rank's tokens that chose each expert.
         trip: what `Peers.combine` needs.
     """

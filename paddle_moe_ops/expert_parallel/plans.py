@@ -63,7 +63,7 @@ class EqualParts(NamedTuple):
         to_ranks: a plan for `permute` and `unpermute`, whose row p * S + i is line i for rank p.
         ids: int32 [P * S, K] of the lines, counted from the first expert of their rank; ids outside its range are not
             experts of that rank.
-        dropped: int32 [1], slots whose token found no room.
+        dropped: 0-D int32, slots whose token found no room.
     """
 
     to_ranks: Plan
@@ -88,7 +88,7 @@ def equal_parts(
         return _equal_parts_by_operators(ids, probs.detach(), num_ranks, experts_of_rank, rows_of_rank)
     to_ranks = spread(plan_of_ranks(ids, num_ranks, experts_of_rank, rows_of_rank), rows_of_rank, like)
     local = local_ids_of(ids, to_ranks, experts_of_rank, has_gaps=True)
-    dropped = ((ids >= 0).sum() - (local >= 0).sum()).astype("int32").reshape([1])
+    dropped = ((ids >= 0).sum() - (local >= 0).sum()).astype("int32")
     return EqualParts(to_ranks, local, dropped)
 
 

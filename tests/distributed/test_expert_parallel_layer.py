@@ -350,7 +350,7 @@ def test_a_layer_counts_the_slots_that_found_no_room(options):
         assert (sum(lost.sum() for _, _, lost, _, _ in ranks) > 0) == (room == 3)
         for before, dropped, lost, out, expected in ranks:
             assert before == 0
-            assert dropped == [lost.sum()]
+            assert dropped == lost.sum()
             complete = ~lost.any(1)
             np.testing.assert_allclose(out[complete], expected[complete], rtol=1e-5, atol=1e-6)
             assert (np.abs(out - expected).max(1)[~complete] > 1e-4).all()

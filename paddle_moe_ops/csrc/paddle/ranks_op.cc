@@ -68,7 +68,7 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
   p.probs = dense_probs.data<float>();
   p.records = regions(records, p.num_ranks, &p.region_bytes);
   paddle::Tensor token_rows = target.empty_int32({p.num_tokens, std::min(p.num_ranks, p.topk)});
-  paddle::Tensor dropped = target.empty_int32({1});
+  paddle::Tensor dropped = target.empty_int32({});
   paddle::Tensor routed = target.empty_int32({p.num_ranks * experts_per_rank});
   p.token_rows = token_rows.data<int32_t>();
   p.dropped = dropped.data<int32_t>();
