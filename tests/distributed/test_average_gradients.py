@@ -254,7 +254,7 @@ def narrow_gradients(dtype: str) -> tuple[list[np.ndarray], list[Any]]:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_gradients_of_sixteen_bits_are_averaged_in_float32_and_rounded_once(dtype):
+def test_three_ranks_average_gradients_of_sixteen_bits_in_float32_and_round_once(dtype):
     def rounded(values: np.ndarray) -> np.ndarray:
         return paddle.to_tensor(values).astype(dtype).astype("float32").numpy()
 
@@ -331,7 +331,7 @@ def with_groups_that_overlap() -> str:
     return caught(lambda: average_gradients(layer.parameters()))
 
 
-def test_groups_of_experts_that_overlap_are_refused_on_every_rank():
+def test_groups_of_experts_that_overlap_are_refused_on_all_three_ranks():
     expected = "shared by groups that have each rank once, but got groups of ranks [[0, 1], [1, 2]]"
     assert run(with_groups_that_overlap, 3) == [f"ValueError: average_gradients: parameters[0] must be {expected}"] * 3
 
