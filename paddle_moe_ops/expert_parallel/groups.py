@@ -131,16 +131,16 @@ def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:
 
 @context_manager
 def raising_together(function: str, group: Group) -> Iterator[None]:
-    """Make bad arguments of one rank an error on every rank; every rank must come here.
+    """Make bad arguments and failures of one rank an error on every rank; every rank must come here.
 
     Raises:
-        TypeError, ValueError: what this rank raised inside.
+        TypeError, ValueError, RuntimeError, OSError: what this rank raised inside.
         RuntimeError: other ranks raised.
     """
-    error: TypeError | ValueError | None = None
+    error: Exception | None = None
     try:
         yield
-    except (TypeError, ValueError) as caught:
+    except (TypeError, ValueError, RuntimeError, OSError) as caught:
         error = caught
     raised: list[bool] = [error is not None]
     if group.nranks > 1:

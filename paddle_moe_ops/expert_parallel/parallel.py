@@ -234,7 +234,9 @@ class ExpertParallel:
             RuntimeError: a rank did not answer or did not come in time (see ``timeout``), or raised one of these errors
                 (without ``tokens_per_rank`` and "deepep").
         """
-        return _dispatch(x, ids, probs, self, capacity, validate, _checks.flag(_DISPATCH, "copy", copy))
+        with telling_of_errors(self):
+            copy = _checks.flag(_DISPATCH, "copy", copy)
+        return _dispatch(x, ids, probs, self, capacity, validate, copy)
 
     def combine(self, out: Tensor, received: Received) -> Tensor:
         """Give this rank's tokens the sums, weighted with their probabilities, of what their experts made of them.
@@ -293,7 +295,7 @@ def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: 
         tokens_per_rank = _checks.integer(function, "tokens_per_rank", tokens_per_rank, 1)
     combine, transport = given["combine"], given["transport"]
     if tokens_per_rank is not None and combine != "reduced" and transport != "peer":
-        expected = 'None; with it, combine must be "reduced" or transport "peer"'
+        expected = f'given with combine="reduced" or transport="peer" only, not with {combine!r} and {transport!r}'
         _checks.bad_value(function, "tokens_per_rank", expected, tokens_per_rank)
     if transport == "peer" and tokens_per_rank is None:
         _checks.bad_value(function, "tokens_per_rank", 'given with transport="peer"', None)

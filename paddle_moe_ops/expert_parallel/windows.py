@@ -29,6 +29,7 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from ..backends import direct
+from .groups import raising_together
 
 __all__ = ["Views", "granularity", "host_words", "share", "tensor_at"]
 
@@ -99,18 +100,21 @@ def share(group: Group, place: Any, region_bytes: int) -> Views:
         ValueError: the ranks are not on one machine.
         RuntimeError: a rank or the driver did not answer.
     """
-    memory = _Files(region_bytes) if place.is_cpu_place() else _DeviceMemory(_device_of(place), region_bytes)
-    own = [memory.make() for _ in range(group.nranks)]  # by the rank that will write there
     with contextlib.ExitStack() as opened:
-        descriptors = [memory.export(each) for each in own]
-        for each in descriptors:
-            opened.callback(os.close, each)
+        descriptors: list[int] = []
+        with raising_together("ExpertParallel", group):
+            memory = _Files(region_bytes) if place.is_cpu_place() else _DeviceMemory(_device_of(place), region_bytes)
+            own = [memory.make() for _ in range(group.nranks)]  # by the rank that will write there
+            for each in own:
+                descriptors.append(memory.export(each))
+                opened.callback(os.close, descriptors[-1])
         received = _swapped(group, descriptors)
         for rank, each in enumerate(received):
             if rank != group.rank:
                 opened.callback(os.close, each)
-        theirs = [own[rank] if rank == group.rank else memory.take(each) for rank, each in enumerate(received)]
-        views = Views(memory.map(own), memory.map(theirs))
+        with raising_together("ExpertParallel", group):
+            theirs = [own[rank] if rank == group.rank else memory.take(each) for rank, each in enumerate(received)]
+            views = Views(memory.map(own), memory.map(theirs))
     memory.forget({*own, *theirs})
     return views
 

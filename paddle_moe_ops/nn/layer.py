@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import paddle
@@ -15,7 +16,7 @@ from paddle.jit.sot.psdb import in_sot
 
 from .. import _checks
 from .._graphs import filled, is_graph_value, public
-from ..expert_parallel.groups import agree, group_of
+from ..expert_parallel.groups import agree, group_of, raising_together
 from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
 from ..expert_parallel.parallel import ExpertParallel, check_travel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
@@ -123,8 +124,10 @@ class MoELayer(nn.Layer):
         travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
         travels |= {"transport": transport, "timeout": timeout}
         if group is None:
+            if transport == "peer" and tokens_per_rank is None:
+                _checks.bad_value(name, "group", 'given with transport="peer"', None)
             check_travel(name, **travels)
-        else:  # before a check that fails on one rank makes the others wait for it
+        else:
             group = group_of(name, group)
             settings: dict[str, Any] = {"hidden_size": hidden_size, "num_experts": num_experts}
             settings |= {"intermediate_size": intermediate_size}
@@ -133,39 +136,40 @@ class MoELayer(nn.Layer):
             settings |= {"num_groups": num_groups, "topk_groups": topk_groups, "scores_per_group": scores_per_group}
             settings |= {"scaling_factor": scaling_factor, "capacity_factor": capacity_factor}
             settings |= {"accumulate": accumulate, "activation": activation, "expert_bias": expert_bias}
-            settings |= {"compute": compute}
-            agree(name, group, settings | travels)
+            settings |= {"compute": compute, "keep": keep, "workspace_mb": workspace_mb}
+            settings |= travels | {"the default dtype": paddle.get_default_dtype()}
+        with nullcontext() if group is None else raising_together(name, group):
+            _checks.flag(name, "expert_bias", expert_bias)
+            num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
+            with _checks.renaming("TopKRouter", name):
+                self.router = TopKRouter(
+                    hidden_size,
+                    num_experts,
+                    topk,
+                    scoring=scoring,
+                    correction_bias=correction_bias,
+                    norm_topk_prob=norm_topk_prob,
+                    num_groups=num_groups,
+                    topk_groups=topk_groups,
+                    scores_per_group=scores_per_group,
+                    scaling_factor=scaling_factor,
+                    capacity_factor=capacity_factor,
+                )
+            self.hidden_size = self.router.hidden_size
+            own_experts = num_experts if group is None else max(num_experts // group.nranks, 1)
+            with _checks.renaming("SwiGLUExperts", name):
+                options: dict[str, Any] = {"keep": keep, "workspace_mb": workspace_mb, "accumulate": accumulate}
+                options |= {"activation": activation, "bias": expert_bias, "compute": compute}
+                self.experts = SwiGLUExperts(own_experts, hidden_size, intermediate_size, **options)
+            self.experts._name_in_errors = name
+            self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
+        self.parallel: ExpertParallel | None = None
+        if group is not None:
+            agree(name, group, settings)
             if compute is not None and combine != "reduced":
                 _checks.bad_value(name, "compute", 'None with combine="exact" between ranks', repr(compute))
-        _checks.flag(name, "expert_bias", expert_bias)
-        num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
-        with _checks.renaming("TopKRouter", name):
-            self.router = TopKRouter(
-                hidden_size,
-                num_experts,
-                topk,
-                scoring=scoring,
-                correction_bias=correction_bias,
-                norm_topk_prob=norm_topk_prob,
-                num_groups=num_groups,
-                topk_groups=topk_groups,
-                scores_per_group=scores_per_group,
-                scaling_factor=scaling_factor,
-                capacity_factor=capacity_factor,
-            )
-        self.hidden_size = self.router.hidden_size
-        with _checks.renaming("SwiGLUExperts", name):
-            options: dict[str, Any] = {"keep": keep, "workspace_mb": workspace_mb, "accumulate": accumulate}
-            options |= {"activation": activation, "bias": expert_bias, "compute": compute}
-            self.parallel: ExpertParallel | None = None
-            if group is not None:
-                with _checks.renaming("ExpertParallel", name):
-                    self.parallel = parallel_of_agreed(num_experts, group, **travels)
-            own_experts = num_experts if self.parallel is None else self.parallel.num_local_experts
-            self.experts = SwiGLUExperts(own_experts, hidden_size, intermediate_size, **options)
-        self.experts._name_in_errors = name
-        self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
-        if self.parallel is not None:
+            with _checks.renaming("ExpertParallel", name):
+                self.parallel = parallel_of_agreed(num_experts, group, **travels)
             self.experts.draw_those_of(self.parallel.group.rank, self.parallel.group.nranks)
             start_as_one((self.router, self.shared), self.parallel.group)
             mark_expert_parameters(self.experts, group=self.parallel.group)

@@ -20,6 +20,7 @@ from paddle_moe_ops.expert_parallel import (
     distributed_optimizer,
     gather_state_dict,
     shard_state_dict,
+    windows,
 )
 from paddle_moe_ops.nn import MoELayer
 
@@ -112,7 +113,11 @@ def bad_arguments() -> list[str]:
         caught(lambda: ep.combine(received.rows, None)),
         caught(lambda: ep.combine(received.rows[1:], received)),
         caught(lambda: MoELayer(2, 3, 4, 1, group=paddle.distributed.get_group(0), compute="fp8_1x128")),
-        caught(lambda: shard_state_dict({"experts.down": paddle.zeros([3, 3, 2])}, layer)),
+        caught(
+            lambda: shard_state_dict(
+                {"experts.gate_up": paddle.zeros([4, 2, 6]), "experts.down": paddle.zeros([3, 3, 2])}, layer
+            )
+        ),
     ]
 
 
@@ -124,8 +129,8 @@ def test_bad_arguments_raise_what_is_wrong():
         "ValueError: ExpertParallel: transport must be one of 'auto', 'alltoall', 'gloo', 'peer', 'deepep', "
         "but got 'mpi'",
         'ValueError: ExpertParallel: tokens_per_rank must be given with transport="peer", but got None',
-        "ValueError: ExpertParallel: tokens_per_rank must be None; with it, combine must be "
-        '"reduced" or transport "peer", but got 8',
+        'ValueError: ExpertParallel: tokens_per_rank must be given with combine="reduced" or transport="peer" only, '
+        "not with 'exact' and 'auto', but got 8",
         "ValueError: ExpertParallel: tokens_per_rank must be from 1 to 2147483647, but got 0",
         "ValueError: ExpertParallel: payload must be one of None, 'fp8_1x128', 'fp8_1x128_ue8m0', but got 'fp8'",
         "TypeError: ExpertParallel: group must be a group of paddle.distributed, or None, but got list",
@@ -163,9 +168,10 @@ def test_calls_without_a_group_name_bad_arguments():
         "TypeError: MoELayer: timeout must be a number, but got str",
         "ValueError: MoELayer: timeout must be a number of seconds from 0.001 to 1e+06, but got -1",
         "ValueError: MoELayer: tokens_per_rank must be from 1 to 2147483647, but got -4",
-        'ValueError: MoELayer: tokens_per_rank must be None; with it, combine must be "reduced" or transport "peer", '
+        'ValueError: MoELayer: tokens_per_rank must be given with combine="reduced" or transport="peer" only, '
+        "not with 'exact' and 'auto', "
         "but got 4",
-        'ValueError: MoELayer: tokens_per_rank must be given with transport="peer", but got None',
+        'ValueError: MoELayer: group must be given with transport="peer", but got None',
         "ValueError: MoELayer: combine must be 'reduced' with transport=\"deepep\", but got 'exact'",
         "ValueError: ClipGradByGlobalNorm: clip_norm must be 0 or more, but got -1",
         "TypeError: ClipGradByGlobalNorm: clip_norm must be a number, but got NoneType",
@@ -295,3 +301,48 @@ def test_alone_a_process_needs_no_group():
     assert received.tokens_per_expert == [1, 1, 0, 1]
     assert ep.combine(received.rows, received).tolist() == [[1.0, 2.0], [3.0, 4.0]]
     average_gradients([])
+
+
+def bad_options_on_one_rank() -> list[str]:
+    """What both ranks raise where rank 1 has a bad option, another default dtype, or no memory to share."""
+    rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+
+    def of_dtype() -> MoELayer:
+        paddle.set_default_dtype("float64" if rank else "float32")
+        try:
+            return MoELayer(2, 3, 4, 2, group=group)
+        finally:
+            paddle.set_default_dtype("float32")
+
+    def without_memory() -> None:
+        ep = ExpertParallel(4, group, combine="reduced", transport="peer", tokens_per_rank=16)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(windows._Files, "make", lambda self: os.open("/no such file", os.O_RDONLY))
+            ep.dispatch(*inputs(0))
+
+    return [
+        caught(lambda: MoELayer(2, 3, 4, 2, group=group, keep="zzz" if rank else "h")),
+        caught(lambda: MoELayer(2, 3, 4, 2, group=group, workspace_mb=-5 if rank else 1024)),
+        caught(lambda: MoELayer(2, 3, 4, 2, group=group, workspace_mb=1000 + rank)),
+        caught(of_dtype),
+        caught(without_memory),
+    ]
+
+
+def test_options_and_failures_of_one_rank_are_errors_on_all():
+    other = "ranks [1] of [0, 1] raised an error in this call, which says more"
+    same = "must be the same on all ranks of the group, but got"
+    of_both = [
+        f"ValueError: MoELayer: workspace_mb {same} 1000 on rank 0, 1001 on rank 1",
+        f"ValueError: MoELayer: the default dtype {same} 'float32' on rank 0, 'float64' on rank 1",
+    ]
+    assert run(bad_options_on_one_rank, 2) == [
+        [f"RuntimeError: MoELayer: {other}"] * 2 + of_both + [f"RuntimeError: ExpertParallel: {other}"],
+        [
+            "ValueError: MoELayer: keep must be one of 'h', 'x', 'h_fp8', but got 'zzz'",
+            "ValueError: MoELayer: workspace_mb must be from 1 to 2147483647, but got -5",
+            *of_both,
+            "FileNotFoundError: [Errno 2] No such file or directory: '/no such file'",
+        ],
+    ]
