@@ -8,7 +8,8 @@ On a CPU, where Paddle connects the processes with gloo:
 
 Each process has a part of the experts, and texts of its own. At the end model and optimizer are gathered into one
 checkpoint, and a model of one process loads it. With ``--checkpoint FILE`` it stays, and a run that finds it goes on
-from there up to ``--steps``, in any number of processes that divides the number of experts.
+from there up to ``--steps``, in any number of processes that divides the number of experts. Without ``launch`` that is
+one process with all experts.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ def main() -> int:
 
     paddle.set_device("cpu")
     paddle.distributed.init_parallel_env()
-    rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
-    if group is None:
-        parser.error("start it with python -m paddle.distributed.launch, as the first lines of this file do")
+    rank, processes = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
+    group = paddle.distributed.get_group(0) if processes > 1 else None
     paddle.seed(0)  # what is no expert starts the same in all processes
     model = Decoder(CONFIG, group)
     library = load_standard_library()
@@ -74,7 +74,8 @@ def main() -> int:
         optimizer.clear_grad()
         for layer in model.moe_layers:
             load = paddle.to_tensor(layer.tokens_per_expert, dtype="int32")
-            paddle.distributed.all_reduce(load, group=group)
+            if processes > 1:
+                paddle.distributed.all_reduce(load, group=group)
             layer.router.update_correction_bias(load, 5e-3)
     after = loss_of(model, held_out)
 
@@ -86,7 +87,7 @@ def main() -> int:
     if rank != 0:
         return 0
     experts = model.moe_layers[0].experts.num_experts
-    print(f"{group.nranks} processes with {experts} of {CONFIG.experts} experts each, {arguments.steps} steps")
+    print(f"processes: {processes}, with {experts} of {CONFIG.experts} experts each, {arguments.steps} steps")
     print(f"held-out loss {before:.6f} after {done} steps, {after:.6f} after {arguments.steps}, nats per byte")
     with tempfile.TemporaryDirectory() as folder:
         file = str(arguments.checkpoint or f"{folder}/whole.pdparams")

@@ -59,24 +59,32 @@ def test_a_language_model_goes_on_from_its_checkpoint_with_the_same_bits(tmp_pat
     assert all(text.splitlines()[-1] == "PASSED" for text in texts)
 
 
-def over_two_processes(tmp_path: Path, *arguments: str) -> list[str]:
+def over_processes(count: int, tmp_path: Path, *arguments: str) -> list[str]:
     """What the example of expert parallelism prints."""
-    launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", str(tmp_path)]
+    launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(count), "--log_dir", str(tmp_path)]
+    if count == 1:
+        launch = []
     text = run(*launch, str(EXAMPLES / "expert_parallel.py"), *arguments, PADDLE_DISTRI_BACKEND="gloo")
-    return [line for line in text.splitlines() if "processes" in line or "process " in line or "nats" in line]
+    return [line for line in text.splitlines() if "processes: " in line or "process " in line or "nats" in line]
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_experts_train_and_go_on_from_a_checkpoint(tmp_path):
-    first, whole = over_two_processes(tmp_path, "--steps", "12"), str(tmp_path / "whole.pdparams")
-    assert first[0] == "2 processes with 4 of 8 experts each, 12 steps"
+def test_processes_that_share_experts_train_and_go_on_from_a_checkpoint_in_another_number(tmp_path):
+    first, whole = over_processes(2, tmp_path, "--steps", "12"), str(tmp_path / "whole.pdparams")
+    assert first[0] == "processes: 2, with 4 of 8 experts each, 12 steps"
     assert first[-1].endswith("PASSED")
-    half, rest = (over_two_processes(tmp_path, "--steps", steps, "--checkpoint", whole) for steps in ("6", "12"))
+    half, rest = (over_processes(2, tmp_path, "--steps", steps, "--checkpoint", whole) for steps in ("6", "12"))
     assert half[-1].endswith("PASSED")
     begun, ended = re.findall(r"[0-9.]+ after \d+", half[1] + rest[1])[1:3], re.findall(r"[0-9.]+ after 12", rest[1])
     assert begun[0] == begun[1]  # the loss at the checkpoint
     assert ended == re.findall(r"[0-9.]+ after 12", first[1])
     assert rest[-1] == first[-1]
+    alone = over_processes(1, tmp_path, "--steps", "16", "--checkpoint", whole)
+    assert alone[0] == "processes: 1, with 8 of 8 experts each, 16 steps"
+    assert float(re.findall(r"[0-9.]+(?= after 12)", alone[1])[0]) == pytest.approx(
+        float(ended[0].split()[0]), abs=1e-4
+    )
+    assert alone[-1].endswith("PASSED")
 
 
 def test_a_saved_model_runs_in_a_process_without_it(tmp_path):
