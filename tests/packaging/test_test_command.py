@@ -17,13 +17,15 @@ ROOT = Path(__file__).parents[2]
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """The command of `make test` on the files of a folder."""
-    made = subprocess.run(["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True, check=True)
+    # The make that this run may be a part of says nothing about the new one, and neither do pytest's options.
+    outside = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    dry = ["make", "--dry-run", "test"]
+    made = subprocess.run(dry, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
     command = made.stdout.replace("\\\n", " ").splitlines()[-1]
     python, dash_m, module, tests, *others = shlex.split(command)
     assert (dash_m, module, tests) == ("-m", "pytest", "tests")
     words = [ROOT / python, "-m", "pytest", *others, *options, f"--rootdir={folder}", "-p", "no:cacheprovider", folder]
-    # The options of the run that this test is a part of say nothing about the new one.
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    clean = {name: value for name, value in outside.items() if not name.startswith("PYTEST_")}
     return subprocess.run(words, cwd=folder, env=clean, capture_output=True, text=True, timeout=600)
 
 
