@@ -89,7 +89,7 @@ def lay_side_by_side(parameters: Sequence[Tensor]) -> None:
 
 
 def _location(tensor: Tensor) -> tuple[int, ...]:
-    """Where a tensor lies, and in what: a buffer that fuses parameters may get the address of one that was freed."""
+    """The address and allocation of a tensor: a buffer that fuses parameters may get the address of a freed one."""
     return tensor.data_ptr(), tensor._offset(), tensor._holder_size()
 
 

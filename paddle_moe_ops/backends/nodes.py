@@ -75,7 +75,7 @@ class Call:
         if not self.is_node:
             return
         given = [tensor for tensor in tensors if tensor is not None]
-        self.saved = tuple([each if each.is_contiguous() else dense(each) for each in given])
+        self.saved = tuple([dense(each) for each in given])
         if not unread:
             self.watch(*self.saved)
             return

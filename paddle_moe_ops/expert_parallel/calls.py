@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which call of which layer a rank is in. It travels with each exchange, and ranks that are in different calls raise.
+"""The call that a rank is in, of which layer. It travels with each exchange; ranks in different calls raise.
 
 Layers are numbered per group in the order in which they are made, calls per layer. A rank in another gradient mode than
 the others is in the same call: all ranks get their values, and the backward pass of the others raises before it waits.
@@ -16,7 +16,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .groups import raise_for_others
+from .groups import raise_for_others, values_of_ranks
 
 __all__ = ["CALL_WORDS", "Kind", "LayerCall", "LayerNumber", "Mode", "Step", "number_of_layer", "raise_for_modes"]
 
@@ -38,9 +38,14 @@ class Kind(enum.IntEnum):
     def text(self) -> str:
         return ("dispatch", "combine", "the backward pass of combine", "the backward pass of dispatch")[self]
 
+    @property
+    def gradient(self) -> Mode:
+        """The mode by which a rank says in the forward pass that it runs this backward pass."""
+        return Mode.COMBINE_BACKWARD if self == Kind.COMBINE_BACKWARD else Mode.DISPATCH_BACKWARD
+
 
 class Mode(enum.IntFlag):
-    """What a rank says of its call that may differ between ranks."""
+    """Facts about the call of a rank that may differ between ranks."""
 
     NONE = 0
     DISPATCH_BACKWARD = 1  # it runs the backward pass of dispatch
@@ -179,9 +184,8 @@ class Step:
         """
         is_combine = self.kind == Kind.COMBINE_BACKWARD
         forward = Kind.COMBINE if is_combine and Kind.COMBINE in self.call.modes else Kind.DISPATCH
-        gradient = Mode.COMBINE_BACKWARD if is_combine else Mode.DISPATCH_BACKWARD
         modes = self.call.modes.get(forward, [])
-        if not all(mode & gradient for mode in modes):
+        if not all(mode & self.kind.gradient for mode in modes):
             raise_for_modes(self.kind, modes, self.words(), self.call.ranks)
 
 
@@ -209,8 +213,7 @@ def check_calls(told: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
 
 def _check_same(function: str, argument: str, expected: str, values: Sequence[Any], ranks: Sequence[int]) -> None:
     if len(set(values)) > 1:
-        given = ", ".join(f"{each} on rank {rank}" for rank, each in zip(ranks, values, strict=True))
-        _checks.bad_value(f"{_NAME}.{function}", argument, expected, given)
+        _checks.bad_value(f"{_NAME}.{function}", argument, expected, values_of_ranks(values, ranks))
 
 
 def _raise_for_places(places: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
@@ -233,8 +236,7 @@ def raise_for_modes(kind: Kind, modes: Sequence[int], words: Sequence[int], rank
         words: of a rank in this call.
         ranks: of the group.
     """
-    gradient = Mode.COMBINE_BACKWARD if kind == Kind.COMBINE_BACKWARD else Mode.DISPATCH_BACKWARD
-    runs = [rank for rank, mode in zip(ranks, modes, strict=True) if mode & gradient]
+    runs = [rank for rank, mode in zip(ranks, modes, strict=True) if mode & kind.gradient]
     others = [rank for rank in ranks if rank not in runs]
     raise RuntimeError(
         f"{_NAME}: {_place(kind, *words[1:4])}, needs all ranks, but only ranks {runs} of {list(ranks)} run it: the "

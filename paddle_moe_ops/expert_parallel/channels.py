@@ -255,7 +255,7 @@ class TokenChannel:
 
     @property
     def state(self) -> Tensor:
-        """Of the rendezvous."""
+        """The state of the rendezvous."""
         return self._rendezvous.state
 
 

@@ -12,6 +12,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
+from .groups import values_of_ranks
 
 __all__ = ["Destination", "Part", "agree_on_parts", "copied", "destination_of", "gather_parts"]
 
@@ -96,7 +97,7 @@ def agree_on_parts(
     for name, ranks in groups:
         layouts = {rank: by_rank[rank].get(name, (None,))[0] for rank in ranks}
         if len(set(layouts.values())) > 1:
-            given = ", ".join(f"{layout!r} on rank {rank}" for rank, layout in layouts.items())
+            given = values_of_ranks(map(repr, layouts.values()), layouts)
             _checks.bad_value(function, name, "the same on all ranks of the group", given)
 
 

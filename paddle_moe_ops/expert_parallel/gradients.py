@@ -16,7 +16,7 @@ from .. import _checks
 from .._graphs import without_gradients
 from .buckets import reduce_in_buckets
 from .copies import are_copies_connected, connect_copies, copies_of
-from .groups import agree, group_of, group_of_experts, groups_of_experts, raising_together
+from .groups import agree, group_of, group_of_experts, groups_of_experts, raising_together, values_of_ranks
 from .meetings import DEFAULT_TIMEOUT_S, Meeting, checked_timeout
 from .parameters import is_expert_parameter
 
@@ -264,7 +264,7 @@ def _add_missing(tensors: Sequence[Tensor], gradients: Sequence[str], group: Gro
         found.pop(_NO_GRADIENT, None)
         is_added_up = not is_expert_parameter(parameter) or not _is_shared_by(parameter, group, experts)
         if len(found) > 1 and is_added_up:
-            given = ", ".join(f"{each!r} on rank {rank}" for each, rank in found.items())
+            given = values_of_ranks(map(repr, found), found.values())
             expected = "one that all ranks keep in the same attribute and dtype"
             _checks.bad_value(_NAME, f"the gradient of parameters[{number}]", expected, given)
         if found and own == _NO_GRADIENT:

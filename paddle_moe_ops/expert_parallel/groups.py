@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -24,6 +24,7 @@ __all__ = [
     "is_gloo",
     "raise_for_others",
     "raising_together",
+    "values_of_ranks",
 ]
 
 
@@ -125,8 +126,13 @@ def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         values = [each.get(name) for each in of_ranks]
         if any(other != values[0] for other in values):
-            given = ", ".join(f"{other!r} on rank {rank}" for rank, other in zip(group.ranks, values, strict=True))
+            given = values_of_ranks(map(repr, values), group.ranks)
             _checks.bad_value(function, name, "the same on all ranks of the group", given)
+
+
+def values_of_ranks(values: Iterable[Any], ranks: Iterable[int]) -> str:
+    """The text of values that differ between ranks."""
+    return ", ".join(f"{each} on rank {rank}" for each, rank in zip(values, ranks, strict=True))
 
 
 @context_manager

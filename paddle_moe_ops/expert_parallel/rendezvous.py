@@ -15,7 +15,7 @@ from paddle.distributed.communication.group import Group
 
 from .._graphs import filled
 from ..backends import direct
-from .calls import CALL_WORDS, Kind, Mode, Step, check_calls, raise_for_modes
+from .calls import CALL_WORDS, Kind, Step, check_calls, raise_for_modes
 from .groups import agree
 from .windows import granularity, host_words, share, tensor_at
 
@@ -72,8 +72,8 @@ class Rendezvous:
             int32 [P, CALL_WORDS], the calls of all ranks.
         """
         words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
-        gradient = Mode.COMBINE_BACKWARD if step.kind == Kind.COMBINE_BACKWARD else Mode.DISPATCH_BACKWARD
-        (calls,) = direct("rank_barrier", *self._places, words, forward_calls, int(gradient), waits)
+        gradient = int(step.kind.gradient)
+        (calls,) = direct("rank_barrier", *self._places, words, forward_calls, gradient, waits)
         self._raise_if_marked()
         self._keep_modes(step, calls)
         return calls

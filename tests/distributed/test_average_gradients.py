@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -118,17 +120,24 @@ def test_a_rank_that_lacks_gradients_has_zeros():
     assert second == [[[2.0, 2.0], None, [0.0, 0.0], None, [4.0]], *of_main]
 
 
-def collectives_of_a_call() -> list[str]:
-    """What a call asks of `paddle.distributed` where ranks fit together."""
-    asked: list[str] = []
+@contextlib.contextmanager
+def reductions_told(tell: Callable[[paddle.Tensor], None]) -> Iterator[pytest.MonkeyPatch]:
+    """Call a function with each tensor that is all-reduced inside, before it is."""
     all_reduce = paddle.distributed.all_reduce
 
-    def counted(tensor: paddle.Tensor, *args: Any, **options: Any) -> Any:
-        asked.append(f"all_reduce of {tensor.size}")
+    def told(tensor: paddle.Tensor, *args: Any, **options: Any) -> Any:
+        tell(tensor)
         return all_reduce(tensor, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paddle.distributed, "all_reduce", counted)
+        patch.setattr(paddle.distributed, "all_reduce", told)
+        yield patch
+
+
+def collectives_of_a_call() -> list[str]:
+    """What a call asks of `paddle.distributed` where ranks fit together."""
+    asked: list[str] = []
+    with reductions_told(lambda tensor: asked.append(f"all_reduce of {tensor.size}")) as patch:
         patch.setattr(paddle.distributed, "all_gather_object", lambda *_, **__: asked.append("all_gather_object"))
         average_gradients([parameter([70]), of_experts([80]), frozen([90])])
     return asked
@@ -160,14 +169,11 @@ def in_buckets(bucket_bytes: int) -> tuple[list[NDArray], list[str]]:
     # with the strides of a transposed matrix
     parameters[-1].main_grad = paddle.to_tensor(integers(rank, 10, (5, 2)).T).t()
     kept = [gradient_of(each) for each in parameters]
-    all_reduce = paddle.distributed.all_reduce
 
-    def counted(tensor: paddle.Tensor, *given: Any, **options: Any) -> Any:
+    def tell(tensor: paddle.Tensor) -> None:
         asked.append(f"{tensor.size} of {str(tensor.dtype).removeprefix('paddle.')}")
-        return all_reduce(tensor, *given, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paddle.distributed, "all_reduce", counted)
+    with reductions_told(tell) as patch:
         patch.setattr(buckets, "BUCKET_BYTES", bucket_bytes)
         average_gradients(parameters)
     return [each.astype("float32").numpy() for each in kept], asked

@@ -29,7 +29,7 @@ struct Records {
   }
 };
 
-// Whether ranks made different calls.
+// True if ranks made different calls.
 PMO_ANYWHERE inline bool is_marked(const int32_t* mark) { return mark != nullptr && *mark != 0; }
 
 // The rank of a slot's expert, -1 if it has none. Experts fit 32 bits, in which a GPU divides fast.
@@ -123,7 +123,7 @@ PMO_ANYWHERE inline bool is_fetched(uint32_t i, int64_t fetched) {
   return i % PMO_FETCHED_PERIOD * every % PMO_FETCHED_PERIOD < every;
 }
 
-// Whether a rank runs the backward pass that a barrier belongs to.
+// True if a rank runs the backward pass that a barrier belongs to.
 PMO_ANYWHERE inline bool runs_backward(const pmo_rank_barrier_params& p, int64_t rank) {
   return (p.forward_calls[rank * PMO_CALL_WORDS + PMO_CALL_WORDS - 1] & p.gradient) != 0;
 }

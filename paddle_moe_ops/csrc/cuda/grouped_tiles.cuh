@@ -51,7 +51,7 @@ struct GroupedPlace {
 
 #ifdef PMO_HOPPER_CODE
 
-// Of a test build with PMO_SCHEDULER_JITTER, a power of two: half of the calls delay the warp by up to that many cycles, so the scheduler
+// In a test build with PMO_SCHEDULER_JITTER, a power of two, half of the calls delay the warp by up to that many cycles, so the scheduler
 // warp may fall behind the warps that wait for its tiles, or run ahead of them. Nothing in other builds.
 __device__ inline void jitter() {
 #ifdef PMO_SCHEDULER_JITTER

@@ -125,7 +125,7 @@ const int32_t* mark_in(const paddle::Tensor& state) {
   return state.data<int32_t>() + 1;
 }
 
-// Where ranks meet, and what a rank says there of its call.
+// The memory of a barrier, and the call that this rank is in.
 struct Meeting {
   const paddle::Tensor& arrived;
   const paddle::Tensor& peers;

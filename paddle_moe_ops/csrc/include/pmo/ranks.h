@@ -20,7 +20,7 @@ extern "C" {
 #define PMO_RECORDS_HEADER 64
 
 // A call of a rank in words: all but the last must be the same on all ranks; the last one has a bit for each gradient that the rank computes.
-// Where ranks differ, the barrier marks its state, and operators that are given the mark write 0xFF to each byte of their floating-point
+// If ranks differ, the barrier marks its state, and operators that are given the mark write 0xFF to each byte of their floating-point
 // outputs, which is NaN in every dtype.
 #define PMO_CALL_WORDS 8
 #define PMO_BARRIER_REGION (64 + 2 * 4 * PMO_CALL_WORDS)
