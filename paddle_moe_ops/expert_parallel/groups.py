@@ -119,15 +119,8 @@ def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:
     Raises:
         ValueError: on every rank, if the settings differ, or some ranks lack one.
     """
-    if group.nranks == 1:
-        return
-    of_ranks: list[dict[str, Any]] = []
-    paddle.distributed.all_gather_object(of_ranks, dict(settings), group=group)
-    for name in dict.fromkeys(name for each in of_ranks for name in each):
-        values = [each.get(name) for each in of_ranks]
-        if any(other != values[0] for other in values):
-            given = values_of_ranks(map(repr, values), group.ranks)
-            _checks.bad_value(function, name, "the same on all ranks of the group", given)
+    with raising_together(function, group, settings):
+        pass
 
 
 def values_of_ranks(values: Iterable[Any], ranks: Iterable[int]) -> str:
@@ -136,25 +129,40 @@ def values_of_ranks(values: Iterable[Any], ranks: Iterable[int]) -> str:
 
 
 @context_manager
-def raising_together(function: str, group: Group) -> Iterator[None]:
+def raising_together(function: str, group: Group, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Make bad arguments and failures of one rank an error on every rank; every rank must come here.
+
+    One exchange, after the block.
+
+    Args:
+        function: name that begins the messages.
+        group: the ranks.
+        settings: what must be the same on all of them, by name.
 
     Raises:
         TypeError, ValueError, RuntimeError, OSError: what this rank raised inside.
         RuntimeError: other ranks raised.
+        ValueError: on every rank, if the settings differ, or some ranks lack one.
     """
     error: Exception | None = None
     try:
         yield
     except (TypeError, ValueError, RuntimeError, OSError) as caught:
         error = caught
-    raised: list[bool] = [error is not None]
-    if group.nranks > 1:
-        raised = []
-        paddle.distributed.all_gather_object(raised, error is not None, group=group)
+    own = error is not None, dict(settings or {})
+    of_ranks: list[tuple[bool, dict[str, Any]]] = []
+    if group.nranks == 1:
+        of_ranks.append(own)
+    else:
+        paddle.distributed.all_gather_object(of_ranks, own, group=group)
     if error is not None:
         raise error
-    raise_for_others(function, group.ranks, [rank for rank, bad in zip(group.ranks, raised, strict=True) if bad])
+    raise_for_others(function, group.ranks, [rank for rank, (bad, _) in zip(group.ranks, of_ranks, strict=True) if bad])
+    for name in dict.fromkeys(name for _, each in of_ranks for name in each):
+        values = [each.get(name) for _, each in of_ranks]
+        if any(other != values[0] for other in values):
+            given = values_of_ranks(map(repr, values), group.ranks)
+            _checks.bad_value(function, name, "the same on all ranks of the group", given)
 
 
 def raise_for_others(function: str, ranks: Sequence[int], raised: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from paddle.jit.sot.psdb import in_sot
 
 from .. import _checks
 from .._graphs import filled, is_graph_value, public
-from ..expert_parallel.groups import agree, group_of, raising_together
+from ..expert_parallel.groups import group_of, raising_together
 from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
 from ..expert_parallel.parallel import ExpertParallel, check_travel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
@@ -138,7 +138,7 @@ class MoELayer(nn.Layer):
             settings |= {"accumulate": accumulate, "activation": activation, "expert_bias": expert_bias}
             settings |= {"compute": compute, "keep": keep, "workspace_mb": workspace_mb}
             settings |= travels | {"the default dtype": paddle.get_default_dtype()}
-        with nullcontext() if group is None else raising_together(name, group):
+        with nullcontext() if group is None else raising_together(name, group, settings):
             _checks.flag(name, "expert_bias", expert_bias)
             num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
             with _checks.renaming("TopKRouter", name):
@@ -165,7 +165,6 @@ class MoELayer(nn.Layer):
             self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
         self.parallel: ExpertParallel | None = None
         if group is not None:
-            agree(name, group, settings)
             if compute is not None and combine != "reduced":
                 _checks.bad_value(name, "compute", 'None with combine="exact" between ranks', repr(compute))
             with _checks.renaming("ExpertParallel", name):
