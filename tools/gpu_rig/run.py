@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import filecmp
 import importlib.util
 import json
 import os
@@ -94,10 +95,18 @@ def unpack(parts: list[Path]) -> None:
 
 
 def install_library(folder: Path) -> None:
-    """Put the operators that were built for this Paddle where the package looks for them."""
+    """Put the operators that were built for this Paddle where the package looks for them.
+
+    A library that a process has loaded is replaced by a new file: writing into it would change that process's code.
+    """
     for name in ("_C_pd_.so", "_C.py", "_build_info.json"):
-        if (folder / name).exists():  # the stub _C.py is for Paddle 3
-            shutil.copy(folder / name, ROOT / "paddle_moe_ops" / name)
+        source, target = folder / name, ROOT / "paddle_moe_ops" / name
+        if not source.exists():  # the stub _C.py is for Paddle 3
+            continue
+        if not (target.exists() and filecmp.cmp(source, target, shallow=False)):
+            copied = target.with_name(f"{name}.{os.getpid()}")
+            shutil.copy(source, copied)
+            copied.replace(target)
 
 
 def environment(suite: str) -> dict[str, str]:
