@@ -124,7 +124,7 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: St
             tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY, leaves_room=True)
         else:
             tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, fetched=0, leaves_room=True)
-        direct("rank_join", slot.beside, False)
+        direct("rank_join", channel.state, False)
         channel.wait(step)
         if is_float8:
             (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)
@@ -134,7 +134,7 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: St
         elif not stay:
             tokens = slot.rows.receive(arrivals.rows, own=tokens, fetched=0)
     finally:
-        direct("rank_join", slot.beside, True)
+        direct("rank_join", channel.state, True)
     trip = _Trip(channel, step.call, ids, token_rows, arrivals.rows, arrivals.calls)
     return ArrivedTokens(tokens, arrivals.plan, arrivals.probs, dropped, routed, trip)
 

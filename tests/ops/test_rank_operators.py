@@ -50,7 +50,7 @@ def good_calls() -> dict[str, list[Any]]:
         "rank_plan": [IDS, PROBS, region, E, S, S, True],
         "rank_records": [region, K, S, 0, E],
         "rank_arrivals": [region, *PLACES, CALL, 1000, K, S, 0, E],
-        "rank_join": [region, True],
+        "rank_join": [STATE, True],
         "rank_send": [X, TOKEN_ROWS, rows, rows.copy(), 1, 0, 3, TO_WINDOW, False],
         "rank_receive": [TOKEN_ROWS, rows, rows.copy(), rows.copy(), None, STATE, 1, 0, 3],
         "rank_quantize": [X, TOKEN_ROWS, row_to_token, codes, False, 1e-4],
@@ -88,7 +88,7 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
     flags, state, report = (tensor(np.zeros_like(each), place) for each in (NEXT_TURN, STATE, REPORT))
     calls, *made = direct("rank_arrivals", region, flags, flags, state, report, CALL, 1000, K, S, 0, E)
     for waits_for_routing in (False, True):
-        direct("rank_join", region, waits_for_routing)
+        direct("rank_join", state, waits_for_routing)
     due = reference.route(to_numpy(got_ids), num_experts=E)
     names = (
         "slot_to_row",
@@ -198,7 +198,7 @@ def test_ranks_in_other_calls_mark_the_state_and_probabilities_are_nan(place):
     state, report = tensor(STATE, place), tensor(np.zeros([1, 1 + 2 * WORDS], np.int32), place)
     region = tensor(np.zeros([2, REGION], np.uint8), place)
     calls, _, probs, *_ = direct("rank_arrivals", region, arrived, peers, state, report, CALL, 1000, K, S, 0, E)
-    direct("rank_join", region, True)
+    direct("rank_join", state, True)
     assert to_numpy(state).tolist() == [1, 1]
     assert to_numpy(report).tolist() == [[1, *to_numpy(calls).reshape(-1).tolist()]]
     assert to_numpy(calls).tolist() == [[0] * WORDS] * 2

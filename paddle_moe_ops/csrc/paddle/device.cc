@@ -80,38 +80,6 @@ void check_cuda(cudaError_t error, const char* function) {
   if (error != cudaSuccess) fail_internally(std::string(function) + ": CUDA: " + cudaGetErrorString(error));
 }
 
-// A GPU's stream beside those of its targets. It stays until the process ends.
-struct Beside {
-  cudaStream_t stream = nullptr;
-  cudaEvent_t event = nullptr, mark = nullptr;  // another thread's mark comes later on the same stream
-  mutable std::mutex mutex;                     // held while the event is in use
-
-  // Makes one stream wait for the other's work so far. The event may be recorded again as soon as that is asked for.
-  void wait(cudaStream_t waits, cudaStream_t works, const char* function) const {
-    const std::lock_guard<std::mutex> lock(mutex);
-    check_cuda(cudaEventRecord(event, works), function);
-    check_cuda(cudaStreamWaitEvent(waits, event, 0), function);
-  }
-};
-
-// For the current device.
-const Beside& beside_gpu(int device, const char* function) {
-  static std::mutex mutex;
-  static std::unordered_map<int, Beside> of_devices;  // whose elements stay where they are
-  const std::lock_guard<std::mutex> lock(mutex);
-  Beside& made = of_devices[device];
-  if (made.event == nullptr) {
-    int lowest = 0, highest = 0;
-    check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), function);
-    if (made.stream == nullptr) {
-      check_cuda(cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, highest), function);
-    }
-    if (made.mark == nullptr) check_cuda(cudaEventCreateWithFlags(&made.mark, cudaEventDisableTiming), function);
-    check_cuda(cudaEventCreateWithFlags(&made.event, cudaEventDisableTiming), function);
-  }
-  return made;
-}
-
 #endif
 
 }  // namespace
@@ -170,44 +138,71 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
   stream_ = stream_of(*first);  // GPUPlace: that of the current device
 }
 
-Target Target::beside() const {
 #ifdef PMO_WITH_CUDA
-  if (is_gpu_) return {*this, beside_gpu(place_.GetDeviceId(), function_).stream};
-#endif
-  return {*this, stream_};
+// Lives until the process ends; a later group whose address is the same uses it again.
+struct GroupStream {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t event = nullptr, mark = nullptr;  // another thread's mark comes later on the same stream
+  mutable std::mutex mutex;                     // held while the event is in use
+
+  // Makes one stream wait for the other's work so far. The event may be recorded again as soon as that is asked for.
+  void wait(cudaStream_t waits, cudaStream_t works, const char* function) const {
+    const std::lock_guard<std::mutex> lock(mutex);
+    check_cuda(cudaEventRecord(event, works), function);
+    check_cuda(cudaStreamWaitEvent(waits, event, 0), function);
+  }
+};
+
+namespace {
+
+// On the current device.
+const GroupStream* stream_of_group(const void* group, const char* function) {
+  static std::mutex mutex;
+  static std::unordered_map<const void*, GroupStream> of_groups;  // whose elements stay where they are
+  const std::lock_guard<std::mutex> lock(mutex);
+  GroupStream& made = of_groups[group];
+  if (made.event == nullptr) {
+    int lowest = 0, highest = 0;
+    check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), function);
+    if (made.stream == nullptr) {
+      check_cuda(cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, highest), function);
+    }
+    if (made.mark == nullptr) check_cuda(cudaEventCreateWithFlags(&made.mark, cudaEventDisableTiming), function);
+    check_cuda(cudaEventCreateWithFlags(&made.event, cudaEventDisableTiming), function);
+  }
+  return &made;
 }
 
-void Target::fork() const {
-#ifdef PMO_WITH_CUDA
-  if (!is_gpu_) return;
-  const Beside& made = beside_gpu(place_.GetDeviceId(), function_);
-  made.wait(made.stream, static_cast<cudaStream_t>(stream_), function_);
-#endif
+}  // namespace
+
+SideStream::SideStream(const Target& target, const void* group)
+    : main_(target),
+      stream_(target.is_gpu_ ? stream_of_group(group, target.function_) : nullptr),
+      target_(target, stream_ == nullptr ? target.stream_ : stream_->stream) {}
+
+void SideStream::fork() const {
+  if (stream_ != nullptr) stream_->wait(stream_->stream, static_cast<cudaStream_t>(main_.stream_), main_.function_);
 }
 
-void Target::join() const {
-#ifdef PMO_WITH_CUDA
-  if (!is_gpu_) return;
-  const Beside& made = beside_gpu(place_.GetDeviceId(), function_);
-  made.wait(static_cast<cudaStream_t>(stream_), made.stream, function_);
-#endif
+void SideStream::join() const {
+  if (stream_ != nullptr) stream_->wait(static_cast<cudaStream_t>(main_.stream_), stream_->stream, main_.function_);
 }
 
-void Target::mark() const {
-#ifdef PMO_WITH_CUDA
-  if (!is_gpu_) return;
-  const Beside& made = beside_gpu(place_.GetDeviceId(), function_);
-  check_cuda(cudaEventRecord(made.mark, made.stream), function_);
-#endif
+void SideStream::mark() const {
+  if (stream_ != nullptr) check_cuda(cudaEventRecord(stream_->mark, stream_->stream), main_.function_);
 }
 
-void Target::join_mark() const {
-#ifdef PMO_WITH_CUDA
-  if (!is_gpu_) return;
-  const Beside& made = beside_gpu(place_.GetDeviceId(), function_);
-  check_cuda(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream_), made.mark, 0), function_);
-#endif
+void SideStream::join_mark() const {
+  if (stream_ == nullptr) return;
+  check_cuda(cudaStreamWaitEvent(static_cast<cudaStream_t>(main_.stream_), stream_->mark, 0), main_.function_);
 }
+#else
+SideStream::SideStream(const Target& target, const void*) : main_(target), target_(target, target.stream_) {}
+void SideStream::fork() const {}
+void SideStream::join() const {}
+void SideStream::mark() const {}
+void SideStream::join_mark() const {}
+#endif
 
 paddle::Tensor Target::zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const {
   paddle::Tensor tensor = empty(shape, dtype);

@@ -41,16 +41,6 @@ class Target {
   Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
          std::initializer_list<const paddle::Tensor*> optional = {});
 
-  // A target whose work runs beside this one's: after all that was asked for before `fork`, and until `join` makes this one wait for it. It
-  // is for small kernels: its stream has the highest priority. What they use must live from fork to join. On a CPU it is the same target.
-  Target beside() const;
-  void fork() const;
-  void join() const;
-
-  // Marks how far the work beside this target's has come; `join_mark` waits for that alone. `join` must still follow.
-  void mark() const;
-  void join_mark() const;
-
   bool is_gpu() const { return is_gpu_; }
   void* stream() const { return stream_; }
   const paddle::Place& place() const { return place_; }
@@ -75,6 +65,7 @@ class Target {
   void copy_to_host(const void* source, int64_t bytes, void* target) const;
 
  private:
+  friend class SideStream;
   Target(const Target& of, void* stream) : function_(of.function_), place_(of.place_), is_gpu_(of.is_gpu_), stream_(stream) {}
 
   const char* function_;
@@ -82,6 +73,31 @@ class Target {
   bool is_gpu_ = false;
   void* stream_ = nullptr;
   CurrentDevice current_device_;
+};
+
+struct GroupStream;
+
+// The side stream of a group of ranks, for small kernels: it has the highest priority. Its work starts after all that the target's stream
+// was given before `fork`, and the target's stream waits for it at `join`. Memory that its kernels use must live from fork to join.
+// Groups have a stream each, since their barriers may be reached in another order on each rank. On a CPU everything runs at once.
+class SideStream {
+ public:
+  // `group`: an address that is the group's own, such as that of its barrier's state.
+  SideStream(const Target& target, const void* group);
+
+  // The target's device with the side stream.
+  const Target& target() const { return target_; }
+  void fork() const;
+  void join() const;
+
+  // `mark` records how far the side stream is; `join_mark` waits for that alone. `join` must still follow.
+  void mark() const;
+  void join_mark() const;
+
+ private:
+  const Target& main_;
+  const GroupStream* stream_ = nullptr;  // none on a CPU
+  Target target_;
 };
 
 }  // namespace binding

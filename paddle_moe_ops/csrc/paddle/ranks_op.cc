@@ -183,7 +183,8 @@ Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arriv
                       int64_t topk, int64_t rows_per_rank, int64_t first_expert, int64_t num_experts) {
   static const std::vector<int> kNoCounts;
   const Target target(kFunction, {&records, &arrived, &peers, &state, &report});
-  const Target aside = target.beside();
+  const SideStream side(target, mark_in(state));
+  const Target& aside = side.target();
   pmo_rank_barrier_params meets = {};
   Outputs made = {prepare_barrier(target, {arrived, peers, state, report, call, timeout_ms}, nullptr, 0, &meets)};
   pmo_rank_records_params p = {};
@@ -200,29 +201,31 @@ Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arriv
   };
   // Memory that was in use before the fork may be given out, but none that is given back after it.
   if (target.is_gpu()) prepare_plan();
-  target.fork();
+  side.fork();
   try {
     check_status(PMO_CALL(aside, rank_barrier, &meets), kFunction);
     check_status(PMO_CALL(aside, rank_records, &p), kFunction);
-    target.mark();
+    side.mark();
     if (!target.is_gpu()) prepare_plan();  // which counts the ids
     routing->run();
   } catch (...) {
-    target.join();
+    side.join();
     throw;
   }
   made.push_back(routing->workspace());
   return made;
 }
 
-Outputs rank_join(const paddle::Tensor& like, bool waits_for_routing) {
-  const Target target(kFunction, {&like});
+// Makes the stream wait for rank_arrivals of the group whose barrier has this state.
+Outputs rank_join(const paddle::Tensor& state, bool waits_for_routing) {
+  const Target target(kFunction, {&state});
+  const SideStream side(target, mark_in(state));
   if (waits_for_routing) {
-    target.join();
+    side.join();
   } else {
-    target.join_mark();
+    side.join_mark();
   }
-  return {like};
+  return {state};
 }
 
 // The rows of a window, and what sending and receiving share.
