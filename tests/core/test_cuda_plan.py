@@ -168,7 +168,9 @@ def check_limits(gpu: Gpu, sizes: Sizes, plan: Plan) -> None:
     assert plan.shared_bytes + STATIC_SHARED <= gpu.shared_per_block
     assert 1 <= plan.blocks <= 512
     if plan.cooperative:
-        assert plan.blocks <= gpu.multiprocessors * resident_blocks(gpu, sizes, plan)
+        room = gpu.multiprocessors * resident_blocks(gpu, sizes, plan)
+        assert plan.blocks <= room
+        assert sizes.row_bytes or 4 * plan.blocks <= 3 * room  # kernels of collectives stay on the rest
     scratch = 0
     if sizes.experts:
         histograms = 0 if plan.counts_everything else 12 * sizes.experts
@@ -285,16 +287,16 @@ def test_routing_takes_one_launch_on_every_gpu(plan_of: Any, gpu: str, experts: 
     check(GPUS[gpu], sizes, plan)
 
 
-def test_as_many_blocks_share_a_multiprocessor_as_fit(plan_of: Any) -> None:
+def test_routing_uses_three_quarters_of_the_blocks_that_fit(plan_of: Any) -> None:
     def per_multiprocessor(gpu: str, experts: int, tokens: int = 153962) -> float:
         return plan_of(GPUS[gpu], Sizes(tokens, 10, 10 * tokens, experts)).blocks / GPUS[gpu].multiprocessors
 
-    assert per_multiprocessor("sm_90 H100", 1024) == 3
+    assert per_multiprocessor("sm_90 H100", 1024) == 2.25
     assert per_multiprocessor("sm_90 H100", 1024, tokens=16384) == 2
-    assert per_multiprocessor("sm_80 A100", 256) == 3
-    assert per_multiprocessor("sm_80 A100", 1024) == 2
-    assert per_multiprocessor("sm_89 L40S", 256) == 3
-    assert per_multiprocessor("sm_89 L40S", 1024) == 1
+    assert per_multiprocessor("sm_80 A100", 256) == 2.25
+    assert per_multiprocessor("sm_80 A100", 1024) == 1.5
+    assert per_multiprocessor("sm_89 L40S", 256) == pytest.approx(2.25, abs=0.01)
+    assert per_multiprocessor("sm_89 L40S", 1024) == pytest.approx(0.75, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ MEASURED = {
     Sizes(4096, 8, 32768, 256, 7168, 224): Plan(1, BULK, 264, 1, 0, 1, 136, 1, 7168, 8, 2, 59136, 76076),
     Sizes(16384, 8, 131072, 0, 16384): Plan(1, BULK, 264, 1, 0, 0, 0, 1, 16384, 7, 9, 114688, 114688),
     Sizes(4096, 8, 32768, 0, 14336): Plan(1, BULK, 264, 1, 0, 0, 0, 1, 14336, 8, 2, 114688, 114688),
-    Sizes(153962, 10, 217000, 8): Plan(1, NONE, 396, 1, 0, 0, 0, 1, 0, 0, 1, 0, 524),
+    Sizes(153962, 10, 217000, 8): Plan(1, NONE, 297, 1, 0, 0, 0, 1, 0, 0, 1, 0, 524),
     Sizes(4096, 8, 32768, 256): Plan(1, NONE, 264, 1, 0, 1, 136, 1, 0, 0, 1, 0, 16940),
     Sizes(128, 8, 1040, 128, 14336): Plan(1, BULK, 264, 0, 1, 0, 16, 2, 7168, 1, 1, 7168, 9292),
 }

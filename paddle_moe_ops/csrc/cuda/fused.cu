@@ -3,8 +3,8 @@
 
 // Routing and permutation in one launch.
 //
-// Blocks: two per multiprocessor, all resident at once (a cooperative launch wherever they wait for each other); without rows three for
-// many slots, and fewer where they do not fit. Each owns a contiguous range of tokens, or of pieces of rows when there are fewer tokens
+// Blocks: two per multiprocessor, all resident at once (a cooperative launch wherever they wait for each other). Without rows: up to
+// three quarters of those that the GPU has room for, so that kernels of collectives fit beside them. Each owns a contiguous range of tokens, or of pieces of rows when there are fewer tokens
 // than blocks (fused_plan.h).
 //
 // Routing, a stable counting sort of slots by expert without atomics on positions: a block counts its slots, the blocks exchange

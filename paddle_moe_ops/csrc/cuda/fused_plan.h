@@ -30,6 +30,10 @@ constexpr int kMaxFusedExperts = 1024;
 constexpr int kMovingBlocks = 2;   // of a multiprocessor
 constexpr int kRoutingBlocks = 3;  // without rows
 static_assert(kRoutingBlocks * kBlockThreads <= kMultiprocessorThreads, "a multiprocessor holds the blocks");
+// A cooperative launch starts when all its CTAs can be resident at once. One that fills the GPU waits for the last CTA of every other
+// kernel, and a kernel of a collective stays until its peers arrive. So routing without rows leaves a quarter of the GPU to others: NCCL
+// has at most 32 CTAs. A launch that moves rows uses the whole GPU: a quarter less makes it 5 to 10 % slower.
+constexpr int kQuarters = 4, kQuartersToRoute = 3;
 
 constexpr int64_t kManySlots = int64_t{1} << 20;  // from here on a third block per multiprocessor is faster
 constexpr int64_t kFusedSharedReads = 1024;       // up to so many slots every block reads all ids
@@ -92,8 +96,9 @@ constexpr int64_t registers_of_block(int blocks) {
   return int64_t{kBlockThreads / kWarpSize} * of_warp;
 }
 
-// The plan for so many blocks to a multiprocessor, all resident at once.
-inline FusedPlan plan_fused_blocks(const DeviceLimits& limits, const FusedSizes& sizes, Move move, int per_multiprocessor) {
+// The plan for at most `blocks` of them, of which a multiprocessor has room for `per_multiprocessor`; all are resident at once.
+inline FusedPlan plan_fused_blocks(const DeviceLimits& limits, const FusedSizes& sizes, Move move, int per_multiprocessor,
+                                   int64_t blocks) {
   const bool routes = sizes.num_experts > 0, moves = move != Move::kNone;
   const FusedPlan none;
   if (per_multiprocessor * kBlockThreads > limits.threads_per_multiprocessor ||
@@ -102,7 +107,7 @@ inline FusedPlan plan_fused_blocks(const DeviceLimits& limits, const FusedSizes&
   }
   FusedPlan plan;
   plan.move = move;
-  int64_t blocks = std::min<int64_t>(kMaxBlocks, int64_t{limits.multiprocessors} * per_multiprocessor);
+  blocks = std::min<int64_t>(kMaxBlocks, blocks);
   const int64_t slots_of_block = (sizes.num_tokens / blocks + 2) * sizes.topk;
   const bool slots_are_local = slots_of_block <= kMaxLocalSlots;  // not with many tokens for few blocks
   plan.counts_everything = routes && sizes.num_tokens * sizes.topk <= kFusedSharedReads && slots_are_local;
@@ -150,11 +155,13 @@ inline FusedPlan plan_fused(const DeviceLimits& limits, const FusedSizes& sizes)
   const FusedPlan none;
   const bool routes = sizes.num_experts > 0, moves = sizes.row_bytes > 0;
   if (sizes.num_tokens + kTokensBeyond > kMaxIndex) return none;
+  const int64_t multiprocessors = limits.multiprocessors;
   if (!moves) {
-    // A third block for many slots, and fewer where their shared memory does not suffice for the usual number.
     const bool many_slots = sizes.num_tokens * sizes.topk >= kManySlots;
-    for (int blocks = many_slots ? kRoutingBlocks : kMovingBlocks; blocks > 0; --blocks) {
-      const FusedPlan plan = plan_fused_blocks(limits, sizes, Move::kNone, blocks);
+    const int64_t wanted = multiprocessors * (many_slots ? kRoutingBlocks : kMovingBlocks);
+    for (int room = kRoutingBlocks; room > 0; --room) {  // of a multiprocessor, as far as shared memory suffices
+      const int64_t others_fit = std::max<int64_t>(1, multiprocessors * room * kQuartersToRoute / kQuarters);
+      const FusedPlan plan = plan_fused_blocks(limits, sizes, Move::kNone, room, std::min(wanted, others_fit));
       if (plan.fits) return plan;
     }
     return none;
@@ -165,7 +172,7 @@ inline FusedPlan plan_fused(const DeviceLimits& limits, const FusedSizes& sizes)
   const bool few_rows = sizes.num_rows < kFewRowsToMove * sizes.num_tokens;
   const bool small = (sizes.num_tokens + sizes.num_rows) * sizes.row_bytes < kManyBytes;
   if (!routes && (move == Move::kThreads || few_rows || small)) return none;
-  const FusedPlan plan = plan_fused_blocks(limits, sizes, move, kMovingBlocks);
+  const FusedPlan plan = plan_fused_blocks(limits, sizes, move, kMovingBlocks, multiprocessors * kMovingBlocks);
   return plan.num_stages > 1 && (move == Move::kThreads || few_rows) ? none : plan;
 }
 
