@@ -389,11 +389,15 @@ def test_bad_arguments_are_named(changes, text, rng, place):
         moe_mlp(**arguments)
 
 
-def test_a_main_grad_of_another_shape_is_refused(rng, place):
+@pytest.mark.parametrize("strided", [False, True], ids=["another shape", "strided"])
+def test_a_main_grad_of_another_layout_is_refused(strided, rng, place):
     layer = Layer(rng, ODD)
     leaves = layer.leaves(place)
-    leaves["down"].main_grad = paddle.zeros([3])
-    with pytest.raises(ValueError, match=r"^moe_mlp: down must be a parameter whose main_grad is contiguous"):
+    held = paddle.zeros([ODD.E, D, N]).transpose([0, 2, 1]) if strided else paddle.zeros([3])
+    leaves["down"].main_grad = held
+    given = f"float32 {list(held.shape)}{', not contiguous,' * strided} on {held.place}"
+    text = "a parameter whose main_grad is contiguous, float32, of its shape and place, but got one whose main_grad is"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'moe_mlp: down must be {text} {given}')}$"):
         layer.call(leaves, place, accumulate=True)
 
 
