@@ -49,7 +49,8 @@ def _why_not(name: str, parameter: Tensor, held: Tensor | None) -> tuple[str, st
         fits = held.dtype in (paddle.float32, parameter.dtype) and held.shape == parameter.shape
         if fits and held.is_contiguous() and held.place == parameter.place:
             return None
-        given = f"{dtype_name(held.dtype)} {list(held.shape)} on {held.place}"
+        layout = ", not contiguous," if fits and not held.is_contiguous() else ""
+        given = f"{dtype_name(held.dtype)} {list(held.shape)}{layout} on {held.place}"
     dtypes = " or ".join(dict.fromkeys(("float32", dtype_name(parameter.dtype))))
     return f"a parameter whose {name} is contiguous, {dtypes}, of its shape and place", f"one whose {name} is {given}"
 

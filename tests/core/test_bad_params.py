@@ -19,11 +19,13 @@ from .binding import Core, CoreError
 from .guards import guarded_outputs, is_poison
 from .inputs import SMALL
 from .operators import NAMES, OPERATORS
+from .operators.base import TOO_MANY, TOO_MANY_EXPERTS, TOO_WIDE
 from .operators.slots import SlotsParams
 from .structs import DTYPES, Findings, Params, Size, Status
 
 HEADERS = Path(__file__).resolve().parents[2] / "paddle_moe_ops" / "csrc" / "include" / "pmo"
 
+FLT_MAX = float(np.finfo(np.float32).max)
 BAD_FIELDS = [
     (made, (field, value))
     for made, operator in OPERATORS.items()
@@ -69,6 +71,30 @@ def test_bad_size_or_enum_is_named(core: Core, made: str, spoilt: tuple[str, flo
         setattr(params, field, value)
         text = refusal(core, operator.name, params)
     assert text.split(" must be ")[0] == field.removesuffix("_bytes")
+
+
+EMPTY = {"num_tokens": 0, "num_rows": 0}
+LIMITS = [
+    ("route_count", {"padding_alignment": 2**31 - 1}),
+    ("gather_slots", {**EMPTY, "num_experts": TOO_MANY_EXPERTS - 1}),
+    ("topk", {"num_tokens": 0, "num_experts": TOO_MANY_EXPERTS - 1, "num_groups": 1, "topk_groups": 1}),
+    ("permute", {**EMPTY, "hidden": TOO_WIDE - 1}),
+    ("permute", {**EMPTY, "topk": TOO_MANY - 1}),
+    ("near_blocks", {"num_matrices": 0, "num_rows": 2**30 - 1, "num_columns": 2**30 - 1}),
+    ("near_blocks", {"num_matrices": TOO_MANY_EXPERTS - 1, "num_rows": 0}),
+    ("grouped_clear", {"num_rows": 0, "row_size": 2**30}),
+    *((made, {"amax_min": value}) for made in ("quantize", "near_blocks") for value in (2.0**-100, FLT_MAX)),
+]
+
+
+@pytest.mark.parametrize(("made", "changes"), LIMITS, ids=str)
+def test_values_at_the_limits_are_taken(core: Core, made: str, changes: dict[str, float]) -> None:
+    operator = OPERATORS[made]
+    with guarded_outputs() as output:
+        params = operator.valid(core, output, SMALL)
+        for field, value in changes.items():
+            setattr(params, field, value)
+        core.run(operator.name, params)
 
 
 @pytest.mark.parametrize("size", [0, -1, 8, 1000])

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops.reference.activations import activate, activation_factors
 
-from ..reference.cases import ordinary_floats
+from ..reference.cases import assert_same_bits, ordinary_floats
 from .binding import Core
 from .cases import EXAMPLES
 from .guards import guarded_outputs
@@ -167,6 +167,17 @@ def test_gradients_of_swiglu_are_those_of_the_oracle(core: Core, shape: tuple[in
     assert (errors <= max(1e-5, LIMITS[np.dtype(dtype)] / 4) * terms + 1e-30).all()
     for each in (d_hidden, scaled, d_weights):
         assert not each[~live].astype(np.float32).any()
+
+
+@BY_DTYPE
+def test_gradients_of_swiglu_are_those_of_the_rounded_activation(core: Core, dtype: DTypeLike) -> None:
+    """Rows of one column, in which no sum is rounded."""
+    hidden, gradient = (ordinary_floats((300, width), dtype, seed=width) for width in (2, 1))
+    weights = ordinary_floats((300,), np.float32, seed=3)
+    act = swiglu(core, hidden).astype(np.float32)
+    _, scaled, d_weights = swiglu_backward(core, hidden, gradient, weights, np.arange(300, dtype=np.int32))
+    assert_same_bits(d_weights, act[:, 0] * gradient[:, 0].astype(np.float32))
+    assert_same_bits(scaled, (act * weights[:, None]).astype(dtype))
 
 
 class Facts(ctypes.Structure):

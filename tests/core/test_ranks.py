@@ -45,6 +45,8 @@ CASES = [
     (300, 4, 2, 150, 300, 300),
     (40, 3, 2, 2048, 40, 40),
     (40, 3, 2, 2049, 40, 40),
+    # the most ranks
+    (40, 3, 1024, 2, 2, 1),
 ]
 
 
@@ -263,11 +265,11 @@ def test_records_and_values_are_nan_once_ranks_differed(core: Core) -> None:
 @pytest.mark.parametrize("code", [7, -3, (1 << 40) + 1])
 def test_what_arrived_from_ranks_in_other_calls_is_nan(core: Core, code: int) -> None:
     data = np.random.default_rng(1).random(100003).astype(np.float32)
-    for rank, other in ((0, code), (68, code), (68, code + 1), (0, code ^ 1 << 33)):
-        codes, got = np.full(69, code), data.copy()
+    for size, rank, other in ((69, 0, code), (69, 68, code), (1024, 1023, code + 1), (69, 0, code ^ 1 << 33)):
+        codes, got = np.full(size, code), data.copy()
         codes[rank] = other
         core.run(
-            "rank_spoil", RankSpoilParams(num_ranks=69, data_bytes=got.nbytes - 4, code=code, codes=codes, data=got)
+            "rank_spoil", RankSpoilParams(num_ranks=size, data_bytes=got.nbytes - 4, code=code, codes=codes, data=got)
         )
         expected = data.copy()
         if other != code:

@@ -68,6 +68,17 @@ def test_any_number_of_chunks(core: Core, num_chunks: int, num_rows: int) -> Non
     check_sort(core, x, split(num_rows, num_chunks, 6, tail=num_rows // 3), order, probs)
 
 
+def test_the_most_chunks(core: Core) -> None:
+    """Two of them have rows, which change places."""
+    x, order, sizes = (
+        random_bytes((63, 24), np.float16, seed=4),
+        np.arange(1 << 20)[::-1].copy(),
+        np.zeros(1 << 20, int),
+    )
+    sizes[[7, 8]] = 20, 43
+    assert_same_bits(sort_chunks(core, x, sizes, order)[0].copy(), np.concatenate([x[20:], x[:20]]))
+
+
 @EXAMPLES
 @given(
     sizes=st.lists(st.integers(-3, 9), max_size=12),

@@ -17,6 +17,7 @@ from paddle_moe_ops.expert_parallel.transports import Scatters
 from .problems import step_of
 
 NAME = "paddle.distributed.communication.deep_ep"
+KNEE_BYTES = 64
 
 
 def install() -> None:
@@ -27,20 +28,22 @@ def install() -> None:
 
 
 class Config:
+    """Hints of which one grows with rows of up to `KNEE_BYTES`, and the other one with wider rows."""
+
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        return hidden_bytes * num_ranks
+        return min(hidden_bytes, KNEE_BYTES) * num_ranks
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        return 0
+        return max(hidden_bytes, KNEE_BYTES) * num_ranks
 
 
 class Buffer:
-    made: list[int] = []  # noqa: RUF012  what each was made for
+    made: list[tuple[int, int]] = []  # noqa: RUF012  bytes over NVLink and RDMA of each
 
     def __init__(self, group: Group, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
         self.num_nvl_bytes, self.num_rdma_bytes, self._group = num_nvl_bytes, num_rdma_bytes, group
         self._moves = Scatters(group, 60.0)
-        Buffer.made.append(num_nvl_bytes)
+        Buffer.made.append((num_nvl_bytes, num_rdma_bytes))
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -70,6 +73,9 @@ class Buffer:
     ) -> tuple[Any, ...]:
         check(x, paddle.bfloat16)
         assert x.shape[1] % 8 == 0
+        needed = x.shape[1] * x.element_size(), self._group.nranks
+        assert self.num_nvl_bytes >= Config().get_nvl_buffer_size_hint(*needed)
+        assert self.num_rdma_bytes >= Config().get_rdma_buffer_size_hint(*needed)
         if handle is not None:
             assert topk_idx is None
             assert topk_weights is None

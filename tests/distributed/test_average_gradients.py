@@ -98,7 +98,7 @@ def test_ranks_with_other_parameters_get_an_error_that_names_the_first():
 
 
 def gradients_that_one_rank_lacks() -> list[Any]:
-    """A dense parameter, one with `main_grad`, one of experts and one that no rank has a gradient of."""
+    """A dense parameter, one with `main_grad`, one of experts, one without a gradient, one with `main_grad` None."""
     rank = paddle.distributed.get_rank()
     value = None if rank else 4.0
     parameters = [
@@ -107,7 +107,9 @@ def gradients_that_one_rank_lacks() -> list[Any]:
         of_experts([2], gradient=value),
         parameter([2], gradient=None),
         parameter([1], gradient=2.0 + 4 * rank),
+        parameter([2], gradient=value),
     ]
+    parameters[-1].main_grad = None
     average_gradients(each for each in parameters)
     plain = [None if each.grad is None else each.grad.tolist() for each in parameters]
     return [plain, parameters[1].main_grad.tolist(), str(parameters[1].main_grad.dtype)]
@@ -116,8 +118,33 @@ def gradients_that_one_rank_lacks() -> list[Any]:
 def test_a_rank_that_lacks_gradients_has_zeros():
     of_main = [[2.0, 2.0], "paddle.float32"]
     first, second = run(gradients_that_one_rank_lacks, 2)
-    assert first == [[[2.0, 2.0], None, [2.0, 2.0], None, [4.0]], *of_main]
-    assert second == [[[2.0, 2.0], None, [0.0, 0.0], None, [4.0]], *of_main]
+    assert first == [[[2.0, 2.0], None, [2.0, 2.0], None, [4.0], [2.0, 2.0]], *of_main]
+    assert second == [[[2.0, 2.0], None, [0.0, 0.0], None, [4.0], [2.0, 2.0]], *of_main]
+
+
+def experts_in_other_attributes() -> list[float]:
+    """Averaged gradients of experts, in `main_grad` on rank 0 and in `grad` on rank 1, and of a dense parameter."""
+    given = [of_experts([1], gradient=4.0, main=paddle.distributed.get_rank() == 0), parameter([1], gradient=2.0)]
+    average_gradients(given)
+    return [gradient_of(each).item() for each in given]
+
+
+def test_ranks_may_keep_the_gradients_of_their_experts_in_different_attributes():
+    assert run(experts_in_other_attributes, 2) == [[2.0, 2.0]] * 2
+
+
+def between_copies_of_all_experts() -> list[list[float]]:
+    """Averaged gradients of two ranks that each have all experts; each rank lacks one of the first two gradients."""
+    rank = paddle.distributed.get_rank()
+    alone = [paddle.distributed.new_group([each]) for each in range(2)][rank]
+    given = [parameter([1], gradient=None if rank else 8.0), parameter([1], gradient=4.0 if rank else None)]
+    given.append(of_experts([1], gradient=1.0 + 4 * rank))
+    average_gradients(given, alone, copies=paddle.distributed.get_group(0))
+    return [each.grad.tolist() for each in given]
+
+
+def test_a_group_that_lacks_gradients_of_its_copies_has_zeros():
+    assert run(between_copies_of_all_experts, 2) == [[[4.0], [2.0], [3.0]]] * 2
 
 
 @contextlib.contextmanager
@@ -326,20 +353,28 @@ def test_experts_that_each_rank_has_are_averaged():
         )
 
 
-def with_groups_that_overlap() -> str:
+def with_groups_that_overlap() -> list[str]:
+    """Errors without a group, and with the group of ranks 0 and 1 though ranks 1 and 2 share the experts of rank 1."""
     pairs = []
     for ranks in ((0, 1), (1, 2)):
         pairs.append(paddle.distributed.new_group(list(ranks)))
         paddle.distributed.barrier()
     layer = paddle.nn.Layer()
     layer.weight = parameter([2])
-    mark_expert_parameters(layer, group=pairs[min(paddle.distributed.get_rank(), 1)])
-    return caught(lambda: average_gradients(layer.parameters()))
+    rank = paddle.distributed.get_rank()
+    mark_expert_parameters(layer, group=pairs[min(rank, 1)])
+    texts = [caught(lambda: average_gradients(layer.parameters()))]
+    return texts if rank == 2 else [*texts, caught(lambda: average_gradients(layer.parameters(), pairs[0]))]
 
 
 def test_groups_of_experts_that_overlap_are_refused_on_all_three_ranks():
     expected = "shared by groups that have each rank once, but got groups of ranks [[0, 1], [1, 2]]"
-    assert run(with_groups_that_overlap, 3) == [f"ValueError: average_gradients: parameters[0] must be {expected}"] * 3
+    ranks = run(with_groups_that_overlap, 3)
+    assert [texts[0] for texts in ranks] == [f"ValueError: average_gradients: parameters[0] must be {expected}"] * 3
+    # the group has as many ranks as the one that shares the experts
+    told = "RuntimeError: average_gradients: ranks [1] of [0, 1] raised an error in this call, which says more"
+    expected = "the group that shares the experts of parameters[0], ranks [1, 2], but got ranks [0, 1]"
+    assert [texts[1:] for texts in ranks] == [[told], [f"ValueError: average_gradients: group must be {expected}"], []]
 
 
 def end_in_the_middle(collective: int) -> None:

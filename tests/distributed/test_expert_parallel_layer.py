@@ -313,10 +313,11 @@ def of_rank_alone(options: dict[str, Any], tokens: tuple[int, ...]) -> Any:
     [
         {"combine": "exact"},
         {"combine": "reduced"},
+        {"combine": "reduced", "tokens_per_rank": 13},
         {"combine": "reduced", "tokens_per_rank": 13, "transport": "peer"},
         {"combine": "exact", "tokens_per_rank": 13, "transport": "peer"},
     ],
-    ids=["exact", "reduced", "peer", "exact over peers"],
+    ids=["exact", "reduced", "parts of one size", "peer", "exact over peers"],
 )
 def test_capacity_counts_the_tokens_of_a_rank(options):
     options = {"capacity_factor": 0.75, **options}

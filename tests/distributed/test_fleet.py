@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,11 +213,11 @@ def test_checkpoints_of_paddle_have_all_experts_and_what_optimizers_keep(ranks, 
 
 
 def unprepared(kind: str, splits: bool) -> list[str]:
-    """What a rank is told that gives experts to Fleet's own optimizers, and what a model without them is."""
+    """Errors of Fleet's own optimizers of experts and of a deep copy of them, and of a model without experts."""
     topology = start_fleet({"split_param": splits}, **TWO[kind])
     net = Net(group_of_experts(topology, kind))
     texts = []
-    for model in (net, net.last):
+    for model in (net, copy.deepcopy(net), net.last):
         optimizer = paddle.optimizer.SGD(parameters=model.parameters())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tensor_fusion_helper, "__current_device_type__", "gpu")
@@ -232,13 +233,33 @@ def unprepared(kind: str, splits: bool) -> list[str]:
 @pytest.mark.parametrize("splits", [False, True], ids=["whole parameters", "divided parameters"])
 @pytest.mark.parametrize("kind", TWO)
 def test_optimizers_that_would_mix_experts_are_refused(ranks, kind, splits):
-    for text, without_experts, *of_sharding in ranks(2, unprepared, kind=kind, splits=splits):
-        names = "HybridParallelOptimizer", "DygraphShardingOptimizer", "DygraphShardingOptimizerV2"
-        for name, each in zip(names, (text, *of_sharding), strict=True):
+    for text, of_copy, without_experts, *of_sharding in ranks(2, unprepared, kind=kind, splits=splits):
+        names = *["HybridParallelOptimizer"] * 2, "DygraphShardingOptimizer", "DygraphShardingOptimizerV2"
+        for name, each in zip(names, (text, of_copy, *of_sharding), strict=True):
             assert each.startswith(f"ValueError: {name}: parameters must be parameters that all its ranks have; make ")
             assert "paddle_moe_ops.expert_parallel.distributed_optimizer, but got " in each
             assert each.endswith(", of experts on ranks [0, 1], each of which has others")
         assert without_experts == "nothing was raised"
+
+
+def after_a_failure() -> list[str]:
+    """Errors of a call of `distributed_optimizer` in which Fleet's fails, and then of Fleet's own."""
+    start_fleet(**TWO[DATA])
+    optimizer = paddle.optimizer.SGD(parameters=Net(paddle.distributed.get_group(0)).parameters())
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "distributed_optimizer", failing)
+        first = caught(lambda: distributed_optimizer(optimizer))
+    return [first, caught(lambda: fleet.distributed_optimizer(optimizer))]
+
+
+def test_optimizers_that_would_mix_experts_are_refused_after_a_failure_in_fleet(ranks):
+    for first, then in ranks(2, after_a_failure):
+        assert first == "RuntimeError: no memory"
+        assert then.startswith("ValueError: HybridParallelOptimizer: parameters must be parameters that all its ranks ")
 
 
 def sharded_by_group(level: str) -> str:

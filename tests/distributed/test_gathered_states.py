@@ -169,6 +169,32 @@ def test_where_one_group_of_three_ranks_differs_all_groups_are_told():
         )
 
 
+def with_a_group_of_others() -> list[str]:
+    """Errors on ranks 0 and 1, whose group is given, though ranks 1 and 2 share the experts of rank 1."""
+    net, optimizer = model_and_optimizer()
+    mark_expert_parameters(net[0], group=pair_of_this_rank(((1, 2), (0, 1))))
+    group = pair_of_this_rank(((0, 1), (1, 2)))
+    if paddle.distributed.get_rank() == 2:
+        return []
+    calls = (
+        lambda: gather_state_dict(net, group),
+        lambda: gather_optimizer_state_dict(optimizer, net, group),
+        lambda: shard_optimizer_state_dict({}, net, group),
+        lambda: shard_state_dict({}, net, group),
+    )
+    return [caught(each) for each in calls]
+
+
+def test_a_group_of_the_same_size_but_other_ranks_is_refused_by_three_ranks():
+    first, second, _ = run(with_a_group_of_others, 3)
+    names = "gather_state_dict", "gather_optimizer_state_dict", "shard_optimizer_state_dict", "shard_state_dict"
+    for name, text in zip(names, second, strict=True):
+        assert text.startswith(f"ValueError: {name}: group must be the group that shares the experts of ")
+        assert text.endswith(", ranks [1, 2], but got ranks [0, 1]")
+    for name, text in zip(names[:2], first, strict=False):
+        assert text == f"RuntimeError: {name}: ranks [1] of [0, 1] raised an error in this call, which says more"
+
+
 def with_fleets_optimizer() -> list[str]:
     net, optimizer = model_and_optimizer()
     wrapped = [object.__new__(each) for each in (DygraphShardingOptimizer, HybridParallelOptimizer)]

@@ -251,6 +251,24 @@ def test_ranks_that_all_wait_are_told_so():
     assert processes.run(wait_for_never, 2) == [f"RuntimeError: f: rank {rank} {reason}" for rank in (0, 1)]
 
 
+def transfer_that_one_rank_misses() -> str:
+    """The error of rank 0 in a transfer of its own, after one in which both ranks failed."""
+    meeting = Meeting(paddle.distributed.new_group([0, 1]), 0.1)
+
+    def fail() -> None:
+        with meeting.naming_ranks("f", counts=True):
+            raise RuntimeError("reset by peer")
+
+    caught(fail)
+    paddle.distributed.barrier()
+    return caught(fail) if paddle.distributed.get_rank() == 0 else ""
+
+
+def test_a_rank_that_failed_in_an_earlier_transfer_is_named_if_it_misses_a_later_one():
+    reason = "could not exchange data with ranks [1] of [0, 1], which ended or do something else: reset by peer"
+    assert processes.run(transfer_that_one_rank_misses, 2)[0] == f"RuntimeError: f: rank 0 {reason}"
+
+
 def bad_timeouts() -> list[str]:
     return [
         caught(lambda: ExpertParallel(4, timeout=0)),

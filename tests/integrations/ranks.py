@@ -72,7 +72,13 @@ class Trained(NamedTuple):
 
 
 def trained(
-    case: str, state: dict[str, NDArray], patch: str = "class", steps: int = 1, hooks: bool = False, **changes: Any
+    case: str,
+    state: dict[str, NDArray],
+    patch: str = "class",
+    steps: int = 1,
+    hooks: bool = False,
+    evaluates: bool = False,
+    **changes: Any,
 ) -> Trained:
     """Train a model by plain gradient descent.
 
@@ -82,9 +88,12 @@ def trained(
         patch: "class", "model" or "nothing".
         steps: how many.
         hooks: whether an expert of each block has a hook, so that experts are called.
+        evaluates: whether the model is in evaluation mode, with gradients.
         **changes: settings.
     """
     model = built(case, state, **changes)
+    if evaluates:
+        model.eval()
     if hooks:
         for layer in model.model.layers[1:]:
             own = [each for each in layer.mlp.experts if each is not None]

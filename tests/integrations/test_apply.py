@@ -84,6 +84,17 @@ def test_types_that_share_classes_stay_patched_until_both_are_removed(one, other
     assert methods() == before
 
 
+def test_a_type_stays_patched_after_two_others_are_removed():
+    before = methods()
+    for name in ("qwen2_moe", "qwen3_moe", "gpt_oss"):
+        pf.apply(name)
+    for name in ("gpt_oss", "qwen2_moe"):
+        pf.remove(name)
+    after = methods()
+    assert {path for path in after if after[path] is not before[path]} == set(pf.supported()["qwen3_moe"].methods)
+    assert "PaddleFormers on this package: qwen3_moe" in paddle_moe_ops.explain("route")
+
+
 def test_a_context_restores_what_was_before():
     before = methods()
     with pf.applied("qwen3_moe"):

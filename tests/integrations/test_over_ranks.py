@@ -145,9 +145,14 @@ def test_recomputed_layers_give_the_same_gradients(two, name, recompute):
         assert sum(int(each.usage.sum()) for each in of_ranks) == 3 * sum(ranks.LENGTHS)  # counted once
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "ernie4_5_moe"])
-def test_losses_and_gradients_are_those_of_paddleformers_on_the_same_ranks(two, name):
+@pytest.mark.parametrize(
+    ("name", "evaluates"),
+    [*((name, False) for name in CASES if name != "ernie4_5_moe"), ("glm4_moe", True)],
+)
+def test_losses_and_gradients_are_those_of_paddleformers_on_the_same_ranks(two, name, evaluates):
+    """In evaluation mode the router's loss has no gradient."""
     program = {**settings(name), "state": alone(**settings(name))[0], "router_aux_loss_coef": 0.1}
+    program["evaluates"] = evaluates
     expected = two.call(ranks.trained, {**program, "patch": "nothing"})
     for found, theirs in zip(two.call(ranks.trained, program), expected, strict=True):
         assert found.patched

@@ -227,6 +227,30 @@ def test_matrices_without_columns_give_rows_without_columns(place):
     assert made.shape == [2, 0]
 
 
+def test_matrices_without_rows_give_zeros(place):
+    """The product of rows without columns, and the gradient of rows by matrices without columns."""
+    sizes, x = tensor(np.int32([1, 1]), place), tensor(np.ones((2, 8), np.float32), place, gradient=True)
+    made = compiled.grouped_product(paddle.ones([2, 0]), paddle.ones([2, 0, 8]), sizes, None, False)
+    assert made.tolist() == [[0.0] * 8] * 2
+    none = compiled.grouped_product(x, paddle.ones([2, 8, 0]), sizes, None, False)
+    paddle.autograd.backward([none], [paddle.ones([2, 0])])
+    assert x.grad.tolist() == [[0.0] * 8] * 2
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("float8", [False, True], ids=["in its dtype", "in float8"])
+def test_sizes_and_offsets_may_be_strided(float8, dtype, rng, place):
+    layer = Layer(rng, PADDED, form="by row", sizes=(16, 24))
+    operands, plan = operands_of(layer, place, layer.leaves(place))
+    dense = {name: getattr(layer.plan, name).astype(dtype) for name in ("tokens_per_expert", "expert_offsets")}
+    strided = {name: tensor(np.repeat(each, 2), place)[::2] for name, each in dense.items()}
+    assert not any(each.is_contiguous() for each in strided.values())
+    options = {"transpose": False, "keeps_hidden": True, "float8": float8}
+    with paddle.no_grad():  # Paddle copies strided tensors for operators with gradients
+        expected = compiled.moe_mlp(*operands, plan, **options)
+        assert_bits_equal(compiled.moe_mlp(*operands, plan._replace(**strided), **options), to_numpy(expected))
+
+
 def test_what_is_kept_of_rows_of_no_expert_is_zero(rng, place):
     """Paddle may look at every value that an operator gives, such as for NaN."""
     layer = Layer(rng, PADDED, ml_dtypes.bfloat16, form="by row", sizes=(64, 136), buffer_size=4000)

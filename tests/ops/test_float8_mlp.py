@@ -287,6 +287,17 @@ def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(
     assert on_hopper.launches.count("quantize_blocks") == before + 2
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("backends", [("reference", "triton"), ("triton", "reference")], ids=" then ".join)
+def test_a_backend_quantises_matrices_that_another_one_has_kept(on_hopper, backends, rng):
+    layer, kept = Float8Layer(rng, SMALL, BF16, form="by slot", sizes=(16, 128)), Float8Matrices()
+    leaves = layer.leaves("cpu")
+    for name in backends:
+        with use_backend(name), paddle.no_grad():
+            expected = layer.call(leaves, "cpu")
+            assert_bits_equal(layer.call(leaves, "cpu", float8_matrices=kept), expected, what=name)
+
+
 @pytest.mark.compiled_only
 @pytest.mark.parametrize("other", ["gate_up", "down", "transpose"])
 def test_kept_matrices_of_others_are_refused(other, rng):

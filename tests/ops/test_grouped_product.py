@@ -46,6 +46,16 @@ def test_one_operand_alone_may_want_gradients(case, wanted):
     assert_as_dense(case, "cpu", wanted)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("names", [("m_sizes",), ("m_sizes", "expert_offsets")], ids=str)
+def test_sizes_and_offsets_may_be_strided(names, dtype, rng):
+    x, w = (tensor(ordinary(rng, shape), "cpu") for shape in ((T, D), (3, N, D)))
+    strided = {name: tensor(np.repeat(np.array(GROUPS[name], dtype), 2), "cpu")[::2] for name in names}
+    assert not any(each.is_contiguous() for each in strided.values())
+    expected = grouped_gemm(x, w, **{name: GROUPS[name] for name in names})
+    assert_bits_equal(grouped_gemm(x, w, **strided), expected)
+
+
 def test_a_graph_is_used_as_often_as_it_is_kept(case):
     leaves = leaves_of(case, "cpu")
     loss = case.call(*leaves)[0].square().sum()

@@ -95,6 +95,17 @@ def test_gate_dispatch_permute(capacity, world_size, rng, place, backend):
     assert_sums(x_tensor.grad, d_x, terms, K, "the gradient of x")
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1e4])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_gates_choose_by_values_of_which_a_softmax_would_be_equal(has_bias, scale, rng, place):
+    x, gate = ordinary(rng, (T, H)), scores(rng) * np.float32(scale)
+    bias = rng.integers(-4, 5, E).astype(np.float32) * np.float32(scale / 16) if has_bias else None
+    tensors = [None if each is None else tensor(each, place) for each in (x, gate, bias)]
+    for name, last in (("moe_gate_dispatch", True), ("moe_gate_dispatch_permute", 2)):
+        *expected, _ = getattr(oracle, name)(x, gate, bias, K, T, last)
+        assert_results(getattr(F, name)(*tensors, K, T, last), expected)
+
+
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
 @pytest.mark.parametrize("experts", [(0, E), (1, 4), (E - 1, E)], ids=["all", "some", "one without tokens"])
 @pytest.mark.parametrize("mode", ["padded", "not padded", "reverse"])
@@ -174,6 +185,15 @@ def test_combine_without_weights(dtype, rng, place, backend):
     assert_bits_equal(x_tensor.grad, oracle.combine_rows_backward(d_out, x, takes_part, index)[0] + np.zeros(1, dtype))
     few = F.moe_combine_no_weight(x_tensor, tensor(weights, place), tensor(index, place), epsilon=1e9)
     assert not few.astype("float32").numpy().any()
+
+
+def test_slots_whose_weight_is_nan_take_part(place):
+    rows, index = tensor(np.arange(1, 5, dtype=np.float32).reshape(4, 1), place), paddle.arange(4).reshape([2, 2])
+    weights = tensor(np.array([[0.5, np.nan], [0.5, 0.0]], np.float32), place)
+    assert_bits_equal(F.moe_combine(rows, weights, index), np.array([[np.nan], [1.5]], np.float32))
+    assert F.moe_combine_no_weight(rows, weights, index).tolist() == [[3.0], [3.0]]
+    d_rows, _ = _C_ops.moe_combine_grad(rows, weights, index, paddle.ones([2, 1]))
+    assert_bits_equal(d_rows, np.array([[0.5], [np.nan], [0.5], [0.0]], np.float32))
 
 
 def shared_rows_problem(rng, dtype):

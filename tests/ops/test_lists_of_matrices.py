@@ -292,3 +292,13 @@ def test_what_is_wrong_with_lists_of_a_layer_is_named(rng, place):
     ):
         with pytest.raises(ValueError, match=f"^moe_mlp: {re.escape(text)}$"):
             moe_mlp(**{**given, **changes})
+
+
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_a_list_has_one_dtype_under_mixed_precision(rng, place, name, monkeypatch):
+    given = mlp_problem(rng, place)
+    given |= {"gate_up": list(given["gate_up"]), "down": list(given["down"])}
+    given[name][2] = given[name][2].astype("float16")
+    monkeypatch.setattr(paddle.amp, "is_autocast_enabled", lambda: True)
+    with pytest.raises(TypeError, match=f"^moe_mlp: {re.escape(f'{name}[2] must be {FLOAT32}')}$"):
+        moe_mlp(**given)

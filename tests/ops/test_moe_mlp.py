@@ -363,6 +363,14 @@ BAD = {
         {"gate_up": lambda leaves: leaves["gate_up"][:, :, 1:]},
         "gate_up must be of 2 * n columns, n of the gate and n that it gates, n >= 1, but got 11",
     ),
+    "no columns": (
+        {"gate_up": lambda leaves: leaves["gate_up"][:, :, :0]},
+        "gate_up must be of 2 * n columns, n of the gate and n that it gates, n >= 1, but got 0",
+    ),
+    "no columns in float8": (
+        {"gate_up": lambda leaves: leaves["gate_up"][:, :, :0], "compute": "fp8_1x128"},
+        "gate_up must be of 2 * n columns, n of the gate and n that it gates, n >= 1, but got 0",
+    ),
     "another inner size": (
         {"down": lambda leaves: leaves["down"][:, 1:]},
         f"down must be of shape [{ODD.E}, 6, 10], but got [{ODD.E}, 5, 10]",
@@ -389,11 +397,66 @@ def test_bad_arguments_are_named(changes, text, rng, place):
         moe_mlp(**arguments)
 
 
-def test_a_main_grad_of_another_shape_is_refused(rng, place):
+LIKE_ONE_BEFORE = {
+    "another T": (
+        lambda of: {"plan": of(T=ODD.T - 1)},
+        f"x must be of shape [{ODD.T - 1}, hidden]",
+    ),
+    "another K": (
+        lambda of: {"plan": of(K=ODD.K + 1)},
+        "probs must be of shape [",
+    ),
+    "another E": (lambda of: {"plan": of(E=ODD.E + 1)}, f"gate_up must be of shape [{ODD.E + 1}, 10, 2 * n]"),
+    "no bool": (lambda of: {"transpose": 0}, "transpose must be a bool, but got 0 of type int"),
+    "another bool": (lambda of: {"accumulate": 0}, "accumulate must be a bool, but got 0 of type int"),
+    "no int": (lambda of: {"workspace_mb": 1024.0}, "workspace_mb must be an int, but got float"),
+}
+
+
+@pytest.mark.parametrize(("changes", "text"), LIKE_ONE_BEFORE.values(), ids=LIKE_ONE_BEFORE.keys())
+def test_a_call_that_differs_from_one_before_in_one_thing_is_checked(changes, text, rng, place):
+    layer = Layer(rng, ODD, buffer_size=200)
+    leaves = layer.leaves(place)
+    layer.call(leaves, place, workspace_mb=1024)
+
+    def plan_of(**sizes):
+        return plan_tensors(make_problem(rng, ODD._replace(**sizes)).plan(buffer_size=200), place)
+
+    arguments = {**leaves, "plan": plan_tensors(layer.plan, place), "workspace_mb": 1024, **changes(plan_of)}
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape('moe_mlp: ' + text)}"):
+        moe_mlp(**arguments)
+
+
+def test_a_call_with_another_number_of_rows_than_one_before_is_checked(rng, place):
+    layer = Layer(rng, ODD, form="by row")
+    leaves = layer.leaves(place)
+    layer.call(leaves, place)
+    layer.plan = layer.problem.plan(buffer_size=layer.plan.num_rows + 1)
+    with pytest.raises(ValueError, match=rf"^moe_mlp: probs must be of shape \[{layer.plan.num_rows}\] by row of plan"):
+        layer.call(leaves, place)
+
+
+@pytest.mark.cpu_only
+def test_dtypes_that_mixed_precision_takes_are_checked_outside_of_it(rng, monkeypatch):
+    layer = Layer(rng, ODD)
+    leaves = layer.leaves("cpu")
+    leaves |= {name: leaves[name].detach().astype("float16") for name in ("gate_up", "down")}
+    monkeypatch.setattr(paddle.amp, "is_autocast_enabled", lambda: True)
+    layer.call(leaves, "cpu")
+    monkeypatch.undo()
+    with pytest.raises(TypeError, match=r"^moe_mlp: gate_up must be of dtype float32, but got float16"):
+        layer.call(leaves, "cpu")
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["another shape", "strided"])
+def test_a_main_grad_of_another_layout_is_refused(strided, rng, place):
     layer = Layer(rng, ODD)
     leaves = layer.leaves(place)
-    leaves["down"].main_grad = paddle.zeros([3])
-    with pytest.raises(ValueError, match=r"^moe_mlp: down must be a parameter whose main_grad is contiguous"):
+    held = paddle.zeros([ODD.E, D, N]).transpose([0, 2, 1]) if strided else paddle.zeros([3])
+    leaves["down"].main_grad = held
+    given = f"float32 {list(held.shape)}{', not contiguous,' * strided} on {held.place}"
+    text = "a parameter whose main_grad is contiguous, float32, of its shape and place, but got one whose main_grad is"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'moe_mlp: down must be {text} {given}')}$"):
         layer.call(leaves, place, accumulate=True)
 
 

@@ -14,7 +14,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import Float8Matrices, moe_mlp, reference, route
 from paddle_moe_ops.backends.arrays import to_numpy
-from paddle_moe_ops.nn import MoELayer, set_is_first_microbatch
+from paddle_moe_ops.nn import MoELayer, SwiGLUExperts, set_is_first_microbatch
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_float8
 from tests.scenarios import test_float8_programs
@@ -170,6 +170,18 @@ def test_a_model_marks_its_steps_once():
             (each(tokens) - due).square().mean().backward()
     for name, due in gradients_of(twin).items():
         assert_bits_equal(gradients_of(model)[name], due, what=name)
+
+
+def test_experts_that_are_the_whole_model_mark_their_steps():
+    experts, x = SwiGLUExperts(E, H, INNER, **OPTIONS), paddle.randn([T, H])
+    plan = route(paddle.zeros([T, 1], "int32"), num_experts=E)
+    with paddle.no_grad():
+        assert set_is_first_microbatch(experts) == 1
+        before = experts(x, plan=plan, combine=True)
+        experts.down.scale_(2.0)
+        assert_bits_equal(experts(x, plan=plan, combine=True), before, what="the first step")
+        assert set_is_first_microbatch(experts) == 1
+        assert_bits_equal(experts(x, plan=plan, combine=True), 2 * before, what="the second step")
 
 
 def test_checkpoints_fit_layers_that_keep_something_else():

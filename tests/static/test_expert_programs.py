@@ -15,6 +15,7 @@ import pytest
 from paddle.static import InputSpec
 
 from paddle_moe_ops import moe_mlp, route
+from paddle_moe_ops.backends import register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.nn import MoELayer
@@ -114,6 +115,28 @@ def test_a_program_has_one_operator_for_a_layer_and_none_that_reads_sizes(dtype,
         assert found.count(operator) == found.count(f"{operator}_grad") == count
         assert not {"matmul", "split", "concat", "memcpy_d2h", "unbind"} & {*found}
         assert found.count("full_like") == 1  # where the backward pass begins, and none for what is kept
+
+
+@BY_DTYPE
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "made again"])
+@pytest.mark.parametrize("operator", ["moe_mlp", "moe_mlp_float8"])
+def test_a_program_knows_shapes_and_dtypes_of_both_results(operator, keeps, dtype, rng, place):
+    """Results of the operator: the sums, and the first product if a backward pass is to read it."""
+
+    def call(x, scores, gate_up, down):
+        plan = route(paddle.topk(scores, K)[1], num_experts=E)
+        maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
+        weights = paddle.ones_like(plan.row_to_token, dtype="float32")
+        operands = x.astype(gate_up.dtype), gate_up, down, weights
+        return paddle._C_ops._run_custom_op(f"pmo_{operator}", *operands, *maps, False, keeps, *[False] * 4)
+
+    register_operators()
+    out, hidden = call(*(tensor(each, place) for each in arrays(rng, 63, dtype).values()))
+    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
+        inputs = [paddle.static.data(each.name, list(each.shape), each.dtype) for each in specs(dtype)]
+        known = [(list(each.shape), each.dtype) for each in call(*inputs)]
+    assert [out.shape, hidden.shape] == [[63, D], [63 * K if keeps else 0, 2 * N]]
+    assert known == [([-1, D], out.dtype), ([-1 if keeps else 0, 2 * N], hidden.dtype)]
 
 
 def save(folder: Path, dtype: str) -> str:
