@@ -175,17 +175,20 @@ def filled(shape: list[Any], value: float, dtype: Any, like: Tensor) -> Tensor:
 
 def beside(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor where another lies: results without elements of a custom device's operators may lie on the CPU."""
-    if isinstance(like, Tensor) and tensor.place != like.place:
-        return tensor._copy_to(like.place, True)
-    return tensor
+    return placed(tensor, like.place) if isinstance(like, Tensor) else tensor
 
 
-def unpacked(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor that a backward pass saved, on the device of another.
+def placed(tensor: Tensor, place: Any) -> Tensor:
+    """The tensor itself if it lies there, else a copy."""
+    return tensor if tensor.place == place else tensor._copy_to(place, True)
+
+
+def unpacked(tensor: Tensor, place: Any) -> Tensor:
+    """A tensor that a backward pass saved, where the inputs of the forward pass were.
 
     Recompute by hooks unpacks tensors without elements as tensors without a place.
     """
-    return tensor if tensor.size > 0 else beside(paddle.empty(tensor.shape, tensor.dtype), like)
+    return tensor if tensor.size > 0 else placed(paddle.empty(tensor.shape, tensor.dtype), place)
 
 
 def numbers_of(like: Tensor) -> Tensor:

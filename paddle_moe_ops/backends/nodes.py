@@ -16,7 +16,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from .._graphs import dense, filled, unpacked
+from .._graphs import dense, placed, unpacked
 from .._native import native
 from .base import Kernels, Tensors
 from .turns import OneTurn, applied_once
@@ -55,6 +55,8 @@ class Call:
         self.kernels: Any = kernels  # with the ``*_backward`` verbs
         self.wanted = tuple([not tensor.stop_gradient for tensor in given])
         self._inputs = [(tensor.shape, tensor.dtype) for tensor in given]
+        # Paddle may leave a tensor without elements on the host, gradients among them.
+        self.place = next((tensor for tensor in given if tensor.size > 0), given[0]).place
         self._outputs: list[tuple[Any, Any]] = []
         self._watched: list[Any] = []
 
@@ -111,7 +113,7 @@ class Call:
         results = [
             None
             if not want or number in self.added
-            else (filled(shape, 0, dtype, like=gradients[0]) if gradient is None else gradient)
+            else (placed(paddle.zeros(shape, dtype), self.place) if gradient is None else gradient)
             for number, (want, gradient, (shape, dtype)) in enumerate(zip(self.wanted, made, self._inputs, strict=True))
         ]
         return tuple(results)
@@ -132,7 +134,7 @@ class _Node(PyLayer):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.call.saved = tuple([unpacked(each, gradients[0]) for each in ctx.saved_tensor() or ()])
+        ctx.call.saved = tuple([unpacked(each, ctx.call.place) for each in ctx.saved_tensor() or ()])
         made = ctx.call.backward(*gradients)
         ctx.call.saved = ()
         return made if len(made) > 1 else made[0]

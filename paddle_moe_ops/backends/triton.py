@@ -146,7 +146,9 @@ class TritonKernels(ProductKernels):
         if mask_experts < 0:
             return self.gather_slots(d_row_probs, slot_to_row)
         values, num_tokens = dense(d_row_probs), slot_to_row.shape[0]
-        return scatter_mask(device_of(values), values, row_to_token, row_to_expert, num_tokens, mask_experts)
+        return scatter_mask(
+            device_of(values, slot_to_row), values, row_to_token, row_to_expert, num_tokens, mask_experts
+        )
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
         leaves_out = isinstance(plan, RowMaps) and plan.leaves_out
@@ -158,7 +160,7 @@ class TritonKernels(ProductKernels):
     ) -> Tensors:
         from ..triton.permute import permute
 
-        device = device_of(token_rows)
+        device = device_of(token_rows, row_to_token)
         scale = None if scale is None else dense_rows(scale)
         maps = dense(token_rows), dense(row_to_token)
         rows, scales = permute(device, dense_rows(x), scale, *maps, fill_padding)
@@ -167,14 +169,14 @@ class TritonKernels(ProductKernels):
     def permute_backward(self, d_rows: Tensor, token_rows: Tensor) -> Tensor:
         from ..triton.unpermute import unpermute
 
-        return unpermute(device_of(token_rows), dense_rows(d_rows), dense(token_rows))
+        return unpermute(device_of(token_rows, d_rows), dense_rows(d_rows), dense(token_rows))
 
     def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
         from ..triton.unpermute import unpermute
 
         by_slot = probs is not None and len(probs.shape) == 2
         weights, index = None if probs is None else dense(probs), dense(plan.row_to_slot) if by_slot else None
-        return unpermute(device_of(plan.token_rows), dense_rows(rows), dense(plan.token_rows), weights, index)
+        return unpermute(device_of(plan.token_rows, rows), dense_rows(rows), dense(plan.token_rows), weights, index)
 
     def unpermute_backward(
         self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any, wanted: tuple[bool, ...]
@@ -184,7 +186,7 @@ class TritonKernels(ProductKernels):
         by_slot = probs is not None and len(probs.shape) == 2
         need_probs = probs is not None and wanted[1]
         return unpermute_backward(
-            device_of(plan.token_rows),
+            device_of(plan.token_rows, plan.row_to_token),
             aligned(d_out),
             dense(plan.slot_to_row if by_slot else plan.token_rows),
             dense(plan.row_to_token),
@@ -203,7 +205,9 @@ class TritonKernels(ProductKernels):
         from ..triton.quantize import quantize
 
         maps = dense(plan.token_rows), dense(plan.row_to_token)
-        return quantize(device_of(x), dense_rows(x), *maps, fill_padding=fill_padding, **spec._asdict())
+        return quantize(
+            device_of(x, plan.row_to_token), dense_rows(x), *maps, fill_padding=fill_padding, **spec._asdict()
+        )
 
     def dequantize_1x128(self, codes: Tensor, scales: Tensor, scale_layout: str, dtype: Any) -> Tensor:
         from ..triton.quantize import dequantize
@@ -220,7 +224,7 @@ class TritonKernels(ProductKernels):
         spec: MoePermuteSpec,
     ) -> Tensors:
         maps = self._maps("moe_permute", routemap, probs, counts, spec.route, with_rowmap=True)
-        device = device_of(maps.slot_to_row)
+        device = device_of(maps.slot_to_row, maps.row_to_token)
         if spec.do_gather:
             moved = self._permute(hidden_states, scale, maps.token_rows, maps.row_to_token, spec.fill_padding)
         else:
@@ -237,14 +241,14 @@ class TritonKernels(ProductKernels):
     def gather_slots(self, row_values: Tensor, slot_to_row: Tensor) -> Tensor:
         from ..triton.rowmap import gather_slots
 
-        return gather_slots(device_of(slot_to_row), dense(row_values), dense(slot_to_row))
+        return gather_slots(device_of(slot_to_row, row_values), dense(row_values), dense(slot_to_row))
 
-    def _clean(self, rowmap: Tensor, routemap: Tensor, num_rows: int, spec: MoeUnpermuteSpec) -> Tensors:
+    def _clean(self, device: Any, rowmap: Tensor, routemap: Tensor, num_rows: int, spec: MoeUnpermuteSpec) -> Tensors:
         """token_rows [T, E], row_to_token [N] and slot_to_row [T, K] of a user's row map."""
         from ..triton.rowmap import clean_rowmap
 
         arrays = dense(rowmap), dense(routemap)
-        return clean_rowmap(device_of(rowmap), *arrays, num_rows, first_duplicate_only=not spec.compat_paddle)
+        return clean_rowmap(device, *arrays, num_rows, first_duplicate_only=not spec.compat_paddle)
 
     def moe_unpermute(
         self, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
@@ -255,8 +259,8 @@ class TritonKernels(ProductKernels):
         if spec.validation != Validation.OFF:
             check_ids(to_numpy(routemap), spec.num_experts, "moe_unpermute", "expert_routemap_topk")
             rowmap_to_token_rows(to_numpy(rowmap), num_rows)
-        token_rows, _, slot_to_row = self._clean(rowmap, routemap, num_rows, spec)
-        device, probs = device_of(token_rows), dense(probs)
+        device, probs = device_of(rowmap, rows), dense(probs)
+        token_rows, _, slot_to_row = self._clean(device, rowmap, routemap, num_rows, spec)
         weights = probs if spec.weighted else None
         hidden = unpermute(device, dense_rows(rows), token_rows, weights, copy_single_row=spec.compat_paddle)
         return hidden, self.gather_slots(probs, slot_to_row)
@@ -277,8 +281,8 @@ class TritonKernels(ProductKernels):
 
         need_rows, need_probs = wanted
         num_rows = probs.shape[0]
-        token_rows, row_to_token, slot_to_row = self._clean(rowmap, routemap, num_rows, spec)
-        device, weighted = device_of(token_rows), spec.weighted
+        device, weighted = device_of(rowmap, probs), spec.weighted
+        token_rows, row_to_token, slot_to_row = self._clean(device, rowmap, routemap, num_rows, spec)
         d_rows, d_probs = unpermute_backward(
             device,
             aligned(d_hidden),
@@ -302,7 +306,7 @@ class TritonKernels(ProductKernels):
     ) -> Tensors:
         from ..triton.sort_chunks import sort_chunks
 
-        device = device_of(x)
+        device = device_of(x, split_sizes)
         source_to_dest = self._chunk_map("sort_chunks", split_sizes, order, x.shape[0], validation)
         out, probs_out = sort_chunks(device, dense_rows(x), None if probs is None else dense(probs), source_to_dest)
         return out, device.empty([0], "float32") if probs_out is None else probs_out, source_to_dest
@@ -334,7 +338,9 @@ class TritonKernels(ProductKernels):
         from ..triton.row_id_map import make_row_id_map
 
         offsets = None if pad_offsets is None else dense(pad_offsets)
-        return make_row_id_map(device_of(token_rows), dense(token_rows), dense(row_to_expert), offsets, num_experts)
+        return make_row_id_map(
+            device_of(token_rows, row_to_expert), dense(token_rows), dense(row_to_expert), offsets, num_experts
+        )
 
     def read_rowmap(
         self, rowmap: Tensor, pad_offsets: Tensor | None, num_rows: Tensor | None, spec: RowmapSpec
@@ -353,7 +359,8 @@ class TritonKernels(ProductKernels):
     def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
         from ..triton.rowmap import slots_to_rows
 
-        return slots_to_rows(device_of(slot_values), *map(dense, (slot_values, maps.slot_to_row, maps.row_to_token)))
+        device = device_of(slot_values, maps.row_to_token)
+        return slots_to_rows(device, *map(dense, (slot_values, maps.slot_to_row, maps.row_to_token)))
 
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
         return self.gather_slots(row_values, maps.slot_to_row)

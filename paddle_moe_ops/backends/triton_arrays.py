@@ -42,6 +42,10 @@ def _library() -> Any:
     return _runtime.Library(*kernels, native.recordings)
 
 
-def device_of(tensor: Tensor) -> Any:
-    """The device that launches there, with what the compiled library has for it."""
-    return _runtime.device_of(tensor, _library)
+def device_of(*tensors: Tensor | None) -> Any:
+    """The device that launches where tensors lie, with what the compiled library has for it.
+
+    A tensor without elements counts only if none has any, since Paddle may have left it on the host.
+    """
+    given = [each for each in tensors if each is not None]
+    return _runtime.device_of(next((each for each in given if each.size > 0), given[0]), _library)

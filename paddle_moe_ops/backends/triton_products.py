@@ -32,7 +32,7 @@ class ProductKernels:
         if on_host or spec.validation != Validation.OFF:
             num_rows = x.shape[0] if spec.plan is None else spec.plan.num_rows
             host_segments(num_rows, spec.m_sizes, spec.expert_offsets)
-        device, maps = device_of(x), _gemm_maps(spec, weights)
+        device, maps = device_of(x, w), _gemm_maps(spec, weights)
         operands = dense_rows(x), dense(w), _gemm_groups(spec, x)
         bias = None if bias is None else dense(bias)
 
@@ -57,7 +57,7 @@ class ProductKernels:
         from ..triton.recording import facts_of, recorded
         from ..triton.unpermute import unpermute
 
-        device, maps = device_of(x), _gemm_maps(spec, weights)
+        device, maps = device_of(x, w), _gemm_maps(spec, weights)
         d_out, operands = dense_rows(d_out), (dense_rows(x), dense(w), _gemm_groups(spec, x))
         bias = None if bias is None else dense(bias)
 
@@ -82,7 +82,7 @@ class ProductKernels:
         from ..triton.hopper_float8 import suits_float8
 
         matrix = down if isinstance(down, Tensor) else down[0]
-        device, inner = device_of(x), matrix.shape[-1 if transpose else -2]
+        device, inner = device_of(x, matrix), matrix.shape[-1 if transpose else -2]
         return suits_float8(device, gpu_at(matrix.data_ptr()), device.dtype_name(x), x.shape[1], inner)
 
     def explain_moe_mlp(
@@ -129,7 +129,7 @@ class ProductKernels:
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensors, Tensor | None, Tensor | None]:
-        plan, device = spec.plan, device_of(x)
+        plan, device = spec.plan, device_of(x, gate_up)
         if spec.validation != Validation.OFF:
             check_plan_groups(plan)
         options = "moe_mlp", keeps, keeps and spec.keeps_hidden, *_options(spec)
@@ -157,7 +157,7 @@ class ProductKernels:
         adds = into_gate_up and into_gate_up[1], into_down and into_down[1]
         kept = (*hidden, None, None)[:2]
         others = *kept, tables, into_gate_up and into_gate_up[0], into_down and into_down[0]
-        device = device_of(x)
+        device = device_of(x, gate_up)
         options = "moe_mlp_backward", wanted, adds, *_options(spec)
         operands = _operands_of_layer(x, gate_up, down, weights, spec)
         made = repeated(device, options, (d_out, *others, *operands, *(spec.quantized or ())))

@@ -328,7 +328,7 @@ def _index_of(place: Any) -> int:
 
 
 def device_of(tensor: Tensor, library: Callable[[], Library] = Library) -> PaddleDevice:
-    """The device that a tensor lies on; `cannot_run_on` must give None for it.
+    """The device that a tensor lies on; `cannot_run_on` must give None for it, or for one of the call before.
 
     Args:
         tensor: any.
@@ -338,6 +338,8 @@ def device_of(tensor: Tensor, library: Callable[[], Library] = Library) -> Paddl
     is_gpu, index = place.is_gpu_place(), _index_of(place)
     device = _devices.get((is_gpu, index))
     if device is None:
+        if not _is_nvidia_gpu(place):
+            raise RuntimeError(f"Triton kernels need a tensor on an NVIDIA GPU, but all of this call are on {place}")
         core = paddle.base.core
         if is_gpu:
             stream = lambda: core._get_current_stream(index).cuda_stream  # noqa: E731

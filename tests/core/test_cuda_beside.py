@@ -41,7 +41,8 @@ def test_routing_ends_while_another_kernel_stays(core: Core, tokens: int) -> Non
 
     ids = torch.rand(tokens, E, device="cuda").topk(K, dim=1).indices.to(torch.int32).contiguous()
     arrays = {name: empty(tokens * K) for name in ("row_to_token", "row_to_slot", "row_to_expert")}
-    arrays |= {"routing": ids, "slot_to_row": empty(tokens, K), "token_rows": empty(tokens, K), "overflow": empty()}
+    arrays |= {"routing": ids, "slot_to_row": empty(tokens, K), "token_rows": empty(tokens, K)}
+    arrays |= {"routed_per_expert": empty(E), "overflow": empty()}
     params = RouteParams(num_tokens=tokens, topk=K, num_experts=E, padding_alignment=1, num_rows=tokens * K)
     params.point_at(**{name: each.data_ptr() for name, each in arrays.items()})
     params.workspace_bytes = core.workspace_bytes("route", params)
@@ -59,6 +60,7 @@ def test_routing_ends_while_another_kernel_stays(core: Core, tokens: int) -> Non
         assert core.entry("route_permute", 2)(ctypes.byref(params), None, own.cuda_stream) == 0, core.last_error()
         routed.record(own)
 
+    torch.cuda.synchronize()  # the arrays are filled on another stream
     occupy()  # both are loaded before one of them stays
     route()
     torch.cuda.synchronize()
