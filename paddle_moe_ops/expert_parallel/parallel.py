@@ -24,19 +24,14 @@ from .counting import counts_of_ranks, say_that_this_rank_raises
 from .deep_ep import DeepEP
 from .exchange import Chunks, Counts, combine_step, exchange, exchange_with_probs, rows_of_tokens
 from .groups import agree, group_of
-from .meetings import DEFAULT_TIMEOUT_S, checked_timeout
+from .meetings import DEFAULT_TIMEOUT_S
 from .peers import Peers
 from .plans import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed
-from .transports import transport_for
+from .transports import check_travel, transport_for
 
 __all__ = ["ExpertParallel", "Received", "parallel_of_agreed", "telling_of_errors"]
 
 _NAME = "ExpertParallel"
-_TRAVEL = {
-    "combine": ("exact", "reduced"),
-    "payload": (None, *_checks.QUANTIZE_FORMATS[1:]),
-    "transport": ("auto", "alltoall", "gloo", "peer", "deepep"),
-}
 _DISPATCH = f"{_NAME}.dispatch"
 _OF_TOKENS, _OF_ROWS = "the tokens of received", "the rows of received"
 
@@ -285,27 +280,6 @@ class ExpertParallel:
             f"ExpertParallel({self.num_experts} experts on ranks {self.group.ranks}, combine={self.combines!r}, "
             f"{type(self._transport).__name__}, layer {self._layer})"
         )
-
-
-def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: Any) -> tuple[int | None, float]:
-    """Check by what tokens and their results travel, with a group or without; gives the first two as numbers."""
-    for argument, choices in _TRAVEL.items():
-        _checks.choice(function, argument, given[argument], choices)
-    if tokens_per_rank is not None:
-        tokens_per_rank = _checks.integer(function, "tokens_per_rank", tokens_per_rank, 1)
-    combine, transport = given["combine"], given["transport"]
-    if tokens_per_rank is not None and combine != "reduced" and transport != "peer":
-        expected = f'given with combine="reduced" or transport="peer" only, not with {combine!r} and {transport!r}'
-        _checks.bad_value(function, "tokens_per_rank", expected, tokens_per_rank)
-    if transport == "peer" and tokens_per_rank is None:
-        _checks.bad_value(function, "tokens_per_rank", 'given with transport="peer"', None)
-    if transport == "deepep":
-        for name, only in (("combine", "reduced"), ("payload", None)):
-            if given[name] != only:
-                _checks.bad_value(function, name, f'{only!r} with transport="deepep"', repr(given[name]))
-        if tokens_per_rank is not None:
-            _checks.bad_value(function, "tokens_per_rank", 'None with transport="deepep"', tokens_per_rank)
-    return tokens_per_rank, checked_timeout(function, timeout)
 
 
 def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> ExpertParallel:

@@ -18,8 +18,9 @@ from .. import _checks
 from .._graphs import filled, is_graph_value, public
 from ..expert_parallel.groups import group_of, raising_together
 from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
-from ..expert_parallel.parallel import ExpertParallel, check_travel, parallel_of_agreed, telling_of_errors
+from ..expert_parallel.parallel import ExpertParallel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
+from ..expert_parallel.transports import check_travel
 from ..routing import Plan, route
 from ._common import add, check_rows, misnamed, with_shape_of
 from .experts import SwiGLU, SwiGLUExperts
