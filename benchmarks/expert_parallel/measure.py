@@ -17,7 +17,7 @@ import paddle
 from paddle_moe_ops import moe_mlp, permute, route, sort_chunks
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.expert_parallel import ExpertParallel, channels
-from paddle_moe_ops.expert_parallel.windows import granularity, share
+from paddle_moe_ops.expert_parallel.windows import Window, granularity, share
 
 from .streams import stream_of
 
@@ -119,8 +119,8 @@ class Rank:
         page, group = granularity(self.ids.place), self.group
         most = self._bytes([self.tokens] * group.nranks)  # the ranks' own bytes differ, but not the size of a window
         region = -(-most // page) * page
-        views = share(group, self.ids.place, region)
-        target = views.peers + (group.rank + 1) % group.nranks * region
+        views = share(group, self.ids, Window(region, group.nranks, region, paddle.uint8))
+        target = views.peers.data_ptr() + (group.rank + 1) % group.nranks * region
         whole = 2 * self.x.size
 
         def copy() -> None:

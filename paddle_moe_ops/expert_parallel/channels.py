@@ -7,7 +7,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import paddle
 from paddle import Tensor
@@ -17,8 +17,8 @@ from .. import _checks
 from ..backends import direct
 from ..routing import Plan, plan_of
 from .calls import Step
-from .rendezvous import rendezvous_of
-from .windows import granularity, share, tensor_at
+from .rendezvous import Rendezvous
+from .windows import Window, granularity, share
 
 __all__ = ["HEADER", "Arrivals", "OwnRows", "RowChannel", "RowWindow", "TokenChannel", "TokenSlot"]
 
@@ -38,15 +38,6 @@ class OwnRows(enum.IntEnum):
     STAY = 0  # they stay, and are read, where they are
     TO_WINDOW = 1
     TO_NEW_MEMORY = 2
-
-
-class _Window(NamedTuple):
-    """A tensor [rows, columns] in P regions."""
-
-    region_bytes: int
-    rows: int
-    columns: int
-    dtype: Any
 
 
 class RowWindow(NamedTuple):
@@ -149,12 +140,11 @@ class Arrivals(NamedTuple):
     workspace: Tensor
 
 
-def _pairs(group: Group, like: Tensor, windows: Sequence[_Window]) -> list[list[Tensor]]:
+def _pairs(group: Group, like: Tensor, windows: Sequence[Window]) -> list[list[Tensor]]:
     """Two windows of each kind; all ranks come here."""
     pairs = []
     for _ in range(2):
-        views = [(window, share(group, like.place, window.region_bytes)) for window in windows]
-        pairs.append([tensor_at(at, like, *window[1:]) for window, addresses in views for at in addresses])
+        pairs.append([view for window in windows for view in share(group, like, window)])
     return pairs
 
 
@@ -163,6 +153,7 @@ class TokenChannel:
 
     Args:
         group: the ranks.
+        rendezvous: of the group, on the device of tokens.
         capacity: the most tokens that a rank sends to each rank.
         experts_per_rank: experts of a rank.
         like: [1, d], a tensor of the dtype and device of tokens.
@@ -179,6 +170,7 @@ class TokenChannel:
     def __init__(
         self,
         group: Group,
+        rendezvous: Rendezvous,
         capacity: int,
         experts_per_rank: int,
         like: Tensor,
@@ -188,7 +180,7 @@ class TokenChannel:
         step: Step,
     ) -> None:
         width, ranks = like.shape[1], group.nranks
-        self.timeout, self._rendezvous = timeout, rendezvous_of(group, like)
+        self.timeout, self._rendezvous = timeout, rendezvous
         self.meet(step)
         page, row_bytes = granularity(like.place), width * like.element_size()
         multiple = page // math.gcd(page, row_bytes)
@@ -202,16 +194,16 @@ class TokenChannel:
         self.float8, self.scale_columns = float8, 0
         beside = -(-(HEADER + rows * topk * 8) // page) * page
         windows = [
-            _Window(rows * row_bytes, ranks * rows, width, like.dtype),
-            _Window(beside, ranks, beside, paddle.uint8),
+            Window(rows * row_bytes, ranks * rows, width, like.dtype),
+            Window(beside, ranks, beside, paddle.uint8),
         ]
         if float8 is not None:
             groups = -(-width // _GROUP_COLUMNS)
             self.scale_columns = -(-groups // _PACKED_SCALES) if float8 == _checks.UE8M0 else groups
             scales = max(-(-rows * self.scale_columns * 4 // page), 1) * page
             windows += [
-                _Window(rows * width, ranks * rows, width, paddle.float8_e4m3fn),
-                _Window(scales, ranks, scales, paddle.uint8),
+                Window(rows * width, ranks * rows, width, paddle.float8_e4m3fn),
+                Window(scales, ranks, scales, paddle.uint8),
             ]
         self._pairs = _pairs(group, like, windows)
 
@@ -266,7 +258,7 @@ class RowChannel:
         tokens.meet(step)
         width, rows = like.shape[1], tokens.rows_per_rank * tokens.topk
         region_bytes = rows * width * like.element_size()
-        window = _Window(region_bytes, tokens.group.nranks * rows, width, like.dtype)
+        window = Window(region_bytes, tokens.group.nranks * rows, width, like.dtype)
         self._tokens, self._pairs = tokens, _pairs(tokens.group, like, [window])
         self.wait = tokens.wait
 

@@ -20,6 +20,7 @@ from .._graphs import dense, filled
 from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..routing import Plan
+from .buffers import buffers_of
 from .calls import Step
 from .plans import local_plan
 
@@ -106,7 +107,7 @@ class DeepEP:
     """Exchanges of one group through DeepEP.
 
     Args:
-        group: the ranks.
+        group: the ranks, which all make it.
         num_experts: of all ranks.
 
     Raises:
@@ -126,6 +127,7 @@ class DeepEP:
         except AssertionError:
             expected = "of a number of ranks that DeepEP has settings for, with transport='deepep'"
             _checks.bad_value(_NAME, "group", expected, group.nranks)
+        self._shared = buffers_of(group)
 
     def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, step: Step) -> ArrivedTokens:
         """Send tokens to the ranks of their experts; differentiable in x and probs.
@@ -163,11 +165,7 @@ class DeepEP:
         size = self._group.nranks
         over_nvlink = max(each.get_nvl_buffer_size_hint(row_bytes, size) for each in self._settings)
         over_rdma = max(each.get_rdma_buffer_size_hint(row_bytes, size) for each in self._settings)
-        key = (self._group.id, tuple(self._group.ranks))
-        made = _buffers.get(key)
+        made = self._shared.find(DeepEP)
         if made is None or made.num_nvl_bytes < over_nvlink or made.num_rdma_bytes < over_rdma:
-            made = _buffers[key] = self._buffers(self._group, over_nvlink, over_rdma)
+            made = self._shared.keep(DeepEP, self._buffers(self._group, over_nvlink, over_rdma))
         return made
-
-
-_buffers: dict[tuple[Any, ...], Any] = {}

@@ -19,24 +19,20 @@ from ..backends.base import Validation
 from ..backends.nodes import wants_gradient
 from ..functional import permute, unpermute
 from ..routing import Plan, route
+from .buffers import buffers_of
 from .calls import Kind, LayerCall, Mode, Step, number_of_layer
 from .counting import counts_of_ranks, say_that_this_rank_raises
 from .deep_ep import DeepEP
 from .exchange import Chunks, Counts, combine_step, exchange, exchange_with_probs, rows_of_tokens
 from .groups import agree, group_of
-from .meetings import DEFAULT_TIMEOUT_S, checked_timeout
+from .meetings import DEFAULT_TIMEOUT_S
 from .peers import Peers
 from .plans import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed
-from .transports import transport_for
+from .transports import check_travel, transport_for
 
 __all__ = ["ExpertParallel", "Received", "parallel_of_agreed", "telling_of_errors"]
 
 _NAME = "ExpertParallel"
-_TRAVEL = {
-    "combine": ("exact", "reduced"),
-    "payload": (None, *_checks.QUANTIZE_FORMATS[1:]),
-    "transport": ("auto", "alltoall", "gloo", "peer", "deepep"),
-}
 _DISPATCH = f"{_NAME}.dispatch"
 _OF_TOKENS, _OF_ROWS = "the tokens of received", "the rows of received"
 
@@ -118,7 +114,8 @@ class ExpertParallel:
             the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink; nothing waits for
             the host. It needs the compiled operators, and ``tokens_per_rank``, which is rounded up so that parts are
             whole pages. Its memory, twice what may arrive for each width and dtype of tokens, and with
-            ``combine="exact"`` twice as many rows for each of K slots, stays until the process ends.
+            ``combine="exact"`` twice as many rows for each of K slots, is shared by the layers of the group; see
+            `close`.
             "deepep": DeepEP, if Paddle's wheel has it, for bfloat16 with ``combine="reduced"`` and neither ``payload``
             nor ``tokens_per_rank``; not yet run on a GPU.
         timeout: seconds that a rank waits for the others before it raises a RuntimeError that names the ranks that did
@@ -191,10 +188,10 @@ class ExpertParallel:
             self._peers = DeepEP(self.group, self.num_experts)
         if transport == "peer" and self.group.nranks > 1 and self.tokens_per_rank is not None:
             sizes = self.tokens_per_rank, self.num_local_experts
-            self._peers = Peers(self.group, *sizes, self.payload, self.timeout)
+            self._peers = Peers(buffers_of(self.group), *sizes, self.payload, self.timeout)
         self._transport = transport_for(transport if self._peers is None else "auto", self.group, self.timeout)
         self._layer = number_of_layer(self.group, self.num_local_experts)
-        self._calls = 0
+        self._calls, self._is_closed = 0, False
         self._unread: list[tuple[Step, Tensor]] | None = [] if self.tokens_per_rank is None else None
 
     def dispatch(
@@ -232,7 +229,7 @@ class ExpertParallel:
             ValueError: an argument of the wrong value or shape; bad data (see ``validate``); ``x`` wants a gradient on
                 some ranks only (without ``tokens_per_rank`` and "deepep", which leave no time to ask).
             RuntimeError: a rank did not answer or did not come in time (see ``timeout``), or raised one of these errors
-                (without ``tokens_per_rank`` and "deepep").
+                (without ``tokens_per_rank`` and "deepep"); this object was closed, or its group destroyed.
         """
         with telling_of_errors(self):
             copy = _checks.flag(_DISPATCH, "copy", copy)
@@ -261,6 +258,28 @@ class ExpertParallel:
         _checks.instance(f"{_NAME}.combine", "received", received, Received, "what dispatch returned")
         return _combine(out, received)
 
+    def close(self) -> None:
+        """Stop exchanging tokens, and free the memory that the ranks share once nothing else uses it.
+
+        Other layers of the group go on. `combine` and backward passes of earlier dispatches work. The memory is freed
+        with the last layer that is closed or deleted, and with the last graph, `Received` and view of it. If
+        `paddle.distributed.destroy_process_group` ends the group, its layers raise in their next dispatch. The memory
+        is freed then, or when another layer with "peer" or "deepep" is created.
+
+        Not collective: ranks may close in any order. A second call does nothing. Host synchronisation: on a GPU, waits
+        for its kernels where memory is freed. CUDA graphs of earlier calls must not be replayed after that.
+
+        Example:
+            >>> import paddle
+            >>> from paddle_moe_ops.expert_parallel import ExpertParallel
+            >>> parallel = ExpertParallel(8, combine="reduced", transport="peer", tokens_per_rank=16)
+            >>> ids, probs = paddle.zeros([16, 1], "int32"), paddle.ones([16, 1])
+            >>> received = parallel.dispatch(paddle.randn([16, 64]), ids, probs)
+            >>> y = parallel.combine(received.tokens, received)  # [16, 64]
+            >>> parallel.close()
+        """
+        self._peers, self._is_closed = None, True
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """A copy of a layer exchanges with the same ranks; connections are not copied."""
         made = copying.copy(self)
@@ -287,27 +306,6 @@ class ExpertParallel:
         )
 
 
-def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: Any) -> tuple[int | None, float]:
-    """Check by what tokens and their results travel, with a group or without; gives the first two as numbers."""
-    for argument, choices in _TRAVEL.items():
-        _checks.choice(function, argument, given[argument], choices)
-    if tokens_per_rank is not None:
-        tokens_per_rank = _checks.integer(function, "tokens_per_rank", tokens_per_rank, 1)
-    combine, transport = given["combine"], given["transport"]
-    if tokens_per_rank is not None and combine != "reduced" and transport != "peer":
-        expected = f'given with combine="reduced" or transport="peer" only, not with {combine!r} and {transport!r}'
-        _checks.bad_value(function, "tokens_per_rank", expected, tokens_per_rank)
-    if transport == "peer" and tokens_per_rank is None:
-        _checks.bad_value(function, "tokens_per_rank", 'given with transport="peer"', None)
-    if transport == "deepep":
-        for name, only in (("combine", "reduced"), ("payload", None)):
-            if given[name] != only:
-                _checks.bad_value(function, name, f'{only!r} with transport="deepep"', repr(given[name]))
-        if tokens_per_rank is not None:
-            _checks.bad_value(function, "tokens_per_rank", 'None with transport="deepep"', tokens_per_rank)
-    return tokens_per_rank, checked_timeout(function, timeout)
-
-
 def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> ExpertParallel:
     """Make an `ExpertParallel` of arguments that its ranks are known to agree on, without asking them again."""
     made = ExpertParallel.__new__(ExpertParallel)
@@ -317,7 +315,13 @@ def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> Expert
 
 @context_manager
 def telling_of_errors(ep: ExpertParallel) -> Iterator[None]:
-    """Tell the ranks that wait for numbers of tokens, if any do, of an error that this rank raises inside."""
+    """Tell the ranks that wait for numbers of tokens, if any do, of an error that this rank raises inside.
+
+    Raises:
+        RuntimeError: the layer was closed.
+    """
+    if ep._is_closed:
+        raise RuntimeError(f"{_NAME}: close() was called, so this layer exchanges no more tokens; make a new one")
     try:
         yield
     except (TypeError, ValueError):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor
-from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import filled
@@ -21,9 +20,11 @@ from ..backends.base import Tensors
 from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..functional import permute, unpermute
 from ..routing import Plan
+from .buffers import GroupBuffers
 from .calls import Kind, LayerCall, Step
 from .channels import OwnRows, RowChannel, TokenChannel
 from .exchange import backward_step, combine_step
+from .rendezvous import Rendezvous
 
 __all__ = ["ArrivedRows", "ArrivedTokens", "Peers"]
 
@@ -176,15 +177,18 @@ class Peers:
     """Exchanges of one group through shared memory.
 
     Args:
-        group: the ranks, on one machine.
+        buffers: those of the group, whose ranks are on one machine.
         capacity: the most tokens that a rank sends to each rank.
         experts_per_rank: experts of a rank.
         float8: a format of `permute` in which tokens travel, or None.
         timeout: seconds that a rank waits for the others.
     """
 
-    def __init__(self, group: Group, capacity: int, experts_per_rank: int, float8: str | None, timeout: float) -> None:
-        self._group, self._capacity, self._experts = group, capacity, experts_per_rank
+    def __init__(
+        self, buffers: GroupBuffers, capacity: int, experts_per_rank: int, float8: str | None, timeout: float
+    ) -> None:
+        self._buffers, self._group = buffers, buffers.group
+        self._capacity, self._experts = capacity, experts_per_rank
         self._float8, self._timeout = float8, timeout
 
     def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, step: Step) -> ArrivedTokens:
@@ -276,29 +280,29 @@ class Peers:
         return linear(_COMBINE, None, out, there, back)
 
     def _tokens(self, x: Tensor, ids: Tensor, step: Step) -> TokenChannel:
-        """The windows for tokens; layers of one kind share them."""
-        topk, float8, timeout = ids.shape[1], self._float8, self._timeout
-        settings = self._capacity, self._experts, topk, float8, timeout
-        key = (self._group.id, tuple(self._group.ranks), x.shape[1], x.dtype, str(x.place), *settings)
-        if key not in _channels:
-            sizes = self._capacity, self._experts
-            _channels[key] = TokenChannel(self._group, *sizes, _like(x), topk, float8, timeout, step)
-        return _channels[key]
+        """The windows for tokens, which layers of one kind share; the first time all ranks come here."""
+        sizes, topk = (self._capacity, self._experts), ids.shape[1]
+        key = x.shape[1], x.dtype, str(x.place), *sizes, topk, self._float8, self._timeout
+        channel: TokenChannel | None = self._buffers.find(key)
+        if channel is None:
+            given = *sizes, _like(x), topk, self._float8, self._timeout, step
+            channel = self._buffers.keep(key, TokenChannel(self._group, self._rendezvous(x), *given))
+        return channel
+
+    def _rendezvous(self, x: Tensor) -> Rendezvous:
+        """The rendezvous on the device of tokens; the first time all ranks come here."""
+        key = Rendezvous, str(x.place)
+        return self._buffers.find(key) or self._buffers.keep(key, Rendezvous(self._group, _like(x)))
 
     def _row_trip(self, x: Tensor, plan: Plan, local: Plan, trip: _Trip, step: Step) -> _RowTrip:
         tokens = trip.channel
-        if tokens not in _row_channels:
-            _row_channels[tokens] = RowChannel(tokens, _like(x), step)
+        channel = self._buffers.find(tokens) or self._buffers.keep(tokens, RowChannel(tokens, _like(x), step))
         sizes = self._group.nranks, self._experts, tokens.rows_per_rank
         (own_to_window,) = direct("rank_rows", trip.ids, trip.token_rows, plan.row_to_slot, *sizes)
         places = own_to_window, local.row_to_slot.reshape([-1, 1])
-        return _RowTrip(_row_channels[tokens], trip.call, *places, trip.calls)
+        return _RowTrip(channel, trip.call, *places, trip.calls)
 
 
 def _like(x: Tensor) -> Tensor:
     """A tensor of the dtype and device of tokens, which keeps none of them alive."""
     return filled([1, x.shape[1]], 0, x.dtype, like=x)
-
-
-_channels: dict[tuple[Any, ...], TokenChannel] = {}
-_row_channels: dict[TokenChannel, RowChannel] = {}

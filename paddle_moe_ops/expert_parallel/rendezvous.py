@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
 
 import numpy as np
 import paddle
+from numpy.typing import NDArray
 from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
@@ -17,9 +17,9 @@ from .._graphs import filled
 from ..backends import direct
 from .calls import CALL_WORDS, Kind, Step, check_calls, raise_for_modes
 from .groups import agree
-from .windows import granularity, host_words, share, tensor_at
+from .windows import Window, granularity, share
 
-__all__ = ["Rendezvous", "rendezvous_of"]
+__all__ = ["Rendezvous"]
 
 _MODES_DIFFER = 2  # PMO_GRADIENT_MODES_DIFFER
 _EXCHANGE = 4  # the word of a call that is the number of the exchange
@@ -38,13 +38,13 @@ class Rendezvous:
 
     def __init__(self, group: Group, like: Tensor) -> None:
         page, self._group = granularity(like.place), group
-        flags = [tensor_at(each, like, group.nranks, page, paddle.uint8) for each in share(group, like.place, page)]
-        flags[0].zero_()
-        flags[0][:, :1].tolist()  # waits until they are zero
+        flags = share(group, like, Window(page, group.nranks, page, paddle.uint8))
+        flags.arrived.zero_()
+        flags.arrived[:, :1].tolist()  # waits until they are zero
         agree("ExpertParallel.dispatch", group, {})  # waits until they are zero on all ranks
         self._state = filled([2], 0, "int32", like=like)
-        self._report, address = host_words(like.place, 1 + group.nranks * CALL_WORDS)
-        report = tensor_at(address, like, 1, len(self._report), paddle.int32)
+        (report,) = direct("host_words", like, 1 + group.nranks * CALL_WORDS)
+        self._report = _words_of(report)[0]
         self._places = *flags, self._state, report
         self._exchange = 0
 
@@ -95,8 +95,7 @@ class Rendezvous:
     def _keep_modes(self, step: Step, calls: Tensor) -> None:
         """Let the host know the modes of all ranks, if it need not wait for them."""
         if calls.place.is_cpu_place():
-            words = (ctypes.c_int32 * calls.size).from_address(calls.data_ptr())
-            step.check(np.ctypeslib.as_array(words).reshape(calls.shape).tolist())
+            step.check(_words_of(calls).tolist())
 
     def _raise_if_marked(self) -> None:
         reason, ranks = int(self._report[0]), self._group.ranks
@@ -113,12 +112,7 @@ class Rendezvous:
         check_calls(told, ranks)
 
 
-_made: dict[tuple[Any, ...], Rendezvous] = {}
-
-
-def rendezvous_of(group: Group, like: Tensor) -> Rendezvous:
-    """That of a group; the first time all its ranks come here."""
-    key = (group.id, tuple(group.ranks), str(like.place))
-    if key not in _made:
-        _made[key] = Rendezvous(group, like)
-    return _made[key]
+def _words_of(words: Tensor) -> NDArray:
+    """Numbers in memory of the host, which the tensor owns."""
+    memory = (ctypes.c_int32 * words.size).from_address(words.data_ptr())
+    return np.ctypeslib.as_array(memory).reshape(words.shape)

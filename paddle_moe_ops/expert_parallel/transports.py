@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import paddle
 from paddle import Tensor
@@ -22,12 +22,17 @@ from .._graphs import dense, filled
 from ..backends import compiled_backend, direct, resolve
 from .calls import Step
 from .groups import is_gloo
-from .meetings import Meeting
+from .meetings import Meeting, checked_timeout
 
-__all__ = ["AllToAll", "Alone", "Scatters", "Transport", "transport_for"]
+__all__ = ["AllToAll", "Alone", "Scatters", "Transport", "check_travel", "transport_for"]
 
 _NAME = "ExpertParallel"
 _DISPATCH = f"{_NAME}.dispatch"
+_TRAVEL = {
+    "combine": ("exact", "reduced"),
+    "payload": (None, *_checks.QUANTIZE_FORMATS[1:]),
+    "transport": ("auto", "alltoall", "gloo", "peer", "deepep"),
+}
 
 
 class Transport(Protocol):
@@ -196,6 +201,27 @@ def _padded_parts(lines: Tensor, sent: Sequence[int], most: int) -> list[Tensor]
         parts.append(paddle.concat([lines[first : first + count], padding]))
         first += count
     return parts
+
+
+def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: Any) -> tuple[int | None, float]:
+    """Check by what tokens and their results travel, with a group or without; gives the first two as numbers."""
+    for argument, choices in _TRAVEL.items():
+        _checks.choice(function, argument, given[argument], choices)
+    if tokens_per_rank is not None:
+        tokens_per_rank = _checks.integer(function, "tokens_per_rank", tokens_per_rank, 1)
+    combine, transport = given["combine"], given["transport"]
+    if tokens_per_rank is not None and combine != "reduced" and transport != "peer":
+        expected = f'given with combine="reduced" or transport="peer" only, not with {combine!r} and {transport!r}'
+        _checks.bad_value(function, "tokens_per_rank", expected, tokens_per_rank)
+    if transport == "peer" and tokens_per_rank is None:
+        _checks.bad_value(function, "tokens_per_rank", 'given with transport="peer"', None)
+    if transport == "deepep":
+        for name, only in (("combine", "reduced"), ("payload", None)):
+            if given[name] != only:
+                _checks.bad_value(function, name, f'{only!r} with transport="deepep"', repr(given[name]))
+        if tokens_per_rank is not None:
+            _checks.bad_value(function, "tokens_per_rank", 'None with transport="deepep"', tokens_per_rank)
+    return tokens_per_rank, checked_timeout(function, timeout)
 
 
 def transport_for(name: str, group: Group, timeout: float) -> Transport:

@@ -17,13 +17,11 @@ import mmap
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import paddle
-from numpy.typing import NDArray
 from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
@@ -31,7 +29,7 @@ from .. import _checks
 from ..backends import direct
 from .groups import raising_together
 
-__all__ = ["Views", "granularity", "host_words", "share", "tensor_at"]
+__all__ = ["Views", "Window", "granularity", "mapped", "memory_of", "share"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TIMEOUT_S = 120.0  # for ranks to send what they share
@@ -41,19 +39,34 @@ _NO_ACCESS, _IN_PLACE = 0, 0x10  # PROT_NONE and MAP_FIXED, which Python does no
 # The driver's names for what is asked of it.
 _PINNED, _ON_DEVICE, _FILE_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
 _RECOMMENDED_GRANULARITY = 1
-_PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTALLOC_*
+
+
+class Window(NamedTuple):
+    """The form of a window: a tensor [rows, columns] in P regions.
+
+    Attributes:
+        region_bytes: a multiple of `granularity`.
+        rows: a multiple of P.
+        columns: of a row.
+        dtype: of the tensor.
+    """
+
+    region_bytes: int
+    rows: int
+    columns: int
+    dtype: Any
 
 
 class Views(NamedTuple):
-    """Addresses of a window, [P, region_bytes] each.
+    """The two views of a window, [rows, columns] each. The last tensor over a view unmaps it.
 
     Attributes:
         arrived: what the ranks wrote for this one.
         peers: this rank's regions at all ranks.
     """
 
-    arrived: int
-    peers: int
+    arrived: Tensor
+    peers: Tensor
 
 
 def granularity(place: Any) -> int:
@@ -61,62 +74,49 @@ def granularity(place: Any) -> int:
     return _PAGE if place.is_cpu_place() else _Driver.get().granularity(_device_of(place))
 
 
-def tensor_at(address: int, like: Tensor, rows: int, columns: int, dtype: Any) -> Tensor:
-    """Memory as a tensor [rows, columns] on the device of another one."""
-    (made,) = direct("window", like, address, rows, columns, dtype.value)
-    return made
+def share(group: Group, like: Tensor, window: Window) -> Views:
+    """Make a window on the device of a tensor; all ranks of the group call it together, with the same form.
 
-
-def host_words(place: Any, count: int) -> tuple[NDArray, int]:
-    """Numbers in memory of the host that a device writes to, zeros at first, and their address for both.
-
-    They stay until the process ends.
-
-    Args:
-        place: of the device.
-        count: how many int32 numbers.
-    """
-    if place.is_cpu_place():
-        words = np.zeros(count, np.int32)
-        return words, words.ctypes.data
-    address = ctypes.c_void_p()
-    _Driver.get().call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(4 * count), _PORTABLE | _MAPPED)
-    words = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int32)), [count])
-    words[:] = 0
-    return words, address.value or 0
-
-
-def share(group: Group, place: Any, region_bytes: int) -> Views:
-    """Make a window; all ranks of the group must call it at once, with the same size.
-
-    The memory is zeros at first and stays until the process ends.
+    The memory is zeros at first. A rank may drop its views while others use theirs: a region stays as long as one rank
+    maps it. On a GPU the rank that unmaps a view waits for its own kernels.
 
     Args:
         group: the ranks.
-        place: the place of the tensors that will be written there.
-        region_bytes: a multiple of `granularity`.
+        like: on the device of the tensors that will be written there.
+        window: the form.
 
     Raises:
         ValueError: the ranks are not on one machine.
         RuntimeError: a rank or the driver did not answer.
     """
     with contextlib.ExitStack() as opened:
+        own: list[int] = []  # by the rank that will write there
         descriptors: list[int] = []
         with raising_together("ExpertParallel", group):
-            memory = _Files(region_bytes) if place.is_cpu_place() else _DeviceMemory(_device_of(place), region_bytes)
-            own = [memory.make() for _ in range(group.nranks)]  # by the rank that will write there
-            for each in own:
-                descriptors.append(memory.export(each))
+            memory = memory_of(like.place, window.region_bytes)
+            for _ in range(group.nranks):
+                own.append(memory.make())
+                opened.callback(memory.forget, own[-1])
+                descriptors.append(memory.export(own[-1]))
                 opened.callback(os.close, descriptors[-1])
         received = _swapped(group, descriptors)
+        theirs = list(own)
         for rank, each in enumerate(received):
             if rank != group.rank:
                 opened.callback(os.close, each)
         with raising_together("ExpertParallel", group):
-            theirs = [own[rank] if rank == group.rank else memory.take(each) for rank, each in enumerate(received)]
-            views = Views(memory.map(own), memory.map(theirs))
-    memory.forget({*own, *theirs})
+            for rank, each in enumerate(received):
+                if rank != group.rank:
+                    theirs[rank] = memory.take(each)
+                    opened.callback(memory.forget, theirs[rank])
+            views = Views(*(mapped(memory, regions, like, window) for regions in (own, theirs)))
     return views
+
+
+def mapped(memory: _Files | _DeviceMemory, regions: Sequence[int], like: Tensor, window: Window) -> Tensor:
+    """Map regions next to each other, as a tensor that unmaps them."""
+    (made,) = direct("window", like, memory.map(regions), window.rows, window.columns, window.dtype.value)
+    return made
 
 
 def _swapped(group: Group, descriptors: Sequence[int]) -> list[int]:
@@ -156,6 +156,11 @@ def _machine() -> str:
     return f"{_BOOT.read_text().strip()} {network}"
 
 
+def memory_of(place: Any, region_bytes: int) -> _Files | _DeviceMemory:
+    """Regions of memory at a place that processes can share."""
+    return _Files(region_bytes) if place.is_cpu_place() else _DeviceMemory(_device_of(place), region_bytes)
+
+
 class _Files:
     """Memory of the host, as unnamed files."""
 
@@ -186,17 +191,16 @@ class _Files:
     def map(self, regions: Sequence[int]) -> int:
         """Map regions next to each other."""
         total = self._bytes * len(regions)
-        base = self._mapped(None, total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, _NO_ACCESS)
+        base = self._map(None, total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, _NO_ACCESS)
         for number, region in enumerate(regions):
-            self._mapped(base + number * self._bytes, self._bytes, mmap.MAP_SHARED | _IN_PLACE, region)
+            self._map(base + number * self._bytes, self._bytes, mmap.MAP_SHARED | _IN_PLACE, region)
         return base
 
-    def forget(self, regions: Iterable[int]) -> None:
-        """Close what is mapped now."""
-        for each in regions:
-            os.close(each)
+    def forget(self, region: int) -> None:
+        """Close a file; what is mapped stays."""
+        os.close(region)
 
-    def _mapped(
+    def _map(
         self, address: int | None, size: int, flags: int, file: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE
     ) -> int:
         mapped = self._library.mmap(address, size, access, flags, file, 0)
@@ -298,5 +302,6 @@ class _DeviceMemory:
         self._driver.call("cuMemSetAccess", base, total, ctypes.byref(access), ctypes.c_size_t(1))
         return base.value
 
-    def forget(self, regions: Iterable[int]) -> None:
-        """Nothing: the driver's handles cost no file descriptors, and end with the process."""
+    def forget(self, region: int) -> None:
+        """Release a handle; what is mapped stays."""
+        self._driver.call("cuMemRelease", ctypes.c_uint64(region))

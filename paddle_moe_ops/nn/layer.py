@@ -18,8 +18,9 @@ from .. import _checks
 from .._graphs import filled, is_graph_value, public
 from ..expert_parallel.groups import group_of, raising_together
 from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
-from ..expert_parallel.parallel import ExpertParallel, check_travel, parallel_of_agreed, telling_of_errors
+from ..expert_parallel.parallel import ExpertParallel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
+from ..expert_parallel.transports import check_travel
 from ..routing import Plan, route
 from ._common import add, check_rows, misnamed, with_shape_of
 from .experts import SwiGLU, SwiGLUExperts
@@ -242,6 +243,7 @@ class MoELayer(nn.Layer):
             TypeError: x is not a tensor of the weights' dtype (under mixed precision, of bfloat16, float16 or float32).
             ValueError: x has another shape; ``is_first_microbatch=False`` in the first call, or either of its values in
                 a static graph with ``compute``.
+            RuntimeError: with a group, the layer was closed, or what `expert_parallel.ExpertParallel.dispatch` says.
         """
         if self.parallel is None:
             tokens, kept, ids, probs, scores, logits = self._routed(x, mask)
@@ -267,6 +269,23 @@ class MoELayer(nn.Layer):
             self.aux_loss = self._balance(*last)  # type: ignore[misc]
             self.z_loss = router_z_loss(logits, kept)  # type: ignore[misc]
         return _result(out, x)
+
+    def close(self) -> None:
+        """Free the memory that the ranks of the group share once nothing else uses it; parameters stay.
+
+        Later forward passes raise; backward passes of earlier ones work. See `expert_parallel.ExpertParallel.close`.
+        Without a group this does nothing.
+
+        Example:
+            >>> import paddle
+            >>> from paddle_moe_ops.nn import MoELayer
+            >>> layer = MoELayer(64, 32, num_experts=8, topk=2)  # with ranks: group=group
+            >>> loss = layer(paddle.randn([16, 64])).square().mean()
+            >>> layer.close()
+            >>> loss.backward()
+        """
+        if self.parallel is not None:
+            self.parallel.close()
 
     def _routed(self, x: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
         """The tokens [T, H], their mask [T], and the router's output."""

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 import numpy as np
@@ -15,7 +14,7 @@ from paddle.distributed.communication.group import Group
 
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
 from paddle_moe_ops.expert_parallel.transports import AllToAll, Alone, Scatters, transport_for
-from paddle_moe_ops.expert_parallel.windows import granularity, share
+from paddle_moe_ops.expert_parallel.windows import Window, granularity, share
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 from .problems import on_this_device, step_of
@@ -77,14 +76,13 @@ def test_alone_the_payload_is_copied():
 def files_before_and_after_windows() -> list[int]:
     group, place = paddle.distributed.get_group(0), paddle.CPUPlace()
     found = [len(os.listdir("/proc/self/fd"))]
+    page = granularity(place)
     for _ in range(3):
-        views = share(group, place, granularity(place))
-        mine = np.ctypeslib.as_array((ctypes.c_int32 * 2).from_address(views.peers + granularity(place)))
-        mine[:] = 7, group.rank
+        views = share(group, paddle.zeros([1]), Window(page, 2, page // 4, paddle.int32))
+        views.peers[1, :2] = paddle.to_tensor([7, group.rank], "int32")
         paddle.distributed.barrier()
-        theirs = np.ctypeslib.as_array((ctypes.c_int32 * 2).from_address(views.arrived))
         if group.rank == 1:
-            assert theirs.tolist() == [7, 0]
+            assert views.arrived[0, :2].tolist() == [7, 0]
     found.append(len(os.listdir("/proc/self/fd")))
     return found
 

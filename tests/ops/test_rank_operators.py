@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +19,7 @@ from paddle_moe_ops import quantize_1x128, reference
 from paddle_moe_ops.backends import direct, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.expert_parallel.channels import OwnRows
+from paddle_moe_ops.expert_parallel.windows import Window, granularity, mapped, memory_of
 from paddle_moe_ops.reference.ranks import is_fetched
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import tensor
@@ -205,12 +210,58 @@ def test_ranks_in_other_calls_mark_the_state_and_probabilities_are_nan(place):
     assert np.isnan(to_numpy(probs)).all()
 
 
-def test_memory_is_a_tensor_where_it_lies(place):
+def is_shared(address: int) -> bool:
+    """Whether the system shows memory there that ranks can share. It shows none of a GPU's."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if begin <= address < end:
+            return "paddle_moe_ops window" in line
+    return False
+
+
+def test_a_window_is_unmapped_with_the_last_tensor_over_it(place):
     register_operators()
-    memory = tensor(np.arange(6, dtype=np.float32), place)
-    (made,) = direct("window", memory, memory.data_ptr(), 2, 3, paddle.float32.value)
-    assert made.place == memory.place
-    assert to_numpy(made).tolist() == [[0, 1, 2], [3, 4, 5]]
+    size, files = granularity(place), len(os.listdir("/proc/self/fd"))
+    memory, like = memory_of(place, size), tensor(np.zeros([1], np.float32), place)
+    region = memory.make()
+    window = mapped(memory, [region, region], like, Window(size, 2, size // 4, paddle.float32))
+    memory.forget(region)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert window.place == like.place
+    second, address = window[1], window.data_ptr()
+    assert not to_numpy(second).any()
+    direct("rank_spoil", window[0], tensor(np.array([1], np.int64), place), 0)
+    assert np.isnan(to_numpy(second)).all()
+    assert is_shared(address) or not place.is_cpu_place()
+    was_shared = is_shared(address)
+    del window
+    gc.collect()
+    assert np.isnan(to_numpy(second)).all()
+    assert is_shared(address) == was_shared
+    del second
+    gc.collect()
+    assert not is_shared(address)
+
+
+def test_words_that_the_host_reads_are_zeros_at_first(place):
+    register_operators()
+    (words,) = direct("host_words", tensor(np.zeros([1], np.float32), place), 5)
+    memory = (ctypes.c_int32 * 5).from_address(words.data_ptr())
+    assert list(memory) == [0] * 5
+    direct("rank_spoil", words, tensor(np.array([1], np.int64), place), 0)
+    assert to_numpy(words).tolist() == [list(memory)] == [[-1] * 5]
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments", "message"),
+    [
+        ("window", [X, 0, 1, 1, 5], "the window must be memory that ranks share"),
+        ("host_words", [X, 0], "the number of words must be positive"),
+    ],
+)
+def test_no_memory_is_no_tensor(operator, arguments, message, place):
+    with pytest.raises(ValueError, match=f"^ExpertParallel: {message}$"):
+        run(place, operator, arguments)
 
 
 HERE = "the window must be memory that ranks share"

@@ -4,8 +4,7 @@
 // Descriptions of tensors for the copy engine of Hopper, and whether a GPU is one.
 #pragma once
 
-#include <cuda.h>
-
+#include "cuda/driver.h"
 #include "cuda/launch.h"
 
 namespace pmo {
@@ -28,23 +27,9 @@ struct Tensor {
   int box[3];
 };
 
-// The driver's function, which this library is not linked with.
-inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess
-               ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found)
-               : nullptr;
-  }();
-  return encoder;
-}
-
 inline int encode(const Tensor& tensor, CUtensorMapDataType type, int bytes, CUtensorMap* map,
                   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
-  const auto encoder = tensor_map_encoder();
+  static const auto encoder = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
   if (encoder == nullptr) return fail(PMO_INTERNAL, "CUDA: the driver has no cuTensorMapEncodeTiled");
   cuuint64_t sizes[3], strides[2];
   cuuint32_t box[3], steps[3];

@@ -11,9 +11,7 @@
 #include "paddle/pages.h"
 #include "paddle/routing.h"
 
-#ifndef PMO_PADDLE_2  // Paddle before 3.0 makes no tensors of memory that is there
-
-#include "paddle/phi/api/include/tensor_utils.h"
+#ifndef PMO_PADDLE_2  // see window_op.cc
 
 namespace {
 
@@ -26,13 +24,6 @@ constexpr char kNotDense[] = "the rows must be contiguous";
 constexpr char kNoCall[] = "a call must have 8 words";
 constexpr char kEither[] = "either rows of this rank or memory that has them must be given";
 constexpr char kNoLines[] = "the map must have a line for each row";
-
-// Memory that ranks share as a tensor [rows, columns] on the device of `like`. The memory is never freed.
-Outputs window(const paddle::Tensor& like, int64_t address, int64_t rows, int64_t columns, int dtype) {
-  require(address != 0 && rows > 0 && columns > 0, kFunction, kNoMemory);
-  return {paddle::from_blob(reinterpret_cast<void*>(address), {rows, columns}, static_cast<paddle::DataType>(dtype),
-                            phi::DataLayout::NCHW, like.place())};
-}
 
 // The address of bytes [P, region].
 void* regions(const paddle::Tensor& window, int64_t num_ranks, int64_t* region_bytes) {
@@ -427,7 +418,6 @@ Outputs rank_spoil(const paddle::Tensor& rows, const paddle::Tensor& codes, int6
 }  // namespace
 
 PMO_DIRECT(rank_spoil, rank_spoil);
-PMO_DIRECT(window, window);
 PMO_DIRECT(rank_plan, rank_plan);
 PMO_DIRECT(rank_records, rank_records);
 PMO_DIRECT(rank_arrivals, rank_arrivals);
