@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cuda_only
 
 E, K = 256, 8
 RESIDENT_CTAS = 24  # NCCL has up to 32
-POLLS = 1 << 24  # of memory on the host: ends the kernel in any case
+POLLS = 1 << 27  # of memory on the host: ends the kernel in any case, minutes later
 HANG_S = 20  # ends a hang and judges nothing
 
 
@@ -50,11 +50,13 @@ def test_routing_ends_while_another_kernel_stays(core: Core, tokens: int) -> Non
     params.point_at(workspace=workspace.data_ptr())
 
     flag = torch.ones(1, dtype=torch.int32).pin_memory()
-    other, own, routed = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+    other, own = torch.cuda.Stream(), torch.cuda.Stream()
+    stayed, routed = torch.cuda.Event(), torch.cuda.Event()
 
     def occupy() -> None:
         with torch.cuda.stream(other):
             stay[(RESIDENT_CTAS,)](flag, POLLS, num_warps=32)
+            stayed.record(other)
 
     def route() -> None:
         assert core.entry("route_permute", 2)(ctypes.byref(params), None, own.cuda_stream) == 0, core.last_error()
@@ -72,7 +74,7 @@ def test_routing_ends_while_another_kernel_stays(core: Core, tokens: int) -> Non
         end = time.monotonic() + HANG_S
         while not routed.query() and time.monotonic() < end:
             time.sleep(0.001)
-        ended_meanwhile = routed.query()
+        ended_meanwhile = routed.query() and not stayed.query()
     finally:
         flag[0] = 1
         torch.cuda.synchronize()

@@ -317,8 +317,8 @@ def bad_options_on_one_rank() -> list[str]:
     def without_memory() -> None:
         ep = ExpertParallel(4, group, combine="reduced", transport="peer", tokens_per_rank=16)
         with pytest.MonkeyPatch.context() as patch:
-            if rank:
-                patch.setattr(windows._Files, "make", lambda self: os.open("/no such file", os.O_RDONLY))
+            for memory in (windows._Files, windows._DeviceMemory) if rank else ():
+                patch.setattr(memory, "make", lambda self: os.open("/no such file", os.O_RDONLY))
             ep.dispatch(*inputs(0))
 
     return [

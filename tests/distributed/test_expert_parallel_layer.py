@@ -341,7 +341,7 @@ def with_room_for_few(room: int, **options: Any) -> Any:
     goes = layer.router(x)[0].numpy() // layer.experts.num_experts == np.arange(2).reshape(2, 1, 1)
     late = goes.any(2).cumsum(1) > room  # by rank and token
     lost = (late[..., None] & goes).any(0)  # by token and slot
-    return before, dropped.tolist(), lost, out.numpy(), expected.numpy()
+    return before.tolist(), dropped.tolist(), lost, out.numpy(), expected.numpy()
 
 
 @pytest.mark.parametrize("options", [{}, {"transport": "peer"}], ids=["exchanged", "peers"])

@@ -190,10 +190,10 @@ def test_combine_without_weights(dtype, rng, place, backend):
 def test_slots_whose_weight_is_nan_take_part(place):
     rows, index = tensor(np.arange(1, 5, dtype=np.float32).reshape(4, 1), place), paddle.arange(4).reshape([2, 2])
     weights = tensor(np.array([[0.5, np.nan], [0.5, 0.0]], np.float32), place)
-    assert_bits_equal(F.moe_combine(rows, weights, index), np.array([[np.nan], [1.5]], np.float32))
+    np.testing.assert_array_equal(F.moe_combine(rows, weights, index).numpy(), [[np.nan], [1.5]])
     assert F.moe_combine_no_weight(rows, weights, index).tolist() == [[3.0], [3.0]]
     d_rows, _ = _C_ops.moe_combine_grad(rows, weights, index, paddle.ones([2, 1]))
-    assert_bits_equal(d_rows, np.array([[0.5], [np.nan], [0.5], [0.0]], np.float32))
+    np.testing.assert_array_equal(d_rows.numpy(), [[0.5], [np.nan], [0.5], [0.0]])
 
 
 def shared_rows_problem(rng, dtype):

@@ -23,7 +23,7 @@ class TorchArrays(TorchDevice):
         """A copy that lies ``offset`` bytes beyond a multiple of 16."""
         dense = np.require(values, requirements="C")
         made = self._memory(dense.shape, _NAMES[dense.dtype], offset)
-        made.view(torch.uint8).copy_(torch.from_numpy(dense.reshape(dense.shape).view(np.uint8).copy()))
+        made.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(dense.reshape(-1).view(np.uint8).copy()))
         return made
 
     def columns(self, array: torch.Tensor, count: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ class TorchArrays(TorchDevice):
 
     def numpy(self, array: torch.Tensor) -> NDArray:
         dtype = DTYPES[self.dtype_name(array)]
-        return array.contiguous().view(torch.uint8).cpu().numpy().view(dtype).reshape(tuple(array.shape))
+        return array.reshape(-1).view(torch.uint8).cpu().numpy().view(dtype).reshape(tuple(array.shape))
 
     def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         return self._memory(shape, dtype, 0)

@@ -37,7 +37,10 @@ PLACE = BUNDLE / "place-2"
 JITTER = BUNDLE / "jitter"
 
 DEVICE = "cuda_rig:0"
-CORE_TESTS = ["tests/core", "--core-device=cuda", "-p", "no:cacheprovider"]
+# It needs the GPU for itself: processes that share one take turns.
+BESIDE_TESTS = "tests/core/test_cuda_beside.py"
+CORE_OPTIONS = ["--core-device=cuda", "-p", "no:cacheprovider"]
+CORE_TESTS = ["tests/core", f"--ignore={BESIDE_TESTS}", *CORE_OPTIONS]
 # what is slow is so in the interpreter only
 HOPPER_TESTS = [
     *(f"tests/triton/test_hopper_{name}.py" for name in ("product", "outer", "float8")),
@@ -50,6 +53,7 @@ SUITES = {
     "triton": ["tests/ops", "tests/scenarios", "--backend=triton", f"--device={DEVICE}"],
     "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider", "-m", ""],
     "core": CORE_TESTS,
+    "beside": [BESIDE_TESTS, *CORE_OPTIONS],
     "memcheck": CORE_TESTS,
     "racecheck": CORE_TESTS,
     "initcheck": CORE_TESTS,
