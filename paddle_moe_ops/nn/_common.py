@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +40,14 @@ def misnamed(**names: str) -> Callable[[Callable[..., None]], Callable[..., None
         return call
 
     return decorate
+
+
+def warn_user(message: str) -> None:
+    """Warn about the line that called into the package."""
+    package, level, frame = __name__.partition(".")[0], 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 class Size(int):

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +21,7 @@ from ..expert_parallel.parallel import ExpertParallel, parallel_of_agreed, telli
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..expert_parallel.transports import check_travel
 from ..routing import Plan, route
-from ._common import add, check_rows, misnamed, with_shape_of
+from ._common import add, check_rows, misnamed, warn_user, with_shape_of
 from .experts import SwiGLU, SwiGLUExperts
 from .losses import loss_of_load, normalised, router_z_loss
 from .router import TopKRouter, capacity_of
@@ -218,10 +217,9 @@ class MoELayer(nn.Layer):
         if is_graph_value(logits) or not logits.stop_gradient or not (self.training and paddle.is_grad_enabled()):
             return
         if not self.router.weight.stop_gradient:
-            warnings.warn(
+            warn_user(
                 f"MoELayer: {name} has no gradient, since the pass it belongs to recorded none; under "
-                "recompute(..., use_reentrant=True) read it inside the recomputed function, or use use_reentrant=False",
-                stacklevel=3,
+                "recompute(..., use_reentrant=True) read it inside the recomputed function, or use use_reentrant=False"
             )
 
     @not_to_static

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from .._graphs import (
     without_gradients,
 )
 from ..routing import calculate_topk, check_groups
-from ._common import Size, described, misnamed, of_shape, sizes, weight
+from ._common import Size, described, misnamed, of_shape, sizes, warn_user, weight
 
 SCORING = ("softmax", "sigmoid")
 _INTEGERS = (paddle.int32, paddle.int64, paddle.int16, paddle.int8, paddle.uint8, paddle.bool)
@@ -111,10 +110,9 @@ class TopKRouter(nn.Layer):
         self.scoring = _checks.choice(name, "scoring", scoring, SCORING)
         self.norm_topk_prob = _checks.flag(name, "norm_topk_prob", norm_topk_prob)
         if topk == 1 and norm_topk_prob and paddle.is_grad_enabled():
-            warnings.warn(
+            warn_user(
                 "TopKRouter: with topk=1 and norm_topk_prob=True the weight of the chosen expert is always 1, so the "
-                "output gives the router no gradient; set norm_topk_prob=False, or train it by aux_loss alone",
-                stacklevel=2,
+                "output gives the router no gradient; set norm_topk_prob=False, or train it by aux_loss alone"
             )
         self.scores_per_group = Size(scores_per_group)
         self.scaling_factor = _checks.number(name, "scaling_factor", scaling_factor)

@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops.nn import TopKRouter, load_balance_loss, router_z_loss
+from paddle_moe_ops.nn import MoELayer, TopKRouter, load_balance_loss, router_z_loss
 from paddle_moe_ops.routing import route
 from tests.ops.dense import stable_topk
 from tests.params import COPIES
@@ -134,6 +134,15 @@ def test_a_router_whose_weight_is_always_one_warns_once():
         TopKRouter(H, E, 2)
         with paddle.no_grad():
             TopKRouter(H, E, 1)
+
+
+@pytest.mark.parametrize(
+    "construct", [lambda: TopKRouter(H, E, 1), lambda: MoELayer(H, 8, E, 1)], ids=["router", "layer"]
+)
+def test_the_warning_names_the_line_that_makes_the_layer(construct):
+    with pytest.warns(UserWarning, match="topk=1 and norm_topk_prob=True") as warned:
+        construct()
+    assert [each.filename for each in warned] == [__file__]
 
 
 CASTS = {

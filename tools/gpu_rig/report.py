@@ -21,6 +21,7 @@ SUITES = {
     "triton": "both once more with `--backend=triton`, on Paddle's tensors on `cuda_rig`",
     "triton_kernels": "Triton kernels on PyTorch tensors",
     "core": "CUDA core through ctypes, with CUDA-graph capture and replay",
+    "beside": "routing next to a kernel that stays on the GPU",
     "memcheck": "the core tests under compute-sanitizer memcheck",
     "racecheck": "the core tests under compute-sanitizer racecheck",
     "initcheck": "the core tests under compute-sanitizer initcheck",
