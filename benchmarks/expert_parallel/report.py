@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.series import differences
 from benchmarks.spread import deviation, with_deviation
 
 from .timeline_report import PICTURE, Recorded, picture, section
@@ -90,6 +91,8 @@ def main(results: Path = RESULTS, target: Path = PAGE) -> None:
         newest = max(recorded, key=lambda each: each.machine["date"])
         text += section(newest)
         target.with_name(PICTURE).write_text(picture(newest), encoding="utf-8")
+    apart = differences.section(results, ("expert-parallel", "expert-parallel-timeline"))
+    text += apart and f"\n{apart}"
     target.write_text(text, encoding="utf-8")
 
 

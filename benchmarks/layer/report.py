@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.series import differences
 from benchmarks.spread import deviation, with_deviation
 
 from .published import PUBLISHED, Source
@@ -397,6 +398,7 @@ def main(results: Path = RESULTS, target: Path = PAGE) -> int:
         *map(peers, newest_runs(results, "layer-peers")),
         *map(products, newest_runs(results, "deepgemm")),
         *map(bounds, sorted(results.glob("ncu/*-layer.jsonl"))),
+        differences.section(results, ("layer", "layer-sonic", "layer-peers", "deepgemm")),
     ]
     target.write_text(page(runs, further), encoding="utf-8")
     picture(runs).savefig(target.with_name(PICTURE), dpi=110)
