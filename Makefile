@@ -10,6 +10,7 @@ CLANG_FORMAT ?= $(VENV)/bin/clang-format
 PADDLE ?= paddlepaddle==3.3.1
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+SERIES_ARGS ?=
 CORE_TESTS ?= tests/core
 COVERAGE_TESTS ?= tests/reference tests/ops tests/packaging tests/static tests/scenarios tests/distributed tests/triton
 
@@ -29,7 +30,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report results-series results-check check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,7 +104,7 @@ test-isa: $(VENV)/stamp-built core ## the core and the operators on the AVX2 and
 fresh-environments: ## install as the README says, in new environments of PYTHONS and PADDLES; docs/compatibility.md says how it went
 	$(PYTHON) tools/fresh_environments.py
 
-lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy, and the schemas of GitHub's files
+lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy, the schemas of GitHub's files, and the check of results
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMAT_INPUTS)
@@ -112,6 +113,7 @@ lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy, and the schemas of GitHub'
 	$(VENV)/bin/check-jsonschema --builtin-schema github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
 	$(VENV)/bin/check-jsonschema --builtin-schema github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(VENV)/bin/check-jsonschema --builtin-schema citation-file-format CITATION.cff
+	$(PY) -m benchmarks.series --check
 
 format: $(VENV)/stamp-deps ## format Python and C++ in place
 	$(VENV)/bin/ruff check --fix .
@@ -171,6 +173,13 @@ build/coverage/libpmo_core.so: $(COVERAGE_OBJECTS)
 
 bench-report: $(VENV)/stamp-deps ## docs/performance*.md and their pictures from benchmarks/results
 	$(PY) -m benchmarks.kernels.report --results benchmarks/results --docs docs
+	$(PY) -m benchmarks.series
+
+results-series: $(VENV)/stamp-deps ## add the newest results to benchmarks/results/series, and check them; options in SERIES_ARGS
+	$(PY) -m benchmarks.series $(SERIES_ARGS)
+
+results-check: $(VENV)/stamp-deps ## figures that are more than 3 % lower than before, or apart without a reason
+	$(PY) -m benchmarks.series --check
 
 # ---- NVIDIA GPUs (tools/gpu_rig/README.md)
 
@@ -191,6 +200,7 @@ layer-report: $(VENV)/stamp-deps ## docs/layer_performance.md, its picture, and 
 
 parallel-report: $(VENV)/stamp-deps ## docs/expert_parallel_performance.md from benchmarks/results
 	$(PY) -m benchmarks.expert_parallel.report
+	$(PY) -m benchmarks.series
 
 scaling-report: $(VENV)/stamp-deps ## docs/scaling.md and its picture, predictions from benchmarks/results
 	$(PY) -m benchmarks.scaling.report

@@ -7,12 +7,11 @@
     done
 
 Each part has a result of its own in benchmarks/results/integrations. A line of ``blocks`` is one block, forward and
-backward in float32: milliseconds (medians and minima of samples that take turns), the most MiB that a pass allocates
-beyond what was there, and the largest differences of the output, and of a gradient, each relative to the largest
-magnitude. A line of ``losses`` is the training of a tiny model. ERNIE-4.5-MoE before is PaddleFormers' code on the
-stand-ins of tests/integrations/kernels.py, since Paddle has no CPU kernels for it. ``example`` is what
-examples/pretrain_ernie45_moe.py prints. With ``--no-run`` the page is written anew from a
-result that is there.
+backward in float32: milliseconds (medians, minima and maxima of samples that take turns), the most MiB that a pass
+allocates beyond what was there, and the largest differences of the output, and of a gradient, each relative to the
+largest magnitude. A line of ``losses`` is the training of a tiny model. ERNIE-4.5-MoE before is PaddleFormers' code on
+the stand-ins of tests/integrations/kernels.py, since Paddle has no CPU kernels for it. ``example`` is what
+examples/pretrain_ernie45_moe.py prints. With ``--no-run`` the page is written anew from a result that is there.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from . import pages
+from .spread import time_fields
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 512, 512, 256, 64, 8
 SIZES = {
@@ -123,7 +122,7 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
             samples.append(time.perf_counter() - start)
             pf.remove(block)
     for variant, samples in seconds.items():
-        row |= {f"{variant}_ms": 1e3 * statistics.median(samples), f"{variant}_min_ms": 1e3 * min(samples)}
+        row |= time_fields([1e3 * each for each in samples], f"{variant}_", unit="ms")
     row["before_mib"] = peak_mib(block, x, weights)
     with pf.applied(block):
         row["after_mib"] = peak_mib(block, x, weights)
@@ -182,18 +181,23 @@ def table_of_blocks(lines: list[dict[str, Any]]) -> str:
     text = [
         f"T {facts['tokens']}, H {facts['hidden']}, I {facts['inner']}, E {facts['experts']}, K {facts['topk']}, "
         f"float32, forward and backward, {where(facts)}. Times are medians of {rows[0]['samples']} samples "
-        "that take turns (in brackets the minimum).",
+        f"that take turns (in brackets the minimum{' and the maximum' if 'before_max_ms' in rows[0] else ''}).",
         "",
         "| block | before, ms | after, ms | before, MiB | after, MiB | output differs by | gradients differ by |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        times = [f"{row[f'{each}_ms']:.0f} ({row[f'{each}_min_ms']:.0f})" for each in ("before", "after")]
+        times = [f"{row[f'{each}_ms']:.0f} ({_bounds(row, each)})" for each in ("before", "after")]
         memory = [f"{row[f'{each}_mib']:.0f}" for each in ("before", "after")]
         differences = [f"{row[f'{each}_difference']:.0e}" for each in ("output", "gradient")]
         cells = [f"`{row['block']}`", *times, *memory, *differences]
         text.append(f"| {' | '.join(cells)} |")
     return "\n".join(text)
+
+
+def _bounds(row: dict[str, Any], variant: str) -> str:
+    """Minimum and maximum; older results have no maximum."""
+    return " - ".join(f"{row[name]:.0f}" for each in ("min", "max") if (name := f"{variant}_{each}_ms") in row)
 
 
 def table_of_losses(lines: list[dict[str, Any]]) -> str:

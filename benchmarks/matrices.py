@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -77,7 +78,7 @@ def forms() -> tuple[dict[str, Callable[[], Any]], list[Any], Any]:
 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """The least milliseconds of each form, forward and backward."""
+    """Milliseconds of each form, forward and backward: minimum, median and maximum."""
     import paddle
 
     calls, leaves, d_out = forms()
@@ -91,10 +92,16 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
             middle = time.perf_counter()
             paddle.autograd.backward([out], [d_out])
             samples[name].append((middle - start, time.perf_counter() - middle))
-    return {
-        name: {"forward_ms": 1e3 * min(each[0] for each in found), "backward_ms": 1e3 * min(each[1] for each in found)}
-        for name, found in samples.items()
-    }
+    return {name: _passes(found) for name, found in samples.items()}
+
+
+def _passes(samples: list[tuple[float, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for which, seconds in zip(("forward", "backward"), zip(*samples, strict=True), strict=True):
+        times = [1e3 * each for each in seconds]
+        found |= {f"{which}_ms": min(times), f"{which}_median_ms": statistics.median(times)}
+        found[f"{which}_max_ms"] = max(times)
+    return found
 
 
 def run(out: Path, rounds: int) -> None:
@@ -125,7 +132,8 @@ def table(lines: list[dict[str, Any]]) -> str:
     text = [
         f"T {facts['tokens']}, H {facts['hidden']}, I {facts['inner']}, E {facts['experts']}, K {facts['topk']}, "
         f"float32, {facts['cores']} cores ({facts['cpu']}), Paddle {facts['paddle']}, commit {facts['commit']}, "
-        f"{facts['date']}. Forward + backward in milliseconds, minima of {facts['rounds']} samples that take turns.",
+        f"{facts['date']}. Forward + backward in milliseconds, minima of {facts['rounds']} samples that take turns"
+        f"{' (median, maximum)' if 'forward_max_ms' in rows[0] else ''}.",
         "",
         "| form | as it is | with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1` |",
         "|---|---|---|",
@@ -133,10 +141,17 @@ def table(lines: list[dict[str, Any]]) -> str:
     for name, words in FORMS.items():
         found = {row["pages"]: row for row in rows if row["form"] == name}
         cells = [
-            f"{found[pages]['forward_ms']:.0f} + {found[pages]['backward_ms']:.0f}" for pages in ("default", "large")
+            " + ".join(_milliseconds(found[pages], which) for which in ("forward", "backward"))
+            for pages in ("default", "large")
         ]
         text.append(f"| {words} | {' | '.join(cells)} |")
     return "\n".join(text)
+
+
+def _milliseconds(row: dict[str, Any], which: str) -> str:
+    """The minimum; in results that have them, the median and the maximum too."""
+    others = [f"{row[name]:.0f}" for each in ("median", "max") if (name := f"{which}_{each}_ms") in row]
+    return f"{row[f'{which}_ms']:.0f}" + (f" ({', '.join(others)})" if others else "")
 
 
 def with_table(page: str, lines: list[dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["END", "facts", "load", "with_part"]
+__all__ = ["END", "facts", "load", "parsed", "with_part"]
 
 END = "<!-- end -->"
 
@@ -33,7 +33,12 @@ def facts() -> dict[str, Any]:
 
 def load(path: Path) -> list[dict[str, Any]]:
     """The lines of a result."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return parsed(path.read_text(encoding="utf-8"))
+
+
+def parsed(text: str) -> list[dict[str, Any]]:
+    """JSON objects, one a line."""
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def with_part(page: str, begin: str, part: str) -> str:

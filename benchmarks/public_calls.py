@@ -7,8 +7,8 @@
 
 A line per operation and model has the microseconds of a call, with all that it allocates: calls follow each other, and
 what they take together is divided by their number. A line per operation with "host" has the microseconds until a call
-returns, without a gradient, of one that keeps what a gradient needs, and of the backward pass: medians, and the least
-of all samples. Inputs are small there, so that the device is never far behind.
+returns, without a gradient, of one that keeps what a gradient needs, and of the backward pass. Each has the median, the
+least and the most of all samples. Inputs are small there, so that the device is never far behind.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
+from benchmarks.spread import time_fields
 from paddle_moe_ops import moe_mlp, moe_permute, moe_unpermute, permute, route, unpermute
 from paddle_moe_ops.bench import MODELS
 from paddle_moe_ops.gemm import grouped_gemm
@@ -79,7 +80,7 @@ def host_us(prepare: Callable[[], Any], call: Callable[[Any], Any]) -> dict[str,
         samples.append(1e6 * (time.perf_counter() - start))
         del made
     kept = samples[_WARM:]
-    return {"median": round(statistics.median(kept), 1), "least": round(min(kept), 1)}
+    return {"median": round(statistics.median(kept), 1), "least": round(min(kept), 1), "most": round(max(kept), 1)}
 
 
 def model_operations(model: str, tokens: int) -> list[Operation]:
@@ -125,8 +126,8 @@ def _with_gradients(call: Callable[..., Tensor], d_out: Tensor) -> Callable[...,
     return run
 
 
-def whole_us(call: Callable[[], Any]) -> float:
-    """Of one call among many."""
+def whole_us(call: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of one call among many, as fields of a line."""
     rounds = []
     for _ in range(_ROUNDS + 1):
         _wait()
@@ -135,7 +136,7 @@ def whole_us(call: Callable[[], Any]) -> float:
             call()
         _wait()
         rounds.append(1e6 * (time.perf_counter() - start) / _CALLS_OF_A_ROUND)
-    return round(statistics.median(rounds[1:]), 1)
+    return time_fields(rounds[1:], digits=1)
 
 
 def _wait() -> None:
@@ -145,8 +146,8 @@ def _wait() -> None:
 
 def model_lines(model: str, tokens: int) -> Iterator[dict[str, Any]]:
     for name, call, inputs in model_operations(model, tokens):
-        us = whole_us(lambda call=call, inputs=inputs: call(*inputs))
-        yield {"operation": name, "shape": model, "tokens": tokens, "us": us}
+        times = whole_us(lambda call=call, inputs=inputs: call(*inputs))
+        yield {"operation": name, "shape": model, "tokens": tokens, **times}
 
 
 def line(operation: Operation) -> dict[str, Any]:

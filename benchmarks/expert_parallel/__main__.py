@@ -5,8 +5,9 @@
     python3 -m benchmarks.expert_parallel --out benchmarks/results/h200x2-expert-parallel.jsonl --commit COMMIT
 
 It runs under a CPU build of Paddle with the plug-in of tools/gpu_rig, too. A line of the result is one rank's, the
-slowest one's: median microseconds of a call on the GPU, with all calls queued; those of calls as the host makes them
-("eager_us"), which under the plug-in allocates slowly; and the bytes that must cross from the rank to others.
+slowest one's: median, minimum and maximum microseconds of a call on the GPU, with all calls queued; those of calls as
+the host makes them ("eager_us"), which under the plug-in allocates slowly; and the bytes that must cross from the rank
+to others.
 
     p2p_copy         the driver copies that many bytes to the next rank's memory, all ranks at once
     dispatch         `ExpertParallel.dispatch` in no_grad, all of it, routing too
@@ -17,7 +18,7 @@ slowest one's: median microseconds of a call on the GPU, with all calls queued; 
     alltoall_single  the same bytes as dispatch, through paddle.distributed
     layer_forward    dispatch, `moe_mlp` and combine, with gradients to come
     layer            the same with the backward pass
-    layer_backward   the difference
+    layer_backward   the difference; its minimum and maximum are bounds
 
 With ``--fetched`` the copy, dispatch and combine alone are timed, with several shares of rows that are fetched.
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import paddle
 
+from benchmarks.spread import time_fields
 from paddle_moe_ops import moe_mlp, permute, route, sort_chunks
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.expert_parallel import ExpertParallel, channels
@@ -110,8 +110,8 @@ class Rank:
                 call()
             (between,) = self.stream.microseconds(begin_mark, [self.stream.mark()])
             gpu.append(between / times)
-        made = {"what": what, "us": statistics.median(gpu), "min_us": min(gpu), "eager_us": statistics.median(host)}
-        self.found.append({**made, "bytes": crossing, **more})
+        times = time_fields(gpu) | time_fields(host, "eager_")
+        self.found.append({"what": what, **times, "bytes": crossing, **more})
         return self.found[-1]
 
     def copies(self) -> None:
@@ -208,11 +208,11 @@ class Rank:
         there = self.timed("layer_forward", forward, 2 * self.crossing, 3, **how)
         there["tflops"] = flops / there["us"] / 1e6
         whole = self.timed("layer", both, 4 * self.crossing, 3, **how)
-        microseconds = whole["us"] - there["us"]
-        tflops = 2 * flops / microseconds / 1e6
-        self.found.append(
-            {"what": "layer_backward", "us": microseconds, "bytes": 2 * self.crossing, **how, "tflops": tflops}
-        )
+        times = {"us": whole["us"] - there["us"]}
+        # Bounds: samples of both are no pairs.
+        times |= {"min_us": whole["min_us"] - there["max_us"], "max_us": whole["max_us"] - there["min_us"]}
+        tflops = 2 * flops / times["us"] / 1e6
+        self.found.append({"what": "layer_backward", **times, "bytes": 2 * self.crossing, **how, "tflops": tflops})
 
 
 def measure(name: str, tokens: int, samples: int, layers: bool) -> list[dict[str, Any]]:

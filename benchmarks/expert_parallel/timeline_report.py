@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+from .passes import pass_times, slowest_steps
 from .timeline import STAGES
 
 __all__ = ["PICTURE", "Recorded", "picture", "section"]
 
 PICTURE = "expert_parallel_timeline.svg"
-_PASSES = "forward", "backward"
 _WAIT = "wait"
 
 _STYLE = """
@@ -87,11 +87,9 @@ tokens arrive until then. *between* is what lies between the steps, *exchanges* 
     head = ["layer", "pass", *STAGES, "between", "all", "exchanges"]
     rows = [head, ["---"] * len(head)]
     for shape, ranks in recorded.calls.items():
-        steps = max(ranks, key=lambda line: line["steps"][-1]["end_us"])["steps"]
-        begin = 0.0
-        for passing in _PASSES:
+        steps = slowest_steps(ranks)
+        for passing, whole in pass_times(steps).items():
             own = [each for each in steps if each["pass"] == passing]
-            whole, begin = own[-1]["end_us"] - begin, own[-1]["end_us"]
             sums = {stage: _sum(each for each in own if each["stage"] == stage) for stage in STAGES}
             waits = {
                 stage: _sum(each for each in own if (each["stage"], each["step"]) == (stage, _WAIT)) for stage in STAGES

@@ -9,15 +9,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.spread import deviation, with_deviation
+
 from .results import PRODUCTS
 
 __all__ = ["COLUMNS", "TEXT", "load_products", "newest_products"]
 
 TEXT = """
 Triton kernels with their default configurations beside `torch._grouped_mm`, at the sizes of models, bfloat16: medians
-of calls with a cold L2. *of torch* is PyTorch's time over ours; where PyTorch has no such product, its time is that of
-the product and of what comes before or after it (a gather of rows, a multiplication by weights). *apart* is what ours
-takes where rows that are gathered while they are loaded are moved by a launch of their own instead.
+of calls with a cold L2, in newer results ± the larger distance of minimum and maximum. *of torch* is PyTorch's time
+over ours; where PyTorch has no such product, its time is that of the product and of what comes before or after it (a
+gather of rows, a multiplication by weights). *apart* is what ours takes where rows that are gathered while they are
+loaded are moved by a launch of their own instead.
 `benchmarks/sweeps/grouped_gemm.py` says what the operations are.
 """
 COLUMNS = ("operation", "case", "us", "TFLOP/s", "torch us", "of torch", "apart us", "apart / fused")
@@ -58,12 +61,13 @@ def _table(records: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         if "error" in line:
             yield (operation, shape, f"wrong: {line['error']}", *[""] * 5)
             continue
-        us, torch = line["us"], torchs.get((operation, shape), {}).get("us")
+        us, torchs_line = line["us"], torchs.get((operation, shape), {})
+        torch = torchs_line.get("us")
         apart = None
         if operation.endswith(_IN_LOAD):
             apart = ours.get((operation.removesuffix(_IN_LOAD), shape), {}).get("us")
         yield (
-            *(operation, shape, f"**{us:.0f}**", f"{line['tflops']:.0f}"),
-            *(("", "") if torch is None else (f"{torch:.0f}", f"{torch / us:.2f}")),
+            *(operation, shape, f"**{with_deviation(us, deviation(line))}**", f"{line['tflops']:.0f}"),
+            *(("", "") if torch is None else (with_deviation(torch, deviation(torchs_line)), f"{torch / us:.2f}")),
             *(("", "") if apart is None else (f"{apart:.0f}", f"{apart / us:.2f}")),
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.layer.report import newest_runs as newest_layers
+from benchmarks.spread import deviation, with_deviation
 
 from . import gemm_report, overview, summary
 from .counters import COLUMNS, TEXT, load_counters
@@ -47,6 +48,7 @@ DEFINITIONS = """
   *reduce*: many reads, one write; *exchange*: one read, then a read and a write for each row; *read*; for `route`
   an *empty* kernel), over the time of the operation.
 * **launches**: kernels, copies and memsets of one call.
+* **±**, in newer results: the larger distance of a peer's minimum and maximum from its median.
 * *triton* is our second implementation, which allocates in the call; *..., from a mask* and *core, row_id_map* route as
   TransformerEngine does, from a mask [T, E], the latter into its map; *quantise, then permute* and *permute, then
   quantise* are our own operators one after the other.
@@ -191,7 +193,7 @@ def _ceilings(run: Run) -> str:
 
 
 def _us(row: Row | None) -> str:
-    return "" if row is None or row.us is None else f"{row.us:.1f}"
+    return "" if row is None or row.us is None else with_deviation(row.us, deviation(vars(row)), 1)
 
 
 def _operation_table(rows: Sequence[Row]) -> str:
@@ -200,7 +202,8 @@ def _operation_table(rows: Sequence[Row]) -> str:
     cases: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(case_cells(row), {})[row.impl] = row
-    columns = ("case", "T", "K", "E", "H", "timed", "us", "p5 .. p95", "of copy", "of probe", "launches", *peers)
+    measured = "us", "p5 .. p95", "min .. max", "of copy", "of probe", "launches"
+    columns = ("case", "T", "K", "E", "H", "timed", *measured, *peers)
     lines = []
     for cells, by_impl in cases.items():
         ours = by_impl.get(OURS)
@@ -219,10 +222,11 @@ def case_cells(row: Row) -> tuple[str, ...]:
 
 def _ours(row: Row | None) -> tuple[str, ...]:
     if row is None or row.us is None:
-        return ("",) * 5
+        return ("",) * 6
     return (
         f"**{row.us:.1f}**",
         f"{row.p5:.1f} .. {row.p95:.1f}",
+        "" if row.min_us is None else f"{row.min_us:.1f} .. {row.max_us:.1f}",
         "" if row.frac_copy is None else f"{row.frac_copy:.3f}",
         "" if row.frac_probe is None else f"{row.frac_probe:.3f} ({row.probe})",
         "" if row.launches is None else str(row.launches),

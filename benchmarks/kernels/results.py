@@ -43,6 +43,8 @@ class Row:
         p5: 5 % of the samples are below.
         p95: 95 % of the samples are below.
         samples: Number of samples.
+        min_us: The smallest sample; None in older results, as is the next.
+        max_us: The largest sample.
         min_bytes: Bytes that must be moved.
         gbps: min_bytes per time, in 1e9 bytes per second.
         frac_copy: gbps over the copy speed of the same process.
@@ -76,6 +78,8 @@ class Row:
     p5: float | None = None
     p95: float | None = None
     samples: int | None = None
+    min_us: float | None = None
+    max_us: float | None = None
     min_bytes: int | None = None
     gbps: float | None = None
     frac_copy: float | None = None

@@ -107,6 +107,7 @@ class Runner:
         for candidate in candidates:
             stats = stats_of(candidate.samples)
             row = replace(candidate.row, p5=stats.p5, p95=stats.p95, samples=stats.samples)
+            row = replace(row, min_us=stats.least, max_us=stats.most)
             yield self._timed(row, stats.median, probe)
         for impl, median, source in self._published(empty):
             row = replace(empty, impl=impl, mode=self.device.modes[0], check="published", note=source)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+from benchmarks.spread import deviation, with_deviation
+
 from .results import Run
 from .table import markdown
 
@@ -56,9 +58,13 @@ class Calls(NamedTuple):
 
     def us(self, operation: str, shape: str) -> float | None:
         """Of our call."""
-        return next(
-            (each["us"] for each in self.lines if (each["operation"], each.get("shape")) == (operation, shape)), None
-        )
+        line = self.line(operation, shape)
+        return None if line is None else line["us"]
+
+    def line(self, operation: str, shape: str) -> dict[str, Any] | None:
+        """Result of our call."""
+        lines = (each for each in self.lines if (each["operation"], each.get("shape")) == (operation, shape))
+        return next(lines, None)
 
     def other_us(self, implementation: str, operation: str, shape: str) -> float | None:
         """Of another implementation of one of our calls."""
@@ -103,20 +109,18 @@ def _tables(calls: Calls) -> str:
     for shape in calls.shapes:
         tokens = next(each["tokens"] for each in calls.lines if each.get("shape") == shape)
         for operation in BESIDE:
-            us = calls.us(operation, shape)
+            us, ours = calls.us(operation, shape), _ours(calls.line(operation, shape))
             share = calls.of_copy(operation, shape)
             others = [_beside(us, calls.other_us(each, operation, shape)) for each in (PADDLE, TE)]
             cells.append(
-                (MODELS[shape], str(tokens), operation, _number(us), "" if share is None else f"{share:.2f}", *others)
+                (MODELS[shape], str(tokens), operation, ours, "" if share is None else f"{share:.2f}", *others)
             )
-        both = calls.us("permute, unpermute and gradients", shape)
-        cells.append(
-            (MODELS[shape], str(tokens), "permute and unpermute, forward and backward", _number(both), "", "", "")
-        )
+        both = _ours(calls.line("permute, unpermute and gradients", shape))
+        cells.append((MODELS[shape], str(tokens), "permute and unpermute, forward and backward", both, "", "", ""))
     columns = "model", "tokens", "call", "us", "of copy", "Paddle", "TransformerEngine"
     host = [each for each in calls.lines if each.get("host") and not each["operation"].startswith("paddle.")]
     rows = [
-        (each["operation"], *(_number(each[kind]["median"]) for kind in ("without_gradient", "forward", "backward")))
+        (each["operation"], *(_host(each[kind]) for kind in ("without_gradient", "forward", "backward")))
         for each in host
     ]
     return (
@@ -127,8 +131,14 @@ def _tables(calls: Calls) -> str:
     )
 
 
-def _number(us: float | None) -> str:
-    return "" if us is None else f"{us:.0f}"
+def _ours(line: dict[str, Any] | None) -> str:
+    return "" if line is None else with_deviation(line["us"], deviation(line))
+
+
+def _host(times: dict[str, float]) -> str:
+    """Median, and the range of results that have both ends."""
+    bounds = f" ({times['least']:.0f} - {times['most']:.0f})" if "most" in times else ""
+    return f"{times['median']:.0f}{bounds}"
 
 
 def _beside(ours: float | None, other: float | None) -> str:

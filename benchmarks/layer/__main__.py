@@ -5,11 +5,11 @@ r"""Checks and times layers of experts on an NVIDIA GPU with PyTorch; Paddle is 
     python3 -m benchmarks.layer --core-library libpmo_core.so --commit COMMIT \
         --out benchmarks/results/h200-layer.jsonl [--shapes ernie-21b ...]
 
-A line of the result is one implementation of one shape and routing, in one mode ("eager" calls, or replays of a
-CUDA "graph"): medians of forward and backward passes with a cold L2 in microseconds, TFLOP/s (6 T K d n and 12 T K d n
-operations), launches where they are known, bytes that are kept between the passes, and the most that either pass needs
-besides its operands and results. The router is not included. An implementation whose result or whose gradient of the
-probabilities is wrong gets a line with "error" and is not timed.
+A line of the result is one implementation of one shape and routing, in one mode ("eager" calls, or replays of a CUDA
+"graph"): medians, minima and maxima of forward and backward passes with a cold L2 in microseconds, TFLOP/s of the
+median (6 T K d n and 12 T K d n operations), launches where they are known, bytes that are kept between the passes, and
+the most that either pass needs besides its operands and results. The router is not included. An implementation whose
+result or whose gradient of the probabilities is wrong gets a line with "error" and is not timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import argparse
 import datetime
 import gc
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ import benchmarks.without_paddle  # noqa: F401  before what needs it
 from benchmarks.kernels.cuda_timer import count_launches
 from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import gpu_facts
+from benchmarks.spread import time_fields
 
 from .implementations import FLOAT8, IMPLEMENTATIONS, WORKSPACE_MB, Passes
 from .inputs import Inputs
@@ -112,7 +112,7 @@ def captured(passes: Passes) -> Calls:
 
 
 def times(all_calls: list[Calls], samples: int) -> list[dict[str, float]]:
-    """Medians in microseconds of both passes of all, which take turns.
+    """Fields of a line with the microseconds of both passes of all calls, which take turns.
 
     The GPU reads 512 MB before each pass, and the host is ahead of it.
     """
@@ -132,7 +132,8 @@ def times(all_calls: list[Calls], samples: int) -> list[dict[str, float]]:
     found: list[dict[str, list[float]]] = [{"forward": [], "backward": []} for _ in all_calls]
     for i, which, start, end in events:
         found[i][which].append(1000 * start.elapsed_time(end))
-    return [{which: round(statistics.median(each), 1) for which, each in one.items()} for one in found]
+    fields = ([time_fields(each, f"{which}_", digits=1) for which, each in one.items()] for one in found)
+    return [forward | backward for forward, backward in fields]
 
 
 def lines(
@@ -178,10 +179,9 @@ def timed_lines(
         yield from ({**line, "mode": mode, "error": text_of(failure)} for line, _ in ready)
         return
     for (line, calls), found in zip(ready, all_found, strict=True):
-        timed: dict[str, Any] = {"mode": mode, "launches": calls.launches}
-        for which, us in found.items():
-            timed[f"{which}_us"] = us
-            timed[f"{which}_tflops"] = round(shape.flops(which == "backward") / us / 1e6, 1)
+        timed: dict[str, Any] = {"mode": mode, "launches": calls.launches, **found}
+        for which in ("forward", "backward"):
+            timed[f"{which}_tflops"] = round(shape.flops(which == "backward") / found[f"{which}_us"] / 1e6, 1)
         yield {**line, **timed}
 
 

@@ -18,8 +18,9 @@ status is 1. All implementations multiply the same codes and scales:
     DeepGEMM           m_grouped_fp8_gemm_nt_contiguous: as ours, but each expert's rows are padded as it asks for,
                        and the rows' scales are transposed beforehand
 
-A line of the result is one implementation of one shape: for each product the median of replays of a CUDA graph with a
-cold L2 in microseconds, and TFLOP/s (4 T K d n and 2 T K d n operations; those of padding don't count).
+A line of the result is one implementation of one shape: for each product the median, minimum and maximum of replays of
+a CUDA graph with a cold L2 in microseconds, and TFLOP/s (4 T K d n and 2 T K d n operations; those of padding don't
+count).
 Implementations take turns. One whose results are wrong gets a line with "error" and is not timed.
 """
 
@@ -29,6 +30,7 @@ import argparse
 import datetime
 import functools
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,8 +42,8 @@ import benchmarks.without_paddle  # noqa: F401  before what needs it
 from benchmarks.kernels.cuda_timer import CudaTimer
 from benchmarks.kernels.device import Body, Captured
 from benchmarks.kernels.results import text_of
-from benchmarks.kernels.timing import stats_of
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
+from benchmarks.spread import time_fields
 from paddle_moe_ops.triton.float8_mlp import quantize_experts
 from paddle_moe_ops.triton.grouped_gemm import Groups, Target, schedule
 from paddle_moe_ops.triton.hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product
@@ -227,8 +229,9 @@ def lines(name: str, chosen: list[str], samples: int, core_library: Path | None)
             for _, call, times in ready.values():
                 times += timer.sample(call.launch, samples, cold=True)
         for implementation, (_, call, times) in ready.items():
-            us = stats_of(times).median
-            figures = {"us": round(us, 1), "tflops": round(operations * unit / us / 1e6, 1), "launches": call.launches}
+            figures: dict[str, Any] = time_fields(times, digits=1)
+            figures["tflops"] = round(operations * unit / statistics.median(times) / 1e6, 1)
+            figures["launches"] = call.launches
             found[implementation] |= {f"{which}_{key}": value for key, value in figures.items()}
     yield from found.values()
 

@@ -14,6 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.series import differences
+from benchmarks.spread import deviation, with_deviation
+
 from .published import PUBLISHED, Source
 from .shapes import MODELS, SHAPES
 
@@ -36,7 +39,8 @@ is timed. A layer has T tokens of d columns, K experts for each of them, and E e
 bfloat16, but for the columns that say float8. The router is not included.
 
 * TFLOP/s are those of the matrix products: 6 T K d n operations forward, 12 T K d n backward, by the median time of
-  replays of a CUDA graph (eager calls in parentheses, where they were measured) with a cold L2.
+  replays of a CUDA graph (eager calls in parentheses, where they were measured) with a cold L2. ± is the larger
+  distance of the fastest and the slowest call, in results that have both.
 * *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the `workspace_mb` that is named above each table
   (1024 is the default): those in Triton, and on an H100 and an H200 the compiled library's products where they are
   faster, which *ours, Triton alone* is without. *ours, 256 MiB* has another buffer; *ours, keep x* makes the first
@@ -139,15 +143,21 @@ def ratios(run: Run, source: Source, implementation: str) -> list[tuple[float, f
     return pairs
 
 
+def speeds(line: dict[str, Any], passes: Iterable[str] = _PASSES) -> str:
+    """TFLOP/s of the passes that a line has, each with its deviation."""
+    measured = [each for each in passes if f"{each}_tflops" in line]
+    return " / ".join(with_deviation(line[f"{each}_tflops"], deviation(line, f"{each}_")) for each in measured)
+
+
 def cell(run: Run, shape: str, routing: str, implementation: str) -> str:
     """TFLOP/s by a CUDA graph, and in parentheses those of eager calls."""
     line, eager = (run.found(shape, routing, implementation, mode) for mode in ("graph", "eager"))
     if line is not None and "error" in line:
         error = line["error"]
         return "out of memory" if error.startswith("OutOfMemoryError") else f"wrong: {error[:60]}"
-    texts = [] if line is None else [f"{line['forward_tflops']:.0f} / {line['backward_tflops']:.0f}"]
+    texts = [] if line is None else [speeds(line)]
     if eager is not None and "error" not in eager:
-        texts.append(f"({eager['forward_tflops']:.0f} / {eager['backward_tflops']:.0f})")
+        texts.append(f"({speeds(eager)})")
     return " ".join(texts)
 
 
@@ -255,7 +265,7 @@ def product_cell(line: dict[str, Any] | None) -> str:
         return ""
     if "error" in line:
         return f"failed: {line['error'][:60]}"
-    return " / ".join(f"{line[f'{which}_tflops']:.0f}" for which in _PRODUCTS if f"{which}_tflops" in line)
+    return speeds(line, _PRODUCTS)
 
 
 def products(run: Run) -> str:
@@ -388,6 +398,7 @@ def main(results: Path = RESULTS, target: Path = PAGE) -> int:
         *map(peers, newest_runs(results, "layer-peers")),
         *map(products, newest_runs(results, "deepgemm")),
         *map(bounds, sorted(results.glob("ncu/*-layer.jsonl"))),
+        differences.section(results, ("layer", "layer-sonic", "layer-peers", "deepgemm")),
     ]
     target.write_text(page(runs, further), encoding="utf-8")
     picture(runs).savefig(target.with_name(PICTURE), dpi=110)

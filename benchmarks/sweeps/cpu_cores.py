@@ -18,13 +18,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.kernels.cpu import CpuDevice
 from benchmarks.kernels.operators import select_operations
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.shapes import cases_of
 from benchmarks.kernels.targets import OURS
+from benchmarks.spread import time_fields
 from paddle_moe_ops import _report
 
 
@@ -62,8 +61,10 @@ def main() -> int:
             for _ in range(arguments.rounds):
                 for name, call in calls.items():
                     times[name] += timer.sample(call, 1, arguments.cold)
-            medians = {name: round(float(np.median(samples)), 1) for name, samples in times.items()}
-            record = {"shape": case.shape.name, "operation": operation.key, "cold": arguments.cold, "us": medians}
+            record = {"shape": case.shape.name, "operation": operation.key, "cold": arguments.cold}
+            found = {name: time_fields(samples, digits=1) for name, samples in times.items()}
+            for field in ("us", "min_us", "max_us"):
+                record[field] = {name: each[field] for name, each in found.items()}
             print(record, flush=True)
             records.append(record)
     with arguments.out.open("a", encoding="utf-8") as file:

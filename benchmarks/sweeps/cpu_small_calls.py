@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from benchmarks.spread import time_fields
 from paddle_moe_ops import _report, moe_permute, moe_unpermute, permute, route
 from paddle_moe_ops.backends import compiled
 
@@ -89,8 +90,9 @@ def measure(functions: dict[str, Callable[[], object]], before: Callable[[], obj
                 del result
     made = {}
     for name, samples in times.items():
-        p5, median, p95 = np.quantile(samples, (0.05, 0.5, 0.95)).round(1).tolist()
-        made[name] = {"us": median, "p5": p5, "p95": p95, "new_pages": round(pages[name] / len(samples))}
+        p5, p95 = np.quantile(samples, (0.05, 0.95)).round(1).tolist()
+        times = time_fields(samples, digits=1)
+        made[name] = {**times, "p5": p5, "p95": p95, "new_pages": round(pages[name] / len(samples))}
     return made
 
 

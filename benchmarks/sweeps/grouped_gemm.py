@@ -20,7 +20,8 @@ matrices of SwiGLU experts (H -> 2 I, stored [E, 2 I, H]) and their second ones 
     dx_n, forward_n      with matrices stored the other way round
 
 Every result is compared with a float32 product of some experts, and with itself run again, before it is timed; a line
-with "error" has no time. A time is the median of calls with a cold L2, "of_torch" PyTorch's time over it.
+with "error" has no time. A time is the median of calls with a cold L2, next to its minimum and maximum; "of_torch" is
+PyTorch's time over it.
 Configurations are compiled by other processes first, which share Triton's cache on disk.
 """
 
@@ -38,13 +39,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 import benchmarks.without_paddle  # noqa: F401  before what needs it
 from benchmarks.kernels.cuda_timer import CudaTimer
 from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
+from benchmarks.spread import time_fields
 from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
 
@@ -333,8 +334,9 @@ def lines(shape: str, names: list[str], everything: bool, samples: int) -> Itera
                 found += timer.sample(call, samples, cold=True)
         torchs = float("nan")
         for (line, _), found in zip(measured, times, strict=True):
-            us = round(float(np.median(found)), 1)
-            rate = {"us": us, "tflops": round(operation.flops / us / 1e6, 1)}
+            rate = time_fields(found, digits=1)
+            us = rate["us"]
+            rate["tflops"] = round(operation.flops / us / 1e6, 1)
             if line["impl"] == "torch":
                 torchs = us
                 yield {**line, **rate}

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import benchmarks.without_paddle  # noqa: F401  before what needs it
@@ -32,6 +31,7 @@ from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.shapes import SETS, SHAPES, Case
 from benchmarks.kernels.tensors import TensorInputs
 from benchmarks.kernels.torch_device import TorchDevice
+from benchmarks.spread import time_fields
 from paddle_moe_ops.triton.configs import Config
 from paddle_moe_ops.triton.permute import permute
 from paddle_moe_ops.triton.unpermute import unpermute
@@ -82,7 +82,7 @@ def measure(timer: CudaTimer, call: Call, config: Config | None, expected: Outpu
     if not same(captured.outputs(), expected):
         return {"error": "other bits than with the default configuration"}
     times = timer.sample(captured.launch, samples, cold=True)
-    return {"us": round(float(np.median(times)), 2)}
+    return time_fields(times, digits=2)
 
 
 def lines(shapes: list[str], operations: list[str], samples: int) -> Iterator[dict[str, Any]]:

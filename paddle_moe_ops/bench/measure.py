@@ -37,8 +37,9 @@ def measure(calls: Sequence[Call], seconds: float) -> list[dict[str, Any]]:
 
 
 def _summary(samples: list[float], peak: int | None) -> dict[str, Any]:
-    p5, median, p95 = (1e6 * np.quantile(samples, (0.05, 0.5, 0.95))).tolist()
-    return {"median_us": median, "p5_us": p5, "p95_us": p95, "samples": len(samples), "peak_bytes": peak}
+    names = "min_us", "p5_us", "median_us", "p95_us", "max_us"
+    times = (1e6 * np.quantile(samples, (0, 0.05, 0.5, 0.95, 1))).tolist()
+    return {**dict(zip(names, times, strict=True)), "samples": len(samples), "peak_bytes": peak}
 
 
 def _sample(call: Call, count: int) -> float:

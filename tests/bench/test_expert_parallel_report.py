@@ -22,6 +22,7 @@ MACHINE = {
     "date": "2026-11-24",
     "ranks": 2,
 }
+SIZES = {"tokens": 8192, "hidden": 7168, "inner": 2048, "experts": 256, "topk": 8}
 
 
 def steps(slower=0.0):
@@ -46,7 +47,7 @@ def steps(slower=0.0):
 
 def lines(shapes=("dsv3",), **machine):
     ranks = [
-        {"shape": shape, "tokens": 8192, "ranks": 2, "what": "timeline", "rank": rank, "steps": steps(20.0 * rank)}
+        {"shape": shape, **SIZES, "ranks": 2, "what": "timeline", "rank": rank, "steps": steps(20.0 * rank)}
         for shape in shapes
         for rank in (0, 1)
     ]

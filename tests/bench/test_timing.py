@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Median and quantiles of samples."""
+"""Median, quantiles and extremes of samples."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from benchmarks.kernels.timing import stats_of
 
 
-def test_median_and_quantiles_of_known_samples():
+def test_median_quantiles_and_extremes_of_known_samples():
     stats = stats_of([*range(1, 101), 1000.0])
-    assert stats == pytest.approx((51.0, 6.0, 96.0, 101))
+    assert stats == pytest.approx((51.0, 6.0, 96.0, 101, 1.0, 1000.0))
 
 
 def test_one_slow_sample_does_not_move_the_median():
