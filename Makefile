@@ -29,7 +29,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-standin gpu-report layer-report parallel-report scaling-report check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -178,6 +178,14 @@ gpu-bundle: $(VENV)/stamp-built ## what travels to a GPU machine: Paddle in part
 	$(MAKE) -f tools/gpu_rig/Makefile rig place
 	cp paddle_moe_ops/_C.py build/gpu/rig-2/
 	git rev-parse --short HEAD | tee build/gpu/rig-2/commit > build/gpu/place-2/commit
+
+# On the GPU machine, which has the bundle and no environment. `peers` needs two GPUs.
+SUITES ?= core hopper
+TOOLS ?= memcheck racecheck initcheck synccheck
+RESULTS ?= build/gpu/results
+LIMIT ?= 1200
+gpu-sanitize: ## compute-sanitizer over SUITES (core hopper peers) by TOOLS, LIMIT seconds each; json files in RESULTS
+	$(PYTHON) tools/gpu_rig/run.py sanitize --over $(SUITES) --tools $(TOOLS) --limit $(LIMIT) --out $(RESULTS) $(PYTEST_ARGS)
 
 gpu-standin: $(VENV)/stamp-built ## the tests of operators, graphs and scenarios on the rig's device, without a GPU; options in PYTEST_ARGS
 	$(MAKE) -f tools/gpu_rig/Makefile standin

@@ -1,30 +1,87 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What tools/gpu_rig/run.py says about the machine it ran on."""
+"""Programs of tools/gpu_rig on machines without a GPU: stand-ins print the output of CUDA's programs."""
 
 from __future__ import annotations
 
+import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 RUN = Path(__file__).resolve().parents[2] / "tools" / "gpu_rig" / "run.py"
+SMI = "NVIDIA H200, 580.82.07\n"
+# The stand-in writes the report that pytest would write.
+SANITIZER = """
+for argument; do
+  case $argument in --junitxml=*) echo '<testsuite tests="3" failures="1"><testcase classname="a" name="b"><failure/>
+    </testcase></testsuite>' > "${argument#*=}";; esac
+done
+echo "$@"
+echo "========= ERROR SUMMARY: 0 errors"
+"""
+
+
+@pytest.fixture
+def programs(monkeypatch, tmp_path):
+    """Puts shell scripts in front of the PATH."""
+
+    def install(**scripts: str) -> None:
+        for name, script in scripts.items():
+            program = tmp_path / name.replace("_", "-")
+            program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+            program.chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    install(nvcc="echo Cuda compilation tools, release 13.0, V13.0.88", compute_sanitizer=SANITIZER)
+    install(nvidia_smi=f"printf '{SMI}'")
+    return install
+
+
+def sanitize(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, RUN, "sanitize", "--out", folder, *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_of_several_gpus_the_first_is_named(monkeypatch, tmp_path, gpus):
-    answers = {
-        "nvidia-smi": "NVIDIA H200, 580.82.07\n" * gpus,
-        "nvcc": "Cuda compilation tools, release 13.0, V13.0.88\n",
-    }
-    for name, answer in answers.items():
-        program = tmp_path / name
-        program.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}END\n", encoding="utf-8")
-        program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+def test_of_several_gpus_the_first_is_named(programs, tmp_path, gpus):
+    programs(nvidia_smi=f"printf '{SMI * gpus}'")
     (tmp_path / "commit").write_text("abc1234\n", encoding="utf-8")
     found = runpy.run_path(str(RUN))["machine"](tmp_path / "commit")
     assert found["gpu"] == "NVIDIA H200"
     assert found["driver"] == "580.82.07"
     assert (found["cuda"], found["commit"]) == ("13.0", "abc1234")
+
+
+def test_each_tool_runs_over_each_group_and_leaves_its_counts(programs, tmp_path):
+    done = sanitize(tmp_path / "results", "--over", "core", "hopper", "--tools", "racecheck", "synccheck")
+    assert done.returncode == 0, done.stderr
+    suites = ("racecheck", "synccheck", "racecheck_hopper", "synccheck_hopper")
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "results").glob("*.json")}
+    assert sorted(found) == sorted(suites)
+    for suite, result in found.items():
+        assert f"--tool={suite.partition('_')[0]} " in result["command"]
+        assert result["sanitizer"] == ["0 errors"]
+        assert (result["passed"], result["failed_tests"]) == (2, ["a::b"])
+
+
+def test_a_suite_ends_after_its_limit_and_says_so(programs, tmp_path):
+    programs(compute_sanitizer="sleep 60")
+    done = sanitize(tmp_path / "results", "--over", "core", "--tools", "memcheck", "--limit", "1")
+    result = json.loads((tmp_path / "results" / "memcheck.json").read_text())
+    assert done.returncode == result["exit_status"] == 124
+    assert (result["passed"], result["failed"], result["sanitizer"]) == (0, 0, [])
+
+
+def test_a_tool_that_cannot_check_a_group_is_refused_by_name(programs, tmp_path):
+    done = sanitize(tmp_path, "--over", "peers", "--tools", "initcheck")
+    assert done.returncode == 2
+    assert "sanitize: no suite initcheck_peers" in done.stderr
+
+
+def test_the_report_describes_every_suite():
+    described = runpy.run_path(str(RUN.with_name("report.py")))["SUITES"]
+    assert set(described) == set(runpy.run_path(str(RUN))["SUITES"])

@@ -15,18 +15,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests"
 PAGE = ROOT / "docs" / "gpu_validation.md"
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUITES = {
     "ops": "operators under Paddle 3.3.1 on the device `cuda_rig`: dygraph, `to_static`, static graph, gradients",
     "scenarios": "whole programs as users write them, on `cuda_rig`",
     "triton": "both once more with `--backend=triton`, on Paddle's tensors on `cuda_rig`",
     "triton_kernels": "Triton kernels on PyTorch tensors",
     "core": "CUDA core through ctypes, with CUDA-graph capture and replay",
-    "memcheck": "the core tests under compute-sanitizer memcheck",
-    "racecheck": "the core tests under compute-sanitizer racecheck",
-    "initcheck": "the core tests under compute-sanitizer initcheck",
+    **{tool: f"the core tests under compute-sanitizer {tool}" for tool in TOOLS},
     **{
         f"{tool}_hopper": f"tests of the CUDA GEMMs for Hopper on PyTorch tensors, under compute-sanitizer {tool}"
-        for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
+        for tool in TOOLS
+    },
+    **{
+        f"{tool}_peers": f"exchanges through memory of peers, on two GPUs, under compute-sanitizer {tool}"
+        for tool in TOOLS
+        if tool != "initcheck"
     },
     "jitter": "tests of the CUDA GEMMs for Hopper, whose tile schedulers are delayed at random in a test build",
     "place": "operators and Triton kernels on `GPUPlace` under paddlepaddle-gpu 2.6.2",
@@ -46,6 +50,9 @@ WITH_PADDLE = (
     "place_two_gpus",
     "distributed_four",
     "distributed_eight",
+    "memcheck_peers",
+    "racecheck_peers",
+    "synccheck_peers",
 )
 TEXT = """# What ran on a GPU
 
@@ -100,7 +107,9 @@ def open_points(results: list[dict]) -> list[str]:
     points = [f"{suite}: not run on these sources" for suite in SUITES if suite not in {r["suite"] for r in results}]
     for result in results:
         points += [f"{result['suite']}: `{name}` failed" for name in result["failed_tests"]]
-        if result["exit_status"] and not result["failed"]:
+        if result["exit_status"] == 124:
+            points.append(f"{result['suite']}: ended after its time limit")
+        elif result["exit_status"] and not result["failed"]:
             points.append(f"{result['suite']}: {'; '.join(result.get('sanitizer', ['the run did not end well']))}")
     return points
 

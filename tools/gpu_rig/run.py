@@ -5,6 +5,7 @@
 
     run.py unpack PART...            put Paddle together from its parts, under SITE
     run.py SUITE --out FOLDER        run one of the suites below and write FOLDER/SUITE.json
+    run.py sanitize --out FOLDER     run the suites of compute-sanitizer one after the other
     run.py bench_cpu --out FILE      benchmark the CPU operators of the rig; other options are those of the benchmark
     run.py bench_parallel --out FILE benchmark expert parallelism between two GPUs
     run.py bench_calls --out FILE    time what users call
@@ -43,21 +44,35 @@ HOPPER_TESTS = [
     *(f"tests/triton/test_hopper_{name}.py" for name in ("product", "outer", "float8")),
     *("--core-device=cuda", "-p", "no:cacheprovider", "-m", ""),
 ]
-SANITIZED_HOPPER_TESTS = [*HOPPER_TESTS, "-k", "not many_experts"]
+# Memory that two ranks share. Captured graphs and side streams are left out: a sanitizer may serialise launches.
+PEER_TESTS = [
+    *(f"tests/distributed/test_{name}.py" for name in ("transports", "shared_buffers", "expert_parallel")),
+    *(f"--device={DEVICE}", "--gpus=2"),
+    *("-k", "(transports or shared or peers) and not gloo and not three and not four and not eight"),
+]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Tests of each group of kernels, and the tools that can check them. initcheck sees the stores of its own process only,
+# so it would report each value that a peer stored.
+SANITIZED: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "core": ([*CORE_TESTS, "-k", "not large", "--fuzz-cases=60", "-p", "no:faulthandler", "-n", "4"], TOOLS),
+    "hopper": ([*HOPPER_TESTS, "-k", "not many_experts", "-p", "no:faulthandler", "-n", "4"], TOOLS),
+    "peers": ([*PEER_TESTS, "-p", "no:faulthandler"], tuple(tool for tool in TOOLS if tool != "initcheck")),
+}
+
+
+def sanitizer_suite(tool: str, group: str) -> str:
+    """Name of the suite that runs a tool over a group of SANITIZED."""
+    return tool if group == "core" else f"{tool}_{group}"
+
+
 SUITES = {
     "ops": ["tests/ops", "tests/static", f"--device={DEVICE}"],
     "scenarios": ["tests/scenarios", f"--device={DEVICE}"],
     "triton": ["tests/ops", "tests/scenarios", "--backend=triton", f"--device={DEVICE}"],
     "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider", "-m", ""],
     "core": CORE_TESTS,
-    "memcheck": CORE_TESTS,
-    "racecheck": CORE_TESTS,
-    "initcheck": CORE_TESTS,
     "jitter": HOPPER_TESTS,  # on a library whose tile schedulers are delayed at random
-    "memcheck_hopper": SANITIZED_HOPPER_TESTS,
-    "racecheck_hopper": SANITIZED_HOPPER_TESTS,
-    "initcheck_hopper": SANITIZED_HOPPER_TESTS,
-    "synccheck_hopper": SANITIZED_HOPPER_TESTS,
+    **{sanitizer_suite(tool, group): tests for group, (tests, tools) in SANITIZED.items() for tool in tools},
     "place": ["tests/gpuplace", "--device=gpu:0"],
     "two_gpus": ["tests/ops/test_two_gpus.py", f"--device={DEVICE}", "--gpus=2"],
     # NCCL waits for a rank that ended; three and four ranks need as many GPUs
@@ -72,13 +87,14 @@ SUITES = {
     "distributed_eight": ["tests/distributed", f"--device={DEVICE}", "--gpus=8", "-m", "", "-k", "eight and not ended"],
     "place_two_gpus": ["tests/gpuplace/test_two_gpus.py", "--device=gpu:0", "--gpus=2"],
 }
+PEER_SUITES = tuple(sanitizer_suite(tool, "peers") for tool in SANITIZED["peers"][1])
 # Those that run on Paddle with the plug-in, and on Paddle 2.6.2.
-RIG_SUITES = ("ops", "scenarios", "triton", "two_gpus", "distributed", "distributed_four", "distributed_eight")
-PLACE_SUITES = ("place", "place_two_gpus")
-SANITIZERS = (
-    *("memcheck", "racecheck", "initcheck"),
-    *(f"{tool}_hopper" for tool in ("memcheck", "racecheck", "initcheck", "synccheck")),
+RIG_SUITES = (
+    *("ops", "scenarios", "triton", "two_gpus", "distributed", "distributed_four", "distributed_eight"),
+    *PEER_SUITES,
 )
+PLACE_SUITES = ("place", "place_two_gpus")
+SANITIZERS = tuple(sanitizer_suite(tool, group) for group, (_, tools) in SANITIZED.items() for tool in tools)
 
 
 def unpack(parts: list[Path]) -> None:
@@ -119,6 +135,8 @@ def environment(suite: str) -> dict[str, str]:
     if suite in (*RIG_SUITES, *PLACE_SUITES):
         env["PYTHONPATH"] = f"{SITE}:{ROOT}"
         env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{RIG}:{env.get('LD_LIBRARY_PATH', '')}"
+    if suite in PEER_SUITES:  # ranks wait for each other, and are slower
+        env["PADDLE_MOE_OPS_TEST_SLOWNESS"] = "4"
     if suite in RIG_SUITES:
         env["CUSTOM_DEVICE_ROOT"] = str(RIG / "plugin")
         if (nccl := importlib.util.find_spec("nvidia.nccl")) is not None:  # PyTorch's
@@ -127,8 +145,8 @@ def environment(suite: str) -> dict[str, str]:
 
 
 def read_counts(report: Path) -> dict[str, object]:
-    """The totals of a JUnit report, and the names of the tests that failed."""
-    root = ElementTree.parse(report).getroot()
+    """The totals of a JUnit report, and the names of the tests that failed; a run that was ended left none."""
+    root = ElementTree.parse(report).getroot() if report.exists() else ElementTree.Element("testsuites")
     totals = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for node in root.iter("testsuite"):
         for name in totals:
@@ -159,13 +177,14 @@ def machine(commit: Path) -> dict[str, str]:
     }
 
 
-def run_suite(suite: str, out: Path, extra: list[str]) -> int:
-    """Run one suite and write its counts; the exit status is pytest's or the sanitizer's."""
+def run_suite(suite: str, out: Path, extra: list[str], limit: int) -> int:
+    """Run one suite and write its counts; returns the exit status of pytest or the sanitizer, 124 after `limit` s."""
     out.mkdir(parents=True, exist_ok=True)
     bundle = PLACE if suite in PLACE_SUITES else RIG
     if suite in (*RIG_SUITES, *PLACE_SUITES):
         install_library(bundle)
     report = out / f"{suite}.xml"
+    report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *SUITES[suite], "-q", f"--junitxml={report}", *extra]
     if suite in SANITIZERS:
         command = [
@@ -173,10 +192,12 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
             f"--tool={suite.partition('_')[0]}",
             "--error-exitcode=99",
             "--target-processes=all",
+            *(["--kernel-regex", "kns=pmo"] if suite in PEER_SUITES else []),  # not NCCL's
             *command,
         ]
+    limited = ["timeout", "--kill-after=10", str(limit), *command]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(suite), text=True, capture_output=suite in SANITIZERS, check=False
+        limited, cwd=ROOT, env=environment(suite), text=True, capture_output=suite in SANITIZERS, check=False
     )
     shown = " ".join(command).replace(sys.executable, "python3").replace(f"{out}/", "results/")
     result = {"suite": suite, "command": shown, "exit_status": done.returncode}
@@ -185,8 +206,7 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
         print(done.stdout[-3000:], done.stderr[-1000:])
         found = re.findall(r"(ERROR SUMMARY|RACECHECK SUMMARY): (.*)", done.stdout + done.stderr)
         result["sanitizer"] = [text for _, text in found]
-    if report.exists():
-        result.update(read_counts(report))
+    result.update(read_counts(report))
     (out / f"{suite}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
     return done.returncode
@@ -211,13 +231,22 @@ def bench_on_rig(module: str, suite: str, extra: list[str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["unpack", "bench_cpu", "bench_parallel", "bench_calls", *SUITES])
+    parser.add_argument("what", choices=["unpack", "sanitize", "bench_cpu", "bench_parallel", "bench_calls", *SUITES])
     parser.add_argument("parts", nargs="*", type=Path, help="for unpack: the parts, in order")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/gpu/results")))
+    parser.add_argument("--limit", type=int, default=3600, help="seconds after which a suite is ended")
+    parser.add_argument("--over", nargs="+", choices=list(SANITIZED), default=["core", "hopper"], help="for sanitize")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="for sanitize")
     arguments, extra = parser.parse_known_args()
     if arguments.what == "unpack":
         unpack(arguments.parts)
         return 0
+    if arguments.what == "sanitize":
+        suites = [sanitizer_suite(tool, group) for group in arguments.over for tool in arguments.tools]
+        if unknown := [suite for suite in suites if suite not in SUITES and arguments.tools != list(TOOLS)]:
+            parser.error(f"sanitize: no suite {', '.join(unknown)}; see README.md")
+        statuses = [run_suite(suite, arguments.out, extra, arguments.limit) for suite in suites if suite in SUITES]
+        return max(map(abs, statuses))
     if arguments.what == "bench_cpu":
         return bench_cpu([*extra, "--out", str(arguments.out)])
     if arguments.what == "bench_parallel":
@@ -225,7 +254,7 @@ def main() -> int:
     if arguments.what == "bench_calls":
         options = ["--device", DEVICE, "--gpu", machine(RIG / "commit")["gpu"], "--out", str(arguments.out)]
         return bench_on_rig("benchmarks.public_calls", "ops", [*extra, *options])
-    return run_suite(arguments.what, arguments.out, extra)
+    return run_suite(arguments.what, arguments.out, extra, arguments.limit)
 
 
 if __name__ == "__main__":
