@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -80,6 +81,35 @@ def test_a_tool_that_cannot_check_a_group_is_refused_by_name(programs, tmp_path)
     done = sanitize(tmp_path, "--over", "peers", "--tools", "initcheck")
     assert done.returncode == 2
     assert "sanitize: no suite initcheck_peers" in done.stderr
+
+
+PYTEST = """
+for argument; do
+  case $argument in --junitxml=*) echo '<testsuite tests="2"><testcase name="a"><properties>
+    <property name="fuzz_cases" value="600"/></properties></testcase><testcase name="b"><failure/><properties>
+    <property name="repeat" value="env A=b"/></properties></testcase></testsuite>' > "${argument#*=}";; esac
+done
+"""
+
+
+def test_a_fuzz_run_has_a_new_seed_and_keeps_what_repeats_it(programs, tmp_path):
+    programs(timeout=PYTEST)
+    seeds = []
+    for options in ([], [], ["--fuzz-seed=5"]):
+        subprocess.run([sys.executable, RUN, "fuzz", "--out", tmp_path, *options], check=True, capture_output=True)
+        result = json.loads((tmp_path / "fuzz.json").read_text())
+        assert (result["fuzz_cases"], result["repeat"]) == (600, ["env A=b"])
+        seeds += re.findall(r"--fuzz-seed=(\d+)", result["command"])
+    assert len(set(seeds)) == len(seeds) == 3
+    assert seeds[2] == "5"
+
+
+def test_a_fuzz_run_has_20000_cases():
+    found = runpy.run_path(str(RUN))
+    files = [word for word in found["FUZZ_TESTS"] if word.endswith(".py")]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
+    done = subprocess.run(command, cwd=RUN.parents[2], capture_output=True, text=True, check=True)
+    assert done.stdout.count("::test_") * found["FUZZ_CASES"] >= 20_000
 
 
 def test_the_report_describes_every_suite():

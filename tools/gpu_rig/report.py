@@ -22,6 +22,7 @@ SUITES = {
     "triton": "both once more with `--backend=triton`, on Paddle's tensors on `cuda_rig`",
     "triton_kernels": "Triton kernels on PyTorch tensors",
     "core": "CUDA core through ctypes, with CUDA-graph capture and replay",
+    "fuzz": "random params structs of the CUDA core, and random layers on the CUDA GEMMs for Hopper",
     **{tool: f"the core tests under compute-sanitizer {tool}" for tool in TOOLS},
     **{
         f"{tool}_hopper": f"tests of the CUDA GEMMs for Hopper on PyTorch tensors, under compute-sanitizer {tool}"
@@ -107,6 +108,7 @@ def open_points(results: list[dict]) -> list[str]:
     points = [f"{suite}: not run on these sources" for suite in SUITES if suite not in {r["suite"] for r in results}]
     for result in results:
         points += [f"{result['suite']}: `{name}` failed" for name in result["failed_tests"]]
+        points += [f"{result['suite']}: repeat by `{command}`" for command in result.get("repeat", [])]
         if result["exit_status"] == 124:
             points.append(f"{result['suite']}: ended after its time limit")
         elif result["exit_status"] and not result["failed"]:
@@ -135,14 +137,15 @@ def main() -> int:
     results = load()
     newer = {result["suite"]: changed_since(result) for result in results}
     rows = [
-        "| run | passed | failed | sanitizer | GPU | commit | date | newer sources |",
+        "| run | passed | failed | sanitizer or cases | GPU | commit | date | newer sources |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         cells = [
             SUITES[result["suite"]],
             *(result[name] for name in ("passed", "failed")),
-            "; ".join(result.get("sanitizer", [])) or "-",
+            "; ".join(result.get("sanitizer", []))
+            or (f"{result['fuzz_cases']} cases" if "fuzz_cases" in result else "-"),
             *(result[name] for name in ("gpu", "commit", "date")),
             len(newer[result["suite"]]),
         ]

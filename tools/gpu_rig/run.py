@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,12 @@ CORE_TESTS = ["tests/core", "--core-device=cuda", "-p", "no:cacheprovider"]
 HOPPER_TESTS = [
     *(f"tests/triton/test_hopper_{name}.py" for name in ("product", "outer", "float8")),
     *("--core-device=cuda", "-p", "no:cacheprovider", "-m", ""),
+]
+# Cases of each fuzz test: 20,000 in all, which a test of this program counts.
+FUZZ_CASES = 620
+FUZZ_TESTS = [
+    *("tests/triton/test_hopper_fuzz.py", "tests/core/test_fuzz.py", "--core-device=cuda", "-p", "no:cacheprovider"),
+    *(f"--fuzz-cases={FUZZ_CASES}", "-n", "8", "--dist=worksteal"),
 ]
 # Memory that two ranks share. Captured graphs and side streams are left out: a sanitizer may serialise launches.
 PEER_TESTS = [
@@ -69,8 +76,9 @@ SUITES = {
     "ops": ["tests/ops", "tests/static", f"--device={DEVICE}"],
     "scenarios": ["tests/scenarios", f"--device={DEVICE}"],
     "triton": ["tests/ops", "tests/scenarios", "--backend=triton", f"--device={DEVICE}"],
-    "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider", "-m", ""],
+    "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider", "-m", "", "--fuzz-cases=20"],
     "core": CORE_TESTS,
+    "fuzz": FUZZ_TESTS,
     "jitter": HOPPER_TESTS,  # on a library whose tile schedulers are delayed at random
     **{sanitizer_suite(tool, group): tests for group, (tests, tools) in SANITIZED.items() for tool in tools},
     "place": ["tests/gpuplace", "--device=gpu:0"],
@@ -135,6 +143,8 @@ def environment(suite: str) -> dict[str, str]:
     if suite in (*RIG_SUITES, *PLACE_SUITES):
         env["PYTHONPATH"] = f"{SITE}:{ROOT}"
         env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{RIG}:{env.get('LD_LIBRARY_PATH', '')}"
+    if suite == "fuzz":  # the oracle of one worker must not take the others' cores
+        env["OMP_NUM_THREADS"] = "1"
     if suite in PEER_SUITES:  # ranks wait for each other, and are slower
         env["PADDLE_MOE_OPS_TEST_SLOWNESS"] = "4"
     if suite in RIG_SUITES:
@@ -144,9 +154,14 @@ def environment(suite: str) -> dict[str, str]:
     return env
 
 
+def parse_report(report: Path) -> ElementTree.Element:
+    """The root of a JUnit report; an empty one of a run that was ended before it wrote its report."""
+    return ElementTree.parse(report).getroot() if report.exists() else ElementTree.Element("testsuites")
+
+
 def read_counts(report: Path) -> dict[str, object]:
-    """The totals of a JUnit report, and the names of the tests that failed; a run that was ended left none."""
-    root = ElementTree.parse(report).getroot() if report.exists() else ElementTree.Element("testsuites")
+    """The totals of a JUnit report, and the names of the tests that failed."""
+    root = parse_report(report)
     totals = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for node in root.iter("testsuite"):
         for name in totals:
@@ -159,6 +174,14 @@ def read_counts(report: Path) -> dict[str, object]:
     ]
     counts = {"passed": totals["tests"] - failed - totals["skipped"], "failed": failed, "skipped": totals["skipped"]}
     return {**counts, "failed_tests": names}
+
+
+def read_fuzz(report: Path) -> dict[str, object]:
+    """The number of cases in a JUnit report of fuzz tests, and the commands that repeat those that failed."""
+    root = parse_report(report)
+    found = [(node.get("name"), node.get("value", "")) for node in root.iter("property")]
+    cases = sum(int(value) for name, value in found if name == "fuzz_cases")
+    return {"fuzz_cases": cases, "repeat": [value for name, value in found if name == "repeat"]}
 
 
 def machine(commit: Path) -> dict[str, str]:
@@ -185,6 +208,8 @@ def run_suite(suite: str, out: Path, extra: list[str], limit: int) -> int:
         install_library(bundle)
     report = out / f"{suite}.xml"
     report.unlink(missing_ok=True)
+    if suite == "fuzz" and not any(word.startswith("--fuzz-seed") for word in extra):  # new cases in each run
+        extra = [*extra, f"--fuzz-seed={secrets.randbelow(2**31)}"]
     command = [sys.executable, "-m", "pytest", *SUITES[suite], "-q", f"--junitxml={report}", *extra]
     if suite in SANITIZERS:
         command = [
@@ -207,6 +232,8 @@ def run_suite(suite: str, out: Path, extra: list[str], limit: int) -> int:
         found = re.findall(r"(ERROR SUMMARY|RACECHECK SUMMARY): (.*)", done.stdout + done.stderr)
         result["sanitizer"] = [text for _, text in found]
     result.update(read_counts(report))
+    if suite == "fuzz":
+        result.update(read_fuzz(report))
     (out / f"{suite}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
     return done.returncode
