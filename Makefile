@@ -177,6 +177,8 @@ bench-report: $(VENV)/stamp-deps ## docs/performance*.md and their pictures from
 gpu-bundle: $(VENV)/stamp-built ## what travels to a GPU machine: Paddle in parts, the plug-in, the operators, the core
 	$(MAKE) -f tools/gpu_rig/Makefile rig place
 	cp paddle_moe_ops/_C.py build/gpu/rig-2/
+	$(PY) tools/gpu_rig/machine_code.py core jitter rig > build/gpu/rig-2/machine_code.json
+	$(PY) tools/gpu_rig/machine_code.py core place > build/gpu/place-2/machine_code.json
 	git rev-parse --short HEAD | tee build/gpu/rig-2/commit > build/gpu/place-2/commit
 
 # On the GPU machine, which has the bundle and no environment. `peers` needs two GPUs.

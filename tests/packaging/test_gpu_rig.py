@@ -83,6 +83,17 @@ def test_a_tool_that_cannot_check_a_group_is_refused_by_name(programs, tmp_path)
     assert "sanitize: no suite initcheck_peers" in done.stderr
 
 
+def test_a_result_has_the_hashes_of_the_code_that_its_suite_runs(monkeypatch, tmp_path):
+    run = runpy.run_path(str(RUN))
+    units = {f"{folder}/a.cu": {"hash": folder, "sources": []} for folder in ("core", "rig", "jitter")}
+    (tmp_path / "machine_code.json").write_text(json.dumps(units), encoding="utf-8")
+    of = run["machine_code"]
+    monkeypatch.setitem(of.__globals__, "RIG", tmp_path)
+    assert of("core") == of("memcheck_hopper") == {"core/a.cu": "core"}
+    assert of("ops") == of("synccheck_peers") == {"core/a.cu": "core", "rig/a.cu": "rig"}
+    assert of("jitter") == {"core/a.cu": "core", "jitter/a.cu": "jitter"}
+
+
 PYTEST = """
 for argument; do
   case $argument in --junitxml=*) echo '<testsuite tests="2"><testcase name="a"><properties>

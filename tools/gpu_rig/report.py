@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+BUNDLE = ROOT / "build" / "gpu"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests"
 PAGE = ROOT / "docs" / "gpu_validation.md"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -64,7 +65,7 @@ made. Every test compares with the NumPy oracle, bit for bit but for the dot pro
 
 With {machines}. No test was skipped. The last column counts the sources in
 `paddle_moe_ops/csrc` that a run uses and that are newer than it; [their names](#sources-that-are-newer-than-a-run) are
-below.
+below. A source that changed is not newer if the machine code of each object that includes it is the same.
 
 {open}## What this shows, and what it does not
 
@@ -116,13 +117,41 @@ def open_points(results: list[dict]) -> list[str]:
     return points
 
 
+def current_units(bundle: str) -> dict[str, dict]:
+    """The units of a bundle on this machine (machine_code.py); none if it is older than the sources."""
+    folder = BUNDLE / bundle
+    if not (folder / "machine_code.json").exists():
+        return {}
+    commit = (folder / "commit").read_text(encoding="utf-8").strip()
+    command = ["git", "diff", "--quiet", commit, "HEAD", "--", "paddle_moe_ops/csrc", "tools/gpu_rig/Makefile"]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+        return {}
+    return json.loads((folder / "machine_code.json").read_text(encoding="utf-8"))
+
+
+def with_other_code(names: list[str], ran: dict[str, str], units: dict[str, dict]) -> list[str]:
+    """The sources of which a run used other machine code than there is now, or of which that is not known.
+
+    Args:
+        names: sources that changed.
+        ran: hash of each unit of the run.
+        units: hash and sources of each unit now.
+    """
+    folders = {unit.partition("/")[0] for unit in ran}
+    used = {unit: facts for unit, facts in units.items() if unit.partition("/")[0] in folders}
+    same = {unit for unit, facts in used.items() if ran.get(unit) == facts["hash"]}
+    including = {name: {unit for unit, facts in used.items() if name in facts["sources"]} for name in names}
+    return [name for name in names if not including[name] or not including[name] <= same]
+
+
 def changed_since(result: dict) -> list[str]:
-    """The sources that a run uses and that differ from those of its commit; without Paddle, no bindings."""
+    """The sources that a run uses and whose machine code has changed since its commit; without Paddle, no bindings."""
     unused = ["cpu"] if result["suite"] in WITH_PADDLE else ["cpu", "paddle"]
     sources = ["paddle_moe_ops/csrc", *(f":!paddle_moe_ops/csrc/{folder}" for folder in unused)]
     command = ["git", "diff", "--name-only", result["commit"], "HEAD", "--", *sources]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    return [Path(name).name for name in names]
+    units = current_units("place-2" if result["suite"].startswith("place") else "rig-2")
+    return [Path(name).name for name in with_other_code(names, result.get("machine_code", {}), units)]
 
 
 def by_runs(newer: dict[str, list[str]]) -> str:

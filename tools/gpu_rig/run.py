@@ -200,6 +200,15 @@ def machine(commit: Path) -> dict[str, str]:
     }
 
 
+def machine_code(suite: str) -> dict[str, str]:
+    """Hashes of the machine code that a suite runs, by unit (machine_code.py), as far as its bundle records them."""
+    file = (PLACE if suite in PLACE_SUITES else RIG) / "machine_code.json"
+    users = {"jitter": ("jitter",), "rig": RIG_SUITES, "place": PLACE_SUITES}
+    folders = {"core", *(folder for folder, suites in users.items() if suite in suites)}
+    units = json.loads(file.read_text()) if file.exists() else {}
+    return {name: unit["hash"] for name, unit in units.items() if name.partition("/")[0] in folders}
+
+
 def run_suite(suite: str, out: Path, extra: list[str], limit: int) -> int:
     """Run one suite and write its counts; returns the exit status of pytest or the sanitizer, 124 after `limit` s."""
     out.mkdir(parents=True, exist_ok=True)
@@ -227,6 +236,7 @@ def run_suite(suite: str, out: Path, extra: list[str], limit: int) -> int:
     shown = " ".join(command).replace(sys.executable, "python3").replace(f"{out}/", "results/")
     result = {"suite": suite, "command": shown, "exit_status": done.returncode}
     result.update(machine(bundle / "commit"))
+    result["machine_code"] = machine_code(suite)
     if suite in SANITIZERS:
         print(done.stdout[-3000:], done.stderr[-1000:])
         found = re.findall(r"(ERROR SUMMARY|RACECHECK SUMMARY): (.*)", done.stdout + done.stderr)
