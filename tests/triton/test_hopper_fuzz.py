@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from paddle_moe_ops.testing.tolerances import FLOAT8_ERROR
 from paddle_moe_ops.triton.hopper_float8 import float8_kernels_of
 from paddle_moe_ops.triton.hopper_outer import grouped_outer_of, hopper_outer
 from paddle_moe_ops.triton.hopper_product import TILE_ROWS, TURNED_ROWS
@@ -33,8 +34,9 @@ FLOAT8_SIZES = (16, 48, 144), (128, 256)
 COLUMNS = (8, 24, 40, 136, 200, 264)
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 BY_DTYPE = pytest.mark.parametrize("dtype", list(DTYPES))
-# A sum that rounds otherwise may be quantised to the neighbour. With few rows, a norm does not average that out.
-MIN_ROWS_OF_FLOAT8, ERROR_OF_FEW_ROWS = 8, 0.25
+# A sum that rounds otherwise may be quantised to the neighbour: FLOAT8_ERROR holds for norms over this many rows.
+# Gradients of fewer than MIN_ROWS_OF_WEIGHTS weights may cancel to about nothing.
+ROWS_OF_FLOAT8_ERROR, MIN_ROWS_OF_WEIGHTS = 64, 8
 
 
 @pytest.fixture
@@ -93,13 +95,12 @@ def test_float8_layers_of_any_sizes_are_near_the_oracle(cases, gpu, monkeypatch,
         expected = float8.due_of_used_experts(problem, in_float8) if is_plain else problem.due(in_float8)
         made = problem.run(gpu, in_float8=in_float8)
         made = {name: each for name, each in made.items() if not name.startswith("hidden")}
-        if (problem.plan.row_to_token >= 0).sum() >= MIN_ROWS_OF_FLOAT8:
-            float8.assert_near(made, expected)
-            return
-        made.pop("weights", None)  # sums that may cancel
+        rows = max(int((problem.plan.row_to_token >= 0).sum()), 1)
+        error = FLOAT8_ERROR * max(1.0, (ROWS_OF_FLOAT8_ERROR / rows) ** 0.5)
         for name, value in made.items():
-            got, due_ = (each.astype(np.float64) for each in (value, expected[name]))
-            assert np.linalg.norm(got - due_) <= ERROR_OF_FEW_ROWS * np.linalg.norm(due_), name
+            if name != "weights" or rows >= MIN_ROWS_OF_WEIGHTS:
+                got, wanted = (each.astype(np.float64) for each in (value, expected[name]))
+                assert np.linalg.norm(got - wanted) <= error * np.linalg.norm(wanted), name
 
     cases(check)
 
