@@ -123,6 +123,13 @@ def test_a_fuzz_run_has_20000_cases():
     assert done.stdout.count("::test_") * found["FUZZ_CASES"] >= 20_000
 
 
+def test_runs_that_were_ended_are_open_points():
+    points = runpy.run_path(str(RUN.with_name("report.py")))["open_points"]
+    result = {"suite": "memcheck_peers", "failed_tests": [], "failed": 0, "sanitizer": []}
+    texts = [points([{**result, "exit_status": status}])[-1] for status in (124, -9, 1)]
+    assert texts == ["memcheck_peers: ended after its time limit"] * 2 + ["memcheck_peers: the run did not end well"]
+
+
 def test_the_report_describes_every_suite():
     described = runpy.run_path(str(RUN.with_name("report.py")))["SUITES"]
     assert set(described) == set(runpy.run_path(str(RUN))["SUITES"])

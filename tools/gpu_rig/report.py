@@ -110,10 +110,10 @@ def open_points(results: list[dict]) -> list[str]:
     for result in results:
         points += [f"{result['suite']}: `{name}` failed" for name in result["failed_tests"]]
         points += [f"{result['suite']}: repeat by `{command}`" for command in result.get("repeat", [])]
-        if result["exit_status"] == 124:
+        if result["exit_status"] in (124, -9):  # of `timeout`, which ends itself if it has to kill
             points.append(f"{result['suite']}: ended after its time limit")
         elif result["exit_status"] and not result["failed"]:
-            points.append(f"{result['suite']}: {'; '.join(result.get('sanitizer', ['the run did not end well']))}")
+            points.append(f"{result['suite']}: {'; '.join(result.get('sanitizer') or ['the run did not end well'])}")
     return points
 
 
