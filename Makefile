@@ -30,7 +30,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-standin gpu-report layer-report parallel-report scaling-report results-series results-check check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report layer-report parallel-report scaling-report results-series results-check check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -186,7 +186,20 @@ results-check: $(VENV)/stamp-deps ## figures that are more than 3 % lower than b
 gpu-bundle: $(VENV)/stamp-built ## what travels to a GPU machine: Paddle in parts, the plug-in, the operators, the core
 	$(MAKE) -f tools/gpu_rig/Makefile rig place
 	cp paddle_moe_ops/_C.py build/gpu/rig-2/
+	$(PY) tools/gpu_rig/machine_code.py core jitter rig > build/gpu/rig-2/machine_code.json
+	$(PY) tools/gpu_rig/machine_code.py core place > build/gpu/place-2/machine_code.json
 	git rev-parse --short HEAD | tee build/gpu/rig-2/commit > build/gpu/place-2/commit
+
+# On the GPU machine, which has the bundle and no environment. `peers` needs two GPUs.
+SUITES ?= core hopper
+TOOLS ?= memcheck racecheck initcheck synccheck
+RESULTS ?= build/gpu/results
+LIMIT ?= 1200
+gpu-sanitize: ## compute-sanitizer over SUITES (core hopper peers) by TOOLS, LIMIT seconds each; json files in RESULTS
+	$(PYTHON) tools/gpu_rig/run.py sanitize --over $(SUITES) --tools $(TOOLS) --limit $(LIMIT) --out $(RESULTS) $(PYTEST_ARGS)
+
+gpu-fuzz: ## on a GPU machine that has the bundle: 20,000 random cases, a new seed each time; a json file in RESULTS
+	$(PYTHON) tools/gpu_rig/run.py fuzz --limit $(LIMIT) --out $(RESULTS) $(PYTEST_ARGS)
 
 gpu-standin: $(VENV)/stamp-built ## the tests of operators, graphs and scenarios on the rig's device, without a GPU; options in PYTEST_ARGS
 	$(MAKE) -f tools/gpu_rig/Makefile standin

@@ -26,9 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", help="the backend that all of tests/ops runs on (default: as each test says)")
     parser.addoption("--core-device", default="cpu", choices=["cpu", "cuda"], help="whose entry points tests/core call")
     parser.addoption("--gpus", type=int, default=1, help="GPUs of the machine, of which tests may use two")
-    parser.addoption(
-        "--fuzz-cases", type=int, default=500, help="params structs per operator in tests/core/test_fuzz.py"
-    )
+    parser.addoption("--fuzz-cases", type=int, default=500, help="cases of each fuzz test (tests/fuzzing.py)")
+    parser.addoption("--fuzz-first", type=int, default=0, help="number of the first case of each fuzz test")
+    parser.addoption("--fuzz-seed", type=int, default=1, help="seed of all cases of fuzz tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -31,8 +31,9 @@ WORDS = {2: "two", 3: "three", 4: "four", 8: "eight"}  # how tests say how many 
 BACKENDS = ("gloo", "stub", "cuda_rig")
 default_backend = "gloo"  # conftest.py makes it that of the device under test
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 120  # of a start and of a call; ends a hang and judges nothing
-GRACE_S = 5  # for the other ranks, after one failed: most wait for it and never answer
+SLOWNESS = int(os.environ.get("PADDLE_MOE_OPS_TEST_SLOWNESS", "1"))  # times as long as usual, as under a sanitizer
+TIMEOUT_S = 120 * SLOWNESS  # of a start and of a call; ends a hang and judges nothing
+GRACE_S = 5 * SLOWNESS  # for the other ranks, after one failed: most wait for it and never answer
 SHOWN_LINES = 60  # of what a failed process printed
 
 _PR_SET_PDEATHSIG = 1

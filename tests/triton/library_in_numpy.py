@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton import moe_mlp
+from paddle_moe_ops.triton import hopper_product, moe_mlp
 from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
 from paddle_moe_ops.triton.hopper_float8 import AMAX_MIN, GroupedFloat8Params, QuantizeBlocksParams, bits_of
-from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams
+from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams, grouped_outer_of
 from paddle_moe_ops.triton.hopper_product import (
     GATED,
     PLAIN,
@@ -30,6 +30,7 @@ from paddle_moe_ops.triton.hopper_product import (
     WIDE_COLUMNS,
     GroupedProductParams,
     LibraryKernel,
+    grouped_product_of,
 )
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "numpy_float8_kernels",
     "numpy_grouped_outer",
     "numpy_grouped_product",
+    "use_products",
 ]
 
 HOPPER = Gpu(90, 132)
@@ -269,6 +271,32 @@ def kernel_for(gpu: Any, monkeypatch: pytest.MonkeyPatch, in_numpy: LibraryKerne
     kernel = of_library(ctypes.CDLL(os.environ["PMO_CORE_LIBRARY"]))
     assert kernel is not None
     return kernel
+
+
+def use_products(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, plain_rows: Callable[[], int], gathers: Callable[[], bool]
+) -> None:
+    """Have layers launch the library's grouped GEMMs and wgrad wherever these accept the operands.
+
+    Args:
+        gpu: the device.
+        monkeypatch: for the choice of kernels.
+        plain_rows: returns the rows of the tiles of plain results.
+        gathers: returns whether GEMMs gather the rows of tokens.
+    """
+    from .interpreter import NumpyDevice
+
+    kernel = kernel_for(gpu, monkeypatch, numpy_grouped_product(), grouped_product_of)
+    if not isinstance(gpu, NumpyDevice):
+        large = GemmConfig(128, 128, 64, 8, 4, 8, 1, tma=True)
+        for name in ("gated_config", "product_config"):
+            monkeypatch.setattr(moe_mlp, name, lambda *_: large)
+    monkeypatch.setattr(gpu, "grouped_product", kernel)
+    monkeypatch.setattr(gpu, "grouped_outer", kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of))
+    chosen = lambda gpu, result, *_: plain_rows() if result == PLAIN else TURNED_ROWS  # noqa: E731
+    for module in (hopper_product, moe_mlp):
+        monkeypatch.setattr(module, "chosen_rows", chosen)
+    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: gathers())
 
 
 def numpy_grouped_outer() -> LibraryKernel:

@@ -73,10 +73,19 @@ BY_CASE = pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for nam
 
 
 class Problem:
-    def __init__(self, rng: np.random.Generator, case: Case, transpose: bool = False, weighted: bool = True) -> None:
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        case: Any,
+        transpose: bool = False,
+        weighted: bool = True,
+        ids: NDArray | None = None,
+    ) -> None:
         tokens, d, n, experts, topk = case[:5]
-        ids = rng.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :topk]
-        self.ids = ids = np.where(rng.random(ids.shape) < case.unassigned, -1, ids).astype(np.int32)
+        if ids is None:
+            ids = rng.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :topk]
+            ids = np.where(rng.random(ids.shape) < case.unassigned, -1, ids).astype(np.int32)
+        self.ids = ids
         options = {"buffer_size": case.buffer} if case.buffer >= 0 else {}
         self.plan = reference.route(ids, num_experts=experts, padding_alignment=case.alignment, **options)
         self.transpose = transpose
@@ -135,13 +144,14 @@ class Problem:
         return found if made.weights is None else found | {"weights": made.weights}
 
 
-def due_of_used_experts(problem: Problem) -> dict:
-    """As `Problem.due` where every slot has an expert; the oracle takes long for experts without rows."""
+def due_of_used_experts(problem: Problem, in_float8: bool = False) -> dict:
+    """As `Problem.due` without padding or a static buffer; the oracle is slow for experts without rows."""
     few = copy.copy(problem)
-    used, ids = np.unique(problem.ids, return_inverse=True)
-    few.plan = reference.route(ids.reshape(problem.ids.shape).astype(np.int32), num_experts=used.size)
+    used = np.unique(np.append(problem.ids[problem.ids >= 0], 0))
+    ids = np.where(problem.ids < 0, -1, np.searchsorted(used, problem.ids)).astype(np.int32)
+    few.plan = reference.route(ids, num_experts=used.size)
     few.gate_up, few.down = problem.gate_up[used], problem.down[used]
-    due = few.due()
+    due = few.due(in_float8)
     for name in ("gate_up", "down"):
         gradient = np.zeros(getattr(problem, name).shape, due[name].dtype)
         gradient[used] = due[name]

@@ -112,6 +112,26 @@ def packed(device: Any, values: NDArray) -> Rows:
     return Rows(device.array(values), *values.shape, values.shape[1])
 
 
+def with_tokens(
+    rng: np.random.Generator, device: Any, sums: Sums, given: list[NDArray], gathers_q: bool
+) -> tuple[list[Rows], tuple[Any, bool]]:
+    """Operands of a launch that gathers one of them from tokens, and the map; ``given`` receives the gathered rows.
+
+    Rows without a token are zeros, whatever the number that says so; tokens lie apart.
+    """
+    columns, dtype = sums.columns[gathers_q], given[0].dtype
+    tokens = rng.integers(-2, 3, (37, columns + 8)).astype(dtype)
+    tokens[:, columns:] = np.nan
+    row_to_token = rng.integers(-1, 38, sums.rows).astype(np.int32)
+    row_to_token[::7] = 1 << 30
+    is_there = (row_to_token >= 0) & (row_to_token < 37)
+    found = tokens[np.where(is_there, row_to_token, 0), :columns]
+    given[gathers_q] = np.where(is_there[:, None], found, 0).astype(dtype)
+    rows = [packed(device, each) for each in given]
+    rows[gathers_q] = Rows(device.array(tokens), 37, columns, columns + 8)
+    return rows, (device.array(row_to_token), gathers_q)
+
+
 @BY_DTYPE
 @BY_SUMS
 def test_exact_sums_have_the_bits_of_the_oracle(rng, device, sums, dtype):
@@ -146,20 +166,9 @@ def test_the_counters_of_one_launch_serve_the_next(rng, device):
 @pytest.mark.parametrize("gathers_q", [False, True], ids=["p gathered", "q gathered"])
 @BY_SUMS
 def test_rows_of_tokens_that_are_gathered_give_the_bits_of_the_oracle(rng, device, sums, dtype, gathers_q):
-    """Rows without a token are zeros, whatever the number that says so; tokens lie apart."""
     given = list(operands(rng, sums, dtype))
-    columns = sums.columns[gathers_q]
-    tokens = rng.integers(-2, 3, (37, columns + 8)).astype(dtype)
-    tokens[:, columns:] = np.nan
-    row_to_token = rng.integers(-1, 38, sums.rows).astype(np.int32)
-    row_to_token[::7] = 1 << 30
-    is_there = (row_to_token >= 0) & (row_to_token < 37)
-    found = tokens[np.where(is_there, row_to_token, 0), :columns]
-    given[gathers_q] = np.where(is_there[:, None], found, 0).astype(dtype)
-    rows = [packed(device, each) for each in given]
-    rows[gathers_q] = Rows(device.array(tokens), 37, columns, columns + 8)
+    rows, gathered = with_tokens(rng, device, sums, given, gathers_q)
     out = device.empty([len(sums.sizes), *sums.columns], np.dtype(dtype).name)
-    gathered = device.array(row_to_token), gathers_q
     hopper_outer(device, *rows, tables(device, sums), sums.rows, out, gathered=gathered)
     assert_same_bits(without_sign_of_zero(device.numpy(out)), due(sums, *given).astype(dtype))
 

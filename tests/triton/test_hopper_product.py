@@ -13,19 +13,11 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops.triton import grouped_gemm_configs, hopper_product, moe_mlp
-from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
+from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
 from paddle_moe_ops.triton.handles import Handles
-from paddle_moe_ops.triton.hopper_outer import grouped_outer_of
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
 
-from .library_in_numpy import (
-    HOPPER,
-    fields_in_header,
-    kernel_for,
-    launches_of,
-    numpy_grouped_outer,
-    numpy_grouped_product,
-)
+from .library_in_numpy import HOPPER, fields_in_header, launches_of, use_products
 from .problems import EXPERTS_AT_LIMITS
 from .test_moe_mlp import BY_LAYOUT, Case, Problem, assert_all_same
 
@@ -59,20 +51,7 @@ def tile_rows(request) -> int:
 @pytest.fixture
 def device(gpu, monkeypatch, tile_rows) -> Any:
     """The device of the kernels, with the library's products wherever it can take them."""
-    from .interpreter import NumpyDevice
-
-    kernel = kernel_for(gpu, monkeypatch, numpy_grouped_product(), grouped_product_of)
-    if not isinstance(gpu, NumpyDevice):
-        large = GemmConfig(128, 128, 64, 8, 4, 8, 1, tma=True)
-        for name in ("gated_config", "product_config"):
-            monkeypatch.setattr(moe_mlp, name, lambda *_: large)
-    monkeypatch.setattr(gpu, "grouped_product", kernel)
-    monkeypatch.setattr(gpu, "grouped_outer", kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of))
-    rows = {hopper_product.PLAIN: tile_rows}
-    chosen = lambda gpu, result, *_: rows.get(result, hopper_product.TURNED_ROWS)  # noqa: E731
-    for module in (hopper_product, moe_mlp):
-        monkeypatch.setattr(module, "chosen_rows", chosen)
-    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
+    use_products(gpu, monkeypatch, lambda: tile_rows, lambda: False)
     return gpu
 
 

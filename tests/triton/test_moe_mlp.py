@@ -63,11 +63,20 @@ CASES = {
 class Problem:
     """Integers in halves of a few bits, whose products and sums are exact, with gates where SwiGLU is exact as well."""
 
-    def __init__(self, rng: np.random.Generator, case: Case, dtype: Any, transpose: bool, weighted: bool = True):
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        case: Any,
+        dtype: Any,
+        transpose: bool,
+        weighted: bool = True,
+        ids: NDArray | None = None,
+    ):
         tokens, d, n, experts, topk = case[:5]
         self.transpose = transpose
-        ids = rng.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :topk]
-        ids = np.where(rng.random(ids.shape) < case.unassigned, -1, ids).astype(np.int32)
+        if ids is None:
+            ids = rng.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :topk]
+            ids = np.where(rng.random(ids.shape) < case.unassigned, -1, ids).astype(np.int32)
         options = {"buffer_size": case.buffer} if case.buffer >= 0 else {}
         self.plan = reference.route(ids, num_experts=experts, padding_alignment=case.alignment, **options)
         self.x = np.zeros((tokens, d))

@@ -13,21 +13,33 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+BUNDLE = ROOT / "build" / "gpu"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests"
 PAGE = ROOT / "docs" / "gpu_validation.md"
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUITES = {
     "ops": "operators under Paddle 3.3.1 on the device `cuda_rig`: dygraph, `to_static`, static graph, gradients",
     "scenarios": "whole programs as users write them, on `cuda_rig`",
     "triton": "both once more with `--backend=triton`, on Paddle's tensors on `cuda_rig`",
     "triton_kernels": "Triton kernels on PyTorch tensors",
     "core": "CUDA core through ctypes, with CUDA-graph capture and replay",
+<<<<<<< HEAD
     "beside": "routing next to a kernel that stays on the GPU",
     "memcheck": "the core tests under compute-sanitizer memcheck",
     "racecheck": "the core tests under compute-sanitizer racecheck",
     "initcheck": "the core tests under compute-sanitizer initcheck",
+=======
+    "fuzz": "random params structs of the CUDA core, and random layers on the CUDA GEMMs for Hopper",
+    **{tool: f"the core tests under compute-sanitizer {tool}" for tool in TOOLS},
+>>>>>>> part7
     **{
         f"{tool}_hopper": f"tests of the CUDA GEMMs for Hopper on PyTorch tensors, under compute-sanitizer {tool}"
-        for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
+        for tool in TOOLS
+    },
+    **{
+        f"{tool}_peers": f"exchanges through memory of peers, on two GPUs, under compute-sanitizer {tool}"
+        for tool in TOOLS
+        if tool != "initcheck"
     },
     "jitter": "tests of the CUDA GEMMs for Hopper, whose tile schedulers are delayed at random in a test build",
     "place": "operators and Triton kernels on `GPUPlace` under paddlepaddle-gpu 2.6.2",
@@ -47,6 +59,9 @@ WITH_PADDLE = (
     "place_two_gpus",
     "distributed_four",
     "distributed_eight",
+    "memcheck_peers",
+    "racecheck_peers",
+    "synccheck_peers",
 )
 TEXT = """# What ran on a GPU
 
@@ -57,7 +72,7 @@ made. Every test compares with the NumPy oracle, bit for bit but for the dot pro
 
 With {machines}. No test was skipped. The last column counts the sources in
 `paddle_moe_ops/csrc` that a run uses and that are newer than it; [their names](#sources-that-are-newer-than-a-run) are
-below.
+below. A source that changed is not newer if the machine code of each object that includes it is the same.
 
 {open}## What this shows, and what it does not
 
@@ -101,18 +116,49 @@ def open_points(results: list[dict]) -> list[str]:
     points = [f"{suite}: not run on these sources" for suite in SUITES if suite not in {r["suite"] for r in results}]
     for result in results:
         points += [f"{result['suite']}: `{name}` failed" for name in result["failed_tests"]]
-        if result["exit_status"] and not result["failed"]:
-            points.append(f"{result['suite']}: {'; '.join(result.get('sanitizer', ['the run did not end well']))}")
+        points += [f"{result['suite']}: repeat by `{command}`" for command in result.get("repeat", [])]
+        if result["exit_status"] in (124, -9):  # of `timeout`, which ends itself if it has to kill
+            points.append(f"{result['suite']}: ended after its time limit")
+        elif result["exit_status"] and not result["failed"]:
+            points.append(f"{result['suite']}: {'; '.join(result.get('sanitizer') or ['the run did not end well'])}")
     return points
 
 
+def current_units(bundle: str) -> dict[str, dict]:
+    """The units of a bundle on this machine (machine_code.py); none if it is older than the sources."""
+    folder = BUNDLE / bundle
+    if not (folder / "machine_code.json").exists():
+        return {}
+    commit = (folder / "commit").read_text(encoding="utf-8").strip()
+    command = ["git", "diff", "--quiet", commit, "HEAD", "--", "paddle_moe_ops/csrc", "tools/gpu_rig/Makefile"]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+        return {}
+    return json.loads((folder / "machine_code.json").read_text(encoding="utf-8"))
+
+
+def with_other_code(names: list[str], ran: dict[str, str], units: dict[str, dict]) -> list[str]:
+    """The sources of which a run used other machine code than there is now, or of which that is not known.
+
+    Args:
+        names: sources that changed.
+        ran: hash of each unit of the run.
+        units: hash and sources of each unit now.
+    """
+    folders = {unit.partition("/")[0] for unit in ran}
+    used = {unit: facts for unit, facts in units.items() if unit.partition("/")[0] in folders}
+    same = {unit for unit, facts in used.items() if ran.get(unit) == facts["hash"]}
+    including = {name: {unit for unit, facts in used.items() if name in facts["sources"]} for name in names}
+    return [name for name in names if not including[name] or not including[name] <= same]
+
+
 def changed_since(result: dict) -> list[str]:
-    """The sources that a run uses and that differ from those of its commit; without Paddle, no bindings."""
+    """The sources that a run uses and whose machine code has changed since its commit; without Paddle, no bindings."""
     unused = ["cpu"] if result["suite"] in WITH_PADDLE else ["cpu", "paddle"]
     sources = ["paddle_moe_ops/csrc", *(f":!paddle_moe_ops/csrc/{folder}" for folder in unused)]
     command = ["git", "diff", "--name-only", result["commit"], "HEAD", "--", *sources]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    return [Path(name).name for name in names]
+    units = current_units("place-2" if result["suite"].startswith("place") else "rig-2")
+    return [Path(name).name for name in with_other_code(names, result.get("machine_code", {}), units)]
 
 
 def by_runs(newer: dict[str, list[str]]) -> str:
@@ -127,14 +173,15 @@ def main() -> int:
     results = load()
     newer = {result["suite"]: changed_since(result) for result in results}
     rows = [
-        "| run | passed | failed | sanitizer | GPU | commit | date | newer sources |",
+        "| run | passed | failed | sanitizer or cases | GPU | commit | date | newer sources |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         cells = [
             SUITES[result["suite"]],
             *(result[name] for name in ("passed", "failed")),
-            "; ".join(result.get("sanitizer", [])) or "-",
+            "; ".join(result.get("sanitizer", []))
+            or (f"{result['fuzz_cases']} cases" if "fuzz_cases" in result else "-"),
             *(result[name] for name in ("gpu", "commit", "date")),
             len(newer[result["suite"]]),
         ]

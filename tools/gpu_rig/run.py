@@ -5,6 +5,7 @@
 
     run.py unpack PART...            put Paddle together from its parts, under SITE
     run.py SUITE --out FOLDER        run one of the suites below and write FOLDER/SUITE.json
+    run.py sanitize --out FOLDER     run the suites of compute-sanitizer one after the other
     run.py bench_cpu --out FILE      benchmark the CPU operators of the rig; other options are those of the benchmark
     run.py bench_parallel --out FILE benchmark expert parallelism between two GPUs
     run.py bench_calls --out FILE    time what users call
@@ -22,6 +23,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -46,22 +48,43 @@ HOPPER_TESTS = [
     *(f"tests/triton/test_hopper_{name}.py" for name in ("product", "outer", "float8")),
     *("--core-device=cuda", "-p", "no:cacheprovider", "-m", ""),
 ]
-SANITIZED_HOPPER_TESTS = [*HOPPER_TESTS, "-k", "not many_experts"]
+# Cases of each fuzz test: 20,000 in all, which a test of this program counts.
+FUZZ_CASES = 620
+FUZZ_TESTS = [
+    *("tests/triton/test_hopper_fuzz.py", "tests/core/test_fuzz.py", "--core-device=cuda", "-p", "no:cacheprovider"),
+    *(f"--fuzz-cases={FUZZ_CASES}", "-n", "8", "--dist=worksteal"),
+]
+# Memory that two ranks share. Captured graphs and side streams are left out: a sanitizer may serialise launches.
+PEER_TESTS = [
+    *(f"tests/distributed/test_{name}.py" for name in ("transports", "shared_buffers", "expert_parallel")),
+    *(f"--device={DEVICE}", "--gpus=2"),
+    *("-k", "(transports or shared or peers) and not gloo and not three and not four and not eight"),
+]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Tests of each group of kernels, and the tools that can check them. initcheck sees the stores of its own process only,
+# so it would report each value that a peer stored.
+SANITIZED: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "core": ([*CORE_TESTS, "-k", "not large", "--fuzz-cases=60", "-p", "no:faulthandler", "-n", "4"], TOOLS),
+    "hopper": ([*HOPPER_TESTS, "-k", "not many_experts", "-p", "no:faulthandler", "-n", "4"], TOOLS),
+    "peers": ([*PEER_TESTS, "-p", "no:faulthandler"], tuple(tool for tool in TOOLS if tool != "initcheck")),
+}
+
+
+def sanitizer_suite(tool: str, group: str) -> str:
+    """Name of the suite that runs a tool over a group of SANITIZED."""
+    return tool if group == "core" else f"{tool}_{group}"
+
+
 SUITES = {
     "ops": ["tests/ops", "tests/static", f"--device={DEVICE}"],
     "scenarios": ["tests/scenarios", f"--device={DEVICE}"],
     "triton": ["tests/ops", "tests/scenarios", "--backend=triton", f"--device={DEVICE}"],
-    "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider", "-m", ""],
+    "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider", "-m", "", "--fuzz-cases=20"],
     "core": CORE_TESTS,
     "beside": [BESIDE_TESTS, *CORE_OPTIONS],
-    "memcheck": CORE_TESTS,
-    "racecheck": CORE_TESTS,
-    "initcheck": CORE_TESTS,
+    "fuzz": FUZZ_TESTS,
     "jitter": HOPPER_TESTS,  # on a library whose tile schedulers are delayed at random
-    "memcheck_hopper": SANITIZED_HOPPER_TESTS,
-    "racecheck_hopper": SANITIZED_HOPPER_TESTS,
-    "initcheck_hopper": SANITIZED_HOPPER_TESTS,
-    "synccheck_hopper": SANITIZED_HOPPER_TESTS,
+    **{sanitizer_suite(tool, group): tests for group, (tests, tools) in SANITIZED.items() for tool in tools},
     "place": ["tests/gpuplace", "--device=gpu:0"],
     "two_gpus": ["tests/ops/test_two_gpus.py", f"--device={DEVICE}", "--gpus=2"],
     # NCCL waits for a rank that ended; three and four ranks need as many GPUs
@@ -76,13 +99,14 @@ SUITES = {
     "distributed_eight": ["tests/distributed", f"--device={DEVICE}", "--gpus=8", "-m", "", "-k", "eight and not ended"],
     "place_two_gpus": ["tests/gpuplace/test_two_gpus.py", "--device=gpu:0", "--gpus=2"],
 }
+PEER_SUITES = tuple(sanitizer_suite(tool, "peers") for tool in SANITIZED["peers"][1])
 # Those that run on Paddle with the plug-in, and on Paddle 2.6.2.
-RIG_SUITES = ("ops", "scenarios", "triton", "two_gpus", "distributed", "distributed_four", "distributed_eight")
-PLACE_SUITES = ("place", "place_two_gpus")
-SANITIZERS = (
-    *("memcheck", "racecheck", "initcheck"),
-    *(f"{tool}_hopper" for tool in ("memcheck", "racecheck", "initcheck", "synccheck")),
+RIG_SUITES = (
+    *("ops", "scenarios", "triton", "two_gpus", "distributed", "distributed_four", "distributed_eight"),
+    *PEER_SUITES,
 )
+PLACE_SUITES = ("place", "place_two_gpus")
+SANITIZERS = tuple(sanitizer_suite(tool, group) for group, (_, tools) in SANITIZED.items() for tool in tools)
 
 
 def unpack(parts: list[Path]) -> None:
@@ -123,6 +147,10 @@ def environment(suite: str) -> dict[str, str]:
     if suite in (*RIG_SUITES, *PLACE_SUITES):
         env["PYTHONPATH"] = f"{SITE}:{ROOT}"
         env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{RIG}:{env.get('LD_LIBRARY_PATH', '')}"
+    if suite == "fuzz":  # the oracle of one worker must not take the others' cores
+        env["OMP_NUM_THREADS"] = "1"
+    if suite in PEER_SUITES:  # ranks wait for each other, and are slower
+        env["PADDLE_MOE_OPS_TEST_SLOWNESS"] = "4"
     if suite in RIG_SUITES:
         env["CUSTOM_DEVICE_ROOT"] = str(RIG / "plugin")
         if (nccl := importlib.util.find_spec("nvidia.nccl")) is not None:  # PyTorch's
@@ -130,9 +158,14 @@ def environment(suite: str) -> dict[str, str]:
     return env
 
 
+def parse_report(report: Path) -> ElementTree.Element:
+    """The root of a JUnit report; an empty one of a run that was ended before it wrote its report."""
+    return ElementTree.parse(report).getroot() if report.exists() else ElementTree.Element("testsuites")
+
+
 def read_counts(report: Path) -> dict[str, object]:
     """The totals of a JUnit report, and the names of the tests that failed."""
-    root = ElementTree.parse(report).getroot()
+    root = parse_report(report)
     totals = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for node in root.iter("testsuite"):
         for name in totals:
@@ -145,6 +178,14 @@ def read_counts(report: Path) -> dict[str, object]:
     ]
     counts = {"passed": totals["tests"] - failed - totals["skipped"], "failed": failed, "skipped": totals["skipped"]}
     return {**counts, "failed_tests": names}
+
+
+def read_fuzz(report: Path) -> dict[str, object]:
+    """The number of cases in a JUnit report of fuzz tests, and the commands that repeat those that failed."""
+    root = parse_report(report)
+    found = [(node.get("name"), node.get("value", "")) for node in root.iter("property")]
+    cases = sum(int(value) for name, value in found if name == "fuzz_cases")
+    return {"fuzz_cases": cases, "repeat": [value for name, value in found if name == "repeat"]}
 
 
 def machine(commit: Path) -> dict[str, str]:
@@ -163,13 +204,25 @@ def machine(commit: Path) -> dict[str, str]:
     }
 
 
-def run_suite(suite: str, out: Path, extra: list[str]) -> int:
-    """Run one suite and write its counts; the exit status is pytest's or the sanitizer's."""
+def machine_code(suite: str) -> dict[str, str]:
+    """Hashes of the machine code that a suite runs, by unit (machine_code.py), as far as its bundle records them."""
+    file = (PLACE if suite in PLACE_SUITES else RIG) / "machine_code.json"
+    users = {"jitter": ("jitter",), "rig": RIG_SUITES, "place": PLACE_SUITES}
+    folders = {"core", *(folder for folder, suites in users.items() if suite in suites)}
+    units = json.loads(file.read_text()) if file.exists() else {}
+    return {name: unit["hash"] for name, unit in units.items() if name.partition("/")[0] in folders}
+
+
+def run_suite(suite: str, out: Path, extra: list[str], limit: int) -> int:
+    """Run one suite and write its counts; returns the exit status of pytest or the sanitizer, 124 after `limit` s."""
     out.mkdir(parents=True, exist_ok=True)
     bundle = PLACE if suite in PLACE_SUITES else RIG
     if suite in (*RIG_SUITES, *PLACE_SUITES):
         install_library(bundle)
     report = out / f"{suite}.xml"
+    report.unlink(missing_ok=True)
+    if suite == "fuzz" and not any(word.startswith("--fuzz-seed") for word in extra):  # new cases in each run
+        extra = [*extra, f"--fuzz-seed={secrets.randbelow(2**31)}"]
     command = [sys.executable, "-m", "pytest", *SUITES[suite], "-q", f"--junitxml={report}", *extra]
     if suite in SANITIZERS:
         command = [
@@ -177,20 +230,24 @@ def run_suite(suite: str, out: Path, extra: list[str]) -> int:
             f"--tool={suite.partition('_')[0]}",
             "--error-exitcode=99",
             "--target-processes=all",
+            *(["--kernel-regex", "kns=pmo"] if suite in PEER_SUITES else []),  # not NCCL's
             *command,
         ]
+    limited = ["timeout", "--kill-after=10", str(limit), *command]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(suite), text=True, capture_output=suite in SANITIZERS, check=False
+        limited, cwd=ROOT, env=environment(suite), text=True, capture_output=suite in SANITIZERS, check=False
     )
     shown = " ".join(command).replace(sys.executable, "python3").replace(f"{out}/", "results/")
     result = {"suite": suite, "command": shown, "exit_status": done.returncode}
     result.update(machine(bundle / "commit"))
+    result["machine_code"] = machine_code(suite)
     if suite in SANITIZERS:
         print(done.stdout[-3000:], done.stderr[-1000:])
         found = re.findall(r"(ERROR SUMMARY|RACECHECK SUMMARY): (.*)", done.stdout + done.stderr)
         result["sanitizer"] = [text for _, text in found]
-    if report.exists():
-        result.update(read_counts(report))
+    result.update(read_counts(report))
+    if suite == "fuzz":
+        result.update(read_fuzz(report))
     (out / f"{suite}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
     return done.returncode
@@ -215,13 +272,22 @@ def bench_on_rig(module: str, suite: str, extra: list[str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["unpack", "bench_cpu", "bench_parallel", "bench_calls", *SUITES])
+    parser.add_argument("what", choices=["unpack", "sanitize", "bench_cpu", "bench_parallel", "bench_calls", *SUITES])
     parser.add_argument("parts", nargs="*", type=Path, help="for unpack: the parts, in order")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/gpu/results")))
+    parser.add_argument("--limit", type=int, default=3600, help="seconds after which a suite is ended")
+    parser.add_argument("--over", nargs="+", choices=list(SANITIZED), default=["core", "hopper"], help="for sanitize")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="for sanitize")
     arguments, extra = parser.parse_known_args()
     if arguments.what == "unpack":
         unpack(arguments.parts)
         return 0
+    if arguments.what == "sanitize":
+        suites = [sanitizer_suite(tool, group) for group in arguments.over for tool in arguments.tools]
+        if unknown := [suite for suite in suites if suite not in SUITES and arguments.tools != list(TOOLS)]:
+            parser.error(f"sanitize: no suite {', '.join(unknown)}; see README.md")
+        statuses = [run_suite(suite, arguments.out, extra, arguments.limit) for suite in suites if suite in SUITES]
+        return max(map(abs, statuses))
     if arguments.what == "bench_cpu":
         return bench_cpu([*extra, "--out", str(arguments.out)])
     if arguments.what == "bench_parallel":
@@ -229,7 +295,7 @@ def main() -> int:
     if arguments.what == "bench_calls":
         options = ["--device", DEVICE, "--gpu", machine(RIG / "commit")["gpu"], "--out", str(arguments.out)]
         return bench_on_rig("benchmarks.public_calls", "ops", [*extra, *options])
-    return run_suite(arguments.what, arguments.out, extra)
+    return run_suite(arguments.what, arguments.out, extra, arguments.limit)
 
 
 if __name__ == "__main__":
