@@ -23,15 +23,9 @@ SUITES = {
     "triton": "both once more with `--backend=triton`, on Paddle's tensors on `cuda_rig`",
     "triton_kernels": "Triton kernels on PyTorch tensors",
     "core": "CUDA core through ctypes, with CUDA-graph capture and replay",
-<<<<<<< HEAD
     "beside": "routing next to a kernel that stays on the GPU",
-    "memcheck": "the core tests under compute-sanitizer memcheck",
-    "racecheck": "the core tests under compute-sanitizer racecheck",
-    "initcheck": "the core tests under compute-sanitizer initcheck",
-=======
     "fuzz": "random params structs of the CUDA core, and random layers on the CUDA GEMMs for Hopper",
     **{tool: f"the core tests under compute-sanitizer {tool}" for tool in TOOLS},
->>>>>>> part7
     **{
         f"{tool}_hopper": f"tests of the CUDA GEMMs for Hopper on PyTorch tensors, under compute-sanitizer {tool}"
         for tool in TOOLS
