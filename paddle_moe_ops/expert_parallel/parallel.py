@@ -217,9 +217,10 @@ class ExpertParallel:
             validate: as in `route`. True also raises, on every rank, where a rank's tokens are not finite (without
                 ``tokens_per_rank``, and not with "deepep").
             copy: False: with ``transport="peer"`` under ``paddle.no_grad``, ``received.tokens`` is a view of memory
-                that the second dispatch or combine after this one overwrites; a backward pass that would read it after
-                that raises a RuntimeError. Rows without a token are not zeros then, and not with ``payload`` either.
-                The same on all ranks, whether gradients are enabled there or not.
+                that ranks share. Read it before the next dispatch, combine or backward pass of any layer of the group:
+                from then on other ranks overwrite it, and a backward pass that would read it raises a RuntimeError.
+                Rows without a token are not zeros then, and not with ``payload`` either. The same on all ranks, whether
+                gradients are enabled there or not.
 
         Returns:
             what arrived, for the local experts and for `combine`.
