@@ -69,7 +69,7 @@ class _WayBack:
     counts: Counts  # rows, or tokens, that go back
     chunks: Chunks | None
     plan: Plan  # of the rows, or parts, that come back to this rank's tokens
-    probs: Tensor | None
+    probs: Tensor | None  # a copy, since the caller may write others to their memory before `combine`
     call: LayerCall
 
 
@@ -81,7 +81,7 @@ class _WayBackToPeers:
     trip: Any
     num_lines: int  # tokens, or rows, that arrived, or could have
     plan: Plan | None  # of the rows that come back, if they come one by one
-    probs: Tensor
+    probs: Tensor  # a copy where rows come back one by one
 
 
 class ExpertParallel:
@@ -361,7 +361,7 @@ def _dispatch(
         return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
     chunks = chunks_of(of_experts, like=x)
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
-    back = _WayBack(rows, chunks, plan, probs, step.call)
+    back = _WayBack(rows, chunks, plan, beside(probs.clone(), x), step.call)
     return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
 
 
@@ -451,7 +451,7 @@ def _dispatch_to_peers(
         tokens_per_expert=made.plan.tokens_per_expert,
         routed_per_expert=plan.routed_per_expert,
         dropped_slots=made.dropped if capacity is None else plan.overflow + made.dropped,
-        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, probs),
+        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, beside(probs.clone(), x)),
     )
 
 
