@@ -14,7 +14,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import beside, context_manager, is_graph_value, public
+from .._graphs import beside, context_manager, is_graph_value, own_copy, public
 from ..backends.base import Validation
 from ..backends.nodes import wants_gradient
 from ..functional import permute, unpermute
@@ -361,7 +361,7 @@ def _dispatch(
         return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
     chunks = chunks_of(of_experts, like=x)
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
-    back = _WayBack(rows, chunks, plan, beside(probs.clone(), x), step.call)
+    back = _WayBack(rows, chunks, plan, own_copy(probs), step.call)
     return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
 
 
@@ -451,7 +451,7 @@ def _dispatch_to_peers(
         tokens_per_expert=made.plan.tokens_per_expert,
         routed_per_expert=plan.routed_per_expert,
         dropped_slots=made.dropped if capacity is None else plan.overflow + made.dropped,
-        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, beside(probs.clone(), x)),
+        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, own_copy(probs)),
     )
 
 
