@@ -206,6 +206,8 @@ class TokenChannel:
                 Window(scales, ranks, scales, paddle.uint8),
             ]
         self._pairs = _pairs(group, like, windows)
+        for arrived, *_ in self._pairs:
+            rendezvous.lend(arrived)
 
     def meet(self, step: Step) -> None:
         """Wait on the host for all ranks, before they make windows together."""
@@ -235,7 +237,6 @@ class TokenChannel:
     def slot(self) -> TokenSlot:
         """The windows of the next exchange."""
         arrived, peers, *beside = self._pairs[self._rendezvous.next()]
-        arrived._bump_inplace_version()  # so that a backward pass refuses to read tokens of an earlier exchange there
         return TokenSlot(self._rows(arrived, peers), *beside)
 
     def row_slot(self, pairs: Sequence[Sequence[Tensor]]) -> RowWindow:

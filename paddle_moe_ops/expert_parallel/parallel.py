@@ -14,7 +14,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import beside, context_manager, is_graph_value, public
+from .._graphs import beside, context_manager, is_graph_value, own_copy, public
 from ..backends.base import Validation
 from ..backends.nodes import wants_gradient
 from ..functional import permute, unpermute
@@ -69,7 +69,7 @@ class _WayBack:
     counts: Counts  # rows, or tokens, that go back
     chunks: Chunks | None
     plan: Plan  # of the rows, or parts, that come back to this rank's tokens
-    probs: Tensor | None
+    probs: Tensor | None  # a copy, since the caller may write others to their memory before `combine`
     call: LayerCall
 
 
@@ -81,7 +81,7 @@ class _WayBackToPeers:
     trip: Any
     num_lines: int  # tokens, or rows, that arrived, or could have
     plan: Plan | None  # of the rows that come back, if they come one by one
-    probs: Tensor
+    probs: Tensor  # a copy where rows come back one by one
 
 
 class ExpertParallel:
@@ -217,9 +217,10 @@ class ExpertParallel:
             validate: as in `route`. True also raises, on every rank, where a rank's tokens are not finite (without
                 ``tokens_per_rank``, and not with "deepep").
             copy: False: with ``transport="peer"`` under ``paddle.no_grad``, ``received.tokens`` is a view of memory
-                that the second dispatch or combine after this one overwrites; a backward pass that would read it after
-                that raises a RuntimeError. Rows without a token are not zeros then, and not with ``payload`` either.
-                The same on all ranks, whether gradients are enabled there or not.
+                that ranks share. Read it before the next dispatch, combine or backward pass of any layer of the group:
+                from then on other ranks overwrite it, and a backward pass that would read it raises a RuntimeError.
+                Rows without a token are not zeros then, and not with ``payload`` either. The same on all ranks, whether
+                gradients are enabled there or not.
 
         Returns:
             what arrived, for the local experts and for `combine`.
@@ -360,7 +361,7 @@ def _dispatch(
         return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
     chunks = chunks_of(of_experts, like=x)
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
-    back = _WayBack(rows, chunks, plan, probs, step.call)
+    back = _WayBack(rows, chunks, plan, own_copy(probs), step.call)
     return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
 
 
@@ -450,7 +451,7 @@ def _dispatch_to_peers(
         tokens_per_expert=made.plan.tokens_per_expert,
         routed_per_expert=plan.routed_per_expert,
         dropped_slots=made.dropped if capacity is None else plan.overflow + made.dropped,
-        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, probs),
+        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, own_copy(probs)),
     )
 
 

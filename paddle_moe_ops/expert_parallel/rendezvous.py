@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 
 import numpy as np
 import paddle
@@ -47,16 +48,28 @@ class Rendezvous:
         self._report = _words_of(report)[0]
         self._places = *flags, self._state, report
         self._exchange = 0
+        self._lent: list[weakref.ref[Tensor]] = []
 
     @property
     def state(self) -> Tensor:
         """int32 [2], the second one the mark."""
         return self._state
 
+    def lend(self, view: Tensor) -> None:
+        """Have backward passes refuse to read a view of a buffer once an exchange has begun.
+
+        A rank that has passed the barrier of that exchange may write to the buffer of the one before.
+        """
+        self._lent.append(weakref.ref(view))
+
     def next(self) -> int:
         """Begin an exchange, and say which of two buffers it uses."""
         self._raise_if_marked()
         self._exchange += 1
+        for each in self._lent:
+            view = each()
+            if view is not None:
+                view._bump_inplace_version()
         return self._exchange % 2
 
     def wait(self, step: Step, timeout: float, forward_calls: Tensor | None = None) -> Tensor:

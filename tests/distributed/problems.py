@@ -123,15 +123,20 @@ def kept_ids(problem: Problem) -> NDArray:
     return ids
 
 
+def rounded_to_float8(tokens: paddle.Tensor, payload: str) -> paddle.Tensor:
+    """Tokens with the values that arrive if they travel as float8; their gradient is that of the given ones."""
+    codes, scales = quantize_1x128(tokens, ue8m0=payload.endswith("ue8m0"))
+    rounded = dequantize_1x128(codes, scales, dtype=tokens.dtype).astype("float32")
+    made = (tokens.astype("float32") + (rounded - tokens.astype("float32")).detach()).astype(tokens.dtype)
+    assert_bits_equal(made.numpy(), rounded.astype(tokens.dtype).numpy())
+    return made
+
+
 def alone(problem: Problem) -> dict[str, NDArray]:
     """What one process gives that has all tokens and experts."""
     t = problem.tensors(slice(None))
     plan, tokens = route(to_tensor(kept_ids(problem)), num_experts=problem.experts), t["x"]
     if problem.float8 is not None:
-        codes, scales = quantize_1x128(tokens, ue8m0=problem.float8.endswith("ue8m0"))
-        rounded = dequantize_1x128(codes, scales, dtype=tokens.dtype).astype("float32")
-        # the values of one and the gradient of the other
-        tokens = (tokens.astype("float32") + (rounded - tokens.astype("float32")).detach()).astype(tokens.dtype)
-        assert_bits_equal(tokens.numpy(), rounded.astype(tokens.dtype).numpy())
+        tokens = rounded_to_float8(tokens, problem.float8)
     rows = scaled(permute(tokens, plan)[0], plan.row_to_expert)
     return results(unpermute(rows, plan, t["probs"]), t)

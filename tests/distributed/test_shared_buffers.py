@@ -70,9 +70,12 @@ def test_experts_behind_a_frozen_router_have_the_gradients_of_tokens_that_are_ex
 
 
 def views_read_after_later_exchanges(experts: str) -> list[str]:
-    """The error of a backward pass that reads a view right away, and after two more exchanges."""
+    """The error of a backward pass that reads a view right away, and after an exchange of this and another layer.
+
+    After one exchange a rank that is ahead may write to the buffer of the one before.
+    """
     rank = paddle.distributed.get_rank()
-    ep = ExpertParallel(EXPERTS, combine="reduced", **PEER)
+    ep, other = (ExpertParallel(EXPERTS, combine="reduced", **PEER) for _ in range(2))
     x, (ids, probs) = drawn(rank, TOKENS, HIDDEN), routing(rank)
     weights = drawn(2, EXPERTS // 2, HIDDEN, 2 * INNER), drawn(3, EXPERTS // 2, INNER, HIDDEN)
     for each in weights:
@@ -84,23 +87,23 @@ def views_read_after_later_exchanges(experts: str) -> list[str]:
         return received.tokens * weights[0][0, :, 0]
 
     texts = []
-    for more in (0, 2):
+    for later, columns in ((None, 0), (ep, HIDDEN), (other, 2 * HIDDEN)):
         with paddle.no_grad():
             received = ep.dispatch(x, ids, probs, copy=False)
         out = result(received).sum()
-        with paddle.no_grad():
-            for _ in range(more):
-                ep.dispatch(x, ids, probs, copy=False)
+        if later is not None:
+            later.dispatch(drawn(rank, TOKENS, columns), ids, probs)
         texts.append(caught(out.backward))
     return texts
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("experts", ["moe_mlp", "operators of Paddle"])
-def test_a_backward_pass_refuses_tokens_that_a_later_exchange_has_overwritten(experts):
-    for first, late in run(views_read_after_later_exchanges, 2, experts=experts):
+def test_a_backward_pass_refuses_tokens_that_a_later_exchange_may_have_overwritten(experts):
+    for first, *late in run(views_read_after_later_exchanges, 2, experts=experts):
         assert first == "nothing was raised"
-        assert "changed in place" in late or "inplace operator" in late
+        assert len(late) == 2
+        assert all("changed in place" in text or "inplace operator" in text for text in late), late
 
 
 def ids_changed_after_the_forward_pass() -> str:

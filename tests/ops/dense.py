@@ -50,7 +50,7 @@ def stable_topk(values: NDArray, k: int) -> NDArray:
 def choose(values: NDArray, options: Options) -> NDArray:
     """The experts of each token, best first, from the best groups."""
     num_tokens, num_experts = values.shape
-    groups = values.reshape(num_tokens, options.num_groups, -1)
+    groups = values.reshape(num_tokens, options.num_groups, num_experts // options.num_groups)
     sums = np.sort(groups, axis=-1)[..., -options.scores_per_group :].sum(axis=-1)
     kept = stable_topk(sums, options.topk_groups or options.num_groups)
     is_kept = np.zeros(sums.shape, np.bool_)
@@ -59,8 +59,13 @@ def choose(values: NDArray, options: Options) -> NDArray:
     return stable_topk(candidates, options.topk)
 
 
-def dense_layer(parameters: dict[str, paddle.Tensor], x: paddle.Tensor, options: Options) -> Dense:
-    """The layer whose parameters (and correction bias) are given, in float32."""
+def dense_layer(
+    parameters: dict[str, paddle.Tensor],
+    x: paddle.Tensor,
+    options: Options,
+    at_experts: Callable[[paddle.Tensor], paddle.Tensor] = lambda tokens: tokens,
+) -> Dense:
+    """The layer of the given parameters (and correction bias), in float32; its experts get ``at_experts(tokens)``."""
     weights = {name: tensor.astype("float32") for name, tensor in parameters.items()}
     tokens = x.astype("float32").reshape([-1, x.shape[-1]])
     logits = tokens @ weights["router.weight"]
@@ -76,14 +81,15 @@ def dense_layer(parameters: dict[str, paddle.Tensor], x: paddle.Tensor, options:
         probs = probs / probs.sum(axis=-1, keepdim=True)
     kept = chosen if options.capacity is None else chosen * (np.cumsum(chosen, axis=0) <= options.capacity)
     probs = probs * options.scaling_factor * paddle.to_tensor(kept)
-    gate, up = paddle.chunk(paddle.einsum("th,ehi->eti", tokens, weights["experts.gate_up"]), 2, axis=-1)
+    products = paddle.einsum("th,ehi->eti", at_experts(tokens), weights["experts.gate_up"])
+    gate, up = paddle.chunk(products, 2, axis=-1)
     outputs = paddle.einsum("eti,eih->eth", F.silu(gate) * up, weights["experts.down"])
     out = paddle.einsum("te,eth->th", probs, outputs)
     if "shared.down" in weights:
         gate, up = paddle.chunk(tokens @ weights["shared.gate_up"], 2, axis=-1)
         out = out + (F.silu(gate) * up) @ weights["shared.down"]
 
-    share = paddle.to_tensor(chosen.mean(axis=0) / options.topk)
+    share = paddle.to_tensor(chosen.sum(axis=0) / np.float32(max(num_tokens, 1) * options.topk))
     affinity = scores / scores.sum(axis=-1, keepdim=True)
     aux_loss = num_experts * (share * affinity.mean(axis=0)).sum()
     z_loss = (paddle.log(paddle.exp(logits).sum(axis=-1)) ** 2).mean()
@@ -116,12 +122,12 @@ def results(layer: paddle.nn.Layer, x: paddle.Tensor, run: Callable[[paddle.Tens
     return {name: np.array(to_numpy(tensor.detach())) for name, tensor in found.items()}
 
 
-def assert_close(got: Results, expected: Results) -> None:
+def assert_close(got: Results, expected: Results, what: str = "") -> None:
     """Within the tolerance of float32 matrix products, relative to the largest element of each tensor."""
-    assert got.keys() == expected.keys()
+    assert got.keys() == expected.keys(), what
     for name, wanted in expected.items():
         scale = np.abs(wanted).max(initial=0)
-        np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-5 * scale, err_msg=name)
+        np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-5 * scale, err_msg=f"{name} {what}")
 
 
 def assert_same(got: NDArray, expected: NDArray) -> None:
