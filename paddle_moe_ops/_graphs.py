@@ -225,11 +225,6 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.clone()
 
 
-def own_copy(tensor: Tensor) -> Tensor:
-    """A differentiable copy; the tensor itself if it has no elements, whose copy a custom device leaves on the host."""
-    return tensor.clone() if tensor.size > 0 else tensor
-
-
 def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
     """The rows, such that their matmul with a weight has a backward pass even if there are none.
 

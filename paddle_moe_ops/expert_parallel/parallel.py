@@ -14,7 +14,8 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import beside, context_manager, is_graph_value, own_copy, public
+from .._graphs import beside, context_manager, is_graph_value, public
+from ..backends import resolve
 from ..backends.base import Validation
 from ..backends.nodes import wants_gradient
 from ..functional import permute, unpermute
@@ -69,7 +70,7 @@ class _WayBack:
     counts: Counts  # rows, or tokens, that go back
     chunks: Chunks | None
     plan: Plan  # of the rows, or parts, that come back to this rank's tokens
-    probs: Tensor | None  # a copy, since the caller may write others to their memory before `combine`
+    weights: Tensor | None  # by row of the plan
     call: LayerCall
 
 
@@ -81,7 +82,7 @@ class _WayBackToPeers:
     trip: Any
     num_lines: int  # tokens, or rows, that arrived, or could have
     plan: Plan | None  # of the rows that come back, if they come one by one
-    probs: Tensor  # a copy where rows come back one by one
+    weights: Tensor | None  # by row of the plan
 
 
 class ExpertParallel:
@@ -361,7 +362,7 @@ def _dispatch(
         return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
     chunks = chunks_of(of_experts, like=x)
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
-    back = _WayBack(rows, chunks, plan, own_copy(probs), step.call)
+    back = _WayBack(rows, chunks, plan, _weights_by_row(probs, plan), step.call)
     return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
 
 
@@ -432,7 +433,7 @@ def _dispatch_to_peers(
             _plan(ids, probs, ep, capacity, validate)  # which says what is wrong
         got = peers.dispatch(x, ids, probs, step)
         ep._calls += 1
-        return _tokens_of_peers(got, peers, ep, got.routed, got.dropped, probs)
+        return _tokens_of_peers(got, peers, ep, got.routed, got.dropped)
     plan = _plan(ids, probs, ep, capacity, validate)
     if capacity is not None:
         ids = _kept_ids(ids, plan)
@@ -440,7 +441,7 @@ def _dispatch_to_peers(
         arrived = peers.dispatch(x, ids, probs, step)
         ep._calls += 1
         dropped = arrived.dropped if capacity is None else plan.overflow + arrived.dropped
-        return _tokens_of_peers(arrived, peers, ep, plan.routed_per_expert, dropped, probs)
+        return _tokens_of_peers(arrived, peers, ep, plan.routed_per_expert, dropped)
     made = peers.dispatch_rows(x, ids, probs, plan, step)
     ep._calls += 1
     return Received(
@@ -451,13 +452,11 @@ def _dispatch_to_peers(
         tokens_per_expert=made.plan.tokens_per_expert,
         routed_per_expert=plan.routed_per_expert,
         dropped_slots=made.dropped if capacity is None else plan.overflow + made.dropped,
-        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, own_copy(probs)),
+        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, _weights_by_row(probs, plan)),
     )
 
 
-def _tokens_of_peers(
-    got: Any, peers: Peers | DeepEP, ep: ExpertParallel, routed: Tensor, dropped: Tensor, probs: Tensor
-) -> Received:
+def _tokens_of_peers(got: Any, peers: Peers | DeepEP, ep: ExpertParallel, routed: Tensor, dropped: Tensor) -> Received:
     """What arrived as whole tokens."""
     local = got.plan
     return Received(
@@ -468,7 +467,7 @@ def _tokens_of_peers(
         tokens_per_expert=local.tokens_per_expert,
         routed_per_expert=routed,
         dropped_slots=dropped,
-        _way_back=_WayBackToPeers(peers, got.trip, local.num_tokens, None, probs),
+        _way_back=_WayBackToPeers(peers, got.trip, local.num_tokens, None, None),
     )
 
 
@@ -481,6 +480,11 @@ def _received_tokens(
     return Received(rows=None, tokens=arrived, probs=their_probs, _way_back=back, **common)
 
 
+def _weights_by_row(probs: Tensor, plan: Plan) -> Tensor:
+    """Probabilities by row for `combine`, before which the caller may write others to the memory of these."""
+    return resolve("unpermute", probs).slots_to_rows(probs, plan)
+
+
 @public("out")
 def _combine(out: Tensor, received: Received) -> Tensor:
     name, back = f"{_NAME}.combine", received._way_back
@@ -489,9 +493,9 @@ def _combine(out: Tensor, received: Received) -> Tensor:
         _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
         if back.plan is None or isinstance(back.peers, DeepEP):
             return back.peers.combine(out, back.trip)
-        return unpermute(back.peers.combine_rows(out, back.trip), back.plan, back.probs)
+        return unpermute(back.peers.combine_rows(out, back.trip), back.plan, back.weights)
     lines = sum(back.counts.sent)
     what = _OF_ROWS if back.chunks is not None else _OF_TOKENS
     _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
     travelling = out if back.chunks is None else back.chunks.by_rank(out)
-    return unpermute(exchange(travelling, back.counts, combine_step(back.call, out)), back.plan, back.probs)
+    return unpermute(exchange(travelling, back.counts, combine_step(back.call, out)), back.plan, back.weights)
