@@ -31,9 +31,17 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.routing}-{case.label}")
-def inputs(request):
-    return ArrayInputs(make_problem(request.param))
+BY_OPERATION = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
+
+
+@pytest.fixture(scope="module")
+def all_inputs():
+    return {f"{case.routing}-{case.label}": ArrayInputs(make_problem(case)) for case in CASES}
+
+
+@pytest.fixture(params=[f"{case.routing}-{case.label}" for case in CASES])
+def inputs(request, all_inputs):
+    return all_inputs[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -46,27 +54,26 @@ def checked(device, implementation, operation, inputs):
     return device.check(operation, inputs, device.capture(body, "cpu"), body)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
-def test_every_implementation_passes_its_check(device, inputs, operation):
-    names = set()
-    for implementation in device.implementations:
-        if not implementation.offers(operation):
-            continue
-        try:
-            assert checked(device, implementation, operation, inputs) is None, implementation.name
-        except Unsupported:
-            assert implementation.name not in ("core", "public function", "memcpy")
-        names.add(implementation.name)
-    assert {"core", "public function"} <= names
+@BY_OPERATION
+def test_every_implementation_passes_its_check(device, all_inputs, operation):
+    offered = [implementation for implementation in device.implementations if implementation.offers(operation)]
+    assert {"core", "public function"} <= {implementation.name for implementation in offered}
+    for case, inputs in all_inputs.items():
+        for implementation in offered:
+            try:
+                assert checked(device, implementation, operation, inputs) is None, f"{implementation.name}: {case}"
+            except Unsupported:
+                assert implementation.name not in ("core", "public function", "memcpy"), case
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
-def test_a_call_that_leaves_its_outputs_as_they_were_fails_its_check(device, inputs, operation):
+@BY_OPERATION
+def test_a_call_that_leaves_its_outputs_as_they_were_fails_its_check(device, all_inputs, operation):
     core = next(each for each in device.implementations if each.name == "core")
-    body = core.prepare(operation, inputs)
-    outputs = body.run()
-    captured = device.capture(body._replace(run=lambda: outputs), "cpu")
-    assert device.check(operation, inputs, captured, body) is not None
+    for case, inputs in all_inputs.items():
+        body = core.prepare(operation, inputs)
+        outputs = body.run()
+        captured = device.capture(body._replace(run=lambda outputs=outputs: outputs), "cpu")
+        assert device.check(operation, inputs, captured, body) is not None, case
 
 
 def test_sums_and_magnitudes_are_the_oracle_s(inputs):

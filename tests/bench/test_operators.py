@@ -17,7 +17,6 @@ from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.shapes import Case, Operation, Shape
 from benchmarks.kernels.targets import OURS, PUBLIC, TRITON
 
-OPERATOR = pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda operator: operator.name)
 SIDES = [(library, gpu) for library in Library for gpu in (True, False)]
 
 
@@ -28,42 +27,42 @@ def test_every_operator_s_file_is_in_the_table():
     assert sorted(operator.name for operator in described) == sorted(OPERATORS)
 
 
-@OPERATOR
-def test_the_name_of_an_operator_is_that_of_its_file(operator):
-    module = importlib.import_module(f"{operators.__name__}.{operator.name}")
-    assert module.OPERATOR is operator
+def test_the_name_of_an_operator_is_that_of_its_file():
+    for operator in OPERATORS.values():
+        module = importlib.import_module(f"{operators.__name__}.{operator.name}")
+        assert module.OPERATOR is operator, operator.name
 
 
-@OPERATOR
-def test_ours_offer_every_variant(operator):
-    for name in (OURS, TRITON, PUBLIC):
-        (way,) = [way for way in operator.ways if way.name == name]
-        assert not way.variants
-        assert not way.gpu_only
+def test_ours_offer_every_variant():
+    for operator in OPERATORS.values():
+        ours = [way for way in operator.ways if way.name in (OURS, TRITON, PUBLIC)]
+        assert sorted(way.name for way in ours) == sorted((OURS, TRITON, PUBLIC)), operator.name
+        assert not [way.name for way in ours if way.variants or way.gpu_only], operator.name
 
 
-@OPERATOR
-def test_names_of_ways_and_variants_are_not_taken_twice(operator):
-    names = [way.name for way in operator.ways]
-    assert len(set(names)) == len(names)
-    for way in operator.ways:
-        assert set(way.variants) <= set(operator.variants)
+def test_names_of_ways_and_variants_are_not_taken_twice():
+    for operator in OPERATORS.values():
+        names = [way.name for way in operator.ways]
+        assert len(set(names)) == len(names), operator.name
+        for way in operator.ways:
+            assert set(way.variants) <= set(operator.variants), f"{way.name} of {operator.name}"
 
 
-@pytest.mark.parametrize(("library", "gpu"), SIDES, ids=lambda value: str(value))
-def test_implementations_offer_what_the_ways_say(library, gpu):
+def test_implementations_offer_what_the_ways_say():
     offered = {
-        (implementation.name, operation)
+        (library, gpu, implementation.name, operation)
+        for library, gpu in SIDES
         for implementation in implementations(library, None, gpu=gpu)
         for operation in OPERATIONS
         if implementation.offers(operation)
     }
     assert offered == {
-        (way.name, Operation(operator.name, variant))
+        (way.library, gpu, way.name, Operation(operator.name, variant))
         for operator in OPERATORS.values()
         for way in operator.ways
         for variant in way.variants or operator.variants
-        if way.library is library and (gpu or not way.gpu_only)
+        for gpu in (True, False)
+        if gpu or not way.gpu_only
     }
 
 

@@ -16,13 +16,14 @@ from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import backward, ordinary, plan_tensors, tensor
+from tests.pairwise import pairwise
 from tests.params import SUM_DTYPES
 
 H, OUT = 7, 11
 TOKENS = {0: (0, 3), 1: (1, 1), 63: (7, 9), 1025: (5, 205)}  # as [B, S]
-BY_DTYPE = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
-BY_TOKENS = pytest.mark.parametrize("T", TOKENS)
-BY_SLOTS = pytest.mark.parametrize(("K", "E"), [(1, 3), (2, 5), (8, 128)])
+SIZES = {"T": list(TOKENS), "K, E": [(1, 3), (2, 5), (8, 128)]}
+SIZES_AND_DTYPES = {**SIZES, "dtype": SUM_DTYPES}
+NOTHING = {"T": [0]}
 # How far a product in a dtype, of numbers of size 1, may be off: its rounding, and that of a factor before it.
 PRECISION = {dtype.name: scale for dtype, scale in zip(SUM_DTYPES, (1e-6, 2e-3, 2e-2), strict=True)}
 
@@ -40,11 +41,15 @@ def distinct_ids(rng, T, K, E, unassigned=0.0):
     return np.where(rng.random((T, K)) < unassigned, -1, ids)
 
 
-@pytest.mark.parametrize("unassigned", [0.0, 0.3], ids=["all assigned", "some unassigned"])
-@pytest.mark.parametrize("index_dtype", ["int32", "int64", paddle.int64], ids=str)
-@pytest.mark.parametrize("ids_dtype", [np.int32, np.int64])
-@BY_SLOTS
-@BY_TOKENS
+@pairwise(
+    {
+        **SIZES,
+        "ids_dtype": [np.int32, np.int64],
+        "index_dtype": ["int32", "int64", paddle.int64],
+        "unassigned": {"all assigned": 0.0, "some unassigned": 0.3},
+    },
+    empty=NOTHING,
+)
 def test_ids_of_any_rank_are_sorted_as_the_flat_ones(T, K, E, ids_dtype, index_dtype, unassigned, rng, place, backend):
     ids = distinct_ids(rng, T, K, E, unassigned).astype(ids_dtype)
     flat = ids.reshape(-1)
@@ -63,10 +68,7 @@ def test_an_expert_that_a_flat_slot_repeats_counts_twice(place, backend):
     assert gather.dtype == paddle.int32
 
 
-@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-@BY_DTYPE
-@BY_SLOTS
-@BY_TOKENS
+@pairwise({**SIZES_AND_DTYPES, "index_dtype": ["int32", "int64"]}, empty=NOTHING)
 def test_tokens_go_to_rows_and_back_with_their_gradients(T, K, E, dtype, index_dtype, rng, place):
     x, ids = ordinary(rng, (*TOKENS[T], H), dtype), distinct_ids(rng, T, K, E)
     _, gather = indexed.get_routing_indices(tensor(ids.reshape(-1), place), E, index_dtype=index_dtype)
@@ -82,11 +84,14 @@ def test_tokens_go_to_rows_and_back_with_their_gradients(T, K, E, dtype, index_d
     assert_near(leaf.grad, expected, dtype, terms=K)
 
 
-@pytest.mark.parametrize("use_sigmoid", [False, True], ids=["softmax", "sigmoid"])
-@pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "normed"])
-@BY_DTYPE
-@BY_SLOTS
-@BY_TOKENS
+@pairwise(
+    {
+        **SIZES_AND_DTYPES,
+        "renormalize": {"raw": False, "normed": True},
+        "use_sigmoid": {"softmax": False, "sigmoid": True},
+    },
+    empty=NOTHING,
+)
 def test_a_router_called_by_position_and_by_keyword(T, K, E, dtype, renormalize, use_sigmoid, rng, place):
     gating = ordinary(rng, (T, E), dtype)
     leaf = tensor(gating, place, gradient=True)
@@ -139,10 +144,7 @@ def test_logits_that_are_given_twice_or_not_at_all_are_refused(by_keyword, place
         indexed.calculate_topk(gatings=gating, **options)
 
 
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@BY_DTYPE
-@BY_SLOTS
-@BY_TOKENS
+@pairwise({**SIZES_AND_DTYPES, "transpose": {"transposed": True, "plain": False}}, empty=NOTHING)
 def test_products_of_rows_of_any_rank(T, K, E, dtype, transpose, rng, place):
     ids = np.sort(distinct_ids(rng, T, K, E).reshape(-1))
     shape = (E, OUT, H) if transpose else (E, H, OUT)
@@ -189,11 +191,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("weighting", WEIGHTINGS, ids=str)
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS.keys())
-@BY_DTYPE
-@BY_SLOTS
-@BY_TOKENS
+@pairwise({**SIZES_AND_DTYPES, "options": PLANS, "weighting": WEIGHTINGS}, empty=NOTHING)
 def test_products_in_the_order_of_slots(T, K, E, dtype, options, weighting, rng, place):
     check_slots(rng, distinct_ids(rng, T, K, E, 0.2), E, dtype, options, weighting, place)
 

@@ -18,6 +18,7 @@ from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import make_problem, ordinary, tensor
 from tests.ops.test_second_order import CASES, SHAPE, Case, leaves_of, make_cases
+from tests.pairwise import pairwise
 from tests.static.cases import MOE_PERMUTE, MOE_UNPERMUTE, ROUTERS, VERBS
 from tests.static.modes import StaticGraph, random_d_outputs
 
@@ -66,12 +67,12 @@ RANKS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(["moe_unpermute", "moe_unpermute-compat", "calculate_topk-scores"], (2, 2)),
     **dict.fromkeys(["moe_unpermute-weighted", "moe_unpermute-weighted-column"], (2, 2)),
 }
-CHANGES = [
-    pytest.param(name, index, change, id=f"{name}-{index}-{change}")
-    for name, ranks in RANKS.items()
-    for index, rank in enumerate(ranks)
-    for change in (*SHAPES, *(SHAPES_OF_MATRICES if rank == 2 else ()))
-]
+OUTPUTS = [(name, index) for name, ranks in RANKS.items() for index in range(len(ranks))]
+
+
+def shapes_of(rank: int) -> dict[str, Change]:
+    """Changes of a shape of `rank` dimensions."""
+    return {**SHAPES, **(SHAPES_OF_MATRICES if rank == 2 else {})}
 
 
 def test_every_output_with_a_gradient_is_given_a_wrong_one(place):
@@ -101,25 +102,30 @@ def go_back(output: paddle.Tensor, gradient: paddle.Tensor, through: str) -> Non
 
 
 @pytest.mark.parametrize("through", ["backward", "PyLayer"])
-@pytest.mark.parametrize(("name", "index", "change"), CHANGES)
-def test_a_gradient_of_another_shape_raises(name, index, change, through, place):
+@pytest.mark.parametrize(("name", "index"), OUTPUTS)
+def test_a_gradient_of_another_shape_raises(name, index, through, place):
     case = all_cases(place)[name]
-    inputs = leaves_of(case, place)
-    output = case.call(*inputs)[index]
-    shape = {**SHAPES, **SHAPES_OF_MATRICES}[change](output.shape)
     function = name.split("-")[0]
-    expected = ", ".join(map(str, output.shape))
-    given = ", ".join(map(str, shape))
-    message = rf"{function}: the gradient of \w+( \w+)* must be of shape \[{expected}\], but got \[{given}\]"
-    with pytest.raises(ValueError, match=message):
-        go_back(output, paddle.ones(shape), through)
-    assert all(leaf.grad is None for leaf in inputs)
+    for change in shapes_of(RANKS[name][index]).values():
+        inputs = leaves_of(case, place)
+        output = case.call(*inputs)[index]
+        shape = change(output.shape)
+        expected = ", ".join(map(str, output.shape))
+        given = ", ".join(map(str, shape))
+        message = rf"{function}: the gradient of \w+( \w+)* must be of shape \[{expected}\], but got \[{given}\]"
+        with pytest.raises(ValueError, match=message):
+            go_back(output, paddle.ones(shape), through)
+        assert all(leaf.grad is None for leaf in inputs), shape
 
 
-@pytest.mark.parametrize("through", ["backward", "PyLayer"])
-@pytest.mark.parametrize("given", ["float32", "float64", "bfloat16", "float16", "int32"])
-@pytest.mark.parametrize("rows", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["permute", "unpermute", "unpermute-by-row", "moe_unpermute", "sort_chunks"])
+@pairwise(
+    {
+        "name": ["permute", "unpermute", "unpermute-by-row", "moe_unpermute", "sort_chunks"],
+        "rows": ["float32", "bfloat16", "float16"],
+        "given": ["float32", "float64", "bfloat16", "float16", "int32"],
+        "through": ["backward", "PyLayer"],
+    }
+)
 def test_a_gradient_of_another_dtype_is_cast_by_paddle(name, rows, given, through, place):
     case = all_cases(place)[name]
 
@@ -138,9 +144,8 @@ def test_a_gradient_of_another_dtype_is_cast_by_paddle(name, rows, given, throug
         assert_bits_equal(got.astype("float32").numpy(), gradient(rows).astype("float32").numpy())
 
 
-@pytest.mark.parametrize("change", [*SHAPES, *SHAPES_OF_MATRICES])
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_of_a_gradient_is_looked_at_too(name, change, place):
+def test_the_gradient_of_a_gradient_is_looked_at_too(name, place):
     case = make_cases(place)[name]
     inputs = leaves_of(case, place)
     outputs = case.call(*inputs)
@@ -150,12 +155,14 @@ def test_the_gradient_of_a_gradient_is_looked_at_too(name, change, place):
     gradients = paddle.grad(outputs, inputs, starts, create_graph=True, allow_unused=True)
     function = name.split("-")[0]
     for gradient in gradients:
-        if gradient is None or gradient.grad_fn is None or (gradient.ndim == 1 and change in SHAPES_OF_MATRICES):
+        if gradient is None or gradient.grad_fn is None:
             continue
-        shape = {**SHAPES, **SHAPES_OF_MATRICES}[change](gradient.shape)
-        message = rf"{function}: the gradient of the gradient of \w+( \w+)* must be of shape .*, but got "
-        with pytest.raises(ValueError, match=message):
-            paddle.autograd.backward([gradient], [paddle.ones(shape)], retain_graph=True)
+        for change in shapes_of(gradient.ndim).values():
+            wrong = paddle.ones(change(gradient.shape))
+            given = ", ".join(map(str, wrong.shape))
+            message = rf"{function}: the gradient of the gradient of [\w ]+ must be of shape .*, but got \[{given}\]"
+            with pytest.raises(ValueError, match=message):
+                paddle.autograd.backward([gradient], [wrong], retain_graph=True)
 
 
 @pytest.fixture(params=["direct", "paddle"])

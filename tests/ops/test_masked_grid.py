@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import masked, reference
@@ -15,13 +14,14 @@ from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dot_chain, dtype_tols
 from tests.ops.masked_model import Model, model_of
 from tests.ops.problems import backward, optional_tensor, ordinary, tensor
+from tests.pairwise import pairwise
 from tests.params import FLOAT8_DTYPES, SUM_DTYPES
 
 H = 21
 SIZES = [(0, 5, 2), (1, 1, 1), (37, 7, 1), (129, 9, 4)]  # tokens, experts, experts of a token
-dtypes = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
-sizes = pytest.mark.parametrize("size", SIZES, ids=str)
-weighted = pytest.mark.parametrize("with_probs", [False, True], ids=["plain", "weighted"])
+AXES = {"dtype": SUM_DTYPES, "size": SIZES}
+NO_TOKENS = {"size": SIZES[:1]}
+WEIGHTED = {"plain": False, "weighted": True}
 
 
 def mask_of(rng: np.random.Generator, size: tuple[int, int, int]) -> NDArray:
@@ -46,10 +46,9 @@ def check_sum(out: Any, leaves: Any, model: Model, rows: NDArray, probs: NDArray
     assert_close_sums(leaves[1].grad, expected.astype(np.float32).astype(dtype), amount, tolerance, what="d_probs")
 
 
-@weighted
-@pytest.mark.parametrize("room", ["all", "none", "half", "more"])
-@sizes
-@dtypes
+@pairwise(
+    {**AXES, "room": ["all", "none", "half", "more"], "with_probs": WEIGHTED}, empty={**NO_TOKENS, "room": ["none"]}
+)
 def test_by_mask(dtype, size, room, with_probs, rng, place, backend):
     mask = mask_of(rng, size)
     routed = int(mask.sum())
@@ -77,10 +76,7 @@ def test_by_mask(dtype, size, room, with_probs, rng, place, backend):
     check_sum(out, leaves, model, y, probs, d_out)
 
 
-@pytest.mark.parametrize("offsets", [np.int32, np.int64])
-@pytest.mark.parametrize("align", [1, 3, 16, 128])
-@sizes
-@dtypes
+@pairwise({**AXES, "align": [1, 3, 16, 128], "offsets": [np.int32, np.int64]}, empty=NO_TOKENS)
 def test_padded(dtype, size, align, offsets, rng, place, backend):
     mask = mask_of(rng, size)
     model = model_of(mask, align)
@@ -107,10 +103,7 @@ def test_padded(dtype, size, align, offsets, rng, place, backend):
     check_sum(out, back, model, y, probs, d_out)
 
 
-@weighted
-@pytest.mark.parametrize("room", [-1, 0, 1, 60])
-@sizes
-@dtypes
+@pairwise({**AXES, "room": [-1, 0, 1, 60], "with_probs": WEIGHTED}, empty=NO_TOKENS)
 def test_by_index(dtype, size, room, with_probs, rng, place, backend):
     tokens, experts, topk = size
     ids = rng.integers(0, experts, (tokens, topk)).astype(np.int32)
@@ -144,9 +137,7 @@ def test_by_index(dtype, size, room, with_probs, rng, place, backend):
     assert_bits_equal(y_tensor.grad, expected.astype(dtype), what="d_rows")
 
 
-@pytest.mark.parametrize("room", [0, 50])
-@sizes
-@pytest.mark.parametrize("dtype", FLOAT8_DTYPES, ids=str)
+@pairwise({"dtype": FLOAT8_DTYPES, "size": SIZES, "room": [0, 50]}, empty=NO_TOKENS)
 def test_float8_rows_with_probabilities_and_scales(dtype, size, room, rng, place, backend):
     mask = mask_of(rng, size)
     x, probs = ordinary(rng, (size[0], H), dtype), ordinary(rng, mask.shape)
@@ -166,9 +157,14 @@ def test_float8_rows_with_probabilities_and_scales(dtype, size, room, rng, place
             assert_bits_equal(made[-1], model.permuted(scale, num_rows), what="permuted_scale")
 
 
-@pytest.mark.parametrize("probs_dtype", [None, *SUM_DTYPES], ids=str)
-@pytest.mark.parametrize(("num_rows", "num_chunks"), [(0, 4), (0, 0), (63, 1), (130, 24)])
-@pytest.mark.parametrize("dtype", [*SUM_DTYPES, *FLOAT8_DTYPES], ids=str)
+@pairwise(
+    {
+        "dtype": [*SUM_DTYPES, *FLOAT8_DTYPES],
+        "num_rows, num_chunks": [(0, 4), (0, 0), (63, 1), (130, 24)],
+        "probs_dtype": [None, *SUM_DTYPES],
+    },
+    empty={"num_rows, num_chunks": [(0, 4), (0, 0)]},
+)
 def test_chunks(dtype, num_rows, num_chunks, probs_dtype, rng, place, backend):
     lengths = rng.multinomial(num_rows, np.full(num_chunks, 1 / num_chunks)) if num_chunks else np.zeros(0, np.int64)
     order, starts = rng.permutation(num_chunks), np.cumsum(lengths) - lengths

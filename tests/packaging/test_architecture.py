@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "paddle_moe_ops"
@@ -54,6 +54,7 @@ HELPERS = {"_build_check", "_env", "_graphs", "_native", "_version"}
 TOOLS = {"__init__", "__main__", "_report", "bench", "testing"}
 
 
+@functools.cache
 def python_modules() -> dict[str, Path]:
     """Module names below the package (`backends.compiled`, `backends` for its __init__) and their files."""
     modules = {}
@@ -90,6 +91,7 @@ def executed_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
             yield node
 
 
+@functools.cache
 def imported_names(module: str, path: Path) -> set[str]:
     """Absolute names of all modules (and of what is taken from them) that a file imports, at any depth."""
     package = ["paddle_moe_ops", *module.split(".")]
@@ -106,6 +108,7 @@ def imported_names(module: str, path: Path) -> set[str]:
     return names
 
 
+@functools.cache
 def own_imports(module: str, path: Path) -> set[str]:
     """The units of this package that a module imports."""
     modules = python_modules()
@@ -122,17 +125,21 @@ def own_imports(module: str, path: Path) -> set[str]:
 MODULES = sorted(python_modules().items())
 
 
-@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
-def test_module_imports_only_from_its_own_layer_and_below(module, path):
-    unit = unit_of(module)
-    imports = own_imports(module, path)
-    if unit in TOOLS:
-        return
-    assert not imports & TOOLS
-    layer = layer_of(unit)
-    for other in imports - HELPERS:
-        assert layer is not None, f"{module} is a helper, but imports {other}"
-        assert layer_of(other) >= layer, f"{module} imports {other} from a layer above"
+def test_modules_import_only_from_their_own_layer_and_below():
+    wrong = []
+    for module, path in MODULES:
+        unit = unit_of(module)
+        imports = own_imports(module, path)
+        if unit in TOOLS:
+            continue
+        wrong += [f"{module} imports {other}, a program" for other in imports & TOOLS]
+        layer = layer_of(unit)
+        for other in imports - HELPERS - TOOLS:
+            if layer is None:
+                wrong.append(f"{module} is a helper, but imports {other}")
+            elif layer_of(other) < layer:
+                wrong.append(f"{module} imports {other} from a layer above")
+    assert not wrong
 
 
 def test_no_module_imports_what_is_not_installed_with_the_package():
@@ -153,15 +160,13 @@ def test_only_the_chooser_imports_backend_implementations():
     assert importers - {"backends"} <= {"_report", "backends.matmul"}
 
 
-@pytest.mark.parametrize("module", [name for name, _ in MODULES if name.split(".")[0] == "reference"])
-def test_reference_imports_nothing_of_ours_and_no_framework(module):
-    path = python_modules()[module]
-    assert own_imports(module, path) == set()
-    assert {name.split(".")[0] for name in imported_names(module, path)} & {
-        "paddle",
-        "torch",
-        "triton",
-    } == set()
+def test_reference_imports_nothing_of_ours_and_no_framework():
+    reference = [(module, path) for module, path in MODULES if module.split(".")[0] == "reference"]
+    assert reference
+    for module, path in reference:
+        assert own_imports(module, path) == set(), module
+        frameworks = {name.split(".")[0] for name in imported_names(module, path)} & {"paddle", "torch", "triton"}
+        assert not frameworks, module
 
 
 def test_triton_kernels_import_no_framework():
@@ -212,8 +217,7 @@ def test_core_headers_do_not_depend_on_kernels_or_bindings():
         assert not ours, path
 
 
-@pytest.mark.parametrize("suffix", ["cc", "cu"])
-def test_sources_have_different_names(suffix):
+def test_sources_have_different_names():
     """Paddle 3.2 builds all objects into one folder."""
-    names = sorted(path.name for path in CSRC.rglob(f"*.{suffix}"))
-    assert names == sorted(set(names))
+    names = Counter(path.name for suffix in ("cc", "cu") for path in CSRC.rglob(f"*.{suffix}"))
+    assert not [name for name, count in names.items() if count > 1]

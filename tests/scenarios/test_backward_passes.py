@@ -14,13 +14,10 @@ from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
+from ..pairwise import pairwise
 from .operations import FLOAT8_EXPERTS, OPERATIONS, loss_of, make_inputs
 
 ALL = pytest.mark.parametrize("operation", [*OPERATIONS, FLOAT8_EXPERTS], ids=str)
-READ = [(each, name) for each in (*OPERATIONS, FLOAT8_EXPERTS) for name in (*each.floats, *each.others)]
-BY_INPUT = pytest.mark.parametrize(
-    ("operation", "name"), [pytest.param(*each, id=f"{each[0]}-{each[1]}") for each in READ]
-)
 
 
 def gradients(operation, place, before_backward=lambda inputs: None, graphs=False):
@@ -78,18 +75,27 @@ def turn_around(tensor):
     tensor[:] = tensor.flip(0)
 
 
-@BY_INPUT
-@pytest.mark.parametrize("change", [add_one, turn_around])
-@pytest.mark.parametrize("graphs", [False, True], ids=["constants", "graphs"])
-def test_an_input_changed_before_its_gradient_raises_or_has_no_effect(operation, name, change, graphs, place, backend):
-    def change_input(inputs):
-        with paddle.no_grad():
-            change(inputs[name])
-
+@pairwise(
+    {
+        "operation": [*OPERATIONS, FLOAT8_EXPERTS],
+        "change": [add_one, turn_around],
+        "graphs": {"constants": False, "graphs": True},
+    }
+)
+def test_an_input_changed_before_its_gradient_raises_or_has_no_effect(operation, change, graphs, place, backend):
     expected = gradients(operation, place)
-    with right_or_refused("in place|inplace"):
-        for each, got in gradients(operation, place, change_input, graphs).items():
-            assert_bits_equal(got, expected[each], what=f"the gradient of {each}")
+
+    def check_change_of(name):
+        def change_input(inputs):
+            with paddle.no_grad():
+                change(inputs[name])
+
+        with right_or_refused("in place|inplace"):
+            for each, got in gradients(operation, place, change_input, graphs).items():
+                assert_bits_equal(got, expected[each], what=f"the gradient of {each} after a change of {name}")
+
+    for name in (*operation.floats, *operation.others):
+        check_change_of(name)
 
 
 def check_second_backward(operation, place):
@@ -154,24 +160,22 @@ def check_no_grad_vars(operation, place):
         assert_bits_equal(gradient, expected[name], what=name)
 
 
-SOME_INPUTS = pytest.mark.parametrize(
-    "check", [check_each_input_alone, check_an_input_that_was_not_used, check_no_grad_vars]
-)
+CHECKS_OF_SOME_INPUTS = (check_each_input_alone, check_an_input_that_was_not_used, check_no_grad_vars)
 
 
-@SOME_INPUTS
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 @pytest.mark.compiled_only
-def test_paddle_grad_of_some_inputs(check, operation, place):
-    check(operation, place)
-
-
-@SOME_INPUTS
-@ALL
-def test_paddle_grad_of_some_inputs_is_right_or_refused(check, operation, place, backend):
-    """Paddle lets no PyLayer leave out the gradient of an input that paddle.grad was not asked for."""
-    with right_or_refused("should return None"):
+def test_paddle_grad_of_some_inputs(operation, place):
+    for check in CHECKS_OF_SOME_INPUTS:
         check(operation, place)
+
+
+@ALL
+def test_paddle_grad_of_some_inputs_is_right_or_refused(operation, place, backend):
+    """Paddle lets no PyLayer leave out the gradient of an input that paddle.grad was not asked for."""
+    for check in CHECKS_OF_SOME_INPUTS:
+        with right_or_refused("should return None"):
+            check(operation, place)
 
 
 def strided(tensor):

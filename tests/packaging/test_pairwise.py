@@ -1,0 +1,65 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Grids of tests/pairwise.py cover all pairs with few cases, the same ones everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from tests.pairwise import covering, pairwise
+
+
+def pairs_of(cases):
+    return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1, 2), (2, 2, 2), (4, 3, 3, 4, 5), (3, 4, 4, 2), (2,) * 10], ids=str)
+def test_all_pairs_are_covered(sizes):
+    cases = covering(sizes)
+    assert pairs_of(cases) == pairs_of(itertools.product(*map(range, sizes)))
+    assert len(set(cases)) == len(cases)
+    assert math.prod(sorted(sizes)[-2:]) <= len(cases) <= 2 * math.prod(sorted(sizes)[-2:]) + len(sizes)
+
+
+@pytest.mark.parametrize(("sizes", "most"), [((4, 3, 3, 4, 5), 24), ((3, 4, 4, 2), 18), ((2,) * 10, 12)], ids=str)
+def test_cases_are_far_fewer_than_the_product(sizes, most):
+    assert len(covering(sizes)) <= most < math.prod(sizes) / 4
+
+
+def test_cases_are_the_same_everywhere():
+    assert covering((2, 3, 2)) == [(0, 0, 0), (0, 1, 1), (0, 2, 0), (1, 0, 1), (1, 1, 0), (1, 2, 1)]
+
+
+def test_one_axis_has_each_of_its_values():
+    assert covering((3,)) == [(0,), (1,), (2,)]
+
+
+def test_empty_cases_cover_only_pairs_of_empty_values():
+    empty = {(0, 0), (1, 2)}
+    cases = covering((4, 3, 3, 2), empty)
+    full = [case for case in cases if not empty.intersection(enumerate(case))]
+    assert pairs_of(full) == pairs_of(itertools.product(range(1, 4), range(2), range(3), range(2)))
+    assert pairs_of(cases) == pairs_of(itertools.product(range(4), range(3), range(3), range(2)))
+
+
+def test_a_mark_has_names_values_and_ids():
+    axes = {"T": {"none": 0, "some": 7}, "K, E": [(1, 3), (2, 5)], "dtype": [np.dtype("float16"), np.int32]}
+    names, cases = pairwise(axes).args
+    assert names == ["T", "K", "E", "dtype"]
+    assert {each.id: each.values for each in cases} == {
+        "none-1-3-float16": (0, 1, 3, np.dtype("float16")),
+        "none-2-5-int32": (0, 2, 5, np.int32),
+        "some-1-3-int32": (7, 1, 3, np.int32),
+        "some-2-5-float16": (7, 2, 5, np.dtype("float16")),
+    }
+
+
+def test_a_mark_knows_empty_values():
+    axes = {"T": [0, 7], "K, E": [(1, 3), (2, 5)], "dtype": ["float16", "int32"]}
+    values = [each.values for each in pairwise(axes, empty={"T": [0]}).args[1]]
+    assert [case for case in values if case[0]] == [(7, *ke, dtype) for ke in axes["K, E"] for dtype in axes["dtype"]]
+    assert [case for case in values if not case[0]] == [(0, 1, 3, "float16"), (0, 2, 5, "int32")]

@@ -1,0 +1,72 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Covering grids for tests with many parameters: all pairs of values of any two axes, not all combinations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+Axis = Sequence[Any] | Mapping[str, Any]
+
+
+def pairwise(axes: Mapping[str, Axis], empty: Mapping[str, Collection[Any]] | None = None) -> pytest.MarkDecorator:
+    """Return a ``parametrize`` mark whose cases cover all pairs of values of any two axes.
+
+    Axes are named as in ``parametrize``: "K" has values, "K, E" has tuples. A mapping names its values; other values
+    are named by ``str``. ``empty`` lists values for which a test computes nothing, such as 0 tokens: a case with such a
+    value covers only the pairs that contain it.
+    """
+    labels = [[_label(each) for each in axis] for axis in axes.values()]
+    values = [list(axis.values() if isinstance(axis, Mapping) else axis) for axis in axes.values()]
+    names = [[name.strip() for name in axis.split(",")] for axis in axes]
+
+    nothing = {
+        (place, index)
+        for place, (axis, of_axis) in enumerate(zip(axes, values, strict=True))
+        for index, value in enumerate(of_axis)
+        if value in (empty or {}).get(axis, ())
+    }
+    marked = []
+    for case in covering([len(axis) for axis in values], nothing):
+        arguments: list[Any] = []
+        for axis, of_axis, index in zip(names, values, case, strict=True):
+            arguments += of_axis[index] if len(axis) > 1 else [of_axis[index]]
+        label = "-".join(axis[index] for axis, index in zip(labels, case, strict=True))
+        marked.append(pytest.param(*arguments, id=label))
+    return pytest.mark.parametrize([name for axis in names for name in axis], marked)
+
+
+def covering(
+    sizes: Sequence[int],
+    empty: Collection[tuple[int, int]] = (),
+) -> list[tuple[int, ...]]:
+    """Return cases, as one index for each axis, that cover all pairs of indices of any two axes.
+
+    A case with (axis, index) pairs of ``empty`` covers only the pairs that contain one of them. The algorithm is
+    greedy: it chooses the first of the cases that cover the most new pairs. Cases are returned in the product's order.
+    """
+    left = {case: _pairs(case, empty) for case in itertools.product(*map(range, sizes))}
+    cases: list[tuple[int, ...]] = []
+    while left:
+        best = max(left, key=lambda case: len(left[case]))
+        covered = left[best]
+        cases.append(best)
+        left = {case: pairs - covered for case, pairs in left.items() if pairs - covered}
+    return sorted(cases)
+
+
+def _pairs(case: tuple[int, ...], empty: Collection[tuple[int, int]]) -> set[tuple[tuple[int, int], ...]]:
+    values = list(enumerate(case))
+    pairs = set(itertools.combinations(values, min(2, len(values))))
+    nothing = set(empty).intersection(values)
+    return {pair for pair in pairs if nothing.intersection(pair)} if nothing else pairs
+
+
+def _label(value: Any) -> str:
+    if type(value) is tuple:
+        return "-".join(map(_label, value))
+    return getattr(value, "__name__", None) or str(value)
