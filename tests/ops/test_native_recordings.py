@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import threading
 from types import SimpleNamespace
@@ -71,6 +72,36 @@ class Compiled(tuple):
     packed_metadata: tuple[int, ...]
 
 
+class Recordings:
+    """The library's functions for recordings, which note the size of each recording's scratch."""
+
+    def __init__(self) -> None:
+        self.facts = native.recordings.facts
+        self._scratch_bytes, self._repeated = {}, threading.local()
+
+    def new_recording(self, words):
+        made = native.recordings.new_recording(words)
+        self._scratch_bytes[made] = scratch_bytes(array.array("q", words))
+        return made
+
+    def repeat(self, recording, stream, *inputs):
+        self._repeated.scratch_bytes = self._scratch_bytes[recording]
+        return native.recordings.repeat(recording, stream, *inputs)
+
+    def scratch_bytes(self):
+        """Bytes of the scratch of the recording that this thread repeats."""
+        return self._repeated.scratch_bytes
+
+
+def scratch_bytes(words):
+    """Bytes from the last array's start to the workspace's end, from the words of a recording."""
+    index = 5
+    for _ in range(words[4]):  # results
+        index += 1 if words[index] < 0 else 2 + words[index + 1]
+    workspace, arrays = words[index : index + 2]
+    return workspace - words[index + 1 + arrays]
+
+
 class Card:
     """A GPU whose driver runs each launch at once in the interpreter.
 
@@ -97,7 +128,8 @@ class Card:
             run(compiled, stream, programs, arguments)
 
         device.run, device.compiled, device.stream = run_in_python, self.compiled, lambda: STREAM
-        device.native = Repeater(native.recordings, self.driver)
+        self.recordings = Recordings()
+        device.native = Repeater(self.recordings, self.driver)
 
     def compiled(self, kernel, types, constants, warps):
         if isinstance(kernel, LibraryKernel):
@@ -130,6 +162,7 @@ class Card:
             scratch, profile = (ctypes.c_uint64.from_address(parameters[len(types) + each]).value for each in (0, 1))
             assert profile == 0
             assert scratch % 128 == 0
+            assert self.recordings.scratch_bytes() >= SCRATCH * grid[0]
             ctypes.memset(scratch, 0xEE, SCRATCH * grid[0])  # a kernel may use all of it
             self.seen.append((name_of(kernel), grid, block, shared, stream, tuple(values)))
             with self._interpreter:
