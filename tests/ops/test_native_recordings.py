@@ -453,3 +453,20 @@ def test_inputs_that_are_missing_are_noticed(card, rng):
 def test_what_is_no_list_of_launches_is_refused(words):
     with pytest.raises((TypeError, RuntimeError)):
         native.recordings.new_recording(words)
+
+
+def words_of(*, dtype=0, offset=0, position=0, place=0):
+    """A recording with one result, an array in 256 bytes of workspace, and a launch with a parameter of 8 bytes."""
+    launch = [0, 0, 1, 32, 0, 0, 1, 0, 1, position, 1, place, 0, 0]
+    return array.array("q", [0, 0, 0, 0, 1, dtype, 1, 4, 256, 1, offset, 1, *launch]).tobytes()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"dtype": 8}, {"offset": 257}, {"offset": -1}, {"position": 8}, {"position": -1}, {"place": 1}, {"place": -1}],
+    ids=str,
+)
+def test_a_recording_that_points_outside_of_its_memory_is_refused(wrong):
+    assert native.recordings.new_recording(words_of()) is not None
+    with pytest.raises(ValueError, match="an argument is not what the function takes"):
+        native.recordings.new_recording(words_of(**wrong))
