@@ -30,7 +30,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report layer-report parallel-report scaling-report results-series results-check check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report layer-report parallel-report scaling-report results-series results-check check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,6 +129,22 @@ sanitize: $(VENV)/stamp-deps build/sanitize/libpmo_core.so ## core tests under A
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PMO_CORE_LIBRARY=$(CURDIR)/build/sanitize/libpmo_core.so \
 	$(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" --capture=sys -p no:cacheprovider $(WORKERS) $(PYTEST_ARGS)
+
+# A copy of the tree in build/asan keeps this library apart from the one of make test. AddressSanitizer intercepts dlopen, so
+# LD_LIBRARY_PATH replaces the RUNPATH of Paddle's libraries; it intercepts exceptions only if libstdc++ is preloaded too.
+ASAN_TESTS ?= tests/triton tests/ops/test_native_functions.py tests/ops/test_native_recordings.py \
+  $(patsubst %,tests/ops/test_triton_%.py,interpreted launch products runtime)
+
+asan-triton: $(VENV)/stamp-deps ## interpreted Triton kernels, and the operators' library, under AddressSanitizer; ASAN_TESTS, PYTEST_ARGS
+	mkdir -p build/asan
+	git ls-files -z | xargs -0 cp --archive --update --parents --target-directory=build/asan
+	sed -i 's/"-O3", "-g0"/"-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address"/' build/asan/setup.py
+	cd build/asan && \
+	export LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	LD_LIBRARY_PATH="$$($(CURDIR)/$(PY) -c 'import paddle; print(paddle.__path__[0])')/libs" \
+	ASAN_OPTIONS=malloc_fill_byte=165:max_malloc_fill_size=1000000000:detect_leaks=0:alloc_dealloc_mismatch=0 && \
+	$(CURDIR)/$(PY) setup.py build_ext --inplace && \
+	$(CURDIR)/$(PY) -m pytest $(ASAN_TESTS) --capture=sys -p no:cacheprovider $(WORKERS) $(PYTEST_ARGS)
 
 fuzz: ## many more random params structs than in `make sanitize`
 	$(MAKE) sanitize CORE_TESTS=tests/core/test_fuzz.py PYTEST_ARGS="--fuzz-cases=100000 -rP"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import threading
 from types import SimpleNamespace
@@ -71,6 +72,36 @@ class Compiled(tuple):
     packed_metadata: tuple[int, ...]
 
 
+class Recordings:
+    """The library's functions for recordings, which note the size of each recording's scratch."""
+
+    def __init__(self) -> None:
+        self.facts = native.recordings.facts
+        self._scratch_bytes, self._repeated = {}, threading.local()
+
+    def new_recording(self, words):
+        made = native.recordings.new_recording(words)
+        self._scratch_bytes[made] = scratch_bytes(array.array("q", words))
+        return made
+
+    def repeat(self, recording, stream, *inputs):
+        self._repeated.scratch_bytes = self._scratch_bytes[recording]
+        return native.recordings.repeat(recording, stream, *inputs)
+
+    def scratch_bytes(self):
+        """Bytes of the scratch of the recording that this thread repeats."""
+        return self._repeated.scratch_bytes
+
+
+def scratch_bytes(words):
+    """Bytes from the last array's start to the workspace's end, from the words of a recording."""
+    index = 5
+    for _ in range(words[4]):  # results
+        index += 1 if words[index] < 0 else 2 + words[index + 1]
+    workspace, arrays = words[index : index + 2]
+    return workspace - words[index + 1 + arrays]
+
+
 class Card:
     """A GPU whose driver runs each launch at once in the interpreter.
 
@@ -97,7 +128,8 @@ class Card:
             run(compiled, stream, programs, arguments)
 
         device.run, device.compiled, device.stream = run_in_python, self.compiled, lambda: STREAM
-        device.native = Repeater(native.recordings, self.driver)
+        self.recordings = Recordings()
+        device.native = Repeater(self.recordings, self.driver)
 
     def compiled(self, kernel, types, constants, warps):
         if isinstance(kernel, LibraryKernel):
@@ -130,6 +162,7 @@ class Card:
             scratch, profile = (ctypes.c_uint64.from_address(parameters[len(types) + each]).value for each in (0, 1))
             assert profile == 0
             assert scratch % 128 == 0
+            assert self.recordings.scratch_bytes() >= SCRATCH * grid[0]
             ctypes.memset(scratch, 0xEE, SCRATCH * grid[0])  # a kernel may use all of it
             self.seen.append((name_of(kernel), grid, block, shared, stream, tuple(values)))
             with self._interpreter:
@@ -420,3 +453,20 @@ def test_inputs_that_are_missing_are_noticed(card, rng):
 def test_what_is_no_list_of_launches_is_refused(words):
     with pytest.raises((TypeError, RuntimeError)):
         native.recordings.new_recording(words)
+
+
+def words_of(*, dtype=0, offset=0, position=0, place=0):
+    """A recording with one result, an array in 256 bytes of workspace, and a launch with a parameter of 8 bytes."""
+    launch = [0, 0, 1, 32, 0, 0, 1, 0, 1, position, 1, place, 0, 0]
+    return array.array("q", [0, 0, 0, 0, 1, dtype, 1, 4, 256, 1, offset, 1, *launch]).tobytes()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"dtype": 8}, {"offset": 257}, {"offset": -1}, {"position": 8}, {"position": -1}, {"place": 1}, {"place": -1}],
+    ids=str,
+)
+def test_a_recording_that_points_outside_of_its_memory_is_refused(wrong):
+    assert native.recordings.new_recording(words_of()) is not None
+    with pytest.raises(ValueError, match="an argument is not what the function takes"):
+        native.recordings.new_recording(words_of(**wrong))

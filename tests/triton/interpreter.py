@@ -25,6 +25,7 @@ from paddle_moe_ops.triton.hopper_product import LibraryKernel
 from paddle_moe_ops.triton.launching import ITEM_BYTES
 
 from . import interpreter_costs
+from .sanitizing import checked_accesses
 
 __all__ = ["DTYPES", "NumpyArray", "NumpyDevice"]
 
@@ -174,8 +175,9 @@ class NumpyDevice:
                 values.append(value)
         if programs < 1:  # which CUDA refuses
             raise ValueError(f"{self.launches[-1]}: {programs} programs")
+        checked = checked_accesses(self.launches[-1])
         # errstate: a GPU does not tell either
-        with _bfloat16_as_on_a_gpu(), interpreter_costs.lowered(), np.errstate(all="ignore"):
+        with _bfloat16_as_on_a_gpu(), interpreter_costs.lowered(), checked, np.errstate(all="ignore"):
             kernel[(programs,)](*values, *constants)
         self._check_guards()
 

@@ -9,6 +9,7 @@
 #ifndef PMO_PADDLE_2  // where tensors have no strides
 
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -109,6 +110,9 @@ Launch read_launch(Reader& reader) {
   launch.positions = reader.integers();
   launch.places.resize(static_cast<size_t>(reader.integer()));
   for (Place& place : launch.places) place = {reader.integer(), reader.integer(), reader.integer()};
+  const auto bytes = static_cast<int64_t>(sizeof(int64_t) * launch.parameters.size());
+  for (const int64_t position : launch.positions) expect(position >= 0 && position < bytes);
+  for (const Place& place : launch.places) expect(place.position >= 0 && place.position <= bytes - 8);
   return launch;
 }
 
@@ -122,10 +126,12 @@ std::unique_ptr<Recording> read_recording(Reader& reader) {
   for (Result& result : recording->results) {
     result.dtype = reader.integer();
     result.is_none = result.dtype < 0;
+    expect(result.dtype < static_cast<int64_t>(std::size(kDtypes)));
     if (!result.is_none) result.shape = reader.integers();
   }
   recording->workspace_bytes = reader.integer();
   recording->offsets = reader.integers();
+  for (const int64_t offset : recording->offsets) expect(offset >= 0 && offset <= recording->workspace_bytes);
   recording->launches.resize(static_cast<size_t>(reader.integer()));
   for (Launch& launch : recording->launches) launch = read_launch(reader);
   return recording;
