@@ -8,6 +8,7 @@ Regular expressions find the faults in code in clang-format's layout; the compil
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import itertools
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from faults import Fault
 
+_CSRC = "paddle_moe_ops/csrc"
 _OBJECTS = Path("build/objects")
 _OPERATORS = Path("paddle_moe_ops/_C_pd_.so")
 _CORE = Path("build/core/libpmo_core.so")  # without the operators of Paddle
@@ -70,34 +72,36 @@ class Libraries:
     def __init__(self, tree: Path, root: Path) -> None:
         self._root = root
         shutil.copytree(tree / _OBJECTS, root / _OBJECTS)
+        for folder in ("common", "cpu"):  # tests of the core link objects, too
+            shutil.rmtree(root / _CORE.parent / folder)
+            (root / _CORE.parent / folder).symlink_to(root / _OBJECTS / _CSRC / folder)
         self._link()
 
-    def rebuild(self, source: str) -> bool:
-        """Compiles a changed source and links; returns whether it compiles, to an object with other bytes."""
+    @contextlib.contextmanager
+    def rebuilt(self, source: str) -> Iterator[bool]:
+        """Compiles a changed source and links; tells whether it compiles, to an object with other bytes."""
         made = self._root / _OBJECTS / Path(source).with_suffix(".o")
         kept = made.read_bytes()
-        compiler, _, arguments, options, _ = ast.literal_eval(made.with_suffix(".command").read_text())
-        made.unlink()
         try:
-            self._run([*compiler, *arguments, source, "-o", str(made), *options])
-            if made.read_bytes() == kept:
-                return False
-            self._link()
-        except subprocess.CalledProcessError:
-            return False
+            yield self._compile(source, made) and made.read_bytes() != kept and self._link()
         finally:
             made.write_bytes(kept)
-        return True
 
-    def _link(self) -> None:
+    def _compile(self, source: str, made: Path) -> bool:
+        compiler, _, arguments, options, _ = ast.literal_eval(made.with_suffix(".command").read_text())
+        return self._run([*compiler, *arguments, source, "-o", str(made), *options])
+
+    def _link(self) -> bool:
         objects = [str(path) for path in sorted((self._root / _OBJECTS).rglob("*.o"))]
         paddle = Path(importlib.util.find_spec("paddle").origin).with_name("base")
         core = [path for path in objects if Path(path).parent.name != "paddle"]
-        self._run(["g++", "-shared", "-pthread", *objects, f"-L{paddle}", "-l:libpaddle.so", "-o", str(_OPERATORS)])
-        self._run(["g++", "-shared", "-pthread", *core, "-o", str(_CORE)])
+        link = ["g++", "-shared", "-pthread"]
+        return self._run([*link, *objects, f"-L{paddle}", "-l:libpaddle.so", "-o", str(_OPERATORS)]) and self._run(
+            [*link, *core, "-o", str(_CORE)]
+        )
 
-    def _run(self, command: list[str]) -> None:
-        subprocess.run(command, cwd=self._root, check=True, capture_output=True)
+    def _run(self, command: list[str]) -> bool:
+        return subprocess.run(command, cwd=self._root, capture_output=True, check=False).returncode == 0
 
 
 def _blanked(match: re.Match[str]) -> str:

@@ -117,19 +117,23 @@ class Copy:
         source = path.read_bytes()
         path.write_bytes(planted(source, mutant.fault))
         try:
-            if self._libraries is not None and not self._libraries.rebuild(mutant.path):
-                return None
-            reaching = self._reaching(mutant)
-            names = self._record["tests"]
-            guards = self._guards.get(path.stem)
-            guarding = self.tests if guards is None else self._files(guards)
-            files = {_file(names[test]) for test in reaching}.union(self._record["spawning"] if reaching else guarding)
-            others = [test for test in range(len(names)) if _file(names[test]) in files and test not in set(reaching)]
-            others.sort(key=lambda test: self._seconds_of_file[_file(names[test])])
-            how = self._failure(reaching) or self._failure(others)
-            return Outcome(not how, how or f"{len(reaching)} tests reach it")
+            if self._libraries is None:
+                return self._tested(mutant)
+            with self._libraries.rebuilt(mutant.path) as is_other:
+                return self._tested(mutant) if is_other else None
         finally:
             path.write_bytes(source)
+
+    def _tested(self, mutant: Mutant) -> Outcome:
+        reaching = self._reaching(mutant)
+        names = self._record["tests"]
+        guards = self._guards.get(Path(mutant.path).stem)
+        guarding = self.tests if guards is None else self._files(guards)
+        files = {_file(names[test]) for test in reaching}.union(self._record["spawning"] if reaching else guarding)
+        others = [test for test in range(len(names)) if _file(names[test]) in files and test not in set(reaching)]
+        others.sort(key=lambda test: self._seconds_of_file[_file(names[test])])
+        how = self._failure(reaching) or self._failure(others)
+        return Outcome(not how, how or f"{len(reaching)} tests reach it")
 
     def difference(self, mutant: Mutant) -> str:
         old, new = self._lines(mutant)
