@@ -111,6 +111,7 @@ class Copy:
 
         These are the others of the same files, which may share a fixture with them, and those of files that start
         processes; all that guard the source, where no test reaches the lines, as those of a constant of a module.
+        Files named like the source run before others, short ones before long ones.
         None if the fault does not compile, or if its object is the same.
         """
         path = self.root / mutant.path
@@ -131,7 +132,8 @@ class Copy:
         guarding = self.tests if guards is None else self._files(guards)
         files = {_file(names[test]) for test in reaching}.union(self._record["spawning"] if reaching else guarding)
         others = [test for test in range(len(names)) if _file(names[test]) in files and test not in set(reaching)]
-        others.sort(key=lambda test: self._seconds_of_file[_file(names[test])])
+        subject = Path(mutant.path).stem.removesuffix("_op")
+        others.sort(key=lambda test: (subject not in _file(names[test]), self._seconds_of_file[_file(names[test])]))
         how = self._failure(reaching) or self._failure(others)
         return Outcome(not how, how or f"{len(reaching)} tests reach it")
 
