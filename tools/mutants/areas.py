@@ -230,6 +230,7 @@ EQUIVALENT = (
     (r"triton/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
     (r"triton/unpermute_backward\.py", "", r"parts = ", "how many programs share a token"),
     (r"triton/grouped_gemm\.py", "", r"_descriptors\(|try:|ALLOCATOR", "descriptors need a GPU"),
+    (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
     (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
     (r"/mlp\.py", "arguments swapped", r"holds_others\(", "facts about both, compared with those of the call before"),
     (r"/mlp\.py", "", r"_PASSED_KEPT", "how many checked calls are remembered"),
