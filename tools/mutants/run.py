@@ -169,9 +169,14 @@ class Copy:
         names = [self._record["tests"][test] for test in tests]
         listed = self._folder / "tests.json"
         listed.write_text(json.dumps(names))
-        limit = LIMIT_SECONDS + LIMIT_FACTOR * sum(self._record["seconds"][test] for test in tests)
+        seconds = [self._record["seconds"][test] for test in tests]
+        limit, limit_of_one = (LIMIT_SECONDS + LIMIT_FACTOR * taken for taken in (sum(seconds), max(seconds)))
+        options = [f"faulthandler_timeout={limit_of_one}", "faulthandler_exit_on_timeout=true"]
         files = list(dict.fromkeys(map(_file, names)))
-        code, output = self._pytest(["-x", *files], limit, MUTANTS_TESTS=str(listed))
+        arguments = ["-x", *(word for option in options for word in ("-o", option)), *files]
+        code, output = self._pytest(arguments, limit, MUTANTS_TESTS=str(listed))
+        if "Timeout (" in output:
+            return "out of time"
         failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         if code == 0:
             return None
