@@ -129,8 +129,8 @@ AREAS = {
     "triton_layer": Area(
         tuple(f"paddle_moe_ops/triton/{name}.py" for name in ("schedules", "gathering", "moe_mlp")),
         (
-            *_tests("triton", "moe_mlp", "grouped_gemm", "hopper_product", "hopper_outer"),
-            *_tests("ops", "moe_mlp", "explain_layer", "triton_products"),
+            *_tests("triton", "moe_mlp", "hopper_outer"),
+            *_tests("ops", "moe_mlp", "explain_layer"),
         ),
     ),
     "exchange": _ranks(
@@ -230,6 +230,8 @@ EQUIVALENT = (
     (r"triton/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
     (r"triton/unpermute_backward\.py", "", r"parts = ", "how many programs share a token"),
     (r"triton/grouped_gemm\.py", "", r"_descriptors\(|try:|ALLOCATOR", "descriptors need a GPU"),
+    (r"expert_parallel/", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
+    (r"channels\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
     (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
     (r"/mlp\.py", "arguments swapped", r"holds_others\(", "facts about both, compared with those of the call before"),
