@@ -127,6 +127,16 @@ def test_weights_that_lie_in_a_fused_buffer_stay_there(rng):
     assert [each.data_ptr() for weights in weights_of(block) for each in weights] == before
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [([24, 48], "float64"), ([24, 49], "float32")], ids=["dtype", "shape"])
+def test_weights_that_differ_stay_apart_and_are_refused_by_name(shape, dtype, rng):
+    block = build("qwen3_moe").model.layers[1].mlp
+    block.experts[2].down_proj.weight = block.create_parameter(shape, dtype=dtype)
+    before = [each.data_ptr() for each in weights_of(block)[-1]]
+    with pf.applied(block), use_backend("reference"), pytest.raises((TypeError, ValueError), match=r"\[2\] must be "):
+        outputs(block, rng, (2, 5))
+    assert [each.data_ptr() for each in weights_of(block)[-1]] == before
+
+
 class Doubled(nn.Linear):
     """More than a linear layer, as one with an adapter is."""
 

@@ -125,6 +125,15 @@ def test_every_tensor_is_compared_with_the_device_of_the_others(call, place, mon
     assert compared == (set() if alone and not compared else set(given) - (set(given) & ON_ANY_DEVICE))
 
 
+def test_a_layer_compares_the_devices_of_all_its_tensors_itself(place, monkeypatch):
+    """On some devices it is one operator, which calls no functions that would."""
+    names = {}
+    monkeypatch.setattr(_checks, "same_place", lambda function, **tensors: names.setdefault(function, set(tensors)))
+    call = next(call for call in CALLS if call.name == "mlp.moe_mlp")
+    call.run(place)
+    assert set(call.tensors) <= names["moe_mlp"]
+
+
 @each(bool)
 def test_what_is_no_bool_is_refused(call, argument, place):
     with raises(TypeError, call, argument):

@@ -34,6 +34,7 @@ def test_facts_differ_where_launches_may(other):
     assert native.facts(x, None) == native.facts(paddle.ones([4, 3]), None)
     assert native.facts(x, None) != native.facts(FACTS[other](x), None)
     assert native.facts(x, None) != native.facts(None, x)
+    assert native.facts(None, x) != native.facts(None, FACTS[other](x))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,17 @@ def test_a_change_in_place_is_noticed_while_the_tensor_lives(functions):
     gc.collect()
     assert gone() is None
     assert not functions.was_changed(watched)
+
+
+@BY_KIND
+def test_a_tensor_that_is_gone_hides_no_change_of_another(functions):
+    x, y = paddle.zeros([2]), paddle.zeros([2])
+    watched, gone = functions.watch(x, y), weakref.ref(x)
+    y.add_(paddle.ones([2]))
+    del x
+    gc.collect()
+    assert gone() is None
+    assert functions.was_changed(watched)
 
 
 @BY_KIND

@@ -1,17 +1,32 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``make mutants`` follows the sources: all that its areas name exists."""
+"""``make mutants`` follows the sources: all that its areas name exists. Its faults, and the limit of time."""
 
 from __future__ import annotations
 
-import runpy
+import importlib
+import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = runpy.run_path(str(ROOT / "tools" / "mutants" / "areas.py"))
-AREAS, LEFT_OUT = NAMES["AREAS"], NAMES["LEFT_OUT"]
+TOOL = ROOT / "tools" / "mutants"
+
+
+def module(name):
+    """A module of the tool, which imports its others by their plain names."""
+    sys.path.insert(0, str(TOOL))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(TOOL))
+
+
+AREAS, LEFT_OUT = module("areas").AREAS, module("areas").LEFT_OUT
 
 
 @pytest.mark.parametrize("area", AREAS)
@@ -22,3 +37,52 @@ def test_every_pattern_of_an_area_matches_a_file(area):
 
 def test_files_that_are_left_out_exist():
     assert [name for name in LEFT_OUT if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_tests_of_single_sources_belong_to_the_area(area):
+    names = {Path(path).stem for path in AREAS[area].sources}
+    assert set(AREAS[area].guards) <= names
+    assert {test for tests in AREAS[area].guards.values() for test in tests} <= set(AREAS[area].tests)
+
+
+SOURCE = b"""// a + b
+#define TWICE(x) (x + x)
+int f(int a, const char* b) {
+  if (a < 1 && b != nullptr) g("a + b", a, *b);
+  return a ? a : 2;
+}
+"""
+CHANGES = {
+    ("comparison", '  if (a <= 1 && b != nullptr) g("a + b", a, *b);'),
+    ("comparison", '  if (a < 1 && b == nullptr) g("a + b", a, *b);'),
+    ("and, or", '  if (a < 1 || b != nullptr) g("a + b", a, *b);'),
+    ("condition dropped", '  if (a < 1) g("a + b", a, *b);'),
+    ("condition dropped", '  if (b != nullptr) g("a + b", a, *b);'),
+    ("condition negated", '  if (!(a < 1 && b != nullptr)) g("a + b", a, *b);'),
+    ("constant", '  if (a < 2 && b != nullptr) g("a + b", a, *b);'),
+    ("arguments swapped", '  if (a < 1 && b != nullptr) g("a + b", *b, a);'),
+    ("statement dropped", "  if (a < 1 && b != nullptr) ;"),
+    ("constant", "  return a ? a : 3;"),
+    ("branches swapped", "  return a ? 2 : a;"),
+}
+
+
+def test_faults_of_cpp_are_in_its_code():
+    found = [(fault, module("faults").planted(SOURCE, fault)) for fault in module("cpp").faults_of(SOURCE)]
+    lines = [(fault.kind, planted.decode().splitlines()[fault.line - 1]) for fault, planted in found]
+    assert sorted(lines) == sorted(CHANGES)
+
+
+def test_a_process_out_of_time_ends_with_those_it_started_in_sessions_of_their_own(tmp_path):
+    program = """
+import subprocess, time
+print(subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=subprocess.DEVNULL).pid, flush=True)
+time.sleep(1000)
+"""
+    environment = {**os.environ, "MUTANTS_COPY": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    child = os.pidfd_open(int(process.stdout.readline()))
+    assert module("run").outcome_of(process, f"MUTANTS_COPY={tmp_path}", 0.0) == ("out of time", "")
+    assert select.select([child], [], [], 60)[0] == [child]  # it ended
+    os.close(child)

@@ -85,6 +85,17 @@ def test_a_traced_program_has_the_results_and_gradients_of_dygraph(function, dty
         assert_close(run(traced, given, place), run(function, given, place), dtype)
 
 
+def test_a_program_takes_matrices_of_any_inner_size(rng, place):
+    any_size = {"gate_up": [E, D, None], "down": [E, None, D]}
+    traced = paddle.jit.to_static(
+        layer,
+        input_spec=[InputSpec(any_size.get(each.name, each.shape), each.dtype, each.name) for each in specs("float32")],
+        full_graph=True,
+    )
+    given = arrays(rng, 20, "float32")
+    assert_close(run(traced, given, place), run(layer, given, place), "float32")
+
+
 def test_a_traced_program_takes_a_plan_of_dygraph(rng, place):
     """Of a tensor from outside no value can be read while a program is built."""
     rows, w, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 7), (2, 7, 5), (2, 5)))

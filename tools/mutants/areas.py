@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 _OPERATORS = ("tests/ops/test_*.py", "tests/static/test_*.py", "tests/scenarios/test_*.py")
@@ -17,11 +20,61 @@ _KERNELS = (
 )
 
 
+def _tests(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
+
+
+_EXPERTS = (
+    *_tests("ops", "grouped_product", "expert_operators", "moe_mlp", "float8_operator", "grouped_gemm"),
+    *_tests("static", "expert_programs", "float8_programs"),
+)
+_ROUTES = _tests("ops", "route", "capacity", "dropped_slots", "moe_permute")
+_MOVEMENT = _tests(
+    "ops", "permute", "unpermute", "sort_chunks", "moe_permute", "moe_unpermute", "second_order", "indexed"
+)
+_ALL_OPERATORS = (
+    *_tests("ops", "operator_arguments", "direct_calls", "native_functions", "strides", "bad_arguments"),
+    *_tests("ops", "quick_calls", "side_by_side", "every_argument"),
+    *_tests("static", "operator_contract", "static_graph"),
+    *_tests("scenarios", "messages"),
+)
+# Tests of single sources of csrc/paddle. pages.cc changes the speed alone; recording.cc is left to its own tests.
+_TESTS_OF_OPERATORS = {
+    **dict.fromkeys(("grouped", "grouped_product_op", "moe_mlp", "moe_mlp_op", "moe_mlp_float8_op"), _EXPERTS),
+    **dict.fromkeys(("route_op", "routing"), _ROUTES),
+    **dict.fromkeys(("binding", "device", "direct", "tensor_facts"), ()),
+    "moe_permute_op": _tests("ops", "moe_permute", "patch_paddle", "second_order"),
+    "moe_unpermute_op": _tests("ops", "moe_unpermute", "patch_paddle", "second_order"),
+    "movement": (*_MOVEMENT, *_tests("ops", "rank_operators")),
+    "permute_op": _tests("ops", "permute", "second_order"),
+    "unpermute_op": _tests("ops", "unpermute", "second_order"),
+    "sort_chunks_op": _tests("ops", "sort_chunks", "second_order"),
+    "quantize_op": _tests("ops", "quantize"),
+    "ranks_op": _tests("ops", "rank_operators"),
+    "row_id_map_op": _tests("ops", "transformer_engine", "transformer_engine_jax", "dispatch", "masked"),
+    "topk_op": _tests("ops", "calculate_topk", "nn_router"),
+}
+
+
 class Area(NamedTuple):
-    """Patterns of sources and of the test files that guard them, from the root of the repository."""
+    """Patterns of sources and of the test files that guard them, from the root of the repository.
+
+    `python` is the path of the interpreter for the tests; if empty, that of the tool. `guards` has the test files of
+    single sources of C++, by their stem.
+    """
 
     sources: tuple[str, ...]
     tests: tuple[str, ...]
+    python: str = ""
+    guards: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+
+def _ranks(sources: tuple[str, ...], tests: tuple[str, ...], others: tuple[str, ...] = ()) -> Area:
+    """An area of expert_parallel, whose lines run in processes that tests start."""
+    return Area(
+        tuple(f"paddle_moe_ops/expert_parallel/{name}.py" for name in sources),
+        (*_tests("distributed", *tests), *others),
+    )
 
 
 AREAS = {
@@ -62,6 +115,64 @@ AREAS = {
     "triton": Area(
         tuple(f"paddle_moe_ops/triton/{name}.py" for name in _KERNELS),
         ("tests/triton/test_*.py", "tests/ops/test_triton_*.py"),
+    ),
+    "mlp": Area(
+        ("paddle_moe_ops/mlp.py", "paddle_moe_ops/_matrices.py"),
+        (
+            *_tests("ops", "moe_mlp", "lists_of_matrices", "biases", "activations", "quick_calls", "every_argument"),
+            *_tests("ops", "float8_mlp", "float8_hidden", "float8_operator", "expert_operators", "memory"),
+            *_tests("ops", "bad_arguments", "side_by_side", "amp_recompute", "explain_layer"),
+            *_tests("static", "expert_programs", "float8_programs"),
+            *_tests("scenarios", "messages"),
+        ),
+    ),
+    "triton_layer": Area(
+        tuple(f"paddle_moe_ops/triton/{name}.py" for name in ("schedules", "gathering", "moe_mlp")),
+        (
+            *_tests("triton", "moe_mlp", "hopper_outer"),
+            *_tests("ops", "moe_mlp", "explain_layer"),
+        ),
+    ),
+    "exchange": _ranks(
+        ("parallel", "plans", "exchange", "transports", "counting", "calls", "deep_ep"),
+        (
+            *("transports", "deep_ep", "arguments_stay", "expert_parallel_errors", "expert_parallel"),
+            *("expert_parallel_layer", "calls_of_ranks", "programs_that_differ"),
+        ),
+        _tests("ops", "sharded_experts"),
+    ),
+    "peers": _ranks(
+        ("channels", "peers", "rendezvous", "windows"),
+        ("shared_buffers", "arguments_stay", "expert_parallel", "calls_of_ranks", "ranks_that_do_not_come"),
+        _tests("ops", "rank_operators"),
+    ),
+    "averaging": _ranks(
+        ("buckets", "clipping", "copies", "gradients", "scaling"),
+        ("grad_scaler", "accumulated_gradients", "average_gradients", "fleet"),
+    ),
+    "groups": _ranks(
+        ("groups", "meetings"),
+        ("expert_parallel_errors", "programs_that_differ", "average_gradients", "ranks_that_do_not_come"),
+    ),
+    "fleet": _ranks(("fleet", "mixing"), ("fleet", "grad_scaler"), _tests("ops", "sharded_experts")),
+    "states": _ranks(
+        ("parameters", "gathering", "optimizers"),
+        ("parameters_side_by_side", "flex_checkpoints", "optimizer_states", "gathered_states"),
+        _tests("ops", "sharded_experts", "optimizer_state_parts"),
+    ),
+    "integrations": Area(
+        ("paddle_moe_ops/integrations/paddleformers/*.py",),
+        ("tests/integrations/test_*.py",),
+        ".venv-integrations/bin/python",
+    ),
+    "csrc_paddle": Area(
+        tuple(f"paddle_moe_ops/csrc/paddle/{name}.cc" for name in _TESTS_OF_OPERATORS),
+        tuple(dict.fromkeys(itertools.chain(_ALL_OPERATORS, *_TESTS_OF_OPERATORS.values()))),
+        guards={source: (*tests, *_ALL_OPERATORS) for source, tests in _TESTS_OF_OPERATORS.items()},
+    ),
+    "csrc_cpu": Area(
+        ("paddle_moe_ops/csrc/cpu/*.cc", "paddle_moe_ops/csrc/common/*.cc"),
+        ("tests/core/test_*.py",),
     ),
     "reference": Area(("paddle_moe_ops/reference/*.py",), ("tests/reference/test_*.py",)),
 }
@@ -119,6 +230,12 @@ EQUIVALENT = (
     (r"triton/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
     (r"triton/unpermute_backward\.py", "", r"parts = ", "how many programs share a token"),
     (r"triton/grouped_gemm\.py", "", r"_descriptors\(|try:|ALLOCATOR", "descriptors need a GPU"),
+    (r"expert_parallel/", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
+    (r"channels\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
+    (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
+    (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
+    (r"/mlp\.py", "arguments swapped", r"holds_others\(", "facts about both, compared with those of the call before"),
+    (r"/mlp\.py", "", r"_PASSED_KEPT", "how many checked calls are remembered"),
     (r"reference/chunks\.py", "slice dropped", r"\[:num_chunks\]", "the last one is not used"),
 )
 

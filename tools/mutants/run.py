@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import hashlib
 import json
@@ -21,13 +22,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import cpp
+import faults
 from areas import AREAS, LEFT_OUT, is_equivalent
-from faults import Fault, faults_of, planted
+from faults import Fault, planted
 
 HERE = Path(__file__).resolve().parent
 LEFT_BEHIND = (
     ".git",
-    ".venv",
+    ".venv*",
     "dist",
     "gpu",
     "sanitize",
@@ -41,6 +44,7 @@ LEFT_BEHIND = (
 )
 LIMIT_FACTOR, LIMIT_SECONDS = 4, 60
 LIMIT_BYTES = 8 << 30  # of memory in use: a wrong size may ask for any amount
+_MARK = "MUTANTS_COPY"  # in the environment of all processes that tests of a copy start
 
 
 class Mutant(NamedTuple):
@@ -59,17 +63,26 @@ class Copy:
     def __init__(self, tree: Path, folder: Path, area: str) -> None:
         self.root = folder / "tree"
         shutil.copytree(tree, self.root, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
-        self.sources, self.tests = (self._files(patterns) for patterns in AREAS[area])
+        self.sources, self.tests = self._files(AREAS[area].sources), self._files(AREAS[area].tests)
+        self._guards = AREAS[area].guards
+        self._libraries = cpp.Libraries(tree, self.root) if self.sources[0].endswith(".cc") else None
+        self._python = str(tree / AREAS[area].python) if AREAS[area].python else sys.executable
         neighbours = [each for each in AREAS.values() if each.tests == AREAS[area].tests]
-        self._traced = self._files([pattern for each in neighbours for pattern in each.sources])
+        traced = self._files([pattern for each in neighbours for pattern in each.sources])
+        self._traced = [path for path in traced if path.endswith(".py")]
         self._folder, self._kept = folder, tree / "build" / "mutants"
         self._record: dict = {}
+        self._seconds_of_file: Counter[str] = Counter()
 
     def mutants(self) -> list[Mutant]:
-        """All faults of the area, less those of which README.md says why no test can notice them."""
+        """All faults of the area."""
+        faults_of = faults.faults_of if self._libraries is None else cpp.faults_of
         found = [(path, (self.root / path).read_bytes()) for path in self.sources]
-        mutants = [Mutant(path, fault) for path, source in found for fault in faults_of(source)]
-        return [each for each in mutants if not is_equivalent(each.path, each.fault.kind, self._lines(each)[0])]
+        return [Mutant(path, fault) for path, source in found for fault in faults_of(source)]
+
+    def is_equivalent(self, mutant: Mutant) -> bool:
+        """Whether `areas.EQUIVALENT` says why no test can notice it."""
+        return is_equivalent(mutant.path, mutant.fault.kind, self._lines(mutant)[0])
 
     def run_unchanged(self) -> None:
         """Runs all tests of the area once, to see that they pass and which lines each of them reaches.
@@ -78,8 +91,9 @@ class Copy:
         """
         digest = hashlib.sha256(repr((self.tests, self._traced)).encode())
         for folder in ("paddle_moe_ops", "tests"):
-            for path in sorted((self.root / folder).rglob("*.py")):
-                digest.update(path.read_bytes())
+            for path in sorted((self.root / folder).rglob("*.*")):
+                if path.suffix in (".py", ".cc", ".h"):
+                    digest.update(path.read_bytes())
         record = self._kept / f"{digest.hexdigest()}.json"
         if not record.exists():
             self._kept.mkdir(parents=True, exist_ok=True)
@@ -89,27 +103,39 @@ class Copy:
                 raise RuntimeError(f"the tests fail without a fault:\n{output}")
             shutil.move(made, record)
         self._record = json.loads(record.read_text())
+        for test, seconds in zip(self._record["tests"], self._record["seconds"], strict=True):
+            self._seconds_of_file[_file(test)] += seconds
 
-    def try_mutant(self, mutant: Mutant) -> Outcome:
+    def try_mutant(self, mutant: Mutant) -> Outcome | None:
         """Whether any test fails: first those that reach the lines, the fastest first, then all that may notice.
 
         These are the others of the same files, which may share a fixture with them, and those of files that start
-        processes; all, where no test reaches the lines, as those of a constant of a module.
+        processes; all that guard the source, where no test reaches the lines, as those of a constant of a module.
+        Files named like the source run before others, short ones before long ones.
+        None if the fault does not compile, or if its object is the same.
         """
         path = self.root / mutant.path
         source = path.read_bytes()
         path.write_bytes(planted(source, mutant.fault))
         try:
-            reaching = self._reaching(mutant)
-            names = self._record["tests"]
-            files = {_file(names[test]) for test in reaching}.union(
-                self._record["spawning"] if reaching else self.tests
-            )
-            others = [test for test in range(len(names)) if _file(names[test]) in files and test not in set(reaching)]
-            how = self._failure(reaching) or self._failure(others)
-            return Outcome(not how, how or f"{len(reaching)} tests reach it")
+            if self._libraries is None:
+                return self._tested(mutant)
+            with self._libraries.rebuilt(mutant.path) as is_other:
+                return self._tested(mutant) if is_other else None
         finally:
             path.write_bytes(source)
+
+    def _tested(self, mutant: Mutant) -> Outcome:
+        reaching = self._reaching(mutant)
+        names = self._record["tests"]
+        guards = self._guards.get(Path(mutant.path).stem)
+        guarding = self.tests if guards is None else self._files(guards)
+        files = {_file(names[test]) for test in reaching}.union(self._record["spawning"] if reaching else guarding)
+        others = [test for test in range(len(names)) if _file(names[test]) in files and test not in set(reaching)]
+        subject = Path(mutant.path).stem.removesuffix("_op")
+        others.sort(key=lambda test: (subject not in _file(names[test]), self._seconds_of_file[_file(names[test])]))
+        how = self._failure(reaching) or self._failure(others)
+        return Outcome(not how, how or f"{len(reaching)} tests reach it")
 
     def difference(self, mutant: Mutant) -> str:
         old, new = self._lines(mutant)
@@ -143,36 +169,71 @@ class Copy:
         names = [self._record["tests"][test] for test in tests]
         listed = self._folder / "tests.json"
         listed.write_text(json.dumps(names))
-        limit = LIMIT_SECONDS + LIMIT_FACTOR * sum(self._record["seconds"][test] for test in tests)
+        seconds = [self._record["seconds"][test] for test in tests]
+        limit, limit_of_one = (LIMIT_SECONDS + LIMIT_FACTOR * taken for taken in (sum(seconds), max(seconds)))
+        options = [f"faulthandler_timeout={limit_of_one}", "faulthandler_exit_on_timeout=true"]
         files = list(dict.fromkeys(map(_file, names)))
-        code, output = self._pytest(["-x", *files], limit, MUTANTS_TESTS=str(listed))
+        arguments = ["-x", *(word for option in options for word in ("-o", option)), *files]
+        code, output = self._pytest(arguments, limit, MUTANTS_TESTS=str(listed))
+        if "Timeout (" in output:
+            return "out of time"
         failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return None if code == 0 else failed[0] if failed else f"exit code {code}"
+        if code == 0:
+            return None
+        return code if isinstance(code, str) else failed[0] if failed else f"exit code {code}"
 
     def _pytest(self, arguments: Sequence[str], seconds: float, **variables: str) -> tuple[int | str, str]:
-        """Exit code (or "out of time", "out of memory") and output of the tests in a process group of their own."""
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "pytest_reach", "-p", "no:cacheprovider"]
+        """Exit code (or "out of time", "out of memory") and output of the tests; ends all processes they started."""
+        command = [self._python, "-m", "pytest", "-q", "--tb=no", "-p", "pytest_reach", "-p", "no:cacheprovider"]
         process = subprocess.Popen(
             [*command, *arguments],
             cwd=self.root,
             # CI: the same examples of hypothesis on every run.
-            env={**os.environ, "CI": "1", "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1", **variables},
+            env={**os.environ, "CI": "1", "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1", **variables}
+            | {_MARK: str(self.root)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                output, _ = process.communicate(timeout=0.5)
-                return process.returncode, output
-            except subprocess.TimeoutExpired:
-                how = "out of time" if time.monotonic() > end else "out of memory" if _is_large(process.pid) else ""
-            if how:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-                return how, ""
+        return outcome_of(process, f"{_MARK}={self.root}", seconds)
+
+
+def outcome_of(process: subprocess.Popen[str], mark: str, seconds: float) -> tuple[int | str, str]:
+    """Waits for a process; returns its exit code (or "out of time", "out of memory") and its output.
+
+    Then all processes end that have the mark, "NAME=value", in their environment, in sessions of their own as well.
+    """
+    end = time.monotonic() + seconds
+    how = ""
+    while not how:
+        try:
+            output, _ = process.communicate(timeout=0.5)
+            break
+        except subprocess.TimeoutExpired:
+            how = (
+                "out of time"
+                if time.monotonic() > end
+                else "out of memory"
+                if any(map(_is_large, _marked(mark)))
+                else ""
+            )
+    for pid in _marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if how:
+        process.communicate()
+        return how, ""
+    return process.returncode, output
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes that were started with "NAME=value" in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def _is_large(pid: int) -> bool:
@@ -199,18 +260,29 @@ def kinds_in_turn(mutants: list[Mutant], seed: int) -> list[Mutant]:
     return [mutant for _, mutant in sorted(zip(turns, mutants, strict=True), key=lambda pair: pair[0])]
 
 
-def try_area(area: str, tree: Path, count: int, seed: int) -> tuple[int, int]:
-    """Tries a sample of an area's mutants and prints the survivors; returns how many there were of each."""
+def try_area(area: str, tree: Path, count: int, seed: int) -> tuple[int, int, int]:
+    """Tries a sample of an area's mutants and prints the survivors.
+
+    Returns:
+        How many were tried, how many of these survived, and how many were passed over as equivalent.
+    """
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Copy(tree, Path(folder), area)
         mutants = copy.mutants()
-        sample = kinds_in_turn(mutants, seed)[:count]
-        print(f"{area}: {len(sample)} of {len(mutants)} mutants, {len(copy.tests)} test files", flush=True)
+        print(f"{area}: {count} of {len(mutants)} mutants, {len(copy.tests)} test files", flush=True)
         copy.run_unchanged()
-        survived = 0
-        for mutant in sorted(sample):
+        tried = survived = equivalent = 0
+        for mutant in kinds_in_turn(mutants, seed):
+            if tried == count:
+                break
+            if copy.is_equivalent(mutant):
+                equivalent += 1
+                continue
             start = time.perf_counter()
             outcome = copy.try_mutant(mutant)
+            if outcome is None:
+                continue
+            tried += 1
             survived += outcome.survived
             seconds = f"{time.perf_counter() - start:.0f} s"
             what = "SURVIVED" if outcome.survived else "killed"
@@ -218,7 +290,7 @@ def try_area(area: str, tree: Path, count: int, seed: int) -> tuple[int, int]:
             if outcome.survived:
                 print(copy.difference(mutant))
             sys.stdout.flush()
-        return len(sample), survived
+        return tried, survived, equivalent
 
 
 def main() -> None:
@@ -229,9 +301,9 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=HERE.parents[1], help="the sources, built; they are copied")
     options = parser.parse_args()
     table = {area: try_area(area, options.tree, options.mutants, options.seed) for area in options.area or AREAS}
-    print(f"\n{'area':12}{'mutants':>8}{'survived':>10}{'share':>8}")
-    for area, (mutants, survived) in table.items():
-        print(f"{area:12}{mutants:8}{survived:10}{survived / mutants:8.0%}")
+    print(f"\n{'area':12}{'mutants':>8}{'survived':>10}{'share':>8}{'equivalent':>12}")
+    for area, (mutants, survived, equivalent) in table.items():
+        print(f"{area:12}{mutants:8}{survived:10}{survived / mutants:8.0%}{equivalent:12}")
 
 
 if __name__ == "__main__":
