@@ -194,6 +194,7 @@ class Copy:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         return outcome_of(process, f"{_MARK}={self.root}", seconds)
 
