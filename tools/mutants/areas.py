@@ -232,12 +232,8 @@ EQUIVALENT = (
     (r"triton/grouped_gemm\.py", "", r"_descriptors\(|try:|ALLOCATOR", "descriptors need a GPU"),
     (r"expert_parallel/", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
     (r"channels\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
-    (r"expert_parallel/fleet\.py", "", r"broadcast\(each, src=", "slow tests of four ranks see it"),
-    (r"common/grouped_checks\.cc", "", "", "only CUDA kernels have these arguments"),
-    (r"common/float8_checks\.cc", "", r"is_plain|is_gated|num_sources|makes_codes|p\.first|p\.window", "as above"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
     (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
-    (r"/mlp\.py", "arguments swapped", r"holds_others\(", "facts about both, compared with those of the call before"),
     (r"/mlp\.py", "", r"_PASSED_KEPT", "how many checked calls are remembered"),
     (r"reference/chunks\.py", "slice dropped", r"\[:num_chunks\]", "the last one is not used"),
 )
