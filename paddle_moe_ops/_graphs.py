@@ -183,6 +183,11 @@ def placed(tensor: Tensor, place: Any) -> Tensor:
     return tensor if tensor.place == place else tensor._copy_to(place, True)
 
 
+def with_elements(tensors: list[Tensor]) -> Tensor:
+    """The first tensor that has elements, else the first: Paddle may leave one without elements on the host."""
+    return next((each for each in tensors if each.size > 0), tensors[0])
+
+
 def unpacked(tensor: Tensor, place: Any) -> Tensor:
     """A tensor that a backward pass saved, where the inputs of the forward pass were.
 

@@ -16,7 +16,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from .._graphs import dense, placed, unpacked
+from .._graphs import dense, placed, unpacked, with_elements
 from .._native import native
 from .base import Kernels, Tensors
 from .turns import OneTurn, applied_once
@@ -55,8 +55,7 @@ class Call:
         self.kernels: Any = kernels  # with the ``*_backward`` verbs
         self.wanted = tuple([not tensor.stop_gradient for tensor in given])
         self._inputs = [(tensor.shape, tensor.dtype) for tensor in given]
-        # Paddle may leave a tensor without elements on the host, gradients among them.
-        self.place = next((tensor for tensor in given if tensor.size > 0), given[0]).place
+        self.place = with_elements(given).place
         self._outputs: list[tuple[Any, Any]] = []
         self._watched: list[Any] = []
 

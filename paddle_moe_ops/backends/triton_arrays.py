@@ -8,7 +8,7 @@ from typing import Any
 
 from paddle import Tensor
 
-from .._graphs import dense
+from .._graphs import dense, with_elements
 from .._native import native
 from ..triton import _runtime
 from .library import loaded_library
@@ -43,9 +43,5 @@ def _library() -> Any:
 
 
 def device_of(*tensors: Tensor | None) -> Any:
-    """The device that launches where tensors lie, with what the compiled library has for it.
-
-    A tensor without elements counts only if none has any, since Paddle may have left it on the host.
-    """
-    given = [each for each in tensors if each is not None]
-    return _runtime.device_of(next((each for each in given if each.size > 0), given[0]), _library)
+    """The device that launches where tensors lie, with what the compiled library has for it."""
+    return _runtime.device_of(with_elements([each for each in tensors if each is not None]), _library)

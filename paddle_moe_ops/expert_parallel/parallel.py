@@ -15,7 +15,6 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import beside, context_manager, is_graph_value, public
-from ..backends import resolve
 from ..backends.base import Validation
 from ..backends.nodes import wants_gradient
 from ..functional import permute, unpermute
@@ -28,7 +27,7 @@ from .exchange import Chunks, Counts, combine_step, exchange, exchange_with_prob
 from .groups import agree, group_of
 from .meetings import DEFAULT_TIMEOUT_S
 from .peers import Peers
-from .plans import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed
+from .plans import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed, weights_by_row
 from .transports import check_travel, transport_for
 
 __all__ = ["ExpertParallel", "Received", "parallel_of_agreed", "telling_of_errors"]
@@ -362,7 +361,7 @@ def _dispatch(
         return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
     chunks = chunks_of(of_experts, like=x)
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
-    back = _WayBack(rows, chunks, plan, _weights_by_row(probs, plan), step.call)
+    back = _WayBack(rows, chunks, plan, weights_by_row(probs, plan), step.call)
     return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
 
 
@@ -452,7 +451,7 @@ def _dispatch_to_peers(
         tokens_per_expert=made.plan.tokens_per_expert,
         routed_per_expert=plan.routed_per_expert,
         dropped_slots=made.dropped if capacity is None else plan.overflow + made.dropped,
-        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, _weights_by_row(probs, plan)),
+        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, weights_by_row(probs, plan)),
     )
 
 
@@ -478,11 +477,6 @@ def _received_tokens(
     arrived, their_probs = exchange_with_probs(*sent, tokens, step)
     back = _WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None, step.call)
     return Received(rows=None, tokens=arrived, probs=their_probs, _way_back=back, **common)
-
-
-def _weights_by_row(probs: Tensor, plan: Plan) -> Tensor:
-    """Probabilities by row for `combine`, before which the caller may write others to the memory of these."""
-    return resolve("unpermute", probs).slots_to_rows(probs, plan)
 
 
 @public("out")

@@ -15,7 +15,16 @@ from ..routing import Plan, route
 from .channels import HEADER
 from .exchange import Chunks
 
-__all__ = ["EqualParts", "chunks_of", "equal_parts", "local_ids_of", "local_plan", "plan_of_ranks", "trimmed"]
+__all__ = [
+    "EqualParts",
+    "chunks_of",
+    "equal_parts",
+    "local_ids_of",
+    "local_plan",
+    "plan_of_ranks",
+    "trimmed",
+    "weights_by_row",
+]
 
 _BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert")
 
@@ -171,3 +180,8 @@ def chunks_of(of_experts: list[list[int]], like: Tensor) -> Chunks:
     order = [expert * size + rank for rank in range(size) for expert in range(experts)]
     made = (paddle.to_tensor(each, dtype="int32", place=like.place) for each in (sizes, order))
     return Chunks(*made)
+
+
+def weights_by_row(probs: Tensor, plan: Plan) -> Tensor:
+    """Probabilities by row for `combine`, before which the caller may write others to the memory of these."""
+    return resolve("unpermute", probs).slots_to_rows(probs, plan)
