@@ -70,7 +70,7 @@ class Difference(NamedTuple):
         return f"{gpu}, {first.name}, {first.shape}: {' and '.join(sides)} are {100 * self.apart:.1f} % apart"
 
     def explained_by(self, reason: Reason) -> bool:
-        """Whether a reason is about this figure of these results."""
+        """Return True if a reason names this figure and these results."""
         sides = {(each.file, each.commit) for each in self.results}
         first = self.figures[0]
         return (

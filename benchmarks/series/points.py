@@ -57,7 +57,7 @@ class Point(NamedTuple):
         return f"{self.value:g} {self.unit} at {self.commit} ({self.date})"
 
     def same(self, other: Point) -> bool:
-        """Whether both are one measurement."""
+        """Return True if both are one measurement."""
         return self._replace(why="") == other._replace(why="")
 
     def drop_since(self, last: Point) -> str | None:

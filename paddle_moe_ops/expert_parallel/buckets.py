@@ -40,7 +40,7 @@ def reduce_in_buckets(gradients: Sequence[Tensor], reduce: Callable[[Tensor], No
 
     Args:
         gradients: dense, of one dtype and on one device.
-        reduce: function that changes a tensor in place, each element by itself. 16-bit gradients come as float32.
+        reduce: function that changes a tensor in place, elementwise. It gets float32 for gradients of 16 bits.
     """
     for bucket in _buckets(gradients):
         first = bucket[0]

@@ -55,14 +55,14 @@ class GroupBuffers:
         return made
 
     def free_if_destroyed(self) -> bool:
-        """Whether `paddle.distributed.destroy_process_group` ended the group; its buffers are dropped then."""
+        """Drop the buffers if `paddle.distributed.destroy_process_group` ended the group, and return True then."""
         is_destroyed = _GroupManager.group_map_by_id.get(self.group.id) is not self._registered
         if is_destroyed:
             self._made.clear()
         return is_destroyed
 
 
-# By identity of the group: its number may be that of a group that was destroyed. The buffers keep the group alive.
+# The key is the identity of a group, since a new one may have the number of a destroyed one. Buffers keep groups alive.
 _living: WeakValueDictionary[int, GroupBuffers] = WeakValueDictionary()
 
 

@@ -162,7 +162,7 @@ def reductions_told(tell: Callable[[paddle.Tensor], None]) -> Iterator[pytest.Mo
 
 
 def collectives_of_a_call() -> list[str]:
-    """What a call asks of `paddle.distributed` where ranks fit together."""
+    """Calls of `paddle.distributed` by one `average_gradients` whose ranks agree."""
     asked: list[str] = []
     with reductions_told(lambda tensor: asked.append(f"all_reduce of {tensor.size}")) as patch:
         patch.setattr(paddle.distributed, "all_gather_object", lambda *_, **__: asked.append("all_gather_object"))

@@ -260,7 +260,7 @@ def test_memory_goes_with_the_group(same_number):
 
 
 def buffers_of_deep_ep() -> list[int]:
-    """How many buffers of DeepEP live with a layer and after it."""
+    """Numbers of living DeepEP buffers, with a layer and after it."""
     fake_deep_ep.install()
 
     def living() -> int:

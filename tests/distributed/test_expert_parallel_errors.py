@@ -304,7 +304,7 @@ def test_alone_a_process_needs_no_group():
 
 
 def bad_options_on_one_rank() -> list[str]:
-    """What both ranks raise where rank 1 has a bad option, another default dtype, or no memory to share."""
+    """Errors of both ranks if rank 1 has a bad option, another default dtype, or no memory to share."""
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
 
     def of_dtype() -> MoELayer:

@@ -41,7 +41,7 @@ PARTS = {"router": ["router.weight"], "experts": ["experts.gate_up", "experts.do
 
 
 class Way(NamedTuple):
-    """How tokens travel.
+    """A transport, a combine and a payload.
 
     Attributes:
         options: of the layer.
@@ -54,7 +54,7 @@ class Way(NamedTuple):
     by_hand: bool = False
 
 
-# By backend, since a start of processes takes seconds.
+# Sorted by backend, since a start of processes takes seconds.
 WAYS = {
     "gloo exact": Way({"combine": "exact"}),
     "gloo reduced": Way({"combine": "reduced"}),
@@ -161,7 +161,7 @@ def by_hand(layer: MoELayer, x: paddle.Tensor) -> paddle.Tensor:
 
 
 def combined(layer: MoELayer, received: Received) -> paddle.Tensor:
-    """What the experts make of tokens that a product keeps for its backward pass as they arrived."""
+    """Expert outputs of a product that keeps the tokens that arrived for its backward pass."""
     arrived = received.tokens if received.rows is None else received.rows
     factor = paddle.ones([HIDDEN], arrived.dtype)
     factor.stop_gradient = False
