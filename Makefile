@@ -260,8 +260,9 @@ build/aarch64/libpmo_core.so: $(CORE_SOURCES:$(CSRC)/%.cc=build/aarch64/%.o)
 AREA ?=
 MUTANTS ?= 30
 SEED ?= 1
-mutants: $(VENV)/stamp-built core ## faults that no test notices; AREA, MUTANTS, SEED (tools/mutants/README.md)
-	nice $(PY) tools/mutants/run.py $(addprefix --area ,$(AREA)) --mutants $(MUTANTS) --seed $(SEED)
+MUTANTS_ARGS ?=
+mutants: $(VENV)/stamp-built core ## faults that no test notices; AREA, MUTANTS, SEED, MUTANTS_ARGS (tools/mutants/README.md)
+	nice $(PY) tools/mutants/run.py $(addprefix --area ,$(AREA)) --mutants $(MUTANTS) --seed $(SEED) $(MUTANTS_ARGS)
 
 wheel: $(VENV)/stamp-deps ## a wheel in dist/
 	rm -f dist/*.whl

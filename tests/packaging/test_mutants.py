@@ -83,6 +83,6 @@ time.sleep(1000)
     environment = {**os.environ, "MUTANTS_COPY": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
     child = os.pidfd_open(int(process.stdout.readline()))
-    assert module("run").outcome_of(process, f"MUTANTS_COPY={tmp_path}", 0.0) == ("out of time", "")
+    assert module("copies").outcome_of(process, f"MUTANTS_COPY={tmp_path}", 0.0) == ("out of time", "")
     assert select.select([child], [], [], 60)[0] == [child]  # it ended
     os.close(child)

@@ -1,0 +1,248 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""A copy of the tree in which the tests of an area run, with a fault or without one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import cpp
+from areas import LEFT_OUT, Area
+from faults import Fault, planted
+
+HERE = Path(__file__).resolve().parent
+LEFT_BEHIND = (
+    ".git",
+    ".venv*",
+    "dist",
+    "gpu",
+    "sanitize",
+    "aarch64",
+    "mutants",
+    "objects",
+    "*_cache",
+    "__pycache__",
+    ".hypothesis",
+    "*.o",
+)
+LIMIT_FACTOR, LIMIT_SECONDS = 4, 60
+LIMIT_BYTES = 8 << 30  # of memory in use: a wrong size may ask for any amount
+_MARK = "MUTANTS_COPY"  # in the environment of all processes that tests of a copy start
+
+
+# CI: the same examples of hypothesis on every run.
+_VARIABLES = {"CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+class Mutant(NamedTuple):
+    path: str
+    fault: Fault
+
+
+class Outcome(NamedTuple):
+    survived: bool
+    how: str
+
+
+class Record(NamedTuple):
+    """The tests of an area: ids and seconds, and for every line ("path:number") the numbers of those that reach it."""
+
+    tests: list[str]
+    seconds: list[float]
+    reached: dict[str, list[int]]
+
+    def file_seconds(self) -> dict[str, float]:
+        total: defaultdict[str, float] = defaultdict(float)
+        for test, seconds in zip(self.tests, self.seconds, strict=True):
+            total[_file(test)] += seconds
+        return total
+
+
+class Copy:
+    """A copy of a tree, in which tests run; one that changes C++ links libraries of its own."""
+
+    def __init__(self, tree: Path, folder: Path, *, links: bool) -> None:
+        self.root, self._folder = folder / "tree", folder
+        shutil.copytree(tree, self.root, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
+        self._libraries = cpp.Libraries(tree, self.root) if links else None
+
+    def recorded(self, files: Sequence[str], sources: Sequence[str], python: str, *, leaves_out: bool) -> Record:
+        """Runs all tests of some files. They must pass, or are left out where they fail."""
+        made, children = self._folder / "record.json", self._folder / "children"
+        shutil.rmtree(children, ignore_errors=True)
+        children.mkdir()
+        variables = {"MUTANTS_RECORD": str(made), "MUTANTS_SOURCES": os.pathsep.join(sources)}
+        if sources:
+            variables["MUTANTS_CHILDREN"] = str(children)
+        code, output = self._pytest(python, files, 2 * 3600, **variables)
+        found = json.loads(made.read_text()) if made.exists() else {"failed": []}
+        made.unlink(missing_ok=True)
+        if found["failed"] and leaves_out:
+            print(f"  left out: {', '.join(found['tests'][test] for test in found['failed'])}", flush=True)
+        elif code:
+            raise RuntimeError(f"the tests fail without a fault:\n{output}")
+        return _without(found)
+
+    def try_mutant(self, area: Area, python: str, record: Record, mutant: Mutant) -> Outcome | None:
+        """Whether any test fails: first those that reach the lines, the fastest first, then all that may notice.
+
+        These are the others of the same files, which may share a fixture with them; all that guard the source, where
+        no test reaches the lines, as those of a constant of a module. Files named like the source run before others,
+        short ones before long ones. None if the fault does not compile, or if its object is the same.
+        """
+        path = self.root / mutant.path
+        source = path.read_bytes()
+        path.write_bytes(planted(source, mutant.fault))
+        try:
+            if self._libraries is None:
+                return self._tested(area, python, record, mutant)
+            with self._libraries.rebuilt(mutant.path) as is_other:
+                return self._tested(area, python, record, mutant) if is_other else None
+        finally:
+            path.write_bytes(source)
+
+    def _tested(self, area: Area, python: str, record: Record, mutant: Mutant) -> Outcome:
+        reaching = _reaching(record, mutant.path, mutant.fault)
+        guards = area.guards.get(Path(mutant.path).stem, area.tests)
+        files = {_file(record.tests[test]) for test in reaching} or set(files_of(self.root, guards))
+        rest = set(range(len(record.tests))).difference(reaching)
+        others = [test for test in rest if _file(record.tests[test]) in files]
+        subject, seconds = Path(mutant.path).stem.removesuffix("_op"), record.file_seconds()
+        others.sort(key=lambda test: (subject not in (file := _file(record.tests[test])), seconds[file], test))
+        how = self._failure(python, record, reaching) or self._failure(python, record, others)
+        return Outcome(not how, how or f"{len(reaching)} tests reach it")
+
+    def _failure(self, python: str, record: Record, tests: list[int]) -> str | None:
+        """How some tests fail, or None where they pass."""
+        if not tests:
+            return None
+        names = [record.tests[test] for test in tests]
+        listed = self._folder / "tests.json"
+        listed.write_text(json.dumps(names))
+        seconds = [record.seconds[test] for test in tests]
+        limit, limit_of_one = (LIMIT_SECONDS + LIMIT_FACTOR * taken for taken in (sum(seconds), max(seconds)))
+        options = [f"faulthandler_timeout={limit_of_one}", "faulthandler_exit_on_timeout=true"]
+        files = list(dict.fromkeys(map(_file, names)))
+        arguments = ["-x", *(word for option in options for word in ("-o", option)), *files]
+        code, output = self._pytest(python, arguments, limit, MUTANTS_TESTS=str(listed))
+        if "Timeout (" in output:
+            return "out of time"
+        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if code == 0:
+            return None
+        return code if isinstance(code, str) else failed[0] if failed else f"exit code {code}"
+
+    def _pytest(self, python: str, arguments: Sequence[str], seconds: float, **variables: str) -> tuple[int | str, str]:
+        """Exit code (or "out of time", "out of memory") and output of the tests; ends all processes they started."""
+        command = [python, "-m", "pytest", "-q", "--tb=no", "-p", "pytest_reach", "-p", "no:cacheprovider"]
+        paths = [str(HERE), str(HERE / "children"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        process = subprocess.Popen(
+            [*command, *arguments],
+            cwd=self.root,
+            env={**os.environ, **_VARIABLES, "PYTHONPATH": os.pathsep.join(paths), **variables, _MARK: str(self.root)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        return outcome_of(process, f"{_MARK}={self.root}", seconds)
+
+
+def files_of(root: Path, patterns: Sequence[str]) -> list[str]:
+    """The paths of files in `root` that match patterns, each once, without those that are left out."""
+    found = [path for pattern in patterns for path in sorted(root.glob(pattern))]
+    paths = dict.fromkeys(str(path.relative_to(root)) for path in found)
+    return [path for path in paths if path not in LEFT_OUT]
+
+
+def python_of(tree: Path, area: Area) -> str:
+    """The interpreter for the tests of an area."""
+    return str(tree / area.python) if area.python else sys.executable
+
+
+def merged(records: Sequence[Record]) -> Record:
+    """One record of the tests of several."""
+    tests: list[str] = []
+    seconds: list[float] = []
+    reached: dict[str, list[int]] = {}
+    for record in records:
+        for line, numbers in record.reached.items():
+            reached.setdefault(line, []).extend(number + len(tests) for number in numbers)
+        tests += record.tests
+        seconds += record.seconds
+    return Record(tests, seconds, reached)
+
+
+def _without(found: dict) -> Record:
+    """What was recorded, without the tests that failed."""
+    kept = sorted(set(range(len(found["tests"]))).difference(found["failed"]))
+    number = {test: place for place, test in enumerate(kept)}
+    reached = {line: [number[test] for test in tests if test in number] for line, tests in found["reached"].items()}
+    return Record([found["tests"][test] for test in kept], [found["seconds"][test] for test in kept], reached)
+
+
+def _reaching(record: Record, path: str, fault: Fault) -> list[int]:
+    tests = {test for line in fault.lines for test in record.reached.get(f"{path}:{line}", ())}
+    return sorted(tests, key=lambda test: record.seconds[test])
+
+
+def outcome_of(process: subprocess.Popen[str], mark: str, seconds: float) -> tuple[int | str, str]:
+    """Waits for a process; returns its exit code (or "out of time", "out of memory") and its output.
+
+    Then all processes end that have the mark, "NAME=value", in their environment, in sessions of their own as well.
+    """
+    end = time.monotonic() + seconds
+    how = ""
+    while not how:
+        try:
+            output, _ = process.communicate(timeout=0.5)
+            break
+        except subprocess.TimeoutExpired:
+            how = (
+                "out of time"
+                if time.monotonic() > end
+                else "out of memory"
+                if any(map(_is_large, _marked(mark)))
+                else ""
+            )
+    for pid in _marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if how:
+        process.communicate()
+        return how, ""
+    return process.returncode, output
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes that were started with "NAME=value" in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _is_large(pid: int) -> bool:
+    """Whether a process has too much memory in use; Paddle's threads reserve far more than they use."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return pages * os.sysconf("SC_PAGESIZE") > LIMIT_BYTES
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]

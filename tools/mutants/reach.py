@@ -1,0 +1,73 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which test reaches which line, in the process of pytest and in those that its tests start.
+
+A folder (MUTANTS_CHILDREN) holds the number of the test that runs, which all processes map into memory, and one file
+of lines for each process: "test path:line". A process that is killed runs no handler at its end, so a line is written
+when a test first reaches it. MUTANTS_SOURCES has the paths of the sources, separated by os.pathsep.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_NUMBER, _BYTES = "test", 8
+
+
+class Current:
+    """The number of the test that runs; -1 before the first one."""
+
+    def __init__(self, folder: str) -> None:
+        path = Path(folder) / _NUMBER
+        if not path.exists():
+            path.write_bytes((-1).to_bytes(_BYTES, "little", signed=True))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _BYTES)
+
+    def set(self, number: int) -> None:
+        self._memory[:] = number.to_bytes(_BYTES, "little", signed=True)
+
+    def get(self) -> int:
+        return int.from_bytes(self._memory[:], "little", signed=True)
+
+
+class Tracer:
+    """Writes down the lines of this process."""
+
+    def __init__(self, folder: str) -> None:
+        paths = os.environ["MUTANTS_SOURCES"].split(os.pathsep)
+        self._sources = {os.path.abspath(path): path for path in paths}
+        self._current, self._seen = Current(folder), set()
+        self._file = os.open(Path(folder) / f"lines-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def start(self) -> None:
+        """Traces all threads from now on."""
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        path = self._sources.get(frame.f_code.co_filename)
+        if path is None:
+            return None
+        reached = self._current.get(), path, frame.f_lineno
+        if reached not in self._seen:
+            self._seen.add(reached)
+            os.write(self._file, f"{reached[0]} {path}:{reached[2]}\n".encode())
+        return self._trace
+
+
+def reached_lines(folder: str) -> dict[str, list[int]]:
+    """For every line ("path:number") the numbers of tests."""
+    found = defaultdict(set)
+    for path in Path(folder).glob("lines-*"):
+        for text in path.read_text().splitlines():
+            test, _, line = text.partition(" ")
+            found[line].add(int(test))
+    return {line: sorted(tests) for line, tests in found.items()}
