@@ -16,6 +16,7 @@ Every suite is a command that a person could type; its counts come from pytest's
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime
 import filecmp
 import importlib.util
@@ -180,6 +181,12 @@ def read_counts(report: Path) -> dict[str, object]:
     return {**counts, "failed_tests": names}
 
 
+def read_errors(output: str) -> dict[str, int]:
+    """How often a sanitizer printed each first line of an error, the most frequent ones."""
+    lines = re.findall(r"^========= (?! )(?!COMPUTE-SANITIZER|\w+ SUMMARY)(.+)$", output, re.MULTILINE)
+    return dict(collections.Counter(line.strip() for line in lines).most_common(20))
+
+
 def read_fuzz(report: Path) -> dict[str, object]:
     """The number of cases in a JUnit report of fuzz tests, and the commands that repeat those that failed."""
     root = parse_report(report)
@@ -245,6 +252,7 @@ def run_suite(suite: str, out: Path, extra: list[str], limit: int) -> int:
         print(done.stdout[-3000:], done.stderr[-1000:])
         found = re.findall(r"(ERROR SUMMARY|RACECHECK SUMMARY): (.*)", done.stdout + done.stderr)
         result["sanitizer"] = [text for _, text in found]
+        result["errors"] = read_errors(done.stdout + done.stderr)
     result.update(read_counts(report))
     if suite == "fuzz":
         result.update(read_fuzz(report))

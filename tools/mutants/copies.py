@@ -38,6 +38,7 @@ LEFT_BEHIND = (
 )
 LIMIT_FACTOR, LIMIT_SECONDS = 4, 60
 LIMIT_BYTES = 8 << 30  # of memory in use: a wrong size may ask for any amount
+_NO_TESTS = 5  # pytest's exit code
 _MARK = "MUTANTS_COPY"  # in the environment of all processes that tests of a copy start
 
 
@@ -89,8 +90,9 @@ class Copy:
         found = json.loads(made.read_text()) if made.exists() else {"failed": []}
         made.unlink(missing_ok=True)
         if found["failed"] and leaves_out:
-            print(f"  left out: {', '.join(found['tests'][test] for test in found['failed'])}", flush=True)
-        elif code:
+            files = sorted({_file(found["tests"][test]) for test in found["failed"]})
+            print(f"  left out: {len(found['failed'])} tests of {', '.join(files)}", flush=True)
+        elif code not in (0, _NO_TESTS):
             raise RuntimeError(f"the tests fail without a fault:\n{output}")
         return _without(found)
 
