@@ -41,7 +41,7 @@ def array_at(value: Any) -> Any:
     memory.tensor = value
     array: NDArray = np.ndarray(
         tuple(value.shape),
-        to_numpy(value[:0]).dtype,
+        to_numpy(value.new_empty(0)).dtype,
         memory,
         strides=[stride * value.element_size() for stride in value.stride()],
     )
