@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from paddle_moe_ops.triton.handles import Handles
 from paddle_moe_ops.triton.hopper_float8 import float8_kernels_of
 from paddle_moe_ops.triton.hopper_outer import grouped_outer_of
 from paddle_moe_ops.triton.hopper_product import grouped_product_of
+from paddle_moe_ops.triton.launch.kernel_cache import Handles
 
 __all__ = ["TorchDevice", "gpu_facts"]
 
 
 class TorchDevice:
-    """A `triton.launching.Device`: the current GPU and stream of PyTorch, whose Triton driver is the default one.
+    """A `triton.launch.device.Device`: the current GPU and stream of PyTorch, whose Triton driver is the default one.
 
     Args:
         core_library: a libpmo_core.so whose kernels for Hopper are used, or None.

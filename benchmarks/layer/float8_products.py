@@ -45,12 +45,13 @@ from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
 from benchmarks.spread import time_fields
 from paddle_moe_ops.triton.float8_mlp import quantize_experts
-from paddle_moe_ops.triton.grouped_gemm import Groups, Target, schedule
+from paddle_moe_ops.triton.gemm.schedule import schedule
+from paddle_moe_ops.triton.gemm.types import Groups, Target
 from paddle_moe_ops.triton.hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product
 from paddle_moe_ops.triton.hopper_product import GATED, PLAIN, TILE_ROWS
-from paddle_moe_ops.triton.launching import ITEM_BYTES, address
-from paddle_moe_ops.triton.permute import permute_window
-from paddle_moe_ops.triton.quantize import quantize
+from paddle_moe_ops.triton.launch.device import ITEM_BYTES, address
+from paddle_moe_ops.triton.ops.permute import permute_window
+from paddle_moe_ops.triton.ops.quantize import quantize
 
 from .inputs import Inputs
 from .peers import PaddedRows, deep_gemm

@@ -10,7 +10,7 @@ from paddle import Tensor
 
 from .._graphs import dense, with_elements
 from .._native import native
-from ..triton import _runtime
+from ..triton.launch import paddle_device
 from .library import loaded_library
 
 __all__ = ["aligned", "dense_rows", "device_of"]
@@ -37,11 +37,11 @@ def _library() -> Any:
 
     library = loaded_library()
     if library is None:
-        return _runtime.Library(functions=native.recordings)
+        return paddle_device.Library(functions=native.recordings)
     kernels = grouped_product_of(library), grouped_outer_of(library), float8_kernels_of(library)
-    return _runtime.Library(*kernels, native.recordings)
+    return paddle_device.Library(*kernels, native.recordings)
 
 
 def device_of(*tensors: Tensor | None) -> Any:
     """The device that launches where tensors lie, with what the compiled library has for it."""
-    return _runtime.device_of(with_elements([each for each in tensors if each is not None]), _library)
+    return paddle_device.device_of(with_elements([each for each in tensors if each is not None]), _library)

@@ -25,7 +25,7 @@ class ProductKernels:
     overwrites_hidden = True
 
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
-        from ..triton.grouped_gemm import grouped_gemm
+        from ..triton.gemm.grouped_gemm import grouped_gemm
         from ..triton.recording import facts_of, recorded
 
         on_host = isinstance(spec.m_sizes, list) and not isinstance(spec.expert_offsets, Tensor)
@@ -52,10 +52,10 @@ class ProductKernels:
         spec: GemmSpec,
         wanted: tuple[bool, bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        from ..triton.bias_gradient import bias_gradient
-        from ..triton.grouped_gemm import grouped_gemm_backward
+        from ..triton.gemm.bias_gradient import bias_gradient
+        from ..triton.gemm.grouped_gemm import grouped_gemm_backward
+        from ..triton.ops.unpermute import unpermute
         from ..triton.recording import facts_of, recorded
-        from ..triton.unpermute import unpermute
 
         device, maps = device_of(x, w), _gemm_maps(spec, weights)
         d_out, operands = dense_rows(d_out), (dense_rows(x), dense(w), _gemm_groups(spec, x))
@@ -78,7 +78,7 @@ class ProductKernels:
         return d_x, d_w, d_weights, d_bias
 
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
-        from ..triton.grouped_gemm_configs import gpu_at
+        from ..triton.gemm.gpu_facts import gpu_at
         from ..triton.hopper_float8 import suits_float8
 
         matrix = down if isinstance(down, Tensor) else down[0]
@@ -95,7 +95,7 @@ class ProductKernels:
         wanted: tuple[bool, bool, bool, bool],
     ) -> list[str]:
         from ..triton.float8_mlp import quantize_experts
-        from ..triton.outline import Outline
+        from ..triton.launch.dry_run import Outline
 
         device, sources = Outline(device_of(x)), (_side_by_side(gate_up), _side_by_side(down))
         if spec.quantized is not None:  # another device: the launches that make them are no part of every call
@@ -177,7 +177,7 @@ def _flat(quantized: Any) -> tuple[Any, ...]:
 
 def _side_by_side(given: Matrices) -> Any:
     """Matrices as an array at the place of the first one, which is on the GPU where they would be joined."""
-    from ..triton.outline import StandIn
+    from ..triton.launch.dry_run import StandIn
 
     first, shape = (given, given.shape) if isinstance(given, Tensor) else (given[0], [len(given), *given[0].shape])
     return StandIn(shape, device_of(first).dtype_name(first), first.data_ptr())
@@ -185,8 +185,8 @@ def _side_by_side(given: Matrices) -> Any:
 
 def _windows(device: Any, x: Tensor, gate_up: Any, down: Any, spec: MlpSpec) -> str:
     """How a layer's rows of d columns are cut."""
-    from ..triton.launching import blocks
-    from ..triton.moe_mlp import Run
+    from ..triton.gemm.mlp import Run
+    from ..triton.launch.device import blocks
 
     layer = _layer(_operands_of_layer(x, gate_up, down, None, spec), spec)
     run = Run(device, layer, x, moves_twice=False, may_gather=spec.compute is None)
@@ -240,10 +240,10 @@ def _dense(operands: _Operands) -> _Operands:
 def _recorded_mlp(device: Any, options: tuple[Any, ...], operands: _Operands, spec: MlpSpec) -> Any:
     """`ProductKernels.moe_mlp` where the call's launches may have to be found out."""
     from ..triton.float8_mlp import moe_mlp_float8
+    from ..triton.gemm.mlp import moe_mlp
     from ..triton.hopper_float8 import Codes
-    from ..triton.moe_mlp import moe_mlp
+    from ..triton.ops.rowmap import slots_to_rows
     from ..triton.recording import facts_of, recorded
-    from ..triton.rowmap import slots_to_rows
 
     x, slots, layer = operands.x, operands.slots, _layer(operands, spec)
 
@@ -276,8 +276,9 @@ def _recorded_mlp_backward(
 ) -> Any:
     """`ProductKernels.moe_mlp_backward` where the call's launches may have to be found out."""
     from ..triton.float8_mlp import moe_mlp_float8_backward
+    from ..triton.gemm.mlp import moe_mlp_backward
+    from ..triton.gemm.types import Kept
     from ..triton.hopper_float8 import Codes
-    from ..triton.moe_mlp import Kept, moe_mlp_backward
     from ..triton.recording import facts_of, recorded
 
     layer = _layer(operands, spec)._replace(slots=operands.slots)
@@ -295,8 +296,7 @@ def _recorded_mlp_backward(
 
 
 def _layer(operands: _Operands, spec: MlpSpec) -> Any:
-    from ..triton.grouped_gemm import Groups, Tokens
-    from ..triton.moe_mlp import Layer
+    from ..triton.gemm.types import Groups, Layer, Tokens
 
     groups, tokens = Groups(operands.sizes, operands.offsets), Tokens(operands.row_to_token, operands.token_rows)
     matrices = operands.gate_up, operands.down
@@ -320,7 +320,7 @@ def _quantized(spec: MlpSpec) -> Any:
 
 def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:
     """Sizes and offsets as tensors where the operands are."""
-    from ..triton.grouped_gemm import Groups
+    from ..triton.gemm.types import Groups
 
     def on_device(numbers: list[int] | Tensor) -> Tensor:
         if isinstance(numbers, Tensor):
@@ -332,7 +332,7 @@ def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:
 
 
 def _gemm_maps(spec: GemmSpec, weights: Tensor | None) -> dict[str, Any]:
-    from ..triton.grouped_gemm import Tokens
+    from ..triton.gemm.types import Tokens
 
     plan = spec.plan
     return {

@@ -24,14 +24,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .grouped_gemm import Target
+from .gemm.mlp import Run
+from .gemm.types import Gradients, Kept, Layer, Target
 from .hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product, quantize_blocks, quantize_both_forms
 from .hopper_product import GATED, GRADIENT, PLAIN, TILE_ROWS
-from .launching import Array, Device, blocks
-from .moe_mlp import Gradients, Kept, Layer, Run
-from .permute import permute_window
-from .quantize import quantize
-from .unpermute import unpermute_window
+from .launch.device import Array, Device, blocks
+from .ops.permute import permute_window
+from .ops.quantize import quantize
+from .ops.unpermute import unpermute_window
 
 __all__ = ["QuantizedExperts", "moe_mlp_float8", "moe_mlp_float8_backward", "quantize_experts"]
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from .gemm.types import Gpu, Schedule, Target
 from .hopper_product import LibraryKernel, library_kernel
-from .launching import ITEM_BYTES, Array, Device, address, blocks
-
-if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
-    from .grouped_gemm import Target
-    from .grouped_gemm_configs import Gpu
-    from .schedules import Schedule
+from .launch.device import ITEM_BYTES, Array, Device, address, blocks
 
 __all__ = [
     "AMAX_MIN",

@@ -9,15 +9,11 @@ kernel.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .gemm.types import Gpu, Rows, Schedule
 from .hopper_product import LIBRARY_DTYPES, LibraryKernel, library_kernel
-from .launching import ITEM_BYTES, Array, Device, address, sum_vector
-
-if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
-    from .grouped_gemm import Rows
-    from .grouped_gemm_configs import Gpu
-    from .schedules import Schedule
+from .launch.device import ITEM_BYTES, Array, Device, address, sum_vector
 
 __all__ = ["grouped_outer_of", "hopper_outer", "takes_outer"]
 

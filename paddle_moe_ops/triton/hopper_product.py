@@ -11,17 +11,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
-
-if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
-    from .grouped_gemm import Rows, Target
-    from .grouped_gemm_configs import Gpu
-    from .schedules import Schedule
+from .gemm.types import Gpu, Rows, Schedule, Target
+from .launch.device import ITEM_BYTES, Array, Device, address, blocks, sum_vector
 
 __all__ = [
-    "FEW_ROWS",
     "GATED",
     "GRADIENT",
     "LIBRARY_DTYPES",
@@ -45,9 +40,6 @@ __all__ = [
 PLAIN, GATED, GRADIENT = range(3)  # pmo_grouped_result
 TILE_ROWS, TILE_COLUMNS, WIDE_COLUMNS = 128, 128, 192
 TURNED_ROWS = 160  # of csrc/cuda/grouped_turned.cu
-# Of an expert, at most, on average: with one tile each, memory decides the time of all products. The library gathers
-# the rows of tokens faster than they are moved then, also for new gradients of the matrices.
-FEW_ROWS = TURNED_ROWS
 LIBRARY_DTYPES = {"float16": 1, "bfloat16": 2}  # pmo_dtype
 _INTEGERS = (
     *("num_rows", "num_sources", "num_experts", "inner", "outer"),

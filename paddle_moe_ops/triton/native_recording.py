@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from .hopper_product import LibraryKernel
-from .launching import ITEM_BYTES, Array, Device, blocks
+from .launch.device import ITEM_BYTES, Array, Device, blocks
 
 __all__ = ["WORKSPACE_ALIGNMENT", "Driver", "Functions", "Repeater", "native_recording", "repeated"]
 

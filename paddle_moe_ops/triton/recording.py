@@ -10,15 +10,14 @@ in and how far from its start. From then on a call of the same key allocates mem
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from .grouped_gemm_configs import ALLOCATOR
-from .launching import CALLS_KEPT, ITEM_BYTES, Array, Device, address, blocks, low_bits
+from .launch.allocator import scratch_memory
+from .launch.device import CALLS_KEPT, ITEM_BYTES, Array, Device, address, blocks, low_bits
 from .native_recording import WORKSPACE_ALIGNMENT, native_recording
 
-__all__ = ["facts_of", "recorded", "scratch_memory"]
+__all__ = ["facts_of", "recorded"]
 
 
 def facts_of(device: Device, *arrays: Array | None) -> list[Hashable]:
@@ -63,19 +62,6 @@ def recorded(
         recordings.clear()
     recordings[key] = recorder.recording(made)
     return made
-
-
-@contextlib.contextmanager
-def scratch_memory(device: Device) -> Iterator[None]:
-    """Give launches memory for their tensor descriptors."""
-    if ALLOCATOR is None:
-        yield
-        return
-    token = ALLOCATOR.set(lambda size, alignment, stream: device.empty([blocks(size, 4)], "int32"))
-    try:
-        yield
-    finally:
-        ALLOCATOR.reset(token)
 
 
 class Launch(NamedTuple):

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.gpu_place, pytest.mark.two_gpus]
 @pytest.fixture
 def elsewhere(run: Any) -> Any:  # noqa: F811
     """A context in which the second GPU is current; the tensors are on the first."""
-    from paddle_moe_ops.triton._runtime import _Cuda
+    from paddle_moe_ops.triton.launch.paddle_device import _Cuda
 
     return lambda: _Cuda.get().current(1)
 
@@ -54,7 +54,7 @@ def test_calls_through_paddle_run_where_their_tensors_are(run: Any, problem: Pro
 
 
 def test_direct_calls_run_where_their_tensors_are(run: Any, direct: Any, problem: Problem, elsewhere: Any) -> None:  # noqa: F811
-    from paddle_moe_ops.triton._runtime import _Cuda
+    from paddle_moe_ops.triton.launch.paddle_device import _Cuda
 
     x, scale, maps = on_gpu(problem.x), on_gpu(problem.scale), plan_tensors(run, problem, on_gpu(problem.probs))
     described = problem.H, PHI_DTYPES[problem.dtype]

@@ -158,7 +158,7 @@ def test_a_second_call_repeats_the_launches_of_the_first_with_its_own_tensors(in
         layers[0].run("cpu")
         launches = interpreted.launches.copy()
         for name in ("moe_mlp", "moe_mlp_backward"):
-            monkeypatch.setattr(f"paddle_moe_ops.triton.moe_mlp.{name}", None)
+            monkeypatch.setattr(f"paddle_moe_ops.triton.gemm.mlp.{name}", None)
         made = layers[1].run("cpu")
     assert interpreted.launches == 2 * launches
     assert_close(made, layers[1].due(), np.float16)

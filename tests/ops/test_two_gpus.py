@@ -25,7 +25,7 @@ def elsewhere(request, device, place):
 
     Paddle's own allocations and operators may change the current GPU; `only_ours` says that there are none.
     """
-    from paddle_moe_ops.triton._runtime import _Cuda
+    from paddle_moe_ops.triton.launch.paddle_device import _Cuda
 
     kind, _, index = device.partition(":")
     other = 1 - int(index)

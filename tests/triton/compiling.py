@@ -21,14 +21,19 @@ from tests.bare_package import without_paddle
 
 without_paddle(always=True)
 
-from paddle_moe_ops.triton import moe_mlp  # noqa: E402
-from paddle_moe_ops.triton.bias_gradient import bias_gradient  # noqa: E402
-from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward  # noqa: E402
-from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config  # noqa: E402
-from paddle_moe_ops.triton.permute import permute  # noqa: E402
-from paddle_moe_ops.triton.route import Routing, route  # noqa: E402
-from paddle_moe_ops.triton.row_id_map import make_row_id_map, read_row_id_map  # noqa: E402
-from paddle_moe_ops.triton.rowmap import (  # noqa: E402
+from paddle_moe_ops.triton.gemm import mlp  # noqa: E402
+from paddle_moe_ops.triton.gemm.bias_gradient import bias_gradient  # noqa: E402
+from paddle_moe_ops.triton.gemm.configs import product_config, weight_gradient_config  # noqa: E402
+from paddle_moe_ops.triton.gemm.grouped_gemm import grouped_gemm, grouped_gemm_backward  # noqa: E402
+from paddle_moe_ops.triton.gemm.types import (  # noqa: E402
+    Gpu,
+    Groups,
+    Tokens,
+)
+from paddle_moe_ops.triton.ops.permute import permute  # noqa: E402
+from paddle_moe_ops.triton.ops.route import Routing, route  # noqa: E402
+from paddle_moe_ops.triton.ops.row_id_map import make_row_id_map, read_row_id_map  # noqa: E402
+from paddle_moe_ops.triton.ops.rowmap import (  # noqa: E402
     clean_rowmap,
     clean_rowmap_by_expert,
     gather_slots,
@@ -36,11 +41,11 @@ from paddle_moe_ops.triton.rowmap import (  # noqa: E402
     scatter_slots,
     slots_to_rows,
 )
-from paddle_moe_ops.triton.sort_chunks import chunk_map  # noqa: E402
-from paddle_moe_ops.triton.topk import topk as choose_experts  # noqa: E402
-from paddle_moe_ops.triton.topk import topk_backward  # noqa: E402
-from paddle_moe_ops.triton.unpermute import unpermute  # noqa: E402
-from paddle_moe_ops.triton.unpermute_backward import unpermute_backward  # noqa: E402
+from paddle_moe_ops.triton.ops.sort_chunks import chunk_map  # noqa: E402
+from paddle_moe_ops.triton.ops.topk import topk as choose_experts  # noqa: E402
+from paddle_moe_ops.triton.ops.topk import topk_backward  # noqa: E402
+from paddle_moe_ops.triton.ops.unpermute import unpermute  # noqa: E402
+from paddle_moe_ops.triton.ops.unpermute_backward import unpermute_backward  # noqa: E402
 
 from .interpreter import NumpyArray, NumpyDevice  # noqa: E402
 
@@ -109,7 +114,7 @@ def main() -> None:
     route_by_logits(gpu, tokens, topk, experts)
     products_by_descriptors(CompilingDevice(HOPPER), y, matrices, groups)
     layers(gpu, Tokens(owners, ids), groups, 192)
-    moe_mlp.gpu_at = lambda _: Gpu(HOPPER, 132)
+    mlp.gpu_at = lambda _: Gpu(HOPPER, 132)
     layers(CompilingDevice(HOPPER), Tokens(owners, ids), groups, 1024)
 
 
@@ -119,10 +124,10 @@ def layers(gpu: CompilingDevice, tokens: Tokens, groups: Groups, inner: int) -> 
     x = gpu.empty([num_tokens, hidden], "float16")
     gate_up, down = gpu.empty([experts, hidden, 2 * inner], "float16"), gpu.empty([experts, inner, hidden], "float16")
     weights, slots = gpu.empty([num_rows], "float32"), gpu.empty([num_tokens, num_rows // num_tokens], "int32")
-    layer = moe_mlp.Layer(gate_up, down, groups, tokens, weights, False, 1 << 28, slots)
-    out, kept = moe_mlp.moe_mlp(gpu, x, layer, True)
+    layer = mlp.Layer(gate_up, down, groups, tokens, weights, False, 1 << 28, slots)
+    out, kept = mlp.moe_mlp(gpu, x, layer, True)
     into = ((gpu.empty(gate_up.shape, "float32"), True), None)
-    moe_mlp.moe_mlp_backward(gpu, out, x, kept, layer, (True,) * 4, into)
+    mlp.moe_mlp_backward(gpu, out, x, kept, layer, (True,) * 4, into)
 
 
 def products_by_descriptors(gpu: CompilingDevice, x: NumpyArray, matrices: NumpyArray, groups: Groups) -> None:

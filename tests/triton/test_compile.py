@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config
+from paddle_moe_ops.triton.gemm.configs import product_config, weight_gradient_config
+from paddle_moe_ops.triton.gemm.types import Gpu
 from tests.bare_package import ROOT
 
 pytestmark = pytest.mark.long

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
-from paddle_moe_ops.triton import grouped_gemm as launchers
-from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward
-from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
+from paddle_moe_ops.triton.gemm import schedule as schedules
+from paddle_moe_ops.triton.gemm.configs import GemmConfig
+from paddle_moe_ops.triton.gemm.grouped_gemm import grouped_gemm, grouped_gemm_backward
+from paddle_moe_ops.triton.gemm.types import Groups, Tokens
 from tests.reference.cases import assert_same_bits
 
 from .interpreter import NumpyDevice
@@ -253,8 +254,8 @@ def test_more_experts_than_are_looked_at_at_once(gpu, rng):
 
 @pytest.mark.parametrize("tma", [False, True])
 def test_gradients_of_more_experts_than_are_looked_at_at_once(gpu, rng, monkeypatch, tma):
-    monkeypatch.setattr(launchers, "_EXPERTS_AT_ONCE", 4)
-    monkeypatch.setattr(launchers, "_MOST_EXPERTS_AT_ONCE", 8)
+    monkeypatch.setattr(schedules, "_EXPERTS_AT_ONCE", 4)
+    monkeypatch.setattr(schedules, "_MOST_EXPERTS_AT_ONCE", 8)
     case = Case(50, [0, 1, 3] * 7, None, 16, 72)  # 3 tiles of 32 x 32 each, the last one cut
     Problem(rng, case, ml_dtypes.bfloat16, True).check(gpu, config=SMALL_TILES._replace(tma=tma))
 

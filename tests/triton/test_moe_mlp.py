@@ -12,11 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton import gathering
-from paddle_moe_ops.triton import moe_mlp as launchers
-from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
-from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
-from paddle_moe_ops.triton.moe_mlp import Layer, moe_mlp, moe_mlp_backward
+from paddle_moe_ops.triton.gemm import gather_heuristic
+from paddle_moe_ops.triton.gemm import mlp as launchers
+from paddle_moe_ops.triton.gemm.configs import GemmConfig
+from paddle_moe_ops.triton.gemm.mlp import moe_mlp, moe_mlp_backward
+from paddle_moe_ops.triton.gemm.types import Groups, Layer, Tokens
 from tests.reference.cases import assert_same_bits
 
 pytestmark = pytest.mark.long
@@ -141,8 +141,8 @@ def tiles(monkeypatch):
         for name in ("gated_config", "product_config", "weight_gradient_config"):
             monkeypatch.setattr(launchers, name, lambda *_: config)
         most = 1 << 30 if gathers else 0
-        monkeypatch.setattr(gathering, "_LARGEST_GATHERED", most)
-        monkeypatch.setattr(gathering, "_LARGEST_GATHERED_PER_PASS", most)
+        monkeypatch.setattr(gather_heuristic, "_LARGEST_GATHERED", most)
+        monkeypatch.setattr(gather_heuristic, "_LARGEST_GATHERED_PER_PASS", most)
 
     return use
 

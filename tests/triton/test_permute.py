@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton.configs import Config
-from paddle_moe_ops.triton.permute import permute, permute_window
-from paddle_moe_ops.triton.row_sums import row_sums, sums_of_rows
+from paddle_moe_ops.triton.ops.configs import Config
+from paddle_moe_ops.triton.ops.permute import permute, permute_window
+from paddle_moe_ops.triton.ops.row_sums import row_sums, sums_of_rows
 from tests.params import FLOAT8_DTYPES, PADDED, ROW_DTYPES, SMALL, WIDE
 from tests.reference.cases import assert_same_bits
 

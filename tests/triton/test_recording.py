@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_moe_ops.triton.launching import CALLS_KEPT
-from paddle_moe_ops.triton.permute import permute
+from paddle_moe_ops.triton.launch.device import CALLS_KEPT
+from paddle_moe_ops.triton.ops.permute import permute
+from paddle_moe_ops.triton.ops.unpermute import unpermute
 from paddle_moe_ops.triton.recording import facts_of, recorded
-from paddle_moe_ops.triton.unpermute import unpermute
 
 from .interpreter import NumpyDevice
 

@@ -16,9 +16,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, address, addresses, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, addresses, blocks, next_power_of_2
+from .numerics import minus_zeros
 from .permute import fill_kernel
-from .sums import minus_zeros
 
 __all__ = ["clean_rowmap", "clean_rowmap_by_expert", "gather_slots", "scatter_mask", "scatter_slots", "slots_to_rows"]
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .configs import Config, permute_config, rows_at_once
-from .launching import (
+from ..launch.device import (
     CALLS_KEPT,
     ITEM_BYTES,
     Array,
@@ -28,8 +27,9 @@ from .launching import (
     next_power_of_2,
     words_of,
 )
+from .configs import Config, permute_config, rows_at_once
+from .numerics import load_indices
 from .row_sums import RowSums, sum_rows
-from .sums import load_indices
 
 __all__ = ["FILL_BLOCK", "fill_kernel", "permute", "permute_window", "zero_rows"]
 

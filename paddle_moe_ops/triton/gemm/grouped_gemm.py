@@ -7,144 +7,24 @@ M rows, D the inner and N the outer size of a matrix, E experts. Sizes and offse
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .grouped_gemm_configs import ALLOCATOR, GemmConfig, gpu_at, product_config, weight_gradient_config
-from .grouped_gemm_kernels import product_kernel, schedule_kernel
-from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
-from .permute import permute
-from .recording import scratch_memory
-from .row_sums import row_sums
-from .schedules import Schedule
-from .weight_gradient_kernel import weight_gradient_kernel
+from ..launch.device import ITEM_BYTES, Array, Device, address, blocks
+from ..ops.permute import permute
+from ..ops.row_sums import row_sums
+from .configs import GemmConfig, product_config, weight_gradient_config
+from .gpu_facts import gpu_at
+from .kernels import product_kernel
+from .operands import POINTERS, descriptor_memory, suits_tma, vector_of
+from .schedule import experts_at_once, loops_over_experts, schedule
+from .types import Groups, Rows, Schedule, Target, Tokens
+from .wgrad import weight_gradient
 
 __all__ = [
-    "Groups",
-    "Rows",
-    "Target",
-    "Tokens",
-    "fill_schedules",
     "grouped_gemm",
     "grouped_gemm_backward",
     "product",
-    "schedule",
-    "weight_gradient",
 ]
-
-_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "int64": "*i64"}
-# Of the table of experts: few sizes, since each is compiled for.
-_EXPERTS_AT_ONCE, _MOST_EXPERTS_AT_ONCE = 256, 1024
-_HEIGHTS_AT_ONCE = 3  # of `schedule_kernel`
-
-
-class Groups(NamedTuple):
-    """Which rows an expert has.
-
-    Attributes:
-        sizes: int32 or int64 [E].
-        offsets: int32 or int64 [E] or more, first row of each; None: the groups follow each other.
-    """
-
-    sizes: Array
-    offsets: Array | None = None
-
-
-class Tokens(NamedTuple):
-    """Whose rows are multiplied, where those of tokens are given.
-
-    Attributes:
-        row_to_token: int32 [M] token of each row, -1 for none.
-        token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
-    """
-
-    row_to_token: Array
-    token_rows: Array
-
-
-def schedule(device: Device, groups: Groups, num_rows: int, block_rows: int) -> Schedule:
-    """Which tiles each expert has."""
-    experts = groups.sizes.shape[0]
-    array = device.empty([sum(Schedule.lengths(experts, 0))], "int32")
-    fill_schedules(device, array, groups, num_rows, [block_rows])
-    return Schedule.within(array, experts, 0)
-
-
-def fill_schedules(
-    device: Device,
-    array: Array,
-    groups: Groups,
-    num_rows: int,
-    heights: Sequence[int],
-    window_rows: int = 0,
-    covers_all: bool = True,
-) -> None:
-    """For tiles of each of these heights, which of them each expert has, and each window of so many rows, if there are.
-
-    Without ``covers_all``, products leave the rows after the last group as they are.
-    """
-    sizes, offsets = groups
-    experts = sizes.shape[0]
-    windows = blocks(num_rows, window_rows) if window_rows else 0
-    stride = sum(Schedule.lengths(experts, windows))
-    pointers = [_POINTERS[device.dtype_name(sizes if each is None else each)] for each in groups]
-    for number in range(0, len(heights), _HEIGHTS_AT_ONCE):
-        at_once = heights[number : number + _HEIGHTS_AT_ONCE]
-        tables = Schedule.within(array, experts, windows, number)
-        padded = (*at_once, *[1] * (_HEIGHTS_AT_ONCE - len(at_once)))
-        device.launch(
-            schedule_kernel,
-            len(at_once),
-            (*pointers, *["*i32"] * 6, *["i32"] * (5 + _HEIGHTS_AT_ONCE)),
-            (*map(address, (sizes, offsets, *tables)), stride, experts, num_rows, windows, window_rows, *padded),
-            (offsets is not None, covers_all, _experts_at_once(experts)),
-            4,
-        )
-
-
-def _experts_at_once(num_experts: int) -> int:
-    return _EXPERTS_AT_ONCE if num_experts <= _EXPERTS_AT_ONCE else _MOST_EXPERTS_AT_ONCE
-
-
-def _descriptors(device: Device, used: bool) -> contextlib.AbstractContextManager:
-    """The context of a launch that makes tensor descriptors, or of another one."""
-    return scratch_memory(device) if used else contextlib.nullcontext()
-
-
-def _uses_tma(config: GemmConfig, vector: int) -> bool:
-    return config.tma and ALLOCATOR is not None and vector > 1
-
-
-class Rows(NamedTuple):
-    """A matrix whose rows may lie apart: all rows in expert order, or a window of them or of their columns.
-
-    Attributes:
-        array: where it lies.
-        height: how many rows.
-        width: columns.
-        stride: elements from one row to the next.
-        offset: elements in front of it.
-        first_row: which of all rows the first one is.
-    """
-
-    array: Array
-    height: int
-    width: int
-    stride: int
-    offset: int = 0
-    first_row: int = 0
-
-    def address(self, item: int) -> int:
-        return self.array.data_ptr() + self.offset * item
-
-
-class Target(NamedTuple):
-    """Where a result goes: memory for it, and which of its columns are made."""
-
-    array: Array
-    first_column: int
-    width: int
 
 
 def _rows(device: Device, array: Array) -> Rows:
@@ -155,17 +35,6 @@ def _rows(device: Device, array: Array) -> Rows:
 def _permuted(device: Device, x: Array, tokens: Tokens) -> Any:
     """Rows for descriptors: what pointers lose to them, loading rows of tokens, is more than moving these costs."""
     return permute(device, x, None, tokens.token_rows, tokens.row_to_token, "all")[0]
-
-
-def _vector(item: int, *operands: Rows | Array) -> int:
-    """Elements that can be read at a time from all operands."""
-    numbers = []
-    for each in operands:
-        if isinstance(each, Rows):
-            numbers += [each.address(item), each.stride * item, each.width * item]
-        else:
-            numbers += [address(each), each.shape[-1] * item]
-    return sum_vector(item, *numbers)
 
 
 class _Product(NamedTuple):
@@ -218,7 +87,7 @@ def product(
     item = ITEM_BYTES[dtype]
     experts, *matrix = w.shape
     inner, outer = matrix[::-1] if transpose else matrix
-    vector = _vector(item, source, w, *([] if partner is None else [partner]))
+    vector = vector_of(item, source, w, *([] if partner is None else [partner]))
     if outer * item % 16 or out.width * item % 16:
         vector = 1
     use_tma = uses_tma(config, vector, inner, transpose)
@@ -235,15 +104,15 @@ def product(
     gpu = gpu_at(address(w))
     windows = tables.num_windows
     rows_here = num_rows if window is None else min(num_rows, source.height)
-    pointer = _POINTERS[dtype] + (":16" if vector > 1 else "")
-    pointers = (pointer, pointer, "*i32", "*fp32", _POINTERS[dtype], *[pointer] * 3, "*fp32", pointer, *["*i32"] * 5)
+    pointer = POINTERS[dtype] + (":16" if vector > 1 else "")
+    pointers = (pointer, pointer, "*i32", "*fp32", POINTERS[dtype], *[pointer] * 3, "*fp32", pointer, *["*i32"] * 5)
     addresses = (
         *(source.address(item), address(w), address(row_to_token), address(weights), address(bias)),
         *(0 if partner is None else partner.address(item), *map(address, made)),
         *map(address, (tables.first, tables.stop, tables.tiles, tables.spare)),
         address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window),
     )
-    with _descriptors(device, use_tma):
+    with descriptor_memory(device, use_tma):
         device.launch(
             product_kernel,
             config.grid(gpu, (blocks(rows_here, config.rows) + experts) * column_tiles),
@@ -259,7 +128,7 @@ def product(
                 *(partner is not None, gated, hidden is not None, flat),
                 *(use_tma, inner % config.depth == 0, out.width % config.columns == 0),
                 *(config.rows, config.columns, config.depth, config.band, config.stages),
-                *(_experts_at_once(experts), experts > _MOST_EXPERTS_AT_ONCE),
+                *(experts_at_once(experts), loops_over_experts(experts)),
             ),
             config.warps,
         )
@@ -269,7 +138,7 @@ def product(
 def uses_tma(config: GemmConfig, vector: int, inner: int, transpose: bool) -> bool:
     """Whether operands of a product come through descriptors; rows that are gathered never do."""
     # A block of W that is not transposed must not reach into the matrix of the next expert.
-    return _uses_tma(config, vector) and (transpose or inner % config.depth == 0)
+    return suits_tma(config, vector) and (transpose or inner % config.depth == 0)
 
 
 def _product(
@@ -293,7 +162,7 @@ def _product(
     config = config or product_config(gpu_at(address(x)), num_rows, experts, inner, outer)
     source, other = _rows(device, x), None if partner is None else _rows(device, partner)
     out = Target(device.empty([num_rows, outer], dtype), 0, outer)
-    vector = 1 if outer * item % 16 else _vector(item, source, w)
+    vector = 1 if outer * item % 16 else vector_of(item, source, w)
     if tokens is not None and uses_tma(config, vector, inner, transpose):
         source, tokens = _rows(device, _permuted(device, x, tokens)), None
     return product(
@@ -405,7 +274,7 @@ def _weight_gradient(
     num_rows = d_out.shape[0]
     gradients, rows = _rows(device, d_out), _rows(device, x)
     config = config or weight_gradient_config(gpu_at(address(w)), *w.shape[1:])
-    use_tma = _uses_tma(config, _vector(ITEM_BYTES[device.dtype_name(x)], gradients, rows)) and num_rows > 0
+    use_tma = suits_tma(config, vector_of(ITEM_BYTES[device.dtype_name(x)], gradients, rows)) and num_rows > 0
     if tokens is not None and use_tma:
         rows, tokens = _rows(device, _permuted(device, x, tokens)), None
     p, q = (gradients, rows) if transpose else (rows, gradients)
@@ -413,63 +282,3 @@ def _weight_gradient(
     tables = schedule(device, groups, num_rows, config.rows)
     weight_gradient(device, p, q, tables, config, num_rows, d_w, gathered=gathered)
     return d_w
-
-
-def weight_gradient(
-    device: Device,
-    p: Rows,
-    q: Rows,
-    tables: Schedule,
-    config: GemmConfig,
-    num_rows: int,
-    out: Array,
-    *,
-    window: tuple[int, int] = (0, 0),
-    gathered: tuple[Array, bool] | None = None,
-    adds: bool = False,
-) -> None:
-    """out[e, i : i + P, j : j + Q] = p^T q of each expert's rows, or added to it.
-
-    Args:
-        device: where to.
-        p: [M, P].
-        q: [M, Q].
-        tables: `schedule` for any tiles.
-        config: how it is cut.
-        num_rows: M.
-        out: [E, ...], dtype of ``p`` or float32.
-        window: i and j; multiples of 8.
-        gathered: row_to_token and whether q has the rows of tokens, else p has them; None: neither.
-        adds: whether to add to what ``out`` holds.
-    """
-    dtype, out_dtype = device.dtype_name(p.array), device.dtype_name(out)
-    item = ITEM_BYTES[dtype]
-    experts, _, out_stride = out.shape
-    vector = _vector(item, p, q, out)
-    use_tma = _uses_tma(config, vector) and num_rows > 0 and gathered is None
-    row_to_token, q_gathered = gathered or (None, False)
-    place = (window[0] * out_stride + window[1]) * ITEM_BYTES[out_dtype]
-    aligned = ":16" if vector > 1 else ""
-    pointer = _POINTERS[dtype] + aligned
-    sources = (q if q_gathered else p).height
-    with _descriptors(device, use_tma):
-        device.launch(
-            weight_gradient_kernel,
-            config.grid(gpu_at(address(out)), experts * blocks(p.width, config.rows) * blocks(q.width, config.columns)),
-            (pointer, pointer, "*i32", _POINTERS[out_dtype] + aligned, "*i32", "*i32", *["i32"] * 5, *["i64"] * 4),
-            (
-                *(p.address(item), q.address(item), address(row_to_token), address(out) + place),
-                *(address(tables.first), address(tables.stop)),
-                *(experts, num_rows, sources, p.width // vector, q.width // vector),
-                *(p.stride // vector, q.stride // vector, out.shape[1] * out_stride // vector, out_stride // vector),
-            ),
-            (
-                *(vector, gathered is not None and not q_gathered, q_gathered, use_tma, adds),
-                *(use_tma or p.width % config.rows == 0, use_tma or q.width % config.columns == 0),
-                # What is gathered waits for its indices, which take every other stage.
-                *(config.rows, config.columns, config.depth, config.band),
-                config.stages if gathered is None else 2 * config.stages - 1,
-                _experts_at_once(experts),
-            ),
-            config.warps,
-        )

@@ -24,13 +24,10 @@ the backward pass makes it again. Rows after the last expert's, which a static b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from .gathering import gathers, gathers_for_matrix
-from .grouped_gemm import Groups, Rows, Target, Tokens, fill_schedules, product, weight_gradient
-from .grouped_gemm_configs import GemmConfig, Gpu, gated_config, gpu_at, product_config, weight_gradient_config
-from .hopper_outer import hopper_outer, takes_outer
-from .hopper_product import (
+from ..hopper_outer import hopper_outer, takes_outer
+from ..hopper_product import (
     GATED,
     GRADIENT,
     PLAIN,
@@ -43,62 +40,22 @@ from .hopper_product import (
     library_rows,
     most_library_rows,
 )
-from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
-from .permute import permute_window
-from .row_sums import RowSums, sums_of_rows
-from .schedules import Schedule
-from .swiglu_gradient import swiglu_gradient
-from .unpermute import unpermute_window
+from ..launch.device import ITEM_BYTES, Array, Device, address, blocks, sum_vector
+from ..ops.permute import permute_window
+from ..ops.row_sums import RowSums, sums_of_rows
+from ..ops.unpermute import unpermute_window
+from .configs import GemmConfig, gated_config, product_config, weight_gradient_config
+from .gather_heuristic import gathers, gathers_for_matrix
+from .gpu_facts import gpu_at
+from .grouped_gemm import product
+from .schedule import fill_schedules
+from .swiglu import swiglu_gradient
+from .types import Gpu, Gradients, Kept, Layer, Rows, Schedule, Target
+from .wgrad import weight_gradient
 
-__all__ = ["Gradients", "Kept", "Layer", "Run", "moe_mlp", "moe_mlp_backward"]
+__all__ = ["Run", "moe_mlp", "moe_mlp_backward"]
 
 _COLUMN_STEP = 256  # windows of columns are multiples of it, and so of tiles, unless tiles of 192 columns fit better
-
-
-class Layer(NamedTuple):
-    """What both passes of a call need.
-
-    Attributes:
-        gate_up: W1 [E, d, 2n], or [E, 2n, d] with ``transpose``; the gate's columns first.
-        down: W2 [E, n, d], or [E, d, n].
-        groups: the rows of each expert.
-        tokens: whose rows they are.
-        weights: float32 [M], or None.
-        transpose: whether the matrices are stored transposed.
-        workspace: bytes of the buffer, at least.
-        slots: int32 [T, K], row of each slot, if the gradient of the weights is wanted by slot; None: by row.
-    """
-
-    gate_up: Array
-    down: Array
-    groups: Groups
-    tokens: Tokens
-    weights: Array | None
-    transpose: bool
-    workspace: int
-    slots: Array | None = None
-
-
-class Kept(NamedTuple):
-    """What the forward pass leaves for the backward pass, which makes anew what is None.
-
-    Attributes:
-        hidden: H [M, 2n], or its `Codes`.
-        tables: int32, which tiles each expert and each window has, and counters that launches change: passes that share
-            them follow each other.
-    """
-
-    hidden: Any = None
-    tables: Any = None
-
-
-class Gradients(NamedTuple):
-    """Those that were wanted; the others are None."""
-
-    x: Any
-    gate_up: Any
-    down: Any
-    weights: Any
 
 
 class Run:

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import paddle
 from paddle import Tensor
 
-from .handles import Handles
-from .native_recording import Driver, Functions, Repeater
+from ..native_recording import Driver, Functions, Repeater
+from .kernel_cache import Handles
 
 __all__ = ["Library", "PaddleDevice", "cannot_run_on", "device_of", "unavailable"]
 

@@ -18,9 +18,19 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ..launch.device import (
+    CALLS_KEPT,
+    ITEM_BYTES,
+    Array,
+    Device,
+    addresses,
+    blocks,
+    low_bits,
+    next_power_of_2,
+    sum_vector,
+)
 from .configs import Config, rows_at_once, unpermute_config
-from .launching import CALLS_KEPT, ITEM_BYTES, Array, Device, addresses, blocks, low_bits, next_power_of_2, sum_vector
-from .sums import CARRIERS, load_indices, minus_zeros, rounded, widened
+from .numerics import CARRIERS, load_indices, minus_zeros, rounded, widened
 
 __all__ = ["unpermute", "unpermute_window"]
 

@@ -18,10 +18,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ..launch.device import Array, Device, address, blocks, next_power_of_2
 from .configs import rows_at_once
-from .launching import Array, Device, address, blocks, next_power_of_2
+from .numerics import CARRIERS, load_indices, rounded, widened
 from .permute import FILL_BLOCK, zero_rows
-from .sums import CARRIERS, load_indices, rounded, widened
 
 __all__ = ["dequantize", "quantize"]
 

@@ -7,46 +7,15 @@ There is no tuning while a program runs: a call takes the same kernel in every r
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import triton.language as tl
+from ..launch.allocator import ALLOCATOR
+from ..launch.device import blocks, next_power_of_2
+from .types import Gpu
 
-from .launching import blocks, next_power_of_2
-
-__all__ = ["ALLOCATOR", "GemmConfig", "Gpu", "gated_config", "gpu_at", "product_config", "weight_gradient_config"]
+__all__ = ["GemmConfig", "gated_config", "product_config", "weight_gradient_config"]
 
 _LARGE = (9, 10)  # compute capabilities of 228 KB of shared memory a multiprocessor: 12.x has 100 again, as 8.6 and 8.9
-
-
-def _allocator() -> ContextVar | None:
-    """Where Triton looks for what gives it memory for descriptors; None in versions that have neither."""
-    try:
-        from triton.runtime import _allocation
-    except ImportError:
-        return None
-    found = getattr(_allocation, "_allocator", None)
-    return found if hasattr(tl, "make_tensor_descriptor") and isinstance(found, ContextVar) else None
-
-
-ALLOCATOR = _allocator()
-
-
-class Gpu(NamedTuple):
-    """What choices depend on: compute capability (90 for 9.0), multiprocessors, GB/s of memory (0: not known)."""
-
-    capability: int
-    multiprocessors: int
-    memory: int = 0
-
-
-# What is not on a GPU is interpreted: few programs with several tiles each.
-_INTERPRETED = Gpu(80, 3)
-_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
-_MEMORY_CLOCK_RATE, _MEMORY_BUS_WIDTH = 36, 37  # the same, in kHz, with two transfers a cycle, and in bits
 
 
 class GemmConfig(NamedTuple):
@@ -83,41 +52,6 @@ class GemmConfig(NamedTuple):
         """With tiles no larger than a result of this size needs; 16 is the least that tensor cores take."""
         least = [max(16, next_power_of_2(size)) for size in (rows, columns)]
         return self._replace(rows=min(self.rows, least[0]), columns=min(self.columns, least[1]))
-
-
-@functools.cache
-def _library() -> Any:
-    """The CUDA driver, or None where there is none."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    return library if library.cuInit(0) == 0 else None
-
-
-@functools.cache
-def _facts(ordinal: int) -> Gpu:
-    def attribute(number: int, unknown: int | None = None) -> int:
-        value = ctypes.c_int(0)
-        status = _library().cuDeviceGetAttribute(ctypes.byref(value), number, ordinal)
-        if not status:
-            return value.value
-        if unknown is None:
-            raise RuntimeError(f"the CUDA driver must answer 0, but its status is {status}")
-        return unknown
-
-    memory = 2 * attribute(_MEMORY_CLOCK_RATE, 0) * attribute(_MEMORY_BUS_WIDTH, 0) // 8_000_000
-    return Gpu(10 * attribute(_MAJOR) + attribute(_MINOR), attribute(_MULTIPROCESSORS), memory)
-
-
-def gpu_at(address: int) -> Gpu:
-    """The GPU in whose memory an address lies."""
-    library, ordinal = _library(), ctypes.c_int(0)
-    if library is None or library.cuPointerGetAttribute(
-        ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address)
-    ):
-        return _INTERPRETED
-    return _facts(ordinal.value)
 
 
 def _is_small(gpu: Gpu) -> bool:

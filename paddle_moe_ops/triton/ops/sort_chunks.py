@@ -15,7 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, address, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, blocks, next_power_of_2
 from .permute import permute
 from .rowmap import gather_slots
 from .unpermute import unpermute

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, addresses, blocks, next_power_of_2
+from ..launch.device import Array, Device, addresses, blocks, next_power_of_2
 
 __all__ = ["RowSums", "row_sums", "sum_rows", "sums_of_rows"]
 

@@ -7,15 +7,8 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from .launching import CALLS_KEPT, Array, Device, addresses, blocks, next_power_of_2
-from .route_kernels import (
-    count_kernel,
-    maps_kernel,
-    mask_to_ids_kernel,
-    offsets_kernel,
-    prefix_kernel,
-    route_kernel,
-)
+from ..launch.device import CALLS_KEPT, Array, Device, addresses, blocks, next_power_of_2
+from .route_kernels import count_kernel, maps_kernel, mask_to_ids_kernel, offsets_kernel, prefix_kernel, route_kernel
 
 __all__ = ["ONE_PROGRAM", "Maps", "Routing", "route"]
 

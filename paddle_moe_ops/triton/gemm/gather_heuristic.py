@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from .hopper_product import FEW_ROWS
+from .types import FEW_ROWS
 
 __all__ = ["gathers", "gathers_for_matrix"]
 

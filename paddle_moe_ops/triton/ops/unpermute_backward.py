@@ -15,10 +15,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ..launch.device import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
 from .configs import Config, backward_config, rows_at_once
-from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
+from .numerics import CARRIERS, rounded, widened
 from .permute import FILL_BLOCK, permute, zero_rows
-from .sums import CARRIERS, rounded, widened
 
 __all__ = ["unpermute_backward"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .hopper_product import LibraryKernel
+from ..hopper_product import LibraryKernel
 
 __all__ = ["Handles"]
 

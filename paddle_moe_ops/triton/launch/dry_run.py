@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .hopper_product import LibraryKernel
-from .launching import ITEM_BYTES, Array, Device, address, blocks
+from ..hopper_product import LibraryKernel
+from .device import ITEM_BYTES, Array, Device, address, blocks
 
 __all__ = ["Outline", "StandIn"]
 

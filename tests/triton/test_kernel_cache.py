@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddle_moe_ops.triton.handles import Handles
+from paddle_moe_ops.triton.launch.kernel_cache import Handles
 
 
 class Kernel:

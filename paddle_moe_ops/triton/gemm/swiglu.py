@@ -22,14 +22,19 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .grouped_gemm_kernels import swiglu
-from .launching import Array, Device, address, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, blocks, next_power_of_2
 
-__all__ = ["swiglu_gradient"]
+__all__ = ["swiglu", "swiglu_gradient"]
 
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16"}
 _MOST_COLUMNS = 1024
 _COLUMNS_OF_WARP = 256
+
+
+@triton.jit
+def swiglu(gate, up):
+    """silu(gate) * up, float32."""
+    return gate * (1.0 / (1.0 + tl.exp(-gate))) * up
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, addresses, next_power_of_2
+from ..launch.device import Array, Device, addresses, next_power_of_2
 
 __all__ = ["make_row_id_map", "read_row_id_map"]
 

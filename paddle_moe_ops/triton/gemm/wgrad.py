@@ -7,12 +7,20 @@ Programs make tiles of BLOCK_P x BLOCK_Q, as `grouped_gemm_kernels` says it of a
 ``first`` and ``stop``. Moved from memory, at least: each operand and each result once.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
-from .grouped_gemm_kernels import in_bands, tokens_of
+from ..launch.device import ITEM_BYTES, Array, Device, address, blocks
+from .configs import GemmConfig
+from .gpu_facts import gpu_at
+from .kernels import in_bands, tokens_of
+from .operands import POINTERS, descriptor_memory, suits_tma, vector_of
+from .schedule import experts_at_once
+from .types import Rows, Schedule
 
-__all__ = ["weight_gradient_kernel"]
+__all__ = ["weight_gradient", "weight_gradient_kernel"]
 
 
 @triton.jit
@@ -209,3 +217,63 @@ def _store_pieces(
         if ADDS:
             acc += tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, acc.to(origin.dtype.element_ty), mask=inside)
+
+
+def weight_gradient(
+    device: Device,
+    p: Rows,
+    q: Rows,
+    tables: Schedule,
+    config: GemmConfig,
+    num_rows: int,
+    out: Array,
+    *,
+    window: tuple[int, int] = (0, 0),
+    gathered: tuple[Array, bool] | None = None,
+    adds: bool = False,
+) -> None:
+    """out[e, i : i + P, j : j + Q] = p^T q of each expert's rows, or added to it.
+
+    Args:
+        device: where to.
+        p: [M, P].
+        q: [M, Q].
+        tables: `schedule` for any tiles.
+        config: how it is cut.
+        num_rows: M.
+        out: [E, ...], dtype of ``p`` or float32.
+        window: i and j; multiples of 8.
+        gathered: row_to_token and whether q has the rows of tokens, else p has them; None: neither.
+        adds: whether to add to what ``out`` holds.
+    """
+    dtype, out_dtype = device.dtype_name(p.array), device.dtype_name(out)
+    item = ITEM_BYTES[dtype]
+    experts, _, out_stride = out.shape
+    vector = vector_of(item, p, q, out)
+    use_tma = suits_tma(config, vector) and num_rows > 0 and gathered is None
+    row_to_token, q_gathered = gathered or (None, False)
+    place = (window[0] * out_stride + window[1]) * ITEM_BYTES[out_dtype]
+    aligned = ":16" if vector > 1 else ""
+    pointer = POINTERS[dtype] + aligned
+    sources = (q if q_gathered else p).height
+    with descriptor_memory(device, use_tma):
+        device.launch(
+            weight_gradient_kernel,
+            config.grid(gpu_at(address(out)), experts * blocks(p.width, config.rows) * blocks(q.width, config.columns)),
+            (pointer, pointer, "*i32", POINTERS[out_dtype] + aligned, "*i32", "*i32", *["i32"] * 5, *["i64"] * 4),
+            (
+                *(p.address(item), q.address(item), address(row_to_token), address(out) + place),
+                *(address(tables.first), address(tables.stop)),
+                *(experts, num_rows, sources, p.width // vector, q.width // vector),
+                *(p.stride // vector, q.stride // vector, out.shape[1] * out_stride // vector, out_stride // vector),
+            ),
+            (
+                *(vector, gathered is not None and not q_gathered, q_gathered, use_tma, adds),
+                *(use_tma or p.width % config.rows == 0, use_tma or q.width % config.columns == 0),
+                # What is gathered waits for its indices, which take every other stage.
+                *(config.rows, config.columns, config.depth, config.band),
+                config.stages if gathered is None else 2 * config.stages - 1,
+                experts_at_once(experts),
+            ),
+            config.warps,
+        )

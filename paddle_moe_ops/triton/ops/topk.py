@@ -15,8 +15,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, address, next_power_of_2
-from .sums import CARRIERS, rounded, widened
+from ..launch.device import Array, Device, address, next_power_of_2
+from .numerics import CARRIERS, rounded, widened
 
 __all__ = ["topk", "topk_backward"]
 

@@ -19,10 +19,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .grouped_gemm import Groups, schedule
-from .launching import Array, Device, address, blocks, next_power_of_2
-from .row_sums import row_sums
-from .rowmap import fill
+from ..launch.device import Array, Device, address, blocks, next_power_of_2
+from ..ops.row_sums import row_sums
+from ..ops.rowmap import fill
+from .schedule import schedule
+from .types import Groups
 
 __all__ = ["bias_gradient"]
 
